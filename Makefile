@@ -1,0 +1,82 @@
+# rollpipe's commands. `make help` lists them; each one sets up .venv first, if that is needed.
+#   make test PYTHON=python3.12      another interpreter for a new .venv (`make clean` removes the old one)
+
+SHELL := /bin/sh
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.complete
+JOBS ?= 2
+
+# The caller's environment must not leak into .venv, and small networks run fastest on one thread.
+unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PIP_USER PIP_TARGET PIP_PREFIX PIP_CONSTRAINT
+export OMP_NUM_THREADS ?= 1
+export MPLBACKEND := Agg
+
+# A name on PATH is no proof that it runs (version-manager shims), nor that it can make an environment.
+USABLE := import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3 python; do \
+	"$$p" -c '$(USABLE)' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
+
+# .venv counts only if its set-up came to an end, in this folder, and its interpreter still runs.
+ifneq ($(wildcard $(VENV)),)
+$(shell [ "$$(cat $(STAMP) 2>/dev/null)" = "$(CURDIR)" ] && $(BIN)/python -c '' 2>/dev/null || rm -f $(STAMP))
+endif
+
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test lint sync notebooks pytest slow bench export hooks clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
+
+setup: $(STAMP)  ## make .venv with the package (editable) and the developer tools
+
+$(STAMP): setup.py settings.ini pyproject.toml constraints.txt
+	@"$(PYTHON)" -c '$(USABLE)' >/dev/null 2>&1 || { \
+	echo "rollpipe needs Python 3.10, 3.11 or 3.12 with its venv module, and found none that runs$(if $(PYTHON),: '$(PYTHON)')." >&2; \
+	echo "Install one, or name it: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@if [ -e $(STAMP) ]; then echo "Bringing $(VENV) up to date with settings.ini and constraints.txt"; rm -f $(STAMP); \
+	else echo "Setting up $(VENV) with $$("$(PYTHON)" -V) and the versions in constraints.txt, which takes some minutes"; \
+	"$(PYTHON)" -m venv --clear $(VENV); fi
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt setuptools wheel
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	@echo "$(CURDIR)" > $(STAMP)
+
+demo: $(STAMP)  ## train TRPO on Pendulum-v1, compare it with a random policy, leave runs/demo
+	@$(BIN)/rollpipe demo
+
+test: lint sync notebooks pytest  ## lint, sync check, notebooks, pytest: what the gate runs
+
+lint: $(STAMP)  ## ruff, notebooks included
+	@$(BIN)/ruff check --quiet . && echo "lint: ok"
+
+sync: $(STAMP)  ## notebooks and exported modules agree
+	@$(BIN)/python -m pytest -q tests/test_sync.py
+
+notebooks: $(STAMP)  ## run every notebook, each in a process of its own
+	@find nbs -name '*.ipynb' ! -path '*/.*' | sort | xargs -P $(JOBS) -I {} sh -c \
+	'out=$$($(BIN)/nbdev_test --path {} --n_workers 0 --do_print 2>&1) && echo "notebook ok: {}" || { printf "%s\n" "$$out" "NOTEBOOK FAILED: {}"; exit 1; }' \
+	|| { echo "notebooks: not all passed; look for NOTEBOOK FAILED above" >&2; exit 1; }
+
+pytest: $(STAMP)  ## the tests, without the slow ones
+	@$(BIN)/python -m pytest -q --ignore=tests/test_sync.py
+
+slow: $(STAMP)  ## the learning tests, many minutes
+	@$(BIN)/python -m pytest -q -m slow --timeout 3600
+
+bench: $(STAMP)  ## every benchmark, each beside its floor
+	@for f in benchmarks/bench_*.py; do echo "== $$f"; $(BIN)/python "$$f" || exit 1; done
+
+export: $(STAMP)  ## clean the notebooks and export them to modules
+	@$(BIN)/nbdev_clean && $(BIN)/nbdev_export
+
+hooks: $(STAMP)  ## enable the commit hook and readable notebook diffs in this clone
+	@git config core.hooksPath .githooks
+	@git config diff.ipynb.textconv '$(BIN)/jupytext --to py:percent -o - <'
+	@git config merge.nbdev-merge.name 'merge notebooks cell by cell'
+	@git config merge.nbdev-merge.driver '$(BIN)/nbdev_merge %O %A %B %P'
+
+clean:  ## remove .venv and everything that can be made again, but no runs
+	@rm -rf $(VENV) build dist *.egg-info _proc _docs _site .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,60 @@
+"""One thread, fixed seeds, and nothing left behind: for every test."""
+import multiprocessing
+import os
+import random
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+torch.set_num_threads(1)
+SHM = Path("/dev/shm")
+HELPERS = (b"resource_tracker", b"forkserver")  # live as long as the interpreter, by the design of multiprocessing
+
+
+@pytest.fixture(autouse=True)
+def seeds():
+    "Every test starts from the same global random state, whatever ran before it."
+    random.seed(0); np.random.seed(0); torch.manual_seed(0)
+
+
+def _children():
+    "Child processes of this one, where the system tells; multiprocessing's own helpers are left out."
+    multiprocessing.active_children()  # reaps those that have ended
+    pids = {int(p) for f in Path("/proc/self/task").glob("*/children") for p in f.read_text().split()}
+    return {p for p in pids if not any(h in _command(p) for h in HELPERS)}
+
+
+def _command(pid):
+    try: return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError: return HELPERS[0]  # it ended while we looked
+
+
+def _alive(pid): return Path(f"/proc/{pid}").exists()
+
+
+def _segments(owners=None):
+    "Shared-memory segments; with `owners`, those that name one of them, or a process that is gone, as their maker."
+    names = {p.name for p in SHM.iterdir()} if SHM.is_dir() else set()
+    if owners is None: return names
+    def ours(name):
+        pids = {int(d) for d in re.findall(r"(?<=_)\d+(?=_)", name)}
+        return any(p in owners or not _alive(p) for p in pids)
+    return {n for n in names if ours(n)}
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers():
+    "After the test there is no child process and no shared-memory segment that was not there before."
+    children, segments = _children(), _segments()
+    yield
+    deadline = time.monotonic() + 5
+    while True:  # a process that was told to end may need a moment
+        left = _children() - children, _segments({os.getpid()}) - segments
+        if not any(left) or time.monotonic() > deadline: break
+        time.sleep(0.02)
+    assert not left[0], f"child processes left behind: { {p: _command(p) for p in left[0]} }"
+    assert not left[1], f"shared-memory segments left behind: {left[1]}"

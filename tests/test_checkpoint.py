@@ -1,0 +1,185 @@
+"Checkpoints: bit-exact round trips, atomic writes, and files that are no checkpoint."
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save
+
+from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint, write_atomically
+from rollpipe.pipes.errors import CheckpointError
+
+
+class Agent:
+    def __init__(self, state): self.state = state
+    def state_dict(self): return self.state
+
+
+def roundtrip(state, path):
+    save_checkpoint(path, Agent(state), config={}, counters={})
+    return load_checkpoint(path).agent_state
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
+    if isinstance(a, dict): return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)): return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and (a == b or a != a and b != b)
+
+
+def bits(x):
+    return bytes(x.detach().cpu().contiguous().clone().flatten().view(torch.uint8).tolist()) if x.numel() else b""
+
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+
+
+@st.composite
+def tensors(draw):
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    x = (torch.randn(shape)*4).to(draw(st.sampled_from(DTYPES)))
+    return x.transpose(0, -1) if x.ndim > 1 and draw(st.booleans()) else x
+
+
+scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), tensors())
+keys = st.one_of(st.text(max_size=4), st.integers(-3, 3))
+trees = st.recursive(scalars, lambda below: st.one_of(
+    st.lists(below, max_size=3), st.lists(below, max_size=3).map(tuple), st.dictionaries(keys, below, max_size=3)))
+
+
+@settings(deadline=None, max_examples=40)
+@given(state=trees)
+def test_any_nested_state_comes_back_bit_for_bit(state, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp()/"tree.safetensors"
+    assert same(state, roundtrip(state, path))
+
+
+def test_names_that_collide_and_look_like_tags(tmp_path):
+    state = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, "tensor": "w", "dict": {"list": [1]}, "": torch.ones(2)}
+    assert same(state, roundtrip(state, tmp_path/"c"))
+
+
+def test_tied_views_and_gradients(tmp_path):
+    base = torch.arange(12.).requires_grad_()
+    state = dict(a=base, b=base, odd=base[1::2], grid=base.view(3, 4).T, nan=torch.tensor([float("nan"), -0.0]))
+    back = roundtrip(state, tmp_path/"c")
+    assert same(state, back)
+    assert back["a"].data_ptr() != back["b"].data_ptr() and not back["a"].requires_grad
+
+
+def test_training_continues_as_if_nothing_had_happened(tmp_path):
+    def make():
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+        return net, torch.optim.Adam(net.parameters(), amsgrad=True)
+
+    def train(net, opt, n):
+        generator = torch.Generator().manual_seed(n)
+        for _ in range(n):
+            opt.zero_grad()
+            net(torch.randn(16, 4, generator=generator)).square().mean().backward()
+            opt.step()
+
+    net, opt = make()
+    train(net, opt, 3)
+    state = roundtrip(dict(net=net.state_dict(), opt=opt.state_dict()), tmp_path/"c")
+    train(net, opt, 4)
+    other, other_opt = make()
+    other.load_state_dict(state["net"])
+    other_opt.load_state_dict(state["opt"])
+    train(other, other_opt, 4)
+    assert same(dict(net.state_dict()), dict(other.state_dict()))
+
+
+def test_other_tools_can_read_the_tensors(tmp_path):
+    save_checkpoint(tmp_path/"c.safetensors", Agent(dict(net={"0.weight": torch.ones(2)})), {}, {})
+    assert list(load_file(tmp_path/"c.safetensors")) == ["agent.net.0.weight"]
+
+
+@pytest.mark.parametrize("leaf", [object(), {1, 2}, torch.ones(2).to_sparse(), lambda: 0, b"bytes", {(1, 2): 3}])
+def test_what_needs_a_pickle_is_refused_by_name(leaf, tmp_path):
+    with pytest.raises(CheckpointError, match=r"agent\.opt\.1"):
+        save_checkpoint(tmp_path/"c", Agent(dict(opt=[0, leaf])), {}, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def good(path):
+    save_checkpoint(path, Agent(dict(w=torch.arange(1000.))), dict(env="Toy"), dict(steps=1))
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 100, 0.5, -1])
+def test_truncated(keep, tmp_path):
+    data = good(tmp_path/"c")
+    (tmp_path/"c").write_bytes(data[:int(len(data)*keep) if isinstance(keep, float) else keep])
+    with pytest.raises(CheckpointError, match="damaged, or not a checkpoint"): load_checkpoint(tmp_path/"c")
+
+
+class Bomb:
+    def __reduce__(self): return os._exit, (7,)
+
+
+META = dict(rollpipe_checkpoint="1", config='{"dict": []}', counters='{"dict": []}')
+
+
+@pytest.mark.parametrize("data, message", [
+    (b"hello, this is a text and no checkpoint at all", "not a checkpoint"),
+    (pickle.dumps(Bomb()), "not a checkpoint"),
+    (save(dict(w=torch.ones(2))), "not made by rollpipe.*no metadata"),
+    (save(dict(w=torch.ones(2)), metadata=dict(format="pt")), "not made by rollpipe.*format"),
+    (save({}, metadata=dict(META, rollpipe_checkpoint="2")), "newer.*got 2"),
+    (save({}, metadata=dict(META, rollpipe_checkpoint="soon")), "newer.*got soon"),
+    (save({}, metadata=META), "damaged metadata.*agent"),
+    (save({}, metadata=dict(META, agent='{"tensor": "w"}')), "damaged metadata"),
+    (save({}, metadata=dict(META, agent='{"pickle": "gASV"}')), "damaged metadata.*pickle"),
+    (save({}, metadata=dict(META, agent='{"dict": [1, 2]}')), "damaged metadata"),
+    (save({}, metadata=dict(META, agent='{"dict": [[[1], 2]]}')), "damaged metadata"),
+    (save({}, metadata=dict(META, agent='[1, 2]')), "damaged metadata"),
+    (save({}, metadata=dict(META, agent='{"list": '*3000 + "1" + "}"*3000)), "damaged metadata"),
+])
+def test_foreign(data, message, tmp_path):
+    (tmp_path/"c").write_bytes(data)
+    with pytest.raises(CheckpointError, match=message): load_checkpoint(tmp_path/"c")
+
+
+def test_missing_and_folder(tmp_path):
+    with pytest.raises(CheckpointError, match="no such checkpoint"): load_checkpoint(tmp_path/"c")
+    with pytest.raises(CheckpointError, match="not a checkpoint"): load_checkpoint(tmp_path)
+
+
+def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    good(tmp_path/"c")
+    def full(fd): raise OSError(28, "No space left on device")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"): save_checkpoint(tmp_path/"c", Agent({}), {}, dict(steps=2))
+    assert load_checkpoint(tmp_path/"c").counters == dict(steps=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_killed_while_writing(tmp_path):
+    "A process that writes all the time is killed at some moment; the file is a whole one every time."
+    code = ("import sys, torch; from rollpipe.agents.checkpoint import save_checkpoint\n"
+            "class A: state_dict = lambda self: dict(w=torch.full((200_000,), float(i)))\n"
+            "for i in range(10**6):\n"
+            "    save_checkpoint(sys.argv[1], A(), {}, dict(i=i))\n"
+            "    if i == 2: print('ready', flush=True)")
+    for delay in (0, .013, .027):
+        with subprocess.Popen([sys.executable, "-c", code, tmp_path/"c"], stdout=subprocess.PIPE) as process:
+            process.stdout.readline()
+            time.sleep(delay)
+            process.send_signal(signal.SIGKILL)
+        found = load_checkpoint(tmp_path/"c")
+        assert found.counters["i"] >= 2 and bool((found.agent_state["w"] == found.counters["i"]).all())
+
+
+def test_permissions_are_those_of_any_new_file(tmp_path):
+    write_atomically(tmp_path/"a", b"")
+    (tmp_path/"b").touch()
+    assert (tmp_path/"a").stat().st_mode == (tmp_path/"b").stat().st_mode

@@ -1,0 +1,133 @@
+"""Imports run one way: the block in ARCHITECTURE.md, and the numbers of the notebooks."""
+import ast
+import configparser
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT/"rollpipe"
+TEXT = (ROOT/"ARCHITECTURE.md").read_text(encoding="utf-8")
+TOP = "rollpipe"
+
+
+def name_of(path):
+    "`rollpipe/pipes/nested.py` -> `pipes.nested`; a package's `__init__` is the package; the top is ''"
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {name_of(p): p for p in sorted(PACKAGE.rglob("*.py")) if p.name != "_modidx.py"}
+AGGREGATES = {n for n, p in FILES.items() if p.name in ("__init__.py", "all.py")}
+MODULES = sorted(FILES.keys() - AGGREGATES)
+
+
+def imports(path, module, deep=True):
+    "All (dotted name, names) that a file imports, relative ones resolved; `deep`: those inside functions too."
+    base = [TOP, *filter(None, module.split("."))]
+    if path.name != "__init__.py": base = base[:-1]
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes, found = [tree], []
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Import): found += [(a.name, ()) for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = base[:len(base) - node.level + 1] if node.level else []
+            found.append((".".join([*start, *filter(None, [node.module])]), tuple(a.name for a in node.names)))
+        if deep or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)): nodes += ast.iter_child_nodes(node)
+    return found
+
+
+def inner(module):
+    "The modules and packages of rollpipe that `module` imports, by name"
+    out = set()
+    for name, names in imports(FILES[module], module):
+        if name.split(".")[0] != TOP: continue
+        name = name[len(TOP) + 1:]
+        submodules = {f"{name}.{n}".lstrip(".") for n in names} & FILES.keys()
+        out |= submodules
+        if not names or len(submodules) < len(names): out.add(name)
+    return out - {""}
+
+
+def rooms():
+    "room -> what it may import, from the fenced block"
+    block = re.search(r"^```imports\n(.*?)^```", TEXT, re.M | re.S)
+    assert block, "ARCHITECTURE.md has no ```imports block"
+    pairs = [line.split("->") for line in block[1].splitlines() if line.strip()]
+    return {left.strip(): right.split() for left, right in pairs}
+
+
+def numbers():
+    "module -> the number of its notebook"
+    out = {}
+    for path in (ROOT/"nbs").rglob("*.ipynb"):
+        text = "\n".join("".join(c["source"]) for c in json.loads(path.read_text(encoding="utf-8"))["cells"])
+        found = re.search(r"^#\|[ \t]*default_exp[ \t]+(\S+)", text, re.M)
+        if found: out[found[1]] = int(path.name.split("_")[0])
+    return out
+
+
+def room_of(module): return module.split(".")[0]
+def within(module, place): return module == place or module.startswith(f"{place}.")
+
+
+def test_the_table_names_every_room():
+    there = {room_of(m) for m in FILES} - {"", "all"}
+    assert there <= set(rooms()), f"rooms that ARCHITECTURE.md does not name: {there - set(rooms())}"
+
+
+def test_the_table_has_no_cycle():
+    table = {r: {room_of(a) for a in allowed} for r, allowed in rooms().items()}
+    done = set()
+    while free := {r for r in table if r not in done and table[r] <= done}: done |= free
+    assert done == set(table), f"a cycle among {set(table) - done}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_run_in_the_stated_direction(module):
+    allowed = [room_of(module), *rooms()[room_of(module)]]
+    wrong = {i for i in inner(module) if not any(within(i, a) for a in allowed)}
+    assert not wrong, f"{module} imports {wrong}, ARCHITECTURE.md allows {allowed}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_only_lower_numbers(module):
+    number = numbers()
+    def members(name): return [m for m in MODULES if within(m, name)] if name in AGGREGATES else [name]
+    wrong = {i: number[m] for i in inner(module) for m in members(i) if number[m] >= number[module]}
+    assert not wrong, f"{module} is notebook {number[module]}, but imports {wrong}"
+
+
+@pytest.mark.parametrize("module", sorted(AGGREGATES - {"", "all"}))
+def test_an_aggregate_gathers_its_own_room(module):
+    wrong = {i for i in inner(module) if room_of(i) != room_of(module)}
+    assert not wrong, f"{module}/__init__ or all imports {wrong}"
+
+
+@pytest.mark.parametrize("module", sorted(FILES))
+def test_torchdata_has_one_door(module):
+    found = {n for n, _ in imports(FILES[module], module) if n.split(".")[0] == "torchdata"}
+    assert not found or module == "pipes.torchdata", f"{module} imports {found}; go through pipes.torchdata"
+
+
+def test_algorithms_do_not_import_one_another():
+    shared = re.search(r"\(shared: ([^)]*)\)", TEXT)
+    assert shared, "ARCHITECTURE.md does not list what the algorithms share"
+    shared = {f"agents.{n}" for n in re.findall(r"`(\w+)`", shared[1])}
+    algorithms = {m for m in MODULES if room_of(m) == "agents"} - shared
+    wrong = {m: inner(m) & algorithms - {m} for m in algorithms}
+    assert not any(wrong.values()), wrong
+
+
+def test_outside_imports_are_declared():
+    cfg = configparser.ConfigParser()
+    cfg.read(ROOT/"settings.ini", encoding="utf-8")
+    declared = {re.match(r"[\w.-]+", r)[0].lower() for r in shlex.split(cfg["DEFAULT"]["requirements"])}
+    outside = {(n.split(".")[0], m) for m in FILES for n, _ in imports(FILES[m], m, deep=False)}
+    wrong = {(n, m) for n, m in outside if n not in sys.stdlib_module_names and n != TOP and n.lower() not in declared}
+    assert not wrong, f"imported at the top of a module, but no requirement in settings.ini: {wrong}"

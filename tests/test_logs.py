@@ -1,0 +1,161 @@
+"Metric files that survive crashes and resumes, and progress on terminals and in files."
+import csv
+import importlib.util
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from types import SimpleNamespace
+
+from rollpipe.agents.metrics import METRICS, EpisodeReturns
+from rollpipe.logs import MetricWriter, Progress, read_metrics
+from rollpipe.pipes.errors import DataError
+
+
+def write(folder, *records, **kwargs):
+    with MetricWriter(folder, **{"tensorboard": False, **kwargs}) as writer:
+        for record in records: writer.write(record)
+
+
+def rows(folder):
+    with open(folder/"metrics.csv") as file: return list(csv.DictReader(file))
+
+
+def test_resume_appends_under_one_header(tmp_path):
+    write(tmp_path, dict(steps=1, kl=.5))
+    write(tmp_path, dict(steps=2, return_mean=-3))
+    assert [r["steps"] for r in rows(tmp_path)] == ["1", "2"]
+    assert (tmp_path/"metrics.csv").read_text().count("steps,") == 1
+    assert list(rows(tmp_path)[0]) == list(METRICS)
+
+
+@pytest.mark.parametrize("torn", ['{"st', '{"steps": 3, "kl": 0.1}', "\x00\x00"])
+def test_torn_last_line_is_dropped(tmp_path, torn):
+    write(tmp_path, dict(steps=1), dict(steps=2))
+    for name in ("metrics.jsonl", "metrics.csv"):
+        with open(tmp_path/name, "a") as file: file.write(torn)
+    assert read_metrics(tmp_path)["steps"].tolist() == [1, 2]
+    write(tmp_path, dict(steps=4))
+    assert read_metrics(tmp_path)["steps"].tolist() == [1, 2, 4]
+    assert [r["steps"] for r in rows(tmp_path)] == ["1", "2", "4"]
+
+
+def test_damage_in_the_middle_is_named(tmp_path):
+    (tmp_path/"metrics.jsonl").write_text('{"steps": 1}\nrubbish\n{"steps": 2}\n')
+    with pytest.raises(DataError, match="metrics.jsonl, line 2: damaged.*rubbish"): read_metrics(tmp_path)
+
+
+def test_records_after_the_checkpoint_are_dropped(tmp_path):
+    write(tmp_path, *(dict(steps=s) for s in (10, 20, 30)))
+    write(tmp_path, dict(steps=25), after=20)
+    assert read_metrics(tmp_path)["steps"].tolist() == [10, 20, 25]
+
+
+def test_columns_of_an_older_version_are_brought_up_to_date(tmp_path):
+    (tmp_path/"metrics.jsonl").write_text('{"steps": 1.0, "kl": 0.5}\n')
+    (tmp_path/"metrics.csv").write_text("steps,kl\n1,0.5\n")
+    write(tmp_path, dict(steps=2, entropy=1))
+    assert [(r["kl"], r["entropy"]) for r in rows(tmp_path)] == [("0.5", ""), ("", "1")]
+
+
+def test_values_that_are_not_finite_keep_the_json_valid(tmp_path):
+    write(tmp_path, dict(steps=1, kl=float("nan"), cg_residual=float("inf")))
+    def refuse(constant): raise AssertionError(constant)
+    json.loads((tmp_path/"metrics.jsonl").read_text(), parse_constant=refuse)
+    assert np.isnan(read_metrics(tmp_path)["kl"]).all()
+
+
+def test_unknown_names_and_missing_steps_are_refused(tmp_path):
+    with pytest.raises(DataError, match="'kul'"): write(tmp_path, dict(steps=1, kul=0))
+    with pytest.raises(DataError, match="steps"): write(tmp_path, dict(kl=0))
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("tensorboard"), reason="TensorBoard is an extra")
+def test_tensorboard_has_the_same_numbers(tmp_path, capfd):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    write(tmp_path, dict(steps=8, kl=.5), dict(steps=16, kl=.75), tensorboard="auto")
+    write(tmp_path, dict(steps=16, kl=.25), tensorboard=True, after=8)
+    events = EventAccumulator(str(tmp_path/"tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("kl")] == [(8, .5), (16, .25)]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_without_tensorboard(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    write(tmp_path/"auto", dict(steps=1), tensorboard="auto")
+    assert sorted(p.name for p in (tmp_path/"auto").iterdir()) == ["metrics.csv", "metrics.jsonl"]
+    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match=r"rollpipe\[tensorboard\]"):
+        write(tmp_path/"yes", dict(steps=1), tensorboard=True)
+
+
+class Terminal(io.StringIO):
+    def isatty(self): return True
+
+
+def test_progress_on_a_terminal_redraws_one_line(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with Progress(1000, file=(file := Terminal())) as progress:
+        for steps in range(100, 1100, 100): progress.update(dict(steps=steps, kl=.01, return_mean=-1234.5))
+    text = file.getvalue()
+    assert text.count("\n") == 1 and "return -1234" in text and "1k/1k steps" in text
+
+
+def test_progress_keeps_the_last_known_return():
+    progress = Progress(1000, file=io.StringIO(), disable=True)
+    progress.update(dict(steps=100, return_mean=5.))
+    progress.update(dict(steps=200))
+    assert "return 5" in progress.text() and "200/1k" in progress.text()
+
+
+def test_progress_of_a_resumed_run_counts_only_its_own_speed():
+    progress = Progress(1000, initial=900, disable=True)
+    progress.begin -= 10
+    progress.update(dict(steps=950))
+    assert "5/s" in progress.text() and "0:10 left" in progress.text()
+
+
+# -- episode returns: the same numbers from a slow, obvious loop over time --------------------------------------------
+
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 10**6), n_lanes=st.integers(1, 3), n_envs=st.integers(1, 3), n_fragments=st.integers(1, 4),
+       n_steps=st.integers(1, 6), stacked=st.booleans())
+def test_episode_returns_against_a_loop(seed, n_lanes, n_envs, n_fragments, n_steps, stacked):
+    rng = np.random.default_rng(seed)
+    T, shape = n_fragments*n_steps, (n_lanes, n_fragments*n_steps, n_envs)
+    rew, fin, valid = rng.normal(size=shape).astype(np.float32), rng.random(shape) < .3, rng.random(shape) < .9
+    expected = []
+    for lane in range(n_lanes):
+        for b in range(n_envs):
+            ret = length = 0
+            for t in range(T):
+                if not valid[lane, t, b]: continue
+                ret, length = ret + float(rew[lane, t, b]), length + 1
+                if fin[lane, t, b]:
+                    expected.append((ret, length))
+                    ret = length = 0
+
+    def fragment(lane, k):
+        at = slice(k*n_steps, (k + 1)*n_steps)
+        row = lambda x: torch.as_tensor(np.concatenate([np.zeros((1, n_envs), x.dtype), x[lane, at]]))
+        stepno = torch.full((n_steps + 1, n_envs), 0 if k == 0 else 1)
+        state = SimpleNamespace(stepno=stepno, rew=row(rew), fin=row(fin))
+        ids = (torch.full((n_envs,), i) for i in (lane, k))
+        return SimpleNamespace(state=state, valid=torch.as_tensor(valid[lane, at]), **dict(zip(("lane", "seq"), ids)))
+
+    def stack(fs):
+        cat = lambda items, *names: {n: torch.cat([getattr(x, n) for x in items], -1) for n in names}
+        state = SimpleNamespace(**cat([f.state for f in fs], "stepno", "rew", "fin"))
+        return SimpleNamespace(state=state, **cat(fs, "valid", "lane", "seq"))
+
+    episodes = EpisodeReturns()
+    fragments = [fragment(lane, k) for k in range(n_fragments) for lane in range(n_lanes)]
+    for f in [stack(fragments)] if stacked else fragments: episodes.add(f)
+    ret, length = episodes.pop()
+    assert sorted(length.tolist()) == sorted(n for _, n in expected)
+    np.testing.assert_allclose(sorted(ret), sorted(r for r, _ in expected), atol=1e-5)
+    assert (episodes.episodes, episodes.steps) == (len(expected), int(valid.sum()))

@@ -1,0 +1,230 @@
+"Containers of any nesting: structure, order, aliasing, sharing, and errors that name the leaf."
+import multiprocessing
+from collections import OrderedDict, namedtuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollpipe.pipes import nested
+from rollpipe.pipes.errors import DataError
+
+Pair = namedtuple('Pair', 'z a')
+quick = settings(deadline=None, max_examples=25)
+scalars = st.integers(-5, 5) | st.floats(-2, 2) | st.booleans()
+keys = st.text('abcxyz', min_size=1, max_size=3)
+
+
+def containers(leaf):
+    return st.recursive(leaf | st.none(), lambda inner: st.one_of(
+        st.dictionaries(keys, inner, max_size=3), st.lists(inner, max_size=3), st.tuples(inner, inner),
+        st.builds(Pair, inner, inner), st.dictionaries(keys, inner, max_size=3).map(OrderedDict)), max_leaves=8)
+
+
+def slow_map(fn, tree):
+    "The same walk in plain Python, in the order of the container itself."
+    if tree is None: return None
+    if isinstance(tree, dict): return type(tree)((k, slow_map(fn, v)) for k, v in tree.items())
+    if hasattr(tree, '_fields'): return type(tree)(*(slow_map(fn, v) for v in tree))
+    if isinstance(tree, (list, tuple)): return type(tree)(slow_map(fn, v) for v in tree)
+    return fn(tree)
+
+
+def identical(a, b):
+    "Equal in values, types and order of keys."
+    if type(a) is not type(b): return False
+    if isinstance(a, dict): return list(a) == list(b) and all(identical(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)): return len(a) == len(b) and all(identical(x, y) for x, y in zip(a, b))
+    return bool(np.all(a == b))
+
+
+@quick
+@given(containers(scalars))
+def test_map_keeps_types_and_order_of_keys(tree):
+    assert identical(nested.map(lambda x: (x, x), tree), slow_map(lambda x: (x, x), tree))
+
+
+@quick
+@given(containers(scalars))
+def test_paths_reach_the_leaves(tree):
+    for path, leaf in zip(nested.paths(tree, 'root'), nested.leaves(tree), strict=True):
+        assert eval(path, {'root': tree}) is leaf
+
+
+def test_order_of_keys_does_not_matter_to_leaves():
+    assert nested.leaves({'b': 1, 'a': 2}) == nested.leaves({'a': 2, 'b': 1}) == [2, 1]
+    assert list(nested.map(abs, {'b': 1, 'a': 2})) == ['b', 'a']
+    assert nested.map(lambda x, y: x - y, {'b': 1, 'a': 2}, {'a': 2, 'b': 1}) == {'b': 0, 'a': 0}
+
+
+def example(lead, kind):
+    make = torch.zeros if kind == 'torch' else np.zeros
+    return {'x': make((*lead, 2)), 'y': Pair(make(lead), [make((*lead, 1, 3)), None])}
+
+
+@pytest.mark.parametrize('kind', ['numpy', 'torch'])
+@pytest.mark.parametrize('other', ['numpy', 'torch'])
+def test_rows_in_and_out(kind, other):
+    buffer = nested.alloc(example((), kind), 4, 5)
+    nested.map(lambda x: x.fill(0) if kind == 'numpy' else x.zero_(), buffer)
+    nested.setitem(buffer, (1, 2), nested.map(lambda x: x + 7, example((), other)))
+    assert all((leaf == 7).all() for leaf in nested.leaves(nested.getitem(buffer, (1, 2))))
+    assert all(leaf.sum() == 7 * leaf[0, 0].size if kind == 'numpy' else leaf.sum() == 7 * leaf[0, 0].numel()
+               for leaf in nested.leaves(buffer))
+    assert nested.copy_(buffer, nested.map(lambda x: x + 3, example((5,), other)), at=0) is buffer
+    assert all((leaf[0] == 3).all() and (leaf[1, 2] == 7).all() for leaf in nested.leaves(buffer))
+    nested.copy_(buffer, nested.map(lambda x: x + 1, example((), other)))
+    assert all((leaf == 1).all() for leaf in nested.leaves(buffer))
+
+
+def test_scalars_and_graphs_may_be_written():
+    npy, pyt = np.zeros(3, np.float32), torch.zeros(3, dtype=torch.int64)
+    nested.setitem([npy, pyt], 1, [torch.tensor(2., requires_grad=True), np.int32(2)])
+    nested.copy_([npy, pyt], [5, True], at=2)
+    assert npy.tolist() == [0, 2, 5] and pyt.tolist() == [0, 2, 1]
+    row = np.zeros(()), torch.zeros(())
+    nested.copy_(row, (4, np.float64(6)))
+    assert row == (4, 6)
+
+
+@pytest.mark.parametrize('kind', ['numpy', 'torch'])
+def test_stack_and_cat(kind):
+    trees = [nested.map(lambda x, j=j: x + j, example((2,), kind)) for j in range(3)]
+    for dim in (0, 1, -1):
+        stacked = nested.stack(trees, dim)
+        lib, axis = (np, 'axis') if kind == 'numpy' else (torch, 'dim')
+        for out, *parts in zip(nested.leaves(stacked), *(nested.leaves(t) for t in trees), strict=True):
+            assert (out == lib.stack(parts, **{axis: dim})).all() and type(out) is type(parts[0])
+    for out, *parts in zip(*(nested.leaves(t) for t in (nested.cat(iter(trees)), *trees)), strict=True):
+        assert out.shape == (6, *parts[0].shape[1:]) and (out[2:4] == parts[1]).all() and (out[4:] == 2).all()
+
+
+@pytest.mark.parametrize('join', [nested.stack, nested.cat])
+def test_what_cannot_be_joined_is_named(join):
+    a = {'x': np.zeros(2), 'y': torch.zeros(2, 3)}
+    with pytest.raises(DataError, match='at least one container'): join([])
+    with pytest.raises(DataError, match=r"trees\[2\] has the wrong structure: missing trees\[2\]\['y'\]"):
+        join([a, a, {'x': a['x']}])
+    with pytest.raises(DataError, match=r"leaf \['y'\]: leaves cannot be joined. Got float32 \[2, 3\], float32 \[4\]"):
+        join([a, {**a, 'y': torch.zeros(4)}])
+    with pytest.raises(DataError, match=r"leaf \['y'\]"): join([a, {**a, 'y': np.zeros((2, 3))}])
+
+
+@pytest.mark.parametrize('leaf, dtype', [
+    (np.zeros((2, 3), np.uint8), np.uint8), (torch.zeros(2, 3, dtype=torch.bfloat16), torch.bfloat16),
+    (np.float32(1), np.float32), (2.5, np.float64), (3, np.int64), (True, np.bool_)])
+def test_alloc(leaf, dtype):
+    out, = nested.alloc([leaf], 4, 1)
+    assert out.shape == (4, 1, *np.shape(leaf)) and out.dtype == dtype
+    assert isinstance(out, torch.Tensor) == isinstance(leaf, torch.Tensor)
+
+
+dtypes = st.sampled_from([np.float32, np.float64, np.int64, np.int32, np.uint8, np.bool_])
+arrays = st.builds(lambda shape, dtype: np.ones(shape, dtype), st.lists(st.integers(0, 3), max_size=3), dtypes)
+
+
+@quick
+@given(containers(arrays), st.lists(st.just(1), max_size=2), st.lists(st.integers(0, 3), max_size=2))
+def test_torchify_and_numpify_there_and_back(tree, unit, leading):
+    pyt = nested.torchify(tree, *unit)
+    for x, y, z in zip(*map(nested.leaves, (tree, pyt, nested.numpify(pyt))), strict=True):
+        assert tuple(y.shape) == (*unit, *x.shape) and np.shares_memory(x, z) == bool(x.size) and x.dtype == z.dtype
+    through_torch = nested.numpify(nested.torchify(tree, *leading, copy=True))
+    for repeated in (nested.numpify(tree, *leading, copy=True), through_torch):
+        assert identical(repeated, slow_map(lambda x: np.ones((*leading, *x.shape), x.dtype), tree))
+        assert not any(map(np.shares_memory, nested.leaves(repeated), nested.leaves(tree)))
+
+
+def test_aliases_are_the_same_memory():
+    tree = {'a': np.zeros(3, np.float32), 'b': (torch.zeros(2), None, 1.5)}
+    npy, pyt = nested.aliased(tree)
+    assert pyt['b'][0] is tree['b'][0] and npy['b'][1] is pyt['b'][1] is None
+    npy['a'][0], npy['b'][2][...] = 5, 6
+    pyt['b'][0][1] = 7
+    assert tree['a'][0] == pyt['a'][0] == 5 and pyt['b'][2] == 6 and npy['b'][0][1] == 7
+    for kwargs in (dict(copy=True), dict(shared=True)):
+        npy, pyt = nested.aliased(tree, **kwargs)
+        npy['a'][:] = 9
+        assert (pyt['a'] == 9).all() and tree['a'][1] == 0
+        assert pyt['a'].is_shared() == ('shared' in kwargs)
+
+
+def test_what_torch_cannot_alias_is_copied():
+    frozen, reverse = np.arange(3.), np.arange(3.)[::-1]
+    frozen.flags.writeable = False
+    for x in (frozen, reverse, np.broadcast_to(np.float32(2), (2, 2))):
+        y, = nested.torchify([x])
+        assert y.tolist() == x.tolist()
+        y.zero_()
+        assert x.max() == 2
+
+
+def test_copies_carry_no_graph():
+    x = torch.ones(2, requires_grad=True)
+    assert nested.torchify(x) is x
+    assert not nested.torchify(x * 2, copy=True).requires_grad
+    assert np.shares_memory(nested.numpify(x), x.detach().numpy())
+
+
+def add_one(tree): nested.map(lambda x: x.add_(1), tree)
+
+
+def test_shared_memory_is_seen_by_another_process_and_by_numpy():
+    npy, pyt = nested.aliased({'x': np.zeros(3), 'y': [np.int64(4)]}, shared=True)
+    process = multiprocessing.get_context('spawn').Process(target=add_one, args=(pyt,))
+    process.start(); process.join(60)
+    assert process.exitcode == 0
+    assert npy['x'].tolist() == [1, 1, 1] and npy['y'][0] == 5
+
+
+def test_pinned_and_shared_exclude_one_another():
+    with pytest.raises(ValueError, match='exclude one another'): nested.torchify(np.zeros(1), pinned=True, shared=True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='pinned memory needs an accelerator')
+def test_pinned_memory():
+    npy, pyt = nested.aliased({'x': np.zeros(3)}, pinned=True)
+    npy['x'][1] = 2
+    assert pyt['x'].is_pinned() and pyt['x'][1] == 2
+    with pytest.raises(DataError, match=r"leaf \['x'\]: .*expected host memory, got a tensor on cuda"):
+        nested.numpify({'x': pyt['x'].cuda()})
+
+
+@pytest.mark.parametrize('leaf', [np.array('text'), 'text', object(), np.zeros(2, '>f4'), np.array([{}])])
+def test_what_is_not_numeric_is_named(leaf):
+    with pytest.raises(DataError, match=r"leaf \['a'\]\[1\]: cannot convert"): nested.torchify({'a': [1, leaf]})
+
+
+def test_device_memory_is_named():
+    with pytest.raises(DataError, match=r'leaf \[0\]: .*expected host memory, got a tensor on meta'):
+        nested.numpify([torch.zeros(2, device='meta')])
+    with pytest.raises(DataError, match='expected host memory'): nested.torchify([torch.zeros(2, device='meta')])
+
+
+LIKE = {'x': np.zeros((2, 3), np.float32), 'y': Pair(torch.zeros(2, dtype=torch.bool), [1.5, None])}
+
+
+@pytest.mark.parametrize('make', [lambda t: t, nested.torchify, nested.numpify])
+def test_check_like_accepts_both_kinds(make):
+    tree = make({**LIKE, 'y': Pair(LIKE['y'].z, [np.float32(2), None])})
+    nested.check_like(tree, LIKE, 'obs')
+    nested.check_like({**tree, 'y': Pair(tree['y'].z, [2., None])}, tree, 'obs')
+
+
+@pytest.mark.parametrize('change, message', [
+    (dict(x=np.zeros((2, 4), np.float32)), "leaf obs['x']: wrong shape. Expected float32 [2, 3], got float32 [2, 4]."),
+    (dict(x=torch.zeros(2, 3).double()), "leaf obs['x']: wrong dtype. Expected float32 [2, 3], got float64 [2, 3]."),
+    (dict(x=0.), "leaf obs['x']: wrong shape. Expected float32 [2, 3], got 0.0."),
+    (dict(y=Pair(LIKE['y'].z, [1, None])), "leaf obs['y'].a[0]: wrong dtype. Expected float64 [], got 1."),
+    (dict(y=Pair(torch.zeros(2), [1., None])), "leaf obs['y'].z: wrong dtype. Expected bool [2], got float32 [2]."),
+    (dict(z=1), "obs has the wrong structure: unexpected obs['z']. "),
+    (dict(x=None), "obs has the wrong structure: missing obs['x']. "),
+    (dict(y=LIKE['y'].z), "obs has the wrong structure: missing obs['y'].z, missing obs['y'].a[0], unexpected obs['y']."),
+    (dict(y=Pair(LIKE['y'].z, (1., None))), "obs has the wrong structure. Expected {'x': *, 'y': Pair(z=*, a=[*, None])}"
+                                            ", got {'x': *, 'y': Pair(z=*, a=(*, None))}."),
+])
+def test_check_like_names_what_differs(change, message):
+    with pytest.raises(DataError) as info: nested.check_like({**LIKE, **change}, LIKE, 'obs', pipe='Stepper', lane=1)
+    assert str(info.value).startswith('Stepper, lane 1') and message in str(info.value)

@@ -1,0 +1,318 @@
+"Returns and advantages against slow oracles written from the formulas, one element at a time, and against identities."
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollpipe.pipes.errors import DataError
+from rollpipe.pipes.returns import backward_recursion, discounted_returns, gae, n_step_returns, td_errors, vtrace
+
+GAMMA = 0.9
+
+
+def make_trace(seed, shape, dtype=torch.float64, p_end=0.25):
+    "Random rows with ends of both kinds. Values follow one another except where an episode was cut."
+    gen = torch.Generator().manual_seed(seed)
+    def randn(): return torch.randn(shape, generator=gen, dtype=dtype)
+    def chance(p): return torch.rand(shape, generator=gen) < p
+    rew, v_t, last, rho = randn(), randn(), randn(), randn().exp()
+    cut, truncated = chance(p_end), chance(0.5)
+    v_tp1 = torch.where(cut, last, torch.cat([v_t[1:], last[-1:]]))
+    discount = torch.where(cut & ~truncated, 0., GAMMA).to(dtype)
+    return rew, v_t, v_tp1, discount, rho, cut
+
+
+def elementwise(oracle, *args):
+    "Apply an oracle on lists of length T to each trailing element of [T, ...] tensors, in double precision."
+    T, shape = len(args[0]), args[0].shape
+    columns = zip(*(x.reshape(T, -1).t().tolist() for x in args))
+    return torch.tensor([oracle(*column) for column in columns], dtype=torch.float64).t().reshape(shape)
+
+
+def end_of_episode(cut, t):
+    "Index of the last row of the episode, or of the trace, that row t belongs to."
+    while t < len(cut) - 1 and not cut[t]: t += 1
+    return t
+
+
+def slow_returns(n):
+    "Sum of discounted, weighted rewards over at most n rows, plus the discounted value of the state reached there."
+    def oracle(rew, v_tp1, discount, rho, cut):
+        out = []
+        for t in range(len(rew)):
+            total, factor = 0., 1.
+            last = min(end_of_episode(cut, t), t + n - 1)
+            for k in range(t, last + 1):
+                factor *= rho[k]
+                total += factor * rew[k]
+                factor *= discount[k]
+            out.append(total + factor * v_tp1[last])
+        return out
+    return oracle
+
+
+def slow_gae(lam):
+    "The sum of equation 16 as it stands: discounted TD errors to the end of the episode."
+    def oracle(rew, v_t, v_tp1, discount, cut):
+        out = []
+        for t in range(len(rew)):
+            total, factor = 0., 1.
+            for k in range(t, end_of_episode(cut, t) + 1):
+                total += factor * (rew[k] + discount[k] * v_tp1[k] - v_t[k])
+                factor *= lam * discount[k]
+            out.append(total)
+        return out
+    return oracle
+
+
+def slow_vtrace(lam, c_clip, rho_clip):
+    "Equation 1 of the V-trace paper, a sum of products of clipped weights; from these targets the advantages."
+    def oracle(rew, v_t, v_tp1, discount, rho, cut):
+        vs, adv = [], []
+        for t in range(len(rew)):
+            total, factor = v_t[t], 1.
+            for k in range(t, end_of_episode(cut, t) + 1):
+                total += factor * min(rho_clip, rho[k]) * (rew[k] + discount[k] * v_tp1[k] - v_t[k])
+                factor *= discount[k] * lam * min(c_clip, rho[k])
+            vs.append(total)
+        for t in range(len(rew)):
+            inside = t + 1 < len(rew) and not cut[t]
+            target = (1 - lam) * v_tp1[t] + lam * vs[t + 1] if inside else v_tp1[t]
+            adv.append(min(rho_clip, rho[t]) * (rew[t] + discount[t] * target - v_t[t]))
+        return list(zip(vs, adv))
+    return oracle
+
+
+shapes = st.tuples(st.integers(1, 40)).flatmap(
+    lambda t: st.lists(st.integers(1, 3), max_size=2).map(lambda rest: (*t, *rest)))
+traces = dict(seed=st.integers(0, 2**32 - 1), shape=shapes, dtype=st.sampled_from([torch.float32, torch.float64]))
+quick = settings(deadline=None, max_examples=25)
+
+
+def assert_like(out, expected, ref):
+    assert out.dtype == ref.dtype and out.shape == ref.shape
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5 if ref.dtype == torch.float32 else 1e-12)
+
+
+@quick
+@given(**traces, weighted=st.booleans())
+def test_discounted_returns_against_sum_of_rewards(seed, shape, dtype, weighted):
+    rew, _, v_tp1, discount, rho, cut = make_trace(seed, shape, dtype)
+    rho = rho.clamp(max=1.5) if weighted else torch.ones_like(rho)
+    out = discounted_returns(rew, discount, v_tp1[-1], cut, v_tp1, rho if weighted else None)
+    assert_like(out, elementwise(slow_returns(len(rew)), rew, v_tp1, discount, rho, cut), rew)
+
+
+@quick
+@given(**traces, n=st.integers(1, 50))
+def test_n_step_returns_against_sum_of_rewards(seed, shape, dtype, n):
+    rew, _, v_tp1, discount, rho, cut = make_trace(seed, shape, dtype)
+    out = n_step_returns(rew, v_tp1, discount, n, cut)
+    assert_like(out, elementwise(slow_returns(n), rew, v_tp1, discount, torch.ones_like(rho), cut), rew)
+
+
+@quick
+@given(**traces, lam=st.floats(0, 1))
+def test_gae_against_sum_of_errors(seed, shape, dtype, lam):
+    rew, v_t, v_tp1, discount, _, cut = make_trace(seed, shape, dtype)
+    assert_like(gae(rew, v_t, v_tp1, discount, lam, cut),
+                elementwise(slow_gae(lam), rew, v_t, v_tp1, discount, cut), rew)
+
+
+@quick
+@given(**traces, lam=st.floats(0, 1), clips=st.sampled_from([(1., 1.), (.5, 2.), (1., float('inf')), (1.2, 1.2)]))
+def test_vtrace_against_sum_of_errors(seed, shape, dtype, lam, clips):
+    args = make_trace(seed, shape, dtype)
+    *most, cut = args
+    out = vtrace(*most, lam, *clips, cut)
+    T = shape[0]
+    columns = zip(*(x.reshape(T, -1).t().tolist() for x in args))
+    slow = torch.tensor([slow_vtrace(lam, *clips)(*column) for column in columns], dtype=torch.float64)
+    assert_like(out.vs, slow[..., 0].t().reshape(shape), args[0])
+    assert_like(out.adv, slow[..., 1].t().reshape(shape), args[0])
+
+
+@pytest.mark.parametrize('T', [128, 2048])
+def test_long_traces_in_single_precision(T):
+    rew, v_t, v_tp1, discount, _, cut = make_trace(0, (T, 4), p_end=0.01)
+    expected = elementwise(slow_gae(0.95), rew, v_t, v_tp1, discount, cut)
+    out = gae(rew.float(), v_t.float(), v_tp1.float(), discount.float(), 0.95, cut)
+    assert (out - expected).norm() < 1e-6 * expected.norm()
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_hand_computed_return():
+    rew, discount = torch.tensor([1., 2., 3.]), torch.full((3,), 0.1)
+    torch.testing.assert_close(discounted_returns(rew, discount), torch.tensor([1.23, 2.3, 3.]))
+
+
+def test_hand_computed_advantage():
+    # gamma 0.5, lambda 0.5: deltas 1 + 2 - 2 = 1, 2 + 0 - 4 = -2 (terminal), 4 + 4 - 6 = 2
+    rew, v_t, v_tp1 = torch.tensor([1., 2., 4.]), torch.tensor([2., 4., 6.]), torch.tensor([4., 99., 8.])
+    discount, cut = torch.tensor([.5, 0., .5]), torch.tensor([False, True, False])
+    torch.testing.assert_close(gae(rew, v_t, v_tp1, discount, .5, cut), torch.tensor([1 - .25 * 2, -2., 2.]))
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_gae_at_the_ends_of_lambda(seed):
+    rew, v_t, v_tp1, discount, _, cut = make_trace(seed, (30, 2))
+    torch.testing.assert_close(gae(rew, v_t, v_tp1, discount, 0., cut), td_errors(rew, v_t, v_tp1, discount))
+    torch.testing.assert_close(gae(rew, v_t, v_tp1, discount, 1., cut) + v_t,
+                               discounted_returns(rew, discount, v_tp1[-1], cut, v_tp1))
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_many_steps_are_the_whole_return(seed):
+    rew, _, v_tp1, discount, _, cut = make_trace(seed, (17, 2))
+    whole = discounted_returns(rew, discount, v_tp1[-1], cut, v_tp1)
+    for n in (17, 18, 1000): torch.testing.assert_close(n_step_returns(rew, v_tp1, discount, n, cut), whole)
+    torch.testing.assert_close(n_step_returns(rew, v_tp1, discount, 16)[1:], discounted_returns(
+        rew, discount, v_tp1[-1])[1:])
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_vtrace_on_policy_is_the_lambda_return(seed):
+    rew, v_t, v_tp1, discount, rho, cut = make_trace(seed, (30, 2))
+    out = vtrace(rew, v_t, v_tp1, discount, torch.ones_like(rho), cut=cut)
+    torch.testing.assert_close(out.vs, discounted_returns(rew, discount, v_tp1[-1], cut, v_tp1))
+    for lam in (0., .3, 1.):
+        out, adv = vtrace(rew, v_t, v_tp1, discount, torch.ones_like(rho), lam, cut=cut), gae(
+            rew, v_t, v_tp1, discount, lam, cut)
+        torch.testing.assert_close(out.adv, adv)
+        torch.testing.assert_close(out.vs, adv + v_t)
+
+
+def test_vtrace_clips():
+    "Weights above the thresholds count as the thresholds, and the two thresholds do different things."
+    rew, v_t, v_tp1, discount, rho, cut = make_trace(1, (30, 2))
+    args = rew, v_t, v_tp1, discount
+    above = vtrace(*args, 1 + rho, cut=cut), vtrace(*args, torch.ones_like(rho), cut=cut)
+    for x, y in zip(*above): torch.testing.assert_close(x, y)
+    # without any carrying back, the targets are one-step and rho_clip alone decides
+    out = vtrace(*args, rho, c_clip=0., rho_clip=2., cut=cut)
+    torch.testing.assert_close(out.vs, v_t + rho.clamp(max=2.) * td_errors(*args))
+    # adv is the error of the targets one row later, recomputed from the targets themselves
+    out = vtrace(*args, rho, rho_clip=2., cut=cut)
+    reached = torch.where(cut[:-1], v_tp1[:-1], out.vs[1:])
+    torch.testing.assert_close(out.adv[:-1], rho[:-1].clamp(max=2.) * (rew + discount * torch.cat(
+        [reached, v_tp1[-1:]]) - v_t)[:-1])
+
+
+estimators = {
+    'returns': lambda rew, v_t, v_tp1, discount, rho, cut: discounted_returns(
+        rew, discount, v_tp1[-1], cut, v_tp1, rho),
+    'n_step': lambda rew, v_t, v_tp1, discount, rho, cut: n_step_returns(rew, v_tp1, discount, 3, cut),
+    'gae': lambda rew, v_t, v_tp1, discount, rho, cut: gae(rew, v_t, v_tp1, discount, .7, cut),
+    'vs': lambda rew, v_t, v_tp1, discount, rho, cut: vtrace(rew, v_t, v_tp1, discount, rho, .7, cut=cut).vs,
+    'adv': lambda rew, v_t, v_tp1, discount, rho, cut: vtrace(rew, v_t, v_tp1, discount, rho, .7, cut=cut).adv,
+}
+
+
+@pytest.mark.parametrize('name', estimators)
+def test_episodes_in_one_trace_are_the_episodes_apart(name):
+    "And to the last bit: what precedes and what follows an episode leaves no trace in it."
+    args, fn = make_trace(3, (29,), torch.float32, p_end=0.2), estimators[name]
+    ends = args[-1].nonzero().flatten().tolist()
+    bounds = [0, *(t + 1 for t in ends if t < 28), 29]
+    assert len(bounds) > 4
+    apart = torch.cat([fn(*(x[i:j] for x in args)) for i, j in zip(bounds, bounds[1:])])
+    assert torch.equal(fn(*args), apart)
+
+
+@pytest.mark.parametrize('name', estimators)
+def test_trailing_dims_are_independent(name):
+    args, fn = make_trace(4, (20, 3, 2)), estimators[name]
+    out = fn(*args)
+    for i in range(3):
+        for j in range(2): torch.testing.assert_close(out[:, i, j], fn(*(x[:, i, j] for x in args)))
+    strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in args]
+    torch.testing.assert_close(fn(*strided), out)
+
+
+@pytest.mark.parametrize('name', estimators)
+def test_arguments_are_left_alone(name):
+    args = make_trace(5, (1, 2)), make_trace(5, (20, 2))
+    for rows in args:
+        before = [x.clone() for x in rows]
+        estimators[name](*rows).zero_()
+        for x, y in zip(rows, before): assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize('end', [0, 7, 19])
+def test_truncation_is_worth_the_discounted_final_value(end):
+    rew, v_t, v_tp1, _, _, _ = make_trace(6, (20,))
+    cut = torch.zeros(20, dtype=torch.bool)
+    cut[end] = True
+    truncated = torch.full_like(rew, GAMMA)
+    terminated = truncated.masked_fill(cut, 0.)
+    due = GAMMA * v_tp1[end]
+    rows = torch.arange(20, dtype=rew.dtype)
+    for decay, fn in ((GAMMA, estimators['returns']), (GAMMA * .7, estimators['gae'])):
+        diff = fn(rew, v_t, v_tp1, truncated, torch.ones_like(rew), cut) - fn(
+            rew, v_t, v_tp1, terminated, torch.ones_like(rew), cut)
+        expected = torch.where(rows <= end, due * decay ** (end - rows).clamp(min=0), 0.)
+        torch.testing.assert_close(diff, expected)
+
+
+def test_termination_hides_the_value_of_the_terminal_state():
+    rew, v_t, v_tp1, discount, rho, cut = make_trace(7, (20, 2))
+    other = torch.where(discount == 0, 1e6, v_tp1)
+    for fn in estimators.values():
+        torch.testing.assert_close(fn(rew, v_t, v_tp1, discount, rho, cut), fn(rew, v_t, other, discount, rho, cut))
+
+
+def test_swapped_and_unmasked_errors_are_told_apart():
+    "A known mistake, `r + gamma * v * done - v_next` for the TD error, does not pass what ours passes."
+    def wrong_errors(rew, v_t, v_tp1, discount): return rew + GAMMA * v_t * (discount == 0) - v_tp1
+    rew, v_t, v_tp1, discount, _, _ = make_trace(8, (30,))
+    no_step = torch.zeros(30, dtype=torch.bool)
+    oracle = elementwise(slow_gae(0.), rew, v_t, v_tp1, discount, no_step)
+    torch.testing.assert_close(td_errors(rew, v_t, v_tp1, discount), oracle)
+    assert (wrong_errors(rew, v_t, v_tp1, discount) - oracle).abs().max() > 0.5
+    # a perfect value function has no errors: rewards of 1 for ever are worth 1 / (1 - gamma)
+    v, one = torch.full((30,), 1 / (1 - GAMMA)), torch.ones(30)
+    torch.testing.assert_close(td_errors(one, v, v, GAMMA * one), torch.zeros(30))
+    assert wrong_errors(one, v, v, GAMMA * one).abs().min() > 0.5
+
+
+def test_gradients_are_those_of_the_loop():
+    gen = torch.Generator().manual_seed(0)
+    a = torch.rand(9, 2, generator=gen, dtype=torch.float64, requires_grad=True)
+    b = torch.randn(9, 2, generator=gen, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(backward_recursion, (a, b))
+
+
+def test_unit_coefficients_are_a_sum_from_the_end():
+    b = torch.arange(1., 12.)
+    assert torch.equal(backward_recursion(torch.ones(11), b), b.flip(0).cumsum(0).flip(0))
+
+
+@pytest.mark.parametrize('change, message', [
+    (dict(rew=torch.zeros(5, 2, dtype=torch.int64)), 'rew: not a time-major tensor.'),
+    (dict(rew=torch.tensor(1.)), 'rew: not a time-major tensor.'),
+    (dict(v_t=torch.zeros(5, 2).numpy()), 'v_t: not a time-major tensor. .* got ndarray float32'),
+    (dict(v_t=torch.zeros(6, 2)),
+     r'v_t: does not match rew. Expected tensor float32 \[5, 2\], got tensor float32 \[6, 2\]'),
+    (dict(v_tp1=torch.zeros(5)), 'v_tp1: does not match rew'),
+    (dict(discount=torch.zeros(5, 2, dtype=torch.float64)), 'discount: does not match rew. .* got tensor float64'),
+    (dict(discount=0.9), 'discount: not a time-major tensor. .* got float 0.9'),
+    (dict(cut=torch.zeros(5, 2)), r'cut: not a mask of the episode ends. Expected tensor bool \[5, 2\]'),
+    (dict(cut=torch.zeros(5, dtype=torch.bool)), 'cut: not a mask'),
+    (dict(lam=-0.1), r'lam: out of range. Expected a number in \[0, 1\], got -0.1'),
+    (dict(lam=float('nan')), 'lam: out of range'),
+])
+def test_bad_arguments_are_named(change, message):
+    x = torch.zeros(5, 2)
+    args = dict(rew=x, v_t=x, v_tp1=x, discount=x, lam=.5, cut=None)
+    with pytest.raises(DataError, match=message): gae(**{**args, **change})
+
+
+def test_bad_arguments_of_the_others_are_named():
+    x = torch.zeros(5, 2)
+    with pytest.raises(DataError, match='rew: not a time-major tensor'): discounted_returns(x[:0], x[:0])
+    with pytest.raises(DataError, match=r'bootstrap: wrong shape. Expected \[2\] or a number'):
+        discounted_returns(x, x, torch.zeros(5, 2))
+    with pytest.raises(DataError, match='rho: does not match rew'): discounted_returns(x, x, rho=x[:, 0])
+    with pytest.raises(DataError, match='n: too few steps. Expected n >= 1, got 0'): n_step_returns(x, x, x, 0)
+    with pytest.raises(DataError, match='rho: does not match rew'): vtrace(x, x, x, x, x[1:])
+    with pytest.raises(DataError, match='c_clip: out of range'): vtrace(x, x, x, x, x, c_clip=2., rho_clip=1.)

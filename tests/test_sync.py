@@ -1,0 +1,147 @@
+"""Notebooks and modules say the same thing: one notebook, one module, exported and clean."""
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted(p for p in (ROOT/"nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
+AGGREGATORS = {"__init__.py", "_modidx.py", "all.py"}  # written by hand, or by nbdev itself
+STORED_IMAGES_FROM = 90  # notebooks from this number on show plots
+
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+
+
+def cells(path, kind="code"):
+    "The sources of one notebook's cells of one kind."
+    nb = json.loads(path.read_text(encoding="utf-8"))
+    return ["".join(c["source"]) for c in nb["cells"] if c["cell_type"] == kind]
+
+
+def number(path): return int(re.match(r"\d+", path.stem).group())
+
+
+def default_exp(path):
+    "The module that a notebook exports, as `pipes.nested`, or None."
+    found = re.findall(r"^#\|[ \t]*default_exp[ \t]+(\S+)", "\n".join(cells(path)), re.M)
+    assert len(found) <= 1, f"{path.name} has {len(found)} default_exp lines"
+    return found[0] if found else None
+
+
+def exported():
+    "module -> its notebook"
+    modules = {}
+    for path in NOTEBOOKS:
+        module = default_exp(path)
+        if module is None: continue
+        assert module not in modules, f"{path.name} and {modules[module].name} both export {module}"
+        modules[module] = path
+    return modules
+
+
+def contents(folder):
+    "path -> bytes of every source file under nbs/ and rollpipe/"
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for top in ("nbs", "rollpipe")
+            for p in sorted((folder/top).rglob("*"))
+            if p.suffix in (".py", ".ipynb") and ".ipynb_checkpoints" not in p.parts}
+
+
+def nbdev(command, cwd):
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    program = Path(sys.executable).with_name(command)
+    res = subprocess.run([sys.executable, program], cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
+    assert res.returncode == 0, f"{command} failed:\n{res.stdout}{res.stderr}"
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    "A copy of the tree, so that no test writes into the one under work."
+    to = tmp_path_factory.mktemp("tree")
+    for name in ("settings.ini", "pyproject.toml"): shutil.copy2(ROOT/name, to)
+    for name in ("nbs", "rollpipe"):
+        shutil.copytree(ROOT/name, to/name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
+    return to
+
+
+def test_clean_and_export_change_nothing(copy):
+    before = contents(copy)
+    nbdev("nbdev_clean", copy)
+    nbdev("nbdev_export", copy)
+    after = contents(copy)
+    stale = sorted(p for p in before.keys() | after.keys() if before.get(p) != after.get(p))
+    assert not stale, f"not clean or not exported: {stale}; `make export` (after nbdev_update, if a module was edited)"
+
+
+def test_notebooks_are_numbered_and_numbers_are_unique():
+    names = [p.name for p in NOTEBOOKS]
+    assert names and all(re.match(r"\d\d_\w+\.ipynb$", n) for n in names), names
+    assert len({number(p) for p in NOTEBOOKS}) == len(names), f"two notebooks share a number: {names}"
+
+
+def test_a_notebook_is_named_after_its_module():
+    wrong = {p.name: m for m, p in exported().items() if p.stem.split("_", 1)[1] != m.rpartition(".")[2]}
+    assert not wrong, wrong
+
+
+def test_every_module_comes_from_one_notebook():
+    from_notebooks = {f"{m.replace('.', '/')}.py" for m in exported()}
+    files = [p.relative_to(ROOT/"rollpipe") for p in (ROOT/"rollpipe").rglob("*.py")]
+    there = {p.as_posix() for p in files if p.name not in AGGREGATORS}
+    assert there - from_notebooks == set(), "modules without a notebook: delete them, or write the notebook"
+    assert from_notebooks - there == set(), "notebooks that were not exported: run `make export`"
+
+
+def test_no_cell_exports_to_another_module():
+    other = {p.name: m for p in NOTEBOOKS
+             for m in re.findall(r"^#\|[ \t]*exports?i?[ \t]+(\S+)", "\n".join(cells(p)), re.M)}
+    assert not other, f"one notebook, one module: {other}"
+
+
+def test_index_lists_the_modules():
+    index = ast.parse((ROOT/"rollpipe/_modidx.py").read_text(encoding="utf-8")).body[0].value
+    assert set(ast.literal_eval(index)["syms"]) == {f"rollpipe.{m}" for m in exported()}
+
+
+@each_notebook
+def test_notebook_asserts_what_it_says(path):
+    checks = [c for c in cells(path) if not re.search(r"^#\|\s*export", c, re.M)
+              and re.search(r"^\s*(assert\b|test_\w+\(|with (expect_fail|ExceptionExpected)\b)", c, re.M)]
+    assert checks or number(path) >= STORED_IMAGES_FROM, f"{path.name} explains and exports, but asserts nothing"
+
+
+@each_notebook
+def test_notebook_holds_no_absolute_path(path):
+    text = path.read_text(encoding="utf-8")
+    places = "home|root|tmp|work|Users|usr|opt|mnt|var|private"
+    found = re.findall(rf"(?<![\w.:/])/(?:{places})/[\w.-]*|\b[A-Z]:\\\\\w+", text)
+    assert not found, f"{path.name}: {found}"
+
+
+@each_notebook
+def test_notebook_stores_no_image(path):
+    nb = json.loads(path.read_text(encoding="utf-8"))
+    kinds = {k for c in nb["cells"] for o in c.get("outputs", ()) for k in o.get("data", ())}
+    images = {k for k in kinds if k.startswith("image/")}
+    assert not images or number(path) >= STORED_IMAGES_FROM, f"{path.name} stores {images}; plots are shown from 90 on"
+
+
+@each_notebook
+def test_notebook_does_not_import_its_own_module(path):
+    module = default_exp(path)
+    if module is None: return
+    room, _, name = f"rollpipe.{module}".rpartition(".")
+    own = re.compile(rf"^\s*(from rollpipe\.{re.escape(module)} import|import rollpipe\.{re.escape(module)}\b"
+                     rf"|from {re.escape(room)} import .*\b{re.escape(name)}\b)", re.M)
+    assert not own.search("\n".join(cells(path))), f"{path.name} would test a stale copy of itself"
+
+
+@each_notebook
+def test_no_pipe_is_registered_by_name(path):
+    "The registry of torchdata is global to the process: a cell could run only once, and two notebooks would clash."
+    assert not re.search(r"^\s*@\s*(\w+\.)*functional_datapipe\b", "\n".join(cells(path)), re.M), path.name
