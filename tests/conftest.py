@@ -12,7 +12,7 @@ import torch
 
 torch.set_num_threads(1)
 SHM = Path("/dev/shm")
-HELPERS = (b"resource_tracker", b"forkserver")  # live as long as the interpreter, by the design of multiprocessing
+HELPERS = (b"resource_tracker", b"forkserver", b"torch_shm_manager")  # live as long as the interpreter, by design
 
 
 @pytest.fixture(autouse=True)

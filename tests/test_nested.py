@@ -221,9 +221,11 @@ def test_check_like_accepts_both_kinds(make):
     (dict(y=Pair(torch.zeros(2), [1., None])), "leaf obs['y'].z: wrong dtype. Expected bool [2], got float32 [2]."),
     (dict(z=1), "obs has the wrong structure: unexpected obs['z']. "),
     (dict(x=None), "obs has the wrong structure: missing obs['x']. "),
-    (dict(y=LIKE['y'].z), "obs has the wrong structure: missing obs['y'].z, missing obs['y'].a[0], unexpected obs['y']."),
-    (dict(y=Pair(LIKE['y'].z, (1., None))), "obs has the wrong structure. Expected {'x': *, 'y': Pair(z=*, a=[*, None])}"
-                                            ", got {'x': *, 'y': Pair(z=*, a=(*, None))}."),
+    (dict(y=LIKE['y'].z),
+     "obs has the wrong structure: missing obs['y'].z, missing obs['y'].a[0], unexpected obs['y']."),
+    (dict(y=Pair(LIKE['y'].z, (1., None))),
+     "obs has the wrong structure. Expected {'x': *, 'y': Pair(z=*, a=[*, None])}, "
+     "got {'x': *, 'y': Pair(z=*, a=(*, None))}."),
 ])
 def test_check_like_names_what_differs(change, message):
     with pytest.raises(DataError) as info: nested.check_like({**LIKE, **change}, LIKE, 'obs', pipe='Stepper', lane=1)

@@ -121,7 +121,7 @@ def check_film(path):
 
 # %% ../../nbs/34_evaluate.ipynb #b885e91a
 def evaluate(
-    env,  # gymnasium id, factory, or list of them, as for `EnvStepper`
+    env,  # gymnasium id, factory, or list of them, see `EnvStepper`
     actor,  # anything with `step` and `reset`; a module is in eval mode meanwhile
     n_episodes: int = 20,  # whole episodes
     *,

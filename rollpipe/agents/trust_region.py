@@ -16,8 +16,8 @@ from torch.autograd import grad
 from ..pipes import nested
 
 # %% auto #0
-__all__ = ['flatten', 'unflatten', 'assign', 'CGResult', 'conjugate_gradients', 'Linearization', 'fisher_product', 'step_size',
-           'LineSearch', 'backtrack_line_search']
+__all__ = ['flatten', 'unflatten', 'assign', 'CGResult', 'conjugate_gradients', 'Linearization', 'fisher_product',
+           'in_row_blocks', 'step_size', 'LineSearch', 'backtrack_line_search']
 
 # %% ../../nbs/31_trust_region.ipynb #bbf70c98
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -170,6 +170,21 @@ def fisher_product(
         if not isinstance(weights, Tensor): return lin.vjp(pulled) * weights
         return lin.vjp(nested.map(weigh, pulled))
     return product
+
+# %% ../../nbs/31_trust_region.ipynb #579f0914
+def in_row_blocks(
+    fn: Callable[[Any], Any],  # treats rows independently of one another; tensors in any nesting -> the same
+    tree: Any,  # what `fn` is applied to
+    size: int = 2048,  # rows per block, about
+    dim: int = 0,  # the dimension of the rows, of every leaf of `tree` and of the result
+) -> Any:
+    "`fn(tree)`, computed on blocks of equal size and joined."
+    n = nested.leaves(tree)[0].shape[dim]
+    parts = max(1, round(n / size))
+    if parts == 1: return fn(tree)
+    cuts = [n * i // parts for i in range(parts + 1)]
+    before = (slice(None),) * dim
+    return nested.cat([fn(nested.getitem(tree, (*before, slice(i, j)))) for i, j in zip(cuts, cuts[1:])], dim)
 
 # %% ../../nbs/31_trust_region.ipynb #6d322cce
 def step_size(max_kl: float, curvature: float) -> float:

@@ -8,7 +8,8 @@ from .mlp import MLP, RunningNorm, orthogonal_linear
 from .policies import CategoricalPolicy, Critic, GaussianPolicy, MLPPolicy, Policy
 
 __all__ = [
-    'Actor', 'Categorical', 'CategoricalHead', 'CategoricalPolicy', 'ClampedStd', 'Concatenate', 'Critic', 'Flatten', 'Gaussian',
-    'GaussianHead', 'GaussianParams', 'GaussianPolicy', 'Joint', 'JointHead', 'MLP', 'MLPPolicy', 'OneHot', 'Policy', 'RunningNorm',
+    'Actor', 'Categorical', 'CategoricalHead', 'CategoricalPolicy', 'ClampedStd', 'Concatenate', 'Critic', 'Flatten',
+    'Gaussian', 'GaussianHead', 'GaussianParams', 'GaussianPolicy', 'Joint', 'JointHead', 'MLP', 'MLPPolicy', 'OneHot',
+    'Policy', 'RunningNorm',
     'check_signature', 'encoder_for', 'head_for', 'orthogonal_linear',
 ]

@@ -31,7 +31,8 @@ def check_signature(cls, method: str, positional: tuple, keywords: tuple) -> Non
 
     missing = [] if P.VAR_POSITIONAL in kinds else list(positional[n_taken:])
     missing += [] if P.VAR_KEYWORD in kinds else [k for k in keywords if k not in by_name]
-    excess = [p.name for p in others if p.default is P.empty and (p.kind is P.POSITIONAL_ONLY or p.name not in keywords)]
+    excess = [p.name for p in others
+              if p.default is P.empty and (p.kind is P.POSITIONAL_ONLY or p.name not in keywords)]
     if missing or excess:
         problem = [f"{word} {', '.join(which)}" for word, which in (('lacks', missing), ('demands', excess)) if which]
         raise TypeError(f"{cls.__name__}.{method} {' and '.join(problem)}. Expected the signature "
@@ -41,12 +42,15 @@ def check_signature(cls, method: str, positional: tuple, keywords: tuple) -> Non
 class Actor(torch.nn.Module):
     """Base of all actors: subclasses write `forward(obs, act, rew, fin, *, hx, stepno, virtual[, noise])`.
 
-    `forward` gets tensors `[T, B, ...]` (any nesting for `obs` and `act`) and returns `(act, hx, info)`: the action `[T, B, ...]`, the new
-    recurrent state, and a dict of tensors `[T, B, ...]` to be recorded. It must not change its inputs. Leaves of `hx` have the environment
-    on dim 1; an actor without memory returns `()`, and `hx=None` means "begin". Where `fin` is set a recurrent actor begins anew.
+    `forward` gets tensors `[T, B, ...]` (any nesting for `obs` and `act`) and returns `(act, hx, info)`: the action
+    `[T, B, ...]`, the new recurrent state, and a dict of tensors `[T, B, ...]` to be recorded. It must not change its
+    inputs. Leaves of `hx` have the environment on dim 1; an actor without memory returns `()`, and `hx=None` means
+    "begin". Where `fin` is set a recurrent actor begins anew.
 
-    A subclass with a method `draw_noise(lead, generator) -> nested [*lead, ...]` must accept `noise` in `forward`, where `None` asks for the
-    deterministic action, and draw from nothing else.
+    A subclass with a method `draw_noise(lead, generator) -> nested [*lead, ...]` must accept `noise` in `forward`,
+    where `None` asks for the deterministic action, and draw from nothing else. What follows from actions and reports,
+    such as log-probabilities, need not be reported at every step: an optional `complete(act, info) -> info` adds it for
+    a whole fragment at once.
 
     Raises `TypeError` at class creation if `forward`, `step` or `reset` do not fit.
     """
@@ -62,7 +66,7 @@ class Actor(torch.nn.Module):
                 check_signature(cls, method, positional, keywords + ('noise',) * noisy)
 
     def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual, noise=None):
-        "React to states `[T, B, ...]`: `(act, hx, info)`. `noise` is handed on if the actor draws noise, and refused otherwise."
+        "React to states `[T, B, ...]`: `(act, hx, info)`. An actor without `draw_noise` refuses `noise`."
         if hasattr(type(self), 'draw_noise'):
             return self(obs, act, rew, fin, hx=hx, stepno=stepno, virtual=virtual, noise=noise)
         if noise is not None: raise TypeError(f'{type(self).__name__} has no draw_noise and takes no noise')

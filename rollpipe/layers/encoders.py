@@ -19,7 +19,7 @@ __all__ = ['Flatten', 'OneHot', 'Concatenate', 'encoder_for']
 
 # %% ../../nbs/24_encoders.ipynb #46e6705c
 class Flatten(nn.Module):
-    "Any numbers `[*lead, *shape]` -> float32 `[*lead, n_out]`, divided by `scale`; a float32 vector passes through untouched."
+    "Any numbers `[*lead, *shape]` -> float32 `[*lead, n_out]`, divided by `scale`; a float32 vector is passed through."
     def __init__(self, shape: tuple, scale: float = 1.0, is_unit: bool = False):
         super().__init__()
         self.n_event, self.n_out, self.scale, self.is_unit = len(shape), prod(shape), scale, is_unit
@@ -31,7 +31,7 @@ class Flatten(nn.Module):
 
 # %% ../../nbs/24_encoders.ipynb #7f330779
 class OneHot(nn.Module):
-    "Integers `[*lead, *shape]` -> float32 `[*lead, n_out]`: for each a one-hot vector of its `n` values, which begin at its `start`."
+    "Integers `[*lead, *shape]` -> float32 `[*lead, n_out]`: for each a one-hot vector of `n` values from `start`."
     is_unit = True
 
     def __init__(self, shape: tuple, n, start=0):
@@ -50,7 +50,7 @@ class OneHot(nn.Module):
 
 # %% ../../nbs/24_encoders.ipynb #069b9a86
 class Concatenate(nn.Module):
-    "A dict, list or tuple of observations -> the features of its items, one after the other in the order of `encoders`."
+    "A dict, list or tuple of observations -> the features of its items, in the order of `encoders`."
     def __init__(self, encoders):
         super().__init__()
         self.keys = list(encoders) if isinstance(encoders, dict) else list(range(len(encoders)))
@@ -64,16 +64,18 @@ class Concatenate(nn.Module):
 def encoder_for(space: gym.Space, name: str = 'observation_space') -> nn.Module:
     """A module from observations `[*lead, ...]` of `space` to float32 features `[*lead, n_out]`.
 
-    Box is flattened (an image, uint8 with 3 dimensions, is divided by 255), Discrete and MultiDiscrete become one-hot, MultiBinary 0 and 1;
-    Dict and Tuple are concatenated in the order of the space. The module has `n_out`, and `is_unit`: whether all features lie in [0, 1] by
-    construction, so that there is nothing to normalise.
+    Box is flattened (an image, uint8 with 3 dimensions, is divided by 255), Discrete and MultiDiscrete become
+    one-hot, MultiBinary 0 and 1; Dict and Tuple are concatenated in the order of the space. The module has `n_out`,
+    and `is_unit`: whether all features lie in [0, 1] by construction, so that there is nothing to normalise.
 
     Raises:
         SpaceError: names the part of the space that is not supported (Text, Graph, Sequence, ...).
     """
     s = gym.spaces
-    if isinstance(space, s.Dict): return Concatenate({k: encoder_for(v, f'{name}[{k!r}]') for k, v in space.spaces.items()})
-    if isinstance(space, s.Tuple): return Concatenate([encoder_for(v, f'{name}[{i}]') for i, v in enumerate(space.spaces)])
+    if isinstance(space, s.Dict):
+        return Concatenate({k: encoder_for(v, f'{name}[{k!r}]') for k, v in space.spaces.items()})
+    if isinstance(space, s.Tuple):
+        return Concatenate([encoder_for(v, f'{name}[{i}]') for i, v in enumerate(space.spaces)])
     if isinstance(space, s.Discrete): return OneHot((), int(space.n), int(space.start))
     if isinstance(space, s.MultiDiscrete): return OneHot(space.shape, space.nvec, space.start)
     if isinstance(space, s.MultiBinary): return Flatten(space.shape, is_unit=True)

@@ -31,8 +31,8 @@ class CategoricalHead(nn.Module):
 
 # %% ../../nbs/23_heads.ipynb #341c2af2
 def center_and_half_range(shape: tuple, low=None, high=None):
-    "Float32 tensors of `shape` with the middle and half the width of `[low, high]`; 0 and 1 where it is not bounded (or empty)."
-    low, high = (torch.full(shape, default) if bound is None else torch.as_tensor(bound, dtype=torch.float32).expand(shape)
+    "Float32 tensors of `shape`: the middle and half the width of `[low, high]`, or 0 and 1 where that is not finite."
+    low, high = (torch.as_tensor(default if bound is None else bound, dtype=torch.float32).expand(shape)
                  for bound, default in ((low, -torch.inf), (high, torch.inf)))
     bounded = torch.isfinite(high - low) & (high > low)      # the largest floats, meant as "unbounded", overflow here
     return torch.where(bounded, (low + high) / 2, 0.), torch.where(bounded, (high - low) / 2, 1.)
@@ -58,10 +58,11 @@ class GaussianHead(nn.Module):
                  low=None,              # lower bounds, numbers or an array of `shape`; None or -inf: unbounded
                  high=None,             # upper bounds
                  log_std: float = 0.0,  # initial (or fixed) logarithm of the deviation, as a part of half the range
-                 std: str = 'free',     # 'free': a parameter; 'fixed'; 'state': computed from the features by `ClampedStd`
+                 std: str = 'free',     # 'free': a parameter; 'fixed'; 'state': from the features, by `ClampedStd`
     ):
         super().__init__()
-        if std not in ('free', 'fixed', 'state'): raise ValueError(f"Expected std 'free', 'fixed' or 'state', got {std!r}")
+        if std not in ('free', 'fixed', 'state'):
+            raise ValueError(f"Expected std 'free', 'fixed' or 'state', got {std!r}")
         self.dist, n = Gaussian(shape), prod(shape)
         center, half_range = center_and_half_range(self.dist.shape, low, high)
         self.mean = orthogonal_linear(n_in, n, 0.01)
@@ -76,7 +77,8 @@ class GaussianHead(nn.Module):
         modules, buffers = self._modules, self._buffers
         mean = self._shaped(linear(modules['mean'], x))
         if self.is_scaled: mean = torch.addcmul(buffers['center'], buffers['half_range'], mean)
-        if 'std' in modules: return GaussianParams(mean, (self._shaped(modules['std'](x)) * buffers['half_range']).log())
+        if 'std' in modules:
+            return GaussianParams(mean, (self._shaped(modules['std'](x)) * buffers['half_range']).log())
         return GaussianParams(mean, self.log_std.expand_as(mean))
 
     def _shaped(self, x):
@@ -85,7 +87,7 @@ class GaussianHead(nn.Module):
 
 # %% ../../nbs/23_heads.ipynb #41f92ea6
 class JointHead(nn.Module):
-    "Heads in a dict, list or tuple -> their parameters in the same container; `dist` is the `Joint` of their distributions."
+    "Heads in a dict, list or tuple -> their parameters in the same container; `dist` is a `Joint`."
     def __init__(self, heads):
         super().__init__()
         self.heads = nn.ModuleList(heads.values() if isinstance(heads, dict) else heads)
@@ -114,4 +116,5 @@ def head_for(space: gym.Space, n_in: int, name: str = 'action_space', **gaussian
     if isinstance(space, gym.spaces.Discrete): return CategoricalHead(n_in, int(space.n), int(space.start))
     if isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating):
         return GaussianHead(n_in, space.shape, space.low, space.high, **gaussian)
-    raise SpaceError('unsupported action space', leaf=name, got=repr(space), expected='Discrete, Box of floats, or Dict and Tuple of them')
+    raise SpaceError('unsupported action space', leaf=name, got=repr(space),
+                     expected='Discrete, Box of floats, or Dict and Tuple of them')

@@ -16,7 +16,7 @@ __all__ = ['orthogonal_linear', 'linear', 'MLP', 'merge_moments', 'moments', 'Ru
 
 # %% ../../nbs/21_mlp.ipynb #ccddde85
 def orthogonal_linear(n_in: int, n_out: int, gain: float = 1.0) -> nn.Linear:
-    "A linear layer with orthogonal weights times `gain` (Saxe et al. 2013, https://arxiv.org/abs/1312.6120) and zero bias."
+    "A linear layer, orthogonal weights times `gain` (Saxe et al. 2013, https://arxiv.org/abs/1312.6120), zero bias."
     layer = nn.utils.skip_init(nn.Linear, n_in, n_out)
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
@@ -77,9 +77,11 @@ def moments(x: torch.Tensor, n_event: int, valid: torch.Tensor = None):
 
 # %% ../../nbs/21_mlp.ipynb #3145cddf
 class RunningNorm(nn.Module):
-    """`clip((x - mean) / sqrt(var + eps))` with running moments of all `x` given to `update`; the identity until the first update.
+    """`clip((x - mean) / sqrt(var + eps))` with running moments of all `x` given to `update`; the identity until the
+    first update.
 
-    Maps `[*lead, *shape]` float32 to the same shape. `count` is float64 `[]`; `mean`, `var` and what follows from them are float32.
+    Maps `[*lead, *shape]` float32 to the same shape. `count` is float64 `[]`; `mean`, `var` and what follows from
+    them are float32.
     """
     def __init__(self,
                  shape,              # shape of one sample, an int or a tuple
@@ -107,7 +109,7 @@ class RunningNorm(nn.Module):
         new = moments(x, len(self.shape), valid)
         if not new[0]: return
         count, mean, var = merge_moments(self.count, self.mean.double(), self.var.double(), *new)
-        for buffer, value in ((self.count, count), (self.mean, mean), (self.var, var), (self.inv_std, (var + self.eps).rsqrt())):
-            buffer.copy_(value)
+        new = dict(count=count, mean=mean, var=var, inv_std=(var + self.eps).rsqrt())
+        for name, value in new.items(): self._buffers[name].copy_(value)
         self.low.fill_(-self.clip)
         self.high.fill_(self.clip)

@@ -24,15 +24,17 @@ __all__ = ['Policy', 'seeded', 'Observer', 'MLPPolicy', 'CategoricalPolicy', 'Ga
 
 # %% ../../nbs/25_policies.ipynb #abbccbad
 class Policy(Actor):
-    """An actor that draws from a distribution: subclasses set `dist` and write `params(obs, act, rew, fin, *, hx, stepno) -> (params, hx)`.
+    """An actor that draws from a distribution: subclasses set `dist` and write `params(obs, act, rew, fin, *, hx,
+    stepno) -> (params, hx)`.
 
     `params` maps `[T, B, ...]` to the parameters of `dist` `[T, B, ...]` and the new recurrent state. The actor reports
-    `dict(dist=params, logp=[T, B] float32)`. Without noise it answers with the mode.
+    `dict(dist=params)`, and fragments hold `dict(dist=params, logp=[T+1, B] float32)`: the log-probabilities of the actions
+    are computed by `complete`, once a fragment. Without noise it answers with the mode.
     """
     _contract = {**Actor._contract, 'params': (('obs', 'act', 'rew', 'fin'), ('hx', 'stepno'))}
 
     def params(self, obs, act, rew, fin, *, hx, stepno):
-        raise NotImplementedError(f'{type(self).__name__} must define params(obs, act, rew, fin, *, hx, stepno) -> (params, hx)')
+        raise NotImplementedError(f'{type(self).__name__} must define params(obs, act, rew, fin, *, hx, stepno)')
 
     def draw_noise(self, lead, generator=None):
         "Noise `[*lead, ...]` for as many actions, as `dist` wants it."
@@ -42,7 +44,11 @@ class Policy(Actor):
         dist = self.dist
         params, hx = self.params(obs, act, rew, fin, hx=hx, stepno=stepno)
         act = dist.mode(params) if noise is None else dist.sample(params, noise)
-        return act, hx, {'dist': params, 'logp': dist.log_prob(params, act)}
+        return act, hx, {'dist': params}
+
+    def complete(self, act, info):
+        "`info` with the log-probabilities `logp` `[T, B]` of the actions."
+        return {**info, 'logp': self.dist.log_prob(info['dist'], act)}
 
 # %% ../../nbs/25_policies.ipynb #5851580e
 @contextmanager
@@ -59,7 +65,7 @@ def seeded(seed: int | None):
 class Observer(nn.Module):
     "Base of modules that look at observations: an encoder and, if wanted, a running normaliser `obs_norm` (else None)."
     def look_at(self, observation_space: gym.Space, normalize: bool) -> int:
-        "Make the encoder and the normaliser; returns the number of features. Features that lie in [0, 1] are left as they are."
+        "Make encoder and normaliser (not for features within [0, 1] by construction); returns the number of features."
         self.encoder = encoder_for(observation_space)
         n = self.encoder.n_out
         self.register_module('obs_norm', RunningNorm(n) if normalize and not self.encoder.is_unit else None)
@@ -73,12 +79,13 @@ class Observer(nn.Module):
 
     @torch.no_grad()
     def observe(self, obs, valid=None):
-        "Update the normaliser with observations `[*lead, ...]`, but for rows where `valid` `[*lead]` is False. For learners."
+        "For learners: update the normaliser with observations `[*lead, ...]`, where `valid` `[*lead]` is not False."
         if self.obs_norm is not None: self.obs_norm.update(self.encoder(obs), valid)
 
 # %% ../../nbs/25_policies.ipynb #01e9102d
 class MLPPolicy(Observer, Policy):
-    """A perceptron policy for any supported spaces: encoder, running normaliser, hidden layers, and the head of the action space.
+    """A perceptron policy for any supported spaces: encoder, running normaliser, hidden layers, and the head of the
+    action space.
 
     Raises `SpaceError` if there is no encoder for the observations or no head for the actions.
     """
@@ -88,7 +95,7 @@ class MLPPolicy(Observer, Policy):
                  hidden=(64, 64),               # sizes of the hidden layers
                  normalize: bool = True,        # normalise observations by their running mean and deviation
                  activation=nn.Tanh,            # module class of the activations
-                 std: str = 'free',             # deviation of continuous actions: 'free', 'fixed' or 'state' (see `GaussianHead`)
+                 std: str = 'free',             # deviation of Box actions: 'free', 'fixed' or 'state' (`GaussianHead`)
                  log_std: float = 0.0,          # its initial logarithm, as a part of half the range of the action
     ):
         super().__init__()
@@ -136,8 +143,8 @@ class GaussianPolicy(MLPPolicy):
 class Critic(Observer):
     """State values: observations `[*lead, ...]` -> float32 `[*lead]`, `ret_mean + ret_std * net(features)`.
 
-    Source: van Hasselt et al. 2016, Learning values across many orders of magnitude (PopArt), https://arxiv.org/abs/1602.07714; here the
-    moments are those of all returns so far.
+    Source: van Hasselt et al. 2016, Learning values across many orders of magnitude (PopArt),
+    https://arxiv.org/abs/1602.07714; here the moments are those of all returns so far.
     """
     def __init__(self,
                  observation_space: gym.Space,  # see `encoder_for`
@@ -147,8 +154,9 @@ class Critic(Observer):
     ):
         super().__init__()
         self.net = MLP(self.look_at(observation_space, normalize), hidden, 1, activation)
-        for name, value in (('ret_count', 0.), ('ret_mean', 0.), ('ret_var', 0.), ('ret_std', 1.)):
-            self.register_buffer(name, torch.tensor(value, dtype=torch.float64 if name == 'ret_count' else torch.float32))
+        self.register_buffer('ret_count', torch.zeros((), dtype=torch.float64))
+        for name, value in dict(ret_mean=0., ret_var=0., ret_std=1.).items():
+            self.register_buffer(name, torch.tensor(value))
 
     @classmethod
     def for_env(cls, env, *, env_kwargs=None, seed: int | None = None, **kwargs):
@@ -161,7 +169,8 @@ class Critic(Observer):
 
     @torch.no_grad()
     def observe_returns(self, ret, valid=None):
-        """Update the moments with returns `[*lead]`, but for those where `valid` is False, and rescale the last layer: values do not change.
+        """Update the moments with returns `[*lead]`, but for those where `valid` is False, and rescale the last
+        layer: values do not change.
 
         As long as all returns were the same, which says nothing about their scale, the scale stays as it is.
         """
@@ -173,4 +182,5 @@ class Critic(Observer):
         last = self.net.last
         last.weight.copy_(last.weight.double() * (old_std / std))
         last.bias.copy_((last.bias.double() * old_std + old_mean - mean) / std)
-        for buffer, value in ((self.ret_count, count), (self.ret_mean, mean), (self.ret_var, var), (self.ret_std, std)): buffer.copy_(value)
+        new = dict(ret_count=count, ret_mean=mean, ret_var=var, ret_std=std)
+        for name, value in new.items(): self._buffers[name].copy_(value)

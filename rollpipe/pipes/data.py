@@ -44,7 +44,8 @@ class Tick(NamedTuple):
     valid: Any            # bool [B]: False where no transition took place
     lane: int             # which copy of the pipeline
     version: int          # which weights reacted
-    react: Callable       # react(state, hx) -> info [1, B, ...]: a virtual reaction, on request
+    react: Callable       # react(state, hx) -> (act, info) [1, B, ...]: a virtual reaction, on request
+    complete: Any = None  # complete(act, info) -> info: what the actor can add for many steps at once, or None
 
 # %% ../../nbs/06_data.ipynb #b2cd708c
 class Fragment(NamedTuple):

@@ -13,7 +13,7 @@ __all__ = ['describe', 'PipeError', 'EnvError', 'ActorError', 'DataError', 'Grap
 # %% ../../nbs/00_errors.ipynb #74c0db68
 def describe(value, width: int = 120) -> str:
     "Short text for messages: dtype and shape of an array or tensor, else the value itself, cut at `width` characters."
-    if hasattr(value, 'dtype') and hasattr(value, 'shape'):
+    if hasattr(value, 'dtype') and hasattr(value, 'ndim'):
         dtype = str(value.dtype).removeprefix('torch.')
         return f'{dtype} {list(value.shape)}' if len(value.shape) else f'{dtype} {value.item()}'
     text = value.__name__ if isinstance(value, type) else _describe_items(value, width) or repr(value)

@@ -27,19 +27,21 @@ class _Chance:
         self.explicit = hasattr(actor, 'draw_noise')
         self.generator = torch.Generator().manual_seed(int(seed.generate_state(1)[0]))
         self.state = self.generator.get_state()
-        self.noise, self.used = None, self.CHUNK
+        self.rows = iter(())
 
     def step(self, inputs, hx, virtual):
         "`actor.step` with the lane's random numbers; virtual reactions and those that do not explore get no noise."
         if not self.explicit: return self._isolated(inputs, hx, virtual)
-        noise = None
-        if self.explore and not virtual:
-            if self.used == self.CHUNK:
-                self.noise, self.used = self.actor.draw_noise((self.CHUNK, self.n_envs), self.generator), 0
-            rows = slice(self.used, self.used + 1)
-            noise = self.noise[rows] if isinstance(self.noise, torch.Tensor) else nested.getitem(self.noise, rows)
-            self.used += 1
+        noise = self.noise() if self.explore and not virtual else None
         return self.actor.step(*inputs, hx=hx, virtual=virtual, noise=noise)
+
+    def noise(self):
+        "Noise for the next step, `[1, B, ...]`."
+        for row in self.rows: return row
+        noise = self.actor.draw_noise((self.CHUNK, self.n_envs), self.generator)
+        if isinstance(noise, torch.Tensor): self.rows = iter(noise.split(1))
+        else: self.rows = (nested.getitem(noise, slice(i, i + 1)) for i in range(self.CHUNK))
+        return next(self.rows)
 
     def _isolated(self, inputs, hx, virtual):
         outer = torch.get_rng_state()
@@ -64,22 +66,19 @@ class _Lane:
         env_seed, actor_seed = seed.spawn(2)
         self.envs = EnvBatch(pipe.factories, env_seed, info_keys=pipe.info_keys, clip_actions=pipe.clip_actions, **self.where)
         self.chance = _Chance(actor, len(self.envs), actor_seed, pipe.explore)
+        self.complete = getattr(actor, 'complete', None)
         self.checked = False  # has the structure of a reaction been looked at?
 
-    def start(self) -> tuple[State, object]:
-        "The state and recurrent state after the first reset."
-        n = len(self.envs)
-        obs = self.envs.reset()
-        act = nested.map(lambda x: np.zeros((n, *x.shape), x.dtype), self.envs.act_spec)
-        state = State(np.zeros(n, np.int64), obs, act, np.zeros(n, np.float32), np.ones(n, bool))
-        _, hx, _ = self.react(state, None, virtual=True)  # the actor alone knows the structure of its recurrent state
-        return state, self.reset(hx, range(n))
+    def start(self):
+        "The first outcome of the environments, and the recurrent state to begin with."
+        out = self.envs.reset()
+        _, hx, _ = self.react(out.seen, None, virtual=True)  # the actor alone knows the structure of its recurrent state
+        return out, self.reset(hx, out.ended)
 
-    def react(self, state, hx, virtual=False):
-        "The actor's answer `(act, hx, info)` to `state`."
+    def react(self, seen, hx, virtual=False):
+        "The actor's answer `(act, hx, info)` to a state `[1, B, ...]`."
         try:
-            with torch.no_grad():
-                answer = self.chance.step([as_input(x) for x in state], hx, virtual)
+            with torch.no_grad(): answer = self.chance.step(seen, hx, virtual)
         except PipeError as e: raise e.locate(**self.where)
         except Exception as e:
             raise ActorError(f"{type(self.actor).__name__}.step raised {type(e).__name__}: {e}", **self.where) from e
@@ -110,27 +109,23 @@ class _Lane:
         return hx
 
     def virtual(self, state, hx):
-        "What the actor would report in `state`, without consequences (`Tick.react`)."
-        return self.react(state, hx, virtual=True)[2]
+        "`(act, info)` that the actor would answer to `state`, without consequences (`Tick.react`)."
+        act, _, info = self.react(State(*map(as_input, state)), hx, virtual=True)
+        return act, info
 
     def ticks(self):
         "Yield one `Tick` per step, for ever."
-        state, hx = self.start()
+        out, hx = self.start()
         valid = np.ones(len(self.envs), bool)
         while True:
-            version = version_of(self.actor)
-            act, next_hx, info = self.react(state, hx)
-            act = act[0].numpy() if isinstance(act, torch.Tensor) else nested.map(lambda x: x[0].numpy(), act)
-            out = self.envs.step(act)
-            stepno = state.stepno + 1
-            final = {}
-            if out.fin.any():
-                stepno[out.fin] = 0
-                final = {b: (obs, nested.map(lambda x: x[:, b:b + 1], next_hx)) for b, obs in out.final.items()}
-                next_hx = self.reset(next_hx, np.flatnonzero(out.fin).tolist())
-            following = State(stepno, out.obs, act, out.rew, out.fin)
-            yield Tick(state, hx, info, following, next_hx, out.term, final, out.info, valid, self.lane, version, self.virtual)
-            state, hx = following, next_hx
+            version, before, hx_before = version_of(self.actor), out, hx
+            act, hx, info = self.react(before.seen, hx)
+            out, final = self.envs.step(act), {}
+            if out.ended:
+                final = {b: (obs, nested.map(lambda x: x[:, b:b + 1], hx)) for b, obs in out.final.items()}
+                hx = self.reset(hx, out.ended)
+            yield Tick(before.state, hx_before, info, out.state, hx, out.term, final, out.info, valid, self.lane, version,
+                       self.virtual, self.complete)
 
 # %% ../../nbs/10_stepper.ipynb #d6cdd076
 class EnvStepper(Source):

@@ -1,0 +1,306 @@
+"The command line as a user meets it: results, resuming, Ctrl-C, and one line for each mistake."
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
+from rollpipe.agents.metrics import METRICS
+from rollpipe.cli import build_parser, main
+from rollpipe.logs import read_metrics
+from rollpipe.train import ALGORITHMS, build, discard, load_run, make_config, options_for, resume, start, train
+
+SMALL = "--n-envs 4 --n-steps 32 --hidden 8 --critic-hidden 8 --quiet --no-tensorboard".split()
+
+
+def rollpipe(*words):
+    "Exit code of a command; argparse leaves by SystemExit."
+    try: return main([str(w) for w in words])
+    except SystemExit as e: return e.code
+
+
+def small_run(folder, *more):
+    assert rollpipe("train", "trpo", "CartPole-v1", "--steps", 384, "--out", folder, *SMALL, *more) == 0
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path): return small_run(tmp_path/"run")
+
+
+# -- train, resume -----------------------------------------------------------------------------------------------------
+
+def test_what_a_run_leaves(tmp_path, capsys):
+    run = small_run(tmp_path/"run")
+    assert str(run) in capsys.readouterr().out
+    assert {p.name for p in run.iterdir()} == {"checkpoint.safetensors", "config.json", "metrics.csv", "metrics.jsonl"}
+    metrics = read_metrics(run)
+    assert metrics["steps"].tolist() == [128, 256, 384] and set(metrics) <= set(METRICS)
+    assert {"kl", "accepted", "entropy", "explained_variance", "seconds_policy", "seconds_collect"} <= set(metrics)
+    assert metrics["lag"].tolist() == [0, 0, 0]
+    config = json.loads((run/"config.json").read_text())
+    assert (config["options"]["hidden"], config["options"]["gamma"], config["seed"]) == ([8], .99, 0)
+    assert load_checkpoint(run/"checkpoint.safetensors").config == config
+
+
+def test_same_seed_same_run(tmp_path):
+    def weights(name, *more):
+        return load_checkpoint(small_run(tmp_path/name, *more)/"checkpoint.safetensors").agent_state["actor"]
+    a, b, c = weights("a"), weights("b"), weights("c", "--seed", 1)
+    assert all(torch.equal(a[k], b[k]) for k in a) and not all(torch.equal(a[k], c[k]) for k in a)
+
+
+def test_options_reach_their_parts():
+    typed = dict(max_kl=.02, n_steps=16, lanes=2, gamma=.9, hidden=(8, 4), critic_hidden=(2,), normalize=False)
+    agent, pipe = build(make_config("trpo", "CartPole-v1", typed))
+    assert agent.max_kl == .02 and agent.actor.obs_norm is None and agent.critic.obs_norm is not None
+    assert sorted(p.shape[0] for p in agent.actor.trunk.parameters() if p.ndim == 2) == [4, 8]
+    fragment = next(iter(pipe))
+    assert fragment.adv.shape == (16, 16) and fragment.lane.unique().tolist() == [0, 1]
+
+
+def test_env_kwargs(tmp_path):
+    kwargs = ["--env-kwargs", "map_name=8x8", "is_slippery=False"]
+    assert rollpipe("train", "trpo", "FrozenLake-v1", *kwargs, "--steps", 64, "--out", tmp_path/"a", *SMALL) == 0
+    found = load_run(tmp_path/"a")
+    assert found.config["env_kwargs"] == dict(map_name="8x8", is_slippery=False)
+    assert (8, 64) in [tuple(x.shape) for x in found.agent_state["actor"].values()]  # one input for each of 64 fields
+    assert rollpipe("evaluate", tmp_path/"a", "--episodes", 2) == 0
+
+
+def test_resume_continues_counters_curve_and_weights(run):
+    before = load_run(run)
+    more = resume(run, steps=640)
+    state = more.agent.state_dict()
+    assert all(torch.equal(state["actor"][k], v) for k, v in before.agent_state["actor"].items())
+    assert more.counters["steps"] == 384 and more.counters["resumes"] == 1
+    train(more, progress=False, tensorboard=False)
+    metrics = read_metrics(run)
+    assert metrics["steps"].tolist() == [128, 256, 384, 512, 640] and metrics["updates"].tolist() == [1, 2, 3, 4, 5]
+    assert (np.diff(metrics["episodes"]) >= 0).all() and (np.diff(metrics["seconds"]) > 0).all()
+    assert metrics["lag"].tolist() == [0]*5
+    assert json.loads((run/"config.json").read_text())["steps"] == 640
+
+
+def test_a_resumed_run_sees_fresh_episodes(run):
+    config = load_run(run).config
+    (_, first), (_, second), (_, again) = build(config), build(config, resumes=1), build(config, resumes=1)
+    a, b, c = (next(iter(pipe)).state.obs for pipe in (first, second, again))
+    assert not torch.equal(a, b) and torch.equal(b, c)
+
+
+def test_records_after_the_last_checkpoint_are_made_again(run):
+    with open(run/"metrics.jsonl", "a") as file: file.write('{"steps": 512, "updates": 4}\n{"steps": 640, "upd')
+    assert rollpipe("train", "--resume", run, "--steps", 512, "--quiet", "--no-tensorboard") == 0
+    assert read_metrics(run)["steps"].tolist() == [128, 256, 384, 512]
+
+
+def test_overwrite_removes_only_the_run(run, capsys):
+    (run/"notes.txt").write_text("mine")
+    words = ["train", "trpo", "CartPole-v1", "--steps", 128, "--out", run, *SMALL]
+    assert rollpipe(*words) == 2
+    assert "has a run already" in capsys.readouterr().err and len(read_metrics(run)["steps"]) == 3
+    assert rollpipe(*words, "--overwrite") == 0
+    assert len(read_metrics(run)["steps"]) == 1 and (run/"notes.txt").read_text() == "mine"
+
+
+def test_what_failed_before_its_first_update_leaves_nothing(tmp_path):
+    run = start(tmp_path/"a"/"b", make_config("trpo", "CartPole-v1"))
+    discard(run)
+    assert list((tmp_path/"a").iterdir()) == []
+
+
+# -- evaluate, plot, graph, demo ---------------------------------------------------------------------------------------
+
+def test_evaluate(run, capsys, tmp_path):
+    capsys.readouterr()
+    assert rollpipe("evaluate", run, "--episodes", 3, "--seed", 1) == 0
+    first = capsys.readouterr().out
+    assert re.match(r"return [\d.]+ \+- [\d.]+ \(mean, standard error of 3 episodes; min", first)
+    assert rollpipe("evaluate", run/"checkpoint.safetensors", "--episodes", 3, "--seed", 1) == 0
+    assert capsys.readouterr().out == first
+    assert rollpipe("evaluate", run, "--episodes", 1, "--sample", "--record", tmp_path/"film.gif") == 0
+    assert (tmp_path/"film.gif").read_bytes()[:3] == b"GIF"
+
+
+def test_plot(run, tmp_path, capsys):
+    other = small_run(tmp_path/"other", "--seed", 1)
+    assert rollpipe("plot", run, "--y", "entropy") == 0 and (run/"curve.png").is_file()
+    assert rollpipe("plot", run, other, "--out", tmp_path/"two.svg", "--y", "kl", "--band", "std", "--window", 2) == 0
+    assert "<svg" in (tmp_path/"two.svg").read_text()
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path/"two.svg")
+
+
+def test_graph_draws_what_train_would_run(capsys):
+    assert rollpipe("graph", "trpo", "Pendulum-v1", "--lanes", 3, "--n-steps", 7, "--steps", 5, "--seed", 1) == 0
+    out = capsys.readouterr().out
+    assert [re.search(r"\w+", line)[0] for line in out.splitlines()] == [
+        "EnvStepper", "FragmentCollector", "Lanes", "AdvantageBuffer", "FragmentStacker"]
+    assert "Pendulum-v1" in out and "n_steps=7" in out and "n=3" in out
+
+
+def test_demo_twice(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert rollpipe("demo", "--steps", 2048, "--quiet", "--no-tensorboard") == 0
+        out = capsys.readouterr().out
+        for name in ("random policy", "trained policy, no exploration"): assert re.search(name + r" +-\d+\.\d \+- ", out)
+    assert {p.name for p in Path("runs/demo").iterdir()} == {
+        "config.json", "metrics.csv", "metrics.jsonl", "checkpoint.safetensors", "curve.png"}
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+def test_every_option_has_its_meaning_in_the_help(capsys):
+    assert rollpipe("train", "trpo", "--help") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for option in options_for("trpo"):
+        assert option.help, option
+        assert option.flag in text and " ".join(option.help.split())[:20] in text
+    assert "==SUPPRESS==" not in text
+
+
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+def test_the_defaults_of_the_command_line_are_those_of_the_signatures(algorithm):
+    args = vars(build_parser().parse_args(["train", algorithm, "CartPole-v1"]))
+    assert not set(args) & {o.name for o in options_for(algorithm)}
+    assert make_config(algorithm, "CartPole-v1")["options"].keys() == {o.name for o in options_for(algorithm)}
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+MISTAKES = [
+    ("train trpo Pendulm-v1", "Pendulm-v1.*Pendulum-v1"),
+    ("train trop Pendulum-v1", "invalid choice: 'trop'.*trpo"),
+    ("train", "which algorithm.*trpo"),
+    ("train trpo", "required: ENV"),
+    ("train trpo Pendulum-v1 --max-lk 1", "--max-lk.*did you mean --max-kl"),
+    ("train trpo Pendulum-v1 --gamma x", "--gamma: invalid float value: 'x'"),
+    ("train trpo Pendulum-v1 --steps 1.5", "--steps: invalid int value: '1.5'"),
+    ("train trpo Pendulum-v1 --hidden 8,x", "--hidden"),
+    ("train trpo Pendulum-v1 --steps 0", "steps.*at least 1, got 0"),
+    ("train trpo Pendulum-v1 --seed -1", "seed.*at least 0, got -1"),
+    ("train trpo Pendulum-v1 --n-steps 0", "n_steps >= 1"),
+    ("train trpo Pendulum-v1 --n-envs 0", "environments"),
+    ("train trpo Pendulum-v1 --lanes 0", "lanes"),
+    ("train trpo Pendulum-v1 --env-kwargs g", "key=value, got g"),
+    ("train trpo Pendulum-v1 --env-kwargs planet=mars", "planet"),
+    ("train --resume nowhere", "nowhere: there is no such run"),
+    ("train --resume RUN", "is complete.*--steps above 384"),
+    ("train --resume RUN trpo CartPole-v1", "not both"),
+    ("evaluate RUNN", "there is no such run.*for example .*run"),
+    ("evaluate RUN --episodes 0", "n_episodes >= 1"),
+    ("evaluate RUN --record film.avi", ".gif or .mp4"),
+    ("evaluate RUN/metrics.csv", "not a checkpoint"),
+    ("evaluate BROKEN", "damaged"),
+    ("evaluate FOREIGN", "not the checkpoint of a run"),
+    ("plot nowhere", "not the folder of a run"),
+    ("plot RUN --y kul", "kul"),
+    ("plot RUN --out RUN/no/such/folder.png", "folder"),
+    ("graph trpo Pendulum", "Pendulum-v1"),
+    ("graph trpo Pendulum-v1 --lamb 1", "did you mean --lam"),
+    ("plto", "invalid choice: 'plto'"),
+]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("places")
+    run = small_run(folder/"run")
+    (folder/"broken").write_bytes((run/"checkpoint.safetensors").read_bytes()[:-1])
+    class Other: state_dict = lambda self: {}
+    save_checkpoint(folder/"foreign", Other(), {}, {})
+    return {"RUN": run, "BROKEN": folder/"broken", "FOREIGN": folder/"foreign"}
+
+
+@pytest.mark.parametrize("line, message", MISTAKES)
+def test_a_mistake_is_one_clear_line(line, message, places, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, path in places.items(): line = line.replace(name, str(path))
+    assert rollpipe(*line.split()) == 2
+    out, err = capsys.readouterr()
+    assert re.search(message, err) and err.count("\n") == 1 and "Traceback" not in err and not out
+    assert list(tmp_path.iterdir()) == []  # nothing was begun
+
+
+def test_debug_shows_where(tmp_path):
+    with pytest.raises(RuntimeError, match="Pendulm"): main(["graph", "trpo", "Pendulm-v1", "--debug"])
+
+
+def test_checkpoint_that_does_not_fit_the_agent(run, capsys):
+    found = load_run(run)
+    class Same: state_dict = lambda self: found.agent_state
+    config = dict(found.config, options=dict(found.config["options"], hidden=[16]))
+    save_checkpoint(run/"checkpoint.safetensors", Same(), config, found.counters)
+    assert rollpipe("evaluate", run) == 2
+    assert "does not fit the agent" in capsys.readouterr().err
+
+
+# -- a process of its own ----------------------------------------------------------------------------------------------
+
+def process(*words, **kwargs):
+    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(map(os.path.abspath, sys.path)))
+    return subprocess.Popen([sys.executable, "-m", "rollpipe.cli", *map(str, words)], env=env, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs)
+
+
+def wait_for(condition, child):
+    "Wait until the child has come so far; it must not end before."
+    while not condition():
+        assert child.poll() is None, child.stderr.read()
+        time.sleep(.01)
+
+
+def lines(path): return path.read_text().count("\n") if path.is_file() else 0
+
+
+@pytest.mark.parametrize("n_records", [1, 7])
+def test_ctrl_c_saves_and_leaves_cleanly(tmp_path, n_records):
+    run = tmp_path/"run"
+    words = ["train", "trpo", "CartPole-v1", "--steps", 10**8, "--out", run, "--checkpoint-every", 10**6, *SMALL]
+    with process(*words) as child:
+        wait_for(lambda: lines(run/"metrics.jsonl") >= n_records, child)
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=60)
+    assert child.returncode == 130, err
+    assert "Traceback" not in err and err.strip().count("\n") == 0 and f"--resume {run}" in err
+    found, metrics = load_run(run), read_metrics(run)
+    assert found.counters["steps"] == metrics["steps"][-1] >= 128*n_records
+    more = int(metrics["steps"][-1]) + 1
+    assert rollpipe("train", "--resume", run, "--steps", more, "--quiet", "--no-tensorboard") == 0
+    assert len(read_metrics(run)["steps"]) == len(metrics["steps"]) + 1
+
+
+def test_killed_run_resumes_from_its_last_checkpoint(tmp_path):
+    run = tmp_path/"run"
+    words = ["train", "trpo", "CartPole-v1", "--steps", 10**8, "--out", run, "--checkpoint-every", 3, *SMALL]
+    with process(*words) as child:
+        wait_for(lambda: lines(run/"metrics.jsonl") >= 8, child)
+        child.kill()
+        child.communicate()
+    saved = load_run(run).counters
+    assert saved["updates"] % 3 == 0
+    assert rollpipe("train", "--resume", run, "--steps", saved["steps"] + 1, "--quiet", "--no-tensorboard") == 0
+    assert read_metrics(run)["updates"].tolist() == list(range(1, saved["updates"] + 2))
+
+
+def test_output_that_nobody_reads():
+    with process("graph", "trpo", "CartPole-v1") as child:
+        child.stdout.close()
+        assert child.stderr.read() == "" and child.wait() == 0
+
+
+def test_version_and_bare_command(capsys):
+    assert rollpipe("--version") == 0
+    assert rollpipe() == 0
+    out = capsys.readouterr().out
+    assert out.startswith("rollpipe 0.")
+    for command in ("train", "evaluate", "plot", "graph", "demo"): assert f"    {command}" in out

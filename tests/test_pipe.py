@@ -1,0 +1,217 @@
+"""The base pipe: closing, messages, lengths, pickles; and the one door to torchdata."""
+import ast
+import gc
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data.datapipes.iter import Mapper
+
+from rollpipe.pipes.errors import DataError, GraphError
+from rollpipe.pipes.graph import draw, find_one
+from rollpipe.pipes.pipe import Pipe, Source
+from rollpipe.pipes.torchdata import DataLoader2, InProcessReadingService, IterableWrapper, IterDataPipe
+
+ROOT = Path(__file__).parents[1]
+
+
+class Toy(Source):
+    "Counts up to `n`, and how often it was opened and closed."
+    opened = closed = 0
+    def __init__(self, n=5): self.n = n
+    def stream(self, items):
+        Toy.opened += 1
+        try: yield from range(self.n)
+        finally: Toy.closed += 1
+
+
+class Scale(Pipe):
+    one_to_one = True
+    def __init__(self, pipe, by=2, fn=None, note=None):
+        super().__init__(pipe)
+        self.by, self.fn, self.note = by, fn, note
+    def stream(self, items):
+        for x in items: yield x * self.by
+
+
+class Fragile(Pipe):
+    def stream(self, items):
+        for x in items:
+            if x == 2: raise DataError("two", pipe=self, got="2")
+            yield x
+
+
+class Greedy(Pipe):
+    "Reads ahead and stops early, leaving its input unfinished."
+    def stream(self, items):
+        next(items)
+        yield next(items)
+
+
+@pytest.fixture(autouse=True)
+def all_closed():
+    Toy.opened = Toy.closed = 0
+    yield
+    gc.collect()
+    assert Toy.opened == Toy.closed > -1
+
+
+def open_now(): return Toy.opened - Toy.closed
+
+
+def test_exhausted():
+    pipe = Scale(Greedy(Scale(Toy())))
+    assert list(pipe) == list(pipe) == [4]
+    assert (Toy.opened, Toy.closed) == (2, 2)
+
+
+def test_break_and_close():
+    pipe = Scale(Scale(Toy()))
+    for _ in pipe:
+        assert open_now() == 1
+        break
+    assert open_now() == 0
+    items = iter(pipe)
+    next(items)
+    items.close()
+    assert open_now() == 0 and list(items) == []
+    items = iter(pipe)
+    next(items)
+    del items                                         # without a garbage collection: no reference cycle is made
+    assert open_now() == 0
+    iter(pipe).close()                                # never started
+    assert Toy.opened == 3
+
+
+def test_exception_in_a_pipe_and_in_the_consumer():
+    for pipe in (Scale(Fragile(Scale(Toy(), by=1))), Fragile(Scale(Scale(Toy(), by=1), by=1))):
+        with pytest.raises(DataError) as kept: list(pipe)
+        assert open_now() == 0, "the traceback is still held"
+        assert str(kept.value) == "Fragile: two. Got 2."
+    kept = None
+    try:
+        for x in Scale(Toy()): raise KeyError(x)
+    except KeyError as e: kept = e
+    assert open_now() == 0 and kept.__traceback__ is not None
+
+
+def test_a_plain_message_stays_readable():
+    module = torch.nn.Sequential(*[torch.nn.Linear(1, 1) for _ in range(50)])
+    pipe = Scale(Scale(Scale(Fragile(Toy()), fn=module), fn=module), fn=module)
+    with pytest.raises(DataError) as e: list(pipe)
+    assert e.value.args == ("two",)
+
+
+def test_invalidated_iterator_closes_its_input():
+    first_toy, other = Toy(), None
+    pipe = Scale(first_toy)
+    first = iter(pipe)
+    next(first)
+    other = iter(pipe)                                # torch's rule: one iterator at a time
+    assert next(other) == 0
+    with pytest.raises(RuntimeError, match="invalidated"): next(first)
+    first.close()
+    assert open_now() == 1
+    assert list(other) == [2, 4, 6, 8]
+    assert open_now() == 0
+    # the same in the middle of a pipeline: whoever reads the invalid iterator fails and is closed
+    pipe = Scale(Scale(Toy()))
+    outer = iter(pipe)
+    next(outer)
+    inner = iter(pipe.pipe)
+    next(inner)
+    with pytest.raises(RuntimeError, match="invalidated") as kept: next(outer)
+    assert open_now() == 1 and kept is not None
+    inner.close()
+    assert open_now() == 0
+
+
+def test_upstream_without_close_and_foreign_pipes():
+    assert list(Scale(IterableWrapper([1, 2]))) == [2, 4]
+    class Plain(IterDataPipe):
+        def __iter__(self): return iter([1, 2])
+    assert list(Scale(Plain())) == [2, 4]
+    for _ in Scale(Mapper(Scale(Toy()), abs)): break
+    assert open_now() == 0
+    with pytest.raises(DataError): list(Scale(Mapper(Fragile(Toy()), abs)))
+    assert open_now() == 0
+
+
+@pytest.mark.parametrize("service", [None, InProcessReadingService()])
+def test_loader(service):
+    pipe = Scale(Scale(Toy()))
+    with DataLoader2(pipe, reading_service=service) as loader:
+        assert list(loader) == list(loader) == [0, 4, 8, 12, 16]
+    assert open_now() == 0
+    with pytest.raises(DataError, match="two"): list(DataLoader2(Fragile(pipe.pipe.pipe), reading_service=service))
+    assert open_now() == 0
+    loader = DataLoader2(pipe, reading_service=service)
+    for _ in loader: break
+    del loader, _
+    gc.collect()
+    assert open_now() == 0
+
+
+def test_pickle_before_while_and_after():
+    pipe = Scale(Scale(Toy(), by=3), note="x")
+    for _ in range(2):
+        assert list(pickle.loads(pickle.dumps(pipe))) == [0, 6, 12, 18, 24]
+        items = iter(pipe)
+        next(items)
+        assert list(pickle.loads(pickle.dumps(pipe))) == [0, 6, 12, 18, 24]
+        assert list(items) == [6, 12, 18, 24]
+
+
+def test_validation_length_and_truth():
+    for bad in ([1], None, Scale, 3):
+        with pytest.raises(TypeError, match=r"Scale reads from a pipe \(an IterDataPipe\), got"): Scale(bad)
+    assert len(Scale(Scale(IterableWrapper([1, 2, 3])))) == 3 and bool(Scale(IterableWrapper([])))
+    with pytest.raises(TypeError, match="Greedy has no length: the stream of its source has none"): len(Greedy(Toy()))
+    with pytest.raises(TypeError, match="Scale has no length: Toy has no length: the stream"): len(Scale(Toy()))
+    with pytest.raises(NotImplementedError, match=r"Pipe must define stream\(self, items\)"): list(Pipe(Toy()))
+    Toy.opened = Toy.closed = 0
+
+
+def test_repr_is_short():
+    pipe = Scale(Toy(), by=0.5, fn=torch.nn.Linear(1, 1), note="x" * 1000)
+    assert repr(pipe).startswith("Scale(by=0.5, note='xxx") and len(repr(pipe)) < 60
+    assert str(pipe) == repr(pipe) and f"→ {pipe!r}" in str(draw(pipe))
+    with torch.autograd.profiler.profile(): assert list(Scale(Toy(2))) == [0, 2]
+
+
+def test_inserter_and_replacer():
+    pipe = Scale(Toy(3), by=2)
+    for edit, expected in (
+        (Scale.inserter(after=Toy, by=5), [0, 10, 20]), (Scale.inserter(before=Scale, by=5), [0, 10, 20]),
+        (Scale.inserter(after=Scale), [0, 4, 8]), (Scale.replacer(Scale, by=7), [0, 7, 14]),
+        (Toy.replacer(Toy, n=2), [0, 2]), (Toy.replacer(Scale, n=2), [0, 1]),
+    ):
+        assert list(edit(pipe)) == list(pickle.loads(pickle.dumps(edit))(pipe)) == expected
+        assert list(pipe) == [0, 2, 4]
+    assert find_one(Greedy.replacer(Scale)(pipe), Greedy).pipe.n == 3
+    for both in ({}, {"after": Toy, "before": Scale}):
+        with pytest.raises(TypeError, match="either"): Scale.inserter(**both)
+    with pytest.raises(TypeError, match="cannot be inserted"): Toy.inserter(after=Scale)
+    with pytest.raises(GraphError, match="cannot replace one with 0 inputs"): Scale.replacer(Toy)(pipe)
+
+
+def test_torchdata_has_one_door():
+    def modules(path):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import): yield from (a.name for a in node.names)
+            if isinstance(node, ast.ImportFrom) and not node.level: yield node.module
+    users = [p for p in (ROOT / "rollpipe").rglob("*.py") if any(m.split(".")[0] == "torchdata" for m in modules(p))]
+    assert users == []                                # the door itself imports it by name, when first asked
+
+
+def test_the_door_is_cheap_and_silent():
+    code = ("import sys, rollpipe.pipes.torchdata\n"
+            "assert 'torchdata' not in sys.modules\n"
+            "from rollpipe.pipes.torchdata import DataLoader2, ReadingServiceInterface\n"
+            "assert 'torchdata' in sys.modules\n")
+    command = [sys.executable, "-W", "error::UserWarning", "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
