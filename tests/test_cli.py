@@ -152,7 +152,8 @@ def test_demo_twice(tmp_path, capsys, monkeypatch):
     for _ in range(2):
         assert rollpipe("demo", "--steps", 2048, "--quiet", "--no-tensorboard") == 0
         out = capsys.readouterr().out
-        for name in ("random policy", "trained policy, no exploration"): assert re.search(name + r" +-\d+\.\d \+- ", out)
+        for name in ("random policy", "trained policy, no exploration"):
+            assert re.search(name + r" +-\d+\.\d \+- ", out)
     assert {p.name for p in Path("runs/demo").iterdir()} == {
         "config.json", "metrics.csv", "metrics.jsonl", "checkpoint.safetensors", "curve.png"}
 

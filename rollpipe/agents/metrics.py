@@ -39,7 +39,7 @@ METRICS = dict(
     # policy and critic
     entropy="mean entropy of the policy over valid rows, differential for continuous actions [nat]",
     explained_variance="1 - Var[ret - v] / Var[ret] of the critic before it was fitted on this batch",
-    critic_loss="mean squared error of the critic after fitting",
+    critic_loss="mean squared error of the critic after fitting, in units of the returns' deviation if it keeps one",
     lag="updates between collecting and consuming the batch, the largest over its columns",
     # wall time of the phases of one update
     seconds_collect="waiting for the pipeline to deliver the batch [s]",

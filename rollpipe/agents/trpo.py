@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .critics import fit_critic
-from .trust_region import (Linearization, assign, backtrack_line_search, conjugate_gradients, fisher_product, flatten,
-                                          step_size)
+from .trust_region import (Linearization, assign, backtrack_line_search, conjugate_gradients,
+                                          fisher_product, flatten, in_row_blocks, step_size)
 from ..pipes import nested
 from ..pipes.data import State, as_seen
 from ..pipes.errors import ActorError, DataError, describe
@@ -39,7 +39,7 @@ def policy_rows(fragment, normalize=True) -> Rows:
         adv = (adv - kept.mean()) / (kept.std() + 1e-8)
     state, act = nested.getitem(fragment.state, slice(-1)), nested.getitem(fragment.state.act, slice(1, None))
     rows = Rows(as_seen(state), fragment.hx, act, adv, fragment.actor['logp'][:-1], 1 / n)
-    if nested.leaves(fragment.hx): return rows._replace(weight=valid / n)
+    if nested.leaves(fragment.hx): return rows._replace(adv=torch.where(valid, adv, 0.), weight=valid / n)
     whole = n == valid.numel()
     flat = nested.map(lambda x: (x.flatten(0, 1) if whole else x[valid])[None], rows._replace(weight=None))
     return flat._replace(weight=1 / n)
@@ -58,8 +58,9 @@ def thin(rows, share, generator) -> Rows:
 class TRPO:
     """Trust region policy optimisation for categorical, Gaussian and nested policies.
 
-    Source: Schulman et al., "Trust Region Policy Optimization", https://arxiv.org/abs/1502.05477. The Fisher-vector product is a Gauss-Newton
-    product: the network is linearised once per update, each product is one Jacobian- and one vector-Jacobian product.
+    Source: Schulman et al., "Trust Region Policy Optimization", https://arxiv.org/abs/1502.05477. The Fisher-vector product
+    is a Gauss-Newton product: the network is linearised once per update, each product is one Jacobian- and one
+    vector-Jacobian product.
     """
     def __init__(self,
         actor,                # policy with `params` and `dist`, such as `MLPPolicy`
@@ -86,7 +87,7 @@ class TRPO:
         self.search = dict(backtrack=backtrack, max_backtracks=max_backtracks, accept_ratio=accept_ratio)
         self.normalize_adv, self.critic_epochs = normalize_adv, critic_epochs
         self.params = [p for p in actor.parameters() if p.requires_grad]
-        self.optimizer = None if critic is None else torch.optim.Adam(critic.parameters(), lr=critic_lr)
+        self.optimizer = None if critic is None else torch.optim.Adam(critic.parameters(), lr=critic_lr, fused=True)
         self.generator = torch.Generator().manual_seed(seed)
 
     def update(self, batch) -> dict:
@@ -100,20 +101,27 @@ class TRPO:
         metrics = self.improve(policy_rows(batch, self.normalize_adv))
         middle = perf_counter()
         if self.critic is not None: metrics |= self.fit(batch)
-        self.actor.observe(as_seen(nested.getitem(batch.state.obs, slice(-1))), batch.valid)
+        _tell(self.actor, 'observe', as_seen(nested.getitem(batch.state.obs, slice(-1))), batch.valid)
         bump_version(self.actor)
         return metrics | dict(lag=lag, seconds_policy=middle - start, seconds_critic=perf_counter() - middle)
 
     def _check(self, batch):
-        if batch.adv is None: raise DataError("TRPO.update needs advantages", leaf='adv', expected="an AdvantageBuffer in the pipeline", got="None")
+        if batch.adv is None:
+            raise DataError("TRPO.update needs advantages", leaf='adv', expected="an AdvantageBuffer in the pipeline", got="None")
         if not (isinstance(batch.actor, dict) and 'logp' in batch.actor):
-            raise DataError("TRPO.update needs log-probabilities", leaf="actor['logp']", got=f"leaves {nested.paths(batch.actor, 'actor')}")
+            raise DataError("TRPO.update needs log-probabilities", leaf="actor['logp']", expected="float32 [T+1, B]",
+                            got=f"leaves {nested.paths(batch.actor, 'actor')}")
         if not batch.valid.any(): raise DataError("no valid row in the batch", leaf='valid')
+        if not torch.isfinite(batch.adv[batch.valid]).all():
+            raise DataError("non-finite advantages", leaf='adv', expected="finite numbers where valid")
 
     def distribution(self, rows):
         "Parameters of the policy's distribution in the states of `rows`, with gradients where they are enabled."
-        stepno, obs, act, rew, fin = rows.state
-        return self.actor.params(obs, act, rew, fin, hx=rows.hx, stepno=stepno)[0]
+        def params(part):
+            (stepno, obs, act, rew, fin), hx = part
+            return self.actor.params(obs, act, rew, fin, hx=hx, stepno=stepno)[0]
+        # blocks of rows that fit into the processor's cache make every later product faster
+        return in_row_blocks(params, (rows.state, rows.hx), size=max(1, 2048 // rows.adv.shape[0]), dim=1)
 
     def improve(self, rows) -> dict:
         "The policy half of an update; the certificate of what it did."
@@ -140,16 +148,18 @@ class TRPO:
                                       set_params=lambda theta: assign(self.params, theta), **self.search)
         kept = self.search['backtrack'] ** found.backtracks if found.accepted else 0.
         return dict(surrogate_before=found.before, surrogate_after=found.surrogate, predicted_improvement=kept * rate,
-                    actual_improvement=found.surrogate - found.before, kl=found.kl, cg_residual=cg.residual, cg_iterations=cg.iterations,
-                    curvature=cg.curvature, backtracks=found.backtracks, accepted=float(found.accepted), step_size=kept * float(step.norm()),
+                    actual_improvement=found.surrogate - found.before, kl=found.kl, cg_residual=cg.residual,
+                    cg_iterations=cg.iterations, curvature=cg.curvature, backtracks=found.backtracks,
+                    accepted=float(found.accepted), step_size=kept * float(step.norm()),
                     grad_norm=float(g.norm()), entropy=float((dist.entropy(old) * rows.weight).sum()))
 
     def fit(self, batch) -> dict:
         "The critic's half of an update."
         obs = as_seen(nested.getitem(batch.state.obs, slice(-1)))
-        self.critic.observe(obs, batch.valid)
-        self.critic.observe_returns(batch.ret, batch.valid)
-        fitted = fit_critic(self.critic, self.optimizer, obs, batch.ret, valid=batch.valid, epochs=self.critic_epochs, generator=self.generator)
+        _tell(self.critic, 'observe', obs, batch.valid)
+        _tell(self.critic, 'observe_returns', batch.ret, batch.valid)
+        fitted = fit_critic(self.critic, self.optimizer, obs, batch.ret, valid=batch.valid, epochs=self.critic_epochs,
+                            generator=self.generator)
         bump_version(self.critic)
         return {name: fitted[name] for name in ('critic_loss', 'explained_variance')}
 
@@ -167,3 +177,8 @@ class TRPO:
             self.optimizer.load_state_dict(state['optimizer'])
         self.generator.set_state(state['generator'])
         bump_version(self.actor, to=state['version'])
+
+
+def _tell(module, method, *args):
+    "Call the `method` of `module` if it has one: modules of the user's own need no normalisers."
+    if hasattr(module, method): getattr(module, method)(*args)

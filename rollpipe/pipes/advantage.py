@@ -78,7 +78,9 @@ class AdvantageBuffer(Pipe):
         "`fragment` with `adv` and `ret`."
         where = dict(pipe=self, lane=None if fragment.lane is None else int(fragment.lane[0]))
         try: v_t, v_tp1 = values(fragment, self.handle and self.handle.module)
-        except DataError as e: raise e.locate(**where)
+        except DataError as e:
+            e.locate(**where)
+            raise
         rew, fin, term = fragment.state.rew[1:], fragment.state.fin[1:], fragment.term[1:]
         adv = returns.gae(rew, v_t, v_tp1, self.gamma * (~term), self.lam, cut=fin)
         if not torch.isfinite(adv).all():

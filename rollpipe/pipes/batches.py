@@ -41,13 +41,16 @@ class FragmentStacker(Pipe):
                  n,     # fragments per batch
     ):
         super().__init__(pipe)
-        if not isinstance(n, int) or n < 1: raise DataError("wrong size of a batch", pipe=self, expected="an integer n >= 1", got=f"n={n!r}")
+        if not isinstance(n, int) or n < 1:
+            raise DataError("wrong size of a batch", pipe=self, expected="an integer n >= 1", got=f"n={n!r}")
         self.n = n
 
     def stream(self, items):
         while fragments := list(islice(items, self.n)):
             try: yield join(fragments)
-            except DataError as e: raise e.locate(pipe=self)
+            except DataError as e:
+                e.locate(pipe=self)
+                raise
 
 # %% ../../nbs/14_batches.ipynb #68613d1e
 def transitions(fragment, index) -> Fragment:
@@ -63,7 +66,8 @@ def transitions(fragment, index) -> Fragment:
     two = lambda tree: nested.map(lambda x: x[pair, b], tree)
     one = lambda tree: nested.map(lambda x: x[t, b][None], tree)
     per_env = {name: nested.map(lambda x: x[b], getattr(fragment, name)) for name in ('lane', 'seq', 'version')}
-    return Fragment(two(fragment.state), two(fragment.actor), one(fragment.env), (), two(fragment.term), Final(torch.zeros_like(cut), cut, *rows),
+    final = Final(torch.zeros_like(cut), cut, *rows)
+    return Fragment(two(fragment.state), two(fragment.actor), one(fragment.env), (), two(fragment.term), final,
                     one(fragment.valid), one(fragment.adv), one(fragment.ret), **per_env)
 
 
@@ -93,7 +97,8 @@ class Minibatcher(Pipe):
     ):
         super().__init__(pipe)
         for name, x in (('size', size), ('epochs', epochs)):
-            if not isinstance(x, int) or x < 1: raise DataError("out of range", pipe=self, expected=f"an integer {name} >= 1", got=f"{name}={x!r}")
+            if not isinstance(x, int) or x < 1:
+                raise DataError("out of range", pipe=self, expected=f"an integer {name} >= 1", got=f"{name}={x!r}")
         self.size, self.epochs, self.seed, self.service_seed = size, epochs, seed, None
 
     def set_seed(self, seed):

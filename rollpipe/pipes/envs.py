@@ -32,7 +32,8 @@ def action_rows(space, clip=True):
         def rows(act, leaf='act'):
             keys = set(act) if isinstance(act, dict) else set(range(len(act))) if isinstance(act, (tuple, list)) else None
             if keys != names:
-                raise ActorError("wrong structure of the action", leaf=leaf, expected=f"{type(space).__name__} of {sorted(names)}", got=describe(act))
+                raise ActorError("wrong structure of the action", leaf=leaf, got=describe(act),
+                                 expected=f"{type(space).__name__} of {sorted(names)}")
             cut = zip(*(part(act[k], f"{leaf}[{k!r}]") for k, part in parts.items()))
             return [dict(zip(parts, row)) for row in cut] if isinstance(space, gym.spaces.Dict) else list(cut)
         return rows
@@ -40,7 +41,8 @@ def action_rows(space, clip=True):
     bounded = clip and kinds == 'f' and (np.isfinite(space.low).any() or np.isfinite(space.high).any())
     def rows(act, leaf='act'):
         if not isinstance(act, np.ndarray) or act.shape[1:] != shape or act.dtype.kind not in kinds:
-            raise ActorError("wrong action", leaf=leaf, expected=f"shape [B{''.join(f', {n}' for n in shape)}] of {space}", got=describe(act))
+            raise ActorError("wrong action", leaf=leaf, got=describe(act),
+                             expected=f"shape [B{''.join(f', {n}' for n in shape)}] of {space}")
         if isinstance(space, gym.spaces.Discrete): return act.tolist()
         if kinds == 'f':
             if not math.isfinite(np.vdot(act, act)) and not np.isfinite(act).all():
@@ -71,7 +73,7 @@ def fresh_rows(obs_spec, n_envs, at_once=64, max_bytes=2 ** 20):
     n = max(1, min(at_once, max_bytes // size))
     def rows(tree, cut):
         if isinstance(tree, np.ndarray): return cut(tree)
-        return [nested.map(lambda x: cut(x[i:i + 1])[0], tree) for i in range(n)]
+        return [nested.map(lambda x, i=i: cut(x[i:i + 1])[0], tree) for i in range(n)]
     def tensors(x): return torch.from_numpy(x).split(1)
     while True:
         obs, rew, stepno = nested.alloc(obs_spec, n), np.empty((n, n_envs), np.float32), np.empty((n, n_envs), np.int64)
@@ -159,7 +161,8 @@ class EnvBatch:
         try: actions = self.action_rows(array)
         except ActorError as e:
             if e.env is not None: e.env = self.name(e.env)
-            raise e.locate(**self.where)
+            e.locate(**self.where)
+            raise
         row = next(self._rows)
         final, ended, rews, infos, call = {}, [], [], [], 'step()'
         buffer = row.leaves[0]
@@ -229,7 +232,8 @@ class EnvBatch:
         except (TypeError, ValueError): rew = None
         if rew is None or rew.shape != out.shape:
             b = next(b for b, r in enumerate(rews) if np.ndim(r) or not np.issubdtype(np.asarray(r).dtype, np.number))
-            raise EnvError("the reward is no scalar", env=self.name(b), leaf='rew', expected="one number", got=describe(rews[b]), **self.where)
+            raise EnvError("the reward is no scalar", env=self.name(b), leaf='rew', expected="one number",
+                           got=describe(rews[b]), **self.where)
         if np.vdot(rew, self._rew_zeros) != 0:
             b = int(np.argwhere(~np.isfinite(rew))[0][0])
             self._non_finite(b, 'rew', rews[b])
@@ -261,7 +265,8 @@ class EnvBatch:
         while self.envs:
             env = self.envs.pop()
             try: env.close()
-            except Exception as e: warnings.warn(f"closing environment {len(self.envs)} raised {type(e).__name__}: {e}", stacklevel=2)
+            except Exception as e:
+                warnings.warn(f"closing environment {len(self.envs)} raised {type(e).__name__}: {e}", stacklevel=2)
 
 
 class _Blame:
@@ -269,8 +274,8 @@ class _Blame:
     def __init__(self, batch, b, call): self.batch, self.b, self.call = batch, b, call
     def __enter__(self): pass
     def __exit__(self, kind, e, tb):
-        if isinstance(e, PipeError): raise e.locate(env=self.batch.name(self.b), **self.batch.where)
-        if isinstance(e, Exception): self.batch._raise(e, self.b, self.call)
+        if isinstance(e, PipeError): e.locate(env=self.batch.name(self.b), **self.batch.where)
+        elif isinstance(e, Exception): self.batch._raise(e, self.b, self.call)
 
 
 def _fit(x, like):
@@ -279,7 +284,7 @@ def _fit(x, like):
 
 
 def _info_spec(infos, keys) -> dict:
-    """key -> (spec of the value, filler where it is missing) for the infos to record; infos that are not numeric are left out."""
+    "key -> (spec of the value, filler where it is missing) for the infos to record; what is not numeric is left out."
     seen = {k: v for info in reversed(infos) for k, v in info.items()}
     spec = {}
     for key in (seen if keys is None else keys):
@@ -287,5 +292,6 @@ def _info_spec(infos, keys) -> dict:
         if all(x.dtype.kind in 'biuf' for x in nested.leaves(value)):
             spec[key] = value, nested.map(lambda x: np.full_like(x, np.nan if x.dtype.kind == 'f' else 0), value)
         elif keys is not None:
-            raise EnvError("an info that is not numeric cannot be recorded", leaf=f"info[{key!r}]", expected="numbers", got=describe(seen[key]))
+            raise EnvError("an info that is not numeric cannot be recorded", leaf=f"info[{key!r}]", expected="numbers",
+                           got=describe(seen[key]))
     return spec

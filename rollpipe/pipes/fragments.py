@@ -82,7 +82,9 @@ class FragmentCollector(Pipe):
         state = stack_rows([first, *(tick.next for tick in ticks)])
         act_ahead, ahead = last.react(last.next, last.next_hx)
         try: actor = nested.cat([*(tick.actor for tick in ticks), ahead])
-        except DataError as e: raise e.locate(pipe=self, lane=last.lane)
+        except DataError as e:
+            e.locate(pipe=self, lane=last.lane)
+            raise
         actor = reported(last, nested.cat([nested.getitem(state.act, slice(1, None)), act_ahead]), actor)
         column = lambda value: torch.full((n_envs,), value)
         return Fragment(

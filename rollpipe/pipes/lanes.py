@@ -25,7 +25,8 @@ class Lanes(Pipe):
                  seed=None,  # integer that fixes everything random above; None: fresh entropy for each iteration
     ):
         super().__init__(pipe)
-        if not isinstance(n, int) or n < 1: raise DataError("wrong number of lanes", pipe=self, expected="an integer n >= 1", got=f"n={n!r}")
+        if not isinstance(n, int) or n < 1:
+            raise DataError("wrong number of lanes", pipe=self, expected="an integer n >= 1", got=f"n={n!r}")
         self.n, self.seed, self.service_seed = n, seed, None
 
     def set_seed(self, seed):

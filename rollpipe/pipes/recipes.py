@@ -43,5 +43,6 @@ def on_policy(
     for edit in edits:
         pipe = edit(pipe)
         if not isinstance(pipe, IterDataPipe):
-            raise GraphError(f"the edit {getattr(edit, '__name__', edit)!r} returned no pipe", expected="an IterDataPipe", got=describe(pipe))
+            raise GraphError(f"the edit {getattr(edit, '__name__', edit)!r} returned no pipe", expected="an IterDataPipe",
+                             got=describe(pipe))
     return pipe

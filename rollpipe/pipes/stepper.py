@@ -79,7 +79,9 @@ class _Lane:
         "The actor's answer `(act, hx, info)` to a state `[1, B, ...]`."
         try:
             with torch.no_grad(): answer = self.chance.step(seen, hx, virtual)
-        except PipeError as e: raise e.locate(**self.where)
+        except PipeError as e:
+            e.locate(**self.where)
+            raise
         except Exception as e:
             raise ActorError(f"{type(self.actor).__name__}.step raised {type(e).__name__}: {e}", **self.where) from e
         if not self.checked: self._check(answer)
@@ -93,13 +95,16 @@ class _Lane:
         for name, tree, lead in zip(('act', 'hx', 'info'), answer, ((1, n), (None, n), (1, n))):
             for leaf, path in zip(nested.leaves(tree), nested.paths(tree, name)):
                 shape = f"a tensor of shape [{'1' if lead[0] else 'layers'}, {n}, ...]"
-                if not isinstance(leaf, torch.Tensor) or leaf.ndim < 2 or leaf.shape[1] != n or lead[0] not in (None, leaf.shape[0]):
-                    raise ActorError(f"{step} gave a leaf of the wrong shape", leaf=path, expected=shape, got=describe(leaf), **where)
+                fits = isinstance(leaf, torch.Tensor) and leaf.ndim >= 2 and leaf.shape[1] == n and lead[0] in (None, leaf.shape[0])
+                if not fits:
+                    raise ActorError(f"{step} gave a leaf of the wrong shape", leaf=path, expected=shape, got=describe(leaf),
+                                     **where)
         act = nested.map(lambda x: x[0].cpu().numpy(), answer[0])
         try: self.envs.action_rows(act)
         except ActorError as e:
             e.env = None
-            raise e.locate(**where)
+            e.locate(**where)
+            raise
         self.checked = True
 
     def reset(self, hx, at):
@@ -122,7 +127,7 @@ class _Lane:
             act, hx, info = self.react(before.seen, hx)
             out, final = self.envs.step(act), {}
             if out.ended:
-                final = {b: (obs, nested.map(lambda x: x[:, b:b + 1], hx)) for b, obs in out.final.items()}
+                final = {b: (obs, nested.getitem(hx, (slice(None), slice(b, b + 1)))) for b, obs in out.final.items()}
                 hx = self.reset(hx, out.ended)
             yield Tick(before.state, hx_before, info, out.state, hx, out.term, final, out.info, valid, self.lane, version,
                        self.virtual, self.complete)
@@ -131,11 +136,13 @@ class _Lane:
 class EnvStepper(Source):
     """Let `actor` act in `n_envs` environments; yields a `Tick` for each step of the batch, without end.
 
-    The actor is held by reference: training it changes what the stream yields. Environments are made when the iteration begins and closed
-    when it ends, breaks or fails. Actions that an actor chooses outside the bounds of a `Box` are recorded as chosen and clipped for the environment.
+    The actor is held by reference: training it changes what the stream yields. Environments are made when the iteration
+    begins and closed
+    when it ends, breaks or fails. Actions that an actor chooses outside the bounds of a `Box` are recorded as chosen and
+    clipped for the environment.
 
-    Raises `EnvError` (unknown id, environment that fails or returns something unsound), `ActorError` (the same for the actor) or `SpaceError`
-    (spaces without a fixed-size array form), each naming lane, environment and leaf.
+    Raises `EnvError` (unknown id, environment that fails or returns something unsound), `ActorError` (the same for the
+    actor) or `SpaceError` (spaces without a fixed-size array form), each naming lane, environment and leaf.
     """
     no_length = "environments can be stepped without end"
 
@@ -153,7 +160,8 @@ class EnvStepper(Source):
         super().__init__()
         for method in ('step', 'reset'):
             if not callable(getattr(actor, method, None)):
-                raise ActorError(f"an actor needs the method `{method}`", pipe=self, expected="an actor such as a `rollpipe.layers.Actor`", got=describe(actor))
+                raise ActorError(f"an actor needs the method `{method}`", pipe=self, got=describe(actor),
+                                 expected="an actor such as a `rollpipe.layers.Actor`")
         self.factories = env_factories(source, n_envs, env_kwargs)
         self.n_envs, self.handle = len(self.factories), Handle(actor)
         self.info_keys, self.seed, self.explore, self.clip_actions = info_keys, seed, explore, clip_actions

@@ -1,0 +1,30 @@
+"""What every benchmark prints beside its figures: the machine, the versions, the command, medians with their spread."""
+import os, platform, statistics, sys
+from importlib.metadata import version
+
+
+def processor() -> str:
+    "The processor's name, as far as the system tells."
+    try:
+        with open('/proc/cpuinfo') as f:
+            return next(line.split(':')[1].strip() for line in f if line.startswith('model name'))
+    except (OSError, StopIteration): return platform.processor() or platform.machine()
+
+
+def header(packages=('torch', 'torchdata', 'gymnasium', 'numpy', 'rollpipe')) -> str:
+    "Machine, versions and command, as Markdown."
+    versions = ', '.join(f"{p} {version(p)}" for p in packages)
+    command = ' '.join([os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+    return (f"Machine: {processor()}, {os.cpu_count()} cores; Python {platform.python_version()}; {versions}.  \n"
+            f"Command: `python {command}`\n")
+
+
+def spread(values, form='{:.2f}') -> str:
+    "Median and range of repeats: `1.02 (0.99-1.05)`."
+    return f"{form.format(statistics.median(values))} ({form.format(min(values))}-{form.format(max(values))})"
+
+
+def table(head, rows) -> str:
+    "A Markdown table."
+    lines = [head, ['---'] * len(head), *rows]
+    return '\n'.join('| ' + ' | '.join(map(str, line)) + ' |' for line in lines)

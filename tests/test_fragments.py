@@ -1,0 +1,274 @@
+"""Fragments of the real engine against a naive one, and the rules of the timeline one by one."""
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import Solo, apply, assert_same, grid, snapshot
+from toys import ENDS, Counting, Limit, Lively, Memory, Nested, NestedMemory, Noted, Plain, Shaky
+
+from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy, MLPPolicy
+from rollpipe.pipes import EnvStepper, Final, Fragment, FragmentCollector, Lanes, State
+
+fast = settings(deadline=None, max_examples=25)
+episodes = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)
+WORLDS = {"plain": (Counting, Plain), "memory": (Counting, Memory), "nested": (Nested, NestedMemory)}
+
+
+def collect(source, actor, n_steps, n, n_envs=None, **kwargs):
+    "The first `n` fragments."
+    return list(islice(FragmentCollector(EnvStepper(source, actor, n_envs, **kwargs), n_steps), n))
+
+
+def factories(env, plans): return [lambda tag=tag, plan=plan: env(plan, tag) for tag, plan in enumerate(plans)]
+
+
+def check(fragment, columns, infos):
+    "Compare a fragment with the columns of `Solo`."
+    stepno, obs, act, rew, fin = grid(columns, "states")
+    assert_same(fragment.state, State(stepno, obs, act, rew.astype(np.float32), fin))
+    assert_same(fragment.term, grid(columns, "terms"))
+    assert_same(fragment.actor, grid(columns, "actors"))
+    assert_same(fragment.env, {key: grid([{"x": [i[key] for i in c["envs"]]} for c in columns], "x") for key in infos})
+    assert_same(fragment.hx, apply_dim1([c["hx"] for c in columns]))
+    expected = {(t, b): (obs, info) for b, c in enumerate(columns) for t, obs, info in c["finals"]}
+    final = fragment.final
+    where = list(zip(final.t.tolist(), final.b.tolist()))
+    assert sorted(where) == sorted(expected) and final.t.dtype is final.b.dtype is torch.int64
+    for k, at in enumerate(where): assert_same(apply(lambda x, k=k: x[k], (final.obs, final.actor)), expected[at])
+    assert fragment.valid.all() and fragment.valid.dtype is torch.bool and fragment.valid.shape == rew[1:].shape
+
+
+def apply_dim1(hxs):
+    "Recurrent states [.., 1, ..] side by side on dim 1."
+    return {k: torch.cat([hx[k] for hx in hxs], 1) for k in hxs[0]} if isinstance(hxs[0], dict) else ()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@fast
+@given(plans=st.lists(episodes, min_size=1, max_size=3), n_steps=st.integers(1, 7))
+def test_equals_the_naive_engine(world, plans, n_steps):
+    env, actor = WORLDS[world][0], WORLDS[world][1]()
+    fragments = collect(factories(env, plans), actor, n_steps, 3)
+    no_action = env.action_space.sample()
+    no_action = apply(np.zeros_like, no_action)
+    solos = [Solo(make(), actor, no_action) for make in factories(env, plans)]
+    for seq, fragment in enumerate(fragments):
+        assert isinstance(fragment, Fragment) and isinstance(fragment.state, State) and isinstance(fragment.final, Final)
+        check(fragment, [solo.collect(n_steps) for solo in solos], infos=("count", "parts"))
+        assert fragment.lane.tolist() == [0] * len(plans) and fragment.seq.tolist() == [seq] * len(plans)
+        assert fragment.version.tolist() == [0] * len(plans) and fragment.adv is None and fragment.ret is None
+
+
+@pytest.mark.parametrize("n_steps", [3, 4, 6, 7, 12])
+def test_episode_ends_on_the_border_of_a_fragment(n_steps):
+    "Episodes of 3 (terminated), 3 (truncated), 6 (both) steps; borders fall on ends, before them and behind them."
+    plan = [(3, "term"), (3, "trunc"), (6, "both")]
+    ends = {3: True, 6: False, 12: True}  # steps of a period -> is it a termination
+    fragments = collect(lambda: Counting(plan), Memory(), n_steps, 5)
+    for seq, f in enumerate(fragments):
+        steps = seq * n_steps + np.arange(n_steps + 1)
+        fin = [s == 0 or (s - 1) % 12 + 1 in ends for s in steps]
+        assert f.state.fin[:, 0].tolist() == fin
+        assert f.term[:, 0].tolist() == [s > 0 and ends.get((s - 1) % 12 + 1, False) for s in steps]
+        assert f.final.t.tolist() == [t for t in range(n_steps) if (steps[t + 1] - 1) % 12 + 1 == 6]
+        assert f.final.b.tolist() == [0] * len(f.final.t)
+        assert all(row.tolist() == [0, row[1], 3, row[3]] for row in f.final.obs)   # step 3: the true last observation
+        assert (f.state.stepno[f.state.fin] == 0).all() and (f.state.obs[..., 2][f.state.fin] == 0).all()
+
+
+def test_a_timeline_by_hand():
+    "Two episodes of 2 steps: the first is cut off, the second ends by itself."
+    class Echo(Plain):
+        def forward(self, obs, act, rew, fin, **context):
+            super().forward(obs, act, rew, fin, **context)
+            return (stepno := context["stepno"]) + 1, (), {"at": stepno * 10, "virtual": torch.full(fin.shape, context["virtual"])}
+    first, second = collect(lambda: Counting([(2, "trunc"), (2, "term")]), Echo(), 3, 2)
+    assert first.state.stepno[:, 0].tolist() == [0, 1, 0, 1]
+    assert first.state.obs[:, 0].tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 2], [0, 1, 1, 1]]
+    assert first.state.act[1:, 0].tolist() == [1, 2, 1]                      # act[t+1] was taken at row t
+    assert torch.equal(first.state.rew[1:, 0], torch.tensor([1.1, 2.2, 101.1]))
+    assert first.state.fin[:, 0].tolist() == [True, False, True, False] and not first.term.any()
+    assert first.actor["at"][:, 0].tolist() == [0, 10, 0, 10]
+    assert first.actor["virtual"][:, 0].tolist() == [False, False, False, True]
+    assert first.env["count"][:, 0].tolist() == [1, 2, 1]
+    assert first.final.t.tolist() == [1] and first.final.obs.tolist() == [[0, 0, 2, 2]]
+    assert first.final.actor["at"].tolist() == [20] and first.final.actor["virtual"].tolist() == [True]
+    assert second.state.stepno[:, 0].tolist() == [1, 0, 1, 0]
+    assert second.state.fin[:, 0].tolist() == [False, True, False, True]
+    assert second.term[:, 0].tolist() == [False, True, False, False]         # the third episode is cut off again
+    assert second.final.t.tolist() == [2]
+
+
+def test_row_0_continues_row_T():
+    "State, episode ends and recurrent state carry over; only the reaction is made anew."
+    for source, actor in ((lambda: Counting([(4, "trunc"), (3, "term")]), Memory()), (Lively, GaussianPolicy.for_env(Lively))):
+        before = None
+        for f in collect(source, actor, 5, 6, 2, seed=1):
+            if before is not None:
+                assert_same(apply(lambda x: x[0], (f.state, f.term)), apply(lambda x: x[-1], (before.state, before.term)))
+                report, ahead = apply(lambda x: x[0], f.actor), apply(lambda x: x[-1], before.actor)
+                for info in (report, ahead): info.pop("virtual", None), info.pop("logp", None)  # what was drawn differs
+                assert_same(report, ahead)
+            before = f
+
+
+@pytest.mark.parametrize("world", ["counting", "gaussian", "categorical", "global"])
+def test_cutting_the_stream_differently_changes_nothing(world):
+    "10 fragments of 1 step and 1 of 10: the look-ahead is not acted on, advances no memory and spends no random number."
+    source, actor = {
+        "counting": (lambda: Counting([(3, "trunc"), (2, "term"), (1, "trunc")]), Memory()),
+        "gaussian": (Lively, GaussianPolicy.for_env(Lively)), "global": (Lively, Shaky()),
+        "categorical": (Counting, CategoricalPolicy.for_env(Counting))}[world]
+    [whole] = collect(source, actor, 10, 1, 2, seed=3)
+    pieces = collect(source, actor, 1, 10, 2, seed=3)
+    joined = apply(lambda *xs: None, None) or pieces
+    for t, piece in enumerate(joined):
+        assert_same(piece.state, apply(lambda x, t=t: x[t:t + 2], whole.state))
+        assert_same(piece.term, whole.term[t:t + 2])
+        assert_same(piece.env, apply(lambda x, t=t: x[t:t + 1], whole.env))
+        one, many = apply(lambda x: x[0], piece.actor), apply(lambda x, t=t: x[t], whole.actor)
+        if "logp" in one: torch.testing.assert_close(one.pop("logp"), many.pop("logp"))  # sums over one row or ten
+        assert_same(one, many)
+        here = whole.final.t == t
+        assert piece.final.b.tolist() == whole.final.b[here].tolist()
+        assert_same(piece.final.obs, whole.final.obs[here])
+    assert_same(joined[0].hx, whole.hx)
+
+
+def test_final_reaction_has_the_memory_of_that_moment():
+    "Neither the state before the last step nor the one that begins the next episode."
+    [f] = collect(lambda: Counting([(3, "trunc")]), Memory(), 7, 1)
+    memory = f.actor["memory"][:, 0]
+    assert f.final.t.tolist() == [2, 5] and memory[0] == memory[3] == 8               # 7 + 1, where an episode begins
+    assert memory[:4].tolist() == [8, 10, 14, 8]
+    # sum 7, n 1 -> sees 0: 8, 2 -> sees 1: 11, 3 -> sees 2: 16, 4
+    assert f.final.actor["memory"][0] == 16 + 4
+    assert f.final.actor["seen"][0].tolist() == [3, 3]                               # stepno of the true last row
+    assert f.final.actor["seen"][2].tolist() == [False, False]                       # to the actor it goes on
+
+
+def test_both_ends_at_once_count_as_terminated():
+    [f] = collect(lambda: Counting([(2, "both")]), Plain(), 6, 1)
+    assert f.state.fin[1:, 0].tolist() == f.term[1:, 0].tolist() == [False, True] * 3 and len(f.final.t) == 0
+
+
+def test_empty_final_has_the_structure_of_a_full_one():
+    "K = 0 rows join with K > 0 rows."
+    [none], [some] = (collect(lambda end=end: Nested([(2, end)]), NestedMemory(), 4, 1) for end in ("term", "trunc"))
+    shapes = lambda final: apply(lambda x: (str(x.dtype), *x.shape[1:]), final)
+    assert len(none.final.t) == 0 and len(some.final.t) == 2
+    assert str(shapes(none.final)) == str(shapes(some.final))
+
+
+def test_infos_that_are_not_numeric_are_left_out():
+    [f] = collect(Counting, Plain(), 2, 1)
+    assert sorted(f.env) == ["count", "parts"] and f.env["parts"]["at"].shape == (2, 1, 2)
+    [f] = collect(Counting, Plain(), 2, 1, info_keys=["count"])
+    assert sorted(f.env) == ["count"]
+    [f] = collect(Counting, Plain(), 2, 1, info_keys=[])
+    assert f.env == {}
+
+
+def test_nothing_handed_out_is_overwritten():
+    for source, actor in ((lambda: Nested([(2, "trunc"), (3, "term")]), NestedMemory()), (Lively, GaussianPolicy.for_env(Lively))):
+        kept = [(f, snapshot(f)) for f in islice(FragmentCollector(EnvStepper(source, actor, 2, seed=0), 3), 6)]
+        for fragment, as_received in kept: assert_same(fragment, as_received)
+
+
+def test_fragments_share_no_memory():
+    "A learner may normalise one fragment in place without disturbing the next, or the environments."
+    edited, untouched = [], []
+    for keep, edit in ((untouched, False), (edited, True)):
+        for f in islice(FragmentCollector(EnvStepper(lambda: Counting([(4, "trunc")]), Memory(), 2), 3), 4):
+            keep.append(snapshot(f))
+            if edit: apply(lambda x: x.zero_(), tuple(f.state) + (f.actor, f.env, f.term, f.final, f.valid))
+    for a, b in zip(edited, untouched): assert_same(a, b)
+
+
+class Toolbox(Noted):
+    "Random observations for a nested action space."
+    observation_space = Dict(x=Box(-1, 1, (3,)), kind=Discrete(4))
+    action_space = Dict(gear=Discrete(3, start=1), steer=Tuple((Box(-2, 2, (2,)), MultiDiscrete([2, 3]), MultiBinary(2))))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.observation_space.seed(int(self.np_random.integers(99)))
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        clipped = {**action, "steer": (np.clip(action["steer"][0], -2, 2), *action["steer"][1:])}
+        assert self.action_space.contains(clipped), action
+        end = int(self.np_random.integers(8))
+        return self.observation_space.sample(), 0., end == 0, end == 1, {}
+
+
+@pytest.mark.parametrize("env, policy", [("CartPole-v1", CategoricalPolicy), ("Pendulum-v1", GaussianPolicy), (Lively, GaussianPolicy),
+                                         (Toolbox, MLPPolicy)])
+def test_replay(env, policy):
+    "The policy, run once more over a recorded fragment, tells the recorded parameters and log-probabilities."
+    actor = policy.for_env(env)
+    for f in collect(env, actor, 40, 2, 3, seed=0):
+        s = f.state
+        with torch.no_grad():
+            dist, _ = actor.params(s.obs, s.act, s.rew, s.fin, hx=f.hx, stepno=s.stepno)
+            logp = actor.dist.log_prob(apply(lambda x: x[:-1], dist), apply(lambda x: x[1:], s.act))
+        for x, y in zip(*map(torch.utils._pytree.tree_leaves, (dist, f.actor["dist"]))): torch.testing.assert_close(x, y)
+        torch.testing.assert_close(logp, f.actor["logp"][:-1], rtol=1e-4, atol=1e-5)
+        assert f.actor["logp"].shape == s.rew.shape and not logp.requires_grad
+
+
+def test_replay_with_memory():
+    "From `hx` at row 0 and the recorded states a recurrent actor retraces its own steps."
+    actor = Memory()
+    for f in collect(lambda: Counting([(4, "trunc"), (3, "both"), (2, "term")]), actor, 5, 4, 2):
+        hx = f.hx
+        for t in range(5):
+            for b in range(2):
+                if t and f.state.fin[t, b]: hx = actor.reset(hx, b)
+            act, hx, info = actor.step(*apply(lambda x, t=t: x[t:t + 1], tuple(f.state)), hx=hx, virtual=False)
+            assert torch.equal(act[0], f.state.act[t + 1]) and torch.equal(info["memory"][0], f.actor["memory"][t])
+
+
+class Tuned(Actor):
+    "Its report is a function of its parameter."
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
+        assert not torch.is_grad_enabled()
+        return torch.zeros(fin.shape, dtype=torch.int64), (), {"w": self.weight.expand(fin.shape).clone()}
+
+    def complete(self, act, info): return {**info, "logp": self.weight * info["w"]}
+
+
+def test_nothing_in_a_fragment_asks_for_gradients():
+    [f] = collect(lambda: Counting([(2, "trunc")]), Tuned(), 5, 1)
+    assert not f.actor["w"].requires_grad and not f.actor["logp"].requires_grad
+    assert not f.final.actor["w"].requires_grad and not f.final.actor["logp"].requires_grad
+
+
+def test_a_source_that_ends_gives_a_shorter_last_fragment():
+    pipe = FragmentCollector(Limit(EnvStepper(Counting, Plain()), 7), 3)
+    assert [f.n_steps for f in pipe] == [3, 3, 1]
+    assert [f.state.rew.shape for f in pipe] == [(4, 1), (4, 1), (2, 1)]
+
+
+def test_lane_seq_and_version_are_told_per_environment():
+    pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain(), 3), 2), 2, seed=0)
+    told = [(f.lane.tolist(), f.seq.tolist(), f.version.tolist()) for f in islice(pipe, 5)]
+    assert told == [([lane] * 3, [seq] * 3, [0] * 3) for lane, seq in ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2))]
+    assert all(x.dtype is torch.int64 for f in islice(pipe, 1) for x in (f.lane, f.seq, f.version))
+
+
+def test_action_dtype_is_the_same_in_every_fragment():
+    "An actor may answer in a narrower dtype than the space's; what is recorded must not depend on where it is cut."
+    class Narrow(Plain):
+        def forward(self, *args, **kwargs):
+            act, hx, info = super().forward(*args, **kwargs)
+            return act.to(torch.int32), hx, {}
+    assert len({f.state.act.dtype for f in collect(Counting, Narrow(), 3, 3)}) == 1

@@ -1,0 +1,545 @@
+"TRPO against the formula: dense Fisher matrices from sums over actions, torch.distributions, loops written out."
+import copy
+import itertools
+import math
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+import torch.distributions as td
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from rollpipe.agents.metrics import METRICS, check_metrics
+from rollpipe.agents.trpo import TRPO, policy_rows, thin
+from rollpipe.layers import Critic, MLPPolicy
+from rollpipe.layers.distributions import Categorical, Gaussian, GaussianParams, Joint
+from rollpipe.layers.policies import Policy
+from rollpipe.pipes import nested
+from rollpipe.pipes.data import Final, Fragment, State
+from rollpipe.pipes.errors import ActorError, DataError
+from rollpipe.pipes.weights import bump_version, version_of
+
+N_OBS, KINDS = 3, ('categorical', 'gaussian', 'nested')
+HERMITE = [(math.sqrt(2) * x, w / math.sqrt(math.pi)) for x, w in zip(*np.polynomial.hermite.hermgauss(3))]
+DISTS = dict(categorical=Categorical(3), gaussian=Gaussian((2,)),
+             nested=Joint(dict(a=Categorical(2), b=(Gaussian((1,)), Categorical(3)))))
+
+
+# ---- a tiny policy in double precision, and what torch.distributions makes of its outputs
+
+class Net(nn.Module):
+    "Observations [..., 3] -> parameters of the distribution `DISTS[kind]`, float64; two or three dozen weights."
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.n_std = kind, dict(categorical=0, gaussian=2, nested=1)[kind]
+        self.hidden, self.out = nn.Linear(N_OBS, 3).double(), nn.Linear(3, dict(categorical=3, gaussian=2, nested=6)[kind]).double()
+        if self.n_std: self.log_std = nn.Parameter(torch.linspace(-.5, .3, self.n_std, dtype=torch.double))
+
+    def forward(self, obs): return self.head(self.hidden(obs.double()).tanh())
+
+    def head(self, x):
+        y = self.out(x)
+        if self.kind == 'categorical': return y
+        if self.kind == 'gaussian': return GaussianParams(y, self.log_std.expand_as(y))
+        mean = y[..., 2:3]
+        return dict(a=y[..., :2], b=(GaussianParams(mean, self.log_std.expand_as(mean)), y[..., 3:]))
+
+
+class Tiny(Policy):
+    "Without memory."
+    def __init__(self, kind):
+        super().__init__()
+        self.net, self.dist, self.shapes = Net(kind), DISTS[kind], []
+
+    def params(self, obs, act, rew, fin, *, hx, stepno):
+        self.shapes.append(tuple(fin.shape))
+        return self.net(obs), ()
+
+    def observe(self, obs, valid=None): pass
+
+
+class Inert(Tiny):
+    "With a recurrent state that changes nothing."
+    def params(self, obs, act, rew, fin, *, hx, stepno):
+        return super().params(obs, act, rew, fin, hx=(), stepno=stepno)[0], hx + 1
+
+
+class Recurrent(Tiny):
+    "The hidden layer has a memory, which begins anew where `fin` is set."
+    def __init__(self, kind):
+        super().__init__(kind)
+        self.cell = nn.GRUCell(N_OBS, 3).double()
+
+    def params(self, obs, act, rew, fin, *, hx, stepno):
+        self.shapes.append(tuple(fin.shape))
+        h, outs = hx[0], []
+        for x, new in zip(obs.double(), fin):
+            h = self.cell(x, torch.where(new[:, None], 0., h))
+            outs.append(self.net.head(h))
+        return nested.stack(outs), h[None]
+
+
+def torch_dists(kind, p):
+    "The independent parts of the joint distribution, made by torch.distributions, and the matching parts of an action."
+    normal = lambda g: td.Independent(td.Normal(g.mean, g.log_std.exp()), 1)
+    if kind == 'categorical': return [td.Categorical(logits=p)], lambda act: [act]
+    if kind == 'gaussian': return [normal(p)], lambda act: [act]
+    parts = [td.Categorical(logits=p['a']), normal(p['b'][0]), td.Categorical(logits=p['b'][1])]
+    return parts, lambda act: [act['a'], act['b'][0], act['b'][1]]
+
+
+def log_prob(kind, p, act):
+    parts, split = torch_dists(kind, p)
+    return sum(d.log_prob(x) for d, x in zip(parts, split(act)))
+
+
+def kl(kind, p, q):
+    return sum(td.kl_divergence(a, b) for a, b in zip(torch_dists(kind, p)[0], torch_dists(kind, q)[0]))
+
+
+def sample(kind, p):
+    xs = [d.sample() for d in torch_dists(kind, p)[0]]
+    return xs[0] if kind != 'nested' else dict(a=xs[0], b=(xs[1], xs[2]))
+
+
+def weighted_actions(d):
+    """Actions and weights [N] of one distribution by which the mean of a polynomial up to degree 5 is exact: all
+    actions, or the nodes of Gauss-Hermite quadrature."""
+    if isinstance(d, td.Categorical):
+        for a in range(d.logits.shape[-1]): yield torch.full(d.logits.shape[:-1], a), d.probs[..., a].detach()
+        return
+    mean, std = d.base_dist.loc.detach(), d.base_dist.scale.detach()
+    for nodes in itertools.product(HERMITE, repeat=mean.shape[-1]):
+        z, w = torch.tensor([x for x, _ in nodes], dtype=torch.double), math.prod(w for _, w in nodes)
+        yield mean + std * z, torch.full(mean.shape[:-1], w, dtype=torch.double)
+
+
+def make_fragment(policy, T=5, B=4, seed=0, share=.7, behaviour=None):
+    "Random numbers in the shape of a fragment; actions are drawn from `behaviour` (default: the policy itself)."
+    torch.manual_seed(seed)
+    obs, hx = torch.randn(T + 1, B, N_OBS), () if type(policy) is Tiny else torch.randn(1, B, 3).double()
+    fin, valid = torch.rand(T + 1, B) < .2, torch.rand(T, B) < share
+    valid[0, 0] = True
+    kind = policy.net.kind
+    with torch.no_grad(): p = (behaviour or policy).params(obs, None, None, fin, hx=hx, stepno=None)[0]
+    policy.shapes.clear()
+    reacted = sample(kind, p)  # at row t; recorded one row later
+    state = State(torch.arange(T + 1)[:, None].expand(-1, B), obs, nested.map(lambda x: x.roll(1, 0), reacted),
+                  torch.randn(T + 1, B), fin)
+    logp = log_prob(kind, p, reacted)
+    final = Final(torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long), torch.zeros(0, N_OBS), {})
+    adv = torch.randn(T, B).double()
+    return Fragment(state, dict(dist=p, logp=logp), {}, hx, fin & False, final, valid, adv, adv.float() * 2 + 1,
+                    torch.zeros(B, dtype=torch.long), torch.zeros(B, dtype=torch.long), torch.zeros(B, dtype=torch.long))
+
+
+def rows_of(f):
+    "Observation, action taken, normalised advantage, and old log-probability of the valid rows of a stateless fragment."
+    adv = f.adv[f.valid]
+    act = nested.map(lambda x: x[1:][f.valid], f.state.act)
+    return f.state.obs[:-1][f.valid], act, (adv - adv.mean()) / (adv.std() + 1e-8), f.actor['logp'][:-1][f.valid]
+
+
+def vector(module): return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def flat_grad(y, module, **kw):
+    gs = torch.autograd.grad(y, list(module.parameters()), **kw)
+    return torch.cat([g.flatten() for g in gs])
+
+
+def oracle(policy, f, only=None):
+    "Gradient [D] of the plain loss and the exact Fisher matrix [D, D] (from the rows `only`): mean of score score'."
+    kind, (obs, act, adv, old) = policy.net.kind, rows_of(f)
+    loss = ((log_prob(kind, policy.net(obs), act) - old).exp() * adv).mean()
+    g = flat_grad(loss, policy)
+    obs = obs if only is None else obs[only]
+    parts = torch_dists(kind, policy.net(obs))[0]
+    F = torch.zeros(len(g), len(g), dtype=torch.double)
+    for combination in itertools.product(*(list(weighted_actions(d)) for d in parts)):
+        weight = math.prod(w for _, w in combination)
+        logp = sum(d.log_prob(x) for d, (x, _) in zip(parts, combination))
+        for n in range(len(obs)):
+            score = flat_grad(logp[n], policy, retain_graph=True)
+            F += weight[n] * torch.outer(score, score) / len(obs)
+    return g, F
+
+
+def close(a, b, tol=1e-6): torch.testing.assert_close(a, b, rtol=tol, atol=tol * float(torch.as_tensor(b).abs().max()))
+
+
+def updated(policy, f, **kw):
+    "Metrics of one update, the change of the parameters [D], and the length of the step relative to a full one."
+    agent, before = TRPO(policy, **dict(dict(max_kl=1e-4), **kw)), vector(policy)
+    m = agent.update(f)
+    return m, vector(policy) - before, agent.search['backtrack'] ** m['backtracks']
+
+
+# ---- gradient, Fisher matrix, natural gradient
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('off_policy', [False, True])
+def test_one_cg_iteration_steps_along_the_gradient_of_the_plain_loss(kind, off_policy):
+    policy, behaviour = Tiny(kind), Tiny(kind) if off_policy else None
+    f = make_fragment(policy, behaviour=behaviour)
+    g, F = oracle(policy, f)
+    m, delta, scale = updated(policy, f, cg_iters=1, damping=.3)
+    gFg = g @ F @ g + .3 * g @ g
+    assert m['accepted'] == 1 and m['grad_norm'] == pytest.approx(float(g.norm()), rel=1e-6)
+    assert m['curvature'] == pytest.approx(float((g @ g) ** 2 / gFg), rel=1e-6) and m['cg_iterations'] == 1
+    close(delta, scale * g * (2e-4 / gFg).sqrt())
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('damping', [.1, 1.])
+def test_update_is_the_dense_natural_gradient_step(kind, damping):
+    policy = Tiny(kind)
+    f = make_fragment(policy, T=6)
+    g, F = oracle(policy, f)
+    damped = F + damping * torch.eye(len(g), dtype=torch.double)
+    x = torch.linalg.solve(damped, g)
+    m, delta, scale = updated(policy, f, cg_iters=10 * len(g), damping=damping)
+    assert m['accepted'] == 1 and m['cg_residual'] < 1e-8
+    assert m['curvature'] == pytest.approx(float(x @ damped @ x), rel=1e-6)
+    close(delta, scale * x * math.sqrt(2e-4 / float(x @ damped @ x)))
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_cg_iterations_are_those_of_a_loop_over_twice_back_propagated_kl(kind):
+    policy = Tiny(kind)
+    f = make_fragment(policy)
+    obs, act, adv, old = rows_of(f)
+    p = policy.net(obs)
+    divergence = kl(kind, nested.map(torch.Tensor.detach, p), p).mean()
+    slope = flat_grad(divergence, policy, create_graph=True)
+    def product(v): return flat_grad(slope @ v, policy, retain_graph=True) + .2 * v
+    g = flat_grad(((log_prob(kind, p, act) - old).exp() * adv).mean(), policy, retain_graph=True)
+    x, r = torch.zeros_like(g), g
+    d = r
+    for _ in range(4):
+        alpha = r @ r / (d @ product(d))
+        x, r_next = x + alpha * d, r - alpha * product(d)
+        d, r = r_next + (r_next @ r_next) / (r @ r) * d, r_next
+    step = x * (2e-4 / (x @ product(x))).sqrt()
+    m, delta, scale = updated(policy, f, cg_iters=4, damping=.2)
+    assert m['cg_iterations'] == 4 and m['cg_residual'] == pytest.approx(float(r.norm() / g.norm()), rel=1e-5)
+    close(delta, scale * step)
+
+
+# ---- the certificate
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('max_kl', [1e-3, .05, 3.])
+def test_certificate_recomputed(kind, max_kl):
+    policy = Tiny(kind)
+    f = make_fragment(policy, T=8, behaviour=Tiny(kind))
+    before = copy.deepcopy(policy)
+    obs, act, adv, old = rows_of(f)
+    def surrogate(policy): return ((log_prob(kind, policy.net(obs), act) - old).exp() * adv).mean()
+    g = flat_grad(surrogate(policy), policy)
+    m, delta, _ = updated(policy, f, max_kl=max_kl)
+    p, q = before.net(obs), policy.net(obs)
+    assert m['accepted'] == 1 and m['kl'] <= max_kl
+    want = dict(kl=kl(kind, p, q).mean(), surrogate_before=surrogate(before), surrogate_after=surrogate(policy),
+                actual_improvement=surrogate(policy) - surrogate(before), predicted_improvement=g @ delta,
+                step_size=delta.norm(), grad_norm=g.norm(),
+                entropy=sum(d.entropy() for d in torch_dists(kind, p)[0]).mean())
+    assert {k: m[k] for k in want} == pytest.approx({k: float(v.detach()) for k, v in want.items()}, rel=1e-5, abs=1e-9)
+    assert m['actual_improvement'] >= .1 * m['predicted_improvement'] > 0
+
+
+def test_a_large_trust_region_is_backtracked_and_a_small_one_predicts_well():
+    m, _, scale = updated(Tiny('gaussian'), make_fragment(Tiny('gaussian')), max_kl=50.)
+    assert m['backtracks'] > 0 and 0 < scale < 1
+    policy = Tiny('gaussian')
+    m, _, _ = updated(policy, make_fragment(policy), max_kl=1e-7)
+    assert m['actual_improvement'] == pytest.approx(m['predicted_improvement'], rel=1e-2) and m['backtracks'] == 0
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.sampled_from(KINDS), st.integers(1, 6), st.integers(1, 4), st.integers(0, 2**31 - 1), st.floats(.2, 1))
+def test_every_update_is_within_the_trust_region_or_undone(kind, T, B, seed, share):
+    policy = Tiny(kind)
+    f = make_fragment(policy, T, B, seed, share)
+    m, delta, _ = updated(policy, f, max_kl=.02)
+    assert all(math.isfinite(v) for v in m.values()) and m['kl'] <= .02
+    assert bool(m['accepted']) == (m['actual_improvement'] > 0) == bool(delta.any())
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_metrics_are_documented_numbers(kind):
+    policy = Tiny(kind)
+    m = TRPO(policy, Value()).update(make_fragment(policy))
+    assert set(m) <= set(METRICS) and check_metrics(m) == m
+    assert {'kl', 'explained_variance', 'critic_loss', 'lag', 'seconds_policy', 'seconds_critic'} <= set(m)
+
+
+class Value(nn.Module):
+    "A critic with the least that TRPO asks for."
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(N_OBS, 1)
+
+    def forward(self, obs): return self.net(obs).squeeze(-1)
+    def observe(self, obs, valid=None): pass
+    def observe_returns(self, ret, valid=None): pass
+
+
+# ---- rows that do not count, recurrent state, subsampling
+
+SPACES = dict(
+    categorical=gym.spaces.Discrete(3), gaussian=gym.spaces.Box(-2, 2, (2,)),
+    nested=gym.spaces.Dict(a=gym.spaces.Discrete(2), b=gym.spaces.Tuple((gym.spaces.Box(-1, 1, (1,)), gym.spaces.Discrete(3)))))
+
+
+def make_agent(kind, **kw):
+    "The ready-made policy and critic with their normalisers, and a fragment for them."
+    spaces = gym.spaces.Box(-np.inf, np.inf, (N_OBS,)), SPACES[kind]
+    policy, critic = MLPPolicy.for_env(spaces, seed=3, hidden=(4,)), Critic.for_env(spaces, seed=4, hidden=(4,))
+    f = make_fragment(Tiny(kind), T=6)
+    with torch.no_grad():
+        s = f.state
+        dist, _ = policy.params(s.obs, s.act, s.rew, s.fin, hx=(), stepno=s.stepno)
+        floats = nested.map(lambda x: x.float() if x.dtype == torch.double else x, s.act)
+        logp = policy.dist.log_prob(dist, nested.map(lambda x: x.roll(-1, 0), floats))
+    f = f._replace(state=s._replace(act=floats), actor=dict(dist=dist, logp=logp), adv=f.adv.float())
+    return TRPO(policy, critic, **kw), f
+
+
+def tensors(state): return [x for x in nested.leaves(state) if isinstance(x, torch.Tensor)]
+def same(a, b): return all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b)))
+def clean(m): return {k: v for k, v in m.items() if not k.startswith('seconds')}
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('junk', [1e3, math.inf, math.nan])
+def test_invalid_rows_have_no_influence(kind, junk):
+    (a, f), (b, _) = make_agent(kind), make_agent(kind)
+    assert not f.valid.all()
+    spoil = lambda x: torch.where((~f.valid).view(f.valid.shape + (1,) * (x.ndim - 2)), torch.tensor(junk).to(x.dtype), x)
+    T = f.n_steps
+    obs, act = f.state.obs.clone(), nested.map(torch.clone, f.state.act)
+    obs[:T] = spoil(obs[:T])
+    for x in nested.leaves(act):
+        if x.is_floating_point(): x[1:] = spoil(x[1:])
+        else: x[1:][~f.valid] = 0
+    logp = torch.cat([spoil(f.actor['logp'][:T]), f.actor['logp'][T:]])
+    spoiled = f._replace(state=f.state._replace(obs=obs, act=act), actor=dict(f.actor, logp=logp), adv=spoil(f.adv), ret=spoil(f.ret))
+    assert clean(a.update(f)) == clean(b.update(spoiled))
+    assert same(a.state_dict(), b.state_dict())
+
+
+@pytest.mark.parametrize('junk', [1e3, math.inf, math.nan])
+def test_invalid_rows_of_a_recurrent_policy_have_no_influence(junk):
+    policy = Recurrent('gaussian')
+    f, other = make_fragment(policy), copy.deepcopy(policy)
+    assert not f.valid.all()
+    adv, logp, act = f.adv.clone(), f.actor['logp'].clone(), f.state.act.clone()
+    adv[~f.valid], logp[:-1][~f.valid], act[1:][~f.valid] = junk, -junk, junk
+    a = updated(policy, f)
+    b = updated(other, f._replace(adv=adv, actor=dict(logp=logp), state=f.state._replace(act=act)))
+    assert clean(a[0]) == clean(b[0]) and torch.equal(a[1], b[1])
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('share', [.7, 1.])
+def test_an_inert_memory_changes_nothing_and_the_time_axis_is_kept(kind, share):
+    plain, inert = Tiny(kind), Inert(kind)
+    inert.load_state_dict(plain.state_dict())
+    f = make_fragment(inert, share=share)
+    m, delta, _ = updated(plain, f._replace(hx=()))
+    n, delta_inert, _ = updated(inert, f)
+    close(delta, delta_inert, 1e-5)
+    assert clean(m) == pytest.approx(clean(n), rel=1e-4, abs=1e-7)
+    assert set(inert.shapes) == {(5, 4)} and set(plain.shapes) == {(1, int(f.valid.sum()))}
+
+
+def test_recurrent_gradient_is_that_of_a_loop_over_environments():
+    policy = Recurrent('categorical')
+    f = make_fragment(policy, T=7, B=3)
+    adv, loss = (f.adv - f.adv[f.valid].mean()) / f.adv[f.valid].std(), 0.
+    for b in range(f.n_envs):
+        h = f.hx[0, b]
+        for t in range(f.n_steps):
+            if f.state.fin[t, b]: h = torch.zeros(3).double()
+            h = policy.cell(f.state.obs[t, b].double(), h)
+            ratio = (policy.net.head(h).log_softmax(-1)[f.state.act[t + 1, b]] - f.actor['logp'][t, b]).exp()
+            if f.valid[t, b]: loss = loss + ratio * adv[t, b] / int(f.valid.sum())
+    g = flat_grad(loss, policy, allow_unused=True, materialize_grads=True)
+    m, delta, _ = updated(policy, f, cg_iters=1)
+    assert m['accepted'] == 1 and m['grad_norm'] == pytest.approx(float(g.norm()), rel=1e-5)
+    close(delta / delta.norm(), g / g.norm(), 1e-5)
+
+
+def test_a_recurrent_policy_gives_every_environment_its_own_state():
+    "Many environments are worked through in blocks; each must meet its own recurrent state there."
+    policy = Recurrent('gaussian')
+    f = make_fragment(policy, T=3, B=2000, share=1.)
+    q = copy.deepcopy(policy)
+    m, delta, _ = updated(policy, f)
+    with torch.no_grad():
+        old, new = (x.params(f.state.obs[:-1], None, None, f.state.fin[:-1], hx=f.hx, stepno=None)[0] for x in (q, policy))
+    assert m['surrogate_before'] == pytest.approx(0, abs=1e-6) and delta.any()
+    assert m['kl'] == pytest.approx(float(kl('gaussian', old, new).mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_subsampling_thins_the_fisher_matrix_and_nothing_else(kind):
+    policy = Tiny(kind)
+    f, before = make_fragment(policy), copy.deepcopy(policy)
+    n, (obs, act, adv, old) = int(f.valid.sum()), rows_of(f)
+    curvatures = []
+    for row in range(n):
+        g, F = oracle(policy, f, only=[row])
+        curvatures.append(float((g @ g) ** 2 / (g @ F @ g + .1 * g @ g)))
+    m, delta, _ = updated(policy, f, cg_iters=1, fvp_subsample=1 / n)
+    assert m['accepted'] == 1 and any(m['curvature'] == pytest.approx(c, rel=1e-6) for c in curvatures)
+    close(delta / delta.norm(), g / g.norm())
+    p, q = before.net(obs), policy.net(obs)
+    assert m['grad_norm'] == pytest.approx(float(g.norm()), rel=1e-6)
+    assert m['kl'] == pytest.approx(float(kl(kind, p, q).mean().detach()), rel=1e-5)
+    after = ((log_prob(kind, q, act) - old).exp() * adv).mean()
+    assert m['surrogate_after'] == pytest.approx(float(after.detach()), rel=1e-5)
+    assert m['entropy'] == pytest.approx(float(sum(d.entropy() for d in torch_dists(kind, p)[0]).mean().detach()), rel=1e-5)
+
+
+def test_thinned_rows_are_a_sample_without_replacement_and_change_from_update_to_update():
+    policy = Tiny('categorical')
+    rows, g = policy_rows(make_fragment(policy, T=20, share=1.)), torch.Generator().manual_seed(0)
+    few, others = thin(rows, .25, g), thin(rows, .25, g)
+    assert few.adv.shape == (1, 20) and few.weight == pytest.approx(1 / 20)
+    index = [(rows.adv[0] == a).nonzero().item() for a in few.adv[0]]
+    assert len(set(index)) == 20 and torch.equal(few.state.obs[0], rows.state.obs[0, index])
+    assert not torch.equal(few.adv, others.adv)
+
+
+def test_thinned_environments_of_a_recurrent_policy_stay_whole():
+    policy = Recurrent('gaussian')
+    f = make_fragment(policy, T=6, B=8)
+    rows = policy_rows(f)
+    few = thin(rows, .5, torch.Generator().manual_seed(1))
+    assert few.adv.shape == (6, 4) and few.hx.shape == (1, 4, 3) and float(few.weight.sum()) == pytest.approx(1)
+    columns = [(f.hx[0] == h).all(-1).nonzero().item() for h in few.hx[0]]
+    assert torch.equal(few.state.obs, f.state.obs[:-1, columns])
+    assert torch.equal(few.weight > 0, f.valid[:, columns])
+    m, _, _ = updated(policy, f, fvp_subsample=.5)
+    assert m['accepted'] == 1
+
+
+# ---- when nothing is to be done, or something is wrong
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_failed_line_search_restores_every_bit(kind):
+    agent, f = make_agent(kind, accept_ratio=1e9, max_backtracks=4)
+    before = vector(agent.actor)
+    m = agent.update(f)
+    assert torch.equal(vector(agent.actor), before)
+    want = dict(accepted=0, kl=0, step_size=0, predicted_improvement=0, actual_improvement=0, backtracks=4)
+    assert {k: m[k] for k in want} == want and m['surrogate_after'] == m['surrogate_before']
+    assert m['grad_norm'] > 0 and m['curvature'] > 0
+
+
+@pytest.mark.parametrize('value', [0., .1, -7.3, 1e4])
+@pytest.mark.parametrize('n', [1, 2, 7, 23])
+def test_constant_advantages_teach_nothing(value, n):
+    agent, f = make_agent('gaussian')
+    valid = torch.zeros_like(f.valid).flatten()
+    valid[:n] = True
+    before = vector(agent.actor)
+    m = agent.update(f._replace(adv=torch.full_like(f.adv, value), valid=valid.view_as(f.valid)))
+    assert torch.equal(vector(agent.actor), before) and m['accepted'] == 0
+    assert m['surrogate_before'] == m['surrogate_after'] == 0
+
+
+@pytest.mark.parametrize('what', ['adv', 'obs', 'logp', 'ret', 'act'])
+@pytest.mark.parametrize('bad', [math.nan, math.inf])
+def test_nonfinite_numbers_never_reach_the_weights(what, bad):
+    agent, f = make_agent('gaussian')
+    agent.update(f)
+    t, b = f.valid.nonzero()[0].tolist()
+    x = dict(adv=f.adv, obs=f.state.obs, logp=f.actor['logp'], ret=f.ret, act=f.state.act)[what].clone()
+    x[t + (what == 'act'), b] = bad
+    spoiled = dict(adv=lambda: f._replace(adv=x), ret=lambda: f._replace(ret=x), logp=lambda: f._replace(actor=dict(logp=x)),
+                   obs=lambda: f._replace(state=f.state._replace(obs=x)), act=lambda: f._replace(state=f.state._replace(act=x)))[what]()
+    before = vector(agent.actor)
+    try: agent.update(spoiled)
+    except DataError as e: assert what in str(e) and ('finite' in str(e))
+    assert torch.equal(vector(agent.actor), before)
+    for x in tensors(agent.state_dict()): assert not x.is_floating_point() or not x.isnan().any()
+    assert agent.update(f)['accepted'] == 1  # and learning goes on
+
+
+def test_lag_is_that_of_the_oldest_column():
+    policy = Tiny('categorical')
+    f, agent = make_fragment(policy), TRPO(policy)
+    for _ in range(5): bump_version(policy)
+    now = version_of(policy)
+    assert agent.update(f._replace(version=torch.tensor([now, now - 3, now, now - 1])))['lag'] == 3
+    assert version_of(policy) == now + 1
+    assert agent.update(f._replace(version=torch.full((4,), now + 1)))['lag'] == 0
+    assert agent.update(f._replace(version=None))['lag'] == 0
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_state_dict_continues_bit_for_bit(kind):
+    a, f = make_agent(kind, fvp_subsample=.5, seed=1)
+    b, _ = make_agent(kind, fvp_subsample=.5, seed=2)
+    a.update(f)
+    for p in b.actor.parameters(): p.data.add_(1.)
+    b.load_state_dict(copy.deepcopy(a.state_dict()))
+    assert version_of(b.actor) == version_of(a.actor)
+    for _ in range(2): assert clean(a.update(f)) == clean(b.update(f))
+    assert same(a.state_dict(), b.state_dict())
+    c, _ = make_agent(kind, fvp_subsample=.5, seed=1)
+    c.update(f)
+    assert not same(a.state_dict(), c.state_dict())
+
+
+def test_update_leaves_the_batch_and_the_global_random_state_alone():
+    agent, f = make_agent('nested', fvp_subsample=.5)
+    copied, state = copy.deepcopy(f), torch.get_rng_state()
+    agent.update(f)
+    assert same(f, copied) and torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in agent.actor.parameters())
+
+
+def test_frozen_parameters_stay():
+    agent, f = make_agent('gaussian')
+    agent.actor.head.log_std.requires_grad_(False)
+    agent = TRPO(agent.actor, agent.critic)
+    frozen, before = agent.actor.head.log_std.clone(), vector(agent.actor)
+    assert agent.update(f)['accepted'] == 1
+    assert torch.equal(agent.actor.head.log_std, frozen) and not torch.equal(vector(agent.actor), before)
+
+
+def test_works_under_no_grad():
+    (a, f), (b, _) = make_agent('categorical'), make_agent('categorical')
+    m = a.update(f)
+    with torch.no_grad(): assert clean(b.update(f)) == clean(m)
+
+
+# ---- clear errors
+
+def test_an_actor_without_a_distribution_is_refused():
+    with pytest.raises(ActorError, match="needs an actor with `params`.*Policy.*Linear"): TRPO(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize('name, value', [
+    ('fvp_subsample', 0.), ('fvp_subsample', 1.5), ('max_kl', 0.), ('max_kl', -1.), ('damping', -.1), ('cg_iters', 0),
+    ('backtrack', 0.), ('backtrack', 1.), ('max_backtracks', 0), ('critic_epochs', -1), ('critic_lr', -1.)])
+def test_hyperparameters_out_of_range_are_refused_when_the_agent_is_made(name, value):
+    with pytest.raises(ValueError) as e: TRPO(Tiny('categorical'), Value(), **{name: value})
+    if name != 'critic_lr': assert name in str(e.value)  # that message is torch's
+
+
+def test_batches_that_lack_something_are_refused():
+    agent, f = make_agent('gaussian')
+    before = copy.deepcopy(agent.state_dict())
+    for lacking, words in ((f._replace(adv=None), 'advantages.*AdvantageBuffer'), (f._replace(ret=None), 'ret'),
+                           (f._replace(actor=dict(dist=f.actor['dist'])), 'logp'), (f._replace(actor=f.actor['logp']), 'logp'),
+                           (f._replace(valid=f.valid & False), 'no valid row')):
+        with pytest.raises(DataError, match=words): agent.update(lacking)
+    assert same(before, agent.state_dict())

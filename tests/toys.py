@@ -1,0 +1,227 @@
+"""Environments and actors whose every number can be predicted, and pipes that count or fail; used by many tests."""
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, Tuple
+
+from rollpipe.layers import Actor
+from rollpipe.pipes import Pipe
+
+ENDS = ("term", "trunc", "both")
+
+
+class Ledger:
+    "What happened to the environments of this process; `clear` it at the start of a test that looks."
+    made, closed, seeds = [], [], []
+
+    @classmethod
+    def clear(cls):
+        for log in (cls.made, cls.closed, cls.seeds): log.clear()
+
+    @classmethod
+    def open(cls): return len(cls.made) - len(cls.closed)
+
+
+class Noted(gym.Env):
+    "An environment that writes into the `Ledger` when it is made, seeded and closed."
+    def __init__(self):
+        Ledger.made.append(self)
+        self.is_closed = False
+
+    def reset(self, *, seed=None, options=None):
+        assert not self.is_closed
+        super().reset(seed=seed)
+        Ledger.seeds.append(seed)
+
+    def close(self):
+        assert not self.is_closed, "closed twice"
+        self.is_closed = True
+        Ledger.closed.append(self)
+
+
+class Counting(Noted):
+    """Plays the `episodes`, a list of (length, 'term' | 'trunc' | 'both'), over and over.
+
+    The observation is [tag, number of the episode, step within it, last action]; the reward of a step tells the
+    same moment: 100 * episode + step (of the state reached) + action / 10.
+    """
+    observation_space, action_space = Box(-np.inf, np.inf, (4,)), Discrete(5)
+
+    def __init__(self, episodes=((3, "term"), (4, "trunc")), tag=0):
+        super().__init__()
+        self.episodes, self.tag, self.episode, self.last = episodes, tag, -1, 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.episode, self.count = self.episode + 1, 0
+        return self.look(), {"count": 0}
+
+    def look(self): return np.array([self.tag, self.episode, self.count, self.last], np.float32)
+
+    def step(self, action):
+        self.last, self.count = self.number(action), self.count + 1
+        length, end = self.episodes[self.episode % len(self.episodes)]
+        over = self.count >= length
+        info = {"count": self.count, "parts": {"half": self.count / 2, "at": np.array([self.tag, self.last])},
+                "name": f"step {self.count}", "none": None}
+        reward = 100 * self.episode + self.count + self.last / 10
+        return self.look(), reward, over and end != "trunc", over and end != "term", info
+
+    def number(self, action): return int(action)
+
+
+class Nested(Counting):
+    "`Counting` with containers for observations and actions, of several dtypes."
+    observation_space = Dict(place=Box(-np.inf, np.inf, (4,)),
+                             pair=Tuple((Discrete(10_000), Dict(pixels=Box(0, 255, (2, 2), np.uint8)))),
+                             exact=Box(-np.inf, np.inf, (), np.float64))
+    action_space = Dict(gear=Discrete(3, start=1), steer=Tuple((Box(-9, 9, (2,)), MultiBinary(2))))
+
+    def look(self):
+        place = super().look()
+        return {"place": place, "exact": np.asarray(self.count / 3 + self.last),
+                "pair": (np.int64(self.episode), {"pixels": np.full((2, 2), self.count, np.uint8)})}
+
+    def number(self, action):
+        assert self.action_space.contains(action), action
+        wheel, buttons = action["steer"]
+        return int(action["gear"]) + 10 * int(wheel.sum()) + 1000 * int(buttons.sum())
+
+
+class Lively(Noted):
+    "Everything is random: where episodes start, how long they are, how they end, what is paid."
+    observation_space, action_space = Box(-np.inf, np.inf, (3,)), Box(-1, 1, (2,))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.x = self.np_random.normal(size=3)
+        return self.x.astype(np.float32), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        self.x = .9 * self.x + .3 * self.np_random.normal(size=3)
+        self.x[:2] += action
+        chance = self.np_random.random()
+        return self.x.astype(np.float32), float(self.x.sum()), bool(chance < .1), bool(.05 < chance < .2), {}
+
+
+# --- actors; all arithmetic is on small integers, so results do not depend on how rows are batched
+
+def _report(stepno, obs, act, rew, fin, virtual):
+    "What the actor was shown, to be recorded, and whether it was told that this reaction is virtual."
+    return dict(obs=obs, act=act, seen=(stepno, rew, fin), virtual=torch.full(fin.shape, virtual))
+
+
+class Plain(Actor):
+    "Discrete(5) actions from what is seen now; no memory."
+    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
+        assert hx is None or hx == ()
+        new = (obs[..., 2].long() + 2 * obs[..., 1].long() + (rew * (~fin)).long() + stepno) % 5
+        return new, (), _report(stepno, obs, act, rew, fin, virtual)
+
+
+class Memory(Actor):
+    """Discrete(5) actions from a running sum and a counter, which begin at 7 and 1, not at zero.
+
+    `hx = {'sum': [2, B, 3] float32, 'n': [1, B] int64}`. It relies on `reset` and does not look at `fin`.
+    """
+    def initial(self, n):
+        return {"sum": torch.full((2, n, 3), 7.), "n": torch.ones(1, n, dtype=torch.int64)}
+
+    def look(self, obs): return obs[..., 2] + 3 * obs[..., 1]
+
+    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
+        lead = fin.shape
+        if hx is None: hx = self.initial(lead[1])
+        total, n, before = hx["sum"], hx["n"], []
+        for x in self.look(obs):
+            before.append(total[0, :, 0] + n[0])
+            total, n = (total + (x + n[0])[None, :, None]) % 1009, n + 1
+        memory = torch.stack(before)
+        number = (memory + rew.floor() * (~fin) + stepno).long()
+        info = {**_report(stepno, obs, act, rew, fin, virtual), "memory": memory}
+        return self.choose(number), {"sum": total, "n": n}, info
+
+    def choose(self, number): return number % 5
+
+    def reset(self, hx, at):
+        new = {k: x.clone() for k, x in hx.items()}
+        new["sum"][:, at], new["n"][:, at] = 7., 1
+        return new
+
+
+class NestedMemory(Memory):
+    "`Memory` for the spaces of `Nested`."
+    def look(self, obs):
+        assert obs["exact"].dtype is torch.float32  # actors are shown float32 for float64
+        return obs["place"][..., 2] + 3 * obs["pair"][0] + obs["pair"][1]["pixels"][..., 1, 0]
+
+    def choose(self, number):
+        steer = torch.stack([number % 7, number % 4], -1).float()
+        return {"gear": number % 3 + 1, "steer": (steer, torch.stack([number % 2, number // 2 % 2], -1).to(torch.int8))}
+
+
+class Valued(Plain):
+    "`Plain` that reports a value."
+    def forward(self, obs, act, rew, fin, **context):
+        new, hx, info = super().forward(obs, act, rew, fin, **context)
+        return new, hx, {**info, "value": judge(obs)}
+
+
+class Shaky(Actor):
+    "Draws from torch's global generator, for Box(2) actions; reports what it drew."
+    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
+        new = torch.randn(*fin.shape, 2)
+        return new, (), {"drawn": new.clone()}
+
+
+class Constant(Actor):
+    "Always answers with `answer`, an action for one environment."
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = torch.as_tensor(answer)
+
+    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
+        return self.answer.expand(*fin.shape, *self.answer.shape).clone(), (), {}
+
+
+class Learning(torch.nn.Module):
+    "No `Actor`: anything with `step` and `reset`. Chooses and reports its one parameter."
+    def __init__(self, answer=0.):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(float(answer)))
+
+    def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual):
+        number = self.weight.expand(fin.shape).clone()
+        return number.long(), (), {"weight": number}
+
+    def reset(self, hx, at): return hx
+
+
+def judge(obs):
+    "A critic for the observations of `Counting`: never the same twice within an episode."
+    return obs[..., 2] / 8 - obs[..., 1] / 4 + obs[..., 3] / 16 + obs[..., 0]
+
+
+# --- pipes
+
+class Limit(Pipe):
+    "The first `n` items."
+    def __init__(self, pipe, n):
+        super().__init__(pipe)
+        self.n = n
+
+    def stream(self, items):
+        for _ in range(self.n): yield next(items)
+
+
+class Failing(Pipe):
+    "Passes `n` items on, then fails."
+    def __init__(self, pipe, n):
+        super().__init__(pipe)
+        self.n = n
+
+    def stream(self, items):
+        for k, item in enumerate(items):
+            if k == self.n: raise ZeroDivisionError("downstream")
+            yield item
