@@ -27,7 +27,12 @@ def apply(fn, tree):
     return fn(tree)
 
 
-def snapshot(tree): return apply(lambda x: np.array(x, copy=True), tree)
+def array(x): return x.detach().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
+
+
+def snapshot(tree):
+    "A copy with numpy leaves, which nothing that happens to `tree` later can change."
+    return apply(lambda x: array(x).copy(), tree)
 
 
 def differences(a, b):
@@ -36,7 +41,7 @@ def differences(a, b):
     if [p for p, _ in a] != [p for p, _ in b]: return [f"structure: {[p for p, _ in a]} != {[p for p, _ in b]}"]
     found = []
     for (path, x), (_, y) in zip(a, b):
-        x, y = np.asarray(x), np.asarray(y)
+        x, y = array(x), array(y)
         if x.dtype != y.dtype or x.shape != y.shape: found.append(f"{path}: {x.dtype}{x.shape} != {y.dtype}{y.shape}")
         elif not np.array_equal(x, y, equal_nan=x.dtype.kind == "f"): found.append(f"{path}: {x} != {y}")
     return found

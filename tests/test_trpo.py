@@ -305,6 +305,7 @@ def make_agent(kind, **kw):
         dist, _ = policy.params(s.obs, s.act, s.rew, s.fin, hx=(), stepno=s.stepno)
         floats = nested.map(lambda x: x.float() if x.dtype == torch.double else x, s.act)
         logp = policy.dist.log_prob(dist, nested.map(lambda x: x.roll(-1, 0), floats))
+    dist = nested.map(torch.clone, dist)  # the deviation is a view of the parameter
     f = f._replace(state=s._replace(act=floats), actor=dict(dist=dist, logp=logp), adv=f.adv.float())
     return TRPO(policy, critic, **kw), f
 

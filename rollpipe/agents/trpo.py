@@ -6,6 +6,7 @@
 __all__ = ['Rows', 'policy_rows', 'thin', 'TRPO']
 
 # %% ../../nbs/33_trpo.ipynb #17ee02fc
+from math import inf
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -81,7 +82,12 @@ class TRPO:
         for method in ('params', 'dist'):
             if not hasattr(actor, method):
                 raise ActorError(f"TRPO needs an actor with `{method}`", expected="a `rollpipe.layers.Policy`", got=describe(actor))
-        if not 0 < fvp_subsample <= 1: raise DataError("out of range", expected="0 < fvp_subsample <= 1", got=f"{fvp_subsample}")
+        for name, value, low, high in (('max_kl', max_kl, 1e-12, inf), ('damping', damping, 0, inf), ('cg_iters', cg_iters, 1, inf),
+                                       ('fvp_subsample', fvp_subsample, 1e-12, 1), ('backtrack', backtrack, 1e-12, 1),
+                                       ('max_backtracks', max_backtracks, 1, inf), ('critic_lr', critic_lr, 0, inf),
+                                       ('critic_epochs', critic_epochs, 1, inf)):
+            if not low <= value <= high:
+                raise DataError("TRPO: out of range", leaf=name, expected=f"{low} <= {name} <= {high}", got=str(value))
         self.actor, self.critic = actor, critic
         self.max_kl, self.damping, self.cg_iters, self.fvp_subsample = max_kl, damping, cg_iters, fvp_subsample
         self.search = dict(backtrack=backtrack, max_backtracks=max_backtracks, accept_ratio=accept_ratio)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from math import sqrt
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -18,11 +17,8 @@ __all__ = ['orthogonal_linear', 'linear', 'MLP', 'merge_moments', 'moments', 'Ru
 # %% ../../nbs/21_mlp.ipynb #ccddde85
 def orthogonal_linear(n_in: int, n_out: int, gain: float = 1.0) -> nn.Linear:
     "A linear layer, orthogonal weights times `gain` (Saxe et al. 2013, https://arxiv.org/abs/1312.6120), zero bias."
-    layer = nn.utils.skip_init(nn.Linear, n_in, n_out)
-    q, r = np.linalg.qr(torch.randn(max(n_in, n_out), min(n_in, n_out)).numpy())
-    q *= np.sign(np.diag(r))       # without this the matrices are not uniformly distributed (Mezzadri 2006)
-    weight = torch.from_numpy(q if n_out >= n_in else q.T)
-    with torch.no_grad(): layer.weight.copy_(gain * weight)
+    layer = nn.Linear(n_in, n_out)
+    nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
 

@@ -1,0 +1,88 @@
+"""Wall time of whole trainings with TRPO by phase, and the same with Stable-Baselines3-contrib.
+
+    python benchmarks/train.py [--envs CartPole-v1 Pendulum-v1] [--repeats 5] [--peer-python PATH]
+
+100 000 steps, 8 environments, 256 steps each per update, one thread, otherwise the defaults of either side; then 20 greedy
+episodes, which the time does not contain. Every run is a process of its own, and its time begins after the imports; the two
+libraries alternate, and repeat number i has seed i. PATH is the interpreter of an environment with `sb3-contrib`
+(`python -m venv DIR; DIR/bin/pip install sb3-contrib`).
+"""
+import argparse, json, os, subprocess, sys
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from report import header, spread, table
+
+from rollpipe.agents import TRPO, evaluate
+from rollpipe.layers import Critic, MLPPolicy
+from rollpipe.pipes import on_policy
+
+PHASES = ('collect', 'policy', 'critic')
+
+
+def train(env, seed, steps, n_envs, n_steps, episodes) -> dict:
+    "Seconds by phase of one training, and the mean return of the greedy policy."
+    start, done, seconds = perf_counter(), 0, dict.fromkeys(PHASES, 0.)
+    actor, critic = MLPPolicy.for_env(env, seed=seed), Critic.for_env(env, seed=seed + 1000)
+    agent = TRPO(actor, critic, seed=seed)
+    batches = iter(on_policy(env, actor, critic, n_envs=n_envs, n_steps=n_steps, seed=seed))
+    while done < steps:
+        waiting = perf_counter()
+        batch = next(batches)
+        seconds['collect'] += perf_counter() - waiting
+        metrics = agent.update(batch)
+        done += int(batch.valid.sum())
+        for phase in ('policy', 'critic'): seconds[phase] += metrics[f'seconds_{phase}']
+    wall = perf_counter() - start
+    batches.close()
+    return dict(wall=wall, **seconds, score=evaluate(env, actor, episodes, seed=seed + 2000).mean, steps=done, name='rollpipe')
+
+
+def run(command, env, seed, args) -> dict:
+    "The line of JSON that a run in a fresh process prints."
+    options = ['--steps', args.steps, '--n-envs', args.n_envs, '--n-steps', args.n_steps, '--episodes', args.episodes]
+    command = [*command, env, '--seed', seed, *options]
+    out = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'})
+    if out.returncode: raise SystemExit(f"failed: {' '.join(map(str, command))}")
+    return json.loads(out.stdout.splitlines()[-1])
+
+
+def rows_of(env, args):
+    "Rows of the table for one environment."
+    here = Path(__file__).parent
+    commands = [[sys.executable, __file__, '--one']]
+    if args.peer_python: commands.append([args.peer_python, here/'peer_contrib.py'])
+    runs = [[] for _ in commands]
+    for seed in range(args.repeats):
+        for command, results in zip(commands, runs): results.append(run(command, env, seed, args))
+    for results in runs:
+        faster = [peer['wall'] / ours['wall'] for ours, peer in zip(runs[0], results)]
+        yield [env, results[0]['name'], *(spread([r[phase] for r in results], '{:.1f}') for phase in (*PHASES, 'wall')),
+               spread(faster), ' '.join(f"{r['score']:.0f}" for r in results)]
+
+
+def main():
+    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    args.add_argument('--envs', nargs='+', default=['CartPole-v1', 'Pendulum-v1'])
+    args.add_argument('--repeats', type=int, default=5)
+    args.add_argument('--steps', type=int, default=100_000)
+    args.add_argument('--n-envs', type=int, default=8)
+    args.add_argument('--n-steps', type=int, default=256)
+    args.add_argument('--episodes', type=int, default=20, help="of the greedy evaluation afterwards")
+    args.add_argument('--peer-python', metavar='PATH', help="interpreter of an environment with sb3-contrib")
+    args.add_argument('--one', metavar='ENV', help="one training in this process, printed as JSON")
+    args.add_argument('--seed', type=int, default=0, help="of that one training")
+    args = args.parse_args()
+    torch.set_num_threads(1)
+    if args.one:
+        print(json.dumps(train(args.one, args.seed, args.steps, args.n_envs, args.n_steps, args.episodes)))
+        return
+    print(header())
+    print(f"{args.steps} steps, {args.n_envs} environments x {args.n_steps} steps, one thread; s, median (range) of {args.repeats} seeds; "
+          "ratio: wall time to that of rollpipe with the same seed.\n")
+    rows = [row for env in args.envs for row in rows_of(env, args)]
+    print(table(['environment', '', *PHASES, 'wall', 'ratio', f'greedy return of {args.episodes} episodes, by seed'], rows))
+
+
+if __name__ == '__main__': main()

@@ -1,0 +1,224 @@
+"""Milliseconds of one TRPO update by phase, as a ratio to a hand-written one by double back-propagation in the same run.
+
+    python benchmarks/trpo_update.py [--hidden 64 256] [--repeats 5] [--threads 1]
+
+Batch 25 000, observation 17, Gaussian action 6, two tanh layers. Both updates start from the same weights and do the same work: gradient of
+the surrogate, 10 conjugate-gradient iterations with damping 0.1, line search on surrogate and KL; that they arrive at the same weights is
+checked. The hand-written one records the gradient of the KL once, and gets the curvature of its step without a further product. The critic
+is compared with 20 full-batch Adam steps. Runs are interleaved, and every run starts from the same state.
+"""
+import argparse, copy, math, statistics
+from time import perf_counter
+
+import gymnasium as gym
+import numpy as np
+import torch
+from report import header, spread, table
+from torch import nn
+from torch.autograd import grad
+
+from rollpipe.agents import trpo
+from rollpipe.agents.critics import explained_variance
+from rollpipe.agents.trust_region import Linearization, fisher_product
+from rollpipe.layers import Critic, MLPPolicy
+from rollpipe.pipes.data import Fragment, State
+
+T, B, N_OBS, N_ACT = 250, 100, 17, 6
+MAX_KL, DAMPING, CG_ITERS = 0.01, 0.1, 10
+
+
+# ---- the update by double back-propagation, with nothing but torch
+
+class Plain:
+    "A Gaussian perceptron policy and its TRPO update, as one would write them by hand."
+    def __init__(self, policy, hidden):
+        self.net = nn.Sequential(nn.Linear(N_OBS, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(),
+                                 nn.Linear(hidden, N_ACT))
+        self.log_std = nn.Parameter(policy.head.log_std.detach().clone())
+        self.params = [*self.net.parameters(), self.log_std]
+        with torch.no_grad():
+            layers = [*policy.trunk.hidden, policy.head.mean]
+            for p, q in zip(self.net.parameters(), [p for layer in layers for p in layer.parameters()]): p.copy_(q)
+
+    def log_prob(self, mean, act):
+        z = (act - mean) / self.log_std.exp()
+        return -(0.5 * z * z + self.log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
+
+    def kl(self, old_mean, old_log_std, mean):
+        square = (2 * (old_log_std - self.log_std)).exp() + ((old_mean - mean) / self.log_std.exp()).square()
+        return (self.log_std - old_log_std + 0.5 * square - 0.5).sum(-1).mean()
+
+    def assign(self, theta):
+        with torch.no_grad():
+            for p, x in zip(self.params, theta.split([p.numel() for p in self.params])): p.copy_(x.view_as(p))
+
+    def update(self, obs, act, adv, old_logp):
+        "Seconds of the three phases."
+        start, flat = perf_counter(), lambda gs: torch.cat([g.reshape(-1) for g in gs])
+        adv = (adv - adv.mean()) / (adv.std() + 1e-8)
+        mean = self.net(obs)
+        before = ((self.log_prob(mean, act) - old_logp).exp() * adv).mean()
+        g = flat(grad(before, self.params, retain_graph=True))
+        old_mean, old_log_std, theta = mean.detach(), self.log_std.detach().clone(), flat([p.detach() for p in self.params])
+        middle = perf_counter()
+        slope = flat(grad(self.kl(old_mean, old_log_std, mean), self.params, create_graph=True))
+        x, r, p, rr = torch.zeros_like(g), g, g, g @ g
+        for _ in range(CG_ITERS):
+            Ap = flat(grad(slope @ p, self.params, retain_graph=True)) + DAMPING * p
+            alpha = rr / (p @ Ap)
+            x, r = x + alpha * p, r - alpha * Ap
+            rr, old_rr = r @ r, rr
+            p = r + rr / old_rr * p
+        step = x * (2 * MAX_KL / (x @ (g - r))).sqrt()
+        searching, rate = perf_counter(), float(g @ step)
+        with torch.no_grad():
+            for k in range(10):
+                scale = 0.8 ** k
+                self.assign(theta + scale * step)
+                mean = self.net(obs)
+                gain = float(((self.log_prob(mean, act) - old_logp).exp() * adv).mean() - before)
+                if float(self.kl(old_mean, old_log_std, mean)) <= MAX_KL and gain >= 0.1 * scale * rate > 0: break
+            else: self.assign(theta)
+        return dict(gradient=middle - start, products=searching - middle, search=perf_counter() - searching)
+
+    def weights(self): return torch.cat([p.detach().reshape(-1) for p in self.params])
+
+
+# ---- rollpipe's, taken apart by a clock around its parts
+
+def make(hidden):
+    "Policy, critic and a fragment of smooth random advantages and returns."
+    torch.manual_seed(0)
+    spaces = gym.spaces.Box(-np.inf, np.inf, (N_OBS,)), gym.spaces.Box(-np.inf, np.inf, (N_ACT,))
+    policy, critic = (cls.for_env(spaces, hidden=(hidden, hidden), normalize=False, seed=0) for cls in (MLPPolicy, Critic))
+    obs, zeros = torch.randn(T + 1, B, N_OBS), torch.zeros(T + 1, B)
+    with torch.no_grad():
+        dist, _ = policy.params(obs, None, None, None, hx=(), stepno=None)
+        act = policy.dist.sample(dist, policy.draw_noise((T + 1, B)))
+        logp = policy.dist.log_prob(dist, act)
+    ret = torch.tanh(obs[:-1] @ torch.randn(N_OBS, 8) / 4).sum(-1) + torch.sin(2 * obs[:-1, :, 0])
+    adv = (act * torch.tanh(obs @ torch.randn(N_OBS, N_ACT) / 4)).sum(-1)[:-1] + torch.randn(T, B)
+    state = State(zeros.long(), obs, act.roll(1, 0), zeros, zeros.bool())
+    return policy, critic, Fragment(state, dict(dist=dist, logp=logp), {}, (), zeros.bool(), None, zeros[1:].bool() | True, adv, ret)
+
+
+def timed_update(policy, critic, fragment, **kw):
+    "Seconds by phase of one update of copies of `policy` and `critic`, which are returned too."
+    agent, seconds = trpo.TRPO(copy.deepcopy(policy), copy.deepcopy(critic), max_kl=MAX_KL, damping=DAMPING, **kw), {}
+    real = {name: getattr(trpo, name) for name in ('conjugate_gradients', 'backtrack_line_search')}
+
+    def clocked(name):
+        def call(*args, **kw):
+            start = perf_counter()
+            try: return real[name](*args, **kw)
+            finally: seconds[name] = perf_counter() - start
+        return call
+    try:
+        for name in real: setattr(trpo, name, clocked(name))
+        m = agent.update(fragment)
+    finally:
+        for name in real: setattr(trpo, name, real[name])
+    products, search = seconds['conjugate_gradients'], seconds['backtrack_line_search']
+    return dict(gradient=m['seconds_policy'] - products - search, products=products, search=search,
+                critic=m['seconds_critic'], accepted=m['accepted']), agent
+
+
+def seconds_of(fn, repeats=1):
+    start = perf_counter()
+    for _ in range(repeats): fn()
+    return (perf_counter() - start) / repeats
+
+
+def product_and_forward(policy, fragment):
+    "Seconds of one Fisher product and of one forward pass over the whole batch."
+    agent = trpo.TRPO(policy)
+    rows = trpo.policy_rows(fragment)
+    lin = Linearization(agent.distribution(rows), agent.params)
+    product, v = fisher_product(lin, policy.dist.fisher, rows.weight), torch.randn(sum(p.numel() for p in agent.params))
+    product(v)
+
+    @torch.no_grad()
+    def forward(): policy.params(rows.state.obs, None, None, None, hx=(), stepno=None)
+    forward()
+    return seconds_of(lambda: product(v), 3), seconds_of(forward, 3)
+
+
+def full_batch_steps(critic, fragment, n=20):
+    "Seconds and explained variance of `n` Adam steps on the whole batch, by hand."
+    critic, start = copy.deepcopy(critic), perf_counter()
+    critic.observe_returns(fragment.ret)
+    optimizer, obs = torch.optim.Adam(critic.parameters(), lr=1e-3), fragment.state.obs[:-1]
+    for _ in range(n):
+        optimizer.zero_grad()
+        ((critic(obs) - fragment.ret) / critic.ret_std).square().mean().backward()
+        optimizer.step()
+    return perf_counter() - start, explained(critic, fragment)
+
+
+@torch.no_grad()
+def explained(critic, fragment): return explained_variance(critic(fragment.state.obs[:-1]), fragment.ret)
+
+
+def weights(policy): return torch.cat([p.detach().reshape(-1) for layer in (*policy.trunk.hidden, policy.head.mean)
+                                       for p in layer.parameters()] + [policy.head.log_std.detach()])
+
+
+# ---- the tables
+
+def measure(hidden, repeats):
+    "Lists of repeats: seconds by phase of the three updates, of product and forward pass, of the critic by hand."
+    policy, critic, fragment = make(hidden)
+    flat = [x.flatten(0, 1) for x in (fragment.state.obs[:-1], fragment.state.act[1:], fragment.adv, fragment.actor['logp'][:-1])]
+    runs = dict(hand=[], rollpipe=[], thinned=[], product=[], full_batch=[])
+    for i in range(repeats + 1):  # the first one warms up
+        plain = Plain(policy, hidden)
+        runs['hand'].append(plain.update(*flat))
+        seconds, agent = timed_update(policy, critic, fragment)
+        runs['rollpipe'].append(seconds)
+        if not i:
+            torch.testing.assert_close(weights(agent.actor), plain.weights(), rtol=1e-2, atol=2e-4)
+            assert not torch.equal(weights(agent.actor), weights(policy))
+        runs['thinned'].append(timed_update(policy, critic, fragment, fvp_subsample=0.1)[0])
+        runs['product'].append(product_and_forward(policy, fragment))
+        runs['full_batch'].append((*full_batch_steps(critic, fragment), explained(agent.critic, fragment)))
+    return {name: repeats[1:] for name, repeats in runs.items()}
+
+
+def whole(run): return run['gradient'] + run['products'] + run['search']
+def ms(values): return spread([1000 * v for v in values], '{:.0f}')
+
+
+def rows_of(hidden, runs):
+    "Rows of the table of updates."
+    hand = [whole(run) for run in runs['hand']]
+    for name, title in dict(hand='double back-propagation by hand', rollpipe='rollpipe', thinned='rollpipe, fvp_subsample=0.1').items():
+        phases = [ms([run[phase] for run in runs[name]]) for phase in ('gradient', 'products', 'search')]
+        total = [whole(run) for run in runs[name]]
+        critic = ms([run['critic'] for run in runs[name]]) if name != 'hand' else ms([s for s, _, _ in runs['full_batch']]) + ' *'
+        yield [f'2x{hidden}', title, *phases, ms(total), spread([h / t for h, t in zip(hand, total)]), critic]
+
+
+def main():
+    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    args.add_argument('--hidden', nargs='+', type=int, default=[64, 256], help="width of the two layers")
+    args.add_argument('--repeats', type=int, default=5)
+    args.add_argument('--threads', type=int, default=1)
+    args = args.parse_args()
+    torch.set_num_threads(args.threads)
+    print(header())
+    measured = {hidden: measure(hidden, args.repeats) for hidden in args.hidden}
+    print(f"Batch {T * B}, observation {N_OBS}, action {N_ACT}, threads: {args.threads}; ms, median (range) of {args.repeats}; "
+          "gain: times as fast as by hand.\n")
+    print(table(['network', 'update', 'gradient', f'{CG_ITERS} Fisher products', 'line search', 'policy update', 'gain', 'critic'],
+                [row for hidden, runs in measured.items() for row in rows_of(hidden, runs)]))
+    print("\n\\* 20 full-batch Adam steps by hand.\n")
+    rows = []
+    for hidden, runs in measured.items():
+        _, full, ours = (statistics.median(x) for x in zip(*runs['full_batch']))
+        cost = [run['critic'] / whole(run) for run in runs['rollpipe']]
+        rows.append([f'2x{hidden}', spread([p / f for p, f in runs['product']]), spread(cost), f'{ours:.3f}', f'{full:.3f}'])
+    print(table(['network', 'Fisher product / forward pass', 'critic / policy update', 'explained variance after the fit',
+                 'after 20 full-batch steps'], rows))
+
+
+if __name__ == '__main__': main()

@@ -1,0 +1,291 @@
+"""The stepper: sources of environments, ticks, what is recorded, and what the actor and the environments may do to it."""
+from functools import partial
+from itertools import islice
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Dict, MultiBinary, MultiDiscrete, Tuple
+from reference import apply, assert_same, snapshot
+from toys import Constant, Counting, Ledger, Lively, Memory, Nested, NestedMemory, Noted, Plain, Shaky
+
+from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy
+from rollpipe.pipes import EnvStepper, FragmentCollector, Tick
+
+
+def f32(*x): return np.array(x, np.float32)
+
+
+def ticks(source, actor, n, n_envs=None, **kwargs): return list(islice(EnvStepper(source, actor, n_envs, **kwargs), n))
+
+
+def test_ticks_by_hand():
+    "One tick per step of the batch: what was seen, what was done, what followed."
+    first, second, third = ticks([lambda: Counting([(2, "trunc")], 0), lambda: Counting([(3, "term")], 1)], Plain(), 3)
+    assert isinstance(first, Tick) and first.lane == 0 and first.version == 0
+    assert first.state.fin.tolist() == [True, True] and first.state.stepno.tolist() == [0, 0]
+    assert first.state.obs.tolist() == [[0, 0, 0, 0], [1, 0, 0, 0]] and first.state.rew.tolist() == [0, 0]
+    assert first.next.act.tolist() == [0, 0] and first.next.rew.tolist() == [1, 1]
+    assert_same(first.next, second.state)
+    assert second.next.act.tolist() == [3, 3]                           # (step 1 + reward 1 + stepno 1) % 5
+    assert second.next.rew.tolist() == [np.float32(2.3), np.float32(2.3)]
+    assert second.next.fin.tolist() == [True, False] and second.term.tolist() == [False, False]
+    assert second.next.obs.tolist() == [[0, 1, 0, 3], [1, 0, 2, 3]] and second.next.stepno.tolist() == [0, 2]
+    assert list(second.final) == [0] and second.final[0][0].tolist() == [0, 0, 2, 3]
+    assert third.next.fin.tolist() == [False, True] and third.term.tolist() == [False, True] and third.final == {}
+    assert second.env["count"].tolist() == [2, 2] and second.valid.tolist() == [True, True]
+
+
+@pytest.mark.parametrize("source, actor", [
+    (Nested, NestedMemory()), (Lively, GaussianPolicy.for_env(Lively)), (Counting, CategoricalPolicy.for_env(Counting))])
+def test_no_tick_is_overwritten(source, actor):
+    fields = lambda tick: tick[:10]
+    kept = [(fields(t), snapshot(fields(t))) for t in islice(EnvStepper(source, actor, 3, seed=0), 20)]
+    for tick, as_received in kept: assert_same(tick, as_received)
+
+
+def test_virtual_reactions_have_no_consequences():
+    for source, actor in ((Counting, Memory()), (Lively, Shaky()), (Lively, GaussianPolicy.for_env(Lively))):
+        plain = [snapshot(t[:10]) for t in islice(EnvStepper(source, actor, 2, seed=0), 12)]
+        curious = []
+        for t in islice(EnvStepper(source, actor, 2, seed=0), 12):
+            once, again = t.react(t.next, t.next_hx), t.react(t.next, t.next_hx)
+            assert_same(once, again)
+            curious.append(snapshot(t[:10]))
+        for a, b in zip(plain, curious): assert_same(a, b)
+
+
+def test_the_actor_is_shown_tensors_of_one_step():
+    seen = []
+    class Look(Actor):
+        def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
+            assert not torch.is_grad_enabled()
+            seen.append((obs.dtype, obs.shape, act.dtype, act.shape, rew.dtype, rew.shape, fin.dtype, stepno.dtype))
+            return torch.zeros(1, 2, 3), (), {}
+    class Exact(Noted):
+        observation_space, action_space = Box(-1, 1, (4,), np.float64), Box(-1, 1, (3,), np.float64)
+        def reset(self, **kwargs):
+            super().reset(**kwargs)
+            return np.full(4, 1 / 3), {}
+        def step(self, action):
+            assert action.dtype == np.float64
+            return np.full(4, 1 / 3), 1, False, False, {}
+    last = ticks(Exact, Look(), 3, 2)[-1]
+    shown = (torch.float32, (1, 2, 4), (1, 2, 3), torch.float32, (1, 2), torch.bool, torch.int64)
+    assert {(o, tuple(x), tuple(a), r, tuple(y), d, n) for o, x, _, a, r, y, d, n in seen} == {shown}
+    assert last.next.obs.dtype == np.float64 and (last.next.obs == 1 / 3).all()  # recorded in full
+    assert last.next.rew.dtype == np.float32
+
+
+def test_the_environment_is_stepped_in_order_with_its_own_action():
+    log = []
+    class Tell(Counting):
+        def step(self, action):
+            log.append((self.tag, action))
+            return super().step(action)
+    class Each(Plain):
+        def forward(self, obs, *rest, **context):
+            return obs[..., 0].long(), (), {}
+    ticks([partial(Tell, tag=tag) for tag in range(3)], Each(), 2)
+    assert log == [(0, 0), (1, 1), (2, 2)] * 2
+
+
+# --- sources
+
+def first_obs(source, n_envs=None, **kwargs):
+    return ticks(source, Constant(0), 1, n_envs, **kwargs)[0].state.obs
+
+
+def test_sources():
+    assert first_obs("CartPole-v1", 3).shape == (3, 4) and first_obs("CartPole-v1").shape == (1, 4)
+    assert first_obs(Counting).tolist() == [[0, 0, 0, 0]]                              # a class
+    assert first_obs(lambda: Counting(tag=4), 2)[:, 0].tolist() == [4, 4]
+    assert first_obs(partial(Counting, tag=3))[:, 0].tolist() == [3]
+    assert first_obs([partial(Counting, tag=1), lambda: Counting(tag=2)])[:, 0].tolist() == [1, 2]
+    assert first_obs([partial(Counting, tag=1), lambda: Counting(tag=2)], 4)[:, 0].tolist() == [1, 2, 1, 2]
+
+
+def test_env_kwargs():
+    made = []
+    class Sized(Counting):
+        def __init__(self, size=1, other=0):
+            super().__init__()
+            made.append((size, other))
+    gym.register("Sized-v0", Sized)
+    try: ticks("Sized-v0", Plain(), 1, 2, env_kwargs=dict(size=5, other=2))
+    finally: del gym.registry["Sized-v0"]
+    assert set(made) == {(5, 2)} and len(made) >= 2
+
+
+def test_a_factory_may_ask_for_its_seed():
+    seeds = []
+    def factory(seed=None):
+        seeds.append(seed)
+        return Counting()
+    ticks(factory, Plain(), 1, 3, seed=5)
+    assert len(set(seeds)) == 3 and all(isinstance(s, int) for s in seeds)
+    again, seeds[:] = list(seeds), []
+    ticks(factory, Plain(), 1, 3, seed=5)
+    assert seeds == again
+
+
+def test_environments_are_seeded_once():
+    Ledger.clear()
+    ticks(lambda: Counting([(2, "term")]), Plain(), 9, 2, seed=0)
+    assert len(Ledger.seeds) == 2 * 5 and all(isinstance(s, int) for s in Ledger.seeds[:2])
+    assert Ledger.seeds[2:] == [None] * 8
+
+
+# --- actions and observations
+
+def acting(space, tamper=None):
+    "An environment for one action space that keeps what it was given."
+    class Acting(Noted):
+        observation_space, action_space, given = Box(-1, 1, (1,)), space, []
+        def reset(self, **kwargs):
+            super().reset(**kwargs)
+            return np.zeros(1, np.float32), {}
+        def step(self, action):
+            self.given.append(snapshot(action))
+            if tamper: tamper(action)
+            return np.zeros(1, np.float32), 0., False, False, {}
+    return Acting
+
+
+class Says(Constant):
+    "`Constant` for nested answers."
+    def __init__(self, answer):
+        Actor.__init__(self)
+        self.answer = apply(torch.as_tensor, answer)
+
+    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
+        return apply(lambda x: x.expand(*fin.shape, *x.shape).clone(), self.answer), (), {}
+
+
+def test_actions_are_recorded_as_chosen_and_clipped_for_the_environment():
+    env = acting(Box(np.array([-1, -np.inf]), np.array([1, 5]), dtype=np.float32))
+    tick = ticks(env, Says(f32(-3, -70)), 1)[0]
+    assert tick.next.act.tolist() == [[-3, -70]] and env.given[0].tolist() == [-1, -70]
+    env = acting(Box(-1, 1, (2,)))
+    ticks(env, Says(f32(-3, 70)), 1, clip_actions=False)
+    assert env.given[0].tolist() == [-3, 70]
+    env = acting(Dict(a=Tuple((Box(-1, 1, ()), Box(0, 2, (1,)))), b=MultiDiscrete([3, 3])))
+    tick = ticks(env, Says({"a": (np.float32(-4), f32(7)), "b": np.array([2, 1])}), 1)[0]
+    assert_same(env.given[0], {"a": (np.float32(-1), np.array([2], np.float32)), "b": np.array([2, 1])})
+    assert_same(tick.next.act, {"a": (np.array([-4], np.float32), np.array([[7]], np.float32)), "b": np.array([[2, 1]])})
+
+
+def spoil(action):
+    for x in ([action] if isinstance(action, np.ndarray) else action): x += 1
+
+
+@pytest.mark.parametrize("space, answer", [
+    (Box(-9, 9, (2,)), f32(1, 2)), (Box(-np.inf, np.inf, (2,)), f32(1, 2)), (MultiDiscrete([5, 5]), np.array([1, 2])),
+    (Tuple((Box(-np.inf, np.inf, (2,)), Box(-9, 9, (1,)))), (f32(1, 2), f32(3)))], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("clip", [True, False])
+def test_an_environment_may_change_its_action_in_place(space, answer, clip):
+    "The record keeps what the actor chose, and the actor is shown that."
+    env = acting(space, spoil)
+    shown = []
+    class Watch(Says):
+        def forward(self, obs, act, rew, fin, **context):
+            if not context["virtual"]: shown.append(snapshot(act))
+            return super().forward(obs, act, rew, fin, **context)
+    taken = [t.next.act for t in ticks(env, Watch(answer), 3, clip_actions=clip)]
+    expected = apply(lambda x: x[None], answer)
+    for act in taken: assert_same(act, expected)
+    for act in shown[1:]: assert_same(act, apply(lambda x: x[None], expected))
+
+
+def test_an_environment_may_reuse_its_buffers():
+    class Reuses(Counting):
+        def __init__(self):
+            super().__init__([(3, "trunc"), (2, "term")])
+            self.buffer, self.info = np.zeros(4, np.float32), {"at": np.zeros(1)}
+        def look(self):
+            self.buffer[:] = super().look()
+            return self.buffer
+        def step(self, action):
+            obs, rew, term, trunc, info = super().step(action)
+            self.info["at"][0] = info["count"]
+            return obs, rew, term, trunc, self.info
+    [f], [g] = (list(islice(FragmentCollector(EnvStepper(env, Plain(), 2), 9), 1))
+                for env in (Reuses, lambda: Counting([(3, "trunc"), (2, "term")])))
+    assert_same(f.state, g.state)
+    assert_same(f.final.obs, g.final.obs)
+    assert f.env["at"][..., 0].tolist() == g.env["count"].tolist()
+
+
+def test_zero_dimensional_and_mixed_observations():
+    "Observations come in the dtypes of the space, also if the environment is careless about precision."
+    class Careless(Nested):
+        def look(self):
+            obs = super().look()
+            return {**obs, "exact": float(obs["exact"]), "place": obs["place"].astype(np.float64), "pair": (3, obs["pair"][1])}
+    tick = ticks(Careless, NestedMemory(), 1, 2)[0]
+    assert tick.next.obs["exact"].dtype == np.float64 and tick.next.obs["exact"].shape == (2,)
+    assert tick.next.obs["place"].dtype == np.float32 and tick.next.obs["pair"][0].tolist() == [3, 3]
+
+
+def test_buttons():
+    env = acting(MultiBinary(3))
+    ticks(env, Says(torch.tensor([1, 0, 1], dtype=torch.int8)), 1)
+    assert env.given[0].tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize("policy, source", [(GaussianPolicy, Lively), (CategoricalPolicy, Counting)])
+def test_without_exploration_the_actor_answers_with_the_mode(policy, source):
+    actor = policy.for_env(source)
+    for t in ticks(source, actor, 5, 2, explore=False, seed=0):
+        mode = actor.dist.mode(t.actor["dist"])
+        assert torch.equal(mode[0], torch.from_numpy(t.next.act))
+    drawn = ticks(source, actor, 5, 2, seed=0)
+    assert any(not torch.equal(actor.dist.mode(t.actor["dist"])[0], torch.from_numpy(t.next.act)) for t in drawn)
+
+
+# --- infos
+
+class Informed(Counting):
+    "Infos come from a list of dicts, one per step."
+    def __init__(self, infos):
+        super().__init__([(99, "term")])
+        self.infos = iter(infos)
+
+    def step(self, action): return (*super().step(action)[:4], next(self.infos))
+
+
+def infos(*rows, **kwargs):
+    return [t.env for t in ticks(lambda: Informed(rows), Plain(), len(rows), **kwargs)]
+
+
+def test_numeric_infos_are_recorded():
+    a, b = infos({"x": 1.5, "n": 3, "ok": True, "v": np.arange(2), "d": {"deep": (1, 2.5)}, "s": "no", "o": object()},
+                 {"x": 2.5, "n": 4, "ok": False, "v": np.arange(2), "d": {"deep": (1, 3.5)}, "s": "no", "o": object()})
+    assert sorted(a) == sorted(b) == ["d", "n", "ok", "v", "x"]
+    assert b["x"].tolist() == [2.5] and b["n"].tolist() == [4] and b["ok"].tolist() == [False]
+    assert b["v"].tolist() == [[0, 1]] and b["d"]["deep"][1].tolist() == [3.5]
+
+
+def test_infos_that_come_and_go():
+    "What is recorded is settled by the first step; a missing number is nan, a new one is left out."
+    a, b = infos({"x": 1.5}, {"late": 2})
+    assert a["x"].tolist() == [1.5] and list(b) == ["x"] and np.isnan(b["x"]).all()
+    a, b = infos({}, {"late": 2.}, info_keys=["late"])
+    assert np.isnan(a["late"]).all() and b["late"].tolist() == [2]
+
+
+def test_an_info_that_begins_as_an_integer_keeps_its_fractions():
+    "A Python number may be 0 at first and 0.5 later: nothing is rounded off in silence."
+    a, b = infos({"x": 0}, {"x": 0.5})
+    assert b["x"].tolist() == [.5]
+
+
+def test_none_is_no_number_and_may_become_something_else():
+    a, b = infos({"winner": None, "x": 1}, {"winner": "me", "x": 2})
+    assert list(a) == list(b) == ["x"]
+
+
+def test_a_source_of_several_environments_has_columns_for_all():
+    rows = ticks([lambda: Informed([{"x": 1.}]), lambda: Informed([{"x": 2.}])], Plain(), 1)
+    assert rows[0].env["x"].tolist() == [1, 2]
