@@ -43,6 +43,7 @@ def run(env, seed, steps, n_envs, n_steps, episodes):
     start = perf_counter()
     model = TRPO('MlpPolicy', make_vec_env(env, n_envs, seed=seed), n_steps=n_steps, seed=seed, device='cpu')
     phases = Phases(model)
+    phases.seconds['set up'] = perf_counter() - start
     model.learn(steps)
     wall = perf_counter() - start
     score, _ = evaluate_policy(model, make_vec_env(env, 1, seed=seed + 1000), n_eval_episodes=episodes, deterministic=True)

@@ -21,5 +21,14 @@ def __getattr__(name):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"\s*#+\s*WARNING!\s*The 'datapipes'", category=UserWarning)
         loader = importlib.import_module("torchdata.dataloader2")
-    globals().update({o: getattr(loader, o) for o in _LAZY})
+    globals().update({o: getattr(loader, o) for o in _LAZY}, DataLoader2=_letting_go(loader.DataLoader2))
     return globals()[name]
+
+def _letting_go(base):
+    "The loader class `base` with a `shutdown` that closes a stream which was broken off."
+    class DataLoader2(base):
+        __doc__ = base.__doc__
+        def shutdown(self):
+            super().shutdown()
+            if getattr(self, '_datapipe_iter', None) is not None: self._datapipe_iter = None
+    return DataLoader2
