@@ -56,7 +56,7 @@ sync: $(STAMP)  ## notebooks and exported modules agree
 
 notebooks: $(STAMP)  ## run every notebook, each in a process of its own
 	@find nbs -name '*.ipynb' ! -path '*/.*' | sort | xargs -P $(JOBS) -I {} sh -c \
-	'out=$$($(BIN)/nbdev_test --path {} --n_workers 0 --do_print 2>&1) && echo "notebook ok: {}" || { printf "%s\n" "$$out" "NOTEBOOK FAILED: {}"; exit 1; }' \
+	'out=$$(ROLLPIPE_SHORT=1 $(BIN)/nbdev_test --path {} --n_workers 0 --do_print 2>&1) && echo "notebook ok: {}" || { printf "%s\n" "$$out" "NOTEBOOK FAILED: {}"; exit 1; }' \
 	|| { echo "notebooks: not all passed; look for NOTEBOOK FAILED above" >&2; exit 1; }
 
 pytest: $(STAMP)  ## the tests, without the slow ones
@@ -66,7 +66,7 @@ slow: $(STAMP)  ## the learning tests, many minutes
 	@$(BIN)/python -m pytest -q -m slow --timeout 3600
 
 bench: $(STAMP)  ## every benchmark, each beside its floor
-	@for f in benchmarks/bench_*.py; do echo "== $$f"; $(BIN)/python "$$f" || exit 1; done
+	@for f in collect trpo_update footprint train; do echo "== $$f"; $(BIN)/python benchmarks/$$f.py || exit 1; done
 
 export: $(STAMP)  ## clean the notebooks and export them to modules
 	@$(BIN)/nbdev_clean && $(BIN)/nbdev_export

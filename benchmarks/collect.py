@@ -8,12 +8,13 @@ critic asked at every step (what most code does), and once a fragment (what the 
 import argparse, gc
 from time import perf_counter
 
+import gymnasium as gym
 import torch
 from floor import Floor
 from report import header, spread, table
 
 from rollpipe.layers import Critic, MLPPolicy
-from rollpipe.pipes import on_policy
+from rollpipe.pipes import on_policy, returns
 
 T = 128
 
@@ -31,6 +32,13 @@ def seconds(collect, n):
     return perf_counter() - start
 
 
+def gae_seconds(fragment, n=50):
+    "Seconds of the advantage estimate alone, the critic's values given."
+    rew, fin, term = fragment.state.rew[1:], fragment.state.fin[1:], fragment.term[1:]
+    v = torch.zeros_like(rew)
+    return seconds(lambda: returns.gae(rew, v, v, 0.99 * (~term), 0.95, cut=fin), n) / n
+
+
 def measure(env_id, n_envs, repeats, budget):
     "Rows of the table for one environment and batch size: steps/s of both floors and the pipeline, and the ratios."
     runs = {'critic per step': Floor(env_id, n_envs, T).collect,
@@ -43,9 +51,19 @@ def measure(env_id, n_envs, repeats, budget):
         for name, collect in runs.items():
             gc.collect()
             rates[name].append(n * T * n_envs / seconds(collect, n))
+    share = [gae_seconds(runs['pipeline']()) * rate / (T * n_envs) for rate in rates['pipeline']]
     ratio = {name: [p / f for p, f in zip(rates['pipeline'], rates[name])] for name in runs}
     return [env_id, n_envs, *(spread(rates[name], '{:,.0f}') for name in runs),
-            spread(ratio['critic per step']), spread(ratio['critic per fragment'])]
+            spread(ratio['critic per step']), spread(ratio['critic per fragment']), spread(share, '{:.1%}')]
+
+
+def installed(env_id) -> bool:
+    "Can the environment be made? Says so if not."
+    try: gym.make(env_id).close()
+    except gym.error.DependencyNotInstalled as e:
+        print(f"{env_id} left out: {e}\n")
+        return False
+    return True
 
 
 def main():
@@ -57,9 +75,10 @@ def main():
     args = args.parse_args()
     torch.set_num_threads(1)
     print(header())
-    rows = [measure(env, B, args.repeats, args.seconds) for env in args.envs for B in args.sizes]
+    envs = [env for env in args.envs if installed(env)]
+    rows = [measure(env, B, args.repeats, args.seconds) for env in envs for B in args.sizes]
     print(table(['environment', 'B', 'floor, critic per step', 'floor, critic per fragment', 'pipeline [steps/s]',
-                 'ratio to the first', 'ratio to the second'], rows))
+                 'ratio to the first', 'ratio to the second', 'GAE of collecting'], rows))
 
 
 if __name__ == '__main__': main()

@@ -164,7 +164,7 @@ class Says(Constant):
 
 
 def test_actions_are_recorded_as_chosen_and_clipped_for_the_environment():
-    env = acting(Box(np.array([-1, -np.inf]), np.array([1, 5]), dtype=np.float32))
+    env = acting(Box(f32(-1, -np.inf), f32(1, 5)))
     tick = ticks(env, Says(f32(-3, -70)), 1)[0]
     assert tick.next.act.tolist() == [[-3, -70]] and env.given[0].tolist() == [-1, -70]
     env = acting(Box(-1, 1, (2,)))

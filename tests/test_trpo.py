@@ -140,7 +140,7 @@ def rows_of(f):
     "Observation, action taken, normalised advantage, and old log-probability of the valid rows of a stateless fragment."
     adv = f.adv[f.valid]
     act = nested.map(lambda x: x[1:][f.valid], f.state.act)
-    return f.state.obs[:-1][f.valid], act, (adv - adv.mean()) / (adv.std() + 1e-8), f.actor['logp'][:-1][f.valid]
+    return f.state.obs[:-1][f.valid], act, (adv - adv.mean()) / adv.std(correction=0), f.actor['logp'][:-1][f.valid]
 
 
 def vector(module): return torch.cat([p.detach().flatten() for p in module.parameters()])
@@ -305,7 +305,7 @@ def make_agent(kind, **kw):
         dist, _ = policy.params(s.obs, s.act, s.rew, s.fin, hx=(), stepno=s.stepno)
         floats = nested.map(lambda x: x.float() if x.dtype == torch.double else x, s.act)
         logp = policy.dist.log_prob(dist, nested.map(lambda x: x.roll(-1, 0), floats))
-    dist = nested.map(torch.clone, dist)  # the deviation is a view of the parameter
+    dist = nested.map(lambda x: x.detach().clone(), dist)  # the deviation is a view of the parameter
     f = f._replace(state=s._replace(act=floats), actor=dict(dist=dist, logp=logp), adv=f.adv.float())
     return TRPO(policy, critic, **kw), f
 
@@ -345,6 +345,15 @@ def test_invalid_rows_of_a_recurrent_policy_have_no_influence(junk):
     assert clean(a[0]) == clean(b[0]) and torch.equal(a[1], b[1])
 
 
+def test_actions_that_begin_elsewhere_than_at_zero():
+    policy = Recurrent('categorical')
+    f, other = make_fragment(policy), copy.deepcopy(policy)
+    assert not f.valid.all()
+    other.dist = Categorical(3, start=5)
+    a, b = updated(policy, f), updated(other, f._replace(state=f.state._replace(act=f.state.act + 5)))
+    assert clean(a[0]) == clean(b[0]) and torch.equal(a[1], b[1])
+
+
 @pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('share', [.7, 1.])
 def test_an_inert_memory_changes_nothing_and_the_time_axis_is_kept(kind, share):
@@ -361,7 +370,8 @@ def test_an_inert_memory_changes_nothing_and_the_time_axis_is_kept(kind, share):
 def test_recurrent_gradient_is_that_of_a_loop_over_environments():
     policy = Recurrent('categorical')
     f = make_fragment(policy, T=7, B=3)
-    adv, loss = (f.adv - f.adv[f.valid].mean()) / f.adv[f.valid].std(), 0.
+    kept, loss = f.adv[f.valid], 0.
+    adv = (f.adv - kept.mean()) / kept.std(correction=0)
     for b in range(f.n_envs):
         h = f.hx[0, b]
         for t in range(f.n_steps):
@@ -428,6 +438,15 @@ def test_thinned_environments_of_a_recurrent_policy_stay_whole():
     assert torch.equal(few.weight > 0, f.valid[:, columns])
     m, _, _ = updated(policy, f, fvp_subsample=.5)
     assert m['accepted'] == 1
+
+
+def test_thinned_environments_have_valid_rows():
+    policy = Recurrent('gaussian')
+    f = make_fragment(policy, T=6, B=8, share=1.)
+    valid = torch.zeros_like(f.valid)
+    valid[:, 2] = True
+    m, _, _ = updated(policy, f._replace(valid=valid), cg_iters=1, fvp_subsample=.1)
+    assert m['curvature'] < .99 * m['grad_norm'] ** 2 / .1  # which it would be with damping alone
 
 
 # ---- when nothing is to be done, or something is wrong
@@ -530,7 +549,7 @@ def test_an_actor_without_a_distribution_is_refused():
 
 @pytest.mark.parametrize('name, value', [
     ('fvp_subsample', 0.), ('fvp_subsample', 1.5), ('max_kl', 0.), ('max_kl', -1.), ('damping', -.1), ('cg_iters', 0),
-    ('backtrack', 0.), ('backtrack', 1.), ('max_backtracks', 0), ('critic_epochs', -1), ('critic_lr', -1.)])
+    ('backtrack', 0.), ('backtrack', 1.5), ('max_backtracks', 0), ('critic_epochs', -1), ('critic_lr', -1.)])
 def test_hyperparameters_out_of_range_are_refused_when_the_agent_is_made(name, value):
     with pytest.raises(ValueError) as e: TRPO(Tiny('categorical'), Value(), **{name: value})
     if name != 'critic_lr': assert name in str(e.value)  # that message is torch's

@@ -19,6 +19,7 @@ from ..pipes import nested
 from ..pipes.errors import DataError, EnvError
 from ..pipes.sources import EnvFactory, env_factories
 from ..pipes.stepper import EnvStepper
+from ..pipes.weights import eval_mode
 
 # %% ../../nbs/34_evaluate.ipynb #f1c395fb
 def quotas(
@@ -142,7 +143,7 @@ def evaluate(
         for recorder in recorders[1:]: recorder.done = True
         sources, env_kwargs = recorders, None
     ticks = EnvStepper(sources, actor, n_envs, env_kwargs=env_kwargs, seed=seed, explore=not deterministic)
-    with torch.no_grad(), _eval_mode(actor): result = _play(ticks, quotas(n_episodes, n_envs), max_steps)
+    with torch.no_grad(), eval_mode(actor): result = _play(ticks, quotas(n_episodes, n_envs), max_steps)
     if record is not None: recorders[0].save(record)
     return result
 
@@ -168,15 +169,7 @@ def _play(ticks, quota, max_steps):
     return Evaluation(returns, lengths, terminated)
 
 
-class _eval_mode:
-    "Every module of `actor` in eval mode inside the block, and as it was afterwards."
-    def __init__(self, actor):
-        modules = actor.modules() if isinstance(actor, torch.nn.Module) else ()
-        self.modes = [(m, m.training) for m in modules]
-    def __enter__(self):
-        for m, _ in self.modes: m.training = False
-    def __exit__(self, *exc):
-        for m, training in self.modes: m.training = training
+
 
 # %% ../../nbs/34_evaluate.ipynb #27bbf9e4
 class RandomActor(Actor):

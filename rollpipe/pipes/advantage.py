@@ -12,7 +12,7 @@ from . import nested, returns
 from .data import as_seen
 from .errors import DataError, describe
 from .pipe import Pipe
-from .weights import Handle
+from .weights import eval_mode
 
 # %% ../../nbs/13_advantage.ipynb #4695536d
 def values(fragment, critic=None):
@@ -30,8 +30,11 @@ def values(fragment, critic=None):
     else:
         v = _evaluate(critic, fragment.state.obs)
         v_final = _evaluate(critic, fragment.final.obs) if len(fragment.final.t) else None
-    if v.shape != fragment.state.rew.shape:
-        raise DataError("wrong shape of the values", expected=f"[T+1, B] = {list(fragment.state.rew.shape)}", got=describe(v))
+    for name, x, lead in (('v', v, fragment.state.rew.shape), ('v of the final observations', v_final, fragment.final.t.shape)):
+        if x is None: continue
+        if not isinstance(x, torch.Tensor) or x.dtype != torch.float32 or x.shape != lead:
+            shape = '[T+1, B]' if name == 'v' else '[K]'
+            raise DataError(f"wrong shape or dtype of {name}", expected=f"float32 {shape} = {list(lead)}", got=describe(x))
     v_tp1 = v[1:]
     if len(fragment.final.t):
         v_tp1 = v_tp1.clone()
@@ -41,12 +44,7 @@ def values(fragment, critic=None):
 
 def _evaluate(critic, obs):
     "`critic(obs)` without gradients and in evaluation mode."
-    training = getattr(critic, 'training', False)
-    if training: critic.eval()
-    try:
-        with torch.no_grad(): return critic(as_seen(obs))
-    finally:
-        if training: critic.train()
+    with torch.no_grad(), eval_mode(critic): return critic(as_seen(obs))
 
 # %% ../../nbs/13_advantage.ipynb #41eaef39
 class AdvantageBuffer(Pipe):
@@ -68,8 +66,7 @@ class AdvantageBuffer(Pipe):
         super().__init__(pipe)
         for name, x in (('gamma', gamma), ('lam', lam)):
             if not 0 <= x <= 1: raise DataError("out of range", pipe=self, expected=f"0 <= {name} <= 1", got=f"{name}={x}")
-        self.gamma, self.lam = gamma, lam
-        self.handle = None if critic is None else Handle(critic)
+        self.critic, self.gamma, self.lam = critic, gamma, lam
 
     def stream(self, items):
         for fragment in items: yield self.estimate(fragment)
@@ -77,7 +74,7 @@ class AdvantageBuffer(Pipe):
     def estimate(self, fragment):
         "`fragment` with `adv` and `ret`."
         where = dict(pipe=self, lane=None if fragment.lane is None else int(fragment.lane[0]))
-        try: v_t, v_tp1 = values(fragment, self.handle and self.handle.module)
+        try: v_t, v_tp1 = values(fragment, self.critic)
         except DataError as e:
             e.locate(**where)
             raise

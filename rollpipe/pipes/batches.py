@@ -114,4 +114,4 @@ class Minibatcher(Pipe):
             size = max(1, self.size // fragment.n_steps) if recurrent else self.size
             for _ in range(self.epochs):
                 order = pool[torch.from_numpy(rng.permutation(len(pool)))]
-                for index in order.split(size): yield (columns if recurrent else transitions)(fragment, index)
+                for index in order.split(size) if len(pool) else (): yield (columns if recurrent else transitions)(fragment, index)

@@ -49,7 +49,8 @@ def action_rows(space, clip=True):
                 b = int(np.argwhere(~np.isfinite(act))[0][0])
                 raise ActorError("non-finite action", env=b, leaf=leaf, expected="finite numbers", got=str(act[b]))
             if bounded: act = np.minimum(np.maximum(act, space.low), space.high)
-        return list(act.astype(space.dtype, copy=False))
+        # the environment may keep or change its action, the record must not follow
+        return list(act.astype(space.dtype, copy=not bounded))
     return rows
 
 # %% ../../nbs/09_envs.ipynb #03a1e1ac
@@ -249,13 +250,20 @@ class EnvBatch:
         "The infos `values` of all environments as one container `[B, ...]`."
         try:
             if isinstance(spec, np.ndarray):
-                column = np.array(values, spec.dtype)
-                if column.shape == (len(values), *spec.shape): return column
+                column = np.array(values)
+                if column.dtype.kind in 'biuf' and column.shape == (len(values), *spec.shape):
+                    return self._widened(key, spec, column)
             else: return nested.stack([nested.map(np.asarray, x) for x in values])
         except (TypeError, ValueError): pass
         for b, value in enumerate(values):
             nested.check_like(nested.map(np.asarray, value), spec, f"info[{key!r}]", env=self.name(b), **self.where)
         raise EnvError("infos that cannot be stacked", leaf=f"info[{key!r}]", **self.where)
+
+    def _widened(self, key, spec, column):
+        "`column` in the recorded dtype, which becomes wider if need be: an info that began as 0 may go on with 0.5."
+        dtype = np.result_type(spec.dtype, column.dtype)
+        if dtype != spec.dtype: self._info[key] = spec.astype(dtype), self._info[key][1].astype(dtype)
+        return column.astype(dtype, copy=False)
 
     def _raise(self, e, b, call):
         raise EnvError(f"{call} raised {type(e).__name__}: {e}", env=self.name(b), **self.where) from e
@@ -289,7 +297,8 @@ def _info_spec(infos, keys) -> dict:
     spec = {}
     for key in (seen if keys is None else keys):
         value = nested.map(np.asarray, seen.get(key, np.float32(np.nan)))
-        if all(x.dtype.kind in 'biuf' for x in nested.leaves(value)):
+        leaves = nested.leaves(value)
+        if leaves and all(x.dtype.kind in 'biuf' for x in leaves):
             spec[key] = value, nested.map(lambda x: np.full_like(x, np.nan if x.dtype.kind == 'f' else 0), value)
         elif keys is not None:
             raise EnvError("an info that is not numeric cannot be recorded", leaf=f"info[{key!r}]", expected="numbers",

@@ -20,7 +20,7 @@ from .pipe import Pipe
 def stack_rows(rows):
     "Stack numpy containers `[B, ...]` into tensors `[len(rows), B, ...]`, one copy."
     def join(*xs):
-        out = np.empty((len(xs), *xs[0].shape), xs[0].dtype)
+        out = np.empty((len(xs), *xs[0].shape), xs[-1].dtype)  # the dtype of an info may become wider
         for t, x in enumerate(xs): out[t] = x
         return torch.from_numpy(out)
     return nested.map(join, *rows)
@@ -42,13 +42,16 @@ def final_rows(ticks, actor) -> Final:
     state = State(stepno=np.array([ticks[i].state.stepno[j] + 1 for i, j in zip(t, b)]), obs=obs,
                   act=nested.map(lambda *xs: np.stack(xs), *(nested.getitem(x.act, j) for x, j in zip(last, b))),
                   rew=np.array([x.rew[j] for x, j in zip(last, b)]), fin=np.zeros(len(b), bool))
-    actor = reported(ticks[0], *ticks[0].react(state, nested.cat(hx, dim=1) if nested.leaves(hx) else hx[0]))
+    act, info = ticks[0].react(state, nested.cat(hx, dim=1) if nested.leaves(hx) else hx[0])
+    actor = reported(ticks[0], act, nested.map(torch.clone, info))  # a report may show parameters of the actor
     return Final(torch.tensor(t), torch.tensor(b), nested.map(torch.from_numpy, obs), nested.map(lambda x: x[0], actor))
 
 
 def reported(tick, act, info):
-    "`info`, with what the actor adds afterwards."
-    return info if tick.complete is None else tick.complete(act, info)
+    "`info`, with what the actor adds afterwards: data of its own, that no training changes."
+    with torch.no_grad():
+        if tick.complete is not None: info = tick.complete(act, info)
+    return nested.map(torch.Tensor.detach, info)
 
 # %% ../../nbs/11_fragments.ipynb #e9f89cda
 class FragmentCollector(Pipe):

@@ -12,6 +12,8 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from itertools import chain
 
+import torch
+
 from .errors import GraphError
 from .torchdata import IterDataPipe, MapDataPipe
 
@@ -66,9 +68,11 @@ def nodes(pipe) -> list:
 
 # %% ../../nbs/04_graph.ipynb #3e37f75a
 def short_repr(pipe) -> str:
-    "The class of a pipe and its scalar configuration: the arguments of `__init__` kept as attributes, but for `None`."
+    "The class of a pipe with its scalars and networks: the arguments of `__init__` kept as attributes, but for `None`."
     values = {name: vars(pipe).get(name) for name in inspect.signature(type(pipe)).parameters}
-    config = ', '.join(f'{k}={reprlib.repr(v)}' for k, v in values.items() if isinstance(v, (int, float, str, bool)))
+    shown = {k: reprlib.repr(v) if isinstance(v, (int, float, str, bool)) else type(v).__name__ for k, v in values.items()
+             if isinstance(v, (int, float, str, bool, torch.nn.Module))}
+    config = ', '.join(f'{k}={v}' for k, v in shown.items())
     name = type(pipe).__name__
     short = name.removesuffix('IterDataPipe').removesuffix('MapDataPipe')    # torch's IterableWrapperIterDataPipe
     return f'{short or name}({config})'

@@ -16,8 +16,9 @@ from .pipe import Pipe
 class Lanes(Pipe):
     """`n` independent copies of the graph above, one item of each in turn.
 
-    Pipes above that have a method `set_lane(lane, seed_sequence)` are told their lane and get a child of `seed` of their own. A lane that
-    ends leaves the turn. Raises `DataError` if `n < 1` and `GraphError` if there are `Lanes` or pipes with seeds of their own above.
+    Pipes above that have a method `set_lane(lane, seed_sequence)` are told their lane and get a child of `seed` of their own
+    (or of the seed that such a pipe was given, if `Lanes` has none). A lane that ends leaves the turn. Raises `DataError` if
+    `n < 1`, and `GraphError` if there are `Lanes` above, or seeds in both places.
     """
     def __init__(self,
                  pipe,       # the graph to copy
@@ -43,10 +44,11 @@ class Lanes(Pipe):
             copies.append(copy_graph(self.pipe))
             seeded = find(copies[-1], lambda pipe: hasattr(pipe, 'set_lane'))
             for pipe, seed in zip(seeded, lane_seed.spawn(len(seeded))):
-                if getattr(pipe, 'seed', None) is not None:
-                    raise GraphError(f"{type(pipe).__name__} has a seed of its own", pipe=self, got=f"seed={pipe.seed}",
-                                     expected="the seed at `Lanes`, which gives each lane its own child of it")
-                pipe.set_lane(lane, seed)
+                own = getattr(pipe, 'seed', None)
+                if own is not None and self.seed is not None:
+                    raise GraphError(f"{type(pipe).__name__} and Lanes both have a seed", pipe=self, expected="one of them",
+                                     got=f"seed={own} and seed={self.seed}")
+                pipe.set_lane(lane, seed if own is None else np.random.SeedSequence(own, spawn_key=(lane,)))
         return copies
 
     def _run(self):

@@ -8,9 +8,12 @@ __all__ = ['Pipe', 'Source']
 # %% ../../nbs/05_pipe.ipynb #28b84d4c
 from functools import partial
 
+import torch
+
 from . import graph
 from .errors import GraphError
 from .torchdata import IterDataPipe
+from .weights import Handle
 
 # %% ../../nbs/05_pipe.ipynb #658834d6
 class Pipe(IterDataPipe):
@@ -20,6 +23,9 @@ class Pipe(IterDataPipe):
     under the names of their `__init__` arguments, so that `repr` and `graph.draw` can show it, and hold nothing of an
     iteration in attributes: every iteration is a fresh start, and the pipe pickles. As with all datapipes a new
     iterator of a pipe ends the older one.
+
+    Networks, actors and callables that a pipe keeps as attributes are held by reference: the copy of the graph that
+    `DataLoader2` makes uses the very same ones (see `weights.Handle`). Everything else is copied.
 
     Raises:
         TypeError: `pipe` is no IterDataPipe.
@@ -53,6 +59,14 @@ class Pipe(IterDataPipe):
 
     def __bool__(self): return True                     # and not `len(self) > 0`
 
+    def __getstate__(self):
+        state = super().__getstate__()                  # while torch looks for pipes, all else is left out
+        if not isinstance(state, dict): return state
+        return {name: _Held(x) if _is_shared(x) else x for name, x in state.items()}
+
+    def __setstate__(self, state):
+        vars(self).update({name: x.module if isinstance(x, _Held) else x for name, x in state.items()})
+
     def __repr__(self): return graph.short_repr(self)
     __str__ = __repr__
     _profile_name = property(__repr__)                  # torch's profiler would print every argument in full
@@ -74,6 +88,15 @@ class Pipe(IterDataPipe):
     def _in_place_of(cls, old, kwargs):
         if len(sources := graph.inputs(old)) == 1: return cls(sources[0], **kwargs)
         raise GraphError(f'{cls.__name__} reads one pipe and cannot replace one with {len(sources)} inputs', pipe=old)
+
+
+class _Held(Handle):
+    "Stands for an attribute that is held by reference, while its pipe is copied."
+
+
+def _is_shared(x) -> bool:
+    "Networks, actors and callables mean the same one in a copy; classes pickle by reference anyway."
+    return not isinstance(x, (type, IterDataPipe)) and (isinstance(x, torch.nn.Module) or callable(x) or hasattr(x, 'step'))
 
 # %% ../../nbs/05_pipe.ipynb #8aa97acc
 class Source(Pipe):

@@ -15,7 +15,7 @@ from .envs import EnvBatch
 from .errors import ActorError, PipeError, describe
 from .pipe import Source
 from .sources import env_factories
-from .weights import Handle, version_of
+from .weights import version_of
 
 # %% ../../nbs/10_stepper.ipynb #448ad896
 class _Chance:
@@ -72,7 +72,11 @@ class _Lane:
     def start(self):
         "The first outcome of the environments, and the recurrent state to begin with."
         out = self.envs.reset()
-        _, hx, _ = self.react(out.seen, None, virtual=True)  # the actor alone knows the structure of its recurrent state
+        # the actor alone knows the structure of its recurrent state, and the dtype of its actions
+        act, hx, _ = self.react(out.seen, None, virtual=True)
+        act = nested.map(torch.zeros_like, act)
+        array = nested.map(lambda x: x[0].numpy(), act)
+        out = out._replace(state=out.state._replace(act=array), seen=out.seen._replace(act=act))
         return out, self.reset(hx, out.ended)
 
     def react(self, seen, hx, virtual=False):
@@ -153,7 +157,7 @@ class EnvStepper(Source):
                  *,
                  env_kwargs=None,    # keyword arguments for `gymnasium.make`
                  info_keys=None,     # environment infos to record; None: all that are numeric after the first step
-                 seed=None,          # fixes environments and actions; under `Lanes`, which seeds its lanes itself, leave it out
+                 seed=None,          # fixes environments and actions; not if `Lanes` below has a seed
                  explore=True,       # False: no noise, the actor's deterministic choice
                  clip_actions=True,  # clip float actions to the bounds of their Box
     ):
@@ -163,14 +167,11 @@ class EnvStepper(Source):
                 raise ActorError(f"an actor needs the method `{method}`", pipe=self, got=describe(actor),
                                  expected="an actor such as a `rollpipe.layers.Actor`")
         self.factories = env_factories(source, n_envs, env_kwargs)
-        self.n_envs, self.handle = len(self.factories), Handle(actor)
+        self.n_envs, self.actor = len(self.factories), actor
         self.info_keys, self.seed, self.explore, self.clip_actions = info_keys, seed, explore, clip_actions
         self.lane, self.lane_seed = 0, None
 
-    @property
-    def actor(self): return self.handle.module
-
-    def __repr__(self): return f"EnvStepper({self.factories[0]}, {self.handle}, n_envs={self.n_envs})"
+    def __repr__(self): return f"EnvStepper({self.factories[0]}, {type(self.actor).__name__}, n_envs={self.n_envs})"
 
     def set_lane(self, lane, seed):
         "Called by `Lanes` on its copies: the lane's number and numpy `SeedSequence`."

@@ -1,0 +1,558 @@
+"Whatever is wrong: a clear error that names pipe, lane, environment and leaf, what was expected and what came."
+from collections import OrderedDict
+from functools import partial
+from itertools import islice
+from typing import NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Dict, Discrete, Graph, MultiDiscrete, Sequence, Text, Tuple
+from toys import Constant, Counting, Failing, Ledger, Nested, NestedMemory, Plain, Valued
+
+from rollpipe.layers import Actor
+from rollpipe.pipes import (
+    ActorError, AdvantageBuffer, DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Minibatcher, PipeError,
+    SpaceError, on_policy,
+)
+
+LONG = [(99, "term")]
+nan, inf = float("nan"), float("inf")
+
+
+def failure(error, make, *parts, n=12):
+    "Run `make()`, a pipe or a function that makes one; the message of `error` contains all `parts`, in that order."
+    with pytest.raises(error) as caught:
+        for _ in islice(make() if callable(make) else make, n): pass
+    text, at = str(caught.value), 0
+    for part in parts:
+        assert part in text[at:], f"{part!r} is not in {text[at:]!r} of {text!r}"
+        at = text.index(part, at) + len(part)
+    assert isinstance(caught.value, PipeError) and Ledger.open() == 0
+    return caught.value
+
+
+@pytest.fixture(autouse=True)
+def clean_ledger(): Ledger.clear()
+
+
+def tampered(base=Counting, when=3, plan=LONG, **change):
+    """A factory of environments that behave until step (or reset) `when`, then answer with `change` of what they would.
+
+    `change`: functions of the names obs, rew, term, whole (a step's answer), reset (its answer), or first (every observation of a reset).
+    """
+    class Tampered(base):
+        n_steps = n_resets = 0
+        def reset(self, **kwargs):
+            out, self.n_resets = super().reset(**kwargs), self.n_resets + 1
+            if self.n_resets != when: return out
+            if "reset" in change: return change["reset"](out)
+            return (change["first"](out[0]), out[1]) if "first" in change else out
+        def step(self, action):
+            out, self.n_steps = list(super().step(action)), self.n_steps + 1
+            if self.n_steps == when:
+                for k, name in enumerate(("obs", "rew", "term", "trunc", "info")):
+                    if name in change: out[k] = change[name](out[k])
+                if "whole" in change: return change["whole"](out)
+            return tuple(out)
+    return lambda: Tampered(plan)
+
+
+def fine(base=Counting): return lambda: base(LONG)
+
+
+def stepper(factory, base=Counting, actor=None, **kwargs):
+    "Environment 0 is fine, environment 1 is not."
+    return EnvStepper([fine(base), factory], actor or (NestedMemory() if base is Nested else Plain()), **kwargs)
+
+
+WHO = ("EnvStepper, lane 0, environment 1 (<lambda>)",)
+
+
+# --- where environments come from
+
+@pytest.mark.parametrize("source, near", [
+    ("CartPol-v1", "CartPole-v1"), ("cartpole-v1", "CartPole-v1"), ("Pendulum", "Pendulum-v1"), ("pendulum-v1", "Pendulum-v1"),
+    ("CartPole-v7", "CartPole-v1"), ("MountainCarContinous-v0", "MountainCarContinuous-v0")])
+def test_unknown_ids_name_their_nearest(source, near):
+    failure(EnvError, lambda: EnvStepper(source, Plain()), repr(source), "Expected", "known ids", near)
+    failure(EnvError, lambda: on_policy(source, Plain()), repr(source), near)
+
+
+def test_unknown_ids_without_a_likeness():
+    failure(EnvError, lambda: EnvStepper("Xyzzyqwv", Plain()), "'Xyzzyqwv'", "Expected")
+    failure(EnvError, lambda: EnvStepper("no such namespace/Game-v0", Plain()), "'no such namespace/Game-v0'")
+    failure(EnvError, lambda: EnvStepper("", Plain()), "''")
+
+
+@pytest.mark.parametrize("source, got", [(None, "None"), (3, "3"), ({}, "{}")])
+def test_unusable_sources(source, got):
+    failure(EnvError, lambda: EnvStepper(source, Plain()), "environment source", "Expected a gymnasium id or a callable, got " + got)
+
+
+def test_an_instance_is_no_source():
+    env = Counting()
+    failure_text = "Expected a gymnasium id or a factory"
+    with pytest.raises(EnvError, match=failure_text): EnvStepper(env, Plain())
+    env.close()
+
+
+def test_a_factory_that_makes_no_environment():
+    failure(EnvError, stepper(lambda: "a game"), "EnvStepper, lane 0, environment 1", "no environment", "gymnasium.Env, got str")
+    failure(EnvError, stepper(lambda: None), "EnvStepper, lane 0, environment 1", "got NoneType")
+
+
+def test_a_factory_that_fails():
+    def broken(): raise ValueError("no disk")
+    error = failure(EnvError, stepper(broken), "EnvStepper, lane 0, environment 1 (broken)", "ValueError: no disk")
+    assert isinstance(error.__cause__, ValueError) and len(Ledger.made) == 1
+
+
+def test_arguments_of_an_id():
+    failure(EnvError, lambda: EnvStepper("CartPole-v1", Plain(), env_kwargs=dict(colour="red")),
+            "EnvStepper, lane 0, environment 0 (CartPole-v1)", "TypeError", "colour")
+    failure(EnvError, lambda: EnvStepper(Counting, Plain(), env_kwargs=dict(tag=1)), "env_kwargs", "Expected")
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, "2"])
+def test_numbers_of_environments(n):
+    failure(EnvError, lambda: EnvStepper(Counting, Plain(), n), "number of environments", "n_envs", f"n_envs={n!r}")
+    failure(EnvError, lambda: on_policy(Counting, Plain(), n_envs=n), "n_envs", f"n_envs={n!r}")
+
+
+def test_lists_of_sources():
+    failure(EnvError, lambda: EnvStepper([], Plain()), "number of environments", "0 sources")
+    failure(EnvError, lambda: EnvStepper([Counting, Counting], Plain(), 3), "multiple of 2", "n_envs=3")
+
+
+@pytest.mark.parametrize("name, other", [("observation_space", Box(-1, 1, (4,))), ("action_space", Discrete(6))])
+def test_mismatching_spaces(name, other):
+    class Other(Counting): pass
+    setattr(Other, name, other)
+    failure(EnvError, EnvStepper([Counting, Counting, Other], Plain()), "EnvStepper, lane 0, environment 2 (Other)", name, "Expected",
+            "as in environment 0", f"got {other}")
+    assert len(Ledger.made) == 3
+
+
+# --- unsupported spaces
+
+class Strange(gym.Space):
+    "A space that gymnasium does not know."
+
+
+SPACES = [(Text(4), ""), (Sequence(Discrete(2)), ""), (Graph(Box(-1, 1, (2,)), None), ""), (Strange(), ""),
+          (Dict(a=Discrete(2), b=Tuple((Discrete(2), Text(4)))), "['b'][1]"), (Tuple((Sequence(Discrete(2)),)), "[0]")]
+
+
+@pytest.mark.parametrize("space, path", SPACES, ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("name", ["observation_space", "action_space"])
+def test_unsupported_spaces(name, space, path):
+    class Odd(Counting): pass
+    setattr(Odd, name, space)
+    inner = space["b"][1] if path == "['b'][1]" else space[0] if path == "[0]" else space
+    failure(SpaceError, EnvStepper(Odd, Plain()), "EnvStepper, lane 0, environment 0 (Odd)", f"leaf {name}{path}:",
+            "Expected Box, Discrete", f"got {inner}")
+
+
+# --- environments that fail
+
+def boom(*_): raise ValueError("boom")
+
+
+@pytest.mark.parametrize("change, when, plan, call", [
+    ("reset", 1, LONG, "reset()"), ("reset", 3, [(2, "term")], "reset()"), ("reset", 3, [(2, "trunc")], "reset()"),
+    ("whole", 1, LONG, "step()"), ("whole", 5, LONG, "step()"), ("whole", 5, [(2, "term")], "step()")])
+def test_an_environment_that_raises(change, when, plan, call):
+    error = failure(EnvError, stepper(tampered(when=when, plan=plan, **{change: boom})), *WHO, f"{call} raised ValueError: boom")
+    assert isinstance(error.__cause__, ValueError)
+
+
+def test_the_lane_is_named():
+    class Second(Counting):
+        def step(self, action):
+            if Ledger.made.index(self) == 5: boom()
+            return super().step(action)
+    pipe = Lanes(FragmentCollector(EnvStepper(Second, Plain(), 2), 4), 3, seed=0)
+    failure(EnvError, AdvantageBuffer(pipe, lambda obs: obs[..., 0]), "EnvStepper, lane 2, environment 1 (Second)", "boom")
+
+
+@pytest.mark.parametrize("change, answer, call, numbers", [
+    ("whole", lambda out: out[:4], "step()", ("5", "4")), ("whole", lambda out: [*out, 1], "step()", ("5",)),
+    ("whole", lambda out: None, "step()", ()),
+    ("whole", lambda out: out[0], "step()", ("5", "4")), ("reset", lambda out: out[0], "reset()", ("2",)),
+    ("reset", lambda out: (out[0],), "reset()", ("2", "1")), ("reset", lambda out: None, "reset()", ())])
+@pytest.mark.parametrize("when", [1, 2])
+def test_answers_of_the_wrong_arity(change, answer, call, numbers, when):
+    "Such as those of the old gym interface."
+    text = str(failure(EnvError, stepper(tampered(when=when, plan=[(2, "term")], **{change: answer})), *WHO, call))
+    assert all(number in text for number in numbers)
+
+
+def test_an_observation_alone_from_reset():
+    "`reset` of the old interface; two numbers, or a dict of two, can be unpacked, but are no pair of observation and info."
+    class Pair(Counting):
+        observation_space = Box(-np.inf, np.inf, (2,))
+        def look(self): return super().look()[:2]
+        def reset(self, **kwargs): return super().reset(**kwargs)[0]
+    failure(PipeError, EnvStepper(Pair, Constant(0)), "EnvStepper, lane 0, environment 0 (Pair)")
+    class Two(Counting):
+        observation_space = Dict(a=Box(-1, 1, ()), b=Box(-1, 1, ()))
+        def look(self): return {"a": np.float32(0), "b": np.float32(0)}
+        def reset(self, **kwargs): return super().reset(**kwargs)[0]
+    failure(PipeError, EnvStepper(Two, Constant(0)), "EnvStepper, lane 0, environment 0 (Two)")
+
+
+# --- observations
+
+def put(value, *index):
+    "A function that writes `value` at `index`."
+    def change(x):
+        x = np.array(x)
+        x[index] = value
+        return x
+    return change
+
+
+def inside(key, change): return lambda obs: {**obs, key: change(obs[key])}
+
+
+@pytest.mark.parametrize("value", [nan, inf, -inf])
+@pytest.mark.parametrize("name, when, plan", [
+    ("obs", 3, LONG), ("first", 1, LONG), ("first", 2, [(3, "trunc")]), ("first", 2, [(3, "term")])])
+def test_non_finite_observations(name, when, plan, value):
+    failure(EnvError, stepper(tampered(when=when, plan=plan, **{name: put(value, 2)})), *WHO, "leaf obs", "non-finite",
+            "Expected finite", "got", str(np.float32(value)))
+    nested = tampered(Nested, when, plan, **{name: inside("place", put(value, 2))})
+    failure(EnvError, stepper(nested, Nested), *WHO, "leaf obs['place']", "non-finite", "Expected finite", "got")
+    double = tampered(Nested, when, plan, **{name: inside("exact", put(value))})
+    failure(EnvError, stepper(double, Nested), *WHO, "leaf obs['exact']", "non-finite", "Expected finite", "got")
+
+
+def test_a_non_finite_last_observation():
+    "Of an episode that is cut off, where it is needed, and not only in the row that the reset has overwritten."
+    failure(EnvError, stepper(tampered(when=3, plan=[(3, "trunc")], obs=put(nan, 2))), *WHO, "leaf", "obs", "non-finite", "Expected finite")
+
+
+class Double(Counting):
+    observation_space = Box(-np.inf, np.inf, (4,), np.float64)
+    def look(self): return super().look().astype(np.float64)
+
+
+@pytest.mark.parametrize("value", [nan, inf])
+def test_non_finite_double_observations(value):
+    failure(EnvError, stepper(tampered(Double, obs=put(value, 1)), Double), *WHO, "leaf obs", "non-finite", "Expected finite")
+
+
+def test_large_numbers_are_finite():
+    "1e30 squares to infinity in float32, and is fine."
+    pipe = stepper(tampered(obs=put(1e30, 2), when=2), actor=Constant(0))
+    assert len(list(islice(pipe, 5))) == 5
+    pipe = stepper(tampered(Double, obs=put(1e200, 2), when=2), Double, actor=Constant(0))
+    assert len(list(islice(pipe, 5))) == 5
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_an_observation_too_large_for_the_space():
+    "Float64 numbers that are infinite in the float32 of the space."
+    source = tampered(obs=lambda x: put(1e300, 2)(x.astype(np.float64)))
+    failure(EnvError, stepper(source), *WHO, "leaf obs", "non-finite", "Expected finite")
+
+
+@pytest.mark.parametrize("name, when", [("obs", 1), ("obs", 4), ("first", 1), ("first", 2)])
+@pytest.mark.parametrize("change, parts", [
+    (lambda x: x[:3], ("wrong shape", "Expected float32 [4], got float32 [3]")),
+    (lambda x: x[None], ("wrong shape", "Expected float32 [4], got float32 [1, 4]")),
+    (lambda x: x.astype(complex), ("wrong dtype", "Expected float32 [4], got complex128 [4]")),
+    (lambda x: [x, x], ("structure", "Expected", "got")), (lambda x: {"x": x}, ("structure", "Expected", "got")),
+    (lambda x: None, ("Expected", "got")), (lambda x: "up", ("Expected float32 [4]", "got"))],
+    ids=["shape", "batch", "complex", "list", "dict", "None", "text"])
+def test_observations_that_do_not_fit(name, when, change, parts):
+    "From the first or at any later time."
+    plan = LONG if name == "obs" else [(2, "trunc")]
+    failure(PipeError, stepper(tampered(when=when, plan=plan, **{name: change})), *WHO, "obs", *parts)
+
+
+@pytest.mark.parametrize("change, parts", [
+    (inside("pair", lambda x: (x[0], {"pixels": x[1]["pixels"][:1]})),
+     ("leaf obs['pair'][1]['pixels']", "wrong shape", "Expected uint8 [2, 2], got uint8 [1, 2]")),
+    (inside("pair", lambda x: (x[0], {"pixels": x[1]["pixels"] + .5})),
+     ("leaf obs['pair'][1]['pixels']", "wrong dtype", "Expected uint8", "got float64")),
+    (inside("pair", lambda x: (1.5, x[1])), ("leaf obs['pair'][0]", "wrong dtype", "Expected int64", "got float64")),
+    (inside("pair", lambda x: x[:1]), ("structure", "missing obs['pair'][1]['pixels']", "Expected", "got")),
+    (inside("pair", lambda x: (x[0], {})), ("structure", "missing obs['pair'][1]['pixels']", "Expected", "got")),
+    (lambda x: {**x, "sound": 1}, ("structure", "unexpected obs['sound']", "Expected", "got")),
+    (lambda x: {k: x[k] for k in ("pair", "place")}, ("structure", "missing obs['exact']", "Expected", "got")),
+    (lambda x: x["place"], ("structure", "missing obs['exact']", "Expected", "got")),
+    (inside("pair", lambda x: np.zeros(2)), ("structure", "missing obs['pair'][0]", "Expected", "got"))],
+    ids=["shape", "dtype", "kind", "short", "missing", "unexpected", "missing key", "bare", "array for a tuple"])
+def test_nested_observations_that_do_not_fit(change, parts):
+    failure(PipeError, stepper(tampered(Nested, obs=change), Nested), *WHO, *parts)
+
+
+def test_a_last_observation_that_does_not_fit():
+    source = tampered(when=3, plan=[(3, "trunc")], obs=lambda x: x[:3])
+    failure(PipeError, stepper(source), *WHO, "obs", "Expected float32 [4], got float32 [3]")
+
+
+# --- rewards
+
+@pytest.mark.parametrize("value, got", [
+    (np.ones(1, np.float32), "float32 [1]"), (np.ones((1, 1)), "float64 [1, 1]"), (np.ones(2), "float64 [2]"),
+    ([1.], "[1.0]"), ([1., 2.], "[1.0, 2.0]"), (torch.ones(1), "float32 [1]"), ({"a": 1.}, "'a'"), ("1.0", "1.0"), ("much", "much"),
+    (1j, "1j"), (object(), "object")],
+    ids=["1", "1x1", "2", "list", "longer list", "tensor", "dict", "number as text", "text", "complex", "object"])
+def test_rewards_that_are_no_numbers(value, got):
+    for make in (lambda: stepper(tampered(rew=lambda _: value)), lambda: EnvStepper(tampered(rew=lambda _: value), Plain())):
+        failure(EnvError, make, "EnvStepper, lane 0, environment", "leaf rew", "no scalar", "Expected one number", "got", got)
+
+
+def test_a_vector_reward_of_every_environment():
+    "As many numbers as there are environments are no better."
+    pipe = EnvStepper(tampered(when=1, rew=lambda _: np.ones(3)), Plain(), 3)
+    failure(EnvError, pipe, "environment 0", "leaf rew", "Expected one number")
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("value", [nan, inf, -inf, np.float32(nan), np.float64(inf), torch.tensor(nan), None, 1e39])
+def test_rewards_that_are_not_finite(value):
+    "1e39 is infinite in the float32 that rewards are kept in; None is what a forgotten `return` gives."
+    failure(EnvError, stepper(tampered(rew=lambda _: value)), *WHO, "leaf rew", "Expected", "got")
+
+
+@pytest.mark.parametrize("value", [3, True, np.int64(3), np.float64(3), np.array(3.), np.float16(3), torch.tensor(3.)])
+def test_rewards_that_are_numbers(value):
+    [tick] = islice(EnvStepper(tampered(when=1, rew=lambda _: value), Plain()), 1)
+    assert tick.next.rew.dtype == np.float32 and tick.next.rew.tolist() == [float(value)]
+
+
+# --- actors
+
+class Answers(Plain):
+    "Behaves until its answer number `when`, which is `change(act, hx, info)`; reactions that are virtual count too."
+    def __init__(self, change, when=1):
+        super().__init__()
+        self.change, self.when, self.n = change, when, 0
+
+    def forward(self, obs, act, rew, fin, **context):
+        answer, self.n = super().forward(obs, act, rew, fin, **{**context, "hx": None}), self.n + 1
+        answer = answer[0], answer[1], {"a": fin.float(), "b": (fin.float(),)}
+        return self.change(*answer) if self.n >= self.when else answer
+
+
+WRONG = {
+    "no triple": (lambda act, hx, info: (act, info), ("no triple", "Expected (act, hx, info)", "got")),
+    "nothing": (lambda act, hx, info: None, ("no triple", "Expected (act, hx, info)", "got None")),
+    "one environment": (lambda act, hx, info: (act[:, :1], hx, info), ("leaf act", "Expected", "2", "got int64 [1, 1]")),
+    "no time": (lambda act, hx, info: (act[0], hx, info), ("leaf act", "Expected", "got int64 [2]")),
+    "two times": (lambda act, hx, info: (act.repeat(2, 1), hx, info), ("leaf act", "Expected", "got int64 [2, 2]")),
+    "a vector": (lambda act, hx, info: (act[..., None], hx, info), ("leaf act", "Expected", "Discrete(5)", "got int64 [")),
+    "float": (lambda act, hx, info: (act.float(), hx, info), ("leaf act", "Expected", "Discrete(5)", "got float32 [")),
+    "array": (lambda act, hx, info: (act.numpy(), hx, info), ("leaf act", "Expected a tensor", "got int64 [")),
+    "number": (lambda act, hx, info: (3, hx, info), ("leaf act", "Expected", "got 3")),
+    "None": (lambda act, hx, info: (None, hx, info), ("act", "Expected", "got None")),
+    "a pair": (lambda act, hx, info: ((act, act), hx, info), ("act", "Expected", "got (")),
+    "a dict": (lambda act, hx, info: ({"x": act}, hx, info), ("act", "Expected", "got {")),
+    "memory": (lambda act, hx, info: (act, torch.zeros(1, 3, 4), info), ("leaf hx", "Expected", "got float32 [1, 3, 4]")),
+    "report": (lambda act, hx, info: (act, hx, {**info, "b": (torch.zeros(3),)}), ("leaf info['b'][0]", "Expected", "got float32 [3]")),
+    "array in the report": (lambda act, hx, info: (act, hx, {**info, "a": info["a"].numpy()}),
+                            ("leaf info['a']", "Expected a tensor", "got float32 [1, 2]")),
+}
+
+
+@pytest.mark.parametrize("change, parts", WRONG.values(), ids=WRONG)
+def test_actors_whose_answers_do_not_fit(change, parts):
+    failure(ActorError, FragmentCollector(EnvStepper(fine(), Answers(change), 2), 3), "EnvStepper, lane 0", *parts)
+
+
+LATER = {name: case for name, case in WRONG.items() if name not in ("memory", "report", "array in the report")}
+
+
+@pytest.mark.parametrize("n_steps", [3, 99], ids=["ahead", "step"])
+@pytest.mark.parametrize("change, parts", LATER.values(), ids=LATER)
+def test_actors_whose_answers_do_not_fit_later(change, parts, n_steps):
+    "In a step, in the look-ahead of a fragment, or in both: every answer decides what an environment does, or what is learned."
+    failure(ActorError, FragmentCollector(EnvStepper(fine(), Answers(change, 5), 2), n_steps), "EnvStepper, lane 0", *parts)
+
+
+@pytest.mark.parametrize("name, leaf", [("report", "['b'][0]"), ("array in the report", "['a']")])
+def test_reports_that_do_not_fit_later(name, leaf):
+    failure(PipeError, FragmentCollector(EnvStepper(fine(), Answers(WRONG[name][0], 5), 2), 9), "lane 0", leaf)
+
+
+@pytest.mark.parametrize("change", [
+    lambda act, hx, info: (act, hx, {"a": info["a"]}), lambda act, hx, info: (act, hx, {**info, "c": info["a"]}),
+    lambda act, hx, info: (act, hx, {**info, "a": info["a"][..., None]}), lambda act, hx, info: (act, hx, {**info, "b": info["a"]})],
+    ids=["missing", "unexpected", "shape", "structure"])
+def test_a_report_that_changes_is_noticed(change):
+    failure(PipeError, FragmentCollector(EnvStepper(fine(), Answers(change, 5), 2), 7), "lane 0")
+
+
+class NestedAnswers(NestedMemory):
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def forward(self, *args, **kwargs):
+        act, hx, info = super().forward(*args, **kwargs)
+        return self.change(act), hx, info
+
+
+@pytest.mark.parametrize("change, parts", [
+    (lambda a: {**a, "gear": a["gear"].float()}, ("leaf act['gear']", "Expected", "Discrete", "got float32")),
+    (lambda a: {**a, "steer": (a["steer"][0][..., :1], a["steer"][1])}, ("leaf act['steer'][0]", "Expected", "2", "Box", "got float32 [")),
+    (lambda a: {**a, "steer": (a["steer"][0], a["steer"][1].float())},
+     ("leaf act['steer'][1]", "Expected", "MultiBinary", "got float32 [")),
+    (lambda a: {**a, "steer": (a["steer"][0].long(), a["steer"][1])}, ("leaf act['steer'][0]", "Expected", "Box", "got int64 [")),
+    (lambda a: {**a, "steer": a["steer"][:1]}, ("leaf act['steer']", "structure", "Expected Tuple", "got")),
+    (lambda a: {"gear": a["gear"]}, ("leaf act", "structure", "Expected Dict", "'gear'", "'steer'", "got")),
+    (lambda a: {**a, "horn": a["gear"]}, ("leaf act", "structure", "Expected Dict", "got")),
+    (lambda a: a["gear"], ("leaf act", "structure", "Expected Dict", "got")),
+    (lambda a: (a["gear"], a["steer"]), ("leaf act", "structure", "Expected Dict", "got")),
+    (lambda a: {**a, "steer": (a["steer"][0] / 0, a["steer"][1])},
+     ("environment 0", "leaf act['steer'][0]", "non-finite", "Expected finite", "got")),
+], ids=["float gear", "shape", "float buttons", "integer wheel", "short", "missing", "unexpected", "bare", "tuple", "nan"])
+def test_nested_actions_that_do_not_fit(change, parts):
+    failure(ActorError, EnvStepper(fine(Nested), NestedAnswers(change), 2), "EnvStepper, lane 0", *parts)
+
+
+class Steer(NamedTuple):
+    wheel: object
+    buttons: object
+
+
+@pytest.mark.parametrize("make", [list, lambda pair: Steer(*pair)], ids=["list", "namedtuple"])
+def test_the_containers_of_an_action_may_be_lists_and_namedtuples(make):
+    "For a Tuple space, what counts is the position; in every row of every fragment."
+    pipe = FragmentCollector(EnvStepper(fine(Nested), NestedAnswers(lambda a: {**a, "steer": make(a["steer"])}), 2), 3)
+    assert [f.state.act["steer"][0].shape for f in islice(pipe, 2)] == [(4, 2, 2)] * 2
+
+
+@pytest.mark.parametrize("change", [inside("pair", list), inside("pair", lambda x: Steer(*x)), OrderedDict],
+                         ids=["list", "namedtuple", "ordered"])
+def test_the_containers_of_an_observation_may_be_lists_and_namedtuples(change):
+    class Loose(Nested):
+        def look(self): return change(super().look())
+    pipe = FragmentCollector(EnvStepper(lambda: Loose([(2, "trunc")]), NestedMemory(), 2), 3)
+    assert [f.state.obs["pair"][1]["pixels"].shape for f in islice(pipe, 2)] == [(4, 2, 2, 2)] * 2
+
+
+def continuous(shape, dtype):
+    class Continuous(Counting):
+        observation_space, action_space = Box(-1, 1, (1,)), Box(-1, 1, shape, dtype)
+        def look(self): return np.zeros(1, np.float32)
+        def number(self, action): return 0
+    return lambda: Continuous(LONG)
+
+
+class Later(Actor):
+    "Zeros, but `value` for environment 1 from step 3 on."
+    def __init__(self, shape, dtype, value):
+        super().__init__()
+        self.shape, self.dtype, self.value = shape, dtype, value
+
+    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
+        new = torch.zeros(*fin.shape, *self.shape, dtype=self.dtype)
+        new[:, 1] = torch.where(stepno[0, 1] >= 3, self.value, 0.)
+        return new, (), {}
+
+
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("value", [nan, inf, -inf])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_non_finite_actions(shape, dtype, value, clip):
+    "Infinity is not clipped away."
+    pipe = EnvStepper(continuous(shape, dtype), Later(shape, getattr(torch, dtype), value), 2, clip_actions=clip)
+    failure(ActorError, pipe, *WHO, "leaf act", "non-finite action", "Expected finite", "got", str(value))
+
+
+def test_large_actions_are_finite():
+    pipe = EnvStepper(continuous((3,), "float32"), Later((3,), torch.float32, 1e30), 2)
+    assert len(list(islice(pipe, 6))) == 6
+
+
+def test_integers_for_a_float_space():
+    pipe = EnvStepper(continuous((3,), "float32"), Later((3,), torch.int64, 1), 2)
+    failure(ActorError, pipe, "EnvStepper, lane 0", "leaf act", "Expected", "Box", "got int64")
+
+
+def test_integers_for_multi_discrete():
+    class Many(Counting):
+        action_space = MultiDiscrete([2, 3])
+        def number(self, action): return int(action.sum())
+    failure(ActorError, EnvStepper(Many, Constant([0.5, 1.5])), "EnvStepper, lane 0", "leaf act", "MultiDiscrete", "got float32")
+
+
+def test_an_actor_that_raises():
+    class Lost(Plain):
+        def forward(self, obs, *rest, **context):
+            if context["stepno"].max() == 2: raise KeyError("map")
+            return super().forward(obs, *rest, **context)
+    error = failure(ActorError, Lanes(EnvStepper(fine(), Lost()), 2, 0), "EnvStepper, lane 0", "Lost.step raised KeyError: 'map'")
+    assert isinstance(error.__cause__, KeyError)
+
+
+def test_what_is_no_actor():
+    for actor in (None, print, torch.nn.Linear(2, 2)):
+        failure(ActorError, lambda actor=actor: EnvStepper(Counting, actor), "EnvStepper", "`step`", "Expected", "got")
+    class Half:
+        def step(self): pass
+    failure(ActorError, lambda: EnvStepper(Counting, Half()), "EnvStepper", "`reset`", "Expected", "got")
+
+
+# --- infos
+
+def test_info_keys_that_are_not_numeric():
+    pipe = EnvStepper(fine(), Plain(), info_keys=["name"])
+    failure(EnvError, pipe, "EnvStepper, lane 0", "leaf info['name']", "not numeric", "Expected", "got")
+
+
+@pytest.mark.parametrize("value", [np.zeros(2), "late", {"x": 1}, [1, 2]], ids=["vector", "text", "dict", "list"])
+def test_infos_that_change_their_form(value):
+    pipe = EnvStepper(tampered(info=lambda info: {**info, "count": value}), Plain())
+    failure(PipeError, pipe, "EnvStepper, lane 0, environment 0", "info['count']", "Expected", "got")
+
+
+@pytest.mark.parametrize("value", ["text", object(), ["a", 1], {"x": "y"}, None, [], {}, np.array(["a"]), len],
+                         ids=["text", "object", "mixed list", "text in a dict", "None", "empty list", "empty dict", "array", "function"])
+def test_infos_that_are_no_numbers_do_no_harm(value):
+    def source(): return Informed(value)
+    class Informed(Counting):
+        def __init__(self, value):
+            super().__init__(LONG)
+            self.value = value
+        def step(self, action):
+            *rest, info = super().step(action)
+            return *rest, {"count": info["count"], "thing": self.value}
+    [f] = islice(FragmentCollector(EnvStepper(source, Plain(), 2), 3), 1)
+    assert list(f.env) == ["count"]
+
+
+# --- sizes and order of pipes
+
+@pytest.mark.parametrize("n", [0, -3, 1.5, True, None, "4"])
+def test_lengths_of_a_fragment(n):
+    failure(DataError, lambda: FragmentCollector(EnvStepper(Counting, Plain()), n), "FragmentCollector", "Expected an integer n_steps >= 1",
+            f"got n_steps={n!r}")
+    failure(DataError, lambda: on_policy(Counting, Plain(), n_steps=n), "n_steps")
+
+
+@pytest.mark.parametrize("make", [partial(FragmentCollector, n_steps=2), Lanes, AdvantageBuffer, partial(FragmentStacker, n=2),
+                                  partial(Minibatcher, size=3)])
+@pytest.mark.parametrize("what", [None, [1, 2], "CartPole-v1", EnvStepper])
+def test_pipes_read_from_pipes(make, what):
+    with pytest.raises(TypeError, match=r"reads from a pipe .*, got (NoneType|list|str|\w+)"): make(what)
+
+
+def test_fragments_are_made_of_ticks():
+    pipe = FragmentCollector(FragmentCollector(EnvStepper(fine(), Plain()), 2), 2)
+    failure(DataError, pipe, "FragmentCollector", "made of ticks", "Expected Tick, got Fragment")
+
+
+def test_errors_pass_through_pipes_below_unchanged():
+    "The message is that of the culprit, however long the pipeline; errors of a user's own pipe stay what they are."
+    pipe = on_policy([fine(), tampered(rew=lambda _: nan)], Valued(), n_envs=2, n_steps=5, lanes=2, seed=0)
+    failure(EnvError, Minibatcher(pipe, 3), "EnvStepper, lane 0, environment 1 (<lambda>), leaf rew", "non-finite")
+    pipe = Minibatcher(Failing(on_policy(fine(), Valued(), n_envs=1, n_steps=2), 1), 9)
+    with pytest.raises(ZeroDivisionError, match="downstream"): list(pipe)

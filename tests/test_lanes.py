@@ -1,0 +1,187 @@
+"Lanes: their turns, their independence and their errors."
+from itertools import islice
+
+import pytest
+import torch
+from reference import apply, assert_same, snapshot
+from toys import Counting, Ledger, Limit, Lively, Memory, Plain, Shaky
+
+from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy
+from rollpipe.pipes import (
+    AdvantageBuffer, DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, Pipe, find_one,
+)
+
+
+def pipeline(source, actor, n, seed=0, n_steps=4, n_envs=2):
+    return Lanes(FragmentCollector(EnvStepper(source, actor, n_envs), n_steps), n, seed)
+
+
+def by_lane(pipe, n_items):
+    "lane -> snapshots of its fragments"
+    found = {}
+    for f in islice(pipe, n_items): found.setdefault(int(f.lane[0]), []).append(snapshot(f))
+    return found
+
+
+WORLDS = {"memory": (Counting, lambda: Memory()), "gaussian": (Lively, lambda: GaussianPolicy.for_env(Lively, seed=0)),
+          "categorical": ("CartPole-v1", lambda: CategoricalPolicy.for_env("CartPole-v1", seed=0)), "global": (Lively, lambda: Shaky())}
+
+
+def test_lanes_take_turns():
+    told = [(int(f.lane[0]), int(f.seq[0])) for f in islice(pipeline(Counting, Plain(), 3), 7)]
+    assert told == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (0, 2)]
+
+
+def test_lanes_of_ticks():
+    "The seam may be anywhere behind the stepper."
+    assert [t.lane for t in islice(Lanes(EnvStepper(Counting, Plain()), 2, 0), 5)] == [0, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_lane_does_not_depend_on_its_neighbours(world):
+    "Lane k is the same among 3 as among 5 lanes, and lane 0 the same as alone."
+    source, actor = WORLDS[world][0], WORLDS[world][1]()
+    alone, three, five = (by_lane(pipeline(source, actor, n), 3 * n) for n in (1, 3, 5))
+    for lane in range(3): assert_same(three[lane], five[lane])
+    assert_same(alone[0], three[0])
+    assert len(five[4]) == 3
+
+
+@pytest.mark.parametrize("world", ["gaussian", "categorical", "global"])
+def test_lanes_differ(world):
+    "Every lane and every environment has a seed of its own."
+    source, actor = WORLDS[world][0], WORLDS[world][1]()
+    lanes = by_lane(pipeline(source, actor, 3), 3)
+    starts = {tuple(lanes[lane][0].state.obs[0, b].tolist()) for lane in lanes for b in range(2)}
+    noise = {tuple(lanes[lane][0].state.act[:, b].ravel().tolist()) for lane in lanes for b in range(2)}
+    assert len(starts) == 6 and (len(noise) == 6 or world == "categorical")
+
+
+def test_a_lane_may_be_left_waiting():
+    "What happens between two turns of a lane, its neighbours or the user's random numbers, makes no difference."
+    source, actor = WORLDS["global"][0], WORLDS["global"][1]()
+    expected = by_lane(pipeline(source, actor, 2), 8)
+    found = {}
+    for f in islice(pipeline(source, actor, 2), 8):
+        found.setdefault(int(f.lane[0]), []).append(snapshot(f))
+        torch.randn(3)
+        torch.manual_seed(17)
+    assert_same(found, expected)
+
+
+def test_seeds():
+    actor = GaussianPolicy.for_env(Lively)
+    a, b, c = (by_lane(pipeline(Lively, actor, 2, seed), 4) for seed in (0, 0, 1))
+    assert_same(a, b)
+    assert (a[0][0].state.obs != c[0][0].state.obs).all()
+    x, y = (by_lane(pipeline(Lively, actor, 2, seed=None), 2) for _ in range(2))
+    assert (x[0][0].state.obs != y[0][0].state.obs).all() and (x[0][0].state.obs != x[1][0].state.obs).all()
+
+
+def test_the_seed_may_be_given_to_the_stepper():
+    "Then each lane gets a child of it."
+    make = lambda seed: Lanes(FragmentCollector(EnvStepper(Lively, actor, 2, seed=seed), 4), 3)
+    actor = GaussianPolicy.for_env(Lively)
+    a, b, c = (by_lane(make(seed), 6) for seed in (0, 0, 1))
+    assert_same(a, b)
+    assert len({lanes[k][0].state.obs[0, e].tobytes() for lanes in (a, c) for k in range(3) for e in range(2)}) == 12
+
+
+def test_the_graph_above_is_not_used_itself():
+    "Lanes work on copies: iterating them leaves the pipe above as it was."
+    above = FragmentCollector(EnvStepper(Counting, Plain()), 2)
+    stream = iter(above)
+    first = next(stream)
+    assert [int(f.lane[0]) for f in islice(Lanes(above, 2, 0), 4)] == [0, 1, 0, 1]
+    second = next(stream)
+    assert int(first.seq[0]) == 0 and int(second.seq[0]) == 1
+
+
+def test_lanes_share_the_actor_itself():
+    "A lane's copy refers to the actor, so all lanes see an update at once."
+    actor = torch.nn.Linear(1, 1)
+    class Told(Actor):
+        def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
+            return torch.zeros(fin.shape, dtype=torch.int64), (), {"bias": actor.bias.detach().expand(fin.shape).clone()}
+    seen = []
+    for k, f in enumerate(islice(pipeline(Counting, Told(), 2, n_steps=1, n_envs=1), 6)):
+        seen.append(float(f.actor["bias"][0, 0]))
+        with torch.no_grad(): actor.bias.fill_(k)
+    assert seen[1:] == [0, 1, 2, 3, 4]
+
+
+def test_a_lane_that_ends_leaves_the_turn():
+    class Unequal(Pipe):
+        "Lane k gives k + 1 items."
+        lane = 0
+        def set_lane(self, lane, seed): self.lane = lane
+        def stream(self, items): yield from islice(items, self.lane + 1)
+    pipe = Lanes(Unequal(FragmentCollector(EnvStepper(Counting, Plain()), 2)), 3, 0)
+    assert [int(f.lane[0]) for f in pipe] == [0, 1, 2, 1, 2, 2]
+
+
+def test_several_steppers_in_a_lane_get_different_seeds():
+    class Zip(Pipe):
+        def __init__(self, pipe, other):
+            super().__init__(pipe)
+            self.other = other
+        def stream(self, items): yield from zip(items, iter(self.other))
+    actor = GaussianPolicy.for_env(Lively)
+    [(a, b)] = islice(Lanes(Zip(EnvStepper(Lively, actor), EnvStepper(Lively, actor)), 1, 0), 1)
+    assert (a.state.obs != b.state.obs).all()
+
+
+def test_what_cannot_be():
+    stepper = EnvStepper(Counting, Plain())
+    for n in (0, -1, 1.5):
+        with pytest.raises(DataError, match=r"Lanes: .*n >= 1.*n="): Lanes(stepper, n)
+    with pytest.raises(GraphError, match="Lanes: lanes within lanes"): next(iter(Lanes(Lanes(stepper, 2), 2)))
+    with pytest.raises(GraphError, match="Lanes: EnvStepper and Lanes both have a seed"):
+        next(iter(Lanes(EnvStepper(Counting, Plain(), seed=1), 2, 0)))
+
+
+def test_an_error_names_its_lane_and_closes_all():
+    "The environment of lane 2 fails at its 5th step."
+    Ledger.clear()
+    class Fails(Counting):
+        def step(self, action):
+            if Ledger.made.index(self) == 5 and self.count == 4: raise ValueError("out of petrol")
+            return super().step(action)
+    pipe = FragmentStacker(pipeline(lambda: Fails([(9, "term")]), Plain(), 3, n_steps=3), 3)
+    stream = iter(pipe)
+    assert next(stream).n_envs == 6
+    with pytest.raises(EnvError, match=r"EnvStepper, lane 2, environment 1 \(.*\): step\(\) raised ValueError: out of petrol"):
+        next(stream)
+    assert len(Ledger.made) == 6 and Ledger.open() == 0
+
+
+def test_the_pipes_below_are_shared():
+    "Below the seam there is one pipe for all lanes."
+    pipe = AdvantageBuffer(pipeline(Counting, Plain(), 3), lambda obs: obs[..., 2])
+    assert find_one(pipe, Lanes).n == 3
+    assert [int(f.lane[0]) for f in islice(pipe, 4)] == [0, 1, 2, 0]
+
+
+def test_limit_above_and_below():
+    stepper = EnvStepper(Counting, Plain())
+    assert len(list(Lanes(Limit(FragmentCollector(stepper, 2), 3), 2, 0))) == 6
+    assert len(list(Limit(Lanes(FragmentCollector(stepper, 2), 2, 0), 3))) == 3
+
+
+def test_closing_an_environment_that_fails_to_close_leaves_no_other_open():
+    Ledger.clear()
+    class Stuck(Counting):
+        def close(self):
+            super().close()
+            if Ledger.made.index(self) == 1: raise OSError("stuck")
+    with pytest.warns(UserWarning, match="stuck"):
+        stream = iter(pipeline(lambda: Stuck(), Plain(), 3))
+        next(stream), next(stream), next(stream)
+        stream.close()
+    assert len(Ledger.made) == 6 and Ledger.open() == 0
+
+
+def test_recurrent_state_stays_in_its_lane():
+    actor, plans = Memory(), [[(3, "trunc")], [(5, "term")]]
+    lanes = by_lane(Lanes(FragmentCollector(EnvStepper([lambda p=p: Counting(p) for p in plans], actor), 4), 2, 0), 6)
+    assert_same(apply(lambda x: x, [f._replace(lane=None) for f in lanes[0]]), [f._replace(lane=None) for f in lanes[1]])

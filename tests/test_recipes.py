@@ -1,0 +1,137 @@
+"The standard pipeline and its edits."
+from itertools import islice
+
+import gymnasium as gym
+import pytest
+import torch
+from reference import assert_same, snapshot
+from toys import Counting, Lively, Plain, Valued, judge
+
+from rollpipe.layers import CategoricalPolicy, Critic, GaussianPolicy
+from rollpipe.pipes import (
+    AdvantageBuffer, EnvError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, Minibatcher, Pipe, find, find_one,
+    insert_after, on_policy, remove, replace,
+)
+from rollpipe.pipes.torchdata import DataLoader2
+
+
+class Scaled(Pipe):
+    "Multiplies rewards."
+    def __init__(self, pipe, by=2.):
+        super().__init__(pipe)
+        self.by = by
+
+    def stream(self, items):
+        for f in items: yield f._replace(state=f.state._replace(rew=f.state.rew * self.by))
+
+
+class MonteCarlo(AdvantageBuffer):
+    def __init__(self, pipe, critic=None): super().__init__(pipe, critic, gamma=1., lam=1.)
+
+
+def chain(pipe):
+    "Class names from source to sink."
+    names = [type(pipe).__name__]
+    while hasattr(pipe, "pipe"):
+        pipe = pipe.pipe
+        names.append(type(pipe).__name__)
+    return names[::-1]
+
+
+STANDARD = ["EnvStepper", "FragmentCollector", "Lanes", "AdvantageBuffer", "FragmentStacker"]
+
+
+def recipe(**kwargs): return on_policy(Counting, Plain(), judge, **{"n_envs": 2, "n_steps": 5, "seed": 0, **kwargs})
+
+
+def test_it_is_the_pipeline_built_by_hand():
+    actor, critic = GaussianPolicy.for_env(Lively, seed=0), Critic.for_env(Lively, seed=0)
+    pipe = EnvStepper(Lively, actor, n_envs=3)
+    pipe = FragmentStacker(AdvantageBuffer(Lanes(FragmentCollector(pipe, 7), 2, 5), critic, .9, .8), 2)
+    recipe = on_policy(Lively, actor, critic, n_envs=3, n_steps=7, lanes=2, gamma=.9, lam=.8, seed=5)
+    assert chain(recipe) == chain(pipe) == STANDARD
+    for a, b in islice(zip(pipe, recipe), 3):
+        assert a.adv.shape == (7, 6) and a.lane.tolist() == [0, 0, 0, 1, 1, 1]
+        assert_same(snapshot(a), snapshot(b))
+
+
+def test_defaults():
+    f = next(iter(on_policy("CartPole-v1", CategoricalPolicy.for_env("CartPole-v1"), Critic.for_env("CartPole-v1"))))
+    assert f.adv.shape == f.ret.shape == (256, 8) and f.seq.tolist() == [0] * 8
+    pipe = find_one(recipe(), AdvantageBuffer)
+    assert (pipe.gamma, pipe.lam) == (.99, .95)
+
+
+def test_without_a_critic():
+    a, b = (next(iter(on_policy(Counting, Valued(), critic, n_envs=2, n_steps=9, seed=0))) for critic in (None, judge))
+    assert_same(a.adv, b.adv)
+
+
+def test_env_kwargs_and_info_keys():
+    f = next(iter(recipe(info_keys=["count"])))
+    assert list(f.env) == ["count"]
+    class Sized(Counting):
+        def __init__(self, length=3): super().__init__([(length, "term")])
+    gym.register("SizedToo-v0", Sized)
+    try: f = next(iter(on_policy("SizedToo-v0", Plain(), judge, n_envs=1, n_steps=6, env_kwargs=dict(length=2), seed=0)))
+    finally: del gym.registry["SizedToo-v0"]
+    assert f.term[1:, 0].tolist() == [False, True] * 3
+
+
+def test_edits_by_functions():
+    edits = [lambda pipe: insert_after(pipe, FragmentCollector, lambda old: Scaled(old, 3.)),
+             lambda pipe: replace(pipe, AdvantageBuffer, lambda old: MonteCarlo(old.pipe, judge)),
+             lambda pipe: remove(pipe, FragmentStacker), lambda pipe: Minibatcher(pipe, 4, seed=0)]
+    pipe = recipe(edits=edits)
+    assert chain(pipe) == ["EnvStepper", "FragmentCollector", "Scaled", "Lanes", "MonteCarlo", "Minibatcher"]
+    assert next(iter(pipe)).n_envs == 4
+
+
+def test_edits_by_classmethods():
+    pipe = recipe(edits=[Scaled.inserter(after=FragmentCollector, by=3.), MonteCarlo.replacer(AdvantageBuffer, critic=judge),
+                         Scaled.inserter(before=FragmentStacker)])
+    assert chain(pipe) == ["EnvStepper", "FragmentCollector", "Scaled", "Lanes", "MonteCarlo", "Scaled", "FragmentStacker"]
+    assert [p.by for p in find(pipe, Scaled)] in ([3., 2.], [2., 3.])
+    plain, edited = next(iter(recipe())), next(iter(pipe))
+    assert torch.equal(edited.state.rew, plain.state.rew * 6)
+
+
+def test_an_edited_source():
+    "The stepper itself can be replaced, and what follows runs on the new one."
+    pipe = recipe(edits=[lambda p: replace(p, EnvStepper, lambda old: EnvStepper(lambda: Counting([(2, "trunc")]), old.actor, 3))])
+    assert next(iter(pipe)).adv.shape == (5, 3)
+
+
+def test_edits_are_applied_in_order_and_leave_the_original_usable():
+    before, log = recipe(), []
+    def note(pipe):
+        log.append(chain(pipe)[-1])
+        return Scaled(pipe)
+    recipe(edits=[note, note])
+    assert log == ["FragmentStacker", "Scaled"]
+    a = next(iter(before))
+    edited = insert_after(before, FragmentCollector, Scaled)
+    assert torch.equal(next(iter(edited)).state.rew, 2 * a.state.rew)
+    assert_same(snapshot(next(iter(before))), snapshot(a))
+
+
+@pytest.mark.parametrize("edit", [lambda pipe: None, lambda pipe: [pipe], print])
+def test_an_edit_that_returns_no_pipe(edit):
+    with pytest.raises(GraphError, match="the edit .* returned no pipe"): recipe(edits=[edit])
+
+
+def test_an_edit_that_matches_nothing_prints_the_graph():
+    with pytest.raises(GraphError, match="(?s)Minibatcher.*FragmentCollector"): recipe(edits=[Scaled.inserter(after=Minibatcher)])
+
+
+def test_under_data_loader():
+    expected = [snapshot(f) for f in islice(recipe(lanes=2), 3)]
+    with DataLoader2(recipe(lanes=2)) as loader: assert_same([snapshot(f) for f in islice(loader, 3)], expected)
+
+
+def test_mistakes_are_found_when_it_is_built():
+    with pytest.raises(EnvError, match="CartPole-v1"): on_policy("CartPol-v1", Plain(), judge)
+    with pytest.raises(RuntimeError, match="n_steps"): recipe(n_steps=0)
+    with pytest.raises(RuntimeError, match="n_envs"): recipe(n_envs=0)
+    with pytest.raises(RuntimeError, match="Lanes.*n >= 1"): recipe(lanes=0)
+    with pytest.raises(RuntimeError, match="gamma"): recipe(gamma=2)
