@@ -264,7 +264,7 @@ def test_an_observation_too_large_for_the_space():
     (lambda x: x[:3], ("wrong shape", "Expected float32 [4], got float32 [3]")),
     (lambda x: x[None], ("wrong shape", "Expected float32 [4], got float32 [1, 4]")),
     (lambda x: x.astype(complex), ("wrong dtype", "Expected float32 [4], got complex128 [4]")),
-    (lambda x: [x, x], ("structure", "Expected", "got")), (lambda x: {"x": x}, ("structure", "Expected", "got")),
+    (lambda x: [x, x], ("Expected", "got")), (lambda x: {"x": x}, ("structure", "Expected", "got")),
     (lambda x: None, ("Expected", "got")), (lambda x: "up", ("Expected float32 [4]", "got"))],
     ids=["shape", "batch", "complex", "list", "dict", "None", "text"])
 def test_observations_that_do_not_fit(name, when, change, parts):

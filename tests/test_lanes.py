@@ -150,9 +150,9 @@ def test_an_error_names_its_lane_and_closes_all():
     pipe = FragmentStacker(pipeline(lambda: Fails([(9, "term")]), Plain(), 3, n_steps=3), 3)
     stream = iter(pipe)
     assert next(stream).n_envs == 6
-    with pytest.raises(EnvError, match=r"EnvStepper, lane 2, environment 1 \(.*\): step\(\) raised ValueError: out of petrol"):
+    with pytest.raises(EnvError, match=r"EnvStepper, lane 2, environment 1 \(.*\): step\(\) raised ValueError: out of petrol") as kept:
         next(stream)
-    assert len(Ledger.made) == 6 and Ledger.open() == 0
+    assert kept.tb and len(Ledger.made) == 6 and Ledger.open() == 0
 
 
 def test_the_pipes_below_are_shared():

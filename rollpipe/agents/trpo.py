@@ -39,11 +39,9 @@ def policy_rows(fragment, normalize=True) -> Rows:
     rows = Rows(as_seen(state), fragment.hx, act, adv, fragment.actor['logp'][:-1], 1 / n)
     whole = n == valid.numel()
     if nested.leaves(fragment.hx):
-        if not whole:  # a weight of 0 does not silence what is not finite, a zero in its place does
-            blank = lambda x: torch.where(valid.reshape(*valid.shape, *(1,) * (x.ndim - 2)), x, torch.zeros_like(x))
-            state = nested.map(blank, rows.state)._replace(fin=rows.state.fin, stepno=rows.state.stepno)
-            rows = rows._replace(state=state, **nested.map(blank, dict(act=act, adv=adv, logp=rows.logp)))
-        return rows._replace(weight=valid / n)
+        # a weight of 0 does not silence what is not finite; the states stay, since the memory has seen them
+        def filled(x): return x if whole else x.index_put((~valid,), x[valid][0])
+        return rows._replace(weight=valid / n, **nested.map(filled, dict(act=act, adv=adv, logp=rows.logp)))
     flat = nested.map(lambda x: (x.flatten(0, 1) if whole else x[valid])[None], rows._replace(weight=None))
     return flat._replace(weight=1 / n)
 
@@ -51,7 +49,7 @@ def policy_rows(fragment, normalize=True) -> Rows:
 def standardized(x, valid):
     "`x` `[T, B]` with mean 0 and deviation 1 over the valid rows; zeros if they are all the same, which is no preference."
     kept = x[valid].double()
-    mean, std = kept.mean(), kept.std(correction=min(1, len(kept) - 1))
+    mean, std = kept.mean(), kept.std(correction=0)
     if std <= 1e-6 * kept.abs().max(): return torch.zeros_like(x)
     return ((x - mean) / std).to(x.dtype)
 
@@ -129,6 +127,8 @@ class TRPO:
             raise DataError("TRPO.update needs log-probabilities", leaf="actor['logp']", expected="float32 [T+1, B]",
                             got=f"leaves {nested.paths(batch.actor, 'actor')}")
         if not batch.valid.any(): raise DataError("no valid row in the batch", leaf='valid')
+        if self.critic is not None and batch.ret is None:
+            raise DataError("TRPO.update needs value targets", leaf='ret', expected="an AdvantageBuffer in the pipeline", got="None")
         state, logp = nested.getitem(batch.state, slice(-1)), batch.actor['logp'][:-1]
         for name, tree in (('obs', state.obs), ('adv', batch.adv), ('ret', batch.ret), ("actor['logp']", logp)):
             for leaf, path in zip(nested.leaves(tree), nested.paths(tree, name)):

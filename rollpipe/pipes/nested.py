@@ -14,8 +14,8 @@ import torch
 from .errors import DataError, describe
 
 # %% auto #0
-__all__ = ['map', 'leaves', 'paths', 'check_like', 'getitem', 'setitem', 'copy_', 'stack', 'cat', 'alloc', 'torchify', 'numpify',
-           'Aliased', 'aliased']
+__all__ = ['map', 'leaves', 'flatten', 'paths', 'check_like', 'getitem', 'setitem', 'copy_', 'stack', 'cat', 'alloc', 'torchify',
+           'numpify', 'Aliased', 'aliased']
 
 # %% ../../nbs/01_nested.ipynb #fb2d67a2
 def map(fn, tree, *rest):
@@ -26,6 +26,11 @@ def map(fn, tree, *rest):
 def leaves(tree) -> list:
     "The leaves, depth first; those of a plain dict in the sorted order of its keys, whatever order it was built in."
     return optree.tree_leaves(tree)
+
+
+def flatten(tree) -> tuple[list, Any]:
+    "The leaves, and the structure without them, which can be compared with `==`."
+    return optree.tree_flatten(tree)
 
 
 def paths(tree, root: str = '') -> list[str]:

@@ -11,7 +11,7 @@ import torch
 
 from . import nested
 from .data import State, Tick, as_seen
-from .envs import EnvBatch
+from .envs import EnvBatch, in_containers
 from .errors import ActorError, PipeError, describe
 from .pipe import Source
 from .sources import env_factories
@@ -67,7 +67,8 @@ class _Lane:
         self.envs = EnvBatch(pipe.factories, env_seed, info_keys=pipe.info_keys, clip_actions=pipe.clip_actions, **self.where)
         self.chance = _Chance(actor, len(self.envs), actor_seed, pipe.explore)
         self.complete = getattr(actor, 'complete', None)
-        self.checked = False  # has the structure of a reaction been looked at?
+        self.step = f"{type(actor).__name__}.step"
+        self.first = None  # what the actor's first answer looked like
 
     def start(self):
         "The first outcome of the environments, and the recurrent state to begin with."
@@ -87,29 +88,45 @@ class _Lane:
             e.locate(**self.where)
             raise
         except Exception as e:
-            raise ActorError(f"{type(self.actor).__name__}.step raised {type(e).__name__}: {e}", **self.where) from e
-        if not self.checked: self._check(answer)
-        return answer
+            raise ActorError(f"{self.step} raised {type(e).__name__}: {e}", **self.where) from e
+        return self._checked(answer, seen.fin.shape[1])
 
-    def _check(self, answer):
-        "Check the first reaction: structure, leading dimensions and devices."
-        where, n, step = self.where, len(self.envs), f"{type(self.actor).__name__}.step"
-        if not isinstance(answer, tuple) or len(answer) != 3:
-            raise ActorError(f"{step} gave no triple", expected="(act, hx, info)", got=describe(answer), **where)
-        for name, tree, lead in zip(('act', 'hx', 'info'), answer, ((1, n), (None, n), (1, n))):
+    def _checked(self, answer, n):
+        "`answer`, which must have the structure and the shapes of the first one, `[1, n, ...]` everywhere."
+        if type(answer) is not tuple or len(answer) != 3:
+            raise ActorError(f"{self.step} gave no triple", expected="(act, hx, info)", got=describe(answer), **self.where)
+        act, hx, info = answer
+        if not isinstance(act, torch.Tensor): act = in_containers(act, self.envs.act_spec)
+        leaves, structure = nested.flatten((act, info))
+        if self.first is None: self._learn(act, hx, info)
+        shapes, known, first = self.first
+        if structure != known or any(type(x) is not torch.Tensor or x.shape != (1, n, *y) for x, y in zip(leaves, shapes)):
+            for name, tree, like in zip(('act', 'info'), (act, info), first): self._compare(name, tree, like, n)
+        return act, hx, info
+
+    def _learn(self, act, hx, info):
+        "Learn structure and shapes from the first answer, if it is sound."
+        n = len(self.envs)
+        for name, tree, first in (('act', act, 1), ('info', info, 1), ('hx', hx, None)):
             for leaf, path in zip(nested.leaves(tree), nested.paths(tree, name)):
-                shape = f"a tensor of shape [{'1' if lead[0] else 'layers'}, {n}, ...]"
-                fits = isinstance(leaf, torch.Tensor) and leaf.ndim >= 2 and leaf.shape[1] == n and lead[0] in (None, leaf.shape[0])
-                if not fits:
-                    raise ActorError(f"{step} gave a leaf of the wrong shape", leaf=path, expected=shape, got=describe(leaf),
-                                     **where)
-        act = nested.map(lambda x: x[0].cpu().numpy(), answer[0])
-        try: self.envs.action_rows(act)
-        except ActorError as e:
-            e.env = None
-            e.locate(**where)
-            raise
-        self.checked = True
+                if isinstance(leaf, torch.Tensor) and leaf.ndim >= 2 and leaf.shape[:2] == (first or leaf.shape[0], n): continue
+                raise ActorError(f"{self.step} gave a leaf of the wrong shape", leaf=path, got=describe(leaf), **self.where,
+                                 expected=f"a tensor of shape [{first or 'layers'}, {n}, ...]")
+        self.envs.actions(nested.map(lambda x: x[0].cpu().numpy(), act))
+        leaves, structure = nested.flatten((act, info))
+        self.first = [x.shape[2:] for x in leaves], structure, (act, info)
+
+    def _compare(self, name, tree, like, n):
+        "Refuse a part of an answer that differs from its first form."
+        if nested.flatten(tree)[1] != nested.flatten(like)[1]:
+            raise ActorError(f"{self.step} changed the structure of its answer", leaf=name, expected=describe(like),
+                             got=describe(tree), **self.where)
+        space = f" for {self.envs.envs[0].action_space}" if name == 'act' else ""
+        for x, y, path in zip(nested.leaves(tree), nested.leaves(like), nested.paths(like, name)):
+            shape = [1, n, *y.shape[2:]]
+            if not isinstance(x, torch.Tensor) or list(x.shape) != shape:
+                raise ActorError(f"{self.step} gave a leaf of the wrong shape", leaf=path, got=describe(x), **self.where,
+                                 expected=f"a tensor of shape {shape}{space}")
 
     def reset(self, hx, at):
         "`hx` with the initial recurrent state for the environments `at`."
