@@ -2,8 +2,9 @@
 
     python benchmarks/collect.py [--envs CartPole-v1 Pendulum-v1 HalfCheetah-v5] [--sizes 1 8 64] [--repeats 5]
 
-On-policy fragments with GAE, T = 128, separate actor and critic MLPs 2x64 tanh, one thread. Floors, GAE and error checks left out of both: the
-critic asked at every step (what most code does), and once a fragment (what the pipeline does). The runs are interleaved.
+On-policy fragments with GAE, T = 128, separate actor and critic MLPs 2x64 tanh, one thread. Two floors, neither with GAE nor
+with any check: the critic asked at every step (what most code does), and once a fragment (what the pipeline does). The runs are
+interleaved.
 """
 import argparse, gc
 from time import perf_counter

@@ -15,6 +15,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 """
 FLOOR = "from floor import Floor; collect = Floor('CartPole-v1', 64, 128).collect"
 PIPELINE = "from collect import pipeline; collect = pipeline('CartPole-v1', 64)"
+OURS = "rollpipe.pipes, rollpipe.layers, rollpipe.agents"
 IMPORT = "from time import perf_counter as t; s = t(); import {what}; print(t() - s)"
 
 
@@ -38,7 +39,7 @@ def main():
     rows = []
     for what, unit, floor, ours in (
             ('peak memory, CartPole-v1, B=64', '{:.0f} MB', *(COLLECT.format(here=here, make=m) for m in (FLOOR, PIPELINE))),
-            ('import', '{:.2f} s', *(IMPORT.format(what=w) for w in ('torch, gymnasium', 'rollpipe.pipes, rollpipe.layers, rollpipe.agents')))):
+            ('import', '{:.2f} s', *(IMPORT.format(what=w) for w in ('torch, gymnasium', OURS)))):
         f, p = pairs(floor, ours, args.repeats)
         rows.append([what, spread(f, unit), spread(p, unit), spread([b / a for a, b in zip(f, p)])])
     print(table(['', 'floor', 'rollpipe', 'ratio'], rows))

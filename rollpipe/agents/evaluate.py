@@ -17,7 +17,7 @@ import torch
 from ..layers.actor import Actor
 from ..pipes import nested
 from ..pipes.errors import DataError, EnvError
-from ..pipes.sources import EnvFactory, env_factories
+from ..pipes.sources import EnvFactory, env_factories, spaces_of
 from ..pipes.stepper import EnvStepper
 from ..pipes.weights import eval_mode
 
@@ -181,6 +181,11 @@ class RandomActor(Actor):
         super().__init__()
         self.space = copy.deepcopy(action_space)
         self.space.seed(seed)
+
+    @classmethod
+    def for_env(cls, env, *, env_kwargs=None, seed: int = None):
+        "The random actor for an environment: an id, a factory, an environment, or a pair of spaces."
+        return cls(spaces_of(env, env_kwargs)[1], seed)
 
     def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
         rows = nested.stack([nested.map(np.asarray, self.space.sample()) for _ in range(fin.numel())])

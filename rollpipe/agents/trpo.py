@@ -16,7 +16,7 @@ from .critics import fit_critic
 from .trust_region import (Linearization, assign, backtrack_line_search, conjugate_gradients,
                                           fisher_product, flatten, in_row_blocks, step_size)
 from ..pipes import nested
-from ..pipes.data import State, as_seen
+from ..pipes.data import State
 from ..pipes.errors import ActorError, DataError, describe
 from ..pipes.weights import bump_version, version_of
 
@@ -36,7 +36,7 @@ def policy_rows(fragment, normalize=True) -> Rows:
     valid, n = fragment.valid, int(fragment.valid.sum())
     adv = standardized(fragment.adv, valid) if normalize else fragment.adv
     state, act = nested.getitem(fragment.state, slice(-1)), nested.getitem(fragment.state.act, slice(1, None))
-    rows = Rows(as_seen(state), fragment.hx, act, adv, fragment.actor['logp'][:-1], 1 / n)
+    rows = Rows(nested.as_seen(state), fragment.hx, act, adv, fragment.actor['logp'][:-1], 1 / n)
     whole = n == valid.numel()
     if nested.leaves(fragment.hx):
         # a weight of 0 does not silence what is not finite; the states stay, since the memory has seen them
@@ -116,7 +116,7 @@ class TRPO:
         metrics = self.improve(policy_rows(batch, self.normalize_adv))
         middle = perf_counter()
         if self.critic is not None: metrics |= self.fit(batch)
-        _tell(self.actor, 'observe', as_seen(nested.getitem(batch.state.obs, slice(-1))), batch.valid)
+        _tell(self.actor, 'observe', nested.as_seen(nested.getitem(batch.state.obs, slice(-1))), batch.valid)
         bump_version(self.actor)
         return metrics | dict(lag=lag, seconds_policy=middle - start, seconds_critic=perf_counter() - middle)
 
@@ -175,7 +175,7 @@ class TRPO:
 
     def fit(self, batch) -> dict:
         "The critic's half of an update."
-        obs = as_seen(nested.getitem(batch.state.obs, slice(-1)))
+        obs = nested.as_seen(nested.getitem(batch.state.obs, slice(-1)))
         _tell(self.critic, 'observe', obs, batch.valid)
         _tell(self.critic, 'observe_returns', batch.ret, batch.valid)
         fitted = fit_critic(self.critic, self.optimizer, obs, batch.ret, valid=batch.valid, epochs=self.critic_epochs,

@@ -16,6 +16,7 @@ from .actor import Actor
 from .encoders import encoder_for
 from .heads import head_for
 from .mlp import MLP, RunningNorm, merge_moments, moments
+from ..pipes import nested
 from ..pipes.errors import SpaceError
 from ..pipes.sources import spaces_of
 
@@ -45,6 +46,15 @@ class Policy(Actor):
         params, hx = self.params(obs, act, rew, fin, hx=hx, stepno=stepno)
         act = dist.mode(params) if noise is None else dist.sample(params, noise)
         return act, hx, {'dist': params}
+
+    def replay(self, fragment):
+        """`dict(dist=[T, B, ...], logp=[T, B])` for the steps of a fragment under the present weights, with gradients.
+
+        Under the weights that collected it, this is what the fragment recorded.
+        """
+        stepno, obs, act, rew, fin = nested.as_seen(nested.getitem(fragment.state, slice(-1)))
+        params, _ = self.params(obs, act, rew, fin, hx=fragment.hx, stepno=stepno)
+        return self.complete(nested.getitem(fragment.state.act, slice(1, None)), {'dist': params})
 
     def complete(self, act, info):
         "`info` with the log-probabilities `logp` `[T, B]` of the actions."

@@ -9,7 +9,7 @@ __all__ = ['values', 'AdvantageBuffer']
 import torch
 
 from . import nested, returns
-from .data import as_seen
+from .data import Fragment, check_item
 from .errors import DataError, describe
 from .pipe import Pipe
 from .weights import eval_mode
@@ -44,7 +44,7 @@ def values(fragment, critic=None):
 
 def _evaluate(critic, obs):
     "`critic(obs)` without gradients and in evaluation mode."
-    with torch.no_grad(), eval_mode(critic): return critic(as_seen(obs))
+    with torch.no_grad(), eval_mode(critic): return critic(nested.as_seen(obs))
 
 # %% ../../nbs/13_advantage.ipynb #41eaef39
 class AdvantageBuffer(Pipe):
@@ -69,7 +69,9 @@ class AdvantageBuffer(Pipe):
         self.critic, self.gamma, self.lam = critic, gamma, lam
 
     def stream(self, items):
-        for fragment in items: yield self.estimate(fragment)
+        for fragment in items:
+            check_item(fragment, Fragment, self)
+            yield self.estimate(fragment)
 
     def estimate(self, fragment):
         "`fragment` with `adv` and `ret`."

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from . import nested
-from .data import Final, Fragment
+from .data import Final, Fragment, check_item
 from .errors import DataError
 from .pipe import Pipe
 
@@ -47,6 +47,7 @@ class FragmentStacker(Pipe):
 
     def stream(self, items):
         while fragments := list(islice(items, self.n)):
+            for fragment in fragments: check_item(fragment, Fragment, self)
             try: yield join(fragments)
             except DataError as e:
                 e.locate(pipe=self)
@@ -109,6 +110,7 @@ class Minibatcher(Pipe):
     def stream(self, items):
         rng = np.random.default_rng(self.service_seed if self.seed is None else self.seed)
         for fragment in items:
+            check_item(fragment, Fragment, self)
             recurrent = bool(nested.leaves(fragment.hx))
             pool = torch.arange(fragment.n_envs) if recurrent else fragment.valid.flatten().nonzero()[:, 0]
             size = max(1, self.size // fragment.n_steps) if recurrent else self.size

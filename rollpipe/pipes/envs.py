@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from . import nested
-from .data import State, as_seen
+from .data import State
 from .errors import ActorError, EnvError, PipeError, describe
 from .sources import space_spec
 
@@ -210,7 +210,7 @@ class EnvBatch:
 
     def _outcome(self, row, act, array, final, ended, infos):
         return Outcome(State(row.stepno, row.obs, array, row.rew, row.fin),
-                       State(row.seen_stepno, as_seen(row.seen_obs), act, row.seen_rew, row.seen_fin),
+                       State(row.seen_stepno, nested.as_seen(row.seen_obs), act, row.seen_rew, row.seen_fin),
                        row.term, final, ended, self._record(infos))
 
     def _put(self, leaves, b, x):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from . import nested
-from .data import Final, Fragment, State, Tick
+from .data import Final, Fragment, State, Tick, check_item
 from .errors import DataError
 from .pipe import Pipe
 
@@ -72,8 +72,7 @@ class FragmentCollector(Pipe):
     def stream(self, items):
         seq, first, first_term = 0, None, None
         while ticks := list(islice(items, self.n_steps)):
-            if not isinstance(ticks[0], Tick):
-                raise DataError("fragments are made of ticks", pipe=self, expected="Tick", got=type(ticks[0]).__name__)
+            check_item(ticks[0], Tick, self)
             if first is None: first, first_term = ticks[0].state, np.zeros_like(ticks[0].term)
             # row 0 is the previous row T, with whatever pipes in between made of it
             yield self.collect(ticks, first, first_term, seq)

@@ -15,7 +15,7 @@ from .errors import DataError, describe
 
 # %% auto #0
 __all__ = ['map', 'leaves', 'flatten', 'paths', 'check_like', 'getitem', 'setitem', 'copy_', 'stack', 'cat', 'alloc', 'torchify',
-           'numpify', 'Aliased', 'aliased']
+           'numpify', 'Aliased', 'aliased', 'as_seen']
 
 # %% ../../nbs/01_nested.ipynb #fb2d67a2
 def map(fn, tree, *rest):
@@ -223,3 +223,9 @@ def aliased(tree, *, copy: bool = False, pinned: bool = False, shared: bool = Fa
     "`tree` as `torchify` gives it, and the numpy view of the same memory. Scalars become zero-dimensional."
     pyt = torchify(tree, copy=copy, pinned=pinned, shared=shared)
     return Aliased(numpify(pyt), pyt)
+
+# %% ../../nbs/01_nested.ipynb #be744145
+def as_seen(tree):
+    "Tensors as actors and critics are shown them: float64 becomes float32, all else stays."
+    if isinstance(tree, torch.Tensor): return tree.float() if tree.dtype == torch.float64 else tree
+    return optree.tree_map(lambda x: x.float() if x.dtype == torch.float64 else x, tree)

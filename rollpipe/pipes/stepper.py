@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from . import nested
-from .data import State, Tick, as_seen
+from .data import State, Tick
 from .envs import EnvBatch, in_containers
 from .errors import ActorError, PipeError, describe
 from .pipe import Source
@@ -54,7 +54,7 @@ class _Chance:
 # %% ../../nbs/10_stepper.ipynb #ea0149ff
 def as_input(x):
     "A numpy container `[B, ...]` as tensors `[1, B, ...]`: no copy, except that float64 becomes float32."
-    if isinstance(x, np.ndarray): return as_seen(torch.from_numpy(x[None]))
+    if isinstance(x, np.ndarray): return nested.as_seen(torch.from_numpy(x[None]))
     return nested.map(as_input, x)
 
 # %% ../../nbs/10_stepper.ipynb #f685af90

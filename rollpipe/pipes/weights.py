@@ -23,7 +23,9 @@ class ByIdentity:
         ref, value = self._items.get(id(obj), (None, default))
         return value if ref is not None and ref() is obj else default
 
-    def __setitem__(self, obj, value): self._items[id(obj)] = _reference(obj, lambda _, key=id(obj): self._items.pop(key, None)), value
+    def __setitem__(self, obj, value):
+        key = id(obj)
+        self._items[key] = _reference(obj, lambda _: self._items.pop(key, None)), value
 
 
 def _reference(obj, callback=None):
