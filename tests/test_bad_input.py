@@ -547,7 +547,7 @@ def test_pipes_read_from_pipes(make, what):
 
 def test_fragments_are_made_of_ticks():
     pipe = FragmentCollector(FragmentCollector(EnvStepper(fine(), Plain()), 2), 2)
-    failure(DataError, pipe, "FragmentCollector", "made of ticks", "Expected Tick, got Fragment")
+    failure(DataError, pipe, "FragmentCollector", "Ticks are wanted", "Expected Tick, got Fragment")
 
 
 def test_errors_pass_through_pipes_below_unchanged():

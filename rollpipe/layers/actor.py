@@ -44,7 +44,7 @@ class Actor(torch.nn.Module):
 
     `forward` gets tensors `[T, B, ...]` (any nesting for `obs` and `act`) and returns `(act, hx, info)`: the action
     `[T, B, ...]`, the new recurrent state, and a dict of tensors `[T, B, ...]` to be recorded. It must not change its
-    inputs. Leaves of `hx` have the environment on dim 1; an actor without memory returns `()`, and `hx=None` means
+    inputs and gives new tensors each time. Leaves of `hx` have the environment on dim 1; an actor without memory returns `()`, and `hx=None` means
     "begin". Where `fin` is set a recurrent actor begins anew.
 
     A subclass with a method `draw_noise(lead, generator) -> nested [*lead, ...]` must accept `noise` in `forward`,
