@@ -44,8 +44,8 @@ class Actor(torch.nn.Module):
 
     `forward` gets tensors `[T, B, ...]` (any nesting for `obs` and `act`) and returns `(act, hx, info)`: the action
     `[T, B, ...]`, the new recurrent state, and a dict of tensors `[T, B, ...]` to be recorded. It must not change its
-    inputs and gives new tensors each time. Leaves of `hx` have the environment on dim 1; an actor without memory returns `()`, and `hx=None` means
-    "begin". Where `fin` is set a recurrent actor begins anew.
+    inputs and gives new tensors each time. Leaves of `hx` have the environment on dim 1; an actor without memory returns
+    `()`, and `hx=None` means "begin". Where `fin` is set a recurrent actor begins anew.
 
     A subclass with a method `draw_noise(lead, generator) -> nested [*lead, ...]` must accept `noise` in `forward`,
     where `None` asks for the deterministic action, and draw from nothing else. What follows from actions and reports,
