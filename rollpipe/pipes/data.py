@@ -92,5 +92,4 @@ class Fragment(NamedTuple):
 def check_item(item, kind, pipe):
     "Raise `DataError` if `item`, which reached `pipe`, is no `kind`."
     if not isinstance(item, kind):
-        raise DataError(f"{kind.__name__}s are wanted here", pipe=pipe, expected=f"a pipe that yields {kind.__name__}s above",
-                        got=type(item).__name__)
+        raise DataError(f"{kind.__name__}s are wanted here", pipe=pipe, expected=kind.__name__, got=type(item).__name__)
