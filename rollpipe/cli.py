@@ -7,7 +7,7 @@ __all__ = ['RUN_OPTIONS', 'PLOT_OPTIONS', 'USER_ERRORS', 'add_algorithms', 'buil
            'UsageError', 'Interrupted', 'main']
 
 # %% ../nbs/44_cli.ipynb #26f465d6
-import argparse, difflib, os, sys
+import argparse, difflib, importlib, os, sys
 from pathlib import Path
 
 import rollpipe
@@ -47,6 +47,8 @@ def build_parser() -> Parser:
     "The parser of the whole command line."
     debug = Parser(add_help=False)
     debug.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
+    debug.add_argument("--import", dest="imports", action="append", default=argparse.SUPPRESS, metavar="MODULE",
+                       help="import a module first, such as one that registers environments")
     common = Parser(add_help=False, parents=[debug])
     common.add_argument("--quiet", action="store_true", default=argparse.SUPPRESS, help="no progress")
     common.add_argument("--tensorboard", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS,
@@ -180,6 +182,7 @@ def main(
         if not args.command:
             parser.print_help()
             return 0
+        for module in getattr(args, "imports", ()): importlib.import_module(module)
         args.function(args)
         sys.stdout.flush()
         return 0

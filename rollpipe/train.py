@@ -7,7 +7,7 @@ __all__ = ['ALGORITHMS', 'RUN_FILES', 'Algorithm', 'options_for', 'make_config',
            'restore', 'resume', 'uninterrupted', 'train']
 
 # %% ../nbs/43_train.ipynb #0117ae94
-import difflib, json, platform, shutil, signal, threading
+import difflib, json, platform, shutil, signal, sys, threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -163,9 +163,13 @@ def load_run(
         raise DataError(f"{path}: there is no such run", expected=f"for example {', '.join(near)}" if near else None)
     found = load_checkpoint(path/"checkpoint.safetensors" if path.is_dir() else path)
     has = lambda part, *keys: isinstance(part, dict) and set(keys) <= set(part)
-    if not has(found.config, "algorithm", "env", "env_kwargs", "seed", "steps", "options") or not has(
-            found.counters, *_COUNTERS) or found.config["algorithm"] not in ALGORITHMS:
+    if not has(found.config, "algorithm", "env", "env_kwargs", "seed", "steps", "threads", "checkpoint_every", "options") or not has(
+            found.counters, *_COUNTERS) or found.config["algorithm"] not in ALGORITHMS or not has(found.config["options"]):
         raise CheckpointError(f"{path}: not the checkpoint of a run", expected=f"one of {', '.join(ALGORITHMS)}")
+    module = str(found.config["env"]).rpartition(":")[0]
+    if module and module not in sys.modules:
+        raise CheckpointError(f"{path}: its environment is made by the module {module!r}, which is not imported on the word of a file",
+                              expected=f"--import {module}")
     return found
 
 
@@ -186,8 +190,9 @@ def resume(
     steps: int = None,  # new total; None: as before
 ) -> Run:
     "A run that goes on from its checkpoint, with fresh episodes. Raises `DataError` if it is complete."
-    found = load_run(folder)
-    folder, config = Path(folder), dict(found.config, steps=steps or found.config["steps"])
+    found, folder = load_run(folder), Path(folder)
+    if not folder.is_dir(): folder = folder.parent
+    config = dict(found.config, steps=steps or found.config["steps"])
     counters = dict(found.counters, resumes=found.counters["resumes"] + 1)
     if counters["steps"] >= config["steps"]:
         raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
@@ -221,20 +226,22 @@ def train(
     If it is interrupted, or the environment fails, a checkpoint of the last update is saved before that is passed on.
     """
     counters, steps, every = run.counters, run.config["steps"], run.config["checkpoint_every"]
-    episodes, last, whole = EpisodeReturns(counters["episodes"]), perf_counter(), False
+    episodes, metrics, whole = EpisodeReturns(counters["episodes"]), {}, False
     threads = torch.get_num_threads()
     torch.set_num_threads(run.config["threads"])
     try:
         with (MetricWriter(run.folder, tensorboard, after=counters["steps"]) as writer,
               Progress(steps, counters["steps"], disable=not progress) as bar,
               closing(iter(run.pipe)) as batches):
+            begun = waiting = perf_counter()
             for batch in batches:
                 with uninterrupted():
                     whole = False
-                    collected = perf_counter() - last
+                    collected = perf_counter() - waiting
                     new_steps = episodes.add(batch)
                     metrics = run.agent.update(batch)
-                    duration, last = perf_counter() - last, perf_counter()
+                    now = perf_counter()
+                    duration, begun = now - begun, now
                     counters.update(
                         steps=counters["steps"] + new_steps, updates=counters["updates"] + 1,
                         episodes=episodes.episodes, seconds=counters["seconds"] + duration)
@@ -245,7 +252,10 @@ def train(
                     bar.update(metrics)
                     whole = True
                     if counters["updates"] % every == 0: run.save()
+                    waiting = perf_counter()
                 if counters["steps"] >= steps: break
+        if counters["steps"] < steps:
+            raise DataError("the pipeline ended before the training did", expected=f"{steps} steps", got=f"{counters['steps']} steps")
         return metrics
     finally:
         torch.set_num_threads(threads)

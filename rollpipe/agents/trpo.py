@@ -73,7 +73,7 @@ class TRPO:
     vector-Jacobian product.
     """
     def __init__(self,
-        actor,                # policy with `params` and `dist`, such as `MLPPolicy`
+        actor,                # a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
         critic=None,          # `critic(obs) -> value` to be fitted to the returns, or None
         *,
         max_kl=0.01,          # trust region: largest mean KL divergence of an update [nat]
@@ -88,15 +88,20 @@ class TRPO:
         critic_epochs=4,      # passes of the critic over each batch
         seed=0,               # order of the critic's minibatches, choice of the Fisher rows
     ):
-        for method in ('params', 'dist'):
+        for method in ('params', 'dist', 'distribution'):
             if not hasattr(actor, method):
                 raise ActorError(f"TRPO needs an actor with `{method}`", expected="a `rollpipe.layers.Policy`", got=describe(actor))
         for name, value, low, high in (('max_kl', max_kl, 1e-12, inf), ('damping', damping, 0, inf), ('cg_iters', cg_iters, 1, inf),
                                        ('fvp_subsample', fvp_subsample, 1e-12, 1), ('backtrack', backtrack, 1e-12, 1),
+                                       ('accept_ratio', accept_ratio, 0, inf),
                                        ('max_backtracks', max_backtracks, 1, inf), ('critic_lr', critic_lr, 0, inf),
                                        ('critic_epochs', critic_epochs, 1, inf)):
-            if not low <= value <= high:
-                raise DataError("TRPO: out of range", leaf=name, expected=f"{low} <= {name} <= {high}", got=str(value))
+            whole = low == 1  # those that count something
+            if not low <= value <= high or whole and not isinstance(value, int):
+                raise DataError("TRPO: out of range", leaf=name, got=str(value),
+                                expected=f"{'an integer, ' if whole else ''}{low} <= {name} <= {high}")
+        if critic is not None and not isinstance(critic, torch.nn.Module):
+            raise DataError("TRPO fits its critic", leaf='critic', expected="a torch.nn.Module, or None", got=describe(critic))
         self.actor, self.critic = actor, critic
         self.max_kl, self.damping, self.cg_iters, self.fvp_subsample = max_kl, damping, cg_iters, fvp_subsample
         self.search = dict(backtrack=backtrack, max_backtracks=max_backtracks, accept_ratio=accept_ratio)
@@ -137,9 +142,7 @@ class TRPO:
 
     def distribution(self, rows):
         "Parameters of the policy's distribution in the states of `rows`, with gradients where they are enabled."
-        def params(part):
-            (stepno, obs, act, rew, fin), hx = part
-            return self.actor.params(obs, act, rew, fin, hx=hx, stepno=stepno)[0]
+        def params(part): return self.actor.distribution(*part)
         # blocks of rows that fit into the processor's cache make every later product faster
         return in_row_blocks(params, (rows.state, rows.hx), size=max(1, 2048 // rows.adv.shape[0]), dim=1)
 

@@ -102,13 +102,17 @@ class Minibatcher(Pipe):
                 raise DataError("out of range", pipe=self, expected=f"an integer {name} >= 1", got=f"{name}={x!r}")
         self.size, self.epochs, self.seed, self.service_seed = size, epochs, seed, None
 
+    def set_lane(self, lane, seed):
+        "Called by `Lanes` on its copies, if it stands above: the lane's number and numpy `SeedSequence`."
+        self.service_seed = seed
+
     def set_seed(self, seed):
         "Called by torchdata's `DataLoader2` once an iteration; a seed of the pipe's own takes precedence."
-        self.service_seed = seed
+        if self.seed is None: self.service_seed = seed
         return self
 
     def stream(self, items):
-        rng = np.random.default_rng(self.service_seed if self.seed is None else self.seed)
+        rng = np.random.default_rng(self.seed if self.service_seed is None else self.service_seed)
         for fragment in items:
             check_item(fragment, Fragment, self)
             recurrent = bool(nested.leaves(fragment.hx))

@@ -24,8 +24,8 @@ class Pipe(IterDataPipe):
     iteration in attributes: every iteration is a fresh start, and the pipe pickles. As with all datapipes a new
     iterator of a pipe ends the older one.
 
-    Networks, actors and callables that a pipe keeps as attributes are held by reference: the copy of the graph that
-    `DataLoader2` makes uses the very same ones (see `weights.Handle`). Everything else is copied.
+    Networks, actors and callables that a pipe keeps as attributes, or in dicts, lists and tuples, are held by reference:
+    the copy of the graph that `DataLoader2` makes uses the very same ones (see `weights.Handle`). All else is copied.
 
     Raises:
         TypeError: `pipe` is no IterDataPipe.
@@ -62,10 +62,9 @@ class Pipe(IterDataPipe):
     def __getstate__(self):
         state = super().__getstate__()                  # while torch looks for pipes, all else is left out
         if not isinstance(state, dict): return state
-        return {name: _Held(x) if _is_shared(x) else x for name, x in state.items()}
+        return _swapped(state, lambda x: _Held(x) if _is_shared(x) else x)
 
-    def __setstate__(self, state):
-        vars(self).update({name: x.module if isinstance(x, _Held) else x for name, x in state.items()})
+    def __setstate__(self, state): vars(self).update(_swapped(state, lambda x: x.module if isinstance(x, _Held) else x))
 
     def __repr__(self): return graph.short_repr(self)
     __str__ = __repr__
@@ -97,6 +96,13 @@ class _Held(Handle):
 def _is_shared(x) -> bool:
     "Networks, actors and callables mean the same one in a copy; classes pickle by reference anyway."
     return not isinstance(x, (type, IterDataPipe)) and (isinstance(x, torch.nn.Module) or callable(x) or hasattr(x, 'step'))
+
+
+def _swapped(x, swap):
+    "`x` with `swap` applied to what is in it, through dicts, lists and tuples."
+    if type(x) is dict: return {k: _swapped(v, swap) for k, v in x.items()}
+    if type(x) in (list, tuple): return type(x)(_swapped(v, swap) for v in x)
+    return swap(x)
 
 # %% ../../nbs/05_pipe.ipynb #8aa97acc
 class Source(Pipe):

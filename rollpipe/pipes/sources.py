@@ -6,18 +6,26 @@
 __all__ = ['check_id', 'EnvFactory', 'takes_seed', 'env_factories', 'spaces_of', 'space_spec']
 
 # %% ../../nbs/07_sources.ipynb #fb036b2b
-import difflib, inspect
+import difflib, importlib, inspect
 
 import cloudpickle
 import gymnasium as gym
+import numpy as np
 
 from .errors import EnvError, SpaceError
 
 # %% ../../nbs/07_sources.ipynb #afc80a6d
 def check_id(env_id):
-    """Return `env_id` if gymnasium knows it, else raise `EnvError` with the nearest known ids."""
+    """Return `env_id` if gymnasium knows it, else raise `EnvError` with the nearest known ids.
+
+    An id `module:Name-v0` has the module imported first, which is expected to register the environment.
+    """
+    module, _, name = str(env_id).rpartition(':')
     try:
-        gym.spec(env_id)
+        if module: importlib.import_module(module)
+        gym.spec(name)
+    except gym.error.DeprecatedEnv as e:
+        raise EnvError(f"{env_id!r} is no longer there", expected="a newer version", got=str(e)) from e
     except (gym.error.Error, ModuleNotFoundError) as e:
         known = list(gym.registry)
         by_name = {k.lower(): k for k in known}
@@ -109,7 +117,6 @@ def space_spec(space, what='space'):
 
     Raises `SpaceError` naming the part of `what` that has no fixed-size array form (Text, Graph, Sequence, OneOf).
     """
-    import numpy as np
     if isinstance(space, gym.spaces.Dict): return {k: space_spec(s, f"{what}[{k!r}]") for k, s in space.spaces.items()}
     if isinstance(space, gym.spaces.Tuple): return tuple(space_spec(s, f"{what}[{i}]") for i, s in enumerate(space.spaces))
     array_like = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiBinary, gym.spaces.MultiDiscrete)
