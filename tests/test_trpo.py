@@ -17,7 +17,7 @@ from rollpipe.agents.trpo import TRPO, policy_rows, thin
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.layers.distributions import Categorical, Gaussian, GaussianParams, Joint
 from rollpipe.layers.policies import Policy
-from rollpipe.pipes import nested
+from rollpipe.pipes import nested, on_policy
 from rollpipe.pipes.data import Final, Fragment, State
 from rollpipe.pipes.errors import ActorError, DataError
 from rollpipe.pipes.weights import bump_version, version_of
@@ -563,3 +563,18 @@ def test_batches_that_lack_something_are_refused():
                            (f._replace(valid=f.valid & False), 'no valid row')):
         with pytest.raises(DataError, match=words): agent.update(lacking)
     assert same(before, agent.state_dict())
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_kl_next_is_between_the_policies_that_collect(env):
+    "Also after the normaliser has moved: recomputed with torch.distributions from copies of the actor."
+    actor, critic = MLPPolicy.for_env(env, seed=3), Critic.for_env(env, seed=4)
+    agent = TRPO(actor, critic)
+    for batch in itertools.islice(on_policy(env, actor, critic, n_envs=4, n_steps=64, seed=5), 3):
+        before = copy.deepcopy(actor)
+        metrics = agent.update(batch)
+        with torch.no_grad(): old, new = (a.replay(batch)["dist"] for a in (before, actor))
+        if env == "CartPole-v1": p, q = (td.Categorical(logits=x) for x in (old, new))
+        else: p, q = (td.Independent(td.Normal(x.mean, x.log_std.exp()), 1) for x in (old, new))
+        assert metrics["kl_next"] == pytest.approx(float(td.kl_divergence(p, q).mean()), rel=1e-3, abs=1e-6)
+    assert metrics["kl_next"] != metrics["kl"]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .critics import fit_critic
+from .critics import explained_variance, fit_critic
 from .trust_region import (Linearization, assign, backtrack_line_search, conjugate_gradients,
                                           fisher_product, flatten, in_row_blocks, step_size)
 from ..pipes import nested
@@ -118,12 +118,21 @@ class TRPO:
         self._check(batch)
         lag = 0 if batch.version is None else version_of(self.actor) - int(batch.version.min())
         start = perf_counter()
-        metrics = self.improve(policy_rows(batch, self.normalize_adv))
+        rows = policy_rows(batch, self.normalize_adv)
+        metrics, old = self.improve(rows)
+        if getattr(self.actor, 'obs_norm', None) is not None:
+            # the normaliser moves the policy as well, beyond what the line search has seen: the certificate says how far
+            self.actor.observe(nested.as_seen(nested.getitem(batch.state.obs, slice(-1))), batch.valid)
+            with torch.no_grad(): metrics['kl_next'] = float(self._mean(self.actor.dist.kl(old, self.distribution(rows)), rows))
+        bump_version(self.actor)
         middle = perf_counter()
         if self.critic is not None: metrics |= self.fit(batch)
-        _tell(self.actor, 'observe', nested.as_seen(nested.getitem(batch.state.obs, slice(-1))), batch.valid)
-        bump_version(self.actor)
         return metrics | dict(lag=lag, seconds_policy=middle - start, seconds_critic=perf_counter() - middle)
+
+    @staticmethod
+    def _mean(x, rows):
+        "Mean of `x` `[R, C]` over the valid rows."
+        return (x * rows.weight).sum()
 
     def _check(self, batch):
         if batch.adv is None:
@@ -146,10 +155,10 @@ class TRPO:
         # blocks of rows that fit into the processor's cache make every later product faster
         return in_row_blocks(params, (rows.state, rows.hx), size=max(1, 2048 // rows.adv.shape[0]), dim=1)
 
-    def improve(self, rows) -> dict:
-        "The policy half of an update; the certificate of what it did."
+    def improve(self, rows) -> tuple[dict, Any]:
+        "The policy half of an update: the certificate of what it did, and the distribution's parameters before it."
         dist, theta = self.actor.dist, flatten(self.params)
-        def surrogate(params): return ((dist.log_prob(params, rows.act) - rows.logp).exp() * rows.adv * rows.weight).sum()
+        def surrogate(params): return self._mean((dist.log_prob(params, rows.act) - rows.logp).exp() * rows.adv, rows)
 
         with torch.enable_grad():
             lin = curved = Linearization(self.distribution(rows), self.params)
@@ -166,7 +175,7 @@ class TRPO:
         @torch.no_grad()
         def evaluate(theta):
             new = self.distribution(rows)
-            return surrogate(new), (dist.kl(old, new) * rows.weight).sum()
+            return surrogate(new), self._mean(dist.kl(old, new), rows)
         found = backtrack_line_search(evaluate, theta, step, rate, self.max_kl, before=before,
                                       set_params=lambda theta: assign(self.params, theta), **self.search)
         kept = self.search['backtrack'] ** found.backtracks if found.accepted else 0.
@@ -174,17 +183,18 @@ class TRPO:
                     actual_improvement=found.surrogate - found.before, kl=found.kl, cg_residual=cg.residual,
                     cg_iterations=cg.iterations, curvature=cg.curvature, backtracks=found.backtracks,
                     accepted=float(found.accepted), step_size=kept * float(step.norm()),
-                    grad_norm=float(g.norm()), entropy=float((dist.entropy(old) * rows.weight).sum()))
+                    grad_norm=float(g.norm()), entropy=float(self._mean(dist.entropy(old), rows))), old
 
     def fit(self, batch) -> dict:
         "The critic's half of an update."
         obs = nested.as_seen(nested.getitem(batch.state.obs, slice(-1)))
+        explained = explained_variance(batch.ret - batch.adv, batch.ret, batch.valid)
         _tell(self.critic, 'observe', obs, batch.valid)
         _tell(self.critic, 'observe_returns', batch.ret, batch.valid)
         fitted = fit_critic(self.critic, self.optimizer, obs, batch.ret, valid=batch.valid, epochs=self.critic_epochs,
                             generator=self.generator)
         bump_version(self.critic)
-        return {name: fitted[name] for name in ('critic_loss', 'explained_variance')}
+        return dict(critic_loss=fitted['critic_loss'], explained_variance=explained)
 
     def state_dict(self) -> dict:
         "All that an interrupted training needs to go on: weights, normalisers, optimiser, version, random state."
