@@ -127,7 +127,7 @@ def evaluate(
     n_episodes: int = 20,  # whole episodes
     *,
     n_envs: int = None,  # environments side by side; None: at most 8
-    deterministic: bool = True,  # take the actor's mode instead of a sample
+    deterministic: bool = True,  # no noise for actors with `draw_noise`; others must not explore in eval mode
     seed: int = None,  # None: fresh episodes every time
     record=None,  # film of the first episode, "x.gif" or "x.mp4"
     env_kwargs: dict = None,  # for `gymnasium.make`

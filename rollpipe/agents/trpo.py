@@ -120,9 +120,9 @@ class TRPO:
         start = perf_counter()
         rows = policy_rows(batch, self.normalize_adv)
         metrics, old = self.improve(rows)
+        _tell(self.actor, 'observe', nested.as_seen(nested.getitem(batch.state.obs, slice(-1))), batch.valid)
         if getattr(self.actor, 'obs_norm', None) is not None:
             # the normaliser moves the policy as well, beyond what the line search has seen: the certificate says how far
-            self.actor.observe(nested.as_seen(nested.getitem(batch.state.obs, slice(-1))), batch.valid)
             with torch.no_grad(): metrics['kl_next'] = float(self._mean(self.actor.dist.kl(old, self.distribution(rows)), rows))
         bump_version(self.actor)
         middle = perf_counter()

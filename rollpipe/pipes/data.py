@@ -16,8 +16,8 @@ class State(NamedTuple):
     """What the actor sees at time `t`; leaves are `[B, ...]` in a tick and `[T+1, B, ...]` in a fragment."""
     stepno: Any  # int64: steps since the episode began; 0 on its first row
     obs: Any     # observation, any nesting, the environment's dtypes; the first of a *new* episode where `fin`
-    act: Any     # action of the previous row, any nesting; means nothing on the very first row of a stream
-    rew: Any     # float32: reward of the previous row's action; 0 on the very first row
+    act: Any     # action of the previous row, any nesting; of the episode before where `fin`; zeros on the very first row
+    rew: Any     # float32: reward of the previous row's action; of the episode before where `fin`; 0 on the very first row
     fin: Any     # bool: did the previous row's action end an episode? True on the very first row
 
 # %% ../../nbs/06_data.ipynb #1154235c
@@ -30,7 +30,11 @@ class Final(NamedTuple):
 
 # %% ../../nbs/06_data.ipynb #f9f15660
 class Tick(NamedTuple):
-    """One step of `B` environments: `state` --react--> `next.act` --step--> `next`."""
+    """One step of `B` environments: `state` --react--> `next.act` --step--> `next`.
+
+    A pipe that changes `next` changes what is recorded, not what the actor is shown. `actor` may alias parameters: who
+    keeps ticks while the actor is trained must copy it (fragments are copies).
+    """
     state: State          # numpy [B, ...] at t
     hx: Any               # recurrent state before the reaction, environment on dim 1; `()` without memory
     actor: Any            # torch [1, B, ...]: what the actor reported at t
@@ -66,7 +70,7 @@ class Fragment(NamedTuple):
     A consumer may keep a fragment: nothing in it is overwritten later.
     """
     state: State       # [T+1, B, ...]
-    actor: Any         # [T+1, B, ...]: what the actor reported; row T is the virtual look-ahead
+    actor: Any         # [T+1, B, ...]: what the actor reported; row T is the virtual look-ahead (a `logp` there: of the mode)
     env: Any           # [T, B, ...]: numeric environment info of the step t -> t+1
     hx: Any            # recurrent state at row 0, environment on dim 1; `()` without memory
     term: Any          # bool [T+1, B]: true terminations; `state.fin & ~term` are truncations
