@@ -62,9 +62,13 @@ def first_of(tree): return apply(lambda x: x[0, 0].numpy().copy(), tree)
 
 
 class Solo:
-    "One environment, one actor, one episode after the other; `collect` gives the column of a fragment."
-    def __init__(self, env, actor, no_action, seed=None):
+    """One environment, one actor, one episode after the other; `collect` gives the column of a fragment.
+
+    `sticky`: after an end nothing happens until the number of steps is a multiple of it. The actor is asked all the same.
+    """
+    def __init__(self, env, actor, no_action, seed=None, sticky=None):
         self.env, self.actor, self.has_memory = env, actor, hasattr(actor, "initial")
+        self.sticky, self.frozen, self.steps = sticky, False, 0
         self.hx = self.fresh()
         self.term = False
         self.state = (0, snapshot(env.reset(seed=seed)[0]), no_action, 0., True)
@@ -78,10 +82,18 @@ class Solo:
         return first_of(act), hx, first_of(info)
 
     def collect(self, n_steps):
-        states, terms, actors, envs, finals, hx0 = [self.state], [self.term], [], [], [], self.hx
+        states, terms, actors, envs, finals, valid, hx0 = [self.state], [self.term], [], [], [], [], self.hx
         for t in range(n_steps):
             act, self.hx, info = self.react(self.state, self.hx, virtual=False)
             actors.append(info)
+            self.steps += 1
+            valid.append(not self.frozen)
+            if self.frozen:
+                stepno, obs, *_ = self.state
+                self.state, self.term, self.hx = (stepno, obs, act, 0., True), False, self.fresh()
+                states.append(self.state); terms.append(False); envs.append(None)
+                self.frozen = self.steps % self.sticky != 0
+                continue
             obs, rew, term, trunc, env_info = self.env.step(apply(lambda x: x.copy(), act))
             obs, stepno, fin = snapshot(obs), self.state[0] + 1, bool(term or trunc)
             if fin:
@@ -89,10 +101,11 @@ class Solo:
                     last = (stepno, obs, act, rew, False)
                     finals.append((t, obs, self.react(last, self.hx, virtual=True)[2]))
                 obs, stepno, self.hx = snapshot(self.env.reset()[0]), 0, self.fresh()
+                self.frozen = bool(self.sticky) and self.steps % self.sticky != 0
             self.state, self.term = (stepno, obs, act, rew, fin), bool(term)
             states.append(self.state); terms.append(self.term); envs.append(env_info)
         actors.append(self.react(self.state, self.hx, virtual=True)[2])  # the look-ahead: hx and environment stay
-        return dict(states=states, terms=terms, actors=actors, envs=envs, finals=finals, hx=hx0)
+        return dict(states=states, terms=terms, actors=actors, envs=envs, finals=finals, valid=valid, hx=hx0)
 
 
 def grid(columns, key):

@@ -556,3 +556,15 @@ def test_errors_pass_through_pipes_below_unchanged():
     failure(EnvError, Minibatcher(pipe, 3), "EnvStepper, lane 0, environment 1 (<lambda>), leaf rew", "non-finite")
     pipe = Minibatcher(Failing(on_policy(fine(), Valued(), n_envs=1, n_steps=2), 1), 9)
     with pytest.raises(ZeroDivisionError, match="downstream"): list(pipe)
+
+
+def test_lanes_belong_after_the_collector():
+    pipe = FragmentCollector(Lanes(EnvStepper(Counting, Plain()), 2, seed=0), 6)
+    with pytest.raises(DataError, match="FragmentCollector: ticks of several lanes.*`Lanes` after the collector.*lanes 0 and 1"):
+        next(iter(pipe))
+
+
+def test_a_factory_that_makes_the_same_environment_twice():
+    env = Counting()
+    with pytest.raises(EnvError, match="EnvStepper, lane 0, environment 1 .*a new environment at each call.*environment 0"):
+        next(iter(EnvStepper(lambda: env, Plain(), 2)))

@@ -2,6 +2,7 @@
 from collections import Counter
 from itertools import islice
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 from reference import apply, array, assert_same, flatten, snapshot
 from toys import ENDS, Counting, Limit, Lively, Memory, Nested, NestedMemory, Plain, judge
 
-from rollpipe.layers import GaussianPolicy
-from rollpipe.pipes import AdvantageBuffer, DataError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Minibatcher, Pipe
+from rollpipe.layers import Critic, GaussianPolicy, MLPPolicy
+from rollpipe.pipes import (AdvantageBuffer, DataError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Minibatcher,
+                            Pipe, nested, on_policy)
 from rollpipe.pipes.torchdata import IterableWrapper
 
 PLAN = ((3, "trunc"), (2, "term"), (4, "both"), (1, "trunc"))
@@ -215,3 +217,12 @@ def test_minibatches_share_no_memory_with_the_fragment():
     before = snapshot(source)
     for m in Minibatcher(IterableWrapper(source, deepcopy=False), 3, seed=0): apply(lambda x: x.zero_(), (m.state, m.env))
     assert_same(source, before)
+
+
+def test_lanes_whose_first_infos_differ_can_stand_side_by_side():
+    "Only an episode that ends reports its statistics, and Blackjack often ends at the first step."
+    source = lambda: gym.wrappers.RecordEpisodeStatistics(gym.make("Blackjack-v1"))
+    actor, critic = MLPPolicy.for_env(source, seed=0), Critic.for_env(source, seed=0)
+    for seed in range(5):
+        batch = next(iter(on_policy(source, actor, critic, n_envs=1, n_steps=8, lanes=2, seed=seed)))
+        assert {x.shape for x in nested.leaves(batch.env)} <= {(8, 2)}

@@ -22,7 +22,7 @@ def name_of(path):
 
 
 FILES = {name_of(p): p for p in sorted(PACKAGE.rglob("*.py")) if p.name != "_modidx.py"}
-AGGREGATES = {n for n, p in FILES.items() if p.name in ("__init__.py", "all.py")}
+AGGREGATES = {n for n, p in FILES.items() if p.name in ("__init__.py", "all.py", "fluent.py")}
 MODULES = sorted(FILES.keys() - AGGREGATES)
 
 
@@ -68,7 +68,7 @@ def numbers():
     for path in (ROOT/"nbs").rglob("*.ipynb"):
         text = "\n".join("".join(c["source"]) for c in json.loads(path.read_text(encoding="utf-8"))["cells"])
         found = re.search(r"^#\|[ \t]*default_exp[ \t]+(\S+)", text, re.M)
-        if found: out[found[1]] = int(path.name.split("_")[0])
+        if found: out[found[1]] = path.name.split("_")[0]  # "09" < "09a" < "10"
     return out
 
 

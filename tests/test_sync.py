@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted(p for p in (ROOT/"nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
-AGGREGATORS = {"__init__.py", "_modidx.py", "all.py"}  # written by hand, or by nbdev itself
+AGGREGATORS = {"__init__.py", "_modidx.py", "all.py", "fluent.py"}  # written by hand, or by nbdev itself
 STORED_IMAGES_FROM = 90  # notebooks from this number on show plots
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
@@ -80,8 +80,8 @@ def test_clean_and_export_change_nothing(copy):
 
 def test_notebooks_are_numbered_and_numbers_are_unique():
     names = [p.name for p in NOTEBOOKS]
-    assert names and all(re.match(r"\d\d_\w+\.ipynb$", n) for n in names), names
-    assert len({number(p) for p in NOTEBOOKS}) == len(names), f"two notebooks share a number: {names}"
+    assert names and all(re.match(r"\d\d[a-z]?_\w+\.ipynb$", n) for n in names), names
+    assert len({n.split("_")[0] for n in names}) == len(names), f"two notebooks share a number: {names}"
 
 
 def test_a_notebook_is_named_after_its_module():
@@ -105,7 +105,8 @@ def test_no_cell_exports_to_another_module():
 
 def test_index_lists_the_modules():
     index = ast.parse((ROOT/"rollpipe/_modidx.py").read_text(encoding="utf-8")).body[0].value
-    assert set(ast.literal_eval(index)["syms"]) == {f"rollpipe.{m}" for m in exported()}
+    by_hand = {"rollpipe.pipes.fluent"}  # listed, with nothing in it
+    assert set(ast.literal_eval(index)["syms"]) - by_hand == {f"rollpipe.{m}" for m in exported()}
 
 
 @each_notebook

@@ -74,7 +74,7 @@ class TRPO:
     """
     def __init__(self,
         actor,                # a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
-        critic=None,          # `critic(obs) -> value` to be fitted to the returns, or None
+        critic=None,          # `critic(obs) -> value` (see `Critic`) to be fitted to the returns, or None
         *,
         max_kl=0.01,          # trust region: largest mean KL divergence of an update [nat]
         damping=0.1,          # added to the Fisher matrix's diagonal
@@ -152,8 +152,8 @@ class TRPO:
     def distribution(self, rows):
         "Parameters of the policy's distribution in the states of `rows`, with gradients where they are enabled."
         def params(part): return self.actor.distribution(*part)
-        # blocks of rows that fit into the processor's cache make every later product faster
-        return in_row_blocks(params, (rows.state, rows.hx), size=max(1, 2048 // rows.adv.shape[0]), dim=1)
+        # blocks of rows that fit into the processor's cache make every later product faster, unless there are many short steps
+        return in_row_blocks(params, (rows.state, rows.hx), size=max(256, 2048 // rows.adv.shape[0]), dim=1)
 
     def improve(self, rows) -> tuple[dict, Any]:
         "The policy half of an update: the certificate of what it did, and the distribution's parameters before it."
@@ -188,6 +188,7 @@ class TRPO:
     def fit(self, batch) -> dict:
         "The critic's half of an update."
         obs = nested.as_seen(nested.getitem(batch.state.obs, slice(-1)))
+        if hasattr(self.critic, 'inputs'): obs = self.critic.inputs(obs, nested.getitem(batch.actor, slice(-1)))
         explained = explained_variance(batch.ret - batch.adv, batch.ret, batch.valid)
         _tell(self.critic, 'observe', obs, batch.valid)
         _tell(self.critic, 'observe_returns', batch.ret, batch.valid)

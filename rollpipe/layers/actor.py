@@ -12,7 +12,7 @@ import torch
 from ..pipes import nested
 
 # %% auto #0
-__all__ = ['check_signature', 'Actor']
+__all__ = ['check_signature', 'without_past', 'Actor']
 
 # %% ../../nbs/20_actor.ipynb #f6e05071
 def check_signature(cls, method: str, positional: tuple, keywords: tuple) -> None:
@@ -38,6 +38,12 @@ def check_signature(cls, method: str, positional: tuple, keywords: tuple) -> Non
         raise TypeError(f"{cls.__name__}.{method} {' and '.join(problem)}. Expected the signature "
                         f"{method}(self, {', '.join(positional + ('*',) + keywords)})")
 
+# %% ../../nbs/20_actor.ipynb #bda5ec43
+def without_past(act, rew, fin):
+    "`(act, rew)` with zeros where `fin` `[T, B]`: new tensors; leaves of `act` are `[T, B, ...]`, `None` passes."
+    def masked(x): return x.masked_fill(fin.reshape(fin.shape + (1,) * (x.ndim - 2)), 0)
+    return nested.map(masked, (act, rew))
+
 # %% ../../nbs/20_actor.ipynb #ae2d1236
 class Actor(torch.nn.Module):
     """Base of all actors: subclasses write `forward(obs, act, rew, fin, *, hx, stepno, virtual[, noise])`.
@@ -47,6 +53,9 @@ class Actor(torch.nn.Module):
     inputs and gives new tensors each time. Leaves of `hx` have the environment on dim 1; an actor without memory returns
     `()`, and `hx=None` means "begin". Where `fin` is set a recurrent actor begins anew.
 
+    `step` shows zeros for the action and the reward before where `fin` is set (`without_past`): they belong to another
+    episode. An actor that looks at neither says so by `uses_past = False`, and is then given them as they are.
+
     A subclass with a method `draw_noise(lead, generator) -> nested [*lead, ...]` must accept `noise` in `forward`,
     where `None` asks for the deterministic action, and draw from nothing else. What follows from actions and reports,
     such as log-probabilities, need not be reported at every step: an optional `complete(act, info) -> info` adds it for
@@ -54,6 +63,7 @@ class Actor(torch.nn.Module):
 
     Raises `TypeError` at class creation if `forward`, `step` or `reset` do not fit.
     """
+    uses_past = True  # does `forward` look at `act` or `rew`?
     _contract = dict(forward=(('obs', 'act', 'rew', 'fin'), ('hx', 'stepno', 'virtual')),
                      step=(('stepno', 'obs', 'act', 'rew', 'fin'), ('hx', 'virtual', 'noise')),
                      reset=(('hx', 'at'), ()))
@@ -67,6 +77,7 @@ class Actor(torch.nn.Module):
 
     def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual, noise=None):
         "React to states `[T, B, ...]`: `(act, hx, info)`. An actor without `draw_noise` refuses `noise`."
+        if self.uses_past: act, rew = without_past(act, rew, fin)
         if hasattr(type(self), 'draw_noise'):
             return self(obs, act, rew, fin, hx=hx, stepno=stepno, virtual=virtual, noise=noise)
         if noise is not None: raise TypeError(f'{type(self).__name__} has no draw_noise and takes no noise')

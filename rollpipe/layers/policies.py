@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .actor import Actor
+from .actor import Actor, without_past
 from .encoders import encoder_for
 from .heads import head_for
 from .mlp import MLP, RunningNorm, merge_moments, moments
@@ -37,9 +37,23 @@ class Policy(Actor):
     def params(self, obs, act, rew, fin, *, hx, stepno):
         raise NotImplementedError(f'{type(self).__name__} must define params(obs, act, rew, fin, *, hx, stepno)')
 
+    @classmethod
+    def for_env(cls, env, *, env_kwargs=None, seed: int | None = None, **kwargs):
+        """The policy for an environment, if the class is made from `(observation_space, action_space, ...)`.
+
+        Args:
+            env: a gymnasium id, a factory, an environment, or a pair `(observation_space, action_space)`.
+            env_kwargs: keyword arguments for `gymnasium.make` if `env` is an id.
+            seed: fixes the initial parameters, without disturbing torch's global generator.
+            **kwargs: of the class: `hidden`, `normalize`, ...
+        """
+        with seeded(seed): return cls(*spaces_of(env, env_kwargs), **kwargs)
+
     def draw_noise(self, lead, generator=None):
-        "Noise `[*lead, ...]` for as many actions, as `dist` wants it."
-        return self.dist.noise(lead, generator)
+        "Noise `[*lead, ...]` for as many actions, as `dist` wants it: drawn on the host, moved to where the policy is."
+        noise, weight = self.dist.noise(lead, generator), next(self.parameters(), None)
+        if weight is None or weight.device.type == 'cpu': return noise
+        return nested.map(lambda x: x.to(weight.device, non_blocking=True), noise)
 
     def forward(self, obs, act, rew, fin, *, hx, stepno, virtual, noise=None):
         dist = self.dist
@@ -47,14 +61,19 @@ class Policy(Actor):
         act = dist.mode(params) if noise is None else dist.sample(params, noise)
         return act, hx, {'dist': params}
 
-    def replay(self, fragment):
-        """`dict(dist=[T, B, ...], logp=[T, B])` for the steps of a fragment under the present weights, with gradients.
+    def distribution(self, state, hx):
+        "Parameters of `dist` `[T, B, ...]` in the states `[T, B, ...]` (float32, a `State`), from `hx` at row 0, with gradients."
+        stepno, obs, act, rew, fin = state
+        if self.uses_past: act, rew = without_past(act, rew, fin)
+        return self.params(obs, act, rew, fin, hx=hx, stepno=stepno)[0]
 
-        Under the weights that collected it, this is what the fragment recorded.
+    def replay(self, fragment):
+        """`dict(dist=[T, B, ...], logp=[T, B], ...)` for the steps of a fragment under the present weights, with gradients.
+
+        Under the weights that collected it, this is what the fragment recorded (where `valid`).
         """
-        stepno, obs, act, rew, fin = nested.as_seen(nested.getitem(fragment.state, slice(-1)))
-        params, _ = self.params(obs, act, rew, fin, hx=fragment.hx, stepno=stepno)
-        return self.complete(nested.getitem(fragment.state.act, slice(1, None)), {'dist': params})
+        _, _, info = self.step(*nested.as_seen(nested.getitem(fragment.state, slice(-1))), hx=fragment.hx, virtual=True)
+        return self.complete(nested.getitem(fragment.state.act, slice(1, None)), info)
 
     def complete(self, act, info):
         "`info` with the log-probabilities `logp` `[T, B]` of the actions."
@@ -99,6 +118,8 @@ class MLPPolicy(Observer, Policy):
 
     Raises `SpaceError` if there is no encoder for the observations or no head for the actions.
     """
+    uses_past = False  # a subclass whose `params` looks at `act` or `rew` must say True
+
     def __init__(self,
                  observation_space: gym.Space,  # see `encoder_for`
                  action_space: gym.Space,       # see `head_for`
@@ -113,18 +134,6 @@ class MLPPolicy(Observer, Policy):
         self.trunk = MLP(n, hidden, activation=activation)
         self.head = head_for(action_space, self.trunk.n_out, std=std, log_std=log_std)
         self.dist = self.head.dist
-
-    @classmethod
-    def for_env(cls, env, *, env_kwargs=None, seed: int | None = None, **kwargs):
-        """The policy for an environment.
-
-        Args:
-            env: a gymnasium id, a factory, an environment, or a pair `(observation_space, action_space)`.
-            env_kwargs: keyword arguments for `gymnasium.make` if `env` is an id.
-            seed: fixes the initial parameters, without disturbing torch's global generator.
-            **kwargs: of the class: `hidden`, `normalize`, ...
-        """
-        with seeded(seed): return cls(*spaces_of(env, env_kwargs), **kwargs)
 
     def params(self, obs, act, rew, fin, *, hx, stepno):
         modules = self._modules
@@ -153,6 +162,9 @@ class GaussianPolicy(MLPPolicy):
 class Critic(Observer):
     """State values: observations `[*lead, ...]` -> float32 `[*lead]`, `ret_mean + ret_std * net(features)`.
 
+    A critic that looks at more than observations has a method `inputs(obs, actor)`: what it is called with instead, nested
+    tensors `[*lead, ...]`, made from observations and what the actor reported there.
+
     Source: van Hasselt et al. 2016, Learning values across many orders of magnitude (PopArt),
     https://arxiv.org/abs/1602.07714; here the moments are those of all returns so far.
     """
@@ -170,7 +182,7 @@ class Critic(Observer):
 
     @classmethod
     def for_env(cls, env, *, env_kwargs=None, seed: int | None = None, **kwargs):
-        "The critic for an environment; parameters as for `MLPPolicy.for_env`."
+        "The critic for an environment; parameters as for `Policy.for_env`."
         with seeded(seed): return cls(spaces_of(env, env_kwargs)[0], **kwargs)
 
     def forward(self, obs):

@@ -3,20 +3,29 @@ from . import nested, returns
 from .advantage import AdvantageBuffer, values
 from .batches import FragmentStacker, Minibatcher
 from .data import Final, Fragment, State, Tick
+from .episodes import EpisodeCollector, pad_episodes
 from .errors import ActorError, CheckpointError, DataError, EnvError, GraphError, PipeError, SpaceError
 from .fragments import FragmentCollector
+from .frames import FrameStack, Stacks
 from .graph import copy_graph, draw, find, find_one, insert_after, insert_before, remove, replace
+from .invariants import CheckInvariants
 from .lanes import Lanes
+from .manual import collect, context, prepare, rollout, startup
 from .pipe import Pipe, Source
 from .recipes import on_policy
 from .stepper import EnvStepper
+from .steps import Fragments, Step, Steps, WithImage
+from .taps import EpisodeEnd, EpisodeStats, Rate, Tap, Throughput
+from .transforms import NStep, NSteps, ObservationCast, RewardScaler, ToDevice
 from .weights import Handle, bump_version, version_of
 
 __all__ = [
-    'ActorError', 'AdvantageBuffer', 'CheckpointError', 'DataError', 'DataLoader2', 'EnvError', 'EnvStepper', 'Final', 'Fragment',
-    'FragmentCollector', 'FragmentStacker', 'GraphError', 'Handle', 'Lanes', 'Minibatcher', 'Pipe', 'PipeError', 'Source', 'SpaceError',
-    'State', 'Tick', 'bump_version', 'copy_graph', 'draw', 'find', 'find_one', 'insert_after', 'insert_before', 'nested', 'on_policy',
-    'remove', 'replace', 'returns', 'values', 'version_of',
+    'ActorError', 'AdvantageBuffer', 'CheckInvariants', 'CheckpointError', 'DataError', 'DataLoader2', 'EnvError', 'EnvStepper',
+    'EpisodeCollector', 'EpisodeEnd', 'EpisodeStats', 'Final', 'Fragment', 'FragmentCollector', 'FragmentStacker', 'Fragments',
+    'FrameStack', 'GraphError', 'Handle', 'Lanes', 'Minibatcher', 'NStep', 'NSteps', 'ObservationCast', 'Pipe', 'PipeError', 'Rate',
+    'RewardScaler', 'Source', 'SpaceError', 'Stacks', 'State', 'Step', 'Steps', 'Tap', 'Throughput', 'Tick', 'ToDevice',
+    'WithImage', 'bump_version', 'collect', 'context', 'copy_graph', 'draw', 'find', 'find_one', 'insert_after', 'insert_before',
+    'nested', 'on_policy', 'pad_episodes', 'prepare', 'remove', 'replace', 'returns', 'rollout', 'startup', 'values', 'version_of',
 ]
 
 

@@ -28,8 +28,8 @@ def values(fragment, critic=None):
                             got=f"leaves {nested.paths(fragment.actor, 'actor')}")
         v, v_final = fragment.actor['value'], fragment.final.actor['value']
     else:
-        v = _evaluate(critic, fragment.state.obs)
-        v_final = _evaluate(critic, fragment.final.obs) if len(fragment.final.t) else None
+        v = _evaluate(critic, fragment.state.obs, fragment.actor)
+        v_final = _evaluate(critic, fragment.final.obs, fragment.final.actor) if len(fragment.final.t) else None
     for name, x, lead in (('v', v, fragment.state.rew.shape), ('v of the final observations', v_final, fragment.final.t.shape)):
         if x is None: continue
         if not isinstance(x, torch.Tensor) or x.dtype != torch.float32 or x.shape != lead:
@@ -42,15 +42,18 @@ def values(fragment, critic=None):
     return v[:-1], v_tp1
 
 
-def _evaluate(critic, obs):
-    "`critic(obs)` without gradients and in evaluation mode."
-    with torch.no_grad(), eval_mode(critic): return critic(nested.as_seen(obs))
+def _evaluate(critic, obs, actor):
+    "The critic's answer without gradients and in evaluation mode, to what it wants to see of observations and reports."
+    obs = nested.as_seen(obs)
+    if hasattr(critic, 'inputs'): obs = critic.inputs(obs, actor)
+    with torch.no_grad(), eval_mode(critic): return critic(obs)
 
 # %% ../../nbs/13_advantage.ipynb #41eaef39
 class AdvantageBuffer(Pipe):
     """Add `adv` (generalised advantage estimates) and `ret = adv + v` (value targets), float32 `[T, B]`, to each `Fragment`.
 
     The critic looks at whole fragments: one call for `(T+1) B` rows costs little more than one for `B`. It is held by reference.
+    Rows that are not `valid` have no advantage: 0.
 
     Source: Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation", https://arxiv.org/abs/1506.02438.
     Raises `DataError` if a value or advantage is not finite, or if there is neither a critic nor a reported value.
@@ -59,7 +62,7 @@ class AdvantageBuffer(Pipe):
 
     def __init__(self,
                  pipe,         # yields `Fragment`s
-                 critic=None,  # `critic(obs [..., *]) -> [...]`; None: the `value` that the actor reported
+                 critic=None,  # `critic(obs [..., *]) -> [...]` (see `Critic`); None: the `value` that the actor reported
                  gamma=0.99,   # discount of the reward one step later
                  lam=0.95,     # exponential weight of longer estimates: 0 trusts the critic, 1 the rewards
     ):
@@ -86,4 +89,5 @@ class AdvantageBuffer(Pipe):
             t, b = (~torch.isfinite(adv)).nonzero()[0].tolist()
             raise DataError("non-finite advantage", env=b, leaf=f"adv[{t}, {b}]", expected="finite rewards and values",
                             got=f"reward {rew[t, b]}, value {v_t[t, b]}, next value {v_tp1[t, b]}", **where)
+        if not fragment.valid.all(): adv = adv.masked_fill(~fragment.valid, 0.)  # `fin` is set there: neighbours do not see these rows
         return fragment._replace(adv=adv, ret=adv + v_t)

@@ -14,6 +14,7 @@ import torch
 from . import nested
 from .data import Final, Fragment, State, Tick, check_item
 from .errors import DataError
+from .graph import find
 from .pipe import Pipe
 
 # %% ../../nbs/11_fragments.ipynb #f2608a5a
@@ -57,8 +58,8 @@ def reported(tick, act, info):
 class FragmentCollector(Pipe):
     """Join `n_steps` ticks into a `Fragment` of `T = n_steps` steps; state and recurrent state carry over to the next one.
 
-    Every fragment has memory of its own. A source that ends within a fragment gives a shorter last one. Raises `DataError` if `n_steps < 1`
-    or if what comes is no `Tick`.
+    Every fragment has memory of its own. A source that ends within a fragment gives a shorter last one. Raises `DataError` if
+    `n_steps < 1`, if what comes is no `Tick`, or if a fragment would begin where a sticky environment rests.
     """
     def __init__(self,
                  pipe,     # yields `Tick`s, such as `EnvStepper`
@@ -70,13 +71,33 @@ class FragmentCollector(Pipe):
         self.n_steps = n_steps
 
     def stream(self, items):
+        self._check_rests()
         seq, first, first_term = 0, None, None
         while ticks := list(islice(items, self.n_steps)):
-            check_item(ticks[0], Tick, self)
+            for tick in ticks: check_item(tick, Tick, self)
+            self._check_order(ticks, ticks[0].state if first is None else first)
             if first is None: first, first_term = ticks[0].state, np.zeros_like(ticks[0].term)
             # row 0 is the previous row T, with whatever pipes in between made of it
             yield self.collect(ticks, first, first_term, seq)
             first, first_term, seq = ticks[-1].next, ticks[-1].term, seq + 1
+
+    def _check_order(self, ticks, before):
+        "Ticks must be those of one lane, and each must begin where the one before ended."
+        for tick in ticks:
+            if tick.lane != ticks[0].lane:
+                raise DataError("ticks of several lanes", pipe=self, expected="`Lanes` after the collector",
+                                got=f"lanes {ticks[0].lane} and {tick.lane}")
+            if not (tick.state.stepno is before.stepno or np.array_equal(tick.state.stepno, before.stepno)):
+                raise DataError("ticks that do not follow one another", pipe=self, lane=tick.lane, leaf='stepno',
+                                expected=str(before.stepno), got=str(tick.state.stepno))
+            before = tick.next
+
+    def _check_rests(self):
+        "Environments that rest (`EnvStepper`'s `sticky`) must wake up where fragments begin."
+        for pipe in find(self.pipe, lambda pipe: getattr(pipe, 'sticky', None)):
+            if self.n_steps % pipe.sticky:
+                raise DataError("fragments would begin where an environment rests", pipe=self,
+                                expected=f"n_steps={self.n_steps} to be a multiple of sticky", got=f"sticky={pipe.sticky}")
 
     def collect(self, ticks, first, first_term, seq) -> Fragment:
         "The fragment of `ticks`, whose row 0 is `first`."

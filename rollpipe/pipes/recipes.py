@@ -6,10 +6,13 @@
 __all__ = ['on_policy']
 
 # %% ../../nbs/15_recipes.ipynb #d73c9087
+import numpy as np
+
 from .advantage import AdvantageBuffer
 from .batches import FragmentStacker
 from .errors import GraphError, describe
 from .fragments import FragmentCollector
+from .graph import find
 from .lanes import Lanes
 from .stepper import EnvStepper
 from .torchdata import IterDataPipe
@@ -27,7 +30,9 @@ def on_policy(
     lam=0.95,         # exponential weight of longer advantage estimates
     seed=None,        # fixes environments and actions
     info_keys=None,   # environment infos to record; None: all that are numeric after the first step
-    env_kwargs=None,  # keyword arguments for `gymnasium.make`
+    env_kwargs=None,  # keyword arguments for `gymnasium.make` or `make_vec`
+    vector=None,      # make one vector environment of an id: 'sync', 'async', 'vector_entry_point', 'envpool'
+    sticky=False,     # environments whose episode ended rest until the fragment is over
     edits=(),         # functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
 ):
     """A pipeline that yields batches: `Fragment`s of `n_steps` steps of `lanes * n_envs` environments, with `adv` and `ret`.
@@ -35,7 +40,7 @@ def on_policy(
     `EnvStepper -> FragmentCollector -> Lanes -> AdvantageBuffer -> FragmentStacker`, then the `edits`. Raises `GraphError` if an edit
     returns no pipe.
     """
-    pipe = EnvStepper(env, actor, n_envs, env_kwargs=env_kwargs, info_keys=info_keys)
+    pipe = EnvStepper(env, actor, n_envs, vector=vector, sticky=n_steps if sticky else None, env_kwargs=env_kwargs, info_keys=info_keys)
     pipe = FragmentCollector(pipe, n_steps)
     pipe = Lanes(pipe, lanes, seed)
     pipe = AdvantageBuffer(pipe, critic, gamma, lam)
@@ -45,4 +50,14 @@ def on_policy(
         if not isinstance(pipe, IterDataPipe):
             raise GraphError(f"the edit {getattr(edit, '__name__', edit)!r} returned no pipe", expected="an IterDataPipe",
                              got=describe(pipe))
+    return _seeded(pipe, seed)
+
+
+def _seeded(pipe, seed):
+    "Give what is random below `Lanes` (which seeds what is above) its own child of `seed`."
+    if seed is None: return pipe
+    above = {id(p) for lanes in find(pipe, Lanes) for p in find(lanes, lambda p: True)}
+    random = find(pipe, lambda p: id(p) not in above and hasattr(p, 'set_seed') and p.seed is None)
+    for p, child in zip(random, np.random.SeedSequence(seed, spawn_key=(2 ** 16,)).spawn(len(random))):
+        p.seed = int(child.generate_state(1)[0])
     return pipe

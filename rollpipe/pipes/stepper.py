@@ -11,10 +11,11 @@ import torch
 
 from . import nested
 from .data import State, Tick
-from .envs import EnvBatch, in_containers
-from .errors import ActorError, PipeError, describe
+from .envs import in_containers
+from .errors import ActorError, EnvError, PipeError, describe
 from .pipe import Source
 from .sources import env_factories
+from .vector import VectorFactory, env_batch
 from .weights import version_of
 
 # %% ../../nbs/10_stepper.ipynb #448ad896
@@ -64,11 +65,12 @@ class _Lane:
         self.where = dict(pipe=type(pipe).__name__, lane=lane)
         self.actor, self.lane = actor, lane
         env_seed, actor_seed = seed.spawn(2)
-        self.envs = EnvBatch(pipe.factories, env_seed, info_keys=pipe.info_keys, clip_actions=pipe.clip_actions, **self.where)
+        self.envs = env_batch(pipe.factories, env_seed, sticky=pipe.sticky, info_keys=pipe.info_keys,
+                              clip_actions=pipe.clip_actions, **self.where)
         self.chance = _Chance(actor, len(self.envs), actor_seed, pipe.explore)
         self.complete = getattr(actor, 'complete', None)
         self.step = f"{type(actor).__name__}.step"
-        self.first = None  # what the actor's first answer looked like
+        self.first, self.memory = None, None  # what the actor's first answer and recurrent state looked like
 
     def start(self):
         "The first outcome of the environments, and the recurrent state to begin with."
@@ -99,6 +101,7 @@ class _Lane:
         if not isinstance(act, torch.Tensor): act = in_containers(act, self.envs.act_spec)
         leaves, structure = nested.flatten((act, info))
         if self.first is None: self._learn(act, hx, info)
+        if self.memory or hx != (): self._check_memory(hx, n)
         shapes, known, first = self.first
         if structure != known or any(type(x) is not torch.Tensor or x.shape != (1, n, *y) for x, y in zip(leaves, shapes)):
             for name, tree, like in zip(('act', 'info'), (act, info), first): self._compare(name, tree, like, n)
@@ -115,13 +118,22 @@ class _Lane:
         self.envs.actions(nested.map(lambda x: x[0].cpu().numpy(), act))
         leaves, structure = nested.flatten((act, info))
         self.first = [x.shape[2:] for x in leaves], structure, (act, info)
+        leaves, structure = nested.flatten(hx)
+        self.memory = ([(x.shape[0], x.shape[2:]) for x in leaves], structure) if leaves else None
+
+    def _check_memory(self, hx, n):
+        "The recurrent state must keep its structure and shapes, `[layers, n, ...]`."
+        leaves, structure = nested.flatten(hx)
+        if (leaves or self.memory) and self.memory != ([(x.shape[0], x.shape[2:]) for x in leaves], structure):
+            raise ActorError(f"{self.step} changed the form of its recurrent state", leaf='hx', got=describe(hx), **self.where,
+                             expected="as before" if self.memory is None else str([[k, n, *rest] for k, rest in self.memory[0]]))
 
     def _compare(self, name, tree, like, n):
         "Refuse a part of an answer that differs from its first form."
         if nested.flatten(tree)[1] != nested.flatten(like)[1]:
             raise ActorError(f"{self.step} changed the structure of its answer", leaf=name, expected=describe(like),
                              got=describe(tree), **self.where)
-        space = f" for {self.envs.envs[0].action_space}" if name == 'act' else ""
+        space = f" for {self.envs.action_space}" if name == 'act' else ""
         for x, y, path in zip(nested.leaves(tree), nested.leaves(like), nested.paths(like, name)):
             shape = [1, n, *y.shape[2:]]
             if not isinstance(x, torch.Tensor) or list(x.shape) != shape:
@@ -130,9 +142,7 @@ class _Lane:
 
     def reset(self, hx, at):
         "`hx` with the initial recurrent state for the environments `at`."
-        if nested.leaves(hx):
-            for b in at: hx = self.actor.reset(hx, b)
-        return hx
+        return self.actor.reset(hx, at) if nested.leaves(hx) else hx
 
     def virtual(self, state, hx):
         "`(act, info)` that the actor would answer to `state`, without consequences (`Tick.react`)."
@@ -142,7 +152,6 @@ class _Lane:
     def ticks(self):
         "Yield one `Tick` per step, for ever."
         out, hx = self.start()
-        valid = np.ones(len(self.envs), bool)
         while True:
             version, before, hx_before = version_of(self.actor), out, hx
             act, hx, info = self.react(before.seen, hx)
@@ -150,7 +159,7 @@ class _Lane:
             if out.ended:
                 final = {b: (obs, nested.getitem(hx, (slice(None), slice(b, b + 1)))) for b, obs in out.final.items()}
                 hx = self.reset(hx, out.ended)
-            yield Tick(before.state, hx_before, info, out.state, hx, out.term, final, out.info, valid, self.lane, version,
+            yield Tick(before.state, hx_before, info, out.state, hx, out.term, final, out.info, out.valid, self.lane, version,
                        self.virtual, self.complete)
 
 # %% ../../nbs/10_stepper.ipynb #d6cdd076
@@ -158,9 +167,11 @@ class EnvStepper(Source):
     """Let `actor` act in `n_envs` environments; yields a `Tick` for each step of the batch, without end.
 
     The actor is held by reference: training it changes what the stream yields. Environments are made when the iteration
-    begins and closed
-    when it ends, breaks or fails. Actions that an actor chooses outside the bounds of a `Box` are recorded as chosen and
-    clipped for the environment.
+    begins and closed when it ends, breaks or fails. Actions that an actor chooses outside the bounds of a `Box` are
+    recorded as chosen and clipped for the environment. A factory may return a gymnasium `VectorEnv` or a synchronous
+    EnvPool: its environments are the batch.
+
+    What is not `valid` in a tick took no step: an environment at rest (`sticky`), or busy with its reset (autoreset mode NEXT_STEP).
 
     Raises `EnvError` (unknown id, environment that fails or returns something unsound), `ActorError` (the same for the
     actor) or `SpaceError` (spaces without a fixed-size array form), each naming lane, environment and leaf.
@@ -168,11 +179,13 @@ class EnvStepper(Source):
     no_length = "environments can be stepped without end"
 
     def __init__(self,
-                 source,             # gymnasium id, factory `source()` or `source(seed=...)`, or a list of them
+                 source,             # gymnasium id, factory `source()` or `source(seed=...)`, or a list of those
                  actor,              # anything with `step` and `reset` as described in `rollpipe.layers.Actor`
-                 n_envs=None,        # environments stepped together [default: 1, or the length of the list]
+                 n_envs=None,        # environments stepped together [default: 1, the length of the list, or all of a vector]
                  *,
-                 env_kwargs=None,    # keyword arguments for `gymnasium.make`
+                 vector=None,        # make one vector environment of an id: 'sync', 'async', 'vector_entry_point', 'envpool'
+                 sticky=None,        # an environment whose episode ended rests until the number of steps is a multiple of this
+                 env_kwargs=None,    # keyword arguments for `gymnasium.make` or `make_vec`
                  info_keys=None,     # environment infos to record; None: all that are numeric after the first step
                  seed=None,          # fixes environments and actions; not if `Lanes` below has a seed
                  explore=True,       # False: no noise, the actor's deterministic choice
@@ -183,8 +196,15 @@ class EnvStepper(Source):
             if not callable(getattr(actor, method, None)):
                 raise ActorError(f"an actor needs the method `{method}`", pipe=self, got=describe(actor),
                                  expected="an actor such as a `rollpipe.layers.Actor`")
-        self.factories = env_factories(source, n_envs, env_kwargs)
-        self.n_envs, self.actor = len(self.factories), actor
+        if sticky is not None and (not isinstance(sticky, int) or isinstance(sticky, bool) or sticky < 1):
+            raise EnvError("wrong period of rest", pipe=self, expected="sticky: the length of a fragment, or None", got=repr(sticky))
+        if sticky and vector:
+            raise EnvError("the environments of a vector cannot rest", pipe=self, expected="either sticky or vector",
+                           got=f"sticky={sticky}, vector={vector!r}")
+        if vector is None: self.factories = env_factories(source, n_envs, env_kwargs)
+        else: self.factories = [VectorFactory(source, 1 if n_envs is None else n_envs, vector, env_kwargs)]
+        self.vector, self.sticky = vector, sticky
+        self.n_envs, self.actor = len(self.factories) if vector is None else self.factories[0].n_envs, actor
         self.info_keys, self.seed, self.explore, self.clip_actions = info_keys, seed, explore, clip_actions
         self.lane, self.lane_seed = 0, None
 

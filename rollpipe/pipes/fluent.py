@@ -1,0 +1,73 @@
+"""Importing this module adds methods to all datapipes, for those who like torchdata's functional form.
+
+    import rollpipe.pipes.fluent
+    pipe = EnvStepper("CartPole-v1", actor, n_envs=8).fragments(n_steps=128).lanes(2, seed=0).advantage(critic).stack(2)
+
+`pipe.fragments(n_steps=128)` is `FragmentCollector(pipe, n_steps=128)`, and so on: see `NAMES`. torchdata keeps one table of
+such names for the whole process. So the names are registered here, by hand and nowhere else, and only for those who import
+this module. It may be imported and reloaded any number of times, in notebooks too.
+"""
+from .advantage import AdvantageBuffer
+from .batches import FragmentStacker, Minibatcher
+from .episodes import EpisodeCollector
+from .errors import GraphError
+from .fragments import FragmentCollector
+from .frames import FrameStack
+from .invariants import CheckInvariants
+from .lanes import Lanes
+from .steps import Fragments, Steps
+from .taps import EpisodeStats, Tap, Throughput
+from .torchdata import IterDataPipe
+from .transforms import NStep, ObservationCast, RewardScaler, ToDevice
+
+__all__ = ['NAMES', 'register']
+
+NAMES = {
+    'advantage': AdvantageBuffer,
+    'cast_observations': ObservationCast,
+    'check_invariants': CheckInvariants,
+    'episode_stats': EpisodeStats,
+    'episodes': EpisodeCollector,
+    'fragments': FragmentCollector,
+    'frame_stack': FrameStack,
+    'lanes': Lanes,
+    'minibatches': Minibatcher,
+    'n_step': NStep,
+    'regroup': Fragments,
+    'scale_rewards': RewardScaler,
+    'stack': FragmentStacker,
+    'steps': Steps,
+    'tap': Tap,
+    'throughput': Throughput,
+    'to_device': ToDevice,
+}
+
+
+def register(names=None):
+    """Make each of `names` (method name -> pipe class; by default `NAMES`) a method of all datapipes.
+
+    A name that stood for a class of the same module and name, which a reload or a notebook cell has made anew, now stands for the
+    new one. Raises `GraphError` if a name belongs to another class or to an attribute of all datapipes; nothing is registered then.
+    """
+    names = NAMES if names is None else names
+    for name, cls in names.items():
+        if not name.isidentifier() or hasattr(IterDataPipe, name):
+            raise GraphError(f"{name!r} cannot be a method of all pipes", pipe=cls, expected="a name that pipes do not have yet")
+        if (owner := _owner(name)) is not None and _place(owner) != _place(cls):
+            raise GraphError(f"the method name {name!r} is taken", pipe=cls, expected="a free name", got=".".join(_place(owner)))
+    for name, cls in names.items():
+        IterDataPipe.functions.pop(name, None)
+        IterDataPipe.register_datapipe_as_function(name, cls)
+
+
+def _owner(name):
+    "The class that the registered method `name` makes, None if there is no such method."
+    function = IterDataPipe.functions.get(name)
+    # torch keeps partial(make, cls, ...); whatever else stands there speaks for itself
+    return None if function is None else getattr(function, 'args', (function,))[0]
+
+
+def _place(cls): return getattr(cls, '__module__', '?'), getattr(cls, '__qualname__', repr(cls))
+
+
+register()

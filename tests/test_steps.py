@@ -1,0 +1,290 @@
+"""Single steps against the naive engine, torchdata's own pipes on them, and fragments regained from them."""
+import copy
+from collections import defaultdict
+from itertools import islice
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import Solo, apply, assert_same, flatten
+from toys import ENDS, Counting, Limit, Memory, Nested, NestedMemory, Plain, judge
+
+from rollpipe.pipes import (
+    AdvantageBuffer, DataError, DataLoader2, EnvError, EnvStepper, EpisodeCollector, FragmentCollector, Fragments, FragmentStacker, Lanes,
+    Minibatcher, Step, Steps, WithImage,
+)
+from rollpipe.pipes.torchdata import IterableWrapper
+
+fast = settings(deadline=None, max_examples=20)
+episodes = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)
+MIXED = ((3, "term"), (4, "trunc"), (1, "both"), (2, "trunc"))
+
+
+def collector(plans=(MIXED,), n_steps=5, env=Counting, actor=Plain):
+    return FragmentCollector(EnvStepper([lambda tag=tag, plan=plan: env(plan, tag) for tag, plan in enumerate(plans)], actor()), n_steps)
+
+
+def numbers(step): return int(step.proc_id), int(step.env_id), int(step.episode_n), int(step.step_n)
+
+
+@fast
+@given(plans=st.lists(episodes, min_size=1, max_size=3), n_steps=st.integers(1, 7))
+@pytest.mark.parametrize("actor", [Plain, Memory])
+def test_every_field_against_the_naive_engine(actor, plans, n_steps):
+    n, n_envs = 3 * n_steps, len(plans)
+    steps = list(islice(Steps(collector(plans, n_steps, actor=actor)), n * n_envs))
+    for b, plan in enumerate(plans):
+        column = Solo(Counting(plan, b), actor(), np.int64(0)).collect(n)
+        finals = {t: obs for t, obs, _ in column["finals"]}
+        total, episode = 0., 0
+        for t, step in enumerate(steps[b::n_envs]):
+            stepno, obs, _, _, _ = column["states"][t]
+            _, after, act, rew, fin = column["states"][t + 1]
+            term = bool(column["terms"][t + 1])
+            total += float(np.float32(rew))
+            assert numbers(step) == (0, b, episode, stepno)
+            assert np.array_equal(step.state, obs) and step.action == int(act) and step.reward == np.float32(rew)
+            assert bool(step.terminated) is term and bool(step.truncated) is bool(fin and not term)
+            assert np.array_equal(step.next_state, finals[t] if t in finals else obs if fin else after)
+            assert step.total_reward == pytest.approx(total) and step.advantage is None and step.image is None
+            if fin: total, episode = 0., episode + 1
+
+
+def test_types_and_shapes_are_those_documented():
+    for step in (next(iter(Steps(AdvantageBuffer(collector(), judge)))), Step.random(seed=3, env=Counting)):
+        got = {name: (x.dtype, list(x.shape)) for name, x in step._asdict().items() if x is not None}
+        f, i, yes = (torch.float32, []), (torch.int64, []), (torch.bool, [])
+        obs = torch.float32, [4]
+        assert got == dict(state=obs, action=i, next_state=obs, terminated=yes, truncated=yes, reward=f, total_reward=f, advantage=f,
+                           env_id=i, proc_id=i, step_n=i, episode_n=i)
+
+
+def test_order_is_time_by_time_then_environment_by_environment():
+    steps = list(islice(Steps(collector([MIXED] * 3)), 30))
+    assert [int(s.env_id) for s in steps] == [0, 1, 2] * 10
+    assert [int(s.step_n) for s in steps[::3]] == [0, 1, 2, 0, 1, 2, 3, 0, 0, 1]
+
+
+def test_lanes_go_on_each_for_itself_and_joining_them_changes_nothing():
+    pipe = Lanes(collector([MIXED, ((2, "trunc"),)]), 3)
+    steps = list(islice(Steps(pipe), 5 * 2 * 3 * 4))
+    for n in (2, 3, 4):
+        joined = islice(Steps(FragmentStacker(pipe, n)), len(steps))
+        for a, b in zip(steps, joined): assert_same(a._asdict(), b._asdict())
+    for lane in range(3):
+        own = [s for s in steps if s.proc_id == lane and s.env_id == 0]
+        assert [int(s.episode_n) for s in own[:12]] == [0, 0, 0, 1, 1, 1, 1, 2, 3, 3, 4, 4]
+
+
+def test_advantages_travel_along():
+    pipe = AdvantageBuffer(collector([MIXED] * 2), judge)
+    steps = list(islice(Steps(pipe), 10))
+    assert torch.equal(torch.stack([s.advantage for s in steps]).view(5, 2), next(iter(pipe)).adv)
+
+
+def test_rows_that_are_no_transition_are_left_out_and_counted_nowhere():
+    fragment = next(iter(collector(n_steps=9)))
+    # as after the end of an episode with `sticky`: nothing happens, `fin` stays True
+    valid = torch.ones(9, 1, dtype=torch.bool)
+    valid[3:5] = False
+    state = fragment.state._replace(rew=fragment.state.rew.clone(), fin=fragment.state.fin.clone())
+    state.rew[4:6], state.fin[4:6] = 0, True
+    steps = list(Steps(IterableWrapper([fragment._replace(state=state, valid=valid)])))
+    assert [int(s.episode_n) for s in steps[:5]] == [0, 0, 0, 1, 1] and len(steps) == 7
+    assert float(steps[3].total_reward) == float(fragment.state.rew[6])
+
+
+@pytest.mark.parametrize("break_it", [lambda a, b, c: [a, c], lambda a, b, c: [a, a], lambda a, b, c: [b, a],
+                                      lambda a, b, c: list(islice(Minibatcher(IterableWrapper([a]), 2), 3))])
+def test_refuses_fragments_out_of_order(break_it):
+    fragments = break_it(*islice(collector(), 3))
+    with pytest.raises(DataError, match="Steps, lane 0: fragments must come whole and in the order of collecting"):
+        list(Steps(IterableWrapper(fragments)))
+
+
+def test_refuses_other_items():
+    with pytest.raises(DataError, match="Fragments are wanted here"): list(Steps(EnvStepper(Counting, Plain())))
+    with pytest.raises(DataError, match="Steps are wanted here"): list(Fragments(collector(), 2))
+    with pytest.raises(TypeError): len(Steps(collector()))
+
+
+# --- the helpers of Step
+
+def test_clone_detach_to():
+    step = Step.random(seed=1, env=Nested)
+    same = step.clone()
+    for (_, x), (_, y) in zip(flatten(step._asdict()), flatten(same._asdict())): assert torch.equal(x, y) and x.data_ptr() != y.data_ptr()
+    grad = step._replace(reward=torch.ones((), requires_grad=True) * 2)
+    assert grad.detach().reward.grad_fn is None and grad.reward.grad_fn is not None
+    half = step.to(torch.float64)
+    assert half.reward.dtype is torch.float64 and half.terminated.dtype is torch.bool and half.step_n.dtype is torch.int64
+    assert half.state["pair"][1]["pixels"].dtype is torch.uint8
+    assert all(x.device.type == "meta" for _, x in flatten(step.to("meta")._asdict()))
+
+
+@pytest.mark.parametrize("env", [None, Counting, Nested])
+def test_random_is_fixed_by_its_seed_and_fits_the_spaces(env):
+    before = torch.get_rng_state()
+    assert_same(Step.random(5, env)._asdict(), Step.random(5, env)._asdict())
+    assert torch.equal(torch.get_rng_state(), before)
+    some = [Step.random(seed, env, reward=torch.tensor(2.)) for seed in range(20)]
+    assert {float(s.reward) for s in some} == {2.} and len({numbers(s) for s in some}) > 10
+    assert {bool(s.terminated) for s in some} == {True, False} and not any(s.terminated & s.truncated for s in some)
+    assert not any(torch.equal(a.total_reward, b.total_reward) for a, b in zip(some, some[1:]))
+    if env is Nested: assert_same(apply(lambda x: x * 0, some[0].state), apply(lambda x: x * 0, next(iter(nested_steps())).state))
+
+
+def nested_steps(): return Steps(collector(env=Nested, actor=NestedMemory))
+
+
+def test_nested_observations_and_actions():
+    for step, other in zip(nested_steps(), Steps(collector())):
+        assert torch.equal(step.state["place"][1:3], other.state[1:3])
+        assert step.next_state["exact"].dtype is torch.float64 and set(step.action) == {"gear", "steer"}
+        if step.truncated: return
+        assert not step.terminated or torch.equal(step.next_state["place"], step.state["place"])
+
+
+# --- torchdata's own pipes
+
+def finished(step): return bool(step.terminated | step.truncated)
+def whose(step): return numbers(step)[:3]
+
+
+def test_filter_shuffle_and_batch():
+    lengths = {s.step_n.item() + 1 for s in islice(Steps(collector()).filter(finished), 8)}
+    assert lengths == {3, 4, 1, 2}
+    all_steps = [numbers(s) for s in islice(Steps(collector([MIXED] * 2)), 40)]
+    shuffled = IterableWrapper(list(islice(Steps(collector([MIXED] * 2)), 40)), deepcopy=False).shuffle().set_seed(3)
+    batches = list(shuffled.batch(16, wrapper_class=Step.stack))
+    assert [b.reward.shape[0] for b in batches] == [16, 16, 8] and batches[0].state.shape == (16, 4)
+    seen = [tuple(map(int, row)) for b in batches for row in zip(b.proc_id, b.env_id, b.episode_n, b.step_n)]
+    assert seen != all_steps and sorted(seen) == sorted(all_steps)
+
+
+def test_n_step_groups_hold_successive_steps_of_one_episode():
+    steps = IterableWrapper(list(islice(Steps(Lanes(collector([MIXED] * 2), 2)), 80)), deepcopy=False)
+    groups = list(steps.groupby(whose, group_size=2))
+    assert sum(map(len, groups)) == 80
+    for group in groups:
+        assert [int(s.step_n) for s in group] == list(range(int(group[0].step_n), int(group[0].step_n) + len(group)))
+        assert all(torch.equal(a.next_state, b.state) for a, b in zip(group, group[1:]))
+        assert not any(finished(s) for s in group[:-1]) and len({whose(s) for s in group}) == 1
+    # first to last: the sum of the rewards is the growth of the total
+    for group in groups:
+        before = float(group[0].total_reward - group[0].reward)
+        assert float(sum(s.reward for s in group)) == pytest.approx(float(group[-1].total_reward) - before, abs=1e-3)
+
+
+# --- back to fragments
+
+SAME = ("state", "term", "valid", "lane", "seq")
+
+
+def same_final(a, b):
+    for name in ("t", "b", "obs"): assert_same(getattr(a.final, name), getattr(b.final, name))
+
+
+@fast
+@given(plans=st.lists(episodes, min_size=1, max_size=3), n_steps=st.integers(1, 7), lanes=st.integers(1, 2))
+def test_back_to_fragments_of_any_length(plans, n_steps, lanes):
+    pipe = Steps(AdvantageBuffer(Lanes(collector(plans, 4), lanes), judge, lam=0.))  # TD errors do not depend on the cut
+    direct = defaultdict(list)
+    for f in islice(AdvantageBuffer(Lanes(collector(plans, n_steps), lanes), judge, lam=0.), 3 * lanes): direct[int(f.lane[0])].append(f)
+    for fragment in islice(Fragments(pipe, n_steps), 2 * lanes):
+        other = direct[int(fragment.lane[0])][int(fragment.seq[0])]
+        for name in SAME: assert_same(getattr(fragment, name), getattr(other, name))
+        same_final(fragment, other)
+        assert torch.equal(fragment.adv[~fragment.term[1:]], other.adv[~fragment.term[1:]])
+
+
+def test_what_is_left_makes_shorter_last_fragments():
+    steps = list(islice(Steps(collector([MIXED] * 2)), 2 * 11))
+    fragments = list(Fragments(IterableWrapper(steps[:-1], deepcopy=False), 4))  # the last environment lacks one step
+    assert [f.n_steps for f in fragments] == [4, 4, 2] and fragments[0].adv is None
+    total = sum(float(f.state.rew[1:].sum()) for f in fragments)
+    assert total == pytest.approx(sum(float(s.reward) for s in steps[:20]))
+    assert list(Fragments(IterableWrapper([]), 4)) == []
+
+
+def test_regained_fragments_are_fit_for_the_pipes_below():
+    again = FragmentStacker(AdvantageBuffer(Fragments(Steps(Lanes(collector([MIXED] * 2), 2)), 5), judge), 2)
+    direct = FragmentStacker(AdvantageBuffer(Lanes(collector([MIXED] * 2), 2), judge), 2)
+    for a, b in zip(islice(again, 3), direct):
+        assert_same(a.adv, b.adv)
+        assert [m.n_envs for m in Minibatcher(IterableWrapper([a]), 8, seed=0)] == [8, 8, 4]
+
+
+@pytest.mark.parametrize("break_it", [lambda s: s[1:2] + s[:1], lambda s: s[:1] + s[2:], lambda s: s[:3] + s[4:]])
+def test_refuses_steps_that_do_not_follow_one_another(break_it):
+    steps = break_it(list(islice(Steps(collector()), 8)))
+    with pytest.raises(DataError, match=r"lane 0, environment 0: the steps of an environment must follow one another. Expected step \d"):
+        list(Fragments(IterableWrapper(steps, deepcopy=False), 3))
+
+
+def test_refuses_batches_late_environments_and_bad_lengths():
+    steps = list(islice(Steps(collector()), 6))
+    with pytest.raises(DataError, match="env_id: single steps"): list(Fragments(IterableWrapper([Step.stack(steps)]), 3))
+    late = [*steps, steps[0]._replace(env_id=torch.tensor(1))]
+    with pytest.raises(DataError, match="a new environment among"): list(Fragments(IterableWrapper(late, deepcopy=False), 3))
+    for n in (0, 2., True):
+        with pytest.raises(DataError, match="n_steps >= 1"): Fragments(Steps(collector()), n)
+
+
+# --- what else yields fragments
+
+def test_whole_episodes():
+    plan = ((3, "trunc"), (4, "trunc"), (1, "trunc"))
+    pipe = EpisodeCollector(EnvStepper(lambda: Counting(plan), Plain()), batch=3, pad=True)
+    steps = list(islice(Steps(pipe), 3 + 4 + 1 + 3))
+    assert [int(s.step_n) for s in steps] == [0, 1, 2, 0, 1, 2, 3, 0, 0, 1, 2]
+    assert [int(s.episode_n) for s in steps] == [0] * 3 + [1] * 4 + [2] + [3] * 3
+    for step in steps: assert step.next_state[2] == step.step_n + 1 and step.next_state[1] == step.episode_n
+    assert [bool(s.truncated) for s in steps] == [False, False, True] + [False] * 3 + [True] * 2 + [False, False, True]
+
+
+def test_a_terminal_observation_that_was_recorded_is_the_next_state():
+    fragment = next(iter(collector([((3, "trunc"),)], 4)))
+    ended = fragment._replace(term=fragment.state.fin)
+    assert next(s for s in Steps(IterableWrapper([ended])) if s.terminated).next_state[2] == 3
+
+
+def test_resting_environments_take_no_steps():
+    makers = [lambda plan=plan, tag=tag: Counting(plan, tag) for tag, plan in enumerate([MIXED, ((9, "trunc"),)])]
+    steps = list(islice(Steps(FragmentCollector(EnvStepper(makers, Plain(), sticky=6), 6)), 40))
+    other = [s for s in islice(Steps(collector([MIXED])), 60)]
+    own = [s for s in steps if s.env_id == 0]
+    assert len(own) < len(steps) / 2
+    for a, b in zip(own, other): assert numbers(a) == numbers(b) and a.total_reward == b.total_reward and a.truncated == b.truncated
+
+
+# --- copies and pictures
+
+def test_run_in_a_loader():
+    pipe = Limit(Steps(Lanes(collector(), 2, seed=0)), 20).filter(finished).batch(2, wrapper_class=Step.stack)
+    with DataLoader2(pipe) as loader: loaded = list(loader)
+    assert_same([b._asdict() for b in loaded], [b._asdict() for b in pipe])
+
+
+def test_survive_a_copy_of_the_graph():
+    for pipe in (Limit(Steps(collector()), 12), Limit(Fragments(Steps(collector()), 3), 3)):
+        for a, b in zip(pipe, copy.deepcopy(pipe)): assert_same(a._asdict(), b._asdict())
+
+
+class Painted(Counting):
+    render_mode = "rgb_array"
+    def render(self): return np.full((2, 3, 3), 10 * self.episode + self.count, np.uint8)
+
+
+def test_pictures_show_the_moment_after_the_step():
+    pipe = Limit(FragmentCollector(EnvStepper(lambda: WithImage(Painted()), Plain()), 4), 2)
+    steps = list(Steps(pipe, image="image"))
+    assert [int(s.image[0, 0, 0]) for s in steps] == [1, 2, 3, 11, 12, 13, 14, 21]
+    assert steps[0].image.shape == (2, 3, 3) and steps[0].image.dtype is torch.uint8
+    assert next(iter(Steps(pipe))).image is None
+    with pytest.raises(DataError, match=r"env\['picture'\]: no such info"): list(Steps(pipe, image="picture"))
+    with pytest.raises(EnvError, match="draws no pictures"): WithImage(Counting())
+    with pytest.raises(EnvError, match="rgb_array"): WithImage(gym.make("CartPole-v1"))

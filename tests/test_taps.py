@@ -1,0 +1,388 @@
+"Taps: what they tell, against plain loops; that they change nothing; and the life of every pipe that is neither source nor batch."
+import gc
+import pickle
+from itertools import islice
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import apply, assert_same, snapshot
+from toys import ENDS, Counting, Failing, Ledger, Limit, Lively, Memory, Nested, NestedMemory, Plain, judge
+
+from rollpipe.layers import GaussianPolicy, RecurrentPolicy
+from rollpipe.pipes import (
+    AdvantageBuffer, CheckInvariants, DataError, EnvStepper, EpisodeCollector, EpisodeEnd, EpisodeStats, FragmentCollector, FragmentStacker,
+    FrameStack, Lanes, NStep, ObservationCast, Pipe, Rate, RewardScaler, Tap, Throughput, Tick, ToDevice, invariants,
+)
+from rollpipe.pipes.torchdata import DataLoader2, InProcessReadingService, IterableWrapper, traverse_dps
+from rollpipe.pipes.weights import bump_version
+from rollpipe.testing import check_pipe
+
+fast = settings(deadline=None, max_examples=25)
+plans = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)
+
+
+def factories(env, each): return [lambda tag=tag, plan=plan: env(plan, tag) for tag, plan in enumerate(each)]
+
+
+def run(pipe, n):
+    for _ in islice(pipe, n): pass
+
+
+def told(ticks):
+    "Episode ends in the order of ticks, by a plain loop over every step of every environment."
+    running, found = {}, []
+    for tick in ticks:
+        for b in range(len(tick.valid)):
+            if not tick.valid[b]: continue
+            ret, length = running.get((tick.lane, b), (0., 0))
+            ret, length = ret + float(tick.next.rew[b]), length + 1
+            if tick.next.fin[b]: found.append(EpisodeEnd(tick.lane, b, ret, length, bool(tick.term[b])))
+            running[tick.lane, b] = (0., 0) if tick.next.fin[b] else (ret, length)
+    return found
+
+
+def same_ends(a, b):
+    key = lambda ends: [(e.lane, e.env, e.length, e.terminated) for e in ends]
+    assert key(a) == key(b)
+    np.testing.assert_allclose([e.ret for e in a], [e.ret for e in b], rtol=1e-12)
+
+
+def per_lane(ends): return sorted(ends, key=lambda e: (e.lane, e.env))
+
+
+@fast
+@given(each=st.lists(plans, min_size=1, max_size=3), n_steps=st.integers(1, 7), n_lanes=st.integers(1, 3), n=st.integers(1, 5),
+       sticky=st.booleans())
+def test_episode_stats(each, n_steps, n_lanes, n, sticky):
+    "On ticks, on fragments, and on batches that join lanes or consecutive fragments, with environments that rest."
+    def ticks(): return EnvStepper(factories(Counting, each), Plain(), sticky=n_steps if sticky else None)
+    def pipe(): return Lanes(FragmentCollector(ticks(), n_steps), n_lanes, seed=0)
+    n_items = n_lanes * n * 3
+    expected = told(islice(Lanes(ticks(), n_lanes, seed=0), n_items * n_steps))
+    one, two, three, four = [], [], [], []
+    run(EpisodeStats(Lanes(ticks(), n_lanes, seed=0), one.append), n_items * n_steps)
+    same_ends(one, expected)
+    run(EpisodeStats(pipe(), two.append), n_items)
+    run(FragmentStacker(EpisodeStats(pipe(), three.append), n), n_items // n)
+    run(EpisodeStats(FragmentStacker(pipe(), n), four.append), n_items // n)
+    for ends in (two, three, four): same_ends(per_lane(ends), per_lane(expected))
+
+
+@pytest.mark.parametrize("mode", list(gym.vector.AutoresetMode))
+def test_episode_stats_of_vector_environments(mode):
+    "Phantom steps count neither as steps nor as rewards."
+    vec, on_fragments = [], []
+    def source(): return gym.vector.SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 3, autoreset_mode=mode)
+    run(EpisodeStats(EnvStepper(source, Pushing(), seed=0), vec.append), 200)
+    assert len(vec) > 20 and all(e.ret == e.length > 1 and e.terminated for e in vec)
+    run(EpisodeStats(FragmentCollector(EnvStepper(source, Pushing(), seed=0), 8), on_fragments.append), 25)
+    same_ends(per_lane(on_fragments), per_lane(vec))
+
+
+class Pushing:
+    "Pushes the cart to one side."
+    def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual): return torch.zeros_like(stepno), (), {}
+    def reset(self, hx, at): return hx
+
+
+class Dropping(Pipe):
+    "Loses every third item."
+    def stream(self, items):
+        for k, item in enumerate(items):
+            if k % 3 != 1: yield item
+
+
+@pytest.mark.parametrize("kind", ["ticks", "fragments"])
+def test_an_episode_that_was_not_seen_whole_is_not_reported(kind):
+    plan = [(2, "term"), (5, "trunc"), (3, "both")]
+    def pipe(): return EnvStepper(lambda: Counting(plan), Plain()) if kind == "ticks" else \
+        FragmentCollector(EnvStepper(lambda: Counting(plan), Plain()), 4)
+    whole, seen = [], []
+    run(EpisodeStats(pipe(), whole.append), 90)
+    run(EpisodeStats(Dropping(pipe()), seen.append), 60)
+    assert 0 < len(seen) < len(whole) and set(seen) <= set(whole)
+
+
+def test_taps_pass_the_very_same_items():
+    "And put nothing of their own into the stream."
+    class Given(Pipe):
+        def stream(self, items): yield from kept
+    for kept in (list(islice(EnvStepper(Counting, Plain()), 6)), list(islice(FragmentCollector(EnvStepper(Counting, Plain()), 3), 6))):
+        source, nothing = Given(IterableWrapper([])), (lambda x: None)
+        taps = [Tap(source, nothing), EpisodeStats(source, nothing), Throughput(source, nothing)]
+        if not isinstance(kept[0], Tick): taps.append(CheckInvariants(source, rate=1))
+        for tap in taps: assert [id(x) for x in tap] == [id(x) for x in kept]
+
+
+def test_throughput_with_a_clock_of_our_own():
+    now, rates = [0.], []
+    class Slow(Pipe):
+        def stream(self, items):
+            for item in items:
+                now[0] += 2
+                yield item
+    pipe = Throughput(Slow(Limit(FragmentCollector(EnvStepper(Counting, Plain(), 3), 4), 5)), rates.append, every=2, clock=lambda: now[0])
+    for _ in pipe: now[0] += 1
+    # the time between two items is that of the item before; the first window lacks it once
+    assert rates == [Rate(2, 24, 5, 4), Rate(2, 24, 6, 4), Rate(1, 12, 4, 2)]
+    assert rates[1].steps_per_second == 4
+
+
+def test_throughput_counts_valid_steps_only():
+    rates = []
+    run(Throughput(EnvStepper(lambda: Counting([(2, "term")]), Plain(), sticky=5), rates.append, every=10), 10)
+    assert rates[0][:2] == (10, 4)
+    run(Throughput(EpisodeCollector(EnvStepper(lambda: Counting([(3, "trunc")]), Plain()), 2), rates.append, every=3), 3)
+    assert rates[1][:2] == (3, 18)
+
+
+@pytest.mark.parametrize("make", [
+    lambda p: Tap(p, None), lambda p: EpisodeStats(p, 3), lambda p: Throughput(p, []), lambda p: Throughput(p, print, every=0),
+    lambda p: CheckInvariants(p, rate=2)])
+def test_arguments(make):
+    with pytest.raises(DataError, match=r"(Tap|EpisodeStats|Throughput|CheckInvariants): .*Expected"): make(EnvStepper(Counting, Plain()))
+
+
+# --- invariants
+
+def healthy(kind):
+    "Sound streams of all kinds."
+    plan = [[(2, "term"), (5, "trunc")], [(3, "both"), (1, "trunc")]]
+    if kind == "memory": return FragmentCollector(EnvStepper(factories(Counting, plan), Memory()), 4)
+    if kind == "nested": return AdvantageBuffer(FragmentCollector(EnvStepper(factories(Nested, plan), NestedMemory()), 4), nested_judge)
+    if kind == "sticky": return AdvantageBuffer(FragmentCollector(EnvStepper(factories(Counting, plan), Plain(), sticky=4), 4), judge)
+    if kind == "episodes":
+        plan = [[(2, "trunc"), (5, "trunc")], [(3, "trunc")]]
+        return AdvantageBuffer(EpisodeCollector(EnvStepper(factories(Counting, plan), Plain()), 3, pad=True), judge)
+    if kind == "vector":
+        source = lambda: gym.vector.SyncVectorEnv(factories(Counting, plan), autoreset_mode="NextStep")
+        return AdvantageBuffer(FragmentCollector(EnvStepper(source, Plain(), info_keys=[]), 4), judge)
+    pipe = Lanes(FragmentCollector(EnvStepper(lambda: Lively(), GaussianPolicy.for_env(Lively, seed=0), 2), 8), 2, seed=0)
+    return FragmentStacker(AdvantageBuffer(pipe, lambda obs: obs.sum(-1)), 4 if kind == "joined" else 1)
+
+
+def nested_judge(obs): return obs["place"][..., 2] / 8 - obs["exact"]
+
+
+@pytest.mark.parametrize("sticky", [None, 8])
+def test_sound_policies_with_memory_pass(sticky):
+    "And their stale memory is found, where `hx` is shown and where it is only felt."
+    policy = RecurrentPolicy.for_env(Lively, seed=0)
+    def source(): return FragmentCollector(EnvStepper(Lively, policy, 3, seed=0, sticky=sticky), 8)
+    run(CheckInvariants(source(), rate=1), 10)
+    class Stale(Pipe):
+        def stream(self, items):
+            for f in items: yield f._replace(hx=apply(lambda x: torch.where(f.state.fin[0][:, None], x, x + 1), f.hx))  # noqa: B023
+    with pytest.raises(DataError, match="likelihood ratio|memory was not reset"): run(CheckInvariants(Stale(source()), rate=1), 10)
+
+
+@pytest.mark.parametrize("kind", ["memory", "nested", "sticky", "episodes", "vector", "policy", "joined"])
+def test_sound_streams_pass(kind): run(CheckInvariants(healthy(kind), rate=1), 12)
+
+
+def changed(f, **fields):
+    "`f` with some leaves of `state`, or fields, replaced by a function of what was there."
+    state = {k: fn(getattr(f.state, k)) for k, fn in fields.items() if k in f.state._fields}
+    rest = {k: fn(getattr(f, k)) for k, fn in fields.items() if k not in f.state._fields}
+    return f._replace(state=f.state._replace(**state), **rest)
+
+
+late = lambda x: x.roll(1, 0)
+FAULTS = {
+    "a reward comes late": (dict(rew=late), "wrong advantage|row 0 does not continue"),
+    "an action comes late": (dict(act=late), "likelihood ratio"),
+    "observations come late": (dict(obs=late), "likelihood ratio"),
+    "an end comes late": (dict(fin=late), "not counted|does not begin|without an end|final row"),
+    "steps are counted on": (dict(stepno=lambda x: torch.arange(len(x))[:, None].expand_as(x).clone()), "not counted|does not begin"),
+    "terminations everywhere": (dict(term=torch.ones_like), "terminates without an end"),
+    "a truncation lost its final row": (dict(final=lambda x: apply(lambda y: y[:0], x)), "no final row"),
+    "a final row too many": (dict(final=lambda x: apply(lambda y: torch.cat([y, y]), x)), "more than one"),
+    "a final row in the wrong place": (dict(final=lambda x: x._replace(t=(x.t + 1) % 8)), "final row"),
+    "a reward is infinite": (dict(rew=lambda x: x + float("inf")), "not finite"),
+    "a row is missing": (dict(term=lambda x: x[1:]), "number of rows"),
+    "advantages are centred": (dict(adv=lambda x: x - x.mean() + 1), "wrong advantage"),
+    "targets are wrong": (dict(ret=lambda x: x * 2 + 1), "wrong advantage or value target"),
+    "rows that are valid are not": (dict(valid=torch.zeros_like), "no step"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(fault):
+    change, message = FAULTS[fault]
+    class Faulty(Pipe):
+        def stream(self, items):
+            for f in items: yield changed(f, **change)
+    with pytest.raises(DataError, match=rf"CheckInvariants, lane \[[01]\], .*({message})"):
+        run(CheckInvariants(Faulty(healthy("policy")), rate=1), 12)
+
+
+def test_a_lost_border_is_found():
+    "Fragments whose row 0 is not the last row of the one before."
+    class Shifted(Pipe):
+        def stream(self, items):
+            for f in items: yield changed(f, act=lambda x: torch.cat([x[:1] + 1, x[1:]]))
+    with pytest.raises(DataError, match="row 0 does not continue the fragment before"):
+        run(CheckInvariants(Shifted(healthy("memory")), rate=1), 3)
+
+
+def test_memory_that_was_not_reset_is_found():
+    class Stale(Pipe):
+        def stream(self, items):
+            for f in items: yield f._replace(hx=apply(lambda x: x + 1, f.hx))
+    with pytest.raises(DataError, match="leaf hx.*memory was not reset"): run(CheckInvariants(Stale(healthy("memory")), rate=1), 9)
+
+
+def test_data_of_older_weights_have_no_ratio_of_1():
+    "What other weights collected is left alone; what claims to be fresh is not."
+    policy = GaussianPolicy.for_env(Lively, seed=0)
+    class Trained(Pipe):
+        "Trains behind the back of the stream: between collecting and checking."
+        def stream(self, items):
+            for f in items:
+                with torch.no_grad():
+                    for p in policy.parameters(): p.add_(.1)
+                if announced: bump_version(policy)
+                yield f
+    for announced in (True, False):
+        pipe = CheckInvariants(Trained(FragmentCollector(EnvStepper(Lively, policy, 2, seed=0), 8)), rate=1)
+        if announced: run(pipe, 3)
+        else:
+            with pytest.raises(DataError, match="likelihood ratio of fresh data"): run(pipe, 3)
+
+
+@pytest.mark.parametrize("rate, checked", [(0, []), (1, range(20)), (.5, [0, 2, 4, 6, 8, 10, 12, 14, 16, 18]), (.25, [0, 4, 8, 12, 16]),
+                                           (.1, [0, 10])])
+def test_the_sample_is_evenly_spread(rate, checked, monkeypatch):
+    seen = []
+    monkeypatch.setattr(invariants, "check_alignment", lambda f: seen.append(int(f.seq[0])))
+    run(CheckInvariants(healthy("memory"), rate=rate), 20)
+    assert seen == list(checked)
+
+
+def test_arguments_come_before_what_is_found_above():
+    pipe = CheckInvariants(AdvantageBuffer(healthy("memory"), judge, .9, .8), gamma=.5)
+    with pytest.raises(DataError, match="wrong advantage"): run(pipe, 1)
+    run(CheckInvariants(AdvantageBuffer(healthy("memory"), judge, .9, .8)), 1)
+
+
+# --- the life of every pipe
+
+def stepper(): return EnvStepper(lambda: Lively(), GaussianPolicy.for_env(Lively, seed=0), 2, seed=1)
+def fragments(): return FragmentCollector(stepper(), 4)
+
+
+class Brief(Lively):
+    "`Lively` whose episodes never terminate."
+    def step(self, action):
+        obs, rew, term, trunc, info = super().step(action)
+        return obs, rew, False, term or trunc, info
+
+
+class Pictures(Lively):
+    observation_space = gym.spaces.Box(0, 255, (2, 3), np.uint8)
+    def reset(self, **kwargs):
+        _, info = super().reset(**kwargs)
+        return self.picture(), info
+
+    def step(self, action): return (self.picture(), *super().step(action)[1:])
+    def picture(self): return self.np_random.integers(0, 256, (2, 3)).astype(np.uint8)
+
+
+def nothing(x): pass
+
+
+PIPES = {
+    "EpisodeCollector": lambda: EpisodeCollector(EnvStepper(lambda: Brief(), GaussianPolicy.for_env(Lively, seed=0), 2, seed=1), 2),
+    "EpisodeStats": lambda: EpisodeStats(fragments(), nothing),
+    "Throughput": lambda: Throughput(fragments(), nothing),
+    "Tap": lambda: Tap(stepper(), nothing),
+    "CheckInvariants": lambda: CheckInvariants(AdvantageBuffer(fragments(), lambda obs: obs.sum(-1)), 1),
+    "RewardScaler": lambda: RewardScaler(fragments()),
+    "ObservationCast": lambda: ObservationCast(fragments(), torch.float64),
+    "NStep": lambda: NStep(fragments(), 3),
+    "FrameStack": lambda: FrameStack(FragmentCollector(EnvStepper(lambda: Pictures(), Idle(), 2, seed=1), 4), 3),
+    "ToDevice": lambda: ToDevice(fragments(), "cpu", ahead=1),
+}
+each_pipe = pytest.mark.parametrize("name", PIPES)
+
+
+class Idle:
+    def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual): return torch.zeros(*fin.shape, 2), (), {}
+    def reset(self, hx, at): return hx
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_open():
+    Ledger.clear()
+    yield
+    if Ledger.open(): gc.collect()
+    assert Ledger.open() == 0
+
+
+def take(pipe, n=4): return [snapshot(x[:10] if isinstance(x, Tick) else x) for x in islice(pipe, n)]
+
+
+@each_pipe
+def test_contract(name): assert check_pipe(PIPES[name]) == []
+
+
+@each_pipe
+def test_iterations_and_loaders(name):
+    "A second iteration and a loader start afresh and yield the same."
+    pipe = PIPES[name]()
+    expected = take(pipe)
+    assert_same(take(pipe), expected)
+    for service in (None, InProcessReadingService()):
+        with DataLoader2(pipe, reading_service=service) as loader: assert_same(take(loader), expected)
+    assert_same(take(pipe), expected)
+
+
+@each_pipe
+def test_copies_and_lengths(name):
+    pipe = PIPES[name]()
+    assert_same(take(pickle.loads(pickle.dumps(pipe))), take(pipe))
+    traverse_dps(pipe)
+    assert name in repr(pipe)
+    with pytest.raises(TypeError, match=f"^{name} has no length: "): len(pipe)
+
+
+@each_pipe
+def test_environments_are_closed(name):
+    "When the stream is broken off, ends or fails."
+    pipe = PIPES[name]()
+    items = iter(pipe)
+    next(items)
+    assert Ledger.open()
+    items.close()
+    assert not Ledger.open()
+    with pytest.raises(ZeroDivisionError): run(type(pipe)(Failing(pipe.pipe, 3), **extra(pipe)), 99)
+    assert not Ledger.open()
+    run(type(pipe)(Limit(pipe.pipe, 3), **extra(pipe)), 99)
+    assert not Ledger.open()
+
+
+def extra(pipe):
+    "The arguments that a pipe cannot do without."
+    need = {"see": nothing, "sink": nothing, "n": 2, "device": "cpu"}
+    return {k: v for k, v in need.items() if k in type(pipe).__init__.__code__.co_varnames}
+
+
+@each_pipe
+def test_what_is_no_tick_or_fragment_is_refused(name):
+    if name in ("Tap", "ToDevice"): return
+    with pytest.raises(DataError, match="Expected|expected"): run(type(PIPES[name]())(IterableWrapper([3]), **extra(PIPES[name]())), 9)
+
+
+def test_one_item_for_one_item():
+    "A length where the input has one."
+    class Three(Pipe):
+        def stream(self, items): return iter(())
+        def __len__(self): return 3
+    source = Three(IterableWrapper([]))
+    pipes = [Tap(source, nothing), EpisodeStats(source, nothing), Throughput(source, nothing), CheckInvariants(source),
+             RewardScaler(source), ObservationCast(source), NStep(source, 1), FrameStack(source), ToDevice(source, "cpu")]
+    assert [len(pipe) for pipe in pipes] == [3] * len(pipes)

@@ -1,0 +1,373 @@
+"Rewards, casts, n-step returns, stacked frames and devices against plain loops and other libraries."
+import copy
+import math
+import pickle
+from itertools import islice
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import apply, assert_same, snapshot
+from toys import ENDS, Counting, Limit, Memory, Nested, NestedMemory, Noted, Plain, judge
+
+from rollpipe.pipes import (
+    AdvantageBuffer, CheckInvariants, DataError, EnvStepper, FragmentCollector, FragmentStacker, FrameStack, Lanes, Minibatcher, NStep,
+    ObservationCast, Pipe, RewardScaler, Stacks, ToDevice, values,
+)
+
+fast = settings(deadline=None, max_examples=20)
+plans = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)
+
+
+def factories(env, each): return [lambda tag=tag, plan=plan: env(plan, tag) for tag, plan in enumerate(each)]
+def fragments(each, n_steps, sticky=None, actor=None):
+    return FragmentCollector(EnvStepper(factories(Counting, each), actor or Plain(), sticky=sticky), n_steps)
+
+
+# --- rewards
+
+class Normalizer:
+    "VecNormalize's treatment of rewards, for a list of all returns so far: no running formulas."
+    def __init__(self, gamma): self.gamma, self.returns, self.seen = gamma, {}, []
+
+    def step(self, rews, ends, valid):
+        "One step of all environments; the scaled rewards."
+        for b, r in enumerate(rews):
+            if not valid[b]: continue
+            self.returns[b] = self.returns.get(b, 0.) * self.gamma + float(r)
+            self.seen.append(self.returns[b])
+            if ends[b]: self.returns[b] = 0.
+        return [max(-10., min(10., float(r) / math.sqrt(self.var() + 1e-8))) for r in rews]
+
+    def var(self):
+        "Variance of what was seen and of 1e-4 observations of N(0, 1)."
+        n, count = len(self.seen), len(self.seen) + 1e-4
+        mean = sum(self.seen) / count
+        return (sum((x - mean) ** 2 for x in self.seen) + 1e-4 * (1 + mean ** 2)) / count if n else 1.
+
+
+@fast
+@given(each=st.lists(plans, min_size=1, max_size=3), gamma=st.sampled_from([0., .5, .99, 1.]), sticky=st.sampled_from([None, 3]))
+def test_ticks_are_scaled_as_by_vec_normalize(each, gamma, sticky):
+    def source(): return EnvStepper(factories(Counting, each), Plain(), sticky=sticky)
+    naive, before = Normalizer(gamma), np.zeros(len(each), np.float32)
+    for raw, tick in zip(islice(source(), 25), RewardScaler(source(), gamma=gamma)):
+        expected = naive.step(raw.next.rew, raw.next.fin, raw.valid)
+        np.testing.assert_allclose(tick.next.rew, expected, rtol=1e-5)
+        assert tick.next.rew.dtype == np.float32 and tick.state.rew.tolist() == before.tolist()
+        assert_same(tick.next._replace(rew=()), raw.next._replace(rew=()))
+        before = tick.next.rew
+
+
+@fast
+@given(each=st.lists(plans, min_size=1, max_size=3), n_steps=st.integers(1, 6), gamma=st.sampled_from([0., .9, 1.]),
+       joined=st.integers(1, 3), sticky=st.booleans())
+def test_fragments_are_scaled_with_all_that_is_known_after_them(each, n_steps, gamma, joined, sticky):
+    def source(): return fragments(each, n_steps, n_steps if sticky else None)
+    naive, before = Normalizer(gamma), torch.zeros(len(each))
+    scaled = RewardScaler(FragmentStacker(source(), joined), gamma=gamma)
+    parts = [f for batch in islice(scaled, 4) for f in zip(*(x.split(len(each), 1) for x in (batch.state.rew,)))]
+    for raw, (rew,) in zip(source(), parts):
+        for t in range(n_steps): naive.step(raw.state.rew[t + 1], raw.state.fin[t + 1], raw.valid[t])
+        expected = (raw.state.rew[1:] / math.sqrt(naive.var() + 1e-8)).clamp(-10, 10)
+        torch.testing.assert_close(rew[1:], expected, rtol=1e-4, atol=1e-6)
+        assert torch.equal(rew[0], before)
+        before = rew[-1]
+
+
+def test_lanes_share_a_scale_below_and_not_above():
+    plan = [[(3, "term")]]
+    def rows(pipe): return [f.state.rew for f in islice(pipe, 6)]
+    above = rows(Lanes(RewardScaler(fragments(plan, 4)), 2, seed=0))
+    for a, b in zip(above[::2], above[1::2]): assert torch.equal(a, b)
+    below = rows(RewardScaler(Lanes(fragments(plan, 4), 2, seed=0)))
+    assert torch.equal(below[0][1:], above[0][1:]) and not torch.equal(below[2][1:], above[2][1:])
+    assert torch.equal(below[2][0], below[0][-1]) and torch.equal(below[3][0], below[1][-1])
+
+
+@pytest.mark.parametrize("unit", ["ticks", "fragments"])
+def test_a_constant_scale(unit):
+    def source(): return EnvStepper(lambda: Counting([(3, "trunc")]), Plain())
+    scaled = FragmentCollector(RewardScaler(source(), .25), 5) if unit == "ticks" else RewardScaler(FragmentCollector(source(), 5), .25)
+    for raw, f in zip(islice(FragmentCollector(source(), 5), 4), scaled):
+        assert torch.equal(f.state.rew, raw.state.rew * .25)
+        rest = lambda x: x.state._replace(rew=())
+        assert_same(rest(f), rest(raw))
+
+
+def test_limits():
+    class Jackpot(Counting):
+        def step(self, action):
+            obs, _, *rest = super().step(action)
+            return obs, 1e6 if self.count == 3 and self.episode > 20 else 1e-3, *rest
+    def greatest(clip): return max(t.next.rew.max() for t in islice(RewardScaler(EnvStepper(Jackpot, Plain()), clip=clip), 400))
+    assert greatest(3.) == 3 and greatest(None) > 5
+
+
+# --- observations
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_casts(dtype):
+    "Floating leaves only, here of a fragment with truncated ends."
+    def source(): return FragmentCollector(EnvStepper(lambda: Nested([(2, "trunc")]), NestedMemory(), 2), 3)
+    raw, f = next(iter(source())), next(iter(ObservationCast(source(), dtype)))
+    for a, b in ((raw.state.obs, f.state.obs), (raw.final.obs, f.final.obs)):
+        assert b["place"].dtype is b["exact"].dtype is dtype
+        assert torch.equal(b["exact"], a["exact"].to(dtype))
+        assert_same((b["pair"]), (a["pair"]))
+    assert_same(f._replace(state=f.state._replace(obs=()), final=()), raw._replace(state=raw.state._replace(obs=()), final=()))
+
+
+def test_casts_of_ticks():
+    def source(): return EnvStepper(lambda: Nested([(2, "trunc")]), NestedMemory(), 2)
+    a = next(iter(FragmentCollector(ObservationCast(source(), torch.float32), 5)))
+    b = next(iter(ObservationCast(FragmentCollector(source(), 5), torch.float32)))
+    assert_same(a, b)
+    with pytest.raises(DataError, match="ObservationCast, lane 0: .*float32 or float64, got torch.float16"):
+        next(iter(ObservationCast(source(), torch.float16)))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, "float32", np.float32, None])
+def test_dtypes(dtype):
+    with pytest.raises(DataError, match="ObservationCast: .*a floating torch.dtype"): ObservationCast(fragments([[(1, "term")]], 2), dtype)
+
+
+# --- n steps
+
+def naive_n_step(f, n, gamma, t, b, v, v_final):
+    "(sum, discount, steps, what was reached, target) of one row, in float64."
+    total, weight, m = 0., 1., 0
+    final = {at: k for k, at in enumerate(zip(f.final.t.tolist(), f.final.b.tolist()))}
+    for k in range(t, min(t + n, f.n_steps)):
+        if not f.valid[k, b]: break
+        total, weight, m = total + weight * float(f.state.rew[k + 1, b]), weight * gamma, m + 1
+        if f.state.fin[k + 1, b]:
+            if f.term[k + 1, b]: return total, 0., m, None, total
+            last = final[k, b]
+            return total, weight, m, f.final.obs[last], total + weight * float(v_final[last])
+    if not m: return 0., 0., 0, None, 0.
+    return total, weight, m, f.state.obs[t + m, b], total + weight * float(v[t + m, b])
+
+
+@fast
+@given(each=st.lists(plans, min_size=1, max_size=3), n_steps=st.integers(1, 7), n=st.integers(1, 9), gamma=st.sampled_from([0., .5, .99]),
+       sticky=st.booleans())
+def test_n_step_returns(each, n_steps, n, gamma, sticky):
+    for s in islice(NStep(fragments(each, n_steps, n_steps if sticky else None), n, gamma), 3):
+        f = s.fragment
+        v, v_final = judge(f.state.obs), judge(f.final.obs)
+        reached, target = s.reached(f.state.obs, f.final.obs), s.target(v, v_final)
+        assert s.rew.dtype is s.discount.dtype is target.dtype is torch.float32 and s.n_steps.dtype is s.row.dtype is torch.int64
+        for t in range(n_steps):
+            for b in range(len(each)):
+                total, discount, m, obs, expected = naive_n_step(f, n, gamma, t, b, v, v_final)
+                np.testing.assert_allclose([s.rew[t, b], s.discount[t, b], target[t, b]], [total, discount, expected], rtol=1e-4, atol=1e-4)
+                assert s.n_steps[t, b] == m and (obs is None or torch.equal(reached[t, b], obs))
+
+
+def test_one_step_is_the_td_target_and_many_are_the_lambda_return():
+    "Identities with what `AdvantageBuffer` computes."
+    source = fragments([[(3, "trunc"), (4, "term")], [(2, "both"), (5, "trunc")]], 8)
+    for n, lam in ((1, 0.), (8, 1.)):
+        s, f = next(iter(NStep(source, n, .9))), next(iter(AdvantageBuffer(source, judge, .9, lam)))
+        torch.testing.assert_close(s.target(judge(f.state.obs), judge(f.final.obs)), f.ret, rtol=1e-5, atol=1e-4)
+    v_t, v_tp1 = values(f, judge)
+    one = next(iter(NStep(source, 1, .9)))
+    alive = ~f.term[1:]
+    assert torch.equal(one.reached(judge(f.state.obs), judge(f.final.obs))[alive], v_tp1[alive])
+
+
+def test_n_step_returns_alias_nothing():
+    s = next(iter(NStep(fragments([[(9, "trunc")]], 5), 1, 1.)))
+    before = snapshot(s.fragment)
+    for x in (s.rew, s.discount, s.n_steps, s.row, s.reached(s.fragment.state.obs, s.fragment.final.obs)): x.zero_()
+    assert_same(s.fragment, before)
+
+
+# --- frames
+
+class Film(Noted):
+    "Pictures that tell the environment, the episode and the step."
+    observation_space, action_space = gym.spaces.Box(0, 255, (2, 3), np.uint8), gym.spaces.Discrete(5)
+
+    def __init__(self, plan, tag=0):
+        super().__init__()
+        self.plan, self.tag, self.episode = plan, tag, -1
+
+    def look(self): return np.array([[self.tag, self.episode, self.count], [self.count, 7, 1]], np.uint8)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.episode, self.count = self.episode + 1, 0
+        return self.look(), {}
+
+    def step(self, action):
+        self.count += 1
+        length, end = self.plan[self.episode % len(self.plan)]
+        over = self.count == length
+        return self.look(), 1., over and end != "trunc", over and end != "term", {}
+
+
+class Idle:
+    def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual): return torch.zeros_like(stepno), (), {}
+    def reset(self, hx, at): return hx
+
+
+def film(each, n_steps, stack=None, sticky=None):
+    def make(plan, tag):
+        return Film(plan, tag) if stack is None else gym.wrappers.FrameStackObservation(Film(plan, tag), stack, padding_type="reset")
+    return FragmentCollector(EnvStepper(factories(make, each), Idle(), sticky=sticky), n_steps)
+
+
+@fast
+@given(each=st.lists(plans, min_size=1, max_size=3), n_steps=st.integers(1, 7), n=st.integers(1, 5), lanes=st.integers(1, 2),
+       joined=st.integers(1, 3), below=st.booleans(), sticky=st.booleans())
+def test_stacks_are_those_of_gymnasium(each, n_steps, n, lanes, joined, below, sticky):
+    "Whatever the lanes, above and below the pipe that joins fragments."
+    rest = n_steps if sticky else None
+    wide = FragmentStacker(Lanes(film(each, n_steps, n, rest), lanes, seed=0), joined)
+    plain = Lanes(film(each, n_steps, None, rest), lanes, seed=0)
+    pipe = FrameStack(FragmentStacker(plain, joined), n) if below else FragmentStacker(FrameStack(plain, n), joined)
+    for a, b in zip(islice(wide, 4), pipe):
+        assert isinstance(b.state.obs, Stacks) and b.state.obs.shape == a.state.obs.shape
+        assert torch.equal(b.state.obs, a.state.obs)
+        assert torch.equal(b.final.obs, a.final.obs) and b.final.obs.dtype is torch.uint8
+
+
+def test_minibatches_of_stacks():
+    "Shuffled transitions stay small until they are used."
+    each = [[(3, "trunc"), (5, "term")], [(4, "both")]]
+    for a, b in zip(islice(Minibatcher(film(each, 6, 4), 5, 2, seed=0), 8), Minibatcher(FrameStack(film(each, 6), 4), 5, 2, seed=0)):
+        assert isinstance(b.state.obs, Stacks) and torch.equal(b.state.obs, a.state.obs) and torch.equal(b.final.obs, a.final.obs)
+
+
+def stacks():
+    g = torch.Generator().manual_seed(0)
+    frames, past = (torch.randint(256, (n, 2, 3), generator=g, dtype=torch.uint8) for n in (12, 4))
+    return Stacks(frames, past, torch.randint(-4, 12, (5, 3, 4), generator=g))
+
+
+LAZY = {
+    "rows": lambda x: x[1:4], "one row": lambda x: x[2], "last": lambda x: x[:-1], "columns": lambda x: x[:, 1:],
+    "mask": lambda x: x[:, [True, False, True]], "index": lambda x: x[torch.tensor([0, 4, 4])],
+    "index of columns": lambda x: x[:, torch.tensor([2, 0])],
+    "pairs": lambda x: x[torch.tensor([[0, 1], [1, 2]]), torch.tensor([0, 2])], "rows and columns": lambda x: x[1:3, 0],
+    "new": lambda x: x[None], "mask of both": lambda x: x[torch.arange(15).view(5, 3) % 2 == 0],
+    "join": lambda x: torch.cat([x, x[:, :2]], 1), "join rows": lambda x: torch.cat([x, x]), "clone": lambda x: x.clone(),
+    "detach": lambda x: x.detach(), "move": lambda x: x.to("cpu"),
+}
+DENSE = {
+    "float": lambda x: x.float(), "sum": lambda x: x.sum(), "arithmetic": lambda x: 2 * x + 1, "one frame": lambda x: x[:, :, 1],
+    "pixel": lambda x: x[..., 0], "every second": lambda x: x[:, :, ::2], "flatten": lambda x: x.flatten(0, 1),
+    "reshape": lambda x: x.reshape(15, -1), "permute": lambda x: x.permute(1, 0, 2, 3, 4),
+    "frames of all": lambda x: x[0, 1, torch.tensor([0, 1])],
+    "join with plain": lambda x: torch.cat([x, x.dense() if isinstance(x, Stacks) else x]),
+    "join stacks": lambda x: torch.cat([x, x], 2), "stack": lambda x: torch.stack([x, x]), "divide": lambda x: x / 255,
+    "long": lambda x: x.to(torch.int64), "split": lambda x: x.split(2)[0],
+}
+
+
+@pytest.mark.parametrize("name", [*LAZY, *DENSE])
+def test_stacks_are_tensors(name):
+    "Every operation gives what it gives on the dense tensor; those on leading dimensions do not put frames together."
+    x, op = stacks(), {**LAZY, **DENSE}[name]
+    came, expected = op(x), op(x.dense())
+    assert torch.equal(came, expected) and came.shape == expected.shape and came.dtype is expected.dtype
+    assert isinstance(came, Stacks) == (name in LAZY)
+
+
+def test_stacks_travel():
+    x = stacks()
+    for y in (pickle.loads(pickle.dumps(x)), copy.copy(x)): assert isinstance(y, Stacks) and torch.equal(x, y)
+    assert x.to("meta").shape == x.shape and isinstance(x.to("meta"), Stacks) and (x.to("meta") * 2).shape == x.shape
+    assert np.array_equal(x.detach().numpy(), x.dense().numpy()) and np.array_equal(np.asarray(x), x.dense().numpy())
+    assert repr(x) == "Stacks(uint8 [5, 3, 4, 2, 3], 12 frames)"
+
+
+def test_each_frame_is_stored_once():
+    seen, frames = [], []
+    class See(Pipe):
+        def stream(self, items):
+            for f in items:
+                seen.append(f.state.obs)
+                yield f
+    for f in islice(FrameStack(See(film([[(30, "term")]] * 2, 16)), 4), 3): frames.append(f.state.obs)
+    for x, stack in zip(seen, frames):
+        assert stack.frames.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()  # no copy
+        assert len(stack.frames) == 17 * 2 and len(stack.past) == 3 * 2
+
+
+def test_frames_that_are_missing():
+    class Dropping(Pipe):
+        def stream(self, items):
+            for k, item in enumerate(items):
+                if k != 1: yield item
+    with pytest.raises(DataError, match="FrameStack, lane 0, leaf seq: a fragment is missing.*Expected seq=1, got seq=2"):
+        list(islice(FrameStack(Dropping(film([[(30, "term")]], 4)), 4), 2))
+    with pytest.raises(DataError, match="there are no images"): next(iter(FrameStack(fragments([[(1, "term")]], 2))))
+
+
+@pytest.mark.parametrize("make", [
+    lambda p: FrameStack(p, 0), lambda p: NStep(p, 0), lambda p: NStep(p, 1.5), lambda p: NStep(p, 3, 2),
+    lambda p: RewardScaler(p, gamma=-1), lambda p: RewardScaler(p, clip=0), lambda p: ToDevice(p, "abacus"),
+    lambda p: ToDevice(p, "cpu", ahead=-1)])
+def test_arguments(make):
+    with pytest.raises(DataError, match=r"(FrameStack|NStep|RewardScaler|ToDevice): .*Expected"): make(film([[(1, "term")]], 2))
+
+
+# --- devices
+
+def test_to_meta():
+    "All tensors of a fragment, of n steps and of stacks, nothing else."
+    plan = [[(2, "trunc")]]
+    for pipe in (fragments(plan, 3, actor=Memory()), NStep(fragments(plan, 3), 2), FrameStack(film(plan, 3), 2)):
+        item, moved = next(iter(pipe)), next(iter(ToDevice(pipe, "meta")))
+        assert type(moved) is type(item)
+        apply(lambda x: x.is_meta or pytest.fail("a leaf stayed"), moved)
+        shapes = lambda tree: apply(lambda x: (tuple(x.shape), str(x.dtype)), tree)
+        assert repr(shapes(moved)) == repr(shapes(item))
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_items_are_fetched_ahead_and_stay_in_order(ahead):
+    fetched = []
+    class Fetched(Pipe):
+        def stream(self, items):
+            for f in items:
+                fetched.append(int(f.seq[0]))
+                yield f
+    source = Limit(fragments([[(3, "trunc")]], 4), 6)
+    for k, f in enumerate(ToDevice(Fetched(source), "cpu", ahead)):
+        assert f.seq.tolist() == [k] and len(fetched) == min(6, k + 1 + ahead)
+    assert k == 5
+
+
+def test_a_device_that_is_not_there():
+    if torch.cuda.is_available(): pytest.skip("it is there")
+    with pytest.raises(DataError, match="ToDevice: no such device here. Expected CUDA, got cuda:1"):
+        next(iter(ToDevice(fragments([[(2, "trunc")]], 3), "cuda:1")))
+
+
+def test_ticks_stay():
+    with pytest.raises(DataError, match="ToDevice: ticks cannot be moved"): next(iter(ToDevice(EnvStepper(Counting, Plain()), "cpu")))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_to_cuda(ahead):
+    each = [[(2, "trunc"), (5, "term")]]
+    for raw, f in zip(islice(fragments(each, 64), 6), ToDevice(fragments(each, 64), "cuda", ahead)):
+        assert f.state.rew.is_cuda
+        assert_same(apply(lambda x: x.cpu(), f), raw)
+    for raw, f in zip(islice(FrameStack(film(each, 16), 4), 3), ToDevice(FrameStack(film(each, 16), 4), "cuda", ahead)):
+        assert f.state.obs.is_cuda and torch.equal(f.state.obs.cpu(), raw.state.obs)
+
+
+def test_transforms_keep_the_rules():
+    each = [[(2, "trunc"), (5, "term")], [(3, "both")]]
+    pipe = ObservationCast(RewardScaler(fragments(each, 4)), torch.float64)
+    for _ in islice(CheckInvariants(AdvantageBuffer(pipe, lambda obs: obs.float()[..., 2]), rate=1), 6): pass
+    for _ in islice(CheckInvariants(FrameStack(film(each, 4), 3), rate=1), 6): pass
