@@ -40,7 +40,7 @@ class Algorithm(NamedTuple):
 ALGORITHMS = dict(
     trpo=Algorithm(TRPO, on_policy, MLPPolicy, Critic),
 )
-_FIXED = ("actor", "critic", "env", "env_kwargs", "seed", "info_keys", "edits", "observation_space", "action_space")
+_FIXED = ("actor", "critic", "env", "env_kwargs", "seed", "info_keys", "edits", "device", "observation_space", "action_space")
 
 
 def options_for(

@@ -41,7 +41,7 @@ class Tick(NamedTuple):
     next: State           # numpy [B, ...] at t+1: the action taken at t, its reward and end, the observation that followed
     next_hx: Any          # recurrent state at t+1, already reset where an episode ended
     term: Any             # bool [B]: the part of `next.fin` that is a true termination
-    final: dict           # environment b -> (true last observation, recurrent state [.., 1, ..]) where truncated
+    final: dict           # environment b -> (true last observation, recurrent state [.., 1, ..]) where truncated, or at every end
     env: Any              # numpy [B, ...]: numeric environment info of the step t -> t+1
     valid: Any            # bool [B]: False where no transition took place
     lane: int             # which copy of the pipeline

@@ -98,8 +98,11 @@ class Row(NamedTuple):
     term: np.ndarray         # bool, False
 
 
-def fresh_rows(obs_spec, n_envs, at_once=64, max_bytes=2 ** 20):
-    "Yield `Row`s for ever, made in chunks of `at_once` (fewer, if they would take more than `max_bytes`)."
+def fresh_rows(obs_spec, n_envs, at_once=64, max_bytes=2 ** 20, pinned=False):
+    """Yield `Row`s for ever, made in chunks of `at_once` (fewer, if they would take more than `max_bytes`).
+
+    With `pinned` the observations, which are large, are page-locked: transfers to an accelerator need not wait.
+    """
     size = max(1, sum(x.nbytes for x in nested.leaves(obs_spec)))
     n = max(1, min(at_once, max_bytes // size))
     def rows(tree, cut):
@@ -108,6 +111,7 @@ def fresh_rows(obs_spec, n_envs, at_once=64, max_bytes=2 ** 20):
     def tensors(x): return torch.from_numpy(x).split(1)
     while True:
         obs, rew, stepno = nested.alloc(obs_spec, n), np.empty((n, n_envs), np.float32), np.empty((n, n_envs), np.int64)
+        if pinned: obs = nested.numpify(nested.torchify(obs, pinned=True))
         fin, term = np.zeros((2, n, n_envs), bool)
         arrays = rows(obs, list)
         yield from map(Row, arrays, map(nested.leaves, arrays), rows(obs, tensors), rew, tensors(rew), stepno, tensors(stepno),
@@ -119,7 +123,7 @@ class Outcome(NamedTuple):
     state: State       # numpy [B, ...]; `obs` belongs to the new episode where `fin`
     seen: State        # the same as the actor is shown it: torch [1, B, ...], float32 for float64
     term: np.ndarray   # bool [B]: the episode truly terminated (also if a limit was reached at the same step)
-    final: dict        # environment -> true last observation, where truncated
+    final: dict        # environment -> true last observation, where truncated (with `every_end`: where an episode ended)
     ended: list        # the environments where `fin`
     info: dict         # [B, ...]: recorded numeric environment info
     valid: np.ndarray  # bool [B]: False where no step took place
@@ -131,6 +135,7 @@ class Batch:
     `where` (pipe, lane) is the context of error messages, `action_space` and `act_spec` belong to one environment.
     """
     _cut = staticmethod(action_batch)  # makes the function behind `actions`
+    every_end = False                  # True: `Outcome.final` holds the last observations of terminated episodes too
 
     def _prepare(self, obs_space, act_space, n_envs, clip_actions):
         self.action_space, self.act_spec = act_space, space_spec(act_space, 'act')
@@ -140,6 +145,10 @@ class Batch:
         self._rew_zeros, self._all = np.zeros(n_envs, np.float32), np.ones(n_envs, bool)
         self._rows = fresh_rows(self._obs_spec, n_envs)
         self._stepno = np.zeros(n_envs, np.int64)
+
+    def pin_memory(self):
+        "Let observations be written to page-locked memory, from now on."
+        self._rows = fresh_rows(self._obs_spec, len(self), pinned=True)
 
     def __len__(self): return len(self._all)
 
@@ -290,7 +299,7 @@ class EnvBatch(Batch):
                 if terminated or truncated:
                     ended.append(b)
                     row.term[b] = terminated
-                    if not terminated: final[b] = self._single(b, x)
+                    if self.every_end or not terminated: final[b] = self._single(b, x)
                     call = 'reset()'
                     x, _ = env.reset()
                     call = 'step()'

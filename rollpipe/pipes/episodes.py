@@ -99,7 +99,7 @@ class _Live:
         "The episodes of the environments `ended`, whose last step was `tick`."
         if missing := [b for b in ended if b not in tick.final]:
             raise DataError("there is no last observation of an episode", lane=tick.lane, env=missing[0],
-                            expected="an entry in Tick.final for each end, also if it terminated", got=f"entries for {sorted(tick.final)}")
+                            expected="`EnvStepper(..., every_end=True)`, which keeps them all", got=f"entries for {sorted(tick.final)}")
         obs, hx = zip(*(tick.final[b] for b in ended))
         last = nested.getitem(tick.next, ended)._replace(
             stepno=tick.state.stepno[ended] + 1, obs=nested.stack(obs), fin=np.zeros(len(ended), bool))
@@ -157,10 +157,11 @@ class EpisodeCollector(Pipe):
 
     Memory follows the oldest episode that goes on: about twice its length, times `B`.
 
-    Raises `DataError` if `batch < 1`, if what comes is no `Tick`, or if an episode ends without an entry in `Tick.final`.
+    Raises `DataError` if `batch < 1`, if what comes is no `Tick`, or if an episode ends without an entry in `Tick.final`: an
+    `EnvStepper` keeps the last observations of terminated episodes only with `every_end=True`.
     """
     def __init__(self,
-                 pipe,       # yields `Tick`s, such as `EnvStepper`
+                 pipe,       # yields `Tick`s, such as `EnvStepper(..., every_end=True)`
                  batch=1,    # episodes per item
                  pad=False,  # True: one padded `Fragment` `[max(T), batch]` per item, with `valid`; False: a list of `Fragment`s `[T, 1]`
     ):

@@ -32,7 +32,7 @@ def final_rows(ticks, actor) -> Final:
 
     `actor` is what it reported elsewhere: where nothing was truncated, it tells the structure of the `K = 0` rows.
     """
-    ends = [(t, b, obs, hx) for t, tick in enumerate(ticks) for b, (obs, hx) in tick.final.items()]
+    ends = [(t, b, obs, hx) for t, tick in enumerate(ticks) for b, (obs, hx) in tick.final.items() if not tick.term[b]]
     if not ends:
         empty = torch.empty(0, dtype=torch.long)
         obs = nested.map(lambda x: torch.from_numpy(x[:0]), ticks[0].next.obs)
@@ -112,6 +112,7 @@ class FragmentCollector(Pipe):
         column = lambda value: torch.full((n_envs,), value)
         return Fragment(
             state=state, actor=actor, env=stack_rows([tick.env for tick in ticks]),
-            hx=ticks[0].hx, term=stack_rows([first_term, *(tick.term for tick in ticks)]), final=final_rows(ticks, actor),
+            hx=nested.map(torch.Tensor.cpu, ticks[0].hx), term=stack_rows([first_term, *(tick.term for tick in ticks)]),
+            final=final_rows(ticks, actor),
             valid=stack_rows([tick.valid for tick in ticks]),
             lane=column(last.lane), seq=column(seq), version=column(ticks[0].version))

@@ -33,6 +33,7 @@ def on_policy(
     env_kwargs=None,  # keyword arguments for `gymnasium.make` or `make_vec`
     vector=None,      # make one vector environment of an id: 'sync', 'async', 'vector_entry_point', 'envpool'
     sticky=False,     # environments whose episode ended rest until the fragment is over
+    device=None,      # where the actor lives, if not on the host; batches are on the host, `ToDevice` moves them
     edits=(),         # functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
 ):
     """A pipeline that yields batches: `Fragment`s of `n_steps` steps of `lanes * n_envs` environments, with `adv` and `ret`.
@@ -40,7 +41,8 @@ def on_policy(
     `EnvStepper -> FragmentCollector -> Lanes -> AdvantageBuffer -> FragmentStacker`, then the `edits`. Raises `GraphError` if an edit
     returns no pipe.
     """
-    pipe = EnvStepper(env, actor, n_envs, vector=vector, sticky=n_steps if sticky else None, env_kwargs=env_kwargs, info_keys=info_keys)
+    pipe = EnvStepper(env, actor, n_envs, vector=vector, sticky=n_steps if sticky else None, env_kwargs=env_kwargs,
+                      info_keys=info_keys, device=device)
     pipe = FragmentCollector(pipe, n_steps)
     pipe = Lanes(pipe, lanes, seed)
     pipe = AdvantageBuffer(pipe, critic, gamma, lam)

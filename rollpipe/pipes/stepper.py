@@ -67,6 +67,8 @@ class _Lane:
         env_seed, actor_seed = seed.spawn(2)
         self.envs = env_batch(pipe.factories, env_seed, sticky=pipe.sticky, info_keys=pipe.info_keys,
                               clip_actions=pipe.clip_actions, **self.where)
+        self.envs.every_end, self.device = pipe.every_end, pipe.device
+        if self.device is not None and self.device.type == 'cuda': self.envs.pin_memory()
         self.chance = _Chance(actor, len(self.envs), actor_seed, pipe.explore)
         self.complete = getattr(actor, 'complete', None)
         self.step = f"{type(actor).__name__}.step"
@@ -84,6 +86,7 @@ class _Lane:
 
     def react(self, seen, hx, virtual=False):
         "The actor's answer `(act, hx, info)` to a state `[1, B, ...]`."
+        if self.device is not None: seen = nested.map(lambda x: x.to(self.device, non_blocking=True), seen)
         try:
             with torch.no_grad(): answer = self.chance.step(seen, hx, virtual)
         except PipeError as e:
@@ -98,6 +101,7 @@ class _Lane:
         if type(answer) is not tuple or len(answer) != 3:
             raise ActorError(f"{self.step} gave no triple", expected="(act, hx, info)", got=describe(answer), **self.where)
         act, hx, info = answer
+        if self.device is not None: act, info = nested.map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, (act, info))
         if not isinstance(act, torch.Tensor): act = in_containers(act, self.envs.act_spec)
         leaves, structure = nested.flatten((act, info))
         if self.first is None: self._learn(act, hx, info)
@@ -185,11 +189,13 @@ class EnvStepper(Source):
                  *,
                  vector=None,        # make one vector environment of an id: 'sync', 'async', 'vector_entry_point', 'envpool'
                  sticky=None,        # an environment whose episode ended rests until the number of steps is a multiple of this
+                 every_end=False,    # keep the last observations of terminated episodes too, as `EpisodeCollector` needs them
                  env_kwargs=None,    # keyword arguments for `gymnasium.make` or `make_vec`
                  info_keys=None,     # environment infos to record; None: all that are numeric after the first step
                  seed=None,          # fixes environments and actions; not if `Lanes` below has a seed
                  explore=True,       # False: no noise, the actor's deterministic choice
                  clip_actions=True,  # clip float actions to the bounds of their Box
+                 device=None,        # where the actor lives; what it is shown goes there, what it answers comes back
     ):
         super().__init__()
         for method in ('step', 'reset'):
@@ -203,9 +209,10 @@ class EnvStepper(Source):
                            got=f"sticky={sticky}, vector={vector!r}")
         if vector is None: self.factories = env_factories(source, n_envs, env_kwargs)
         else: self.factories = [VectorFactory(source, 1 if n_envs is None else n_envs, vector, env_kwargs)]
-        self.vector, self.sticky = vector, sticky
+        self.vector, self.sticky, self.every_end = vector, sticky, every_end
         self.n_envs, self.actor = len(self.factories) if vector is None else self.factories[0].n_envs, actor
         self.info_keys, self.seed, self.explore, self.clip_actions = info_keys, seed, explore, clip_actions
+        self.device = None if device is None else torch.device(device)
         self.lane, self.lane_seed = 0, None
 
     def __repr__(self): return f"EnvStepper({self.factories[0]}, {type(self.actor).__name__}, n_envs={self.n_envs})"

@@ -180,7 +180,7 @@ class VectorBatch(Batch):
 
     def _ended(self, row, ends, infos):
         "The true last observations where truncated; asks for a reset of `ends` where that is our business."
-        cut = (ends & ~row.term).nonzero()[0].tolist()
+        cut = (ends if self.every_end else ends & ~row.term).nonzero()[0].tolist()
         final = nested.getitem(row.obs, cut)
         if self.mode == 'SameStep' and cut: final = self._final_obs(infos, cut)
         if self.mode == 'Disabled':
@@ -290,7 +290,8 @@ class VectorFactory:
             options = {}
             if self.vector != 'vector_entry_point':
                 # of the modes, this one wastes no step; our engine checks what an environment returns
-                options = dict(vector_kwargs=dict(autoreset_mode='SameStep'), disable_env_checker=True)
+                options = dict(disable_env_checker=True)
+                if hasattr(gym.vector, 'AutoresetMode'): options['vector_kwargs'] = dict(autoreset_mode='SameStep')
             return gym.make_vec(self.name, self.n_envs, self.vector, **{**options, **self.env_kwargs})
         except Exception as e:
             hint = "`pip install rollpipe[envpool]`" if isinstance(e, ModuleNotFoundError) and self.vector == 'envpool' else None
