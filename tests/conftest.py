@@ -3,6 +3,7 @@ import multiprocessing
 import os
 import random
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, and by children too, if we were started in the background
 SHM = Path("/dev/shm")
 HELPERS = (b"resource_tracker", b"forkserver", b"torch_shm_manager")  # live as long as the interpreter, by design
 
