@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from . import nested
-from .data import Final, Fragment, State, Tick, check_item
+from .data import Final, Fragment, State, Tick, check_item, check_length
 from .errors import DataError
 from .graph import find
 from .pipe import Pipe
@@ -66,9 +66,7 @@ class FragmentCollector(Pipe):
                  n_steps,  # steps per fragment
     ):
         super().__init__(pipe)
-        if not isinstance(n_steps, int) or isinstance(n_steps, bool) or n_steps < 1:
-            raise DataError("wrong length of a fragment", pipe=self, expected="an integer n_steps >= 1", got=f"n_steps={n_steps!r}")
-        self.n_steps = n_steps
+        self.n_steps = check_length(n_steps, self)
 
     def stream(self, items):
         self._check_rests()

@@ -16,7 +16,7 @@ import torch
 
 from . import nested
 from .batches import columns
-from .data import Final, Fragment, State, check_item
+from .data import Final, Fragment, State, check_item, check_length
 from .errors import DataError, EnvError, describe
 from .pipe import Pipe
 from .sources import space_spec, spaces_of
@@ -198,9 +198,7 @@ class Fragments(Pipe):
                  n_steps,  # steps per fragment
     ):
         super().__init__(pipe)
-        if not isinstance(n_steps, int) or isinstance(n_steps, bool) or n_steps < 1:
-            raise DataError("wrong length of a fragment", pipe=self, expected="an integer n_steps >= 1", got=f"n_steps={n_steps!r}")
-        self.n_steps = n_steps
+        self.n_steps = check_length(n_steps, self)
 
     def stream(self, items):
         lanes, n = {}, self.n_steps  # lane -> _Columns
