@@ -8,7 +8,8 @@ from __future__ import annotations
 from itertools import islice
 
 # %% auto #0
-__all__ = ['describe', 'PipeError', 'EnvError', 'ActorError', 'DataError', 'GraphError', 'CheckpointError', 'SpaceError']
+__all__ = ['describe', 'PipeError', 'EnvError', 'ActorError', 'DataError', 'GraphError', 'CheckpointError', 'SpaceError',
+           'WorkerError']
 
 # %% ../../nbs/00_errors.ipynb #74c0db68
 def describe(value, width: int = 120) -> str:
@@ -94,3 +95,6 @@ class CheckpointError(PipeError):
 
 class SpaceError(PipeError, TypeError):
     "An observation or action space that is not supported here."
+
+class WorkerError(PipeError):
+    "A worker process ended, is silent, or cannot be started."

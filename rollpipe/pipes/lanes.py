@@ -11,6 +11,7 @@ import numpy as np
 from .errors import DataError, GraphError
 from .graph import copy_graph, find
 from .pipe import Pipe
+from .weights import torch_threads
 
 # %% ../../nbs/12_lanes.ipynb #cb6ee320
 class Lanes(Pipe):
@@ -24,39 +25,44 @@ class Lanes(Pipe):
                  pipe,       # the graph to copy
                  n=1,        # number of lanes
                  seed=None,  # integer that fixes everything random above; None: fresh entropy for each iteration
+                 threads=1,  # of torch while a lane collects; None: as many as there are, and the last bits may depend on it
     ):
         super().__init__(pipe)
         if not isinstance(n, int) or n < 1:
             raise DataError("wrong number of lanes", pipe=self, expected="an integer n >= 1", got=f"n={n!r}")
-        self.n, self.seed, self.service_seed = n, seed, None
+        self.n, self.seed, self.threads, self.service_seed = n, seed, threads, None
 
     def set_seed(self, seed):
         "Called by torchdata's `DataLoader2` once an iteration; a seed of the pipe's own takes precedence."
         self.service_seed = seed
         return self
 
-    def copies(self) -> list:
-        "The `n` copies of the graph above, seeded."
+    def root(self) -> int:
+        "The number that everything random above follows from in one iteration."
         if find(self.pipe, Lanes): raise GraphError("lanes within lanes", pipe=self, expected="one `Lanes` in a pipeline")
-        root = np.random.SeedSequence(self.service_seed if self.seed is None else self.seed)
-        copies = []
-        for lane, lane_seed in enumerate(root.spawn(self.n)):
-            copies.append(copy_graph(self.pipe))
-            seeded = find(copies[-1], lambda pipe: hasattr(pipe, 'set_lane'))
-            for pipe, seed in zip(seeded, lane_seed.spawn(len(seeded))):
-                own = getattr(pipe, 'seed', None)
-                if own is not None and self.seed is not None:
-                    raise GraphError(f"{type(pipe).__name__} and Lanes both have a seed", pipe=self, expected="one of them",
-                                     got=f"seed={own} and seed={self.seed}")
-                pipe.set_lane(lane, seed if own is None else np.random.SeedSequence(own, spawn_key=(lane,)))
-        return copies
+        return np.random.SeedSequence(self.service_seed if self.seed is None else self.seed).entropy
+
+    def copy(self, lane, root, again=0):
+        "The copy of the graph above for a lane; a lane that was lost begins `again`, with other random numbers."
+        key = (lane, 2 ** 16 + again) if again else (lane,)   # (lane, k) is pipe k of the lane
+        copy = copy_graph(self.pipe)
+        seeded = find(copy, lambda pipe: hasattr(pipe, 'set_lane'))
+        for pipe, seed in zip(seeded, np.random.SeedSequence(root, spawn_key=key).spawn(len(seeded))):
+            own = getattr(pipe, 'seed', None)
+            if own is not None and self.seed is not None:
+                raise GraphError(f"{type(pipe).__name__} and Lanes both have a seed", pipe=self, expected="one of them",
+                                 got=f"seed={own} and seed={self.seed}")
+            pipe.set_lane(lane, seed if own is None else np.random.SeedSequence(own, spawn_key=key))
+        return copy
 
     def _run(self):
-        turn = [iter(pipe) for pipe in self.copies()]
+        root = self.root()
+        turn = [iter(self.copy(lane, root)) for lane in range(self.n)]
         try:
             while turn:
                 for items in list(turn):
-                    try: item = next(items)
+                    try:
+                        with torch_threads(self.threads): item = next(items)
                     except StopIteration: turn.remove(items)
                     else: yield item
         finally:
