@@ -17,7 +17,8 @@ from report import header, spread, table
 from torch import nn
 from torch.autograd import grad
 
-from rollpipe.agents import trpo
+from rollpipe.agents import natural_gradient, trpo
+from rollpipe.agents.learner import policy_rows
 from rollpipe.agents.critics import explained_variance
 from rollpipe.agents.trust_region import Linearization, fisher_product
 from rollpipe.layers import Critic, MLPPolicy
@@ -105,7 +106,8 @@ def make(hidden):
 def timed_update(policy, critic, fragment, **kw):
     "Seconds by phase of one update of copies of `policy` and `critic`, which are returned too."
     agent, seconds = trpo.TRPO(copy.deepcopy(policy), copy.deepcopy(critic), max_kl=MAX_KL, damping=DAMPING, **kw), {}
-    real = {name: getattr(trpo, name) for name in ('conjugate_gradients', 'backtrack_line_search')}
+    places = dict(conjugate_gradients=natural_gradient, backtrack_line_search=trpo)
+    real = {name: getattr(module, name) for name, module in places.items()}
 
     def clocked(name):
         def call(*args, **kw):
@@ -114,10 +116,10 @@ def timed_update(policy, critic, fragment, **kw):
             finally: seconds[name] = perf_counter() - start
         return call
     try:
-        for name in real: setattr(trpo, name, clocked(name))
+        for name in real: setattr(places[name], name, clocked(name))
         m = agent.update(fragment)
     finally:
-        for name in real: setattr(trpo, name, real[name])
+        for name in real: setattr(places[name], name, real[name])
     products, search = seconds['conjugate_gradients'], seconds['backtrack_line_search']
     return dict(gradient=m['seconds_policy'] - products - search, products=products, search=search,
                 critic=m['seconds_critic'], accepted=m['accepted']), agent
@@ -132,7 +134,7 @@ def seconds_of(fn, repeats=1):
 def product_and_forward(policy, fragment):
     "Seconds of one Fisher product and of one forward pass over the whole batch."
     agent = trpo.TRPO(policy)
-    rows = trpo.policy_rows(fragment)
+    rows = policy_rows(fragment)
     lin = Linearization(agent.distribution(rows), agent.params)
     product, v = fisher_product(lin, policy.dist.fisher, rows.weight), torch.randn(sum(p.numel() for p in agent.params))
     product(v)

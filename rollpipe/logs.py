@@ -136,7 +136,13 @@ class Progress:
         parts = [f"{short(self.steps)}/{short(self.total)} steps", f"{short(speed)}/s"]
         parts += [f"{label} {self._last[name]:{form}}" for label, name, form in
                   (("return", "return_mean", ".4g"), ("kl", "kl", ".2g")) if name in self._last]
+        if "workers" in self._last: parts.append(self._workers())
         return "  ".join(parts + ([f"{clock(left)} left"] if self.steps < self.total else []))
+
+    def _workers(self):
+        alive, lag, lost = (self._last.get(name) for name in ("workers", "lag", "restarts"))
+        text = f"{alive:.0f} workers" + ("" if lag is None else f", lag {lag:.3g}")
+        return text + (f", {lost:.0f} restarted" if lost else "")
 
     def _due(self):
         now = time.monotonic()

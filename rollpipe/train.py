@@ -7,9 +7,9 @@ __all__ = ['ALGORITHMS', 'RUN_FILES', 'Algorithm', 'options_for', 'make_config',
            'restore', 'resume', 'uninterrupted', 'train']
 
 # %% ../nbs/43_train.ipynb #0117ae94
-import difflib, json, platform, shutil, signal, sys, threading
+import difflib, inspect, json, platform, shutil, signal, sys, threading
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -19,26 +19,49 @@ import numpy as np
 import torch
 
 import rollpipe
+from .agents.a2c import A2C
 from .agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, write_atomically
+from .agents.dqn import DQN
 from .agents.metrics import EpisodeReturns
+from .agents.npg import NPG
+from .agents.parallel_evaluation import ParallelEvaluation
+from .agents.ppo import PPO
+from .agents.reinforce import REINFORCE
 from .agents.trpo import TRPO
+from .agents.vtrace import VTrace
 from .layers.policies import Critic, MLPPolicy
+from .layers.q_networks import QPolicy
 from .logs import MetricWriter, Progress
 from .options import options_of
+from .pipes import torchdata
 from .pipes.errors import CheckpointError, DataError
-from .pipes.recipes import on_policy
+from .pipes.off_policy import replayed
+from .pipes.reading import ProcessReading
+from .pipes.recipes import on_policy, rollouts
 
 # %% ../nbs/43_train.ipynb #baf6c2cd
 class Algorithm(NamedTuple):
     "What it takes to train."
     learner: type  # learner(actor, critic, seed=..., **options): `update`, `state_dict`, `load_state_dict`, `actor`
-    pipeline: Callable  # pipeline(env, actor, critic, seed=..., env_kwargs=..., **options) -> pipe of batches
+    pipeline: Callable  # pipeline(env, actor[, critic], seed=..., env_kwargs=..., **options) -> pipe of batches
     policy: type  # policy.for_env(env, seed=..., env_kwargs=..., **options)
-    critic: type  # critic.for_env(...) alike
+    critic: type | None = None  # critic.for_env(...) alike; None: the learner is called without one
+    defaults: dict = {}  # option -> its default here, if not the one of the signature
+
+    @property
+    def parts(self) -> dict:
+        "What has options, by name; the order in which parts claim the names of options and the branches of the seed."
+        return {name: part for name, part in self._asdict().items() if name != "defaults" and part is not None}
 
 
 ALGORITHMS = dict(
     trpo=Algorithm(TRPO, on_policy, MLPPolicy, Critic),
+    npg=Algorithm(NPG, on_policy, MLPPolicy, Critic),
+    reinforce=Algorithm(REINFORCE, on_policy, MLPPolicy, Critic, dict(n_steps=128, lam=1.)),
+    a2c=Algorithm(A2C, on_policy, MLPPolicy, Critic, dict(n_steps=16)),
+    ppo=Algorithm(PPO, on_policy, MLPPolicy, Critic),
+    vtrace=Algorithm(VTrace, rollouts, MLPPolicy, Critic, dict(n_steps=16)),
+    dqn=Algorithm(DQN, replayed, QPolicy),
 )
 _FIXED = ("actor", "critic", "env", "env_kwargs", "seed", "info_keys", "edits", "device", "observation_space", "action_space")
 
@@ -48,7 +71,8 @@ def options_for(
 ) -> list:  # of `Option`
     "What can be chosen for an algorithm. Raises `DataError` for an unknown one."
     if algorithm not in ALGORITHMS: raise DataError("unknown algorithm", expected=", ".join(ALGORITHMS), got=algorithm)
-    return options_of(ALGORITHMS[algorithm]._asdict(), skip=_FIXED)
+    found = ALGORITHMS[algorithm]
+    return [option._replace(default=found.defaults.get(option.name, option.default)) for option in options_of(found.parts, skip=_FIXED)]
 
 # %% ../nbs/43_train.ipynb #6417072b
 def make_config(
@@ -61,6 +85,11 @@ def make_config(
     seed=0,  # fixes networks, environments and actions
     threads=1,  # of torch; one is the fastest for small networks
     checkpoint_every=20,  # updates between checkpoints
+    eval_every=0,  # updates between evaluations of the present policy, in a process of their own; 0: none
+    workers=0,  # processes that collect, at most one a lane; 0: this one
+    lag="0",  # updates between collecting and learning in workers: 0, 1, ... or none (free running)
+    order="canonical",  # of the lanes in workers: canonical (in turn) or ready (first come, first served)
+    restarts=0,  # how many deaths of workers are survived
     name=None,  # of the experiment, in plots [algorithm and environment]
 ) -> dict:
     "The configuration of a run. Raises `DataError` for an unknown algorithm or option, or a value that is no JSON."
@@ -72,13 +101,27 @@ def make_config(
     for what, value in dict(steps=steps, threads=threads, checkpoint_every=checkpoint_every).items():
         if value < 1: raise DataError("out of range", leaf=what, expected="at least 1", got=str(value))
     if seed < 0: raise DataError("out of range", leaf="seed", expected="at least 0", got=str(seed))
+    lag = _lag(lag)
+    if eval_every < 0: raise DataError("out of range", leaf="eval_every", expected="at least 0", got=str(eval_every))
+    ProcessReading(workers, lag, order, restart=restarts)  # checks them
+    lanes = (options or {}).get("lanes", defaults.get("lanes", 1))
+    if workers > lanes:
+        raise DataError(f"{workers} workers have too few lanes", leaf="workers", expected=f"--lanes {workers} or more "
+                        "(a batch has lanes * n_envs * n_steps steps)", got=f"{lanes} lanes")
     modules = dict(rollpipe=rollpipe, torch=torch, gymnasium=gymnasium, numpy=np)
     versions = dict(python=platform.python_version(), **{name: m.__version__ for name, m in modules.items()})
     config = dict(algorithm=algorithm, env=env, env_kwargs=env_kwargs or {}, name=name, seed=seed, steps=steps,
-                  threads=threads, checkpoint_every=checkpoint_every, options={**defaults, **options},
-                  versions=versions)
+                  threads=threads, checkpoint_every=checkpoint_every, eval_every=eval_every, workers=workers, lag=lag, order=order, restarts=restarts,
+                  options={**defaults, **options}, versions=versions)
     try: return json.loads(json.dumps(config))
     except TypeError as e: raise DataError(f"the configuration is no JSON: {e}") from None
+
+
+def _lag(lag):
+    "An integer, or None for `none`; also from text. Raises `DataError`."
+    if lag is None or str(lag).lower() == "none": return None
+    try: return int(lag)
+    except ValueError: raise DataError("no lag", leaf="lag", expected="an integer, or none", got=repr(lag)) from None
 
 # %% ../nbs/43_train.ipynb #05d2f348
 def build(
@@ -87,17 +130,19 @@ def build(
 ) -> tuple:  # agent, pipe
     "The learner and the pipeline that a configuration describes. Raises whatever they find wrong with it."
     algorithm = ALGORITHMS[config["algorithm"]]
-    kwargs = {part: {} for part in algorithm._fields}
+    parts = algorithm.parts
+    kwargs = {part: {} for part in parts}
     for option in options_for(config["algorithm"]):
         value = config["options"].get(option.name, option.default)
         kwargs[option.part][option.param] = tuple(value) if isinstance(value, list) else value
     words = np.random.SeedSequence([config["seed"], resumes]).generate_state(4)
-    seeds = dict(zip(algorithm._fields, map(int, words)))
+    seeds = dict(zip(parts, map(int, words)))
     env, env_kwargs = config["env"], config["env_kwargs"]
-    actor, critic = (getattr(algorithm, part).for_env(env, env_kwargs=env_kwargs, seed=seeds[part], **kwargs[part])
-                     for part in ("policy", "critic"))
-    agent = algorithm.learner(actor, critic, seed=seeds["learner"], **kwargs["learner"])
-    pipe = algorithm.pipeline(env, actor, critic, seed=seeds["pipeline"], env_kwargs=env_kwargs, **kwargs["pipeline"])
+    modules = [parts[part].for_env(env, env_kwargs=env_kwargs, seed=seeds[part], **kwargs[part])
+               for part in ("policy", "critic") if part in parts]
+    agent = algorithm.learner(*modules, seed=seeds["learner"], **kwargs["learner"])
+    if "critic" not in inspect.signature(algorithm.pipeline).parameters: modules = modules[:1]
+    pipe = algorithm.pipeline(env, *modules, seed=seeds["pipeline"], env_kwargs=env_kwargs, **kwargs["pipeline"])
     return agent, pipe
 
 # %% ../nbs/43_train.ipynb #318476a9
@@ -215,6 +260,28 @@ class uninterrupted:
         if self.came and kind is None and callable(self.handler): self.handler(*self.came)
 
 # %% ../nbs/43_train.ipynb #c1e054ea
+def _evaluation(run):
+    "The process that evaluates, if that is asked for, else None; as a context."
+    config = run.config
+    if not config.get("eval_every"): return nullcontext()
+    return ParallelEvaluation(config["env"], run.agent.actor, env_kwargs=config["env_kwargs"], seed=config["seed"])
+
+
+@contextmanager
+def _reading(run):
+    "The batches of a run, from this process or its workers, and a function that gives the metrics of the workers' health."
+    config = run.config
+    if not config.get("workers"):
+        with closing(iter(run.pipe)) as batches: yield batches, dict
+        return
+    service = ProcessReading(config["workers"], config["lag"], config["order"], restart=config["restarts"])
+    with torchdata.DataLoader2(run.pipe, reading_service=service) as loader:
+        def health():
+            states = loader.reading_service.health()
+            return dict(workers=sum(state["alive"] for state in states), restarts=max(state["restarted"] for state in states))
+        yield iter(loader), health
+
+
 def train(
     run: Run,  # from `start` or `resume`; its counters are kept up to date
     *,
@@ -232,28 +299,34 @@ def train(
     try:
         with (MetricWriter(run.folder, tensorboard, after=counters["steps"]) as writer,
               Progress(steps, counters["steps"], disable=not progress) as bar,
-              closing(iter(run.pipe)) as batches):
+              _evaluation(run) as evaluation,
+              _reading(run) as (batches, health)):
             begun = waiting = perf_counter()
             for batch in batches:
+                evaluated = evaluation.poll() if evaluation else []
                 with uninterrupted():
                     whole = False
                     collected = perf_counter() - waiting
-                    new_steps = episodes.add(batch)
+                    new_steps = episodes.add(getattr(batch, "fresh", batch))  # a replayed batch counts what is new in it
                     metrics = run.agent.update(batch)
                     now = perf_counter()
                     duration, begun = now - begun, now
                     counters.update(
                         steps=counters["steps"] + new_steps, updates=counters["updates"] + 1,
                         episodes=episodes.episodes, seconds=counters["seconds"] + duration)
-                    metrics = {**counters, **episodes.metrics(), **metrics, "seconds_collect": collected,
+                    metrics = {**counters, **episodes.metrics(), **metrics, **health(), "seconds_collect": collected,
                                "steps_per_s": new_steps/duration}
+                    for answer in evaluated: metrics.update(answer.metrics)  # the newest stays
                     del metrics["resumes"]
                     writer.write(metrics)
                     bar.update(metrics)
                     whole = True
                     if counters["updates"] % every == 0: run.save()
                     waiting = perf_counter()
+                if evaluation and (counters["steps"] >= steps or counters["updates"] % run.config["eval_every"] == 0): evaluation.request()
                 if counters["steps"] >= steps: break
+            for answer in evaluation.wait()[-1:] if evaluation else ():
+                writer.write(dict(steps=counters["steps"], updates=counters["updates"], **answer.metrics))
         if counters["steps"] < steps:
             raise DataError("the pipeline ended before the training did", expected=f"{steps} steps", got=f"{counters['steps']} steps")
         return metrics

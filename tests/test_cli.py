@@ -16,7 +16,7 @@ from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import METRICS
 from rollpipe.cli import build_parser, main
 from rollpipe.logs import read_metrics
-from rollpipe.train import ALGORITHMS, build, discard, load_run, make_config, options_for, resume, start, train
+from rollpipe.train import ALGORITHMS, build, discard, load_run, make_config, options_for, restore, resume, start, train
 
 SMALL = "--n-envs 4 --n-steps 32 --hidden 8 --critic-hidden 8 --quiet --no-tensorboard".split()
 
@@ -118,6 +118,67 @@ def test_what_failed_before_its_first_update_leaves_nothing(tmp_path):
     assert list((tmp_path/"a").iterdir()) == []
 
 
+# -- every algorithm ---------------------------------------------------------------------------------------------------
+
+TINY = dict(n_envs=4, n_steps=16, hidden=(8,), critic_hidden=(8,), epochs=2, minibatch=32, warmup=64, batch_size=16)
+
+
+def tiny(algorithm, checkpoint_every=2):
+    "The configuration of a run of moments: those of the options `TINY` that the algorithm has."
+    has = {o.name for o in options_for(algorithm)}
+    options = {k: v for k, v in TINY.items() if k in has}
+    return make_config(algorithm, "CartPole-v1", options, steps=256, checkpoint_every=checkpoint_every)
+
+
+def assert_equal(a, b):
+    "Nested states, bit for bit."
+    if isinstance(a, torch.Tensor): assert torch.equal(a, b)
+    elif isinstance(a, (dict, list, tuple)):
+        assert type(a) is type(b) and len(a) == len(b)
+        for key in a if isinstance(a, dict) else range(len(a)): assert_equal(a[key], b[key])
+    else: assert a == b
+
+
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+def test_every_algorithm_trains_is_saved_goes_on_and_plays(algorithm, tmp_path, capsys):
+    words = [w for k, v in tiny(algorithm)["options"].items() if k in TINY
+             for w in (f"--{k.replace('_', '-')}", ",".join(map(str, v)) if isinstance(v, list) else v)]
+    assert rollpipe("train", algorithm, "CartPole-v1", *words, "--steps", 256, "--out", tmp_path/"a", "--quiet", "--no-tensorboard") == 0
+    metrics, found = read_metrics(tmp_path/"a"), load_run(tmp_path/"a")
+    assert set(metrics) <= set(METRICS) and metrics["steps"].tolist() == [64*i for i in range(1, 5)]
+    assert (metrics["lag"] == 0).all() and found.counters["steps"] == 256 and found.config == tiny(algorithm, checkpoint_every=20)
+    assert rollpipe("train", "--resume", tmp_path/"a", "--steps", 384, "--quiet", "--no-tensorboard") == 0
+    assert read_metrics(tmp_path/"a")["steps"].tolist() == [64*i for i in range(1, 7)]
+    assert rollpipe("evaluate", tmp_path/"a", "--episodes", 2, "--seed", 0) == 0
+    assert "mean, standard error of 2 episodes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+def test_every_algorithm_is_restored_whole(algorithm, tmp_path):
+    run = start(tmp_path/"a", tiny(algorithm))
+    train(run, progress=False, tensorboard=False)
+    found = load_run(tmp_path/"a")
+    again, pipe = restore(found)
+    assert_equal(run.agent.state_dict(), again.state_dict())
+    batches = iter(pipe)
+    for _, batch in zip(range(2), batches):  # a replayed batch can be drawn from once
+        if hasattr(batch, "fresh"): batch = batch._replace(samples=list(batch.samples))
+        one, two = run.agent.update(batch), again.update(batch)
+        assert {k: v for k, v in one.items() if "seconds" not in k} == {k: v for k, v in two.items() if "seconds" not in k}
+    assert_equal(run.agent.state_dict(), again.state_dict())
+    batches.close()
+
+
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+def test_defaults_of_an_algorithm_are_shown_and_used(algorithm, capsys):
+    assert rollpipe("train", algorithm, "--help") == 0
+    text, defaults = " ".join(capsys.readouterr().out.split()), ALGORITHMS[algorithm].defaults
+    options = {o.name: o for o in options_for(algorithm)}
+    assert set(defaults) <= set(options)
+    for name, value in defaults.items():
+        assert f"{options[name].help} [{value}]" in text and make_config(algorithm, "CartPole-v1")["options"][name] == value
+
+
 # -- evaluate, plot, graph, demo ---------------------------------------------------------------------------------------
 
 def test_evaluate(run, capsys, tmp_path):
@@ -160,10 +221,11 @@ def test_demo_twice(tmp_path, capsys, monkeypatch):
 
 # -- options -----------------------------------------------------------------------------------------------------------
 
-def test_every_option_has_its_meaning_in_the_help(capsys):
-    assert rollpipe("train", "trpo", "--help") == 0
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+def test_every_option_has_its_meaning_in_the_help(algorithm, capsys):
+    assert rollpipe("train", algorithm, "--help") == 0
     text = " ".join(capsys.readouterr().out.split())
-    for option in options_for("trpo"):
+    for option in options_for(algorithm):
         assert option.help, option
         assert option.flag in text and " ".join(option.help.split())[:20] in text
     assert "==SUPPRESS==" not in text

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import distributions as td
 
-from rollpipe.layers.distributions import Categorical, Gaussian, GaussianParams, Joint
+from rollpipe.layers.distributions import Bernoulli, Categorical, Gaussian, GaussianParams, Joint, MultiCategorical
 from rollpipe.pipes import nested
 
 fast = settings(deadline=None, max_examples=25)
@@ -55,6 +55,50 @@ def test_gaussian_agrees_with_torch(lead, shape, seed):
     assert torch.equal(dist.mode(p), p.mean)
 
 
+@st.composite
+def several(draw):
+    "A `MultiCategorical`, with one or two dimensions."
+    n = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    start = draw(st.just(()) | st.lists(st.integers(-3, 3), min_size=len(n), max_size=len(n)))
+    return MultiCategorical(n, start, (2, len(n) // 2) if len(n) % 2 == 0 and draw(st.booleans()) else None)
+
+
+@fast
+@given(lead=leads, dist=several(), seed=st.integers(0, 99))
+def test_multi_categorical_agrees_with_torch(lead, dist, seed):
+    "Number by number."
+    g, start = generator(seed), dist.start or (0,) * len(dist.n)
+    p, q = torch.randn(2, *lead, sum(dist.n), generator=g)
+    act = dist.sample(p, dist.noise(lead, g))
+    assert act.shape == (*lead, *dist.shape) and act.dtype == torch.int64
+    ref_p, ref_q = ([td.Categorical(logits=part) for part in x.split(dist.n, -1)] for x in (p, q))
+    columns = [a - s for a, s in zip(act.reshape(*lead, -1).unbind(-1), start)]
+    assert all(((0 <= a) & (a < n)).all() for a, n in zip(columns, dist.n))
+    close = dict(rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(dist.log_prob(p, act), sum(r.log_prob(a) for r, a in zip(ref_p, columns)), **close)
+    torch.testing.assert_close(dist.log_prob(p, act.short()), dist.log_prob(p, act))
+    torch.testing.assert_close(dist.entropy(p), sum(r.entropy() for r in ref_p), **close)
+    torch.testing.assert_close(dist.kl(p, q), sum(map(td.kl_divergence, ref_p, ref_q)), **close)
+    best = torch.stack([part.argmax(-1) + s for part, s in zip(p.split(dist.n, -1), start)], -1)
+    assert torch.equal(dist.mode(p), best.view(*lead, *dist.shape))
+
+
+@fast
+@given(lead=leads, shape=st.lists(st.integers(1, 3), max_size=2).map(tuple), seed=st.integers(0, 99))
+def test_bernoulli_agrees_with_torch(lead, shape, seed):
+    dist, g = Bernoulli(shape), generator(seed)
+    p, q = 3 * torch.randn(2, *lead, *shape, generator=g)
+    act = dist.sample(p, dist.noise(lead, g))
+    ref_p, ref_q = (td.Independent(td.Bernoulli(logits=x), len(shape)) for x in (p, q))
+    assert act.shape == (*lead, *shape) and act.dtype == torch.int64
+    close = dict(rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(dist.log_prob(p, act), ref_p.log_prob(act.float()), **close)
+    torch.testing.assert_close(dist.log_prob(p, act.to(torch.int8)), dist.log_prob(p, act))
+    torch.testing.assert_close(dist.entropy(p), ref_p.entropy(), **close)
+    torch.testing.assert_close(dist.kl(p, q), td.kl_divergence(ref_p, ref_q), **close)
+    assert torch.equal(dist.mode(p), (ref_p.mean > .5).long())
+
+
 def fisher_by_hessian(dist, params, tangent):
     "The Hessian of q -> KL(p || q) at q = p, in float64, times the tangent: the definition of the Fisher product."
     flat, spec = torch.utils._pytree.tree_flatten(params)
@@ -72,6 +116,9 @@ def double(tree): return nested.map(lambda x: x.double(), tree)
 
 @pytest.mark.parametrize('dist, params', [
     (Categorical(4), torch.tensor([0.3, -1, 2, 0])),
+    (MultiCategorical((2, 4, 1)), torch.tensor([0.3, -1, 2, 0, .5, .1, 7])),
+    (MultiCategorical((2, 2), shape=(1, 2)), torch.tensor([0.3, -1, 2, 0])),
+    (Bernoulli((2, 2)), torch.tensor([[0.3, -1], [2, 0]])),
     (Gaussian((3,)), gaussian_params([], (3,), 0)),
     (Gaussian(), gaussian_params([], (), 1)),
     (Joint((Categorical(2), [Gaussian((2, 2))])), (torch.tensor([1., -1]), [gaussian_params([], (2, 2), 2)])),
@@ -92,6 +139,30 @@ def test_categorical_frequencies():
     counts = torch.bincount(acts, minlength=4)
     chi_square = ((counts - n * p) ** 2 / (n * p)).sum()
     assert chi_square < 16.27                 # 99.9 % quantile, 3 degrees of freedom
+
+
+def test_frequencies_of_several():
+    n, p = 50_000, torch.tensor([0.05, 0.3, 0.5, 0.9])
+    acts = Bernoulli((4,)).sample(p.logit(), Bernoulli((4,)).noise([n], generator(0)))
+    assert (((acts.sum(0) - n * p) ** 2 / (n * p * (1 - p))) < 10.83).all()              # 99.9 % quantile, 1 degree of freedom
+    dist, p = MultiCategorical((2, 3)), torch.tensor([[0.4], [0.6]]) * torch.tensor([0.2, 0.3, 0.5])
+    acts = dist.sample(torch.tensor([0.4, 0.6, 0.2, 0.3, 0.5]).log(), dist.noise([n], generator(0)))
+    counts = (3 * acts[:, 0] + acts[:, 1]).bincount(minlength=6).view(2, 3)
+    assert ((counts - n * p) ** 2 / (n * p)).sum() < 20.52                               # of all pairs: 5 degrees of freedom
+
+
+def test_extreme_switches_are_finite():
+    x = torch.tensor([-200., 0., 200.], requires_grad=True)
+    dist = Bernoulli((3,))
+    for value in (dist.entropy(x), dist.kl(x, x.detach().flip(0)), dist.log_prob(x, torch.tensor([0, 1, 1]))):
+        assert torch.isfinite(value) and torch.isfinite(torch.autograd.grad(value, x)[0]).all()
+    assert torch.isfinite(Bernoulli((10_000,)).noise([100], generator(0))).all()
+
+
+def test_numbers_of_unequal_lengths_have_finite_gradients():
+    dist, x = MultiCategorical((1, 3, 2)), torch.randn(4, 6, generator=generator(0), requires_grad=True)
+    for value in (dist.entropy(x), dist.kl(x.detach(), x), dist.kl(x, 2 * x.detach()), dist.log_prob(x, dist.mode(x))):
+        assert torch.isfinite(torch.autograd.grad(value.sum(), x)[0]).all()
 
 
 def test_gaussian_moments():
@@ -119,7 +190,7 @@ def test_masked_logits_have_finite_gradients_everywhere():
     assert impossible > 1e30
 
 
-@pytest.mark.parametrize('dist', [Categorical(3), Gaussian((2,)), Gaussian(),
+@pytest.mark.parametrize('dist', [Categorical(3), Gaussian((2,)), Gaussian(), MultiCategorical((2, 3)), Bernoulli((2,)),
                                   Joint({'a': Categorical(2), 'b': (Gaussian(),)})])
 def test_noise_depends_on_the_generator_only(dist):
     state = torch.get_rng_state()

@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 import warnings
+from itertools import islice
 
 import gymnasium as gym
 import numpy as np
@@ -14,14 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call, jvp, linearize
+from toys import Nested
 
 import rollpipe.layers
 from rollpipe.layers import (
     MLP, Actor, Categorical, CategoricalPolicy, Critic, Gaussian, GaussianHead, GaussianPolicy, MLPPolicy, Policy,
-    RunningNorm, encoder_for, head_for,
+    RecurrentPolicy, RunningNorm, encoder_for, head_for,
 )
-from rollpipe.pipes import nested
+from rollpipe.pipes import EnvStepper, FragmentCollector, nested
 from rollpipe.pipes.errors import SpaceError
+from rollpipe.testing import check_actor
 
 fast = settings(deadline=None, max_examples=25)
 BOX, ACT = Box(-1, 1, (4,)), Dict(gear=Discrete(3, start=1), steer=Tuple([Box(-2, 2, (2,)), Box(-np.inf, np.inf, ())]))
@@ -164,12 +167,29 @@ def test_scaled_density_is_that_of_the_action():
 
 
 @pytest.mark.parametrize('space, where', [
-    (MultiBinary(3), 'leaf action_space:'), (Box(0, 9, (2,), dtype=np.int32), 'leaf action_space:'),
+    (Box(0, 9, (2,), dtype=np.int32), 'leaf action_space:.* Expected Discrete, MultiDiscrete, MultiBinary, Box'),
     (Dict(a=Discrete(2), b=Tuple([Discrete(2), Text(3)])), r"leaf action_space\['b'\]\[1\]:"),
-    (MultiDiscrete([2, 3]), 'Expected Discrete, Box'),
 ])
 def test_unsupported_action_spaces(space, where):
     with pytest.raises(SpaceError, match=where): head_for(space, 8)
+
+
+@pytest.mark.parametrize('space', [
+    MultiDiscrete([2, 5, 3]), MultiDiscrete([3, 3], start=[-1, 2]), MultiDiscrete([[2, 3, 4], [1, 5, 2]]),
+    MultiBinary(3), MultiBinary((2, 2)), Dict(lamps=MultiBinary(2), levers=Tuple([MultiDiscrete([2, 3]), Discrete(3)])),
+])
+@pytest.mark.parametrize('cls', [MLPPolicy, RecurrentPolicy])
+def test_policies_for_several_numbers_and_switches(space, cls):
+    check_actor(cls.for_env((BOX, space), hidden=(8,), seed=0), (BOX, space))
+
+
+@pytest.mark.parametrize('cls', [MLPPolicy, RecurrentPolicy])
+def test_nested_actions_in_a_stream_are_replayed_as_recorded(cls):
+    actor = cls.for_env(Nested, hidden=(8,), normalize=False, seed=0)
+    for f in islice(FragmentCollector(EnvStepper(Nested, actor, 2, seed=0), 6), 2):
+        replayed = actor.replay(f)
+        torch.testing.assert_close(replayed['logp'], f.actor['logp'][:-1], rtol=1e-4, atol=1e-4)
+        assert f.state.act['steer'][1].shape == (7, 2, 2)
 
 
 # --- encoders

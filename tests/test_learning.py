@@ -1,42 +1,100 @@
-"One set of defaults learns CartPole-v1 and Pendulum-v1 within 100 000 steps: greedy return over 20 fresh episodes."
+"What the algorithms learn with the defaults of the command line: greedy return over 20 fresh episodes, for three seeds."
+from collections import deque
+from itertools import islice
 from time import perf_counter
 
 import pytest
+from toys import Recall
 
 from rollpipe.agents.evaluate import evaluate
-from rollpipe.agents.trpo import TRPO
-from rollpipe.layers import Critic, MLPPolicy
+from rollpipe.agents.ppo import PPO
+from rollpipe.layers import Critic, RecurrentPolicy
+from rollpipe.logs import read_metrics
 from rollpipe.pipes import on_policy
+from rollpipe.train import build, make_config, start, train
 
 pytestmark = pytest.mark.slow
-STEPS = 100_000
+SEEDS, EVERY = range(3), 5000
+ENOUGH = {'CartPole-v1': 475, 'Pendulum-v1': -200}
+RUNS = [(algorithm, 'CartPole-v1', 50_000) for algorithm in ('trpo', 'npg', 'reinforce', 'a2c', 'ppo', 'vtrace')] + [
+    (algorithm, 'Pendulum-v1', 100_000) for algorithm in ('trpo', 'ppo')]
 
 
-def train(env, seed):
-    "The policy after `STEPS` steps with default settings, and the wall time by phase."
-    actor, critic = MLPPolicy.for_env(env, seed=seed), Critic.for_env(env, seed=seed + 1000)
-    agent, done, seconds = TRPO(actor, critic, seed=seed), 0, dict(collect=0., policy=0., critic=0.)
-    batches = iter(on_policy(env, actor, critic, n_envs=8, n_steps=256, seed=seed))
-    while done < STEPS:
-        start = perf_counter()
+def delayed(batches, n):
+    "Each batch `n` batches late: the weights that collected it are `n` updates old."
+    waiting = deque()
+    for batch in batches:
+        waiting.append(batch)
+        if len(waiting) > n: yield waiting.popleft()
+
+
+def learn(algorithm, env, steps, seed, lag=0):
+    """Train for `steps`; returns the last evaluation, the steps after which the goal was reached first and for good (None if it was
+    not), and the seconds spent in collecting and in updates."""
+    agent, pipe = build(make_config(algorithm, env, seed=seed))
+    done, scores, seconds = 0, {}, dict(collect=0., update=0.)
+    stream = iter(pipe)
+    batches = delayed(stream, lag)
+    while done < steps:
+        begin = perf_counter()
         batch = next(batches)
-        seconds['collect'] += perf_counter() - start
+        middle = perf_counter()
         metrics = agent.update(batch)
-        seconds['policy'] += metrics['seconds_policy']
-        seconds['critic'] += metrics['seconds_critic']
+        seconds['collect'] += middle - begin
+        seconds['update'] += perf_counter() - middle
+        assert metrics['lag'] == min(lag, max(0, done // int(batch.valid.sum())))
+        assert algorithm != 'trpo' or metrics['kl'] <= agent.max_kl
         done += int(batch.valid.sum())
-        assert metrics['kl'] <= agent.max_kl and metrics['lag'] == 0
+        if done // EVERY > len(scores):
+            result = evaluate(env, agent.actor, 20, seed=10_000 + seed)
+            scores[done] = result.mean
+    stream.close()
+    good = [score >= ENOUGH[env] for score in scores.values()]
+    first = next((at for at, ok in zip(scores, good) if ok), None)
+    for_good = next((at for i, at in enumerate(scores) if all(good[i:])), None)
+    return result, first, for_good, seconds
+
+
+@pytest.mark.parametrize('algorithm, env, steps', RUNS)
+def test_learns(algorithm, env, steps, capsys):
+    found = []
+    for seed in SEEDS:
+        result, first, for_good, seconds = learn(algorithm, env, steps, seed)
+        found.append((result.mean, first, for_good))
+        phases = ', '.join(f'{name} {s:.1f} s' for name, s in seconds.items())
+        with capsys.disabled():
+            print(f'\n{algorithm} on {env}, seed {seed}: {ENOUGH[env]} first after {first} steps, for good after {for_good}; '
+                  f'after {steps}: {result}; {phases}', end='')
+    assert all(mean >= ENOUGH[env] and for_good is not None for mean, _, for_good in found), found
+
+
+@pytest.mark.parametrize('seed', SEEDS)
+def test_vtrace_learns_from_old_data(seed, capsys):
+    "As free-running workers would deliver them: batches that are four updates old."
+    result, first, for_good, _ = learn('vtrace', 'CartPole-v1', 50_000, seed, lag=4)
+    with capsys.disabled():
+        print(f'\nvtrace, four updates late, seed {seed}: first after {first} steps, for good after {for_good}; {result}', end='')
+    assert result.mean >= 475
+
+
+@pytest.mark.parametrize('seed', SEEDS)
+def test_vtrace_learns_from_free_running_workers(seed, capsys, tmp_path):
+    run = start(tmp_path, make_config('vtrace', 'CartPole-v1', dict(lanes=2), seed=seed, steps=50_000, workers=2, lag='none'))
+    train(run, progress=False, tensorboard=False)
+    result, lags = evaluate('CartPole-v1', run.agent.actor, 20, seed=10_000 + seed), read_metrics(tmp_path)['lag']
+    with capsys.disabled(): print(f'\nvtrace, 2 free-running workers, seed {seed}: mean lag {lags.mean():.1f}; {result}', end='')
+    assert result.mean >= 475
+
+
+@pytest.mark.parametrize('seed', SEEDS)
+def test_recurrent_ppo_recalls_a_cue(seed, capsys):
+    "After 20 steps, as recurrent TRPO does (`test_memory`), with its defaults and 30 batches of 32 environments with 3 episodes each."
+    actor = RecurrentPolicy.for_env(Recall, hidden=(32,), memory=32, normalize=False, seed=seed)
+    critic = Critic.for_env(Recall, hidden=(32,), normalize=False, seed=seed + 1)
+    agent = PPO(actor, critic, seed=seed)
+    batches = iter(on_policy(Recall, actor, critic, n_envs=32, n_steps=63, gamma=.9, lam=0., seed=seed))
+    for batch in islice(batches, 30): agent.update(batch)
     batches.close()
-    return actor, seconds
-
-
-@pytest.mark.parametrize('seed', range(3))
-@pytest.mark.parametrize('env, enough', [('CartPole-v1', 475), ('Pendulum-v1', -200)])
-def test_learns(env, enough, seed, capsys):
-    actor, seconds = train(env, seed)
-    result = evaluate(env, actor, 20, seed=10_000 + seed)
-    phases = ', '.join(f'{name} {s:.1f} s' for name, s in seconds.items())
-    with capsys.disabled(): print(f'\n{env}, seed {seed}, {STEPS} steps: {result}; {phases}, in all {sum(seconds.values()):.1f} s')
-    assert len(result.returns) == 20
-    if env == 'Pendulum-v1': assert result.mean > enough
-    else: assert result.mean >= enough
+    right = (evaluate(Recall, actor, 200, seed=1000 + seed).mean + 1) / 2
+    with capsys.disabled(): print(f'\nrecurrent PPO, seed {seed}: {right:.0%} right', end='')
+    assert right > .9

@@ -1,11 +1,21 @@
 """What learns from the stream: one algorithm, one file."""
 
+from .a2c import A2C
 from .checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from .dqn import DQN
 from .evaluate import Evaluation, RandomActor, evaluate
+from .learner import GradientLearner, Learner
 from .metrics import METRICS, EpisodeReturns
+from .npg import NPG
+from .parallel_evaluation import Evaluated, ParallelEvaluation
+from .ppo import PPO
+from .reinforce import REINFORCE
+from .tabular import QLearning, TabularQ
 from .trpo import TRPO
+from .vtrace import VTrace
 
 __all__ = [
-    'Checkpoint', 'EpisodeReturns', 'Evaluation', 'METRICS', 'RandomActor', 'TRPO',
-    'evaluate', 'load_checkpoint', 'save_checkpoint',
+    'A2C', 'Checkpoint', 'DQN', 'EpisodeReturns', 'Evaluated', 'Evaluation', 'GradientLearner', 'Learner', 'METRICS', 'NPG',
+    'PPO', 'ParallelEvaluation', 'QLearning', 'REINFORCE', 'RandomActor', 'TRPO', 'TabularQ', 'VTrace', 'evaluate',
+    'load_checkpoint', 'save_checkpoint',
 ]

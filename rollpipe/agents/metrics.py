@@ -23,6 +23,11 @@ METRICS = dict(
     return_min="smallest undiscounted return of those episodes",
     return_max="largest undiscounted return of those episodes",
     length_mean="mean number of steps of those episodes",
+    # the newest evaluation (see `ParallelEvaluation`) finished since the previous record; absent if none
+    eval_version="updates of the policy that was evaluated",
+    eval_return_mean="mean undiscounted return of the evaluation's episodes, without exploration unless asked",
+    eval_return_min="smallest undiscounted return of those episodes",
+    eval_return_max="largest undiscounted return of those episodes",
     # certificate of a trust-region update (Schulman et al. 2015, arXiv:1502.05477)
     surrogate_before="mean of ratio * advantage over valid rows before the update; ratio = 1 if the data are fresh",
     surrogate_after="mean of ratio * advantage over valid rows after the update",
@@ -36,16 +41,49 @@ METRICS = dict(
     backtracks="step lengths that the line search refused",
     accepted="1 if the line search kept a step, 0 if the old parameters were restored",
     step_size="length of the parameter change in the Euclidean norm",
-    grad_norm="Euclidean norm of the policy gradient",
+    grad_norm="Euclidean norm of the gradient before it is clipped: of the surrogate (trust region), else of the loss; mean over steps",
+    # losses of gradient methods (see `rollpipe.agents.losses`), mean over the optimiser's steps of the update
+    loss="what the optimiser minimises: loss_policy + c_value * loss_value - c_entropy * entropy",
+    loss_policy="the part that improves the policy, for policies that are updated by a gradient of it",
+    loss_value="mean squared (or Huber, or clipped) error of values or action values over valid rows, replay weights included; values in "
+               "units of the returns' deviation if the critic keeps one",
+    approx_kl="mean of ratio - 1 - log ratio over valid rows, ratio = new / old: KL(old || new) estimated from the actions taken "
+              "(k3 of Schulman 2020, http://joschu.net/blog/kl-approx.html) [nat]",
+    clip_fraction="share of valid rows whose ratio is further from 1 than PPO's clip",
+    clip_fraction_value="share of valid rows whose value moved further from the old one than PPO's clip_value",
+    rho_mean="mean over valid rows of the importance ratio: acting now / when collecting, not clipped; 1 if the data are fresh",
+    rho_max="largest importance ratio of a valid row, not clipped",
+    rho_clipped="share of valid rows whose importance ratio was clipped",
+    adv_mean="mean advantage over valid rows, as the policy's loss uses it",
+    value_mean="mean of the critic's present values over valid rows",
+    minibatches="minibatches of the update, each one a step of the optimiser",
+    epochs="passes over the batch of the update, the last one perhaps not complete",
+    early_stop="1 if the update ended because approx_kl went beyond its limit, else 0",
+    learning_rate="step size of the optimiser",
+    # action values and replay
+    q_mean="mean of the present action values of the actions taken, over valid rows that are trained on",
+    q_target="mean of the targets of these action values",
+    td_error="mean of |target - action value| over valid rows that are trained on",
+    epsilon="probability of a random action while collecting",
+    target_updates="copies of the network to the target network since the start of the run (steps towards it, if Polyak)",
+    replay_size="transitions in the replay memory",
+    replay_ratio="transitions drawn from the replay memory per transition that arrived, in this update",
+    weight_min="smallest importance weight of the sampled transitions; the largest is 1",
+    beta="exponent of the importance weights of prioritised replay; 1 removes all of its bias",
     # policy and critic
     entropy="mean entropy of the policy over valid rows, differential for continuous actions [nat]",
     explained_variance="1 - Var[ret - v] / Var[ret] of the values v that the advantages were made with",
     critic_loss="mean squared error of the critic after fitting, in units of the returns' deviation if it keeps one",
     lag="updates between collecting and consuming the batch, the largest over its columns",
+    # worker processes, if there are any
+    workers="worker processes that are alive",
+    restarts="deaths of worker processes survived since the start or resume of the run",
     # wall time of the phases of one update
     seconds_collect="waiting for the pipeline to deliver the batch [s]",
     seconds_policy="updating the policy [s]",
     seconds_critic="fitting the critic [s]",
+    seconds_update="the whole of agent.update [s]",
+    seconds_sample="drawing from the replay memory, as a part of it [s]",
 )
 
 # %% ../../nbs/30_metrics.ipynb #750ba40d

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad, softplus
 
 # %% auto #0
-__all__ = ['Categorical', 'GaussianParams', 'Gaussian', 'Joint', 'zip_parts']
+__all__ = ['Categorical', 'GaussianParams', 'Gaussian', 'MultiCategorical', 'Bernoulli', 'Joint', 'zip_parts']
 
 # %% ../../nbs/22_distributions.ipynb #79102e6a
 @dataclass(frozen=True)
@@ -101,6 +102,82 @@ class Gaussian:
 
     def fisher(self, params, tangent):
         return GaussianParams(tangent.mean * (-2 * params.log_std).exp(), 2 * tangent.log_std)
+
+# %% ../../nbs/22_distributions.ipynb #12ba4932
+@dataclass(frozen=True)
+class MultiCategorical:
+    """Independent integers: the k-th is one of `n[k]` from `start[k]`; logits `[*lead, sum(n)]` behind one another, actions int64
+    `[*lead, *shape]`, which has `len(n)` elements; sums over `shape`.
+    """
+    n: tuple
+    start: tuple = ()     # `()`: all 0
+    shape: tuple = None   # None: `(len(n),)`
+
+    def __post_init__(self):
+        object.__setattr__(self, 'n', tuple(self.n))
+        object.__setattr__(self, 'start', tuple(self.start) if any(self.start) else ())
+        object.__setattr__(self, 'shape', (len(self.n),) if self.shape is None else tuple(self.shape))
+
+    def noise(self, lead, generator=None):
+        "Standard Gumbel noise `[*lead, sum(n)]` float32."
+        return Categorical(sum(self.n)).noise(lead, generator)
+
+    def sample(self, params, noise): return self.mode(params + noise)
+
+    def mode(self, params):
+        act = self._rows(params).argmax(-1)
+        if self.start: act = act + act.new_tensor(self.start)
+        return act if len(self.shape) == 1 else act.unflatten(-1, self.shape)
+
+    def log_prob(self, params, act):
+        act = act.flatten(act.ndim - len(self.shape)).long()
+        if self.start: act = act - act.new_tensor(self.start)
+        return self._row.log_prob(self._rows(params), act).sum(-1)
+
+    def entropy(self, params): return self._row.entropy(self._rows(params)).sum(-1)
+
+    def kl(self, p, q): return self._row.kl(self._rows(p), self._rows(q)).sum(-1)
+
+    def fisher(self, params, tangent):
+        rows = self._row.fisher(self._rows(params), self._rows(tangent, 0.))
+        return torch.cat([row[..., :n] for row, n in zip(rows.unbind(-2), self.n)], -1)
+
+    @property
+    def _row(self): return Categorical(max(self.n))
+
+    def _rows(self, x, fill=-torch.inf):
+        "`[*lead, sum(n)]` -> `[*lead, len(n), max(n)]`"
+        longest = max(self.n)
+        if min(self.n) == longest: return x.unflatten(-1, (len(self.n), longest))
+        return torch.stack([pad(part, (0, longest - n), value=fill) for part, n in zip(x.split(self.n, -1), self.n)], -2)
+
+
+@dataclass(frozen=True)
+class Bernoulli:
+    "Independent switches; parameters: finite logits of being on, actions int64, 0 or 1, both `[*lead, *shape]`; sums over `shape`."
+    shape: tuple = ()
+
+    def __post_init__(self): object.__setattr__(self, 'shape', tuple(self.shape))
+
+    def _sum(self, x): return x.sum(tuple(range(-len(self.shape), 0))) if self.shape else x
+
+    def noise(self, lead, generator=None):
+        "Standard logistic noise `[*lead, *shape]` float32."
+        return torch.rand((*lead, *self.shape), generator=generator).logit_(eps=1e-7)
+
+    def sample(self, params, noise): return (params + noise > 0).long()
+
+    def mode(self, params): return (params > 0).long()
+
+    def log_prob(self, params, act): return self._sum(params * act - softplus(params))
+
+    def entropy(self, params): return self._sum(softplus(params) - params * params.sigmoid())
+
+    def kl(self, p, q): return self._sum(p.sigmoid() * (p - q) - softplus(p) + softplus(q))
+
+    def fisher(self, params, tangent):
+        p = params.sigmoid()
+        return p * (1 - p) * tangent
 
 # %% ../../nbs/22_distributions.ipynb #cce30b27
 class Joint:

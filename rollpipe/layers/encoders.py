@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from .blocks import Bits, ConvTrunk, Embeddings
 from ..pipes.errors import SpaceError
 
 # %% auto #0
@@ -61,26 +62,45 @@ class Concatenate(nn.Module):
         return torch.cat([encoder(obs[key]) for key, encoder in zip(self.keys, self.encoders)], -1)
 
 
-def encoder_for(space: gym.Space, name: str = 'observation_space') -> nn.Module:
+def encoder_for(space: gym.Space, name: str = 'observation_space', *, images: str = 'flat', discrete: str = 'onehot',
+                size: int = 16, n_out: int = None) -> nn.Module:
     """A module from observations `[*lead, ...]` of `space` to float32 features `[*lead, n_out]`.
 
     Box is flattened (an image, uint8 with 3 dimensions, is divided by 255), Discrete and MultiDiscrete become
     one-hot, MultiBinary 0 and 1; Dict and Tuple are concatenated in the order of the space. The module has `n_out`,
-    and `is_unit`: whether all features lie in [0, 1] by construction, so that there is nothing to normalise.
+    and `is_unit`: whether all features lie in [0, 1] by construction or are learned, so that there is nothing to normalise
+    (in a container with numbers, all are normalised).
+
+    Args:
+        space: the observation space; `name`: what it is called in messages.
+        images: 'flat', or 'conv': a `ConvTrunk` with `n_out` features for each Box of uint8 or bool with 2 to 4 dimensions.
+        discrete: what becomes of Discrete and MultiDiscrete: 'onehot', 'bits' (`Bits`) or 'embed' (`Embeddings` of `size`).
 
     Raises:
         SpaceError: names the part of the space that is not supported (Text, Graph, Sequence, ...).
+        ValueError: an unknown choice for `images` or `discrete`.
     """
-    s = gym.spaces
+    s, options = gym.spaces, dict(images=images, discrete=discrete, size=size, n_out=n_out)
+    if images not in ('flat', 'conv'): raise ValueError(f"Expected images 'flat' or 'conv', got {images!r}")
+    if discrete not in ('onehot', 'bits', 'embed'): raise ValueError(f"Expected discrete 'onehot', 'bits' or 'embed', got {discrete!r}")
     if isinstance(space, s.Dict):
-        return Concatenate({k: encoder_for(v, f'{name}[{k!r}]') for k, v in space.spaces.items()})
+        return Concatenate({k: encoder_for(v, f'{name}[{k!r}]', **options) for k, v in space.spaces.items()})
     if isinstance(space, s.Tuple):
-        return Concatenate([encoder_for(v, f'{name}[{i}]') for i, v in enumerate(space.spaces)])
-    if isinstance(space, s.Discrete): return OneHot((), int(space.n), int(space.start))
-    if isinstance(space, s.MultiDiscrete): return OneHot(space.shape, space.nvec, space.start)
+        return Concatenate([encoder_for(v, f'{name}[{i}]', **options) for i, v in enumerate(space.spaces)])
+    if isinstance(space, (s.Discrete, s.MultiDiscrete)):
+        numbers = (space.shape, space.nvec if isinstance(space, s.MultiDiscrete) else int(space.n), space.start)
+        return dict(onehot=OneHot, bits=Bits)[discrete](*numbers) if discrete != 'embed' else Embeddings(*numbers, size)
     if isinstance(space, s.MultiBinary): return Flatten(space.shape, is_unit=True)
     if isinstance(space, s.Box):
+        if images == 'conv' and space.dtype in (np.uint8, bool) and 2 <= len(space.shape) <= 4: return _conv(space, name, n_out)
         is_image = space.dtype == np.uint8 and len(space.shape) == 3
         return Flatten(space.shape, 255. if is_image else 1., is_unit=is_image)
     raise SpaceError('unsupported observation space', leaf=name, got=repr(space),
                      expected='Box, Discrete, MultiBinary, MultiDiscrete, or Dict and Tuple of them')
+
+
+def _conv(space, name, n_out):
+    try: return ConvTrunk(space.shape, n_out)
+    except SpaceError as e:
+        e.locate(leaf=name)
+        raise

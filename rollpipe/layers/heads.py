@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from .distributions import Categorical, Gaussian, GaussianParams, Joint, zip_parts
+from .distributions import Bernoulli, Categorical, Gaussian, GaussianParams, Joint, MultiCategorical, zip_parts
 from .mlp import linear, orthogonal_linear
 from ..pipes.errors import SpaceError
 
 # %% auto #0
-__all__ = ['CategoricalHead', 'center_and_half_range', 'ClampedStd', 'GaussianHead', 'JointHead', 'head_for']
+__all__ = ['CategoricalHead', 'center_and_half_range', 'ClampedStd', 'GaussianHead', 'MultiCategoricalHead', 'BernoulliHead',
+           'JointHead', 'head_for']
 
 # %% ../../nbs/23_heads.ipynb #b7790219
 class CategoricalHead(nn.Module):
@@ -85,6 +86,28 @@ class GaussianHead(nn.Module):
         shape = self.dist.shape
         return x if len(shape) == 1 else x.unflatten(-1, shape) if shape else x.squeeze(-1)
 
+# %% ../../nbs/23_heads.ipynb #e625a259
+class MultiCategoricalHead(nn.Module):
+    "Features `[..., n_in]` -> logits `[..., sum(n)]` of a `MultiCategorical`."
+    def __init__(self, n_in: int, n: tuple, start: tuple = (), shape: tuple = None):
+        super().__init__()
+        self.logits = orthogonal_linear(n_in, sum(n), 0.01)
+        self.dist = MultiCategorical(n, start, shape)
+
+    def forward(self, x): return linear(self._modules['logits'], x)
+
+
+class BernoulliHead(nn.Module):
+    "Features `[..., n_in]` -> logits `[..., *shape]` of a `Bernoulli`."
+    def __init__(self, n_in: int, shape: tuple):
+        super().__init__()
+        self.logits = orthogonal_linear(n_in, prod(shape), 0.01)
+        self.dist = Bernoulli(shape)
+
+    def forward(self, x):
+        x, shape = linear(self._modules['logits'], x), self.dist.shape
+        return x if len(shape) == 1 else x.unflatten(-1, shape) if shape else x.squeeze(-1)
+
 # %% ../../nbs/23_heads.ipynb #41f92ea6
 class JointHead(nn.Module):
     "Heads in a dict, list or tuple -> their parameters in the same container; `dist` is a `Joint`."
@@ -100,7 +123,7 @@ class JointHead(nn.Module):
 
 
 def head_for(space: gym.Space, n_in: int, name: str = 'action_space', **gaussian) -> nn.Module:
-    """A head for an action space: Discrete, Box of floats (any shape), Dict and Tuple of them.
+    """A head for an action space: Discrete, MultiDiscrete, MultiBinary, Box of floats (any shape), Dict and Tuple of them.
 
     Args:
         space: the action space; `n_in`: number of features; `name`: what the space is called in messages.
@@ -114,7 +137,10 @@ def head_for(space: gym.Space, n_in: int, name: str = 'action_space', **gaussian
     if isinstance(space, gym.spaces.Tuple):
         return JointHead(tuple(head_for(s, n_in, f'{name}[{i}]', **gaussian) for i, s in enumerate(space.spaces)))
     if isinstance(space, gym.spaces.Discrete): return CategoricalHead(n_in, int(space.n), int(space.start))
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        return MultiCategoricalHead(n_in, space.nvec.reshape(-1).tolist(), space.start.reshape(-1).tolist(), space.shape)
+    if isinstance(space, gym.spaces.MultiBinary): return BernoulliHead(n_in, space.shape)
     if isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating):
         return GaussianHead(n_in, space.shape, space.low, space.high, **gaussian)
     raise SpaceError('unsupported action space', leaf=name, got=repr(space),
-                     expected='Discrete, Box of floats, or Dict and Tuple of them')
+                     expected='Discrete, MultiDiscrete, MultiBinary, Box of floats, or Dict and Tuple of them')

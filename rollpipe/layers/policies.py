@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .actor import Actor, without_past
+from .blocks import n_features
 from .encoders import encoder_for
 from .heads import head_for
 from .mlp import MLP, RunningNorm, merge_moments, moments
@@ -21,10 +22,42 @@ from ..pipes.errors import SpaceError
 from ..pipes.sources import spaces_of
 
 # %% auto #0
-__all__ = ['Policy', 'seeded', 'Observer', 'MLPPolicy', 'CategoricalPolicy', 'GaussianPolicy', 'Critic']
+__all__ = ['seeded', 'ForSpaces', 'Policy', 'Observer', 'MLPPolicy', 'CategoricalPolicy', 'GaussianPolicy', 'Critic']
+
+# %% ../../nbs/25_policies.ipynb #f762cf7e
+@contextmanager
+def seeded(seed: int | None):
+    "Within this context torch's global generator starts from `seed`; afterwards it is as it was. None changes nothing."
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+class ForSpaces:
+    "What actors share that are made from `(observation_space, action_space, ...)`."
+    @classmethod
+    def for_env(cls, env, *, env_kwargs=None, seed: int | None = None, **kwargs):
+        """The actor for an environment.
+
+        Args:
+            env: a gymnasium id, a factory, an environment, or a pair `(observation_space, action_space)`.
+            env_kwargs: keyword arguments for `gymnasium.make` if `env` is an id.
+            seed: fixes the initial parameters, without disturbing torch's global generator.
+            **kwargs: of the class: `hidden`, `normalize`, ...
+        """
+        with seeded(seed): return cls(*spaces_of(env, env_kwargs), **kwargs)
+
+    def beside(self, noise):
+        "Host tensors `noise`, moved to where the parameters are."
+        weight = next(self.parameters(), None)
+        if weight is None or weight.device.type == 'cpu': return noise
+        return nested.map(lambda x: x.to(weight.device, non_blocking=True), noise)
 
 # %% ../../nbs/25_policies.ipynb #abbccbad
-class Policy(Actor):
+class Policy(ForSpaces, Actor):
     """An actor that draws from a distribution: subclasses set `dist` and write `params(obs, act, rew, fin, *, hx,
     stepno) -> (params, hx)`.
 
@@ -37,23 +70,9 @@ class Policy(Actor):
     def params(self, obs, act, rew, fin, *, hx, stepno):
         raise NotImplementedError(f'{type(self).__name__} must define params(obs, act, rew, fin, *, hx, stepno)')
 
-    @classmethod
-    def for_env(cls, env, *, env_kwargs=None, seed: int | None = None, **kwargs):
-        """The policy for an environment, if the class is made from `(observation_space, action_space, ...)`.
-
-        Args:
-            env: a gymnasium id, a factory, an environment, or a pair `(observation_space, action_space)`.
-            env_kwargs: keyword arguments for `gymnasium.make` if `env` is an id.
-            seed: fixes the initial parameters, without disturbing torch's global generator.
-            **kwargs: of the class: `hidden`, `normalize`, ...
-        """
-        with seeded(seed): return cls(*spaces_of(env, env_kwargs), **kwargs)
-
     def draw_noise(self, lead, generator=None):
         "Noise `[*lead, ...]` for as many actions, as `dist` wants it: drawn on the host, moved to where the policy is."
-        noise, weight = self.dist.noise(lead, generator), next(self.parameters(), None)
-        if weight is None or weight.device.type == 'cpu': return noise
-        return nested.map(lambda x: x.to(weight.device, non_blocking=True), noise)
+        return self.beside(self.dist.noise(lead, generator))
 
     def forward(self, obs, act, rew, fin, *, hx, stepno, virtual, noise=None):
         dist = self.dist
@@ -80,24 +99,17 @@ class Policy(Actor):
         return {**info, 'logp': self.dist.log_prob(info['dist'], act)}
 
 # %% ../../nbs/25_policies.ipynb #5851580e
-@contextmanager
-def seeded(seed: int | None):
-    "Within this context torch's global generator starts from `seed`; afterwards it is as it was. None changes nothing."
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        yield
-
-
 class Observer(nn.Module):
     "Base of modules that look at observations: an encoder and, if wanted, a running normaliser `obs_norm` (else None)."
-    def look_at(self, observation_space: gym.Space, normalize: bool) -> int:
-        "Make encoder and normaliser (not for features within [0, 1] by construction); returns the number of features."
-        self.encoder = encoder_for(observation_space)
-        n = self.encoder.n_out
-        self.register_module('obs_norm', RunningNorm(n) if normalize and not self.encoder.is_unit else None)
+    def look_at(self, observation_space: gym.Space, normalize: bool, encoder=None) -> int:
+        """Make encoder and normaliser, unless there is nothing to normalise; returns the number of features.
+
+        `encoder` is a dict of options of `encoder_for`, or a function that is called with the space instead. The module that it
+        gives says how many `n_features` it has, and by `is_unit=False` that they are numbers to be normalised.
+        """
+        self.encoder = encoder(observation_space) if callable(encoder) else encoder_for(observation_space, **(encoder or {}))
+        n, is_unit = n_features(self.encoder), getattr(self.encoder, 'is_unit', True)
+        self.register_module('obs_norm', RunningNorm(n) if normalize and not is_unit else None)
         return n
 
     def features(self, obs):
@@ -128,9 +140,10 @@ class MLPPolicy(Observer, Policy):
                  activation=nn.Tanh,            # module class of the activations
                  std: str = 'free',             # deviation of Box actions: 'free', 'fixed' or 'state' (`GaussianHead`)
                  log_std: float = 0.0,          # its initial logarithm, as a part of half the range of the action
+                 encoder=None,                  # options of `encoder_for`, or a function of the space (`Observer.look_at`)
     ):
         super().__init__()
-        n = self.look_at(observation_space, normalize)
+        n = self.look_at(observation_space, normalize, encoder)
         self.trunk = MLP(n, hidden, activation=activation)
         self.head = head_for(action_space, self.trunk.n_out, std=std, log_std=log_std)
         self.dist = self.head.dist
@@ -173,9 +186,10 @@ class Critic(Observer):
                  hidden=(64, 64),               # sizes of the hidden layers
                  normalize: bool = True,        # normalise observations by their running mean and deviation
                  activation=nn.Tanh,            # module class of the activations
+                 encoder=None,                  # options of `encoder_for`, or a function of the space (`Observer.look_at`)
     ):
         super().__init__()
-        self.net = MLP(self.look_at(observation_space, normalize), hidden, 1, activation)
+        self.net = MLP(self.look_at(observation_space, normalize, encoder), hidden, 1, activation)
         self.register_buffer('ret_count', torch.zeros((), dtype=torch.float64))
         for name, value in dict(ret_mean=0., ret_var=0., ret_std=1.).items():
             self.register_buffer(name, torch.tensor(value))

@@ -20,7 +20,7 @@ from ..pipes import nested
 from ..pipes.errors import DataError
 
 # %% auto #0
-__all__ = ['Packing', 'packing', 'Recurrent', 'each', 'cleared', 'GRU', 'LSTM', 'RecurrentPolicy', 'MemoryCritic']
+__all__ = ['Packing', 'packing', 'Recurrent', 'each', 'cleared', 'GRU', 'LSTM', 'Rememberer', 'RecurrentPolicy', 'MemoryCritic']
 
 # %% ../../nbs/26_recurrent.ipynb #026859d5
 class Packing(NamedTuple):
@@ -196,14 +196,39 @@ class LSTM(Recurrent):
         return torch.sigmoid(o) * torch.tanh(c), c
 
 # %% ../../nbs/26_recurrent.ipynb #0cf48dd8
-class RecurrentPolicy(Observer, Policy):
+class Rememberer(Observer):
+    """Base of actors with memory: encoder, running normaliser, hidden layers, and `GRU` or `LSTM`.
+
+    Its parameters come after the spaces: `layers` recurrent layers of size `memory` (`cell` 'gru' or 'lstm'), set up to last
+    `span` steps, run through fragments by `method` (`Recurrent`), behind `hidden` layers; with `past` they see the previous
+    action and its reward, too.
+    """
+    cells = dict(gru=GRU, lstm=LSTM)
+
+    def look_back(self, observation_space, action_space, hidden, memory, cell, layers, span, past, normalize, activation, method, encoder):
+        "Make all of it. Raises `SpaceError` if there is no encoder for the spaces, `ValueError` for an unknown `cell` or `method`."
+        if cell not in self.cells: raise ValueError(f"Expected cell {' or '.join(map(repr, self.cells))}, got {cell!r}")
+        n, self.uses_past = self.look_at(observation_space, normalize, encoder), past
+        self.past_encoder = encoder_for(action_space, 'action_space') if past else None
+        self.trunk = MLP(n + self.past_encoder.n_out + 1 if past else n, hidden, activation=activation)
+        self.memory = self.cells[cell](self.trunk.n_out, memory, layers, span, method)
+
+    def remember(self, obs, act, rew, fin, hx):
+        "What the actor makes of the states and those before them: `[T, B, memory]`, and the new recurrent state."
+        x = self.features(obs)
+        if self.uses_past:
+            # where an episode begins there is no action, not action 0; large rewards count by their magnitude
+            act = self.past_encoder(act).masked_fill(fin.unsqueeze(-1), 0)
+            x = torch.cat([x, act, (rew.sign() * rew.abs().log1p()).unsqueeze(-1)], -1)
+        return self.memory(self.trunk.forward(x), fin, hx)
+
+
+class RecurrentPolicy(Rememberer, Policy):
     """A policy with memory for any supported spaces: encoder, running normaliser, hidden layers, `GRU` or `LSTM`, head.
 
     Raises `SpaceError` if there is no encoder for the observations or no head for the actions, `ValueError` for an
     unknown `cell` or `method`.
     """
-    cells = dict(gru=GRU, lstm=LSTM)
-
     def __init__(self,
                  observation_space: gym.Space,  # see `encoder_for`
                  action_space: gym.Space,       # see `head_for`
@@ -219,24 +244,12 @@ class RecurrentPolicy(Observer, Policy):
                  log_std: float = 0.0,          # its initial logarithm, as a part of half the range of the action
                  method: str = None,            # how fragments are run through: 'step', 'packed' or None (`Recurrent`)
                  report: bool = False,          # report what is remembered, `memory` [T, B, memory], for a `MemoryCritic`
+                 encoder=None,                  # options of `encoder_for`, or a function of the space (`Observer.look_at`)
     ):
         super().__init__()
-        if cell not in self.cells: raise ValueError(f"Expected cell {' or '.join(map(repr, self.cells))}, got {cell!r}")
-        n, self.uses_past = self.look_at(observation_space, normalize), past
-        self.past_encoder = encoder_for(action_space, 'action_space') if past else None
-        self.trunk = MLP(n + self.past_encoder.n_out + 1 if past else n, hidden, activation=activation)
-        self.memory = self.cells[cell](self.trunk.n_out, memory, layers, span, method)
+        self.look_back(observation_space, action_space, hidden, memory, cell, layers, span, past, normalize, activation, method, encoder)
         self.head = head_for(action_space, memory, std=std, log_std=log_std)
         self.dist, self.report = self.head.dist, report
-
-    def remember(self, obs, act, rew, fin, hx):
-        "What the policy makes of the states and those before them: `[T, B, memory]`, and the new recurrent state."
-        x = self.features(obs)
-        if self.uses_past:
-            # where an episode begins there is no action, not action 0; large rewards count by their magnitude
-            act = self.past_encoder(act).masked_fill(fin.unsqueeze(-1), 0)
-            x = torch.cat([x, act, (rew.sign() * rew.abs().log1p()).unsqueeze(-1)], -1)
-        return self.memory(self.trunk.forward(x), fin, hx)
 
     def params(self, obs, act, rew, fin, *, hx, stepno):
         y, hx = self.remember(obs, act, rew, fin, hx)
@@ -260,8 +273,9 @@ class MemoryCritic(Critic):
                  hidden=(64, 64),               # sizes of the hidden layers
                  normalize: bool = True,        # normalise observations by their running mean and deviation
                  activation=nn.Tanh,            # module class of the activations
+                 encoder=None,                  # options of `encoder_for`, or a function of the space (`Observer.look_at`)
     ):
-        super().__init__(observation_space, hidden, normalize, activation)
+        super().__init__(observation_space, hidden, normalize, activation, encoder)
         self.net = MLP(self.encoder.n_out + memory, hidden, 1, activation)
 
     def inputs(self, obs, actor):

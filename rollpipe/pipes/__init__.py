@@ -1,18 +1,21 @@
 """What flows and where it runs: environments, fragments, advantages and batches as datapipes."""
 from . import nested, returns
 from .advantage import AdvantageBuffer, values
-from .batches import FragmentStacker, Minibatcher
+from .batches import FragmentStacker, Minibatcher, minibatches
 from .data import Final, Fragment, State, Tick
 from .episodes import EpisodeCollector, pad_episodes
-from .errors import ActorError, CheckpointError, DataError, EnvError, GraphError, PipeError, SpaceError
+from .errors import ActorError, CheckpointError, DataError, EnvError, GraphError, PipeError, SpaceError, WorkerError
 from .fragments import FragmentCollector
 from .frames import FrameStack, Stacks
 from .graph import copy_graph, draw, find, find_one, insert_after, insert_before, remove, replace
 from .invariants import CheckInvariants
 from .lanes import Lanes
 from .manual import collect, context, prepare, rollout, startup
+from .off_policy import replayed
 from .pipe import Pipe, Source
-from .recipes import on_policy
+from .reading import ProcessReading
+from .recipes import on_policy, rollouts
+from .replay import Replay, Replayed, ReplayMemory, Sample
 from .stepper import EnvStepper
 from .steps import Fragments, Step, Steps, WithImage
 from .taps import EpisodeEnd, EpisodeStats, Rate, Tap, Throughput
@@ -22,10 +25,11 @@ from .weights import Handle, bump_version, version_of
 __all__ = [
     'ActorError', 'AdvantageBuffer', 'CheckInvariants', 'CheckpointError', 'DataError', 'DataLoader2', 'EnvError', 'EnvStepper',
     'EpisodeCollector', 'EpisodeEnd', 'EpisodeStats', 'Final', 'Fragment', 'FragmentCollector', 'FragmentStacker', 'Fragments',
-    'FrameStack', 'GraphError', 'Handle', 'Lanes', 'Minibatcher', 'NStep', 'NSteps', 'ObservationCast', 'Pipe', 'PipeError', 'Rate',
-    'RewardScaler', 'Source', 'SpaceError', 'Stacks', 'State', 'Step', 'Steps', 'Tap', 'Throughput', 'Tick', 'ToDevice',
-    'WithImage', 'bump_version', 'collect', 'context', 'copy_graph', 'draw', 'find', 'find_one', 'insert_after', 'insert_before',
-    'nested', 'on_policy', 'pad_episodes', 'prepare', 'remove', 'replace', 'returns', 'rollout', 'startup', 'values', 'version_of',
+    'FrameStack', 'GraphError', 'Handle', 'Lanes', 'Minibatcher', 'NStep', 'NSteps', 'ObservationCast', 'Pipe', 'PipeError',
+    'ProcessReading', 'Rate', 'Replay', 'ReplayMemory', 'Replayed', 'RewardScaler', 'Sample', 'Source', 'SpaceError', 'Stacks', 'State',
+    'Step', 'Steps', 'Tap', 'Throughput', 'Tick', 'ToDevice', 'WithImage', 'WorkerError', 'bump_version', 'collect', 'context',
+    'copy_graph', 'draw', 'find', 'find_one', 'insert_after', 'insert_before', 'minibatches', 'nested', 'on_policy', 'pad_episodes',
+    'prepare', 'remove', 'replace', 'replayed', 'returns', 'rollout', 'rollouts', 'startup', 'values', 'version_of',
 ]
 
 

@@ -6,7 +6,7 @@
 __all__ = ['collect', 'Reply', 'reads', 'Record', 'Crew']
 
 # %% ../../nbs/19d_crew.ipynb #a45267a9
-import time
+import time, warnings
 from collections import Counter, deque
 from functools import partial
 from multiprocessing import connection
@@ -42,13 +42,24 @@ def collect(link, slots, weights, name, lanes, device):
                 end = time.monotonic()
                 link.send(Reply(lane, slots[slot].write(item), number, begin, end))
                 item = None
-        for lane in list(streams): getattr(streams.pop(lane), 'close', lambda: None)()
     except (EOFError, BrokenPipeError): pass     # the parent has gone
     except Exception as e:
         if isinstance(e, PipeError): e.locate(lane=lane)
         link.send(('error', *pack(e, f"{name}, lane {lane}")))
     finally:
-        for stream in streams.values(): getattr(stream, 'close', lambda: None)()
+        for lane, stream in streams.items(): _close(link, f"{name}, lane {lane}", stream)
+
+
+def _close(link, name, stream):
+    "Close the stream of a lane; what goes wrong is told."
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always')
+        try: getattr(stream, 'close', lambda: None)()
+        except Exception as e: told.append(e)
+    try:
+        for x in told:
+            link.send(('error', *pack(x, name)) if isinstance(x, Exception) else ('warning', f"{name}: {x.message}"))
+    except OSError: pass                         # the parent has gone
 
 
 class Reply(NamedTuple):
@@ -106,9 +117,9 @@ class Crew:
         self.seam, self.service, self.root = seam, service, seam.root()
         self.turn, self.n_workers = deque(range(seam.n)), min(service.num_workers, seam.n)
         self.group, lag = seam.group, service.lag
-        self.needed = self.group * (1 + lag) if lag is not None else 2 * seam.n
+        self.needed = self.group * (1 + lag) if lag is not None else 2 * seam.n    # requests under way
         n_buffers = self.needed + max(self.group, seam.n) if service.n_buffers is None else service.n_buffers
-        if lag is None: self.needed = max(seam.n, min(self.needed, n_buffers - 1))
+        if lag is None and service.n_buffers is not None: self.needed = max(seam.n, n_buffers - self.group)
         if n_buffers < self.needed:
             raise DataError("too few buffers", pipe='ProcessReading', got=f"n_buffers={n_buffers}", expected=f"n_buffers >= {self.needed} "
                             f"({self.group} fragments at once, lag={lag}, {seam.n} lanes)")
@@ -118,7 +129,9 @@ class Crew:
         holders = {id(x): x for graph in graphs.values() for pipe in nodes(graph) for x in held_by(pipe)}
         if start_method_for(service.start_method, service.worker_threads) != 'fork': _check_pickles(holders.values())
         self.places = {key: place for place, key in enumerate(holders)}
-        self.weights = Weights(holders.values(), depth=4 if lag is None else lag + 1)
+        # which publication collects is known beforehand, unless what comes first is not
+        self.newest = lag is None or lag > 0 and service.order == 'ready'
+        self.weights = Weights(holders.values(), depth=4 if self.newest else lag + 1)
         self.slots = [Slot() for _ in range(n_buffers)]
         self.free = deque(range(n_buffers))
         self.number = self.weights.publish()
@@ -164,7 +177,7 @@ class Crew:
                 lane = min(self.turn, key=lambda lane: asked[lane])
             self.turn.remove(lane)
             self.turn.append(lane)
-            request = _Request(lane, lane % self.n_workers, self.free.popleft(), self.number if self.service.lag is not None else None)
+            request = _Request(lane, lane % self.n_workers, self.free.popleft(), None if self.newest else self.number)
             self.requests.append(request)
             self.send(request)
 
@@ -174,7 +187,7 @@ class Crew:
         if not any(r.worker == request.worker and r.reply is None and r is not request for r in self.requests):
             worker.heard = time.monotonic()
         try: worker.send((request.lane, request.slot, request.number))
-        except WorkerError as e: self.lost(request.worker, e)
+        except WorkerError as e: self.lost(request.worker, e, unsent=request)
 
     def next_done(self):
         "The next request that is done: the oldest, or the first to be done."
@@ -216,11 +229,11 @@ class Crew:
             log.warning(str(error))
             worker.patience *= 2
 
-    def lost(self, k, error):
+    def lost(self, k, error, unsent=None):
         "A worker has ended: start it anew with its lanes, if that is allowed, else raise."
         worker = self.workers[k]
         lost = [r for r in self.requests if r.worker == k and r.reply is None]
-        if lost: error.problem += f" while it collected lane {lost[0].lane}"
+        if lost and lost[0] is not unsent: error.problem += f" while it collected lane {lost[0].lane}"
         error.locate(lane=', '.join(map(str, worker.lanes)))
         if self.restarts >= self.service.restart: raise error
         self.restarts += 1

@@ -24,20 +24,26 @@ class WorkerLanes(Lanes):
         super().__init__(lanes.pipe, lanes.n, lanes.seed, lanes.threads)
         self.service, self.group, self.seeded, self.crew = service, group, seeded, None
 
+    def __repr__(self):
+        service = self.service
+        return f"WorkerLanes(n={self.n}, num_workers={service.num_workers}, lag={service.lag}, order={service.order!r})"
+
     def copy(self, lane, root, again=0):
         "As `Lanes.copy`; but the one lane of a graph that had none is left as it was."
         return super().copy(lane, root, again) if self.seeded or again else copy_graph(self.pipe)
 
     def _run(self):
         self.close()
-        self.crew, failed = Crew(self, self.service), True
+        crew = self.crew = Crew(self, self.service)
+        failed = True
         try:
-            yield from self.crew.items()
+            yield from crew.items()
             failed = False
         except GeneratorExit:
             failed = False
             raise
-        finally: self.close(failed)
+        finally:
+            if self.crew is crew: self.close(failed)      # else a later iteration has begun
 
     def close(self, failed=False):
         "End the workers, if they run. Raises what went wrong in their last moments, if nothing has `failed` before."
@@ -52,9 +58,9 @@ class ProcessReading:
 
     The weights of actors (and of whatever else pipes above hold) are published when a group of fragments is requested, if they have
     changed: as many fragments as `FragmentStacker` joins, else one. With `lag=0` nothing is collected until the group before was
-    consumed: all fragments of a batch carry the newest version. `lag=1` collects the next group meanwhile, `lag=None` as much as there are
-    buffers for, with the newest weights at that moment. In canonical order, and with a `lag` that is a number, the stream is the same
-    for any number of workers, and for `lag=0` the same as without a reading service, bit for bit.
+    consumed: all fragments of a batch carry the newest version. `lag=1` collects the next group meanwhile, `lag=None` two
+    fragments a lane, or what there are buffers for, with the newest weights at that moment. In canonical order, and with a `lag` that is
+    a number, the stream is the same for any number of workers, and for `lag=0` the same as without a reading service, bit for bit.
 
     Raises `DataError` for options out of range, `GraphError` if there is nothing that can run in workers, `WorkerError` if a worker
     cannot be started or ends, and what is raised in a worker, with its traceback.

@@ -6,7 +6,7 @@
 __all__ = ['available', 'Shared']
 
 # %% ../../nbs/01a_shared.ipynb #14e6216c
-import mmap, os, tempfile
+import mmap, os, tempfile, weakref
 from multiprocessing.reduction import DupFd
 
 import numpy as np
@@ -41,8 +41,13 @@ class Shared:
     valid, and those who look for the new part call `view(size)`. Raises `DataError` if there is not enough memory.
     """
     def __init__(self, size=0):
-        self.fd, self.size, self._map = _nameless(), 0, None
+        self._open(_nameless())
         self.reserve(size)
+
+    def _open(self, fd):
+        self.fd, self.size, self._map = fd, 0, None
+        self._close = weakref.finalize(self, os.close, fd)
+        self._close.atexit = False
 
     def reserve(self, size):
         "Have at least `size` bytes; new ones are zero."
@@ -64,7 +69,7 @@ class Shared:
 
     def close(self):
         "Let go of the memory; views stay valid."
-        if self.fd is not None: os.close(self.fd)
+        self._close()
         self.fd = self._map = None
 
     def __reduce__(self): return _opened, (DupFd(self.fd), self.size)
@@ -72,6 +77,6 @@ class Shared:
 
 def _opened(fd, size):
     shared = Shared.__new__(Shared)
-    shared.fd, shared.size, shared._map = fd.detach(), 0, None
+    shared._open(fd.detach())
     if size: shared.view(size)
     return shared

@@ -227,7 +227,7 @@ class Weights:
 
     def _checked(self, i, state):
         form, holder = self.form[i], type(self.holders[i]).__name__
-        if not form and version_of(self.holders[i]) != self.first[i]:
+        if not self.n_modes[i] and version_of(self.holders[i]) != self.first[i]:
             raise ActorError(f"{holder} was trained, but its weights cannot be sent to worker processes", expected="a torch module in it")
         if list(state) != self.names[i] or any((x.dtype, x.shape) != known for x, known in zip(state.values(), form)):
             told = lambda names, form: ', '.join(f"{n} {str(d).removeprefix('torch.')} {list(s)}" for n, (d, s) in zip(names, form))
@@ -277,7 +277,9 @@ class WeightReader:
             wanted = int(self.weights.latest[0]) if number is None else number
             if wanted == self.number: return wanted
             area, self.number = self.weights.areas[wanted % self.weights.depth], -1
-            if area.number[0] != wanted: continue
+            if area.number[0] != wanted:
+                if number is None: continue
+                raise ActorError(f"publication {number} of the weights is not there any more", got=f"number {int(self.weights.latest[0])}")
             _fence()
             versions, modes = area.versions.tolist(), [x.tolist() for x in area.modes]
             for (place, _), tensors in zip(self.pairs, self.tensors):

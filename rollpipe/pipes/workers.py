@@ -65,6 +65,7 @@ def _main(function, shared, args, name, link, inherited, trace, threads, cores):
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     faulthandler.register(signal.SIGUSR1, file=trace.fd, all_threads=False)
+    os.write(trace.fd, b'\n')     # from now on that signal is understood
     for other in inherited: other.close()
     threading.Thread(target=_watch, daemon=True).start()
     try:
@@ -73,13 +74,16 @@ def _main(function, shared, args, name, link, inherited, trace, threads, cores):
         function(link, *shared, *(cloudpickle.loads(args) if isinstance(args, bytes) else args))
     except (EOFError, BrokenPipeError): pass              # there is no parent any more
     except Exception as e: link.send(('error', *pack(e, name)))
-    finally: link.close()
+    finally:
+        link.close()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)     # all is closed; the interpreter may take its time to end
 
 
 def _watch(every=0.3):
     "End this process when its parent has ended without a word."
     pid, sentinel = os.getppid(), multiprocessing.parent_process().sentinel
     while os.getppid() == pid and not connection.wait([sentinel], every): pass
+    signal.setitimer(signal.ITIMER_REAL, 1)    # the end of an interpreter that is leaving, and runs no threads any more
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(1)
     os._exit(1)
@@ -146,9 +150,10 @@ class Worker:
 
     def receive(self):
         "The next message; waits for it. Raises the worker's own exception, or `WorkerError` if it has ended."
-        try: message = self.link.recv()
+        try:
+            while _is(message := self.link.recv(), 'warning'): log.warning(message[1])     # it is about to leave
         except (EOFError, OSError): raise self.death() from None
-        if type(message) is tuple and message and message[0] == 'error': raise unpack(*message[1:])
+        if _is(message, 'error'): raise unpack(*message[1:])
         return message
 
     def _last_error(self):
@@ -167,7 +172,7 @@ class Worker:
 
     def doing(self, patience=1.0) -> str:
         "Where the worker is at the moment: its traceback, most recent call first."
-        begin = os.fstat(self.trace.fd).st_size
+        if not (begin := os.fstat(self.trace.fd).st_size): return "(it is still being started)"
         os.kill(self.pid, signal.SIGUSR1)
         deadline, text = time.monotonic() + patience, ''
         while time.monotonic() < deadline and (not text or text != (text := self._trace(begin))):
@@ -183,20 +188,32 @@ class Worker:
 
 
 def _end(process, link, trace, grace):
-    "Ask the process to leave; if it does not, terminate it; if it does not, kill it. Returns the last error it told of."
-    error = None
+    "Ask the process to leave; if it does not, terminate it; if it does not, kill it. Returns the first error it told of."
+    errors = []
     for patience, push in ((0.5, lambda: link.send(None)), (grace, process.terminate), (5, process.kill)):
         try: push()
         except OSError: pass
         deadline = time.monotonic() + patience
         while process.is_alive() and (left := deadline - time.monotonic()) > 0:
-            if link not in connection.wait([link, process.sentinel], left): continue
-            try: message = link.recv()
-            except (EOFError, OSError): process.join(left)
-            else:
-                if type(message) is tuple and message[0] == 'error': error = unpack(*message[1:])
+            connection.wait([link, process.sentinel], left)
+            if _hear(link, errors): process.join(left)
         if not process.is_alive(): break
     process.join()
+    _hear(link, errors)
     link.close()
     trace.close()
-    return error
+    return errors[0] if errors else None
+
+
+def _hear(link, errors) -> bool:
+    "Read what has arrived, and keep the `errors`; returns whether that was all for ever."
+    try:
+        while link.poll():
+            message = link.recv()
+            if _is(message, 'error'): errors.append(unpack(*message[1:]))
+            if _is(message, 'warning'): log.warning(message[1])
+    except (EOFError, OSError): return True
+    return False
+
+
+def _is(message, kind) -> bool: return type(message) is tuple and len(message) > 1 and type(message[0]) is str and message[0] == kind

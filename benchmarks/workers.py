@@ -1,0 +1,188 @@
+"""What worker processes gain and cost, each figure beside the same graph without them, or with torchdata's own workers.
+
+    python benchmarks/workers.py [--only throughput torchdata transport memory weights start] [--repeats 5] [--seconds 2]
+
+On-policy fragments with GAE, T = 128, actor and critic MLPs 2x64, one torch thread. `Images` is an environment of 84x84x4 bytes whose step does
+nothing; its actor and critic glance at every twelfth pixel, so that moving the images is what is measured.
+"""
+import argparse, gc
+from itertools import islice
+from time import perf_counter
+
+import gymnasium as gym
+import numpy as np
+import torch
+from collect import installed
+from report import header, spread, table
+
+from rollpipe.layers import Critic, MLPPolicy
+from rollpipe.pipes import DataLoader2, EnvStepper, FragmentCollector, ProcessReading, on_policy
+from rollpipe.pipes.weights import Weights
+
+T = 128
+
+
+class Images(gym.Env):
+    "The same few pictures over and over, in episodes of 500 steps that are cut off."
+    observation_space, action_space = gym.spaces.Box(0, 255, (84, 84, 4), np.uint8), gym.spaces.Discrete(2)
+
+    def __init__(self): self.pictures = np.random.default_rng(0).integers(0, 256, (16, 84, 84, 4), np.uint8)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        return self.pictures[0], {}
+
+    def step(self, action):
+        self.count += 1
+        return self.pictures[self.count % 16], 1., False, self.count == 500, {}
+
+
+class Glance(torch.nn.Module):
+    "Every twelfth pixel `[..., 84, 84, 4]` as features `[..., 196]`."
+    n_out, is_unit = 196, True
+    def forward(self, obs): return obs[..., ::12, ::12, :].flatten(-3).float() / 255
+
+
+def networks(env):
+    options = dict(encoder=lambda space: Glance()) if env is Images else {}
+    return (c.for_env(env, normalize=False, seed=0, **options) for c in (MLPPolicy, Critic))
+
+
+def pipeline(env, n_envs, lanes):
+    return on_policy(env, *networks(env), n_envs=n_envs, n_steps=T, lanes=lanes, seed=0, info_keys=())
+
+
+def rate(pipe, service, seconds):
+    "Environment steps per second, after the first items."
+    with DataLoader2(pipe, reading_service=service) as loader:
+        items = iter(loader)
+        for _ in range(3): next(items)
+        gc.collect()
+        start, steps = perf_counter(), 0
+        while (duration := perf_counter() - start) < seconds: steps += next(items).valid.numel()
+        return steps / duration
+
+
+def name(env): return env if isinstance(env, str) else env.__name__
+
+
+def throughput(args):
+    "Two workers against none."
+    rows = []
+    for env in args.envs:
+        for n_envs in (8, 32):
+            rates = {key: [] for key in ('none', 0, 1, None)}
+            for _ in range(args.repeats):
+                rates['none'].append(rate(pipeline(env, n_envs, 1), None, args.seconds))
+                for lag in (0, 1, None): rates[lag].append(rate(pipeline(env, n_envs, 2), ProcessReading(2, lag=lag), args.seconds))
+            ratios = [spread([x / y for x, y in zip(rates[lag], rates['none'])]) for lag in (0, 1, None)]
+            rows.append([name(env), n_envs, spread(rates['none'], '{:,.0f}'), spread(rates[1], '{:,.0f}'), *ratios])
+    print(table(['environment', 'B of a lane', 'in-process [steps/s]', '2 workers, lag 1 [steps/s]', 'ratio, lag 0', 'lag 1', 'free running'], rows))
+
+
+def torchdata(args):
+    "The same graph under torchdata's workers, with the best of its settings for fetching ahead."
+    from torchdata.dataloader2 import MultiProcessingReadingService
+    rows = []
+    for env in ('CartPole-v1', Images):
+        ours, theirs = [], {ahead: [] for ahead in (0, 1, 2, 10)}
+        for _ in range(args.repeats):
+            ours.append(rate(pipeline(env, 8, 2), ProcessReading(2, lag=None), args.seconds))
+            for ahead, rates in theirs.items():
+                service = MultiProcessingReadingService(2, 'fork', worker_prefetch_cnt=ahead, main_prefetch_cnt=ahead)
+                rates.append(rate(pipeline(env, 8, 1), service, args.seconds))
+        ahead, best = max(theirs.items(), key=lambda item: np.median(item[1]))
+        rows.append([name(env), spread(ours, '{:,.0f}'), spread(best, '{:,.0f}'), ahead, spread([x / y for x, y in zip(ours, best)])])
+    print(table(['environment', 'ProcessReading [steps/s]', "torchdata's [steps/s]", 'its best prefetch', 'ratio'], rows))
+
+
+def transport(args):
+    "From a fragment that is complete in the worker to one that the learner may use."
+    rows = []
+    for env in ('CartPole-v1', Images):
+        pipe = FragmentCollector(EnvStepper(env, next(networks(env)), 8, seed=0, info_keys=()), T)
+        with DataLoader2(pipe, reading_service=ProcessReading(1)) as loader:
+            for item in islice(loader, 20 + 40 * args.repeats): del item
+            records = list(loader.reading_service.records)[20:]
+        times = [1e6 * (r.received - r.end) for r in records]
+        quartiles = np.percentile(times, [25, 50, 75])
+        rows.append([name(env), f"{quartiles[1]:,.0f} ({quartiles[0]:,.0f}-{quartiles[2]:,.0f})", f"{records[-1].bytes:,}"])
+    print(table(['environment, B=8', 'from complete to usable [us], median (quartiles)', 'bytes copied per fragment, once'], rows))
+
+
+def share(pid) -> float:
+    "MB of memory that a process has, pages that others have too divided among them."
+    with open(f'/proc/{pid}/smaps_rollup') as f: return next(int(line.split()[1]) for line in f if line.startswith('Pss:')) / 1024
+
+
+def memory(args):
+    "Parent and workers together, and its growth over 10 000 fragments."
+    rows, n = [], args.fragments
+    for method in ('fork', 'spawn'):
+        alone = share('self')
+        pipe = FragmentCollector(EnvStepper('CartPole-v1', next(networks('CartPole-v1')), 2, seed=0, info_keys=()), 8)
+        with DataLoader2(pipe, reading_service=ProcessReading(2, lag=1, start_method=method)) as loader:
+            items = iter(loader)
+            def now(): return share('self') + sum(share(state['pid']) for state in loader.reading_service.health())
+            for _ in range(500): next(items)
+            begin = now()
+            for _ in range(n): next(items)
+            rows.append([method, f'{alone:.0f}', f'{begin:.0f}', f'{(begin - alone) / 2:.0f}', f'{now() - begin:+.1f}'])
+    print(table(['start method', 'parent alone [MB]', 'with 2 workers [MB]', 'each worker adds [MB]', f'growth over {n:,} fragments [MB]'], rows))
+
+
+def weights(args):
+    "An actor of a million parameters."
+    make = lambda: torch.nn.Sequential(*(torch.nn.Linear(576, 576) for _ in range(3)))
+    actor, copy, times = make(), make(), {'publish': [], 'fetch': [], 'nothing new': []}
+    channel = Weights([actor])
+    reader = channel.reader([0])
+    reader.feed([copy])
+    for _ in range(20 * args.repeats):
+        with torch.no_grad():
+            for p in actor.parameters(): p.add_(0.1)
+        for what, call in (('publish', channel.publish), ('fetch', reader.fetch), ('nothing new', channel.publish)):
+            start = perf_counter()
+            call()
+            times[what].append(1e3 * (perf_counter() - start))
+    channel.close()
+    n = sum(p.numel() for p in actor.parameters())
+    print(table([f'{n:,} parameters', 'ms'], [[what, spread(ms)] for what, ms in times.items()]))
+
+
+def start(args):
+    "From asking for it to the first fragment, with two workers."
+    rows = []
+    for method in ('fork', 'spawn'):
+        seconds = []
+        for _ in range(args.repeats):
+            pipe = pipeline('CartPole-v1', 8, 2)
+            begin = perf_counter()
+            with DataLoader2(pipe, reading_service=ProcessReading(2, start_method=method)) as loader:
+                next(iter(loader))
+                seconds.append(perf_counter() - begin)
+        rows.append([method, spread(seconds)])
+    print(table(['start method', 'first batch after [s]'], rows))
+
+
+PARTS = dict(throughput=throughput, torchdata=torchdata, transport=transport, memory=memory, weights=weights, start=start)
+
+
+def main():
+    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    args.add_argument('--only', nargs='+', choices=PARTS, default=list(PARTS))
+    args.add_argument('--envs', nargs='+', default=['CartPole-v1', 'Pendulum-v1', 'HalfCheetah-v5', 'Images'])
+    args.add_argument('--repeats', type=int, default=5)
+    args.add_argument('--seconds', type=float, default=2.0, help="length of one run")
+    args.add_argument('--fragments', type=int, default=10_000, help="for the growth of memory")
+    args = args.parse_args()
+    torch.set_num_threads(1)
+    print(header())
+    args.envs = [Images if env == 'Images' else env for env in args.envs if env == 'Images' or installed(env)]
+    for part in args.only:
+        print(f"\n{PARTS[part].__doc__}\n")
+        PARTS[part](args)
+
+
+if __name__ == '__main__': main()

@@ -1,0 +1,183 @@
+"""Random fragments that keep the rules of the stream, with ends of all kinds and rows that are no step; their actors; comparing losses."""
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Dict, Discrete, Tuple
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rollpipe.agents.metrics import METRICS, check_metrics
+from rollpipe.layers import Critic, MemoryCritic, MLPPolicy, QPolicy, RecurrentPolicy, RecurrentQPolicy
+from rollpipe.layers.policies import seeded
+from rollpipe.pipes import nested
+from rollpipe.pipes.data import Final, Fragment, State
+from rollpipe.pipes.weights import bump_version
+
+OBS = Dict(place=Box(-1, 1, (3,)), kind=Discrete(3))
+ACT = Dict(gear=Discrete(3, start=1), steer=Tuple((Box(-2, 2, (2,)),)))
+CHOICE = Discrete(3, start=2)
+SMALL = dict(hidden=(5,), normalize=False)
+
+
+class Shared(MLPPolicy):
+    "Reports a value from its own hidden layer."
+    def __init__(self, *spaces, **options):
+        super().__init__(*spaces, **options)
+        self.judge = nn.Linear(self.trunk.n_out, 1)
+
+    def forward(self, obs, act, rew, fin, **context):
+        new, hx, info = super().forward(obs, act, rew, fin, **context)
+        return new, hx, {**info, 'value': self.judge(self.trunk(self.features(obs))).squeeze(-1)}
+
+
+class SharedMemory(RecurrentPolicy):
+    "Reports a value from its own memory."
+    def __init__(self, *spaces, **options):
+        super().__init__(*spaces, report=True, **options)
+        self.judge = nn.Linear(self.memory.n_out, 1)
+
+    def forward(self, obs, act, rew, fin, **context):
+        new, hx, info = super().forward(obs, act, rew, fin, **context)
+        return new, hx, {**info, 'value': self.judge(info['memory']).squeeze(-1)}
+
+
+def make(kind, seed):
+    "(actor, critic or None): 'plain' and 'memory' with a critic of their own, 'shared' and 'shared memory' with values of theirs."
+    memory = dict(memory=4, past=True)
+    with seeded(seed):
+        if kind == 'plain': return MLPPolicy(OBS, ACT, **SMALL), scaled(Critic(OBS, **SMALL))
+        if kind == 'memory': return RecurrentPolicy(OBS, ACT, report=True, **SMALL, **memory), scaled(MemoryCritic(OBS, memory=4, **SMALL))
+        if kind == 'shared': return Shared(OBS, ACT, **SMALL), None
+        if kind == 'shared memory': return SharedMemory(OBS, ACT, **SMALL, **memory), None
+        if kind == 'q': return QPolicy(OBS, CHOICE, **SMALL), None
+        if kind == 'q memory': return RecurrentQPolicy(OBS, CHOICE, **SMALL, **memory), None
+
+
+def scaled(critic):
+    "`critic`, which has seen returns of some scale."
+    critic.observe_returns(torch.tensor([1., 4., -2.]))
+    return critic
+
+
+def shaken(actor, seed, by=.2):
+    "A copy with other weights."
+    actor, gen = copy.deepcopy(actor), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in actor.parameters(): p += by * torch.randn(p.shape, generator=gen)
+    return actor
+
+
+def random_fragment(seed, n_steps, n_envs, actor, *, old=None, p_end=.3, every_end=False, garbage=False) -> Fragment:
+    """Steps that `old` recorded, `actor` if None; a third of the ends is followed by rows that are no step.
+
+    `every_end`: terminal states have a `final` row, too. `garbage`: where there was no step, floats are nan.
+    """
+    rng = np.random.default_rng(seed)
+    obs_space, act_space = OBS, getattr(actor, 'n_actions', None) and CHOICE or ACT
+    for k, space in enumerate((obs_space, act_space)): space.seed(int(rng.integers(2 ** 31)) + k)
+    valid, fin, term = (np.zeros((n_steps + 1, n_envs), bool) for _ in range(3))
+    stepno, final = np.zeros((n_steps + 1, n_envs), np.int64), []
+    for b in range(n_envs):
+        n, still = int(rng.integers(3)), 0
+        stepno[0, b], fin[0, b] = n, n == 0
+        for t in range(n_steps):
+            valid[t, b], still = still == 0, max(0, still - 1)
+            ended = valid[t, b] and rng.random() < p_end
+            term[t + 1, b] = ended and rng.random() < .5
+            fin[t + 1, b] = ended or not valid[t, b]
+            if ended and rng.random() < 1 / 3: still = int(rng.integers(1, 3))
+            if ended and (every_end or not term[t + 1, b]): final.append((t, b))
+            stepno[t + 1, b] = n = 0 if fin[t + 1, b] else n + 1
+    act, rew = sample(act_space, n_steps + 1, n_envs), torch.from_numpy(rng.normal(size=(n_steps + 1, n_envs)).astype(np.float32))
+    valid, fin, term, stepno = map(torch.from_numpy, (valid[:-1], fin, term, stepno))
+    state = State(stepno, sample(obs_space, n_steps + 1, n_envs), act, torch.cat([rew[:1], rew[1:] * valid]), fin)
+    t, b = torch.tensor(final, dtype=torch.int64).reshape(-1, 2).unbind(1)
+    cut = Final(t, b, nested.map(lambda x: x[0, :len(t)], sample(obs_space, 1, len(t) + 1)), {})
+    hx = ()
+    if hasattr(actor, 'memory'): hx = torch.from_numpy(rng.normal(size=(1, n_envs, 4)).astype(np.float32))
+    version = torch.from_numpy(rng.integers(0, 4, n_envs))
+    bump_version(actor, to=3)
+    who = dict(lane=torch.zeros(n_envs, dtype=torch.int64), seq=torch.zeros(n_envs, dtype=torch.int64), version=version)
+    fragment = Fragment(state, {}, {}, hx, term, cut, valid, **who)
+    return spoilt(record(fragment, old or actor), garbage)
+
+
+def sample(space, *lead):
+    "Random tensors `[*lead, ...]`."
+    rows = nested.stack([nested.stack([space.sample() for _ in range(lead[1])]) for _ in range(lead[0])])
+    return nested.torchify(rows)
+
+
+@torch.no_grad()
+def record(fragment, old):
+    "`fragment` with what `old` reports, step by step, with its memory; `final` gets what it would have said there."
+    rows, ends = [], {}
+    where = list(zip(fragment.final.t.tolist(), fragment.final.b.tolist()))
+    hx = fragment.hx
+    for t in range(fragment.n_steps + 1):
+        state = nested.getitem(fragment.state, slice(t, t + 1))
+        _, hx, info = old.step(*state, hx=hx, virtual=False)
+        if hasattr(old, 'complete'):   # the look-ahead has no action of its own: any will do
+            info = old.complete(nested.getitem(fragment.state.act, [min(t + 1, fragment.n_steps)]), info)
+        rows.append(nested.map(lambda x: x[0], info))
+        for k, (t_k, b) in enumerate(where):
+            if t_k != t: continue
+            info = old.step(*last_state(fragment, k), hx=hx[:, b:b + 1] if len(hx) else (), virtual=True)[2]
+            ends[k] = nested.map(lambda x: x[0, 0], info)
+    final = nested.stack([ends[k] for k in range(len(where))]) if where else nested.map(lambda x: x[0, :0], info)
+    return fragment._replace(actor=nested.stack(rows), final=fragment.final._replace(actor=final))
+
+
+def last_state(fragment, k):
+    "The `k`-th true last observation as a `State` `[1, 1, ...]`."
+    t, b = int(fragment.final.t[k]), int(fragment.final.b[k])
+    one = lambda tree, at: nested.map(lambda x: x[at][None, None], tree)
+    return State(fragment.state.stepno[t, b][None, None] + 1, one(fragment.final.obs, k), one(fragment.state.act, (t + 1, b)),
+                 one(fragment.state.rew, (t + 1, b)), torch.zeros(1, 1, dtype=torch.bool))
+
+
+def spoilt(fragment, garbage):
+    "`fragment` with nan in all that was seen, done and said in steps that were none, if `garbage`."
+    if not garbage: return fragment
+    still = ~fragment.valid
+    def spoil(x, row):
+        if not x.is_floating_point(): return x
+        x = x.clone()
+        x[row:][:fragment.n_steps][still] = float('nan')
+        return x
+    state = fragment.state._replace(obs=nested.map(lambda x: spoil(x, 0), fragment.state.obs),
+                                    act=nested.map(lambda x: spoil(x, 1), fragment.state.act))
+    return fragment._replace(state=state, actor=nested.map(lambda x: spoil(x, 0), fragment.actor))
+
+
+# ---- comparing losses
+
+def mean(xs): return sum(xs) / len(xs)
+def num(x): return float(x.detach() if isinstance(x, torch.Tensor) else x)
+
+
+def assert_same_loss(loss, slow, modules):
+    "Equal values, and equal gradients of all parameters."
+    torch.testing.assert_close(loss.detach(), slow.detach().reshape(()), rtol=2e-4, atol=2e-5)
+    params = [p for m in modules if m is not None for p in m.parameters()]
+    grads = zip(*(torch.autograd.grad(x.sum(), params, allow_unused=True, retain_graph=True) for x in (loss, slow)))
+    for fast, other in grads:
+        assert (fast is None) == (other is None) or not (fast if other is None else other).any()
+        if fast is not None and other is not None: torch.testing.assert_close(fast, other, rtol=1e-3, atol=1e-4)
+
+
+def assert_metrics(metrics, **wanted):
+    assert set(metrics) <= set(METRICS) and all(math.isfinite(x) for x in check_metrics(metrics).values())
+    assert not any(isinstance(x, torch.Tensor) and (x.requires_grad or x.ndim) for x in metrics.values())
+    for name, x in wanted.items(): assert num(metrics[name]) == pytest.approx(num(x), rel=1e-3, abs=1e-4), name
+
+
+class Count(TorchDispatchMode):
+    "Counts the operations that torch is asked for."
+    n = 0
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n += 1
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,161 @@
+"What all learners of policies promise: metrics, lag, resuming bit for bit, what does not count, memory, shared trunks."
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from rollpipe.agents.a2c import A2C
+from rollpipe.agents.metrics import METRICS
+from rollpipe.agents.npg import NPG
+from rollpipe.agents.ppo import PPO
+from rollpipe.agents.reinforce import REINFORCE
+from rollpipe.agents.trpo import TRPO
+from rollpipe.agents.vtrace import VTrace
+from rollpipe.layers import Critic, MemoryCritic, MLPPolicy, RecurrentPolicy
+from rollpipe.pipes import nested, on_policy, rollouts
+from rollpipe.pipes.batches import columns
+from rollpipe.pipes.data import Fragment
+from rollpipe.pipes.errors import DataError
+from rollpipe.pipes.weights import bump_version, version_of
+
+SMALL = dict(PPO=dict(epochs=2, minibatch=64))
+ALL, GRADIENT = (REINFORCE, A2C, PPO, VTrace, TRPO, NPG), (REINFORCE, A2C, PPO, VTrace)
+OF_THE_CRITIC = dict(hidden=(8,), seed=1)
+
+
+def networks(env='CartPole-v1', memory=False):
+    if not memory: return MLPPolicy.for_env(env, hidden=(8,), seed=0), Critic.for_env(env, **OF_THE_CRITIC)
+    actor = RecurrentPolicy.for_env(env, hidden=(8,), memory=6, past=True, report=True, seed=0)
+    return actor, MemoryCritic.for_env(env, memory=6, **OF_THE_CRITIC)
+
+
+def batches(cls, env, actor, critic, n_steps=24, **kwargs):
+    "An iterator of batches as the learner wants them."
+    common = dict(n_envs=4, n_steps=n_steps, seed=0, **kwargs)
+    return iter(rollouts(env, actor, **common) if cls is VTrace else on_policy(env, actor, critic, **common))
+
+
+def make(cls, actor, critic=None, **kwargs): return cls(actor, critic, **SMALL.get(cls.__name__, {}), **kwargs)
+
+
+def weights(agent): return [x.clone() for m in (agent.actor, agent.critic) if m is not None for x in m.state_dict().values()]
+
+
+def changing(module):
+    "Weights and normalisers, without constants."
+    return {name: x for name, x in module.state_dict().items() if not name.endswith(('low', 'high', 'center', 'half_range'))}
+
+
+@pytest.mark.parametrize('memory', [False, True], ids=['mlp', 'memory'])
+@pytest.mark.parametrize('env', ['CartPole-v1', 'Pendulum-v1'])
+@pytest.mark.parametrize('cls', ALL)
+def test_an_update_moves_everything_and_says_how(cls, env, memory):
+    actor, critic = networks(env, memory)
+    agent, stream = make(cls, actor, critic), batches(cls, env, actor, critic)
+    for i in range(2):
+        before, m = copy.deepcopy([changing(actor), changing(critic)]), agent.update(next(stream))
+        assert set(m) <= set(METRICS) and all(isinstance(x, (int, float)) for x in m.values()), m
+        assert m['lag'] == 0 and version_of(actor) == i + 1 and version_of(critic) == i + 1
+    stream.close()
+    for old, new in zip(before, (changing(actor), changing(critic))):
+        assert 'obs_norm.mean' in new and not [name for name in new if torch.equal(old[name], new[name])]
+
+
+@pytest.mark.parametrize('cls', ALL)
+def test_lag_is_reported_and_harmless(cls):
+    actor, critic = networks()
+    agent = make(cls, actor, critic)
+    batch = next(batches(cls, 'CartPole-v1', actor, critic))
+    bump_version(actor, to=3)
+    two = batch._replace(version=torch.tensor([0, 3, 2, 3]))
+    assert agent.update(two)['lag'] == 3 and agent.update(two)['lag'] == 4
+    assert agent.update(two._replace(version=None))['lag'] == 0
+    assert all(x.isfinite().all() for x in weights(agent))
+
+
+@pytest.mark.parametrize('memory', [False, True], ids=['mlp', 'memory'])
+@pytest.mark.parametrize('cls', ALL)
+def test_a_restored_learner_goes_on_bit_for_bit(cls, memory):
+    first, second = (make(cls, *networks(memory=memory), seed=s) for s in (3, 4))
+    stream = batches(cls, 'CartPole-v1', first.actor, first.critic)
+    one, two, three = (next(stream) for _ in range(3))
+    first.update(one), first.update(two)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    a, b = first.update(three), second.update(three)
+    assert {k: v for k, v in a.items() if 'seconds' not in k} == {k: v for k, v in b.items() if 'seconds' not in k}
+    assert all(torch.equal(p, q) for p, q in zip(weights(first), weights(second)))
+    assert version_of(first.actor) == version_of(second.actor) == 3
+
+
+def spoiled(f: Fragment) -> Fragment:
+    "Environment 1 rests from the start: nothing in its rows means anything."
+    def nonsense(x):
+        x = x.clone()
+        x[:, 1] = 77 if x.is_floating_point() else 0
+        return x
+    state, actor = nested.map(nonsense, (f.state._replace(fin=None), f.actor))
+    fin, valid, term = f.state.fin.clone(), f.valid.clone(), f.term.clone()
+    fin[:, 1], valid[:, 1], term[:, 1] = True, False, False
+    adv, ret = nested.map(nonsense, (f.adv, f.ret))
+    keep = f.final.b != 1
+    return f._replace(state=state._replace(fin=fin), actor=actor, valid=valid, term=term, adv=adv, ret=ret,
+                      final=nested.getitem(f.final, keep))
+
+
+def without(f: Fragment, b: int) -> Fragment:
+    "The same fragment without the column `b`."
+    return columns(f, torch.tensor([i for i in range(f.n_envs) if i != b]))
+
+
+@pytest.mark.parametrize('cls', GRADIENT)
+@pytest.mark.parametrize('memory', [False, True], ids=['mlp', 'memory'])
+def test_rows_that_are_no_step_do_not_count(cls, memory):
+    actor, critic = networks(memory=memory)
+    options = dict(epochs=1, minibatch=10 ** 6) if cls is PPO else dict(critic_epochs=1) if cls is REINFORCE else {}
+    batch = next(batches(cls, 'CartPole-v1', actor, critic))
+    states = []
+    for f in (spoiled(batch), without(batch, 1)):
+        agent = cls(copy.deepcopy(actor), copy.deepcopy(critic), **options)
+        m = agent.update(f)
+        states.append(weights(agent) + [torch.tensor(m['entropy'])])
+    for p, q in zip(*states): torch.testing.assert_close(p, q, rtol=1e-4, atol=2e-5)
+
+
+class Shared(MLPPolicy):
+    "Reports a value, made from the same features as the action."
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.judge = nn.Linear(self.trunk.n_out, 1)
+
+    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual, noise=None):
+        act, hx, info = super().forward(obs, act, rew, fin, hx=hx, stepno=stepno, virtual=virtual, noise=noise)
+        return act, hx, {**info, 'value': self.judge(self.trunk(self.features(obs))).squeeze(-1)}
+
+
+@pytest.mark.parametrize('cls', [A2C, PPO, VTrace])
+def test_a_policy_may_judge_itself(cls):
+    actor = Shared.for_env('CartPole-v1', hidden=(8,), seed=0)
+    agent, stream = make(cls, actor), batches(cls, 'CartPole-v1', actor, None)
+    before, metrics = actor.judge.weight.detach().clone(), agent.update(next(stream))
+    assert metrics['loss_value'] > 0 and not torch.equal(before, actor.judge.weight)
+    second = make(cls, Shared.for_env('CartPole-v1', hidden=(8,), seed=1))
+    second.load_state_dict(copy.deepcopy(agent.state_dict()))
+    f = next(stream)
+    agent.update(f), second.update(f)
+    assert all(torch.equal(p, q) for p, q in zip(weights(agent), weights(second)))
+
+
+@pytest.mark.parametrize('cls', GRADIENT)
+def test_what_is_missing_is_named(cls):
+    actor, critic = networks()
+    agent, f = make(cls, actor, critic), next(batches(cls, 'CartPole-v1', actor, critic))
+    wrong = [(f._replace(valid=f.valid & False), 'valid'), (f._replace(actor={}), 'logp'),
+             (f._replace(state=f.state._replace(obs=f.state.obs * float('nan'))), 'obs'),
+             (f._replace(state=f.state._replace(rew=f.state.rew / 0)), 'rew')]
+    if cls is not VTrace:
+        wrong += [(f._replace(adv=None), 'AdvantageBuffer'), (f._replace(ret=None), 'ret'), (f._replace(adv=f.adv / 0), 'adv')]
+    before = weights(agent)
+    for batch, name in wrong:
+        with pytest.raises(DataError, match=name): agent.update(batch)
+    assert all(torch.equal(p, q) for p, q in zip(before, weights(agent))) and version_of(actor) == 0

@@ -1,0 +1,236 @@
+"What learners share: rows and checks of a batch, normalisers told once, Adam against its formulas, and their state."
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
+from rollpipe.agents.learner import GradientLearner, Learner, in_range, policy_rows, standardized
+from rollpipe.layers import Critic, MLPPolicy
+from rollpipe.layers.recurrent import MemoryCritic, RecurrentPolicy
+from rollpipe.pipes import on_policy
+from rollpipe.pipes.errors import ActorError, DataError
+from rollpipe.pipes.weights import bump_version, version_of
+
+ENV = 'CartPole-v1'
+
+
+class Part(nn.Module):
+    "Weights that count as an actor or a critic."
+    def __init__(self, *values, shared=None):
+        super().__init__()
+        self.w, self.shared = nn.Parameter(torch.tensor(values, dtype=torch.double)), shared
+
+    def replay(self, fragment): raise NotImplementedError
+    def total(self): return sum((p ** 2).sum() for p in self.parameters())
+
+
+class Descent(GradientLearner):
+    "The least of an algorithm: raise the log-probability of what had an advantage, and fit the critic."
+    def update(self, batch):
+        self.check(batch, 'adv', 'ret', 'logp')
+        with torch.enable_grad(): norm = self.step(-(self.actor.replay(batch)['logp'] * batch.adv)[batch.valid].mean())
+        self.tell_actor(batch)
+        bump_version(self.actor)
+        return self.fit(batch, 2) | dict(grad_norm=norm, lag=self.lag(batch))
+
+
+def make(seed=0, **kw): return Descent(MLPPolicy.for_env(ENV, seed=seed), Critic.for_env(ENV, seed=seed), seed=seed, **kw)
+
+
+def batch_for(agent, n_steps=32, share=1.):
+    batch = next(iter(on_policy(ENV, agent.actor, agent.critic, n_envs=4, n_steps=n_steps, seed=0)))
+    return batch._replace(valid=torch.rand(batch.valid.shape, generator=torch.Generator().manual_seed(0)) < share)
+
+
+def vector(module): return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+# ---- advantages and options
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 2 ** 31 - 1), st.floats(-100, 100))
+def test_standardized_is_numpys_over_the_rows_that_count(T, B, seed, shift):
+    rng = np.random.default_rng(seed)
+    x, valid = rng.normal(shift, 3, (T, B)), rng.random((T, B)) < .7
+    valid[0, 0] = True
+    got, kept = standardized(torch.from_numpy(x), torch.from_numpy(valid)).numpy(), x[valid]
+    want = (x - kept.mean()) / kept.std() if kept.std() > 1e-6 * np.abs(kept).max() else 0 * x
+    np.testing.assert_allclose(got[valid], want[valid], rtol=1e-9, atol=1e-9)
+
+
+def test_rows_of_a_fragment_with_memory_keep_their_time():
+    actor, critic = RecurrentPolicy.for_env(ENV, seed=0), Critic.for_env(ENV, seed=0)
+    batch = next(iter(on_policy(ENV, actor, critic, n_envs=4, n_steps=16, seed=0)))
+    rows = policy_rows(batch, normalize=False)
+    assert rows.adv.shape == (16, 4) and torch.equal(rows.adv, batch.adv) and float(rows.weight.sum()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize('value, kw', [(-1, dict(low=0)), (2., dict(low=0, high=1)), (math.nan, dict(low=0)),
+                                       (1.5, dict(low=1, whole=True)), (True, dict(low=1, whole=True)), (0, dict(low=1, whole=True))])
+def test_options_out_of_range_are_named(value, kw):
+    with pytest.raises(ValueError, match=r'Part: out of range') as e: in_range(Part(1.), **kw, fine=1, epochs=value)
+    assert 'epochs' in str(e.value) and 'fine' not in str(e.value)
+
+
+@pytest.mark.parametrize('name', ['lr', 'critic_lr', 'max_grad_norm'])
+def test_a_gradient_learner_refuses_negative_numbers(name):
+    with pytest.raises(DataError, match=name): GradientLearner(Part(1.), **{name: -1.})
+
+
+def test_actors_and_critics_that_do_not_fit_are_refused():
+    with pytest.raises(ActorError, match='Descent needs an actor with `replay`'): Descent(nn.Linear(1, 1))
+    with pytest.raises(DataError, match='Descent fits its critic'): Descent(Part(1.), lambda obs: obs)
+
+
+# ---- the batch
+
+def test_batches_that_lack_something_are_refused_and_nothing_changes():
+    agent = make()
+    f, before = batch_for(agent), copy.deepcopy(agent.state_dict())
+    for lacking, words in ((f._replace(adv=None), 'Descent.update needs advantages'), (f._replace(ret=None), 'value targets.*|ret'),
+                           (f._replace(actor={}), 'log-probabilities'), (f._replace(valid=f.valid & False), 'no valid row')):
+        with pytest.raises(DataError, match=words): agent.update(lacking)
+    torch.testing.assert_close(agent.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize('what', ['obs', 'rew', 'adv', 'ret', 'logp'])
+@pytest.mark.parametrize('bad', [math.nan, -math.inf])
+def test_what_is_not_finite_is_named_where_it_counts_only(what, bad):
+    agent = make()
+    f = batch_for(agent, share=.7)
+    spots = dict(valid=f.valid.nonzero()[0], invalid=(~f.valid).nonzero()[0])
+    for kind, (t, b) in spots.items():
+        x = dict(obs=f.state.obs, rew=f.state.rew, adv=f.adv, ret=f.ret, logp=f.actor['logp'])[what].clone()
+        x[t + (what == 'rew'), b] = bad
+        g = dict(obs=f._replace(state=f.state._replace(obs=x)), rew=f._replace(state=f.state._replace(rew=x)), adv=f._replace(adv=x),
+                 ret=f._replace(ret=x), logp=f._replace(actor=dict(f.actor, logp=x)))[what]
+        if kind == 'invalid': agent.check(g, 'adv', 'ret', 'logp')
+        else:
+            with pytest.raises(DataError, match='non-finite') as e: agent.check(g, 'adv', 'ret', 'logp')
+            assert what in e.value.leaf
+
+
+def test_lag_is_that_of_the_oldest_column():
+    agent = make()
+    f = batch_for(agent)
+    for _ in range(3): bump_version(agent.actor)
+    now = version_of(agent.actor)
+    assert agent.lag(f._replace(version=torch.tensor([now, now - 2, now, now - 1]))) == 2 and agent.lag(f._replace(version=None)) == 0
+
+
+# ---- normalisers and the critic
+
+def test_normalisers_have_seen_the_rows_that_count_once():
+    agent = make()
+    f = batch_for(agent, share=.6)
+    agent.tell_actor(f)
+    agent.tell_critic(f)
+    obs = f.state.obs[:-1][f.valid].double().numpy()
+    for norm in (agent.actor.obs_norm, agent.critic.obs_norm):
+        np.testing.assert_allclose(norm.mean, obs.mean(0), atol=1e-6)
+        assert float(norm.count) == len(obs)
+    assert float(agent.critic.ret_mean) == pytest.approx(float(f.ret[f.valid].mean()), rel=1e-5)
+
+
+def test_a_shared_normaliser_is_told_once():
+    actor, critic = MLPPolicy.for_env(ENV, seed=0), Critic.for_env(ENV, seed=0)
+    critic.obs_norm = actor.obs_norm
+    agent = Descent(actor, critic)
+    f = batch_for(agent)
+    agent.update(f)
+    assert float(actor.obs_norm.count) == f.valid.sum()
+
+
+def test_modules_without_normalisers_need_none():
+    agent = make()
+    f = batch_for(agent)
+    plain = Learner(Part(1.), Part(2.))
+    plain.tell_actor(f)
+    plain.tell_critic(f)
+
+
+def test_fit_moves_the_critic_alone_and_reports_what_the_advantages_were_made_with():
+    agent = make(lr=1e-2)
+    f = batch_for(agent, 128, share=.8)
+    actor, critic = vector(agent.actor), vector(agent.critic)
+    first, second = agent.fit(f, 4), agent.fit(f, 4)
+    assert torch.equal(vector(agent.actor), actor) and not torch.equal(vector(agent.critic), critic)
+    assert second['critic_loss'] < first['critic_loss']
+    v, ret = (f.ret - f.adv)[f.valid].double().numpy(), f.ret[f.valid].double().numpy()
+    assert first['explained_variance'] == pytest.approx(1 - (ret - v).var() / ret.var(), rel=1e-5)
+
+
+def test_a_critic_with_memory_gets_what_it_wants():
+    agent = Descent(RecurrentPolicy.for_env(ENV, seed=0, report=True), MemoryCritic.for_env(ENV, seed=0))
+    m = agent.update(batch_for(agent))
+    assert math.isfinite(m['critic_loss']) and math.isfinite(m['grad_norm'])
+
+
+# ---- steps
+
+def test_steps_are_adams_with_the_gradient_clipped_and_every_parameter_counts_once():
+    common = nn.Parameter(torch.tensor([3., -1.], dtype=torch.double))
+    actor, critic = Part(1., -2., shared=nn.ParameterList([common])), Part(.5, shared=nn.ParameterList([common]))
+    agent = GradientLearner(actor, critic, lr=.1, critic_lr=.02, max_grad_norm=2., eps=1e-8)
+    assert [id(p) for p in agent.params] == [id(p) for p in (actor.w, common, critic.w)]
+    x, rate = np.array([1., -2., 3., -1., .5]), np.array([.1] * 4 + [.02])
+    m, v = np.zeros(5), np.zeros(5)
+    for k in range(1, 6):
+        norm = agent.step(actor.total() + .5 * (critic.w ** 2).sum())
+        g = x * [2, 2, 2, 2, 1]
+        assert norm == pytest.approx(np.linalg.norm(g))
+        g = g * min(1, 2 / np.linalg.norm(g))
+        m, v = .9 * m + .1 * g, .999 * v + .001 * g ** 2
+        x = x - rate * (m / (1 - .9 ** k)) / (np.sqrt(v / (1 - .999 ** k)) + 1e-8)
+        np.testing.assert_allclose(torch.cat([p.detach() for p in agent.params]).numpy(), x, rtol=1e-5)
+
+
+@pytest.mark.parametrize('loss, word', [(lambda w: w.sum() / 0, 'non-finite loss'), (lambda w: w.sum() * math.nan, 'non-finite loss'),
+                                        (lambda w: (w - w.detach()).sum().sqrt(), 'non-finite gradient')])
+def test_what_is_not_finite_leaves_parameters_and_optimiser_alone(loss, word):
+    actor = Part(1., -2.)
+    agent = GradientLearner(actor, lr=.1)
+    agent.step(actor.total())
+    before = copy.deepcopy(agent.state_dict())
+    with pytest.raises(DataError, match=f'surrogate.*{word}|{word}.*surrogate'): agent.step(loss(actor.w), 'surrogate')
+    torch.testing.assert_close(agent.state_dict(), before, rtol=0, atol=0)
+    assert agent.step(actor.total()) > 0 and torch.isfinite(actor.w).all()
+
+
+def test_without_a_limit_nothing_is_clipped_and_frozen_parameters_stay():
+    actor = Part(300., 400., shared=Part(7.))
+    actor.shared.w.requires_grad_(False)
+    agent = GradientLearner(actor, max_grad_norm=None)
+    assert agent.step(actor.total() / 2) == pytest.approx(500)
+    assert actor.w.grad.tolist() == [300, 400]
+    assert actor.shared.w.item() == 7 and len(agent.params) == 1
+
+
+# ---- state
+
+def test_state_goes_through_a_checkpoint_and_continues_bit_for_bit(tmp_path):
+    a, b = make(0, lr=1e-2), make(1, lr=1e-2)
+    f = batch_for(a)
+    a.update(f)
+    save_checkpoint(tmp_path / 'x.safetensors', a, {}, {})
+    b.load_state_dict(load_checkpoint(tmp_path / 'x.safetensors').agent_state)
+    assert version_of(a.actor) == version_of(b.actor) == 1
+    for _ in range(2):
+        torch.testing.assert_close(a.update(f), b.update(f), rtol=0, atol=0)
+        assert a.rng().integers(2 ** 60) == b.rng().integers(2 ** 60)
+    torch.testing.assert_close(a.state_dict(), b.state_dict(), rtol=0, atol=0)
+
+
+def test_an_update_leaves_the_batch_and_the_global_random_state_alone():
+    agent = make()
+    f = batch_for(agent)
+    copied, state = copy.deepcopy(f), torch.get_rng_state()
+    with torch.no_grad(): agent.update(f)
+    torch.testing.assert_close((f.state, f.actor, f.adv, f.ret), (copied.state, copied.actor, copied.adv, copied.ret), rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), state)

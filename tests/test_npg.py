@@ -1,0 +1,220 @@
+"NPG against dense Fisher matrices (Hessians of torch.distributions' divergence), against theory, and beside TRPO."
+import copy
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributions as td
+from torch import nn
+from torch.func import functional_call
+
+from rollpipe.agents import evaluate
+from rollpipe.agents.metrics import METRICS, check_metrics
+from rollpipe.agents.npg import NPG
+from rollpipe.agents.trpo import TRPO
+from rollpipe.layers import Critic, MLPPolicy
+from rollpipe.layers.distributions import Categorical, Gaussian, GaussianParams
+from rollpipe.layers.policies import Policy
+from rollpipe.layers.recurrent import RecurrentPolicy
+from rollpipe.pipes import on_policy
+from rollpipe.pipes.data import Final, Fragment, State
+
+N_OBS = 3
+
+
+class Net(nn.Module):
+    "Observations [..., 3] -> parameters of a distribution, float64, two or three dozen weights."
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.body = kind, nn.Sequential(nn.Linear(N_OBS, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+        if kind == 'gaussian': self.log_std = nn.Parameter(torch.tensor([-.4, .2], dtype=torch.double))
+
+    def forward(self, obs):
+        y = self.body(obs.double())
+        return y if self.kind == 'categorical' else GaussianParams(y, self.log_std.expand_as(y))
+
+
+class Tiny(Policy):
+    def __init__(self, kind):
+        super().__init__()
+        self.net, self.dist = Net(kind), Categorical(2) if kind == 'categorical' else Gaussian((2,))
+
+    def params(self, obs, act, rew, fin, *, hx, stepno): return self.net(obs), ()
+
+
+def torch_dist(kind, p):
+    return td.Categorical(logits=p) if kind == 'categorical' else td.Independent(td.Normal(p.mean, p.log_std.exp()), 1)
+
+
+def fragment_of(obs, act, adv, logp, valid=None):
+    "A fragment of T steps from observations [T, B, ...], the actions taken in them, advantages and log-probabilities [T, B]."
+    T, B = adv.shape
+    zero, none = torch.zeros(T + 1, B), torch.zeros(0, dtype=torch.long)
+    state = State(zero.long(), torch.cat([obs, obs[-1:]]), torch.cat([act[:1], act]), zero, zero.bool())
+    return Fragment(state, dict(logp=torch.cat([logp, logp[-1:]])), {}, (), zero.bool(), Final(none, none, obs[0, :0], {}),
+                    torch.ones(T, B, dtype=torch.bool) if valid is None else valid, adv, adv)
+
+
+def example(kind, T=6, B=4, seed=0):
+    "A policy, and data of another one."
+    torch.manual_seed(seed)
+    policy, other = Tiny(kind), Tiny(kind)
+    obs, adv, valid = torch.randn(T, B, N_OBS), torch.randn(T, B).double(), torch.rand(T, B) < .8
+    with torch.no_grad():
+        d = torch_dist(kind, other.net(obs))
+        act = d.sample()
+        return policy, fragment_of(obs, act, adv, d.log_prob(act), valid)
+
+
+def dense(policy, f):
+    "Gradient [D] and Fisher matrix [D, D] of `policy`, as derivatives of functions of one vector of all parameters."
+    kind, names = policy.net.kind, [n for n, _ in policy.net.named_parameters()]
+    like = list(policy.net.parameters())
+    obs, act, adv, old = f.state.obs[:-1][f.valid], f.state.act[1:][f.valid], f.adv[f.valid], f.actor['logp'][:-1][f.valid]
+    adv = (adv - adv.mean()) / adv.std(correction=0)
+
+    def at(theta):
+        parts = [x.view_as(p) for x, p in zip(theta.split([p.numel() for p in like]), like)]
+        return torch_dist(kind, functional_call(policy.net, dict(zip(names, parts)), (obs,)))
+    theta = torch.cat([p.detach().flatten() for p in like])
+    here = at(theta)
+    g = torch.autograd.functional.jacobian(lambda theta: ((at(theta).log_prob(act) - old).exp() * adv).mean(), theta)
+    return g, torch.autograd.functional.hessian(lambda theta: td.kl_divergence(here, at(theta)).mean(), theta)
+
+
+def vector(module): return torch.cat([p.detach().flatten() for p in module.parameters()])
+def clean(m): return {k: v for k, v in m.items() if not k.startswith('seconds')}
+def close(a, b, tol=1e-6): torch.testing.assert_close(a, b, rtol=tol, atol=tol * float(b.abs().max()))
+
+
+# ---- the step
+
+@pytest.mark.parametrize('kind', ['categorical', 'gaussian'])
+@pytest.mark.parametrize('damping', [.1, 1.])
+@pytest.mark.parametrize('lr', [None, .01])
+def test_the_step_solves_the_dense_system(kind, damping, lr):
+    policy, f = example(kind)
+    g, F = dense(policy, f)
+    damped = F + damping * torch.eye(len(g), dtype=torch.double)
+    x = torch.linalg.solve(damped, g)
+    before = vector(policy)
+    m = NPG(policy, max_kl=1e-3, lr=lr, damping=damping, cg_iters=10 * len(g)).update(f)
+    length = math.sqrt(2e-3 / float(g @ x)) if lr is None else lr
+    close(vector(policy) - before, length * x)
+    assert m['predicted_improvement'] == pytest.approx(length * float(g @ x), rel=1e-6)
+    assert m['curvature'] == pytest.approx(float(x @ damped @ x), rel=1e-6) and m['grad_norm'] == pytest.approx(float(g.norm()))
+
+
+class Mean(Policy):
+    "A Gaussian around `A theta` with fixed deviation, whatever it sees."
+    dist = Gaussian((2,))
+
+    def __init__(self, A, mean, std):
+        super().__init__()
+        self.A, self.log_std = A, torch.full((2,), math.log(std), dtype=torch.double)
+        self.theta = nn.Parameter(torch.linalg.solve(A, mean))
+
+    @property
+    def mean(self): return (self.A @ self.theta).detach()
+
+    def params(self, obs, act, rew, fin, *, hx, stepno):
+        mean = self.A @ self.theta
+        return GaussianParams(mean.expand(*fin.shape, 2), self.log_std.expand(*fin.shape, 2)), ()
+
+
+def test_on_a_quadratic_it_follows_the_recursion_of_theory_whatever_the_parameters():
+    """For `A(a) = -(a - c)' Q (a - c) / 2` the gradient in the mean is `-Q (mean - c)`, the Fisher matrix is 1/std^2: a step moves the
+    mean by `-lr std^2 Q (mean - c)`. Four actions, symmetric about the mean, make all these expectations exact."""
+    Q, c, std, lr = np.array([[2., .3], [.3, .5]]), np.array([1., -2.]), .5, 1.2
+    for A in (torch.eye(2), torch.tensor([[1., 2.], [-.5, .3]])):
+        policy, mean = Mean(A.double(), torch.tensor([-1., .5], dtype=torch.double), std), np.array([-1., .5])
+        agent = NPG(policy, lr=lr, damping=0., normalize_adv=False)
+        for _ in range(40):
+            act = policy.mean + std * math.sqrt(2) * torch.tensor([[1., 0], [-1, 0], [0, 1], [0, -1]], dtype=torch.double)
+            off = act.numpy() - c
+            adv = torch.from_numpy(-np.einsum('ni,ij,nj->n', off, Q, off) / 2)
+            logp = td.Normal(policy.mean, std).log_prob(act).sum(-1)
+            agent.update(fragment_of(torch.zeros(1, 4, 1), act[None], adv[None], logp[None]))
+            mean = mean - lr * std ** 2 * Q @ (mean - c)
+            np.testing.assert_allclose(policy.mean.numpy(), mean, atol=1e-8)
+    assert np.abs(mean - c).max() < .01
+
+
+# ---- beside TRPO
+
+@pytest.mark.parametrize('env, cls, kw', [('CartPole-v1', MLPPolicy, {}), ('Pendulum-v1', MLPPolicy, dict(fvp_subsample=.5)),
+                                          ('CartPole-v1', RecurrentPolicy, {})])
+def test_it_is_trpo_where_the_search_accepts_the_whole_step(env, cls, kw):
+    actors, critics = [cls.for_env(env, seed=1) for _ in range(2)], [Critic.for_env(env, seed=2) for _ in range(2)]
+    npg, trpo = (make(a, c, seed=3, max_kl=5e-3, **kw) for make, a, c in zip((NPG, TRPO), actors, critics))
+    whole = 0
+    for batch in itertools.islice(on_policy(env, actors[0], critics[0], n_envs=4, n_steps=64, seed=4), 4):
+        trpo.load_state_dict(copy.deepcopy(npg.state_dict()))
+        m, n = npg.update(batch), trpo.update(batch)
+        if n.pop('backtracks') == 0 and n['accepted']:
+            whole += 1
+            assert clean(m) == clean(n) and torch.equal(vector(npg.actor), vector(trpo.actor))
+            assert torch.equal(vector(npg.critic), vector(trpo.critic))
+    assert whole
+
+
+def test_it_takes_the_step_that_trpo_shortens():
+    (policy, f), (other, _) = example('gaussian'), example('gaussian')
+    m, n = NPG(policy, max_kl=1.).update(f), TRPO(other, max_kl=1., max_backtracks=30).update(f)
+    assert n['accepted'] == m['accepted'] == 1 and n['backtracks'] > 0
+    assert m['step_size'] * .8 ** n['backtracks'] == pytest.approx(n['step_size'], rel=1e-6)
+    for name in ('surrogate_before', 'grad_norm', 'curvature', 'cg_residual', 'entropy'): assert m[name] == n[name]
+
+
+# ---- when nothing is to be done, or something is wrong
+
+def test_a_step_to_nowhere_is_undone():
+    policy, f = example('gaussian')
+    before = vector(policy)
+    m = NPG(policy, lr=1e300).update(f)
+    assert torch.equal(vector(policy), before)
+    assert {k: m[k] for k in ('accepted', 'kl', 'step_size', 'predicted_improvement', 'actual_improvement')} == dict(
+        accepted=0, kl=0, step_size=0, predicted_improvement=0, actual_improvement=0)
+    assert NPG(policy).update(f)['accepted'] == 1 and not torch.equal(vector(policy), before)
+
+
+@pytest.mark.parametrize('lr', [None, 1.])
+def test_constant_advantages_teach_nothing(lr):
+    policy, f = example('categorical')
+    before = vector(policy)
+    m = NPG(policy, lr=lr).update(f._replace(adv=torch.full_like(f.adv, 3.)))
+    assert torch.equal(vector(policy), before) and m['step_size'] == m['kl'] == 0
+
+
+def test_metrics_are_documented_numbers_and_state_continues_bit_for_bit():
+    def make(seed):
+        return NPG(MLPPolicy.for_env('CartPole-v1', seed=seed), Critic.for_env('CartPole-v1', seed=seed), fvp_subsample=.5, seed=seed)
+
+    a, b = make(0), make(1)
+    batch = next(iter(on_policy('CartPole-v1', a.actor, a.critic, n_envs=4, n_steps=32, seed=0)))
+    m = a.update(batch)
+    assert set(m) <= set(METRICS) and check_metrics(m) == m
+    b.load_state_dict(copy.deepcopy(a.state_dict()))
+    for _ in range(2): assert clean(a.update(batch)) == clean(b.update(batch))
+
+
+@pytest.mark.parametrize('name, value', [('max_kl', 0.), ('max_kl', -1.), ('lr', -.1), ('lr', math.nan), ('damping', -.1), ('cg_iters', 0),
+                                         ('cg_iters', 2.), ('fvp_subsample', 0.), ('critic_epochs', 0)])
+def test_hyperparameters_out_of_range_are_refused_when_the_agent_is_made(name, value):
+    with pytest.raises(ValueError, match=f'(?s)(?=.*NPG)(?=.*out of range)(?=.*{name})'): NPG(Tiny('gaussian'), **{name: value})
+
+
+# ---- learning
+
+@pytest.mark.slow
+@pytest.mark.parametrize('seed', range(3))
+def test_it_solves_cartpole_with_its_defaults(seed):
+    actor, critic = MLPPolicy.for_env('CartPole-v1', seed=seed), Critic.for_env('CartPole-v1', seed=seed + 100)
+    agent, steps = NPG(actor, critic, seed=seed), 0
+    for batch in on_policy('CartPole-v1', actor, critic, seed=seed):
+        agent.update(batch)
+        steps += int(batch.valid.sum())
+        if steps >= 100_000: break
+    assert evaluate('CartPole-v1', actor, 20, seed=1000 + seed).returns.mean() >= 475
