@@ -2,10 +2,10 @@
 
     python benchmarks/workers.py [--only throughput torchdata transport memory weights start] [--repeats 5] [--seconds 2]
 
-On-policy fragments with GAE, T = 128, actor and critic MLPs 2x64, one torch thread. `Images` is an environment of 84x84x4 bytes whose step does
-nothing; its actor and critic glance at every twelfth pixel, so that moving the images is what is measured.
+On-policy fragments with GAE, T = 128, actor and critic MLPs 2x64, one torch thread. `Images` is an environment of 84x84x4 bytes
+whose step does nothing; its actor and critic glance at every twelfth pixel, so that moving the images is what is measured.
 """
-import argparse, gc
+import argparse, gc, os, signal, subprocess, sys
 from itertools import islice
 from time import perf_counter
 
@@ -53,15 +53,15 @@ def pipeline(env, n_envs, lanes):
     return on_policy(env, *networks(env), n_envs=n_envs, n_steps=T, lanes=lanes, seed=0, info_keys=())
 
 
-def rate(pipe, service, seconds):
-    "Environment steps per second, after the first items."
+def rate(pipe, service, seconds, tell=lambda rate: rate):
+    "Environment steps per second, after the first items; `tell` is told before the workers end."
     with DataLoader2(pipe, reading_service=service) as loader:
         items = iter(loader)
         for _ in range(3): next(items)
         gc.collect()
         start, steps = perf_counter(), 0
         while (duration := perf_counter() - start) < seconds: steps += next(items).valid.numel()
-        return steps / duration
+        return tell(steps / duration)
 
 
 def name(env): return env if isinstance(env, str) else env.__name__
@@ -78,21 +78,37 @@ def throughput(args):
                 for lag in (0, 1, None): rates[lag].append(rate(pipeline(env, n_envs, 2), ProcessReading(2, lag=lag), args.seconds))
             ratios = [spread([x / y for x, y in zip(rates[lag], rates['none'])]) for lag in (0, 1, None)]
             rows.append([name(env), n_envs, spread(rates['none'], '{:,.0f}'), spread(rates[1], '{:,.0f}'), *ratios])
-    print(table(['environment', 'B of a lane', 'in-process [steps/s]', '2 workers, lag 1 [steps/s]', 'ratio, lag 0', 'lag 1', 'free running'], rows))
+    print(table(['environment', 'B of a lane', 'in-process [steps/s]', '2 workers, lag 1 [steps/s]', 'ratio, lag 0', 'lag 1',
+                 'free running'], rows))
+
+
+THEIRS = """
+import sys; sys.path.insert(0, {here!r})
+from torchdata.dataloader2 import MultiProcessingReadingService
+from workers import Images, pipeline, rate, torch
+torch.set_num_threads(1)
+service = MultiProcessingReadingService(2, 'fork', worker_prefetch_cnt={ahead}, main_prefetch_cnt={ahead})
+rate(pipeline({env}, 8, 1), service, {seconds}, lambda rate: print(rate, flush=True))
+"""
+
+
+def theirs(env, ahead, seconds) -> float:
+    "The rate under torchdata's workers, in a process group of its own, since they do not always end."
+    code = THEIRS.format(here=sys.path[0], ahead=ahead, env='Images' if env is Images else repr(env), seconds=seconds)
+    run = subprocess.Popen([sys.executable, '-W', 'ignore', '-c', code], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try: return float(run.stdout.readline())
+    finally: os.killpg(run.pid, signal.SIGKILL)
 
 
 def torchdata(args):
     "The same graph under torchdata's workers, with the best of its settings for fetching ahead."
-    from torchdata.dataloader2 import MultiProcessingReadingService
     rows = []
     for env in ('CartPole-v1', Images):
-        ours, theirs = [], {ahead: [] for ahead in (0, 1, 2, 10)}
+        ours, peer = [], {ahead: [] for ahead in (0, 1, 2, 10)}
         for _ in range(args.repeats):
             ours.append(rate(pipeline(env, 8, 2), ProcessReading(2, lag=None), args.seconds))
-            for ahead, rates in theirs.items():
-                service = MultiProcessingReadingService(2, 'fork', worker_prefetch_cnt=ahead, main_prefetch_cnt=ahead)
-                rates.append(rate(pipeline(env, 8, 1), service, args.seconds))
-        ahead, best = max(theirs.items(), key=lambda item: np.median(item[1]))
+            for ahead, rates in peer.items(): rates.append(theirs(env, ahead, args.seconds))
+        ahead, best = max(peer.items(), key=lambda item: np.median(item[1]))
         rows.append([name(env), spread(ours, '{:,.0f}'), spread(best, '{:,.0f}'), ahead, spread([x / y for x, y in zip(ours, best)])])
     print(table(['environment', 'ProcessReading [steps/s]', "torchdata's [steps/s]", 'its best prefetch', 'ratio'], rows))
 
@@ -129,7 +145,8 @@ def memory(args):
             begin = now()
             for _ in range(n): next(items)
             rows.append([method, f'{alone:.0f}', f'{begin:.0f}', f'{(begin - alone) / 2:.0f}', f'{now() - begin:+.1f}'])
-    print(table(['start method', 'parent alone [MB]', 'with 2 workers [MB]', 'each worker adds [MB]', f'growth over {n:,} fragments [MB]'], rows))
+    print(table(['start method', 'parent alone [MB]', 'with 2 workers [MB]', 'each worker adds [MB]',
+                 f'growth over {n:,} fragments [MB]'], rows))
 
 
 def weights(args):

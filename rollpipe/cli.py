@@ -18,7 +18,8 @@ from .pipes.errors import PipeError
 from .pipes.graph import draw
 from .pipes.sources import spaces_of
 from .plots import learning_curve
-from .train import (ALGORITHMS, RUN_FILES, build, discard, load_run, make_config, options_for, restore, resume,
+from .algorithms import ALGORITHMS, options_for
+from .train import (RUN_FILES, build, discard, load_run, make_config, restore, resume,
                             start, train)
 
 # %% ../nbs/44_cli.ipynb #9493a7f0

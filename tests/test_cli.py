@@ -16,7 +16,8 @@ from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import METRICS
 from rollpipe.cli import build_parser, main
 from rollpipe.logs import read_metrics
-from rollpipe.train import ALGORITHMS, build, discard, load_run, make_config, options_for, restore, resume, start, train
+from rollpipe.algorithms import ALGORITHMS, options_for
+from rollpipe.train import build, discard, load_run, make_config, restore, resume, start, train
 
 SMALL = "--n-envs 4 --n-steps 32 --hidden 8 --critic-hidden 8 --quiet --no-tensorboard".split()
 
@@ -367,3 +368,39 @@ def test_version_and_bare_command(capsys):
     out = capsys.readouterr().out
     assert out.startswith("rollpipe 0.")
     for command in ("train", "evaluate", "plot", "graph", "demo"): assert f"    {command}" in out
+
+
+# --- worker processes
+
+def test_training_in_workers_gives_the_same_weights(tmp_path):
+    "One seed, the same numbers: nothing but time depends on the workers."
+    runs = [train_to(tmp_path/name, *words) for name, words in
+            dict(none=(), one=("--workers", "1"), two=("--workers", "2")).items()]
+    weights = [load_run(run).agent_state["actor"] for run in runs]
+    for other in weights[1:]:
+        assert all(torch.equal(weights[0][key], other[key]) for key in weights[0])
+
+
+def train_to(folder, *words):
+    assert main(["train", "trpo", "CartPole-v1", "--n-steps", "32", "--n-envs", "2", "--lanes", "2", "--hidden", "8", "--steps", "500",
+                 "--out", str(folder), "--quiet", "--no-tensorboard", *words]) == 0
+    return folder
+
+
+def test_lag_and_workers_are_recorded(tmp_path):
+    records = read_metrics(train_to(tmp_path/"a", "--workers", "2", "--lag", "1"))
+    assert set(records["workers"]) == {2} and records["lag"][0] == 0 and set(records["lag"][1:]) == {1} and set(records["restarts"]) == {0}
+
+
+def test_evaluations_are_recorded_while_training(tmp_path):
+    records = read_metrics(train_to(tmp_path/"a", "--eval-every", "2"))
+    versions = [v for v in records["eval_version"] if v == v]
+    assert versions and versions[-1] == records["updates"][-1] and max(records["eval_return_max"][-1:]) >= 8
+
+
+@pytest.mark.parametrize("words, told", [
+    (("--workers", "3"), "--lanes 3"), (("--lag", "soon"), "no lag"), (("--workers", "-1"), "num_workers"), (("--order", "random"), "order"),
+    (("--eval-every", "-1"), "eval_every")])
+def test_wrong_options_of_workers_are_refused(tmp_path, capsys, words, told):
+    assert main(["train", "trpo", "CartPole-v1", "--lanes", "2", "--out", str(tmp_path/"a"), *words]) == 2
+    assert told in capsys.readouterr().err and not (tmp_path/"a").exists()

@@ -230,3 +230,17 @@ def test_check_like_accepts_both_kinds(make):
 def test_check_like_names_what_differs(change, message):
     with pytest.raises(DataError) as info: nested.check_like({**LIKE, **change}, LIKE, 'obs', pipe='Stepper', lane=1)
     assert str(info.value).startswith('Stepper, lane 1') and message in str(info.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_large_tensors_are_joined_like_small_ones(dtype, dim):
+    xs = [torch.randint(0, 2, (3, 800_000, 2)).to(dtype), torch.randint(0, 2, (3, 800_000, 2)).to(dtype)]
+    joined = nested.cat([{"x": x} for x in xs], dim)["x"]
+    assert joined.dtype is dtype and torch.equal(joined, torch.cat(xs, dim))
+
+
+def test_large_tensors_that_do_not_fit_are_refused_by_name():
+    big = torch.zeros(5, 1_000_000)
+    for other in (torch.zeros(4, 1_000_000), torch.zeros(5, 10, 10)):
+        with pytest.raises(DataError, match="cannot be joined"): nested.cat([{"x": big}, {"x": other}], 1)

@@ -118,7 +118,17 @@ def stack(trees, dim: int = 0):
 
 def cat(trees, dim: int = 0):
     "Join containers of one structure along their dimension `dim`, which is the only one that may differ in size."
-    return _join(trees, dim, np.concatenate, torch.cat)
+    return _join(trees, dim, np.concatenate, _cat)
+
+
+def _cat(xs, dim):
+    "`torch.cat`; a large result in memory from numpy, which asks the system for huge pages: that is three times faster."
+    if sum(x.nbytes for x in xs) < 2 ** 22 or not all(type(x) is torch.Tensor and x.is_cpu and not x.requires_grad for x in xs):
+        return torch.cat(xs, dim)
+    if len({(x.dtype, *x.shape[:dim], *x.shape[dim + 1:]) for x in xs}) > 1 or dim < 0: return torch.cat(xs, dim)
+    shape = (*xs[0].shape[:dim], sum(x.shape[dim] for x in xs), *xs[0].shape[dim + 1:])
+    out = torch.from_numpy(np.empty(sum(x.nbytes for x in xs), np.uint8)).view(xs[0].dtype).view(shape)
+    return torch.cat(xs, dim, out=out)
 
 
 def _join(trees, dim, npy, pyt):

@@ -65,7 +65,7 @@ class Shared:
     def view(self, size=None) -> np.ndarray:
         "The memory, of which another process may have said that it has `size` bytes now; each call gives an array of its own."
         if size is not None and size > self.size: self.size, self._map = size, mmap.mmap(self.fd, size)
-        return np.frombuffer(b'' if self._map is None else self._map, np.uint8)
+        return np.frombuffer(bytearray() if self._map is None else self._map, np.uint8)
 
     def close(self):
         "Let go of the memory; views stay valid."

@@ -91,8 +91,8 @@ class Slot:
         view = self.memory.view()
         for at, x in arrays:
             if isinstance(x, np.ndarray): np.frombuffer(view, x.dtype, x.size, at).reshape(x.shape)[...] = x
-            elif not x.is_contiguous(): _tensor(view, at, x.dtype, x.shape).copy_(x)
-            else: view[at:at + x.nbytes] = x.view(-1).view(torch.uint8).numpy()     # faster than a copy of tensors
+            elif _is_plain(x): view[at:at + x.nbytes] = x.view(-1).view(torch.uint8).numpy()     # faster than a copy of tensors
+            else: _tensor(view, at, x.dtype, x.shape).copy_(x)
         return form, size
 
     def read(self, form, size, lend=None):
@@ -114,6 +114,11 @@ class Slot:
         return item
 
     def close(self): self.memory.close()
+
+
+def _is_plain(x) -> bool:
+    "Are its bytes in memory as they would be written? One element may have any stride."
+    return x.numel() > 1 and x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 
 def _tensor(buffer, at, dtype, shape):

@@ -6,7 +6,7 @@
 __all__ = ['log', 'RemoteTraceback', 'pack', 'unpack', 'start_method_for', 'Worker']
 
 # %% ../../nbs/19c_workers.ipynb #c3ec155d
-import faulthandler, logging, multiprocessing, os, pickle, signal, sys, threading, time, traceback, weakref
+import ctypes, faulthandler, logging, multiprocessing, os, pickle, signal, sys, threading, time, traceback, weakref
 from multiprocessing import connection, util
 
 import cloudpickle
@@ -68,6 +68,7 @@ def _main(function, shared, args, name, link, inherited, trace, threads, cores):
     os.write(trace.fd, b'\n')     # from now on that signal is understood
     for other in inherited: other.close()
     threading.Thread(target=_watch, daemon=True).start()
+    _keep_memory()
     try:
         torch.set_num_threads(threads)
         if cores is not None: os.sched_setaffinity(0, cores)
@@ -77,6 +78,14 @@ def _main(function, shared, args, name, link, inherited, trace, threads, cores):
     finally:
         link.close()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)     # all is closed; the interpreter may take its time to end
+
+
+def _keep_memory():
+    "Let this process keep what it frees (glibc): it will need as much again soon, and to get pages takes longer than to fill them."
+    try: mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError): return
+    mallopt(-4, 0)               # M_MMAP_MAX
+    mallopt(-1, 2 ** 31 - 1)     # M_TRIM_THRESHOLD
 
 
 def _watch(every=0.3):

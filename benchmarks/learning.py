@@ -1,0 +1,240 @@
+"""Learning curves of every algorithm over seeds: how many steps until it is good enough, and for good; a table and a picture.
+
+    python benchmarks/learning.py [--only cartpole ppo ...] [--seeds 3] [--steps N] [--quick] [--jobs 2] [--out DIR] [--redraw]
+
+Every run is a process of its own, one torch thread, and trains through `rollpipe.train`, with the defaults of the command line unless
+`CASES` says otherwise. Between its updates the greedy policy plays the same fresh episodes, which its training never sees. "Steps
+needed" ends with the first evaluation that reaches the threshold and after which none falls below it; the last score is the mean of 100
+other episodes after the training. DIR gets `learning.json` with the curves and `learning.png`. Runs that are in the JSON already are
+kept, unless they are run again; `--redraw` runs none.
+"""
+import argparse, json, os, statistics, subprocess, sys, tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import gymnasium as gym
+import numpy as np
+from report import header, table
+
+from rollpipe.agents import evaluate
+from rollpipe.agents.tabular import QLearning, TabularQ
+from rollpipe.layers import RecurrentPolicy
+from rollpipe.logs import read_metrics
+from rollpipe.pipes.recipes import rollouts
+from rollpipe.plots import align
+from rollpipe.algorithms import ALGORITHMS, Algorithm
+from rollpipe.train import make_config, start, train
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT/'tests'))
+from toys import Recall  # noqa: E402
+
+gym.register('Recall-v0', Recall)
+TAXI = max((name for name in gym.registry if name.startswith('Taxi-v')), key=lambda name: int(name.rpartition('v')[2]))
+
+
+class Task(NamedTuple):
+    "What is learnt, and how it is told whether it is."
+    env: str
+    title: str
+    enough: float  # mean return of an evaluation
+    steps: int
+    every: int  # steps between evaluations
+    episodes: int = 20  # of an evaluation
+    view: tuple = None  # limits of the y axis
+
+
+TASKS = dict(
+    cartpole=Task('CartPole-v1', 'CartPole-v1', 475, 50_000, 2500, view=(0, 515)),
+    pendulum=Task('Pendulum-v1', 'Pendulum-v1', -200, 100_000, 5000, view=(-1650, 0)),
+    taxi=Task(TAXI, TAXI, 7.5, 200_000, 5000, 100, view=(-210, 20)),
+    recall=Task('Recall-v0', 'Recall: a cue, 20 steps later', .8, 60_000, 2000, 100, view=(-1, 1.05)))
+
+
+class Case(NamedTuple):
+    "An algorithm with its options and those of its run, as in `make_config`."
+    algorithm: str
+    options: dict = {}
+    run: dict = {}
+
+
+def q_table(actor, *, lr=.9, gamma=.9, eps_end=.05, eps_steps=50_000, seed=0):
+    "`QLearning` as the registry wants it: nothing in it is random."
+    return QLearning(actor, lr=lr, gamma=gamma, eps_end=eps_end, eps_steps=eps_steps)
+
+
+ALGORITHMS |= {f'recurrent_{name}': ALGORITHMS[name]._replace(policy=RecurrentPolicy) for name in ('trpo', 'ppo')}
+ALGORITHMS['q_table'] = Algorithm(q_table, rollouts, TabularQ, defaults=dict(n_envs=32, n_steps=8))
+NETWORK = dict(hidden=(64,), lr=1e-2, gamma=.9, huber=None, target_every=50, eps_end=.05, eps_steps=50_000, n_envs=32, n_steps=4,
+               capacity=50_000, n_batches=4, prioritized=True)
+MEMORY = dict(hidden=(32,), memory=32, normalize=False, critic_hidden=(32,), critic_normalize=False, n_envs=32, n_steps=63,
+              gamma=.9, lam=0.)
+CASES = dict(
+    cartpole={
+        'REINFORCE': Case('reinforce'), 'A2C': Case('a2c'), 'PPO': Case('ppo'), 'NPG': Case('npg'), 'TRPO': Case('trpo'),
+        'V-trace': Case('vtrace', dict(lanes=2), dict(workers=2, lag='none')), 'double DQN': Case('dqn')},
+    pendulum={'PPO': Case('ppo'), 'TRPO': Case('trpo')},
+    taxi={
+        'Q table': Case('q_table'), 'DQN': Case('dqn', NETWORK | dict(double=False)), 'double DQN': Case('dqn', NETWORK),
+        'duelling DQN': Case('dqn', NETWORK | dict(duelling=True))},
+    recall={'PPO': Case('recurrent_ppo', MEMORY), 'TRPO': Case('recurrent_trpo', MEMORY)})
+COLOURS = {
+    'REINFORCE': '#cc79a7', 'A2C': '#009e73', 'PPO': '#0072b2', 'NPG': '#e69f00', 'TRPO': '#d55e00', 'V-trace': '#56b4e9',
+    'double DQN': '#333333', 'DQN': '#a0522d', 'duelling DQN': '#7b3fa0', 'Q table': '#6b8e23'}
+
+
+class Watched:
+    "An agent that `look(steps)` is told of before its first update and after the first one past every multiple of `every` steps."
+    def __init__(self, agent, look, every):
+        self.agent, self.look, self.every, self.steps, self.due = agent, look, every, 0, every
+        look(0)
+
+    def __getattr__(self, name): return getattr(self.agent, name)
+
+    def update(self, batch):
+        metrics = self.agent.update(batch)
+        self.steps += int(getattr(batch, 'fresh', batch).valid.sum())
+        if self.steps >= self.due:
+            self.look(self.steps)
+            self.due = (self.steps // self.every + 1) * self.every
+        return metrics
+
+
+def learn(config, every, episodes, edit=lambda pipe: pipe) -> dict:
+    "Train as `config` says, on the edited pipeline: the greedy policy's mean return after so many steps, and at the end."
+    env, seed, curve = config['env'], config['seed'], dict(steps=[], returns=[])
+    with tempfile.TemporaryDirectory() as folder:
+        run = start(folder, config)
+        actor = run.agent.actor
+
+        def look(steps):
+            curve['steps'].append(steps)
+            curve['returns'].append(evaluate(env, actor, episodes, n_envs=20, seed=10_000 + seed).mean)
+
+        run = run._replace(agent=Watched(run.agent, look, every), pipe=edit(run.pipe))
+        seconds = train(run, progress=False, tensorboard=False)['seconds']
+        lag = float(read_metrics(folder)['lag'].mean())
+    final = evaluate(env, actor, 100, n_envs=20, seed=20_000 + seed)
+    return dict(seed=seed, **curve, final=final.mean, stderr=final.stderr, lag=lag, seconds=seconds)
+
+
+def one(task, name, seed, steps, every, episodes) -> dict:
+    "The run of one case with one seed."
+    case = CASES[task][name]
+    config = make_config(case.algorithm, TASKS[task].env, case.options, seed=seed, steps=steps, **case.run)
+    return dict(task=task, name=name, **learn(config, every, episodes))
+
+
+def in_processes(file, jobs, at_once, path):
+    """Let `file` print a line of JSON for each of the `jobs`, in processes of their own, and write them to `path`: a list, in which they
+    replace runs of the same task, name and seed. Returns that list."""
+    runs = json.loads(path.read_text()) if path.exists() else []
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def work(job):
+        return subprocess.run([sys.executable, file, '--one', json.dumps(job)], stdout=subprocess.PIPE, text=True,
+                              env=os.environ | dict(OMP_NUM_THREADS='1'))
+
+    with ThreadPoolExecutor(at_once) as pool:
+        for job, out in zip(jobs, pool.map(work, jobs)):
+            if out.returncode:
+                print('failed:', *job, file=sys.stderr)
+                continue
+            print(*job[:3], file=sys.stderr)
+            new = json.loads(out.stdout.splitlines()[-1])
+            same = lambda run, new=new: all(run[key] == new[key] for key in ('task', 'name', 'seed'))
+            runs = [run for run in runs if not same(run)] + [new]
+            path.write_text('[\n' + ',\n'.join(map(json.dumps, runs)) + '\n]\n')
+    return runs
+
+
+def needed(run):
+    "Steps until the threshold is reached for good, or None."
+    good = [score >= TASKS[run['task']].enough for score in run['returns']]
+    return next((n for i, n in enumerate(run['steps']) if all(good[i:])), None)
+
+
+def grouped(runs) -> dict:
+    "(task, name) -> runs by seed, in the order of `CASES`."
+    by = {(task, name): sorted((r for r in runs if (r['task'], r['name']) == (task, name)), key=lambda r: r['seed'])
+          for task, cases in CASES.items() for name in cases}
+    return {key: found for key, found in by.items() if found}
+
+
+def rows_of(runs):
+    "Rows of the table."
+    for (task, name), found in grouped(runs).items():
+        steps, form = [needed(run) for run in found], '{:.2f}' if task in ('taxi', 'recall') else '{:.0f}'
+        median = statistics.median(float('inf') if n is None else n for n in steps)
+        yield [TASKS[task].env, f'{TASKS[task].enough:g}', name, 'never' if median == float('inf') else f'{median / 1000:.0f}k',
+               ' '.join('never' if n is None else f'{n / 1000:.0f}k' for n in steps),
+               ' '.join(form.format(run['final']) for run in found)]
+
+
+def draw(runs, path):
+    "The picture: for each task the median of the seeds, with a band from the least to the greatest."
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    style = {'font.size': 8, 'axes.spines.top': False, 'axes.spines.right': False, 'axes.edgecolor': '#888888', 'axes.titlesize': 9,
+             'xtick.color': '#444444', 'ytick.color': '#444444', 'legend.frameon': False, 'legend.fontsize': 7.5}
+    found, tasks = grouped(runs), [task for task in CASES if any(run['task'] == task for run in runs)]
+    with plt.rc_context(style):
+        n_columns = min(2, len(tasks))
+        fig, axes = plt.subplots(-(-len(tasks) // n_columns), n_columns, figsize=(8.4, 5.2), layout='constrained', squeeze=False)
+        for ax in axes.flat[len(tasks):]: ax.remove()
+        for ax, task in zip(axes.flat, tasks): _panel(ax, task, {name: group for (t, name), group in found.items() if t == task})
+        fig.savefig(path, dpi=160, pil_kwargs=dict(optimize=True))
+        plt.close(fig)
+
+
+def _panel(ax, task, groups):
+    for name, runs in groups.items():
+        steps, returns = align([(run['steps'], run['returns']) for run in runs])
+        ax.fill_between(steps / 1000, returns.min(0), returns.max(0), color=COLOURS[name], alpha=.13, lw=0)
+        ax.plot(steps / 1000, np.median(returns, 0), color=COLOURS[name], lw=1.6, label=name)
+    enough = TASKS[task].enough
+    ax.axhline(enough, color='#888888', lw=.9, ls=(0, (4, 3)), zorder=1)
+    ax.set(title=TASKS[task].title, xlabel='thousand steps', ylabel='mean greedy return', ylim=TASKS[task].view)
+    ax.set_xlim(0, max(run['steps'][-1] for runs in groups.values() for run in runs) / 1000)
+    ax.legend(loc='lower right', ncols=1 if len(groups) < 5 else 2, handlelength=1.4)
+
+
+def chosen(only):
+    "The (task, name) that the words of `--only` leave: those of the named tasks, if any is named, by the named algorithms, if any is."
+    plain = lambda name: name.lower().replace(' ', '-')
+    names = {plain(name) for cases in CASES.values() for name in cases}
+    if unknown := [word for word in map(plain, only) if word not in names | TASKS.keys()]:
+        raise SystemExit(f"--only: unknown {', '.join(unknown)}; there are {', '.join([*TASKS, *sorted(names)])}")
+    words = set(map(plain, only))
+    return [(task, name) for task, cases in CASES.items() for name in cases
+            if task in (words & TASKS.keys() or TASKS) and plain(name) in (words & names or names)]
+
+
+def main():
+    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    args.add_argument('--only', nargs='+', default=[], metavar='WORD', help="tasks (cartpole ...) and algorithms (ppo, v-trace ...)")
+    args.add_argument('--seeds', type=int, default=3)
+    args.add_argument('--steps', type=int, help="instead of those of each task")
+    args.add_argument('--quick', action='store_true', help="one seed, a tenth of the steps: does it run?")
+    args.add_argument('--jobs', type=int, default=2, help="runs at the same time")
+    args.add_argument('--out', type=Path, default=ROOT/'runs'/'learning', metavar='DIR', help="for learning.json and learning.png")
+    args.add_argument('--redraw', action='store_true', help="table and picture of what is in DIR")
+    args.add_argument('--one', type=json.loads, help=argparse.SUPPRESS)
+    args = args.parse_args()
+    if args.one:
+        print(json.dumps(one(*args.one)))
+        return
+    jobs = []
+    for seed in range(0 if args.redraw else 1 if args.quick else args.seeds):
+        for task, name in chosen(args.only):
+            steps = args.steps or TASKS[task].steps // (10 if args.quick else 1)
+            jobs.append((task, name, seed, steps, min(TASKS[task].every, steps), TASKS[task].episodes))
+    runs = in_processes(__file__, jobs, args.jobs, args.out/'learning.json')
+    draw(runs, args.out/'learning.png')
+    print(header())
+    print(table(['environment', 'threshold', 'algorithm', 'steps needed', 'by seed', 'last score, by seed'], rows_of(runs)))
+
+
+if __name__ == '__main__': main()

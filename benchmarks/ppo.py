@@ -1,0 +1,118 @@
+"""Time of whole trainings with PPO by phase, as a ratio to a hand-written loop with a hand-written update.
+
+    python benchmarks/ppo.py [--env CartPole-v1] [--steps 200000] [--repeats 5]
+
+8 environments in one process, 256 steps each per update, one thread; 10 epochs of minibatches of 256, separate actor and critic MLPs
+2x64 tanh, one Adam (fused, which is the fastest there is), gradients clipped, no normaliser. The floor is `floor.py`, the critic
+asked once a fragment, which is faster than at every step; then GAE, and an update that computes the loss and nothing else: no
+metrics, no checks, no rows that are no transition, no true last observations where an episode was cut off. The runs are
+interleaved; repeat number i has seed i on both sides. Ratio: time of the floor / time of rollpipe.
+"""
+import argparse, gc
+from time import perf_counter, process_time
+
+import torch
+from floor import Floor
+from report import header, spread, table
+
+from rollpipe.agents import PPO
+from rollpipe.layers import Critic, MLPPolicy
+from rollpipe.pipes import AdvantageBuffer, rollouts
+
+PHASES = ('collect', 'advantage', 'update')
+N_ENVS, N_STEPS, EPOCHS, MINIBATCH = 8, 256, 10, 256
+GAMMA, LAM, CLIP, C_VALUE, LR, MAX_GRAD_NORM = 0.99, 0.95, 0.2, 0.5, 1e-3, 0.5
+
+
+class ByHand:
+    "PPO as people write it, in as little as it takes; `collect`, `advantage` and `update` are the phases."
+    def __init__(self, env, seed):
+        self.floor = Floor(env, N_ENVS, N_STEPS, seed, values='fragment')
+        self.params = [*self.floor.actor.parameters(), *self.floor.critic.parameters()]
+        if not self.floor.discrete: self.params.append(self.floor.log_std.requires_grad_())
+        self.optimizer = torch.optim.Adam(self.params, lr=LR, fused=True)
+
+    def collect(self, _): return self.floor.collect()
+
+    @torch.no_grad()
+    def advantage(self, batch):
+        obs, act, rew, term, trunc, logp, value = batch
+        alive, going = (~term).float(), (~(term | trunc)).float()
+        delta, adv, last = rew + GAMMA * alive * value[1:] - value[:-1], torch.empty_like(rew), torch.zeros(N_ENVS)
+        for t in reversed(range(N_STEPS)): adv[t] = last = delta[t] + GAMMA * LAM * going[t] * last
+        return obs[:-1], act, logp, adv, adv + value[:-1]
+
+    def log_prob(self, obs, act):
+        out = self.floor.actor(obs)
+        if self.floor.discrete: return out.log_softmax(-1).gather(-1, act[:, None])[:, 0]
+        return torch.distributions.Normal(out, self.floor.log_std.exp()).log_prob(act).sum(-1)
+
+    def update(self, batch):
+        obs, act, logp, adv, ret = (x.flatten(0, 1) for x in batch)
+        adv = (adv - adv.mean()) / (adv.std() + 1e-8)
+        for _ in range(EPOCHS):
+            for rows in torch.randperm(len(adv)).split(MINIBATCH):
+                x, a = obs[rows], adv[rows]
+                ratio = (self.log_prob(x, act[rows]) - logp[rows]).exp()
+                surrogate = torch.min(ratio * a, ratio.clamp(1 - CLIP, 1 + CLIP) * a).mean()
+                loss = C_VALUE * (self.floor.critic(x)[:, 0] - ret[rows]).square().mean() - surrogate
+                self.optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(self.params, MAX_GRAD_NORM)
+                self.optimizer.step()
+
+
+class Rollpipe:
+    "The same from the library's parts; `on_policy` is `rollouts` with the advantages, which are timed apart here."
+    def __init__(self, env, seed):
+        actor, critic = (kind.for_env(env, normalize=False, seed=seed) for kind in (MLPPolicy, Critic))
+        self.agent = PPO(actor, critic, epochs=EPOCHS, minibatch=MINIBATCH, clip=CLIP, c_value=C_VALUE, c_entropy=0., lr=LR,
+                         max_grad_norm=MAX_GRAD_NORM, seed=seed)
+        pipe = rollouts(env, actor, n_envs=N_ENVS, n_steps=N_STEPS, seed=seed, info_keys=())
+        self.fragments, self.advantage, self.update = iter(pipe), AdvantageBuffer(pipe, critic, GAMMA, LAM).estimate, self.agent.update
+
+    def collect(self, _): return next(self.fragments)
+
+
+def train(side, env, seed, steps) -> dict:
+    "Seconds by phase of one training, and in all: (wall time, this process's time) each."
+    run, clock = side(env, seed), lambda: torch.tensor([perf_counter(), process_time()], dtype=torch.double)
+    seconds = dict.fromkeys(PHASES, 0.)
+    for _ in range(round(steps / (N_ENVS * N_STEPS))):
+        item = None
+        for phase in PHASES:
+            start = clock()
+            item = getattr(run, phase)(item)
+            seconds[phase] = seconds[phase] + clock() - start
+    return seconds | dict(all=sum(seconds.values()))
+
+
+def rows_of(results):
+    "Rows of the table: wall and processor time of both sides by phase, then the ratios."
+    columns = (*PHASES, 'all')
+    for i, kind in enumerate(('wall time [s]', 'processor time [s]')):
+        for name, runs in results.items(): yield [name, kind, *(spread([float(r[c][i]) for r in runs]) for c in columns)]
+    for i, kind in enumerate(('wall time', 'processor time')):
+        yield ['ratio', kind, *(spread([float(f[c][i] / r[c][i]) for f, r in zip(*results.values())]) for c in columns)]
+
+
+def main():
+    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    args.add_argument('--env', default='CartPole-v1')
+    args.add_argument('--steps', type=int, default=200_000)
+    args.add_argument('--repeats', type=int, default=5)
+    args = args.parse_args()
+    torch.set_num_threads(1)
+    print(header())
+    sides = {'floor': ByHand, 'rollpipe': Rollpipe}
+    for side in sides.values(): train(side, args.env, 0, 3 * N_ENVS * N_STEPS)
+    results = {name: [] for name in sides}
+    for seed in range(args.repeats):
+        for name, side in sides.items():
+            gc.collect()
+            results[name].append(train(side, args.env, seed, args.steps))
+    print(f"{args.env}, {args.steps} steps, {N_ENVS} environments x {N_STEPS} steps; median (range) of {args.repeats} repeats.\n")
+    print(table(['', '', *PHASES, 'all'], rows_of(results)))
+
+
+if __name__ == '__main__': main()

@@ -1,0 +1,489 @@
+"""Whatever happens in a worker, or to it, or to its parent: it is told at once and in full, and nothing is left behind.
+
+`conftest.py` checks after each test that no process and no segment is left; the bounds are those of the issue, times `slack()` since
+the machine may be busy.
+"""
+import faulthandler
+import gc
+import logging
+import os
+import re
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from crews import descriptors, gone, harmful, runs, script, slack
+from reference import snapshot
+from toys import Counting, Lively, Plain, Shaky
+
+from rollpipe.pipes import (ActorError, DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Pipe,
+                            ProcessReading, WorkerError)
+from rollpipe.pipes.shared import Shared
+from rollpipe.pipes.taps import EpisodeStats
+from rollpipe.pipes.torchdata import DataLoader2
+
+
+def outcome(pipe, n=6, **options):
+    "What `n` items of `pipe` in worker processes raise, with the exception's text and that of its cause."
+    loader = DataLoader2(pipe, reading_service=ProcessReading(**options))
+    try:
+        for _ in islice(loader, n): pass
+        loader.shutdown()
+        return None, "", ""
+    except Exception as e: return e, str(e), str(e.__cause__)
+    finally: loader.shutdown()
+
+
+# --- exceptions
+
+STEPPER = r"EnvStepper, lane (?P<lane>\d), environment 0 .*: "
+RAISED = {  # (harm, call, at) -> type, what the message says, what the traceback says
+    ("raise", "factory", 1): (EnvError, r"EnvStepper, lane (?P<lane>\d), environment 0 .*ZeroDivisionError: an accident", "in __init__"),
+    ("raise", "reset", 1): (EnvError, STEPPER + r"reset\(\) raised ZeroDivisionError: an accident", "in reset"),
+    ("raise", "step", 1): (EnvError, STEPPER + r"step\(\) raised ZeroDivisionError: an accident", "in step"),
+    ("raise", "step", 7): (EnvError, STEPPER + r"step\(\) raised ZeroDivisionError: an accident", "in step"),
+    ("raise", "actor", 1): (ActorError, r"EnvStepper, lane (?P<lane>\d): HarmfulActor.step raised ZeroDivisionError: an acc", "in forward"),
+    ("raise", "actor", 7): (ActorError, r"EnvStepper, lane (?P<lane>\d): HarmfulActor.step raised ZeroDivisionError: an acc", "in forward"),
+    ("raise", "pipe", 1): (ZeroDivisionError, "an accident", "in stream"),
+    ("raise", "pipe", 3): (ZeroDivisionError, "an accident", "in stream"),
+    ("raise", "pipe", "close"): (ZeroDivisionError, "an accident", "in stream"),
+    ("unpicklable", "pipe", 2): (DataError, r"lane (?P<lane>\d), leaf Fragment.env\['a generator'\]: .*cannot pickle 'generator' object.*"
+                                            r"got generator", "in write"),
+}
+
+
+def check_raised(found, case, worker):
+    error, text, cause = found
+    kind, pattern, place = RAISED[case]
+    pipe = "HarmfulPipe" if case[1] == "pipe" and case[0] == "raise" else "EnvStepper" if case[0] == "raise" else ""
+    assert type(error) is kind, (case, error)
+    told = re.search(pattern, text, re.I)
+    assert told, (case, text)
+    assert re.search(rf"in worker {worker}, lane {worker}" + (f", {pipe}:" if pipe else ""), cause), (case, cause)
+    if "lane" in told.groupdict(): assert int(told["lane"]) == worker
+    assert "Traceback (most recent call last)" in cause and place in cause, (case, cause)
+    if case[0] == "raise": assert "in do\n" in cause and "ZeroDivisionError: an accident" in cause
+
+
+@pytest.mark.parametrize("case", RAISED, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize("lag", [0, None])
+def test_exceptions_arrive_with_their_traceback(case, lag): check_raised(outcome(harmful(*case), num_workers=2, lag=lag), case, 1)
+
+
+def test_exceptions_in_spawned_workers():
+    "The same, of one worker each, two at a time."
+    run = lambda case: outcome(harmful(*case, lanes=1, worker="worker 0"), num_workers=1, start_method="spawn")
+    with ThreadPoolExecutor(2) as pool:
+        for case, found in zip(RAISED, pool.map(run, RAISED)): check_raised(found, case, 0)
+
+
+def test_an_exception_that_cannot_be_pickled_or_read_again():
+    class Own(Exception):
+        def __init__(self, a, b): super().__init__(f"{a} and {b}")
+    def fails(): raise Own(1, 2)
+    for method in ("fork", "spawn"):
+        error, text, cause = outcome(Lanes(Calls(FragmentCollector(EnvStepper(Counting, Plain()), 2), fails), 1), num_workers=1,
+                                     start_method=method)
+        assert type(error) is WorkerError and "Own: 1 and 2" in text and "worker 0, lane 0, Calls" in cause and "in fails" in cause
+
+
+class Calls(Pipe):
+    "Calls a function of the user before each item."
+    def __init__(self, pipe, function):
+        super().__init__(pipe)
+        self.function = function
+
+    def stream(self, items):
+        for item in items:
+            self.function()
+            yield item
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_an_environment_that_fails_to_close(method, caplog):
+    "As in this process it is a warning, which arrives here; nothing else is in its way."
+    pipe = harmful("raise", "close", lanes=1, worker="worker 0")
+    loader = DataLoader2(pipe, reading_service=ProcessReading(1, start_method=method))
+    next(iter(loader))
+    with caplog.at_level(logging.WARNING, "rollpipe"): loader.shutdown()
+    assert [r.getMessage() for r in caplog.records] == ["worker 0, lane 0: closing environment 0 raised ZeroDivisionError: an accident"]
+
+
+def test_an_exception_in_the_learners_loop_ends_the_workers_at_once():
+    with pytest.raises(KeyError) as kept:
+        with DataLoader2(harmful("hang", "step", 9), reading_service=ProcessReading(2, lag=1, grace=1)) as loader:
+            for _ in loader:
+                pids = [w["pid"] for w in loader.reading_service.health()]
+                raise KeyError("a learner's")
+    assert kept.tb and not any(map(runs, pids))
+
+
+def test_after_a_fault_the_loader_is_shut_down_and_the_pipe_can_be_used_again():
+    pipe = harmful("raise", "step", 7)
+    with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
+        with pytest.raises(EnvError):
+            for _ in loader: pass
+        with pytest.raises(RuntimeError): next(iter(loader))
+    assert len(list(islice(pipe, 6))) == 6                       # here is no worker 1
+
+
+# --- death
+
+DEATHS = {"SIGKILL": "killed by SIGKILL", "SIGSEGV": "killed by SIGSEGV", "SIGABRT": "killed by SIGABRT", "exit": "ended with exit code 3"}
+
+
+def check_death(found, harm, worker, lanes, busy):
+    error, text, _ = found
+    assert type(error) is WorkerError, error
+    assert re.search(rf"lane {lanes}: worker {worker} \(pid \d+\).* {DEATHS[harm]} while it collected lane {busy}", text), text
+
+
+@pytest.mark.parametrize("harm", DEATHS)
+@pytest.mark.parametrize("call, at", [("factory", 1), ("step", 6), ("pipe", 2)])
+@pytest.mark.filterwarnings("ignore")
+def test_a_death_is_told_within_a_second(harm, call, at, tmp_path, monkeypatch):
+    "While the parent waits; with worker, signal, all its lanes, and the one that it was busy with."
+    monkeypatch.setenv("HARM", str(tmp_path/"time"))
+    with quiet(): found = outcome(harmful(harm, call, at, lanes=4), num_workers=2)
+    took = time.monotonic() - float((tmp_path/"time").read_text())
+    check_death(found, harm, 1, "1, 3", "[13]")
+    assert took < 1 * slack(), took
+
+
+class quiet:
+    "Without faulthandler's report of a crash that is meant."
+    def __enter__(self):
+        self.was = faulthandler.is_enabled()
+        faulthandler.disable()
+    def __exit__(self, *_):
+        if self.was: faulthandler.enable()
+
+
+def test_deaths_in_spawned_workers():
+    run = lambda harm: outcome(harmful(harm, "step", 6, lanes=1, worker="worker 0"), num_workers=1, start_method="spawn")
+    with ThreadPoolExecutor(2) as pool:
+        for harm, found in zip(DEATHS, pool.map(run, DEATHS)): check_death(found, harm, 0, "0", "0")
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize("lag", [0, 1, None])
+def test_a_death_while_the_parent_does_something_else(sign, lag):
+    "It is told at the next item that is missing, within a second; and the loader closes without waiting for the dead."
+    with quiet(), DataLoader2(harmful("raise", "step", 10 ** 9), reading_service=ProcessReading(2, lag=lag)) as loader:
+        items = iter(loader)
+        next(items)
+        pid = loader.reading_service.health()[1]["pid"]
+        os.kill(pid, sign)
+        assert gone([pid], 5) == []
+        start = time.monotonic()
+        with pytest.raises(WorkerError, match=f"lane 1: worker 1 .*killed by {sign.name}"):
+            for _ in items: pass
+        assert time.monotonic() - start < 1 * slack()
+        assert not any(runs(w["pid"]) for w in loader.reading_service.health())
+
+
+def test_a_death_between_iterations_or_at_the_end_does_no_harm():
+    loader = DataLoader2(harmful("raise", "step", 10 ** 9), reading_service=ProcessReading(2))
+    next(iter(loader))
+    for state in loader.reading_service.health(): os.kill(state["pid"], signal.SIGKILL)
+    start = time.monotonic()
+    loader.shutdown()
+    assert time.monotonic() - start < 1 * slack()
+
+
+def test_a_death_while_paused():
+    with DataLoader2(harmful("raise", "step", 10 ** 9), reading_service=ProcessReading(2, lag=None)) as loader:
+        items = iter(loader)
+        items.limit(2)
+        assert len(list(items)) == 2
+        os.kill(loader.reading_service.health()[0]["pid"], signal.SIGKILL)
+        items.resume()
+        with pytest.raises(WorkerError, match="worker 0 .*SIGKILL"):
+            for _ in range(20):
+                for _ in items: pass
+                items.resume()
+
+
+def test_a_worker_killed_while_it_writes_a_long_message_or_a_slot():
+    "At any moment: with fragments that consist of much, workers are killed at random times."
+    rng = np.random.default_rng(0)
+    class Wordy(Plain):
+        def complete(self, act, info): return info | {f"name {k}": act.clone() for k in range(200)}
+    pipe = Lanes(FragmentCollector(EnvStepper(Counting, Wordy()), 3), 2, 0)
+    for _ in range(6):
+        with DataLoader2(pipe, reading_service=ProcessReading(2, lag=None)) as loader:
+            items = iter(loader)
+            next(items)
+            time.sleep(rng.uniform(0, 0.02))
+            os.kill(loader.reading_service.health()[1]["pid"], signal.SIGKILL)
+            with pytest.raises(WorkerError, match="worker 1 .*SIGKILL"):
+                for _ in items: pass
+
+
+def test_a_worker_with_processes_of_its_own_is_killed():
+    "Its environments' processes have inherited what it held; the parent learns of the death all the same, and they end."
+    pipe = Lanes(FragmentCollector(EnvStepper("CartPole-v1", Cart(), 2, vector="async"), 3), 1, 0)
+    with DataLoader2(pipe, reading_service=ProcessReading(1)) as loader:
+        items = iter(loader)
+        next(items)
+        pid = loader.reading_service.health()[0]["pid"]
+        with open(f"/proc/{pid}/task/{pid}/children") as f: children = [int(p) for p in f.read().split()]
+        assert len(children) == 2
+        os.kill(pid, signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(WorkerError, match="worker 0 .*SIGKILL"): next(items)
+        assert time.monotonic() - start < 1 * slack()
+    assert gone(children, 5) == []
+
+
+class Cart(Plain):
+    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual): return (obs[..., 2] > 0).long(), (), {}
+
+
+# --- silence
+
+def test_a_worker_that_hangs_is_reported(caplog, tmp_path):
+    "Which one, since when, in which call; again after twice the time; the run goes on when it comes back."
+    gate = tmp_path/"gate"
+    class Waits(Counting):
+        def step(self, action):
+            if self.count == 2 and not gate.exists(): self.wait_for_the_robot()
+            return super().step(action)
+        def wait_for_the_robot(self):
+            while not gate.exists(): time.sleep(1)
+    class Opens(logging.Handler):
+        def emit(self, record):
+            if len(caplog.records) >= 2: gate.touch()
+    opens = Opens()
+    logging.getLogger("rollpipe").addHandler(opens)
+    try:
+        with caplog.at_level(logging.WARNING, "rollpipe"):
+            pipe = Lanes(FragmentCollector(EnvStepper(lambda: Waits(), Plain()), 5), 1, 0)
+            with DataLoader2(pipe, reading_service=ProcessReading(1, silence=0.3)) as loader: assert len(list(islice(loader, 2))) == 2
+    finally: logging.getLogger("rollpipe").removeHandler(opens)
+    first, second = (r.getMessage() for r in caplog.records[:2])
+    for text in (first, second):
+        assert re.search(r"lane 0: worker 0 \(pid \d+\) has been silent for \d+ s; it is here:", text)
+        assert 'in wait_for_the_robot\n' in text and "in collect" in text
+    assert all(r.levelname == "WARNING" for r in caplog.records)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_worker_that_hangs_stops_the_run_if_asked(method):
+    "In C, deaf to everything; it is killed."
+    pipe = harmful("hang", "step", 6, lanes=1, worker="worker 0")
+    with pytest.raises(WorkerError, match=r"(?s)lane 0: worker 0 .*silent for \d+ s; it is here:.*in do\n.*in step"):
+        with DataLoader2(pipe, reading_service=ProcessReading(1, on_silence="raise", start_method=method, grace=0.5)) as loader:
+            items = iter(loader)
+            next(items)
+            start, loader.reading_service.silence = time.monotonic(), 0.5
+            loader.reading_service.seams[0].crew.workers[0].patience = 0.5
+            for _ in items: pass
+    assert time.monotonic() - start < 4 * slack()
+
+
+def test_a_worker_that_is_slow_to_start_is_left_alone(caplog):
+    "The question where it is would kill it before it can understand."
+    with caplog.at_level(logging.WARNING, "rollpipe"):
+        pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain()), 2), 1, 0)
+        with DataLoader2(pipe, reading_service=ProcessReading(1, silence=0.1, start_method="spawn")) as loader: assert next(iter(loader))
+    assert re.search(r"worker 0 .* has been silent for 0 s; it is here:\n\(it is still being started\)", caplog.records[0].getMessage())
+
+
+def test_a_worker_that_is_stopped_is_reported_and_ended():
+    "By SIGSTOP: it cannot even say where it is."
+    with pytest.raises(WorkerError, match=r"(?s)worker 0 .*silent .*here:\n\(no answer\)"):
+        with DataLoader2(harmful("raise", "step", 10 ** 9), reading_service=ProcessReading(1, silence=0.3, on_silence="raise",
+                                                                                           grace=0.3)) as loader:
+            items = iter(loader)
+            next(items)
+            os.kill(loader.reading_service.health()[0]["pid"], signal.SIGSTOP)
+            for _ in items: pass
+
+
+def test_a_worker_that_does_not_leave_is_killed():
+    "One that ignores every request to end, after the grace."
+    class Deaf(Counting):
+        def step(self, action):
+            if self.episode: block()
+            return super().step(action)
+    with DataLoader2(Lanes(FragmentCollector(EnvStepper(lambda: Deaf([(2, "term")]), Plain()), 2), 1, 0),
+                     reading_service=ProcessReading(1, lag=1, grace=0.3)) as loader:
+        next(iter(loader))
+        pid = loader.reading_service.health()[0]["pid"]
+    assert not runs(pid)
+
+
+def block():
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    while True: time.sleep(60)
+
+
+# --- the parent
+
+LIVES = """
+import os, signal, sys, time
+from itertools import islice
+from crews import harmful
+from rollpipe.pipes import ProcessReading
+from rollpipe.pipes.torchdata import DataLoader2
+if __name__ == '__main__':
+    method, doing = sys.argv[1:]
+    harm = ('hang', 'step', 30) if doing == 'waits' else ('raise', 'step', 10 ** 9)
+    try:
+        with DataLoader2(harmful(*harm), reading_service=ProcessReading(2, lag=1, start_method=method, grace=0.5)) as loader:
+            for k, _ in enumerate(loader):
+                if k == 4: print(*[state['pid'] for state in loader.reading_service.health()], flush=True)
+                if k > 4 and doing == 'computes': time.sleep(100)
+                if k > 4 and doing == 'runs': time.sleep(0.01)
+    except KeyboardInterrupt:
+        print('interrupted', flush=True)
+        sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("method, doing", [("fork", "waits"), ("fork", "computes"), ("spawn", "runs"), ("forkserver", "waits")])
+def test_the_parent_is_killed(method, doing, tmp_path):
+    "Workers end within two seconds, idle ones, busy ones, and those that hang in C."
+    parent = script(tmp_path, LIVES, method, doing)
+    try: pids = [int(pid) for pid in parent.stdout.readline().split()]
+    finally: os.kill(parent.pid, signal.SIGKILL)
+    assert len(pids) == 2, parent.communicate()
+    assert gone(pids, 2 * slack()) == []
+    parent.communicate()
+
+
+@pytest.mark.parametrize("doing", ["waits", "runs"])
+def test_ctrl_c(doing, tmp_path):
+    "SIGINT to the whole group, as a terminal sends it: the parent's own business; no worker complains, none is left."
+    parent = script(tmp_path, LIVES, "fork", doing)
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    time.sleep(0.3)
+    os.killpg(parent.pid, signal.SIGINT)
+    out, err = parent.communicate(timeout=60)
+    assert (parent.returncode, out) == (7, "interrupted\n"), err
+    assert err == "" and len(pids) == 2 and gone(pids, 2 * slack()) == []
+
+
+def test_ctrl_c_in_this_process():
+    with pytest.raises(KeyboardInterrupt):
+        with DataLoader2(harmful("hang", "step", 9), reading_service=ProcessReading(2, lag=1, grace=0.5)) as loader:
+            signal.setitimer(signal.ITIMER_REAL, 1)
+            before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+            try:
+                for _ in loader: pass
+            finally: signal.signal(signal.SIGALRM, before)
+
+
+# --- memory
+
+def test_too_much_to_share():
+    "A clear error before the system ends a process for want of memory; in the parent and in a worker."
+    with pytest.raises(DataError, match=r"not enough memory to share between processes.*more bytes.*available"): Shared(2 ** 55)
+    class Huge(Plain):
+        def complete(self, act, info): return info | {"huge": torch.zeros(1, dtype=torch.uint8).expand(*act.shape, 2 ** 45)}
+    error, text, cause = outcome(Lanes(FragmentCollector(EnvStepper(Counting, Huge()), 2), 2, 0), num_workers=2)
+    assert type(error) is DataError and re.search(r"lane 0: not enough memory to share.*expected [\d,]+ more bytes", text, re.I), text
+    assert "worker 0, lane 0" in cause
+
+
+def test_a_limit_of_the_size_of_files(tmp_path):
+    process = script(tmp_path, """
+import resource
+from crews import *
+from rollpipe.pipes import ProcessReading
+pipe = Lanes(FragmentCollector(EnvStepper(lambda: Images(), Dim(), 8), 2000), 2, 0)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2 ** 20, 2 ** 20))
+try:
+    with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader: next(iter(loader))
+except Exception as e: print(type(e).__name__, e)
+""")
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0 and out.startswith("DataError lane 0: not enough memory to share between processes."), (out, err)
+    assert "File too large" in out
+
+
+# --- restart
+
+def test_restart(caplog):
+    "Two deaths are survived, the third is raised. What was lost starts anew; the other lane goes on as if nothing had been."
+    pipe = Lanes(FragmentCollector(EnvStepper(Lively, Shaky()), 4), 3, 0)
+    other = [snapshot(f) for f in islice(pipe, 30) if f.lane[0] == 1]
+    lost, told = [], {0: [], 1: [], 2: []}
+    with caplog.at_level(logging.WARNING, "rollpipe"), DataLoader2(pipe, reading_service=ProcessReading(2, restart=2)) as loader:
+        items = iter(loader)
+        for k in range(24):
+            f = next(items)
+            told[int(f.lane[0])].append(f)
+            if k in (8, 14):
+                state = loader.reading_service.health()[0]
+                assert state["lanes"] == [0, 2] and state["restarted"] == len(lost)
+                lost.append(state["pid"])
+                os.kill(state["pid"], signal.SIGKILL)
+                assert gone([state["pid"]], 5) == []
+        assert [w["restarted"] for w in loader.reading_service.health()] == [2, 2]
+        os.kill(loader.reading_service.health()[1]["pid"], signal.SIGKILL)
+        with pytest.raises(WorkerError, match="lane 1: worker 1 .*SIGKILL"):
+            for _ in items: pass
+    assert [f.seq.tolist() for f in told[1]] == [[k] for k in range(8)]
+    for f, g in zip(told[1], other): assert np.array_equal(f.state.obs, g.state.obs)
+    for lane in (0, 2):
+        assert [int(f.seq[0]) for f in told[lane]] == [0, 1, 2, 0, 1, 0, 1, 2]
+        starts = {tuple(f.state.obs[0, 0].tolist()) for f in told[lane] if f.seq[0] == 0}
+        assert len(starts) == 3                                  # other random numbers
+    text = [r.getMessage() for r in caplog.records]
+    assert len(text) == 2 and all(re.search(rf"worker 0 \(pid {pid}\).*SIGKILL.*Its lanes start anew \(restart {k} of 2\)", line)
+                                  for k, (pid, line) in enumerate(zip(lost, text), 1)), text
+
+
+def test_restart_of_one_that_dies_at_once():
+    "Again and again, at the same call: as often as allowed, then the error."
+    with quiet(): error, text, _ = outcome(harmful("SIGKILL", "factory"), num_workers=2, restart=3)
+    assert type(error) is WorkerError and "worker 1" in text and "while it collected lane 1" in text
+
+
+def test_an_exception_is_no_death():
+    "It would come again; it is raised whatever `restart` says."
+    error, *_ = outcome(harmful("raise", "step", 7), num_workers=2, restart=3)
+    assert type(error) is EnvError
+
+
+@pytest.mark.parametrize("lag", [0, 1, None])
+def test_episodes_do_not_mix_after_a_restart(lag):
+    "Returns of episodes come from whole episodes: of 5 steps at a reward of 1 each."
+    ends = []
+    pipe = EpisodeStats(FragmentStacker(harmful("raise", "step", 10 ** 9, lanes=2, n_steps=3), 2), ends.append)
+    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=lag, restart=3)) as loader:
+        for k, _ in enumerate(islice(loader, 40)):
+            if k in (5, 11, 17): os.kill(loader.reading_service.health()[k % 2]["pid"], signal.SIGKILL)
+    assert len(ends) > 30 and {(e.ret, e.length) for e in ends} == {(5., 5)}
+
+
+# --- nothing is left
+
+def test_nothing_is_left_open():
+    "Descriptors, after loaders that ended well, were broken off, failed or lost a worker."
+    def all_ends():
+        for case in (("raise", "step", 10 ** 9), ("raise", "step", 7), ("SIGKILL", "step", 7), ("unpicklable", "pipe", 2)):
+            outcome(harmful(*case), num_workers=2)
+        with DataLoader2(harmful("raise", "pipe", 10 ** 9), reading_service=ProcessReading(2, lag=None)) as loader: next(iter(loader))
+        outcome(harmful("SIGKILL", "step", 7), num_workers=2, restart=2)
+        with pytest.raises(WorkerError, match="cannot be sent"): outcome_of_start()
+        gc.collect()
+    all_ends()
+    before = descriptors()
+    all_ends()
+    all_ends()
+    assert descriptors() <= before
+
+
+def outcome_of_start():
+    "A worker that cannot be started."
+    actor = Shaky()
+    actor.stream = (x for x in ())
+    pipe = Lanes(FragmentCollector(EnvStepper(Lively, actor), 4), 2, 0)
+    next(iter(DataLoader2(pipe, reading_service=ProcessReading(2, start_method="spawn"))))

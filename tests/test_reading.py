@@ -1,0 +1,623 @@
+"`ProcessReading`: the stream does not depend on who collects it; lag, order and memory as promised; a loader's whole life."
+import copy
+import gc
+import os
+import threading
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from crews import SPACES, WORLDS, change, script, stream
+from gymnasium.spaces import Box
+from reference import assert_same, snapshot
+from toys import Counting, Learning, Ledger, Lively, Plain, Shaky
+
+from rollpipe.agents.trpo import TRPO
+from rollpipe.layers import Critic, GaussianPolicy
+from rollpipe.pipes import (DataError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, PipeError, ProcessReading,
+                            WorkerError, bump_version, on_policy, rollouts)
+from rollpipe.pipes.graph import nodes
+from rollpipe.pipes.torchdata import DataLoader2, InProcessReadingService, ReadingServiceInterface
+
+METHODS = "fork", "spawn", "forkserver"
+KNOWN = {}
+
+
+def serial(world, n=4):
+    "The stream without a reading service, made once."
+    if (world, n) not in KNOWN: KNOWN[world, n] = stream(world, None, n)
+    return KNOWN[world, n]
+
+
+# --- whoever collects, it is the same stream
+
+def learned(service, n=20):
+    "The batches of `n` TRPO updates, then the weights of actor and critic."
+    actor, critic = GaussianPolicy.for_env(SPACES, hidden=(8,), seed=0), Critic.for_env(SPACES, hidden=(8,), seed=0)
+    agent, found = TRPO(actor, critic, cg_iters=3, critic_epochs=1, seed=0), []
+    with DataLoader2(on_policy(Lively, actor, critic, n_envs=2, n_steps=8, lanes=3, seed=5), reading_service=service) as loader:
+        for batch in islice(loader, n):
+            found.append(snapshot(batch))
+            assert agent.update(batch)["lag"] == 0
+    return found, [snapshot(dict(m.state_dict())) for m in (actor, critic)]
+
+
+def test_batches_and_weights_after_20_updates_are_bit_identical():
+    "Without a reading service, with torchdata's, and with 1, 2 and 3 workers; more workers than lanes are not started."
+    expected = learned(None)
+    for service in (InProcessReadingService(), *map(ProcessReading, (0, 1, 2, 3, 5))): assert_same(learned(service), expected)
+    assert [b.version.tolist() for b in expected[0]] == [[k] * 6 for k in range(20)]
+
+
+@pytest.mark.parametrize("method, workers", [("spawn", 1), ("spawn", 2), ("spawn", 3), ("forkserver", 2)])
+def test_the_start_method_makes_no_difference(method, workers):
+    if "learned" not in KNOWN: KNOWN["learned"] = learned(None)
+    assert_same(learned(ProcessReading(workers, start_method=method)), KNOWN["learned"])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_stream_is_that_of_the_serial_twin(world):
+    for workers in (1, 2, 3): assert_same(stream(world, ProcessReading(workers)), serial(world))
+
+
+def test_worlds_in_spawned_workers():
+    "Several kinds of actors, environments and pipes in one graph's life."
+    for world in ("recurrent", "nested"): assert_same(stream(world, ProcessReading(2, start_method="spawn")), serial(world))
+
+
+@pytest.mark.parametrize("world", ["finite", "unequal"])
+@pytest.mark.parametrize("order", ["canonical", "ready"])
+@pytest.mark.parametrize("lag", [0, 1, None])
+def test_lanes_that_end(world, order, lag):
+    "All that they have arrives, once, whatever was asked for in advance."
+    found = stream(world, ProcessReading(2, lag=lag, order=order), n=100)
+    told = [(int(f.lane[0]), int(f.seq[0])) for f in found]
+    expected = [(int(f.lane[0]), int(f.seq[0])) for f in serial(world, 100)]
+    assert len(expected) == {"finite": 6, "unequal": 9}[world]
+    if order == "canonical": assert told == expected
+    assert sorted(told) == sorted(expected)
+    for lane in range(3): assert [s for k, s in told if k == lane] == sorted(s for k, s in told if k == lane)
+
+
+def test_the_parents_threads_make_no_difference():
+    "Torch's threads in the parent change neither what workers collect, nor do forked workers hang on them."
+    first = GaussianPolicy.for_env(SPACES, hidden=(256, 256), seed=0)
+    def wide(lanes):
+        actor = copy.deepcopy(first)
+        return rollouts(Lively, actor, n_envs=64, n_steps=3, lanes=lanes, seed=3), actor
+    expected = stream(wide, None, 2)
+    torch.set_num_threads(3)
+    try:
+        torch.randn(400, 400) @ torch.randn(400, 400)          # the threads are there
+        assert_same(stream(wide, ProcessReading(2), 2), expected)
+        assert_same(stream(wide, None, 2), expected)
+        assert torch.get_num_threads() == 3
+    finally: torch.set_num_threads(1)
+
+
+def test_a_worker_may_have_several_threads():
+    def threads(lanes):
+        actor = Plain()
+        actor.complete = lambda act, info: info | {"threads": torch.full(act.shape, torch.get_num_threads())}
+        return Lanes(FragmentCollector(EnvStepper(Counting, actor), 2), lanes), actor
+    assert [int(f.actor["threads"][0, 0]) for f in stream(threads, ProcessReading(1, worker_threads=2), 1)] == [2]
+    with pytest.raises(WorkerError, match="forked worker could hang.*spawn.*2 threads"):
+        ProcessReading(1, start_method="fork", worker_threads=2)
+
+
+# --- lag
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_a_lag_is_exactly_that(lag):
+    "Batch k was collected by the weights of k - lag updates; the stream depends on the lag alone."
+    expected = stream("gaussian", ProcessReading(1, lag=lag), 6)
+    assert [b.version.tolist() for b in expected] == [[max(0, k - lag)] * 6 for k in range(6)]
+    for workers in (2, 3): assert_same(stream("gaussian", ProcessReading(workers, lag=lag), 6), expected)
+    assert_same(expected[0], serial("gaussian")[0])
+    assert (expected[1].state.act != serial("gaussian")[1].state.act).any()
+
+
+def test_the_weights_are_those_of_the_version():
+    "What is reported is the parameter itself."
+    for lag in (0, 1, 2, None):
+        actor = Learning(0.)
+        pipe = FragmentStacker(Lanes(FragmentCollector(EnvStepper(Counting, actor, 2), 3), 2, 0), 2)
+        with DataLoader2(pipe, reading_service=ProcessReading(2, lag=lag)) as loader:
+            for f in islice(loader, 8):
+                assert (f.actor["weight"][:-1] == f.version.repeat_interleave(1)).all()
+                with torch.no_grad(): actor.weight += 1
+                bump_version(actor)
+
+
+def test_lag_none_is_bounded_and_reported():
+    "Never more versions behind than there are buffers; the learner's metrics tell it."
+    actor, critic = GaussianPolicy.for_env(SPACES, hidden=(8,), seed=0), Critic.for_env(SPACES, hidden=(8,), seed=0)
+    agent, told = TRPO(actor, critic, seed=0), []
+    pipe = on_policy(Lively, actor, critic, n_envs=2, n_steps=8, lanes=2, seed=5)
+    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=None, n_buffers=5)) as loader:
+        for k, batch in enumerate(islice(loader, 8)):
+            assert 0 <= k - int(batch.version.min()) <= 5
+            metrics = agent.update(batch)
+            assert metrics["lag"] == k - int(batch.version.min())
+            told.append(metrics["lag"])
+            seam, = loader.reading_service.seams
+            loader.reading_service._pause()                    # the workers have done all they were asked for
+            assert len(seam.crew.requests) <= 4 and len(seam.crew.slots) == 5
+    assert max(told) > 0                                       # while the learner waits, workers collect in advance
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 5])
+def test_no_fragment_is_stale_whatever_is_joined(n):
+    "With lag 0 all columns of a batch of `n` fragments of 3 lanes have the newest version, under both orders; serially, they have too."
+    def make(lanes):
+        actor = Learning(0.)
+        return FragmentStacker(Lanes(FragmentCollector(EnvStepper(Counting, actor, 2), 3), lanes, 0), n), actor
+    expected = stream(make, None, 5)
+    for workers in (1, 2): assert_same(stream(make, ProcessReading(workers), 5), expected)
+    for k, batch in enumerate(stream(make, ProcessReading(2, order="ready"), 5)): assert batch.version.tolist() == [k] * 2 * n
+    for k, batch in enumerate(stream(make, ProcessReading(2, lag=1), 5)): assert batch.version.tolist() == [max(0, k - 1)] * 2 * n
+
+
+def test_minibatches_come_from_the_same_fragments():
+    def make(lanes):
+        actor = Shaky()
+        return rollouts(Lively, actor, n_envs=2, n_steps=5, lanes=2, seed=0).minibatch(size=6, epochs=2, seed=1), actor
+    try: expected = stream(make, None, 9)
+    except AttributeError: pytest.skip("no fluent form of Minibatcher")
+    assert_same(stream(make, ProcessReading(2), 9), expected)
+
+
+@pytest.mark.parametrize("lag", [0, 1, None])
+def test_ready_order_gives_every_fragment_of_a_lane_once_and_in_its_order(lag):
+    pipe = rollouts(Counting, Plain(), n_steps=4, n_envs=1, lanes=5, seed=0)
+    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=lag, order="ready")) as loader:
+        told = [(int(k), int(s)) for f in islice(loader, 12) for k, s in zip(f.lane, f.seq)]
+    assert len(told) == len(set(told)) == 60
+    for lane in range(5):
+        seqs = [s for k, s in told if k == lane]
+        assert seqs == list(range(len(seqs))) and (lag != 0 or len(seqs) == 12)
+
+
+def test_ready_order_does_not_wait_for_a_slow_lane(tmp_path):
+    "Lane 1 waits for a file that is written when lane 0 has given three fragments."
+    gate = tmp_path/"gate"
+    class Waits(Counting):
+        def step(self, action):
+            from multiprocessing import current_process
+            from time import sleep
+            while current_process().name == "worker 1" and not gate.exists(): sleep(0.01)
+            return super().step(action)
+    pipe = Lanes(FragmentCollector(EnvStepper(lambda: Waits(), Plain()), 2), 2, 0)
+    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=None, order="ready", n_buffers=8)) as loader:
+        items = iter(loader)
+        assert [int(next(items).lane[0]) for _ in range(3)] == [0] * 3
+        gate.touch()
+        assert 1 in [int(next(items).lane[0]) for _ in range(20)]
+
+
+# --- memory
+
+def test_n_buffers():
+    pipe = rollouts(Counting, Plain(), n_steps=4, n_envs=1, lanes=3, seed=0)
+    for options in (dict(n_buffers=3), dict(n_buffers=6, lag=1), dict(n_buffers=4, lag=None)):
+        with DataLoader2(pipe, reading_service=ProcessReading(2, **options)) as loader:
+            kept = list(islice(loader, 6))
+            seam, = loader.reading_service.seams
+            assert len(seam.crew.slots) == options["n_buffers"]
+        if options.get("lag", 0) is not None: assert_same([snapshot(b) for b in kept], list(map(snapshot, islice(pipe, 6))))
+    for options in (dict(n_buffers=2), dict(n_buffers=5, lag=1)):
+        with pytest.raises(DataError, match=f"ProcessReading: too few buffers.*n_buffers >= .*got n_buffers={options['n_buffers']}".replace(
+                "got", "[gG]ot")):
+            next(iter(DataLoader2(pipe, reading_service=ProcessReading(2, **options))))
+
+
+def test_what_is_kept_stays_as_it_was():
+    "Observations large enough to be lent, kept by the consumer, some of them views; the smallest pool."
+    class Large(Counting):
+        observation_space = Box(-np.inf, np.inf, (5000,))
+        def look(self): return np.repeat(super().look(), 1250)
+    pipe = Lanes(FragmentCollector(EnvStepper(lambda: Large(), Plain()), 5), 2, 0)
+    expected = [snapshot(f) for f in islice(pipe, 24)]
+    kept, views = [], []
+    def check():
+        for k, f in kept: assert_same(snapshot(f._replace(state=f.state._replace(rew=None))), expected[k]._replace(
+            state=expected[k].state._replace(rew=None)))
+        for k, f in views: assert np.array_equal(f.numpy(), expected[k].state.obs[1:4, 0].T)
+    with DataLoader2(pipe, reading_service=ProcessReading(2, n_buffers=2)) as loader:
+        for k, f in enumerate(islice(loader, 24)):
+            assert f.state.obs.nbytes > 2 ** 16
+            if k % 3: kept.append((k, f))
+            elif k < 20: views.append((k, f.state.obs[1:4, 0].T))
+            if k % 4 == 0: f.state.rew[:] = -1                  # it is the consumer's
+        check()
+    check()                                                     # also afterwards
+    del loader
+    gc.collect()
+    check()
+
+
+# --- graphs
+
+def test_without_lanes():
+    "One worker is the serial twin; several are as many lanes."
+    make = lambda seed: (lambda lanes: (FragmentCollector(EnvStepper(Lively, Shaky(), 2, seed=seed), 4), Shaky()))
+    assert_same(stream(make(7), ProcessReading(1)), stream(make(7), None))
+    two = stream(make(7), ProcessReading(2))
+    assert [f.lane.tolist() for f in two] == [[0, 0], [1, 1]] * 2
+    assert_same(two, stream(lambda lanes: (Lanes(make(7)(0)[0], 2), Shaky()), None))
+
+
+def test_pipes_below_the_fragments_stay_here():
+    pipe = FragmentCollector(EnvStepper(Counting, Plain()), 2).map(where)
+    with DataLoader2(pipe, reading_service=ProcessReading(1)) as loader: assert list(islice(loader, 3)) == [os.getpid()] * 3
+
+
+def where(item): return os.getpid()
+
+
+def test_two_seams_in_one_graph():
+    "Each has its workers."
+    left, right = (Lanes(FragmentCollector(EnvStepper(Counting, Plain()), k), 2, 0) for k in (2, 3))
+    pipe = left.zip(right)
+    expected = [snapshot(x) for x in islice(pipe, 4)]
+    with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
+        assert_same([snapshot(x) for x in islice(loader, 4)], expected)
+        assert len(loader.reading_service.health()) == 4
+
+
+def test_nothing_to_run_in_workers():
+    with pytest.raises(GraphError, match="nothing here can run in worker processes.*Lanes"):
+        next(iter(DataLoader2(EnvStepper(Counting, Plain()), reading_service=ProcessReading(1))))
+
+
+def test_the_users_modules_stay_their_own():
+    "Training them changes what is collected; a worker's copy is private: not in shared memory, and nothing comes back."
+    class Vain(Learning):
+        def step(self, *args, **kwargs):
+            with torch.no_grad(): self.weight += 100
+            return super().step(*args, **kwargs)
+    actor = Vain(0.)
+    with DataLoader2(FragmentCollector(EnvStepper(Counting, actor), 2), reading_service=ProcessReading(1)) as loader:
+        list(islice(loader, 3))
+    assert actor.weight.tolist() == 0 and not actor.weight.is_shared()
+
+
+def test_options_out_of_range():
+    for options in (dict(num_workers=-1), dict(num_workers=1.5), dict(num_workers=True), dict(num_workers=1, lag=-1),
+                    dict(num_workers=1, lag=0.5), dict(num_workers=1, order="any"), dict(num_workers=1, n_buffers=0),
+                    dict(num_workers=1, worker_threads=0), dict(num_workers=1, restart=-1), dict(num_workers=1, silence=0),
+                    dict(num_workers=1, on_silence="cry"), dict(num_workers=1, grace=-1)):
+        with pytest.raises(DataError, match=f"ProcessReading, leaf {list(options)[-1]}: out of range"): ProcessReading(**options)
+    with pytest.raises(WorkerError, match="unknown start method.*spawn.*'thread'"): ProcessReading(1, start_method="thread")
+
+
+def test_affinity():
+    def cores(lanes):
+        actor = Plain()
+        actor.complete = lambda act, info: info | {"cores": torch.full(act.shape, sum(2 ** k for k in os.sched_getaffinity(0)))}
+        return Lanes(FragmentCollector(EnvStepper(Counting, actor), 2), lanes), actor
+    mine = sorted(os.sched_getaffinity(0))
+    found = stream(cores, ProcessReading(2, affinity=[mine[0], mine[-2:]]), 2, lanes=2)
+    assert [int(f.actor["cores"][0, 0]) for f in found] == [2 ** mine[0], sum(2 ** k for k in mine[-2:])]
+    assert sorted(os.sched_getaffinity(0)) == mine
+    with pytest.raises((OSError, PipeError)) as told: stream(cores, ProcessReading(1, affinity=[4096]), 2, lanes=2)
+    assert "worker 0" in str(told.value.__cause__)
+
+
+# --- the life of a loader
+
+def test_it_is_a_reading_service(): assert isinstance(ProcessReading(1), ReadingServiceInterface)
+
+
+def test_a_second_iteration_is_a_fresh_start():
+    pipe, _ = WORLDS["global_generator"](3)
+    expected = [snapshot(x) for x in islice(pipe, 3)]
+    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=1)) as loader:
+        for n in (3, 1, 2, 3): assert_same([snapshot(x) for x in islice(loader, n)], expected[:n])
+        first = iter(loader)
+        next(first)
+        pids = {state["pid"] for state in loader.reading_service.health()}
+        second = iter(loader)
+        assert_same(snapshot(next(second)), expected[0])
+        assert pids.isdisjoint(state["pid"] for state in loader.reading_service.health())
+        with pytest.raises(RuntimeError): next(first)
+        del first
+        gc.collect()
+        assert_same(snapshot(next(second)), expected[1])        # the end of the first one does not concern the second
+
+
+def test_a_finite_stream_twice():
+    with DataLoader2(WORLDS["finite"](3)[0], reading_service=ProcessReading(2)) as loader:
+        for _ in range(2):
+            assert len(list(loader)) == 6
+            assert loader.reading_service.health() == []         # its workers end with it
+
+
+def test_two_loaders_at_once():
+    expected = [serial("global_generator"), serial("gaussian")]
+    services = ProcessReading(2, lag=1), ProcessReading(2)
+    (a, _), (b, actor) = WORLDS["global_generator"](3), WORLDS["gaussian"](3)
+    with DataLoader2(a, reading_service=services[0]) as x, DataLoader2(b, reading_service=services[1]) as y:
+        for k, (f, g) in enumerate(islice(zip(x, y), 4)):
+            assert_same(f._replace(version=None).state.obs.numpy(), expected[0][k].state.obs)
+            assert_same(snapshot(g), expected[1][k])
+            change(actor)
+
+
+def test_a_loader_inside_the_loop_of_a_loader():
+    "It ends in the loop, or after it; also with the very same pipe."
+    pipe, _ = WORLDS["global_generator"](2)
+    expected = [snapshot(x) for x in islice(pipe, 3)]
+    with DataLoader2(pipe, reading_service=ProcessReading(2)) as outer:
+        for k, f in enumerate(islice(outer, 3)):
+            assert_same(snapshot(f), expected[k])
+            with DataLoader2(pipe, reading_service=ProcessReading(1)) as inner:
+                assert_same([snapshot(x) for x in islice(inner, k + 1)], expected[:k + 1])
+
+
+def test_two_loaders_in_two_threads():
+    found = {}
+    def work(k): found[k] = stream("global_generator", ProcessReading(1), 4)
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
+    for t in threads: t.start()
+    for t in threads: t.join(60)
+    for k in range(2):
+        for f, g in zip(found[k], serial("global_generator")): assert np.array_equal(f.state.act, g.state.act)
+
+
+def test_seeds():
+    "`DataLoader2.seed` fixes what has no seed of its own, as in-process; a pipe's own seed takes precedence."
+    def run(service, seed, own=None):
+        pipe = rollouts(Lively, Shaky(), n_envs=2, n_steps=4, lanes=2, seed=own).shuffle(buffer_size=2)
+        with DataLoader2(pipe, reading_service=service) as loader:
+            loader.seed(seed)
+            return [snapshot(x) for _ in range(2) for x in islice(loader, 2)]
+    expected = run(InProcessReadingService(), 7)
+    for workers in (1, 2): assert_same(run(ProcessReading(workers), 7), expected)
+    assert (run(ProcessReading(2), 8)[0].state.obs != expected[0].state.obs).any()
+    assert all((f.state.obs[0, 0] == start).all() for own in (4,) for start in [run(None, 1, own)[0].state.obs[0, 0]]
+               for f in run(ProcessReading(2), 2, own) if f.seq[0] == 0 and f.lane[0] == 0)
+
+
+def test_without_a_seed_every_iteration_is_fresh():
+    "As far as torchdata gives one another seed: from torch's generator."
+    pipe, found = rollouts(Lively, Shaky(), n_envs=1, n_steps=4, lanes=2), []
+    with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
+        for _ in range(2):
+            found.append(next(iter(loader)).state.obs)
+            torch.randn(3)
+    a, b = found
+    assert (a[0] != b[0]).any() and (a[0, 0] != a[0, 1]).any()
+
+
+@pytest.mark.parametrize("lag", [0, 1, None])
+def test_pause_resume_and_limit(lag):
+    "While paused, nothing is collected; then it goes on as if nothing had been."
+    pipe, _ = WORLDS["memory"](2)
+    expected = [snapshot(x) for x in islice(pipe, 6)]
+    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=lag)) as loader:
+        items = iter(loader)
+        items.limit(2)
+        assert_same([snapshot(x) for x in items], expected[:2])
+        service = loader.reading_service
+        assert sum(state["requests"] for state in service.health()) == 0
+        assert list(items) == []
+        items.resume()
+        assert_same([snapshot(x) for x in items], expected[2:4])
+        items.limit(None)
+        items.resume()
+        assert_same([snapshot(x) for x in islice(items, 2)], expected[4:])
+
+
+def test_pause_before_the_first_item():
+    with DataLoader2(WORLDS["memory"](2)[0], reading_service=ProcessReading(2)) as loader:
+        items = iter(loader)
+        loader._pause()
+        assert list(items) == []
+        items.resume()
+        assert_same(snapshot(next(items)), snapshot(next(iter(WORLDS["memory"](2)[0]))))
+
+
+def test_shutdown_in_the_middle():
+    loader = DataLoader2(WORLDS["memory"](2)[0], reading_service=ProcessReading(2, lag=1))
+    items = iter(loader)
+    next(items)
+    pids = [state["pid"] for state in loader.reading_service.health()]
+    loader.shutdown()
+    assert loader.reading_service.health() == [] and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+    with pytest.raises((StopIteration, TypeError, RuntimeError)): next(items)
+    loader.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"): iter(loader)
+
+
+def test_a_generator_abandoned_half_way_and_collected():
+    "Whatever is let go of ends its workers: the loader, or without a loader the stream itself."
+    loader = DataLoader2(WORLDS["memory"](2)[0], reading_service=ProcessReading(2, lag=None))
+    next(iter(loader))
+    pids = [state["pid"] for state in loader.reading_service.health()]
+    assert len(pids) == 2 and all(os.path.exists(f"/proc/{pid}") for pid in pids)
+    del loader
+    gc.collect()
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+    pipe = ProcessReading(2).initialize(WORLDS["memory"](2)[0])
+    items = iter(pipe)
+    next(items)
+    del items
+    gc.collect()
+
+
+def test_the_end_of_an_older_stream_does_not_end_a_newer_one():
+    pipe = ProcessReading(2).initialize(WORLDS["memory"](2)[0])
+    seam, = (p for p in nodes(pipe) if isinstance(p, Lanes))
+    old = seam._run()
+    next(old)
+    new = seam._run()
+    next(new), next(new)
+    pids = [w["pid"] for w in seam.crew.health()]
+    old.close()
+    assert [w["pid"] for w in seam.crew.health() if w["alive"]] == pids and next(new).seq.tolist() == [1, 1]
+    new.close()
+
+
+def test_garbage_of_one_loader_in_the_workers_of_another():
+    "A forked worker inherits what its parent has not collected yet; collecting it there must not harm anybody."
+    class Collects(Counting):
+        def reset(self, **kwargs):
+            if self.episode < 0: gc.collect()
+            return super().reset(**kwargs)
+    pipe = Lanes(FragmentCollector(EnvStepper(lambda: Collects(), Plain()), 4), 2, 0)
+    gc.disable()
+    try:
+        lost = DataLoader2(pipe, reading_service=ProcessReading(2))
+        lost.itself, items = lost, iter(lost)
+        next(items)
+        seam, = lost.reading_service.seams
+        workers = seam.crew.workers
+        del lost, items, seam
+        with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
+            assert len(list(islice(loader, 6))) == 6
+            assert all(worker.process.is_alive() for worker in workers)
+    finally: gc.enable()
+    gc.collect()
+    assert not any(worker.process.is_alive() for worker in workers)
+
+
+def test_environments_are_closed_in_the_workers(tmp_path):
+    class Tells(Counting):
+        def close(self): (tmp_path/f"{os.getpid()}-{id(self)}").touch()
+    pipe = Lanes(FragmentCollector(EnvStepper(lambda: Tells(), Plain(), 2), 4), 2, 0)
+    for lag in (0, 1, None):
+        with DataLoader2(pipe, reading_service=ProcessReading(2, lag=lag)) as loader:
+            for _ in islice(loader, 3): pass
+    assert len(list(tmp_path.iterdir())) == 12
+
+
+def test_no_worker_is_started_before_the_first_item():
+    pipe, _ = WORLDS["memory"](2)
+    with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
+        iter(loader)
+        assert loader.reading_service.health() == []
+    Ledger.clear()
+    stream("memory", ProcessReading(2), 1)
+    assert Ledger.made == []                                     # and the parent makes no environment
+
+
+def test_health():
+    with DataLoader2(WORLDS["memory"](3)[0], reading_service=ProcessReading(2)) as loader:
+        next(iter(loader))
+        told = loader.reading_service.health()
+        assert [(w["worker"], w["alive"], w["lanes"], w["requests"], w["restarted"]) for w in told] == [(0, True, [0, 2], 0, 0),
+                                                                                                     (1, True, [1], 0, 0)]
+        assert all(0 <= w["silent"] < 60 for w in told) and len({w["pid"] for w in told} | {os.getpid()}) == 3
+
+
+def test_records():
+    with DataLoader2(WORLDS["memory"](3)[0], reading_service=ProcessReading(2)) as loader:
+        list(islice(loader, 2))
+        records = list(loader.reading_service.records)
+    assert [(r.lane, r.worker, r.number) for r in records] == [(0, 0, 0), (1, 1, 0), (2, 0, 0)] * 2
+    assert all(r.begin <= r.end <= r.received and r.bytes > 0 for r in records)
+
+
+# --- programs of their own
+
+def done(process, timeout=120):
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err
+
+
+def test_a_script_with_everything_in_it(tmp_path):
+    "Lambdas and classes of `__main__`, spawned; the interpreter ends while the loader lives."
+    code, out, err = done(script(tmp_path, """
+import multiprocessing, os
+import torch
+from itertools import islice
+from toys import Counting
+from rollpipe.layers import Actor
+from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading, WorkerError
+from rollpipe.pipes.torchdata import DataLoader2
+
+class Mine(Counting):
+    def look(self): return super().look() + 1
+
+class Own(Actor):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(2.))
+    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
+        return torch.ones_like(stepno), (), {'weight': self.weight.expand(fin.shape).clone()}
+
+if __name__ == '__main__':
+    actor = Own()
+    loader = DataLoader2(Lanes(FragmentCollector(EnvStepper(lambda: Mine([(3, 'term')]), actor), 4), 2, 0),
+                         reading_service=ProcessReading(1, start_method='spawn'))
+    items = iter(loader)
+    f = next(items)
+    print(f.state.obs[:, 0, 2].tolist(), f.actor['weight'].unique().tolist())
+    actor.weight.data += 1
+    print(next(items).actor['weight'].unique().tolist())
+    actor.stream = (x for x in ())
+    try: next(iter(DataLoader2(FragmentCollector(EnvStepper(Mine, actor), 4), reading_service=ProcessReading(1, start_method='spawn'))))
+    except WorkerError as e: print(e, len(multiprocessing.active_children()))
+    print(*[state['pid'] for state in loader.reading_service.health()])
+"""))
+    assert code == 0, err
+    lines = out.splitlines()
+    assert lines[:2] == ["[1.0, 2.0, 3.0, 1.0, 2.0] [2.0]", "[3.0]"], out
+    assert lines[2].startswith("Own cannot be sent to a worker: TypeError: cannot pickle 'generator' object") and lines[2].endswith(" 1")
+    assert not os.path.exists(f"/proc/{lines[3]}") and err == ""
+
+
+def test_a_notebook(tmp_path):
+    "Cells have no file; their classes and lambdas go to spawned workers all the same, without a guard."
+    code, out, err = done(script(tmp_path, """
+import sys
+main = sys.modules['__main__']
+del main.__file__
+main.__spec__ = None
+cells = '''
+from itertools import islice
+from toys import Counting, Plain
+from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading
+from rollpipe.pipes.torchdata import DataLoader2
+episodes = [(3, 'term')]
+class Mine(Counting):
+    def look(self): return super().look() + 1
+---
+class Other(Mine): pass
+class Double(Plain):
+    def forward(self, *args, **kwargs):
+        act, hx, info = super().forward(*args, **kwargs)
+        return 0 * act + 3, hx, {}
+pipe = Lanes(FragmentCollector(EnvStepper([lambda: Mine(episodes), Other], Double()), 4), 1, 0)
+---
+with DataLoader2(pipe, reading_service=ProcessReading(1, start_method='spawn')) as loader:
+    for f in islice(loader, 1): print(f.state.obs[:, 0, 2].tolist(), f.state.act[1:].unique().tolist())
+'''
+for cell in cells.split('---'): exec(compile(cell, '<cell>', 'exec'), vars(main))
+"""))
+    assert code == 0, err
+    assert out.splitlines() == ["[1.0, 2.0, 3.0, 1.0, 2.0] [3]"] and err == ""
+
+
+def test_the_interpreter_ends_with_a_live_loader(tmp_path):
+    "Forked workers, in the middle of a long step, a generator abandoned at the top level: no orphan, no complaint, and soon."
+    code, out, err = done(script(tmp_path, """
+import sys, time
+from toys import Counting, Plain
+from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading
+from rollpipe.pipes.torchdata import DataLoader2
+class Slow(Counting):
+    def step(self, action):
+        if self.episode: time.sleep(100)
+        return super().step(action)
+pipe = Lanes(FragmentCollector(EnvStepper(lambda: Slow([(3, 'term')]), Plain()), 3), 2, 0)
+loader = DataLoader2(pipe, reading_service=ProcessReading(2, lag=1))
+items = iter(loader)
+next(items)
+print(*[state['pid'] for state in loader.reading_service.health()])
+if len(sys.argv) > 1: raise ZeroDivisionError
+"""))
+    assert code == 0 and err == "", err
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in out.split())
