@@ -232,7 +232,7 @@ def _reading(run):
     with torchdata.DataLoader2(run.pipe, reading_service=service) as loader:
         def health():
             states = loader.reading_service.health()
-            return dict(workers=sum(state["alive"] for state in states), restarts=max(state["restarted"] for state in states))
+            return dict(workers=sum(state["alive"] for state in states), restarts=max((state["restarted"] for state in states), default=0))
         yield iter(loader), health
 
 

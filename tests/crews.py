@@ -74,7 +74,7 @@ def unequal(lanes): return _above(Counting, Plain(), lanes, lambda p: Unequal(Fr
 def episodes(lanes): return _above(Lively, Shaky(), lanes, lambda p: EpisodeCollector(p, 2, pad=True), every_end=True)
 def episode_lists(lanes): return _above(Counting, Memory(), lanes, lambda p: EpisodeCollector(p, 3), every_end=True)
 def frames(lanes): return _above(Images, Dim(), lanes, lambda p: FrameStack(FragmentCollector(p, 5), 3))
-def ticks_apart(lanes): return _above(Counting, Plain(), lanes, lambda p: FragmentCollector(p, 3).map(Doubled()))
+def mapped(lanes): return _above(Counting, Plain(), lanes, lambda p: FragmentCollector(p, 3).map(Doubled()))
 
 
 class Doubled:
@@ -88,7 +88,7 @@ class Cart(Plain):
 
 
 WORLDS = dict(gaussian=gaussian, recurrent=recurrent, memory=memory, global_generator=global_generator, nested=nested, vector=vector,
-              finite=finite, unequal=unequal, episodes=episodes, episode_lists=episode_lists, frames=frames, ticks_apart=ticks_apart)
+              finite=finite, unequal=unequal, episodes=episodes, episode_lists=episode_lists, frames=frames, mapped=mapped)
 
 
 def change(actor):
@@ -149,6 +149,7 @@ def do(harm):
     if "HARM" in os.environ: Path(os.environ["HARM"]).write_text(repr(time.monotonic()))
     if harm == "raise": raise ZeroDivisionError("an accident")
     if harm == "exit": os._exit(3)
+    if harm == "leave": raise SystemExit(5)
     if harm == "hang": time.sleep(600)
     if harm.startswith("SIG"):
         os.kill(os.getpid(), getattr(signal, harm))

@@ -399,8 +399,8 @@ def test_evaluations_are_recorded_while_training(tmp_path):
 
 
 @pytest.mark.parametrize("words, told", [
-    (("--workers", "3"), "--lanes 3"), (("--lag", "soon"), "no lag"), (("--workers", "-1"), "num_workers"), (("--order", "random"), "order"),
-    (("--eval-every", "-1"), "eval_every")])
+    (("--workers", "3"), "--lanes 3"), (("--lag", "soon"), "no lag"), (("--workers", "-1"), "num_workers"),
+    (("--order", "random"), "order"), (("--eval-every", "-1"), "eval_every")])
 def test_wrong_options_of_workers_are_refused(tmp_path, capsys, words, told):
     assert main(["train", "trpo", "CartPole-v1", "--lanes", "2", "--out", str(tmp_path/"a"), *words]) == 2
     assert told in capsys.readouterr().err and not (tmp_path/"a").exists()

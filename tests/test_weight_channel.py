@@ -29,11 +29,11 @@ def channel(*holders, copies=None, depth=2):
 
 def fill(holder, value):
     with torch.no_grad():
-        for x in state_of(holder).values(): x.fill_(value)
+        for x in state_of(modules_in(holder)).values(): x.fill_(value)
 
 
 def same(a, b):
-    a, b = state_of(a), state_of(b)
+    a, b = state_of(modules_in(a)), state_of(modules_in(b))
     assert list(a) == list(b)
     for x, y in zip(a.values(), b.values()): assert x.dtype == y.dtype and torch.equal(x, y)
 
@@ -115,6 +115,19 @@ def test_a_reader_waits_for_a_publication_to_be_whole():
     weights.areas[0].number[0] = 2
     assert link.poll(20) and link.recv() == [2.]
     process.join()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_what_is_no_longer_there(depth):
+    "A reader that is late gets the latest, and does not wait for ever."
+    module = torch.nn.Linear(2, 2)
+    weights, reader, (mine,) = channel(module, depth=depth)
+    for k in range(5):
+        fill(module, k)
+        weights.publish()
+    for k in range(5):
+        told = reader.fetch(k)
+        assert told == (k if k > 4 - depth else 4) and (mine.weight == told).all()
 
 
 # --- what is sent
@@ -208,7 +221,7 @@ def test_functions_closures_partials_and_methods():
                    partial(partial(lambda x, obs, f: 0, f=closure), 1), uses_a_global):
         global NET
         NET = net
-        assert modules_in(holder) == [net] and len(state_of(holder)) == 2, holder
+        assert modules_in(holder) == [net] and len(state_of([net])) == 2, holder
         with torch.no_grad(): net.weight.add_(1)
         weights = Weights([holder])
         assert (weights.publish(), weights.publish()) == (0, 0)
@@ -321,7 +334,8 @@ class Thorough(Plain):
         self.holds = everything()
 
     def complete(self, act, info):
-        sums = {name.rpartition(".")[2] + name.rpartition(".")[0]: x.to(torch.complex128).sum().real for name, x in state_of(self).items()}
+        sums = {name.rpartition(".")[2] + name.rpartition(".")[0]: x.to(torch.complex128).sum().real
+                for name, x in state_of(modules_in(self)).items()}
         modes = torch.tensor([float(m.training) for m in self.modules()]).sum()
         return info | {k: v.detach().float().expand(*act.shape) for k, v in {**sums, "modes": modes}.items()}
 

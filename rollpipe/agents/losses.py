@@ -50,7 +50,6 @@ class Steps(NamedTuple):
     info: dict      # `actor.replay`, leaves [N, ...], with gradients
     logp: Tensor    # float32 [N]: log-probability of the action now; it is `info['logp']`
     old: Tensor     # float32 [N]: log-probability under the policy that acted
-    entropy: Tensor  # 0-dim: mean entropy now, with gradients
     where: Tensor | None  # bool [T, B]: `valid`; None if all rows are
 
     def pick(self, tree):
@@ -71,7 +70,7 @@ def replayed(
     where = None if valid.all() else valid
     info, old = actor.replay(fragment if where is None else quiet(fragment)), recorded['logp'][:-1]
     if where is not None: info, old = nested.getitem((info, old), where)
-    return Steps(info, info['logp'], old, actor.dist.entropy(info['dist']).mean(), where)
+    return Steps(info, info['logp'], old, where)
 
 # %% ../../nbs/32a_losses.ipynb #8c8c59b7
 def _given(fragment, name, leaf, steps):
@@ -86,15 +85,16 @@ def _given(fragment, name, leaf, steps):
     return steps.pick(x)
 
 
-def _result(fragment, actor, steps, loss_policy, c_entropy, loss_value=None, c_value=0., **metrics):
-    "`(loss, metrics)` from the parts of a loss."
-    loss, parts = loss_policy, dict(loss_policy=loss_policy, entropy=steps.entropy)
-    if c_entropy: loss = loss - c_entropy * steps.entropy
+def _result(fragment, actor, steps, rho, loss_policy, c_entropy, loss_value=None, c_value=0., **metrics):
+    "`(loss, metrics)` from the importance ratios `[N]` and the parts of a loss; the other `metrics` are without gradients."
+    params = steps.info['dist']
+    entropy = actor.dist.entropy(params if c_entropy else nested.map(Tensor.detach, params)).mean()
+    loss, parts = loss_policy, dict(loss_policy=loss_policy, entropy=entropy)
+    if c_entropy: loss = loss - c_entropy * entropy
     if loss_value is not None: loss, parts['loss_value'] = loss + c_value * loss_value, loss_value
-    with torch.no_grad():
-        metrics |= dict(approx_kl=approx_kl(steps.logp, steps.old), rho_mean=importance_ratios(steps.logp, steps.old).mean())
-    found = {name: x.detach() for name, x in dict(loss=loss, **parts, **metrics).items()}
-    return loss, found | {'lag': float(lag(fragment, actor))}
+    with torch.no_grad(): metrics |= dict(approx_kl=approx_kl(steps.logp, steps.old), rho_mean=rho.mean())
+    metrics |= {name: x.detach() for name, x in dict(loss=loss, **parts).items()}
+    return loss, metrics | {'lag': float(lag(fragment, actor))}
 
 # %% ../../nbs/32a_losses.ipynb #3f22e589
 def reinforce(
@@ -113,7 +113,7 @@ def reinforce(
     steps = replayed(fragment, actor)
     adv, rho = _given(fragment, 'reinforce', 'adv', steps), importance_ratios(steps.logp.detach(), steps.old)
     loss_policy = -(rho.clamp(max=c_rho) * adv * steps.logp).mean()
-    return _result(fragment, actor, steps, loss_policy, c_entropy, adv_mean=adv.mean(), rho_max=rho.max(),
+    return _result(fragment, actor, steps, rho, loss_policy, c_entropy, adv_mean=adv.mean(), rho_max=rho.max(),
                    rho_clipped=(rho > c_rho).float().mean())
 
 # %% ../../nbs/32a_losses.ipynb #3cb782d4
@@ -149,7 +149,8 @@ def a2c(
     steps = replayed(fragment, actor)
     adv, v = _given(fragment, 'a2c', 'adv', steps), _present_values(fragment, steps, critic)
     loss_value = None if v is None else _square_error(v, _given(fragment, 'a2c', 'ret', steps), critic).mean()
-    return _result(fragment, actor, steps, -(adv * steps.logp).mean(), c_entropy, loss_value, c_value)
+    rho = importance_ratios(steps.logp.detach(), steps.old)
+    return _result(fragment, actor, steps, rho, -(adv * steps.logp).mean(), c_entropy, loss_value, c_value)
 
 # %% ../../nbs/32a_losses.ipynb #01cee7a9
 def ppo(
@@ -172,7 +173,8 @@ def ppo(
     steps = replayed(fragment, actor)
     adv, v = _given(fragment, 'ppo', 'adv', steps), _present_values(fragment, steps, critic)
     ratio, loss_value, extra = importance_ratios(steps.logp, steps.old), None, {}
-    loss_policy = -torch.minimum(ratio * adv, ratio.clamp(1 - clip, 1 + clip) * adv).mean()
+    clipped = ratio.clamp(1 - clip, 1 + clip)
+    loss_policy = -torch.minimum(ratio * adv, clipped * adv).mean()
     if v is not None:
         ret = _given(fragment, 'ppo', 'ret', steps)
         error = _square_error(v, ret, critic)
@@ -181,8 +183,8 @@ def ppo(
             extra['clip_fraction_value'] = ((v.detach() - old).abs() > limit).float().mean()
             error = torch.maximum(error, _square_error(old + (v - old).clamp(-limit, limit), ret, critic))
         loss_value = error.mean()
-    return _result(fragment, actor, steps, loss_policy, c_entropy, loss_value, c_value,
-                   clip_fraction=((ratio.detach() - 1).abs() > clip).float().mean(), **extra)
+    return _result(fragment, actor, steps, ratio, loss_policy, c_entropy, loss_value, c_value,
+                   clip_fraction=(clipped != ratio).mean(dtype=ratio.dtype), **extra)
 
 
 def keep_values(fragment: Fragment) -> Fragment:
@@ -233,5 +235,5 @@ def vtrace_actor_critic(
     def spread(x): return torch.zeros_like(v_tp1).masked_scatter(valid, x.detach())
     trace = vtrace(fragment.state.rew[1:], spread(v), v_tp1, gamma * ~term, spread(rho), lam, c_clip, rho_clip, fin)
     vs, adv = steps.pick(tuple(trace))
-    return _result(fragment, actor, steps, -(adv * steps.logp).mean(), c_entropy, _square_error(v, vs, critic).mean(), c_value,
+    return _result(fragment, actor, steps, rho, -(adv * steps.logp).mean(), c_entropy, _square_error(v, vs, critic).mean(), c_value,
                    adv_mean=adv.mean(), value_mean=v.detach().mean(), rho_max=rho.max(), rho_clipped=(rho > rho_clip).float().mean())

@@ -43,7 +43,7 @@ def serve(link, weights, actor, options):
 
 def _on_cpu(actor):
     "The actor, or a copy in host memory of one that is on a device: there are no two processes that compete for it."
-    if all(x.is_cpu for x in state_of(actor).values()): return actor
+    if all(x.is_cpu for x in state_of(modules_in(actor)).values()): return actor
     actor = copy.deepcopy(actor)
     for module in modules_in(actor): module.cpu()
     return actor

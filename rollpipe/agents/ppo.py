@@ -11,6 +11,7 @@ from time import perf_counter
 from .critics import explained_variance
 from .learner import GradientLearner, in_range, standardized
 from .losses import keep_values, ppo
+from ..pipes import nested
 from ..pipes.batches import minibatches
 from ..pipes.errors import DataError
 from ..pipes.weights import bump_version
@@ -79,10 +80,11 @@ class PPO(GradientLearner):
 
     def parts(self, batch):
         "`(epoch, minibatch)`, those that have a valid row: an environment at rest makes a column without."
-        rng, each = self.rng(), self.normalize_adv == 'minibatch'
+        rng, each, whole = self.rng(), self.normalize_adv == 'minibatch', not nested.leaves(batch.hx)
         # what the loss does not look at need not be cut up
-        batch = batch._replace(env={}, actor={k: x for k, x in batch.actor.items() if k != 'dist'}, lane=None, seq=None, version=None)
+        batch = batch._replace(env={}, actor={k: x for k, x in batch.actor.items() if k != 'dist'}, term=None, lane=None, seq=None,
+                               version=None, final=nested.getitem(batch.final, slice(0)))
         for epoch in range(self.epochs):
             for part in minibatches(batch, self.minibatch, 1, rng):
-                if not part.valid.any(): continue
+                if not (whole or part.valid.any()): continue
                 yield epoch, part._replace(adv=standardized(part.adv, part.valid)) if each else part

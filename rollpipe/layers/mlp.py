@@ -50,9 +50,12 @@ class MLP(nn.Module):
 
     def forward(self, x):
         modules = self._modules
-        activation, last = modules['activation'].forward, modules['last']
+        activation, last, lead = modules['activation'].forward, modules['last'], None
+        # with more dimensions every layer makes two views of its own, which cost once more when gradients go back
+        if torch.is_grad_enabled() and x.ndim > 2: x, lead = x.flatten(0, -2), x.shape[:-1]
         for layer in modules['hidden']._modules.values(): x = activation(linear(layer, x))
-        return x if last is None else linear(last, x)
+        if last is not None: x = linear(last, x)
+        return x if lead is None else x.view(*lead, self.n_out)
 
 # %% ../../nbs/21_mlp.ipynb #6883cc65
 def merge_moments(count_a, mean_a, var_a, count_b, mean_b, var_b):

@@ -91,7 +91,9 @@ class Policy(ForSpaces, Actor):
 
         Under the weights that collected it, this is what the fragment recorded (where `valid`).
         """
-        _, _, info = self.step(*nested.as_seen(nested.getitem(fragment.state, slice(-1))), hx=fragment.hx, virtual=True)
+        state = nested.map(lambda x: nested.as_seen(x[:-1]), fragment.state)
+        if type(self).forward is Policy.forward: info = {'dist': self.distribution(state, fragment.hx)}  # nobody asks for actions
+        else: info = self.step(*state, hx=fragment.hx, virtual=True)[2]
         return self.complete(nested.getitem(fragment.state.act, slice(1, None)), info)
 
     def complete(self, act, info):

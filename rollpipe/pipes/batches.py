@@ -7,7 +7,7 @@ __all__ = ['same_keys', 'join', 'FragmentStacker', 'transitions', 'columns', 'pi
 
 # %% ../../nbs/14_batches.ipynb #b61b0c80
 from functools import partial
-from itertools import islice, repeat
+from itertools import islice
 
 import numpy as np
 import torch
@@ -70,30 +70,20 @@ class FragmentStacker(Pipe):
 # %% ../../nbs/14_batches.ipynb #68613d1e
 def transitions(fragment, index) -> Fragment:
     "The transitions numbered `index` (`t * B + b`, int64 `[n]`) of a fragment without recurrent state, as a fragment `[1, n]`."
-    return _picker(fragment)(index)
-
-
-def _picker(f):
-    "The function `index -> transitions(f, index)`; what all calls have in common is done once."
-    n_steps, n_envs, device = f.n_steps, f.n_envs, f.valid.device
-    pairs, singles = nested.map(lambda x: x.flatten(0, 1), ((f.state, f.actor, f.term), (f.env, f.valid, f.adv, f.ret)))
-    owners = nested.map(lambda x: x.repeat(n_steps), (f.lane, f.seq, f.version))
-    # ends[i] is the row of `final` that belongs to transition i, if there is one
-    ends = torch.full((n_steps * n_envs,), -1, device=device)
-    ends[f.final.t * n_envs + f.final.b] = torch.arange(len(f.final.t), device=device)
-
-    def final_of(index):
-        if not len(f.final.t): return f.final
-        where = ends[index]
-        cut = (where >= 0).nonzero()[:, 0]
-        return Final(torch.zeros_like(cut), cut, *nested.getitem((f.final.obs, f.final.actor), where[cut]))
-
-    def take(index):
-        n, rows = len(index), torch.cat([index, index + n_envs])
-        state, actor, term = nested.map(lambda x: x.index_select(0, rows).view(2, n, *x.shape[1:]), pairs)
-        env, valid, adv, ret = nested.map(lambda x: x.index_select(0, index).unsqueeze(0), singles)
-        return Fragment(state, actor, env, (), term, final_of(index), valid, adv, ret, *nested.getitem(owners, index))
-    return take
+    t, b = index // fragment.n_envs, index % fragment.n_envs
+    pair = torch.stack([t, t + 1])
+    # where[i] is the row of `final` that belongs to transition i, if there is one
+    ends = torch.full((fragment.n_steps * fragment.n_envs,), -1)
+    ends[fragment.final.t * fragment.n_envs + fragment.final.b] = torch.arange(len(fragment.final.t))
+    where = ends[index]
+    cut = (where >= 0).nonzero()[:, 0]
+    rows = nested.getitem((fragment.final.obs, fragment.final.actor), where[cut])
+    two = lambda tree: nested.map(lambda x: x[pair, b], tree)
+    one = lambda tree: nested.map(lambda x: x[t, b][None], tree)
+    per_env = {name: nested.map(lambda x: x[b], getattr(fragment, name)) for name in ('lane', 'seq', 'version')}
+    final = Final(torch.zeros_like(cut), cut, *rows)
+    return Fragment(two(fragment.state), two(fragment.actor), one(fragment.env), (), two(fragment.term), final,
+                    one(fragment.valid), one(fragment.adv), one(fragment.ret), **per_env)
 
 
 def columns(fragment, index) -> Fragment:
@@ -109,14 +99,12 @@ def columns(fragment, index) -> Fragment:
 # %% ../../nbs/14_batches.ipynb #3a403f43
 def pieces(fragment, size):
     "The columns of a fragment `[T, B]`, `size` at a time: fragments `[T, size]` that share its memory. The last one may be smaller."
-    def cut(tree, dim):
-        leaves, structure = nested.flatten(tree)
-        return map(structure.unflatten, zip(*(x.split(size, dim) for x in leaves))) if leaves else repeat(tree)
     wide, owners, final = fragment._replace(final=(), lane=None, seq=None, version=None), fragment[-3:], fragment.final
-    for k, (part, (lane, seq, version)) in enumerate(zip(cut(wide, 1), cut(owners, 0))):
+    for i in range(0, fragment.n_envs, size):
+        part, (lane, seq, version) = nested.getitem(wide, (slice(None), slice(i, i + size))), nested.getitem(owners, slice(i, i + size))
         if len(fragment.final.b):
-            final = nested.getitem(fragment.final, fragment.final.b // size == k)
-            final = final._replace(b=final.b - k * size)
+            final = nested.getitem(fragment.final, fragment.final.b // size == i // size)
+            final = final._replace(b=final.b - i)
         yield part._replace(final=final, lane=lane, seq=seq, version=version)
 
 # %% ../../nbs/14_batches.ipynb #918e626b
@@ -135,7 +123,7 @@ def minibatches(
         pool, take, size, together = torch.arange(fragment.n_envs), partial(columns, fragment), max(1, size // fragment.n_steps), 1
     else:
         # to pick the rows of several minibatches at once takes little longer than those of one
-        pool, take, together = fragment.valid.flatten().nonzero()[:, 0], _picker(fragment), 8
+        pool, take, together = fragment.valid.flatten().nonzero()[:, 0], partial(transitions, fragment), 8
     for _ in range(epochs):
         order = pool[torch.from_numpy(rng.permutation(len(pool)))]
         for index in order.split(together * size) if len(pool) else (): yield from pieces(take(index), size)

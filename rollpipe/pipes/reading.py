@@ -23,6 +23,7 @@ class WorkerLanes(Lanes):
     def __init__(self, lanes, service, group, seeded):
         super().__init__(lanes.pipe, lanes.n, lanes.seed, lanes.threads)
         self.service, self.group, self.seeded, self.crew = service, group, seeded, None
+        if not seeded: self.set_seed = None     # as in the graph without a seam, torchdata has no seed to draw here
 
     def __repr__(self):
         service = self.service
@@ -43,13 +44,13 @@ class WorkerLanes(Lanes):
             failed = False
             raise
         finally:
-            if self.crew is crew: self.close(failed)      # else a later iteration has begun
+            errors = self.close() if self.crew is crew and not failed else crew.close(failed)
+            if errors and not failed: raise errors[0]
 
-    def close(self, failed=False):
-        "End the workers, if they run. Raises what went wrong in their last moments, if nothing has `failed` before."
+    def close(self) -> list:
+        "End the workers, if they run; returns what went wrong in their last moments."
         crew, self.crew = self.crew, None
-        errors = crew.close(failed) if crew is not None else []
-        if errors and not failed: raise errors[0]
+        return [] if crew is None else crew.close(failed=False)
 
 # %% ../../nbs/19e_reading.ipynb #3c7df6e7
 @torchdata.reading_service
@@ -90,9 +91,10 @@ class ProcessReading:
                 ('n_buffers', n_buffers, n_buffers is None or whole(n_buffers, 1), "an integer >= 1, or None"),
                 ('worker_threads', worker_threads, whole(worker_threads, 1), "an integer >= 1"),
                 ('restart', restart, whole(restart, 0), "an integer >= 0"),
-                ('silence', silence, silence > 0, "seconds > 0"),
+                ('silence', silence, isinstance(silence, (int, float)) and silence > 0, "seconds > 0"),
                 ('on_silence', on_silence, on_silence in ('warn', 'raise'), "'warn' or 'raise'"),
-                ('grace', grace, grace >= 0, "seconds >= 0")):
+                ('affinity', affinity, affinity is None or isinstance(affinity, (list, tuple)) and len(affinity) > 0, "a list, or None"),
+                ('grace', grace, isinstance(grace, (int, float)) and grace >= 0, "seconds >= 0")):
             if not ok: raise DataError("out of range", pipe='ProcessReading', leaf=name, expected=expected, got=describe(x))
         start_method_for(start_method, worker_threads)
         self.num_workers, self.lag, self.order, self.n_buffers, self.start_method = num_workers, lag, order, n_buffers, start_method
@@ -128,7 +130,8 @@ class ProcessReading:
 
     def finalize(self):
         "End the workers; called by `DataLoader2.shutdown`."
-        for seam in self.seams: seam.close()
+        errors = [error for seam in self.seams for error in seam.close()]
+        if errors: raise errors[0]
 
     def health(self) -> list:
         "A dict for each worker that runs: `worker, pid, alive, lanes, requests, silent` [s], and how many were `restarted`."
