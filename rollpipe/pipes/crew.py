@@ -84,12 +84,16 @@ def _move(lanes, held, device):
 
 # %% ../../nbs/19d_crew.ipynb #a8508afd
 def reads(sink, seam) -> int:
-    "How many items of `seam` the pipe `sink` reads for one item it gives, as far as the pipes between them tell (`reads`); else 1."
-    if sink is seam: return 1
-    above = min((reads(source, seam) for source in inputs(sink) if any(p is seam for p in nodes(source))), default=1)
-    if hasattr(sink, 'reads'): return above * sink.reads
-    # a pipe that drops or adds items may read any number
-    return above if getattr(sink, 'one_to_one', False) or isinstance(sink, Mapper) else 1
+    "How many items of `seam` the pipe `sink` surely reads for each item it gives, as the pipes between them tell (`reads`, `one_to_one`)."
+    if not any(pipe is seam for pipe in nodes(sink)): return 0
+    return max(1, _reads(sink, seam))
+
+
+def _reads(pipe, seam) -> int:
+    "As `reads`; 0 where a pipe on the way drops or adds items, so that nobody knows."
+    if pipe is seam: return 1
+    above = min(_reads(source, seam) for source in inputs(pipe) if any(p is seam for p in nodes(source)))
+    return above * getattr(pipe, 'reads', int(getattr(pipe, 'one_to_one', False) or isinstance(pipe, Mapper)))
 
 
 class Record(NamedTuple):
