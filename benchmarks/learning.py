@@ -174,7 +174,10 @@ def rows_of(runs):
 
 
 def draw(runs, path):
-    "The picture: for each task the median of the seeds, with a band from the least to the greatest."
+    """The picture: for each task the median of the seeds, with a band from the least to the greatest.
+
+    It ends a while after the last run is good enough for good: what is cut off is above the threshold.
+    """
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
@@ -196,17 +199,18 @@ def draw(runs, path):
 
 
 def _panel(ax, task, groups):
-    last = 0
+    last = settled = 0
     for name, runs in groups.items():
         steps, returns = align([(run['steps'], run['returns']) for run in runs])
         ax.fill_between(steps / 1000, returns.min(0), returns.max(0), color=COLOURS[name], alpha=.13, lw=0)
         # NPG is TRPO wherever no step had to be shortened: it has to be seen below it
         ax.plot(steps / 1000, np.median(returns, 0), color=COLOURS[name], lw=3.2 if name == 'NPG' else 1.4, label=name)
         last = max(last, steps[-1] / 1000)
+        settled = max(settled, *((needed(run) or run['steps'][-1]) / 1000 for run in runs))
     enough = TASKS[task].enough
     ax.axhline(enough, color='#777777', lw=.9, ls=(0, (4, 3)), zorder=1)
-    ax.annotate(f'{enough:g}', (1, enough), (2, 0), ('axes fraction', 'data'), 'offset points', color='#777777', va='center')
-    ax.set(title=TASKS[task].title, ylim=TASKS[task].view, xlim=(0, last))
+    ax.annotate(f'{enough:g}', (1, enough), (3, 0), ('axes fraction', 'data'), 'offset points', color='#777777', va='center')
+    ax.set(title=TASKS[task].title, ylim=TASKS[task].view, xlim=(0, min(last, 1.5 * settled)))
     ax.legend(loc='lower right', ncols=1 if len(groups) < 5 else 2, handlelength=1.4)
 
 

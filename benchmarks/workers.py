@@ -16,7 +16,7 @@ from collect import installed
 from report import header, spread, table
 
 from rollpipe.layers import Critic, MLPPolicy
-from rollpipe.pipes import DataLoader2, EnvStepper, FragmentCollector, ProcessReading, on_policy
+from rollpipe.pipes import DataLoader2, EnvStepper, FragmentCollector, FragmentStacker, ProcessReading, on_policy, remove
 from rollpipe.pipes.weights import Weights
 
 T = 128
@@ -49,8 +49,9 @@ def networks(env):
     return (c.for_env(env, normalize=False, seed=0, **options) for c in (MLPPolicy, Critic))
 
 
-def pipeline(env, n_envs, lanes):
-    return on_policy(env, *networks(env), n_envs=n_envs, n_steps=T, lanes=lanes, seed=0, info_keys=())
+def pipeline(env, n_envs, lanes, joined=True):
+    pipe = on_policy(env, *networks(env), n_envs=n_envs, n_steps=T, lanes=lanes, seed=0, info_keys=())
+    return pipe if joined else remove(pipe, FragmentStacker)
 
 
 def rate(pipe, service, seconds, tell=lambda rate: rate):
@@ -72,14 +73,15 @@ def throughput(args):
     rows = []
     for env in args.envs:
         for n_envs in (8, 32):
-            rates = {key: [] for key in ('none', 0, 1, None)}
+            rates = {key: [] for key in ('none', 0, 1, None, 'apart')}
             for _ in range(args.repeats):
                 rates['none'].append(rate(pipeline(env, n_envs, 1), None, args.seconds))
                 for lag in (0, 1, None): rates[lag].append(rate(pipeline(env, n_envs, 2), ProcessReading(2, lag=lag), args.seconds))
-            ratios = [spread([x / y for x, y in zip(rates[lag], rates['none'])]) for lag in (0, 1, None)]
+                rates['apart'].append(rate(pipeline(env, n_envs, 2, joined=False), ProcessReading(2, lag=None), args.seconds))
+            ratios = [spread([x / y for x, y in zip(rates[key], rates['none'])]) for key in (0, 1, None, 'apart')]
             rows.append([name(env), n_envs, spread(rates['none'], '{:,.0f}'), spread(rates[1], '{:,.0f}'), *ratios])
     print(table(['environment', 'B of a lane', 'in-process [steps/s]', '2 workers, lag 1 [steps/s]', 'ratio, lag 0', 'lag 1',
-                 'free running'], rows))
+                 'free running', 'free running, fragments not joined'], rows))
 
 
 THEIRS = """

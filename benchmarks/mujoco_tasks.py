@@ -1,12 +1,14 @@
 """TRPO and PPO on MuJoCo for a million steps, beside the published figures. Hours of work: run it by hand.
 
-    python benchmarks/mujoco.py [--envs Hopper-v5 HalfCheetah-v5] [--algos trpo ppo] [--steps 1000000] [--seeds 3] [--jobs 2] [--out DIR]
+    python benchmarks/mujoco_tasks.py [--envs Hopper-v5 HalfCheetah-v5] [--algos trpo ppo] [--steps 1000000] [--seeds 3] ...
 
 TRPO has the settings of rl-baselines3-zoo and PPO those of Tianshou, as far as rollpipe has them; all of them are printed. Observations and
 advantages are normalised; rewards are divided by the deviation of their discounted return (`RewardScaler`, inserted into the pipeline that
 `rollpipe.train` has built). The greedy policy plays 10 fresh episodes every 50 000 steps, and 100 others at the end, all for the
 environment's own rewards. DIR gets `mujoco.json` with the curves. Runs that are in it already are kept, unless they are run again: with
 `--only-seeds 1` a training can be spread over several calls.
+
+A file `mujoco.py` beside the other benchmarks would stand in the way of the package of that name.
 
 Mind the difference: Tianshou publishes the best mean of the evaluations of a run, the others the last policy; of ours both are printed.
 Not as there: learning rates do not decay (Tianshou: to 0), the critic also keeps the scale of its targets, advantages are not computed
