@@ -7,6 +7,7 @@ whose step does nothing; its actor and critic glance at every twelfth pixel, so 
 """
 import argparse, gc, os, signal, subprocess, sys
 from itertools import islice
+from pathlib import Path
 from time import perf_counter
 
 import gymnasium as gym
@@ -55,10 +56,11 @@ def pipeline(env, n_envs, lanes, joined=True):
 
 
 def rate(pipe, service, seconds, tell=lambda rate: rate):
-    "Environment steps per second, after the first items; `tell` is told before the workers end."
+    "Environment steps per second, after as many seconds without counting; `tell` is told before the workers end."
     with DataLoader2(pipe, reading_service=service) as loader:
         items = iter(loader)
-        for _ in range(3): next(items)
+        begin = perf_counter()
+        while perf_counter() - begin < seconds: next(items)     # until all memory has been used once
         gc.collect()
         start, steps = perf_counter(), 0
         while (duration := perf_counter() - start) < seconds: steps += next(items).valid.numel()
@@ -99,7 +101,10 @@ def theirs(env, ahead, seconds) -> float:
     code = THEIRS.format(here=sys.path[0], ahead=ahead, env='Images' if env is Images else repr(env), seconds=seconds)
     run = subprocess.Popen([sys.executable, '-W', 'ignore', '-c', code], stdout=subprocess.PIPE, text=True, start_new_session=True)
     try: return float(run.stdout.readline())
-    finally: os.killpg(run.pid, signal.SIGKILL)
+    finally:
+        os.killpg(run.pid, signal.SIGKILL)
+        for left in Path('/dev/shm').glob('torch_*'):      # segments of processes that are gone
+            if not Path('/proc', left.name.split('_')[1]).exists(): left.unlink(missing_ok=True)
 
 
 def torchdata(args):

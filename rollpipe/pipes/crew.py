@@ -153,7 +153,7 @@ class Crew:
         self.newest = lag is None or lag > 0 and service.order == 'ready'
         self.weights = Weights(holders.values(), depth=4 if self.newest else lag + 1)
         self.slots = [Slot() for _ in range(n_buffers)]
-        self.free = deque(range(n_buffers))
+        self.free, self.writers = deque(range(n_buffers)), [None] * n_buffers   # a slot has pages in the process that wrote it
         self.number = self.weights.publish()
         try:
             for k in range(self.n_workers): self.workers.append(self.start(k, graphs))
@@ -201,11 +201,18 @@ class Crew:
                 lane = min(self.turn, key=lambda lane: asked[lane])
             self.turn.remove(lane)
             self.turn.append(lane)
-            request = _Request(lane, lane % self.n_workers, self.free.popleft(), None if self.newest else self.number,
+            request = _Request(lane, k := lane % self.n_workers, self.slot_for(k), None if self.newest else self.number,
                                self.n_groups)
             self.requests.append(request)
-            self.workers[request.worker].unsent.append(request)
-            self.send(request.worker)
+            self.workers[k].unsent.append(request)
+            self.send(k)
+
+    def slot_for(self, k) -> int:
+        "A free slot: one that worker `k` has written before, if there is one."
+        slot = max(self.free, key=lambda slot: (self.writers[slot] == k, self.writers[slot] is None))
+        self.free.remove(slot)
+        self.writers[slot] = k
+        return slot
 
     def send(self, k):
         "Send worker `k` the requests that are for it, but not too many at once."
@@ -235,7 +242,7 @@ class Crew:
         # a process that a worker has started may hold its end of the connection
         for k in heard | {k for k in self.busy() if not self.workers[k].process.is_alive()}:
             worker = self.workers[k]
-            try: reply = worker.receive()
+            try: reply = worker.receive(ready=k in heard)
             except WorkerDied as e: self.lost(k, e)
             else:
                 worker.heard, worker.patience = time.monotonic(), self.service.silence

@@ -28,6 +28,9 @@ def available() -> int:
     return max(0, min(found))
 
 # %% ../../nbs/01a_shared.ipynb #aead1125
+_FLAGS = mmap.MAP_SHARED | getattr(mmap, 'MAP_POPULATE', 0) if hasattr(mmap, 'MAP_SHARED') else 0   # no page faults later
+
+
 def _nameless() -> int:
     "The descriptor of an empty file without a name."
     if hasattr(os, 'memfd_create'): return os.memfd_create('rollpipe')
@@ -64,7 +67,7 @@ class Shared:
 
     def view(self, size=None) -> np.ndarray:
         "The memory, of which another process may have said that it has `size` bytes now; each call gives an array of its own."
-        if size is not None and size > self.size: self.size, self._map = size, mmap.mmap(self.fd, size)
+        if size is not None and size > self.size: self.size, self._map = size, mmap.mmap(self.fd, size, _FLAGS)
         return np.frombuffer(bytearray() if self._map is None else self._map, np.uint8)
 
     def close(self):

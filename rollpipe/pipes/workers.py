@@ -176,12 +176,13 @@ class Worker:
             if not self.process.is_alive() or time.monotonic() >= deadline: return not self.process.is_alive()
         return True
 
-    def receive(self):
-        "The next message; waits for it. Raises the worker's own exception, or `WorkerDied`."
+    def receive(self, ready=False):
+        "The next message; waits for it, unless it is known to be `ready`. Raises the worker's own exception, or `WorkerDied`."
         try:
             while True:
-                while not self.poll(60): pass
-                if not self.link.poll(): raise self.death()
+                while not (ready or self.poll(60)): pass
+                if not ready and not self.link.poll(): raise self.death()
+                ready = False
                 if not _is(message := self.link.recv(), 'warning'): break
                 log.warning(message[1])          # it is about to leave
         except (EOFError, OSError): raise self.death() from None
