@@ -66,7 +66,7 @@ slow: $(STAMP)  ## the learning tests, many minutes
 	@$(BIN)/python -m pytest -q -m slow --timeout 3600
 
 bench: $(STAMP)  ## every benchmark, each beside its floor
-	@for f in collect vector trpo_update recurrent images invariants footprint train; do echo "== $$f"; $(BIN)/python benchmarks/$$f.py || exit 1; done
+	@for f in collect vector trpo_update recurrent images invariants footprint train workers replay ppo; do echo "== $$f"; $(BIN)/python benchmarks/$$f.py || exit 1; done
 
 export: $(STAMP)  ## clean the notebooks and export them to modules
 	@$(BIN)/nbdev_clean && $(BIN)/nbdev_export
