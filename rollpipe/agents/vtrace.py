@@ -31,7 +31,7 @@ class VTrace(GradientLearner):
         c_clip=1.0,           # largest weight with which later differences are carried back, at most rho_clip
         c_value=0.5,          # weight of the critic's loss
         c_entropy=0.0,        # weight of the entropy bonus
-        lr=1e-3,              # learning rate (Adam)
+        lr=5e-4,              # learning rate (Adam)
         critic_lr=1e-2,       # learning rate of the critic
         max_grad_norm=0.5,    # longer gradients are shortened to this
         seed=0,               # for the sake of uniformity: nothing here is random
