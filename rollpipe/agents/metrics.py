@@ -59,7 +59,6 @@ METRICS = dict(
     minibatches="minibatches of the update, each one a step of the optimiser",
     epochs="passes over the batch of the update, the last one perhaps not complete",
     early_stop="1 if the update ended because approx_kl went beyond its limit, else 0",
-    learning_rate="step size of the optimiser",
     # action values and replay
     q_mean="mean of the present action values of the actions taken, over valid rows that are trained on",
     q_target="mean of the targets of these action values",
