@@ -244,3 +244,86 @@ def test_large_tensors_that_do_not_fit_are_refused_by_name():
     big = torch.zeros(5, 1_000_000)
     for other in (torch.zeros(4, 1_000_000), torch.zeros(5, 10, 10)):
         with pytest.raises(DataError, match="cannot be joined"): nested.cat([{"x": big}, {"x": other}], 1)
+
+
+# --- what lies side by side
+
+def signs(x): return x.is_conj(), x.is_neg()
+
+
+@st.composite
+def neighbours(draw):
+    "Tensors that may or may not lie side by side in memory, and along which dimension they are to be joined."
+    dtype = draw(st.sampled_from([torch.float32, torch.uint8, torch.bool, torch.complex64]))
+    shape = draw(st.lists(st.integers(0, 6), min_size=1, max_size=3))
+    x = torch.arange(1, 1 + np.prod(shape)).to(dtype).view(shape)
+    if dtype.is_complex: x = x * (1 + 2j)
+    how = draw(st.sampled_from(["plain", "plain", "turned", "stepped", "shifted", "expanded", "one"]))
+    if how == "turned": x = x.transpose(0, -1)
+    if how == "stepped": x = x[..., ::2]
+    if how == "shifted": x = x[1:]
+    if how == "expanded": x = x.unsqueeze(at := draw(st.integers(0, x.ndim))).expand(*x.shape[:at], 3, *x.shape[at:])
+    if how == "one": x = x.unsqueeze(draw(st.integers(0, x.ndim)))
+    along = draw(st.integers(0, x.ndim - 1))
+    ends = sorted(draw(st.lists(st.integers(0, x.shape[along]), max_size=3)))
+    parts = [x.narrow(along, a, b - a) for a, b in zip([0, *ends], [*ends, x.shape[along]])]
+    harm = draw(st.sampled_from("none none order gap twice overlap copy dtype conj neg shape bits shorter".split()))
+    j = draw(st.integers(0, len(parts) - 1))
+    if harm == "order": parts = draw(st.permutations(parts))
+    if harm == "gap": del parts[j]
+    if harm == "twice": parts.insert(j, parts[j])
+    if harm == "overlap": parts.append(x)
+    if harm == "copy": parts[j] = parts[j].clone()
+    if harm == "dtype": parts[j] = parts[j].to(torch.complex128 if dtype.is_complex else torch.float64)
+    if harm == "conj": parts[j] = parts[j].conj()
+    if harm == "neg" and dtype not in (torch.bool, torch.uint8): parts[j] = torch._neg_view(parts[j])
+    if harm == "shape": parts[j] = parts[j].transpose(0, -1)
+    if harm == "bits" and dtype is torch.uint8: parts[j] = parts[j].view(torch.int8)
+    if harm == "shorter" and parts[j].numel() and not any(map(any, map(signs, parts))):   # the same memory, known by another storage
+        parts[j] = torch.from_numpy(parts[j].numpy())
+    return parts or [x], draw(st.just(along) | st.integers(-x.ndim, x.ndim - 1))
+
+
+@settings(deadline=None, max_examples=1500)
+@given(neighbours())
+def test_what_lies_side_by_side_is_joined_right(case):
+    "With `view` the result is that of `torch.cat`, whatever the tensors share; what cannot be joined is refused."
+    parts, dim = case
+    before = [x.clone() for x in parts]
+    try: wanted = torch.cat(before, dim)
+    except (RuntimeError, IndexError):
+        with pytest.raises((DataError, IndexError)): nested.cat(parts, dim, view=True)
+        return
+    found = nested.cat(parts, dim, view=True)
+    assert found.dtype == wanted.dtype and found.shape == wanted.shape and torch.equal(found, wanted)
+    assert all(map(torch.equal, parts, before))
+
+
+@quick
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=3), st.data())
+def test_what_lies_side_by_side_is_not_copied(shape, data):
+    "Cuts of one tensor along any dimension, in order; without `view` they are copied."
+    x = torch.arange(np.prod(shape)).view(shape)
+    dim = data.draw(st.integers(0, x.ndim - 1))
+    cuts = x.split(data.draw(st.integers(1, 2)), dim)
+    joined = nested.cat([{'x': y} for y in cuts], dim, view=True)['x']
+    assert joined.shape == x.shape and joined.stride() == x.stride() and joined.data_ptr() == x.data_ptr()
+    assert nested.cat(cuts, dim).data_ptr() != x.data_ptr()
+    joined += 1
+    assert torch.equal(x, joined)
+
+
+@pytest.mark.parametrize('make', [lambda x: x[:10], lambda x: np.frombuffer(x, x.dtype, 10)])
+def test_parts_of_one_memory_that_know_only_of_themselves(make):
+    x = np.arange(20.)
+    parts = [torch.from_numpy(make(x)), torch.from_numpy(x)[10:]]
+    assert nested.cat(parts, view=True).tolist() == nested.cat(parts).tolist() == x.tolist()
+
+
+def test_other_leaves_are_joined_with_view_too():
+    "Arrays, and what belongs to a graph."
+    x = np.arange(6).reshape(2, 3)
+    assert np.array_equal(nested.cat([x[:1], x[1:]], view=True), x)
+    w = torch.ones(4, 2, requires_grad=True)
+    nested.cat([(3 * w)[:2], w[2:]], view=True).sum().backward()
+    assert w.grad.tolist() == [[3., 3.]] * 2 + [[1., 1.]] * 2

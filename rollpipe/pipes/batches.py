@@ -28,7 +28,7 @@ def same_keys(infos, widths) -> list:
 
 # %% ../../nbs/14_batches.ipynb #cc21ee15
 def join(fragments) -> Fragment:
-    "Fragments of equal length side by side: `[T, B1], [T, B2], ...` become `[T, B1 + B2 + ...]`."
+    "Fragments of equal length side by side: `[T, B1], [T, B2], ...` become `[T, B1 + B2 + ...]`. What lies so already is not copied."
     fragments = list(fragments)
     if len(fragments) == 1: return fragments[0]
     lengths = [f.n_steps for f in fragments]
@@ -36,7 +36,7 @@ def join(fragments) -> Fragment:
         raise DataError("fragments of different lengths cannot stand side by side", expected=f"T={lengths[0]}", got=f"T={lengths}")
     offset = np.cumsum([0] + [f.n_envs for f in fragments]).tolist()
     fragments = [f._replace(env=env) for f, env in zip(fragments, same_keys([f.env for f in fragments], [f.n_envs for f in fragments]))]
-    wide = nested.cat([Fragment(*f[:3], f.hx, f.term, (), f.valid, f.adv, f.ret) for f in fragments], dim=1)
+    wide = nested.cat([Fragment(*f[:3], f.hx, f.term, (), f.valid, f.adv, f.ret) for f in fragments], dim=1, view=True)
     final = nested.cat([f.final._replace(b=f.final.b + o) for f, o in zip(fragments, offset)])
     per_env = {name: nested.cat([getattr(f, name) for f in fragments]) for name in ('lane', 'seq', 'version')}
     return wide._replace(final=final, **per_env)

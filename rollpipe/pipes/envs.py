@@ -99,7 +99,7 @@ class Row(NamedTuple):
 
 
 def fresh_rows(obs_spec, n_envs, at_once=64, max_bytes=2 ** 20, pinned=False):
-    """Yield `Row`s for ever, made in chunks of `at_once` (fewer, if they would take more than `max_bytes`).
+    """Yield `Row`s for ever, made in chunks of `at_once` (observations fewer at once, if they would take more than `max_bytes`).
 
     With `pinned` the observations, which are large, are page-locked: transfers to an accelerator need not wait.
     """
@@ -109,13 +109,20 @@ def fresh_rows(obs_spec, n_envs, at_once=64, max_bytes=2 ** 20, pinned=False):
         if isinstance(tree, np.ndarray): return cut(tree)
         return [nested.map(lambda x, i=i: cut(x[i:i + 1])[0], tree) for i in range(n)]
     def tensors(x): return torch.from_numpy(x).split(1)
-    while True:
-        obs, rew, stepno = nested.alloc(obs_spec, n), np.empty((n, n_envs), np.float32), np.empty((n, n_envs), np.int64)
-        if pinned: obs = nested.numpify(nested.torchify(obs, pinned=True))
-        fin, term = np.zeros((2, n, n_envs), bool)
-        arrays = rows(obs, list)
-        yield from map(Row, arrays, map(nested.leaves, arrays), rows(obs, tensors), rew, tensors(rew), stepno, tensors(stepno),
-                       fin, tensors(fin), term)
+
+    def observations():
+        while True:
+            obs = nested.alloc(obs_spec, n)
+            if pinned: obs = nested.numpify(nested.torchify(obs, pinned=True))
+            arrays = rows(obs, list)
+            yield from zip(arrays, map(nested.leaves, arrays), rows(obs, tensors))
+
+    def others():
+        while True:
+            rew, stepno = np.empty((at_once, n_envs), np.float32), np.empty((at_once, n_envs), np.int64)
+            fin, term = np.zeros((2, at_once, n_envs), bool)
+            yield from zip(rew, tensors(rew), stepno, tensors(stepno), fin, tensors(fin), term)
+    for obs, other in zip(observations(), others()): yield Row(*obs, *other)
 
 # %% ../../nbs/09_envs.ipynb #87863e87
 class Outcome(NamedTuple):

@@ -116,9 +116,29 @@ def stack(trees, dim: int = 0):
     return _join(trees, dim, np.stack, torch.stack)
 
 
-def cat(trees, dim: int = 0):
-    "Join containers of one structure along their dimension `dim`, which is the only one that may differ in size."
-    return _join(trees, dim, np.concatenate, _cat)
+def cat(trees, dim: int = 0, view: bool = False):
+    """Join containers of one structure along their dimension `dim`, which is the only one that may differ in size.
+
+    With `view` tensors that lie side by side already are not copied: the result has their memory.
+    """
+    return _join(trees, dim, np.concatenate, _adjoin if view else _cat)
+
+
+def _adjoin(xs, dim):
+    "`xs` as one tensor, without a copy where each begins in memory where the one before ends along `dim`."
+    if dim < 0 or not all(type(x) is torch.Tensor and dim < x.ndim and _is_plain(x) for x in xs): return _cat(xs, dim)
+    x, end, memory = xs[0], xs[0].storage_offset(), xs[0].untyped_storage()
+    for y in xs:
+        if ((y.dtype, y.stride(), y.shape[:dim], y.shape[dim + 1:]) != (x.dtype, x.stride(), x.shape[:dim], x.shape[dim + 1:])
+                or y.storage_offset() != end or y.untyped_storage().data_ptr() != memory.data_ptr()): return _cat(xs, dim)
+        end += y.shape[dim] * x.stride(dim)
+    shape = *x.shape[:dim], sum(y.shape[dim] for y in xs), *x.shape[dim + 1:]
+    last = x.storage_offset() + sum((n - 1) * stride for n, stride in zip(shape, x.stride()))
+    if 0 in shape or (last + 1) * x.itemsize > memory.nbytes(): return _cat(xs, dim)     # it does not know more than its own part
+    return x.as_strided(shape, x.stride())
+
+
+def _is_plain(x) -> bool: return x.layout is torch.strided and x.is_cpu and not (x.requires_grad or x.is_conj() or x.is_neg())
 
 
 def _cat(xs, dim):

@@ -1,0 +1,260 @@
+"Large observations of worker processes: made where they are read, joined without a copy, and never overwritten while anybody has them."
+import gc
+import os
+import signal
+from itertools import islice
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from crews import change
+from gymnasium.spaces import Box, Dict, Discrete
+from reference import assert_same, snapshot
+from toys import Plain
+
+from rollpipe.pipes import EnvStepper, FragmentCollector, FragmentStacker, Lanes, Pipe, ProcessReading, Source
+from rollpipe.pipes.slots import SMALL
+from rollpipe.pipes.torchdata import DataLoader2
+
+T, B = 4, 2
+
+
+class Pictures(gym.Env):
+    "Every picture differs from every other one; floats of the same size beside it. Episodes of 9 steps."
+    observation_space = Dict(image=Box(0, 255, (96, 80), np.uint8), heat=Box(-np.inf, np.inf, (24, 80), np.float32))
+    action_space = Discrete(5)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        return self.look(), {}
+
+    def look(self):
+        return dict(image=self.np_random.integers(0, 256, (96, 80), np.uint8), heat=self.np_random.normal(size=(24, 80)).astype(np.float32))
+
+    def step(self, action):
+        self.count += 1
+        return self.look(), float(action), False, self.count == 9, {}
+
+
+class Sees(Plain):
+    "Chooses by what it sees."
+    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
+        return (obs["image"][..., 0, 0].long() + obs["heat"][..., 0, 0].long().abs() + stepno) % 5, (), {"seen": obs["image"][..., :9, 0]}
+
+
+def collector(n_steps=T, n_envs=B): return FragmentCollector(EnvStepper(Pictures, Sees(), n_envs), n_steps)
+
+
+def pipeline(lanes, joined=None, wrap=lambda pipe: pipe, **kwargs):
+    pipe = Lanes(wrap(collector(**kwargs)), lanes, 5)
+    return pipe if joined is None else FragmentStacker(pipe, joined)
+
+
+def serial(pipe, n): return [snapshot(x) for x in islice(pipe, n)]
+
+
+def memory_of(x): return x.untyped_storage().data_ptr()
+
+
+def begin(x): return x.data_ptr()
+
+
+assert B * 96 * 80 * (T + 1) >= SMALL
+
+
+@pytest.mark.parametrize("lag", [0, 1, None])
+@pytest.mark.parametrize("lanes, joined", [(2, 2), (3, 3), (3, 2), (2, 4), (2, None)])
+def test_the_stream_is_that_of_one_process(lanes, joined, lag):
+    "Bit for bit, while the consumer keeps every second batch, to the end of the loader and after it."
+    pipe = pipeline(lanes, joined)
+    expected, kept = serial(pipe, 14), []
+    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=lag)) as loader:
+        for k, batch in enumerate(islice(loader, 14)):
+            assert_same(snapshot(batch), expected[k])
+            if k % 2: kept.append((k, batch))
+    for k, batch in kept: assert_same(snapshot(batch), expected[k])
+    del loader
+    gc.collect()
+    for k, batch in kept: assert_same(snapshot(batch), expected[k])
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_images_are_joined_without_a_copy(start_method):
+    "After the first batches, which settle the layout, a worker copies what is small, and the join nothing whole-numbered that is large."
+    pipe = pipeline(2, 2)
+    expected = serial(pipe, 8)
+    with DataLoader2(pipe, reading_service=ProcessReading(2, start_method=start_method)) as loader:
+        for k, batch in enumerate(islice(loader, 8)):
+            assert_same(snapshot(batch), expected[k])
+            assert batch.state.obs["image"].is_contiguous()
+            if k > 2: assert all(record.bytes < SMALL for record in list(loader.reading_service.records)[-2:])
+        image = batch.state.obs["image"]
+        pool = loader.reading_service.seams[0].crew.pool
+        assert memory_of(image) in {memory_of(torch.from_numpy(slot.beside.view())) for slot in pool.slots}
+
+
+def test_what_is_apart_lies_apart():
+    "Floating-point observations of each lane are contiguous, as in one process: what is computed from them is the same to the last bit."
+    with DataLoader2(pipeline(2), reading_service=ProcessReading(2)) as loader:
+        for fragment in islice(loader, 8): assert fragment.state.obs["heat"].is_contiguous()
+
+
+def test_a_consumer_that_keeps_everything():
+    "It gets copies when few slots are left; the pool stays as large as it was."
+    pipe = pipeline(2, 2)
+    expected = serial(pipe, 20)
+    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=1)) as loader:
+        kept = list(islice(loader, 20))
+        pool = loader.reading_service.seams[0].crew.pool
+        shared = {memory_of(torch.from_numpy(slot.beside.view())) for slot in pool.slots}
+        assert 0 < sum(memory_of(batch.state.obs["image"]) in shared for batch in kept) <= pool.lendable
+        for batch, known in zip(kept, expected): assert_same(snapshot(batch), known)
+
+
+def test_it_is_the_consumers():
+    "Who writes into a batch changes no other one, kept or to come."
+    pipe = pipeline(2, 2)
+    expected, last = serial(pipe, 10), None
+    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=1)) as loader:
+        for k, batch in enumerate(islice(loader, 10)):
+            assert_same(snapshot(batch), expected[k])
+            if last is not None: assert (last.state.obs["image"] == 7).all() and (last.state.obs["heat"] == 7).all()
+            last = batch
+            for x in batch.state.obs.values(): x.fill_(7)
+
+
+class Delayed(Pipe):
+    "Gives each fragment when it has the next one."
+    def stream(self, items):
+        last = None
+        for item in items:
+            if last is not None: yield last
+            last = item
+
+
+class Twice(Pipe):
+    "Gives each fragment, and the one before beside it."
+    def stream(self, items):
+        last = None
+        for item in items:
+            yield {"now": item.state, "before": None if last is None else last.state}
+            last = item
+
+
+class Keeps(FragmentCollector):
+    "A collector that gives each fragment again, two fragments later."
+    def stream(self, items):
+        kept = []
+        for fragment in super().stream(items):
+            kept.append(fragment)
+            yield fragment if len(kept) < 3 else kept.pop(0)
+
+
+@pytest.mark.parametrize("wrap", [Delayed, Twice, lambda pipe: Keeps(pipe.pipe, T), lambda pipe: FragmentStacker(pipe, 3)],
+                         ids=["delayed", "twice", "subclass", "stacked"])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_pipes_in_the_worker_may_keep_what_they_get(wrap, lag):
+    pipe = pipeline(2, wrap=wrap)
+    expected = serial(pipe, 16)
+    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=lag)) as loader:
+        for k, item in enumerate(islice(loader, 16)): assert_same(snapshot(item), expected[k])
+
+
+class Same(Pipe):
+    "Passes fragments on."
+    one_to_one = True
+    def stream(self, items): yield from items
+
+
+def test_behind_another_pipe_they_are_copied_once():
+    "Into the place where they are joined."
+    pipe = pipeline(2, 2, Same)
+    expected = serial(pipe, 8)
+    with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
+        for k, batch in enumerate(islice(loader, 8)): assert_same(snapshot(batch), expected[k])
+        obs = batch.state.obs
+        assert all(sum(x.nbytes for x in obs.values()) // 2 <= record.bytes < sum(x.nbytes for x in obs.values()) // 2 + SMALL
+                   for record in list(loader.reading_service.records)[-2:])
+        shared = {memory_of(torch.from_numpy(slot.beside.view())) for slot in loader.reading_service.seams[0].crew.pool.slots}
+        assert memory_of(obs["image"]) in shared
+
+
+class Sizes(Source):
+    "Items whose large arrays differ in every way, from lane to lane and from item to item."
+    lane = 0
+    def set_lane(self, lane, seed): self.lane, self.seed = lane, seed
+
+    def stream(self, items):
+        rng = np.random.default_rng(self.seed)
+        while True:
+            t, b = rng.integers(1, 6, 2)
+            dtype = [torch.uint8, torch.float32, torch.int64, torch.bool][rng.integers(4)]
+            x = torch.from_numpy(rng.integers(0, 2, (t, b, 20_000))).to(dtype)
+            yield {"x": x, "flat": x.flatten(), "text": "a"} if rng.random() < 0.3 else {"x": x, "y": x.numpy()[:, :, :100].copy()}
+
+
+@pytest.mark.parametrize("order, lag", [("canonical", 0), ("canonical", 2), ("canonical", None), ("ready", 1)])
+def test_items_of_any_size(order, lag):
+    expected = {lane: iter(serial(Lanes(Sizes(), 3, 1), 120)[lane::3]) for lane in range(3)}
+    with DataLoader2(Lanes(Sizes(), 3, 1), reading_service=ProcessReading(2, lag=lag, order=order)) as loader:
+        records = loader.reading_service.records
+        for item in islice(loader, 90): assert_same(snapshot(item), next(expected[records[-1].lane]))
+
+
+class Short(Source):
+    "Lane k has k + 1 large items."
+    lane = 0
+    def set_lane(self, lane, seed): self.lane = lane
+
+    def stream(self, items):
+        for k in range(self.lane + 1): yield {"x": torch.full((3, 2, 20_000), 10 * self.lane + k, dtype=torch.uint8)}
+
+
+@pytest.mark.parametrize("lag", [0, 1, None])
+def test_lanes_that_end(lag):
+    "What is left goes on in the same order."
+    with DataLoader2(Lanes(Short(), 4, 1), reading_service=ProcessReading(2, lag=lag)) as loader:
+        assert [int(item["x"].max()) for item in loader] == [0, 10, 20, 30, 11, 21, 31, 22, 32, 33]
+
+
+def test_a_lost_worker_leaves_half_a_picture():
+    "Its place is written anew by the next one; what was read before stays."
+    pipe = pipeline(2, 2)
+    kept = []
+    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=1, restart=3)) as loader:
+        for k, batch in enumerate(islice(loader, 16)):
+            kept.append((batch, snapshot(batch)))
+            if k in (3, 8): os.kill(loader.reading_service.health()[k % 2]["pid"], signal.SIGKILL)
+            assert (batch.state.rew[1:] == batch.state.act[1:]).all()
+            seen = batch.state.obs["image"][..., :9, 0]
+            assert torch.equal(batch.actor["seen"], seen)
+        assert loader.reading_service.health()[0]["restarted"] == 2
+    for batch, known in kept[1::3]: assert_same(snapshot(batch), known)
+
+
+def test_weights_that_change_meanwhile():
+    "As in one process, with large observations."
+    def run(service):
+        torch.manual_seed(0)
+        actor, found = Learns(), []
+        pipe = FragmentStacker(Lanes(FragmentCollector(EnvStepper(Pictures, actor, B), T), 3, 5), 3)
+        with DataLoader2(pipe, reading_service=service) as loader:
+            for batch in islice(loader, 6):
+                found.append(snapshot(batch))
+                change(actor)
+        return found
+    expected = run(None)
+    for service in (ProcessReading(1), ProcessReading(2), ProcessReading(2, start_method="spawn")): assert_same(run(service), expected)
+
+
+class Learns(Sees):
+    "With a weight that it reports."
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(3))
+
+    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
+        act, hx, info = super().forward(obs, act, rew, fin, hx=hx, stepno=stepno, virtual=virtual)
+        return act, hx, info | {"weight": self.weight.expand(*stepno.shape, 3)}
