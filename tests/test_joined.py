@@ -1,4 +1,5 @@
 "Large observations of worker processes: made where they are read, joined without a copy, and never overwritten while anybody has them."
+import copy
 import gc
 import os
 import signal
@@ -13,7 +14,10 @@ from gymnasium.spaces import Box, Dict, Discrete
 from reference import assert_same, snapshot
 from toys import Plain
 
-from rollpipe.pipes import EnvStepper, FragmentCollector, FragmentStacker, Lanes, Pipe, ProcessReading, Source
+from rollpipe.pipes import (
+    AdvantageBuffer, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Pipe, ProcessReading, Source, Tap,
+)
+from rollpipe.pipes.graph import nodes
 from rollpipe.pipes.slots import SMALL
 from rollpipe.pipes.torchdata import DataLoader2
 
@@ -44,7 +48,7 @@ class Sees(Plain):
         return (obs["image"][..., 0, 0].long() + obs["heat"][..., 0, 0].long().abs() + stepno) % 5, (), {"seen": obs["image"][..., :9, 0]}
 
 
-def collector(n_steps=T, n_envs=B): return FragmentCollector(EnvStepper(Pictures, Sees(), n_envs), n_steps)
+def collector(n_steps=T, n_envs=B): return FragmentCollector(EnvStepper(Pictures, Learns(), n_envs), n_steps)
 
 
 def pipeline(lanes, joined=None, wrap=lambda pipe: pipe, **kwargs):
@@ -55,10 +59,9 @@ def pipeline(lanes, joined=None, wrap=lambda pipe: pipe, **kwargs):
 def serial(pipe, n): return [snapshot(x) for x in islice(pipe, n)]
 
 
-def memory_of(x): return x.untyped_storage().data_ptr()
-
-
-def begin(x): return x.data_ptr()
+def is_shared(x, pool):
+    "Does it lie in a slot?"
+    return any(0 <= x.data_ptr() - memory.ctypes.data < memory.size for memory in (slot.beside.view() for slot in pool.slots))
 
 
 assert B * 96 * 80 * (T + 1) >= SMALL
@@ -92,7 +95,7 @@ def test_images_are_joined_without_a_copy(start_method):
             if k > 2: assert all(record.bytes < SMALL for record in list(loader.reading_service.records)[-2:])
         image = batch.state.obs["image"]
         pool = loader.reading_service.seams[0].crew.pool
-        assert memory_of(image) in {memory_of(torch.from_numpy(slot.beside.view())) for slot in pool.slots}
+        assert is_shared(image, pool) and not is_shared(batch.state.obs["heat"], pool)
 
 
 def test_what_is_apart_lies_apart():
@@ -108,8 +111,7 @@ def test_a_consumer_that_keeps_everything():
     with DataLoader2(pipe, reading_service=ProcessReading(2, lag=1)) as loader:
         kept = list(islice(loader, 20))
         pool = loader.reading_service.seams[0].crew.pool
-        shared = {memory_of(torch.from_numpy(slot.beside.view())) for slot in pool.slots}
-        assert 0 < sum(memory_of(batch.state.obs["image"]) in shared for batch in kept) <= pool.lendable
+        assert 0 < sum(is_shared(batch.state.obs["image"], pool) for batch in kept) <= pool.lendable
         for batch, known in zip(kept, expected): assert_same(snapshot(batch), known)
 
 
@@ -177,8 +179,7 @@ def test_behind_another_pipe_they_are_copied_once():
         obs = batch.state.obs
         assert all(sum(x.nbytes for x in obs.values()) // 2 <= record.bytes < sum(x.nbytes for x in obs.values()) // 2 + SMALL
                    for record in list(loader.reading_service.records)[-2:])
-        shared = {memory_of(torch.from_numpy(slot.beside.view())) for slot in loader.reading_service.seams[0].crew.pool.slots}
-        assert memory_of(obs["image"]) in shared
+        assert is_shared(obs["image"], loader.reading_service.seams[0].crew.pool)
 
 
 class Sizes(Source):
@@ -258,3 +259,95 @@ class Learns(Sees):
     def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
         act, hx, info = super().forward(obs, act, rew, fin, hx=hx, stepno=stepno, virtual=virtual)
         return act, hx, info | {"weight": self.weight.expand(*stepno.shape, 3)}
+
+
+# --- what nobody should notice
+
+class Endless(gym.Env):
+    "Counts; items of one lane have one form for ever."
+    observation_space, action_space = Box(-np.inf, np.inf, (3,)), Discrete(5)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.n = 0
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action):
+        self.n += 1
+        return np.full(3, self.n, np.float32), 1., False, False, {}
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_a_restart_leaves_the_other_workers_alone(start_method):
+    "What the parent knows of their memory stays true while a process is started anew."
+    pipe = FragmentStacker(Lanes(FragmentCollector(EnvStepper(Endless, Plain()), 4), 2, 0), 2)
+    with DataLoader2(pipe, reading_service=ProcessReading(2, restart=1, start_method=start_method)) as loader:
+        for k, batch in enumerate(islice(loader, 8)):
+            assert int(batch.seq[1]) == k and batch.state.stepno[:, 1].tolist() == list(range(4 * k, 4 * k + 5))
+            if k == 3: os.kill(loader.reading_service.health()[0]["pid"], signal.SIGKILL)
+
+
+def test_batches_are_saved_and_copied_without_their_neighbours(tmp_path):
+    "What is pickled is as large as what is seen."
+    with DataLoader2(pipeline(2, 2), reading_service=ProcessReading(2)) as loader: batch = list(islice(loader, 6))[-1]
+    size = sum(x.nbytes for x in batch.state.obs.values())
+    torch.save(batch.state.obs, tmp_path/"obs.pt")
+    assert (tmp_path/"obs.pt").stat().st_size < size + 10_000
+    assert_same(snapshot(torch.load(tmp_path/"obs.pt")), snapshot(batch.state.obs))
+    for x in copy.deepcopy(batch.state.obs).values(): assert x.untyped_storage().nbytes() == x.nbytes
+
+
+class Views(torch.nn.Module):
+    "A critic that takes `view` for granted."
+    def forward(self, obs): return obs["image"].view(-1, 96 * 80).float().mean(1).view(obs["image"].shape[:-2])
+
+
+def test_critics_that_view():
+    pipe = FragmentStacker(AdvantageBuffer(pipeline(2), Views()), 2)
+    expected = serial(pipe, 8)
+    with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
+        for k, batch in enumerate(islice(loader, 8)): assert_same(snapshot(batch), expected[k])
+        assert is_shared(batch.state.obs["image"], loader.reading_service.seams[0].crew.pool)
+
+
+def test_pipes_of_others_see_contiguous_fragments_of_their_own():
+    "Between the workers and the join: they may view and keep what they get, and the batch is edited."
+    kept = []
+    def see(fragment): kept.append((fragment, fragment.state.obs["image"].view(-1, 96 * 80).sum(1)))
+    pipe = FragmentStacker(Tap(pipeline(2), see), 2)
+    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=1)) as loader:
+        for batch in islice(loader, 8): batch.state.obs["image"].zero_()
+    for fragment, total in kept: assert torch.equal(fragment.state.obs["image"].view(-1, 96 * 80).sum(1), total)
+
+
+@pytest.mark.parametrize("n_buffers", [None, 8, 12])
+def test_versions_do_not_depend_on_what_is_kept(n_buffers):
+    "Lanes of different lengths, so that groups do not begin where slots do."
+    def versions(keep):
+        pipe = FragmentStacker(Lanes(Unequal(collector()), 3, 5), 4)
+        actor = next(p for p in nodes(pipe) if isinstance(p, EnvStepper)).actor
+        told, kept = [], []
+        with DataLoader2(pipe, reading_service=ProcessReading(2, lag=1, n_buffers=n_buffers)) as loader:
+            for batch in loader:
+                told.append(batch.version.tolist())
+                kept = (kept + [batch])[-keep:] if keep else []
+                change(actor)
+        return told
+    assert versions(0) == versions(1) == versions(99)
+
+
+class Unequal(Pipe):
+    "Lane k gives 5 k + 3 items."
+    lane = 0
+    def set_lane(self, lane, seed): self.lane = lane
+    def stream(self, items): yield from islice(items, 5 * self.lane + 3)
+
+
+def test_memory_is_that_of_the_pool():
+    "Where large arrays lay before their layout was known, nothing is left."
+    with DataLoader2(pipeline(2, 2), reading_service=ProcessReading(2, lag=1, n_buffers=8)) as loader:
+        batch = list(islice(loader, 12))[-1]
+        pool = loader.reading_service.seams[0].crew.pool
+        blocks = sum(512 * os.fstat(memory.fd).st_blocks for slot in pool.slots for memory in (*slot.memory, slot.beside))
+        fragment = sum(x.nbytes for x in batch.state.obs.values()) // 2
+        assert blocks < 8 * (fragment + 2 ** 17)

@@ -46,7 +46,11 @@ def _evaluate(critic, obs, actor):
     "The critic's answer without gradients and in evaluation mode, to what it wants to see of observations and reports."
     obs = nested.as_seen(obs)
     if hasattr(critic, 'inputs'): obs = critic.inputs(obs, actor)
-    with torch.no_grad(), eval_mode(critic): return critic(obs)
+    with torch.no_grad(), eval_mode(critic):
+        try: return critic(obs)
+        except RuntimeError:     # `view` is fond of contiguous observations, which those of worker processes need not be
+            if all(x.is_contiguous() for x in nested.leaves(obs)): raise
+            return critic(nested.map(torch.Tensor.contiguous, obs))
 
 # %% ../../nbs/13_advantage.ipynb #41eaef39
 class AdvantageBuffer(Pipe):
@@ -58,7 +62,7 @@ class AdvantageBuffer(Pipe):
     Source: Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation", https://arxiv.org/abs/1506.02438.
     Raises `DataError` if a value or advantage is not finite, or if there is neither a critic nor a reported value.
     """
-    one_to_one = True
+    one_to_one = any_strides = True
 
     def __init__(self,
                  pipe,         # yields `Fragment`s

@@ -45,6 +45,8 @@ def join(fragments) -> Fragment:
 class FragmentStacker(Pipe):
     """Join `n` consecutive fragments along `B` into one batch. What is left over when the source ends makes a smaller last batch.
 
+    The batch has memory of its own, but for arrays that lie side by side already, as those that worker processes made for this join.
+
     Raises `DataError` if `n < 1` or if fragments that meet differ in length or structure.
     """
     def __init__(self,

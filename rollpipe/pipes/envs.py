@@ -99,7 +99,7 @@ class Row(NamedTuple):
 
 
 def fresh_rows(obs_spec, n_envs, at_once=64, max_bytes=2 ** 20, pinned=False):
-    """Yield `Row`s for ever, made in chunks of `at_once` (observations fewer at once, if they would take more than `max_bytes`).
+    """Yield `Row`s for ever, made in chunks of `at_once` (fewer, if they would take more than `max_bytes`).
 
     With `pinned` the observations, which are large, are page-locked: transfers to an accelerator need not wait.
     """
@@ -118,9 +118,10 @@ def fresh_rows(obs_spec, n_envs, at_once=64, max_bytes=2 ** 20, pinned=False):
             yield from zip(arrays, map(nested.leaves, arrays), rows(obs, tensors))
 
     def others():
+        m = max(1, min(at_once, max_bytes // (14 * n_envs)))
         while True:
-            rew, stepno = np.empty((at_once, n_envs), np.float32), np.empty((at_once, n_envs), np.int64)
-            fin, term = np.zeros((2, at_once, n_envs), bool)
+            rew, stepno = np.empty((m, n_envs), np.float32), np.empty((m, n_envs), np.int64)
+            fin, term = np.zeros((2, m, n_envs), bool)
             yield from zip(rew, tensors(rew), stepno, tensors(stepno), fin, tensors(fin), term)
     for obs, other in zip(observations(), others()): yield Row(*obs, *other)
 

@@ -7,6 +7,7 @@ __all__ = ['SMALL', 'aligned', 'Place', 'copy_all', 'copy_tensor', 'sendable', '
 
 # %% ../../nbs/19b_forms.ipynb #a7bf9de0
 import io, pickle
+from collections import OrderedDict
 from math import prod
 
 import cloudpickle
@@ -151,7 +152,8 @@ def dumped(item, places):
     containers = []
     leaves, spec = optree.tree_flatten(item, is_leaf=lambda x: bool(containers.append(x)))     # never one; looks at all
     alone = {id(x) for x in leaves}
-    if any(getattr(x, '__dict__', None) for x in containers if id(x) not in alone): return None     # with attributes of their own
+    # containers that may have attributes of their own are pickled as they are
+    if any(hasattr(x, '__dict__') and type(x) is not OrderedDict for x in containers if id(x) not in alone): return None
     for dumps in (pickle.dumps, cloudpickle.dumps):
         try:
             form = dumps(optree.tree_unflatten(spec, places))

@@ -19,16 +19,37 @@ from .pipe import Pipe
 
 # %% ../../nbs/11_fragments.ipynb #f2608a5a
 class Rows:
-    "Numpy containers `[B, ...]` as rows of tensors `[n, B, ...]`, copied one by one, while the processor's cache has them."
+    """Numpy containers `[B, ...]` as rows of tensors `[n, B, ...]`, copied one by one, while the processor's cache has them.
+
+    Raises `DataError` if a row has another structure than `like`, or a dtype that does not fit.
+    """
+    AT_ONCE = 2 ** 14     # rows; more of them grow as they come
+
     def __init__(self, like, n, empty):
         leaves, self.spec = nested.flatten(like)
-        self.arrays, self.n = [empty((n, *x.shape), x.dtype) for x in leaves], 0
+        self.room, self.n = min(n, self.AT_ONCE), 0
+        self.arrays = [empty((self.room, *x.shape), x.dtype) for x in leaves]
 
     def add(self, row):
         leaves, spec = nested.flatten(row)
-        if spec != self.spec: raise DataError("rows of different structure", expected=str(self.spec), got=str(spec))
-        for out, x in zip(self.arrays, leaves): out[self.n] = x
+        if spec != self.spec: leaves = self._fitting(row)
+        if self.n == self.room: self._grow()
+        for out, x in zip(self.arrays, leaves):
+            if x.dtype is not out.dtype and not np.can_cast(x.dtype, out.dtype, 'same_kind'):
+                raise DataError("the dtype changes within a fragment", expected=str(out.dtype), got=str(x.dtype))
+            out[self.n] = x
         self.n += 1
+
+    def _fitting(self, row) -> list:
+        "The leaves of a row whose containers are of other types, if they fit."
+        try: return self.spec.flatten_up_to(row)
+        except (ValueError, TypeError) as e: raise DataError(f"the structure changes within a fragment: {e}") from e
+
+    def _grow(self):
+        self.room *= 2
+        for i, x in enumerate(self.arrays):
+            self.arrays[i] = np.empty((self.room, *x.shape[1:]), x.dtype)
+            self.arrays[i][:self.n] = x
 
     def take(self):
         "The tensors, which are the taker's now; as many rows as were added."
@@ -95,11 +116,15 @@ class FragmentCollector(Pipe):
             for tick in islice(items, self.n_steps):
                 check_item(tick, Tick, self)
                 if first is None: first, first_term = tick.state, np.zeros_like(tick.term)
-                if not ticks:
-                    last, rows = tick._replace(next=first), Rows(tick.next, self.n_steps + 1, self.empty)
-                    rows.add(first)     # row 0 is the previous row T, with whatever pipes in between made of it
-                self._check_order(last, tick)
-                rows.add(tick.next)
+                try:
+                    if not ticks:
+                        last, rows = tick._replace(next=first), Rows(tick.next, self.n_steps + 1, self.empty)
+                        rows.add(first)     # row 0 is the previous row T, with whatever pipes in between made of it
+                    self._check_order(last, tick)
+                    rows.add(tick.next)
+                except DataError as e:
+                    e.locate(pipe=self, lane=tick.lane)
+                    raise
                 ticks.append(tick._replace(state=None, next=None))
                 last = tick
             if not ticks: return

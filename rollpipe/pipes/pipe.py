@@ -30,6 +30,7 @@ class Pipe(IterDataPipe):
     Raises:
         TypeError: `pipe` is no IterDataPipe.
     """
+    any_strides = False                                 # keeps no item, and takes arrays with any strides
     one_to_one = False                                  # gives one item for each item of its input
     no_length = 'the stream of its source has none'     # why `len` fails
 

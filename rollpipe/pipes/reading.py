@@ -9,7 +9,7 @@ __all__ = ['WorkerLanes', 'ProcessReading']
 from collections import deque
 
 from . import torchdata
-from .crew import Crew, reads
+from .crew import Crew, lie_beside, reads
 from .episodes import EpisodeCollector
 from .errors import DataError, GraphError, describe
 from .fragments import FragmentCollector
@@ -20,9 +20,9 @@ from .workers import start_method_for
 # %% ../../nbs/19h_reading.ipynb #70c8c9d0
 class WorkerLanes(Lanes):
     "`Lanes` that run in worker processes: what `ProcessReading` puts in their place."
-    def __init__(self, lanes, service, group, seeded):
+    def __init__(self, lanes, service, group, beside, seeded):
         super().__init__(lanes.pipe, lanes.n, lanes.seed, lanes.threads)
-        self.service, self.group, self.seeded, self.crew = service, group, seeded, None
+        self.service, self.group, self.beside, self.seeded, self.crew = service, group, beside, seeded, None
         if not seeded: self.set_seed = None     # as in the graph without a seam, torchdata has no seed to draw here
 
     def __repr__(self):
@@ -66,6 +66,9 @@ class ProcessReading:
     Raises `DataError` for options out of range, `GraphError` if there is nothing that can run in workers, `WorkerError` if a worker
     cannot be started or ends, and what is raised in a worker, with its traceback.
 
+    Fragments come in shared memory. Where `FragmentStacker` joins them, and above it there are only pipes that can take it
+    (`any_strides`, such as `AdvantageBuffer`), large arrays of whole numbers are made so that they need not be copied for that.
+
     A worker that is lost takes its lanes with it. With `restart=N` this may happen `N` times: its lanes start anew, with `seq` 0 and
     other random numbers.
     """
@@ -73,7 +76,7 @@ class ProcessReading:
                  num_workers,          # processes, at most one a lane; 0: none, the graph stays as it is
                  lag=0,                # learner updates between collecting and consuming; None: free running
                  order='canonical',    # 'canonical': lanes in turn; 'ready': first come, first served
-                 n_buffers=None,       # fragments in shared memory [twice what is requested at once]
+                 n_buffers=None,       # fragments in shared memory [what is under way, the batch that is read, and the one before]
                  start_method=None,    # 'fork', 'forkserver' or 'spawn' [fork, if it is safe]
                  affinity=None,        # for each worker its processor cores (an int or several), or a device such as 'cuda:1'
                  worker_threads=1,     # torch threads in each worker
@@ -116,8 +119,8 @@ class ProcessReading:
             seeded = self.num_workers > 1
         for k in range(len(find(pipe, Lanes))):
             seam = find(pipe, Lanes)[k]                          # each edit copies the graph
-            group = reads(pipe, seam)
-            pipe = replace(pipe, lambda p, seam=seam: p is seam, lambda old, group=group: WorkerLanes(old, self, group, seeded))
+            lie = reads(pipe, seam), lie_beside(pipe, seam)
+            pipe = replace(pipe, lambda p, seam=seam: p is seam, lambda old, lie=lie: WorkerLanes(old, self, *lie, seeded))
         self.end, self.seams = pipe, find(pipe, WorkerLanes)
         return pipe
 

@@ -70,6 +70,10 @@ class Shared:
         if size is not None and size > self.size: self.size, self._map = size, mmap.mmap(self.fd, size, _FLAGS)
         return np.frombuffer(bytearray() if self._map is None else self._map, np.uint8)
 
+    def clear(self):
+        "Give the pages back, where the system can; they come again, zero, when they are touched."
+        if self._map is not None and hasattr(mmap, 'MADV_REMOVE'): self._map.madvise(mmap.MADV_REMOVE)
+
     def close(self):
         "Let go of the memory; views stay valid."
         self._close()

@@ -31,10 +31,9 @@ class Layout:
             self.size += aligned(n * prod(shape) * dtype.itemsize)
 
     def tensor(self, memory, k, position) -> torch.Tensor:
-        "Array `k` of the item at `position`, in `memory` (a uint8 tensor)."
+        "Array `k` of the item at `position`, in `memory` (a uint8 array)."
         shape, dtype = self.arrays[k]
-        begin, size = self.begins[k], self.n * prod(shape) * dtype.itemsize
-        x = memory[begin:begin + size].view(dtype)
+        x = torch.frombuffer(memory, dtype=dtype, count=self.n * prod(shape), offset=self.begins[k])     # with a storage of its own
         if dtype.is_floating_point or dtype.is_complex: return x.view(self.n, *shape)[position]
         return x.view(shape[0], self.n, *shape[1:])[:, position]
 
@@ -63,7 +62,7 @@ class Slot:
             beside = place.k >= 0
             if beside not in bases:      # an array of its own: when it is gone, so are all views of it
                 bases[beside] = self.beside.view(layout.size) if beside else self.memory[position].view(begin + form.size)
-            x = layout.tensor(torch.from_numpy(bases[True]), place.k, position) if beside else place.view(bases[False], begin)
+            x = layout.tensor(bases[True], place.k, position) if beside else place.view(bases[False], begin)
             if lend is None or place.size < SMALL: return _copied(x)
             lent.add(beside)
             return x
@@ -154,7 +153,7 @@ class Writer:
         k = next((k for k in self.free if self.layout.arrays[k] == (shape, dtype)), -1)
         if k < 0: return k, None
         self.free.remove(k)
-        return k, self.layout.tensor(torch.from_numpy(self.slot.beside.view(self.layout.size)), k, self.position)
+        return k, self.layout.tensor(self.slot.beside.view(self.layout.size), k, self.position)
 
     def write(self, item) -> Written:
         "Write `item`. Raises `DataError` if it cannot be sent, or if memory is short."

@@ -89,7 +89,7 @@ class EpisodeStats(Pipe):
     rewards. An episode whose first steps did not pass by is not reported. Place it above pipes that change rewards or shuffle
     transitions. Returns are summed in float64.
     """
-    one_to_one = True
+    one_to_one = any_strides = True
 
     def __init__(self,
                  pipe,  # yields `Tick`s or `Fragment`s
@@ -157,7 +157,7 @@ def count_steps(item) -> int:
 
 class Throughput(Pipe):
     "Call `sink` with a `Rate` after each `every` items, and at the end with that of the rest; items pass unchanged."
-    one_to_one = True
+    one_to_one = any_strides = True
 
     def __init__(self,
                  pipe,                              # yields `Tick`s, `Fragment`s or lists of them
