@@ -267,13 +267,18 @@ def neighbours(draw):
     along = draw(st.integers(0, x.ndim - 1))
     ends = sorted(draw(st.lists(st.integers(0, x.shape[along]), max_size=3)))
     parts = [x.narrow(along, a, b - a) for a, b in zip([0, *ends], [*ends, x.shape[along]])]
-    harm = draw(st.sampled_from("none none order gap twice overlap copy dtype conj neg shape bits shorter".split()))
+    harm = draw(st.sampled_from("none none order gap twice overlap copy elsewhere narrower dtype conj neg shape bits shorter".split()))
     j = draw(st.integers(0, len(parts) - 1))
     if harm == "order": parts = draw(st.permutations(parts))
     if harm == "gap": del parts[j]
     if harm == "twice": parts.insert(j, parts[j])
     if harm == "overlap": parts.append(x)
     if harm == "copy": parts[j] = parts[j].clone()
+    if harm == "elsewhere":     # at the same place in other memory
+        y = parts[j]
+        parts[j] = torch.empty(0, dtype=dtype).set_(y.untyped_storage().clone(), y.storage_offset(), y.shape, y.stride())
+        if y.numel(): parts[j][(0,) * y.ndim] = 0
+    if harm == "narrower" and parts[j].numel(): parts[j] = parts[j][(slice(None),) * draw(st.integers(0, x.ndim - 1)) + (slice(-1),)]
     if harm == "dtype": parts[j] = parts[j].to(torch.complex128 if dtype.is_complex else torch.float64)
     if harm == "conj": parts[j] = parts[j].conj()
     if harm == "neg" and dtype not in (torch.bool, torch.uint8): parts[j] = torch._neg_view(parts[j])
@@ -313,11 +318,15 @@ def test_what_lies_side_by_side_is_not_copied(shape, data):
     assert torch.equal(x, joined)
 
 
-@pytest.mark.parametrize('make', [lambda x: x[:10], lambda x: np.frombuffer(x, x.dtype, 10)])
-def test_parts_of_one_memory_that_know_only_of_themselves(make):
+@pytest.mark.parametrize('make', [lambda x, n: x[:n], lambda x, n: np.frombuffer(x, x.dtype, n)])
+@pytest.mark.parametrize('known', range(10, 21))
+def test_parts_of_one_memory_that_do_not_know_all_of_it(make, known):
+    "The first part belongs to a storage of `known` numbers."
     x = np.arange(20.)
-    parts = [torch.from_numpy(make(x)), torch.from_numpy(x)[10:]]
-    assert nested.cat(parts, view=True).tolist() == nested.cat(parts).tolist() == x.tolist()
+    for first in (0, 3):
+        parts = [torch.from_numpy(make(x, known))[first:10], torch.from_numpy(x)[10:]]
+        joined = nested.cat(parts, view=True)
+        assert joined.tolist() == x[first:].tolist() and (joined.data_ptr() == parts[0].data_ptr()) == (known == 20)
 
 
 def test_other_leaves_are_joined_with_view_too():
@@ -327,3 +336,5 @@ def test_other_leaves_are_joined_with_view_too():
     w = torch.ones(4, 2, requires_grad=True)
     nested.cat([(3 * w)[:2], w[2:]], view=True).sum().backward()
     assert w.grad.tolist() == [[3., 3.]] * 2 + [[1., 1.]] * 2
+    (2 * nested.cat([w[:2], w[2:]], view=True)).sum().backward()      # though they lie side by side
+    assert w.grad.tolist() == [[5., 5.]] * 2 + [[3., 3.]] * 2
