@@ -11,7 +11,8 @@ from reference import Solo, apply, assert_same, flatten, grid, snapshot
 from toys import ENDS, Counting, Limit, Lively, Memory, Nested, NestedMemory, Noted, Plain, Shaky
 
 from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy, MLPPolicy
-from rollpipe.pipes import EnvStepper, Final, Fragment, FragmentCollector, Lanes, State
+from rollpipe.pipes import DataError, EnvStepper, Final, Fragment, FragmentCollector, Lanes, Pipe, State
+from rollpipe.pipes.fragments import Rows
 
 fast = settings(deadline=None, max_examples=25)
 episodes = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)
@@ -286,3 +287,42 @@ def test_action_dtype_is_the_same_in_every_fragment():
             act, hx, info = super().forward(*args, **kwargs)
             return act.to(torch.int32), hx, {}
     assert len({f.state.act.dtype for f in collect(Counting, Narrow(), 3, 3)}) == 1
+
+
+class Changed(Pipe):
+    "Changes the observation that tick `k` leads to."
+    def __init__(self, pipe, change):
+        super().__init__(pipe)
+        self.change = change
+
+    def stream(self, items):
+        for k, tick in enumerate(items): yield tick._replace(next=tick.next._replace(obs=self.change(k, tick.next.obs)))
+
+
+def changed(change, n_steps=4): return next(iter(FragmentCollector(Changed(EnvStepper(Counting, Plain(), 2), change), n_steps)))
+
+
+def test_a_dtype_that_changes_within_a_fragment_is_refused():
+    "Fractions are not cut off silently; another precision is cast to that of the first step."
+    with pytest.raises(DataError, match="FragmentCollector, lane 0: the dtype changes within a fragment. Expected int64, got float"):
+        changed(lambda k, obs: obs.astype(int) if k < 2 else obs + 0.5)
+    cast = changed(lambda k, obs: obs.astype("f8" if k % 2 else "f4"))
+    assert cast.state.obs.dtype == torch.float32 and torch.equal(cast.state.obs, changed(lambda k, obs: obs).state.obs)
+
+
+def test_a_structure_that_changes_within_a_fragment_is_refused():
+    "Containers of another type that fit are taken."
+    with pytest.raises(DataError, match="FragmentCollector, lane 0: the structure changes within a fragment"):
+        changed(lambda k, obs: {"a": obs} if k else {"b": obs})
+
+
+def test_many_steps():
+    "More than are made room for at once, until the source ends."
+    class Ends(Pipe):
+        def stream(self, items): yield from islice(items, 7)
+    def collect(n_steps): return next(iter(FragmentCollector(Ends(EnvStepper(Counting, Plain(), 2)), n_steps)))
+    assert_same(snapshot(collect(10 ** 12)), snapshot(collect(7)))
+    try:
+        Rows.AT_ONCE, before = 3, Rows.AT_ONCE
+        assert_same(snapshot(collect(10 ** 12)), snapshot(collect(7)))
+    finally: Rows.AT_ONCE = before

@@ -116,11 +116,12 @@ class FragmentCollector(Pipe):
             for tick in islice(items, self.n_steps):
                 check_item(tick, Tick, self)
                 if first is None: first, first_term = tick.state, np.zeros_like(tick.term)
+                if not ticks: last = tick._replace(next=first)
+                self._check_order(last, tick)
                 try:
                     if not ticks:
-                        last, rows = tick._replace(next=first), Rows(tick.next, self.n_steps + 1, self.empty)
+                        rows = Rows(tick.next, self.n_steps + 1, self.empty)
                         rows.add(first)     # row 0 is the previous row T, with whatever pipes in between made of it
-                    self._check_order(last, tick)
                     rows.add(tick.next)
                 except DataError as e:
                     e.locate(pipe=self, lane=tick.lane)
