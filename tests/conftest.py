@@ -43,6 +43,7 @@ def _segments(owners=None):
     names = {p.name for p in SHM.iterdir()} if SHM.is_dir() else set()
     if owners is None: return names
     def ours(name):
+        if name.startswith("sem.mp-"): return False     # random letters, which may look like a number of a process
         pids = {int(d) for d in re.findall(r"(?<=_)\d+(?=_)", name)}
         return any(p in owners or not _alive(p) for p in pids)
     return {n for n in names if ours(n)}
