@@ -303,16 +303,16 @@ def test_items_may_be_dropped_by_any_thread():
     pool.close()
 
 
-def test_what_is_prepared_is_of_the_form_that_was_read_last():
+def test_a_rehearsal_changes_nothing():
     "It makes no difference to what is read."
     pool = Pool(3, 1, 1)
     worker = Worker(pool)
-    pool.prepare()
+    pool.rehearse()
     for k, kind in enumerate(KINDS * 2):
         assert pool.has_room()
         slot, position = pool.take()
         form = worker.write(slot, position, k, kind)
-        for _ in range(k % 3): pool.prepare()
+        for _ in range(k % 3): pool.rehearse()
         check(pool.read(slot, position, form), k)
     pool.close()
 

@@ -135,9 +135,9 @@ class Crew:
         "The items of all lanes, until the last one has come to its end."
         position = 0                 # within the group
         while self.turn:
-            if position == 0 or self.service.lag is None:
+            if position == 0:
                 self.number = self.weights.publish()
-                self.n_groups += position == 0
+                self.n_groups += 1
             self.ask(self.needed - (0 if self.service.lag is None else position))
             request = self.next_done()
             if request.reply.number is None:
@@ -189,21 +189,21 @@ class Crew:
         "Wait, a moment at most, until a worker says something or ends; look for those who were silent for too long."
         now = time.monotonic()
         patience = min((self.workers[k].heard + self.workers[k].patience for k in self.busy()), default=inf) - now
-        heard = [self.links[fd] for fd, _ in self.poll.poll(1000 * max(0., min(0.5, patience)))]
-        for k in heard: self.hear(k, ready=True)
+        heard = self.poll.poll(1000 * max(0., min(0.5, patience)))
         if not heard: self.check_silence()
+        while any([self.hear(self.links[fd], ready=True) for fd, _ in heard]): heard = self.await_now()
         if (now := time.monotonic()) - self.looked < 0.3: return
         self.looked = now
         # a process that a worker has started may hold its end of the connection
         for k in [k for k in self.busy() if not self.workers[k].process.is_alive()]: self.hear(k)
 
     def hear(self, k, ready=False):
-        "Take in what worker `k` says."
+        "Take in what worker `k` says. Is an item nearly complete?"
         worker = self.workers[k]
         try: message = worker.receive(ready=ready)
         except WorkerDied as e: return self.lost(k, e)
         worker.heard, worker.patience = time.monotonic(), self.service.silence
-        if message is None: return self.get_ready()
+        if message is None: return True
         request = worker.asked.popleft()
         request.reply = reply = Reply(*message)
         if reply.number is not None:
@@ -212,12 +212,13 @@ class Crew:
         self.arrived.append(request)
         self.send(k)
 
-    def get_ready(self):
-        "An item is nearly complete. To sleep and wake up takes longer than to wait for it, if there is a processor core to spare."
-        self.pool.prepare()
+    def await_now(self):
+        "Who says something within a millisecond; to sleep and wake up would take longer, if there is a processor core to spare."
+        if len(self.busy()) >= self.n_cores: return ()
         until = time.monotonic() + 0.001
-        if len(self.busy()) < self.n_cores:
-            while not self.poll.poll(0) and time.monotonic() < until: pass
+        self.pool.rehearse()
+        while not (heard := self.poll.poll(0)) and time.monotonic() < until: pass
+        return heard
 
     def busy(self) -> set: return {k for k, worker in enumerate(self.workers) if worker.asked}
 

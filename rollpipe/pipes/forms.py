@@ -128,23 +128,25 @@ class Form:
         if plain:
             self.places, self.spec = nested.flatten(self.load(None))
             self.small = [i for i, place in enumerate(self.places) if place.k < 0 and place.size < SMALL]
-            self.at_once = all(isinstance(self.places[i].dtype, torch.dtype) for i in self.small)
+            self.filled = [i for i in self.small if self.places[i].size]      # there is nothing to copy into the others
+            self.at_once = all(isinstance(self.places[i].dtype, torch.dtype) for i in self.filled)
 
     def load(self, get): return _Unpickler(self.pickle, get).load()
 
     def prepare(self):
-        "Make memory for the small arrays of the next item; there is time while nothing has arrived."
-        if self.blank is None and self.places is not None: self.blank = [self.places[i].empty() for i in self.small]
+        "Make memory for the small arrays of the next item."
+        if self.blank is not None or self.places is None: return
+        leaves = [None] * len(self.places)
+        for i in self.small: leaves[i] = self.places[i].empty()
+        self.blank = leaves, [leaves[i] for i in self.filled]
 
     def fill(self, views, get):
-        "The item: copies of `views` of the small arrays, and what `get(place)` gives for the others."
+        "The item: copies of `views` of what is `filled`, and what `get(place)` gives for what is not small."
         self.prepare()
-        small, self.blank = self.blank, None
-        copy_all(small, views, self.at_once)
-        if len(small) == len(self.places): return optree.tree_unflatten(self.spec, small)
-        leaves = [None] * len(self.places)
-        for i, x in zip(self.small, small): leaves[i] = x
-        return optree.tree_unflatten(self.spec, [get(place) if x is None else x for x, place in zip(leaves, self.places)])
+        (leaves, into), self.blank = self.blank, None
+        copy_all(into, views, self.at_once)
+        if len(self.small) < len(leaves): leaves = [get(place) if x is None else x for x, place in zip(leaves, self.places)]
+        return optree.tree_unflatten(self.spec, leaves)
 
 
 def dumped(item, places):

@@ -16,12 +16,13 @@ from .data import Final, Fragment, State, Tick, check_item, check_length
 from .errors import DataError
 from .graph import find
 from .pipe import Pipe
+from .stepper import EnvStepper
 
 # %% ../../nbs/11_fragments.ipynb #f2608a5a
 class Rows:
     """Numpy containers `[B, ...]` as rows of tensors `[n, B, ...]`, copied one by one, while the processor's cache has them.
 
-    Raises `DataError` if a row has another structure than `like`, or a dtype that does not fit.
+    What was made in the memory that `to` gave is there already. Raises `DataError` if a row has another structure than `like`, or a dtype that does not fit.
     """
     AT_ONCE = 2 ** 14     # rows; more of them grow as they come
 
@@ -30,11 +31,16 @@ class Rows:
         self.room, self.n = min(n, self.AT_ONCE), 0
         self.arrays = [empty((self.room, *x.shape), x.dtype) for x in leaves]
 
+    def to(self, end):
+        "The memory of the rows before row `end` that are still to come, as far as there is room: they may be made there."
+        return self.spec.unflatten([x[self.n:end] for x in self.arrays])
+
     def add(self, row):
         leaves, spec = nested.flatten(row)
         if spec != self.spec: leaves = self._fitting(row)
         if self.n == self.room: self._grow()
         for out, x in zip(self.arrays, leaves):
+            if x.base is out and np.may_share_memory(x, out[self.n]): continue
             if x.dtype is not out.dtype and not np.can_cast(x.dtype, out.dtype, 'same_kind'):
                 raise DataError("the dtype changes within a fragment", expected=str(out.dtype), got=str(x.dtype))
             out[self.n] = x
@@ -60,10 +66,9 @@ class Rows:
 def stack_rows(rows):
     "Stack numpy containers `[B, ...]` into tensors `[len(rows), B, ...]`, one copy."
     def join(*xs):
-        out = np.empty((len(xs), *xs[0].shape), xs[-1].dtype)  # the dtype of an info may become wider
-        for t, x in enumerate(xs): out[t] = x
-        return torch.from_numpy(out)
-    return nested.map(join, *rows)
+        out = np.concatenate(xs, dtype=xs[-1].dtype)  # the dtype of an info may become wider
+        return torch.from_numpy(out.reshape(len(xs), *xs[0].shape))
+    return join(*rows) if isinstance(rows[0], np.ndarray) else nested.map(join, *rows)
 
 
 def final_rows(ticks, state, actor) -> Final:
@@ -111,6 +116,7 @@ class FragmentCollector(Pipe):
     def stream(self, items):
         self._check_rests()
         seq, first, first_term = 0, None, None
+        alone = type(self.pipe) is EnvStepper     # nobody else keeps ticks
         while True:
             ticks = []
             for tick in islice(items, self.n_steps):
@@ -122,7 +128,10 @@ class FragmentCollector(Pipe):
                     if not ticks:
                         rows = Rows(tick.next, self.n_steps + 1, self.empty)
                         rows.add(first)     # row 0 is the previous row T, with whatever pipes in between made of it
-                    rows.add(tick.next)
+                        rows.add(tick.next)
+                        # not the last row: with that one the next fragment begins, when the memory of this one may be another's
+                        if alone: tick.place(rows.to(self.n_steps).obs)
+                    else: rows.add(tick.next)
                 except DataError as e:
                     e.locate(pipe=self, lane=tick.lane)
                     raise

@@ -27,7 +27,7 @@ class Pool:
         self.free, self.returned = deque(range(n)), deque()
         self.out, self.lends = [0] * n, [None] * n         # items of each slot that are under way or lent; is it lent?
         self.layouts, self.proposed = [Layout(width)] * n, None
-        self.layout, self.form = self.layouts[0], None     # of slots that will be taken; of what was read last
+        self.layout, self.last = self.layouts[0], None     # of slots that will be taken; what was read last, and where
 
     def _count(self):
         "Take in what has come back; lent arrays may vanish at any time, in any thread."
@@ -60,19 +60,25 @@ class Pool:
         if large and not self.layout.arrays and large == self.proposed: self.layout = Layout(self.width, large)
         self.proposed = large
 
-    def prepare(self):
-        "Make memory for the next item that is read; there is time while nothing has arrived."
-        if self.form is not None: self.form.prepare()
+    def rehearse(self):
+        "Read the last item once more, for nothing, and make memory for the next: what that takes is in the processor's caches then."
+        if self.last is None: return
+        slot, position, form, layout = self.last
+        if form.places is not None: self.slots[slot].read(form, position, layout, _nothing)
+        form.prepare()
 
     def read(self, slot, position, form):
         "The item with that form; its large arrays are lent, if enough other slots are left."
         if self.lends[slot] is None:
             self._count()
             self.lends[slot] = sum(map(bool, (lent and out for lent, out in zip(self.lends, self.out)))) < self.lendable
-        back, self.form = partial(self.give_back, slot), form
+        back, self.last = partial(self.give_back, slot), (slot, position, form, self.layouts[slot])
         item = self.slots[slot].read(form, position, self.layouts[slot], back if self.lends[slot] else None)
         if not self.lends[slot]: back()
         return item
 
     def close(self):
         for slot in self.slots: slot.close()
+
+
+def _nothing(): pass

@@ -77,7 +77,7 @@ class Slot:
         *known, views = self.views.get(position, (None, None, None))
         if known[0] is not form or known[1] != begin:
             memory = self.memory[position].view(begin + form.size)
-            views = [form.places[i].view(memory, begin) for i in form.small]
+            views = [form.places[i].view(memory, begin) for i in form.filled]
             self.views[position] = form, begin, views
         return views
 
@@ -120,7 +120,7 @@ class _Kind:
 class _Known(NamedTuple):
     "A form that the reader knows."
     number: int
-    rest: list       # which leaves have no place in the layout
+    rest: list       # which leaves have no place in the layout, and are not empty
     places: list     # and where these are
     size: int
     at_once: bool    # are these all small tensors?
@@ -188,7 +188,7 @@ class Writer:
             if place.k < 0: size += aligned(place.size)
         if (form := dumped(item, places)) is None: return None, None
         if self.n_forms == self.FORMS: self._forget()
-        rest = [i for i, place in enumerate(places) if place.k < 0]
+        rest = [i for i, place in enumerate(places) if place.k < 0 and place.size]
         at_once = all(type(leaves[i]) is torch.Tensor and places[i].size < SMALL for i in rest)
         known = kind.forms[ks] = _Known(self.n_forms, rest, [places[i] for i in rest], size, at_once)
         self.n_forms += 1

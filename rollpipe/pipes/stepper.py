@@ -156,6 +156,7 @@ class _Lane:
     def ticks(self):
         "Yield one `Tick` per step, for ever."
         out, hx = self.start()
+        place = self.envs.memory.place
         while True:
             version, before, hx_before = version_of(self.actor), out, hx
             act, hx, info = self.react(before.seen, hx)
@@ -164,7 +165,7 @@ class _Lane:
                 final = {b: (obs, nested.getitem(hx, (slice(None), slice(b, b + 1)))) for b, obs in out.final.items()}
                 hx = self.reset(hx, out.ended)
             yield Tick(before.state, hx_before, info, out.state, hx, out.term, final, out.info, out.valid, self.lane, version,
-                       self.virtual, self.complete)
+                       self.virtual, self.complete, place)
 
 # %% ../../nbs/10_stepper.ipynb #d6cdd076
 class EnvStepper(Source):

@@ -145,7 +145,7 @@ class VectorBatch(Batch):
 
     def reset(self) -> Outcome:
         "First observations; `fin` is True, `act` and `rew` are zero."
-        row = next(self._rows)
+        row = self.memory.row()
         obs, _ = self._call('reset', **self._seed)
         self._put(row.leaves, obs)
         self._over[:] = False
@@ -155,7 +155,7 @@ class VectorBatch(Batch):
         "Let every environment take its action of `act`, torch `[1, B, ...]`, nested."
         array = act[0].numpy() if isinstance(act, torch.Tensor) else nested.map(lambda x: x[0].numpy(), act)
         obs, rew, term, trunc, infos = self._call('step', self.actions(array))
-        row = next(self._rows)
+        row = self.memory.row()
         self._put(row.leaves, obs)
         self._check_finite(row.leaves)
         row.rew[:] = rew = self._each('reward', rew, 'biuf')
