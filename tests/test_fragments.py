@@ -1,4 +1,6 @@
 """Fragments of the real engine against a naive one, and the rules of the timeline one by one."""
+import gc
+import weakref
 from itertools import islice
 
 import numpy as np
@@ -12,7 +14,8 @@ from toys import ENDS, Counting, Limit, Lively, Memory, Nested, NestedMemory, No
 
 from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy, MLPPolicy
 from rollpipe.pipes import DataError, EnvStepper, Final, Fragment, FragmentCollector, Lanes, Pipe, State
-from rollpipe.pipes.fragments import Rows
+from rollpipe.pipes.fragments import Rows, stack_rows
+from rollpipe.pipes.nested import leaves
 
 fast = settings(deadline=None, max_examples=25)
 episodes = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)
@@ -326,3 +329,101 @@ def test_many_steps():
         Rows.AT_ONCE, before = 3, Rows.AT_ONCE
         assert_same(snapshot(collect(10 ** 12)), snapshot(collect(7)))
     finally: Rows.AT_ONCE = before
+
+
+# --- observations are made where they will lie
+
+class Passing(Pipe):
+    "Behind it, nobody knows who has the ticks."
+    one_to_one = True
+    def stream(self, items): yield from items
+
+
+class Where(MLPPolicy):
+    "Notes where it was shown the leaves of each state that it acted in."
+    def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual, noise=None):
+        if not virtual: vars(self).setdefault("shown", []).append([x.data_ptr() for x in leaves(obs)])
+        return super().step(stepno, obs, act, rew, fin, hx=hx, virtual=virtual, noise=noise)
+
+
+class Remembers(Where):
+    "Its memory is the very observation that it saw."
+    def step(self, stepno, obs, *rest, hx, virtual, noise=None):
+        act, _, info = super().step(stepno, obs, *rest, hx=(), virtual=virtual, noise=noise)
+        return act, obs, info
+
+    def reset(self, hx, at): return hx
+
+
+def in_place(fragment, shown):
+    "For each state that was acted in: were all leaves of its observation (but float64, shown as float32) where the fragment has them?"
+    return [all(x[t].data_ptr() == at for x, at in zip(leaves(fragment.state.obs), row) if x.dtype != torch.float64)
+            for t, row in enumerate(shown)]
+
+
+@pytest.mark.parametrize("env", [Counting, Nested])
+@pytest.mark.parametrize("n_steps", [1, 2, 3, 4, 9])
+def test_observations_are_made_in_the_fragment(env, n_steps):
+    "But for rows 0 and 1, when there was no memory yet, and the last two, on which the next one depends."
+    actor = Where.for_env(env)
+    for k, fragment in enumerate(collect(env, actor, n_steps, 3, 2)):
+        shown = actor.shown[k * n_steps:(k + 1) * n_steps + 1]
+        assert in_place(fragment, shown) == [2 <= t < n_steps - 1 for t in range(len(shown))]
+
+
+class ReadsAhead(FragmentCollector):
+    "Has the next tick made before it takes one."
+    def stream(self, items): yield from super().stream(self.ahead(items))
+
+    def ahead(self, items):
+        before = next(items)
+        for tick in items:
+            yield before
+            before = tick
+
+
+class Stepper(EnvStepper): "Of somebody's own."
+
+
+@pytest.mark.parametrize("kind, collector, stepper", [(Where, FragmentCollector, lambda *args: Passing(EnvStepper(*args))),
+                                                      (Remembers, FragmentCollector, EnvStepper), (Where, ReadsAhead, EnvStepper),
+                                                      (Where, FragmentCollector, Stepper)])
+def test_observations_that_somebody_may_keep_are_copied(kind, collector, stepper):
+    actor = kind.for_env(Counting)
+    fragment = next(iter(collector(stepper(Counting, actor, 2), 6)))
+    assert not any(in_place(fragment, actor.shown))
+    assert fragment.state.obs[:, 0, 2].tolist() == fragment.state.stepno[:, 0].tolist() == [0, 1, 2, 0, 1, 2, 3]
+
+
+def test_a_fragment_that_nobody_has_is_gone():
+    "Neither the stream nor the environments keep its memory, in which they made their observations."
+    items = iter(FragmentCollector(EnvStepper(Counting, Where.for_env(Counting), 2), 6))
+    for _ in range(3):
+        memory = weakref.ref(next(items).state.obs.numpy().base)
+        gc.collect()
+        assert memory() is None
+
+
+def test_an_info_that_becomes_wider_or_narrower():
+    "Nothing of it is lost."
+    rows = [{"x": np.array(x)} for x in ([1.5, 2], [3, 4], [True, False])]
+    assert stack_rows(rows)["x"].tolist() == [[1.5, 2.], [3., 4.], [1., 0.]]
+    assert stack_rows(rows[::-1])["x"].tolist() == [[1., 0.], [3., 4.], [1.5, 2.]]
+
+
+@pytest.mark.parametrize("source, kwargs", [(Counting, {}), (Nested, {}), ("CartPole-v1", dict(vector="sync")), (Lively, dict(sticky=4))])
+def test_where_observations_are_made_changes_nothing(source, kwargs):
+    "Also if the memory of a fragment has to grow."
+    actor = MLPPolicy.for_env(source, seed=0)
+    for at_once in (3, 2 ** 14):
+        Rows.AT_ONCE, before = at_once, Rows.AT_ONCE
+        try: made = collect(source, actor, 8, 4, 3, seed=1, **kwargs)
+        finally: Rows.AT_ONCE = before
+        copied = islice(FragmentCollector(Passing(EnvStepper(source, actor, 3, seed=1, **kwargs)), 8), 4)
+        for f, g in zip(made, copied, strict=True): assert_same(snapshot(f), snapshot(g))
+
+
+def test_a_vector_environment_is_copied_into_the_fragment():
+    actor = Where.for_env("CartPole-v1")
+    fragment = next(iter(FragmentCollector(EnvStepper("CartPole-v1", actor, 2, vector="sync"), 6)))
+    assert in_place(fragment, actor.shown) == [False, False, True, True, True, False]

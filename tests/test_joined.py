@@ -261,6 +261,47 @@ class Learns(Sees):
         return act, hx, info | {"weight": self.weight.expand(*stepno.shape, 3)}
 
 
+# --- actors that answer with what they were shown, whose memory is used again
+
+class Numbers(gym.Env):
+    "Large observations that count on, from a random number."
+    observation_space = action_space = Box(-np.inf, np.inf, (8000,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = self.np_random.integers(100_000)
+        return self.look(), {}
+
+    def look(self): return np.full(8000, self.count, np.float32)
+
+    def step(self, action):
+        self.count += 1
+        return self.look(), 0., False, False, {}
+
+
+class Parrot:
+    "Says what it sees."
+    def step(self, stepno, obs, act, rew, fin, *, hx, virtual): return obs, (), {"last": act[..., :2]}
+    def reset(self, hx, at): return hx
+
+
+class Elephant(Parrot):
+    "Remembers the last three observations."
+    def step(self, stepno, obs, act, rew, fin, *, hx, virtual):
+        return torch.zeros_like(act), (obs, *(hx[:2] if hx else (obs, obs))), {"then": hx[2][..., :2] if hx else act[..., :2]}
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("actor", [Parrot(), Elephant()])
+@pytest.mark.parametrize("n_steps", [3, 5])
+def test_an_answer_that_is_a_view_of_an_observation(actor, n_steps, lag):
+    "The next fragment begins with it, when the memory of the one before belongs to another lane."
+    pipe = Lanes(FragmentCollector(EnvStepper(Numbers, actor, 2), n_steps), 4, 1)
+    expected = serial(pipe, 24)
+    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=lag)) as loader:
+        for k, fragment in enumerate(islice(loader, 24)): assert_same(snapshot(fragment), expected[k])
+
+
 # --- what nobody should notice
 
 class Endless(gym.Env):

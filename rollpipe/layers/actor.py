@@ -48,10 +48,10 @@ def without_past(act, rew, fin):
 class Actor(torch.nn.Module):
     """Base of all actors: subclasses write `forward(obs, act, rew, fin, *, hx, stepno, virtual[, noise])`.
 
-    `forward` gets tensors `[T, B, ...]` (any nesting for `obs` and `act`) and returns `(act, hx, info)`: the action
-    `[T, B, ...]`, the new recurrent state, and a dict of tensors `[T, B, ...]` to be recorded. It must not change its
-    inputs and gives new tensors each time. Leaves of `hx` have the environment on dim 1; an actor without memory returns
-    `()`, and `hx=None` means "begin". Where `fin` is set a recurrent actor begins anew.
+    `forward` gets tensors `[T, B, ...]` (any nesting for `obs` and `act`) and returns `(act, hx, info)`: the action `[T, B, ...]`,
+    the new recurrent state, and a dict of tensors `[T, B, ...]` to be recorded. It must not change its inputs, or keep them (their
+    memory may be used again), and gives new tensors each time. Leaves of `hx` have the environment on dim 1; an actor without
+    memory returns `()`, and `hx=None` means "begin". Where `fin` is set a recurrent actor begins anew.
 
     `step` shows zeros for the action and the reward before where `fin` is set (`without_past`): they belong to another
     episode. An actor that looks at neither says so by `uses_past = False`, and is then given them as they are.

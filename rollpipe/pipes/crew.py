@@ -174,16 +174,18 @@ class Crew:
             worker.layout = layout
 
     def next_done(self):
-        "The next request that is done: the oldest, or the first to be done, if the oldest need not come first by now."
-        while True:
-            oldest, lag = self.requests[0], self.service.lag
-            first = self.service.order == 'ready' and (lag is None or self.n_groups - oldest.group <= lag)
-            request = oldest if not first else self.arrived[0] if self.arrived else None
-            if request is not None and request.reply is not None: break
-            self.listen()
+        "The next request that is done; it is not under way any more."
+        while (request := self.done()) is None: self.listen()
         self.requests.remove(request)
         self.arrived.remove(request)
         return request
+
+    def done(self):
+        "The oldest request if it is done, or the first to be done, if the oldest need not come first by now; else None."
+        oldest, lag = self.requests[0], self.service.lag
+        if self.service.order == 'ready' and (lag is None or self.n_groups - oldest.group <= lag):
+            return self.arrived[0] if self.arrived else None
+        return oldest if oldest.reply is not None else None
 
     def listen(self):
         "Wait, a moment at most, until a worker says something or ends; look for those who were silent for too long."
@@ -191,17 +193,21 @@ class Crew:
         patience = min((self.workers[k].heard + self.workers[k].patience for k in self.busy()), default=inf) - now
         heard = self.poll.poll(1000 * max(0., min(0.5, patience)))
         if not heard: self.check_silence()
-        while any([self.hear(self.links[fd], ready=True) for fd, _ in heard]): heard = self.await_now()
+        nearly = [self.hear(self.links[fd], ready=True) for fd, _ in heard]
+        if any(nearly) and self.done() is None:
+            for fd, _ in self.await_now(): self.hear(self.links[fd], ready=True)
         if (now := time.monotonic()) - self.looked < 0.3: return
         self.looked = now
         # a process that a worker has started may hold its end of the connection
         for k in [k for k in self.busy() if not self.workers[k].process.is_alive()]: self.hear(k)
 
-    def hear(self, k, ready=False):
-        "Take in what worker `k` says. Is an item nearly complete?"
+    def hear(self, k, ready=False) -> bool:
+        "Take in what worker `k` says; returns whether that is that an item is nearly complete."
         worker = self.workers[k]
         try: message = worker.receive(ready=ready)
-        except WorkerDied as e: return self.lost(k, e)
+        except WorkerDied as e:
+            self.lost(k, e)
+            return False
         worker.heard, worker.patience = time.monotonic(), self.service.silence
         if message is None: return True
         request = worker.asked.popleft()
@@ -211,10 +217,12 @@ class Crew:
             self.pool.propose(reply.large)
         self.arrived.append(request)
         self.send(k)
+        return False
 
     def await_now(self):
-        "Who says something within a millisecond; to sleep and wake up would take longer, if there is a processor core to spare."
-        if len(self.busy()) >= self.n_cores: return ()
+        "Who says something within a millisecond, without sleeping, since to wake up would take longer; if a processor core is to spare."
+        heard = self.poll.poll(0)
+        if heard or len(self.busy()) >= self.n_cores: return heard
         until = time.monotonic() + 0.001
         self.pool.rehearse()
         while not (heard := self.poll.poll(0)) and time.monotonic() < until: pass

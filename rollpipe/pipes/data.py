@@ -48,7 +48,7 @@ class Tick(NamedTuple):
     version: int          # which weights reacted
     react: Callable       # react(state, hx) -> (act, info) [1, B, ...]: a virtual reaction, on request
     complete: Any = None  # complete(act, info) -> info: what the actor can add for many steps at once, or None
-    place: Any = None     # place(obs [n, B, ...]): have the next n observations made there; only for who reads the source itself
+    place: Any = None     # place(obs [n, B, ...]): have the next n observations made there; for who sees ticks at once and keeps none
 
 # %% ../../nbs/06_data.ipynb #b2cd708c
 class Fragment(NamedTuple):

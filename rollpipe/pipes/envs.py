@@ -104,25 +104,25 @@ class Memory:
     With `pinned` the observations, which are large, are page-locked: transfers to an accelerator need not wait.
     """
     def __init__(self, obs_spec, n_envs, at_once=64, max_bytes=2 ** 20, pinned=False):
-        self.at_once, self.max_bytes, self.pinned, self.placed = at_once, max_bytes, pinned, iter(())
-        self.obs, self.others = self._obs(obs_spec), self._others(n_envs)
+        self.at_once, self.max_bytes, self.pinned, self._placed = at_once, max_bytes, pinned, iter(())
+        self._fresh, self._others = self._observations(obs_spec), self._numbers(n_envs)
 
     def place(self, obs):
         "Let the next observations lie in `obs`, containers of arrays `[n, B, ...]`, for as many steps."
-        if not self.pinned: self.placed = _rows(obs)
+        if not self.pinned: self._placed = _rows(obs)
 
     def row(self) -> Row:
         "Memory for the next step."
-        return Row(*(next(self.placed, None) or next(self.obs)), *next(self.others))
+        return Row(*(next(self._placed, None) or next(self._fresh)), *next(self._others))
 
-    def _obs(self, spec):
+    def _observations(self, spec):
         n = max(1, min(self.at_once, self.max_bytes // max(1, sum(x.nbytes for x in nested.leaves(spec)))))
         while True:
             obs = nested.alloc(spec, n)
             if self.pinned: obs = nested.numpify(nested.torchify(obs, pinned=True))
             yield from _rows(obs)
 
-    def _others(self, n_envs):
+    def _numbers(self, n_envs):
         n = max(1, min(self.at_once, self.max_bytes // (14 * n_envs)))
         while True:
             rew, stepno = np.empty((n, n_envs), np.float32), np.empty((n, n_envs), np.int64)
@@ -137,7 +137,7 @@ def _rows(obs):
         leaves, spec = nested.flatten(obs)
         return [spec.unflatten(row) for row in zip(*map(cut, leaves))]
     arrays = rows(list)
-    return zip(arrays, map(nested.leaves, arrays), rows(_tensors))
+    yield from zip(arrays, map(nested.leaves, arrays), rows(_tensors))     # when it is through, nothing is held
 
 
 def _tensors(x): return torch.from_numpy(x).unsqueeze(1).unbind()     # `split` takes longer

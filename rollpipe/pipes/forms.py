@@ -140,6 +140,11 @@ class Form:
         for i in self.small: leaves[i] = self.places[i].empty()
         self.blank = leaves, [leaves[i] for i in self.filled]
 
+    def rehearse(self, views):
+        "As `fill`, for nothing: what that takes is in the processor's caches then."
+        self.prepare()
+        copy_all(self.blank[1], views, self.at_once)
+
     def fill(self, views, get):
         "The item: copies of `views` of what is `filled`, and what `get(place)` gives for what is not small."
         self.prepare()

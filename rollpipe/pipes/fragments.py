@@ -22,7 +22,8 @@ from .stepper import EnvStepper
 class Rows:
     """Numpy containers `[B, ...]` as rows of tensors `[n, B, ...]`, copied one by one, while the processor's cache has them.
 
-    What was made in the memory that `to` gave is there already. Raises `DataError` if a row has another structure than `like`, or a dtype that does not fit.
+    What was made in the memory that `ahead` gave is there already. Raises `DataError` if a row has another structure than `like`, or a
+    dtype that does not fit.
     """
     AT_ONCE = 2 ** 14     # rows; more of them grow as they come
 
@@ -31,7 +32,7 @@ class Rows:
         self.room, self.n = min(n, self.AT_ONCE), 0
         self.arrays = [empty((self.room, *x.shape), x.dtype) for x in leaves]
 
-    def to(self, end):
+    def ahead(self, end):
         "The memory of the rows before row `end` that are still to come, as far as there is room: they may be made there."
         return self.spec.unflatten([x[self.n:end] for x in self.arrays])
 
@@ -66,8 +67,7 @@ class Rows:
 def stack_rows(rows):
     "Stack numpy containers `[B, ...]` into tensors `[len(rows), B, ...]`, one copy."
     def join(*xs):
-        out = np.concatenate(xs, dtype=xs[-1].dtype)  # the dtype of an info may become wider
-        return torch.from_numpy(out.reshape(len(xs), *xs[0].shape))
+        return torch.from_numpy(np.concatenate(xs).reshape(len(xs), *xs[0].shape))     # the dtype of an info may become wider
     return join(*rows) if isinstance(rows[0], np.ndarray) else nested.map(join, *rows)
 
 
@@ -116,7 +116,7 @@ class FragmentCollector(Pipe):
     def stream(self, items):
         self._check_rests()
         seq, first, first_term = 0, None, None
-        alone = type(self.pipe) is EnvStepper     # nobody else keeps ticks
+        alone = type(self) is FragmentCollector and type(self.pipe) is EnvStepper     # nobody else keeps ticks
         while True:
             ticks = []
             for tick in islice(items, self.n_steps):
@@ -129,8 +129,9 @@ class FragmentCollector(Pipe):
                         rows = Rows(tick.next, self.n_steps + 1, self.empty)
                         rows.add(first)     # row 0 is the previous row T, with whatever pipes in between made of it
                         rows.add(tick.next)
-                        # not the last row: with that one the next fragment begins, when the memory of this one may be another's
-                        if alone: tick.place(rows.to(self.n_steps).obs)
+                        # but the last two: the next fragment begins with an answer to the one and with the other, when this one's
+                        # memory may be used again; and none if a recurrent state might be an older one
+                        if alone and not nested.leaves(tick.next_hx): tick.place(rows.ahead(self.n_steps - 1).obs)
                     else: rows.add(tick.next)
                 except DataError as e:
                     e.locate(pipe=self, lane=tick.lane)

@@ -61,24 +61,18 @@ class Pool:
         self.proposed = large
 
     def rehearse(self):
-        "Read the last item once more, for nothing, and make memory for the next: what that takes is in the processor's caches then."
-        if self.last is None: return
-        slot, position, form, layout = self.last
-        if form.places is not None: self.slots[slot].read(form, position, layout, _nothing)
-        form.prepare()
+        "Read the last item once more, for nothing, and make memory for the next (see `Form.rehearse`)."
+        if self.last is not None: self.slots[self.last[0]].rehearse(*self.last[1:])
 
     def read(self, slot, position, form):
         "The item with that form; its large arrays are lent, if enough other slots are left."
         if self.lends[slot] is None:
             self._count()
             self.lends[slot] = sum(map(bool, (lent and out for lent, out in zip(self.lends, self.out)))) < self.lendable
-        back, self.last = partial(self.give_back, slot), (slot, position, form, self.layouts[slot])
+        back, self.last = partial(self.give_back, slot), (slot, form, position, self.layouts[slot])
         item = self.slots[slot].read(form, position, self.layouts[slot], back if self.lends[slot] else None)
         if not self.lends[slot]: back()
         return item
 
     def close(self):
         for slot in self.slots: slot.close()
-
-
-def _nothing(): pass

@@ -72,6 +72,10 @@ class Slot:
         if lend is not None: _call_after([bases[beside] for beside in lent], lend)
         return item
 
+    def rehearse(self, form, position, layout):
+        "Read the small arrays for nothing, whatever they are by now (see `Form.rehearse`)."
+        if form.places is not None: form.rehearse(self._small(form, position, self.begin(position, layout)))
+
     def _small(self, form, position, begin) -> list:
         "Views of the small arrays of an item."
         *known, views = self.views.get(position, (None, None, None))
