@@ -397,11 +397,17 @@ def test_observations_that_somebody_may_keep_are_copied(kind, collector, stepper
 
 def test_a_fragment_that_nobody_has_is_gone():
     "Neither the stream nor the environments keep its memory, in which they made their observations."
-    items = iter(FragmentCollector(EnvStepper(Counting, Where.for_env(Counting), 2), 6))
+    made, pipe = [], FragmentCollector(EnvStepper(Counting, Where.for_env(Counting), 2), 6)
+
+    def empty(shape, dtype):
+        made.append(weakref.ref(x := np.empty(shape, dtype)))
+        return x
+    pipe.empty, items = empty, iter(pipe)
     for _ in range(3):
-        memory = weakref.ref(next(items).state.obs.numpy().base)
+        next(items)
         gc.collect()
-        assert memory() is None
+        assert len(made) == 5 and not any(x() is not None for x in made)
+        made.clear()
 
 
 def test_an_info_that_becomes_wider_or_narrower():
