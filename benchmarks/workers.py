@@ -8,7 +8,7 @@ whose step does nothing; its actor and critic glance at every twelfth pixel, so 
 import argparse, gc, os, signal, subprocess, sys
 from itertools import islice
 from pathlib import Path
-from time import perf_counter
+from time import monotonic, perf_counter
 
 import gymnasium as gym
 import numpy as np
@@ -120,18 +120,48 @@ def torchdata(args):
     print(table(['environment', 'ProcessReading [steps/s]', "torchdata's [steps/s]", 'its best prefetch', 'ratio'], rows))
 
 
+def fragments(env): return FragmentCollector(EnvStepper(env, next(networks(env)), 8, seed=0, info_keys=()), T)
+
+
+def answers(link, env):
+    "A worker of `queued`."
+    items = iter(fragments(env))
+    while link.recv(): link.send((next(items), monotonic()))
+
+
+def queued(env, n) -> list:
+    "Seconds from complete to usable when torch's own multiprocessing sends a fragment: tensors in shared memory, one segment each."
+    link, theirs = torch.multiprocessing.Pipe()
+    process = torch.multiprocessing.get_context('fork').Process(target=answers, args=(theirs, env), daemon=True)
+    process.start()
+    times = []
+    for _ in range(n):
+        link.send(True)
+        _, end = link.recv()
+        times.append(monotonic() - end)
+    link.send(False)
+    process.join()
+    return times
+
+
+def sent(env, n, **options) -> tuple:
+    "Seconds from complete to usable, and bytes copied."
+    with DataLoader2(fragments(env), reading_service=ProcessReading(1, **options)) as loader:
+        for item in islice(loader, n): del item
+        records = list(loader.reading_service.records)
+    return [r.received - r.end for r in records], int(np.median([r.bytes for r in records]))
+
+
 def transport(args):
     "From a fragment that is complete in the worker to one that the learner may use."
-    rows = []
+    rows, n = [], 40
     for env in ('CartPole-v1', Images):
-        pipe = FragmentCollector(EnvStepper(env, next(networks(env)), 8, seed=0, info_keys=()), T)
-        with DataLoader2(pipe, reading_service=ProcessReading(1)) as loader:
-            for item in islice(loader, 20 + 40 * args.repeats): del item
-            records = list(loader.reading_service.records)[20:]
-        times = [1e6 * (r.received - r.end) for r in records]
-        quartiles = np.percentile(times, [25, 50, 75])
-        rows.append([name(env), f"{quartiles[1]:,.0f} ({quartiles[0]:,.0f}-{quartiles[2]:,.0f})", f"{records[-1].bytes:,}"])
-    print(table(['environment, B=8', 'from complete to usable [us], median (quartiles)', 'bytes copied per fragment, once'], rows))
+        runs = [(queued(env, n), *sent(env, n), *sent(env, n, spin=1.)) for _ in range(args.repeats)]
+        theirs, usual, copied, spinning, _ = zip(*((q[10:], u[10:], c, s[10:], d) for q, u, c, s, d in runs))
+        quartiles = lambda runs: '{1:,.0f} ({0:,.0f}-{2:,.0f})'.format(*np.percentile(1e6 * np.array(runs), [25, 50, 75]))
+        rows.append([name(env), *map(quartiles, (usual, spinning, theirs)), f"{copied[-1]:,}"])
+    print(table(['environment, B=8', 'from complete to usable [us], median (quartiles)', 'with `spin=1`', "torch's multiprocessing",
+                 'bytes copied per fragment, once'], rows))
 
 
 def share(pid) -> float:

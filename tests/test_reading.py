@@ -2,13 +2,15 @@
 import copy
 import gc
 import os
+import signal
 import threading
+import time
 from itertools import islice
 
 import numpy as np
 import pytest
 import torch
-from crews import SPACES, WORLDS, change, script, stream
+from crews import SPACES, WORLDS, change, script, slack, stream
 from gymnasium.spaces import Box
 from reference import assert_same, snapshot
 from toys import Counting, Learning, Ledger, Lively, Plain, Shaky
@@ -287,9 +289,25 @@ def test_options_out_of_range():
     for options in (dict(num_workers=-1), dict(num_workers=1.5), dict(num_workers=True), dict(num_workers=1, lag=-1),
                     dict(num_workers=1, lag=0.5), dict(num_workers=1, order="any"), dict(num_workers=1, n_buffers=0),
                     dict(num_workers=1, worker_threads=0), dict(num_workers=1, restart=-1), dict(num_workers=1, silence=0),
-                    dict(num_workers=1, on_silence="cry"), dict(num_workers=1, grace=-1)):
+                    dict(num_workers=1, on_silence="cry"), dict(num_workers=1, grace=-1), dict(num_workers=1, spin=-1)):
         with pytest.raises(DataError, match=f"ProcessReading, leaf {list(options)[-1]}: out of range"): ProcessReading(**options)
     with pytest.raises(WorkerError, match="unknown start method.*spawn.*'thread'"): ProcessReading(1, start_method="thread")
+
+
+@pytest.mark.parametrize("n_cores", [1, 8])
+@pytest.mark.parametrize("lag", [0, None])
+def test_spinning_changes_nothing(lag, n_cores, monkeypatch):
+    "But how the learner's process waits; and that is noticed at once when a worker dies."
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(n_cores))
+    pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain()), 3), 2, 0)
+    expected = [snapshot(x) for x in islice(pipe, 20)]
+    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=lag, spin=10)) as loader:
+        items = iter(loader)
+        for x in expected: assert_same(snapshot(next(items)), x)
+        os.kill(loader.reading_service.health()[1]["pid"], signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(WorkerError, match="worker 1 .*SIGKILL"): list(items)
+        assert time.monotonic() - start < 1 * slack()
 
 
 def test_affinity():

@@ -191,15 +191,25 @@ class Crew:
         "Wait, a moment at most, until a worker says something or ends; look for those who were silent for too long."
         now = time.monotonic()
         patience = min((self.workers[k].heard + self.workers[k].patience for k in self.busy()), default=inf) - now
-        heard = self.poll.poll(1000 * max(0., min(0.5, patience)))
+        wait = max(0., min(0.5, patience))
+        awake = min(wait, self.service.spin) if self.has_core() else 0
+        heard = self.spin(awake) or self.poll.poll(1000 * (wait - awake))
         if not heard: self.check_silence()
         nearly = [self.hear(self.links[fd], ready=True) for fd, _ in heard]
-        if any(nearly) and self.done() is None:
-            for fd, _ in self.await_now(): self.hear(self.links[fd], ready=True)
+        if any(nearly) and self.done() is None and self.has_core():     # to sleep and wake up would take longer than what comes now
+            for fd, _ in self.spin(0.001, self.pool.rehearse): self.hear(self.links[fd], ready=True)
         if (now := time.monotonic()) - self.looked < 0.3: return
         self.looked = now
         # a process that a worker has started may hold its end of the connection
         for k in [k for k in self.busy() if not self.workers[k].process.is_alive()]: self.hear(k)
+
+    def spin(self, seconds, first=lambda: None) -> list:
+        "Messages; waits for them, but without sleeping, and does something `first` if there are none."
+        until = time.monotonic() + seconds
+        if heard := self.poll.poll(0): return heard
+        first()
+        while not (heard := self.poll.poll(0)) and time.monotonic() < until: pass
+        return heard
 
     def hear(self, k, ready=False) -> bool:
         "Take in what worker `k` says; returns whether that is that an item is nearly complete."
@@ -219,14 +229,9 @@ class Crew:
         self.send(k)
         return False
 
-    def await_now(self):
-        "Who says something within a millisecond, without sleeping, since to wake up would take longer; if a processor core is to spare."
-        heard = self.poll.poll(0)
-        if heard or len(self.busy()) >= self.n_cores: return heard
-        until = time.monotonic() + 0.001
-        self.pool.rehearse()
-        while not (heard := self.poll.poll(0)) and time.monotonic() < until: pass
-        return heard
+    def has_core(self) -> bool:
+        "Is a processor core to spare?"
+        return len(self.busy()) < self.n_cores
 
     def busy(self) -> set: return {k for k, worker in enumerate(self.workers) if worker.asked}
 

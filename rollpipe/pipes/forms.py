@@ -144,6 +144,7 @@ class Form:
         "As `fill`, for nothing: what that takes is in the processor's caches then."
         self.prepare()
         copy_all(self.blank[1], views, self.at_once)
+        optree.tree_unflatten(self.spec, self.places)
 
     def fill(self, views, get):
         "The item: copies of `views` of what is `filled`, and what `get(place)` gives for what is not small."

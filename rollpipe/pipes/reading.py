@@ -85,6 +85,7 @@ class ProcessReading:
                  silence=60.0,         # seconds without an answer until the log says where a worker is
                  on_silence='warn',    # 'warn', or 'raise' a `WorkerError`
                  grace=5.0,            # seconds to close environments at the end, before a worker is killed
+                 spin=0.0,             # seconds to wait without sleeping, if a processor core is to spare: it is busy, but wakes at once
     ):
         whole = lambda x, low: isinstance(x, int) and not isinstance(x, bool) and x >= low
         for name, x, ok, expected in (
@@ -97,12 +98,13 @@ class ProcessReading:
                 ('silence', silence, isinstance(silence, (int, float)) and silence > 0, "seconds > 0"),
                 ('on_silence', on_silence, on_silence in ('warn', 'raise'), "'warn' or 'raise'"),
                 ('affinity', affinity, affinity is None or isinstance(affinity, (list, tuple)) and len(affinity) > 0, "a list, or None"),
-                ('grace', grace, isinstance(grace, (int, float)) and grace >= 0, "seconds >= 0")):
+                ('grace', grace, isinstance(grace, (int, float)) and grace >= 0, "seconds >= 0"),
+                ('spin', spin, isinstance(spin, (int, float)) and spin >= 0, "seconds >= 0")):
             if not ok: raise DataError("out of range", pipe='ProcessReading', leaf=name, expected=expected, got=describe(x))
         start_method_for(start_method, worker_threads)
         self.num_workers, self.lag, self.order, self.n_buffers, self.start_method = num_workers, lag, order, n_buffers, start_method
         self.affinity, self.worker_threads, self.restart = affinity, worker_threads, restart
-        self.silence, self.on_silence, self.grace = silence, on_silence, grace
+        self.silence, self.on_silence, self.grace, self.spin = silence, on_silence, grace, spin
         self.end, self.seams = None, []
         self.records = deque(maxlen=10_000)   # a `Record` of each of the last items
 
