@@ -67,6 +67,12 @@ def rate(pipe, service, seconds, tell=lambda rate: rate):
         return tell(steps / duration)
 
 
+def independent(env, n_envs, seconds):
+    "The rate of two processes together that have nothing to do with one another: what this machine has to give at the moment."
+    processes = torch.multiprocessing.get_context('fork').Pool(2)
+    with processes: return sum(processes.starmap(rate, [(pipeline(env, n_envs, 1), None, seconds)] * 2, chunksize=1))
+
+
 def name(env): return env if isinstance(env, str) else env.__name__
 
 
@@ -75,15 +81,16 @@ def throughput(args):
     rows = []
     for env in args.envs:
         for n_envs in (8, 32):
-            rates = {key: [] for key in ('none', 0, 1, None, 'apart')}
+            rates = {key: [] for key in ('none', 'twice', 0, 1, None, 'apart')}
             for _ in range(args.repeats):
                 rates['none'].append(rate(pipeline(env, n_envs, 1), None, args.seconds))
+                rates['twice'].append(independent(env, n_envs, args.seconds))
                 for lag in (0, 1, None): rates[lag].append(rate(pipeline(env, n_envs, 2), ProcessReading(2, lag=lag), args.seconds))
                 rates['apart'].append(rate(pipeline(env, n_envs, 2, joined=False), ProcessReading(2, lag=None), args.seconds))
-            ratios = [spread([x / y for x, y in zip(rates[key], rates['none'])]) for key in (0, 1, None, 'apart')]
+            ratios = [spread([x / y for x, y in zip(rates[key], rates['none'])]) for key in (0, 1, None, 'apart', 'twice')]
             rows.append([name(env), n_envs, spread(rates['none'], '{:,.0f}'), spread(rates[1], '{:,.0f}'), *ratios])
     print(table(['environment', 'B of a lane', 'in-process [steps/s]', '2 workers, lag 1 [steps/s]', 'ratio, lag 0', 'lag 1',
-                 'free running', 'free running, fragments not joined'], rows))
+                 'free running', 'free running, fragments not joined', 'two independent processes'], rows))
 
 
 THEIRS = """
@@ -113,7 +120,7 @@ def torchdata(args):
     for env in ('CartPole-v1', Images):
         ours, peer = [], {ahead: [] for ahead in (0, 1, 2, 10)}
         for _ in range(args.repeats):
-            ours.append(rate(pipeline(env, 8, 2), ProcessReading(2, lag=None), args.seconds))
+            ours.append(rate(pipeline(env, 8, 2, joined=False), ProcessReading(2, lag=None), args.seconds))     # as theirs
             for ahead, rates in peer.items(): rates.append(theirs(env, ahead, args.seconds))
         ahead, best = max(peer.items(), key=lambda item: np.median(item[1]))
         rows.append([name(env), spread(ours, '{:,.0f}'), spread(best, '{:,.0f}'), ahead, spread([x / y for x, y in zip(ours, best)])])
