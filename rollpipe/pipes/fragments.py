@@ -128,14 +128,13 @@ class FragmentCollector(Pipe):
                     if not ticks:
                         rows = Rows(tick.next, self.n_steps + 1, self.empty)
                         rows.add(first)     # row 0 is the previous row T, with whatever pipes in between made of it
-                        rows.add(tick.next)
-                        # but the last two: the next fragment begins with an answer to the one and with the other, when this one's
-                        # memory may be used again; and none if a recurrent state might be an older one
-                        if alone and not nested.leaves(tick.next_hx): tick.place(rows.ahead(self.n_steps - 1).obs)
-                    else: rows.add(tick.next)
+                    rows.add(tick.next)
                 except DataError as e:
                     e.locate(pipe=self, lane=tick.lane)
                     raise
+                # not the last two rows: the next fragment begins with an answer to the one and with the other, when this one's memory
+                # may be used again; and none if a recurrent state might be an older one
+                if not ticks and alone and not nested.leaves(tick.next_hx): tick.place(rows.ahead(self.n_steps - 1).obs)
                 ticks.append(tick._replace(state=None, next=None))
                 last = tick
             if not ticks: return
