@@ -305,7 +305,40 @@ class Changed(Pipe):
 def changed(change, n_steps=4): return next(iter(FragmentCollector(Changed(EnvStepper(Counting, Plain(), 2), change), n_steps)))
 
 
-def test_a_dtype_that_changes_within_a_fragment_is_refused():
+@pytest.fixture(params=[0, 100, 2 ** 16], ids=lambda bytes: f"blocks of {bytes}")
+def block(request, monkeypatch):
+    "Rows are copied one by one, a few at once, all together."
+    monkeypatch.setattr(Rows, "BLOCK", request.param)
+
+
+@pytest.fixture
+def large(monkeypatch):
+    "All rows count as large, so that they are made in the fragment where that is allowed."
+    monkeypatch.setattr(Rows, "BLOCK", 0)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_rows(data):
+    "Any shapes, also without elements; any blocks; memory that has to grow, or lies beside that of others."
+    B, n = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
+    leaf = st.tuples(st.lists(st.integers(0, 3), max_size=2), st.sampled_from(["f4", "i8", "?"]))
+    kinds = data.draw(st.lists(leaf, min_size=1, max_size=3))
+    rng, strided = np.random.default_rng(0), data.draw(st.booleans())
+    made = [{f"{k}": (9 * rng.random((B, *shape))).astype(dtype) for k, (shape, dtype) in enumerate(kinds)} for _ in range(n)]
+    def empty(shape, dtype): return np.empty((shape[0], 2 * shape[1], *shape[2:]), dtype)[:, B:] if strided else np.empty(shape, dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rows, "BLOCK", data.draw(st.sampled_from([0, 50, 200, 2 ** 16])))
+        patch.setattr(Rows, "AT_ONCE", data.draw(st.integers(1, 10)))
+        rows = Rows(made[0], data.draw(st.integers(n, 12)), empty)
+        for row in made: rows.add(row)
+        taken = rows.take()
+    for key, x in taken.items():
+        wanted = np.stack([row[key] for row in made])
+        assert x.numpy().dtype == wanted.dtype and np.array_equal(x.numpy(), wanted) and x.shape == wanted.shape
+
+
+def test_a_dtype_that_changes_within_a_fragment_is_refused(block):
     "Fractions are not cut off silently; another precision is cast to that of the first step."
     with pytest.raises(DataError, match="FragmentCollector, lane 0: the dtype changes within a fragment. Expected int64, got float"):
         changed(lambda k, obs: obs.astype(int) if k < 2 else obs + 0.5)
@@ -313,13 +346,21 @@ def test_a_dtype_that_changes_within_a_fragment_is_refused():
     assert cast.state.obs.dtype == torch.float32 and torch.equal(cast.state.obs, changed(lambda k, obs: obs).state.obs)
 
 
-def test_a_structure_that_changes_within_a_fragment_is_refused():
+def test_a_shape_that_changes_within_a_fragment_is_refused(block):
+    "Nothing is repeated so that it fits."
+    with pytest.raises(DataError, match="FragmentCollector, lane 0: the shape changes .* Expected .2, 4., got float32 .2, 1."):
+        changed(lambda k, obs: obs if k < 2 else obs[:, :1])
+    with pytest.raises(DataError, match="the shape changes within a fragment"): changed(lambda k, obs: obs if k < 3 else obs.T)
+    with pytest.raises(DataError, match="the shape changes .* got .'a': float32"): changed(lambda k, obs: obs if k < 3 else {"a": obs})
+
+
+def test_a_structure_that_changes_within_a_fragment_is_refused(block):
     "Containers of another type that fit are taken."
     with pytest.raises(DataError, match="FragmentCollector, lane 0: the structure changes within a fragment"):
         changed(lambda k, obs: {"a": obs} if k else {"b": obs})
 
 
-def test_many_steps():
+def test_many_steps(block):
     "More than are made room for at once, until the source ends."
     class Ends(Pipe):
         def stream(self, items): yield from islice(items, 7)
@@ -363,7 +404,7 @@ def in_place(fragment, shown):
 
 @pytest.mark.parametrize("env", [Counting, Nested])
 @pytest.mark.parametrize("n_steps", [1, 2, 3, 4, 9])
-def test_observations_are_made_in_the_fragment(env, n_steps):
+def test_observations_are_made_in_the_fragment(env, n_steps, large):
     "But for rows 0 and 1, when there was no memory yet, and the last two, on which the next one depends."
     actor = Where.for_env(env)
     for k, fragment in enumerate(collect(env, actor, n_steps, 3, 2)):
@@ -388,14 +429,20 @@ class Stepper(EnvStepper): "Of somebody's own."
 @pytest.mark.parametrize("kind, collector, stepper", [(Where, FragmentCollector, lambda *args: Passing(EnvStepper(*args))),
                                                       (Remembers, FragmentCollector, EnvStepper), (Where, ReadsAhead, EnvStepper),
                                                       (Where, FragmentCollector, Stepper)])
-def test_observations_that_somebody_may_keep_are_copied(kind, collector, stepper):
+def test_observations_that_somebody_may_keep_are_copied(kind, collector, stepper, large):
     actor = kind.for_env(Counting)
     fragment = next(iter(collector(stepper(Counting, actor, 2), 6)))
     assert not any(in_place(fragment, actor.shown))
     assert fragment.state.obs[:, 0, 2].tolist() == fragment.state.stepno[:, 0].tolist() == [0, 1, 2, 0, 1, 2, 3]
 
 
-def test_a_fragment_that_nobody_has_is_gone():
+def test_small_observations_are_copied():
+    "Many at once, which takes less than to make each where it will lie."
+    actor = Where.for_env(Counting)
+    assert not any(in_place(next(iter(FragmentCollector(EnvStepper(Counting, actor, 2), 6))), actor.shown))
+
+
+def test_a_fragment_that_nobody_has_is_gone(block):
     "Neither the stream nor the environments keep its memory, in which they made their observations."
     made, pipe = [], FragmentCollector(EnvStepper(Counting, Where.for_env(Counting), 2), 6)
 
@@ -418,7 +465,7 @@ def test_an_info_that_becomes_wider_or_narrower():
 
 
 @pytest.mark.parametrize("source, kwargs", [(Counting, {}), (Nested, {}), ("CartPole-v1", dict(vector="sync")), (Lively, dict(sticky=4))])
-def test_where_observations_are_made_changes_nothing(source, kwargs):
+def test_where_observations_are_made_changes_nothing(source, kwargs, block):
     "Also if the memory of a fragment has to grow."
     actor = MLPPolicy.for_env(source, seed=0)
     for at_once in (3, 2 ** 14):
@@ -429,7 +476,7 @@ def test_where_observations_are_made_changes_nothing(source, kwargs):
         for f, g in zip(made, copied, strict=True): assert_same(snapshot(f), snapshot(g))
 
 
-def test_a_vector_environment_is_copied_into_the_fragment():
+def test_a_vector_environment_is_copied_into_the_fragment(large):
     actor = Where.for_env("CartPole-v1")
     fragment = next(iter(FragmentCollector(EnvStepper("CartPole-v1", actor, 2, vector="sync"), 6)))
     assert in_place(fragment, actor.shown) == [False, False, True, True, True, False]

@@ -13,53 +13,73 @@ import torch
 
 from . import nested
 from .data import Final, Fragment, State, Tick, check_item, check_length
-from .errors import DataError
+from .errors import DataError, describe
 from .graph import find
 from .pipe import Pipe
 from .stepper import EnvStepper
 
 # %% ../../nbs/11_fragments.ipynb #f2608a5a
 class Rows:
-    """Numpy containers `[B, ...]` as rows of tensors `[n, B, ...]`, copied one by one, while the processor's cache has them.
+    """Numpy containers `[B, ...]` as rows of tensors `[n, B, ...]`.
 
-    What was made in the memory that `ahead` gave is there already. Raises `DataError` if a row has another structure than `like`, or a
-    dtype that does not fit.
+    They are copied in blocks, while the processor's cache has them: small rows many at once, large ones as they come. What was made in
+    the memory that `ahead` gave is there already. Raises `DataError` if a row has another structure or shape than `like`, or a dtype that
+    does not fit.
     """
+    BLOCK = 2 ** 16       # bytes
     AT_ONCE = 2 ** 14     # rows; more of them grow as they come
 
-    def __init__(self, like, n, empty):
+    def __init__(self, like, n, empty, **where):
         leaves, self.spec = nested.flatten(like)
-        self.room, self.n = min(n, self.AT_ONCE), 0
+        self.room, self.n, self.waiting, self.where = min(n, self.AT_ONCE), 0, [], where
+        self.block = max(1, min(self.room, self.BLOCK // max(1, sum(x.nbytes for x in leaves))))
         self.arrays = [empty((self.room, *x.shape), x.dtype) for x in leaves]
 
     def ahead(self, end):
-        "The memory of the rows before row `end` that are still to come, as far as there is room: they may be made there."
+        "The memory of the rows before row `end` that are still to come, as far as there is room. They may be made there if `block` is 1."
         return self.spec.unflatten([x[self.n:end] for x in self.arrays])
 
     def add(self, row):
-        leaves, spec = nested.flatten(row)
-        if spec != self.spec: leaves = self._fitting(row)
-        if self.n == self.room: self._grow()
-        for out, x in zip(self.arrays, leaves):
-            if x.base is out and np.may_share_memory(x, out[self.n]): continue
-            if x.dtype is not out.dtype and not np.can_cast(x.dtype, out.dtype, 'same_kind'):
-                raise DataError("the dtype changes within a fragment", expected=str(out.dtype), got=str(x.dtype))
-            out[self.n] = x
-        self.n += 1
+        self.waiting.append(row)
+        if len(self.waiting) == self.block: self._write()
 
-    def _fitting(self, row) -> list:
-        "The leaves of a row whose containers are of other types, if they fit."
+    def _write(self):
+        rows, self.waiting = self.waiting, []
+        if self.n + len(rows) > self.room: self._grow()
+        for out, xs in zip(self.arrays, zip(*map(self._leaves, rows))):
+            into = out[self.n:self.n + len(rows)]
+            try:
+                if xs[0].base is out and np.may_share_memory(xs[0], into): continue
+                # `stack` takes longer, but lets `into` lie beside the rows of another lane
+                if into.flags.c_contiguous: np.concatenate(xs, out=into.reshape(len(rows) * out.shape[1], *out.shape[2:]))
+                else: np.stack(xs, out=into)
+            except (AttributeError, TypeError, ValueError):
+                self._refuse(out, xs)
+                raise
+        self.n += len(rows)
+
+    def _leaves(self, row) -> list:
+        "Its leaves; containers may be of other types that fit."
         try: return self.spec.flatten_up_to(row)
-        except (ValueError, TypeError) as e: raise DataError(f"the structure changes within a fragment: {e}") from e
+        except (ValueError, TypeError) as e: raise DataError(f"the structure changes within a fragment: {e}", **self.where) from e
+
+    def _refuse(self, out, xs):
+        "Say what is wrong with `xs`, which are not rows of `out`."
+        for x in xs:
+            if getattr(x, 'shape', None) != out.shape[1:]:
+                raise DataError("the shape changes within a fragment", expected=str(list(out.shape[1:])), got=describe(x), **self.where)
+            if not np.can_cast(x.dtype, out.dtype, 'same_kind'):
+                raise DataError("the dtype changes within a fragment", expected=str(out.dtype), got=str(x.dtype), **self.where)
 
     def _grow(self):
         self.room *= 2
         for i, x in enumerate(self.arrays):
             self.arrays[i] = np.empty((self.room, *x.shape[1:]), x.dtype)
-            self.arrays[i][:self.n] = x
+            self.arrays[i][:self.n] = x[:self.n]
 
     def take(self):
         "The tensors, which are the taker's now; as many rows as were added."
+        if self.waiting: self._write()
         arrays, self.arrays = self.arrays, []
         return self.spec.unflatten([torch.from_numpy(x if len(x) == self.n else x[:self.n].copy()) for x in arrays])
 
@@ -124,18 +144,15 @@ class FragmentCollector(Pipe):
                 if first is None: first, first_term = tick.state, np.zeros_like(tick.term)
                 if not ticks: last = tick._replace(next=first)
                 self._check_order(last, tick)
-                try:
-                    if not ticks:
-                        rows = Rows(tick.next, self.n_steps + 1, self.empty)
-                        rows.add(first)     # row 0 is the previous row T, with whatever pipes in between made of it
-                    rows.add(tick.next)
-                except DataError as e:
-                    e.locate(pipe=self, lane=tick.lane)
-                    raise
+                if not ticks:
+                    rows = Rows(tick.next, self.n_steps + 1, self.empty, pipe=self, lane=tick.lane)
+                    rows.add(first)     # row 0 is the previous row T, with whatever pipes in between made of it
+                rows.add(tick.next)
                 # not the last two rows: the next fragment begins with an answer to the one and with the other, when this one's memory
                 # may be used again; and none if a recurrent state might be an older one
-                if not ticks and alone and not nested.leaves(tick.next_hx): tick.place(rows.ahead(self.n_steps - 1).obs)
-                ticks.append(tick._replace(state=None, next=None))
+                if not ticks and alone and rows.block == 1 and not nested.leaves(tick.next_hx):
+                    tick.place(rows.ahead(self.n_steps - 1).obs)
+                ticks.append(tick if rows.block > self.n_steps else tick._replace(state=None, next=None))     # that lets go of memory
                 last = tick
             if not ticks: return
             self.nearly_complete()
