@@ -192,8 +192,8 @@ class Crew:
         now = time.monotonic()
         patience = min((self.workers[k].heard + self.workers[k].patience for k in self.busy()), default=inf) - now
         wait = max(0., min(0.5, patience))
-        awake = min(wait, self.service.spin) if self.has_core() else 0
-        heard = self.spin(awake) or self.poll.poll(1000 * (wait - awake))
+        awake = min(wait, self.service.spin) if self.service.spin and self.has_core() else 0
+        heard = awake and self.spin(awake) or self.poll.poll(1000 * (wait - awake))
         if not heard: self.check_silence()
         nearly = [self.hear(self.links[fd], ready=True) for fd, _ in heard]
         if any(nearly) and self.done() is None and self.has_core():     # to sleep and wake up would take longer than what comes now

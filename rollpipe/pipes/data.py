@@ -33,7 +33,8 @@ class Tick(NamedTuple):
     """One step of `B` environments: `state` --react--> `next.act` --step--> `next`.
 
     A pipe that changes `next` changes what is recorded, not what the actor is shown. `actor` may alias parameters: who
-    keeps ticks while the actor is trained must copy it (fragments are copies).
+    keeps ticks while the actor is trained must copy it (fragments are copies). Who makes ticks must not use the memory of
+    their arrays again: several steps may be copied at once.
     """
     state: State          # numpy [B, ...] at t
     hx: Any               # recurrent state before the reaction, environment on dim 1; `()` without memory
