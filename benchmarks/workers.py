@@ -18,7 +18,7 @@ from report import header, spread, table
 
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes import DataLoader2, EnvStepper, FragmentCollector, FragmentStacker, ProcessReading, on_policy, remove
-from rollpipe.pipes.weights import Weights
+from rollpipe.pipes.workers.channel import Weights
 
 T = 128
 

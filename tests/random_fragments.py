@@ -14,7 +14,7 @@ from rollpipe.layers import Critic, MemoryCritic, MLPPolicy, QPolicy, RecurrentP
 from rollpipe.layers.policies import seeded
 from rollpipe.pipes import nested
 from rollpipe.pipes.data import Final, Fragment, State
-from rollpipe.pipes.weights import bump_version
+from rollpipe.pipes.modules import bump_version
 
 OBS = Dict(place=Box(-1, 1, (3,)), kind=Discrete(3))
 ACT = Dict(gear=Discrete(3, start=1), steer=Tuple((Box(-2, 2, (2,)),)))

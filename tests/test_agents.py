@@ -17,7 +17,7 @@ from rollpipe.pipes import nested, on_policy, rollouts
 from rollpipe.pipes.batches import columns
 from rollpipe.pipes.data import Fragment
 from rollpipe.pipes.errors import DataError
-from rollpipe.pipes.weights import bump_version, version_of
+from rollpipe.pipes.modules import bump_version, version_of
 
 SMALL = dict(PPO=dict(epochs=2, minibatch=64))
 ALL, GRADIENT = (REINFORCE, A2C, PPO, VTrace, TRPO, NPG), (REINFORCE, A2C, PPO, VTrace)

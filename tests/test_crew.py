@@ -15,7 +15,8 @@ from rollpipe.pipes import (
     DataLoader2, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Minibatcher, ProcessReading, WorkerError, bump_version,
 )
 from rollpipe.pipes.torchdata import InProcessReadingService, IterableWrapper
-from rollpipe.pipes.weights import Weights, modules_in
+from rollpipe.pipes.modules import modules_in
+from rollpipe.pipes.workers.channel import Weights
 
 
 def fragments(env=Counting, actor=None, n_steps=2, **kwargs):

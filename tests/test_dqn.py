@@ -18,7 +18,7 @@ from rollpipe.agents.tabular import QLearning, TabularQ, move_towards, q_targets
 from rollpipe.layers import QPolicy, RecurrentQPolicy
 from rollpipe.pipes import DataError, EnvStepper, Final, Fragment, FragmentCollector, State, version_of
 from rollpipe.pipes.errors import ActorError, SpaceError
-from rollpipe.pipes.replay import Replay, Sample
+from rollpipe.pipes.replay.memory import Replay, Sample
 
 NONE = torch.empty(0, dtype=torch.int64)
 

@@ -22,7 +22,7 @@ from toys import Counting, Lively, Plain, Shaky
 
 from rollpipe.pipes import (ActorError, DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Pipe,
                             ProcessReading, WorkerError)
-from rollpipe.pipes.shared import Shared
+from rollpipe.pipes.workers.shared import Shared
 from rollpipe.pipes.taps import EpisodeStats
 from rollpipe.pipes.torchdata import DataLoader2
 

@@ -18,7 +18,7 @@ from rollpipe.pipes import (
     AdvantageBuffer, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Pipe, ProcessReading, Source, Tap,
 )
 from rollpipe.pipes.graph import nodes
-from rollpipe.pipes.slots import SMALL
+from rollpipe.pipes.workers.slots import SMALL
 from rollpipe.pipes.torchdata import DataLoader2
 
 T, B = 4, 2

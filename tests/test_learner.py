@@ -15,7 +15,7 @@ from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.layers.recurrent import MemoryCritic, RecurrentPolicy
 from rollpipe.pipes import on_policy
 from rollpipe.pipes.errors import ActorError, DataError
-from rollpipe.pipes.weights import bump_version, version_of
+from rollpipe.pipes.modules import bump_version, version_of
 
 ENV = 'CartPole-v1'
 

@@ -18,7 +18,7 @@ from rollpipe.pipes import (
     AdvantageBuffer, EnvError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Minibatcher, Tick, on_policy,
 )
 from rollpipe.pipes.torchdata import DataLoader2, InProcessReadingService, traverse_dps
-from rollpipe.pipes.weights import bump_version
+from rollpipe.pipes.modules import bump_version
 
 HERE = Path(__file__).parent
 

@@ -16,7 +16,7 @@ from rollpipe.pipes.batches import join, transitions
 from rollpipe.pipes.errors import DataError
 from rollpipe.pipes.invariants import check_alignment
 from rollpipe.pipes.torchdata import IterableWrapper
-from rollpipe.pipes.weights import bump_version, version_of
+from rollpipe.pipes.modules import bump_version, version_of
 from toys import Lively
 
 KINDS = ('plain', 'memory', 'shared', 'shared memory')

@@ -11,7 +11,7 @@ from rollpipe.layers import GaussianPolicy
 from rollpipe.pipes import (
     ActorError, DataError, EnvError, EnvStepper, FragmentCollector, Lanes, collect, context, prepare, rollout, startup, version_of,
 )
-from rollpipe.pipes.weights import bump_version
+from rollpipe.pipes.modules import bump_version
 
 WORLDS = {"plain": (Counting, Plain), "memory": (Counting, Memory), "nested": (Nested, NestedMemory)}
 

@@ -24,7 +24,7 @@ from rollpipe.layers import Actor, CategoricalPolicy, Critic, GaussianPolicy
 from rollpipe.pipes import ProcessReading, on_policy
 from rollpipe.pipes.errors import ActorError, DataError, EnvError, WorkerError
 from rollpipe.pipes.torchdata import DataLoader2
-from rollpipe.pipes.weights import bump_version, version_of
+from rollpipe.pipes.modules import bump_version, version_of
 
 PATIENCE = 60  # seconds after which a test that waits has failed
 both = pytest.mark.parametrize("method", ["fork", "spawn"])

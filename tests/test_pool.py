@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpipe.pipes import nested
-from rollpipe.pipes.pool import Pool
-from rollpipe.pipes.slots import SMALL, Layout, Writer, form_of
+from rollpipe.pipes.workers.slot_pool import Pool
+from rollpipe.pipes.workers.slots import SMALL, Layout, Writer, form_of
 
 BIG = (2, 3, SMALL // 4), torch.uint8      # more than SMALL bytes, [T, B, ...]
 REAL = (2, 3, SMALL // 16), torch.float32

@@ -17,7 +17,7 @@ from rollpipe.pipes import (
 )
 from rollpipe.pipes.batches import join
 from rollpipe.pipes.invariants import check_alignment
-from rollpipe.pipes.sum_tree import SumTree
+from rollpipe.pipes.replay.sum_tree import SumTree
 from rollpipe.pipes.torchdata import DataLoader2
 from rollpipe.testing import check_pipe
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpipe.pipes import DataError
-from rollpipe.pipes.shared import Shared, available
+from rollpipe.pipes.workers.shared import Shared, available
 
 fork = multiprocessing.get_context("fork")
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from reference import assert_same, snapshot
 
 from rollpipe.pipes import DataError, Lanes, ProcessReading, Source, Stacks, nested
-from rollpipe.pipes.slots import SMALL, Layout, Slot, Writer, Written, form_of, pickled
+from rollpipe.pipes.workers.slots import SMALL, Layout, Slot, Writer, Written, form_of, pickled
 from rollpipe.pipes.torchdata import DataLoader2
 
 

@@ -13,18 +13,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted(p for p in (ROOT/"nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
 AGGREGATORS = {"__init__.py", "_modidx.py", "all.py", "fluent.py"}  # written by hand, or by nbdev itself
-STORED_IMAGES_FROM = 90  # notebooks from this number on show plots
+TUTORIALS = ROOT/"nbs/tutorials"  # they show plots, and export nothing
 
-each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.relative_to(ROOT/"nbs").with_suffix("").as_posix())
 
 
 def cells(path, kind="code"):
     "The sources of one notebook's cells of one kind."
     nb = json.loads(path.read_text(encoding="utf-8"))
     return ["".join(c["source"]) for c in nb["cells"] if c["cell_type"] == kind]
-
-
-def number(path): return int(re.match(r"\d+", path.stem).group())
 
 
 def default_exp(path):
@@ -78,15 +75,24 @@ def test_clean_and_export_change_nothing(copy):
     assert not stale, f"not clean or not exported: {stale}; `make export` (after nbdev_update, if a module was edited)"
 
 
+def unnumbered(name): return re.sub(r"^\d\d_", "", name)
+
+
 def test_notebooks_are_numbered_and_numbers_are_unique():
-    names = [p.name for p in NOTEBOOKS]
-    assert names and all(re.match(r"\d\d[a-z]?_\w+\.ipynb$", n) for n in names), names
-    assert len({n.split("_")[0] for n in names}) == len(names), f"two notebooks share a number: {names}"
+    assert NOTEBOOKS and all(re.match(r"\d\d_\w+$", p.stem) for p in NOTEBOOKS), [p.name for p in NOTEBOOKS]
+    for folder in {p.parent for p in NOTEBOOKS}:  # a numbered sub-folder has its place in the same order
+        names = sorted({p.name for p in folder.iterdir() if re.match(r"\d\d_", p.name)})
+        assert len({n[:2] for n in names}) == len(names), f"two in {folder.name} share a number: {names}"
 
 
-def test_a_notebook_is_named_after_its_module():
-    wrong = {p.name: m for m, p in exported().items() if p.stem.split("_", 1)[1] != m.rpartition(".")[2]}
+def test_a_notebook_lies_where_its_module_does():
+    def module(path): return ".".join(map(unnumbered, path.relative_to(ROOT/"nbs").with_suffix("").parts))
+    wrong = {p.as_posix(): m for m, p in exported().items() if module(p) != m}
     assert not wrong, wrong
+
+
+def test_tutorials_export_nothing_and_all_others_do():
+    assert {p for p in NOTEBOOKS if default_exp(p) is None} == {p for p in NOTEBOOKS if p.parent == TUTORIALS}
 
 
 def test_every_module_comes_from_one_notebook():
@@ -113,7 +119,7 @@ def test_index_lists_the_modules():
 def test_notebook_asserts_what_it_says(path):
     checks = [c for c in cells(path) if not re.search(r"^#\|\s*export", c, re.M)
               and re.search(r"^\s*(assert\b|test_\w+\(|with (expect_fail|ExceptionExpected)\b)", c, re.M)]
-    assert checks or number(path) >= STORED_IMAGES_FROM, f"{path.name} explains and exports, but asserts nothing"
+    assert checks or path.parent == TUTORIALS, f"{path.name} explains and exports, but asserts nothing"
 
 
 @each_notebook
@@ -129,7 +135,7 @@ def test_notebook_stores_no_image(path):
     nb = json.loads(path.read_text(encoding="utf-8"))
     kinds = {k for c in nb["cells"] for o in c.get("outputs", ()) for k in o.get("data", ())}
     images = {k for k in kinds if k.startswith("image/")}
-    assert not images or number(path) >= STORED_IMAGES_FROM, f"{path.name} stores {images}; plots are shown from 90 on"
+    assert not images or path.parent == TUTORIALS, f"{path.name} stores {images}; plots are shown in the tutorials"
 
 
 @each_notebook

@@ -18,7 +18,7 @@ from rollpipe.pipes import (
     FrameStack, Lanes, NStep, ObservationCast, Pipe, Rate, RewardScaler, Tap, Throughput, Tick, ToDevice, invariants,
 )
 from rollpipe.pipes.torchdata import DataLoader2, InProcessReadingService, IterableWrapper, traverse_dps
-from rollpipe.pipes.weights import bump_version
+from rollpipe.pipes.modules import bump_version
 from rollpipe.testing import check_pipe
 
 fast = settings(deadline=None, max_examples=25)

@@ -13,7 +13,8 @@ from toys import Counting, Learning, Plain
 
 from rollpipe.pipes import ActorError, EnvStepper, FragmentCollector, Lanes, ProcessReading, bump_version, version_of
 from rollpipe.pipes.torchdata import DataLoader2
-from rollpipe.pipes.weights import Weights, modules_in, state_of
+from rollpipe.pipes.modules import modules_in, state_of
+from rollpipe.pipes.workers.channel import Weights
 
 fork = multiprocessing.get_context("fork")
 

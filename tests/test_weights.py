@@ -16,7 +16,7 @@ from toys import Counting, Learning, Plain
 
 from rollpipe.pipes import ActorError, AdvantageBuffer, EnvStepper, FragmentCollector, Lanes, find_one
 from rollpipe.pipes.torchdata import DataLoader2
-from rollpipe.pipes.weights import Handle, bump_version, version_of
+from rollpipe.pipes.modules import Handle, bump_version, version_of
 
 ROOT = Path(__file__).parents[1]
 

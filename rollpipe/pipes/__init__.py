@@ -13,14 +13,14 @@ from .lanes import Lanes
 from .manual import collect, context, prepare, rollout, startup
 from .off_policy import replayed
 from .pipe import Pipe, Source
-from .reading import ProcessReading
+from .workers.reading import ProcessReading
 from .recipes import on_policy, rollouts
-from .replay import Replay, Replayed, ReplayMemory, Sample
+from .replay.memory import Replay, Replayed, ReplayMemory, Sample
 from .stepper import EnvStepper
 from .steps import Fragments, Step, Steps, WithImage
 from .taps import EpisodeEnd, EpisodeStats, Rate, Tap, Throughput
 from .transforms import NStep, NSteps, ObservationCast, RewardScaler, ToDevice
-from .weights import Handle, bump_version, version_of
+from .modules import Handle, bump_version, version_of
 
 __all__ = [
     'ActorError', 'AdvantageBuffer', 'CheckInvariants', 'CheckpointError', 'DataError', 'DataLoader2', 'EnvError', 'EnvStepper',

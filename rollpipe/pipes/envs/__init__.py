@@ -1,0 +1,1 @@
+"""Environments behind one checked, batched `reset` and `step`."""

@@ -1,0 +1,1 @@
+"""What a replay of past steps is made of."""
