@@ -376,7 +376,7 @@ def test_many_steps(block):
 
 class Passing(Pipe):
     "Behind it, nobody knows who has the ticks."
-    one_to_one = True
+    reads = 1
     def stream(self, items): yield from items
 
 

@@ -166,7 +166,7 @@ def test_pipes_in_the_worker_may_keep_what_they_get(wrap, lag):
 
 class Same(Pipe):
     "Passes fragments on."
-    one_to_one = True
+    reads = 1
     def stream(self, items): yield from items
 
 

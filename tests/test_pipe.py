@@ -29,7 +29,7 @@ class Toy(Source):
 
 
 class Scale(Pipe):
-    one_to_one = True
+    reads = 1
     def __init__(self, pipe, by=2, fn=None, note=None):
         super().__init__(pipe)
         self.by, self.fn, self.note = by, fn, note

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..pipes import nested
 from ..pipes.data import Fragment, State
-from ..pipes.errors import DataError
+from ..pipes.errors import DataError, check_integer
 
 # %% auto #0
 __all__ = ['timeshift', 'states_reached', 'spliced', 'answers_reached', 'quiet']
@@ -24,8 +24,7 @@ def timeshift(
     shift: int = 1,  # rows between the two, 1 to T
 ) -> tuple[Any, Any]:
     "`(rows t, rows t + shift)` of `state`, both `[T - shift, ...]`, as views. Raises `DataError` if `shift` is no integer >= 1."
-    if not isinstance(shift, int) or isinstance(shift, bool) or shift < 1:
-        raise DataError("timeshift: wrong shift", expected="an integer shift >= 1", got=f"shift={shift!r}")
+    check_integer('shift', shift)
     return nested.getitem(state, slice(None, -shift)), nested.getitem(state, slice(shift, None))
 
 # %% ../../nbs/agents/02_unroll.ipynb #dffa5bad

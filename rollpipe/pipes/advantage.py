@@ -62,7 +62,7 @@ class AdvantageBuffer(Pipe):
     Source: Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation", https://arxiv.org/abs/1506.02438.
     Raises `DataError` if a value or advantage is not finite, or if there is neither a critic nor a reported value.
     """
-    one_to_one = any_strides = True
+    reads, keeps_items, any_strides = 1, False, True
 
     def __init__(self,
                  pipe,         # yields `Fragment`s

@@ -14,8 +14,8 @@ import torch
 
 from . import nested
 from .data import Final, Fragment, check_item
-from .errors import DataError
-from .pipe import Pipe
+from .errors import DataError, check_integer
+from .pipe import Pipe, Seeded
 
 # %% ../../nbs/pipes/15_batches.ipynb #7f8b2213
 def same_keys(infos, widths) -> list:
@@ -54,9 +54,7 @@ class FragmentStacker(Pipe):
                  n,     # fragments per batch
     ):
         super().__init__(pipe)
-        if not isinstance(n, int) or n < 1:
-            raise DataError("wrong size of a batch", pipe=self, expected="an integer n >= 1", got=f"n={n!r}")
-        self.n = n
+        self.n = check_integer('n', n, pipe=self)
 
     @property
     def reads(self): return self.n
@@ -131,7 +129,7 @@ def minibatches(
         for index in order.split(together * size) if len(pool) else (): yield from pieces(take(index), size)
 
 # %% ../../nbs/pipes/15_batches.ipynb #6776fb6c
-class Minibatcher(Pipe):
+class Minibatcher(Seeded, Pipe):
     """Shuffled minibatches of each fragment, `epochs` times over.
 
     Without recurrent state a minibatch is a fragment `[1, size]` of valid transitions from anywhere. With it, a minibatch holds
@@ -145,22 +143,10 @@ class Minibatcher(Pipe):
                  seed=None,  # fixes the order; None: fresh entropy for each iteration
     ):
         super().__init__(pipe)
-        for name, x in (('size', size), ('epochs', epochs)):
-            if not isinstance(x, int) or x < 1:
-                raise DataError("out of range", pipe=self, expected=f"an integer {name} >= 1", got=f"{name}={x!r}")
-        self.size, self.epochs, self.seed, self.service_seed = size, epochs, seed, None
-
-    def set_lane(self, lane, seed):
-        "Called by `Lanes` on its copies, if it stands above: the lane's number and numpy `SeedSequence`."
-        self.service_seed = seed
-
-    def set_seed(self, seed):
-        "Called by torchdata's `DataLoader2` once an iteration; a seed of the pipe's own takes precedence."
-        if self.seed is None: self.service_seed = seed
-        return self
+        self.size, self.epochs, self.seed = check_integer('size', size, pipe=self), check_integer('epochs', epochs, pipe=self), seed
 
     def stream(self, items):
-        rng = np.random.default_rng(self.seed if self.service_seed is None else self.service_seed)
+        rng = np.random.default_rng(self.seed_sequence())
         for fragment in items:
             check_item(fragment, Fragment, self)
             yield from minibatches(fragment, self.size, self.epochs, rng)

@@ -12,7 +12,7 @@ import torch
 from . import nested
 from .batches import join
 from .data import Final, Fragment, State, Tick, check_item
-from .errors import DataError
+from .errors import DataError, check_integer
 from .fragments import reported
 from .pipe import Pipe
 
@@ -166,9 +166,7 @@ class EpisodeCollector(Pipe):
                  pad=False,  # True: one padded `Fragment` `[max(T), batch]` per item, with `valid`; False: a list of `Fragment`s `[T, 1]`
     ):
         super().__init__(pipe)
-        if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
-            raise DataError("wrong number of episodes", pipe=self, expected="an integer batch >= 1", got=f"batch={batch!r}")
-        self.batch, self.pad = batch, pad
+        self.batch, self.pad = check_integer('batch', batch, pipe=self), pad
 
     def stream(self, items):
         lanes, ready = {}, []

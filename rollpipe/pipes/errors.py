@@ -9,7 +9,7 @@ from itertools import islice
 
 # %% auto #0
 __all__ = ['describe', 'PipeError', 'EnvError', 'ActorError', 'DataError', 'GraphError', 'CheckpointError', 'SpaceError',
-           'WorkerError']
+           'WorkerError', 'check_integer']
 
 # %% ../../nbs/pipes/00_errors.ipynb #74c0db68
 def describe(value, width: int = 120) -> str:
@@ -98,3 +98,13 @@ class SpaceError(PipeError, TypeError):
 
 class WorkerError(PipeError):
     "A worker process ended, is silent, or cannot be started."
+
+# %% ../../nbs/pipes/00_errors.ipynb #3ca9ab08
+def check_integer(name: str, value, least: int = 1, **where) -> int:
+    """`value`, if it is an integer >= `least`; `name` is what its owner calls it.
+
+    Raises:
+        DataError: `value` is no integer, is a bool, or is too small. `where` (pipe, lane, env) names the culprit.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least: return value
+    raise DataError('out of range', expected=f'an integer {name} >= {least}', got=f'{name}={value!r}', **where)

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from . import nested
-from .data import Final, Fragment, State, Tick, check_item, check_length
-from .errors import DataError, describe
+from .data import Final, Fragment, State, Tick, check_item
+from .errors import DataError, check_integer, describe
 from .graph import find
 from .pipe import Pipe
 from .stepper import EnvStepper
@@ -128,7 +128,7 @@ class FragmentCollector(Pipe):
                  n_steps,  # steps per fragment
     ):
         super().__init__(pipe)
-        self.n_steps = check_length(n_steps, self)
+        self.n_steps = check_integer('n_steps', n_steps, pipe=self)
 
     empty = np.empty                # what makes the memory of a fragment; a worker process has it made where the learner will read it
     def nearly_complete(self): ...  # called when all steps of a fragment are there; a worker process tells the learner's

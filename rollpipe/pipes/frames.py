@@ -10,7 +10,7 @@ import torch
 
 from . import nested
 from .data import Fragment, check_item
-from .errors import DataError, describe
+from .errors import DataError, check_integer, describe
 from .pipe import Pipe
 from .taps import strands
 
@@ -93,16 +93,14 @@ class FrameStack(Pipe):
     The actor does not see these stacks: it must remember frames by itself. Raises `DataError` if `n < 1`, if there are no images,
     or if a fragment is missing whose frames are needed.
     """
-    one_to_one = True
+    reads = 1
 
     def __init__(self,
                  pipe,  # yields `Fragment`s
                  n=4,   # frames per stack
     ):
         super().__init__(pipe)
-        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-            raise DataError("wrong size of a stack", pipe=self, expected="an integer n >= 1", got=f"n={n!r}")
-        self.n = n
+        self.n = check_integer('n', n, pipe=self)
 
     def stream(self, items):
         lanes = {}   # lane -> (seq, the last n - 1 frames [n - 1, B, ...] of each image)

@@ -118,7 +118,7 @@ class CheckInvariants(Pipe):
 
     Raises `DataError`, which names the broken rule, or `rate` if it is not in [0, 1].
     """
-    one_to_one = True
+    reads = 1
 
     def __init__(self,
                  pipe,            # yields `Fragment`s

@@ -8,13 +8,13 @@ __all__ = ['Lanes']
 # %% ../../nbs/pipes/13_lanes.ipynb #03556a8a
 import numpy as np
 
-from .errors import DataError, GraphError
+from .errors import GraphError, check_integer
 from .graph import copy_graph, find
-from .pipe import Pipe
+from .pipe import Pipe, Seeded
 from .modules import torch_threads
 
 # %% ../../nbs/pipes/13_lanes.ipynb #cb6ee320
-class Lanes(Pipe):
+class Lanes(Seeded, Pipe):
     """`n` independent copies of the graph above, one item of each in turn.
 
     Pipes above that have a method `set_lane(lane, seed_sequence)` are told their lane and get a child of `seed` of their own
@@ -28,19 +28,12 @@ class Lanes(Pipe):
                  threads=1,  # of torch while a lane collects; None: as many as there are, and the last bits may depend on it
     ):
         super().__init__(pipe)
-        if not isinstance(n, int) or n < 1:
-            raise DataError("wrong number of lanes", pipe=self, expected="an integer n >= 1", got=f"n={n!r}")
-        self.n, self.seed, self.threads, self.service_seed = n, seed, threads, None
-
-    def set_seed(self, seed):
-        "Called by torchdata's `DataLoader2` once an iteration; a seed of the pipe's own takes precedence."
-        self.service_seed = seed
-        return self
+        self.n, self.seed, self.threads = check_integer('n', n, pipe=self), seed, threads
 
     def root(self) -> int:
         "The number that everything random above follows from in one iteration."
         if find(self.pipe, Lanes): raise GraphError("lanes within lanes", pipe=self, expected="one `Lanes` in a pipeline")
-        return np.random.SeedSequence(self.service_seed if self.seed is None else self.seed).entropy
+        return self.seed_sequence().entropy
 
     def copy(self, lane, root, again=0):
         "The copy of the graph above for a lane; a lane that was lost begins `again`, with other random numbers."

@@ -12,8 +12,8 @@ import torch
 from . import nested
 from .data import State, Tick
 from .envs.batch import in_containers
-from .errors import ActorError, EnvError, PipeError, describe
-from .pipe import Source
+from .errors import ActorError, EnvError, PipeError, check_integer, describe
+from .pipe import Seeded, Source
 from .envs.factories import env_factories
 from .envs.vector import VectorFactory, env_batch
 from .modules import version_of
@@ -168,7 +168,7 @@ class _Lane:
                        self.virtual, self.complete, place)
 
 # %% ../../nbs/pipes/11_stepper.ipynb #d6cdd076
-class EnvStepper(Source):
+class EnvStepper(Seeded, Source):
     """Let `actor` act in `n_envs` environments; yields a `Tick` for each step of the batch, without end.
 
     The actor is held by reference: training it changes what the stream yields. Environments are made when the iteration
@@ -203,8 +203,7 @@ class EnvStepper(Source):
             if not callable(getattr(actor, method, None)):
                 raise ActorError(f"an actor needs the method `{method}`", pipe=self, got=describe(actor),
                                  expected="an actor such as a `rollpipe.layers.Actor`")
-        if sticky is not None and (not isinstance(sticky, int) or isinstance(sticky, bool) or sticky < 1):
-            raise EnvError("wrong period of rest", pipe=self, expected="sticky: the length of a fragment, or None", got=repr(sticky))
+        if sticky is not None: check_integer('sticky', sticky, pipe=self)
         if sticky and vector:
             raise EnvError("the environments of a vector cannot rest", pipe=self, expected="either sticky or vector",
                            got=f"sticky={sticky}, vector={vector!r}")
@@ -214,22 +213,11 @@ class EnvStepper(Source):
         self.n_envs, self.actor = len(self.factories) if vector is None else self.factories[0].n_envs, actor
         self.info_keys, self.seed, self.explore, self.clip_actions = info_keys, seed, explore, clip_actions
         self.device = None if device is None else torch.device(device)
-        self.lane, self.lane_seed = 0, None
+        self.lane = 0
 
     def __repr__(self): return f"EnvStepper({self.factories[0]}, {type(self.actor).__name__}, n_envs={self.n_envs})"
 
-    def set_lane(self, lane, seed):
-        "Called by `Lanes` on its copies: the lane's number and numpy `SeedSequence`."
-        self.lane, self.lane_seed = lane, seed
-
-    def set_seed(self, seed):
-        "Called by torchdata's `DataLoader2` once an iteration; a seed of the pipe's own takes precedence."
-        if self.seed is None: self.lane_seed = np.random.SeedSequence(seed)
-        return self
-
     def stream(self, items):
-        seed = self.lane_seed or np.random.SeedSequence(self.seed)
-        # spawning leaves a mark in the sequence, so each iteration gets its own copy
-        lane = _Lane(self, self.actor, self.lane, np.random.SeedSequence(seed.entropy, spawn_key=seed.spawn_key))
+        lane = _Lane(self, self.actor, self.lane, self.seed_sequence())
         try: yield from lane.ticks()
         finally: lane.envs.close()

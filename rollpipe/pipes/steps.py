@@ -16,8 +16,8 @@ import torch
 
 from . import nested
 from .batches import columns
-from .data import Final, Fragment, State, check_item, check_length
-from .errors import DataError, EnvError, describe
+from .data import Final, Fragment, State, check_item
+from .errors import DataError, EnvError, check_integer, describe
 from .pipe import Pipe
 from .envs.factories import space_spec, spaces_of
 
@@ -198,7 +198,7 @@ class Fragments(Pipe):
                  n_steps,  # steps per fragment
     ):
         super().__init__(pipe)
-        self.n_steps = check_length(n_steps, self)
+        self.n_steps = check_integer('n_steps', n_steps, pipe=self)
 
     def stream(self, items):
         lanes, n = {}, self.n_steps  # lane -> _Columns

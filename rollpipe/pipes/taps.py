@@ -13,13 +13,13 @@ from typing import NamedTuple
 import numpy as np
 
 from .data import Fragment, Tick, check_item
-from .errors import DataError, describe
+from .errors import DataError, check_integer, describe
 from .pipe import Pipe
 
 # %% ../../nbs/pipes/18_taps.ipynb #0563a4c7
 class Tap(Pipe):
     "Call `see(item)` with every item and pass it on. In a worker process `see` is a copy: put taps below the lanes."
-    one_to_one = True
+    reads = 1
 
     def __init__(self,
                  pipe,  # any pipe
@@ -89,7 +89,7 @@ class EpisodeStats(Pipe):
     rewards. An episode whose first steps did not pass by is not reported. Place it above pipes that change rewards or shuffle
     transitions. Returns are summed in float64.
     """
-    one_to_one = any_strides = True
+    reads, keeps_items, any_strides = 1, False, True
 
     def __init__(self,
                  pipe,  # yields `Tick`s or `Fragment`s
@@ -157,7 +157,7 @@ def count_steps(item) -> int:
 
 class Throughput(Pipe):
     "Call `sink` with a `Rate` after each `every` items, and at the end with that of the rest; items pass unchanged."
-    one_to_one = any_strides = True
+    reads, keeps_items, any_strides = 1, False, True
 
     def __init__(self,
                  pipe,                              # yields `Tick`s, `Fragment`s or lists of them
@@ -167,8 +167,7 @@ class Throughput(Pipe):
     ):
         super().__init__(pipe)
         if not callable(sink): raise DataError("a tap needs a function to call", pipe=self, expected="sink(rate)", got=describe(sink))
-        if not isinstance(every, int) or every < 1:
-            raise DataError("out of range", pipe=self, expected="an integer every >= 1", got=f"every={every!r}")
+        check_integer('every', every, pipe=self)
         self.sink, self.every, self.clock = sink, every, clock
 
     def stream(self, items):

@@ -14,7 +14,7 @@ import torch
 
 from . import nested
 from .data import Fragment, Tick, check_item
-from .errors import DataError
+from .errors import DataError, check_integer
 from .pipe import Pipe
 from .returns import backward_recursion
 from .taps import strands
@@ -45,7 +45,7 @@ class RewardScaler(Pipe):
 
     The actor has seen the rewards as they were. If it uses them (`uses_past`), scale them in the environment instead.
     """
-    one_to_one = True
+    reads = 1
 
     def __init__(self,
                  pipe,        # yields `Tick`s or `Fragment`s
@@ -107,7 +107,7 @@ class ObservationCast(Pipe):
 
     In `Tick`s only float32 and float64 are possible: the actor is asked for its reactions with them. Raises `DataError` for others.
     """
-    one_to_one = True
+    reads = 1
 
     def __init__(self,
                  pipe,                 # yields `Tick`s or `Fragment`s
@@ -176,7 +176,7 @@ class NStep(Pipe):
 
     Sutton and Barto, *Reinforcement learning*, 2nd edition, 2018, section 7.1, http://incompleteideas.net/book/the-book-2nd.html.
     """
-    one_to_one = True
+    reads = 1
 
     def __init__(self,
                  pipe,        # yields `Fragment`s
@@ -184,8 +184,7 @@ class NStep(Pipe):
                  gamma=0.99,  # discount of the reward one step later
     ):
         super().__init__(pipe)
-        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-            raise DataError("wrong number of steps", pipe=self, expected="an integer n >= 1", got=f"n={n!r}")
+        check_integer('n', n, pipe=self)
         if not 0 <= gamma <= 1: raise DataError("out of range", pipe=self, expected="0 <= gamma <= 1", got=f"gamma={gamma}")
         self.n, self.gamma = n, gamma
 
@@ -223,7 +222,7 @@ class ToDevice(Pipe):
 
     Raises `DataError` if the device is not known or not there, and for `Tick`s, which live in host memory.
     """
-    one_to_one = True
+    reads = 1
 
     def __init__(self,
                  pipe,      # yields containers of tensors
@@ -233,8 +232,7 @@ class ToDevice(Pipe):
         super().__init__(pipe)
         try: torch.device(device)
         except RuntimeError as e: raise DataError("unknown device", pipe=self, expected="such as 'cuda' or 'cpu'", got=str(device)) from e
-        if not isinstance(ahead, int) or ahead < 0:
-            raise DataError("out of range", pipe=self, expected="an integer ahead >= 0", got=f"ahead={ahead!r}")
+        check_integer('ahead', ahead, 0, pipe=self)
         self.device, self.ahead = device, ahead
 
     def stream(self, items):

@@ -20,13 +20,13 @@ from ..errors import DataError, WorkerError
 from ..graph import inputs, nodes
 from .slot_pool import Pool, spanned
 from .slots import form_of
-from ..torchdata import Mapper
+from ..pipe import trait
 from .channel import Weights
 from .process import Worker, WorkerDied, end, log, start_method_for
 
 # %% ../../../nbs/pipes/30_workers/08_coordinator.ipynb #a8508afd
 def reads(sink, seam) -> int:
-    "How many items of `seam` the pipe `sink` surely reads for each item it gives, as the pipes between them tell (`reads`, `one_to_one`)."
+    "How many items of `seam` the pipe `sink` surely reads for each item it gives, as the pipes between them tell."
     if not any(pipe is seam for pipe in nodes(sink)): return 0
     return max(1, _reads(sink, seam))
 
@@ -35,7 +35,7 @@ def _reads(pipe, seam) -> int:
     "As `reads`; 0 where a pipe on the way drops or adds items, so that nobody knows."
     if pipe is seam: return 1
     above = min(_reads(source, seam) for source in inputs(pipe) if any(p is seam for p in nodes(source)))
-    return above * getattr(pipe, 'reads', int(getattr(pipe, 'one_to_one', False) or isinstance(pipe, Mapper)))
+    return above * (trait(pipe, 'reads') or 0)
 
 
 def lie_beside(sink, seam) -> bool:
@@ -47,7 +47,7 @@ def lie_beside(sink, seam) -> bool:
         if isinstance(pipe, FragmentStacker): between = []
         else: between.append(pipe)
         pipe = above[0]
-    return all(getattr(pipe, 'any_strides', False) for pipe in between)
+    return all(trait(pipe, 'any_strides') and not trait(pipe, 'keeps_items') for pipe in between)
 
 
 class Record(NamedTuple):
