@@ -14,7 +14,7 @@ from toys import ENDS, Counting, Limit, Lively, Memory, Nested, NestedMemory, No
 
 from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy, MLPPolicy
 from rollpipe.pipes import DataError, EnvStepper, Final, Fragment, FragmentCollector, Lanes, Pipe, State
-from rollpipe.pipes.fragments import Rows, stack_rows
+from rollpipe.pipes.fragments import Destination, Rows, stack_rows
 from rollpipe.pipes.nested import leaves
 
 fast = settings(deadline=None, max_examples=25)
@@ -423,7 +423,19 @@ class ReadsAhead(FragmentCollector):
             before = tick
 
 
-class Stepper(EnvStepper): "Of somebody's own."
+class Stepper(EnvStepper):
+    "Of somebody's own: it may keep what it gives, since it has a `stream` of its own and promises nothing."
+    def stream(self, items): yield from super().stream(items)
+
+
+class SameStepper(EnvStepper): "Overrides nothing, so the promises of its base hold."
+class SameCollector(FragmentCollector): "The same."
+
+
+def test_subclasses_that_override_nothing_keep_the_promises(large):
+    actor = Where.for_env(Counting)
+    fragment = next(iter(SameCollector(SameStepper(Counting, actor, 2), 6)))
+    assert in_place(fragment, actor.shown) == [2 <= t < 5 for t in range(len(actor.shown))]
 
 
 @pytest.mark.parametrize("kind, collector, stepper", [(Where, FragmentCollector, lambda *args: Passing(EnvStepper(*args))),
@@ -446,10 +458,11 @@ def test_a_fragment_that_nobody_has_is_gone(block):
     "Neither the stream nor the environments keep its memory, in which they made their observations."
     made, pipe = [], FragmentCollector(EnvStepper(Counting, Where.for_env(Counting), 2), 6)
 
-    def empty(shape, dtype):
-        made.append(weakref.ref(x := np.empty(shape, dtype)))
-        return x
-    pipe.empty, items = empty, iter(pipe)
+    class Noted(Destination):
+        def empty(self, shape, dtype):
+            made.append(weakref.ref(x := np.empty(shape, dtype)))
+            return x
+    items = pipe.into(Noted())
     for _ in range(3):
         next(items)
         gc.collect()

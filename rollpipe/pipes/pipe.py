@@ -59,9 +59,9 @@ class Pipe(IterDataPipe):
 
     def __iter__(self): return self._run()
 
-    def _run(self):
+    def _run(self, **options):
         items = self._open()
-        try: yield from self.stream(items)
+        try: yield from self.stream(items, **options)
         finally:
             if close := getattr(items, 'close', None): close()
 

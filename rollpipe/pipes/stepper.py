@@ -181,6 +181,7 @@ class EnvStepper(Seeded, Source):
     Raises `EnvError` (unknown id, environment that fails or returns something unsound), `ActorError` (the same for the
     actor) or `SpaceError` (spaces without a fixed-size array form), each naming lane, environment and leaf.
     """
+    keeps_items = False
     no_length = "environments can be stepped without end"
 
     def __init__(self,
