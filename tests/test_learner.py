@@ -1,4 +1,4 @@
-"What learners share: rows and checks of a batch, normalisers told once, Adam against its formulas, and their state."
+"What learners share: checks of a batch, normalisers told once, Adam against its formulas, and their state."
 import copy
 import math
 
@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
-from rollpipe.agents.learner import GradientLearner, Learner, in_range, policy_rows, standardized
+from rollpipe.agents.gradient_learner import GradientLearner
+from rollpipe.agents.learner import Learner, standardized
+from rollpipe.agents.natural_gradient import policy_rows
+from rollpipe.agents.shared_options import check_range
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.layers.recurrent import MemoryCritic, RecurrentPolicy
 from rollpipe.pipes import on_policy
-from rollpipe.pipes.errors import ActorError, DataError
+from rollpipe.pipes.errors import ActorError, DataError, check_integer
 from rollpipe.pipes.modules import bump_version, version_of
 
 ENV = 'CartPole-v1'
@@ -67,15 +70,21 @@ def test_standardized_is_numpys_over_the_rows_that_count(T, B, seed, shift):
 def test_rows_of_a_fragment_with_memory_keep_their_time():
     actor, critic = RecurrentPolicy.for_env(ENV, seed=0), Critic.for_env(ENV, seed=0)
     batch = next(iter(on_policy(ENV, actor, critic, n_envs=4, n_steps=16, seed=0)))
-    rows = policy_rows(batch, normalize=False)
+    rows = policy_rows(batch)
     assert rows.adv.shape == (16, 4) and torch.equal(rows.adv, batch.adv) and float(rows.weight.sum()) == pytest.approx(1)
 
 
-@pytest.mark.parametrize('value, kw', [(-1, dict(low=0)), (2., dict(low=0, high=1)), (math.nan, dict(low=0)),
-                                       (1.5, dict(low=1, whole=True)), (True, dict(low=1, whole=True)), (0, dict(low=1, whole=True))])
+@pytest.mark.parametrize('value, kw', [(-1, dict(low=0)), (2., dict(low=0, high=1)), (math.nan, dict(low=0))])
 def test_options_out_of_range_are_named(value, kw):
-    with pytest.raises(ValueError, match=r'Part: out of range') as e: in_range(Part(1.), **kw, fine=1, epochs=value)
+    with pytest.raises(ValueError, match='Part: out of range') as e:
+        check_range(Part(1.), **kw, fine=1, epochs=value)
     assert 'epochs' in str(e.value) and 'fine' not in str(e.value)
+
+
+@pytest.mark.parametrize('value', [1.5, True, 0])
+def test_options_that_are_no_counts_are_named(value):
+    with pytest.raises(ValueError, match=r'Part: out of range') as e: check_integer('epochs', value, pipe=Part(1.))
+    assert 'epochs' in str(e.value)
 
 
 @pytest.mark.parametrize('name', ['lr', 'critic_lr', 'max_grad_norm'])
@@ -177,7 +186,7 @@ def test_a_critic_with_memory_gets_what_it_wants():
 def test_steps_are_adams_with_the_gradient_clipped_and_every_parameter_counts_once():
     common = nn.Parameter(torch.tensor([3., -1.], dtype=torch.double))
     actor, critic = Part(1., -2., shared=nn.ParameterList([common])), Part(.5, shared=nn.ParameterList([common]))
-    agent = GradientLearner(actor, critic, lr=.1, critic_lr=.02, max_grad_norm=2., eps=1e-8)
+    agent = GradientLearner(actor, critic, lr=.1, critic_lr=.02, max_grad_norm=2.)
     assert [id(p) for p in agent.params] == [id(p) for p in (actor.w, common, critic.w)]
     x, rate = np.array([1., -2., 3., -1., .5]), np.array([.1] * 4 + [.02])
     m, v = np.zeros(5), np.zeros(5)
