@@ -18,9 +18,9 @@ from torch import nn
 from torch.autograd import grad
 
 from rollpipe.agents import natural_gradient, trpo
-from rollpipe.agents.natural_gradient import distribution_on, policy_rows
 from rollpipe.agents.critics import explained_variance
-from rollpipe.agents.trust_region import Linearization, fisher_product
+from rollpipe.agents.linearization import Linearization, fisher_product
+from rollpipe.agents.natural_gradient import distribution_on, policy_rows
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes.data import Fragment, State
 
