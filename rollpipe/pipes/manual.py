@@ -7,20 +7,21 @@ __all__ = ['Lent', 'LentVector', 'lent', 'Context', 'prepare', 'startup', 'colle
 
 # %% ../../nbs/pipes/17_manual.ipynb #71acb6ce
 import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import gymnasium as gym
-import numpy as np
 
 from .data import Fragment
 from .envs.batch import Outcome
 from .errors import DataError, EnvError, describe
 from .fragments import FragmentCollector
-from .stepper import EnvStepper, _Lane
+from .stepper import EnvStepper
 from .modules import ByIdentity
 
 # %% ../../nbs/pipes/17_manual.ipynb #9c6d2f9b
 class _Loan:
-    "An environment that belongs to somebody else: `close` leaves it open. Raises `EnvError` once it is lent to another."
+    "Stands for an environment that belongs to the user: `close` leaves it open. Raises `EnvError` if it has been lent again since."
     recalled = False
 
     def step(self, action):
@@ -42,9 +43,9 @@ class _Loan:
 class Lent(_Loan, gym.Wrapper): "A loan of one environment."
 class LentVector(_Loan, gym.vector.VectorWrapper): "A loan of a vector environment."
 
-
+# %% ../../nbs/pipes/17_manual.ipynb #bf2fb762
 class _Lender:
-    "A factory of the one environment `env`."
+    "A factory that lends the one environment `env`."
     def __init__(self, env):
         self.env, self.__name__ = env, env.spec.id if env.spec is not None else type(env.unwrapped).__name__
 
@@ -55,10 +56,10 @@ class _Lender:
         return loan
 
 
-_loans = ByIdentity()  # environment -> reference to its present loan
+_loans = ByIdentity()  # environment -> weak reference to its present loan
 
 
-def lent(envs):
+def lent(envs: Any) -> Any:
     """`envs` as a source for `EnvStepper`: instances (one, or a list) become factories that lend them, all else stays as it is.
 
     Raises `EnvError` if an instance comes twice, or among factories.
@@ -72,52 +73,45 @@ def lent(envs):
     return [_Lender(env) for env in envs]
 
 # %% ../../nbs/pipes/17_manual.ipynb #e6a3413d
-class _ManualLane(_Lane):
-    "A lane that can be started before it is stepped."
-    begun = None
-
-    def start(self):
-        if self.begun is None: self.begun = super().start()
-        return self.begun
-
-
 class Context:
     """Where the interaction of an actor with its environments stands; made by `startup`, moved on by `collect`.
 
-    A context manager: leaving it closes the environments that were made for it, and leaves those that were lent to it.
+    `state` is what the actor sees next (`State`, numpy `[B, ...]`), `hx` the recurrent state before its next reaction, with the
+    environment on dim 1. A context manager: leaving it closes the environments that were made for it, but not those that were lent to it.
     """
-    def __init__(self, plan):
-        self.plan, stepper = plan, plan.pipe
-        self.lane = _ManualLane(stepper, stepper.actor, 0, np.random.SeedSequence(stepper.seed))
-        try: out, self.hx = self.lane.start()  # `hx`: recurrent state before the next reaction, environment on dim 1
+    def __init__(self,
+                 plan: FragmentCollector,  # from `prepare`
+    ):
+        self.plan, self._interaction = plan, plan.pipe.interact()
+        try: out, self.hx = self._interaction.start()
         except BaseException:
             self.close()
             raise
-        self.state = out.state                 # `State`, numpy [B, ...]: what the actor sees next
-        self._fragments = plan.stream(self._ticks())
+        self.state = out.state
+        self._fragments = plan.stream(self._ticks(out))
 
-    def _ticks(self):
-        for tick in self.lane.ticks():
+    def _ticks(self, out):
+        for tick in self._interaction.ticks(out, self.hx):
             self.state, self.hx = tick.next, tick.next_hx
             yield tick
 
-    def __len__(self): return len(self.lane.envs)
+    def __len__(self): return len(self._interaction.envs)
 
-    def close(self):
+    def close(self) -> None:
         "End the interaction. May be called twice."
         self._fragments = iter(())
-        self.lane.envs.close()
+        self._interaction.envs.close()
 
     def __enter__(self): return self
     def __exit__(self, *exc): self.close()
 
 
-def prepare(envs,     # environment instances, or whatever `EnvStepper` takes: id, factory, a list of them
-            actor,    # who acts, held by reference
-            n_steps,  # steps per fragment
-            **kwargs,  # as for `EnvStepper`: sticky, info_keys, seed, explore, clip_actions; n_envs, env_kwargs for ids
+def prepare(envs: Any,      # environment instances, or whatever `EnvStepper` takes: id, factory, a list of them
+            actor: Any,     # who acts, held by reference
+            n_steps: int,   # steps per fragment
+            **kwargs: Any,  # as for `EnvStepper`: sticky, info_keys, seed, explore, clip_actions; n_envs, env_kwargs for ids
 ) -> FragmentCollector:
-    """What is to be collected, as a pipeline; nothing is made or touched yet, and no environment is stepped on trial.
+    """What is to be collected, as a pipeline. No environment is made, reset or stepped yet.
 
     Instances are reset by `startup`, with seeds that follow from `seed`, and never closed. They serve one loop at a time: below
     `Lanes` the lanes would share them, which raises `EnvError`. Raises as `EnvStepper` and `FragmentCollector` do.
@@ -125,63 +119,71 @@ def prepare(envs,     # environment instances, or whatever `EnvStepper` takes: i
     return FragmentCollector(EnvStepper(lent(envs), actor, **kwargs), n_steps)
 
 
-def startup(plan) -> Context:
+def startup(plan: FragmentCollector) -> Context:
     "Reset the environments of a `prepare`d plan and begin the actor's memory. Each call starts anew."
     if not isinstance(plan, FragmentCollector) or not isinstance(plan.pipe, EnvStepper):
         raise DataError("startup needs what `prepare` returned", expected="FragmentCollector over EnvStepper", got=describe(plan))
     return Context(plan)
 
 
-def collect(context) -> Fragment:
+def collect(context: Context) -> Fragment:
     """The next `Fragment` `[T+1, B, ...]`, in memory of its own; `context` then stands at its end.
 
-    The actor may have been updated since the last one. Raises `DataError` if the context was closed, or had failed before.
+    The actor may have been updated since the last one. Raises `DataError` if the context was closed, or has failed before.
     """
     for fragment in context._fragments: return fragment
     raise DataError("this context has ended", expected="a new one from `startup(plan)`", got="closed, or failed before")
 
 # %% ../../nbs/pipes/17_manual.ipynb #c93f773a
-def rollout(envs,     # as for `prepare`
-            actor,    # who acts, held by reference
-            n_steps,  # steps per fragment
-            **kwargs,  # as for `prepare`
-):
-    "Yield `Fragment`s of `n_steps` steps for ever, in this process; environments that were made for it are closed at the end."
+def rollout(envs: Any,      # as for `prepare`
+            actor: Any,     # who acts, held by reference
+            n_steps: int,   # steps per fragment
+            **kwargs: Any,  # as for `prepare`
+) -> Iterator[Fragment]:
+    "Yield `Fragment`s of `n_steps` steps without end, in this process; environments that were made for it are closed at the end."
     with startup(prepare(envs, actor, n_steps, **kwargs)) as ctx:
         while True: yield collect(ctx)
 
 # %% ../../nbs/pipes/17_manual.ipynb #874399a8
 class EnvContext:
-    """A batch of environments that were reset, with the present `state` (`State`, numpy `[B, ...]`) and the same as an actor
-    is shown it, `seen` (torch `[1, B, ...]`, float32 for float64)."""
-    def __init__(self, stepper):
-        self.envs = _Lane(stepper, stepper.actor, 0, np.random.SeedSequence(stepper.seed)).envs
+    """A batch of environments that were reset: `context` makes it, `step` moves it on.
+
+    `state` is where it stands (`State`, numpy `[B, ...]`), `seen` the same as an actor is shown it (torch `[1, B, ...]`, float32 for
+    float64). A context manager: leaving it closes the environments that were made for it, but not those that were lent to it.
+    """
+    def __init__(self,
+                 stepper: EnvStepper,  # says which environments; its actor is not asked
+    ):
+        env_seed, _ = stepper.seed_sequence().spawn(2)    # the second one would be the actor's
+        self.envs = stepper.make_envs(env_seed)
         try: out = self.envs.reset()
         except BaseException:
             self.envs.close()
             raise
         self.state, self.seen = out.state, out.seen
 
-    def step(self, act) -> Outcome:
-        "Let each environment take its action of `act`, torch `[1, B, ...]`; those whose episode ends are reset at once."
+    def step(self,
+             act: Any,  # one action for each environment, torch [1, B, ...]
+    ) -> Outcome:
+        "Let the environments take their actions. Those whose episode ends are reset at once."
         out = self.envs.step(act)
         self.state, self.seen = out.state, out.seen
         return out
 
     def __len__(self): return len(self.envs)
-    def close(self): self.envs.close()
+    def close(self) -> None: self.envs.close()
     def __enter__(self): return self
     def __exit__(self, *exc): self.close()
 
 
-class _Nobody:
+class _NoActor:
     "Stands where `EnvStepper` wants an actor."
     def step(self, *args, **kwargs): raise NotImplementedError
     reset = step
 
 
-def context(envs,     # as for `prepare`
-            **kwargs,  # as for `EnvStepper`: n_envs, env_kwargs, info_keys, seed, clip_actions
+def context(envs: Any,      # as for `prepare`
+            **kwargs: Any,  # as for `EnvStepper`: n_envs, env_kwargs, info_keys, seed, clip_actions
 ) -> EnvContext:
     "Environments, reset and ready to be stepped as one batch, without an actor. Raises as `EnvStepper` does."
-    return EnvContext(EnvStepper(lent(envs), _Nobody(), **kwargs))
+    return EnvContext(EnvStepper(lent(envs), _NoActor(), **kwargs))
