@@ -68,10 +68,12 @@ def nodes(pipe) -> list:
 
 # %% ../../nbs/pipes/03_graph.ipynb #3e37f75a
 def short_repr(pipe) -> str:
-    "The class of a pipe with its scalars and networks: the arguments of `__init__` kept as attributes, but for `None`."
-    values = {name: vars(pipe).get(name) for name in inspect.signature(type(pipe)).parameters}
-    shown = {k: reprlib.repr(v) if isinstance(v, (int, float, str, bool)) else type(v).__name__ for k, v in values.items()
-             if isinstance(v, (int, float, str, bool, torch.nn.Module))}
+    "The class of a pipe with its scalars and networks: the arguments that it keeps as attributes, unless they are at their default."
+    shown = {}
+    for name, parameter in inspect.signature(type(pipe)).parameters.items():
+        value = vars(pipe).get(name)
+        if isinstance(value, torch.nn.Module): shown[name] = type(value).__name__
+        elif isinstance(value, (int, float, str, bool)) and value != parameter.default: shown[name] = reprlib.repr(value)
     config = ', '.join(f'{k}={v}' for k, v in shown.items())
     name = type(pipe).__name__
     short = name.removesuffix('IterDataPipe').removesuffix('MapDataPipe')    # torch's IterableWrapperIterDataPipe
