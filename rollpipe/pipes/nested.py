@@ -5,6 +5,7 @@
 # %% ../../nbs/pipes/01_nested.ipynb #5aefa71f
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,35 +19,35 @@ __all__ = ['map', 'leaves', 'flatten', 'paths', 'check_like', 'getitem', 'setite
            'numpify', 'Aliased', 'aliased', 'as_seen']
 
 # %% ../../nbs/pipes/01_nested.ipynb #fb2d67a2
-def map(fn, tree, *rest):
+def map(fn: Callable, tree: Any, *rest: Any) -> Any:
     "Apply `fn` to each leaf of `tree` and the matching leaves of `rest`; the result has the containers of `tree`."
     return optree.tree_map(fn, tree, *rest)
 
 # %% ../../nbs/pipes/01_nested.ipynb #51bf5fe8
-def leaves(tree) -> list:
+def leaves(tree: Any) -> list:
     "The leaves, depth first; those of a plain dict in the sorted order of its keys, whatever order it was built in."
     return optree.tree_leaves(tree)
 
 
-def flatten(tree) -> tuple[list, Any]:
+def flatten(tree: Any) -> tuple[list, Any]:
     "The leaves, and the structure without them, which can be compared with `==`."
     return optree.tree_flatten(tree)
 
 
-def paths(tree, root: str = '') -> list[str]:
+def paths(tree: Any, root: str = '') -> list[str]:
     "For each leaf, in the order of `leaves`, the Python expression that reaches it from `root`."
     return [accessor.codify(root) for accessor in optree.tree_accessors(tree)]
 
 # %% ../../nbs/pipes/01_nested.ipynb #b8d36946
-def check_like(tree, like, name: str, **context) -> None:
+def check_like(
+    tree: Any,       # the container to check
+    like: Any,       # container of example leaves
+    name: str,       # what `tree` is called, the root of the leaf paths in the message
+    **context: Any,  # `pipe`, `lane`, `env` for the message
+) -> None:
     """Check that `tree` has the structure of `like`, and each leaf the shape and dtype of its counterpart.
 
-    Args:
-        tree: the container to check.
-        like: container of example leaves. Numpy and torch dtypes of one name are equal; a Python scalar fits any
-            dtype of its kind (bool, int, float).
-        name: what `tree` is called, the root of the leaf paths in the message.
-        **context: `pipe`, `lane`, `env` for the message.
+    Numpy and torch dtypes of one name are equal; a Python scalar fits any dtype of its kind (bool, int, float).
 
     Raises:
         DataError: names the first leaf that differs, its expected dtype and shape, and what came.
@@ -82,18 +83,18 @@ def _sketch(structure) -> str:
     return str(structure).removeprefix('PyTreeSpec(').removesuffix(')')
 
 # %% ../../nbs/pipes/01_nested.ipynb #ca00dce8
-def getitem(tree, index):
+def getitem(tree: Any, index: Any) -> Any:
     "`leaf[index]` for every leaf: views where numpy and torch give views."
     return optree.tree_map(lambda x: x[index], tree)
 
 
-def setitem(tree, index, value) -> None:
+def setitem(tree: Any, index: Any, value: Any) -> None:
     "`leaf[index] = value` in place, for each leaf of `tree` and the matching leaf of `value`; numpy and torch may mix."
     def assign(dst, src): dst[index] = _same_kind(src, dst)
     optree.tree_map_(assign, tree, value)
 
 
-def copy_(dst, src, at=None):
+def copy_(dst: Any, src: Any, at: Any = None) -> Any:
     "Copy `src` into `dst`, or into its rows `at`, in place, broadcast and cast as in an assignment; returns `dst`."
     setitem(dst, at, src) if at is not None else optree.tree_map_(_copy_leaf, dst, src)
     return dst
@@ -111,12 +112,12 @@ def _same_kind(src, dst):
     return src.detach().numpy() if isinstance(src, torch.Tensor) else src
 
 # %% ../../nbs/pipes/01_nested.ipynb #a346561b
-def stack(trees, dim: int = 0):
+def stack(trees: Iterable, dim: int = 0) -> Any:
     "Join containers of one structure along a new dimension `dim`. Arrays and scalars give arrays, tensors tensors."
     return _join(trees, dim, np.stack, torch.stack)
 
 
-def cat(trees, dim: int = 0, view: bool = False):
+def cat(trees: Iterable, dim: int = 0, view: bool = False) -> Any:
     """Join containers of one structure along their dimension `dim`, which is the only one that may differ in size.
 
     With `view` tensors that lie side by side already are not copied: the result has their memory.
@@ -134,7 +135,7 @@ def _adjoin(xs, dim):
         end += y.shape[dim] * x.stride(dim)
     shape = *x.shape[:dim], sum(y.shape[dim] for y in xs), *x.shape[dim + 1:]
     last = x.storage_offset() + sum((n - 1) * stride for n, stride in zip(shape, x.stride()))
-    if 0 in shape or (last + 1) * x.itemsize > memory.nbytes(): return _cat(xs, dim)     # it does not know more than its own part
+    if 0 in shape or (last + 1) * x.itemsize > memory.nbytes(): return _cat(xs, dim)     # the storage ends before the result would
     return x.as_strided(shape, x.stride())
 
 
@@ -166,7 +167,7 @@ def _join(trees, dim, npy, pyt):
         raise
 
 # %% ../../nbs/pipes/01_nested.ipynb #06482f9e
-def alloc(tree, *leading: int):
+def alloc(tree: Any, *leading: int) -> Any:
     """Uninitialised leaves of shape `[*leading, *leaf.shape]` and the leaf's dtype.
 
     Tensors give tensors on the same device; arrays and scalars give arrays (a Python float is float64, an int int64).
@@ -178,20 +179,19 @@ def alloc(tree, *leading: int):
     return optree.tree_map(new, tree)
 
 # %% ../../nbs/pipes/01_nested.ipynb #d23519d0
-def torchify(tree, *leading: int, copy: bool = False, pinned: bool = False, shared: bool = False):
+def torchify(
+    tree: Any,             # container of numeric arrays, host tensors or scalars
+    *leading: int,         # sizes of new leading dimensions, over which the data is repeated
+    copy: bool = False,    # always copy
+    pinned: bool = False,  # allocate page-locked memory, for faster transfers to an accelerator
+    shared: bool = False,  # allocate memory that other processes see
+) -> Any:
     """Host tensors of shape `[*leading, *leaf.shape]`, which alias the memory of the leaves where possible.
 
     Tensors pass as they are, arrays are aliased, scalars become new tensors (a Python float is torch's default dtype).
     A new copy, detached and contiguous, is made if `copy`, `pinned` or `shared` is set, if a leading dimension is
-    not 1, or if torch cannot alias the array (read-only memory, negative strides).
-
-    Args:
-        tree: container of numeric arrays, host tensors or scalars.
-        *leading: sizes of new leading dimensions, over which the data is repeated.
-        copy: always copy.
-        pinned: allocate page-locked memory, for faster transfers to an accelerator.
-        shared: allocate memory that other processes see. Do this before aliasing: a tensor that torch moves to shared
-            memory later, when it is first sent, leaves its numpy aliases behind.
+    not 1, or if torch cannot alias the array (read-only memory, negative strides). Ask for `shared` before aliasing: a tensor
+    that torch moves to shared memory later, when it is first sent, leaves its numpy aliases behind.
 
     Raises:
         ValueError: if both `pinned` and `shared` are set.
@@ -210,7 +210,7 @@ def torchify(tree, *leading: int, copy: bool = False, pinned: bool = False, shar
     return _map_named(to_tensor, tree)
 
 
-def numpify(tree, *leading: int, copy: bool = False):
+def numpify(tree: Any, *leading: int, copy: bool = False) -> Any:
     """Arrays of shape `[*leading, *leaf.shape]`, which alias the memory of the leaves where possible.
 
     Arrays pass as they are, host tensors are detached and aliased, scalars become new arrays. A new copy is made if
@@ -249,13 +249,13 @@ class Aliased(NamedTuple):
     pyt: Any
 
 
-def aliased(tree, *, copy: bool = False, pinned: bool = False, shared: bool = False) -> Aliased:
+def aliased(tree: Any, *, copy: bool = False, pinned: bool = False, shared: bool = False) -> Aliased:
     "`tree` as `torchify` gives it, and the numpy view of the same memory. Scalars become zero-dimensional."
     pyt = torchify(tree, copy=copy, pinned=pinned, shared=shared)
     return Aliased(numpify(pyt), pyt)
 
 # %% ../../nbs/pipes/01_nested.ipynb #be744145
-def as_seen(tree):
+def as_seen(tree: Any) -> Any:
     "Tensors as actors and critics are shown them: float64 becomes float32, all else stays."
     if isinstance(tree, torch.Tensor): return tree.float() if tree.dtype == torch.float64 else tree
     return optree.tree_map(lambda x: x.float() if x.dtype == torch.float64 else x, tree)

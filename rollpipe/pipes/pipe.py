@@ -6,13 +6,16 @@
 __all__ = ['TRAITS', 'Pipe', 'held_by', 'Source', 'trait', 'Seeded']
 
 # %% ../../nbs/pipes/05_pipe.ipynb #28b84d4c
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from . import graph
 from .errors import GraphError
+from .graph import Where
 from .modules import Handle
 from .torchdata import IterDataPipe, Mapper
 
@@ -48,12 +51,12 @@ class Pipe(IterDataPipe):
         if any(own & vars(base).keys() for base in cls.__mro__[1:] if base not in Pipe.__mro__):
             for name in TRAITS.keys() - vars(cls).keys(): setattr(cls, name, TRAITS[name])
 
-    def __init__(self, pipe):
+    def __init__(self, pipe: IterDataPipe):
         if not isinstance(pipe, IterDataPipe):
             raise TypeError(f'{type(self).__name__} reads from a pipe (an IterDataPipe), got {type(pipe).__name__}')
         self.pipe = pipe
 
-    def stream(self, items):
+    def stream(self, items: Iterator) -> Iterator:
         "The items of this pipe, from the iterator `items` of its input."
         raise NotImplementedError(f'{type(self).__name__} must define stream(self, items)')
 
@@ -86,7 +89,7 @@ class Pipe(IterDataPipe):
     _profile_name = property(__repr__)                  # torch's profiler would print every argument in full
 
     @classmethod
-    def inserter(cls, *, after=None, before=None, **kwargs):
+    def inserter(cls, *, after: Where | None = None, before: Where | None = None, **kwargs: Any) -> Callable:
         "A function `pipe -> pipe` that inserts `cls(old, **kwargs)` after or before the one matching pipe."
         if (after is None) == (before is None):
             raise TypeError(f'{cls.__name__}.inserter needs either `after` or `before`')
@@ -94,7 +97,7 @@ class Pipe(IterDataPipe):
         return partial(graph.insert_before, where=before, make=partial(cls, **kwargs))
 
     @classmethod
-    def replacer(cls, where, **kwargs):
+    def replacer(cls, where: Where, **kwargs: Any) -> Callable:
         "A function `pipe -> pipe` that replaces the one pipe that matches `where` by `cls(its input, **kwargs)`."
         return partial(graph.replace, where=where, new=partial(cls._in_place_of, kwargs=kwargs))
 
@@ -108,7 +111,7 @@ class _Held(Handle):
     "Stands for an attribute that is held by reference, while its pipe is copied."
 
 
-def held_by(pipe) -> list:
+def held_by(pipe: IterDataPipe) -> list:
     "The networks, actors and callables that `pipe` holds by reference, in the order of its attributes."
     found = []
     _swapped({k: v for k, v in vars(pipe).items() if k != '_valid_iterator_id'}, lambda x: found.append(x) if _is_shared(x) else None)
@@ -133,14 +136,14 @@ class Source(Pipe):
     def _open(self): return iter(())
 
     @classmethod
-    def inserter(cls, **kwargs):
+    def inserter(cls, **kwargs: Any) -> Callable:
         raise TypeError(f'{cls.__name__} has no input and cannot be inserted; use its `replacer`')
 
     @classmethod
     def _in_place_of(cls, old, kwargs): return cls(**kwargs)
 
 # %% ../../nbs/pipes/05_pipe.ipynb #130394a1
-def trait(pipe, name: str):
+def trait(pipe: IterDataPipe, name: str) -> Any:
     "The trait `name` of any pipe: what its class declares, or the cautious default. torch's `Mapper` reads one item for each it gives."
     return getattr(pipe, name, 1 if name == 'reads' and isinstance(pipe, Mapper) else TRAITS[name])
 
@@ -152,11 +155,11 @@ class Seeded:
     """
     seed = given_seed = None
 
-    def set_lane(self, lane: int, seed: np.random.SeedSequence):
+    def set_lane(self, lane: int, seed: np.random.SeedSequence) -> None:
         "`Lanes` calls this on its copies, with the number of the lane and a seed of its own."
         self.lane, self.given_seed = lane, seed
 
-    def set_seed(self, seed: int):
+    def set_seed(self, seed: int) -> "Seeded":
         "torchdata's `DataLoader2` calls this once an iteration; the user's seed takes precedence."
         if self.seed is None: self.given_seed = seed
         return self
