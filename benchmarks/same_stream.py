@@ -8,7 +8,7 @@ names the first leaf that does. The exit status is 1 if a case differs, or fails
 stated in `RENAMED`, at the top of `stream_cases/__init__.py`.
 """
 import argparse, json, os, re, signal, subprocess, sys, tempfile, time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -77,8 +77,8 @@ class Task:
         environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
         command = [sys.executable, str(Path(__file__).resolve()), "--run", str(root), str(self.out), ",".join(groups), *only]
         with open(self.folder/"errors", "w") as errors:
-            self.process = subprocess.Popen(command, cwd=self.folder, env=environment, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
-                                            start_new_session=True)
+            self.process = subprocess.Popen(command, cwd=self.folder, env=environment, start_new_session=True, stdin=subprocess.DEVNULL,
+                                            stdout=errors, stderr=subprocess.STDOUT)
 
     def records(self) -> dict:
         "Case -> record, of the cases that came to an end."
@@ -116,21 +116,22 @@ def compare_trees(there, here, processes, only, jobs, folder):
     "Yield `(case, what is wrong)` for each case; empty is fine. A process that did not come to its end counts as a case."
     starts = [partial(Task, side, root, groups, only, folder) for groups in processes for side, root in (("there", there), ("here", here))]
     ended = {}
-    for task in finished(starts, jobs):
-        if task.trouble(): yield f"{task.side}: {', '.join(task.groups)}", task.trouble()
-        other = ended.setdefault(task.groups, task)
-        if other is task: continue
-        old, new = (task if task.side == side else other for side in ("there", "here"))
-        old, new = old.records(), new.records()
-        for name in [*new, *(name for name in old if name not in new)]: yield name, compare(old.get(name), new.get(name))
+    with closing(finished(starts, jobs)) as tasks:
+        for task in tasks:
+            if task.trouble(): yield f"{task.side}: {', '.join(task.groups)}", task.trouble()
+            other = ended.setdefault(task.groups, task)
+            if other is task: continue
+            old, new = ((task if task.side == side else other).records() for side in ("there", "here"))
+            for name in [*new, *(name for name in old if name not in new)]: yield name, compare(old.get(name), new.get(name))
 
 
 def main(rev, only=(), jobs=2) -> int:
     "Compare this tree with the commit `rev`; returns how many cases differ or fail."
     wanted = [tuple(g for g in groups if not only or any(name.split(".")[0] == g for name in only)) for groups in PROCESSES]
     start, bad, seen = time.monotonic(), 0, []
-    with tempfile.TemporaryDirectory() as folder, checked_out(rev, folder) as there:
-        for name, wrong in compare_trees(there, HERE, [groups for groups in wanted if groups], only, jobs, folder):
+    with (tempfile.TemporaryDirectory() as folder, checked_out(rev, folder) as there,
+          closing(compare_trees(there, HERE, [groups for groups in wanted if groups], only, jobs, folder)) as results):
+        for name, wrong in results:
             seen.append(name)
             bad += bool(wrong)
             print(f"WRONG {name}: {wrong}" if wrong else f"ok    {name}", flush=True)
@@ -146,4 +147,5 @@ if __name__ == "__main__":
     parser.add_argument("rev", help="the commit to compare with")
     parser.add_argument("--only", nargs="+", default=[], help="groups, or cases as GROUP.CASE")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
-    sys.exit(bool(main(**vars(parser.parse_args()))))
+    try: sys.exit(bool(main(**vars(parser.parse_args()))))
+    except KeyboardInterrupt: sys.exit(130)

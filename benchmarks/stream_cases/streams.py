@@ -5,7 +5,8 @@ import torch
 from rollpipe.agents import RandomActor, evaluate
 from rollpipe.layers import CategoricalPolicy, GaussianPolicy, MemoryCritic, RecurrentPolicy
 from rollpipe.pipes import (
-    EnvStepper, FragmentCollector, FragmentStacker, Lanes, collect, context, on_policy, prepare, remove, rollout, rollouts, startup,
+    EnvStepper, FragmentCollector, FragmentStacker, Lanes, ProcessReading, collect, context, on_policy, prepare, remove, rollout,
+    rollouts, startup,
 )
 
 from . import RENAMED
@@ -64,7 +65,9 @@ def seed_of_the_stepper():
     yield from first(FragmentStacker(Lanes(pipe, n=2), n=2))
 
 
-def seed_of_the_loader(): yield from first(FragmentCollector(EnvStepper(Push, policy(Push), n_envs=2), 9), seed=5)
+def seed_of_the_loader():
+    pipe = FragmentCollector(EnvStepper(Push, policy(Push), n_envs=2), 9)
+    yield from first(pipe, service=ProcessReading(num_workers=0), seed=5)
 
 
 def ticks():

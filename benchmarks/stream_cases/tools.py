@@ -3,7 +3,7 @@ from rollpipe.pipes import DataLoader2
 
 
 def first(pipe, n=3, service=None, seed=0):
-    "The first `n` items of a pipeline; `seed` is for pipelines that have none of their own."
+    "The first `n` items of a pipeline; `seed` is for pipelines that have none, and asks for a reading service."
     with DataLoader2(pipe, reading_service=service) as loader:
         loader.seed(seed)
         for k, item in zip(range(n), loader): yield f"batch {k}", item

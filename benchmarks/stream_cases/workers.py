@@ -6,7 +6,9 @@ import torch
 
 from rollpipe.agents import PPO, ParallelEvaluation, VTrace
 from rollpipe.layers import RecurrentPolicy
-from rollpipe.pipes import EnvStepper, EpisodeCollector, FragmentCollector, FragmentStacker, Lanes, ProcessReading, bump_version, on_policy, remove, rollouts
+from rollpipe.pipes import (
+    EnvStepper, EpisodeCollector, FragmentCollector, FragmentStacker, Lanes, ProcessReading, bump_version, on_policy, remove, rollouts,
+)
 
 from .tools import first, trained
 from .worlds import Broken, Hybrid, Images, Push, Walk, critic, glance, policy
@@ -68,6 +70,10 @@ def images_not_joined(method, lag):
 def recurrent(method, lag):
     actor = policy(Walk, RecurrentPolicy, memory=6, past=True)
     yield from changing(rollouts(Walk, actor, lanes=3, sticky=True, **SMALL), actor, _service(method, lag))
+
+
+def seed_of_the_loader(method, lag):
+    yield from first(rollouts(Walk, policy(Walk), n_envs=2, n_steps=8, lanes=2), 3, _service(method, lag), seed=5)
 
 
 def episodes(method, lag):
