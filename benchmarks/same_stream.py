@@ -4,15 +4,15 @@
 
 The cases of `benchmarks/stream_cases` run twice, both times as they are in this working tree: against the package of the commit `REV`, in a
 temporary worktree, and against the package here, with all that is not committed. One line is printed for each case. A case that differs
-names the first leaf that does. The exit status is 1 if a case differs, or fails on either side. A name that was changed on purpose is
-stated in `RENAMED`, at the top of `stream_cases/__init__.py`.
+names the first leaf that does. The exit status is 1 if a case differs, or fails on either side. Names and messages that were changed on
+purpose are stated in `RENAMED` and `REWORDED`, at the top of `stream_cases/__init__.py`.
 """
 import argparse, json, os, re, signal, subprocess, sys, tempfile, time
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
-from stream_cases import PROCESSES, RENAMED, is_wanted, run
+from stream_cases import PROCESSES, RENAMED, REWORDED, is_wanted, run
 
 HERE = Path(__file__).resolve().parent.parent
 
@@ -22,15 +22,21 @@ def renamed(text) -> str:
     return re.sub(r"\w+", lambda word: RENAMED.get(word[0], word[0]), text)
 
 
+def reworded(text) -> str:
+    "A message with new phrases in place of the old ones, and new names."
+    for old, new in REWORDED.items(): text = text.replace(old, new)
+    return renamed(text)
+
+
 def compare(there, here) -> str:
     "What is wrong with a case, from its records on the two sides (`stream_cases.record`, or None); empty if nothing is."
     there, here = (side or dict(error="the process ended before the case did", trace="") for side in (there, here))
     if "error" in there and "error" in here:
-        both = renamed(there["error"]) == here["error"]
+        both = reworded(there["error"]) == here["error"]
         return f"fails on both sides{'' if both else ' in different ways'}: {here['error']}\n{tail(here['trace'])}"
     for side, name in ((there, "there"), (here, "here")):
         if "error" in side: return f"fails only {name}: {side['error']}\n{tail(side['trace'])}"
-    return first_difference([[renamed(path), form if sha else renamed(form), sha] for path, form, sha in there["leaves"]], here["leaves"])
+    return first_difference([[renamed(path), form if sha else reworded(form), sha] for path, form, sha in there["leaves"]], here["leaves"])
 
 
 def first_difference(there, here) -> str:

@@ -85,6 +85,8 @@ def test_a_renaming_is_stated(monkeypatch):
     assert same_stream.compare(old, new).startswith("batch 0['place']")
     monkeypatch.setitem(stream_cases.RENAMED, "place", "site")
     assert same_stream.compare(old, new) == ""
+    monkeypatch.setitem(stream_cases.REWORDED, "no such place", "there is none")
+    assert same_stream.compare(digests("no such place: place 3"), digests("there is none: site 3")) == ""
     modules = {f"old_package{part}": types.ModuleType(part) for part in ("", ".pipes", ".layers", ".agents")}
     modules["old_package.pipes"].place = 3
     for name, module in modules.items(): monkeypatch.setitem(sys.modules, name, module)

@@ -20,6 +20,8 @@ import torch
 # Old name -> new name, of fields, infos, metrics, classes and functions. Cases use the new names; `REV` is asked for the old ones, and a
 # path or a message of `REV` that has the old name counts as one with the new.
 RENAMED = {}
+# Old phrase -> new phrase, of messages that were reworded on purpose.
+REWORDED = {}
 # The groups, by the processes in which they run.
 PROCESSES = (("gradients", "replay", "commands"), ("streams", "episodes", "vector", "transforms", "faults"), ("fork",), ("spawn",))
 PLAIN = bool, int, float, complex, str, bytes, torch.dtype, np.dtype, type(None)
