@@ -21,7 +21,8 @@ import torch
 # path or a message of `REV` that has the old name counts as one with the new.
 RENAMED = {}
 # Old phrase -> new phrase, of messages that were reworded on purpose.
-REWORDED = {}
+REWORDED = {f"wrong {what}": "out of range" for what in (
+    "number of lanes", "length of a fragment", "size of a stack", "size of a batch", "number of episodes", "number of steps")}
 # The groups, by the processes in which they run.
 PROCESSES = (("gradients", "replay", "commands"), ("streams", "episodes", "vector", "transforms", "faults"), ("fork",), ("spawn",))
 PLAIN = bool, int, float, complex, str, bytes, torch.dtype, np.dtype, type(None)
