@@ -111,22 +111,19 @@ def _same_kind(src, dst):
     if isinstance(dst, torch.Tensor): return torch.from_numpy(src) if isinstance(src, np.ndarray) else src
     return src.detach().numpy() if isinstance(src, torch.Tensor) else src
 
-# %% ../../nbs/pipes/01_nested.ipynb #a346561b
-def stack(trees: Iterable, dim: int = 0) -> Any:
-    "Join containers of one structure along a new dimension `dim`. Arrays and scalars give arrays, tensors tensors."
-    return _join(trees, dim, np.stack, torch.stack)
-
-
-def cat(trees: Iterable, dim: int = 0, view: bool = False) -> Any:
-    """Join containers of one structure along their dimension `dim`, which is the only one that may differ in size.
-
-    With `view` tensors that lie side by side already are not copied: the result has their memory.
-    """
-    return _join(trees, dim, np.concatenate, _adjoin if view else _cat)
+# %% ../../nbs/pipes/01_nested.ipynb #dc3529e7
+def _cat(xs, dim):
+    "As `torch.cat`. numpy allocates a large result, because it asks the system for huge pages, which makes this three times faster."
+    if sum(x.nbytes for x in xs) < 2 ** 22 or not all(type(x) is torch.Tensor and x.is_cpu and not x.requires_grad for x in xs):
+        return torch.cat(xs, dim)
+    if len({(x.dtype, *x.shape[:dim], *x.shape[dim + 1:]) for x in xs}) > 1 or dim < 0: return torch.cat(xs, dim)
+    shape = (*xs[0].shape[:dim], sum(x.shape[dim] for x in xs), *xs[0].shape[dim + 1:])
+    out = torch.from_numpy(np.empty(sum(x.nbytes for x in xs), np.uint8)).view(xs[0].dtype).view(shape)
+    return torch.cat(xs, dim, out=out)
 
 
 def _adjoin(xs, dim):
-    "`xs` as one tensor, without a copy where each begins in memory where the one before ends along `dim`."
+    "`xs` as one tensor; no copy is made if each one begins in memory where the one before ends along `dim`."
     if dim < 0 or not all(type(x) is torch.Tensor and dim < x.ndim and _is_plain(x) for x in xs): return _cat(xs, dim)
     x, end, memory = xs[0], xs[0].storage_offset(), xs[0].untyped_storage()
     for y in xs:
@@ -141,15 +138,18 @@ def _adjoin(xs, dim):
 
 def _is_plain(x) -> bool: return x.layout is torch.strided and x.is_cpu and not (x.requires_grad or x.is_conj() or x.is_neg())
 
+# %% ../../nbs/pipes/01_nested.ipynb #a346561b
+def stack(trees: Iterable, dim: int = 0) -> Any:
+    "Join containers of one structure along a new dimension `dim`. Arrays and scalars give arrays, tensors tensors."
+    return _join(trees, dim, np.stack, torch.stack)
 
-def _cat(xs, dim):
-    "`torch.cat`; a large result in memory from numpy, which asks the system for huge pages: that is three times faster."
-    if sum(x.nbytes for x in xs) < 2 ** 22 or not all(type(x) is torch.Tensor and x.is_cpu and not x.requires_grad for x in xs):
-        return torch.cat(xs, dim)
-    if len({(x.dtype, *x.shape[:dim], *x.shape[dim + 1:]) for x in xs}) > 1 or dim < 0: return torch.cat(xs, dim)
-    shape = (*xs[0].shape[:dim], sum(x.shape[dim] for x in xs), *xs[0].shape[dim + 1:])
-    out = torch.from_numpy(np.empty(sum(x.nbytes for x in xs), np.uint8)).view(xs[0].dtype).view(shape)
-    return torch.cat(xs, dim, out=out)
+
+def cat(trees: Iterable, dim: int = 0, view: bool = False) -> Any:
+    """Join containers of one structure along their dimension `dim`, which is the only one that may differ in size.
+
+    With `view` tensors that lie side by side already are not copied: the result has their memory.
+    """
+    return _join(trees, dim, np.concatenate, _adjoin if view else _cat)
 
 
 def _join(trees, dim, npy, pyt):
@@ -177,6 +177,22 @@ def alloc(tree: Any, *leading: int) -> Any:
         x = np.asarray(x)
         return np.empty(leading + x.shape, dtype=x.dtype)
     return optree.tree_map(new, tree)
+
+# %% ../../nbs/pipes/01_nested.ipynb #ce14459d
+def _on_host(x: torch.Tensor) -> torch.Tensor:
+    if x.device.type != 'cpu': raise TypeError(f'expected host memory, got a tensor on {x.device}')
+    return x
+
+
+def _map_named(fn, tree):
+    "`map`, but an error of `fn` names the leaf. The paths are only looked for after a failure."
+    try: return optree.tree_map(fn, tree)
+    except (TypeError, ValueError, RuntimeError) as error:
+        for path, leaf in zip(paths(tree), leaves(tree)):
+            try: fn(leaf)
+            except (TypeError, ValueError, RuntimeError) as cause:
+                raise DataError(f'cannot convert leaf ({cause})', leaf=path, got=describe(leaf)) from error
+        raise
 
 # %% ../../nbs/pipes/01_nested.ipynb #d23519d0
 def torchify(
@@ -209,7 +225,7 @@ def torchify(
         return out.share_memory_() if shared else out
     return _map_named(to_tensor, tree)
 
-
+# %% ../../nbs/pipes/01_nested.ipynb #a10d3b3b
 def numpify(tree: Any, *leading: int, copy: bool = False) -> Any:
     """Arrays of shape `[*leading, *leaf.shape]`, which alias the memory of the leaves where possible.
 
@@ -225,22 +241,6 @@ def numpify(tree: Any, *leading: int, copy: bool = False) -> Any:
         out[...] = x
         return out
     return _map_named(to_array, tree)
-
-# %% ../../nbs/pipes/01_nested.ipynb #831fd648
-def _on_host(x: torch.Tensor) -> torch.Tensor:
-    if x.device.type != 'cpu': raise TypeError(f'expected host memory, got a tensor on {x.device}')
-    return x
-
-
-def _map_named(fn, tree):
-    "`map`, but an error of `fn` names the leaf. The paths are only looked for after a failure."
-    try: return optree.tree_map(fn, tree)
-    except (TypeError, ValueError, RuntimeError) as error:
-        for path, leaf in zip(paths(tree), leaves(tree)):
-            try: fn(leaf)
-            except (TypeError, ValueError, RuntimeError) as cause:
-                raise DataError(f'cannot convert leaf ({cause})', leaf=path, got=describe(leaf)) from error
-        raise
 
 # %% ../../nbs/pipes/01_nested.ipynb #83c18b3b
 class Aliased(NamedTuple):
