@@ -141,7 +141,7 @@ class FragmentBuilder:
                  **where: Any,                                # context for error messages: pipe
     ):
         self.n_steps, self.destination, self.in_place, self.where = n_steps, destination, in_place, where
-        self.ticks, self.rows = [], None      # of the present fragment
+        self.ticks, self.states = [], None    # of the present fragment
         self.last, self.seq = None, 0         # the last tick as it came; how many fragments were taken
 
     def add(self, tick: Tick) -> None:
@@ -149,15 +149,15 @@ class FragmentBuilder:
         last = self.last
         if last is not None and not (tick.lane == last.lane and tick.state.stepno is last.next.stepno): self._check_order(last, tick)
         if not self.ticks: self._begin(last, tick)
-        self.rows.add(tick.next)
+        self.states.add(tick.next)
         # Once their states are copied, ticks must not hold on to the memory of large observations.
-        self.ticks.append(tick if self.rows.block > self.n_steps else tick._replace(state=None, next=None))
+        self.ticks.append(tick if self.states.block > self.n_steps else tick._replace(state=None, next=None))
         self.last = tick
 
     def take(self) -> Fragment:
         "The fragment of the ticks that were added since the last one was taken."
         self.destination.completing()
-        ticks, last, source, state = self.ticks, self.last, self.last.source, self.rows.take()
+        ticks, last, source, state = self.ticks, self.last, self.last.source, self.states.take()
         act_ahead, ahead = source.react(last.next, last.next_hx)
         try: actor = nested.cat([*(tick.actor for tick in ticks), ahead])
         except DataError as e:
@@ -177,12 +177,12 @@ class FragmentBuilder:
     def _begin(self, last, tick):
         "Begin a fragment. Its row 0 is the last row of the one before, as pipes in between have changed it."
         first, self.first_term = (tick.state, np.zeros_like(tick.term)) if last is None else (last.next, last.term)
-        self.rows = RowBuffer(tick.next, self.n_steps + 1, self.destination.empty, **self.where, lane=tick.lane)
-        self.rows.add(first)
+        self.states = RowBuffer(tick.next, self.n_steps + 1, self.destination.empty, **self.where, lane=tick.lane)
+        self.states.add(first)
         # Rows T-1 and T keep their own memory. The next fragment needs the last observation, and the action that answered row T-1, which
         # may be a view of that row. By then this fragment's memory may be in use again.
-        if self.in_place and self.rows.block == 1 and not nested.leaves(tick.next_hx):
-            tick.source.observe_into(self.rows.rows(2, self.n_steps - 1).obs)
+        if self.in_place and self.states.block == 1 and not nested.leaves(tick.next_hx):
+            tick.source.observe_into(self.states.rows(2, self.n_steps - 1).obs)
 
     def _check_order(self, last, tick):
         if tick.lane != last.lane:
