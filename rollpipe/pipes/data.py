@@ -44,7 +44,8 @@ class TickSource:
     def complete(self, act: Any, info: Any) -> Any:
         """`info` `[T, n, ...]` and what the actor can add for many steps at once, such as the log-probabilities of `act`.
 
-        A collector calls this once for each part of a fragment. The result carries no gradients. By default nothing is added.
+        A collector calls this once for the rows of a fragment and once for its truncated ends. The result carries no gradients. By default
+        nothing is added.
         """
         return info
 
@@ -59,9 +60,9 @@ class TickSource:
 class Tick(NamedTuple):
     """One step of `B` environments: `state` --react--> `next.act` --step--> `next`.
 
-    A pipe that changes `next` changes what is recorded, not what the actor is shown. `actor` may alias parameters: who
-    keeps ticks while the actor is trained must copy it (fragments are copies). Who makes ticks must not use the memory of
-    their arrays again: several steps may be copied at once.
+    A pipe that changes `next` changes what is recorded, not what the actor is shown. `actor` may alias parameters: whoever
+    keeps ticks while the actor is trained must copy it (fragments are copies). Whoever makes ticks must not reuse the memory of
+    their arrays, because several steps may be copied at once.
     """
     state: State        # numpy [B, ...] at t
     hx: Any             # recurrent state before the reaction, environment on dim 1; `()` without memory
@@ -75,7 +76,6 @@ class Tick(NamedTuple):
     lane: int           # which copy of the pipeline
     version: int        # which weights reacted
     source: TickSource  # whom a collector asks for virtual reactions, completed reports, and observations in memory of its own
-
 
 # %% ../../nbs/pipes/06_data.ipynb #b2cd708c
 class Fragment(NamedTuple):
