@@ -16,7 +16,8 @@ from .agents.ppo import PPO
 from .agents.reinforce import REINFORCE
 from .agents.trpo import TRPO
 from .agents.vtrace import VTrace
-from .layers.policies import Critic, MLPPolicy
+from .layers.critic import Critic
+from .layers.policies import MLPPolicy
 from .layers.q_networks import QPolicy
 from .options import options_of
 from .pipes.errors import DataError

@@ -13,7 +13,7 @@ from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.evaluate import evaluate
 from rollpipe.agents.trpo import TRPO
 from rollpipe.layers import GRU, LSTM, Actor, Critic, MemoryCritic, MLPPolicy, RecurrentPolicy, without_past
-from rollpipe.layers.recurrent import packing
+from rollpipe.layers.packing import pack_episodes
 from rollpipe.pipes import EnvStepper, FragmentCollector, FragmentStacker, Lanes, nested, on_policy
 from rollpipe.pipes.advantage import values
 from rollpipe.pipes.data import State
@@ -65,8 +65,8 @@ def close(a, b, tol):
 @settings(deadline=None, max_examples=40)
 def test_packing_keeps_pieces_whole_and_in_order(fin):
     T, B = fin.shape
-    p = packing(fin)
-    assert sorted(p.order.tolist()) == list(range(T * B)) and p.order[p.place].tolist() == list(range(T * B))
+    p = pack_episodes(fin)
+    assert sorted(p.order.tolist()) == list(range(T * B)) and p.order[p.position].tolist() == list(range(T * B))
     assert p.sizes.sum() == T * B and (p.sizes.diff() <= 0).all()
     columns = dict()  # piece -> its rows, read from the packed sequence
     for k, rows in enumerate(p.order.split(p.sizes.tolist())):
