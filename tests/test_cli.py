@@ -17,7 +17,9 @@ from rollpipe.agents.metrics import METRICS
 from rollpipe.cli import build_parser, main
 from rollpipe.logs import read_metrics
 from rollpipe.algorithms import ALGORITHMS, options_for
-from rollpipe.train import build, discard, load_run, make_config, restore, resume, start, train
+from rollpipe.config import build, make_config
+from rollpipe.runs import discard, load_run, restore, resume, start
+from rollpipe.train import train
 
 SMALL = "--n-envs 4 --n-steps 32 --hidden 8 --critic-hidden 8 --quiet --no-tensorboard".split()
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from types import SimpleNamespace
 
 from rollpipe.agents.metrics import METRICS, EpisodeReturns
-from rollpipe.logs import MetricWriter, Progress, read_metrics
+from rollpipe.logs import MetricWriter, read_metrics
 from rollpipe.pipes.errors import DataError
+from rollpipe.progress import Progress
 
 
 def write(folder, *records, **kwargs):

@@ -40,7 +40,7 @@ class Policy(ForSpaces, Actor):
         "Noise `[*lead, ...]` for as many actions: drawn by `dist` on the CPU, moved to the device of the policy."
         return self.to_own_device(self.dist.noise(lead, generator))
 
-    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual, noise=None):
+    def forward(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor, virtual: bool, noise: Any = None) -> tuple:
         dist = self.dist
         params, hx = self.params(obs, act, rew, fin, hx=hx, stepno=stepno)
         act = dist.mode(params) if noise is None else dist.sample(params, noise)
@@ -91,7 +91,7 @@ class MLPPolicy(Observer, Policy):
         self.head = head_for(action_space, self.trunk.n_out, std=std, log_std=log_std)
         self.dist = self.head.dist
 
-    def params(self, obs, act, rew, fin, *, hx, stepno):
+    def params(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor) -> tuple:
         modules = self._modules
         return modules['head'].forward(modules['trunk'].forward(self.features(obs))), ()
 

@@ -65,7 +65,7 @@ class EpsilonGreedy(ForSpaces, Actor):
         noise[..., 1] = torch.randint(self.n_actions, tuple(lead), generator=generator)
         return self.to_own_device(noise)
 
-    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual, noise=None):
+    def forward(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor, virtual: bool, noise: Any = None) -> tuple:
         q, hx = self.q(obs, act, rew, fin, hx=hx)
         act = q.argmax(-1)
         if noise is not None:
@@ -107,7 +107,7 @@ class QPolicy(Observer, EpsilonGreedy):
         if duelling: self.head = DuellingHead(self.trunk.n_out, self.n_actions, hidden[-1:], activation)
         else: self.head = MLP(self.trunk.n_out, (), self.n_actions, gain=0.01)
 
-    def q(self, obs, act, rew, fin, *, hx):
+    def q(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any) -> tuple:
         modules = self._modules
         return modules['head'].forward(modules['trunk'].forward(self.features(obs))), ()
 
@@ -140,6 +140,6 @@ class RecurrentQPolicy(RecurrentObserver, EpsilonGreedy):
                          normalize=normalize, activation=activation, method=method, encoder=encoder)
         self.head = DuellingHead(memory, self.n_actions) if duelling else MLP(memory, (), self.n_actions, gain=0.01)
 
-    def q(self, obs, act, rew, fin, *, hx):
+    def q(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any) -> tuple:
         y, hx = self.recurrent_features(obs, act, rew, fin, hx)
         return self.head.forward(y), hx
