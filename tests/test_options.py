@@ -15,7 +15,8 @@ words = st.lists(st.text("abcXYZ019:`'()[]*,.%", min_size=1, max_size=12), min_s
 sections = st.dictionaries(st.from_regex(r"[a-z_]\w{0,9}", fullmatch=True).filter(str.isascii), words, max_size=6)
 
 
-@given(found=sections, head=words, width=st.integers(30, 140), depth=st.integers(1, 3), after=st.sampled_from(["", "Raises:\n    ValueError: no: never"]))
+@given(found=sections, head=words, width=st.integers(30, 140), depth=st.integers(1, 3),
+       after=st.sampled_from(["", "Raises:\n    ValueError: no: never"]))
 def test_what_is_written_is_read(found, head, width, depth, after):
     "However long the lines are, whatever follows, and however deep the function is."
     entries = ["\n".join(wrap(f"{k}: {v}", width, initial_indent=" "*4, subsequent_indent=" "*8, break_long_words=False,
