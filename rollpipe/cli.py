@@ -18,7 +18,7 @@ from .pipes.errors import PipeError
 # %% auto #0
 __all__ = ['USER_ERRORS', 'add_algorithms', 'build_parser', 'main']
 
-# %% ../nbs/09_cli.ipynb #ca6330fd
+# %% ../nbs/09_cli.ipynb #4e3b64f2
 def add_algorithms(
     parser: argparse.ArgumentParser,  # of a command that takes `ALGO ENV` and the options of both
     common: argparse.ArgumentParser,  # parser of the options that every such command has
@@ -49,7 +49,7 @@ def _parent_parsers() -> tuple:
     add_options(common, [o for o in RUN_OPTIONS if o.name == "steps"], grouped=False)
     return debug, common
 
-# %% ../nbs/09_cli.ipynb #3a6484d2
+# %% ../nbs/09_cli.ipynb #6d236568
 def build_parser() -> Parser:
     "The parser of the whole command line."
     debug, common = _parent_parsers()

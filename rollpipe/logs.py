@@ -43,7 +43,7 @@ def read_metrics(
     names = [name for name in METRICS if name in found] + sorted(found - set(METRICS))
     return {name: np.array([r.get(name, math.nan) for r in records]) for name in names}
 
-# %% ../nbs/00_logs.ipynb #40cae70f
+# %% ../nbs/00_logs.ipynb #6b1a1a35
 def _json_line(record: dict) -> str:
     return json.dumps({k: v if math.isfinite(v) else None for k, v in record.items()}) + "\n"
 
@@ -56,7 +56,7 @@ def _csv_line(cells: Iterable) -> str:
     csv.writer(line := io.StringIO(), lineterminator="\n").writerow(cells)
     return line.getvalue()
 
-# %% ../nbs/00_logs.ipynb #195b4aea
+# %% ../nbs/00_logs.ipynb #91132f1e
 def _tensorboard(folder: Path, wanted: bool | str, steps: float) -> Any:
     "A SummaryWriter that drops events after `steps`, or None if none is `wanted`."
     if wanted == "auto": wanted = importlib.util.find_spec("tensorboard") is not None

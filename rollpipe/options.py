@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse, ast, inspect, re
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from fastcore.docments import docments
 
@@ -16,7 +16,7 @@ from .pipes.errors import DataError
 # %% auto #0
 __all__ = ['args_section', 'meanings', 'Option', 'options_of', 'parse_value', 'parse_env_kwargs', 'Parser', 'add_options']
 
-# %% ../nbs/03_options.ipynb #fc4f66fb
+# %% ../nbs/03_options.ipynb #a311826f
 def args_section(docstring: str | None) -> dict:
     "Parameter -> meaning, from the `Args:` section of a docstring."
     _, _, rest = inspect.cleandoc(docstring or "").partition("\nArgs:\n")
@@ -97,7 +97,7 @@ def _literal(text: str) -> Any:
     try: return ast.literal_eval(text)
     except (ValueError, SyntaxError): return text
 
-# %% ../nbs/03_options.ipynb #dae6f5ae
+# %% ../nbs/03_options.ipynb #5e6b1873
 def parse_env_kwargs(
     items: Iterable,  # texts `key=value`
 ) -> dict:
@@ -114,7 +114,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, allow_abbrev=False, formatter_class=_Formatter, **kwargs)
 
-    def error(self, message: str): self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+    def error(self, message: str) -> NoReturn: self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 class _Formatter(argparse.HelpFormatter):

@@ -73,7 +73,7 @@ def smooth(
     begin = np.maximum(end - window, 0)
     return (total[..., end] - total[..., begin])/(end - begin)
 
-# %% ../nbs/02_plots.ipynb #d6ec52be
+# %% ../nbs/02_plots.ipynb #78eb91d7
 def _curve(folder: Path, x: str, y: str, window: int) -> tuple:
     "The metrics `x` and `y` of a run where `y` is finite, with `y` averaged over `window` records."
     metrics = read_metrics(folder)
@@ -94,11 +94,27 @@ def _draw_group(axes: Any, curves: list, label: str, color: str, band: str) -> N
         axes.fill_between(xs, low, high, color=color, alpha=.2, linewidth=0)
     axes.plot(xs, middle, color=color, linewidth=1.6, label=label, marker="." if len(xs) == 1 else None)
 
-# %% ../nbs/02_plots.ipynb #2bf4ab27
+# %% ../nbs/02_plots.ipynb #52077d70
 LABELS = dict(steps="environment steps", seconds="wall time [s]", updates="updates", return_mean="episode return",
               length_mean="episode length", kl="KL(old || new) [nat]", entropy="entropy [nat]")
 
 
+def _common_name(labels: Iterable) -> str:
+    "The part before the differing options, if it is the same in all labels."
+    names = {label.split(", ")[0] for label in labels}
+    return names.pop() if len(names) == 1 else ""
+
+
+def _style(axes: Any, x: str, y: str, title: str, legend: bool) -> None:
+    from matplotlib.ticker import EngFormatter
+    axes.set(xlabel=LABELS.get(x, x), ylabel=LABELS.get(y, y), xlim=(0, None))
+    axes.set_title(title, fontsize="medium")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.grid(alpha=.25, linewidth=.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    if legend: axes.legend(frameon=False)
+
+# %% ../nbs/02_plots.ipynb #2bf4ab27
 def learning_curve(
     runs: Any,                       # folder of a run, or several folders
     path: str | Path | None = None,  # picture to write, its suffix decides the format; None: only return the figure
@@ -127,19 +143,3 @@ def learning_curve(
     _style(axes, x, y, ": ".join(filter(None, [common, over])), legend=len(groups) > 1 or seeds > 1)
     if path is not None: figure.savefig(path)
     return figure
-
-
-def _common_name(labels: Iterable) -> str:
-    "The part before the differing options, if it is the same in all labels."
-    names = {label.split(", ")[0] for label in labels}
-    return names.pop() if len(names) == 1 else ""
-
-
-def _style(axes: Any, x: str, y: str, title: str, legend: bool) -> None:
-    from matplotlib.ticker import EngFormatter
-    axes.set(xlabel=LABELS.get(x, x), ylabel=LABELS.get(y, y), xlim=(0, None))
-    axes.set_title(title, fontsize="medium")
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.grid(alpha=.25, linewidth=.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    if legend: axes.legend(frameon=False)

@@ -60,7 +60,7 @@ def _reading(run: Run) -> Iterator[tuple]:
             return dict(workers=sum(state["alive"] for state in states), restarts=max((state["restarted"] for state in states), default=0))
         yield iter(loader), health
 
-# %% ../nbs/07_train.ipynb #436613fa
+# %% ../nbs/07_train.ipynb #b542d966
 class _Updates:
     "The updates of a run: each one learns from a batch, counts it, and makes a record."
     def __init__(self, run: Run):
@@ -85,7 +85,7 @@ class _Updates:
         del record["resumes"]
         return record
 
-# %% ../nbs/07_train.ipynb #8c2c434c
+# %% ../nbs/07_train.ipynb #834b70b8
 def train(
     run: Run,                         # from `start` or `resume`; its counters are kept up to date
     *,

@@ -44,7 +44,7 @@ class Concatenate(nn.Module):
     def forward(self, obs: Any) -> Tensor:
         return torch.cat([encoder(obs[key]) for key, encoder in zip(self.keys, self.encoders)], -1)
 
-# %% ../../nbs/layers/09_encoders.ipynb #fec07b26
+# %% ../../nbs/layers/09_encoders.ipynb #ab87689b
 def encoder_for(
     space: gym.Space,                 # observation space
     name: str = 'observation_space',  # what error messages call the space

@@ -50,7 +50,7 @@ class ClampedStd(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.softplus(linear(self._modules['linear'], x)).clamp(self.low, self.high)
 
-# %% ../../nbs/layers/05_heads.ipynb #f2c6aef1
+# %% ../../nbs/layers/05_heads.ipynb #b4f36744
 class GaussianHead(nn.Module):
     """Features `[..., n_in]` -> `GaussianParams` `[..., *shape]` in the units of the action.
 
@@ -124,7 +124,7 @@ class JointHead(nn.Module):
         heads = list(self._modules['heads']._modules.values())
         return map_parts(lambda i: heads[i](x), self.index)
 
-# %% ../../nbs/layers/05_heads.ipynb #3e4c9624
+# %% ../../nbs/layers/05_heads.ipynb #8b6eb16b
 def head_for(
     space: gym.Space,            # action space
     n_in: int,                   # number of features

@@ -22,7 +22,7 @@ def orthogonal_linear(n_in: int, n_out: int, gain: float = 1.0) -> nn.Linear:
     nn.init.zeros_(layer.bias)
     return layer
 
-# %% ../../nbs/layers/01_mlp.ipynb #a7bef879
+# %% ../../nbs/layers/01_mlp.ipynb #00af168d
 def linear(layer: nn.Linear, x: Tensor) -> Tensor:
     "`layer(x)` for features `[..., n_in]`, without the cost of a module call (and without the layer's hooks)."
     parameters = layer._parameters

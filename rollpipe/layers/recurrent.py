@@ -17,7 +17,7 @@ from .packing import Packing, pack_episodes
 # %% auto #0
 __all__ = ['map_memory', 'cleared', 'scan', 'Recurrent', 'GRU', 'LSTM']
 
-# %% ../../nbs/layers/14_recurrent.ipynb #f452ce11
+# %% ../../nbs/layers/14_recurrent.ipynb #d36ff606
 def map_memory(fn: Callable, *memories: Any) -> Any:
     "`fn` of tensors, or of the corresponding tensors of tuples."
     return fn(*memories) if isinstance(memories[0], Tensor) else tuple(map(fn, *memories))
@@ -32,7 +32,7 @@ def _output(h: Any) -> Tensor:
     "The part of the memory that is also the output of the layer."
     return h if isinstance(h, Tensor) else h[0]
 
-# %% ../../nbs/layers/14_recurrent.ipynb #677a2ba1
+# %% ../../nbs/layers/14_recurrent.ipynb #e7b406c4
 def scan(
     cell: Callable,   # cell(*gates, h, *weights) -> h for one step
     gates: tuple,     # what the input contributes to the gates: tensors `[N, ...]`, the rows of all steps
@@ -147,7 +147,7 @@ class GRU(Recurrent):
         r, z = torch.sigmoid(x_rz + rz).chunk(2, 1)
         return torch.lerp(torch.tanh(torch.addcmul(x_n, r, n)), h, z)
 
-# %% ../../nbs/layers/14_recurrent.ipynb #33e2806e
+# %% ../../nbs/layers/14_recurrent.ipynb #3abe0aff
 class LSTM(Recurrent):
     "Long short-term memory (Hochreiter, Schmidhuber 1997); `hx` is a pair `(h, c)` of tensors `[layers, B, n_out]`."
     module = nn.LSTM
