@@ -49,7 +49,7 @@ def test_bad_bits():
         with pytest.raises(ValueError, match=f'n_bits in 1 ... 63, as int64 has a sign, got {n_bits}'): ToBits(n_bits)
 
 
-# --- the numbers of a space
+# --- the integers of a space
 
 @st.composite
 def numbers(draw):
@@ -62,7 +62,7 @@ def numbers(draw):
 
 
 def one_by_one(space, x):
-    "(n, the number counted from 0 `[2, 3]`) of each number."
+    "For each integer, its number of values and its value counted from 0, `[2, 3]`."
     n, start = (np.reshape(y, -1).tolist() for y in ((space.n, space.start) if isinstance(space, Discrete) else (space.nvec, space.start)))
     return [(k, column.long() - s) for k, s, column in zip(n, start, x.reshape(2, 3, -1).unbind(-1))]
 
@@ -97,7 +97,7 @@ def test_a_number_beyond_the_table_is_refused():
 # --- images
 
 def by_torch(trunk, planes):
-    "The same layers by torch's modules, for floats `[N, c, h, w]`."
+    "The same layers as torch modules, for floats `[N, c, h, w]`."
     layers = [layer for conv in trunk.layers for layer in (conv, nn.ReLU())]
     return nn.Sequential(*layers, nn.Flatten(), trunk.last, nn.ReLU())(planes)
 
@@ -152,7 +152,7 @@ def test_encoders_choose_blocks():
 
 @pytest.mark.parametrize('cls', [MLPPolicy, RecurrentPolicy, QPolicy])
 def test_actors_take_encoders(cls):
-    "By options, or by a function of the space; learned features are not normalised."
+    "An encoder is given by options, or by a function of the space; learned features are not normalised."
     for space, encoder in ((Dict(a=IMAGE, b=Discrete(4)), dict(images='conv', discrete='embed', size=3, n_out=8)),
                            (TAXI, dict(discrete='bits'))):
         actor = cls.for_env((space, Discrete(3)), hidden=(8,), normalize=True, encoder=encoder, seed=0)
@@ -185,7 +185,7 @@ def test_derivatives_forwards_and_backwards_agree(space, options):
     f = lambda w: functional_call(encoder, w, (obs,))
     y, vjp_ = vjp(f, weights)
     with warnings.catch_warnings():
-        warnings.simplefilter('ignore')       # torch warns of its own torch.jit at the first forward derivative
+        warnings.simplefilter('ignore')       # at the first forward derivative, torch warns about its own use of torch.jit
         _, forwards = jvp(f, (weights,), (v,))
     u = torch.randn_like(y)
     backwards, = vjp_(u)

@@ -120,7 +120,7 @@ def test_progress_of_a_resumed_run_counts_only_its_own_speed():
     assert "5/s" in progress.text() and "0:10 left" in progress.text()
 
 
-# -- episode returns: the same numbers from a slow, obvious loop over time --------------------------------------------
+# -- episode returns: the same numbers from a slow, simple loop over time ---------------------------------------------
 
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 10**6), n_lanes=st.integers(1, 3), n_envs=st.integers(1, 3), n_fragments=st.integers(1, 4),
