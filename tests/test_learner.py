@@ -12,7 +12,7 @@ from torch import nn
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.learner import GradientLearner, Learner, in_range, policy_rows, standardized
 from rollpipe.layers import Critic, MLPPolicy
-from rollpipe.layers.recurrent import MemoryCritic, RecurrentPolicy
+from rollpipe.layers.recurrent_policies import MemoryCritic, RecurrentPolicy
 from rollpipe.pipes import on_policy
 from rollpipe.pipes.errors import ActorError, DataError
 from rollpipe.pipes.modules import bump_version, version_of

@@ -10,7 +10,8 @@ from torch.autograd import grad
 
 from rollpipe.agents.trust_region import (Linearization, assign, backtrack_line_search, conjugate_gradients,
                                           fisher_product, flatten, in_row_blocks, step_size, unflatten)
-from rollpipe.layers.distributions import Categorical, Gaussian, GaussianParams, Joint
+from rollpipe.layers.distributions import Categorical, Gaussian, GaussianParams
+from rollpipe.layers.joint import Joint
 from rollpipe.pipes import nested
 
 few = settings(deadline=None, max_examples=25)

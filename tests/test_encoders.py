@@ -1,4 +1,4 @@
-"Binary digits, embeddings, images, dicts of modules, and the encoders made of them, each against another way to compute it."
+"Bits, embeddings, images, dicts of modules, and the encoders made of them, each against another way to compute it."
 import copy
 import math
 import warnings
@@ -14,7 +14,7 @@ from torch.func import functional_call, jvp, vjp
 from torch.nn.functional import one_hot
 
 from rollpipe.layers import (
-    Bits, ConvTrunk, Critic, Embeddings, MLPPolicy, ModuleDict, OneHotBits, QPolicy, RecurrentPolicy, encoder_for, n_features, onehotbits,
+    Bits, ConvTrunk, Critic, Embeddings, MLPPolicy, ModuleDict, ToBits, QPolicy, RecurrentPolicy, encoder_for, n_out_of, to_bits,
 )
 from rollpipe.pipes import nested
 from rollpipe.pipes.errors import DataError, SpaceError
@@ -25,31 +25,31 @@ IMAGE, STACK = Box(0, 255, (10, 10, 3), np.uint8), Box(0, 255, (4, 40, 40), np.u
 TAXI = Dict(where=MultiDiscrete([5, 5]), passenger=Discrete(5), goal=Discrete(4, start=1))
 
 
-# --- binary digits
+# --- bits
 
 @fast
 @given(x=st.lists(st.integers(0, 2 ** 62), min_size=1, max_size=6), n_bits=st.integers(1, 63))
-def test_binary_digits_are_those_python_writes(x, n_bits):
+def test_bits_are_those_python_writes(x, n_bits):
     expected = [[float(digit) for digit in f'{k:063b}'[::-1][:n_bits]] for k in x]
-    assert onehotbits(torch.tensor(x), n_bits).tolist() == expected
-    assert OneHotBits(n_bits)(torch.tensor([x])).tolist() == [expected]
+    assert to_bits(torch.tensor(x), n_bits).tolist() == expected
+    assert ToBits(n_bits)(torch.tensor([x])).tolist() == [expected]
 
 
 @pytest.mark.parametrize('dtype', [torch.uint8, torch.int16, torch.int32, torch.int64])
-def test_binary_digits_are_those_numpy_unpacks(dtype):
+def test_bits_are_those_numpy_unpacks(dtype):
     x = torch.arange(128, dtype=dtype).view(2, 64)
     expected = np.unpackbits(x.numpy().astype(np.uint8)[..., None], axis=-1, bitorder='little').astype(np.float32)
-    np.testing.assert_array_equal(onehotbits(x, 8).numpy(), expected)
+    np.testing.assert_array_equal(to_bits(x, 8).numpy(), expected)
 
 
-def test_bad_binary_digits():
+def test_bad_bits():
     for x in (torch.ones(2), torch.ones(2, dtype=torch.complex64)):
-        with pytest.raises(TypeError, match='onehotbits: expected integers'): onehotbits(x)
+        with pytest.raises(TypeError, match='to_bits: expected integers'): to_bits(x)
     for n_bits in (0, 64):
-        with pytest.raises(ValueError, match=f'n_bits in 1 ... 63, as int64 has a sign, got {n_bits}'): OneHotBits(n_bits)
+        with pytest.raises(ValueError, match=f'n_bits in 1 ... 63, as int64 has a sign, got {n_bits}'): ToBits(n_bits)
 
 
-# --- the numbers of a space
+# --- the integers of a space
 
 @st.composite
 def numbers(draw):
@@ -62,18 +62,18 @@ def numbers(draw):
 
 
 def one_by_one(space, x):
-    "(n, the number counted from 0 `[2, 3]`) of each number."
+    "For each integer, its number of values and its value counted from 0, `[2, 3]`."
     n, start = (np.reshape(y, -1).tolist() for y in ((space.n, space.start) if isinstance(space, Discrete) else (space.nvec, space.start)))
     return [(k, column.long() - s) for k, s, column in zip(n, start, x.reshape(2, 3, -1).unbind(-1))]
 
 
 @fast
 @given(case=numbers())
-def test_digits_of_a_space_count_from_its_start(case):
+def test_bits_of_a_space_count_from_its_start(case):
     space, x = case
     bits = encoder_for(space, discrete='bits')
-    expected = torch.cat([onehotbits(k, max(1, math.ceil(math.log2(n)))) for n, k in one_by_one(space, x)], -1)
-    assert isinstance(bits, Bits) and bits.is_unit
+    expected = torch.cat([to_bits(k, max(1, math.ceil(math.log2(n)))) for n, k in one_by_one(space, x)], -1)
+    assert isinstance(bits, Bits) and bits.is_normalized
     assert torch.equal(bits(x), expected) and bits.n_out == expected.shape[-1]
 
 
@@ -97,7 +97,7 @@ def test_a_number_beyond_the_table_is_refused():
 # --- images
 
 def by_torch(trunk, planes):
-    "The same layers by torch's modules, for floats `[N, c, h, w]`."
+    "The same layers as torch modules, for floats `[N, c, h, w]`."
     layers = [layer for conv in trunk.layers for layer in (conv, nn.ReLU())]
     return nn.Sequential(*layers, nn.Flatten(), trunk.last, nn.ReLU())(planes)
 
@@ -143,7 +143,7 @@ def test_encoders_choose_blocks():
     encoder = encoder_for(Dict(a=IMAGE, b=Tuple([STACK, Discrete(9)]), c=Box(-1, 1, (10, 10))), images='conv', discrete='bits', n_out=6)
     image, pair, rest = encoder.encoders
     assert [type(e) for e in (image, *pair.encoders)] == [ConvTrunk, ConvTrunk, Bits]
-    assert encoder.n_out == 6 + 6 + 4 + 100 and not rest.is_unit and pair.is_unit
+    assert encoder.n_out == 6 + 6 + 4 + 100 and not rest.is_normalized and pair.is_normalized
     assert isinstance(encoder_for(Box(0, 1, (10, 10, 4), bool), images='conv'), ConvTrunk)
     with pytest.raises(SpaceError, match=r"leaf observation_space\['a'\]: unsupported shape of an image"):
         encoder_for(Dict(a=Box(0, 255, (2, 2, 3), np.uint8)), images='conv')
@@ -152,7 +152,7 @@ def test_encoders_choose_blocks():
 
 @pytest.mark.parametrize('cls', [MLPPolicy, RecurrentPolicy, QPolicy])
 def test_actors_take_encoders(cls):
-    "By options, or by a function of the space; learned features are not normalised."
+    "An encoder is given by options, or by a function of the space; learned features are not normalised."
     for space, encoder in ((Dict(a=IMAGE, b=Discrete(4)), dict(images='conv', discrete='embed', size=3, n_out=8)),
                            (TAXI, dict(discrete='bits'))):
         actor = cls.for_env((space, Discrete(3)), hidden=(8,), normalize=True, encoder=encoder, seed=0)
@@ -185,7 +185,7 @@ def test_derivatives_forwards_and_backwards_agree(space, options):
     f = lambda w: functional_call(encoder, w, (obs,))
     y, vjp_ = vjp(f, weights)
     with warnings.catch_warnings():
-        warnings.simplefilter('ignore')       # torch warns of its own torch.jit at the first forward derivative
+        warnings.simplefilter('ignore')       # at the first forward derivative, torch warns about its own use of torch.jit
         _, forwards = jvp(f, (weights,), (v,))
     u = torch.randn_like(y)
     backwards, = vjp_(u)
@@ -195,7 +195,7 @@ def test_derivatives_forwards_and_backwards_agree(space, options):
 
 def test_an_encoder_that_knows_its_numbers_are_to_be_normalised():
     class Sensor(nn.Linear):
-        is_unit = False
+        is_normalized = False
     actor = MLPPolicy.for_env((Box(-1, 1, (4,)), Discrete(2)), encoder=lambda space: Sensor(4, 5))
     assert actor.obs_norm.shape == (5,)
 
@@ -203,7 +203,7 @@ def test_an_encoder_that_knows_its_numbers_are_to_be_normalised():
 # --- dicts of modules
 
 def test_module_dict_joins_in_declared_order():
-    net = ModuleDict({'b': nn.Linear(2, 3), 'a': {'y': nn.Linear(1, 2), 'x': (nn.Embedding(4, 1), OneHotBits(2))}})
+    net = ModuleDict({'b': nn.Linear(2, 3), 'a': {'y': nn.Linear(1, 2), 'x': (nn.Embedding(4, 1), ToBits(2))}})
     x = {'a': {'x': (torch.tensor([1, 3]), torch.tensor([2, 1])), 'y': torch.randn(2, 1)}, 'b': torch.randn(2, 2)}
     y = nested.map(lambda x: x, x)
     a, digits = net['a'], torch.tensor([[0., 1], [1, 0]])
@@ -227,6 +227,6 @@ def test_module_dict_refuses_other_keys(inputs, got):
 
 
 def test_numbers_of_features():
-    assert n_features(nn.Sequential(nn.Linear(2, 3), nn.Embedding(2, 7), nn.ReLU())) == 7
+    assert n_out_of(nn.Sequential(nn.Linear(2, 3), nn.Embedding(2, 7), nn.ReLU())) == 7
     for module in (nn.ReLU(), nn.Sequential()):
-        with pytest.raises(TypeError, match='to have n_out'): n_features(module)
+        with pytest.raises(TypeError, match='to have n_out'): n_out_of(module)
