@@ -15,7 +15,7 @@ from rollpipe.agents.learner import Learner, standardized
 from rollpipe.agents.natural_gradient import policy_rows
 from rollpipe.agents.shared_options import check_range
 from rollpipe.layers import Critic, MLPPolicy
-from rollpipe.layers.recurrent import MemoryCritic, RecurrentPolicy
+from rollpipe.layers.recurrent_policies import MemoryCritic, RecurrentPolicy
 from rollpipe.pipes import on_policy
 from rollpipe.pipes.errors import ActorError, DataError, check_integer
 from rollpipe.pipes.modules import bump_version, version_of

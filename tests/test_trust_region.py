@@ -10,7 +10,8 @@ from torch.autograd import grad
 
 from rollpipe.agents.linearization import Linearization, assign, fisher_product, flatten, in_row_blocks, unflatten
 from rollpipe.agents.trust_region import backtrack_line_search, conjugate_gradients, step_size
-from rollpipe.layers.distributions import Categorical, Gaussian, GaussianParams, Joint
+from rollpipe.layers.distributions import Categorical, Gaussian, GaussianParams
+from rollpipe.layers.joint import Joint
 from rollpipe.pipes import nested
 
 few = settings(deadline=None, max_examples=25)

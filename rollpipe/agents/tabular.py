@@ -35,7 +35,7 @@ class TabularQ(EpsilonGreedy):
                  epsilon: float = 1.0,          # share of the steps with a random action; a buffer, for learners to change
     ):
         super().__init__()
-        self.explore(action_space, epsilon)
+        self.set_exploration(action_space, epsilon)
         if not isinstance(observation_space, gym.spaces.Discrete):
             raise SpaceError("TabularQ: unsupported observation space", leaf='observation_space', expected='Discrete',
                              got=repr(observation_space))
