@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from rollpipe.agents.learner import policy_rows, thin
 from rollpipe.agents.metrics import METRICS, check_metrics
+from rollpipe.agents.natural_gradient import policy_rows, thin
 from rollpipe.agents.trpo import TRPO
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.layers.distributions import Categorical, Gaussian, GaussianParams
