@@ -49,37 +49,37 @@ def publisher_for(
 
 # %% ../../../nbs/pipes/30_workers/12_coordinator.ipynb #f42def43
 class Listener:
-    "Takes in what the members say. Replies go to the schedule; a member that has died goes to `on_death`."
+    "Takes in what the members say; replies go to the schedule."
     def __init__(self,
                  schedule: Schedule,
                  pool: SlotPool,
                  members: Members,
                  supervision: Supervision,
-                 options: Any,        # a `ProcessReading`
-                 on_death: Callable,  # is called with the member and the error that tells how it died
+                 options: Any,       # a `ProcessReading`
     ):
-        self.schedule, self.pool, self.members, self.supervision = schedule, pool, members, supervision
-        self.options, self.on_death = options, on_death
+        self.schedule, self.pool, self.members, self.supervision, self.options = schedule, pool, members, supervision, options
 
-    def listen(self) -> None:
+    def listen(self,
+               on_death: Callable,  # is called with a member that has died, and the error that says how
+    ) -> None:
         "Wait, for half a second at most, until a member says something, and take it in. Look after those who are silent or dead."
         members, supervision, spin = self.members, self.supervision, self.options.spin
         wait = max(0., min(0.5, supervision.time_left(members.busy())))
         awake = min(wait, spin) if spin and members.has_idle_core() else 0
         ready = awake and members.spin(awake) or members.wait(wait - awake)
         if not ready: supervision.check_silence(members.busy())
-        completing = [self._hear(member, ready=True) for member in ready]
+        completing = [self._hear(member, on_death, ready=True) for member in ready]
         if any(completing) and self.schedule.next_done() is None and members.has_idle_core():
-            for member in members.spin(0.001, self.pool.warm_up): self._hear(member, ready=True)
+            for member in members.spin(0.001, self.pool.warm_up): self._hear(member, on_death, ready=True)
         if supervision.is_due():
             for member in members.busy():
-                if not member.process.process.is_alive(): self._hear(member)
+                if not member.process.process.is_alive(): self._hear(member, on_death)
 
-    def _hear(self, member, ready=False) -> bool:
+    def _hear(self, member, on_death, ready=False) -> bool:
         "Take in the next message of a member. Returns True if it says that an item is being put together."
         try: message = member.process.receive(ready=ready)
         except WorkerDied as e:
-            self.on_death(member, e)
+            on_death(member, e)
             return False
         member.heard, member.patience = time.monotonic(), self.options.silence
         if message is None: return True     # `COMPLETING`
@@ -115,7 +115,7 @@ class Coordinator:
         if start_method_for(service.start_method, service.worker_threads) != 'fork': check_picklable(graphs.values())
         self.publisher, self.holder_indices = publisher_for(graphs, depth=4 if self.schedule.latest_weights else service.lag + 1)
         self.pool, self.members, self.supervision = SlotPool(n_buffers, width, max_pending), Members(), Supervision(service)
-        self.listener = Listener(self.schedule, self.pool, self.members, self.supervision, service, self._restart)
+        self.listener = Listener(self.schedule, self.pool, self.members, self.supervision, service)
         self.publisher.publish()
         try:
             n = min(service.num_workers, seam.n)
@@ -136,7 +136,7 @@ class Coordinator:
         while not schedule.finished:
             if schedule.group_begins: schedule.publication = self.publisher.publish()
             while schedule.has_room() and pool.has_room(): self._send(schedule.request(pool.take()))
-            while (request := schedule.next_done()) is None: self.listener.listen()
+            while (request := schedule.next_done()) is None: self.listener.listen(self._restart)
             schedule.hand_out(request)
             if request.ended: pool.give_back(request.destination[0])
             else: yield self._read(request)
@@ -166,7 +166,7 @@ class Coordinator:
 
     def settle(self) -> None:
         "Wait until all requests are answered."
-        while self.members.busy(): self.listener.listen()
+        while self.members.busy(): self.listener.listen(self._restart)
 
     def close(self, failed: bool = True) -> list:
         "End the workers, at once if something has failed. Returns the errors of their last moments."
