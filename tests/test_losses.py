@@ -12,7 +12,7 @@ from rollpipe.agents.losses import a2c, approx_kl, keep_values, lag, ppo, reinfo
 from rollpipe.agents.unroll import answers_reached, quiet, spliced, states_reached, timeshift
 from rollpipe.layers import Critic, GaussianPolicy
 from rollpipe.pipes import AdvantageBuffer, nested, on_policy
-from rollpipe.pipes.batches import join, transitions
+from rollpipe.pipes.fragment_ops import join, transitions
 from rollpipe.pipes.errors import DataError
 from rollpipe.pipes.invariants import check_alignment
 from rollpipe.pipes.torchdata import IterableWrapper

@@ -15,7 +15,7 @@ from rollpipe.pipes import (
     DataError, EnvStepper, EpisodeCollector, FragmentCollector, FragmentStacker, FrameStack, GraphError, Lanes, ObservationCast,
     Pipe, Replay, ReplayMemory, find_one, nested, replayed, rollouts,
 )
-from rollpipe.pipes.batches import join
+from rollpipe.pipes.fragment_ops import join
 from rollpipe.pipes.invariants import check_alignment
 from rollpipe.pipes.replay.sum_tree import SumTree
 from rollpipe.pipes.torchdata import DataLoader2

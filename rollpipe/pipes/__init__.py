@@ -3,8 +3,9 @@ from . import nested, returns
 from .advantage import AdvantageBuffer, values
 from .batches import FragmentStacker, Minibatcher, minibatches
 from .data import Final, Fragment, State, Tick
-from .episodes import EpisodeCollector, pad_episodes
+from .episodes import EpisodeCollector
 from .errors import ActorError, CheckpointError, DataError, EnvError, GraphError, PipeError, SpaceError, WorkerError
+from .fragment_ops import pad_episodes
 from .fragments import FragmentCollector
 from .frames import FrameStack, Stacks
 from .graph import copy_graph, draw, find, find_one, insert_after, insert_before, remove, replace

@@ -11,8 +11,8 @@ import torch
 from . import nested
 from .data import Fragment, check_item
 from .errors import DataError, check_integer, describe
+from .fragment_ops import strands
 from .pipe import Pipe
-from .taps import strands
 
 # %% ../../nbs/pipes/21_frames.ipynb #ee71c15f
 aten = torch.ops.aten

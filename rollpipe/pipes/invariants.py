@@ -13,10 +13,10 @@ from . import nested
 from .advantage import AdvantageBuffer
 from .data import Fragment, check_item
 from .errors import DataError, describe
+from .fragment_ops import strands
 from .graph import find
 from .pipe import Pipe
 from .stepper import EnvStepper
-from .taps import strands
 from .modules import eval_mode, version_of
 
 # %% ../../nbs/pipes/19_invariants.ipynb #4f733d90

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from . import nested
-from .batches import columns
 from .data import Final, Fragment, State, check_item
 from .errors import DataError, EnvError, check_integer, describe
+from .fragment_ops import columns
 from .pipe import Pipe
 from .envs.factories import space_spec, spaces_of
 

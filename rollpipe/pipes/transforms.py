@@ -15,9 +15,9 @@ import torch
 from . import nested
 from .data import Fragment, Tick, check_item
 from .errors import DataError, check_integer
+from .fragment_ops import final_numbers, strands
 from .pipe import Pipe
 from .returns import backward_recursion
-from .taps import strands
 
 # %% auto #0
 __all__ = ['RewardScaler', 'ObservationCast', 'NSteps', 'NStep', 'ToDevice']
@@ -204,11 +204,9 @@ class NStep(Pipe):
             going[:n_rows - k] = here & ~fin[k:]
         row = torch.arange(n_rows, device=m.device)[:, None] + m
         last = (row - 1).clamp(min=0)
-        ends = torch.full_like(m, -1)
-        ends[fragment.final.t, fragment.final.b] = torch.arange(len(fragment.final.t), device=m.device)
         none = m == 0
         discount = (self.gamma ** m.to(rew.dtype)).masked_fill(none | term.gather(0, last), 0.)
-        return NSteps(fragment, total, discount, m, row, ends.gather(0, last).masked_fill(none, -1))
+        return NSteps(fragment, total, discount, m, row, final_numbers(fragment).gather(0, last).masked_fill(none, -1))
 
 # %% ../../nbs/pipes/20_transforms.ipynb #0403745f
 class ToDevice(Pipe):

@@ -15,8 +15,8 @@ import torch
 from .. import nested
 from ..data import Final, Fragment
 from ..errors import DataError
+from ..fragment_ops import strands
 from .records import Fields, record_type
-from ..taps import strands
 
 # %% ../../../nbs/pipes/23_replay/02_store.ipynb #0ebce6d9
 class Side:
