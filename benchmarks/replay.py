@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from report import header, spread, table
 
-from rollpipe.pipes import Fragment, ReplayMemory, State
-from rollpipe.pipes.data import Final
+from rollpipe.pipes import Fragment, ReplayMemory
 
 T, B, EPISODE = 64, 8, 200
 STREAMS = {'CartPole-like': ((4,), torch.float32, 2), 'MinAtar-like': ((10, 10, 4), torch.bool, 6)}
@@ -32,10 +31,10 @@ def fragment(seq, shape, dtype, n_actions):
     q = torch.rand(T + 1, B, n_actions)
     term = fin & (episode % 2 == 0)
     t, b = (fin & ~term)[1:].nonzero(as_tuple=True)
-    state = State(stepno, obs, torch.randint(n_actions, (T + 1, B)), torch.rand(T + 1, B), fin)
     column = torch.zeros(B, dtype=torch.int64)
-    return Fragment(state, dict(q=q), {}, (), term, Final(t, b, obs[t + 1, b], dict(q=q[t + 1, b])), torch.ones(T, B, dtype=torch.bool),
-                    lane=column, seq=column + seq, version=column)
+    return Fragment.from_steps(
+        obs, torch.randint(n_actions, (T, B)), torch.rand(T, B), term[1:], (fin & ~term)[1:], last_obs=obs[t + 1, b], actor=dict(q=q),
+        last_actor=dict(q=q[t + 1, b]), stepno=stepno[0], lane=column, seq=column + seq, version=column)
 
 
 def filled(stream, capacity, **options):
