@@ -18,7 +18,8 @@ from rollpipe.agents.tabular import QLearning, TabularQ, move_towards, q_targets
 from rollpipe.layers import QPolicy, RecurrentQPolicy
 from rollpipe.pipes import DataError, EnvStepper, Fragment, FragmentCollector, version_of
 from rollpipe.pipes.errors import ActorError, SpaceError
-from rollpipe.pipes.replay.memory import Replay, Sample
+from rollpipe.pipes.replay.memory import Sample
+from rollpipe.pipes.replay.pipe import Replay
 
 
 def transitions(*rows, truncated=()):

@@ -181,14 +181,13 @@ def test_the_capacity_is_exact_and_the_oldest_go_first():
 def test_an_observation_is_stored_once():
     "One record a step, and one more for each environment, however many fragments there are; no recurrent state or end too many."
     memory = ReplayMemory(30, length=4, seed=0)
-    used = lambda side: len(side.rows) - len(side.free)
     for f in collected("memory"):
         memory.add(f)
         store = memory.store
-        assert len(store.rows) == 30 and used(store.tails) == 2
-        assert used(store.memories) <= 30 // 4 + 1
-        assert used(store.finals) == (store.rows["final"][:min(30, store.end)] >= 0).sum()
-    assert len(memory.store.tails.rows) == 16  # it did not grow
+        assert len(store.records) == 30 and store.look_ahead.n_used == 2
+        assert store.hxs.n_used <= 30 // 4 + 1
+        assert store.finals.n_used == (store.records["final"][:store.ring.n_filled] >= 0).sum()
+    assert len(memory.store.look_ahead.records) == 16  # it did not grow
 
 
 def test_a_sample_is_a_copy():
@@ -227,7 +226,7 @@ def test_all_segments_are_equally_likely(sticky):
     memory = ReplayMemory(1000, seed=0)
     fragments = collected(n_steps=8, n=12, sticky=8) if sticky else collected()
     for f in fragments: memory.add(f)
-    counts = np.bincount(memory.sample(40_000).index, minlength=memory.store.end)
+    counts = np.bincount(memory.sample(40_000).index, minlength=memory.store.ring.next_serial)
     possible = np.concatenate([f.valid.T.flatten().numpy() for f in fragments])
     assert possible.sum() == len(memory) and not counts[~possible].any() and (not sticky or 2 * len(memory) < len(possible))
     assert abs(chi_square(counts[possible], 40_000 / possible.sum())) < 4
@@ -255,13 +254,13 @@ def test_new_segments_have_the_greatest_priority_so_far():
     memory = ReplayMemory(1000, prioritized=True, alpha=.5, seed=0)
     first, second, third = collected()[:3]
     memory.add(first)
-    assert memory.tree[np.arange(8)].tolist() == [1.] * 8
+    assert memory.sampler.tree[np.arange(8)].tolist() == [1.] * 8
     memory.prioritize(np.arange(8), np.arange(8.))
     memory.add(second)
     memory.prioritize(np.arange(8), np.zeros(8))
     memory.add(third)
-    np.testing.assert_allclose(memory.tree[np.arange(8, 24)], 7 ** .5, rtol=1e-6)
-    np.testing.assert_allclose(memory.tree[np.arange(8)], 1e-3, rtol=1e-6)
+    np.testing.assert_allclose(memory.sampler.tree[np.arange(8, 24)], 7 ** .5, rtol=1e-6)
+    np.testing.assert_allclose(memory.sampler.tree[np.arange(8)], 1e-3, rtol=1e-6)
 
 
 def test_priorities_of_what_is_gone_are_left_out():
@@ -270,8 +269,8 @@ def test_priorities_of_what_is_gone_are_left_out():
     index = memory.sample(200).index
     memory.add(collected()[2])
     memory.prioritize(index, torch.full((200,), 5.))
-    assert memory.tree[np.arange(8)].tolist() == [1.] * 8  # new steps, in the slots of old ones
-    np.testing.assert_allclose(memory.tree[np.arange(8, 16)], 5, rtol=1e-6)
+    assert memory.sampler.tree[np.arange(8)].tolist() == [1.] * 8  # new steps, in the slots of old ones
+    np.testing.assert_allclose(memory.sampler.tree[np.arange(8, 16)], 5, rtol=1e-6)
 
 
 @settings(deadline=None, max_examples=50)
@@ -293,8 +292,8 @@ def test_sum_tree(size, seed):
 
 @pytest.mark.parametrize("options", [{}, dict(prioritized=True), dict(length=4), dict(prioritized=True, length=4)])
 def test_a_seed_fixes_the_samples(options, tmp_path):
-    def drawn(seed, path=None):
-        memory, samples = ReplayMemory(50, seed=seed, path=path, **options), []
+    def drawn(seed, folder=None):
+        memory, samples = ReplayMemory(50, seed=seed, folder=folder, **options), []
         for f in collected("memory" if "length" in options else "plain"):
             memory.add(f)
             samples.append(memory.sample(7))
@@ -306,7 +305,7 @@ def test_a_seed_fixes_the_samples(options, tmp_path):
 
 
 def test_mapped_to_a_file(tmp_path):
-    memory, again = (ReplayMemory(50, seed=0, path=tmp_path / "new" / "folder") for _ in range(2))
+    memory, again = (ReplayMemory(50, seed=0, folder=tmp_path / "new" / "folder") for _ in range(2))
     for f in collected()[:3]: memory.add(f)
     assert [p.name for p in (tmp_path / "new" / "folder").iterdir()] == ["steps.npy"]
     rows = np.load(tmp_path / "new" / "folder" / "steps.npy", mmap_mode="r", allow_pickle=False)

@@ -17,7 +17,8 @@ from .schedules import linear_schedule, set_epsilon
 from .td import priorities, td
 from ..pipes.data import Fragment
 from ..pipes.errors import DataError
-from ..pipes.replay.memory import Replayed, Sample
+from ..pipes.replay.memory import Sample
+from ..pipes.replay.pipe import Replayed
 from ..pipes.modules import ByIdentity, bump_version
 
 # %% ../../nbs/agents/18_dqn.ipynb #aaa45080

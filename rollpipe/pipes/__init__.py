@@ -12,11 +12,11 @@ from .graph import copy_graph, draw, find, find_one, insert_after, insert_before
 from .invariants import CheckInvariants
 from .lanes import Lanes
 from .manual import collect, context, prepare, rollout, startup
-from .off_policy import replayed
 from .pipe import Pipe, Source
 from .workers.reading import ProcessReading
-from .recipes import on_policy, rollouts
-from .replay.memory import Replay, Replayed, ReplayMemory, Sample
+from .recipes import on_policy, replayed, rollouts
+from .replay.memory import ReplayMemory, Sample
+from .replay.pipe import Replay, Replayed
 from .stepper import EnvStepper
 from .steps import Fragments, Step, Steps, WithImage
 from .taps import EpisodeEnd, EpisodeStats, Rate, Tap, Throughput
