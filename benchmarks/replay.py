@@ -1,6 +1,6 @@
 """Microseconds of processor time to draw 256 transitions from a replay memory of a million steps, one thread.
 
-    python benchmarks/replay.py [--capacity 1000000] [--size 256] [--rounds 2000] [--repeats 7] [--folder FOLDER]
+    python benchmarks/replay.py [--capacity 1000000] [--size 256] [--rounds 2000] [--repeats 7] [--path FOLDER]
 
 Two streams of random steps, 8 environments with fragments of 64 steps, episodes of 200 steps of which half are cut off: one
 shaped like CartPole (4 float32, two Q values), one like MinAtar (10x10x4 bool, six Q values). The memory is full, and wrapped around.
@@ -67,8 +67,8 @@ def timed(run, rounds):
 
 def measure(stream, args):
     "Rows of the table."
-    uniform, added = filled(stream, args.capacity, folder=args.folder and f"{args.folder}/uniform")
-    ranked, added_ranked = filled(stream, args.capacity, prioritized=True, folder=args.folder and f"{args.folder}/prioritized")
+    uniform, added = filled(stream, args.capacity, path=args.path and f"{args.path}/uniform")
+    ranked, added_ranked = filled(stream, args.capacity, prioritized=True, path=args.path and f"{args.path}/prioritized")
     indices = iter([ranked.sample(args.size).index for _ in range(100)] * (args.rounds * args.repeats // 100 + 1))
     errors = torch.rand(args.size)
     for _ in range(2000): ranked.prioritize(ranked.sample(args.size).index, errors)
@@ -92,7 +92,7 @@ if __name__ == '__main__':
     parser.add_argument('--size', type=int, default=256)
     parser.add_argument('--rounds', type=int, default=2000)
     parser.add_argument('--repeats', type=int, default=7)
-    parser.add_argument('--folder', help="map the steps to files below this folder")
+    parser.add_argument('--path', help="map the steps to files below this folder")
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(header())

@@ -292,8 +292,8 @@ def test_sum_tree(size, seed):
 
 @pytest.mark.parametrize("options", [{}, dict(prioritized=True), dict(length=4), dict(prioritized=True, length=4)])
 def test_a_seed_fixes_the_samples(options, tmp_path):
-    def drawn(seed, folder=None):
-        memory, samples = ReplayMemory(50, seed=seed, folder=folder, **options), []
+    def drawn(seed, path=None):
+        memory, samples = ReplayMemory(50, seed=seed, path=path, **options), []
         for f in collected("memory" if "length" in options else "plain"):
             memory.add(f)
             samples.append(memory.sample(7))
@@ -305,7 +305,7 @@ def test_a_seed_fixes_the_samples(options, tmp_path):
 
 
 def test_mapped_to_a_file(tmp_path):
-    memory, again = (ReplayMemory(50, seed=0, folder=tmp_path / "new" / "folder") for _ in range(2))
+    memory, again = (ReplayMemory(50, seed=0, path=tmp_path / "new" / "folder") for _ in range(2))
     for f in collected()[:3]: memory.add(f)
     assert [p.name for p in (tmp_path / "new" / "folder").iterdir()] == ["steps.npy"]
     rows = np.load(tmp_path / "new" / "folder" / "steps.npy", mmap_mode="r", allow_pickle=False)

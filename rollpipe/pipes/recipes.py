@@ -83,7 +83,7 @@ def on_policy(
     advantage = AdvantageBuffer.inserter(after=Lanes, critic=critic, gamma=gamma, lam=lam)
     return rollouts(env, actor, edits=[advantage, *edits], **kwargs)
 
-# %% ../../nbs/pipes/24_recipes.ipynb #07ac5a7b
+# %% ../../nbs/pipes/24_recipes.ipynb #d53f8f65
 @delegates(rollouts)
 def replayed(
     env: Any,                        # gymnasium id, factory, or a list of them
@@ -100,7 +100,7 @@ def replayed(
     alpha: float = 0.6,              # exponent of the priorities; 0: uniform
     beta: float = 0.4,               # exponent of the importance weights; 1: they make up for all of the priorities
     zero_state: bool = False,        # segments begin with a recurrent state of zeros, not with the stored ones
-    folder: Any = None,              # a folder for the steps; None: in memory
+    path: Any = None,                # a folder for the steps; None: in memory
     edits: Sequence[Callable] = (),  # functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
     **kwargs,
 ) -> IterDataPipe:
@@ -109,5 +109,5 @@ def replayed(
     `EnvStepper -> FragmentCollector -> Lanes -> FragmentStacker -> Replay`, then the `edits`. See `rollouts` and `Replay`.
     """
     replay = partial(Replay, capacity=capacity, batch_size=batch_size, n_batches=n_batches, warmup=warmup, length=length,
-                     prioritized=prioritized, alpha=alpha, beta=beta, zero_state=zero_state, folder=folder)
+                     prioritized=prioritized, alpha=alpha, beta=beta, zero_state=zero_state, path=path)
     return rollouts(env, actor, n_envs=n_envs, n_steps=n_steps, edits=[replay, *edits], **kwargs)

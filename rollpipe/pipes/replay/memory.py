@@ -20,7 +20,7 @@ from .layout import unbatched
 from .sampling import PrioritizedSampler, UniformSampler
 from .store import AddedSteps, StepStore
 
-# %% ../../../nbs/pipes/23_replay/06_memory.ipynb #28d40eb9
+# %% ../../../nbs/pipes/23_replay/06_memory.ipynb #c52c1f12
 class _Pending(NamedTuple):
     "The pending segments of a lane, side by side for its environments."
     starts: Any   # int64 [B, m]: serial numbers of their first steps
@@ -79,14 +79,14 @@ class ReplayMemory:
                  beta: float = 0.4,          # exponent of the importance weights; 1: they make up for all of the priorities
                  zero_state: bool = False,   # begin with a recurrent state of zeros, not with the stored ones
                  seed: Any = None,           # fixes what is drawn; None: fresh entropy
-                 folder: Any = None,         # a folder for the steps; None: in memory
+                 path: Any = None,           # a folder for the steps; None: in memory
     ):
         for name, x in (('capacity', capacity), ('length', length)): check_integer(name, x, pipe=self)
         for name, x in (('alpha', alpha), ('beta', beta)):
             if not 0 <= x <= 1: raise DataError("out of range", pipe=self, expected=f"0 <= {name} <= 1", got=f"{name}={x!r}")
         if length > capacity:
             raise DataError("no segment fits in", pipe=self, expected=f"capacity >= length={length}", got=f"capacity={capacity}")
-        self.capacity, self.length, self.prioritized, self.folder = capacity, length, prioritized, folder
+        self.capacity, self.length, self.prioritized, self.path = capacity, length, prioritized, path
         self.alpha, self.beta, self.zero_state = alpha, beta, zero_state
         rng = np.random.default_rng(seed)
         self.sampler = PrioritizedSampler(capacity, rng, alpha) if prioritized else UniformSampler(capacity, rng)
@@ -102,7 +102,7 @@ class ReplayMemory:
         if any(isinstance(x, Stacks) for x in nested.leaves(fragment.state.obs)):
             raise DataError("stacks of frames are not kept", pipe=self, leaf='obs', expected="single frames, without `FrameStack`")
         if self.store is None:
-            self.store = StepStore(self.capacity, unbatched(fragment), self.folder, not self.zero_state)
+            self.store = StepStore(self.capacity, unbatched(fragment), self.path, not self.zero_state)
             self.pending = PendingSegments(self.length, at_borders=self.store.keep_hx)
         if self.length < fragment.n_steps and self.store.keep_hx:
             raise DataError("no recurrent state is known where a segment would begin", pipe=self, got=f"length={self.length}",

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Replayed', 'Replay']
 
-# %% ../../../nbs/pipes/23_replay/07_pipe.ipynb #6f25e31e
+# %% ../../../nbs/pipes/23_replay/07_pipe.ipynb #7ae241ce
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -44,14 +44,14 @@ class Replay(Seeded, Pipe):
                  alpha: float = 0.6,         # exponent of the priorities; 0: uniform
                  beta: float = 0.4,          # exponent of the importance weights; 1: they make up for all of the priorities
                  zero_state: bool = False,   # begin with a recurrent state of zeros, not with the stored ones
-                 folder: Any = None,         # a folder for the steps; None: in memory
+                 path: Any = None,           # a folder for the steps; None: in memory
                  seed: int | None = None,    # fixes what is drawn; None: fresh entropy for each iteration
     ):
         super().__init__(pipe)
         for name, x, least in (('batch_size', batch_size, 1), ('n_batches', n_batches, 0), ('warmup', warmup, 0)):
             check_integer(name, x, least, pipe=self)
         self.capacity, self.batch_size, self.n_batches, self.warmup, self.length = capacity, batch_size, n_batches, warmup, length
-        self.prioritized, self.alpha, self.beta, self.zero_state, self.folder = prioritized, alpha, beta, zero_state, folder
+        self.prioritized, self.alpha, self.beta, self.zero_state, self.path = prioritized, alpha, beta, zero_state, path
         self.seed = seed
         self._new_memory()  # checks the arguments
         if warmup > capacity:
@@ -69,7 +69,7 @@ class Replay(Seeded, Pipe):
 
     def _new_memory(self):
         try: return ReplayMemory(
-            self.capacity, length=self.length, prioritized=self.prioritized, alpha=self.alpha, beta=self.beta, folder=self.folder,
+            self.capacity, length=self.length, prioritized=self.prioritized, alpha=self.alpha, beta=self.beta, path=self.path,
             zero_state=self.zero_state, seed=self.seed_sequence())
         except DataError as e:
             e.locate(pipe=self)

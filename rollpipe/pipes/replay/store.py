@@ -37,19 +37,19 @@ class StepStore:
     """The last `capacity` steps of `Fragment`s like `example` (see `unbatched`): the first arrived is the first to go.
 
     The ring is allocated at once; the side tables of true last observations, recurrent states and look-ahead rows grow as they are needed.
-    `folder` gets a file `steps.npy`, to which the ring is mapped. The file is made anew: it is memory on a disk and nothing more.
+    The folder `path` gets a file `steps.npy`, to which the ring is mapped. The file is made anew: it is memory on a disk and nothing more.
     Raises `DataError` for fragments of another structure, or longer than the capacity.
     """
     def __init__(self,
                  capacity: int,          # steps
                  example: Fragment,      # what all fragments look like
-                 folder: Any = None,     # where the steps are kept; None: in memory
+                 path: Any = None,       # a folder for the steps; None: in memory
                  keep_hx: bool = True,   # keep the recurrent states at the beginnings of fragments; False: they are read as zeros
     ):
         self.capacity, self.layout, self.ring = capacity, FragmentLayout(example), Ring(capacity)
         self.keep_hx = keep_hx and bool(nested.leaves(example.hx))
         dtype = self.layout.step_type
-        self.records = np.zeros(capacity, dtype) if folder is None else _mapped(Path(folder), capacity, dtype)
+        self.records = np.zeros(capacity, dtype) if path is None else _mapped(Path(path), capacity, dtype)
         self.valid = self.records['fragment.valid']
         self.next = np.zeros(capacity, np.int64)  # slot of the record that follows, or -1 - (its number in `look_ahead`)
         self.look_ahead, self.finals, self.hxs = SideTable(dtype), SideTable(self.layout.final_type), SideTable(self.layout.hx_type)
