@@ -25,9 +25,9 @@ class Field:
         self.name, self.dtype, self.format = name, example.dtype, (_array(example).dtype, tuple(example.shape))
 
     def write(self,
-              records: np.ndarray,                        # [*lead]
+              records: np.ndarray,                      # [*lead]
               x: Tensor,
-              arrange: Callable = lambda array: array,    # gives the array of `x` the shape [*lead, ...], where a size of 1 is repeated
+              arrange: Callable = lambda array: array,  # gives the array of `x` the shape [*lead, ...], where a size of 1 is repeated
     ) -> None:
         "Copy a tensor into the field of the records."
         records[self.name][...] = arrange(_array(x))
