@@ -148,7 +148,7 @@ class Outcome(NamedTuple):
     state: State       # numpy [B, ...]; `obs` belongs to the new episode where `fin`
     seen: State        # the same as the actor is shown it: torch [1, B, ...], float32 for float64
     term: np.ndarray   # bool [B]: the episode truly terminated (also if a limit was reached at the same step)
-    final: dict        # environment -> true last observation, where truncated (with `every_end`: where an episode ended)
+    final: dict        # environment -> true last observation, where truncated (with `terminal_obs`: where an episode ended)
     ended: list        # the environments where `fin`
     info: dict         # [B, ...]: recorded numeric environment info
     valid: np.ndarray  # bool [B]: False where no step took place
@@ -160,7 +160,7 @@ class Batch:
     `where` (pipe, lane) is the context of error messages, `action_space` and `act_spec` belong to one environment.
     """
     _cut = staticmethod(action_batch)  # makes the function behind `actions`
-    every_end = False                  # True: `Outcome.final` holds the last observations of terminated episodes too
+    terminal_obs = False               # True: `Outcome.final` holds the last observations of terminated episodes too
 
     def _prepare(self, obs_space, act_space, n_envs, clip_actions):
         self.action_space, self.act_spec = act_space, space_spec(act_space, 'act')
@@ -324,7 +324,7 @@ class EnvBatch(Batch):
                 if terminated or truncated:
                     ended.append(b)
                     row.term[b] = terminated
-                    if self.every_end or not terminated: final[b] = self._single(b, x)
+                    if self.terminal_obs or not terminated: final[b] = self._single(b, x)
                     call = 'reset()'
                     x, _ = env.reset()
                     call = 'step()'

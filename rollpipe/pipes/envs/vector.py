@@ -180,7 +180,7 @@ class VectorBatch(Batch):
 
     def _ended(self, row, ends, infos):
         "The true last observations where truncated; asks for a reset of `ends` where that is our business."
-        cut = (ends if self.every_end else ends & ~row.term).nonzero()[0].tolist()
+        cut = (ends if self.terminal_obs else ends & ~row.term).nonzero()[0].tolist()
         final = nested.getitem(row.obs, cut)
         if self.mode == 'SameStep' and cut: final = self._final_obs(infos, cut)
         if self.mode == 'Disabled':
