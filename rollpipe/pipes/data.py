@@ -26,8 +26,8 @@ class State(NamedTuple):
 
 # %% ../../nbs/pipes/06_data.ipynb #1154235c
 class Final(NamedTuple):
-    """The `K` truncated ends of a fragment (`K` may be 0): what was seen last, which the reset has overwritten in `State.obs`."""
-    t: Any      # int64 [K]: the step t -> t+1 that was cut off, so `state.fin[t+1, b]` and not `term[t+1, b]`
+    """The `K` truncated ends of a fragment (`K` may be 0): what was seen last. `State.obs` has the first observation after the reset there."""
+    t: Any      # int64 [K]: the step t -> t+1 that was truncated, so `state.fin[t+1, b]` and not `term[t+1, b]`
     b: Any      # int64 [K]: the environment
     obs: Any    # [K, ...]: the true last observation
     actor: Any  # [K, ...]: the actor's virtual reaction to it, with the recurrent state of that moment
@@ -97,11 +97,11 @@ def from_steps(
     hx: Any = (),                # [layers, B, ...]: recurrent state at row 0
     valid: Any = None,           # bool [T, B]: False where no transition took place; None: all are transitions
     stepno: Any = 0,             # int, or int64 [B]: steps of the episode before row 0
-    adv: Tensor | None = None,   # float32 [T, B]: advantages
-    ret: Tensor | None = None,   # float32 [T, B]: value targets
-    lane: Tensor | None = None,  # int64 [B]: who collected the column, as are `seq` and `version`
-    seq: Tensor | None = None,
-    version: Tensor | None = None,
+    adv: Any = None,             # float32 [T, B]: advantages
+    ret: Any = None,             # float32 [T, B]: value targets
+    lane: Any = None,            # int64 [B]: the lane that collected the column
+    seq: Any = None,             # int64 [B]: how many fragments that lane had yielded before
+    version: Any = None,         # int64 [B]: version of the weights that collected the column
 ) -> 'Fragment':
     """A `Fragment` of what happened. Row 0 has no action and no reward before it; it begins an episode where `stepno` is 0.
 
@@ -216,7 +216,11 @@ class Fragment(NamedTuple):
         return self._replace(**new)
 
 # %% ../../nbs/pipes/06_data.ipynb #d715783a
-def check_item(item, kind, pipe):
-    "Raise `DataError` if `item`, which reached `pipe`, is no `kind`."
+def check_item(
+    item: Any,   # what has reached the pipe
+    kind: type,  # what the pipe wants to read
+    pipe: Any,   # the pipe, or its name
+) -> None:
+    "Raise `DataError` if `item` is no `kind`."
     if not isinstance(item, kind):
         raise DataError(f"{kind.__name__}s are wanted here", pipe=pipe, expected=kind.__name__, got=type(item).__name__)
