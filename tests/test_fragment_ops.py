@@ -1,11 +1,11 @@
 "Making, joining, cutting and picking fragments, against slow indexing and against what is collected."
 from itertools import islice
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_fragments import fragments
 from reference import apply, array, assert_same, flatten
 from toys import ENDS, Counting, Nested, NestedMemory, Plain
 
@@ -15,26 +15,8 @@ from rollpipe.pipes.fragment_ops import (
 )
 from rollpipe.pipes.invariants import check_alignment
 
-BOTH = st.booleans()
 fast = settings(deadline=None, max_examples=50)
 FIELDS = set(Fragment._fields)
-
-
-@st.composite
-def fragments(draw, recurrent=BOTH, rich=BOTH):
-    "Fragments of random content with ends of all kinds, rows that are no step, and nested leaves."
-    T, B, rng = draw(st.integers(1, 5)), draw(st.integers(1, 5)), np.random.default_rng(draw(st.integers(0, 2 ** 32 - 1)))
-    def real(*shape): return torch.from_numpy(rng.normal(size=shape).astype(np.float32))
-    def flags(p): return torch.from_numpy(rng.random((T, B)) < p)
-    def report(*lead): return dict(logp=real(*lead), dist=(real(*lead, 3),))
-    valid, terminated, truncated = flags(.8), flags(.3), flags(.3)
-    K = int((truncated & ~terminated & valid).sum())
-    def obs(*lead): return dict(place=real(*lead, 2), kind=torch.from_numpy(rng.integers(9, size=lead)))
-    more = dict(adv=real(T, B), ret=real(T, B), env=dict(count=real(T, B)), **{
-        name: torch.from_numpy(rng.integers(9, size=B)) for name in Fragment.COLUMNS}) if draw(rich) else {}
-    return Fragment.from_steps(
-        obs(T + 1, B), (real(T, B, 2),), real(T, B), terminated, truncated, last_obs=obs(K), actor=report(T + 1, B), last_actor=report(K),
-        hx=(real(2, B, 3),) if draw(recurrent) else (), valid=valid, stepno=torch.from_numpy(rng.integers(3, size=B)), **more)
 
 
 def remade(f):

@@ -8,6 +8,7 @@ import torch
 from gymnasium.spaces import Box
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_fragments import fragments
 from reference import assert_same, snapshot
 from toys import Constant, Counting, Lively, Memory, Nested, NestedMemory, Plain, Shaky
 
@@ -15,9 +16,11 @@ from rollpipe.pipes import (
     DataError, EnvStepper, EpisodeCollector, FragmentCollector, FragmentStacker, FrameStack, GraphError, Lanes, ObservationCast,
     Pipe, Replay, ReplayMemory, find_one, nested, replayed, rollouts,
 )
-from rollpipe.pipes.fragment_ops import join
+from rollpipe.pipes.fragment_ops import columns, join
 from rollpipe.pipes.invariants import check_alignment
+from rollpipe.pipes.replay.layout import FragmentLayout, unbatched
 from rollpipe.pipes.replay.sum_tree import SumTree
+from rollpipe.pipes.replay.tables import Ring, SideTable
 from rollpipe.pipes.torchdata import DataLoader2
 from rollpipe.testing import check_pipe
 
@@ -211,6 +214,53 @@ def test_any_dtype(dtype):
     starts = (sample.index % 4 == 0).nonzero()[:, 0]
     assert sample.fragment.state.obs.dtype == dtype
     assert torch.equal(sample.fragment.state.obs[:, starts], fragments[0].state.obs[:, b[starts]])
+
+
+# --- what it is made of
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 9), st.lists(st.integers(0, 9), max_size=6))
+def test_a_ring_keeps_the_newest(capacity, arrivals):
+    ring, slots, n = Ring(capacity), {}, 0     # slot -> serial number
+    for more in (min(k, capacity) for k in arrivals):
+        serial, replaced = ring.take(more)
+        assert serial.tolist() == list(range(n, n + more))
+        assert replaced.tolist() == [i % capacity for i in range(n, n + more) if i % capacity in slots]
+        slots.update({i % capacity: i for i in range(n, n + more)})
+        n += more
+        assert ring.n_filled == len(slots) and ring.oldest == min(slots.values(), default=0)
+        filled = np.array(sorted(slots), np.int64)
+        assert ring.serial(filled).tolist() == [slots[k] for k in sorted(slots)]
+        assert ring.slot(ring.serial(filled)).tolist() == filled.tolist()
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=8))
+def test_a_side_table_is_a_dict_with_numbers_of_its_own(changes):
+    table, known, n = SideTable(np.int64), {}, 0
+    for more, fewer in changes:
+        numbers = table.put(np.arange(n, n + more))
+        assert not known.keys() & set(numbers.tolist())
+        known.update(zip(numbers.tolist(), range(n, n + more)))
+        n += more
+        gone = list(known)[:fewer]
+        table.release(np.array(gone, np.int64))
+        for number in gone: del known[number]
+        assert table.n_used == len(known) and [table.records[k] for k in known] == list(known.values())
+
+
+@settings(deadline=None, max_examples=50)
+@given(fragments(), st.data())
+def test_what_is_packed_comes_out_again(f, data):
+    "In any order of the environments, with nested leaves, final rows and recurrent states."
+    layout, order = FragmentLayout(unbatched(f)), np.array(data.draw(st.permutations(range(f.n_envs))))
+    records = layout.pack(f, order)
+    place = np.argsort(order)[f.final.b.numpy()], f.final.t.numpy()
+    records["final"][place], records["hx"][:, 0] = np.arange(len(f.final.t)), np.arange(f.n_envs)
+    back = layout.unpack(records.T, layout.pack_final(f), layout.pack_hx(f, order))
+    expected = columns(f, torch.from_numpy(order))
+    by_time = np.lexsort((expected.final.b, expected.final.t))
+    assert_same(back, expected._replace(final=nested.getitem(expected.final, by_time)))
 
 
 # --- what is drawn

@@ -26,7 +26,7 @@ class State(NamedTuple):
 
 # %% ../../nbs/pipes/06_data.ipynb #1154235c
 class Final(NamedTuple):
-    """The `K` truncated ends of a fragment (`K` may be 0): what was seen last. `State.obs` has the first observation after the reset there."""
+    """The `K` truncated ends of a fragment (`K` may be 0): what was seen last. There `State.obs` shows the reset."""
     t: Any      # int64 [K]: the step t -> t+1 that was truncated, so `state.fin[t+1, b]` and not `term[t+1, b]`
     b: Any      # int64 [K]: the environment
     obs: Any    # [K, ...]: the true last observation
