@@ -21,8 +21,7 @@ from .layers.policies import MLPPolicy
 from .layers.q_networks import QPolicy
 from .options import options_of
 from .pipes.errors import DataError
-from .pipes.off_policy import replayed
-from .pipes.recipes import on_policy, rollouts
+from .pipes.recipes import on_policy, replayed, rollouts
 
 # %% ../nbs/04_algorithms.ipynb #77a64dae
 class Algorithm(NamedTuple):

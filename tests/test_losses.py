@@ -13,7 +13,7 @@ from rollpipe.agents.policy_replay import approx_kl, lag_of, replay_policy
 from rollpipe.agents.unroll import answers_reached, quiet, spliced, states_reached, timeshift
 from rollpipe.layers import Critic, GaussianPolicy
 from rollpipe.pipes import AdvantageBuffer, nested, on_policy
-from rollpipe.pipes.batches import join, transitions
+from rollpipe.pipes.fragment_ops import join, transitions
 from rollpipe.pipes.errors import DataError
 from rollpipe.pipes.invariants import check_alignment
 from rollpipe.pipes.torchdata import IterableWrapper

@@ -10,7 +10,7 @@ from random_fragments import Count, assert_metrics, assert_same_loss, last_state
 
 from rollpipe.agents.td import burnt_in, double_dqn, dqn, priorities, q, td
 from rollpipe.pipes import nested
-from rollpipe.pipes.batches import transitions
+from rollpipe.pipes.fragment_ops import transitions
 from rollpipe.pipes.errors import DataError
 
 KINDS = ('q', 'q memory')

@@ -21,7 +21,8 @@ from .td import priorities, td
 from ..pipes.data import Fragment
 from ..pipes.errors import DataError, check_integer
 from ..pipes.modules import ByIdentity, bump_version
-from ..pipes.replay.memory import Replayed, ReplayMemory, Sample
+from ..pipes.replay.memory import ReplayMemory, Sample
+from ..pipes.replay.pipe import Replayed
 
 # %% ../../nbs/agents/22_dqn.ipynb #aaa45080
 @torch.no_grad()

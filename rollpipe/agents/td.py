@@ -13,7 +13,7 @@ from torch import Tensor
 from .policy_replay import lag_of
 from .unroll import answers_reached, quiet, timeshift
 from ..pipes import nested
-from ..pipes.data import Final, Fragment
+from ..pipes.data import Fragment
 from ..pipes.errors import DataError, describe
 from ..pipes.returns import n_step_returns
 
@@ -34,13 +34,14 @@ def burnt_in(
     if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n < fragment.n_steps:
         raise DataError("burn_in: out of range", expected=f"an integer 0 <= burn_in < T = {fragment.n_steps}", got=f"burn_in={n!r}")
     if not n: return fragment
-    hx, late = fragment.hx, fragment.final.t >= n
+    hx = fragment.hx
     if nested.leaves(hx):
         with torch.no_grad(): hx = net.values(nested.as_seen(nested.getitem(fragment.state, slice(n))), hx)[1]
-    final = nested.getitem(fragment.final, late)
-    def rest(tree): return nested.getitem(tree, slice(n, None))
-    return fragment._replace(hx=hx, final=Final(final.t - n, *final[1:]), **{name: rest(getattr(fragment, name)) for name in (
-        'state', 'actor', 'env', 'term', 'valid', 'adv', 'ret')})
+    def rest(x): return x[n:]
+    def late(final):
+        final = nested.getitem(final, final.t >= n)
+        return final._replace(t=final.t - n)
+    return fragment._replace(hx=hx).map(rows=rest, steps=rest, final=late)
 
 # %% ../../nbs/agents/14_td.ipynb #e82f0853
 def huber_penalty(

@@ -6,21 +6,39 @@
 __all__ = ['values', 'AdvantageBuffer']
 
 # %% ../../nbs/pipes/14_advantage.ipynb #5d05eb1d
+from collections.abc import Iterator
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from . import nested, returns
 from .data import Fragment, check_item
 from .errors import DataError, describe
 from .pipe import Pipe
 from .modules import eval_mode
+from .torchdata import IterDataPipe
+
+# %% ../../nbs/pipes/14_advantage.ipynb #ecf504e5
+def _evaluate(critic, obs, actor):
+    "The critic's answer without gradients and in evaluation mode; `critic.inputs`, if it exists, chooses among observations and reports."
+    obs = nested.as_seen(obs)
+    if hasattr(critic, 'inputs'): obs = critic.inputs(obs, actor)
+    with torch.no_grad(), eval_mode(critic):
+        try: return critic(obs)
+        except RuntimeError:     # a `view` needs contiguous observations, and those of worker processes may have other strides
+            if all(x.is_contiguous() for x in nested.leaves(obs)): raise
+            return critic(nested.map(Tensor.contiguous, obs))
 
 # %% ../../nbs/pipes/14_advantage.ipynb #4695536d
-def values(fragment, critic=None):
+def values(
+    fragment: Fragment,
+    critic: Any = None,  # `critic(obs [..., *]) -> [...]`; None: the `value` that the actor reported
+) -> tuple[Tensor, Tensor]:
     """`(v_t, v_tp1)`, both `[T, B]` float32: the values of each step's state and of the state it led to.
 
-    `v_tp1` is the value of the true final observation where an episode was truncated; where it terminated it means nothing. `critic(obs)`
-    maps observations `[..., *]` to `[...]`; without one, the `value` that the actor reported is used. Raises `DataError` if there is
-    neither, or if the values have the wrong shape.
+    `v_tp1` is the value of the true last observation where an episode was truncated; where it terminated it means nothing.
+    Raises `DataError` if there is neither a critic nor a reported value, or if the values have the wrong shape.
     """
     if critic is None:
         if not (isinstance(fragment.actor, dict) and 'value' in fragment.actor):
@@ -32,7 +50,7 @@ def values(fragment, critic=None):
         v_final = _evaluate(critic, fragment.final.obs, fragment.final.actor) if len(fragment.final.t) else None
     for name, x, lead in (('v', v, fragment.state.rew.shape), ('v of the final observations', v_final, fragment.final.t.shape)):
         if x is None: continue
-        if not isinstance(x, torch.Tensor) or x.dtype != torch.float32 or x.shape != lead:
+        if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.shape != lead:
             shape = '[T+1, B]' if name == 'v' else '[K]'
             raise DataError(f"wrong shape or dtype of {name}", expected=f"float32 {shape} = {list(lead)}", got=describe(x))
     v_tp1 = v[1:]
@@ -41,23 +59,12 @@ def values(fragment, critic=None):
         v_tp1[fragment.final.t, fragment.final.b] = v_final
     return v[:-1], v_tp1
 
-
-def _evaluate(critic, obs, actor):
-    "The critic's answer without gradients and in evaluation mode, to what it wants to see of observations and reports."
-    obs = nested.as_seen(obs)
-    if hasattr(critic, 'inputs'): obs = critic.inputs(obs, actor)
-    with torch.no_grad(), eval_mode(critic):
-        try: return critic(obs)
-        except RuntimeError:     # `view` is fond of contiguous observations, which those of worker processes need not be
-            if all(x.is_contiguous() for x in nested.leaves(obs)): raise
-            return critic(nested.map(torch.Tensor.contiguous, obs))
-
 # %% ../../nbs/pipes/14_advantage.ipynb #41eaef39
 class AdvantageBuffer(Pipe):
     """Add `adv` (generalised advantage estimates) and `ret = adv + v` (value targets), float32 `[T, B]`, to each `Fragment`.
 
     The critic looks at whole fragments: one call for `(T+1) B` rows costs little more than one for `B`. It is held by reference.
-    Rows that are not `valid` have no advantage: 0.
+    The advantage of rows that are not `valid` is 0.
 
     Source: Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation", https://arxiv.org/abs/1506.02438.
     Raises `DataError` if a value or advantage is not finite, or if there is neither a critic nor a reported value.
@@ -65,22 +72,22 @@ class AdvantageBuffer(Pipe):
     reads, keeps_items, any_strides = 1, False, True
 
     def __init__(self,
-                 pipe,         # yields `Fragment`s
-                 critic=None,  # `critic(obs [..., *]) -> [...]` (see `Critic`); None: the `value` that the actor reported
-                 gamma=0.99,   # discount of the reward one step later
-                 lam=0.95,     # exponential weight of longer estimates: 0 trusts the critic, 1 the rewards
+                 pipe: IterDataPipe,   # yields `Fragment`s
+                 critic: Any = None,   # `critic(obs [..., *]) -> [...]` (see `Critic`); None: the `value` that the actor reported
+                 gamma: float = 0.99,  # discount of the reward one step later
+                 lam: float = 0.95,    # exponential weight of longer estimates: 0 trusts the critic, 1 the rewards
     ):
         super().__init__(pipe)
         for name, x in (('gamma', gamma), ('lam', lam)):
             if not 0 <= x <= 1: raise DataError("out of range", pipe=self, expected=f"0 <= {name} <= 1", got=f"{name}={x}")
         self.critic, self.gamma, self.lam = critic, gamma, lam
 
-    def stream(self, items):
+    def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
         for fragment in items:
             check_item(fragment, Fragment, self)
             yield self.estimate(fragment)
 
-    def estimate(self, fragment):
+    def estimate(self, fragment: Fragment) -> Fragment:
         "`fragment` with `adv` and `ret`."
         where = dict(pipe=self, lane=None if fragment.lane is None else int(fragment.lane[0]))
         try: v_t, v_tp1 = values(fragment, self.critic)
@@ -93,5 +100,6 @@ class AdvantageBuffer(Pipe):
             t, b = (~torch.isfinite(adv)).nonzero()[0].tolist()
             raise DataError("non-finite advantage", env=b, leaf=f"adv[{t}, {b}]", expected="finite rewards and values",
                             got=f"reward {rew[t, b]}, value {v_t[t, b]}, next value {v_tp1[t, b]}", **where)
-        if not fragment.valid.all(): adv = adv.masked_fill(~fragment.valid, 0.)  # `fin` is set there: neighbours do not see these rows
+        # Rows that are no step have `fin` set, so they have no influence on the rows before them.
+        if not fragment.valid.all(): adv = adv.masked_fill(~fragment.valid, 0.)
         return fragment._replace(adv=adv, ret=adv + v_t)

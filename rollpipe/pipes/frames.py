@@ -6,37 +6,44 @@
 __all__ = ['aten', 'Stacks', 'FrameStack']
 
 # %% ../../nbs/pipes/21_frames.ipynb #9c5760d3
+from collections.abc import Iterator
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from . import nested
 from .data import Fragment, check_item
 from .errors import DataError, check_integer, describe
+from .fragment_ops import strands
 from .pipe import Pipe
-from .taps import strands
+from .torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/21_frames.ipynb #ee71c15f
-aten = torch.ops.aten
-
 class Stacks(torch.Tensor):
     """A tensor `[*lead, n, *frame]` whose frames are stored once: element `i` is frame `rows[i]`, `rows` int64 `[*lead, n]`.
 
-    Frames with a number below 0 count from the end of `past`. Indexing of the leading dimensions, joining and moving stay as they are;
-    whatever else torch does with it works on `dense()`, a copy made for the purpose.
+    Frames with a number below 0 count from the end of `past`. Indexing the leading dimensions, joining and moving give `Stacks`
+    again; every other operation of torch works on `dense()`, a copy that is made for it.
     """
     @staticmethod
-    def __new__(cls, frames, past, rows):
+    def __new__(cls, frames: Tensor, past: Tensor, rows: Tensor):
         shape = (*rows.shape, *frames.shape[1:])
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=frames.dtype, device=frames.device)
 
-    def __init__(self, frames, past, rows): self.frames, self.past, self.rows = frames, past, rows
+    def __init__(self,
+                 frames: Tensor,  # [N, *frame]
+                 past: Tensor,    # [M, *frame]: frames from before
+                 rows: Tensor,    # int64 [*lead, n]: numbers of frames
+    ): self.frames, self.past, self.rows = frames, past, rows
 
     def __repr__(self, **kwargs): return f"Stacks({str(self.dtype).removeprefix('torch.')} {list(self.shape)}, {len(self.frames)} frames)"
     def __reduce_ex__(self, protocol): return Stacks, (self.frames, self.past, self.rows)
 
-    def numpy(self, **kwargs): return self.dense().numpy(**kwargs)
-    def tolist(self): return self.dense().tolist()
+    def numpy(self, **kwargs) -> Any: return self.dense().numpy(**kwargs)
+    def tolist(self) -> list: return self.dense().tolist()
 
-    def dense(self) -> torch.Tensor:
+    def dense(self) -> Tensor:
         "The frames put together, in new memory."
         if self.device.type == 'meta': return self.frames.new_empty(self.shape)
         out, early = self.frames[self.rows.clamp(min=0)], self.rows < 0
@@ -49,6 +56,9 @@ class Stacks(torch.Tensor):
         if (lazy := _LAZY.get(func)) is not None and (out := lazy(func, *args, **kwargs)) is not None: return out
         args, kwargs = nested.map(lambda x: x.dense() if isinstance(x, Stacks) else x, (args, kwargs))
         return func(*args, **kwargs)
+
+# %% ../../nbs/pipes/21_frames.ipynb #fa9afc60
+aten = torch.ops.aten
 
 
 def _index_rows(func, x, *args, **kwargs):
@@ -66,7 +76,7 @@ def _each_part(func, x, *args, dtype=None, **kwargs):
 
 
 def _join_parts(func, parts, dim=0):
-    "Stacks side by side: their frames and pasts are joined, and counted anew."
+    "Stacks side by side: their frames and pasts are joined, and the rows are renumbered."
     if not all(isinstance(x, Stacks) for x in parts) or dim % parts[0].ndim >= parts[0].rows.ndim - 1: return None
     first, rows = 0, []
     later = sum(len(x.past) for x in parts)
@@ -81,13 +91,25 @@ _LAZY = {aten.slice.Tensor: _index_rows, aten.select.int: _index_rows, aten.inde
          aten.detach.default: _each_part, aten.alias.default: _each_part, aten.clone.default: _each_part,
          aten._to_copy.default: _each_part, aten._pin_memory.default: _each_part, aten.cat.default: _join_parts}
 
+# %% ../../nbs/pipes/21_frames.ipynb #ed20a39c
+def _frame_numbers(fragment, n):
+    "For the stacks of each row, int64 `[T+1, B, n]`, and of each true last observation `[K, n]`: the numbers of their frames."
+    stepno, n_envs = fragment.state.stepno, fragment.n_envs
+    back = torch.arange(n - 1, -1, -1, device=stepno.device)   # rows from each element of a stack to its newest one
+    def numbers(t, b, stepno): return (t[..., None] - torch.minimum(back, stepno[..., None])) * n_envs + b[..., None]
+    every_t, every_b = torch.meshgrid(*(torch.arange(size, device=stepno.device) for size in stepno.shape), indexing='ij')
+    t, b = fragment.final.t, fragment.final.b
+    # The true last observation stands where row t + 1 would be. Its number may be too great; the frame is replaced anyway.
+    end = numbers(t + 1, b, stepno[t, b] + 1).clamp(max=(fragment.n_steps + 1) * n_envs - 1)
+    return numbers(every_t, every_b, stepno), end
+
 # %% ../../nbs/pipes/21_frames.ipynb #e3c187c4
 class FrameStack(Pipe):
     """Show the images in the observations of `Fragment`s in stacks of the last `n`, `[T+1, B, n, ...]`, without storing them `n` times.
 
-    Images are the leaves with at least two dimensions for each environment. A stack begins anew with each episode, the first frame
-    taking the place of those before it, as `gymnasium.wrappers.FrameStackObservation(padding_type='reset')` does. `state.obs`
-    becomes `Stacks`, which refer to the frames of the fragment and to copies of the `n - 1` before it; `final.obs` are plain
+    Images are the leaves with at least two dimensions for each environment. A stack begins anew with each episode: the first frame
+    takes the place of those before it, as in `gymnasium.wrappers.FrameStackObservation(padding_type='reset')`. `state.obs`
+    becomes `Stacks`, which refer to the frames of the fragment and to copies of the `n - 1` frames before it; `final.obs` are plain
     tensors `[K, n, ...]`.
 
     The actor does not see these stacks: it must remember frames by itself. Raises `DataError` if `n < 1`, if there are no images,
@@ -96,33 +118,26 @@ class FrameStack(Pipe):
     reads = 1
 
     def __init__(self,
-                 pipe,  # yields `Fragment`s
-                 n=4,   # frames per stack
+                 pipe: IterDataPipe,  # yields `Fragment`s
+                 n: int = 4,          # frames per stack
     ):
         super().__init__(pipe)
         self.n = check_integer('n', n, pipe=self)
 
-    def stream(self, items):
+    def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
         lanes = {}   # lane -> (seq, the last n - 1 frames [n - 1, B, ...] of each image)
         for fragment in items:
             check_item(fragment, Fragment, self)
-            yield self.stacked(fragment, lanes)
+            yield self._stacked(fragment, lanes)
 
-    def stacked(self, fragment, lanes):
+    def _stacked(self, fragment, lanes):
         frames, structure = nested.flatten(fragment.state.obs)
         images = [i for i, x in enumerate(frames) if x.ndim >= 4]
         if not images:
             raise DataError("there are no images to be stacked", pipe=self, leaf='obs', expected="a leaf [T+1, B, height, width]",
                             got=describe(fragment.state.obs))
-        pasts = self.pasts(fragment, [frames[i] for i in images], lanes)
-        finals, stepno, n_envs = nested.leaves(fragment.final.obs), fragment.state.stepno, fragment.n_envs
-        ahead = torch.arange(self.n - 1, -1, -1, device=stepno.device)   # frames from each element of a stack to its last one
-        t, b = torch.meshgrid(*(torch.arange(n, device=stepno.device) for n in stepno.shape), indexing='ij')
-        number = lambda t, b, stepno: (t[..., None] - torch.minimum(ahead, stepno[..., None])) * n_envs + b[..., None]
-        rows = number(t, b, stepno)
-        t, b = fragment.final.t, fragment.final.b
-        # the true last observation stands where row t + 1 would be
-        end_rows = number(t + 1, b, stepno[t, b] + 1).clamp(max=(fragment.n_steps + 1) * n_envs - 1)
+        pasts, finals = self._pasts(fragment, [frames[i] for i in images], lanes), nested.leaves(fragment.final.obs)
+        rows, end_rows = _frame_numbers(fragment, self.n)
         for i, past in zip(images, pasts):
             flat, end = frames[i].flatten(0, 1), finals[i]
             frames[i], finals[i] = Stacks(flat, past.flatten(0, 1), rows), Stacks(flat, past.flatten(0, 1), end_rows).dense()
@@ -130,16 +145,16 @@ class FrameStack(Pipe):
         final = fragment.final._replace(obs=structure.unflatten(finals))
         return fragment._replace(state=fragment.state._replace(obs=structure.unflatten(frames)), final=final)
 
-    def pasts(self, fragment, images, lanes):
+    def _pasts(self, fragment, images, lanes):
         "The `n - 1` frames `[n - 1, B, ...]` before row 0 of each image; those of this fragment are kept for the next."
         pasts = [x.new_zeros((self.n - 1, *x.shape[1:])) for x in images]
-        for lane, seq, at in strands(fragment):
+        for lane, seq, columns in strands(fragment):
             before, kept = lanes.get(lane, (None, None))
-            known = before is not None and before + 1 == seq and all(x.shape[1] == at.stop - at.start for x in kept)
-            if not known and self.n > 1 and bool(fragment.state.stepno[0, at].any()):
+            follows = before is not None and before + 1 == seq and all(x.shape[1] == columns.stop - columns.start for x in kept)
+            if not follows and self.n > 1 and bool(fragment.state.stepno[0, columns].any()):
                 raise DataError("a fragment is missing before this one", pipe=self, lane=lane, leaf='seq', got=f"seq={seq}",
                                 expected="seq=0" if before is None else f"seq={before + 1}")
-            for past, x in zip(pasts, kept if known else ()): past[:, at] = x
-            rows = [torch.cat([past[:, at], x[:-1, at][-self.n:]]) for past, x in zip(pasts, images)]
+            for past, x in zip(pasts, kept if follows else ()): past[:, columns] = x
+            rows = [torch.cat([past[:, columns], x[:-1, columns][-self.n:]]) for past, x in zip(pasts, images)]
             lanes[lane] = seq, [x[len(x) - self.n + 1:].clone() for x in rows]
         return pasts

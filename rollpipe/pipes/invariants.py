@@ -13,10 +13,10 @@ from . import nested
 from .advantage import AdvantageBuffer
 from .data import Fragment, check_item
 from .errors import DataError, describe
+from .fragment_ops import strands
 from .graph import find
 from .pipe import Pipe
 from .stepper import EnvStepper
-from .taps import strands
 from .modules import eval_mode, version_of
 
 # %% ../../nbs/pipes/19_invariants.ipynb #4f733d90
@@ -24,9 +24,8 @@ def check_alignment(fragment):
     "Raise `DataError` unless rows, steps, ends and final rows of `fragment` fit together."
     (stepno, _, _, rew, fin), term, valid = fragment.state, fragment.term, fragment.valid
     n_steps, n_envs = valid.shape
-    for name, tree, lead in (('state', fragment.state, n_steps + 1), ('term', term, n_steps + 1), ('actor', fragment.actor, n_steps + 1),
-                             ('env', fragment.env, n_steps), ('adv', fragment.adv, n_steps), ('ret', fragment.ret, n_steps)):
-        for x, path in zip(nested.leaves(tree), nested.paths(tree, name)):
+    for name, lead in (dict.fromkeys(Fragment.ROWS, n_steps + 1) | dict.fromkeys(Fragment.STEPS, n_steps)).items():
+        for x, path in zip(nested.leaves(getattr(fragment, name)), nested.paths(getattr(fragment, name), name)):
             if x.shape[:2] != (lead, n_envs):
                 raise DataError("a leaf has the wrong number of rows", leaf=path, expected=f"[{lead}, {n_envs}, ...]", got=describe(x))
     after, still = stepno[:-1] + 1, ~valid

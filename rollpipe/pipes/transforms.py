@@ -6,25 +6,31 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from . import nested
 from .data import Fragment, Tick, check_item
 from .errors import DataError, check_integer
+from .fragment_ops import final_numbers, strands
 from .pipe import Pipe
 from .returns import backward_recursion
-from .taps import strands
+from .torchdata import IterDataPipe
 
 # %% auto #0
-__all__ = ['RewardScaler', 'ObservationCast', 'NSteps', 'NStep', 'ToDevice']
+__all__ = ['running_returns', 'RewardScaler', 'ObservationCast', 'NSteps', 'NStep', 'ToDevice']
 
-# %% ../../nbs/pipes/20_transforms.ipynb #11ef1e29
+# %% ../../nbs/pipes/20_transforms.ipynb #8c69c780
 class _Moments:
-    "Mean and variance so far, begun as if one ten-thousandth of an observation of N(0, 1) had been made, as in VecNormalize."
+    """Mean and variance of what was seen so far.
+
+    They begin as if one ten-thousandth of an observation of N(0, 1) had been made, as in VecNormalize of stable-baselines3.
+    """
     def __init__(self): self.count, self.mean, self.var = 1e-4, 0., 1.
 
     def update(self, x):
@@ -34,12 +40,33 @@ class _Moments:
         square = self.var * self.count + x.var() * len(x) + delta ** 2 * self.count * len(x) / total
         self.mean, self.var, self.count = self.mean + delta * len(x) / total, square / total, total
 
+# %% ../../nbs/pipes/20_transforms.ipynb #b04a9ca9
+def running_returns(
+    rew: np.ndarray,   # [T, B]: of the steps t -> t+1
+    begins: Any,       # bool [T, B]: does an episode begin with this step?
+    before: Any,       # [B] or a number: the return of the step before the first one
+    gamma: float,      # discount of the reward one step earlier
+) -> np.ndarray:
+    "Discounted sums of the rewards so far, float64 `[T, B]`."
+    rew = rew.astype(np.float64)
+    rew[0] += gamma * ~begins[0] * before
+    # The recursion looks ahead in time. On reversed time it looks back.
+    ret = backward_recursion(torch.from_numpy(gamma * ~begins[::-1]), torch.from_numpy(rew[::-1].copy()))
+    return ret.flip(0).numpy()
+
+# %% ../../nbs/pipes/20_transforms.ipynb #11ef1e29
+class _LaneRewards(NamedTuple):
+    "What a `RewardScaler` remembers of a lane."
+    seq: Any   # of its last fragment; None for ticks
+    ret: Any   # float64 [B]: discounted return so far, 0 where an episode has ended
+    last: Any  # float32 [B]: the last rewards, scaled
+
 
 class RewardScaler(Pipe):
     """Scale the rewards of `Tick`s or `Fragment`s by a constant, or by the standard deviation of the discounted return so far.
 
     The learnt scale follows `VecNormalize` of stable-baselines3: `R <- gamma R + r` per environment, begun anew with each episode, and
-    `r / sqrt(var(R) + 1e-8)`, clipped. Of ticks each one is scaled with what is known at that moment; of a fragment all rows are scaled
+    `r / sqrt(var(R) + 1e-8)`, clipped. Each tick is scaled with what is known at that moment; all rows of a fragment are scaled
     with the variance after it. Rows that are not `valid` leave no trace. Row 0 of a fragment keeps the value that it had as the last row of
     the one before. Below `Lanes` all lanes share one scale, above each has its own. A new iteration begins anew.
 
@@ -48,53 +75,45 @@ class RewardScaler(Pipe):
     reads = 1
 
     def __init__(self,
-                 pipe,        # yields `Tick`s or `Fragment`s
-                 scale=None,  # constant factor; None: learn the scale
-                 gamma=0.99,  # discount of the return whose deviation is learnt
-                 clip=10.0,   # limit of rewards that are scaled by the learnt scale; None: no limit
+                 pipe: IterDataPipe,          # yields `Tick`s or `Fragment`s
+                 scale: float | None = None,  # constant factor; None: learn the scale
+                 gamma: float = 0.99,         # discount of the return whose deviation is learnt
+                 clip: float | None = 10.0,   # limit of rewards that are scaled by the learnt scale; None: no limit
     ):
         super().__init__(pipe)
         if not 0 <= gamma <= 1: raise DataError("out of range", pipe=self, expected="0 <= gamma <= 1", got=f"gamma={gamma}")
         if clip is not None and not clip > 0: raise DataError("out of range", pipe=self, expected="clip > 0", got=f"clip={clip}")
         self.scale, self.gamma, self.clip = scale, gamma, clip
 
-    def stream(self, items):
-        moments, lanes = _Moments(), {}   # lane -> (seq, discounted return [B], last scaled reward [B])
+    def stream(self, items: Iterator) -> Iterator:
+        moments, lanes = _Moments(), {}   # lane -> _LaneRewards
         for item in items:
-            if isinstance(item, Tick): yield self.tick(item, moments, lanes)
+            if isinstance(item, Tick): yield self._scale_tick(item, moments, lanes)
             else:
                 check_item(item, Fragment, self)
-                yield self.fragment(item, moments, lanes)
+                yield self._scale_fragment(item, moments, lanes)
 
-    def tick(self, tick, moments, lanes):
+    def _scale_tick(self, tick, moments, lanes):
         n, rew = len(tick.valid), tick.next.rew
-        _, ret, last = lanes.get(tick.lane, (None, np.zeros(n), np.zeros(n, np.float32)))
-        ret = ret * self.gamma + rew
-        scaled = self.scaled(rew, moments, ret[tick.valid])
-        lanes[tick.lane] = None, np.where(tick.next.fin, 0., ret), scaled
-        return tick._replace(state=tick.state._replace(rew=last), next=tick.next._replace(rew=scaled))
+        before = lanes.get(tick.lane) or _LaneRewards(None, np.zeros(n), np.zeros(n, np.float32))
+        ret = before.ret * self.gamma + rew
+        scaled = self._scaled(rew, moments, ret[tick.valid])
+        lanes[tick.lane] = _LaneRewards(None, np.where(tick.next.fin, 0., ret), scaled)
+        return tick._replace(state=tick.state._replace(rew=before.last), next=tick.next._replace(rew=scaled))
 
-    def fragment(self, fragment, moments, lanes):
+    def _scale_fragment(self, fragment, moments, lanes):
         rew, fin = (x.cpu().numpy() for x in (fragment.state.rew, fragment.state.fin))
         valid, out = fragment.valid.cpu().numpy(), np.empty_like(rew)
-        for lane, seq, at in strands(fragment):
-            before, ret, last = lanes.get(lane, (None, None, None))
-            known = before is not None and before + 1 == seq and len(ret) == at.stop - at.start
-            ret = self.discounted(rew[1:, at], fin[:-1, at], ret if known else 0.)
-            out[1:, at] = self.scaled(rew[1:, at], moments, ret[valid[:, at]])
-            out[0, at] = last if known else self.scaled(rew[0, at], moments)
-            lanes[lane] = seq, np.where(fin[-1, at], 0., ret[-1]), out[-1, at].copy()
+        for lane, seq, columns in strands(fragment):
+            before, n = lanes.get(lane), columns.stop - columns.start
+            follows = before is not None and before.seq is not None and before.seq + 1 == seq and len(before.ret) == n
+            ret = running_returns(rew[1:, columns], fin[:-1, columns], before.ret if follows else 0., self.gamma)
+            out[1:, columns] = self._scaled(rew[1:, columns], moments, ret[valid[:, columns]])
+            out[0, columns] = before.last if follows else self._scaled(rew[0, columns], moments)
+            lanes[lane] = _LaneRewards(seq, np.where(fin[-1, columns], 0., ret[-1]), out[-1, columns].copy())
         return fragment._replace(state=fragment.state._replace(rew=torch.from_numpy(out).to(fragment.state.rew.device)))
 
-    def discounted(self, rew, fin, before):
-        "Running discounted returns `[T, B]` up to each step; `fin[t]`: an episode begins with step `t`; `before`: the return up to there."
-        rew = rew.astype(np.float64)
-        rew[0] += self.gamma * before
-        # the recursion that looks ahead, on reversed time
-        ret = backward_recursion(torch.from_numpy(self.gamma * ~fin[::-1]), torch.from_numpy(rew[::-1].copy()))
-        return ret.flip(0).numpy()
-
-    def scaled(self, rew, moments, ret=()):
+    def _scaled(self, rew, moments, ret=()):
         "`rew` in float32, scaled after the returns `ret` `[n]` have been taken in."
         if self.scale is not None: return (rew * self.scale).astype(np.float32)
         moments.update(ret)
@@ -110,28 +129,28 @@ class ObservationCast(Pipe):
     reads = 1
 
     def __init__(self,
-                 pipe,                 # yields `Tick`s or `Fragment`s
-                 dtype=torch.float32,  # floating dtype, such as `torch.float32` or `torch.bfloat16`
+                 pipe: IterDataPipe,                  # yields `Tick`s or `Fragment`s
+                 dtype: torch.dtype = torch.float32,  # floating dtype, such as `torch.float32` or `torch.bfloat16`
     ):
         super().__init__(pipe)
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise DataError("wrong dtype", pipe=self, expected="a floating torch.dtype", got=f"dtype={dtype!r}")
         self.dtype = dtype
 
-    def stream(self, items):
-        for item in items: yield self.tick(item) if isinstance(item, Tick) else self.fragment(item)
+    def stream(self, items: Iterator) -> Iterator:
+        for item in items: yield self._cast_tick(item) if isinstance(item, Tick) else self._cast_fragment(item)
 
-    def fragment(self, fragment):
+    def _cast_fragment(self, fragment):
         check_item(fragment, Fragment, self)
-        cast = lambda obs: nested.map(lambda x: x.to(self.dtype) if x.is_floating_point() else x, obs)
+        def cast(obs): return nested.map(lambda x: x.to(self.dtype) if x.is_floating_point() else x, obs)
         return fragment._replace(state=fragment.state._replace(obs=cast(fragment.state.obs)),
                                  final=fragment.final._replace(obs=cast(fragment.final.obs)))
 
-    def tick(self, tick):
+    def _cast_tick(self, tick):
         dtype = {torch.float32: np.float32, torch.float64: np.float64}.get(self.dtype)
         if dtype is None:
             raise DataError("ticks cannot be cast", pipe=self, lane=tick.lane, expected="float32 or float64", got=str(self.dtype))
-        cast = lambda obs: nested.map(lambda x: x.astype(dtype, copy=False) if x.dtype.kind == 'f' else x, obs)
+        def cast(obs): return nested.map(lambda x: x.astype(dtype, copy=False) if x.dtype.kind == 'f' else x, obs)
         return tick._replace(state=tick.state._replace(obs=cast(tick.state.obs)), next=tick.next._replace(obs=cast(tick.next.obs)),
                              final={b: (cast(obs), hx) for b, (obs, hx) in tick.final.items()})
 
@@ -146,15 +165,15 @@ class NSteps(NamedTuple):
     final: Any      # int64 [T, B]: row of `fragment.final` that was reached instead, or -1
 
     @property
-    def valid(self):
+    def valid(self) -> Tensor:
         "bool [T, B]: where row t is a step"
         return self.fragment.valid
 
-    def reached(self, rows, final):
-        """Of the state reached from each row `[T, B, ...]`: any container of `rows` `[T+1, B, ...]` and `final` `[K, ...]`.
-
-        Such as `reached(fragment.state.obs, fragment.final.obs)`, the observations to bootstrap from, as a copy.
-        """
+    def reached(self,
+                rows: Any,   # container, leaves [T+1, B, ...], such as `fragment.state.obs`
+                final: Any,  # the same for the final rows, leaves [K, ...], such as `fragment.final.obs`
+    ) -> Any:
+        "What belongs to the state that was reached from each row, leaves `[T, B, ...]`: a copy."
         b = torch.arange(self.row.shape[1], device=self.row.device)
         ended = self.final >= 0
         def pick(x, end):
@@ -163,37 +182,41 @@ class NSteps(NamedTuple):
             return x
         return nested.map(pick, rows, final)
 
-    def target(self, v, v_final):
-        "Bootstrap targets `rew + discount * v(reached)`, float32 `[T, B]`, from values `v` `[T+1, B]` and `v_final` `[K]`."
+    def target(self,
+               v: Tensor,        # float32 [T+1, B]: values of the rows
+               v_final: Tensor,  # float32 [K]: values of the true last observations
+    ) -> Tensor:
+        "Bootstrap targets `rew + discount * v(reached)`, float32 `[T, B]`."
         return self.rew + self.discount * self.reached(v, v_final)
 
-
+# %% ../../nbs/pipes/20_transforms.ipynb #1bf825c0
 class NStep(Pipe):
     """n-step returns of each `Fragment`: yields `NSteps`.
 
     Sums never go across the end of an episode or a row that is not `valid`, and they are shorter where the fragment ends. Episodes
-    that were cut off go on with their true last observation. Raises `DataError` if `n < 1` or `gamma` is not in [0, 1].
+    that were truncated go on with their true last observation. Raises `DataError` if `n < 1` or `gamma` is not in [0, 1].
 
     Sutton and Barto, *Reinforcement learning*, 2nd edition, 2018, section 7.1, http://incompleteideas.net/book/the-book-2nd.html.
     """
     reads = 1
 
     def __init__(self,
-                 pipe,        # yields `Fragment`s
-                 n,           # greatest number of steps
-                 gamma=0.99,  # discount of the reward one step later
+                 pipe: IterDataPipe,   # yields `Fragment`s
+                 n: int,               # greatest number of steps
+                 gamma: float = 0.99,  # discount of the reward one step later
     ):
         super().__init__(pipe)
         check_integer('n', n, pipe=self)
         if not 0 <= gamma <= 1: raise DataError("out of range", pipe=self, expected="0 <= gamma <= 1", got=f"gamma={gamma}")
         self.n, self.gamma = n, gamma
 
-    def stream(self, items):
+    def stream(self, items: Iterator[Fragment]) -> Iterator[NSteps]:
         for fragment in items:
             check_item(fragment, Fragment, self)
             yield self.sums(fragment)
 
-    def sums(self, fragment) -> NSteps:
+    def sums(self, fragment: Fragment) -> NSteps:
+        "The n-step returns of one fragment."
         rew, fin, term, valid = fragment.state.rew[1:], fragment.state.fin[1:], fragment.term[1:], fragment.valid
         total, m, going = torch.zeros_like(rew), torch.zeros_like(valid, dtype=torch.int64), valid.clone()
         n_rows = len(rew)
@@ -203,55 +226,16 @@ class NStep(Pipe):
             m[:n_rows - k] += here
             going[:n_rows - k] = here & ~fin[k:]
         row = torch.arange(n_rows, device=m.device)[:, None] + m
-        last = (row - 1).clamp(min=0)
-        ends = torch.full_like(m, -1)
-        ends[fragment.final.t, fragment.final.b] = torch.arange(len(fragment.final.t), device=m.device)
-        none = m == 0
+        last, none = (row - 1).clamp(min=0), m == 0
         discount = (self.gamma ** m.to(rew.dtype)).masked_fill(none | term.gather(0, last), 0.)
-        return NSteps(fragment, total, discount, m, row, ends.gather(0, last).masked_fill(none, -1))
+        return NSteps(fragment, total, discount, m, row, final_numbers(fragment).gather(0, last).masked_fill(none, -1))
 
-# %% ../../nbs/pipes/20_transforms.ipynb #0403745f
-class ToDevice(Pipe):
-    """Move the tensors of each item (a `Fragment`, `NSteps`, or any container) to `device`.
-
-    For a CUDA device tensors are copied to pinned memory and from there without blocking, on a stream of their own; the
-    consumer's stream waits for it, and not the program. With `ahead=1` (double buffering) the next item is fetched, and its
-    transfer begun, before this one is given out: transfer and learning overlap. That item was collected with weights that lack
-    the coming update, so only use it where the stream above does not depend on the learner at once, as between the minibatches of
-    a fragment. Other devices get plain copies.
-
-    Raises `DataError` if the device is not known or not there, and for `Tick`s, which live in host memory.
-    """
-    reads = 1
-
-    def __init__(self,
-                 pipe,      # yields containers of tensors
-                 device,    # such as 'cuda', 'cuda:1' or 'cpu'
-                 ahead=0,   # items that are fetched early
-    ):
-        super().__init__(pipe)
-        try: torch.device(device)
-        except RuntimeError as e: raise DataError("unknown device", pipe=self, expected="such as 'cuda' or 'cpu'", got=str(device)) from e
-        check_integer('ahead', ahead, 0, pipe=self)
-        self.device, self.ahead = device, ahead
-
-    def stream(self, items):
-        device = torch.device(self.device)
-        if device.type == 'cuda' and not torch.cuda.is_available():
-            raise DataError("no such device here", pipe=self, expected="CUDA", got=str(device))
-        side, queue = torch.cuda.Stream(device) if device.type == 'cuda' else None, deque()
-        for item in items:
-            if isinstance(item, Tick): raise DataError("ticks cannot be moved", pipe=self, expected="Fragments", got="Tick")
-            queue.append(_begin(item, device, side))
-            if len(queue) > self.ahead: yield _complete(*queue.popleft())
-        while queue: yield _complete(*queue.popleft())
-
-
+# %% ../../nbs/pipes/20_transforms.ipynb #b45ca730
 def _begin(item, device, side):
-    "`item` on its way to `device` in the CUDA stream `side`, and an event that tells when it is there."
+    "`item` on its way to `device` in the CUDA stream `side`, and an event that tells when it has arrived. Both are None without CUDA."
     def move(x):
-        if not isinstance(x, torch.Tensor): return x
-        # pinned memory is given back by torch's allocator only when the copy is over
+        if not isinstance(x, Tensor): return x
+        # Torch's allocator reuses pinned memory only after the copy is over.
         if side is not None and x.device.type == 'cpu': x = x.pin_memory()
         return x.to(device, non_blocking=side is not None)
     with nullcontext() if side is None else torch.cuda.stream(side): moved = nested.map(move, item)
@@ -259,11 +243,47 @@ def _begin(item, device, side):
 
 
 def _complete(item, event):
-    "`item`, which work that is submitted from now on finds complete."
+    "`item`, for use by the present CUDA stream: its work waits until the item has arrived."
     if event is None: return item
     for x in nested.leaves(item):
-        if isinstance(x, torch.Tensor) and x.is_cuda:
+        if isinstance(x, Tensor) and x.is_cuda:
             current = torch.cuda.current_stream(x.device)
             current.wait_event(event)
-            x.record_stream(current)   # its memory belongs to the other stream
+            x.record_stream(current)   # the memory was allocated by the other stream
     return item
+
+# %% ../../nbs/pipes/20_transforms.ipynb #0403745f
+class ToDevice(Pipe):
+    """Move the tensors of each item (a `Fragment`, `NSteps`, or any container) to `device`.
+
+    For a CUDA device tensors are copied to pinned memory and from there without blocking, on a stream of their own; the
+    consumer's stream waits for it, and the program does not. With `ahead=1` (double buffering) the next item is fetched, and its
+    transfer begun, before this one is given out: transfer and learning overlap. That item was collected with weights that lack
+    the coming update, so only use it where the stream above does not depend on the learner at once, as between the minibatches of
+    a fragment. Other devices get plain copies.
+
+    Raises `DataError` if the device is unknown or missing, and for `Tick`s, which live in host memory.
+    """
+    reads = 1
+
+    def __init__(self,
+                 pipe: IterDataPipe,  # yields containers of tensors
+                 device: Any,         # such as 'cuda', 'cuda:1' or 'cpu'
+                 ahead: int = 0,      # items that are fetched early
+    ):
+        super().__init__(pipe)
+        try: torch.device(device)
+        except RuntimeError as e: raise DataError("unknown device", pipe=self, expected="such as 'cuda' or 'cpu'", got=str(device)) from e
+        check_integer('ahead', ahead, 0, pipe=self)
+        self.device, self.ahead = device, ahead
+
+    def stream(self, items: Iterator) -> Iterator:
+        device = torch.device(self.device)
+        if device.type == 'cuda' and not torch.cuda.is_available():
+            raise DataError("no such device here", pipe=self, expected="CUDA", got=str(device))
+        side, under_way = torch.cuda.Stream(device) if device.type == 'cuda' else None, deque()
+        for item in items:
+            if isinstance(item, Tick): raise DataError("ticks cannot be moved", pipe=self, expected="Fragments", got="Tick")
+            under_way.append(_begin(item, device, side))
+            if len(under_way) > self.ahead: yield _complete(*under_way.popleft())
+        while under_way: yield _complete(*under_way.popleft())

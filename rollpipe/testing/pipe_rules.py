@@ -100,8 +100,8 @@ def _check_fragment(report: Report, fragment: Fragment) -> None:
     state, term, valid, final = fragment.state, fragment.term, fragment.valid, fragment.final
     with report.demand(FRAGMENT_SHAPES):
         T, B = valid.shape
-        leading = dict(state=(T + 1, B), term=(T + 1, B), actor=(T + 1, B), env=(T, B), adv=(T, B), ret=(T, B), final=(len(final.t),),
-                       lane=(B,), seq=(B,), version=(B,))
+        kinds = (Fragment.ROWS, (T + 1, B)), (Fragment.STEPS, (T, B)), (Fragment.COLUMNS, (B,)), (['final'], (len(final.t),))
+        leading = {name: lead for names, lead in kinds for name in names}
         for name, lead in leading.items():
             for x, path in zip(nested.leaves(getattr(fragment, name)), nested.paths(getattr(fragment, name), name)):
                 if tuple(x.shape[:len(lead)]) != lead:

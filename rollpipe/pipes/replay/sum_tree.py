@@ -6,6 +6,8 @@
 __all__ = ['SumTree']
 
 # %% ../../../nbs/pipes/23_replay/01_sum_tree.ipynb #96ca1c8d
+from typing import Any
+
 import numpy as np
 
 # %% ../../../nbs/pipes/23_replay/01_sum_tree.ipynb #300b55a6
@@ -14,29 +16,32 @@ class SumTree:
 
     Schaul et al., Prioritized experience replay, 2016, appendix B.2.1, https://arxiv.org/abs/1511.05952.
     """
-    def __init__(self, size):
+    def __init__(self, size: int):
         self.depth = (size - 1).bit_length()
-        self.first = 1 << self.depth                 # node 1 is the root, those below node i are 2 i and 2 i + 1
-        self.nodes = np.zeros(2 * self.first)
+        self.first_leaf = 1 << self.depth            # node 1 is the root; below node i are the nodes 2 i and 2 i + 1
+        self.nodes = np.zeros(2 * self.first_leaf)
 
     @property
     def total(self) -> float:
         "The sum of all priorities."
         return self.nodes[1]
 
-    def __getitem__(self, index): return self.nodes[self.first + index]
+    def __getitem__(self, index: Any) -> Any:
+        "The priorities of the indices."
+        return self.nodes[self.first_leaf + index]
 
-    def __setitem__(self, index, priority):
-        "Set the priorities of the indices `[n]`; the last one counts where an index occurs twice."
-        node = self.first + np.asarray(index)
+    def __setitem__(self, index: Any, priority: Any):
+        "Set the priorities of the indices `[n]`; if an index occurs twice, the last priority counts."
+        node = self.first_leaf + np.asarray(index)
         self.nodes[node] = priority
         for _ in range(self.depth):
             node = node >> 1
+            # Neighbours often have the same parent. For many nodes it pays to drop the repetitions.
             if len(node) > 64: node = node[np.append(True, node[1:] != node[:-1])]
             left = node << 1
             self.nodes[node] = self.nodes[left] + self.nodes[left + 1]
 
-    def find(self, sums):
+    def find(self, sums: np.ndarray) -> np.ndarray:
         "For each of `sums` `[n]`, in [0, total), the index (int64 `[n]`) at which the running sum of the priorities exceeds it."
         node, sums = np.ones(len(sums), np.int64), np.array(sums)
         for _ in range(self.depth):
@@ -45,4 +50,4 @@ class SumTree:
             right = sums >= left
             sums -= left * right
             node += right
-        return node - self.first
+        return node - self.first_leaf
