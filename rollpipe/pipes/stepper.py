@@ -11,11 +11,11 @@ import torch
 
 from . import nested
 from .data import State, Tick
-from .envs.batch import in_containers
+from .envs.actions import in_containers
 from .errors import ActorError, EnvError, PipeError, check_integer, describe
 from .pipe import Seeded, Source
-from .envs.factories import env_factories
-from .envs.vector import VectorFactory, env_batch
+from .envs.factories import VectorFactory, env_factories
+from .envs.vector import env_batch
 from .modules import version_of
 
 # %% ../../nbs/pipes/11_stepper.ipynb #448ad896
@@ -78,10 +78,10 @@ class _Lane:
         "The first outcome of the environments, and the recurrent state to begin with."
         out = self.envs.reset()
         # the actor alone knows the structure of its recurrent state, and the dtype of its actions
-        act, hx, _ = self.react(out.seen, None, virtual=True)
+        act, hx, _ = self.react(out.inputs, None, virtual=True)
         act = nested.map(torch.zeros_like, act)
         array = nested.map(lambda x: x[0].numpy(), act)
-        out = out._replace(state=out.state._replace(act=array), seen=out.seen._replace(act=act))
+        out = out._replace(state=out.state._replace(act=array), inputs=out.inputs._replace(act=act))
         return out, self.reset(hx, out.ended)
 
     def react(self, seen, hx, virtual=False):
@@ -156,10 +156,10 @@ class _Lane:
     def ticks(self):
         "Yield one `Tick` per step, for ever."
         out, hx = self.start()
-        place = self.envs.memory.place
+        place = self.envs.observe_into
         while True:
             version, before, hx_before = version_of(self.actor), out, hx
-            act, hx, info = self.react(before.seen, hx)
+            act, hx, info = self.react(before.inputs, hx)
             out, final = self.envs.step(act), {}
             if out.ended:
                 final = {b: (obs, nested.getitem(hx, (slice(None), slice(b, b + 1)))) for b, obs in out.final.items()}
