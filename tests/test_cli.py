@@ -254,7 +254,7 @@ MISTAKES = [
     ("train trpo Pendulum-v1 --seed -1", "seed.*at least 0, got -1"),
     ("train trpo Pendulum-v1 --n-steps 0", "n_steps >= 1"),
     ("train trpo Pendulum-v1 --n-envs 0", "environments"),
-    ("train trpo Pendulum-v1 --lanes 0", "lanes"),
+    ("train trpo Pendulum-v1 --lanes 0", "Lanes: out of range.*n=0"),
     ("train trpo Pendulum-v1 --env-kwargs g", "key=value, got g"),
     ("train trpo Pendulum-v1 --env-kwargs planet=mars", "planet"),
     ("train --resume nowhere", "nowhere: there is no such run"),

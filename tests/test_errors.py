@@ -11,7 +11,7 @@ from torch.utils.data import IterDataPipe
 from rollpipe.pipes import errors
 from rollpipe.pipes.errors import DataError, EnvError, GraphError, PipeError, describe
 
-ALL = [getattr(errors, name) for name in errors.__all__ if name != 'describe']
+ALL = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.PipeError)]
 
 
 def make(cls):

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from itertools import islice
+from typing import Any
 
 # %% auto #0
 __all__ = ['describe', 'PipeError', 'EnvError', 'ActorError', 'DataError', 'GraphError', 'CheckpointError', 'SpaceError',
            'WorkerError', 'check_integer']
 
 # %% ../../nbs/pipes/00_errors.ipynb #74c0db68
-def describe(value, width: int = 120) -> str:
+def describe(value: Any, width: int = 120) -> str:
     "Short text for messages: dtype and shape of an array or tensor, else the value itself, cut at `width` characters."
     if hasattr(value, 'dtype') and hasattr(value, 'ndim'):
         dtype = str(value.dtype).removeprefix('torch.')
@@ -34,23 +35,23 @@ def _describe_items(value, width) -> str | None:
 
 # %% ../../nbs/pipes/00_errors.ipynb #71d2222b
 class PipeError(RuntimeError):
-    """Something went wrong in a pipeline; the fields say where.
-
-    Args:
-        problem: what is wrong, a short phrase.
-        pipe: the pipe (its class name is kept) or a name.
-        lane: index of the lane.
-        env: index of the environment, an `(index, name)` pair, or a text.
-        leaf: path of the leaf inside a container, such as `obs['camera'][0]`.
-        expected, got: a text, or any value, of which `describe(value)` is kept.
-    """
-    def __init__(self, problem: str, *, pipe=None, lane=None, env=None, leaf=None, expected=None, got=None):
+    "Something went wrong in a pipeline; the fields say where."
+    def __init__(self,
+                 problem: str,             # what is wrong, a short phrase
+                 *,
+                 pipe: Any = None,         # the pipe (its class name is kept) or a name
+                 lane: Any = None,         # index of the lane
+                 env: Any = None,          # index of the environment, an `(index, name)` pair, or a text
+                 leaf: str | None = None,  # path of the leaf inside a container, such as `obs['camera'][0]`
+                 expected: Any = None,     # a text, or any value, of which `describe(value)` is kept
+                 got: Any = None,          # what came instead, as `expected`
+    ):
         super().__init__(problem)
         self.problem, self.pipe, self.lane, self.env, self.leaf = problem, None, None, None, None
         self.expected, self.got = (v if v is None or isinstance(v, str) else describe(v) for v in (expected, got))
         self.locate(pipe=pipe, lane=lane, env=env, leaf=leaf)
 
-    def locate(self, *, pipe=None, lane=None, env=None, leaf=None) -> PipeError:
+    def locate(self, *, pipe: Any = None, lane: Any = None, env: Any = None, leaf: str | None = None) -> PipeError:
         "Fill in the places that are still unknown, as the error rises through those who know them; returns itself."
         if pipe is not None and not isinstance(pipe, str):
             pipe = (pipe if isinstance(pipe, type) else type(pipe)).__name__
@@ -100,7 +101,7 @@ class WorkerError(PipeError):
     "A worker process ended, is silent, or cannot be started."
 
 # %% ../../nbs/pipes/00_errors.ipynb #3ca9ab08
-def check_integer(name: str, value, least: int = 1, **where) -> int:
+def check_integer(name: str, value: Any, least: int = 1, **where: Any) -> int:
     """`value`, if it is an integer >= `least`; `name` is what its owner calls it.
 
     Raises:

@@ -5,6 +5,7 @@
 # %% ../../nbs/pipes/01_nested.ipynb #5aefa71f
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,35 +19,35 @@ __all__ = ['map', 'leaves', 'flatten', 'paths', 'check_like', 'getitem', 'setite
            'numpify', 'Aliased', 'aliased', 'as_seen']
 
 # %% ../../nbs/pipes/01_nested.ipynb #fb2d67a2
-def map(fn, tree, *rest):
+def map(fn: Callable, tree: Any, *rest: Any) -> Any:
     "Apply `fn` to each leaf of `tree` and the matching leaves of `rest`; the result has the containers of `tree`."
     return optree.tree_map(fn, tree, *rest)
 
 # %% ../../nbs/pipes/01_nested.ipynb #51bf5fe8
-def leaves(tree) -> list:
+def leaves(tree: Any) -> list:
     "The leaves, depth first; those of a plain dict in the sorted order of its keys, whatever order it was built in."
     return optree.tree_leaves(tree)
 
 
-def flatten(tree) -> tuple[list, Any]:
+def flatten(tree: Any) -> tuple[list, Any]:
     "The leaves, and the structure without them, which can be compared with `==`."
     return optree.tree_flatten(tree)
 
 
-def paths(tree, root: str = '') -> list[str]:
+def paths(tree: Any, root: str = '') -> list[str]:
     "For each leaf, in the order of `leaves`, the Python expression that reaches it from `root`."
     return [accessor.codify(root) for accessor in optree.tree_accessors(tree)]
 
 # %% ../../nbs/pipes/01_nested.ipynb #b8d36946
-def check_like(tree, like, name: str, **context) -> None:
+def check_like(
+    tree: Any,       # the container to check
+    like: Any,       # container of example leaves
+    name: str,       # what `tree` is called, the root of the leaf paths in the message
+    **context: Any,  # `pipe`, `lane`, `env` for the message
+) -> None:
     """Check that `tree` has the structure of `like`, and each leaf the shape and dtype of its counterpart.
 
-    Args:
-        tree: the container to check.
-        like: container of example leaves. Numpy and torch dtypes of one name are equal; a Python scalar fits any
-            dtype of its kind (bool, int, float).
-        name: what `tree` is called, the root of the leaf paths in the message.
-        **context: `pipe`, `lane`, `env` for the message.
+    Numpy and torch dtypes of one name are equal; a Python scalar fits any dtype of its kind (bool, int, float).
 
     Raises:
         DataError: names the first leaf that differs, its expected dtype and shape, and what came.
@@ -82,18 +83,18 @@ def _sketch(structure) -> str:
     return str(structure).removeprefix('PyTreeSpec(').removesuffix(')')
 
 # %% ../../nbs/pipes/01_nested.ipynb #ca00dce8
-def getitem(tree, index):
+def getitem(tree: Any, index: Any) -> Any:
     "`leaf[index]` for every leaf: views where numpy and torch give views."
     return optree.tree_map(lambda x: x[index], tree)
 
 
-def setitem(tree, index, value) -> None:
+def setitem(tree: Any, index: Any, value: Any) -> None:
     "`leaf[index] = value` in place, for each leaf of `tree` and the matching leaf of `value`; numpy and torch may mix."
     def assign(dst, src): dst[index] = _same_kind(src, dst)
     optree.tree_map_(assign, tree, value)
 
 
-def copy_(dst, src, at=None):
+def copy_(dst: Any, src: Any, at: Any = None) -> Any:
     "Copy `src` into `dst`, or into its rows `at`, in place, broadcast and cast as in an assignment; returns `dst`."
     setitem(dst, at, src) if at is not None else optree.tree_map_(_copy_leaf, dst, src)
     return dst
@@ -110,22 +111,19 @@ def _same_kind(src, dst):
     if isinstance(dst, torch.Tensor): return torch.from_numpy(src) if isinstance(src, np.ndarray) else src
     return src.detach().numpy() if isinstance(src, torch.Tensor) else src
 
-# %% ../../nbs/pipes/01_nested.ipynb #a346561b
-def stack(trees, dim: int = 0):
-    "Join containers of one structure along a new dimension `dim`. Arrays and scalars give arrays, tensors tensors."
-    return _join(trees, dim, np.stack, torch.stack)
-
-
-def cat(trees, dim: int = 0, view: bool = False):
-    """Join containers of one structure along their dimension `dim`, which is the only one that may differ in size.
-
-    With `view` tensors that lie side by side already are not copied: the result has their memory.
-    """
-    return _join(trees, dim, np.concatenate, _adjoin if view else _cat)
+# %% ../../nbs/pipes/01_nested.ipynb #dc3529e7
+def _cat(xs, dim):
+    "As `torch.cat`. numpy allocates a large result, because it asks the system for huge pages, which makes this three times faster."
+    if sum(x.nbytes for x in xs) < 2 ** 22 or not all(type(x) is torch.Tensor and x.is_cpu and not x.requires_grad for x in xs):
+        return torch.cat(xs, dim)
+    if len({(x.dtype, *x.shape[:dim], *x.shape[dim + 1:]) for x in xs}) > 1 or dim < 0: return torch.cat(xs, dim)
+    shape = (*xs[0].shape[:dim], sum(x.shape[dim] for x in xs), *xs[0].shape[dim + 1:])
+    out = torch.from_numpy(np.empty(sum(x.nbytes for x in xs), np.uint8)).view(xs[0].dtype).view(shape)
+    return torch.cat(xs, dim, out=out)
 
 
 def _adjoin(xs, dim):
-    "`xs` as one tensor, without a copy where each begins in memory where the one before ends along `dim`."
+    "`xs` as one tensor; no copy is made if each one begins in memory where the one before ends along `dim`."
     if dim < 0 or not all(type(x) is torch.Tensor and dim < x.ndim and _is_plain(x) for x in xs): return _cat(xs, dim)
     x, end, memory = xs[0], xs[0].storage_offset(), xs[0].untyped_storage()
     for y in xs:
@@ -134,21 +132,24 @@ def _adjoin(xs, dim):
         end += y.shape[dim] * x.stride(dim)
     shape = *x.shape[:dim], sum(y.shape[dim] for y in xs), *x.shape[dim + 1:]
     last = x.storage_offset() + sum((n - 1) * stride for n, stride in zip(shape, x.stride()))
-    if 0 in shape or (last + 1) * x.itemsize > memory.nbytes(): return _cat(xs, dim)     # it does not know more than its own part
+    if 0 in shape or (last + 1) * x.itemsize > memory.nbytes(): return _cat(xs, dim)     # the storage ends before the result would
     return x.as_strided(shape, x.stride())
 
 
 def _is_plain(x) -> bool: return x.layout is torch.strided and x.is_cpu and not (x.requires_grad or x.is_conj() or x.is_neg())
 
+# %% ../../nbs/pipes/01_nested.ipynb #a346561b
+def stack(trees: Iterable, dim: int = 0) -> Any:
+    "Join containers of one structure along a new dimension `dim`. Arrays and scalars give arrays, tensors tensors."
+    return _join(trees, dim, np.stack, torch.stack)
 
-def _cat(xs, dim):
-    "`torch.cat`; a large result in memory from numpy, which asks the system for huge pages: that is three times faster."
-    if sum(x.nbytes for x in xs) < 2 ** 22 or not all(type(x) is torch.Tensor and x.is_cpu and not x.requires_grad for x in xs):
-        return torch.cat(xs, dim)
-    if len({(x.dtype, *x.shape[:dim], *x.shape[dim + 1:]) for x in xs}) > 1 or dim < 0: return torch.cat(xs, dim)
-    shape = (*xs[0].shape[:dim], sum(x.shape[dim] for x in xs), *xs[0].shape[dim + 1:])
-    out = torch.from_numpy(np.empty(sum(x.nbytes for x in xs), np.uint8)).view(xs[0].dtype).view(shape)
-    return torch.cat(xs, dim, out=out)
+
+def cat(trees: Iterable, dim: int = 0, view: bool = False) -> Any:
+    """Join containers of one structure along their dimension `dim`, which is the only one that may differ in size.
+
+    With `view` tensors that lie side by side already are not copied: the result has their memory.
+    """
+    return _join(trees, dim, np.concatenate, _adjoin if view else _cat)
 
 
 def _join(trees, dim, npy, pyt):
@@ -166,7 +167,7 @@ def _join(trees, dim, npy, pyt):
         raise
 
 # %% ../../nbs/pipes/01_nested.ipynb #06482f9e
-def alloc(tree, *leading: int):
+def alloc(tree: Any, *leading: int) -> Any:
     """Uninitialised leaves of shape `[*leading, *leaf.shape]` and the leaf's dtype.
 
     Tensors give tensors on the same device; arrays and scalars give arrays (a Python float is float64, an int int64).
@@ -177,21 +178,36 @@ def alloc(tree, *leading: int):
         return np.empty(leading + x.shape, dtype=x.dtype)
     return optree.tree_map(new, tree)
 
+# %% ../../nbs/pipes/01_nested.ipynb #ce14459d
+def _on_host(x: torch.Tensor) -> torch.Tensor:
+    if x.device.type != 'cpu': raise TypeError(f'expected host memory, got a tensor on {x.device}')
+    return x
+
+
+def _map_named(fn, tree):
+    "`map`, but an error of `fn` names the leaf. The paths are only looked for after a failure."
+    try: return optree.tree_map(fn, tree)
+    except (TypeError, ValueError, RuntimeError) as error:
+        for path, leaf in zip(paths(tree), leaves(tree)):
+            try: fn(leaf)
+            except (TypeError, ValueError, RuntimeError) as cause:
+                raise DataError(f'cannot convert leaf ({cause})', leaf=path, got=describe(leaf)) from error
+        raise
+
 # %% ../../nbs/pipes/01_nested.ipynb #d23519d0
-def torchify(tree, *leading: int, copy: bool = False, pinned: bool = False, shared: bool = False):
+def torchify(
+    tree: Any,             # container of numeric arrays, host tensors or scalars
+    *leading: int,         # sizes of new leading dimensions, over which the data is repeated
+    copy: bool = False,    # always copy
+    pinned: bool = False,  # allocate page-locked memory, for faster transfers to an accelerator
+    shared: bool = False,  # allocate memory that other processes see
+) -> Any:
     """Host tensors of shape `[*leading, *leaf.shape]`, which alias the memory of the leaves where possible.
 
     Tensors pass as they are, arrays are aliased, scalars become new tensors (a Python float is torch's default dtype).
     A new copy, detached and contiguous, is made if `copy`, `pinned` or `shared` is set, if a leading dimension is
-    not 1, or if torch cannot alias the array (read-only memory, negative strides).
-
-    Args:
-        tree: container of numeric arrays, host tensors or scalars.
-        *leading: sizes of new leading dimensions, over which the data is repeated.
-        copy: always copy.
-        pinned: allocate page-locked memory, for faster transfers to an accelerator.
-        shared: allocate memory that other processes see. Do this before aliasing: a tensor that torch moves to shared
-            memory later, when it is first sent, leaves its numpy aliases behind.
+    not 1, or if torch cannot alias the array (read-only memory, negative strides). Ask for `shared` before aliasing: a tensor
+    that torch moves to shared memory later, when it is first sent, leaves its numpy aliases behind.
 
     Raises:
         ValueError: if both `pinned` and `shared` are set.
@@ -209,8 +225,8 @@ def torchify(tree, *leading: int, copy: bool = False, pinned: bool = False, shar
         return out.share_memory_() if shared else out
     return _map_named(to_tensor, tree)
 
-
-def numpify(tree, *leading: int, copy: bool = False):
+# %% ../../nbs/pipes/01_nested.ipynb #a10d3b3b
+def numpify(tree: Any, *leading: int, copy: bool = False) -> Any:
     """Arrays of shape `[*leading, *leaf.shape]`, which alias the memory of the leaves where possible.
 
     Arrays pass as they are, host tensors are detached and aliased, scalars become new arrays. A new copy is made if
@@ -226,22 +242,6 @@ def numpify(tree, *leading: int, copy: bool = False):
         return out
     return _map_named(to_array, tree)
 
-# %% ../../nbs/pipes/01_nested.ipynb #831fd648
-def _on_host(x: torch.Tensor) -> torch.Tensor:
-    if x.device.type != 'cpu': raise TypeError(f'expected host memory, got a tensor on {x.device}')
-    return x
-
-
-def _map_named(fn, tree):
-    "`map`, but an error of `fn` names the leaf. The paths are only looked for after a failure."
-    try: return optree.tree_map(fn, tree)
-    except (TypeError, ValueError, RuntimeError) as error:
-        for path, leaf in zip(paths(tree), leaves(tree)):
-            try: fn(leaf)
-            except (TypeError, ValueError, RuntimeError) as cause:
-                raise DataError(f'cannot convert leaf ({cause})', leaf=path, got=describe(leaf)) from error
-        raise
-
 # %% ../../nbs/pipes/01_nested.ipynb #83c18b3b
 class Aliased(NamedTuple):
     "Two views of the same memory: `npy` with numpy leaves, `pyt` with torch leaves."
@@ -249,13 +249,13 @@ class Aliased(NamedTuple):
     pyt: Any
 
 
-def aliased(tree, *, copy: bool = False, pinned: bool = False, shared: bool = False) -> Aliased:
+def aliased(tree: Any, *, copy: bool = False, pinned: bool = False, shared: bool = False) -> Aliased:
     "`tree` as `torchify` gives it, and the numpy view of the same memory. Scalars become zero-dimensional."
     pyt = torchify(tree, copy=copy, pinned=pinned, shared=shared)
     return Aliased(numpify(pyt), pyt)
 
 # %% ../../nbs/pipes/01_nested.ipynb #be744145
-def as_seen(tree):
+def as_seen(tree: Any) -> Any:
     "Tensors as actors and critics are shown them: float64 becomes float32, all else stays."
     if isinstance(tree, torch.Tensor): return tree.float() if tree.dtype == torch.float64 else tree
     return optree.tree_map(lambda x: x.float() if x.dtype == torch.float64 else x, tree)

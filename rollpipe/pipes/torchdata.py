@@ -16,7 +16,7 @@ _all_ = ["IterDataPipe", "MapDataPipe", "IterableWrapper", "Mapper", "traverse_d
 _LAZY = ("DataLoader2", "InProcessReadingService", "ReadingServiceInterface", "set_graph_random_seed")
 _services = []     # classes that count as reading services once torchdata is there
 
-def reading_service(cls):
+def reading_service(cls: type) -> type:
     "Decorator: `cls` is a `ReadingServiceInterface`, though torchdata is not imported on its account."
     _services.append(cls)
     if "ReadingServiceInterface" in globals(): globals()["ReadingServiceInterface"].register(cls)

@@ -1,0 +1,95 @@
+"""The cases of `same_stream.py`: each module is a group, each function in it that needs no arguments is a case.
+
+A case is a generator function without parameters. It yields pairs of a label and a container: batches, metrics, weights. Every leaf
+is recorded by its path, its form (dtype and shape) and the sha256 of its bytes. Cases use only the public names of README and tutorials.
+"""
+import hashlib
+import importlib
+import inspect
+import json
+import random
+import re
+import sys
+import traceback
+from pathlib import Path
+
+import numpy as np
+import optree
+import torch
+
+# Old name -> new name, of fields, infos, metrics, classes and functions. Cases use the new names; `REV` is asked for the old ones, and a
+# path or a message of `REV` that has the old name counts as one with the new.
+RENAMED = {}
+# Old phrase -> new phrase, of messages that were reworded on purpose.
+REWORDED = {f"wrong {what}": "out of range" for what in (
+    "number of lanes", "length of a fragment", "size of a stack", "size of a batch", "number of episodes", "number of steps")}
+# The groups, by the processes in which they run.
+PROCESSES = (("gradients", "replay", "commands"), ("streams", "episodes", "vector", "transforms", "faults"), ("fork",), ("spawn",))
+PLAIN = bool, int, float, complex, str, bytes, torch.dtype, np.dtype, type(None)
+
+
+def is_empty(x): return isinstance(x, (dict, list, tuple)) and not x
+
+
+def leaf(x) -> tuple:
+    """`(form, sha256)` of a leaf; what is no array has its text as its form, and no hash.
+
+    Raises `TypeError` for objects whose text may change from process to process.
+    """
+    if isinstance(x, torch.Tensor):
+        plain = torch.empty(x.shape, dtype=x.dtype).copy_(x.detach())
+        form, data = f"torch {str(x.dtype).removeprefix('torch.')} {list(x.shape)}", plain.reshape(-1).view(torch.uint8).numpy()
+    elif isinstance(x, (np.ndarray, np.generic)) and x.dtype != object:
+        form, data = f"numpy {x.dtype} {list(x.shape)}", np.ascontiguousarray(x)
+    elif isinstance(x, PLAIN) or is_empty(x): return repr(x), ""
+    else: raise TypeError(f"a {type(x).__name__} is neither an array nor plain data")
+    return form, hashlib.sha256(data.tobytes()).hexdigest()
+
+
+def leaves(label, tree) -> list:
+    "`[path, form, sha256]` of every leaf of a container, empty containers and None included."
+    options = dict(is_leaf=is_empty, none_is_leaf=True)
+    places, values = optree.tree_accessors(tree, **options), optree.tree_leaves(tree, **options)
+    return [[f"{label}{place.codify('')}", *leaf(x)] for place, x in zip(places, values)]
+
+
+def record(case) -> dict:
+    "`dict(leaves=...)` of a case, or `dict(error=..., trace=...)` if it failed."
+    random.seed(0); np.random.seed(0); torch.manual_seed(0)
+    found = []
+    try:
+        for label, tree in case(): found += leaves(label, tree)
+        if len({path for path, *_ in found}) < len(found): raise ValueError("two leaves have the same path")
+    except Exception as e: return dict(error=f"{type(e).__name__}: {e}", trace=traceback.format_exc())
+    return dict(leaves=found) if found else dict(error="the case yielded nothing", trace="")
+
+
+def cases(group) -> dict:
+    "The cases of a group by their names, `group.case`."
+    module = importlib.import_module(f"{__name__}.{group}")
+    found = {name: f for name, f in vars(module).items() if inspect.isgeneratorfunction(f) and not name.startswith("_")}
+    return {f"{group}.{name}": f for name, f in found.items() if f.__module__ == module.__name__}
+
+
+def is_wanted(name, only) -> bool:
+    "Is this case, or its group, among those that were asked for? All are if none was."
+    return not only or any(re.fullmatch(rf"{re.escape(wanted)}(\..*)?", name) for wanted in only)
+
+
+def rename(package):
+    "Give what has an old name in one of the public modules of an old package the new one as well."
+    for module in map(importlib.import_module, (f"{package}.pipes", f"{package}.layers", f"{package}.agents")):
+        for old, new in RENAMED.items():
+            if hasattr(module, old) and not hasattr(module, new): setattr(module, new, getattr(module, old))
+
+
+def run(root, out, groups, only):
+    "Write a line of JSON for each case of the groups, run against the package in the folder `root`, to the file `out`."
+    import rollpipe
+    if Path(root).resolve() not in Path(rollpipe.__file__).resolve().parents:
+        sys.exit(f"rollpipe was imported from {rollpipe.__file__}, and not from {root}")
+    rename("rollpipe")
+    torch.set_num_threads(1)
+    with open(out, "w") as file:
+        for name, case in (item for group in groups for item in cases(group).items()):
+            if is_wanted(name, only): print(json.dumps({name: record(case)}), file=file, flush=True)

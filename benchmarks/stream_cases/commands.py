@@ -1,0 +1,37 @@
+"What the command line leaves in its folder, with the defaults of each algorithm."
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from rollpipe.cli import main
+
+
+def _run(*commands):
+    "What lies in the folder `run` after some `rollpipe` commands; times are left out."
+    with tempfile.TemporaryDirectory() as folder:
+        before = os.getcwd()
+        os.chdir(folder)
+        try:
+            for command in commands: yield f"exit code of {command}", main(command.split())
+        finally: os.chdir(before)
+        run = Path(folder, "run")
+        if not run.exists(): return  # the exit code tells
+        yield "config", json.loads((run/"config.json").read_text())
+        for k, line in enumerate((run/"metrics.jsonl").read_text().splitlines()):
+            yield f"record {k}", {name: x for name, x in json.loads(line).items() if "seconds" not in name and "_per_s" not in name}
+        yield "weights", load_file(run/"checkpoint.safetensors")
+
+
+def _train(algorithm, env="CartPole-v1"): return _run(f"train {algorithm} {env} --steps 1k --seed 0 --out run")
+def trpo(): yield from _train("trpo", "Pendulum-v1")
+def npg(): yield from _train("npg")
+def reinforce(): yield from _train("reinforce")
+def a2c(): yield from _train("a2c")
+def ppo(): yield from _train("ppo")
+def vtrace(): yield from _train("vtrace")
+def dqn(): yield from _train("dqn")
+def workers(): yield from _run("train ppo CartPole-v1 --steps 1k --seed 0 --lanes 2 --n-steps 32 --workers 2 --lag 1 --out run")
+def resumed(): yield from _run("train a2c CartPole-v1 --steps 500 --seed 0 --out run", "train --resume run --steps 1k")

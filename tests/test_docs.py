@@ -1,0 +1,80 @@
+"What the texts show is what the code does: references lead somewhere, and stored drawings are those that the code draws."
+import ast
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NBS = ROOT/"nbs"
+NOTEBOOKS = sorted(p for p in NBS.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
+TEXTS = [*NOTEBOOKS, *ROOT.glob("*.md"), *ROOT.glob("benchmarks/*.md")]
+DRAWN = re.compile(r"^[ │├┌]*[○→└↑] \w+.*", re.M)  # a line of a drawing
+
+
+def cells(path, kind): return [c for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == kind]
+def source(cell): return "".join(cell["source"])
+
+
+def prose(path):
+    "The text of a Markdown file, or of the Markdown cells of a notebook."
+    return "\n".join(map(source, cells(path, "markdown"))) if path.suffix == ".ipynb" else path.read_text(encoding="utf-8")
+
+
+def shown(cell):
+    "What a cell printed, and the text of its value."
+    texts = (o.get("text") or o.get("data", {}).get("text/plain", "") for o in cell["outputs"])
+    return "\n".join("".join(text) for text in texts)
+
+
+def drawings(text): return DRAWN.findall(text)
+
+
+def run(sources):
+    "What each of the cells shows, run in turn in this process; an assertion or error stops it."
+    names, out = {"__name__": "__main__"}, []
+    for text in sources:
+        tree, value = ast.parse(text), None
+        if tree.body and isinstance(tree.body[-1], ast.Expr): value = ast.Expression(tree.body.pop().value)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(compile(tree, "<cell>", "exec"), names)
+            result = eval(compile(value, "<cell>", "eval"), names) if value else None
+        out.append(printed.getvalue() + ("" if result is None else repr(result)))
+    return out
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_references_to_notebooks_lead_to_one(path):
+    found = re.findall(r"`(?:nbs/)?((?:\w+/)*\d\d_\w+)(?:\.ipynb)?`", prose(path))
+    missing = [name for name in found if not (NBS/f"{name}.ipynb").is_file() and not (NBS/name).is_dir()]
+    assert not missing, f"{path.name} refers to notebooks that are not there: {missing}"
+
+
+@pytest.mark.parametrize("path", [p for p in NOTEBOOKS if any(drawings(shown(c)) for c in cells(p, "code"))], ids=lambda p: p.stem)
+def test_stored_drawings_are_what_the_code_draws(path):
+    code = cells(path, "code")
+    last = max(i for i, cell in enumerate(code) if drawings(shown(cell)))
+    stored = [drawings(shown(cell)) for cell in code[:last + 1]]
+    res = subprocess.run([sys.executable, __file__, path, str(last)], cwd=path.parent, capture_output=True, text=True, timeout=240,
+                         env={**os.environ, "ROLLPIPE_SHORT": "1", "MPLBACKEND": "Agg"})
+    assert res.returncode == 0, res.stderr[-2000:]
+    assert json.loads(res.stdout.splitlines()[-1]) == stored
+
+
+def test_the_drawing_in_the_readme_is_what_its_code_draws():
+    blocks = re.findall(r"^( *)```(\w*)\n(.*?)^ *```", (ROOT/"README.md").read_text(encoding="utf-8"), re.M | re.S)
+    texts = [re.sub(rf"^{indent}", "", text, flags=re.M) for indent, _, text in blocks]
+    pairs = [(code, text) for code, text in zip(texts, texts[1:]) if "print(draw(" in code]
+    assert pairs
+    for code, text in pairs: assert run([code])[0].split() == text.split()
+
+
+if __name__ == "__main__":
+    found = run([source(c) for c in cells(Path(sys.argv[1]), "code")[:int(sys.argv[2]) + 1]])
+    print("\n" + json.dumps([drawings(text) for text in found]))
