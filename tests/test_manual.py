@@ -152,7 +152,7 @@ def test_a_failure_at_startup_closes_what_was_made():
 def test_context_steps_environments_without_an_actor():
     fragment = next(iter(pipeline(Counting, Plain(), 8, seed=1)))
     with context(instances(Counting), seed=1) as ctx:
-        assert len(ctx) == 3 and ctx.inputs.obs.shape == (1, 3, 4)
+        assert len(ctx) == 3 and ctx.seen.obs.shape == (1, 3, 4)
         for t in range(8):
             out = ctx.step(fragment.state.act[t + 1:t + 2])
             for name in ("obs", "rew", "fin", "stepno"):

@@ -153,19 +153,19 @@ def rollout(envs,     # as for `prepare`
 # %% ../../nbs/pipes/17_manual.ipynb #874399a8
 class EnvContext:
     """A batch of environments that were reset, with the present `state` (`State`, numpy `[B, ...]`) and the same as an actor
-    is given it, `inputs` (torch `[1, B, ...]`, float32 for float64)."""
+    is shown it, `seen` (torch `[1, B, ...]`, float32 for float64)."""
     def __init__(self, stepper):
         self.envs = _Lane(stepper, stepper.actor, 0, np.random.SeedSequence(stepper.seed)).envs
         try: out = self.envs.reset()
         except BaseException:
             self.envs.close()
             raise
-        self.state, self.inputs = out.state, out.inputs
+        self.state, self.seen = out.state, out.seen
 
     def step(self, act) -> Outcome:
         "Let each environment take its action of `act`, torch `[1, B, ...]`; those whose episode ends are reset at once."
         out = self.envs.step(act)
-        self.state, self.inputs = out.state, out.inputs
+        self.state, self.seen = out.state, out.seen
         return out
 
     def __len__(self): return len(self.envs)

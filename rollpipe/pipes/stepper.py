@@ -78,10 +78,10 @@ class _Lane:
         "The first outcome of the environments, and the recurrent state to begin with."
         out = self.envs.reset()
         # the actor alone knows the structure of its recurrent state, and the dtype of its actions
-        act, hx, _ = self.react(out.inputs, None, virtual=True)
+        act, hx, _ = self.react(out.seen, None, virtual=True)
         act = nested.map(torch.zeros_like, act)
         array = nested.map(lambda x: x[0].numpy(), act)
-        out = out._replace(state=out.state._replace(act=array), inputs=out.inputs._replace(act=act))
+        out = out._replace(state=out.state._replace(act=array), seen=out.seen._replace(act=act))
         return out, self.reset(hx, out.ended)
 
     def react(self, seen, hx, virtual=False):
@@ -159,7 +159,7 @@ class _Lane:
         place = self.envs.observe_into
         while True:
             version, before, hx_before = version_of(self.actor), out, hx
-            act, hx, info = self.react(before.inputs, hx)
+            act, hx, info = self.react(before.seen, hx)
             out, final = self.envs.step(act), {}
             if out.ended:
                 final = {b: (obs, nested.getitem(hx, (slice(None), slice(b, b + 1)))) for b, obs in out.final.items()}

@@ -135,7 +135,7 @@ class FiniteCheck:
 class Outcome(NamedTuple):
     "What a batch of `B` environments answers to a batch of actions, in memory that it never uses again."
     state: State       # numpy [B, ...]; `obs` belongs to the new episode where `fin`
-    inputs: State      # the same for the actor: torch [1, B, ...], float32 for float64
+    seen: State        # the same as the actor sees it: torch [1, B, ...], float32 for float64
     term: np.ndarray   # bool [B]: the episode truly terminated (also if a limit was reached at the same step)
     final: dict        # environment -> true last observation, where truncated (with `every_end`: where an episode ended)
     ended: list        # the environments where `fin`
