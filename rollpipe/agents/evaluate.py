@@ -7,8 +7,9 @@ __all__ = ['quotas', 'Evaluation', 'Recorder', 'check_film', 'evaluate', 'Random
 
 # %% ../../nbs/agents/10_evaluate.ipynb #4e6fa0f7
 import copy
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -19,13 +20,14 @@ from ..pipes import nested
 from ..pipes.errors import DataError, EnvError
 from ..pipes.envs.factories import EnvFactory, env_factories, spaces_of
 from ..pipes.stepper import EnvStepper
+from ..pipes.taps import EpisodeSums
 from ..pipes.modules import eval_mode
 
 # %% ../../nbs/agents/10_evaluate.ipynb #f1c395fb
 def quotas(
     n_episodes: int,  # in total
     n_envs: int,  # environments side by side
-):
+) -> np.ndarray:
     "How many episodes each environment plays, int [n_envs]: as even as possible."
     return np.array([n_episodes//n_envs + (b < n_episodes % n_envs) for b in range(n_envs)])
 
@@ -50,50 +52,15 @@ class Evaluation(NamedTuple):
         return (f"return {self.mean:.1f} +- {self.stderr:.1f} (mean, standard error of {len(self.returns)} episodes; "
                 f"min {self.returns.min():.1f}, max {self.returns.max():.1f}; mean length {self.lengths.mean():.1f})")
 
-# %% ../../nbs/agents/10_evaluate.ipynb #ba87720e
-class Recorder:
-    """A factory of one environment that keeps the frames of its first episode.
-
-    A gymnasium id is made with `render_mode="rgb_array"`; another factory must make its environments so by itself,
-    else `EnvError`.
-    """
-    def __init__(self, factory: EnvFactory):
-        self.factory, self.frames, self.fps, self.done = factory, [], 30, False
-        self.__name__ = factory.name  # error messages call the environment so
-
-    def __call__(self, seed=None):
-        factory = self.factory
-        if isinstance(factory.source, str):
-            factory = EnvFactory(factory.source, dict(factory.env_kwargs, render_mode="rgb_array"))
-        env = factory(seed)
-        if env.render_mode != "rgb_array":
-            env.close()
-            raise EnvError("this environment cannot be filmed", env=factory.name,
-                           expected="one made with render_mode='rgb_array'", got=f"render_mode={env.render_mode!r}")
-        self.fps = env.metadata.get("render_fps") or self.fps
-        return _Filmed(env, self)
-
-    def save(self, path):
-        "Write the film; `.gif` needs Pillow, `.mp4` imageio. Raises as `check_film` does."
-        check_film(path)
-        if str(path).endswith(".gif"):
-            from PIL import Image
-            first, *rest = (Image.fromarray(frame) for frame in self.frames)
-            # the format counts in 1/100 s, and players slow down what is faster than 1/50 s
-            first.save(path, save_all=True, append_images=rest, duration=max(20, round(1000/self.fps)), loop=0)
-        else:
-            import imageio.v2 as imageio
-            with imageio.get_writer(path, fps=self.fps, macro_block_size=2) as film:
-                for frame in self.frames: film.append_data(frame)
-
-
+# %% ../../nbs/agents/10_evaluate.ipynb #9896dd66
 class _Filmed(gym.Wrapper):
+    "Gives a picture of every step to its recorder, until the first episode is over."
     def __init__(self, env, recorder):
         super().__init__(env)
         self.recorder = recorder
 
     def reset(self, **kwargs):
-        if self.recorder.frames: self.recorder.done = True  # the second reset: the first episode is over
+        if self.recorder.frames: self.recorder.done = True  # This is the second reset.
         out = self.env.reset(**kwargs)
         self._film()
         return out
@@ -110,8 +77,48 @@ class _Filmed(gym.Wrapper):
             raise EnvError("render() gave no picture", expected="uint8 [height, width, 3]", got=type(frame).__name__)
         self.recorder.frames.append(frame.astype(np.uint8))
 
+# %% ../../nbs/agents/10_evaluate.ipynb #ba87720e
+class Recorder:
+    """A factory of one environment that keeps the frames of its first episode.
 
-def check_film(path):
+    A gymnasium id is made with `render_mode="rgb_array"`; another factory must make its environments so by itself,
+    else `EnvError`.
+    """
+    def __init__(self, factory: EnvFactory):
+        self.factory, self.frames, self.fps, self.done = factory, [], 30, False
+        self.__name__ = factory.name  # the name of the environment in error messages
+
+    def __call__(self, seed: int | None = None) -> gym.Env:
+        factory = self.factory
+        if isinstance(factory.source, str):
+            factory = EnvFactory(factory.source, dict(factory.env_kwargs, render_mode="rgb_array"))
+        env = factory(seed)
+        if env.render_mode != "rgb_array":
+            env.close()
+            raise EnvError("this environment cannot be filmed", env=factory.name,
+                           expected="one made with render_mode='rgb_array'", got=f"render_mode={env.render_mode!r}")
+        self.fps = env.metadata.get("render_fps") or self.fps
+        return _Filmed(env, self)
+
+    def save(self,
+        path: str | Path,  # file to write; its ending decides the format
+    ) -> None:
+        "Write the film; `.gif` needs Pillow, `.mp4` imageio. Raises as `check_film` does."
+        check_film(path)
+        if str(path).endswith(".gif"):
+            from PIL import Image
+            first, *rest = (Image.fromarray(frame) for frame in self.frames)
+            # The format counts in 1/100 s, and players slow down what is faster than 1/50 s.
+            first.save(path, save_all=True, append_images=rest, duration=max(20, round(1000/self.fps)), loop=0)
+        else:
+            import imageio.v2 as imageio
+            with imageio.get_writer(path, fps=self.fps, macro_block_size=2) as film:
+                for frame in self.frames: film.append_data(frame)
+
+
+def check_film(
+    path: str | Path,  # file of a film
+) -> None:
     "Raise now what `Recorder.save` would raise after all the work: `DataError` or `ImportError`."
     if Path(path).suffix not in (".gif", ".mp4"):
         raise DataError("unknown kind of film", expected="a path ending in .gif or .mp4", got=str(path))
@@ -120,17 +127,34 @@ def check_film(path):
         try: import imageio.v2, imageio_ffmpeg  # noqa: F401
         except ImportError: raise ImportError("writing MP4 needs imageio: pip install 'rollpipe[video]'") from None
 
+# %% ../../nbs/agents/10_evaluate.ipynb #508da198
+def _play(ticks: Iterable, quota, max_steps):
+    "Follow the ticks until every environment has played its quota `[n_envs]` of episodes; an `Evaluation`."
+    sums, done = EpisodeSums(len(quota)), [[] for _ in quota]
+    stream = iter(ticks)
+    try:
+        while (sums.count < quota).any():
+            tick = next(stream)
+            sums.add(tick.next.rew, tick.valid)
+            for b, ret, length in sums.end(tick.next.fin & tick.valid):
+                if len(done[b]) < quota[b]: done[b].append((ret, length, bool(tick.term[b])))
+            if (too_long := (sums.length >= max_steps) & (sums.count < quota)).any():
+                raise EnvError("the episode does not end", env=int(np.argmax(too_long)), got=f"{max_steps} steps",
+                               expected="a time limit in the environment, or a larger max_steps")
+    finally: stream.close()
+    return Evaluation(*map(np.array, zip(*(episode for episodes in done for episode in episodes))))
+
 # %% ../../nbs/agents/10_evaluate.ipynb #b885e91a
 def evaluate(
-    env,  # gymnasium id, factory, or list of them, see `EnvStepper`
-    actor,  # anything with `step` and `reset`; a module is in eval mode meanwhile
+    env: Any,  # gymnasium id, factory, or list of them, see `EnvStepper`
+    actor: Any,  # anything with `step` and `reset`; a module is in eval mode meanwhile
     n_episodes: int = 20,  # whole episodes
     *,
-    n_envs: int = None,  # environments side by side; None: at most 8
+    n_envs: int | None = None,  # environments side by side; None: at most 8
     deterministic: bool = True,  # no noise for actors with `draw_noise`; others must not explore in eval mode
-    seed: int = None,  # None: fresh episodes every time
-    record=None,  # film of the first episode, "x.gif" or "x.mp4"
-    env_kwargs: dict = None,  # for `gymnasium.make`
+    seed: int | None = None,  # None: fresh episodes every time
+    record: str | Path | None = None,  # film of the first episode, "x.gif" or "x.mp4"
+    env_kwargs: dict | None = None,  # for `gymnasium.make`
     max_steps: int = 100_000,  # of one episode; a longer one raises `EnvError`
 ) -> Evaluation:
     "Play exactly `n_episodes` fresh episodes in this process. Raises `DataError`, and what `EnvStepper` raises."
@@ -147,46 +171,27 @@ def evaluate(
     if record is not None: recorders[0].save(record)
     return result
 
-
-def _play(ticks, quota, max_steps):
-    "Follow the ticks until every environment has played its quota [n_envs] of episodes."
-    ret, length, todo, done = np.zeros(len(quota)), np.zeros(len(quota), int), quota.copy(), [[] for _ in quota]
-    stream = iter(ticks)
-    try:
-        while todo.any():
-            tick = next(stream)
-            valid = np.asarray(tick.valid)
-            ret += np.where(valid, tick.next.rew, 0)
-            length += valid
-            for b in np.flatnonzero(np.asarray(tick.next.fin) & valid):
-                if todo[b]: done[b].append((ret[b], length[b], bool(tick.term[b])))
-                ret[b], length[b], todo[b] = 0, 0, max(todo[b] - 1, 0)
-            if (too_long := (length >= max_steps) & (todo > 0)).any():
-                raise EnvError("the episode does not end", env=int(np.argmax(too_long)), got=f"{max_steps} steps",
-                               expected="a time limit in the environment, or a larger max_steps")
-    finally: stream.close()
-    returns, lengths, terminated = map(np.array, zip(*(episode for episodes in done for episode in episodes)))
-    return Evaluation(returns, lengths, terminated)
-
-
-
-
 # %% ../../nbs/agents/10_evaluate.ipynb #27bbf9e4
 class RandomActor(Actor):
     "Actions drawn by `action_space.sample()`, from a generator of its own; also if asked to be deterministic."
     def __init__(self,
         action_space: gym.Space,  # any space whose samples are arrays
-        seed: int = None,  # None: different actions every time
+        seed: int | None = None,  # None: different actions every time
     ):
         super().__init__()
         self.space = copy.deepcopy(action_space)
         self.space.seed(seed)
 
     @classmethod
-    def for_env(cls, env, *, env_kwargs=None, seed: int = None):
-        "The random actor for an environment: an id, a factory, an environment, or a pair of spaces."
+    def for_env(cls,
+        env: Any,  # id, factory, environment, or pair of spaces
+        *,
+        env_kwargs: dict | None = None,  # for `gymnasium.make`
+        seed: int | None = None,  # None: different actions every time
+    ) -> "RandomActor":
+        "The random actor for an environment."
         return cls(spaces_of(env, env_kwargs)[1], seed)
 
-    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
+    def forward(self, obs: Any, act: Any, rew: Any, fin: torch.Tensor, *, hx: Any, stepno: Any, virtual: bool) -> tuple:
         rows = nested.stack([nested.map(np.asarray, self.space.sample()) for _ in range(fin.numel())])
         return nested.map(lambda x: torch.as_tensor(x).reshape(*fin.shape, *x.shape[1:]), rows), (), {}

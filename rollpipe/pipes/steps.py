@@ -19,6 +19,7 @@ from .batches import columns
 from .data import Final, Fragment, State, check_item
 from .errors import DataError, EnvError, check_integer, describe
 from .pipe import Pipe
+from .taps import EpisodeSums
 from .envs.factories import space_spec, spaces_of
 
 # %% ../../nbs/pipes/22_steps.ipynb #6a992a9c
@@ -122,7 +123,7 @@ class Steps(Pipe):
         self.image = image
 
     def stream(self, items):
-        past = {}  # lane -> the number of its next fragment, rewards [B] and episodes [B] so far
+        past = {}  # lane -> the number of its next fragment, and its `EpisodeSums`
         for fragment in items:
             check_item(fragment, Fragment, self)
             image = self._image(fragment)
@@ -140,9 +141,9 @@ class Steps(Pipe):
         "The steps of a fragment of one lane."
         (T, B), state, lane = fragment.valid.shape, fragment.state, 0 if fragment.lane is None else int(fragment.lane[0])
         self._check_place(fragment, lane, past)
-        _, rewards, episodes = past.get(lane, (0, np.zeros(B), np.zeros(B, np.int64)))
-        total, episode_n, rewards, episodes = running(fragment, rewards, episodes)
-        past[lane] = (0 if fragment.seq is None else int(fragment.seq[0]) + 1, rewards, episodes)
+        _, sums = past.get(lane, (0, EpisodeSums(B)))
+        total, episode_n = running(fragment, sums)
+        past[lane] = 0 if fragment.seq is None else int(fragment.seq[0]) + 1, sums
         one = torch.ones(T, B, dtype=torch.int64)
         step = Step(nested.getitem(state.obs, slice(T)), nested.getitem(state.act, slice(1, None)), next_observations(fragment),
                     fragment.term[1:], state.fin[1:] & ~fragment.term[1:], state.rew[1:], total, fragment.adv,
@@ -153,25 +154,25 @@ class Steps(Pipe):
     def _check_place(self, fragment, lane, past):
         "Totals are right only if each fragment of a lane comes once and in order, with all its environments."
         if lane not in past: return
-        seq, rewards, _ = past[lane]
+        seq, sums = past[lane]
         came = seq if fragment.seq is None else int(fragment.seq[0])
-        if (came, fragment.n_envs) != (seq, len(rewards)):
+        if (came, fragment.n_envs) != (seq, len(sums.ret)):
             raise DataError("fragments must come whole and in the order of collecting", pipe=self, lane=lane,
-                            expected=f"fragment {seq} of {len(rewards)} environments", got=f"fragment {came} of {fragment.n_envs}")
+                            expected=f"fragment {seq} of {len(sums.ret)} environments", got=f"fragment {came} of {fragment.n_envs}")
 
 
-def running(fragment, rewards, episodes):
-    """Reward of the episode up to and including each step, and the number of the episode, `[T, B]` each; then what to go on with.
+def running(fragment, sums):
+    """Reward of the episode up to and including each step, and the number of the episode, `[T, B]` each.
 
-    `rewards` (float64 `[B]`) is what the running episodes had gained before the fragment, `episodes` (int64 `[B]`) how many had ended.
+    `sums` are the `EpisodeSums` of the lane, which go on.
     """
     rew, fin, valid = (x.numpy() for x in (fragment.state.rew[1:], fragment.state.fin[1:], fragment.valid))
     total, number = np.empty(rew.shape, np.float32), np.empty(rew.shape, np.int64)
     for t in range(len(rew)):
-        rewards = rewards + rew[t] * valid[t]
-        total[t], number[t], ended = rewards, episodes, fin[t] & valid[t]
-        rewards, episodes = np.where(ended, 0, rewards), episodes + ended
-    return torch.from_numpy(total), torch.from_numpy(number), rewards, episodes
+        sums.add(rew[t], valid[t])
+        total[t], number[t] = sums.ret, sums.count
+        sums.end(fin[t] & valid[t])
+    return torch.from_numpy(total), torch.from_numpy(number)
 
 
 def _rows(tree, n, keep):
