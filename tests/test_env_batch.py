@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from rollpipe.pipes import nested
 from rollpipe.pipes.envs.autoreset import final_observations
 from rollpipe.pipes.envs.batch import FiniteCheck, StepBuffers, last_obs
-from rollpipe.pipes.envs.single import Sticky, scalar_rewards
+from rollpipe.pipes.envs.single import scalar_rewards
+from rollpipe.pipes.envs.sticky import Sticky
 from rollpipe.pipes.errors import DataError, EnvError
 
 fast = settings(deadline=None, max_examples=60)

@@ -57,7 +57,7 @@ def check_alignment(fragment: Fragment) -> None:
     t, b = fragment.final.t, fragment.final.b
     found, truncated = torch.zeros_like(fin[1:], dtype=torch.int64), (fin & ~term)[1:] & valid
     if len(t): found.index_put_((t, b), torch.ones_like(t), accumulate=True)
-    _demand((found == 1) | ((found == 0) & ~truncated), "an episode that was cut off has no final row, or more than one", 'final', found)
+    _demand((found == 1) | ((found == 0) & ~truncated), "a truncated episode has no final row, or more than one", 'final', found)
     _demand((found == 0) | (fin[1:] & valid), "a final row belongs to no end of an episode", 'final', found)
 
 # %% ../../nbs/pipes/19_invariants.ipynb #3b691991

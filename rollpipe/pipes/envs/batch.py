@@ -142,7 +142,7 @@ class Outcome(NamedTuple):
     info: dict         # [B, ...]: recorded numeric environment info
     valid: np.ndarray  # bool [B]: False where no step took place
 
-
+# %% ../../../nbs/pipes/10_envs/02_batch.ipynb #fff66b50
 class Batch:
     """The part that all batches of `B` environments share. Subclasses call `_prepare` and write `name`, `reset`, `step` and `close`.
 
