@@ -1,5 +1,4 @@
 "Whole episodes against a naive player, one environment at a time."
-import inspect
 from itertools import islice
 
 import gymnasium as gym
@@ -20,15 +19,10 @@ fast = settings(deadline=None, max_examples=20)
 WORLDS = {"plain": (Counting, Plain), "memory": (Counting, Memory), "nested": (Nested, NestedMemory)}
 
 
-TELLS = "every_end" in inspect.signature(EnvStepper).parameters
-needs_every_end = pytest.mark.skipif(not TELLS, reason="this engine tells the last observations of truncated episodes only")
+def stepper(*args, **kwargs): return EnvStepper(*args, **kwargs, terminal_obs=True)
 
 
-def stepper(*args, **kwargs): return EnvStepper(*args, **kwargs, **({"every_end": True} if TELLS else {}))
-
-
-ends = ENDS if TELLS else ["trunc"]
-plans = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ends)), min_size=1, max_size=3)
+plans = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)
 
 
 def factories(env, each): return [lambda tag=tag, plan=plan: env(plan, tag) for tag, plan in enumerate(each)]
@@ -79,7 +73,6 @@ def test_equals_the_naive_player(world, each, n_steps):
     for seq, (item, (_, _, expected)) in enumerate(zip(came, sorted(found, key=lambda x: x[:2]))): check(item[0], seq, expected)
 
 
-@needs_every_end
 def test_a_terminated_episode_by_hand():
     [episode] = next(iter(EpisodeCollector(stepper(lambda: Counting([(3, "term"), (2, "trunc")]), Plain()))))
     assert episode.state.obs[:, 0].tolist() == [[0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 2, 3], [0, 0, 3, 1]]
@@ -163,7 +156,7 @@ def test_environments_that_rest_leave_no_trace():
 
 
 class Timed(gym.Env):
-    "Episodes of 3 and 5 steps in turn, the first kind cut off, the second terminated if the engine can tell."
+    "Episodes of 3 and 5 steps in turn, the first kind cut off, the second terminated."
     observation_space, action_space = gym.spaces.Box(-np.inf, np.inf, (2,)), gym.spaces.Discrete(5)
     episode = -1
 
@@ -173,7 +166,7 @@ class Timed(gym.Env):
 
     def step(self, action):
         self.count += 1
-        over, terminates = self.count == 3 + 2 * (self.episode % 2), TELLS and self.episode % 2 == 1
+        over, terminates = self.count == 3 + 2 * (self.episode % 2), self.episode % 2 == 1
         return np.array([self.episode, self.count], np.float32), 1. * self.count, over and terminates, over and not terminates, {}
 
 
@@ -210,7 +203,7 @@ def test_a_policy_repeats_what_it_recorded():
 @given(script=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), max_size=40), least=st.integers(1, 5))
 def test_rows_against_a_list(script, least):
     "Append some rows and drop some, again and again: what is left is what a list would hold, and no room is wasted."
-    rows, held, dropped, longest = episodes.Rows(least), [], 0, 1
+    rows, held, dropped, longest = episodes.RowQueue(least), [], 0, 1
     for n_new, n_old in script:
         for _ in range(n_new):
             x = len(held)
@@ -226,7 +219,7 @@ def test_rows_against_a_list(script, least):
 
 
 def test_rows_become_wider():
-    rows = episodes.Rows(2)
+    rows = episodes.RowQueue(2)
     for x in (np.zeros(1, np.int64), np.full(1, .5), np.ones(1, np.int64), np.ones(1, np.int64)): rows.append({"x": x})
     assert rows.cut(0, 4, 0)["x"][:, 0].tolist() == [0, .5, 1, 1]
 
@@ -234,11 +227,11 @@ def test_rows_become_wider():
 def test_memory_follows_the_oldest_episode(monkeypatch):
     "One environment has long episodes in the beginning, then all are short."
     kept = []
-    class Watched(episodes.Rows):
+    class Watched(episodes.RowQueue):
         def __init__(self, *args):
             super().__init__(*args)
             kept.append(self)
-    monkeypatch.setattr(episodes, "Rows", Watched)
+    monkeypatch.setattr(episodes, "RowQueue", Watched)
     plan = [[(300, "trunc")] + [(5, "trunc")] * 400, [(7, "trunc")]]
     sizes = []
     for [_] in islice(EpisodeCollector(EnvStepper(factories(Counting, plan), Plain())), 400):

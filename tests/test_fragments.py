@@ -14,7 +14,8 @@ from toys import ENDS, Counting, Limit, Lively, Memory, Nested, NestedMemory, No
 
 from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy, MLPPolicy
 from rollpipe.pipes import DataError, EnvStepper, Final, Fragment, FragmentCollector, Lanes, Pipe, State
-from rollpipe.pipes.fragments import Destination, Rows, stack_rows
+from rollpipe.pipes.data import TickSource
+from rollpipe.pipes.fragments import Destination, FragmentBuilder, RowBuffer, stack_rows
 from rollpipe.pipes.nested import leaves
 
 fast = settings(deadline=None, max_examples=25)
@@ -308,13 +309,13 @@ def changed(change, n_steps=4): return next(iter(FragmentCollector(Changed(EnvSt
 @pytest.fixture(params=[0, 100, 2 ** 16], ids=lambda bytes: f"blocks of {bytes}")
 def block(request, monkeypatch):
     "Rows are copied one by one, a few at once, all together."
-    monkeypatch.setattr(Rows, "BLOCK", request.param)
+    monkeypatch.setattr(RowBuffer, "BLOCK", request.param)
 
 
 @pytest.fixture
 def large(monkeypatch):
     "All rows count as large, so that they are made in the fragment where that is allowed."
-    monkeypatch.setattr(Rows, "BLOCK", 0)
+    monkeypatch.setattr(RowBuffer, "BLOCK", 0)
 
 
 @settings(deadline=None, max_examples=100)
@@ -328,9 +329,9 @@ def test_rows(data):
     made = [{f"{k}": (9 * rng.random((B, *shape))).astype(dtype) for k, (shape, dtype) in enumerate(kinds)} for _ in range(n)]
     def empty(shape, dtype): return np.empty((shape[0], 2 * shape[1], *shape[2:]), dtype)[:, B:] if strided else np.empty(shape, dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Rows, "BLOCK", data.draw(st.integers(0, 5)) * max(1, sum(x.nbytes for x in made[0].values())))     # 0 to 5 rows
-        patch.setattr(Rows, "AT_ONCE", data.draw(st.integers(1, 10)))
-        rows = Rows(made[0], data.draw(st.integers(n, 12)), empty)
+        patch.setattr(RowBuffer, "BLOCK", data.draw(st.integers(0, 5)) * max(1, sum(x.nbytes for x in made[0].values())))     # 0 to 5 rows
+        patch.setattr(RowBuffer, "AT_ONCE", data.draw(st.integers(1, 10)))
+        rows = RowBuffer(made[0], data.draw(st.integers(n, 12)), empty)
         for row in made: rows.add(row)
         taken = rows.take()
     for key, x in taken.items():
@@ -367,9 +368,57 @@ def test_many_steps(block):
     def collect(n_steps): return next(iter(FragmentCollector(Ends(EnvStepper(Counting, Plain(), 2)), n_steps)))
     assert_same(snapshot(collect(10 ** 12)), snapshot(collect(7)))
     try:
-        Rows.AT_ONCE, before = 3, Rows.AT_ONCE
+        RowBuffer.AT_ONCE, before = 3, RowBuffer.AT_ONCE
         assert_same(snapshot(collect(10 ** 12)), snapshot(collect(7)))
-    finally: Rows.AT_ONCE = before
+    finally: RowBuffer.AT_ONCE = before
+
+
+# --- the source of ticks
+
+class Replayed(TickSource):
+    "Of somebody's own: it reacts, and can neither complete reports nor write observations anywhere."
+    def __init__(self, source): self.source = source
+    def react(self, state, hx): return self.source.react(state, hx)
+
+
+class WithSource(Pipe):
+    "Stands between the ticks and their source."
+    def stream(self, items):
+        for tick in items: yield tick._replace(source=Replayed(tick.source))
+
+
+@pytest.mark.parametrize("actor", [Memory(), MLPPolicy.for_env(Counting, seed=0)])
+def test_a_source_need_only_react(actor, large):
+    "Without `complete`, what the actor would add is missing; all else is the same."
+    def stepper(): return EnvStepper(lambda: Counting([(2, "trunc"), (3, "term")]), actor, 2, seed=1)
+    for f, g in zip(islice(FragmentCollector(WithSource(stepper()), 5), 3), FragmentCollector(stepper(), 5)):
+        for info in (g.actor, g.final.actor): info.pop("logp", None)
+        assert_same(f, g)
+
+
+@fast
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), n_steps=st.integers(1, 6))
+def test_a_builder_gives_what_was_added(sizes, n_steps):
+    "Whenever a fragment is taken, and whether or not it has got as many ticks as it was to get."
+    ticks = list(islice(EnvStepper(lambda: Counting([(3, "trunc"), (2, "term")]), Memory(), 2), sum(sizes)))
+    whole, cut = FragmentBuilder(n_steps), FragmentBuilder(n_steps)
+    for tick in ticks: whole.add(tick)
+    whole, begin = whole.take(), 0
+    for seq, size in enumerate(sizes):
+        for tick in ticks[begin:begin + size]: cut.add(tick)
+        f = cut.take()
+        assert_same(f.state, apply(lambda x, rows=slice(begin, begin + size + 1): x[rows], whole.state))
+        assert_same(f.term, whole.term[begin:begin + size + 1])
+        assert f.n_steps == size and f.seq.tolist() == [seq, seq] and not cut.ticks
+        begin += size
+
+
+def test_ticks_of_two_lanes_are_refused_also_where_a_fragment_begins():
+    first, second = islice(EnvStepper(Counting, Plain()), 2)
+    builder = FragmentBuilder(1)
+    builder.add(first)
+    builder.take()
+    with pytest.raises(DataError, match="ticks of several lanes.*lanes 0 and 1"): builder.add(second._replace(lane=1))
 
 
 # --- observations are made where they will lie
@@ -482,9 +531,9 @@ def test_where_observations_are_made_changes_nothing(source, kwargs, block):
     "Also if the memory of a fragment has to grow."
     actor = MLPPolicy.for_env(source, seed=0)
     for at_once in (3, 2 ** 14):
-        Rows.AT_ONCE, before = at_once, Rows.AT_ONCE
+        RowBuffer.AT_ONCE, before = at_once, RowBuffer.AT_ONCE
         try: made = collect(source, actor, 8, 4, 3, seed=1, **kwargs)
-        finally: Rows.AT_ONCE = before
+        finally: RowBuffer.AT_ONCE = before
         copied = islice(FragmentCollector(Passing(EnvStepper(source, actor, 3, seed=1, **kwargs)), 8), 4)
         for f, g in zip(made, copied, strict=True): assert_same(snapshot(f), snapshot(g))
 

@@ -141,7 +141,7 @@ def test_it_is_the_naive_memory(case):
 
 @pytest.mark.parametrize("length", [1, 3])
 def test_episodes_of_any_length(length):
-    pipe = EpisodeCollector(EnvStepper(partial(Counting, EPISODES), Plain(), 2, seed=0, every_end=True))
+    pipe = EpisodeCollector(EnvStepper(partial(Counting, EPISODES), Plain(), 2, seed=0, terminal_obs=True))
     memory, naive = ReplayMemory(23, length=length, seed=0), Naive(23)
     for f in chain.from_iterable(islice(pipe, 14)):
         memory.add(f)

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT/"benchmarks"))
 import same_stream  # noqa: E402
 import stream_cases  # noqa: E402
+from stream_cases.tools import named  # noqa: E402
 
 TREE = dict(a=torch.arange(6.).reshape(2, 3), b=(np.int64(3), [], None), c="text")
 
@@ -92,6 +93,8 @@ def test_a_renaming_is_stated(monkeypatch):
     for name, module in modules.items(): monkeypatch.setitem(sys.modules, name, module)
     stream_cases.rename("old_package")
     assert modules["old_package.pipes"].site == 3 and not hasattr(modules["old_package.agents"], "site")
+    assert named(lambda site, x: None, site=1, x=2) == dict(site=1, x=2)
+    assert named(lambda place, x: None, site=1, x=2) == dict(place=1, x=2)
 
 
 # --- in a repository of its own

@@ -50,10 +50,46 @@ def test_virtual_reactions_have_no_consequences():
         plain = [snapshot(t[:10]) for t in islice(EnvStepper(source, actor, 2, seed=0), 12)]
         curious = []
         for t in islice(EnvStepper(source, actor, 2, seed=0), 12):
-            once, again = t.react(t.next, t.next_hx), t.react(t.next, t.next_hx)
+            once, again = t.source.react(t.next, t.next_hx), t.source.react(t.next, t.next_hx)
             assert_same(once, again)
             curious.append(snapshot(t[:10]))
         for a, b in zip(plain, curious): assert_same(a, b)
+
+
+class Reports(Plain):
+    "Reports a parameter; the rest of its report is added for many steps at once."
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1, 2))
+
+    def forward(self, *args, **kwargs):
+        act, hx, _ = super().forward(*args, **kwargs)
+        return act, hx, {"w": self.weight}
+
+    def complete(self, act, info): return {**info, "more": self.weight.sum() * act}
+
+
+def test_all_ticks_of_an_iteration_have_one_source():
+    pipe = EnvStepper(Counting, Reports(), 2)
+    first, second = islice(pipe, 2)
+    assert first.source is second.source and next(iter(pipe)).source is not first.source
+    act = torch.ones(1, 2)
+    done = first.source.complete(act, first.actor)
+    assert done["more"].tolist() == [[2, 2]] and not any(x.requires_grad for x in done.values())
+
+
+@pytest.mark.parametrize("source, leaf", [(Counting, lambda x: x), (Nested, lambda x: x["place"])])
+def test_observations_can_be_written_into_other_memory(source, leaf):
+    "As many as there is room for; then in memory of their own again."
+    actor = Plain() if source is Counting else NestedMemory()
+    items = iter(EnvStepper(source, actor, 2))
+    first = next(items)
+    ours = apply(lambda x: np.zeros((3, *x.shape), x.dtype), first.next.obs)
+    first.source.observe_into(ours)
+    made = list(islice(items, 4))
+    assert [np.shares_memory(leaf(tick.next.obs), leaf(ours)) for tick in made] == [True, True, True, False]
+    expected = [tick.next.obs for tick in ticks(source, actor, 5, 2)][1:4]
+    for t, obs in enumerate(expected): assert_same(apply(lambda x, t=t: x[t], ours), obs)
 
 
 def test_the_actor_is_shown_tensors_of_one_step():

@@ -10,7 +10,7 @@ from reference import Solo, apply, assert_same, gae, grid
 from toys import ENDS, Counting, Lively, Memory, Nested, NestedMemory, Plain, judge
 
 from rollpipe.layers import GaussianPolicy, MLPPolicy
-from rollpipe.pipes import DataError, EnvError, EnvStepper, FragmentCollector, Lanes, State, find, on_policy
+from rollpipe.pipes import DataError, EnvStepper, FragmentCollector, Lanes, State, find, on_policy
 from rollpipe.pipes.graph import replace
 
 WORLDS = {"plain": (Counting, Plain), "memory": (Counting, Memory), "nested": (Nested, NestedMemory)}
@@ -128,7 +128,7 @@ def test_fragments_begin_where_nobody_rests():
 
 @pytest.mark.parametrize("sticky", [0, -1, 2.5, True, "3"])
 def test_a_period_that_is_none(sticky):
-    with pytest.raises(EnvError, match="EnvStepper.*sticky"): EnvStepper(Counting, Plain(), sticky=sticky)
+    with pytest.raises(DataError, match="EnvStepper.*an integer sticky >= 1"): EnvStepper(Counting, Plain(), sticky=sticky)
 
 
 def test_every_iteration_begins_awake():

@@ -6,11 +6,12 @@ from rollpipe.pipes import (
     on_policy, pad_episodes, rollouts,
 )
 
-from .tools import first
+from .tools import first, named
 from .worlds import Hybrid, Push, Walk, critic, policy, vector
 
 
-def _episodes(env, actor, batch, pad=False): return Lanes(EpisodeCollector(EnvStepper(env, actor, 3, every_end=True), batch, pad=pad), 2, 0)
+def _ticks(*args, **kwargs): return EnvStepper(*args, **kwargs, **named(EnvStepper, terminal_obs=True))
+def _episodes(env, actor, batch, pad=False): return Lanes(EpisodeCollector(_ticks(env, actor, 3), batch, pad=pad), 2, 0)
 def one_by_one(): yield from first(_episodes(Walk, policy(Walk), 1), 8)
 def in_lists(): yield from first(_episodes(Hybrid, policy(Hybrid), 3))
 def padded(): yield from first(_episodes(Hybrid, policy(Hybrid), 4, pad=True))
@@ -22,7 +23,7 @@ def padded_afterwards():
 
 
 def of_a_vector_environment():
-    yield from first(EpisodeCollector(EnvStepper(vector("NEXT_STEP"), policy(Walk), every_end=True, seed=0), 4, pad=True))
+    yield from first(EpisodeCollector(_ticks(vector("NEXT_STEP"), policy(Walk), seed=0), 4, pad=True))
 
 
 def with_advantages(): yield from first(AdvantageBuffer(_episodes(Walk, policy(Walk), 4, pad=True), critic(Walk), gamma=.9, lam=.7))

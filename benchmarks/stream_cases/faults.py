@@ -59,7 +59,7 @@ def misuse():
     def steps(): return EnvStepper(Push, policy(Push), 2, seed=0)
     yield "ticks to minibatches", _said(lambda: Minibatcher(steps(), 4))
     yield "fragments to fragments", _said(lambda: FragmentCollector(FragmentCollector(steps(), 4), 4))
-    yield "episodes without every_end", _said(lambda: EpisodeCollector(steps()))
+    yield "episodes without terminal_obs", _said(lambda: EpisodeCollector(steps()))
     yield "no images", _said(lambda: FrameStack(FragmentCollector(steps(), 4)))
     yield "steps of minibatches", _said(lambda: Steps(Minibatcher(FragmentCollector(steps(), 4), 3, seed=0)))
     yield "nothing to remove", _said(lambda: remove(steps(), Lanes))

@@ -10,7 +10,7 @@ from rollpipe.pipes import (
 )
 
 from . import RENAMED
-from .tools import first
+from .tools import first, named
 from .worlds import Dice, FromFive, Hybrid, Images, Judging, ManyBits, ManyNumbers, Push, Walk, critic, glance, policy
 
 SMALL = dict(n_envs=3, n_steps=12, lanes=2, seed=0)
@@ -72,7 +72,8 @@ def seed_of_the_loader():
 
 def ticks():
     names = "state", "hx", "actor", "next", "next_hx", "term", "final", "env", "valid", "lane", "version"
-    for label, tick in first(EnvStepper(Push, policy(Push, RecurrentPolicy, memory=4), n_envs=3, seed=0, every_end=True), 12):
+    last = named(EnvStepper, terminal_obs=True)
+    for label, tick in first(EnvStepper(Push, policy(Push, RecurrentPolicy, memory=4), n_envs=3, seed=0, **last), 12):
         fields = {RENAMED.get(name, name): x for name, x in tick._asdict().items()}
         yield label, {name: fields[name] for name in names}
 

@@ -1,5 +1,15 @@
 "What cases share: the first batches of a pipeline, and the course of a training."
+import inspect
+
 from rollpipe.pipes import DataLoader2
+
+from . import RENAMED
+
+
+def named(function, **options) -> dict:
+    "The options by the names that `function` has for them: the old ones (see `RENAMED`) if it does not know the new ones."
+    known, old = inspect.signature(function).parameters, {new: old for old, new in RENAMED.items()}
+    return {name if name in known else old.get(name, name): x for name, x in options.items()}
 
 
 def first(pipe, n=3, service=None, seed=0):

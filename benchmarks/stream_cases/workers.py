@@ -10,7 +10,7 @@ from rollpipe.pipes import (
     EnvStepper, EpisodeCollector, FragmentCollector, FragmentStacker, Lanes, ProcessReading, bump_version, on_policy, remove, rollouts,
 )
 
-from .tools import first, trained
+from .tools import first, named, trained
 from .worlds import Broken, Hybrid, Images, Push, Walk, critic, glance, policy
 
 SMALL = dict(n_envs=3, n_steps=8, seed=0)
@@ -78,7 +78,8 @@ def seed_of_the_loader(method, lag):
 
 def episodes(method, lag):
     actor = policy(Walk)
-    yield from changing(Lanes(EpisodeCollector(EnvStepper(Walk, actor, 3, every_end=True), 3), 2, 0), actor, _service(method, lag))
+    ticks = EnvStepper(Walk, actor, 3, **named(EnvStepper, terminal_obs=True))
+    yield from changing(Lanes(EpisodeCollector(ticks, 3), 2, 0), actor, _service(method, lag))
 
 
 def ppo(method, lag):

@@ -2,7 +2,7 @@
 from . import nested, returns
 from .advantage import AdvantageBuffer, values
 from .batches import FragmentStacker, Minibatcher, minibatches
-from .data import Final, Fragment, State, Tick
+from .data import Final, Fragment, State, Tick, TickSource
 from .episodes import EpisodeCollector, pad_episodes
 from .errors import ActorError, CheckpointError, DataError, EnvError, GraphError, PipeError, SpaceError, WorkerError
 from .fragments import FragmentCollector
@@ -27,9 +27,9 @@ __all__ = [
     'EpisodeCollector', 'EpisodeEnd', 'EpisodeStats', 'Final', 'Fragment', 'FragmentCollector', 'FragmentStacker', 'Fragments',
     'FrameStack', 'GraphError', 'Handle', 'Lanes', 'Minibatcher', 'NStep', 'NSteps', 'ObservationCast', 'Pipe', 'PipeError',
     'ProcessReading', 'Rate', 'Replay', 'ReplayMemory', 'Replayed', 'RewardScaler', 'Sample', 'Source', 'SpaceError', 'Stacks', 'State',
-    'Step', 'Steps', 'Tap', 'Throughput', 'Tick', 'ToDevice', 'WithImage', 'WorkerError', 'bump_version', 'collect', 'context',
-    'copy_graph', 'draw', 'find', 'find_one', 'insert_after', 'insert_before', 'minibatches', 'nested', 'on_policy', 'pad_episodes',
-    'prepare', 'remove', 'replace', 'replayed', 'returns', 'rollout', 'rollouts', 'startup', 'values', 'version_of',
+    'Step', 'Steps', 'Tap', 'Throughput', 'Tick', 'TickSource', 'ToDevice', 'WithImage', 'WorkerError', 'bump_version', 'collect',
+    'context', 'copy_graph', 'draw', 'find', 'find_one', 'insert_after', 'insert_before', 'minibatches', 'nested', 'on_policy',
+    'pad_episodes', 'prepare', 'remove', 'replace', 'replayed', 'returns', 'rollout', 'rollouts', 'startup', 'values', 'version_of',
 ]
 
 

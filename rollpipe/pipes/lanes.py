@@ -6,26 +6,30 @@
 __all__ = ['Lanes']
 
 # %% ../../nbs/pipes/13_lanes.ipynb #03556a8a
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 
 from .errors import GraphError, check_integer
 from .graph import copy_graph, find
 from .pipe import Pipe, Seeded
 from .modules import torch_threads
+from .torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/13_lanes.ipynb #cb6ee320
 class Lanes(Seeded, Pipe):
     """`n` independent copies of the graph above, one item of each in turn.
 
-    Pipes above that have a method `set_lane(lane, seed_sequence)` are told their lane and get a child of `seed` of their own
-    (or of the seed that such a pipe was given, if `Lanes` has none). A lane that ends leaves the turn. Raises `DataError` if
-    `n < 1`, and `GraphError` if there are `Lanes` above, or seeds in both places.
+    Each pipe above that has a method `set_lane(lane, seed_sequence)` is told the number of its lane and gets a seed of its own, which
+    follows from `seed`; or from the pipe's own seed, if `Lanes` has none. A lane that ends leaves the turn. Raises `DataError` if
+    `n < 1`, and `GraphError` if there are `Lanes` above, or if both `Lanes` and a pipe above have a seed.
     """
     def __init__(self,
-                 pipe,       # the graph to copy
-                 n=1,        # number of lanes
-                 seed=None,  # integer that fixes everything random above; None: fresh entropy for each iteration
-                 threads=1,  # of torch while a lane collects; None: as many as there are, and the last bits may depend on it
+                 pipe: IterDataPipe,       # the graph to copy
+                 n: int = 1,               # number of lanes
+                 seed: int | None = None,  # fixes everything random above; None: fresh entropy for each iteration
+                 threads: int | None = 1,  # of torch while a lane collects; None: as many as there are, and the last bits may depend on it
     ):
         super().__init__(pipe)
         self.n, self.seed, self.threads = check_integer('n', n, pipe=self), seed, threads
@@ -35,9 +39,13 @@ class Lanes(Seeded, Pipe):
         if find(self.pipe, Lanes): raise GraphError("lanes within lanes", pipe=self, expected="one `Lanes` in a pipeline")
         return self.seed_sequence().entropy
 
-    def copy(self, lane, root, again=0):
-        "The copy of the graph above for a lane; a lane that was lost begins `again`, with other random numbers."
-        key = (lane, 2 ** 16 + again) if again else (lane,)   # (lane, k) is pipe k of the lane
+    def copy(self,
+             lane: int,       # number of the lane
+             root: int,       # from `root`
+             again: int = 0,  # how many times this lane was lost; with each of them it begins anew, with other random numbers
+    ) -> IterDataPipe:
+        "The copy of the graph above for one lane."
+        key = (lane, 2 ** 16 + again) if again else (lane,)   # no pipe has the number 2 ** 16
         copy = copy_graph(self.pipe)
         seeded = find(copy, lambda pipe: hasattr(pipe, 'set_lane'))
         for pipe, seed in zip(seeded, np.random.SeedSequence(root, spawn_key=key).spawn(len(seeded))):
@@ -48,7 +56,7 @@ class Lanes(Seeded, Pipe):
             pipe.set_lane(lane, seed if own is None else np.random.SeedSequence(own, spawn_key=key))
         return copy
 
-    def _run(self):
+    def _run(self) -> Iterator[Any]:
         root = self.root()
         turn = [iter(self.copy(lane, root)) for lane in range(self.n)]
         try:

@@ -137,7 +137,7 @@ class Outcome(NamedTuple):
     state: State       # numpy [B, ...]; `obs` belongs to the new episode where `fin`
     seen: State        # the same as the actor sees it: torch [1, B, ...], float32 for float64
     term: np.ndarray   # bool [B]: the episode truly terminated (also if a limit was reached at the same step)
-    final: dict        # environment -> true last observation, where truncated (with `every_end`: where an episode ended)
+    final: dict        # environment -> true last observation, where truncated (with `terminal_obs`: where an episode ended)
     ended: list        # the environments where `fin`
     info: dict         # [B, ...]: recorded numeric environment info
     valid: np.ndarray  # bool [B]: False where no step took place
@@ -149,7 +149,7 @@ class Batch:
     `where` (pipe, lane) is the context of error messages, `action_space` and `act_spec` belong to one environment.
     """
     _action_converter = staticmethod(action_batch)     # makes the function behind `actions`
-    every_end = False                                  # True: `Outcome.final` holds the last observations of terminated episodes too
+    terminal_obs = False                                  # True: `Outcome.final` holds the last observations of terminated episodes too
 
     def _prepare(self, obs_space, act_space, n_envs, clip_actions):
         self.action_space, self.act_spec = act_space, space_spec(act_space, 'act')

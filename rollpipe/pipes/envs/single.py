@@ -180,7 +180,7 @@ class EnvBatch(Batch):
         array = act[0].numpy() if isinstance(act, torch.Tensor) else nested.map(lambda x: x[0].numpy(), act)
         actions, step = self.actions(array), self.buffers.take()
         try:
-            final, ended, rews, infos = self.single.step(actions, step, self.every_end)
+            final, ended, rews, infos = self.single.step(actions, step, self.terminal_obs)
             self._check_obs(step)
             step.rew[:] = scalar_rewards(rews)
             self._check_rewards(step, rews)

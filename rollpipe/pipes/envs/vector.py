@@ -90,7 +90,7 @@ class VectorBatch(Batch):
 
     def _final(self, step, ends, infos):
         "environment -> true last observation, where truncated; asks for a reset of `ends` where that is left to us."
-        at = (ends if self.every_end else ends & ~step.term).nonzero()[0].tolist()
+        at = (ends if self.terminal_obs else ends & ~step.term).nonzero()[0].tolist()
         if self.vector.mode == 'SameStep' and at: final = final_observations(infos, at, self._obs_spec)
         else: final = nested.getitem(step.obs, at)
         if self.vector.mode == 'Disabled':

@@ -14,18 +14,18 @@ from toys import Counting, Learning, Plain
 from rollpipe.pipes import ActorError, EnvStepper, FragmentCollector, Lanes, ProcessReading, bump_version, version_of
 from rollpipe.pipes.torchdata import DataLoader2
 from rollpipe.pipes.modules import modules_in, state_of
-from rollpipe.pipes.workers.channel import Weights
+from rollpipe.pipes.workers.channel import WeightPublisher
 
 fork = multiprocessing.get_context("fork")
 
 
 def channel(*holders, copies=None, depth=2):
-    "A channel and a reader that feeds copies of the holders."
-    weights = Weights(holders, depth)
+    "A channel and a subscriber that feeds copies of the holders."
+    publisher = WeightPublisher(holders, depth)
     copies = [copy.deepcopy(h) for h in holders] if copies is None else copies
-    reader = weights.reader(range(len(holders)))
-    reader.feed(copies)
-    return weights, reader, copies
+    subscriber = publisher.subscriber(range(len(holders)))
+    subscriber.attach(copies)
+    return publisher, subscriber, copies
 
 
 def fill(holder, value):
@@ -50,12 +50,12 @@ class Big(torch.nn.Module):
         self.low = torch.nn.Parameter(torch.zeros(999, dtype=torch.bfloat16))
 
 
-def read(reader, module, link, seconds):
+def read(subscriber, module, link, seconds):
     "Fetch the latest as fast as possible; tell how often there was something new, and what was torn."
-    reader.feed([module])
+    subscriber.attach([module])
     new, torn, last, end = 0, [], -1, time.monotonic() + seconds
     while time.monotonic() < end:
-        number = reader.fetch()
+        number = subscriber.fetch()
         value = int(module.count)
         whole = all(bool((x == value % 128).all()) for x in module.parameters())
         if not whole or version_of(module) != value or module.training != bool(value % 2) or number < last or value != number:
@@ -75,59 +75,59 @@ def test_hammer(depth):
             module.count.fill_(k)
         module.train(bool(k % 2))
         bump_version(module, to=k)
-        assert weights.publish() == k
+        assert publisher.publish() == k
     fill(module, 0)
-    weights = Weights([module], depth)
+    publisher = WeightPublisher([module], depth)
     publish(0)
-    readers = []
+    subscribers = []
     for _ in range(2):
         ours, theirs = fork.Pipe()
-        process = fork.Process(target=read, args=(weights.reader([0]), module, theirs, 2.5))
+        process = fork.Process(target=read, args=(publisher.subscriber([0]), module, theirs, 2.5))
         process.start()
-        readers.append((process, ours))
+        subscribers.append((process, ours))
     k = 0
-    while any(process.is_alive() for process, _ in readers):
+    while any(process.is_alive() for process, _ in subscribers):
         k += 1
         publish(k)
-    for process, ours in readers:
+    for process, ours in subscribers:
         assert ours.poll(20)
         new, torn = ours.recv()
         assert torn == [] and new > 20
         process.join()
     assert k > 100
-    weights.close()
+    publisher.close()
 
 
 def test_a_reader_waits_for_a_publication_to_be_whole():
     "While one is under way it goes on looking; it gets the next whole one."
     module = torch.nn.Linear(3, 3)
-    weights, reader, (mine,) = channel(module)
+    publisher, subscriber, (mine,) = channel(module)
     for k in range(3):
         fill(module, k)
-        weights.publish()
-    weights.areas[0].number[0] = -1                              # as the writer does at first
+        publisher.publish()
+    publisher.block.buffers[0].publication[0] = -1                              # as the writer does at first
     link, theirs = fork.Pipe()
     def child():
-        reader.fetch()
+        subscriber.fetch()
         theirs.send(mine.weight.unique().tolist())
     process = fork.Process(target=child)
     process.start()
     assert not link.poll(0.3)
-    weights.areas[0].number[0] = 2
+    publisher.block.buffers[0].publication[0] = 2
     assert link.poll(20) and link.recv() == [2.]
     process.join()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_what_is_no_longer_there(depth):
-    "A reader that is late gets the latest, and does not wait for ever."
+    "A subscriber that is late gets the latest, and does not wait for ever."
     module = torch.nn.Linear(2, 2)
-    weights, reader, (mine,) = channel(module, depth=depth)
+    publisher, subscriber, (mine,) = channel(module, depth=depth)
     for k in range(5):
         fill(module, k)
-        weights.publish()
+        publisher.publish()
     for k in range(5):
-        told = reader.fetch(k)
+        told = subscriber.fetch(k)
         assert told == (k if k > 4 - depth else 4) and (mine.weight == told).all()
 
 
@@ -155,22 +155,22 @@ def everything():
 
 def test_of_everything():
     module = everything()
-    weights, reader, (mine,) = channel(module)
-    assert len(weights.names[0]) == len(set(weights.names[0])) == 16   # tied ones once
+    publisher, subscriber, (mine,) = channel(module)
+    assert len(publisher._holders[0].names) == len(set(publisher._holders[0].names)) == 16   # tied ones once
     for k in range(4):
         fill(module, k)
         with torch.no_grad(): module.turned.copy_(torch.arange(12.).view(4, 3) + k)
         module.drop.train(k % 2 == 0)
         module.norm.train(k > 1)
         bump_version(module)
-        assert weights.publish() == k and reader.fetch(k) == k
+        assert publisher.publish() == k and subscriber.fetch(k) == k
         same(mine, module)
         assert [m.training for m in mine.modules()] == [m.training for m in module.modules()]
         assert version_of(mine) == version_of(module) == k + 1
         assert mine.a.weight is mine.b.weight and mine.turned.stride() == module.turned.stride()
-    assert weights.publish() == 3                                # nothing has changed
+    assert publisher.publish() == 3                                # nothing has changed
     module.mask[0] = ~module.mask[0]                             # a buffer has
-    assert weights.publish() == 4 and reader.fetch() == 4
+    assert publisher.publish() == 4 and subscriber.fetch() == 4
     same(mine, module)
 
 
@@ -180,12 +180,12 @@ def test_of_everything():
 def test_of_any_shape(shapes, depth, dtype):
     module = torch.nn.Module()
     for k, shape in enumerate(shapes): module.register_buffer(f"x{k}", (torch.rand(shape) * 100).to(dtype))
-    weights, reader, (mine,) = channel(module, depth=depth)
+    publisher, subscriber, (mine,) = channel(module, depth=depth)
     for _ in range(3):
         for x in module.buffers(): x.copy_((torch.rand(x.shape) * 100).to(dtype))
-        assert reader.fetch(weights.publish()) == weights.number
+        assert subscriber.fetch(publisher.publish()) == publisher.publication
         same(mine, module)
-    weights.close()
+    publisher.close()
 
 
 def test_a_shared_trunk():
@@ -194,9 +194,9 @@ def test_a_shared_trunk():
     actor, critic = (torch.nn.Sequential(trunk, torch.nn.Linear(2, k)) for k in (3, 1))
     both = copy.deepcopy((actor, critic))
     for copies in (list(both), [copy.deepcopy(actor), copy.deepcopy(critic)]):
-        weights, reader, copies = channel(actor, critic, copies=copies)
+        publisher, subscriber, copies = channel(actor, critic, copies=copies)
         fill(actor, 3), fill(critic, 4)
-        reader.fetch(weights.publish())
+        subscriber.fetch(publisher.publish())
         for mine, original in zip(copies, (actor, critic)): same(mine, original)
         assert (copies[0][0].weight == 4).all()
 
@@ -204,11 +204,11 @@ def test_a_shared_trunk():
 def test_one_holder_in_several_places():
     "As an actor is, in all lanes of a worker."
     module = torch.nn.Linear(1, 1)
-    weights = Weights([module, torch.nn.Linear(2, 2)])
-    reader, mine = weights.reader([0, 1, 0]), copy.deepcopy(module)
-    reader.feed([mine, copy.deepcopy(weights.holders[1]), mine])
+    publisher = WeightPublisher([module, torch.nn.Linear(2, 2)])
+    subscriber, mine = publisher.subscriber([0, 1, 0]), copy.deepcopy(module)
+    subscriber.attach([mine, copy.deepcopy(publisher.holders[1]), mine])
     fill(module, 7)
-    reader.fetch(weights.publish())
+    subscriber.fetch(publisher.publish())
     same(mine, module)
 
 
@@ -224,10 +224,10 @@ def test_functions_closures_partials_and_methods():
         NET = net
         assert modules_in(holder) == [net] and len(state_of([net])) == 2, holder
         with torch.no_grad(): net.weight.add_(1)
-        weights = Weights([holder])
-        assert (weights.publish(), weights.publish()) == (0, 0)
+        publisher = WeightPublisher([holder])
+        assert (publisher.publish(), publisher.publish()) == (0, 0)
         with torch.no_grad(): net.weight.add_(1)
-        assert weights.publish() == 1
+        assert publisher.publish() == 1
     assert modules_in(lambda obs: 2 * obs) == [] and modules_in(torch.relu) == [] and modules_in(print) == []
 
 
@@ -246,12 +246,12 @@ def test_a_function_that_refers_to_itself():
 def test_modules_in_shared_memory():
     "The user's may be; a worker's copy is its own all the same."
     module = torch.nn.Linear(3, 3).share_memory()
-    weights = Weights([module])
-    weights.publish()
-    reader, (ours, theirs) = weights.reader([0]), fork.Pipe()
+    publisher = WeightPublisher([module])
+    publisher.publish()
+    subscriber, (ours, theirs) = publisher.subscriber([0]), fork.Pipe()
     def child():
-        reader.feed([module])
-        reader.fetch()
+        subscriber.attach([module])
+        subscriber.fetch()
         with torch.no_grad(): module.weight.fill_(99)
         theirs.send((module.weight.is_shared(), float(module.weight.detach().sum())))
     process = fork.Process(target=child)
@@ -262,21 +262,21 @@ def test_modules_in_shared_memory():
 
 def test_an_update_that_was_not_counted_is_published_and_one_that_was_is_too():
     module = torch.nn.Linear(2, 2)
-    weights, reader, (mine,) = channel(module)
-    assert weights.publish() == 0
+    publisher, subscriber, (mine,) = channel(module)
+    assert publisher.publish() == 0
     bump_version(module)
-    assert weights.publish() == 1 and reader.fetch() == 1 and version_of(mine) == 1
+    assert publisher.publish() == 1 and subscriber.fetch() == 1 and version_of(mine) == 1
     fill(module, 5)
-    assert weights.publish() == 2 and reader.fetch() == 2 and version_of(mine) == 1
+    assert publisher.publish() == 2 and subscriber.fetch() == 2 and version_of(mine) == 1
     module.eval()
-    assert weights.publish() == 3 and reader.fetch() == 3 and not mine.training
+    assert publisher.publish() == 3 and subscriber.fetch() == 3 and not mine.training
 
 
 def test_gradients_are_no_hindrance():
     module = torch.nn.Linear(2, 2)
-    weights, reader, (mine,) = channel(module)
+    publisher, subscriber, (mine,) = channel(module)
     module(torch.ones(2)).sum().backward()
-    weights.publish(), reader.fetch()
+    publisher.publish(), subscriber.fetch()
     assert mine.weight.requires_grad and mine.weight.grad is None and not mine.weight.is_shared()
 
 
@@ -284,21 +284,21 @@ def test_gradients_are_no_hindrance():
 
 def test_changed_shapes_and_names():
     module = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    weights, *_ = channel(module)
+    publisher, *_ = channel(module)
     told = r"Sequential changed the form of its weights. Expected Sequential.0.weight float32 \[2, 2\], .*, got Sequential.0.weight float"
     for spoil in (lambda: module.append(torch.nn.Linear(2, 2)), lambda: module.pop(1) and module.double(),
                   lambda: module.pop(0) and module.append(torch.nn.Linear(2, 3))):
         spoil()
-        with pytest.raises(ActorError, match=told): weights.publish()
+        with pytest.raises(ActorError, match=told): publisher.publish()
 
 
 def test_lazy_sparse_and_meta():
     for module, told in ((torch.nn.LazyLinear(3), "UninitializedParameter"), (torch.nn.Linear(2, 2, device="meta"), "on meta")):
         with pytest.raises(ActorError, match=rf"leaf {type(module).__name__}.weight: weights of this kind cannot be sent.*{told}"):
-            Weights([module])
+            WeightPublisher([module])
     module = torch.nn.Module()
     module.register_buffer("graph", torch.eye(2).to_sparse())
-    with pytest.raises(ActorError, match="leaf Module.graph.*sparse"): Weights([module])
+    with pytest.raises(ActorError, match="leaf Module.graph.*sparse"): WeightPublisher([module])
 
 
 class Recipe:

@@ -16,7 +16,7 @@ from rollpipe.pipes import (
 )
 from rollpipe.pipes.torchdata import InProcessReadingService, IterableWrapper
 from rollpipe.pipes.modules import modules_in
-from rollpipe.pipes.workers.channel import Weights
+from rollpipe.pipes.workers.channel import WeightPublisher
 
 
 def fragments(env=Counting, actor=None, n_steps=2, **kwargs):
@@ -162,23 +162,23 @@ def test_modules_are_found_wherever_they_are_used(found_in): assert modules_in(f
 def test_an_attribute_that_does_not_travel_is_told(caplog):
     actor = Learning()
     actor.eps = 1.
-    weights = Weights([actor])
+    publisher = WeightPublisher([actor])
     try:
         for eps in (1., 0.5, 0.25):
             actor.eps = eps
-            weights.publish()
-    finally: weights.close()
+            publisher.publish()
+    finally: publisher.close()
     assert [r.getMessage().split(" changed")[0] for r in caplog.records] == ["attribute eps of Learning"]
 
 
 def test_a_network_whose_parts_change_is_refused():
     actor = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())
-    weights = Weights([actor])
-    weights.publish()
+    publisher = WeightPublisher([actor])
+    publisher.publish()
     actor.append(torch.nn.Dropout())
     try:
-        with pytest.raises(Exception, match="changed the form of its weights"): weights.publish()
-    finally: weights.close()
+        with pytest.raises(Exception, match="changed the form of its weights"): publisher.publish()
+    finally: publisher.close()
 
 
 def test_zipped_sources_are_no_seam():

@@ -1,4 +1,4 @@
-"The slots of a crew, against a model: what a consumer keeps stays as it is, and the crew never runs out of slots."
+"The slots of a coordinator, against a model: what a consumer keeps stays as it is, and there is always a slot for what is under way."
 import gc
 import os
 import random
@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpipe.pipes import nested
-from rollpipe.pipes.workers.slot_pool import Pool
-from rollpipe.pipes.workers.slots import SMALL, Layout, Writer, form_of
+from rollpipe.pipes.workers.codec import SMALL
+from rollpipe.pipes.workers.slot_pool import SlotPool
+from rollpipe.pipes.workers.slots import Layout
+from rollpipe.pipes.workers.slot_writer import SlotWriter, format_of
 
 BIG = (2, 3, SMALL // 4), torch.uint8      # more than SMALL bytes, [T, B, ...]
 REAL = (2, 3, SMALL // 16), torch.float32
@@ -27,7 +29,7 @@ def touched(needed, width):
 def slot_of(x, pool):
     "The slot in whose memory the array lies, as the system tells by its mappings; None if it is a copy."
     at = x.data_ptr() if isinstance(x, torch.Tensor) else x.ctypes.data
-    files = {os.fstat(memory.fd).st_ino: k for k, slot in enumerate(pool.slots) for memory in (*slot.memory, slot.beside)}
+    files = {os.fstat(memory.fd).st_ino: k for k, slot in enumerate(pool.slots) for memory in (*slot.item_memory, slot.layout_memory)}
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, end = (int(a, 16) for a in line.split()[0].split("-"))
         if begin <= at < end: return files.get(int(line.split()[4]))
@@ -35,20 +37,20 @@ def slot_of(x, pool):
 
 class Worker:
     "Writes items of several kinds, whose numbers are all `number`, and knows what its reader knows."
-    def __init__(self, pool): self.pool, self.writer, self.known = pool, Writer(pool.slots), {}
+    def __init__(self, pool): self.pool, self.writer, self.formats = pool, SlotWriter(pool.slots), {}
 
     def write(self, slot, position, number, kind="plain"):
-        self.writer.begin(slot, position, self.pool.layouts[slot])
-        make = (lambda shape: self.writer.empty(shape, np.uint8)) if number % 2 else (lambda shape: np.empty(shape, np.uint8))
+        self.writer.begin(slot, position, self.pool.states[slot].layout)
+        make = (lambda shape: self.writer.entries.empty(shape, np.uint8)) if number % 2 else (lambda shape: np.empty(shape, np.uint8))
         item = {"big": torch.from_numpy(make(BIG[0])).fill_(number % 256), "small": torch.full((5,), number)}
         if kind != "other": item["real"] = torch.full(REAL[0], number, dtype=REAL[1])
         if kind == "array": item["flat"] = np.full(SMALL, number % 256, np.uint8)
         if kind == "text": item["text"] = str(number)
         if kind == "small": item = {"small": item["small"]}
         if kind == "wider": item["big"] = torch.full((2, 4, SMALL // 4), number % 256, dtype=torch.uint8)
-        written = self.writer.write(item)
-        self.pool.propose(written.large)
-        return form_of(written, self.known)
+        header = self.writer.write(item)
+        self.pool.propose_layout(header.unplaced)
+        return format_of(header, self.formats)
 
 
 KINDS = "plain", "plain", "plain", "array", "other", "text", "small", "wider"
@@ -69,9 +71,9 @@ PARTS = {"all": lambda item: item, "one": lambda item: {"big": item["big"]}, "a 
 
 
 class Model:
-    "A crew with its consumer; it knows of each slot what it should be."
+    "A coordinator and its consumer; it knows of each slot what it should be."
     def __init__(self, n_buffers, width, needed, in_order, rng):
-        self.pool, self.rng, self.needed = Pool(n_buffers, width, needed), rng, needed
+        self.pool, self.rng, self.needed = SlotPool(n_buffers, width, needed), rng, needed
         self.in_order, self.always = in_order, (in_order or width == 1) and len(self.pool.slots) >= touched(needed, width)
         self.workers = [Worker(self.pool) for _ in range(2)]
         self.taken, self.written, self.kept, self.number = [], [], [], 0
@@ -116,7 +118,7 @@ class Model:
         slot, position, number, form, _ = item
         if slot not in self.is_lent:
             others = sum(lent and bool(self.busy(k)) for k, lent in self.is_lent.items())
-            self.is_lent[slot] = others < self.pool.lendable
+            self.is_lent[slot] = others < self.pool.max_lent
         item = self.pool.read(slot, position, form)
         self.open[slot] -= 1
         check(item, number)
@@ -131,7 +133,7 @@ class Model:
 
     def check(self):
         for number, item, _ in self.kept: check(item, number)
-        assert len({at for *_, at in self.kept} - {None}) <= self.pool.lendable
+        assert len({at for *_, at in self.kept} - {None}) <= self.pool.max_lent
         # whatever is kept, there is always something that can be done
         under_way = len(self.taken) + len(self.written)
         if not under_way or self.always and under_way < self.needed: assert self.pool.has_room()
@@ -142,7 +144,7 @@ class Model:
         while self.written: self.read()
         while self.pool.position < self.pool.width:
             self.pool.give_back(self.pool.take()[0])
-            self.open[self.pool.slot] -= 1
+            self.open[self.pool.filling] -= 1
 
     def capacity(self):
         "How many items can be taken at once; they are given back."
@@ -157,10 +159,10 @@ class Model:
 @given(width=st.integers(1, 3), n_slots=st.integers(1, 5), needed=st.integers(1, 9), extra=st.integers(0, 2),
        in_order=st.booleans(), seed=st.integers(0, 10 ** 6))
 def test_a_consumer_may_keep_what_it_likes(width, n_slots, needed, extra, in_order, seed):
-    "What is kept never changes; at most `lendable` slots are lent, and all that can be; when all is dropped, all slots are there again."
+    "What is kept never changes; at most `max_lent` slots are lent, and all that can be; when all is dropped, all slots are there again."
     model = Model(n_slots * width + extra % width, width, needed, in_order, rng := random.Random(seed))
     pool = model.pool
-    assert len(pool.slots) == n_slots and pool.lendable == max(0, n_slots - touched(needed, width))
+    assert len(pool.slots) == n_slots and pool.max_lent == max(0, n_slots - touched(needed, width))
     weights = [rng.randint(1, 6) for _ in range(5)]
     for _ in range(80):
         rng.choices([model.take, model.write, model.read, model.drop, model.end], weights)[0]()
@@ -190,7 +192,7 @@ def filled(pool, worker, number, kind="plain"):
 def test_what_is_joined_keeps_the_slot(width):
     "Though it has the memory of the first item alone, as the others are gone. Floats are joined by a copy, which keeps nothing."
     n = 3 + touched(width, width)
-    pool = Pool(n * width, width, width)
+    pool = SlotPool(n * width, width, width)
     worker = Worker(pool)
     for k in range(2): filled(pool, worker, k)
     kept = []
@@ -216,13 +218,13 @@ def test_what_is_joined_keeps_the_slot(width):
 
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_a_pool_without_slots_to_lend_copies(width):
-    pool = Pool(2 * width, width, 2 * width)
+    pool = SlotPool(2 * width, width, 2 * width)
     worker = Worker(pool)
     for k in range(5):
         for item in filled(pool, worker, k):
             check(item, k)
             assert {slot_of(x, pool) for x in larges(item)} == {None}
-    assert pool.lendable == 0 and pool.has_room()
+    assert pool.max_lent == 0 and pool.has_room()
     pool.close()
 
 
@@ -230,7 +232,7 @@ def test_a_pool_without_slots_to_lend_copies(width):
 def test_a_lane_that_ends_gives_its_place_back(width):
     "In each position, before, between or after the others were read, and while they are kept."
     for at in range(width):
-        pool = Pool(3 * width, width, width)
+        pool = SlotPool(3 * width, width, width)
         worker, kept = Worker(pool), []
         for k in range(30):
             for position in range(width):
@@ -250,30 +252,31 @@ def test_a_lane_that_ends_gives_its_place_back(width):
 @given(st.lists(st.sampled_from([(), (BIG,), (REAL,), (BIG, REAL), (REAL, BIG)]), max_size=8), st.integers(1, 3))
 def test_the_layout_is_what_two_items_in_a_row_agree_on(proposals, width):
     "Once and for all; those that disagree never settle it, nor do those without large arrays."
-    pool = Pool(6, width, 1)
+    pool = SlotPool(6, width, 1)
     agreed = [a for a, b in zip(proposals, proposals[1:]) if a == b and a]
-    for large in proposals: pool.propose(large)
+    for large in proposals: pool.propose_layout(large)
     assert pool.layout.arrays == (agreed[0] if agreed else ()) and pool.layout.n == width
-    assert all(layout.arrays == () for layout in pool.layouts)      # of slots that have not been taken since
+    assert all(state.layout.arrays == () for state in pool.states)      # of slots that have not been taken since
     slot, _ = pool.take()
-    assert pool.layouts[slot] is pool.layout and pool.slots[slot].beside.size >= pool.layout.size == Layout(width, pool.layout.arrays).size
+    assert pool.states[slot].layout is pool.layout
+    assert pool.slots[slot].layout_memory.size >= pool.layout.size == Layout(width, pool.layout.arrays).size
     pool.close()
 
 
 def test_slots_that_were_taken_before_the_layout_was_settled_keep_theirs():
     "Their items are read by the layout that they were written with."
-    pool = Pool(8, 2, 2)
+    pool = SlotPool(8, 2, 2)
     worker = Worker(pool)
     early = [pool.take() for _ in range(6)]
     forms = [worker.write(*at, number) for number, at in enumerate(early)]
-    assert pool.layout.arrays and not any(pool.layouts[slot].arrays for slot, _ in early)
+    assert pool.layout.arrays and not any(pool.states[slot].layout.arrays for slot, _ in early)
     late = filled(pool, worker, 7)
     found = [pool.read(*at, form) for at, form in zip(early, forms)]
     for number, item in enumerate(found): check(item, number)
     for item in late: check(item, 7)
     at_once = [nested.cat([x["big"], y["big"]], 1, view=True).data_ptr() == x["big"].data_ptr() for x, y in (late, found[:2])]
     assert at_once == [True, False]
-    used = lambda: [os.fstat(memory.fd).st_blocks * 512 for slot in pool.slots for memory in slot.memory]
+    used = lambda: [os.fstat(memory.fd).st_blocks * 512 for slot in pool.slots for memory in slot.item_memory]
     assert max(used()) > BIG[0][0] * BIG[0][1] * BIG[0][2]
     late = found = item = None
     gc.collect()
@@ -284,14 +287,14 @@ def test_slots_that_were_taken_before_the_layout_was_settled_keep_theirs():
 
 def test_who_keeps_nothing_has_the_same_slot_again():
     "Processor caches may still have it."
-    pool = Pool(8, 2, 2)
+    pool = SlotPool(8, 2, 2)
     worker = Worker(pool)
     assert len({slot_of(filled(pool, worker, k)[0]["big"], pool) for k in range(10)}) == 1
     pool.close()
 
 
 def test_items_may_be_dropped_by_any_thread():
-    pool = Pool(6, 2, 2)
+    pool = SlotPool(6, 2, 2)
     worker = Worker(pool)
     for k in range(40):
         items = filled(pool, worker, k)
@@ -303,16 +306,16 @@ def test_items_may_be_dropped_by_any_thread():
     pool.close()
 
 
-def test_a_rehearsal_changes_nothing():
+def test_warming_up_changes_nothing():
     "It makes no difference to what is read."
-    pool = Pool(3, 1, 1)
+    pool = SlotPool(3, 1, 1)
     worker = Worker(pool)
-    pool.rehearse()
+    pool.warm_up()
     for k, kind in enumerate(KINDS * 2):
         assert pool.has_room()
         slot, position = pool.take()
         form = worker.write(slot, position, k, kind)
-        for _ in range(k % 3): pool.rehearse()
+        for _ in range(k % 3): pool.warm_up()
         check(pool.read(slot, position, form), k)
     pool.close()
 
@@ -325,7 +328,7 @@ def usage():
 
 def test_nothing_grows_over_thousands_of_items():
     "While some of them are always kept."
-    rng, pool, kept = random.Random(0), Pool(12, 3, 5), []
+    rng, pool, kept = random.Random(0), SlotPool(12, 3, 5), []
     worker = Worker(pool)
     for k in range(700):
         if k == 100: before = usage()
