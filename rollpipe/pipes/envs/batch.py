@@ -165,7 +165,7 @@ class Batch:
         self.buffers = StepBuffers(self._obs_spec, len(self), pinned=True)
 
     def observe_into(self, obs: Any) -> None:
-        "Let the next `n` observations be written into `obs`, containers of arrays `[n, B, ...]`, for whoever keeps no `Outcome`."
+        "Let the next `n` observations be written into `obs`, containers of arrays `[n, B, ...]`, of which the next outcomes are views."
         self.buffers.observe_into(obs)
 
     def actions(self, array: Any) -> Any:

@@ -23,7 +23,7 @@ from .sticky import Sticky
 
 # %% ../../../nbs/pipes/10_envs/05_single.ipynb #5b8a8dff
 @contextmanager
-def _blame(b, call):
+def _naming(b, call):
     "Turn an exception in the block into a `PipeError` that has the number `b` of the environment and names the call."
     try: yield
     except PipeError as e:
@@ -40,7 +40,7 @@ def make_envs(
     "Make the environments of a batch and seed their action spaces. Raises `EnvError` with the number of the environment."
     for b, (factory, (make_seed, _, space_seed)) in enumerate(zip(factories, seeds)):
         if b >= len(envs):
-            with _blame(b, 'the factory'): envs.append(factory(make_seed))
+            with _naming(b, 'the factory'): envs.append(factory(make_seed))
         envs[b].action_space.seed(space_seed)
     numbers = {}
     for b, env in enumerate(envs):
@@ -56,7 +56,7 @@ def _check_spaces(b, env, first):
         raise EnvError("a vector environment is a batch by itself", env=b, got=type(env).__name__,
                        expected="a single environment, or one factory of a vector environment in place of the list")
     for name in ('observation_space', 'action_space'):
-        with _blame(b, name): space_spec(getattr(env, name), name)
+        with _naming(b, name): space_spec(getattr(env, name), name)
         if getattr(env, name) != getattr(first, name):
             raise EnvError(f"the environments of a batch must share their {name}", env=b,
                            expected=f"{getattr(first, name)} as in environment 0", got=str(getattr(env, name)))
@@ -91,7 +91,7 @@ class SingleEnvs:
     def reset(self, step: StepBuffer) -> None:
         "Write first observations into `step`. Each environment gets its own seed."
         for b, (env, (_, seed, _)) in enumerate(zip(self.envs, self.seeds)):
-            with _blame(b, 'reset()'):
+            with _naming(b, 'reset()'):
                 x, _ = env.reset(seed=seed)
                 put_obs(x, self.like, step.leaves, b)
         if self.sticky is not None: self.sticky.begin()
