@@ -41,7 +41,7 @@ class Images(gym.Env):
 
 class Glance(torch.nn.Module):
     "Every twelfth pixel `[..., 84, 84, 4]` as features `[..., 196]`."
-    n_out, is_unit = 196, True
+    n_out, is_normalized = 196, True
     def forward(self, obs): return obs[..., ::12, ::12, :].flatten(-3).float() / 255
 
 
