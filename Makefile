@@ -24,7 +24,7 @@ endif
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint sync notebooks pytest slow bench export hooks clean
+.PHONY: help setup demo test lint sync notebooks pytest slow bench export update hooks clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -69,7 +69,10 @@ bench: $(STAMP)  ## every benchmark, each beside its floor
 	@for f in collect vector trpo_update recurrent images invariants footprint train workers replay ppo; do echo "== $$f"; $(BIN)/python benchmarks/$$f.py || exit 1; done
 
 export: $(STAMP)  ## clean the notebooks and export them to modules
-	@$(BIN)/nbdev_clean && $(BIN)/nbdev_export
+	@$(BIN)/nbdev_clean && $(BIN)/python tools/export.py
+
+update: $(STAMP)  ## carry small edits of exported modules back into their notebooks, then export
+	@$(BIN)/python tools/export.py --update && $(BIN)/nbdev_clean && $(BIN)/python tools/export.py
 
 hooks: $(STAMP)  ## enable the commit hook and readable notebook diffs in this clone
 	@git config core.hooksPath .githooks
