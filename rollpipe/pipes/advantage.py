@@ -39,6 +39,9 @@ def values(
 
     `v_tp1` is the value of the true last observation where an episode was truncated; where it terminated it means nothing.
     Raises `DataError` if there is neither a critic nor a reported value, or if the values have the wrong shape.
+
+    Args:
+        critic: `critic(obs [..., *]) -> [...]`; None: the `value` that the actor reported
     """
     if critic is None:
         if not (isinstance(fragment.actor, dict) and 'value' in fragment.actor):
@@ -68,6 +71,12 @@ class AdvantageBuffer(Pipe):
 
     Source: Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation", https://arxiv.org/abs/1506.02438.
     Raises `DataError` if a value or advantage is not finite, or if there is neither a critic nor a reported value.
+
+    Args:
+        pipe: yields `Fragment`s
+        critic: `critic(obs [..., *]) -> [...]` (see `Critic`); None: the `value` that the actor reported
+        gamma: discount of the reward one step later
+        lam: exponential weight of longer estimates: 0 trusts the critic, 1 the rewards
     """
     reads, keeps_items, any_strides = 1, False, True
 

@@ -20,7 +20,12 @@ from .tables import Ring, SideTable
 
 # %% ../../../nbs/pipes/24_replay/04_store.ipynb #bd0c904a
 class AddedSteps(NamedTuple):
-    "The steps of one lane that `StepStore.add` has taken in."
+    """The steps of one lane that `StepStore.add` has taken in.
+
+    Args:
+        serial: int64 [B, T]: their serial numbers
+        follows: the first ones follow the last ones that were added for this lane before
+    """
     lane: int
     serial: Any    # int64 [B, T]: their serial numbers
     follows: bool  # the first ones follow the last ones that were added for this lane before
@@ -39,6 +44,12 @@ class StepStore:
     The ring is allocated at once; the side tables of true last observations, recurrent states and look-ahead rows grow as they are needed.
     The folder `path` gets a file `steps.npy`, to which the ring is mapped. The file is made anew: it is memory on a disk and nothing more.
     Raises `DataError` for fragments of another structure, or longer than the capacity.
+
+    Args:
+        capacity: steps
+        example: what all fragments look like
+        path: a folder for the steps; None: in memory
+        keep_hx: keep the recurrent states at the beginnings of fragments; False: they are read as zeros
     """
     def __init__(self,
                  capacity: int,          # steps
@@ -59,7 +70,11 @@ class StepStore:
     def add(self,
             fragment: Fragment,  # at most `capacity` steps
     ) -> tuple[np.ndarray, list]:
-        "Take in a copy of a fragment; returns the slots whose steps had to go (int64 `[n]`), and a list of `AddedSteps`."
+        """Take in a copy of a fragment; returns the slots whose steps had to go (int64 `[n]`), and a list of `AddedSteps`.
+
+        Args:
+            fragment: at most `capacity` steps
+        """
         self._check(fragment)
         lanes = strands(fragment)
         order = np.concatenate([np.arange(columns.start, columns.stop) for _, _, columns in lanes])
@@ -121,7 +136,12 @@ class StepStore:
               slot: np.ndarray,  # int64 [m]: where to begin
               n: int,            # rows
     ) -> np.ndarray:
-        "The slots of rows that follow one another, int64 `[n, m]`; -1 - its number for a row in `look_ahead`."
+        """The slots of rows that follow one another, int64 `[n, m]`; -1 - its number for a row in `look_ahead`.
+
+        Args:
+            slot: int64 [m]: where to begin
+            n: rows
+        """
         chain = np.empty((n, len(slot)), np.int64)
         chain[0] = slot
         for k in range(1, n): chain[k] = self.next[chain[k - 1]]
