@@ -164,7 +164,8 @@ class Coordinator:
     def start_member(self, index: int, graphs: dict) -> Member:
         "Start worker `index` with its lanes."
         subscriber = self.publisher.subscriber(i for lane in graphs for i in self.holder_indices[lane])
-        self.members.add(member := start_member(index, graphs, self.pool.slots, subscriber, self.service))
+        states = {lane: self.seam.global_random_states(lane, self.root, self.supervision.starts[lane]) for lane in graphs}
+        self.members.add(member := start_member(index, graphs, states, self.pool.slots, subscriber, self.service))
         return member
 
     def items(self) -> Iterator:

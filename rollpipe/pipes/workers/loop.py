@@ -103,6 +103,7 @@ def run_lanes(
     subscriber: Any,         # a `WeightSubscriber` for `holders_in(lanes.values())`
     name: str,               # of the worker, in error messages
     lanes: dict,             # number of the lane -> graph
+    states: dict,            # number of the lane -> its `GlobalRandomStates`
     device: Any,             # where actors compute; None: where they are
 ) -> None:
     """The life of a worker: for each `WorkerRequest` it sends a `Reply`. None is the last message that it receives.
@@ -113,12 +114,13 @@ def run_lanes(
         subscriber: a `WeightSubscriber` for `holders_in(lanes.values())`
         name: of the worker, in error messages
         lanes: number of the lane -> graph
+        states: number of the lane -> its `GlobalRandomStates`
         device: where actors compute; None: where they are
     """
     holders = holders_in(lanes.values())
     if device is not None: _move(lanes, holders, device)
     subscriber.attach(holders)
-    streams, lane, writer, layout = {}, None, SlotWriter(slots), EMPTY_LAYOUT
+    streams, lane, present, writer, layout = {}, None, None, SlotWriter(slots), EMPTY_LAYOUT
     destination = SlotDestination(writer, link)
     try:
         while (request := link.recv()) is not None:
@@ -127,6 +129,9 @@ def run_lanes(
             writer.begin(slot, position, layout)
             publication = subscriber.fetch(publication)
             begin = time.monotonic()
+            if lane != present:     # nobody else draws from this process's global generators
+                if present is not None: states[present].take()
+                states[present := lane].put()
             if lane not in streams: streams[lane] = _open_lane(lanes[lane], destination)
             try: item = next(streams[lane])
             except StopIteration: link.send(tuple(Reply()))

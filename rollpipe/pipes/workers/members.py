@@ -89,6 +89,7 @@ def check_picklable(graphs: Iterable) -> None:
 def start_member(
     index: int,
     graphs: dict,     # number of the lane -> graph, of its lanes
+    states: dict,     # number of the lane -> its `GlobalRandomStates`
     slots: list,      # where it writes items
     subscriber: Any,  # a `WeightSubscriber` for what these graphs hold
     options: Any,     # a `ProcessReading`
@@ -97,12 +98,13 @@ def start_member(
 
     Args:
         graphs: number of the lane -> graph, of its lanes
+        states: number of the lane -> its `GlobalRandomStates`
         slots: where it writes items
         subscriber: a `WeightSubscriber` for what these graphs hold
         options: a `ProcessReading`
     """
     cores, device = cores_and_device(options.affinity, index)
-    process = WorkerProcess(name := f"worker {index}", run_lanes, (slots, subscriber), (name, graphs, device), cores=cores,
+    process = WorkerProcess(name := f"worker {index}", run_lanes, (slots, subscriber), (name, graphs, states, device), cores=cores,
                             start_method=options.start_method, threads=options.worker_threads, grace=options.grace)
     return Member(index, process, graphs, options.silence)
 

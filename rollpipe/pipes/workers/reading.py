@@ -16,7 +16,7 @@ from ..episodes import EpisodeCollector
 from ..errors import DataError, GraphError, check_integer, describe
 from ..fragments import FragmentCollector
 from ..graph import copy_graph, find, inputs, insert_after, nodes, replace
-from ..lanes import Lanes
+from ..lanes import GlobalRandomStates, Lanes
 from ..pipe import trait
 from ..torchdata import IterDataPipe
 from .coordinator import Coordinator
@@ -76,6 +76,10 @@ class WorkerLanes(Lanes):
     def copy(self, lane: int, root: int, again: int = 0) -> IterDataPipe:
         "As `Lanes.copy`."
         return super().copy(lane, root, again) if self.seeded or again else copy_graph(self.pipe)
+
+    def global_random_states(self, lane: int, root: int, again: int = 0) -> GlobalRandomStates:
+        "As `Lanes.global_random_states`; a lane that is left as it was goes on from this process's states."
+        return super().global_random_states(lane, root, again) if self.seeded or again else GlobalRandomStates()
 
     def _run(self) -> Iterator:
         self.close()
