@@ -21,7 +21,7 @@ from ..pipes.errors import DataError, EnvError
 from ..pipes.envs.factories import EnvFactory, env_factories, spaces_of
 from ..pipes.stepper import EnvStepper
 from ..pipes.taps import EpisodeSums
-from ..pipes.modules import eval_mode
+from ..pipes.modules import EvalMode
 
 # %% ../../nbs/agents/10_evaluate.ipynb #f1c395fb
 def quotas(
@@ -198,7 +198,7 @@ def evaluate(
         for recorder in recorders[1:]: recorder.done = True
         sources, env_kwargs = recorders, None
     ticks = EnvStepper(sources, actor, n_envs, env_kwargs=env_kwargs, seed=seed, explore=not deterministic)
-    with torch.no_grad(), eval_mode(actor): result = _play(ticks, quotas(n_episodes, n_envs), max_steps)
+    with torch.no_grad(), EvalMode(actor): result = _play(ticks, quotas(n_episodes, n_envs), max_steps)
     if record is not None: recorders[0].save(record)
     return result
 

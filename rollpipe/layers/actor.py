@@ -63,6 +63,9 @@ class Actor(torch.nn.Module):
     infos, such as log-probabilities, need not be reported at every step: an optional `complete(act, info) -> info` adds them for a
     whole fragment in one call.
 
+    Whoever collects asks the actor in evaluation mode, whatever mode it is in; afterwards it is in its own mode again. An actor must
+    not change its buffers while it answers: in worker processes such a change is lost.
+
     Raises `TypeError` at class creation if `forward`, `step` or `reset` do not have the expected signature.
     """
     uses_past = True  # whether `forward` looks at `act` or `rew`

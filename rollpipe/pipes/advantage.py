@@ -16,7 +16,7 @@ from . import nested, returns
 from .data import Fragment, check_item
 from .errors import DataError, describe
 from .pipe import Pipe
-from .modules import eval_mode
+from .modules import EvalMode
 from .torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/15_advantage.ipynb #ecf504e5
@@ -24,7 +24,7 @@ def _evaluate(critic, obs, actor):
     "The critic's answer without gradients and in evaluation mode; `critic.inputs`, if it exists, chooses among observations and reports."
     obs = nested.as_seen(obs)
     if hasattr(critic, 'inputs'): obs = critic.inputs(obs, actor)
-    with torch.no_grad(), eval_mode(critic):
+    with torch.no_grad(), EvalMode(critic):
         try: return critic(obs)
         except RuntimeError:     # a `view` needs contiguous observations, and those of worker processes may have other strides
             if all(x.is_contiguous() for x in nested.leaves(obs)): raise

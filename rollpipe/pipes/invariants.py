@@ -21,7 +21,7 @@ from .fragment_ops import strands
 from .graph import find
 from .pipe import Pipe
 from .stepper import EnvStepper
-from .modules import eval_mode, version_of
+from .modules import EvalMode, version_of
 from .torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/20_invariants.ipynb #1421570e
@@ -142,7 +142,7 @@ def check_advantages(
     """
     if fragment.adv is None: return
     final, array = fragment.final, lambda x: x.double().cpu().numpy()
-    with torch.no_grad(), eval_mode(critic):
+    with torch.no_grad(), EvalMode(critic):
         value = lambda obs, actor: array(actor['value'] if critic is None else critic(nested.as_seen(obs)))
         v, last = value(fragment.state.obs, fragment.actor), {}
         if len(final.t): last = dict(zip(zip(final.t.tolist(), final.b.tolist()), value(final.obs, final.actor)))

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..errors import ActorError
-from ..modules import bump_version, modules_in, state_of, torch_threads, version_of
+from ..modules import bump_version, counted_version, modules_in, state_of, torch_threads, version_of
 from .remote_errors import log
 from .shared import SharedMemory
 
@@ -79,6 +79,7 @@ class _Holder:
         self.names, self.specs = list(state), _specs(state)
         self.n_modes, self.attributes = len(self.modes()), self._attributes()
 
+    def version(self) -> int: return counted_version(self.holder, [p for module in self.modules for p in module.parameters()])
     def modes(self) -> list: return [m.training for module in self.modules for m in module.modules()]
 
     def tensors(self, modes) -> list:
@@ -134,7 +135,7 @@ class WeightPublisher:
     @torch_threads(1)
     def publish(self) -> int:
         "Publish the present weights, unless they are those of the latest publication. Returns the number of the publication that has them."
-        versions, modes = [version_of(holder) for holder in self.holders], [h.modes() for h in self._holders]
+        versions, modes = [h.version() for h in self._holders], [h.modes() for h in self._holders]
         tensors = [h.tensors(mode) for h, mode in zip(self._holders, modes)]
         for h in self._holders: h.warn_about_attributes()
         buffers, depth = self.block.buffers, self.block.depth
