@@ -49,7 +49,7 @@ def standardized(
     x: torch.Tensor,      # float [T, B]
     valid: torch.Tensor,  # bool [T, B]
 ) -> torch.Tensor:
-    "`x` with mean 0 and deviation 1 over the valid rows; zeros if these are all the same and so express no preference."
+    "`x` with mean 0 and standard deviation 1 over the valid rows; zeros if these are all the same and so express no preference."
     kept = x[valid].double()
     mean, std = kept.mean(), kept.std(correction=0)
     if std <= 1e-6 * kept.abs().max(): return torch.zeros_like(x)

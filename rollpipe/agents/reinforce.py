@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['REINFORCE']
 
-# %% ../../nbs/agents/16_reinforce.ipynb #a72a172d
+# %% ../../nbs/agents/16_reinforce.ipynb #81a4df60
 from typing import Any
 
-from .gradient_learner import GradientLearner
+from .gradient_learner import GradientLearner, mean_metrics
 from .learner import with_standardized_adv
 from .losses import reinforce
 from .shared_options import check_range, shared_options
@@ -41,4 +41,4 @@ class REINFORCE(GradientLearner):
         for _ in range(self.epochs):
             loss, metrics = reinforce(scaled, self.actor, c_rho=self.c_rho, c_entropy=self.options.c_entropy)
             records.append(metrics | dict(grad_norm=self.step(loss)))
-        return {name: sum(float(record[name]) for record in records) / self.epochs for name in records[0]}
+        return mean_metrics(records)

@@ -36,12 +36,12 @@ class SharedOptions:
     max_grad_norm: float | None = 0.5  # longer gradients are shortened to this; None: they are not
     c_value: float = 0.5               # weight of the critic's loss
     c_entropy: float = 0.0             # weight of the entropy bonus
-    normalize_adv: bool = True         # scale advantages to mean 0 and deviation 1
+    normalize_adv: bool = True         # scale advantages to mean 0 and standard deviation 1
     critic_epochs: int = 4             # passes of the critic over each batch
     gamma: float = 0.99                # discount of the reward one step later
-    eps_start: float = 1.0             # share of random actions at first
-    eps_end: float = 0.05              # share of random actions from `eps_steps` on
-    eps_steps: int = 20_000            # environment steps from the one to the other, linearly
+    eps_start: float = 1.0             # fraction of random actions at first
+    eps_end: float = 0.05              # fraction of random actions from `eps_steps` on
+    eps_steps: int = 20_000            # environment steps from `eps_start` to `eps_end`, linearly
     seed: int = 0                      # fixes what an update draws, such as the order of minibatches
 
     def check(self, owner: Any) -> None:

@@ -32,7 +32,7 @@ class TabularQ(EpsilonGreedy):
                  observation_space: gym.Space,  # Discrete: the states
                  action_space: gym.Space,       # Discrete
                  init: float = 0.0,             # all values before learning; above the true ones, it drives exploration
-                 epsilon: float = 1.0,          # share of the steps with a random action; a buffer, for learners to change
+                 epsilon: float = 1.0,          # fraction of the steps with a random action; a buffer that learners may change
     ):
         super().__init__()
         self.set_exploration(action_space, epsilon)
@@ -85,7 +85,7 @@ class QLearning(Learner):
     def __init__(self,
         actor: TabularQ,
         *,
-        lr: float = 0.5,  # share of the way to its target that a value goes; 1 suits environments without chance
+        lr: float = 0.5,  # fraction of the way to its target that a value moves; 1 suits deterministic environments
         **shared: Any,    # `SharedOptions`
     ):
         super().__init__(actor, **shared)
@@ -94,7 +94,7 @@ class QLearning(Learner):
         self.explore()
 
     def explore(self) -> None:
-        "Set the share of random actions that belongs to the environment steps so far."
+        "Set the fraction of random actions that belongs to the environment steps so far."
         set_epsilon(self.actor, linear_schedule(self.steps, self.options.eps_start, self.options.eps_end, self.options.eps_steps))
 
     @torch.no_grad()

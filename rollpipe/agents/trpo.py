@@ -30,7 +30,7 @@ class TRPO(NaturalGradientLearner):
         max_kl: float = 0.01,        # trust region: largest mean KL divergence of an update [nat]
         backtrack: float = 0.8,      # factor by which the line search shortens the step
         max_backtracks: int = 10,    # step lengths that the line search tries
-        accept_ratio: float = 0.1,   # least share of the predicted improvement that is accepted
+        accept_ratio: float = 0.1,   # least fraction of the predicted improvement that is accepted
         **kwargs: Any,
     ):
         super().__init__(actor, critic, **kwargs)
