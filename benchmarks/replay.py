@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from report import header, spread, table
 
-from rollpipe.pipes import Fragment, ReplayMemory, State
-from rollpipe.pipes.data import Final
+from rollpipe.pipes import Fragment, ReplayMemory
 
 T, B, EPISODE = 64, 8, 200
 STREAMS = {'CartPole-like': ((4,), torch.float32, 2), 'MinAtar-like': ((10, 10, 4), torch.bool, 6)}
@@ -32,10 +31,10 @@ def fragment(seq, shape, dtype, n_actions):
     q = torch.rand(T + 1, B, n_actions)
     term = fin & (episode % 2 == 0)
     t, b = (fin & ~term)[1:].nonzero(as_tuple=True)
-    state = State(stepno, obs, torch.randint(n_actions, (T + 1, B)), torch.rand(T + 1, B), fin)
     column = torch.zeros(B, dtype=torch.int64)
-    return Fragment(state, dict(q=q), {}, (), term, Final(t, b, obs[t + 1, b], dict(q=q[t + 1, b])), torch.ones(T, B, dtype=torch.bool),
-                    lane=column, seq=column + seq, version=column)
+    return Fragment.from_steps(
+        obs, torch.randint(n_actions, (T, B)), torch.rand(T, B), term[1:], (fin & ~term)[1:], last_obs=obs[t + 1, b], actor=dict(q=q),
+        last_actor=dict(q=q[t + 1, b]), stepno=stepno[0], lane=column, seq=column + seq, version=column)
 
 
 def filled(stream, capacity, **options):
@@ -78,13 +77,13 @@ def measure(stream, args):
     times = {name: [] for name in runs}
     for _ in range(args.repeats):
         for name, run in runs.items(): times[name].append(timed(run, args.rounds))
-    step = uniform.store.rows.dtype.itemsize + uniform.store.next.itemsize + uniform.starts.itemsize
+    step = uniform.store.records.dtype.itemsize + uniform.store.next.itemsize + uniform.sampler.starts.itemsize
     row = lambda name, update, added, more: [
         stream, name, spread(times[name], '{:.0f}'), spread([x / y for x, y in zip(times[name], times['floor'])], '{:.1f}'), update,
         spread(added, '{:.2f}'), step + more]
     return [[stream, 'floor: two rows of obs', spread(times['floor'], '{:.0f}'), '1', '', '', ''],
             row('uniform', '', added, 0),
-            row('prioritized', spread(times['update'], '{:.0f}'), added_ranked, ranked.tree.nodes.nbytes // args.capacity)]
+            row('prioritized', spread(times['update'], '{:.0f}'), added_ranked, ranked.sampler.tree.nodes.nbytes // args.capacity)]
 
 
 if __name__ == '__main__':

@@ -22,7 +22,7 @@ from rollpipe.agents.critics import explained_variance
 from rollpipe.agents.linearization import Linearization, fisher_product
 from rollpipe.agents.natural_gradient import distribution_on, policy_rows
 from rollpipe.layers import Critic, MLPPolicy
-from rollpipe.pipes.data import Fragment, State
+from rollpipe.pipes.data import Fragment
 
 T, B, N_OBS, N_ACT = 250, 100, 17, 6
 MAX_KL, DAMPING, CG_ITERS = 0.01, 0.1, 10
@@ -92,15 +92,14 @@ def make(hidden):
     torch.manual_seed(0)
     spaces = gym.spaces.Box(-np.inf, np.inf, (N_OBS,)), gym.spaces.Box(-np.inf, np.inf, (N_ACT,))
     policy, critic = (cls.for_env(spaces, hidden=(hidden, hidden), normalize=False, seed=0) for cls in (MLPPolicy, Critic))
-    obs, zeros = torch.randn(T + 1, B, N_OBS), torch.zeros(T + 1, B)
+    obs = torch.randn(T + 1, B, N_OBS)
     with torch.no_grad():
         dist, _ = policy.params(obs, None, None, None, hx=(), stepno=None)
         act = policy.dist.sample(dist, policy.draw_noise((T + 1, B)))
         logp = policy.dist.log_prob(dist, act)
     ret = torch.tanh(obs[:-1] @ torch.randn(N_OBS, 8) / 4).sum(-1) + torch.sin(2 * obs[:-1, :, 0])
     adv = (act * torch.tanh(obs @ torch.randn(N_OBS, N_ACT) / 4)).sum(-1)[:-1] + torch.randn(T, B)
-    state = State(zeros.long(), obs, act.roll(1, 0), zeros, zeros.bool())
-    return policy, critic, Fragment(state, dict(dist=dist, logp=logp), {}, (), zeros.bool(), None, zeros[1:].bool() | True, adv, ret)
+    return policy, critic, Fragment.from_steps(obs, act[:-1], torch.zeros(T, B), actor=dict(dist=dist, logp=logp), adv=adv, ret=ret)
 
 
 def timed_update(policy, critic, fragment, **kw):

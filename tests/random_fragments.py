@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Dict, Discrete, Tuple
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,6 +21,24 @@ OBS = Dict(place=Box(-1, 1, (3,)), kind=Discrete(3))
 ACT = Dict(gear=Discrete(3, start=1), steer=Tuple((Box(-2, 2, (2,)),)))
 CHOICE = Discrete(3, start=2)
 SMALL = dict(hidden=(5,), normalize=False)
+BOTH = st.booleans()
+
+
+@st.composite
+def fragments(draw, recurrent=BOTH, rich=BOTH):
+    "Fragments of random content with ends of all kinds, rows that are no step, and nested leaves."
+    T, B, rng = draw(st.integers(1, 5)), draw(st.integers(1, 5)), np.random.default_rng(draw(st.integers(0, 2 ** 32 - 1)))
+    def real(*shape): return torch.from_numpy(rng.normal(size=shape).astype(np.float32))
+    def flags(p): return torch.from_numpy(rng.random((T, B)) < p)
+    def report(*lead): return dict(logp=real(*lead), dist=(real(*lead, 3),))
+    valid, terminated, truncated = flags(.8), flags(.3), flags(.3)
+    K = int((truncated & ~terminated & valid).sum())
+    def obs(*lead): return dict(place=real(*lead, 2), kind=torch.from_numpy(rng.integers(9, size=lead)))
+    more = dict(adv=real(T, B), ret=real(T, B), env=dict(count=real(T, B)), **{
+        name: torch.from_numpy(rng.integers(9, size=B)) for name in Fragment.COLUMNS}) if draw(rich) else {}
+    return Fragment.from_steps(
+        obs(T + 1, B), (real(T, B, 2),), real(T, B), terminated, truncated, last_obs=obs(K), actor=report(T + 1, B), last_actor=report(K),
+        hx=(real(2, B, 3),) if draw(recurrent) else (), valid=valid, stepno=torch.from_numpy(rng.integers(3, size=B)), **more)
 
 
 class Shared(MLPPolicy):
@@ -70,38 +89,37 @@ def shaken(actor, seed, by=.2):
     return actor
 
 
-def random_fragment(seed, n_steps, n_envs, actor, *, old=None, p_end=.3, every_end=False, garbage=False) -> Fragment:
+def random_fragment(seed, n_steps, n_envs, actor, *, old=None, p_end=.3, terminal_obs=False, garbage=False) -> Fragment:
     """Steps that `old` recorded, `actor` if None; a third of the ends is followed by rows that are no step.
 
-    `every_end`: terminal states have a `final` row, too. `garbage`: where there was no step, floats are nan.
+    `terminal_obs`: terminal states have a `final` row, too. `garbage`: where there was no step, floats are nan.
     """
     rng = np.random.default_rng(seed)
     obs_space, act_space = OBS, getattr(actor, 'n_actions', None) and CHOICE or ACT
     for k, space in enumerate((obs_space, act_space)): space.seed(int(rng.integers(2 ** 31)) + k)
-    valid, fin, term = (np.zeros((n_steps + 1, n_envs), bool) for _ in range(3))
-    stepno, final = np.zeros((n_steps + 1, n_envs), np.int64), []
+    valid, ended, term = (torch.zeros(n_steps, n_envs, dtype=torch.bool) for _ in range(3))
+    stepno = torch.zeros(n_envs, dtype=torch.int64)
     for b in range(n_envs):
-        n, still = int(rng.integers(3)), 0
-        stepno[0, b], fin[0, b] = n, n == 0
+        stepno[b], still = int(rng.integers(3)), 0
         for t in range(n_steps):
             valid[t, b], still = still == 0, max(0, still - 1)
-            ended = valid[t, b] and rng.random() < p_end
-            term[t + 1, b] = ended and rng.random() < .5
-            fin[t + 1, b] = ended or not valid[t, b]
-            if ended and rng.random() < 1 / 3: still = int(rng.integers(1, 3))
-            if ended and (every_end or not term[t + 1, b]): final.append((t, b))
-            stepno[t + 1, b] = n = 0 if fin[t + 1, b] else n + 1
+            ended[t, b] = bool(valid[t, b]) and rng.random() < p_end
+            term[t, b] = bool(ended[t, b]) and rng.random() < .5
+            if ended[t, b] and rng.random() < 1 / 3: still = int(rng.integers(1, 3))
     act, rew = sample(act_space, n_steps + 1, n_envs), torch.from_numpy(rng.normal(size=(n_steps + 1, n_envs)).astype(np.float32))
-    valid, fin, term, stepno = map(torch.from_numpy, (valid[:-1], fin, term, stepno))
-    state = State(stepno, sample(obs_space, n_steps + 1, n_envs), act, torch.cat([rew[:1], rew[1:] * valid]), fin)
-    t, b = torch.tensor(final, dtype=torch.int64).reshape(-1, 2).unbind(1)
-    cut = Final(t, b, nested.map(lambda x: x[0, :len(t)], sample(obs_space, 1, len(t) + 1)), {})
+    obs, told = sample(obs_space, n_steps + 1, n_envs), ended if terminal_obs else ended & ~term
+    t, b = told.nonzero(as_tuple=True)
+    last = nested.map(lambda x: x[0, :len(t)], sample(obs_space, 1, len(t) + 1))
     hx = ()
     if hasattr(actor, 'memory'): hx = torch.from_numpy(rng.normal(size=(1, n_envs, 4)).astype(np.float32))
     version = torch.from_numpy(rng.integers(0, 4, n_envs))
     bump_version(actor, to=3)
-    who = dict(lane=torch.zeros(n_envs, dtype=torch.int64), seq=torch.zeros(n_envs, dtype=torch.int64), version=version)
-    fragment = Fragment(state, {}, {}, hx, term, cut, valid, **who)
+    lane = torch.zeros(n_envs, dtype=torch.int64)
+    fragment = Fragment.from_steps(
+        obs, nested.getitem(act, slice(1, None)), rew[1:], term, ended & ~term, last_obs=nested.getitem(last, ~term[t, b]), hx=hx,
+        valid=valid, stepno=stepno, lane=lane, seq=lane, version=version)
+    state = fragment.state._replace(act=act, rew=torch.cat([rew[:1], fragment.state.rew[1:]]))   # something came before row 0
+    fragment = fragment._replace(state=state, final=Final(t, b, last, {}))
     return spoilt(record(fragment, old or actor), garbage)
 
 

@@ -14,7 +14,7 @@ from rollpipe.agents.trpo import TRPO
 from rollpipe.agents.vtrace import VTrace
 from rollpipe.layers import Critic, MemoryCritic, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import nested, on_policy, rollouts
-from rollpipe.pipes.batches import columns
+from rollpipe.pipes.fragment_ops import columns
 from rollpipe.pipes.data import Fragment
 from rollpipe.pipes.errors import DataError
 from rollpipe.pipes.modules import bump_version, version_of

@@ -16,11 +16,10 @@ from rollpipe.agents.metrics import check_metrics
 from rollpipe.agents.schedules import linear_schedule, set_epsilon
 from rollpipe.agents.tabular import QLearning, TabularQ, move_towards, q_targets
 from rollpipe.layers import QPolicy, RecurrentQPolicy
-from rollpipe.pipes import DataError, EnvStepper, Final, Fragment, FragmentCollector, State, version_of
+from rollpipe.pipes import DataError, EnvStepper, Fragment, FragmentCollector, version_of
 from rollpipe.pipes.errors import ActorError, SpaceError
-from rollpipe.pipes.replay.memory import Replay, Sample
-
-NONE = torch.empty(0, dtype=torch.int64)
+from rollpipe.pipes.replay.memory import Sample
+from rollpipe.pipes.replay.pipe import Replay
 
 
 def transitions(*rows, truncated=()):
@@ -28,13 +27,8 @@ def transitions(*rows, truncated=()):
     s, a, r, after, term = (torch.tensor(x) for x in zip(*rows))
     cut = torch.zeros(len(s), dtype=torch.bool)
     cut[list(truncated)] = True
-    at = cut.nonzero()[:, 0]
-    final = Final(0 * at, at, after[at], {}) if len(at) else Final(NONE, NONE, NONE, {})
     first = torch.where(cut, 0, after)  # a limit was followed by a reset to state 0
-    two = lambda x, y: torch.stack([x, y])
-    fin = two(cut & False, term | cut)
-    state = State(two(0 * s, (~fin[1]).long()), two(s, first), two(0 * a, a), two(0 * r, r), fin)
-    return Fragment(state, {}, {}, (), two(term & False, term), final, valid=torch.ones(1, len(s), dtype=torch.bool))
+    return Fragment.from_steps(torch.stack([s, first]), a[None], r[None], term[None], cut[None], last_obs=after[cut & ~term])
 
 
 def network(values):

@@ -9,7 +9,7 @@ from rollpipe.agents.dqn import DQN
 from rollpipe.agents.tabular import QLearning, TabularQ
 from rollpipe.layers import QPolicy
 from rollpipe.pipes import EnvStepper, FragmentCollector
-from rollpipe.pipes.replay.memory import Replay
+from rollpipe.pipes.replay.pipe import Replay
 
 pytestmark = pytest.mark.slow
 TAXI = max((name for name in gym.registry if name.startswith('Taxi-v')), key=lambda name: int(name.rpartition('v')[2]))

@@ -19,7 +19,7 @@ from rollpipe.layers.distributions import Categorical, Gaussian, GaussianParams
 from rollpipe.layers.policies import Policy
 from rollpipe.layers.recurrent_policies import RecurrentPolicy
 from rollpipe.pipes import on_policy
-from rollpipe.pipes.data import Final, Fragment, State
+from rollpipe.pipes.data import Fragment
 
 N_OBS = 3
 
@@ -51,10 +51,8 @@ def torch_dist(kind, p):
 def fragment_of(obs, act, adv, logp, valid=None):
     "A fragment of T steps from observations [T, B, ...], the actions taken in them, advantages and log-probabilities [T, B]."
     T, B = adv.shape
-    zero, none = torch.zeros(T + 1, B), torch.zeros(0, dtype=torch.long)
-    state = State(zero.long(), torch.cat([obs, obs[-1:]]), torch.cat([act[:1], act]), zero, zero.bool())
-    return Fragment(state, dict(logp=torch.cat([logp, logp[-1:]])), {}, (), zero.bool(), Final(none, none, obs[0, :0], {}),
-                    torch.ones(T, B, dtype=torch.bool) if valid is None else valid, adv, adv)
+    return Fragment.from_steps(torch.cat([obs, obs[-1:]]), act, torch.zeros(T, B), actor=dict(logp=torch.cat([logp, logp[-1:]])),
+                               valid=valid, adv=adv, ret=adv)
 
 
 def example(kind, T=6, B=4, seed=0):

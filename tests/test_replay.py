@@ -8,6 +8,7 @@ import torch
 from gymnasium.spaces import Box
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_fragments import fragments
 from reference import assert_same, snapshot
 from toys import Constant, Counting, Lively, Memory, Nested, NestedMemory, Plain, Shaky
 
@@ -15,9 +16,11 @@ from rollpipe.pipes import (
     DataError, EnvStepper, EpisodeCollector, FragmentCollector, FragmentStacker, FrameStack, GraphError, Lanes, ObservationCast,
     Pipe, Replay, ReplayMemory, find_one, nested, replayed, rollouts,
 )
-from rollpipe.pipes.batches import join
+from rollpipe.pipes.fragment_ops import columns, join
 from rollpipe.pipes.invariants import check_alignment
+from rollpipe.pipes.replay.layout import FragmentLayout, unbatched
 from rollpipe.pipes.replay.sum_tree import SumTree
+from rollpipe.pipes.replay.tables import Ring, SideTable
 from rollpipe.pipes.torchdata import DataLoader2
 from rollpipe.testing import check_pipe
 
@@ -181,14 +184,13 @@ def test_the_capacity_is_exact_and_the_oldest_go_first():
 def test_an_observation_is_stored_once():
     "One record a step, and one more for each environment, however many fragments there are; no recurrent state or end too many."
     memory = ReplayMemory(30, length=4, seed=0)
-    used = lambda side: len(side.rows) - len(side.free)
     for f in collected("memory"):
         memory.add(f)
         store = memory.store
-        assert len(store.rows) == 30 and used(store.tails) == 2
-        assert used(store.memories) <= 30 // 4 + 1
-        assert used(store.finals) == (store.rows["final"][:min(30, store.end)] >= 0).sum()
-    assert len(memory.store.tails.rows) == 16  # it did not grow
+        assert len(store.records) == 30 and store.look_ahead.n_used == 2
+        assert store.hxs.n_used <= 30 // 4 + 1
+        assert store.finals.n_used == (store.records["final"][:store.ring.n_filled] >= 0).sum()
+    assert len(memory.store.look_ahead.records) == 16  # it did not grow
 
 
 def test_a_sample_is_a_copy():
@@ -214,6 +216,53 @@ def test_any_dtype(dtype):
     assert torch.equal(sample.fragment.state.obs[:, starts], fragments[0].state.obs[:, b[starts]])
 
 
+# --- what it is made of
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 9), st.lists(st.integers(0, 9), max_size=6))
+def test_a_ring_keeps_the_newest(capacity, arrivals):
+    ring, slots, n = Ring(capacity), {}, 0     # slot -> serial number
+    for more in (min(k, capacity) for k in arrivals):
+        serial, replaced = ring.take(more)
+        assert serial.tolist() == list(range(n, n + more))
+        assert replaced.tolist() == [i % capacity for i in range(n, n + more) if i % capacity in slots]
+        slots.update({i % capacity: i for i in range(n, n + more)})
+        n += more
+        assert ring.n_filled == len(slots) and ring.oldest == min(slots.values(), default=0)
+        filled = np.array(sorted(slots), np.int64)
+        assert ring.serial(filled).tolist() == [slots[k] for k in sorted(slots)]
+        assert ring.slot(ring.serial(filled)).tolist() == filled.tolist()
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=8))
+def test_a_side_table_is_a_dict_with_numbers_of_its_own(changes):
+    table, known, n = SideTable(np.int64), {}, 0
+    for more, fewer in changes:
+        numbers = table.put(np.arange(n, n + more))
+        assert not known.keys() & set(numbers.tolist())
+        known.update(zip(numbers.tolist(), range(n, n + more)))
+        n += more
+        gone = list(known)[:fewer]
+        table.release(np.array(gone, np.int64))
+        for number in gone: del known[number]
+        assert table.n_used == len(known) and [table.records[k] for k in known] == list(known.values())
+
+
+@settings(deadline=None, max_examples=50)
+@given(fragments(), st.data())
+def test_what_is_packed_comes_out_again(f, data):
+    "In any order of the environments, with nested leaves, final rows and recurrent states."
+    layout, order = FragmentLayout(unbatched(f)), np.array(data.draw(st.permutations(range(f.n_envs))))
+    records = layout.pack(f, order)
+    place = np.argsort(order)[f.final.b.numpy()], f.final.t.numpy()
+    records["final"][place], records["hx"][:, 0] = np.arange(len(f.final.t)), np.arange(f.n_envs)
+    back = layout.unpack(records.T, layout.pack_final(f), layout.pack_hx(f, order))
+    expected = columns(f, torch.from_numpy(order))
+    by_time = np.lexsort((expected.final.b, expected.final.t))
+    assert_same(back, expected._replace(final=nested.getitem(expected.final, by_time)))
+
+
 # --- what is drawn
 
 def chi_square(counts, expected):
@@ -227,7 +276,7 @@ def test_all_segments_are_equally_likely(sticky):
     memory = ReplayMemory(1000, seed=0)
     fragments = collected(n_steps=8, n=12, sticky=8) if sticky else collected()
     for f in fragments: memory.add(f)
-    counts = np.bincount(memory.sample(40_000).index, minlength=memory.store.end)
+    counts = np.bincount(memory.sample(40_000).index, minlength=memory.store.ring.next_serial)
     possible = np.concatenate([f.valid.T.flatten().numpy() for f in fragments])
     assert possible.sum() == len(memory) and not counts[~possible].any() and (not sticky or 2 * len(memory) < len(possible))
     assert abs(chi_square(counts[possible], 40_000 / possible.sum())) < 4
@@ -255,13 +304,13 @@ def test_new_segments_have_the_greatest_priority_so_far():
     memory = ReplayMemory(1000, prioritized=True, alpha=.5, seed=0)
     first, second, third = collected()[:3]
     memory.add(first)
-    assert memory.tree[np.arange(8)].tolist() == [1.] * 8
+    assert memory.sampler.tree[np.arange(8)].tolist() == [1.] * 8
     memory.prioritize(np.arange(8), np.arange(8.))
     memory.add(second)
     memory.prioritize(np.arange(8), np.zeros(8))
     memory.add(third)
-    np.testing.assert_allclose(memory.tree[np.arange(8, 24)], 7 ** .5, rtol=1e-6)
-    np.testing.assert_allclose(memory.tree[np.arange(8)], 1e-3, rtol=1e-6)
+    np.testing.assert_allclose(memory.sampler.tree[np.arange(8, 24)], 7 ** .5, rtol=1e-6)
+    np.testing.assert_allclose(memory.sampler.tree[np.arange(8)], 1e-3, rtol=1e-6)
 
 
 def test_priorities_of_what_is_gone_are_left_out():
@@ -270,8 +319,8 @@ def test_priorities_of_what_is_gone_are_left_out():
     index = memory.sample(200).index
     memory.add(collected()[2])
     memory.prioritize(index, torch.full((200,), 5.))
-    assert memory.tree[np.arange(8)].tolist() == [1.] * 8  # new steps, in the slots of old ones
-    np.testing.assert_allclose(memory.tree[np.arange(8, 16)], 5, rtol=1e-6)
+    assert memory.sampler.tree[np.arange(8)].tolist() == [1.] * 8  # new steps, in the slots of old ones
+    np.testing.assert_allclose(memory.sampler.tree[np.arange(8, 16)], 5, rtol=1e-6)
 
 
 @settings(deadline=None, max_examples=50)

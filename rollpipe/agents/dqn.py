@@ -21,7 +21,8 @@ from .td import priorities, td
 from ..pipes.data import Fragment
 from ..pipes.errors import DataError, check_integer
 from ..pipes.modules import ByIdentity, bump_version
-from ..pipes.replay.memory import Replayed, ReplayMemory, Sample
+from ..pipes.replay.memory import ReplayMemory, Sample
+from ..pipes.replay.pipe import Replayed
 
 # %% ../../nbs/agents/22_dqn.ipynb #aaa45080
 @torch.no_grad()
@@ -30,7 +31,13 @@ def update_target(
     net: torch.nn.Module,     # of the same kind
     tau: float = 1.0,         # fraction of the way that the parameters of `target` move; 1: equal afterwards
 ) -> None:
-    "Move the parameters of `target` towards those of `net`; buffers become equal."
+    """Move the parameters of `target` towards those of `net`; buffers become equal.
+
+    Args:
+        target: changed in place
+        net: of the same kind
+        tau: fraction of the way that the parameters of `target` move; 1: equal afterwards
+    """
     mine, others = list(target.parameters()), [p.detach() for p in net.parameters()]
     if tau < 1: torch._foreach_lerp_(mine, others, tau)
     else: torch._foreach_copy_(mine, others)
@@ -38,7 +45,11 @@ def update_target(
 
 # %% ../../nbs/agents/22_dqn.ipynb #8156ce16
 class BetaSchedule:
-    "Raises the `beta` of prioritised memories to 1, each on a straight line from what it was at first."
+    """Raises the `beta` of prioritised memories to 1, each on a straight line from what it was at first.
+
+    Args:
+        steps: environment steps that it takes; None: `beta` stays
+    """
     def __init__(self,
         steps: int | None,  # environment steps that it takes; None: `beta` stays
     ):
@@ -48,7 +59,11 @@ class BetaSchedule:
         memory: ReplayMemory,
         step: int,             # environment steps so far
     ) -> None:
-        "Set the `beta` that `memory` is to have after `step` steps."
+        """Set the `beta` that `memory` is to have after `step` steps.
+
+        Args:
+            step: environment steps so far
+        """
         if not self.steps: return
         if self.first.get(memory) is None: self.first[memory] = memory.beta
         memory.beta = linear_schedule(step, self.first.get(memory), 1., self.steps)
@@ -69,7 +84,11 @@ class TimedIterator:
 def means(
     records: list,  # of dicts metric -> number or 0-dim tensor
 ) -> dict[str, float]:
-    "The mean of each metric over those records that have it."
+    """The mean of each metric over those records that have it.
+
+    Args:
+        records: of dicts metric -> number or 0-dim tensor
+    """
     found = {}
     for record in records:
         for name, value in record.items(): found.setdefault(name, []).append(value)
@@ -77,7 +96,14 @@ def means(
 
 # %% ../../nbs/agents/22_dqn.ipynb #4952629e
 class QNetworkLearner(GradientLearner):
-    "Base of learners of action values with a target network. It holds the target, explores, and counts."
+    """Base of learners of action values with a target network. It holds the target, explores, and counts.
+
+    Args:
+        actor: a `QPolicy` or `RecurrentQPolicy`, or another actor with `values` and `epsilon`
+        target_every: steps of the optimiser between two copies to the target network
+        tau: fraction of the way that the target network moves after each step instead; None: copies
+        **options: `SharedOptions`
+    """
     actor_needs = ('values', 'epsilon')
 
     def __init__(self,
@@ -125,6 +151,18 @@ class DQN(QNetworkLearner):
     Sources: Mnih et al. 2015, https://doi.org/10.1038/nature14236; van Hasselt, Guez, Silver 2015, https://arxiv.org/abs/1509.06461
     (double); Schaul et al. 2015, https://arxiv.org/abs/1511.05952 (priorities); Kapturowski et al. 2019,
     https://openreview.net/forum?id=r1lyTjAqYX (memory, burn-in).
+
+    Args:
+        actor: a `QPolicy` or `RecurrentQPolicy`, or another actor with `values` and `epsilon`
+        double: choose the best next action by the network, and value it by the target network
+        multi_step: steps whose rewards are summed before values take over; not more than the samples are long
+        burn_in: first steps of a sample, not trained on: a recurrent network brings its memory up to date there
+        huber: TD errors beyond it count linearly; None: all count squared
+        target_every: steps of the optimiser between two copies to the target network; 1: in effect there is none
+        tau: instead: fraction of the way that the target network moves after each step of the optimiser
+        beta_steps: environment steps in which the memory's `beta` rises to 1; None: it stays
+        eta: weight of the greatest TD error in the priority of a longer sample; the mean error has the rest
+        **shared: `SharedOptions`
     """
     @shared_options(gamma=0.99, lr=1e-3, max_grad_norm=10.0, eps_start=1.0, eps_end=0.05, eps_steps=20_000, seed=0)
     def __init__(self,

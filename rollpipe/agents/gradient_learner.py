@@ -27,6 +27,10 @@ def clip_gradients(
     """Multiply tensors by one number, so that their norm all together is at most `max_norm`; returns the norm before that.
 
     As `torch.nn.utils.clip_grad_norm_`, in a third of its time, which counts with small networks. What is not finite stays.
+
+    Args:
+        grads: tensors, changed in place
+        max_norm: greatest norm of all of them together
     """
     if not grads: return 0.
     norms = torch._foreach_norm(grads)
@@ -41,7 +45,12 @@ def adam_for(
     lr: float,         # learning rate of what the actor contains
     critic_lr: float,  # learning rate of what the critic alone contains
 ) -> tuple[list, torch.optim.Adam]:
-    "The trainable parameters of both, each once, and an Adam for them."
+    """The trainable parameters of both, each once, and an Adam for them.
+
+    Args:
+        lr: learning rate of what the actor contains
+        critic_lr: learning rate of what the critic alone contains
+    """
     params, groups = [], {}
     for module, rate in ((actor, lr), (critic, critic_lr)):
         known = {id(p) for p in params}
@@ -56,6 +65,11 @@ class GradientLearner(Learner):
 
     `params` are the trainable parameters of both, each once. `fit` uses the same optimiser. It takes the options `lr`, `critic_lr`,
     `max_grad_norm` and `seed`.
+
+    Args:
+        actor: the module that acts and learns
+        critic: the module that values states, or None
+        **options: `SharedOptions`
     """
     def __init__(self,
         actor: Any,          # the module that acts and learns
@@ -94,7 +108,11 @@ class GradientLearner(Learner):
 def mean_metrics(
     records: list,  # of dicts metric -> number or 0-dim tensor, all with the same metrics
 ) -> dict[str, float]:
-    "The mean of each metric."
+    """The mean of each metric.
+
+    Args:
+        records: of dicts metric -> number or 0-dim tensor, all with the same metrics
+    """
     return {name: sum(float(record[name]) for record in records) / len(records) for name in records[0]}
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #49a60a42

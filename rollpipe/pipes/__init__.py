@@ -3,19 +3,20 @@ from . import nested, returns
 from .advantage import AdvantageBuffer, values
 from .batches import FragmentStacker, Minibatcher, minibatches
 from .data import Final, Fragment, State, Tick, TickSource
-from .episodes import EpisodeCollector, pad_episodes
+from .episodes import EpisodeCollector
 from .errors import ActorError, CheckpointError, DataError, EnvError, GraphError, PipeError, SpaceError, WorkerError
+from .fragment_ops import pad_episodes
 from .fragments import FragmentCollector
 from .frames import FrameStack, Stacks
 from .graph import copy_graph, draw, find, find_one, insert_after, insert_before, remove, replace
 from .invariants import CheckInvariants
 from .lanes import Lanes
 from .manual import collect, context, prepare, rollout, startup
-from .off_policy import replayed
 from .pipe import Pipe, Source
 from .workers.reading import ProcessReading
-from .recipes import on_policy, rollouts
-from .replay.memory import Replay, Replayed, ReplayMemory, Sample
+from .recipes import on_policy, replayed, rollouts
+from .replay.memory import ReplayMemory, Sample
+from .replay.pipe import Replay, Replayed
 from .stepper import EnvStepper
 from .steps import Fragments, Step, Steps, WithImage
 from .taps import EpisodeEnd, EpisodeStats, Rate, Tap, Throughput

@@ -4,8 +4,8 @@
     pipe = EnvStepper("CartPole-v1", actor, n_envs=8).fragments(n_steps=128).lanes(2, seed=0).advantage(critic).stack(2)
 
 `pipe.fragments(n_steps=128)` is `FragmentCollector(pipe, n_steps=128)`, and so on: see `NAMES`. torchdata keeps one table of
-such names for the whole process. So the names are registered here, by hand and nowhere else, and only for those who import
-this module. It may be imported and reloaded any number of times, in notebooks too.
+such names for the whole process. So the names are registered here and nowhere else, and only for those who import this module.
+It may be imported and reloaded any number of times, in notebooks too.
 """
 from .advantage import AdvantageBuffer
 from .batches import FragmentStacker, Minibatcher
@@ -43,18 +43,18 @@ NAMES = {
 }
 
 
-def register(names=None):
+def register(names: dict[str, type] | None = None) -> None:
     """Make each of `names` (method name -> pipe class; by default `NAMES`) a method of all datapipes.
 
-    A name that stood for a class of the same module and name, which a reload or a notebook cell has made anew, now stands for the
-    new one. Raises `GraphError` if a name belongs to another class or to an attribute of all datapipes; nothing is registered then.
+    After a reload, or when a notebook cell has run again, a name stands for the new class of the same module and name.
+    Raises `GraphError` if a name belongs to another class or to an attribute of all datapipes; nothing is registered then.
     """
     names = NAMES if names is None else names
     for name, cls in names.items():
         if not name.isidentifier() or hasattr(IterDataPipe, name):
             raise GraphError(f"{name!r} cannot be a method of all pipes", pipe=cls, expected="a name that pipes do not have yet")
-        if (owner := _owner(name)) is not None and _place(owner) != _place(cls):
-            raise GraphError(f"the method name {name!r} is taken", pipe=cls, expected="a free name", got=".".join(_place(owner)))
+        if (owner := _owner(name)) is not None and _full_name(owner) != _full_name(cls):
+            raise GraphError(f"the method name {name!r} is taken", pipe=cls, expected="a free name", got=".".join(_full_name(owner)))
     for name, cls in names.items():
         IterDataPipe.functions.pop(name, None)
         IterDataPipe.register_datapipe_as_function(name, cls)
@@ -63,11 +63,11 @@ def register(names=None):
 def _owner(name):
     "The class that the registered method `name` makes, None if there is no such method."
     function = IterDataPipe.functions.get(name)
-    # torch keeps partial(make, cls, ...); whatever else stands there speaks for itself
+    # For a pipe class torch keeps partial(make, cls, ...). Anything else is its own owner.
     return None if function is None else getattr(function, 'args', (function,))[0]
 
 
-def _place(cls): return getattr(cls, '__module__', '?'), getattr(cls, '__qualname__', repr(cls))
+def _full_name(cls) -> tuple: return getattr(cls, '__module__', '?'), getattr(cls, '__qualname__', repr(cls))
 
 
 register()

@@ -100,8 +100,8 @@ def _check_fragment(report: Report, fragment: Fragment) -> None:
     state, term, valid, final = fragment.state, fragment.term, fragment.valid, fragment.final
     with report.demand(FRAGMENT_SHAPES):
         T, B = valid.shape
-        leading = dict(state=(T + 1, B), term=(T + 1, B), actor=(T + 1, B), env=(T, B), adv=(T, B), ret=(T, B), final=(len(final.t),),
-                       lane=(B,), seq=(B,), version=(B,))
+        kinds = (Fragment.ROWS, (T + 1, B)), (Fragment.STEPS, (T, B)), (Fragment.COLUMNS, (B,)), (['final'], (len(final.t),))
+        leading = {name: lead for names, lead in kinds for name in names}
         for name, lead in leading.items():
             for x, path in zip(nested.leaves(getattr(fragment, name)), nested.paths(getattr(fragment, name), name)):
                 if tuple(x.shape[:len(lead)]) != lead:
@@ -125,6 +125,11 @@ def check_pipe(make_pipe: Callable,  # makes the pipe with its sources, and an e
     """Try a pipe against the `PIPE_...` rules, and against the `FRAGMENT_...` rules if it yields `Fragment`s.
 
     Raises `ContractError` with all rules that are broken, else returns an empty list.
+
+    Args:
+        make_pipe: makes the pipe with its sources, and an equal one each time
+        n_items: number of items to look at
+        raises: False: return the violations instead of raising an error
     """
     report = Report()
     report.section(_check_pipe, report, make_pipe, n_items)

@@ -27,7 +27,15 @@ def plan_buffers(
     width: int,                     # items that share a slot
     n_buffers: int | None = None,   # what the user asks for
 ) -> tuple:                         # `(max_pending, n_buffers)`
-    "How many requests are under way, and for how many items there is memory. Raises `DataError` if `n_buffers` is too small."
+    """How many requests are under way, and for how many items there is memory. Raises `DataError` if `n_buffers` is too small.
+
+    Args:
+        width: items that share a slot
+        n_buffers: what the user asks for
+
+    Returns:
+        tuple: `(max_pending, n_buffers)`
+    """
     max_pending = pending_limit(n_lanes, group_size, lag)
     if n_buffers is None: n_buffers = max(max_pending + max(group_size, n_lanes), width * (slots_spanned(max_pending, width) + 2))
     elif lag is None: max_pending = max(n_lanes, n_buffers - 3 * width + 1 if width > 1 else n_buffers - group_size)
@@ -41,7 +49,15 @@ def publisher_for(
     graphs: dict,  # number of the lane -> graph
     depth: int,    # see `WeightPublisher`
 ) -> tuple:        # `(publisher, indices)`; `indices[lane]`: which of the publisher's holders the graph of this lane holds, in its order
-    "A publisher for all that the pipes of `graphs` hold by reference."
+    """A publisher for all that the pipes of `graphs` hold by reference.
+
+    Args:
+        graphs: number of the lane -> graph
+        depth: see `WeightPublisher`
+
+    Returns:
+        tuple: `(publisher, indices)`; `indices[lane]`: which of the publisher's holders the graph of this lane holds, in its order
+    """
     holders = {id(x): x for x in holders_in(graphs.values())}
     index_of = {key: index for index, key in enumerate(holders)}
     indices = {lane: [index_of[id(x)] for x in holders_in([graph])] for lane, graph in graphs.items()}
@@ -49,37 +65,45 @@ def publisher_for(
 
 # %% ../../../nbs/pipes/30_workers/12_coordinator.ipynb #f42def43
 class Listener:
-    "Takes in what the members say. Replies go to the schedule; a member that has died goes to `on_death`."
+    """Takes in what the members say; replies go to the schedule.
+
+    Args:
+        options: a `ProcessReading`
+    """
     def __init__(self,
                  schedule: Schedule,
                  pool: SlotPool,
                  members: Members,
                  supervision: Supervision,
-                 options: Any,        # a `ProcessReading`
-                 on_death: Callable,  # is called with the member and the error that tells how it died
+                 options: Any,       # a `ProcessReading`
     ):
-        self.schedule, self.pool, self.members, self.supervision = schedule, pool, members, supervision
-        self.options, self.on_death = options, on_death
+        self.schedule, self.pool, self.members, self.supervision, self.options = schedule, pool, members, supervision, options
 
-    def listen(self) -> None:
-        "Wait, for half a second at most, until a member says something, and take it in. Look after those who are silent or dead."
+    def listen(self,
+               on_death: Callable,  # is called with a member that has died, and the error that says how
+    ) -> None:
+        """Wait, for half a second at most, until a member says something, and take it in. Look after those who are silent or dead.
+
+        Args:
+            on_death: is called with a member that has died, and the error that says how
+        """
         members, supervision, spin = self.members, self.supervision, self.options.spin
         wait = max(0., min(0.5, supervision.time_left(members.busy())))
         awake = min(wait, spin) if spin and members.has_idle_core() else 0
         ready = awake and members.spin(awake) or members.wait(wait - awake)
         if not ready: supervision.check_silence(members.busy())
-        completing = [self._hear(member, ready=True) for member in ready]
+        completing = [self._hear(member, on_death, ready=True) for member in ready]
         if any(completing) and self.schedule.next_done() is None and members.has_idle_core():
-            for member in members.spin(0.001, self.pool.warm_up): self._hear(member, ready=True)
+            for member in members.spin(0.001, self.pool.warm_up): self._hear(member, on_death, ready=True)
         if supervision.is_due():
             for member in members.busy():
-                if not member.process.process.is_alive(): self._hear(member)
+                if not member.process.process.is_alive(): self._hear(member, on_death)
 
-    def _hear(self, member, ready=False) -> bool:
+    def _hear(self, member, on_death, ready=False) -> bool:
         "Take in the next message of a member. Returns True if it says that an item is being put together."
         try: message = member.process.receive(ready=ready)
         except WorkerDied as e:
-            self.on_death(member, e)
+            on_death(member, e)
             return False
         member.heard, member.patience = time.monotonic(), self.options.silence
         if message is None: return True     # `COMPLETING`
@@ -91,7 +115,15 @@ class Listener:
 
 # %% ../../../nbs/pipes/30_workers/12_coordinator.ipynb #381fa01c
 class ItemRecord(NamedTuple):
-    "When an item was collected and handed over. Times are those of `time.monotonic`."
+    """When an item was collected and handed over. Times are those of `time.monotonic`.
+
+    Args:
+        publication: of the weights that collected it
+        begin: [s] its collection began
+        end: [s] it was complete
+        received: [s] it was read from its slot
+        copied_bytes: into the slot
+    """
     lane: int
     worker: int
     publication: int   # of the weights that collected it
@@ -102,7 +134,12 @@ class ItemRecord(NamedTuple):
 
 
 class Coordinator:
-    "The worker processes of one iteration of `seam`, and what they share."
+    """The worker processes of one iteration of `seam`, and what they share.
+
+    Args:
+        seam: `WorkerLanes`: the pipe above which everything runs in workers
+        service: the `ProcessReading` with the options
+    """
     def __init__(self,
                  seam: Any,     # `WorkerLanes`: the pipe above which everything runs in workers
                  service: Any,  # the `ProcessReading` with the options
@@ -115,7 +152,7 @@ class Coordinator:
         if start_method_for(service.start_method, service.worker_threads) != 'fork': check_picklable(graphs.values())
         self.publisher, self.holder_indices = publisher_for(graphs, depth=4 if self.schedule.latest_weights else service.lag + 1)
         self.pool, self.members, self.supervision = SlotPool(n_buffers, width, max_pending), Members(), Supervision(service)
-        self.listener = Listener(self.schedule, self.pool, self.members, self.supervision, service, self._restart)
+        self.listener = Listener(self.schedule, self.pool, self.members, self.supervision, service)
         self.publisher.publish()
         try:
             n = min(service.num_workers, seam.n)
@@ -136,7 +173,7 @@ class Coordinator:
         while not schedule.finished:
             if schedule.group_begins: schedule.publication = self.publisher.publish()
             while schedule.has_room() and pool.has_room(): self._send(schedule.request(pool.take()))
-            while (request := schedule.next_done()) is None: self.listener.listen()
+            while (request := schedule.next_done()) is None: self.listener.listen(self._restart)
             schedule.hand_out(request)
             if request.ended: pool.give_back(request.destination[0])
             else: yield self._read(request)
@@ -166,7 +203,7 @@ class Coordinator:
 
     def settle(self) -> None:
         "Wait until all requests are answered."
-        while self.members.busy(): self.listener.listen()
+        while self.members.busy(): self.listener.listen(self._restart)
 
     def close(self, failed: bool = True) -> list:
         "End the workers, at once if something has failed. Returns the errors of their last moments."
