@@ -38,7 +38,8 @@ def update_target(
         net: of the same kind
         tau: fraction of the way that the parameters of `target` move; 1: equal afterwards
     """
-    mine, others = list(target.parameters()), [p.detach() for p in net.parameters()]
+    mine: list[torch.Tensor] = list(target.parameters())
+    others = [p.detach() for p in net.parameters()]
     if tau < 1: torch._foreach_lerp_(mine, others, tau)
     else: torch._foreach_copy_(mine, others)
     for x, y in zip(target.buffers(), net.buffers()): x.copy_(y)
@@ -183,7 +184,7 @@ class DQN(QNetworkLearner):
         check_range(self, 0, beta_steps=beta_steps or 0, huber=inf if huber is None else huber)
         check_integer('multi_step', multi_step, pipe=self)
         check_integer('burn_in', burn_in, 0, pipe=self)
-        self.td_options = dict(gamma=self.options.gamma, double=double, n_steps=multi_step, burn_in=burn_in, huber=huber)
+        self.td_options: dict[str, Any] = dict(gamma=self.options.gamma, double=double, n_steps=multi_step, burn_in=burn_in, huber=huber)
         self.eta, self.beta = eta, BetaSchedule(beta_steps)
 
     def update(self, batch: Replayed | Fragment) -> dict:

@@ -77,9 +77,8 @@ class GradientLearner(Learner):
         **options: Any,      # `SharedOptions`
     ):
         super().__init__(actor, critic, **options)
-        lr, critic_lr, limit = self.options.lr, self.options.critic_lr, self.options.max_grad_norm
-        self.max_grad_norm = inf if limit is None else limit
-        self.params, self.optimizer = adam_for(actor, critic, lr, lr if critic_lr is None else critic_lr)
+        self.max_grad_norm = inf if self.options.max_grad_norm is None else self.options.max_grad_norm
+        self.params, self.optimizer = adam_for(actor, critic, self.options.lr, self.options.lr_of_critic)
 
     def step(self, loss: torch.Tensor, name: str = 'loss') -> float:
         """One step down `loss` (0-dim, with graph), its gradient shortened to `max_grad_norm`; returns its norm before that.
@@ -118,14 +117,16 @@ def mean_metrics(
 # %% ../../nbs/agents/09_gradient_learner.ipynb #49a60a42
 class ActorCriticLearner(GradientLearner):
     "Base of learners whose policy and critic share a loss. A subclass writes `loss(batch)`, or `improve(batch)` for more than one step."
-    batch_needs = ('adv', 'ret', 'logp')
+    def batch_needs(self) -> tuple[str, ...]:
+        "What a batch must have. Value targets are needed without a critic, too: the actor may report values."
+        return 'adv', 'ret', 'logp'
 
     def update(self, batch: Fragment) -> dict:
         """One update of policy and critic from a batch; returns metrics (see `METRICS`).
 
         Raises `DataError` if the batch lacks something (see `check_batch`).
         """
-        self.check(batch, *self.batch_needs)
+        self.check(batch, *self.batch_needs())
         lag, start = self.lag(batch), perf_counter()
         metrics = self.explained(batch)
         self.tell_critic(batch)

@@ -153,7 +153,7 @@ class NaturalGradientLearner(Learner):
         self.damping, self.fvp_subsample = damping, fvp_subsample
         self.cg_iters = check_integer('cg_iters', cg_iters, pipe=self)
         self.params = [p for p in actor.parameters() if p.requires_grad]
-        self.optimizer = None if critic is None else torch.optim.Adam(critic.parameters(), lr=self.options.critic_lr, fused=True)
+        self.optimizer = None if critic is None else torch.optim.Adam(critic.parameters(), lr=self.options.lr_of_critic, fused=True)
 
     def improve(self, batch: Fragment) -> tuple:
         "The policy's half of an update: `(metrics, old, rows)`, of which `report` makes metrics."

@@ -66,6 +66,11 @@ class SharedOptions:
     eps_steps: int = 20_000            # environment steps from `eps_start` to `eps_end`, linearly
     seed: int = 0                      # fixes what an update draws, such as the order of minibatches
 
+    @property
+    def lr_of_critic(self) -> float:
+        "The critic's learning rate, which is the policy's if it has none of its own."
+        return self.lr if self.critic_lr is None else self.critic_lr
+
     def check(self, owner: Any) -> None:
         "Raise `DataError` for an option out of range; `owner` is the learner, which the message names."
         given = {name: value for name, value in vars(self).items() if value is not None}
@@ -95,7 +100,7 @@ def shared_options(
             complete.bind(self, *args, **kwargs)  # raises TypeError for a name that is not in the signature
             init(self, *args, **{**defaults, **kwargs})
 
-        init_with_defaults.__signature__ = complete
-        init_with_defaults.__delwrap__ = SharedOptions  # fastcore's `docments` looks there for the meanings of what was added
+        # fastcore's `docments` looks into `__delwrap__` for the meanings of what was added
+        vars(init_with_defaults).update(__signature__=complete, __delwrap__=SharedOptions)
         return init_with_defaults
     return decorate

@@ -32,8 +32,6 @@ class VTrace(ActorCriticLearner):
         c_clip: largest weight with which later differences are carried back, at most rho_clip
         **shared: `SharedOptions`
     """
-    batch_needs = ('logp',)
-
     @shared_options(gamma=0.99, c_value=0.5, c_entropy=0.0, lr=5e-4, critic_lr=1e-2, max_grad_norm=0.5, seed=0)
     def __init__(self,
         actor: Any,              # a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
@@ -49,6 +47,10 @@ class VTrace(ActorCriticLearner):
         check_range(self, 0, rho_clip=rho_clip)
         check_range(self, 0, rho_clip, c_clip=c_clip)
         self.trace = dict(gamma=self.options.gamma, lam=lam, rho_clip=rho_clip, c_clip=c_clip)
+
+    def batch_needs(self) -> tuple[str, ...]:
+        "What a batch must have: no advantages and value targets, which are made here."
+        return 'logp',
 
     def explained(self, batch: Fragment) -> dict:
         "Nothing: there are no values that advantages were made with."
