@@ -103,7 +103,7 @@ class QNetworkLearner(GradientLearner):
         actor: a `QPolicy` or `RecurrentQPolicy`, or another actor with `values` and `epsilon`
         target_every: steps of the optimiser between two copies to the target network
         tau: fraction of the way that the target network moves after each step instead; None: copies
-        **options: `SharedOptions`
+        **options: options that learners share, see `SharedOptions`
     """
     actor_needs = ('values', 'epsilon')
 
@@ -111,7 +111,7 @@ class QNetworkLearner(GradientLearner):
         actor: Any,             # a `QPolicy` or `RecurrentQPolicy`, or another actor with `values` and `epsilon`
         target_every: int,      # steps of the optimiser between two copies to the target network
         tau: float | None,      # fraction of the way that the target network moves after each step instead; None: copies
-        **options: Any,         # `SharedOptions`
+        **options: Any,         # options that learners share, see `SharedOptions`
     ):
         super().__init__(actor, **options)
         check_range(self, 0, 1, tau=0 if tau is None else tau)
@@ -163,7 +163,7 @@ class DQN(QNetworkLearner):
         tau: instead: fraction of the way that the target network moves after each step of the optimiser
         beta_steps: environment steps in which the memory's `beta` rises to 1; None: it stays
         eta: weight of the greatest TD error in the priority of a longer sample; the mean error has the rest
-        **shared: `SharedOptions`
+        **shared: options that learners share, see `SharedOptions`
     """
     @shared_options(gamma=0.99, lr=1e-3, max_grad_norm=10.0, eps_start=1.0, eps_end=0.05, eps_steps=20_000, seed=0)
     def __init__(self,
@@ -177,7 +177,7 @@ class DQN(QNetworkLearner):
         tau: float | None = None,        # instead: fraction of the way that the target network moves after each step of the optimiser
         beta_steps: int | None = None,   # environment steps in which the memory's `beta` rises to 1; None: it stays
         eta: float = 0.9,                # weight of the greatest TD error in the priority of a longer sample; the mean error has the rest
-        **shared: Any,                   # `SharedOptions`
+        **shared: Any,                   # options that learners share, see `SharedOptions`
     ):
         super().__init__(actor, target_every, tau, **shared)
         check_range(self, 0, 1, eta=eta)

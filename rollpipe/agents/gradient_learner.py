@@ -69,12 +69,12 @@ class GradientLearner(Learner):
     Args:
         actor: the module that acts and learns
         critic: the module that values states, or None
-        **options: `SharedOptions`
+        **options: options that learners share, see `SharedOptions`
     """
     def __init__(self,
         actor: Any,          # the module that acts and learns
         critic: Any = None,  # the module that values states, or None
-        **options: Any,      # `SharedOptions`
+        **options: Any,      # options that learners share, see `SharedOptions`
     ):
         super().__init__(actor, critic, **options)
         self.max_grad_norm = inf if self.options.max_grad_norm is None else self.options.max_grad_norm

@@ -107,7 +107,7 @@ class LearnerState:
     Args:
         actor: the module that acts and learns
         critic: the module that values states, or None
-        **options: `SharedOptions`
+        **options: options that learners share, see `SharedOptions`
     """
     actor_needs = ('replay',)  # methods that the actor must have
     optimizer = None           # a subclass sets it; it is part of the state
@@ -115,7 +115,7 @@ class LearnerState:
     def __init__(self,
         actor: Any,          # the module that acts and learns
         critic: Any = None,  # the module that values states, or None
-        **options: Any,      # `SharedOptions`
+        **options: Any,      # options that learners share, see `SharedOptions`
     ):
         name = type(self).__name__
         for method in self.actor_needs:

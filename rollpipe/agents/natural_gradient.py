@@ -133,7 +133,7 @@ class NaturalGradientLearner(Learner):
         damping: added to the Fisher matrix's diagonal
         cg_iters: conjugate-gradient iterations
         fvp_subsample: fraction of the rows that the Fisher matrix, and nothing else, is estimated from
-        **shared: `SharedOptions`
+        **shared: options that learners share, see `SharedOptions`
     """
     actor_needs = ('params', 'dist', 'distribution')
 
@@ -145,7 +145,7 @@ class NaturalGradientLearner(Learner):
         damping: float = 0.1,         # added to the Fisher matrix's diagonal
         cg_iters: int = 10,           # conjugate-gradient iterations
         fvp_subsample: float = 1.0,   # fraction of the rows that the Fisher matrix, and nothing else, is estimated from
-        **shared: Any,                # `SharedOptions`
+        **shared: Any,                # options that learners share, see `SharedOptions`
     ):
         super().__init__(actor, critic, **shared)
         check_range(self, 0, damping=damping)

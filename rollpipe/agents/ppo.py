@@ -40,7 +40,7 @@ class PPO(ActorCriticLearner):
         clip_value: a value further than this from the old one has no smaller error; None: no limit
         target_kl: estimated divergence beyond which an update ends, such as 0.05 [nat]; None: never
         normalize_adv: scale advantages to mean 0 and standard deviation 1: each 'batch', each 'minibatch', or 'never'
-        **shared: `SharedOptions`
+        **shared: options that learners share, see `SharedOptions`
     """
     @shared_options(c_value=0.5, c_entropy=0.0, lr=1e-3, critic_lr=None, max_grad_norm=0.5, seed=0)
     def __init__(self,
@@ -53,7 +53,7 @@ class PPO(ActorCriticLearner):
         clip_value: float | None = None,   # a value further than this from the old one has no smaller error; None: no limit
         target_kl: float | None = None,    # estimated divergence beyond which an update ends, such as 0.05 [nat]; None: never
         normalize_adv: str = 'batch',      # scale advantages to mean 0 and standard deviation 1: each 'batch', each 'minibatch', or 'never'
-        **shared: Any,                     # `SharedOptions`
+        **shared: Any,                     # options that learners share, see `SharedOptions`
     ):
         super().__init__(actor, critic, **shared)
         limits = dict(clip=clip, clip_value=clip_value, target_kl=target_kl)

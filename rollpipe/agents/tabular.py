@@ -102,7 +102,7 @@ class QLearning(Learner):
 
     Args:
         lr: fraction of the way to its target that a value moves; 1 suits deterministic environments
-        **shared: `SharedOptions`
+        **shared: options that learners share, see `SharedOptions`
     """
     actor_needs = ('table', 'epsilon')
 
@@ -111,7 +111,7 @@ class QLearning(Learner):
         actor: TabularQ,
         *,
         lr: float = 0.5,  # fraction of the way to its target that a value moves; 1 suits deterministic environments
-        **shared: Any,    # `SharedOptions`
+        **shared: Any,    # options that learners share, see `SharedOptions`
     ):
         super().__init__(actor, **shared)
         check_range(self, 0, 1, lr=lr)

@@ -30,7 +30,7 @@ class VTrace(ActorCriticLearner):
         lam: exponential weight of longer estimates: 0 trusts the critic, 1 the rewards
         rho_clip: largest weight of a temporal difference, and of an action in the policy gradient
         c_clip: largest weight with which later differences are carried back, at most rho_clip
-        **shared: `SharedOptions`
+        **shared: options that learners share, see `SharedOptions`
     """
     @shared_options(gamma=0.99, c_value=0.5, c_entropy=0.0, lr=5e-4, critic_lr=1e-2, max_grad_norm=0.5, seed=0)
     def __init__(self,
@@ -40,7 +40,7 @@ class VTrace(ActorCriticLearner):
         lam: float = 1.0,        # exponential weight of longer estimates: 0 trusts the critic, 1 the rewards
         rho_clip: float = 1.0,   # largest weight of a temporal difference, and of an action in the policy gradient
         c_clip: float = 1.0,     # largest weight with which later differences are carried back, at most rho_clip
-        **shared: Any,           # `SharedOptions`
+        **shared: Any,           # options that learners share, see `SharedOptions`
     ):
         super().__init__(actor, critic, **shared)
         check_range(self, 0, 1, lam=lam)
