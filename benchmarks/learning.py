@@ -24,7 +24,9 @@ from rollpipe.logs import read_metrics
 from rollpipe.pipes.recipes import rollouts
 from rollpipe.plots import align
 from rollpipe.algorithms import ALGORITHMS, Algorithm
-from rollpipe.train import make_config, start, train
+from rollpipe.config import make_config
+from rollpipe.runs import start
+from rollpipe.train import train
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT/'tests'))

@@ -21,7 +21,7 @@ from learning import ROOT, in_processes, learn
 from report import header, table
 
 from rollpipe.pipes import Lanes, RewardScaler
-from rollpipe.train import make_config
+from rollpipe.config import make_config
 
 SHARED = dict(gamma=.99, lam=.95, hidden=(64, 64), critic_hidden=(64, 64), normalize=True, critic_normalize=True)
 OPTIONS = dict(

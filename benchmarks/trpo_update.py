@@ -18,9 +18,9 @@ from torch import nn
 from torch.autograd import grad
 
 from rollpipe.agents import natural_gradient, trpo
-from rollpipe.agents.learner import policy_rows
 from rollpipe.agents.critics import explained_variance
-from rollpipe.agents.trust_region import Linearization, fisher_product
+from rollpipe.agents.linearization import Linearization, fisher_product
+from rollpipe.agents.natural_gradient import distribution_on, policy_rows
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes.data import Fragment
 
@@ -134,7 +134,7 @@ def product_and_forward(policy, fragment):
     "Seconds of one Fisher product and of one forward pass over the whole batch."
     agent = trpo.TRPO(policy)
     rows = policy_rows(fragment)
-    lin = Linearization(agent.distribution(rows), agent.params)
+    lin = Linearization(distribution_on(policy, rows), agent.params)
     product, v = fisher_product(lin, policy.dist.fisher, rows.weight), torch.randn(sum(p.numel() for p in agent.params))
     product(v)
 

@@ -18,7 +18,7 @@ from report import header, spread, table
 
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes import DataLoader2, EnvStepper, FragmentCollector, FragmentStacker, ProcessReading, on_policy, remove
-from rollpipe.pipes.workers.channel import Weights
+from rollpipe.pipes.workers.channel import WeightPublisher
 
 T = 128
 
@@ -41,7 +41,7 @@ class Images(gym.Env):
 
 class Glance(torch.nn.Module):
     "Every twelfth pixel `[..., 84, 84, 4]` as features `[..., 196]`."
-    n_out, is_unit = 196, True
+    n_out, is_normalized = 196, True
     def forward(self, obs): return obs[..., ::12, ::12, :].flatten(-3).float() / 255
 
 
@@ -156,7 +156,7 @@ def sent(env, n, **options) -> tuple:
     with DataLoader2(fragments(env), reading_service=ProcessReading(1, **options)) as loader:
         for item in islice(loader, n): del item
         records = list(loader.reading_service.records)
-    return [r.received - r.end for r in records], int(np.median([r.bytes for r in records]))
+    return [r.received - r.end for r in records], int(np.median([r.copied_bytes for r in records]))
 
 
 def transport(args):
@@ -197,17 +197,17 @@ def weights(args):
     "An actor of a million parameters."
     make = lambda: torch.nn.Sequential(*(torch.nn.Linear(576, 576) for _ in range(3)))
     actor, copy, times = make(), make(), {'publish': [], 'fetch': [], 'nothing new': []}
-    channel = Weights([actor])
-    reader = channel.reader([0])
-    reader.feed([copy])
+    publisher = WeightPublisher([actor])
+    subscriber = publisher.subscriber([0])
+    subscriber.attach([copy])
     for _ in range(20 * args.repeats):
         with torch.no_grad():
             for p in actor.parameters(): p.add_(0.1)
-        for what, call in (('publish', channel.publish), ('fetch', reader.fetch), ('nothing new', channel.publish)):
+        for what, call in (('publish', publisher.publish), ('fetch', subscriber.fetch), ('nothing new', publisher.publish)):
             start = perf_counter()
             call()
             times[what].append(1e3 * (perf_counter() - start))
-    channel.close()
+    publisher.close()
     n = sum(p.numel() for p in actor.parameters())
     print(table([f'{n:,} parameters', 'ms'], [[what, spread(ms)] for what, ms in times.items()]))
 

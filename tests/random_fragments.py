@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollpipe.agents.metrics import METRICS, check_metrics
 from rollpipe.layers import Critic, MemoryCritic, MLPPolicy, QPolicy, RecurrentPolicy, RecurrentQPolicy
-from rollpipe.layers.policies import seeded
+from rollpipe.layers.observer import seeded
 from rollpipe.pipes import nested
 from rollpipe.pipes.data import Final, Fragment, State
 from rollpipe.pipes.modules import bump_version

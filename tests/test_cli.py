@@ -17,13 +17,15 @@ from rollpipe.agents.metrics import METRICS
 from rollpipe.cli import build_parser, main
 from rollpipe.logs import read_metrics
 from rollpipe.algorithms import ALGORITHMS, options_for
-from rollpipe.train import build, discard, load_run, make_config, restore, resume, start, train
+from rollpipe.config import build, make_config
+from rollpipe.runs import discard, load_run, restore, resume, start
+from rollpipe.train import train
 
 SMALL = "--n-envs 4 --n-steps 32 --hidden 8 --critic-hidden 8 --quiet --no-tensorboard".split()
 
 
 def rollpipe(*words):
-    "Exit code of a command; argparse leaves by SystemExit."
+    "Exit code of a command; argparse raises SystemExit."
     try: return main([str(w) for w in words])
     except SystemExit as e: return e.code
 
@@ -125,14 +127,14 @@ TINY = dict(n_envs=4, n_steps=16, hidden=(8,), critic_hidden=(8,), epochs=2, min
 
 
 def tiny(algorithm, checkpoint_every=2):
-    "The configuration of a run of moments: those of the options `TINY` that the algorithm has."
+    "The configuration of a very short run, with those options of `TINY` that the algorithm has."
     has = {o.name for o in options_for(algorithm)}
     options = {k: v for k, v in TINY.items() if k in has}
     return make_config(algorithm, "CartPole-v1", options, steps=256, checkpoint_every=checkpoint_every)
 
 
 def assert_equal(a, b):
-    "Nested states, bit for bit."
+    "Nested states are equal, bit for bit."
     if isinstance(a, torch.Tensor): assert torch.equal(a, b)
     elif isinstance(a, (dict, list, tuple)):
         assert type(a) is type(b) and len(a) == len(b)
@@ -162,7 +164,7 @@ def test_every_algorithm_is_restored_whole(algorithm, tmp_path):
     again, pipe = restore(found)
     assert_equal(run.agent.state_dict(), again.state_dict())
     batches = iter(pipe)
-    for _, batch in zip(range(2), batches):  # a replayed batch can be drawn from once
+    for _, batch in zip(range(2), batches):  # the samples of a replayed batch can be drawn only once
         if hasattr(batch, "fresh"): batch = batch._replace(samples=list(batch.samples))
         one, two = run.agent.update(batch), again.update(batch)
         assert {k: v for k, v in one.items() if "seconds" not in k} == {k: v for k, v in two.items() if "seconds" not in k}
@@ -317,7 +319,7 @@ def process(*words, **kwargs):
 
 
 def wait_for(condition, child):
-    "Wait until the child has come so far; it must not end before."
+    "Wait until the condition holds; the child must not end before."
     while not condition():
         assert child.poll() is None, child.stderr.read()
         time.sleep(.01)
@@ -373,7 +375,7 @@ def test_version_and_bare_command(capsys):
 # --- worker processes
 
 def test_training_in_workers_gives_the_same_weights(tmp_path):
-    "One seed, the same numbers: nothing but time depends on the workers."
+    "With one seed the weights are the same for any number of workers."
     runs = [train_to(tmp_path/name, *words) for name, words in
             dict(none=(), one=("--workers", "1"), two=("--workers", "2")).items()]
     weights = [load_run(run).agent_state["actor"] for run in runs]

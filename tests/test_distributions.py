@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import distributions as td
 
-from rollpipe.layers.distributions import Bernoulli, Categorical, Gaussian, GaussianParams, Joint, MultiCategorical
+from rollpipe.layers.distributions import Categorical, Gaussian, GaussianParams
+from rollpipe.layers.joint import Bernoulli, Joint, MultiCategorical
 from rollpipe.pipes import nested
 
 fast = settings(deadline=None, max_examples=25)
@@ -57,7 +58,7 @@ def test_gaussian_agrees_with_torch(lead, shape, seed):
 
 @st.composite
 def several(draw):
-    "A `MultiCategorical`, with one or two dimensions."
+    "A `MultiCategorical` with actions of one or two dimensions."
     n = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     start = draw(st.just(()) | st.lists(st.integers(-3, 3), min_size=len(n), max_size=len(n)))
     return MultiCategorical(n, start, (2, len(n) // 2) if len(n) % 2 == 0 and draw(st.booleans()) else None)
@@ -66,7 +67,7 @@ def several(draw):
 @fast
 @given(lead=leads, dist=several(), seed=st.integers(0, 99))
 def test_multi_categorical_agrees_with_torch(lead, dist, seed):
-    "Number by number."
+    "The same as a list of `Categorical`s."
     g, start = generator(seed), dist.start or (0,) * len(dist.n)
     p, q = torch.randn(2, *lead, sum(dist.n), generator=g)
     act = dist.sample(p, dist.noise(lead, g))
@@ -186,7 +187,7 @@ def test_masked_logits_have_finite_gradients_everywhere():
         assert torch.isfinite(value).all()
         assert torch.isfinite(torch.autograd.grad(value.sum(), logits)[0]).all()
     assert torch.isfinite(dist.fisher(logits.detach(), torch.ones(2, 3))).all()
-    impossible = dist.kl(torch.zeros(3), logits[0].detach())   # p > 0 where q = 0: infinite, or as good as
+    impossible = dist.kl(torch.zeros(3), logits[0].detach())   # p > 0 where q = 0: infinite, or very large
     assert impossible > 1e30
 
 

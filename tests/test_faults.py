@@ -16,13 +16,13 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from crews import descriptors, gone, harmful, runs, script, slack
+from worker_cases import descriptors, gone, harmful, runs, script, slack
 from reference import snapshot
 from toys import Counting, Lively, Plain, Shaky
 
 from rollpipe.pipes import (ActorError, DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Pipe,
                             ProcessReading, WorkerError)
-from rollpipe.pipes.workers.shared import Shared
+from rollpipe.pipes.workers.shared import SharedMemory
 from rollpipe.pipes.taps import EpisodeStats
 from rollpipe.pipes.torchdata import DataLoader2
 
@@ -290,7 +290,7 @@ def test_a_worker_that_hangs_is_reported(caplog, tmp_path):
     first, second = (r.getMessage() for r in caplog.records[:2])
     for text in (first, second):
         assert re.search(r"lane 0: worker 0 \(pid \d+\) has been silent for \d+ s; it is here:", text)
-        assert 'in wait_for_the_robot\n' in text and "in collect" in text
+        assert 'in wait_for_the_robot\n' in text and "in run_lanes" in text
     assert all(r.levelname == "WARNING" for r in caplog.records)
 
 
@@ -303,7 +303,7 @@ def test_a_worker_that_hangs_stops_the_run_if_asked(method):
             items = iter(loader)
             next(items)
             start, loader.reading_service.silence = time.monotonic(), 0.5
-            loader.reading_service.seams[0].crew.workers[0].patience = 0.5
+            loader.reading_service.seams[0].coordinator.members[0].patience = 0.5
             for _ in items: pass
     assert time.monotonic() - start < 4 * slack()
 
@@ -350,7 +350,7 @@ def block():
 LIVES = """
 import os, signal, sys, time
 from itertools import islice
-from crews import harmful
+from worker_cases import harmful
 from rollpipe.pipes import ProcessReading
 from rollpipe.pipes.torchdata import DataLoader2
 if __name__ == '__main__':
@@ -405,7 +405,7 @@ def test_ctrl_c_in_this_process():
 
 def test_too_much_to_share():
     "A clear error before the system ends a process for want of memory; in the parent and in a worker."
-    with pytest.raises(DataError, match=r"not enough memory to share between processes.*more bytes.*available"): Shared(2 ** 55)
+    with pytest.raises(DataError, match=r"not enough memory to share between processes.*more bytes.*available"): SharedMemory(2 ** 55)
     class Huge(Plain):
         def complete(self, act, info): return info | {"huge": torch.zeros(1, dtype=torch.uint8).expand(*act.shape, 2 ** 45)}
     error, text, cause = outcome(Lanes(FragmentCollector(EnvStepper(Counting, Huge()), 2), 2, 0), num_workers=2)
@@ -416,7 +416,7 @@ def test_too_much_to_share():
 def test_a_limit_of_the_size_of_files(tmp_path):
     process = script(tmp_path, """
 import resource
-from crews import *
+from worker_cases import *
 from rollpipe.pipes import ProcessReading
 pipe = Lanes(FragmentCollector(EnvStepper(lambda: Images(), Dim(), 8), 2000), 2, 0)
 resource.setrlimit(resource.RLIMIT_FSIZE, (2 ** 20, 2 ** 20))
@@ -474,20 +474,20 @@ def test_a_worker_that_dies_before_it_is_told_all():
     with DataLoader2(pipe, reading_service=ProcessReading(1, lag=2, restart=3)) as loader:
         items = iter(loader)
         next(items)
-        crew = loader.reading_service.seams[0].crew
-        start, dead = crew.start, []
+        coordinator = loader.reading_service.seams[0].coordinator
+        start_member, dead = coordinator.start_member, []
         def starts_dead(k, graphs):
-            worker = start(k, graphs)
+            member = start_member(k, graphs)
             if len(dead) < 2:
-                dead.append(worker.pid)
-                os.kill(worker.pid, signal.SIGKILL)
-                assert gone([worker.pid], 5) == []
-            return worker
-        crew.start = starts_dead
-        os.kill(crew.workers[0].pid, signal.SIGKILL)
+                dead.append(pid := member.process.pid)
+                os.kill(pid, signal.SIGKILL)
+                assert gone([pid], 5) == []
+            return member
+        coordinator.start_member = starts_dead
+        os.kill(coordinator.members[0].process.pid, signal.SIGKILL)
         told = [(int(f.lane[0]), int(f.seq[0])) for f in islice(items, 12)]
-        assert crew.restarts == 3 and len(dead) == 2
-        del crew.start
+        assert coordinator.supervision.restarts == 3 and len(dead) == 2
+        del coordinator.start_member
     assert [k for k, _ in told] == [1, 0] * 6
     for lane in range(2):
         seqs = [s for k, s in told if k == lane]

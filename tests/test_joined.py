@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from crews import change
+from worker_cases import change
 from gymnasium.spaces import Box, Dict, Discrete
 from reference import assert_same, snapshot
 from toys import Plain
@@ -18,7 +18,7 @@ from rollpipe.pipes import (
     AdvantageBuffer, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Pipe, ProcessReading, Source, Tap,
 )
 from rollpipe.pipes.graph import nodes
-from rollpipe.pipes.workers.slots import SMALL
+from rollpipe.pipes.workers.codec import SMALL
 from rollpipe.pipes.torchdata import DataLoader2
 
 T, B = 4, 2
@@ -61,7 +61,7 @@ def serial(pipe, n): return [snapshot(x) for x in islice(pipe, n)]
 
 def is_shared(x, pool):
     "Does it lie in a slot?"
-    return any(0 <= x.data_ptr() - memory.ctypes.data < memory.size for memory in (slot.beside.view() for slot in pool.slots))
+    return any(0 <= x.data_ptr() - memory.ctypes.data < memory.size for memory in (slot.layout_memory.view() for slot in pool.slots))
 
 
 assert B * 96 * 80 * (T + 1) >= SMALL
@@ -92,9 +92,9 @@ def test_images_are_joined_without_a_copy(start_method):
         for k, batch in enumerate(islice(loader, 8)):
             assert_same(snapshot(batch), expected[k])
             assert batch.state.obs["image"].is_contiguous()
-            if k > 2: assert all(record.bytes < SMALL for record in list(loader.reading_service.records)[-2:])
+            if k > 2: assert all(record.copied_bytes < SMALL for record in list(loader.reading_service.records)[-2:])
         image = batch.state.obs["image"]
-        pool = loader.reading_service.seams[0].crew.pool
+        pool = loader.reading_service.seams[0].coordinator.pool
         assert is_shared(image, pool) and not is_shared(batch.state.obs["heat"], pool)
 
 
@@ -110,8 +110,8 @@ def test_a_consumer_that_keeps_everything():
     expected = serial(pipe, 20)
     with DataLoader2(pipe, reading_service=ProcessReading(2, lag=1)) as loader:
         kept = list(islice(loader, 20))
-        pool = loader.reading_service.seams[0].crew.pool
-        assert 0 < sum(is_shared(batch.state.obs["image"], pool) for batch in kept) <= pool.lendable
+        pool = loader.reading_service.seams[0].coordinator.pool
+        assert 0 < sum(is_shared(batch.state.obs["image"], pool) for batch in kept) <= pool.max_lent
         for batch, known in zip(kept, expected): assert_same(snapshot(batch), known)
 
 
@@ -177,9 +177,9 @@ def test_behind_another_pipe_they_are_copied_once():
     with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
         for k, batch in enumerate(islice(loader, 8)): assert_same(snapshot(batch), expected[k])
         obs = batch.state.obs
-        assert all(sum(x.nbytes for x in obs.values()) // 2 <= record.bytes < sum(x.nbytes for x in obs.values()) // 2 + SMALL
+        assert all(sum(x.nbytes for x in obs.values()) // 2 <= record.copied_bytes < sum(x.nbytes for x in obs.values()) // 2 + SMALL
                    for record in list(loader.reading_service.records)[-2:])
-        assert is_shared(obs["image"], loader.reading_service.seams[0].crew.pool)
+        assert is_shared(obs["image"], loader.reading_service.seams[0].coordinator.pool)
 
 
 class Sizes(Source):
@@ -348,7 +348,7 @@ def test_critics_that_view():
     expected = serial(pipe, 8)
     with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
         for k, batch in enumerate(islice(loader, 8)): assert_same(snapshot(batch), expected[k])
-        assert is_shared(batch.state.obs["image"], loader.reading_service.seams[0].crew.pool)
+        assert is_shared(batch.state.obs["image"], loader.reading_service.seams[0].coordinator.pool)
 
 
 def test_pipes_of_others_see_contiguous_fragments_of_their_own():
@@ -388,7 +388,7 @@ def test_memory_is_that_of_the_pool():
     "Where large arrays lay before their layout was known, nothing is left."
     with DataLoader2(pipeline(2, 2), reading_service=ProcessReading(2, lag=1, n_buffers=8)) as loader:
         batch = list(islice(loader, 12))[-1]
-        pool = loader.reading_service.seams[0].crew.pool
-        blocks = sum(512 * os.fstat(memory.fd).st_blocks for slot in pool.slots for memory in (*slot.memory, slot.beside))
+        pool = loader.reading_service.seams[0].coordinator.pool
+        blocks = sum(512 * os.fstat(memory.fd).st_blocks for slot in pool.slots for memory in (*slot.item_memory, slot.layout_memory))
         fragment = sum(x.nbytes for x in batch.state.obs.values()) // 2
         assert blocks < 8 * (fragment + 2 ** 17)

@@ -156,7 +156,7 @@ def test_gaussian_head_is_in_units_of_the_environment(std, shape):
 
 
 def test_scaled_density_is_that_of_the_action():
-    "A policy for a Box ten times as wide has a density ten times as thin."
+    "For a Box that is ten times as wide, the density of a policy is a tenth."
     x, z = torch.randn(6, 8), torch.randn(6, 2)
     narrow, wide = GaussianHead(8, (2,), -1, 1), GaussianHead(8, (2,), -10, 10)
     wide.mean.load_state_dict(narrow.mean.state_dict())
@@ -246,7 +246,7 @@ def test_policy_step(normalize):
     torch.testing.assert_close(info['logp'], policy.dist.log_prob(info['dist'], act))
     assert ((1 <= act['gear']) & (act['gear'] <= 3)).all()
     with torch.no_grad():
-        for t in range(5):                     # rows one at a time give what the whole gives
+        for t in range(5):                     # row by row gives the same as all rows at once
             one = react(policy, obs[t:t + 1], noise=nested.getitem(noise, slice(t, t + 1)))[0]
             nested.map(torch.testing.assert_close, one, nested.getitem(act, slice(t, t + 1)))
         mode = react(policy, obs)[0]
@@ -264,7 +264,7 @@ def test_policies_survive_copies_and_pickles():
 
 
 def test_policy_parameters_can_be_linearised():
-    "What a Gauss-Newton product needs: forward derivatives of the parameters with respect to the weights."
+    "A Gauss-Newton product needs forward derivatives of the parameters with respect to the weights."
     policy, obs = MLPPolicy.for_env((BOX, ACT)).double(), torch.randn(2, 3, 4).double()
     policy.observe(obs)
     weights = {k: p.detach() for k, p in policy.named_parameters()}
@@ -274,7 +274,7 @@ def test_policy_parameters_can_be_linearised():
         info = functional_call(policy, w, (obs, None, None, None), dict(hx=(), stepno=None, virtual=True))[2]
         return tuple(nested.leaves(info['dist']))
     with warnings.catch_warnings():
-        warnings.simplefilter('ignore')       # torch warns of its own torch.jit at the first forward derivative
+        warnings.simplefilter('ignore')       # at the first forward derivative, torch warns about its own use of torch.jit
         _, expected = jvp(params, (weights,), (tangents,))
         _, derivative = linearize(params, weights)
     for a, b in zip(expected, derivative(tangents)): torch.testing.assert_close(a, b)

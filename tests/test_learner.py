@@ -1,4 +1,4 @@
-"What learners share: rows and checks of a batch, normalisers told once, Adam against its formulas, and their state."
+"What learners share: the order of an update, checks of a batch, normalisers told once, and their state."
 import copy
 import math
 
@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
-from rollpipe.agents.learner import GradientLearner, Learner, in_range, policy_rows, standardized
+from rollpipe.agents.gradient_learner import ActorCriticLearner, GradientLearner
+from rollpipe.agents.learner import Learner, standardized
+from rollpipe.agents.natural_gradient import policy_rows
+from rollpipe.agents.shared_options import check_range
 from rollpipe.layers import Critic, MLPPolicy
-from rollpipe.layers.recurrent import MemoryCritic, RecurrentPolicy
+from rollpipe.layers.recurrent_policies import MemoryCritic, RecurrentPolicy
 from rollpipe.pipes import on_policy
-from rollpipe.pipes.errors import ActorError, DataError
+from rollpipe.pipes.errors import ActorError, DataError, check_integer
 from rollpipe.pipes.modules import bump_version, version_of
 
 ENV = 'CartPole-v1'
@@ -67,25 +70,57 @@ def test_standardized_is_numpys_over_the_rows_that_count(T, B, seed, shift):
 def test_rows_of_a_fragment_with_memory_keep_their_time():
     actor, critic = RecurrentPolicy.for_env(ENV, seed=0), Critic.for_env(ENV, seed=0)
     batch = next(iter(on_policy(ENV, actor, critic, n_envs=4, n_steps=16, seed=0)))
-    rows = policy_rows(batch, normalize=False)
+    rows = policy_rows(batch)
     assert rows.adv.shape == (16, 4) and torch.equal(rows.adv, batch.adv) and float(rows.weight.sum()) == pytest.approx(1)
 
 
-@pytest.mark.parametrize('value, kw', [(-1, dict(low=0)), (2., dict(low=0, high=1)), (math.nan, dict(low=0)),
-                                       (1.5, dict(low=1, whole=True)), (True, dict(low=1, whole=True)), (0, dict(low=1, whole=True))])
+@pytest.mark.parametrize('value, kw', [(-1, dict(low=0)), (2., dict(low=0, high=1)), (math.nan, dict(low=0))])
 def test_options_out_of_range_are_named(value, kw):
-    with pytest.raises(ValueError, match=r'Part: out of range') as e: in_range(Part(1.), **kw, fine=1, epochs=value)
+    with pytest.raises(ValueError, match='Part: out of range') as e:
+        check_range(Part(1.), **kw, fine=1, epochs=value)
     assert 'epochs' in str(e.value) and 'fine' not in str(e.value)
 
 
-@pytest.mark.parametrize('name', ['lr', 'critic_lr', 'max_grad_norm'])
-def test_a_gradient_learner_refuses_negative_numbers(name):
-    with pytest.raises(DataError, match=name): GradientLearner(Part(1.), **{name: -1.})
+@pytest.mark.parametrize('value', [1.5, True, 0])
+def test_options_that_are_no_counts_are_named(value):
+    with pytest.raises(ValueError, match=r'Part: out of range') as e: check_integer('epochs', value, pipe=Part(1.))
+    assert 'epochs' in str(e.value)
 
 
 def test_actors_and_critics_that_do_not_fit_are_refused():
     with pytest.raises(ActorError, match='Descent needs an actor with `replay`'): Descent(nn.Linear(1, 1))
     with pytest.raises(DataError, match='Descent fits its critic'): Descent(Part(1.), lambda obs: obs)
+
+
+# ---- the order of an update
+
+def phases(cls, names, **kw):
+    "The methods `names` in the order in which an update of a subclass of `cls` calls them."
+    called = []
+
+    def noting(name):
+        def method(self, *args):
+            called.append(name)
+            return {} if name == 'improve' else getattr(super(Noted, self), name)(*args)
+        return method
+    Noted = type('Noted', (cls,), {name: noting(name) for name in names})
+    agent = Noted(MLPPolicy.for_env(ENV, seed=0), Critic.for_env(ENV, seed=0), **kw)
+    if cls is Learner: agent.optimizer = torch.optim.Adam(agent.critic.parameters())
+    metrics = agent.update(batch_for(agent))
+    assert version_of(agent.actor) == version_of(agent.critic) == 1 and metrics['lag'] == 0
+    return called, metrics
+
+
+def test_a_critic_is_fitted_after_the_policys_step():
+    called, metrics = phases(Learner, ['check', 'lag', 'improve', 'tell_actor', 'report', 'fit', 'tell_critic'])
+    assert called == ['check', 'lag', 'improve', 'tell_actor', 'report', 'fit', 'tell_critic']
+    assert metrics.keys() == {'lag', 'critic_loss', 'explained_variance', 'seconds_policy', 'seconds_critic'}
+
+
+def test_a_critic_that_shares_the_loss_is_told_before_the_step():
+    called, metrics = phases(ActorCriticLearner, ['check', 'lag', 'explained', 'tell_critic', 'improve', 'tell_actor', 'count'])
+    assert called == ['check', 'lag', 'explained', 'tell_critic', 'improve', 'tell_actor', 'count']
+    assert metrics.keys() == {'lag', 'explained_variance', 'seconds_update'}
 
 
 # ---- the batch
@@ -170,46 +205,6 @@ def test_a_critic_with_memory_gets_what_it_wants():
     agent = Descent(RecurrentPolicy.for_env(ENV, seed=0, report=True), MemoryCritic.for_env(ENV, seed=0))
     m = agent.update(batch_for(agent))
     assert math.isfinite(m['critic_loss']) and math.isfinite(m['grad_norm'])
-
-
-# ---- steps
-
-def test_steps_are_adams_with_the_gradient_clipped_and_every_parameter_counts_once():
-    common = nn.Parameter(torch.tensor([3., -1.], dtype=torch.double))
-    actor, critic = Part(1., -2., shared=nn.ParameterList([common])), Part(.5, shared=nn.ParameterList([common]))
-    agent = GradientLearner(actor, critic, lr=.1, critic_lr=.02, max_grad_norm=2., eps=1e-8)
-    assert [id(p) for p in agent.params] == [id(p) for p in (actor.w, common, critic.w)]
-    x, rate = np.array([1., -2., 3., -1., .5]), np.array([.1] * 4 + [.02])
-    m, v = np.zeros(5), np.zeros(5)
-    for k in range(1, 6):
-        norm = agent.step(actor.total() + .5 * (critic.w ** 2).sum())
-        g = x * [2, 2, 2, 2, 1]
-        assert norm == pytest.approx(np.linalg.norm(g))
-        g = g * min(1, 2 / np.linalg.norm(g))
-        m, v = .9 * m + .1 * g, .999 * v + .001 * g ** 2
-        x = x - rate * (m / (1 - .9 ** k)) / (np.sqrt(v / (1 - .999 ** k)) + 1e-8)
-        np.testing.assert_allclose(torch.cat([p.detach() for p in agent.params]).numpy(), x, rtol=1e-5)
-
-
-@pytest.mark.parametrize('loss, word', [(lambda w: w.sum() / 0, 'non-finite loss'), (lambda w: w.sum() * math.nan, 'non-finite loss'),
-                                        (lambda w: (w - w.detach()).sum().sqrt(), 'non-finite gradient')])
-def test_what_is_not_finite_leaves_parameters_and_optimiser_alone(loss, word):
-    actor = Part(1., -2.)
-    agent = GradientLearner(actor, lr=.1)
-    agent.step(actor.total())
-    before = copy.deepcopy(agent.state_dict())
-    with pytest.raises(DataError, match=f'surrogate.*{word}|{word}.*surrogate'): agent.step(loss(actor.w), 'surrogate')
-    torch.testing.assert_close(agent.state_dict(), before, rtol=0, atol=0)
-    assert agent.step(actor.total()) > 0 and torch.isfinite(actor.w).all()
-
-
-def test_without_a_limit_nothing_is_clipped_and_frozen_parameters_stay():
-    actor = Part(300., 400., shared=Part(7.))
-    actor.shared.w.requires_grad_(False)
-    agent = GradientLearner(actor, max_grad_norm=None)
-    assert agent.step(actor.total() / 2) == pytest.approx(500)
-    assert actor.w.grad.tolist() == [300, 400]
-    assert actor.shared.w.item() == 7 and len(agent.params) == 1
 
 
 # ---- state

@@ -12,7 +12,9 @@ from rollpipe.agents.trpo import TRPO
 from rollpipe.layers import Critic, RecurrentPolicy
 from rollpipe.logs import read_metrics
 from rollpipe.pipes import on_policy
-from rollpipe.train import build, make_config, start, train
+from rollpipe.config import build, make_config
+from rollpipe.runs import start
+from rollpipe.train import train
 
 pytestmark = pytest.mark.slow
 SEEDS, EVERY = range(3), 5000

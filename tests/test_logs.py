@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from types import SimpleNamespace
 
 from rollpipe.agents.metrics import METRICS, EpisodeReturns
-from rollpipe.logs import MetricWriter, Progress, read_metrics
+from rollpipe.logs import MetricWriter, read_metrics
 from rollpipe.pipes.errors import DataError
+from rollpipe.progress import Progress
 
 
 def write(folder, *records, **kwargs):
@@ -119,7 +120,7 @@ def test_progress_of_a_resumed_run_counts_only_its_own_speed():
     assert "5/s" in progress.text() and "0:10 left" in progress.text()
 
 
-# -- episode returns: the same numbers from a slow, obvious loop over time --------------------------------------------
+# -- episode returns: the same numbers from a slow, simple loop over time ---------------------------------------------
 
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 10**6), n_lanes=st.integers(1, 3), n_envs=st.integers(1, 3), n_fragments=st.integers(1, 4),

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_fragments import OBS, Count, assert_metrics, assert_same_loss, last_state, make, mean, num, random_fragment, shaken
 
-from rollpipe.agents.losses import a2c, approx_kl, keep_values, lag, ppo, reinforce, replayed, vtrace_actor_critic
+from rollpipe.agents.losses import a2c, ppo, reinforce, vtrace_actor_critic, with_old_values
+from rollpipe.agents.policy_replay import approx_kl, lag_of, replay_policy
 from rollpipe.agents.unroll import answers_reached, quiet, spliced, states_reached, timeshift
 from rollpipe.layers import Critic, GaussianPolicy
 from rollpipe.pipes import AdvantageBuffer, nested, on_policy
@@ -119,7 +120,7 @@ def test_a2c(seed, n_steps, n_envs, kind, every_end, garbage, c_value):
 @given(**cases, clip=st.sampled_from([.05, .2, 10.]), clip_value=st.sampled_from([None, .1, 1.]))
 def test_ppo(seed, n_steps, n_envs, kind, every_end, garbage, clip, clip_value):
     actor, critic, fragment = setting(seed, n_steps, n_envs, kind, every_end, garbage)
-    if critic is not None: fragment = keep_values(fragment)
+    if critic is not None: fragment = with_old_values(fragment)
     loss, metrics = ppo(fragment, actor, critic, clip=clip, clip_value=clip_value, c_entropy=.3)
     steps, policy, value, clipped = slow_steps(actor, fragment), [], [], []
     values, scale = present(critic, fragment, steps), 1. if critic is None else num(critic.ret_std)
@@ -193,7 +194,7 @@ def test_vtrace_of_fresh_data_is_a2c_with_gae(kind, lam):
 @pytest.mark.parametrize('kind', ['plain', 'shared'])
 def test_without_memory_the_shape_of_a_fragment_does_not_matter(kind):
     actor, critic, fragment = setting(2, 7, 4, kind, every_end=True)
-    fragment = keep_values(fragment)
+    fragment = with_old_values(fragment)
     index = fragment.valid.flatten().nonzero()[:, 0]
     flat, halves = transitions(fragment, index), [transitions(fragment, part) for part in (index[:5], index[5:])]
     for loss in (lambda f: reinforce(f, actor), lambda f: a2c(f, actor, critic), lambda f: ppo(f, actor, critic, clip_value=.3)):
@@ -222,7 +223,7 @@ def test_approx_kl_is_unbiased():
 @pytest.mark.parametrize('kind', KINDS)
 def test_nothing_is_changed(kind):
     actor, critic, fragment = setting(5, 8, 3, kind)
-    fragment = keep_values(fragment) if critic else fragment
+    fragment = with_old_values(fragment) if critic else fragment
     modules = [m for m in (actor, critic) if m is not None]
     before = copy.deepcopy((fragment, [m.state_dict() for m in modules]))
     reinforce(fragment, actor)[0].backward()
@@ -250,7 +251,7 @@ def test_a_fresh_stream_has_ratio_one():
     for loss, args in ((reinforce, ()), (a2c, (critic,)), (ppo, (critic,)), (vtrace_actor_critic, (critic,))):
         assert_metrics(loss(batch, actor, *args)[1], rho_mean=1., approx_kl=0., lag=0)
     bump_version(actor)
-    assert lag(batch, actor) == 1 and ppo(batch, actor)[1]['lag'] == 1 and lag(batch._replace(version=None), actor) == 0
+    assert lag_of(batch, actor) == 1 and ppo(batch, actor)[1]['lag'] == 1 and lag_of(batch._replace(version=None), actor) == 0
 
 
 # ---- both ends of a step
@@ -314,7 +315,7 @@ def test_what_is_missing_is_named():
         with pytest.raises(DataError, match="needs value targets"): loss(fragment._replace(ret=None), actor, critic)
         with pytest.raises(DataError, match="critic: wrong shape"): loss(fragment, actor, lambda obs: critic(obs)[:, None])
         assert 'loss_value' not in loss(fragment._replace(ret=None), actor)[1]
-    with pytest.raises(DataError, match="keep_values"): ppo(fragment, actor, critic, clip_value=.1)
+    with pytest.raises(DataError, match="with_old_values"): ppo(fragment, actor, critic, clip_value=.1)
     with pytest.raises(DataError, match="reports no value"): vtrace_actor_critic(fragment, actor)
     for shift in (0, -1, 1.5, True):
         with pytest.raises(DataError, match="shift >= 1"): timeshift(fragment.state, shift)
@@ -322,7 +323,7 @@ def test_what_is_missing_is_named():
 
 def test_replayed_picks_rows_in_order():
     actor, _, fragment = setting(10, 6, 3, 'plain')
-    steps = replayed(fragment, actor)
-    assert torch.equal(steps.pick(fragment.state.rew[1:]), fragment.state.rew[1:][fragment.valid])
-    torch.testing.assert_close(steps.logp, actor.replay(fragment)['logp'][fragment.valid])
+    replay = replay_policy(fragment, actor)
+    assert torch.equal(replay.pick(fragment.state.rew[1:]), fragment.state.rew[1:][fragment.valid])
+    torch.testing.assert_close(replay.logp, actor.replay(fragment)['logp'][fragment.valid])
     assert OBS.contains({'place': fragment.state.obs['place'][0, 0].numpy(), 'kind': int(fragment.state.obs['kind'][0, 0])})

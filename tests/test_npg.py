@@ -17,7 +17,7 @@ from rollpipe.agents.trpo import TRPO
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.layers.distributions import Categorical, Gaussian, GaussianParams
 from rollpipe.layers.policies import Policy
-from rollpipe.layers.recurrent import RecurrentPolicy
+from rollpipe.layers.recurrent_policies import RecurrentPolicy
 from rollpipe.pipes import on_policy
 from rollpipe.pipes.data import Fragment
 

@@ -92,7 +92,7 @@ def begun(evaluation):
     "Wait until the request is under way."
     def heard():
         assert evaluation.poll() == []
-        return not evaluation.pending
+        return not evaluation.process.pending
     until(heard)
 
 
@@ -234,10 +234,10 @@ def test_a_request_that_crosses_the_beginning(monkeypatch):
     with ParallelEvaluation(Pays, actor, 1, start_method="fork") as evaluation:
         train(actor)
         evaluation.request()
-        assert evaluation.worker.link.poll(PATIENCE)
+        assert evaluation.process.worker.link.poll(PATIENCE)
         train(actor)
         with monkeypatch.context() as patch:
-            patch.setattr(evaluation, "_listen", lambda: None)
+            patch.setattr(evaluation.process, "listen", lambda: None)
             evaluation.request()
         assert [a.version for a in evaluation.wait(PATIENCE)] == [1, 2]
 
@@ -264,8 +264,8 @@ def test_beside_worker_lanes():
                 evaluation.request()
                 versions += [answer.version for answer in evaluation.wait(PATIENCE)]
             elif k == 3:
-                os.kill(evaluation.worker.pid, signal.SIGKILL)
-                evaluation.worker.process.join()
+                os.kill(evaluation.process.worker.pid, signal.SIGKILL)
+                evaluation.process.worker.process.join()
                 with pytest.raises(WorkerError, match="SIGKILL"): evaluation.request()
     assert versions == [1, 2, 3] and version_of(actor) == 6
 
@@ -345,8 +345,8 @@ def test_a_process_that_was_killed(tmp_path, call):
     evaluation = ParallelEvaluation(partial(Gated, tmp_path/"gate"), Constant(), 1, start_method="fork")
     evaluation.request()
     begun(evaluation)
-    threading.Timer(.2 if call == "wait" else 0, os.kill, (evaluation.worker.pid, signal.SIGKILL)).start()
-    if call != "wait": os.waitid(os.P_PID, evaluation.worker.pid, os.WEXITED | os.WNOWAIT)
+    threading.Timer(.2 if call == "wait" else 0, os.kill, (evaluation.process.worker.pid, signal.SIGKILL)).start()
+    if call != "wait": os.waitid(os.P_PID, evaluation.process.worker.pid, os.WEXITED | os.WNOWAIT)
     begin = time.monotonic()
     with pytest.raises(WorkerError, match="was killed by SIGKILL"): getattr(evaluation, call)()
     assert time.monotonic() - begin < (2 if call == "wait" else 1)
@@ -356,9 +356,9 @@ def test_answers_from_before_are_not_lost():
     actor = Constant()
     evaluation = ParallelEvaluation(Pays, actor, 1, start_method="fork")
     evaluation.request()
-    until(lambda: evaluation.worker.link.poll(.1) and not evaluation._listen() and evaluation.done)
-    os.kill(evaluation.worker.pid, signal.SIGKILL)
-    evaluation.worker.process.join()
+    until(lambda: evaluation.process.worker.link.poll(.1) and not evaluation.process.listen() and evaluation.process.answers)
+    os.kill(evaluation.process.worker.pid, signal.SIGKILL)
+    evaluation.process.worker.process.join()
     assert [a.version for a in evaluation.poll()] == [0]
     with pytest.raises(WorkerError, match="SIGKILL"): evaluation.poll()
 
@@ -368,7 +368,7 @@ def test_close_raises_what_was_not_told():
     def fail():
         evaluation = ParallelEvaluation(partial(Fails, boom), Constant(), 2, start_method="fork")
         evaluation.request()
-        evaluation.worker.process.join()
+        evaluation.process.worker.process.join()
         return evaluation
     with pytest.raises(EnvError, match="boom"): fail().close()
     with pytest.raises(KeyError), fail(): raise KeyError
@@ -426,10 +426,10 @@ def test_close_in_the_middle(tmp_path):
     evaluation = ParallelEvaluation(partial(Gated, gate), Constant(), 1, start_method="fork")
     evaluation.request()
     begun(evaluation)
-    until(lambda: "in reset" in evaluation.worker.doing())
+    until(lambda: "in reset" in evaluation.process.worker.current_traceback())
     evaluation.close()
     evaluation.close()
-    assert gate.with_suffix(".closed").exists() and not evaluation.worker.process.is_alive() and not evaluation.busy
+    assert gate.with_suffix(".closed").exists() and not evaluation.process.worker.process.is_alive() and not evaluation.busy
     with pytest.raises(WorkerError, match="closed"): evaluation.request()
 
 
@@ -463,7 +463,7 @@ if __name__ == "__main__":
     for evaluation in evaluations:
         evaluation.request()
         begun(evaluation)
-    print(*[evaluation.worker.pid for evaluation in evaluations], flush=True)
+    print(*[evaluation.process.worker.pid for evaluation in evaluations], flush=True)
     if sys.argv[1] == "wait": evaluation.wait()
 """
 

@@ -27,7 +27,7 @@ def fragments(actor, n, source=Counting, n_steps=5, lanes=1, n_envs=3, seed=0, *
 
 
 def p_value(counts, expected):
-    "Of Pearson's chi-square test."
+    "The statistic of Pearson's chi-square test."
     x = ((counts - expected) ** 2 / expected).sum()
     return 1 - torch.special.gammainc(torch.tensor((len(counts) - 1) / 2), x / 2).item()
 
@@ -72,7 +72,7 @@ def test_a_linear_network_of_a_discrete_observation_is_a_table():
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_values_are_those_reported(kind):
-    "From the memory at row 0, whatever ended in between; with gradients."
+    "Replay starts from the memory at row 0, and gives the recorded values whatever episodes ended in between."
     cls, kwargs = KINDS[kind]
     actor = cls.for_env(Counting, seed=0, epsilon=.5, **kwargs)
     for f in fragments(actor, 3):
@@ -115,7 +115,7 @@ def test_how_often_each_action_is_taken(epsilon):
 
 
 def test_neighbouring_choices_are_independent():
-    "Whether one explores says nothing about the next environment, or the next step, or the action."
+    "Exploration is independent across environments and steps, and independent of the action."
     noise = QPolicy.for_env('CartPole-v1').draw_noise((300, 200), torch.Generator().manual_seed(1))
     explores, number = (noise[..., 0] < .5).double(), noise[..., 1].double()
     assert set(number.unique().tolist()) == {0., 1.}
@@ -166,7 +166,7 @@ def test_lanes_are_reproducible_and_independent(kind):
     assert all(a != b for i, a in enumerate(acts) for b in acts[:i])
 
 
-# --- errors, and learning at all
+# --- errors, and a first test of learning
 
 @pytest.mark.parametrize('cls', [QPolicy, RecurrentQPolicy])
 def test_what_is_refused(cls):

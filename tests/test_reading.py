@@ -10,7 +10,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from crews import SPACES, WORLDS, change, script, slack, stream
+from worker_cases import SPACES, WORLDS, change, script, slack, stream
 from gymnasium.spaces import Box
 from reference import assert_same, snapshot
 from toys import Counting, Learning, Ledger, Lively, Plain, Shaky
@@ -144,7 +144,7 @@ def test_lag_none_is_bounded_and_reported():
             assert told[-1] == k - int(batch.version.min())
             seam, = loader.reading_service.seams
             loader.reading_service._pause()                    # the workers have done all they were asked for
-            assert len(seam.crew.requests) <= 4 and capacity(seam.crew.pool) == 4       # slots for two
+            assert len(seam.coordinator.schedule.pending) <= 4 and capacity(seam.coordinator.pool) == 4       # slots for two
     assert max(told) > 0                                       # while the learner waits, workers collect in advance
 
 
@@ -206,7 +206,7 @@ def test_n_buffers():
         with DataLoader2(pipe, reading_service=ProcessReading(2, **options)) as loader:
             kept = list(islice(loader, 6))
             seam, = loader.reading_service.seams
-            assert capacity(seam.crew.pool) == 3 * (options["n_buffers"] // 3)          # slots for three
+            assert capacity(seam.coordinator.pool) == 3 * (options["n_buffers"] // 3)          # slots for three
         if options.get("lag", 0) is not None: assert_same([snapshot(b) for b in kept], list(map(snapshot, islice(pipe, 6))))
     for options in (dict(n_buffers=2), dict(n_buffers=5, lag=1)):
         with pytest.raises(DataError, match=f"ProcessReading: too few buffers.*n_buffers >= .*got n_buffers={options['n_buffers']}".replace(
@@ -472,9 +472,9 @@ def test_the_end_of_an_older_stream_does_not_end_a_newer_one():
     next(old)
     new = seam._run()
     next(new), next(new)
-    pids = [w["pid"] for w in seam.crew.health()]
+    pids = [w["pid"] for w in seam.coordinator.members.health()]
     old.close()
-    assert [w["pid"] for w in seam.crew.health() if w["alive"]] == pids and next(new).seq.tolist() == [1, 1]
+    assert [w["pid"] for w in seam.coordinator.members.health() if w["alive"]] == pids and next(new).seq.tolist() == [1, 1]
     new.close()
 
 
@@ -491,7 +491,7 @@ def test_garbage_of_one_loader_in_the_workers_of_another():
         lost.itself, items = lost, iter(lost)
         next(items)
         seam, = lost.reading_service.seams
-        workers = seam.crew.workers
+        workers = [member.process for member in seam.coordinator.members]
         del lost, items, seam
         with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
             assert len(list(islice(loader, 6))) == 6
@@ -534,8 +534,8 @@ def test_records():
     with DataLoader2(WORLDS["memory"](3)[0], reading_service=ProcessReading(2)) as loader:
         list(islice(loader, 2))
         records = list(loader.reading_service.records)
-    assert [(r.lane, r.worker, r.number) for r in records] == [(0, 0, 0), (1, 1, 0), (2, 0, 0)] * 2
-    assert all(r.begin <= r.end <= r.received and r.bytes > 0 for r in records)
+    assert [(r.lane, r.worker, r.publication) for r in records] == [(0, 0, 0), (1, 1, 0), (2, 0, 0)] * 2
+    assert all(r.begin <= r.end <= r.received and r.copied_bytes > 0 for r in records)
 
 
 # --- programs of their own

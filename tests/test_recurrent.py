@@ -1,4 +1,4 @@
-"Recurrent layers against runs of one episode at a time; replaying what a recurrent actor did; nothing crosses an episode's end."
+"Recurrent layers against runs of single episodes; replay of recorded actors; nothing of one episode reaches the next."
 from itertools import islice
 
 import numpy as np
@@ -13,7 +13,7 @@ from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.evaluate import evaluate
 from rollpipe.agents.trpo import TRPO
 from rollpipe.layers import GRU, LSTM, Actor, Critic, MemoryCritic, MLPPolicy, RecurrentPolicy, without_past
-from rollpipe.layers.recurrent import packing
+from rollpipe.layers.packing import pack_episodes
 from rollpipe.pipes import EnvStepper, FragmentCollector, FragmentStacker, Lanes, nested, on_policy
 from rollpipe.pipes.advantage import values
 from rollpipe.pipes.data import State
@@ -24,7 +24,7 @@ CELLS = dict(gru=GRU, lstm=LSTM)
 
 @st.composite
 def ends(draw):
-    "`fin` [T, B] with few or many episodes, or as in `sticky` fragments: it rises at most once after row 0, and stays."
+    "`fin` [T, B] with few or many episodes, or as in `sticky` fragments, where an environment stays ended after its first episode."
     T, B = draw(st.integers(1, 9)), draw(st.integers(1, 5))
     kind, rng = draw(st.sampled_from(['none', 'few', 'many', 'all', 'sticky'])), np.random.default_rng(draw(st.integers(0, 999)))
     if kind == 'sticky':
@@ -35,7 +35,7 @@ def ends(draw):
 
 
 def case(cell, fin, layers=1, dtype=torch.float32, method=None):
-    "A layer, its inputs, and the memory before row 0, the latter two with gradients."
+    "A layer, its inputs, and the memory before row 0; inputs and memory require gradients."
     T, B = fin.shape
     rnn = CELLS[cell](3, 4, layers, method=method).to(dtype)
     x, *hx = (torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in ((T, B, 3), (layers, B, 4), (layers, B, 4)))
@@ -43,7 +43,7 @@ def case(cell, fin, layers=1, dtype=torch.float32, method=None):
 
 
 def alone(rnn, x, fin, hx):
-    "The same by torch's own layer: one environment and one episode at a time."
+    "The same by torch's own layer, one environment and one episode at a time."
     columns, memories = [], []
     for b in range(x.shape[1]):
         h, pieces = nested.map(lambda h, b=b: h[:, b:b + 1].contiguous(), hx), []
@@ -65,8 +65,8 @@ def close(a, b, tol):
 @settings(deadline=None, max_examples=40)
 def test_packing_keeps_pieces_whole_and_in_order(fin):
     T, B = fin.shape
-    p = packing(fin)
-    assert sorted(p.order.tolist()) == list(range(T * B)) and p.order[p.place].tolist() == list(range(T * B))
+    p = pack_episodes(fin)
+    assert sorted(p.order.tolist()) == list(range(T * B)) and p.order[p.position].tolist() == list(range(T * B))
     assert p.sizes.sum() == T * B and (p.sizes.diff() <= 0).all()
     columns = dict()  # piece -> its rows, read from the packed sequence
     for k, rows in enumerate(p.order.split(p.sizes.tolist())):
@@ -153,7 +153,7 @@ def test_inputs_stay_and_devices_without_data_work(cell):
     with pytest.raises(ValueError, match='span >= 2, got 1'): CELLS[cell](3, 4, span=1)
 
 
-# ---- what a recurrent actor did can be retraced
+# ---- replay
 
 ENVS = dict(counting=lambda: Counting([(3, 'term'), (4, 'trunc'), (1, 'trunc'), (5, 'both')]), lively=Lively)
 
@@ -163,10 +163,10 @@ ENVS = dict(counting=lambda: Counting([(3, 'term'), (4, 'trunc'), (1, 'trunc'), 
 @pytest.mark.parametrize('cell', CELLS)
 @pytest.mark.parametrize('env', ENVS)
 def test_replaying_a_fragment_reproduces_what_was_recorded(env, cell, past, lanes, sticky):
-    "Across resets, rests and the borders of fragments: distributions, log-probabilities and values, whichever way the layer runs."
+    "Replay gives the recorded distributions, log-probabilities and values, across resets, rests and borders of fragments."
     actor = RecurrentPolicy.for_env(ENVS[env], hidden=(5,), memory=6, cell=cell, past=past, layers=2, seed=1, report=True)
     critic = MemoryCritic.for_env(ENVS[env], memory=6, seed=1)
-    for p in actor.head.parameters(): p.data.mul_(30)  # what is remembered shows in the choice
+    for p in actor.head.parameters(): p.data.mul_(30)  # the memory has a visible effect on the action
     pipe = FragmentCollector(EnvStepper(ENVS[env], actor, 3, sticky=sticky), 5)
     stream = iter(FragmentStacker(Lanes(pipe, lanes, seed=0), lanes))
     for k, f in enumerate(islice(stream, 6)):
@@ -183,13 +183,13 @@ def test_replaying_a_fragment_reproduces_what_was_recorded(env, cell, past, lane
             forgetful = actor.distribution(nested.as_seen(nested.getitem(f.state, slice(-1))), None)
             begun = f.state.fin[:-1].cummax(0)[0]
             changed = (nested.leaves(forgetful)[0] != nested.leaves(seen['dist'])[0]).any(-1)
-            if k: assert begun.all() or changed[~begun].any()  # the memory is of consequence
+            if k: assert begun.all() or changed[~begun].any()  # the memory has an effect
             close(*(nested.getitem(d, begun) for d in (forgetful, seen['dist'])), 1e-5)
     stream.close()
 
 
 def test_memory_goes_on_across_fragments():
-    "One stream in fragments of 4, and of 12: the same records."
+    "The same stream in fragments of 4 steps and of 12 steps has the same records."
     actor = RecurrentPolicy.for_env(ENVS['lively'], hidden=(5,), memory=6, past=True, seed=1)
     streams = [iter(FragmentCollector(EnvStepper(ENVS['lively'], actor, 2, seed=3), n)) for n in (4, 12)]
     pieces, whole = list(islice(streams[0], 3)), next(streams[1])
@@ -222,7 +222,7 @@ class Tale(Noted):
 
 
 class Echo(Actor):
-    "Reports what it is shown of the past; its actions never repeat."
+    "Reports the previous action and reward that it is shown; its actions never repeat."
     def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
         return (obs[..., 0] + 1).long() % 3, (), dict(act=act, rew=rew)
 
@@ -239,11 +239,11 @@ def test_an_actor_is_not_shown_what_ended_the_episode_before():
 @pytest.mark.parametrize('limit', (False, True))
 @pytest.mark.parametrize('cell', CELLS)
 def test_nothing_of_one_episode_reaches_the_next(cell, limit):
-    "Two stories that differ only in their first episode are one and the same to the actor from the second on."
+    "If two streams differ only in the first episode, the actor does the same in both from the second episode on."
     actor = RecurrentPolicy.for_env(lambda: Tale(0, limit), hidden=(5,), memory=6, cell=cell, past=True, seed=0)
     for p in actor.head.parameters(): p.data.mul_(100)
     a, b = (next(iter(FragmentCollector(EnvStepper(lambda s=s: Tale(s, limit), actor, 2, seed=0), 9))) for s in (1, -1))
-    assert (a.state.rew[3] != b.state.rew[3]).all()               # the fragment keeps what learning needs
+    assert (a.state.rew[3] != b.state.rew[3]).all()               # the fragment keeps the reward, which the learner needs
     assert not torch.equal(a.actor['dist'][1:3], b.actor['dist'][1:3])
     close(nested.getitem(a.actor, slice(3, None)), nested.getitem(b.actor, slice(3, None)), 0)
     with torch.no_grad():
@@ -272,7 +272,7 @@ def test_no_action_is_not_action_zero():
     assert blind.past_encoder is None and not blind.uses_past and policy.uses_past
 
 
-# ---- with the rest
+# ---- with pipes and learners
 
 @pytest.mark.parametrize('policy', (RecurrentPolicy, MLPPolicy))
 def test_noise_is_drawn_on_the_host_and_goes_where_the_policy_is(policy):
@@ -309,7 +309,7 @@ def test_training_evaluation_and_checkpoints(cell, tmp_path):
 
 @pytest.mark.parametrize('sticky', (False, True))
 def test_a_critic_that_sees_the_memory(sticky):
-    "It is asked for each row's memory, for truncated ends with the memory of that moment, and trained on the same."
+    "The critic gets the memory of each row, at truncated ends the memory of that moment, and is trained on the same inputs."
     env = ENVS['counting']
     actor = RecurrentPolicy.for_env(env, hidden=(5,), memory=6, report=True, seed=0)
     critic = MemoryCritic.for_env(env, memory=6, hidden=(5,), seed=0)
@@ -321,7 +321,7 @@ def test_a_critic_that_sees_the_memory(sticky):
         _, v_tp1 = values(f, critic)
         assert (len(ends) or not k) and torch.equal(v_tp1[f.final.t, f.final.b], ends)
         delta = f.state.rew[1:] + .9 * v_tp1 * ~f.term[1:] - v[:-1]
-        last = f.state.fin[1:] & f.valid  # nothing follows in the same episode
+        last = f.state.fin[1:] & f.valid  # the last step of its episode
         torch.testing.assert_close(f.adv[last], delta[last])
         assert agent.update(f)['critic_loss'] > 0 and int(critic.ret_count) > 0
     stream.close()

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from crews import descriptors
+from worker_cases import descriptors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpipe.pipes import DataError
-from rollpipe.pipes.workers.shared import Shared, available
+from rollpipe.pipes.workers.shared import SharedMemory, available_memory
 
 fork = multiprocessing.get_context("fork")
 
@@ -24,7 +24,7 @@ def maps(): return Path("/proc/self/maps").read_text().count("rollpipe")
 @given(sizes=st.lists(st.integers(0, 50_000), min_size=1, max_size=6))
 def test_what_is_there_stays_and_what_is_new_is_zero(sizes):
     "Against a plain array that is made longer. Older views stay views of the same memory."
-    shared, plain, views = Shared(), np.zeros(0, np.uint8), []
+    shared, plain, views = SharedMemory(), np.zeros(0, np.uint8), []
     for k, size in enumerate(sizes):
         shared.reserve(size)
         plain = np.concatenate([plain, np.zeros(max(0, size - len(plain)), np.uint8)])
@@ -48,7 +48,7 @@ def grow(shared, link):
 
 
 def test_several_processes_let_it_grow():
-    shared = Shared(100)
+    shared = SharedMemory(100)
     workers = []
     for _ in range(2):
         ours, theirs = fork.Pipe()
@@ -71,7 +71,7 @@ def test_several_processes_let_it_grow():
 
 def test_what_has_grown_elsewhere_is_not_made_smaller():
     "By somebody who knows only what it was, and wants less than there is."
-    shared = Shared(1000)
+    shared = SharedMemory(1000)
     def child():
         shared.reserve(50_000)
         shared.view()[-1] = 7
@@ -86,7 +86,7 @@ def test_it_is_let_go_of():
     "Descriptors and mappings; also what is no longer the newest mapping."
     before, mapped = descriptors(), maps()
     for _ in range(20):
-        shared = Shared(10)
+        shared = SharedMemory(10)
         for size in (5000, 100_000, 10 ** 6): shared.reserve(size)
         view = shared.view()
         shared.close()
@@ -96,7 +96,7 @@ def test_it_is_let_go_of():
 
 
 def test_it_has_no_name_and_is_not_inherited_by_other_programs():
-    shared = Shared(10 ** 6)
+    shared = SharedMemory(10 ** 6)
     assert not list(Path("/dev/shm").glob("*rollpipe*"))
     code = "import os; print(sum('rollpipe' in os.readlink(f'/proc/self/fd/{k}') for k in os.listdir('/proc/self/fd') if os.path.exists("\
            "f'/proc/self/fd/{k}')))"
@@ -107,13 +107,13 @@ def test_it_has_no_name_and_is_not_inherited_by_other_programs():
 
 def test_it_takes_memory_at_once():
     "So that there is an error here, rather than the end of the process when it is used."
-    shared = Shared(10 ** 6)
+    shared = SharedMemory(10 ** 6)
     assert os.fstat(shared.fd).st_blocks * 512 >= 10 ** 6
     shared.close()
 
 
 def test_too_much():
-    shared = Shared(1000)
+    shared = SharedMemory(1000)
     shared.view()[:] = 5
     for size in (2 ** 50, 2 ** 62):
         with pytest.raises(DataError, match=rf"not enough memory to share between processes. Expected {size - 1000:,} more bytes"):
@@ -122,8 +122,8 @@ def test_too_much():
     shared.reserve(2000)
     assert len(shared.view()) == 2000
     before = descriptors()
-    with pytest.raises(DataError): Shared(2 ** 50)
+    with pytest.raises(DataError): SharedMemory(2 ** 50)
     assert descriptors() == before
 
 
-def test_available(): assert 2 ** 20 < available() < 2 ** 62
+def test_available(): assert 2 ** 20 < available_memory() < 2 ** 62

@@ -16,13 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from crews import WORLDS, descriptors
+from worker_cases import WORLDS, descriptors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import assert_same, snapshot
 
 from rollpipe.pipes import DataError, Lanes, ProcessReading, Source, Stacks, nested
-from rollpipe.pipes.workers.slots import SMALL, Layout, Slot, Writer, Written, form_of, pickled
+from rollpipe.pipes.workers.codec import SMALL, pickle_item
+from rollpipe.pipes.workers.slot_writer import ItemHeader, SlotWriter, format_of
+from rollpipe.pipes.workers.slots import EMPTY_LAYOUT, Layout, Slot
 from rollpipe.pipes.torchdata import DataLoader2
 
 
@@ -105,25 +107,22 @@ def same(x, y, order=True):
     else: assert x == y
 
 
-ALONE = Layout()    # nothing lies in it
-
-
 class Line:
     "One writer and its reader; what the writer tells is pickled on the way."
-    def __init__(self, *slots): self.slots, self.writer, self.known = slots, Writer(slots), {}
+    def __init__(self, *slots): self.slots, self.writer, self.formats = slots, SlotWriter(slots), {}
 
-    def write(self, item, slot=0, position=0, layout=ALONE):
+    def write(self, item, slot=0, position=0, layout=EMPTY_LAYOUT):
         self.writer.begin(slot, position, layout)
         return self.written(item)
 
-    def written(self, item): return Written(*pickle.loads(pickle.dumps(tuple(self.writer.write(item)))))
+    def written(self, item): return ItemHeader(*pickle.loads(pickle.dumps(tuple(self.writer.write(item)))))
 
-    def send(self, item, lend=None, slot=0, position=0, layout=ALONE):
+    def send(self, item, on_release=None, slot=0, position=0, layout=EMPTY_LAYOUT):
         "What the reader finds of the item."
-        return self.slots[slot].read(form_of(self.write(item, slot, position, layout), self.known), position, layout, lend)
+        return self.slots[slot].read(format_of(self.write(item, slot, position, layout), self.formats), position, layout, on_release)
 
 
-def through(slot, item, lend=None): return Line(slot).send(item, lend)
+def through(slot, item): return Line(slot).send(item)
 
 
 @settings(deadline=None, max_examples=150)
@@ -171,7 +170,7 @@ def test_fragments(world):
         if world == "frames":
             obs = found.state.obs
             assert type(obs) is Stacks and torch.equal(obs.frames, fragment.state.obs.frames)
-            assert slot.memory[0].size < 3 * obs.frames.nbytes + 10 ** 5
+            assert slot.item_memory[0].size < 3 * obs.frames.nbytes + 10 ** 5
     slot.close()
 
 
@@ -187,15 +186,15 @@ def is_plain(item):
 def test_items_of_changing_form(pool, turns, n):
     "Whatever comes after what, and however few forms are remembered; a form that was just told is not told again."
     line = Line(Slot())
-    line.writer.FORMS = n
+    line.writer.MAX_FORMATS = n
     for turn in turns:
         item = pool[turn % len(pool)]
         for repeated in (False, True):
             written = line.write(item)
-            same(line.slots[0].read(form_of(written, line.known)), item, order=False)
-            assert (written.known is not None) == is_plain(item)
-            if repeated and is_plain(item): assert written.form is None
-        assert len(line.known) <= n
+            same(line.slots[0].read(format_of(written, line.formats)), item, order=False)
+            assert (written.format_id is not None) == is_plain(item)
+            if repeated and is_plain(item): assert written.new_format is None
+        assert len(line.formats) <= n
     line.slots[0].close()
 
 
@@ -211,23 +210,23 @@ def numbered(k, rng):
 
 
 @settings(deadline=None, max_examples=15)
-@given(seed=st.integers(0, 10 ** 6), n_forms=st.sampled_from([Writer.FORMS, 3 * Writer.FORMS]))
+@given(seed=st.integers(0, 10 ** 6), n_forms=st.sampled_from([SlotWriter.MAX_FORMATS, 3 * SlotWriter.MAX_FORMATS]))
 def test_many_forms_back_and_forth(seed, n_forms):
     "Each costs only a number when it was just told. If all can be remembered, each is told once."
     rng, line, before, told = random.Random(seed), Line(Slot()), [0], []
     for _ in range(400):
         k = rng.choice([before[-1], rng.choice(before[-6:]), rng.randrange(n_forms)])
         written = line.write(item := numbered(k, rng))
-        same(line.slots[0].read(form_of(written, line.known)), item)
-        if written.form is not None: told.append(k)
+        same(line.slots[0].read(format_of(written, line.formats)), item)
+        if written.new_format is not None: told.append(k)
         else: assert len(pickle.dumps(tuple(written))) < 50
         if told: assert k in told
         before.append(k)
         again = line.write(item := numbered(k, rng))
-        same(line.slots[0].read(form_of(again, line.known)), item)
-        assert again.form is None and again.known == written.known
-        assert 0 <= written.known < Writer.FORMS and len(line.known) <= Writer.FORMS
-    if n_forms <= Writer.FORMS: assert len(told) == len(set(told))
+        same(line.slots[0].read(format_of(again, line.formats)), item)
+        assert again.new_format is None and again.format_id == written.format_id
+        assert 0 <= written.format_id < SlotWriter.MAX_FORMATS and len(line.formats) <= SlotWriter.MAX_FORMATS
+    if n_forms <= SlotWriter.MAX_FORMATS: assert len(told) == len(set(told))
     line.slots[0].close()
 
 
@@ -268,7 +267,7 @@ def test_attributes_of_containers():
 def test_what_was_prepared_belongs_to_one_item():
     "The reader may make memory for the next item beforehand."
     line, item = Line(Slot()), {"a": torch.ones(3), "b": np.ones(2), "c": torch.ones(SMALL)}
-    form, found = form_of(line.write(item), line.known), []
+    form, found = format_of(line.write(item), line.formats), []
     for k in range(4):
         for _ in range(k % 3): form.prepare()
         line.write(nested.map(lambda x, k=k: x * k, item))
@@ -322,7 +321,7 @@ def test_what_lies_in_the_layout_is_lent_too(keep, n):
                 i=torch.arange(LARGE).view(2, 4, -1), f=torch.arange(2. * LARGE).view(2, 4, -1))
     layout = Layout(n, [(tuple(item[k].shape), item[k].dtype) for k in "fi"])
     line, given_back = Line(Slot(n)), []
-    line.slots[0].beside.reserve(layout.size)
+    line.slots[0].layout_memory.reserve(layout.size)
     found = line.send(item, lambda: given_back.append(1), position=n - 1, layout=layout)
     same(found, item)
     small, kept = found["small"], keep(found)
@@ -339,8 +338,8 @@ def test_what_lies_in_the_layout_is_lent_too(keep, n):
 
 def test_what_is_lent_is_the_memory_itself():
     line = Line(slot := Slot())
-    form = form_of(line.write(torch.zeros(LARGE)), line.known)
-    a, b = slot.read(form, lend=lambda: None), slot.read(form)
+    form = format_of(line.write(torch.zeros(LARGE)), line.formats)
+    a, b = slot.read(form, on_release=lambda: None), slot.read(form)
     a[0] = 5.
     assert slot.read(form)[0] == 5. and b[0] == 0.
     slot.close()
@@ -389,7 +388,7 @@ class Leaf(NamedTuple):
 
     def array(self, writer, values):
         "An array of that kind with the `values`."
-        if self.how == "made": return torch.from_numpy(writer.empty(self.shape, numpy_dtype(self.dtype))).copy_(values)
+        if self.how == "made": return torch.from_numpy(writer.entries.empty(self.shape, numpy_dtype(self.dtype))).copy_(values)
         return values.transpose(0, 1).contiguous().transpose(0, 1) if self.how == "turned" else values.clone()
 
 
@@ -435,7 +434,7 @@ def test_items_side_by_side(group, rounds, data):
     "Written in any order, by one or two writers, they do not touch one another; to join whole numbers in the layout takes no copy."
     (layout, kinds), n = group, group[0].n
     slot = Slot(n)
-    slot.beside.reserve(layout.size)
+    slot.layout_memory.reserve(layout.size)
     lines = [Line(slot) for _ in range(data.draw(st.integers(1, 2)))]
     for turn in range(rounds):
         items, forms = {}, {}
@@ -447,13 +446,13 @@ def test_items_side_by_side(group, rounds, data):
             items[position] = dict(x=values, small=item["small"].clone())
             if named: item["name"] = items[position]["name"] = "a text"
             written = line.written(item)
-            forms[position] = form_of(written, line.known)
+            forms[position] = format_of(written, line.formats)
             where, big = places(layout, leaves, named), [x.nbytes >= SMALL for x in values]
             if not named:
-                assert written.large == tuple((x.shape, x.dtype) for x, k, b in zip(leaves, where, big) if k is None and b)
+                assert written.unplaced == tuple((x.shape, x.dtype) for x, k, b in zip(leaves, where, big) if k is None and b)
                 # what was made in its place was not copied
-                assert written.copied >= sum(x.nbytes for x, y, k in zip(values, leaves, where) if k is None or y.how != "made")
-                assert written.copied < 64 * (2 + len(leaves)) + sum(x.nbytes for x, y, k in zip(values, leaves, where)
+                assert written.copied_bytes >= sum(x.nbytes for x, y, k in zip(values, leaves, where) if k is None or y.how != "made")
+                assert written.copied_bytes < 64 * (2 + len(leaves)) + sum(x.nbytes for x, y, k in zip(values, leaves, where)
                                                                      if k is None or y.how != "made")
             del item
             for p in forms: same(slot.read(forms[p], p, layout), items[p])
@@ -489,14 +488,14 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_was_made_in_place_may_be_changed_in_form(change, n, n_places):
     line, layout = Line(slot := Slot(n)), Layout(n, [SQUARE] * n_places)
-    slot.beside.reserve(layout.size)
+    slot.layout_memory.reserve(layout.size)
     items, forms = [], []
     for position in range(n):
         line.writer.begin(0, position, layout)
-        x = torch.from_numpy(line.writer.empty(SQUARE[0], np.uint8)).copy_(torch.randint(0, 255, SQUARE[0]))
+        x = torch.from_numpy(line.writer.entries.empty(SQUARE[0], np.uint8)).copy_(torch.randint(0, 255, SQUARE[0]))
         item = [*change(x), torch.tensor(position)]
         items.append([y.clone() if isinstance(y, torch.Tensor) else y.copy() if isinstance(y, np.ndarray) else y for y in item])
-        forms.append(form_of(line.written(item), line.known))
+        forms.append(format_of(line.written(item), line.formats))
         for lend in (None, lambda: None):
             for p in range(position + 1): same(slot.read(forms[p], p, layout, lend), items[p])
     slot.close()
@@ -508,13 +507,13 @@ def test_layouts_change_from_item_to_item(turns, n):
     "However few forms are remembered; small ones lie elsewhere then, though their form stays the same."
     line, other = Line(slot := Slot()), ((2, SMALL), torch.float32)
     layouts = Layout(), Layout(1, [SQUARE]), Layout(1, [other, SQUARE])
-    slot.beside.reserve(layouts[-1].size)
-    line.writer.FORMS = n
+    slot.layout_memory.reserve(layouts[-1].size)
+    line.writer.MAX_FORMATS = n
     for k, (number, layout) in enumerate((number, layouts[j]) for number, js in turns for j in js):
         arrays = [torch.full((3,), k), torch.full(SQUARE[0], k, dtype=SQUARE[1]), torch.full(other[0], k, dtype=other[1])]
         item = arrays[:1] if number == 0 else arrays[:2] if number == 1 else arrays if number == 2 else arrays[:1] + arrays[:0:-1]
         same(line.send(item, (lambda: None) if k % 2 else None, layout=layout), item)
-        assert len(line.known) <= n
+        assert len(line.formats) <= n
     slot.close()
 
 
@@ -522,13 +521,13 @@ def test_layouts_change_from_item_to_item(turns, n):
 def test_what_was_made_for_one_item_may_be_in_others(n):
     "It is copied to where they are read."
     line, layout = Line(*(Slot(n) for _ in range(3))), Layout(n, [SQUARE, SQUARE])
-    for slot in line.slots: slot.beside.reserve(layout.size)
+    for slot in line.slots: slot.layout_memory.reserve(layout.size)
     made = []
     for k in range(3):
         line.writer.begin(k, n - 1, layout)
-        made.append(torch.from_numpy(line.writer.empty(SQUARE[0], np.uint8)).fill_(k))
+        made.append(torch.from_numpy(line.writer.entries.empty(SQUARE[0], np.uint8)).fill_(k))
         written = line.written([*made[::-1], made[0]])
-        found = line.slots[k].read(form_of(written, line.known), n - 1, layout)
+        found = line.slots[k].read(format_of(written, line.formats), n - 1, layout)
         same(found, [torch.full(SQUARE[0], j, dtype=SQUARE[1]) for j in (*range(k, -1, -1), 0)])
     for k, x in enumerate(made): assert (x == k).all()
     for slot in line.slots: slot.close()
@@ -538,22 +537,22 @@ def test_what_cannot_be_joined_has_no_place():
     "Proposed are large tensors with a dimension 1."
     line, big = Line(Slot()), torch.zeros(2, SMALL)
     item = [big.view(-1), big.numpy(), big[:, :3], big, big[0], big.view(2, -1, 4), big.double()]
-    assert line.write(item).large == tuple((tuple(x.shape), x.dtype) for x in (item[3], item[5], item[6]))
-    assert line.write([*item, "text"]).large == ()
+    assert line.write(item).unplaced == tuple((tuple(x.shape), x.dtype) for x in (item[3], item[5], item[6]))
+    assert line.write([*item, "text"]).unplaced == ()
 
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_items_that_are_pickled_with_arrays_made_in_place(n):
     "They lie with the small ones, as if there were no layout."
     line, layout = Line(slot := Slot(n)), Layout(n, [SQUARE])
-    slot.beside.reserve(layout.size)
+    slot.layout_memory.reserve(layout.size)
     found = []
     for position in range(n):
         line.writer.begin(0, position, layout)
-        x = torch.from_numpy(line.writer.empty(SQUARE[0], np.uint8)).fill_(position + 1)
+        x = torch.from_numpy(line.writer.entries.empty(SQUARE[0], np.uint8)).fill_(position + 1)
         written = line.written({"name": f"item {position}", "x": x, "view": x[1:], "small": torch.tensor(position)})
-        assert written.known is None and written.form is not None
-        found.append(slot.read(form_of(written, line.known), position, layout, lambda: None))
+        assert written.format_id is None and written.new_format is not None
+        found.append(slot.read(format_of(written, line.formats), position, layout, lambda: None))
     for position, item in enumerate(found):
         x = torch.full(*SQUARE[:1], position + 1, dtype=torch.uint8)
         same(item, {"name": f"item {position}", "x": x, "view": x[1:], "small": torch.tensor(position)})
@@ -563,11 +562,11 @@ def test_items_that_are_pickled_with_arrays_made_in_place(n):
 @pytest.mark.parametrize("dtype", NUMPY, ids=str)
 def test_memory_of_any_kind_is_made(dtype):
     "`empty` is `np.empty`, whether the array is large or not, and whether it has a place or not."
-    writer = Writer([slot := Slot(2)])
-    slot.beside.reserve((layout := Layout(2, [((SMALL, 2), torch.float32)])).size)
+    writer = SlotWriter([slot := Slot(2)])
+    slot.layout_memory.reserve((layout := Layout(2, [((SMALL, 2), torch.float32)])).size)
     writer.begin(0, 1, layout)
     for shape in ((3, 2), (SMALL, 2), (SMALL, 2), (0, 5), ()):
-        x, like = writer.empty(shape, dtype), np.empty(shape, dtype)
+        x, like = writer.entries.empty(shape, dtype), np.empty(shape, dtype)
         assert type(x) is np.ndarray and x.shape == like.shape and x.dtype == like.dtype and x.flags.writeable
 
 
@@ -594,13 +593,13 @@ def test_slots_of_other_processes():
     "One writes more and more, the other reads; then the roles change."
     slot = Slot()
     def child(link):
-        line, known = Line(slot), {}
+        line, formats = Line(slot), {}
         for k in range(1, 8): link.send(tuple(line.write({"x": torch.full((10 ** k // 4,), k), "k": k if k % 2 else torch.tensor(k)})))
-        link.send(int(slot.read(form_of(Written(*link.recv()), known)).sum()))
+        link.send(int(slot.read(format_of(ItemHeader(*link.recv()), formats)).sum()))
     process, ours = start(fork, child)
-    known = {}
+    formats = {}
     for k in range(1, 8):
-        form = form_of(Written(*ours.recv()), known)
+        form = format_of(ItemHeader(*ours.recv()), formats)
         if k == 7:
             found = slot.read(form)
             assert found["k"] == 7 and (found["x"] == 7).all() and len(found["x"]) == 10 ** 7 // 4
@@ -616,7 +615,7 @@ def fill(link, slot, position):
     while (message := link.recv()) is not None:
         number, layout = message
         line.writer.begin(0, position, Layout(*layout))
-        x = torch.from_numpy(line.writer.empty((3, 2, SMALL), np.uint8)).fill_(number)
+        x = torch.from_numpy(line.writer.entries.empty((3, 2, SMALL), np.uint8)).fill_(number)
         link.send(tuple(line.writer.write({"x": x, "f": torch.full((3, 2, SMALL), 1. * number), "k": torch.tensor([number, position])})))
 
 
@@ -631,13 +630,13 @@ def test_two_processes_fill_one_slot(method):
             if number == 3:
                 stop(*workers[0][:2])
                 workers[0] = *start(context, fill, slot, 0), {}
-            slot.beside.reserve(layout.size)
+            slot.layout_memory.reserve(layout.size)
             for _, link, _ in workers: link.send((number, (layout.n, layout.arrays)))
             found = []
-            for position, (_, link, known) in enumerate(workers):
-                written = Written(*link.recv())
-                assert written.large == tuple(large[len(layout.arrays):][::-1])
-                found.append(slot.read(form_of(written, known), position, layout, lambda: None))
+            for position, (_, link, formats) in enumerate(workers):
+                written = ItemHeader(*link.recv())
+                assert written.unplaced == tuple(large[len(layout.arrays):][::-1])
+                found.append(slot.read(format_of(written, formats), position, layout, lambda: None))
             for position, item in enumerate(found):
                 same(item, {"x": torch.full((3, 2, SMALL), number, dtype=torch.uint8), "f": torch.full((3, 2, SMALL), 1. * number),
                             "k": torch.tensor([number, position])})
@@ -694,13 +693,13 @@ def test_classes_of_a_notebook_travel():
     line = Line(Slot())
     for k in range(3):
         assert line.send(Local(torch.arange(k))).x.tolist() == line.send(namespace["Own"](torch.arange(k))).x.tolist() == [*range(k)]
-        assert line.write(Local(torch.arange(k))).form is None      # containers of arrays are not pickled again
+        assert line.write(Local(torch.arange(k))).new_format is None      # containers of arrays are not pickled again
 
 
 def test_the_form_is_small():
     "Arrays do not travel in it, and next time it is a number."
     fragments = WORLDS["gaussian"](1)[0]
-    form, arrays, size = pickled(next(iter(fragments)))
+    form, arrays, size = pickle_item(next(iter(fragments)))
     assert len(form) < 3000 and len(arrays) > 10 and size == sum(x.nbytes + -x.nbytes % 64 for _, x in arrays)
     line = Line(Slot())
     sizes = [len(pickle.dumps(tuple(line.write(fragment._replace(final=()))))) for fragment in islice(fragments, 3)]
@@ -711,7 +710,7 @@ def test_fragments_of_changing_size():
     "Some have many rows of `final`, most have none: memory is that of the largest, not of the largest possible."
     line = Line(slot := Slot())
     for k in (0, 500, 3): same(line.send({"final": torch.zeros(k, 100)}), {"final": torch.zeros(k, 100)})
-    assert 500 * 400 <= slot.memory[0].size < 500 * 400 + 2 ** 17
+    assert 500 * 400 <= slot.item_memory[0].size < 500 * 400 + 2 ** 17
     slot.close()
 
 

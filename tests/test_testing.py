@@ -1,4 +1,4 @@
-"""The contract kit: what is sound passes, and for every rule there is an example that breaks it, and only it."""
+"""The contract kit: sound things pass, and for every rule there is an example that breaks this rule and no other."""
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ class Sound(gym.Env):
 
 
 def changed(i, value):
-    "A `step` whose i-th answer is `value(env, answer)`."
+    "A `step` whose i-th result is replaced by `value(env, result)`."
     def step(self, action):
         out = list(Sound.step(self, action))
         out[i] = value(self, out[i])
@@ -153,7 +153,7 @@ class Base:
 
 
 class Recurrent(Base):
-    "A running sum of what it saw, which begins anew where `fin`."
+    "A running sum of the observations, which starts from zero where `fin`."
     def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual):
         sums, sum = [], obs.new_zeros(1, fin.shape[1], 1) if hx is None else hx
         for x, end in zip(obs.sum(-1), fin):
@@ -175,7 +175,7 @@ class Noisy(Base):
 
 
 def answers(**parts):
-    "A `step` that replaces parts of the sound answer by what the functions make of it."
+    "A `step` that applies functions to parts of the sound answer."
     def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual):
         answer = dict(zip(("act", "hx", "info"), Base.step(self, stepno, obs, act, rew, fin, hx=hx, virtual=virtual)))
         return tuple({**answer, **{k: fn(answer[k]) for k, fn in parts.items()}}.values())
@@ -342,7 +342,7 @@ def has_no_seed(): return collector(seed=None)
 
 
 class Continues(IterDataPipe):
-    "Goes on where it stopped."
+    "Continues where the last iteration stopped."
     def __init__(self): self.n = 0
     def __iter__(self):
         while True:

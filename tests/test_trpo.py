@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from rollpipe.agents.learner import policy_rows, thin
 from rollpipe.agents.metrics import METRICS, check_metrics
+from rollpipe.agents.natural_gradient import policy_rows, thin
 from rollpipe.agents.trpo import TRPO
 from rollpipe.layers import Critic, MLPPolicy
-from rollpipe.layers.distributions import Categorical, Gaussian, GaussianParams, Joint
+from rollpipe.layers.distributions import Categorical, Gaussian, GaussianParams
+from rollpipe.layers.joint import Joint
 from rollpipe.layers.policies import Policy
 from rollpipe.pipes import nested, on_policy
 from rollpipe.pipes.data import Final, Fragment, State

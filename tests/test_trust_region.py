@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.autograd import grad
 
-from rollpipe.agents.trust_region import (Linearization, assign, backtrack_line_search, conjugate_gradients,
-                                          fisher_product, flatten, in_row_blocks, step_size, unflatten)
-from rollpipe.layers.distributions import Categorical, Gaussian, GaussianParams, Joint
+from rollpipe.agents.linearization import Linearization, assign, fisher_product, flatten, in_row_blocks, unflatten
+from rollpipe.agents.trust_region import backtrack_line_search, conjugate_gradients, step_size
+from rollpipe.layers.distributions import Categorical, Gaussian, GaussianParams
+from rollpipe.layers.joint import Joint
 from rollpipe.pipes import nested
 
 few = settings(deadline=None, max_examples=25)

@@ -4,7 +4,8 @@ from .a2c import A2C
 from .checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from .dqn import DQN
 from .evaluate import Evaluation, RandomActor, evaluate
-from .learner import GradientLearner, Learner
+from .gradient_learner import ActorCriticLearner, GradientLearner
+from .learner import Learner
 from .metrics import METRICS, EpisodeReturns
 from .npg import NPG
 from .parallel_evaluation import Evaluated, ParallelEvaluation
@@ -15,7 +16,7 @@ from .trpo import TRPO
 from .vtrace import VTrace
 
 __all__ = [
-    'A2C', 'Checkpoint', 'DQN', 'EpisodeReturns', 'Evaluated', 'Evaluation', 'GradientLearner', 'Learner', 'METRICS', 'NPG',
-    'PPO', 'ParallelEvaluation', 'QLearning', 'REINFORCE', 'RandomActor', 'TRPO', 'TabularQ', 'VTrace', 'evaluate',
-    'load_checkpoint', 'save_checkpoint',
+    'A2C', 'ActorCriticLearner', 'Checkpoint', 'DQN', 'EpisodeReturns', 'Evaluated', 'Evaluation', 'GradientLearner', 'Learner',
+    'METRICS', 'NPG', 'PPO', 'ParallelEvaluation', 'QLearning', 'REINFORCE', 'RandomActor', 'TRPO', 'TabularQ', 'VTrace',
+    'evaluate', 'load_checkpoint', 'save_checkpoint',
 ]

@@ -8,7 +8,7 @@ __all__ = ['FORMAT_VERSION', 'encode', 'decode', 'write_atomically', 'save_check
 # %% ../../nbs/agents/12_checkpoint.ipynb #28bb19e3
 import json, math, os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,11 +18,11 @@ from ..pipes.errors import CheckpointError
 
 # %% ../../nbs/agents/12_checkpoint.ipynb #5fb9d539
 def encode(
-    tree,  # dict (keys str, int, bool, None), list or tuple of tensors, numbers, strings, bools, None, nested at will
-    tensors: dict,  # receives name -> contiguous copy on the CPU: views and tied weights are stored as they look
-    name: str = "",  # where in the tree we are, also the name of a tensor in the file
-):
-    "`tree` in JSON's types. Raises `CheckpointError` that names the leaf which is none of the above."
+    tree: Any,       # dict (keys str, int, bool, None), list or tuple of tensors, numbers, strings, bools, None, nested at will
+    tensors: dict,   # receives name -> contiguous copy on the CPU: views and tied weights are stored as they look
+    name: str = "",  # where in the tree `tree` is, also the name of a tensor in the file
+) -> Any:
+    "`tree` in JSON's types. Raises `CheckpointError`, which names the leaf, if there is anything else in it."
     if tree is None or type(tree) in (bool, int, str): return tree
     if type(tree) is float: return tree if math.isfinite(tree) else {"float": repr(tree)}
     if isinstance(tree, torch.Tensor): return {"tensor": _store(tree, tensors, name)}
@@ -47,9 +47,9 @@ def _store(tensor, tensors, name):
 
 # %% ../../nbs/agents/12_checkpoint.ipynb #40a1b246
 def decode(
-    code,  # what `encode` returned
+    code: Any,      # what `encode` returned
     tensors: dict,  # name -> tensor
-):
+) -> Any:
     "The tree that was encoded. Raises KeyError, TypeError or ValueError if `code` is no such thing."
     if code is None or isinstance(code, (bool, int, float, str)): return code
     (kind, value), = code.items()
@@ -62,9 +62,9 @@ def decode(
 
 # %% ../../nbs/agents/12_checkpoint.ipynb #edb29700
 def write_atomically(
-    path,  # file to make or replace; its folder must exist
-    data: bytes,  # the whole content
-):
+    path: str | Path,  # file to make or replace; its folder must exist
+    data: bytes,       # the whole content
+) -> None:
     "Write `data` so that `path` holds either what it held or all of `data`, whenever the process or the machine stops."
     path = Path(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -82,11 +82,11 @@ FORMAT_VERSION = 1
 
 
 def save_checkpoint(
-    path,  # file to write; replaced if it exists
-    agent,  # has `state_dict()`: actor, critic, optimisers, normalisers, random state
-    config: dict,  # what is needed to build the agent again
-    counters: dict,  # steps, updates, episodes, ... so far
-):
+    path: str | Path,  # file to write; replaced if it exists
+    agent: Any,        # has `state_dict()`: actor, critic, optimisers, normalisers, random state
+    config: dict,      # what is needed to build the agent again
+    counters: dict,    # steps, updates, episodes, ... so far
+) -> None:
     "Write one safetensors file, atomically. Raises `CheckpointError` for a leaf that cannot be stored, and `OSError`."
     tensors = {}
     parts = dict(config=config, counters=counters, agent=agent.state_dict())
@@ -96,13 +96,13 @@ def save_checkpoint(
 # %% ../../nbs/agents/12_checkpoint.ipynb #1ab5452f
 class Checkpoint(NamedTuple):
     "What `load_checkpoint` found in a file."
-    config: dict  # as given to `save_checkpoint`
-    counters: dict  # as given to `save_checkpoint`
+    config: dict       # as given to `save_checkpoint`
+    counters: dict     # as given to `save_checkpoint`
     agent_state: dict  # for `agent.load_state_dict`; tensors on the CPU, bit for bit as they were
 
 
 def load_checkpoint(
-    path,  # file that `save_checkpoint` wrote
+    path: str | Path,  # file that `save_checkpoint` wrote
 ) -> Checkpoint:
     "Read a checkpoint; nothing in it is executed. Raises `CheckpointError`: missing, damaged, foreign, too new."
     try:

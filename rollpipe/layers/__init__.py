@@ -1,20 +1,26 @@
 """Networks and actors: the actor contract, perceptrons, recurrent layers, distributions, heads, encoders, policies and critics."""
 
 from .actor import Actor, check_signature, without_past
-from .blocks import Bits, ConvTrunk, Embeddings, ModuleDict, OneHotBits, n_features, onehotbits
-from .distributions import Bernoulli, Categorical, Gaussian, GaussianParams, Joint, MultiCategorical
-from .encoders import Concatenate, Flatten, OneHot, encoder_for
+from .conv import ConvTrunk
+from .critic import Critic
+from .distributions import Categorical, Gaussian, GaussianParams
+from .encoders import Concatenate, Flatten, encoder_for
 from .heads import BernoulliHead, CategoricalHead, ClampedStd, GaussianHead, JointHead, MultiCategoricalHead, head_for
-from .mlp import MLP, RunningNorm, orthogonal_linear
-from .policies import CategoricalPolicy, Critic, GaussianPolicy, MLPPolicy, Policy
+from .integers import Bits, Embeddings, OneHot, ToBits, to_bits
+from .joint import Bernoulli, Joint, MultiCategorical
+from .mlp import MLP, orthogonal_linear
+from .module_dict import ModuleDict, n_out_of
+from .policies import CategoricalPolicy, GaussianPolicy, MLPPolicy, Policy
 from .q_networks import DuellingHead, EpsilonGreedy, QPolicy, RecurrentQPolicy
-from .recurrent import GRU, LSTM, MemoryCritic, Recurrent, RecurrentPolicy
+from .recurrent import GRU, LSTM, Recurrent
+from .recurrent_policies import MemoryCritic, RecurrentPolicy
+from .running_norm import RunningNorm
 
 __all__ = [
     'Actor', 'Bernoulli', 'BernoulliHead', 'Bits', 'Categorical', 'CategoricalHead', 'CategoricalPolicy', 'ClampedStd', 'Concatenate',
     'ConvTrunk', 'Critic', 'DuellingHead', 'Embeddings', 'EpsilonGreedy', 'Flatten', 'GRU', 'Gaussian', 'GaussianHead',
     'GaussianParams', 'GaussianPolicy', 'Joint', 'JointHead', 'LSTM', 'MLP', 'MLPPolicy', 'MemoryCritic', 'ModuleDict',
-    'MultiCategorical', 'MultiCategoricalHead', 'OneHot', 'OneHotBits', 'Policy', 'QPolicy', 'Recurrent', 'RecurrentPolicy',
-    'RecurrentQPolicy', 'RunningNorm',
-    'check_signature', 'encoder_for', 'head_for', 'n_features', 'onehotbits', 'orthogonal_linear', 'without_past',
+    'MultiCategorical', 'MultiCategoricalHead', 'OneHot', 'Policy', 'QPolicy', 'Recurrent', 'RecurrentPolicy',
+    'RecurrentQPolicy', 'RunningNorm', 'ToBits',
+    'check_signature', 'encoder_for', 'head_for', 'n_out_of', 'orthogonal_linear', 'to_bits', 'without_past',
 ]

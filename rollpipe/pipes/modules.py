@@ -8,7 +8,9 @@ __all__ = ['ByIdentity', 'Handle', 'version_of', 'bump_version', 'eval_mode', 't
 # %% ../../nbs/pipes/04_modules.ipynb #2ea7f9ea
 import functools, inspect, os, uuid, weakref
 from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -18,14 +20,14 @@ from .errors import ActorError
 
 # %% ../../nbs/pipes/04_modules.ipynb #548aad1b
 class ByIdentity:
-    "object -> value, by the object's identity; an entry goes with its object. An object without weak references stays."
+    "A dict whose keys are objects, told apart by identity. An entry vanishes with its object, unless the object allows no weak references."
     def __init__(self): self._items = {}
 
-    def get(self, obj, default=None):
+    def get(self, obj: Any, default: Any = None) -> Any:
         ref, value = self._items.get(id(obj), (None, default))
         return value if ref is not None and ref() is obj else default
 
-    def __setitem__(self, obj, value):
+    def __setitem__(self, obj: Any, value: Any) -> None:
         key = id(obj)
         self._items[key] = _reference(obj, lambda _: self._items.pop(key, None)), value
 
@@ -40,12 +42,12 @@ _tokens = ByIdentity()   # object -> token
 
 
 class Handle:
-    """A reference to a module (or any object) that survives pickling: a copy made in this process refers to the same one.
+    """A reference to a module, or any object, that survives pickling: a copy made in this process refers to the same module.
 
-    In another process it becomes a copy of the module as it was when pickled (by cloudpickle, so classes defined in a
-    notebook work). Raises `ActorError` there if it could not be pickled.
+    In another process it refers to a copy of the module as it was when it was pickled (by cloudpickle, so classes defined in a
+    notebook work). There it raises `ActorError` if the module could not be pickled.
     """
-    def __init__(self, module): self.module = module
+    def __init__(self, module: Any): self.module = module
 
     def __repr__(self): return type(self.module).__name__
 
@@ -60,12 +62,12 @@ def _register(obj, token):
 
 
 class _Payload:
-    "Pickles an object by value, which is only unpickled where the reference is unknown."
+    "Pickles an object by value; it is unpickled only in a process that does not know the reference."
     def __init__(self, content): self.content = content
 
     def __reduce__(self):
         try: return _Payload, (cloudpickle.dumps(self.content),)
-        except Exception as e:  # a reference needs no copy, so this is an error only where a copy is needed
+        except Exception as e:  # it becomes an error only in a process that needs the copy
             return _Payload, (f"{type(self.content).__name__} cannot be pickled: {type(e).__name__}: {e}",)
 
 
@@ -74,26 +76,29 @@ def _restore(cls, token, payload):
     if found is None:
         if isinstance(payload.content, str): raise ActorError(payload.content, expected="something that can be pickled")
         found = cloudpickle.loads(payload.content)
-        _register(found, token)   # two handles of one module stay two handles of one module
+        _register(found, token)   # so that other handles of this module find the same copy
     return cls(found)
 
 # %% ../../nbs/pipes/04_modules.ipynb #2d5914cd
 _versions = ByIdentity()   # module -> number of updates
 
 
-def version_of(module) -> int:
-    "How many updates `module` went through, as told to `bump_version`."
+def version_of(module: Any) -> int:
+    "How many updates `module` went through, as counted by `bump_version`."
     return _versions.get(module, 0)
 
 
-def bump_version(module, to=None):
-    "Count one more update of `module` (or set the count `to` a number, when a checkpoint is loaded). Learners call it once per update."
+def bump_version(
+    module: Any,            # actor or critic
+    to: int | None = None,  # set the version to this number, as when a checkpoint is loaded; None: count one more
+) -> None:
+    "Count one more update of `module`. Learners call it once per update."
     _versions[module] = version_of(module) + 1 if to is None else int(to)
 
 # %% ../../nbs/pipes/04_modules.ipynb #adde4708
 @contextmanager
-def eval_mode(module):
-    "Within this context all parts of `module` are in evaluation mode; afterwards each is as it was. Other objects pass."
+def eval_mode(module: Any) -> Iterator[None]:
+    "Within this context all parts of `module` are in evaluation mode; afterwards each is as it was. Nothing happens to other objects."
     modes = [(m, m.training) for m in module.modules()] if isinstance(module, torch.nn.Module) else []
     for m, _ in modes: m.training = False
     try: yield
@@ -102,7 +107,7 @@ def eval_mode(module):
 
 # %% ../../nbs/pipes/04_modules.ipynb #e5cfcf77
 @contextmanager
-def torch_threads(n=1):
+def torch_threads(n: int | None = 1) -> Iterator[None]:
     "Within this context torch computes with `n` threads; None changes nothing."
     before = torch.get_num_threads()
     if n is None or n == before:
@@ -113,8 +118,11 @@ def torch_threads(n=1):
     finally: torch.set_num_threads(before)
 
 # %% ../../nbs/pipes/04_modules.ipynb #ee9090e4
-def modules_in(holder, depth=3) -> list:
-    "The modules that `holder` is, or has in its attributes, containers or bound arguments, or uses as a function, each once."
+def modules_in(
+    holder: Any,     # a module, or what has modules in its attributes, containers or bound arguments, or a function that uses them
+    depth: int = 3,  # how deep they are looked for
+) -> list:
+    "The modules in `holder`, each once."
     found, seen = {}, set()
     def visit(x, depth):
         if isinstance(x, torch.nn.Module): found[id(x)] = x
@@ -140,7 +148,7 @@ def _parts(x):
 
 
 def _names(code):
-    "The names that a function uses, also within the functions and comprehensions in it."
+    "The names that a function uses, also in the functions and comprehensions within it."
     yield from code.co_names
     for const in code.co_consts:
         if inspect.iscode(const): yield from _names(const)
@@ -151,10 +159,10 @@ def _as_tuple(names): return (names,) if isinstance(names, str) else tuple(names
 
 def _is_filled(cell) -> bool:
     try: return cell.cell_contents is not None
-    except ValueError: return False     # a name that has no value yet
+    except ValueError: return False     # the name has no value yet
 
-
-def state_of(modules) -> dict:
+# %% ../../nbs/pipes/04_modules.ipynb #967a7bc6
+def state_of(modules: Iterable[torch.nn.Module]) -> dict:
     "name -> tensor: the parameters and buffers of `modules`, tied ones once. Raises `ActorError` for what cannot be sent."
     found = {}
     for k, module in enumerate(modules):

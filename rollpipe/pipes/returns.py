@@ -13,7 +13,7 @@ from torch import Tensor
 from .errors import DataError, describe
 
 # %% auto #0
-__all__ = ['backward_recursion', 'discounted_returns', 'n_step_returns', 'td_errors', 'gae', 'VTrace', 'vtrace']
+__all__ = ['backward_recursion', 'discounted_returns', 'n_step_returns', 'td_errors', 'gae', 'VTraceTargets', 'vtrace']
 
 # %% ../../nbs/pipes/07_returns.ipynb #feae11af
 def backward_recursion(a: Tensor, b: Tensor) -> Tensor:
@@ -164,14 +164,14 @@ def gae(rew: Tensor, v_t: Tensor, v_tp1: Tensor, discount: Tensor, lam: float, c
     return backward_recursion(_carry(discount * lam, cut), delta)
 
 # %% ../../nbs/pipes/07_returns.ipynb #53661be4
-class VTrace(NamedTuple):
+class VTraceTargets(NamedTuple):
     "V-trace targets `vs` for the value function and advantages `adv` for the policy gradient, both [T, ...]."
     vs: Tensor
     adv: Tensor
 
 
 def vtrace(rew: Tensor, v_t: Tensor, v_tp1: Tensor, discount: Tensor, rho: Tensor, lam: float = 1., c_clip: float = 1.,
-           rho_clip: float = 1., cut: Tensor | None = None) -> VTrace:
+           rho_clip: float = 1., cut: Tensor | None = None) -> VTraceTargets:
     """V-trace value targets and policy-gradient advantages, corrected for off-policy data.
 
         δₜ = min(ρ̄, ρₜ) (rₜ₊₁ + γₜ₊₁ V(sₜ₊₁) - V(sₜ)),    cₜ = λ min(c̄, ρₜ)
@@ -205,4 +205,4 @@ def vtrace(rew: Tensor, v_t: Tensor, v_tp1: Tensor, discount: Tensor, rho: Tenso
     carry = _carry(discount * lam, cut)
     error = backward_recursion(carry * rho.clamp(max=c_clip), weight * delta)
     later = torch.cat([carry[:-1] * error[1:], torch.zeros_like(error[-1:])])
-    return VTrace(v_t + error, weight * (delta + later))
+    return VTraceTargets(v_t + error, weight * (delta + later))

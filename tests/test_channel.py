@@ -1,0 +1,376 @@
+"Weights in shared memory: whole publications only, of whatever modules hold, and clear errors for what cannot be sent."
+import copy
+import multiprocessing
+import time
+from functools import partial
+from itertools import islice
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toys import Counting, Learning, Plain
+
+from rollpipe.pipes import ActorError, EnvStepper, FragmentCollector, Lanes, ProcessReading, bump_version, version_of
+from rollpipe.pipes.torchdata import DataLoader2
+from rollpipe.pipes.modules import modules_in, state_of
+from rollpipe.pipes.workers.channel import WeightPublisher
+
+fork = multiprocessing.get_context("fork")
+
+
+def channel(*holders, copies=None, depth=2):
+    "A channel and a subscriber that feeds copies of the holders."
+    publisher = WeightPublisher(holders, depth)
+    copies = [copy.deepcopy(h) for h in holders] if copies is None else copies
+    subscriber = publisher.subscriber(range(len(holders)))
+    subscriber.attach(copies)
+    return publisher, subscriber, copies
+
+
+def fill(holder, value):
+    with torch.no_grad():
+        for x in state_of(modules_in(holder)).values(): x.fill_(value)
+
+
+def same(a, b):
+    a, b = state_of(modules_in(a)), state_of(modules_in(b))
+    assert list(a) == list(b)
+    for x, y in zip(a.values(), b.values()): assert x.dtype == y.dtype and torch.equal(x, y)
+
+
+# --- no torn reads
+
+class Big(torch.nn.Module):
+    "120 000 parameters in pieces, a count, and a mode."
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(100, 199) for _ in range(6)])
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.low = torch.nn.Parameter(torch.zeros(999, dtype=torch.bfloat16))
+
+
+def read(subscriber, module, link, seconds):
+    "Fetch the latest as fast as possible; tell how often there was something new, and what was torn."
+    subscriber.attach([module])
+    new, torn, last, end = 0, [], -1, time.monotonic() + seconds
+    while time.monotonic() < end:
+        number = subscriber.fetch()
+        value = int(module.count)
+        whole = all(bool((x == value % 128).all()) for x in module.parameters())
+        if not whole or version_of(module) != value or module.training != bool(value % 2) or number < last or value != number:
+            torn.append((number, value, version_of(module), whole))
+        new, last = new + (number != last), number
+    link.send((new, torn[:5]))
+
+
+@pytest.mark.parametrize("depth", [2, 4])
+def test_hammer(depth):
+    "One process publishes as fast as it can, two others read: what they see is always one publication, and ever newer."
+    module = Big()
+    assert sum(x.numel() for x in module.parameters()) > 100_000
+    def publish(k):
+        with torch.no_grad():
+            for x in module.parameters(): x.fill_(k % 128)       # exact in bfloat16
+            module.count.fill_(k)
+        module.train(bool(k % 2))
+        bump_version(module, to=k)
+        assert publisher.publish() == k
+    fill(module, 0)
+    publisher = WeightPublisher([module], depth)
+    publish(0)
+    subscribers = []
+    for _ in range(2):
+        ours, theirs = fork.Pipe()
+        process = fork.Process(target=read, args=(publisher.subscriber([0]), module, theirs, 2.5))
+        process.start()
+        subscribers.append((process, ours))
+    k = 0
+    while any(process.is_alive() for process, _ in subscribers):
+        k += 1
+        publish(k)
+    for process, ours in subscribers:
+        assert ours.poll(20)
+        new, torn = ours.recv()
+        assert torn == [] and new > 20
+        process.join()
+    assert k > 100
+    publisher.close()
+
+
+def test_a_reader_waits_for_a_publication_to_be_whole():
+    "While one is under way it goes on looking; it gets the next whole one."
+    module = torch.nn.Linear(3, 3)
+    publisher, subscriber, (mine,) = channel(module)
+    for k in range(3):
+        fill(module, k)
+        publisher.publish()
+    publisher.block.buffers[0].publication[0] = -1                              # as the writer does at first
+    link, theirs = fork.Pipe()
+    def child():
+        subscriber.fetch()
+        theirs.send(mine.weight.unique().tolist())
+    process = fork.Process(target=child)
+    process.start()
+    assert not link.poll(0.3)
+    publisher.block.buffers[0].publication[0] = 2
+    assert link.poll(20) and link.recv() == [2.]
+    process.join()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_what_is_no_longer_there(depth):
+    "A subscriber that is late gets the latest, and does not wait for ever."
+    module = torch.nn.Linear(2, 2)
+    publisher, subscriber, (mine,) = channel(module, depth=depth)
+    for k in range(5):
+        fill(module, k)
+        publisher.publish()
+    for k in range(5):
+        told = subscriber.fetch(k)
+        assert told == (k if k > 4 - depth else 4) and (mine.weight == told).all()
+
+
+# --- what is sent
+
+def everything():
+    "Buffers, a shared trunk, tied parameters, an integer, bfloat16, complex and bool, none, and none at all."
+    class Holds(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.a, self.b = torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+            self.b.weight = self.a.weight
+            self.again = self.a
+            self.low = torch.nn.Parameter(torch.randn(5).bfloat16())
+            self.phase = torch.nn.Parameter(torch.randn(2, dtype=torch.complex64))
+            self.empty, self.scalar = torch.nn.Parameter(torch.zeros(0, 3)), torch.nn.Parameter(torch.tensor(2.))
+            self.whole = torch.nn.Parameter(torch.arange(3), requires_grad=False)
+            self.register_buffer("mask", torch.tensor([True, False]))
+            self.register_buffer("fleeting", torch.ones(3, dtype=torch.float64), persistent=False)
+            self.register_buffer("nothing", None)
+            self.turned = torch.nn.Parameter(torch.randn(3, 4).T)
+            self.drop = torch.nn.Dropout(0.5)
+    return Holds()
+
+
+def test_of_everything():
+    module = everything()
+    publisher, subscriber, (mine,) = channel(module)
+    assert len(publisher._holders[0].names) == len(set(publisher._holders[0].names)) == 16   # tied ones once
+    for k in range(4):
+        fill(module, k)
+        with torch.no_grad(): module.turned.copy_(torch.arange(12.).view(4, 3) + k)
+        module.drop.train(k % 2 == 0)
+        module.norm.train(k > 1)
+        bump_version(module)
+        assert publisher.publish() == k and subscriber.fetch(k) == k
+        same(mine, module)
+        assert [m.training for m in mine.modules()] == [m.training for m in module.modules()]
+        assert version_of(mine) == version_of(module) == k + 1
+        assert mine.a.weight is mine.b.weight and mine.turned.stride() == module.turned.stride()
+    assert publisher.publish() == 3                                # nothing has changed
+    module.mask[0] = ~module.mask[0]                             # a buffer has
+    assert publisher.publish() == 4 and subscriber.fetch() == 4
+    same(mine, module)
+
+
+@settings(deadline=None, max_examples=20)
+@given(shapes=st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=5), depth=st.integers(1, 4),
+       dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool]))
+def test_of_any_shape(shapes, depth, dtype):
+    module = torch.nn.Module()
+    for k, shape in enumerate(shapes): module.register_buffer(f"x{k}", (torch.rand(shape) * 100).to(dtype))
+    publisher, subscriber, (mine,) = channel(module, depth=depth)
+    for _ in range(3):
+        for x in module.buffers(): x.copy_((torch.rand(x.shape) * 100).to(dtype))
+        assert subscriber.fetch(publisher.publish()) == publisher.publication
+        same(mine, module)
+    publisher.close()
+
+
+def test_a_shared_trunk():
+    "Of two holders, whose copies may share it, too, or not."
+    trunk = torch.nn.Linear(2, 2)
+    actor, critic = (torch.nn.Sequential(trunk, torch.nn.Linear(2, k)) for k in (3, 1))
+    both = copy.deepcopy((actor, critic))
+    for copies in (list(both), [copy.deepcopy(actor), copy.deepcopy(critic)]):
+        publisher, subscriber, copies = channel(actor, critic, copies=copies)
+        fill(actor, 3), fill(critic, 4)
+        subscriber.fetch(publisher.publish())
+        for mine, original in zip(copies, (actor, critic)): same(mine, original)
+        assert (copies[0][0].weight == 4).all()
+
+
+def test_one_holder_in_several_places():
+    "As an actor is, in all lanes of a worker."
+    module = torch.nn.Linear(1, 1)
+    publisher = WeightPublisher([module, torch.nn.Linear(2, 2)])
+    subscriber, mine = publisher.subscriber([0, 1, 0]), copy.deepcopy(module)
+    subscriber.attach([mine, copy.deepcopy(publisher.holders[1]), mine])
+    fill(module, 7)
+    subscriber.fetch(publisher.publish())
+    same(mine, module)
+
+
+def test_functions_closures_partials_and_methods():
+    net = torch.nn.Linear(2, 1)
+    class Judge:
+        def __init__(self): self.parts = {"nets": [net]}
+        def judge(self, obs): return self.parts["nets"][0](obs)
+    def closure(obs): return net(obs)
+    for holder in (closure, lambda obs: net(obs)[..., 0], partial(lambda f, obs: f(obs), net), partial(closure), Judge().judge, Judge(),
+                   partial(partial(lambda x, obs, f: 0, f=closure), 1), uses_a_global):
+        global NET
+        NET = net
+        assert modules_in(holder) == [net] and len(state_of([net])) == 2, holder
+        with torch.no_grad(): net.weight.add_(1)
+        publisher = WeightPublisher([holder])
+        assert (publisher.publish(), publisher.publish()) == (0, 0)
+        with torch.no_grad(): net.weight.add_(1)
+        assert publisher.publish() == 1
+    assert modules_in(lambda obs: 2 * obs) == [] and modules_in(torch.relu) == [] and modules_in(print) == []
+
+
+NET = None
+def uses_a_global(obs): return NET(obs)
+
+
+def test_a_function_that_refers_to_itself():
+    def loop(n): return loop(n - 1) if n else net
+    net = torch.nn.Linear(1, 1)
+    cycle = {"f": loop}
+    cycle["c"] = cycle
+    assert modules_in(loop) == [net] and modules_in(cycle) == [net]
+
+
+def test_modules_in_shared_memory():
+    "The user's may be; a worker's copy is its own all the same."
+    module = torch.nn.Linear(3, 3).share_memory()
+    publisher = WeightPublisher([module])
+    publisher.publish()
+    subscriber, (ours, theirs) = publisher.subscriber([0]), fork.Pipe()
+    def child():
+        subscriber.attach([module])
+        subscriber.fetch()
+        with torch.no_grad(): module.weight.fill_(99)
+        theirs.send((module.weight.is_shared(), float(module.weight.detach().sum())))
+    process = fork.Process(target=child)
+    process.start()
+    assert ours.poll(20) and ours.recv() == (False, 9 * 99.) and float(module.weight.detach().max()) < 99
+    process.join()
+
+
+def test_an_update_that_was_not_counted_is_published_and_one_that_was_is_too():
+    module = torch.nn.Linear(2, 2)
+    publisher, subscriber, (mine,) = channel(module)
+    assert publisher.publish() == 0
+    bump_version(module)
+    assert publisher.publish() == 1 and subscriber.fetch() == 1 and version_of(mine) == 1
+    fill(module, 5)
+    assert publisher.publish() == 2 and subscriber.fetch() == 2 and version_of(mine) == 1
+    module.eval()
+    assert publisher.publish() == 3 and subscriber.fetch() == 3 and not mine.training
+
+
+def test_gradients_are_no_hindrance():
+    module = torch.nn.Linear(2, 2)
+    publisher, subscriber, (mine,) = channel(module)
+    module(torch.ones(2)).sum().backward()
+    publisher.publish(), subscriber.fetch()
+    assert mine.weight.requires_grad and mine.weight.grad is None and not mine.weight.is_shared()
+
+
+# --- what cannot be sent
+
+def test_changed_shapes_and_names():
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    publisher, *_ = channel(module)
+    told = r"Sequential changed the form of its weights. Expected Sequential.0.weight float32 \[2, 2\], .*, got Sequential.0.weight float"
+    for spoil in (lambda: module.append(torch.nn.Linear(2, 2)), lambda: module.pop(1) and module.double(),
+                  lambda: module.pop(0) and module.append(torch.nn.Linear(2, 3))):
+        spoil()
+        with pytest.raises(ActorError, match=told): publisher.publish()
+
+
+def test_lazy_sparse_and_meta():
+    for module, told in ((torch.nn.LazyLinear(3), "UninitializedParameter"), (torch.nn.Linear(2, 2, device="meta"), "on meta")):
+        with pytest.raises(ActorError, match=rf"leaf {type(module).__name__}.weight: weights of this kind cannot be sent.*{told}"):
+            WeightPublisher([module])
+    module = torch.nn.Module()
+    module.register_buffer("graph", torch.eye(2).to_sparse())
+    with pytest.raises(ActorError, match="leaf Module.graph.*sparse"): WeightPublisher([module])
+
+
+class Recipe:
+    "An actor that is no module."
+    def __init__(self): self.answer = 1
+    def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual): return torch.full(fin.shape, self.answer), (), {}
+    def reset(self, hx, at): return hx
+
+
+def test_an_actor_without_a_module():
+    "It may be used, but to train it would go unnoticed by workers."
+    actor = Recipe()
+    with DataLoader2(Lanes(FragmentCollector(EnvStepper(Counting, actor), 2), 2), reading_service=ProcessReading(1)) as loader:
+        items = iter(loader)
+        assert (next(items).state.act[1:] == 1).all()
+        bump_version(actor)
+        with pytest.raises(ActorError, match="Recipe was trained, but its weights cannot be sent to worker processes"): next(items)
+
+
+def test_a_module_without_weights_may_be_counted():
+    actor = Plain()
+    with DataLoader2(Lanes(FragmentCollector(EnvStepper(Counting, actor), 2), 2), reading_service=ProcessReading(1)) as loader:
+        for k, f in enumerate(islice(loader, 4)):
+            assert f.version.tolist() == [k]
+            bump_version(actor)
+
+
+# --- through worker processes
+
+class Thorough(Plain):
+    "Reports the sum of each of its tensors, and its modes."
+    def __init__(self):
+        super().__init__()
+        self.holds = everything()
+
+    def complete(self, act, info):
+        sums = {name.rpartition(".")[2] + name.rpartition(".")[0]: x.to(torch.complex128).sum().real
+                for name, x in state_of(modules_in(self)).items()}
+        modes = torch.tensor([float(m.training) for m in self.modules()]).sum()
+        return info | {k: v.detach().float().expand(*act.shape) for k, v in {**sums, "modes": modes}.items()}
+
+
+@pytest.mark.parametrize("workers, lag", [(1, 0), (2, 0), (2, 1)])
+def test_workers_have_what_the_learner_has(workers, lag):
+    actor, history = Thorough(), []
+    pipe = Lanes(FragmentCollector(EnvStepper(Counting, actor), 2), 2)
+    with DataLoader2(pipe, reading_service=ProcessReading(workers, lag=lag)) as loader:
+        for k, f in enumerate(islice(loader, 8)):
+            history.append({k: float(x[0, 0]) for k, x in actor.complete(torch.zeros(1, 1), {}).items()})
+            expected = history[max(0, k - lag)]
+            assert {key: float(f.actor[key][0, 0]) for key in expected} == expected
+            fill(actor, k + 1)
+            actor.holds.drop.train(k % 2 == 0)
+            bump_version(actor)
+
+
+def test_two_pipes_hold_one_module():
+    "A pipe above the seam, and the actor, that share weights; trained here, both see it."
+    class Told(Learning): pass
+    actor = Told(0.)
+    def note(fragment): return fragment._replace(ret=actor.weight.detach().expand(2, 1).clone())
+    pipe = Lanes(Noted(FragmentCollector(EnvStepper(Counting, actor), 2), note), 2)
+    with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
+        for k, f in enumerate(islice(loader, 5)):
+            assert (f.ret == k).all() and (f.actor["weight"][:-1] == k).all()
+            with torch.no_grad(): actor.weight += 1
+
+
+class Noted(FragmentCollector):
+    "A pipe of the user's, with a function of the user's."
+    def __init__(self, pipe, note):
+        self.pipe, self.note = pipe, note
+
+    def stream(self, items):
+        for item in items: yield self.note(item)

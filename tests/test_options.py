@@ -1,0 +1,84 @@
+"What parameters mean: read from `Args:` sections as they are written at export, and from comments where there is none."
+from textwrap import indent, wrap
+
+import pytest
+from fastcore.meta import delegates
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollpipe.algorithms import ALGORITHMS
+from rollpipe.config import make_config
+from rollpipe.options import args_section, meanings, options_of
+from rollpipe.plots import learning_curve
+
+words = st.lists(st.text("abcXYZ019:`'()[]*,.%", min_size=1, max_size=12), min_size=1, max_size=40).map(" ".join)
+sections = st.dictionaries(st.from_regex(r"[a-z_]\w{0,9}", fullmatch=True).filter(str.isascii), words, max_size=6)
+
+
+@given(found=sections, head=words, width=st.integers(30, 140), depth=st.integers(1, 3),
+       after=st.sampled_from(["", "Raises:\n    ValueError: no: never"]))
+def test_what_is_written_is_read(found, head, width, depth, after):
+    "However long the lines are, whatever follows, and however deep the function is."
+    entries = ["\n".join(wrap(f"{k}: {v}", width, initial_indent=" "*4, subsequent_indent=" "*8, break_long_words=False,
+                              break_on_hyphens=False)) for k, v in found.items()]
+    body = "\n\n".join(filter(None, ["Args:\n" + "\n".join(entries) if entries else "", after]))
+    assert args_section(f"{head}\n\n" + indent(body, " "*4*depth)) == found
+
+
+@pytest.mark.parametrize("docstring", [None, "", "One line.", "Args: what they are", "One line.\n\n    Returns:\n        x: what it is"])
+def test_without_a_section_nothing_is_known(docstring): assert args_section(docstring) == {}
+
+
+def commented(
+    a,    # from a comment
+    b=1,  # only a comment
+    c=2
+): pass
+
+
+def documented(
+    a,
+    b=1,  # overruled
+    c=2
+):
+    """Do it.
+
+    Args:
+        a: from the docstring
+        b: from the docstring, too
+    """
+
+
+class Described:
+    """A thing.
+
+    Args:
+        a: of the class
+    """
+    def __init__(self, a=0, b=1,  # a comment
+                 ): pass
+
+
+class Inherits(Described):
+    "Another thing, made in the same way."
+
+
+@delegates(documented)
+def passes_on(d=3,  # its own
+              **kwargs): pass
+
+
+@pytest.mark.parametrize("function, expected", [
+    (commented, dict(a="from a comment", b="only a comment")),
+    (documented, dict(a="from the docstring", b="from the docstring, too")),
+    (Described, dict(a="of the class", b="a comment")),
+    (Inherits, dict(a="of the class", b="a comment")),
+    (passes_on, dict(a="from the docstring", b="from the docstring, too", d="its own"))])
+def test_the_docstring_comes_first(function, expected):
+    assert {k: v for k, v in meanings(function).items() if k in "abcd"} == expected
+
+
+def test_every_part_of_every_algorithm_says_what_its_options_mean():
+    parts = [part for algorithm in ALGORITHMS.values() for part in algorithm.parts.values()] + [make_config, learning_curve]
+    for part in parts:
+        assert all(option.help for option in options_of(dict(part=part)) if option.name not in ("options", "env_kwargs")), part

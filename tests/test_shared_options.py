@@ -1,0 +1,101 @@
+"Options that learners share: each learner has the options and defaults that it always had, and each option one meaning."
+import inspect
+
+import pytest
+import torch
+from fastcore.docments import docments
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from rollpipe.agents.shared_options import SharedOptions, shared_options
+from rollpipe.agents.tabular import QLearning
+from rollpipe.algorithms import ALGORITHMS, options_for
+from rollpipe.cli import build_parser
+from rollpipe.pipes.errors import DataError
+
+NATURAL = dict(damping=.1, cg_iters=10, fvp_subsample=1., normalize_adv=True, critic_lr=1e-3, critic_epochs=4)
+DEFAULTS = dict(
+    trpo=dict(max_kl=.01, backtrack=.8, max_backtracks=10, accept_ratio=.1, **NATURAL),
+    npg=dict(max_kl=.01, lr=None, **NATURAL),
+    reinforce=dict(epochs=1, c_rho=1., c_entropy=.01, normalize_adv=True, lr=5e-3, critic_lr=1e-3, critic_epochs=4, max_grad_norm=.5),
+    a2c=dict(c_value=.5, c_entropy=0., normalize_adv=False, lr=1e-3, critic_lr=1e-2, max_grad_norm=.5),
+    ppo=dict(epochs=10, minibatch=256, clip=.2, clip_value=None, target_kl=None, c_value=.5, c_entropy=0., normalize_adv='batch',
+             lr=1e-3, critic_lr=None, max_grad_norm=.5),
+    vtrace=dict(gamma=.99, lam=1., rho_clip=1., c_clip=1., c_value=.5, c_entropy=0., lr=5e-4, critic_lr=1e-2, max_grad_norm=.5),
+    dqn=dict(lr=1e-3, gamma=.99, double=True, multi_step=1, burn_in=0, huber=1., target_every=200, tau=None, max_grad_norm=10.,
+             eps_start=1., eps_end=.05, eps_steps=20_000, beta_steps=None, eta=.9))
+OWN_MEANING = dict(ppo={'normalize_adv'}, npg={'lr'})  # what another learner calls by the same name
+SHARED = {name for name in SharedOptions.__dataclass_fields__}
+
+
+def learner_options(algorithm): return {o.param: o for o in options_for(algorithm) if o.part == 'learner'}
+
+
+@pytest.mark.parametrize('algorithm', ALGORITHMS)
+def test_names_and_defaults_have_not_changed(algorithm):
+    found = {name: option.default for name, option in learner_options(algorithm).items()}
+    assert found == DEFAULTS[algorithm]
+    assert {name: type(x) for name, x in found.items()} == {name: type(x) for name, x in DEFAULTS[algorithm].items()}
+
+
+@pytest.mark.parametrize('algorithm', ALGORITHMS)
+def test_the_signature_shows_every_option(algorithm):
+    parameters = inspect.signature(ALGORITHMS[algorithm].learner).parameters
+    assert set(parameters) - {'actor', 'critic'} == DEFAULTS[algorithm].keys() | {'seed'}
+    assert all(p.kind is p.KEYWORD_ONLY and p.annotation is not p.empty for p in parameters.values() if p.name not in ('actor', 'critic'))
+
+
+def test_an_option_means_the_same_everywhere():
+    meanings = docments(SharedOptions, returns=False)
+    assert meanings.keys() == SHARED and all(meanings.values())
+    for algorithm in ALGORITHMS:
+        for name, option in learner_options(algorithm).items():
+            assert option.help, (algorithm, name)
+            if name in SHARED: assert (option.help == meanings[name]) == (name not in OWN_MEANING.get(algorithm, ())), (algorithm, name)
+
+
+@pytest.mark.parametrize('algorithm', ALGORITHMS)
+def test_the_help_of_the_command_line_lists_them(algorithm, capsys):
+    with pytest.raises(SystemExit): build_parser().parse_args(['train', algorithm, '--help'])
+    text = ' '.join(capsys.readouterr().out.split())
+    for name, option in learner_options(algorithm).items():
+        assert option.flag in text and option.help in text, name
+
+
+class Actor(nn.Module):
+    "Weights with whatever a learner may need of an actor."
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(2, 2))
+        self.register_buffer('epsilon', torch.tensor(1.))
+        for name in ('replay', 'params', 'dist', 'distribution', 'values'): setattr(self, name, None)
+
+
+@pytest.mark.parametrize('cls', [*(a.learner for a in ALGORITHMS.values()), QLearning])
+def test_options_that_a_learner_does_not_have_are_refused(cls):
+    taken = inspect.signature(cls).parameters
+    for name in sorted(SHARED - taken.keys()) + ['no_option']:
+        with pytest.raises(TypeError, match=name): cls(Actor(), **{name: 1.})
+
+
+@pytest.mark.parametrize('cls', [*(a.learner for a in ALGORITHMS.values()), QLearning])
+def test_options_reach_the_learner_and_are_checked(cls):
+    names = (SHARED & inspect.signature(cls).parameters.keys()) - {'seed'} - {x for own in OWN_MEANING.values() for x in own}
+    values = {name: 3 if name in ('critic_epochs', 'eps_steps') else .25 for name in names}
+    agent = cls(Actor(), **values)
+    assert {name: getattr(agent.options, name) for name in values} == values
+    for name in names - {'normalize_adv'}:
+        with pytest.raises(DataError, match=f'{cls.__name__}.*{name}|{name}.*{cls.__name__}'): cls(Actor(), **{name: -1})
+
+
+@given(st.dictionaries(st.sampled_from(sorted(SHARED)), st.floats(0, 1)), st.data())
+def test_defaults_of_the_learner_come_before_those_of_the_table(defaults, data):
+    class Learner:
+        @shared_options(**defaults)
+        def __init__(self, actor, *, own=7, **shared): self.own, self.options = own, SharedOptions(**shared)
+
+    chosen = data.draw(st.fixed_dictionaries({}, optional={name: st.floats(0, 1) for name in defaults}))
+    want = vars(SharedOptions()) | defaults | chosen
+    assert vars(Learner('me', own=8, **chosen).options) == want
+    assert list(inspect.signature(Learner).parameters) == ['actor', 'own', *defaults]
