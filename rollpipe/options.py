@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse, ast, inspect, re
 from collections.abc import Callable, Iterable
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from fastcore.docments import docments
@@ -36,7 +37,8 @@ def meanings(function: Callable) -> dict:
         owner = next(cls for cls in function.__mro__ if "__init__" in vars(cls))
         function = owner.__init__
     other = getattr(function, "__delwrap__", None)
-    comments = {name: text for name, text in docments(function, returns=False).items() if text}
+    source = owner if is_dataclass(owner) else function  # the `__init__` of a dataclass is generated; the comments stand beside its fields
+    comments = {name: text for name, text in docments(source, returns=False).items() if text}
     return {**(meanings(other) if other else {}), **comments, **args_section(owner.__doc__), **args_section(function.__doc__)}
 
 # %% ../nbs/03_options.ipynb #d709e161

@@ -89,10 +89,10 @@ def shaken(actor, seed, by=.2):
     return actor
 
 
-def random_fragment(seed, n_steps, n_envs, actor, *, old=None, p_end=.3, every_end=False, garbage=False) -> Fragment:
+def random_fragment(seed, n_steps, n_envs, actor, *, old=None, p_end=.3, terminal_obs=False, garbage=False) -> Fragment:
     """Steps that `old` recorded, `actor` if None; a third of the ends is followed by rows that are no step.
 
-    `every_end`: terminal states have a `final` row, too. `garbage`: where there was no step, floats are nan.
+    `terminal_obs`: terminal states have a `final` row, too. `garbage`: where there was no step, floats are nan.
     """
     rng = np.random.default_rng(seed)
     obs_space, act_space = OBS, getattr(actor, 'n_actions', None) and CHOICE or ACT
@@ -107,7 +107,7 @@ def random_fragment(seed, n_steps, n_envs, actor, *, old=None, p_end=.3, every_e
             term[t, b] = bool(ended[t, b]) and rng.random() < .5
             if ended[t, b] and rng.random() < 1 / 3: still = int(rng.integers(1, 3))
     act, rew = sample(act_space, n_steps + 1, n_envs), torch.from_numpy(rng.normal(size=(n_steps + 1, n_envs)).astype(np.float32))
-    obs, told = sample(obs_space, n_steps + 1, n_envs), ended if every_end else ended & ~term
+    obs, told = sample(obs_space, n_steps + 1, n_envs), ended if terminal_obs else ended & ~term
     t, b = told.nonzero(as_tuple=True)
     last = nested.map(lambda x: x[0, :len(t)], sample(obs_space, 1, len(t) + 1))
     hx = ()

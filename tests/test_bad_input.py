@@ -115,7 +115,7 @@ def test_arguments_of_an_id():
     failure(EnvError, lambda: EnvStepper(Counting, Plain(), env_kwargs=dict(tag=1)), "env_kwargs", "Expected")
 
 
-@pytest.mark.parametrize("n", [0, -1, 1.5, "2"])
+@pytest.mark.parametrize("n", [0, -1, 1.5, "2", True])
 def test_numbers_of_environments(n):
     failure(EnvError, lambda: EnvStepper(Counting, Plain(), n), "number of environments", "n_envs", f"n_envs={n!r}")
     failure(EnvError, lambda: on_policy(Counting, Plain(), n_envs=n), "n_envs", f"n_envs={n!r}")

@@ -129,11 +129,12 @@ def test_episode_returns_against_a_loop(seed, n_lanes, n_envs, n_fragments, n_st
     rng = np.random.default_rng(seed)
     T, shape = n_fragments*n_steps, (n_lanes, n_fragments*n_steps, n_envs)
     rew, fin, valid = rng.normal(size=shape).astype(np.float32), rng.random(shape) < .3, rng.random(shape) < .9
-    expected = []
+    expected, stepnos = [], np.zeros(shape, np.int64)
     for lane in range(n_lanes):
         for b in range(n_envs):
             ret = length = 0
             for t in range(T):
+                stepnos[lane, t, b] = length
                 if not valid[lane, t, b]: continue
                 ret, length = ret + float(rew[lane, t, b]), length + 1
                 if fin[lane, t, b]:
@@ -143,20 +144,21 @@ def test_episode_returns_against_a_loop(seed, n_lanes, n_envs, n_fragments, n_st
     def fragment(lane, k):
         at = slice(k*n_steps, (k + 1)*n_steps)
         row = lambda x: torch.as_tensor(np.concatenate([np.zeros((1, n_envs), x.dtype), x[lane, at]]))
-        stepno = torch.full((n_steps + 1, n_envs), 0 if k == 0 else 1)
+        stepno = torch.as_tensor(stepnos[lane, at])  # the last row is not looked at
         state = SimpleNamespace(stepno=stepno, rew=row(rew), fin=row(fin))
         ids = (torch.full((n_envs,), i) for i in (lane, k))
-        return SimpleNamespace(state=state, valid=torch.as_tensor(valid[lane, at]), **dict(zip(("lane", "seq"), ids)))
+        return SimpleNamespace(state=state, term=row(fin), valid=torch.as_tensor(valid[lane, at]), n_envs=n_envs,
+                               **dict(zip(("lane", "seq"), ids)))
 
     def stack(fs):
         cat = lambda items, *names: {n: torch.cat([getattr(x, n) for x in items], -1) for n in names}
         state = SimpleNamespace(**cat([f.state for f in fs], "stepno", "rew", "fin"))
-        return SimpleNamespace(state=state, **cat(fs, "valid", "lane", "seq"))
+        return SimpleNamespace(state=state, n_envs=sum(f.n_envs for f in fs), **cat(fs, "term", "valid", "lane", "seq"))
 
     episodes = EpisodeReturns()
     fragments = [fragment(lane, k) for k in range(n_fragments) for lane in range(n_lanes)]
     for f in [stack(fragments)] if stacked else fragments: episodes.add(f)
     ret, length = episodes.pop()
     assert sorted(length.tolist()) == sorted(n for _, n in expected)
-    np.testing.assert_allclose(sorted(ret), sorted(r for r, _ in expected), atol=1e-5)
+    assert sorted(ret.tolist()) == sorted(r for r, _ in expected)
     assert (episodes.episodes, episodes.steps) == (len(expected), int(valid.sum()))

@@ -23,15 +23,15 @@ from toys import Lively
 KINDS = ('plain', 'memory', 'shared', 'shared memory')
 quick = settings(deadline=None, max_examples=20)
 cases = dict(seed=st.integers(0, 2 ** 31), n_steps=st.integers(1, 9), n_envs=st.integers(1, 3), kind=st.sampled_from(KINDS),
-             every_end=st.booleans(), garbage=st.booleans())
+             terminal_obs=st.booleans(), garbage=st.booleans())
 
 
-def setting(seed, n_steps, n_envs, kind, every_end=False, garbage=False, fresh=False, p_end=.3):
+def setting(seed, n_steps, n_envs, kind, terminal_obs=False, garbage=False, fresh=False, p_end=.3):
     "An actor, its critic, and a fragment that an actor with somewhat other weights has collected, with advantages and returns."
     actor, critic = make(kind, seed)
     old = actor if fresh else shaken(actor, seed)
-    fragment = random_fragment(seed, n_steps, n_envs, actor, old=old, every_end=every_end, garbage=garbage, p_end=p_end)
-    if not fragment.valid.any(): return setting(seed + 1, n_steps, n_envs, kind, every_end, garbage, fresh, p_end)
+    fragment = random_fragment(seed, n_steps, n_envs, actor, old=old, terminal_obs=terminal_obs, garbage=garbage, p_end=p_end)
+    if not fragment.valid.any(): return setting(seed + 1, n_steps, n_envs, kind, terminal_obs, garbage, fresh, p_end)
     gen = torch.Generator().manual_seed(seed)
     adv, ret = torch.randn(2, n_steps, n_envs, generator=gen).masked_fill(~fragment.valid, math.nan if garbage else 0.)
     return actor, critic, fragment._replace(adv=adv, ret=ret)
@@ -92,8 +92,8 @@ def present(critic, fragment, steps):
 
 @quick
 @given(**cases, c_rho=st.sampled_from([.8, 1., math.inf]), c_entropy=st.sampled_from([0., .3]))
-def test_reinforce(seed, n_steps, n_envs, kind, every_end, garbage, c_rho, c_entropy):
-    actor, critic, fragment = setting(seed, n_steps, n_envs, kind, every_end, garbage)
+def test_reinforce(seed, n_steps, n_envs, kind, terminal_obs, garbage, c_rho, c_entropy):
+    actor, critic, fragment = setting(seed, n_steps, n_envs, kind, terminal_obs, garbage)
     loss, metrics = reinforce(fragment, actor, c_rho=c_rho, c_entropy=c_entropy)
     steps, terms, clipped = slow_steps(actor, fragment), [], []
     for at, (logp, entropy, *_) in steps.items():
@@ -106,8 +106,8 @@ def test_reinforce(seed, n_steps, n_envs, kind, every_end, garbage, c_rho, c_ent
 
 @quick
 @given(**cases, c_value=st.sampled_from([.5, 2.]))
-def test_a2c(seed, n_steps, n_envs, kind, every_end, garbage, c_value):
-    actor, critic, fragment = setting(seed, n_steps, n_envs, kind, every_end, garbage)
+def test_a2c(seed, n_steps, n_envs, kind, terminal_obs, garbage, c_value):
+    actor, critic, fragment = setting(seed, n_steps, n_envs, kind, terminal_obs, garbage)
     loss, metrics = a2c(fragment, actor, critic, c_value=c_value, c_entropy=.3)
     steps, scale = slow_steps(actor, fragment), 1. if critic is None else num(critic.ret_std)
     policy = mean([-num(fragment.adv[at]) * logp - .3 * entropy for at, (logp, entropy, *_) in steps.items()])
@@ -118,8 +118,8 @@ def test_a2c(seed, n_steps, n_envs, kind, every_end, garbage, c_value):
 
 @quick
 @given(**cases, clip=st.sampled_from([.05, .2, 10.]), clip_value=st.sampled_from([None, .1, 1.]))
-def test_ppo(seed, n_steps, n_envs, kind, every_end, garbage, clip, clip_value):
-    actor, critic, fragment = setting(seed, n_steps, n_envs, kind, every_end, garbage)
+def test_ppo(seed, n_steps, n_envs, kind, terminal_obs, garbage, clip, clip_value):
+    actor, critic, fragment = setting(seed, n_steps, n_envs, kind, terminal_obs, garbage)
     if critic is not None: fragment = with_old_values(fragment)
     loss, metrics = ppo(fragment, actor, critic, clip=clip, clip_value=clip_value, c_entropy=.3)
     steps, policy, value, clipped = slow_steps(actor, fragment), [], [], []
@@ -152,8 +152,8 @@ def slow_vtrace(steps, values, reached, fragment, gamma, lam, rho_clip, c_clip):
 
 @quick
 @given(**cases, lam=st.sampled_from([0., .7, 1.]), clips=st.sampled_from([(1., 1.), (1.5, .8), (math.inf, 1.)]))
-def test_vtrace(seed, n_steps, n_envs, kind, every_end, garbage, lam, clips):
-    actor, critic, fragment = setting(seed, n_steps, n_envs, kind, every_end, garbage)
+def test_vtrace(seed, n_steps, n_envs, kind, terminal_obs, garbage, lam, clips):
+    actor, critic, fragment = setting(seed, n_steps, n_envs, kind, terminal_obs, garbage)
     loss, metrics = vtrace_actor_critic(fragment._replace(adv=None, ret=None), actor, critic, gamma=.9, lam=lam, rho_clip=clips[0],
                                         c_clip=clips[1], c_entropy=.3)
     steps, ends = slow_steps(actor, fragment), {(int(t), int(b)): k for k, (t, b) in enumerate(zip(*fragment.final[:2]))}
@@ -193,7 +193,7 @@ def test_vtrace_of_fresh_data_is_a2c_with_gae(kind, lam):
 
 @pytest.mark.parametrize('kind', ['plain', 'shared'])
 def test_without_memory_the_shape_of_a_fragment_does_not_matter(kind):
-    actor, critic, fragment = setting(2, 7, 4, kind, every_end=True)
+    actor, critic, fragment = setting(2, 7, 4, kind, terminal_obs=True)
     fragment = with_old_values(fragment)
     index = fragment.valid.flatten().nonzero()[:, 0]
     flat, halves = transitions(fragment, index), [transitions(fragment, part) for part in (index[:5], index[5:])]
@@ -258,14 +258,14 @@ def test_a_fresh_stream_has_ratio_one():
 
 @quick
 @given(**{**cases, 'kind': st.just('shared memory')})
-def test_random_fragments_keep_the_rules(seed, n_steps, n_envs, kind, every_end, garbage):
-    check_alignment(setting(seed, n_steps, n_envs, kind, every_end, garbage)[2])
+def test_random_fragments_keep_the_rules(seed, n_steps, n_envs, kind, terminal_obs, garbage):
+    check_alignment(setting(seed, n_steps, n_envs, kind, terminal_obs, garbage)[2])
 
 
 @quick
 @given(**{**cases, 'kind': st.sampled_from(['shared', 'shared memory'])})
-def test_answers_to_the_states_reached(seed, n_steps, n_envs, kind, every_end, garbage):
-    actor, _, fragment = setting(seed, n_steps, n_envs, kind, every_end, garbage)
+def test_answers_to_the_states_reached(seed, n_steps, n_envs, kind, terminal_obs, garbage):
+    actor, _, fragment = setting(seed, n_steps, n_envs, kind, terminal_obs, garbage)
     fast = answers_reached(lambda state, hx: actor.step(*state, hx=hx, virtual=True)[2]['value'], fragment)
     assert fast.shape == fragment.valid.shape and not fast.requires_grad
     for (t, b), (*_, v) in slow_steps(actor, fragment).items():

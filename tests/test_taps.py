@@ -19,6 +19,7 @@ from rollpipe.pipes import (
 )
 from rollpipe.pipes.torchdata import DataLoader2, InProcessReadingService, IterableWrapper, traverse_dps
 from rollpipe.pipes.modules import bump_version
+from rollpipe.pipes.taps import EpisodeSums
 from rollpipe.testing import check_pipe
 
 fast = settings(deadline=None, max_examples=25)
@@ -52,6 +53,72 @@ def same_ends(a, b):
 
 
 def per_lane(ends): return sorted(ends, key=lambda e: (e.lane, e.env))
+
+
+rewards = st.floats(-1e6, 1e6, width=32) | st.sampled_from([1., .1, 1e-7, 1e20])
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data(), n=st.integers(1, 3), n_steps=st.integers(1, 30))
+def test_sums_of_episodes_bit_for_bit(data, n, n_steps):
+    "Step by step, and in fragments of any length: what a loop over Python's floats adds up, in the order of time."
+    def table(of): return np.array(data.draw(st.lists(st.lists(of, min_size=n, max_size=n), min_size=n_steps, max_size=n_steps)))
+    rew, fin, valid = table(rewards).astype(np.float32), table(st.booleans()), table(st.integers(0, 3)) > 0
+    expected, rets, lengths, counts = [], [0.] * n, [0] * n, [0] * n
+    totals = []
+    for t in range(n_steps):
+        for b in range(n):
+            if valid[t, b]: rets[b], lengths[b] = rets[b] + float(rew[t, b]), lengths[b] + 1
+        totals.append(list(rets))
+        for b in range(n):
+            if valid[t, b] and fin[t, b]:
+                expected.append((t, b, rets[b], lengths[b]))
+                rets[b], lengths[b], counts[b] = 0., 0, counts[b] + 1
+    steps, fragments, found, running = EpisodeSums(n), EpisodeSums(n), [], []
+    for t in range(n_steps):
+        steps.add(rew[t], valid[t])
+        running.append(steps.ret.tolist())
+        found += [(t, *end) for end in steps.end(fin[t] & valid[t])]
+    assert found == expected and running == totals
+    found, borders = [], sorted({0, n_steps, *data.draw(st.sets(st.integers(0, n_steps)))})
+    for i, j in zip(borders, borders[1:]):
+        found += [(i + t, *end) for t, *end in fragments.add_steps(rew[i:j], fin[i:j], valid[i:j])]
+    assert found == expected
+    for sums in (steps, fragments):
+        assert (sums.ret.tolist(), sums.length.tolist(), sums.count.tolist()) == (rets, lengths, counts)
+
+
+@fast
+@given(data=st.data(), n_steps=st.integers(1, 12))
+def test_sums_of_episodes_of_which_steps_are_lost(data, n_steps):
+    "Only what was seen whole is told; every end is counted. The step number cannot show a loss that crosses the end of an episode."
+    fin = data.draw(st.lists(st.booleans(), min_size=n_steps, max_size=n_steps))
+    kept = [over or data.draw(st.booleans()) for over in fin]
+    expected, seen, stepno, sums, found = [], 0, 0, EpisodeSums(1), []
+    for t in range(n_steps):
+        seen += kept[t]
+        if kept[t]:
+            sums.continue_at(np.array([stepno]))
+            one = np.array([[1.]]), np.array([[fin[t]]]), np.array([[True]])
+            found += sums.add_steps(*one)
+        stepno += 1
+        if fin[t]:
+            if seen == stepno: expected.append((0, 0, float(stepno), stepno))
+            seen = stepno = 0
+    assert found == expected and sums.count.tolist() == [sum(fin)]
+
+
+@pytest.mark.parametrize("joined", [1, 3])
+def test_a_lane_that_skips_a_fragment_is_followed_anew(joined):
+    "Even if the step numbers happen to fit: episodes of 4 steps, and fragments of 2 of which every second pair is lost."
+    class Skipping(Pipe):
+        def stream(self, items):
+            for k, item in enumerate(items):
+                if k % 4 in (0, 3): yield item
+    ends = []
+    pipe = Skipping(FragmentCollector(EnvStepper(lambda: Counting([(4, "term")]), Plain()), 2))
+    run(EpisodeStats(FragmentStacker(pipe, joined), ends.append), 12 // joined)
+    assert ends == []
 
 
 @fast

@@ -16,15 +16,15 @@ from rollpipe.pipes.errors import DataError
 KINDS = ('q', 'q memory')
 quick = settings(deadline=None, max_examples=25)
 cases = dict(seed=st.integers(0, 2 ** 31), n_steps=st.integers(1, 9), n_envs=st.integers(1, 3), kind=st.sampled_from(KINDS),
-             every_end=st.booleans(), garbage=st.booleans())
+             terminal_obs=st.booleans(), garbage=st.booleans())
 
 
-def setting(seed, n_steps, n_envs, kind, every_end=False, garbage=False, burn_in=0, p_end=.3):
+def setting(seed, n_steps, n_envs, kind, terminal_obs=False, garbage=False, burn_in=0, p_end=.3):
     "An actor, an older copy of it, and a fragment that a third one has collected; some row behind the burn-in is valid."
     actor, _ = make(kind, seed)
     target, old = shaken(actor, seed), shaken(actor, seed + 1)
-    fragment = random_fragment(seed, n_steps, n_envs, actor, old=old, every_end=every_end, garbage=garbage, p_end=p_end)
-    if not fragment.valid[burn_in:].any(): return setting(seed + 1, n_steps, n_envs, kind, every_end, garbage, burn_in, p_end)
+    fragment = random_fragment(seed, n_steps, n_envs, actor, old=old, terminal_obs=terminal_obs, garbage=garbage, p_end=p_end)
+    if not fragment.valid[burn_in:].any(): return setting(seed + 1, n_steps, n_envs, kind, terminal_obs, garbage, burn_in, p_end)
     return actor, target, fragment
 
 
@@ -64,9 +64,9 @@ def slow_td(fragment, own, other, double, gamma, n_steps, burn_in):
 @quick
 @given(**cases, method=st.sampled_from(['q', 'dqn', 'double']), n=st.integers(1, 4), burn_in=st.integers(0, 4),
        huber=st.sampled_from([None, .5]), weighted=st.sampled_from([None, 1, 2]))
-def test_td(seed, n_steps, n_envs, kind, every_end, garbage, method, n, burn_in, huber, weighted):
+def test_td(seed, n_steps, n_envs, kind, terminal_obs, garbage, method, n, burn_in, huber, weighted):
     burn_in = min(burn_in, n_steps - 1)
-    actor, target, fragment = setting(seed, n_steps, n_envs, kind, every_end, garbage, burn_in)
+    actor, target, fragment = setting(seed, n_steps, n_envs, kind, terminal_obs, garbage, burn_in)
     weight = None if weighted is None else torch.rand((n_steps, n_envs)[2 - weighted:], generator=torch.Generator().manual_seed(seed))
     loss, metrics, errors = td(fragment, actor, None if method == 'q' else target, gamma=.9, double=method == 'double', n_steps=n,
                                burn_in=burn_in, weight=weight, huber=huber)
@@ -109,7 +109,7 @@ def test_the_action_of_another_is_never_worth_more_than_the_best_one(kind):
 
 
 def test_single_transitions_are_the_whole_fragment():
-    actor, target, fragment = setting(1, 7, 4, 'q', every_end=True)
+    actor, target, fragment = setting(1, 7, 4, 'q', terminal_obs=True)
     index = fragment.valid.flatten().nonzero()[:, 0]
     loss, metrics, errors = double_dqn(fragment, actor, target)
     flat, flat_metrics, flat_errors = double_dqn(transitions(fragment, index), actor, target)

@@ -8,7 +8,9 @@ __all__ = ['METRICS', 'check_metrics', 'EpisodeReturns']
 # %% ../../nbs/agents/00_metrics.ipynb #ac9b36d5
 import numpy as np
 
+from ..pipes.data import Fragment
 from ..pipes.errors import DataError
+from ..pipes.taps import EpisodeAccount
 
 # %% ../../nbs/agents/00_metrics.ipynb #4c9e415f
 METRICS = dict(
@@ -28,6 +30,10 @@ METRICS = dict(
     eval_return_mean="mean undiscounted return of the evaluation's episodes, without exploration unless asked",
     eval_return_min="smallest undiscounted return of those episodes",
     eval_return_max="largest undiscounted return of those episodes",
+)
+
+# %% ../../nbs/agents/00_metrics.ipynb #2460705d
+METRICS |= dict(
     # certificate of a trust-region update (Schulman et al. 2015, arXiv:1502.05477)
     surrogate_before="mean of ratio * advantage over valid rows before the update; ratio = 1 if the data are fresh",
     surrogate_after="mean of ratio * advantage over valid rows after the update",
@@ -42,6 +48,8 @@ METRICS = dict(
     accepted="1 if the line search kept a step, 0 if the old parameters were restored",
     step_size="length of the parameter change in the Euclidean norm",
     grad_norm="Euclidean norm of the gradient before it is clipped: of the surrogate (trust region), else of the loss; mean over steps",
+)
+METRICS |= dict(
     # losses of gradient methods (see `rollpipe.agents.losses`), mean over the optimiser's steps of the update
     loss="what the optimiser minimises: loss_policy + c_value * loss_value - c_entropy * entropy",
     loss_policy="the part that improves the policy, for policies that are updated by a gradient of it",
@@ -59,6 +67,10 @@ METRICS = dict(
     minibatches="minibatches of the update, each one a step of the optimiser",
     epochs="passes over the batch of the update, the last one perhaps not complete",
     early_stop="1 if the update ended because approx_kl went beyond its limit, else 0",
+)
+
+# %% ../../nbs/agents/00_metrics.ipynb #3898602e
+METRICS |= dict(
     # action values and replay
     q_mean="mean of the present action values of the actions taken, over valid rows that are trained on",
     q_target="mean of the targets of these action values",
@@ -69,6 +81,8 @@ METRICS = dict(
     replay_ratio="transitions drawn from the replay memory per transition that arrived, in this update",
     weight_min="smallest importance weight of the sampled transitions; the largest is 1",
     beta="exponent of the importance weights of prioritised replay; 1 removes all of its bias",
+)
+METRICS |= dict(
     # policy and critic
     entropy="mean entropy of the policy over valid rows, differential for continuous actions [nat]",
     explained_variance="1 - Var[ret - v] / Var[ret] of the values v that the advantages were made with",
@@ -88,7 +102,7 @@ METRICS = dict(
 # %% ../../nbs/agents/00_metrics.ipynb #750ba40d
 def check_metrics(
     metrics: dict,  # metric name -> number (python, numpy or one-element tensor)
-) -> dict:
+) -> dict[str, float]:
     "`metrics` with every value as a Python float. Raises `DataError` for a name outside `METRICS`, or no number."
     unknown = [name for name in metrics if name not in METRICS]
     if unknown:
@@ -113,43 +127,25 @@ class EpisodeReturns:
     def __init__(self,
         episodes: int = 0,  # episodes that had finished before (a resumed run)
     ):
-        self.episodes, self.steps, self._open, self._seq, self._done = episodes, 0, {}, {}, []
+        self.episodes, self.steps, self._account, self._ended = episodes, 0, EpisodeAccount(), []
 
-    def add(self, fragment):
-        """Account for one `Fragment`; returns how many valid steps it has.
-
-        Reads `state.stepno`, `state.rew`, `state.fin` [T+1, B], `valid` [T, B], `lane`, `seq` [B].
-        """
-        valid = np.asarray(fragment.valid, bool)
-        rew = np.where(valid, np.asarray(fragment.state.rew, np.float64)[1:], 0.)
-        fin, first = np.asarray(fragment.state.fin, bool)[1:] & valid, np.asarray(fragment.state.stepno)[0]
-        lane, seq = (np.broadcast_to(np.asarray(x), valid.shape[1:]) for x in (fragment.lane, fragment.seq))
-        for l, s in sorted(set(zip(lane.tolist(), seq.tolist()))):
-            at = np.flatnonzero((lane == l) & (seq == s))
-            self._follow(l, s, rew[:, at], fin[:, at], valid[:, at], first[at] == 0)
-        self.steps += (n := int(valid.sum()))
+    def add(self,
+        fragment: Fragment,  # of any lanes; what is read is `state.stepno`, `state.rew`, `state.fin`, `term`, `valid`, `lane` and `seq`
+    ) -> int:  # its valid steps
+        "Account for one fragment."
+        # Sorting is stable: the episodes of each lane stay in the order of time.
+        self._ended += sorted(self._account.see_fragment(fragment), key=lambda end: end.lane)
+        n = int(fragment.valid.sum())
+        self.steps += n
+        self.episodes += int((fragment.state.fin[1:] & fragment.valid).sum())
         return n
 
-    def _follow(self, lane, seq, rew, fin, valid, fresh):
-        "The columns of one fragment of one lane; `whole` says of which open episodes the start was seen."
-        ret, length, whole = self._open.get(lane, (0., 0, False))
-        none = np.zeros(len(fresh)), np.zeros(len(fresh), int)
-        if self._seq.get(lane) != seq - 1: (ret, length), whole = none, fresh.copy()
-        # the sums run on over episode ends; what they had reached at a column's previous end is taken off again
-        ret, length = ret + np.cumsum(rew, 0), length + np.cumsum(valid, 0)
-        ret_off, length_off = (x.copy() for x in none)
-        for t, b in np.argwhere(fin):
-            if whole[b]: self._done.append((ret[t, b] - ret_off[b], length[t, b] - length_off[b]))
-            ret_off[b], length_off[b], whole[b] = ret[t, b], length[t, b], True
-        self.episodes += int(fin.sum())
-        self._seq[lane], self._open[lane] = seq, (ret[-1] - ret_off, length[-1] - length_off, whole)
-
-    def pop(self) -> tuple:
+    def pop(self) -> tuple[np.ndarray, np.ndarray]:
         "Returns and lengths, two arrays [n], of the episodes that ended since the last `pop`, in order within a lane."
-        done, self._done = self._done, []
-        return np.array([ret for ret, _ in done], float), np.array([length for _, length in done], int)
+        ended, self._ended = self._ended, []
+        return np.array([end.ret for end in ended], float), np.array([end.length for end in ended], int)
 
-    def metrics(self) -> dict:
+    def metrics(self) -> dict[str, float]:
         "`pop`, summarised under the names in `METRICS`. Without a finished episode only their number is known."
         ret, length = self.pop()
         known = dict(return_mean=ret.mean(), return_min=ret.min(), return_max=ret.max(),

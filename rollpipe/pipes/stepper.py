@@ -14,12 +14,13 @@ import torch
 
 from . import nested
 from .data import State, Tick, TickSource
-from .envs.batch import Batch, Outcome, in_containers
+from .envs.actions import in_containers
+from .envs.batch import Batch, Outcome
 from .errors import ActorError, EnvError, PipeError, check_integer, describe
 from .pipe import Seeded, Source
 from .reactions import AnswerCheck, SeededActor, as_input
-from .envs.factories import env_factories
-from .envs.vector import VectorFactory, env_batch
+from .envs.factories import VectorFactory, env_factories
+from .envs.vector import env_batch
 from .modules import version_of
 
 # %% ../../nbs/pipes/11_stepper.ipynb #f592da9b
@@ -109,7 +110,7 @@ class Interaction(TickSource):
 
     def observe_into(self, obs: Any) -> None:
         "The environments write their next observations into `obs`, unless they need page-locked memory: see `TickSource`."
-        self.envs.memory.place(obs)
+        self.envs.observe_into(obs)
 
 # %% ../../nbs/pipes/11_stepper.ipynb #d6cdd076
 class EnvStepper(Seeded, Source):

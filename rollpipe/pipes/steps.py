@@ -21,6 +21,7 @@ from .data import Final, Fragment, State, check_item
 from .errors import DataError, EnvError, check_integer, describe
 from .fragment_ops import columns
 from .pipe import Pipe
+from .taps import EpisodeSums
 from .envs.factories import space_spec, spaces_of
 from .torchdata import IterDataPipe
 
@@ -103,20 +104,16 @@ def next_observations(fragment: Fragment) -> Any:
 # %% ../../nbs/pipes/22_steps.ipynb #1d11c3c0
 def episode_totals(
     fragment: Fragment,
-    rewards: np.ndarray,   # float64 [B]: what the running episodes had gained before the fragment
-    episodes: np.ndarray,  # int64 [B]: how many episodes had ended before the fragment
-) -> tuple[Tensor, Tensor, np.ndarray, np.ndarray]:
-    """Reward of the episode up to and including each step, float32 `[T, B]`, and the number of the episode, int64 `[T, B]`.
-
-    Then `rewards` and `episodes` for the next fragment.
-    """
+    sums: EpisodeSums,  # of the lane, up to this fragment; they go on
+) -> tuple[Tensor, Tensor]:
+    "Reward of the episode up to and including each step, float32 `[T, B]`, and the number of the episode, int64 `[T, B]`."
     rew, fin, valid = (x.numpy() for x in (fragment.state.rew[1:], fragment.state.fin[1:], fragment.valid))
     total, number = np.empty(rew.shape, np.float32), np.empty(rew.shape, np.int64)
     for t in range(len(rew)):
-        rewards = rewards + rew[t] * valid[t]
-        total[t], number[t], ended = rewards, episodes, fin[t] & valid[t]
-        rewards, episodes = np.where(ended, 0, rewards), episodes + ended
-    return torch.from_numpy(total), torch.from_numpy(number), rewards, episodes
+        sums.add(rew[t], valid[t])
+        total[t], number[t] = sums.ret, sums.count
+        sums.end(fin[t] & valid[t])
+    return torch.from_numpy(total), torch.from_numpy(number)
 
 # %% ../../nbs/pipes/22_steps.ipynb #cdc47190
 def unstacked(fragment: Fragment) -> list:
@@ -155,7 +152,7 @@ class Steps(Pipe):
         self.image = image
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Step]:
-        lanes = {}  # lane -> (seq of its next fragment, rewards [B] and episodes [B] so far)
+        lanes = {}  # lane -> the number of its next fragment, and its `EpisodeSums`
         for fragment in items:
             check_item(fragment, Fragment, self)
             image = self._image(fragment)
@@ -173,9 +170,9 @@ class Steps(Pipe):
         "The steps of a fragment of one lane."
         (T, B), state, lane = fragment.valid.shape, fragment.state, 0 if fragment.lane is None else int(fragment.lane[0])
         self._check_order(fragment, lane, lanes)
-        _, rewards, episodes = lanes.get(lane, (0, np.zeros(B), np.zeros(B, np.int64)))
-        total, episode_n, rewards, episodes = episode_totals(fragment, rewards, episodes)
-        lanes[lane] = (0 if fragment.seq is None else int(fragment.seq[0]) + 1, rewards, episodes)
+        _, sums = lanes.get(lane, (0, EpisodeSums(B)))
+        total, episode_n = episode_totals(fragment, sums)
+        lanes[lane] = 0 if fragment.seq is None else int(fragment.seq[0]) + 1, sums
         one = torch.ones(T, B, dtype=torch.int64)
         step = Step(nested.getitem(state.obs, slice(T)), nested.getitem(state.act, slice(1, None)), next_observations(fragment),
                     fragment.term[1:], state.fin[1:] & ~fragment.term[1:], state.rew[1:], total, fragment.adv,
@@ -186,11 +183,11 @@ class Steps(Pipe):
     def _check_order(self, fragment, lane, lanes):
         "Totals are right only if each fragment of a lane comes once and in order, with all its environments."
         if lane not in lanes: return
-        seq, rewards, _ = lanes[lane]
+        seq, sums = lanes[lane]
         came = seq if fragment.seq is None else int(fragment.seq[0])
-        if (came, fragment.n_envs) != (seq, len(rewards)):
+        if (came, fragment.n_envs) != (seq, len(sums.ret)):
             raise DataError("fragments must come whole and in the order of collecting", pipe=self, lane=lane,
-                            expected=f"fragment {seq} of {len(rewards)} environments", got=f"fragment {came} of {fragment.n_envs}")
+                            expected=f"fragment {seq} of {len(sums.ret)} environments", got=f"fragment {came} of {fragment.n_envs}")
 
 # %% ../../nbs/pipes/22_steps.ipynb #45940b0d
 def _column(steps, before, after):

@@ -15,7 +15,7 @@ import torch
 
 from ..pipes import nested
 from ..pipes.data import State
-from ..pipes.envs.batch import action_rows, in_containers
+from ..pipes.envs.actions import action_rows, in_containers
 from ..pipes.errors import describe
 from ..pipes.envs.factories import space_spec, spaces_of
 from .contract import Report, same, snapshot

@@ -13,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 
 from ..pipes import nested
-from ..pipes.envs.batch import in_containers
+from ..pipes.envs.actions import in_containers
 from ..pipes.errors import describe
 from ..pipes.envs.factories import EnvFactory, space_spec
 from .contract import Report, same

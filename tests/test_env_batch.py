@@ -1,0 +1,113 @@
+"The parts of a batch of environments: memory for its steps, finite numbers, rewards, and who rests."
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollpipe.pipes import nested
+from rollpipe.pipes.envs.autoreset import final_observations
+from rollpipe.pipes.envs.batch import FiniteCheck, StepBuffers, last_obs
+from rollpipe.pipes.envs.single import scalar_rewards
+from rollpipe.pipes.envs.sticky import Sticky
+from rollpipe.pipes.errors import DataError, EnvError
+
+fast = settings(deadline=None, max_examples=60)
+floats = st.floats(width=32, allow_nan=True, allow_infinity=True)
+
+
+@fast
+@given(n_envs=st.integers(1, 3), at_once=st.integers(1, 4), max_bytes=st.integers(1, 200), n=st.integers(1, 12), deep=st.booleans())
+def test_every_step_has_memory_of_its_own(n_envs, at_once, max_bytes, n, deep):
+    "And its arrays and tensors are the same memory."
+    obs = np.zeros((n_envs, 2), np.float32)
+    buffers = StepBuffers({"a": obs, "b": (np.zeros((n_envs,), np.int64),)} if deep else obs, n_envs, at_once, max_bytes)
+    steps = [buffers.take() for _ in range(n)]
+    for k, step in enumerate(steps):
+        for x in (*step.leaves, step.rew, step.stepno): x[...] = k
+        assert not step.fin.any() and not step.term.any()
+    for k, step in enumerate(steps):
+        for x in (*step.leaves, step.rew, step.stepno): assert (x == k).all()
+        tensors = *nested.leaves(step.obs_tensors), step.rew_tensor, step.stepno_tensor, step.fin_tensor
+        arrays = *nested.leaves(step.obs), step.rew, step.stepno, step.fin
+        for x, y in zip(tensors, arrays): assert x.shape == (1, *y.shape) and x.data_ptr() == y.ctypes.data
+
+
+@fast
+@given(before=st.integers(0, 3), n=st.integers(0, 4), after=st.integers(0, 3), deep=st.booleans())
+def test_observations_are_written_where_they_are_wanted(before, n, after, deep):
+    given_memory, spec = np.full((n, 2, 3), -1.), np.zeros((2, 3))
+    buffers = StepBuffers({"x": spec} if deep else spec, 2, 2)
+    def write(k):
+        for x in buffers.take().leaves: x[...] = k
+    for k in range(before): write(k)
+    buffers.observe_into({"x": given_memory} if deep else given_memory)
+    for k in range(n + after): write(10 + k)
+    assert (given_memory == 10 + np.arange(n)[:, None, None]).all()
+
+
+@fast
+@given(rows=st.lists(st.lists(floats, min_size=3, max_size=3), min_size=1, max_size=3), deep=st.booleans())
+def test_what_is_not_finite_is_found(rows, deep):
+    x = np.array(rows, np.float32)
+    like = {"a": np.zeros(len(rows), np.int64), "x": np.zeros_like(x)} if deep else np.zeros_like(x)
+    found = FiniteCheck(like, "obs").find([np.ones(len(rows), np.int64), x] if deep else [x])
+    bad = [b for b, row in enumerate(rows) if not np.isfinite(np.float32(row)).all()]
+    assert (found is None) == (not bad)
+    if bad: assert found[:2] == (bad[0], "obs['x']" if deep else "obs") and not np.isfinite(found[2]).all()
+
+
+@pytest.mark.parametrize("x, error", [([1., 2.], None), ([1., np.nan], EnvError), ([1., 2., 3.], DataError), ("ab", DataError)])
+def test_a_last_observation_is_a_checked_copy(x, error):
+    like = np.zeros(2, np.float32)
+    if error is None:
+        x = np.array(x, np.float32)
+        found = last_obs(x, like)
+        x[:] = 9
+        assert found.tolist() == [1, 2]
+    else:
+        with pytest.raises(error, match="obs"): last_obs(np.array(x) if isinstance(x, list) else x, like)
+
+
+@fast
+@given(rews=st.lists(st.one_of(st.integers(-5, 5), floats, st.booleans(), floats.map(np.float32), floats.map(np.array)), min_size=1,
+                     max_size=4),
+       bad=st.one_of(st.none(), st.sampled_from([[1.], "1", None, {}, np.ones(1), 1j])), at=st.integers(0, 3))
+def test_rewards_are_numbers(rews, bad, at):
+    at %= len(rews)
+    if bad is None:
+        np.testing.assert_array_equal(scalar_rewards(rews), np.array([float(x) for x in rews]))
+        return
+    rews[at] = bad
+    with pytest.raises(EnvError, match="the reward is no scalar") as caught: scalar_rewards(rews)
+    assert caught.value.env == at and caught.value.leaf == "rew"
+
+
+@fast
+@given(ends=st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=20), period=st.integers(1, 5))
+def test_who_rests(ends, period):
+    "An environment whose episode ended rests to the end of the period, whatever else happens; it is told as ended all the time."
+    sticky, resting = Sticky(["a", "b", "c"], period), set()
+    for t, over in enumerate(ends):
+        acting = [b for b in range(3) if b not in resting]
+        assert [b for b in range(3) if sticky.acting[b] == "abc"[b]] == acting
+        ended = [b for b in acting if over[b]]
+        valid = sticky.after_step(np.full((3, 1), t), ended)
+        assert np.flatnonzero(valid).tolist() == acting
+        resting |= {b for b in acting if over[b]}
+        assert sorted(ended) == sorted(resting)
+        for b in resting & set(acting):
+            if (t + 1) % period: assert sticky.acting[b].step(None)[0].tolist() == [t]
+        if (t + 1) % period == 0: resting = set()
+
+
+@fast
+@given(n=st.integers(1, 4), data=st.data(), deep=st.booleans())
+def test_final_observations_as_objects_or_as_a_batch(n, data, deep):
+    at = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n, unique=True).map(sorted))
+    x = np.arange(n * 2, dtype=np.float64).reshape(n, 2)
+    wrap = (lambda y: {"x": y}) if deep else (lambda y: y)
+    objects = np.empty(n, object)
+    for b in at: objects[b] = wrap(x[b])
+    for rows in wrap(x), objects:
+        found = final_observations({"final_obs": rows}, at, wrap(np.zeros((n, 2), np.float32)))
+        assert nested.leaves(found)[0].tolist() == x[at].tolist() and nested.leaves(found)[0].dtype == np.float32
