@@ -82,42 +82,7 @@ class Tick(NamedTuple):
     version: int        # which weights reacted
     source: TickSource  # whom a collector asks for virtual reactions, completed reports, and observations in memory of its own
 
-# %% ../../nbs/pipes/07_data.ipynb #f63668f2
-def from_steps(
-    obs: Any,                    # [T+1, B, ...]: what was seen; where an episode ended, the first observation of the next one
-    act: Any,                    # [T, B, ...]: what was done then
-    rew: Tensor,                 # float32 [T, B]: the reward that followed; where not `valid`, 0 takes its place
-    terminated: Any = None,      # bool [T, B]: the step ended the episode; None: none did
-    truncated: Any = None,       # bool [T, B]: the step cut the episode off; None: none did
-    *,
-    last_obs: Any = None,        # [K, ...]: true last observations of the `K` truncated episodes, by time, then by environment
-    actor: Any = None,           # [T+1, B, ...]: what the actor reported; None: nothing
-    last_actor: Any = None,      # [K, ...]: what it reported to `last_obs`
-    env: Any = None,             # [T, B, ...]: environment info; None: nothing
-    hx: Any = (),                # [layers, B, ...]: recurrent state at row 0
-    valid: Any = None,           # bool [T, B]: False where no transition took place; None: all are transitions
-    stepno: Any = 0,             # int, or int64 [B]: steps of the episode before row 0
-    adv: Any = None,             # float32 [T, B]: advantages
-    ret: Any = None,             # float32 [T, B]: value targets
-    lane: Any = None,            # int64 [B]: the lane that collected the column
-    seq: Any = None,             # int64 [B]: how many fragments that lane had yielded before
-    version: Any = None,         # int64 [B]: version of the weights that collected the column
-) -> 'Fragment':
-    """A `Fragment` of what happened. Row 0 has no action and no reward before it; it begins an episode where `stepno` is 0.
-
-    Raises `DataError` if an argument has the wrong shape, or if the last observation of a truncated episode is missing.
-    """
-    valid, terminated, truncated = _flags(rew, valid, True), _flags(rew, terminated, False), _flags(rew, truncated, False)
-    actor, env = {} if actor is None else actor, {} if env is None else env
-    _check_shapes(rew.shape, rows=dict(obs=obs, actor=actor), columns=dict(lane=lane, seq=seq, version=version), steps=dict(
-        act=act, terminated=terminated, truncated=truncated, env=env, valid=valid, adv=adv, ret=ret))
-    first = torch.zeros_like(rew[0], dtype=torch.int64) + stepno
-    state = _history(first, obs, act, rew.masked_fill(~valid, 0.), terminated | truncated | ~valid)
-    term = torch.cat([torch.zeros_like(valid[:1]), terminated & valid])
-    final = _final_rows(truncated & ~terminated & valid, obs, actor, last_obs, last_actor)
-    return Fragment(state, actor, env, hx, term, final, valid, adv, ret, lane, seq, version)
-
-
+# %% ../../nbs/pipes/07_data.ipynb #e3c00ae6
 def _flags(like, x, default):
     return torch.full_like(like, default, dtype=torch.bool) if x is None else torch.as_tensor(x)
 
@@ -153,6 +118,41 @@ def _final_rows(cut, obs, actor, last_obs, last_actor):
         _check_lead(name, given, '[K]', (len(t),))
         return given
     return Final(t, b, rows('last_obs', last_obs, obs), rows('last_actor', last_actor, actor))
+
+# %% ../../nbs/pipes/07_data.ipynb #f63668f2
+def from_steps(
+    obs: Any,                    # [T+1, B, ...]: what was seen; where an episode ended, the first observation of the next one
+    act: Any,                    # [T, B, ...]: what was done then
+    rew: Tensor,                 # float32 [T, B]: the reward that followed; where not `valid`, 0 takes its place
+    terminated: Any = None,      # bool [T, B]: the step ended the episode; None: none did
+    truncated: Any = None,       # bool [T, B]: the step cut the episode off; None: none did
+    *,
+    last_obs: Any = None,        # [K, ...]: true last observations of the `K` truncated episodes, by time, then by environment
+    actor: Any = None,           # [T+1, B, ...]: what the actor reported; None: nothing
+    last_actor: Any = None,      # [K, ...]: what it reported to `last_obs`
+    env: Any = None,             # [T, B, ...]: environment info; None: nothing
+    hx: Any = (),                # [layers, B, ...]: recurrent state at row 0
+    valid: Any = None,           # bool [T, B]: False where no transition took place; None: all are transitions
+    stepno: Any = 0,             # int, or int64 [B]: steps of the episode before row 0
+    adv: Any = None,             # float32 [T, B]: advantages
+    ret: Any = None,             # float32 [T, B]: value targets
+    lane: Any = None,            # int64 [B]: the lane that collected the column
+    seq: Any = None,             # int64 [B]: how many fragments that lane had yielded before
+    version: Any = None,         # int64 [B]: version of the weights that collected the column
+) -> 'Fragment':
+    """A `Fragment` of what happened. Row 0 has no action and no reward before it; it begins an episode where `stepno` is 0.
+
+    Raises `DataError` if an argument has the wrong shape, or if the last observation of a truncated episode is missing.
+    """
+    valid, terminated, truncated = _flags(rew, valid, True), _flags(rew, terminated, False), _flags(rew, truncated, False)
+    actor, env = {} if actor is None else actor, {} if env is None else env
+    _check_shapes(rew.shape, rows=dict(obs=obs, actor=actor), columns=dict(lane=lane, seq=seq, version=version), steps=dict(
+        act=act, terminated=terminated, truncated=truncated, env=env, valid=valid, adv=adv, ret=ret))
+    first = torch.zeros_like(rew[0], dtype=torch.int64) + stepno
+    state = _history(first, obs, act, rew.masked_fill(~valid, 0.), terminated | truncated | ~valid)
+    term = torch.cat([torch.zeros_like(valid[:1]), terminated & valid])
+    final = _final_rows(truncated & ~terminated & valid, obs, actor, last_obs, last_actor)
+    return Fragment(state, actor, env, hx, term, final, valid, adv, ret, lane, seq, version)
 
 # %% ../../nbs/pipes/07_data.ipynb #b2cd708c
 class Fragment(NamedTuple):
