@@ -25,7 +25,15 @@ from .pipes.recipes import on_policy, replayed, rollouts
 
 # %% ../nbs/04_algorithms.ipynb #77a64dae
 class Algorithm(NamedTuple):
-    "All parts that are needed to train."
+    """All parts that are needed to train.
+
+    Args:
+        learner: learner(actor, critic, seed=..., **options): `update`, `state_dict`, `load_state_dict`, `actor`
+        pipeline: pipeline(env, actor[, critic], seed=..., env_kwargs=..., **options) -> pipe of batches
+        policy: policy.for_env(env, seed=..., env_kwargs=..., **options)
+        critic: critic.for_env(...) likewise; None: the learner is called without a critic
+        defaults: option -> its default here, if it differs from that of the signature
+    """
     learner: type               # learner(actor, critic, seed=..., **options): `update`, `state_dict`, `load_state_dict`, `actor`
     pipeline: Callable          # pipeline(env, actor[, critic], seed=..., env_kwargs=..., **options) -> pipe of batches
     policy: type                # policy.for_env(env, seed=..., env_kwargs=..., **options)
@@ -53,7 +61,14 @@ _FIXED = ("actor", "critic", "env", "env_kwargs", "seed", "info_keys", "edits", 
 def options_for(
     algorithm: str,  # name in `ALGORITHMS`
 ) -> list:  # of `Option`
-    "The options of an algorithm. Raises `DataError` for an unknown one."
+    """The options of an algorithm. Raises `DataError` for an unknown one.
+
+    Args:
+        algorithm: name in `ALGORITHMS`
+
+    Returns:
+        list: of `Option`
+    """
     if algorithm not in ALGORITHMS: raise DataError("unknown algorithm", expected=", ".join(ALGORITHMS), got=algorithm)
     found = ALGORITHMS[algorithm]
     return [option._replace(default=found.defaults.get(option.name, option.default)) for option in options_of(found.parts, skip=_FIXED)]

@@ -23,7 +23,12 @@ def add_algorithms(
     parser: argparse.ArgumentParser,  # of a command that takes `ALGO ENV` and the options of both
     common: argparse.ArgumentParser,  # parser of the options that every such command has
 ) -> None:
-    "Add a subcommand for every algorithm, with its options."
+    """Add a subcommand for every algorithm, with its options.
+
+    Args:
+        parser: of a command that takes `ALGO ENV` and the options of both
+        common: parser of the options that every such command has
+    """
     algorithms = parser.add_subparsers(dest="algorithm", metavar="ALGO", title="algorithms")
     for name, algorithm in ALGORITHMS.items():
         doc = (algorithm.learner.__doc__ or name).strip().split("\n")[0]
@@ -88,7 +93,14 @@ USER_ERRORS = (UsageError, PipeError, OSError, ImportError, ValueError)
 def main(
     argv: list | None = None,  # words of the command line; None: those of the process
 ) -> int:  # exit code: 0, 2 for an error, 130 after Ctrl-C
-    "Run one command."
+    """Run one command.
+
+    Args:
+        argv: words of the command line; None: those of the process
+
+    Returns:
+        int: exit code: 0, 2 for an error, 130 after Ctrl-C
+    """
     parser = build_parser()
     args, unknown = parser.parse_known_args(argv)
     try:

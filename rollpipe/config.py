@@ -62,7 +62,24 @@ def make_config(
     restarts: int = 0,               # how often a lost worker is replaced before the run fails
     name: str | None = None,         # name of the experiment in plots [algorithm and environment]
 ) -> dict:
-    "The configuration of a run. Raises `DataError` for an unknown algorithm or option, or a value that JSON cannot hold."
+    """The configuration of a run. Raises `DataError` for an unknown algorithm or option, or a value that JSON cannot hold.
+
+    Args:
+        algorithm: name in `ALGORITHMS`
+        env: gymnasium id
+        options: options of the algorithm, see `options_for`; all others keep their defaults
+        env_kwargs: keyword arguments for `gymnasium.make`
+        steps: environment steps to train for
+        seed: seed of networks, environments and actions
+        threads: number of torch threads; 1 is fastest for small networks
+        checkpoint_every: updates between checkpoints
+        eval_every: updates between evaluations of the present policy, in a separate process; 0: none
+        workers: processes that collect, at most one per lane; 0: collect in this process
+        lag: updates between collecting a batch in workers and learning from it: 0, 1, ... or none (any number)
+        order: order of the lanes with workers: canonical (in turn) or ready (first come, first served)
+        restarts: how often a lost worker is replaced before the run fails
+        name: name of the experiment in plots [algorithm and environment]
+    """
     defaults, options = {option.name: option.default for option in options_for(algorithm)}, options or {}
     _check_names(algorithm, options, defaults)
     for what, value, low in (("steps", steps, 1), ("threads", threads, 1), ("checkpoint_every", checkpoint_every, 1), ("seed", seed, 0)):
@@ -85,7 +102,15 @@ def build(
     config: dict,      # see `make_config`
     resumes: int = 0,  # how often the run was resumed
 ) -> tuple:  # agent, pipe
-    "The learner and the pipeline that a configuration describes. Raises the errors of their constructors."
+    """The learner and the pipeline that a configuration describes. Raises the errors of their constructors.
+
+    Args:
+        config: see `make_config`
+        resumes: how often the run was resumed
+
+    Returns:
+        tuple: agent, pipe
+    """
     algorithm = ALGORITHMS[config["algorithm"]]
     parts = algorithm.parts
     kwargs = {part: {} for part in parts}

@@ -23,7 +23,14 @@ __all__ = ['read_records', 'read_metrics', 'MetricWriter']
 def read_records(
     folder: str | Path,  # folder of a run
 ) -> list:  # one dict per record
-    "The records of `metrics.jsonl`. An incomplete last line is ignored; a damaged line before it raises `DataError`."
+    """The records of `metrics.jsonl`. An incomplete last line is ignored; a damaged line before it raises `DataError`.
+
+    Args:
+        folder: folder of a run
+
+    Returns:
+        list: one dict per record
+    """
     path = Path(folder)/"metrics.jsonl"
     if not path.is_file(): raise DataError(f"{path}: no metrics here", expected="the folder of a run")
     lines, records = path.read_text(errors="replace").split("\n"), []
@@ -37,7 +44,14 @@ def read_records(
 def read_metrics(
     folder: str | Path,  # folder of a run
 ) -> dict:  # metric name -> float64 [n records]
-    "The metrics of a run as columns, `nan` where a record does not have them; metrics that no record has are left out."
+    """The metrics of a run as columns, `nan` where a record does not have them; metrics that no record has are left out.
+
+    Args:
+        folder: folder of a run
+
+    Returns:
+        dict: metric name -> float64 [n records]
+    """
     records = read_records(folder)
     found = {name for r in records for name in r}
     names = [name for name in METRICS if name in found] + sorted(found - set(METRICS))
@@ -72,6 +86,11 @@ class MetricWriter:
 
     A folder that already has records keeps those with `steps <= after` (by default all of them), loses an incomplete last line, and
     gets a CSV file with the present columns.
+
+    Args:
+        folder: created if needed
+        tensorboard: write event files: True, False, or "auto": if TensorBoard is installed
+        after: keep earlier records up to this many steps
     """
     def __init__(self,
         folder: str | Path,               # created if needed

@@ -43,7 +43,15 @@ def meanings(function: Callable) -> dict:
 
 # %% ../nbs/03_options.ipynb #d709e161
 class Option(NamedTuple):
-    "One parameter of one function, as an option."
+    """One parameter of one function, as an option.
+
+    Args:
+        name: unique identifier; `max_kl` is typed as `--max-kl`
+        part: the function that the option belongs to
+        param: name of its parameter there
+        default: bool, int, float, str, None or a tuple of these
+        help: meaning, from the signature
+    """
     name: str     # unique identifier; `max_kl` is typed as `--max-kl`
     part: str     # the function that the option belongs to
     param: str    # name of its parameter there
@@ -58,7 +66,15 @@ def options_of(
     parts: dict,          # part -> function or class; if two parts have a parameter of the same name, the first one gets the plain name
     skip: Iterable = (),  # parameters that do not become options
 ) -> list:  # of `Option`
-    "An option for every parameter with a plain default. If its name is taken, the name of the part precedes it: `critic_hidden`."
+    """An option for every parameter with a plain default. If its name is taken, the name of the part precedes it: `critic_hidden`.
+
+    Args:
+        parts: part -> function or class; if two parts have a parameter of the same name, the first one gets the plain name
+        skip: parameters that do not become options
+
+    Returns:
+        list: of `Option`
+    """
     found = {}
     for part, function in parts.items():
         help_texts = meanings(function)
@@ -78,7 +94,12 @@ def parse_value(
     text: str,     # the text on the command line
     default: Any,  # decides the type
 ) -> Any:
-    "The value that `text` stands for. Raises ValueError."
+    """The value that `text` stands for. Raises ValueError.
+
+    Args:
+        text: the text on the command line
+        default: decides the type
+    """
     if isinstance(default, float): return float(text)
     if isinstance(default, int): return _integer(text)
     if isinstance(default, str): return text
@@ -103,7 +124,11 @@ def _literal(text: str) -> Any:
 def parse_env_kwargs(
     items: Iterable,  # texts `key=value`
 ) -> dict:
-    "`['g=9.81', 'continuous=True']` as a dict of Python values. Raises `DataError`."
+    """`['g=9.81', 'continuous=True']` as a dict of Python values. Raises `DataError`.
+
+    Args:
+        items: texts `key=value`
+    """
     pairs = [item.partition("=") for item in items]
     for key, equals, _ in pairs:
         if not equals or not key.isidentifier():
@@ -128,7 +153,12 @@ def add_options(
     options: Iterable,     # of `Option`
     grouped: bool = True,  # with a heading for each part
 ) -> None:
-    "Add the options to a parser. Its result has no attribute for an option that was not typed, so the caller knows which ones were."
+    """Add the options to a parser. Its result has no attribute for an option that was not typed, so the caller knows which ones were.
+
+    Args:
+        options: of `Option`
+        grouped: with a heading for each part
+    """
     groups = {}
     for option in options:
         if option.part not in groups:

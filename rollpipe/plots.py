@@ -23,7 +23,14 @@ __all__ = ['LABELS', 'group_runs', 'align', 'smooth', 'learning_curve']
 def group_runs(
     runs: Iterable,  # folders of runs, each with `config.json`
 ) -> dict:  # label -> list of folders
-    "Group the runs that differ only in the seed, under a label of name and differing options. Raises `DataError`."
+    """Group the runs that differ only in the seed, under a label of name and differing options. Raises `DataError`.
+
+    Args:
+        runs: folders of runs, each with `config.json`
+
+    Returns:
+        dict: label -> list of folders
+    """
     configs = [_config(run) for run in runs]
     names = [c.get("name") or f"{c.get('algorithm', '?')} {c.get('env', '?')}" for c in configs]
     differing = {}  # name -> options that are not the same in all runs of this name
@@ -54,7 +61,15 @@ def align(
     curves: Iterable,     # (x [n], y [n]) for each curve, with ascending x; points where y is nan are left out
     n_points: int = 200,  # size of the common grid
 ) -> tuple:  # x [n_points], y [len(curves), n_points]
-    "Interpolate curves onto a common grid, over the range that every curve covers. Raises `DataError` if there is no such range."
+    """Interpolate curves onto a common grid, over the range that every curve covers. Raises `DataError` if there is no such range.
+
+    Args:
+        curves: (x [n], y [n]) for each curve, with ascending x; points where y is nan are left out
+        n_points: size of the common grid
+
+    Returns:
+        tuple: x [n_points], y [len(curves), n_points]
+    """
     curves = [(np.asarray(x)[ok], np.asarray(y)[ok]) for x, y in curves for ok in [np.isfinite(y)]]
     if any(len(x) == 0 for x, _ in curves): raise DataError("a curve without a finite value cannot be drawn")
     low, high = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
@@ -67,7 +82,15 @@ def smooth(
     y: np.ndarray,  # [..., n]
     window: int,    # number of points to average, the point itself and those before it
 ) -> np.ndarray:    # [..., n]
-    "Mean over the last `window` points, or over all points so far where there are fewer."
+    """Mean over the last `window` points, or over all points so far where there are fewer.
+
+    Args:
+        y: [..., n]
+        window: number of points to average, the point itself and those before it
+
+    Returns:
+        np.ndarray: [..., n]
+    """
     total = np.cumsum(np.concatenate([np.zeros_like(y[..., :1]), y], -1), -1)
     end = np.arange(1, y.shape[-1] + 1)
     begin = np.maximum(end - window, 0)
@@ -125,7 +148,17 @@ def learning_curve(
     window: int = 1,                 # number of records to average
     title: str | None = None,        # title of the picture [the experiment, if there is only one]
 ) -> Any:
-    "Draw the mean over seeds with a band, one line per experiment: a matplotlib `Figure`. Raises `DataError` for unusable runs."
+    """Draw the mean over seeds with a band, one line per experiment: a matplotlib `Figure`. Raises `DataError` for unusable runs.
+
+    Args:
+        runs: folder of a run, or several folders
+        path: picture to write, its suffix decides the format; None: only return the figure
+        x: metric along the horizontal axis
+        y: metric along the vertical axis
+        band: of the seeds: "range" (min to max) or "std" (mean +- one standard deviation)
+        window: number of records to average
+        title: title of the picture [the experiment, if there is only one]
+    """
     from matplotlib.figure import Figure
     for name in (x, y):
         if name not in METRICS: raise DataError("unknown metric name", leaf=name, expected=", ".join(METRICS))

@@ -29,7 +29,15 @@ def format_duration(seconds: float) -> str:
 
 # %% ../nbs/01_progress.ipynb #c42ad599
 class Progress:
-    "Steps, speed, return, KL and remaining time, on one line of a terminal, or as a line every few seconds in a file."
+    """Steps, speed, return, KL and remaining time, on one line of a terminal, or as a line every few seconds in a file.
+
+    Args:
+        total: number of steps at the end of the run
+        initial: number of steps already done (by a resumed run)
+        every: seconds between lines if there is no terminal
+        file: where to write; None: stderr
+        disable: print nothing
+    """
     def __init__(self,
         total: int,             # number of steps at the end of the run
         initial: int = 0,       # number of steps already done (by a resumed run)

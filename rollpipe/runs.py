@@ -24,7 +24,14 @@ _COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0., resumes=0)
 
 
 class Run(NamedTuple):
-    "A run in progress; its files are those of `RUN_FILES`."
+    """A run in progress; its files are those of `RUN_FILES`.
+
+    Args:
+        config: see `make_config`
+        agent: the learner
+        pipe: the pipeline
+        counters: steps, updates, episodes, seconds and resumes since the start of the run
+    """
     folder: Path
     config: dict    # see `make_config`
     agent: Any      # the learner
@@ -44,7 +51,13 @@ def start(
     config: dict,             # see `make_config`
     overwrite: bool = False,  # remove the files of a run in that folder, and nothing else
 ) -> Run:
-    "A new run. Raises `DataError` if there is a run in the folder, and the errors of `build`, before anything is written."
+    """A new run. Raises `DataError` if there is a run in the folder, and the errors of `build`, before anything is written.
+
+    Args:
+        folder: created if needed
+        config: see `make_config`
+        overwrite: remove the files of a run in that folder, and nothing else
+    """
     folder = Path(folder)
     old = [folder/name for name in RUN_FILES if (folder/name).exists()]
     if old and not overwrite:
@@ -75,7 +88,11 @@ def _write_config(folder: Path, config: dict) -> None:
 def load_run(
     path: str | Path,  # folder of a run, or a checkpoint file
 ) -> Checkpoint:
-    "The checkpoint of a run. Raises `DataError` if there is no such folder, naming similar ones, or `CheckpointError`."
+    """The checkpoint of a run. Raises `DataError` if there is no such folder, naming similar ones, or `CheckpointError`.
+
+    Args:
+        path: folder of a run, or a checkpoint file
+    """
     path = Path(path)
     if not path.exists():
         siblings = [str(p.parent) for p in path.parent.glob("*/checkpoint.safetensors")]
@@ -97,7 +114,15 @@ def restore(
     checkpoint: Checkpoint,  # see `load_run`
     resumes: int = 0,        # how often the run was resumed
 ) -> tuple:  # agent, pipe
-    "Build the learner and the pipeline, and load the learner's state. Raises `CheckpointError` if it does not fit."
+    """Build the learner and the pipeline, and load the learner's state. Raises `CheckpointError` if it does not fit.
+
+    Args:
+        checkpoint: see `load_run`
+        resumes: how often the run was resumed
+
+    Returns:
+        tuple: agent, pipe
+    """
     agent, pipe = build(checkpoint.config, resumes)
     try: agent.load_state_dict(checkpoint.agent_state)
     except (KeyError, RuntimeError, TypeError, ValueError) as e:
@@ -109,7 +134,12 @@ def resume(
     folder: str | Path,        # folder of a run that has a checkpoint
     steps: int | None = None,  # new total number of steps; None: as before
 ) -> Run:
-    "Continue a run from its checkpoint, with new episodes. Raises `DataError` if it is complete."
+    """Continue a run from its checkpoint, with new episodes. Raises `DataError` if it is complete.
+
+    Args:
+        folder: folder of a run that has a checkpoint
+        steps: new total number of steps; None: as before
+    """
     found, folder = load_run(folder), Path(folder)
     if not folder.is_dir(): folder = folder.parent
     config = dict(found.config, steps=steps or found.config["steps"])

@@ -95,6 +95,14 @@ def train(
     """Train until `config['steps']`, recording metrics and saving checkpoints in the run's folder.
 
     If training is interrupted, or the environment fails, a checkpoint of the last update is saved before the exception is passed on.
+
+    Args:
+        run: from `start` or `resume`; its counters are kept up to date
+        progress: show the progress on stderr
+        tensorboard: write event files: True, False, or "auto": if TensorBoard is installed
+
+    Returns:
+        dict: the last record
     """
     counters, config, updates, record = run.counters, run.config, _Updates(run), {}
     threads, steps = torch.get_num_threads(), config["steps"]

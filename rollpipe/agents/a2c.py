@@ -20,6 +20,11 @@ class A2C(ActorCriticLearner):
 
     Source: Mnih et al. 2016, "Asynchronous Methods for Deep Reinforcement Learning", https://arxiv.org/abs/1602.01783; here with
     one learner for all environments, Adam, and generalised advantages.
+
+    Args:
+        actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
+        critic: `critic(obs) -> value` (see `Critic`); None: the `value` that the actor reports
+        **shared: `SharedOptions`
     """
     # Advantages stay as they are by default: in a short batch, scaling them mostly makes noise larger.
     @shared_options(c_value=0.5, c_entropy=0.0, normalize_adv=False, lr=1e-3, critic_lr=1e-2, max_grad_norm=0.5, seed=0)

@@ -22,7 +22,13 @@ def encode(
     tensors: dict,   # receives name -> contiguous copy on the CPU: views and tied weights are stored as they look
     name: str = "",  # where in the tree `tree` is, also the name of a tensor in the file
 ) -> Any:
-    "`tree` in JSON's types. Raises `CheckpointError`, which names the leaf, if there is anything else in it."
+    """`tree` in JSON's types. Raises `CheckpointError`, which names the leaf, if there is anything else in it.
+
+    Args:
+        tree: dict (keys str, int, bool, None), list or tuple of tensors, numbers, strings, bools, None, nested at will
+        tensors: receives name -> contiguous copy on the CPU: views and tied weights are stored as they look
+        name: where in the tree `tree` is, also the name of a tensor in the file
+    """
     if tree is None or type(tree) in (bool, int, str): return tree
     if type(tree) is float: return tree if math.isfinite(tree) else {"float": repr(tree)}
     if isinstance(tree, torch.Tensor): return {"tensor": _store(tree, tensors, name)}
@@ -50,7 +56,12 @@ def decode(
     code: Any,      # what `encode` returned
     tensors: dict,  # name -> tensor
 ) -> Any:
-    "The tree that was encoded. Raises KeyError, TypeError or ValueError if `code` is no such thing."
+    """The tree that was encoded. Raises KeyError, TypeError or ValueError if `code` is no such thing.
+
+    Args:
+        code: what `encode` returned
+        tensors: name -> tensor
+    """
     if code is None or isinstance(code, (bool, int, float, str)): return code
     (kind, value), = code.items()
     if kind == "dict": return {k: decode(x, tensors) for k, x in value}
@@ -65,7 +76,12 @@ def write_atomically(
     path: str | Path,  # file to make or replace; its folder must exist
     data: bytes,       # the whole content
 ) -> None:
-    "Write `data` so that `path` holds either what it held or all of `data`, whenever the process or the machine stops."
+    """Write `data` so that `path` holds either what it held or all of `data`, whenever the process or the machine stops.
+
+    Args:
+        path: file to make or replace; its folder must exist
+        data: the whole content
+    """
     path = Path(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -87,7 +103,14 @@ def save_checkpoint(
     config: dict,      # what is needed to build the agent again
     counters: dict,    # steps, updates, episodes, ... so far
 ) -> None:
-    "Write one safetensors file, atomically. Raises `CheckpointError` for a leaf that cannot be stored, and `OSError`."
+    """Write one safetensors file, atomically. Raises `CheckpointError` for a leaf that cannot be stored, and `OSError`.
+
+    Args:
+        path: file to write; replaced if it exists
+        agent: has `state_dict()`: actor, critic, optimisers, normalisers, random state
+        config: what is needed to build the agent again
+        counters: steps, updates, episodes, ... so far
+    """
     tensors = {}
     parts = dict(config=config, counters=counters, agent=agent.state_dict())
     meta = {name: json.dumps(encode(part, tensors, name), allow_nan=False) for name, part in parts.items()}
@@ -95,7 +118,13 @@ def save_checkpoint(
 
 # %% ../../nbs/agents/12_checkpoint.ipynb #1ab5452f
 class Checkpoint(NamedTuple):
-    "What `load_checkpoint` found in a file."
+    """What `load_checkpoint` found in a file.
+
+    Args:
+        config: as given to `save_checkpoint`
+        counters: as given to `save_checkpoint`
+        agent_state: for `agent.load_state_dict`; tensors on the CPU, bit for bit as they were
+    """
     config: dict       # as given to `save_checkpoint`
     counters: dict     # as given to `save_checkpoint`
     agent_state: dict  # for `agent.load_state_dict`; tensors on the CPU, bit for bit as they were
@@ -104,7 +133,11 @@ class Checkpoint(NamedTuple):
 def load_checkpoint(
     path: str | Path,  # file that `save_checkpoint` wrote
 ) -> Checkpoint:
-    "Read a checkpoint; nothing in it is executed. Raises `CheckpointError`: missing, damaged, foreign, too new."
+    """Read a checkpoint; nothing in it is executed. Raises `CheckpointError`: missing, damaged, foreign, too new.
+
+    Args:
+        path: file that `save_checkpoint` wrote
+    """
     try:
         with safe_open(path, framework="pt") as file:
             meta = file.metadata() or {}

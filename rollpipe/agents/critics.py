@@ -23,7 +23,13 @@ def explained_variance(
     target: Tensor,               # returns [*lead]
     valid: Tensor | None = None,  # rows that count, bool [*lead]; None for all
 ) -> float:
-    "`1 - Var[target - pred] / Var[target]`; nan where the target does not vary or is empty."
+    """`1 - Var[target - pred] / Var[target]`; nan where the target does not vary or is empty.
+
+    Args:
+        pred: values [*lead]
+        target: returns [*lead]
+        valid: rows that count, bool [*lead]; None for all
+    """
     if valid is not None: pred, target = pred[valid], target[valid]
     if not target.numel(): return float('nan')
     pred, target = pred.detach().double(), target.double()
@@ -36,7 +42,13 @@ def valid_rows(
     valid: Tensor | None,  # bool [*lead]; None for all
     dims: int,             # number of leading dimensions
 ) -> Any:
-    "The leaves as rows [N, ...], in order: the leading dimensions become one, rows that are not valid are left out."
+    """The leaves as rows [N, ...], in order: the leading dimensions become one, rows that are not valid are left out.
+
+    Args:
+        tree: tensors [*lead, ...] in any nesting
+        valid: bool [*lead]; None for all
+        dims: number of leading dimensions
+    """
     if valid is None: return nested.map(lambda x: x.flatten(0, dims - 1), tree)
     return nested.map(lambda x: x[valid], tree)
 
@@ -75,6 +87,16 @@ def fit_critic(
 
     Returns `critic_loss_before`, `critic_loss` (both in those units), `explained_variance` (before),
     `explained_variance_after` and `critic_steps`.
+
+    Args:
+        critic: obs [N, ...] -> values [N]
+        optimizer: of the critic's parameters
+        obs: observations, leaves [*lead, ...]
+        target: returns [*lead]
+        valid: rows that count, bool [*lead]; None for all
+        epochs: passes over the rows
+        minibatch: rows per step, about; None for 1/64 of the rows, but 128 to 512
+        generator: of the order of the rows, on the host; the same one gives the same fit
 
     Raises:
         DataError: if no row is valid, a valid target is not finite, or the critic's answer is not [N].

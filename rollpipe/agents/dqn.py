@@ -31,7 +31,13 @@ def follow(
     net: torch.nn.Module,     # of the same kind
     tau: float = 1.0,         # share of the way that the parameters of `target` go; 1: equal afterwards
 ) -> None:
-    "Move the parameters of `target` towards those of `net`; buffers become equal."
+    """Move the parameters of `target` towards those of `net`; buffers become equal.
+
+    Args:
+        target: changed in place
+        net: of the same kind
+        tau: share of the way that the parameters of `target` go; 1: equal afterwards
+    """
     mine, others = list(target.parameters()), [p.detach() for p in net.parameters()]
     if tau < 1: torch._foreach_lerp_(mine, others, tau)
     else: torch._foreach_copy_(mine, others)
@@ -39,7 +45,11 @@ def follow(
 
 # %% ../../nbs/agents/22_dqn.ipynb #8156ce16
 class BetaSchedule:
-    "Raises the `beta` of prioritised memories to 1, each on a straight line from what it was at first."
+    """Raises the `beta` of prioritised memories to 1, each on a straight line from what it was at first.
+
+    Args:
+        steps: environment steps that it takes; None: `beta` stays
+    """
     def __init__(self,
         steps: int | None,  # environment steps that it takes; None: `beta` stays
     ):
@@ -49,7 +59,11 @@ class BetaSchedule:
         memory: ReplayMemory,
         step: int,             # environment steps so far
     ) -> None:
-        "Set the `beta` that `memory` is to have after `step` steps."
+        """Set the `beta` that `memory` is to have after `step` steps.
+
+        Args:
+            step: environment steps so far
+        """
         if not self.steps: return
         if self.first.get(memory) is None: self.first[memory] = memory.beta
         memory.beta = linear_schedule(step, self.first.get(memory), 1., self.steps)
@@ -70,7 +84,11 @@ class TimedIterator:
 def means(
     records: list,  # of dicts metric -> number or 0-dim tensor
 ) -> dict[str, float]:
-    "The mean of each metric over those records that have it."
+    """The mean of each metric over those records that have it.
+
+    Args:
+        records: of dicts metric -> number or 0-dim tensor
+    """
     found = {}
     for record in records:
         for name, value in record.items(): found.setdefault(name, []).append(value)
@@ -83,6 +101,18 @@ class DQN(GradientLearner):
     Sources: Mnih et al. 2015, https://doi.org/10.1038/nature14236; van Hasselt, Guez, Silver 2015, https://arxiv.org/abs/1509.06461
     (double); Schaul et al. 2015, https://arxiv.org/abs/1511.05952 (priorities); Kapturowski et al. 2019,
     https://openreview.net/forum?id=r1lyTjAqYX (memory, burn-in).
+
+    Args:
+        actor: a `QPolicy` or `RecurrentQPolicy`, or another actor with `values` and `epsilon`
+        double: the network chooses the action whose value the target network tells
+        multi_step: steps whose rewards are summed before values take over; not more than the samples are long
+        burn_in: first steps of a sample that are not trained on: a recurrent network finds its memory there
+        huber: TD errors beyond it count linearly; None: all count squared
+        target_every: steps of the optimiser between two copies to the target network; 1: there is none, in effect
+        tau: instead: share of the way that the target network goes after each step of the optimiser
+        beta_steps: environment steps in which the memory's `beta` rises to 1; None: it stays
+        eta: priority of a longer sample: share of its greatest TD error, the rest is the mean's
+        **shared: `SharedOptions`
     """
     actor_needs = ('values', 'epsilon')
 

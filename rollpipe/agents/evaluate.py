@@ -28,12 +28,23 @@ def quotas(
     n_episodes: int,  # in total
     n_envs: int,  # environments side by side
 ) -> np.ndarray:
-    "How many episodes each environment plays, int [n_envs]: as even as possible."
+    """How many episodes each environment plays, int [n_envs]: as even as possible.
+
+    Args:
+        n_episodes: in total
+        n_envs: environments side by side
+    """
     return np.array([n_episodes//n_envs + (b < n_episodes % n_envs) for b in range(n_envs)])
 
 # %% ../../nbs/agents/10_evaluate.ipynb #5eeb8d56
 class Evaluation(NamedTuple):
-    "Whole episodes, environment by environment; arrays [n_episodes]."
+    """Whole episodes, environment by environment; arrays [n_episodes].
+
+    Args:
+        returns: float64: undiscounted
+        lengths: int64: steps
+        terminated: bool: ended by the environment, not by a time limit
+    """
     returns: np.ndarray  # float64: undiscounted
     lengths: np.ndarray  # int64: steps
     terminated: np.ndarray  # bool: ended by the environment, not by a time limit
@@ -81,7 +92,11 @@ class _Filmed(gym.Wrapper):
 def check_film(
     path: str | Path,  # file of a film
 ) -> None:
-    "Raise now what `Recorder.save` would raise after all the work: `DataError` or `ImportError`."
+    """Raise now what `Recorder.save` would raise after all the work: `DataError` or `ImportError`.
+
+    Args:
+        path: file of a film
+    """
     if Path(path).suffix not in (".gif", ".mp4"):
         raise DataError("unknown kind of film", expected="a path ending in .gif or .mp4", got=str(path))
     if not Path(path).absolute().parent.is_dir(): raise DataError(f"{path}: there is no such folder")
@@ -115,7 +130,11 @@ class Recorder:
     def save(self,
         path: str | Path,  # file to write; its ending decides the format
     ) -> None:
-        "Write the film; `.gif` needs Pillow, `.mp4` imageio. Raises as `check_film` does."
+        """Write the film; `.gif` needs Pillow, `.mp4` imageio. Raises as `check_film` does.
+
+        Args:
+            path: file to write; its ending decides the format
+        """
         check_film(path)
         if str(path).endswith(".gif"):
             from PIL import Image
@@ -157,7 +176,19 @@ def evaluate(
     env_kwargs: dict | None = None,  # for `gymnasium.make`
     max_steps: int = 100_000,  # of one episode; a longer one raises `EnvError`
 ) -> Evaluation:
-    "Play exactly `n_episodes` fresh episodes in this process. Raises `DataError`, and what `EnvStepper` raises."
+    """Play exactly `n_episodes` fresh episodes in this process. Raises `DataError`, and what `EnvStepper` raises.
+
+    Args:
+        env: gymnasium id, factory, or list of them, see `EnvStepper`
+        actor: anything with `step` and `reset`; a module is in eval mode meanwhile
+        n_episodes: whole episodes
+        n_envs: environments side by side; None: at most 8
+        deterministic: no noise for actors with `draw_noise`; others must not explore in eval mode
+        seed: None: fresh episodes every time
+        record: film of the first episode, "x.gif" or "x.mp4"
+        env_kwargs: for `gymnasium.make`
+        max_steps: of one episode; a longer one raises `EnvError`
+    """
     if n_episodes < 1: raise DataError("nothing to evaluate", expected="n_episodes >= 1", got=str(n_episodes))
     sources = list(env) if isinstance(env, (list, tuple)) else [env]
     n_envs = n_envs or max(len(sources), min(n_episodes, 8)//len(sources)*len(sources))
@@ -173,7 +204,12 @@ def evaluate(
 
 # %% ../../nbs/agents/10_evaluate.ipynb #27bbf9e4
 class RandomActor(Actor):
-    "Actions drawn by `action_space.sample()`, from a generator of its own; also if asked to be deterministic."
+    """Actions drawn by `action_space.sample()`, from a generator of its own; also if asked to be deterministic.
+
+    Args:
+        action_space: any space whose samples are arrays
+        seed: None: different actions every time
+    """
     def __init__(self,
         action_space: gym.Space,  # any space whose samples are arrays
         seed: int | None = None,  # None: different actions every time
@@ -189,7 +225,13 @@ class RandomActor(Actor):
         env_kwargs: dict | None = None,  # for `gymnasium.make`
         seed: int | None = None,  # None: different actions every time
     ) -> "RandomActor":
-        "The random actor for an environment."
+        """The random actor for an environment.
+
+        Args:
+            env: id, factory, environment, or pair of spaces
+            env_kwargs: for `gymnasium.make`
+            seed: None: different actions every time
+        """
         return cls(spaces_of(env, env_kwargs)[1], seed)
 
     def forward(self, obs: Any, act: Any, rew: Any, fin: torch.Tensor, *, hx: Any, stepno: Any, virtual: bool) -> tuple:

@@ -27,6 +27,10 @@ def shorten_gradients(
     """Multiply tensors by one number, so that their norm all together is at most `limit`; returns the norm before that.
 
     As `torch.nn.utils.clip_grad_norm_`, in a third of its time, which counts with small networks. What is not finite stays.
+
+    Args:
+        grads: tensors, changed in place
+        limit: greatest norm of all of them together
     """
     if not grads: return 0.
     norms = torch._foreach_norm(grads)
@@ -41,7 +45,12 @@ def adam_for(
     lr: float,         # learning rate of what the actor contains
     critic_lr: float,  # learning rate of what the critic alone contains
 ) -> tuple[list, torch.optim.Adam]:
-    "The trainable parameters of both, each once, and an Adam for them."
+    """The trainable parameters of both, each once, and an Adam for them.
+
+    Args:
+        lr: learning rate of what the actor contains
+        critic_lr: learning rate of what the critic alone contains
+    """
     params, groups = [], {}
     for module, rate in ((actor, lr), (critic, critic_lr)):
         known = {id(p) for p in params}
@@ -56,6 +65,11 @@ class GradientLearner(Learner):
 
     `params` are the trainable parameters of both, each once. `fit` uses the same optimiser. It takes the options `lr`, `critic_lr`,
     `max_grad_norm` and `seed`.
+
+    Args:
+        actor: the module that acts and learns
+        critic: the module that values states, or None
+        **options: `SharedOptions`
     """
     def __init__(self,
         actor: Any,          # the module that acts and learns

@@ -28,6 +28,11 @@ def check_batch(
     """Raise `DataError` if a fragment lacks one of its `needs`, has no valid row, or is not finite where valid.
 
     Observations, rewards, advantages, value targets and log-probabilities are looked at, as far as the fragment has them.
+
+    Args:
+        batch: what an update is given
+        needs: of 'adv', 'ret' and 'logp', those that must be there
+        name: of the learner, for messages
     """
     logp = batch.actor.get('logp') if isinstance(batch.actor, dict) else None
     for need, what in dict(adv='advantages', ret='value targets').items():
@@ -49,7 +54,12 @@ def standardized(
     x: torch.Tensor,      # float [T, B]
     valid: torch.Tensor,  # bool [T, B]
 ) -> torch.Tensor:
-    "`x` with mean 0 and deviation 1 over the valid rows; zeros if these are all the same and so express no preference."
+    """`x` with mean 0 and deviation 1 over the valid rows; zeros if these are all the same and so express no preference.
+
+    Args:
+        x: float [T, B]
+        valid: bool [T, B]
+    """
     kept = x[valid].double()
     mean, std = kept.mean(), kept.std(correction=0)
     if std <= 1e-6 * kept.abs().max(): return torch.zeros_like(x)
@@ -60,7 +70,12 @@ def with_standardized_adv(
     batch: Fragment,    # with `adv` float [T, B]
     wanted: bool=True,  # False: return the batch as it is
 ) -> Fragment:
-    "The batch with `standardized` advantages."
+    """The batch with `standardized` advantages.
+
+    Args:
+        batch: with `adv` float [T, B]
+        wanted: False: return the batch as it is
+    """
     return batch._replace(adv=standardized(batch.adv, batch.valid)) if wanted else batch
 
 # %% ../../nbs/agents/08_learner.ipynb #76190397
@@ -68,7 +83,12 @@ def critic_inputs(
     critic: Any,      # `critic(obs)`, perhaps with a method `inputs(obs, actor)`
     batch: Fragment,  # [T, B]
 ) -> Any:
-    "What the critic is called with in the states of a batch, nested `[T, B, ...]`: observations, or what its `inputs` makes of them."
+    """What the critic is called with in the states of a batch, nested `[T, B, ...]`: observations, or what its `inputs` makes of them.
+
+    Args:
+        critic: `critic(obs)`, perhaps with a method `inputs(obs, actor)`
+        batch: [T, B]
+    """
     obs = _observations(batch)
     return critic.inputs(obs, nested.getitem(batch.actor, slice(-1))) if hasattr(critic, 'inputs') else obs
 
@@ -82,7 +102,13 @@ def _tell(module, method, *args):
 
 # %% ../../nbs/agents/08_learner.ipynb #bad4f107
 class LearnerState:
-    "The actor, the critic and the random generator of a learner, and the state that a checkpoint keeps of them."
+    """The actor, the critic and the random generator of a learner, and the state that a checkpoint keeps of them.
+
+    Args:
+        actor: the module that acts and learns
+        critic: the module that values states, or None
+        **options: `SharedOptions`
+    """
     actor_needs = ('replay',)  # methods that the actor must have
     optimizer = None           # a subclass sets it; it is part of the state
 

@@ -53,6 +53,10 @@ class Linearization:
     that depend on no parameter, count as zero columns and rows. The operations must be twice differentiable. The graph
     is released with this object; changing a parameter in place makes it unusable (torch then raises an error).
 
+    Args:
+        outputs: tensors [N, ...] in any nesting, with their graph
+        params: tensors that require a gradient, D entries in all
+
     Raises:
         ValueError: if no output depends on a tensor that requires a gradient.
     """
@@ -108,7 +112,13 @@ def fisher_product(
     metric: Callable[[Any, Any], Any],  # (parameters, tangent) -> Fisher information of each row times tangent
     weights: float | Tensor,  # of the rows: one number (1/N for the mean), or [N] or the rows' leading shape
 ) -> Callable[[Tensor], Tensor]:
-    "The function v [D] -> F v [D], with F = sum over the rows of weight * J' metric J, by one `jvp` and one `vjp`."
+    """The function v [D] -> F v [D], with F = sum over the rows of weight * J' metric J, by one `jvp` and one `vjp`.
+
+    Args:
+        lin: of the distributions' parameters, leaves [N, ...]
+        metric: (parameters, tangent) -> Fisher information of each row times tangent
+        weights: of the rows: one number (1/N for the mean), or [N] or the rows' leading shape
+    """
     def weigh(x): return x * weights.reshape(weights.shape + (1,) * (x.ndim - weights.ndim))
 
     def product(v: Tensor) -> Tensor:
@@ -124,7 +134,14 @@ def in_row_blocks(
     size: int = 2048,  # rows per block, about
     dim: int = 0,  # the dimension of the rows, of every leaf of `tree` and of the result
 ) -> Any:
-    "`fn(tree)`, computed on blocks of equal size and joined."
+    """`fn(tree)`, computed on blocks of equal size and joined.
+
+    Args:
+        fn: treats rows independently of one another; tensors in any nesting -> the same
+        tree: what `fn` is applied to
+        size: rows per block, about
+        dim: the dimension of the rows, of every leaf of `tree` and of the result
+    """
     n = nested.leaves(tree)[0].shape[dim]
     parts = max(1, round(n / size))
     if parts == 1: return fn(tree)

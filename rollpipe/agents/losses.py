@@ -66,6 +66,12 @@ def reinforce(
     The weight is a constant to the gradient. Source: Williams 1992, *Simple statistical gradient-following algorithms for
     connectionist reinforcement learning*, https://doi.org/10.1007/BF00992696. Raises `DataError` if `adv` or `actor['logp']`
     are missing, or no row is valid.
+
+    Args:
+        fragment: [T, B] with `adv`
+        actor: a `Policy`
+        c_rho: limit of the importance weights; `inf` for none
+        c_entropy: weight of the entropy [1/nat]
     """
     replay = replay_policy(fragment, actor)
     adv, rho = _given(fragment, 'adv', replay, 'reinforce'), replay.ratios().detach()
@@ -103,6 +109,13 @@ def a2c(
 
     Source: Mnih et al. 2016, *Asynchronous methods for deep reinforcement learning*, https://arxiv.org/abs/1602.01783. There is no
     correction for old data. Raises `DataError` if `adv`, `ret` or `actor['logp']` are missing, or no row is valid.
+
+    Args:
+        fragment: [T, B] with `adv`, and `ret` if there are values to be fitted
+        actor: a `Policy`
+        critic: `critic(obs) -> value`; None: the `value` that the actor reports, if it does
+        c_value: weight of the squared error of the values
+        c_entropy: weight of the entropy [1/nat]
     """
     replay = replay_policy(fragment, actor)
     adv, v = _given(fragment, 'adv', replay, 'a2c'), _present_values(fragment, replay, critic)
@@ -116,7 +129,13 @@ def clipped_surrogate(
     adv: Tensor,    # advantages [N]
     clip: float,    # ε: a ratio further from 1 than this gains nothing
 ) -> tuple[Tensor, Tensor]:
-    "`(loss, clip_fraction)`, 0-dim: `mean[-min(ρₜ Aₜ, clip(ρₜ, 1-ε, 1+ε) Aₜ)]`, and the share of the ratios that the clip changes."
+    """`(loss, clip_fraction)`, 0-dim: `mean[-min(ρₜ Aₜ, clip(ρₜ, 1-ε, 1+ε) Aₜ)]`, and the share of the ratios that the clip changes.
+
+    Args:
+        ratio: importance ratios [N], with gradients
+        adv: advantages [N]
+        clip: ε: a ratio further from 1 than this gains nothing
+    """
     clipped = ratio.clamp(1 - clip, 1 + clip)
     return -torch.minimum(ratio * adv, clipped * adv).mean(), (clipped != ratio).mean(dtype=ratio.dtype)
 
@@ -161,6 +180,15 @@ def ppo(
     `clip_value` the error of a value is `max[(V - ret)², (V_old + clip(V - V_old, ±clip_value) - ret)²]`, as in OpenAI's
     *baselines*; `V_old` is `fragment.actor['value']` (see `with_old_values`). Raises `DataError` if `adv`, `ret`, `actor['logp']` or
     `V_old` are missing where they are needed, or no row is valid.
+
+    Args:
+        fragment: [T, B] with `adv`, and `ret` if there are values to be fitted; advantages are used as they are
+        actor: a `Policy`
+        critic: `critic(obs) -> value`; None: the `value` that the actor reports, if it does
+        clip: ε: a ratio further from 1 than this gains nothing
+        clip_value: the same for the move of a value, in units of `critic.ret_std` if it has one; None: no limit
+        c_value: weight of the squared error of the values
+        c_entropy: weight of the entropy [1/nat]
     """
     replay = replay_policy(fragment, actor)
     adv, v = _given(fragment, 'adv', replay, 'ppo'), _present_values(fragment, replay, critic)
@@ -203,6 +231,17 @@ def vtrace_actor_critic(
     `adv` and `vs` are those of `rollpipe.pipes.returns.vtrace` for the present policy and values, constants to the gradient; `adv`
     has the factor `min(ρₜ, ρ̄)` in it. Source: Espeholt et al. 2018, *IMPALA*, https://arxiv.org/abs/1802.01561, section 4.2.
     Raises `DataError` if `actor['logp']` is missing, if there is neither a critic nor a reported value, or no row is valid.
+
+    Args:
+        fragment: [T, B]
+        actor: a `Policy`
+        critic: `critic(obs) -> value`; None: the `value` that the actor reports
+        gamma: discount of the reward one step later
+        lam: exponential weight of longer estimates
+        rho_clip: ρ̄: limit of the ratio that weighs an error, and the policy gradient
+        c_clip: c̄ <= ρ̄: limit of the ratio with which later errors are carried back
+        c_value: weight of the squared error of the values
+        c_entropy: weight of the entropy [1/nat]
     """
     replay = replay_policy(fragment, actor)
     rho, (v, v_tp1) = replay.ratios().detach(), _values_of_both_ends(fragment, actor, critic, replay)

@@ -103,7 +103,11 @@ METRICS |= dict(
 def check_metrics(
     metrics: dict,  # metric name -> number (python, numpy or one-element tensor)
 ) -> dict[str, float]:
-    "`metrics` with every value as a Python float. Raises `DataError` for a name outside `METRICS`, or no number."
+    """`metrics` with every value as a Python float. Raises `DataError` for a name outside `METRICS`, or no number.
+
+    Args:
+        metrics: metric name -> number (python, numpy or one-element tensor)
+    """
     unknown = [name for name in metrics if name not in METRICS]
     if unknown:
         raise DataError("unknown metric name", leaf=str(unknown[0]),
@@ -123,6 +127,9 @@ class EpisodeReturns:
     Feed it whole fragments, before they are cut into minibatches. An environment is known by its lane and its place in
     the lane, so lanes may come in any order. If a lane skips a fragment (`seq` jumps), its open episodes are dropped
     rather than reported with a piece missing.
+
+    Args:
+        episodes: episodes that had finished before (a resumed run)
     """
     def __init__(self,
         episodes: int = 0,  # episodes that had finished before (a resumed run)
@@ -132,7 +139,14 @@ class EpisodeReturns:
     def add(self,
         fragment: Fragment,  # of any lanes; what is read is `state.stepno`, `state.rew`, `state.fin`, `term`, `valid`, `lane` and `seq`
     ) -> int:  # its valid steps
-        "Account for one fragment."
+        """Account for one fragment.
+
+        Args:
+            fragment: of any lanes; what is read is `state.stepno`, `state.rew`, `state.fin`, `term`, `valid`, `lane` and `seq`
+
+        Returns:
+            int: its valid steps
+        """
         # Sorting is stable: the episodes of each lane stay in the order of time.
         self._ended += sorted(self._account.see_fragment(fragment), key=lambda end: end.lane)
         n = int(fragment.valid.sum())

@@ -21,7 +21,16 @@ from ..pipes.errors import check_integer
 
 # %% ../../nbs/agents/13_natural_gradient.ipynb #7c785a29
 class PolicyRows(NamedTuple):
-    "The steps of a fragment as the surrogate sees them; `R x C` is `1 x N` without recurrent state, else `T x B`."
+    """The steps of a fragment as the surrogate sees them; `R x C` is `1 x N` without recurrent state, else `T x B`.
+
+    Args:
+        state: [R, C, ...]
+        hx: recurrent state at row 0, `()` without memory
+        act: [R, C, ...]: the action taken
+        adv: float32 [R, C]: advantages
+        logp: float32 [R, C]: log-probability under the policy that acted
+        weight: 1/N, or float32 [R, C]: 1/N where valid, else 0; N is the number of valid steps
+    """
     state: State  # [R, C, ...]
     hx: Any       # recurrent state at row 0, `()` without memory
     act: Any      # [R, C, ...]: the action taken
@@ -49,7 +58,12 @@ def thin(
     share: float,                # of the rows that is kept, 0 < share <= 1
     generator: torch.Generator,  # chooses them
 ) -> PolicyRows:
-    "A random `share` of the rows, at least one. With recurrent state whole environments are kept, of those that have valid rows."
+    """A random `share` of the rows, at least one. With recurrent state whole environments are kept, of those that have valid rows.
+
+    Args:
+        share: of the rows that is kept, 0 < share <= 1
+        generator: chooses them
+    """
     pool = torch.arange(rows.adv.shape[1])
     if isinstance(rows.weight, torch.Tensor): pool = pool[(rows.weight > 0).any(0)]
     index = pool[torch.randperm(len(pool), generator=generator)[:max(1, round(share * len(pool)))].sort()[0]]
@@ -82,13 +96,25 @@ def effect(
     rows: PolicyRows,
     old: Any,          # parameters of its distribution before, [R, C, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    "Surrogate of the policy as it is now, and its mean KL divergence from the distribution `old`: 0-dim tensors."
+    """Surrogate of the policy as it is now, and its mean KL divergence from the distribution `old`: 0-dim tensors.
+
+    Args:
+        actor: a policy
+        old: parameters of its distribution before, [R, C, ...]
+    """
     new = distribution_on(actor, rows)
     return surrogate(actor.dist, new, rows), weighted_mean(actor.dist.kl(old, new), rows)
 
 # %% ../../nbs/agents/13_natural_gradient.ipynb #820de35a
 class Direction(NamedTuple):
-    "What is known at the parameters before a step."
+    """What is known at the parameters before a step.
+
+    Args:
+        gradient: g [D], of the surrogate
+        cg: `cg.x` [D] is the natural gradient, `cg.curvature` x'(F + damping I)x
+        old: the policy's distribution: parameters [R, C, ...]
+        before: the surrogate, 0-dim
+    """
     gradient: torch.Tensor  # g [D], of the surrogate
     cg: CGResult            # `cg.x` [D] is the natural gradient, `cg.curvature` x'(F + damping I)x
     old: Any                # the policy's distribution: parameters [R, C, ...]
@@ -100,6 +126,14 @@ class NaturalGradientLearner(Learner):
 
     The Fisher-vector product is a Gauss-Newton product: the network is linearised once per update, each product is one Jacobian- and
     one vector-Jacobian product. The critic, if there is one, is fitted after the policy.
+
+    Args:
+        actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
+        critic: `critic(obs) -> value` (see `Critic`) to be fitted to the returns, or None
+        damping: added to the Fisher matrix's diagonal
+        cg_iters: conjugate-gradient iterations
+        fvp_subsample: share of the rows that the Fisher matrix (and nothing else) is estimated from
+        **shared: `SharedOptions`
     """
     actor_needs = ('params', 'dist', 'distribution')
 

@@ -22,6 +22,12 @@ class NPG(NaturalGradientLearner):
 
     Sources: Kakade 2001, "A Natural Policy Gradient"; the normalised step: Rajeswaran et al. 2017, "Towards Generalization and
     Simplicity in Continuous Control", https://arxiv.org/abs/1703.02660 (their normalised step size is `2 max_kl`).
+
+    Args:
+        actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
+        critic: `critic(obs) -> value` (see `Critic`) to be fitted to the returns, or None
+        max_kl: mean KL divergence that a step is to cost, to second order [nat]; nothing enforces it
+        lr: a fixed learning rate of the natural gradient instead
     """
     @delegates(NaturalGradientLearner.__init__)
     def __init__(self,

@@ -19,7 +19,12 @@ from ..pipes.workers.supervision import report_silence
 
 # %% ../../nbs/agents/11_parallel_evaluation.ipynb #a0c28b5c
 class Evaluated(NamedTuple):
-    "The evaluation of one version of an actor."
+    """The evaluation of one version of an actor.
+
+    Args:
+        version: of the weights, see `version_of`
+        seconds: [s] it took, in its process
+    """
     version: int            # of the weights, see `version_of`
     evaluation: Evaluation
     seconds: float          # [s] it took, in its process
@@ -38,7 +43,14 @@ def serve(
     actor: Any,       # this process's copy
     options: dict,    # of `evaluate`
 ) -> None:
-    "The life of the process: for each request it sends `(publication, version)` when it begins, and an `Evaluated` when it is done."
+    """The life of the process: for each request it sends `(publication, version)` when it begins, and an `Evaluated` when it is done.
+
+    Args:
+        link: connection to the parent
+        subscriber: a `WeightSubscriber` for the actor
+        actor: this process's copy
+        options: of `evaluate`
+    """
     subscriber.attach([actor])
     while link.recv() is not None:
         publication, version = subscriber.fetch(), version_of(actor)
@@ -57,7 +69,14 @@ def _on_cpu(actor):
 
 # %% ../../nbs/agents/11_parallel_evaluation.ipynb #5d0f3001
 class EvaluationProcess:
-    "The parent's end of the process: what was asked of it, and what it has said. The first error is the end of it."
+    """The parent's end of the process: what was asked of it, and what it has said. The first error is the end of it.
+
+    Args:
+        options: of `evaluate`
+        silence: seconds an evaluation may take until it is reported
+        on_silence: 'warn', or 'raise' a `WorkerError`
+        **process_options: of `WorkerProcess`
+    """
     def __init__(self,
                  actor: Any,
                  options: dict,          # of `evaluate`
@@ -132,6 +151,21 @@ class ParallelEvaluation:
     Raises `DataError`, `EnvError` and `ActorError` for what cannot be evaluated, and `WorkerError` if the process cannot be started.
     What is raised in the process is raised here by the next call, with its traceback; so is a `WorkerError` if the process has ended. No
     evaluation follows after that: `poll` still gives the answers from before, then it raises the same again.
+
+    Args:
+        env: gymnasium id, factory, or list of them, see `EnvStepper`
+        actor: anything with `step` and `reset`; in eval mode when it is evaluated
+        n_episodes: whole episodes of each evaluation
+        n_envs: environments side by side; None: at most 8
+        deterministic: no noise for actors with `draw_noise`; others must not explore in eval mode
+        seed: the same episodes for each evaluation; None: always fresh ones
+        env_kwargs: for `gymnasium.make`
+        max_steps: of one episode; a longer one raises `EnvError`
+        start_method: 'fork', 'forkserver' or 'spawn' [fork, if it is safe]
+        worker_threads: torch threads in the process
+        silence: seconds an evaluation may take until the log says where it is
+        on_silence: 'warn', or 'raise' a `WorkerError`
+        grace: seconds to close environments at the end, before the process is killed
     """
     def __init__(self,
                  env: Any,                        # gymnasium id, factory, or list of them, see `EnvStepper`

@@ -38,12 +38,24 @@ def lag_of(
     fragment: Fragment,      # its `version` is int64 [B], or None if it is not known: then the lag counts as 0
     actor: torch.nn.Module,  # the actor that learns
 ) -> int:
-    "Updates of `actor` since the oldest column of the fragment was collected."
+    """Updates of `actor` since the oldest column of the fragment was collected.
+
+    Args:
+        fragment: its `version` is int64 [B], or None if it is not known: then the lag counts as 0
+        actor: the actor that learns
+    """
     return 0 if fragment.version is None else version_of(actor) - int(fragment.version.min())
 
 # %% ../../nbs/agents/05_policy_replay.ipynb #01ce7551
 class PolicyReplay(NamedTuple):
-    "What the actor makes of the valid steps of a fragment now, and what it recorded then: rows `[N]`, or `[T, B]` if all are valid."
+    """What the actor makes of the valid steps of a fragment now, and what it recorded then: rows `[N]`, or `[T, B]` if all are valid.
+
+    Args:
+        info: the actor's report, leaves [N, ...], with gradients
+        logp: float32 [N]: log-probability of each action now, the same as `info['logp']`
+        logp_old: float32 [N]: log-probability of each action under the policy that acted
+        valid: bool [T, B]; None if all rows are valid
+    """
     info: dict            # the actor's report, leaves [N, ...], with gradients
     logp: Tensor          # float32 [N]: log-probability of each action now, the same as `info['logp']`
     logp_old: Tensor      # float32 [N]: log-probability of each action under the policy that acted
@@ -62,7 +74,12 @@ def replay_policy(
     fragment: Fragment,  # its `actor` has `logp` float32 [T+1, B]
     actor: Any,          # a `Policy`: it has `replay(fragment) -> dict(dist, logp, ...)` and `dist`
 ) -> PolicyReplay:
-    "Replay the valid steps with the present weights. Raises `DataError` if log-probabilities are missing or no row is valid."
+    """Replay the valid steps with the present weights. Raises `DataError` if log-probabilities are missing or no row is valid.
+
+    Args:
+        fragment: its `actor` has `logp` float32 [T+1, B]
+        actor: a `Policy`: it has `replay(fragment) -> dict(dist, logp, ...)` and `dist`
+    """
     recorded, valid = fragment.actor, fragment.valid
     if not (isinstance(recorded, dict) and 'logp' in recorded):
         raise DataError("the loss needs the log-probabilities of the policy that acted", leaf="actor['logp']",

@@ -30,6 +30,17 @@ class PPO(ActorCriticLearner):
 
     Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms", https://arxiv.org/abs/1707.06347. The divergence is
     estimated from the actions of each minibatch before the step on it; the first minibatch of an update is used in any case.
+
+    Args:
+        actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
+        critic: `critic(obs) -> value` (see `Critic`); None: the `value` that the actor reports
+        epochs: passes over each batch
+        minibatch: transitions per step of the optimiser, about
+        clip: how far the ratio of probabilities may move from 1 before it stops paying
+        clip_value: how far a value may move from the old one before its error stops counting; None: any far
+        target_kl: estimated divergence beyond which an update ends, such as 0.05 [nat]; None: never
+        normalize_adv: advantages with mean 0 and deviation 1: of each 'batch', each 'minibatch', or 'never'
+        **shared: `SharedOptions`
     """
     @shared_options(c_value=0.5, c_entropy=0.0, lr=1e-3, critic_lr=None, max_grad_norm=0.5, seed=0)
     def __init__(self,

@@ -21,6 +21,13 @@ class REINFORCE(GradientLearner):
 
     Advantages come with the batch: those of an `AdvantageBuffer` with `lam=1` are the return minus the baseline. Source: Williams 1992,
     "Simple statistical gradient-following algorithms for connectionist reinforcement learning", https://doi.org/10.1007/BF00992696.
+
+    Args:
+        actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
+        critic: the baseline, `critic(obs) -> value` (see `Critic`), to be fitted to the returns; None: no fit
+        epochs: steps of the optimiser on each batch, which is taken as a whole
+        c_rho: largest importance weight
+        **shared: `SharedOptions`
     """
     @shared_options(c_entropy=0.01, normalize_adv=True, lr=5e-3, critic_lr=1e-3, critic_epochs=4, max_grad_norm=0.5, seed=0)
     def __init__(self,

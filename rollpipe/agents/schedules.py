@@ -19,7 +19,14 @@ def linear_schedule(
     end: float,    # value from `steps` on
     steps: float,  # how long it takes; 0: `end` at once
 ) -> float:
-    "The value at `step` on the straight line from `start` to `end`."
+    """The value at `step` on the straight line from `start` to `end`.
+
+    Args:
+        step: how far training is
+        start: value at step 0
+        end: value from `steps` on
+        steps: how long it takes; 0: `end` at once
+    """
     share = min(step / steps, 1.) if steps else 1.
     return start * (1 - share) + end * share
 
@@ -28,7 +35,15 @@ def set_epsilon(
     actor: Any,    # it has a buffer `epsilon`, float32 [], as a `QPolicy` has
     value: float,  # probability of a random action, from 0 to 1
 ) -> float:        # `value`
-    "Write the share of random actions into the buffer of `actor`. Raises `ActorError` if it has none."
+    """Write the share of random actions into the buffer of `actor`. Raises `ActorError` if it has none.
+
+    Args:
+        actor: it has a buffer `epsilon`, float32 [], as a `QPolicy` has
+        value: probability of a random action, from 0 to 1
+
+    Returns:
+        float: `value`
+    """
     epsilon = getattr(actor, 'epsilon', None)
     if not isinstance(epsilon, torch.Tensor):
         raise ActorError("no exploration to set", leaf='epsilon', expected="an actor with a buffer `epsilon`, such as a QPolicy",

@@ -22,7 +22,14 @@ def check_range(
     high: float = inf, # greatest value allowed
     **values: float,   # name -> value
 ) -> None:
-    "Raise `DataError` for the first of the `values` that is not in `[low, high]`."
+    """Raise `DataError` for the first of the `values` that is not in `[low, high]`.
+
+    Args:
+        owner: the object that has the options; the message names its class
+        low: least value allowed
+        high: greatest value allowed
+        **values: name -> value
+    """
     for name, value in values.items():
         if not low <= value <= high:
             raise DataError(f"{type(owner).__name__}: out of range", leaf=name, expected=f"{low} <= {name} <= {high}", got=str(value))
@@ -30,7 +37,22 @@ def check_range(
 # %% ../../nbs/agents/07_shared_options.ipynb #07d8119d
 @dataclass(frozen=True)
 class SharedOptions:
-    "What several learners can be told."
+    """What several learners can be told.
+
+    Args:
+        lr: learning rate (Adam)
+        critic_lr: learning rate of the critic (Adam), if it has its own
+        max_grad_norm: longer gradients are shortened to this; None: they are not
+        c_value: weight of the critic's loss
+        c_entropy: weight of the entropy bonus
+        normalize_adv: scale advantages to mean 0 and deviation 1
+        critic_epochs: passes of the critic over each batch
+        gamma: discount of the reward one step later
+        eps_start: share of random actions at first
+        eps_end: share of random actions from `eps_steps` on
+        eps_steps: environment steps from the one to the other, linearly
+        seed: fixes what an update draws, such as the order of minibatches
+    """
     lr: float = 3e-4                   # learning rate (Adam)
     critic_lr: float | None = None     # learning rate of the critic (Adam), if it has its own
     max_grad_norm: float | None = 0.5  # longer gradients are shortened to this; None: they are not
@@ -56,7 +78,11 @@ class SharedOptions:
 def shared_options(
     **defaults: Any,  # option of `SharedOptions` -> its default in this learner
 ) -> Callable[[Callable], Callable]:
-    "Decorator of a learner's `__init__(self, ..., **shared)`, which adds these options to its signature."
+    """Decorator of a learner's `__init__(self, ..., **shared)`, which adds these options to its signature.
+
+    Args:
+        **defaults: option of `SharedOptions` -> its default in this learner
+    """
     def decorate(init):
         signature = inspect.signature(init)
         own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]

@@ -25,6 +25,12 @@ class TabularQ(EpsilonGreedy):
 
     `table` is a float32 parameter `[n_states, n_actions]`, so gradient methods can train it as well: then it is an embedding.
     Raises `SpaceError` for other spaces.
+
+    Args:
+        observation_space: Discrete: the states
+        action_space: Discrete
+        init: all values before learning; above the true ones, it drives exploration
+        epsilon: share of the steps with a random action; a buffer, for learners to change
     """
     uses_past = False
 
@@ -53,7 +59,14 @@ def q_targets(
     gamma: float,         # discount of the reward one step later
     start: int = 0,       # number of the first state
 ) -> torch.Tensor:
-    "Targets `[T, B]` of the action values, `r + gamma (1 - terminated) max_a Q(s', a)`; they mean nothing where not `valid`."
+    """Targets `[T, B]` of the action values, `r + gamma (1 - terminated) max_a Q(s', a)`; they mean nothing where not `valid`.
+
+    Args:
+        fragment: [T, B] of Discrete observations
+        table: action values, float32 [n_states, n_actions]
+        gamma: discount of the reward one step later
+        start: number of the first state
+    """
     after, final = fragment.state.obs[1:].clone(), fragment.final
     after[final.t, final.b] = final.obs
     going_on = gamma * (~fragment.term[1:]).to(table.dtype)
@@ -67,7 +80,15 @@ def move_towards(
     targets: torch.Tensor,  # float [N]
     lr: float,              # learning rate of one update
 ) -> None:
-    "Move the entries `table[states, actions]` towards the mean of their targets, as far as one update for each of these would."
+    """Move the entries `table[states, actions]` towards the mean of their targets, as far as one update for each of these would.
+
+    Args:
+        table: float [n_states, n_actions], changed in place
+        states: int64 [N]
+        actions: int64 [N]
+        targets: float [N]
+        lr: learning rate of one update
+    """
     flat, index = table.view(-1), states * table.shape[1] + actions
     at, which, count = index.unique(return_inverse=True, return_counts=True)
     mean = torch.zeros_like(flat[at]).index_add_(0, which, targets) / count
@@ -78,6 +99,10 @@ class QLearning(Learner):
     """Q-learning of a table from fragments, each used once.
 
     Source: Watkins, Dayan 1992, Q-learning, https://doi.org/10.1007/BF00992698.
+
+    Args:
+        lr: share of the way to its target that a value goes; 1 suits environments without chance
+        **shared: `SharedOptions`
     """
     actor_needs = ('table', 'epsilon')
 

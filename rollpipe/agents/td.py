@@ -23,13 +23,18 @@ __all__ = ['burnt_in', 'huber_penalty', 'td_targets', 'td', 'q', 'dqn', 'double_
 # %% ../../nbs/agents/14_td.ipynb #5da679da
 def burnt_in(
     fragment: Fragment,  # [T, B]
-    net,  # `values(state, hx) -> (q, hx)`
+    net: Any,  # `values(state, hx) -> (q, hx)`
     n: int,  # rows to skip, 0 <= n < T
 ) -> Fragment:
     """The rows of a fragment from `n` on `[T - n, B]`, with the memory that `net` has there.
 
     Source: Kapturowski et al. 2019, *Recurrent experience replay in distributed reinforcement learning*,
     https://openreview.net/forum?id=r1lyTjAqYX, section 3. Raises `DataError` if `n` is out of range.
+
+    Args:
+        fragment: [T, B]
+        net: `values(state, hx) -> (q, hx)`
+        n: rows to skip, 0 <= n < T
     """
     if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n < fragment.n_steps:
         raise DataError("burn_in: out of range", expected=f"an integer 0 <= burn_in < T = {fragment.n_steps}", got=f"burn_in={n!r}")
@@ -48,7 +53,12 @@ def huber_penalty(
     error: Tensor,        # any shape
     limit: float | None,  # errors beyond it count linearly; None: all count squared
 ) -> Tensor:
-    "`error²`, or `limit (2 |error| - limit)` where `|error|` is greater than `limit`."
+    """`error²`, or `limit (2 |error| - limit)` where `|error|` is greater than `limit`.
+
+    Args:
+        error: any shape
+        limit: errors beyond it count linearly; None: all count squared
+    """
     if limit is None: return error.square()
     size = error.abs()
     return torch.where(size > limit, limit * (2 * size - limit), error.square())
@@ -77,7 +87,14 @@ def td_targets(
     gamma: float,        # discount of the reward one step later
     n_steps: int = 1,    # steps whose rewards are summed before values take over, at most; fewer at ends
 ) -> Tensor:
-    "Targets `Gₜ` `[T, B]`: the rewards of up to `n_steps` steps and the value of the state reached then, 0 if it is terminal."
+    """Targets `Gₜ` `[T, B]`: the rewards of up to `n_steps` steps and the value of the state reached then, 0 if it is terminal.
+
+    Args:
+        fragment: [T, B]
+        v_tp1: values of the states reached, float32 [T, B]
+        gamma: discount of the reward one step later
+        n_steps: steps whose rewards are summed before values take over, at most; fewer at ends
+    """
     term = fragment.term[1:]
     v_tp1 = v_tp1.masked_fill(term | ~fragment.valid, 0.)
     return n_step_returns(fragment.state.rew[1:], v_tp1, gamma * ~term, n_steps, cut=fragment.state.fin[1:])
@@ -107,6 +124,17 @@ def td(
     Sources: Watkins 1989, *Learning from delayed rewards*; Mnih et al. 2015, https://doi.org/10.1038/nature14236 (target network);
     van Hasselt, Guez, Silver 2015, https://arxiv.org/abs/1509.06461 (double); Hessel et al. 2017, https://arxiv.org/abs/1710.02298
     (n steps). Raises `DataError` if an option is out of range, `weight` has the wrong shape, or no row that is trained on is valid.
+
+    Args:
+        fragment: [T, B]: transitions [1, B], segments of trajectories, or fresh fragments
+        actor: `values(state, hx) -> (q [T, B, n_actions], hx)`, see `QPolicy`; actions count from its `start`, or 0
+        target: the same, an older copy, which values the states that were reached; None: `actor`
+        gamma: discount of the reward one step later
+        double: the best action there is chosen by `actor`, and valued by `target`
+        n_steps: steps whose rewards are summed before values take over, at most; fewer at ends
+        burn_in: first rows that are not trained on: networks with memory find theirs
+        weight: importance weights of prioritised replay, float32 [B] or [T, B]
+        huber: errors beyond it count linearly; None: all count squared
     """
     own = burnt_in(fragment, actor, burn_in)
     valid, weight = own.valid, _weights(weight, fragment, burn_in)
@@ -145,6 +173,12 @@ def priorities(
     valid: Tensor,     # bool [T, B]
     eta: float = 0.9,  # share of the greatest error, the rest is the mean's
 ) -> Tensor:
-    "`eta * max|error| + (1 - eta) * mean|error|` over the valid rows of each column `[B]`; 0 if there are none. R2D2, section 2.3."
+    """`eta * max|error| + (1 - eta) * mean|error|` over the valid rows of each column `[B]`; 0 if there are none. R2D2, section 2.3.
+
+    Args:
+        errors: [T, B], of the rows that were trained on, without those of the burn-in
+        valid: bool [T, B]
+        eta: share of the greatest error, the rest is the mean's
+    """
     size = errors.abs().masked_fill(~valid, 0.)
     return eta * size.amax(0) + (1 - eta) * size.sum(0) / valid.sum(0).clamp(min=1)

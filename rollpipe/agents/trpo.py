@@ -21,6 +21,14 @@ class TRPO(NaturalGradientLearner):
     """Trust region policy optimisation for categorical, Gaussian and nested policies.
 
     Source: Schulman et al., "Trust Region Policy Optimization", https://arxiv.org/abs/1502.05477.
+
+    Args:
+        actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
+        critic: `critic(obs) -> value` (see `Critic`) to be fitted to the returns, or None
+        max_kl: trust region: largest mean KL divergence of an update [nat]
+        backtrack: factor by which the line search shortens the step
+        max_backtracks: step lengths that the line search tries
+        accept_ratio: least share of the predicted improvement that is accepted
     """
     @delegates(NaturalGradientLearner.__init__)
     def __init__(self,

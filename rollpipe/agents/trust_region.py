@@ -20,6 +20,14 @@ class CGResult(NamedTuple):
     """What `conjugate_gradients` found.
 
     `status` is `'converged'`, `'iterations'` (they ran out, as is usual), `'non-positive curvature'` or `'non-finite'`.
+
+    Args:
+        x: [D], the last good iterate: finite, and zero if there was none
+        iterations: iterations that went into x
+        residual: ||b - (A + damping I)x|| / ||b||, by the recursion; 0 for b = 0
+        curvature: x'(A + damping I)x
+        undamped: x'Ax
+        status: why it stopped
     """
     x: Tensor          # [D], the last good iterate: finite, and zero if there was none
     iterations: int    # iterations that went into x
@@ -45,6 +53,13 @@ def conjugate_gradients(
 
     Stops with the last good `x` where `p'(A + damping I)p` is not positive or a number is not finite. One host
     synchronisation per iteration. Raises ValueError for a `b` that is no vector, or bad `iters`, `tol`, `damping`.
+
+    Args:
+        matvec: v [D] -> A v [D], with A symmetric and positive semi-definite
+        b: right-hand side [D]
+        iters: most iterations, one product each
+        tol: stop when ||residual|| <= tol ||b||, or where it is rounding error only
+        damping: solve (A + damping I) x = b
     """
     b = b.detach()
     if b.ndim != 1: raise ValueError(f'b: expected a vector [D], got shape {list(b.shape)}')
@@ -83,6 +98,14 @@ class LineSearch(NamedTuple):
 
     `status` is `'accepted'`, or why the last trial was not: `'no improvement'`, `'KL too large'`, `'non-finite'`, or
     `'no expected improvement'` if none was made.
+
+    Args:
+        theta: [D] the accepted parameters, or those given
+        backtracks: how often the step was shortened
+        before: surrogate at the parameters given
+        surrogate: surrogate at `theta`
+        kl: KL divergence at `theta`, 0 if restored
+        ratio: improvement / expected improvement, 0 if restored
     """
     accepted: bool
     theta: Tensor      # [D] the accepted parameters, or those given
@@ -116,6 +139,18 @@ def backtrack_line_search(
 
     An expected improvement that is not positive and finite is not searched for. With `set_params`, the accepted
     parameters are in place at the end; if no trial is accepted or `evaluate` raises, `theta` is put back exactly.
+
+    Args:
+        evaluate: theta [D] -> (surrogate to be raised, KL divergence from the start), scalars
+        theta: where to start [D]
+        step: the full step [D]
+        expected_rate: predicted improvement of the full step: gradient'step
+        max_kl: largest KL divergence that is accepted
+        backtrack: factor between one step length and the next
+        max_backtracks: number of step lengths that are tried, the full step included
+        accept_ratio: least part of the expected improvement that is accepted
+        before: surrogate at `theta`, where it is known
+        set_params: puts a theta in place before it is evaluated
     """
     put = set_params or (lambda theta: None)
     theta, best, status = theta.clone(), None, 'no expected improvement'

@@ -23,7 +23,12 @@ def timeshift(
     state: Any,      # leaves [T, ...], in any nesting; None passes
     shift: int = 1,  # rows between the two, 1 to T
 ) -> tuple[Any, Any]:
-    "`(rows t, rows t + shift)` of `state`, both `[T - shift, ...]`, as views. Raises `DataError` if `shift` is no integer >= 1."
+    """`(rows t, rows t + shift)` of `state`, both `[T - shift, ...]`, as views. Raises `DataError` if `shift` is no integer >= 1.
+
+    Args:
+        state: leaves [T, ...], in any nesting; None passes
+        shift: rows between the two, 1 to T
+    """
     check_integer('shift', shift)
     return nested.getitem(state, slice(None, -shift)), nested.getitem(state, slice(shift, None))
 
@@ -63,7 +68,12 @@ def answers_reached(
     net: Callable[[State, Any], Any],  # `net(state [T, B, ...], hx) -> ` nested answers [T, B, ...]
     fragment: Fragment,                # [T, B]; its `hx` is the memory of `net` at row 0
 ) -> Any:
-    "The answers of `net` `[T, B, ...]`, without gradients, to the states that the steps led to, with the memory of that moment."
+    """The answers of `net` `[T, B, ...]`, without gradients, to the states that the steps led to, with the memory of that moment.
+
+    Args:
+        net: `net(state [T, B, ...], hx) -> ` nested answers [T, B, ...]
+        fragment: [T, B]; its `hx` is the memory of `net` at row 0
+    """
     if not nested.leaves(fragment.hx): return net(nested.as_seen(states_reached(fragment)), fragment.hx)
     if not len(fragment.final.t): return timeshift(net(nested.as_seen(fragment.state), fragment.hx))[1]
     state, row = spliced(fragment)

@@ -23,6 +23,14 @@ class VTrace(ActorCriticLearner):
 
     Source: Espeholt et al. 2018, "IMPALA: Scalable Distributed Deep-RL with Importance Weighted Actor-Learner Architectures",
     https://arxiv.org/abs/1802.01561; here with Adam.
+
+    Args:
+        actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
+        critic: `critic(obs) -> value` (see `Critic`); None: the `value` that the actor reports
+        lam: exponential weight of longer estimates: 0 trusts the critic, 1 the rewards
+        rho_clip: largest weight of a temporal difference, and of an action in the policy gradient
+        c_clip: largest weight with which later differences are carried back, at most rho_clip
+        **shared: `SharedOptions`
     """
     batch_needs = ('logp',)
 

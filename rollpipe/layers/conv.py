@@ -42,6 +42,10 @@ class ConvTrunk(nn.Module):
     From 36 pixels on, the layers are those of Mnih et al. 2015, Human-level control through deep reinforcement learning,
     https://doi.org/10.1038/nature14236, else those of Young, Tian 2019, MinAtar, https://arxiv.org/abs/1903.03176. The initial
     weights are orthogonal with gain sqrt(2), biases are zero.
+
+    Args:
+        shape: shape of one image or stack
+        n_out: number of features; None: 512 for large images, else 128
     """
     is_normalized = True
     large, small = ((32, 8, 4), (64, 4, 2), (64, 3, 1)), ((16, 3, 1),)  # (channels, size of the kernel, stride)

@@ -29,6 +29,13 @@ class Critic(Observer):
 
     Source: van Hasselt et al. 2016, Learning values across many orders of magnitude (PopArt),
     https://arxiv.org/abs/1602.07714; here the moments are those of all returns so far.
+
+    Args:
+        observation_space: see `encoder_for`
+        hidden: sizes of the hidden layers
+        normalize: normalise observations by their running mean and standard deviation
+        activation: module class of the activations
+        encoder: options of `encoder_for`, or a function from the space to a module
     """
     def __init__(self,
                  observation_space: gym.Space,            # see `encoder_for`

@@ -62,6 +62,14 @@ def encoder_for(
 
     Raises `SpaceError`, which names the part of the space that is not supported (Text, Graph, Sequence, ...), and `ValueError` for an
     unknown choice of `images` or `discrete`.
+
+    Args:
+        space: observation space
+        name: what error messages call the space
+        images: 'flat', or 'conv': a `ConvTrunk` for each Box of uint8 or bool with 2 to 4 dimensions
+        discrete: encoding of Discrete and MultiDiscrete: 'onehot', 'bits' or 'embed' (`Embeddings`)
+        size: number of learned features of each integer, if `discrete` is 'embed'
+        n_out: number of features of each `ConvTrunk`; None: its default
     """
     s, options = gym.spaces, dict(images=images, discrete=discrete, size=size, n_out=n_out)
     if images not in ('flat', 'conv'): raise ValueError(f"Expected images 'flat' or 'conv', got {images!r}")

@@ -55,6 +55,14 @@ class GaussianHead(nn.Module):
     """Features `[..., n_in]` -> `GaussianParams` `[..., *shape]` in the units of the action.
 
     Raises `ValueError` for an unknown `std`.
+
+    Args:
+        n_in: number of features
+        shape: shape of one action
+        low: lower bounds, a number or an array of `shape`; None or -inf: unbounded
+        high: upper bounds, likewise
+        log_std: log of the initial (or fixed) standard deviation; 0 means half the range
+        std: standard deviation: 'free' (a parameter), 'fixed', or 'state' (from the features, by `ClampedStd`)
     """
     def __init__(self,
                  n_in: int,             # number of features
@@ -134,6 +142,12 @@ def head_for(
     """A head for an action space: Discrete, MultiDiscrete, MultiBinary, Box of floats (any shape), or Dict and Tuple of them.
 
     Raises `SpaceError`, which names the part of the space that is not supported.
+
+    Args:
+        space: action space
+        n_in: number of features
+        name: what error messages call the space
+        **gaussian: `std` and `log_std` of every `GaussianHead`
     """
     if isinstance(space, gym.spaces.Dict):
         return JointHead({k: head_for(s, n_in, f'{name}[{k!r}]', **gaussian) for k, s in space.spaces.items()})

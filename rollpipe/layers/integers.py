@@ -26,6 +26,11 @@ def to_bits(
 
     Negative numbers have the bits of their two's complement. Raises `TypeError` if `x` is not an integer tensor, `ValueError`
     unless `n_bits` is in 1 ... 63.
+
+    Args:
+        x: integers `[*lead]`
+        n_bits: number of bits, 1 ... 63
+        dtype: of the result
     """
     if x.dtype.is_floating_point or x.dtype.is_complex: raise TypeError(f"to_bits: expected integers, got {describe(x)}")
     return (x.unsqueeze(-1) & (1 << torch.arange(_checked(n_bits), device=x.device)) != 0).to(dtype)

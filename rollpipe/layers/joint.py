@@ -25,6 +25,10 @@ class MultiCategorical:
 
     The parameters are the concatenated logits `[*lead, sum(n)]`. Actions are int64 `[*lead, *shape]`, where `shape` has `len(n)`
     elements. Sums run over `shape`.
+
+    Args:
+        start: `()`: all 0
+        shape: None: `(len(n),)`
     """
     n: tuple
     start: tuple = ()            # `()`: all 0

@@ -33,6 +33,13 @@ class MLP(nn.Module):
     """Linear layers with an activation after each hidden one; `[..., n_in]` -> `[..., n_out]`, float32.
 
     Hidden layers have orthogonal initial weights with gain sqrt(2), the last layer has gain `gain`; biases are zero.
+
+    Args:
+        n_in: size of the last input dimension
+        hidden: sizes of the hidden layers
+        n_out: number of outputs; None: no output layer, the result is the last hidden activation
+        activation: module class of the activations, called without arguments
+        gain: gain of the output layer's initial weights, if there is an output layer
     """
     def __init__(self,
                  n_in: int,                     # size of the last input dimension

@@ -31,6 +31,10 @@ class ModuleDict(nn.ModuleDict):
     """A dict of modules that is applied to a dict of inputs and concatenates the results along `dim`, in the order of the modules.
 
     For nested inputs the modules are nested in dicts, lists and tuples in the same way. Raises `DataError` for inputs with other keys.
+
+    Args:
+        modules: modules in a dict, list or tuple, which may be nested
+        dim: dimension along which the results are concatenated
     """
     def __init__(self,
                  modules: Any = None,  # modules in a dict, list or tuple, which may be nested

@@ -44,7 +44,14 @@ class ForSpaces:
                 seed: int | None = None,         # of the initial parameters; torch's global generator keeps its state
                 **kwargs: Any,                   # further arguments of the class: `hidden`, `normalize`, ...
     ) -> Any:
-        "The actor for an environment."
+        """The actor for an environment.
+
+        Args:
+            env: gymnasium id, factory, environment, or a pair `(observation_space, action_space)`
+            env_kwargs: keyword arguments for `gymnasium.make` if `env` is an id
+            seed: of the initial parameters; torch's global generator keeps its state
+            **kwargs: further arguments of the class: `hidden`, `normalize`, ...
+        """
         with seeded(seed): return cls(*spaces_of(env, env_kwargs), **kwargs)
 
     def to_own_device(self, noise: Any) -> Any:
@@ -65,6 +72,11 @@ class Observer(nn.Module):
 
         A module that `encoder` returns has a known number of features (`n_out_of`). If it has an attribute `is_normalized` that is False,
         the features are normalised.
+
+        Args:
+            observation_space: see `encoder_for`
+            normalize: normalise features that the encoder does not normalise
+            encoder: options of `encoder_for`, or a function from the space to a module
         """
         self.encoder = encoder(observation_space) if callable(encoder) else encoder_for(observation_space, **(encoder or {}))
         n, is_normalized = n_out_of(self.encoder), getattr(self.encoder, 'is_normalized', True)

@@ -15,7 +15,14 @@ __all__ = ['Packing', 'pack_episodes']
 
 # %% ../../nbs/layers/13_packing.ipynb #026859d5
 class Packing(NamedTuple):
-    "Where the `T * B` rows of a fragment are in a packed sequence of pieces, longest first."
+    """Where the `T * B` rows of a fragment are in a packed sequence of pieces, longest first.
+
+    Args:
+        order: int64 [T * B]: for each position in the packed sequence, the row t * B + b of the fragment
+        position: int64 [T * B]: for each row t * B + b of the fragment, its position in the packed sequence
+        sizes: int64 [longest piece]: the number of pieces that have a k-th row; in CPU memory
+        first: int64 [B]: for each environment, the piece that its row 0 belongs to
+    """
     order: Tensor     # int64 [T * B]: for each position in the packed sequence, the row t * B + b of the fragment
     position: Tensor  # int64 [T * B]: for each row t * B + b of the fragment, its position in the packed sequence
     sizes: Tensor     # int64 [longest piece]: the number of pieces that have a k-th row; in CPU memory

@@ -72,6 +72,16 @@ class MLPPolicy(Observer, Policy):
     action space.
 
     Raises `SpaceError` if there is no encoder for the observations or no head for the actions.
+
+    Args:
+        observation_space: see `encoder_for`
+        action_space: see `head_for`
+        hidden: sizes of the hidden layers
+        normalize: normalise observations by their running mean and standard deviation
+        activation: module class of the activations
+        std: standard deviation of Box actions: 'free', 'fixed' or 'state' (`GaussianHead`)
+        log_std: log of the initial standard deviation; 0 means half the range of the action
+        encoder: options of `encoder_for`, or a function from the space to a module
     """
     uses_past = False  # a subclass whose `params` looks at `act` or `rew` must set True
 
@@ -97,7 +107,15 @@ class MLPPolicy(Observer, Policy):
 
 # %% ../../nbs/layers/11_policies.ipynb #043d9d15
 class CategoricalPolicy(MLPPolicy):
-    "`MLPPolicy` for Discrete actions only; raises `SpaceError` for others."
+    """`MLPPolicy` for Discrete actions only; raises `SpaceError` for others.
+
+    Args:
+        observation_space: see `encoder_for`
+        action_space: Discrete
+        hidden: sizes of the hidden layers
+        normalize: normalise observations by their running mean and standard deviation
+        activation: module class of the activations
+    """
     def __init__(self,
                  observation_space: gym.Space,  # see `encoder_for`
                  action_space: gym.Space,       # Discrete
@@ -112,7 +130,17 @@ class CategoricalPolicy(MLPPolicy):
 
 
 class GaussianPolicy(MLPPolicy):
-    "`MLPPolicy` for Box actions of floats only, scaled to their bounds; raises `SpaceError` for others."
+    """`MLPPolicy` for Box actions of floats only, scaled to their bounds; raises `SpaceError` for others.
+
+    Args:
+        observation_space: see `encoder_for`
+        action_space: Box of floats
+        hidden: sizes of the hidden layers
+        normalize: normalise observations by their running mean and standard deviation
+        activation: module class of the activations
+        std: standard deviation of the actions: 'free', 'fixed' or 'state' (`GaussianHead`)
+        log_std: log of the initial standard deviation; 0 means half the range of the action
+    """
     def __init__(self,
                  observation_space: gym.Space,  # see `encoder_for`
                  action_space: gym.Space,       # Box of floats

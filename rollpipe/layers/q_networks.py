@@ -87,6 +87,16 @@ class QPolicy(Observer, EpsilonGreedy):
     """Values of Discrete actions by a perceptron: encoder, running normaliser, hidden layers, plain or duelling head.
 
     Raises `SpaceError` if there is no encoder for the observations or the actions are not Discrete.
+
+    Args:
+        observation_space: see `encoder_for`
+        action_space: Discrete
+        hidden: sizes of the hidden layers; `()`: linear, a table if observations are Discrete
+        duelling: separate value and advantages, each with a last hidden layer of its own
+        normalize: normalise observations by their running mean and standard deviation
+        activation: module class of the activations
+        epsilon: fraction of the steps with a random action; a buffer that learners may change
+        encoder: options of `encoder_for`, or a function from the space to a module
     """
     uses_past = False
 
@@ -117,6 +127,22 @@ class RecurrentQPolicy(RecurrentObserver, EpsilonGreedy):
 
     Raises `SpaceError` if there is no encoder for the observations or the actions are not Discrete, `ValueError` for an unknown
     `cell` or `method`.
+
+    Args:
+        observation_space: see `encoder_for`
+        action_space: Discrete
+        hidden: sizes of the layers before the memory
+        memory: size of the memory
+        cell: 'gru' or 'lstm'
+        layers: number of recurrent layers
+        span: number of steps that the memory lasts before training
+        past: the network also sees the previous action and its reward
+        duelling: separate value and advantages, by two linear layers behind the memory
+        normalize: normalise observations by their running mean and standard deviation
+        activation: module class of the activations
+        epsilon: fraction of the steps with a random action; a buffer that learners may change
+        method: how fragments are processed: 'step', 'packed' or None (`Recurrent`)
+        encoder: options of `encoder_for`, or a function from the space to a module
     """
     def __init__(self,
                  observation_space: gym.Space,            # see `encoder_for`

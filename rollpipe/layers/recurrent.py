@@ -41,7 +41,15 @@ def scan(
     h: Any,           # memories `[sizes[0], n]` before the first step
     *weights: Tensor,
 ) -> Any:
-    "Apply a cell step by step; returns the memories `[N, n]` after each row. When a step has fewer rows, the last memories are dropped."
+    """Apply a cell step by step; returns the memories `[N, n]` after each row. When a step has fewer rows, the last memories are dropped.
+
+    Args:
+        cell: cell(*gates, h, *weights) -> h for one step
+        gates: what the input contributes to the gates: tensors `[N, ...]`, the rows of all steps
+        sizes: number of rows of each step; it never increases
+        begins: for each step a bool tensor `[rows, 1]`, where memories are cleared before it, or None
+        h: memories `[sizes[0], n]` before the first step
+    """
     after = []
     for n, begin, *now in zip(sizes, begins, *(g.split(sizes) for g in gates)):
         if begin is not None: h = map_memory(lambda h, at=begin: h.masked_fill(at, 0), h)
@@ -64,6 +72,13 @@ class Recurrent(nn.Module):
     few steps, and nothing could be learned from it.
 
     Raises `ValueError` for an unknown `method` or a `span` below 2.
+
+    Args:
+        n_in: number of features per row
+        n_out: size of the memory and of the output
+        layers: number of recurrent layers
+        span: number of steps that the memory lasts before training
+        method: 'step', 'packed', or None: packed if an episode begins after row 0
     """
     def __init__(self,
                  n_in: int,                  # number of features per row

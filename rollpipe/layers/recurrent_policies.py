@@ -58,6 +58,23 @@ class RecurrentPolicy(RecurrentObserver, Policy):
 
     Raises `SpaceError` if there is no encoder for the observations or no head for the actions, `ValueError` for an
     unknown `cell` or `method`.
+
+    Args:
+        observation_space: see `encoder_for`
+        action_space: see `head_for`
+        hidden: sizes of the layers before the memory
+        memory: size of the memory
+        cell: 'gru' or 'lstm'
+        layers: number of recurrent layers
+        span: number of steps that the memory lasts before training
+        past: the policy also sees the previous action and its reward
+        normalize: normalise observations by their running mean and standard deviation
+        activation: module class of the activations
+        std: standard deviation of Box actions: 'free', 'fixed' or 'state' (`GaussianHead`)
+        log_std: log of the initial standard deviation; 0 means half the range of the action
+        method: how fragments are processed: 'step', 'packed' or None (`Recurrent`)
+        report: report the memory, `memory` [T, B, memory], for a `MemoryCritic`
+        encoder: options of `encoder_for`, or a function from the space to a module
     """
     def __init__(self,
                  observation_space: gym.Space,            # see `encoder_for`
@@ -97,6 +114,14 @@ class MemoryCritic(Critic):
     """State values from observations and the memory that a `RecurrentPolicy` with `report=True` reported there.
 
     Its input is `dict(obs=[*lead, ...], memory=[*lead, memory])`, see `inputs`; its output is float32 `[*lead]`.
+
+    Args:
+        observation_space: see `encoder_for`
+        memory: size of the policy's memory
+        hidden: sizes of the hidden layers
+        normalize: normalise observations by their running mean and standard deviation
+        activation: module class of the activations
+        encoder: options of `encoder_for`, or a function from the space to a module
     """
     def __init__(self,
                  observation_space: gym.Space,            # see `encoder_for`

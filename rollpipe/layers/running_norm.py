@@ -28,7 +28,13 @@ def moments(
     event_ndim: int,              # number of dimensions of one sample
     valid: Tensor | None = None,  # bool `[*lead]`; samples where it is False are left out
 ) -> tuple:
-    "Count (int), mean and variance (float64 `[*event]`) of samples. Mean and variance are meaningless if the count is 0."
+    """Count (int), mean and variance (float64 `[*event]`) of samples. Mean and variance are meaningless if the count is 0.
+
+    Args:
+        x: samples `[*lead, *event]`
+        event_ndim: number of dimensions of one sample
+        valid: bool `[*lead]`; samples where it is False are left out
+    """
     rows = x.detach()[valid] if valid is not None else x.detach().reshape(-1, *x.shape[x.ndim - event_ndim:])
     rows = rows.double()
     mean = rows.sum(0) / max(len(rows), 1)
@@ -41,6 +47,11 @@ class RunningNorm(nn.Module):
 
     Maps `[*lead, *shape]` float32 to the same shape. `count` is float64 `[]`; `mean`, `var` and the buffers derived from
     them are float32.
+
+    Args:
+        shape: shape of one sample
+        clip: largest magnitude of the result
+        eps: added to the variance
     """
     def __init__(self,
                  shape: int | tuple,  # shape of one sample

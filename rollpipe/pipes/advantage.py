@@ -39,6 +39,9 @@ def values(
 
     `v_tp1` is the value of the true last observation where an episode was truncated; where it terminated it means nothing.
     Raises `DataError` if there is neither a critic nor a reported value, or if the values have the wrong shape.
+
+    Args:
+        critic: `critic(obs [..., *]) -> [...]`; None: the `value` that the actor reported
     """
     if critic is None:
         if not (isinstance(fragment.actor, dict) and 'value' in fragment.actor):
@@ -68,6 +71,12 @@ class AdvantageBuffer(Pipe):
 
     Source: Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation", https://arxiv.org/abs/1506.02438.
     Raises `DataError` if a value or advantage is not finite, or if there is neither a critic nor a reported value.
+
+    Args:
+        pipe: yields `Fragment`s
+        critic: `critic(obs [..., *]) -> [...]` (see `Critic`); None: the `value` that the actor reported
+        gamma: discount of the reward one step later
+        lam: exponential weight of longer estimates: 0 trusts the critic, 1 the rewards
     """
     reads, keeps_items, any_strides = 1, False, True
 
@@ -89,17 +98,17 @@ class AdvantageBuffer(Pipe):
 
     def estimate(self, fragment: Fragment) -> Fragment:
         "`fragment` with `adv` and `ret`."
-        where = dict(pipe=self, lane=None if fragment.lane is None else int(fragment.lane[0]))
+        lane = None if fragment.lane is None else int(fragment.lane[0])
         try: v_t, v_tp1 = values(fragment, self.critic)
         except DataError as e:
-            e.locate(**where)
+            e.locate(pipe=self, lane=lane)
             raise
         rew, fin, term = fragment.state.rew[1:], fragment.state.fin[1:], fragment.term[1:]
         adv = returns.gae(rew, v_t, v_tp1, self.gamma * (~term), self.lam, cut=fin)
         if not torch.isfinite(adv).all():
             t, b = (~torch.isfinite(adv)).nonzero()[0].tolist()
-            raise DataError("non-finite advantage", env=b, leaf=f"adv[{t}, {b}]", expected="finite rewards and values",
-                            got=f"reward {rew[t, b]}, value {v_t[t, b]}, next value {v_tp1[t, b]}", **where)
+            raise DataError("non-finite advantage", pipe=self, lane=lane, env=b, leaf=f"adv[{t}, {b}]", expected="finite rewards and values",
+                            got=f"reward {rew[t, b]}, value {v_t[t, b]}, next value {v_tp1[t, b]}")
         # Rows that are no step have `fin` set, so they have no influence on the rows before them.
         if not fragment.valid.all(): adv = adv.masked_fill(~fragment.valid, 0.)
         return fragment._replace(adv=adv, ret=adv + v_t)

@@ -27,6 +27,10 @@ class FragmentStacker(Pipe):
     The batch has memory of its own, except for arrays that lie side by side already, as those that worker processes made for this join.
 
     Raises `DataError` if `n < 1` or if fragments that meet differ in length or structure.
+
+    Args:
+        pipe: yields `Fragment`s
+        n: fragments per batch
     """
     def __init__(self,
                  pipe: IterDataPipe,  # yields `Fragment`s
@@ -57,6 +61,12 @@ def minibatches(
 
     Without recurrent state: `[1, size]`, valid transitions from anywhere. With it: `[T, max(1, size // T)]`, whole columns with all
     their steps and the recurrent state at row 0. The last minibatch of an epoch is smaller if the numbers do not divide.
+
+    Args:
+        fragment: [T, B], with whatever a loss needs
+        size: transitions per minibatch
+        epochs: how often each transition is used
+        rng: draws the order of each epoch
     """
     if nested.leaves(fragment.hx):
         numbers, take, size, at_once = torch.arange(fragment.n_envs), partial(columns, fragment), max(1, size // fragment.n_steps), 1
@@ -74,6 +84,12 @@ class Minibatcher(Seeded, Pipe):
     Without recurrent state a minibatch is a fragment `[1, size]` of valid transitions from anywhere. With it, a minibatch holds
     whole columns, `size // T` environments (at least one) with all their steps. Each transition occurs once an epoch, so the last
     minibatch of an epoch is smaller if `size` does not divide their number. Raises `DataError` if `size < 1` or `epochs < 1`.
+
+    Args:
+        pipe: yields `Fragment`s
+        size: transitions per minibatch
+        epochs: how often each fragment is used
+        seed: fixes the order; None: fresh entropy for each iteration
     """
     def __init__(self,
                  pipe: IterDataPipe,       # yields `Fragment`s

@@ -17,7 +17,15 @@ from .errors import DataError, describe
 
 # %% ../../nbs/pipes/07_data.ipynb #cb79ba8f
 class State(NamedTuple):
-    """What the actor sees at time `t`; leaves are `[B, ...]` in a tick and `[T+1, B, ...]` in a fragment."""
+    """What the actor sees at time `t`; leaves are `[B, ...]` in a tick and `[T+1, B, ...]` in a fragment.
+
+    Args:
+        stepno: int64: steps since the episode began; 0 on its first row
+        obs: observation, any nesting, the environment's dtypes; the first of a *new* episode where `fin`
+        act: action of the previous row, any nesting; of the episode before where `fin`; zeros on the very first row
+        rew: float32: reward of the previous row's action; of the episode before where `fin`; 0 on the very first row
+        fin: bool: did the previous row's action end an episode? True on the very first row
+    """
     stepno: Any  # int64: steps since the episode began; 0 on its first row
     obs: Any     # observation, any nesting, the environment's dtypes; the first of a *new* episode where `fin`
     act: Any     # action of the previous row, any nesting; of the episode before where `fin`; zeros on the very first row
@@ -26,7 +34,14 @@ class State(NamedTuple):
 
 # %% ../../nbs/pipes/07_data.ipynb #1154235c
 class Final(NamedTuple):
-    """The `K` truncated ends of a fragment (`K` may be 0): what was seen last. There `State.obs` shows the reset."""
+    """The `K` truncated ends of a fragment (`K` may be 0): what was seen last. There `State.obs` shows the reset.
+
+    Args:
+        t: int64 [K]: the step t -> t+1 that was truncated, so `state.fin[t+1, b]` and not `term[t+1, b]`
+        b: int64 [K]: the environment
+        obs: [K, ...]: the true last observation
+        actor: [K, ...]: the actor's virtual reaction to it, with the recurrent state of that moment
+    """
     t: Any      # int64 [K]: the step t -> t+1 that was truncated, so `state.fin[t+1, b]` and not `term[t+1, b]`
     b: Any      # int64 [K]: the environment
     obs: Any    # [K, ...]: the true last observation
@@ -68,6 +83,20 @@ class Tick(NamedTuple):
     A pipe that changes `next` changes what is recorded, not what the actor is shown. `actor` may alias parameters: whoever
     keeps ticks while the actor is trained must copy it (fragments are copies). Whoever makes ticks must not reuse the memory of
     their arrays, because several steps may be copied at once.
+
+    Args:
+        state: numpy [B, ...] at t
+        hx: recurrent state before the reaction, environment on dim 1; `()` without memory
+        actor: torch [1, B, ...]: what the actor reported at t
+        next: numpy [B, ...] at t+1: the action taken at t, its reward and end, the observation that followed
+        next_hx: recurrent state at t+1, already reset where an episode ended
+        term: bool [B]: the part of `next.fin` that is a true termination
+        final: environment b -> (last observation, recurrent state [.., 1, ..]) where truncated; at every end if `terminal_obs`
+        env: numpy [B, ...]: numeric environment info of the step t -> t+1
+        valid: bool [B]: False where no transition took place
+        lane: which copy of the pipeline
+        version: which weights reacted
+        source: whom a collector asks for virtual reactions, completed reports, and observations in memory of its own
     """
     state: State        # numpy [B, ...] at t
     hx: Any             # recurrent state before the reaction, environment on dim 1; `()` without memory
@@ -143,6 +172,25 @@ def from_steps(
     """A `Fragment` of what happened. Row 0 has no action and no reward before it; it begins an episode where `stepno` is 0.
 
     Raises `DataError` if an argument has the wrong shape, or if the last observation of a truncated episode is missing.
+
+    Args:
+        obs: [T+1, B, ...]: what was seen; where an episode ended, the first observation of the next one
+        act: [T, B, ...]: what was done then
+        rew: float32 [T, B]: the reward that followed; where not `valid`, 0 takes its place
+        terminated: bool [T, B]: the step ended the episode; None: none did
+        truncated: bool [T, B]: the step cut the episode off; None: none did
+        last_obs: [K, ...]: true last observations of the `K` truncated episodes, by time, then by environment
+        actor: [T+1, B, ...]: what the actor reported; None: nothing
+        last_actor: [K, ...]: what it reported to `last_obs`
+        env: [T, B, ...]: environment info; None: nothing
+        hx: [layers, B, ...]: recurrent state at row 0
+        valid: bool [T, B]: False where no transition took place; None: all are transitions
+        stepno: int, or int64 [B]: steps of the episode before row 0
+        adv: float32 [T, B]: advantages
+        ret: float32 [T, B]: value targets
+        lane: int64 [B]: the lane that collected the column
+        seq: int64 [B]: how many fragments that lane had yielded before
+        version: int64 [B]: version of the weights that collected the column
     """
     valid, terminated, truncated = _flags(rew, valid, True), _flags(rew, terminated, False), _flags(rew, truncated, False)
     actor, env = {} if actor is None else actor, {} if env is None else env
@@ -173,6 +221,20 @@ class Fragment(NamedTuple):
         final                    (t=1, b): x_{n+2} and the reaction to it, if truncated
 
     A consumer may keep a fragment: nothing in it is overwritten later.
+
+    Args:
+        state: [T+1, B, ...]
+        actor: [T+1, B, ...]: what the actor reported; row T is the virtual look-ahead (a `logp` there: of the mode)
+        env: [T, B, ...]: numeric environment info of the step t -> t+1
+        hx: [layers, B, ...]: recurrent state at row 0; `()` without one
+        term: bool [T+1, B]: true terminations; `state.fin & ~term` are truncations
+        final: K rows
+        valid: bool [T, B]: False for rows that are no transition; losses and statistics leave them out
+        adv: float32 [T, B]: advantages, added by `AdvantageBuffer`
+        ret: float32 [T, B]: value targets, added by `AdvantageBuffer`
+        lane: int64 [B]: the lane that collected the column
+        seq: int64 [B]: how many fragments that lane had yielded before
+        version: int64 [B]: version of the weights that collected the column
     """
     state: State       # [T+1, B, ...]
     actor: Any         # [T+1, B, ...]: what the actor reported; row T is the virtual look-ahead (a `logp` there: of the mode)
@@ -202,7 +264,7 @@ class Fragment(NamedTuple):
 
     def only(self, *names: str) -> 'Fragment':
         "The fragment with None in every field but `names`, such as `fragment.only(*Fragment.ROWS)`."
-        return Fragment(*[x if name in names else None for name, x in zip(self._fields, self)])
+        return self._make(x if name in names else None for name, x in zip(self._fields, self))
 
     def map(self, *, rows: Callable | None = None, steps: Callable | None = None, columns: Callable | None = None,
             hx: Callable | None = None, final: Callable | None = None) -> 'Fragment':
@@ -221,6 +283,12 @@ def check_item(
     kind: type,  # what the pipe wants to read
     pipe: Any,   # the pipe, or its name
 ) -> None:
-    "Raise `DataError` if `item` is no `kind`."
+    """Raise `DataError` if `item` is no `kind`.
+
+    Args:
+        item: what has reached the pipe
+        kind: what the pipe wants to read
+        pipe: the pipe, or its name
+    """
     if not isinstance(item, kind):
         raise DataError(f"{kind.__name__}s are wanted here", pipe=pipe, expected=kind.__name__, got=type(item).__name__)

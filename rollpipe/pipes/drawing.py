@@ -101,7 +101,13 @@ def _svg(labels, edges, marked) -> str:
 # %% ../../nbs/pipes/03_drawing.ipynb #e3833b41
 @dataclass(frozen=True, repr=False)
 class Drawing:
-    "A drawn graph: `str` is a text, and a notebook shows an SVG."
+    """A drawn graph: `str` is a text, and a notebook shows an SVG.
+
+    Args:
+        labels: texts of the pipes, sources first
+        edges: for every pipe `[(index of the input, met first here?), ...]`
+        marked: indices of the pipes to point out
+    """
     labels: list       # texts of the pipes, sources first
     edges: list        # for every pipe `[(index of the input, met first here?), ...]`
     marked: frozenset  # indices of the pipes to point out

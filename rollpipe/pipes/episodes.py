@@ -145,6 +145,11 @@ class EpisodeCollector(Pipe):
 
     Raises `DataError` if `batch < 1`, if what comes is no `Tick`, or if an episode ends without an entry in `Tick.final`: an
     `EnvStepper` keeps the last observations of terminated episodes only with `terminal_obs=True`.
+
+    Args:
+        pipe: yields `Tick`s, such as `EnvStepper(..., terminal_obs=True)`
+        batch: episodes per item
+        pad: True: items are padded `Fragment`s `[max(T), batch]`; False: lists of `Fragment`s `[T, 1]`
     """
     def __init__(self,
                  pipe: IterDataPipe,  # yields `Tick`s, such as `EnvStepper(..., terminal_obs=True)`

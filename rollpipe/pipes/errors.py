@@ -35,7 +35,17 @@ def _describe_items(value, width) -> str | None:
 
 # %% ../../nbs/pipes/00_errors.ipynb #71d2222b
 class PipeError(RuntimeError):
-    "Something went wrong in a pipeline; the fields say where."
+    """Something went wrong in a pipeline; the fields say where.
+
+    Args:
+        problem: what is wrong, a short phrase
+        pipe: the pipe (its class name is kept) or a name
+        lane: index of the lane
+        env: index of the environment, an `(index, name)` pair, or a text
+        leaf: path of the leaf inside a container, such as `obs['camera'][0]`
+        expected: a text, or any value, of which `describe(value)` is kept
+        got: what came instead, as `expected`
+    """
     def __init__(self,
                  problem: str,             # what is wrong, a short phrase
                  *,

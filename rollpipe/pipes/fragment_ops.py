@@ -20,7 +20,13 @@ from .errors import DataError
 
 # %% ../../nbs/pipes/09_fragment_ops.ipynb #80a0bf61
 class TimeStep(NamedTuple):
-    "One moment of one environment: what is seen, and the action and the reward that led there."
+    """One moment of one environment: what is seen, and the action and the reward that led there.
+
+    Args:
+        kind: 'restart', 'transition', 'termination' or 'truncation'
+        obs: [...]: arrays, tensors or numbers in any nesting
+        act: [...]: likewise; None at a restart
+    """
     kind: str        # 'restart', 'transition', 'termination' or 'truncation'
     obs: Any         # [...]: arrays, tensors or numbers in any nesting
     act: Any = None  # [...]: likewise; None at a restart
@@ -59,6 +65,10 @@ def from_timesteps(
     """The fragment `[T, 1]` of what one environment showed.
 
     Raises `DataError` unless the first time step, and each one after an end, is a restart, and no other one is.
+
+    Args:
+        timesteps: of one environment, beginning with a restart
+        **fields: further arguments of `Fragment.from_steps`, for B = 1
     """
     timesteps, ended = list(timesteps), True
     for k, step in enumerate(timesteps):
@@ -81,7 +91,12 @@ def same_keys(
     infos: list,   # dicts, leaves [T, B, ...]
     widths: list,  # the `B` of each
 ) -> list:
-    "`infos` with the same keys in all. Where a dict lacks a key that others have, it gets nan, or 0 for leaves that are no floats."
+    """`infos` with the same keys in all. Where a dict lacks a key that others have, it gets nan, or 0 for leaves that are no floats.
+
+    Args:
+        infos: dicts, leaves [T, B, ...]
+        widths: the `B` of each
+    """
     known = {key: value for info in infos for key, value in info.items()}
     if all(info.keys() == known.keys() for info in infos): return infos
     def missing(x, b): return torch.full((x.shape[0], b, *x.shape[2:]), float('nan') if x.is_floating_point() else 0, dtype=x.dtype)
@@ -138,7 +153,11 @@ def columns(
     fragment: Fragment,
     index: Tensor,  # int64 [n]: numbers of environments, each at most once
 ) -> Fragment:
-    "These environments of a fragment, as a fragment `[T, n]`."
+    """These environments of a fragment, as a fragment `[T, n]`.
+
+    Args:
+        index: int64 [n]: numbers of environments, each at most once
+    """
     position = torch.full((fragment.n_envs,), -1)
     position[index] = torch.arange(len(index))
     def kept(final):
@@ -151,7 +170,11 @@ def pieces(
     fragment: Fragment,
     size: int,  # environments per piece
 ) -> Iterator[Fragment]:
-    "The environments of a fragment `[T, B]`, `size` at a time: fragments `[T, size]` that share its memory. The last one may be smaller."
+    """The environments of a fragment `[T, B]`, `size` at a time: fragments `[T, size]` that share its memory. The last one may be smaller.
+
+    Args:
+        size: environments per piece
+    """
     for first in range(0, fragment.n_envs, size):
         def kept(final, first=first):
             if not len(final.b): return final
@@ -177,7 +200,12 @@ def transitions(
     fragment: Fragment,  # without recurrent state
     index: Tensor,       # int64 [n]: `t * B + b` for the step t -> t+1 of environment b
 ) -> Fragment:
-    "These transitions of a fragment, as a fragment `[1, n]`."
+    """These transitions of a fragment, as a fragment `[1, n]`.
+
+    Args:
+        fragment: without recurrent state
+        index: int64 [n]: `t * B + b` for the step t -> t+1 of environment b
+    """
     t, b = index // fragment.n_envs, index % fragment.n_envs
     both = torch.stack([t, t + 1])
     number = final_numbers(fragment).flatten()[index]

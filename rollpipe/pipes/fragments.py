@@ -25,6 +25,12 @@ class RowBuffer:
 
     Rows are copied in blocks, large ones as they come. A row that was made in the memory that `rows` gave is there already. Raises
     `DataError` if a row has another structure or shape than `like`, or a dtype that does not fit.
+
+    Args:
+        like: a row that shows structure, shapes and dtypes
+        n: the number of rows, if no fewer come
+        empty: `empty(shape, dtype)` gives uninitialised memory for one leaf
+        **where: context for error messages: pipe, lane
     """
     BLOCK = 2 ** 16       # bytes in a block
     AT_ONCE = 2 ** 14     # the buffer has room for this many rows at first, and grows
@@ -133,6 +139,12 @@ class FragmentBuilder:
     """Puts the ticks of one lane together, one fragment after the other: `add` some ticks, then `take` their fragment.
 
     Raises `DataError` if ticks come from several lanes, do not follow one another, or change their form within a fragment.
+
+    Args:
+        n_steps: how many ticks a fragment gets, if no fewer come
+        destination: where the states are made
+        in_place: may the source write observations into the fragment?
+        **where: context for error messages: pipe
     """
     def __init__(self,
                  n_steps: int,                                # how many ticks a fragment gets, if no fewer come
@@ -199,6 +211,10 @@ class FragmentCollector(Pipe):
 
     Every fragment has memory of its own. A source that ends within a fragment gives a shorter last one. Raises `DataError` if
     `n_steps < 1`, if what comes is no `Tick`, or if a fragment would begin where a sticky environment rests.
+
+    Args:
+        pipe: yields `Tick`s, such as `EnvStepper`
+        n_steps: steps per fragment
     """
     keeps_items = False
 

@@ -25,6 +25,11 @@ class Stacks(torch.Tensor):
 
     Frames with a number below 0 count from the end of `past`. Indexing the leading dimensions, joining and moving give `Stacks`
     again; every other operation of torch works on `dense()`, a copy that is made for it.
+
+    Args:
+        frames: [N, *frame]
+        past: [M, *frame]: frames from before
+        rows: int64 [*lead, n]: numbers of frames
     """
     @staticmethod
     def __new__(cls, frames: Tensor, past: Tensor, rows: Tensor):
@@ -40,7 +45,7 @@ class Stacks(torch.Tensor):
     def __repr__(self, **kwargs): return f"Stacks({str(self.dtype).removeprefix('torch.')} {list(self.shape)}, {len(self.frames)} frames)"
     def __reduce_ex__(self, protocol): return Stacks, (self.frames, self.past, self.rows)
 
-    def numpy(self, **kwargs) -> Any: return self.dense().numpy(**kwargs)
+    def numpy(self, **kwargs: Any) -> Any: return self.dense().numpy(**kwargs)
     def tolist(self) -> list: return self.dense().tolist()
 
     def dense(self) -> Tensor:
@@ -114,6 +119,10 @@ class FrameStack(Pipe):
 
     The actor does not see these stacks: it must remember frames by itself. Raises `DataError` if `n < 1`, if there are no images,
     or if a fragment is missing whose frames are needed.
+
+    Args:
+        pipe: yields `Fragment`s
+        n: frames per stack
     """
     reads = 1
 

@@ -175,6 +175,11 @@ def replace(
 ) -> IterDataPipe:
     """The graph with the one pipe that matches `where` replaced by `new`.
 
+    Args:
+        pipe: the last pipe of the graph, which stays as it is
+        where: a class (its subclasses count) or a predicate `pipe -> bool`
+        new: a pipe, or a function `old -> pipe`; either may read from the old one
+
     Raises:
         GraphError: not exactly one match, or the result has a cycle.  TypeError: `new` is or gives no pipe.
     """

@@ -68,6 +68,10 @@ def check_continued(
     """Raise `DataError` unless row 0 of each strand is the last row of the fragment before, where that is known.
 
     Returns what the next fragment needs: lane -> (seq, copy of the last rows). Whole episodes continue nothing.
+
+    Args:
+        fragment: of one lane, or joined of several
+        before: what this function returned for the fragment before
     """
     known = dict(before or {})
     for lane, seq, at in strands(fragment):
@@ -87,7 +91,12 @@ def check_memory(
     fragment: Fragment,  # of the actor
     actor: Any,          # who collected it, with `reset`
 ) -> None:
-    "Raise `DataError` unless the recurrent state is initial wherever row 0 of `fragment` begins an episode."
+    """Raise `DataError` unless the recurrent state is initial wherever row 0 of `fragment` begins an episode.
+
+    Args:
+        fragment: of the actor
+        actor: who collected it, with `reset`
+    """
     begins = fragment.state.fin[0].nonzero()[:, 0].tolist()
     if not begins or not nested.leaves(fragment.hx): return
     fresh = actor.reset(fragment.hx, begins)
@@ -103,6 +112,11 @@ def check_ratio(
     """Raise `DataError` unless the present weights of `actor` repeat the recorded log-probabilities: ratio 1 within `tolerance`.
 
     Nothing is checked if the actor cannot `replay`, or if other weights than the present ones collected the fragment.
+
+    Args:
+        fragment: with the recorded `logp`
+        actor: who collected it
+        tolerance: greatest deviation of a ratio from 1
     """
     if not hasattr(actor, 'replay') or not (isinstance(fragment.actor, dict) and 'logp' in fragment.actor): return
     if fragment.version is not None and bool((fragment.version != version_of(actor)).any()): return
@@ -117,7 +131,15 @@ def check_advantages(
     lam: float,                # exponential weight of GAE
     tolerance: float = 1e-3,   # greatest error, relative to 1 + what is right
 ) -> None:
-    "Raise `DataError` unless `adv` and `ret` are what `critic`, `gamma` and `lam` give."
+    """Raise `DataError` unless `adv` and `ret` are what `critic`, `gamma` and `lam` give.
+
+    Args:
+        fragment: with `adv` and `ret`, else nothing is checked
+        critic: function of observations that gives values; None: the `value` that the actor reported
+        gamma: discount
+        lam: exponential weight of GAE
+        tolerance: greatest error, relative to 1 + what is right
+    """
     if fragment.adv is None: return
     final, array = fragment.final, lambda x: x.double().cpu().numpy()
     with torch.no_grad(), eval_mode(critic):
@@ -142,6 +164,15 @@ class CheckInvariants(Pipe):
     checked. Place it above everything that trains: the critic must still be the one that estimated the advantages.
 
     Raises `DataError`, which names the broken rule, or `rate` if it is not in [0, 1].
+
+    Args:
+        pipe: yields `Fragment`s
+        rate: part of the fragments that are checked, evenly spread
+        actor: the actor that collected them
+        critic: the critic that estimated their values
+        gamma: discount of the advantages
+        lam: their exponential weight
+        tolerance: greatest deviation of a likelihood ratio from 1; relative error of an advantage
     """
     reads = 1
 

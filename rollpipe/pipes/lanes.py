@@ -24,6 +24,12 @@ class Lanes(Seeded, Pipe):
     Each pipe above that has a method `set_lane(lane, seed_sequence)` is told the number of its lane and gets a seed of its own, which
     follows from `seed`; or from the pipe's own seed, if `Lanes` has none. A lane that ends leaves the turn. Raises `DataError` if
     `n < 1`, and `GraphError` if there are `Lanes` above, or if both `Lanes` and a pipe above have a seed.
+
+    Args:
+        pipe: the graph to copy
+        n: number of lanes
+        seed: fixes everything random above; None: fresh entropy for each iteration
+        threads: of torch while a lane collects; None: as many as there are, and the last bits may depend on it
     """
     def __init__(self,
                  pipe: IterDataPipe,       # the graph to copy
@@ -44,7 +50,13 @@ class Lanes(Seeded, Pipe):
              root: int,       # from `root`
              again: int = 0,  # how many times this lane was lost; with each of them it begins anew, with other random numbers
     ) -> IterDataPipe:
-        "The copy of the graph above for one lane."
+        """The copy of the graph above for one lane.
+
+        Args:
+            lane: number of the lane
+            root: from `root`
+            again: how many times this lane was lost; with each of them it begins anew, with other random numbers
+        """
         key = (lane, 2 ** 16 + again) if again else (lane,)   # no pipe has the number 2 ** 16
         copy = copy_graph(self.pipe)
         seeded = find(copy, lambda pipe: hasattr(pipe, 'set_lane'))

@@ -82,6 +82,12 @@ def prepare(envs: Any,      # environment instances, or whatever `EnvStepper` ta
 
     Instances are reset by `startup`, with seeds that follow from `seed`, and never closed. They serve one loop at a time: below
     `Lanes` the lanes would share them, which raises `EnvError`. Raises as `EnvStepper` and `FragmentCollector` do.
+
+    Args:
+        envs: environment instances, or whatever `EnvStepper` takes: id, factory, a list of them
+        actor: who acts, held by reference
+        n_steps: steps per fragment
+        **kwargs: as for `EnvStepper`: sticky, info_keys, seed, explore, clip_actions; n_envs, env_kwargs for ids
     """
     return FragmentCollector(EnvStepper(lent(envs), actor, **kwargs), n_steps)
 
@@ -91,6 +97,9 @@ class Context:
 
     `state` is what the actor sees next (`State`, numpy `[B, ...]`), `hx` the recurrent state before its next reaction, with the
     environment on dim 1. A context manager: leaving it closes the environments that were made for it, but not those that were lent to it.
+
+    Args:
+        plan: from `prepare`
     """
     def __init__(self,
                  plan: FragmentCollector,  # from `prepare`
@@ -140,7 +149,14 @@ def rollout(envs: Any,      # as for `prepare`
             n_steps: int,   # steps per fragment
             **kwargs: Any,  # as for `prepare`
 ) -> Iterator[Fragment]:
-    "Yield `Fragment`s of `n_steps` steps without end, in this process; environments that were made for it are closed at the end."
+    """Yield `Fragment`s of `n_steps` steps without end, in this process; environments that were made for it are closed at the end.
+
+    Args:
+        envs: as for `prepare`
+        actor: who acts, held by reference
+        n_steps: steps per fragment
+        **kwargs: as for `prepare`
+    """
     with startup(prepare(envs, actor, n_steps, **kwargs)) as ctx:
         while True: yield collect(ctx)
 
@@ -150,6 +166,9 @@ class EnvContext:
 
     `state` is where it stands (`State`, numpy `[B, ...]`), `seen` the same as an actor is shown it (torch `[1, B, ...]`, float32 for
     float64). A context manager: leaving it closes the environments that were made for it, but not those that were lent to it.
+
+    Args:
+        stepper: says which environments; its actor is not asked
     """
     def __init__(self,
                  stepper: EnvStepper,  # says which environments; its actor is not asked
@@ -165,7 +184,11 @@ class EnvContext:
     def step(self,
              act: Any,  # one action for each environment, torch [1, B, ...]
     ) -> Outcome:
-        "Let the environments take their actions. Those whose episode ends are reset at once."
+        """Let the environments take their actions. Those whose episode ends are reset at once.
+
+        Args:
+            act: one action for each environment, torch [1, B, ...]
+        """
         out = self.envs.step(act)
         self.state, self.seen = out.state, out.seen
         return out
@@ -185,5 +208,10 @@ class _NoActor:
 def context(envs: Any,      # as for `prepare`
             **kwargs: Any,  # as for `EnvStepper`: n_envs, env_kwargs, info_keys, seed, clip_actions
 ) -> EnvContext:
-    "Environments, reset and ready to be stepped as one batch, without an actor. Raises as `EnvStepper` does."
+    """Environments, reset and ready to be stepped as one batch, without an actor. Raises as `EnvStepper` does.
+
+    Args:
+        envs: as for `prepare`
+        **kwargs: as for `EnvStepper`: n_envs, env_kwargs, info_keys, seed, clip_actions
+    """
     return EnvContext(EnvStepper(lent(envs), _NoActor(), **kwargs))

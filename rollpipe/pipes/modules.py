@@ -92,7 +92,12 @@ def bump_version(
     module: Any,            # actor or critic
     to: int | None = None,  # set the version to this number, as when a checkpoint is loaded; None: count one more
 ) -> None:
-    "Count one more update of `module`. Learners call it once per update."
+    """Count one more update of `module`. Learners call it once per update.
+
+    Args:
+        module: actor or critic
+        to: set the version to this number, as when a checkpoint is loaded; None: count one more
+    """
     _versions[module] = version_of(module) + 1 if to is None else int(to)
 
 # %% ../../nbs/pipes/05_modules.ipynb #adde4708
@@ -122,7 +127,12 @@ def modules_in(
     holder: Any,     # a module, or what has modules in its attributes, containers or bound arguments, or a function that uses them
     depth: int = 3,  # how deep they are looked for
 ) -> list:
-    "The modules in `holder`, each once."
+    """The modules in `holder`, each once.
+
+    Args:
+        holder: a module, or what has modules in its attributes, containers or bound arguments, or a function that uses them
+        depth: how deep they are looked for
+    """
     found, seen = {}, set()
     def visit(x, depth):
         if isinstance(x, torch.nn.Module): found[id(x)] = x

@@ -49,6 +49,12 @@ def check_like(
 
     Numpy and torch dtypes of one name are equal; a Python scalar fits any dtype of its kind (bool, int, float).
 
+    Args:
+        tree: the container to check
+        like: container of example leaves
+        name: what `tree` is called, the root of the leaf paths in the message
+        **context: `pipe`, `lane`, `env` for the message
+
     Raises:
         DataError: names the first leaf that differs, its expected dtype and shape, and what came.
     """
@@ -208,6 +214,13 @@ def torchify(
     A new copy, detached and contiguous, is made if `copy`, `pinned` or `shared` is set, if a leading dimension is
     not 1, or if torch cannot alias the array (read-only memory, negative strides). Ask for `shared` before aliasing: a tensor
     that torch moves to shared memory later, when it is first sent, leaves its numpy aliases behind.
+
+    Args:
+        tree: container of numeric arrays, host tensors or scalars
+        *leading: sizes of new leading dimensions, over which the data is repeated
+        copy: always copy
+        pinned: allocate page-locked memory, for faster transfers to an accelerator
+        shared: allocate memory that other processes see
 
     Raises:
         ValueError: if both `pinned` and `shared` are set.

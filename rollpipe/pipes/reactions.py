@@ -17,7 +17,14 @@ from .errors import ActorError, describe
 
 # %% ../../nbs/pipes/11_reactions.ipynb #448ad896
 class SeededActor:
-    "An actor whose random numbers follow from one seed, whether it takes noise or draws from torch's global generator."
+    """An actor whose random numbers follow from one seed, whether it takes noise or draws from torch's global generator.
+
+    Args:
+        actor: the actor, which others may use too
+        n_envs: environments in a step, `B`
+        seed: what all random numbers follow from
+        explore: False: an actor that takes noise gets none, and gives its deterministic choice
+    """
     CHUNK = 256    # steps for which noise is drawn at once
 
     def __init__(self,
@@ -65,6 +72,11 @@ class AnswerCheck:
     """Checks what an actor answers: each answer must have the structure and the shapes of the first one.
 
     Raises `ActorError` with the leaf that is wrong.
+
+    Args:
+        actor: who answers; named in messages
+        envs: the batch of environments that takes the actions
+        where: context for messages: pipe, lane
     """
     def __init__(self,
                  actor: Any,   # who answers; named in messages
@@ -85,7 +97,14 @@ class AnswerCheck:
               info: Any,  # leaves must be [1, n, ...]
               n: int,     # environments that were asked about: `B`, or fewer in a virtual reaction
     ) -> None:
-        "Check one answer. The first one must be for all environments."
+        """Check one answer. The first one must be for all environments.
+
+        Args:
+            act: leaves must be [1, n, ...]
+            hx: leaves must be [layers, n, ...]
+            info: leaves must be [1, n, ...]
+            n: environments that were asked about: `B`, or fewer in a virtual reaction
+        """
         leaves, structure = nested.flatten((act, info))
         if self.first is None: self._learn(act, hx, info)
         if self.memory or hx != (): self._check_memory(hx, n)

@@ -42,6 +42,20 @@ def rollouts(
     """A pipeline that yields batches: `Fragment`s of `n_steps` steps of `lanes * n_envs` environments.
 
     `EnvStepper -> FragmentCollector -> Lanes -> FragmentStacker`, then the `edits`. Raises `GraphError` if an edit returns no pipe.
+
+    Args:
+        env: gymnasium id, factory, or a list of them
+        actor: who acts
+        n_envs: environments stepped together in a lane
+        n_steps: steps per fragment
+        lanes: independent copies of environment and collector, joined in one batch
+        seed: fixes environments and actions
+        info_keys: environment infos to record; None: all that are numeric after the first step
+        env_kwargs: keyword arguments for `gymnasium.make` or `make_vec`
+        vector: make one vector environment of an id: 'sync', 'async', 'vector_entry_point', 'envpool'
+        sticky: environments whose episode ended rest until the fragment is over
+        device: where the actor lives, if not on the host; batches are on the host, `ToDevice` moves them
+        edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
     """
     pipe = EnvStepper(env, actor, n_envs, vector=vector, sticky=n_steps if sticky else None, env_kwargs=env_kwargs,
                       info_keys=info_keys, device=device)
@@ -73,12 +87,21 @@ def on_policy(
     gamma: float = 0.99,             # discount of the reward one step later
     lam: float = 0.95,               # exponential weight of longer advantage estimates
     edits: Sequence[Callable] = (),  # functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
-    **kwargs,
+    **kwargs: Any,
 ) -> IterDataPipe:
     """A pipeline that yields batches: `Fragment`s of `n_steps` steps of `lanes * n_envs` environments, with `adv` and `ret`.
 
     `EnvStepper -> FragmentCollector -> Lanes -> AdvantageBuffer -> FragmentStacker`, then the `edits`. Raises `GraphError` if an edit
     returns no pipe.
+
+    Args:
+        env: gymnasium id, factory, or a list of them
+        actor: who acts
+        critic: who judges: `critic(obs) -> value`; None: the `value` that the actor reports
+        gamma: discount of the reward one step later
+        lam: exponential weight of longer advantage estimates
+        edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
+        **kwargs: see `rollouts`
     """
     advantage = AdvantageBuffer.inserter(after=Lanes, critic=critic, gamma=gamma, lam=lam)
     return rollouts(env, actor, edits=[advantage, *edits], **kwargs)
@@ -102,11 +125,29 @@ def replayed(
     zero_state: bool = False,        # segments begin with a recurrent state of zeros, not with the stored ones
     path: Any = None,                # a folder for the steps; None: in memory
     edits: Sequence[Callable] = (),  # functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
-    **kwargs,
+    **kwargs: Any,
 ) -> IterDataPipe:
     """A pipeline that yields a `Replayed` for every `n_steps` steps of `lanes * n_envs` environments: the new steps, and samples of all.
 
     `EnvStepper -> FragmentCollector -> Lanes -> FragmentStacker -> Replay`, then the `edits`. See `rollouts` and `Replay`.
+
+    Args:
+        env: gymnasium id, factory, or a list of them
+        actor: who acts
+        n_envs: environments stepped together in a lane
+        n_steps: steps per fragment
+        capacity: steps that are remembered
+        batch_size: transitions or segments in a sample
+        n_batches: samples for each batch of new steps
+        warmup: steps that must be there before the first sample
+        length: steps of a segment; 1: single transitions
+        prioritized: sample in proportion to priorities
+        alpha: exponent of the priorities; 0: uniform
+        beta: exponent of the importance weights; 1: they make up for all of the priorities
+        zero_state: segments begin with a recurrent state of zeros, not with the stored ones
+        path: a folder for the steps; None: in memory
+        edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
+        **kwargs: see `rollouts`
     """
     replay = partial(Replay, capacity=capacity, batch_size=batch_size, n_batches=n_batches, warmup=warmup, length=length,
                      prioritized=prioritized, alpha=alpha, beta=beta, zero_state=zero_state, path=path)

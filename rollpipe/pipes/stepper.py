@@ -25,7 +25,15 @@ from .modules import version_of
 
 # %% ../../nbs/pipes/12_stepper.ipynb #f592da9b
 class CheckedActor:
-    "An actor that is asked where it lives, with random numbers of its own, and whose answers are sound."
+    """An actor that is asked where it lives, with random numbers of its own, and whose answers are sound.
+
+    Args:
+        actor: who answers, held by reference
+        envs: what takes its actions
+        seed: of its random numbers
+        explore: False: its deterministic choice
+        device: where it lives; None: on the host
+    """
     def __init__(self,
                  actor: Any,                          # who answers, held by reference
                  envs: Batch,                         # what takes its actions
@@ -41,7 +49,16 @@ class CheckedActor:
                hx: Any,                # its recurrent state, or None: it is to begin
                virtual: bool = False,  # True: nobody will act on the answer
     ) -> tuple:                        # (act, hx, info); leaves of `act` and `info` are on the host, [1, n, ...]
-        "What the actor answers. Raises `ActorError` if it fails, or if the answer is unsound."
+        """What the actor answers. Raises `ActorError` if it fails, or if the answer is unsound.
+
+        Args:
+            seen: what it is shown, torch [1, n, ...]
+            hx: its recurrent state, or None: it is to begin
+            virtual: True: nobody will act on the answer
+
+        Returns:
+            tuple: (act, hx, info); leaves of `act` and `info` are on the host, [1, n, ...]
+        """
         if self.device is not None: seen = nested.map(lambda x: x.to(self.device, non_blocking=True), seen)
         try:
             with torch.no_grad(): answer = self.seeded.step(seen, hx, virtual)
@@ -62,7 +79,16 @@ class CheckedActor:
 
 # %% ../../nbs/pipes/12_stepper.ipynb #f2402c98
 class Interaction(TickSource):
-    "One actor in one batch of environments, from a fresh start: `ticks(*start())` yields a `Tick` for each step."
+    """One actor in one batch of environments, from a fresh start: `ticks(*start())` yields a `Tick` for each step.
+
+    Args:
+        actor: who acts, held by reference
+        envs: not reset yet; whoever made them closes them
+        seed: of the actor's random numbers
+        lane: number of the lane, for its ticks
+        explore: False: the actor's deterministic choice
+        device: where the actor lives; None: on the host
+    """
     def __init__(self,
                  actor: Any,                          # who acts, held by reference
                  envs: Batch,                         # not reset yet; whoever made them closes them
@@ -126,6 +152,20 @@ class EnvStepper(Seeded, Source):
     Raises `EnvError` (unknown id, environment that fails or returns something unsound), `ActorError` (the same for the
     actor), `SpaceError` (spaces without a fixed-size array form) or `DataError` (`sticky < 1`), each naming what it knows of lane,
     environment and leaf.
+
+    Args:
+        source: gymnasium id, factory `source()` or `source(seed=...)`, or a list of those
+        actor: anything with `step` and `reset` as described in `rollpipe.layers.Actor`
+        n_envs: environments stepped together [default: 1, length of the list, or all of a vector]
+        vector: one vector environment of an id: 'sync', 'async', 'vector_entry_point', 'envpool'
+        sticky: an environment that ended rests until the number of steps is a multiple of this
+        terminal_obs: keep the last observations of terminated episodes too, for `EpisodeCollector`
+        env_kwargs: keyword arguments for `gymnasium.make` or `make_vec`
+        info_keys: environment infos to record; None: all that are numeric after the first step
+        seed: fixes environments and actions; not if `Lanes` below has a seed
+        explore: False: no noise, the actor's deterministic choice
+        clip_actions: clip float actions to the bounds of their Box
+        device: where the actor lives; what it is shown goes there, what it answers comes back
     """
     keeps_items = False
     no_length = "environments can be stepped without end"

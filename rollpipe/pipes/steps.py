@@ -47,7 +47,23 @@ def _plain(x):
 
 # %% ../../nbs/pipes/23_steps.ipynb #6a992a9c
 class Step(NamedTuple):
-    "One transition of one environment; every leaf is a tensor without batch dimensions (`Step.stack` adds one)."
+    """One transition of one environment; every leaf is a tensor without batch dimensions (`Step.stack` adds one).
+
+    Args:
+        state: observation before the action, any nesting, the environment's dtypes
+        action: what the actor chose, any nesting
+        next_state: observation after it, never one of the next episode; where terminated and not recorded: `state` again
+        terminated: bool []: the episode truly ended; nothing follows, do not bootstrap
+        truncated: bool []: it was cut off and had not ended; bootstrap from `next_state`
+        reward: float32 []: of this step
+        total_reward: float32 []: of this episode, up to and including this step
+        advantage: float32 []; None if no `AdvantageBuffer` stands above
+        env_id: int64 []: which environment of its lane
+        proc_id: int64 []: which lane
+        step_n: int64 []: how many steps of the episode came before; 0 for the first
+        episode_n: int64 []: how many episodes this environment had finished before; 0 for the first
+        image: uint8 [height, width, 3]: a picture after the step, if it was recorded; for display, not for learning
+    """
     state: Any         # observation before the action, any nesting, the environment's dtypes
     action: Any        # what the actor chose, any nesting
     next_state: Any    # observation after it, never one of the next episode; where terminated and not recorded: `state` again
@@ -65,7 +81,7 @@ class Step(NamedTuple):
     def clone(self) -> 'Step': return nested.map(torch.clone, self)
     def detach(self) -> 'Step': return nested.map(Tensor.detach, self)
 
-    def to(self, *args, **kwargs) -> 'Step':
+    def to(self, *args: Any, **kwargs: Any) -> 'Step':
         "As `torch.nn.Module.to`: a device is for all leaves, a dtype for those of floating point."
         def move(x):
             if x.is_floating_point(): return x.to(*args, **kwargs)
@@ -83,7 +99,13 @@ class Step(NamedTuple):
         env: Any = None,          # whose spaces the step has, anything that `spaces_of` takes; None: 4 numbers, 2 actions
         **fields: Any,            # are taken as given
     ) -> 'Step':
-        "A step of the right types and random content, to try code with."
+        """A step of the right types and random content, to try code with.
+
+        Args:
+            seed: fixes the content
+            env: whose spaces the step has, anything that `spaces_of` takes; None: 4 numbers, 2 actions
+            **fields: are taken as given
+        """
         spaces = (gym.spaces.Box(-np.inf, np.inf, (4,)), gym.spaces.Discrete(2)) if env is None else spaces_of(env)
         return Step(**{**_random_fields(np.random.default_rng(seed), *map(deepcopy, spaces)), **fields})
 
@@ -106,7 +128,11 @@ def episode_totals(
     fragment: Fragment,
     sums: EpisodeSums,  # of the lane, up to this fragment; they go on
 ) -> tuple[Tensor, Tensor]:
-    "Reward of the episode up to and including each step, float32 `[T, B]`, and the number of the episode, int64 `[T, B]`."
+    """Reward of the episode up to and including each step, float32 `[T, B]`, and the number of the episode, int64 `[T, B]`.
+
+    Args:
+        sums: of the lane, up to this fragment; they go on
+    """
     rew, fin, valid = (x.numpy() for x in (fragment.state.rew[1:], fragment.state.fin[1:], fragment.valid))
     total, number = np.empty(rew.shape, np.float32), np.empty(rew.shape, np.int64)
     for t in range(len(rew)):
@@ -143,6 +169,10 @@ class Steps(Pipe):
 
     Raises `DataError` if a fragment is missing, comes twice or was cut up before (`Steps` stands above a `Minibatcher`), or if
     there is no info `image`.
+
+    Args:
+        pipe: yields `Fragment`s
+        image: name of the recorded info that holds a picture, such as the one of `WithImage`
     """
     def __init__(self,
                  pipe: IterDataPipe,        # yields `Fragment`s
@@ -258,6 +288,10 @@ class Fragments(Pipe):
     environment with the fewest steps; if an episode ended there, their last row repeats its last observation.
 
     Raises `DataError` if `n_steps < 1`, or if the steps of an environment do not follow one another.
+
+    Args:
+        pipe: yields `Step`s
+        n_steps: steps per fragment
     """
     def __init__(self,
                  pipe: IterDataPipe,  # yields `Step`s
@@ -281,7 +315,12 @@ class Fragments(Pipe):
 
 # %% ../../nbs/pipes/23_steps.ipynb #3dfeeeb6
 class WithImage(gym.Wrapper):
-    "Put a picture of the environment after each step into its info `key`; the environment needs `render_mode='rgb_array'`."
+    """Put a picture of the environment after each step into its info `key`; the environment needs `render_mode='rgb_array'`.
+
+    Args:
+        env: a gymnasium environment
+        key: name of the info
+    """
     def __init__(self,
                  env: Any,            # a gymnasium environment
                  key: str = 'image',  # name of the info

@@ -20,7 +20,12 @@ from .torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/19_taps.ipynb #0563a4c7
 class Tap(Pipe):
-    "Call `see(item)` with every item and pass it on. In a worker process `see` is a copy: put taps below the lanes."
+    """Call `see(item)` with every item and pass it on. In a worker process `see` is a copy: put taps below the lanes.
+
+    Args:
+        pipe: any pipe
+        see: function of an item; what it returns is ignored
+    """
     reads = 1
 
     def __init__(self,
@@ -41,7 +46,11 @@ class Tap(Pipe):
 def pieces_of(
     over: np.ndarray,  # bool `[T, n]`: where an episode ends
 ) -> tuple[np.ndarray, np.ndarray]:
-    "The number of the piece to which each step belongs, int64 `[T, n]`, and of the last piece of each column, `[n]`, which may be empty."
+    """The number of the piece to which each step belongs, int64 `[T, n]`, and of the last piece of each column, `[n]`, which may be empty.
+
+    Args:
+        over: bool `[T, n]`: where an episode ends
+    """
     ends = over.cumsum(0)
     last = (ends[-1] + 1).cumsum() - 1
     return last - ends[-1] + ends - over, last
@@ -60,7 +69,11 @@ class EpisodeSums:
     def continue_at(self,
                     stepno: np.ndarray,  # int64 `[n]`: steps since the episodes began
     ) -> None:
-        "Forget the episodes that do not go on at `stepno`, because steps were lost."
+        """Forget the episodes that do not go on at `stepno`, because steps were lost.
+
+        Args:
+            stepno: int64 `[n]`: steps since the episodes began
+        """
         if (lost := self.length != stepno).any():
             self.ret[lost] = np.where(stepno[lost] == 0, 0., np.nan)
             self.length[lost] = stepno[lost]
@@ -69,14 +82,23 @@ class EpisodeSums:
             rew: np.ndarray,    # float `[n]`
             valid: np.ndarray,  # bool `[n]`: where a step took place
     ) -> None:
-        "Add one step. `ret` and `length` then include it; call `end` before the next one."
+        """Add one step. `ret` and `length` then include it; call `end` before the next one.
+
+        Args:
+            rew: float `[n]`
+            valid: bool `[n]`: where a step took place
+        """
         self.ret += np.where(valid, rew, 0.)
         self.length += valid
 
     def end(self,
             over: np.ndarray,  # bool `[n]`: where an episode ended with the last step
     ) -> list:
-        "`(environment, return, length)` of the episodes that end; new ones begin."
+        """`(environment, return, length)` of the episodes that end; new ones begin.
+
+        Args:
+            over: bool `[n]`: where an episode ended with the last step
+        """
         if not over.any(): return []
         found = [(b, float(self.ret[b]), int(self.length[b])) for b in np.flatnonzero(over).tolist() if self.ret[b] == self.ret[b]]
         self.ret[over], self.length[over] = 0., 0
@@ -88,7 +110,13 @@ class EpisodeSums:
                   fin: np.ndarray,    # bool `[T, n]`: does an episode end with the step?
                   valid: np.ndarray,  # bool `[T, n]`: did the step take place?
     ) -> list:
-        "Add `T` steps; `(t, environment, return, length)` of the episodes that end with step `t`, in the order of time."
+        """Add `T` steps; `(t, environment, return, length)` of the episodes that end with step `t`, in the order of time.
+
+        Args:
+            rew: float `[T, n]`
+            fin: bool `[T, n]`: does an episode end with the step?
+            valid: bool `[T, n]`: did the step take place?
+        """
         over, rew, steps = fin & valid, np.where(valid, rew, 0.).astype(np.float64), valid.astype(np.float64)
         rew[0] += self.ret
         steps[0] += self.length
@@ -103,7 +131,14 @@ class EpisodeSums:
 
 # %% ../../nbs/pipes/19_taps.ipynb #dfde4949
 class EpisodeEnd(NamedTuple):
-    "An episode that is over."
+    """An episode that is over.
+
+    Args:
+        env: number of the environment in its lane
+        ret: sum of its rewards
+        length: number of its steps
+        terminated: False: it was truncated, by a time limit for instance
+    """
     lane: int
     env: int          # number of the environment in its lane
     ret: float        # sum of its rewards
@@ -144,6 +179,10 @@ class EpisodeStats(Pipe):
     Works on `Tick`s and on `Fragment`s, single or joined, in any number of lanes. Rows that are not `valid` count neither as steps nor as
     rewards. An episode whose first steps did not pass by is not reported. Place it above pipes that change rewards or shuffle
     transitions. Returns are summed in float64.
+
+    Args:
+        pipe: yields `Tick`s or `Fragment`s
+        sink: function of an `EpisodeEnd`
     """
     reads, keeps_items, any_strides = 1, False, True
 
@@ -168,7 +207,12 @@ class EpisodeStats(Pipe):
 
 # %% ../../nbs/pipes/19_taps.ipynb #a3a9f690
 class Rate(NamedTuple):
-    "How fast a stream was, over some items."
+    """How fast a stream was, over some items.
+
+    Args:
+        steps: environment steps in them; rows that are not `valid` are not counted
+        waited: the part of `seconds` that was spent above the tap; the rest was spent below it
+    """
     items: int
     steps: int       # environment steps in them; rows that are not `valid` are not counted
     seconds: float
@@ -188,7 +232,14 @@ def count_steps(item: Any) -> int:
 
 # %% ../../nbs/pipes/19_taps.ipynb #b48aed99
 class Throughput(Pipe):
-    "Call `sink` with a `Rate` after each `every` items, and at the end with that of the rest; items pass unchanged."
+    """Call `sink` with a `Rate` after each `every` items, and at the end with that of the rest; items pass unchanged.
+
+    Args:
+        pipe: yields `Tick`s, `Fragment`s or lists of them
+        sink: function of a `Rate`
+        every: items per report
+        clock: gives the time in seconds
+    """
     reads, keeps_items, any_strides = 1, False, True
 
     def __init__(self,

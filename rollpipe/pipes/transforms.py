@@ -47,7 +47,14 @@ def running_returns(
     before: Any,       # [B] or a number: the return of the step before the first one
     gamma: float,      # discount of the reward one step earlier
 ) -> np.ndarray:
-    "Discounted sums of the rewards so far, float64 `[T, B]`."
+    """Discounted sums of the rewards so far, float64 `[T, B]`.
+
+    Args:
+        rew: [T, B]: of the steps t -> t+1
+        begins: bool [T, B]: does an episode begin with this step?
+        before: [B] or a number: the return of the step before the first one
+        gamma: discount of the reward one step earlier
+    """
     rew = rew.astype(np.float64)
     rew[0] += gamma * ~begins[0] * before
     # The recursion looks ahead in time. On reversed time it looks back.
@@ -71,6 +78,12 @@ class RewardScaler(Pipe):
     the one before. Below `Lanes` all lanes share one scale, above each has its own. A new iteration begins anew.
 
     The actor has seen the rewards as they were. If it uses them (`uses_past`), scale them in the environment instead.
+
+    Args:
+        pipe: yields `Tick`s or `Fragment`s
+        scale: constant factor; None: learn the scale
+        gamma: discount of the return whose deviation is learnt
+        clip: limit of rewards that are scaled by the learnt scale; None: no limit
     """
     reads = 1
 
@@ -125,6 +138,10 @@ class ObservationCast(Pipe):
     """Cast the floating leaves of the observations to `dtype`, in `Fragment`s or `Tick`s; integer and bool leaves stay.
 
     In `Tick`s only float32 and float64 are possible: the actor is asked for its reactions with them. Raises `DataError` for others.
+
+    Args:
+        pipe: yields `Tick`s or `Fragment`s
+        dtype: floating dtype, such as `torch.float32` or `torch.bfloat16`
     """
     reads = 1
 
@@ -156,7 +173,15 @@ class ObservationCast(Pipe):
 
 # %% ../../nbs/pipes/21_transforms.ipynb #922fe140
 class NSteps(NamedTuple):
-    "The transitions of up to n steps that begin at each row of a fragment; `m <= n` is the number of steps summed."
+    """The transitions of up to n steps that begin at each row of a fragment; `m <= n` is the number of steps summed.
+
+    Args:
+        rew: float32 [T, B]: r_{t+1} + gamma r_{t+2} + ... + gamma^{m-1} r_{t+m}
+        discount: float32 [T, B]: gamma^m, or 0 where the state reached is terminal, or where row t is no step
+        n_steps: int64 [T, B]: m; 0 where row t is no step
+        row: int64 [T, B]: row of `fragment.state` that was reached, t + m
+        final: int64 [T, B]: row of `fragment.final` that was reached instead, or -1
+    """
     fragment: Fragment
     rew: Any        # float32 [T, B]: r_{t+1} + gamma r_{t+2} + ... + gamma^{m-1} r_{t+m}
     discount: Any   # float32 [T, B]: gamma^m, or 0 where the state reached is terminal, or where row t is no step
@@ -173,7 +198,12 @@ class NSteps(NamedTuple):
                 rows: Any,   # container, leaves [T+1, B, ...], such as `fragment.state.obs`
                 final: Any,  # the same for the final rows, leaves [K, ...], such as `fragment.final.obs`
     ) -> Any:
-        "What belongs to the state that was reached from each row, leaves `[T, B, ...]`: a copy."
+        """What belongs to the state that was reached from each row, leaves `[T, B, ...]`: a copy.
+
+        Args:
+            rows: container, leaves [T+1, B, ...], such as `fragment.state.obs`
+            final: the same for the final rows, leaves [K, ...], such as `fragment.final.obs`
+        """
         b = torch.arange(self.row.shape[1], device=self.row.device)
         ended = self.final >= 0
         def pick(x, end):
@@ -186,7 +216,12 @@ class NSteps(NamedTuple):
                v: Tensor,        # float32 [T+1, B]: values of the rows
                v_final: Tensor,  # float32 [K]: values of the true last observations
     ) -> Tensor:
-        "Bootstrap targets `rew + discount * v(reached)`, float32 `[T, B]`."
+        """Bootstrap targets `rew + discount * v(reached)`, float32 `[T, B]`.
+
+        Args:
+            v: float32 [T+1, B]: values of the rows
+            v_final: float32 [K]: values of the true last observations
+        """
         return self.rew + self.discount * self.reached(v, v_final)
 
 # %% ../../nbs/pipes/21_transforms.ipynb #1bf825c0
@@ -197,6 +232,11 @@ class NStep(Pipe):
     that were truncated go on with their true last observation. Raises `DataError` if `n < 1` or `gamma` is not in [0, 1].
 
     Sutton and Barto, *Reinforcement learning*, 2nd edition, 2018, section 7.1, http://incompleteideas.net/book/the-book-2nd.html.
+
+    Args:
+        pipe: yields `Fragment`s
+        n: greatest number of steps
+        gamma: discount of the reward one step later
     """
     reads = 1
 
@@ -263,6 +303,11 @@ class ToDevice(Pipe):
     a fragment. Other devices get plain copies.
 
     Raises `DataError` if the device is unknown or missing, and for `Tick`s, which live in host memory.
+
+    Args:
+        pipe: yields containers of tensors
+        device: such as 'cuda', 'cuda:1' or 'cpu'
+        ahead: items that are fetched early
     """
     reads = 1
 

@@ -167,6 +167,14 @@ def check_actor(actor: Any,           # anything with `step` and `reset`
 
     For an actor that draws from torch's global generator, rules that need the same random numbers in differently cut batches are not
     checked. Raises `ContractError` with all rules that are broken, else returns an empty list.
+
+    Args:
+        actor: anything with `step` and `reset`
+        env: id, factory or environment that the actor is for, or (observation_space, action_space)
+        n_steps: T of the random states
+        n_envs: B of the random states
+        seed: seed of states and noise
+        raises: False: return the violations instead of raising an error
     """
     report = Report()
     report.section(_check_actor, report, actor, spaces_of(env), n_steps, n_envs, seed)

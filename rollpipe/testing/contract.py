@@ -22,7 +22,12 @@ __all__ = ['Violation', 'ContractError', 'Report', 'same', 'snapshot']
 
 # %% ../../nbs/testing/00_contract.ipynb #74ac075e
 class Violation(NamedTuple):
-    "A rule that was broken."
+    """A rule that was broken.
+
+    Args:
+        rule: one of the constants of the rules
+        detail: what was observed
+    """
     rule: str    # one of the constants of the rules
     detail: str  # what was observed
 

@@ -106,7 +106,15 @@ def check_env(env: Any,                        # gymnasium id, factory, or an en
               seed: int = 0,                   # seed of the environment and of the actions
               raises: bool = True,             # False: return the violations instead of raising an error
 ) -> list:
-    "Try an environment against the `ENV_...` rules. Raises `ContractError` with all that are broken, else returns an empty list."
+    """Try an environment against the `ENV_...` rules. Raises `ContractError` with all that are broken, else returns an empty list.
+
+    Args:
+        env: gymnasium id, factory, or an environment, which is used and stays open
+        env_kwargs: keyword arguments for `gymnasium.make`
+        n_steps: number of random steps
+        seed: seed of the environment and of the actions
+        raises: False: return the violations instead of raising an error
+    """
     report, lent = Report(), isinstance(env, gym.Env)
     report.section(_check_env, report, env, env_kwargs, n_steps, seed, lent)
     return report.close(env if lent else EnvFactory(env, env_kwargs), raises)

@@ -125,6 +125,11 @@ def check_pipe(make_pipe: Callable,  # makes the pipe with its sources, and an e
     """Try a pipe against the `PIPE_...` rules, and against the `FRAGMENT_...` rules if it yields `Fragment`s.
 
     Raises `ContractError` with all rules that are broken, else returns an empty list.
+
+    Args:
+        make_pipe: makes the pipe with its sources, and an equal one each time
+        n_items: number of items to look at
+        raises: False: return the violations instead of raising an error
     """
     report = Report()
     report.section(_check_pipe, report, make_pipe, n_items)

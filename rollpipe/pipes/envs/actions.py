@@ -21,7 +21,13 @@ def in_containers(
     like: Any,                                      # container of dicts and tuples, as `space_spec` gives it
     leaf: Callable = lambda x, like: x,             # function of a leaf and its counterpart in `like`
 ) -> Any:
-    "`x` in the dicts and tuples of `like`, with `leaf` applied to each leaf. A part that does not fit stays as it is."
+    """`x` in the dicts and tuples of `like`, with `leaf` applied to each leaf. A part that does not fit stays as it is.
+
+    Args:
+        x: any nested container
+        like: container of dicts and tuples, as `space_spec` gives it
+        leaf: function of a leaf and its counterpart in `like`
+    """
     if isinstance(like, dict):
         fits = isinstance(x, Mapping) and set(x) == set(like)
         return {k: in_containers(x[k], like[k], leaf) for k in like} if fits else x
@@ -45,6 +51,11 @@ def action_batch(
     """A function that brings a batch of actions (numpy `[B, ...]`, nested) into the containers and dtypes of `space`.
 
     The function raises `ActorError` for a wrong structure, shape or kind of number, and for a float action that is not finite.
+
+    Args:
+        space: action space of one environment
+        clip: clip float actions to the bounds of their `Box`
+        copy: give new arrays, because the environment may keep or change its action
     """
     if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)): return _container_batch(space, clip, copy)
     shape, kinds = space.shape, 'f' if space.dtype.kind == 'f' else 'iub'
@@ -82,7 +93,12 @@ def action_rows(
     space: gym.Space,   # action space of one environment
     clip: bool = True,  # clip float actions to the bounds of their `Box`
 ) -> Callable:
-    "As `action_batch`, but the function gives a list of `B` single actions."
+    """As `action_batch`, but the function gives a list of `B` single actions.
+
+    Args:
+        space: action space of one environment
+        clip: clip float actions to the bounds of their `Box`
+    """
     # The integers of a `Discrete` share no memory with the array they are taken from, so it need not be copied.
     checked, split = action_batch(space, clip, copy=not isinstance(space, gym.spaces.Discrete)), _splitter(space)
     return lambda act: split(checked(act))

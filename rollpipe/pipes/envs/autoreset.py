@@ -33,7 +33,13 @@ def final_observations(
     at: list,     # environments whose last observation is needed
     like: Any,    # arrays `[B, ...]` as announced by the space
 ) -> Any:
-    "The observations `[K, ...]` of the environments `at` in `infos['final_obs']`. Raises `EnvError` or `DataError`."
+    """The observations `[K, ...]` of the environments `at` in `infos['final_obs']`. Raises `EnvError` or `DataError`.
+
+    Args:
+        infos: what the vector environment reports
+        at: environments whose last observation is needed
+        like: arrays `[B, ...]` as announced by the space
+    """
     if 'final_obs' not in infos:
         raise EnvError("an episode was truncated without its last observation", env=at[0], leaf="info['final_obs']",
                        expected="it, as the autoreset mode is SameStep", got=f"infos {sorted(infos)}")

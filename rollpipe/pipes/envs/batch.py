@@ -19,7 +19,15 @@ from .factories import space_spec
 
 # %% ../../../nbs/pipes/10_envs/02_batch.ipynb #ebbb7fd2
 class StepBuffer(NamedTuple):
-    "Memory for one step of `B` environments: arrays `[B, ...]`, and tensors `[1, B, ...]` of the same memory."
+    """Memory for one step of `B` environments: arrays `[B, ...]`, and tensors `[1, B, ...]` of the same memory.
+
+    Args:
+        leaves: the leaves of `obs`
+        rew: float32
+        stepno: int64
+        fin: bool, False
+        term: bool, False
+    """
     obs: Any
     leaves: list                 # the leaves of `obs`
     obs_tensors: Any
@@ -49,6 +57,13 @@ class StepBuffers:
     """Gives a `StepBuffer` for step after step of `n_envs` environments.
 
     With `pinned` the observations, which are large, are page-locked: transfers to an accelerator need not wait.
+
+    Args:
+        obs_spec: arrays of the shape and dtype of a step's observations, `[B, ...]`
+        n_envs: `B`
+        at_once: steps for which memory is allocated at once
+        max_bytes: fewer steps, if they would take more than this [bytes]
+        pinned: page-locked memory for observations
     """
     def __init__(self,
                  obs_spec: Any,              # arrays of the shape and dtype of a step's observations, `[B, ...]`
@@ -87,7 +102,12 @@ def read_obs(
     x: Any,     # observation as an environment gives it, or observations of a whole batch
     like: Any,  # arrays as announced by the space
 ) -> Any:
-    "`x` as arrays in the containers of `like`, in its dtypes if that changes only the precision. Raises `DataError`."
+    """`x` as arrays in the containers of `like`, in its dtypes if that changes only the precision. Raises `DataError`.
+
+    Args:
+        x: observation as an environment gives it, or observations of a whole batch
+        like: arrays as announced by the space
+    """
     x = in_containers(x, like, as_like)
     nested.check_like(x, like, 'obs')
     return x
@@ -99,7 +119,14 @@ def put_obs(
     leaves: list,     # arrays `[B, ...]` to write into
     at: Any,          # number of the environment; `...` if `x` is of the whole batch
 ) -> None:
-    "Copy the observation `x` into `leaves`. Raises `DataError`."
+    """Copy the observation `x` into `leaves`. Raises `DataError`.
+
+    Args:
+        x: observation as an environment gives it
+        like: arrays as announced by the space
+        leaves: arrays `[B, ...]` to write into
+        at: number of the environment; `...` if `x` is of the whole batch
+    """
     for buffer, leaf in zip(leaves, nested.leaves(read_obs(x, like))): buffer[at] = leaf
 
 
@@ -107,7 +134,12 @@ def last_obs(
     x: Any,     # true last observation of one environment, as it gives it
     like: Any,  # arrays as announced by the space
 ) -> Any:
-    "A copy of `x`, as `read_obs` reads it. Raises `EnvError` unless its numbers are finite: the row of a fragment shows another one."
+    """A copy of `x`, as `read_obs` reads it. Raises `EnvError` unless its numbers are finite: the row of a fragment shows another one.
+
+    Args:
+        x: true last observation of one environment, as it gives it
+        like: arrays as announced by the space
+    """
     x = nested.map(np.array, read_obs(x, like))
     for leaf, path in zip(nested.leaves(x), nested.paths(x, 'final obs')):
         if leaf.dtype.kind == 'f' and not np.isfinite(leaf).all():
@@ -116,7 +148,12 @@ def last_obs(
 
 # %% ../../../nbs/pipes/10_envs/02_batch.ipynb #802fe0fd
 class FiniteCheck:
-    "Looks for numbers that are infinite or not a number in batches of one form."
+    """Looks for numbers that are infinite or not a number in batches of one form.
+
+    Args:
+        like: arrays `[B, ...]` of the shapes and dtypes to come
+        name: what they are called in messages
+    """
     def __init__(self,
                  like: Any,  # arrays `[B, ...]` of the shapes and dtypes to come
                  name: str,  # what they are called in messages
@@ -133,7 +170,17 @@ class FiniteCheck:
 
 # %% ../../../nbs/pipes/10_envs/02_batch.ipynb #87863e87
 class Outcome(NamedTuple):
-    "What a batch of `B` environments answers to a batch of actions, in memory that it never uses again."
+    """What a batch of `B` environments answers to a batch of actions, in memory that it never uses again.
+
+    Args:
+        state: numpy [B, ...]; `obs` belongs to the new episode where `fin`
+        seen: the same as the actor sees it: torch [1, B, ...], float32 for float64
+        term: bool [B]: the episode truly terminated (also if a limit was reached at the same step)
+        final: environment -> true last observation, where truncated (with `terminal_obs`: where an episode ended)
+        ended: the environments where `fin`
+        info: [B, ...]: recorded numeric environment info
+        valid: bool [B]: False where no step took place
+    """
     state: State       # numpy [B, ...]; `obs` belongs to the new episode where `fin`
     seen: State        # the same as the actor sees it: torch [1, B, ...], float32 for float64
     term: np.ndarray   # bool [B]: the episode truly terminated (also if a limit was reached at the same step)

@@ -33,7 +33,14 @@ def one_each(
     n: int,      # number of environments
     kinds: str,  # numpy's letters of the dtypes that are allowed
 ) -> np.ndarray:
-    "`x` as an array `[n]`. Raises `EnvError`."
+    """`x` as an array `[n]`. Raises `EnvError`.
+
+    Args:
+        what: 'reward', 'termination' or 'truncation'
+        x: what the vector environment returned
+        n: number of environments
+        kinds: numpy's letters of the dtypes that are allowed
+    """
     if type(x) is not np.ndarray: x = main_memory(what, lambda: np.asarray(x))
     if x.shape == (n,) and x.dtype.kind in kinds: return x
     raise EnvError(f"there must be one {what} for each environment", got=describe(x),
@@ -57,6 +64,10 @@ class CheckedVector:
 
     Environments are seeded once, at the first reset: those of `SyncVectorEnv` and `AsyncVectorEnv` with a seed each (the same ones that
     `EnvBatch` would use), other implementations with one integer, and an EnvPool by its factory. Raises `EnvError` and `DataError`.
+
+    Args:
+        vec: gymnasium `VectorEnv`, or synchronous EnvPool
+        seed: of the whole batch
     """
     def __init__(self,
                  vec: Any,                      # gymnasium `VectorEnv`, or synchronous EnvPool
@@ -86,7 +97,12 @@ class CheckedVector:
              actions: Any,      # of all environments, in the containers and dtypes of the space
              step: StepBuffer,  # observations, rewards and terminations are written into it
     ) -> tuple:
-        "Let every environment take its action; `(rewards, ends, infos)`, where `ends` `[B]` says where an episode ended."
+        """Let every environment take its action; `(rewards, ends, infos)`, where `ends` `[B]` says where an episode ended.
+
+        Args:
+            actions: of all environments, in the containers and dtypes of the space
+            step: observations, rewards and terminations are written into it
+        """
         obs, rew, term, trunc, infos = self._call('step', actions)
         self._put(obs, step.leaves)
         step.rew[:] = rew = one_each('reward', rew, self.n, 'biuf')

@@ -52,6 +52,10 @@ class EnvFactory:
     """`factory(seed) -> gymnasium.Env` (or `VectorEnv`), made from a gymnasium id (with keyword arguments) or from a callable.
 
     Raises `EnvError` if the id is unknown, its dependencies are missing, the callable fails or returns no environment.
+
+    Args:
+        source: gymnasium id, or callable `source()` or `source(seed=...)`
+        env_kwargs: keyword arguments for `gymnasium.make`, if `source` is an id
     """
     def __init__(self,
                  source: Any,                     # gymnasium id, or callable `source()` or `source(seed=...)`
@@ -97,6 +101,11 @@ def env_factories(
 
     A list is repeated until there are `n_envs`, which must be a multiple of its length. Raises `EnvError` if it is not, or is no
     positive integer.
+
+    Args:
+        source: gymnasium id, callable, or a list of them
+        n_envs: number of environments; None: one for each element of the list
+        env_kwargs: keyword arguments for `gymnasium.make`
     """
     sources = list(source) if isinstance(source, (list, tuple)) else [source]
     n_envs = len(sources) if n_envs is None else n_envs
@@ -110,7 +119,14 @@ def _is_count(n): return isinstance(n, int) and not isinstance(n, bool) and n >=
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #c3cf4603
 class VectorFactory:
-    "`factory(seed) -> VectorEnv` of `n_envs` environments, made from an id. Raises `EnvError`."
+    """`factory(seed) -> VectorEnv` of `n_envs` environments, made from an id. Raises `EnvError`.
+
+    Args:
+        env_id: gymnasium id; with 'envpool', one of EnvPool's
+        n_envs: environments in the vector
+        vector: 'sync', 'async' (a process for each), 'vector_entry_point' (its own class), 'envpool'
+        env_kwargs: keyword arguments for `gymnasium.make_vec` or `envpool.make_gymnasium`
+    """
     kinds = 'sync', 'async', 'vector_entry_point', 'envpool'
 
     def __init__(self,
@@ -153,7 +169,12 @@ def spaces_of(
     env: Any,                        # id, factory, environment, list of them, or a pair of spaces
     env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make`
 ) -> tuple[gym.Space, gym.Space]:
-    "`(observation_space, action_space)` of one environment, also of one in a vector. An environment that is made for this is closed."
+    """`(observation_space, action_space)` of one environment, also of one in a vector. An environment that is made for this is closed.
+
+    Args:
+        env: id, factory, environment, list of them, or a pair of spaces
+        env_kwargs: keyword arguments for `gymnasium.make`
+    """
     if isinstance(env, tuple) and len(env) == 2 and all(isinstance(s, gym.Space) for s in env): return env
     if is_vector(env):
         # An old EnvPool has no other spaces than those of one environment.
@@ -172,6 +193,10 @@ def space_spec(
     """A nested container of zero arrays (numpy) with the shapes and dtypes of `space`'s samples.
 
     Raises `SpaceError` naming the part of `what` that has no fixed-size array form (Text, Graph, Sequence, OneOf).
+
+    Args:
+        space: any space
+        what: what the space is called in messages
     """
     if isinstance(space, gym.spaces.Dict): return {k: space_spec(s, f"{what}[{k!r}]") for k, s in space.spaces.items()}
     if isinstance(space, gym.spaces.Tuple): return tuple(space_spec(s, f"{what}[{i}]") for i, s in enumerate(space.spaces))
@@ -186,7 +211,12 @@ def env_seeds(
     seed: np.random.SeedSequence,  # seed of the whole batch
     n: int,                        # number of environments
 ) -> list[tuple[int, int, int]]:
-    "For each environment, integers from its own child of `seed`: for its factory (31 bits), its first reset and its action space."
+    """For each environment, integers from its own child of `seed`: for its factory (31 bits), its first reset and its action space.
+
+    Args:
+        seed: seed of the whole batch
+        n: number of environments
+    """
     # Spawning leaves a mark in a sequence, so the children come from a copy.
     children = np.random.SeedSequence(seed.entropy, spawn_key=seed.spawn_key).spawn(n)
     words = (map(int, child.generate_state(3)) for child in children)

@@ -17,7 +17,11 @@ from ..errors import EnvError, describe
 def filler(
     like: np.ndarray,  # array whose dtype counts
 ) -> np.ndarray:
-    "What is recorded where an environment says nothing, an array `[]`: nan for floats, 0 for anything else."
+    """What is recorded where an environment says nothing, an array `[]`: nan for floats, 0 for anything else.
+
+    Args:
+        like: array whose dtype counts
+    """
     return np.asarray(np.nan if like.dtype.kind == 'f' else 0, like.dtype)
 
 def _is_numeric(x):
@@ -34,7 +38,12 @@ def _has_form(x, like):
 
 # %% ../../../nbs/pipes/10_envs/03_infos.ipynb #fcea1c7b
 class InfoRecorder:
-    "Keeps the form of the recorded infos of `n` environments. Subclasses write `record`, which gives the columns of a step."
+    """Keeps the form of the recorded infos of `n` environments. Subclasses write `record`, which gives the columns of a step.
+
+    Args:
+        n: number of environments
+        keys: which infos are recorded; None: those that are numeric in the first step
+    """
     def __init__(self,
                  n: int,            # number of environments
                  keys: Any = None,  # which infos are recorded; None: those that are numeric in the first step
@@ -45,7 +54,12 @@ class InfoRecorder:
                numeric: dict,  # key -> column `[n, ...]`: the numeric infos of the first step
                infos: dict,    # all of its infos
     ) -> None:
-        "Decide what is recorded. Raises `EnvError` if the user asks for an info that is not numeric."
+        """Decide what is recorded. Raises `EnvError` if the user asks for an info that is not numeric.
+
+        Args:
+            numeric: key -> column `[n, ...]`: the numeric infos of the first step
+            infos: all of its infos
+        """
         unknown, self.like = np.full(self.n, np.nan, np.float32), {}
         for key in numeric if self.keys is None else self.keys:
             if key not in numeric and key in infos:
@@ -75,7 +89,11 @@ class SingleInfos(InfoRecorder):
     def record(self,
                infos: list,  # one dict for each environment
     ) -> dict:
-        "The infos of a step, key -> nested `[n, ...]`. Raises `EnvError`, whose `env` is the number of the environment."
+        """The infos of a step, key -> nested `[n, ...]`. Raises `EnvError`, whose `env` is the number of the environment.
+
+        Args:
+            infos: one dict for each environment
+        """
         if self.like is None: self._begin(infos)
         if not self.like: return {}
         return {key: self._column(key, [info.get(key, missing) for info in infos]) for key, missing in self.missing.items()}
@@ -102,7 +120,12 @@ def info_columns(
     infos: dict,  # what the vector environment reports
     n: int,       # number of environments
 ) -> dict:
-    "The numeric infos, key -> nested `[n, ...]`, with the filler where an environment says nothing."
+    """The numeric infos, key -> nested `[n, ...]`, with the filler where an environment says nothing.
+
+    Args:
+        infos: what the vector environment reports
+        n: number of environments
+    """
     final = 'final_obs', 'final_info', '_final_obs', '_final_info'
     keys = [k for k in infos if k not in final and not (k.startswith('_') and k[1:] in infos)]
     columns = {key: _column(infos[key], infos.get(f'_{key}'), n) for key in keys}
@@ -136,7 +159,13 @@ class VectorInfos(InfoRecorder):
                ended: np.ndarray,  # bool `[n]`: where an episode ended
                valid: np.ndarray,  # bool `[n]`: where a step took place
     ) -> dict:
-        "The infos of a step, key -> nested `[n, ...]`. Raises `EnvError`."
+        """The infos of a step, key -> nested `[n, ...]`. Raises `EnvError`.
+
+        Args:
+            infos: what the vector environment reports
+            ended: bool `[n]`: where an episode ended
+            valid: bool `[n]`: where a step took place
+        """
         if self.like is None:
             self.choose({**info_columns(infos, self.n), **info_columns(infos.get('final_info', {}), self.n)}, infos)
         if not self.like: return {}

@@ -37,7 +37,13 @@ def make_envs(
     seeds: list,      # as `env_seeds` gives them
     envs: list,       # those that exist already; the others are added here, so that the caller can close them if this fails
 ) -> None:
-    "Make the environments of a batch and seed their action spaces. Raises `EnvError` with the number of the environment."
+    """Make the environments of a batch and seed their action spaces. Raises `EnvError` with the number of the environment.
+
+    Args:
+        factories: of `EnvFactory`
+        seeds: as `env_seeds` gives them
+        envs: those that exist already; the others are added here, so that the caller can close them if this fails
+    """
     for b, (factory, (make_seed, _, space_seed)) in enumerate(zip(factories, seeds)):
         if b >= len(envs):
             with _naming(b, 'the factory'): envs.append(factory(make_seed))
@@ -72,7 +78,14 @@ def scalar_rewards(rews: list) -> np.ndarray:
 
 # %% ../../../nbs/pipes/10_envs/05_single.ipynb #f2eed1ab
 class SingleEnvs:
-    "Single environments, stepped one after the other. Errors that they cause have the number of the environment."
+    """Single environments, stepped one after the other. Errors that they cause have the number of the environment.
+
+    Args:
+        factories: of `EnvFactory`
+        seeds: as `env_seeds` gives them
+        first: the first environment, if its factory has been called already
+        sticky: an environment that ended rests until the number of steps is a multiple of this
+    """
     def __init__(self,
                  factories: list,             # of `EnvFactory`
                  seeds: list,                 # as `env_seeds` gives them
@@ -101,7 +114,13 @@ class SingleEnvs:
              step: StepBuffer,    # observations and terminations are written into it
              terminal_obs: bool,  # give the last observations of terminated episodes too
     ) -> tuple:
-        "Let every environment take its action; `(final, ended, rewards, infos)`."
+        """Let every environment take its action; `(final, ended, rewards, infos)`.
+
+        Args:
+            actions: one for each environment
+            step: observations and terminations are written into it
+            terminal_obs: give the last observations of terminated episodes too
+        """
         final, ended, rews, infos, call = {}, [], [], [], 'step()'
         buffer = step.leaves[0]
         one_array, shape, dtype = len(step.leaves) == 1, buffer.shape[1:], buffer.dtype
@@ -140,6 +159,15 @@ class EnvBatch(Batch):
 
     Every environment is seeded once, from its own child of `seed`, at its first reset. Observations are stored in the dtype of the
     observation space. Raises `EnvError` or `ActorError` with the environment's number and the leaf.
+
+    Args:
+        factories: of `EnvFactory`, one for each environment
+        seed: of the whole batch
+        info_keys: infos to record; None: those that are numeric after the first step
+        clip_actions: clip float actions to their Box
+        sticky: an environment that ended rests until the number of steps is a multiple of this
+        first: the first environment, if its factory has been called already
+        **where: context for error messages: pipe, lane
     """
     _action_converter = staticmethod(action_rows)
 
@@ -150,7 +178,7 @@ class EnvBatch(Batch):
                  clip_actions: bool = True,     # clip float actions to their Box
                  sticky: int | None = None,     # an environment that ended rests until the number of steps is a multiple of this
                  first: Any = None,             # the first environment, if its factory has been called already
-                 **where,                       # context for error messages: pipe, lane
+                 **where: Any,                  # context for error messages: pipe, lane
     ):
         self.factories, self.where, self.single, n = factories, where, None, len(factories)
         try:

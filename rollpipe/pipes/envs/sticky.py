@@ -34,7 +34,12 @@ class Sticky:
                    obs: Any,     # observations `[B, ...]` after the step
                    ended: list,  # environments whose episode ended; those that rest are added, because `fin` is set for them too
     ) -> np.ndarray:
-        "Let those that `ended` rest, or all act again. Returns `valid` `[B]`: False for those that rested in this step."
+        """Let those that `ended` rest, or all act again. Returns `valid` `[B]`: False for those that rested in this step.
+
+        Args:
+            obs: observations `[B, ...]` after the step
+            ended: environments whose episode ended; those that rest are added, because `fin` is set for them too
+        """
         valid = self.all.copy()
         valid[self.resting] = False
         for b in ended: self.acting[b] = RestingEnv(nested.map(np.array, nested.getitem(obs, b)))

@@ -26,6 +26,14 @@ class VectorBatch(Batch):
 
     Observations are stored in the dtype of the space. Raises `EnvError`, `ActorError` or `DataError` with the leaf and, where it is
     known, the number of the environment, and `SpaceError` for a space without a fixed-size array form.
+
+    Args:
+        vec: gymnasium `VectorEnv`, or synchronous EnvPool
+        seed: of the whole batch
+        info_keys: infos to record; None: those that are numeric in the first step
+        clip_actions: clip float actions to their Box
+        name: what error messages call it
+        **where: context for error messages: pipe, lane
     """
     def __init__(self,
                  vec: Any,                      # gymnasium `VectorEnv`, or synchronous EnvPool
@@ -33,7 +41,7 @@ class VectorBatch(Batch):
                  info_keys: Any = None,         # infos to record; None: those that are numeric in the first step
                  clip_actions: bool = True,     # clip float actions to their Box
                  name: str | None = None,       # what error messages call it
-                 **where,                       # context for error messages: pipe, lane
+                 **where: Any,                  # context for error messages: pipe, lane
     ):
         self.vec, self.where, self.vec_name = vec, where, name or type(vec).__name__
         try:
@@ -111,11 +119,19 @@ def env_batch(
     sticky: int | None = None,     # an environment that ended rests until the number of steps is a multiple of this
     clip_actions: bool = True,     # clip float actions to their Box
     info_keys: Any = None,         # infos to record; None: those that are numeric after the first step
-    **where,                       # context for error messages: pipe, lane
+    **where: Any,                  # context for error messages: pipe, lane
 ) -> Batch:
     """The batch of what the `factories` make: a `VectorBatch` if the first one makes a vector environment, else an `EnvBatch`.
 
     Raises `EnvError` if the number of environments is not that of the vector, or if it should be sticky.
+
+    Args:
+        factories: of `EnvFactory`, or one `VectorFactory`
+        seed: of the whole batch
+        sticky: an environment that ended rests until the number of steps is a multiple of this
+        clip_actions: clip float actions to their Box
+        info_keys: infos to record; None: those that are numeric after the first step
+        **where: context for error messages: pipe, lane
     """
     factory, options = factories[0], dict(info_keys=info_keys, clip_actions=clip_actions, **where)
     if isinstance(factory, EnvFactory) and isinstance(factory.source, str): return EnvBatch(factories, seed, sticky=sticky, **options)

@@ -39,7 +39,12 @@ class FragmentLayout:
              fragment: Fragment,  # [T, B]
              order: np.ndarray,   # int64 [B]: its environments in the order in which their records shall lie
     ) -> np.ndarray:
-        "Records `[B, T+1]` of rows and steps. The last ones hold no step, only a row. `final` and `hx`, the numbers of others, are -1."
+        """Records `[B, T+1]` of rows and steps. The last ones hold no step, only a row. `final` and `hx`, the numbers of others, are -1.
+
+        Args:
+            fragment: [T, B]
+            order: int64 [B]: its environments in the order in which their records shall lie
+        """
         records = np.zeros((len(order), fragment.n_steps + 1), self.step_type)
         def by_environment(x): return x[:, order].swapaxes(0, 1)
         self._write(records, fragment, Fragment.ROWS, by_environment)
@@ -68,7 +73,13 @@ class FragmentLayout:
                finals: np.ndarray,       # all records of true last observations; `records['final']` are numbers of these
                hxs: np.ndarray | None,   # all records of recurrent states; `records['hx']` are numbers of these. None: zeros
     ) -> Fragment:
-        "The fragment `[T, n]` of these records; its tensors lie within them."
+        """The fragment `[T, n]` of these records; its tensors lie within them.
+
+        Args:
+            records: [T+1, n]
+            finals: all records of true last observations; `records['final']` are numbers of these
+            hxs: all records of recurrent states; `records['hx']` are numbers of these. None: zeros
+        """
         number, n = records['final'][:-1], records.shape[1]
         t, b = (number >= 0).nonzero()
         hxs = np.zeros(n, self.hx_type) if hxs is None else hxs[records['hx'][0]]

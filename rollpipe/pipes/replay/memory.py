@@ -29,7 +29,12 @@ class _Pending(NamedTuple):
 
 
 class PendingSegments:
-    "The segments of `length` steps that have begun and are not complete."
+    """The segments of `length` steps that have begun and are not complete.
+
+    Args:
+        length: steps of a segment
+        at_borders: do segments begin only where fragments do?
+    """
     def __init__(self,
                  length: int,           # steps of a segment
                  at_borders: bool,      # do segments begin only where fragments do?
@@ -50,7 +55,13 @@ class PendingSegments:
 
 # %% ../../../nbs/pipes/24_replay/06_memory.ipynb #43ad8d33
 class Sample(NamedTuple):
-    "What `ReplayMemory.sample` gives: `n` segments of the memory's `length`, side by side."
+    """What `ReplayMemory.sample` gives: `n` segments of the memory's `length`, side by side.
+
+    Args:
+        fragment: [length, n]
+        weight: float32 [n]: importance weights, at most 1; all 1 if sampling is uniform
+        index: int64 [n]: serial numbers of the first steps, for `prioritize`
+    """
     fragment: Fragment  # [length, n]
     weight: Any         # float32 [n]: importance weights, at most 1; all 1 if sampling is uniform
     index: Any          # int64 [n]: serial numbers of the first steps, for `prioritize`
@@ -79,6 +90,16 @@ class ReplayMemory:
 
     Memory is allocated with the first fragment, whose structure the others must have: see `StepStore`. Raises `DataError` for arguments
     out of range, fragments of another structure or longer than the capacity, and stacks of frames.
+
+    Args:
+        capacity: steps
+        length: steps of a segment; 1: single transitions
+        prioritized: sample in proportion to priorities
+        alpha: exponent of the priorities; 0: uniform
+        beta: exponent of the importance weights; 1: they make up for all of the priorities
+        zero_state: begin with a recurrent state of zeros, not with the stored ones
+        seed: fixes what is drawn; None: fresh entropy
+        path: a folder for the steps; None: in memory
     """
     def __init__(self,
                  capacity: int,              # steps
@@ -149,8 +170,13 @@ class ReplayMemory:
         """Set the priorities of segments. Those that are gone are left out.
 
         Raises `DataError` for a uniform memory, errors that are negative or not finite, and wrong indices.
+
+        Args:
+            index: int64 [n]: of segments, from a sample
+            td_abs: [n]: their absolute TD errors
         """
-        if not self.prioritized: raise DataError("the memory is uniform", pipe=self, expected="prioritized=True")
+        if not isinstance(self.sampler, PrioritizedSampler):
+            raise DataError("the memory is uniform", pipe=self, expected="prioritized=True")
         index, td_abs = _checked(index, td_abs, 0 if self.store is None else self.store.ring.next_serial, self)
         kept = index >= self.store.ring.oldest
         self.sampler.prioritize(self.store.ring.slot(index[kept]), td_abs[kept].astype(np.float64) + 1e-6)

@@ -19,7 +19,13 @@ from ..torchdata import IterDataPipe
 
 # %% ../../../nbs/pipes/24_replay/07_pipe.ipynb #bdc05f96
 class Replayed(NamedTuple):
-    "What `Replay` gives for each fragment."
+    """What `Replay` gives for each fragment.
+
+    Args:
+        fresh: the fragment that has arrived
+        samples: each is drawn when it is asked for
+        memory: has taken in the fragment, and is told priorities by `prioritize`
+    """
     fresh: Fragment            # the fragment that has arrived
     samples: Iterator[Sample]  # each is drawn when it is asked for
     memory: ReplayMemory       # has taken in the fragment, and is told priorities by `prioritize`
@@ -30,6 +36,20 @@ class Replay(Seeded, Pipe):
 
     The memory is made when the iteration begins, and belongs to it. Raises `DataError` for arguments out of range, and `GraphError` if it
     stands above `Lanes`, because all lanes share one memory. See `ReplayMemory` for its arguments.
+
+    Args:
+        pipe: yields `Fragment`s
+        capacity: steps that are remembered
+        batch_size: transitions or segments in a sample
+        n_batches: samples for each fragment
+        warmup: steps that must be there before the first sample
+        length: steps of a segment; 1: single transitions
+        prioritized: sample in proportion to priorities
+        alpha: exponent of the priorities; 0: uniform
+        beta: exponent of the importance weights; 1: they make up for all of the priorities
+        zero_state: begin with a recurrent state of zeros, not with the stored ones
+        path: a folder for the steps; None: in memory
+        seed: fixes what is drawn; None: fresh entropy for each iteration
     """
     reads = 1
 
@@ -57,7 +77,7 @@ class Replay(Seeded, Pipe):
         if warmup > capacity:
             raise DataError("it would never be warm", pipe=self, expected=f"warmup <= capacity={capacity}", got=f"warmup={warmup}")
 
-    def set_lane(self, lane: int, seed: np.random.SeedSequence):
+    def set_lane(self, lane: int, seed: np.random.SeedSequence) -> None:
         "Called by `Lanes` on its copies, where there must be no `Replay`."
         raise GraphError("a memory of its own for each lane", pipe=self, expected="`Lanes` above `Replay`")
 

@@ -17,7 +17,12 @@ from .. import nested
 
 # %% ../../../nbs/pipes/24_replay/00_records.ipynb #b4488ed4
 class Field:
-    "One leaf of a container as a field of records."
+    """One leaf of a container as a field of records.
+
+    Args:
+        name: of the field
+        example: what one record holds, without leading dimensions
+    """
     def __init__(self,
                  name: str,        # of the field
                  example: Tensor,  # what one record holds, without leading dimensions
@@ -29,7 +34,12 @@ class Field:
               x: Tensor,
               arrange: Callable = lambda array: array,  # gives the array of `x` the shape [*lead, ...], where a size of 1 is repeated
     ) -> None:
-        "Copy a tensor into the field of the records."
+        """Copy a tensor into the field of the records.
+
+        Args:
+            records: [*lead]
+            arrange: gives the array of `x` the shape [*lead, ...], where a size of 1 is repeated
+        """
         records[self.name][...] = arrange(_array(x))
 
     def read(self, records: np.ndarray) -> Tensor:
@@ -48,7 +58,12 @@ def fields_of(
     example: Any,  # container of tensors: what one record holds
     name: str,     # what the container is called
 ) -> Any:
-    "The container with a `Field` in the place of each leaf, named by the path of the leaf: `name['obs']`."
+    """The container with a `Field` in the place of each leaf, named by the path of the leaf: `name['obs']`.
+
+    Args:
+        example: container of tensors: what one record holds
+        name: what the container is called
+    """
     leaves, structure = nested.flatten(example)
     return structure.unflatten(map(Field, nested.paths(example, name), leaves))
 
@@ -57,7 +72,12 @@ def record_type(
     fields: list,    # `Field`s
     **numbers: Any,  # name -> dtype of further fields, which hold one number each
 ) -> np.dtype:
-    "The numpy dtype of records with these fields."
+    """The numpy dtype of records with these fields.
+
+    Args:
+        fields: `Field`s
+        **numbers: name -> dtype of further fields, which hold one number each
+    """
     names = [field.name for field in fields] + list(numbers)
     formats = [field.format for field in fields] + [(np.dtype(x), ()) for x in numbers.values()]
     # Torch needs strides, and numpy needs addresses, that are multiples of the size of an element.

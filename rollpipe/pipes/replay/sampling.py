@@ -14,7 +14,12 @@ from .sum_tree import SumTree
 
 # %% ../../../nbs/pipes/24_replay/05_sampling.ipynb #635756a0
 class UniformSampler:
-    "Draws each segment with the same probability."
+    """Draws each segment with the same probability.
+
+    Args:
+        capacity: slots
+        rng: draws
+    """
     def __init__(self,
                  capacity: int,             # slots
                  rng: np.random.Generator,  # draws
@@ -36,7 +41,12 @@ class UniformSampler:
              n: int,         # with replacement
              n_filled: int,  # slots that hold something, beginning with slot 0
     ) -> np.ndarray:
-        "`n` slots in which segments begin, int64 `[n]`."
+        """`n` slots in which segments begin, int64 `[n]`.
+
+        Args:
+            n: with replacement
+            n_filled: slots that hold something, beginning with slot 0
+        """
         if 2 * self.n_segments >= n_filled:     # most slots will do
             return self._accepted(self.rng.integers(n_filled, size=n), lambda n: self.rng.integers(n_filled, size=n))
         if self.listed is None: self.listed = self.starts.nonzero()[0]
@@ -46,7 +56,12 @@ class UniformSampler:
                 slot: np.ndarray,  # int64 [n], as drawn
                 beta: float,       # has no effect here
     ) -> Tensor:
-        "Importance weights, float32 `[n]`: 1."
+        """Importance weights, float32 `[n]`: 1.
+
+        Args:
+            slot: int64 [n], as drawn
+            beta: has no effect here
+        """
         return torch.ones(len(slot))
 
     def _accepted(self, slot, draw):
@@ -56,7 +71,13 @@ class UniformSampler:
 
 # %% ../../../nbs/pipes/24_replay/05_sampling.ipynb #5b16ce66
 class PrioritizedSampler(UniformSampler):
-    "Draws each segment in proportion to its priority, in the way of Schaul et al. 2016, https://arxiv.org/abs/1511.05952."
+    """Draws each segment in proportion to its priority, in the way of Schaul et al. 2016, https://arxiv.org/abs/1511.05952.
+
+    Args:
+        capacity: slots
+        rng: draws
+        alpha: exponent of the priorities
+    """
     def __init__(self,
                  capacity: int,             # slots
                  rng: np.random.Generator,  # draws
@@ -88,7 +109,12 @@ class PrioritizedSampler(UniformSampler):
                    slot: np.ndarray,      # int64 [n]
                    priority: np.ndarray,  # float64 [n], > 0
     ) -> None:
-        "Set the priorities of the segments that begin in these slots, where some do."
+        """Set the priorities of the segments that begin in these slots, where some do.
+
+        Args:
+            slot: int64 [n]
+            priority: float64 [n], > 0
+        """
         self.max_priority = max(self.max_priority, priority.max(initial=0.))
         here = self.starts[slot]
         self.tree[slot[here]] = priority[here] ** self.alpha

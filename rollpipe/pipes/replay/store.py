@@ -20,7 +20,12 @@ from .tables import Ring, SideTable
 
 # %% ../../../nbs/pipes/24_replay/04_store.ipynb #bd0c904a
 class AddedSteps(NamedTuple):
-    "The steps of one lane that have been taken in."
+    """The steps of one lane that have been taken in.
+
+    Args:
+        serial: int64 [B, T]: their serial numbers
+        follows: the first ones follow the last ones that were added for this lane before
+    """
     lane: int
     serial: Any    # int64 [B, T]: their serial numbers
     follows: bool  # the first ones follow the last ones that were added for this lane before
@@ -34,7 +39,12 @@ class _LaneEnd(NamedTuple):
 
 
 class StepLinks:
-    "For the record in each slot the one that follows it; rows after which no step has arrived yet."
+    """For the record in each slot the one that follows it; rows after which no step has arrived yet.
+
+    Args:
+        ring: of the records
+        dtype: of a record
+    """
     def __init__(self,
                  ring: Ring,       # of the records
                  dtype: np.dtype,  # of a record
@@ -46,7 +56,12 @@ class StepLinks:
               slot: np.ndarray,  # int64 [m]: where to begin
               n: int,            # rows
     ) -> np.ndarray:
-        "The slots of rows that follow one another, int64 `[n, m]`; -1 - its number for a row in `look_ahead`."
+        """The slots of rows that follow one another, int64 `[n, m]`; -1 - its number for a row in `look_ahead`.
+
+        Args:
+            slot: int64 [m]: where to begin
+            n: rows
+        """
         chain = np.empty((n, len(slot)), np.int64)
         chain[0] = slot
         for k in range(1, n): chain[k] = self.next[chain[k - 1]]
@@ -61,7 +76,12 @@ class StepLinks:
             serial: np.ndarray,  # int64 [B, T]: of new steps
             rows: np.ndarray,    # [B]: the records of the rows after the last ones
     ) -> None:
-        "Link the steps of each environment to one another, and the last one to the row after it."
+        """Link the steps of each environment to one another, and the last one to the row after it.
+
+        Args:
+            serial: int64 [B, T]: of new steps
+            rows: [B]: the records of the rows after the last ones
+        """
         slot = self.ring.slot(serial)
         self.next[slot[:, :-1]] = slot[:, 1:]
         self.next[slot[:, -1]] = -1 - self.look_ahead.put(rows)
@@ -72,7 +92,13 @@ class StepLinks:
              serial: np.ndarray,  # int64 [B, T]: its steps
              stepno: np.ndarray,  # int64 [T+1, B]: step numbers of its rows
     ) -> AddedSteps:
-        "Link the new steps of a lane to its older ones, if they follow these."
+        """Link the new steps of a lane to its older ones, if they follow these.
+
+        Args:
+            seq: number of the fragment; None: not known, and nothing follows
+            serial: int64 [B, T]: its steps
+            stepno: int64 [T+1, B]: step numbers of its rows
+        """
         end = self.lanes.get(lane)
         follows = end is not None and seq is not None and seq == end.seq + 1 and np.array_equal(end.stepno, stepno[0])
         if follows:
@@ -90,6 +116,12 @@ class StepStore:
     The ring is allocated at once; the side tables of true last observations, recurrent states and look-ahead rows grow as they are needed.
     The folder `path` gets a file `steps.npy`, to which the ring is mapped. The file is made anew: it is memory on a disk and nothing more.
     Raises `DataError` for fragments of another structure, or longer than the capacity.
+
+    Args:
+        capacity: steps
+        example: what all fragments look like
+        path: a folder for the steps; None: in memory
+        keep_hx: keep the recurrent states at the beginnings of fragments; False: they are read as zeros
     """
     def __init__(self,
                  capacity: int,          # steps
@@ -107,7 +139,11 @@ class StepStore:
     def add(self,
             fragment: Fragment,  # at most `capacity` steps
     ) -> tuple[np.ndarray, list]:
-        "Take in a copy of a fragment; returns the slots whose steps had to go (int64 `[n]`), and a list of `AddedSteps`."
+        """Take in a copy of a fragment; returns the slots whose steps had to go (int64 `[n]`), and a list of `AddedSteps`.
+
+        Args:
+            fragment: at most `capacity` steps
+        """
         self._check(fragment)
         lanes = strands(fragment)
         order = np.concatenate([np.arange(columns.start, columns.stop) for _, _, columns in lanes])
@@ -155,7 +191,12 @@ class StepStore:
              slot: np.ndarray,  # int64 [n]: where to begin
              n_steps: int,      # `T`
     ) -> Fragment:
-        "A copy of the steps that follow one another from these slots on, as a fragment `[T, n]`."
+        """A copy of the steps that follow one another from these slots on, as a fragment `[T, n]`.
+
+        Args:
+            slot: int64 [n]: where to begin
+            n_steps: `T`
+        """
         chain = self.links.chain(slot, n_steps + 1)
         records, ahead = self.records.take(chain, mode='clip'), chain[-1] < 0
         if ahead.any(): records[-1, ahead] = self.links.look_ahead.records[-1 - chain[-1, ahead]]

@@ -26,7 +26,11 @@ class Ring:
     def take(self,
              n: int,  # new items, at most as many as there are slots
     ) -> tuple[np.ndarray, np.ndarray]:
-        "Serial numbers of `n` new items, int64 `[n]`, and the slots of the old items that they replace."
+        """Serial numbers of `n` new items, int64 `[n]`, and the slots of the old items that they replace.
+
+        Args:
+            n: new items, at most as many as there are slots
+        """
         serial = np.arange(self.next_serial, self.next_serial + n)
         replaced = self.slot(serial[max(0, self.capacity - self.next_serial):])
         self.next_serial += n

@@ -117,6 +117,10 @@ class WeightPublisher:
 
     Raises `ActorError` naming a tensor that cannot be sent, or that has changed its shape or dtype since the beginning, and for a holder
     without a module whose version has changed.
+
+    Args:
+        holders: actors, critics, and functions that use networks
+        depth: publications that can be fetched: the latest, and those before it
     """
     def __init__(self,
                  holders: Iterable,  # actors, critics, and functions that use networks

@@ -31,7 +31,13 @@ def aligned(size: int) -> int:
 
 
 class ArraySpec:
-    "Describes an array of an item, and says where it lies."
+    """Describes an array of an item, and says where it lies.
+
+    Args:
+        dtype: a torch dtype makes it a tensor
+        entry: index among the arrays of the layout; -1: it lies in the item's own memory
+        offset: there it begins, from the beginning of the item's own arrays [bytes]
+    """
     def __init__(self,
                  dtype: torch.dtype | np.dtype,  # a torch dtype makes it a tensor
                  shape: tuple,
@@ -151,7 +157,13 @@ def pickle_containers(item: Any, specs: list) -> bytes | None:
 
 # %% ../../../nbs/pipes/30_workers/03_codec.ipynb #fbffc9b0
 class ItemFormat:
-    "How an item is put together from the arrays in a slot."
+    """How an item is put together from the arrays in a slot.
+
+    Args:
+        pickle: of the item, or of its containers, without the arrays
+        size: of the item's own arrays in the slot [bytes]
+        only_arrays: is there nothing in the item but containers and arrays?
+    """
     def __init__(self,
                  pickle: bytes,      # of the item, or of its containers, without the arrays
                  size: int,          # of the item's own arrays in the slot [bytes]

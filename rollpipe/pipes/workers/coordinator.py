@@ -27,7 +27,15 @@ def plan_buffers(
     width: int,                     # items that share a slot
     n_buffers: int | None = None,   # what the user asks for
 ) -> tuple:                         # `(max_pending, n_buffers)`
-    "How many requests are under way, and for how many items there is memory. Raises `DataError` if `n_buffers` is too small."
+    """How many requests are under way, and for how many items there is memory. Raises `DataError` if `n_buffers` is too small.
+
+    Args:
+        width: items that share a slot
+        n_buffers: what the user asks for
+
+    Returns:
+        tuple: `(max_pending, n_buffers)`
+    """
     max_pending = pending_limit(n_lanes, group_size, lag)
     if n_buffers is None: n_buffers = max(max_pending + max(group_size, n_lanes), width * (slots_spanned(max_pending, width) + 2))
     elif lag is None: max_pending = max(n_lanes, n_buffers - 3 * width + 1 if width > 1 else n_buffers - group_size)
@@ -41,7 +49,15 @@ def publisher_for(
     graphs: dict,  # number of the lane -> graph
     depth: int,    # see `WeightPublisher`
 ) -> tuple:        # `(publisher, indices)`; `indices[lane]`: which of the publisher's holders the graph of this lane holds, in its order
-    "A publisher for all that the pipes of `graphs` hold by reference."
+    """A publisher for all that the pipes of `graphs` hold by reference.
+
+    Args:
+        graphs: number of the lane -> graph
+        depth: see `WeightPublisher`
+
+    Returns:
+        tuple: `(publisher, indices)`; `indices[lane]`: which of the publisher's holders the graph of this lane holds, in its order
+    """
     holders = {id(x): x for x in holders_in(graphs.values())}
     index_of = {key: index for index, key in enumerate(holders)}
     indices = {lane: [index_of[id(x)] for x in holders_in([graph])] for lane, graph in graphs.items()}
@@ -49,7 +65,11 @@ def publisher_for(
 
 # %% ../../../nbs/pipes/30_workers/12_coordinator.ipynb #f42def43
 class Listener:
-    "Takes in what the members say; replies go to the schedule."
+    """Takes in what the members say; replies go to the schedule.
+
+    Args:
+        options: a `ProcessReading`
+    """
     def __init__(self,
                  schedule: Schedule,
                  pool: SlotPool,
@@ -62,7 +82,11 @@ class Listener:
     def listen(self,
                on_death: Callable,  # is called with a member that has died, and the error that says how
     ) -> None:
-        "Wait, for half a second at most, until a member says something, and take it in. Look after those who are silent or dead."
+        """Wait, for half a second at most, until a member says something, and take it in. Look after those who are silent or dead.
+
+        Args:
+            on_death: is called with a member that has died, and the error that says how
+        """
         members, supervision, spin = self.members, self.supervision, self.options.spin
         wait = max(0., min(0.5, supervision.time_left(members.busy())))
         awake = min(wait, spin) if spin and members.has_idle_core() else 0
@@ -91,7 +115,15 @@ class Listener:
 
 # %% ../../../nbs/pipes/30_workers/12_coordinator.ipynb #381fa01c
 class ItemRecord(NamedTuple):
-    "When an item was collected and handed over. Times are those of `time.monotonic`."
+    """When an item was collected and handed over. Times are those of `time.monotonic`.
+
+    Args:
+        publication: of the weights that collected it
+        begin: [s] its collection began
+        end: [s] it was complete
+        received: [s] it was read from its slot
+        copied_bytes: into the slot
+    """
     lane: int
     worker: int
     publication: int   # of the weights that collected it
@@ -102,7 +134,12 @@ class ItemRecord(NamedTuple):
 
 
 class Coordinator:
-    "The worker processes of one iteration of `seam`, and what they share."
+    """The worker processes of one iteration of `seam`, and what they share.
+
+    Args:
+        seam: `WorkerLanes`: the pipe above which everything runs in workers
+        service: the `ProcessReading` with the options
+    """
     def __init__(self,
                  seam: Any,     # `WorkerLanes`: the pipe above which everything runs in workers
                  service: Any,  # the `ProcessReading` with the options

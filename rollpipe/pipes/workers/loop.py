@@ -25,7 +25,12 @@ from .slots import EMPTY_LAYOUT, Layout
 
 # %% ../../../nbs/pipes/30_workers/08_loop.ipynb #4a678c2d
 class WorkerRequest(NamedTuple):
-    "The next item of a lane, please."
+    """The next item of a lane, please.
+
+    Args:
+        publication: of the weights; None: the latest
+        layout: the arguments of `Layout`; None: the one of the request before
+    """
     lane: int
     slot: int
     position: int
@@ -34,7 +39,14 @@ class WorkerRequest(NamedTuple):
 
 
 class Reply(NamedTuple):
-    "A request is done. Times are those of `time.monotonic`, which all processes of a machine share."
+    """A request is done. Times are those of `time.monotonic`, which all processes of a machine share.
+
+    Args:
+        format_id: this and the next three are those of `ItemHeader`
+        publication: of the weights that collected the item; None: the lane has ended, there is no item
+        begin: [s] when collecting began
+        end: [s] when the item was complete, before it was written into the slot
+    """
     format_id: int | None = None     # this and the next three are those of `ItemHeader`
     new_format: tuple | None = None
     copied_bytes: int = 0
@@ -93,7 +105,16 @@ def run_lanes(
     lanes: dict,             # number of the lane -> graph
     device: Any,             # where actors compute; None: where they are
 ) -> None:
-    "The life of a worker: for each `WorkerRequest` it sends a `Reply`. None is the last message that it receives."
+    """The life of a worker: for each `WorkerRequest` it sends a `Reply`. None is the last message that it receives.
+
+    Args:
+        link: the worker's end of the connection
+        slots: where items are written
+        subscriber: a `WeightSubscriber` for `holders_in(lanes.values())`
+        name: of the worker, in error messages
+        lanes: number of the lane -> graph
+        device: where actors compute; None: where they are
+    """
     holders = holders_in(lanes.values())
     if device is not None: _move(lanes, holders, device)
     subscriber.attach(holders)

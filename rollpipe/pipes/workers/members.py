@@ -24,7 +24,12 @@ MAX_UNANSWERED = 32   # requests that a worker is sent ahead; connections can ho
 
 
 class Member:
-    "A worker process, and what the coordinator knows about it."
+    """A worker process, and what the coordinator knows about it.
+
+    Args:
+        lanes: the numbers of its lanes
+        patience: seconds that it may be silent
+    """
     def __init__(self,
                  index: int,
                  process: WorkerProcess,
@@ -57,7 +62,15 @@ def cores_and_device(
     affinity: list | None,  # for each worker its cores (an int or several), or a device; used again from the beginning if it is short
     index: int,             # of the worker
 ) -> tuple:                 # `(cores, device)`; None: as it is
-    "Where a worker computes."
+    """Where a worker computes.
+
+    Args:
+        affinity: for each worker its cores (an int or several), or a device; used again from the beginning if it is short
+        index: of the worker
+
+    Returns:
+        tuple: `(cores, device)`; None: as it is
+    """
     if not affinity: return None, None
     given = affinity[index % len(affinity)]
     if isinstance(given, (str, torch.device)): return None, given
@@ -80,7 +93,14 @@ def start_member(
     subscriber: Any,  # a `WeightSubscriber` for what these graphs hold
     options: Any,     # a `ProcessReading`
 ) -> Member:
-    "Start a worker process."
+    """Start a worker process.
+
+    Args:
+        graphs: number of the lane -> graph, of its lanes
+        slots: where it writes items
+        subscriber: a `WeightSubscriber` for what these graphs hold
+        options: a `ProcessReading`
+    """
     cores, device = cores_and_device(options.affinity, index)
     process = WorkerProcess(name := f"worker {index}", run_lanes, (slots, subscriber), (name, graphs, device), cores=cores,
                             start_method=options.start_method, threads=options.worker_threads, grace=options.grace)

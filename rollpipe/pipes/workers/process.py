@@ -175,6 +175,16 @@ class WorkerProcess:
     """A process that runs `function(connection, *shared, *args)`, and this end of the connection.
 
     The function returns when it receives None. Raises `WorkerError` if the process cannot be started.
+
+    Args:
+        name: in error messages
+        function: what runs in the process
+        shared: connections and shared memory, which multiprocessing hands over
+        args: the rest; given to a forked process as they are, to others by cloudpickle
+        start_method: 'fork', 'forkserver' or 'spawn' [fork, if it is safe]
+        threads: of torch in the process
+        cores: processor cores that it may use; None: all
+        grace: seconds to leave after SIGTERM, before the process is killed
     """
     def __init__(self,
                  name: str,                       # in error messages

@@ -49,7 +49,15 @@ def may_share_slots(sink: IterDataPipe, seam: IterDataPipe) -> bool:
 
 # %% ../../../nbs/pipes/30_workers/13_reading.ipynb #70c8c9d0
 class WorkerLanes(Lanes):
-    "`Lanes` that run in worker processes. `ProcessReading` puts them in the place of `Lanes`."
+    """`Lanes` that run in worker processes. `ProcessReading` puts them in the place of `Lanes`.
+
+    Args:
+        lanes: whose place they take
+        service: the `ProcessReading`
+        group_size: items that are consumed before the weights may change
+        share_slots: may items that are joined share a slot?
+        seeded: False: the graph had no `Lanes`, and its one lane is left as it was
+    """
     def __init__(self,
                  lanes: Lanes,        # whose place they take
                  service: Any,        # the `ProcessReading`
@@ -136,6 +144,20 @@ class ProcessReading:
 
     Raises `DataError` for options out of range, `GraphError` if there is nothing that can run in workers, `WorkerError` if a worker
     cannot be started or dies, and what is raised in a worker, with its traceback.
+
+    Args:
+        num_workers: processes, at most one a lane; 0: none, the graph stays as it is
+        lag: learner updates between collecting and consuming; None: free running
+        order: 'canonical': lanes in turn; 'ready': first come, first served
+        n_buffers: fragments in shared memory [those under way, of the present batch, of the one before]
+        start_method: 'fork', 'forkserver' or 'spawn' [fork, if it is safe]
+        affinity: for each worker its processor cores (an int or several), or a device such as 'cuda:1'
+        worker_threads: torch threads in each worker
+        restart: how many deaths of workers are survived
+        silence: seconds without an answer until the log says where a worker is
+        on_silence: 'warn', or 'raise' a `WorkerError`
+        grace: seconds to close environments at the end, before a worker is killed
+        spin: seconds to wait without sleeping; a core that is idle then wakes up at once, but is busy
     """
     def __init__(self,
                  num_workers: int,                # processes, at most one a lane; 0: none, the graph stays as it is

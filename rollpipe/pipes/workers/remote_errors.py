@@ -31,7 +31,15 @@ def pack_exception(
     e: BaseException,  # caught in this process
     where: str,        # this process, and what it was doing
 ) -> tuple:            # `(text, pickle)`; the pickle is None if the exception cannot be pickled and read again
-    "An exception as it is sent to another process."
+    """An exception as it is sent to another process.
+
+    Args:
+        e: caught in this process
+        where: this process, and what it was doing
+
+    Returns:
+        tuple: `(text, pickle)`; the pickle is None if the exception cannot be pickled and read again
+    """
     pipe = next((type(o).__name__ for o in _selves(e.__traceback__) if isinstance(o, IterDataPipe)), None)
     if isinstance(e, PipeError): e.locate(pipe=pipe)
     text = f"in {where}{f', {pipe}' if pipe else ''}:\n" + ''.join(traceback.format_exception(type(e), e, e.__traceback__))

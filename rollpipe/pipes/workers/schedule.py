@@ -13,7 +13,15 @@ from typing import Any
 # %% ../../../nbs/pipes/30_workers/09_schedule.ipynb #5d0f1c05
 @dataclass(eq=False)
 class Request:
-    "A lane is asked for its next item."
+    """A lane is asked for its next item.
+
+    Args:
+        group: that was under way when the item was requested, counted from 0
+        publication: of the weights that must collect it; None: the latest at the time of collecting
+        destination: where the item goes; the schedule does not look at it
+        answer: what came back; the schedule only looks whether it is None
+        ended: there is no item, because the lane has ended
+    """
     lane: int
     group: int                 # that was under way when the item was requested, counted from 0
     publication: int | None    # of the weights that must collect it; None: the latest at the time of collecting
@@ -23,7 +31,14 @@ class Request:
 
 # %% ../../../nbs/pipes/30_workers/09_schedule.ipynb #5d0f1c08
 class Schedule:
-    "The requests under way, in the order in which they were made, and the lanes that can be asked."
+    """The requests under way, in the order in which they were made, and the lanes that can be asked.
+
+    Args:
+        group_size: items that are consumed before the weights may change
+        lag: groups that are requested ahead; None: as many as `max_pending` allows
+        order: 'canonical': lanes in turn; 'ready': first answered, first handed out
+        max_pending: requests under way [1 + lag groups; two a lane if lag is None]
+    """
     def __init__(self,
                  n_lanes: int,
                  group_size: int = 1,             # items that are consumed before the weights may change

@@ -17,7 +17,13 @@ from .slots import Layout, Slot
 # %% ../../../nbs/pipes/30_workers/06_slot_pool.ipynb #5664f80d
 @dataclass
 class SlotState:
-    "What the pool knows about one slot."
+    """What the pool knows about one slot.
+
+    Args:
+        layout: how large arrays lie in it
+        n_out: items that are under way or lent, and positions that were not taken yet; 0: the slot is free
+        lent: are its large arrays lent? None: none of its items was read yet
+    """
     layout: Layout              # how large arrays lie in it
     n_out: int = 0              # items that are under way or lent, and positions that were not taken yet; 0: the slot is free
     lent: bool | None = None    # are its large arrays lent? None: none of its items was read yet
@@ -29,7 +35,13 @@ def slots_spanned(n_items: int, width: int) -> int:
 
 # %% ../../../nbs/pipes/30_workers/06_slot_pool.ipynb #9f0bae32
 class SlotPool:
-    "Slots for the items under way, and for those that are lent to the consumer."
+    """Slots for the items under way, and for those that are lent to the consumer.
+
+    Args:
+        n_buffers: items that the slots have room for
+        width: items in a slot
+        max_pending: items under way at once; as many slots as they need are never lent
+    """
     def __init__(self,
                  n_buffers: int,    # items that the slots have room for
                  width: int,        # items in a slot

@@ -20,7 +20,14 @@ from .slots import EMPTY_LAYOUT, Layout, Slot, ViewCache
 
 # %% ../../../nbs/pipes/30_workers/05_slot_writer.ipynb #5d0f1b05
 class ItemHeader(NamedTuple):
-    "What the writer tells the reader about an item."
+    """What the writer tells the reader about an item.
+
+    Args:
+        format_id: number of its format; None: the format is not remembered
+        new_format: the arguments of `ItemFormat`; None: it is the one that was sent with this number
+        copied_bytes: into the slot
+        unplaced: `(shape, dtype)` of each large tensor that found no entry in the layout
+    """
     format_id: int | None     # number of its format; None: the format is not remembered
     new_format: tuple | None  # the arguments of `ItemFormat`; None: it is the one that was sent with this number
     copied_bytes: int         # into the slot
@@ -31,7 +38,12 @@ def format_of(
     header: ItemHeader,  # of an item
     formats: dict,       # number -> `ItemFormat`: those that this writer has sent; a new one is added
 ) -> ItemFormat:
-    "The format of the item with this header."
+    """The format of the item with this header.
+
+    Args:
+        header: of an item
+        formats: number -> `ItemFormat`: those that this writer has sent; a new one is added
+    """
     if header.new_format is None: return formats[header.format_id]
     item_format = ItemFormat(*header.new_format)
     if header.format_id is not None: formats[header.format_id] = item_format

@@ -22,6 +22,10 @@ class Layout:
     """Where the large arrays of `n` items lie that will be joined along dimension 1.
 
     Whole numbers lie as `[T, n, B, ...]`, which is `[T, n * B, ...]`. Floating-point numbers lie as `[n, T, B, ...]`.
+
+    Args:
+        n: items
+        arrays: the entries: `(shape, torch dtype)` of each large array of one item
     """
     def __init__(self,
                  n: int = 1,             # items
@@ -53,7 +57,13 @@ class ViewCache:
               memory: SharedMemory,
               start: int,            # where the item's own arrays begin [bytes]
     ) -> list:
-        "A view for each array in `item_format.viewed`."
+        """A view for each array in `item_format.viewed`.
+
+        Args:
+            key: which memory it is
+            item_format: with `viewed`, a list of `ArraySpec`, and `size`
+            start: where the item's own arrays begin [bytes]
+        """
         last = self.last.get(key)
         if last is None or last[0] is not item_format or last[1] != start:
             whole = memory.view(start + item_format.size)
@@ -80,7 +90,11 @@ class Slot:
              layout: Layout = EMPTY_LAYOUT,
              on_release: Callable | None = None,  # with it, large arrays are lent; it is called when the last view of them is gone
     ) -> Any:
-        "The item that was written there."
+        """The item that was written there.
+
+        Args:
+            on_release: with it, large arrays are lent; it is called when the last view of them is gone
+        """
         start, memories, lent = self.start(position, layout), {}, set()
 
         def get(spec):

@@ -24,7 +24,14 @@ def report_silence(
     on_silence: str,         # 'warn', or 'raise'
     lane: int | None = None, # that it is busy with
 ) -> None:
-    "Say in the log where a silent worker is, or raise that as a `WorkerError`."
+    """Say in the log where a silent worker is, or raise that as a `WorkerError`.
+
+    Args:
+        process: the one that is silent
+        seconds: since it was last heard
+        on_silence: 'warn', or 'raise'
+        lane: that it is busy with
+    """
     error = WorkerError(f"{process} has been silent for {seconds:.0f} s; it is here:\n{process.current_traceback()}\n", lane=lane)
     if on_silence == 'raise': raise error
     log.warning(str(error))
