@@ -107,7 +107,8 @@ class AdvantageBuffer(Pipe):
         adv = returns.gae(rew, v_t, v_tp1, self.gamma * (~term), self.lam, cut=fin)
         if not torch.isfinite(adv).all():
             t, b = (~torch.isfinite(adv)).nonzero()[0].tolist()
-            raise DataError("non-finite advantage", pipe=self, lane=lane, env=b, leaf=f"adv[{t}, {b}]", expected="finite rewards and values",
+            raise DataError("non-finite advantage", pipe=self, lane=lane, env=b, leaf=f"adv[{t}, {b}]",
+                            expected="finite rewards and values",
                             got=f"reward {rew[t, b]}, value {v_t[t, b]}, next value {v_tp1[t, b]}")
         # Rows that are no step have `fin` set, so they have no influence on the rows before them.
         if not fragment.valid.all(): adv = adv.masked_fill(~fragment.valid, 0.)
