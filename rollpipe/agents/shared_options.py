@@ -45,12 +45,12 @@ class SharedOptions:
         max_grad_norm: longer gradients are shortened to this; None: they are not
         c_value: weight of the critic's loss
         c_entropy: weight of the entropy bonus
-        normalize_adv: scale advantages to mean 0 and deviation 1
+        normalize_adv: scale advantages to mean 0 and standard deviation 1
         critic_epochs: passes of the critic over each batch
         gamma: discount of the reward one step later
-        eps_start: share of random actions at first
-        eps_end: share of random actions from `eps_steps` on
-        eps_steps: environment steps from the one to the other, linearly
+        eps_start: fraction of random actions at first
+        eps_end: fraction of random actions from `eps_steps` on
+        eps_steps: environment steps from `eps_start` to `eps_end`, linearly
         seed: fixes what an update draws, such as the order of minibatches
     """
     lr: float = 3e-4                   # learning rate (Adam)
@@ -58,13 +58,18 @@ class SharedOptions:
     max_grad_norm: float | None = 0.5  # longer gradients are shortened to this; None: they are not
     c_value: float = 0.5               # weight of the critic's loss
     c_entropy: float = 0.0             # weight of the entropy bonus
-    normalize_adv: bool = True         # scale advantages to mean 0 and deviation 1
+    normalize_adv: bool = True         # scale advantages to mean 0 and standard deviation 1
     critic_epochs: int = 4             # passes of the critic over each batch
     gamma: float = 0.99                # discount of the reward one step later
-    eps_start: float = 1.0             # share of random actions at first
-    eps_end: float = 0.05              # share of random actions from `eps_steps` on
-    eps_steps: int = 20_000            # environment steps from the one to the other, linearly
+    eps_start: float = 1.0             # fraction of random actions at first
+    eps_end: float = 0.05              # fraction of random actions from `eps_steps` on
+    eps_steps: int = 20_000            # environment steps from `eps_start` to `eps_end`, linearly
     seed: int = 0                      # fixes what an update draws, such as the order of minibatches
+
+    @property
+    def lr_of_critic(self) -> float:
+        "The critic's learning rate, which is the policy's if it has none of its own."
+        return self.lr if self.critic_lr is None else self.critic_lr
 
     def check(self, owner: Any) -> None:
         "Raise `DataError` for an option out of range; `owner` is the learner, which the message names."
@@ -95,7 +100,7 @@ def shared_options(
             complete.bind(self, *args, **kwargs)  # raises TypeError for a name that is not in the signature
             init(self, *args, **{**defaults, **kwargs})
 
-        init_with_defaults.__signature__ = complete
-        init_with_defaults.__delwrap__ = SharedOptions  # fastcore's `docments` looks there for the meanings of what was added
+        # fastcore's `docments` looks into `__delwrap__` for the meanings of what was added
+        vars(init_with_defaults).update(__signature__=complete, __delwrap__=SharedOptions)
         return init_with_defaults
     return decorate
