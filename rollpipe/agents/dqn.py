@@ -38,7 +38,7 @@ def follow(
         net: of the same kind
         tau: share of the way that the parameters of `target` go; 1: equal afterwards
     """
-    mine, others = list(target.parameters()), [p.detach() for p in net.parameters()]
+    mine, others = tuple(target.parameters()), [p.detach() for p in net.parameters()]
     if tau < 1: torch._foreach_lerp_(mine, others, tau)
     else: torch._foreach_copy_(mine, others)
     for x, y in zip(target.buffers(), net.buffers()): x.copy_(y)
@@ -135,7 +135,7 @@ class DQN(GradientLearner):
         check_range(self, 0, beta_steps=beta_steps or 0, huber=inf if huber is None else huber)
         for name, value in dict(target_every=target_every, multi_step=multi_step).items(): check_integer(name, value, pipe=self)
         check_integer('burn_in', burn_in, 0, pipe=self)
-        self.td_options = dict(gamma=self.options.gamma, double=double, n_steps=multi_step, burn_in=burn_in, huber=huber)
+        self.td_options: dict[str, Any] = dict(gamma=self.options.gamma, double=double, n_steps=multi_step, burn_in=burn_in, huber=huber)
         self.target_every, self.tau, self.eta, self.beta = target_every, tau, eta, BetaSchedule(beta_steps)
         self.target = copy.deepcopy(actor).requires_grad_(False)
         self.steps = self.gradient_steps = self.target_updates = 0

@@ -107,7 +107,8 @@ class GradientLearner(Learner):
 # %% ../../nbs/agents/09_gradient_learner.ipynb #49a60a42
 class ActorCriticLearner(GradientLearner):
     "Base of learners whose policy and critic share a loss. A subclass writes `loss(batch)`, or `improve(batch)` for more than one step."
-    batch_needs = ('adv', 'ret', 'logp')
+    @property
+    def batch_needs(self) -> tuple: return ('adv', 'ret', 'logp')
 
     def update(self, batch: Fragment) -> dict:
         """One update of policy and critic from a batch; returns metrics (see `METRICS`).

@@ -82,7 +82,7 @@ class Linearization:
         "Jv for the `tangent` v [D], with the structure and the shapes of `outputs`."
         at, gs = self._transposed()
         used = [(g, v) for g, v in zip(gs, unflatten(tangent, self._params)) if g is not None and g.requires_grad]
-        values = [None] * len(nested.leaves(self.outputs))
+        values: list[Tensor | None] = [None] * len(nested.leaves(self.outputs))
         if used:
             outs, vs = zip(*used)
             ts = grad(outs, at, vs, retain_graph=True, allow_unused=True)
@@ -119,12 +119,12 @@ def fisher_product(
         metric: (parameters, tangent) -> Fisher information of each row times tangent
         weights: of the rows: one number (1/N for the mean), or [N] or the rows' leading shape
     """
-    def weigh(x): return x * weights.reshape(weights.shape + (1,) * (x.ndim - weights.ndim))
+    def weigh(x, w): return x * w.reshape(w.shape + (1,) * (x.ndim - w.ndim))
 
     def product(v: Tensor) -> Tensor:
         with torch.no_grad(): pulled = metric(lin.outputs, lin.jvp(v))
         if not isinstance(weights, Tensor): return lin.vjp(pulled) * weights
-        return lin.vjp(nested.map(weigh, pulled))
+        return lin.vjp(nested.map(lambda x: weigh(x, weights), pulled))
     return product
 
 # %% ../../nbs/agents/01_linearization.ipynb #84db0d18

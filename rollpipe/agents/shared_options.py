@@ -95,7 +95,7 @@ def shared_options(
             complete.bind(self, *args, **kwargs)  # raises TypeError for a name that is not in the signature
             init(self, *args, **{**defaults, **kwargs})
 
-        init_with_defaults.__signature__ = complete
-        init_with_defaults.__delwrap__ = SharedOptions  # fastcore's `docments` looks there for the meanings of what was added
+        # fastcore's `docments` looks at `__delwrap__` for the meanings of what was added.
+        vars(init_with_defaults).update(__signature__=complete, __delwrap__=SharedOptions)
         return init_with_defaults
     return decorate

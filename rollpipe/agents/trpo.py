@@ -47,7 +47,7 @@ class TRPO(NaturalGradientLearner):
         check_range(self, 0, accept_ratio=accept_ratio)
         check_integer('max_backtracks', max_backtracks, pipe=self)
         self.max_kl = max_kl
-        self.search = dict(backtrack=backtrack, max_backtracks=max_backtracks, accept_ratio=accept_ratio)
+        self.search: dict[str, Any] = dict(backtrack=backtrack, max_backtracks=max_backtracks, accept_ratio=accept_ratio)
 
     def take_step(self, rows: PolicyRows) -> tuple[dict, Any]:
         "The longest step along the natural gradient that the line search accepts, its certificate, and the distribution before."

@@ -32,7 +32,8 @@ class VTrace(ActorCriticLearner):
         c_clip: largest weight with which later differences are carried back, at most rho_clip
         **shared: `SharedOptions`
     """
-    batch_needs = ('logp',)
+    @property
+    def batch_needs(self) -> tuple: return ('logp',)
 
     @shared_options(gamma=0.99, c_value=0.5, c_entropy=0.0, lr=5e-4, critic_lr=1e-2, max_grad_norm=0.5, seed=0)
     def __init__(self,

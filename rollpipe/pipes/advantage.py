@@ -98,7 +98,7 @@ class AdvantageBuffer(Pipe):
 
     def estimate(self, fragment: Fragment) -> Fragment:
         "`fragment` with `adv` and `ret`."
-        where = dict(pipe=self, lane=None if fragment.lane is None else int(fragment.lane[0]))
+        where: dict[str, Any] = dict(pipe=self, lane=None if fragment.lane is None else int(fragment.lane[0]))
         try: v_t, v_tp1 = values(fragment, self.critic)
         except DataError as e:
             e.locate(**where)

@@ -264,7 +264,7 @@ class Fragment(NamedTuple):
 
     def only(self, *names: str) -> 'Fragment':
         "The fragment with None in every field but `names`, such as `fragment.only(*Fragment.ROWS)`."
-        return Fragment(*[x if name in names else None for name, x in zip(self._fields, self)])
+        return Fragment._make(x if name in names else None for name, x in zip(self._fields, self))
 
     def map(self, *, rows: Callable | None = None, steps: Callable | None = None, columns: Callable | None = None,
             hx: Callable | None = None, final: Callable | None = None) -> 'Fragment':

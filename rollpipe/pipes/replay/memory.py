@@ -165,7 +165,8 @@ class ReplayMemory:
             index: int64 [n]: of segments, from a sample
             td_abs: [n]: their absolute TD errors
         """
-        if not self.prioritized: raise DataError("the memory is uniform", pipe=self, expected="prioritized=True")
+        if not isinstance(self.sampler, PrioritizedSampler):
+            raise DataError("the memory is uniform", pipe=self, expected="prioritized=True")
         index, td_abs = (np.asarray(x.detach().cpu() if isinstance(x, Tensor) else x) for x in (index, td_abs))
         end = 0 if self.store is None else self.store.ring.next_serial
         if td_abs.shape != index.shape or not (np.isfinite(td_abs) & (td_abs >= 0)).all():
