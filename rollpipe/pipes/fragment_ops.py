@@ -139,7 +139,7 @@ def _padded(fragment, n):
 
 # %% ../../nbs/pipes/09_fragment_ops.ipynb #2cdb657d
 def strands(fragment: Fragment) -> list:
-    "The fragments that were joined to this one, in the order of time: `(lane, seq, columns)`, where `columns` is a slice."
+    "The fragments from which this one was joined, in the order of time: `(lane, seq, columns)`, where `columns` is a slice."
     n = fragment.n_envs
     if fragment.lane is None: return [(0, None, slice(0, n))]
     lane, seq = fragment.lane.cpu().numpy(), fragment.seq.cpu().numpy()

@@ -74,12 +74,12 @@ class AnswerCheck:
     Raises `ActorError` with the leaf that is wrong.
 
     Args:
-        actor: the actor, whose class messages name
+        actor: the actor; messages name its class
         envs: the batch of environments that takes the actions
         where: context for messages: pipe, lane
     """
     def __init__(self,
-                 actor: Any,   # the actor, whose class messages name
+                 actor: Any,   # the actor; messages name its class
                  envs: Any,    # the batch of environments that takes the actions
                  where: dict,  # context for messages: pipe, lane
     ):

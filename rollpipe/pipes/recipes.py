@@ -114,10 +114,10 @@ def replayed(
     *,
     n_envs: int = 8,                 # environments stepped together in a lane
     n_steps: int = 4,                # steps per fragment
-    capacity: int = 100_000,         # steps in the memory
+    capacity: int = 100_000,         # greatest number of steps in the memory
     batch_size: int = 256,           # transitions or segments in a sample
     n_batches: int = 1,              # samples for each batch of new steps
-    warmup: int = 1000,              # steps in the memory before the first sample
+    warmup: int = 1000,              # number of steps in the memory before the first sample
     length: int = 1,                 # steps of a segment; 1: single transitions
     prioritized: bool = False,       # sample in proportion to priorities
     alpha: float = 0.6,              # exponent of the priorities; 0: uniform
@@ -136,10 +136,10 @@ def replayed(
         actor: the actor, held by reference
         n_envs: environments stepped together in a lane
         n_steps: steps per fragment
-        capacity: steps in the memory
+        capacity: greatest number of steps in the memory
         batch_size: transitions or segments in a sample
         n_batches: samples for each batch of new steps
-        warmup: steps in the memory before the first sample
+        warmup: number of steps in the memory before the first sample
         length: steps of a segment; 1: single transitions
         prioritized: sample in proportion to priorities
         alpha: exponent of the priorities; 0: uniform

@@ -39,10 +39,10 @@ class Replay(Seeded, Pipe):
 
     Args:
         pipe: yields `Fragment`s
-        capacity: steps in the memory
+        capacity: greatest number of steps in the memory
         batch_size: transitions or segments in a sample
         n_batches: samples for each fragment
-        warmup: steps in the memory before the first sample
+        warmup: number of steps in the memory before the first sample
         length: steps of a segment; 1: single transitions
         prioritized: sample in proportion to priorities
         alpha: exponent of the priorities; 0: uniform
@@ -55,10 +55,10 @@ class Replay(Seeded, Pipe):
 
     def __init__(self,
                  pipe: IterDataPipe,         # yields `Fragment`s
-                 capacity: int,              # steps in the memory
+                 capacity: int,              # greatest number of steps in the memory
                  batch_size: int = 256,      # transitions or segments in a sample
                  n_batches: int = 1,         # samples for each fragment
-                 warmup: int = 1000,         # steps in the memory before the first sample
+                 warmup: int = 1000,         # number of steps in the memory before the first sample
                  length: int = 1,            # steps of a segment; 1: single transitions
                  prioritized: bool = False,  # sample in proportion to priorities
                  alpha: float = 0.6,         # exponent of the priorities; 0: uniform
