@@ -63,7 +63,7 @@ class Critic(Observer):
     def observe_returns(self, ret: Tensor, valid: Tensor | None = None) -> None:
         """Update the moments with returns `[*lead]`, except those where `valid` is False, and rescale the last layer.
 
-        The critic's values do not change. While all returns so far are equal, which says nothing about their scale, `ret_std` does
+        The critic's values do not change. As long as all returns are equal, their scale is unknown and `ret_std` does
         not change.
         """
         new = moments(ret, 0, valid)

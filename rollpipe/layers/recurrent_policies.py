@@ -66,7 +66,7 @@ class RecurrentPolicy(RecurrentObserver, Policy):
         memory: size of the memory
         cell: 'gru' or 'lstm'
         layers: number of recurrent layers
-        span: number of steps that the memory lasts before training
+        span: number of steps for which the memory of an untrained policy lasts
         past: the policy also sees the previous action and its reward
         normalize: normalise observations by their running mean and standard deviation
         activation: module class of the activations
@@ -83,7 +83,7 @@ class RecurrentPolicy(RecurrentObserver, Policy):
                  memory: int = 64,                        # size of the memory
                  cell: str = 'gru',                       # 'gru' or 'lstm'
                  layers: int = 1,                         # number of recurrent layers
-                 span: float = 32,                        # number of steps that the memory lasts before training
+                 span: float = 32,                        # number of steps for which the memory of an untrained policy lasts
                  past: bool = False,                      # the policy also sees the previous action and its reward
                  normalize: bool = True,                  # normalise observations by their running mean and standard deviation
                  activation: type = nn.Tanh,              # module class of the activations
