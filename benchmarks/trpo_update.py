@@ -2,11 +2,10 @@
 
     python benchmarks/trpo_update.py [--hidden 64 256] [--repeats 5] [--threads 1]
 
-Batch 25 000, observation 17, Gaussian action 6, two tanh layers. Both updates start from the same weights and do the same work: gradient of
-the surrogate, 10 conjugate-gradient iterations with damping 0.1, line search on surrogate and KL; it is checked
-that they arrive at the same weights. The hand-written one records the gradient of the KL once, and gets the curvature of its step
-without a further product. The critic
-is compared with 20 full-batch Adam steps. Runs are interleaved, and every run starts from the same state.
+Batch 25 000, observation 17, Gaussian action 6, two tanh layers. Both updates start from the same weights and do the same work: gradient
+of the surrogate, 10 conjugate-gradient iterations with damping 0.1, line search on surrogate and KL; it is checked that they arrive at
+the same weights. The hand-written one records the gradient of the KL once, and gets the curvature of its step without a further product.
+The critic is compared with 20 full-batch Adam steps. Runs are interleaved, and every run starts from the same state.
 """
 import argparse, copy, math, statistics
 from time import perf_counter

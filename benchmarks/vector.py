@@ -2,10 +2,10 @@
 
     python benchmarks/vector.py [--n-envs 1024] [--n-steps 128] [--repeats 5] [--max-overhead 0.15]
 
-Gymnasium's own vectorised CartPole (`vector_entry_point`, autoreset NEXT_STEP), MLPs 2x64 tanh, one thread. The loop records
-observation, action, reward, both ends, `valid`, log-probability and, once a fragment, the critic's values; it checks nothing. There are
-two comparisons: collecting alone, without a critic on either side, and the whole on-policy pipeline, whose GAE the loop does not have.
-Runs are interleaved, and times are processor time.
+Gymnasium's own vectorised CartPole (`vector_entry_point`, autoreset NEXT_STEP), MLPs 2x64 tanh, one thread. The loop records observation,
+action, reward, both ends, `valid`, log-probability and, once a fragment, the critic's values; it checks nothing. There are two
+comparisons: collecting alone, without a critic on either side, and the whole on-policy pipeline, whose GAE the loop does not have. Runs
+are interleaved, and times are processor time.
 """
 import argparse, gc, sys
 from statistics import median

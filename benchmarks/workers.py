@@ -2,8 +2,8 @@
 
     python benchmarks/workers.py [--only throughput torchdata transport memory weights start] [--repeats 5] [--seconds 2]
 
-On-policy fragments with GAE, T = 128, actor and critic MLPs 2x64, one torch thread. `Images` is an environment of 84x84x4 bytes
-whose step does nothing; its actor and critic read only every twelfth pixel, so that the transport of the images is measured.
+On-policy fragments with GAE, T = 128, actor and critic MLPs 2x64, one torch thread. `Images` is an environment of 84x84x4 bytes whose
+step does nothing; its actor and critic read only every twelfth pixel, so that the transport of the images is measured.
 """
 import argparse, gc, os, signal, subprocess, sys
 from itertools import islice
