@@ -130,7 +130,7 @@ class NaturalGradientLearner(Learner):
     Args:
         actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
         critic: `critic(obs) -> value` (see `Critic`) to be fitted to the returns, or None
-        damping: added to the Fisher matrix's diagonal
+        damping: number that is added to the diagonal of the Fisher matrix
         cg_iters: conjugate-gradient iterations
         fvp_subsample: share of the rows that the Fisher matrix is estimated from; everything else uses all rows
         **shared: `SharedOptions`
@@ -142,7 +142,7 @@ class NaturalGradientLearner(Learner):
         actor: Any,                   # a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
         critic: Any = None,           # `critic(obs) -> value` (see `Critic`) to be fitted to the returns, or None
         *,
-        damping: float = 0.1,         # added to the Fisher matrix's diagonal
+        damping: float = 0.1,         # number that is added to the diagonal of the Fisher matrix
         cg_iters: int = 10,           # conjugate-gradient iterations
         fvp_subsample: float = 1.0,   # share of the rows that the Fisher matrix is estimated from; everything else uses all rows
         **shared: Any,                # `SharedOptions`

@@ -26,7 +26,7 @@ def what_the_loss_needs(batch: Fragment) -> Fragment:
 
 # %% ../../nbs/agents/18_ppo.ipynb #865fc2df
 class PPO(ActorCriticLearner):
-    """Proximal policy optimisation with a clipped surrogate, for any `Policy`; with recurrent ones, minibatches are whole columns.
+    """Proximal policy optimisation with a clipped surrogate, for any `Policy`. Minibatches of a recurrent policy are whole columns.
 
     Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms", https://arxiv.org/abs/1707.06347. The divergence is
     estimated from the actions of each minibatch before the step on it; the first minibatch of an update is used in any case.

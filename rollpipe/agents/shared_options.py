@@ -41,7 +41,7 @@ class SharedOptions:
 
     Args:
         lr: learning rate (Adam)
-        critic_lr: learning rate of the critic (Adam); None: the same as lr
+        critic_lr: learning rate of the critic (Adam); None: that of the policy's Adam
         max_grad_norm: largest norm of the gradient, to which longer ones are shortened; None: no limit
         c_value: weight of the critic's loss
         c_entropy: weight of the entropy bonus
@@ -54,7 +54,7 @@ class SharedOptions:
         seed: seed of what an update draws, such as the order of minibatches
     """
     lr: float = 3e-4                   # learning rate (Adam)
-    critic_lr: float | None = None     # learning rate of the critic (Adam); None: the same as lr
+    critic_lr: float | None = None     # learning rate of the critic (Adam); None: that of the policy's Adam
     max_grad_norm: float | None = 0.5  # largest norm of the gradient, to which longer ones are shortened; None: no limit
     c_value: float = 0.5               # weight of the critic's loss
     c_entropy: float = 0.0             # weight of the entropy bonus

@@ -35,14 +35,14 @@ class Critic(Observer):
         hidden: sizes of the hidden layers
         normalize: normalise observations by their running mean and standard deviation
         activation: module class of the activations
-        encoder: options of `encoder_for`, or a function from the space to a module
+        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
     def __init__(self,
                  observation_space: gym.Space,            # see `encoder_for`
                  hidden: tuple = (64, 64),                # sizes of the hidden layers
                  normalize: bool = True,                  # normalise observations by their running mean and standard deviation
                  activation: type = nn.Tanh,              # module class of the activations
-                 encoder: dict | Callable | None = None,  # options of `encoder_for`, or a function from the space to a module
+                 encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     ):
         super().__init__()
         self.net = MLP(self.make_encoder(observation_space, normalize, encoder), hidden, 1, activation)

@@ -81,7 +81,7 @@ class MLPPolicy(Observer, Policy):
         activation: module class of the activations
         std: standard deviation of Box actions: 'free', 'fixed' or 'state' (`GaussianHead`)
         log_std: log of the initial standard deviation; 0 means half the range of the action
-        encoder: options of `encoder_for`, or a function from the space to a module
+        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
     uses_past = False  # a subclass whose `params` looks at `act` or `rew` must set True
 
@@ -93,7 +93,7 @@ class MLPPolicy(Observer, Policy):
                  activation: type = nn.Tanh,              # module class of the activations
                  std: str = 'free',                       # standard deviation of Box actions: 'free', 'fixed' or 'state' (`GaussianHead`)
                  log_std: float = 0.0,                    # log of the initial standard deviation; 0 means half the range of the action
-                 encoder: dict | Callable | None = None,  # options of `encoder_for`, or a function from the space to a module
+                 encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     ):
         super().__init__()
         n = self.make_encoder(observation_space, normalize, encoder)

@@ -97,7 +97,7 @@ class QPolicy(Observer, EpsilonGreedy):
         normalize: normalise observations by their running mean and standard deviation
         activation: module class of the activations
         epsilon: share of the steps with a random action; a buffer that learners may change
-        encoder: options of `encoder_for`, or a function from the space to a module
+        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
     uses_past = False
 
@@ -109,7 +109,7 @@ class QPolicy(Observer, EpsilonGreedy):
                  normalize: bool = False,                 # normalise observations by their running mean and standard deviation
                  activation: type = nn.ReLU,              # module class of the activations
                  epsilon: float = 0.1,                    # share of the steps with a random action; a buffer that learners may change
-                 encoder: dict | Callable | None = None,  # options of `encoder_for`, or a function from the space to a module
+                 encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     ):
         super().__init__()
         self.set_exploration(action_space, epsilon)
@@ -143,7 +143,7 @@ class RecurrentQPolicy(RecurrentObserver, EpsilonGreedy):
         activation: module class of the activations
         epsilon: share of the steps with a random action; a buffer that learners may change
         method: how fragments are processed: 'step', 'packed' or None (`Recurrent`)
-        encoder: options of `encoder_for`, or a function from the space to a module
+        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
     def __init__(self,
                  observation_space: gym.Space,            # see `encoder_for`
@@ -159,7 +159,7 @@ class RecurrentQPolicy(RecurrentObserver, EpsilonGreedy):
                  activation: type = nn.ReLU,              # module class of the activations
                  epsilon: float = 0.1,                    # share of the steps with a random action; a buffer that learners may change
                  method: str | None = None,               # how fragments are processed: 'step', 'packed' or None (`Recurrent`)
-                 encoder: dict | Callable | None = None,  # options of `encoder_for`, or a function from the space to a module
+                 encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     ):
         super().__init__()
         self.set_exploration(action_space, epsilon)

@@ -74,7 +74,7 @@ class RecurrentPolicy(RecurrentObserver, Policy):
         log_std: log of the initial standard deviation; 0 means half the range of the action
         method: how fragments are processed: 'step', 'packed' or None (`Recurrent`)
         report: report the memory, `memory` [T, B, memory], for a `MemoryCritic`
-        encoder: options of `encoder_for`, or a function from the space to a module
+        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
     def __init__(self,
                  observation_space: gym.Space,            # see `encoder_for`
@@ -91,7 +91,7 @@ class RecurrentPolicy(RecurrentObserver, Policy):
                  log_std: float = 0.0,                    # log of the initial standard deviation; 0 means half the range of the action
                  method: str | None = None,               # how fragments are processed: 'step', 'packed' or None (`Recurrent`)
                  report: bool = False,                    # report the memory, `memory` [T, B, memory], for a `MemoryCritic`
-                 encoder: dict | Callable | None = None,  # options of `encoder_for`, or a function from the space to a module
+                 encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     ):
         super().__init__()
         self.make_memory(observation_space, action_space, hidden=hidden, memory=memory, cell=cell, layers=layers, span=span, past=past,
@@ -121,7 +121,7 @@ class MemoryCritic(Critic):
         hidden: sizes of the hidden layers
         normalize: normalise observations by their running mean and standard deviation
         activation: module class of the activations
-        encoder: options of `encoder_for`, or a function from the space to a module
+        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
     def __init__(self,
                  observation_space: gym.Space,            # see `encoder_for`
@@ -129,7 +129,7 @@ class MemoryCritic(Critic):
                  hidden: tuple = (64, 64),                # sizes of the hidden layers
                  normalize: bool = True,                  # normalise observations by their running mean and standard deviation
                  activation: type = nn.Tanh,              # module class of the activations
-                 encoder: dict | Callable | None = None,  # options of `encoder_for`, or a function from the space to a module
+                 encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     ):
         super().__init__(observation_space, hidden, normalize, activation, encoder)
         self.net = MLP(self.encoder.n_out + memory, hidden, 1, activation)
