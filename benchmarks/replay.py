@@ -77,7 +77,7 @@ def measure(stream, args):
     times = {name: [] for name in runs}
     for _ in range(args.repeats):
         for name, run in runs.items(): times[name].append(timed(run, args.rounds))
-    step = uniform.store.records.dtype.itemsize + uniform.store.next.itemsize + uniform.sampler.starts.itemsize
+    step = uniform.store.records.dtype.itemsize + uniform.store.links.next.itemsize + uniform.sampler.starts.itemsize
     row = lambda name, update, added, more: [
         stream, name, spread(times[name], '{:.0f}'), spread([x / y for x, y in zip(times[name], times['floor'])], '{:.1f}'), update,
         spread(added, '{:.2f}'), step + more]

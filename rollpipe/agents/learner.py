@@ -21,9 +21,9 @@ from ..pipes.modules import bump_version, version_of
 
 # %% ../../nbs/agents/08_learner.ipynb #a8950165
 def check_batch(
-    batch: Fragment,  # the batch of an update
-    needs: tuple,     # those of 'adv', 'ret' and 'logp' that must be there
-    name: str,        # name of the learner in messages
+    batch: Fragment,         # the batch of an update
+    needs: tuple[str, ...],  # those of 'adv', 'ret' and 'logp' that must be there
+    name: str,               # name of the learner in messages
 ) -> None:
     """Raise `DataError` if a fragment lacks one of its `needs`, has no valid row, or has a number in a valid row that is not finite.
 
@@ -54,7 +54,7 @@ def standardized(
     x: torch.Tensor,      # float [T, B]
     valid: torch.Tensor,  # bool [T, B]
 ) -> torch.Tensor:
-    """`x` with mean 0 and standard deviation 1 over the valid rows; zeros if these are all equal, because then no action is preferred.
+    """`x` with mean 0 and standard deviation 1 over the valid rows; zeros if these are all the same and so express no preference.
 
     Args:
         x: float [T, B]
@@ -107,7 +107,7 @@ class LearnerState:
     Args:
         actor: the module that acts and learns
         critic: the module that values states, or None
-        **options: `SharedOptions`
+        **options: options that learners share, see `SharedOptions`
     """
     actor_needs = ('replay',)  # methods that the actor must have
     optimizer = None           # a subclass sets it; it is part of the state
@@ -115,7 +115,7 @@ class LearnerState:
     def __init__(self,
         actor: Any,          # the module that acts and learns
         critic: Any = None,  # the module that values states, or None
-        **options: Any,      # `SharedOptions`
+        **options: Any,      # options that learners share, see `SharedOptions`
     ):
         name = type(self).__name__
         for method in self.actor_needs:
@@ -145,8 +145,7 @@ class LearnerState:
 # %% ../../nbs/agents/08_learner.ipynb #91cfde47
 class Learner(LearnerState):
     "Base of learners. A subclass writes `improve(batch)`, and `update` calls it at the right moment."
-    @property
-    def batch_needs(self) -> tuple:
+    def batch_needs(self) -> tuple[str, ...]:
         "Those of 'adv', 'ret' and 'logp' that a batch must have."
         return ('adv', 'logp') if self.critic is None else ('adv', 'ret', 'logp')
 
@@ -155,7 +154,7 @@ class Learner(LearnerState):
 
         Raises `DataError` if the batch lacks something (see `check_batch`).
         """
-        self.check(batch, *self.batch_needs)
+        self.check(batch, *self.batch_needs())
         lag, start = self.lag(batch), perf_counter()
         found = self.improve(batch)
         self.tell_actor(batch)

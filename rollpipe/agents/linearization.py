@@ -82,7 +82,7 @@ class Linearization:
         "Jv for the `tangent` v [D], with the structure and the shapes of `outputs`."
         at, gs = self._transposed()
         used = [(g, v) for g, v in zip(gs, unflatten(tangent, self._params)) if g is not None and g.requires_grad]
-        values = [None] * len(nested.leaves(self.outputs))
+        values: list[Tensor | None] = [None] * len(nested.leaves(self.outputs))
         if used:
             outs, vs = zip(*used)
             ts = grad(outs, at, vs, retain_graph=True, allow_unused=True)
@@ -108,9 +108,9 @@ class Linearization:
 
 # %% ../../nbs/agents/01_linearization.ipynb #59afec18
 def fisher_product(
-    lin: Linearization,  # linearization of the distributions' parameters, leaves [N, ...]
+    lin: Linearization,                 # linearization of the distributions' parameters, leaves [N, ...]
     metric: Callable[[Any, Any], Any],  # (parameters, tangent) -> Fisher information of each row times tangent
-    weights: float | Tensor,  # weights of the rows: one number (1/N for the mean), or a tensor [N] or of the rows' leading shape
+    weights: float | Tensor,            # weights of the rows: one number (1/N for the mean), or a tensor [N] or of the rows' leading shape
 ) -> Callable[[Tensor], Tensor]:
     """The function v [D] -> F v [D], with F = sum over the rows of weight * J' metric J, by one `jvp` and one `vjp`.
 
@@ -119,20 +119,19 @@ def fisher_product(
         metric: (parameters, tangent) -> Fisher information of each row times tangent
         weights: weights of the rows: one number (1/N for the mean), or a tensor [N] or of the rows' leading shape
     """
-    def weigh(x): return x * weights.reshape(weights.shape + (1,) * (x.ndim - weights.ndim))
-
     def product(v: Tensor) -> Tensor:
         with torch.no_grad(): pulled = metric(lin.outputs, lin.jvp(v))
         if not isinstance(weights, Tensor): return lin.vjp(pulled) * weights
-        return lin.vjp(nested.map(weigh, pulled))
+        per_row = weights
+        return lin.vjp(nested.map(lambda x: x * per_row.reshape(per_row.shape + (1,) * (x.ndim - per_row.ndim)), pulled))
     return product
 
 # %% ../../nbs/agents/01_linearization.ipynb #84db0d18
 def in_row_blocks(
     fn: Callable[[Any], Any],  # function of nested tensors that treats each row independently
-    tree: Any,  # nested tensors that `fn` is applied to
-    size: int = 2048,  # approximate number of rows per block
-    dim: int = 0,  # dimension of the rows in every leaf of `tree` and of the result
+    tree: Any,                 # nested tensors that `fn` is applied to
+    size: int = 2048,          # approximate number of rows per block
+    dim: int = 0,              # dimension of the rows in every leaf of `tree` and of the result
 ) -> Any:
     """`fn(tree)`, computed on blocks of equal size and joined.
 

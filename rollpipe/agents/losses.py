@@ -124,17 +124,10 @@ def a2c(
     return loss, _metrics(fragment, actor, replay, terms, rho_mean=replay.ratios().detach().mean())
 
 # %% ../../nbs/agents/06_losses.ipynb #32041aaa
-def clipped_surrogate(
-    ratio: Tensor,  # importance ratios [N], with gradients
-    adv: Tensor,    # advantages [N]
-    clip: float,    # ε: a ratio further from 1 than this gains nothing
-) -> tuple[Tensor, Tensor]:
-    """`(loss, clip_fraction)`, 0-dim: `mean[-min(ρₜ Aₜ, clip(ρₜ, 1-ε, 1+ε) Aₜ)]`, and the share of the ratios that the clip changes.
+def clipped_surrogate(ratio: Tensor, adv: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """`(loss, clip_fraction)`, 0-dim: `mean[-min(ρₜ Aₜ, clip(ρₜ, 1-ε, 1+ε) Aₜ)]`, and the fraction of the ratios that the clip changes.
 
-    Args:
-        ratio: importance ratios [N], with gradients
-        adv: advantages [N]
-        clip: ε: a ratio further from 1 than this gains nothing
+    ρ is the importance `ratio` `[N]`, A the advantage `adv` `[N]`, and ε is `clip`: a ratio further from 1 than this gains nothing.
     """
     clipped = ratio.clamp(1 - clip, 1 + clip)
     return -torch.minimum(ratio * adv, clipped * adv).mean(), (clipped != ratio).mean(dtype=ratio.dtype)

@@ -48,9 +48,9 @@ class SharedOptions:
         normalize_adv: scale advantages to mean 0 and standard deviation 1
         critic_epochs: passes of the critic over each batch
         gamma: discount factor per step
-        eps_start: share of random actions at the beginning
-        eps_end: share of random actions after eps_steps steps
-        eps_steps: environment steps in which the share falls linearly from eps_start to eps_end
+        eps_start: fraction of random actions at the beginning
+        eps_end: fraction of random actions after eps_steps steps
+        eps_steps: environment steps in which the fraction falls linearly from eps_start to eps_end
         seed: seed of what an update draws, such as the order of minibatches
     """
     lr: float = 3e-4                   # learning rate (Adam)
@@ -61,10 +61,15 @@ class SharedOptions:
     normalize_adv: bool = True         # scale advantages to mean 0 and standard deviation 1
     critic_epochs: int = 4             # passes of the critic over each batch
     gamma: float = 0.99                # discount factor per step
-    eps_start: float = 1.0             # share of random actions at the beginning
-    eps_end: float = 0.05              # share of random actions after eps_steps steps
-    eps_steps: int = 20_000            # environment steps in which the share falls linearly from eps_start to eps_end
+    eps_start: float = 1.0             # fraction of random actions at the beginning
+    eps_end: float = 0.05              # fraction of random actions after eps_steps steps
+    eps_steps: int = 20_000            # environment steps in which the fraction falls linearly from eps_start to eps_end
     seed: int = 0                      # seed of what an update draws, such as the order of minibatches
+
+    @property
+    def lr_of_critic(self) -> float:
+        "The critic's learning rate, which is the policy's if it has none of its own."
+        return self.lr if self.critic_lr is None else self.critic_lr
 
     def check(self, owner: Any) -> None:
         "Raise `DataError` for an option out of range; `owner` is the learner, which the message names."
@@ -95,7 +100,7 @@ def shared_options(
             complete.bind(self, *args, **kwargs)  # raises TypeError for a name that is not in the signature
             init(self, *args, **{**defaults, **kwargs})
 
-        init_with_defaults.__signature__ = complete
-        init_with_defaults.__delwrap__ = SharedOptions  # where fastcore's `docments` finds the meanings of the added options
+        # fastcore's `docments` looks into `__delwrap__` for the meanings of what was added
+        vars(init_with_defaults).update(__signature__=complete, __delwrap__=SharedOptions)
         return init_with_defaults
     return decorate

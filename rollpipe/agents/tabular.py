@@ -30,7 +30,7 @@ class TabularQ(EpsilonGreedy):
         observation_space: Discrete: the states
         action_space: Discrete
         init: all values before learning; if they are above the true ones, they drive exploration
-        epsilon: share of the steps with a random action; a buffer, for learners to change
+        epsilon: fraction of the steps with a random action; a buffer that learners may change
     """
     uses_past = False
 
@@ -38,7 +38,7 @@ class TabularQ(EpsilonGreedy):
                  observation_space: gym.Space,  # Discrete: the states
                  action_space: gym.Space,       # Discrete
                  init: float = 0.0,             # all values before learning; if they are above the true ones, they drive exploration
-                 epsilon: float = 1.0,          # share of the steps with a random action; a buffer, for learners to change
+                 epsilon: float = 1.0,          # fraction of the steps with a random action; a buffer that learners may change
     ):
         super().__init__()
         self.set_exploration(action_space, epsilon)
@@ -101,8 +101,8 @@ class QLearning(Learner):
     Source: Watkins, Dayan 1992, Q-learning, https://doi.org/10.1007/BF00992698.
 
     Args:
-        lr: share of the way to its target that a value moves; 1 suits deterministic environments
-        **shared: `SharedOptions`
+        lr: fraction of the way to its target that a value moves; 1 suits deterministic environments
+        **shared: options that learners share, see `SharedOptions`
     """
     actor_needs = ('table', 'epsilon')
 
@@ -110,8 +110,8 @@ class QLearning(Learner):
     def __init__(self,
         actor: TabularQ,
         *,
-        lr: float = 0.5,  # share of the way to its target that a value moves; 1 suits deterministic environments
-        **shared: Any,    # `SharedOptions`
+        lr: float = 0.5,  # fraction of the way to its target that a value moves; 1 suits deterministic environments
+        **shared: Any,    # options that learners share, see `SharedOptions`
     ):
         super().__init__(actor, **shared)
         check_range(self, 0, 1, lr=lr)
@@ -119,7 +119,7 @@ class QLearning(Learner):
         self.explore()
 
     def explore(self) -> None:
-        "Set the share of random actions that belongs to the environment steps so far."
+        "Set the fraction of random actions that belongs to the environment steps so far."
         set_epsilon(self.actor, linear_schedule(self.steps, self.options.eps_start, self.options.eps_end, self.options.eps_steps))
 
     @torch.no_grad()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .policy_replay import lag_of
-from .unroll import answers_reached, quiet, timeshift
+from .unroll import answers_reached, fill_invalid, timeshift
 from ..pipes import nested
 from ..pipes.data import Fragment
 from ..pipes.errors import DataError, describe
@@ -138,7 +138,7 @@ def td(
     """
     own = burnt_in(fragment, actor, burn_in)
     valid, weight = own.valid, _weights(weight, fragment, burn_in)
-    before, after = timeshift(quiet(own).state)
+    before, after = timeshift(fill_invalid(own).state)
     with torch.no_grad():
         q_next = best = _values_reached(own if target is None else burnt_in(fragment, target, burn_in), actor if target is None else target)
         if double and target is not None: best = _values_reached(own, actor)
@@ -171,14 +171,14 @@ def double_dqn(fragment: Fragment, actor: Any, target: Any, **options: Any) -> t
 def priorities(
     errors: Tensor,    # errors [T, B] of the rows that were trained on, without the burn-in
     valid: Tensor,     # bool [T, B]
-    eta: float = 0.9,  # weight of the greatest error; the mean has the rest
+    eta: float = 0.9,  # weight of the greatest error; the mean error has the rest
 ) -> Tensor:
     """`eta * max|error| + (1 - eta) * mean|error|` over the valid rows of each column `[B]`; 0 if there are none. R2D2, section 2.3.
 
     Args:
         errors: errors [T, B] of the rows that were trained on, without the burn-in
         valid: bool [T, B]
-        eta: weight of the greatest error; the mean has the rest
+        eta: weight of the greatest error; the mean error has the rest
     """
     size = errors.abs().masked_fill(~valid, 0.)
     return eta * size.amax(0) + (1 - eta) * size.sum(0) / valid.sum(0).clamp(min=1)

@@ -28,7 +28,7 @@ class TRPO(NaturalGradientLearner):
         max_kl: trust region: largest mean KL divergence of an update [nat]
         backtrack: factor by which the line search shortens the step
         max_backtracks: number of step lengths that the line search tries
-        accept_ratio: smallest share of the predicted improvement that is accepted
+        accept_ratio: least fraction of the predicted improvement that is accepted
     """
     @delegates(NaturalGradientLearner.__init__)
     def __init__(self,
@@ -38,7 +38,7 @@ class TRPO(NaturalGradientLearner):
         max_kl: float = 0.01,        # trust region: largest mean KL divergence of an update [nat]
         backtrack: float = 0.8,      # factor by which the line search shortens the step
         max_backtracks: int = 10,    # number of step lengths that the line search tries
-        accept_ratio: float = 0.1,   # smallest share of the predicted improvement that is accepted
+        accept_ratio: float = 0.1,   # least fraction of the predicted improvement that is accepted
         **kwargs: Any,
     ):
         super().__init__(actor, critic, **kwargs)
@@ -47,7 +47,7 @@ class TRPO(NaturalGradientLearner):
         check_range(self, 0, accept_ratio=accept_ratio)
         check_integer('max_backtracks', max_backtracks, pipe=self)
         self.max_kl = max_kl
-        self.search = dict(backtrack=backtrack, max_backtracks=max_backtracks, accept_ratio=accept_ratio)
+        self.search: dict[str, Any] = dict(backtrack=backtrack, max_backtracks=max_backtracks, accept_ratio=accept_ratio)
 
     def take_step(self, rows: PolicyRows) -> tuple[dict, Any]:
         "The longest step along the natural gradient that the line search accepts, its certificate, and the distribution before."
@@ -55,7 +55,7 @@ class TRPO(NaturalGradientLearner):
         step = step_size(self.max_kl, at.cg.curvature) * at.cg.x
         rate = float(at.gradient @ step)
         found = backtrack_line_search(lambda theta: effect(self.actor, rows, at.old), flatten(self.params), step, rate, self.max_kl,
-                                      before=at.before, set_params=lambda theta: assign(self.params, theta), **self.search)
+                                      before=float(at.before), set_params=lambda theta: assign(self.params, theta), **self.search)
         kept = self.search['backtrack'] ** found.backtracks if found.accepted else 0.
         return self.certificate(rows, at) | dict(
             surrogate_after=found.surrogate, predicted_improvement=kept * rate, actual_improvement=found.surrogate - found.before,

@@ -16,7 +16,7 @@ from ..pipes.data import Fragment, State
 from ..pipes.errors import DataError, check_integer
 
 # %% auto #0
-__all__ = ['timeshift', 'states_reached', 'spliced', 'answers_reached', 'quiet']
+__all__ = ['timeshift', 'states_reached', 'spliced', 'answers_reached', 'fill_invalid']
 
 # %% ../../nbs/agents/03_unroll.ipynb #1bb90c57
 def timeshift(
@@ -80,7 +80,7 @@ def answers_reached(
     return nested.getitem(net(nested.as_seen(state), fragment.hx), (row + 1, torch.arange(row.shape[1], device=row.device)))
 
 # %% ../../nbs/agents/03_unroll.ipynb #dc370b0c
-def quiet(fragment: Fragment) -> Fragment:
+def fill_invalid(fragment: Fragment) -> Fragment:
     """`fragment`, in which the steps that are not `valid` have the observation and the action of the first valid step.
 
     Raises `DataError` if no step is valid.

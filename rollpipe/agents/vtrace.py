@@ -30,10 +30,8 @@ class VTrace(ActorCriticLearner):
         lam: exponential weight of longer estimates: 0 trusts the critic, 1 the rewards
         rho_clip: largest weight of a temporal difference, and of an action in the policy gradient
         c_clip: largest weight that carries a later temporal difference back by one step, at most rho_clip
-        **shared: `SharedOptions`
+        **shared: options that learners share, see `SharedOptions`
     """
-    batch_needs = ('logp',)
-
     @shared_options(gamma=0.99, c_value=0.5, c_entropy=0.0, lr=5e-4, critic_lr=1e-2, max_grad_norm=0.5, seed=0)
     def __init__(self,
         actor: Any,              # a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
@@ -42,13 +40,17 @@ class VTrace(ActorCriticLearner):
         lam: float = 1.0,        # exponential weight of longer estimates: 0 trusts the critic, 1 the rewards
         rho_clip: float = 1.0,   # largest weight of a temporal difference, and of an action in the policy gradient
         c_clip: float = 1.0,     # largest weight that carries a later temporal difference back by one step, at most rho_clip
-        **shared: Any,           # `SharedOptions`
+        **shared: Any,           # options that learners share, see `SharedOptions`
     ):
         super().__init__(actor, critic, **shared)
         check_range(self, 0, 1, lam=lam)
         check_range(self, 0, rho_clip=rho_clip)
         check_range(self, 0, rho_clip, c_clip=c_clip)
         self.trace = dict(gamma=self.options.gamma, lam=lam, rho_clip=rho_clip, c_clip=c_clip)
+
+    def batch_needs(self) -> tuple[str, ...]:
+        "What a batch must have: no advantages and value targets, which are made here."
+        return 'logp',
 
     def explained(self, batch: Fragment) -> dict:
         "No metrics, because the batch has no advantages."

@@ -96,7 +96,7 @@ class QPolicy(Observer, EpsilonGreedy):
         duelling: separate value and advantages, each with a last hidden layer of its own
         normalize: normalise observations by their running mean and standard deviation
         activation: module class of the activations
-        epsilon: share of the steps with a random action; a buffer that learners may change
+        epsilon: fraction of the steps with a random action; a buffer that learners may change
         encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
     uses_past = False
@@ -108,7 +108,7 @@ class QPolicy(Observer, EpsilonGreedy):
                  duelling: bool = False,                  # separate value and advantages, each with a last hidden layer of its own
                  normalize: bool = False,                 # normalise observations by their running mean and standard deviation
                  activation: type = nn.ReLU,              # module class of the activations
-                 epsilon: float = 0.1,                    # share of the steps with a random action; a buffer that learners may change
+                 epsilon: float = 0.1,                    # fraction of the steps with a random action; a buffer that learners may change
                  encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     ):
         super().__init__()
@@ -141,7 +141,7 @@ class RecurrentQPolicy(RecurrentObserver, EpsilonGreedy):
         duelling: separate value and advantages, by two linear layers behind the memory
         normalize: normalise observations by their running mean and standard deviation
         activation: module class of the activations
-        epsilon: share of the steps with a random action; a buffer that learners may change
+        epsilon: fraction of the steps with a random action; a buffer that learners may change
         method: how fragments are processed: 'step', 'packed' or None (`Recurrent`)
         encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
@@ -157,7 +157,7 @@ class RecurrentQPolicy(RecurrentObserver, EpsilonGreedy):
                  duelling: bool = False,                  # separate value and advantages, by two linear layers behind the memory
                  normalize: bool = False,                 # normalise observations by their running mean and standard deviation
                  activation: type = nn.ReLU,              # module class of the activations
-                 epsilon: float = 0.1,                    # share of the steps with a random action; a buffer that learners may change
+                 epsilon: float = 0.1,                    # fraction of the steps with a random action; a buffer that learners may change
                  method: str | None = None,               # how fragments are processed: 'step', 'packed' or None (`Recurrent`)
                  encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     ):

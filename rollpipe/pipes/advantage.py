@@ -98,17 +98,18 @@ class AdvantageBuffer(Pipe):
 
     def estimate(self, fragment: Fragment) -> Fragment:
         "`fragment` with `adv` and `ret`."
-        where = dict(pipe=self, lane=None if fragment.lane is None else int(fragment.lane[0]))
+        lane = None if fragment.lane is None else int(fragment.lane[0])
         try: v_t, v_tp1 = values(fragment, self.critic)
         except DataError as e:
-            e.locate(**where)
+            e.locate(pipe=self, lane=lane)
             raise
         rew, fin, term = fragment.state.rew[1:], fragment.state.fin[1:], fragment.term[1:]
         adv = returns.gae(rew, v_t, v_tp1, self.gamma * (~term), self.lam, cut=fin)
         if not torch.isfinite(adv).all():
             t, b = (~torch.isfinite(adv)).nonzero()[0].tolist()
-            raise DataError("non-finite advantage", env=b, leaf=f"adv[{t}, {b}]", expected="finite rewards and values",
-                            got=f"reward {rew[t, b]}, value {v_t[t, b]}, next value {v_tp1[t, b]}", **where)
+            raise DataError("non-finite advantage", pipe=self, lane=lane, env=b, leaf=f"adv[{t}, {b}]",
+                            expected="finite rewards and values",
+                            got=f"reward {rew[t, b]}, value {v_t[t, b]}, next value {v_tp1[t, b]}")
         # Rows that are no step have `fin` set, so they have no influence on the rows before them.
         if not fragment.valid.all(): adv = adv.masked_fill(~fragment.valid, 0.)
         return fragment._replace(adv=adv, ret=adv + v_t)

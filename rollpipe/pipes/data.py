@@ -111,6 +111,43 @@ class Tick(NamedTuple):
     version: int        # which weights reacted
     source: TickSource  # whom a collector asks for virtual reactions, completed reports, and observations in memory of its own
 
+# %% ../../nbs/pipes/07_data.ipynb #e3c00ae6
+def _flags(like, x, default):
+    return torch.full_like(like, default, dtype=torch.bool) if x is None else torch.as_tensor(x)
+
+
+def _history(first, obs, act, rew, end) -> State:
+    "The rows `[T+1, B]` of an environment whose step numbers begin with `first` `[B]`; steps are an `end` where the episode is over."
+    stepno = [first]
+    for over in end: stepno.append(torch.where(over, 0, stepno[-1] + 1))
+    act, rew = nested.map(lambda x: torch.cat([torch.zeros_like(x[:1]), x]), (act, rew))
+    return State(torch.stack(stepno), obs, act, rew, torch.cat([(first == 0)[None], end]))
+
+
+def _check_shapes(shape, rows, steps, columns):
+    n_steps, n_envs = shape
+    for kind, trees, lead in (('[T+1, B]', rows, (n_steps + 1, n_envs)), ('[T, B]', steps, (n_steps, n_envs)), ('[B]', columns, (n_envs,))):
+        for name, tree in trees.items(): _check_lead(name, tree, kind, lead)
+
+
+def _check_lead(name, tree, kind, lead):
+    for x, path in zip(nested.leaves(tree), nested.paths(tree, name)):
+        if tuple(x.shape[:len(lead)]) == lead: continue
+        raise DataError("wrong shape", pipe='Fragment.from_steps', leaf=path, expected=f"{kind} = {list(lead)}", got=describe(x))
+
+
+def _final_rows(cut, obs, actor, last_obs, last_actor):
+    "The `Final` of the truncated steps `cut` `[T, B]`."
+    t, b = cut.nonzero(as_tuple=True)
+    def rows(name, given, like):
+        if given is None and len(t) and nested.leaves(like):
+            raise DataError("a step was truncated", pipe='Fragment.from_steps', leaf=name, got="None",
+                            expected=f"one row for each truncated step: [K = {len(t)}, ...]")
+        if given is None: return nested.map(lambda x: x[0, :0], like)
+        _check_lead(name, given, '[K]', (len(t),))
+        return given
+    return Final(t, b, rows('last_obs', last_obs, obs), rows('last_actor', last_actor, actor))
+
 # %% ../../nbs/pipes/07_data.ipynb #f63668f2
 def from_steps(
     obs: Any,                    # [T+1, B, ...]: what was seen; where an episode ended, the first observation of the next one
@@ -164,43 +201,6 @@ def from_steps(
     term = torch.cat([torch.zeros_like(valid[:1]), terminated & valid])
     final = _final_rows(truncated & ~terminated & valid, obs, actor, last_obs, last_actor)
     return Fragment(state, actor, env, hx, term, final, valid, adv, ret, lane, seq, version)
-
-
-def _flags(like, x, default):
-    return torch.full_like(like, default, dtype=torch.bool) if x is None else torch.as_tensor(x)
-
-
-def _history(first, obs, act, rew, end) -> State:
-    "The rows `[T+1, B]` of an environment whose step numbers begin with `first` `[B]`; steps are an `end` where the episode is over."
-    stepno = [first]
-    for over in end: stepno.append(torch.where(over, 0, stepno[-1] + 1))
-    act, rew = nested.map(lambda x: torch.cat([torch.zeros_like(x[:1]), x]), (act, rew))
-    return State(torch.stack(stepno), obs, act, rew, torch.cat([(first == 0)[None], end]))
-
-
-def _check_shapes(shape, rows, steps, columns):
-    n_steps, n_envs = shape
-    for kind, trees, lead in (('[T+1, B]', rows, (n_steps + 1, n_envs)), ('[T, B]', steps, (n_steps, n_envs)), ('[B]', columns, (n_envs,))):
-        for name, tree in trees.items(): _check_lead(name, tree, kind, lead)
-
-
-def _check_lead(name, tree, kind, lead):
-    for x, path in zip(nested.leaves(tree), nested.paths(tree, name)):
-        if tuple(x.shape[:len(lead)]) == lead: continue
-        raise DataError("wrong shape", pipe='Fragment.from_steps', leaf=path, expected=f"{kind} = {list(lead)}", got=describe(x))
-
-
-def _final_rows(cut, obs, actor, last_obs, last_actor):
-    "The `Final` of the truncated steps `cut` `[T, B]`."
-    t, b = cut.nonzero(as_tuple=True)
-    def rows(name, given, like):
-        if given is None and len(t) and nested.leaves(like):
-            raise DataError("a step was truncated", pipe='Fragment.from_steps', leaf=name, got="None",
-                            expected=f"one row for each truncated step: [K = {len(t)}, ...]")
-        if given is None: return nested.map(lambda x: x[0, :0], like)
-        _check_lead(name, given, '[K]', (len(t),))
-        return given
-    return Final(t, b, rows('last_obs', last_obs, obs), rows('last_actor', last_actor, actor))
 
 # %% ../../nbs/pipes/07_data.ipynb #b2cd708c
 class Fragment(NamedTuple):
@@ -264,7 +264,7 @@ class Fragment(NamedTuple):
 
     def only(self, *names: str) -> 'Fragment':
         "The fragment with None in every field but `names`, such as `fragment.only(*Fragment.ROWS)`."
-        return Fragment(*[x if name in names else None for name, x in zip(self._fields, self)])
+        return self._make(x if name in names else None for name, x in zip(self._fields, self))
 
     def map(self, *, rows: Callable | None = None, steps: Callable | None = None, columns: Callable | None = None,
             hx: Callable | None = None, final: Callable | None = None) -> 'Fragment':

@@ -7,7 +7,6 @@ __all__ = ['make_envs', 'scalar_rewards', 'SingleEnvs', 'EnvBatch']
 
 # %% ../../../nbs/pipes/10_envs/05_single.ipynb #c9f28217
 import warnings
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,14 +21,15 @@ from .infos import SingleInfos
 from .sticky import Sticky
 
 # %% ../../../nbs/pipes/10_envs/05_single.ipynb #5b8a8dff
-@contextmanager
-def _naming(b, call):
-    "Turn an exception in the block into a `PipeError` that has the number `b` of the environment and names the call."
-    try: yield
-    except PipeError as e:
-        e.env = b
-        raise
-    except Exception as e: raise EnvError(f"{call} raised {type(e).__name__}: {e}", env=b) from e
+class _naming:
+    "Turns an exception in the block into a `PipeError` that has the number `b` of the environment and names the call."
+    def __init__(self, b, call): self.b, self.call = b, call
+    def __enter__(self): pass
+
+    # A generator with `@contextmanager` would let a `StopIteration` of the environment pass as it is.
+    def __exit__(self, kind, e, traceback):
+        if isinstance(e, PipeError): e.env = self.b
+        elif isinstance(e, Exception): raise EnvError(f"{self.call} raised {type(e).__name__}: {e}", env=self.b) from e
 
 
 def make_envs(

@@ -66,6 +66,16 @@ class Sample(NamedTuple):
     weight: Any         # float32 [n]: importance weights, at most 1; all 1 if sampling is uniform
     index: Any          # int64 [n]: serial numbers of the first steps, for `prioritize`
 
+# %% ../../../nbs/pipes/24_replay/06_memory.ipynb #b23101d6
+def _checked(index, td_abs, end, pipe):
+    "Both as arrays `[n]`. Raises `DataError` unless the indices are below `end` and the errors are finite and not negative."
+    index, td_abs = (np.asarray(x.detach().cpu() if isinstance(x, Tensor) else x) for x in (index, td_abs))
+    if td_abs.shape != index.shape or not (np.isfinite(td_abs) & (td_abs >= 0)).all():
+        raise DataError("not absolute TD errors", pipe=pipe, expected=f"finite numbers >= 0, {list(index.shape)}", got=td_abs)
+    if ((index < 0) | (index >= end)).any():
+        raise DataError("not an index of a sample", pipe=pipe, expected=f"0 <= index < {end}", got=f"{index.min()} ... {index.max()}")
+    return index, td_abs
+
 # %% ../../../nbs/pipes/24_replay/06_memory.ipynb #891213b3
 class ReplayMemory:
     """The last `capacity` steps of `Fragment`s, and samples of them.
@@ -140,7 +150,7 @@ class ReplayMemory:
         store = self.store
         slot = store.ring.slot(serial[serial >= store.ring.oldest])
         # A segment that may begin anywhere begins with a valid step; one that begins where a fragment did needs a valid step somewhere.
-        valid = store.valid[store.chain(slot, self.length)].any(0) if store.keep_hx else store.valid[slot]
+        valid = store.valid[store.links.chain(slot, self.length)].any(0) if store.keep_hx else store.valid[slot]
         self.sampler.add(slot[valid])
 
     def sample(self, n: int) -> Sample:
@@ -150,7 +160,7 @@ class ReplayMemory:
             raise DataError("nothing to sample from", pipe=self, expected=f"{self.length} valid steps in a row", got=f"{len(self)} steps")
         ring = self.store.ring
         slot = self.sampler.draw(n, ring.n_filled)
-        fragment = self.store.read(self.store.chain(slot, self.length + 1))
+        fragment = self.store.read(slot, self.length)
         return Sample(fragment, self.sampler.weights(slot, self.beta), torch.from_numpy(ring.serial(slot)))
 
     def prioritize(self,
@@ -165,12 +175,8 @@ class ReplayMemory:
             index: int64 [n]: of segments, from a sample
             td_abs: [n]: their absolute TD errors
         """
-        if not self.prioritized: raise DataError("the memory is uniform", pipe=self, expected="prioritized=True")
-        index, td_abs = (np.asarray(x.detach().cpu() if isinstance(x, Tensor) else x) for x in (index, td_abs))
-        end = 0 if self.store is None else self.store.ring.next_serial
-        if td_abs.shape != index.shape or not (np.isfinite(td_abs) & (td_abs >= 0)).all():
-            raise DataError("not absolute TD errors", pipe=self, expected=f"finite numbers >= 0, {list(index.shape)}", got=td_abs)
-        if ((index < 0) | (index >= end)).any():
-            raise DataError("not an index of a sample", pipe=self, expected=f"0 <= index < {end}", got=f"{index.min()} ... {index.max()}")
+        if not isinstance(self.sampler, PrioritizedSampler):
+            raise DataError("the memory is uniform", pipe=self, expected="prioritized=True")
+        index, td_abs = _checked(index, td_abs, 0 if self.store is None else self.store.ring.next_serial, self)
         kept = index >= self.store.ring.oldest
         self.sampler.prioritize(self.store.ring.slot(index[kept]), td_abs[kept].astype(np.float64) + 1e-6)
