@@ -1,7 +1,7 @@
 """Export the notebooks to modules, with the meaning of the parameters in the docstrings (see `args_sections`).
 
-    python tools/export.py             notebooks -> modules; what `nbdev_export` does, and the sections
-    python tools/export.py --update    modules -> notebooks, without the sections; what `nbdev_update` does
+    python tools/export.py             notebooks -> modules, like `nbdev_export`, but with the sections
+    python tools/export.py --update    modules -> notebooks, like `nbdev_update`, but without the sections
 """
 import re
 import sys

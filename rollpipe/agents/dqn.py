@@ -28,14 +28,14 @@ from ..pipes.replay.pipe import Replayed
 @torch.no_grad()
 def update_target(
     target: torch.nn.Module,  # changed in place
-    net: torch.nn.Module,     # of the same kind
+    net: torch.nn.Module,     # module of the same structure
     tau: float = 1.0,         # fraction of the way that the parameters of `target` move; 1: equal afterwards
 ) -> None:
     """Move the parameters of `target` towards those of `net`; buffers become equal.
 
     Args:
         target: changed in place
-        net: of the same kind
+        net: module of the same structure
         tau: fraction of the way that the parameters of `target` move; 1: equal afterwards
     """
     mine: list[torch.Tensor] = list(target.parameters())
@@ -46,13 +46,13 @@ def update_target(
 
 # %% ../../nbs/agents/22_dqn.ipynb #8156ce16
 class BetaSchedule:
-    """Raises the `beta` of prioritised memories to 1, each on a straight line from what it was at first.
+    """Raises the `beta` of prioritised memories to 1, each on a straight line from its first value.
 
     Args:
-        steps: environment steps that it takes; None: `beta` stays
+        steps: environment steps until `beta` is 1; None: it stays constant
     """
     def __init__(self,
-        steps: int | None,  # environment steps that it takes; None: `beta` stays
+        steps: int | None,  # environment steps until `beta` is 1; None: it stays constant
     ):
         self.steps, self.first = steps, ByIdentity()
 
@@ -71,7 +71,7 @@ class BetaSchedule:
 
 # %% ../../nbs/agents/22_dqn.ipynb #ec6c98e0
 class TimedIterator:
-    "An iterator over `items` that sums the `seconds` which they take to come."
+    "An iterator over `items` that adds up the `seconds` spent on waiting for them."
     def __init__(self, items: Iterable): self.items, self.seconds = iter(items), 0.
 
     def __iter__(self): return self
@@ -83,12 +83,12 @@ class TimedIterator:
 
 
 def means(
-    records: list,  # of dicts metric -> number or 0-dim tensor
+    records: list,  # list of dicts metric -> number or 0-dim tensor
 ) -> dict[str, float]:
     """The mean of each metric over those records that have it.
 
     Args:
-        records: of dicts metric -> number or 0-dim tensor
+        records: list of dicts metric -> number or 0-dim tensor
     """
     found = {}
     for record in records:
@@ -134,7 +134,7 @@ class QNetworkLearner(GradientLearner):
     def state_dict(self) -> dict:
         """Both networks, optimiser, version and counters.
 
-        What the memory holds is not part of it: a training that goes on from here collects it anew, exploring as it did when it stopped.
+        The content of the memory is not part of it. A resumed training collects it anew, with the exploration that it had when it stopped.
         """
         counters = dict(steps=self.steps, gradient_steps=self.gradient_steps, target_updates=self.target_updates)
         return {**super().state_dict(), 'target': self.target.state_dict(), **counters}
@@ -147,7 +147,7 @@ class QNetworkLearner(GradientLearner):
 
 # %% ../../nbs/agents/22_dqn.ipynb #41d3b820
 class DQN(QNetworkLearner):
-    """Deep Q-learning; double unless told otherwise. Duelling is an option of the network, segments and priorities of the memory.
+    """Deep Q-learning, by default double. Duelling is an option of the network; segments and priorities are options of the memory.
 
     Sources: Mnih et al. 2015, https://doi.org/10.1038/nature14236; van Hasselt, Guez, Silver 2015, https://arxiv.org/abs/1509.06461
     (double); Schaul et al. 2015, https://arxiv.org/abs/1511.05952 (priorities); Kapturowski et al. 2019,
@@ -156,12 +156,12 @@ class DQN(QNetworkLearner):
     Args:
         actor: a `QPolicy` or `RecurrentQPolicy`, or another actor with `values` and `epsilon`
         double: choose the best next action by the network, and value it by the target network
-        multi_step: steps whose rewards are summed before values take over; not more than the samples are long
-        burn_in: first steps of a sample, not trained on: a recurrent network brings its memory up to date there
-        huber: TD errors beyond it count linearly; None: all count squared
+        multi_step: number of steps whose rewards are summed before a value; at most the length of the samples
+        burn_in: first steps of a sample, which only update the memory of a recurrent network (not trained on)
+        huber: TD errors beyond this limit count linearly; None: all are squared
         target_every: steps of the optimiser between two copies to the target network; 1: in effect there is none
-        tau: instead: fraction of the way that the target network moves after each step of the optimiser
-        beta_steps: environment steps in which the memory's `beta` rises to 1; None: it stays
+        tau: Polyak averaging: fraction of the way that the target network moves after each step; None: copies
+        beta_steps: environment steps in which the memory's `beta` rises to 1; None: it stays constant
         eta: weight of the greatest TD error in the priority of a longer sample; the mean error has the rest
         **shared: options that learners share, see `SharedOptions`
     """
@@ -170,12 +170,12 @@ class DQN(QNetworkLearner):
         actor: Any,                      # a `QPolicy` or `RecurrentQPolicy`, or another actor with `values` and `epsilon`
         *,
         double: bool = True,             # choose the best next action by the network, and value it by the target network
-        multi_step: int = 1,             # steps whose rewards are summed before values take over; not more than the samples are long
-        burn_in: int = 0,                # first steps of a sample, not trained on: a recurrent network brings its memory up to date there
-        huber: float | None = 1.0,       # TD errors beyond it count linearly; None: all count squared
+        multi_step: int = 1,             # number of steps whose rewards are summed before a value; at most the length of the samples
+        burn_in: int = 0,                # first steps of a sample, which only update the memory of a recurrent network (not trained on)
+        huber: float | None = 1.0,       # TD errors beyond this limit count linearly; None: all are squared
         target_every: int = 200,         # steps of the optimiser between two copies to the target network; 1: in effect there is none
-        tau: float | None = None,        # instead: fraction of the way that the target network moves after each step of the optimiser
-        beta_steps: int | None = None,   # environment steps in which the memory's `beta` rises to 1; None: it stays
+        tau: float | None = None,        # Polyak averaging: fraction of the way that the target network moves after each step; None: copies
+        beta_steps: int | None = None,   # environment steps in which the memory's `beta` rises to 1; None: it stays constant
         eta: float = 0.9,                # weight of the greatest TD error in the priority of a longer sample; the mean error has the rest
         **shared: Any,                   # options that learners share, see `SharedOptions`
     ):
@@ -188,9 +188,9 @@ class DQN(QNetworkLearner):
         self.eta, self.beta = eta, BetaSchedule(beta_steps)
 
     def update(self, batch: Replayed | Fragment) -> dict:
-        """One step for each sample of a `Replayed`, or one for a `Fragment` alone, without a memory; returns metrics (see `METRICS`).
+        """Take one step for each sample of a `Replayed`, or one step for a `Fragment`; returns metrics (see `METRICS`).
 
-        Before there are samples, it only counts. Raises `DataError` if something is not finite or no row is valid.
+        As long as there are no samples, it only counts. Raises `DataError` if something is not finite or no row is valid.
         """
         if isinstance(batch, Fragment): batch = Replayed(batch, iter([Sample(batch, None, None)]), None)
         fresh, memory, start = batch.fresh, batch.memory, perf_counter()
@@ -208,7 +208,7 @@ class DQN(QNetworkLearner):
                                      seconds_update=perf_counter() - start)
 
     def count(self, fresh: Fragment) -> int:
-        "Count an update and the steps of the fresh fragment, which move exploration and the actor's normaliser; returns their number."
+        "Count an update and the steps of the fresh fragment, which drive exploration and the actor's normaliser; returns their number."
         n = int(fresh.valid.sum())
         self.steps += n
         self.explore()
@@ -217,7 +217,7 @@ class DQN(QNetworkLearner):
         return n
 
     def learn(self, sample: Sample, memory: ReplayMemory | None = None) -> dict:
-        "One step of the optimiser from a `Sample`, whose TD errors become priorities; returns metrics, tensors among them."
+        "One step of the optimiser from a `Sample`, whose TD errors become priorities; returns metrics, some of them tensors."
         fragment, weight, index = sample
         if self.td_options['n_steps'] > fragment.n_steps:
             raise DataError("DQN: samples are too short", got=f"{fragment.n_steps} steps",

@@ -46,7 +46,7 @@ def policy_rows(fragment: Fragment) -> PolicyRows:
     rows = PolicyRows(nested.as_seen(state), fragment.hx, act, fragment.adv, fragment.actor['logp'][:-1], 1 / n)
     whole = n == valid.numel()
     if nested.leaves(fragment.hx):
-        # A weight of 0 does not silence what is not finite. The states stay as they are, since the memory has seen them.
+        # A weight of 0 does not remove nan or inf. The states stay as they are, because the memory has seen them.
         def filled(x): return x if whole else x.index_put((~valid,), x[valid][0])
         return rows._replace(weight=valid / n, **nested.map(filled, dict(act=act, adv=rows.adv, logp=rows.logp)))
     flat = nested.map(lambda x: (x.flatten(0, 1) if whole else x[valid])[None], rows._replace(weight=None))
@@ -55,14 +55,14 @@ def policy_rows(fragment: Fragment) -> PolicyRows:
 # %% ../../nbs/agents/13_natural_gradient.ipynb #faa5d8b4
 def subsample(
     rows: PolicyRows,
-    fraction: float,             # of the rows that is kept, 0 < fraction <= 1
-    generator: torch.Generator,  # chooses them
+    fraction: float,             # fraction of the rows that is kept, 0 < fraction <= 1
+    generator: torch.Generator,  # generator that chooses them
 ) -> PolicyRows:
-    """A random `fraction` of the rows, at least one. With recurrent state whole environments are kept, of those that have valid rows.
+    """A random `fraction` of the rows, at least one. With recurrent state, whole environments with valid rows are chosen.
 
     Args:
-        fraction: of the rows that is kept, 0 < fraction <= 1
-        generator: chooses them
+        fraction: fraction of the rows that is kept, 0 < fraction <= 1
+        generator: generator that chooses them
     """
     pool = torch.arange(rows.adv.shape[1])
     if isinstance(rows.weight, torch.Tensor): pool = pool[(rows.weight > 0).any(0)]
@@ -81,7 +81,7 @@ def weighted_mean(x: torch.Tensor, rows: PolicyRows) -> torch.Tensor:
 def distribution_on(actor: Any, rows: PolicyRows) -> Any:
     "Parameters of the distribution of the policy `actor` in the states of `rows`, `[R, C, ...]`, with gradients where they are enabled."
     def params(part): return actor.distribution(*part)
-    # blocks of rows that fit into the processor's cache make every later product faster, unless there are many short steps
+    # Blocks of rows that fit into the processor's cache make every later product faster, unless there are many short steps.
     return in_row_blocks(params, (rows.state, rows.hx), size=max(256, 2048 // rows.adv.shape[0]), dim=1)
 
 
@@ -107,7 +107,7 @@ def effect(
 
 # %% ../../nbs/agents/13_natural_gradient.ipynb #820de35a
 class Direction(NamedTuple):
-    """What is known at the parameters before a step.
+    """The gradients and the distribution at the parameters before a step.
 
     Args:
         gradient: g [D], of the surrogate
@@ -124,15 +124,15 @@ class Direction(NamedTuple):
 class NaturalGradientLearner(Learner):
     """Base of learners that follow the natural gradient. A subclass writes `take_step(rows) -> (metrics, old)`.
 
-    The Fisher-vector product is a Gauss-Newton product: the network is linearised once per update, each product is one Jacobian- and
-    one vector-Jacobian product. The critic, if there is one, is fitted after the policy.
+    The Fisher-vector product is a Gauss-Newton product: the network is linearised once per update, and each product takes one
+    Jacobian-vector and one vector-Jacobian product. The critic, if there is one, is fitted after the policy.
 
     Args:
         actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
         critic: `critic(obs) -> value` (see `Critic`) to be fitted to the returns, or None
-        damping: added to the Fisher matrix's diagonal
+        damping: number that is added to the diagonal of the Fisher matrix
         cg_iters: conjugate-gradient iterations
-        fvp_subsample: fraction of the rows that the Fisher matrix, and nothing else, is estimated from
+        fvp_subsample: fraction of the rows that the Fisher matrix is estimated from; everything else uses all rows
         **shared: options that learners share, see `SharedOptions`
     """
     actor_needs = ('params', 'dist', 'distribution')
@@ -142,9 +142,9 @@ class NaturalGradientLearner(Learner):
         actor: Any,                   # a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
         critic: Any = None,           # `critic(obs) -> value` (see `Critic`) to be fitted to the returns, or None
         *,
-        damping: float = 0.1,         # added to the Fisher matrix's diagonal
+        damping: float = 0.1,         # number that is added to the diagonal of the Fisher matrix
         cg_iters: int = 10,           # conjugate-gradient iterations
-        fvp_subsample: float = 1.0,   # fraction of the rows that the Fisher matrix, and nothing else, is estimated from
+        fvp_subsample: float = 1.0,   # fraction of the rows that the Fisher matrix is estimated from; everything else uses all rows
         **shared: Any,                # options that learners share, see `SharedOptions`
     ):
         super().__init__(actor, critic, **shared)
@@ -156,16 +156,16 @@ class NaturalGradientLearner(Learner):
         self.optimizer = None if critic is None else torch.optim.Adam(critic.parameters(), lr=self.options.lr_of_critic, fused=True)
 
     def improve(self, batch: Fragment) -> tuple:
-        "The policy's half of an update: `(metrics, old, rows)`, of which `report` makes metrics."
+        "The policy's half of an update: `(metrics, old, rows)`, from which `report` makes the metrics."
         rows = policy_rows(with_standardized_adv(batch, self.options.normalize_adv))
         return *self.take_step(rows), rows
 
     def take_step(self, rows: PolicyRows) -> tuple[dict, Any]:
-        "Change the policy. Returns the metrics of what was done, and the parameters of the distribution before."
+        "Change the policy. Returns the metrics of the step, and the parameters of the distribution before it."
         raise NotImplementedError(f"{type(self).__name__} must define take_step(rows)")
 
     def report(self, found: tuple) -> dict:
-        "The metrics of the step. A normaliser moves the policy beyond what the step has seen; `kl_next` says how far in all."
+        "The metrics of the step. The update of the normaliser changes the policy once more; `kl_next` is the divergence after both."
         metrics, old, rows = found
         if getattr(self.actor, 'obs_norm', None) is not None: metrics['kl_next'] = float(effect(self.actor, rows, old)[1])
         return metrics
@@ -180,7 +180,7 @@ class NaturalGradientLearner(Learner):
             few = subsample(rows, self.fvp_subsample, self.generator)
             curved, weight = Linearization(distribution_on(self.actor, few), self.params), few.weight
         cg = conjugate_gradients(fisher_product(curved, self.actor.dist.fisher, weight), g, self.cg_iters, damping=self.damping)
-        # without the linearisation, because the parameters cannot be changed as long as its graph is there
+        # Only the outputs of `lin` are kept, because the parameters cannot be changed while its graph exists.
         return Direction(g, cg, lin.outputs, before)
 
     def certificate(self, rows: PolicyRows, found: Direction) -> dict:

@@ -26,16 +26,16 @@ class NPG(NaturalGradientLearner):
     Args:
         actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
         critic: `critic(obs) -> value` (see `Critic`) to be fitted to the returns, or None
-        max_kl: mean KL divergence that a step is to cost, to second order [nat]; nothing enforces it
-        lr: a fixed learning rate of the natural gradient instead
+        max_kl: mean KL divergence that a step aims at, to second order [nat]; it is not enforced
+        lr: fixed learning rate of the natural gradient, used instead of max_kl; None: max_kl is used
     """
     @delegates(NaturalGradientLearner.__init__)
     def __init__(self,
         actor: Any,                # a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
         critic: Any = None,        # `critic(obs) -> value` (see `Critic`) to be fitted to the returns, or None
         *,
-        max_kl: float = 0.01,      # mean KL divergence that a step is to cost, to second order [nat]; nothing enforces it
-        lr: float | None = None,   # a fixed learning rate of the natural gradient instead
+        max_kl: float = 0.01,      # mean KL divergence that a step aims at, to second order [nat]; it is not enforced
+        lr: float | None = None,   # fixed learning rate of the natural gradient, used instead of max_kl; None: max_kl is used
         **kwargs: Any,
     ):
         super().__init__(actor, critic, **kwargs)

@@ -20,13 +20,13 @@ from ..pipes.errors import DataError, check_integer
 
 # %% ../../nbs/agents/18_ppo.ipynb #5030f1aa
 def what_the_loss_needs(batch: Fragment) -> Fragment:
-    "The batch without infos, recorded distributions, true last observations, and its place in the stream."
+    "The batch without infos, recorded distributions, true last observations, lanes, sequence numbers and versions."
     return batch._replace(env={}, actor={k: x for k, x in batch.actor.items() if k != 'dist'}, term=None, lane=None, seq=None,
                           version=None, final=nested.getitem(batch.final, slice(0)))
 
 # %% ../../nbs/agents/18_ppo.ipynb #865fc2df
 class PPO(ActorCriticLearner):
-    """Proximal policy optimisation with a clipped surrogate, for any `Policy`; with recurrent ones, minibatches are whole columns.
+    """Proximal policy optimisation with a clipped surrogate, for any `Policy`. Minibatches of a recurrent policy are whole columns.
 
     Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms", https://arxiv.org/abs/1707.06347. The divergence is
     estimated from the actions of each minibatch before the step on it; the first minibatch of an update is used in any case.
@@ -35,7 +35,7 @@ class PPO(ActorCriticLearner):
         actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
         critic: `critic(obs) -> value` (see `Critic`); None: the `value` that the actor reports
         epochs: passes over each batch
-        minibatch: transitions per step of the optimiser, about
+        minibatch: approximate number of transitions per step of the optimiser
         clip: a ratio of probabilities that is further from 1 than this gains nothing more
         clip_value: a value further than this from the old one has no smaller error; None: no limit
         target_kl: estimated divergence beyond which an update ends, such as 0.05 [nat]; None: never
@@ -48,7 +48,7 @@ class PPO(ActorCriticLearner):
         critic: Any = None,                # `critic(obs) -> value` (see `Critic`); None: the `value` that the actor reports
         *,
         epochs: int = 10,                  # passes over each batch
-        minibatch: int = 256,              # transitions per step of the optimiser, about
+        minibatch: int = 256,              # approximate number of transitions per step of the optimiser
         clip: float = 0.2,                 # a ratio of probabilities that is further from 1 than this gains nothing more
         clip_value: float | None = None,   # a value further than this from the old one has no smaller error; None: no limit
         target_kl: float | None = None,    # estimated divergence beyond which an update ends, such as 0.05 [nat]; None: never
@@ -65,7 +65,7 @@ class PPO(ActorCriticLearner):
         self.clip, self.clip_value, self.target_kl, self.normalize_adv = clip, clip_value, target_kl, normalize_adv
 
     def improve(self, batch: Fragment) -> dict:
-        "The steps on the minibatches of a batch; the metrics of the loss, averaged over them."
+        "Take a step on each minibatch; returns the metrics of the loss, averaged over them."
         if self.clip_value is not None and 'value' not in batch.actor: batch = with_old_values(batch)
         batch = with_standardized_adv(batch, self.normalize_adv == 'batch')
         records, stop = [], False

@@ -24,17 +24,17 @@ class REINFORCE(GradientLearner):
 
     Args:
         actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
-        critic: the baseline, `critic(obs) -> value` (see `Critic`), to be fitted to the returns; None: no fit
-        epochs: steps of the optimiser on each batch, which is taken as a whole
+        critic: the baseline, `critic(obs) -> value` (see `Critic`), fitted to the returns; None: no critic is fitted
+        epochs: steps of the optimiser on each batch; each step uses the whole batch
         c_rho: largest importance weight
         **shared: options that learners share, see `SharedOptions`
     """
     @shared_options(c_entropy=0.01, normalize_adv=True, lr=5e-3, critic_lr=1e-3, critic_epochs=4, max_grad_norm=0.5, seed=0)
     def __init__(self,
         actor: Any,           # a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
-        critic: Any = None,   # the baseline, `critic(obs) -> value` (see `Critic`), to be fitted to the returns; None: no fit
+        critic: Any = None,   # the baseline, `critic(obs) -> value` (see `Critic`), fitted to the returns; None: no critic is fitted
         *,
-        epochs: int = 1,      # steps of the optimiser on each batch, which is taken as a whole
+        epochs: int = 1,      # steps of the optimiser on each batch; each step uses the whole batch
         c_rho: float = 1.0,   # largest importance weight
         **shared: Any,        # options that learners share, see `SharedOptions`
     ):
@@ -43,7 +43,7 @@ class REINFORCE(GradientLearner):
         self.epochs, self.c_rho = check_integer('epochs', epochs, pipe=self), c_rho
 
     def improve(self, batch: Fragment) -> dict:
-        "`epochs` steps of the policy; the metrics, averaged over them."
+        "Take `epochs` steps; returns the metrics, averaged over them."
         scaled, records = with_standardized_adv(batch, self.options.normalize_adv), []
         for _ in range(self.epochs):
             loss, metrics = reinforce(scaled, self.actor, c_rho=self.c_rho, c_entropy=self.options.c_entropy)

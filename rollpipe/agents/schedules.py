@@ -14,18 +14,18 @@ from ..pipes.errors import ActorError, describe
 
 # %% ../../nbs/agents/15_schedules.ipynb #cb1a715a
 def linear_schedule(
-    step: float,   # how far training is
+    step: float,   # present step
     start: float,  # value at step 0
     end: float,    # value from `steps` on
-    steps: float,  # how long it takes; 0: `end` at once
+    steps: float,  # number of steps from `start` to `end`; 0: `end` at once
 ) -> float:
     """The value at `step` on the straight line from `start` to `end`.
 
     Args:
-        step: how far training is
+        step: present step
         start: value at step 0
         end: value from `steps` on
-        steps: how long it takes; 0: `end` at once
+        steps: number of steps from `start` to `end`; 0: `end` at once
     """
     share = min(step / steps, 1.) if steps else 1.
     return start * (1 - share) + end * share

@@ -29,7 +29,7 @@ class TabularQ(EpsilonGreedy):
     Args:
         observation_space: Discrete: the states
         action_space: Discrete
-        init: all values before learning; above the true ones, it drives exploration
+        init: all values before learning; if they are above the true ones, they drive exploration
         epsilon: fraction of the steps with a random action; a buffer that learners may change
     """
     uses_past = False
@@ -37,7 +37,7 @@ class TabularQ(EpsilonGreedy):
     def __init__(self,
                  observation_space: gym.Space,  # Discrete: the states
                  action_space: gym.Space,       # Discrete
-                 init: float = 0.0,             # all values before learning; above the true ones, it drives exploration
+                 init: float = 0.0,             # all values before learning; if they are above the true ones, they drive exploration
                  epsilon: float = 1.0,          # fraction of the steps with a random action; a buffer that learners may change
     ):
         super().__init__()
@@ -56,15 +56,15 @@ class TabularQ(EpsilonGreedy):
 def q_targets(
     fragment: Fragment,   # [T, B] of Discrete observations
     table: torch.Tensor,  # action values, float32 [n_states, n_actions]
-    gamma: float,         # discount of the reward one step later
+    gamma: float,         # discount factor per step
     start: int = 0,       # number of the first state
 ) -> torch.Tensor:
-    """Targets `[T, B]` of the action values, `r + gamma (1 - terminated) max_a Q(s', a)`; they mean nothing where not `valid`.
+    """Targets `[T, B]` of the action values, `r + gamma (1 - terminated) max_a Q(s', a)`; not meaningful where not `valid`.
 
     Args:
         fragment: [T, B] of Discrete observations
         table: action values, float32 [n_states, n_actions]
-        gamma: discount of the reward one step later
+        gamma: discount factor per step
         start: number of the first state
     """
     after, final = fragment.state.obs[1:].clone(), fragment.final

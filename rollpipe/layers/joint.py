@@ -21,7 +21,7 @@ __all__ = ['MultiCategorical', 'Bernoulli', 'map_parts', 'Joint']
 # %% ../../nbs/layers/04_joint.ipynb #12ba4932
 @dataclass(frozen=True)
 class MultiCategorical:
-    """Independent integers, the k-th of which is one of `n[k]` values from `start[k]`.
+    """Independent integers; the k-th is one of the `n[k]` values that begin with `start[k]`.
 
     The parameters are the concatenated logits `[*lead, sum(n)]`. Actions are int64 `[*lead, *shape]`, where `shape` has `len(n)`
     elements. Sums run over `shape`.

@@ -43,7 +43,7 @@ class ForSpaces:
                 env: Any,                        # gymnasium id, factory, environment, or a pair `(observation_space, action_space)`
                 *,
                 env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make` if `env` is an id
-                seed: int | None = None,         # of the initial parameters; torch's global generator keeps its state
+                seed: int | None = None,         # seed of the initial parameters; torch's global generator keeps its state
                 **kwargs: Any,                   # further arguments of the class: `hidden`, `normalize`, ...
     ) -> Any:
         """The actor for an environment.
@@ -51,7 +51,7 @@ class ForSpaces:
         Args:
             env: gymnasium id, factory, environment, or a pair `(observation_space, action_space)`
             env_kwargs: keyword arguments for `gymnasium.make` if `env` is an id
-            seed: of the initial parameters; torch's global generator keeps its state
+            seed: seed of the initial parameters; torch's global generator keeps its state
             **kwargs: further arguments of the class: `hidden`, `normalize`, ...
         """
         with seeded(seed): return cls(*spaces_of(env, env_kwargs), **kwargs)

@@ -67,7 +67,7 @@ class RecurrentPolicy(RecurrentObserver, Policy):
         memory: size of the memory
         cell: 'gru' or 'lstm'
         layers: number of recurrent layers
-        span: number of steps that the memory lasts before training
+        span: number of steps for which the memory of an untrained policy lasts
         past: the policy also sees the previous action and its reward
         normalize: normalise observations by their running mean and standard deviation
         activation: module class of the activations
@@ -75,7 +75,7 @@ class RecurrentPolicy(RecurrentObserver, Policy):
         log_std: log of the initial standard deviation; 0 means half the range of the action
         method: how fragments are processed: 'step', 'packed' or None (`Recurrent`)
         report: report the memory, `memory` [T, B, memory], for a `MemoryCritic`
-        encoder: options of `encoder_for`, or a function from the space to a module
+        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
     def __init__(self,
                  observation_space: gym.Space,            # see `encoder_for`
@@ -84,7 +84,7 @@ class RecurrentPolicy(RecurrentObserver, Policy):
                  memory: int = 64,                        # size of the memory
                  cell: str = 'gru',                       # 'gru' or 'lstm'
                  layers: int = 1,                         # number of recurrent layers
-                 span: float = 32,                        # number of steps that the memory lasts before training
+                 span: float = 32,                        # number of steps for which the memory of an untrained policy lasts
                  past: bool = False,                      # the policy also sees the previous action and its reward
                  normalize: bool = True,                  # normalise observations by their running mean and standard deviation
                  activation: type = nn.Tanh,              # module class of the activations
@@ -92,7 +92,7 @@ class RecurrentPolicy(RecurrentObserver, Policy):
                  log_std: float = 0.0,                    # log of the initial standard deviation; 0 means half the range of the action
                  method: str | None = None,               # how fragments are processed: 'step', 'packed' or None (`Recurrent`)
                  report: bool = False,                    # report the memory, `memory` [T, B, memory], for a `MemoryCritic`
-                 encoder: dict | Callable | None = None,  # options of `encoder_for`, or a function from the space to a module
+                 encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     ):
         super().__init__()
         self.make_memory(observation_space, action_space, hidden=hidden, memory=memory, cell=cell, layers=layers, span=span, past=past,
@@ -122,7 +122,7 @@ class MemoryCritic(Critic):
         hidden: sizes of the hidden layers
         normalize: normalise observations by their running mean and standard deviation
         activation: module class of the activations
-        encoder: options of `encoder_for`, or a function from the space to a module
+        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
     def __init__(self,
                  observation_space: gym.Space,            # see `encoder_for`
@@ -130,7 +130,7 @@ class MemoryCritic(Critic):
                  hidden: tuple = (64, 64),                # sizes of the hidden layers
                  normalize: bool = True,                  # normalise observations by their running mean and standard deviation
                  activation: type = nn.Tanh,              # module class of the activations
-                 encoder: dict | Callable | None = None,  # options of `encoder_for`, or a function from the space to a module
+                 encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     ):
         super().__init__(observation_space, hidden, normalize, activation, encoder)
         self.net = MLP(n_out_of(self.encoder) + memory, hidden, 1, activation)

@@ -117,17 +117,17 @@ def _check_fragment(report: Report, fragment: Fragment) -> None:
     report.check(FRAGMENT_STEPNO, torch.equal(stepno[1:][goes_on], stepno[:-1][goes_on] + 1), "wrong count")
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #155dbb52
-def check_pipe(make_pipe: Callable,  # makes the pipe with its sources, and an equal one each time
+def check_pipe(make_pipe: Callable,  # function that makes the pipe with its sources; each call makes an equal one
                *,
                n_items: int = 4,     # number of items to look at
                raises: bool = True,  # False: return the violations instead of raising an error
 ) -> list:
-    """Try a pipe against the `PIPE_...` rules, and against the `FRAGMENT_...` rules if it yields `Fragment`s.
+    """Check a pipe by the `PIPE_...` rules, and by the `FRAGMENT_...` rules if it yields `Fragment`s.
 
-    Raises `ContractError` with all rules that are broken, else returns an empty list.
+    Raises `ContractError` with all broken rules, else returns an empty list.
 
     Args:
-        make_pipe: makes the pipe with its sources, and an equal one each time
+        make_pipe: function that makes the pipe with its sources; each call makes an equal one
         n_items: number of items to look at
         raises: False: return the violations instead of raising an error
     """
