@@ -7,7 +7,6 @@ __all__ = ['quotas', 'Evaluation', 'check_film', 'Recorder', 'evaluate', 'Random
 
 # %% ../../nbs/agents/10_evaluate.ipynb #4e6fa0f7
 import copy
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,7 +146,7 @@ class Recorder:
                 for frame in self.frames: film.append_data(frame)
 
 # %% ../../nbs/agents/10_evaluate.ipynb #508da198
-def _play(ticks: Iterable, quota, max_steps):
+def _play(ticks: EnvStepper, quota, max_steps):
     "Follow the ticks until every environment has played its quota `[n_envs]` of episodes; returns an `Evaluation`."
     sums, done = EpisodeSums(len(quota)), [[] for _ in quota]
     stream = iter(ticks)
@@ -192,6 +191,7 @@ def evaluate(
     if n_episodes < 1: raise DataError("nothing to evaluate", expected="n_episodes >= 1", got=str(n_episodes))
     sources = list(env) if isinstance(env, (list, tuple)) else [env]
     n_envs = n_envs or max(len(sources), min(n_episodes, 8)//len(sources)*len(sources))
+    recorders = []
     if record is not None:
         check_film(record)
         recorders = [Recorder(factory) for factory in env_factories(sources, n_envs, env_kwargs)]

@@ -109,8 +109,10 @@ class LearnerState:
         critic: the module that values states, or None
         **options: options that learners share, see `SharedOptions`
     """
+    actor: Any
+    critic: Any
     actor_needs = ('replay',)  # methods that the actor must have
-    optimizer = None           # a subclass sets it; it is part of the state
+    optimizer: Any = None      # a subclass sets it; it is part of the state
 
     def __init__(self,
         actor: Any,          # the module that acts and learns

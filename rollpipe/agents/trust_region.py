@@ -123,7 +123,7 @@ class LineSearch(NamedTuple):
 
 # %% ../../nbs/agents/02_trust_region.ipynb #e2ff3e1c
 def backtrack_line_search(
-    evaluate: Callable[[Tensor], tuple],  # theta [D] -> (surrogate to be raised, KL divergence from the start), scalars
+    evaluate: Callable[[Tensor], tuple[float | Tensor, float | Tensor]],  # theta [D] -> (surrogate to be raised, KL divergence), scalars
     theta: Tensor,  # initial parameters [D]
     step: Tensor,  # the full step [D]
     expected_rate: float,  # predicted improvement of the full step, gradient'step
@@ -132,7 +132,7 @@ def backtrack_line_search(
     backtrack: float = 0.8,  # factor between one step length and the next
     max_backtracks: int = 10,  # number of step lengths that are tried, the full step included
     accept_ratio: float = 0.1,  # smallest share of the expected improvement that is accepted
-    before: float | None = None,  # surrogate at `theta`, if it is known
+    before: float | Tensor | None = None,  # surrogate at `theta`, if it is known
     set_params: Callable[[Tensor], None] | None = None,  # puts a theta in place before it is evaluated
 ) -> LineSearch:
     """Shorten `step` until the surrogate improves by `accept_ratio` of the prediction and KL <= `max_kl`.
@@ -141,7 +141,7 @@ def backtrack_line_search(
     parameters are in place at the end; if no trial is accepted or `evaluate` raises, `theta` is put back exactly.
 
     Args:
-        evaluate: theta [D] -> (surrogate to be raised, KL divergence from the start), scalars
+        evaluate: theta [D] -> (surrogate to be raised, KL divergence), scalars
         theta: initial parameters [D]
         step: the full step [D]
         expected_rate: predicted improvement of the full step, gradient'step

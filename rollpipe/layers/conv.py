@@ -59,13 +59,14 @@ class ConvTrunk(nn.Module):
         self.shape = tuple(shape)
         self.planes, self.channels_last = _layout(self.shape)
         n, size, is_large = self.planes[0], self.planes[1:], min(self.planes[1:]) >= 36
-        self.layers = nn.ModuleList()
+        layers = []
         for channels, kernel, stride in self.large if is_large else self.small:
-            self.layers.append(nn.Conv2d(n, channels, kernel, stride))
+            layers.append(nn.Conv2d(n, channels, kernel, stride))
             n, size = channels, [(k - kernel) // stride + 1 for k in size]
-        for layer in self.layers:
+        for layer in layers:
             nn.init.orthogonal_(layer.weight, sqrt(2))
             nn.init.zeros_(layer.bias)
+        self.layers = nn.ModuleList(layers)
         self.n_out = n_out or (512 if is_large else 128)
         self.last = orthogonal_linear(n * prod(size), self.n_out, sqrt(2))
 

@@ -37,6 +37,13 @@ class Critic(Observer):
         activation: module class of the activations
         encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
+    net: MLP
+    ret_count: Tensor
+    ret_mean: Tensor
+    ret_var: Tensor
+    ret_std: Tensor
+    _buffers: dict[str, Any]
+
     def __init__(self,
                  observation_space: gym.Space,            # see `encoder_for`
                  hidden: tuple = (64, 64),                # sizes of the hidden layers

@@ -38,8 +38,9 @@ class Concatenate(nn.Module):
     def __init__(self, encoders: Any):
         super().__init__()
         self.keys = list(encoders) if isinstance(encoders, dict) else list(range(len(encoders)))
-        self.encoders = nn.ModuleList(encoders.values() if isinstance(encoders, dict) else encoders)
-        self.n_out, self.is_normalized = sum(e.n_out for e in self.encoders), all(e.is_normalized for e in self.encoders)
+        items = list(encoders.values() if isinstance(encoders, dict) else encoders)
+        self.encoders = nn.ModuleList(items)
+        self.n_out, self.is_normalized = sum(e.n_out for e in items), all(e.is_normalized for e in items)
 
     def forward(self, obs: Any) -> Tensor:
         return torch.cat([encoder(obs[key]) for key, encoder in zip(self.keys, self.encoders)], -1)
@@ -71,7 +72,8 @@ def encoder_for(
         size: number of learned features of each integer, if `discrete` is 'embed'
         n_out: number of features of each `ConvTrunk`; None: its default
     """
-    s, options = gym.spaces, dict(images=images, discrete=discrete, size=size, n_out=n_out)
+    s = gym.spaces
+    options: dict[str, Any] = dict(images=images, discrete=discrete, size=size, n_out=n_out)
     if images not in ('flat', 'conv'): raise ValueError(f"Expected images 'flat' or 'conv', got {images!r}")
     if discrete not in ('onehot', 'bits', 'embed'): raise ValueError(f"Expected discrete 'onehot', 'bits' or 'embed', got {discrete!r}")
     if isinstance(space, s.Dict):
@@ -79,7 +81,7 @@ def encoder_for(
     if isinstance(space, s.Tuple):
         return Concatenate([encoder_for(v, f'{name}[{i}]', **options) for i, v in enumerate(space.spaces)])
     if isinstance(space, (s.Discrete, s.MultiDiscrete)):
-        numbers = (space.shape, space.nvec if isinstance(space, s.MultiDiscrete) else int(space.n), space.start)
+        numbers = (space.shape or (), space.nvec if isinstance(space, s.MultiDiscrete) else int(space.n), space.start)
         return dict(onehot=OneHot, bits=Bits)[discrete](*numbers) if discrete != 'embed' else Embeddings(*numbers, size)
     if isinstance(space, s.MultiBinary): return Flatten(space.shape, is_normalized=True)
     if isinstance(space, s.Box): return _box_encoder(space, name, images, n_out)

@@ -25,6 +25,8 @@ __all__ = ['CategoricalHead', 'center_and_half_range', 'ClampedStd', 'GaussianHe
 # %% ../../nbs/layers/05_heads.ipynb #b7790219
 class CategoricalHead(nn.Module):
     "Features `[..., n_in]` -> logits `[..., n]` of the actions `start ... start + n - 1`."
+    _modules: dict[str, Any]
+
     def __init__(self, n_in: int, n: int, start: int = 0):
         super().__init__()
         self.logits = orthogonal_linear(n_in, n, 0.01)
@@ -43,6 +45,8 @@ def center_and_half_range(shape: tuple, low: Any = None, high: Any = None) -> tu
 # %% ../../nbs/layers/05_heads.ipynb #230453da
 class ClampedStd(nn.Module):
     "A state-dependent standard deviation: features `[..., n_in]` -> `clamp(softplus(linear(x)), low, high)` `[..., n]`."
+    _modules: dict[str, Any]
+
     def __init__(self, n_in: int, n: int, low: float = 0.3, high: float = 10.0):
         super().__init__()
         self.linear, self.low, self.high = orthogonal_linear(n_in, n, 0.01), low, high
@@ -64,6 +68,9 @@ class GaussianHead(nn.Module):
         log_std: log of the initial (or fixed) standard deviation; 0 means half the range
         std: standard deviation: 'free' (a parameter), 'fixed', or 'state' (from the features, by `ClampedStd`)
     """
+    _modules: dict[str, Any]
+    _buffers: dict[str, Any]
+
     def __init__(self,
                  n_in: int,             # number of features
                  shape: tuple,          # shape of one action
@@ -100,6 +107,8 @@ class GaussianHead(nn.Module):
 # %% ../../nbs/layers/05_heads.ipynb #e625a259
 class MultiCategoricalHead(nn.Module):
     "Features `[..., n_in]` -> logits `[..., sum(n)]` of a `MultiCategorical`."
+    _modules: dict[str, Any]
+
     def __init__(self, n_in: int, n: tuple, start: tuple = (), shape: tuple | None = None):
         super().__init__()
         self.logits = orthogonal_linear(n_in, sum(n), 0.01)
@@ -110,6 +119,8 @@ class MultiCategoricalHead(nn.Module):
 
 class BernoulliHead(nn.Module):
     "Features `[..., n_in]` -> logits `[..., *shape]` of a `Bernoulli`."
+    _modules: dict[str, Any]
+
     def __init__(self, n_in: int, shape: tuple):
         super().__init__()
         self.logits = orthogonal_linear(n_in, prod(shape), 0.01)

@@ -28,11 +28,11 @@ class MultiCategorical:
 
     Args:
         start: `()`: all 0
-        shape: None: `(len(n),)`
+        shape: a tuple; None: `(len(n),)`
     """
     n: tuple
     start: tuple = ()            # `()`: all 0
-    shape: tuple | None = None   # None: `(len(n),)`
+    shape: Any = None            # a tuple; None: `(len(n),)`
 
     def __post_init__(self):
         object.__setattr__(self, 'n', tuple(self.n))
@@ -125,7 +125,7 @@ class Joint:
         "What `method` of each part returns, in the containers of the parts."
         return map_parts(lambda part, *args: getattr(part, method)(*args), self.parts, *trees)
 
-    def _total(self, method: str, *trees: Any) -> Tensor:
+    def _total(self, method: str, *trees: Any) -> Any:
         results = self._each(method, *trees)
         return sum(results.values() if isinstance(results, dict) else results)
 

@@ -31,6 +31,7 @@ class Policy(ForSpaces, Actor):
     `dict(dist=params)`, and fragments hold `dict(dist=params, logp=[T+1, B] float32)`: `complete` computes the log-probabilities
     of the actions once per fragment. Without noise the action is the mode.
     """
+    dist: Any
     _contract = {**Actor._contract, 'params': (('obs', 'act', 'rew', 'fin'), ('hx', 'stepno'))}
 
     def params(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor) -> tuple:

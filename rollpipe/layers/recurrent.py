@@ -80,6 +80,13 @@ class Recurrent(nn.Module):
         span: number of steps for which the memory of an untrained layer lasts
         method: 'step', 'packed', or None: packed if an episode begins after row 0
     """
+    module: type    # torch's module with the weights; this and the rest is what subclasses define
+    init_gates: Callable
+    initial: Callable
+    one_step: Callable
+    split_gates: Callable
+    cell: Callable
+
     def __init__(self,
                  n_in: int,                  # number of features per row
                  n_out: int,                 # size of the memory and of the output

@@ -16,6 +16,7 @@ from .critic import Critic
 from .encoders import encoder_for
 from .heads import head_for
 from .mlp import MLP
+from .module_dict import n_out_of
 from .observer import Observer
 from .policies import Policy
 from .recurrent import GRU, LSTM
@@ -40,7 +41,7 @@ class RecurrentObserver(Observer):
         if cell not in self.cells: raise ValueError(f"Expected cell {' or '.join(map(repr, self.cells))}, got {cell!r}")
         n, self.uses_past = self.make_encoder(observation_space, normalize, encoder), past
         self.past_encoder = encoder_for(action_space, 'action_space') if past else None
-        self.trunk = MLP(n + self.past_encoder.n_out + 1 if past else n, hidden, activation=activation)
+        self.trunk = MLP(n if self.past_encoder is None else n + n_out_of(self.past_encoder) + 1, hidden, activation=activation)
         self.memory = self.cells[cell](self.trunk.n_out, memory, layers, span, method)
 
     def recurrent_features(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, hx: Any) -> tuple:
@@ -132,7 +133,7 @@ class MemoryCritic(Critic):
                  encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     ):
         super().__init__(observation_space, hidden, normalize, activation, encoder)
-        self.net = MLP(self.encoder.n_out + memory, hidden, 1, activation)
+        self.net = MLP(n_out_of(self.encoder) + memory, hidden, 1, activation)
 
     def inputs(self, obs: Any, actor: dict) -> dict:
         "The critic's input, made from observations and the actor's infos for them; no gradient flows into the memory."
@@ -141,8 +142,8 @@ class MemoryCritic(Critic):
                             expected="a RecurrentPolicy with report=True", got=f"leaves {nested.paths(actor, 'actor')}")
         return {'obs': obs, 'memory': actor['memory'].detach()}
 
-    def features(self, x: dict) -> Tensor: return torch.cat([super().features(x['obs']), x['memory']], -1)
+    def features(self, obs: dict) -> Tensor: return torch.cat([super().features(obs['obs']), obs['memory']], -1)
 
-    def observe(self, x: dict, valid: Tensor | None = None) -> None:
+    def observe(self, obs: dict, valid: Tensor | None = None) -> None:
         "Update the normaliser with the observations among the `inputs`, except those where `valid` is False; for learners."
-        super().observe(x['obs'], valid)
+        super().observe(obs['obs'], valid)

@@ -40,7 +40,7 @@ class FragmentStacker(Pipe):
         self.n = check_integer('n', n, pipe=self)
 
     @property
-    def reads(self) -> int: return self.n
+    def reads(self) -> int: return self.n  # pyright: ignore[reportIncompatibleVariableOverride]  follows from `n`
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
         while fragments := list(islice(items, self.n)):

@@ -16,7 +16,7 @@ def _text(labels, edges, marked) -> str:
     uses = Counter(source for row in edges for source, _ in row)
     numbers = {s: n for n, s in enumerate(sorted(s for s in uses if uses[s] > 1), 1)}
     names = [o + (f'  [{numbers[i]}]' if i in numbers else '') for i, o in enumerate(labels)]
-    blocks = {}
+    blocks, block = {}, []
     for i, row in enumerate(edges):
         parts = [blocks.pop(s) if first else [f'↑ {names[s]}'] for s, first in row]
         if len(parts) > 1:

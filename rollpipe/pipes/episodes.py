@@ -29,7 +29,7 @@ class RowQueue:
     def __init__(self, capacity: int = 32):
         self.least, self.capacity, self.moves = capacity, 0, 0
         self.first = self.end = self.start = 0  # numbers of the first row kept, of the next row, and of the row at index 0
-        self.buffers = None
+        self.buffers: Any = None  # leaves `[capacity, B, ...]`; None: there was no row yet
 
     def __len__(self): return self.end - self.first
 
@@ -114,7 +114,7 @@ class EpisodeBuilder:
 
     def _episode(self, tick, b, last, act, info):
         "The episode of environment `b`, which ended in the state `last` with the virtual reaction `act`, `info`, all `[1, 1, ...]`."
-        state, actor, env = self.rows.cut(self.begin[b], self.rows.end, b)
+        state, actor, env = self.rows.cut(int(self.begin[b]), self.rows.end, b)
         n_steps, state = len(state.rew), nested.cat([state, last])
         actor = nested.cat([actor, nested.map(lambda x, like: x.to(like.dtype), info, actor)])
         actor = tick.source.complete(nested.cat([nested.getitem(state.act, slice(1, None)), act]), actor)
@@ -151,13 +151,17 @@ class EpisodeCollector(Pipe):
         batch: episodes per item
         pad: True: items are padded `Fragment`s `[max(T), batch]`; False: lists of `Fragment`s `[T, 1]`
     """
+    batch: int
+
     def __init__(self,
                  pipe: IterDataPipe,  # yields `Tick`s, such as `EnvStepper(..., terminal_obs=True)`
                  batch: int = 1,      # episodes per item
                  pad: bool = False,   # True: items are padded `Fragment`s `[max(T), batch]`; False: lists of `Fragment`s `[T, 1]`
     ):
         super().__init__(pipe)
-        self.batch, self.pad = check_integer('batch', batch, pipe=self), pad
+        # torch has a function of this name for every pipe.
+        self.batch = check_integer('batch', batch, pipe=self)  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.pad = pad
 
     def stream(self, items: Iterator[Tick]) -> Iterator[list[Fragment] | Fragment]:
         builders, ready = {}, []    # lane -> its builder; episodes that wait for their batch

@@ -29,8 +29,8 @@ def _describe_items(value, width) -> str | None:
     if not isinstance(value, (list, tuple)): return None
     items = [describe(v) for v in value[:width]]
     if isinstance(value, list): return f"[{', '.join(items)}]"
-    if hasattr(value, '_fields'):
-        return f"{type(value).__name__}({', '.join(f'{k}={v}' for k, v in zip(value._fields, items))})"
+    if (fields := getattr(value, '_fields', None)) is not None:
+        return f"{type(value).__name__}({', '.join(f'{k}={v}' for k, v in zip(fields, items))})"
     return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
 
 # %% ../../nbs/pipes/00_errors.ipynb #71d2222b
@@ -46,6 +46,11 @@ class PipeError(RuntimeError):
         expected: a text, or any value, of which `describe(value)` is kept
         got: what came instead, as `expected`
     """
+    pipe: str | None
+    lane: Any
+    env: Any
+    leaf: str | None
+
     def __init__(self,
                  problem: str,             # what is wrong, a short phrase
                  *,

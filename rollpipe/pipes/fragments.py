@@ -146,6 +146,9 @@ class FragmentBuilder:
         in_place: may the source write observations into the fragment?
         **where: context for error messages: pipe
     """
+    states: RowBuffer | None     # None: no fragment has begun
+    last: Tick | None            # the last tick as it came
+
     def __init__(self,
                  n_steps: int,                                # how many ticks a fragment gets, if no fewer come
                  destination: Destination = ORDINARY_MEMORY,  # where the states are made

@@ -128,8 +128,7 @@ def _mapped(value, memo):
     if not isinstance(value, _CONTAINERS) or next(_held(value, set()), None) is None: return value
     if isinstance(value, dict): items = [(_mapped(k, memo), _mapped(v, memo)) for k, v in value.items()]
     else: items = [_mapped(item, memo) for item in value]
-    if isinstance(value, tuple) and hasattr(value, '_make'): return value._make(items)
-    if isinstance(value, (tuple, frozenset)): return type(value)(items)
+    if isinstance(value, (tuple, frozenset)): return getattr(value, '_make', type(value))(items)
     new = copy.copy(value)              # keeps the default of a defaultdict, the length of a deque
     new.clear()
     (new.update if isinstance(new, (dict, set)) else new.extend)(items)
@@ -137,7 +136,8 @@ def _mapped(value, memo):
 
 def _copied(pipe, memo):
     "A fresh start of one pipe, its inputs exchanged by `memo`."
-    new = type(pipe).__new__(type(pipe))
+    cls: Any = type(pipe)
+    new = cls.__new__(cls)
     state = pipe.__getstate__()
     if hasattr(type(pipe), '__setstate__'): new.__setstate__(_mapped(copy.copy(state), memo))
     else: vars(new).update(_mapped(state, memo))

@@ -219,7 +219,7 @@ class CheckInvariants(Pipe):
             if actor is not None:
                 check_memory(fragment, actor)
                 check_ratio(fragment, actor, self.tolerance)
-            if advantage is not None: check_advantages(fragment, *advantage, self.tolerance)
+            if advantage is not None: check_advantages(fragment, *advantage, tolerance=self.tolerance)
         except DataError as e:
             e.locate(pipe=self, lane=None if fragment.lane is None else sorted(set(fragment.lane.tolist())))
             raise

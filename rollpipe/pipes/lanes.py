@@ -43,7 +43,7 @@ class Lanes(Seeded, Pipe):
     def root(self) -> int:
         "The number that everything random above follows from in one iteration."
         if find(self.pipe, Lanes): raise GraphError("lanes within lanes", pipe=self, expected="one `Lanes` in a pipeline")
-        return self.seed_sequence().entropy
+        return self.seed_sequence().entropy  # pyright: ignore[reportReturnType]  an integer, because seeds are
 
     def copy(self,
              lane: int,       # number of the lane
@@ -68,7 +68,7 @@ class Lanes(Seeded, Pipe):
             pipe.set_lane(lane, seed if own is None else np.random.SeedSequence(own, spawn_key=key))
         return copy
 
-    def _run(self) -> Iterator[Any]:
+    def _run(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]  lanes have no options
         root = self.root()
         turn = [iter(self.copy(lane, root)) for lane in range(self.n)]
         try:

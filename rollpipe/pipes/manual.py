@@ -22,6 +22,7 @@ from .modules import ByIdentity
 # %% ../../nbs/pipes/18_manual.ipynb #9c6d2f9b
 class _Loan:
     "Stands for an environment that belongs to the user: `close` leaves it open. Raises `EnvError` if it has been lent again since."
+    env: Any
     recalled = False
 
     def step(self, action):
@@ -41,16 +42,18 @@ class _Loan:
 
 
 class Lent(_Loan, gym.Wrapper): "A loan of one environment."
-class LentVector(_Loan, gym.vector.VectorWrapper): "A loan of a vector environment."
+class LentVector(_Loan, gym.vector.VectorWrapper):  # pyright: ignore[reportIncompatibleMethodOverride]  `actions` is called `action`
+    "A loan of a vector environment."
 
 # %% ../../nbs/pipes/18_manual.ipynb #bf2fb762
 class _Lender:
     "A factory that lends the one environment `env`."
     def __init__(self, env):
-        self.env, self.__name__ = env, env.spec.id if env.spec is not None else type(env.unwrapped).__name__
+        self.env, self.kind = env, LentVector if isinstance(env, gym.vector.VectorEnv) else Lent
+        self.__name__ = env.spec.id if env.spec is not None else type(env.unwrapped).__name__
 
     def __call__(self):
-        before, loan = _loans.get(self.env), (LentVector if isinstance(self.env, gym.vector.VectorEnv) else Lent)(self.env)
+        before, loan = _loans.get(self.env), self.kind(self.env)
         if before is not None and before() is not None: before().recalled = True
         _loans[self.env] = weakref.ref(loan)
         return loan

@@ -67,10 +67,9 @@ class EditsByClass:
     @classmethod
     def inserter(cls, *, after: Where | None = None, before: Where | None = None, **kwargs: Any) -> Callable:
         "A function `pipe -> pipe` that inserts `cls(old, **kwargs)` after or before the one matching pipe."
-        if (after is None) == (before is None):
-            raise TypeError(f'{cls.__name__}.inserter needs either `after` or `before`')
-        if after is not None: return partial(graph.insert_after, where=after, make=partial(cls, **kwargs))
-        return partial(graph.insert_before, where=before, make=partial(cls, **kwargs))
+        if before is None and after is not None: return partial(graph.insert_after, where=after, make=partial(cls, **kwargs))
+        if after is None and before is not None: return partial(graph.insert_before, where=before, make=partial(cls, **kwargs))
+        raise TypeError(f'{cls.__name__}.inserter needs either `after` or `before`')
 
     @classmethod
     def replacer(cls, where: Where, **kwargs: Any) -> Callable:
@@ -78,7 +77,7 @@ class EditsByClass:
         return partial(graph.replace, where=where, new=partial(cls._in_place_of, kwargs=kwargs))
 
     @classmethod
-    def _in_place_of(cls, old, kwargs):
+    def _in_place_of(cls: Any, old, kwargs):
         if len(sources := graph.inputs(old)) == 1: return cls(sources[0], **kwargs)
         raise GraphError(f'{cls.__name__} reads one pipe and cannot replace one with {len(sources)} inputs', pipe=old)
 
@@ -120,7 +119,7 @@ class Pipe(Traits, EditsByClass, IterDataPipe):
 
     def __len__(self):
         if self.reads != 1: raise TypeError(f'{type(self).__name__} has no length: {self.no_length}')
-        try: return len(self.pipe)
+        try: return len(self.pipe)  # pyright: ignore[reportArgumentType]  some pipes have a length
         except TypeError as e: raise TypeError(f'{type(self).__name__} has no length: {e}') from None
 
     def __bool__(self): return True                     # and not `len(self) > 0`

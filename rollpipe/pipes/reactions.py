@@ -78,13 +78,16 @@ class AnswerCheck:
         envs: the batch of environments that takes the actions
         where: context for messages: pipe, lane
     """
+    first: tuple | None     # what the first answer looked like; None: there was none
+    memory: tuple | None    # what its recurrent state looked like; None: it has none
+
     def __init__(self,
                  actor: Any,   # who answers; named in messages
                  envs: Any,    # the batch of environments that takes the actions
                  where: dict,  # context for messages: pipe, lane
     ):
         self.step, self.envs, self.where = f"{type(actor).__name__}.step", envs, where
-        self.first, self.memory = None, None    # what the first answer and its recurrent state looked like
+        self.first, self.memory = None, None
 
     def triple(self, answer: Any) -> tuple:
         "`answer`, which must be `(act, hx, info)`."
@@ -106,14 +109,13 @@ class AnswerCheck:
             n: environments that were asked about: `B`, or fewer in a virtual reaction
         """
         leaves, structure = nested.flatten((act, info))
-        if self.first is None: self._learn(act, hx, info)
+        shapes, known, first = self.first or self._learn(act, hx, info)
         if self.memory or hx != (): self._check_memory(hx, n)
-        shapes, known, first = self.first
         if structure != known or any(type(x) is not torch.Tensor or x.shape != (1, n, *y) for x, y in zip(leaves, shapes)):
             for name, tree, like in zip(('act', 'info'), (act, info), first): self._compare(name, tree, like, n)
 
-    def _learn(self, act, hx, info):
-        "Remember structure and shapes of the first answer, if it is sound."
+    def _learn(self, act, hx, info) -> tuple:
+        "Remember structure and shapes of the first answer, if it is sound; returns `first`."
         n = len(self.envs)
         for name, tree, first in (('act', act, 1), ('info', info, 1), ('hx', hx, None)):
             for leaf, path in zip(nested.leaves(tree), nested.paths(tree, name)):
@@ -125,6 +127,7 @@ class AnswerCheck:
         self.first = [x.shape[2:] for x in leaves], structure, (act, info)
         leaves, structure = nested.flatten(hx)
         self.memory = ([(x.shape[0], x.shape[2:]) for x in leaves], structure) if leaves else None
+        return self.first
 
     def _check_memory(self, hx, n):
         leaves, structure = nested.flatten(hx)

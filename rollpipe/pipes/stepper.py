@@ -167,6 +167,7 @@ class EnvStepper(Seeded, Source):
         clip_actions: clip float actions to the bounds of their Box
         device: where the actor lives; what it is shown goes there, what it answers comes back
     """
+    factories: list     # of `EnvFactory`, or one `VectorFactory`
     keeps_items = False
     no_length = "environments can be stepped without end"
 

@@ -181,7 +181,7 @@ def check_actor(actor: Any,           # anything with `step` and `reset`
     return report.close(type(actor).__name__, raises)
 
 
-def _check_actor(report: Report, actor: Any, spaces: tuple, T: int, B: int, seed: int) -> None:
+def _check_actor(report: Report, actor: Any, spaces: tuple[gym.Space, gym.Space], T: int, B: int, seed: int) -> None:
     for method in ('step', 'reset'): report.check(ACTOR_METHODS, callable(getattr(actor, method, None)), f"no {method}")
     if report.violations: return
     trial, rows = _Trial(report, actor, spaces, B, seed), lambda state, *index: nested.getitem(state, index)

@@ -58,9 +58,9 @@ def _as_sample(x: Any, space: gym.Space) -> Any:
     return space.dtype.type(x) if isinstance(space, gym.spaces.Discrete) else x
 
 # %% ../../nbs/testing/01_env_rules.ipynb #15d03a3a
-def _check_info(report: Report, info: dict, numeric: dict | None) -> dict:
+def _check_info(report: Report, info: dict, numeric: dict | None) -> dict | None:
     "Compare the numeric infos with `numeric`, the structures and shapes of those of the first step. Returns the latter."
-    def is_numeric(x): return all(np.asarray(leaf).dtype.kind in 'biuf' for leaf in nested.leaves(x)) and nested.leaves(x)
+    def is_numeric(x): return bool(nested.leaves(x)) and all(np.asarray(leaf).dtype.kind in 'biuf' for leaf in nested.leaves(x))
     def shapes(x): return nested.flatten(x)[1], [np.shape(leaf) for leaf in nested.leaves(x)]
     try:
         if numeric is None: return {k: shapes(x) for k, x in info.items() if is_numeric(x)}
@@ -88,7 +88,8 @@ def _play(report: Report, env: gym.Env, n_steps: int, seed: int) -> list:
             obs, rew, term, trunc, info = env.step(actions.sample())
             if not isinstance(info, dict): raise TypeError(f"info is {describe(info)}")
         obs = _check_obs(report, obs, env.observation_space, spec[0])
-        is_number = np.ndim(rew) == 0 and np.asarray(rew).dtype.kind in 'biuf' and math.isfinite(rew)
+        number = np.asarray(rew)
+        is_number = number.ndim == 0 and number.dtype.kind in 'biuf' and math.isfinite(rew)
         report.check(ENV_REWARD, is_number, describe(rew))
         for name, flag in (('terminated', term), ('truncated', trunc)):
             report.check(ENV_FLAGS, isinstance(flag, (bool, np.bool_)), f"{name} is {describe(flag)}")

@@ -59,7 +59,8 @@ def action_batch(
     """
     if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)): return _container_batch(space, clip, copy)
     shape, kinds = space.shape, 'f' if space.dtype.kind == 'f' else 'iub'
-    bounded = clip and kinds == 'f' and (np.isfinite(space.low).any() or np.isfinite(space.high).any())
+    bounds = (space.low, space.high) if clip and kinds == 'f' and isinstance(space, gym.spaces.Box) else None
+    if bounds and not any(np.isfinite(x).any() for x in bounds): bounds = None
     def batch(act, leaf='act'):
         if not isinstance(act, np.ndarray) or act.shape[1:] != shape or act.dtype.kind not in kinds:
             raise ActorError("wrong action", leaf=leaf, got=describe(act),
@@ -69,15 +70,15 @@ def action_batch(
             if not math.isfinite(np.vdot(act, act)) and not np.isfinite(act).all():
                 b = int(np.argwhere(~np.isfinite(act))[0][0])
                 raise ActorError("non-finite action", env=b, leaf=leaf, expected="finite numbers", got=str(act[b]))
-            if bounded: act = np.minimum(np.maximum(act, space.low), space.high)
-        return act.astype(space.dtype, copy=copy and not bounded)
+            if bounds: act = np.minimum(np.maximum(act, bounds[0]), bounds[1])
+        return act.astype(space.dtype, copy=copy and not bounds)
     return batch
 
 
 def _container_batch(space, clip, copy):
     "`action_batch` for a `Dict` or a `Tuple`."
     items = space.spaces.items() if isinstance(space, gym.spaces.Dict) else list(enumerate(space.spaces))
-    parts = {k: action_batch(s, clip, copy) for k, s in items}
+    parts: dict[Any, Callable] = {k: action_batch(s, clip, copy) for k, s in items}
     names = set(parts)
     def batch(act, leaf='act'):
         keys = set(act) if isinstance(act, dict) else set(range(len(act))) if isinstance(act, (tuple, list)) else None

@@ -195,6 +195,7 @@ class Batch:
 
     `where` (pipe, lane) is the context of error messages, `action_space` and `act_spec` belong to one environment.
     """
+    where: dict
     _action_converter = staticmethod(action_batch)     # makes the function behind `actions`
     terminal_obs = False                                  # True: `Outcome.final` holds the last observations of terminated episodes too
 
@@ -206,6 +207,22 @@ class Batch:
         self.buffers, self._all, self._stepno = StepBuffers(self._obs_spec, n_envs), np.ones(n_envs, bool), np.zeros(n_envs, np.int64)
 
     def __len__(self): return len(self._all)
+
+    def name(self, b: int) -> str:
+        "How error messages call environment `b`."
+        raise NotImplementedError
+
+    def reset(self) -> Outcome:
+        "First observations; `fin` is True, `act` and `rew` are zero."
+        raise NotImplementedError
+
+    def step(self, act: Any) -> Outcome:
+        "Let every environment take its action of `act`, torch `[1, B, ...]`, nested."
+        raise NotImplementedError
+
+    def close(self) -> None:
+        "Close every environment."
+        raise NotImplementedError
 
     def pin_memory(self) -> None:
         "Let observations be written to page-locked memory from now on."

@@ -73,7 +73,7 @@ class CheckedVector:
                  vec: Any,                      # gymnasium `VectorEnv`, or synchronous EnvPool
                  seed: np.random.SeedSequence,  # of the whole batch
     ):
-        pool = not isinstance(vec, gym.vector.VectorEnv) or hasattr(vec, 'all_env_ids')
+        pool = hasattr(vec, 'all_env_ids')
         self.vec, self.mode, self.n = vec, autoreset_mode(vec), len(vec.all_env_ids) if pool else vec.num_envs
         if pool and getattr(vec, 'is_async', False):
             raise EnvError("an asynchronous EnvPool has no common steps", expected="batch_size=num_envs", got=f"num_envs={self.n}")

@@ -155,7 +155,7 @@ class VectorFactory:
         return importlib.import_module('envpool').make_gymnasium(self.name, num_envs=self.n_envs, seed=seed or 0, **self.env_kwargs)
 
     def _gymnasium(self):
-        options = {}
+        options: dict[str, Any] = {}
         if self.vector != 'vector_entry_point':
             options = dict(disable_env_checker=True)    # `VectorBatch` checks every step
             # Unlike NEXT_STEP this mode wastes no step, and unlike DISABLED it needs no second call.
@@ -204,7 +204,7 @@ def space_spec(
     if not isinstance(space, array_like):
         raise SpaceError("this space has no fixed-size array form", leaf=what,
                          expected="Box, Discrete, MultiBinary, MultiDiscrete, or Dict and Tuple of them", got=str(space))
-    return np.zeros(space.shape, space.dtype)
+    return np.zeros(space.shape or (), space.dtype)
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #461008c9
 def env_seeds(

@@ -121,7 +121,7 @@ class SingleEnvs:
             step: observations and terminations are written into it
             terminal_obs: give the last observations of terminated episodes too
         """
-        final, ended, rews, infos, call = {}, [], [], [], 'step()'
+        final, ended, rews, infos, call, b = {}, [], [], [], 'step()', 0
         buffer = step.leaves[0]
         one_array, shape, dtype = len(step.leaves) == 1, buffer.shape[1:], buffer.dtype
         try:

@@ -24,11 +24,11 @@ class Replayed(NamedTuple):
     Args:
         fresh: the fragment that has arrived
         samples: each is drawn when it is asked for
-        memory: has taken in the fragment, and is told priorities by `prioritize`
+        memory: the `ReplayMemory` that has taken in the fragment, and is told priorities by `prioritize`, or None
     """
     fresh: Fragment            # the fragment that has arrived
     samples: Iterator[Sample]  # each is drawn when it is asked for
-    memory: ReplayMemory       # has taken in the fragment, and is told priorities by `prioritize`
+    memory: Any                # the `ReplayMemory` that has taken in the fragment, and is told priorities by `prioritize`, or None
 
 
 class Replay(Seeded, Pipe):

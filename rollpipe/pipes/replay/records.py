@@ -86,4 +86,4 @@ def record_type(
         offsets.append(-(-end // dtype.itemsize) * dtype.itemsize)
         end = offsets[-1] + dtype.itemsize * int(np.prod(shape))
         widest = max(widest, dtype.itemsize)
-    return np.dtype(dict(names=names, formats=formats, offsets=offsets, itemsize=-(-end // widest) * widest))
+    return np.dtype({'names': names, 'formats': formats, 'offsets': offsets, 'itemsize': -(-end // widest) * widest})

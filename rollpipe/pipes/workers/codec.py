@@ -81,6 +81,9 @@ def copy_tensor(into: torch.Tensor, x: torch.Tensor) -> None:
 # %% ../../../nbs/pipes/30_workers/03_codec.ipynb #f63f52d7
 class _SetsArraysAside:
     "Part of both picklers: the arrays are collected, and their specs are pickled."
+    arrays: list    # `(ArraySpec, array)` of each
+    size: int       # of all of them [bytes]
+
     def persistent_id(self, x):
         kind = type(x)
         if kind is torch.Tensor or kind is torch.nn.Parameter: dtype, size = check_sendable(x).dtype, x.nbytes
@@ -164,6 +167,9 @@ class ItemFormat:
         size: of the item's own arrays in the slot [bytes]
         only_arrays: is there nothing in the item but containers and arrays?
     """
+    specs: Any       # list of the arrays' `ArraySpec`s; None: there is more in the item than containers and arrays
+    _prepared: Any   # memory for the small arrays of the next item; None: there is none yet
+
     def __init__(self,
                  pickle: bytes,      # of the item, or of its containers, without the arrays
                  size: int,          # of the item's own arrays in the slot [bytes]

@@ -90,7 +90,7 @@ class Listener:
         members, supervision, spin = self.members, self.supervision, self.options.spin
         wait = max(0., min(0.5, supervision.time_left(members.busy())))
         awake = min(wait, spin) if spin and members.has_idle_core() else 0
-        ready = awake and members.spin(awake) or members.wait(wait - awake)
+        ready = (members.spin(awake) if awake else []) or members.wait(wait - awake)
         if not ready: supervision.check_silence(members.busy())
         completing = [self._hear(member, on_death, ready=True) for member in ready]
         if any(completing) and self.schedule.next_done() is None and members.has_idle_core():

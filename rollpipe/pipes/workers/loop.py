@@ -86,14 +86,15 @@ def _move(lanes, holders, device):
 # %% ../../../nbs/pipes/30_workers/08_loop.ipynb #eff15936
 def _close(link, name, stream):
     "Close the stream of a lane, and report warnings and exceptions."
-    with warnings.catch_warnings(record=True) as problems:
+    errors = []
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         for kind in (DeprecationWarning, PendingDeprecationWarning, ResourceWarning): warnings.simplefilter('ignore', kind)
         try: getattr(stream, 'close', lambda: None)()
-        except Exception as e: problems.append(e)
+        except Exception as e: errors.append(e)
     try:
-        for x in problems:
-            link.send(('error', *pack_exception(x, name)) if isinstance(x, Exception) else ('warning', f"{name}: {x.message}"))
+        for x in caught: link.send(('warning', f"{name}: {x.message}"))
+        for x in errors: link.send(('error', *pack_exception(x, name)))
     except OSError: pass                         # the parent has gone
 
 # %% ../../../nbs/pipes/30_workers/08_loop.ipynb #2881a946

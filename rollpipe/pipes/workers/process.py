@@ -198,14 +198,15 @@ class WorkerProcess:
                  grace: float = 5.0,              # seconds to leave after SIGTERM, before the process is killed
     ):
         self.name, self.grace, method = name, grace, start_method_for(start_method, threads)
+        packed: tuple | bytes = args
         if method != 'fork':
-            try: args = cloudpickle.dumps(tuple(args))
+            try: packed = cloudpickle.dumps(tuple(args))
             except Exception as e:
                 raise WorkerError(f"{name} cannot be started by {method}: {type(e).__name__}: {e}",
                                   expected="what can be pickled (or the start method fork)") from e
         self.creator = os.getpid()
         with _starting, _without_sigint():
-            parts = _start_process(multiprocessing.get_context(method), name, function, shared, args, threads, cores)
+            parts = _start_process(multiprocessing.get_context(method), name, function, shared, packed, threads, cores)
             self.process, self.link, self.traceback_file = parts
             self.finalizer = util.Finalize(self, _end_all, ([parts], grace), exitpriority=100)
 

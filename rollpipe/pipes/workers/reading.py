@@ -8,6 +8,7 @@ __all__ = ['group_size', 'may_share_slots', 'WorkerLanes', 'ProcessReading']
 # %% ../../../nbs/pipes/30_workers/13_reading.ipynb #9164978a
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from .. import torchdata
@@ -67,7 +68,8 @@ class WorkerLanes(Lanes):
     ):
         super().__init__(lanes.pipe, lanes.n, lanes.seed, lanes.threads)
         self.service, self.group_size, self.share_slots, self.seeded, self.coordinator = service, group_size, share_slots, seeded, None
-        if not seeded: self.set_seed = None     # so that torchdata draws no seed here, as in the graph without a seam
+        # Without `set_seed`, torchdata draws no seed here, as in the graph without a seam.
+        if not seeded: self.set_seed = None     # pyright: ignore[reportAttributeAccessIssue]
 
     def __repr__(self):
         service = self.service
@@ -188,8 +190,9 @@ class ProcessReading:
         pipe, seeded = _with_lanes(pipe, self.num_workers)
         for k in range(len(find(pipe, Lanes))):
             seam = find(pipe, Lanes)[k]                          # each edit copies the graph
-            found = group_size(pipe, seam), may_share_slots(pipe, seam)
-            pipe = replace(pipe, lambda p, seam=seam: p is seam, lambda old, found=found: WorkerLanes(old, self, *found, seeded))
+            make = partial(WorkerLanes, service=self, group_size=group_size(pipe, seam), share_slots=may_share_slots(pipe, seam),
+                           seeded=seeded)
+            pipe = replace(pipe, lambda p, seam=seam: p is seam, make)
         self.end, self.seams = pipe, find(pipe, WorkerLanes)
         return pipe
 

@@ -79,10 +79,11 @@ class TracebackFile:
 
     def is_served(self) -> bool:
         "In the parent: has the worker begun to run? True also when the file is closed."
-        return self.file.fd is None or os.fstat(self.file.fd).st_size > 0
+        return self.file.fd < 0 or os.fstat(self.file.fd).st_size > 0
 
     def ask(self, pid: int, timeout: float) -> str:
         "In the parent: the traceback of process `pid`, most recent call first; waits for it for `timeout` seconds at most."
+        if self.file.fd < 0: return "(it has ended)"
         if not self.is_served(): return "(it is still being started)"
         begin = os.fstat(self.file.fd).st_size
         try: os.kill(pid, signal.SIGUSR1)

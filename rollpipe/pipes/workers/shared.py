@@ -43,6 +43,9 @@ class SharedMemory:
     `view()` is the memory as a uint8 array. `reserve(size)` makes it larger, for all processes that have it. Views that exist stay
     valid; a process that needs the new part calls `view(size)`. Raises `DataError` if there is not enough memory.
     """
+    fd: int                    # the descriptor; -1: closed
+    _map: mmap.mmap | None
+
     def __init__(self, size: int = 0):
         self._open(_unnamed_file())
         self.reserve(size)
@@ -77,7 +80,7 @@ class SharedMemory:
     def close(self) -> None:
         "Let go of the memory; views stay valid."
         self._close()
-        self.fd = self._map = None
+        self.fd, self._map = -1, None
 
     def __reduce__(self): return _opened, (DupFd(self.fd), self.size)
 

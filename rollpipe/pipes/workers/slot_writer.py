@@ -35,13 +35,13 @@ class ItemHeader(NamedTuple):
 
 
 def format_of(
-    header: ItemHeader,  # of an item
-    formats: dict,       # number -> `ItemFormat`: those that this writer has sent; a new one is added
+    header: Any,    # of an item: an `ItemHeader`, or anything else with its `format_id` and `new_format`
+    formats: dict,  # number -> `ItemFormat`: those that this writer has sent; a new one is added
 ) -> ItemFormat:
     """The format of the item with this header.
 
     Args:
-        header: of an item
+        header: of an item: an `ItemHeader`, or anything else with its `format_id` and `new_format`
         formats: number -> `ItemFormat`: those that this writer has sent; a new one is added
     """
     if header.new_format is None: return formats[header.format_id]
@@ -88,7 +88,7 @@ class LayoutEntries:
         "As `np.empty`; a large array is made where it will be read, if the layout has an entry for it."
         if prod(shape) * np.dtype(dtype).itemsize < SMALL: return np.empty(shape, dtype)
         try: entry, x = self._take(tuple(shape), torch.from_numpy(np.empty(0, dtype)).dtype)
-        except (TypeError, ValueError): entry = -1     # torch has no such dtype
+        except (TypeError, ValueError): return np.empty(shape, dtype)     # torch has no such dtype
         if entry < 0: return np.empty(shape, dtype)
         self.made[x.data_ptr()] = entry, x
         return x.numpy()
