@@ -103,7 +103,7 @@ def bump_version(
     _versions[module] = version_of(module) + 1 if to is None else int(to)
     _changes[module] = None
 
-# %% ../../nbs/pipes/05_modules.ipynb #002b4b45
+# %% ../../nbs/pipes/05_modules.ipynb #2ab84656
 def counted_version(
     holder: Any,           # an actor
     parameters: Iterable,  # its parameters
@@ -124,14 +124,14 @@ def counted_version(
 
 # %% ../../nbs/pipes/05_modules.ipynb #ee9090e4
 def modules_in(
-    holder: Any,     # a module, or what has modules in its attributes, containers or bound arguments, or a function that uses them
-    depth: int = 3,  # how deep they are looked for
+    holder: Any,     # a module, an object with modules in its attributes, containers or bound arguments, or a function that uses them
+    depth: int = 3,  # how many levels deep to search
 ) -> list:
     """The modules in `holder`, each once.
 
     Args:
-        holder: a module, or what has modules in its attributes, containers or bound arguments, or a function that uses them
-        depth: how deep they are looked for
+        holder: a module, an object with modules in its attributes, containers or bound arguments, or a function that uses them
+        depth: how many levels deep to search
     """
     found, seen = {}, set()
     def visit(x, depth):
@@ -173,7 +173,7 @@ def _is_filled(cell) -> bool:
 
 # %% ../../nbs/pipes/05_modules.ipynb #967a7bc6
 def state_of(modules: Iterable[torch.nn.Module]) -> dict:
-    "name -> tensor: the parameters and buffers of `modules`, tied ones once. Raises `ActorError` for what cannot be sent."
+    "name -> tensor: the parameters and buffers of `modules`, tied ones once. Raises `ActorError` for tensors that cannot be sent."
     found = {}
     for k, module in enumerate(modules):
         for name, x in (*module.named_parameters(), *module.named_buffers()):
