@@ -78,8 +78,8 @@ class AnswerCheck:
         envs: the batch of environments that takes the actions
         where: context for messages: pipe, lane
     """
-    first: tuple | None     # what the first answer looked like; None: there was none
-    memory: tuple | None    # what its recurrent state looked like; None: it has none
+    first: tuple | None     # structure and shapes of the first answer; None: there was no answer yet
+    memory: tuple | None    # structure and shapes of its recurrent state; None: the actor has none
 
     def __init__(self,
                  actor: Any,   # the actor; messages name its class
@@ -115,7 +115,7 @@ class AnswerCheck:
             for name, tree, like in zip(('act', 'info'), (act, info), first): self._compare(name, tree, like, n)
 
     def _learn(self, act, hx, info) -> tuple:
-        "Store structure and shapes of the first answer, if it is valid; returns `first`."
+        "Store structure and shapes of the first answer, if it is valid. Returns `first`."
         n = len(self.envs)
         for name, tree, first in (('act', act, 1), ('info', info, 1), ('hx', hx, None)):
             for leaf, path in zip(nested.leaves(tree), nested.paths(tree, name)):

@@ -24,11 +24,11 @@ class Replayed(NamedTuple):
     Args:
         fresh: the new fragment
         samples: each is drawn when the learner asks for it
-        memory: the `ReplayMemory`, which already has the fragment; its `prioritize` sets priorities; or None
+        memory: the `ReplayMemory`, which already has the fragment; its `prioritize` sets priorities; may be None
     """
     fresh: Fragment            # the new fragment
     samples: Iterator[Sample]  # each is drawn when the learner asks for it
-    memory: Any                # the `ReplayMemory`, which already has the fragment; its `prioritize` sets priorities; or None
+    memory: Any                # the `ReplayMemory`, which already has the fragment; its `prioritize` sets priorities; may be None
 
 
 class Replay(Seeded, Pipe):

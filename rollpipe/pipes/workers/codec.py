@@ -81,8 +81,8 @@ def copy_tensor(into: torch.Tensor, x: torch.Tensor) -> None:
 # %% ../../../nbs/pipes/30_workers/03_codec.ipynb #f63f52d7
 class _SetsArraysAside:
     "Mixin of both picklers: it collects the arrays, and pickles their specs."
-    arrays: list    # `(ArraySpec, array)` of each
-    size: int       # of all of them [bytes]
+    arrays: list    # `(ArraySpec, array)` of each array
+    size: int       # size of all arrays [bytes]
 
     def persistent_id(self, x):
         kind = type(x)
@@ -167,8 +167,8 @@ class ItemFormat:
         size: size of the item's own arrays in the slot [bytes]
         only_arrays: does the item consist of containers and arrays only?
     """
-    specs: Any       # list of the arrays' `ArraySpec`s; None: there is more in the item than containers and arrays
-    _prepared: Any   # memory for the small arrays of the next item; None: there is none yet
+    specs: Any       # list of the arrays' `ArraySpec`s; None: the item has more than containers and arrays
+    _prepared: Any   # memory for the small arrays of the next item; None: not allocated yet
 
     def __init__(self,
                  pickle: bytes,      # pickle of the item, or of its containers, without the arrays

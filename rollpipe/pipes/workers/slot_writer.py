@@ -35,13 +35,13 @@ class ItemHeader(NamedTuple):
 
 
 def format_of(
-    header: Any,    # header of an item: an `ItemHeader`, or anything else with its `format_id` and `new_format`
+    header: Any,    # header of an item: an `ItemHeader`, or another record with `format_id` and `new_format`
     formats: dict,  # number -> `ItemFormat` for the formats of this writer; a new one is added
 ) -> ItemFormat:
     """The format of the item with this header.
 
     Args:
-        header: header of an item: an `ItemHeader`, or anything else with its `format_id` and `new_format`
+        header: header of an item: an `ItemHeader`, or another record with `format_id` and `new_format`
         formats: number -> `ItemFormat` for the formats of this writer; a new one is added
     """
     if header.new_format is None: return formats[header.format_id]
