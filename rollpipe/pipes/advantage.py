@@ -75,7 +75,7 @@ class AdvantageBuffer(Pipe):
     Args:
         pipe: yields `Fragment`s
         critic: `critic(obs [..., *]) -> [...]` (see `Critic`); None: the `value` that the actor reported
-        gamma: discount of the reward one step later
+        gamma: discount factor per step
         lam: exponential weight of longer estimates: with 0 they rely on the critic, with 1 on the rewards
     """
     reads, keeps_items, any_strides = 1, False, True
@@ -83,7 +83,7 @@ class AdvantageBuffer(Pipe):
     def __init__(self,
                  pipe: IterDataPipe,   # yields `Fragment`s
                  critic: Any = None,   # `critic(obs [..., *]) -> [...]` (see `Critic`); None: the `value` that the actor reported
-                 gamma: float = 0.99,  # discount of the reward one step later
+                 gamma: float = 0.99,  # discount factor per step
                  lam: float = 0.95,    # exponential weight of longer estimates: with 0 they rely on the critic, with 1 on the rewards
     ):
         super().__init__(pipe)

@@ -84,7 +84,7 @@ def on_policy(
     actor: Any,                      # the actor, held by reference
     critic: Any = None,              # the critic, `critic(obs) -> value`; None: the `value` that the actor reports
     *,
-    gamma: float = 0.99,             # discount of the reward one step later
+    gamma: float = 0.99,             # discount factor per step
     lam: float = 0.95,               # exponential weight of longer advantage estimates
     edits: Sequence[Callable] = (),  # functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
     **kwargs: Any,
@@ -98,7 +98,7 @@ def on_policy(
         env: gymnasium id, factory, or a list of them
         actor: the actor, held by reference
         critic: the critic, `critic(obs) -> value`; None: the `value` that the actor reports
-        gamma: discount of the reward one step later
+        gamma: discount factor per step
         lam: exponential weight of longer advantage estimates
         edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
         **kwargs: see `rollouts`

@@ -238,14 +238,14 @@ class NStep(Pipe):
     Args:
         pipe: yields `Fragment`s
         n: greatest number of steps
-        gamma: discount of the reward one step later
+        gamma: discount factor per step
     """
     reads = 1
 
     def __init__(self,
                  pipe: IterDataPipe,   # yields `Fragment`s
                  n: int,               # greatest number of steps
-                 gamma: float = 0.99,  # discount of the reward one step later
+                 gamma: float = 0.99,  # discount factor per step
     ):
         super().__init__(pipe)
         check_integer('n', n, pipe=self)
