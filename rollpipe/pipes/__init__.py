@@ -3,6 +3,7 @@ from . import nested, returns
 from .advantage import AdvantageBuffer, values
 from .batches import FragmentStacker, Minibatcher, minibatches
 from .data import Final, Fragment, State, Tick, TickSource
+from .envs.with_image import WithImage
 from .episodes import EpisodeCollector
 from .errors import ActorError, CheckpointError, DataError, EnvError, GraphError, PipeError, SpaceError, WorkerError
 from .fragment_ops import pad_episodes
@@ -18,7 +19,7 @@ from .recipes import on_policy, replayed, rollouts
 from .replay.memory import ReplayMemory, Sample
 from .replay.pipe import Replay, Replayed
 from .stepper import EnvStepper
-from .steps import Fragments, Step, Steps, WithImage
+from .steps import Fragments, Step, Steps
 from .taps import EpisodeEnd, EpisodeStats, Rate, Tap, Throughput
 from .transforms import NStep, NSteps, ObservationCast, RewardScaler, ToDevice
 from .modules import Handle, bump_version, version_of

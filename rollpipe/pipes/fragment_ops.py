@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TimeStep', 'restart', 'transition', 'termination', 'truncation', 'from_timesteps', 'same_keys', 'join',
-           'pad_episodes', 'strands', 'columns', 'pieces', 'final_numbers', 'transitions']
+           'pad_episodes', 'strands', 'columns', 'pieces', 'unstacked', 'final_numbers', 'transitions']
 
 # %% ../../nbs/pipes/09_fragment_ops.ipynb #5899a8ef
 from collections.abc import Iterable, Iterator
@@ -186,6 +186,14 @@ def pieces(
 def _columns(fragment, index, final):
     def wide(x): return x[:, index]
     return fragment.map(rows=wide, steps=wide, hx=wide, columns=lambda x: x[index], final=final)
+
+# %% ../../nbs/pipes/09_fragment_ops.ipynb #25c2c0b5
+def unstacked(fragment: Fragment) -> list:
+    "The fragments that were joined side by side: the columns of each `(lane, seq)`, in the order of their first column."
+    if fragment.lane is None: return [fragment]
+    groups = {}
+    for b, key in enumerate(zip(fragment.lane.tolist(), fragment.seq.tolist())): groups.setdefault(key, []).append(b)
+    return [fragment] if len(groups) == 1 else [columns(fragment, torch.tensor(group)) for group in groups.values()]
 
 # %% ../../nbs/pipes/09_fragment_ops.ipynb #485b2ff6
 def final_numbers(fragment: Fragment) -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor
 from .errors import DataError, describe
 
 # %% auto #0
-__all__ = ['backward_recursion', 'discounted_returns', 'n_step_returns', 'td_errors', 'gae', 'VTraceTargets', 'vtrace']
+__all__ = ['backward_recursion', 'discounted_returns', 'n_step_returns', 'td_errors', 'gae', 'VTraceTargets', 'vtrace',
+           'running_returns']
 
 # %% ../../nbs/pipes/08_returns.ipynb #feae11af
 def backward_recursion(a: Tensor, b: Tensor) -> Tensor:
@@ -206,3 +207,20 @@ def vtrace(rew: Tensor, v_t: Tensor, v_tp1: Tensor, discount: Tensor, rho: Tenso
     error = backward_recursion(carry * rho.clamp(max=c_clip), weight * delta)
     later = torch.cat([carry[:-1] * error[1:], torch.zeros_like(error[-1:])])
     return VTraceTargets(v_t + error, weight * (delta + later))
+
+# %% ../../nbs/pipes/08_returns.ipynb #724bf72e
+def running_returns(
+    rew: Tensor,                 # [T, ...]: rewards
+    discount: Tensor,            # [T, ...]: discount of the rewards before this step; 0 where an episode begins with the step
+    before: Tensor | float = 0., # [...]: the return up to the step before the first one
+) -> Tensor:
+    """Discounted sum of the rewards up to each step, `[T, ...]`: xₜ = rₜ + γₜ xₜ₋₁.
+
+    Args:
+        rew: [T, ...]: rewards
+        discount: [T, ...]: discount of the rewards before this step; 0 where an episode begins with the step
+        before: [...]: the return up to the step before the first one
+    """
+    rew = rew.clone()
+    rew[0] += discount[0] * before
+    return backward_recursion(discount.flip(0), rew.flip(0)).flip(0)

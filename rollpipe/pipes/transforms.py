@@ -19,18 +19,15 @@ from .data import Fragment, Tick, check_item
 from .errors import DataError, check_integer
 from .fragment_ops import final_numbers, strands
 from .pipe import Pipe
-from .returns import backward_recursion
+from .returns import running_returns
 from .torchdata import IterDataPipe
 
 # %% auto #0
-__all__ = ['running_returns', 'RewardScaler', 'ObservationCast', 'NSteps', 'NStep', 'ToDevice']
+__all__ = ['RewardScaler', 'ObservationCast', 'NSteps', 'NStep', 'ToDevice']
 
 # %% ../../nbs/pipes/21_transforms.ipynb #8c69c780
 class _Moments:
-    """Running mean and variance.
-
-    They begin with 1e-4 observations of mean 0 and variance 1, as in VecNormalize of stable-baselines3.
-    """
+    "Running mean and variance, which begin with 1e-4 observations of mean 0 and variance 1, as VecNormalize's of stable-baselines3."
     def __init__(self): self.count, self.mean, self.var = 1e-4, 0., 1.
 
     def update(self, x):
@@ -39,27 +36,6 @@ class _Moments:
         total, delta = self.count + len(x), x.mean() - self.mean
         square = self.var * self.count + x.var() * len(x) + delta ** 2 * self.count * len(x) / total
         self.mean, self.var, self.count = self.mean + delta * len(x) / total, square / total, total
-
-# %% ../../nbs/pipes/21_transforms.ipynb #b04a9ca9
-def running_returns(
-    rew: np.ndarray,   # [T, B]: of the steps t -> t+1
-    begins: Any,       # bool [T, B]: does an episode begin with this step?
-    before: Any,       # [B] or a number: the return of the step before the first one
-    gamma: float,      # discount of the reward one step earlier
-) -> np.ndarray:
-    """Discounted sums of the rewards so far, float64 `[T, B]`.
-
-    Args:
-        rew: [T, B]: of the steps t -> t+1
-        begins: bool [T, B]: does an episode begin with this step?
-        before: [B] or a number: the return of the step before the first one
-        gamma: discount of the reward one step earlier
-    """
-    rew = rew.astype(np.float64)
-    rew[0] += gamma * ~begins[0] * before
-    # `backward_recursion` sums later rows. With the time reversed it sums earlier ones.
-    ret = backward_recursion(torch.from_numpy(gamma * ~begins[::-1]), torch.from_numpy(rew[::-1].copy()))
-    return ret.flip(0).numpy()
 
 # %% ../../nbs/pipes/21_transforms.ipynb #11ef1e29
 class _LaneRewards(NamedTuple):
@@ -121,7 +97,8 @@ class RewardScaler(Pipe):
         for lane, seq, columns in strands(fragment):
             before, n = lanes.get(lane), columns.stop - columns.start
             follows = before is not None and before.seq is not None and before.seq + 1 == seq and len(before.ret) == n
-            ret = running_returns(rew[1:, columns], fin[:-1, columns], before.ret if follows else 0., self.gamma)
+            arrays = rew[1:, columns].astype(np.float64), self.gamma * ~fin[:-1, columns], before.ret if follows else np.zeros(n)
+            ret = running_returns(*map(torch.from_numpy, arrays)).numpy()
             out[1:, columns] = self._scaled(rew[1:, columns], moments, ret[valid[:, columns]])
             out[0, columns] = before.last if follows else self._scaled(rew[0, columns], moments)
             lanes[lane] = _LaneRewards(seq, np.where(fin[-1, columns], 0., ret[-1]), out[-1, columns].copy())
@@ -192,9 +169,7 @@ class NSteps(NamedTuple):
     final: Any      # int64 [T, B]: row of `fragment.final` that was reached instead, or -1
 
     @property
-    def valid(self) -> Tensor:
-        "bool [T, B]: where row t is a transition"
-        return self.fragment.valid
+    def valid(self) -> Tensor: return self.fragment.valid
 
     def reached(self,
                 rows: Any,   # container, leaves [T+1, B, ...], such as `fragment.state.obs`
@@ -206,8 +181,7 @@ class NSteps(NamedTuple):
             rows: container, leaves [T+1, B, ...], such as `fragment.state.obs`
             final: the same for the final rows, leaves [K, ...], such as `fragment.final.obs`
         """
-        b = torch.arange(self.row.shape[1], device=self.row.device)
-        ended = self.final >= 0
+        b, ended = torch.arange(self.row.shape[1], device=self.row.device), self.final >= 0
         def pick(x, end):
             x = x[self.row, b]
             x[ended] = end[self.final[ended]]
@@ -321,8 +295,7 @@ class ToDevice(Pipe):
         super().__init__(pipe)
         try: torch.device(device)
         except RuntimeError as e: raise DataError("unknown device", pipe=self, expected="such as 'cuda' or 'cpu'", got=str(device)) from e
-        check_integer('ahead', ahead, 0, pipe=self)
-        self.device, self.ahead = device, ahead
+        self.device, self.ahead = device, check_integer('ahead', ahead, 0, pipe=self)
 
     def stream(self, items: Iterator) -> Iterator:
         device = torch.device(self.device)

@@ -53,7 +53,7 @@ class PendingSegments:
         self.lanes[steps.lane] = _Pending(starts[:, ~complete], offsets[~complete], n_steps)
         return starts[:, complete].ravel()
 
-# %% ../../../nbs/pipes/24_replay/06_memory.ipynb #43ad8d33
+# %% ../../../nbs/pipes/24_replay/06_memory.ipynb #b23101d6
 class Sample(NamedTuple):
     """The result of `ReplayMemory.sample`: `n` segments of the memory's `length`, side by side.
 
@@ -66,7 +66,7 @@ class Sample(NamedTuple):
     weight: Any         # float32 [n]: importance weights, at most 1; all 1 if sampling is uniform
     index: Any          # int64 [n]: serial numbers of the first steps, for `prioritize`
 
-# %% ../../../nbs/pipes/24_replay/06_memory.ipynb #b23101d6
+
 def _checked(index, td_abs, end, pipe):
     "`index` and `td_abs` as arrays `[n]`. Raises `DataError` unless `0 <= index < end`, and the errors are finite and not negative."
     index, td_abs = (np.asarray(x.detach().cpu() if isinstance(x, Tensor) else x) for x in (index, td_abs))
