@@ -80,8 +80,10 @@ def make_config(
         restarts: how often a lost worker is replaced before the run fails
         name: name of the experiment in plots [algorithm and environment]
     """
-    defaults, options = {option.name: option.default for option in options_for(algorithm)}, options or {}
-    _check_names(algorithm, options, defaults)
+    known, options = {option.name: option for option in options_for(algorithm)}, options or {}
+    defaults = {name: option.default for name, option in known.items()}
+    _check_names(algorithm, options, known)
+    for name_of_option, value in options.items(): known[name_of_option].check(value)
     for what, value, low in (("steps", steps, 1), ("threads", threads, 1), ("checkpoint_every", checkpoint_every, 1), ("seed", seed, 0)):
         _check_at_least(low, what, value)
     lag = _parse_lag(lag)

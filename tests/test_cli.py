@@ -15,9 +15,11 @@ import torch
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import METRICS
 from rollpipe.cli import build_parser, main
+from rollpipe.commands import RUN_OPTIONS, config_from
 from rollpipe.logs import read_metrics
 from rollpipe.algorithms import ALGORITHMS, options_for
 from rollpipe.config import build, make_config
+from rollpipe.pipes.errors import DataError
 from rollpipe.runs import discard, load_run, restore, resume, start
 from rollpipe.train import train
 
@@ -241,6 +243,30 @@ def test_the_defaults_of_the_command_line_are_those_of_the_signatures(algorithm)
     assert make_config(algorithm, "CartPole-v1")["options"].keys() == {o.name for o in options_for(algorithm)}
 
 
+@pytest.mark.parametrize("algorithm, flag, name", [
+    ("ppo", "--target-kl", "target_kl"), ("ppo", "--max-grad-norm", "max_grad_norm"), ("ppo", "--critic-lr", "critic_lr"),
+    ("dqn", "--huber", "huber"), ("dqn", "--tau", "tau"), ("dqn", "--beta-steps", "beta_steps"), ("dqn", "--encoder", "encoder"),
+    ("dqn", "--path", "path"), ("trpo", "--vector", "vector")])
+@pytest.mark.parametrize("word", ["none", "None"])
+def test_none_can_be_typed_where_the_annotation_allows_it(algorithm, flag, name, word):
+    args = build_parser().parse_args(["train", algorithm, "CartPole-v1", flag, word])
+    config = config_from(args)
+    assert config["options"][name] is None
+    build(config)
+
+
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+def test_every_default_is_what_its_annotation_allows(algorithm):
+    for option in options_for(algorithm) + RUN_OPTIONS: option.check(option.default)
+
+
+@pytest.mark.parametrize("algorithm, options, told", [
+    ("ppo", dict(target_kl="abc"), "--target-kl.*float or none, got 'abc'"), ("ppo", dict(epochs=2.5), "--epochs.*int, got 2.5"),
+    ("dqn", dict(huber=True), "--huber"), ("trpo", dict(hidden=(8, "x")), "--hidden"), ("trpo", dict(hidden=8), "--hidden")])
+def test_options_are_checked_without_a_command_line_as_well(algorithm, options, told):
+    with pytest.raises(DataError, match=told): make_config(algorithm, "CartPole-v1", options)
+
+
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 MISTAKES = [
@@ -252,6 +278,12 @@ MISTAKES = [
     ("train trpo Pendulum-v1 --gamma x", "--gamma: invalid float value: 'x'"),
     ("train trpo Pendulum-v1 --steps 1.5", "--steps: invalid int value: '1.5'"),
     ("train trpo Pendulum-v1 --hidden 8,x", "--hidden"),
+    ("train ppo Pendulum-v1 --target-kl abc", "--target-kl: invalid float or none value: 'abc'"),
+    ("train trpo Pendulum-v1 --critic-lr fast", "--critic-lr: invalid float or none value: 'fast'"),
+    ("train dqn CartPole-v1 --tau abc", "--tau: invalid float or none value: 'abc'"),
+    ("train dqn CartPole-v1 --beta-steps many", "--beta-steps: invalid int or none value: 'many'"),
+    ("train ppo CartPole-v1 --encoder conv", "--encoder: invalid dict or none value: 'conv'"),
+    ("train trpo CartPole-v1 --std wrong", "'free', 'fixed' or 'state', got 'wrong'"),
     ("train trpo Pendulum-v1 --steps 0", "steps.*at least 1, got 0"),
     ("train trpo Pendulum-v1 --seed -1", "seed.*at least 0, got -1"),
     ("train trpo Pendulum-v1 --n-steps 0", "n_steps >= 1"),
