@@ -284,6 +284,7 @@ MISTAKES = [
     ("train dqn CartPole-v1 --beta-steps many", "--beta-steps: invalid int or none value: 'many'"),
     ("train ppo CartPole-v1 --encoder conv", "--encoder: invalid dict or none value: 'conv'"),
     ("train trpo CartPole-v1 --std wrong", "'free', 'fixed' or 'state', got 'wrong'"),
+    ("train trpo Pendulum-v1 --steps 1x", "--steps: invalid int value"),
     ("train trpo Pendulum-v1 --steps 0", "steps.*at least 1, got 0"),
     ("train trpo Pendulum-v1 --seed -1", "seed.*at least 0, got -1"),
     ("train trpo Pendulum-v1 --n-steps 0", "n_steps >= 1"),
