@@ -108,6 +108,7 @@ def main(
         if not args.command:
             parser.print_help()
             return 0
+        if (here := os.getcwd()) not in sys.path: sys.path.append(here)  # of an installed script it is not a part
         for module in getattr(args, "imports", ()): importlib.import_module(module)
         args.function(args)
         sys.stdout.flush()

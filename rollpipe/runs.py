@@ -16,7 +16,7 @@ from .config import build
 from .pipes.errors import CheckpointError, DataError
 
 # %% auto #0
-__all__ = ['RUN_FILES', 'Run', 'start', 'discard', 'load_run', 'restore', 'resume']
+__all__ = ['RUN_FILES', 'Run', 'start', 'discard', 'needed_modules', 'load_run', 'restore', 'resume']
 
 # %% ../nbs/06_runs.ipynb #318476a9
 RUN_FILES = ("config.json", "metrics.csv", "metrics.jsonl", "checkpoint.safetensors", "curve.png", "tensorboard")
@@ -85,6 +85,12 @@ def _write_config(folder: Path, config: dict) -> None:
     write_atomically(folder/"config.json", (json.dumps(config, indent=2) + "\n").encode())
 
 # %% ../nbs/06_runs.ipynb #69a84a62
+def needed_modules(config: dict) -> list:
+    "The modules that must be imported before the environment of a run can be made."
+    of_env = str(config["env"]).rpartition(":")[0]
+    return list(dict.fromkeys([*config.get("imports", ()), *filter(None, [of_env])]))
+
+
 def load_run(
     path: str | Path,  # folder of a run, or a checkpoint file
 ) -> Checkpoint:
@@ -103,10 +109,10 @@ def load_run(
     if not has(found.config, "algorithm", "env", "env_kwargs", "seed", "steps", "threads", "checkpoint_every", "options") or not has(
             found.counters, *_COUNTERS) or found.config["algorithm"] not in ALGORITHMS or not has(found.config["options"]):
         raise CheckpointError(f"{path}: not the checkpoint of a run", expected=f"one of {', '.join(ALGORITHMS)}")
-    module = str(found.config["env"]).rpartition(":")[0]
-    if module and module not in sys.modules:
-        raise CheckpointError(f"{path}: its environment is made by the module {module!r}, which a file alone cannot make us import",
-                              expected=f"--import {module}")
+    missing = [module for module in needed_modules(found.config) if module not in sys.modules]
+    if missing:
+        raise CheckpointError(f"{path}: its environment needs the module {missing[0]!r}, which a file alone cannot make us import",
+                              expected=" ".join(f"--import {module}" for module in missing))
     return found
 
 

@@ -2,6 +2,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -395,6 +396,34 @@ def test_output_that_nobody_reads():
     with process("graph", "trpo", "CartPole-v1") as child:
         child.stdout.close()
         assert child.stderr.read() == "" and child.wait() == 0
+
+
+ISLAND = """
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+gymnasium.register("Island-v0", CartPoleEnv, max_episode_steps=20)
+"""
+
+
+def script(folder, *words):
+    "Run the command as an installed script does, whose own folder is on the path instead of the current one."
+    code = "import sys; sys.path.remove(''); from rollpipe.cli import main; sys.exit(main())"
+    package = str(Path(__file__).resolve().parents[1])
+    return subprocess.run([sys.executable, "-c", code, *map(str, words)], cwd=folder, text=True, capture_output=True, timeout=300,
+                          env=dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=package))
+
+
+@pytest.mark.parametrize("words", [("Island-v0", "--import", "island"), ("island:Island-v0",)], ids=["import", "in the id"])
+def test_the_printed_command_evaluates_where_a_module_was_needed(words, tmp_path):
+    "Also: the module is found in the current folder."
+    (tmp_path/"island.py").write_text(ISLAND)
+    trained = script(tmp_path, "train", "trpo", *words, "--steps", 128, "--out", "my run", *SMALL)
+    assert trained.returncode == 0, trained.stderr
+    command = trained.stdout.splitlines()[-1].partition("rollpipe ")[2]
+    evaluated = script(tmp_path, *shlex.split(command), "--episodes", 1)
+    assert evaluated.returncode == 0 and evaluated.stdout.startswith("return "), evaluated.stderr
+    without = script(tmp_path, "evaluate", "my run")
+    assert without.returncode == 2 and "--import island" in without.stderr
 
 
 def test_version_and_bare_command(capsys):
