@@ -163,6 +163,41 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
+def test_the_error_of_a_full_disk_names_the_file(tmp_path):
+    "A limit of the file size stands for the full disk: the system refuses to write."
+    code = ("import resource, signal, sys; from rollpipe.agents.checkpoint import write_atomically; from rollpipe.logs import MetricWriter\n"
+            "writer = MetricWriter(sys.argv[1], tensorboard=False)\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+            "for write in (lambda: write_atomically(sys.argv[1] + '/c', bytes(1000)),\n"
+            "              lambda: [writer.write(dict(steps=1)) for _ in range(100)]):\n"
+            "    try: write()\n"
+            "    except OSError as e: print(e)\n"
+            "sys.stdout.flush(); import os; os._exit(0)\n")
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=120)
+    of_checkpoint, of_metrics = done.stdout.splitlines()
+    assert f"{tmp_path}/c'" in of_checkpoint and "File too large" in of_checkpoint
+    assert f"{tmp_path}/metrics." in of_metrics and "File too large" in of_metrics
+    assert {p.name for p in tmp_path.iterdir()} == {"metrics.jsonl", "metrics.csv"}
+
+
+def test_no_link_is_followed(tmp_path, monkeypatch):
+    "Whoever may make files in the folder, and guesses the name of the temporary file, cannot direct the write elsewhere."
+    victim = tmp_path/"victim"
+    victim.write_text("precious")
+    monkeypatch.setattr("secrets.token_hex", lambda n: "guessed")
+    (tmp_path/".c.guessed.tmp").symlink_to(victim)
+    with pytest.raises(FileExistsError): write_atomically(tmp_path/"c", b"data")
+    assert victim.read_text() == "precious" and not (tmp_path/"c").exists()
+
+
+def test_two_processes_with_one_number_do_not_share_a_temporary_file(tmp_path, monkeypatch):
+    "In containers every process may have the number 1."
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    (tmp_path/".c.1.tmp").write_bytes(b"of somebody else")
+    write_atomically(tmp_path/"c", b"data")
+    assert (tmp_path/"c").read_bytes() == b"data" and (tmp_path/".c.1.tmp").read_bytes() == b"of somebody else"
+
+
 def test_killed_while_writing(tmp_path):
     "A process that writes all the time is killed at some moment; the file is a whole one every time."
     code = ("import sys, torch; from rollpipe.agents.checkpoint import save_checkpoint\n"
