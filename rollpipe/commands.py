@@ -35,7 +35,7 @@ class UsageError(Exception):
 
 
 class Interrupted(Exception):
-    "Ctrl-C, after everything has been saved."
+    "A signal has ended the training, and everything has been saved. `args` are the number of the signal and a text."
 
 
 def config_from(args: Namespace) -> dict:
@@ -75,9 +75,9 @@ def run_to_end(run: Run, args: Namespace) -> None:
     print(f"{config['algorithm']} on {config['env']}, seed {config['seed']}: "
           f"{format_number(run.counters['steps'])} -> {format_number(config['steps'])} steps in {run.folder}", flush=True)
     try: train(run, progress=not hasattr(args, "quiet"), tensorboard=getattr(args, "tensorboard", "auto"))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as e:
         if not run.counters["updates"]: raise
-        raise Interrupted(f"interrupted after {run.counters['steps']} steps and saved; "
+        raise Interrupted(*e.args, f"interrupted after {run.counters['steps']} steps and saved; "
                           f"continue with: {_command_for('train --resume', run)}") from None
     finally:
         if not run.counters["updates"]: discard(run)

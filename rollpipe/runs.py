@@ -65,8 +65,10 @@ def start(
     agent, pipe = build(config)
     _remove(old)
     folder.mkdir(parents=True, exist_ok=True)
+    run = Run(folder, config, agent, pipe, dict(_COUNTERS))
+    run.save()  # first, so that a folder with a run in it can be resumed, whenever the process ends
     _write_config(folder, config)
-    return Run(folder, config, agent, pipe, dict(_COUNTERS))
+    return run
 
 
 def discard(run: Run) -> None:

@@ -379,6 +379,54 @@ def test_ctrl_c_saves_and_leaves_cleanly(tmp_path, n_records):
     assert len(read_metrics(run)["steps"]) == len(metrics["steps"]) + 1
 
 
+@pytest.mark.parametrize("numbers", [("SIGTERM",), ("SIGHUP",), ("SIGINT", "SIGINT"), ("SIGHUP", "SIGTERM", "SIGINT")], ids="-".join)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_schedulers_containers_and_terminals_send_saves_and_leaves(tmp_path, numbers, workers):
+    run, numbers = tmp_path/"run", [getattr(signal, name) for name in numbers]
+    words = ["train", "trpo", "CartPole-v1", "--steps", 10**8, "--out", run, "--checkpoint-every", 10**6, "--lanes", 2,
+             "--workers", workers, *SMALL]
+    with process(*words, start_new_session=True) as child:
+        wait_for(lambda: lines(run/"metrics.jsonl") >= 2, child)
+        for number in numbers:  # a terminal sends it to the workers, too
+            os.killpg(child.pid, number) if number != signal.SIGTERM else child.send_signal(number)
+            time.sleep(.05)
+        out, err = child.communicate(timeout=120)
+    assert child.returncode == 128 + numbers[0], err
+    assert "Traceback" not in err and f"--resume {run}" in err
+    assert load_run(run).counters["steps"] == read_metrics(run)["steps"][-1]
+
+
+@pytest.mark.parametrize("name, code", [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
+def test_what_is_stopped_before_its_first_update_can_be_started_again(tmp_path, name, code):
+    run = tmp_path/"run"
+    words = ["train", "trpo", "CartPole-v1", "--n-steps", 10**6, "--out", run, "--quiet", "--no-tensorboard"]
+    with process(*words) as child:
+        wait_for((run/"metrics.jsonl").exists, child)
+        child.send_signal(getattr(signal, name))
+        out, err = child.communicate(timeout=120)
+    assert child.returncode == code and "Traceback" not in err, err
+    assert not run.exists()
+
+
+def test_what_is_killed_before_its_first_update_can_be_resumed(tmp_path):
+    run = start(tmp_path/"run", tiny("trpo"))
+    train(resume(run.folder), progress=False, tensorboard=False)
+    assert load_run(run.folder).counters["steps"] == 256
+
+
+def test_nohup_is_respected(tmp_path):
+    run = tmp_path/"run"
+    words = ["train", "trpo", "CartPole-v1", "--steps", 10**8, "--out", run, *SMALL]
+    with process(*words, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as child:
+        wait_for(lambda: lines(run/"metrics.jsonl") >= 1, child)
+        child.send_signal(signal.SIGHUP)
+        n = lines(run/"metrics.jsonl")
+        wait_for(lambda: lines(run/"metrics.jsonl") >= n + 2, child)
+        child.send_signal(signal.SIGTERM)
+        child.communicate(timeout=120)
+    assert child.returncode == 143
+
+
 def test_killed_run_resumes_from_its_last_checkpoint(tmp_path):
     run = tmp_path/"run"
     words = ["train", "trpo", "CartPole-v1", "--steps", 10**8, "--out", run, "--checkpoint-every", 3, *SMALL]

@@ -145,7 +145,7 @@ def head_for(
 ) -> nn.Module:
     """A head for an action space: Discrete, MultiDiscrete, MultiBinary, Box of floats (any shape), or Dict and Tuple of them.
 
-    Raises `SpaceError`, which names the part of the space that is not supported, and `ValueError` for an unknown `std`, wherever it is used.
+    Raises `SpaceError`, which names the part of the space that is not supported, and `ValueError` for an unknown `std`.
 
     Args:
         space: action space

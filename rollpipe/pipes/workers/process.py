@@ -21,7 +21,7 @@ from .remote_errors import TracebackFile, log, pack_exception, unpack_exception
 # %% ../../../nbs/pipes/30_workers/07_process.ipynb #8066ad3d
 def _run_worker(function, shared, args, name, link, inherited, traceback_file, threads, cores):
     "The life of a worker process."
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for s in (signal.SIGINT, signal.SIGHUP): signal.signal(s, signal.SIG_IGN)  # a terminal sends them to the parent as well
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGTERM, _exit_once)
     gc.freeze()                   # inherited objects are the parent's to finalize
