@@ -5,7 +5,7 @@
 # %% ../nbs/06_runs.ipynb #544bc97e
 from __future__ import annotations
 
-import difflib, json, shutil, sys
+import difflib, errno, json, os, shutil, sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from .config import build
 from .pipes.errors import CheckpointError, DataError
 
 # %% auto #0
-__all__ = ['RUN_FILES', 'Run', 'start', 'discard', 'needed_modules', 'load_run', 'restore', 'resume']
+__all__ = ['RUN_FILES', 'Run', 'lock', 'unlock', 'start', 'discard', 'needed_modules', 'load_run', 'restore', 'resume']
 
 # %% ../nbs/06_runs.ipynb #318476a9
 RUN_FILES = ("config.json", "metrics.csv", "metrics.jsonl", "checkpoint.safetensors", "curve.png", "tensorboard")
@@ -45,6 +45,47 @@ class Run(NamedTuple):
         "Write the checkpoint."
         save_checkpoint(self.checkpoint, self.agent, self.config, self.counters)
 
+# %% ../nbs/06_runs.ipynb #45242194
+_locks = {}  # (process, folder) -> the open lock file
+
+
+def lock(
+    folder: Path,  # of a run; it must exist
+) -> None:
+    """Keep other processes from training in the folder. Raises `DataError` if one does. The same process may lock it again.
+
+    Args:
+        folder: of a run; it must exist
+    """
+    try: import fcntl
+    except ImportError: return  # this system has no such locks
+    key = os.getpid(), Path(folder).resolve()
+    if key in _locks: return
+    path = Path(folder)/"lock"
+    while True:
+        file = open(path, "a+")
+        try: fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            file.seek(0)
+            owner = file.read().strip() or "unknown"
+            file.close()
+            if e.errno not in (errno.EACCES, errno.EAGAIN): raise OSError(e.errno, f"{e.strerror} (to lock the folder)", str(path)) from e
+            raise DataError(f"another process is training in {folder}", expected="another folder", got=f"process {owner}") from None
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()): break
+        file.close()  # its owner has removed it meanwhile
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    _locks[key] = file
+
+
+def unlock(folder: Path) -> None:
+    "Let others train in the folder; does nothing if this process has not locked it."
+    file = _locks.pop((os.getpid(), Path(folder).resolve()), None)
+    if file is None: return
+    (Path(folder)/"lock").unlink(missing_ok=True)
+    file.close()
+
 # %% ../nbs/06_runs.ipynb #c4515767
 def start(
     folder: str | Path,       # created if needed
@@ -63,16 +104,22 @@ def start(
     if old and not overwrite:
         raise DataError(f"{folder} has a run already", expected="another folder, --overwrite, or --resume")
     agent, pipe = build(config)
-    _remove(old)
     folder.mkdir(parents=True, exist_ok=True)
+    lock(folder)
+    _remove(old)
     run = Run(folder, config, agent, pipe, dict(_COUNTERS))
-    run.save()  # first, so that a folder with a run in it can be resumed, whenever the process ends
-    _write_config(folder, config)
+    try:
+        run.save()  # first, so that a folder with a run in it can be resumed, whenever the process ends
+        _write_config(folder, config)
+    except BaseException:
+        discard(run)
+        raise
     return run
 
 
 def discard(run: Run) -> None:
     "Remove the files of a run, and its folder if nothing else is in it."
+    unlock(run.folder)
     _remove(run.folder/name for name in RUN_FILES)
     if not any(run.folder.iterdir()): run.folder.rmdir()
 
@@ -148,12 +195,17 @@ def resume(
         folder: folder of a run that has a checkpoint
         steps: new total number of steps; None: as before
     """
-    found, folder = load_run(folder), Path(folder)
-    if not folder.is_dir(): folder = folder.parent
-    config = dict(found.config, steps=steps or found.config["steps"])
-    counters = dict(found.counters, resumes=found.counters["resumes"] + 1)
-    if counters["steps"] >= config["steps"]:
-        raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
-    agent, pipe = restore(found._replace(config=config), counters["resumes"])
-    _write_config(folder, config)
-    return Run(folder, config, agent, pipe, counters)
+    path, folder = Path(folder), Path(folder) if Path(folder).is_dir() else Path(folder).parent
+    if path.exists(): lock(folder)
+    try:
+        found = load_run(path)
+        config = dict(found.config, steps=steps or found.config["steps"])
+        counters = dict(found.counters, resumes=found.counters["resumes"] + 1)
+        if counters["steps"] >= config["steps"]:
+            raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
+        agent, pipe = restore(found._replace(config=config), counters["resumes"])
+        _write_config(folder, config)
+        return Run(folder, config, agent, pipe, counters)
+    except BaseException:
+        unlock(folder)
+        raise

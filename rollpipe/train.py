@@ -20,7 +20,7 @@ from .pipes import torchdata
 from .pipes.errors import DataError
 from .pipes.workers.reading import ProcessReading
 from .progress import Progress
-from .runs import Run
+from .runs import Run, unlock
 
 # %% auto #0
 __all__ = ['STOP_SIGNALS', 'Stopped', 'stop_signals', 'uninterrupted', 'train']
@@ -168,3 +168,4 @@ def train(
     finally:
         torch.set_num_threads(threads)
         if updates.is_whole: run.save()
+        unlock(run.folder)

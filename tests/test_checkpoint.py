@@ -198,14 +198,14 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch
 
 def test_the_error_of_a_full_disk_names_the_file(tmp_path):
     "A limit of the file size stands for the full disk: the system refuses to write."
-    code = ("import resource, signal, sys; from rollpipe.agents.checkpoint import write_atomically; from rollpipe.logs import MetricWriter\n"
+    code = ("import os, resource, sys; from rollpipe.agents.checkpoint import write_atomically; from rollpipe.logs import MetricWriter\n"
             "writer = MetricWriter(sys.argv[1], tensorboard=False)\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
             "for write in (lambda: write_atomically(sys.argv[1] + '/c', bytes(1000)),\n"
             "              lambda: [writer.write(dict(steps=1)) for _ in range(100)]):\n"
             "    try: write()\n"
             "    except OSError as e: print(e)\n"
-            "sys.stdout.flush(); import os; os._exit(0)\n")
+            "sys.stdout.flush(); os._exit(0)\n")
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=120)
     of_checkpoint, of_metrics = done.stdout.splitlines()
     assert f"{tmp_path}/c'" in of_checkpoint and "File too large" in of_checkpoint

@@ -362,6 +362,22 @@ def wait_for(condition, child):
 def lines(path): return path.read_text().count("\n") if path.is_file() else 0
 
 
+def test_two_trainings_do_not_share_a_folder(tmp_path, capsys):
+    "The second one is refused, with whatever it is started. A process that is killed leaves no lock, not even if its workers live on."
+    run = tmp_path/"run"
+    words = ["train", "trpo", "CartPole-v1", "--steps", 10**8, "--out", run, "--lanes", 2, "--workers", 2, "--checkpoint-every", 1, *SMALL]
+    with process(*words) as child:
+        wait_for(lambda: lines(run/"metrics.jsonl") >= 2, child)
+        for others in (["--resume", run], [*words[1:], "--overwrite"]):
+            assert rollpipe("train", *others, "--quiet", "--no-tensorboard") == 2
+            assert re.search(f"another process is training in .*process {child.pid}", capsys.readouterr().err)
+        child.kill()
+        child.communicate()
+    steps = load_run(run).counters["steps"] + 1
+    assert rollpipe("train", "--resume", run, "--steps", steps, "--quiet", "--no-tensorboard") == 0
+    assert not (run/"lock").exists()
+
+
 @pytest.mark.parametrize("n_records", [1, 7])
 def test_ctrl_c_saves_and_leaves_cleanly(tmp_path, n_records):
     run = tmp_path/"run"
