@@ -5,15 +5,18 @@
 # %% ../nbs/06_runs.ipynb #544bc97e
 from __future__ import annotations
 
-import difflib, errno, json, os, shutil, sys
+import difflib, errno, json, math, os, shutil, sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import optree
+import torch
+
 from .agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, write_atomically
-from .algorithms import ALGORITHMS
+from .algorithms import ALGORITHMS, options_for
 from .config import build
-from .pipes.errors import CheckpointError, DataError
+from .pipes.errors import CheckpointError, DataError, PipeError, check_integer
 
 # %% auto #0
 __all__ = ['RUN_FILES', 'Run', 'lock', 'unlock', 'start', 'discard', 'needed_modules', 'load_run', 'restore', 'resume']
@@ -133,13 +136,36 @@ def _remove(paths: Iterable) -> None:
 def _write_config(folder: Path, config: dict) -> None:
     write_atomically(folder/"config.json", (json.dumps(config, indent=2) + "\n").encode())
 
-# %% ../nbs/06_runs.ipynb #69a84a62
+# %% ../nbs/06_runs.ipynb #c8b29057
+def _check_stored(found: Checkpoint) -> None:
+    "Raise `DataError` for values of the wrong type, and for sizes that do not agree with the rest of the file."
+    config, counters = found.config, found.counters
+    if not all(type(x) in (int, float) and 0 <= x < math.inf for x in counters.values()): raise DataError("counters", got=str(counters))
+    if not isinstance(config["env"], str): raise DataError("environment", expected="an id", got=repr(config["env"]))
+    if not isinstance(config["env_kwargs"], dict): raise DataError("env_kwargs", got=repr(config["env_kwargs"]))
+    imports = config.get("imports", [])
+    if not isinstance(imports, list) or not all(isinstance(x, str) for x in imports): raise DataError("imports", got=repr(imports))
+    options = {option: config["options"].get(option.name, option.default) for option in options_for(config["algorithm"])}
+    sizes = {n for x in optree.tree_leaves(found.agent_state) if isinstance(x, torch.Tensor) for n in x.shape}
+    for option, value in options.items():
+        option.check(value)
+        if option.kinds == ("int,...",) and not set(value) <= sizes:
+            raise DataError("there are no such layers in the file", leaf=option.flag, got=str(value))
+    for name, low in dict(steps=1, seed=0, threads=1, checkpoint_every=1, eval_every=0, workers=0, restarts=0).items():
+        check_integer(name, config.get(name, low), low)
+    n = {option.name: value for option, value in options.items()}
+    batch, learnt = n["lanes"] * n["n_envs"] * (1 if n["sticky"] else n["n_steps"]), counters["steps"]
+    if counters["updates"] and batch > 2 * learnt / counters["updates"]:  # at most every second row is no step
+        raise DataError("more environments than the counters tell of", expected=f"{learnt} steps in {counters['updates']} updates",
+                        got=f"lanes={n['lanes']}, n_envs={n['n_envs']}, n_steps={n['n_steps']}")
+
+
 def needed_modules(config: dict) -> list:
     "The modules that must be imported before the environment of a run can be made."
     of_env = str(config["env"]).rpartition(":")[0]
     return list(dict.fromkeys([*config.get("imports", ()), *filter(None, [of_env])]))
 
-
+# %% ../nbs/06_runs.ipynb #69a84a62
 def load_run(
     path: str | Path,  # folder of a run, or a checkpoint file
 ) -> Checkpoint:
@@ -156,8 +182,10 @@ def load_run(
     found = load_checkpoint(path/"checkpoint.safetensors" if path.is_dir() else path)
     has = lambda part, *keys: isinstance(part, dict) and set(keys) <= set(part)
     if not has(found.config, "algorithm", "env", "env_kwargs", "seed", "steps", "threads", "checkpoint_every", "options") or not has(
-            found.counters, *_COUNTERS) or found.config["algorithm"] not in ALGORITHMS or not has(found.config["options"]):
+            found.counters, *_COUNTERS) or found.config["algorithm"] not in list(ALGORITHMS) or not has(found.config["options"]):
         raise CheckpointError(f"{path}: not the checkpoint of a run", expected=f"one of {', '.join(ALGORITHMS)}")
+    try: _check_stored(found)
+    except DataError as e: raise CheckpointError(f"{path}: not a configuration that was saved ({e})") from None
     missing = [module for module in needed_modules(found.config) if module not in sys.modules]
     if missing:
         raise CheckpointError(f"{path}: its environment needs the module {missing[0]!r}, which a file alone cannot make us import",
@@ -178,9 +206,11 @@ def restore(
     Returns:
         tuple: agent, pipe
     """
-    agent, pipe = build(checkpoint.config, resumes)
+    try: agent, pipe = build(checkpoint.config, resumes)
+    except PipeError: raise
+    except Exception as e: raise CheckpointError(f"what the checkpoint describes cannot be built ({type(e).__name__}: {e})") from e
     try: agent.load_state_dict(checkpoint.agent_state)
-    except (KeyError, RuntimeError, TypeError, ValueError) as e:
+    except Exception as e:
         raise CheckpointError(f"the checkpoint does not fit the agent ({type(e).__name__}: {e})") from e
     return agent, pipe
 

@@ -344,6 +344,23 @@ def test_checkpoint_that_does_not_fit_the_agent(run, capsys):
     assert "does not fit the agent" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("harm", [
+    dict(options=dict(n_envs=10**9)), dict(options=dict(lanes=10**6)), 
+    dict(options=dict(n_steps=10**9)), dict(options=dict(hidden=[300_000])),
+    dict(options=dict(hidden=[-1])), dict(options=dict(gamma="x")), dict(options=dict(encoder=dict(a=1))), dict(options=dict(n_envs=None)),
+    dict(seed="x"), dict(seed=-1), dict(steps=None), dict(threads=0), dict(env=5), dict(env_kwargs=[1]), dict(env_kwargs=dict(nonsense=1)),
+    dict(imports=5), dict(algorithm=[1]), dict(options=None)], ids=str)
+def test_a_stored_configuration_is_checked_before_anything_is_built(harm, run, monkeypatch, capsys):
+    found = load_run(run)
+    class Same: state_dict = lambda self: found.agent_state
+    options = {**found.config["options"], **harm["options"]} if harm.get("options") else harm.get("options", found.config["options"])
+    save_checkpoint(run/"checkpoint.safetensors", Same(), {**found.config, **harm, "options": options}, found.counters)
+    for words in (("evaluate", run), ("train", "--resume", run, "--steps", 10**6)):
+        assert rollpipe(*words) == 2
+        err = capsys.readouterr().err
+        assert "Traceback" not in err and err.count("\n") == 1
+
+
 # -- a process of its own ----------------------------------------------------------------------------------------------
 
 def process(*words, **kwargs):
