@@ -5,7 +5,7 @@
 # %% ../nbs/09_cli.ipynb #26f465d6
 from __future__ import annotations
 
-import argparse, difflib, importlib, os, sys
+import argparse, difflib, importlib, os, signal, sys
 from argparse import Namespace
 
 import rollpipe
@@ -14,6 +14,7 @@ from .commands import (PLOT_OPTIONS, RUN_OPTIONS, Interrupted, UsageError, demo_
                                plot_command, train_command)
 from .options import Parser, add_options
 from .pipes.errors import PipeError
+from .train import STOP_SIGNALS, stop_signals
 
 # %% auto #0
 __all__ = ['USER_ERRORS', 'add_algorithms', 'build_parser', 'main']
@@ -92,15 +93,22 @@ USER_ERRORS = (UsageError, PipeError, OSError, ImportError, ValueError)
 
 def main(
     argv: list | None = None,  # words of the command line; None: those of the process
-) -> int:  # exit code: 0, 2 for an error, 130 after Ctrl-C
+) -> int:  # exit code: 0, 2 for an error, 128 and the number of the signal after Ctrl-C (130), SIGTERM (143) or SIGHUP (129)
     """Run one command.
 
     Args:
         argv: words of the command line; None: those of the process
 
     Returns:
-        int: exit code: 0, 2 for an error, 130 after Ctrl-C
+        int: exit code: 0, 2 for an error, 128 and the number of the signal after Ctrl-C (130), SIGTERM (143) or SIGHUP (129)
     """
+    with stop_signals(): code = _run(argv)
+    if code > 128:  # the process is about to end, and another signal must not change its exit code
+        for s in STOP_SIGNALS: signal.signal(s, signal.SIG_IGN)
+    return code
+
+
+def _run(argv: list | None) -> int:
     parser = build_parser()
     args, unknown = parser.parse_known_args(argv)
     try:
@@ -108,6 +116,7 @@ def main(
         if not args.command:
             parser.print_help()
             return 0
+        if (here := os.getcwd()) not in sys.path: sys.path.append(here)  # of an installed script it is not a part
         for module in getattr(args, "imports", ()): importlib.import_module(module)
         args.function(args)
         sys.stdout.flush()
@@ -116,8 +125,9 @@ def main(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (KeyboardInterrupt, Interrupted) as e:
-        print(f"\n{e or 'interrupted'}", file=sys.stderr)
-        return 130
+        number, text = (*e.args, "interrupted")[:2] if e.args else (signal.SIGINT, "interrupted")
+        print(f"\n{text}", file=sys.stderr)
+        return 128 + int(number)
     except USER_ERRORS as e:
         if hasattr(args, "debug"): raise
         plain = isinstance(e, (UsageError, PipeError, OSError, ImportError))

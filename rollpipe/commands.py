@@ -5,6 +5,7 @@
 # %% ../nbs/08_commands.ipynb #d6aab43d
 from __future__ import annotations
 
+import shlex
 from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,7 +18,7 @@ from .pipes.envs.factories import spaces_of
 from .pipes.graph import draw
 from .plots import learning_curve
 from .progress import format_duration, format_number
-from .runs import RUN_FILES, Run, discard, load_run, restore, resume, start
+from .runs import RUN_FILES, Run, discard, load_run, needed_modules, restore, resume, start
 from .train import train
 
 # %% auto #0
@@ -25,7 +26,7 @@ __all__ = ['RUN_OPTIONS', 'PLOT_OPTIONS', 'UsageError', 'Interrupted', 'config_f
            'evaluate_command', 'plot_command', 'graph_command', 'demo_command']
 
 # %% ../nbs/08_commands.ipynb #9493a7f0
-RUN_OPTIONS = options_of(dict(run=make_config), skip=("options", "env_kwargs"))
+RUN_OPTIONS = options_of(dict(run=make_config), skip=("options", "env_kwargs", "imports"))
 PLOT_OPTIONS = options_of(dict(plot=learning_curve), skip=("path",))
 
 
@@ -34,14 +35,14 @@ class UsageError(Exception):
 
 
 class Interrupted(Exception):
-    "Ctrl-C was pressed, and everything has been saved."
+    "A signal has ended the training was pressed, and everything has been saved. `args` are the number of the signal and a text."
 
 
 def config_from(args: Namespace) -> dict:
     "The configuration that the command line asks for."
     if not args.algorithm: raise UsageError(f"rollpipe {args.command}: which algorithm? {', '.join(ALGORITHMS)}")
     return make_config(args.algorithm, args.env, _typed(args, options_for(args.algorithm)),
-                       parse_env_kwargs(args.env_kwargs), **_typed(args, RUN_OPTIONS))
+                       parse_env_kwargs(args.env_kwargs), imports=getattr(args, "imports", ()), **_typed(args, RUN_OPTIONS))
 
 
 def _typed(args: Namespace, options: Iterable) -> dict:
@@ -59,7 +60,13 @@ def train_command(args: Namespace) -> None:
         env = config["env"].replace("/", "-").replace(":", "-")
         run = start(args.out or f"runs/{config['algorithm']}-{env}-s{config['seed']}", config, args.overwrite)
     run_to_end(run, args)
-    print(f"evaluate it:  rollpipe evaluate {run.folder}")
+    print(f"evaluate it:  {_command_for('evaluate', run)}")
+
+
+def _command_for(command: str, run: Run) -> str:
+    "A command for the folder of a run, as it can be typed."
+    words = ["rollpipe", *command.split(), str(run.folder)]
+    return shlex.join(words + [word for module in needed_modules(run.config) for word in ("--import", module)])
 
 
 def run_to_end(run: Run, args: Namespace) -> None:
@@ -68,10 +75,10 @@ def run_to_end(run: Run, args: Namespace) -> None:
     print(f"{config['algorithm']} on {config['env']}, seed {config['seed']}: "
           f"{format_number(run.counters['steps'])} -> {format_number(config['steps'])} steps in {run.folder}", flush=True)
     try: train(run, progress=not hasattr(args, "quiet"), tensorboard=getattr(args, "tensorboard", "auto"))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as e:
         if not run.counters["updates"]: raise
-        raise Interrupted(f"interrupted after {run.counters['steps']} steps and saved; "
-                          f"continue with: rollpipe train --resume {run.folder}") from None
+        raise Interrupted(*e.args, f"interrupted after {run.counters['steps']} steps and saved; "
+                          f"continue with: {_command_for('train --resume', run)}") from None
     finally:
         if not run.counters["updates"]: discard(run)
     print(f"{format_number(run.counters['steps'])} steps in {format_duration(run.counters['seconds'])}, saved in {run.checkpoint}")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib, inspect, json, platform
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
@@ -61,6 +62,7 @@ def make_config(
     order: str = "canonical",        # order of the lanes with workers: canonical (in turn) or ready (first come, first served)
     restarts: int = 0,               # how often a lost worker is replaced before the run fails
     name: str | None = None,         # name of the experiment in plots [algorithm and environment]
+    imports: Sequence[str] = (),     # modules that must be imported before the environment can be made
 ) -> dict:
     """The configuration of a run. Raises `DataError` for an unknown algorithm or option, or a value that JSON cannot hold.
 
@@ -79,9 +81,12 @@ def make_config(
         order: order of the lanes with workers: canonical (in turn) or ready (first come, first served)
         restarts: how often a lost worker is replaced before the run fails
         name: name of the experiment in plots [algorithm and environment]
+        imports: modules that must be imported before the environment can be made
     """
-    defaults, options = {option.name: option.default for option in options_for(algorithm)}, options or {}
-    _check_names(algorithm, options, defaults)
+    known, options = {option.name: option for option in options_for(algorithm)}, options or {}
+    defaults = {name: option.default for name, option in known.items()}
+    _check_names(algorithm, options, known)
+    for name_of_option, value in options.items(): known[name_of_option].check(value)
     for what, value, low in (("steps", steps, 1), ("threads", threads, 1), ("checkpoint_every", checkpoint_every, 1), ("seed", seed, 0)):
         _check_at_least(low, what, value)
     lag = _parse_lag(lag)
@@ -90,7 +95,7 @@ def make_config(
     _check_lanes(workers, options.get("lanes", defaults.get("lanes", 1)))
     modules = dict(rollpipe=rollpipe, torch=torch, gymnasium=gymnasium, numpy=np)
     versions = dict(python=platform.python_version(), **{name: m.__version__ for name, m in modules.items()})
-    config = dict(algorithm=algorithm, env=env, env_kwargs=env_kwargs or {}, name=name, seed=seed, steps=steps,
+    config = dict(algorithm=algorithm, env=env, env_kwargs=env_kwargs or {}, imports=imports, name=name, seed=seed, steps=steps,
                   threads=threads, checkpoint_every=checkpoint_every, eval_every=eval_every,
                   workers=workers, lag=lag, order=order, restarts=restarts,
                   options={**defaults, **options}, versions=versions)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .agents.checkpoint import write_atomically
+from .agents.checkpoint import names_file, write_atomically
 from .agents.metrics import METRICS, check_metrics
 from .pipes.errors import DataError
 
@@ -112,8 +112,9 @@ class MetricWriter:
         metrics = check_metrics(metrics)
         if "steps" not in metrics: raise DataError("a record needs its steps", leaf="steps", got=", ".join(metrics))
         for file, line in self._files:
-            file.write(line(metrics))
-            file.flush()
+            with names_file(file.name):
+                file.write(line(metrics))
+                file.flush()
         if self._board:
             for name, value in metrics.items(): self._board.add_scalar(name, value, int(metrics["steps"]))
 

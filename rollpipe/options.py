@@ -15,7 +15,8 @@ from fastcore.docments import docments
 from .pipes.errors import DataError
 
 # %% auto #0
-__all__ = ['args_section', 'meanings', 'Option', 'options_of', 'parse_value', 'parse_env_kwargs', 'Parser', 'add_options']
+__all__ = ['args_section', 'meanings', 'kinds_of', 'Option', 'options_of', 'parse_value', 'parse_env_kwargs', 'Parser',
+           'add_options']
 
 # %% ../nbs/03_options.ipynb #a311826f
 def args_section(docstring: str | None) -> dict:
@@ -41,6 +42,40 @@ def meanings(function: Callable) -> dict:
     comments = {name: text for name, text in docments(source, returns=False).items() if text}
     return {**(meanings(other) if other else {}), **comments, **args_section(owner.__doc__), **args_section(function.__doc__)}
 
+# %% ../nbs/03_options.ipynb #5ce2e98c
+_TYPES: dict[str, Any] = dict(bool=bool, int=int, float=(int, float), str=str, dict=dict,
+                              value=(bool, int, float, str, tuple, list, dict, type(None)))
+
+
+def kinds_of(
+    annotation: Any,  # of a parameter, as it is or as text
+    default: Any,     # decides if the annotation says nothing
+) -> tuple:  # of "bool", "int", "float", "str", "dict", "None", "int,..." (a tuple of integers), or of "value": anything
+    """What a parameter may be: those parts of its annotation that can be typed.
+
+    Args:
+        annotation: of a parameter, as it is or as text
+        default: decides if the annotation says nothing
+
+    Returns:
+        tuple: of "bool", "int", "float", "str", "dict", "None", "int,..." (a tuple of integers), or of "value": anything
+    """
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    items = f"{type(default[0]).__name__ if isinstance(default, tuple) and default else 'int'},..."
+    parts = [items if part.startswith("tuple") else part for part in map(str.strip, text.split("|"))]
+    kinds = tuple(part for part in parts if part in (*_TYPES, items, "None"))
+    if set(kinds) - {"None"}: return kinds
+    return (items,) if isinstance(default, tuple) else ("value",) if default is None else (type(default).__name__,)
+
+
+def _is_kind(value: Any, kind: str) -> bool:
+    if kind == "None": return value is None
+    if kind.endswith(",..."): return isinstance(value, (tuple, list)) and all(_is_kind(x, kind[:-4]) for x in value)
+    return isinstance(value, _TYPES[kind]) and (kind in ("bool", "value") or not isinstance(value, bool))
+
+
+def _in_words(kinds: Iterable) -> str: return " or ".join(kind.lower() for kind in kinds)
+
 # %% ../nbs/03_options.ipynb #d709e161
 class Option(NamedTuple):
     """One parameter of one function, as an option.
@@ -51,15 +86,22 @@ class Option(NamedTuple):
         param: name of its parameter there
         default: bool, int, float, str, None or a tuple of these
         help: meaning, from the signature
+        kinds: what it may be, from the annotation, such as `("float", "None")`
     """
     name: str     # unique identifier; `max_kl` is typed as `--max-kl`
     part: str     # the function that the option belongs to
     param: str    # name of its parameter there
     default: Any  # bool, int, float, str, None or a tuple of these
     help: str     # meaning, from the signature
+    kinds: tuple  # what it may be, from the annotation, such as `("float", "None")`
 
     @property
     def flag(self) -> str: return "--" + self.name.replace("_", "-")
+
+    def check(self, value: Any) -> None:
+        "Raise `DataError`, which names the option, unless `value` is of one of its kinds."
+        if not any(_is_kind(value, kind) for kind in self.kinds):
+            raise DataError("wrong type of value", leaf=self.flag, expected=_in_words(self.kinds), got=repr(value))
 
 
 def options_of(
@@ -81,7 +123,7 @@ def options_of(
         for param, x in inspect.signature(function).parameters.items():
             if param in skip or not _is_plain(x.default): continue
             name = param if param not in found else f"{part}_{param}"
-            found[name] = Option(name, part, param, x.default, help_texts.get(param, ""))
+            found[name] = Option(name, part, param, x.default, help_texts.get(param, ""), kinds_of(x.annotation, x.default))
     return list(found.values())
 
 
@@ -92,28 +134,37 @@ def _is_plain(default: Any) -> bool:
 # %% ../nbs/03_options.ipynb #d9e5c44e
 def parse_value(
     text: str,     # the text on the command line
-    default: Any,  # decides the type
+    kinds: tuple,  # what it may stand for, see `kinds_of`
 ) -> Any:
-    """The value that `text` stands for. Raises ValueError.
+    """The value that `text` stands for, by the first of the kinds that can read it. Raises ValueError.
 
     Args:
         text: the text on the command line
-        default: decides the type
+        kinds: what it may stand for, see `kinds_of`
     """
-    if isinstance(default, float): return float(text)
-    if isinstance(default, int): return _integer(text)
-    if isinstance(default, str): return text
-    if isinstance(default, tuple):
-        kind = type(default[0]) if default else int
-        return tuple(kind(x) for x in text.strip("()[] ").split(",") if x.strip())
-    return _literal(text)
+    if "None" in kinds and text.lower() == "none": return None
+    for kind in kinds:
+        try: return _read(text, kind)
+        except (ValueError, OverflowError): pass
+    raise ValueError(f"{text!r} is not {_in_words(kinds)}")
+
+
+def _read(text: str, kind: str) -> Any:
+    if kind.endswith(",..."): return tuple(_read(x, kind[:-4]) for x in text.strip("()[] ").split(",") if x.strip())
+    if kind == "float": return float(text)
+    if kind == "int": return _integer(text)
+    if kind == "str": return text
+    value = _literal(text)
+    if not _is_kind(value, kind): raise ValueError(f"{text!r} is no {kind}")
+    return value
 
 
 def _integer(text: str) -> int:
-    "An int, which may be written as 1e6 or 100k."
-    scaled = float(text[:-1])*{"k": 1e3, "M": 1e6}[text[-1]] if text[-1:] in ("k", "M") else float(text)
+    "An int, which may be written as 1e6, 1m or 100k, in small or capital letters."
+    text = text.lower()
+    scaled = float(text[:-1])*{"k": 1e3, "m": 1e6}[text[-1]] if text[-1:] in ("k", "m") else float(text)
     if not scaled.is_integer(): raise ValueError(f"{text} is not whole")
-    return int(scaled) if "e" in text.lower() or text[-1] in "kM" else int(text)
+    return int(scaled) if "e" in text or text[-1] in "km" else int(text)
 
 
 def _literal(text: str) -> Any:
@@ -165,7 +216,7 @@ def add_options(
             groups[option.part] = parser.add_argument_group(f"options of the {option.part}") if grouped else parser
         kind = dict(action=argparse.BooleanOptionalAction)
         if not isinstance(option.default, bool):
-            kind = dict(type=_type_for(option.default), metavar=_metavar(option.default))
+            kind = dict(type=_type_for(option.kinds), metavar="|".join(option.kinds).lower())
         added = groups[option.part].add_argument(option.flag, dest=option.name, help=_help(option), **kind)
         added.default = argparse.SUPPRESS  # set afterwards, because Python 3.10 would print it in the help of a boolean
 
@@ -175,12 +226,7 @@ def _help(option: Option) -> str:
     return (option.help + ("" if shown is None else f" [{shown}]")).replace("%", "%%")
 
 
-def _type_for(default: Any) -> Callable:
-    def parse(text): return parse_value(text, default)
-    parse.__name__ = _metavar(default)  # argparse shows this name in its errors
+def _type_for(kinds: tuple) -> Callable:
+    def parse(text): return parse_value(text, kinds)
+    parse.__name__ = _in_words(kinds)  # argparse shows this name in its errors
     return parse
-
-
-def _metavar(default: Any) -> str:
-    if isinstance(default, tuple): return f"{type(default[0]).__name__},..." if default else "int,..."
-    return "value" if default is None else type(default).__name__

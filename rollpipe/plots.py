@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +139,12 @@ def _style(axes: Any, x: str, y: str, title: str, legend: bool) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     if legend: axes.legend(frameon=False)
 
+
+def _png(figure: Any) -> bytes:
+    "The picture that a notebook shows: it knows how to show a figure only after `pyplot` was imported, which is not needed here."
+    figure.savefig(picture := BytesIO(), format="png", dpi=100)
+    return picture.getvalue()
+
 # %% ../nbs/02_plots.ipynb #2bf4ab27
 def learning_curve(
     runs: Any,                       # folder of a run, or several folders
@@ -174,5 +182,6 @@ def learning_curve(
     seeds = max(map(len, groups.values()))
     over = f"mean and {'range' if band == 'range' else 'standard deviation'} over seeds" if seeds > 1 else ""
     _style(axes, x, y, ": ".join(filter(None, [common, over])), legend=len(groups) > 1 or seeds > 1)
+    setattr(figure, "_repr_png_", partial(_png, figure))     # noqa: B010  a `Figure` declares no such attribute
     if path is not None: figure.savefig(path)
     return figure

@@ -5,18 +5,21 @@
 # %% ../nbs/06_runs.ipynb #544bc97e
 from __future__ import annotations
 
-import difflib, json, shutil, sys
+import difflib, errno, json, math, os, shutil, sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from .agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, write_atomically
-from .algorithms import ALGORITHMS
+from .algorithms import ALGORITHMS, options_for
 from .config import build
-from .pipes.errors import CheckpointError, DataError
+from .pipes import nested
+from .pipes.errors import CheckpointError, DataError, PipeError, check_integer
 
 # %% auto #0
-__all__ = ['RUN_FILES', 'Run', 'start', 'discard', 'load_run', 'restore', 'resume']
+__all__ = ['RUN_FILES', 'Run', 'lock', 'unlock', 'start', 'discard', 'needed_modules', 'load_run', 'restore', 'resume']
 
 # %% ../nbs/06_runs.ipynb #318476a9
 RUN_FILES = ("config.json", "metrics.csv", "metrics.jsonl", "checkpoint.safetensors", "curve.png", "tensorboard")
@@ -45,6 +48,47 @@ class Run(NamedTuple):
         "Write the checkpoint."
         save_checkpoint(self.checkpoint, self.agent, self.config, self.counters)
 
+# %% ../nbs/06_runs.ipynb #45242194
+_locks = {}  # (process, folder) -> the open lock file
+
+
+def lock(
+    folder: Path,  # of a run; it must exist
+) -> None:
+    """Keep other processes from training in the folder. Raises `DataError` if one does. The same process may lock it again.
+
+    Args:
+        folder: of a run; it must exist
+    """
+    try: import fcntl
+    except ImportError: return  # this system has no such locks
+    key = os.getpid(), Path(folder).resolve()
+    if key in _locks: return
+    path = Path(folder)/"lock"
+    while True:
+        file = open(path, "a+")
+        try: fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            file.seek(0)
+            owner = file.read().strip() or "unknown"
+            file.close()
+            if e.errno not in (errno.EACCES, errno.EAGAIN): raise OSError(e.errno, f"{e.strerror} (to lock the folder)", str(path)) from e
+            raise DataError(f"another process is training in {folder}", expected="another folder", got=f"process {owner}") from None
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()): break
+        file.close()  # its owner has removed it meanwhile
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    _locks[key] = file
+
+
+def unlock(folder: Path) -> None:
+    "Let others train in the folder; does nothing if this process has not locked it."
+    file = _locks.pop((os.getpid(), Path(folder).resolve()), None)
+    if file is None: return
+    (Path(folder)/"lock").unlink(missing_ok=True)
+    file.close()
+
 # %% ../nbs/06_runs.ipynb #c4515767
 def start(
     folder: str | Path,       # created if needed
@@ -63,14 +107,22 @@ def start(
     if old and not overwrite:
         raise DataError(f"{folder} has a run already", expected="another folder, --overwrite, or --resume")
     agent, pipe = build(config)
-    _remove(old)
     folder.mkdir(parents=True, exist_ok=True)
-    _write_config(folder, config)
-    return Run(folder, config, agent, pipe, dict(_COUNTERS))
+    lock(folder)
+    _remove(old)
+    run = Run(folder, config, agent, pipe, dict(_COUNTERS))
+    try:
+        run.save()  # first, so that a folder with a run in it can be resumed, whenever the process ends
+        _write_config(folder, config)
+    except BaseException:
+        discard(run)
+        raise
+    return run
 
 
 def discard(run: Run) -> None:
     "Remove the files of a run, and its folder if nothing else is in it."
+    unlock(run.folder)
     _remove(run.folder/name for name in RUN_FILES)
     if not any(run.folder.iterdir()): run.folder.rmdir()
 
@@ -83,6 +135,35 @@ def _remove(paths: Iterable) -> None:
 
 def _write_config(folder: Path, config: dict) -> None:
     write_atomically(folder/"config.json", (json.dumps(config, indent=2) + "\n").encode())
+
+# %% ../nbs/06_runs.ipynb #c8b29057
+def _check_stored(found: Checkpoint) -> None:
+    "Raise `DataError` for values of the wrong type, and for sizes that do not agree with the rest of the file."
+    config, counters = found.config, found.counters
+    if not all(type(x) in (int, float) and 0 <= x < math.inf for x in counters.values()): raise DataError("counters", got=str(counters))
+    if not isinstance(config["env"], str): raise DataError("environment", expected="an id", got=repr(config["env"]))
+    if not isinstance(config["env_kwargs"], dict): raise DataError("env_kwargs", got=repr(config["env_kwargs"]))
+    imports = config.get("imports", [])
+    if not isinstance(imports, list) or not all(isinstance(x, str) for x in imports): raise DataError("imports", got=repr(imports))
+    options = {option: config["options"].get(option.name, option.default) for option in options_for(config["algorithm"])}
+    sizes = {n for x in nested.leaves(found.agent_state) if isinstance(x, torch.Tensor) for n in x.shape}
+    for option, value in options.items():
+        option.check(value)
+        if option.kinds == ("int,...",) and not set(value) <= sizes:
+            raise DataError("there are no such layers in the file", leaf=option.flag, got=str(value))
+    for name, low in dict(steps=1, seed=0, threads=1, checkpoint_every=1, eval_every=0, workers=0, restarts=0).items():
+        check_integer(name, config.get(name, low), low)
+    n = {option.name: value for option, value in options.items()}
+    batch, learnt = n["lanes"] * n["n_envs"] * (1 if n["sticky"] else n["n_steps"]), counters["steps"]
+    if counters["updates"] and batch > 2 * learnt / counters["updates"]:  # at most every second row is no step
+        raise DataError("more environments than the counters tell of", expected=f"{learnt} steps in {counters['updates']} updates",
+                        got=f"lanes={n['lanes']}, n_envs={n['n_envs']}, n_steps={n['n_steps']}")
+
+
+def needed_modules(config: dict) -> list:
+    "The modules that must be imported before the environment of a run can be made."
+    of_env = str(config["env"]).rpartition(":")[0]
+    return list(dict.fromkeys([*config.get("imports", ()), *filter(None, [of_env])]))
 
 # %% ../nbs/06_runs.ipynb #69a84a62
 def load_run(
@@ -101,12 +182,14 @@ def load_run(
     found = load_checkpoint(path/"checkpoint.safetensors" if path.is_dir() else path)
     has = lambda part, *keys: isinstance(part, dict) and set(keys) <= set(part)
     if not has(found.config, "algorithm", "env", "env_kwargs", "seed", "steps", "threads", "checkpoint_every", "options") or not has(
-            found.counters, *_COUNTERS) or found.config["algorithm"] not in ALGORITHMS or not has(found.config["options"]):
+            found.counters, *_COUNTERS) or found.config["algorithm"] not in list(ALGORITHMS) or not has(found.config["options"]):
         raise CheckpointError(f"{path}: not the checkpoint of a run", expected=f"one of {', '.join(ALGORITHMS)}")
-    module = str(found.config["env"]).rpartition(":")[0]
-    if module and module not in sys.modules:
-        raise CheckpointError(f"{path}: its environment is made by the module {module!r}, which a file alone cannot make us import",
-                              expected=f"--import {module}")
+    try: _check_stored(found)
+    except DataError as e: raise CheckpointError(f"{path}: not a configuration that was saved ({e})") from None
+    missing = [module for module in needed_modules(found.config) if module not in sys.modules]
+    if missing:
+        raise CheckpointError(f"{path}: its environment needs the module {missing[0]!r}, which a file alone cannot make us import",
+                              expected=" ".join(f"--import {module}" for module in missing))
     return found
 
 
@@ -123,9 +206,11 @@ def restore(
     Returns:
         tuple: agent, pipe
     """
-    agent, pipe = build(checkpoint.config, resumes)
+    try: agent, pipe = build(checkpoint.config, resumes)
+    except PipeError: raise
+    except Exception as e: raise CheckpointError(f"what the checkpoint describes cannot be built ({type(e).__name__}: {e})") from e
     try: agent.load_state_dict(checkpoint.agent_state)
-    except (KeyError, RuntimeError, TypeError, ValueError) as e:
+    except Exception as e:
         raise CheckpointError(f"the checkpoint does not fit the agent ({type(e).__name__}: {e})") from e
     return agent, pipe
 
@@ -140,12 +225,17 @@ def resume(
         folder: folder of a run that has a checkpoint
         steps: new total number of steps; None: as before
     """
-    found, folder = load_run(folder), Path(folder)
-    if not folder.is_dir(): folder = folder.parent
-    config = dict(found.config, steps=steps or found.config["steps"])
-    counters = dict(found.counters, resumes=found.counters["resumes"] + 1)
-    if counters["steps"] >= config["steps"]:
-        raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
-    agent, pipe = restore(found._replace(config=config), counters["resumes"])
-    _write_config(folder, config)
-    return Run(folder, config, agent, pipe, counters)
+    path, folder = Path(folder), Path(folder) if Path(folder).is_dir() else Path(folder).parent
+    if path.exists(): lock(folder)
+    try:
+        found = load_run(path)
+        config = dict(found.config, steps=steps or found.config["steps"])
+        counters = dict(found.counters, resumes=found.counters["resumes"] + 1)
+        if counters["steps"] >= config["steps"]:
+            raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
+        agent, pipe = restore(found._replace(config=config), counters["resumes"])
+        _write_config(folder, config)
+        return Run(folder, config, agent, pipe, counters)
+    except BaseException:
+        unlock(folder)
+        raise

@@ -5,10 +5,10 @@
 # %% ../nbs/07_train.ipynb #0117ae94
 from __future__ import annotations
 
-import signal, threading
+import os, signal, threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any
 
 import torch
@@ -20,23 +20,57 @@ from .pipes import torchdata
 from .pipes.errors import DataError
 from .pipes.workers.reading import ProcessReading
 from .progress import Progress
-from .runs import Run
+from .runs import Run, unlock
 
 # %% auto #0
-__all__ = ['uninterrupted', 'train']
+__all__ = ['STOP_SIGNALS', 'Stopped', 'stop_signals', 'uninterrupted', 'train']
 
 # %% ../nbs/07_train.ipynb #1e181bad
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+class Stopped(KeyboardInterrupt):
+    "A signal asks the process to end: Ctrl-C, or what schedulers, containers and closing terminals send. `args` is its number."
+
+
+def _handlers(wanted: Callable) -> dict:
+    "Signal -> handler, for those of `STOP_SIGNALS` whose handler is `wanted`; empty outside the main thread."
+    if threading.current_thread() is not threading.main_thread(): return {}
+    return {s: handler for s in STOP_SIGNALS if wanted(handler := signal.getsignal(s))}
+
+
+@contextmanager
+def stop_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP do in the block what Ctrl-C does: raise an exception, here `Stopped`. What is ignored (`nohup`) stays so.
+
+    Only the first signal counts. Those that follow within 10 seconds express the same wish, and must not interrupt the saving.
+    """
+    owner, counted = os.getpid(), []
+
+    def stop(number, frame):
+        if os.getpid() != owner:  # a process that was forked from this one ends as if there were no handler
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif not counted or monotonic() - counted[-1] > 10:
+            counted.append(monotonic())
+            raise Stopped(number)
+
+    before = _handlers(lambda handler: handler not in (signal.SIG_IGN, None))
+    for s in before: signal.signal(s, stop)
+    try: yield
+    finally:
+        for s, handler in before.items(): signal.signal(s, handler)
+
+
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    "Delay Ctrl-C (SIGINT) until the end of the block. Outside the main thread, which alone receives it, do nothing."
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    received = []
-    handler = signal.signal(signal.SIGINT, lambda *args: received.append(args))
+    "Delay Ctrl-C (SIGINT), SIGTERM and SIGHUP until the end of the block, where Python handles them. Only the main thread receives them."
+    handlers, received = _handlers(callable), []
+    for s in handlers: signal.signal(s, lambda *args: received.append(args))
     try: yield
-    finally: signal.signal(signal.SIGINT, handler)
-    if received and callable(handler): handler(*received[-1])
+    finally:
+        for s, handler in handlers.items(): signal.signal(s, handler)
+    if received: handlers[received[0][0]](*received[0])
 
 # %% ../nbs/07_train.ipynb #c1e054ea
 def _evaluation(run: Run) -> AbstractContextManager:
@@ -114,10 +148,9 @@ def train(
               _reading(run) as (batches, health)):
             updates.start_clock()
             for batch in batches:
-                evaluated = evaluation.poll() if evaluation else []
                 with uninterrupted():
                     updates.is_whole = False
-                    record = updates.update(batch, health, evaluated)
+                    record = updates.update(batch, health, evaluation.poll() if evaluation else [])
                     writer.write(record)
                     bar.update(record)
                     updates.is_whole = True
@@ -134,3 +167,4 @@ def train(
     finally:
         torch.set_num_threads(threads)
         if updates.is_whole: run.save()
+        unlock(run.folder)

@@ -1,4 +1,5 @@
 "Checkpoints: bit-exact round trips, atomic writes, and files that are no checkpoint."
+import base64
 import os
 import pickle
 import signal
@@ -122,6 +123,37 @@ def test_truncated(keep, tmp_path):
     with pytest.raises(CheckpointError, match="damaged, or not a checkpoint"): load_checkpoint(tmp_path/"c")
 
 
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_mutilated_anywhere(data, tmp_path_factory):
+    "Bits that flipped, bytes that are missing, doubled or exchanged: always one class of error."
+    path = tmp_path_factory.getbasetemp()/"mutilated"
+    save_checkpoint(path, Agent(dict(w=torch.arange(10.), n=3)), dict(env="Toy"), dict(steps=1))
+    whole = path.read_bytes()
+    i, j = sorted((data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, len(whole) - 1))))
+    bit = 1 << data.draw(st.integers(0, 7))
+    harmed = data.draw(st.sampled_from([
+        whole[:i] + bytes([whole[i] ^ bit]) + whole[i + 1:], whole[:i] + whole[j + 1:], whole[:j] + whole[i:],
+        whole[:i] + bytes(j - i) + whole[j:], whole[:i] + bytes([bit])*(j - i + 1) + whole[j + 1:]]))
+    path.write_bytes(harmed)
+    if harmed == whole: assert load_checkpoint(path).counters == dict(steps=1)
+    else:
+        with pytest.raises(CheckpointError): load_checkpoint(path)
+
+
+OLD_FILE = (  # of format 1, as it was written before there was a checksum
+    "MAEAAAAAAAB7Il9fbWV0YWRhdGFfXyI6eyJjb25maWciOiJ7XCJkaWN0XCI6IFtbXCJlbnZcIiwgXCJUb3lcIl1dfSIsImNvdW50ZXJzIjoie1wiZGljdFwi"
+    "OiBbW1wic3RlcHNcIiwgMV1dfSIsInJvbGxwaXBlX2NoZWNrcG9pbnQiOiIxIiwiYWdlbnQiOiJ7XCJkaWN0XCI6IFtbXCJ3XCIsIHtcInRlbnNvclwiOiBc"
+    "ImFnZW50LndcIn1dLCBbXCJuXCIsIHtcImxpc3RcIjogWzEsIG51bGwsIHtcImZsb2F0XCI6IFwiaW5mXCJ9XX1dXX0ifSwiYWdlbnQudyI6eyJkdHlwZSI6"
+    "IkYzMiIsInNoYXBlIjpbNl0sImRhdGFfb2Zmc2V0cyI6WzAsMjRdfX0gAAAAAAAAgD8AAABAAABAQAAAgEAAAKBA")
+
+
+def test_a_file_of_the_first_format_is_read(tmp_path):
+    (tmp_path/"c").write_bytes(base64.b64decode(OLD_FILE))
+    config, counters, state = load_checkpoint(tmp_path/"c")
+    assert (config, counters) == (dict(env="Toy"), dict(steps=1)) and same(state, dict(w=torch.arange(6.), n=[1, None, float("inf")]))
+
+
 class Bomb:
     def __reduce__(self): return os._exit, (7,)
 
@@ -134,7 +166,8 @@ META = dict(rollpipe_checkpoint="1", config='{"dict": []}', counters='{"dict": [
     (pickle.dumps(Bomb()), "not a checkpoint"),
     (save(dict(w=torch.ones(2))), "not made by rollpipe.*no metadata"),
     (save(dict(w=torch.ones(2)), metadata=dict(format="pt")), "not made by rollpipe.*format"),
-    (save({}, metadata=dict(META, rollpipe_checkpoint="2")), "newer.*got 2"),
+    (save({}, metadata=dict(META, rollpipe_checkpoint="3")), "newer.*got 3"),
+    (save({}, metadata=dict(META, rollpipe_checkpoint="2")), "damaged.*checksum None"),
     (save({}, metadata=dict(META, rollpipe_checkpoint="soon")), "newer.*got soon"),
     (save({}, metadata=META), "damaged metadata.*agent"),
     (save({}, metadata=dict(META, agent='{"tensor": "w"}')), "damaged metadata"),
@@ -161,6 +194,41 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch
     with pytest.raises(OSError, match="No space"): save_checkpoint(tmp_path/"c", Agent({}), {}, dict(steps=2))
     assert load_checkpoint(tmp_path/"c").counters == dict(steps=1)
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_the_error_of_a_full_disk_names_the_file(tmp_path):
+    "A limit of the file size stands for the full disk: the system refuses to write."
+    code = ("import os, resource, sys; from rollpipe.agents.checkpoint import write_atomically; from rollpipe.logs import MetricWriter\n"
+            "writer = MetricWriter(sys.argv[1], tensorboard=False)\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+            "for write in (lambda: write_atomically(sys.argv[1] + '/c', bytes(1000)),\n"
+            "              lambda: [writer.write(dict(steps=1)) for _ in range(100)]):\n"
+            "    try: write()\n"
+            "    except OSError as e: print(e)\n"
+            "sys.stdout.flush(); os._exit(0)\n")
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=120)
+    of_checkpoint, of_metrics = done.stdout.splitlines()
+    assert f"{tmp_path}/c'" in of_checkpoint and "File too large" in of_checkpoint
+    assert f"{tmp_path}/metrics." in of_metrics and "File too large" in of_metrics
+    assert {p.name for p in tmp_path.iterdir()} == {"metrics.jsonl", "metrics.csv"}
+
+
+def test_no_link_is_followed(tmp_path, monkeypatch):
+    "Whoever may make files in the folder, and guesses the name of the temporary file, cannot direct the write elsewhere."
+    victim = tmp_path/"victim"
+    victim.write_text("precious")
+    monkeypatch.setattr("secrets.token_hex", lambda n: "guessed")
+    (tmp_path/".c.guessed.tmp").symlink_to(victim)
+    with pytest.raises(FileExistsError): write_atomically(tmp_path/"c", b"data")
+    assert victim.read_text() == "precious" and not (tmp_path/"c").exists()
+
+
+def test_two_processes_with_one_number_do_not_share_a_temporary_file(tmp_path, monkeypatch):
+    "In containers every process may have the number 1."
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    (tmp_path/".c.1.tmp").write_bytes(b"of somebody else")
+    write_atomically(tmp_path/"c", b"data")
+    assert (tmp_path/"c").read_bytes() == b"data" and (tmp_path/".c.1.tmp").read_bytes() == b"of somebody else"
 
 
 def test_killed_while_writing(tmp_path):

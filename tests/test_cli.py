@@ -2,6 +2,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,9 +16,11 @@ import torch
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import METRICS
 from rollpipe.cli import build_parser, main
+from rollpipe.commands import RUN_OPTIONS, config_from
 from rollpipe.logs import read_metrics
 from rollpipe.algorithms import ALGORITHMS, options_for
 from rollpipe.config import build, make_config
+from rollpipe.pipes.errors import DataError
 from rollpipe.runs import discard, load_run, restore, resume, start
 from rollpipe.train import train
 
@@ -241,6 +244,30 @@ def test_the_defaults_of_the_command_line_are_those_of_the_signatures(algorithm)
     assert make_config(algorithm, "CartPole-v1")["options"].keys() == {o.name for o in options_for(algorithm)}
 
 
+@pytest.mark.parametrize("algorithm, flag, name", [
+    ("ppo", "--target-kl", "target_kl"), ("ppo", "--max-grad-norm", "max_grad_norm"), ("ppo", "--critic-lr", "critic_lr"),
+    ("dqn", "--huber", "huber"), ("dqn", "--tau", "tau"), ("dqn", "--beta-steps", "beta_steps"), ("dqn", "--encoder", "encoder"),
+    ("dqn", "--path", "path"), ("trpo", "--vector", "vector")])
+@pytest.mark.parametrize("word", ["none", "None"])
+def test_none_can_be_typed_where_the_annotation_allows_it(algorithm, flag, name, word):
+    args = build_parser().parse_args(["train", algorithm, "CartPole-v1", flag, word])
+    config = config_from(args)
+    assert config["options"][name] is None
+    build(config)
+
+
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+def test_every_default_is_what_its_annotation_allows(algorithm):
+    for option in options_for(algorithm) + RUN_OPTIONS: option.check(option.default)
+
+
+@pytest.mark.parametrize("algorithm, options, told", [
+    ("ppo", dict(target_kl="abc"), "--target-kl.*float or none, got 'abc'"), ("ppo", dict(epochs=2.5), "--epochs.*int, got 2.5"),
+    ("dqn", dict(huber=True), "--huber"), ("trpo", dict(hidden=(8, "x")), "--hidden"), ("trpo", dict(hidden=8), "--hidden")])
+def test_options_are_checked_without_a_command_line_as_well(algorithm, options, told):
+    with pytest.raises(DataError, match=told): make_config(algorithm, "CartPole-v1", options)
+
+
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 MISTAKES = [
@@ -252,6 +279,13 @@ MISTAKES = [
     ("train trpo Pendulum-v1 --gamma x", "--gamma: invalid float value: 'x'"),
     ("train trpo Pendulum-v1 --steps 1.5", "--steps: invalid int value: '1.5'"),
     ("train trpo Pendulum-v1 --hidden 8,x", "--hidden"),
+    ("train ppo Pendulum-v1 --target-kl abc", "--target-kl: invalid float or none value: 'abc'"),
+    ("train trpo Pendulum-v1 --critic-lr fast", "--critic-lr: invalid float or none value: 'fast'"),
+    ("train dqn CartPole-v1 --tau abc", "--tau: invalid float or none value: 'abc'"),
+    ("train dqn CartPole-v1 --beta-steps many", "--beta-steps: invalid int or none value: 'many'"),
+    ("train ppo CartPole-v1 --encoder conv", "--encoder: invalid dict or none value: 'conv'"),
+    ("train trpo CartPole-v1 --std wrong", "'free', 'fixed' or 'state', got 'wrong'"),
+    ("train trpo Pendulum-v1 --steps 1x", "--steps: invalid int value"),
     ("train trpo Pendulum-v1 --steps 0", "steps.*at least 1, got 0"),
     ("train trpo Pendulum-v1 --seed -1", "seed.*at least 0, got -1"),
     ("train trpo Pendulum-v1 --n-steps 0", "n_steps >= 1"),
@@ -310,6 +344,23 @@ def test_checkpoint_that_does_not_fit_the_agent(run, capsys):
     assert "does not fit the agent" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("harm", [
+    dict(options=dict(n_envs=10**9)), dict(options=dict(lanes=10**6)),
+    dict(options=dict(n_steps=10**9)), dict(options=dict(hidden=[300_000])),
+    dict(options=dict(hidden=[-1])), dict(options=dict(gamma="x")), dict(options=dict(encoder=dict(a=1))), dict(options=dict(n_envs=None)),
+    dict(seed="x"), dict(seed=-1), dict(steps=None), dict(threads=0), dict(env=5), dict(env_kwargs=[1]), dict(env_kwargs=dict(nonsense=1)),
+    dict(imports=5), dict(algorithm=[1]), dict(options=None)], ids=str)
+def test_a_stored_configuration_is_checked_before_anything_is_built(harm, run, monkeypatch, capsys):
+    found = load_run(run)
+    class Same: state_dict = lambda self: found.agent_state
+    options = {**found.config["options"], **harm["options"]} if harm.get("options") else harm.get("options", found.config["options"])
+    save_checkpoint(run/"checkpoint.safetensors", Same(), {**found.config, **harm, "options": options}, found.counters)
+    for words in (("evaluate", run), ("train", "--resume", run, "--steps", 10**6)):
+        assert rollpipe(*words) == 2
+        err = capsys.readouterr().err
+        assert "Traceback" not in err and err.count("\n") == 1
+
+
 # -- a process of its own ----------------------------------------------------------------------------------------------
 
 def process(*words, **kwargs):
@@ -326,6 +377,22 @@ def wait_for(condition, child):
 
 
 def lines(path): return path.read_text().count("\n") if path.is_file() else 0
+
+
+def test_two_trainings_do_not_share_a_folder(tmp_path, capsys):
+    "The second one is refused, with whatever it is started. A process that is killed leaves no lock, not even if its workers live on."
+    run = tmp_path/"run"
+    words = ["train", "trpo", "CartPole-v1", "--steps", 10**8, "--out", run, "--lanes", 2, "--workers", 2, "--checkpoint-every", 1, *SMALL]
+    with process(*words) as child:
+        wait_for(lambda: lines(run/"metrics.jsonl") >= 2, child)
+        for others in (["--resume", run], [*words[1:], "--overwrite"]):
+            assert rollpipe("train", *others, "--quiet", "--no-tensorboard") == 2
+            assert re.search(f"another process is training in .*process {child.pid}", capsys.readouterr().err)
+        child.kill()
+        child.communicate()
+    steps = load_run(run).counters["steps"] + 1
+    assert rollpipe("train", "--resume", run, "--steps", steps, "--quiet", "--no-tensorboard") == 0
+    assert not (run/"lock").exists()
 
 
 @pytest.mark.parametrize("n_records", [1, 7])
@@ -345,6 +412,54 @@ def test_ctrl_c_saves_and_leaves_cleanly(tmp_path, n_records):
     assert len(read_metrics(run)["steps"]) == len(metrics["steps"]) + 1
 
 
+@pytest.mark.parametrize("numbers", [("SIGTERM",), ("SIGHUP",), ("SIGINT", "SIGINT"), ("SIGHUP", "SIGTERM", "SIGINT")], ids="-".join)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_schedulers_containers_and_terminals_send_saves_and_leaves(tmp_path, numbers, workers):
+    run, numbers = tmp_path/"run", [getattr(signal, name) for name in numbers]
+    words = ["train", "trpo", "CartPole-v1", "--steps", 10**8, "--out", run, "--checkpoint-every", 10**6, "--lanes", 2,
+             "--workers", workers, *SMALL]
+    with process(*words, start_new_session=True) as child:
+        wait_for(lambda: lines(run/"metrics.jsonl") >= 2, child)
+        for number in numbers:  # a terminal sends it to the workers, too
+            os.killpg(child.pid, number) if number != signal.SIGTERM else child.send_signal(number)
+            time.sleep(.05)
+        out, err = child.communicate(timeout=120)
+    assert child.returncode == 128 + numbers[0], err
+    assert "Traceback" not in err and f"--resume {run}" in err
+    assert load_run(run).counters["steps"] == read_metrics(run)["steps"][-1]
+
+
+@pytest.mark.parametrize("name, code", [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
+def test_what_is_stopped_before_its_first_update_can_be_started_again(tmp_path, name, code):
+    run = tmp_path/"run"
+    words = ["train", "trpo", "CartPole-v1", "--n-steps", 10**6, "--out", run, "--quiet", "--no-tensorboard"]
+    with process(*words) as child:
+        wait_for((run/"metrics.jsonl").exists, child)
+        child.send_signal(getattr(signal, name))
+        out, err = child.communicate(timeout=120)
+    assert child.returncode == code and "Traceback" not in err, err
+    assert not run.exists()
+
+
+def test_what_is_killed_before_its_first_update_can_be_resumed(tmp_path):
+    run = start(tmp_path/"run", tiny("trpo"))
+    train(resume(run.folder), progress=False, tensorboard=False)
+    assert load_run(run.folder).counters["steps"] == 256
+
+
+def test_nohup_is_respected(tmp_path):
+    run = tmp_path/"run"
+    words = ["train", "trpo", "CartPole-v1", "--steps", 10**8, "--out", run, *SMALL]
+    with process(*words, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as child:
+        wait_for(lambda: lines(run/"metrics.jsonl") >= 1, child)
+        child.send_signal(signal.SIGHUP)
+        n = lines(run/"metrics.jsonl")
+        wait_for(lambda: lines(run/"metrics.jsonl") >= n + 2, child)
+        child.send_signal(signal.SIGTERM)
+        child.communicate(timeout=120)
+    assert child.returncode == 143
+
+
 def test_killed_run_resumes_from_its_last_checkpoint(tmp_path):
     run = tmp_path/"run"
     words = ["train", "trpo", "CartPole-v1", "--steps", 10**8, "--out", run, "--checkpoint-every", 3, *SMALL]
@@ -362,6 +477,34 @@ def test_output_that_nobody_reads():
     with process("graph", "trpo", "CartPole-v1") as child:
         child.stdout.close()
         assert child.stderr.read() == "" and child.wait() == 0
+
+
+ISLAND = """
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+gymnasium.register("Island-v0", CartPoleEnv, max_episode_steps=20)
+"""
+
+
+def script(folder, *words):
+    "Run the command as an installed script does, whose own folder is on the path instead of the current one."
+    code = "import sys; sys.path.remove(''); from rollpipe.cli import main; sys.exit(main())"
+    package = str(Path(__file__).resolve().parents[1])
+    return subprocess.run([sys.executable, "-c", code, *map(str, words)], cwd=folder, text=True, capture_output=True, timeout=300,
+                          env=dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=package))
+
+
+@pytest.mark.parametrize("words", [("Island-v0", "--import", "island"), ("island:Island-v0",)], ids=["import", "in the id"])
+def test_the_printed_command_evaluates_where_a_module_was_needed(words, tmp_path):
+    "Also: the module is found in the current folder."
+    (tmp_path/"island.py").write_text(ISLAND)
+    trained = script(tmp_path, "train", "trpo", *words, "--steps", 128, "--out", "my run", *SMALL)
+    assert trained.returncode == 0, trained.stderr
+    command = trained.stdout.splitlines()[-1].partition("rollpipe ")[2]
+    evaluated = script(tmp_path, *shlex.split(command), "--episodes", 1)
+    assert evaluated.returncode == 0 and evaluated.stdout.startswith("return "), evaluated.stderr
+    without = script(tmp_path, "evaluate", "my run")
+    assert without.returncode == 2 and "--import island" in without.stderr
 
 
 def test_version_and_bare_command(capsys):

@@ -17,7 +17,7 @@ from toys import Counting, Learning, Ledger, Lively, Plain, Shaky
 
 from rollpipe.agents.trpo import TRPO
 from rollpipe.layers import Critic, GaussianPolicy
-from rollpipe.pipes import (DataError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, Minibatcher, PipeError,
+from rollpipe.pipes import (DataError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, Minibatcher,
                             ProcessReading, WorkerError, bump_version, on_policy, rollouts)
 from rollpipe.pipes.graph import nodes
 from rollpipe.pipes.torchdata import DataLoader2, InProcessReadingService, ReadingServiceInterface
@@ -319,8 +319,7 @@ def test_affinity():
     found = stream(cores, ProcessReading(2, affinity=[mine[0], mine[-2:]]), 2, lanes=2)
     assert [int(f.actor["cores"][0, 0]) for f in found] == [2 ** mine[0], sum(2 ** k for k in mine[-2:])]
     assert sorted(os.sched_getaffinity(0)) == mine
-    with pytest.raises((OSError, PipeError)) as told: stream(cores, ProcessReading(1, affinity=[4096]), 2, lanes=2)
-    assert "worker 0" in str(told.value.__cause__)
+    with pytest.raises(DataError, match="leaf affinity.*got 4096"): stream(cores, ProcessReading(1, affinity=[4096]), 2, lanes=2)
 
 
 # --- the life of a loader
@@ -639,3 +638,8 @@ if len(sys.argv) > 1: raise ZeroDivisionError
 """))
     assert code == 0 and err == "", err
     assert not any(os.path.exists(f"/proc/{pid}") for pid in out.split())
+
+
+@pytest.mark.parametrize("affinity", [[999], [{0, 999}], [0, 999], [[]], ["gpu"], ["cuda:99"], [None], [0.5]])
+def test_cores_and_devices_that_are_not_there_are_named_before_anything_starts(affinity):
+    with pytest.raises(DataError, match="ProcessReading, leaf affinity: no such cores or device"): ProcessReading(2, affinity=affinity)

@@ -19,8 +19,8 @@ from .mlp import linear, orthogonal_linear
 from ..pipes.errors import SpaceError
 
 # %% auto #0
-__all__ = ['CategoricalHead', 'center_and_half_range', 'ClampedStd', 'GaussianHead', 'MultiCategoricalHead', 'BernoulliHead',
-           'JointHead', 'head_for']
+__all__ = ['CategoricalHead', 'center_and_half_range', 'ClampedStd', 'check_std', 'GaussianHead', 'MultiCategoricalHead',
+           'BernoulliHead', 'JointHead', 'head_for']
 
 # %% ../../nbs/layers/05_heads.ipynb #b7790219
 class CategoricalHead(nn.Module):
@@ -55,6 +55,11 @@ class ClampedStd(nn.Module):
         return nn.functional.softplus(linear(self._modules['linear'], x)).clamp(self.low, self.high)
 
 # %% ../../nbs/layers/05_heads.ipynb #b4f36744
+def check_std(std: str) -> None:
+    "Raise `ValueError` for an unknown kind of standard deviation."
+    if std not in ('free', 'fixed', 'state'): raise ValueError(f"Expected std 'free', 'fixed' or 'state', got {std!r}")
+
+
 class GaussianHead(nn.Module):
     """Features `[..., n_in]` -> `GaussianParams` `[..., *shape]` in the units of the action.
 
@@ -80,8 +85,7 @@ class GaussianHead(nn.Module):
                  std: str = 'free',     # standard deviation: 'free' (a parameter), 'fixed', or 'state' (from the features, by `ClampedStd`)
     ):
         super().__init__()
-        if std not in ('free', 'fixed', 'state'):
-            raise ValueError(f"Expected std 'free', 'fixed' or 'state', got {std!r}")
+        check_std(std)
         self.dist, n = Gaussian(shape), prod(shape)
         center, half_range = center_and_half_range(self.dist.shape, low, high)
         self.mean = orthogonal_linear(n_in, n, 0.01)
@@ -152,7 +156,7 @@ def head_for(
 ) -> nn.Module:
     """A head for an action space: Discrete, MultiDiscrete, MultiBinary, Box of floats (any shape), or Dict and Tuple of them.
 
-    Raises `SpaceError`, which names the part of the space that is not supported.
+    Raises `SpaceError`, which names the part of the space that is not supported, and `ValueError` for an unknown `std`.
 
     Args:
         space: action space
@@ -160,6 +164,7 @@ def head_for(
         name: what error messages call the space
         **gaussian: `std` and `log_std` of every `GaussianHead`
     """
+    check_std(gaussian.get('std', 'free'))
     if isinstance(space, gym.spaces.Dict):
         return JointHead({k: head_for(s, n_in, f'{name}[{k!r}]', **gaussian) for k, s in space.spaces.items()})
     if isinstance(space, gym.spaces.Tuple):

@@ -8,6 +8,7 @@ __all__ = ['rollouts', 'on_policy', 'replayed']
 # %% ../../nbs/pipes/25_recipes.ipynb #d73c9087
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,7 @@ def replayed(
     alpha: float = 0.6,              # exponent of the priorities; 0: uniform
     beta: float = 0.4,               # exponent of the importance weights; 1: they correct the bias of prioritized sampling fully
     zero_state: bool = False,        # segments begin with a recurrent state of zeros, not with the stored ones
-    path: Any = None,                # a folder for the steps; None: in memory
+    path: str | Path | None = None,  # a folder for the steps; None: in memory
     edits: Sequence[Callable] = (),  # functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
     **kwargs: Any,
 ) -> IterDataPipe:

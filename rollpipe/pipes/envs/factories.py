@@ -77,7 +77,7 @@ class EnvFactory:
     def __call__(self, seed: int | None = None) -> Any:
         try:
             # gymnasium's own checker checks only the first step; `EnvBatch` checks every step.
-            if isinstance(self.source, str): env = gym.make(self.source, disable_env_checker=True, **self.env_kwargs)
+            if isinstance(self.source, str): env = gym.make(self.source, **{'disable_env_checker': True, **self.env_kwargs})
             else: env = self.source(seed=seed) if self.takes_seed else self.source()
         except Exception as e:
             raise EnvError(f"the environment could not be made: {type(e).__name__}: {e}", env=self.name) from e

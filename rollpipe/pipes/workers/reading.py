@@ -21,6 +21,7 @@ from ..lanes import GlobalRandomStates, Lanes
 from ..pipe import trait
 from ..torchdata import IterDataPipe
 from .coordinator import Coordinator
+from .members import check_affinity
 from .process import start_method_for
 
 # %% ../../../nbs/pipes/30_workers/13_reading.ipynb #a8508afe
@@ -119,6 +120,7 @@ def _check_options(options):
             ('spin', lambda x: is_number(x) and x >= 0, "seconds >= 0")):
         x = getattr(options, name)
         if not is_allowed(x): raise DataError("out of range", pipe='ProcessReading', leaf=name, expected=expected, got=describe(x))
+    check_affinity(options.affinity)
     start_method_for(options.start_method, options.worker_threads)
 
 # %% ../../../nbs/pipes/30_workers/13_reading.ipynb #5d0f2107

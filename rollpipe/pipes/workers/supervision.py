@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import WorkerError
 from .members import Member
-from .process import WorkerProcess
+from .process import WorkerNotStarted, WorkerProcess
 from .remote_errors import log
 
 # %% ../../../nbs/pipes/30_workers/11_supervision.ipynb #5d0f1f05
@@ -62,7 +62,7 @@ class Supervision:
 
     def allow_restart(self, member: Member, error: WorkerError) -> None:
         "Count and log the restart of a member that died with this error. Raises the error if no further restart is allowed."
-        if member.sent: error.problem += f" while it collected lane {member.sent[0].lane}"
+        if member.sent and not isinstance(error, WorkerNotStarted): error.problem += f" while it collected lane {member.sent[0].lane}"
         error.locate(lane=', '.join(map(str, member.lanes)))
         if self.restarts >= self.options.restart: raise error
         self.restarts += 1
