@@ -155,6 +155,17 @@ def test_unsupported_spaces(name, space, path):
             "Expected Box, Discrete", f"got {inner}")
 
 
+@pytest.mark.parametrize("space, path", [(Dict({}), ""), (Tuple(()), ""), (Dict(a=Discrete(2), b=Dict({})), "['b']"),
+                                         (Tuple((Discrete(2), Tuple(()))), "[1]")], ids=str)
+@pytest.mark.parametrize("name", ["observation_space", "action_space"])
+def test_empty_spaces(name, space, path):
+    "Nothing can be observed, and an empty part of an action would leave no action at all."
+    class Empty(Counting): pass
+    setattr(Empty, name, space)
+    failure(SpaceError, EnvStepper(Empty, Plain()), "EnvStepper, lane 0, environment 0 (Empty)", f"leaf {name}{path}:", "empty",
+            "Expected", "at least one", "got")
+
+
 # --- environments that fail
 
 def boom(*_): raise ValueError("boom")
