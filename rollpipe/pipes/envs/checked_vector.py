@@ -90,7 +90,7 @@ class CheckedVector:
     def reset_some(self, mask: np.ndarray, step: StepBuffer) -> None:
         "Write first observations of the environments `mask` `[B]` into `step`; the others go on."
         obs, _ = self._call('reset', options=dict(reset_mask=mask.copy()))
-        obs = main_memory('obs', lambda: read_obs(obs, self.like))
+        obs = main_memory('obs', lambda: read_obs(obs, self.like, batch=True))
         for buffer, leaf in zip(step.leaves, nested.leaves(obs)): buffer[mask] = leaf[mask]
 
     def step(self,
