@@ -382,6 +382,24 @@ def test_rewards_that_are_numbers(value):
     assert tick.next.rew.dtype == np.float32 and tick.next.rew.tolist() == [float(value)]
 
 
+# --- ends of episodes
+
+@pytest.mark.parametrize("value, got", [
+    ("False", "False"), ("", "''"), (nan, "nan"), (np.float32(nan), "nan"), ([False], "[False]"), ([], "[]"), (None, "None"), (2, "2"),
+    (.5, "0.5"), (np.array([True]), "bool [1]"), (np.zeros(2), "float64 [2]"), ({}, "{}"), (gym, "gymnasium")],
+    ids=lambda x: "module" if x is gym else repr(x))
+@pytest.mark.parametrize("name, leaf", [("term", "terminated"), ("trunc", "truncated")])
+def test_ends_that_are_neither_true_nor_false(name, leaf, value, got):
+    failure(EnvError, stepper(tampered(**{name: lambda _: value})), *WHO, f"leaf {leaf}", "Expected True or False", "got", got)
+
+
+@pytest.mark.parametrize("value", [True, np.True_, 1, 1., np.int8(1), np.array(True), torch.tensor(True),
+                                   False, np.False_, 0, 0., np.int8(0), np.array(False), torch.tensor(False)], ids=repr)
+def test_ends_that_are_true_or_false(value):
+    [tick] = islice(EnvStepper(tampered(when=1, term=lambda _: value, trunc=lambda _: np.False_), Plain()), 1)
+    assert tick.term.tolist() == [bool(value)] and tick.next.fin.tolist() == [bool(value)]
+
+
 # --- actors
 
 class Answers(Plain):
