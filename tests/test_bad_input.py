@@ -400,6 +400,38 @@ def test_ends_that_are_true_or_false(value):
     assert tick.term.tolist() == [bool(value)] and tick.next.fin.tolist() == [bool(value)]
 
 
+# --- infos
+
+def endless(kind):
+    "A dict, or a list, that contains itself."
+    x = {} if kind is dict else []
+    if kind is dict: x["me"] = x
+    else: x.append(x)
+    return x
+
+
+@pytest.mark.parametrize("value, got", [(None, "None"), ([], "[]"), ([("x", 1)], "'x'"), ("info", "info"), (3, "3")], ids=repr)
+@pytest.mark.parametrize("when", [1, 3])
+@pytest.mark.parametrize("options", [{}, dict(info_keys=[])], ids=["all", "none"])
+def test_infos_that_are_no_dicts(value, got, when, options):
+    source = tampered(when=when, info=lambda _: value)
+    failure(EnvError, stepper(source, **options), *WHO, "leaf info", "no dict", "Expected a dict", "got", got)
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+@pytest.mark.parametrize("when", [1, 3])
+@pytest.mark.parametrize("key, options", [("count", {}), ("count", dict(info_keys=["count"])), ("new", dict(info_keys=["new"]))])
+def test_an_info_that_contains_itself(kind, when, key, options):
+    source = tampered(when=when, info=lambda info: {**info, key: endless(kind)})
+    failure(EnvError, stepper(source, **options), *WHO, f"leaf info['{key}']", "Expected", "got")
+
+
+def test_any_mapping_is_an_info():
+    class Other(OrderedDict): pass
+    ticks = list(islice(EnvStepper(tampered(when=2, info=Other), Plain()), 3))
+    assert [int(tick.env["count"][0]) for tick in ticks] == [1, 2, 3]
+
+
 # --- actors
 
 class Answers(Plain):

@@ -377,6 +377,12 @@ def nan_in_1(x):
 def boom(x): raise ZeroDivisionError("boom")
 
 
+def endless(infos):
+    me = {}
+    me["me"] = me
+    return {**infos, "count": me}
+
+
 @pytest.mark.parametrize("error, source, parts", [
     (EnvError, broken(obs=nan_in_1), ["lane 0, environment 1 (", "leaf obs: non-finite value"]),
     (EnvError, broken(rew=nan_in_1), ["environment 1 (", "leaf rew: non-finite value"]),
@@ -388,6 +394,9 @@ def boom(x): raise ZeroDivisionError("boom")
     (DataError, broken(obs=lambda x: x[:, :2]), ["leaf obs: wrong shape", "float32 [2, 4]", "[2, 2]"]),
     (EnvError, broken(obs=lambda x: torch.ones(2, 4, requires_grad=True).exp()), ["leaf obs", "no array"]),
     (DataError, broken(obs=lambda x: {"a": x}), ["obs has the wrong structure"]),
+    (EnvError, broken(infos=lambda x: None), ["lane 0", "environment <lambda>", "leaf infos", "no dict", "got None"]),
+    (EnvError, broken(infos=lambda x: [{}, {}]), ["lane 0", "environment <lambda>", "leaf infos", "no dict", "got [{}, {}]"]),
+    (EnvError, broken(infos=lambda x: endless(x)), ["lane 0", "environment <lambda>", "info['count']", "contains itself"]),
     (EnvError, broken(infos=lambda x: {**x, "count": np.zeros((2, 3))}), ["info['count']", "changed their form"]),
 ])
 def test_faults_name_the_place(error, source, parts): fails(error, source, *parts)

@@ -104,6 +104,7 @@ class CheckedVector:
             step: observations, rewards and terminations are written into it
         """
         obs, rew, term, trunc, infos = self._call('step', actions)
+        if not isinstance(infos, dict): raise EnvError("the infos are no dict", leaf='infos', expected="a dict", got=describe(infos))
         self._put(obs, step.leaves)
         step.rew[:] = rew = one_each('reward', rew, self.n, 'biuf')
         np.copyto(step.term, one_each('termination', term, self.n, 'b'))

@@ -6,6 +6,7 @@
 __all__ = ['filler', 'InfoRecorder', 'SingleInfos', 'info_columns', 'VectorInfos']
 
 # %% ../../../nbs/pipes/10_envs/03_infos.ipynb #4daea50e
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,20 @@ def _is_numeric(x):
     return bool(nested.leaves(x)) and all(y.dtype.kind in 'biuf' for y in nested.leaves(x))
 
 
+def _arrays(key, value, env=None):
+    "The info `value` of the environment `env` with arrays for leaves. Raises `EnvError` if it contains itself."
+    try: return nested.map(np.asarray, value)
+    except RecursionError: raise _endless(key, value, env) from None
+
+
+def _endless(key, value, env=None):
+    return EnvError("an info contains itself", env=env, leaf=f"info[{key!r}]", expected="a container of numbers", got=describe(value))
+
+
 def _has_form(x, like):
     "True if `x` consists of numbers in the containers and shapes of `like`."
     try: x = nested.map(np.asarray, x)
-    except (TypeError, ValueError): return False
+    except (TypeError, ValueError, RecursionError): return False
     shapes = [[y.shape for y in nested.leaves(tree)] for tree in (x, like)]
     return _is_numeric(x) and nested.flatten(x)[1] == nested.flatten(like)[1] and shapes[0] == shapes[1]
 
@@ -94,23 +105,29 @@ class SingleInfos(InfoRecorder):
         Args:
             infos: one dict for each environment
         """
+        if {*map(type, infos)} != {dict}: self._check_dicts(infos)
         if self.like is None: self._begin(infos)
         if not self.like: return {}
         return {key: self._column(key, [info.get(key, missing) for info in infos]) for key, missing in self.missing.items()}
 
+    def _check_dicts(self, infos):
+        for b, info in enumerate(infos):
+            if not isinstance(info, Mapping):
+                raise EnvError("the info is no dict", env=b, leaf='info', expected="a dict", got=describe(info))
+
     def _begin(self, infos):
         "Choose what is recorded; of each info, the first environment that has it shows the form."
-        values = {key: value for info in reversed(infos) for key, value in info.items()}
-        arrays = {key: nested.map(np.asarray, value) for key, value in values.items() if self.keys is None or key in self.keys}
+        said = {key: (value, b) for b in reversed(range(self.n)) for key, value in infos[b].items()}
+        arrays = {key: _arrays(key, *x) for key, x in said.items() if self.keys is None or key in self.keys}
         columns = {key: nested.map(lambda x: np.stack([x] * self.n), x) for key, x in arrays.items() if _is_numeric(x)}
-        self.choose(columns, values)
+        self.choose(columns, {key: value for key, (value, _) in said.items()})
         self.missing = {key: nested.map(lambda x: np.full_like(x[0], filler(x)), like) for key, like in self.like.items()}
 
     def _column(self, key, values):
         try:
             if isinstance(self.missing[key], np.ndarray): return self.widened(key, np.array(values))
             return self.widened(key, nested.stack([nested.map(np.asarray, x) for x in values]))
-        except (TypeError, ValueError, EnvError):
+        except (TypeError, ValueError, RecursionError, EnvError):
             b = next((b for b, x in enumerate(values) if not _has_form(x, self.missing[key])), 0)
             raise EnvError("an info changed its form (info_keys chooses what is recorded)", env=b, leaf=f"info[{key!r}]",
                            expected=describe(self.missing[key]), got=describe(values[b])) from None
@@ -128,7 +145,10 @@ def info_columns(
     """
     final = 'final_obs', 'final_info', '_final_obs', '_final_info'
     keys = [k for k in infos if k not in final and not (k.startswith('_') and k[1:] in infos)]
-    columns = {key: _column(infos[key], infos.get(f'_{key}'), n) for key in keys}
+    columns = {}
+    for key in keys:
+        try: columns[key] = _column(infos[key], infos.get(f'_{key}'), n)
+        except RecursionError: raise _endless(key, infos[key]) from None
     return {key: column for key, column in columns.items() if column is not None}
 
 
