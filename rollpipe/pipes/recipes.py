@@ -36,6 +36,7 @@ def rollouts(
     env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make` or `make_vec`
     vector: str | None = None,       # make one vector environment of an id: 'sync', 'async', 'vector_entry_point', 'envpool'
     sticky: bool = False,            # environments whose episode ended rest until the fragment is over
+    terminal_obs: bool = False,      # keep the last observations of terminated episodes too
     device: Any = None,              # where the actor lives, if not on the host; batches are on the host, `ToDevice` moves them
     edits: Sequence[Callable] = (),  # functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
 ) -> IterDataPipe:
@@ -54,11 +55,12 @@ def rollouts(
         env_kwargs: keyword arguments for `gymnasium.make` or `make_vec`
         vector: make one vector environment of an id: 'sync', 'async', 'vector_entry_point', 'envpool'
         sticky: environments whose episode ended rest until the fragment is over
+        terminal_obs: keep the last observations of terminated episodes too
         device: where the actor lives, if not on the host; batches are on the host, `ToDevice` moves them
         edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
     """
     pipe = EnvStepper(env, actor, n_envs, vector=vector, sticky=n_steps if sticky else None, env_kwargs=env_kwargs,
-                      info_keys=info_keys, device=device)
+                      terminal_obs=terminal_obs, info_keys=info_keys, device=device)
     pipe = FragmentStacker(Lanes(FragmentCollector(pipe, n_steps), lanes, seed), lanes)
     for edit in edits:
         pipe = edit(pipe)
@@ -124,6 +126,7 @@ def replayed(
     beta: float = 0.4,               # exponent of the importance weights; 1: they make up for all of the priorities
     zero_state: bool = False,        # segments begin with a recurrent state of zeros, not with the stored ones
     path: Any = None,                # a folder for the steps; None: in memory
+    terminal_obs: bool = True,       # keep the last observations of terminated episodes too
     edits: Sequence[Callable] = (),  # functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
     **kwargs: Any,
 ) -> IterDataPipe:
@@ -146,9 +149,10 @@ def replayed(
         beta: exponent of the importance weights; 1: they make up for all of the priorities
         zero_state: segments begin with a recurrent state of zeros, not with the stored ones
         path: a folder for the steps; None: in memory
+        terminal_obs: keep the last observations of terminated episodes too
         edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
         **kwargs: see `rollouts`
     """
     replay = partial(Replay, capacity=capacity, batch_size=batch_size, n_batches=n_batches, warmup=warmup, length=length,
                      prioritized=prioritized, alpha=alpha, beta=beta, zero_state=zero_state, path=path)
-    return rollouts(env, actor, n_envs=n_envs, n_steps=n_steps, edits=[replay, *edits], **kwargs)
+    return rollouts(env, actor, n_envs=n_envs, n_steps=n_steps, terminal_obs=terminal_obs, edits=[replay, *edits], **kwargs)

@@ -113,7 +113,7 @@ class Step(NamedTuple):
 def next_observations(fragment: Fragment) -> Any:
     """The observations `[T, B, ...]` that each step led to, never one of the next episode.
 
-    Where an episode ended, it is the one in `final`, or if there is none (terminations) the observation before the step.
+    Where an episode ended, it is the one in `final`, or if there is none (a termination without `terminal_obs`) the one before the step.
     """
     t, b, ended = fragment.final.t, fragment.final.b, fragment.state.fin[1:]
     def led_to(x, last):
@@ -273,9 +273,15 @@ class _LaneQueues:
                         seq=torch.full((B,), self.seq - 1))
 
     def _final(self, envs, n, state) -> Final:
-        ends = [(t, b, envs[b][t].next_state) for t in range(n) for b in range(len(envs)) if envs[b][t].truncated]
+        ends = [(t, b, envs[b][t].next_state) for t in range(n) for b in range(len(envs)) if _has_last(envs[b][t])]
         t, b = (torch.tensor([end[i] for end in ends], dtype=torch.int64) for i in (0, 1))
         return Final(t, b, nested.stack([end[2] for end in ends]) if ends else nested.map(lambda x: x[0, :0], state.obs), None)
+
+
+def _has_last(step):
+    "Does `next_state` hold the true last observation of an episode? It repeats `state` if that of a termination was not recorded."
+    if not step.terminated: return bool(step.truncated)
+    return not all(map(torch.equal, nested.leaves(step.state), nested.leaves(step.next_state)))
 
 # %% ../../nbs/pipes/23_steps.ipynb #48175bdc
 class Fragments(Pipe):

@@ -161,9 +161,9 @@ def last_obs(
         like: arrays as announced by the space
     """
     x = nested.map(np.array, read_obs(x, like))
-    for leaf, path in zip(nested.leaves(x), nested.paths(x, 'final obs')):
+    for i, leaf in enumerate(nested.leaves(x)):
         if leaf.dtype.kind == 'f' and not np.isfinite(leaf).all():
-            raise EnvError("non-finite value", leaf=path, expected="finite numbers", got=str(leaf))
+            raise EnvError("non-finite value", leaf=nested.paths(x, 'final obs')[i], expected="finite numbers", got=str(leaf))
     return x
 
 # %% ../../../nbs/pipes/10_envs/02_batch.ipynb #802fe0fd
