@@ -307,7 +307,7 @@ class Batch:
 
     def _check_obs(self, step):
         if (found := self._obs_check.find(step.leaves)) is not None: self._refuse(*found)
-        if (found := self._range_check.find(step.leaves)) is not None: self._refuse_range(*found)
+        if self._range_check.parts and (found := self._range_check.find(step.leaves)) is not None: self._refuse_range(*found)
 
     def _check_final(self, final):
         for b, obs in final.items():
