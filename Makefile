@@ -24,7 +24,7 @@ endif
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint baseline sync notebooks pytest slow bench export update hooks clean
+.PHONY: help setup demo test lint sync notebooks pytest slow bench export update hooks clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -50,10 +50,7 @@ test: lint sync notebooks pytest  ## lint, sync check, notebooks, pytest: what t
 
 lint: $(STAMP)  ## ruff, notebooks included, and the types of the package
 	@$(BIN)/ruff check --quiet .
-	@$(BIN)/basedpyright --pythonpath $(BIN)/python --baselinemode=discard && echo "lint: ok"
-
-baseline: $(STAMP)  ## write the list of known type errors anew, after some were fixed or code has moved
-	@$(BIN)/basedpyright --pythonpath $(BIN)/python --writebaseline
+	@$(BIN)/basedpyright --pythonpath $(BIN)/python && echo "lint: ok"
 
 sync: $(STAMP)  ## notebooks and exported modules agree
 	@$(BIN)/python -m pytest -q tests/test_sync.py

@@ -2,8 +2,8 @@
 
     python benchmarks/collect.py [--envs CartPole-v1 Pendulum-v1 HalfCheetah-v5] [--sizes 1 8 64] [--repeats 5]
 
-On-policy fragments with GAE, T = 128, separate actor and critic MLPs 2x64 tanh, one thread. Two floors, neither with GAE nor
-with any check: the critic asked at every step (what most code does), and once a fragment (what the pipeline does). The runs are
+On-policy fragments with GAE, T = 128, separate actor and critic MLPs 2x64 tanh, one thread. There are two floors, both without GAE and
+without checks: one calls the critic at every step, as most code does, the other once per fragment, as the pipeline does. The runs are
 interleaved.
 """
 import argparse, gc
@@ -59,7 +59,7 @@ def measure(env_id, n_envs, repeats, budget):
 
 
 def installed(env_id) -> bool:
-    "Can the environment be made? Says so if not."
+    "Whether the environment can be made; prints a message if not."
     try: gym.make(env_id).close()
     except gym.error.DependencyNotInstalled as e:
         print(f"{env_id} left out: {e}\n")

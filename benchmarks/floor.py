@@ -8,12 +8,14 @@ HALF_LOG_2PI = 0.5 * float(np.log(2 * np.pi))
 
 
 def mlp(n_in, n_out, hidden=64):
-    "Two tanh layers, as everybody writes them."
+    "A perceptron with two tanh layers."
     return nn.Sequential(nn.Linear(n_in, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, n_out))
 
 
 class Floor:
-    """`B` environments, eager torch, one fragment a call. Records observation, action, reward, both ends, log-probability and value.
+    """A loop over `B` environments in eager torch, which collects one fragment per call.
+
+    It records observation, action, reward, both ends, log-probability and value.
 
     `values` says when the critic is asked: every 'step', as most code does, or once a 'fragment'.
     """

@@ -1,4 +1,4 @@
-"""Peak memory of collecting, and the time of `import rollpipe`, each as a ratio to its floor. Every measurement is a process of its own.
+"""Peak memory of collecting, and the time of `import rollpipe`, each as a ratio to its floor. Every measurement runs in its own process.
 
     python benchmarks/footprint.py [--repeats 5]
 """

@@ -2,8 +2,8 @@
 
     python benchmarks/images.py [--n-envs 8] [--n-steps 128] [--repeats 5]
 
-The floor stores every stack whole, as `gymnasium.wrappers.FrameStackObservation` gives it; the pipeline stores frames, and
-`FrameStack` shows them in stacks. Copies are counted by asking, at each border, whether a frame still lies in the same memory.
+The floor stores every stack whole, as `gymnasium.wrappers.FrameStackObservation` gives it; the pipeline stores frames, and `FrameStack`
+shows them in stacks. To count copies, the benchmark checks after each stage whether a frame is still in the same memory.
 """
 import argparse
 from itertools import islice
@@ -20,7 +20,7 @@ SHAPE, STACK = (84, 84), 4
 
 
 class Pictures(gym.Env):
-    "Random pictures, episodes of 100 steps that are cut off."
+    "Shows random pictures, in episodes that are cut off after 100 steps."
     observation_space, action_space = gym.spaces.Box(0, 255, SHAPE, np.uint8), gym.spaces.Discrete(2)
 
     def look(self):
@@ -61,7 +61,7 @@ def copies(args):
     def make():
         envs.append(Pictures())
         return envs[-1]
-    # what a tick shows lies in the rows of the batch
+    # the observations of a tick are in the rows of the batch
     pipe = Tap(EnvStepper(make, Idle(), 1, seed=0), lambda tick: ticks.append((envs[0].shown, tick.next.obs)))
     pipe = FrameStack(Tap(FragmentCollector(pipe, args.n_steps), lambda f: before.append(f.state.obs)), STACK)
     fragment = next(iter(pipe))

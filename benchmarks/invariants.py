@@ -1,10 +1,10 @@
-"""What `CheckInvariants` costs: its time over fragments as a part of the time in which they were collected.
+"""The cost of `CheckInvariants`: the time that it takes for fragments, as a share of the time for collecting them.
 
     python benchmarks/invariants.py [--fragments 100] [--repeats 5]
 
-On-policy fragments with GAE, T = 128, separate actor and critic MLPs 2x64 tanh, one thread. All checks are on: alignment,
-continuation, likelihood ratio and advantages. The fragments are collected first and then sent through the pipe, so that both
-times are seen apart; processor time. At a rate of 1 % it is to cost under 2 %.
+On-policy fragments with GAE, T = 128, separate actor and critic MLPs 2x64 tanh, one thread. All checks are on: alignment, continuation,
+likelihood ratio and advantages. The fragments are collected first and then sent through the pipe, so that both times are measured
+separately, as processor time. The target is a cost below 2 % at a rate of 1 %.
 """
 import argparse
 from itertools import islice
@@ -20,7 +20,7 @@ T = 128
 
 
 class Kept(Source):
-    "What was collected before."
+    "Yields fragments that were collected before."
     def __init__(self, items): self.items = items
     def stream(self, items): yield from self.items
 

@@ -1,12 +1,12 @@
-"""Learning curves of every algorithm over seeds: how many steps until it is good enough, and for good; a table and a picture.
+"""Learning curves of every algorithm over seeds: a table with the steps until it stays above a threshold, and a picture.
 
     python benchmarks/learning.py [--only cartpole ppo ...] [--seeds 3] [--steps N] [--quick] [--jobs 2] [--out DIR] [--redraw]
 
-Every run is a process of its own, one torch thread, and trains through `rollpipe.train`, with the defaults of the command line unless
-`CASES` says otherwise. Between its updates the greedy policy plays the same fresh episodes, which its training never sees. "Steps
-needed" ends with the first evaluation that reaches the threshold and after which none falls below it; the last score is the mean of 100
-other episodes after the training. DIR gets `learning.json` with the curves and `learning.png`. Runs that are in the JSON already are
-kept, unless they are run again; `--redraw` runs none.
+Every run is its own process with one torch thread, and trains through `rollpipe.train`, with the defaults of the command line unless
+`CASES` says otherwise. Between its updates the greedy policy plays the same fresh episodes, which its training never sees. "Steps needed"
+ends with the first evaluation that reaches the threshold and after which none falls below it; the last score is the mean of 100 other
+episodes after the training. DIR gets `learning.json` with the curves and `learning.png`. Runs that are in the JSON already are kept,
+unless they are run again; `--redraw` runs none.
 """
 import argparse, json, os, statistics, subprocess, sys, tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -37,13 +37,13 @@ TAXI = max((name for name in gym.registry if name.startswith('Taxi-v')), key=lam
 
 
 class Task(NamedTuple):
-    "What is learnt, and how it is told whether it is."
+    "An environment, and when it counts as learned."
     env: str
     title: str
     enough: float  # mean return of an evaluation
     steps: int
     every: int  # steps between evaluations
-    episodes: int = 20  # of an evaluation
+    episodes: int = 20  # number of episodes of an evaluation
     view: tuple = None  # limits of the picture's y axis
 
 
@@ -59,11 +59,11 @@ class Case(NamedTuple):
     algorithm: str
     options: dict = {}
     run: dict = {}
-    steps: int = None  # instead of the task's
+    steps: int = None  # replaces the steps of the task
 
 
 def q_table(actor, *, lr=.9, gamma=.9, eps_end=.05, eps_steps=50_000, seed=0):
-    "`QLearning` as the registry wants it: nothing in it is random."
+    "`QLearning` with the signature that the registry needs; it draws nothing at random, so it ignores the seed."
     return QLearning(actor, lr=lr, gamma=gamma, eps_end=eps_end, eps_steps=eps_steps)
 
 
@@ -88,7 +88,7 @@ COLOURS = {
 
 
 class Watched:
-    "An agent that `look(steps)` is told of before its first update and after the first one past every multiple of `every` steps."
+    "An agent that calls `look(steps)` before its first update, and after the first update past every multiple of `every` steps."
     def __init__(self, agent, look, every):
         self.agent, self.look, self.every, self.steps, self.due = agent, look, every, 0, every
         look(0)
@@ -105,7 +105,7 @@ class Watched:
 
 
 def learn(config, every, episodes, edit=lambda pipe: pipe) -> dict:
-    "Train as `config` says, on the edited pipeline: the greedy policy's mean return after so many steps, and at the end."
+    "Train by `config` on the edited pipeline. Returns the mean returns of the greedy policy during the training and at the end."
     env, seed, curve = config['env'], config['seed'], dict(steps=[], returns=[])
     with tempfile.TemporaryDirectory() as folder:
         run = start(folder, config)
@@ -130,8 +130,8 @@ def one(task, name, seed, steps, every, episodes) -> dict:
 
 
 def in_processes(file, jobs, at_once, path):
-    """Let `file` print a line of JSON for each of the `jobs`, in processes of their own, and write them to `path`: a list, in which they
-    replace runs of the same task, name and seed. Returns that list."""
+    """Run `file` in a process for each of the `jobs`, read the line of JSON that it prints, and add it to the list in `path`, where it
+    replaces a run of the same task, name and seed. Returns that list."""
     runs = json.loads(path.read_text()) if path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -178,7 +178,7 @@ def rows_of(runs):
 def draw(runs, path):
     """The picture: for each task the median of the seeds, with a band from the least to the greatest.
 
-    It ends a while after the last run is good enough for good: what is cut off is above the threshold.
+    It ends a while after the last run has reached the threshold for good: everything that is cut off is above the threshold.
     """
     import matplotlib
     matplotlib.use('Agg')
@@ -205,7 +205,7 @@ def _panel(ax, task, groups):
     for name, runs in groups.items():
         steps, returns = align([(run['steps'], run['returns']) for run in runs])
         ax.fill_between(steps / 1000, returns.min(0), returns.max(0), color=COLOURS[name], alpha=.13, lw=0)
-        # NPG is TRPO wherever no step had to be shortened: it has to be seen below it
+        # NPG equals TRPO as long as no step is shortened, so both lines must be visible
         ax.plot(steps / 1000, np.median(returns, 0), color=COLOURS[name], lw=3.2 if name == 'NPG' else 1.4, label=name)
         last = max(last, steps[-1] / 1000)
         settled = max(settled, *((needed(run) or run['steps'][-1]) / 1000 for run in runs))
@@ -217,7 +217,7 @@ def _panel(ax, task, groups):
 
 
 def chosen(only):
-    "The (task, name) that the words of `--only` leave: those of the named tasks, if any is named, by the named algorithms, if any is."
+    "The (task, name) that `--only` selects: the named tasks (all, if none is named) with the named algorithms (all, if none is)."
     plain = lambda name: name.lower().replace(' ', '-')
     names = {plain(name) for cases in CASES.values() for name in cases}
     if unknown := [word for word in map(plain, only) if word not in names | TASKS.keys()]:
@@ -231,11 +231,11 @@ def main():
     args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     args.add_argument('--only', nargs='+', default=[], metavar='WORD', help="tasks (cartpole ...) and algorithms (ppo, v-trace ...)")
     args.add_argument('--seeds', type=int, default=3)
-    args.add_argument('--steps', type=int, help="instead of those of each task")
-    args.add_argument('--quick', action='store_true', help="one seed, a tenth of the steps: does it run?")
-    args.add_argument('--jobs', type=int, default=2, help="runs at the same time")
-    args.add_argument('--out', type=Path, default=ROOT/'runs'/'learning', metavar='DIR', help="for learning.json and learning.png")
-    args.add_argument('--redraw', action='store_true', help="table and picture of what is in DIR")
+    args.add_argument('--steps', type=int, help="number of steps, in place of those of each task")
+    args.add_argument('--quick', action='store_true', help="one seed and a tenth of the steps, to see whether it runs")
+    args.add_argument('--jobs', type=int, default=2, help="number of runs at the same time")
+    args.add_argument('--out', type=Path, default=ROOT/'runs'/'learning', metavar='DIR', help="folder of learning.json and learning.png")
+    args.add_argument('--redraw', action='store_true', help="make table and picture from the runs in DIR, without new runs")
     args.add_argument('--one', type=json.loads, help=argparse.SUPPRESS)
     args = args.parse_args()
     if args.one:

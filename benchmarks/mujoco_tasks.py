@@ -1,4 +1,4 @@
-"""TRPO and PPO on MuJoCo for a million steps, beside the published figures. Hours of work: run it by hand.
+"""TRPO and PPO on MuJoCo for a million steps, beside the published figures. It takes hours, so run it by hand.
 
     python benchmarks/mujoco_tasks.py [--envs Hopper-v5 HalfCheetah-v5] [--algos trpo ppo] [--steps 1000000] [--seeds 3] ...
 
@@ -8,11 +8,11 @@ advantages are normalised; rewards are divided by the deviation of their discoun
 environment's own rewards. DIR gets `mujoco.json` with the curves. Runs that are in it already are kept, unless they are run again: with
 `--only-seeds 1` a training can be spread over several calls.
 
-A file `mujoco.py` beside the other benchmarks would stand in the way of the package of that name.
+This file is not called `mujoco.py`, because that would hide the package of that name.
 
-Mind the difference: Tianshou publishes the best mean of the evaluations of a run, the others the last policy; of ours both are printed.
-Not as there: learning rates do not decay (Tianshou: to 0), the critic also keeps the scale of its targets, advantages are not computed
-anew in each epoch (Tianshou), the zoo's PPO has other networks and options for each environment.
+The published figures differ: Tianshou publishes the best mean of the evaluations of a run, the others publish the last policy. Both are
+printed for rollpipe. Some settings differ from the published ones: learning rates do not decay (Tianshou: to 0), the critic also keeps
+the scale of its targets, advantages are not computed anew in each epoch (Tianshou), and the zoo's PPO is tuned for each environment.
 """
 import argparse, json, statistics
 from pathlib import Path
@@ -31,7 +31,7 @@ OPTIONS = dict(
                       log_std=-.5))
 EXCEPTIONS = {('trpo', 'HalfCheetah-v5'): dict(max_kl=.04)}
 SCALED = dict(gamma=.99, clip=10.)
-# after 1 M steps on older versions of the environments: mean and deviation over 10 seeds, and over 3 (TRPO) or over the episodes of one
+# After 1 M steps on older versions of the environments: mean and deviation over 10 seeds, over 3 seeds (TRPO), or over the episodes of one
 # policy, tuned for that environment (PPO: benchmark.md of rl-baselines3-zoo)
 PUBLISHED = {
     ('trpo', 'Hopper-v5'): ('2046 +- 1038', '3372 +- 215'), ('trpo', 'HalfCheetah-v5'): ('4471 +- 805', '1803 +- 46'),
@@ -48,7 +48,7 @@ def one(env, algorithm, seed, steps, every, episodes) -> dict:
 
 
 def spread(values):
-    "Mean and standard deviation, as the published figures have it."
+    "Mean and standard deviation, in the form of the published figures."
     return f'{statistics.mean(values):.0f}' + (f' +- {statistics.stdev(values):.0f}' if len(values) > 1 else '')
 
 
@@ -65,7 +65,7 @@ def rows_of(runs, envs, algorithms):
 
 
 def settings(envs, algorithms) -> str:
-    "The hyper-parameters, those that are not given included."
+    "All hyper-parameters, including those with default values."
     lines = []
     for algorithm in algorithms:
         given = make_config(algorithm, envs[0], OPTIONS[algorithm])['options']
@@ -81,10 +81,10 @@ def main():
     args.add_argument('--algos', nargs='+', default=['trpo', 'ppo'], choices=list(OPTIONS))
     args.add_argument('--steps', type=int, default=1_000_000)
     args.add_argument('--seeds', type=int, default=3)
-    args.add_argument('--only-seeds', type=int, nargs='+', metavar='SEED', help="these instead")
+    args.add_argument('--only-seeds', type=int, nargs='+', metavar='SEED', help="run only these seeds")
     args.add_argument('--every', type=int, default=50_000, help="steps between evaluations")
-    args.add_argument('--jobs', type=int, default=2, help="runs at the same time")
-    args.add_argument('--out', type=Path, default=ROOT/'runs'/'mujoco', metavar='DIR', help="for mujoco.json")
+    args.add_argument('--jobs', type=int, default=2, help="number of runs at the same time")
+    args.add_argument('--out', type=Path, default=ROOT/'runs'/'mujoco', metavar='DIR', help="folder of mujoco.json")
     args.add_argument('--one', type=json.loads, help=argparse.SUPPRESS)
     args = args.parse_args()
     if args.one:

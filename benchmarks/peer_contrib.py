@@ -1,4 +1,4 @@
-"""One training run with the TRPO of Stable-Baselines3-contrib and its defaults; prints one line of JSON. Needs nothing of rollpipe.
+"""One training run with the TRPO of Stable-Baselines3-contrib and its defaults; prints one line of JSON. It does not need rollpipe.
 
     python benchmarks/peer_contrib.py CartPole-v1 --seed 0 --steps 100000
 
@@ -24,7 +24,7 @@ class Phases:
         finally: self.seconds['collect'] += perf_counter() - start
 
     def on_get(self, batch_size=None):
-        "The policy gets the whole buffer at once; the first minibatch is where the critic begins."
+        "The policy gets the whole buffer at once; the update of the critic begins with the first minibatch."
         if batch_size is not None and self.critic_at is None: self.critic_at = perf_counter()
         return self.get(batch_size)
 
@@ -58,7 +58,7 @@ def main():
     args.add_argument('--steps', type=int, default=100_000)
     args.add_argument('--n-envs', type=int, default=8)
     args.add_argument('--n-steps', type=int, default=256)
-    args.add_argument('--episodes', type=int, default=20, help="of the greedy evaluation afterwards")
+    args.add_argument('--episodes', type=int, default=20, help="number of episodes of the greedy evaluation afterwards")
     args = args.parse_args()
     torch.set_num_threads(1)
     print(json.dumps(run(**vars(args))))

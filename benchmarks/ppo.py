@@ -2,12 +2,11 @@
 
     python benchmarks/ppo.py [--env CartPole-v1] [--steps 200000] [--repeats 5]
 
-8 environments in one process, 256 steps each per update, one thread; 10 epochs of minibatches of 256, separate actor and critic MLPs
-2x64 tanh, one Adam, gradients clipped, no normaliser. The floor is `floor.py`, the critic asked once a fragment, which is faster
-than at every step; then GAE, and an update that computes the loss and nothing else: no metrics, no checks, no rows that are no
-transition, no true last observations where an episode was cut off. It comes in two forms: with the fused Adam that rollpipe uses,
-and with Adam as torch gives it if nothing is said. The runs are interleaved; repeat number i has seed i on all sides. Ratio: time of
-the floor / time of rollpipe.
+8 environments in one process, 256 steps each per update, one thread; 10 epochs of minibatches of 256, separate actor and critic MLPs 2x64
+tanh, one Adam, gradients clipped, no normaliser. The floor is `floor.py`, which calls the critic once per fragment (faster than at every
+step), followed by GAE and an update that computes only the loss: no metrics, no checks, no support for invalid rows, and no true last
+observations where an episode was cut off. It comes in two forms: with the fused Adam that rollpipe uses, and with torch's default Adam.
+The runs are interleaved; repeat number i has seed i on all sides. The ratio is the time of the floor divided by the time of rollpipe.
 """
 import argparse, gc
 from functools import partial
@@ -27,7 +26,7 @@ GAMMA, LAM, CLIP, C_VALUE, LR, MAX_GRAD_NORM = 0.99, 0.95, 0.2, 0.5, 1e-3, 0.5
 
 
 class ByHand:
-    "PPO as people write it, in as little as it takes; `collect`, `advantage` and `update` are the phases."
+    "A minimal hand-written PPO, whose phases are `collect`, `advantage` and `update`."
     def __init__(self, env, seed, **adam):
         self.floor = Floor(env, N_ENVS, N_STEPS, seed, values='fragment')
         self.params = [*self.floor.actor.parameters(), *self.floor.critic.parameters()]
@@ -65,7 +64,7 @@ class ByHand:
 
 
 class Rollpipe:
-    "The same from the library's parts; `on_policy` is `rollouts` with the advantages, which are timed apart here."
+    "The same with the library's parts; advantages are computed after `rollouts`, so that they are timed separately."
     def __init__(self, env, seed):
         actor, critic = (kind.for_env(env, normalize=False, seed=seed) for kind in (MLPPolicy, Critic))
         self.agent = PPO(actor, critic, epochs=EPOCHS, minibatch=MINIBATCH, clip=CLIP, c_value=C_VALUE, c_entropy=0., lr=LR,
@@ -77,7 +76,7 @@ class Rollpipe:
 
 
 def train(side, env, seed, steps) -> dict:
-    "Seconds by phase of one training, and in all: (wall time, this process's time) each."
+    "Seconds of one training by phase and in total, each as (wall time, processor time)."
     run, clock = side(env, seed), lambda: torch.tensor([perf_counter(), process_time()], dtype=torch.double)
     seconds = dict.fromkeys(PHASES, 0.)
     for _ in range(round(steps / (N_ENVS * N_STEPS))):

@@ -2,12 +2,11 @@
 
     python benchmarks/recurrent.py [--cells gru lstm] [--sizes 8 64] [--repeats 5] [--threads 1]
 
-T = 128, 64 features, memory 64. Episodes: none end within the fragment ("none"); they end after 50 steps on average
-("many"); they are 20 steps long ("short"); one ends in each column, at any row, and the rest of the column is frozen
-("sticky"). A forward pass, a forward and backward pass, and what a trust-region step pays for each direction: a
-Jacobian- and a vector-Jacobian product. Beside them, a hand-written loop that runs torch's layer from one row where any
-episode begins to the next, and torch's layer over the whole fragment without any reset (the floor). The runs are
-interleaved, and give the same numbers.
+T = 128, 64 features, memory 64. Episodes: none end within the fragment ("none"); they end after 50 steps on average ("many"); they are 20
+steps long ("short"); one ends in each column, at any row, and the rest of the column is frozen ("sticky"). The phases are a forward pass,
+a forward and backward pass, and the two products that a trust-region step needs for each direction: Jacobian-vector and vector-Jacobian.
+For comparison there are a hand-written loop that runs torch's layer from one row where any episode begins to the next, and torch's layer
+over the whole fragment without any reset (the floor). The runs are interleaved and give the same numbers.
 """
 import argparse, statistics
 from time import perf_counter
@@ -33,7 +32,7 @@ def ends(kind, n_envs):
 
 
 def by_segments(layer, x, fin, hx):
-    "The layer from one row where any episode begins to the next."
+    "Run the layer from one row where any episode begins to the next such row."
     cuts = [0, *(fin.any(1).nonzero()[:, 0]).tolist(), T]
     y = []
     for i, j in zip(cuts, cuts[1:]):
@@ -54,7 +53,7 @@ def variants(cell, n_envs, kind):
 
 
 def phases(layer, run):
-    "Milliseconds of a forward pass, a forward and backward pass, a Jacobian- and a vector-Jacobian product; and the result."
+    "Milliseconds of a forward pass, of forward and backward pass, and of both Jacobian products; and the result."
     times, params = [], list(layer.parameters())
     with torch.no_grad():
         start = perf_counter()

@@ -2,11 +2,11 @@
 
     python benchmarks/replay.py [--capacity 1000000] [--size 256] [--rounds 2000] [--repeats 7] [--path FOLDER]
 
-Two streams of random steps, 8 environments with fragments of 64 steps, episodes of 200 steps of which half are cut off: one
-shaped like CartPole (4 float32, two Q values), one like MinAtar (10x10x4 bool, six Q values). The memory is full, and wrapped around.
-"whole sample" is what a learner calls, and gives a `Fragment`. The floor gathers the rows of the observations alone, `obs[index]` and
-`obs[index + 1]`, from one tensor: all that any replay memory must do. It is what the ratio refers to. "priorities" is the update after
-a sample, "add" the cost of taking in a fragment, for each step. Repeats are interleaved.
+Two streams of random steps, 8 environments with fragments of 64 steps, episodes of 200 steps of which half are cut off: one shaped like
+CartPole (4 float32, two Q values), one like MinAtar (10x10x4 bool, six Q values). The memory is full, and wrapped around. "whole sample"
+is the call of a learner, which gives a `Fragment`. The floor gathers only the rows of the observations, `obs[index]` and `obs[index +
+1]`, from one tensor, because every replay memory must do that. Ratios are to this floor. "priorities" is the update after a sample, and
+"add" is the cost of adding a fragment, for each step. Repeats are interleaved.
 """
 import argparse
 from functools import partial
@@ -77,7 +77,7 @@ def measure(stream, args):
     times = {name: [] for name in runs}
     for _ in range(args.repeats):
         for name, run in runs.items(): times[name].append(timed(run, args.rounds))
-    step = uniform.store.records.dtype.itemsize + uniform.store.next.itemsize + uniform.sampler.starts.itemsize
+    step = uniform.store.records.dtype.itemsize + uniform.store.links.next.itemsize + uniform.sampler.starts.itemsize
     row = lambda name, update, added, more: [
         stream, name, spread(times[name], '{:.0f}'), spread([x / y for x, y in zip(times[name], times['floor'])], '{:.1f}'), update,
         spread(added, '{:.2f}'), step + more]

@@ -1,10 +1,10 @@
-"""What every benchmark prints beside its figures: the machine, the versions, the command, medians with their spread."""
+"""Parts of the output that all benchmarks share: the machine, the versions, the command, and medians with their spread."""
 import os, platform, statistics, sys
 from importlib.metadata import version
 
 
 def processor() -> str:
-    "The processor's name, as far as the system tells."
+    "The processor's name, if the system gives it."
     try:
         with open('/proc/cpuinfo') as f:
             return next(line.split(':')[1].strip() for line in f if line.startswith('model name'))

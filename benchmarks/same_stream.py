@@ -1,11 +1,11 @@
-"""Is what flows and what is learned the same as in another commit, bit for bit?
+"""Check that streams and trainings are the same as in another commit, bit for bit.
 
     python benchmarks/same_stream.py REV [--only GROUP GROUP.CASE ...] [--jobs 2]
 
-The cases of `benchmarks/stream_cases` run twice, both times as they are in this working tree: against the package of the commit `REV`, in a
-temporary worktree, and against the package here, with all that is not committed. One line is printed for each case. A case that differs
-names the first leaf that does. The exit status is 1 if a case differs, or fails on either side. Names and messages that were changed on
-purpose are stated in `RENAMED` and `REWORDED`, at the top of `stream_cases/__init__.py`.
+The cases of `benchmarks/stream_cases` run twice, both times as they are in this working tree: against the package of the commit `REV`, in
+a temporary worktree, and against the package here, with its uncommitted changes. One line is printed for each case. If a case differs,
+its line names the first leaf that differs. The exit status is 1 if a case differs, or fails on either side. Names and messages that were
+changed on purpose are stated in `RENAMED` and `REWORDED`, at the top of `stream_cases/__init__.py`.
 """
 import argparse, json, os, re, signal, subprocess, sys, tempfile, time
 from contextlib import closing, contextmanager
@@ -29,7 +29,7 @@ def reworded(text) -> str:
 
 
 def compare(there, here) -> str:
-    "What is wrong with a case, from its records on the two sides (`stream_cases.record`, or None); empty if nothing is."
+    "The difference between the two records of a case (`stream_cases.record`, or None); empty if there is none."
     there, here = (side or dict(error="the process ended before the case did", trace="") for side in (there, here))
     if "error" in there and "error" in here:
         both = reworded(there["error"]) == here["error"]
@@ -97,7 +97,7 @@ class Task:
         return f"the process ended with {code}\n{tail((self.folder/'errors').read_text())}" if code else ""
 
     def stop(self):
-        "End the process and its workers: it may clean up, but not for long."
+        "End the process and its workers, after a short time to clean up."
         try: os.killpg(self.process.pid, signal.SIGINT)
         except ProcessLookupError: return
         try: self.process.wait(5)
@@ -148,10 +148,10 @@ def main(rev, only=(), jobs=2) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--run"]: sys.exit(run(sys.argv[2], sys.argv[3], sys.argv[4].split(","), sys.argv[5:]))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the worktree is removed
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that the worktree is removed
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rev", help="the commit to compare with")
-    parser.add_argument("--only", nargs="+", default=[], help="groups, or cases as GROUP.CASE")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--only", nargs="+", default=[], help="run only these groups, or cases as GROUP.CASE")
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes at the same time")
     try: sys.exit(bool(main(**vars(parser.parse_args()))))
     except KeyboardInterrupt: sys.exit(130)

@@ -2,10 +2,10 @@
 
     python benchmarks/train.py [--envs CartPole-v1 Pendulum-v1] [--repeats 5] [--peer-python PATH]
 
-100 000 steps, 8 environments, 256 steps each per update, one thread, otherwise the defaults of either side; then 20 greedy
-episodes, which the time does not contain. Every run is a process of its own, and its time begins after the imports; what
-torch imports late, with the first optimiser, is in "set up" on both sides. The two libraries alternate, and repeat number i has seed
-i. PATH is the interpreter of an environment with `sb3-contrib`
+100 000 steps, 8 environments, 256 steps each per update, one thread, and otherwise the defaults of each side. 20 greedy episodes follow,
+which are not timed. Every run is its own process, and its time begins after the imports. What torch imports late, with the first
+optimiser, counts as "set up" on both sides. The two libraries alternate, and repeat number i has seed i.
+PATH is the interpreter of an environment with `sb3-contrib`
 (`python -m venv DIR; DIR/bin/pip install sb3-contrib`).
 """
 import argparse, json, os, subprocess, sys
@@ -71,10 +71,10 @@ def main():
     args.add_argument('--steps', type=int, default=100_000)
     args.add_argument('--n-envs', type=int, default=8)
     args.add_argument('--n-steps', type=int, default=256)
-    args.add_argument('--episodes', type=int, default=20, help="of the greedy evaluation afterwards")
+    args.add_argument('--episodes', type=int, default=20, help="number of episodes of the greedy evaluation afterwards")
     args.add_argument('--peer-python', metavar='PATH', help="interpreter of an environment with sb3-contrib")
-    args.add_argument('--one', metavar='ENV', help="one training in this process, printed as JSON")
-    args.add_argument('--seed', type=int, default=0, help="of that one training")
+    args.add_argument('--one', metavar='ENV', help="run one training in this process and print it as JSON")
+    args.add_argument('--seed', type=int, default=0, help="seed of that training")
     args = args.parse_args()
     torch.set_num_threads(1)
     if args.one:

@@ -2,10 +2,10 @@
 
     python benchmarks/trpo_update.py [--hidden 64 256] [--repeats 5] [--threads 1]
 
-Batch 25 000, observation 17, Gaussian action 6, two tanh layers. Both updates start from the same weights and do the same work: gradient of
-the surrogate, 10 conjugate-gradient iterations with damping 0.1, line search on surrogate and KL; that they arrive at the same weights is
-checked. The hand-written one records the gradient of the KL once, and gets the curvature of its step without a further product. The critic
-is compared with 20 full-batch Adam steps. Runs are interleaved, and every run starts from the same state.
+Batch 25 000, observation 17, Gaussian action 6, two tanh layers. Both updates start from the same weights and do the same work: gradient
+of the surrogate, 10 conjugate-gradient iterations with damping 0.1, line search on surrogate and KL; it is checked that they arrive at
+the same weights. The hand-written one records the gradient of the KL once, and gets the curvature of its step without a further product.
+The critic is compared with 20 full-batch Adam steps. Runs are interleaved, and every run starts from the same state.
 """
 import argparse, copy, math, statistics
 from time import perf_counter
@@ -85,7 +85,7 @@ class Plain:
     def weights(self): return torch.cat([p.detach().reshape(-1) for p in self.params])
 
 
-# ---- rollpipe's, taken apart by a clock around its parts
+# ---- rollpipe's update, with a timer around each part
 
 def make(hidden):
     "Policy, critic and a fragment of smooth random advantages and returns."
@@ -103,7 +103,7 @@ def make(hidden):
 
 
 def timed_update(policy, critic, fragment, **kw):
-    "Seconds by phase of one update of copies of `policy` and `critic`, which are returned too."
+    "Seconds by phase of one update of copies of `policy` and `critic`; the copies are returned as well."
     agent, seconds = trpo.TRPO(copy.deepcopy(policy), copy.deepcopy(critic), max_kl=MAX_KL, damping=DAMPING, **kw), {}
     places = dict(conjugate_gradients=natural_gradient, backtrack_line_search=trpo)
     real = {name: getattr(module, name) for name, module in places.items()}

@@ -2,10 +2,10 @@
 
     python benchmarks/vector.py [--n-envs 1024] [--n-steps 128] [--repeats 5] [--max-overhead 0.15]
 
-Gymnasium's own vectorised CartPole (`vector_entry_point`, autoreset NEXT_STEP), MLPs 2x64 tanh, one thread. The loop records
-observation, action, reward, both ends, `valid`, log-probability and, once a fragment, the critic's values; it checks nothing. Two
-comparisons: collecting alone (no critic on either side), and the whole on-policy pipeline with GAE, which the loop does not have.
-Runs are interleaved; seconds are those of the process.
+Gymnasium's own vectorised CartPole (`vector_entry_point`, autoreset NEXT_STEP), MLPs 2x64 tanh, one thread. The loop records observation,
+action, reward, both ends, `valid`, log-probability and, once a fragment, the critic's values; it checks nothing. There are two
+comparisons: collecting alone, without a critic on either side, and the whole on-policy pipeline, whose GAE the loop does not have. Runs
+are interleaved, and times are processor time.
 """
 import argparse, gc, sys
 from statistics import median
@@ -24,7 +24,7 @@ ENV = 'CartPole-v1'
 
 
 class VectorFloor:
-    "One fragment a call, everything in arrays; `critic` says whether the values of a fragment belong to it."
+    "A loop that collects one fragment per call, in arrays; `critic` says whether it computes values."
     def __init__(self, n_envs, n_steps, critic):
         torch.manual_seed(0)
         self.vec = gym.make_vec(ENV, num_envs=n_envs, vectorization_mode='vector_entry_point')

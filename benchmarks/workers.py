@@ -1,9 +1,9 @@
-"""What worker processes gain and cost, each figure beside the same graph without them, or with torchdata's own workers.
+"""The gains and costs of worker processes, compared with the same graph without them or with torchdata's own workers.
 
     python benchmarks/workers.py [--only throughput torchdata transport memory weights start] [--repeats 5] [--seconds 2]
 
-On-policy fragments with GAE, T = 128, actor and critic MLPs 2x64, one torch thread. `Images` is an environment of 84x84x4 bytes
-whose step does nothing; its actor and critic glance at every twelfth pixel, so that moving the images is what is measured.
+On-policy fragments with GAE, T = 128, actor and critic MLPs 2x64, one torch thread. `Images` is an environment of 84x84x4 bytes whose
+step does nothing; its actor and critic read only every twelfth pixel, so that the transport of the images is measured.
 """
 import argparse, gc, os, signal, subprocess, sys
 from itertools import islice
@@ -24,7 +24,7 @@ T = 128
 
 
 class Images(gym.Env):
-    "The same few pictures over and over, in episodes of 500 steps that are cut off."
+    "Repeats a few pictures, in episodes that are cut off after 500 steps."
     observation_space, action_space = gym.spaces.Box(0, 255, (84, 84, 4), np.uint8), gym.spaces.Discrete(2)
 
     def __init__(self): self.pictures = np.random.default_rng(0).integers(0, 256, (16, 84, 84, 4), np.uint8)
@@ -56,7 +56,7 @@ def pipeline(env, n_envs, lanes, joined=True):
 
 
 def rate(pipe, service, seconds, tell=lambda rate: rate):
-    "Environment steps per second, after as many seconds without counting; `tell` is told before the workers end."
+    "Environment steps per second, after a warm-up of the same duration; `tell` is called before the workers end."
     with DataLoader2(pipe, reading_service=service) as loader:
         items = iter(loader)
         begin = perf_counter()
@@ -68,7 +68,7 @@ def rate(pipe, service, seconds, tell=lambda rate: rate):
 
 
 def independent(env, n_envs, seconds):
-    "The rate of two processes together that have nothing to do with one another: what this machine has to give at the moment."
+    "The total rate of two independent processes, which is the most that this machine can give at the moment."
     processes = torch.multiprocessing.get_context('fork').Pool(2)
     with processes: return sum(processes.starmap(rate, [(pipeline(env, n_envs, 1), None, seconds)] * 2, chunksize=1))
 
@@ -104,13 +104,13 @@ rate(pipeline({env}, 8, 1), service, {seconds}, lambda rate: print(rate, flush=T
 
 
 def theirs(env, ahead, seconds) -> float:
-    "The rate under torchdata's workers, in a process group of its own, since they do not always end."
+    "The rate under torchdata's workers, in a process group of its own, because they do not always end."
     code = THEIRS.format(here=sys.path[0], ahead=ahead, env='Images' if env is Images else repr(env), seconds=seconds)
     run = subprocess.Popen([sys.executable, '-W', 'ignore', '-c', code], stdout=subprocess.PIPE, text=True, start_new_session=True)
     try: return float(run.stdout.readline())
     finally:
         os.killpg(run.pid, signal.SIGKILL)
-        for left in Path('/dev/shm').glob('torch_*'):      # segments of processes that are gone
+        for left in Path('/dev/shm').glob('torch_*'):      # segments of processes that have ended
             if not Path('/proc', left.name.split('_')[1]).exists(): left.unlink(missing_ok=True)
 
 
@@ -120,7 +120,7 @@ def torchdata(args):
     for env in ('CartPole-v1', Images):
         ours, peer = [], {ahead: [] for ahead in (0, 1, 2, 10)}
         for _ in range(args.repeats):
-            ours.append(rate(pipeline(env, 8, 2, joined=False), ProcessReading(2, lag=None), args.seconds))     # as theirs
+            ours.append(rate(pipeline(env, 8, 2, joined=False), ProcessReading(2, lag=None), args.seconds))     # as with torchdata
             for ahead, rates in peer.items(): rates.append(theirs(env, ahead, args.seconds))
         ahead, best = max(peer.items(), key=lambda item: np.median(item[1]))
         rows.append([name(env), spread(ours, '{:,.0f}'), spread(best, '{:,.0f}'), ahead, spread([x / y for x, y in zip(ours, best)])])
@@ -137,7 +137,7 @@ def answers(link, env):
 
 
 def queued(env, n) -> list:
-    "Seconds from complete to usable when torch's own multiprocessing sends a fragment: tensors in shared memory, one segment each."
+    "Seconds from complete to usable if torch's own multiprocessing sends a fragment, with one shared segment per tensor."
     link, theirs = torch.multiprocessing.Pipe()
     process = torch.multiprocessing.get_context('fork').Process(target=answers, args=(theirs, env), daemon=True)
     process.start()
@@ -152,7 +152,7 @@ def queued(env, n) -> list:
 
 
 def sent(env, n, **options) -> tuple:
-    "Seconds from complete to usable, and bytes copied."
+    "Seconds until a complete fragment is usable by the learner, and bytes copied."
     with DataLoader2(fragments(env), reading_service=ProcessReading(1, **options)) as loader:
         for item in islice(loader, n): del item
         records = list(loader.reading_service.records)
@@ -160,7 +160,7 @@ def sent(env, n, **options) -> tuple:
 
 
 def transport(args):
-    "From a fragment that is complete in the worker to one that the learner may use."
+    "Time from a complete fragment in the worker to a usable one in the learner's process."
     rows, n = [], 40
     for env in ('CartPole-v1', Images):
         runs = [(queued(env, n), *sent(env, n), *sent(env, n, spin=1.)) for _ in range(args.repeats)]
@@ -172,12 +172,12 @@ def transport(args):
 
 
 def share(pid) -> float:
-    "MB of memory that a process has, pages that others have too divided among them."
+    "Memory of a process in MB; shared pages are divided among the processes that share them."
     with open(f'/proc/{pid}/smaps_rollup') as f: return next(int(line.split()[1]) for line in f if line.startswith('Pss:')) / 1024
 
 
 def memory(args):
-    "Parent and workers together, and its growth over 10 000 fragments."
+    "Memory of parent and workers together, and its growth over 10 000 fragments."
     rows, n = [], args.fragments
     for method in ('fork', 'spawn'):
         alone = share('self')
@@ -213,7 +213,7 @@ def weights(args):
 
 
 def start(args):
-    "From asking for it to the first fragment, with two workers."
+    "Time from the request to the first fragment, with two workers."
     rows = []
     for method in ('fork', 'spawn'):
         seconds = []
@@ -236,7 +236,7 @@ def main():
     args.add_argument('--envs', nargs='+', default=['CartPole-v1', 'Pendulum-v1', 'HalfCheetah-v5', 'Images'])
     args.add_argument('--repeats', type=int, default=5)
     args.add_argument('--seconds', type=float, default=2.0, help="length of one run")
-    args.add_argument('--fragments', type=int, default=10_000, help="for the growth of memory")
+    args.add_argument('--fragments', type=int, default=10_000, help="number of fragments for the growth of memory")
     args = args.parse_args()
     torch.set_num_threads(1)
     print(header())

@@ -28,13 +28,13 @@ class Algorithm(NamedTuple):
     """All parts that are needed to train.
 
     Args:
-        learner: learner(actor, critic, seed=..., **options): `update`, `state_dict`, `load_state_dict`, `actor`
+        learner: learner(actor, critic, seed=..., **options), with `update`, `state_dict`, `load_state_dict`, `actor`
         pipeline: pipeline(env, actor[, critic], seed=..., env_kwargs=..., **options) -> pipe of batches
         policy: policy.for_env(env, seed=..., env_kwargs=..., **options)
         critic: critic.for_env(...) likewise; None: the learner is called without a critic
         defaults: option -> its default here, if it differs from that of the signature
     """
-    learner: type               # learner(actor, critic, seed=..., **options): `update`, `state_dict`, `load_state_dict`, `actor`
+    learner: type               # learner(actor, critic, seed=..., **options), with `update`, `state_dict`, `load_state_dict`, `actor`
     pipeline: Callable          # pipeline(env, actor[, critic], seed=..., env_kwargs=..., **options) -> pipe of batches
     policy: type                # policy.for_env(env, seed=..., env_kwargs=..., **options)
     critic: type | None = None  # critic.for_env(...) likewise; None: the learner is called without a critic
@@ -42,7 +42,7 @@ class Algorithm(NamedTuple):
 
     @property
     def parts(self) -> dict:
-        "The parts with options, by name. Their order decides which part gets the plain name of an option, and which branch of the seed."
+        "The parts with options, by name. Their order decides which part gets the plain name of an option, and which part of the seed."
         return {name: part for name, part in self._asdict().items() if name != "defaults" and part is not None}
 
 

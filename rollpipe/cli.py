@@ -20,13 +20,13 @@ __all__ = ['USER_ERRORS', 'add_algorithms', 'build_parser', 'main']
 
 # %% ../nbs/09_cli.ipynb #4e3b64f2
 def add_algorithms(
-    parser: argparse.ArgumentParser,  # of a command that takes `ALGO ENV` and the options of both
+    parser: argparse.ArgumentParser,  # parser of a command that takes `ALGO ENV` and their options
     common: argparse.ArgumentParser,  # parser of the options that every such command has
 ) -> None:
     """Add a subcommand for every algorithm, with its options.
 
     Args:
-        parser: of a command that takes `ALGO ENV` and the options of both
+        parser: parser of a command that takes `ALGO ENV` and their options
         common: parser of the options that every such command has
     """
     algorithms = parser.add_subparsers(dest="algorithm", metavar="ALGO", title="algorithms")

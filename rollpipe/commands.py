@@ -30,11 +30,11 @@ PLOT_OPTIONS = options_of(dict(plot=learning_curve), skip=("path",))
 
 
 class UsageError(Exception):
-    "A command line that makes no sense, although each part of it does."
+    "The parts of the command line do not fit together."
 
 
 class Interrupted(Exception):
-    "Ctrl-C, after everything has been saved."
+    "Ctrl-C was pressed, and everything has been saved."
 
 
 def config_from(args: Namespace) -> dict:
@@ -63,7 +63,7 @@ def train_command(args: Namespace) -> None:
 
 
 def run_to_end(run: Run, args: Namespace) -> None:
-    "Train, and say where the results are; also after Ctrl-C."
+    "Train, and print where the results are, also after Ctrl-C."
     config = run.config
     print(f"{config['algorithm']} on {config['env']}, seed {config['seed']}: "
           f"{format_number(run.counters['steps'])} -> {format_number(config['steps'])} steps in {run.folder}", flush=True)

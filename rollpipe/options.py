@@ -151,13 +151,13 @@ class _Formatter(argparse.HelpFormatter):
 def add_options(
     parser: argparse.ArgumentParser,
     options: Iterable,     # of `Option`
-    grouped: bool = True,  # with a heading for each part
+    grouped: bool = True,  # whether each part gets a heading
 ) -> None:
-    """Add the options to a parser. Its result has no attribute for an option that was not typed, so the caller knows which ones were.
+    """Add the options to a parser. The result has no attribute for an option that was not typed, so the caller knows which ones were typed.
 
     Args:
         options: of `Option`
-        grouped: with a heading for each part
+        grouped: whether each part gets a heading
     """
     groups = {}
     for option in options:

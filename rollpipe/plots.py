@@ -59,13 +59,13 @@ def _plain(value: Any) -> str:
 # %% ../nbs/02_plots.ipynb #cac02dd2
 def align(
     curves: Iterable,     # (x [n], y [n]) for each curve, with ascending x; points where y is nan are left out
-    n_points: int = 200,  # size of the common grid
+    n_points: int = 200,  # number of points of the common grid
 ) -> tuple:  # x [n_points], y [len(curves), n_points]
     """Interpolate curves onto a common grid, over the range that every curve covers. Raises `DataError` if there is no such range.
 
     Args:
         curves: (x [n], y [n]) for each curve, with ascending x; points where y is nan are left out
-        n_points: size of the common grid
+        n_points: number of points of the common grid
 
     Returns:
         tuple: x [n_points], y [len(curves), n_points]
@@ -144,8 +144,8 @@ def learning_curve(
     *,
     x: str = "steps",                # metric along the horizontal axis
     y: str = "return_mean",          # metric along the vertical axis
-    band: str = "range",             # of the seeds: "range" (min to max) or "std" (mean +- one standard deviation)
-    window: int = 1,                 # number of records to average
+    band: str = "range",             # what the band shows: "range" (min to max of the seeds) or "std" (mean +- one standard deviation)
+    window: int = 1,                 # number of records in the moving average
     title: str | None = None,        # title of the picture [the experiment, if there is only one]
 ) -> Any:
     """Draw the mean over seeds with a band, one line per experiment: a matplotlib `Figure`. Raises `DataError` for unusable runs.
@@ -155,8 +155,8 @@ def learning_curve(
         path: picture to write, its suffix decides the format; None: only return the figure
         x: metric along the horizontal axis
         y: metric along the vertical axis
-        band: of the seeds: "range" (min to max) or "std" (mean +- one standard deviation)
-        window: number of records to average
+        band: what the band shows: "range" (min to max of the seeds) or "std" (mean +- one standard deviation)
+        window: number of records in the moving average
         title: title of the picture [the experiment, if there is only one]
     """
     from matplotlib.figure import Figure

@@ -16,9 +16,10 @@ __all__ = ['format_number', 'format_duration', 'Progress']
 # %% ../nbs/01_progress.ipynb #93aaf362
 def format_number(number: float) -> str:
     "Three digits and a letter: `950`, `4.21k`, `100k`, `1.5M`."
-    for unit in ("", "k", "M", "G"):
-        if abs(number) < 999.5 or unit == "G": return f"{number:.3g}{unit}"
+    for unit in ("", "k", "M"):
+        if abs(number) < 999.5: return f"{number:.3g}{unit}"
         number /= 1000
+    return f"{number:.3g}G"
 
 
 def format_duration(seconds: float) -> str:

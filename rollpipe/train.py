@@ -40,7 +40,7 @@ def uninterrupted() -> Iterator[None]:
 
 # %% ../nbs/07_train.ipynb #c1e054ea
 def _evaluation(run: Run) -> AbstractContextManager:
-    "A context with the process that evaluates, or with None if no evaluations are wanted."
+    "A context with the process that evaluates, or with None if the run has no evaluations."
     config = run.config
     if not config.get("eval_every"): return nullcontext()
     return ParallelEvaluation(config["env"], run.agent.actor, env_kwargs=config["env_kwargs"], seed=config["seed"])
@@ -87,7 +87,7 @@ class _Updates:
 
 # %% ../nbs/07_train.ipynb #834b70b8
 def train(
-    run: Run,                         # from `start` or `resume`; its counters are kept up to date
+    run: Run,                         # a run from `start` or `resume`; its counters are updated
     *,
     progress: bool = True,            # show the progress on stderr
     tensorboard: bool | str = "auto", # write event files: True, False, or "auto": if TensorBoard is installed
@@ -97,7 +97,7 @@ def train(
     If training is interrupted, or the environment fails, a checkpoint of the last update is saved before the exception is passed on.
 
     Args:
-        run: from `start` or `resume`; its counters are kept up to date
+        run: a run from `start` or `resume`; its counters are updated
         progress: show the progress on stderr
         tensorboard: write event files: True, False, or "auto": if TensorBoard is installed
 

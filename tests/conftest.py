@@ -1,4 +1,4 @@
-"""One thread, fixed seeds, and nothing left behind: for every test."""
+"""Every test runs on one thread, with fixed seeds, and must leave no process and no shared memory behind."""
 import multiprocessing
 import os
 import random
@@ -12,9 +12,9 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, and by children too, if we were started in the background
+signal.signal(signal.SIGINT, signal.default_int_handler)  # processes started in the background ignore it, with their children
 SHM = Path("/dev/shm")
-HELPERS = (b"resource_tracker", b"forkserver", b"torch_shm_manager")  # live as long as the interpreter, by design
+HELPERS = (b"resource_tracker", b"forkserver", b"torch_shm_manager")  # these live as long as the interpreter, by design
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def seeds():
 
 
 def _children():
-    "Child processes of this one, where the system tells; multiprocessing's own helpers are left out."
+    "Child processes of this one, on systems with /proc; multiprocessing's own helpers are left out."
     multiprocessing.active_children()  # reaps those that have ended
     pids = {int(p) for f in Path("/proc/self/task").glob("*/children") for p in f.read_text().split()}
     return {p for p in pids if not any(h in _command(p) for h in HELPERS)}
@@ -39,11 +39,11 @@ def _alive(pid): return Path(f"/proc/{pid}").exists()
 
 
 def _segments(owners=None):
-    "Shared-memory segments; with `owners`, those that name one of them, or a process that is gone, as their maker."
+    "Names of shared-memory segments; with `owners`, only those made by one of these processes, or by a process that has ended."
     names = {p.name for p in SHM.iterdir()} if SHM.is_dir() else set()
     if owners is None: return names
     def ours(name):
-        if name.startswith("sem.mp-"): return False     # random letters, which may look like a number of a process
+        if name.startswith("sem.mp-"): return False     # its random letters may look like the number of a process
         pids = {int(d) for d in re.findall(r"(?<=_)\d+(?=_)", name)}
         return any(p in owners or not _alive(p) for p in pids)
     return {n for n in names if ours(n)}

@@ -1,15 +1,18 @@
 "Weights in shared memory: whole publications only, of whatever modules hold, and clear errors for what cannot be sent."
 import copy
+import logging
 import multiprocessing
 import time
 from functools import partial
 from itertools import islice
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import Counting, Learning, Plain
+from worker_cases import stream
 
 from rollpipe.pipes import ActorError, EnvStepper, FragmentCollector, Lanes, ProcessReading, bump_version, version_of
 from rollpipe.pipes.torchdata import DataLoader2
@@ -267,7 +270,7 @@ def test_an_update_that_was_not_counted_is_published_and_one_that_was_is_too():
     bump_version(module)
     assert publisher.publish() == 1 and subscriber.fetch() == 1 and version_of(mine) == 1
     fill(module, 5)
-    assert publisher.publish() == 2 and subscriber.fetch() == 2 and version_of(mine) == 1
+    assert publisher.publish() == 2 and subscriber.fetch() == 2 and version_of(mine) == version_of(module) == 2     # counted now
     module.eval()
     assert publisher.publish() == 3 and subscriber.fetch() == 3 and not mine.training
 
@@ -348,7 +351,7 @@ def test_workers_have_what_the_learner_has(workers, lag):
     with DataLoader2(pipe, reading_service=ProcessReading(workers, lag=lag)) as loader:
         for k, f in enumerate(islice(loader, 8)):
             history.append({k: float(x[0, 0]) for k, x in actor.complete(torch.zeros(1, 1), {}).items()})
-            expected = history[max(0, k - lag)]
+            expected = history[max(0, k - lag)] | {"modes": 0.}      # who collects is in evaluation mode
             assert {key: float(f.actor[key][0, 0]) for key in expected} == expected
             fill(actor, k + 1)
             actor.holds.drop.train(k % 2 == 0)
@@ -374,3 +377,56 @@ class Noted(FragmentCollector):
 
     def stream(self, items):
         for item in items: yield self.note(item)
+
+
+# --- what is no parameter and no buffer
+
+class Plan:
+    def __init__(self): self.rate = 1.
+
+
+KINDS = dict(number=lambda x: x + 1, scalar=lambda x: x + np.float64(1), text=lambda x: x + "!", _private=lambda x: x + 1,
+             tensor=lambda x: x.add_(1), array=lambda x: x.__iadd__(1), list=lambda x: x.append(1), dict=lambda x: x.update(a=2),
+             nested=lambda x: x["a"][0].append(3), object=lambda x: setattr(x, "rate", 2.))
+
+
+class Keeper(Plain):
+    "Keeps something of each kind."
+    def __init__(self):
+        super().__init__()
+        self.number, self.scalar, self.text, self.tensor, self.array = 1, np.float64(1), "text", torch.ones(2), np.ones(2)
+        self.list, self.dict, self.nested, self.object, self._private = [1], {"a": 1}, {"a": ([1],)}, Plan(), 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_does_not_travel_is_named_once_when_it_changes(kind, caplog):
+    actor = Keeper()
+    publisher = WeightPublisher([actor])
+    with caplog.at_level(logging.WARNING, "rollpipe"):
+        publisher.publish()
+        assert not caplog.records
+        for _ in range(3):
+            new = KINDS[kind](getattr(actor, kind))
+            if kind in ("number", "scalar", "text", "_private"): setattr(actor, kind, new)
+            publisher.publish()
+    publisher.close()
+    assert [r.getMessage().split(" changed")[0] for r in caplog.records] == [f"attribute {kind} of Keeper"]
+    assert "only parameters and buffers are sent" in caplog.text
+
+
+def test_a_plain_actor_that_holds_a_network_is_looked_at_too(caplog):
+    class Player:
+        def __init__(self): self.net, self.rate = torch.nn.Linear(2, 2), np.float64(1)
+    player = Player()
+    publisher = WeightPublisher([player])
+    publisher.publish()
+    player.rate += 1
+    with caplog.at_level(logging.WARNING, "rollpipe"): publisher.publish()
+    publisher.close()
+    assert "attribute rate of Player changed from" in caplog.text
+
+
+@pytest.mark.parametrize("world", ["gaussian", "recurrent", "nested", "vector"])
+def test_ordinary_actors_give_no_warning(world, caplog):
+    with caplog.at_level(logging.WARNING, "rollpipe"): stream(world, ProcessReading(1))
+    assert not caplog.records

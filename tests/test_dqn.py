@@ -11,7 +11,7 @@ from toys import Constant
 
 from rollpipe.agents import evaluate
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
-from rollpipe.agents.dqn import DQN, follow
+from rollpipe.agents.dqn import DQN, update_target
 from rollpipe.agents.metrics import check_metrics
 from rollpipe.agents.schedules import linear_schedule, set_epsilon
 from rollpipe.agents.tabular import QLearning, TabularQ, move_towards, q_targets
@@ -159,7 +159,7 @@ def test_buffers_of_the_target_are_those_of_the_network():
     actor = QPolicy.for_env('CartPole-v1', hidden=(4,), normalize=True, seed=0)
     target = copy.deepcopy(actor)
     actor.observe(torch.randn(20, 1, 4) * 7 + 3)
-    follow(target, actor, .5)
+    update_target(target, actor, .5)
     for (name, x), y in zip(actor.named_buffers(), target.buffers()): assert torch.equal(x, y), name
 
 

@@ -276,8 +276,9 @@ recursive = True
 put_version_in_init = True
 update_pyproject = False
 """
-CELLS = ["#| default_exp inner.scale", "#| export\nimport numpy as np", f"#| export\n{FUNCTION}", f"#| exporti\n{FUNCTION}",
-         "#| export\n#| eval: false\nif __name__ == '__main__': print(1)"]
+CELLS = ["#| default_exp inner.scale",
+         "#| export\nimport numpy as np\nfrom small import a\nfrom small.inner import b\nfrom small.c import d",
+         f"#| export\n{FUNCTION}", f"#| exporti\n{FUNCTION}", "#| export\n#| eval: false\nif __name__ == '__main__': print(1)"]
 
 
 @pytest.fixture
@@ -303,6 +304,7 @@ def test_export_and_update(project):
     assert command(project) == (0, "")
     module = project/"small/inner/scale.py"
     text = module.read_text()
+    assert "from .. import a\nfrom . import b\nfrom ..c import d\n" in text
     assert text.count("    Args:\n") == 2 and (project/"small/_modidx.py").exists() and (project/"small/inner/__init__.py").exists()
     assert command(project, "--update") == (0, "") and sources(project) == CELLS
     module.write_text(text.replace("x*by", "by*x").replace("# factor", "# the factor"))

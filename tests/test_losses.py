@@ -10,7 +10,7 @@ from random_fragments import OBS, Count, assert_metrics, assert_same_loss, last_
 
 from rollpipe.agents.losses import a2c, ppo, reinforce, vtrace_actor_critic, with_old_values
 from rollpipe.agents.policy_replay import approx_kl, lag_of, replay_policy
-from rollpipe.agents.unroll import answers_reached, quiet, spliced, states_reached, timeshift
+from rollpipe.agents.unroll import answers_reached, fill_invalid, spliced, states_reached, timeshift
 from rollpipe.layers import Critic, GaussianPolicy
 from rollpipe.pipes import AdvantageBuffer, nested, on_policy
 from rollpipe.pipes.fragment_ops import join, transitions
@@ -294,12 +294,12 @@ def test_splicing_keeps_every_row():
 def test_quiet_rows_hold_nothing_of_their_own():
     _, _, fragment = setting(8, 9, 4, 'plain', garbage=True)
     assert not fragment.valid.all()
-    calm = quiet(fragment)
+    calm = fill_invalid(fragment)
     for old, new in zip(nested.leaves((timeshift(fragment.state.obs)[0], timeshift(fragment.state.act)[1])),
                         nested.leaves((timeshift(calm.state.obs)[0], timeshift(calm.state.act)[1]))):
         assert torch.isfinite(new).all() and torch.equal(old[fragment.valid], new[fragment.valid])
     whole = fragment._replace(valid=torch.ones_like(fragment.valid))
-    assert quiet(whole) is whole
+    assert fill_invalid(whole) is whole
 
 
 # ---- what is refused

@@ -14,7 +14,9 @@ import pytest
 import torch
 from toys import Counting, Learning, Plain
 
-from rollpipe.pipes import ActorError, AdvantageBuffer, EnvStepper, FragmentCollector, Lanes, find_one
+from rollpipe.agents import losses
+from rollpipe.layers import Actor, CategoricalPolicy
+from rollpipe.pipes import ActorError, AdvantageBuffer, EnvStepper, FragmentCollector, Lanes, ProcessReading, find_one, on_policy
 from rollpipe.pipes.torchdata import DataLoader2
 from rollpipe.pipes.modules import Handle, bump_version, version_of
 
@@ -163,3 +165,61 @@ def test_pipes_hold_handles_not_modules():
     again = pickle.loads(pickle.dumps(pipe))
     assert find_one(again, EnvStepper).actor is actor and find_one(again, AdvantageBuffer).critic is critic
     assert all(find_one(find_one(pipe, Lanes).copy(k, 0), EnvStepper).actor is actor for k in range(2))
+
+
+# --- loops written by hand, which call `optim.step()` and count nothing
+
+def by_hand(service, n, count=lambda actor: None):
+    "Versions of the fragments, and the lag that the loss reports, of a few updates."
+    actor = CategoricalPolicy.for_env("CartPole-v1", hidden=(8,), seed=0)
+    optimizer = torch.optim.SGD(actor.parameters(), lr=.1)
+    pipe = on_policy("CartPole-v1", actor, lambda obs: obs.sum(-1), n_envs=2, n_steps=4, seed=0)
+    versions, lags = [], []
+    with DataLoader2(pipe, reading_service=service) as loader:
+        for batch in islice(loader, n):
+            loss, metrics = losses.reinforce(batch, actor)
+            versions.append(int(batch.version[0]))
+            lags.append(metrics["lag"])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            count(actor)
+    return versions, lags
+
+
+@pytest.mark.parametrize("count", [lambda actor: None, bump_version], ids=["nobody counts", "counted"])
+def test_every_change_is_one_version(count):
+    assert by_hand(None, 4, count) == ([0, 1, 2, 3], [0] * 4)
+    assert by_hand(ProcessReading(1), 4, count) == ([0, 1, 2, 3], [0] * 4)
+    assert by_hand(ProcessReading(1, lag=1), 5, count) == ([0, 0, 1, 2, 3], [0, 1, 1, 1, 1])
+
+
+# --- who collects is in evaluation mode
+
+class Normalised(Actor):
+    "Has a normaliser that moves its statistics in training mode, and refuses a single row there."
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(4)
+
+    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
+        act = (self.norm(obs.flatten(0, 1)).sum(-1) > 0).long().unflatten(0, fin.shape)
+        return act, (), dict(training=torch.full(fin.shape, self.training))
+
+
+@pytest.mark.parametrize("service", [None, lambda: ProcessReading(1)], ids=["here", "worker"])
+def test_actors_collect_in_evaluation_mode(service):
+    actor = Normalised()
+    before = copy.deepcopy(actor.state_dict())
+    pipe = Lanes(FragmentCollector(EnvStepper(Counting, actor, 1), 6), 1, 0)
+    with DataLoader2(pipe, reading_service=service and service()) as loader: fragments = list(islice(loader, 2))
+    assert not any(f.actor["training"].any() for f in fragments) and actor.training and actor.norm.training
+    assert all(torch.equal(x, before[name]) for name, x in actor.state_dict().items())
+
+
+def test_the_mode_comes_back_after_an_error():
+    class Broken(Normalised):
+        def forward(self, *args, **kwargs): raise ValueError("broken")
+    actor = Broken()
+    with pytest.raises(ActorError, match="broken"): next(iter(EnvStepper(Counting, actor)))
+    assert actor.training and actor.norm.training

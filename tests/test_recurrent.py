@@ -307,6 +307,11 @@ def test_training_evaluation_and_checkpoints(cell, tmp_path):
     assert np.array_equal(results[0].returns, results[1].returns)
 
 
+def test_a_critic_that_sees_the_memory_takes_any_encoder_whose_features_are_known():
+    critic = MemoryCritic(Box(-1, 1, (3,)), memory=2, hidden=(4,), encoder=lambda space: torch.nn.Linear(3, 5))
+    assert critic.net.n_in == 5 + 2 and critic(dict(obs=torch.zeros(6, 3), memory=torch.zeros(6, 2))).shape == (6,)
+
+
 @pytest.mark.parametrize('sticky', (False, True))
 def test_a_critic_that_sees_the_memory(sticky):
     "The critic gets the memory of each row, at truncated ends the memory of that moment, and is trained on the same inputs."

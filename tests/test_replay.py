@@ -187,10 +187,10 @@ def test_an_observation_is_stored_once():
     for f in collected("memory"):
         memory.add(f)
         store = memory.store
-        assert len(store.records) == 30 and store.look_ahead.n_used == 2
+        assert len(store.records) == 30 and store.links.look_ahead.n_used == 2
         assert store.hxs.n_used <= 30 // 4 + 1
         assert store.finals.n_used == (store.records["final"][:store.ring.n_filled] >= 0).sum()
-    assert len(memory.store.look_ahead.records) == 16  # it did not grow
+    assert len(memory.store.links.look_ahead.records) == 16  # it did not grow
 
 
 def test_a_sample_is_a_copy():

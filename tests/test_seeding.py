@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import assert_same, snapshot
 from toys import Counting, Ledger, Lively, Memory, Plain, Shaky
+from worker_cases import Global
 
 from rollpipe.layers import CategoricalPolicy, GaussianPolicy
-from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, Minibatcher, on_policy
+from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, Minibatcher, ProcessReading, on_policy, rollouts
 from rollpipe.pipes.torchdata import DataLoader2, InProcessReadingService
 
 ACTORS = {"explicit": lambda: GaussianPolicy.for_env(Lively, seed=0), "global": lambda: Shaky()}
@@ -178,3 +179,56 @@ def test_a_reading_service_seeds_what_has_no_seed():
             runs.append(take(loader, 6))
     assert_same(runs[0], runs[1])
     assert (runs[0][0].state.obs != runs[2][0].state.obs).any()
+
+
+# --- environments that draw from the global generators
+
+def globally(seed=3, lanes=3, **kwargs): return rollouts(Global, Plain(), n_envs=2, n_steps=6, lanes=lanes, seed=seed, **kwargs)
+
+
+def test_lanes_have_global_states_of_their_own():
+    "The same seed gives the same numbers whatever was drawn before, no two lanes draw the same, and nobody else's generators move."
+    def states(): return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    runs = []
+    for k in range(2):
+        random.seed(k); np.random.seed(k); torch.manual_seed(k)
+        before = states()
+        runs.append(take(globally(), 3))
+        assert states() == before
+    assert_same(*runs)
+    drawn = np.concatenate([f.state.obs[..., :3].reshape(-1) for f in runs[0]])
+    assert len(np.unique(drawn)) > 0.9 * drawn.size      # row 0 of a fragment is the last row of the one before
+
+
+def test_global_states_follow_from_the_seed_that_there_is():
+    def lanes(own, seed): return Lanes(FragmentCollector(EnvStepper(Global, Plain(), 2, seed=own), 6), 2, seed)
+    assert_same(take(lanes(5, None), 4), take(lanes(5, None), 4))
+    a, b, c = (take(lanes(*seeds), 1)[0].state.obs for seeds in ((5, None), (6, None), (None, None)))
+    assert (a[..., :3] != b[..., :3]).any() and (a[..., :3] != c[..., :3]).any()
+
+
+@pytest.mark.parametrize("num_workers, start_method", [(1, "fork"), (2, "fork"), (3, "fork"), (2, "spawn")])
+def test_global_states_are_the_same_in_workers(num_workers, start_method):
+    expected = take(globally(), 3)
+    with DataLoader2(globally(), reading_service=ProcessReading(num_workers, start_method=start_method)) as loader:
+        assert_same(take(loader, 3), expected)
+
+
+def test_a_graph_without_lanes_goes_on_from_the_global_states():
+    pipe = FragmentCollector(EnvStepper(Global, Plain(), 2, seed=0), 6)
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    def again(): random.setstate(states[0]); np.random.set_state(states[1]); torch.set_rng_state(states[2])
+    expected = take(pipe, 3)
+    for start_method in ("fork", "spawn"):
+        again()
+        with DataLoader2(pipe, reading_service=ProcessReading(1, start_method=start_method)) as loader:
+            assert_same(take(loader, 3), expected)
+
+
+def test_a_lane_that_begins_again_draws_other_numbers():
+    lanes = Lanes(FragmentCollector(EnvStepper(Global, Plain(), 2), 6), 2, 0)
+    first, again = (lanes.global_random_states(1, lanes.root(), k) for k in range(2))
+    def draw(): return random.random(), np.random.random(), float(torch.rand(()))
+    with first.swapped_in(): a = draw()
+    with again.swapped_in(): b = draw()
+    assert not set(a) & set(b)

@@ -1,5 +1,6 @@
 "Pipelines to be run in worker processes, environments that do harm in one of them, and ways to compare streams; used by several tests."
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -39,6 +40,21 @@ class Images(gym.Env):
         return self.look(), float(action), False, self.count == 7, {}
 
 
+class Global(gym.Env):
+    "An environment of the kind that draws from the global generators of Python, numpy and torch."
+    observation_space, action_space = Box(-np.inf, np.inf, (4,)), Discrete(5)
+
+    def reset(self, *, seed=None, options=None):
+        self.count = 0
+        return self.look(), {}
+
+    def look(self): return np.float32([random.random(), np.random.random(), float(torch.rand(())), self.count])
+
+    def step(self, action):
+        self.count += 1
+        return self.look(), random.random(), np.random.random() < .1, False, {}
+
+
 class Dim(Plain):
     "`Plain`, for images."
     def forward(self, obs, act, rew, fin, *, hx, stepno, virtual): return (obs[..., 0, 0].long() + stepno) % 5, (), {}
@@ -69,6 +85,7 @@ def memory(lanes): return _recipe(Memory(), rollouts, Counting, lanes=lanes)
 def global_generator(lanes): return _recipe(Shaky(), rollouts, lanes=lanes)
 def nested(lanes): return _recipe(NestedMemory(), rollouts, Nested, lanes=lanes)
 def vector(lanes): return _recipe(Cart(), rollouts, "CartPole-v1", vector="sync", lanes=lanes)
+def global_env(lanes): return _recipe(Plain(), rollouts, Global, lanes=lanes)
 def finite(lanes): return _above(Counting, Plain(), lanes, lambda p: Limit(FragmentCollector(p, 3), 2))
 def unequal(lanes): return _above(Counting, Plain(), lanes, lambda p: Unequal(FragmentCollector(p, 3)))
 def episodes(lanes): return _above(Lively, Shaky(), lanes, lambda p: EpisodeCollector(p, 2, pad=True), terminal_obs=True)
@@ -88,7 +105,8 @@ class Cart(Plain):
 
 
 WORLDS = dict(gaussian=gaussian, recurrent=recurrent, memory=memory, global_generator=global_generator, nested=nested, vector=vector,
-              finite=finite, unequal=unequal, episodes=episodes, episode_lists=episode_lists, frames=frames, mapped=mapped)
+              finite=finite, unequal=unequal, episodes=episodes, episode_lists=episode_lists, frames=frames, mapped=mapped,
+              global_env=global_env)
 
 
 def change(actor):

@@ -33,7 +33,7 @@ class ArgsError(ValueError):
 
 
 class Owner(NamedTuple):
-    "A public function or class, and what its comments say."
+    "A public function or class, with the comments of its signature."
     name: str                 # as in messages: `EnvStepper.reset`
     text: ast.Constant | None  # its docstring
     indent: str               # of the docstring
@@ -42,7 +42,7 @@ class Owner(NamedTuple):
 
 
 def with_args(source: str) -> str:
-    "The same code, whose docstrings list what the comments say. Raises `ArgsError` if a docstring is missing, or says it already."
+    "The same code, with the comments listed in its docstrings. Raises `ArgsError` if a docstring is missing or repeats a comment."
     edits = []
     for owner in owners(source):
         if not owner.comments: continue
@@ -80,7 +80,7 @@ def without_args(source: str, original: str) -> str:
 
 
 def without_entries(source, owner, added):
-    "The docstring's literal without the entries that are in `added`; on one line, if one is left."
+    "The docstring's literal without the entries in `added`; on one line if only one line is left."
     prefix, quote, body = literal(source, owner)
     head, sections = parsed(body, owner.indent)
     args = {k: lines for k, lines in entries(sections.pop("Args", []), owner.indent).items() if plain(lines) not in added}
@@ -173,7 +173,7 @@ def delegates(node):
     return ast.unparse(calls[0].args[0]) if calls else None
 
 
-# --- docstrings: all of this works on the source text, so that escapes stay as they are typed
+# --- docstrings: these functions work on the source text, so that escapes stay as they were typed
 
 
 def docstring(node):
@@ -214,7 +214,7 @@ def entries(lines, indent) -> dict:
 
 
 def entry(owner, name, comment, prefix="", quote='"""') -> list:
-    "The lines that say what a comment says."
+    "The lines of the entry that states a comment."
     text = comment if "r" in prefix.lower() else comment.replace("\\", r"\\")
     text = text.replace(quote, "\\" + quote)
     if name == "return": return wrapped(text, owner.indent + "    ", owner.indent + "    ")
@@ -236,7 +236,7 @@ def joined(head, sections, indent) -> str:
 
 
 def plain(lines) -> str:
-    "Lines as they read, however they are wrapped."
+    "The lines as one text, whatever their wrapping."
     return " ".join(" ".join(lines).split())
 
 

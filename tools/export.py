@@ -1,7 +1,7 @@
 """Export the notebooks to modules, with the meaning of the parameters in the docstrings (see `args_sections`).
 
-    python tools/export.py             notebooks -> modules; what `nbdev_export` does, and the sections
-    python tools/export.py --update    modules -> notebooks, without the sections; what `nbdev_update` does
+    python tools/export.py             notebooks -> modules, like `nbdev_export`, but with the sections
+    python tools/export.py --update    modules -> notebooks, like `nbdev_update`, but without the sections
 """
 import re
 import sys
@@ -26,6 +26,12 @@ def export():
     _build_modidx()
 
 
+def with_packages_named(code, path):
+    "The code of the module `path` with `from package import x` for `from .. import x`, which nbdev would take for `from . import x`."
+    def named(match): return match[1] + ".".join(path.parts[:-len(match[2])]) + match[3]
+    return re.sub(r"(?m)^(\s*from )(\.+)( import )", named, code)
+
+
 def update():
     "Carry what was edited in modules back into the cells of their notebooks. Nothing is written to a notebook that would not export."
     lib = get_config().lib_path
@@ -37,7 +43,7 @@ def update():
         originals = {c.id: c.source for c in read_nb(notebook).cells}
         for cell in cells:
             code = re.sub(r"\A(#\|.*\n)+", "", cell.code)  # `_update_nb` adds all directives of the cell, also those that are exported
-            cell.code = without_args(code, originals.get(cell.cell_id, ""))
+            cell.code = without_args(with_packages_named(code, path.relative_to(lib.parent)), originals.get(cell.cell_id, ""))
             with_args(cell.code)
         _update_nb(notebook, cells, lib.parent)
 

@@ -77,12 +77,12 @@ def cases(group) -> dict:
 
 
 def is_wanted(name, only) -> bool:
-    "Is this case, or its group, among those that were asked for? All are if none was."
+    "Whether this case or its group was asked for; all are, if none was named."
     return not only or any(re.fullmatch(rf"{re.escape(wanted)}(\..*)?", name) for wanted in only)
 
 
 def rename(package):
-    "Give what has an old name in one of the public modules of an old package the new one as well."
+    "Add the new names to the public modules of an old package, beside the old ones."
     for module in map(importlib.import_module, (f"{package}.pipes", f"{package}.layers", f"{package}.agents")):
         for old, new in RENAMED.items():
             if hasattr(module, old) and not hasattr(module, new): setattr(module, new, getattr(module, old))

@@ -18,7 +18,7 @@ def _run(*commands):
             for command in commands: yield f"exit code of {command}", main(command.split())
         finally: os.chdir(before)
         run = Path(folder, "run")
-        if not run.exists(): return  # the exit code tells
+        if not run.exists(): return  # the exit code is part of the record
         yield "config", json.loads((run/"config.json").read_text())
         for k, line in enumerate((run/"metrics.jsonl").read_text().splitlines()):
             yield f"record {k}", {name: x for name, x in json.loads(line).items() if "seconds" not in name and "_per_s" not in name}

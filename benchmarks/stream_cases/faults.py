@@ -1,4 +1,4 @@
-"What users are told of typical faults."
+"The messages of typical faults."
 from functools import partial
 
 import numpy as np

@@ -19,15 +19,15 @@ from ..pipes.errors import CheckpointError
 # %% ../../nbs/agents/12_checkpoint.ipynb #5fb9d539
 def encode(
     tree: Any,       # dict (keys str, int, bool, None), list or tuple of tensors, numbers, strings, bools, None, nested at will
-    tensors: dict,   # receives name -> contiguous copy on the CPU: views and tied weights are stored as they look
-    name: str = "",  # where in the tree `tree` is, also the name of a tensor in the file
+    tensors: dict,   # receives name -> contiguous copy on the CPU; views and tied weights are stored with all of their elements
+    name: str = "",  # path of `tree` in the whole state; a tensor has this name in the file
 ) -> Any:
     """`tree` in JSON's types. Raises `CheckpointError`, which names the leaf, if there is anything else in it.
 
     Args:
         tree: dict (keys str, int, bool, None), list or tuple of tensors, numbers, strings, bools, None, nested at will
-        tensors: receives name -> contiguous copy on the CPU: views and tied weights are stored as they look
-        name: where in the tree `tree` is, also the name of a tensor in the file
+        tensors: receives name -> contiguous copy on the CPU; views and tied weights are stored with all of their elements
+        name: path of `tree` in the whole state; a tensor has this name in the file
     """
     if tree is None or type(tree) in (bool, int, str): return tree
     if type(tree) is float: return tree if math.isfinite(tree) else {"float": repr(tree)}
@@ -56,7 +56,7 @@ def decode(
     code: Any,      # what `encode` returned
     tensors: dict,  # name -> tensor
 ) -> Any:
-    """The tree that was encoded. Raises KeyError, TypeError or ValueError if `code` is no such thing.
+    """The tree that was encoded. Raises KeyError, TypeError or ValueError if `encode` did not make `code`.
 
     Args:
         code: what `encode` returned
@@ -76,7 +76,7 @@ def write_atomically(
     path: str | Path,  # file to make or replace; its folder must exist
     data: bytes,       # the whole content
 ) -> None:
-    """Write `data` so that `path` holds either what it held or all of `data`, whenever the process or the machine stops.
+    """Write `data` so that `path` holds either its old content or all of `data`, even if the process or the machine stops.
 
     Args:
         path: file to make or replace; its folder must exist
@@ -133,7 +133,7 @@ class Checkpoint(NamedTuple):
 def load_checkpoint(
     path: str | Path,  # file that `save_checkpoint` wrote
 ) -> Checkpoint:
-    """Read a checkpoint; nothing in it is executed. Raises `CheckpointError`: missing, damaged, foreign, too new.
+    """Read a checkpoint; nothing in it is executed. Raises `CheckpointError` for a missing, damaged, foreign or too new file.
 
     Args:
         path: file that `save_checkpoint` wrote

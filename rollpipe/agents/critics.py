@@ -21,14 +21,14 @@ __all__ = ['explained_variance', 'valid_rows', 'fit_critic']
 def explained_variance(
     pred: Tensor,                 # values [*lead]
     target: Tensor,               # returns [*lead]
-    valid: Tensor | None = None,  # rows that count, bool [*lead]; None for all
+    valid: Tensor | None = None,  # which rows count, bool [*lead]; None: all
 ) -> float:
     """`1 - Var[target - pred] / Var[target]`; nan where the target does not vary or is empty.
 
     Args:
         pred: values [*lead]
         target: returns [*lead]
-        valid: rows that count, bool [*lead]; None for all
+        valid: which rows count, bool [*lead]; None: all
     """
     if valid is not None: pred, target = pred[valid], target[valid]
     if not target.numel(): return float('nan')
@@ -39,14 +39,14 @@ def explained_variance(
 # %% ../../nbs/agents/04_critics.ipynb #dcc1462c
 def valid_rows(
     tree: Any,             # tensors [*lead, ...] in any nesting
-    valid: Tensor | None,  # bool [*lead]; None for all
+    valid: Tensor | None,  # which rows count, bool [*lead]; None: all
     dims: int,             # number of leading dimensions
 ) -> Any:
     """The leaves as rows [N, ...], in order: the leading dimensions become one, rows that are not valid are left out.
 
     Args:
         tree: tensors [*lead, ...] in any nesting
-        valid: bool [*lead]; None for all
+        valid: which rows count, bool [*lead]; None: all
         dims: number of leading dimensions
     """
     if valid is None: return nested.map(lambda x: x.flatten(0, dims - 1), tree)
@@ -64,7 +64,7 @@ def _step(critic, optimizer, obs, target, scale) -> None:
 
 @torch.no_grad()
 def _measure(critic, obs, target, scale, rows: int = 8192) -> tuple[float, float]:
-    "Mean squared error and explained variance over all rows, some thousand at a time for the sake of memory."
+    "Mean squared error and explained variance over all rows, a few thousand at a time to save memory."
     parts = [slice(i, i + rows) for i in range(0, len(target), rows)]
     pred = torch.cat([critic(nested.getitem(obs, part)) for part in parts])
     if pred.shape != target.shape:
@@ -74,14 +74,14 @@ def _measure(critic, obs, target, scale, rows: int = 8192) -> tuple[float, float
 # %% ../../nbs/agents/04_critics.ipynb #e7b5d0d8
 def fit_critic(
     critic: Callable[[Any], Tensor],           # obs [N, ...] -> values [N]
-    optimizer: torch.optim.Optimizer,          # of the critic's parameters
+    optimizer: torch.optim.Optimizer,          # optimiser of the critic's parameters
     obs: Any,                                  # observations, leaves [*lead, ...]
     target: Tensor,                            # returns [*lead]
     *,
-    valid: Tensor | None = None,               # rows that count, bool [*lead]; None for all
+    valid: Tensor | None = None,               # which rows count, bool [*lead]; None: all
     epochs: int = 4,                           # passes over the rows
-    minibatch: int | None = None,              # rows per step, about; None for 1/64 of the rows, but 128 to 512
-    generator: torch.Generator | None = None,  # of the order of the rows, on the host; the same one gives the same fit
+    minibatch: int | None = None,              # approximate number of rows per step; None: 1/64 of the rows, within 128 and 512
+    generator: torch.Generator | None = None,  # CPU generator of the order of the rows; the same state gives the same fit
 ) -> dict[str, float]:
     """Minimise the mean squared error of `critic` on `target`, in units of `critic.ret_std` where there is one.
 
@@ -90,13 +90,13 @@ def fit_critic(
 
     Args:
         critic: obs [N, ...] -> values [N]
-        optimizer: of the critic's parameters
+        optimizer: optimiser of the critic's parameters
         obs: observations, leaves [*lead, ...]
         target: returns [*lead]
-        valid: rows that count, bool [*lead]; None for all
+        valid: which rows count, bool [*lead]; None: all
         epochs: passes over the rows
-        minibatch: rows per step, about; None for 1/64 of the rows, but 128 to 512
-        generator: of the order of the rows, on the host; the same one gives the same fit
+        minibatch: approximate number of rows per step; None: 1/64 of the rows, within 128 and 512
+        generator: CPU generator of the order of the rows; the same state gives the same fit
 
     Raises:
         DataError: if no row is valid, a valid target is not finite, or the critic's answer is not [N].

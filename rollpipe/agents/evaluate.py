@@ -7,7 +7,6 @@ __all__ = ['quotas', 'Evaluation', 'check_film', 'Recorder', 'evaluate', 'Random
 
 # %% ../../nbs/agents/10_evaluate.ipynb #4e6fa0f7
 import copy
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,18 +20,18 @@ from ..pipes.errors import DataError, EnvError
 from ..pipes.envs.factories import EnvFactory, env_factories, spaces_of
 from ..pipes.stepper import EnvStepper
 from ..pipes.taps import EpisodeSums
-from ..pipes.modules import eval_mode
+from ..pipes.modules import EvalMode
 
 # %% ../../nbs/agents/10_evaluate.ipynb #f1c395fb
 def quotas(
-    n_episodes: int,  # in total
-    n_envs: int,  # environments side by side
+    n_episodes: int,  # total number of episodes
+    n_envs: int,  # number of environments side by side
 ) -> np.ndarray:
     """How many episodes each environment plays, int [n_envs]: as even as possible.
 
     Args:
-        n_episodes: in total
-        n_envs: environments side by side
+        n_episodes: total number of episodes
+        n_envs: number of environments side by side
     """
     return np.array([n_episodes//n_envs + (b < n_episodes % n_envs) for b in range(n_envs)])
 
@@ -41,13 +40,13 @@ class Evaluation(NamedTuple):
     """Whole episodes, environment by environment; arrays [n_episodes].
 
     Args:
-        returns: float64: undiscounted
-        lengths: int64: steps
-        terminated: bool: ended by the environment, not by a time limit
+        returns: float64: undiscounted returns
+        lengths: int64: numbers of steps
+        terminated: bool: whether the environment ended the episode, not a time limit
     """
-    returns: np.ndarray  # float64: undiscounted
-    lengths: np.ndarray  # int64: steps
-    terminated: np.ndarray  # bool: ended by the environment, not by a time limit
+    returns: np.ndarray  # float64: undiscounted returns
+    lengths: np.ndarray  # int64: numbers of steps
+    terminated: np.ndarray  # bool: whether the environment ended the episode, not a time limit
 
     @property
     def mean(self) -> float: return float(self.returns.mean())
@@ -90,12 +89,12 @@ class _Filmed(gym.Wrapper):
 
 # %% ../../nbs/agents/10_evaluate.ipynb #89655a7d
 def check_film(
-    path: str | Path,  # file of a film
+    path: str | Path,  # file to write
 ) -> None:
     """Raise now what `Recorder.save` would raise after all the work: `DataError` or `ImportError`.
 
     Args:
-        path: file of a film
+        path: file to write
     """
     if Path(path).suffix not in (".gif", ".mp4"):
         raise DataError("unknown kind of film", expected="a path ending in .gif or .mp4", got=str(path))
@@ -108,8 +107,8 @@ def check_film(
 class Recorder:
     """A factory of one environment that keeps the frames of its first episode.
 
-    A gymnasium id is made with `render_mode="rgb_array"`; another factory must make its environments so by itself,
-    else `EnvError`.
+    An environment that is given by its id is made with `render_mode="rgb_array"`. Another factory must set this mode itself;
+    otherwise `EnvError` is raised.
     """
     def __init__(self, factory: EnvFactory):
         self.factory, self.frames, self.fps, self.done = factory, [], 30, False
@@ -139,7 +138,7 @@ class Recorder:
         if str(path).endswith(".gif"):
             from PIL import Image
             first, *rest = (Image.fromarray(frame) for frame in self.frames)
-            # The format counts in 1/100 s, and players slow down what is faster than 1/50 s.
+            # GIF counts time in 1/100 s, and players slow down frames that are shorter than 1/50 s.
             first.save(path, save_all=True, append_images=rest, duration=max(20, round(1000/self.fps)), loop=0)
         else:
             import imageio.v2 as imageio
@@ -147,8 +146,8 @@ class Recorder:
                 for frame in self.frames: film.append_data(frame)
 
 # %% ../../nbs/agents/10_evaluate.ipynb #508da198
-def _play(ticks: Iterable, quota, max_steps):
-    "Follow the ticks until every environment has played its quota `[n_envs]` of episodes; an `Evaluation`."
+def _play(ticks: EnvStepper, quota, max_steps):
+    "Follow the ticks until every environment has played its quota `[n_envs]` of episodes; returns an `Evaluation`."
     sums, done = EpisodeSums(len(quota)), [[] for _ in quota]
     stream = iter(ticks)
     try:
@@ -166,53 +165,54 @@ def _play(ticks: Iterable, quota, max_steps):
 # %% ../../nbs/agents/10_evaluate.ipynb #b885e91a
 def evaluate(
     env: Any,  # gymnasium id, factory, or list of them, see `EnvStepper`
-    actor: Any,  # anything with `step` and `reset`; a module is in eval mode meanwhile
-    n_episodes: int = 20,  # whole episodes
+    actor: Any,  # anything with `step` and `reset`; a module is in eval mode during the evaluation
+    n_episodes: int = 20,  # number of whole episodes
     *,
-    n_envs: int | None = None,  # environments side by side; None: at most 8
+    n_envs: int | None = None,  # number of environments side by side; None: at most 8
     deterministic: bool = True,  # no noise for actors with `draw_noise`; others must not explore in eval mode
-    seed: int | None = None,  # None: fresh episodes every time
-    record: str | Path | None = None,  # film of the first episode, "x.gif" or "x.mp4"
-    env_kwargs: dict | None = None,  # for `gymnasium.make`
-    max_steps: int = 100_000,  # of one episode; a longer one raises `EnvError`
+    seed: int | None = None,  # seed of the episodes; None: different episodes every time
+    record: str | Path | None = None,  # file for a film of the first episode, "x.gif" or "x.mp4"
+    env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make`
+    max_steps: int = 100_000,  # largest number of steps of an episode; a longer one raises `EnvError`
 ) -> Evaluation:
     """Play exactly `n_episodes` fresh episodes in this process. Raises `DataError`, and what `EnvStepper` raises.
 
     Args:
         env: gymnasium id, factory, or list of them, see `EnvStepper`
-        actor: anything with `step` and `reset`; a module is in eval mode meanwhile
-        n_episodes: whole episodes
-        n_envs: environments side by side; None: at most 8
+        actor: anything with `step` and `reset`; a module is in eval mode during the evaluation
+        n_episodes: number of whole episodes
+        n_envs: number of environments side by side; None: at most 8
         deterministic: no noise for actors with `draw_noise`; others must not explore in eval mode
-        seed: None: fresh episodes every time
-        record: film of the first episode, "x.gif" or "x.mp4"
-        env_kwargs: for `gymnasium.make`
-        max_steps: of one episode; a longer one raises `EnvError`
+        seed: seed of the episodes; None: different episodes every time
+        record: file for a film of the first episode, "x.gif" or "x.mp4"
+        env_kwargs: keyword arguments for `gymnasium.make`
+        max_steps: largest number of steps of an episode; a longer one raises `EnvError`
     """
     if n_episodes < 1: raise DataError("nothing to evaluate", expected="n_episodes >= 1", got=str(n_episodes))
     sources = list(env) if isinstance(env, (list, tuple)) else [env]
     n_envs = n_envs or max(len(sources), min(n_episodes, 8)//len(sources)*len(sources))
+    recorders = []
     if record is not None:
         check_film(record)
         recorders = [Recorder(factory) for factory in env_factories(sources, n_envs, env_kwargs)]
         for recorder in recorders[1:]: recorder.done = True
         sources, env_kwargs = recorders, None
     ticks = EnvStepper(sources, actor, n_envs, env_kwargs=env_kwargs, seed=seed, explore=not deterministic)
-    with torch.no_grad(), eval_mode(actor): result = _play(ticks, quotas(n_episodes, n_envs), max_steps)
+    with torch.no_grad(), EvalMode(actor): result = _play(ticks, quotas(n_episodes, n_envs), max_steps)
     if record is not None: recorders[0].save(record)
     return result
 
 # %% ../../nbs/agents/10_evaluate.ipynb #27bbf9e4
 class RandomActor(Actor):
-    """Actions drawn by `action_space.sample()`, from a generator of its own; also if asked to be deterministic.
+    """Actions drawn by `action_space.sample()`, from a generator of its own, even if asked to be deterministic.
 
     Args:
         action_space: any space whose samples are arrays
-        seed: None: different actions every time
+        seed: seed of the actions; None: different actions every time
     """
     def __init__(self,
         action_space: gym.Space,  # any space whose samples are arrays
-        seed: int | None = None,  # None: different actions every time
+        seed: int | None = None,  # seed of the actions; None: different actions every time
     ):
         super().__init__()
         self.space = copy.deepcopy(action_space)
@@ -222,15 +222,15 @@ class RandomActor(Actor):
     def for_env(cls,
         env: Any,  # id, factory, environment, or pair of spaces
         *,
-        env_kwargs: dict | None = None,  # for `gymnasium.make`
-        seed: int | None = None,  # None: different actions every time
+        env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make`
+        seed: int | None = None,  # seed of the actions; None: different actions every time
     ) -> "RandomActor":
         """The random actor for an environment.
 
         Args:
             env: id, factory, environment, or pair of spaces
-            env_kwargs: for `gymnasium.make`
-            seed: None: different actions every time
+            env_kwargs: keyword arguments for `gymnasium.make`
+            seed: seed of the actions; None: different actions every time
         """
         return cls(spaces_of(env, env_kwargs)[1], seed)
 

@@ -21,18 +21,18 @@ from ..pipes.modules import bump_version, version_of
 
 # %% ../../nbs/agents/08_learner.ipynb #a8950165
 def check_batch(
-    batch: Fragment,  # what an update is given
-    needs: tuple,     # of 'adv', 'ret' and 'logp', those that must be there
-    name: str,        # of the learner, for messages
+    batch: Fragment,         # the batch of an update
+    needs: tuple[str, ...],  # those of 'adv', 'ret' and 'logp' that must be there
+    name: str,               # name of the learner in messages
 ) -> None:
-    """Raise `DataError` if a fragment lacks one of its `needs`, has no valid row, or is not finite where valid.
+    """Raise `DataError` if a fragment lacks one of its `needs`, has no valid row, or has a number in a valid row that is not finite.
 
-    Observations, rewards, advantages, value targets and log-probabilities are looked at, as far as the fragment has them.
+    Observations, rewards, advantages, value targets and log-probabilities are checked, if the fragment has them.
 
     Args:
-        batch: what an update is given
-        needs: of 'adv', 'ret' and 'logp', those that must be there
-        name: of the learner, for messages
+        batch: the batch of an update
+        needs: those of 'adv', 'ret' and 'logp' that must be there
+        name: name of the learner in messages
     """
     logp = batch.actor.get('logp') if isinstance(batch.actor, dict) else None
     for need, what in dict(adv='advantages', ret='value targets').items():
@@ -54,7 +54,7 @@ def standardized(
     x: torch.Tensor,      # float [T, B]
     valid: torch.Tensor,  # bool [T, B]
 ) -> torch.Tensor:
-    """`x` with mean 0 and deviation 1 over the valid rows; zeros if these are all the same and so express no preference.
+    """`x` with mean 0 and standard deviation 1 over the valid rows; zeros if these are all the same and so express no preference.
 
     Args:
         x: float [T, B]
@@ -83,7 +83,7 @@ def critic_inputs(
     critic: Any,      # `critic(obs)`, perhaps with a method `inputs(obs, actor)`
     batch: Fragment,  # [T, B]
 ) -> Any:
-    """What the critic is called with in the states of a batch, nested `[T, B, ...]`: observations, or what its `inputs` makes of them.
+    """The input of the critic for the states of a batch, nested `[T, B, ...]`: observations, or what its `inputs` returns for them.
 
     Args:
         critic: `critic(obs)`, perhaps with a method `inputs(obs, actor)`
@@ -107,15 +107,17 @@ class LearnerState:
     Args:
         actor: the module that acts and learns
         critic: the module that values states, or None
-        **options: `SharedOptions`
+        **options: options that learners share, see `SharedOptions`
     """
+    actor: Any
+    critic: Any
     actor_needs = ('replay',)  # methods that the actor must have
-    optimizer = None           # a subclass sets it; it is part of the state
+    optimizer: Any = None      # a subclass sets it; it is part of the state
 
     def __init__(self,
         actor: Any,          # the module that acts and learns
         critic: Any = None,  # the module that values states, or None
-        **options: Any,      # `SharedOptions`
+        **options: Any,      # options that learners share, see `SharedOptions`
     ):
         name = type(self).__name__
         for method in self.actor_needs:
@@ -145,9 +147,8 @@ class LearnerState:
 # %% ../../nbs/agents/08_learner.ipynb #91cfde47
 class Learner(LearnerState):
     "Base of learners. A subclass writes `improve(batch)`, and `update` calls it at the right moment."
-    @property
-    def batch_needs(self) -> tuple:
-        "What a batch must have: of 'adv', 'ret' and 'logp'."
+    def batch_needs(self) -> tuple[str, ...]:
+        "Those of 'adv', 'ret' and 'logp' that a batch must have."
         return ('adv', 'logp') if self.critic is None else ('adv', 'ret', 'logp')
 
     def update(self, batch: Fragment) -> dict:
@@ -155,7 +156,7 @@ class Learner(LearnerState):
 
         Raises `DataError` if the batch lacks something (see `check_batch`).
         """
-        self.check(batch, *self.batch_needs)
+        self.check(batch, *self.batch_needs())
         lag, start = self.lag(batch), perf_counter()
         found = self.improve(batch)
         self.tell_actor(batch)
@@ -166,34 +167,34 @@ class Learner(LearnerState):
         return metrics | dict(lag=lag, seconds_policy=policy_done - start, seconds_critic=perf_counter() - policy_done)
 
     def improve(self, batch: Fragment) -> Any:
-        "The algorithm: improve the policy by a batch, and return the metrics of it, or whatever `report` makes metrics of."
+        "The algorithm: improve the policy with a batch. Returns metrics, or whatever `report` turns into metrics."
         raise NotImplementedError(f"{type(self).__name__} must define improve(batch)")
 
     def report(self, found: Any) -> dict:
-        "The metrics of what `improve` returned, now that the actor's normaliser has moved."
+        "The metrics, made from what `improve` returned, after the update of the actor's normaliser."
         return found
 
     def check(self, batch: Fragment, *needs: str) -> None:
-        "Raise `DataError` if a batch lacks one of `needs` ('adv', 'ret', 'logp'), or fails `check_batch` otherwise."
+        "Raise `DataError` if a batch lacks one of `needs` ('adv', 'ret', 'logp'), or breaks another rule of `check_batch`."
         check_batch(batch, needs, type(self).__name__)
 
     def lag(self, batch: Fragment) -> int:
-        "Updates of the actor since the oldest column of the batch was collected; 0 if that is not known."
+        "Number of updates of the actor since the oldest column of the batch was collected; 0 if that is not known."
         return lag_of(batch, self.actor)
 
     def tell_actor(self, batch: Fragment) -> None:
-        "Move the actor's normaliser, if it has one, by the observations of a batch: once a batch, after its last use."
+        "Update the actor's normaliser, if it has one, with the observations of a batch. Called once per batch, after its last use."
         _tell(self.actor, 'observe', _observations(batch), batch.valid)
 
     def tell_critic(self, batch: Fragment) -> None:
-        "Move the critic's normalisers of inputs and of returns, if it has them, once a batch. Only the actor moves a shared one."
+        "Update the critic's normalisers of inputs and of returns, if it has them, once per batch; `tell_actor` updates a shared one."
         norm = getattr(self.critic, 'obs_norm', None)
         if norm is None or norm is not getattr(self.actor, 'obs_norm', None):
             _tell(self.critic, 'observe', critic_inputs(self.critic, batch), batch.valid)
         if batch.ret is not None: _tell(self.critic, 'observe_returns', batch.ret, batch.valid)
 
     def fit(self, batch: Fragment, epochs: int) -> dict:
-        "Tell the critic about a batch and regress it on `batch.ret`, `epochs` times over, with `optimizer`. Returns metrics."
+        "Update the critic's normalisers, and regress it on `batch.ret` for `epochs` passes, with `optimizer`. Returns metrics."
         explained = explained_variance(batch.ret - batch.adv, batch.ret, batch.valid)
         self.tell_critic(batch)
         fitted = fit_critic(self.critic, self.optimizer, critic_inputs(self.critic, batch), batch.ret, valid=batch.valid, epochs=epochs,

@@ -51,7 +51,7 @@ class Linearization:
 
     Each `jvp` and each `vjp` costs about one backward pass. Parameters that `outputs` do not depend on, and outputs
     that depend on no parameter, count as zero columns and rows. The operations must be twice differentiable. The graph
-    is released with this object; changing a parameter in place makes it unusable (torch then raises an error).
+    is released with this object. After a parameter is changed in place it cannot be used any more, and torch raises an error.
 
     Args:
         outputs: tensors [N, ...] in any nesting, with their graph
@@ -65,7 +65,7 @@ class Linearization:
         outputs: Any,  # tensors [N, ...] in any nesting, with their graph
         params: Sequence[Tensor],  # tensors that require a gradient, D entries in all
     ):
-        # a copy without the graph: an expanded parameter would change with the parameter
+        # Copies without the graph, because an expanded parameter would change with the parameter.
         self.outputs = nested.map(lambda x: x.detach().clone(), outputs)
         leaves = nested.leaves(outputs)
         self._params, self._live = list(params), [i for i, x in enumerate(leaves) if x.requires_grad]
@@ -82,7 +82,7 @@ class Linearization:
         "Jv for the `tangent` v [D], with the structure and the shapes of `outputs`."
         at, gs = self._transposed()
         used = [(g, v) for g, v in zip(gs, unflatten(tangent, self._params)) if g is not None and g.requires_grad]
-        values = [None] * len(nested.leaves(self.outputs))
+        values: list[Tensor | None] = [None] * len(nested.leaves(self.outputs))
         if used:
             outs, vs = zip(*used)
             ts = grad(outs, at, vs, retain_graph=True, allow_unused=True)
@@ -90,7 +90,7 @@ class Linearization:
         return _replace_leaves(self.outputs, values)
 
     def _transposed(self):
-        "The point c = 0 and J'c with its graph: recorded at the first use, as a gradient alone does not need it."
+        "`(c, J'c)` at c = 0, with a graph. It is recorded at the first use, because a gradient alone does not need it."
         if self._transpose is None:
             with torch.enable_grad():
                 at = [torch.zeros_like(x, requires_grad=True) for x in self._graph]
@@ -108,39 +108,38 @@ class Linearization:
 
 # %% ../../nbs/agents/01_linearization.ipynb #59afec18
 def fisher_product(
-    lin: Linearization,  # of the distributions' parameters, leaves [N, ...]
+    lin: Linearization,                 # linearization of the distributions' parameters, leaves [N, ...]
     metric: Callable[[Any, Any], Any],  # (parameters, tangent) -> Fisher information of each row times tangent
-    weights: float | Tensor,  # of the rows: one number (1/N for the mean), or [N] or the rows' leading shape
+    weights: float | Tensor,            # weights of the rows: one number (1/N for the mean), or a tensor [N] or of the rows' leading shape
 ) -> Callable[[Tensor], Tensor]:
     """The function v [D] -> F v [D], with F = sum over the rows of weight * J' metric J, by one `jvp` and one `vjp`.
 
     Args:
-        lin: of the distributions' parameters, leaves [N, ...]
+        lin: linearization of the distributions' parameters, leaves [N, ...]
         metric: (parameters, tangent) -> Fisher information of each row times tangent
-        weights: of the rows: one number (1/N for the mean), or [N] or the rows' leading shape
+        weights: weights of the rows: one number (1/N for the mean), or a tensor [N] or of the rows' leading shape
     """
-    def weigh(x): return x * weights.reshape(weights.shape + (1,) * (x.ndim - weights.ndim))
-
     def product(v: Tensor) -> Tensor:
         with torch.no_grad(): pulled = metric(lin.outputs, lin.jvp(v))
         if not isinstance(weights, Tensor): return lin.vjp(pulled) * weights
-        return lin.vjp(nested.map(weigh, pulled))
+        per_row = weights
+        return lin.vjp(nested.map(lambda x: x * per_row.reshape(per_row.shape + (1,) * (x.ndim - per_row.ndim)), pulled))
     return product
 
 # %% ../../nbs/agents/01_linearization.ipynb #84db0d18
 def in_row_blocks(
-    fn: Callable[[Any], Any],  # treats rows independently of one another; tensors in any nesting -> the same
-    tree: Any,  # what `fn` is applied to
-    size: int = 2048,  # rows per block, about
-    dim: int = 0,  # the dimension of the rows, of every leaf of `tree` and of the result
+    fn: Callable[[Any], Any],  # function of nested tensors that treats each row independently
+    tree: Any,                 # nested tensors that `fn` is applied to
+    size: int = 2048,          # approximate number of rows per block
+    dim: int = 0,              # dimension of the rows in every leaf of `tree` and of the result
 ) -> Any:
     """`fn(tree)`, computed on blocks of equal size and joined.
 
     Args:
-        fn: treats rows independently of one another; tensors in any nesting -> the same
-        tree: what `fn` is applied to
-        size: rows per block, about
-        dim: the dimension of the rows, of every leaf of `tree` and of the result
+        fn: function of nested tensors that treats each row independently
+        tree: nested tensors that `fn` is applied to
+        size: approximate number of rows per block
+        dim: dimension of the rows in every leaf of `tree` and of the result
     """
     n = nested.leaves(tree)[0].shape[dim]
     parts = max(1, round(n / size))

@@ -58,19 +58,19 @@ def reinforce(
     fragment: Fragment,        # [T, B] with `adv`
     actor: Any,                # a `Policy`
     *,
-    c_rho: float = 1.0,        # limit of the importance weights; `inf` for none
+    c_rho: float = 1.0,        # limit of the importance weights; `inf`: no limit
     c_entropy: float = 0.01,   # weight of the entropy [1/nat]
 ) -> tuple[Tensor, dict]:
     """REINFORCE with importance weights and a baseline: `mean[-min(ρₜ, c_rho) Aₜ log π(aₜ|sₜ)] - c_entropy * mean entropy`.
 
-    The weight is a constant to the gradient. Source: Williams 1992, *Simple statistical gradient-following algorithms for
+    The weights are constants for the gradient. Source: Williams 1992, *Simple statistical gradient-following algorithms for
     connectionist reinforcement learning*, https://doi.org/10.1007/BF00992696. Raises `DataError` if `adv` or `actor['logp']`
     are missing, or no row is valid.
 
     Args:
         fragment: [T, B] with `adv`
         actor: a `Policy`
-        c_rho: limit of the importance weights; `inf` for none
+        c_rho: limit of the importance weights; `inf`: no limit
         c_entropy: weight of the entropy [1/nat]
     """
     replay = replay_policy(fragment, actor)
@@ -100,7 +100,7 @@ def _square_error(v, target, critic):
 def a2c(
     fragment: Fragment,       # [T, B] with `adv`, and `ret` if there are values to be fitted
     actor: Any,               # a `Policy`
-    critic: Any = None,       # `critic(obs) -> value`; None: the `value` that the actor reports, if it does
+    critic: Any = None,       # `critic(obs) -> value`; None: the `value` that the actor reports, if any
     *,
     c_value: float = 0.5,     # weight of the squared error of the values
     c_entropy: float = 0.01,  # weight of the entropy [1/nat]
@@ -113,7 +113,7 @@ def a2c(
     Args:
         fragment: [T, B] with `adv`, and `ret` if there are values to be fitted
         actor: a `Policy`
-        critic: `critic(obs) -> value`; None: the `value` that the actor reports, if it does
+        critic: `critic(obs) -> value`; None: the `value` that the actor reports, if any
         c_value: weight of the squared error of the values
         c_entropy: weight of the entropy [1/nat]
     """
@@ -124,24 +124,17 @@ def a2c(
     return loss, _metrics(fragment, actor, replay, terms, rho_mean=replay.ratios().detach().mean())
 
 # %% ../../nbs/agents/06_losses.ipynb #32041aaa
-def clipped_surrogate(
-    ratio: Tensor,  # importance ratios [N], with gradients
-    adv: Tensor,    # advantages [N]
-    clip: float,    # ε: a ratio further from 1 than this gains nothing
-) -> tuple[Tensor, Tensor]:
-    """`(loss, clip_fraction)`, 0-dim: `mean[-min(ρₜ Aₜ, clip(ρₜ, 1-ε, 1+ε) Aₜ)]`, and the share of the ratios that the clip changes.
+def clipped_surrogate(ratio: Tensor, adv: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """`(loss, clip_fraction)`, 0-dim: `mean[-min(ρₜ Aₜ, clip(ρₜ, 1-ε, 1+ε) Aₜ)]`, and the fraction of the ratios that the clip changes.
 
-    Args:
-        ratio: importance ratios [N], with gradients
-        adv: advantages [N]
-        clip: ε: a ratio further from 1 than this gains nothing
+    ρ is the importance `ratio` `[N]`, A the advantage `adv` `[N]`, and ε is `clip`: a ratio further from 1 than this gains nothing.
     """
     clipped = ratio.clamp(1 - clip, 1 + clip)
     return -torch.minimum(ratio * adv, clipped * adv).mean(), (clipped != ratio).mean(dtype=ratio.dtype)
 
 # %% ../../nbs/agents/06_losses.ipynb #73760cb7
 def with_old_values(fragment: Fragment) -> Fragment:
-    """`fragment` with the values that its advantages were made with, `ret - adv`, as `actor['value']` float32 `[T+1, B]` (row T is 0).
+    """`fragment` with the values of its advantages, `ret - adv`, as `actor['value']` float32 `[T+1, B]` (row T is 0).
 
     `clip_value` of `ppo` needs them, if the critic is a module of its own. Add them before the advantages are normalised.
     """
@@ -150,7 +143,7 @@ def with_old_values(fragment: Fragment) -> Fragment:
 
 
 def _old_values(fragment, replay):
-    "Values `[N]` of the replayed steps when the advantages were made."
+    "The values `[N]` that the advantages of the replayed steps were computed with."
     if 'value' in fragment.actor: return replay.pick(fragment.actor['value'][:-1])
     raise DataError("ppo: clip_value needs the values before the update", leaf="actor['value']",
                     expected="an actor that reports them, or `with_old_values(fragment)`, float32 [T+1, B]",
@@ -158,7 +151,7 @@ def _old_values(fragment, replay):
 
 
 def _clipped_square_error(v, v_old, target, critic, clip_value):
-    "`(errors [N], clip_fraction_value)`: the greater one of the error of `v` and that of `v` moved by at most `clip_value`."
+    "`(errors [N], clip_fraction_value)`: the greater of the errors of `v`, and of `v_old` moved towards `v` by at most `clip_value`."
     limit = clip_value * getattr(critic, 'ret_std', 1.)
     error = torch.maximum(_square_error(v, target, critic), _square_error(v_old + (v - v_old).clamp(-limit, limit), target, critic))
     return error, ((v.detach() - v_old).abs() > limit).float().mean()
@@ -167,10 +160,10 @@ def _clipped_square_error(v, v_old, target, critic, clip_value):
 def ppo(
     fragment: Fragment,               # [T, B] with `adv`, and `ret` if there are values to be fitted; advantages are used as they are
     actor: Any,                       # a `Policy`
-    critic: Any = None,               # `critic(obs) -> value`; None: the `value` that the actor reports, if it does
+    critic: Any = None,               # `critic(obs) -> value`; None: the `value` that the actor reports, if any
     *,
     clip: float = 0.2,                # ε: a ratio further from 1 than this gains nothing
-    clip_value: float | None = None,  # the same for the move of a value, in units of `critic.ret_std` if it has one; None: no limit
+    clip_value: float | None = None,  # how far a value may move from the old one, in units of `critic.ret_std`, if any; None: no limit
     c_value: float = 0.5,             # weight of the squared error of the values
     c_entropy: float = 0.0,           # weight of the entropy [1/nat]
 ) -> tuple[Tensor, dict]:
@@ -184,9 +177,9 @@ def ppo(
     Args:
         fragment: [T, B] with `adv`, and `ret` if there are values to be fitted; advantages are used as they are
         actor: a `Policy`
-        critic: `critic(obs) -> value`; None: the `value` that the actor reports, if it does
+        critic: `critic(obs) -> value`; None: the `value` that the actor reports, if any
         clip: ε: a ratio further from 1 than this gains nothing
-        clip_value: the same for the move of a value, in units of `critic.ret_std` if it has one; None: no limit
+        clip_value: how far a value may move from the old one, in units of `critic.ret_std`, if any; None: no limit
         c_value: weight of the squared error of the values
         c_entropy: weight of the entropy [1/nat]
     """
@@ -204,7 +197,7 @@ def ppo(
 
 # %% ../../nbs/agents/06_losses.ipynb #945688e3
 def _values_of_both_ends(fragment, actor, critic, replay):
-    "`(v [N], v_tp1 [T, B])`: present values of the replayed steps with gradients, and of the states reached without; 0 at true ends."
+    "`(v [N], v_tp1 [T, B])`: present values of the replayed steps with gradients, and of the states reached, without; 0 if terminal."
     v = _present_values(fragment, replay, critic)
     if v is None:
         raise DataError("vtrace_actor_critic: there is no critic and the actor reports no value", leaf="replay(fragment)['value']",
@@ -219,16 +212,16 @@ def vtrace_actor_critic(
     actor: Any,               # a `Policy`
     critic: Any = None,       # `critic(obs) -> value`; None: the `value` that the actor reports
     *,
-    gamma: float = 0.99,      # discount of the reward one step later
+    gamma: float = 0.99,      # discount factor per step
     lam: float = 1.0,         # exponential weight of longer estimates
-    rho_clip: float = 1.0,    # ρ̄: limit of the ratio that weighs an error, and the policy gradient
-    c_clip: float = 1.0,      # c̄ <= ρ̄: limit of the ratio with which later errors are carried back
+    rho_clip: float = 1.0,    # ρ̄: limit of the ratio that weights a temporal difference and the policy gradient
+    c_clip: float = 1.0,      # c̄ <= ρ̄: limit of the ratio that weights later temporal differences
     c_value: float = 0.5,     # weight of the squared error of the values
     c_entropy: float = 0.01,  # weight of the entropy [1/nat]
 ) -> tuple[Tensor, dict]:
     """V-trace actor-critic: `mean[-advₜ log π(aₜ|sₜ)] + c_value * mean[(V(sₜ) - vsₜ)²] - c_entropy * mean entropy`.
 
-    `adv` and `vs` are those of `rollpipe.pipes.returns.vtrace` for the present policy and values, constants to the gradient; `adv`
+    `adv` and `vs` are those of `rollpipe.pipes.returns.vtrace` for the present policy and values, constants for the gradient; `adv`
     has the factor `min(ρₜ, ρ̄)` in it. Source: Espeholt et al. 2018, *IMPALA*, https://arxiv.org/abs/1802.01561, section 4.2.
     Raises `DataError` if `actor['logp']` is missing, if there is neither a critic nor a reported value, or no row is valid.
 
@@ -236,16 +229,16 @@ def vtrace_actor_critic(
         fragment: [T, B]
         actor: a `Policy`
         critic: `critic(obs) -> value`; None: the `value` that the actor reports
-        gamma: discount of the reward one step later
+        gamma: discount factor per step
         lam: exponential weight of longer estimates
-        rho_clip: ρ̄: limit of the ratio that weighs an error, and the policy gradient
-        c_clip: c̄ <= ρ̄: limit of the ratio with which later errors are carried back
+        rho_clip: ρ̄: limit of the ratio that weights a temporal difference and the policy gradient
+        c_clip: c̄ <= ρ̄: limit of the ratio that weights later temporal differences
         c_value: weight of the squared error of the values
         c_entropy: weight of the entropy [1/nat]
     """
     replay = replay_policy(fragment, actor)
     rho, (v, v_tp1) = replay.ratios().detach(), _values_of_both_ends(fragment, actor, critic, replay)
-    # rows that are no valid step hold 0; `fin` is set there, so that their neighbours do not see them
+    # Rows that are not valid hold 0. `fin` is set there, so they do not affect their neighbours.
     def spread(x): return torch.zeros_like(v_tp1).masked_scatter(fragment.valid, x.detach())
     targets = vtrace(fragment.state.rew[1:], spread(v), v_tp1, gamma * ~fragment.term[1:], spread(rho), lam, c_clip, rho_clip,
                      fragment.state.fin[1:])

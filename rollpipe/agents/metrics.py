@@ -18,16 +18,16 @@ METRICS = dict(
     steps="valid environment steps the learner has consumed since the start of the run",
     updates="calls of agent.update since the start of the run",
     episodes="episodes finished since the start of the run",
-    seconds="wall time since the start of the run [s], the time before a resume included",
+    seconds="wall time of the run [s], including the time before a resume",
     steps_per_s="steps since the previous record, per second of wall time [1/s]",
-    # episodes finished since the previous record, explored as the policy explores; absent if none finished
+    # episodes that finished since the previous record, with the exploration of the policy; absent if none finished
     return_mean="mean undiscounted return of those episodes",
     return_min="smallest undiscounted return of those episodes",
     return_max="largest undiscounted return of those episodes",
     length_mean="mean number of steps of those episodes",
-    # the newest evaluation (see `ParallelEvaluation`) finished since the previous record; absent if none
+    # the newest evaluation (see `ParallelEvaluation`) that finished since the previous record; absent if none did
     eval_version="updates of the policy that was evaluated",
-    eval_return_mean="mean undiscounted return of the evaluation's episodes, without exploration unless asked",
+    eval_return_mean="mean undiscounted return of the evaluation's episodes, by default without exploration",
     eval_return_min="smallest undiscounted return of those episodes",
     eval_return_max="largest undiscounted return of those episodes",
 )
@@ -40,32 +40,32 @@ METRICS |= dict(
     predicted_improvement="first-order gain of the surrogate, <gradient, step>, for the step that was kept",
     actual_improvement="surrogate_after - surrogate_before",
     kl="mean KL(old || new) of the step over valid rows, exact for the distribution, not sampled [nat]",
-    kl_next="the same between the old policy and the one that collects next, after its normaliser has moved too [nat]",
+    kl_next="the same divergence, between the old policy and the one that collects next, after the update of its normaliser [nat]",
     cg_residual="|g - F x| / |g| when conjugate gradients stopped",
     cg_iterations="conjugate-gradient iterations",
     curvature="x' F x of the conjugate-gradient solution, damping included",
     backtracks="step lengths that the line search refused",
     accepted="1 if the line search kept a step, 0 if the old parameters were restored",
     step_size="length of the parameter change in the Euclidean norm",
-    grad_norm="Euclidean norm of the gradient before it is clipped: of the surrogate (trust region), else of the loss; mean over steps",
+    grad_norm="Euclidean norm, before clipping, of the gradient of the surrogate (trust region) or of the loss (others); mean over steps",
 )
 METRICS |= dict(
     # losses of gradient methods (see `rollpipe.agents.losses`), mean over the optimiser's steps of the update
     loss="what the optimiser minimises: loss_policy + c_value * loss_value - c_entropy * entropy",
-    loss_policy="the part that improves the policy, for policies that are updated by a gradient of it",
-    loss_value="mean squared (or Huber, or clipped) error of values or action values over valid rows, replay weights included; values in "
-               "units of the returns' deviation if the critic keeps one",
+    loss_policy="the term of the loss that improves the policy",
+    loss_value="mean squared (or Huber, or clipped) error of values or action values over valid rows, with the replay weights; values in "
+               "units of the returns' standard deviation if the critic keeps one",
     approx_kl="mean of ratio - 1 - log ratio over valid rows, ratio = new / old: KL(old || new) estimated from the actions taken "
               "(k3 of Schulman 2020, http://joschu.net/blog/kl-approx.html) [nat]",
     clip_fraction="share of valid rows whose ratio is further from 1 than PPO's clip",
     clip_fraction_value="share of valid rows whose value moved further from the old one than PPO's clip_value",
-    rho_mean="mean over valid rows of the importance ratio: acting now / when collecting, not clipped; 1 if the data are fresh",
+    rho_mean="mean importance ratio over valid rows (probability now / when collecting), not clipped; 1 if the data are fresh",
     rho_max="largest importance ratio of a valid row, not clipped",
     rho_clipped="share of valid rows whose importance ratio was clipped",
     adv_mean="mean advantage over valid rows, as the policy's loss uses it",
     value_mean="mean of the critic's present values over valid rows",
     minibatches="minibatches of the update, each one a step of the optimiser",
-    epochs="passes over the batch of the update, the last one perhaps not complete",
+    epochs="passes over the batch in the update; the last one may be incomplete",
     early_stop="1 if the update ended because approx_kl went beyond its limit, else 0",
 )
 
@@ -76,7 +76,7 @@ METRICS |= dict(
     q_target="mean of the targets of these action values",
     td_error="mean of |target - action value| over valid rows that are trained on",
     epsilon="probability of a random action while collecting",
-    target_updates="copies of the network to the target network since the start of the run (steps towards it, if Polyak)",
+    target_updates="updates of the target network since the start of the run: copies, or steps of Polyak averaging",
     replay_size="transitions in the replay memory",
     replay_ratio="transitions drawn from the replay memory per transition that arrived, in this update",
     weight_min="smallest importance weight of the sampled transitions; the largest is 1",
@@ -85,25 +85,25 @@ METRICS |= dict(
 METRICS |= dict(
     # policy and critic
     entropy="mean entropy of the policy over valid rows, differential for continuous actions [nat]",
-    explained_variance="1 - Var[ret - v] / Var[ret] of the values v that the advantages were made with",
-    critic_loss="mean squared error of the critic after fitting, in units of the returns' deviation if it keeps one",
+    explained_variance="1 - Var[ret - v] / Var[ret] of the values v that the advantages were computed with",
+    critic_loss="mean squared error of the critic after fitting, in units of the returns' standard deviation if it keeps one",
     lag="updates between collecting and consuming the batch, the largest over its columns",
     # worker processes, if there are any
     workers="worker processes that are alive",
-    restarts="deaths of worker processes survived since the start or resume of the run",
+    restarts="worker processes that died and were replaced since the start or resume of the run",
     # wall time of the phases of one update
     seconds_collect="waiting for the pipeline to deliver the batch [s]",
     seconds_policy="updating the policy [s]",
     seconds_critic="fitting the critic [s]",
     seconds_update="the whole of agent.update [s]",
-    seconds_sample="drawing from the replay memory, as a part of it [s]",
+    seconds_sample="drawing from the replay memory, part of seconds_update [s]",
 )
 
 # %% ../../nbs/agents/00_metrics.ipynb #750ba40d
 def check_metrics(
     metrics: dict,  # metric name -> number (python, numpy or one-element tensor)
 ) -> dict[str, float]:
-    """`metrics` with every value as a Python float. Raises `DataError` for a name outside `METRICS`, or no number.
+    """`metrics` with every value as a Python float. Raises `DataError` for a name outside `METRICS`, or a value that is not one number.
 
     Args:
         metrics: metric name -> number (python, numpy or one-element tensor)
@@ -124,28 +124,28 @@ def _number(name, value):
 class EpisodeReturns:
     """Undiscounted return and length of every episode that ends in a stream of fragments.
 
-    Feed it whole fragments, before they are cut into minibatches. An environment is known by its lane and its place in
-    the lane, so lanes may come in any order. If a lane skips a fragment (`seq` jumps), its open episodes are dropped
-    rather than reported with a piece missing.
+    Feed it whole fragments, before they are cut into minibatches. An environment is identified by its lane and its index in the
+    lane, so lanes may come in any order. If a lane skips a fragment (`seq` jumps), its open episodes are dropped, because a piece
+    of them is missing.
 
     Args:
-        episodes: episodes that had finished before (a resumed run)
+        episodes: number of episodes that finished before, in a resumed run
     """
     def __init__(self,
-        episodes: int = 0,  # episodes that had finished before (a resumed run)
+        episodes: int = 0,  # number of episodes that finished before, in a resumed run
     ):
         self.episodes, self.steps, self._account, self._ended = episodes, 0, EpisodeAccount(), []
 
     def add(self,
-        fragment: Fragment,  # of any lanes; what is read is `state.stepno`, `state.rew`, `state.fin`, `term`, `valid`, `lane` and `seq`
-    ) -> int:  # its valid steps
+        fragment: Fragment,  # of any lanes; only `state.stepno`, `state.rew`, `state.fin`, `term`, `valid`, `lane` and `seq` are read
+    ) -> int:  # number of its valid steps
         """Account for one fragment.
 
         Args:
-            fragment: of any lanes; what is read is `state.stepno`, `state.rew`, `state.fin`, `term`, `valid`, `lane` and `seq`
+            fragment: of any lanes; only `state.stepno`, `state.rew`, `state.fin`, `term`, `valid`, `lane` and `seq` are read
 
         Returns:
-            int: its valid steps
+            int: number of its valid steps
         """
         # Sorting is stable: the episodes of each lane stay in the order of time.
         self._ended += sorted(self._account.see_fragment(fragment), key=lambda end: end.lane)
@@ -160,7 +160,7 @@ class EpisodeReturns:
         return np.array([end.ret for end in ended], float), np.array([end.length for end in ended], int)
 
     def metrics(self) -> dict[str, float]:
-        "`pop`, summarised under the names in `METRICS`. Without a finished episode only their number is known."
+        "A summary of what `pop` returns, under the names in `METRICS`; only the number of episodes if none has finished."
         ret, length = self.pop()
         known = dict(return_mean=ret.mean(), return_min=ret.min(), return_max=ret.max(),
                      length_mean=length.mean()) if len(ret) else {}

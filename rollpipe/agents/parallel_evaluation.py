@@ -22,12 +22,12 @@ class Evaluated(NamedTuple):
     """The evaluation of one version of an actor.
 
     Args:
-        version: of the weights, see `version_of`
-        seconds: [s] it took, in its process
+        version: version of the weights, see `version_of`
+        seconds: duration in its process [s]
     """
-    version: int            # of the weights, see `version_of`
+    version: int            # version of the weights, see `version_of`
     evaluation: Evaluation
-    seconds: float          # [s] it took, in its process
+    seconds: float          # duration in its process [s]
 
     @property
     def metrics(self) -> dict:
@@ -40,16 +40,16 @@ class Evaluated(NamedTuple):
 def serve(
     link: Any,        # connection to the parent
     subscriber: Any,  # a `WeightSubscriber` for the actor
-    actor: Any,       # this process's copy
-    options: dict,    # of `evaluate`
+    actor: Any,       # this process's copy of the actor
+    options: dict,    # options of `evaluate`
 ) -> None:
     """The life of the process: for each request it sends `(publication, version)` when it begins, and an `Evaluated` when it is done.
 
     Args:
         link: connection to the parent
         subscriber: a `WeightSubscriber` for the actor
-        actor: this process's copy
-        options: of `evaluate`
+        actor: this process's copy of the actor
+        options: options of `evaluate`
     """
     subscriber.attach([actor])
     while link.recv() is not None:
@@ -69,27 +69,27 @@ def _on_cpu(actor):
 
 # %% ../../nbs/agents/11_parallel_evaluation.ipynb #5d0f3001
 class EvaluationProcess:
-    """The parent's end of the process: what was asked of it, and what it has said. The first error is the end of it.
+    """The parent's side of the process: the requests and the answers. The first error ends the process.
 
     Args:
-        options: of `evaluate`
+        options: options of `evaluate`
         silence: seconds an evaluation may take until it is reported
         on_silence: 'warn', or 'raise' a `WorkerError`
-        **process_options: of `WorkerProcess`
+        **process_options: options of `WorkerProcess`
     """
     def __init__(self,
                  actor: Any,
-                 options: dict,          # of `evaluate`
+                 options: dict,          # options of `evaluate`
                  silence: float,         # seconds an evaluation may take until it is reported
                  on_silence: str,        # 'warn', or 'raise' a `WorkerError`
-                 **process_options: Any, # of `WorkerProcess`
+                 **process_options: Any, # options of `WorkerProcess`
     ):
         self.silence, self.on_silence = silence, on_silence
         self.publisher = WeightPublisher([actor])
         weakref.finalize(self, self.publisher.close).atexit = False
         self.answers, self.error = [], None
-        self.pending, self.version = False, None                 # is there a request that has not begun? the version under way
-        self.heard, self.patience = time.monotonic(), silence    # when it was last heard; how long it may be silent from then on [s]
+        self.pending, self.version = False, None                 # whether a request has not begun; the version that is being evaluated
+        self.heard, self.patience = time.monotonic(), silence    # time of the last message; how long it may be silent after that [s]
         self.worker = WorkerProcess("evaluation", serve, (self.publisher.subscriber([0]),), (_on_cpu(actor), options), **process_options)
 
     @property
@@ -103,7 +103,7 @@ class EvaluationProcess:
         else: self.pending = True
 
     def listen(self, timeout: float = 0.) -> None:
-        "Take in what the process has said; wait for `timeout` seconds at most for the first message."
+        "Read the messages of the process; wait at most `timeout` seconds for the first one."
         if self.error is not None: return
         try:
             while self.error is None and self.worker.link.poll(timeout):
@@ -135,51 +135,51 @@ class EvaluationProcess:
         self.close()
 
     def close(self) -> BaseException | None:
-        "End the process. Returns the error of its last moments."
+        "End the process. Returns an error that it raised while it ended, or None."
         error = self.worker.close()
         self.publisher.close()
         return error
 
 # %% ../../nbs/agents/11_parallel_evaluation.ipynb #98b2d3b6
 class ParallelEvaluation:
-    """Evaluate the newest weights of `actor` in a process of its own, by `evaluate`; the learner goes on meanwhile.
+    """Evaluate the newest weights of `actor` in a process of its own, by `evaluate`, while the learner goes on.
 
     Every evaluation plays whole, fresh episodes; the actor is in eval mode and does not explore. With a `seed` all of them play with the
     same random numbers. So each is what `evaluate(env, actor, n_episodes, seed=seed, ...)` gives for the weights of its version, whenever
     it is asked for, and versions are compared on equal terms. Without a seed all episodes are different.
 
     Raises `DataError`, `EnvError` and `ActorError` for what cannot be evaluated, and `WorkerError` if the process cannot be started.
-    What is raised in the process is raised here by the next call, with its traceback; so is a `WorkerError` if the process has ended. No
-    evaluation follows after that: `poll` still gives the answers from before, then it raises the same again.
+    An error in the process is raised here by the next call, with its traceback. If the process has ended, the next call raises a
+    `WorkerError`. There is no evaluation after an error: `poll` returns the earlier answers first, and then it raises the error again.
 
     Args:
         env: gymnasium id, factory, or list of them, see `EnvStepper`
         actor: anything with `step` and `reset`; in eval mode when it is evaluated
-        n_episodes: whole episodes of each evaluation
-        n_envs: environments side by side; None: at most 8
+        n_episodes: number of whole episodes of each evaluation
+        n_envs: number of environments side by side; None: at most 8
         deterministic: no noise for actors with `draw_noise`; others must not explore in eval mode
-        seed: the same episodes for each evaluation; None: always fresh ones
-        env_kwargs: for `gymnasium.make`
-        max_steps: of one episode; a longer one raises `EnvError`
+        seed: seed of the episodes, the same for each evaluation; None: different episodes every time
+        env_kwargs: keyword arguments for `gymnasium.make`
+        max_steps: largest number of steps of an episode; a longer one raises `EnvError`
         start_method: 'fork', 'forkserver' or 'spawn' [fork, if it is safe]
         worker_threads: torch threads in the process
-        silence: seconds an evaluation may take until the log says where it is
+        silence: seconds an evaluation may take before the log says where it is
         on_silence: 'warn', or 'raise' a `WorkerError`
         grace: seconds to close environments at the end, before the process is killed
     """
     def __init__(self,
                  env: Any,                        # gymnasium id, factory, or list of them, see `EnvStepper`
                  actor: Any,                      # anything with `step` and `reset`; in eval mode when it is evaluated
-                 n_episodes: int = 20,            # whole episodes of each evaluation
+                 n_episodes: int = 20,            # number of whole episodes of each evaluation
                  *,
-                 n_envs: int | None = None,       # environments side by side; None: at most 8
+                 n_envs: int | None = None,       # number of environments side by side; None: at most 8
                  deterministic: bool = True,      # no noise for actors with `draw_noise`; others must not explore in eval mode
-                 seed: int | None = None,         # the same episodes for each evaluation; None: always fresh ones
-                 env_kwargs: dict | None = None,  # for `gymnasium.make`
-                 max_steps: int = 100_000,        # of one episode; a longer one raises `EnvError`
+                 seed: int | None = None,         # seed of the episodes, the same for each evaluation; None: different episodes every time
+                 env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make`
+                 max_steps: int = 100_000,        # largest number of steps of an episode; a longer one raises `EnvError`
                  start_method: str | None = None, # 'fork', 'forkserver' or 'spawn' [fork, if it is safe]
                  worker_threads: int = 1,         # torch threads in the process
-                 silence: float = 60.,            # seconds an evaluation may take until the log says where it is
+                 silence: float = 60.,            # seconds an evaluation may take before the log says where it is
                  on_silence: str = 'warn',        # 'warn', or 'raise' a `WorkerError`
                  grace: float = 5.,               # seconds to close environments at the end, before the process is killed
     ):
@@ -188,7 +188,7 @@ class ParallelEvaluation:
                                       ('on_silence', on_silence, on_silence in ('warn', 'raise'), "'warn' or 'raise'"),
                                       ('grace', grace, grace >= 0, "seconds >= 0")):
             if not ok: raise DataError("out of range", pipe=self, leaf=name, expected=expected, got=describe(x))
-        EnvStepper(env, actor, n_envs, env_kwargs=env_kwargs)    # what it refuses is refused before there is a process
+        EnvStepper(env, actor, n_envs, env_kwargs=env_kwargs)    # raises its errors before the process is started
         options = dict(env=env, n_episodes=n_episodes, n_envs=n_envs, deterministic=deterministic, seed=seed, env_kwargs=env_kwargs,
                        max_steps=max_steps)
         self.process = EvaluationProcess(actor, options, silence, on_silence, start_method=start_method, threads=worker_threads,
@@ -198,7 +198,7 @@ class ParallelEvaluation:
 
     @property
     def busy(self) -> bool:
-        "Is there a request without an answer, as far as the last call has heard?"
+        "Whether a request had no answer at the time of the last call."
         return self.process.busy
 
     def request(self) -> None:
@@ -219,7 +219,7 @@ class ParallelEvaluation:
         return answers
 
     def wait(self, timeout: float | None = None) -> list:
-        "As `poll`, when everything requested is done, or after `timeout` seconds; the answer to the last request is the last one."
+        "`poll` after all requests are done, or after `timeout` seconds; the answer to the last request comes last."
         process, deadline = self.process, time.monotonic() + (math.inf if timeout is None else timeout)
         process.listen()
         while process.busy and (left := deadline - time.monotonic()) > 0:
@@ -227,7 +227,7 @@ class ParallelEvaluation:
         return self.poll()
 
     def close(self) -> None:
-        "End the process, and an evaluation that is under way. Raises what went wrong since the last call."
+        "End the process and an evaluation that is under way. Raises an error that has occurred since the last call."
         process = self.process
         if process.error is not None: return
         process.listen()
@@ -240,4 +240,4 @@ class ParallelEvaluation:
     def __exit__(self, kind, e, tb) -> None:
         try: self.close()
         except Exception:
-            if kind is None: raise     # else the exception that is on its way says more
+            if kind is None: raise     # otherwise the exception of the block says more

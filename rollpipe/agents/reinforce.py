@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['REINFORCE']
 
-# %% ../../nbs/agents/16_reinforce.ipynb #a72a172d
+# %% ../../nbs/agents/16_reinforce.ipynb #81a4df60
 from typing import Any
 
-from .gradient_learner import GradientLearner
+from .gradient_learner import GradientLearner, mean_metrics
 from .learner import with_standardized_adv
 from .losses import reinforce
 from .shared_options import check_range, shared_options
@@ -24,28 +24,28 @@ class REINFORCE(GradientLearner):
 
     Args:
         actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
-        critic: the baseline, `critic(obs) -> value` (see `Critic`), to be fitted to the returns; None: no fit
-        epochs: steps of the optimiser on each batch, which is taken as a whole
+        critic: the baseline, `critic(obs) -> value` (see `Critic`), fitted to the returns; None: no critic is fitted
+        epochs: steps of the optimiser on each batch; each step uses the whole batch
         c_rho: largest importance weight
-        **shared: `SharedOptions`
+        **shared: options that learners share, see `SharedOptions`
     """
     @shared_options(c_entropy=0.01, normalize_adv=True, lr=5e-3, critic_lr=1e-3, critic_epochs=4, max_grad_norm=0.5, seed=0)
     def __init__(self,
         actor: Any,           # a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
-        critic: Any = None,   # the baseline, `critic(obs) -> value` (see `Critic`), to be fitted to the returns; None: no fit
+        critic: Any = None,   # the baseline, `critic(obs) -> value` (see `Critic`), fitted to the returns; None: no critic is fitted
         *,
-        epochs: int = 1,      # steps of the optimiser on each batch, which is taken as a whole
+        epochs: int = 1,      # steps of the optimiser on each batch; each step uses the whole batch
         c_rho: float = 1.0,   # largest importance weight
-        **shared: Any,        # `SharedOptions`
+        **shared: Any,        # options that learners share, see `SharedOptions`
     ):
         super().__init__(actor, critic, **shared)
         check_range(self, 0, c_rho=c_rho)
         self.epochs, self.c_rho = check_integer('epochs', epochs, pipe=self), c_rho
 
     def improve(self, batch: Fragment) -> dict:
-        "`epochs` steps of the policy; the metrics, averaged over them."
+        "Take `epochs` steps; returns the metrics, averaged over them."
         scaled, records = with_standardized_adv(batch, self.options.normalize_adv), []
         for _ in range(self.epochs):
             loss, metrics = reinforce(scaled, self.actor, c_rho=self.c_rho, c_entropy=self.options.c_entropy)
             records.append(metrics | dict(grad_norm=self.step(loss)))
-        return {name: sum(float(record[name]) for record in records) / self.epochs for name in records[0]}
+        return mean_metrics(records)

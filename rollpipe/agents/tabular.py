@@ -29,16 +29,16 @@ class TabularQ(EpsilonGreedy):
     Args:
         observation_space: Discrete: the states
         action_space: Discrete
-        init: all values before learning; above the true ones, it drives exploration
-        epsilon: share of the steps with a random action; a buffer, for learners to change
+        init: all values before learning; if they are above the true ones, they drive exploration
+        epsilon: fraction of the steps with a random action; a buffer that learners may change
     """
     uses_past = False
 
     def __init__(self,
                  observation_space: gym.Space,  # Discrete: the states
                  action_space: gym.Space,       # Discrete
-                 init: float = 0.0,             # all values before learning; above the true ones, it drives exploration
-                 epsilon: float = 1.0,          # share of the steps with a random action; a buffer, for learners to change
+                 init: float = 0.0,             # all values before learning; if they are above the true ones, they drive exploration
+                 epsilon: float = 1.0,          # fraction of the steps with a random action; a buffer that learners may change
     ):
         super().__init__()
         self.set_exploration(action_space, epsilon)
@@ -56,15 +56,15 @@ class TabularQ(EpsilonGreedy):
 def q_targets(
     fragment: Fragment,   # [T, B] of Discrete observations
     table: torch.Tensor,  # action values, float32 [n_states, n_actions]
-    gamma: float,         # discount of the reward one step later
+    gamma: float,         # discount factor per step
     start: int = 0,       # number of the first state
 ) -> torch.Tensor:
-    """Targets `[T, B]` of the action values, `r + gamma (1 - terminated) max_a Q(s', a)`; they mean nothing where not `valid`.
+    """Targets `[T, B]` of the action values, `r + gamma (1 - terminated) max_a Q(s', a)`; not meaningful where not `valid`.
 
     Args:
         fragment: [T, B] of Discrete observations
         table: action values, float32 [n_states, n_actions]
-        gamma: discount of the reward one step later
+        gamma: discount factor per step
         start: number of the first state
     """
     after, final = fragment.state.obs[1:].clone(), fragment.final
@@ -101,8 +101,8 @@ class QLearning(Learner):
     Source: Watkins, Dayan 1992, Q-learning, https://doi.org/10.1007/BF00992698.
 
     Args:
-        lr: share of the way to its target that a value goes; 1 suits environments without chance
-        **shared: `SharedOptions`
+        lr: fraction of the way to its target that a value moves; 1 suits deterministic environments
+        **shared: options that learners share, see `SharedOptions`
     """
     actor_needs = ('table', 'epsilon')
 
@@ -110,8 +110,8 @@ class QLearning(Learner):
     def __init__(self,
         actor: TabularQ,
         *,
-        lr: float = 0.5,  # share of the way to its target that a value goes; 1 suits environments without chance
-        **shared: Any,    # `SharedOptions`
+        lr: float = 0.5,  # fraction of the way to its target that a value moves; 1 suits deterministic environments
+        **shared: Any,    # options that learners share, see `SharedOptions`
     ):
         super().__init__(actor, **shared)
         check_range(self, 0, 1, lr=lr)
@@ -119,7 +119,7 @@ class QLearning(Learner):
         self.explore()
 
     def explore(self) -> None:
-        "Set the share of random actions that belongs to the environment steps so far."
+        "Set the fraction of random actions that belongs to the environment steps so far."
         set_epsilon(self.actor, linear_schedule(self.steps, self.options.eps_start, self.options.eps_end, self.options.eps_steps))
 
     @torch.no_grad()

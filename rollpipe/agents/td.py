@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .policy_replay import lag_of
-from .unroll import answers_reached, quiet, timeshift
+from .unroll import answers_reached, fill_invalid, timeshift
 from ..pipes import nested
 from ..pipes.data import Fragment
 from ..pipes.errors import DataError, describe
@@ -24,7 +24,7 @@ __all__ = ['burnt_in', 'huber_penalty', 'td_targets', 'td', 'q', 'dqn', 'double_
 def burnt_in(
     fragment: Fragment,  # [T, B]
     net: Any,  # `values(state, hx) -> (q, hx)`
-    n: int,  # rows to skip, 0 <= n < T
+    n: int,  # number of rows to skip, 0 <= n < T
 ) -> Fragment:
     """The rows of a fragment from `n` on `[T - n, B]`, with the memory that `net` has there.
 
@@ -34,7 +34,7 @@ def burnt_in(
     Args:
         fragment: [T, B]
         net: `values(state, hx) -> (q, hx)`
-        n: rows to skip, 0 <= n < T
+        n: number of rows to skip, 0 <= n < T
     """
     if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n < fragment.n_steps:
         raise DataError("burn_in: out of range", expected=f"an integer 0 <= burn_in < T = {fragment.n_steps}", got=f"burn_in={n!r}")
@@ -51,13 +51,13 @@ def burnt_in(
 # %% ../../nbs/agents/14_td.ipynb #e82f0853
 def huber_penalty(
     error: Tensor,        # any shape
-    limit: float | None,  # errors beyond it count linearly; None: all count squared
+    limit: float | None,  # errors beyond this limit count linearly; None: all errors are squared
 ) -> Tensor:
     """`error²`, or `limit (2 |error| - limit)` where `|error|` is greater than `limit`.
 
     Args:
         error: any shape
-        limit: errors beyond it count linearly; None: all count squared
+        limit: errors beyond this limit count linearly; None: all errors are squared
     """
     if limit is None: return error.square()
     size = error.abs()
@@ -87,16 +87,16 @@ def _of_action(q, index):
 def td_targets(
     fragment: Fragment,  # [T, B]
     v_tp1: Tensor,       # values of the states reached, float32 [T, B]
-    gamma: float,        # discount of the reward one step later
-    n_steps: int = 1,    # steps whose rewards are summed before values take over, at most; fewer at ends
+    gamma: float,        # discount factor per step
+    n_steps: int = 1,    # largest number of steps whose rewards are summed before a value; fewer at ends
 ) -> Tensor:
     """Targets `Gₜ` `[T, B]`: the rewards of up to `n_steps` steps and the value of the state reached then, 0 if it is terminal.
 
     Args:
         fragment: [T, B]
         v_tp1: values of the states reached, float32 [T, B]
-        gamma: discount of the reward one step later
-        n_steps: steps whose rewards are summed before values take over, at most; fewer at ends
+        gamma: discount factor per step
+        n_steps: largest number of steps whose rewards are summed before a value; fewer at ends
     """
     term = fragment.term[1:]
     v_tp1 = v_tp1.masked_fill(term | ~fragment.valid, 0.)
@@ -106,14 +106,14 @@ def td_targets(
 def td(
     fragment: Fragment,            # [T, B]: transitions [1, B], segments of trajectories, or fresh fragments
     actor: Any,                    # `values(state, hx) -> (q [T, B, n_actions], hx)`, see `QPolicy`; actions count from its `start`, or 0
-    target: Any = None,            # the same, an older copy, which values the states that were reached; None: `actor`
+    target: Any = None,            # an older copy of `actor`, which values the states that were reached; None: `actor`
     *,
-    gamma: float = 0.99,           # discount of the reward one step later
-    double: bool = False,          # the best action there is chosen by `actor`, and valued by `target`
-    n_steps: int = 1,              # steps whose rewards are summed before values take over, at most; fewer at ends
-    burn_in: int = 0,              # first rows that are not trained on: networks with memory find theirs
+    gamma: float = 0.99,           # discount factor per step
+    double: bool = False,          # `actor` chooses the best action there, and `target` values it
+    n_steps: int = 1,              # largest number of steps whose rewards are summed before a value; fewer at ends
+    burn_in: int = 0,              # number of first rows that only build up the memory and are not trained on
     weight: Tensor | None = None,  # importance weights of prioritised replay, float32 [B] or [T, B]
-    huber: float | None = None,    # errors beyond it count linearly; None: all count squared
+    huber: float | None = None,    # errors beyond this limit count linearly; None: all errors are squared
 ) -> tuple[Tensor, dict, Tensor]:
     """`(loss, metrics, errors)`: loss `mean[weightₜ (Gₜ - Q(sₜ, aₜ))²]` over valid rows, and the errors `Gₜ - Q(sₜ, aₜ)`, float32 `[T, B]`.
 
@@ -131,17 +131,17 @@ def td(
     Args:
         fragment: [T, B]: transitions [1, B], segments of trajectories, or fresh fragments
         actor: `values(state, hx) -> (q [T, B, n_actions], hx)`, see `QPolicy`; actions count from its `start`, or 0
-        target: the same, an older copy, which values the states that were reached; None: `actor`
-        gamma: discount of the reward one step later
-        double: the best action there is chosen by `actor`, and valued by `target`
-        n_steps: steps whose rewards are summed before values take over, at most; fewer at ends
-        burn_in: first rows that are not trained on: networks with memory find theirs
+        target: an older copy of `actor`, which values the states that were reached; None: `actor`
+        gamma: discount factor per step
+        double: `actor` chooses the best action there, and `target` values it
+        n_steps: largest number of steps whose rewards are summed before a value; fewer at ends
+        burn_in: number of first rows that only build up the memory and are not trained on
         weight: importance weights of prioritised replay, float32 [B] or [T, B]
-        huber: errors beyond it count linearly; None: all count squared
+        huber: errors beyond this limit count linearly; None: all errors are squared
     """
     own = burnt_in(fragment, actor, burn_in)
     valid, weight = own.valid, _weights(weight, fragment, burn_in)
-    before, after = timeshift(quiet(own).state)
+    before, after = timeshift(fill_invalid(own).state)
     with torch.no_grad():
         q_next = best = _values_reached(own if target is None else burnt_in(fragment, target, burn_in), actor if target is None else target)
         if double and target is not None: best = _values_reached(own, actor)
@@ -172,16 +172,16 @@ def double_dqn(fragment: Fragment, actor: Any, target: Any, **options: Any) -> t
 
 # %% ../../nbs/agents/14_td.ipynb #ea2ffae5
 def priorities(
-    errors: Tensor,    # [T, B], of the rows that were trained on, without those of the burn-in
+    errors: Tensor,    # errors [T, B] of the rows that were trained on, without the burn-in
     valid: Tensor,     # bool [T, B]
-    eta: float = 0.9,  # share of the greatest error, the rest is the mean's
+    eta: float = 0.9,  # weight of the greatest error; the mean error has the rest
 ) -> Tensor:
     """`eta * max|error| + (1 - eta) * mean|error|` over the valid rows of each column `[B]`; 0 if there are none. R2D2, section 2.3.
 
     Args:
-        errors: [T, B], of the rows that were trained on, without those of the burn-in
+        errors: errors [T, B] of the rows that were trained on, without the burn-in
         valid: bool [T, B]
-        eta: share of the greatest error, the rest is the mean's
+        eta: weight of the greatest error; the mean error has the rest
     """
     size = errors.abs().masked_fill(~valid, 0.)
     return eta * size.amax(0) + (1 - eta) * size.sum(0) / valid.sum(0).clamp(min=1)

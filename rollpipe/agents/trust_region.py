@@ -19,7 +19,7 @@ __all__ = ['CGResult', 'conjugate_gradients', 'step_size', 'LineSearch', 'backtr
 class CGResult(NamedTuple):
     """What `conjugate_gradients` found.
 
-    `status` is `'converged'`, `'iterations'` (they ran out, as is usual), `'non-positive curvature'` or `'non-finite'`.
+    `status` is `'converged'`, `'iterations'` (the usual case: they ran out), `'non-positive curvature'` or `'non-finite'`.
 
     Args:
         x: [D], the last good iterate: finite, and zero if there was none
@@ -45,20 +45,20 @@ class CGResult(NamedTuple):
 def conjugate_gradients(
     matvec: Callable[[Tensor], Tensor],  # v [D] -> A v [D], with A symmetric and positive semi-definite
     b: Tensor,  # right-hand side [D]
-    iters: int = 10,  # most iterations, one product each
-    tol: float = 1e-10,  # stop when ||residual|| <= tol ||b||, or where it is rounding error only
+    iters: int = 10,  # largest number of iterations; each takes one product
+    tol: float = 1e-10,  # stop when ||residual|| <= tol ||b||, or when the residual is only rounding error
     damping: float = 0.0,  # solve (A + damping I) x = b
 ) -> CGResult:
     """Solve `(A + damping I) x = b` approximately by conjugate gradients (Shewchuk 1994, algorithm B2; Martens 2010).
 
-    Stops with the last good `x` where `p'(A + damping I)p` is not positive or a number is not finite. One host
-    synchronisation per iteration. Raises ValueError for a `b` that is no vector, or bad `iters`, `tol`, `damping`.
+    Stops with the last good `x` where `p'(A + damping I)p` is not positive or a number is not finite. Each iteration
+    waits for the device once. Raises ValueError if `b` is not a vector, or if `iters`, `tol` or `damping` is out of range.
 
     Args:
         matvec: v [D] -> A v [D], with A symmetric and positive semi-definite
         b: right-hand side [D]
-        iters: most iterations, one product each
-        tol: stop when ||residual|| <= tol ||b||, or where it is rounding error only
+        iters: largest number of iterations; each takes one product
+        tol: stop when ||residual|| <= tol ||b||, or when the residual is only rounding error
         damping: solve (A + damping I) x = b
     """
     b = b.detach()
@@ -83,13 +83,13 @@ def conjugate_gradients(
         x, r, p = x + alpha * p, r_next, r_next + (rr_next / rr) * p
         rr, residual, done = rr_next, residual_next, done + 1
         if residual <= stop: status = 'converged'; break
-    x64 = x.double()  # (A + damping I)x is b - r: the curvature needs no further product
+    x64 = x.double()  # (A + damping I)x is b - r, so the curvature needs no further product
     damped = float(x64 @ (b - r).double())
     return CGResult(x, done, math.sqrt(residual / bb), damped, damped - damping * float(x64 @ x64), status)
 
 # %% ../../nbs/agents/02_trust_region.ipynb #6d322cce
 def step_size(max_kl: float, curvature: float) -> float:
-    "`sqrt(2 max_kl / curvature)`, by which x with x'Fx = `curvature` costs `max_kl`; 0 unless 0 < `curvature` < inf."
+    "Factor `sqrt(2 max_kl / curvature)` that scales x, with x'Fx = `curvature`, to the divergence `max_kl`; 0 unless 0 < curvature < inf."
     return math.sqrt(2 * max_kl / curvature) if 0 < curvature < math.inf else 0.0
 
 # %% ../../nbs/agents/02_trust_region.ipynb #bbbb6441
@@ -100,17 +100,17 @@ class LineSearch(NamedTuple):
     `'no expected improvement'` if none was made.
 
     Args:
-        theta: [D] the accepted parameters, or those given
+        theta: [D] the accepted parameters, or the initial ones
         backtracks: how often the step was shortened
-        before: surrogate at the parameters given
+        before: surrogate at the initial parameters
         surrogate: surrogate at `theta`
         kl: KL divergence at `theta`, 0 if restored
         ratio: improvement / expected improvement, 0 if restored
     """
     accepted: bool
-    theta: Tensor      # [D] the accepted parameters, or those given
+    theta: Tensor      # [D] the accepted parameters, or the initial ones
     backtracks: int    # how often the step was shortened
-    before: float      # surrogate at the parameters given
+    before: float      # surrogate at the initial parameters
     surrogate: float   # surrogate at `theta`
     kl: float          # KL divergence at `theta`, 0 if restored
     ratio: float       # improvement / expected improvement, 0 if restored
@@ -123,33 +123,33 @@ class LineSearch(NamedTuple):
 
 # %% ../../nbs/agents/02_trust_region.ipynb #e2ff3e1c
 def backtrack_line_search(
-    evaluate: Callable[[Tensor], tuple],  # theta [D] -> (surrogate to be raised, KL divergence from the start), scalars
-    theta: Tensor,  # where to start [D]
+    evaluate: Callable[[Tensor], tuple[float | Tensor, float | Tensor]],  # theta [D] -> (surrogate to be raised, KL divergence), scalars
+    theta: Tensor,  # initial parameters [D]
     step: Tensor,  # the full step [D]
-    expected_rate: float,  # predicted improvement of the full step: gradient'step
+    expected_rate: float,  # predicted improvement of the full step, gradient'step
     max_kl: float,  # largest KL divergence that is accepted
     *,
     backtrack: float = 0.8,  # factor between one step length and the next
     max_backtracks: int = 10,  # number of step lengths that are tried, the full step included
-    accept_ratio: float = 0.1,  # least part of the expected improvement that is accepted
-    before: float | None = None,  # surrogate at `theta`, where it is known
+    accept_ratio: float = 0.1,  # smallest share of the expected improvement that is accepted
+    before: float | Tensor | None = None,  # surrogate at `theta`, if it is known
     set_params: Callable[[Tensor], None] | None = None,  # puts a theta in place before it is evaluated
 ) -> LineSearch:
     """Shorten `step` until the surrogate improves by `accept_ratio` of the prediction and KL <= `max_kl`.
 
-    An expected improvement that is not positive and finite is not searched for. With `set_params`, the accepted
+    If the expected improvement is not positive and finite, there is no search. With `set_params`, the accepted
     parameters are in place at the end; if no trial is accepted or `evaluate` raises, `theta` is put back exactly.
 
     Args:
-        evaluate: theta [D] -> (surrogate to be raised, KL divergence from the start), scalars
-        theta: where to start [D]
+        evaluate: theta [D] -> (surrogate to be raised, KL divergence), scalars
+        theta: initial parameters [D]
         step: the full step [D]
-        expected_rate: predicted improvement of the full step: gradient'step
+        expected_rate: predicted improvement of the full step, gradient'step
         max_kl: largest KL divergence that is accepted
         backtrack: factor between one step length and the next
         max_backtracks: number of step lengths that are tried, the full step included
-        accept_ratio: least part of the expected improvement that is accepted
-        before: surrogate at `theta`, where it is known
+        accept_ratio: smallest share of the expected improvement that is accepted
+        before: surrogate at `theta`, if it is known
         set_params: puts a theta in place before it is evaluated
     """
     put = set_params or (lambda theta: None)

@@ -35,12 +35,13 @@ def _layout(shape: tuple) -> tuple[tuple, bool]:
 class ConvTrunk(nn.Module):
     """Images `[*lead, *shape]` -> float32 `[*lead, n_out]`, by convolutions and one linear layer, each followed by a ReLU.
 
-    `shape` is `(h, w)`, `(h, w, c)`, `(c, h, w)`, or a stack of one of the latter two, `(k, h, w, c)` or `(k, c, h, w)`, whose channels
-    are concatenated. Channels are last if the last dimension is not larger than the first one of the image. uint8 is divided by 255.
+    `shape` is `(h, w)`, `(h, w, c)`, `(c, h, w)`, or a stack of such images, `(k, h, w, c)` or `(k, c, h, w)`, whose channels
+    are concatenated. Channels are last if the last dimension is not larger than the first one of the image. Images of uint8 are
+    divided by 255.
     Raises `SpaceError` for other shapes, and for images smaller than 3 x 3.
 
-    From 36 pixels on, the layers are those of Mnih et al. 2015, Human-level control through deep reinforcement learning,
-    https://doi.org/10.1038/nature14236, else those of Young, Tian 2019, MinAtar, https://arxiv.org/abs/1903.03176. The initial
+    Images of at least 36 x 36 pixels get the layers of Mnih et al. 2015, Human-level control through deep reinforcement learning,
+    https://doi.org/10.1038/nature14236. Smaller ones get those of Young, Tian 2019, MinAtar, https://arxiv.org/abs/1903.03176. The initial
     weights are orthogonal with gain sqrt(2), biases are zero.
 
     Args:
@@ -58,13 +59,14 @@ class ConvTrunk(nn.Module):
         self.shape = tuple(shape)
         self.planes, self.channels_last = _layout(self.shape)
         n, size, is_large = self.planes[0], self.planes[1:], min(self.planes[1:]) >= 36
-        self.layers = nn.ModuleList()
+        layers = []
         for channels, kernel, stride in self.large if is_large else self.small:
-            self.layers.append(nn.Conv2d(n, channels, kernel, stride))
+            layers.append(nn.Conv2d(n, channels, kernel, stride))
             n, size = channels, [(k - kernel) // stride + 1 for k in size]
-        for layer in self.layers:
+        for layer in layers:
             nn.init.orthogonal_(layer.weight, sqrt(2))
             nn.init.zeros_(layer.bias)
+        self.layers = nn.ModuleList(layers)
         self.n_out = n_out or (512 if is_large else 128)
         self.last = orthogonal_linear(n * prod(size), self.n_out, sqrt(2))
 

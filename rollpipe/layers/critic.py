@@ -35,14 +35,21 @@ class Critic(Observer):
         hidden: sizes of the hidden layers
         normalize: normalise observations by their running mean and standard deviation
         activation: module class of the activations
-        encoder: options of `encoder_for`, or a function from the space to a module
+        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
+    net: MLP
+    ret_count: Tensor
+    ret_mean: Tensor
+    ret_var: Tensor
+    ret_std: Tensor
+    _buffers: dict[str, Any]
+
     def __init__(self,
                  observation_space: gym.Space,            # see `encoder_for`
                  hidden: tuple = (64, 64),                # sizes of the hidden layers
                  normalize: bool = True,                  # normalise observations by their running mean and standard deviation
                  activation: type = nn.Tanh,              # module class of the activations
-                 encoder: dict | Callable | None = None,  # options of `encoder_for`, or a function from the space to a module
+                 encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     ):
         super().__init__()
         self.net = MLP(self.make_encoder(observation_space, normalize, encoder), hidden, 1, activation)
@@ -63,7 +70,7 @@ class Critic(Observer):
     def observe_returns(self, ret: Tensor, valid: Tensor | None = None) -> None:
         """Update the moments with returns `[*lead]`, except those where `valid` is False, and rescale the last layer.
 
-        The critic's values do not change. While all returns so far are equal, which says nothing about their scale, `ret_std` does
+        The critic's values do not change. As long as all returns are equal, their scale is unknown and `ret_std` does
         not change.
         """
         new = moments(ret, 0, valid)

@@ -21,7 +21,7 @@ __all__ = ['Categorical', 'GaussianParams', 'Gaussian']
 class Categorical:
     """One of the integers `start ... start + n - 1`; the parameters are logits `[*lead, n]`, actions are int64 `[*lead]`.
 
-    Logits may be -inf, which forbids the action, but not all logits of a row.
+    A logit of -inf forbids its action. At least one logit of each row must be finite.
     """
     n: int
     start: int = 0

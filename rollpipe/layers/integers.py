@@ -63,6 +63,8 @@ def _numbers(shape: tuple, n: Any, start: Any) -> tuple:
 class OneHot(nn.Module):
     "Integers `[*lead, *shape]` with `n` values from `start` -> a one-hot vector for each, concatenated: float32 `[*lead, n_out]`."
     is_normalized = True
+    owner: Tensor
+    values: Tensor
 
     def __init__(self, shape: tuple, n: Any, start: Any = 0):
         super().__init__()
@@ -84,6 +86,9 @@ class Bits(nn.Module):
     `start` is subtracted first. The least significant bit comes first.
     """
     is_normalized = True
+    owner: Tensor
+    start: Tensor
+    power: Tensor
 
     def __init__(self, shape: tuple, n: Any, start: Any = 0):
         super().__init__()
@@ -106,6 +111,7 @@ class Embeddings(nn.Module):
     values are standard normal.
     """
     is_normalized = True
+    offset: Tensor
 
     def __init__(self, shape: tuple, n: Any, start: Any = 0, size: int = 16):
         super().__init__()

@@ -21,18 +21,18 @@ __all__ = ['MultiCategorical', 'Bernoulli', 'map_parts', 'Joint']
 # %% ../../nbs/layers/04_joint.ipynb #12ba4932
 @dataclass(frozen=True)
 class MultiCategorical:
-    """Independent integers, the k-th of which is one of `n[k]` values from `start[k]`.
+    """Independent integers; the k-th is one of the `n[k]` values that begin with `start[k]`.
 
     The parameters are the concatenated logits `[*lead, sum(n)]`. Actions are int64 `[*lead, *shape]`, where `shape` has `len(n)`
     elements. Sums run over `shape`.
 
     Args:
         start: `()`: all 0
-        shape: None: `(len(n),)`
+        shape: a tuple; None: `(len(n),)`
     """
     n: tuple
     start: tuple = ()            # `()`: all 0
-    shape: tuple | None = None   # None: `(len(n),)`
+    shape: Any = None            # a tuple; None: `(len(n),)`
 
     def __post_init__(self):
         object.__setattr__(self, 'n', tuple(self.n))
@@ -125,7 +125,7 @@ class Joint:
         "What `method` of each part returns, in the containers of the parts."
         return map_parts(lambda part, *args: getattr(part, method)(*args), self.parts, *trees)
 
-    def _total(self, method: str, *trees: Any) -> Tensor:
+    def _total(self, method: str, *trees: Any) -> Any:
         results = self._each(method, *trees)
         return sum(results.values() if isinstance(results, dict) else results)
 

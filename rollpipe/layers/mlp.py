@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from math import sqrt
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ def orthogonal_linear(n_in: int, n_out: int, gain: float = 1.0) -> nn.Linear:
 # %% ../../nbs/layers/01_mlp.ipynb #00af168d
 def linear(layer: nn.Linear, x: Tensor) -> Tensor:
     "`layer(x)` for features `[..., n_in]`, without the cost of a module call (and without the layer's hooks)."
-    parameters = layer._parameters
+    parameters: dict[str, Any] = layer._parameters
     return F.linear(x, parameters['weight'], parameters['bias'])
 
 # %% ../../nbs/layers/01_mlp.ipynb #2607e6df
@@ -41,6 +42,9 @@ class MLP(nn.Module):
         activation: module class of the activations, called without arguments
         gain: gain of the output layer's initial weights, if there is an output layer
     """
+    last: nn.Linear | None
+    _modules: dict[str, Any]    # `forward` looks here, because attributes of modules are slow
+
     def __init__(self,
                  n_in: int,                     # size of the last input dimension
                  hidden: tuple = (64, 64),      # sizes of the hidden layers

@@ -36,12 +36,14 @@ def seeded(seed: int | None) -> Iterator[None]:
 # %% ../../nbs/layers/10_observer.ipynb #f762cf7e
 class ForSpaces:
     "Mixin of actors that are made from `(observation_space, action_space, ...)`."
+    parameters: Callable    # of the module that this is mixed into
+
     @classmethod
-    def for_env(cls,
+    def for_env(cls: Any,
                 env: Any,                        # gymnasium id, factory, environment, or a pair `(observation_space, action_space)`
                 *,
                 env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make` if `env` is an id
-                seed: int | None = None,         # of the initial parameters; torch's global generator keeps its state
+                seed: int | None = None,         # seed of the initial parameters; torch's global generator keeps its state
                 **kwargs: Any,                   # further arguments of the class: `hidden`, `normalize`, ...
     ) -> Any:
         """The actor for an environment.
@@ -49,7 +51,7 @@ class ForSpaces:
         Args:
             env: gymnasium id, factory, environment, or a pair `(observation_space, action_space)`
             env_kwargs: keyword arguments for `gymnasium.make` if `env` is an id
-            seed: of the initial parameters; torch's global generator keeps its state
+            seed: seed of the initial parameters; torch's global generator keeps its state
             **kwargs: further arguments of the class: `hidden`, `normalize`, ...
         """
         with seeded(seed): return cls(*spaces_of(env, env_kwargs), **kwargs)
@@ -63,6 +65,9 @@ class ForSpaces:
 # %% ../../nbs/layers/10_observer.ipynb #5851580e
 class Observer(nn.Module):
     "Base of modules that see observations through an encoder and, if wanted, a running normaliser `obs_norm` (else None)."
+    encoder: nn.Module
+    obs_norm: RunningNorm | None
+
     def make_encoder(self,
                      observation_space: gym.Space,             # see `encoder_for`
                      normalize: bool,                          # normalise features that the encoder does not normalise

@@ -43,7 +43,8 @@ class EpsilonGreedy(ForSpaces, Actor):
     `set_exploration`.
 
     `q` maps `[T, B, ...]` to values `[T, B, n_actions]` float32 and the new recurrent state. The actor reports `dict(q=q)`.
-    Without noise it takes the first of the best actions, with noise a random action with probability `epsilon`, a buffer `[]` float32.
+    Without noise it takes the first of the best actions. With noise it takes a random action with probability `epsilon`, which is a
+    buffer `[]` float32.
     """
     _contract = {**Actor._contract, 'q': (('obs', 'act', 'rew', 'fin'), ('hx',))}
 
@@ -91,24 +92,24 @@ class QPolicy(Observer, EpsilonGreedy):
     Args:
         observation_space: see `encoder_for`
         action_space: Discrete
-        hidden: sizes of the hidden layers; `()`: linear, a table if observations are Discrete
+        hidden: sizes of the hidden layers; `()`: linear (a table if observations are Discrete)
         duelling: separate value and advantages, each with a last hidden layer of its own
         normalize: normalise observations by their running mean and standard deviation
         activation: module class of the activations
         epsilon: fraction of the steps with a random action; a buffer that learners may change
-        encoder: options of `encoder_for`, or a function from the space to a module
+        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
     uses_past = False
 
     def __init__(self,
                  observation_space: gym.Space,            # see `encoder_for`
                  action_space: gym.Space,                 # Discrete
-                 hidden: tuple = (64, 64),                # sizes of the hidden layers; `()`: linear, a table if observations are Discrete
+                 hidden: tuple = (64, 64),                # sizes of the hidden layers; `()`: linear (a table if observations are Discrete)
                  duelling: bool = False,                  # separate value and advantages, each with a last hidden layer of its own
                  normalize: bool = False,                 # normalise observations by their running mean and standard deviation
                  activation: type = nn.ReLU,              # module class of the activations
                  epsilon: float = 0.1,                    # fraction of the steps with a random action; a buffer that learners may change
-                 encoder: dict | Callable | None = None,  # options of `encoder_for`, or a function from the space to a module
+                 encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     ):
         super().__init__()
         self.set_exploration(action_space, epsilon)
@@ -135,14 +136,14 @@ class RecurrentQPolicy(RecurrentObserver, EpsilonGreedy):
         memory: size of the memory
         cell: 'gru' or 'lstm'
         layers: number of recurrent layers
-        span: number of steps that the memory lasts before training
+        span: number of steps for which the memory of an untrained network lasts
         past: the network also sees the previous action and its reward
         duelling: separate value and advantages, by two linear layers behind the memory
         normalize: normalise observations by their running mean and standard deviation
         activation: module class of the activations
         epsilon: fraction of the steps with a random action; a buffer that learners may change
         method: how fragments are processed: 'step', 'packed' or None (`Recurrent`)
-        encoder: options of `encoder_for`, or a function from the space to a module
+        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
     def __init__(self,
                  observation_space: gym.Space,            # see `encoder_for`
@@ -151,14 +152,14 @@ class RecurrentQPolicy(RecurrentObserver, EpsilonGreedy):
                  memory: int = 64,                        # size of the memory
                  cell: str = 'gru',                       # 'gru' or 'lstm'
                  layers: int = 1,                         # number of recurrent layers
-                 span: float = 32,                        # number of steps that the memory lasts before training
+                 span: float = 32,                        # number of steps for which the memory of an untrained network lasts
                  past: bool = False,                      # the network also sees the previous action and its reward
                  duelling: bool = False,                  # separate value and advantages, by two linear layers behind the memory
                  normalize: bool = False,                 # normalise observations by their running mean and standard deviation
                  activation: type = nn.ReLU,              # module class of the activations
                  epsilon: float = 0.1,                    # fraction of the steps with a random action; a buffer that learners may change
                  method: str | None = None,               # how fragments are processed: 'step', 'packed' or None (`Recurrent`)
-                 encoder: dict | Callable | None = None,  # options of `encoder_for`, or a function from the space to a module
+                 encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     ):
         super().__init__()
         self.set_exploration(action_space, epsilon)

@@ -77,14 +77,21 @@ class Recurrent(nn.Module):
         n_in: number of features per row
         n_out: size of the memory and of the output
         layers: number of recurrent layers
-        span: number of steps that the memory lasts before training
+        span: number of steps for which the memory of an untrained layer lasts
         method: 'step', 'packed', or None: packed if an episode begins after row 0
     """
+    module: type    # torch's module with the weights; this and the rest is what subclasses define
+    init_gates: Callable
+    initial: Callable
+    one_step: Callable
+    split_gates: Callable
+    cell: Callable
+
     def __init__(self,
                  n_in: int,                  # number of features per row
                  n_out: int,                 # size of the memory and of the output
                  layers: int = 1,            # number of recurrent layers
-                 span: float = 32,           # number of steps that the memory lasts before training
+                 span: float = 32,           # number of steps for which the memory of an untrained layer lasts
                  method: str | None = None,  # 'step', 'packed', or None: packed if an episode begins after row 0
     ):
         super().__init__()

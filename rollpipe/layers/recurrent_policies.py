@@ -16,6 +16,7 @@ from .critic import Critic
 from .encoders import encoder_for
 from .heads import head_for
 from .mlp import MLP
+from .module_dict import n_out_of
 from .observer import Observer
 from .policies import Policy
 from .recurrent import GRU, LSTM
@@ -40,7 +41,7 @@ class RecurrentObserver(Observer):
         if cell not in self.cells: raise ValueError(f"Expected cell {' or '.join(map(repr, self.cells))}, got {cell!r}")
         n, self.uses_past = self.make_encoder(observation_space, normalize, encoder), past
         self.past_encoder = encoder_for(action_space, 'action_space') if past else None
-        self.trunk = MLP(n + self.past_encoder.n_out + 1 if past else n, hidden, activation=activation)
+        self.trunk = MLP(n if self.past_encoder is None else n + n_out_of(self.past_encoder) + 1, hidden, activation=activation)
         self.memory = self.cells[cell](self.trunk.n_out, memory, layers, span, method)
 
     def recurrent_features(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, hx: Any) -> tuple:
@@ -66,7 +67,7 @@ class RecurrentPolicy(RecurrentObserver, Policy):
         memory: size of the memory
         cell: 'gru' or 'lstm'
         layers: number of recurrent layers
-        span: number of steps that the memory lasts before training
+        span: number of steps for which the memory of an untrained policy lasts
         past: the policy also sees the previous action and its reward
         normalize: normalise observations by their running mean and standard deviation
         activation: module class of the activations
@@ -74,7 +75,7 @@ class RecurrentPolicy(RecurrentObserver, Policy):
         log_std: log of the initial standard deviation; 0 means half the range of the action
         method: how fragments are processed: 'step', 'packed' or None (`Recurrent`)
         report: report the memory, `memory` [T, B, memory], for a `MemoryCritic`
-        encoder: options of `encoder_for`, or a function from the space to a module
+        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
     def __init__(self,
                  observation_space: gym.Space,            # see `encoder_for`
@@ -83,7 +84,7 @@ class RecurrentPolicy(RecurrentObserver, Policy):
                  memory: int = 64,                        # size of the memory
                  cell: str = 'gru',                       # 'gru' or 'lstm'
                  layers: int = 1,                         # number of recurrent layers
-                 span: float = 32,                        # number of steps that the memory lasts before training
+                 span: float = 32,                        # number of steps for which the memory of an untrained policy lasts
                  past: bool = False,                      # the policy also sees the previous action and its reward
                  normalize: bool = True,                  # normalise observations by their running mean and standard deviation
                  activation: type = nn.Tanh,              # module class of the activations
@@ -91,7 +92,7 @@ class RecurrentPolicy(RecurrentObserver, Policy):
                  log_std: float = 0.0,                    # log of the initial standard deviation; 0 means half the range of the action
                  method: str | None = None,               # how fragments are processed: 'step', 'packed' or None (`Recurrent`)
                  report: bool = False,                    # report the memory, `memory` [T, B, memory], for a `MemoryCritic`
-                 encoder: dict | Callable | None = None,  # options of `encoder_for`, or a function from the space to a module
+                 encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     ):
         super().__init__()
         self.make_memory(observation_space, action_space, hidden=hidden, memory=memory, cell=cell, layers=layers, span=span, past=past,
@@ -121,7 +122,7 @@ class MemoryCritic(Critic):
         hidden: sizes of the hidden layers
         normalize: normalise observations by their running mean and standard deviation
         activation: module class of the activations
-        encoder: options of `encoder_for`, or a function from the space to a module
+        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
     def __init__(self,
                  observation_space: gym.Space,            # see `encoder_for`
@@ -129,10 +130,10 @@ class MemoryCritic(Critic):
                  hidden: tuple = (64, 64),                # sizes of the hidden layers
                  normalize: bool = True,                  # normalise observations by their running mean and standard deviation
                  activation: type = nn.Tanh,              # module class of the activations
-                 encoder: dict | Callable | None = None,  # options of `encoder_for`, or a function from the space to a module
+                 encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     ):
         super().__init__(observation_space, hidden, normalize, activation, encoder)
-        self.net = MLP(self.encoder.n_out + memory, hidden, 1, activation)
+        self.net = MLP(n_out_of(self.encoder) + memory, hidden, 1, activation)
 
     def inputs(self, obs: Any, actor: dict) -> dict:
         "The critic's input, made from observations and the actor's infos for them; no gradient flows into the memory."
@@ -141,8 +142,8 @@ class MemoryCritic(Critic):
                             expected="a RecurrentPolicy with report=True", got=f"leaves {nested.paths(actor, 'actor')}")
         return {'obs': obs, 'memory': actor['memory'].detach()}
 
-    def features(self, x: dict) -> Tensor: return torch.cat([super().features(x['obs']), x['memory']], -1)
+    def features(self, obs: dict) -> Tensor: return torch.cat([super().features(obs['obs']), obs['memory']], -1)
 
-    def observe(self, x: dict, valid: Tensor | None = None) -> None:
+    def observe(self, obs: dict, valid: Tensor | None = None) -> None:
         "Update the normaliser with the observations among the `inputs`, except those where `valid` is False; for learners."
-        super().observe(x['obs'], valid)
+        super().observe(obs['obs'], valid)

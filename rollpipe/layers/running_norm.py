@@ -5,6 +5,8 @@
 # %% ../../nbs/layers/02_running_norm.ipynb #e2a4b470
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -53,6 +55,13 @@ class RunningNorm(nn.Module):
         clip: largest magnitude of the result
         eps: added to the variance
     """
+    count: Tensor
+    mean: Tensor
+    var: Tensor
+    low: Tensor
+    high: Tensor
+    _buffers: dict[str, Any]
+
     def __init__(self,
                  shape: int | tuple,  # shape of one sample
                  clip: float = 10.,   # largest magnitude of the result

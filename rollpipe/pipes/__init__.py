@@ -24,13 +24,14 @@ from .transforms import NStep, NSteps, ObservationCast, RewardScaler, ToDevice
 from .modules import Handle, bump_version, version_of
 
 __all__ = [
-    'ActorError', 'AdvantageBuffer', 'CheckInvariants', 'CheckpointError', 'DataError', 'DataLoader2', 'EnvError', 'EnvStepper',
+    'ActorError', 'AdvantageBuffer', 'CheckInvariants', 'CheckpointError', 'DataError', 'EnvError', 'EnvStepper',
     'EpisodeCollector', 'EpisodeEnd', 'EpisodeStats', 'Final', 'Fragment', 'FragmentCollector', 'FragmentStacker', 'Fragments',
     'FrameStack', 'GraphError', 'Handle', 'Lanes', 'Minibatcher', 'NStep', 'NSteps', 'ObservationCast', 'Pipe', 'PipeError',
     'ProcessReading', 'Rate', 'Replay', 'ReplayMemory', 'Replayed', 'RewardScaler', 'Sample', 'Source', 'SpaceError', 'Stacks', 'State',
     'Step', 'Steps', 'Tap', 'Throughput', 'Tick', 'TickSource', 'ToDevice', 'WithImage', 'WorkerError', 'bump_version', 'collect',
     'context', 'copy_graph', 'draw', 'find', 'find_one', 'insert_after', 'insert_before', 'minibatches', 'nested', 'on_policy',
     'pad_episodes', 'prepare', 'remove', 'replace', 'replayed', 'returns', 'rollout', 'rollouts', 'startup', 'values', 'version_of',
+    'DataLoader2',  # pyright: ignore[reportUnsupportedDunderAll]  `__getattr__` finds it
 ]
 
 

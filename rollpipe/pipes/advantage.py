@@ -16,17 +16,17 @@ from . import nested, returns
 from .data import Fragment, check_item
 from .errors import DataError, describe
 from .pipe import Pipe
-from .modules import eval_mode
+from .modules import EvalMode
 from .torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/15_advantage.ipynb #ecf504e5
 def _evaluate(critic, obs, actor):
-    "The critic's answer without gradients and in evaluation mode; `critic.inputs`, if it exists, chooses among observations and reports."
+    "The critic's values, without gradients and in evaluation mode. `critic.inputs`, if it exists, makes its input from `obs` and `actor`."
     obs = nested.as_seen(obs)
     if hasattr(critic, 'inputs'): obs = critic.inputs(obs, actor)
-    with torch.no_grad(), eval_mode(critic):
+    with torch.no_grad(), EvalMode(critic):
         try: return critic(obs)
-        except RuntimeError:     # a `view` needs contiguous observations, and those of worker processes may have other strides
+        except RuntimeError:     # a `view` needs contiguous observations, and those from worker processes may have other strides
             if all(x.is_contiguous() for x in nested.leaves(obs)): raise
             return critic(nested.map(Tensor.contiguous, obs))
 
@@ -35,9 +35,9 @@ def values(
     fragment: Fragment,
     critic: Any = None,  # `critic(obs [..., *]) -> [...]`; None: the `value` that the actor reported
 ) -> tuple[Tensor, Tensor]:
-    """`(v_t, v_tp1)`, both `[T, B]` float32: the values of each step's state and of the state it led to.
+    """`(v_t, v_tp1)`, both `[T, B]` float32: the values of each step's state and of the next state.
 
-    `v_tp1` is the value of the true last observation where an episode was truncated; where it terminated it means nothing.
+    Where an episode was truncated, `v_tp1` is the value of the true last observation. Where it terminated, `v_tp1` has no meaning.
     Raises `DataError` if there is neither a critic nor a reported value, or if the values have the wrong shape.
 
     Args:
@@ -66,7 +66,7 @@ def values(
 class AdvantageBuffer(Pipe):
     """Add `adv` (generalised advantage estimates) and `ret = adv + v` (value targets), float32 `[T, B]`, to each `Fragment`.
 
-    The critic looks at whole fragments: one call for `(T+1) B` rows costs little more than one for `B`. It is held by reference.
+    The critic is called for whole fragments: one call for `(T+1) B` rows costs little more than one for `B`. It is held by reference.
     The advantage of rows that are not `valid` is 0.
 
     Source: Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation", https://arxiv.org/abs/1506.02438.
@@ -75,16 +75,16 @@ class AdvantageBuffer(Pipe):
     Args:
         pipe: yields `Fragment`s
         critic: `critic(obs [..., *]) -> [...]` (see `Critic`); None: the `value` that the actor reported
-        gamma: discount of the reward one step later
-        lam: exponential weight of longer estimates: 0 trusts the critic, 1 the rewards
+        gamma: discount factor per step
+        lam: exponential weight of longer estimates: with 0 they rely on the critic, with 1 on the rewards
     """
     reads, keeps_items, any_strides = 1, False, True
 
     def __init__(self,
                  pipe: IterDataPipe,   # yields `Fragment`s
                  critic: Any = None,   # `critic(obs [..., *]) -> [...]` (see `Critic`); None: the `value` that the actor reported
-                 gamma: float = 0.99,  # discount of the reward one step later
-                 lam: float = 0.95,    # exponential weight of longer estimates: 0 trusts the critic, 1 the rewards
+                 gamma: float = 0.99,  # discount factor per step
+                 lam: float = 0.95,    # exponential weight of longer estimates: with 0 they rely on the critic, with 1 on the rewards
     ):
         super().__init__(pipe)
         for name, x in (('gamma', gamma), ('lam', lam)):
@@ -98,17 +98,18 @@ class AdvantageBuffer(Pipe):
 
     def estimate(self, fragment: Fragment) -> Fragment:
         "`fragment` with `adv` and `ret`."
-        where = dict(pipe=self, lane=None if fragment.lane is None else int(fragment.lane[0]))
+        lane = None if fragment.lane is None else int(fragment.lane[0])
         try: v_t, v_tp1 = values(fragment, self.critic)
         except DataError as e:
-            e.locate(**where)
+            e.locate(pipe=self, lane=lane)
             raise
         rew, fin, term = fragment.state.rew[1:], fragment.state.fin[1:], fragment.term[1:]
         adv = returns.gae(rew, v_t, v_tp1, self.gamma * (~term), self.lam, cut=fin)
         if not torch.isfinite(adv).all():
             t, b = (~torch.isfinite(adv)).nonzero()[0].tolist()
-            raise DataError("non-finite advantage", env=b, leaf=f"adv[{t}, {b}]", expected="finite rewards and values",
-                            got=f"reward {rew[t, b]}, value {v_t[t, b]}, next value {v_tp1[t, b]}", **where)
-        # Rows that are no step have `fin` set, so they have no influence on the rows before them.
+            raise DataError("non-finite advantage", pipe=self, lane=lane, env=b, leaf=f"adv[{t}, {b}]",
+                            expected="finite rewards and values",
+                            got=f"reward {rew[t, b]}, value {v_t[t, b]}, next value {v_tp1[t, b]}")
+        # Where a row is not valid, `fin` is True, so it has no influence on the rows before it.
         if not fragment.valid.all(): adv = adv.masked_fill(~fragment.valid, 0.)
         return fragment._replace(adv=adv, ret=adv + v_t)

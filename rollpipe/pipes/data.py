@@ -21,50 +21,50 @@ class State(NamedTuple):
 
     Args:
         stepno: int64: steps since the episode began; 0 on its first row
-        obs: observation, any nesting, the environment's dtypes; the first of a *new* episode where `fin`
-        act: action of the previous row, any nesting; of the episode before where `fin`; zeros on the very first row
-        rew: float32: reward of the previous row's action; of the episode before where `fin`; 0 on the very first row
+        obs: observation, any nesting, the environment's dtypes; where `fin`, the first one of the *new* episode
+        act: action of the previous row, any nesting; where `fin`, the last one of the old episode; zeros on the very first row
+        rew: float32: reward of the previous row's action; where `fin`, of the old episode; 0 on the very first row
         fin: bool: did the previous row's action end an episode? True on the very first row
     """
     stepno: Any  # int64: steps since the episode began; 0 on its first row
-    obs: Any     # observation, any nesting, the environment's dtypes; the first of a *new* episode where `fin`
-    act: Any     # action of the previous row, any nesting; of the episode before where `fin`; zeros on the very first row
-    rew: Any     # float32: reward of the previous row's action; of the episode before where `fin`; 0 on the very first row
+    obs: Any     # observation, any nesting, the environment's dtypes; where `fin`, the first one of the *new* episode
+    act: Any     # action of the previous row, any nesting; where `fin`, the last one of the old episode; zeros on the very first row
+    rew: Any     # float32: reward of the previous row's action; where `fin`, of the old episode; 0 on the very first row
     fin: Any     # bool: did the previous row's action end an episode? True on the very first row
 
 # %% ../../nbs/pipes/07_data.ipynb #1154235c
 class Final(NamedTuple):
-    """The `K` ends of a fragment whose last observation was kept (`K` may be 0): what was seen last. There `State.obs` shows the reset.
+    """The true last observations of `K` episodes that end in a fragment (`K` may be 0). `State.obs` shows the reset in their place.
 
-    Every truncated end is among them, and with `EnvStepper(terminal_obs=True)` every terminated one.
+    Every truncated episode is among them, and with `EnvStepper(terminal_obs=True)` every terminated one.
 
     Args:
-        t: int64 [K]: the step t -> t+1 that ended the episode, so `state.fin[t+1, b]`; it was truncated if not `term[t+1, b]`
+        t: int64 [K]: the step t -> t+1 ended the episode, so `state.fin[t+1, b]` is True; `term[t+1, b]` says whether it terminated
         b: int64 [K]: the environment
         obs: [K, ...]: the true last observation
         actor: [K, ...]: the actor's virtual reaction to it, with the recurrent state of that moment; may be 0 where terminated
     """
-    t: Any      # int64 [K]: the step t -> t+1 that ended the episode, so `state.fin[t+1, b]`; it was truncated if not `term[t+1, b]`
+    t: Any      # int64 [K]: the step t -> t+1 ended the episode, so `state.fin[t+1, b]` is True; `term[t+1, b]` says whether it terminated
     b: Any      # int64 [K]: the environment
     obs: Any    # [K, ...]: the true last observation
     actor: Any  # [K, ...]: the actor's virtual reaction to it, with the recurrent state of that moment; may be 0 where terminated
 
 # %% ../../nbs/pipes/07_data.ipynb #1ba381e3
 class TickSource:
-    """What stands behind the ticks of a lane. A collector asks it for what a tick does not carry; only `react` is required of it.
+    """The object that answers a collector's requests about the ticks of a lane. A source must define `react`; the rest is optional.
 
-    Pipes that change ticks pass it on as it is.
+    Pipes that change ticks pass the source on unchanged.
     """
     def react(self, state: State, hx: Any) -> tuple[Any, Any]:
         """The actor's virtual reaction `(act, info)`, torch `[1, n, ...]`, to a `state`, numpy `[n, ...]`, with the recurrent state `hx`.
 
         A collector calls this when it has all steps of a fragment: once for the look-ahead at row `T`, and once for all truncated ends.
-        The reaction is not acted out, advances no memory and spends no random number.
+        The reaction is not acted out. It advances no recurrent state and draws no random number.
         """
         raise NotImplementedError
 
     def complete(self, act: Any, info: Any) -> Any:
-        """`info` `[T, n, ...]` and what the actor can add for many steps at once, such as the log-probabilities of `act`.
+        """`info` `[T, n, ...]` with the entries that the actor can compute for many steps at once, such as the log-probabilities of `act`.
 
         A collector calls this once for the rows of a fragment and once for its truncated ends. The result carries no gradients. By default
         nothing is added.
@@ -74,106 +74,52 @@ class TickSource:
     def observe_into(self, obs: Any) -> None:
         """Write the next `n` observations into `obs`, containers of arrays `[n, B, ...]`.
 
-        A collector calls this when it has the first tick of a fragment, but only if it sees every tick at once and nobody else keeps
-        ticks. By default nothing happens: the observations come in memory of their own, and the collector copies them.
+        A collector calls this when it has the first tick of a fragment, but only if it reads the stepper directly, so that no other pipe
+        keeps ticks. By default nothing happens: the observations have their own memory, and the collector copies them.
         """
 
 # %% ../../nbs/pipes/07_data.ipynb #f9f15660
 class Tick(NamedTuple):
     """One step of `B` environments: `state` --react--> `next.act` --step--> `next`.
 
-    A pipe that changes `next` changes what is recorded, not what the actor is shown. `actor` may alias parameters: whoever
-    keeps ticks while the actor is trained must copy it (fragments are copies). Whoever makes ticks must not reuse the memory of
+    A pipe that changes `next` changes what is recorded, not what the actor sees. `actor` may alias parameters, so code that
+    keeps ticks while the actor is trained must copy it (fragments are copies). Code that makes ticks must not reuse the memory of
     their arrays, because several steps may be copied at once.
 
     Args:
         state: numpy [B, ...] at t
         hx: recurrent state before the reaction, environment on dim 1; `()` without memory
         actor: torch [1, B, ...]: what the actor reported at t
-        next: numpy [B, ...] at t+1: the action taken at t, its reward and end, the observation that followed
+        next: numpy [B, ...] at t+1: the action taken at t, its reward, whether the episode ended, the next observation
         next_hx: recurrent state at t+1, already reset where an episode ended
-        term: bool [B]: the part of `next.fin` that is a true termination
-        final: environment b -> (last observation, recurrent state [.., 1, ..]) where truncated; at every end if `terminal_obs`
+        term: bool [B]: True where the episode truly terminated; `next.fin & ~term` are truncations
+        final: environment b -> (last observation, recurrent state [.., 1, ..]) where truncated; with `terminal_obs` at every end
         env: numpy [B, ...]: numeric environment info of the step t -> t+1
         valid: bool [B]: False where no transition took place
         lane: which copy of the pipeline
-        version: which weights reacted
-        source: whom a collector asks for virtual reactions, completed reports, and observations in memory of its own
+        version: version of the weights that chose the action
+        source: answers the requests of a collector, see `TickSource`
     """
     state: State        # numpy [B, ...] at t
     hx: Any             # recurrent state before the reaction, environment on dim 1; `()` without memory
     actor: Any          # torch [1, B, ...]: what the actor reported at t
-    next: State         # numpy [B, ...] at t+1: the action taken at t, its reward and end, the observation that followed
+    next: State         # numpy [B, ...] at t+1: the action taken at t, its reward, whether the episode ended, the next observation
     next_hx: Any        # recurrent state at t+1, already reset where an episode ended
-    term: Any           # bool [B]: the part of `next.fin` that is a true termination
-    final: dict         # environment b -> (last observation, recurrent state [.., 1, ..]) where truncated; at every end if `terminal_obs`
+    term: Any           # bool [B]: True where the episode truly terminated; `next.fin & ~term` are truncations
+    final: dict         # environment b -> (last observation, recurrent state [.., 1, ..]) where truncated; with `terminal_obs` at every end
     env: Any            # numpy [B, ...]: numeric environment info of the step t -> t+1
     valid: Any          # bool [B]: False where no transition took place
     lane: int           # which copy of the pipeline
-    version: int        # which weights reacted
-    source: TickSource  # whom a collector asks for virtual reactions, completed reports, and observations in memory of its own
+    version: int        # version of the weights that chose the action
+    source: TickSource  # answers the requests of a collector, see `TickSource`
 
-# %% ../../nbs/pipes/07_data.ipynb #f63668f2
-def from_steps(
-    obs: Any,                    # [T+1, B, ...]: what was seen; where an episode ended, the first observation of the next one
-    act: Any,                    # [T, B, ...]: what was done then
-    rew: Tensor,                 # float32 [T, B]: the reward that followed; where not `valid`, 0 takes its place
-    terminated: Any = None,      # bool [T, B]: the step ended the episode; None: none did
-    truncated: Any = None,       # bool [T, B]: the step cut the episode off; None: none did
-    *,
-    last_obs: Any = None,        # [K, ...]: true last observations of the `K` truncated episodes, by time, then by environment
-    actor: Any = None,           # [T+1, B, ...]: what the actor reported; None: nothing
-    last_actor: Any = None,      # [K, ...]: what it reported to `last_obs`
-    env: Any = None,             # [T, B, ...]: environment info; None: nothing
-    hx: Any = (),                # [layers, B, ...]: recurrent state at row 0
-    valid: Any = None,           # bool [T, B]: False where no transition took place; None: all are transitions
-    stepno: Any = 0,             # int, or int64 [B]: steps of the episode before row 0
-    adv: Any = None,             # float32 [T, B]: advantages
-    ret: Any = None,             # float32 [T, B]: value targets
-    lane: Any = None,            # int64 [B]: the lane that collected the column
-    seq: Any = None,             # int64 [B]: how many fragments that lane had yielded before
-    version: Any = None,         # int64 [B]: version of the weights that collected the column
-) -> 'Fragment':
-    """A `Fragment` of what happened. Row 0 has no action and no reward before it; it begins an episode where `stepno` is 0.
-
-    Raises `DataError` if an argument has the wrong shape, or if the last observation of a truncated episode is missing.
-
-    Args:
-        obs: [T+1, B, ...]: what was seen; where an episode ended, the first observation of the next one
-        act: [T, B, ...]: what was done then
-        rew: float32 [T, B]: the reward that followed; where not `valid`, 0 takes its place
-        terminated: bool [T, B]: the step ended the episode; None: none did
-        truncated: bool [T, B]: the step cut the episode off; None: none did
-        last_obs: [K, ...]: true last observations of the `K` truncated episodes, by time, then by environment
-        actor: [T+1, B, ...]: what the actor reported; None: nothing
-        last_actor: [K, ...]: what it reported to `last_obs`
-        env: [T, B, ...]: environment info; None: nothing
-        hx: [layers, B, ...]: recurrent state at row 0
-        valid: bool [T, B]: False where no transition took place; None: all are transitions
-        stepno: int, or int64 [B]: steps of the episode before row 0
-        adv: float32 [T, B]: advantages
-        ret: float32 [T, B]: value targets
-        lane: int64 [B]: the lane that collected the column
-        seq: int64 [B]: how many fragments that lane had yielded before
-        version: int64 [B]: version of the weights that collected the column
-    """
-    valid, terminated, truncated = _flags(rew, valid, True), _flags(rew, terminated, False), _flags(rew, truncated, False)
-    actor, env = {} if actor is None else actor, {} if env is None else env
-    _check_shapes(rew.shape, rows=dict(obs=obs, actor=actor), columns=dict(lane=lane, seq=seq, version=version), steps=dict(
-        act=act, terminated=terminated, truncated=truncated, env=env, valid=valid, adv=adv, ret=ret))
-    first = torch.zeros_like(rew[0], dtype=torch.int64) + stepno
-    state = _history(first, obs, act, rew.masked_fill(~valid, 0.), terminated | truncated | ~valid)
-    term = torch.cat([torch.zeros_like(valid[:1]), terminated & valid])
-    final = _final_rows(truncated & ~terminated & valid, obs, actor, last_obs, last_actor)
-    return Fragment(state, actor, env, hx, term, final, valid, adv, ret, lane, seq, version)
-
-
+# %% ../../nbs/pipes/07_data.ipynb #e3c00ae6
 def _flags(like, x, default):
     return torch.full_like(like, default, dtype=torch.bool) if x is None else torch.as_tensor(x)
 
 
 def _history(first, obs, act, rew, end) -> State:
-    "The rows `[T+1, B]` of an environment whose step numbers begin with `first` `[B]`; steps are an `end` where the episode is over."
+    "The rows `[T+1, B]` of environments whose step numbers begin with `first` `[B]`; `end` `[T, B]` is True where an episode ended."
     stepno = [first]
     for over in end: stepno.append(torch.where(over, 0, stepno[-1] + 1))
     act, rew = nested.map(lambda x: torch.cat([torch.zeros_like(x[:1]), x]), (act, rew))
@@ -204,12 +150,66 @@ def _final_rows(cut, obs, actor, last_obs, last_actor):
         return given
     return Final(t, b, rows('last_obs', last_obs, obs), rows('last_actor', last_actor, actor))
 
+# %% ../../nbs/pipes/07_data.ipynb #f63668f2
+def from_steps(
+    obs: Any,                    # [T+1, B, ...]: the observations; where an episode ended, the first one of the next episode
+    act: Any,                    # [T, B, ...]: the actions
+    rew: Tensor,                 # float32 [T, B]: the rewards of the actions; where not `valid`, 0 is stored
+    terminated: Any = None,      # bool [T, B]: the step ended the episode; None: none did
+    truncated: Any = None,       # bool [T, B]: the step cut the episode off; None: none did
+    *,
+    last_obs: Any = None,        # [K, ...]: true last observations of the `K` truncated episodes, by time, then by environment
+    actor: Any = None,           # [T+1, B, ...]: what the actor reported; None: nothing
+    last_actor: Any = None,      # [K, ...]: what the actor reported for `last_obs`
+    env: Any = None,             # [T, B, ...]: environment info; None: nothing
+    hx: Any = (),                # [layers, B, ...]: recurrent state at row 0
+    valid: Any = None,           # bool [T, B]: False where no transition took place; None: all are transitions
+    stepno: Any = 0,             # int, or int64 [B]: steps of the episode before row 0
+    adv: Any = None,             # float32 [T, B]: advantages
+    ret: Any = None,             # float32 [T, B]: value targets
+    lane: Any = None,            # int64 [B]: the lane that collected the column
+    seq: Any = None,             # int64 [B]: how many fragments that lane had yielded before
+    version: Any = None,         # int64 [B]: version of the weights that collected the column
+) -> 'Fragment':
+    """Make a `Fragment`. The action and reward before row 0 are zero. Row 0 begins an episode where `stepno` is 0.
+
+    Raises `DataError` if an argument has the wrong shape, or if the last observation of a truncated episode is missing.
+
+    Args:
+        obs: [T+1, B, ...]: the observations; where an episode ended, the first one of the next episode
+        act: [T, B, ...]: the actions
+        rew: float32 [T, B]: the rewards of the actions; where not `valid`, 0 is stored
+        terminated: bool [T, B]: the step ended the episode; None: none did
+        truncated: bool [T, B]: the step cut the episode off; None: none did
+        last_obs: [K, ...]: true last observations of the `K` truncated episodes, by time, then by environment
+        actor: [T+1, B, ...]: what the actor reported; None: nothing
+        last_actor: [K, ...]: what the actor reported for `last_obs`
+        env: [T, B, ...]: environment info; None: nothing
+        hx: [layers, B, ...]: recurrent state at row 0
+        valid: bool [T, B]: False where no transition took place; None: all are transitions
+        stepno: int, or int64 [B]: steps of the episode before row 0
+        adv: float32 [T, B]: advantages
+        ret: float32 [T, B]: value targets
+        lane: int64 [B]: the lane that collected the column
+        seq: int64 [B]: how many fragments that lane had yielded before
+        version: int64 [B]: version of the weights that collected the column
+    """
+    valid, terminated, truncated = _flags(rew, valid, True), _flags(rew, terminated, False), _flags(rew, truncated, False)
+    actor, env = {} if actor is None else actor, {} if env is None else env
+    _check_shapes(rew.shape, rows=dict(obs=obs, actor=actor), columns=dict(lane=lane, seq=seq, version=version), steps=dict(
+        act=act, terminated=terminated, truncated=truncated, env=env, valid=valid, adv=adv, ret=ret))
+    first = torch.zeros_like(rew[0], dtype=torch.int64) + stepno
+    state = _history(first, obs, act, rew.masked_fill(~valid, 0.), terminated | truncated | ~valid)
+    term = torch.cat([torch.zeros_like(valid[:1]), terminated & valid])
+    final = _final_rows(truncated & ~terminated & valid, obs, actor, last_obs, last_actor)
+    return Fragment(state, actor, env, hx, term, final, valid, adv, ret, lane, seq, version)
+
 # %% ../../nbs/pipes/07_data.ipynb #b2cd708c
 class Fragment(NamedTuple):
     """A rollout fragment: `T` consecutive steps of `B` environments, time-major torch tensors.
 
     Row `t` of `state` and `actor` is time `t`; `act[t+1]`, `rew[t+1]`, `fin[t+1]` belong to the action taken at row `t`.
-    An episode that ends with the step 1 -> 2 and is followed by a new one (primed):
+    In this example an episode ends with the step 1 -> 2, and a new one (primed) follows:
 
         row            0         1         2         3    ...    T
         state.stepno   n         n+1       0         1
@@ -218,7 +218,7 @@ class Fragment(NamedTuple):
         state.rew      r_n       r_{n+1}   r_{n+2}   r'_1
         state.fin      -         -         True      -
         term           -         -         True if terminated, False if truncated (cut off by a limit)
-        actor          A_n       A_{n+1}   A'_0      A'_1        A_T is virtual: redone as row 0 of the next fragment
+        actor          A_n       A_{n+1}   A'_0      A'_1        A_T is virtual; row 0 of the next fragment repeats it
         env            E_{n+1}   E_{n+2}   E'_1      E'_2        has T rows
         final                    (t=1, b): x_{n+2} and the reaction to it, if truncated (or `terminal_obs`)
 
@@ -226,7 +226,7 @@ class Fragment(NamedTuple):
 
     Args:
         state: [T+1, B, ...]
-        actor: [T+1, B, ...]: what the actor reported; row T is the virtual look-ahead (a `logp` there: of the mode)
+        actor: [T+1, B, ...]: what the actor reported; row T is the virtual look-ahead (its `logp` is that of the mode)
         env: [T, B, ...]: numeric environment info of the step t -> t+1
         hx: [layers, B, ...]: recurrent state at row 0; `()` without one
         term: bool [T+1, B]: true terminations; `state.fin & ~term` are truncations
@@ -239,7 +239,7 @@ class Fragment(NamedTuple):
         version: int64 [B]: version of the weights that collected the column
     """
     state: State       # [T+1, B, ...]
-    actor: Any         # [T+1, B, ...]: what the actor reported; row T is the virtual look-ahead (a `logp` there: of the mode)
+    actor: Any         # [T+1, B, ...]: what the actor reported; row T is the virtual look-ahead (its `logp` is that of the mode)
     env: Any           # [T, B, ...]: numeric environment info of the step t -> t+1
     hx: Any            # [layers, B, ...]: recurrent state at row 0; `()` without one
     term: Any          # bool [T+1, B]: true terminations; `state.fin & ~term` are truncations
@@ -266,12 +266,12 @@ class Fragment(NamedTuple):
 
     def only(self, *names: str) -> 'Fragment':
         "The fragment with None in every field but `names`, such as `fragment.only(*Fragment.ROWS)`."
-        return Fragment(*[x if name in names else None for name, x in zip(self._fields, self)])
+        return self._make(x if name in names else None for name, x in zip(self._fields, self))
 
     def map(self, *, rows: Callable | None = None, steps: Callable | None = None, columns: Callable | None = None,
             hx: Callable | None = None, final: Callable | None = None) -> 'Fragment':
         """The fragment with `rows(x)` for each leaf `x` `[T+1, B, ...]`, `steps(x)` for each `[T, B, ...]`, `columns(x)` for each `[B]`,
-        `hx(x)` for each `[layers, B, ...]`, and `final(final)` for the whole `Final`. What has no function stays as it is.
+        `hx(x)` for each `[layers, B, ...]`, and `final(final)` for the whole `Final`. Fields without a function stay as they are.
         """
         new, fields = {'final': final(self.final)} if final else {}, {}
         for names, fn in ((self.ROWS, rows), (self.STEPS, steps), (self.COLUMNS, columns), (('hx',), hx)):
@@ -281,15 +281,15 @@ class Fragment(NamedTuple):
 
 # %% ../../nbs/pipes/07_data.ipynb #d715783a
 def check_item(
-    item: Any,   # what has reached the pipe
-    kind: type,  # what the pipe wants to read
+    item: Any,   # an item that reached the pipe
+    kind: type,  # the class of items that the pipe reads
     pipe: Any,   # the pipe, or its name
 ) -> None:
-    """Raise `DataError` if `item` is no `kind`.
+    """Raise `DataError` unless `item` is a `kind`.
 
     Args:
-        item: what has reached the pipe
-        kind: what the pipe wants to read
+        item: an item that reached the pipe
+        kind: the class of items that the pipe reads
         pipe: the pipe, or its name
     """
     if not isinstance(item, kind):

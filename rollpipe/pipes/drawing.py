@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 # %% ../../nbs/pipes/03_drawing.ipynb #40afc90d
 def _text(labels, edges, marked) -> str:
-    "The drawing, a line for each node; `marked` are the indices of those that are pointed out."
+    "The drawing, one line for each node; `marked` are the indices of the nodes to point out."
     uses = Counter(source for row in edges for source, _ in row)
     numbers = {s: n for n, s in enumerate(sorted(s for s in uses if uses[s] > 1), 1)}
     names = [o + (f'  [{numbers[i]}]' if i in numbers else '') for i, o in enumerate(labels)]
-    blocks = {}
+    blocks, block = {}, []
     for i, row in enumerate(edges):
         parts = [blocks.pop(s) if first else [f'↑ {names[s]}'] for s, first in row]
         if len(parts) > 1:
@@ -49,7 +49,7 @@ def _layers(edges):
 
 # %% ../../nbs/pipes/03_drawing.ipynb #e45338d8
 def _centres(layers, width, gap=24):
-    "The horizontal centre of every slot. Each sits above the slots that it feeds, as far as there is room, in the order of the inputs."
+    "The horizontal centre of every slot. Each stands above the slots that it feeds if there is room, in the order of the inputs."
     centre = {}
     for layer in layers:
         goal = {o: sum(centre[f] for f in feeds) / len(feeds) if feeds else 0. for o, feeds in layer.items()}
@@ -105,11 +105,11 @@ class Drawing:
 
     Args:
         labels: texts of the pipes, sources first
-        edges: for every pipe `[(index of the input, met first here?), ...]`
+        edges: for every pipe `[(index of the input, first), ...]`; `first`: the walk meets the input here for the first time
         marked: indices of the pipes to point out
     """
     labels: list       # texts of the pipes, sources first
-    edges: list        # for every pipe `[(index of the input, met first here?), ...]`
+    edges: list        # for every pipe `[(index of the input, first), ...]`; `first`: the walk meets the input here for the first time
     marked: frozenset  # indices of the pipes to point out
 
     def __repr__(self): return _text(self.labels, self.edges, self.marked)

@@ -21,15 +21,15 @@ from .torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/17_episodes.ipynb #d310efd1
 class RowQueue:
-    """A queue of rows: `append` at the end, `drop` at the beginning, `cut` a column out. Rows are numbered from 0 for ever.
+    """A queue of rows: `append` at the end, `drop` at the beginning, and `cut` out a column. A row keeps its number, counted from 0.
 
-    When the buffer is full, the rows that are still needed move to a new one, twice as long as they are (compaction). `capacity` is
-    its present length, at least the initial one, and `moves` counts compactions.
+    When the buffer is full, the rows that are still needed move to a new buffer of twice their number (compaction). `capacity` is
+    its current length, at least the initial one, and `moves` counts compactions.
     """
     def __init__(self, capacity: int = 32):
         self.least, self.capacity, self.moves = capacity, 0, 0
         self.first = self.end = self.start = 0  # numbers of the first row kept, of the next row, and of the row at index 0
-        self.buffers = None
+        self.buffers: Any = None  # leaves `[capacity, B, ...]`; None: there was no row yet
 
     def __len__(self): return self.end - self.first
 
@@ -38,13 +38,13 @@ class RowQueue:
         if self.end - self.start == self.capacity: self._compact(row)
         leaves = nested.leaves(row)
         for i, (buffer, x) in enumerate(zip(self.buffers, leaves)):
-            if isinstance(x, np.ndarray) and x.dtype != buffer.dtype:  # an info may become wider
+            if isinstance(x, np.ndarray) and x.dtype != buffer.dtype:  # the dtype of an info may become wider
                 buffer = self.buffers[i] = buffer.astype(np.result_type(buffer.dtype, x.dtype))
             buffer[self.end - self.start] = x
         self.end += 1
 
     def drop(self, before: int) -> None:
-        "Rows numbered less than `before` are no longer needed."
+        "Drop the rows with numbers below `before`."
         self.first = max(self.first, before)
 
     def cut(self, first: int, end: int, column: int) -> Any:
@@ -66,16 +66,16 @@ class RowQueue:
 
 # %% ../../nbs/pipes/17_episodes.ipynb #bf479587
 def _row(x):
-    "The only row of a tensor `[1, B, ...]`, as an array where that is possible, because arrays are faster to copy."
+    "The only row of a tensor `[1, B, ...]`, as an array if possible, because arrays are faster to copy."
     if x.device.type != 'cpu' or x.dtype == torch.bfloat16: return x[0]
     return x.detach().numpy()[0]
 
 
 class EpisodeBuilder:
-    "Takes the ticks of one lane, keeps the episodes that go on, and puts those together that end."
+    "Takes the ticks of one lane, stores unfinished episodes, and returns the episodes that end."
     def __init__(self, n_envs: int):
-        self.rows, self.seq = RowQueue(), 0             # what the ticks told; how many episodes have ended
-        self.begin = np.zeros(n_envs, np.int64)         # the row with which each environment's episode began, or will
+        self.rows, self.seq = RowQueue(), 0             # rows of the ticks; how many episodes have ended
+        self.begin = np.zeros(n_envs, np.int64)         # the first row of each environment's episode
         self.version = np.zeros(n_envs, np.int64)       # of the weights at that row
         self.hx = [()] * n_envs                         # the environment's recurrent state at that row
         self.waiting = True                             # does an environment wait for its episode to begin?
@@ -88,7 +88,7 @@ class EpisodeBuilder:
         self.waiting = bool(fin.any())
         if not self.waiting: return []
         episodes = self._finish(tick, ended) if (ended := np.flatnonzero(fin & valid).tolist()) else []
-        # an environment that is not in an episode (its episode has ended, or it rests) begins with the next row at the earliest
+        # where an episode has ended, or an environment rests, the next episode cannot begin before the next row
         self.begin[fin] = now + 1
         self.rows.drop(self.begin.min())
         return episodes
@@ -106,7 +106,7 @@ class EpisodeBuilder:
         obs, hx = zip(*(tick.final[b] for b in ended))
         last = nested.getitem(tick.next, ended)._replace(
             stepno=tick.state.stepno[ended] + 1, obs=nested.stack(obs), fin=np.zeros(len(ended), bool))
-        # The actor is asked once for all of them. What it is shown is not the end of an episode: `fin` is False.
+        # One call of the actor for all of them. It sees an ordinary next state: `fin` is False.
         act, info = tick.source.react(last, nested.cat(hx, dim=1) if nested.leaves(hx) else hx[0])
         last = nested.map(torch.from_numpy, last._replace(fin=np.ones(len(ended), bool)))
         return [self._episode(tick, b, *(nested.getitem(x, (slice(None), slice(k, k + 1))) for x in (
@@ -114,7 +114,7 @@ class EpisodeBuilder:
 
     def _episode(self, tick, b, last, act, info):
         "The episode of environment `b`, which ended in the state `last` with the virtual reaction `act`, `info`, all `[1, 1, ...]`."
-        state, actor, env = self.rows.cut(self.begin[b], self.rows.end, b)
+        state, actor, env = self.rows.cut(int(self.begin[b]), self.rows.end, b)
         n_steps, state = len(state.rew), nested.cat([state, last])
         actor = nested.cat([actor, nested.map(lambda x, like: x.to(like.dtype), info, actor)])
         actor = tick.source.complete(nested.cat([nested.getitem(state.act, slice(1, None)), act]), actor)
@@ -130,20 +130,20 @@ class EpisodeBuilder:
 class EpisodeCollector(Pipe):
     """Whole episodes from `Tick`s: lists of `batch` episodes, each a `Fragment` of `T` steps of one environment, or padded batches.
 
-    Row `T` of an episode holds the true last observation (`fin` is set, `term` if it terminated) and the actor's virtual reaction
-    to it, with the recurrent state of that moment; `final` has the same as its one row. Row 0 keeps, as in every fragment, the
-    action and reward that ended the episode before. `version` is that of the weights at the first step, `seq` counts the episodes
-    of a lane, `hx` belongs to row 0.
+    Row `T` of an episode holds the true last observation (`fin` is True, and `term` too if it terminated) and the actor's virtual
+    reaction to it, with the recurrent state of that moment. `final` has the same as its one row. Row 0 keeps, as in every fragment, the
+    action and reward that ended the previous episode. `version` is that of the weights at the first step, `seq` counts the episodes
+    of a lane, and `hx` belongs to row 0.
 
-    Episodes come in the order in which they end, those that end at the same step in the order of environments. Nothing is thrown
-    away but episodes that have not ended when the stream does. That order has a bias: in the first `k` episodes of a stream short
-    ones are over-represented, since long ones have not ended yet. The bias goes away as the stream becomes long against the
-    longest episode. For an unbiased estimate from few episodes fix the number of episodes of each environment beforehand, as
+    Episodes come in the order in which they end. Those that end at the same step come in the order of environments. Only episodes that
+    have not ended when the stream ends are lost. This order has a bias: among the first `k` episodes of a stream short ones are
+    over-represented, because long ones have not ended yet. The bias vanishes as the stream becomes much longer than the
+    longest episode. For an unbiased estimate from few episodes, fix the number of episodes of each environment beforehand, as
     `rollpipe.agents.evaluate` does.
 
-    Memory follows the oldest episode that goes on: about twice its length, times `B`.
+    The memory needed is about twice the length of the oldest unfinished episode, times `B`.
 
-    Raises `DataError` if `batch < 1`, if what comes is no `Tick`, or if an episode ends without an entry in `Tick.final`: an
+    Raises `DataError` if `batch < 1`, if an item is not a `Tick`, or if an episode ends without an entry in `Tick.final`: an
     `EnvStepper` keeps the last observations of terminated episodes only with `terminal_obs=True`.
 
     Args:
@@ -151,13 +151,17 @@ class EpisodeCollector(Pipe):
         batch: episodes per item
         pad: True: items are padded `Fragment`s `[max(T), batch]`; False: lists of `Fragment`s `[T, 1]`
     """
+    batch: int
+
     def __init__(self,
                  pipe: IterDataPipe,  # yields `Tick`s, such as `EnvStepper(..., terminal_obs=True)`
                  batch: int = 1,      # episodes per item
                  pad: bool = False,   # True: items are padded `Fragment`s `[max(T), batch]`; False: lists of `Fragment`s `[T, 1]`
     ):
         super().__init__(pipe)
-        self.batch, self.pad = check_integer('batch', batch, pipe=self), pad
+        # torch has a function of this name for every pipe.
+        self.batch = check_integer('batch', batch, pipe=self)  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.pad = pad
 
     def stream(self, items: Iterator[Tick]) -> Iterator[list[Fragment] | Fragment]:
         builders, ready = {}, []    # lane -> its builder; episodes that wait for their batch

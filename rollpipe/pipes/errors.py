@@ -23,15 +23,15 @@ def describe(value: Any, width: int = 120, depth: int = 6) -> str:
 
 
 def _describe_items(value, width, depth) -> str | None:
-    "The text of a container; None for anything else. `width` items and `depth` levels are looked at: it may contain itself."
+    "The text of a container, or None for anything else. It reads at most `width` items and `depth` levels: it may contain itself."
     if not isinstance(value, (dict, list, tuple)): return None
     if not depth: return '...'
     if isinstance(value, dict):
         return '{' + ', '.join(f'{k!r}: {describe(v, depth=depth - 1)}' for k, v in islice(value.items(), width)) + '}'
     items = [describe(v, depth=depth - 1) for v in value[:width]]
     if isinstance(value, list): return f"[{', '.join(items)}]"
-    if hasattr(value, '_fields'):
-        return f"{type(value).__name__}({', '.join(f'{k}={v}' for k, v in zip(value._fields, items))})"
+    if (fields := getattr(value, '_fields', None)) is not None:
+        return f"{type(value).__name__}({', '.join(f'{k}={v}' for k, v in zip(fields, items))})"
     return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
 
 # %% ../../nbs/pipes/00_errors.ipynb #71d2222b
@@ -44,9 +44,14 @@ class PipeError(RuntimeError):
         lane: index of the lane
         env: index of the environment, an `(index, name)` pair, or a text
         leaf: path of the leaf inside a container, such as `obs['camera'][0]`
-        expected: a text, or any value, of which `describe(value)` is kept
-        got: what came instead, as `expected`
+        expected: a text, or any value, which is stored as `describe(value)`
+        got: the value that came instead, stored like `expected`
     """
+    pipe: str | None
+    lane: Any
+    env: Any
+    leaf: str | None
+
     def __init__(self,
                  problem: str,             # what is wrong, a short phrase
                  *,
@@ -54,8 +59,8 @@ class PipeError(RuntimeError):
                  lane: Any = None,         # index of the lane
                  env: Any = None,          # index of the environment, an `(index, name)` pair, or a text
                  leaf: str | None = None,  # path of the leaf inside a container, such as `obs['camera'][0]`
-                 expected: Any = None,     # a text, or any value, of which `describe(value)` is kept
-                 got: Any = None,          # what came instead, as `expected`
+                 expected: Any = None,     # a text, or any value, which is stored as `describe(value)`
+                 got: Any = None,          # the value that came instead, stored like `expected`
     ):
         super().__init__(problem)
         self.problem, self.pipe, self.lane, self.env, self.leaf = problem, None, None, None, None
@@ -63,7 +68,7 @@ class PipeError(RuntimeError):
         self.locate(pipe=pipe, lane=lane, env=env, leaf=leaf)
 
     def locate(self, *, pipe: Any = None, lane: Any = None, env: Any = None, leaf: str | None = None) -> PipeError:
-        "Fill in the places that are still unknown, as the error rises through those who know them; returns itself."
+        "Fill in the fields that are still unknown, and return the error. Code that catches the error on its way up calls this."
         if pipe is not None and not isinstance(pipe, str):
             pipe = (pipe if isinstance(pipe, type) else type(pipe)).__name__
         if isinstance(env, tuple): env = '{} ({})'.format(*env)
@@ -84,7 +89,7 @@ class PipeError(RuntimeError):
 
 
 def _restore(cls, problem):
-    "An error of class `cls`, made without its `__init__`, whose signature a subclass may have changed."
+    "An error of class `cls`. Its `__init__` is not called, because a subclass may have changed the signature."
     error = cls.__new__(cls, problem)
     error.args = (problem,)
     return error
@@ -103,20 +108,20 @@ class GraphError(PipeError, LookupError):
     "A pipe was not found in the graph, or found more than once."
 
 class CheckpointError(PipeError):
-    "A checkpoint cannot be read, or does not fit the agent."
+    "A checkpoint cannot be read, or it does not fit the agent."
 
 class SpaceError(PipeError, TypeError):
-    "An observation or action space that is not supported here."
+    "An observation or action space is not supported."
 
 class WorkerError(PipeError):
     "A worker process ended, is silent, or cannot be started."
 
 # %% ../../nbs/pipes/00_errors.ipynb #3ca9ab08
 def check_integer(name: str, value: Any, least: int = 1, **where: Any) -> int:
-    """`value`, if it is an integer >= `least`; `name` is what its owner calls it.
+    """Return `value` if it is an integer >= `least`. The message calls it `name`.
 
     Raises:
-        DataError: `value` is no integer, is a bool, or is too small. `where` (pipe, lane, env) names the culprit.
+        DataError: `value` is not an integer, is a bool, or is too small. `where` (pipe, lane, env) names the culprit.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= least: return value
     raise DataError('out of range', expected=f'an integer {name} >= {least}', got=f'{name}={value!r}', **where)

@@ -21,24 +21,24 @@ from .torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/13_fragments.ipynb #f2608a5a
 class RowBuffer:
-    """Memory for the rows of a fragment: `add` copies numpy containers `[B, ...]` into it, `take` gives tensors `[n, B, ...]`.
+    """Memory for the rows of a fragment: `add` copies numpy containers `[B, ...]` into it, `take` returns tensors `[n, B, ...]`.
 
-    Rows are copied in blocks, large ones as they come. A row that was made in the memory that `rows` gave is there already. Raises
-    `DataError` if a row has another structure or shape than `like`, or a dtype that does not fit.
+    Small rows are copied in blocks, and large rows one by one. A row that was written into the memory returned by `rows` is not copied.
+    Raises `DataError` if a row has another structure or shape than `like`, or a dtype that does not fit.
 
     Args:
-        like: a row that shows structure, shapes and dtypes
-        n: the number of rows, if no fewer come
-        empty: `empty(shape, dtype)` gives uninitialised memory for one leaf
+        like: an example row, with the structure, shapes and dtypes
+        n: the greatest number of rows
+        empty: `empty(shape, dtype)` returns uninitialised memory for one leaf
         **where: context for error messages: pipe, lane
     """
     BLOCK = 2 ** 16       # bytes in a block
     AT_ONCE = 2 ** 14     # the buffer has room for this many rows at first, and grows
 
     def __init__(self,
-                 like: Any,        # a row that shows structure, shapes and dtypes
-                 n: int,           # the number of rows, if no fewer come
-                 empty: Callable,  # `empty(shape, dtype)` gives uninitialised memory for one leaf
+                 like: Any,        # an example row, with the structure, shapes and dtypes
+                 n: int,           # the greatest number of rows
+                 empty: Callable,  # `empty(shape, dtype)` returns uninitialised memory for one leaf
                  **where: Any,     # context for error messages: pipe, lane
     ):
         leaves, self.spec = nested.flatten(like)
@@ -47,7 +47,7 @@ class RowBuffer:
         self.arrays = [empty((self.room, *x.shape), x.dtype) for x in leaves]
 
     def rows(self, begin: int, end: int) -> Any:
-        "The memory of rows `begin` to `end - 1`, as far as there is room yet. Rows may be made there if `block` is 1."
+        "The memory of rows `begin` to `end - 1`, as far as it is allocated. Rows may be written there directly if `block` is 1."
         return self.spec.unflatten([x[begin:end] for x in self.arrays])
 
     def add(self, row: Any) -> None:
@@ -56,7 +56,7 @@ class RowBuffer:
         if len(self.waiting) == self.block: self._write()
 
     def take(self) -> Any:
-        "Tensors with as many rows as were added. They are the caller's; the buffer has no memory any more."
+        "Tensors of all rows that were added. The caller owns them, and the buffer must not be used again."
         if self.waiting: self._write()
         arrays, self.arrays = self.arrays, []
         return self.spec.unflatten([torch.from_numpy(x if len(x) == self.n else x[:self.n].copy()) for x in arrays])
@@ -68,7 +68,7 @@ class RowBuffer:
             into = out[self.n:self.n + len(rows)]
             try:
                 if xs[0].base is out and np.may_share_memory(xs[0], into): continue
-                # `stack` takes longer, but `into` may lie beside the rows of another lane
+                # `stack` is slower, but is needed if `into` lies beside the rows of another lane
                 if into.flags.c_contiguous: np.concatenate(xs, out=into.reshape(len(rows) * out.shape[1], *out.shape[2:]))
                 else: np.stack(xs, out=into)
             except (AttributeError, TypeError, ValueError):
@@ -77,7 +77,7 @@ class RowBuffer:
         self.n += len(rows)
 
     def _leaves(self, row):
-        "The leaves of `row`, whose containers may be of other types that fit."
+        "The leaves of `row`. Its containers may have other types of the same structure."
         try: return self.spec.flatten_up_to(row)
         except (ValueError, TypeError) as e: raise DataError(f"the structure changes within a fragment: {e}", **self.where) from e
 
@@ -103,10 +103,10 @@ def stack_rows(rows: list) -> Any:
 
 # %% ../../nbs/pipes/13_fragments.ipynb #b8fa0e37
 def final_rows(ticks: list, state: State, actor: Any) -> Final:
-    """The ends among `ticks` whose last observation they tell, and the actor's virtual reactions to those that were truncated.
+    """The ends among `ticks` whose last observation was kept, and the actor's virtual reactions to the truncated ones.
 
-    The actor is asked once for all of them. Nothing follows a termination: zeros stand for a reaction there. `state` has the rows from the
-    first tick to the state after the last one. `actor`, what the actor reported in other rows, shows the structure of the rows.
+    The actor is called once for all of them. Nothing follows a termination, so zeros take the place of its reaction. `state` has the rows
+    from the first tick to the state after the last one. `actor` is what the actor reported in other rows: it gives the structure.
     """
     ends = [(t, b, obs, hx) for t, tick in enumerate(ticks) for b, (obs, hx) in tick.final.items()]
     if not ends:
@@ -133,38 +133,41 @@ def _reactions(source, state, ends):
 
 # %% ../../nbs/pipes/13_fragments.ipynb #e065ffe6
 class Destination:
-    "Where a collector makes its fragments, see `FragmentCollector.into`. This one is ordinary memory."
+    "The memory in which a collector makes its fragments, see `FragmentCollector.into`. This class is ordinary memory."
     def empty(self, shape: tuple, dtype: np.dtype) -> np.ndarray:
         "Uninitialised memory for all rows of one leaf of `Fragment.state`. The collector calls this when a fragment begins."
         return np.empty(shape, dtype)
 
     def completing(self) -> None:
-        "The collector calls this when all steps of a fragment are there, before it puts the fragment together."
+        "The collector calls this when it has all steps of a fragment, before it puts the fragment together."
 
 
 ORDINARY_MEMORY = Destination()
 
 # %% ../../nbs/pipes/13_fragments.ipynb #39c432e8
 class FragmentBuilder:
-    """Puts the ticks of one lane together, one fragment after the other: `add` some ticks, then `take` their fragment.
+    """Makes fragments from the ticks of one lane: `add` some ticks, then `take` their fragment, and so on.
 
-    Raises `DataError` if ticks come from several lanes, do not follow one another, or change their form within a fragment.
+    Raises `DataError` if ticks come from several lanes, do not follow one another, or change structure or shapes within a fragment.
 
     Args:
-        n_steps: how many ticks a fragment gets, if no fewer come
-        destination: where the states are made
+        n_steps: the greatest number of ticks in a fragment
+        destination: memory for the states
         in_place: may the source write observations into the fragment?
         **where: context for error messages: pipe
     """
+    states: RowBuffer | None     # None: no fragment has begun
+    last: Tick | None            # the last tick as it came
+
     def __init__(self,
-                 n_steps: int,                                # how many ticks a fragment gets, if no fewer come
-                 destination: Destination = ORDINARY_MEMORY,  # where the states are made
+                 n_steps: int,                                # the greatest number of ticks in a fragment
+                 destination: Destination = ORDINARY_MEMORY,  # memory for the states
                  in_place: bool = False,                      # may the source write observations into the fragment?
                  **where: Any,                                # context for error messages: pipe
     ):
         self.n_steps, self.destination, self.in_place, self.where = n_steps, destination, in_place, where
-        self.ticks, self.states = [], None    # of the present fragment
-        self.last, self.seq = None, 0         # the last tick as it came; how many fragments were taken
+        self.ticks, self.states = [], None    # of the fragment in progress
+        self.last, self.seq = None, 0         # the last tick; how many fragments were taken
 
     def add(self, tick: Tick) -> None:
         "Add the next tick of the lane."
@@ -197,12 +200,12 @@ class FragmentBuilder:
         return fragment
 
     def _begin(self, last, tick):
-        "Begin a fragment. Its row 0 is the last row of the one before, as pipes in between have changed it."
+        "Begin a fragment. Its row 0 is the last row of the previous one, including the changes of pipes before the collector."
         first, self.first_term = (tick.state, np.zeros_like(tick.term)) if last is None else (last.next, last.term)
         self.states = RowBuffer(tick.next, self.n_steps + 1, self.destination.empty, **self.where, lane=tick.lane)
         self.states.add(first)
-        # Rows T-1 and T keep their own memory. The next fragment needs the last observation, and the action that answered row T-1, which
-        # may be a view of that row. By then this fragment's memory may be in use again.
+        # Rows T-1 and T keep their own memory. The next fragment needs the last observation, and the action for row T-1, which
+        # may be a view of that row. By then the memory of this fragment may be reused.
         if self.in_place and self.states.block == 1 and not nested.leaves(tick.next_hx):
             tick.source.observe_into(self.states.rows(2, self.n_steps - 1).obs)
 
@@ -219,8 +222,8 @@ class FragmentBuilder:
 class FragmentCollector(Pipe):
     """Join `n_steps` ticks into a `Fragment` of `T = n_steps` steps; state and recurrent state carry over to the next one.
 
-    Every fragment has memory of its own. A source that ends within a fragment gives a shorter last one. Raises `DataError` if
-    `n_steps < 1`, if what comes is no `Tick`, or if a fragment would begin where a sticky environment rests.
+    Every fragment has its own memory. If the source ends within a fragment, the last fragment is shorter. Raises `DataError` if
+    `n_steps < 1`, if an item is not a `Tick`, or if a fragment would begin where a sticky environment rests.
 
     Args:
         pipe: yields `Tick`s, such as `EnvStepper`
@@ -236,12 +239,12 @@ class FragmentCollector(Pipe):
         self.n_steps = check_integer('n_steps', n_steps, pipe=self)
 
     def into(self, destination: Destination) -> Iterator[Fragment]:
-        "The stream that `iter(self)` gives, but the states of its fragments are made in the memory of `destination`."
+        "The same stream as `iter(self)`, but the states of its fragments are in the memory of `destination`."
         return self._run(destination=destination)
 
     def stream(self, items: Iterator[Tick], destination: Destination = ORDINARY_MEMORY) -> Iterator[Fragment]:
         self._check_rests()
-        # The source may write observations into the fragment if nobody else keeps ticks.
+        # The source may write observations into the fragment if no other pipe keeps ticks.
         in_place = isinstance(self.pipe, Source) and not (trait(self.pipe, 'keeps_items') or self.keeps_items)
         builder = FragmentBuilder(self.n_steps, destination, in_place, pipe=self)
         for tick in items:
@@ -251,7 +254,7 @@ class FragmentCollector(Pipe):
         if builder.ticks: yield builder.take()
 
     def _check_rests(self):
-        "Environments that rest (`sticky`) must wake up where fragments begin."
+        "Environments that rest (`sticky`) must act again where a fragment begins."
         for pipe in find(self.pipe, lambda pipe: getattr(pipe, 'sticky', None)):
             if self.n_steps % pipe.sticky:
                 raise DataError("fragments would begin where an environment rests", pipe=self,

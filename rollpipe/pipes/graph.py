@@ -22,7 +22,7 @@ from .torchdata import IterDataPipe, MapDataPipe
 # %% ../../nbs/pipes/04_graph.ipynb #2ab27c26
 _PIPES = (IterDataPipe, MapDataPipe)
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-Where = type | Callable     # how an edit points at a pipe: a class (its subclasses count) or a predicate `pipe -> bool`
+Where = type | Callable     # how an edit selects a pipe: a class (its subclasses count) or a predicate `pipe -> bool`
 
 def _held(value, seen):
     "The pipes inside a value, in order; `seen` are the ids of containers already opened."
@@ -41,7 +41,7 @@ def _check_pipe(pipe):
         raise TypeError(f'expected a pipe, got {type(pipe).__name__}: {reprlib.repr(pipe)}')
 
 def _visit(pipe):
-    "Rows `(pipe, [(input, first?), ...])`, sources first; `first?`: the walk met the input here for the first time."
+    "Rows `(pipe, [(input, first), ...])`, sources first; `first` is True if the walk meets the input here for the first time."
     _check_pipe(pipe)
     rows, done, path = [], set(), {id(pipe)}
     stack = [(pipe, iter(inputs(pipe)), [])]
@@ -65,13 +65,13 @@ def nodes(pipe: IterDataPipe) -> list:
     """All pipes of the graph that ends in `pipe`, each once, sources first and `pipe` last.
 
     Raises:
-        TypeError: `pipe` is no pipe.  GraphError: the graph has a cycle.
+        TypeError: `pipe` is not a pipe.  GraphError: the graph has a cycle.
     """
     return [node for node, _ in _visit(pipe)]
 
 # %% ../../nbs/pipes/04_graph.ipynb #ddc50c13
 def short_repr(pipe: IterDataPipe) -> str:
-    "The class of a pipe with its scalars and networks: the arguments that it keeps as attributes, unless they are at their default."
+    "The class of a pipe with its scalar arguments and networks, as far as it keeps them as attributes and they differ from the default."
     shown = {}
     for name, parameter in inspect.signature(type(pipe)).parameters.items():
         value = vars(pipe).get(name)
@@ -123,21 +123,21 @@ _ITERATION = ('_valid_iterator_id', '_number_of_samples_yielded', '_snapshot_sta
               '_profile_name')          # torch writes these attributes into a pipe while it runs
 
 def _mapped(value, memo):
-    "`value` with every pipe exchanged for `memo[id(pipe)]`; what holds no pipe is returned as it is."
+    "`value` with every pipe replaced by `memo[id(pipe)]`. A value that holds no pipe is returned unchanged."
     if isinstance(value, _PIPES): return memo.get(id(value), value)
     if not isinstance(value, _CONTAINERS) or next(_held(value, set()), None) is None: return value
     if isinstance(value, dict): items = [(_mapped(k, memo), _mapped(v, memo)) for k, v in value.items()]
     else: items = [_mapped(item, memo) for item in value]
-    if isinstance(value, tuple) and hasattr(value, '_make'): return value._make(items)
-    if isinstance(value, (tuple, frozenset)): return type(value)(items)
+    if isinstance(value, (tuple, frozenset)): return getattr(value, '_make', type(value))(items)
     new = copy.copy(value)              # keeps the default of a defaultdict, the length of a deque
     new.clear()
     (new.update if isinstance(new, (dict, set)) else new.extend)(items)
     return new
 
 def _copied(pipe, memo):
-    "A fresh start of one pipe, its inputs exchanged by `memo`."
-    new = type(pipe).__new__(type(pipe))
+    "A fresh copy of one pipe, which reads from the copies in `memo`."
+    cls: Any = type(pipe)
+    new = cls.__new__(cls)
     state = pipe.__getstate__()
     if hasattr(type(pipe), '__setstate__'): new.__setstate__(_mapped(copy.copy(state), memo))
     else: vars(new).update(_mapped(state, memo))
@@ -160,12 +160,12 @@ def _edited(pipe, old, make, readers=None):
     if readers is None: readers = [p for p in originals if any(o is old for o in inputs(p))]
     sink = _copied_graph(pipe, memo)
     was, readers = memo[id(old)], [memo[id(p)] for p in readers]
-    memo.update({id(memo[id(p)]): memo[id(p)] for p in originals})      # a copy stays what it is
+    memo.update({id(memo[id(p)]): memo[id(p)] for p in originals})      # copies are not copied again
     made = make(was)
-    new = _copied_graph(made, memo)                                     # what it holds of the original becomes the copy
+    new = _copied_graph(made, memo)                                     # originals that it holds become their copies
     for reader in readers: vars(reader).update(_mapped(vars(reader), {id(was): new}))
     result = new if was is sink else sink
-    nodes(result)                                                       # no cycle
+    nodes(result)                                                       # raises if there is a cycle
     return result, new, was
 
 def replace(
@@ -181,7 +181,7 @@ def replace(
         new: a pipe, or a function `old -> pipe`; either may read from the old one
 
     Raises:
-        GraphError: not exactly one match, or the result has a cycle.  TypeError: `new` is or gives no pipe.
+        GraphError: not exactly one match, or the result has a cycle.  TypeError: `new` is not a pipe, or does not return one.
     """
     make = new if callable(new) and not isinstance(new, _PIPES) else lambda old: new
     return _edited(pipe, find_one(pipe, where), make)[0]
@@ -194,13 +194,13 @@ def remove(pipe: IterDataPipe, where: Where) -> IterDataPipe:
     return _edited(pipe, node, lambda old: inputs(old)[0])[0]
 
 def insert_before(pipe: IterDataPipe, where: Where, make: Callable) -> IterDataPipe:
-    "The graph with `make(source)` between the one pipe that matches `where` and its one source, for this pipe only."
+    "The graph with `make(source)` between the one pipe that matches `where` and its one source. Other readers of the source stay."
     node = find_one(pipe, where)
     result, new, old = _edited(pipe, _one_input(pipe, node), make, readers=[node])
     return _checked(result, new, old)
 
 def insert_after(pipe: IterDataPipe, where: Where, make: Callable) -> IterDataPipe:
-    "The graph with `make(old)` behind the one pipe `old` that matches `where`, for all who read it. See `replace`."
+    "The graph with `make(old)` behind the one pipe `old` that matches `where`, for all its readers. See `replace`."
     result, new, old = _edited(pipe, find_one(pipe, where), make)
     return _checked(result, new, old)
 

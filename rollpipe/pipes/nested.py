@@ -25,7 +25,7 @@ def map(fn: Callable, tree: Any, *rest: Any) -> Any:
 
 # %% ../../nbs/pipes/01_nested.ipynb #51bf5fe8
 def leaves(tree: Any) -> list:
-    "The leaves, depth first; those of a plain dict in the sorted order of its keys, whatever order it was built in."
+    "The leaves, depth first. The leaves of a plain dict come in the sorted order of its keys."
     return optree.tree_leaves(tree)
 
 
@@ -119,7 +119,7 @@ def _same_kind(src, dst):
 
 # %% ../../nbs/pipes/01_nested.ipynb #dc3529e7
 def _cat(xs, dim):
-    "As `torch.cat`. numpy allocates a large result, because it asks the system for huge pages, which makes this three times faster."
+    "As `torch.cat`. Large results are allocated by numpy: it asks the system for huge pages, which makes the copy three times faster."
     if sum(x.nbytes for x in xs) < 2 ** 22 or not all(type(x) is torch.Tensor and x.is_cpu and not x.requires_grad for x in xs):
         return torch.cat(xs, dim)
     if len({(x.dtype, *x.shape[:dim], *x.shape[dim + 1:]) for x in xs}) > 1 or dim < 0: return torch.cat(xs, dim)
@@ -138,7 +138,7 @@ def _adjoin(xs, dim):
         end += y.shape[dim] * x.stride(dim)
     shape = *x.shape[:dim], sum(y.shape[dim] for y in xs), *x.shape[dim + 1:]
     last = x.storage_offset() + sum((n - 1) * stride for n, stride in zip(shape, x.stride()))
-    if 0 in shape or (last + 1) * x.itemsize > memory.nbytes(): return _cat(xs, dim)     # the storage ends before the result would
+    if 0 in shape or (last + 1) * x.itemsize > memory.nbytes(): return _cat(xs, dim)     # the result would reach beyond the storage
     return x.as_strided(shape, x.stride())
 
 
@@ -153,7 +153,7 @@ def stack(trees: Iterable, dim: int = 0) -> Any:
 def cat(trees: Iterable, dim: int = 0, view: bool = False) -> Any:
     """Join containers of one structure along their dimension `dim`, which is the only one that may differ in size.
 
-    With `view` tensors that lie side by side already are not copied: the result has their memory.
+    With `view`, tensors that already lie side by side are not copied: the result shares their memory.
     """
     return _join(trees, dim, np.concatenate, _adjoin if view else _cat)
 
@@ -191,7 +191,7 @@ def _on_host(x: torch.Tensor) -> torch.Tensor:
 
 
 def _map_named(fn, tree):
-    "`map`, but an error of `fn` names the leaf. The paths are only looked for after a failure."
+    "`map`, but an error of `fn` names the leaf. The paths are computed only after a failure."
     try: return optree.tree_map(fn, tree)
     except (TypeError, ValueError, RuntimeError) as error:
         for path, leaf in zip(paths(tree), leaves(tree)):
@@ -210,10 +210,10 @@ def torchify(
 ) -> Any:
     """Host tensors of shape `[*leading, *leaf.shape]`, which alias the memory of the leaves where possible.
 
-    Tensors pass as they are, arrays are aliased, scalars become new tensors (a Python float is torch's default dtype).
+    Tensors are returned unchanged, arrays are aliased, scalars become new tensors (a Python float is torch's default dtype).
     A new copy, detached and contiguous, is made if `copy`, `pinned` or `shared` is set, if a leading dimension is
-    not 1, or if torch cannot alias the array (read-only memory, negative strides). Ask for `shared` before aliasing: a tensor
-    that torch moves to shared memory later, when it is first sent, leaves its numpy aliases behind.
+    not 1, or if torch cannot alias the array (read-only memory, negative strides). Set `shared` if the tensor will be
+    sent to another process: torch would otherwise move it to shared memory then, and the array would no longer alias it.
 
     Args:
         tree: container of numeric arrays, host tensors or scalars
@@ -242,7 +242,7 @@ def torchify(
 def numpify(tree: Any, *leading: int, copy: bool = False) -> Any:
     """Arrays of shape `[*leading, *leaf.shape]`, which alias the memory of the leaves where possible.
 
-    Arrays pass as they are, host tensors are detached and aliased, scalars become new arrays. A new copy is made if
+    Arrays are returned unchanged, host tensors are detached and aliased, scalars become new arrays. A new copy is made if
     `copy` is set or a leading dimension is not 1. Raises DataError if a leaf is not in host memory.
     """
     alias = not (copy or any(n != 1 for n in leading))
@@ -263,12 +263,12 @@ class Aliased(NamedTuple):
 
 
 def aliased(tree: Any, *, copy: bool = False, pinned: bool = False, shared: bool = False) -> Aliased:
-    "`tree` as `torchify` gives it, and the numpy view of the same memory. Scalars become zero-dimensional."
+    "The tensors that `torchify` makes of `tree`, and numpy views of the same memory. Scalars become zero-dimensional."
     pyt = torchify(tree, copy=copy, pinned=pinned, shared=shared)
     return Aliased(numpify(pyt), pyt)
 
 # %% ../../nbs/pipes/01_nested.ipynb #be744145
 def as_seen(tree: Any) -> Any:
-    "Tensors as actors and critics are shown them: float64 becomes float32, all else stays."
+    "Tensors as actors and critics see them: float64 becomes float32, and other dtypes stay."
     if isinstance(tree, torch.Tensor): return tree.float() if tree.dtype == torch.float64 else tree
     return optree.tree_map(lambda x: x.float() if x.dtype == torch.float64 else x, tree)

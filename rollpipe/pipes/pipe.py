@@ -22,8 +22,8 @@ from .torchdata import IterDataPipe, Mapper
 # %% ../../nbs/pipes/06_pipe.ipynb #cf978720
 class Traits:
     "Mixin of pipes: what a class promises about its code. A subclass that overrides a method declares its own promises."
-    reads: int | None = None      # how many items of its input it reads for each item that it gives; None: that is not known
-    keeps_items: bool = True      # may it hold an item, or an array of one, after it has asked for the next?
+    reads: int | None = None      # how many input items it reads for each item that it yields; None: unknown
+    keeps_items: bool = True      # may it hold an item, or an array of an item, after it asks for the next one?
     any_strides: bool = False     # can it work with arrays that are not contiguous?
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -35,12 +35,12 @@ class Traits:
 
 
 def trait(pipe: IterDataPipe, name: str) -> Any:
-    "The trait `name` of any pipe: what its class declares, or the cautious default. torch's `Mapper` reads one item for each it gives."
+    "The trait `name` of any pipe: what its class declares, or the cautious default. torch's `Mapper` reads one item for each one."
     return getattr(pipe, name, 1 if name == 'reads' and isinstance(pipe, Mapper) else getattr(Traits, name))
 
 # %% ../../nbs/pipes/06_pipe.ipynb #3ed2b2cd
 class _Held(Handle):
-    "Stands for an attribute that is held by reference, while its pipe is copied."
+    "Takes the place of an attribute that is held by reference while its pipe is copied."
 
 
 def held_by(pipe: IterDataPipe) -> list:
@@ -51,26 +51,25 @@ def held_by(pipe: IterDataPipe) -> list:
 
 
 def _is_shared(x) -> bool:
-    "Networks, actors and callables mean the same one in a copy; classes pickle by reference anyway."
+    "Is `x` a network, actor or callable? A copy shares these with the original. Classes are pickled by reference anyway."
     return not isinstance(x, (type, IterDataPipe)) and (isinstance(x, torch.nn.Module) or callable(x) or hasattr(x, 'step'))
 
 
 def _swapped(x, swap):
-    "`x` with `swap` applied to what is in it, through dicts, lists and tuples."
+    "`x` with `swap` applied to each value inside its dicts, lists and tuples."
     if type(x) is dict: return {k: _swapped(v, swap) for k, v in x.items()}
     if type(x) in (list, tuple): return type(x)(_swapped(v, swap) for v in x)
     return swap(x)
 
 # %% ../../nbs/pipes/06_pipe.ipynb #6f1d8103
 class EditsByClass:
-    "Mixin of pipes: the class makes the functions `pipe -> pipe` that insert or replace one of its own."
+    "Mixin of pipes: makes functions `pipe -> pipe` that insert a pipe of this class, or replace another pipe by one."
     @classmethod
     def inserter(cls, *, after: Where | None = None, before: Where | None = None, **kwargs: Any) -> Callable:
         "A function `pipe -> pipe` that inserts `cls(old, **kwargs)` after or before the one matching pipe."
-        if (after is None) == (before is None):
-            raise TypeError(f'{cls.__name__}.inserter needs either `after` or `before`')
-        if after is not None: return partial(graph.insert_after, where=after, make=partial(cls, **kwargs))
-        return partial(graph.insert_before, where=before, make=partial(cls, **kwargs))
+        if before is None and after is not None: return partial(graph.insert_after, where=after, make=partial(cls, **kwargs))
+        if after is None and before is not None: return partial(graph.insert_before, where=before, make=partial(cls, **kwargs))
+        raise TypeError(f'{cls.__name__}.inserter needs either `after` or `before`')
 
     @classmethod
     def replacer(cls, where: Where, **kwargs: Any) -> Callable:
@@ -78,24 +77,24 @@ class EditsByClass:
         return partial(graph.replace, where=where, new=partial(cls._in_place_of, kwargs=kwargs))
 
     @classmethod
-    def _in_place_of(cls, old, kwargs):
+    def _in_place_of(cls: Any, old, kwargs):
         if len(sources := graph.inputs(old)) == 1: return cls(sources[0], **kwargs)
         raise GraphError(f'{cls.__name__} reads one pipe and cannot replace one with {len(sources)} inputs', pipe=old)
 
 # %% ../../nbs/pipes/06_pipe.ipynb #658834d6
 class Pipe(Traits, EditsByClass, IterDataPipe):
-    """A stage of a pipeline: reads one pipe, gives a stream.
+    """A stage of a pipeline: it reads one pipe and yields a stream.
 
     Subclasses write `stream(self, items)`, a generator over the iterator of the input. They keep their configuration
-    under the names of their `__init__` arguments, so that `repr` and `graph.draw` can show it, and hold nothing of an
-    iteration in attributes: every iteration is a fresh start, and the pipe pickles. As with all datapipes a new
+    under the names of their `__init__` arguments, so that `repr` and `graph.draw` can show it. They keep no state of an
+    iteration in attributes, so every iteration starts afresh, and the pipe can be pickled. As with all datapipes, a new
     iterator of a pipe ends the older one.
 
     Networks, actors and callables that a pipe keeps as attributes, or in dicts, lists and tuples, are held by reference:
-    the copy of the graph that `DataLoader2` makes uses the very same ones (see `modules.Handle`). All else is copied.
+    the copy of the graph that `DataLoader2` makes uses the same objects (see `modules.Handle`). All else is copied.
 
     Raises:
-        TypeError: `pipe` is no IterDataPipe.
+        TypeError: `pipe` is not an IterDataPipe.
     """
     no_length = 'the stream of its source has none'     # why `len` fails
 
@@ -120,13 +119,13 @@ class Pipe(Traits, EditsByClass, IterDataPipe):
 
     def __len__(self):
         if self.reads != 1: raise TypeError(f'{type(self).__name__} has no length: {self.no_length}')
-        try: return len(self.pipe)
+        try: return len(self.pipe)  # pyright: ignore[reportArgumentType]  some pipes have a length
         except TypeError as e: raise TypeError(f'{type(self).__name__} has no length: {e}') from None
 
-    def __bool__(self): return True                     # and not `len(self) > 0`
+    def __bool__(self): return True                     # without this, Python would call `__len__`
 
     def __getstate__(self):
-        state = super().__getstate__()                  # while torch looks for pipes, all else is left out
+        state = super().__getstate__()                  # torch leaves out all but pipes while it traverses the graph
         if not isinstance(state, dict): return state
         return _swapped(state, lambda x: _Held(x) if _is_shared(x) else x)
 
@@ -153,12 +152,12 @@ class Source(Pipe):
 class Seeded:
     """Mixin for a pipe that draws random numbers; the pipe keeps the user's `seed` (an integer, or None) as an attribute.
 
-    `given_seed` comes from `Lanes` (a numpy `SeedSequence`) or from `DataLoader2` (an integer); None: nobody gave one.
+    `given_seed` comes from `Lanes` (a numpy `SeedSequence`) or from `DataLoader2` (an integer). It is None if neither gave one.
     """
     seed = given_seed = None
 
     def set_lane(self, lane: int, seed: np.random.SeedSequence) -> None:
-        "`Lanes` calls this on its copies, with the number of the lane and a seed of its own."
+        "`Lanes` calls this on its copies, with the number of the lane and the lane's own seed."
         self.lane, self.given_seed = lane, seed
 
     def set_seed(self, seed: int) -> "Seeded":
@@ -167,8 +166,8 @@ class Seeded:
         return self
 
     def seed_sequence(self) -> np.random.SeedSequence:
-        "The seed for one iteration; with no seed from anybody, fresh entropy."
+        "The seed for one iteration. If nobody gave a seed, it has fresh entropy."
         seed = self.seed if self.given_seed is None else self.given_seed
         if not isinstance(seed, np.random.SeedSequence): return np.random.SeedSequence(seed)
-        # Spawning leaves a mark in a sequence, so each iteration gets its own copy.
+        # Spawning changes a sequence, so each iteration gets its own copy.
         return np.random.SeedSequence(seed.entropy, spawn_key=seed.spawn_key)

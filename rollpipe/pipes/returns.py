@@ -66,7 +66,7 @@ def discounted_returns(rew: Tensor, discount: Tensor, bootstrap: Tensor | float 
 
         Gₜ = ρₜ (rₜ₊₁ + γₜ₊₁ Gₜ₊₁)    with Gₜ₊₁ = V(sₜ₊₁) where row t is cut, and G_T = bootstrap.
 
-    With `rho` it is the off-policy, per-decision importance weighted estimate of Precup, Sutton and Singh, *Eligibility
+    With `rho` the result is the off-policy, per-decision importance weighted estimate of Precup, Sutton and Singh, *Eligibility
     traces for off-policy policy evaluation*, ICML 2000, https://scholarworks.umass.edu/cs_faculty_pubs/80.
 
     Args:
@@ -98,7 +98,7 @@ def n_step_returns(rew: Tensor, v_tp1: Tensor, discount: Tensor, n: int, cut: Te
         Gₜ⁽ⁿ⁾ = rₜ₊₁ + γₜ₊₁ Gₜ₊₁⁽ⁿ⁻¹⁾,    but Gₜ⁽ⁿ⁾ = Gₜ⁽¹⁾ where row t is cut or the last
 
     Sutton and Barto, *Reinforcement learning*, 2nd edition, 2018, section 7.1,
-    http://incompleteideas.net/book/the-book-2nd.html. With n >= T it is the discounted return of the rest of the trace.
+    http://incompleteideas.net/book/the-book-2nd.html. With n >= T the result is the discounted return of the rest of the trace.
 
     Args:
         rew: rₜ₊₁ [T, ...], reward of the transition from t to t+1, t in [0, T).
@@ -144,7 +144,7 @@ def gae(rew: Tensor, v_t: Tensor, v_tp1: Tensor, discount: Tensor, lam: float, c
 
     Schulman, Moritz, Levine, Jordan and Abbeel, *High-dimensional continuous control using generalized advantage
     estimation*, 2015, https://arxiv.org/abs/1506.02438, equations 11 and 16 (there rₜ is our rₜ₊₁, and γ is constant).
-    On-policy. `gae(...) + v_t` is the λ-return, the usual target of the value function.
+    The estimates are for on-policy data. `gae(...) + v_t` is the λ-return, the usual target of the value function.
 
     Args:
         rew: rₜ₊₁ [T, ...], reward of the transition from t to t+1, t in [0, T).
@@ -153,7 +153,7 @@ def gae(rew: Tensor, v_t: Tensor, v_tp1: Tensor, discount: Tensor, lam: float, c
         discount: γₜ₊₁ [T, ...], gamma, or 0 where the state reached is terminal.
         lam: λ in [0, 1]; 0 gives the TD error (little variance), 1 the whole return minus V(sₜ) (no bias from V).
         cut: bool [T, ...], True where the episode ended with row t, terminated or truncated. None: the trace is one
-            episode, or its episodes all terminated (a discount of 0 stops the trace by itself).
+            episode, or its episodes all terminated (a discount of 0 already stops the trace).
 
     Raises:
         DataError: if shapes or dtypes differ or lam is out of range; names the argument.
@@ -165,7 +165,7 @@ def gae(rew: Tensor, v_t: Tensor, v_tp1: Tensor, discount: Tensor, lam: float, c
 
 # %% ../../nbs/pipes/08_returns.ipynb #53661be4
 class VTraceTargets(NamedTuple):
-    "V-trace targets `vs` for the value function and advantages `adv` for the policy gradient, both [T, ...]."
+    "V-trace: targets `vs` for the value function and advantages `adv` for the policy gradient, both [T, ...]."
     vs: Tensor
     adv: Tensor
 
@@ -180,7 +180,7 @@ def vtrace(rew: Tensor, v_t: Tensor, v_tp1: Tensor, discount: Tensor, rho: Tenso
 
     Espeholt and others, *IMPALA: scalable distributed deep-RL with importance weighted actor-learner architectures*,
     2018, https://arxiv.org/abs/1802.01561, section 4.1 (equation 1, remark 1, and λ of remark 2) and 4.2; there rₜ is
-    our rₜ₊₁. The paper's advantage is the one with λ = 1. With λ in it, on-policy data (ρ = 1) give the λ-return and
+    our rₜ₊₁. The paper's advantage has λ = 1. Since λ is included here, on-policy data (ρ = 1) give the λ-return and
     GAE(λ).
 
     Args:

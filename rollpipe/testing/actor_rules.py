@@ -163,10 +163,10 @@ def check_actor(actor: Any,           # anything with `step` and `reset`
                 seed: int = 0,        # seed of states and noise
                 raises: bool = True,  # False: return the violations instead of raising an error
 ) -> list:
-    """Try an actor against the `ACTOR_...` rules, on random states from the spaces of `env`.
+    """Check an actor by the `ACTOR_...` rules, on random states from the spaces of `env`.
 
-    For an actor that draws from torch's global generator, rules that need the same random numbers in differently cut batches are not
-    checked. Raises `ContractError` with all rules that are broken, else returns an empty list.
+    Some rules need the same random numbers for differently cut batches. They are not checked for an actor that draws from torch's
+    global generator. Raises `ContractError` with all broken rules, else returns an empty list.
 
     Args:
         actor: anything with `step` and `reset`
@@ -181,7 +181,7 @@ def check_actor(actor: Any,           # anything with `step` and `reset`
     return report.close(type(actor).__name__, raises)
 
 
-def _check_actor(report: Report, actor: Any, spaces: tuple, T: int, B: int, seed: int) -> None:
+def _check_actor(report: Report, actor: Any, spaces: tuple[gym.Space, gym.Space], T: int, B: int, seed: int) -> None:
     for method in ('step', 'reset'): report.check(ACTOR_METHODS, callable(getattr(actor, method, None)), f"no {method}")
     if report.violations: return
     trial, rows = _Trial(report, actor, spaces, B, seed), lambda state, *index: nested.getitem(state, index)
@@ -205,6 +205,6 @@ def _check_actor(report: Report, actor: Any, spaces: tuple, T: int, B: int, seed
     if nested.leaves(hx):
         for t in range(T): _, used, _ = trial.step(rows(here, slice(t, t + 1)), used, seed=t)
         _check_reset(report, trial, used, other[1], B)
-    by_reset = {ACTOR_RESET, ACTOR_RESET_FORGETS} & {v.rule for v in report.violations}  # replaying needs these two
+    by_reset = {ACTOR_RESET, ACTOR_RESET_FORGETS} & {v.rule for v in report.violations}  # the replay check needs these two rules
     if repeats and not by_reset and (trial.takes_noise or same(trial.step(row, hx, seed=4), again)):
         _check_batch(report, trial, here, hx, T, B)

@@ -26,14 +26,14 @@ class Violation(NamedTuple):
 
     Args:
         rule: one of the constants of the rules
-        detail: what was observed
+        detail: what the check observed
     """
     rule: str    # one of the constants of the rules
-    detail: str  # what was observed
+    detail: str  # what the check observed
 
 
 class ContractError(PipeError, AssertionError):
-    "Rules were broken: `violations` lists them, at least one."
+    "At least one rule was broken; `violations` lists all that were."
     def __init__(self, subject: object, violations: Iterable):
         self.violations = list(violations)
         super().__init__(f"{subject} breaks {len(self.violations)} rule{'s' * (len(self.violations) > 1)}:" +
@@ -41,7 +41,7 @@ class ContractError(PipeError, AssertionError):
 
 # %% ../../nbs/testing/00_contract.ipynb #69c9fd96
 class Report:
-    "Collects violations, each rule once, with the first detail."
+    "Collects violations: each broken rule once, with the first detail."
     class Stop(Exception): "The rest of the section makes no sense without the rule that was broken."
 
     def __init__(self): self.violations = []

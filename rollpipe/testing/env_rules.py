@@ -39,7 +39,7 @@ ENV_CLOSE = "close() does not fail"
 
 # %% ../../nbs/testing/01_env_rules.ipynb #528c339e
 def _check_obs(report: Report, obs: Any, space: gym.Space, spec: Any) -> Any:
-    "The observation as arrays in the containers of its space; reports where it does not lie in the space."
+    "The observation as arrays in the containers of its space. Reports an observation that is not in the space."
     def as_stored(x, like):
         x = np.array(x)
         return x.astype(like.dtype) if np.can_cast(x.dtype, like.dtype, 'same_kind') else x
@@ -58,9 +58,9 @@ def _as_sample(x: Any, space: gym.Space) -> Any:
     return space.dtype.type(x) if isinstance(space, gym.spaces.Discrete) else x
 
 # %% ../../nbs/testing/01_env_rules.ipynb #15d03a3a
-def _check_info(report: Report, info: dict, numeric: dict | None) -> dict:
-    "Compare the numeric infos with those of the first step, `numeric`, whose structures and shapes are returned."
-    def is_numeric(x): return all(np.asarray(leaf).dtype.kind in 'biuf' for leaf in nested.leaves(x)) and nested.leaves(x)
+def _check_info(report: Report, info: dict, numeric: dict | None) -> dict | None:
+    "Compare the numeric infos with `numeric`, the structures and shapes of those of the first step. Returns the latter."
+    def is_numeric(x): return bool(nested.leaves(x)) and all(np.asarray(leaf).dtype.kind in 'biuf' for leaf in nested.leaves(x))
     def shapes(x): return nested.flatten(x)[1], [np.shape(leaf) for leaf in nested.leaves(x)]
     try:
         if numeric is None: return {k: shapes(x) for k, x in info.items() if is_numeric(x)}
@@ -88,7 +88,8 @@ def _play(report: Report, env: gym.Env, n_steps: int, seed: int) -> list:
             obs, rew, term, trunc, info = env.step(actions.sample())
             if not isinstance(info, dict): raise TypeError(f"info is {describe(info)}")
         obs = _check_obs(report, obs, env.observation_space, spec[0])
-        is_number = np.ndim(rew) == 0 and np.asarray(rew).dtype.kind in 'biuf' and math.isfinite(rew)
+        number = np.asarray(rew)
+        is_number = number.ndim == 0 and number.dtype.kind in 'biuf' and math.isfinite(rew)
         report.check(ENV_REWARD, is_number, describe(rew))
         for name, flag in (('terminated', term), ('truncated', trunc)):
             report.check(ENV_FLAGS, isinstance(flag, (bool, np.bool_)), f"{name} is {describe(flag)}")
@@ -99,17 +100,17 @@ def _play(report: Report, env: gym.Env, n_steps: int, seed: int) -> list:
     return trace
 
 # %% ../../nbs/testing/01_env_rules.ipynb #6e9104b1
-def check_env(env: Any,                        # gymnasium id, factory, or an environment, which is used and stays open
+def check_env(env: Any,                        # gymnasium id, factory, or an environment, which stays open
               *,
               env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make`
               n_steps: int = 200,              # number of random steps
               seed: int = 0,                   # seed of the environment and of the actions
               raises: bool = True,             # False: return the violations instead of raising an error
 ) -> list:
-    """Try an environment against the `ENV_...` rules. Raises `ContractError` with all that are broken, else returns an empty list.
+    """Check an environment by the `ENV_...` rules. Raises `ContractError` with all broken rules, else returns an empty list.
 
     Args:
-        env: gymnasium id, factory, or an environment, which is used and stays open
+        env: gymnasium id, factory, or an environment, which stays open
         env_kwargs: keyword arguments for `gymnasium.make`
         n_steps: number of random steps
         seed: seed of the environment and of the actions
@@ -122,7 +123,7 @@ def check_env(env: Any,                        # gymnasium id, factory, or an en
 
 def _check_env(report: Report, env: Any, env_kwargs: dict | None, n_steps: int, seed: int, lent: bool) -> None:
     first = None
-    for _ in range(2):  # both times with the same seed
+    for _ in range(2):  # twice, with the same seed
         with report.demand(ENV_MADE):
             made = env if lent else EnvFactory(env, env_kwargs)(seed)
             if not isinstance(made, gym.Env): raise TypeError(f"got {type(made).__name__}")

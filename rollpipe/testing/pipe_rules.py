@@ -60,7 +60,7 @@ def _check_stream(report: Report, rule: str, make: Callable, n: int, expected: l
 
 
 def _check_length(report: Report, pipe: IterDataPipe) -> None:
-    try: n = len(pipe)
+    try: n = len(pipe)  # pyright: ignore[reportArgumentType]  some pipes have a length
     except TypeError: return
     except Exception as e: return report.add(PIPE_LENGTH, f"{type(e).__name__}: {e}")
     with report.demand(PIPE_LENGTH), _open(pipe) as stream: came = sum(1 for _ in islice(stream, n + 1))
@@ -117,17 +117,17 @@ def _check_fragment(report: Report, fragment: Fragment) -> None:
     report.check(FRAGMENT_STEPNO, torch.equal(stepno[1:][goes_on], stepno[:-1][goes_on] + 1), "wrong count")
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #155dbb52
-def check_pipe(make_pipe: Callable,  # makes the pipe with its sources, and an equal one each time
+def check_pipe(make_pipe: Callable,  # function that makes the pipe with its sources; each call makes an equal one
                *,
                n_items: int = 4,     # number of items to look at
                raises: bool = True,  # False: return the violations instead of raising an error
 ) -> list:
-    """Try a pipe against the `PIPE_...` rules, and against the `FRAGMENT_...` rules if it yields `Fragment`s.
+    """Check a pipe by the `PIPE_...` rules, and by the `FRAGMENT_...` rules if it yields `Fragment`s.
 
-    Raises `ContractError` with all rules that are broken, else returns an empty list.
+    Raises `ContractError` with all broken rules, else returns an empty list.
 
     Args:
-        make_pipe: makes the pipe with its sources, and an equal one each time
+        make_pipe: function that makes the pipe with its sources; each call makes an equal one
         n_items: number of items to look at
         raises: False: return the violations instead of raising an error
     """

@@ -17,9 +17,9 @@ from .actions import as_like, in_containers
 
 # %% ../../../nbs/pipes/10_envs/06_autoreset.ipynb #30b5c3d1
 def autoreset_mode(vec: Any) -> str:
-    "'NextStep', 'SameStep' or 'Disabled': when the environments of `vec` begin anew. Raises `EnvError` if `vec` does not say."
+    "When the environments of `vec` reset: 'NextStep', 'SameStep' or 'Disabled'. Raises `EnvError` if `vec` does not say."
     mode = (getattr(vec, 'metadata', None) or {}).get('autoreset_mode')
-    # EnvPool and gymnasium 1.0 know one mode and do not mention it.
+    # EnvPool and gymnasium 1.0 have only this mode and do not declare it.
     if mode is None and (not isinstance(vec, gym.vector.VectorEnv) or not hasattr(gym.vector, 'AutoresetMode')): return 'NextStep'
     mode = getattr(mode, 'value', mode)
     if mode not in ('NextStep', 'SameStep', 'Disabled'):
@@ -42,7 +42,7 @@ def final_observations(
     """
     if 'final_obs' not in infos:
         raise EnvError("an episode was truncated without its last observation", env=at[0], leaf="info['final_obs']",
-                       expected="it, as the autoreset mode is SameStep", got=f"infos {sorted(infos)}")
+                       expected="final_obs, because the autoreset mode is SameStep", got=f"infos {sorted(infos)}")
     rows, some = infos['final_obs'], nested.getitem(like, at)
     try:
         if isinstance(rows, np.ndarray) and rows.dtype == object:

@@ -16,17 +16,17 @@ from ..errors import EnvError, describe
 
 # %% ../../../nbs/pipes/10_envs/03_infos.ipynb #173b72ed
 def filler(
-    like: np.ndarray,  # array whose dtype counts
+    like: np.ndarray,  # array with the dtype of the info
 ) -> np.ndarray:
-    """What is recorded where an environment says nothing, an array `[]`: nan for floats, 0 for anything else.
+    """The value `[]` that is recorded where an environment does not report an info: nan for floats, 0 for other dtypes.
 
     Args:
-        like: array whose dtype counts
+        like: array with the dtype of the info
     """
     return np.asarray(np.nan if like.dtype.kind == 'f' else 0, like.dtype)
 
 def _is_numeric(x):
-    "True if `x`, arrays in containers, has leaves and all of them are numbers."
+    "True if `x`, a container of arrays, has leaves and all of them are numbers."
     return bool(nested.leaves(x)) and all(y.dtype.kind in 'biuf' for y in nested.leaves(x))
 
 
@@ -49,7 +49,7 @@ def _has_form(x, like):
 
 # %% ../../../nbs/pipes/10_envs/03_infos.ipynb #fcea1c7b
 class InfoRecorder:
-    """Keeps the form of the recorded infos of `n` environments. Subclasses write `record`, which gives the columns of a step.
+    """Stores shapes and dtypes of the recorded infos of `n` environments. Subclasses define `record`, which returns the columns of a step.
 
     Args:
         n: number of environments
@@ -59,17 +59,17 @@ class InfoRecorder:
                  n: int,            # number of environments
                  keys: Any = None,  # which infos are recorded; None: those that are numeric in the first step
     ):
-        self.n, self.keys, self.like = n, keys, None     # `like`: key -> a column `[n, ...]` of zeros, in the recorded form
+        self.n, self.keys, self.like = n, keys, None     # `like`: key -> a column `[n, ...]` of zeros, in the recorded shape and dtype
 
     def choose(self,
                numeric: dict,  # key -> column `[n, ...]`: the numeric infos of the first step
-               infos: dict,    # all of its infos
+               infos: dict,    # all infos of the first step
     ) -> None:
         """Decide what is recorded. Raises `EnvError` if the user asks for an info that is not numeric.
 
         Args:
             numeric: key -> column `[n, ...]`: the numeric infos of the first step
-            infos: all of its infos
+            infos: all infos of the first step
         """
         unknown, self.like = np.full(self.n, np.nan, np.float32), {}
         for key in numeric if self.keys is None else self.keys:
@@ -79,9 +79,9 @@ class InfoRecorder:
             self.like[key] = nested.map(np.zeros_like, numeric.get(key, unknown))
 
     def widened(self, key: str, column: Any) -> Any:
-        "`column` in the recorded dtype, which becomes wider if need be. Raises `EnvError` if its structure or its shape is new."
+        "`column` in the recorded dtype, which becomes wider if necessary. Raises `EnvError` if its structure or its shape has changed."
         like = self.like[key]
-        # Most columns are one array whose form is the recorded one.
+        # Most columns are one array of the recorded shape and dtype.
         if type(column) is type(like) is np.ndarray and column.dtype == like.dtype and column.shape == like.shape: return column
         self.check_form(key, column)
         dtypes = nested.map(np.result_type, column, like)
@@ -89,7 +89,7 @@ class InfoRecorder:
         return nested.map(lambda x, dtype: x.astype(dtype, copy=False), column, dtypes)
 
     def check_form(self, key: str, column: Any) -> None:
-        "Raise `EnvError` unless `column` consists of numbers, and has the structure and the shapes of what is recorded."
+        "Raise `EnvError` unless `column` consists of numbers, and has the recorded structure and shapes."
         if _has_form(column, self.like[key]): return
         raise EnvError("the infos changed their form (info_keys chooses what is recorded)", leaf=f"info[{key!r}]",
                        expected=describe(self.like[key]), got=describe(column))
@@ -100,7 +100,7 @@ class SingleInfos(InfoRecorder):
     def record(self,
                infos: list,  # one dict for each environment
     ) -> dict:
-        """The infos of a step, key -> nested `[n, ...]`. Raises `EnvError`, whose `env` is the number of the environment.
+        """The infos of a step, key -> nested `[n, ...]`. Raises `EnvError`, whose `env` is the index of the environment.
 
         Args:
             infos: one dict for each environment
@@ -116,7 +116,7 @@ class SingleInfos(InfoRecorder):
                 raise EnvError("the info is no dict", env=b, leaf='info', expected="a dict", got=describe(info))
 
     def _begin(self, infos):
-        "Choose what is recorded; of each info, the first environment that has it shows the form."
+        "Choose what is recorded. The first environment that has an info defines its shape and dtype."
         said = {key: (value, b) for b in reversed(range(self.n)) for key, value in infos[b].items()}
         arrays = {key: _arrays(key, *x) for key, x in said.items() if self.keys is None or key in self.keys}
         columns = {key: nested.map(lambda x: np.stack([x] * self.n), x) for key, x in arrays.items() if _is_numeric(x)}
@@ -137,7 +137,7 @@ def info_columns(
     infos: dict,  # what the vector environment reports
     n: int,       # number of environments
 ) -> dict:
-    """The numeric infos, key -> nested `[n, ...]`, with the filler where an environment says nothing.
+    """The numeric infos, key -> nested `[n, ...]`, with the filler where an environment did not report them.
 
     Args:
         infos: what the vector environment reports

@@ -7,7 +7,6 @@ __all__ = ['make_envs', 'scalar_rewards', 'is_end', 'SingleEnvs', 'EnvBatch']
 
 # %% ../../../nbs/pipes/10_envs/05_single.ipynb #c9f28217
 import warnings
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,27 +21,28 @@ from .infos import SingleInfos
 from .sticky import Sticky
 
 # %% ../../../nbs/pipes/10_envs/05_single.ipynb #5b8a8dff
-@contextmanager
-def _naming(b, call):
-    "Turn an exception in the block into a `PipeError` that has the number `b` of the environment and names the call."
-    try: yield
-    except PipeError as e:
-        e.env = b
-        raise
-    except Exception as e: raise EnvError(f"{call} raised {type(e).__name__}: {e}", env=b) from e
+class _naming:
+    "Turns an exception in the block into a `PipeError` that names the call and has the index `b` of the environment."
+    def __init__(self, b, call): self.b, self.call = b, call
+    def __enter__(self): pass
+
+    # With `@contextmanager`, a `StopIteration` of the environment would not be turned into a `PipeError`.
+    def __exit__(self, kind, e, traceback):
+        if isinstance(e, PipeError): e.env = self.b
+        elif isinstance(e, Exception): raise EnvError(f"{self.call} raised {type(e).__name__}: {e}", env=self.b) from e
 
 
 def make_envs(
     factories: list,  # of `EnvFactory`
-    seeds: list,      # as `env_seeds` gives them
-    envs: list,       # those that exist already; the others are added here, so that the caller can close them if this fails
+    seeds: list,      # as `env_seeds` returns them
+    envs: list,       # environments that exist already; new ones are appended, so that the caller can close them if this fails
 ) -> None:
-    """Make the environments of a batch and seed their action spaces. Raises `EnvError` with the number of the environment.
+    """Make the environments of a batch and seed their action spaces. Raises `EnvError` with the index of the environment.
 
     Args:
         factories: of `EnvFactory`
-        seeds: as `env_seeds` gives them
-        envs: those that exist already; the others are added here, so that the caller can close them if this fails
+        seeds: as `env_seeds` returns them
+        envs: environments that exist already; new ones are appended, so that the caller can close them if this fails
     """
     for b, (factory, (make_seed, _, space_seed)) in enumerate(zip(factories, seeds)):
         if b >= len(envs):
@@ -69,7 +69,7 @@ def _check_spaces(b, env, first):
 
 # %% ../../../nbs/pipes/10_envs/05_single.ipynb #88977aef
 def scalar_rewards(rews: list) -> np.ndarray:
-    "The rewards of `B` environments as an array `[B]`. Raises `EnvError` with the number of the environment."
+    "The rewards of `B` environments as an array `[B]`. Raises `EnvError` with the index of the environment."
     try: rew = np.array(rews)
     except (TypeError, ValueError): rew = None
     if rew is not None and rew.shape == (len(rews),) and rew.dtype.kind in 'biuf': return rew
@@ -90,17 +90,17 @@ def is_end(terminated: Any, truncated: Any) -> bool:
 
 # %% ../../../nbs/pipes/10_envs/05_single.ipynb #f2eed1ab
 class SingleEnvs:
-    """Single environments, stepped one after the other. Errors that they cause have the number of the environment.
+    """Single environments, stepped one after the other. Their errors have the index of the environment.
 
     Args:
         factories: of `EnvFactory`
-        seeds: as `env_seeds` gives them
+        seeds: as `env_seeds` returns them
         first: the first environment, if its factory has been called already
         sticky: an environment that ended rests until the number of steps is a multiple of this
     """
     def __init__(self,
                  factories: list,             # of `EnvFactory`
-                 seeds: list,                 # as `env_seeds` gives them
+                 seeds: list,                 # as `env_seeds` returns them
                  first: Any = None,           # the first environment, if its factory has been called already
                  sticky: int | None = None,   # an environment that ended rests until the number of steps is a multiple of this
     ):
@@ -114,7 +114,7 @@ class SingleEnvs:
         self.sticky = Sticky(self.envs, sticky) if sticky else None
 
     def reset(self, step: StepBuffer) -> None:
-        "Write first observations into `step`. Each environment gets its own seed."
+        "Reset all environments, each with its own seed, and write the first observations into `step`."
         for b, (env, (_, seed, _)) in enumerate(zip(self.envs, self.seeds)):
             with _naming(b, 'reset()'):
                 x, _ = env.reset(seed=seed)
@@ -124,16 +124,16 @@ class SingleEnvs:
     def step(self,
              actions: list,       # one for each environment
              step: StepBuffer,    # observations and terminations are written into it
-             terminal_obs: bool,  # give the last observations of terminated episodes too
+             terminal_obs: bool,  # return the last observations of terminated episodes too
     ) -> tuple:
-        """Let every environment take its action; `(final, ended, rewards, infos)`.
+        """Step every environment with its action. Returns `(final, ended, rewards, infos)`.
 
         Args:
             actions: one for each environment
             step: observations and terminations are written into it
-            terminal_obs: give the last observations of terminated episodes too
+            terminal_obs: return the last observations of terminated episodes too
         """
-        final, ended, rews, infos, call = {}, [], [], [], 'step()'
+        final, ended, rews, infos, call, b = {}, [], [], [], 'step()', 0
         buffer = step.leaves[0]
         one_array, shape, dtype = len(step.leaves) == 1, buffer.shape[1:], buffer.dtype
         try:
@@ -171,7 +171,7 @@ class EnvBatch(Batch):
     """`B` environments, stepped together; what they return is checked against their spaces.
 
     Every environment is seeded once, from its own child of `seed`, at its first reset. Observations are stored in the dtype of the
-    observation space. Raises `EnvError` or `ActorError` with the environment's number and the leaf.
+    observation space. Raises `EnvError` or `ActorError` with the environment's index and the leaf.
 
     Args:
         factories: of `EnvFactory`, one for each environment
@@ -204,11 +204,11 @@ class EnvBatch(Batch):
         self._infos = SingleInfos(n, info_keys)
 
     def name(self, b: int) -> str:
-        "How error messages call environment `b`."
+        "The name of environment `b` in error messages."
         return f"{b} ({self.factories[b].name})"
 
     def reset(self) -> Outcome:
-        "First observations; `fin` is True, `act` and `rew` are zero."
+        "Reset all environments. In the outcome `fin` is True, and `act` and `rew` are zero."
         step = self.buffers.take()
         try: self.single.reset(step)
         except PipeError as e:
@@ -217,7 +217,7 @@ class EnvBatch(Batch):
         return self._reset_outcome(step)
 
     def step(self, act: Any) -> Outcome:
-        "Let every environment take its action of `act`, torch `[1, B, ...]`, nested."
+        "Step every environment with its action in `act`, torch `[1, B, ...]`, nested."
         array = act[0].numpy() if isinstance(act, torch.Tensor) else nested.map(lambda x: x[0].numpy(), act)
         actions, step = self.actions(array), self.buffers.take()
         try:

@@ -14,7 +14,7 @@ from .. import nested
 
 # %% ../../../nbs/pipes/10_envs/04_sticky.ipynb #e8b1e78b
 class RestingEnv:
-    "Stands in for an environment whose episode ended: its steps show the same observation again, and nothing happens."
+    "Takes the place of an environment while it rests: each step returns the same observation and no reward."
     def __init__(self, obs: Any): self.obs = obs
     def step(self, action: Any) -> tuple: return self.obs, 0., False, False, {}
 
@@ -27,14 +27,14 @@ class Sticky:
 
     def begin(self) -> None:
         "All environments act."
-        self.acting, self.resting = list(self.envs), []     # environments or their stand-ins; numbers of those that rest
+        self.acting, self.resting = list(self.envs), []     # environments or their `RestingEnv`; indices of those that rest
         self.count = 0
 
     def after_step(self,
                    obs: Any,     # observations `[B, ...]` after the step
                    ended: list,  # environments whose episode ended; those that rest are added, because `fin` is set for them too
     ) -> np.ndarray:
-        """Let those that `ended` rest, or all act again. Returns `valid` `[B]`: False for those that rested in this step.
+        """Let `ended` environments rest; after a period all act again. Returns `valid` `[B]`: False for those that rested in this step.
 
         Args:
             obs: observations `[B, ...]` after the step

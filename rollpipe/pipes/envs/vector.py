@@ -25,14 +25,14 @@ class VectorBatch(Batch):
     """The environments of one vector environment; what it returns is checked against the spaces of one environment.
 
     Observations are stored in the dtype of the space. Raises `EnvError`, `ActorError` or `DataError` with the leaf and, where it is
-    known, the number of the environment, and `SpaceError` for a space without a fixed-size array form.
+    known, the index of the environment, and `SpaceError` for a space without a fixed-size array form.
 
     Args:
         vec: gymnasium `VectorEnv`, or synchronous EnvPool
         seed: of the whole batch
         info_keys: infos to record; None: those that are numeric in the first step
         clip_actions: clip float actions to their Box
-        name: what error messages call it
+        name: name in error messages
         **where: context for error messages: pipe, lane
     """
     def __init__(self,
@@ -40,7 +40,7 @@ class VectorBatch(Batch):
                  seed: np.random.SeedSequence,  # of the whole batch
                  info_keys: Any = None,         # infos to record; None: those that are numeric in the first step
                  clip_actions: bool = True,     # clip float actions to their Box
-                 name: str | None = None,       # what error messages call it
+                 name: str | None = None,       # name in error messages
                  **where: Any,                  # context for error messages: pipe, lane
     ):
         self.vec, self.where, self.vec_name = vec, where, name or type(vec).__name__
@@ -55,11 +55,11 @@ class VectorBatch(Batch):
         self._resetting = np.zeros(len(self), bool)     # where the next step is a reset (NEXT_STEP)
 
     def name(self, b: int) -> str:
-        "How error messages call environment `b`."
+        "The name of environment `b` in error messages."
         return f"{b} ({self.vec_name})"
 
     def reset(self) -> Outcome:
-        "First observations; `fin` is True, `act` and `rew` are zero."
+        "Reset all environments. In the outcome `fin` is True, and `act` and `rew` are zero."
         step = self.buffers.take()
         try: self.vector.reset(step)
         except PipeError as e:
@@ -69,7 +69,7 @@ class VectorBatch(Batch):
         return self._reset_outcome(step)
 
     def step(self, act: Any) -> Outcome:
-        "Let every environment take its action of `act`, torch `[1, B, ...]`, nested."
+        "Step every environment with its action in `act`, torch `[1, B, ...]`, nested."
         array = act[0].numpy() if isinstance(act, torch.Tensor) else nested.map(lambda x: x[0].numpy(), act)
         actions, step = self.actions(array), self.buffers.take()
         try:
@@ -89,7 +89,7 @@ class VectorBatch(Batch):
         return self._step_outcome(step, act, array, final, ended, info, valid)
 
     def _without_resets(self, step, ends):
-        "`(valid, over)` of a step that was a reset for some: they took no step, and `fin` is set for them once more."
+        "`(valid, over)` of a step in which some environments were reset. These made no transition, and `fin` is True for them again."
         if (both := ends & self._resetting).any():
             raise EnvError("an episode ended while it was reset", env=int(both.argmax()),
                            expected="the autoreset mode NextStep, as the metadata say", got="terminated or truncated")
@@ -97,7 +97,7 @@ class VectorBatch(Batch):
         return ~self._resetting, ends | self._resetting
 
     def _final(self, step, ends, infos):
-        "environment -> true last observation, where truncated; asks for a reset of `ends` where that is left to us."
+        "environment -> true last observation, where truncated. In the mode 'Disabled' it also resets the environments in `ends`."
         at = (ends if self.terminal_obs else ends & ~step.term).nonzero()[0].tolist()
         if self.vector.mode == 'SameStep' and at: final = final_observations(infos, at, self._obs_spec)
         else: final = nested.getitem(step.obs, at)
@@ -121,9 +121,9 @@ def env_batch(
     info_keys: Any = None,         # infos to record; None: those that are numeric after the first step
     **where: Any,                  # context for error messages: pipe, lane
 ) -> Batch:
-    """The batch of what the `factories` make: a `VectorBatch` if the first one makes a vector environment, else an `EnvBatch`.
+    """The batch of the environments of `factories`: a `VectorBatch` if the first one makes a vector environment, else an `EnvBatch`.
 
-    Raises `EnvError` if the number of environments is not that of the vector, or if it should be sticky.
+    Raises `EnvError` if a vector environment has another number of environments, or if `sticky` is set for it.
 
     Args:
         factories: of `EnvFactory`, or one `VectorFactory`

@@ -15,19 +15,19 @@ from .records import fields_of, record_type
 
 # %% ../../../nbs/pipes/24_replay/02_layout.ipynb #fc4a588c
 def unbatched(fragment: Fragment) -> Fragment:
-    "What a fragment has for one row, step, column or true last observation: no leading dimensions; `hx` `[layers, ...]`."
+    "An example of one row, step, column and true last observation of a fragment, without leading dimensions; `hx` is `[layers, ...]`."
     def one(x): return x[0, 0]
     def last(final): return Final(None, None, *nested.map(lambda x: x.new_zeros(x.shape[1:]), (final.obs, final.actor)))
     return fragment.map(rows=one, steps=one, columns=lambda x: x[0], hx=lambda x: x[:, 0], final=last)
 
 # %% ../../../nbs/pipes/24_replay/02_layout.ipynb #355ab5dd
 class FragmentLayout:
-    "How fragments like `example` (see `unbatched`) lie in records: those of steps, of true last observations, of recurrent states."
+    "Converts fragments like `example` (see `unbatched`) to records of steps, of true last observations and of recurrent states, and back."
     def __init__(self, example: Fragment):
         self.example, self.fields = example, fields_of(example, 'fragment')
         part = self.fields.map(rows=lambda _: 0, steps=lambda _: 1, columns=lambda _: 2, hx=lambda _: 3,
                                final=lambda final: nested.map(lambda _: 4, final))
-        self.read_from = list(zip(nested.leaves(self.fields), nested.leaves(part)))   # (field, which of the parts in `unpack`)
+        self.read_from = list(zip(nested.leaves(self.fields), nested.leaves(part)))   # (field, index of its part in `unpack`)
         self.structure = nested.flatten(example)[1]
         kinds = Fragment.ROWS, Fragment.STEPS, Fragment.COLUMNS, ('final',), ('hx',)
         self.kinds = {names: nested.leaves(self.fields.only(*names)) for names in kinds}
@@ -37,13 +37,13 @@ class FragmentLayout:
 
     def pack(self,
              fragment: Fragment,  # [T, B]
-             order: np.ndarray,   # int64 [B]: its environments in the order in which their records shall lie
+             order: np.ndarray,   # int64 [B]: its environments, in the order of their records
     ) -> np.ndarray:
-        """Records `[B, T+1]` of rows and steps. The last ones hold no step, only a row. `final` and `hx`, the numbers of others, are -1.
+        """Records `[B, T+1]` of rows and steps. The last ones hold a row but no step. Their references `final` and `hx` are -1.
 
         Args:
             fragment: [T, B]
-            order: int64 [B]: its environments in the order in which their records shall lie
+            order: int64 [B]: its environments, in the order of their records
         """
         records = np.zeros((len(order), fragment.n_steps + 1), self.step_type)
         def by_environment(x): return x[:, order].swapaxes(0, 1)
@@ -70,15 +70,15 @@ class FragmentLayout:
 
     def unpack(self,
                records: np.ndarray,      # [T+1, n]
-               finals: np.ndarray,       # all records of true last observations; `records['final']` are numbers of these
-               hxs: np.ndarray | None,   # all records of recurrent states; `records['hx']` are numbers of these. None: zeros
+               finals: np.ndarray,       # all records of true last observations, to which `records['final']` refers
+               hxs: np.ndarray | None,   # all records of recurrent states, to which `records['hx']` refers; None: zeros
     ) -> Fragment:
-        """The fragment `[T, n]` of these records; its tensors lie within them.
+        """The fragment `[T, n]` of these records. Its tensors are views of them.
 
         Args:
             records: [T+1, n]
-            finals: all records of true last observations; `records['final']` are numbers of these
-            hxs: all records of recurrent states; `records['hx']` are numbers of these. None: zeros
+            finals: all records of true last observations, to which `records['final']` refers
+            hxs: all records of recurrent states, to which `records['hx']` refers; None: zeros
         """
         number, n = records['final'][:-1], records.shape[1]
         t, b = (number >= 0).nonzero()

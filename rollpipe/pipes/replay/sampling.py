@@ -17,12 +17,12 @@ class UniformSampler:
     """Draws each segment with the same probability.
 
     Args:
-        capacity: slots
-        rng: draws
+        capacity: number of slots
+        rng: source of random numbers
     """
     def __init__(self,
-                 capacity: int,             # slots
-                 rng: np.random.Generator,  # draws
+                 capacity: int,             # number of slots
+                 rng: np.random.Generator,  # source of random numbers
     ):
         self.starts, self.n_segments, self.rng = np.zeros(capacity, bool), 0, rng
         self.listed = None                      # the slots in which segments begin, if they are few
@@ -38,16 +38,16 @@ class UniformSampler:
         self.starts[slot], self.listed = False, None
 
     def draw(self,
-             n: int,         # with replacement
-             n_filled: int,  # slots that hold something, beginning with slot 0
+             n: int,         # number of draws, with replacement
+             n_filled: int,  # number of slots in use; they begin with slot 0
     ) -> np.ndarray:
         """`n` slots in which segments begin, int64 `[n]`.
 
         Args:
-            n: with replacement
-            n_filled: slots that hold something, beginning with slot 0
+            n: number of draws, with replacement
+            n_filled: number of slots in use; they begin with slot 0
         """
-        if 2 * self.n_segments >= n_filled:     # most slots will do
+        if 2 * self.n_segments >= n_filled:     # a segment begins in most slots
             return self._accepted(self.rng.integers(n_filled, size=n), lambda n: self.rng.integers(n_filled, size=n))
         if self.listed is None: self.listed = self.starts.nonzero()[0]
         return self.listed[self.rng.integers(len(self.listed), size=n)]
@@ -71,16 +71,16 @@ class UniformSampler:
 
 # %% ../../../nbs/pipes/24_replay/05_sampling.ipynb #5b16ce66
 class PrioritizedSampler(UniformSampler):
-    """Draws each segment in proportion to its priority, in the way of Schaul et al. 2016, https://arxiv.org/abs/1511.05952.
+    """Draws each segment in proportion to its priority, as in Schaul et al. 2016, https://arxiv.org/abs/1511.05952.
 
     Args:
-        capacity: slots
-        rng: draws
+        capacity: number of slots
+        rng: source of random numbers
         alpha: exponent of the priorities
     """
     def __init__(self,
-                 capacity: int,             # slots
-                 rng: np.random.Generator,  # draws
+                 capacity: int,             # number of slots
+                 rng: np.random.Generator,  # source of random numbers
                  alpha: float,              # exponent of the priorities
     ):
         super().__init__(capacity, rng)
@@ -97,7 +97,7 @@ class PrioritizedSampler(UniformSampler):
     def draw(self, n: int, n_filled: int) -> np.ndarray:
         total = self.tree.total
         strata = (np.arange(n) + self.rng.random(n)) * (total / n)  # one from each n-th part of the sum, as in the paper
-        # Rounding may lead to the slot beside the last segment, where none begins.
+        # Rounding may give a slot after the last segment, where no segment begins.
         return self._accepted(self.tree.find(strata), lambda n: self.tree.find(self.rng.random(n) * total))
 
     def weights(self, slot: np.ndarray, beta: float) -> Tensor:
@@ -109,7 +109,7 @@ class PrioritizedSampler(UniformSampler):
                    slot: np.ndarray,      # int64 [n]
                    priority: np.ndarray,  # float64 [n], > 0
     ) -> None:
-        """Set the priorities of the segments that begin in these slots, where some do.
+        """Set the priorities of the segments that begin in these slots. Slots without a segment are ignored.
 
         Args:
             slot: int64 [n]

@@ -29,16 +29,16 @@ class RemoteTraceback(Exception):
 
 def pack_exception(
     e: BaseException,  # caught in this process
-    where: str,        # this process, and what it was doing
-) -> tuple:            # `(text, pickle)`; the pickle is None if the exception cannot be pickled and read again
-    """An exception as it is sent to another process.
+    where: str,        # this process and its task
+) -> tuple:            # `(text, pickle)`; the pickle is None if the exception cannot be pickled or unpickled
+    """Convert an exception to a message for another process.
 
     Args:
         e: caught in this process
-        where: this process, and what it was doing
+        where: this process and its task
 
     Returns:
-        tuple: `(text, pickle)`; the pickle is None if the exception cannot be pickled and read again
+        tuple: `(text, pickle)`; the pickle is None if the exception cannot be pickled or unpickled
     """
     pipe = next((type(o).__name__ for o in _selves(e.__traceback__) if isinstance(o, IterDataPipe)), None)
     if isinstance(e, PipeError): e.locate(pipe=pipe)
@@ -69,20 +69,21 @@ def unpack_exception(text: str, packed: bytes | None) -> BaseException:
 
 # %% ../../../nbs/pipes/30_workers/01_remote_errors.ipynb #5d0f1a0e
 class TracebackFile:
-    "A file into which a worker writes where it is at the moment. The worker is given it at its start."
+    "A file into which a worker writes its current traceback. The worker gets the file when it is started."
     def __init__(self): self.file = SharedMemory()
 
     def serve(self) -> None:
-        "In the worker: answer SIGUSR1 from now on."
+        "In the worker: write the traceback on SIGUSR1 from now on."
         faulthandler.register(signal.SIGUSR1, file=self.file.fd, all_threads=False)
         os.write(self.file.fd, b'\n')
 
     def is_served(self) -> bool:
-        "In the parent: has the worker begun to run? True also when the file is closed."
-        return self.file.fd is None or os.fstat(self.file.fd).st_size > 0
+        "In the parent: has the worker called `serve`? Also True when the file is closed."
+        return self.file.fd < 0 or os.fstat(self.file.fd).st_size > 0
 
     def ask(self, pid: int, timeout: float) -> str:
-        "In the parent: the traceback of process `pid`, most recent call first; waits for it for `timeout` seconds at most."
+        "In the parent: the traceback of process `pid`, most recent call first. Waits at most `timeout` seconds for it."
+        if self.file.fd < 0: return "(it has ended)"
         if not self.is_served(): return "(it is still being started)"
         begin = os.fstat(self.file.fd).st_size
         try: os.kill(pid, signal.SIGUSR1)
