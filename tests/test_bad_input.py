@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box, Dict, Discrete, Graph, MultiDiscrete, Sequence, Text, Tuple
+from gymnasium.spaces import Box, Dict, Discrete, Graph, MultiBinary, MultiDiscrete, Sequence, Text, Tuple
 from toys import Constant, Counting, Failing, Ledger, Nested, NestedMemory, Plain, Valued
 
 from rollpipe.layers import Actor
@@ -155,6 +155,17 @@ def test_unsupported_spaces(name, space, path):
             "Expected Box, Discrete", f"got {inner}")
 
 
+@pytest.mark.parametrize("space, path", [(Dict({}), ""), (Tuple(()), ""), (Dict(a=Discrete(2), b=Dict({})), "['b']"),
+                                         (Tuple((Discrete(2), Tuple(()))), "[1]")], ids=str)
+@pytest.mark.parametrize("name", ["observation_space", "action_space"])
+def test_empty_spaces(name, space, path):
+    "Nothing can be observed, and an empty part of an action would leave no action at all."
+    class Empty(Counting): pass
+    setattr(Empty, name, space)
+    failure(SpaceError, EnvStepper(Empty, Plain()), "EnvStepper, lane 0, environment 0 (Empty)", f"leaf {name}{path}:", "empty",
+            "Expected", "at least one", "got")
+
+
 # --- environments that fail
 
 def boom(*_): raise ValueError("boom")
@@ -295,6 +306,51 @@ def test_a_last_observation_that_does_not_fit():
     failure(PipeError, stepper(source), *WHO, "obs", "Expected float32 [4], got float32 [3]")
 
 
+# --- whole numbers that would be others in the dtype of the space, or that the space does not have
+
+def whole(space, value, when, name):
+    "An environment whose observations are zero, or the least numbers of the space, but for `value` at one moment."
+    class Whole(Counting):
+        observation_space = space
+        def look(self): return least(space)
+    return tampered(Whole, when, [(3, "trunc")], **{name: lambda _: value})
+
+
+def least(space):
+    if isinstance(space, Dict): return {k: least(s) for k, s in space.spaces.items()}
+    return np.full(space.shape, getattr(space, "start", 0), space.dtype)
+
+
+@pytest.mark.parametrize("space, value, parts", [
+    (Box(-9, 9, (2,), np.int16), np.array([0, 70000]), ("does not fit", "Expected", "int16", "got 70000")),
+    (Box(-9, 9, (), np.int8), np.uint8(200), ("does not fit", "int8", "got 200")),
+    (Box(0, 9, (2,), np.uint8), np.array([300, 0], np.uint16), ("does not fit", "uint8", "got 300")),
+    (Box(0, 9, (1,), np.int64), np.array([2 ** 63], np.uint64), ("does not fit", "int64", f"got {2 ** 63}")),
+    (MultiBinary(2), np.array([0, 256]), ("does not fit", "int8", "got 256")),
+    (MultiBinary(2), np.array([0, 2], np.int8), ("out of range", "MultiBinary(2)", "got [0 2]")),
+    (MultiBinary(2), np.array([-1, 0]), ("out of range", "MultiBinary(2)", "got [-1  0]")),
+    (Discrete(4), 7, ("out of range", "Discrete(4)", "got 7")), (Discrete(4), np.int32(-1), ("out of range", "got -1")),
+    (Discrete(4, start=2), 6, ("out of range", "got 6")), (Discrete(4, start=2), np.int64(1), ("out of range", "got 1")),
+    (Discrete(4, start=-2), 2, ("out of range", "got 2")),
+    (MultiDiscrete([2, 3]), np.array([1, 3]), ("out of range", "got [1 3]")),
+    (Dict(a=Box(-1, 1, (2,)), b=Discrete(3)), {"a": np.zeros(2, np.float32), "b": 3}, ("['b']", "out of range", "got 3")),
+    (Dict(a=Box(-9, 9, (), np.int8), b=Discrete(3)), {"a": -200, "b": 0}, ("['a']", "does not fit", "got -200"))], ids=str)
+@pytest.mark.parametrize("name, when", [("obs", 1), ("obs", 2), ("obs", 3), ("first", 1), ("first", 2)])
+def test_whole_numbers_that_do_not_fit(space, value, parts, name, when):
+    "Also in the last observation of an episode that is cut off (step 3)."
+    def good(): return type("Good", (Counting,), dict(observation_space=space, look=lambda self: least(space)))(LONG)
+    failure(EnvError, EnvStepper([good, whole(space, value, when, name)], Constant(0)), *WHO, "leaf", "obs", *parts)
+
+
+@pytest.mark.parametrize("space, value", [
+    (Box(-9, 9, (2,), np.int16), np.array([32767, -32768])), (MultiBinary(2), np.array([True, False])), (Discrete(4), 3),
+    (Discrete(4), np.uint8(3)), (Discrete(4, start=-2), 1), (MultiDiscrete([2, 255], dtype=np.uint8), np.array([1, 254], np.uint8)),
+    (Box(-9, 9, (2,)), np.array([1, 2 ** 24]))], ids=str)
+def test_whole_numbers_that_fit(space, value):
+    ticks = list(islice(EnvStepper(whole(space, value, 2, "obs"), Constant(0)), 2))
+    assert ticks[1].next.obs.dtype == space.dtype and (ticks[1].next.obs[0] == value).all()
+
+
 # --- rewards
 
 @pytest.mark.parametrize("value, got", [
@@ -324,6 +380,56 @@ def test_rewards_that_are_not_finite(value):
 def test_rewards_that_are_numbers(value):
     [tick] = islice(EnvStepper(tampered(when=1, rew=lambda _: value), Plain()), 1)
     assert tick.next.rew.dtype == np.float32 and tick.next.rew.tolist() == [float(value)]
+
+
+# --- ends of episodes
+
+@pytest.mark.parametrize("value, got", [
+    ("False", "False"), ("", "''"), (nan, "nan"), (np.float32(nan), "nan"), ([False], "[False]"), ([], "[]"), (None, "None"), (2, "2"),
+    (.5, "0.5"), (np.array([True]), "bool [1]"), (np.zeros(2), "float64 [2]"), ({}, "{}"), (gym, "gymnasium")],
+    ids=lambda x: "module" if x is gym else repr(x))
+@pytest.mark.parametrize("name, leaf", [("term", "terminated"), ("trunc", "truncated")])
+def test_ends_that_are_neither_true_nor_false(name, leaf, value, got):
+    failure(EnvError, stepper(tampered(**{name: lambda _: value})), *WHO, f"leaf {leaf}", "Expected True or False", "got", got)
+
+
+@pytest.mark.parametrize("value", [True, np.True_, 1, 1., np.int8(1), np.array(True), torch.tensor(True),
+                                   False, np.False_, 0, 0., np.int8(0), np.array(False), torch.tensor(False)], ids=repr)
+def test_ends_that_are_true_or_false(value):
+    [tick] = islice(EnvStepper(tampered(when=1, term=lambda _: value, trunc=lambda _: np.False_), Plain()), 1)
+    assert tick.term.tolist() == [bool(value)] and tick.next.fin.tolist() == [bool(value)]
+
+
+# --- infos
+
+def endless(kind):
+    "A dict, or a list, that contains itself."
+    x = {} if kind is dict else []
+    if kind is dict: x["me"] = x
+    else: x.append(x)
+    return x
+
+
+@pytest.mark.parametrize("value, got", [(None, "None"), ([], "[]"), ([("x", 1)], "'x'"), ("info", "info"), (3, "3")], ids=repr)
+@pytest.mark.parametrize("when", [1, 3])
+@pytest.mark.parametrize("options", [{}, dict(info_keys=[])], ids=["all", "none"])
+def test_infos_that_are_no_dicts(value, got, when, options):
+    source = tampered(when=when, info=lambda _: value)
+    failure(EnvError, stepper(source, **options), *WHO, "leaf info", "no dict", "Expected a dict", "got", got)
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+@pytest.mark.parametrize("when", [1, 3])
+@pytest.mark.parametrize("key, options", [("count", {}), ("count", dict(info_keys=["count"])), ("new", dict(info_keys=["new"]))])
+def test_an_info_that_contains_itself(kind, when, key, options):
+    source = tampered(when=when, info=lambda info: {**info, key: endless(kind)})
+    failure(EnvError, stepper(source, **options), *WHO, f"leaf info['{key}']", "Expected", "got")
+
+
+def test_any_mapping_is_an_info():
+    class Other(OrderedDict): pass
+    ticks = list(islice(EnvStepper(tampered(when=2, info=Other), Plain()), 3))
+    assert [int(tick.env["count"][0]) for tick in ticks] == [1, 2, 3]
 
 
 # --- actors

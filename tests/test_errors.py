@@ -106,3 +106,9 @@ def test_describe(value, text): assert describe(value) == text
 @pytest.mark.parametrize('value', [
     'x' * 10**6, list(range(10**6)), {i: i for i in range(10**5)}, [['a' * 99] * 99] * 99])
 def test_describe_is_short(value): assert len(describe(value)) == 120 and describe(value).endswith('...')
+
+
+def test_what_contains_itself_has_a_short_description():
+    x = {}
+    x["a"], x["b"] = x, [x]
+    assert len(describe(x)) <= 120 and describe(x).startswith("{'a': {'a': ")

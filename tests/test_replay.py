@@ -372,7 +372,7 @@ def options(**kwargs): return {**dict(n_envs=2, n_steps=4, lanes=2, seed=0, capa
 
 def test_the_recipe_is_the_pipeline_built_by_hand():
     recipe = replayed(Counting, Plain(), **options(prioritized=True))
-    pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain(), 2), 4), 2, 0)
+    pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain(), 2, terminal_obs=True), 4), 2, 0)
     pipe = Replay(FragmentStacker(pipe, 2), 200, 5, 3, 30, prioritized=True, seed=find_one(recipe, Replay).seed)
     for k, (a, b) in enumerate(islice(zip(recipe, pipe), 4)):
         assert_same(snapshot(a.fresh), snapshot(b.fresh))
@@ -380,7 +380,7 @@ def test_the_recipe_is_the_pipeline_built_by_hand():
         assert len(samples) == (0 if k == 0 else 3) and list(a.samples) == []
         assert_same([snapshot(x) for x in samples], [snapshot(x) for x in b.samples])
         assert len(a.memory) == 16 * (k + 1)
-    for a, f in islice(zip(recipe, rollouts(Counting, Plain(), n_envs=2, n_steps=4, lanes=2, seed=0)), 3):
+    for a, f in islice(zip(recipe, rollouts(Counting, Plain(), n_envs=2, n_steps=4, lanes=2, seed=0, terminal_obs=True)), 3):
         assert_same(snapshot(a.fresh), snapshot(f))
 
 

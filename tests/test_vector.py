@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import reference
 import torch
-from gymnasium.spaces import Box, Dict, Text
+from gymnasium.spaces import Box, Dict, Discrete, Text
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import apply, assert_same, snapshot
-from toys import ENDS, Counting, Ledger, Lively, Memory, Nested, NestedMemory, judge
+from toys import ENDS, Constant, Counting, Ledger, Lively, Memory, Nested, NestedMemory, judge
 
 from rollpipe.layers import MLPPolicy
 from rollpipe.pipes import (ActorError, AdvantageBuffer, DataError, EnvError, EnvStepper, FragmentCollector, Lanes, SpaceError, find,
@@ -377,6 +377,12 @@ def nan_in_1(x):
 def boom(x): raise ZeroDivisionError("boom")
 
 
+def endless(infos):
+    me = {}
+    me["me"] = me
+    return {**infos, "count": me}
+
+
 @pytest.mark.parametrize("error, source, parts", [
     (EnvError, broken(obs=nan_in_1), ["lane 0, environment 1 (", "leaf obs: non-finite value"]),
     (EnvError, broken(rew=nan_in_1), ["environment 1 (", "leaf rew: non-finite value"]),
@@ -388,9 +394,32 @@ def boom(x): raise ZeroDivisionError("boom")
     (DataError, broken(obs=lambda x: x[:, :2]), ["leaf obs: wrong shape", "float32 [2, 4]", "[2, 2]"]),
     (EnvError, broken(obs=lambda x: torch.ones(2, 4, requires_grad=True).exp()), ["leaf obs", "no array"]),
     (DataError, broken(obs=lambda x: {"a": x}), ["obs has the wrong structure"]),
+    (EnvError, broken(infos=lambda x: None), ["lane 0", "environment <lambda>", "leaf infos", "no dict", "got None"]),
+    (EnvError, broken(infos=lambda x: [{}, {}]), ["lane 0", "environment <lambda>", "leaf infos", "no dict", "got [{}, {}]"]),
+    (EnvError, broken(infos=lambda x: endless(x)), ["lane 0", "environment <lambda>", "info['count']", "contains itself"]),
     (EnvError, broken(infos=lambda x: {**x, "count": np.zeros((2, 3))}), ["info['count']", "changed their form"]),
 ])
 def test_faults_name_the_place(error, source, parts): fails(error, source, *parts)
+
+
+class Whole(VectorEnv):
+    "Two environments that observe whole numbers; the second one says `n` at the second step."
+    metadata, num_envs = dict(autoreset_mode=AutoresetMode.NEXT_STEP), 2
+    single_observation_space, single_action_space = Dict(n=Discrete(4), x=Box(-9, 9, (), np.int8)), Discrete(2)
+    observation_space, action_space = batch_space(single_observation_space, 2), batch_space(single_action_space, 2)
+
+    def __init__(self, **second): self.second, self.t = second, 0
+    def reset(self, **_): return dict(n=np.zeros(2, np.int64), x=np.zeros(2, np.int8)), {}
+    def step(self, actions):
+        obs, none, self.t = self.reset()[0], np.zeros(2, bool), self.t + 1
+        if self.t == 2: obs |= {k: np.array([0, v]) for k, v in self.second.items()}
+        return obs, np.zeros(2), none, none, {}
+
+
+@pytest.mark.parametrize("second, parts", [(dict(n=4), ["leaf obs['n']: out of range", "Discrete(4)", "got 4"]),
+                                           (dict(x=200), ["leaf obs['x']: an integer does not fit", "127, as int8", "got 200"])])
+def test_whole_numbers_that_do_not_fit(second, parts):
+    fails(EnvError, lambda: Whole(**second), "lane 0, environment 1 (", *parts, actor=Constant(0))
 
 
 def test_final_observations_that_are_missing_or_wrong():

@@ -72,7 +72,10 @@ def _weights(weight, fragment, burn_in):
 
 # %% ../../nbs/agents/14_td.ipynb #3265c152
 def _values_reached(fragment, net):
-    "The values `[T, B, n_actions]` that `net` gives to the states reached, without gradients; `fragment.hx` is its memory."
+    "The values `[T, B, n_actions]` that `net` gives to the states reached that are not terminal, without gradients; `hx` is its memory."
+    final = fragment.final
+    if len(final.t) and (over := fragment.term[final.t + 1, final.b]).any():     # worth 0, so it need not be asked
+        fragment = fragment._replace(final=nested.getitem(final, ~over))
     return answers_reached(lambda state, hx: net.values(state, hx)[0], fragment)
 
 

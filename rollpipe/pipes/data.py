@@ -34,18 +34,20 @@ class State(NamedTuple):
 
 # %% ../../nbs/pipes/07_data.ipynb #1154235c
 class Final(NamedTuple):
-    """The true last observations of the `K` truncated episodes of a fragment (`K` may be 0). `State.obs` shows the reset in their place.
+    """The true last observations of `K` episodes that end in a fragment (`K` may be 0). `State.obs` shows the reset in their place.
+
+    Every truncated episode is among them, and with `EnvStepper(terminal_obs=True)` every terminated one.
 
     Args:
-        t: int64 [K]: the step t -> t+1 was truncated, so `state.fin[t+1, b]` is True and `term[t+1, b]` is False
+        t: int64 [K]: the step t -> t+1 ended the episode, so `state.fin[t+1, b]` is True; `term[t+1, b]` says whether it terminated
         b: int64 [K]: the environment
         obs: [K, ...]: the true last observation
-        actor: [K, ...]: the actor's virtual reaction to it, with the recurrent state of that moment
+        actor: [K, ...]: the actor's virtual reaction to it, with the recurrent state of that moment; may be 0 where terminated
     """
-    t: Any      # int64 [K]: the step t -> t+1 was truncated, so `state.fin[t+1, b]` is True and `term[t+1, b]` is False
+    t: Any      # int64 [K]: the step t -> t+1 ended the episode, so `state.fin[t+1, b]` is True; `term[t+1, b]` says whether it terminated
     b: Any      # int64 [K]: the environment
     obs: Any    # [K, ...]: the true last observation
-    actor: Any  # [K, ...]: the actor's virtual reaction to it, with the recurrent state of that moment
+    actor: Any  # [K, ...]: the actor's virtual reaction to it, with the recurrent state of that moment; may be 0 where terminated
 
 # %% ../../nbs/pipes/07_data.ipynb #1ba381e3
 class TickSource:
@@ -218,7 +220,7 @@ class Fragment(NamedTuple):
         term           -         -         True if terminated, False if truncated (cut off by a limit)
         actor          A_n       A_{n+1}   A'_0      A'_1        A_T is virtual; row 0 of the next fragment repeats it
         env            E_{n+1}   E_{n+2}   E'_1      E'_2        has T rows
-        final                    (t=1, b): x_{n+2} and the reaction to it, if truncated
+        final                    (t=1, b): x_{n+2} and the reaction to it, if truncated (or `terminal_obs`)
 
     A consumer may keep a fragment: nothing in it is overwritten later.
 

@@ -13,21 +13,22 @@ __all__ = ['describe', 'PipeError', 'EnvError', 'ActorError', 'DataError', 'Grap
            'WorkerError', 'check_integer']
 
 # %% ../../nbs/pipes/00_errors.ipynb #74c0db68
-def describe(value: Any, width: int = 120) -> str:
+def describe(value: Any, width: int = 120, depth: int = 6) -> str:
     "Short text for messages: dtype and shape of an array or tensor, else the value itself, cut at `width` characters."
     if hasattr(value, 'dtype') and hasattr(value, 'ndim'):
         dtype = str(value.dtype).removeprefix('torch.')
         return f'{dtype} {list(value.shape)}' if len(value.shape) else f'{dtype} {value.item()}'
-    text = value.__name__ if isinstance(value, type) else _describe_items(value, width) or repr(value)
+    text = value.__name__ if isinstance(value, type) else _describe_items(value, width, depth) or repr(value)
     return text if len(text) <= width else text[:width - 3] + '...'
 
 
-def _describe_items(value, width) -> str | None:
-    "The text of a container, or None for anything else. It reads no more items than fit into `width`."
+def _describe_items(value, width, depth) -> str | None:
+    "The text of a container, or None for anything else. It reads at most `width` items and `depth` levels: it may contain itself."
+    if not isinstance(value, (dict, list, tuple)): return None
+    if not depth: return '...'
     if isinstance(value, dict):
-        return '{' + ', '.join(f'{k!r}: {describe(v)}' for k, v in islice(value.items(), width)) + '}'
-    if not isinstance(value, (list, tuple)): return None
-    items = [describe(v) for v in value[:width]]
+        return '{' + ', '.join(f'{k!r}: {describe(v, depth=depth - 1)}' for k, v in islice(value.items(), width)) + '}'
+    items = [describe(v, depth=depth - 1) for v in value[:width]]
     if isinstance(value, list): return f"[{', '.join(items)}]"
     if (fields := getattr(value, '_fields', None)) is not None:
         return f"{type(value).__name__}({', '.join(f'{k}={v}' for k, v in zip(fields, items))})"

@@ -103,23 +103,33 @@ def stack_rows(rows: list) -> Any:
 
 # %% ../../nbs/pipes/13_fragments.ipynb #b8fa0e37
 def final_rows(ticks: list, state: State, actor: Any) -> Final:
-    """The truncated ends among `ticks`, and the actor's virtual reactions to them. The actor is called once for all of them.
+    """The ends among `ticks` whose last observation was kept, and the actor's virtual reactions to the truncated ones.
 
-    `state` has the rows from the first tick to the state after the last one. `actor` is what the actor reported in other rows: it gives
-    the structure of the `K = 0` rows if nothing was truncated.
+    The actor is called once for all of them. Nothing follows a termination, so zeros take the place of its reaction. `state` has the rows
+    from the first tick to the state after the last one. `actor` is what the actor reported in other rows: it gives the structure.
     """
-    ends = [(t, b, obs, hx) for t, tick in enumerate(ticks) for b, (obs, hx) in tick.final.items() if not tick.term[b]]
+    ends = [(t, b, obs, hx) for t, tick in enumerate(ticks) for b, (obs, hx) in tick.final.items()]
     if not ends:
         empty = torch.empty(0, dtype=torch.long)
         return Final(empty, empty, nested.map(lambda x: x[0, :0].clone(), state.obs), nested.map(lambda x: x[0, :0], actor))
+    cut = [k for k, (t, b, *_) in enumerate(ends) if not ticks[t].term[b]]
+    reactions = _reactions(ticks[0].source, state, [ends[k] for k in cut]) if cut else None
+    if len(cut) < len(ends):
+        answers, reactions = reactions, nested.map(lambda x: x.new_zeros(len(ends), *x.shape[2:]), actor)
+        if cut: nested.setitem(reactions, cut, answers)
+    t, b, obs, _ = zip(*ends)
+    return Final(torch.tensor(t), torch.tensor(b), nested.map(lambda *xs: torch.from_numpy(np.stack(xs)), *obs), reactions)
+
+
+def _reactions(source, state, ends):
+    "The actor's virtual reactions `[n, ...]` to the truncated `ends`."
     t, b, obs, hx = zip(*ends)
     obs, t, b = nested.map(lambda *xs: np.stack(xs), *obs), torch.tensor(t), torch.tensor(b)
     act, rew = nested.numpify(nested.getitem((state.act, state.rew), (t + 1, b)))
     seen = State(stepno=state.stepno[t, b].numpy() + 1, obs=obs, act=act, rew=rew, fin=np.zeros(len(b), bool))
-    source = ticks[0].source
     act, info = source.react(seen, nested.cat(hx, dim=1) if nested.leaves(hx) else hx[0])
     actor = source.complete(act, nested.map(torch.clone, info))  # a report may be a parameter of the actor
-    return Final(t, b, nested.map(torch.from_numpy, obs), nested.map(lambda x: x[0], actor))
+    return nested.map(lambda x: x[0], actor)
 
 # %% ../../nbs/pipes/13_fragments.ipynb #e065ffe6
 class Destination:

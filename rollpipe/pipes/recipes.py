@@ -37,6 +37,7 @@ def rollouts(
     env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make` or `make_vec`
     vector: str | None = None,       # make one vector environment of an id: 'sync', 'async', 'vector_entry_point', 'envpool'
     sticky: bool = False,            # environments whose episode ended rest until the end of the fragment
+    terminal_obs: bool = False,      # keep the last observations of terminated episodes too
     device: Any = None,              # the actor's device, if not the host; batches are on the host, `ToDevice` moves them
     edits: Sequence[Callable] = (),  # functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
 ) -> IterDataPipe:
@@ -55,11 +56,12 @@ def rollouts(
         env_kwargs: keyword arguments for `gymnasium.make` or `make_vec`
         vector: make one vector environment of an id: 'sync', 'async', 'vector_entry_point', 'envpool'
         sticky: environments whose episode ended rest until the end of the fragment
+        terminal_obs: keep the last observations of terminated episodes too
         device: the actor's device, if not the host; batches are on the host, `ToDevice` moves them
         edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
     """
     pipe = EnvStepper(env, actor, n_envs, vector=vector, sticky=n_steps if sticky else None, env_kwargs=env_kwargs,
-                      info_keys=info_keys, device=device)
+                      terminal_obs=terminal_obs, info_keys=info_keys, device=device)
     pipe = FragmentStacker(Lanes(FragmentCollector(pipe, n_steps), lanes, seed), lanes)
     for edit in edits:
         pipe = edit(pipe)
@@ -125,6 +127,7 @@ def replayed(
     beta: float = 0.4,               # exponent of the importance weights; 1: they correct the bias of prioritized sampling fully
     zero_state: bool = False,        # segments begin with a recurrent state of zeros, not with the stored ones
     path: str | Path | None = None,  # a folder for the steps; None: in memory
+    terminal_obs: bool = True,       # keep the last observations of terminated episodes too
     edits: Sequence[Callable] = (),  # functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
     **kwargs: Any,
 ) -> IterDataPipe:
@@ -147,9 +150,10 @@ def replayed(
         beta: exponent of the importance weights; 1: they correct the bias of prioritized sampling fully
         zero_state: segments begin with a recurrent state of zeros, not with the stored ones
         path: a folder for the steps; None: in memory
+        terminal_obs: keep the last observations of terminated episodes too
         edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
         **kwargs: see `rollouts`
     """
     replay = partial(Replay, capacity=capacity, batch_size=batch_size, n_batches=n_batches, warmup=warmup, length=length,
                      prioritized=prioritized, alpha=alpha, beta=beta, zero_state=zero_state, path=path)
-    return rollouts(env, actor, n_envs=n_envs, n_steps=n_steps, edits=[replay, *edits], **kwargs)
+    return rollouts(env, actor, n_envs=n_envs, n_steps=n_steps, terminal_obs=terminal_obs, edits=[replay, *edits], **kwargs)

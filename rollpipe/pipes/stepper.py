@@ -160,7 +160,7 @@ class EnvStepper(Seeded, Source):
         n_envs: environments stepped together [default: 1, length of the list, or all of a vector]
         vector: one vector environment of an id: 'sync', 'async', 'vector_entry_point', 'envpool'
         sticky: an environment that ended rests until the number of steps is a multiple of this
-        terminal_obs: keep the last observations of terminated episodes too, for `EpisodeCollector`
+        terminal_obs: keep the last observations of terminated episodes too: `Final`, `Step.next_state`
         env_kwargs: keyword arguments for `gymnasium.make` or `make_vec`
         info_keys: environment infos to record; None: all that are numeric after the first step
         seed: determines environments and actions; only if `Lanes` has no seed
@@ -179,7 +179,7 @@ class EnvStepper(Seeded, Source):
                  *,
                  vector: str | None = None,          # one vector environment of an id: 'sync', 'async', 'vector_entry_point', 'envpool'
                  sticky: int | None = None,          # an environment that ended rests until the number of steps is a multiple of this
-                 terminal_obs: bool = False,         # keep the last observations of terminated episodes too, for `EpisodeCollector`
+                 terminal_obs: bool = False,         # keep the last observations of terminated episodes too: `Final`, `Step.next_state`
                  env_kwargs: dict | None = None,     # keyword arguments for `gymnasium.make` or `make_vec`
                  info_keys: Sequence | None = None,  # environment infos to record; None: all that are numeric after the first step
                  seed: int | None = None,            # determines environments and actions; only if `Lanes` has no seed

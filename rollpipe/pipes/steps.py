@@ -30,7 +30,6 @@ def _random_fields(rng, obs_space, act_space) -> dict:
     "A random tensor for each field of a `Step` except `image`."
     def sample(space):
         space.seed(int(rng.integers(2 ** 31)))
-        # a plain dict or tuple of arrays, as fragments hold it
         return nested.map(lambda like, x: torch.from_numpy(np.array(x, like.dtype)), space_spec(space), _plain(space.sample()))
     def number(): return torch.tensor(rng.normal(), dtype=torch.float32)
     def count(): return torch.tensor(int(rng.integers(100)))
@@ -88,10 +87,8 @@ class Step(NamedTuple):
             return x.to(x.new_empty(0, dtype=torch.float32).to(*args, **kwargs).device)
         return nested.map(move, self)
 
-    @staticmethod
-    def stack(steps: list) -> 'Step':
-        "A batch: the `Step` with leaves `[n, ...]` of `n` steps."
-        return nested.stack(steps)
+    @staticmethod  # a batch: the `Step` with leaves `[n, ...]` of `n` steps
+    def stack(steps: list) -> 'Step': return nested.stack(steps)
 
     @staticmethod
     def random(
@@ -113,7 +110,7 @@ class Step(NamedTuple):
 def next_observations(fragment: Fragment) -> Any:
     """The observations `[T, B, ...]` after each step, never one of the next episode.
 
-    Where an episode ended, it is the observation in `final`, or the one before the step if `final` has none (after terminations).
+    Where an episode ended, it is the observation in `final`, or the one before the step if `final` has none (terminations, unless kept).
     """
     t, b, ended = fragment.final.t, fragment.final.b, fragment.state.fin[1:]
     def led_to(x, last):
@@ -265,9 +262,15 @@ class _LaneQueues:
                         seq=torch.full((B,), self.seq - 1))
 
     def _final(self, envs, n, state) -> Final:
-        ends = [(t, b, envs[b][t].next_state) for t in range(n) for b in range(len(envs)) if envs[b][t].truncated]
+        ends = [(t, b, envs[b][t].next_state) for t in range(n) for b in range(len(envs)) if _has_last(envs[b][t])]
         t, b = (torch.tensor([end[i] for end in ends], dtype=torch.int64) for i in (0, 1))
         return Final(t, b, nested.stack([end[2] for end in ends]) if ends else nested.map(lambda x: x[0, :0], state.obs), None)
+
+
+def _has_last(step):
+    "Does `next_state` hold the true last observation of an episode? It repeats `state` if that of a termination was not recorded."
+    if not step.terminated: return bool(step.truncated)
+    return not all(map(torch.equal, nested.leaves(step.state), nested.leaves(step.next_state)))
 
 # %% ../../nbs/pipes/23_steps.ipynb #48175bdc
 class Fragments(Pipe):

@@ -38,9 +38,13 @@ def in_containers(
 
 
 def as_like(x: Any, like: np.ndarray) -> np.ndarray:
-    "`x` as an array, in the dtype of `like` if that changes nothing but the precision."
+    "`x` as an array, in the dtype of `like` if that changes only the precision. Raises `OverflowError` for integers that do not fit."
     x = np.asarray(x)
-    return x.astype(like.dtype, copy=False) if np.can_cast(x.dtype, like.dtype, 'same_kind') else x
+    if not np.can_cast(x.dtype, like.dtype, 'same_kind'): return x
+    cast = x.astype(like.dtype, copy=False)
+    if cast is not x and cast.dtype.kind in 'iu' and (wrong := cast != x).any():
+        raise OverflowError(f"{x[wrong][0]} is no {like.dtype}")
+    return cast
 
 # %% ../../../nbs/pipes/10_envs/01_actions.ipynb #1024e03d
 def action_batch(

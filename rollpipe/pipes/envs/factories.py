@@ -192,12 +192,14 @@ def space_spec(
 ) -> Any:
     """A nested container of zero arrays (numpy) with the shapes and dtypes of `space`'s samples.
 
-    Raises `SpaceError` naming the part of `what` that has no fixed-size array form (Text, Graph, Sequence, OneOf).
+    Raises `SpaceError` naming the part of `what` that has no fixed-size array form (Text, Graph, Sequence, OneOf) or is empty.
 
     Args:
         space: any space
         what: what the space is called in messages
     """
+    if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)) and not space.spaces:
+        raise SpaceError("this space is empty", leaf=what, expected="at least one space in it", got=str(space))
     if isinstance(space, gym.spaces.Dict): return {k: space_spec(s, f"{what}[{k!r}]") for k, s in space.spaces.items()}
     if isinstance(space, gym.spaces.Tuple): return tuple(space_spec(s, f"{what}[{i}]") for i, s in enumerate(space.spaces))
     array_like = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiBinary, gym.spaces.MultiDiscrete)
