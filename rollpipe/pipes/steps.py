@@ -15,9 +15,10 @@ import gymnasium as gym
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from . import nested
-from .data import Final, Fragment, State, check_item
+from .data import Final, Fragment, State, check_item, with_field_docs
 from .errors import DataError, EnvError, check_integer, describe
 from .fragment_ops import columns
 from .pipe import Pipe
@@ -46,6 +47,7 @@ def _plain(x):
     return tuple(map(_plain, x)) if isinstance(x, tuple) else x
 
 # %% ../../nbs/pipes/23_steps.ipynb #6a992a9c
+@with_field_docs
 class Step(NamedTuple):
     """One transition of one environment; every leaf is a tensor without batch dimensions (`Step.stack` adds one).
 
@@ -108,6 +110,11 @@ class Step(NamedTuple):
         """
         spaces = (gym.spaces.Box(-np.inf, np.inf, (4,)), gym.spaces.Discrete(2)) if env is None else spaces_of(env)
         return Step(**{**_random_fields(np.random.default_rng(seed), *map(deepcopy, spaces)), **fields})
+
+# %% ../../nbs/pipes/23_steps.ipynb #f3621c36
+def _collate_steps(steps, *, collate_fn_map=None): return Step.stack(steps)
+
+default_collate_fn_map[Step] = _collate_steps
 
 # %% ../../nbs/pipes/23_steps.ipynb #e4d2ee5c
 def next_observations(fragment: Fragment) -> Any:
