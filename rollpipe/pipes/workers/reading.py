@@ -66,6 +66,7 @@ class WorkerLanes(Lanes):
                  seeded: bool,        # False: the graph had no `Lanes`, and its one lane is left as it was
     ):
         super().__init__(lanes.pipe, lanes.n, lanes.seed, lanes.threads)
+        self.divisions = lanes.divisions
         self.service, self.group_size, self.share_slots, self.seeded, self.coordinator = service, group_size, share_slots, seeded, None
         if not seeded: self.set_seed = None     # so that torchdata draws no seed here, as in the graph without a seam
 
@@ -79,6 +80,9 @@ class WorkerLanes(Lanes):
 
     def _run(self) -> Iterator:
         self.close()
+        if len(self.own_lanes()) < self.n:
+            raise GraphError("the lanes are divided among processes already", pipe=self, expected="`Lanes` of its own for each process",
+                             got=f"lanes {list(self.own_lanes())} of {self.n}")
         coordinator = self.coordinator = Coordinator(self, self.service)
         failed = True
         try:
@@ -212,8 +216,8 @@ class ProcessReading:
 
     def _coordinators(self) -> list: return [seam.coordinator for seam in self.seams if seam.coordinator]
 
-    def _pause(self):
+    def _pause(self, pause_fn=None):
         for coordinator in self._coordinators(): coordinator.settle()
 
-    def _resume(self): pass
-    def _limit(self, num_batches): pass
+    def _resume(self, resume_fn=None): pass
+    def _limit(self, num_batches, limit_fn=None): pass
