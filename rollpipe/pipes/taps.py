@@ -20,7 +20,7 @@ from .torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/19_taps.ipynb #0563a4c7
 class Tap(Pipe):
-    """Call `see(item)` with every item and pass it on. In a worker process `see` is a copy: put taps below the lanes.
+    """Call `see(item)` with every item and pass it on. `ProcessReading` wants taps below the lanes: in a worker `see` would be a copy.
 
     Args:
         pipe: any pipe

@@ -18,6 +18,7 @@ from ..fragments import FragmentCollector
 from ..graph import copy_graph, find, inputs, insert_after, nodes, replace
 from ..lanes import Lanes
 from ..pipe import trait
+from ..taps import EpisodeStats, Tap, Throughput
 from ..torchdata import IterDataPipe
 from .coordinator import Coordinator
 from .process import start_method_for
@@ -128,6 +129,13 @@ def _with_lanes(pipe, n) -> tuple:
         raise GraphError("nothing here can run in worker processes", pipe=pipe, expected="`Lanes`, or a `FragmentCollector`")
     return insert_after(pipe, lambda p: p is fragments[-1], lambda p: Lanes(p, n)), n > 1
 
+# %% ../../../nbs/pipes/30_workers/13_reading.ipynb #682ff143
+def _check_taps(seam):
+    "Raise `GraphError` for the first tap above `seam`, because nobody in this process would hear of what it sees."
+    for tap in find(seam.pipe, lambda p: isinstance(p, (EpisodeStats, Tap, Throughput))):
+        raise GraphError("in a worker process a tap calls a copy of its function, and what that is told stays there", pipe=tap,
+                         expected="taps below `Lanes`, or below the last collector if there are no `Lanes`", got=f"one above {seam!r}")
+
 # %% ../../../nbs/pipes/30_workers/13_reading.ipynb #3c7df6e7
 @torchdata.reading_service
 class ProcessReading:
@@ -146,8 +154,8 @@ class ProcessReading:
     A worker that dies takes its lanes with it. With `restart=N` this may happen `N` times: its lanes start anew, with `seq` 0 and
     other random numbers.
 
-    Raises `DataError` for options out of range, `GraphError` if there is nothing that can run in workers, `WorkerError` if a worker
-    cannot be started or dies, and what is raised in a worker, with its traceback.
+    Raises `DataError` for options out of range, `GraphError` if there is nothing that can run in workers, or a tap above the lanes,
+    `WorkerError` if a worker cannot be started or dies, and what is raised in a worker, with its traceback.
 
     Args:
         num_workers: processes, at most one a lane; 0: none, the graph stays as it is
@@ -192,6 +200,7 @@ class ProcessReading:
         pipe, seeded = _with_lanes(pipe, self.num_workers)
         for k in range(len(find(pipe, Lanes))):
             seam = find(pipe, Lanes)[k]                          # each edit copies the graph
+            _check_taps(seam)
             found = group_size(pipe, seam), may_share_slots(pipe, seam)
             pipe = replace(pipe, lambda p, seam=seam: p is seam, lambda old, found=found: WorkerLanes(old, self, *found, seeded))
         self.end, self.seams = pipe, find(pipe, WorkerLanes)
