@@ -171,6 +171,26 @@ def test_factors_out_of_range(name, value):
         AdvantageBuffer(fragments(Counting, Plain(), 2), judge, **{name: value})
 
 
+def test_a_critic_of_another_environment_is_named_with_what_it_was_shown():
+    critic = Critic.for_env("CartPole-v1", seed=0)
+    wide = Critic.for_env((Nested.observation_space, Nested.action_space), seed=0)
+    for env, actor, judge_, got in ((Lively, Shaky(), critic, r"float32 \[4, 1, \d\]"), (Counting, Plain(), wide, r"float32 \[4, 1, 4\]"),
+                                    (Nested, NestedMemory(), critic, r"\{'place': float32 \[4, 1, 4\], .*'exact': float32 \[4, 1\]\}")):
+        with pytest.raises(DataError, match=r"AdvantageBuffer, lane 0, leaf state.obs: the critic raised \w+Error: .*"
+                           rf" Expected observations that Critic can judge, got {got}") as e:
+            next(iter(AdvantageBuffer(fragments(env, actor, 3), judge_)))
+        assert e.value.__cause__ is not None
+
+
+def test_a_critic_that_cannot_judge_a_final_observation():
+    def value(obs):
+        if obs.ndim == 2: raise KeyError("two dimensions")
+        return obs[..., 0]
+    message = r"AdvantageBuffer, lane 0, leaf final.obs: the critic raised KeyError: 'two dim.*got float32 \[2, 4\]"
+    with pytest.raises(DataError, match=message):
+        next(iter(AdvantageBuffer(fragments(lambda: Counting([(2, "trunc")]), Plain(), 5), value)))
+
+
 @pytest.mark.parametrize("value, message", [
     (lambda obs: obs, r"AdvantageBuffer, lane 0.*shape.*\[T\+1, B\] = \[4, 1\].*\[4, 1, 4\]"),
     (lambda obs: obs[..., :1], r"AdvantageBuffer, lane 0.*shape.*\[T\+1, B\] = \[4, 1\].*\[4, 1, 1\]"),

@@ -82,6 +82,28 @@ def test_exceptions_in_spawned_workers():
         for case, found in zip(cases, pool.map(run, cases)): check_raised(found, case, 0)
 
 
+@pytest.mark.parametrize("kind", [EOFError, BrokenPipeError, ConnectionResetError])
+def test_errors_of_a_users_own_connections_are_not_taken_for_the_parents_end(kind):
+    def reads_a_file(): raise kind("in a file of mine")
+    pipe = Lanes(Calls(FragmentCollector(EnvStepper(Counting, Plain()), 2), reads_a_file), 1)
+    for method in ("fork", "spawn"):
+        error, text, cause = outcome(pipe, num_workers=1, start_method=method)
+        assert type(error) is kind and text == "in a file of mine" and "in worker 0, lane 0, Calls" in cause and "in reads_a_file" in cause
+
+
+def test_a_long_text_is_cut():
+    "Its begin and its end are told."
+    def fails(): raise KeyError("begin" + "x" * 50_000_000 + "end")
+    def unpicklable():
+        class Own(Exception): pass
+        Own.__reduce__ = None
+        raise Own("begin" + "x" * 50_000_000 + "end")
+    for function, kind in ((fails, KeyError), (unpicklable, WorkerError)):
+        error, text, cause = outcome(Lanes(Calls(FragmentCollector(EnvStepper(Counting, Plain()), 2), function), 1), num_workers=1)
+        assert type(error) is kind and len(cause) < 40_000 and "beginxxx" in cause and "xxxend" in cause and "Traceback" in cause
+        assert re.search(r"\d+ characters are left out", cause) and (kind is KeyError or len(text) < 40_000)
+
+
 def test_an_exception_that_cannot_be_pickled_or_read_again():
     class Own(Exception):
         def __init__(self, a, b): super().__init__(f"{a} and {b}")
@@ -210,6 +232,16 @@ def test_a_death_between_iterations_or_at_the_end_does_no_harm():
     start = time.monotonic()
     loader.shutdown()
     assert time.monotonic() - start < 1 * slack()
+
+
+@pytest.mark.parametrize("harm, how", [("SIGKILL", "was killed by SIGKILL"), ("exit", "ended with exit code 3")])
+@pytest.mark.parametrize("call", ["close", "pipe"])
+def test_a_death_while_closing_is_told_in_the_log(harm, how, call, caplog):
+    pipe = harmful(harm, call, 1 if call == "close" else "close")
+    with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
+        for _ in islice(loader, 4): pass
+    assert re.search(rf"worker 1 \(pid \d+\) {how} while it was closing", caplog.text)
+    assert "worker 0" not in caplog.text
 
 
 def test_a_death_while_paused():

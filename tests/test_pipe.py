@@ -4,6 +4,8 @@ import gc
 import pickle
 import subprocess
 import sys
+from abc import abstractmethod
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -173,6 +175,68 @@ def test_validation_length_and_truth():
     with pytest.raises(TypeError, match="Scale has no length: Toy has no length: the stream"): len(Scale(Toy()))
     with pytest.raises(NotImplementedError, match=r"Pipe must define stream\(self, items\)"): list(Pipe(Toy()))
     Toy.opened = Toy.closed = 0
+
+
+def test_a_stream_that_gives_nothing_is_refused_when_its_class_is_made():
+    "Over an endless source it would never come back."
+    def lacks(): return pytest.raises(TypeError, match=r"^(Silent|Mixed)\.stream neither yields nor returns an iterator\. Expected")
+    with lacks():
+        class Silent(Pipe):
+            def stream(self, items):
+                for x in items: print(x)
+    with lacks():
+        class Silent(Source):                                           # noqa: F811
+            def stream(self, items):
+                "Nothing."
+    with lacks():
+        class Silent(Scale):                                            # noqa: F811
+            def stream(self, items):
+                for x in items:
+                    if x > 3: return
+                    items = (y for y in [x])                            # that another function yields does not count
+                return None
+    class Loud:
+        def stream(self, items): list(items)
+    with lacks():
+        class Mixed(Loud, Pipe): pass                                   # whoever the method comes from
+
+
+def test_streams_that_return_an_iterator_raise_or_are_abstract():
+    class Plus(Pipe):
+        def stream(self, items): return map(abs, items)
+    class Maybe(Pipe):
+        def stream(self, items): return iter(()) if items is None else items
+    class Either(Pipe):
+        def stream(self, items):
+            if items is None: return
+            return (x for x in items)
+    class One(Pipe):
+        stream = lambda self, items: zip(items)                         # noqa: E731
+    class Base(Pipe):
+        def stream(self, items): raise NotImplementedError("a subclass says it")
+    class Abstract(Pipe):
+        @abstractmethod
+        def stream(self, items): ...
+    class Decorated(Pipe):
+        @torch.no_grad()
+        def stream(self, items): yield from items
+    class Foreign(Pipe):
+        stream = partial(filter, None)
+    source = IterableWrapper([1, 2])
+    assert list(Plus(source)) == list(Maybe(source)) == list(Either(source)) == list(Decorated(source)) == list(Foreign(source)) == [1, 2]
+    assert list(One(source)) == [(1,), (2,)]
+    with pytest.raises(NotImplementedError, match="a subclass"): list(Base(source))
+
+
+def test_a_stream_that_returns_no_iterator_is_named():
+    class Number(Pipe):
+        def stream(self, items): return 3
+    class Sometimes(Pipe):
+        def stream(self, items):
+            if items is None: return items
+    for cls, got in ((Number, "3"), (Sometimes, "None")):
+        with pytest.raises(TypeError, match=f"^{cls.__name__}.stream returned {got}, expected an iterator$"): list(cls(Toy()))
+    Toy.opened = Toy.closed = 0                                          # the iterators of `Toy` were never started
 
 
 def test_repr_is_short():

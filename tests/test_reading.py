@@ -20,6 +20,7 @@ from rollpipe.layers import Critic, GaussianPolicy
 from rollpipe.pipes import (DataError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, Minibatcher,
                             ProcessReading, WorkerError, bump_version, on_policy, rollouts)
 from rollpipe.pipes.graph import nodes
+from rollpipe.pipes.taps import EpisodeStats, Tap, Throughput
 from rollpipe.pipes.torchdata import DataLoader2, InProcessReadingService, ReadingServiceInterface
 
 METHODS = "fork", "spawn", "forkserver"
@@ -643,3 +644,45 @@ if len(sys.argv) > 1: raise ZeroDivisionError
 @pytest.mark.parametrize("affinity", [[999], [{0, 999}], [0, 999], [[]], ["gpu"], ["cuda:99"], [None], [0.5]])
 def test_cores_and_devices_that_are_not_there_are_named_before_anything_starts(affinity):
     with pytest.raises(DataError, match="ProcessReading, leaf affinity: no such cores or device"): ProcessReading(2, affinity=affinity)
+
+
+# --- taps
+
+def collected(tap_ticks=lambda p: p): return FragmentCollector(tap_ticks(EnvStepper(Counting, Plain(), 2)), 3)
+
+
+def tapped(where, tap):
+    "A graph with `tap` above or below `Lanes`, or at a place where `ProcessReading` puts lanes of its own."
+    if where == "above, on ticks": return Lanes(collected(tap), 2)
+    if where == "above, on fragments": return Lanes(tap(collected()), 2)
+    if where == "above lanes to come": return collected(tap)
+    return tap(Lanes(collected(), 2)) if where == "below" else tap(collected())
+
+
+TAPS = [lambda p, told: EpisodeStats(p, told), lambda p, told: Tap(p, told), lambda p, told: Throughput(p, told)]
+each_tap = pytest.mark.parametrize("make", TAPS, ids=["EpisodeStats", "Tap", "Throughput"])
+
+
+@each_tap
+@pytest.mark.parametrize("where", ["above, on ticks", "above, on fragments", "above lanes to come"])
+def test_a_tap_whose_function_would_be_a_copy_in_a_worker_is_refused(make, where):
+    told = []
+    pipe = tapped(where, lambda p: make(p, told.append))
+    with pytest.raises(GraphError, match=r"^(EpisodeStats|Tap|Throughput): in a worker process .* Expected taps below `Lanes`"):
+        iter(DataLoader2(pipe, reading_service=ProcessReading(2)))
+    for service in (None, ProcessReading(0)):                  # in one process it tells all
+        with DataLoader2(pipe, reading_service=service) as loader: list(islice(loader, 40))
+        assert told
+        told.clear()
+
+
+@each_tap
+@pytest.mark.parametrize("where", ["below", "below lanes to come"])
+def test_a_tap_below_the_lanes_is_told_all(make, where):
+    def told(workers):
+        found = []
+        with DataLoader2(tapped(where, lambda p: make(p, found.append)), reading_service=ProcessReading(workers)) as loader:
+            return found, len(list(islice(loader, 40)))
+    for workers in (0, 2):
+        found, n = told(workers)
+        assert n == 40 and found

@@ -13,8 +13,8 @@ from reference import Solo, apply, assert_same, flatten
 from toys import ENDS, Counting, Limit, Memory, Nested, NestedMemory, Plain, judge
 
 from rollpipe.pipes import (
-    AdvantageBuffer, DataError, DataLoader2, EnvError, EnvStepper, EpisodeCollector, FragmentCollector, Fragments, FragmentStacker, Lanes,
-    Minibatcher, Step, Steps, WithImage,
+    AdvantageBuffer, DataError, DataLoader2, EnvError, EnvStepper, EpisodeCollector, Final, Fragment, FragmentCollector, Fragments,
+    FragmentStacker, Lanes, Minibatcher, State, Step, Steps, Tick, WithImage,
 )
 from rollpipe.pipes.torchdata import IterableWrapper
 
@@ -288,3 +288,24 @@ def test_pictures_show_the_moment_after_the_step():
     with pytest.raises(DataError, match=r"env\['picture'\]: no such info"): list(Steps(pipe, image="picture"))
     with pytest.raises(EnvError, match="draws no pictures"): WithImage(Counting())
     with pytest.raises(EnvError, match="rgb_array"): WithImage(gym.make("CartPole-v1"))
+
+
+# --- torch's own loader
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("env, actor", [(Counting, Plain), (Nested, NestedMemory)])
+def test_torchs_loader_joins_steps_to_batches(env, actor, num_workers):
+    "With its own `default_collate`, though a step without advantage and picture has leaves that are None."
+    steps = Steps(Lanes(collector([MIXED] * 2, env=env, actor=actor), 2, seed=0))
+    loader = torch.utils.data.DataLoader(steps, batch_size=5, num_workers=num_workers)
+    expected = list(islice(steps, 15))
+    for batch, start in zip(loader, range(0, 15, 5)):
+        assert_same(batch, Step.stack(expected[start:start + 5]))
+        assert type(batch) is Step and batch.reward.shape == (5,) and batch.advantage is None
+
+
+def test_what_a_field_means_stands_at_the_field():
+    for cls in (Step, State, Tick, Final, Fragment):
+        for name in cls._fields:
+            assert f"\n        {name}: {getattr(cls, name).__doc__}\n" in cls.__doc__
+    assert Step.state.__doc__.startswith("observation before the action")

@@ -14,21 +14,31 @@ from torch import Tensor
 
 from . import nested, returns
 from .data import Fragment, check_item
-from .errors import DataError, describe
+from .errors import DataError, PipeError, describe
 from .pipe import Pipe
 from .modules import EvalMode
 from .torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/15_advantage.ipynb #ecf504e5
 def _evaluate(critic, obs, actor):
-    "The critic's values, without gradients and in evaluation mode. `critic.inputs`, if it exists, makes its input from `obs` and `actor`."
-    obs = nested.as_seen(obs)
+    "The critic's values. `critic.inputs`, if it exists, makes its input from `obs` and `actor`."
     if hasattr(critic, 'inputs'): obs = critic.inputs(obs, actor)
-    with torch.no_grad(), EvalMode(critic):
-        try: return critic(obs)
-        except RuntimeError:     # a `view` needs contiguous observations, and those from worker processes may have other strides
-            if all(x.is_contiguous() for x in nested.leaves(obs)): raise
-            return critic(nested.map(Tensor.contiguous, obs))
+    try: return critic(obs)
+    except RuntimeError:     # a `view` needs contiguous observations, and those from worker processes may have other strides
+        if all(x.is_contiguous() for x in nested.leaves(obs)): raise
+        return critic(nested.map(Tensor.contiguous, obs))
+
+
+def _judged(critic, obs, actor, leaf):
+    "The critic's values without gradients and in evaluation mode. `leaf` names the observations in the error if it fails."
+    obs = nested.as_seen(obs)
+    try:
+        with torch.no_grad(), EvalMode(critic): return _evaluate(critic, obs, actor)
+    except PipeError: raise
+    except Exception as e:
+        name = getattr(critic, '__name__', type(critic).__name__)
+        raise DataError(f"the critic raised {type(e).__name__}: {e}", leaf=leaf, expected=f"observations that {name} can judge",
+                        got=describe(obs)) from e
 
 # %% ../../nbs/pipes/15_advantage.ipynb #4695536d
 def values(
@@ -38,7 +48,7 @@ def values(
     """`(v_t, v_tp1)`, both `[T, B]` float32: the values of each step's state and of the next state.
 
     Where an episode was truncated, `v_tp1` is the value of the true last observation. Where it terminated, `v_tp1` has no meaning.
-    Raises `DataError` if there is neither a critic nor a reported value, or if the values have the wrong shape.
+    Raises `DataError` if there is neither a critic nor a reported value, if the critic fails, or if the values have the wrong shape.
 
     Args:
         critic: `critic(obs [..., *]) -> [...]`; None: the `value` that the actor reported
@@ -49,8 +59,8 @@ def values(
                             got=f"leaves {nested.paths(fragment.actor, 'actor')}")
         v, v_final = fragment.actor['value'], fragment.final.actor['value']
     else:
-        v = _evaluate(critic, fragment.state.obs, fragment.actor)
-        v_final = _evaluate(critic, fragment.final.obs, fragment.final.actor) if len(fragment.final.t) else None
+        v = _judged(critic, fragment.state.obs, fragment.actor, 'state.obs')
+        v_final = _judged(critic, fragment.final.obs, fragment.final.actor, 'final.obs') if len(fragment.final.t) else None
     for name, x, lead in (('v', v, fragment.state.rew.shape), ('v of the final observations', v_final, fragment.final.t.shape)):
         if x is None: continue
         if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.shape != lead:
@@ -70,7 +80,7 @@ class AdvantageBuffer(Pipe):
     The advantage of rows that are not `valid` is 0.
 
     Source: Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation", https://arxiv.org/abs/1506.02438.
-    Raises `DataError` if a value or advantage is not finite, or if there is neither a critic nor a reported value.
+    Raises `DataError` if a value or advantage is not finite, if the critic fails, or if there is neither a critic nor a reported value.
 
     Args:
         pipe: yields `Fragment`s

@@ -6,6 +6,7 @@
 __all__ = ['Traits', 'trait', 'held_by', 'EditsByClass', 'Pipe', 'Source', 'Seeded']
 
 # %% ../../nbs/pipes/06_pipe.ipynb #28b84d4c
+import dis, inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -81,6 +82,18 @@ class EditsByClass:
         if len(sources := graph.inputs(old)) == 1: return cls(sources[0], **kwargs)
         raise GraphError(f'{cls.__name__} reads one pipe and cannot replace one with {len(sources)} inputs', pipe=old)
 
+# %% ../../nbs/pipes/06_pipe.ipynb #a8e2fe47
+def _gives_items(function) -> bool:
+    "Does `function` yield, or return anything but None, or leave that to subclasses (`NotImplementedError`, `abstractmethod`)?"
+    code = getattr(function, '__code__', None)
+    if code is None or code.co_flags & inspect.CO_GENERATOR or 'NotImplementedError' in code.co_names: return True
+    if getattr(function, '__isabstractmethod__', False): return True
+    steps = list(dis.get_instructions(code))
+    # A jump to a `return` means that it returns what was computed before.
+    return any(step.opname == 'RETURN_CONST' and step.argval is not None
+               or step.opname == 'RETURN_VALUE' and (step.is_jump_target or before.opname != 'LOAD_CONST' or before.argval is not None)
+               for before, step in zip([None, *steps], steps))
+
 # %% ../../nbs/pipes/06_pipe.ipynb #658834d6
 class Pipe(Traits, EditsByClass, IterDataPipe):
     """A stage of a pipeline: it reads one pipe and yields a stream.
@@ -94,9 +107,14 @@ class Pipe(Traits, EditsByClass, IterDataPipe):
     the copy of the graph that `DataLoader2` makes uses the same objects (see `modules.Handle`). All else is copied.
 
     Raises:
-        TypeError: `pipe` is not an IterDataPipe.
+        TypeError: `pipe` is not an IterDataPipe; or, when a subclass is made, its `stream` can give nothing.
     """
     no_length = 'the stream of its source has none'     # why `len` fails
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if _gives_items(cls.stream): return
+        raise TypeError(f'{cls.__name__}.stream neither yields nor returns an iterator. Expected a generator: `for x in items: yield x`')
 
     def __init__(self, pipe: IterDataPipe):
         if not isinstance(pipe, IterDataPipe):
@@ -111,7 +129,10 @@ class Pipe(Traits, EditsByClass, IterDataPipe):
 
     def _run(self, **options):
         items = self._open()
-        try: yield from self.stream(items, **options)
+        try:
+            stream = self.stream(items, **options)
+            if not hasattr(stream, '__iter__'): raise TypeError(f'{type(self).__name__}.stream returned {stream!r}, expected an iterator')
+            yield from stream
         finally:
             if close := getattr(items, 'close', None): close()
 

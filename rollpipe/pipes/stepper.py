@@ -16,7 +16,7 @@ from . import nested
 from .data import State, Tick, TickSource
 from .envs.actions import in_containers
 from .envs.batch import Batch, Outcome
-from .errors import ActorError, EnvError, PipeError, check_integer, describe
+from .errors import ActorError, EnvError, GraphError, PipeError, check_integer, describe
 from .pipe import Seeded, Source
 from .reactions import AnswerCheck, SeededActor, as_input
 from .envs.factories import VectorFactory, env_factories
@@ -152,7 +152,7 @@ class EnvStepper(Seeded, Source):
 
     Raises `EnvError` (unknown id, environment that fails or returns something invalid), `ActorError` (the same for the
     actor), `SpaceError` (spaces without a fixed-size array form) or `DataError` (`sticky < 1`). The error names lane, environment and
-    leaf where they are known.
+    leaf where they are known; and `GraphError` in several workers of a torch `DataLoader`, if there are no `Lanes` for them to divide.
 
     Args:
         source: gymnasium id, factory `source()` or `source(seed=...)`, or a list of those
@@ -169,7 +169,7 @@ class EnvStepper(Seeded, Source):
         device: the actor's device; its input is copied there, and its answer back to the host
     """
     factories: list     # of `EnvFactory`, or one `VectorFactory`
-    keeps_items = False
+    keeps_items, n_processes = False, 1
     no_length = "environments can be stepped without end"
 
     def __init__(self,
@@ -214,8 +214,14 @@ class EnvStepper(Seeded, Source):
         if self.device is not None and self.device.type == 'cuda': envs.pin_memory()
         return envs
 
+    def apply_sharding(self, num_of_instances: int, instance_id: int) -> None:
+        "The loaders of torch and torchdata call this in their processes, unless `Lanes` below are divided among them."
+        self.n_processes = num_of_instances
+
     def interact(self) -> Interaction:
         "A new `Interaction` of the actor with new environments. The caller closes its `envs`."
+        if self.n_processes > 1:
+            raise GraphError(f"{self.n_processes} processes would collect the same", pipe=self, expected="`Lanes` to divide among them")
         env_seed, actor_seed = self.seed_sequence().spawn(2)
         return Interaction(self.actor, self.make_envs(env_seed), actor_seed, lane=self.lane, explore=self.explore, device=self.device)
 

@@ -15,14 +15,15 @@ import gymnasium as gym
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from . import nested
-from .data import Final, Fragment, State, check_item
+from .envs.factories import space_spec, spaces_of
+from .data import Final, Fragment, State, check_item, with_field_docs
 from .errors import DataError, check_integer, describe
 from .fragment_ops import unstacked
 from .pipe import Pipe
 from .taps import EpisodeSums
-from .envs.factories import space_spec, spaces_of
 from .torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/23_steps.ipynb #e97c94cb
@@ -41,10 +42,10 @@ def _random_fields(rng, obs_space, act_space) -> dict:
 
 def _plain(x):
     "Plain dicts and tuples in place of gymnasium's own types."
-    if isinstance(x, dict): return {k: _plain(v) for k, v in x.items()}
-    return tuple(map(_plain, x)) if isinstance(x, tuple) else x
+    return {k: _plain(v) for k, v in x.items()} if isinstance(x, dict) else tuple(map(_plain, x)) if isinstance(x, tuple) else x
 
 # %% ../../nbs/pipes/23_steps.ipynb #6a992a9c
+@with_field_docs
 class Step(NamedTuple):
     """One transition of one environment; every leaf is a tensor without batch dimensions (`Step.stack` adds one).
 
@@ -86,7 +87,6 @@ class Step(NamedTuple):
             if x.is_floating_point(): return x.to(*args, **kwargs)
             return x.to(x.new_empty(0, dtype=torch.float32).to(*args, **kwargs).device)
         return nested.map(move, self)
-
     @staticmethod  # a batch: the `Step` with leaves `[n, ...]` of `n` steps
     def stack(steps: list) -> 'Step': return nested.stack(steps)
 
@@ -105,6 +105,10 @@ class Step(NamedTuple):
         """
         spaces = (gym.spaces.Box(-np.inf, np.inf, (4,)), gym.spaces.Discrete(2)) if env is None else spaces_of(env)
         return Step(**{**_random_fields(np.random.default_rng(seed), *map(deepcopy, spaces)), **fields})
+
+# %% ../../nbs/pipes/23_steps.ipynb #f3621c36
+def _collate_steps(steps, *, collate_fn_map=None): return Step.stack(steps)
+default_collate_fn_map[Step] = _collate_steps
 
 # %% ../../nbs/pipes/23_steps.ipynb #e4d2ee5c
 def next_observations(fragment: Fragment) -> Any:
@@ -276,11 +280,10 @@ def _has_last(step):
 class Fragments(Pipe):
     """Join `Step`s, in the order in which `Steps` yields them, to fragments of `n_steps` steps of each lane's environments.
 
-    `state`, `term`, `final`, `valid`, `adv`, `lane` and `seq` (counted anew) are the same as before if every row was a
-    transition. The reports of the actor and the environment are lost (`actor=None`, `env={}`, `hx=()`, `version=None`,
-    `ret=None`). A fragment is ready when each environment of its lane has one step more than the fragment, because the last row shows
-    the observation of the following step. When the steps end, the remaining ones make shorter fragments, as long as the
-    environment with the fewest steps has some. If an episode ended there, their last row repeats its last observation.
+    `state`, `term`, `final`, `valid`, `adv`, `lane` and `seq` (counted anew) are the same as before if every row was a transition. The
+    reports of the actor and the environment are lost (`actor=None`, `env={}`, `hx=()`, `version=None`, `ret=None`). A fragment is ready
+    when each environment of its lane has one step more than the fragment, because the last row shows the observation of the following
+    step. The last steps make shorter fragments; if an episode ended there, their last row repeats its last observation.
 
     Raises `DataError` if `n_steps < 1`, or if the steps of an environment do not follow one another.
 

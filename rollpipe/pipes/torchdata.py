@@ -6,10 +6,18 @@
 __all__ = ['reading_service', 'IterDataPipe', 'MapDataPipe', 'IterableWrapper', 'Mapper', 'traverse_dps']
 
 # %% ../../nbs/pipes/02_torchdata.ipynb #aee97187
-import importlib, warnings
+import importlib, threading, warnings
 from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data.datapipes.iter import IterableWrapper, Mapper
 from torch.utils.data.graph import traverse_dps
+
+# %% ../../nbs/pipes/02_torchdata.ipynb #e195d551
+def _own_in_each_thread():
+    "A class attribute that is None until a thread sets it, and is set for that thread only."
+    values = threading.local()
+    return property(lambda cls: vars(values).get(cls), lambda cls, value: vars(values).__setitem__(cls, value))
+
+for _name in ("reduce_ex_hook", "getstate_hook"): setattr(type(MapDataPipe), _name, _own_in_each_thread())
 
 # %% ../../nbs/pipes/02_torchdata.ipynb #a7e4279c
 _all_ = ["IterDataPipe", "MapDataPipe", "IterableWrapper", "Mapper", "traverse_dps", "reading_service"]     # without the lazy names

@@ -19,7 +19,7 @@ from ..graph import find, nodes
 from ..modules import modules_in
 from ..pipe import held_by, trait
 from ..stepper import EnvStepper
-from .remote_errors import pack_exception
+from .remote_errors import pack_exception, send_exception, shortened
 from .slot_writer import SlotWriter
 from .slots import EMPTY_LAYOUT, Layout
 
@@ -93,7 +93,7 @@ def _close(link, name, stream):
         try: getattr(stream, 'close', lambda: None)()
         except Exception as e: errors.append(e)
     try:
-        for x in caught: link.send(('warning', f"{name}: {x.message}"))
+        for x in caught: link.send(('warning', shortened(f"{name}: {x.message}")))
         for x in errors: link.send(('error', *pack_exception(x, name)))
     except OSError: pass                         # the parent has ended
 
@@ -140,11 +140,10 @@ def run_lanes(
                 end = time.monotonic()
                 link.send_bytes(pickle.dumps((*writer.write(item), publication, begin, end)))     # a tuple is faster than a `Reply`
                 item = None
-    except (EOFError, BrokenPipeError): pass     # the parent has ended
     except SystemExit: raise
     except BaseException as e:
         if isinstance(e, PipeError): e.locate(lane=lane)
-        link.send(('error', *pack_exception(e, f"{name}, lane {lane}")))
+        send_exception(link, e, f"{name}, lane {lane}")
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)     # environments may take the parent's `grace` to close
         for lane, stream in streams.items(): _close(link, f"{name}, lane {lane}", stream)

@@ -16,7 +16,7 @@ import cloudpickle
 import torch
 
 from ..errors import WorkerError
-from .remote_errors import TracebackFile, log, pack_exception, unpack_exception
+from .remote_errors import TracebackFile, log, send_exception, unpack_exception
 
 # %% ../../../nbs/pipes/30_workers/07_process.ipynb #8066ad3d
 def _run_worker(function, shared, args, name, link, inherited, traceback_file, threads, cores):
@@ -33,9 +33,8 @@ def _run_worker(function, shared, args, name, link, inherited, traceback_file, t
         torch.set_num_threads(threads)
         if cores is not None: os.sched_setaffinity(0, cores)
         function(link, *shared, *(cloudpickle.loads(args) if isinstance(args, bytes) else args))
-    except (EOFError, BrokenPipeError): pass              # the parent has ended
     except SystemExit: raise
-    except BaseException as e: link.send(('error', *pack_exception(e, name)))
+    except BaseException as e: send_exception(link, e, name)
     finally:
         link.close()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)     # everything is closed, so SIGTERM may now end the process at once
@@ -90,15 +89,16 @@ def _death_of(worker) -> WorkerDied:
     worker.process.join(5)     # an interpreter that exits normally may need a moment
     code = worker.process.exitcode
     if code is None: return WorkerDied(f"{worker} closed its connection")
-    if code < 0: return WorkerDied(f"{worker} was killed by {_signal_name(-code)}")
-    if worker.traceback_file.is_served(): return WorkerDied(f"{worker} ended with exit code {code}")
-    return WorkerNotStarted(f"{worker} ended with exit code {code} while it was started", expected="in a script that uses spawn or "
+    if code < 0 or worker.traceback_file.is_served(): return WorkerDied(f"{worker} {_end_of(code)}")
+    return WorkerNotStarted(f"{worker} {_end_of(code)} while it was started", expected="in a script that uses spawn or "
                       "forkserver: what starts processes stands under `if __name__ == '__main__':`")
 
 
-def _signal_name(number) -> str:
-    try: return signal.Signals(number).name
-    except ValueError: return f"signal {number}"
+def _end_of(code) -> str:
+    "How a process with this exit code ended."
+    if code >= 0: return f"ended with exit code {code}"
+    try: return f"was killed by {signal.Signals(-code).name}"
+    except ValueError: return f"was killed by signal {-code}"
 
 # %% ../../../nbs/pipes/30_workers/07_process.ipynb #5d0f1d03
 def end_workers(workers: Iterable, failed: bool = False) -> list:
@@ -110,7 +110,9 @@ def end_workers(workers: Iterable, failed: bool = False) -> list:
 def _end_all(parts, grace, failed=False) -> list:
     "Ask the processes to end, terminate those that do not end, and kill those that still run."
     errors, links = [], {link for _, link, _ in parts}
+    by_themselves = [process for process, _, _ in parts if process.is_alive()]       # and then end without being pushed
     for patience, push in ((0. if failed else 0.5, _ask), (grace, _terminate), (5., _kill)):
+        if push is not _ask: by_themselves = [process for process in by_themselves if not process.is_alive()]
         for process, link, _ in parts: push(process, link)
         deadline = time.monotonic() + patience
         while (alive := [p for p, _, _ in parts if p.is_alive()]) and (left := deadline - time.monotonic()) > 0:
@@ -120,6 +122,8 @@ def _end_all(parts, grace, failed=False) -> list:
     for process, link, traceback_file in parts:
         process.join(1)
         _drain(link, errors)
+        if process.exitcode and process in by_themselves and not failed:
+            log.warning(f"{process.name} (pid {process.pid}) {_end_of(process.exitcode)} while it was closing")
         link.close()
         traceback_file.close()
     return errors

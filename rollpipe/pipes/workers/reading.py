@@ -19,6 +19,7 @@ from ..fragments import FragmentCollector
 from ..graph import copy_graph, find, inputs, insert_after, nodes, replace
 from ..lanes import GlobalRandomStates, Lanes
 from ..pipe import trait
+from ..taps import EpisodeStats, Tap, Throughput
 from ..torchdata import IterDataPipe
 from .coordinator import Coordinator
 from .members import check_affinity
@@ -68,6 +69,7 @@ class WorkerLanes(Lanes):
                  seeded: bool,        # False: the graph had no `Lanes`, and its single lane keeps its seeds
     ):
         super().__init__(lanes.pipe, lanes.n, lanes.seed, lanes.threads)
+        self.divisions = lanes.divisions
         self.service, self.group_size, self.share_slots, self.seeded, self.coordinator = service, group_size, share_slots, seeded, None
         # Without `set_seed`, torchdata draws no seed here, as in the graph without a seam.
         if not seeded: self.set_seed = None     # pyright: ignore[reportAttributeAccessIssue]
@@ -86,6 +88,9 @@ class WorkerLanes(Lanes):
 
     def _run(self) -> Iterator:
         self.close()
+        if len(self.own_lanes()) < self.n:
+            raise GraphError("the lanes are divided among processes already", pipe=self, expected="`Lanes` of its own for each process",
+                             got=f"lanes {list(self.own_lanes())} of {self.n}")
         coordinator = self.coordinator = Coordinator(self, self.service)
         failed = True
         try:
@@ -132,6 +137,13 @@ def _with_lanes(pipe, n) -> tuple:
         raise GraphError("nothing here can run in worker processes", pipe=pipe, expected="`Lanes`, or a `FragmentCollector`")
     return insert_after(pipe, lambda p: p is fragments[-1], lambda p: Lanes(p, n)), n > 1
 
+# %% ../../../nbs/pipes/30_workers/13_reading.ipynb #682ff143
+def _check_taps(seam):
+    "Raise `GraphError` for the first tap above `seam`, because nobody in this process would hear of what it sees."
+    for tap in find(seam.pipe, lambda p: isinstance(p, (EpisodeStats, Tap, Throughput))):
+        raise GraphError("in a worker process a tap calls a copy of its function, and what that is told stays there", pipe=tap,
+                         expected="taps below `Lanes`, or below the last collector if there are no `Lanes`", got=f"one above {seam!r}")
+
 # %% ../../../nbs/pipes/30_workers/13_reading.ipynb #3c7df6e7
 @torchdata.reading_service
 class ProcessReading:
@@ -150,8 +162,8 @@ class ProcessReading:
     If a worker dies, its lanes are lost. With `restart=N` this may happen `N` times: the lanes begin anew, with `seq` 0 and
     other random numbers.
 
-    Raises `DataError` for options out of range, `GraphError` if no part of the graph can run in workers, and `WorkerError` if a worker
-    cannot be started or dies. Exceptions in a worker are raised again, with their traceback.
+    Raises `DataError` for options out of range, `GraphError` if no part of the graph can run in workers, and or a tap above the lanes,
+    `WorkerError` if a worker cannot be started or dies. Exceptions in a worker are raised again, with their traceback.
 
     Args:
         num_workers: number of processes, at most one per lane; 0: none, and the graph is not changed
@@ -196,6 +208,7 @@ class ProcessReading:
         pipe, seeded = _with_lanes(pipe, self.num_workers)
         for k in range(len(find(pipe, Lanes))):
             seam = find(pipe, Lanes)[k]                          # each edit copies the graph
+            _check_taps(seam)
             make = partial(WorkerLanes, service=self, group_size=group_size(pipe, seam), share_slots=may_share_slots(pipe, seam),
                            seeded=seeded)
             pipe = replace(pipe, lambda p, seam=seam: p is seam, make)
@@ -221,8 +234,8 @@ class ProcessReading:
 
     def _coordinators(self) -> list: return [seam.coordinator for seam in self.seams if seam.coordinator]
 
-    def _pause(self):
+    def _pause(self, pause_fn=None):
         for coordinator in self._coordinators(): coordinator.settle()
 
-    def _resume(self): pass
-    def _limit(self, num_batches): pass
+    def _resume(self, resume_fn=None): pass
+    def _limit(self, num_batches, limit_fn=None): pass
