@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse, difflib, importlib, os, signal, sys
 from argparse import Namespace
+from typing import Any
 
 import rollpipe
 from .algorithms import ALGORITHMS, options_for
@@ -125,9 +126,9 @@ def _run(argv: list | None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (KeyboardInterrupt, Interrupted) as e:
-        number, text = (*e.args, "interrupted")[:2] if e.args else (signal.SIGINT, "interrupted")
-        print(f"\n{text}", file=sys.stderr)
-        return 128 + number
+        told: Any = e.args or (signal.SIGINT,)  # the number of the signal, perhaps a text
+        print(f"\n{(*told, 'interrupted')[1]}", file=sys.stderr)
+        return 128 + told[0]
     except USER_ERRORS as e:
         if hasattr(args, "debug"): raise
         plain = isinstance(e, (UsageError, PipeError, OSError, ImportError))

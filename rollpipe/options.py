@@ -43,7 +43,7 @@ def meanings(function: Callable) -> dict:
     return {**(meanings(other) if other else {}), **comments, **args_section(owner.__doc__), **args_section(function.__doc__)}
 
 # %% ../nbs/03_options.ipynb #5ce2e98c
-_TYPES = dict(bool=bool, int=int, float=(int, float), str=str, dict=dict, value=(bool, int, float, str, tuple, list, dict, type(None)))
+_TYPES: dict[str, Any] = dict(bool=bool, int=int, float=(int, float), str=str, dict=dict, value=object)
 
 
 def kinds_of(

@@ -182,6 +182,6 @@ def learning_curve(
     seeds = max(map(len, groups.values()))
     over = f"mean and {'range' if band == 'range' else 'standard deviation'} over seeds" if seeds > 1 else ""
     _style(axes, x, y, ": ".join(filter(None, [common, over])), legend=len(groups) > 1 or seeds > 1)
-    figure._repr_png_ = partial(_png, figure)
+    vars(figure)["_repr_png_"] = partial(_png, figure)
     if path is not None: figure.savefig(path)
     return figure

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib, errno, json, math, os, shutil, sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import optree
 import torch
@@ -139,18 +139,18 @@ def _write_config(folder: Path, config: dict) -> None:
 # %% ../nbs/06_runs.ipynb #c8b29057
 def _check_stored(found: Checkpoint) -> None:
     "Raise `DataError` for values of the wrong type, and for sizes that do not agree with the rest of the file."
-    config, counters = found.config, found.counters
+    config, counters, state = found.config, found.counters, cast(Any, found.agent_state)
     if not all(type(x) in (int, float) and 0 <= x < math.inf for x in counters.values()): raise DataError("counters", got=str(counters))
     if not isinstance(config["env"], str): raise DataError("environment", expected="an id", got=repr(config["env"]))
     if not isinstance(config["env_kwargs"], dict): raise DataError("env_kwargs", got=repr(config["env_kwargs"]))
     imports = config.get("imports", [])
     if not isinstance(imports, list) or not all(isinstance(x, str) for x in imports): raise DataError("imports", got=repr(imports))
     options = {option: config["options"].get(option.name, option.default) for option in options_for(config["algorithm"])}
-    sizes = {n for x in optree.tree_leaves(found.agent_state) if isinstance(x, torch.Tensor) for n in x.shape}
+    sizes = {n for x in optree.tree_leaves(state) if isinstance(x, torch.Tensor) for n in x.shape}
     for option, value in options.items():
         option.check(value)
         if option.kinds == ("int,...",) and not set(value) <= sizes:
-            raise DataError("there are no such layers in the file", leaf=option.flag, got=str(value))
+            raise DataError("does not fit the agent, which has no such layers", leaf=option.flag, got=str(value))
     for name, low in dict(steps=1, seed=0, threads=1, checkpoint_every=1, eval_every=0, workers=0, restarts=0).items():
         check_integer(name, config.get(name, low), low)
     n = {option.name: value for option, value in options.items()}
