@@ -95,10 +95,10 @@ def make_config(
     _check_lanes(workers, options.get("lanes", defaults.get("lanes", 1)))
     modules = dict(rollpipe=rollpipe, torch=torch, gymnasium=gymnasium, numpy=np)
     versions = dict(python=platform.python_version(), **{name: m.__version__ for name, m in modules.items()})
-    config = dict(algorithm=algorithm, env=env, env_kwargs=env_kwargs or {}, imports=imports, name=name, seed=seed, steps=steps,
+    config = dict(algorithm=algorithm, env=env, env_kwargs=env_kwargs or {}, name=name, seed=seed, steps=steps,
                   threads=threads, checkpoint_every=checkpoint_every, eval_every=eval_every,
                   workers=workers, lag=lag, order=order, restarts=restarts,
-                  options={**defaults, **options}, versions=versions)
+                  options={**defaults, **options}, versions=versions, **(dict(imports=imports) if imports else {}))
     try: return json.loads(json.dumps(config))
     except TypeError as e: raise DataError(f"the configuration cannot be written as JSON: {e}") from None
 
