@@ -17,7 +17,7 @@ from .shared_options import check_range, shared_options
 from .trust_region import CGResult, conjugate_gradients
 from ..pipes import nested
 from ..pipes.data import Fragment, State
-from ..pipes.errors import check_integer
+from ..pipes.errors import DataError, check_integer
 
 # %% ../../nbs/agents/13_natural_gradient.ipynb #7c785a29
 class PolicyRows(NamedTuple):
@@ -153,7 +153,10 @@ class NaturalGradientLearner(Learner):
         self.damping, self.fvp_subsample = damping, fvp_subsample
         self.cg_iters = check_integer('cg_iters', cg_iters, pipe=self)
         self.params = [p for p in actor.parameters() if p.requires_grad]
-        self.optimizer = None if critic is None else torch.optim.Adam(critic.parameters(), lr=self.options.lr_of_critic, fused=True)
+        if critic is not None:
+            if (lr := self.options.critic_lr) is None:
+                raise DataError(f"{type(self).__name__} fits its critic", leaf='critic_lr', expected="a learning rate", got="None")
+            self.optimizer = torch.optim.Adam(critic.parameters(), lr=lr, fused=True)
 
     def improve(self, batch: Fragment) -> tuple:
         "The policy's half of an update: `(metrics, old, rows)`, from which `report` makes the metrics."
