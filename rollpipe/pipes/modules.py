@@ -7,7 +7,7 @@ __all__ = ['ByIdentity', 'Handle', 'version_of', 'bump_version', 'counted_versio
            'torch_threads']
 
 # %% ../../nbs/pipes/05_modules.ipynb #2ea7f9ea
-import functools, inspect, os, uuid, weakref
+import functools, inspect, operator, os, uuid, weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -104,6 +104,9 @@ def bump_version(
     _changes[module] = None
 
 # %% ../../nbs/pipes/05_modules.ipynb #2ab84656
+_in_place_changes = operator.attrgetter('_version')     # torch counts them for each tensor
+
+
 def counted_version(
     holder: Any,           # an actor
     parameters: Iterable,  # its parameters
@@ -116,7 +119,7 @@ def counted_version(
         holder: an actor
         parameters: its parameters
     """
-    changes, known = sum(p._version for p in parameters), _changes.get(holder)
+    changes, known = sum(map(_in_place_changes, parameters)), _changes.get(holder)
     if changes != known:
         if known is not None: _versions[holder] = version_of(holder) + 1
         _changes[holder] = changes
@@ -190,20 +193,16 @@ class EvalMode:
 
     The modules are looked up when it is made, so using it again costs little. The object may be a function that uses a module.
     """
-    def __init__(self, holder: Any): self.modules = [part for module in modules_in(holder) for part in module.modules()]
+    def __init__(self, holder: Any):
+        # `module.training = ...` takes ten times as long as its entry in the module's dict
+        self.modules = [vars(part) for module in modules_in(holder) for part in module.modules() if 'training' in vars(part)]
 
     def __enter__(self) -> None:
-        self.changed = [m for m in self.modules if m.training]
-        for m in self.changed: _set_training(m, False)
+        self.changed = [m for m in self.modules if m['training']]
+        for m in self.changed: m['training'] = False
 
     def __exit__(self, *exception: Any) -> None:
-        for m in self.changed: _set_training(m, True)
-
-
-def _set_training(module, mode):
-    # `module.training = mode` takes ten times as long
-    if 'training' in vars(module): vars(module)['training'] = mode
-    else: module.training = mode
+        for m in self.changed: m['training'] = True
 
 # %% ../../nbs/pipes/05_modules.ipynb #e5cfcf77
 @contextmanager
