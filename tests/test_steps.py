@@ -390,3 +390,20 @@ def test_steps_that_cannot_be_merged_are_refused():
     with pytest.raises(DataError, match="Expected an integer n >= 1, got n=0"): merged(steps, n=0)
     for gamma in (-.1, 1.1, float("nan")):
         with pytest.raises(DataError, match=f"Expected 0 <= gamma <= 1, got gamma={gamma}"): merged(steps, gamma=gamma)
+
+
+@pytest.mark.parametrize("kind", ["whole episodes", "resting environments"])
+def test_merged_steps_of_other_fragments(kind):
+    "Padding and rest are no steps, and no sum is missing one."
+    def source():
+        makers = [lambda plan=plan, tag=tag: Counting(plan, tag) for tag, plan in enumerate([MIXED, ((5, "trunc"),)])]
+        if kind == "whole episodes": return Steps(EpisodeCollector(EnvStepper(makers, Plain(), terminal_obs=True), batch=2, pad=True))
+        return Steps(FragmentCollector(EnvStepper(makers, Plain(), sticky=6), 6))
+    columns = defaultdict(list)
+    for step in islice(source(), 50): columns[int(step.env_id)].append(step)
+    merged = list(islice(StepMerger(source(), 3, .5), 40))
+    for env, steps in columns.items():
+        for i, x in enumerate(x for x in merged if x.env_id == env):
+            total, discount, m, last = naive_merged(steps, i, 3, .5)
+            assert (numbers(x), int(x.n_steps), float(x.discount)) == (numbers(steps[i]), m, discount)
+            assert float(x.reward) == pytest.approx(total) and torch.equal(x.next_state, last.next_state)
