@@ -1,11 +1,16 @@
 "Returns and advantages against slow oracles written from the formulas, one element at a time, and against identities."
+import math
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpipe.pipes.errors import DataError
-from rollpipe.pipes.returns import backward_recursion, discounted_returns, gae, n_step_returns, td_errors, vtrace
+from rollpipe.pipes.returns import (
+    backward_recursion, discounted_returns, gae, n_step_returns, running_returns, td_errors, vtrace,
+)
 
 GAMMA = 0.9
 
@@ -292,12 +297,18 @@ def test_unit_coefficients_are_a_sum_from_the_end():
     (dict(rew=torch.tensor(1.)), 'rew: not a time-major tensor.'),
     (dict(v_t=torch.zeros(5, 2).numpy()), 'v_t: not a time-major tensor. .* got ndarray float32'),
     (dict(v_t=torch.zeros(6, 2)),
-     r'v_t: does not match rew. Expected tensor float32 \[5, 2\], got tensor float32 \[6, 2\]'),
-    (dict(v_tp1=torch.zeros(5)), 'v_tp1: does not match rew'),
+     r'v_t: does not match rew. Expected tensor float32 \[5, 2\] or its first dimensions, got tensor float32 \[6, 2\]'),
+    (dict(v_tp1=torch.zeros(2)), r'v_tp1: does not match rew. .* got tensor float32 \[2\]'),
+    (dict(v_tp1=torch.zeros(1, 2)), r'v_tp1: does not match rew. .* got tensor float32 \[1, 2\]'),
+    (dict(v_tp1=torch.zeros(5, 2, 1)), r'v_tp1: does not match rew. .* got tensor float32 \[5, 2, 1\]'),
+    (dict(v_tp1=True), 'v_tp1: not a time-major tensor. .* got bool True'),
     (dict(discount=torch.zeros(5, 2, dtype=torch.float64)), 'discount: does not match rew. .* got tensor float64'),
-    (dict(discount=0.9), 'discount: not a time-major tensor. .* got float 0.9'),
+    (dict(discount=[0.9]), r'discount: not a time-major tensor. Expected a number, or tensor float32 \[5, 2\], like rew, got list \[0.9\]'),
+    (dict(discount=torch.zeros(3)),
+     r'discount: does not match rew. Expected tensor float32 \[5, 2\] or its first or last dimensions, got tensor float32 \[3\]'),
     (dict(cut=torch.zeros(5, 2)), r'cut: not a mask of the episode ends. Expected tensor bool \[5, 2\]'),
-    (dict(cut=torch.zeros(5, dtype=torch.bool)), 'cut: not a mask'),
+    (dict(cut=torch.zeros(2, dtype=torch.bool)), 'cut: not a mask'),
+    (dict(cut=torch.zeros(5, 2, dtype=torch.bool).numpy()), 'cut: not a mask of the episode ends. .* got ndarray bool'),
     (dict(lam=-0.1), r'lam: out of range. Expected a number in \[0, 1\], got -0.1'),
     (dict(lam=float('nan')), 'lam: out of range'),
 ])
@@ -312,7 +323,185 @@ def test_bad_arguments_of_the_others_are_named():
     with pytest.raises(DataError, match='rew: not a time-major tensor'): discounted_returns(x[:0], x[:0])
     with pytest.raises(DataError, match=r'bootstrap: wrong shape. Expected \[2\] or a number'):
         discounted_returns(x, x, torch.zeros(5, 2))
-    with pytest.raises(DataError, match='rho: does not match rew'): discounted_returns(x, x, rho=x[:, 0])
+    with pytest.raises(DataError, match='rho: does not match rew'): discounted_returns(x, x, rho=x[0])
+    with pytest.raises(DataError, match=r'before: wrong shape. Expected \[2\] or a number, got tensor float32 \[3\]'):
+        running_returns(x, x, torch.zeros(3))
+    with pytest.raises(DataError, match='a: does not match b'): backward_recursion(x[1:], x)
     with pytest.raises(DataError, match='n: too few steps. Expected n >= 1, got 0'): n_step_returns(x, x, x, 0)
     with pytest.raises(DataError, match='rho: does not match rew'): vtrace(x, x, x, x, x[1:])
     with pytest.raises(DataError, match='c_clip: out of range'): vtrace(x, x, x, x, x, c_clip=2., rho_clip=1.)
+
+
+# --- numbers, arrays and broadcasting, against the same functions of full tensors, element by element
+
+def spread(x, shape, right=False):
+    "`x`, a number or a tensor, at each index of `shape`: its dimensions are the first ones of the index, or the last ones."
+    x = torch.as_tensor(x, dtype=torch.float64 if isinstance(x, float) else None)
+    out = torch.empty(shape, dtype=x.dtype)
+    for flat in range(out.numel()):
+        index = np.unravel_index(flat, shape)
+        part = index[len(index) - x.dim():] if right else index[:x.dim()]
+        out[tuple(int(i) for i in index)] = x[tuple(int(i) % n for i, n in zip(part, x.shape))]
+    return out
+
+
+@st.composite
+def small_arguments(draw):
+    "Rewards `[T, ...]`, and the other arguments in any form that broadcasts to them; what they stand for; whether as arrays."
+    shape = (draw(st.integers(1, 9)), *draw(st.lists(st.integers(1, 3), max_size=2)))
+    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+    names = 'rew', 'v_t', 'v_tp1', 'discount', 'rho', 'cut'
+    small = dict(zip(names, make_trace(draw(st.integers(0, 2**32 - 1)), shape, dtype)))
+    full, discount_right = {'rew': small['rew']}, draw(st.booleans())
+    for name in names[1:]:
+        x, right = small[name], name == 'discount' and discount_right
+        if name != 'cut' and draw(st.integers(0, 3)) == 0: small[name] = float(x.flatten()[0])
+        else:
+            n = draw(st.integers(1, len(shape)))
+            if right: small[name] = x[(0,) * (len(shape) - n)]
+            else:
+                small[name] = x[(...,) + (0,) * (len(shape) - n)]
+                if n > 1 and draw(st.booleans()): small[name] = small[name][..., :1]
+        full[name] = spread(small[name], shape, right).to(x.dtype)
+    return small, full, draw(st.booleans())
+
+
+def fits_in_two_ways(x, shape):
+    if isinstance(x, float): return False
+    ones = [1] * (len(shape) - x.dim())
+    ways = [*x.shape, *ones], [*ones, *x.shape]
+    return ways[0] != ways[1] and all(all(n in (1, m) for n, m in zip(way, shape)) for way in ways)
+
+
+def as_arrays(args): return {name: x.numpy() if isinstance(x, torch.Tensor) else x for name, x in args.items()}
+
+
+broadcasting = {
+    'recursion': (lambda rew, discount, **_: backward_recursion(discount, rew)),
+    'returns': (lambda rew, discount, v_tp1, rho, cut, **_: discounted_returns(rew, discount, 2., cut, v_tp1, rho)),
+    'n_step': (lambda rew, discount, v_tp1, cut, **_: n_step_returns(rew, v_tp1, discount, 3, cut)),
+    'td': (lambda rew, discount, v_t, v_tp1, **_: td_errors(rew, v_t, v_tp1, discount)),
+    'gae': (lambda rew, discount, v_t, v_tp1, cut, **_: gae(rew, v_t, v_tp1, discount, .7, cut)),
+    'vs': (lambda **args: vtrace(lam=.7, **args).vs),
+    'adv': (lambda **args: vtrace(lam=.7, **args).adv),
+    'running': (lambda rew, discount, **_: running_returns(rew, discount, 2.)),
+}
+
+
+@settings(deadline=None, max_examples=150)
+@given(arguments=small_arguments(), name=st.sampled_from(sorted(broadcasting)))
+def test_smaller_arguments_stand_for_full_ones(arguments, name):
+    "The same bits as with every argument written out, and the kind, dtype and shape of the rewards."
+    (small, full, numpy), fn = arguments, broadcasting[name]
+    given_ = as_arrays(small) if numpy else small
+    if fits_in_two_ways(small['discount'], full['rew'].shape):
+        with pytest.raises(DataError, match='(discount|a): fits (rew|b) in two ways'): fn(**given_)
+        return
+    out, expected = fn(**given_), fn(**full)
+    assert type(out) is (np.ndarray if numpy else torch.Tensor)
+    out = torch.from_numpy(out) if numpy else out
+    assert out.dtype == expected.dtype == full['rew'].dtype and torch.equal(out, expected)
+
+
+@settings(deadline=None, max_examples=60)
+@given(arguments=small_arguments(), lam=st.floats(0, 1))
+def test_smaller_arguments_against_the_formulas(arguments, lam):
+    small, full, numpy = arguments
+    if fits_in_two_ways(small['discount'], full['rew'].shape): return
+    x = as_arrays(small) if numpy else small
+    columns = [full[name] for name in ('rew', 'v_t', 'v_tp1', 'discount', 'cut')]
+    assert_like(torch.as_tensor(gae(x['rew'], x['v_t'], x['v_tp1'], x['discount'], lam, x['cut'])),
+                elementwise(slow_gae(lam), *columns), full['rew'])
+    rho = torch.ones_like(full['rew'])
+    assert_like(torch.as_tensor(n_step_returns(x['rew'], x['v_tp1'], x['discount'], 2, x['cut'])),
+                elementwise(slow_returns(2), full['rew'], full['v_tp1'], full['discount'], rho, full['cut']), full['rew'])
+
+
+def test_each_of_several_rewards_has_a_discount_of_its_own():
+    "Rewards [T, B, K]; ends, values and weights [T, B]; a discount for each of the K."
+    rew, v_t, v_tp1, _, rho, cut = (x[..., 0] if i else x for i, x in enumerate(make_trace(2, (7, 2, 3))))
+    own = torch.tensor([.9, .5, 0.], dtype=torch.float64)
+    out = vtrace(rew, v_t, v_tp1, own, rho, .8, cut=cut)
+    last = discounted_returns(rew, own, torch.stack([v_tp1[-1]] * 3, -1), cut)
+    for k in range(3):
+        one = vtrace(rew[..., k], v_t, v_tp1, float(own[k]), rho, .8, cut=cut)
+        assert torch.equal(out.vs[..., k], one.vs) and torch.equal(out.adv[..., k], one.adv)
+        assert torch.equal(last[..., k], discounted_returns(rew[..., k], float(own[k]), v_tp1[-1], cut))
+    assert torch.equal(last, discounted_returns(rew, own, v_tp1[-1], cut))
+
+
+def test_running_returns_against_the_loop():
+    gen = torch.Generator().manual_seed(0)
+    rew, discount = torch.randn(9, 2, 3, generator=gen), torch.rand(9, 2, generator=gen)
+    before, expected = torch.randn(2, generator=gen), []
+    x = before[:, None]
+    for t in range(9): expected.append(x := rew[t] + discount[t, :, None] * x)
+    torch.testing.assert_close(running_returns(rew, discount, before), torch.stack(expected))
+    out = running_returns(rew.numpy(), discount.numpy(), before.numpy())
+    np.testing.assert_allclose(out, torch.stack(expected).numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('name', broadcasting)
+def test_gradients_of_smaller_arguments_are_the_sums_of_those_of_full_ones(name):
+    rew, v_t, v_tp1, _, rho, cut = make_trace(9, (6, 2, 3))
+    small = dict(rew=rew, v_t=v_t[..., 0], v_tp1=v_tp1[..., 0], discount=torch.tensor([.9, .5, .8], dtype=rew.dtype), rho=rho[:, :1, 0])
+    small = {key: x.clone().requires_grad_() for key, x in small.items()}
+    full = {key: spread(x.detach(), (6, 2, 3), key == 'discount').requires_grad_() for key, x in small.items()}
+    weights = torch.randn(6, 2, 3, dtype=rew.dtype, generator=torch.Generator().manual_seed(0))
+    for args in (small, full): (broadcasting[name](**args, cut=cut) * weights).sum().backward()
+    for key, x in small.items():
+        if full[key].grad is None:
+            assert x.grad is None
+            continue
+        whole, parts = full[key].grad, torch.zeros_like(x)
+        for index in np.ndindex(6, 2, 3):
+            part = index[3 - x.dim():] if key == 'discount' else index[:x.dim()]
+            parts[tuple(i % n for i, n in zip(part, x.shape))] += whole[index]
+        torch.testing.assert_close(x.grad, parts)
+
+
+@pytest.mark.parametrize('name', broadcasting)
+def test_arrays_are_left_alone_however_they_lie_in_memory(name):
+    full = dict(zip(('rew', 'v_t', 'v_tp1', 'discount', 'rho', 'cut'), make_trace(5, (1 if name == 'td' else 8, 2))))
+    expected = broadcasting[name](**full).numpy()
+    plain = as_arrays(full)
+    def frozen(x):
+        x = x.copy()
+        x.flags.writeable = False
+        return x
+    forms = (np.copy, lambda x: np.flip(np.flip(x).copy()), np.asfortranarray, frozen)
+    for form in forms:
+        given_ = {key: form(x) for key, x in plain.items()}
+        out = broadcasting[name](**given_)
+        np.testing.assert_array_equal(out, expected)
+        assert not any(np.shares_memory(out, x) for x in given_.values())
+        for key, x in plain.items(): np.testing.assert_array_equal(given_[key], x)
+
+
+@pytest.mark.parametrize('rew', [np.zeros((5, 2), int), np.zeros((5, 2), '>f4'), np.ma.masked_array(np.zeros(5), [1, 0, 0, 0, 0]),
+                                 np.zeros(5, object), np.float32(1), [1., 2.], np.zeros((0, 2)), np.zeros(5, complex)])
+def test_other_arrays_are_refused(rew):
+    with pytest.raises(DataError, match='rew: not a time-major tensor. Expected a floating point tensor or array'):
+        td_errors(rew, 0., 0., .9)
+    if isinstance(rew, np.floating): return   # a number is fine for the others
+    with pytest.raises(DataError, match='v_t: (not a time-major tensor|does not match rew)'): td_errors(np.zeros((5, 2)), rew, 0., .9)
+
+
+def test_one_kind_at_a_time():
+    with pytest.raises(DataError, match=r'v_t: not a time-major tensor. Expected a number, or ndarray float32 \[5\], like rew, got tensor'):
+        td_errors(np.zeros(5, np.float32), torch.zeros(5), 0., .9)
+
+
+@pytest.mark.parametrize('number', [np.float32(.5), np.float64(.5), np.array(.5, np.float32)])
+def test_numbers_of_numpy_count_as_numbers(number):
+    x = np.ones(3, np.float32)
+    np.testing.assert_array_equal(discounted_returns(x, number), np.array([1.75, 1.5, 1.], np.float32))
+    assert discounted_returns(x, number).dtype == np.float32
+    if not isinstance(number, np.ndarray): assert discounted_returns(torch.ones(3), number).tolist() == [1.75, 1.5, 1.]
+
+
+def test_integers_count_as_numbers(): assert gae(torch.ones(3), 0, 0, 1, 1).tolist() == [3., 2., 1.]
+
+
+def test_a_number_that_is_none_is_seen_in_the_result():
+    assert math.isnan(td_errors(torch.ones(3), math.nan, 0., .9)[0])

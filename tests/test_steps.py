@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Solo, apply, assert_same, flatten
-from toys import ENDS, Counting, Limit, Memory, Nested, NestedMemory, Plain, judge
+from toys import ENDS, Constant, Counting, Limit, Memory, Nested, NestedMemory, Plain, judge
 
 from rollpipe.pipes import (
     AdvantageBuffer, DataError, DataLoader2, EnvError, EnvStepper, EpisodeCollector, Final, Fragment, FragmentCollector, Fragments,
-    FragmentStacker, Lanes, Minibatcher, State, Step, Steps, Tick, WithImage,
+    FragmentStacker, Lanes, MergedStep, Minibatcher, NStep, State, Step, StepMerger, Steps, Tick, WithImage,
 )
 from rollpipe.pipes.torchdata import IterableWrapper
 
@@ -309,3 +309,101 @@ def test_what_a_field_means_stands_at_the_field():
         for name in cls._fields:
             assert f"\n        {name}: {getattr(cls, name).__doc__}\n" in cls.__doc__
     assert Step.state.__doc__.startswith("observation before the action")
+
+
+# --- merged steps
+
+def naive_merged(steps, i, n, gamma):
+    "(sum, discount, number, last step) of the transition that begins at the i-th of the `steps` of one environment, in float64."
+    total, weight, m = 0., 1., 0
+    for step in steps[i:i + n]:
+        total, weight, m = total + weight * float(step.reward), weight * gamma, m + 1
+        if step.terminated: return total, 0., m, step
+        if step.truncated: break
+    return total, weight, m, steps[i + m - 1]
+
+
+@fast
+@given(plans=st.lists(episodes, min_size=1, max_size=3), n_steps=st.integers(1, 6), n=st.integers(1, 9),
+       gamma=st.sampled_from([0., .5, .99, 1.]), lanes=st.integers(1, 2), joined=st.integers(1, 2))
+def test_merged_steps_against_the_sum(plans, n_steps, n, gamma, lanes, joined):
+    "Over several fragments, lanes and environments; at the end of the stream, too."
+    def source(): return Limit(Steps(FragmentStacker(Lanes(collector(plans, n_steps), lanes, seed=0), joined)), 40)
+    columns, merged = defaultdict(list), defaultdict(list)
+    for step in source(): columns[numbers(step)[:2]].append(step)
+    for x in StepMerger(source(), n, gamma): merged[numbers(x)[:2]].append(x)
+    assert merged.keys() == columns.keys()
+    for key, steps in columns.items():
+        assert len(merged[key]) == len(steps)
+        for i, (step, x) in enumerate(zip(steps, merged[key])):
+            total, discount, m, last = naive_merged(steps, i, n, gamma)
+            assert numbers(x) == numbers(step) and x.n_steps == m and numbers(last)[:3] == numbers(x)[:3]
+            assert x.reward.dtype is x.discount.dtype is torch.float32 and x.n_steps.dtype is torch.int64
+            np.testing.assert_allclose([x.reward, x.discount], [total, discount], rtol=1e-6)
+            assert torch.equal(x.state, step.state) and torch.equal(x.action, step.action)
+            assert torch.equal(x.next_state, last.next_state)
+            assert (bool(x.terminated), bool(x.truncated)) == (bool(last.terminated), bool(last.truncated))
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_merged_steps_are_the_n_step_returns_of_fragments(n):
+    "Where a sum does not reach the fragment's end; `NStep` computes it from other arrays."
+    plans, n_steps = (MIXED, ((6, "trunc"), (5, "term"))), 12
+    s = next(iter(NStep(collector(plans, n_steps), n, .9)))
+    target = s.target(judge(s.fragment.state.obs), judge(s.fragment.final.obs))
+    merged = list(islice(StepMerger(Steps(collector(plans, n_steps)), n, .9), 4 * n_steps))
+    for b in range(len(plans)):
+        for t, x in zip(range(n_steps - n), (x for x in merged if x.env_id == b)):
+            assert x.n_steps == s.n_steps[t, b]
+            torch.testing.assert_close(x.reward + x.discount * judge(x.next_state), target[t, b])
+
+
+def test_merged_steps_by_hand():
+    "Rewards 1, 2, 3 | 101, 102 and a bit for the action, which the actor `Constant(0)` leaves out; the second episode is cut off."
+    source = Steps(FragmentCollector(EnvStepper(lambda: Counting(((3, "term"), (2, "trunc"))), Constant(0)), 4))
+    rows = list(islice(StepMerger(source, 3, .5), 5))
+    assert [x.reward.item() for x in rows] == [1 + 1 + .75, 2 + 1.5, 3, 101 + 51, 102]
+    assert [x.discount.item() for x in rows] == [0, 0, 0, .25, .5]
+    assert [x.next_state[:3].tolist() for x in rows[3:]] == [[0, 1, 2], [0, 1, 2]]
+    assert [x.n_steps.item() for x in rows] == [3, 2, 1, 2, 1]
+
+
+def test_merged_steps_of_containers_are_stacked_and_leave_the_steps_alone():
+    steps = list(Limit(Steps(collector((MIXED, MIXED), env=Nested, actor=NestedMemory)), 30))
+    before = copy.deepcopy(steps)
+    merged = list(StepMerger(IterableWrapper(steps, deepcopy=False), 3))
+    for x in merged: x.reward.zero_(), x.discount.zero_(), x.n_steps.zero_()
+    assert_same(steps, before)
+    batch = next(iter(torch.utils.data.DataLoader(StepMerger(IterableWrapper(steps), 3), batch_size=7)))
+    assert type(batch) is MergedStep and batch.reward.shape == (7,) and batch.state["place"].shape == (7, 4)
+
+
+def test_steps_that_cannot_be_merged_are_refused():
+    steps = list(Limit(Steps(collector()), 9))
+    def merged(steps, **kwargs): return list(StepMerger(IterableWrapper(steps), **{"n": 2, **kwargs}))
+    with pytest.raises(DataError, match="StepMerger, lane 0, environment 0: the steps of an environment must .* step 1 of episode 0"):
+        merged(steps[:1] + steps[2:])
+    with pytest.raises(DataError, match="must follow one another"): merged(steps[:2] + steps[1:])
+    with pytest.raises(DataError, match="must follow one another"): merged(steps[::-1])
+    with pytest.raises(DataError, match="single steps are wanted here, not a batch"): merged([Step.stack(steps)])
+    with pytest.raises(DataError, match="StepMerger.*Expected"): merged(collector())
+    with pytest.raises(DataError, match="Expected an integer n >= 1, got n=0"): merged(steps, n=0)
+    for gamma in (-.1, 1.1, float("nan")):
+        with pytest.raises(DataError, match=f"Expected 0 <= gamma <= 1, got gamma={gamma}"): merged(steps, gamma=gamma)
+
+
+@pytest.mark.parametrize("kind", ["whole episodes", "resting environments"])
+def test_merged_steps_of_other_fragments(kind):
+    "Padding and rest are no steps, and no sum is missing one."
+    def source():
+        makers = [lambda plan=plan, tag=tag: Counting(plan, tag) for tag, plan in enumerate([MIXED, ((5, "trunc"),)])]
+        if kind == "whole episodes": return Steps(EpisodeCollector(EnvStepper(makers, Plain(), terminal_obs=True), batch=2, pad=True))
+        return Steps(FragmentCollector(EnvStepper(makers, Plain(), sticky=6), 6))
+    columns = defaultdict(list)
+    for step in islice(source(), 50): columns[int(step.env_id)].append(step)
+    merged = list(islice(StepMerger(source(), 3, .5), 40))
+    for env, steps in columns.items():
+        for i, x in enumerate(x for x in merged if x.env_id == env):
+            total, discount, m, last = naive_merged(steps, i, 3, .5)
+            assert (numbers(x), int(x.n_steps), float(x.discount)) == (numbers(steps[i]), m, discount)
+            assert float(x.reward) == pytest.approx(total) and torch.equal(x.next_state, last.next_state)

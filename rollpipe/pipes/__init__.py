@@ -17,6 +17,7 @@ from .pipe import Pipe, Source
 from .workers.reading import ProcessReading
 from .recipes import on_policy, replayed, rollouts
 from .replay.memory import ReplayMemory, Sample
+from .replay.merged_steps import MergedStep, StepMerger
 from .replay.pipe import Replay, Replayed
 from .stepper import EnvStepper
 from .steps import Fragments, Step, Steps
@@ -27,10 +28,10 @@ from .modules import Handle, bump_version, version_of
 __all__ = [
     'ActorError', 'AdvantageBuffer', 'CheckInvariants', 'CheckpointError', 'DataError', 'EnvError', 'EnvStepper',
     'EpisodeCollector', 'EpisodeEnd', 'EpisodeStats', 'Final', 'Fragment', 'FragmentCollector', 'FragmentStacker', 'Fragments',
-    'FrameStack', 'GraphError', 'Handle', 'Lanes', 'Minibatcher', 'NStep', 'NSteps', 'ObservationCast', 'Pipe', 'PipeError',
+    'FrameStack', 'GraphError', 'Handle', 'Lanes', 'MergedStep', 'Minibatcher', 'NStep', 'NSteps', 'ObservationCast', 'Pipe', 'PipeError',
     'ProcessReading', 'Rate', 'Replay', 'ReplayMemory', 'Replayed', 'RewardScaler', 'Sample', 'Source', 'SpaceError', 'Stacks', 'State',
-    'Step', 'Steps', 'Tap', 'Throughput', 'Tick', 'TickSource', 'ToDevice', 'WithImage', 'WorkerError', 'bump_version', 'collect',
-    'context', 'copy_graph', 'draw', 'find', 'find_one', 'insert_after', 'insert_before', 'minibatches', 'nested', 'on_policy',
+    'Step', 'StepMerger', 'Steps', 'Tap', 'Throughput', 'Tick', 'TickSource', 'ToDevice', 'WithImage', 'WorkerError', 'bump_version',
+    'collect', 'context', 'copy_graph', 'draw', 'find', 'find_one', 'insert_after', 'insert_before', 'minibatches', 'nested', 'on_policy',
     'pad_episodes', 'prepare', 'remove', 'replace', 'replayed', 'returns', 'rollout', 'rollouts', 'startup', 'values', 'version_of',
     'DataLoader2',  # pyright: ignore[reportUnsupportedDunderAll]  `__getattr__` finds it
 ]

@@ -15,6 +15,7 @@ from .fragments import FragmentCollector
 from .frames import FrameStack
 from .invariants import CheckInvariants
 from .lanes import Lanes
+from .replay.merged_steps import StepMerger
 from .steps import Fragments, Steps
 from .taps import EpisodeStats, Tap, Throughput
 from .torchdata import IterDataPipe
@@ -31,6 +32,7 @@ NAMES = {
     'fragments': FragmentCollector,
     'frame_stack': FrameStack,
     'lanes': Lanes,
+    'merge_steps': StepMerger,
     'minibatches': Minibatcher,
     'n_step': NStep,
     'regroup': Fragments,

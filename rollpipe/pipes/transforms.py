@@ -97,8 +97,8 @@ class RewardScaler(Pipe):
         for lane, seq, columns in strands(fragment):
             before, n = lanes.get(lane), columns.stop - columns.start
             follows = before is not None and before.seq is not None and before.seq + 1 == seq and len(before.ret) == n
-            arrays = rew[1:, columns].astype(np.float64), self.gamma * ~fin[:-1, columns], before.ret if follows else np.zeros(n)
-            ret = running_returns(*map(torch.from_numpy, arrays)).numpy()
+            discount = self.gamma * ~fin[:-1, columns]
+            ret = running_returns(rew[1:, columns].astype(np.float64), discount, before.ret if follows else 0.)
             out[1:, columns] = self._scaled(rew[1:, columns], moments, ret[valid[:, columns]])
             out[0, columns] = before.last if follows else self._scaled(rew[0, columns], moments)
             lanes[lane] = _LaneRewards(seq, np.where(fin[-1, columns], 0., ret[-1]), out[-1, columns].copy())
