@@ -541,6 +541,8 @@ def test_evaluations_are_recorded_while_training(tmp_path):
     records = read_metrics(train_to(tmp_path/"a", "--eval-every", "2"))
     versions = [v for v in records["eval_version"] if v == v]
     assert versions and versions[-1] == records["updates"][-1] and max(records["eval_return_max"][-1:]) >= 8
+    low, middle, high, spread = (records[f"eval_return_{name}"][-1] for name in ("min", "median", "max", "std"))
+    assert low <= middle <= high and 0 <= spread <= high - low
 
 
 @pytest.mark.parametrize("words, told", [
