@@ -160,7 +160,9 @@ def train(
                 if evaluation and (is_last or counters["updates"] % config["eval_every"] == 0): evaluation.request()
                 if is_last: break
             for answer in evaluation.wait()[-1:] if evaluation else ():
-                writer.write(dict(steps=counters["steps"], updates=counters["updates"], **answer.metrics))
+                last = dict(steps=counters["steps"], updates=counters["updates"], **answer.metrics)
+                writer.write(last)
+                bar.update(last)
         if counters["steps"] < steps:
             raise DataError("the pipeline ended before the training did", expected=f"{steps} steps", got=f"{counters['steps']} steps")
         return record
