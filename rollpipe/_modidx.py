@@ -2640,6 +2640,7 @@ d = { 'settings': { 'branch': 'main',
                                 'rollpipe.train._evaluation': ('train.html#_evaluation', 'rollpipe/train.py'),
                                 'rollpipe.train._handlers': ('train.html#_handlers', 'rollpipe/train.py'),
                                 'rollpipe.train._reading': ('train.html#_reading', 'rollpipe/train.py'),
+                                'rollpipe.train._report': ('train.html#_report', 'rollpipe/train.py'),
                                 'rollpipe.train.stop_signals': ('train.html#stop_signals', 'rollpipe/train.py'),
                                 'rollpipe.train.train': ('train.html#train', 'rollpipe/train.py'),
                                 'rollpipe.train.uninterrupted': ('train.html#uninterrupted', 'rollpipe/train.py')}}}
