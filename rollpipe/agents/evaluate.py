@@ -51,7 +51,7 @@ class Evaluation(NamedTuple):
     @property
     def mean(self) -> float: return float(self.returns.mean())
     @property
-    def median(self) -> float: return float(np.median(self.returns))
+    def median(self) -> float: return float(np.median(self.returns)) if len(self.returns) else float("nan")
     @property
     def std(self) -> float:
         "Sample standard deviation of one episode's return; `nan` for a single episode."
