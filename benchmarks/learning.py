@@ -76,7 +76,7 @@ MEMORY = dict(hidden=(32,), memory=32, normalize=False, critic_hidden=(32,), cri
 CASES = dict(
     cartpole={
         'REINFORCE': Case('reinforce'), 'A2C': Case('a2c'), 'PPO': Case('ppo'), 'NPG': Case('npg'), 'TRPO': Case('trpo'),
-        'V-trace': Case('vtrace', dict(lanes=2), dict(workers=2, lag='none'))},
+        'V-trace': Case('vtrace', dict(lanes=2), dict(workers=2, lag=None))},
     pendulum={'PPO': Case('ppo'), 'TRPO': Case('trpo')},
     taxi={
         'Q table': Case('q_table'), 'DQN': Case('dqn', NETWORK | dict(double=False)), 'double DQN': Case('dqn', NETWORK),

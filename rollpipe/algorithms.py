@@ -55,7 +55,8 @@ ALGORITHMS = dict(
     vtrace=Algorithm(VTrace, rollouts, MLPPolicy, Critic, dict(n_steps=16)),
     dqn=Algorithm(DQN, replayed, QPolicy),
 )
-_FIXED = ("actor", "critic", "env", "env_kwargs", "seed", "info_keys", "edits", "device", "observation_space", "action_space")
+_FIXED = ("actor", "critic", "env", "env_kwargs", "seed", "info_keys", "edits", "device", "observation_space", "action_space",
+          "epsilon")  # DQN sets it from eps_start, eps_end and eps_steps
 
 
 def options_for(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib, inspect, json, platform
 from collections.abc import Sequence
-from typing import Any
 
 import gymnasium
 import numpy as np
@@ -38,13 +37,6 @@ def _check_lanes(workers: int, lanes: int) -> None:
         raise DataError(f"{workers} workers have too few lanes", leaf="workers", expected=f"--lanes {workers} or more "
                         "(a batch has lanes * n_envs * n_steps steps)", got=f"{lanes} lanes")
 
-
-def _parse_lag(lag: Any) -> int | None:
-    "An integer, or None for `none`; also from text. Raises `DataError`."
-    if lag is None or str(lag).lower() == "none": return None
-    try: return int(lag)
-    except ValueError: raise DataError("no lag", leaf="lag", expected="an integer, or none", got=repr(lag)) from None
-
 # %% ../nbs/05_config.ipynb #6417072b
 def make_config(
     algorithm: str,                  # name in `ALGORITHMS`
@@ -58,7 +50,7 @@ def make_config(
     checkpoint_every: int = 20,      # updates between checkpoints
     eval_every: int = 0,             # updates between evaluations of the present policy, in a separate process; 0: none
     workers: int = 0,                # processes that collect, at most one per lane; 0: collect in this process
-    lag: int | str | None = "0",     # updates between collecting a batch in workers and learning from it: 0, 1, ... or none (any number)
+    lag: int | None = 0,             # updates between collecting a batch in workers and learning from it: 0, 1, ... or none (any number)
     order: str = "canonical",        # order of the lanes with workers: canonical (in turn) or ready (first come, first served)
     restarts: int = 0,               # how often a lost worker is replaced before the run fails
     name: str | None = None,         # name of the experiment in plots [algorithm and environment]
@@ -89,7 +81,6 @@ def make_config(
     for name_of_option, value in options.items(): known[name_of_option].check(value)
     for what, value, low in (("steps", steps, 1), ("threads", threads, 1), ("checkpoint_every", checkpoint_every, 1), ("seed", seed, 0)):
         _check_at_least(low, what, value)
-    lag = _parse_lag(lag)
     _check_at_least(0, "eval_every", eval_every)
     ProcessReading(workers, lag, order, restart=restarts)  # raises if one of them is wrong
     _check_lanes(workers, options.get("lanes", defaults.get("lanes", 1)))

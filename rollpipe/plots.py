@@ -121,7 +121,10 @@ def _draw_group(axes: Any, curves: list, label: str, color: str, band: str) -> N
 
 # %% ../nbs/02_plots.ipynb #52077d70
 LABELS = dict(steps="environment steps", seconds="wall time [s]", updates="updates", return_mean="episode return",
-              length_mean="episode length", kl="KL(old || new) [nat]", entropy="entropy [nat]")
+              length_mean="episode length", kl="KL(old || new) [nat]", entropy="entropy [nat]", grad_norm="gradient norm",
+              eval_return_mean="return of evaluations, mean", eval_return_median="return of evaluations, median",
+              eval_return_min="return of evaluations, smallest", eval_return_max="return of evaluations, largest",
+              eval_return_std="return of evaluations, deviation")
 
 
 def _common_name(labels: Iterable) -> str:

@@ -67,8 +67,8 @@ class Progress:
         speed = (self.steps - self.initial)/max(time.monotonic() - self.begin, 1e-9)
         left = max(self.total - self.steps, 0)/speed if speed else math.inf
         parts = [f"{format_number(self.steps)}/{format_number(self.total)} steps", f"{format_number(speed)}/s"]
-        parts += [f"{label} {self._last[name]:{form}}" for label, name, form in
-                  (("return", "return_mean", ".4g"), ("kl", "kl", ".2g")) if name in self._last]
+        shown = ("return", "return_mean", ".4g"), ("evaluated", "eval_return_mean", ".4g"), ("kl", "kl", ".2g")
+        parts += [f"{label} {self._last[name]:{form}}" for label, name, form in shown if name in self._last]
         if "workers" in self._last: parts.append(self._workers())
         return "  ".join(parts + ([f"{format_duration(left)} left"] if self.steps < self.total else []))
 

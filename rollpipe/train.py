@@ -119,6 +119,12 @@ class _Updates:
         del record["resumes"]
         return record
 
+
+def _report(record: dict, writer: MetricWriter, bar: Progress) -> None:
+    "Keep a record in the run's files, and show it."
+    writer.write(record)
+    bar.update(record)
+
 # %% ../nbs/07_train.ipynb #834b70b8
 def train(
     run: Run,                         # a run from `start` or `resume`; its counters are updated
@@ -151,8 +157,7 @@ def train(
                 with uninterrupted():
                     updates.is_whole = False
                     record = updates.update(batch, health, evaluation.poll() if evaluation else [])
-                    writer.write(record)
-                    bar.update(record)
+                    _report(record, writer, bar)
                     updates.is_whole = True
                     if counters["updates"] % config["checkpoint_every"] == 0: run.save()
                     updates.waiting = perf_counter()
@@ -160,7 +165,7 @@ def train(
                 if evaluation and (is_last or counters["updates"] % config["eval_every"] == 0): evaluation.request()
                 if is_last: break
             for answer in evaluation.wait()[-1:] if evaluation else ():
-                writer.write(dict(steps=counters["steps"], updates=counters["updates"], **answer.metrics))
+                _report(dict(steps=counters["steps"], updates=counters["updates"], **answer.metrics), writer, bar)
         if counters["steps"] < steps:
             raise DataError("the pipeline ended before the training did", expected=f"{steps} steps", got=f"{counters['steps']} steps")
         return record

@@ -256,6 +256,12 @@ def test_none_can_be_typed_where_the_annotation_allows_it(algorithm, flag, name,
     build(config)
 
 
+@pytest.mark.parametrize("word, lag", [("none", None), ("1", 1)])
+def test_a_lag_may_be_a_number_or_none(word, lag):
+    words = ["train", "ppo", "CartPole-v1", "--lanes", "2", "--workers", "2", "--lag", word]
+    assert config_from(build_parser().parse_args(words))["lag"] == lag
+
+
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_every_default_is_what_its_annotation_allows(algorithm):
     for option in options_for(algorithm) + RUN_OPTIONS: option.check(option.default)
@@ -282,6 +288,8 @@ MISTAKES = [
     ("train ppo Pendulum-v1 --target-kl abc", "--target-kl: invalid float or none value: 'abc'"),
     ("train trpo Pendulum-v1 --critic-lr fast", "--critic-lr: invalid float or none value: 'fast'"),
     ("train dqn CartPole-v1 --tau abc", "--tau: invalid float or none value: 'abc'"),
+    ("train dqn CartPole-v1 --epsilon 0.5", "unknown argument --epsilon; did you mean --eps-end"),   # DQN sets it itself
+    ("train ppo CartPole-v1 --lag soon", "--lag: invalid int or none value: 'soon'"),
     ("train dqn CartPole-v1 --beta-steps many", "--beta-steps: invalid int or none value: 'many'"),
     ("train ppo CartPole-v1 --encoder conv", "--encoder: invalid dict or none value: 'conv'"),
     ("train trpo CartPole-v1 --std wrong", "'free', 'fixed' or 'state', got 'wrong'"),
@@ -526,9 +534,9 @@ def test_training_in_workers_gives_the_same_weights(tmp_path):
         assert all(torch.equal(weights[0][key], other[key]) for key in weights[0])
 
 
-def train_to(folder, *words):
+def train_to(folder, *words, screen=("--quiet",)):
     assert main(["train", "trpo", "CartPole-v1", "--n-steps", "32", "--n-envs", "2", "--lanes", "2", "--hidden", "8", "--steps", "500",
-                 "--out", str(folder), "--quiet", "--no-tensorboard", *words]) == 0
+                 "--out", str(folder), "--no-tensorboard", *screen, *words]) == 0
     return folder
 
 
@@ -537,14 +545,17 @@ def test_lag_and_workers_are_recorded(tmp_path):
     assert set(records["workers"]) == {2} and records["lag"][0] == 0 and set(records["lag"][1:]) == {1} and set(records["restarts"]) == {0}
 
 
-def test_evaluations_are_recorded_while_training(tmp_path):
-    records = read_metrics(train_to(tmp_path/"a", "--eval-every", "2"))
+def test_evaluations_are_recorded_while_training_and_the_last_one_is_shown(tmp_path, capsys):
+    records = read_metrics(train_to(tmp_path/"a", "--eval-every", "2", screen=()))
+    assert f"evaluated {records['eval_return_mean'][-1]:.4g}  " in capsys.readouterr().err.splitlines()[-1]
     versions = [v for v in records["eval_version"] if v == v]
     assert versions and versions[-1] == records["updates"][-1] and max(records["eval_return_max"][-1:]) >= 8
+    low, middle, high, spread = (records[f"eval_return_{name}"][-1] for name in ("min", "median", "max", "std"))
+    assert low <= middle <= high and 0 <= spread <= high - low
 
 
 @pytest.mark.parametrize("words, told", [
-    (("--workers", "3"), "--lanes 3"), (("--lag", "soon"), "no lag"), (("--workers", "-1"), "num_workers"),
+    (("--workers", "3"), "--lanes 3"), (("--lag", "-1"), "lag"), (("--workers", "-1"), "num_workers"),
     (("--order", "random"), "order"), (("--eval-every", "-1"), "eval_every")])
 def test_wrong_options_of_workers_are_refused(tmp_path, capsys, words, told):
     assert main(["train", "trpo", "CartPole-v1", "--lanes", "2", "--out", str(tmp_path/"a"), *words]) == 2

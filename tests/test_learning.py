@@ -82,7 +82,7 @@ def test_vtrace_learns_from_old_data(seed, capsys):
 
 @pytest.mark.parametrize('seed', SEEDS)
 def test_vtrace_learns_from_free_running_workers(seed, capsys, tmp_path):
-    run = start(tmp_path, make_config('vtrace', 'CartPole-v1', dict(lanes=2), seed=seed, steps=50_000, workers=2, lag='none'))
+    run = start(tmp_path, make_config('vtrace', 'CartPole-v1', dict(lanes=2), seed=seed, steps=50_000, workers=2, lag=None))
     train(run, progress=False, tensorboard=False)
     result, lags = evaluate('CartPole-v1', run.agent.actor, 20, seed=10_000 + seed), read_metrics(tmp_path)['lag']
     with capsys.disabled(): print(f'\nvtrace, 2 free-running workers, seed {seed}: mean lag {lags.mean():.1f}; {result}', end='')

@@ -19,7 +19,9 @@ def _run(*commands):
         finally: os.chdir(before)
         run = Path(folder, "run")
         if not run.exists(): return  # the exit code is part of the record
-        yield "config", json.loads((run/"config.json").read_text())
+        config = json.loads((run/"config.json").read_text())
+        config["options"].pop("epsilon", None)  # DQN had this option once, without effect
+        yield "config", config
         for k, line in enumerate((run/"metrics.jsonl").read_text().splitlines()):
             yield f"record {k}", {name: x for name, x in json.loads(line).items() if "seconds" not in name and "_per_s" not in name}
         yield "weights", load_file(run/"checkpoint.safetensors")

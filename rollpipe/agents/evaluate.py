@@ -51,6 +51,8 @@ class Evaluation(NamedTuple):
     @property
     def mean(self) -> float: return float(self.returns.mean())
     @property
+    def median(self) -> float: return float(np.median(self.returns)) if len(self.returns) else float("nan")
+    @property
     def std(self) -> float:
         "Sample standard deviation of one episode's return; `nan` for a single episode."
         return float(self.returns.std(ddof=1)) if len(self.returns) > 1 else float("nan")

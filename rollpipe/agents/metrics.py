@@ -28,6 +28,8 @@ METRICS = dict(
     # the newest evaluation (see `ParallelEvaluation`) that finished since the previous record; absent if none did
     eval_version="updates of the policy that was evaluated",
     eval_return_mean="mean undiscounted return of the evaluation's episodes, by default without exploration",
+    eval_return_median="median undiscounted return of those episodes",
+    eval_return_std="sample standard deviation of those returns; nan for a single episode",
     eval_return_min="smallest undiscounted return of those episodes",
     eval_return_max="largest undiscounted return of those episodes",
 )

@@ -32,9 +32,9 @@ class Evaluated(NamedTuple):
     @property
     def metrics(self) -> dict:
         "The `METRICS` of a record."
-        returns = self.evaluation.returns
-        return dict(eval_version=float(self.version), eval_return_mean=self.evaluation.mean, eval_return_min=float(returns.min()),
-                    eval_return_max=float(returns.max()))
+        found = self.evaluation
+        return dict(eval_version=float(self.version), eval_return_mean=found.mean, eval_return_median=found.median,
+                    eval_return_std=found.std, eval_return_min=float(found.returns.min()), eval_return_max=float(found.returns.max()))
 
 # %% ../../nbs/agents/11_parallel_evaluation.ipynb #905ad2c6
 def serve(

@@ -82,8 +82,8 @@ class PipeError(RuntimeError):
         facts = ('expected', self.expected), ('got', self.got)
         seen = ', '.join(f'{word} {value}' for word, value in facts if value is not None)
         text = f'{where}: {self.problem}' if where else self.problem
-        if not text.endswith(('.', '!', '?', '\n')): text += '.'
-        return f'{text} {seen[0].upper()}{seen[1:]}.' if seen else text
+        sentences = [text, seen[0].upper() + seen[1:]] if seen else [text]
+        return ' '.join(s if s.endswith(('.', '!', '?', '\n')) else s + '.' for s in sentences)
 
     def __reduce__(self): return _restore, (type(self), self.problem), self.__dict__
 
