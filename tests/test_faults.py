@@ -340,12 +340,72 @@ def test_a_worker_that_hangs_stops_the_run_if_asked(method):
     assert time.monotonic() - start < 4 * slack()
 
 
-def test_a_worker_that_is_slow_to_start_is_left_alone(caplog):
-    "The question where it is would kill it before it can understand."
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_the_start_of_a_worker_is_no_silence(method, caplog):
+    "Also of one that is started again: an interpreter that loads torch takes longer than any step."
+    with caplog.at_level(logging.WARNING, "rollpipe"):
+        pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain()), 2), 1, 0)
+        reading = ProcessReading(1, silence=0.2, on_silence="raise", start_method=method, restart=1)
+        with DataLoader2(pipe, reading_service=reading) as loader:
+            items = iter(loader)
+            next(items)
+            os.kill(loader.reading_service.health()[0]["pid"], signal.SIGKILL)
+            assert next(items)
+    assert len(caplog.records) == 1 and "Its lanes start anew" in caplog.text
+
+
+def test_a_worker_that_does_not_start_is_reported(caplog, monkeypatch):
+    "After a time of its own. The question where it is would kill it before it can understand, so it is not asked."
+    monkeypatch.setattr("rollpipe.pipes.workers.process.STARTING", 0.1)
     with caplog.at_level(logging.WARNING, "rollpipe"):
         pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain()), 2), 1, 0)
         with DataLoader2(pipe, reading_service=ProcessReading(1, silence=0.1, start_method="spawn")) as loader: assert next(iter(loader))
     assert re.search(r"worker 0 .* has been silent for 0 s; it is here:\n\(it is still being started\)", caplog.records[0].getMessage())
+
+
+def test_a_worker_that_hangs_is_reported_while_others_go_on(caplog):
+    "In ready order nobody waits for it: the messages of the other do not hide its silence."
+    def fragments(loader):
+        items, begin = iter(loader), time.monotonic()
+        while not caplog.records and time.monotonic() - begin < 5 * slack():
+            yield next(items)
+            time.sleep(0.01)     # the learner is slower, so there is always a message
+    with caplog.at_level(logging.WARNING, "rollpipe"):
+        pipe = harmful("hang", "step", 6)
+        with DataLoader2(pipe, reading_service=ProcessReading(2, lag=None, order="ready", silence=0.5, grace=0.2)) as loader:
+            lanes = [int(f.lane[0]) for f in fragments(loader)]
+    assert lanes.count(0) > 10 and lanes.count(1) < 2
+    assert re.search(r"lane 1: worker 1 \(pid \d+\) has been silent .*in do\n", caplog.records[0].getMessage(), re.S)
+
+
+class Long:
+    "Gives items that are sent as one long message."
+    def __call__(self, fragment): return fragment.seq.tolist(), bytes(10 ** 7)
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_worker_that_is_stopped_in_the_middle_of_a_message(goes_on, caplog):
+    "The parent does not wait for the rest of the message, but reports the worker; if it goes on, the item is whole."
+    pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain()), 2).map(Long()), 1, 0)
+    with DataLoader2(pipe, reading_service=ProcessReading(1, lag=1, silence=0.5, on_silence="raise", grace=0.2)) as loader:
+        items = iter(loader)
+        next(items)
+        coordinator = loader.reading_service.seams[0].coordinator
+        member, wakes = coordinator.members[0], lambda *_: os.kill(member.process.pid, signal.SIGCONT)
+        while not member.process.poll(0.1): pass       # it writes a message that is longer than the connection holds
+        time.sleep(0.2)
+        os.kill(member.process.pid, signal.SIGSTOP)
+        if goes_on:
+            loader.reading_service.on_silence = "warn"
+            before = signal.signal(signal.SIGALRM, wakes)
+            signal.setitimer(signal.ITIMER_REAL, 1.5)
+            try: found = [next(items), next(items)]
+            finally: signal.signal(signal.SIGALRM, before)
+            assert [(seq, len(data)) for seq, data in found] == [([1], 10 ** 7), ([2], 10 ** 7)]
+            assert "worker 0" in caplog.text and "has been silent" in caplog.text
+        else:
+            with pytest.raises(WorkerError, match=r"(?s)lane 0: worker 0 .*silent .*here:\n\(no answer\)"):
+                for _ in items: pass
 
 
 def test_a_worker_that_is_stopped_is_reported_and_ended():
