@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -22,6 +23,7 @@ from toys import Counting, Lively, Plain, Shaky
 
 from rollpipe.pipes import (ActorError, DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Pipe,
                             ProcessReading, WorkerError)
+from rollpipe.pipes.workers.process import WorkerDied
 from rollpipe.pipes.workers.shared import SharedMemory
 from rollpipe.pipes.taps import EpisodeStats
 from rollpipe.pipes.torchdata import DataLoader2
@@ -112,6 +114,71 @@ def test_an_exception_that_cannot_be_pickled_or_read_again():
         error, text, cause = outcome(Lanes(Calls(FragmentCollector(EnvStepper(Counting, Plain()), 2), fails), 1), num_workers=1,
                                      start_method=method)
         assert type(error) is WorkerError and "Own: 1 and 2" in text and "worker 0, lane 0, Calls" in cause and "in fails" in cause
+
+
+class Frozen(Exception):
+    "As a frozen dataclass: nobody may change it."
+    def __setattr__(self, name, value): raise AttributeError("frozen")
+
+
+class Leaves(Exception):
+    "To read its pickle ends the process."
+    def __reduce__(self): return sys.exit, (9,)
+
+
+class Silent(BaseException): "Not an `Exception`."
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("raised, kind", [(Frozen, Frozen), (Leaves, WorkerError), (Silent, Silent)])
+@pytest.mark.parametrize("call", ["stream", "close"])
+def test_odd_exceptions_are_told_in_full(raised, kind, call, method):
+    "Whatever a user's exception does while it is packed, it arrives under its name, with the place where it was raised."
+    def fails(): raise raised("of two\nlines")
+    pipe = FragmentCollector(EnvStepper(Counting, Plain()), 2)
+    pipe = Lanes(Calls(pipe, fails) if call == "stream" else AtEnd(pipe, fails), 1)
+    try: error, text, cause = outcome(pipe, num_workers=1, start_method=method)
+    except BaseException as e: error, text, cause = e, str(e), str(e.__cause__)
+    name = "Calls" if call == "stream" else "AtEnd"
+    assert type(error) is kind and text.endswith("of two\nlines" if kind is raised else "Leaves: of two\nlines.")
+    assert f"in worker 0, lane 0, {name}:" in cause and "in fails" in cause and f"{raised.__name__}: of two\nlines" in cause
+
+
+class AtEnd(Pipe):
+    "Calls a function of the user when its stream is closed."
+    def __init__(self, pipe, function):
+        super().__init__(pipe)
+        self.function = function
+
+    def stream(self, items):
+        try: yield from items
+        finally: self.function()
+
+
+def test_the_log_says_who_has_called_exit(caplog):
+    "The error says only that the process has ended."
+    def leaves(): sys.exit("enough")
+    pipe = Lanes(Calls(FragmentCollector(EnvStepper(Counting, Plain()), 2), leaves), 1)
+    error, text, _ = outcome(pipe, num_workers=1)
+    assert type(error) is WorkerDied and "worker 0" in text and "ended with exit code 1 while it collected lane 0" in text
+    assert re.search(r"(?s)in worker 0, Calls:\nTraceback .* in leaves\n.*SystemExit: enough", caplog.text)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("raised", [SystemExit, Silent])
+def test_what_one_lane_raises_at_its_end_does_not_keep_the_others_open(raised, method, tmp_path, caplog):
+    "Also if it is no `Exception`. To call `sys.exit` there does not end the learner's program."
+    def ends():
+        first = not any(tmp_path.iterdir())
+        (tmp_path/str(len(list(tmp_path.iterdir())))).touch()
+        if first: raise raised("enough")
+    pipe = Lanes(AtEnd(FragmentCollector(EnvStepper(Counting, Plain()), 2), ends), 3)
+    error = None
+    try: outcome(pipe, num_workers=1, start_method=method, grace=30)
+    except BaseException as e: error = e
+    assert len(list(tmp_path.iterdir())) == 3
+    if raised is Silent: assert type(error) is Silent and "in ends" in str(error.__cause__)
+    else: assert error is None and re.search(r"(?s)in worker 0, lane 0, AtEnd:\n.* in ends\n.*SystemExit: enough", caplog.text)
 
 
 class Calls(Pipe):

@@ -6,7 +6,7 @@
 __all__ = ['STARTED', 'run_worker']
 
 # %% ../../../nbs/pipes/30_workers/09_entry.ipynb #5712f746
-import ctypes, gc, multiprocessing, os, signal, sys, threading, time
+import ctypes, gc, multiprocessing, os, signal, threading, time
 from collections.abc import Callable
 from multiprocessing import connection
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from .remote_errors import TracebackFile, send_exception
+from .remote_errors import TracebackFile, pack_exception, send_exception, send_warning
 from .shared import SharedMemory
 
 # %% ../../../nbs/pipes/30_workers/09_entry.ipynb #8066ad3d
@@ -58,7 +58,10 @@ def run_worker(
         if isinstance(args, SharedMemory): args = _unpacked(args)
         link.send(STARTED)
         function(link, *shared, *args)
-    except SystemExit: raise
+    except _Terminated: raise
+    except SystemExit as e:                               # somebody has called `sys.exit`: the log says who
+        send_warning(link, pack_exception(e, name)[0])
+        raise
     except BaseException as e: send_exception(link, e, name)
     finally:
         link.close()
@@ -72,10 +75,13 @@ def _unpacked(memory) -> tuple:
     return args
 
 
+class _Terminated(SystemExit): "SIGTERM came."
+
+
 def _exit_once(*signal_and_frame):
     "On the first SIGTERM, end the process like an exception. Later ones are ignored, because the parent waits for `grace` seconds."
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit(0)
+    raise _Terminated(0)
 
 
 def _keep_freed_memory():

@@ -6,7 +6,7 @@
 __all__ = ['guard']
 
 # %% ../../../nbs/pipes/30_workers/08_guard.ipynb #1589466c
-import multiprocessing.spawn, os, socket
+import atexit, multiprocessing.spawn, os, socket
 
 from .remote_errors import log
 
@@ -86,6 +86,7 @@ def _start_guard() -> tuple:
     "`(number, socket)` of a new guard for this process."
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
+    atexit.register(ours.close)
     python = os.fsdecode(multiprocessing.spawn.get_executable())
     silent = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_WRONLY, 0) for fd in (1, 2)]
     try:

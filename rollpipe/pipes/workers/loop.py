@@ -19,7 +19,7 @@ from ..graph import find, nodes
 from ..modules import modules_in
 from ..pipe import held_by, trait
 from ..stepper import EnvStepper
-from .remote_errors import pack_exception, send_exception, shortened
+from .remote_errors import pack_exception, send_exception, send_warning
 from .slot_writer import SlotWriter
 from .slots import EMPTY_LAYOUT, Layout
 
@@ -91,11 +91,11 @@ def _close(link, name, stream):
         warnings.simplefilter('always')
         for kind in (DeprecationWarning, PendingDeprecationWarning, ResourceWarning): warnings.simplefilter('ignore', kind)
         try: getattr(stream, 'close', lambda: None)()
-        except Exception as e: errors.append(e)
-    try:
-        for x in caught: link.send(('warning', shortened(f"{name}: {x.message}")))
-        for x in errors: link.send(('error', *pack_exception(x, name)))
-    except OSError: pass                         # the parent has ended
+        except BaseException as e: errors.append(e)     # the other lanes are closed all the same
+    for x in caught: send_warning(link, f"{name}: {x.message}")
+    for x in errors:
+        if isinstance(x, SystemExit): send_warning(link, pack_exception(x, name)[0])     # would end the learner's program
+        else: send_exception(link, x, name)
 
 # %% ../../../nbs/pipes/30_workers/11_loop.ipynb #2881a946
 def run_lanes(
