@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -443,6 +444,29 @@ def test_a_worker_that_hangs_is_reported_while_others_go_on(caplog):
             lanes = [int(f.lane[0]) for f in fragments(loader)]
     assert lanes.count(0) > 10 and lanes.count(1) < 2
     assert re.search(r"lane 1: worker 1 \(pid \d+\) has been silent .*in do\n", caplog.records[0].getMessage(), re.S)
+
+
+def test_a_worker_that_waits_for_a_lock_of_another_thread_is_reported_with_the_thread():
+    "It was forked while the thread held the lock, and nobody will ever release the worker's copy."
+    lock, held, done = threading.Lock(), threading.Event(), threading.Event()
+    def holds():
+        with lock:
+            held.set()
+            done.wait()
+    class Locked(Counting):
+        def step(self, action):
+            with lock: return super().step(action)
+    thread = threading.Thread(target=holds, name="a user's thread")
+    thread.start()
+    held.wait()
+    pipe = Lanes(FragmentCollector(EnvStepper(lambda: Locked(), Plain()), 2), 1, 0)
+    reading = ProcessReading(1, silence=0.5, on_silence="raise", grace=0.2, start_method="fork")
+    told = r"(?s)silent.*in step\n.*forked beside other threads \(.*a user's thread.*start_method='spawn'"
+    try:
+        with pytest.raises(WorkerError, match=told), DataLoader2(pipe, reading_service=reading) as loader: next(iter(loader))
+    finally:
+        done.set()
+        thread.join()
 
 
 class Long:

@@ -183,6 +183,7 @@ class WorkerProcess:
         self.name, self.grace, method = name, grace, start_method_for(start_method, threads)
         packed: tuple | SharedMemory = args if method == 'fork' else _packed(args, name, method)
         self.creator, self.has_started = os.getpid(), False
+        self.threads = [t.name for t in threading.enumerate() if t is not threading.current_thread()] if method == 'fork' else []
         with _starting, _without_sigint():
             parts = _start_process(multiprocessing.get_context(method), name, function, shared, packed, threads, cores)
             self.process, self.link, self.traceback_file = parts

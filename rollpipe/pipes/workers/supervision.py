@@ -32,7 +32,10 @@ def report_silence(
         on_silence: 'warn', or 'raise'
         lane: the lane that it collects
     """
-    error = WorkerError(f"{process} has been silent for {seconds:.0f} s; it is here:\n{process.current_traceback()}\n", lane=lane)
+    text = f"{process} has been silent for {seconds:.0f} s; it is here:\n{process.current_traceback()}\n"
+    if process.threads: text += (f"It was forked beside other threads ({', '.join(process.threads)}), and may wait for a lock that one of "
+                                 "them held. With start_method='spawn' this cannot happen.")
+    error = WorkerError(text, lane=lane)
     if on_silence == 'raise': raise error
     log.warning(str(error))
 
