@@ -1,11 +1,13 @@
 "Checkpoints: bit-exact round trips, atomic writes, and files that are no checkpoint."
 import base64
+import fcntl
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -245,6 +247,68 @@ def test_killed_while_writing(tmp_path):
             process.send_signal(signal.SIGKILL)
         found = load_checkpoint(tmp_path/"c")
         assert found.counters["i"] >= 2 and bool((found.agent_state["w"] == found.counters["i"]).all())
+
+
+def killed_writer(path):
+    "A process that was killed before its file took its name."
+    code = ("import os, signal, sys; from rollpipe.agents.checkpoint import write_atomically\n"
+            "os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)\n"
+            "write_atomically(sys.argv[1], bytes(1000))")
+    assert subprocess.run([sys.executable, "-c", code, path]).returncode == -signal.SIGKILL
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next_one(tmp_path):
+    "Only files of writers of the same file; whatever else has a similar name stays."
+    killed_writer(tmp_path/"a[1]")
+    left, = tmp_path.iterdir()
+    others = [".b.0123456789abcdef.tmp", ".a[1].tmp", ".a[1].x.tmp", ".a1.0123456789abcdef.tmp", "a[1].0123456789abcdef.tmp"]
+    for name in others: (tmp_path/name).touch()
+    (tmp_path/"mine").touch()
+    (tmp_path/".a[1].aaaaaaaaaaaaaaaa.tmp").symlink_to("mine")
+    os.mkfifo(tmp_path/".a[1].bbbbbbbbbbbbbbbb.tmp")                # to open it would wait for a writer
+    write_atomically(tmp_path/"a[1]", b"new")
+    assert not left.exists() and (tmp_path/"a[1]").read_bytes() == b"new" and (tmp_path/"mine").exists()
+    assert all((tmp_path/name).exists() for name in others)
+
+
+def test_the_file_of_a_living_writer_is_left_alone(tmp_path, monkeypatch):
+    "Of one in another process, in the middle of writing, and of one in another thread."
+    code = ("import os, sys; from rollpipe.agents.checkpoint import write_atomically\n"
+            "def fsync(fd): print('writing', flush=True); sys.stdin.read()\n"
+            "os.fsync = fsync\n"
+            "write_atomically(sys.argv[1], b'theirs')")
+    with subprocess.Popen([sys.executable, "-c", code, tmp_path/"a"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        for k in range(3): write_atomically(tmp_path/"a", b"%d" % k)
+        assert len(list(tmp_path.iterdir())) == 2 and (tmp_path/"a").read_bytes() == b"2"
+        process.stdin.close()
+        assert process.wait(60) == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["a"] and (tmp_path/"a").read_bytes() == b"theirs"
+    with ThreadPoolExecutor(4) as pool: list(pool.map(lambda k: write_atomically(tmp_path/"a", b"%d" % k), range(200)))
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_file_that_is_removed_before_it_is_locked(tmp_path, monkeypatch):
+    "By another writer, which took it for one of a killed writer: a new one is made."
+    lock, removed = fcntl.flock, []
+    def late(file, how):
+        if not removed:
+            removed.extend(tmp_path.iterdir())
+            removed[0].unlink()
+        lock(file, how)
+    monkeypatch.setattr(fcntl, "flock", late)
+    write_atomically(tmp_path/"a", b"new")
+    assert len(removed) == 1 and [p.name for p in tmp_path.iterdir()] == ["a"] and (tmp_path/"a").read_bytes() == b"new"
+
+
+def test_without_locks(tmp_path, monkeypatch):
+    "On a file system without locks nobody removes the file of another writer."
+    def refuses(file, how): raise OSError(95, "Operation not supported")
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    left = tmp_path/".a.0123456789abcdef.tmp"
+    left.touch()
+    write_atomically(tmp_path/"a", b"new")
+    assert {p.name for p in tmp_path.iterdir()} == {"a", left.name}
 
 
 def test_permissions_are_those_of_any_new_file(tmp_path):

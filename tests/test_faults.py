@@ -9,6 +9,8 @@ import logging
 import os
 import re
 import signal
+import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -22,6 +24,7 @@ from toys import Counting, Lively, Plain, Shaky
 
 from rollpipe.pipes import (ActorError, DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Pipe,
                             ProcessReading, WorkerError)
+from rollpipe.pipes.workers.process import WorkerDied
 from rollpipe.pipes.workers.shared import SharedMemory
 from rollpipe.pipes.taps import EpisodeStats
 from rollpipe.pipes.torchdata import DataLoader2
@@ -112,6 +115,71 @@ def test_an_exception_that_cannot_be_pickled_or_read_again():
         error, text, cause = outcome(Lanes(Calls(FragmentCollector(EnvStepper(Counting, Plain()), 2), fails), 1), num_workers=1,
                                      start_method=method)
         assert type(error) is WorkerError and "Own: 1 and 2" in text and "worker 0, lane 0, Calls" in cause and "in fails" in cause
+
+
+class Frozen(Exception):
+    "As a frozen dataclass: nobody may change it."
+    def __setattr__(self, name, value): raise AttributeError("frozen")
+
+
+class Leaves(Exception):
+    "To read its pickle ends the process."
+    def __reduce__(self): return sys.exit, (9,)
+
+
+class Silent(BaseException): "Not an `Exception`."
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("raised, kind", [(Frozen, Frozen), (Leaves, WorkerError), (Silent, Silent)])
+@pytest.mark.parametrize("call", ["stream", "close"])
+def test_odd_exceptions_are_told_in_full(raised, kind, call, method):
+    "Whatever a user's exception does while it is packed, it arrives under its name, with the place where it was raised."
+    def fails(): raise raised("of two\nlines")
+    pipe = FragmentCollector(EnvStepper(Counting, Plain()), 2)
+    pipe = Lanes(Calls(pipe, fails) if call == "stream" else AtEnd(pipe, fails), 1)
+    try: error, text, cause = outcome(pipe, num_workers=1, start_method=method)
+    except BaseException as e: error, text, cause = e, str(e), str(e.__cause__)
+    name = "Calls" if call == "stream" else "AtEnd"
+    assert type(error) is kind and text.endswith("of two\nlines" if kind is raised else "Leaves: of two\nlines.")
+    assert f"in worker 0, lane 0, {name}:" in cause and "in fails" in cause and f"{raised.__name__}: of two\nlines" in cause
+
+
+class AtEnd(Pipe):
+    "Calls a function of the user when its stream is closed."
+    def __init__(self, pipe, function):
+        super().__init__(pipe)
+        self.function = function
+
+    def stream(self, items):
+        try: yield from items
+        finally: self.function()
+
+
+def test_the_log_says_who_has_called_exit(caplog):
+    "The error says only that the process has ended."
+    def leaves(): sys.exit("enough")
+    pipe = Lanes(Calls(FragmentCollector(EnvStepper(Counting, Plain()), 2), leaves), 1)
+    error, text, _ = outcome(pipe, num_workers=1)
+    assert type(error) is WorkerDied and "worker 0" in text and "ended with exit code 1 while it collected lane 0" in text
+    assert re.search(r"(?s)in worker 0, Calls:\nTraceback .* in leaves\n.*SystemExit: enough", caplog.text)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("raised", [SystemExit, Silent])
+def test_what_one_lane_raises_at_its_end_does_not_keep_the_others_open(raised, method, tmp_path, caplog):
+    "Also if it is no `Exception`. To call `sys.exit` there does not end the learner's program."
+    def ends():
+        first = not any(tmp_path.iterdir())
+        (tmp_path/str(len(list(tmp_path.iterdir())))).touch()
+        if first: raise raised("enough")
+    pipe = Lanes(AtEnd(FragmentCollector(EnvStepper(Counting, Plain()), 2), ends), 3)
+    error = None
+    try: outcome(pipe, num_workers=1, start_method=method, grace=30)
+    except BaseException as e: error = e
+    assert len(list(tmp_path.iterdir())) == 3
+    if raised is Silent: assert type(error) is Silent and "in ends" in str(error.__cause__)
+    else: assert error is None and re.search(r"(?s)in worker 0, lane 0, AtEnd:\n.* in ends\n.*SystemExit: enough", caplog.text)
 
 
 class Calls(Pipe):
@@ -340,12 +408,95 @@ def test_a_worker_that_hangs_stops_the_run_if_asked(method):
     assert time.monotonic() - start < 4 * slack()
 
 
-def test_a_worker_that_is_slow_to_start_is_left_alone(caplog):
-    "The question where it is would kill it before it can understand."
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_the_start_of_a_worker_is_no_silence(method, caplog):
+    "Also of one that is started again: an interpreter that loads torch takes longer than any step."
+    with caplog.at_level(logging.WARNING, "rollpipe"):
+        pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain()), 2), 1, 0)
+        reading = ProcessReading(1, silence=0.2, on_silence="raise", start_method=method, restart=1)
+        with DataLoader2(pipe, reading_service=reading) as loader:
+            items = iter(loader)
+            next(items)
+            os.kill(loader.reading_service.health()[0]["pid"], signal.SIGKILL)
+            assert next(items)
+    assert len(caplog.records) == 1 and "Its lanes start anew" in caplog.text
+
+
+def test_a_worker_that_does_not_start_is_reported(caplog, monkeypatch):
+    "After a time of its own. The question where it is would kill it before it can understand, so it is not asked."
+    monkeypatch.setattr("rollpipe.pipes.workers.process.STARTING", 0.1)
     with caplog.at_level(logging.WARNING, "rollpipe"):
         pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain()), 2), 1, 0)
         with DataLoader2(pipe, reading_service=ProcessReading(1, silence=0.1, start_method="spawn")) as loader: assert next(iter(loader))
     assert re.search(r"worker 0 .* has been silent for 0 s; it is here:\n\(it is still being started\)", caplog.records[0].getMessage())
+
+
+def test_a_worker_that_hangs_is_reported_while_others_go_on(caplog):
+    "In ready order nobody waits for it: the messages of the other do not hide its silence."
+    def fragments(loader):
+        items, begin = iter(loader), time.monotonic()
+        while not caplog.records and time.monotonic() - begin < 5 * slack():
+            yield next(items)
+            time.sleep(0.01)     # the learner is slower, so there is always a message
+    with caplog.at_level(logging.WARNING, "rollpipe"):
+        pipe = harmful("hang", "step", 6)
+        with DataLoader2(pipe, reading_service=ProcessReading(2, lag=None, order="ready", silence=0.5, grace=0.2)) as loader:
+            lanes = [int(f.lane[0]) for f in fragments(loader)]
+    assert lanes.count(0) > 10 and lanes.count(1) < 2
+    assert re.search(r"lane 1: worker 1 \(pid \d+\) has been silent .*in do\n", caplog.records[0].getMessage(), re.S)
+
+
+def test_a_worker_that_waits_for_a_lock_of_another_thread_is_reported_with_the_thread():
+    "It was forked while the thread held the lock, and nobody will ever release the worker's copy."
+    lock, held, done = threading.Lock(), threading.Event(), threading.Event()
+    def holds():
+        with lock:
+            held.set()
+            done.wait()
+    class Locked(Counting):
+        def step(self, action):
+            with lock: return super().step(action)
+    thread = threading.Thread(target=holds, name="a user's thread")
+    thread.start()
+    held.wait()
+    pipe = Lanes(FragmentCollector(EnvStepper(lambda: Locked(), Plain()), 2), 1, 0)
+    reading = ProcessReading(1, silence=0.5, on_silence="raise", grace=0.2, start_method="fork")
+    told = r"(?s)silent.*in step\n.*forked beside other threads \(.*a user's thread.*start_method='spawn'"
+    try:
+        with pytest.raises(WorkerError, match=told), DataLoader2(pipe, reading_service=reading) as loader: next(iter(loader))
+    finally:
+        done.set()
+        thread.join()
+
+
+class Long:
+    "Gives items that are sent as one long message."
+    def __call__(self, fragment): return fragment.seq.tolist(), bytes(10 ** 7)
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_worker_that_is_stopped_in_the_middle_of_a_message(goes_on, caplog):
+    "The parent does not wait for the rest of the message, but reports the worker; if it goes on, the item is whole."
+    pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain()), 2).map(Long()), 1, 0)
+    with DataLoader2(pipe, reading_service=ProcessReading(1, lag=1, silence=0.5, on_silence="raise", grace=0.2)) as loader:
+        items = iter(loader)
+        next(items)
+        coordinator = loader.reading_service.seams[0].coordinator
+        member, wakes = coordinator.members[0], lambda *_: os.kill(member.process.pid, signal.SIGCONT)
+        while not member.process.poll(0.1): pass       # it writes a message that is longer than the connection holds
+        time.sleep(0.2)
+        os.kill(member.process.pid, signal.SIGSTOP)
+        if goes_on:
+            loader.reading_service.on_silence = "warn"
+            before = signal.signal(signal.SIGALRM, wakes)
+            signal.setitimer(signal.ITIMER_REAL, 1.5)
+            try: found = [next(items), next(items)]
+            finally: signal.signal(signal.SIGALRM, before)
+            assert [(seq, len(data)) for seq, data in found] == [([1], 10 ** 7), ([2], 10 ** 7)]
+            assert "worker 0" in caplog.text and "has been silent" in caplog.text
+        else:
+            with pytest.raises(WorkerError, match=r"(?s)lane 0: worker 0 .*silent .*here:\n\(no answer\)"):
+                for _ in items: pass
 
 
 def test_a_worker_that_is_stopped_is_reported_and_ended():

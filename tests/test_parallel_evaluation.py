@@ -232,6 +232,7 @@ def test_a_request_that_crosses_the_beginning(monkeypatch):
     "The process had begun with version 1, and this side did not know when version 2 was requested: it is not forgotten."
     actor = Constant()
     with ParallelEvaluation(Pays, actor, 1, start_method="fork") as evaluation:
+        until(lambda: evaluation.process.listen(.1) or evaluation.process.worker.has_started)
         train(actor)
         evaluation.request()
         assert evaluation.process.worker.link.poll(PATIENCE)

@@ -1,4 +1,5 @@
 "Pipelines to be run in worker processes, environments that do harm in one of them, and ways to compare streams; used by several tests."
+import ctypes
 import os
 import random
 import signal
@@ -163,12 +164,13 @@ class Harmful(gym.Env):
 
 
 def do(harm):
-    "raise, exit, hang (in C), or be killed by a signal; the environment variable HARM names a file for the time."
+    "raise, exit, hang (in C), hold the interpreter's lock (in C), or be killed by a signal; the variable HARM names a file for the time."
     if "HARM" in os.environ: Path(os.environ["HARM"]).write_text(repr(time.monotonic()))
     if harm == "raise": raise ZeroDivisionError("an accident")
     if harm == "exit": os._exit(3)
     if harm == "leave": raise SystemExit(5)
     if harm == "hang": time.sleep(600)
+    if harm == "hold": ctypes.PyDLL(None).sleep(600)
     if harm.startswith("SIG"):
         os.kill(os.getpid(), getattr(signal, harm))
         time.sleep(600)

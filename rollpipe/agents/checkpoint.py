@@ -7,12 +7,14 @@ __all__ = ['FORMAT_VERSION', 'encode', 'decode', 'write_atomically', 'names_file
            'load_checkpoint']
 
 # %% ../../nbs/agents/12_checkpoint.ipynb #28bb19e3
-import hashlib, json, math, os, secrets
+import glob, hashlib, json, math, os, secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+try: import fcntl
+except ImportError: fcntl = None     # this system has no such locks
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
@@ -88,17 +90,44 @@ def write_atomically(
         data: the whole content
     """
     path = Path(path)
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     with names_file(path):
-        file = open(beside, "xb", opener=_no_follow)
+        _remove_stale(path)
+        file, beside = _open_beside(path)
         try:
             with file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(beside, path)
+                if fcntl is not None: os.replace(beside, path)    # while it is locked
+            if fcntl is None: os.replace(beside, path)            # such systems do not rename open files
         finally:
             beside.unlink(missing_ok=True)
+
+
+def _open_beside(path) -> tuple:
+    "`(file, its path)`: a new file beside `path`, locked as long as it is open."
+    while True:
+        beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+        file = open(beside, "xb", opener=_no_follow)
+        if fcntl is None: return file, beside
+        try: fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError: return file, beside    # this file system has no locks, so nobody can remove the file as stale
+        if os.fstat(file.fileno()).st_nlink: return file, beside
+        file.close()                           # another writer has found it before it was locked
+
+
+def _remove_stale(path):
+    "Remove the files beside `path` that killed writers have left. Nobody else can lock the file of a living one."
+    if fcntl is None: return
+    for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 16}.tmp"):
+        try:
+            with open(left, "rb", opener=_no_wait) as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                left.unlink(missing_ok=True)
+        except OSError: pass
+
+
+def _no_wait(path, flags) -> int: return _no_follow(path, flags | os.O_NONBLOCK)
 
 
 def _no_follow(path, flags) -> int:

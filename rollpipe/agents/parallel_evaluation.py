@@ -14,7 +14,7 @@ from ..pipes.errors import DataError, WorkerError, describe
 from ..pipes.stepper import EnvStepper
 from ..pipes.modules import modules_in, state_of, version_of
 from ..pipes.workers.channel import WeightPublisher
-from ..pipes.workers.process import WorkerProcess
+from ..pipes.workers.process import NOTHING, WorkerProcess
 from ..pipes.workers.supervision import report_silence
 
 # %% ../../nbs/agents/11_parallel_evaluation.ipynb #a0c28b5c
@@ -89,15 +89,15 @@ class EvaluationProcess:
         weakref.finalize(self, self.publisher.close).atexit = False
         self.answers, self.error = [], None
         self.pending, self.version = False, None                 # whether a request has not begun; the version that is being evaluated
-        self.heard, self.patience = time.monotonic(), silence    # time of the last message; how long it may be silent after that [s]
         self.worker = WorkerProcess("evaluation", serve, (self.publisher.subscriber([0]),), (_on_cpu(actor), options), **process_options)
+        self.heard, self.patience = time.monotonic(), self.worker.patience(silence)    # time of the last message; how long it may be silent
 
     @property
     def busy(self) -> bool: return self.error is None and (self.pending or self.version is not None)
 
     def ask(self) -> None:
         "Send a request. It is pending until the process says that it has begun."
-        if not self.busy: self.heard, self.patience = time.monotonic(), self.silence
+        if not self.busy: self.heard, self.patience = time.monotonic(), self.worker.patience(self.silence)
         try: self.worker.send('evaluate')
         except Exception as e: self._lost(e)
         else: self.pending = True
@@ -106,9 +106,10 @@ class EvaluationProcess:
         "Read the messages of the process; wait at most `timeout` seconds for the first one."
         if self.error is not None: return
         try:
-            while self.error is None and self.worker.link.poll(timeout):
-                message, timeout = self.worker.receive(), 0.
+            while self.error is None and self.worker.poll(timeout):
+                message, timeout = self.worker.take(), 0.
                 self.heard, self.patience = time.monotonic(), self.silence
+                if message is NOTHING: continue
                 if isinstance(message, Evaluated):
                     self.answers.append(message)
                     self.version = None

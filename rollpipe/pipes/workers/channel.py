@@ -8,7 +8,7 @@ __all__ = ['comparable', 'WeightPublisher', 'WeightSubscriber']
 # %% ../../../nbs/pipes/30_workers/02_channel.ipynb #0f57e8fe
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -102,7 +102,7 @@ class _Holder:
         self.holder, self.modules, self.first_version = holder, modules_in(holder), version_of(holder)
         state = state_of(self.modules)
         self.names, self.specs = list(state), _specs(state)
-        self.n_modes, self.attributes = len(self.modes()), self._attributes()
+        self.n_modes, self.attributes = len(self.modes()), {key: _Attribute(value) for key, value in self._attributes()}
 
     def version(self) -> int: return VersionCounter(self.holder, [p for module in self.modules for p in module.parameters()]).version()
     def modes(self) -> list: return [m.training for module in self.modules for m in module.modules()]
@@ -120,23 +120,32 @@ class _Holder:
 
     def warn_about_attributes(self):
         "Log that an attribute which is not a tensor has changed, once for each attribute."
-        for key, (value, text) in self._attributes().items():
-            before, was = self.attributes.get(key, (value, text))
-            if before is _WARNED or before == value: continue
-            self.attributes[key] = _WARNED, was
-            log.warning(f"{key} of {type(self.holder).__name__} changed from {was} to {text}, which worker processes do not "
+        for key, value in self._attributes():
+            known = self.attributes.get(key)
+            if known is None or known.constant is value or known.comparable == comparable(value): continue
+            del self.attributes[key]
+            (k, name, attribute), text = key, describe(value, 60)
+            where = f"attribute {attribute}" + (f" in {name}" if name else '') + (f" of module {k}" if k else '')
+            log.warning(f"{where} of {type(self.holder).__name__} changed from {known.text} to {text}, which worker processes do not "
                         "see: only parameters and buffers are sent to them (`register_buffer`).")
 
-    def _attributes(self) -> dict:
-        "name -> (value to compare, text): what modules, or a holder that is none, keep outside of parameters and buffers."
+    def _attributes(self) -> Iterator:
+        "`((module, name of its part, attribute), value)`: what modules, or a holder that is none, keep outside of parameters and buffers."
         owners = [(k, name, m) for k, module in enumerate(self.modules) for name, m in module.named_modules()]
         if not isinstance(self.holder, torch.nn.Module) and hasattr(self.holder, '__dict__'): owners.append((0, '', self.holder))
-        def full_name(k, name, key): return f"attribute {key}" + (f" in {name}" if name else '') + (f" of module {k}" if k else '')
-        return {full_name(k, name, key): (comparable(value), describe(value, 60))
-                for k, name, owner in owners for key, value in vars(owner).items() if key not in _OF_TORCH}
+        for k, name, owner in owners:
+            for key, value in vars(owner).items():
+                if key not in _OF_TORCH: yield (k, name, key), value
 
 
-_WARNED, _OF_TORCH = object(), vars(torch.nn.Module()).keys()
+class _Attribute:
+    "An attribute as it was at the beginning. `constant` is its value if that cannot change, so that most need not be compared again."
+    def __init__(self, value):
+        self.constant = value if type(value) in (bool, int, float, complex, str, bytes) else _CHANGEABLE
+        self.comparable, self.text = comparable(value), describe(value, 60)
+
+
+_CHANGEABLE, _OF_TORCH = object(), vars(torch.nn.Module()).keys()
 
 def _specs(state) -> list: return [(x.dtype, x.shape) for x in state.values()]
 

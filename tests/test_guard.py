@@ -1,0 +1,127 @@
+"""Whatever its workers do, a process that is killed leaves none of them behind, and a thread that ends takes none with it."""
+import os
+import signal
+import time
+from itertools import islice
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from toys import Counting, Plain
+from worker_cases import gone, harmful, runs, script, slack
+
+from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading
+from rollpipe.pipes.torchdata import DataLoader2
+from rollpipe.pipes.workers import guard as guard_module
+from rollpipe.pipes.workers.process import WorkerProcess
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="there is no guard without pidfd_open")
+
+LIVES = """
+import os, sys
+from multiprocessing import current_process
+from pathlib import Path
+from worker_cases import Harmful, Lively, Shaky
+from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading
+from rollpipe.pipes.torchdata import DataLoader2
+
+class Tells(Harmful):
+    "Notes that it was closed, as one does that has a simulator to end."
+    def close(self): Path(sys.argv[2], current_process().name + ' has closed').touch()
+
+if __name__ == '__main__':
+    method = sys.argv[1]
+    pipe = Lanes(FragmentCollector(EnvStepper(lambda: Tells('hold', 'step', 30), Shaky()), 4), 3, 0)
+    with DataLoader2(pipe, reading_service=ProcessReading(3, lag=1, start_method=method)) as loader:
+        for k, _ in enumerate(loader):
+            if k == 6: print(*[state['pid'] for state in loader.reading_service.health()], flush=True)
+"""
+
+
+def guards(pid="self"):
+    "Numbers of the guards of a process."
+    children = [int(p) for f in Path(f"/proc/{pid}/task").glob("*/children") for p in f.read_text().split()]
+    return [p for p in children if b"rollpipe guard" in Path(f"/proc/{p}/cmdline").read_bytes() and runs(p)]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_the_parent_is_killed(method, tmp_path, monkeypatch):
+    "One worker waits, one is in C code that holds the interpreter's lock, one is stopped: all end, and close environments if they can."
+    monkeypatch.setenv("HARM", str(tmp_path/"holds"))
+    parent = script(tmp_path, LIVES, method, tmp_path)
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    try:
+        assert len(pids) == 3, parent.communicate()
+        deadline = time.monotonic() + 60
+        while not (tmp_path/"holds").exists() and time.monotonic() < deadline: time.sleep(0.02)
+        time.sleep(0.2)
+        os.kill(pids[2], signal.SIGSTOP)
+        pids += guards(parent.pid)
+        assert len(pids) == 4 and all(map(runs, pids))
+    finally:
+        os.kill(parent.pid, signal.SIGKILL)
+        left = gone(pids, 4 * slack())
+        for pid in left: os.kill(pid, signal.SIGKILL)
+    assert left == []
+    assert {p.name for p in tmp_path.glob("*closed")} == {"worker 0 has closed", "worker 2 has closed"}
+    parent.communicate()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_the_thread_that_started_a_worker_ends(method):
+    "The worker goes on: a death signal of the kernel, for example, would have come."
+    pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain()), 2), 1, 0)
+    with DataLoader2(pipe, reading_service=ProcessReading(1, start_method=method)) as loader:
+        items = iter(loader)
+        thread = Thread(target=lambda: next(items))
+        thread.start()
+        thread.join()
+        pid, = [state["pid"] for state in loader.reading_service.health()]
+        assert gone([pid], 1) == [pid]
+        assert [f.seq.tolist() for f in islice(items, 3)] == [[1], [2], [3]]
+
+
+def test_one_guard_serves_all_loaders_and_a_guard_that_was_killed_is_replaced():
+    for _ in range(2):
+        with DataLoader2(harmful("raise", "step", 10 ** 9), reading_service=ProcessReading(2)) as loader: next(iter(loader))
+    first, = guards()
+    os.kill(first, signal.SIGKILL)
+    assert gone([first], 5) == []
+    with DataLoader2(harmful("raise", "step", 10 ** 9), reading_service=ProcessReading(2)) as loader: next(iter(loader))
+    second, = guards()
+    assert second != first
+
+
+def test_signals_for_the_parent_do_not_end_the_guard():
+    "A scheduler or a terminal sends them to all processes; the parent may need time to save its work."
+    with DataLoader2(harmful("raise", "step", 10 ** 9), reading_service=ProcessReading(1)) as loader:
+        next(iter(loader))
+        pid, = guards()
+        while os.getpgid(pid) == os.getpgid(0): time.sleep(0.01)     # it is still starting
+        time.sleep(0.2)
+        for sign in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM): os.kill(pid, sign)
+        assert gone([pid], 0.5) == [pid]
+
+
+def test_without_descriptors_of_processes(monkeypatch):
+    "As on other systems, or with an old kernel: workers run, and nothing is guarded."
+    def old(pid): raise OSError(38, "Function not implemented")
+    monkeypatch.setattr(guard_module, "_guards", {})
+    before = guards()
+    for patch in (lambda: monkeypatch.setattr(os, "pidfd_open", old), lambda: monkeypatch.delattr(os, "pidfd_open")):
+        patch()
+        worker = WorkerProcess("worker", greet, start_method="fork")
+        assert worker.receive() == "hello" and worker.close() is None
+    assert guards() == before and guard_module._guards == {}
+
+
+def test_a_guard_that_cannot_be_started(monkeypatch, caplog):
+    "It is told, and the worker runs all the same."
+    monkeypatch.setattr(guard_module, "_guards", {})           # as in a new process
+    monkeypatch.setattr(guard_module.multiprocessing.spawn, "get_executable", lambda: "/nowhere/python")
+    worker = WorkerProcess("worker", greet, start_method="fork")
+    assert worker.receive() == "hello" and worker.close() is None
+    assert "there is no guard" in caplog.text and "/nowhere/python" in caplog.text
+
+
+def greet(link): link.send("hello")
