@@ -8,6 +8,7 @@ __all__ = ['COMPLETING', 'WorkerRequest', 'Reply', 'SlotDestination', 'holders_i
 # %% ../../../nbs/pipes/30_workers/08_loop.ipynb #8fe05263
 import pickle, signal, time, warnings
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from ..fragments import Destination
 from ..graph import find, nodes
 from ..modules import modules_in
 from ..pipe import held_by, trait
+from ..reactions import Unchanging
 from ..stepper import EnvStepper
 from .remote_errors import pack_exception, send_exception, shortened
 from .slot_writer import SlotWriter
@@ -84,6 +86,11 @@ def _move(lanes, holders, device):
         for stepper in find(graph, EnvStepper): stepper.device = torch.device(device)
 
 # %% ../../../nbs/pipes/30_workers/08_loop.ipynb #eff15936
+def _warn(link, name, text):
+    "Let the parent log a warning."
+    link.send(('warning', shortened(f"{name}: {text}")))
+
+
 def _close(link, name, stream):
     "Close the stream of a lane, and report warnings and exceptions."
     errors = []
@@ -93,7 +100,7 @@ def _close(link, name, stream):
         try: getattr(stream, 'close', lambda: None)()
         except Exception as e: errors.append(e)
     try:
-        for x in caught: link.send(('warning', shortened(f"{name}: {x.message}")))
+        for x in caught: _warn(link, name, x.message)
         for x in errors: link.send(('error', *pack_exception(x, name)))
     except OSError: pass                         # the parent has ended
 
@@ -122,7 +129,7 @@ def run_lanes(
     if device is not None: _move(lanes, holders, device)
     subscriber.attach(holders)
     streams, lane, present, writer, layout = {}, None, None, SlotWriter(slots), EMPTY_LAYOUT
-    destination = SlotDestination(writer, link)
+    destination, unchanging = SlotDestination(writer, link), Unchanging(holders, partial(_warn, link, name))
     try:
         while (request := link.recv()) is not None:
             lane, slot, position, publication, new_layout = request
@@ -134,7 +141,8 @@ def run_lanes(
                 if present is not None: states[present].take()
                 states[present := lane].put()
             if lane not in streams: streams[lane] = _open_lane(lanes[lane], destination)
-            try: item = next(streams[lane])
+            try:
+                with unchanging.during(lane): item = next(streams[lane])
             except StopIteration: link.send(tuple(Reply()))
             else:
                 end = time.monotonic()
