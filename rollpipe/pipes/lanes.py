@@ -17,7 +17,7 @@ import torch
 from .errors import GraphError, check_integer
 from .graph import copy_graph, find, nodes
 from .modules import modules_in, torch_threads
-from .pipe import Pipe, Seeded, held_by
+from .pipe import Pipe, Seeded, held_by, opened
 from .reactions import Unchanging
 from .torchdata import IterDataPipe
 
@@ -170,7 +170,7 @@ class Lanes(Divided, Seeded, Pipe):
     def _run(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]  lanes have no options
         root = self.root()
         self.warn_of_old_weights()
-        turn = [(lane, iter(self.copy(lane, root)), self.global_random_states(lane, root)) for lane in self.own_lanes()]
+        turn = [(lane, opened(self.copy(lane, root)), self.global_random_states(lane, root)) for lane in self.own_lanes()]
         unchanging = Unchanging(self.held_above(), logging.getLogger('rollpipe').warning)
         try:
             while turn:

@@ -18,7 +18,7 @@ from ..errors import PipeError
 from ..fragments import Destination
 from ..graph import find, nodes
 from ..modules import modules_in
-from ..pipe import held_by, trait
+from ..pipe import held_by, opened, trait
 from ..reactions import Unchanging
 from ..stepper import EnvStepper
 from .remote_errors import pack_exception, send_exception, shortened
@@ -71,7 +71,7 @@ class SlotDestination(Destination):
 def _open_lane(graph, destination):
     "The stream of a lane."
     if hasattr(graph, 'into') and not trait(graph, 'keeps_items'): return graph.into(destination)
-    return iter(graph)
+    return opened(graph)
 
 # %% ../../../nbs/pipes/30_workers/08_loop.ipynb #d4146fb6
 def holders_in(graphs: Iterable) -> list:
