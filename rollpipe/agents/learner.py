@@ -52,8 +52,9 @@ def check_batch(
     for what, tree in rows.items():
         for leaf, path in zip(nested.leaves(tree), nested.paths(tree, what)):
             if leaf.is_floating_point() and leaf.numel() and not (largest := leaf[batch.valid].abs().amax().item()) <= LARGEST:
-                problem = "too large a value in the batch" if largest < inf else "non-finite value in the batch"
-                raise DataError(problem, leaf=path, expected=f"finite numbers of at most {LARGEST:.1e} where valid", got=f"{largest:.1e}")
+                if not largest < inf: raise DataError("non-finite value in the batch", leaf=path, expected="finite numbers where valid")
+                raise DataError("too large a value in the batch", leaf=path, expected=f"at most {LARGEST:.1e}, whose square is finite",
+                                got=f"{largest:.1e}")
 
 # %% ../../nbs/agents/08_learner.ipynb #609d96b8
 def standardized(
