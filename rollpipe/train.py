@@ -23,7 +23,7 @@ from .progress import Progress
 from .runs import Run, unlock
 
 # %% auto #0
-__all__ = ['STOP_SIGNALS', 'Stopped', 'stop_signals', 'uninterrupted', 'train']
+__all__ = ['STOP_SIGNALS', 'Stopped', 'stop_signals', 'uninterrupted', 'signals_wait_for_saving', 'train']
 
 # %% ../nbs/07_train.ipynb #1e181bad
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -39,11 +39,19 @@ def _handlers(wanted: Callable) -> dict:
     return {s: handler for s in STOP_SIGNALS if wanted(handler := signal.getsignal(s))}
 
 
+def _is_noticed(handler) -> bool: return handler not in (signal.SIG_IGN, None)
+
+
 @contextmanager
-def stop_signals() -> Iterator[None]:
+def stop_signals(
+    wanted: Callable = _is_noticed, # handler -> is a signal with this handler taken over? default: unless it is ignored
+) -> Iterator[None]:
     """Let SIGTERM and SIGHUP do in the block what Ctrl-C does: raise an exception, here `Stopped`. What is ignored (`nohup`) stays so.
 
     Only the first signal counts. Those that follow within 10 seconds express the same wish, and must not interrupt the saving.
+
+    Args:
+        wanted: handler -> is a signal with this handler taken over? default: unless it is ignored
     """
     owner, counted = os.getpid(), []
 
@@ -55,7 +63,7 @@ def stop_signals() -> Iterator[None]:
             counted.append(monotonic())
             raise Stopped(number)
 
-    before = _handlers(lambda handler: handler not in (signal.SIG_IGN, None))
+    before = _handlers(wanted)
     for s in before: signal.signal(s, stop)
     try: yield
     finally:
@@ -71,6 +79,16 @@ def uninterrupted() -> Iterator[None]:
     finally:
         for s, handler in handlers.items(): signal.signal(s, handler)
     if received: handlers[received[0][0]](*received[0])
+
+# %% ../nbs/07_train.ipynb #d6e4c457
+@contextmanager
+def signals_wait_for_saving() -> Iterator[None]:
+    "Let SIGTERM and SIGHUP raise `Stopped` in the block if the system would end the process, and end it after the block."
+    try:
+        with stop_signals(lambda handler: handler == signal.SIG_DFL): yield
+    except Stopped as e:
+        if signal.getsignal(e.args[0]) == signal.SIG_DFL: os.kill(os.getpid(), e.args[0])
+        raise  # the handler is somebody else's, or the system ignores the signal, as for the first process of a container
 
 # %% ../nbs/07_train.ipynb #c1e054ea
 def _evaluation(run: Run) -> AbstractContextManager:
@@ -126,6 +144,7 @@ def _report(record: dict, writer: MetricWriter, bar: Progress) -> None:
     bar.update(record)
 
 # %% ../nbs/07_train.ipynb #834b70b8
+@signals_wait_for_saving()
 def train(
     run: Run,                         # a run from `start` or `resume`; its counters are updated
     *,
@@ -134,7 +153,7 @@ def train(
 ) -> dict:  # the last record
     """Train until `config['steps']`, recording metrics and saving checkpoints in the run's folder.
 
-    If training is interrupted, or the environment fails, a checkpoint of the last update is saved before the exception is passed on.
+    If training is interrupted, also by SIGTERM or SIGHUP, or the environment fails, a checkpoint of the last update is saved first.
 
     Args:
         run: a run from `start` or `resume`; its counters are updated

@@ -1,5 +1,6 @@
 "What all learners of policies promise: metrics, lag, resuming bit for bit, what does not count, memory, shared trunks."
 import copy
+import itertools
 
 import pytest
 import torch
@@ -159,3 +160,60 @@ def test_what_is_missing_is_named(cls):
     for batch, name in wrong:
         with pytest.raises(DataError, match=name): agent.update(batch)
     assert all(torch.equal(p, q) for p, q in zip(before, weights(agent))) and version_of(actor) == 0
+
+
+def with_value(batch, what, value):
+    "The batch with `value` in one row that counts."
+    t, b = batch.valid.nonzero()[0].tolist()
+    def put(x, t):
+        x = x.clone()
+        x[t, b] = value
+        return x
+    if what in ('adv', 'ret'): return batch._replace(**{what: put(getattr(batch, what), t)})
+    if what == 'logp': return batch._replace(actor=dict(batch.actor, logp=put(batch.actor['logp'], t)))
+    return batch._replace(state=batch.state._replace(**{what: put(getattr(batch.state, what), t + (what != 'obs'))}))
+
+
+def numbers(agent):
+    "All numbers that a learner keeps: weights, normalisers and the state of its optimiser."
+    optimizer = agent.optimizer.state_dict()['state'] if agent.optimizer is not None else {}
+    return [*weights(agent), *(x.clone() for state in optimizer.values() for x in state.values())]
+
+
+@pytest.mark.parametrize('value', [3e38, -1e20, float('inf')])
+@pytest.mark.parametrize('cls, what', [(cls, what) for cls in ALL for what in ('obs', 'act', 'rew', 'adv', 'ret', 'logp')
+                                       if cls is not VTrace or what not in ('adv', 'ret')])     # it makes its own
+def test_numbers_whose_squares_overflow_are_refused_by_name(cls, what, value):
+    actor, critic = networks('Pendulum-v1')
+    agent, stream = make(cls, actor, critic), batches(cls, 'Pendulum-v1', actor, critic)
+    agent.update(next(stream))
+    batch, before = next(stream), numbers(agent)
+    with pytest.raises(DataError) as e: agent.update(with_value(batch, what, value))
+    assert what in e.value.leaf and ('too large' in str(e.value) or 'non-finite' in str(e.value)), str(e.value)
+    for x, y in zip(before, numbers(agent), strict=True): assert torch.equal(x, y)
+    assert agent.update(batch)['lag'] == 0
+
+
+@pytest.mark.parametrize('scale', [1e5, 1e10, 1e15, 1e18])
+@pytest.mark.parametrize('cls', ALL)
+def test_what_a_learner_keeps_stays_finite_whatever_the_rewards(cls, scale):
+    actor, critic = networks('Pendulum-v1')
+    agent = make(cls, actor, critic, **dict(max_grad_norm=None) if cls in GRADIENT else {})
+    for batch in itertools.islice(batches(cls, 'Pendulum-v1', actor, critic), 3):
+        large = batch._replace(state=batch.state._replace(rew=batch.state.rew * scale))
+        if batch.adv is not None: large = large._replace(adv=batch.adv * scale, ret=batch.ret * scale)
+        try: agent.update(large)
+        except DataError as e: assert 'finite' in str(e) or 'too large' in str(e)
+        assert all(x.isfinite().all() for x in numbers(agent) if x.is_floating_point() and x.numel() > 1)
+
+
+@pytest.mark.parametrize('cls', [REINFORCE, TRPO, NPG])
+def test_a_critic_whose_error_overflows_keeps_its_weights(cls):
+    actor, critic = networks('Pendulum-v1')
+    plain = nn.Sequential(critic.encoder, nn.Linear(critic.encoder.n_out, 1), nn.Flatten(-2)) if hasattr(critic, 'encoder') else None
+    agent = make(cls, actor, plain or critic)
+    batch = next(batches(cls, 'Pendulum-v1', actor, critic))
+    before = [x.clone() for x in agent.critic.parameters()]
+    with pytest.raises(DataError, match="leaf critic_loss: the critic's error is not finite"):
+        agent.update(batch._replace(ret=torch.full_like(batch.ret, 1.8e19).where(torch.rand(batch.ret.shape) < .5, -torch.tensor(1.8e19))))
+    assert all(torch.equal(x, y) for x, y in zip(before, agent.critic.parameters()))

@@ -7,7 +7,8 @@ from reference import assert_same
 from toys import Counting
 
 from rollpipe.layers import MLPPolicy, RecurrentPolicy
-from rollpipe.pipes import EnvStepper, FragmentCollector, nested
+from rollpipe.pipes import DataError, EnvStepper, FragmentCollector, nested, on_policy, rollouts
+from rollpipe.pipes.modules import checked_device
 
 
 class Elsewhere:
@@ -42,3 +43,19 @@ def test_the_device_does_not_change_the_record(policy, device):
     for a, b in zip(plain, moved):
         assert {x.device.type for x in nested.leaves(b)} == {'cpu'}
         if device == "cpu": assert_same(a, b)
+
+
+@pytest.mark.parametrize("make", [lambda d: EnvStepper("Pendulum-v1", MLPPolicy.for_env("Pendulum-v1"), device=d),
+                                  lambda d: on_policy("Pendulum-v1", MLPPolicy.for_env("Pendulum-v1"), device=d),
+                                  lambda d: rollouts("Pendulum-v1", MLPPolicy.for_env("Pendulum-v1"), device=d)])
+@pytest.mark.parametrize("device", ["nonsense", "cuda:99", "", 3.5, "cuda:-1", "hpu",
+                                    pytest.param("cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here"))])
+def test_a_device_that_is_not_there_is_named_at_construction(make, device):
+    with pytest.raises(DataError) as e: make(device)
+    assert e.value.pipe == "EnvStepper" and e.value.leaf == "device" and repr(device) in e.value.got and e.value.expected.startswith("cpu")
+
+
+def test_asking_for_a_device_does_not_begin_to_use_it():
+    checked_device("cpu")
+    if torch.cuda.is_available(): checked_device("cuda")
+    assert not torch.cuda.is_initialized()

@@ -257,7 +257,7 @@ class DrawsMore(Noisy):
         return super().step(*state, hx=hx, virtual=virtual, noise=noise)
 
 
-@broken(check_actor, "ACTOR_REPEATS")
+@broken(check_actor, "ACTOR_REPEATS", "ACTOR_UNCHANGED")
 class Tires(Base):
     n = 0
     def step(self, *state, hx, virtual):
@@ -265,7 +265,15 @@ class Tires(Base):
         return answers(info=lambda info: {"value": info["value"] + self.n})(self, *state, hx=hx, virtual=virtual)
 
 
-@broken(check_actor, "ACTOR_VIRTUAL")
+@broken(check_actor, "ACTOR_UNCHANGED")
+class Numbers(Base):
+    n = 0
+    def step(self, *state, hx, virtual):
+        self.n += 1
+        return super().step(*state, hx=hx, virtual=virtual)
+
+
+@broken(check_actor, "ACTOR_VIRTUAL", "ACTOR_UNCHANGED")
 class RemembersVirtual(Base):
     n = 0
     def step(self, *state, hx, virtual):

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
+from math import isfinite
 from typing import Any
 
 import torch
@@ -71,6 +73,28 @@ def _measure(critic, obs, target, scale, rows: int = 8192) -> tuple[float, float
         raise DataError('critic: wrong shape', expected=f'one value per row {list(target.shape)}', got=describe(pred))
     return float(((pred - target) / scale).square().mean()), explained_variance(pred, target)
 
+# %% ../../nbs/agents/04_critics.ipynb #3252c931
+class _Kept:
+    "The parameters and the state of an optimiser as they are now, to go back to."
+    def __init__(self, optimizer):
+        self.optimizer, self.state = optimizer, deepcopy(optimizer.state_dict())
+        self.params = [p for group in optimizer.param_groups for p in group['params']]
+        self.values = [p.detach().clone() for p in self.params]
+
+    def is_finite(self) -> bool:
+        "Are the parameters, and the optimiser's averages, finite now? An infinite average of squares would stop learning for ever."
+        states = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+        return all(bool(x.isfinite().all()) for x in (*self.params, *states))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for p, value in zip(self.params, self.values): p.copy_(value)
+        self.optimizer.load_state_dict(self.state)
+
+    def error(self, target, when) -> DataError:
+        return DataError(f"the critic's error is not finite {when}", leaf='critic_loss', expected="a finite mean of squares",
+                         got=f"returns of up to {float(target.abs().amax()):.1e}")
+
 # %% ../../nbs/agents/04_critics.ipynb #e7b5d0d8
 def fit_critic(
     critic: Callable[[Any], Tensor],           # obs [N, ...] -> values [N]
@@ -99,17 +123,22 @@ def fit_critic(
         generator: CPU generator of the order of the rows; the same state gives the same fit
 
     Raises:
-        DataError: if no row is valid, a valid target is not finite, or the critic's answer is not [N].
+        DataError: if no row is valid, a valid target is not finite, the critic's answer is not [N], or its error or weights do not
+            stay finite; then it has the weights that it had before.
     """
     obs, target = valid_rows(obs, valid, target.ndim), valid_rows(target, valid, target.ndim)
     if not len(target): raise DataError('no valid row to fit the critic on')
     if not target.isfinite().all(): raise DataError('non-finite value', leaf='target', expected='finite returns')
     scale = float(getattr(critic, 'ret_std', 1.0))
-    before = _measure(critic, obs, target, scale)
+    before, kept = _measure(critic, obs, target, scale), _Kept(optimizer)
+    if not isfinite(before[0]): raise kept.error(target, "before it is fitted")
     parts = max(1, round(len(target) / (minibatch or min(max(len(target) // 64, 128), 512))))
     for _ in range(epochs):
         order = torch.randperm(len(target), generator=generator).to(target.device)
         for rows in order.tensor_split(parts): _step(critic, optimizer, nested.getitem(obs, rows), target[rows], scale)
     after = _measure(critic, obs, target, scale)
+    if not (isfinite(after[0]) and kept.is_finite()):
+        kept.restore()
+        raise kept.error(target, "while it is fitted; it has its former weights")
     return dict(critic_loss_before=before[0], critic_loss=after[0], explained_variance=before[1],
                 explained_variance_after=after[1], critic_steps=float(epochs * parts))

@@ -178,6 +178,8 @@ class NaturalGradientLearner(Learner):
         "Gradient and natural gradient at the present parameters."
         lin = curved = Linearization(distribution_on(self.actor, rows), self.params)
         before, g = lin.gradient(lambda params: surrogate(self.actor.dist, params, rows))
+        for name, x in (('surrogate', before), ('gradient of the surrogate', g)):
+            if not x.isfinite().all(): raise DataError(f"{type(self).__name__}: non-finite {name}", leaf='actor', expected="finite numbers")
         weight = rows.weight
         if self.fvp_subsample < 1:
             few = subsample(rows, self.fvp_subsample, self.generator)

@@ -16,7 +16,7 @@ from .schedules import linear_schedule, set_epsilon
 from .shared_options import check_range, shared_options
 from ..layers.q_networks import EpsilonGreedy
 from ..pipes.data import Fragment
-from ..pipes.errors import SpaceError
+from ..pipes.errors import DataError, SpaceError, describe
 from ..pipes.modules import bump_version
 
 # %% ../../nbs/agents/23_tabular.ipynb #4d27ca12
@@ -130,6 +130,8 @@ class QLearning(Learner):
         targets = q_targets(batch, actor.table, self.options.gamma, actor.first)[valid]
         states, actions = batch.state.obs[:-1][valid] - actor.first, batch.state.act[1:][valid] - actor.start
         errors = targets - (before := actor.table[states, actions])
+        if not errors.isfinite().all():
+            raise DataError("QLearning: non-finite TD error", leaf='table', expected="finite rewards and values", got=describe(errors))
         move_towards(actor.table, states, actions, targets, self.lr)
         self.steps += len(targets)
         epsilon = float(actor.epsilon)

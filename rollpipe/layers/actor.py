@@ -63,8 +63,10 @@ class Actor(torch.nn.Module):
     infos, such as log-probabilities, need not be reported at every step: an optional `complete(act, info) -> info` adds them for a
     whole fragment in one call.
 
-    Whoever collects asks the actor in evaluation mode, whatever mode it is in; afterwards it is in its own mode again. An actor must
-    not change its buffers while it answers: in worker processes such a change is lost.
+    Whoever collects asks the actor in evaluation mode, whatever mode it is in; afterwards it is in its own mode again. An actor does not
+    change itself while it answers, because its copies in worker processes would not agree. `Lanes` and workers raise `ActorError` if a
+    parameter or buffer changes, and warn if another attribute does, which may be a random generator. What an actor remembers belongs in
+    `hx`. What a learner changes reaches the workers if it is a parameter or a buffer.
 
     Raises `TypeError` at class creation if `forward`, `step` or `reset` do not have the expected signature.
     """

@@ -229,7 +229,7 @@ class FragmentCollector(Pipe):
         pipe: yields `Tick`s, such as `EnvStepper`
         n_steps: steps per fragment
     """
-    keeps_items = False
+    keeps_items = drops_items = False
 
     def __init__(self,
                  pipe: IterDataPipe,  # yields `Tick`s, such as `EnvStepper`

@@ -6,7 +6,7 @@
 __all__ = ['Divided', 'NumpyState', 'GlobalRandomStates', 'Lanes']
 
 # %% ../../nbs/pipes/14_lanes.ipynb #03556a8a
-import ctypes, functools, multiprocessing, random, warnings
+import ctypes, functools, logging, multiprocessing, random, warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +17,8 @@ import torch
 from .errors import GraphError, check_integer
 from .graph import copy_graph, find, nodes
 from .modules import modules_in, torch_threads
-from .pipe import Pipe, Seeded, held_by
+from .pipe import Pipe, Seeded, held_by, opened
+from .reactions import Unchanging
 from .torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/14_lanes.ipynb #ed6d8fd5
@@ -46,6 +47,10 @@ class Divided:
         self.divisions = tuple(sorted([*others, (priority, num_of_instances, instance_id)]))
         for pipe in nodes(self.pipe): pipe.apply_sharding = None      # what is above is divided here
 
+    def held_above(self) -> list:
+        "The networks, actors and callables that the pipes above hold by reference."
+        return [x for pipe in nodes(self.pipe) for x in held_by(pipe)]
+
     def own_lanes(self) -> range:
         "The numbers of the lanes that run in this process."
         lanes = range(self.n)
@@ -55,7 +60,7 @@ class Divided:
     def warn_of_old_weights(self) -> None:
         "Warn in the first worker of a loader of torch or torchdata, if networks collect."
         is_worker = self.divisions and multiprocessing.current_process().daemon
-        modules = (module for pipe in nodes(self.pipe) for x in held_by(pipe) for module in modules_in(x))
+        modules = (module for x in self.held_above() for module in modules_in(x))
         if is_worker and self.divisions[-1][2] == 0 and any(True for module in modules for _ in module.parameters()):
             warnings.warn("the workers of this loader collect with the weights that they were started with, because training does not "
                           "reach them. `ProcessReading` sends its workers each new version.", stacklevel=2)
@@ -150,7 +155,8 @@ class Lanes(Divided, Seeded, Pipe):
 
     `Lanes` calls `set_lane(lane, seed_sequence)` of each pipe above that has this method, with the number of the lane and a seed of its
     own. That seed is derived from `seed`, or from the pipe's own seed if `Lanes` has none. When a lane ends, the others go on. Raises
-    `DataError` if `n < 1`, and `GraphError` if there are `Lanes` above, or if both `Lanes` and a pipe above have a seed.
+    `DataError` if `n < 1`, `GraphError` if there are `Lanes` above, or if both `Lanes` and a pipe above have a seed, and `ActorError` if a
+    parameter or buffer of an actor changes while a lane collects (see `Unchanging`).
 
     The workers of torch's `DataLoader` and of torchdata's `MultiProcessingReadingService` divide the lanes among them, but get no new
     weights; those of `ProcessReading` do. torchdata seeds each of its workers differently, so there `Lanes` needs a `seed` of its own to
@@ -207,13 +213,14 @@ class Lanes(Divided, Seeded, Pipe):
     def _run(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]  lanes have no options
         root = self.root()
         self.warn_of_old_weights()
-        turn = [(iter(self.copy(lane, root)), self.global_random_states(lane, root)) for lane in self.own_lanes()]
+        turn = [(lane, opened(self.copy(lane, root)), self.global_random_states(lane, root)) for lane in self.own_lanes()]
+        unchanging = Unchanging(self.held_above(), logging.getLogger('rollpipe').warning)
         try:
             while turn:
-                for items, states in list(turn):
+                for lane, items, states in list(turn):
                     try:
-                        with torch_threads(self.threads), states.swapped_in(): item = next(items)
-                    except StopIteration: turn.remove((items, states))
+                        with torch_threads(self.threads), states.swapped_in(), unchanging.during(lane): item = next(items)
+                    except StopIteration: turn.remove((lane, items, states))
                     else: yield item
         finally:
-            for items, _ in turn: getattr(items, 'close', lambda: None)()
+            for _, items, _ in turn: getattr(items, 'close', lambda: None)()

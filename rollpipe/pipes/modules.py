@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ByIdentity', 'Handle', 'version_of', 'bump_version', 'VersionCounter', 'modules_in', 'state_of', 'EvalMode',
-           'torch_threads']
+           'torch_threads', 'checked_device']
 
 # %% ../../nbs/pipes/05_modules.ipynb #2ea7f9ea
 import functools, inspect, operator, os, uuid, weakref
@@ -17,7 +17,7 @@ import cloudpickle
 import numpy as np
 import torch
 
-from .errors import ActorError
+from .errors import ActorError, DataError
 
 # %% ../../nbs/pipes/05_modules.ipynb #548aad1b
 class ByIdentity:
@@ -237,3 +237,23 @@ def torch_threads(n: int | None = 1) -> Iterator[None]:
     torch.set_num_threads(n)
     try: yield
     finally: torch.set_num_threads(before)
+
+# %% ../../nbs/pipes/05_modules.ipynb #fc5143a3
+def checked_device(
+    device: Any,   # such as 'cuda:1', or a `torch.device`
+    **where: Any,  # context for the message: pipe
+) -> torch.device:
+    """The device. Raises `DataError` if it is unknown or not there.
+
+    Args:
+        device: such as 'cuda:1', or a `torch.device`
+        **where: context for the message: pipe
+    """
+    try: found = torch.device(device)
+    except (RuntimeError, TypeError): found = None
+    here = ['cpu', 'meta', *(f'cuda:{k}' for k in range(torch.cuda.device_count())), *(['mps'] * torch.backends.mps.is_available())]
+    if found is not None:
+        others = getattr(torch, found.type, None)   # the module of another kind of device, such as `torch.xpu`
+        if found.type in ('cpu', 'meta') or f'{found.type}:{found.index or 0}' in here or found.type in here: return found
+        if found.type != 'cuda' and getattr(others, 'is_available', bool)() and (found.index or 0) < others.device_count(): return found
+    raise DataError("no such device here", leaf='device', expected=' or '.join(here), got=repr(device), **where)

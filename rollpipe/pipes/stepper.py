@@ -21,7 +21,7 @@ from .pipe import Seeded, Source
 from .reactions import AnswerCheck, SeededActor, as_input
 from .envs.factories import VectorFactory, env_factories
 from .envs.vector import env_batch
-from .modules import EvalMode, VersionCounter, modules_in
+from .modules import EvalMode, VersionCounter, checked_device, modules_in
 
 # %% ../../nbs/pipes/12_stepper.ipynb #f592da9b
 class CheckedActor:
@@ -151,8 +151,9 @@ class EnvStepper(Seeded, Source):
     An environment that is not `valid` in a tick made no transition: it rests (`sticky`), or is being reset (autoreset mode NEXT_STEP).
 
     Raises `EnvError` (unknown id, environment that fails or returns something invalid), `ActorError` (the same for the
-    actor), `SpaceError` (spaces without a fixed-size array form) or `DataError` (`sticky < 1`). The error names lane, environment and
-    leaf where they are known; and `GraphError` in several workers of a torch `DataLoader`, if there are no `Lanes` for them to divide.
+    actor), `SpaceError` (spaces without a fixed-size array form) or `DataError` (`sticky < 1`, a device that is not there). The error
+    names lane, environment and leaf where they are known; and `GraphError` in several workers of a torch `DataLoader`, if there are no
+    `Lanes` for them to divide.
 
     Args:
         source: gymnasium id, factory `source()` or `source(seed=...)`, or a list of those
@@ -201,7 +202,7 @@ class EnvStepper(Seeded, Source):
         self.vector, self.sticky, self.terminal_obs = vector, sticky, terminal_obs
         self.n_envs, self.actor = len(self.factories) if vector is None else self.factories[0].n_envs, actor
         self.info_keys, self.seed, self.explore, self.clip_actions = info_keys, seed, explore, clip_actions
-        self.device = None if device is None else torch.device(device)
+        self.device = None if device is None else checked_device(device, pipe=self)
         self.lane = 0
 
     def __repr__(self): return f"EnvStepper({self.factories[0]}, {type(self.actor).__name__}, n_envs={self.n_envs})"

@@ -18,12 +18,14 @@ from ..pipes.data import State
 from ..pipes.envs.actions import action_rows, in_containers
 from ..pipes.errors import describe
 from ..pipes.envs.factories import space_spec, spaces_of
+from ..pipes.modules import EvalMode, modules_in
+from ..pipes.reactions import attributes_of, comparable
 from .contract import Report, same, snapshot
 
 # %% auto #0
 __all__ = ['ACTOR_METHODS', 'ACTOR_STEP', 'ACTOR_ACT', 'ACTOR_ACT_IN_SPACE', 'ACTOR_INFO', 'ACTOR_HX', 'ACTOR_INPUTS_KEPT',
-           'ACTOR_FRESH', 'ACTOR_NOISE', 'ACTOR_REPEATS', 'ACTOR_VIRTUAL', 'ACTOR_COLUMNS', 'ACTOR_NEW_EPISODE',
-           'ACTOR_RESET', 'ACTOR_RESET_FORGETS', 'ACTOR_REPLAY', 'check_actor']
+           'ACTOR_FRESH', 'ACTOR_NOISE', 'ACTOR_REPEATS', 'ACTOR_UNCHANGED', 'ACTOR_VIRTUAL', 'ACTOR_COLUMNS',
+           'ACTOR_NEW_EPISODE', 'ACTOR_RESET', 'ACTOR_RESET_FORGETS', 'ACTOR_REPLAY', 'check_actor']
 
 # %% ../../nbs/testing/02_actor_rules.ipynb #0f2dc642
 ACTOR_METHODS = "an actor has the methods `step` and `reset`"
@@ -36,6 +38,7 @@ ACTOR_INPUTS_KEPT = "step and reset do not change what they are given"
 ACTOR_FRESH = "each call returns new tensors, which later calls do not change"
 ACTOR_NOISE = "draw_noise(lead, generator) draws tensors [*lead, ...] from the generator alone, and step with noise draws nothing more"
 ACTOR_REPEATS = "the answer depends only on state, recurrent state, weights and random numbers"
+ACTOR_UNCHANGED = "an actor does not change itself while it answers: parameters, buffers, attributes, random generators of its own"
 ACTOR_VIRTUAL = "a virtual call of step has no effect on later calls"
 ACTOR_COLUMNS = "the environments of a batch do not influence one another"
 ACTOR_NEW_EPISODE = "where `fin`, the answer does not depend on the previous action and reward, which belong to another episode"
@@ -165,8 +168,9 @@ def check_actor(actor: Any,           # anything with `step` and `reset`
 ) -> list:
     """Check an actor by the `ACTOR_...` rules, on random states from the spaces of `env`.
 
-    Some rules need the same random numbers for differently cut batches. They are not checked for an actor that draws from torch's
-    global generator. Raises `ContractError` with all broken rules, else returns an empty list.
+    The actor is asked in evaluation mode, as by all who collect. Some rules need the same random numbers for differently cut batches.
+    They are not checked for an actor that draws from torch's global generator. Raises `ContractError` with all broken rules, else
+    returns an empty list.
 
     Args:
         actor: anything with `step` and `reset`
@@ -184,13 +188,30 @@ def check_actor(actor: Any,           # anything with `step` and `reset`
 def _check_actor(report: Report, actor: Any, spaces: tuple[gym.Space, gym.Space], T: int, B: int, seed: int) -> None:
     for method in ('step', 'reset'): report.check(ACTOR_METHODS, callable(getattr(actor, method, None)), f"no {method}")
     if report.violations: return
-    trial, rows = _Trial(report, actor, spaces, B, seed), lambda state, *index: nested.getitem(state, index)
-    here, there = (_random_states(*spaces, T, B, seed + k) for k in (0, 1))
-    row = rows(here, slice(0, 1))
-    if trial.takes_noise: _check_noise(report, trial, T, B)
-    if report.violations: return
-    _, hx, _ = trial.step(row, None, virtual=True)
-    hx = _reset_all(trial, hx, B)
+    trial, states = _Trial(report, actor, spaces, B, seed), [_random_states(*spaces, T, B, seed + k) for k in (0, 1)]
+    with EvalMode(actor):
+        if trial.takes_noise: _check_noise(report, trial, T, B)
+        if report.violations: return
+        _, hx, _ = trial.step(nested.getitem(states[0], slice(0, 1)), None, virtual=True)
+        before = _state_of(actor)   # what the first call computes and keeps does not count as a change
+        report.section(_check_answers, report, trial, *states, hx, T, B)
+        after = _state_of(actor)
+    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    report.check(ACTOR_UNCHANGED, not changed, f"{', '.join(changed)} changed")
+
+
+def _state_of(actor: Any) -> dict:
+    "name -> what to compare: parameters and buffers by value, and attributes."
+    modules = modules_in(actor)
+    named = [('parameter', modules, 'named_parameters'), ('buffer', modules, 'named_buffers')]
+    tensors = {f"{kind} {name}": comparable(x.detach()) for kind, found, method in named for m in found for name, x in getattr(m, method)()}
+    return {**tensors, **{name: value for name, (value, _) in attributes_of(actor, states=True).items()}}
+
+
+def _check_answers(report: Report, trial: _Trial, here: State, there: State, hx: Any, T: int, B: int) -> None:
+    "`hx` is any recurrent state of the actor."
+    rows = lambda state, *index: nested.getitem(state, index)
+    row, hx = rows(here, slice(0, 1)), _reset_all(trial, hx, B)
     answer = trial.step(row, hx, seed=1)
     first = snapshot(answer)
     other, used = trial.step(rows(there, slice(1, 2)), hx, seed=2), hx

@@ -6,6 +6,7 @@
 __all__ = ['PendingSegments', 'Sample', 'ReplayMemory']
 
 # %% ../../../nbs/pipes/24_replay/06_memory.ipynb #fcbd9419
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,7 +90,7 @@ class ReplayMemory:
     https://arxiv.org/abs/1511.05952). `beta` may be changed at any time.
 
     Memory is allocated with the first fragment. All others must have its structure: see `StepStore`. Raises `DataError` for arguments
-    out of range, fragments of another structure or longer than the capacity, and stacks of frames.
+    out of range, fragments of another structure or longer than the capacity, stacks of frames, and a disk without room for the file.
 
     Args:
         capacity: steps
@@ -132,18 +133,25 @@ class ReplayMemory:
         check_item(fragment, Fragment, self)
         if any(isinstance(x, Stacks) for x in nested.leaves(fragment.state.obs)):
             raise DataError("stacks of frames are not kept", pipe=self, leaf='obs', expected="single frames, without `FrameStack`")
-        if self.store is None:
-            self.store = StepStore(self.capacity, unbatched(fragment), self.path, not self.zero_state)
-            self.pending = PendingSegments(self.length, at_borders=self.store.keep_hx)
+        if self.store is None: self._allocate(fragment)
         if self.length < fragment.n_steps and self.store.keep_hx:
             raise DataError("no recurrent state is known where a segment would begin", pipe=self, got=f"length={self.length}",
                             expected=f"length >= n_steps={fragment.n_steps}, or zero_state")
-        try: replaced, added = self.store.add(fragment)
+        with self._named(): replaced, added = self.store.add(fragment)
+        self.sampler.remove(replaced)
+        for steps in added: self._offer(self.pending.add(steps))
+
+    def _allocate(self, fragment):
+        with self._named(): self.store = StepStore(self.capacity, unbatched(fragment), self.path, not self.zero_state)
+        self.pending = PendingSegments(self.length, at_borders=self.store.keep_hx)
+
+    @contextmanager
+    def _named(self):
+        "Errors name this class."
+        try: yield
         except DataError as e:
             e.locate(pipe=self)
             raise
-        self.sampler.remove(replaced)
-        for steps in added: self._offer(self.pending.add(steps))
 
     def _offer(self, serial):
         "Allow these segments to be drawn, unless their first step was replaced or they have no valid step."

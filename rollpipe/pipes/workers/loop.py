@@ -17,7 +17,8 @@ from ..errors import PipeError
 from ..fragments import Destination
 from ..graph import find, nodes
 from ..modules import modules_in
-from ..pipe import held_by, trait
+from ..pipe import held_by, opened, trait
+from ..reactions import Unchanging
 from ..stepper import EnvStepper
 from .remote_errors import pack_exception, send_exception, send_warning
 from .slot_writer import SlotWriter
@@ -69,7 +70,7 @@ class SlotDestination(Destination):
 def _open_lane(graph, destination):
     "The stream of a lane."
     if hasattr(graph, 'into') and not trait(graph, 'keeps_items'): return graph.into(destination)
-    return iter(graph)
+    return opened(graph)
 
 # %% ../../../nbs/pipes/30_workers/11_loop.ipynb #d4146fb6
 def holders_in(graphs: Iterable) -> list:
@@ -122,7 +123,7 @@ def run_lanes(
     if device is not None: _move(lanes, holders, device)
     subscriber.attach(holders)
     streams, lane, present, writer, layout = {}, None, None, SlotWriter(slots), EMPTY_LAYOUT
-    destination = SlotDestination(writer, link)
+    destination, unchanging = SlotDestination(writer, link), Unchanging(holders, lambda text: send_warning(link, f"{name}: {text}"))
     try:
         while (request := link.recv()) is not None:
             lane, slot, position, publication, new_layout = request
@@ -134,7 +135,8 @@ def run_lanes(
                 if (before := states.get(present)) is not None: before.take()
                 states[present := lane].put(before)
             if lane not in streams: streams[lane] = _open_lane(lanes[lane], destination)
-            try: item = next(streams[lane])
+            try:
+                with unchanging.during(lane): item = next(streams[lane])
             except StopIteration: link.send(tuple(Reply()))
             else:
                 end = time.monotonic()

@@ -1,0 +1,115 @@
+"Signals outside of `main`: while the command line is imported, and in scripts that call `train`."
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from rollpipe.logs import read_metrics
+from rollpipe.runs import load_run
+from rollpipe.train import STOP_SIGNALS, stop_signals
+
+SLOW = "import pathlib, time\npathlib.Path('importing').touch()\nfor _ in range(600): time.sleep(.05)\n"
+SCRIPT = """
+import signal, sys
+from rollpipe.config import make_config
+from rollpipe.runs import start
+from rollpipe.train import train
+{handler}
+config = make_config("trpo", "CartPole-v1", dict(n_steps=64, n_envs=2, hidden=(8,)), {{}}, steps=10**8, checkpoint_every=10**6)
+try: train(start("run", config), progress=False, tensorboard=False)
+finally: print("the script went on", flush=True)
+"""
+OWN = "def own(number, frame): sys.exit(7)\nsignal.signal(signal.SIGTERM, own)"
+
+
+@contextmanager
+def python(folder, *words, **kwargs):
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen([sys.executable, *map(str, words)], cwd=folder, **pipes, **kwargs)
+    try: yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def wait_for(condition, child, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert child.poll() is None and time.monotonic() < deadline, child.communicate()
+        time.sleep(.02)
+
+
+def records(folder):
+    file = folder/"run"/"metrics.jsonl"
+    return file.read_text().count("\n") if file.exists() else 0
+
+
+@pytest.mark.parametrize("name, code", [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
+def test_a_signal_during_the_imports_ends_the_command(tmp_path, name, code, monkeypatch):
+    (tmp_path/"slow"/"torch").mkdir(parents=True)
+    (tmp_path/"slow"/"torch"/"__init__.py").write_text(SLOW)
+    program = "import sys; sys.path.insert(0, 'slow'); from rollpipe.entry import main; sys.exit(main())"
+    with python(tmp_path, "-c", program, "train", "trpo", "CartPole-v1") as child:
+        wait_for((tmp_path/"importing").exists, child)
+        child.send_signal(getattr(signal, name))
+        out, err = child.communicate(timeout=20)
+    assert (child.returncode, out, err) == (code, "", "\ninterrupted\n")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["importing", "slow"]
+
+
+def test_nohup_is_respected_during_the_imports(tmp_path):
+    (tmp_path/"slow"/"torch").mkdir(parents=True)
+    (tmp_path/"slow"/"torch"/"__init__.py").write_text(SLOW)
+    program = "import sys; sys.path.insert(0, 'slow'); from rollpipe.entry import main; sys.exit(main())"
+    with python(tmp_path, "-c", program, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as child:
+        wait_for((tmp_path/"importing").exists, child)
+        child.send_signal(signal.SIGHUP)
+        time.sleep(.5)
+        assert child.poll() is None
+
+
+def test_the_entry_runs_the_command_line(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "rollpipe.entry", "--version"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.split()[0]) == (0, "rollpipe")
+    done = subprocess.run([sys.executable, "-m", "rollpipe.entry", "train", "nothing"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_train_in_a_script_saves_before_the_signal_takes_effect(tmp_path, name):
+    number = getattr(signal, name)
+    with python(tmp_path, "-c", SCRIPT.format(handler="")) as child:
+        wait_for(lambda: records(tmp_path) >= 3, child)
+        child.send_signal(number)
+        out, err = child.communicate(timeout=60)
+    assert child.returncode == -number and "Traceback" not in err, err
+    assert load_run(tmp_path/"run").counters["steps"] == read_metrics(tmp_path/"run")["steps"][-1]
+
+
+def test_a_script_that_handles_the_signal_itself_gets_it(tmp_path):
+    with python(tmp_path, "-c", SCRIPT.format(handler=OWN)) as child:
+        wait_for(lambda: records(tmp_path) >= 3, child)
+        child.send_signal(signal.SIGTERM)
+        out, err = child.communicate(timeout=60)
+    assert child.returncode == 7 and "the script went on" in out, err
+    assert load_run(tmp_path/"run").counters["steps"] == read_metrics(tmp_path/"run")["steps"][-1]
+
+
+def test_ctrl_c_in_a_script_is_a_keyboard_interrupt(tmp_path):
+    with python(tmp_path, "-c", SCRIPT.format(handler="")) as child:
+        wait_for(lambda: records(tmp_path) >= 3, child)
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=60)
+    assert child.returncode == -signal.SIGINT and "KeyboardInterrupt" in err and "the script went on" in out
+    assert load_run(tmp_path/"run").counters["steps"] == read_metrics(tmp_path/"run")["steps"][-1]
+
+
+def test_handlers_are_put_back():
+    before = [signal.getsignal(s) for s in STOP_SIGNALS]
+    with stop_signals(lambda handler: handler == signal.SIG_DFL):
+        during = [signal.getsignal(s) for s in STOP_SIGNALS]
+    assert [signal.getsignal(s) for s in STOP_SIGNALS] == before
+    assert [x == y for x, y in zip(before, during)] == [x != signal.SIG_DFL for x in before]
