@@ -17,7 +17,8 @@ import torch
 from ..layers.actor import Actor
 from ..pipes import nested
 from ..pipes.errors import DataError, EnvError
-from ..pipes.envs.factories import EnvFactory, env_factories, spaces_of
+from ..pipes.envs.factories import EnvFactory, spaces_of
+from ..pipes.envs.sources import env_sources, instances_in
 from ..pipes.stepper import EnvStepper
 from ..pipes.taps import EpisodeSums
 from ..pipes.modules import EvalMode
@@ -162,43 +163,50 @@ def _play(ticks: EnvStepper, quota, max_steps):
     finally: stream.close()
     return Evaluation(*map(np.array, zip(*(episode for episodes in done for episode in episodes))))
 
+# %% ../../nbs/agents/10_evaluate.ipynb #a3d33c41
+def _sources(env, n_episodes, n_envs, env_kwargs):
+    "One factory for each environment of `evaluate`."
+    sources = list(env) if isinstance(env, (list, tuple)) else [env]
+    if n_envs is None and not instances_in(sources): n_envs = max(len(sources), min(n_episodes, 8)//len(sources)*len(sources))
+    return env_sources(sources, n_envs, env_kwargs)
+
 # %% ../../nbs/agents/10_evaluate.ipynb #b885e91a
 def evaluate(
-    env: Any,  # gymnasium id, factory, or list of them, see `EnvStepper`
+    env: Any,  # gymnasium id, factory, instance, or list of those, see `EnvStepper`
     actor: Any,  # anything with `step` and `reset`; a module is in eval mode during the evaluation
     n_episodes: int = 20,  # number of whole episodes
     *,
-    n_envs: int | None = None,  # number of environments side by side; None: at most 8
+    n_envs: int | None = None,  # number of environments side by side; None: at most 8, or all instances
     deterministic: bool = True,  # no noise for actors with `draw_noise`; others must not explore in eval mode
     seed: int | None = None,  # seed of the episodes; None: different episodes every time
     record: str | Path | None = None,  # file for a film of the first episode, "x.gif" or "x.mp4"
     env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make`
     max_steps: int = 100_000,  # largest number of steps of an episode; a longer one raises `EnvError`
+    close: bool = True,  # False: leave the environments open that are made here
 ) -> Evaluation:
     """Play exactly `n_episodes` fresh episodes in this process. Raises `DataError`, and what `EnvStepper` raises.
 
     Args:
-        env: gymnasium id, factory, or list of them, see `EnvStepper`
+        env: gymnasium id, factory, instance, or list of those, see `EnvStepper`
         actor: anything with `step` and `reset`; a module is in eval mode during the evaluation
         n_episodes: number of whole episodes
-        n_envs: number of environments side by side; None: at most 8
+        n_envs: number of environments side by side; None: at most 8, or all instances
         deterministic: no noise for actors with `draw_noise`; others must not explore in eval mode
         seed: seed of the episodes; None: different episodes every time
         record: file for a film of the first episode, "x.gif" or "x.mp4"
         env_kwargs: keyword arguments for `gymnasium.make`
         max_steps: largest number of steps of an episode; a longer one raises `EnvError`
+        close: False: leave the environments open that are made here
     """
     if n_episodes < 1: raise DataError("nothing to evaluate", expected="n_episodes >= 1", got=str(n_episodes))
-    sources = list(env) if isinstance(env, (list, tuple)) else [env]
-    n_envs = n_envs or max(len(sources), min(n_episodes, 8)//len(sources)*len(sources))
-    recorders = []
+    sources, recorders = _sources(env, n_episodes, n_envs, env_kwargs), []
+    quota = quotas(n_episodes, sum(source.n_envs for source in sources))
     if record is not None:
         check_film(record)
-        recorders = [Recorder(factory) for factory in env_factories(sources, n_envs, env_kwargs)]
+        sources = recorders = [Recorder(factory) for factory in sources]
         for recorder in recorders[1:]: recorder.done = True
-        sources, env_kwargs = recorders, None
-    ticks = EnvStepper(sources, actor, n_envs, env_kwargs=env_kwargs, seed=seed, explore=not deterministic)
-    with torch.no_grad(), EvalMode(actor): result = _play(ticks, quotas(n_episodes, n_envs), max_steps)
+    ticks = EnvStepper(sources, actor, seed=seed, explore=not deterministic, close=close)
+    with torch.no_grad(), EvalMode(actor): result = _play(ticks, quota, max_steps)
     if record is not None: recorders[0].save(record)
     return result
 

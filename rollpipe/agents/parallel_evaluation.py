@@ -153,7 +153,7 @@ class ParallelEvaluation:
     `WorkerError`. There is no evaluation after an error: `poll` returns the earlier answers first, and then it raises the error again.
 
     Args:
-        env: gymnasium id, factory, or list of them, see `EnvStepper`
+        env: gymnasium id, factory, or list of them, see `EnvStepper`; no instances
         actor: anything with `step` and `reset`; in eval mode when it is evaluated
         n_episodes: number of whole episodes of each evaluation
         n_envs: number of environments side by side; None: at most 8
@@ -161,6 +161,7 @@ class ParallelEvaluation:
         seed: seed of the episodes, the same for each evaluation; None: different episodes every time
         env_kwargs: keyword arguments for `gymnasium.make`
         max_steps: largest number of steps of an episode; a longer one raises `EnvError`
+        close: False: leave the environments open that the process makes
         start_method: 'fork', 'forkserver' or 'spawn' [fork, if it is safe]
         worker_threads: torch threads in the process
         silence: seconds an evaluation may take before the log says where it is
@@ -168,7 +169,7 @@ class ParallelEvaluation:
         grace: seconds to close environments at the end, before the process is killed
     """
     def __init__(self,
-                 env: Any,                        # gymnasium id, factory, or list of them, see `EnvStepper`
+                 env: Any,                        # gymnasium id, factory, or list of them, see `EnvStepper`; no instances
                  actor: Any,                      # anything with `step` and `reset`; in eval mode when it is evaluated
                  n_episodes: int = 20,            # number of whole episodes of each evaluation
                  *,
@@ -177,6 +178,7 @@ class ParallelEvaluation:
                  seed: int | None = None,         # seed of the episodes, the same for each evaluation; None: different episodes every time
                  env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make`
                  max_steps: int = 100_000,        # largest number of steps of an episode; a longer one raises `EnvError`
+                 close: bool = True,              # False: leave the environments open that the process makes
                  start_method: str | None = None, # 'fork', 'forkserver' or 'spawn' [fork, if it is safe]
                  worker_threads: int = 1,         # torch threads in the process
                  silence: float = 60.,            # seconds an evaluation may take before the log says where it is
@@ -188,9 +190,10 @@ class ParallelEvaluation:
                                       ('on_silence', on_silence, on_silence in ('warn', 'raise'), "'warn' or 'raise'"),
                                       ('grace', grace, grace >= 0, "seconds >= 0")):
             if not ok: raise DataError("out of range", pipe=self, leaf=name, expected=expected, got=describe(x))
-        EnvStepper(env, actor, n_envs, env_kwargs=env_kwargs)    # raises its errors before the process is started
+        stepper = EnvStepper(env, actor, n_envs, env_kwargs=env_kwargs)    # raises its errors before the process is started
+        stepper.refuse_copies("each process", "ParallelEvaluation", pipe=self)
         options = dict(env=env, n_episodes=n_episodes, n_envs=n_envs, deterministic=deterministic, seed=seed, env_kwargs=env_kwargs,
-                       max_steps=max_steps)
+                       max_steps=max_steps, close=close)
         self.process = EvaluationProcess(actor, options, silence, on_silence, start_method=start_method, threads=worker_threads,
                                          grace=grace)
 
