@@ -30,6 +30,7 @@ METRICS = dict(
     eval_return_mean="mean undiscounted return of the evaluation's episodes, by default without exploration",
     eval_return_min="smallest undiscounted return of those episodes",
     eval_return_max="largest undiscounted return of those episodes",
+    eval_cut_off="number of those episodes that were cut off, so their returns are partial; absent if none was",
 )
 
 # %% ../../nbs/agents/00_metrics.ipynb #2460705d

@@ -9,7 +9,7 @@ __all__ = ['Evaluated', 'serve', 'EvaluationProcess', 'ParallelEvaluation']
 import copy, math, time, weakref
 from typing import Any, NamedTuple
 
-from .evaluate import Evaluation, evaluate
+from .evaluate import Evaluation, check_limit, evaluate
 from ..pipes.errors import DataError, WorkerError, describe
 from ..pipes.stepper import EnvStepper
 from ..pipes.modules import modules_in, state_of, version_of
@@ -32,9 +32,9 @@ class Evaluated(NamedTuple):
     @property
     def metrics(self) -> dict:
         "The `METRICS` of a record."
-        returns = self.evaluation.returns
+        returns, cut_off = self.evaluation.returns, float(self.evaluation.cut_off.sum())
         return dict(eval_version=float(self.version), eval_return_mean=self.evaluation.mean, eval_return_min=float(returns.min()),
-                    eval_return_max=float(returns.max()))
+                    eval_return_max=float(returns.max()), **(dict(eval_cut_off=cut_off) if cut_off else {}))
 
 # %% ../../nbs/agents/11_parallel_evaluation.ipynb #905ad2c6
 def serve(
@@ -160,7 +160,8 @@ class ParallelEvaluation:
         deterministic: no noise for actors with `draw_noise`; others must not explore in eval mode
         seed: seed of the episodes, the same for each evaluation; None: different episodes every time
         env_kwargs: keyword arguments for `gymnasium.make`
-        max_steps: largest number of steps of an episode; a longer one raises `EnvError`
+        max_steps: largest number of steps of an episode
+        on_limit: an episode of `max_steps` steps: 'raise' an `EnvError`, or 'cut' it off
         close: False: leave the environments open that the process makes
         start_method: 'fork', 'forkserver' or 'spawn' [fork, if it is safe]
         worker_threads: torch threads in the process
@@ -177,7 +178,8 @@ class ParallelEvaluation:
                  deterministic: bool = True,      # no noise for actors with `draw_noise`; others must not explore in eval mode
                  seed: int | None = None,         # seed of the episodes, the same for each evaluation; None: different episodes every time
                  env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make`
-                 max_steps: int = 100_000,        # largest number of steps of an episode; a longer one raises `EnvError`
+                 max_steps: int = 100_000,        # largest number of steps of an episode
+                 on_limit: str = 'raise',         # an episode of `max_steps` steps: 'raise' an `EnvError`, or 'cut' it off
                  close: bool = True,              # False: leave the environments open that the process makes
                  start_method: str | None = None, # 'fork', 'forkserver' or 'spawn' [fork, if it is safe]
                  worker_threads: int = 1,         # torch threads in the process
@@ -190,10 +192,11 @@ class ParallelEvaluation:
                                       ('on_silence', on_silence, on_silence in ('warn', 'raise'), "'warn' or 'raise'"),
                                       ('grace', grace, grace >= 0, "seconds >= 0")):
             if not ok: raise DataError("out of range", pipe=self, leaf=name, expected=expected, got=describe(x))
+        check_limit(max_steps, on_limit, self)
         stepper = EnvStepper(env, actor, n_envs, env_kwargs=env_kwargs)    # raises its errors before the process is started
         stepper.refuse_copies("each process", "ParallelEvaluation", pipe=self)
         options = dict(env=env, n_episodes=n_episodes, n_envs=n_envs, deterministic=deterministic, seed=seed, env_kwargs=env_kwargs,
-                       max_steps=max_steps, close=close)
+                       max_steps=max_steps, on_limit=on_limit, close=close)
         self.process = EvaluationProcess(actor, options, silence, on_silence, start_method=start_method, threads=worker_threads,
                                          grace=grace)
 
