@@ -182,7 +182,7 @@ def spaces_of(
         # An old EnvPool has only the spaces of one environment, without the prefix `single_`.
         return tuple(getattr(env, f'single_{name}', getattr(env, name)) for name in ('observation_space', 'action_space'))
     if isinstance(env, gym.Env): return env.observation_space, env.action_space
-    if isinstance(env, (list, tuple)) and env: env = env[0]
+    if isinstance(env, (list, tuple)) and env: return spaces_of(env[0], env_kwargs)
     made = (env if isinstance(env, EnvFactory) else EnvFactory(env, env_kwargs))()
     try: return spaces_of(made)
     finally: made.close()

@@ -34,8 +34,8 @@ class _Loan:
 
     def _check(self):
         if self.recalled:
-            raise EnvError("the environment has since been lent to another iteration, loop, or lane", env=str(self.env),
-                           expected="one at a time for each instance", got="a second one")
+            raise EnvError("the environment has since been lent to another iteration, loop, or lane", got="a second one",
+                           expected="one at a time for each instance")
 
 
 class Lent(_Loan, gym.Wrapper): "A loan of one environment."
@@ -144,14 +144,14 @@ MOST = 10_000   # a pipe that yields more environments is taken for an endless o
 
 def taken(
     items: Iterator,                 # yields ids, factories or instances
-    n_envs: int | None = None,       # how many to take; None: all
+    n_envs: int | None = None,       # how many to take; None: all, so `items` are then at their end
     env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make`
 ) -> list:  # of `EnvFactory` and `Lender`
     """One factory for each of the next `n_envs` items. Raises `EnvError` if there are fewer, or something else among them.
 
     Args:
         items: yields ids, factories or instances
-        n_envs: how many to take; None: all
+        n_envs: how many to take; None: all, so `items` are then at their end
         env_kwargs: keyword arguments for `gymnasium.make`
 
     Returns:
