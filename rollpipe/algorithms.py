@@ -55,8 +55,8 @@ ALGORITHMS = dict(
     vtrace=Algorithm(VTrace, rollouts, MLPPolicy, Critic, dict(n_steps=16)),
     dqn=Algorithm(DQN, replayed, QPolicy),
 )
-_FIXED = ("actor", "critic", "env", "env_kwargs", "seed", "info_keys", "edits", "device", "observation_space", "action_space",
-          "epsilon")  # DQN sets it from eps_start, eps_end and eps_steps
+_FIXED = ("actor", "critic", "env", "env_kwargs", "seed", "info_keys", "edits", "device", "close", "observation_space",
+          "action_space", "epsilon")  # DQN sets it from eps_start, eps_end and eps_steps
 
 
 def options_for(
@@ -72,4 +72,5 @@ def options_for(
     """
     if algorithm not in ALGORITHMS: raise DataError("unknown algorithm", expected=", ".join(ALGORITHMS), got=algorithm)
     found = ALGORITHMS[algorithm]
-    return [option._replace(default=found.defaults.get(option.name, option.default)) for option in options_of(found.parts, skip=_FIXED)]
+    options = [x._replace(default=found.defaults.get(x.name, x.default)) for x in options_of(found.parts, skip=_FIXED)]
+    return [x._replace(kinds=("int",)) if x.name == "n_envs" else x for x in options]  # an id does not say how many

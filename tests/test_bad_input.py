@@ -91,11 +91,14 @@ def test_unusable_sources(source, got):
     failure(EnvError, lambda: EnvStepper(source, Plain()), "environment source", "Expected a gymnasium id or a callable, got " + got)
 
 
-def test_an_instance_is_no_source():
-    env = Counting()
-    failure_text = "Expected a gymnasium id or a factory"
-    with pytest.raises(EnvError, match=failure_text): EnvStepper(env, Plain())
-    env.close()
+class Old:
+    "It is stepped like an environment, but is none of gymnasium's."
+    def reset(self): return 0
+    def step(self, action): return 0, 0., False, {}
+
+
+def test_an_instance_of_another_library_is_no_source():
+    failure(EnvError, lambda: EnvStepper(Old(), Plain()), "cannot be lent", "a `gymnasium.Env`", "a gymnasium id or a factory", "got Old")
 
 
 def test_a_factory_that_makes_no_environment():

@@ -1,12 +1,17 @@
 "Evaluation: whole episodes, no bias, modes restored, films."
+import copy
+import pickle
+
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from rollpipe.agents.evaluate import Evaluation, RandomActor, check_film, evaluate, quotas
+from rollpipe.agents.evaluate import Evaluation, RandomActor, evaluate, quotas
 from rollpipe.layers import Actor, GaussianPolicy, MLPPolicy
+from rollpipe.pipes import nested
+from rollpipe.pipes.envs.watching import check_film
 from rollpipe.pipes.errors import DataError, EnvError
 
 
@@ -148,3 +153,171 @@ def test_pendulum_by_chance():
 @pytest.mark.parametrize("n", [0, -1])
 def test_nothing_to_evaluate(n):
     with pytest.raises(DataError, match="n_episodes >= 1"): evaluate(Lengths, Zero(), n)
+
+
+# --- episodes that are cut off
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 40, 41])
+@pytest.mark.parametrize("n_envs", [1, 3])
+def test_cut_off_is_the_limit_of_gymnasium_told_apart(limit, n_envs):
+    "The same as a `TimeLimit` around the environment, which cannot say whose limit it was. An episode that ends just then is not cut off."
+    found = evaluate(Lengths, Zero(), 20, n_envs=n_envs, seed=0, max_steps=limit, on_limit="cut")
+    limited = evaluate(lambda: gym.wrappers.TimeLimit(Lengths(), limit), Zero(), 20, n_envs=n_envs, seed=0)
+    for a, b in zip(found, limited): np.testing.assert_array_equal(a, b)
+    ends = evaluate(lambda: WholeLength(Lengths()), Zero(), 20, n_envs=n_envs, seed=0, max_steps=limit, on_limit="cut")
+    np.testing.assert_array_equal(found.cut_off, ends.returns > limit)      # each of these returns tells how long the episode would be
+    assert found.lengths.max() <= limit and ("cut off" in str(found)) == found.cut_off.any()
+
+
+class WholeLength(gym.Wrapper):
+    "Pays the whole length of an episode in its first step."
+    def reset(self, **kwargs):
+        self.first = True
+        return self.env.reset(**kwargs)
+    def step(self, action):
+        obs, _, *rest = self.env.step(action)
+        rew, self.first = self.unwrapped.length*self.first, False
+        return obs, float(rew), *rest
+
+
+def test_nothing_is_cut_off_by_default():
+    assert not evaluate(Lengths, Zero(), 20, seed=0).cut_off.any()
+    assert not evaluate(Lengths, Zero(), 20, seed=0, max_steps=41, on_limit="cut").cut_off.any()
+
+
+def test_the_result_unpacks_as_before():
+    found = evaluate(Lengths, Zero(), 20, seed=0, max_steps=9, on_limit="cut", trace=True)
+    returns, lengths, terminated = found
+    assert (returns == found.returns).all() and (lengths == found.lengths).all() and (terminated == found.terminated).all()
+    for again in (pickle.loads(pickle.dumps(found)), copy.deepcopy(found)):
+        assert str(again) == str(found) and (again.cut_off == found.cut_off).all() and (again.trace.rew == found.trace.rew).all()
+
+
+@pytest.mark.parametrize("change, match", [
+    (dict(on_limit="stop"), "leaf on_limit: out of range. Expected 'raise' or 'cut', got 'stop'"), (dict(max_steps=0), "max_steps >= 1"),
+    (dict(max_steps=1e4), "an integer max_steps"), (dict(render="rgb_array"), "leaf render: out of range. Expected 'human'"),
+    (dict(render="human", record="x.gif"), "'human' without record")])
+def test_options_out_of_range(change, match):
+    with pytest.raises(DataError, match=match): evaluate(Lengths, Zero(), 1, **change)
+
+
+def test_what_cannot_be_cut_off():
+    vec = gym.vector.SyncVectorEnv([Lengths]*2, autoreset_mode="SameStep")
+    with pytest.raises(EnvError, match="leaf on_limit: the episodes of a vector cannot be cut off. Expected on_limit='raise'"):
+        evaluate(vec, Zero(), 2, on_limit="cut")
+    with pytest.raises(EnvError, match="on_limit='cut', or a larger max_steps"): evaluate(vec, Zero(), 2, max_steps=1)
+    assert not vec.closed
+    vec.close()
+
+
+# --- single steps
+
+class Telling(Actor):
+    "Reports what it has seen, and completes its reports afterwards."
+    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
+        return torch.zeros(fin.shape, dtype=torch.int64), (), dict(stepno=stepno, more=dict(obs=obs))
+    def complete(self, act, info): return {**info, "act": act}
+
+
+@pytest.mark.parametrize("source", [Lengths, *(
+    (lambda mode=mode: gym.vector.SyncVectorEnv([Lengths]*3, autoreset_mode=mode)) for mode in ("SameStep", "NextStep", "Disabled"))])
+def test_a_trace_holds_the_steps_of_the_episodes_and_no_others(source):
+    env = source() if source is not Lengths else [Lengths() for _ in range(3)]
+    found = evaluate(env, Telling(), 7, seed=3, trace=True)
+    rew, fin, valid, actor = found.trace
+    quota, at, T = quotas(7, 3), 0, len(rew)
+    assert rew.dtype == np.float32 and {x.dtype for x in (fin, valid)} == {np.dtype(bool)}
+    assert rew.shape == fin.shape == valid.shape == actor["act"].shape == actor["stepno"].shape == (T, 3)
+    assert actor["more"]["obs"].shape == (T, 3, 1)
+    assert not rew[~valid].any() and (fin & valid).sum() == 7
+    for b in range(3):
+        rows = np.flatnonzero(valid[:, b])
+        episodes = np.split(rows, 1 + np.flatnonzero(fin[rows, b]))[:-1]
+        for rows, ret, length in zip(episodes, found.returns[at:], found.lengths[at:]):
+            assert rew[rows, b].sum() == ret and actor["stepno"][rows, b].tolist() == list(range(length))
+        assert len(episodes) == quota[b]
+        at += quota[b]
+
+
+def test_a_trace_costs_nothing_else():
+    policy = GaussianPolicy.for_env("Pendulum-v1", seed=0)
+    with_it, without = (evaluate("Pendulum-v1", policy, 3, seed=1, deterministic=False, trace=trace) for trace in (True, False))
+    assert (with_it.returns == without.returns).all() and without.trace is None
+    np.testing.assert_allclose(with_it.trace.rew.sum(0), with_it.returns, rtol=1e-5)
+    assert set(with_it.trace.actor) >= {"logp"} and all(len(x) == 200 for x in nested.leaves(with_it.trace.actor))
+
+
+# --- a window
+
+@pytest.fixture
+def no_screen(monkeypatch):
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    pygame = pytest.importorskip("pygame")
+    yield pygame
+    pygame.quit()
+
+
+class Closing(gym.Wrapper):
+    "The user closes the window in step `at`."
+    def __init__(self, pygame, at, end=lambda pygame: pygame.event.post(pygame.event.Event(pygame.QUIT)), render_mode="human"):
+        super().__init__(gym.make("CartPole-v1", render_mode=render_mode))
+        self.pygame, self.at, self.end, self.n = pygame, at, end, 0
+        self.unwrapped.metadata = dict(self.unwrapped.metadata, render_fps=10_000)
+
+    def step(self, action):
+        self.n += 1
+        if self.n == self.at: self.end(self.pygame)
+        return self.env.step(action)
+
+
+def gone(pygame): pygame.display.quit()
+
+
+@pytest.mark.parametrize("end", [None, gone])
+@pytest.mark.parametrize("at", [1, 12, 25])
+def test_closing_the_window_ends_the_evaluation(no_screen, at, end):
+    policy = MLPPolicy.for_env("CartPole-v1", seed=0)
+    whole = evaluate("CartPole-v1", policy, 9, n_envs=1, seed=0)
+    found = evaluate(lambda: Closing(no_screen, at, *filter(None, [end])), policy, 9, seed=0, render="human", trace=True)
+    n = int((whole.lengths.cumsum() <= (at if end is None else at - 1)).sum())
+    assert len(found.returns) == n < 9 and (found.returns == whole.returns[:n]).all() and found.trace.rew.sum() == found.returns.sum()
+    assert str(found) == "no whole episode" if n == 0 else str(found).startswith("return")
+    assert np.isnan(found.mean) == (n == 0) and not no_screen.display.get_init(), "the window is gone"
+
+
+def test_a_window_that_stays_open(no_screen):
+    policy = MLPPolicy.for_env("CartPole-v1", seed=0)
+    found = evaluate(lambda: Closing(no_screen, -1), policy, 2, seed=0, render="human")
+    assert (found.returns == evaluate("CartPole-v1", policy, 2, n_envs=1, seed=0).returns).all()
+
+
+def test_your_own_window_stays(no_screen):
+    mine, policy = Closing(no_screen, 3), MLPPolicy.for_env("CartPole-v1", seed=0)
+    assert len(evaluate(mine, policy, 2, render="human").returns) == 0
+    assert no_screen.display.get_init() and len(evaluate(mine, policy, 1, render="human").returns) == 1
+    mine.close()
+
+
+def test_an_id_is_made_with_its_window(no_screen):
+    gym.register("Hasty-v0", lambda render_mode=None: Closing(no_screen, 30, render_mode=render_mode))
+    try: found = evaluate("Hasty-v0", MLPPolicy.for_env("CartPole-v1", seed=0), 9, seed=0, render="human", on_limit="cut", max_steps=4)
+    finally: del gym.registry["Hasty-v0"]
+    assert found.lengths.tolist() == [4]*7 and found.cut_off.all()
+
+
+def test_other_failures_are_told_while_a_window_is_open(no_screen):
+    def fail(pygame): raise OSError("lost")
+    with pytest.raises(EnvError, match=r"step\(\) raised OSError: lost"):
+        evaluate(lambda: Closing(no_screen, 5, fail), MLPPolicy.for_env("CartPole-v1", seed=0), 2, render="human")
+
+
+@pytest.mark.parametrize("close", [True, False])
+@pytest.mark.parametrize("options", [dict(render="human"), dict(record="x.gif"), dict(on_limit="cut")])
+def test_what_is_refused_is_closed_by_whom_it_is_made(options, close, tmp_path, monkeypatch):
+    closed = []
+    monkeypatch.chdir(tmp_path)
+    class Ours(Lengths):
+        def close(self): closed.append(self)
+    vector = lambda: gym.vector.SyncVectorEnv([Ours])
+    with pytest.raises(EnvError): evaluate(Ours if "on_limit" not in options else vector, Zero(), 1, n_envs=1, close=close, **options)
+    assert bool(closed) == close

@@ -411,9 +411,22 @@ def test_what_cannot_be_pickled():
         assert len(evaluation.wait(PATIENCE)) == 1
 
 
+def test_episodes_that_are_cut_off():
+    "The same as here, and the record says how many."
+    options = dict(n_envs=2, seed=0, max_steps=8, on_limit="cut")
+    policy = CategoricalPolicy.for_env("CartPole-v1", seed=0)
+    with ParallelEvaluation("CartPole-v1", policy, 5, start_method="fork", **options) as evaluation:
+        evaluation.request()
+        [found] = evaluation.wait(PATIENCE)
+    expected = evaluate("CartPole-v1", policy, 5, **options)
+    assert (found.evaluation.returns == expected.returns).all() and (found.evaluation.cut_off == expected.cut_off).all()
+    assert found.metrics.get("eval_cut_off", 0) == expected.cut_off.sum() > 0
+
+
 @pytest.mark.parametrize("change, error, match", [
     (dict(n_episodes=0), DataError, "n_episodes"), (dict(silence=0), DataError, "silence"), (dict(grace=-1), DataError, "grace"),
-    (dict(on_silence="stop"), DataError, "on_silence"), (dict(env="CartPole-v99"), EnvError, "CartPole"),
+    (dict(on_silence="stop"), DataError, "on_silence"), (dict(on_limit="stop"), DataError, "ParallelEvaluation, leaf on_limit"),
+    (dict(max_steps=0), DataError, "ParallelEvaluation, leaf max_steps"), (dict(env="CartPole-v99"), EnvError, "CartPole"),
     (dict(actor=1), ActorError, "step"), (dict(start_method="thread"), WorkerError, "start method")])
 def test_refused(change, error, match):
     with pytest.raises(error, match=match): ParallelEvaluation(**{"env": Pays, "actor": Constant(), **change})

@@ -32,6 +32,7 @@ METRICS = dict(
     eval_return_std="sample standard deviation of those returns; nan for a single episode",
     eval_return_min="smallest undiscounted return of those episodes",
     eval_return_max="largest undiscounted return of those episodes",
+    eval_cut_off="number of those episodes that were cut off, so their returns are partial; absent if none was",
 )
 
 # %% ../../nbs/agents/00_metrics.ipynb #2460705d

@@ -9,7 +9,7 @@ __all__ = ['Evaluated', 'serve', 'EvaluationProcess', 'ParallelEvaluation']
 import copy, math, time, weakref
 from typing import Any, NamedTuple
 
-from .evaluate import Evaluation, evaluate
+from .evaluate import Evaluation, check_limit, evaluate
 from ..pipes.errors import DataError, WorkerError, describe
 from ..pipes.stepper import EnvStepper
 from ..pipes.modules import modules_in, state_of, version_of
@@ -34,7 +34,8 @@ class Evaluated(NamedTuple):
         "The `METRICS` of a record."
         found = self.evaluation
         return dict(eval_version=float(self.version), eval_return_mean=found.mean, eval_return_median=found.median,
-                    eval_return_std=found.std, eval_return_min=float(found.returns.min()), eval_return_max=float(found.returns.max()))
+                    eval_return_std=found.std, eval_return_min=float(found.returns.min()), eval_return_max=float(found.returns.max()),
+                    **(dict(eval_cut_off=float(found.cut_off.sum())) if found.cut_off.any() else {}))
 
 # %% ../../nbs/agents/11_parallel_evaluation.ipynb #905ad2c6
 def serve(
@@ -154,14 +155,16 @@ class ParallelEvaluation:
     `WorkerError`. There is no evaluation after an error: `poll` returns the earlier answers first, and then it raises the error again.
 
     Args:
-        env: gymnasium id, factory, or list of them, see `EnvStepper`
+        env: gymnasium id, factory, or list of them, see `EnvStepper`; no instances
         actor: anything with `step` and `reset`; in eval mode when it is evaluated
         n_episodes: number of whole episodes of each evaluation
         n_envs: number of environments side by side; None: at most 8
         deterministic: no noise for actors with `draw_noise`; others must not explore in eval mode
         seed: seed of the episodes, the same for each evaluation; None: different episodes every time
         env_kwargs: keyword arguments for `gymnasium.make`
-        max_steps: largest number of steps of an episode; a longer one raises `EnvError`
+        max_steps: largest number of steps of an episode
+        on_limit: an episode of `max_steps` steps: 'raise' an `EnvError`, or 'cut' it off
+        close: False: leave the environments open that the process makes
         start_method: 'fork', 'forkserver' or 'spawn' [fork, if it is safe]
         worker_threads: torch threads in the process
         silence: seconds an evaluation may take before the log says where it is
@@ -169,7 +172,7 @@ class ParallelEvaluation:
         grace: seconds to close environments at the end, before the process is killed
     """
     def __init__(self,
-                 env: Any,                        # gymnasium id, factory, or list of them, see `EnvStepper`
+                 env: Any,                        # gymnasium id, factory, or list of them, see `EnvStepper`; no instances
                  actor: Any,                      # anything with `step` and `reset`; in eval mode when it is evaluated
                  n_episodes: int = 20,            # number of whole episodes of each evaluation
                  *,
@@ -177,7 +180,9 @@ class ParallelEvaluation:
                  deterministic: bool = True,      # no noise for actors with `draw_noise`; others must not explore in eval mode
                  seed: int | None = None,         # seed of the episodes, the same for each evaluation; None: different episodes every time
                  env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make`
-                 max_steps: int = 100_000,        # largest number of steps of an episode; a longer one raises `EnvError`
+                 max_steps: int = 100_000,        # largest number of steps of an episode
+                 on_limit: str = 'raise',         # an episode of `max_steps` steps: 'raise' an `EnvError`, or 'cut' it off
+                 close: bool = True,              # False: leave the environments open that the process makes
                  start_method: str | None = None, # 'fork', 'forkserver' or 'spawn' [fork, if it is safe]
                  worker_threads: int = 1,         # torch threads in the process
                  silence: float = 60.,            # seconds an evaluation may take before the log says where it is
@@ -189,9 +194,11 @@ class ParallelEvaluation:
                                       ('on_silence', on_silence, on_silence in ('warn', 'raise'), "'warn' or 'raise'"),
                                       ('grace', grace, grace >= 0, "seconds >= 0")):
             if not ok: raise DataError("out of range", pipe=self, leaf=name, expected=expected, got=describe(x))
-        EnvStepper(env, actor, n_envs, env_kwargs=env_kwargs)    # raises its errors before the process is started
+        check_limit(max_steps, on_limit, self)
+        stepper = EnvStepper(env, actor, n_envs, env_kwargs=env_kwargs)    # raises its errors before the process is started
+        stepper.refuse_copies("each process", "ParallelEvaluation", pipe=self)
         options = dict(env=env, n_episodes=n_episodes, n_envs=n_envs, deterministic=deterministic, seed=seed, env_kwargs=env_kwargs,
-                       max_steps=max_steps)
+                       max_steps=max_steps, on_limit=on_limit, close=close)
         self.process = EvaluationProcess(actor, options, silence, on_silence, start_method=start_method, threads=worker_threads,
                                          grace=grace)
 

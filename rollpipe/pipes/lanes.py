@@ -19,6 +19,7 @@ from .graph import copy_graph, find, nodes
 from .modules import modules_in, torch_threads
 from .pipe import Pipe, Seeded, held_by, opened
 from .reactions import Unchanging
+from .stepper import EnvStepper
 from .torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/14_lanes.ipynb #ed6d8fd5
@@ -155,8 +156,9 @@ class Lanes(Divided, Seeded, Pipe):
 
     `Lanes` calls `set_lane(lane, seed_sequence)` of each pipe above that has this method, with the number of the lane and a seed of its
     own. That seed is derived from `seed`, or from the pipe's own seed if `Lanes` has none. When a lane ends, the others go on. Raises
-    `DataError` if `n < 1`, `GraphError` if there are `Lanes` above, or if both `Lanes` and a pipe above have a seed, and `ActorError` if a
-    parameter or buffer of an actor changes while a lane collects (see `Unchanging`).
+    `DataError` if `n < 1`, `GraphError` if there are `Lanes` above, or if both `Lanes` and a pipe above have a seed, `EnvError` if
+    several lanes would share an instance of an environment, and `ActorError` if a parameter or buffer of an actor changes while a lane
+    collects (see `Unchanging`).
 
     The workers of torch's `DataLoader` and of torchdata's `MultiProcessingReadingService` divide the lanes among them, but get no new
     weights; those of `ProcessReading` do. torchdata seeds each of its workers differently, so there `Lanes` needs a `seed` of its own to
@@ -180,6 +182,8 @@ class Lanes(Divided, Seeded, Pipe):
     def root(self) -> int:
         "The number that determines everything random above in one iteration."
         if find(self.pipe, Lanes): raise GraphError("lanes within lanes", pipe=self, expected="one `Lanes` in a pipeline")
+        for stepper in find(self.pipe, EnvStepper) if self.n > 1 else []:
+            stepper.refuse_copies("each lane", repr(self), pipe=self)
         return self.seed_sequence().entropy  # pyright: ignore[reportReturnType]  an integer, because seeds are
 
     def copy(self,

@@ -26,10 +26,10 @@ from .torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/25_recipes.ipynb #b6d2cc50
 def rollouts(
-    env: Any,                        # gymnasium id, factory, or a list of them
+    env: Any,                        # gymnasium id, factory, instance, or a list or pipe of those, see `EnvStepper`
     actor: Any,                      # the actor, held by reference
     *,
-    n_envs: int = 8,                 # environments stepped together in a lane
+    n_envs: int | None = 8,          # environments stepped together in a lane; None: all instances, or all of a vector or pipe
     n_steps: int = 256,              # steps per fragment
     lanes: int = 1,                  # independent copies of environment and collector, joined in one batch
     seed: int | None = None,         # determines environments and actions
@@ -38,6 +38,7 @@ def rollouts(
     vector: str | None = None,       # make one vector environment of an id: 'sync', 'async', 'vector_entry_point', 'envpool'
     sticky: bool = False,            # environments whose episode ended rest until the end of the fragment
     terminal_obs: bool = False,      # keep the last observations of terminated episodes too
+    close: bool = True,              # False: leave the environments open that are made here
     device: Any = None,              # the actor's device, if not the host; batches are on the host, `ToDevice` moves them
     edits: Sequence[Callable] = (),  # functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
 ) -> IterDataPipe:
@@ -46,9 +47,9 @@ def rollouts(
     `EnvStepper -> FragmentCollector -> Lanes -> FragmentStacker`, then the `edits`. Raises `GraphError` if an edit returns no pipe.
 
     Args:
-        env: gymnasium id, factory, or a list of them
+        env: gymnasium id, factory, instance, or a list or pipe of those, see `EnvStepper`
         actor: the actor, held by reference
-        n_envs: environments stepped together in a lane
+        n_envs: environments stepped together in a lane; None: all instances, or all of a vector or pipe
         n_steps: steps per fragment
         lanes: independent copies of environment and collector, joined in one batch
         seed: determines environments and actions
@@ -57,11 +58,12 @@ def rollouts(
         vector: make one vector environment of an id: 'sync', 'async', 'vector_entry_point', 'envpool'
         sticky: environments whose episode ended rest until the end of the fragment
         terminal_obs: keep the last observations of terminated episodes too
+        close: False: leave the environments open that are made here
         device: the actor's device, if not the host; batches are on the host, `ToDevice` moves them
         edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
     """
     pipe = EnvStepper(env, actor, n_envs, vector=vector, sticky=n_steps if sticky else None, env_kwargs=env_kwargs,
-                      terminal_obs=terminal_obs, info_keys=info_keys, device=device)
+                      terminal_obs=terminal_obs, info_keys=info_keys, close=close, device=device)
     pipe = FragmentStacker(Lanes(FragmentCollector(pipe, n_steps), lanes, seed), lanes)
     for edit in edits:
         pipe = edit(pipe)
@@ -83,7 +85,7 @@ def _seeded(pipe, seed):
 # %% ../../nbs/pipes/25_recipes.ipynb #fe1641a6
 @delegates(rollouts)
 def on_policy(
-    env: Any,                        # gymnasium id, factory, or a list of them
+    env: Any,                        # gymnasium id, factory, instance, or a list or pipe of those, see `EnvStepper`
     actor: Any,                      # the actor, held by reference
     critic: Any = None,              # the critic, `critic(obs) -> value`; None: the `value` that the actor reports
     *,
@@ -98,7 +100,7 @@ def on_policy(
     returns no pipe.
 
     Args:
-        env: gymnasium id, factory, or a list of them
+        env: gymnasium id, factory, instance, or a list or pipe of those, see `EnvStepper`
         actor: the actor, held by reference
         critic: the critic, `critic(obs) -> value`; None: the `value` that the actor reports
         gamma: discount factor per step
@@ -112,10 +114,10 @@ def on_policy(
 # %% ../../nbs/pipes/25_recipes.ipynb #d53f8f65
 @delegates(rollouts)
 def replayed(
-    env: Any,                        # gymnasium id, factory, or a list of them
+    env: Any,                        # gymnasium id, factory, instance, or a list or pipe of those, see `EnvStepper`
     actor: Any,                      # the actor, held by reference
     *,
-    n_envs: int = 8,                 # environments stepped together in a lane
+    n_envs: int | None = 8,          # environments stepped together in a lane; None: all instances, or all of a vector or pipe
     n_steps: int = 4,                # steps per fragment
     capacity: int = 100_000,         # greatest number of steps in the memory
     batch_size: int = 256,           # transitions or segments in a sample
@@ -136,9 +138,9 @@ def replayed(
     `EnvStepper -> FragmentCollector -> Lanes -> FragmentStacker -> Replay`, then the `edits`. See `rollouts` and `Replay`.
 
     Args:
-        env: gymnasium id, factory, or a list of them
+        env: gymnasium id, factory, instance, or a list or pipe of those, see `EnvStepper`
         actor: the actor, held by reference
-        n_envs: environments stepped together in a lane
+        n_envs: environments stepped together in a lane; None: all instances, or all of a vector or pipe
         n_steps: steps per fragment
         capacity: greatest number of steps in the memory
         batch_size: transitions or segments in a sample

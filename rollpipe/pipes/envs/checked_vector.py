@@ -112,6 +112,7 @@ class CheckedVector:
 
     def _call(self, method, *args, **kwargs):
         try: return getattr(self.vec, method)(*args, **kwargs)
+        except PipeError: raise      # a loan that has ended
         except Exception as e: raise EnvError(f"{method}() raised {type(e).__name__}: {e}") from e
 
     def _put(self, obs, leaves):

@@ -57,6 +57,7 @@ class EnvFactory:
         source: gymnasium id, or callable `source()` or `source(seed=...)`
         env_kwargs: keyword arguments for `gymnasium.make`, if `source` is an id
     """
+    n_envs = 1
     def __init__(self,
                  source: Any,                     # gymnasium id, or callable `source()` or `source(seed=...)`
                  env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make`, if `source` is an id
@@ -66,8 +67,8 @@ class EnvFactory:
             self.name, self.takes_seed = check_id(source), False
             return
         if hasattr(source, 'step') and not isinstance(source, type):
-            raise EnvError(f"{source} is an environment instance", expected="a gymnasium id or a factory such as `lambda: make_env()`, "
-                           "because every lane and worker builds its own environments", got=type(source).__name__)
+            raise EnvError(f"{source} is an instance that cannot be lent", got=type(source).__name__, expected="a `gymnasium.Env` or "
+                           "`gymnasium.vector.VectorEnv`, or a gymnasium id or a factory such as `lambda: make_env()`")
         if not callable(source):
             raise EnvError("unusable environment source", expected="a gymnasium id or a callable", got=repr(source))
         if self.env_kwargs:
@@ -93,7 +94,7 @@ class EnvFactory:
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #e2063286
 def env_factories(
-    source: Any,                     # gymnasium id, callable, or a list of them
+    source: Any,                     # gymnasium id, callable, `EnvFactory`, or a list of them
     n_envs: int | None = None,       # number of environments; None: one for each element of the list
     env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make`
 ) -> list[EnvFactory]:
@@ -103,7 +104,7 @@ def env_factories(
     the list's length.
 
     Args:
-        source: gymnasium id, callable, or a list of them
+        source: gymnasium id, callable, `EnvFactory`, or a list of them
         n_envs: number of environments; None: one for each element of the list
         env_kwargs: keyword arguments for `gymnasium.make`
     """
@@ -112,7 +113,8 @@ def env_factories(
     if not _is_count(n_envs) or not sources or n_envs % len(sources):
         expected = f"a positive multiple of {len(sources)}" if len(sources) > 1 else "a positive integer and at least one source"
         raise EnvError("wrong number of environments", expected=f"n_envs: {expected}", got=f"n_envs={n_envs!r}, {len(sources)} sources")
-    return [EnvFactory(s, env_kwargs) for s in sources] * (n_envs // len(sources))
+    made = [s if isinstance(s, EnvFactory) and not env_kwargs else EnvFactory(s, env_kwargs) for s in sources]
+    return made * (n_envs // len(sources))
 
 
 def _is_count(n): return isinstance(n, int) and not isinstance(n, bool) and n >= 1
@@ -180,7 +182,7 @@ def spaces_of(
         # An old EnvPool has only the spaces of one environment, without the prefix `single_`.
         return tuple(getattr(env, f'single_{name}', getattr(env, name)) for name in ('observation_space', 'action_space'))
     if isinstance(env, gym.Env): return env.observation_space, env.action_space
-    if isinstance(env, (list, tuple)) and env: env = env[0]
+    if isinstance(env, (list, tuple)) and env: return spaces_of(env[0], env_kwargs)
     made = (env if isinstance(env, EnvFactory) else EnvFactory(env, env_kwargs))()
     try: return spaces_of(made)
     finally: made.close()

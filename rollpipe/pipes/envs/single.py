@@ -97,14 +97,16 @@ class SingleEnvs:
         seeds: as `env_seeds` returns them
         first: the first environment, if its factory has been called already
         sticky: an environment that ended rests until the number of steps is a multiple of this
+        closes: False: `close` leaves the environments open
     """
     def __init__(self,
                  factories: list,             # of `EnvFactory`
                  seeds: list,                 # as `env_seeds` returns them
                  first: Any = None,           # the first environment, if its factory has been called already
                  sticky: int | None = None,   # an environment that ended rests until the number of steps is a multiple of this
+                 closes: bool = True,         # False: `close` leaves the environments open
     ):
-        self.seeds, self.envs = seeds, [] if first is None else [first]
+        self.seeds, self.closes, self.envs = seeds, closes, [] if first is None else [first]
         try:
             make_envs(factories, seeds, self.envs)
             self.like = space_spec(self.envs[0].observation_space, 'obs')
@@ -159,10 +161,11 @@ class SingleEnvs:
         return final, ended, rews, infos
 
     def close(self) -> None:
-        "Close every environment, also if some of them fail to."
+        "Close every environment, also if some of them fail to. Without `closes`, only let go of them."
         while self.envs:
             env = self.envs.pop()
-            try: env.close()
+            try:
+                if self.closes: env.close()
             except Exception as e:
                 warnings.warn(f"closing environment {len(self.envs)} raised {type(e).__name__}: {e}", stacklevel=2)
 
@@ -180,6 +183,7 @@ class EnvBatch(Batch):
         clip_actions: clip float actions to their Box
         sticky: an environment that ended rests until the number of steps is a multiple of this
         first: the first environment, if its factory has been called already
+        closes: False: `close` leaves the environments open
         **where: context for error messages: pipe, lane
     """
     _action_converter = staticmethod(action_rows)
@@ -191,11 +195,12 @@ class EnvBatch(Batch):
                  clip_actions: bool = True,     # clip float actions to their Box
                  sticky: int | None = None,     # an environment that ended rests until the number of steps is a multiple of this
                  first: Any = None,             # the first environment, if its factory has been called already
+                 closes: bool = True,           # False: `close` leaves the environments open
                  **where: Any,                  # context for error messages: pipe, lane
     ):
         self.factories, self.where, self.single, n = factories, where, None, len(factories)
         try:
-            self.single = SingleEnvs(factories, env_seeds(seed, n), first, sticky)
+            self.single = SingleEnvs(factories, env_seeds(seed, n), first, sticky, closes)
             self._prepare(*spaces_of(self.single.envs[0]), n, clip_actions)
         except BaseException as e:
             self.close()

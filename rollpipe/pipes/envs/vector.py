@@ -33,6 +33,7 @@ class VectorBatch(Batch):
         info_keys: infos to record; None: those that are numeric in the first step
         clip_actions: clip float actions to their Box
         name: name in error messages
+        closes: False: `close` leaves the environments open
         **where: context for error messages: pipe, lane
     """
     def __init__(self,
@@ -41,9 +42,10 @@ class VectorBatch(Batch):
                  info_keys: Any = None,         # infos to record; None: those that are numeric in the first step
                  clip_actions: bool = True,     # clip float actions to their Box
                  name: str | None = None,       # name in error messages
+                 closes: bool = True,           # False: `close` leaves the environments open
                  **where: Any,                  # context for error messages: pipe, lane
     ):
-        self.vec, self.where, self.vec_name = vec, where, name or type(vec).__name__
+        self.vec, self.closes, self.where, self.vec_name = vec, closes, where, name or type(vec).__name__
         try:
             self.vector = CheckedVector(vec, seed)
             self._prepare(*spaces_of(vec), self.vector.n, clip_actions)
@@ -107,9 +109,9 @@ class VectorBatch(Batch):
         return {b: nested.getitem(final, k) for k, b in enumerate(at)}
 
     def close(self) -> None:
-        "Close the vector environment. May be called twice."
+        "Close the vector environment. May be called twice. Without `closes`, only let go of it."
         vec, self.vec = self.vec, None
-        if vec is not None: close_vector(vec, self.vec_name)
+        if vec is not None and self.closes: close_vector(vec, self.vec_name)
 
 # %% ../../../nbs/pipes/10_envs/09_vector.ipynb #c45a7214
 def env_batch(
@@ -119,6 +121,7 @@ def env_batch(
     sticky: int | None = None,     # an environment that ended rests until the number of steps is a multiple of this
     clip_actions: bool = True,     # clip float actions to their Box
     info_keys: Any = None,         # infos to record; None: those that are numeric after the first step
+    closes: bool = True,           # False: the batch leaves its environments open
     **where: Any,                  # context for error messages: pipe, lane
 ) -> Batch:
     """The batch of the environments of `factories`: a `VectorBatch` if the first one makes a vector environment, else an `EnvBatch`.
@@ -131,9 +134,10 @@ def env_batch(
         sticky: an environment that ended rests until the number of steps is a multiple of this
         clip_actions: clip float actions to their Box
         info_keys: infos to record; None: those that are numeric after the first step
+        closes: False: the batch leaves its environments open
         **where: context for error messages: pipe, lane
     """
-    factory, options = factories[0], dict(info_keys=info_keys, clip_actions=clip_actions, **where)
+    factory, options = factories[0], dict(info_keys=info_keys, clip_actions=clip_actions, closes=closes, **where)
     if isinstance(factory, EnvFactory) and isinstance(factory.source, str): return EnvBatch(factories, seed, sticky=sticky, **options)
     try: first = factory(env_seeds(seed, 1)[0][0])
     except PipeError as e:

@@ -19,6 +19,7 @@ from ..fragments import FragmentCollector
 from ..graph import copy_graph, find, inputs, insert_after, nodes, replace
 from ..lanes import GlobalRandomStates, Lanes
 from ..pipe import trait
+from ..stepper import EnvStepper
 from ..taps import EpisodeStats, Tap, Throughput
 from ..torchdata import IterDataPipe
 from .coordinator import Coordinator
@@ -144,6 +145,12 @@ def _check_taps(seam):
         raise GraphError("in a worker process a tap calls a copy of its function, and what that is told stays there", pipe=tap,
                          expected="taps below `Lanes`, or below the last collector if there are no `Lanes`", got=f"one above {seam!r}")
 
+
+def _check_instances(seam, service):
+    "Raise `EnvError` for the first environment of the user that would be stepped above `seam`, because it would be a copy."
+    for stepper in find(seam.pipe, EnvStepper):
+        stepper.refuse_copies("each worker", f"num_workers={service.num_workers}", pipe=service)
+
 # %% ../../../nbs/pipes/30_workers/16_reading.ipynb #3c7df6e7
 @torchdata.reading_service
 class ProcessReading:
@@ -162,8 +169,9 @@ class ProcessReading:
     If a worker dies, its lanes are lost. With `restart=N` this may happen `N` times: the lanes begin anew, with `seq` 0 and
     other random numbers.
 
-    Raises `DataError` for options out of range, `GraphError` if no part of the graph can run in workers, and or a tap above the lanes,
-    `WorkerError` if a worker cannot be started or dies. Exceptions in a worker are raised again, with their traceback.
+    Raises `DataError` for options out of range, `GraphError` if no part of the graph can run in workers, or for a tap above the lanes,
+    `EnvError` for an instance of an environment, which would be copied, and `WorkerError` if a worker cannot be started or dies.
+    Exceptions in a worker are raised again, with their traceback.
 
     Args:
         num_workers: number of processes, at most one per lane; 0: none, and the graph is not changed
@@ -209,6 +217,7 @@ class ProcessReading:
         for k in range(len(find(pipe, Lanes))):
             seam = find(pipe, Lanes)[k]                          # each edit copies the graph
             _check_taps(seam)
+            _check_instances(seam, self)
             make = partial(WorkerLanes, service=self, group_size=group_size(pipe, seam), share_slots=may_share_slots(pipe, seam),
                            seeded=seeded)
             pipe = replace(pipe, lambda p, seam=seam: p is seam, make)
