@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .acting import Predicts
 from ..pipes import nested
 
 # %% auto #0
@@ -47,7 +48,7 @@ def without_past(act: Any, rew: Any, fin: Tensor) -> tuple:
     return nested.map(masked, (act, rew))
 
 # %% ../../nbs/layers/00_actor.ipynb #ae2d1236
-class Actor(torch.nn.Module):
+class Actor(Predicts, torch.nn.Module):
     """Base class of all actors: subclasses write `forward(obs, act, rew, fin, *, hx, stepno, virtual[, noise])`.
 
     `forward` gets tensors `[T, B, ...]` (any nesting for `obs` and `act`) and returns `(act, hx, info)`: the action `[T, B, ...]`,

@@ -54,7 +54,10 @@ class ForSpaces:
             seed: seed of the initial parameters; torch's global generator keeps its state
             **kwargs: further arguments of the class: `hidden`, `normalize`, ...
         """
-        with seeded(seed): return cls(*spaces_of(env, env_kwargs), **kwargs)
+        spaces = spaces_of(env, env_kwargs)
+        with seeded(seed): actor = cls(*spaces, **kwargs)
+        actor.observation_space, actor.action_space = spaces
+        return actor
 
     def to_own_device(self, noise: Any) -> Any:
         "Nested CPU tensors `noise`, moved to the device of the parameters."
@@ -65,6 +68,7 @@ class ForSpaces:
 # %% ../../nbs/layers/10_observer.ipynb #5851580e
 class Observer(nn.Module):
     "Base of modules that see observations through an encoder and, if wanted, a running normaliser `obs_norm` (else None)."
+    observation_space: Any
     encoder: nn.Module
     obs_norm: RunningNorm | None
 
@@ -83,6 +87,7 @@ class Observer(nn.Module):
             normalize: normalise features that the encoder does not normalise
             encoder: options of `encoder_for`, or a function from the space to a module
         """
+        self.observation_space = observation_space
         self.encoder = encoder(observation_space) if callable(encoder) else encoder_for(observation_space, **(encoder or {}))
         n, is_normalized = n_out_of(self.encoder), getattr(self.encoder, 'is_normalized', True)
         self.register_module('obs_norm', RunningNorm(n) if normalize and not is_normalized else None)

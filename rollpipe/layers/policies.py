@@ -98,7 +98,7 @@ class MLPPolicy(Observer, Policy):
     ):
         super().__init__()
         n = self.make_encoder(observation_space, normalize, encoder)
-        self.trunk = MLP(n, hidden, activation=activation)
+        self.trunk, self.action_space = MLP(n, hidden, activation=activation), action_space
         self.head = head_for(action_space, self.trunk.n_out, std=std, log_std=log_std)
         self.dist = self.head.dist
 

@@ -97,7 +97,7 @@ class RecurrentPolicy(RecurrentObserver, Policy):
         super().__init__()
         self.make_memory(observation_space, action_space, hidden=hidden, memory=memory, cell=cell, layers=layers, span=span, past=past,
                          normalize=normalize, activation=activation, method=method, encoder=encoder)
-        self.head = head_for(action_space, memory, std=std, log_std=log_std)
+        self.head, self.action_space = head_for(action_space, memory, std=std, log_std=log_std), action_space
         self.dist, self.report = self.head.dist, report
 
     def params(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor) -> tuple:
