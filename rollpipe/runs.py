@@ -19,7 +19,8 @@ from .pipes import nested
 from .pipes.errors import CheckpointError, DataError, PipeError, check_integer
 
 # %% auto #0
-__all__ = ['RUN_FILES', 'Run', 'lock', 'unlock', 'start', 'discard', 'needed_modules', 'load_run', 'restore', 'resume']
+__all__ = ['RUN_FILES', 'Run', 'lock', 'unlock', 'start', 'discard', 'needed_modules', 'load_run', 'restore', 'load_agent',
+           'resume']
 
 # %% ../nbs/06_runs.ipynb #318476a9
 RUN_FILES = ("config.json", "metrics.csv", "metrics.jsonl", "checkpoint.safetensors", "curve.png", "tensorboard")
@@ -213,6 +214,17 @@ def restore(
     except Exception as e:
         raise CheckpointError(f"the checkpoint does not fit the agent ({type(e).__name__}: {e})") from e
     return agent, pipe
+
+# %% ../nbs/06_runs.ipynb #bd6c05b6
+def load_agent(
+    run: str | Path,  # folder of a run, or a checkpoint file
+) -> Any:
+    """The learner of a run as it was saved; `load_agent(run).actor.predict(obs)` is its policy. Raises as `load_run` and `restore` do.
+
+    Args:
+        run: folder of a run, or a checkpoint file
+    """
+    return restore(load_run(run))[0]
 
 # %% ../nbs/06_runs.ipynb #77254847
 def resume(

@@ -520,7 +520,7 @@ def test_version_and_bare_command(capsys):
     assert rollpipe() == 0
     out = capsys.readouterr().out
     assert out.startswith("rollpipe 0.")
-    for command in ("train", "evaluate", "plot", "graph", "demo"): assert f"    {command}" in out
+    for command in ("train", "evaluate", "export", "plot", "graph", "demo"): assert f"    {command}" in out
 
 
 # --- worker processes

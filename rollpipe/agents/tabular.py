@@ -45,7 +45,7 @@ class TabularQ(EpsilonGreedy):
         if not isinstance(observation_space, gym.spaces.Discrete):
             raise SpaceError("TabularQ: unsupported observation space", leaf='observation_space', expected='Discrete',
                              got=repr(observation_space))
-        self.first = int(observation_space.start)
+        self.observation_space, self.first = observation_space, int(observation_space.start)
         self.table = torch.nn.Parameter(torch.full((int(observation_space.n), self.n_actions), float(init)))
 
     def q(self, obs: Any, act: Any, rew: Any, fin: Any, *, hx: Any) -> tuple:

@@ -1,0 +1,195 @@
+"A trained policy, used without a pipeline: `predict` against the pipeline, and exported files against `predict`."
+import json
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollpipe.agents import evaluate
+from rollpipe.cli import main
+from rollpipe.export import FORMATS, PolicyFunction, export_policy
+from rollpipe.layers import Actor, MLPPolicy, QPolicy, RecurrentPolicy, RecurrentQPolicy
+from rollpipe.pipes.errors import ActorError, DataError
+from rollpipe.runs import load_agent
+
+N = np.float64
+
+
+class Odd(gym.Env):
+    "Every kind of leaf in observations and actions; the rewards and the ends of its episodes are random."
+    observation_space = gym.spaces.Dict(
+        image=gym.spaces.Box(0, 255, (36, 36, 3), np.uint8), number=gym.spaces.Discrete(4, start=1), bits=gym.spaces.MultiBinary(3),
+        speed=gym.spaces.Box(-np.inf, np.inf, (2,), N))
+    action_space = gym.spaces.Dict(
+        a=gym.spaces.Discrete(3, start=2), b=gym.spaces.Box(-.01, .02, (2, 2)),
+        c=gym.spaces.Tuple([gym.spaces.MultiDiscrete([2, 3]), gym.spaces.MultiBinary(2)]))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.observation_space.seed(int(self.np_random.integers(2**31)))
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        assert action in self.action_space
+        return self.observation_space.sample(), self.np_random.normal(), self.np_random.random() < .2, False, {}
+
+
+ACTORS = {"mlp": lambda env: MLPPolicy.for_env(env, hidden=(16,), seed=0),
+          "gru": lambda env: RecurrentPolicy.for_env(env, memory=8, seed=0),
+          "lstm": lambda env: RecurrentPolicy.for_env(env, memory=8, cell="lstm", past=True, seed=0)}
+
+
+def play(env, act, seed, n_steps=40):
+    "Rewards of a loop as gymnasium's users write it."
+    env, rewards = env(), []
+    obs, _ = env.reset(seed=seed)
+    start, rew = True, 0.
+    for _ in range(n_steps):
+        obs, rew, terminated, truncated, _ = env.step(act(obs, start, rew))
+        rewards.append(rew)
+        start = terminated or truncated
+        if start: obs, _ = env.reset()
+    return rewards
+
+
+@pytest.mark.parametrize("name", ACTORS)
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
+def test_an_episode_by_predict_is_an_episode_of_the_evaluation(name, env_id):
+    actor, env = ACTORS[name](env_id), gym.make(env_id)
+    state, total, starts = None, 0., []
+
+    class Seeded(gym.Wrapper):
+        "Begins every episode as the loop below does."
+        def reset(self, **kwargs): return self.env.reset(seed=3)
+
+    obs, _ = env.reset(seed=3)
+    rew, over = None, False
+    while not over:
+        action, state = actor.predict(obs, state, reward=rew)
+        starts.append(int(state.stepno[0, 0]))
+        obs, rew, terminated, truncated, _ = env.step(action)
+        total, over = total + rew, terminated or truncated
+    assert starts == list(range(len(starts)))
+    found = evaluate(lambda: Seeded(gym.make(env_id)), actor, 1, n_envs=1)
+    np.testing.assert_allclose((found.returns[0], found.lengths[0]), (total, len(starts)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ACTORS)
+@settings(deadline=None, max_examples=15)
+@given(n=st.integers(1, 4), seed=st.integers(0, 99), ends=st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=4, max_size=4))
+def test_a_batch_is_one_by_one(name, n, seed, ends):
+    actor, space = ACTORS[name](Odd), Odd.observation_space
+    space.seed(seed)
+    state, alone = None, [None] * n
+    for t, start in enumerate(ends):
+        rows, rew = [space.sample() for _ in range(n)], np.random.default_rng(seed + t).normal(size=n)
+        actions, state = actor.predict({k: np.stack([row[k] for row in rows]) for k in space}, state, episode_start=start[:n], reward=rew)
+        for b in range(n):
+            action, alone[b] = actor.predict(rows[b], alone[b], episode_start=start[b], reward=rew[b])
+            assert action in Odd.action_space
+            for x, y in ((action["a"], actions["a"][b]), (action["b"], actions["b"][b]), (action["c"][0], actions["c"][0][b])):
+                np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_noise_only_if_asked():
+    actor, obs = MLPPolicy.for_env("Pendulum-v1", seed=0), np.zeros(3, np.float32)
+    torch.manual_seed(0)
+    same, other = ({float(actor.predict(obs, deterministic=d)[0][0]) for _ in range(5)} for d in (True, False))
+    assert len(same) == 1 and len(other) > 1
+    actor.train()
+    actor.predict(obs)
+    assert actor.training and torch.is_grad_enabled()
+
+
+class NoSpaces(Actor):
+    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual): return fin.long(), (), {}
+
+
+@pytest.mark.parametrize("call, error, text", [
+    (lambda: NoSpaces().predict(0), ActorError, "NoSpaces does not know its environment"),
+    (lambda: PolicyFunction(NoSpaces()), ActorError, "NoSpaces does not know its environment"),
+    (lambda: ACTORS["mlp"]("CartPole-v1").predict(np.zeros(3)), DataError, r"leaf obs: wrong shape. Expected float32 \[4\]"),
+    (lambda: ACTORS["mlp"]("CartPole-v1").predict(np.zeros((2, 3))), DataError, r"leaf obs: wrong shape. Expected float32 \[2, 4\]"),
+    (lambda: ACTORS["mlp"](Odd).predict({}), DataError, "obs has the wrong structure"),
+    (lambda: QPolicy.for_env("Taxi-v4").predict(500), DataError, "leaf obs: this observation has no action.*got 500"),
+    (lambda: ACTORS["mlp"]("CartPole-v1").predict(np.full(4, np.nan)), DataError, "leaf obs: this observation has no action"),
+    (lambda: ACTORS["mlp"]("CartPole-v1").predict(np.zeros(4), episode_start=[True, False]), DataError, "episode_start"),
+])
+def test_what_cannot_be_right_is_refused(call, error, text):
+    with pytest.raises(error, match=text): call()
+
+
+def test_an_actor_that_looks_at_the_last_reward_asks_for_it():
+    actor = ACTORS["lstm"]("CartPole-v1")
+    _, state = actor.predict(np.zeros(4))
+    with pytest.raises(ActorError, match="reward"): actor.predict(np.zeros(4), state)
+    actor.predict(np.zeros(4), state, episode_start=True)
+
+
+EXPORTED = {**ACTORS, "q": lambda env: QPolicy.for_env(env, duelling=True, seed=0),
+            "recurrent q": lambda env: RecurrentQPolicy.for_env(env, past=True, seed=0)}
+CASES = [*((name, Odd) for name in ACTORS), ("mlp", "Pendulum-v1"), ("q", "Taxi-v4"), ("recurrent q", "CartPole-v1")]
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("name, env", CASES)
+def test_an_exported_policy_plays_as_the_actor_does(name, env, to, tmp_path):
+    actor = EXPORTED[name](env)
+    if actor.obs_norm is not None: actor.obs_norm.update(torch.randn(50, actor.obs_norm.mean.shape[-1]) * 3 + 1)
+    assert export_policy(actor, tmp_path/"policy", to, {"env": str(env)})        # which compares three steps
+    run, policy = FORMATS[to].run((tmp_path/"policy").read_bytes()), PolicyFunction(actor)
+    space = actor.observation_space
+    space.seed(1)
+    rows = [space.sample() for _ in range(5)]
+    inputs = {k: torch.zeros(x.shape[0], 5, *x.shape[2:], dtype=x.dtype) if k == "hx" or k.startswith("hx_")
+              else torch.zeros(5, *x.shape[1:], dtype=x.dtype) for k, x in policy.inputs.items()}
+    if "start" in inputs: inputs["start"][:] = True
+    stacked = {f"obs_{k}": np.stack([row[k] for row in rows]) for k in space} if env is Odd else {"obs": np.stack(rows)}
+    inputs.update({k: torch.from_numpy(x) for k, x in stacked.items()})
+    found = dict(zip(policy.outputs, run(*inputs.values())))
+    wanted = [actor.predict(row)[0] for row in rows]
+    for b, action in enumerate(wanted):
+        names = ("act_a", "act_b", "act_c_0", "act_c_1") if env is Odd else ("act",)
+        leaves = dict(zip(names, (action["a"], action["b"], *action["c"]) if env is Odd else (action,)))
+        for k, x in leaves.items(): np.testing.assert_allclose(np.asarray(found[k])[b], x, rtol=1e-3, atol=1e-4)
+
+
+def test_a_file_that_answers_differently_is_not_written(tmp_path):
+    class Clock(MLPPolicy):
+        "Its action depends on the number of the step, which a file is not told."
+        def params(self, obs, act, rew, fin, *, hx, stepno):
+            mean, log_std = super().params(obs, act, rew, fin, hx=hx, stepno=stepno)[0]
+            return type(self.head.forward(self.trunk.forward(self.features(obs))))(mean + stepno.unsqueeze(-1), log_std), ()
+
+    with pytest.raises(DataError, match="the exported policy answers differently at step 1"):
+        export_policy(Clock.for_env("Pendulum-v1", seed=0), tmp_path/"policy", "torchscript")
+    assert not list(tmp_path.iterdir())
+
+
+def test_from_a_run_to_a_loop_without_rollpipe(tmp_path, capsys):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    words = "train ppo CartPole-v1 --steps 512 --n-envs 4 --n-steps 32 --quiet --no-tensorboard --out"
+    assert main([*words.split(), str(tmp_path/"run")]) == 0
+    capsys.readouterr()
+    assert main(["export", str(tmp_path/"run")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/run/policy.onnx: obs -> act (compared with the policy)\n"
+    session = onnxruntime.InferenceSession(tmp_path/"run"/"policy.onnx")
+    note = json.loads(session.get_modelmeta().custom_metadata_map["rollpipe"])
+    assert (note["env"], note["inputs"]) == ("CartPole-v1", {"obs": ["float32", 2, 4]})
+    act = lambda obs, *_: int(session.run(None, {"obs": obs[None]})[0][0])
+    actor = load_agent(tmp_path/"run").actor
+    make = lambda: gym.make("CartPole-v1")
+    assert play(make, act, seed=1, n_steps=200) == play(make, lambda obs, *_: actor.predict(obs)[0], seed=1, n_steps=200)
+
+
+@pytest.mark.parametrize("words, text", [("export RUNN", "there is no such run"),
+                                         ("export RUN --out RUN/no/policy.pt2 --to pt2", "No such file")])
+def test_export_of_what_is_not_there(words, text, tmp_path, capsys):
+    train = "train ppo CartPole-v1 --steps 64 --n-envs 2 --n-steps 32 --quiet --no-tensorboard --out"
+    assert main([*train.split(), str(tmp_path/"RUN")]) == 0
+    assert main(words.replace("RUN", str(tmp_path/"RUN")).split()) == 2
+    assert text in capsys.readouterr().err
