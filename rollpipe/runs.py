@@ -16,7 +16,7 @@ from .agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, wri
 from .algorithms import ALGORITHMS, options_for
 from .config import build
 from .pipes import nested
-from .pipes.errors import CheckpointError, DataError, PipeError, check_integer
+from .pipes.errors import LEAST_BYTES, CheckpointError, DataError, PipeError, check_integer, check_memory
 
 # %% auto #0
 __all__ = ['RUN_FILES', 'Run', 'lock', 'unlock', 'start', 'discard', 'needed_modules', 'load_run', 'restore', 'load_agent',
@@ -147,10 +147,11 @@ def _check_stored(found: Checkpoint) -> None:
     imports = config.get("imports", [])
     if not isinstance(imports, list) or not all(isinstance(x, str) for x in imports): raise DataError("imports", got=repr(imports))
     options = {option: config["options"].get(option.name, option.default) for option in options_for(config["algorithm"])}
-    sizes = {n for x in nested.leaves(found.agent_state) if isinstance(x, torch.Tensor) for n in x.shape}
+    shapes = [x.shape for x in nested.leaves(found.agent_state) if isinstance(x, torch.Tensor)]
+    sizes = {n for shape in shapes for n in shape}
     for option, value in options.items():
         option.check(value)
-        if option.kinds == ("int,...",) and not set(value) <= sizes:
+        if option.kinds == ("int,...",) and not (set(value) <= sizes and len(value) <= len(shapes)):
             raise DataError("there are no such layers in the file", leaf=option.flag, got=str(value))
     for name, low in dict(steps=1, seed=0, threads=1, checkpoint_every=1, eval_every=0, workers=0, restarts=0).items():
         check_integer(name, config.get(name, low), low)
@@ -159,6 +160,9 @@ def _check_stored(found: Checkpoint) -> None:
     if counters["updates"] and batch > 2 * learnt / counters["updates"]:  # at most every second row is no step
         raise DataError("more environments than the counters tell of", expected=f"{learnt} steps in {counters['updates']} updates",
                         got=f"lanes={n['lanes']}, n_envs={n['n_envs']}, n_steps={n['n_steps']}")
+    for names in (("lanes", "n_envs", "n_steps"), ("batch_size", "length"), ("capacity",) * (n.get("path") is None)):
+        rows = {name: n[name] for name in names if name in n}
+        if rows: check_memory(", ".join(f"{name}={x:,}" for name, x in rows.items()), math.prod(rows.values()) * LEAST_BYTES)
 
 
 def needed_modules(config: dict) -> list:

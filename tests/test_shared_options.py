@@ -25,7 +25,7 @@ DEFAULTS = dict(
     vtrace=dict(gamma=.99, lam=1., rho_clip=1., c_clip=1., c_value=.5, c_entropy=0., lr=5e-4, critic_lr=1e-2, max_grad_norm=.5),
     dqn=dict(lr=1e-3, gamma=.99, double=True, multi_step=1, burn_in=0, huber=1., target_every=200, tau=None, max_grad_norm=10.,
              eps_start=1., eps_end=.05, eps_steps=20_000, beta_steps=None, eta=.9))
-OWN_MEANING = dict(ppo={'normalize_adv'}, npg={'lr'})  # what another learner calls by the same name
+OWN_MEANING = dict(ppo={'normalize_adv'}, npg={'lr', 'critic_lr'}, trpo={'critic_lr'})  # what another learner calls by the same name
 SHARED = {name for name in SharedOptions.__dataclass_fields__}
 
 
@@ -81,7 +81,8 @@ def test_options_that_a_learner_does_not_have_are_refused(cls):
 
 @pytest.mark.parametrize('cls', [*(a.learner for a in ALGORITHMS.values()), QLearning])
 def test_options_reach_the_learner_and_are_checked(cls):
-    names = (SHARED & inspect.signature(cls).parameters.keys()) - {'seed'} - {x for own in OWN_MEANING.values() for x in own}
+    elsewhere = {x for own in OWN_MEANING.values() for x in own} - {'critic_lr'}     # which is one of the options all the same
+    names = (SHARED & inspect.signature(cls).parameters.keys()) - {'seed'} - elsewhere
     values = {name: 3 if name in ('critic_epochs', 'eps_steps') else .25 for name in names}
     agent = cls(Actor(), **values)
     assert {name: getattr(agent.options, name) for name in values} == values
@@ -99,3 +100,10 @@ def test_defaults_of_the_learner_come_before_those_of_the_table(defaults, data):
     want = vars(SharedOptions()) | defaults | chosen
     assert vars(Learner('me', own=8, **chosen).options) == want
     assert list(inspect.signature(Learner).parameters) == ['actor', 'own', *defaults]
+
+
+@pytest.mark.parametrize("name", ["trpo", "npg"])
+def test_a_learner_that_needs_a_learning_rate_of_the_critic_does_not_offer_none(name):
+    option = next(o for o in options_for(name) if o.name == "critic_lr")
+    assert option.kinds == ("float",) and "None" not in option.help and option.default == 1e-3
+    assert "None" in next(o for o in options_for("ppo") if o.name == "critic_lr").kinds

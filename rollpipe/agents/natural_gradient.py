@@ -133,11 +133,12 @@ class NaturalGradientLearner(Learner):
         damping: number that is added to the diagonal of the Fisher matrix
         cg_iters: conjugate-gradient iterations
         fvp_subsample: fraction of the rows that the Fisher matrix is estimated from; everything else uses all rows
+        critic_lr: learning rate of the critic (Adam)
         **shared: options that learners share, see `SharedOptions`
     """
     actor_needs = ('params', 'dist', 'distribution')
 
-    @shared_options(normalize_adv=True, critic_lr=1e-3, critic_epochs=4, seed=0)
+    @shared_options(normalize_adv=True, critic_epochs=4, seed=0)
     def __init__(self,
         actor: Any,                   # a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
         critic: Any = None,           # `critic(obs) -> value` (see `Critic`) to be fitted to the returns, or None
@@ -145,9 +146,10 @@ class NaturalGradientLearner(Learner):
         damping: float = 0.1,         # number that is added to the diagonal of the Fisher matrix
         cg_iters: int = 10,           # conjugate-gradient iterations
         fvp_subsample: float = 1.0,   # fraction of the rows that the Fisher matrix is estimated from; everything else uses all rows
+        critic_lr: float = 1e-3,      # learning rate of the critic (Adam)
         **shared: Any,                # options that learners share, see `SharedOptions`
     ):
-        super().__init__(actor, critic, **shared)
+        super().__init__(actor, critic, critic_lr=critic_lr, **shared)
         check_range(self, 0, damping=damping)
         check_range(self, 1e-12, 1, fvp_subsample=fvp_subsample)
         self.damping, self.fvp_subsample = damping, fvp_subsample

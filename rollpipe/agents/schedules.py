@@ -27,8 +27,8 @@ def linear_schedule(
         end: value from `steps` on
         steps: number of steps from `start` to `end`; 0: `end` at once
     """
-    share = min(step / steps, 1.) if steps else 1.
-    return start * (1 - share) + end * share
+    fraction = min(step / steps, 1.) if steps else 1.
+    return start * (1 - fraction) + end * fraction
 
 # %% ../../nbs/agents/15_schedules.ipynb #ec4d98fe
 def set_epsilon(

@@ -131,7 +131,7 @@ def backtrack_line_search(
     *,
     backtrack: float = 0.8,  # factor between one step length and the next
     max_backtracks: int = 10,  # number of step lengths that are tried, the full step included
-    accept_ratio: float = 0.1,  # smallest share of the expected improvement that is accepted
+    accept_ratio: float = 0.1,  # least fraction of the expected improvement that is accepted
     before: float | Tensor | None = None,  # surrogate at `theta`, if it is known
     set_params: Callable[[Tensor], None] | None = None,  # puts a theta in place before it is evaluated
 ) -> LineSearch:
@@ -148,7 +148,7 @@ def backtrack_line_search(
         max_kl: largest KL divergence that is accepted
         backtrack: factor between one step length and the next
         max_backtracks: number of step lengths that are tried, the full step included
-        accept_ratio: smallest share of the expected improvement that is accepted
+        accept_ratio: least fraction of the expected improvement that is accepted
         before: surrogate at `theta`, if it is known
         set_params: puts a theta in place before it is evaluated
     """

@@ -21,8 +21,8 @@ def merge_moments(count_a: float | Tensor, mean_a: float | Tensor, var_a: float 
     Source: Chan, Golub, LeVeque (1979), Updating formulae and a pairwise algorithm for computing sample variances.
     """
     count = count_a + count_b
-    delta, share = mean_b - mean_a, count_b / count
-    return count, mean_a + delta * share, var_a + (var_b - var_a) * share + delta * delta * share * (1 - share)
+    delta, fraction = mean_b - mean_a, count_b / count
+    return count, mean_a + delta * fraction, var_a + (var_b - var_a) * fraction + delta * delta * fraction * (1 - fraction)
 
 
 def moments(

@@ -9,8 +9,8 @@ from itertools import islice
 from typing import Any
 
 # %% auto #0
-__all__ = ['describe', 'PipeError', 'EnvError', 'ActorError', 'DataError', 'GraphError', 'CheckpointError', 'SpaceError',
-           'WorkerError', 'check_integer']
+__all__ = ['LEAST_BYTES', 'describe', 'PipeError', 'EnvError', 'ActorError', 'DataError', 'GraphError', 'CheckpointError',
+           'SpaceError', 'WorkerError', 'check_integer', 'available_memory', 'check_memory']
 
 # %% ../../nbs/pipes/00_errors.ipynb #74c0db68
 def describe(value: Any, width: int = 120, depth: int = 6) -> str:
@@ -125,3 +125,36 @@ def check_integer(name: str, value: Any, least: int = 1, **where: Any) -> int:
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= least: return value
     raise DataError('out of range', expected=f'an integer {name} >= {least}', got=f'{name}={value!r}', **where)
+
+# %% ../../nbs/pipes/00_errors.ipynb #df8d3011
+def available_memory() -> int:
+    "Bytes of memory that this process may still allocate. If the system does not report it, this is a very large number."
+    found = [2 ** 62]
+    try:
+        with open('/proc/meminfo') as f: found += [1024 * int(line.split()[1]) for line in f if line.startswith('MemAvailable')]
+    except OSError: pass
+    for limit, used in (('/sys/fs/cgroup/memory.max', '/sys/fs/cgroup/memory.current'),
+                        ('/sys/fs/cgroup/memory/memory.limit_in_bytes', '/sys/fs/cgroup/memory/memory.usage_in_bytes')):
+        try:
+            with open(limit) as top, open(used) as now: found.append(int(top.read()) - int(now.read()))
+        except (OSError, ValueError): pass     # there is no such control group, or its limit is "max"
+    return max(0, min(found))
+
+# %% ../../nbs/pipes/00_errors.ipynb #e52f6dc4
+LEAST_BYTES = 40     # of a recorded step, without observation and action
+
+
+def check_memory(
+    what: str,     # what needs the memory, such as `capacity=100`
+    needed: int,   # bytes
+    **where: Any,  # context for the message: pipe
+) -> None:
+    """Raise `DataError` if not so much memory is available.
+
+    Args:
+        what: what needs the memory, such as `capacity=100`
+        needed: bytes
+        **where: context for the message: pipe
+    """
+    if needed > (free := available_memory()):
+        raise DataError('not enough memory', expected=f'at most {free:,} bytes', got=f'{what}, which needs {needed:,} bytes', **where)

@@ -6,7 +6,6 @@
 __all__ = ['PendingSegments', 'Sample', 'ReplayMemory']
 
 # %% ../../../nbs/pipes/24_replay/06_memory.ipynb #fcbd9419
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from .. import nested
 from ..data import Fragment, check_item
-from ..errors import DataError, check_integer
+from ..errors import LEAST_BYTES, DataError, check_integer, check_memory
 from ..frames import Stacks
 from .layout import unbatched
 from .sampling import PrioritizedSampler, UniformSampler
@@ -90,7 +89,7 @@ class ReplayMemory:
     https://arxiv.org/abs/1511.05952). `beta` may be changed at any time.
 
     Memory is allocated with the first fragment. All others must have its structure: see `StepStore`. Raises `DataError` for arguments
-    out of range, fragments of another structure or longer than the capacity, stacks of frames, and a disk without room for the file.
+    out of range, fragments of another structure or longer than the capacity, stacks of frames, and if memory or disk have no room.
 
     Args:
         capacity: steps
@@ -118,11 +117,17 @@ class ReplayMemory:
             if not 0 <= x <= 1: raise DataError("out of range", pipe=self, expected=f"0 <= {name} <= 1", got=f"{name}={x!r}")
         if length > capacity:
             raise DataError("no segment fits in", pipe=self, expected=f"capacity >= length={length}", got=f"capacity={capacity}")
+        check_memory(f"capacity={capacity:,}", capacity * (LEAST_BYTES * (path is None) + 16 * prioritized), pipe=self)
         self.capacity, self.length, self.prioritized, self.path = capacity, length, prioritized, path
         self.alpha, self.beta, self.zero_state = alpha, beta, zero_state
         rng = np.random.default_rng(seed)
         self.sampler = PrioritizedSampler(capacity, rng, alpha) if prioritized else UniformSampler(capacity, rng)
         self.store = self.pending = None
+
+    @property
+    def bytes_of_step(self) -> int:
+        "Bytes of a stored step; 0 before the first fragment."
+        return 0 if self.store is None else self.store.records.itemsize
 
     def __len__(self) -> int:
         "Number of valid steps that are stored."
@@ -133,25 +138,21 @@ class ReplayMemory:
         check_item(fragment, Fragment, self)
         if any(isinstance(x, Stacks) for x in nested.leaves(fragment.state.obs)):
             raise DataError("stacks of frames are not kept", pipe=self, leaf='obs', expected="single frames, without `FrameStack`")
-        if self.store is None: self._allocate(fragment)
-        if self.length < fragment.n_steps and self.store.keep_hx:
-            raise DataError("no recurrent state is known where a segment would begin", pipe=self, got=f"length={self.length}",
-                            expected=f"length >= n_steps={fragment.n_steps}, or zero_state")
-        with self._named(): replaced, added = self.store.add(fragment)
+        try:
+            if self.store is None: self._allocate(fragment)
+            if self.length < fragment.n_steps and self.store.keep_hx:
+                raise DataError("no recurrent state is known where a segment would begin", got=f"length={self.length}",
+                                expected=f"length >= n_steps={fragment.n_steps}, or zero_state")
+            replaced, added = self.store.add(fragment)
+        except DataError as e:
+            e.locate(pipe=self)
+            raise
         self.sampler.remove(replaced)
         for steps in added: self._offer(self.pending.add(steps))
 
     def _allocate(self, fragment):
-        with self._named(): self.store = StepStore(self.capacity, unbatched(fragment), self.path, not self.zero_state)
+        self.store = StepStore(self.capacity, unbatched(fragment), self.path, not self.zero_state)
         self.pending = PendingSegments(self.length, at_borders=self.store.keep_hx)
-
-    @contextmanager
-    def _named(self):
-        "Errors name this class."
-        try: yield
-        except DataError as e:
-            e.locate(pipe=self)
-            raise
 
     def _offer(self, serial):
         "Allow these segments to be drawn, unless their first step was replaced or they have no valid step."

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..data import Fragment
-from ..errors import DataError, GraphError, check_integer
+from ..errors import LEAST_BYTES, DataError, GraphError, check_integer, check_memory
 from ..pipe import Pipe, Seeded
 from .memory import ReplayMemory, Sample
 from ..torchdata import IterDataPipe
@@ -34,8 +34,8 @@ class Replayed(NamedTuple):
 class Replay(Seeded, Pipe):
     """Put each `Fragment` into a `ReplayMemory`, and yield one `Replayed` for each fragment.
 
-    Each iteration has a new memory. Raises `DataError` for arguments out of range, and `GraphError` if this pipe is above `Lanes`,
-    because all lanes share one memory. See `ReplayMemory` for its arguments.
+    Each iteration has a new memory. Raises `DataError` for arguments out of range, or too large for the available memory, and `GraphError`
+    if this pipe is above `Lanes`, because all lanes share one memory. See `ReplayMemory` for its arguments.
 
     Args:
         pipe: yields `Fragment`s
@@ -74,6 +74,7 @@ class Replay(Seeded, Pipe):
         self.prioritized, self.alpha, self.beta, self.zero_state, self.path = prioritized, alpha, beta, zero_state, path
         self.seed = seed
         self._new_memory()  # checks the arguments
+        self._check_samples(LEAST_BYTES)
         if warmup > capacity:
             raise DataError("sampling would never begin", pipe=self, expected=f"warmup <= capacity={capacity}", got=f"warmup={warmup}")
 
@@ -83,9 +84,13 @@ class Replay(Seeded, Pipe):
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Replayed]:
         memory = self._new_memory()
-        for fragment in items:
+        for k, fragment in enumerate(items):
             memory.add(fragment)
+            if k == 0: self._check_samples(memory.bytes_of_step)
             yield Replayed(fragment, self._samples(memory), memory)
+
+    def _check_samples(self, bytes_of_step):
+        check_memory(f"batch_size={self.batch_size:,}", self.batch_size * (self.length + 1) * bytes_of_step, pipe=self)
 
     def _new_memory(self):
         try: return ReplayMemory(

@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import nested
 from ..data import Fragment
-from ..errors import DataError
+from ..errors import DataError, check_memory
 from ..fragment_ops import strands
 from .layout import FragmentLayout, unbatched
 from .tables import Ring, SideTable
@@ -155,7 +155,7 @@ class StepStore:
 
     The ring is allocated at once. The side tables of true last observations, recurrent states and look-ahead rows grow when needed.
     With `path`, the ring is a memory-mapped file `steps.npy` in this folder. It is always made anew: stored steps are not read back.
-    Raises `DataError` for fragments of another structure, or longer than the capacity, and if the disk has no room for the file.
+    Raises `DataError` for fragments of another structure, or longer than the capacity, and if memory or disk have no room for the ring.
 
     Args:
         capacity: steps
@@ -171,6 +171,7 @@ class StepStore:
     ):
         self.capacity, self.layout, self.ring = capacity, FragmentLayout(example), Ring(capacity)
         self.keep_hx, dtype = keep_hx and bool(nested.leaves(example.hx)), self.layout.step_type
+        if path is None: check_memory(f"capacity={capacity:,}", capacity * dtype.itemsize)
         self.records = np.zeros(capacity, dtype) if path is None else mapped_records(Path(path), capacity, dtype)
         self.valid, self.links = self.records['fragment.valid'], StepLinks(self.ring, dtype)
         self.finals, self.hxs = SideTable(self.layout.final_type), SideTable(self.layout.hx_type)
