@@ -30,7 +30,7 @@ class VectorBatch(Batch):
     Args:
         vec: gymnasium `VectorEnv`, or synchronous EnvPool
         seed: of the whole batch
-        info_keys: infos to record; None: those that are numeric in the first step
+        info_keys: infos to record; None: all that are numeric
         clip_actions: clip float actions to their Box
         name: name in error messages
         **where: context for error messages: pipe, lane
@@ -38,7 +38,7 @@ class VectorBatch(Batch):
     def __init__(self,
                  vec: Any,                      # gymnasium `VectorEnv`, or synchronous EnvPool
                  seed: np.random.SeedSequence,  # of the whole batch
-                 info_keys: Any = None,         # infos to record; None: those that are numeric in the first step
+                 info_keys: Any = None,         # infos to record; None: all that are numeric
                  clip_actions: bool = True,     # clip float actions to their Box
                  name: str | None = None,       # name in error messages
                  **where: Any,                  # context for error messages: pipe, lane
@@ -51,7 +51,7 @@ class VectorBatch(Batch):
             self.close()
             self._locate(e, self.vec_name)
             raise
-        self._infos = VectorInfos(len(self), info_keys)
+        self._infos = VectorInfos(len(self), info_keys, str(seed.entropy))
         self._resetting = np.zeros(len(self), bool)     # where the next step is a reset (NEXT_STEP)
 
     def name(self, b: int) -> str:
@@ -83,6 +83,7 @@ class VectorBatch(Batch):
             ended = over.nonzero()[0].tolist() if over.any() else []
             if ended: final = self._final(step, ends, infos)
             info = self._infos.record(infos, ends, valid)
+            if ended and self._infos.awaited: self._infos.say_awaited()
         except PipeError as e:
             self._locate(e, self.vec_name)
             raise
@@ -118,7 +119,7 @@ def env_batch(
     *,
     sticky: int | None = None,     # an environment that ended rests until the number of steps is a multiple of this
     clip_actions: bool = True,     # clip float actions to their Box
-    info_keys: Any = None,         # infos to record; None: those that are numeric after the first step
+    info_keys: Any = None,         # infos to record; None: all that are numeric
     **where: Any,                  # context for error messages: pipe, lane
 ) -> Batch:
     """The batch of the environments of `factories`: a `VectorBatch` if the first one makes a vector environment, else an `EnvBatch`.
@@ -130,7 +131,7 @@ def env_batch(
         seed: of the whole batch
         sticky: an environment that ended rests until the number of steps is a multiple of this
         clip_actions: clip float actions to their Box
-        info_keys: infos to record; None: those that are numeric after the first step
+        info_keys: infos to record; None: all that are numeric
         **where: context for error messages: pipe, lane
     """
     factory, options = factories[0], dict(info_keys=info_keys, clip_actions=clip_actions, **where)
