@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from reference import assert_same, snapshot
 from toys import Plain
 
+from rollpipe.agents import evaluate
 from rollpipe.pipes import (DataError, EnvError, EnvStepper, EpisodeCollector, EpisodeStats, FragmentCollector, FragmentStacker, Lanes,
                             Minibatcher, ProcessReading, ReplayMemory, RewardScaler, Steps, collect, context, nested, on_policy, prepare,
                             startup)
@@ -219,6 +220,11 @@ def test_every_stream_says_it_again(caplog):
     assert len(warnings_in(caplog)) == 2
 
 
+def test_an_evaluation_records_no_infos_and_says_nothing(caplog):
+    evaluate(partial(Telling, lambda step: {"name": "text"}), Plain(), 2)
+    assert warnings_in(caplog) == []
+
+
 def test_an_info_that_was_chosen_and_never_appears_is_said_once(caplog):
     ticks(lambda step: {"is_success": 1}, 4, info_keys=["is_success"])
     assert not warnings_in(caplog)
@@ -418,6 +424,15 @@ def test_the_stream_does_not_depend_on_the_workers(story, options):
     for workers in (0, 1, 2):
         with DataLoader2(piped(story, 3), reading_service=ProcessReading(workers, **options if workers else {})) as loader:
             assert_same(list(map(snapshot, islice(loader, 12))), serial)
+
+
+def test_large_infos_that_appear_late_come_out_of_the_workers():
+    "The workers put arrays of this size into the places of a layout, which is made when the first batches have arrived."
+    def tell(step): return {"large": np.full((200, 200), step, np.float32)} if step > 18 or step % 4 == 3 and step > 9 else {}
+    def pipe(): return FragmentStacker(Lanes(FragmentCollector(EnvStepper(partial(Telling, tell), Plain(), 2), 4), 2, seed=0), 2)
+    serial = list(map(snapshot, islice(pipe(), 7)))
+    assert [int(f.env["_large"].sum()) if "_large" in f.env else None for f in serial] == [None, None, 4, 4, 8, 16, 16]
+    with DataLoader2(pipe(), reading_service=ProcessReading(2)) as loader: assert_same(list(map(snapshot, islice(loader, 7))), serial)
 
 
 class Pictured(Telling):
