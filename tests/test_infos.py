@@ -1,4 +1,6 @@
 "Infos, from the recorder to the end of a pipeline, against slow ones that look at one number of one environment after the other."
+import os
+import signal
 from collections import defaultdict
 from functools import partial
 from itertools import islice
@@ -364,9 +366,11 @@ def test_a_vector_gives_the_fragments_of_single_environments(story, n, mode):
 
 
 @stream
-@given(story=seeds, n=few, batch=st.integers(1, 4), pad=st.booleans(), lanes=few)
-def test_whole_episodes(story, n, batch, pad, lanes):
-    pipe = Lanes(EpisodeCollector(EnvStepper(makes(story, n), Idle(), terminal_obs=True), batch, pad=pad), lanes, seed=story)
+@given(story=seeds, n=few, batch=st.integers(1, 4), pad=st.booleans(), lanes=few, below=st.booleans())
+def test_whole_episodes(story, n, batch, pad, lanes, below):
+    ticks = EnvStepper(makes(story, n), Idle(), terminal_obs=True)
+    if below: pipe = EpisodeCollector(Lanes(ticks, lanes, seed=story), batch, pad=pad)
+    else: pipe = Lanes(EpisodeCollector(ticks, batch, pad=pad), lanes, seed=story)
     items = list(islice(pipe, 12))
     check_fragments(story, items if pad else [f for item in items for f in item], padded=pad)
     check_fragments(story, [pad_episodes([f for item in items for f in ([item] if pad else item)])], padded=True)
@@ -433,6 +437,18 @@ def test_large_infos_that_appear_late_come_out_of_the_workers():
     serial = list(map(snapshot, islice(pipe(), 7)))
     assert [int(f.env["_large"].sum()) if "_large" in f.env else None for f in serial] == [None, None, 4, 4, 8, 16, 16]
     with DataLoader2(pipe(), reading_service=ProcessReading(2)) as loader: assert_same(list(map(snapshot, islice(loader, 7))), serial)
+
+
+def test_lanes_that_begin_anew_record_the_same_infos():
+    "Their first steps may report fewer infos than the steps before, and nothing is lost or shifted."
+    fragments, memory = [], ReplayMemory(1000, seed=0)
+    with DataLoader2(piped(5, 2), reading_service=ProcessReading(2, restart=1)) as loader:
+        for k, f in enumerate(islice(loader, 30)):
+            fragments.append(f)
+            memory.add(f)
+            if k == 8: os.kill(loader.reading_service.health()[0]["pid"], signal.SIGKILL)
+        assert loader.reading_service.health()[0]["restarted"] == 1
+    check_fragments(5, [*fragments, memory.sample(400).fragment])
 
 
 class Pictured(Telling):

@@ -27,6 +27,8 @@ def filler(
     """
     return np.asarray(np.nan if like.dtype.kind == 'f' else 0, like.dtype)
 
+def _fillers(column): return nested.map(lambda x: np.full_like(x, filler(x)), column)
+
 def _is_numeric(x):
     "True if `x`, a container of arrays, has leaves and all of them are numbers."
     return bool(nested.leaves(x)) and all(y.dtype.kind in 'biuf' for y in nested.leaves(x))
@@ -68,7 +70,7 @@ class InfoRecorder:
     ):
         self.n, self.stream = n, object() if stream is None else stream
         self.awaited = None if keys is None else {*keys}     # chosen, but not reported yet; None: all infos are wanted
-        self.like, self.masked = {}, set()     # key -> a column `[n, ...]` of zeros, in the recorded shape and dtype; keys with a mask
+        self.like, self.masked = {}, set()     # key -> a column `[n, ...]` of fillers, in the recorded shape and dtype; keys with a mask
         self.known, self.begun = set(), False  # names that need no decision any more; was there a step already?
 
     def is_news(self, names: Iterable) -> bool:
@@ -96,7 +98,7 @@ class InfoRecorder:
         self.known.add(key)
         if problem: return f"{key!r} ({problem}: {describe(value, 40)})"
         if self.awaited is not None: self.awaited.remove(key)
-        self.like[key] = nested.map(np.zeros_like, column)
+        self.like[key] = _fillers(column)
         if self.begun: self.masked.add(key)
 
     def put(self,
@@ -114,10 +116,11 @@ class InfoRecorder:
             said: bool `[n]`: the environments that have reported it
             valid: bool `[n]`: where a step took place
         """
-        column = nested.map(np.copy, self.like[key]) if column is None else self.widened(key, column)
-        if not said.all():
-            for x in nested.leaves(column): x[~said] = filler(x)
-            if (valid & ~said).any(): self.masked.add(key)
+        if column is None: column = nested.map(np.ndarray.copy, self.like[key])
+        else:
+            column = self.widened(key, column)
+            for x in nested.leaves(column) if not said.all() else (): x[~said] = filler(x)
+        if key not in self.masked and (valid & ~said).any(): self.masked.add(key)
         found[key] = column
         if key in self.masked: found[f'_{key}'] = said
 
@@ -128,7 +131,7 @@ class InfoRecorder:
         if type(column) is type(like) is np.ndarray and column.dtype == like.dtype and column.shape == like.shape: return column
         self.check_form(key, column)
         dtypes = nested.map(np.result_type, column, like)
-        if dtypes != nested.map(lambda x: x.dtype, like): self.like[key] = nested.map(np.ndarray.astype, like, dtypes)
+        if dtypes != nested.map(lambda x: x.dtype, like): self.like[key] = _fillers(nested.map(np.ndarray.astype, like, dtypes))
         return nested.map(lambda x, dtype: x.astype(dtype, copy=False), column, dtypes)
 
     def check_form(self, key: str, column: Any) -> None:
@@ -176,8 +179,7 @@ class SingleInfos(InfoRecorder):
 
     def _begin(self, infos):
         "Decide about the infos that have not appeared before. The first environment that has one defines its shape and dtype."
-        wanted = (lambda key: key not in self.known) if self.awaited is None else self.awaited.__contains__
-        said = {key: (value, b) for b in reversed(range(self.n)) for key, value in infos[b].items() if wanted(key)}
+        said = {key: (value, b) for b in reversed(range(self.n)) for key, value in infos[b].items() if self.is_news([key])}
         left_out = {}
         for key, (value, b) in said.items():
             one = _arrays(key, value, b)
@@ -192,8 +194,10 @@ class SingleInfos(InfoRecorder):
             except KeyError: pass
             else: return
         said = np.array([key in info for info in infos])
-        missing = nested.map(lambda x: x[0], self.like[key])
-        column = self._column(key, [info.get(key, missing) for info in infos]) if said.any() else None
+        column = None
+        if said.any():
+            missing = nested.map(lambda x: x[0], self.like[key])
+            column = self._column(key, [info.get(key, missing) for info in infos])
         self.put(found, key, column, said, valid)
 
     def _column(self, key, values):
@@ -290,8 +294,7 @@ class VectorInfos(InfoRecorder):
             part = self._column(key, infos[key], said)
             if part is None: self.check_form(key, infos[key])
             if column is not None:
-                for x in (part, column): self.check_form(key, x)
                 def rows(x, y, said=said): return np.where(said.reshape(-1, *[1] * (x.ndim - 1)), x, y)
-                part = nested.map(rows, part, column)
+                part = nested.map(rows, self.widened(key, part), self.widened(key, column))
             column, everybody = part, everybody | said
         return column, everybody
