@@ -452,8 +452,8 @@ def test_what_does_not_fit():
         memory.add(f._replace(state=f.state._replace(obs=f.state.obs.double())))
     with pytest.raises(DataError, match=r"leaf fragment\.actor\['obs'\]: wrong shape"):
         memory.add(f._replace(actor={**f.actor, "obs": f.actor["obs"][..., :2]}))
-    with pytest.raises(DataError, match=r"missing fragment\.env\['count'\]"):
-        memory.add(f._replace(env={k: x for k, x in f.env.items() if k != "count"}))
+    with pytest.raises(DataError, match=r"missing fragment\.env\['parts'\]\['half'\]"):
+        memory.add(f._replace(env={**f.env, "parts": {"at": f.env["parts"]["at"]}}))
     with pytest.raises(DataError, match="at most 7 steps.*8"): ReplayMemory(7).add(f)
     with pytest.raises(DataError, match="n >= 1"): memory.sample(0)
     assert len(memory) == 8 and len(memory.sample(3).index) == 3

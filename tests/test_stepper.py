@@ -304,11 +304,12 @@ def test_numeric_infos_are_recorded():
 
 
 def test_infos_that_come_and_go():
-    "What is recorded is settled by the first step; a missing number is nan, a new one is left out."
+    "A missing number is nan and gets a mask, and a new one is recorded, with a mask from the beginning."
     a, b = infos({"x": 1.5}, {"late": 2})
-    assert a["x"].tolist() == [1.5] and list(b) == ["x"] and np.isnan(b["x"]).all()
-    a, b = infos({}, {"late": 2.}, info_keys=["late"])
-    assert np.isnan(a["late"]).all() and b["late"].tolist() == [2]
+    assert a["x"].tolist() == [1.5] and list(a) == ["x"] and set(b) == {"x", "_x", "late", "_late"}
+    assert np.isnan(b["x"]).all() and b["_x"].tolist() == [False] and b["late"].tolist() == [2] and b["_late"].tolist() == [True]
+    a, b = infos({"other": 1}, {"late": 2.}, info_keys=["late"])
+    assert a == {} and b["late"].tolist() == [2] and b["_late"].tolist() == [True] and len(b) == 2
 
 
 def test_an_info_that_begins_as_an_integer_keeps_its_fractions():

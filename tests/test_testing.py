@@ -128,6 +128,10 @@ class GrowingInfo(Sound): step = changed(4, lambda env, info: {"at": np.zeros(en
 class InfoBecomesText(Sound): step = changed(4, lambda env, info: {"at": 1 if env.count < 3 else "far"})
 
 
+@broken(check_env, "ENV_INFO_STAYS")
+class LateInfoGrows(Sound): step = changed(4, lambda env, info: {"at": np.zeros(env.count)} if env.count > 2 else {})
+
+
 @broken(check_env, "ENV_SPACES_STAY")
 class ChangingSpace(Sound):
     def reset(self, **kwargs):

@@ -332,7 +332,10 @@ def test_infos_are_those_of_single_environments(mode):
         kwargs = dict(info_keys=keys)
         for f, e in zip(fragments(lambda: SyncVectorEnv(makers(Telling, plans), autoreset_mode=mode), Memory(), 5, 3, **kwargs),
                         fragments(makers(Telling, plans), Memory(), 5, 3, **kwargs)):
-            assert set(e.env) == ({"count", "flag", "own"} if keys is None else set(keys))
+            # The second step of an episode says more, and only the second environment says something of its own.
+            assert set(e.env) == {"count", "late", "_late"} | (set() if keys else {"flag", "own", "_own"})
+            assert torch.equal(e.env["_late"], e.env["count"] == 2)
+            if keys is None: assert not e.env["_own"][:, 0].any() and e.env["_own"][:, 1].all()
             assert_same(apply(lambda x: x.double(), f.env), apply(lambda x: x.double(), e.env))
 
 

@@ -259,7 +259,7 @@ def evaluate(
         for recorder in recorders[1:]: recorder.done = True
     elif render: sources = [window := Window(sources[0], close), *sources[1:]]
     if on_limit == "cut": sources = cutters = [_Cutter(factory, max_steps, close) for factory in sources]
-    ticks = EnvStepper(sources, actor, seed=seed, explore=not deterministic, close=close)
+    ticks = EnvStepper(sources, actor, info_keys=(), seed=seed, explore=not deterministic, close=close)
     with EvalMode(actor): result = _play(ticks, quota, max_steps, cutters, window, _Rows(len(quota)) if trace else None)
     if record is not None: recorders[0].save(record)
     return result

@@ -109,7 +109,7 @@ class Tick(NamedTuple):
         next_hx: recurrent state at t+1, already reset where an episode ended
         term: bool [B]: True where the episode truly terminated; `next.fin & ~term` are truncations
         final: environment b -> (last observation, recurrent state [.., 1, ..]) where truncated; with `terminal_obs` at every end
-        env: numpy [B, ...]: numeric environment info of the step t -> t+1
+        env: numpy [B, ...]: numeric environment infos of the step t -> t+1, with masks `'_' + key`: see `Fragment`
         valid: bool [B]: False where no transition took place
         lane: which copy of the pipeline
         version: version of the weights that chose the action
@@ -122,7 +122,7 @@ class Tick(NamedTuple):
     next_hx: Any        # recurrent state at t+1, already reset where an episode ended
     term: Any           # bool [B]: True where the episode truly terminated; `next.fin & ~term` are truncations
     final: dict         # environment b -> (last observation, recurrent state [.., 1, ..]) where truncated; with `terminal_obs` at every end
-    env: Any            # numpy [B, ...]: numeric environment info of the step t -> t+1
+    env: Any            # numpy [B, ...]: numeric environment infos of the step t -> t+1, with masks `'_' + key`: see `Fragment`
     valid: Any          # bool [B]: False where no transition took place
     lane: int           # which copy of the pipeline
     version: int        # version of the weights that chose the action
@@ -238,12 +238,15 @@ class Fragment(NamedTuple):
         env            E_{n+1}   E_{n+2}   E'_1      E'_2        has T rows
         final                    (t=1, b): x_{n+2} and the reaction to it, if truncated (or `terminal_obs`)
 
+    An info of `env` is there from the step on at which an environment first reported it. Where it was not reported it is nan, or 0 if it is
+    no float, and its mask `env['_' + key]`, bool [T, B], is False. An info without a mask was reported at every valid step.
+
     A consumer may keep a fragment: nothing in it is overwritten later.
 
     Args:
         state: [T+1, B, ...]
         actor: [T+1, B, ...]: what the actor reported; row T is the virtual look-ahead (its `logp` is that of the mode)
-        env: [T, B, ...]: numeric environment info of the step t -> t+1
+        env: [T, B, ...]: numeric environment infos of the step t -> t+1
         hx: [layers, B, ...]: recurrent state at row 0; `()` without one
         term: bool [T+1, B]: true terminations; `state.fin & ~term` are truncations
         final: K rows
@@ -256,7 +259,7 @@ class Fragment(NamedTuple):
     """
     state: State       # [T+1, B, ...]
     actor: Any         # [T+1, B, ...]: what the actor reported; row T is the virtual look-ahead (its `logp` is that of the mode)
-    env: Any           # [T, B, ...]: numeric environment info of the step t -> t+1
+    env: Any           # [T, B, ...]: numeric environment infos of the step t -> t+1
     hx: Any            # [layers, B, ...]: recurrent state at row 0; `()` without one
     term: Any          # bool [T+1, B]: true terminations; `state.fin & ~term` are truncations
     final: Final       # K rows

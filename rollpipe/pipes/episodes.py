@@ -6,7 +6,7 @@
 __all__ = ['RowQueue', 'EpisodeBuilder', 'EpisodeCollector']
 
 # %% ../../nbs/pipes/17_episodes.ipynb #c23ddae1
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from . import nested
 from .data import Final, Fragment, Tick, check_item
 from .errors import DataError, check_integer
-from .fragment_ops import pad_episodes
+from .fragment_ops import pad_episodes, same_keys
 from .pipe import Pipe
 from .torchdata import IterDataPipe
 
@@ -42,6 +42,10 @@ class RowQueue:
                 buffer = self.buffers[i] = buffer.astype(np.result_type(buffer.dtype, x.dtype))
             buffer[self.end - self.start] = x
         self.end += 1
+
+    def change(self, convert: Callable) -> None:
+        "Replace the container of the buffers, leaves `[capacity, B, ...]`, by `convert(container)`."
+        self.buffers, self.structure = nested.flatten(convert(self.structure.unflatten(self.buffers)))
 
     def drop(self, before: int) -> None:
         "Drop the rows with numbers below `before`."
@@ -79,12 +83,15 @@ class EpisodeBuilder:
         self.version = np.zeros(n_envs, np.int64)       # of the weights at that row
         self.hx = [()] * n_envs                         # the environment's recurrent state at that row
         self.waiting = True                             # does an environment wait for its episode to begin?
+        self.infos = None                               # the keys of the infos in the rows; None: there was no row yet
 
     def add(self, tick: Tick) -> list[Fragment]:
         "The episodes that end with `tick`, in the order of their environments."
         now, fin, valid = self.rows.end, tick.next.fin, tick.valid
         if self.waiting: self._start(tick, valid & (self.begin == now))
-        self.rows.append((tick.state, nested.map(_row, tick.actor), tick.env))
+        env = tick.env
+        if isinstance(env, dict) and env.keys() != self.infos: env = self._with_all_infos(env, valid)
+        self.rows.append((tick.state, nested.map(_row, tick.actor), env))
         self.waiting = bool(fin.any())
         if not self.waiting: return []
         episodes = self._finish(tick, ended) if (ended := np.flatnonzero(fin & valid).tolist()) else []
@@ -92,6 +99,17 @@ class EpisodeBuilder:
         self.begin[fin] = now + 1
         self.rows.drop(self.begin.min())
         return episodes
+
+    def _with_all_infos(self, env, valid):
+        "`env` with the infos of all rows. Those that are new are filled in where they are missing in the rows before."
+        def widen(rows):
+            nonlocal env
+            # Every row of an episode is valid, and no other row is ever read.
+            before, env = same_keys([rows[2], env], [np.ones((self.rows.capacity, len(valid)), bool), valid])
+            return *rows[:2], before
+        if self.infos is not None: self.rows.change(widen)
+        self.infos = env.keys()
+        return env
 
     def _start(self, tick, began):
         self.version[began] = tick.version

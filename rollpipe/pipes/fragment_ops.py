@@ -88,20 +88,35 @@ def from_timesteps(
 
 # %% ../../nbs/pipes/09_fragment_ops.ipynb #0cea6925
 def same_keys(
-    infos: list,   # dicts, leaves [T, B, ...]
-    widths: list,  # the `B` of each
+    infos: list,  # dicts, leaves [*lead, ...], numpy or torch
+    valid: list,  # bool [*lead] for each: where a step took place
 ) -> list:
     """`infos` with the same keys in all. A missing key is filled with nan, or with 0 for leaves that are not floats.
 
+    An info that is missing somewhere, or that has a mask somewhere, gets a mask everywhere: `valid` where it was there without one, and
+    False where it was missing.
+
     Args:
-        infos: dicts, leaves [T, B, ...]
-        widths: the `B` of each
+        infos: dicts, leaves [*lead, ...], numpy or torch
+        valid: bool [*lead] for each: where a step took place
     """
-    known = {key: value for info in infos for key, value in info.items()}
-    if all(info.keys() == known.keys() for info in infos): return infos
-    def missing(x, b): return torch.full((x.shape[0], b, *x.shape[2:]), float('nan') if x.is_floating_point() else 0, dtype=x.dtype)
-    return [{key: info[key] if key in info else nested.map(lambda x, b=b: missing(x, b), value) for key, value in known.items()}
-            for info, b in zip(infos, widths)]
+    if all(info.keys() == infos[0].keys() for info in infos): return infos
+    known = {key: (value, where.ndim) for info, where in zip(infos, valid) for key, value in info.items()}
+    masks = {key: f'_{key}' for key in known}
+    known = {key: example for key, example in known.items() if key not in masks.values()}
+    partial = [key for key in known if any(key not in info or masks[key] in info for info in infos)]
+    def completed(info, where):
+        def filled(value, n): return nested.map(lambda x: _missing(x, n, where), value)
+        found = {key: info[key] if key in info else filled(*example) for key, example in known.items()}
+        return found | {masks[key]: info[masks[key]] if masks[key] in info else where & (key in info) for key in partial}
+    return [completed(info, where) for info, where in zip(infos, valid)]
+
+
+def _missing(x, n, valid):
+    "The filler for an info like `x`, which has `n` leading dimensions, with those of `valid`."
+    shape = *valid.shape, *x.shape[n:]
+    if isinstance(x, np.ndarray): return np.full(shape, np.nan if x.dtype.kind == 'f' else 0, x.dtype)
+    return x.new_full(shape, float('nan') if x.is_floating_point() else 0)
 
 # %% ../../nbs/pipes/09_fragment_ops.ipynb #3fbf3a77
 def join(fragments: Iterable[Fragment]) -> Fragment:
@@ -114,7 +129,7 @@ def join(fragments: Iterable[Fragment]) -> Fragment:
     lengths, widths = [f.n_steps for f in fragments], [f.n_envs for f in fragments]
     if len(set(lengths)) > 1:
         raise DataError("fragments of different lengths cannot stand side by side", expected=f"T={lengths[0]}", got=f"T={lengths}")
-    fragments = [f._replace(env=env) for f, env in zip(fragments, same_keys([f.env for f in fragments], widths))]
+    fragments = [f._replace(env=env) for f, env in zip(fragments, same_keys([f.env for f in fragments], [f.valid for f in fragments]))]
     wide = nested.cat([f.only(*Fragment.ROWS, *Fragment.STEPS, 'hx') for f in fragments], dim=1, view=True)
     offsets = np.cumsum([0, *widths]).tolist()
     final = nested.cat([f.final._replace(b=f.final.b + offset) for f, offset in zip(fragments, offsets)])

@@ -164,7 +164,7 @@ def _join(trees, dim, npy, pyt):
 
     def join(*xs): return pyt(xs, dim) if isinstance(xs[0], torch.Tensor) else npy(xs, dim)
     try: return optree.tree_map(join, *trees)
-    except (ValueError, RuntimeError, TypeError) as error:
+    except (ValueError, RuntimeError, TypeError, AttributeError) as error:    # a container has no attributes of an array
         for j, tree in enumerate(trees): _check_structure(tree, trees[0], f'trees[{j}]')
         for path, *xs in zip(paths(trees[0]), *(leaves(tree) for tree in trees)):
             try: join(*xs)

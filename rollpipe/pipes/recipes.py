@@ -33,7 +33,7 @@ def rollouts(
     n_steps: int = 256,              # steps per fragment
     lanes: int = 1,                  # independent copies of environment and collector, joined in one batch
     seed: int | None = None,         # determines environments and actions
-    info_keys: Any = None,           # environment infos to record; None: all that are numeric after the first step
+    info_keys: Any = None,           # environment infos to record; None: all that are numeric
     env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make` or `make_vec`
     vector: str | None = None,       # make one vector environment of an id: 'sync', 'async', 'vector_entry_point', 'envpool'
     sticky: bool = False,            # environments whose episode ended rest until the end of the fragment
@@ -53,7 +53,7 @@ def rollouts(
         n_steps: steps per fragment
         lanes: independent copies of environment and collector, joined in one batch
         seed: determines environments and actions
-        info_keys: environment infos to record; None: all that are numeric after the first step
+        info_keys: environment infos to record; None: all that are numeric
         env_kwargs: keyword arguments for `gymnasium.make` or `make_vec`
         vector: make one vector environment of an id: 'sync', 'async', 'vector_entry_point', 'envpool'
         sticky: environments whose episode ended rest until the end of the fragment

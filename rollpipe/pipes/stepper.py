@@ -17,7 +17,7 @@ from . import nested
 from .data import State, Tick, TickSource
 from .envs.actions import in_containers
 from .envs.batch import Batch, Outcome
-from .errors import ActorError, EnvError, GraphError, PipeError, check_integer, describe
+from .errors import ActorError, DataError, EnvError, GraphError, PipeError, check_integer, describe
 from .pipe import Seeded, Source
 from .reactions import AnswerCheck, SeededActor, as_input
 from .envs.factories import VectorFactory
@@ -200,13 +200,16 @@ class EnvStepper(FromSource, Seeded, Source):
     Instances of environments are lent by the user, held by reference, and never closed. Each iteration resets them, with seeds from
     its own. They serve one iteration at a time: an earlier one gets an `EnvError` at its next step. They cannot be copied, so
     several lanes or other processes raise `EnvError`. A pipe of environments is read when an iteration begins, and closed when it ends.
+    An info is recorded from the step on at which it first appears, such as `episode` of gymnasium's `RecordEpisodeStatistics` at the end of
+    the first episode. The mask `'_' + key` says which environments have reported it; an info that all of them report at every step has
+    none. Without `info_keys` those that are not numeric are left out, and a warning of the logger 'rollpipe' says so once.
 
     An environment that is not `valid` in a tick made no transition: it rests (`sticky`), or is being reset (autoreset mode NEXT_STEP).
 
     Raises `EnvError` (unknown id, environment that fails or returns something invalid), `ActorError` (the same for the
-    actor), `SpaceError` (spaces without a fixed-size array form) or `DataError` (`sticky < 1`, a device that is not there). The error
-    names lane, environment and leaf where they are known; and `GraphError` in several workers of a torch `DataLoader`, if there are no
-    `Lanes` for them to divide.
+    actor), `SpaceError` (spaces without a fixed-size array form) or `DataError` (`sticky < 1`, a device that is not there, one string
+    as `info_keys`). The error names lane, environment and leaf where they are known; and `GraphError` in several workers of a torch
+    `DataLoader`, if there are no `Lanes` for them to divide.
 
     Args:
         source: gymnasium id, factory `source()` or `source(seed=...)`, instance; a list or pipe
@@ -216,7 +219,7 @@ class EnvStepper(FromSource, Seeded, Source):
         sticky: an environment that ended rests until the number of steps is a multiple of this
         terminal_obs: keep the last observations of terminated episodes too: `Final`, `Step.next_state`
         env_kwargs: keyword arguments for `gymnasium.make` or `make_vec`
-        info_keys: environment infos to record; None: all that are numeric after the first step
+        info_keys: environment infos to record; None: all that are numeric
         seed: determines environments and actions; only if `Lanes` has no seed
         explore: False: no noise, the actor's deterministic action
         clip_actions: clip float actions to the bounds of their Box
@@ -235,7 +238,7 @@ class EnvStepper(FromSource, Seeded, Source):
                  sticky: int | None = None,          # an environment that ended rests until the number of steps is a multiple of this
                  terminal_obs: bool = False,         # keep the last observations of terminated episodes too: `Final`, `Step.next_state`
                  env_kwargs: dict | None = None,     # keyword arguments for `gymnasium.make` or `make_vec`
-                 info_keys: Sequence | None = None,  # environment infos to record; None: all that are numeric after the first step
+                 info_keys: Sequence | None = None,  # environment infos to record; None: all that are numeric
                  seed: int | None = None,            # determines environments and actions; only if `Lanes` has no seed
                  explore: bool = True,               # False: no noise, the actor's deterministic action
                  clip_actions: bool = True,          # clip float actions to the bounds of their Box
@@ -253,6 +256,8 @@ class EnvStepper(FromSource, Seeded, Source):
                            got=f"sticky={sticky}, vector={vector!r}")
         self._set_source(source, n_envs, vector, env_kwargs)
         self.vector, self.sticky, self.terminal_obs, self.actor, self.close_made = vector, sticky, terminal_obs, actor, close
+        if isinstance(info_keys, str):
+            raise DataError("names are wanted, not one name", pipe=self, leaf='info_keys', expected=f"[{info_keys!r}]", got=repr(info_keys))
         self.info_keys, self.seed, self.explore, self.clip_actions = info_keys, seed, explore, clip_actions
         self.device = None if device is None else checked_device(device, pipe=self)
         self.lane = 0

@@ -62,7 +62,7 @@ class Step(NamedTuple):
         proc_id: int64 []: number of the lane
         step_n: int64 []: how many steps of the episode came before; 0 for the first
         episode_n: int64 []: how many episodes this environment had finished before; 0 for the first
-        image: uint8 [height, width, 3]: an image after the step, if it was recorded; for display, not for learning
+        image: uint8 [height, width, 3]: an image after the step; None if none was recorded; for display, not for learning
     """
     state: Any         # observation before the action, any nesting, the environment's dtypes
     action: Any        # what the actor chose, any nesting
@@ -76,7 +76,7 @@ class Step(NamedTuple):
     proc_id: Any       # int64 []: number of the lane
     step_n: Any        # int64 []: how many steps of the episode came before; 0 for the first
     episode_n: Any     # int64 []: how many episodes this environment had finished before; 0 for the first
-    image: Any = None  # uint8 [height, width, 3]: an image after the step, if it was recorded; for display, not for learning
+    image: Any = None  # uint8 [height, width, 3]: an image after the step; None if none was recorded; for display, not for learning
 
     def clone(self) -> 'Step': return nested.map(torch.clone, self)
     def detach(self) -> 'Step': return nested.map(Tensor.detach, self)
@@ -183,10 +183,10 @@ class Steps(Pipe):
                 yield from self._steps(part, lanes)
 
     def _image(self, fragment):
-        if self.image is None: return None
-        if isinstance(fragment.env, dict) and self.image in fragment.env: return fragment.env[self.image]
-        raise DataError("no such info was recorded", pipe=self, leaf=f"env[{self.image!r}]", expected="a picture in the infos",
-                        got=f"infos {sorted(fragment.env) if isinstance(fragment.env, dict) else describe(fragment.env)}")
+        if self.image is None: return None, None
+        env = fragment.env if isinstance(fragment.env, dict) else {}
+        if self.image in env: return env[self.image], env.get(f'_{self.image}', fragment.valid)
+        raise DataError("no such info was recorded", pipe=self, leaf=f"env[{self.image!r}]", expected="a picture", got=f"{sorted(env)}")
 
     def _steps(self, fragment, lanes):
         "The steps of a fragment of one lane."
@@ -198,9 +198,10 @@ class Steps(Pipe):
         one = torch.ones(T, B, dtype=torch.int64)
         step = Step(nested.getitem(state.obs, slice(T)), nested.getitem(state.act, slice(1, None)), next_observations(fragment),
                     fragment.term[1:], state.fin[1:] & ~fragment.term[1:], state.rew[1:], total, fragment.adv,
-                    one * torch.arange(B), one * lane, state.stepno[:T], episode_n, fragment.env)
+                    one * torch.arange(B), one * lane, state.stepno[:T], episode_n, fragment.env[0])
         keep = None if fragment.valid.all() else fragment.valid.flatten().nonzero()[:, 0]
-        return map(Step, *(_unbound(field, T * B if keep is None else len(keep), keep) for field in step))
+        *fields, images, told = (_unbound(field, T * B if keep is None else len(keep), keep) for field in (*step, fragment.env[1]))
+        return map(Step, *fields, [image if there else None for image, there in zip(images, told)])
 
     def _check_order(self, fragment, lane, lanes):
         "Raise `DataError` unless each fragment of a lane comes once, in order and with all environments: totals need this."
@@ -259,13 +260,13 @@ class _LaneQueues:
             envs.append(steps)
             columns.append(_column(steps, self.taken.get(env), queue[0] if queue else None))
             self.taken[env] = steps[-1]
-        B, (state, term) = len(envs), nested.stack(columns, dim=1)
+        state, term = nested.stack(columns, dim=1)
+        lane, seq = (torch.full((len(envs),), number) for number in (self.lane, self.seq))
         has_adv = all(step.advantage is not None for steps in envs for step in steps)
         adv = torch.stack([torch.stack([s.advantage for s in steps]) for steps in envs], 1) if has_adv else None
         self.seq += 1
         return Fragment(state, actor=None, env={}, hx=(), term=term, final=self._final(envs, n, state),
-                        valid=torch.ones(n, B, dtype=torch.bool), adv=adv, lane=torch.full((B,), self.lane),
-                        seq=torch.full((B,), self.seq - 1))
+                        valid=torch.ones_like(term[1:]), adv=adv, lane=lane, seq=seq)
 
     def _final(self, envs, n, state) -> Final:
         ends = [(t, b, envs[b][t].next_state) for t in range(n) for b in range(len(envs)) if _has_last(envs[b][t])]

@@ -32,7 +32,7 @@ ENV_OBS_FINITE = "observations are finite"
 ENV_OBS_WITHIN_BOUNDS = "observations lie within the bounds of observation_space"
 ENV_REWARD = "the reward is one finite number"
 ENV_FLAGS = "terminated and truncated are one bool each"
-ENV_INFO_STAYS = "an info that is numeric in the first step keeps its structure and shapes, or is left out"
+ENV_INFO_STAYS = "an info that is numeric where it first appears keeps its structure and shapes, or is left out"
 ENV_SPACES_STAY = "the spaces do not change"
 ENV_SEED = "the same seed and the same actions give the same episodes"
 ENV_CLOSE = "close() does not fail"
@@ -58,23 +58,21 @@ def _as_sample(x: Any, space: gym.Space) -> Any:
     return space.dtype.type(x) if isinstance(space, gym.spaces.Discrete) else x
 
 # %% ../../nbs/testing/01_env_rules.ipynb #15d03a3a
-def _check_info(report: Report, info: dict, numeric: dict | None) -> dict | None:
-    "Compare the numeric infos with `numeric`, the structures and shapes of those of the first step. Returns the latter."
+def _check_info(report: Report, info: dict, forms: dict) -> None:
+    "Compare the infos with `forms`, key -> structure and shapes, or None if it is not numeric. Infos that are new are added to it."
     def is_numeric(x): return bool(nested.leaves(x)) and all(np.asarray(leaf).dtype.kind in 'biuf' for leaf in nested.leaves(x))
-    def shapes(x): return nested.flatten(x)[1], [np.shape(leaf) for leaf in nested.leaves(x)]
+    def form(x): return (nested.flatten(x)[1], [np.shape(leaf) for leaf in nested.leaves(x)]) if is_numeric(x) else None
     try:
-        if numeric is None: return {k: shapes(x) for k, x in info.items() if is_numeric(x)}
-        for key in numeric.keys() & info.keys():
-            report.check(ENV_INFO_STAYS, is_numeric(info[key]) and shapes(info[key]) == numeric[key],
-                         f"info[{key!r}] became {describe(info[key])}")
+        for key, x in info.items():
+            known = forms.setdefault(key, form(x))
+            report.check(ENV_INFO_STAYS, known is None or form(x) == known, f"info[{key!r}] became {describe(x)}")
     except ValueError as e: report.add(ENV_INFO_STAYS, f"{type(e).__name__}: {e}")
-    return numeric
 
 # %% ../../nbs/testing/01_env_rules.ipynb #fa4a50b4
 def _play(report: Report, env: gym.Env, n_steps: int, seed: int) -> list:
     "What the environment returns for random actions, step by step."
     with report.demand(ENV_SPACES): spec = [space_spec(getattr(env, name), name) for name in ('observation_space', 'action_space')]
-    spaces, actions, numeric, trace = deepcopy((env.observation_space, env.action_space)), deepcopy(env.action_space), None, []
+    spaces, actions, forms, trace = deepcopy((env.observation_space, env.action_space)), deepcopy(env.action_space), {}, []
     actions.seed(seed)
 
     def reset(**kwargs):
@@ -93,7 +91,7 @@ def _play(report: Report, env: gym.Env, n_steps: int, seed: int) -> list:
         report.check(ENV_REWARD, is_number, describe(rew))
         for name, flag in (('terminated', term), ('truncated', trunc)):
             report.check(ENV_FLAGS, isinstance(flag, (bool, np.bool_)), f"{name} is {describe(flag)}")
-        numeric = _check_info(report, info, numeric)
+        _check_info(report, info, forms)
         trace.append((obs, np.asarray(rew), bool(np.any(term)), bool(np.any(trunc))))
         if np.any(term) or np.any(trunc): trace.append(reset())
     report.check(ENV_SPACES_STAY, spaces == (env.observation_space, env.action_space), "they changed while it was stepped")

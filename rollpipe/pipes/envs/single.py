@@ -179,7 +179,7 @@ class EnvBatch(Batch):
     Args:
         factories: of `EnvFactory`, one for each environment
         seed: of the whole batch
-        info_keys: infos to record; None: those that are numeric after the first step
+        info_keys: infos to record; None: all that are numeric
         clip_actions: clip float actions to their Box
         sticky: an environment that ended rests until the number of steps is a multiple of this
         first: the first environment, if its factory has been called already
@@ -191,7 +191,7 @@ class EnvBatch(Batch):
     def __init__(self,
                  factories: list,               # of `EnvFactory`, one for each environment
                  seed: np.random.SeedSequence,  # of the whole batch
-                 info_keys: Any = None,         # infos to record; None: those that are numeric after the first step
+                 info_keys: Any = None,         # infos to record; None: all that are numeric
                  clip_actions: bool = True,     # clip float actions to their Box
                  sticky: int | None = None,     # an environment that ended rests until the number of steps is a multiple of this
                  first: Any = None,             # the first environment, if its factory has been called already
@@ -206,7 +206,7 @@ class EnvBatch(Batch):
             self.close()
             if isinstance(e, PipeError): self._locate(e)
             raise
-        self._infos = SingleInfos(n, info_keys)
+        self._infos = SingleInfos(n, info_keys, str(seed.entropy))
 
     def name(self, b: int) -> str:
         "The name of environment `b` in error messages."
@@ -230,11 +230,12 @@ class EnvBatch(Batch):
             self._check_obs(step)
             step.rew[:] = scalar_rewards(rews)
             self._check_rewards(step, rews)
-            info = self._infos.record(infos)
+            valid = self._all if self.single.sticky is None else self.single.sticky.after_step(step.obs, ended)
+            info = self._infos.record(infos, valid)
+            if ended and self._infos.awaited: self._infos.say_awaited()
         except PipeError as e:
             self._locate(e)
             raise
-        valid = self._all if self.single.sticky is None else self.single.sticky.after_step(step.obs, ended)
         return self._step_outcome(step, act, array, final, ended, info, valid)
 
     def close(self) -> None:

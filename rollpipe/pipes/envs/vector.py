@@ -30,7 +30,7 @@ class VectorBatch(Batch):
     Args:
         vec: gymnasium `VectorEnv`, or synchronous EnvPool
         seed: of the whole batch
-        info_keys: infos to record; None: those that are numeric in the first step
+        info_keys: infos to record; None: all that are numeric
         clip_actions: clip float actions to their Box
         name: name in error messages
         closes: False: `close` leaves the environments open
@@ -39,7 +39,7 @@ class VectorBatch(Batch):
     def __init__(self,
                  vec: Any,                      # gymnasium `VectorEnv`, or synchronous EnvPool
                  seed: np.random.SeedSequence,  # of the whole batch
-                 info_keys: Any = None,         # infos to record; None: those that are numeric in the first step
+                 info_keys: Any = None,         # infos to record; None: all that are numeric
                  clip_actions: bool = True,     # clip float actions to their Box
                  name: str | None = None,       # name in error messages
                  closes: bool = True,           # False: `close` leaves the environments open
@@ -53,7 +53,7 @@ class VectorBatch(Batch):
             self.close()
             self._locate(e, self.vec_name)
             raise
-        self._infos = VectorInfos(len(self), info_keys)
+        self._infos = VectorInfos(len(self), info_keys, str(seed.entropy))
         self._resetting = np.zeros(len(self), bool)     # where the next step is a reset (NEXT_STEP)
 
     def name(self, b: int) -> str:
@@ -85,6 +85,7 @@ class VectorBatch(Batch):
             ended = over.nonzero()[0].tolist() if over.any() else []
             if ended: final = self._final(step, ends, infos)
             info = self._infos.record(infos, ends, valid)
+            if ended and self._infos.awaited: self._infos.say_awaited()
         except PipeError as e:
             self._locate(e, self.vec_name)
             raise
@@ -120,7 +121,7 @@ def env_batch(
     *,
     sticky: int | None = None,     # an environment that ended rests until the number of steps is a multiple of this
     clip_actions: bool = True,     # clip float actions to their Box
-    info_keys: Any = None,         # infos to record; None: those that are numeric after the first step
+    info_keys: Any = None,         # infos to record; None: all that are numeric
     closes: bool = True,           # False: the batch leaves its environments open
     **where: Any,                  # context for error messages: pipe, lane
 ) -> Batch:
@@ -133,7 +134,7 @@ def env_batch(
         seed: of the whole batch
         sticky: an environment that ended rests until the number of steps is a multiple of this
         clip_actions: clip float actions to their Box
-        info_keys: infos to record; None: those that are numeric after the first step
+        info_keys: infos to record; None: all that are numeric
         closes: False: the batch leaves its environments open
         **where: context for error messages: pipe, lane
     """

@@ -88,3 +88,22 @@ class FragmentLayout:
         found = self.structure.unflatten([field.read(parts[k]) for field, k in self.read_from])
         return found.map(hx=lambda x: x.transpose(0, 1).contiguous(),
                          final=lambda final: final._replace(t=torch.from_numpy(t), b=torch.from_numpy(b)))
+
+    def take_over(self,
+                  into: np.ndarray,          # [n]: records of this layout
+                  records: np.ndarray,       # [n]: records of the layout `before`
+                  before: 'FragmentLayout',  # the same, but with fewer infos
+    ) -> None:
+        """Copy records of steps. The infos that they lack are filled in as by `same_keys`.
+
+        Args:
+            into: [n]: records of this layout
+            records: [n]: records of the layout `before`
+            before: the same, but with fewer infos
+        """
+        for name in records.dtype.names: into[name] = records[name]
+        masks = {f'_{key}' for key in before.example.env}
+        for key, fields in self.fields.env.items():
+            for field in nested.leaves(fields) if key not in before.example.env else ():
+                into[field.name] = records['fragment.valid'] if key in masks else np.nan if field.format[0].kind == 'f' else 0
+

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from .. import nested
 from ..data import Fragment
 from ..errors import DataError, check_memory
-from ..fragment_ops import strands
+from ..fragment_ops import same_keys, strands
 from .layout import FragmentLayout, unbatched
 from .tables import Ring, SideTable
 
@@ -149,11 +150,19 @@ def _allocate(f, start, size):
     f.seek(start)
     for k in range(0, size, 1 << 24): f.write(bytes(min(size - k, 1 << 24)))
 
+
+def _allocated(path, capacity, dtype) -> Any:
+    "Records of zeros, in memory or in the folder `path`."
+    if path is not None: return mapped_records(Path(path), capacity, dtype)
+    check_memory(f"capacity={capacity:,}", capacity * dtype.itemsize)
+    return np.zeros(capacity, dtype)
+
 # %% ../../../nbs/pipes/24_replay/04_store.ipynb #092b29ba
 class StepStore:
     """The last `capacity` steps of `Fragment`s like `example` (see `unbatched`). New steps replace the oldest ones.
 
-    The ring is allocated at once. The side tables of true last observations, recurrent states and look-ahead rows grow when needed.
+    The ring is allocated at once, and again when infos appear that the steps before do not have. The side tables of true last observations,
+    recurrent states and look-ahead rows grow when needed.
     With `path`, the ring is a memory-mapped file `steps.npy` in this folder. It is always made anew: stored steps are not read back.
     Raises `DataError` for fragments of another structure, or longer than the capacity, and if memory or disk have no room for the ring.
 
@@ -171,8 +180,7 @@ class StepStore:
     ):
         self.capacity, self.layout, self.ring = capacity, FragmentLayout(example), Ring(capacity)
         self.keep_hx, dtype = keep_hx and bool(nested.leaves(example.hx)), self.layout.step_type
-        if path is None: check_memory(f"capacity={capacity:,}", capacity * dtype.itemsize)
-        self.records = np.zeros(capacity, dtype) if path is None else mapped_records(Path(path), capacity, dtype)
+        self.path, self.records = path, _allocated(path, capacity, dtype)
         self.valid, self.links = self.records['fragment.valid'], StepLinks(self.ring, dtype)
         self.finals, self.hxs = SideTable(self.layout.final_type), SideTable(self.layout.hx_type)
         self.checked, self.n_valid = set(), 0     # shapes and dtypes that have passed the check; number of valid steps
@@ -185,6 +193,7 @@ class StepStore:
         Args:
             fragment: at most `capacity` steps
         """
+        fragment = self._with_all_infos(fragment)
         self._check(fragment)
         lanes = strands(fragment)
         order = np.concatenate([np.arange(columns.start, columns.stop) for _, _, columns in lanes])
@@ -197,6 +206,22 @@ class StepStore:
         stepno, sizes = fragment.state.stepno.cpu().numpy()[:, order], [columns.stop - columns.start for _, _, columns in lanes]
         mine = np.split(np.arange(len(order)), np.cumsum(sizes)[:-1])
         return replaced, [self.links.join(lane, seq, serial[env], stepno[:, env]) for (lane, seq, _), env in zip(lanes, mine)]
+
+    def _with_all_infos(self, fragment):
+        "`fragment` with all infos that are stored. Those that are new become fields of all records."
+        stored = self.layout.example.env
+        if not (isinstance(stored, dict) and isinstance(fragment.env, dict)) or stored.keys() == fragment.env.keys(): return fragment
+        stored, env = same_keys([stored, fragment.env], [torch.tensor(True), fragment.valid])
+        if stored.keys() != self.layout.example.env.keys(): self._widen(FragmentLayout(self.layout.example._replace(env=stored)))
+        return fragment._replace(env=env)
+
+    def _widen(self, layout):
+        "Move the records to new memory, in the layout `layout`, which has more infos."
+        table, n = self.links.look_ahead, self.ring.n_filled
+        records, ahead = _allocated(self.path, self.capacity, layout.step_type), np.zeros(len(table.records), layout.step_type)
+        before, self.layout = self.layout, layout    # not before there is memory
+        for into, old in ((records[:n], self.records[:n]), (ahead, table.records)): layout.take_over(into, old, before)
+        self.records, table.records, self.valid = records, ahead, records['fragment.valid']
 
     def _check(self, fragment):
         if fragment.valid.numel() > self.capacity:
