@@ -256,8 +256,7 @@ class _LaneQueues:
         "The fragment of the next `n` steps of every environment."
         envs, columns = [], []
         for env, queue in sorted(self.queues.items()):
-            steps = [queue.popleft() for _ in range(n)]
-            envs.append(steps)
+            envs.append(steps := [queue.popleft() for _ in range(n)])
             columns.append(_column(steps, self.taken.get(env), queue[0] if queue else None))
             self.taken[env] = steps[-1]
         state, term = nested.stack(columns, dim=1)
