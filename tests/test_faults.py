@@ -133,7 +133,8 @@ def test_an_environment_that_fails_to_close(method, caplog):
     loader = DataLoader2(pipe, reading_service=ProcessReading(1, start_method=method))
     next(iter(loader))
     with caplog.at_level(logging.WARNING, "rollpipe"): loader.shutdown()
-    assert [r.getMessage() for r in caplog.records] == ["worker 0, lane 0: closing environment 0 raised ZeroDivisionError: an accident"]
+    assert [r.getMessage() for r in caplog.records] == ["worker 0, lane 0: EnvStepper, lane 0, environment 0 (<lambda>): close() raised "
+                                                         "ZeroDivisionError: an accident."]
 
 
 def test_an_exception_in_the_learners_loop_ends_the_workers_at_once():

@@ -41,13 +41,15 @@ def check_batch(
     if 'logp' in needs and logp is None:
         raise DataError(f"{name}.update needs log-probabilities", leaf="actor['logp']", expected="float32 [T+1, B]",
                         got=f"leaves {nested.paths(batch.actor, 'actor')}")
-    if not batch.valid.any(): raise DataError("no valid row in the batch", leaf='valid')
+    if not batch.valid.any(): raise DataError("no valid row in the batch", pipe=name, leaf='valid')
     rows = {'obs': nested.getitem(batch.state.obs, slice(-1)), 'rew': batch.state.rew[1:], 'adv': batch.adv, 'ret': batch.ret,
             "actor['logp']": None if logp is None else logp[:-1]}
     for what, tree in rows.items():
         for leaf, path in zip(nested.leaves(tree), nested.paths(tree, what)):
-            if leaf.is_floating_point() and not torch.isfinite(leaf[batch.valid]).all():
-                raise DataError("non-finite value in the batch", leaf=path, expected="finite numbers where valid")
+            if not leaf.is_floating_point() or torch.isfinite(leaf[batch.valid]).all(): continue
+            t, b, *rest = (~torch.isfinite(leaf) & batch.valid.reshape(*batch.valid.shape, *[1] * (leaf.ndim - 2))).nonzero()[0].tolist()
+            raise DataError("non-finite value in the batch", pipe=name, lane=None if batch.lane is None else int(batch.lane[b]),
+                            leaf=f"{path}{[t, b, *rest]}", expected="finite numbers where valid", got=str(leaf[(t, b, *rest)].item()))
 
 # %% ../../nbs/agents/08_learner.ipynb #609d96b8
 def standardized(

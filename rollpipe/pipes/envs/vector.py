@@ -109,7 +109,7 @@ class VectorBatch(Batch):
     def close(self) -> None:
         "Close the vector environment. May be called twice."
         vec, self.vec = self.vec, None
-        if vec is not None: close_vector(vec, self.vec_name)
+        if vec is not None: close_vector(vec, self.vec_name, **self.where)
 
 # %% ../../../nbs/pipes/10_envs/09_vector.ipynb #c45a7214
 def env_batch(
