@@ -13,6 +13,7 @@ from worker_cases import Global
 
 from rollpipe.layers import CategoricalPolicy, GaussianPolicy
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, Minibatcher, ProcessReading, on_policy, rollouts
+from rollpipe.pipes.lanes import GlobalRandomStates
 from rollpipe.pipes.torchdata import DataLoader2, InProcessReadingService
 
 ACTORS = {"explicit": lambda: GaussianPolicy.for_env(Lively, seed=0), "global": lambda: Shaky()}
@@ -232,3 +233,26 @@ def test_a_lane_that_begins_again_draws_other_numbers():
     with first.swapped_in(): a = draw()
     with again.swapped_in(): b = draw()
     assert not set(a) & set(b)
+
+
+DRAWS = {"uniform": lambda r: r.uniform(), "one normal": lambda r: r.standard_normal(), "three normal": lambda r: list(r.normal(size=3)),
+         "integers": lambda r: list(r.randint(0, 10, 5)), "many": lambda r: r.bytes(5000),
+         "seed": lambda r: r.seed(7), "nothing": lambda r: None}
+
+
+@settings(deadline=None, max_examples=200)
+@given(turns=st.lists(st.tuples(st.sampled_from(["outside", 0, 1]), st.sampled_from(sorted(DRAWS))), max_size=12), mersenne=st.booleans())
+def test_each_lane_and_the_user_go_on_with_generators_of_their_own(turns, mersenne):
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.MT19937(3) if mersenne else np.random.PCG64(3))
+    if not mersenne: turns = [(who, what) for who, what in turns if what != "seed"]    # numpy cannot seed another global generator
+    try:
+        lanes = [GlobalRandomStates(), GlobalRandomStates()]
+        kinds = np.random.MT19937 if mersenne else np.random.PCG64
+        alone = {who: np.random.RandomState(kinds(3)) for who in ("outside", 0, 1)}
+        for who, what in turns:
+            wanted = DRAWS[what](alone[who])
+            if who == "outside": assert DRAWS[what](np.random) == wanted
+            else:
+                with lanes[who].swapped_in(): assert DRAWS[what](np.random) == wanted
+    finally: np.random.set_bit_generator(before)

@@ -198,7 +198,7 @@ def evaluate(
         for recorder in recorders[1:]: recorder.done = True
         sources, env_kwargs = recorders, None
     ticks = EnvStepper(sources, actor, n_envs, env_kwargs=env_kwargs, seed=seed, explore=not deterministic)
-    with torch.no_grad(), EvalMode(actor): result = _play(ticks, quotas(n_episodes, n_envs), max_steps)
+    with EvalMode(actor): result = _play(ticks, quotas(n_episodes, n_envs), max_steps)
     if record is not None: recorders[0].save(record)
     return result
 

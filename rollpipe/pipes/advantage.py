@@ -33,7 +33,7 @@ def _judged(critic, obs, actor, leaf):
     "The critic's values without gradients and in evaluation mode. `leaf` names the observations in the error if it fails."
     obs = nested.as_seen(obs)
     try:
-        with torch.no_grad(), EvalMode(critic): return _evaluate(critic, obs, actor)
+        with EvalMode(critic): return _evaluate(critic, obs, actor)
     except PipeError: raise
     except Exception as e:
         name = getattr(critic, '__name__', type(critic).__name__)

@@ -142,7 +142,7 @@ def check_advantages(
     """
     if fragment.adv is None: return
     final, array = fragment.final, lambda x: x.double().cpu().numpy()
-    with torch.no_grad(), EvalMode(critic):
+    with EvalMode(critic):
         value = lambda obs, actor: array(actor['value'] if critic is None else critic(nested.as_seen(obs)))
         v, last = value(fragment.state.obs, fragment.actor), {}
         if len(final.t): last = dict(zip(zip(final.t.tolist(), final.b.tolist()), value(final.obs, final.actor)))

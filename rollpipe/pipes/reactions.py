@@ -78,7 +78,7 @@ class AnswerCheck:
         envs: the batch of environments that takes the actions
         where: context for messages: pipe, lane
     """
-    first: tuple | None     # structure and shapes of the first answer; None: there was no answer yet
+    first: tuple | None     # structure of the first answer, and its action and report; None: there was no answer yet
     memory: tuple | None    # structure and shapes of its recurrent state; None: the actor has none
 
     def __init__(self,
@@ -89,6 +89,7 @@ class AnswerCheck:
         self.name, self.envs, self.where = type(actor).__name__, envs, where
         self.step = f"{self.name}.step"
         self.first, self.memory = None, None
+        self.shapes = {}    # n -> shapes of the leaves in an answer for `n` environments
 
     def triple(self, answer: Any) -> tuple:
         "`answer`, which must be `(act, hx, info)`."
@@ -110,9 +111,10 @@ class AnswerCheck:
             n: number of environments in the answer: `B`, or fewer in a virtual reaction
         """
         leaves, structure = nested.flatten((act, info))
-        shapes, known, first = self.first or self._learn(act, hx, info)
+        known, *first = self.first or self._learn(act, hx, info)
         if self.memory or hx != (): self.check_memory(hx, n)
-        if structure != known or any(type(x) is not torch.Tensor or x.shape != (1, n, *y) for x, y in zip(leaves, shapes)):
+        shapes = self.shapes.get(n) or self._shapes_for(n)
+        if structure != known or {*map(type, leaves)} != {torch.Tensor} or [x.shape for x in leaves] != shapes:
             for name, tree, like in zip(('act', 'info'), (act, info), first): self._compare(name, tree, like, n)
 
     def _learn(self, act, hx, info) -> tuple:
@@ -124,11 +126,14 @@ class AnswerCheck:
                 raise ActorError(f"{self.step} gave a leaf of the wrong shape", leaf=path, got=describe(leaf), **self.where,
                                  expected=f"a tensor of shape [{first or 'layers'}, {n}, ...]")
         self.envs.actions(nested.map(lambda x: x[0].cpu().numpy(), act))
-        leaves, structure = nested.flatten((act, info))
-        self.first = [x.shape[2:] for x in leaves], structure, (act, info)
+        self.first = nested.flatten((act, info))[1], act, info
         leaves, structure = nested.flatten(hx)
         self.memory = ([(x.shape[0], x.shape[2:]) for x in leaves], structure) if leaves else None
         return self.first
+
+    def _shapes_for(self, n):
+        self.shapes[n] = [(1, n, *x.shape[2:]) for x in nested.leaves(self.first[1:])]
+        return self.shapes[n]
 
     def check_memory(self,
                      hx: Any,               # leaves must be [layers, n, ...]

@@ -21,7 +21,7 @@ from .pipe import Seeded, Source
 from .reactions import AnswerCheck, SeededActor, as_input
 from .envs.factories import VectorFactory, env_factories
 from .envs.vector import env_batch
-from .modules import EvalMode, counted_version, modules_in
+from .modules import EvalMode, VersionCounter, modules_in
 
 # %% ../../nbs/pipes/12_stepper.ipynb #f592da9b
 class _calling:
@@ -73,7 +73,7 @@ class CheckedActor:
         """
         if self.device is not None: seen = nested.map(lambda x: x.to(self.device, non_blocking=True), seen)
         try:
-            with torch.no_grad(), self.eval_mode: answer = self.seeded.step(seen, hx, virtual)
+            with self.eval_mode: answer = self.seeded.step(seen, hx, virtual)
         except PipeError as e:
             e.locate(**self.envs.where)
             raise
@@ -116,7 +116,7 @@ class Interaction(TickSource):
         self.actor, self.envs, self.lane = actor, envs, lane
         self.checked = CheckedActor(actor, envs, seed, explore, device)
         self.actor_complete, self.eval_mode = getattr(actor, 'complete', None), EvalMode(actor)
-        self.parameters = [p for module in modules_in(actor) for p in module.parameters()]
+        self.counter = VersionCounter(actor, [p for module in modules_in(actor) for p in module.parameters()])
 
     def start(self) -> tuple[Outcome, Any]:
         "Reset the environments. Returns their first outcome and the initial recurrent state."
@@ -131,7 +131,7 @@ class Interaction(TickSource):
     def ticks(self, out: Outcome, hx: Any) -> Iterator[Tick]:
         "Yield a `Tick` for each step, without end; `out` and `hx` come from `start`."
         while True:
-            version, before, hx_before = counted_version(self.actor, self.parameters), out, hx
+            version, before, hx_before = self.counter.version(), out, hx
             act, hx, info = self.checked.answer(before.seen, hx)
             out, final = self.envs.step(act), {}
             if out.ended:
@@ -147,7 +147,7 @@ class Interaction(TickSource):
     def complete(self, act: Any, info: Any) -> Any:
         "`info`, completed by the actor's `complete(act, info)` if it has this method: see `TickSource`."
         if self.actor_complete is not None:
-            with torch.no_grad(), self.eval_mode, _calling('complete', self.checked.answers): info = self.actor_complete(act, info)
+            with self.eval_mode, _calling('complete', self.checked.answers): info = self.actor_complete(act, info)
             self.checked.answers.check_completed(info, nested.leaves(act)[0].shape[:2])
         return nested.map(torch.Tensor.detach, info)     # a report may be a parameter of the actor
 

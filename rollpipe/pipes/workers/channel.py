@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..errors import ActorError, describe
-from ..modules import bump_version, counted_version, modules_in, state_of, torch_threads, version_of
+from ..modules import VersionCounter, bump_version, modules_in, state_of, torch_threads, version_of
 from .remote_errors import log
 from .shared import SharedMemory
 
@@ -104,7 +104,7 @@ class _Holder:
         self.names, self.specs = list(state), _specs(state)
         self.n_modes, self.attributes = len(self.modes()), self._attributes()
 
-    def version(self) -> int: return counted_version(self.holder, [p for module in self.modules for p in module.parameters()])
+    def version(self) -> int: return VersionCounter(self.holder, [p for module in self.modules for p in module.parameters()]).version()
     def modes(self) -> list: return [m.training for module in self.modules for m in module.modules()]
 
     def tensors(self, modes) -> list:

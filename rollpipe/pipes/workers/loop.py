@@ -131,8 +131,8 @@ def run_lanes(
             publication = subscriber.fetch(publication)
             begin = time.monotonic()
             if lane != present:     # nobody else draws from this process's global generators
-                if present is not None: states[present].take()
-                states[present := lane].put()
+                if (before := states.get(present)) is not None: before.take()
+                states[present := lane].put(before)
             if lane not in streams: streams[lane] = _open_lane(lanes[lane], destination)
             try: item = next(streams[lane])
             except StopIteration: link.send(tuple(Reply()))
