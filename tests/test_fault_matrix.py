@@ -131,13 +131,16 @@ def complaint(row, column) -> str:
     found = run(HARMS[row.harm], row.place, column.method, column.lag, **{"at": AT.get(row.place, 1), **row.options})
     index = "1" if column.method == "fork" else "0"
     names = dict(lane=index, worker=index, lanes="1" if column.method == "fork" else "0, 1")
-    is_remote = wanted.is_remote and column.method is not None and row.place not in IN_PARENT
-    wrong = "".join(differences(found, wanted, names, is_remote, HARMS[row.harm].__name__ == "boom"))
+    cause = ()     # parts of the traceback from the worker, if the error was raised there
+    if wanted.is_remote and column.method is not None and row.place not in IN_PARENT:
+        cause = (f"in worker {index}" + f", lane {index}" * (row.place != "unpickling"), "Traceback (most recent call last)",
+                 *["in boom"] * (HARMS[row.harm].__name__ == "boom"))
+    wrong = "".join(differences(found, wanted, names, cause))
     TABLE.setdefault((row.harm, row.place), {})[str(column)] = f"WRONG, not {wanted.word}" if wrong else wanted.word
     return wrong and f"{row.harm} at {row.place}, {column}: {wrong}"
 
 
-def differences(found, wanted, names, is_remote, in_boom):
+def differences(found, wanted, names, cause):
     "What differs between a run and the outcome that is wanted."
     if type(found.error) is not (wanted.error or type(None)): yield f"raised {found.error!r:.300}. "
     for text in (found.text, *found.log):     # an error of the library tells no novel; one of the user stays as it is
@@ -145,10 +148,8 @@ def differences(found, wanted, names, is_remote, in_boom):
     yield from missing(found.text, wanted.parts, names)
     if len(found.log) != len(wanted.log): yield f"the log says {found.log!r:.500}. "
     for text, parts in zip(found.log, wanted.log): yield from missing(text, parts, names)
-    if is_remote and found.error is not None and not isinstance(found.error, WorkerError):
-        cause = str(found.error.__cause__)
-        yield from missing(cause, ("in worker {worker}", "Traceback (most recent call last)", *["in boom"] * in_boom), names)
-        if len(cause) > 50_000: yield f"a traceback of {len(cause)} characters. "
+    if found.error is not None and not isinstance(found.error, WorkerError):
+        yield from missing(str(found.error.__cause__)[:50_000], cause, names)
     if wanted.error is None and found.items != 6: yield f"{found.items} items. "
     if found.seconds > 20 * slack(): yield f"it took {found.seconds:.0f} s. "
 

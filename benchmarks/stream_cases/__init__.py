@@ -28,7 +28,9 @@ REWORDED = {f"wrong {what}": "out of range" for what in (
     "Expected an integer >= 0, got -1": "Expected an integer num_workers >= 0, got num_workers=-1",
     "leaf epochs: PPO: out of range. Expected an integer, 1 <= epochs <= inf, got 0":
     "PPO: out of range. Expected an integer epochs >= 1, got epochs=0",
-    "it would never be warm": "sampling would never begin"}
+    "it would never be warm": "sampling would never begin",
+    "leaf adv: non-finite value in the batch. Expected finite numbers where valid.":
+    "TRPO, lane 0, leaf adv[0, 0]: non-finite value in the batch. Expected finite numbers where valid, got nan."}
 # The groups, by the processes in which they run.
 PROCESSES = (("gradients", "replay", "commands"), ("streams", "episodes", "vector", "transforms", "faults"), ("fork",), ("spawn",))
 PLAIN = bool, int, float, complex, str, bytes, torch.dtype, np.dtype, type(None)
