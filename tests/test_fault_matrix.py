@@ -33,7 +33,7 @@ class Column(NamedTuple):
 
 HERE, FORK, SPAWN, SERVER = [Column(None, 0)], *([Column(method, lag) for lag in (0, 1)] for method in ("fork", "spawn", "forkserver"))
 COLUMNS = [*HERE, *FORK, *SPAWN, *SERVER]
-AT = {"step": 3, "vector step": 3, "actor": 3, "pipe above": 2, "pipe below": 2, "tap": 2, "loop": 2}     # the call that is harmed, else 1
+AT = {"step": 3, "vector step": 3, "actor": 3, "pipe below": 2, "tap": 2, "loop": 2}     # the call that is harmed, else 1
 SOUND = [row for row in ROWS if not row.flaw]
 TABLE = {}     # (harm, place) -> {text of a column: word}
 
@@ -134,7 +134,7 @@ def complaint(row, column) -> str:
     names = dict(lane=index, worker=index, lanes="1" if column.method == "fork" else "0, 1")
     cause = ()     # parts of the traceback from the worker, if the error was raised there
     if wanted.is_remote and column.method is not None and row.place not in IN_PARENT:
-        cause = (f"in worker {index}" + f", lane {index}" * (row.place != "unpickling"), "Traceback (most recent call last)",
+        cause = (f"in worker {index}" + f", lane {index}" * (row.place not in ("unpickling", "close")), "Traceback (most recent call last)",
                  *["in boom"] * (HARMS[row.harm].__name__ == "boom"))
     wrong = "".join(differences(found, wanted, names, cause))
     TABLE.setdefault((row.harm, row.place), {})[str(column)] = f"WRONG, not {wanted.word}" if wrong else wanted.word
