@@ -17,7 +17,7 @@ import cloudpickle
 import numpy as np
 import torch
 
-from .errors import ActorError, DataError
+from .errors import ActorError, DataError, describe_exception
 
 # %% ../../nbs/pipes/05_modules.ipynb #548aad1b
 class ByIdentity:
@@ -69,7 +69,7 @@ class _Payload:
     def __reduce__(self):
         try: return _Payload, (cloudpickle.dumps(self.content),)
         except Exception as e:  # it becomes an error only in a process that needs the copy
-            return _Payload, (f"{type(self.content).__name__} cannot be pickled: {type(e).__name__}: {e}",)
+            return _Payload, (f"{type(self.content).__name__} cannot be pickled: {describe_exception(e)}",)
 
 
 def _restore(cls, token, payload):

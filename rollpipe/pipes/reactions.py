@@ -93,7 +93,8 @@ class AnswerCheck:
                  envs: Any,    # the batch of environments that takes the actions
                  where: dict,  # context for messages: pipe, lane
     ):
-        self.step, self.envs, self.where = f"{type(actor).__name__}.step", envs, where
+        self.name, self.envs, self.where = type(actor).__name__, envs, where
+        self.step = f"{self.name}.step"
         self.first, self.memory = None, None
         self.shapes = {}    # n -> shapes of the leaves in an answer for `n` environments
 
@@ -118,7 +119,7 @@ class AnswerCheck:
         """
         leaves, structure = nested.flatten((act, info))
         known, *first = self.first or self._learn(act, hx, info)
-        if self.memory or hx != (): self._check_memory(hx, n)
+        if self.memory or hx != (): self.check_memory(hx, n)
         shapes = self.shapes.get(n) or self._shapes_for(n)
         if structure != known or {*map(type, leaves)} != {torch.Tensor} or [x.shape for x in leaves] != shapes:
             for name, tree, like in zip(('act', 'info'), (act, info), first): self._compare(name, tree, like, n)
@@ -141,11 +142,41 @@ class AnswerCheck:
         self.shapes[n] = [(1, n, *x.shape[2:]) for x in nested.leaves(self.first[1:])]
         return self.shapes[n]
 
-    def _check_memory(self, hx, n):
+    def check_memory(self,
+                     hx: Any,               # leaves must be [layers, n, ...]
+                     n: int,                # number of environments
+                     method: str = 'step',  # the actor's method that returned it
+    ) -> None:
+        """Check a recurrent state.
+
+        Args:
+            hx: leaves must be [layers, n, ...]
+            n: number of environments
+            method: the actor's method that returned it
+        """
         leaves, structure = nested.flatten(hx)
-        if (leaves or self.memory) and self.memory != ([(x.shape[0], x.shape[2:]) for x in leaves], structure):
-            raise ActorError(f"{self.step} changed the form of its recurrent state", leaf='hx', got=describe(hx), **self.where,
-                             expected="as before" if self.memory is None else str([[k, n, *rest] for k, rest in self.memory[0]]))
+        if not leaves and self.memory is None: return
+        forms = [(x.shape[0], x.shape[2:]) for x in leaves if isinstance(x, torch.Tensor) and x.shape[1:2] == (n,)]
+        if (forms, structure) == self.memory: return
+        raise ActorError(f"{self.name}.{method} changed the form of its recurrent state", leaf='hx', got=describe(hx), **self.where,
+                         expected="as before" if self.memory is None else str([[k, n, *rest] for k, rest in self.memory[0]]))
+
+    def check_completed(self,
+                        info: Any,    # leaves must be [T, n, ...]
+                        lead: tuple,  # `(T, n)`
+    ) -> None:
+        """Check what the actor's `complete` returned.
+
+        Args:
+            info: leaves must be [T, n, ...]
+            lead: `(T, n)`
+        """
+        if info is None:
+            raise ActorError(f"{self.name}.complete gave nothing", leaf='info', expected="infos of a fragment", got="None", **self.where)
+        for leaf, path in zip(nested.leaves(info), nested.paths(info, 'info')):
+            if isinstance(leaf, torch.Tensor) and leaf.shape[:2] == lead: continue
+            raise ActorError(f"{self.name}.complete gave a leaf of the wrong shape", leaf=path, got=describe(leaf), **self.where,
+                             expected=f"a tensor of shape [{lead[0]}, {lead[1]}, ...]")
 
     def _compare(self, name, tree, like, n):
         "Refuse `tree`, the part `name` of an answer, if it differs from the same part of the first one."
