@@ -179,7 +179,7 @@ def test_a_training_run_is_told_to_end(name, tmp_path):
             child.send_signal(getattr(signal, name))
             out, err = child.communicate(timeout=100)
         assert child.returncode == CODES[name] and "Traceback" not in err, err
-        assert gone(workers, 3 * slack()) == [] and len(workers) == (0 if column.method is None else 2)
+        assert gone(workers, 3 * slack()) == [] and len(workers) == (0 if column.method is None else 3)     # two and their guard
         saved = load_run(folder).counters
         if name != "SIGKILL": assert saved["steps"] == read_metrics(folder)["steps"][-1] and "--resume" in err
         lock(folder), unlock(folder)
