@@ -286,7 +286,7 @@ MISTAKES = [
     ("train trpo Pendulum-v1 --steps 1.5", "--steps: invalid int value: '1.5'"),
     ("train trpo Pendulum-v1 --hidden 8,x", "--hidden"),
     ("train ppo Pendulum-v1 --target-kl abc", "--target-kl: invalid float or none value: 'abc'"),
-    ("train trpo Pendulum-v1 --critic-lr fast", "--critic-lr: invalid float or none value: 'fast'"),
+    ("train trpo Pendulum-v1 --critic-lr fast", "--critic-lr: invalid float value: 'fast'"),
     ("train dqn CartPole-v1 --tau abc", "--tau: invalid float or none value: 'abc'"),
     ("train dqn CartPole-v1 --epsilon 0.5", "unknown argument --epsilon; did you mean --eps-end"),   # DQN sets it itself
     ("train ppo CartPole-v1 --lag soon", "--lag: invalid int or none value: 'soon'"),
