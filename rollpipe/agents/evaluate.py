@@ -111,7 +111,7 @@ class Evaluation(_Episodes):
 
 # %% ../../nbs/agents/10_evaluate.ipynb #aa4d7049
 class _CutOff(gym.Wrapper):
-    "Truncates an episode after `max_steps` steps; `cut` says whether the last step was cut off so."
+    "Truncates an episode after `max_steps` steps; `cut` says whether the last step was the one."
     cut = False
 
     def __init__(self, env, max_steps):
