@@ -1,5 +1,6 @@
 """Whatever happens in a worker, or to it, or to its parent: it is told at once and in full, and nothing is left behind.
 
+What each harm comes to at each place is the table of `test_fault_matrix.py`; here are the moments, bounds and details that it leaves out.
 `conftest.py` checks after each test that no process and no segment is left; the bounds are those of the issue, times `slack()` since
 the machine may be busy.
 """
@@ -83,15 +84,6 @@ def test_exceptions_in_spawned_workers():
     run = lambda case: outcome(harmful(*case, lanes=1, worker="worker 0"), num_workers=1, start_method="spawn")
     with ThreadPoolExecutor(2) as pool:
         for case, found in zip(cases, pool.map(run, cases)): check_raised(found, case, 0)
-
-
-@pytest.mark.parametrize("kind", [EOFError, BrokenPipeError, ConnectionResetError])
-def test_errors_of_a_users_own_connections_are_not_taken_for_the_parents_end(kind):
-    def reads_a_file(): raise kind("in a file of mine")
-    pipe = Lanes(Calls(FragmentCollector(EnvStepper(Counting, Plain()), 2), reads_a_file), 1)
-    for method in ("fork", "spawn"):
-        error, text, cause = outcome(pipe, num_workers=1, start_method=method)
-        assert type(error) is kind and text == "in a file of mine" and "in worker 0, lane 0, Calls" in cause and "in reads_a_file" in cause
 
 
 def test_a_long_text_is_cut():
@@ -194,16 +186,6 @@ class Calls(Pipe):
             yield item
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_an_environment_that_fails_to_close(method, caplog):
-    "As in this process it is a warning, which arrives here; nothing else is in its way."
-    pipe = harmful("raise", "close", lanes=1, worker="worker 0")
-    loader = DataLoader2(pipe, reading_service=ProcessReading(1, start_method=method))
-    next(iter(loader))
-    with caplog.at_level(logging.WARNING, "rollpipe"): loader.shutdown()
-    assert [r.getMessage() for r in caplog.records] == ["worker 0, lane 0: closing environment 0 raised ZeroDivisionError: an accident"]
-
-
 def test_an_exception_in_the_learners_loop_ends_the_workers_at_once():
     with pytest.raises(KeyError) as kept:
         with DataLoader2(harmful("hang", "step", 9), reading_service=ProcessReading(2, lag=1, grace=1)) as loader:
@@ -255,12 +237,6 @@ class quiet:
         if self.was: faulthandler.enable()
 
 
-def test_deaths_in_spawned_workers():
-    run = lambda harm: outcome(harmful(harm, "step", 6, lanes=1, worker="worker 0"), num_workers=1, start_method="spawn")
-    with ThreadPoolExecutor(2) as pool:
-        for harm, found in zip(DEATHS, pool.map(run, DEATHS)): check_death(found, harm, 0, "0", "0")
-
-
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSEGV])
 @pytest.mark.parametrize("lag", [0, 1, None])
 def test_a_death_while_the_parent_does_something_else(sign, lag):
@@ -300,16 +276,6 @@ def test_a_death_between_iterations_or_at_the_end_does_no_harm():
     start = time.monotonic()
     loader.shutdown()
     assert time.monotonic() - start < 1 * slack()
-
-
-@pytest.mark.parametrize("harm, how", [("SIGKILL", "was killed by SIGKILL"), ("exit", "ended with exit code 3")])
-@pytest.mark.parametrize("call", ["close", "pipe"])
-def test_a_death_while_closing_is_told_in_the_log(harm, how, call, caplog):
-    pipe = harmful(harm, call, 1 if call == "close" else "close")
-    with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
-        for _ in islice(loader, 4): pass
-    assert re.search(rf"worker 1 \(pid \d+\) {how} while it was closing", caplog.text)
-    assert "worker 0" not in caplog.text
 
 
 def test_a_death_while_paused():

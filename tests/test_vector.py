@@ -479,7 +479,8 @@ def test_closing_that_fails_is_told():
             raise ZeroDivisionError("boom")
     stream = iter(EnvStepper(lambda: Stuck(PLANS), Memory()))
     next(stream)
-    with pytest.warns(UserWarning, match="closing <lambda> raised ZeroDivisionError: boom"): stream.close()
+    told = r"EnvStepper, lane 0, environment <lambda>: close\(\) raised ZeroDivisionError: boom"
+    with pytest.warns(UserWarning, match=told): stream.close()
 
 
 def test_actions_of_a_vector():

@@ -30,7 +30,10 @@ REWORDED = {f"wrong {what}": "out of range" for what in (
     "PPO: out of range. Expected an integer epochs >= 1, got epochs=0",
     "it would never be warm": "sampling would never begin",
     "doesn't exist..": "doesn't exist.",
-    "(0): Li....": "(0): Li..."}
+    "(0): Li....": "(0): Li...",
+    "leaf adv: non-finite value in the batch. Expected finite numbers where valid.":
+    "TRPO, lane 0, leaf adv[0, 0]: non-finite value in the batch. Expected finite numbers where valid, got nan.",
+    "leaf valid: no valid row in the batch.": "TRPO, leaf valid: no valid row in the batch."}
 # The groups, by the processes in which they run.
 PROCESSES = (("gradients", "replay", "commands"), ("streams", "episodes", "vector", "transforms", "faults"), ("fork",), ("spawn",))
 PLAIN = bool, int, float, complex, str, bytes, torch.dtype, np.dtype, type(None)

@@ -6,7 +6,7 @@
 __all__ = ['LARGEST', 'check_batch', 'standardized', 'with_standardized_adv', 'critic_inputs', 'LearnerState', 'Learner']
 
 # %% ../../nbs/agents/08_learner.ipynb #69c8e550
-from math import inf
+from math import isfinite
 from time import perf_counter
 from typing import Any
 
@@ -46,15 +46,19 @@ def check_batch(
     if 'logp' in needs and logp is None:
         raise DataError(f"{name}.update needs log-probabilities", leaf="actor['logp']", expected="float32 [T+1, B]",
                         got=f"leaves {nested.paths(batch.actor, 'actor')}")
-    if not batch.valid.any(): raise DataError("no valid row in the batch", leaf='valid')
+    if not batch.valid.any(): raise DataError("no valid row in the batch", pipe=name, leaf='valid')
     rows = {'obs': nested.getitem(batch.state.obs, slice(-1)), 'act': nested.getitem(batch.state.act, slice(1, None)),
             'rew': batch.state.rew[1:], 'adv': batch.adv, 'ret': batch.ret, "actor['logp']": None if logp is None else logp[:-1]}
     for what, tree in rows.items():
         for leaf, path in zip(nested.leaves(tree), nested.paths(tree, what)):
-            if leaf.is_floating_point() and leaf.numel() and not (largest := leaf[batch.valid].abs().amax().item()) <= LARGEST:
-                if not largest < inf: raise DataError("non-finite value in the batch", leaf=path, expected="finite numbers where valid")
-                raise DataError("too large a value in the batch", leaf=path, expected=f"at most {LARGEST:.1e}, whose square is finite",
-                                got=f"{largest:.1e}")
+            if not leaf.is_floating_point() or not leaf.numel() or leaf[batch.valid].abs().amax() <= LARGEST: continue
+            wrong = ~(leaf.abs() <= LARGEST) & batch.valid.reshape(*batch.valid.shape, *[1] * (leaf.ndim - 2))
+            t, b, *rest = wrong.nonzero()[0].tolist()
+            got, lane = leaf[(t, b, *rest)].item(), None if batch.lane is None else int(batch.lane[b])
+            problem, expected = ("too large a", f"at most {LARGEST:.1e}, whose square is finite") if isfinite(got) else (
+                                 "non-finite", "finite numbers where valid")
+            raise DataError(f"{problem} value in the batch", pipe=name, lane=lane, leaf=f"{path}{[t, b, *rest]}", expected=expected,
+                            got=str(got))
 
 # %% ../../nbs/agents/08_learner.ipynb #609d96b8
 def standardized(

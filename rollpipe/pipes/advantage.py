@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import nested, returns
 from .data import Fragment, check_item
-from .errors import DataError, PipeError, describe
+from .errors import DataError, PipeError, describe, describe_exception
 from .pipe import Pipe
 from .modules import EvalMode
 from .torchdata import IterDataPipe
@@ -37,7 +37,7 @@ def _judged(critic, obs, actor, leaf):
     except PipeError: raise
     except Exception as e:
         name = getattr(critic, '__name__', type(critic).__name__)
-        raise DataError(f"the critic raised {type(e).__name__}: {e}", leaf=leaf, expected=f"observations that {name} can judge",
+        raise DataError(f"the critic raised {describe_exception(e)}", leaf=leaf, expected=f"observations that {name} can judge",
                         got=describe(obs)) from e
 
 # %% ../../nbs/pipes/15_advantage.ipynb #4695536d
@@ -61,8 +61,8 @@ def values(
     else:
         v = _judged(critic, fragment.state.obs, fragment.actor, 'state.obs')
         v_final = _judged(critic, fragment.final.obs, fragment.final.actor, 'final.obs') if len(fragment.final.t) else None
-    for name, x, lead in (('v', v, fragment.state.rew.shape), ('v of the final observations', v_final, fragment.final.t.shape)):
-        if x is None: continue
+    wanted = [('v', v, fragment.state.rew.shape), ('v of the final observations', v_final, fragment.final.t.shape)]
+    for name, x, lead in wanted if len(fragment.final.t) else wanted[:1]:
         if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.shape != lead:
             shape = '[T+1, B]' if name == 'v' else '[K]'
             raise DataError(f"wrong shape or dtype of {name}", expected=f"float32 {shape} = {list(lead)}", got=describe(x))
@@ -116,7 +116,8 @@ class AdvantageBuffer(Pipe):
         rew, fin, term = fragment.state.rew[1:], fragment.state.fin[1:], fragment.term[1:]
         adv = returns.gae(rew, v_t, v_tp1, self.gamma * (~term), self.lam, cut=fin)
         if not torch.isfinite(adv).all():
-            t, b = (~torch.isfinite(adv)).nonzero()[0].tolist()
+            culprits = ~(torch.isfinite(rew) & torch.isfinite(v_t) & torch.isfinite(v_tp1)) & ~torch.isfinite(adv)
+            t, b = (culprits if culprits.any() else ~torch.isfinite(adv)).nonzero()[0].tolist()     # a nan spreads to the rows before it
             raise DataError("non-finite advantage", pipe=self, lane=lane, env=b, leaf=f"adv[{t}, {b}]",
                             expected="finite rewards and values",
                             got=f"reward {rew[t, b]}, value {v_t[t, b]}, next value {v_tp1[t, b]}")

@@ -9,8 +9,8 @@ from itertools import islice
 from typing import Any
 
 # %% auto #0
-__all__ = ['LEAST_BYTES', 'describe', 'PipeError', 'EnvError', 'ActorError', 'DataError', 'GraphError', 'CheckpointError',
-           'SpaceError', 'WorkerError', 'check_integer', 'available_memory', 'check_memory']
+__all__ = ['LEAST_BYTES', 'describe', 'describe_exception', 'PipeError', 'EnvError', 'ActorError', 'DataError', 'GraphError',
+           'CheckpointError', 'SpaceError', 'WorkerError', 'check_integer', 'available_memory', 'check_memory']
 
 # %% ../../nbs/pipes/00_errors.ipynb #74c0db68
 def describe(value: Any, width: int = 120, depth: int = 6) -> str:
@@ -33,6 +33,15 @@ def _describe_items(value, width, depth) -> str | None:
     if (fields := getattr(value, '_fields', None)) is not None:
         return f"{type(value).__name__}({', '.join(f'{k}={v}' for k, v in zip(fields, items))})"
     return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+
+# %% ../../nbs/pipes/00_errors.ipynb #a7bd921a
+def describe_exception(e: BaseException, width: int = 2_000) -> str:
+    "Class and text of an exception, for messages. A text of more than `width` characters loses its middle."
+    try: text = str(e)
+    except Exception as other: text = f"(its text cannot be made: {type(other).__name__})"
+    if (left_out := len(text) - width) > 0:
+        text = f"{text[:width // 2]} ... ({left_out} characters are left out) ... {text[-(width // 2):]}"
+    return f"{type(e).__name__}: {text}"
 
 # %% ../../nbs/pipes/00_errors.ipynb #71d2222b
 class PipeError(RuntimeError):

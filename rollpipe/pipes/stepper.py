@@ -17,7 +17,7 @@ from . import nested
 from .data import State, Tick, TickSource
 from .envs.actions import in_containers
 from .envs.batch import Batch, Outcome
-from .errors import ActorError, DataError, EnvError, GraphError, PipeError, check_integer, describe
+from .errors import ActorError, DataError, EnvError, GraphError, PipeError, check_integer, describe, describe_exception
 from .pipe import Seeded, Source
 from .reactions import AnswerCheck, SeededActor, as_input
 from .envs.factories import VectorFactory
@@ -28,6 +28,18 @@ from .modules import EvalMode, VersionCounter, checked_device, modules_in
 from .torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/12_stepper.ipynb #f592da9b
+class _calling:
+    "Turns an exception of the actor's `method` in the block into an `ActorError`."
+    def __init__(self, method, answers): self.method, self.answers = method, answers
+    def __enter__(self): pass
+
+    # With `@contextmanager`, a `StopIteration` of the actor would not be turned into an `ActorError`.
+    def __exit__(self, kind, e, traceback):
+        name, where = self.answers.name, self.answers.where
+        if isinstance(e, PipeError): e.locate(**where)
+        elif isinstance(e, Exception): raise ActorError(f"{name}.{self.method} raised {describe_exception(e)}", **where) from e
+
+
 class CheckedActor:
     """Calls an actor on its device, with the lane's own random numbers, and checks its answers.
 
@@ -70,7 +82,7 @@ class CheckedActor:
             e.locate(**self.envs.where)
             raise
         except Exception as e:
-            raise ActorError(f"{self.answers.step} raised {type(e).__name__}: {e}", **self.envs.where) from e
+            raise ActorError(f"{self.answers.step} raised {describe_exception(e)}", **self.envs.where) from e
         act, hx, info = self.answers.triple(answer)
         if self.device is not None: act, info = nested.map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, (act, info))
         if not isinstance(act, torch.Tensor): act = in_containers(act, self.envs.act_spec)
@@ -79,7 +91,10 @@ class CheckedActor:
 
     def reset(self, hx: Any, at: list) -> Any:
         "`hx` with the initial recurrent state for the environments `at`."
-        return self.actor.reset(hx, at) if nested.leaves(hx) else hx
+        if not nested.leaves(hx): return hx
+        with _calling('reset', self.answers): hx = self.actor.reset(hx, at)
+        self.answers.check_memory(hx, len(self.envs), 'reset')
+        return hx
 
 # %% ../../nbs/pipes/12_stepper.ipynb #f2402c98
 class Interaction(TickSource):
@@ -135,8 +150,9 @@ class Interaction(TickSource):
 
     def complete(self, act: Any, info: Any) -> Any:
         "`info`, completed by the actor's `complete(act, info)` if it has this method: see `TickSource`."
-        with self.eval_mode:
-            if self.actor_complete is not None: info = self.actor_complete(act, info)
+        if self.actor_complete is not None:
+            with self.eval_mode, _calling('complete', self.checked.answers): info = self.actor_complete(act, info)
+            self.checked.answers.check_completed(info, nested.leaves(act)[0].shape[:2])
         return nested.map(torch.Tensor.detach, info)     # a report may be a parameter of the actor
 
     def observe_into(self, obs: Any) -> None:
@@ -208,8 +224,8 @@ class EnvStepper(FromSource, Seeded, Source):
 
     Raises `EnvError` (unknown id, environment that fails or returns something invalid), `ActorError` (the same for the
     actor), `SpaceError` (spaces without a fixed-size array form) or `DataError` (`sticky < 1`, a device that is not there, one string
-    as `info_keys`). The error names lane, environment and leaf where they are known; and `GraphError` in several workers of a torch
-    `DataLoader`, if there are no `Lanes` for them to divide.
+    as `info_keys`; an observation of another structure, shape or kind of number than its space). The error names lane, environment and leaf
+    where they are known. Raises `GraphError` in several workers of a torch `DataLoader`, if there are no `Lanes` for them to divide.
 
     Args:
         source: gymnasium id, factory `source()` or `source(seed=...)`, instance; a list or pipe

@@ -54,7 +54,8 @@ def action_batch(
 ) -> Callable:
     """A function that converts a batch of actions (numpy `[B, ...]`, nested) to the containers and dtypes of `space`.
 
-    The function raises `ActorError` for a wrong structure, shape or kind of number, and for a float action that is not finite.
+    The function raises `ActorError` for a wrong structure, shape or kind of number, for a float action that is not finite, and for an
+    integer that the space does not have. The integers of a `Box` are not checked.
 
     Args:
         space: action space of one environment
@@ -62,7 +63,7 @@ def action_batch(
         copy: return new arrays, because the environment may keep or change its action
     """
     if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)): return _container_batch(space, clip, copy)
-    shape, kinds = space.shape, 'f' if space.dtype.kind == 'f' else 'iub'
+    shape, kinds, limits = space.shape, 'f' if space.dtype.kind == 'f' else 'iub', _limits(space)
     bounds = (space.low, space.high) if clip and kinds == 'f' and isinstance(space, gym.spaces.Box) else None
     if bounds and not any(np.isfinite(x).any() for x in bounds): bounds = None
     def batch(act, leaf='act'):
@@ -75,8 +76,20 @@ def action_batch(
                 b = int(np.argwhere(~np.isfinite(act))[0][0])
                 raise ActorError("non-finite action", env=b, leaf=leaf, expected="finite numbers", got=str(act[b]))
             if bounds: act = np.minimum(np.maximum(act, bounds[0]), bounds[1])
+        elif limits and (wrong := (act < limits[0]) | (act > limits[1])).any(): _refuse(space, act, int(np.argwhere(wrong)[0][0]), leaf)
         return act.astype(space.dtype, copy=copy and not bounds)
     return batch
+
+
+def _limits(space):
+    "The least and the greatest integer of a space, for each part; None for a `Box`."
+    if isinstance(space, gym.spaces.Box): return None
+    start, n = getattr(space, 'start', 0), space.n if isinstance(space, gym.spaces.Discrete) else getattr(space, 'nvec', 2)
+    return start, start + n - 1
+
+
+def _refuse(space, act, b, leaf):
+    raise ActorError("out of range", env=b, leaf=leaf, expected=f"an action of {space}", got=str(act[b]))
 
 
 def _container_batch(space, clip, copy):
@@ -104,9 +117,16 @@ def action_rows(
         space: action space of one environment
         clip: clip float actions to the bounds of their `Box`
     """
-    # The integers of a `Discrete` share no memory with the array they are taken from, so it need not be copied.
-    checked, split = action_batch(space, clip, copy=not isinstance(space, gym.spaces.Discrete)), _splitter(space)
-    return lambda act: split(checked(act))
+    checked, split = action_batch(space, clip), _splitter(space)
+    if not isinstance(space, gym.spaces.Discrete): return lambda act: split(checked(act))
+    first, last = int(space.start), int(space.start + space.n - 1)
+    def rows(act):
+        # One list of integers is the most common action, and `min` and `max` of a list are faster than numpy's for few environments.
+        if not isinstance(act, np.ndarray) or act.ndim != 1 or act.dtype.kind not in 'iu': return split(checked(act))
+        numbers = act.tolist()
+        if numbers and min(numbers) >= first and max(numbers) <= last: return numbers
+        return split(checked(act))     # which raises the error
+    return rows
 
 
 def _splitter(space):

@@ -12,7 +12,7 @@ import gymnasium as gym
 import numpy as np
 
 from .. import nested
-from ..errors import EnvError, describe
+from ..errors import EnvError, describe, describe_exception
 from .actions import as_like, in_containers
 
 # %% ../../../nbs/pipes/10_envs/07_autoreset.ipynb #30b5c3d1
@@ -50,7 +50,7 @@ def final_observations(
             rows = nested.stack([in_containers(rows[b], one, as_like) for b in at])
         else: rows = in_containers(nested.getitem(in_containers(rows, like), at), some, as_like)
     except Exception as e:
-        raise EnvError(f"the final observations cannot be read: {type(e).__name__}: {e}", leaf="info['final_obs']") from e
+        raise EnvError(f"the final observations cannot be read: {describe_exception(e)}", leaf="info['final_obs']") from e
     nested.check_like(rows, some, "final obs")
     for x, path in zip(nested.leaves(rows), nested.paths(rows, 'final obs')):
         if x.dtype.kind == 'f' and not np.isfinite(x).all():

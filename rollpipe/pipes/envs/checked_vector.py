@@ -14,7 +14,7 @@ import gymnasium as gym
 import numpy as np
 
 from .. import nested
-from ..errors import EnvError, PipeError, describe
+from ..errors import EnvError, PipeError, describe, describe_exception
 from .autoreset import autoreset_mode
 from .batch import StepBuffer, put_obs, read_obs
 from .factories import env_seeds, space_spec, spaces_of
@@ -47,8 +47,17 @@ def one_each(
                    expected=f"{'bool' if kinds == 'b' else 'numbers'} [{n}]")
 
 
-def close_vector(vec: Any, name: str) -> None:
-    "Close a vector environment. If its own `close` fails, end its processes."
+def close_vector(
+    vec: Any,
+    name: str,   # name in the warning
+    **where: Any,  # context for the warning: pipe, lane
+) -> None:
+    """Close a vector environment. If its own `close` fails, end its processes, and warn.
+
+    Args:
+        name: name in the warning
+        **where: context for the warning: pipe, lane
+    """
     try: vec.close()
     except Exception as e:
         inner = getattr(vec, 'unwrapped', vec)
@@ -56,7 +65,7 @@ def close_vector(vec: Any, name: str) -> None:
             process.terminate()
             process.join()
         inner.closed = True  # or it would try again when it is garbage-collected
-        warnings.warn(f"closing {name} raised {type(e).__name__}: {e}", stacklevel=3)
+        warnings.warn(str(EnvError(f"close() raised {describe_exception(e)}", env=name, **where)), stacklevel=3)
 
 # %% ../../../nbs/pipes/10_envs/08_checked_vector.ipynb #f3cae990
 class CheckedVector:
@@ -84,12 +93,12 @@ class CheckedVector:
 
     def reset(self, step: StepBuffer) -> None:
         "Reset all environments and write the first observations into `step`."
-        obs, _ = self._call('reset', **self.seed)
+        obs, _ = self._call('reset', 2, **self.seed)
         self._put(obs, step.leaves)
 
     def reset_some(self, mask: np.ndarray, step: StepBuffer) -> None:
         "Reset the environments in `mask` `[B]` and write their first observations into `step`. The others go on."
-        obs, _ = self._call('reset', options=dict(reset_mask=mask.copy()))
+        obs, _ = self._call('reset', 2, options=dict(reset_mask=mask.copy()))
         obs = main_memory('obs', lambda: read_obs(obs, self.like, batch=True))
         for buffer, leaf in zip(step.leaves, nested.leaves(obs)): buffer[mask] = leaf[mask]
 
@@ -103,17 +112,20 @@ class CheckedVector:
             actions: of all environments, in the containers and dtypes of the space
             step: observations, rewards and terminations are written into it
         """
-        obs, rew, term, trunc, infos = self._call('step', actions)
+        obs, rew, term, trunc, infos = self._call('step', 5, actions)
         if not isinstance(infos, dict): raise EnvError("the infos are no dict", leaf='infos', expected="a dict", got=describe(infos))
         self._put(obs, step.leaves)
         step.rew[:] = rew = one_each('reward', rew, self.n, 'biuf')
         np.copyto(step.term, one_each('termination', term, self.n, 'b'))
         return rew, step.term | one_each('truncation', trunc, self.n, 'b'), infos
 
-    def _call(self, method, *args, **kwargs):
-        try: return getattr(self.vec, method)(*args, **kwargs)
+    def _call(self, method, n, *args, **kwargs):
+        "The answer of a method, which must be a tuple of `n`."
+        try: answer = getattr(self.vec, method)(*args, **kwargs)
         except PipeError: raise      # a loan that has ended
-        except Exception as e: raise EnvError(f"{method}() raised {type(e).__name__}: {e}") from e
+        except Exception as e: raise EnvError(f"{method}() raised {describe_exception(e)}") from e
+        if isinstance(answer, (tuple, list)) and len(answer) == n: return answer
+        raise EnvError(f"{method}() gave no tuple of {n}", expected=f"what gymnasium's `{method}` returns", got=describe(answer))
 
     def _put(self, obs, leaves):
         buffer = leaves[0]

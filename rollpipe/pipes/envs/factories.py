@@ -14,7 +14,7 @@ import cloudpickle
 import gymnasium as gym
 import numpy as np
 
-from ..errors import EnvError, SpaceError, describe
+from ..errors import EnvError, SpaceError, describe, describe_exception
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #0e4d2ea9
 def check_id(env_id: str) -> str:
@@ -81,7 +81,7 @@ class EnvFactory:
             if isinstance(self.source, str): env = gym.make(self.source, **{'disable_env_checker': True, **self.env_kwargs})
             else: env = self.source(seed=seed) if self.takes_seed else self.source()
         except Exception as e:
-            raise EnvError(f"the environment could not be made: {type(e).__name__}: {e}", env=self.name) from e
+            raise EnvError(f"the environment could not be made: {describe_exception(e)}", env=self.name) from e
         if isinstance(env, gym.Env) or is_vector(env): return env
         raise EnvError("the factory returned no environment", env=self.name, expected="a gymnasium.VectorEnv or gymnasium.Env",
                        got=type(env).__name__)
@@ -151,7 +151,7 @@ class VectorFactory:
         try: return self._envpool(seed) if self.vector == 'envpool' else self._gymnasium()
         except Exception as e:
             hint = "`pip install rollpipe[envpool]`" if isinstance(e, ModuleNotFoundError) and self.vector == 'envpool' else None
-            raise EnvError(f"the vector environment could not be made: {type(e).__name__}: {e}", env=self.name, expected=hint) from e
+            raise EnvError(f"the vector environment could not be made: {describe_exception(e)}", env=self.name, expected=hint) from e
 
     def _envpool(self, seed):
         return importlib.import_module('envpool').make_gymnasium(self.name, num_envs=self.n_envs, seed=seed or 0, **self.env_kwargs)

@@ -7,13 +7,14 @@ __all__ = ['make_envs', 'scalar_rewards', 'is_end', 'SingleEnvs', 'EnvBatch']
 
 # %% ../../../nbs/pipes/10_envs/06_single.ipynb #c9f28217
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from .. import nested
-from ..errors import EnvError, PipeError, describe
+from ..errors import EnvError, PipeError, describe, describe_exception
 from .actions import action_rows
 from .batch import Batch, Outcome, StepBuffer, last_obs, put_obs
 from .factories import env_seeds, is_vector, space_spec, spaces_of
@@ -29,7 +30,7 @@ class _naming:
     # With `@contextmanager`, a `StopIteration` of the environment would not be turned into a `PipeError`.
     def __exit__(self, kind, e, traceback):
         if isinstance(e, PipeError): e.env = self.b
-        elif isinstance(e, Exception): raise EnvError(f"{self.call} raised {type(e).__name__}: {e}", env=self.b) from e
+        elif isinstance(e, Exception): raise EnvError(f"{self.call} raised {describe_exception(e)}", env=self.b) from e
 
 
 def make_envs(
@@ -157,17 +158,28 @@ class SingleEnvs:
         except PipeError as e:
             e.locate(env=b)
             raise
-        except Exception as e: raise EnvError(f"{call} raised {type(e).__name__}: {e}", env=b) from e
+        except Exception as e: raise EnvError(f"{call} raised {describe_exception(e)}", env=b) from e
         return final, ended, rews, infos
 
-    def close(self) -> None:
-        "Close every environment, also if some of them fail to. Without `closes`, only let go of them."
+    def close(self,
+              name: Callable = str,   # the name of an environment, from its index
+              **where: Any,           # context for warnings: pipe, lane
+    ) -> None:
+        """Close every environment. Those that fail to are told in a warning. Without `closes`, only let go of them.
+
+        Args:
+            name: the name of an environment, from its index
+            **where: context for warnings: pipe, lane
+        """
         while self.envs:
             env = self.envs.pop()
             try:
                 if self.closes: env.close()
-            except Exception as e:
-                warnings.warn(f"closing environment {len(self.envs)} raised {type(e).__name__}: {e}", stacklevel=2)
+            except BaseException as e:
+                if not isinstance(e, Exception):     # such as Ctrl-C, which must not leave the others open
+                    self.close(name, **where)
+                    raise
+                warnings.warn(str(EnvError(f"close() raised {describe_exception(e)}", env=name(len(self.envs)), **where)), stacklevel=2)
 
 # %% ../../../nbs/pipes/10_envs/06_single.ipynb #35beedd2
 class EnvBatch(Batch):
@@ -240,4 +252,4 @@ class EnvBatch(Batch):
 
     def close(self) -> None:
         "Close every environment, also if some of them fail to."
-        if self.single is not None: self.single.close()
+        if self.single is not None: self.single.close(self.name, **self.where)

@@ -112,7 +112,7 @@ class VectorBatch(Batch):
     def close(self) -> None:
         "Close the vector environment. May be called twice. Without `closes`, only let go of it."
         vec, self.vec = self.vec, None
-        if vec is not None and self.closes: close_vector(vec, self.vec_name)
+        if vec is not None and self.closes: close_vector(vec, self.vec_name, **self.where)
 
 # %% ../../../nbs/pipes/10_envs/09_vector.ipynb #c45a7214
 def env_batch(

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from ..errors import ActorError, describe
-from ..modules import VersionCounter, bump_version, modules_in, state_of, torch_threads, version_of
-from ..reactions import attribute_name, comparable, kept_in
+from ..modules import VersionCounter, bump_version, comparable, modules_in, state_of, torch_threads, version_of
+from ..reactions import attribute_name, kept_in
 from .remote_errors import log
 from .shared import SharedMemory
 

@@ -68,10 +68,11 @@ def end_workers(workers: Iterable, failed: bool = False) -> list:
 
 def _end_all(parts, grace, failed=False) -> list:
     "Ask the processes to end, terminate those that do not end, and kill those that still run."
-    errors, links = [], {link for _, link, _ in parts}
+    errors, links, killed = [], {link for _, link, _ in parts}, []
     by_themselves = [process for process, _, _ in parts if process.is_alive()]       # and then end without being pushed
     for patience, push in ((0. if failed else 0.5, _ask), (grace, _terminate), (5., _kill)):
         if push is not _ask: by_themselves = [process for process in by_themselves if not process.is_alive()]
+        if push is _kill and not failed: killed = [process for process, _, _ in parts if process.is_alive()]
         for process, link, _ in parts: push(process, link)
         deadline = time.monotonic() + patience
         while (alive := [p for p, _, _ in parts if p.is_alive()]) and (left := deadline - time.monotonic()) > 0:
@@ -83,6 +84,8 @@ def _end_all(parts, grace, failed=False) -> list:
         _drain(link, errors)
         if process.exitcode and process in by_themselves and not failed:
             log.warning(f"{process.name} (pid {process.pid}) {_end_of(process.exitcode)} while it was closing")
+        if process in killed:
+            log.warning(f"{process.name} (pid {process.pid}) was killed while it was closing: it had not ended {grace:g} s after SIGTERM")
         link.close()
         traceback_file.close()
     return errors

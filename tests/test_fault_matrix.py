@@ -1,0 +1,212 @@
+"""Whatever goes wrong, wherever, by whatever start method and lag: it is told, by name, and nothing is left behind.
+
+Each row of `fault_rows.py` is one harm at one place, with what must come of it; a column is a start method and a lag. Each row is run in
+this process and by forked workers, and a selection by spawn and by forkserver: see `spawned` and `served`. `-m slow` runs all the rest.
+`python tests/test_fault_matrix.py` prints the table (`--all`: with all cells), and so does `pytest -s` at the end.
+"""
+import gc
+import multiprocessing
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
+from typing import NamedTuple
+
+import pytest
+from fault_cases import IN_PARENT, Left, run
+from fault_rows import EVENTS, HARMS, ROWS
+from test_cli import SMALL, lines, process, wait_for
+from worker_cases import gone, slack
+
+from rollpipe.logs import read_metrics
+from rollpipe.pipes import WorkerError
+from rollpipe.runs import load_run, lock, unlock
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Column(NamedTuple):
+    method: str | None
+    lag: int
+    def __str__(self): return "here" if self.method is None else f"{self.method} {self.lag}"
+
+
+HERE, FORK, SPAWN, SERVER = [Column(None, 0)], *([Column(method, lag) for lag in (0, 1)] for method in ("fork", "spawn", "forkserver"))
+COLUMNS = [*HERE, *FORK, *SPAWN, *SERVER]
+AT = {"step": 3, "vector step": 3, "actor": 3, "pipe below": 2, "tap": 2, "loop": 2}     # the call that is harmed, else 1
+SOUND = [row for row in ROWS if not row.flaw]
+TABLE = {}     # (harm, place) -> {text of a column: word}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def table():
+    gc.collect()
+    gc.freeze()     # looking for what is left collects garbage often
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["rollpipe.agents.learner"])
+    forkserver.ensure_running()
+    run(lambda x: x, "nowhere", "fork")     # whatever is started once and lives as long as this process
+    yield
+    gc.unfreeze()
+    print("\n" + in_columns(TABLE))
+
+
+def cells(*columns):
+    "The rows in these columns, where they make sense."
+    return [(row, column) for row in ROWS for column in columns
+            if row.only in (None, column.method) and (column.method or row.here)]
+
+
+def usual():
+    "Every row here and by forked workers: with both lags where processes end or close, else with one of them in turn."
+    in_turn, ends = {id(row): FORK[k % 2] for k, row in enumerate(ROWS)}, ("WorkerDied", "WorkerError", "restarted", "warned")
+    return [(row, column) for row, column in cells(*HERE, *FORK)
+            if column.method is None or row.workers.word in ends or column == in_turn[id(row)]]
+
+
+def covering(columns, *wanted):
+    "Cells of these columns in turn, in which each of the harms and places that are `wanted` occurs at least once."
+    left, found = set().union(*wanted), []
+    for row in sorted(SOUND, key=lambda row: row.only is None):     # what can happen nowhere else comes first
+        if row.only not in (None, columns[0].method) or not {row.harm, row.place} & left: continue
+        left -= {row.harm, row.place}
+        found.append((row, columns[len(found) % len(columns)]))
+    assert not left, left
+    return found
+
+
+def spawned():
+    "Each place and each harm that is raised, deadly or silent. Answers of the wrong form travel like any exception."
+    return covering(SPAWN, EVENTS, {row.place for row in SOUND})
+
+
+def served():
+    "Each harm, by the server that starts quickly."
+    return covering(SERVER, {row.harm for row in SOUND})
+
+
+def unusual():
+    "All other cells."
+    done = {(id(row), column) for row, column in [*usual(), *served(), *spawned()]}
+    return [(row, column) for row, column in cells(*COLUMNS) if (id(row), column) not in done]
+
+
+def parameters(cells):
+    return [pytest.param(row, column, id=f"{row.harm} at {row.place} {column}",
+                         marks=pytest.mark.xfail(reason=row.flaw, strict=True) if row.flaw else ()) for row, column in cells]
+
+
+@pytest.mark.parametrize("row, column", parameters(usual()))
+def test_here_and_in_forked_workers(row, column): check(row, column)
+
+
+@pytest.mark.parametrize("row, column", parameters(served()))
+def test_in_workers_of_a_server(row, column): check(row, column)
+
+
+@pytest.mark.timeout(280)
+def test_in_spawned_workers():
+    "Two at a time, since starting takes its time; but garbage is collected by any thread."
+    left, cells = Left(), spawned()
+    is_alone = lambda cell: any("ignored" in part for parts in cell[0].workers.log for part in parts)
+    wrong = [complaint(*cell) for cell in cells if is_alone(cell)]
+    with ThreadPoolExecutor(2) as pool: wrong += pool.map(lambda cell: complaint(*cell), [cell for cell in cells if not is_alone(cell)])
+    assert not any(wrong), "\n".join(wrong)
+    assert not left.more()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row, column", parameters(unusual()))
+def test_all_other_cells(row, column): check(row, column)
+
+
+def check(row, column):
+    left = Left()
+    wrong = complaint(row, column)
+    assert not wrong, wrong
+    assert not left.more()
+
+
+def complaint(row, column) -> str:
+    "What is wrong with a cell; empty if nothing is."
+    wanted = row.here if column.method is None else row.workers
+    found = run(HARMS[row.harm], row.place, column.method, column.lag, **{"at": AT.get(row.place, 1), **row.options})
+    index = "1" if column.method == "fork" else "0"
+    names = dict(lane=index, worker=index, lanes="1" if column.method == "fork" else "0, 1")
+    cause = ()     # parts of the traceback from the worker, if the error was raised there
+    if wanted.is_remote and column.method is not None and row.place not in IN_PARENT:
+        cause = (f"in worker {index}" + f", lane {index}" * (row.place not in ("unpickling", "close")), "Traceback (most recent call last)",
+                 *["in boom"] * (HARMS[row.harm].__name__ == "boom"))
+    wrong = "".join(differences(found, wanted, names, cause))
+    TABLE.setdefault((row.harm, row.place), {})[str(column)] = f"WRONG, not {wanted.word}" if wrong else wanted.word
+    return wrong and f"{row.harm} at {row.place}, {column}: {wrong}"
+
+
+def differences(found, wanted, names, cause):
+    "What differs between a run and the outcome that is wanted."
+    if type(found.error) is not (wanted.error or type(None)): yield f"raised {found.error!r:.300}. "
+    for text in (found.text, *found.log):     # an error of the library tells no novel; one of the user stays as it is
+        if len(text) > 50_000 and wanted.error is not KeyError: yield f"a text of {len(text)} characters. "
+    yield from missing(found.text, wanted.parts, names)
+    if len(found.log) != len(wanted.log): yield f"the log says {found.log!r:.500}. "
+    for text, parts in zip(found.log, wanted.log): yield from missing(text, parts, names)
+    if cause and found.error is not None and not isinstance(found.error, WorkerError):
+        yield from missing(str(found.error.__cause__)[:50_000], cause, names)
+    if wanted.error is None and found.items != 6: yield f"{found.items} items. "
+    if found.seconds > 20 * slack(): yield f"it took {found.seconds:.0f} s. "
+
+
+def missing(text, parts, names):
+    at = 0
+    for part in parts:
+        for name, value in names.items(): part = part.replace("{" + name + "}", value)
+        if part in text[at:]: at = text.index(part, at) + len(part)
+        else: yield f"{part!r} is not in {text[at:at + 300]!r}. "
+
+
+# --- a training run whose process is told to end
+
+CODES = dict(SIGINT=130, SIGTERM=143, SIGHUP=129, SIGKILL=-9)
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_a_training_run_is_told_to_end(name, tmp_path):
+    "It saves its last update, except when it is killed; its workers end; the folder is free again and can be resumed."
+    for column, child in {column: training(tmp_path/str(column), column) for column in (HERE[0], FORK[1])}.items():
+        folder = tmp_path/str(column)
+        with child:
+            wait_for(lambda folder=folder: lines(folder/"metrics.jsonl") >= 2, child)
+            workers = descendants(child.pid)
+            child.send_signal(getattr(signal, name))
+            out, err = child.communicate(timeout=100)
+        assert child.returncode == CODES[name] and "Traceback" not in err, err
+        assert gone(workers, 3 * slack()) == [] and len(workers) == (0 if column.method is None else 3)     # two and their guard
+        saved = load_run(folder).counters
+        if name != "SIGKILL": assert saved["steps"] == read_metrics(folder)["steps"][-1] and "--resume" in err
+        lock(folder), unlock(folder)
+        TABLE.setdefault((name, "a training run"), {})[str(column)] = f"exit {child.returncode}"
+
+
+def training(folder, column):
+    return process("train", "trpo", "CartPole-v1", "--steps", 10**8, "--out", folder, "--checkpoint-every", 1 << 20, "--lanes", 2,
+                   *([] if column.method is None else ["--workers", 2, "--lag", column.lag]), *SMALL, start_new_session=True)
+
+
+def descendants(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file: return [int(p) for p in file.read().split()]
+
+
+# --- the table
+
+def in_columns(table) -> str:
+    "The table as text: a row for each harm at a place, a column for each start method with its lag."
+    names = [str(column) for column in COLUMNS if any(str(column) in words for words in table.values())]
+    rows = [["harm", "place", *names], *([*key, *(words.get(name, "") for name in names)] for key, words in table.items())]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join(word.ljust(width) for word, width in zip(row, widths)).rstrip() for row in rows)
+
+
+if __name__ == "__main__":
+    everything = "--all" in sys.argv
+    for cell in cells(*COLUMNS) if everything else [*usual(), *served(), *spawned()]:
+        if text := complaint(*cell): print(text, file=sys.stderr)
+    print(in_columns(TABLE))
