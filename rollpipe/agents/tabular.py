@@ -6,6 +6,7 @@
 __all__ = ['TabularQ', 'q_targets', 'move_towards', 'QLearning']
 
 # %% ../../nbs/agents/23_tabular.ipynb #0b8a1d5b
+import copy
 from typing import Any
 
 import gymnasium as gym
@@ -45,7 +46,7 @@ class TabularQ(EpsilonGreedy):
         if not isinstance(observation_space, gym.spaces.Discrete):
             raise SpaceError("TabularQ: unsupported observation space", leaf='observation_space', expected='Discrete',
                              got=repr(observation_space))
-        self.observation_space, self.first = observation_space, int(observation_space.start)
+        self.observation_space, self.first = copy.deepcopy(observation_space), int(observation_space.start)
         self.table = torch.nn.Parameter(torch.full((int(observation_space.n), self.n_actions), float(init)))
 
     def q(self, obs: Any, act: Any, rew: Any, fin: Any, *, hx: Any) -> tuple:

@@ -5,6 +5,7 @@
 # %% ../../nbs/layers/11_observer.ipynb #23f3eaf6
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -56,7 +57,7 @@ class ForSpaces:
         """
         spaces = spaces_of(env, env_kwargs)
         with seeded(seed): actor = cls(*spaces, **kwargs)
-        actor.observation_space, actor.action_space = spaces
+        actor.observation_space, actor.action_space = copy.deepcopy(spaces)
         return actor
 
     def to_own_device(self, noise: Any) -> Any:
@@ -87,7 +88,7 @@ class Observer(nn.Module):
             normalize: normalise features that the encoder does not normalise
             encoder: options of `encoder_for`, or a function from the space to a module
         """
-        self.observation_space = observation_space
+        self.observation_space = copy.deepcopy(observation_space)     # environments draw from theirs
         self.encoder = encoder(observation_space) if callable(encoder) else encoder_for(observation_space, **(encoder or {}))
         n, is_normalized = n_out_of(self.encoder), getattr(self.encoder, 'is_normalized', True)
         self.register_module('obs_norm', RunningNorm(n) if normalize and not is_normalized else None)

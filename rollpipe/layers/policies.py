@@ -5,6 +5,7 @@
 # %% ../../nbs/layers/12_policies.ipynb #f3577116
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -98,7 +99,7 @@ class MLPPolicy(Observer, Policy):
     ):
         super().__init__()
         n = self.make_encoder(observation_space, normalize, encoder)
-        self.trunk, self.action_space = MLP(n, hidden, activation=activation), action_space
+        self.trunk, self.action_space = MLP(n, hidden, activation=activation), copy.deepcopy(action_space)
         self.head = head_for(action_space, self.trunk.n_out, std=std, log_std=log_std)
         self.dist = self.head.dist
 

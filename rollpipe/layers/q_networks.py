@@ -5,6 +5,7 @@
 # %% ../../nbs/layers/17_q_networks.ipynb #09d5874a
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ class EpsilonGreedy(ForSpaces, Actor):
             raise SpaceError(f'{type(self).__name__}: unsupported action space', leaf='action_space', expected='Discrete',
                              got=repr(action_space))
         if not 0 <= epsilon <= 1: raise ValueError(f"Expected epsilon in [0, 1], got {epsilon!r}")
-        self.action_space, self.n_actions, self.start = action_space, int(action_space.n), int(action_space.start)
+        self.action_space, self.n_actions, self.start = copy.deepcopy(action_space), int(action_space.n), int(action_space.start)
         self.register_buffer('epsilon', torch.tensor(float(epsilon), dtype=torch.float32))
 
     def q(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any) -> tuple:

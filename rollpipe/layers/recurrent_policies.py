@@ -5,6 +5,7 @@
 # %% ../../nbs/layers/16_recurrent_policies.ipynb #39fa1d07
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -97,7 +98,7 @@ class RecurrentPolicy(RecurrentObserver, Policy):
         super().__init__()
         self.make_memory(observation_space, action_space, hidden=hidden, memory=memory, cell=cell, layers=layers, span=span, past=past,
                          normalize=normalize, activation=activation, method=method, encoder=encoder)
-        self.head, self.action_space = head_for(action_space, memory, std=std, log_std=log_std), action_space
+        self.head, self.action_space = head_for(action_space, memory, std=std, log_std=log_std), copy.deepcopy(action_space)
         self.dist, self.report = self.head.dist, report
 
     def params(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor) -> tuple:
