@@ -298,7 +298,7 @@ class RandomActor(Actor):
         """
         spaces = spaces_of(env, env_kwargs)
         actor = cls(spaces[1], seed)
-        actor.observation_space, actor.action_space = spaces
+        actor.observation_space, actor.action_space = copy.deepcopy(spaces)     # environments draw from theirs
         return actor
 
     def forward(self, obs: Any, act: Any, rew: Any, fin: torch.Tensor, *, hx: Any, stepno: Any, virtual: bool) -> tuple:
