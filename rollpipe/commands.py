@@ -36,7 +36,7 @@ class UsageError(Exception):
 
 
 class Interrupted(Exception):
-    "A signal has ended the training was pressed, and everything has been saved. `args` are the number of the signal and a text."
+    "A signal has ended the training, and everything has been saved. `args` are the number of the signal and a text."
 
 
 def config_from(args: Namespace) -> dict:

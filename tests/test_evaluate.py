@@ -1,6 +1,7 @@
 "Evaluation: whole episodes, no bias, modes restored, films."
 import copy
 import pickle
+from itertools import islice
 
 import gymnasium as gym
 import numpy as np
@@ -10,9 +11,10 @@ from PIL import Image
 
 from rollpipe.agents.evaluate import Evaluation, RandomActor, evaluate, quotas
 from rollpipe.layers import Actor, GaussianPolicy, MLPPolicy
-from rollpipe.pipes import nested
+from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading, nested
 from rollpipe.pipes.envs.watching import check_film
 from rollpipe.pipes.errors import DataError, EnvError
+from rollpipe.pipes.torchdata import DataLoader2
 
 
 class Lengths(gym.Env):
@@ -133,6 +135,14 @@ def test_what_cannot_be_filmed(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+class Choosing(gym.Env):
+    "An environment that takes any action."
+    observation_space = gym.spaces.Box(0, 1, (1,))
+    def __init__(self, space): self.action_space = space
+    def reset(self, *, seed=None, options=None): return np.zeros(1, np.float32), {}
+    def step(self, action): return np.zeros(1, np.float32), 0., False, False, {}
+
+
 def test_random_actor_is_uniform_and_seeded():
     actor = RandomActor(gym.spaces.Discrete(3, start=5), seed=0)
     fin = torch.zeros(1, 3000, dtype=torch.bool)
@@ -141,6 +151,25 @@ def test_random_actor_is_uniform_and_seeded():
     assert act.min() == 5 and act.max() == 7
     again = RandomActor(gym.spaces.Discrete(3, start=5), seed=0)
     assert torch.equal(act, again.step(None, None, None, None, fin, hx=None, virtual=False)[0])
+
+
+@pytest.mark.parametrize("space", [gym.spaces.Discrete(50), gym.spaces.Dict(a=gym.spaces.Discrete(50), b=gym.spaces.Box(-1, 1, (2,)))])
+def test_random_actions_of_lanes_differ_and_do_not_depend_on_the_workers(space, caplog):
+    def actions(service):
+        actor = RandomActor(space)
+        pipe = Lanes(FragmentCollector(EnvStepper(lambda: Choosing(space), actor, 2), 6), 2, seed=0)
+        with DataLoader2(pipe, reading_service=service) as loader: fragments = list(islice(loader, 6))
+        return [(f.state.act if isinstance(space, gym.spaces.Discrete) else f.state.act["a"])[1:] for f in fragments]
+    serial = actions(None)
+    assert not any(torch.equal(x, y) for i, x in enumerate(serial) for y in serial[:i])
+    assert not any(torch.equal(x[:, 0], x[:, 1]) for x in serial)
+    for n in (1, 2): assert all(map(torch.equal, serial, actions(ProcessReading(n))))
+    assert not caplog.records     # nothing has changed while a lane collected
+
+
+def test_a_random_actor_acts_without_a_pipeline():
+    env = gym.make("FrozenLake-v1")
+    assert {int(RandomActor.for_env(env).predict(env.reset(seed=0)[0])[0]) for _ in range(100)} == {0, 1, 2, 3}
 
 
 def test_pendulum_by_chance():

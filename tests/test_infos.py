@@ -402,6 +402,34 @@ def test_replay(story, n, lanes, capacity, length, data, tmp_path_factory):
     assert len(memory) == memory.store.records["fragment.valid"].sum() == min(capacity, 15 * 5 * n)
 
 
+class Halves(gym.Env):
+    "Reports the number of its step, or half of it from the step `begin` on; `begin` is drawn at the first reset."
+    observation_space, action_space = Box(-1, 1, (1,)), Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if seed is not None: self.t, self.begin = 0, int(self.np_random.integers(8, 40))
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        number = self.t if self.t < self.begin else self.t / 2
+        return np.full(1, self.t / 100, np.float32), float(number), self.t % 7 == 0, False, {"number": number, "deep": {"number": number}}
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_a_replay_goes_on_when_an_integer_goes_on_as_a_float(lanes, is_mapped, tmp_path):
+    pipe = FragmentStacker(Lanes(FragmentCollector(EnvStepper(Halves, Idle(), 2), 5), lanes, seed=0), lanes)
+    memory, dtypes = ReplayMemory(1000, seed=0, path=tmp_path if is_mapped else None), []
+    for f in islice(pipe, 10):
+        memory.add(f)
+        sample = memory.sample(50).fragment
+        dtypes.append(sample.env["number"].dtype)
+        for x in (sample.env["number"], sample.env["deep"]["number"]): assert torch.equal(x.float(), sample.state.rew[1:])
+    assert dtypes[0] == torch.int64 and dtypes[-1] == torch.float64 and len(memory) == 10 * 5 * 2 * lanes
+
+
 @settings(deadline=None, max_examples=8)
 @given(story=seeds, lanes=few)
 def test_manual_loops(story, lanes):

@@ -18,7 +18,7 @@ from rollpipe.agents import losses
 from rollpipe.layers import Actor, CategoricalPolicy
 from rollpipe.pipes import ActorError, AdvantageBuffer, EnvStepper, FragmentCollector, Lanes, ProcessReading, find_one, on_policy
 from rollpipe.pipes.torchdata import DataLoader2
-from rollpipe.pipes.modules import Handle, bump_version, version_of
+from rollpipe.pipes.modules import EvalMode, Handle, bump_version, version_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -215,6 +215,17 @@ def test_actors_collect_in_evaluation_mode(service):
     with DataLoader2(pipe, reading_service=service and service()) as loader: fragments = list(islice(loader, 2))
     assert not any(f.actor["training"].any() for f in fragments) and actor.training and actor.norm.training
     assert all(torch.equal(x, before[name]) for name, x in actor.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_module_of_torchscript_collects_in_evaluation_mode_too():
+    net = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Dropout().eval())))
+    modes, x = [part.training for part in net.modules()], torch.ones(1, 2)
+    wanted = copy.deepcopy(net).eval()(x)
+    with EvalMode([net]):
+        assert not any(part.training for part in net.modules())
+        assert torch.equal(net(x), wanted)
+    assert [part.training for part in net.modules()] == modes
 
 
 def test_the_mode_comes_back_after_an_error():

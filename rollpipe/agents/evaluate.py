@@ -111,7 +111,7 @@ class Evaluation(_Episodes):
 
 # %% ../../nbs/agents/10_evaluate.ipynb #aa4d7049
 class _CutOff(gym.Wrapper):
-    "Truncates an episode after `max_steps` steps; `cut` says whether the last step was cut off so."
+    "Truncates an episode after `max_steps` steps; `cut` says whether the last step was the one."
     cut = False
 
     def __init__(self, env, max_steps):
@@ -266,36 +266,45 @@ def evaluate(
 
 # %% ../../nbs/agents/10_evaluate.ipynb #27bbf9e4
 class RandomActor(Actor):
-    """Actions drawn by `action_space.sample()`, from a generator of its own, even if asked to be deterministic.
+    """Actions drawn by `action_space.sample()`, even if asked to be deterministic.
+
+    With a `seed` it has a generator of its own, which worker processes copy: there several lanes may draw the same actions.
 
     Args:
         action_space: any space whose samples are arrays
-        seed: seed of the actions; None: different actions every time
+        seed: of a generator of its own; None: follow torch's global generator, of which each lane has its own state
     """
     def __init__(self,
         action_space: gym.Space,  # any space whose samples are arrays
-        seed: int | None = None,  # seed of the actions; None: different actions every time
+        seed: int | None = None,  # of a generator of its own; None: follow torch's global generator, of which each lane has its own state
     ):
         super().__init__()
-        self.space = copy.deepcopy(action_space)
-        self.space.seed(seed)
+        self.space, self.is_seeded = copy.deepcopy(action_space), seed is not None
+        if self.is_seeded: self.space.seed(seed)
 
     @classmethod
     def for_env(cls,
         env: Any,  # id, factory, environment, or pair of spaces
         *,
         env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make`
-        seed: int | None = None,  # seed of the actions; None: different actions every time
+        seed: int | None = None,  # of a generator of its own; None: follow torch's global generator, of which each lane has its own state
     ) -> "RandomActor":
         """The random actor for an environment.
 
         Args:
             env: id, factory, environment, or pair of spaces
             env_kwargs: keyword arguments for `gymnasium.make`
-            seed: seed of the actions; None: different actions every time
+            seed: of a generator of its own; None: follow torch's global generator, of which each lane has its own state
         """
-        return cls(spaces_of(env, env_kwargs)[1], seed)
+        spaces = spaces_of(env, env_kwargs)
+        actor = cls(spaces[1], seed)
+        actor.observation_space, actor.action_space = copy.deepcopy(spaces)     # environments draw from theirs
+        return actor
 
     def forward(self, obs: Any, act: Any, rew: Any, fin: torch.Tensor, *, hx: Any, stepno: Any, virtual: bool) -> tuple:
-        rows = nested.stack([nested.map(np.asarray, self.space.sample()) for _ in range(fin.numel())])
+        space = self.space
+        if not self.is_seeded:
+            space = copy.deepcopy(space)    # an actor does not change while it answers
+            space.seed(int(torch.randint(2 ** 31, ())))
+        rows = nested.stack([nested.map(np.asarray, space.sample()) for _ in range(fin.numel())])
         return nested.map(lambda x: torch.as_tensor(x).reshape(*fin.shape, *x.shape[1:]), rows), (), {}

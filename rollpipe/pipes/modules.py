@@ -249,8 +249,10 @@ class EvalMode:
     The modules are looked up when it is made, so using it again costs little. The object may be a function that uses a module.
     """
     def __init__(self, holder: Any):
-        # `module.training = ...` takes ten times as long as its entry in the module's dict
-        self.modules = [vars(part) for module in modules_in(holder) for part in module.modules() if 'training' in vars(part)]
+        parts = [part for module in modules_in(holder) for part in module.modules()]
+        # `module.training = ...` takes ten times as long as its entry in the module's dict. Modules of TorchScript have no such entry.
+        self.modules = [vars(part) for part in parts if 'training' in vars(part)]
+        self.scripted = [part for part in parts if 'training' not in vars(part) and hasattr(part, 'training')]
 
     def __enter__(self) -> None:
         # `torch.no_grad` takes three times as long around the same two calls, and collectors are here at each step
@@ -258,9 +260,12 @@ class EvalMode:
         torch._C._set_grad_enabled(False)
         self.changed = [m for m in self.modules if m['training']]
         for m in self.changed: m['training'] = False
+        self.changed_scripts = [m for m in self.scripted if m.training]
+        for m in self.changed_scripts: m.training = False
 
     def __exit__(self, *exception: Any) -> None:
         for m in self.changed: m['training'] = True
+        for m in self.changed_scripts: m.training = True
         torch._C._set_grad_enabled(self.gradients)
 
 

@@ -285,7 +285,8 @@ class Unchanging:
             old, old_text = was.get(key, (None, 'nothing'))
             if key in self.warned or value == old: continue
             self.warned.add(key)
-            self.warn(f"{key} of {type(actor).__name__} changed from {old_text} to {text} while a lane collected. Only lanes "
+            change = f"from {old_text} to {text}" if text != old_text else f"within {text}"
+            self.warn(f"{key} of {type(actor).__name__} changed {change} while a lane collected. Only lanes "
                       "of one process share this change, so the stream may depend on the number of workers. An actor remembers in `hx`.")
 
 

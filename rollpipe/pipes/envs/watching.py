@@ -142,7 +142,8 @@ class _Shown(gym.Wrapper):
 class Window:
     """A factory of one environment with `render_mode='human'`. `closed` is True once the user has closed its window.
 
-    The windows of pygame are watched; other environments decide themselves what a closed window means. Raises `EnvError` as `rendering`.
+    The windows of pygame are watched; other environments decide themselves what a closed window means. Raises `EnvError`
+    as `rendering` does.
 
     Args:
         factory: `EnvFactory` or `Lender`

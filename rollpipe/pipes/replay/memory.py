@@ -88,9 +88,9 @@ class ReplayMemory:
     in the sample. New segments get the greatest priority so far (Schaul et al., Prioritized experience replay, 2016, section 3.3,
     https://arxiv.org/abs/1511.05952). `beta` may be changed at any time.
 
-    Memory is allocated with the first fragment. All others must have its structure; only infos may appear later, for which the memory is
-    allocated again: see `StepStore`. Raises `DataError` for arguments out of range, fragments of another structure or longer than the
-    capacity, and stacks of frames.
+    Memory is allocated with the first fragment. All others must have its structure; only infos may appear later or become wider, for which
+    the memory is allocated again: see `StepStore`. Raises `DataError` for arguments out of range, fragments of another structure or longer
+    than the capacity, and stacks of frames.
 
     Args:
         capacity: steps

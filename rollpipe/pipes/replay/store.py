@@ -157,12 +157,21 @@ def _allocated(path, capacity, dtype) -> Any:
     check_memory(f"capacity={capacity:,}", capacity * dtype.itemsize)
     return np.zeros(capacity, dtype)
 
+
+def _same_dtypes(*infos) -> tuple:
+    "`infos`, two containers of tensors, in dtypes that hold the numbers of both. What has these dtypes already is returned as it is."
+    (xs, structure), (ys, other) = map(nested.flatten, infos)
+    if structure != other: return infos     # the check of the fragment says what is wrong
+    dtypes = [x.dtype if x.dtype == y.dtype else torch.promote_types(x.dtype, y.dtype) for x, y in zip(xs, ys)]
+    return tuple(tree if all(x.dtype == dtype for x, dtype in zip(leaves, dtypes)) else
+                 structure.unflatten([x.to(dtype) for x, dtype in zip(leaves, dtypes)]) for tree, leaves in zip(infos, (xs, ys)))
+
 # %% ../../../nbs/pipes/24_replay/04_store.ipynb #092b29ba
 class StepStore:
     """The last `capacity` steps of `Fragment`s like `example` (see `unbatched`). New steps replace the oldest ones.
 
-    The ring is allocated at once, and again when infos appear that the steps before do not have. The side tables of true last observations,
-    recurrent states and look-ahead rows grow when needed.
+    The ring is allocated at once, and again when infos appear that the steps before do not have, or need a wider dtype. The side tables of
+    true last observations, recurrent states and look-ahead rows grow when needed.
     With `path`, the ring is a memory-mapped file `steps.npy` in this folder. It is always made anew: stored steps are not read back.
     Raises `DataError` for fragments of another structure, or longer than the capacity, and if memory or disk have no room for the ring.
 
@@ -208,12 +217,13 @@ class StepStore:
         return replaced, [self.links.join(lane, seq, serial[env], stepno[:, env]) for (lane, seq, _), env in zip(lanes, mine)]
 
     def _with_all_infos(self, fragment):
-        "`fragment` with all infos that are stored. Those that are new become fields of all records."
-        stored = self.layout.example.env
-        if not (isinstance(stored, dict) and isinstance(fragment.env, dict)) or stored.keys() == fragment.env.keys(): return fragment
-        stored, env = same_keys([stored, fragment.env], [torch.tensor(True), fragment.valid])
-        if stored.keys() != self.layout.example.env.keys(): self._widen(FragmentLayout(self.layout.example._replace(env=stored)))
-        return fragment._replace(env=env)
+        "`fragment` with all infos that are stored, in their dtypes. New infos and wider dtypes become those of all records."
+        before, env = self.layout.example.env, fragment.env
+        if not (isinstance(before, dict) and isinstance(env, dict)): return fragment
+        stored, env = same_keys([before, env], [torch.tensor(True), fragment.valid])
+        stored, env = _same_dtypes(before if stored.keys() == before.keys() else stored, env)
+        if stored is not before: self._widen(FragmentLayout(self.layout.example._replace(env=stored)))
+        return fragment if env is fragment.env else fragment._replace(env=env)
 
     def _widen(self, layout):
         "Move the records to new memory, in the layout `layout`, which has more infos."
