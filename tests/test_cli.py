@@ -73,6 +73,19 @@ def test_options_reach_their_parts():
     assert fragment.adv.shape == (16, 16) and fragment.lane.unique().tolist() == [0, 1]
 
 
+def test_activations_are_chosen_and_stored_by_name(tmp_path):
+    run = small_run(tmp_path/"run", "--activation", "relu", "--critic-activation", "silu")
+    options = json.loads((run/"config.json").read_text())["options"]
+    assert (options["activation"], options["critic_activation"]) == ("relu", "silu")
+    found = load_run(run)
+    agent, _ = build(found.config)
+    assert isinstance(agent.actor.trunk.activation, torch.nn.ReLU) and isinstance(agent.critic.net.activation, torch.nn.SiLU)
+    assert rollpipe("evaluate", run, "--episodes", 1) == 0
+    for name in ("activation", "critic_activation"): del found.config["options"][name]  # as in runs from before this option
+    agent, _ = build(found.config)
+    assert all(isinstance(net.activation, torch.nn.Tanh) for net in (agent.actor.trunk, agent.critic.net))
+
+
 def test_env_kwargs(tmp_path):
     kwargs = ["--env-kwargs", "map_name=8x8", "is_slippery=False"]
     assert rollpipe("train", "trpo", "FrozenLake-v1", *kwargs, "--steps", 64, "--out", tmp_path/"a", *SMALL) == 0
@@ -292,6 +305,8 @@ MISTAKES = [
     ("train ppo CartPole-v1 --lag soon", "--lag: invalid int or none value: 'soon'"),
     ("train dqn CartPole-v1 --beta-steps many", "--beta-steps: invalid int or none value: 'many'"),
     ("train ppo CartPole-v1 --encoder conv", "--encoder: invalid dict or none value: 'conv'"),
+    ("train trpo CartPole-v1 --activation rule", "activation.*elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, got 'rule'"),
+    ("train trpo CartPole-v1 --critic-activation ReLU", "unknown activation.*got 'ReLU'"),
     ("train trpo CartPole-v1 --std wrong", "'free', 'fixed' or 'state', got 'wrong'"),
     ("train trpo Pendulum-v1 --steps 1x", "--steps: invalid int value"),
     ("train trpo Pendulum-v1 --steps 0", "steps.*at least 1, got 0"),

@@ -80,6 +80,13 @@ def test_reset_zeroes_environments_of_every_leaf_in_a_copy():
     assert actor.reset((), [0]) == () and actor.reset(None, [0]) is None
 
 
+@pytest.mark.parametrize("name", ["elu", "gelu", "leaky_relu", "relu", "sigmoid", "silu", "tanh"])
+def test_an_activation_by_name_is_the_function_of_that_name(name):
+    mlp, x = MLP(3, (4,), activation=name), torch.randn(5, 3)
+    function = getattr(torch, name, None) or getattr(torch.nn.functional, name)
+    assert torch.equal(mlp(x), function(mlp.hidden[0](x)))
+
+
 # --- mlp
 
 @fast

@@ -10,7 +10,7 @@ from typing import Any
 
 import gymnasium as gym
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .mlp import MLP
 from .observer import Observer, seeded
@@ -34,7 +34,7 @@ class Critic(Observer):
         observation_space: see `encoder_for`
         hidden: sizes of the hidden layers
         normalize: normalise observations by their running mean and standard deviation
-        activation: module class of the activations
+        activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
         encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
     net: MLP
@@ -48,7 +48,7 @@ class Critic(Observer):
                  observation_space: gym.Space,            # see `encoder_for`
                  hidden: tuple = (64, 64),                # sizes of the hidden layers
                  normalize: bool = True,                  # normalise observations by their running mean and standard deviation
-                 activation: type = nn.Tanh,              # module class of the activations
+                 activation: str | type = 'tanh',         # elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
                  encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     ):
         super().__init__()

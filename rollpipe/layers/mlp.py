@@ -5,6 +5,7 @@
 # %% ../../nbs/layers/02_mlp.ipynb #68e529bd
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import sqrt
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..pipes.errors import DataError
+
 # %% auto #0
-__all__ = ['orthogonal_linear', 'linear', 'MLP']
+__all__ = ['ACTIVATIONS', 'orthogonal_linear', 'linear', 'activation_for', 'MLP']
 
 # %% ../../nbs/layers/02_mlp.ipynb #ccddde85
 def orthogonal_linear(n_in: int, n_out: int, gain: float = 1.0) -> nn.Linear:
@@ -29,6 +32,23 @@ def linear(layer: nn.Linear, x: Tensor) -> Tensor:
     parameters: dict[str, Any] = layer._parameters
     return F.linear(x, parameters['weight'], parameters['bias'])
 
+# %% ../../nbs/layers/02_mlp.ipynb #2c25d31a
+ACTIVATIONS = dict(elu=nn.ELU, gelu=nn.GELU, leaky_relu=nn.LeakyReLU, relu=nn.ReLU, sigmoid=nn.Sigmoid, silu=nn.SiLU, tanh=nn.Tanh)
+
+
+def activation_for(
+    activation: str | Callable,  # a name in `ACTIVATIONS`, or a module class that is called without arguments
+) -> nn.Module:
+    """A new activation module. Raises `DataError` for an unknown name.
+
+    Args:
+        activation: a name in `ACTIVATIONS`, or a module class that is called without arguments
+    """
+    if not isinstance(activation, str): return activation()
+    if activation not in ACTIVATIONS:
+        raise DataError("unknown activation", leaf="activation", expected=", ".join(ACTIVATIONS), got=repr(activation))
+    return ACTIVATIONS[activation]()
+
 # %% ../../nbs/layers/02_mlp.ipynb #2607e6df
 class MLP(nn.Module):
     """Linear layers with an activation after each hidden one; `[..., n_in]` -> `[..., n_out]`, float32.
@@ -39,24 +59,24 @@ class MLP(nn.Module):
         n_in: size of the last input dimension
         hidden: sizes of the hidden layers
         n_out: number of outputs; None: no output layer, the result is the last hidden activation
-        activation: module class of the activations, called without arguments
+        activation: of the hidden layers, see `activation_for`
         gain: gain of the output layer's initial weights, if there is an output layer
     """
     last: nn.Linear | None
     _modules: dict[str, Any]    # `forward` looks here, because attributes of modules are slow
 
     def __init__(self,
-                 n_in: int,                     # size of the last input dimension
-                 hidden: tuple = (64, 64),      # sizes of the hidden layers
-                 n_out: int | None = None,      # number of outputs; None: no output layer, the result is the last hidden activation
-                 activation: type = nn.Tanh,    # module class of the activations, called without arguments
-                 gain: float = 1.0,             # gain of the output layer's initial weights, if there is an output layer
+                 n_in: int,                        # size of the last input dimension
+                 hidden: tuple = (64, 64),         # sizes of the hidden layers
+                 n_out: int | None = None,         # number of outputs; None: no output layer, the result is the last hidden activation
+                 activation: str | type = 'tanh',  # of the hidden layers, see `activation_for`
+                 gain: float = 1.0,                # gain of the output layer's initial weights, if there is an output layer
     ):
         super().__init__()
         sizes = [n_in, *hidden]
         self.hidden = nn.ModuleList(orthogonal_linear(n, m, sqrt(2)) for n, m in zip(sizes, sizes[1:]))
         self.register_module('last', None if n_out is None else orthogonal_linear(sizes[-1], n_out, gain))
-        self.activation = activation()
+        self.activation = activation_for(activation)
         self.n_in, self.n_out = n_in, sizes[-1] if n_out is None else n_out
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
 from .actor import Actor, without_past
 from .heads import head_for
@@ -80,7 +80,7 @@ class MLPPolicy(Observer, Policy):
         action_space: see `head_for`
         hidden: sizes of the hidden layers
         normalize: normalise observations by their running mean and standard deviation
-        activation: module class of the activations
+        activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
         std: standard deviation of Box actions: 'free', 'fixed' or 'state' (`GaussianHead`)
         log_std: log of the initial standard deviation; 0 means half the range of the action
         encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
@@ -92,7 +92,7 @@ class MLPPolicy(Observer, Policy):
                  action_space: gym.Space,                 # see `head_for`
                  hidden: tuple = (64, 64),                # sizes of the hidden layers
                  normalize: bool = True,                  # normalise observations by their running mean and standard deviation
-                 activation: type = nn.Tanh,              # module class of the activations
+                 activation: str | type = 'tanh',         # elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
                  std: str = 'free',                       # standard deviation of Box actions: 'free', 'fixed' or 'state' (`GaussianHead`)
                  log_std: float = 0.0,                    # log of the initial standard deviation; 0 means half the range of the action
                  encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
@@ -116,14 +116,14 @@ class CategoricalPolicy(MLPPolicy):
         action_space: Discrete
         hidden: sizes of the hidden layers
         normalize: normalise observations by their running mean and standard deviation
-        activation: module class of the activations
+        activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
     """
     def __init__(self,
-                 observation_space: gym.Space,  # see `encoder_for`
-                 action_space: gym.Space,       # Discrete
-                 hidden: tuple = (64, 64),      # sizes of the hidden layers
-                 normalize: bool = True,        # normalise observations by their running mean and standard deviation
-                 activation: type = nn.Tanh,    # module class of the activations
+                 observation_space: gym.Space,     # see `encoder_for`
+                 action_space: gym.Space,          # Discrete
+                 hidden: tuple = (64, 64),         # sizes of the hidden layers
+                 normalize: bool = True,           # normalise observations by their running mean and standard deviation
+                 activation: str | type = 'tanh',  # elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
     ):
         if not isinstance(action_space, gym.spaces.Discrete):
             raise SpaceError('CategoricalPolicy: unsupported action space', leaf='action_space', expected='Discrete',
@@ -139,18 +139,18 @@ class GaussianPolicy(MLPPolicy):
         action_space: Box of floats
         hidden: sizes of the hidden layers
         normalize: normalise observations by their running mean and standard deviation
-        activation: module class of the activations
+        activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
         std: standard deviation of the actions: 'free', 'fixed' or 'state' (`GaussianHead`)
         log_std: log of the initial standard deviation; 0 means half the range of the action
     """
     def __init__(self,
-                 observation_space: gym.Space,  # see `encoder_for`
-                 action_space: gym.Space,       # Box of floats
-                 hidden: tuple = (64, 64),      # sizes of the hidden layers
-                 normalize: bool = True,        # normalise observations by their running mean and standard deviation
-                 activation: type = nn.Tanh,    # module class of the activations
-                 std: str = 'free',             # standard deviation of the actions: 'free', 'fixed' or 'state' (`GaussianHead`)
-                 log_std: float = 0.0,          # log of the initial standard deviation; 0 means half the range of the action
+                 observation_space: gym.Space,     # see `encoder_for`
+                 action_space: gym.Space,          # Box of floats
+                 hidden: tuple = (64, 64),         # sizes of the hidden layers
+                 normalize: bool = True,           # normalise observations by their running mean and standard deviation
+                 activation: str | type = 'tanh',  # elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
+                 std: str = 'free',                # standard deviation of the actions: 'free', 'fixed' or 'state' (`GaussianHead`)
+                 log_std: float = 0.0,             # log of the initial standard deviation; 0 means half the range of the action
     ):
         if not (isinstance(action_space, gym.spaces.Box) and np.issubdtype(action_space.dtype, np.floating)):
             raise SpaceError('GaussianPolicy: unsupported action space', leaf='action_space', expected='Box of floats',

@@ -28,7 +28,7 @@ class DuellingHead(nn.Module):
 
     Source: Wang et al. 2016, Dueling network architectures for deep reinforcement learning, https://arxiv.org/abs/1511.06581
     """
-    def __init__(self, n_in: int, n: int, hidden: tuple = (), activation: type = nn.ReLU):
+    def __init__(self, n_in: int, n: int, hidden: tuple = (), activation: str | type = 'relu'):
         super().__init__()
         self.value = MLP(n_in, hidden, 1, activation)
         self.advantage = MLP(n_in, hidden, n, activation, gain=0.01)
@@ -96,7 +96,7 @@ class QPolicy(Observer, EpsilonGreedy):
         hidden: sizes of the hidden layers; `()`: linear (a table if observations are Discrete)
         duelling: separate value and advantages, each with a last hidden layer of its own
         normalize: normalise observations by their running mean and standard deviation
-        activation: module class of the activations
+        activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
         epsilon: fraction of the steps with a random action; a buffer that learners may change
         encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
@@ -108,7 +108,7 @@ class QPolicy(Observer, EpsilonGreedy):
                  hidden: tuple = (64, 64),                # sizes of the hidden layers; `()`: linear (a table if observations are Discrete)
                  duelling: bool = False,                  # separate value and advantages, each with a last hidden layer of its own
                  normalize: bool = False,                 # normalise observations by their running mean and standard deviation
-                 activation: type = nn.ReLU,              # module class of the activations
+                 activation: str | type = 'relu',         # elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
                  epsilon: float = 0.1,                    # fraction of the steps with a random action; a buffer that learners may change
                  encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     ):
@@ -141,7 +141,7 @@ class RecurrentQPolicy(RecurrentObserver, EpsilonGreedy):
         past: the network also sees the previous action and its reward
         duelling: separate value and advantages, by two linear layers behind the memory
         normalize: normalise observations by their running mean and standard deviation
-        activation: module class of the activations
+        activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
         epsilon: fraction of the steps with a random action; a buffer that learners may change
         method: how fragments are processed: 'step', 'packed' or None (`Recurrent`)
         encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
@@ -157,7 +157,7 @@ class RecurrentQPolicy(RecurrentObserver, EpsilonGreedy):
                  past: bool = False,                      # the network also sees the previous action and its reward
                  duelling: bool = False,                  # separate value and advantages, by two linear layers behind the memory
                  normalize: bool = False,                 # normalise observations by their running mean and standard deviation
-                 activation: type = nn.ReLU,              # module class of the activations
+                 activation: str | type = 'relu',         # elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
                  epsilon: float = 0.1,                    # fraction of the steps with a random action; a buffer that learners may change
                  method: str | None = None,               # how fragments are processed: 'step', 'packed' or None (`Recurrent`)
                  encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module

@@ -11,7 +11,7 @@ from typing import Any
 
 import gymnasium as gym
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .critic import Critic
 from .encoders import encoder_for
@@ -33,7 +33,7 @@ class RecurrentObserver(Observer):
     cells = dict(gru=GRU, lstm=LSTM)
 
     def make_memory(self, observation_space: gym.Space, action_space: gym.Space, *, hidden: tuple, memory: int, cell: str,
-                    layers: int, span: float, past: bool, normalize: bool, activation: type, method: str | None,
+                    layers: int, span: float, past: bool, normalize: bool, activation: str | type, method: str | None,
                     encoder: dict | Callable | None) -> None:
         """Make all modules; the parameters are those of `RecurrentPolicy`.
 
@@ -71,7 +71,7 @@ class RecurrentPolicy(RecurrentObserver, Policy):
         span: number of steps for which the memory of an untrained policy lasts
         past: the policy also sees the previous action and its reward
         normalize: normalise observations by their running mean and standard deviation
-        activation: module class of the activations
+        activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
         std: standard deviation of Box actions: 'free', 'fixed' or 'state' (`GaussianHead`)
         log_std: log of the initial standard deviation; 0 means half the range of the action
         method: how fragments are processed: 'step', 'packed' or None (`Recurrent`)
@@ -88,7 +88,7 @@ class RecurrentPolicy(RecurrentObserver, Policy):
                  span: float = 32,                        # number of steps for which the memory of an untrained policy lasts
                  past: bool = False,                      # the policy also sees the previous action and its reward
                  normalize: bool = True,                  # normalise observations by their running mean and standard deviation
-                 activation: type = nn.Tanh,              # module class of the activations
+                 activation: str | type = 'tanh',         # elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
                  std: str = 'free',                       # standard deviation of Box actions: 'free', 'fixed' or 'state' (`GaussianHead`)
                  log_std: float = 0.0,                    # log of the initial standard deviation; 0 means half the range of the action
                  method: str | None = None,               # how fragments are processed: 'step', 'packed' or None (`Recurrent`)
@@ -122,7 +122,7 @@ class MemoryCritic(Critic):
         memory: size of the policy's memory
         hidden: sizes of the hidden layers
         normalize: normalise observations by their running mean and standard deviation
-        activation: module class of the activations
+        activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
         encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
     def __init__(self,
@@ -130,7 +130,7 @@ class MemoryCritic(Critic):
                  memory: int = 64,                        # size of the policy's memory
                  hidden: tuple = (64, 64),                # sizes of the hidden layers
                  normalize: bool = True,                  # normalise observations by their running mean and standard deviation
-                 activation: type = nn.Tanh,              # module class of the activations
+                 activation: str | type = 'tanh',         # elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
                  encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     ):
         super().__init__(observation_space, hidden, normalize, activation, encoder)
