@@ -5,16 +5,20 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from rollpipe.cli import main
+
 ROOT = Path(__file__).resolve().parents[1]
 NBS = ROOT/"nbs"
 NOTEBOOKS = sorted(p for p in NBS.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
-TEXTS = [*NOTEBOOKS, *ROOT.glob("*.md"), *ROOT.glob("benchmarks/*.md")]
+PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("docs/howto/*.md")])  # of the site
+TEXTS = [*NOTEBOOKS, *ROOT.glob("*.md"), *ROOT.glob("benchmarks/*.md"), *PAGES]
 DRAWN = re.compile(r"^[ │├┌]*[○→└↑] \w+.*", re.M)  # a line of a drawing
 
 
@@ -36,9 +40,9 @@ def shown(cell):
 def drawings(text): return DRAWN.findall(text)
 
 
-def run(sources):
-    "What each of the cells shows, run in turn in this process; an assertion or error stops it."
-    names, out = {"__name__": "__main__"}, []
+def run(sources, names=None):
+    "What each of the cells shows, run in turn in this process with their global `names`; an assertion or error stops it."
+    names, out = {"__name__": "__main__"} if names is None else names, []
     for text in sources:
         tree, value = ast.parse(text), None
         if tree.body and isinstance(tree.body[-1], ast.Expr): value = ast.Expression(tree.body.pop().value)
@@ -73,6 +77,43 @@ def test_the_drawing_in_the_readme_is_what_its_code_draws():
     pairs = [(code, text) for code, text in zip(texts, texts[1:]) if "print(draw(" in code]
     assert pairs
     for code, text in pairs: assert run([code])[0].split() == text.split()
+
+
+def snippets(path):
+    "(language, text) of the blocks of a page, in turn."
+    return re.findall(r"^```(\w+)\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S)
+
+
+def command(line):
+    "Run a line of a shell in this process. A training is shortened."
+    first, *words = shlex.split(line)
+    if "train" in words: words += ["--steps", "600", "--n-steps", "32", "--quiet", "--no-tensorboard"]
+    with contextlib.redirect_stdout(io.StringIO()): code = main(words)
+    assert (first, code) == ("rollpipe", 0), line
+
+
+@pytest.mark.parametrize("path", [p for p in PAGES if snippets(p)], ids=lambda p: p.stem)
+def test_the_snippets_of_a_page_run_and_print_what_the_page_shows(path, tmp_path, monkeypatch):
+    """In an empty folder. A block of text is what the block of Python before it prints. One that begins with a file name is that file.
+
+    Loops of ten and more rounds have two.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    names, printed = {"__name__": "__main__"}, None
+    for language, text in snippets(path):
+        if "onnx" in text: pytest.importorskip("onnxruntime")
+        if language == "python":
+            file = re.match(r"# (\w+\.py)\n", text)
+            if file:
+                Path(file[1]).write_text(text, encoding="utf-8")
+                continue
+            printed, = run([re.sub(r"range\(\d\d+\)", "range(2)", text)], names)
+        elif language == "sh":
+            for line in text.splitlines(): command(line)
+        elif language == "text":
+            assert printed is not None and printed.strip() == text.strip()
+            printed = None
 
 
 if __name__ == "__main__":
