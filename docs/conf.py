@@ -1,17 +1,19 @@
 "How Sphinx makes the site. `prepare.py` has written all pages into its source folder before; `make docs` calls both."
 import importlib.metadata
+import inspect
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import math_core
 from docutils import nodes
-from sphinx import addnodes
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 from prepare import NOTEBOOK, as_rst, page_of
+
+from rollpipe.options import args_section, meanings
 
 project, author, copyright = "rollpipe", "The rollpipe developers", "2026 onwards, the rollpipe developers"
 release = version = importlib.metadata.version("rollpipe")
@@ -31,7 +33,8 @@ html_theme_options = dict(
     logo=dict(text="rollpipe"), navbar_align="left", navigation_with_keys=False, show_nav_level=1, show_toc_level=2,
     search_as_you_type=True, secondary_sidebar_items=["page-toc"], footer_start=["copyright"], footer_end=[])
 MATH_FONT = Path(find_spec("ziamath").origin).parent/"fonts"/"STIXTwoMath-Regular.ttf"  # without it brackets do not stretch
-html_static_path, html_css_files, html_sidebars = ["_static", str(MATH_FONT)], ["rollpipe.css"], {"index": []}
+html_static_path, html_css_files = ["_static", str(MATH_FONT)], ["rollpipe.css"]
+html_sidebars = {page: [] for page in ("index", "quickstart", "glossary", "results", "architecture")}  # pages without siblings
 html_show_sourcelink = html_copy_source = False
 
 
@@ -43,11 +46,21 @@ def written_here(method):
     return not bases or bases[0].__module__.startswith("rollpipe")
 
 
+def add_passed_on(obj, lines):
+    "Put the parameters that a function passes on to another one in the place of its `**kwargs`."
+    at = next((i for i, line in enumerate(lines) if line.startswith("    **")), None)
+    if at is None: return
+    known, own = meanings(obj), args_section("\n".join(lines))
+    more = [f"    {name}: {known[name]}" for name in inspect.signature(obj).parameters if name in known and name not in own]
+    if more: lines[at:at + 1] = more
+
+
 def docstring(app, what, name, obj, options, lines):
     "Docstrings are Markdown. napoleon, which comes later, reads their `Args:`."
     if what == "data": lines.clear()  # it is that of the class of the value
     if what == "method" and not written_here(obj): del lines[1:]  # the summary of another library is enough
     if any("``" in line for line in lines): return  # it is reStructuredText
+    if what in ("class", "function"): add_passed_on(obj, lines)
     lines[:] = [as_rst(line) for line in lines]
     end = next((i for i, x in enumerate(lines) if x in ("Args:", "Returns:", "Raises:")), len(lines))
     for i in range(end - 1, 0, -1):  # reStructuredText wants an empty line around an indented block
@@ -57,12 +70,13 @@ def docstring(app, what, name, obj, options, lines):
 
 class Names(SphinxPostTransform):
     "`EnvStepper` anywhere in the text of a page is a link to its reference, and `tutorials/00_tour` a link to that page."
-    default_priority = 1
+    default_priority = 20  # what Sphinx itself can resolve is a reference by now
+    unresolved = {"xref", "py", "py-obj"}
 
     def run(self):
         names = self.env.temp_data.get("rollpipe") or self.env.temp_data.setdefault("rollpipe", self.collect())
         for node in list(self.document.findall(nodes.literal)):
-            if isinstance(node.parent, (nodes.reference, addnodes.pending_xref)) or node.get("classes"): continue
+            if isinstance(node.parent, nodes.reference) or not self.unresolved.issuperset(node.get("classes")): continue
             text = node.astext()
             notebook = NOTEBOOK.fullmatch(text)
             page, anchor = (page_of(notebook[1]), "") if notebook else names.get(text.split("(")[0], (None, ""))

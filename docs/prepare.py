@@ -176,7 +176,8 @@ def glossary(out):
     "The table of ARCHITECTURE.md as a glossary, to whose words a page refers with {term}."
     rows = [[x.strip() for x in re.split(r"(?<!\\)\|", line)[1:-1]] for line in section("ARCHITECTURE.md", "Glossary").splitlines()
             if line.startswith("|")][2:]
-    lines = ["# Glossary", "", "One word means one thing, in the code and in the texts.", "", "```{eval-rst}", ".. glossary::", ""]
+    lines = ["# Glossary", "", "One word means one thing, in the code and in the texts.", "", "```{eval-rst}",
+             ".. currentmodule:: rollpipe.pipes", "", ".. glossary::", ""]
     for words, meaning, elsewhere in rows:
         lines += [f"   {word.strip(' `')}" for word in re.split("[,;]", words)]
         lines += [f"      {as_rst(meaning)}.", ""] + ([f"      *Elsewhere:* {as_rst(elsewhere)}.", ""] if elsewhere != "-" else [])
