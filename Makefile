@@ -24,7 +24,7 @@ endif
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint sync notebooks pytest slow bench export update hooks clean
+.PHONY: help setup demo test lint sync notebooks pytest slow bench docs export update hooks clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -68,6 +68,17 @@ slow: $(STAMP)  ## the learning tests, many minutes
 
 bench: $(STAMP)  ## every benchmark, each beside its floor
 	@for f in collect vector trpo_update recurrent images invariants footprint train workers replay ppo; do echo "== $$f"; $(BIN)/python benchmarks/$$f.py || exit 1; done
+
+docs: $(VENV)/.docs  ## the documentation as a site: open build/site/index.html; no server is needed
+	@$(BIN)/python docs/prepare.py build/docs
+	@$(BIN)/python -m sphinx -q -W --keep-going -c docs -b html -d build/doctrees build/docs build/site
+	@$(BIN)/python docs/check_links.py build/site
+
+$(VENV)/.docs: $(STAMP)
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	echo "The tools for the site need Python 3.11 or 3.12. $(VENV) has $$($(BIN)/python -V)." >&2; exit 1; }
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[docs]'
+	@touch $@
 
 export: $(STAMP)  ## clean the notebooks and export them to modules
 	@$(BIN)/nbdev_clean && $(BIN)/python tools/export.py

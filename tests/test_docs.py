@@ -1,10 +1,13 @@
 "What the texts show is what the code does: references lead somewhere, and stored drawings are those that the code draws."
 import ast
 import contextlib
+import importlib
+import inspect
 import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 NBS = ROOT/"nbs"
 NOTEBOOKS = sorted(p for p in NBS.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
-TEXTS = [*NOTEBOOKS, *ROOT.glob("*.md"), *ROOT.glob("benchmarks/*.md")]
+PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("docs/howto/*.md")])  # of the site
+TEXTS = [*NOTEBOOKS, *ROOT.glob("*.md"), *ROOT.glob("benchmarks/*.md"), *PAGES]
 DRAWN = re.compile(r"^[ │├┌]*[○→└↑] \w+.*", re.M)  # a line of a drawing
 
 
@@ -36,9 +40,9 @@ def shown(cell):
 def drawings(text): return DRAWN.findall(text)
 
 
-def run(sources):
-    "What each of the cells shows, run in turn in this process; an assertion or error stops it."
-    names, out = {"__name__": "__main__"}, []
+def run(sources, names=None):
+    "What each of the cells shows, run in turn in this process with their global `names`; an assertion or error stops it."
+    names, out = {"__name__": "__main__"} if names is None else names, []
     for text in sources:
         tree, value = ast.parse(text), None
         if tree.body and isinstance(tree.body[-1], ast.Expr): value = ast.Expression(tree.body.pop().value)
@@ -73,6 +77,77 @@ def test_the_drawing_in_the_readme_is_what_its_code_draws():
     pairs = [(code, text) for code, text in zip(texts, texts[1:]) if "print(draw(" in code]
     assert pairs
     for code, text in pairs: assert run([code])[0].split() == text.split()
+
+
+def snippets(path):
+    "(language, text) of the blocks of a page, in turn."
+    return re.findall(r"^```(\w+)\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S)
+
+
+def command(line):
+    "Run a line of a shell in this process. A training is shortened."
+    from rollpipe.cli import main
+    first, *words = shlex.split(line)
+    if "train" in words: words += ["--steps", "600", "--n-steps", "32", "--quiet", "--no-tensorboard"]
+    with contextlib.redirect_stdout(io.StringIO()): code = main(words)
+    assert (first, code) == ("rollpipe", 0), line
+
+
+@pytest.mark.parametrize("path", [p for p in PAGES if snippets(p)], ids=lambda p: p.stem)
+def test_the_snippets_of_a_page_run_and_print_what_the_page_shows(path, tmp_path, monkeypatch):
+    """In an empty folder. A block of text is what the block of Python before it prints. One that begins with a file name is that file.
+
+    Loops of ten and more rounds have two.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    names, printed = {"__name__": "__main__"}, None
+    for language, text in snippets(path):
+        if "onnx" in text: pytest.importorskip("onnxruntime")
+        if language == "python":
+            file = re.match(r"# (\w+\.py)\n", text)
+            if file:
+                Path(file[1]).write_text(text, encoding="utf-8")
+                continue
+            printed, = run([re.sub(r"range\(\d\d+\)", "range(2)", text)], names)
+        elif language == "sh":
+            for line in text.splitlines(): command(line)
+        elif language == "text":
+            assert printed is not None and printed.strip() == text.strip()
+            printed = None
+
+
+def test_the_site_has_every_public_name_and_its_pages_refer_to_pages_and_terms_that_are_there(tmp_path):
+    import prepare
+    prepare.main(tmp_path)
+    pages = {p.relative_to(tmp_path).with_suffix("").as_posix(): p.read_text(encoding="utf-8") for p in tmp_path.rglob("*.*")
+             if p.suffix in (".md", ".ipynb")}
+    assert {prepare.page_of(p.relative_to(NBS).with_suffix("").as_posix()) for p in NOTEBOOKS} <= set(pages)
+
+    documented = set(re.findall(r"^\.\. auto\w+:: (\S+)", "\n".join(pages.values()), re.M))
+    for package in prepare.PACKAGES:
+        public = importlib.import_module(package)
+        names = {n for n in getattr(public, "__all__", vars(public)) if n[0] != "_" and n != "DataLoader2"}
+        assert {f"{package}.{n}" for n in names if not inspect.ismodule(getattr(public, n))} <= documented
+
+    for path in PAGES:
+        page, text = path.relative_to(ROOT/"docs"), path.read_text(encoding="utf-8")
+        targets = re.findall(r"\{doc\}`([^`]+)`", text) + re.findall(r"^:link: (.+)$", text, re.M)
+        found = [os.path.normpath(t[1:] if t[0] == "/" else page.parent/t) for t in targets]
+        assert set(found) <= set(pages), path
+        terms = [re.sub(r".*<(.*)>", r"\1", term) for term in re.findall(r"\{term\}`([^`]+)`", text)]
+        assert all(re.search(rf"^   {term}$", pages["glossary"], re.M) for term in terms), path
+
+
+@pytest.mark.parametrize("bad", ['<a href="gone.html">', '<a href="#gone">', '<a href="b.html#gone">', '<img src="gone.png">',
+                                 '<script src="https://example.org/x.js">'])
+def test_the_site_is_refused_if_a_link_is_broken_or_something_is_loaded_from_elsewhere(bad, tmp_path, capsys):
+    import check_links
+    good = '<h1 id="top">A</h1><a href="b.html#top">b</a><a href="#top">up</a><a href="https://example.org">there</a>'
+    for name in "ab": (tmp_path/f"{name}.html").write_text(good)
+    assert not check_links.main(tmp_path)
+    (tmp_path/"a.html").write_text(good + bad)
+    assert check_links.main(tmp_path) and "a.html: " in capsys.readouterr().out
 
 
 if __name__ == "__main__":

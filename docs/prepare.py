@@ -1,0 +1,210 @@
+"""Write the source folder of the site: `python docs/prepare.py build/docs`.
+
+The pages that people wrote are copied from this folder. The others are made: notebooks without their directives, a page of the reference
+for every module, and the texts that stand in README.md and ARCHITECTURE.md.
+"""
+import importlib
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+PACKAGES = {"rollpipe.pipes": "Pipes", "rollpipe.layers": "Layers", "rollpipe.agents": "Agents", "rollpipe.testing": "Testing"}
+ROOMS = {"": "Command line", "pipes": "Pipes", "pipes/10_envs": "Environments", "pipes/24_replay": "Replay",
+         "pipes/30_workers": "Workers", "layers": "Layers", "agents": "Agents", "testing": "Testing"}
+NOTEBOOK = re.compile(r"(?:nbs/)?((?:\w+/)*\d\d_\w+)(?:\.ipynb)?")
+DIRECTIVE = re.compile(r"^#\|.*\n?", re.M)
+
+
+class Folder:
+    "The source folder. A page is written only if it changed, so that Sphinx builds no other page again."
+    def __init__(self, path): self.path, self.written = Path(path).resolve(), set()
+
+    def write(self, name, text):
+        path = self.path/name
+        self.written.add(path)
+        data = text if isinstance(text, bytes) else text.encode()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or path.read_bytes() != data: path.write_bytes(data)
+
+    def drop_others(self):
+        "Remove the pages of an earlier build that this one did not write."
+        for path in self.path.rglob("*"):
+            if path.is_file() and path not in self.written: path.unlink()
+
+
+def as_rst(text):
+    "A line of Markdown as reStructuredText: `name` is a reference if there is such a name, all else is plain."
+    text = re.sub(r"\[([^\]]*)\]\(([^)\s]*)\)", r"\1", text)
+    parts = re.split("`([^`]*)`", text)
+    plain = [re.sub(r"[*|]|_(?!\w)", r"\\\g<0>", x) for x in parts[::2]]
+    code = [f"\\ :py:obj:`{x}`\\ " if re.fullmatch(r"[\w.]+", x) else f"\\ ``{x}``\\ " if x.strip() else x for x in parts[1::2]]
+    return "".join(x for pair in zip(plain, code + [""]) for x in pair)
+
+
+# -- notebooks ---------------------------------------------------------------------------------------------------------
+
+def page_of(notebook):
+    "The page of a notebook, whose path is relative to nbs/ and has no suffix."
+    return notebook if notebook.startswith("tutorials/") else f"literate/{notebook}"
+
+
+def without_directives(nb):
+    "The notebook as a page, with the imports of a module folded and hidden cells left out; and the module that it exports."
+    cells, module = [], None
+    for cell in nb.cells:
+        words = re.findall(r"^#\|\s*(\S+)\s*(\S*)", cell.source, re.M) if cell.cell_type == "code" else []
+        module = next(("rollpipe." + value for word, value in words if word == "default_exp"), module)
+        if any(word in ("hide", "default_exp") for word, _ in words): continue
+        if cell.cell_type == "code":
+            cell.source = DIRECTIVE.sub("", cell.source)
+            if cell.source.startswith(("import ", "from ")) and words:
+                cell.metadata["tags"] = ["hide-input"]
+                cell.metadata["mystnb"] = {"code_prompt_show": "Imports", "code_prompt_hide": "Imports"}
+        cell["id"] = f"c{len(cells)}"
+        cells.append(cell)
+    nb.cells = cells
+    nb.metadata["kernelspec"] = dict(name="python3", display_name="Python 3", language="python")
+    return nb, module
+
+
+def toctree(pages, caption="", options=":maxdepth: 1"):
+    return "\n".join(["```{toctree}", options, *([f":caption: {caption}"] if caption else []), "", *pages, "```", ""])
+
+
+def notebooks(out):
+    "Write the notebooks; returns module -> (page, title)."
+    found, rooms = {}, {}
+    for path in sorted((ROOT/"nbs").rglob("[0-9]*.ipynb")):
+        if ".ipynb_checkpoints" in path.parts: continue
+        nb, module = without_directives(nbformat.read(path, 4))
+        name = path.relative_to(ROOT/"nbs").with_suffix("").as_posix()
+        title = re.search(r"^# (.+)$", nb.cells[0].source, re.M)[1]
+        rooms.setdefault(path.parent.relative_to(ROOT/"nbs").as_posix().lstrip("."), []).append(name)
+        if module: found[module] = (page_of(name), title)
+        out.write(f"{page_of(name)}.ipynb", nbformat.writes(nb))
+    trees = [toctree(rooms.pop(room), caption) for room, caption in ROOMS.items()]
+    tutorials = [name.removeprefix("tutorials/") for name in rooms.pop("tutorials")]
+    assert not rooms, f"these folders of notebooks have no caption in ROOMS: {sorted(rooms)}"
+    out.write("literate/index.md", "# Literate source\n\nThe library as it is written: the text, the code, and the examples that check "
+              "it, one idea a page. The order within a room is that of the imports.\n\n" + "\n".join(trees))
+    out.write("tutorials/index.md", "# Tutorials\n\nThe outputs and the pictures are those of a full run. Begin with the tour.\n\n"
+              + toctree(tutorials))
+    return found
+
+
+# -- reference ---------------------------------------------------------------------------------------------------------
+
+def heading(names):
+    "The title of a page: the names that it documents."
+    return ", ".join(names[:2]) + (", ..." if names[2:] else "")
+
+
+def summary(obj):
+    "The first sentence of the docstring, fit for a table."
+    doc = "" if isinstance(obj, (dict, tuple, list, str)) else inspect.getdoc(obj) or ""
+    return re.split(r"(?<=[.:;])\s|\n\n", doc, maxsplit=1)[0].replace("\n", " ").replace("|", "\\|")
+
+
+def directive(package, name):
+    "The lines that have a public name documented."
+    obj = getattr(importlib.import_module(package), name)
+    if inspect.ismodule(obj): return [f".. automodule:: {obj.__name__}", "   :members:", ""]
+    if inspect.isclass(obj): return [f".. autoclass:: {package}.{name}", "   :members:", "   :show-inheritance:", ""]
+    if callable(obj): return [f".. autofunction:: {package}.{name}", ""]
+    return [f".. autodata:: {package}.{name}", "   :no-value:", ""]
+
+
+def module_page(module, names, package, found, out):
+    "Write the page of one module under the name of the package from which users import; returns the name of the page."
+    whole = importlib.import_module(module)
+    page, title = found.get(module, (None, module))
+    lines = [f"# {module if module == package else heading(names)}", "", whole.__doc__ or "", ""]
+    if page: lines += [f"How it is made: {{doc}}`{title} </{page}>`.", ""]
+    lines += ["```{eval-rst}", *([f".. module:: {module}"] if module == package and package not in PACKAGES else []),
+              f".. currentmodule:: {package}", ""]
+    for name in names: lines += directive(package, name)
+    stem = module if module != package or package not in PACKAGES else f"{module}.other"
+    out.write(f"api/{stem}.md", "\n".join([*lines, "```", ""]))
+    return stem
+
+
+def public_names(package):
+    "module -> the names that users import from `package` and that are written there."
+    whole, homes = importlib.import_module(package), {}
+    for name in getattr(whole, "__all__", None) or [n for n in vars(whole) if n[0] != "_"]:
+        obj = getattr(whole, name)
+        home = obj.__name__ if inspect.ismodule(obj) else getattr(obj, "__module__", package)
+        if home.startswith("torchdata") or (package == "rollpipe.testing" and inspect.ismodule(obj)): continue
+        homes.setdefault(home if home.startswith("rollpipe") else package, []).append(name)
+    return homes
+
+
+def reference(found, out):
+    "Write a page for every module that gives public names, and tables of the names of each package."
+    packages = []
+    for package, title in PACKAGES.items():
+        doc = importlib.import_module(package).__doc__
+        homes = sorted(public_names(package).items(), key=lambda x: found.get(x[0], ("~",))[0])
+        pages = [f"{heading(names)} <{module_page(home, names, package, found, out)}>" for home, names in homes]
+        rows = [f"| `{package}.{n}` | {summary(getattr(importlib.import_module(package), n))} |" for _, names in homes for n in names]
+        out.write(f"api/{package}.md", "\n".join([
+            f"# {title}", "", "```{eval-rst}", f".. module:: {package}", "```", "", doc, "", "| Name | Meaning |", "| --- | --- |", *rows,
+            "", toctree(pages, options=":hidden:")]))
+        packages.append(package)
+    singles = [m for m in found if m.count(".") == 1]
+    for module in singles: module_page(module, importlib.import_module(module).__all__, module, found, out)
+    out.write("api/index.md", "# Reference\n\nEvery public class and function, with its signature and the meaning and shape of every "
+              "parameter.\n\n" + toctree(packages, "To compose") + "\n" + toctree(singles, "The command line, and what it is made of"))
+
+
+# -- texts that stand elsewhere ----------------------------------------------------------------------------------------
+
+def section(path, title):
+    "A section of a Markdown file, without its heading."
+    text = (ROOT/path).read_text(encoding="utf-8")
+    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
+    if not found: sys.exit(f"{path} has no section {title!r}, which the site shows")
+    return found[1].strip()
+
+
+def glossary(out):
+    "The table of ARCHITECTURE.md as a glossary, to whose words a page refers with {term}."
+    rows = [[x.strip() for x in re.split(r"(?<!\\)\|", line)[1:-1]] for line in section("ARCHITECTURE.md", "Glossary").splitlines()
+            if line.startswith("|")][2:]
+    lines = ["# Glossary", "", "One word means one thing, in the code and in the texts.", "", "```{eval-rst}",
+             ".. currentmodule:: rollpipe.pipes", "", ".. glossary::", ""]
+    for words, meaning, elsewhere in rows:
+        lines += [f"   {word.strip(' `')}" for word in re.split("[,;]", words)]
+        lines += [f"      {as_rst(meaning)}.", ""] + ([f"      *Elsewhere:* {as_rst(elsewhere)}.", ""] if elsewhere != "-" else [])
+    out.write("glossary.md", "\n".join([*lines, "```", ""]))
+
+
+def architecture(out):
+    text = (ROOT/"ARCHITECTURE.md").read_text(encoding="utf-8")
+    text = re.sub(r"^## Glossary\n.*?(?=^## )", "## Glossary\n\nIt has a page of its own: {doc}`glossary`.\n\n", text, flags=re.M | re.S)
+    out.write("architecture.md", text.replace("```imports", "```text"))
+
+
+def results(out):
+    out.write("results.md", f"# What it learns, and how fast\n\n## What it learns\n\n{section('README.md', 'What it learns')}\n\n"
+              f"## How fast it is\n\n{section('README.md', 'How fast it is')}\n")
+    out.write("docs/learning.png", (HERE/"learning.png").read_bytes())
+
+
+def main(target):
+    out = Folder(target)
+    for path in sorted([*HERE.glob("*.md"), *HERE.glob("howto/*.md")]):
+        out.write(path.relative_to(HERE).as_posix(), path.read_text(encoding="utf-8"))
+    reference(notebooks(out), out)
+    glossary(out)
+    architecture(out)
+    results(out)
+    out.drop_others()
+
+
+if __name__ == "__main__": main(sys.argv[1])
