@@ -185,3 +185,19 @@ def test_recurrent_state_stays_in_its_lane():
     actor, plans = Memory(), [[(3, "trunc")], [(5, "term")]]
     lanes = by_lane(Lanes(FragmentCollector(EnvStepper([lambda p=p: Counting(p) for p in plans], actor), 4), 2, 0), 6)
     assert_same(apply(lambda x: x, [f._replace(lane=None) for f in lanes[0]]), [f._replace(lane=None) for f in lanes[1]])
+
+
+class Frozen(Exception):
+    "As a frozen dataclass: nobody may change it."
+    def __setattr__(self, name, value): raise AttributeError("frozen")
+
+
+def test_an_exception_that_nobody_may_change_arrives_as_it_is():
+    class Fails(Pipe):
+        def stream(self, items):
+            yield next(items)
+            raise Frozen("of the user")
+
+    lanes = iter(Lanes(Fails(FragmentCollector(EnvStepper("CartPole-v1", CategoricalPolicy.for_env("CartPole-v1"), 1), 4)), 1, seed=0))
+    next(lanes)
+    with pytest.raises(Frozen, match="of the user"): next(lanes)

@@ -230,8 +230,8 @@ def test_a_lane_that_begins_again_draws_other_numbers():
     lanes = Lanes(FragmentCollector(EnvStepper(Global, Plain(), 2), 6), 2, 0)
     first, again = (lanes.global_random_states(1, lanes.root(), k) for k in range(2))
     def draw(): return random.random(), np.random.random(), float(torch.rand(()))
-    with first.swapped_in(): a = draw()
-    with again.swapped_in(): b = draw()
+    with first: a = draw()
+    with again: b = draw()
     assert not set(a) & set(b)
 
 
@@ -254,5 +254,5 @@ def test_each_lane_and_the_user_go_on_with_generators_of_their_own(turns, mersen
             wanted = DRAWS[what](alone[who])
             if who == "outside": assert DRAWS[what](np.random) == wanted
             else:
-                with lanes[who].swapped_in(): assert DRAWS[what](np.random) == wanted
+                with lanes[who]: assert DRAWS[what](np.random) == wanted
     finally: np.random.set_bit_generator(before)

@@ -8,7 +8,6 @@ __all__ = ['Divided', 'NumpyState', 'GlobalRandomStates', 'Lanes']
 # %% ../../nbs/pipes/14_lanes.ipynb #03556a8a
 import ctypes, functools, logging, multiprocessing, random, warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -139,16 +138,15 @@ class GlobalRandomStates:
         np.random.seed(numpy)
         torch.default_generator.manual_seed(pytorch)
 
-    @contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        "Within this context the global generators go on from these states; afterwards they are as they were."
+    def __enter__(self) -> None:
+        "From here on the global generators go on from these states; at the end of the `with` block they are as they were."
         if self.outer is None: self.outer = GlobalRandomStates()
         else: self.outer.take()
         self.put(self.outer)
-        try: yield
-        finally:
-            self.take()
-            self.outer.put(self)
+
+    def __exit__(self, *exception: Any) -> None:
+        self.take()
+        self.outer.put(self)
 
 # %% ../../nbs/pipes/14_lanes.ipynb #cb6ee320
 class Lanes(Divided, Seeded, Pipe):
@@ -223,7 +221,7 @@ class Lanes(Divided, Seeded, Pipe):
             while turn:
                 for lane, items, states in list(turn):
                     try:
-                        with torch_threads(self.threads), states.swapped_in(), unchanging.during(lane): item = next(items)
+                        with torch_threads(self.threads), states, unchanging.during(lane): item = next(items)
                     except StopIteration: turn.remove((lane, items, states))
                     else: yield item
         finally:

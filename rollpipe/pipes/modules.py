@@ -9,8 +9,8 @@ __all__ = ['ByIdentity', 'Handle', 'version_of', 'bump_version', 'VersionCounter
 # %% ../../nbs/pipes/05_modules.ipynb #2ea7f9ea
 import functools, inspect, operator, os, random, uuid, weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import ContextDecorator
 from typing import Any
 
 import cloudpickle
@@ -270,16 +270,19 @@ class EvalMode:
 
 
 # %% ../../nbs/pipes/05_modules.ipynb #e5cfcf77
-@contextmanager
-def torch_threads(n: int | None = 1) -> Iterator[None]:
-    "Within this context torch computes with `n` threads; None changes nothing."
-    before = torch.get_num_threads()
-    if n is None or n == before:
-        yield
-        return
-    torch.set_num_threads(n)
-    try: yield
-    finally: torch.set_num_threads(before)
+class torch_threads(ContextDecorator):
+    "A `with` block, or a function, in which torch computes with `n` threads; None changes nothing."
+    def __init__(self, n: int | None = 1): self.n = n
+
+    def _recreate_cm(self): return torch_threads(self.n)     # one for each call of a decorated function
+
+    def __enter__(self) -> None:
+        self.before = torch.get_num_threads()
+        if self.n not in (None, self.before): torch.set_num_threads(self.n)
+
+    # With `@contextmanager`, an exception that lets nobody change its attributes would become another one.
+    def __exit__(self, *exception: Any) -> None:
+        if self.n not in (None, self.before): torch.set_num_threads(self.before)
 
 # %% ../../nbs/pipes/05_modules.ipynb #fc5143a3
 def checked_device(

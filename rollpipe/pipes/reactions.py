@@ -8,7 +8,6 @@ __all__ = ['SeededActor', 'as_input', 'AnswerCheck', 'kept_in', 'attribute_name'
 # %% ../../nbs/pipes/11_reactions.ipynb #82945338
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
@@ -249,16 +248,21 @@ class Unchanging:
         self.slots = [slots for _, _, m in self.parts for slots in (m._parameters, m._buffers)]
         self.lazy = {id(x) for slots in self.slots for x in slots.values() if torch.nn.parameter.is_lazy(x)}   # they have no values yet
 
-    @contextmanager
-    def during(self, lane: int) -> Iterator[None]:
-        "The block in which `lane` collects one item."
-        closely = bool(self.n_items and not self.n_items & (self.n_items - 1))
-        attributes = [attributes_of(x, states=True) for x in self.actors] if closely else []
-        before = self._look(closely)
-        yield
-        after = self._look(closely)
-        if list(map(id, after[0])) != list(map(id, before[0])) or after[1:] != before[1:]: self._refuse(before, after, lane)
-        for actor, was in zip(self.actors, attributes): self._compare(actor, was)
+    def during(self, lane: int) -> "Unchanging":
+        "For a `with` block in which `lane` collects one item."
+        self.lane = lane
+        return self
+
+    def __enter__(self) -> None:
+        self.closely = bool(self.n_items and not self.n_items & (self.n_items - 1))
+        self.attributes = [attributes_of(x, states=True) for x in self.actors] if self.closely else []
+        self.before = self._look(self.closely)
+
+    def __exit__(self, kind: Any, *exception: Any) -> None:
+        if kind is not None: return
+        before, after = self.before, self._look(self.closely)
+        if list(map(id, after[0])) != list(map(id, before[0])) or after[1:] != before[1:]: self._refuse(before, after, self.lane)
+        for actor, was in zip(self.actors, self.attributes): self._compare(actor, was)
         self.n_items += 1
 
     def _look(self, closely) -> tuple:
