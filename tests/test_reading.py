@@ -17,7 +17,7 @@ from toys import Counting, Learning, Ledger, Lively, Plain, Shaky
 
 from rollpipe.agents.trpo import TRPO
 from rollpipe.layers import Critic, GaussianPolicy
-from rollpipe.pipes import (DataError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, Minibatcher,
+from rollpipe.pipes import (ActorError, DataError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, Minibatcher,
                             ProcessReading, WorkerError, bump_version, on_policy, rollouts)
 from rollpipe.pipes.graph import nodes
 from rollpipe.pipes.taps import EpisodeStats, Tap, Throughput
@@ -275,14 +275,14 @@ def test_nothing_to_run_in_workers():
 
 
 def test_the_users_modules_stay_their_own():
-    "Training them changes what is collected; a worker's copy is private: not in shared memory, and nothing comes back."
+    "A worker's copy is private: not in shared memory, and nothing comes back. To change it there is an error."
     class Vain(Learning):
         def step(self, *args, **kwargs):
             with torch.no_grad(): self.weight += 100
             return super().step(*args, **kwargs)
     actor = Vain(0.)
     with DataLoader2(FragmentCollector(EnvStepper(Counting, actor), 2), reading_service=ProcessReading(1)) as loader:
-        list(islice(loader, 3))
+        with pytest.raises(ActorError, match="parameter weight: Vain changed while a lane collected"): list(islice(loader, 3))
     assert actor.weight.tolist() == 0 and not actor.weight.is_shared()
 
 
@@ -568,7 +568,7 @@ class Own(Actor):
 
 if __name__ == '__main__':
     actor = Own()
-    loader = DataLoader2(Lanes(FragmentCollector(EnvStepper(lambda: Mine([(3, 'term')]), actor), 4), 2, 0),
+    loader = DataLoader2(Lanes(FragmentCollector(EnvStepper(lambda: Mine([(3, 'term')]), actor, info_keys=()), 4), 2, 0),
                          reading_service=ProcessReading(1, start_method='spawn'))
     items = iter(loader)
     f = next(items)
@@ -608,7 +608,7 @@ class Double(Plain):
     def forward(self, *args, **kwargs):
         act, hx, info = super().forward(*args, **kwargs)
         return 0 * act + 3, hx, {}
-pipe = Lanes(FragmentCollector(EnvStepper([lambda: Mine(episodes), Other], Double()), 4), 1, 0)
+pipe = Lanes(FragmentCollector(EnvStepper([lambda: Mine(episodes), Other], Double(), info_keys=()), 4), 1, 0)
 ---
 with DataLoader2(pipe, reading_service=ProcessReading(1, start_method='spawn')) as loader:
     for f in islice(loader, 1): print(f.state.obs[:, 0, 2].tolist(), f.state.act[1:].unique().tolist())
@@ -630,7 +630,7 @@ class Slow(Counting):
     def step(self, action):
         if self.episode: time.sleep(100)
         return super().step(action)
-pipe = Lanes(FragmentCollector(EnvStepper(lambda: Slow([(3, 'term')]), Plain()), 3), 2, 0)
+pipe = Lanes(FragmentCollector(EnvStepper(lambda: Slow([(3, 'term')]), Plain(), info_keys=()), 3), 2, 0)
 loader = DataLoader2(pipe, reading_service=ProcessReading(2, lag=1))
 items = iter(loader)
 next(items)
