@@ -207,7 +207,7 @@ def ticks(tell, n, **kwargs): return list(islice(EnvStepper([partial(Telling, te
 
 def test_what_is_left_out_is_said_once(caplog):
     def tell(step): return {"x": step, "name": f"step {step}", "_own": 1} | ({"none": None} if step == 3 else {})
-    pipe = Lanes(FragmentCollector(EnvStepper(partial(Telling, tell), Plain(), 2), 5), n=3, seed=0)
+    pipe = Lanes(FragmentCollector(EnvStepper(partial(Telling, tell), Plain(), 2), 5), n=3)
     for f in islice(pipe, 6): assert set(f.env) == {"x"}
     first, second = warnings_in(caplog)
     assert "'name' (it is not numeric: 'step 1')" in first and "'_own' (such names are those of the masks: 1)" in first
