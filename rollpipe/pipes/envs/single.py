@@ -218,7 +218,7 @@ class EnvBatch(Batch):
             self.close()
             if isinstance(e, PipeError): self._locate(e)
             raise
-        self._infos = SingleInfos(n, info_keys, (seed.entropy, factories[0].name))
+        self._infos = SingleInfos(n, info_keys, str((seed.entropy, factories[0].name)))
 
     def name(self, b: int) -> str:
         "The name of environment `b` in error messages."

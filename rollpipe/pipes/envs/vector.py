@@ -53,7 +53,7 @@ class VectorBatch(Batch):
             self.close()
             self._locate(e, self.vec_name)
             raise
-        self._infos = VectorInfos(len(self), info_keys, (seed.entropy, self.vec_name))
+        self._infos = VectorInfos(len(self), info_keys, str((seed.entropy, self.vec_name)))
         self._resetting = np.zeros(len(self), bool)     # where the next step is a reset (NEXT_STEP)
 
     def name(self, b: int) -> str:
