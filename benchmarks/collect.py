@@ -1,17 +1,17 @@
-"""Environment steps per second through the pipeline, as a ratio to a hand-written loop in the same run.
+"""Environment steps per second through the pipeline, as a ratio to hand-written loops in the same run.
 
     python benchmarks/collect.py [--envs CartPole-v1 Pendulum-v1 HalfCheetah-v5] [--sizes 1 8 64] [--repeats 5]
 
-On-policy fragments with GAE, T = 128, separate actor and critic MLPs 2x64 tanh, one thread. There are two floors, both without GAE and
-without checks: one calls the critic at every step, as most code does, the other once per fragment, as the pipeline does. The runs are
-interleaved.
+On-policy fragments with GAE, T = 128, separate actor and critic MLPs 2x64 tanh, one thread. There are three floors, all without GAE and
+without checks: in eager torch, with the critic at every step, as most code does, or once per fragment, as the pipeline does; and with the inference in numpy.
+The pipeline runs as it is written, fused, and fused with the actor in ONNX Runtime. All runs are interleaved.
 """
 import argparse, gc
 from time import perf_counter
 
 import gymnasium as gym
 import torch
-from floor import Floor
+from floor import Floor, NumpyFloor
 from report import header, spread, table
 
 from rollpipe.layers import Critic, MLPPolicy
@@ -20,10 +20,13 @@ from rollpipe.pipes import on_policy, returns
 T = 128
 
 
-def pipeline(env_id, n_envs):
+PIPELINES = {'plain': dict(optimize=False), 'fused': {}, 'fused, ONNX Runtime': dict(engine='onnxruntime')}
+
+
+def pipeline(env_id, n_envs, options):
     "A function that collects one fragment with advantages."
     actor, critic = (c.for_env(env_id, normalize=False, seed=0) for c in (MLPPolicy, Critic))
-    fragments = iter(on_policy(env_id, actor, critic, n_envs=n_envs, n_steps=T, seed=0, info_keys=()))
+    fragments = iter(on_policy(env_id, actor, critic, n_envs=n_envs, n_steps=T, seed=0, info_keys=(), **options))
     return lambda: next(fragments)
 
 
@@ -41,21 +44,20 @@ def gae_seconds(fragment, n=50):
 
 
 def measure(env_id, n_envs, repeats, budget):
-    "Rows of the table for one environment and batch size: steps/s of both floors and the pipeline, and the ratios."
-    runs = {'critic per step': Floor(env_id, n_envs, T).collect,
-            'critic per fragment': Floor(env_id, n_envs, T, values='fragment').collect,
-            'pipeline': pipeline(env_id, n_envs)}
+    "A row of each table for one environment and batch size: steps/s, and the ratios to the floors."
+    floors = {'critic per step': Floor(env_id, n_envs, T).collect, 'critic per fragment': Floor(env_id, n_envs, T, values='fragment').collect,
+              'numpy': NumpyFloor(env_id, n_envs, T).collect}
+    runs = {**floors, **{name: pipeline(env_id, n_envs, options) for name, options in PIPELINES.items()}}
     for collect in runs.values(): seconds(collect, 2)
-    n = max(1, round(budget / seconds(runs['pipeline'], 1)))
+    n = max(1, round(budget / seconds(runs['plain'], 1)))
     rates = {name: [] for name in runs}
     for _ in range(repeats):
         for name, collect in runs.items():
             gc.collect()
             rates[name].append(n * T * n_envs / seconds(collect, n))
-    share = [gae_seconds(runs['pipeline']()) * rate / (T * n_envs) for rate in rates['pipeline']]
-    ratio = {name: [p / f for p, f in zip(rates['pipeline'], rates[name])] for name in runs}
-    return [env_id, n_envs, *(spread(rates[name], '{:,.0f}') for name in runs),
-            spread(ratio['critic per step']), spread(ratio['critic per fragment']), spread(share, '{:.1%}')]
+    share = [gae_seconds(runs['plain']()) * rate / (T * n_envs) for rate in rates['plain']]
+    ratios = [spread([p / f for p, f in zip(rates[name], rates[floor])]) for floor in floors for name in PIPELINES]
+    return [env_id, n_envs, *(spread(x, '{:,.0f}') for x in rates.values()), spread(share, '{:.1%}')], [env_id, n_envs, *ratios]
 
 
 def installed(env_id) -> bool:
@@ -77,9 +79,11 @@ def main():
     torch.set_num_threads(1)
     print(header())
     envs = [env for env in args.envs if installed(env)]
-    rows = [measure(env, B, args.repeats, args.seconds) for env in envs for B in args.sizes]
-    print(table(['environment', 'B', 'floor, critic per step', 'floor, critic per fragment', 'pipeline [steps/s]',
-                 'ratio to the first', 'ratio to the second', 'GAE of collecting'], rows))
+    rates, ratios = zip(*(measure(env, B, args.repeats, args.seconds) for env in envs for B in args.sizes))
+    print("Steps per second:\n")
+    print(table(['environment', 'B', 'floor, critic per step', 'floor, critic per fragment', 'floor, numpy', *PIPELINES, 'GAE of collecting, plain'], rates))
+    print("\nRatios to the floors:\n")
+    print(table(['environment', 'B', *(f'{name} / {floor}' for floor in ('critic per step', 'critic per fragment', 'numpy') for name in PIPELINES)], ratios))
 
 
 if __name__ == '__main__': main()

@@ -1,4 +1,4 @@
-"""The floor: a hand-written collection loop that does the inference and the recording of on-policy fragments, and nothing else."""
+"""The floors: hand-written collection loops that do the inference and the recording of on-policy fragments, and nothing else."""
 import gymnasium as gym
 import numpy as np
 import torch
@@ -31,6 +31,18 @@ class Floor:
         if not self.discrete: self.low, self.high = act_space.low, act_space.high
         self.obs = np.stack([env.reset(seed=seed + i)[0] for i, env in enumerate(self.envs)])
 
+    def act(self, obs):
+        "Actions, their log-probabilities, and what the environments take."
+        out = self.actor(obs)
+        if self.discrete:
+            logits = out.log_softmax(-1)
+            act = torch.multinomial(logits.exp(), 1)
+            return act[:, 0], logits.gather(-1, act)[:, 0], act[:, 0].tolist()
+        noise = torch.randn_like(out)
+        act = out + self.log_std.exp() * noise
+        logp = (-0.5 * noise * noise - self.log_std - HALF_LOG_2PI).sum(-1)
+        return act, logp, np.clip(act.numpy(), self.low, self.high)
+
     @torch.no_grad()
     def collect(self):
         T, B = self.n_steps, self.n_envs
@@ -38,21 +50,9 @@ class Floor:
         act_buf = torch.empty(T, B, dtype=torch.long) if self.discrete else torch.empty(T, B, len(self.log_std))
         rew_buf, logp_buf, value_buf = torch.empty(T, B), torch.empty(T, B), torch.empty(T, B)
         term_buf, trunc_buf = torch.empty(T, B, dtype=torch.bool), torch.empty(T, B, dtype=torch.bool)
-        std = self.log_std.exp()
         for t in range(T):
             obs = torch.as_tensor(self.obs, dtype=torch.float32)
-            out = self.actor(obs)
-            if self.discrete:
-                logits = out.log_softmax(-1)
-                act = torch.multinomial(logits.exp(), 1)
-                logp = logits.gather(-1, act)[:, 0]
-                act = act[:, 0]
-                env_act = act.tolist()
-            else:
-                noise = torch.randn_like(out)
-                act = out + std * noise
-                logp = (-0.5 * noise * noise - self.log_std - HALF_LOG_2PI).sum(-1)
-                env_act = np.clip(act.numpy(), self.low, self.high)
+            act, logp, env_act = self.act(obs)
             if self.values == 'step': value_buf[t] = self.critic(obs)[:, 0]
             obs_buf[t], act_buf[t], logp_buf[t] = obs, act, logp
             rew, term, trunc = np.empty(B, np.float32), np.empty(B, bool), np.empty(B, bool)
@@ -69,3 +69,41 @@ class Floor:
 
     def close(self):
         for env in self.envs: env.close()
+
+
+class NumpyFloor(Floor):
+    "The same loop with the inference in numpy: the fastest that one writes by hand for networks of this size. The critic is asked once a fragment."
+    def __init__(self, env_id, n_envs, n_steps, seed=0):
+        super().__init__(env_id, n_envs, n_steps, seed, values='fragment')
+        self.weights = [x.detach().numpy() for x in self.actor.parameters()]
+        self.rng = np.random.default_rng(seed)
+        self.shift, self.std = self.log_std.numpy() + HALF_LOG_2PI, self.log_std.exp().numpy()
+
+    def collect(self):
+        T, B = self.n_steps, self.n_envs
+        w1, b1, w2, b2, w3, b3 = self.weights
+        obs_buf = np.empty((T + 1, B, self.obs.shape[1]), np.float32)
+        act_buf = np.empty((T, B), np.int64) if self.discrete else np.empty((T, B, len(self.std)), np.float32)
+        rew_buf, logp_buf = np.empty((T, B), np.float32), np.empty((T, B), np.float32)
+        term_buf, trunc_buf = np.zeros((T, B), bool), np.zeros((T, B), bool)
+        obs_buf[0], rows = self.obs, np.arange(B)
+        for t in range(T):
+            out = np.tanh(np.tanh(obs_buf[t] @ w1.T + b1) @ w2.T + b2) @ w3.T + b3
+            if self.discrete:
+                logits = out - out.max(-1, keepdims=True)
+                logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+                act = (logits + self.rng.gumbel(size=out.shape)).argmax(-1)
+                logp_buf[t], env_act = logits[rows, act], act.tolist()
+            else:
+                noise = self.rng.standard_normal(out.shape, np.float32)
+                act = out + self.std * noise
+                logp_buf[t] = (-0.5 * noise * noise - self.shift).sum(-1)
+                env_act = np.clip(act, self.low, self.high)
+            act_buf[t] = act
+            for b, env in enumerate(self.envs):
+                x, rew_buf[t, b], term_buf[t, b], trunc_buf[t, b], _ = env.step(env_act[b])
+                if term_buf[t, b] or trunc_buf[t, b]: x, _ = env.reset()
+                obs_buf[t + 1, b] = x
+        self.obs = obs_buf[T].copy()
+        obs_buf, *others = map(torch.from_numpy, (obs_buf, act_buf, rew_buf, term_buf, trunc_buf, logp_buf))
+        with torch.no_grad(): return obs_buf, *others, self.critic(obs_buf)[..., 0]
