@@ -23,7 +23,7 @@ T = 128
 PIPELINES = {'plain': dict(optimize=False), 'fused': {}, 'fused, ONNX Runtime': dict(engine='onnxruntime')}
 
 
-def pipeline(env_id, n_envs, options):
+def pipeline(env_id, n_envs, options={}):
     "A function that collects one fragment with advantages."
     actor, critic = (c.for_env(env_id, normalize=False, seed=0) for c in (MLPPolicy, Critic))
     fragments = iter(on_policy(env_id, actor, critic, n_envs=n_envs, n_steps=T, seed=0, info_keys=(), **options))
