@@ -1,5 +1,6 @@
 "A trained policy, used without a pipeline: `predict` against the pipeline, and exported files against `predict`."
 import json
+import re
 
 import gymnasium as gym
 import numpy as np
@@ -167,6 +168,30 @@ def test_a_file_that_answers_differently_is_not_written(tmp_path):
     with pytest.raises(DataError, match="the exported policy answers differently at step 1"):
         export_policy(Clock.for_env("Pendulum-v1", seed=0), tmp_path/"policy", "torchscript")
     assert not list(tmp_path.iterdir())
+
+
+class Spaced(Actor):
+    "An actor of spaces whose keys differ only in a character that no name in a file may have."
+    uses_past = False
+    def __init__(self, obs=("a b", "a_b"), act=("x", "y"), hx=("h", "g")):
+        super().__init__()
+        self.hx, number = hx, gym.spaces.Box(-1, 1, (2,))
+        self.observation_space, self.action_space = (gym.spaces.Dict({k: number for k in keys}) for keys in (obs, act))
+
+    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
+        one, two = obs.values()
+        return dict(zip(self.action_space, (one, two))), {k: fin.new_zeros(1, fin.shape[1], dtype=torch.float32) for k in self.hx}, {}
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("keys, name, one, other", [
+    (dict(), "obs_a_b", "obs['a b']", "obs['a_b']"), (dict(obs=("p", "q"), act=("u-1", "u.1")), "act_u_1", "act['u-1']", "act['u.1']"),
+    (dict(obs=("p", "q"), hx=("?", "")), "hx", "hx['']", "hx['?']")])
+def test_two_leaves_of_one_name(to, keys, name, one, other, tmp_path):
+    with pytest.raises(DataError, match=re.escape(f"leaf {other}: in a file ") + ".*" + re.escape(f"got {name}, the name of {one} too")):
+        export_policy(Spaced(**keys), tmp_path/"policy", to)
+    assert not list(tmp_path.iterdir())
+    if not keys: assert export_policy(Spaced(("a b", "a_c")), tmp_path/"policy", to)
 
 
 def test_from_a_run_to_a_loop_without_rollpipe(tmp_path, capsys):
