@@ -90,11 +90,11 @@ class CheckedActor:
         return act, hx, info
 
     def reset(self, hx: Any, at: list) -> Any:
-        "`hx` with the initial recurrent state for the environments `at`."
+        "`hx` with the initial recurrent state for the environments `at`, as new tensors without gradients."
         if not nested.leaves(hx): return hx
-        with _calling('reset', self.answers): hx = self.actor.reset(hx, at)
+        with self.eval_mode, _calling('reset', self.answers): hx = self.actor.reset(hx, at)
         self.answers.check_memory(hx, len(self.envs), 'reset')
-        return hx
+        return nested.map(lambda x: x.detach().clone(), hx)     # it may be a parameter of the actor, which a learner changes in place
 
 # %% ../../nbs/pipes/12_stepper.ipynb #f2402c98
 class Interaction(TickSource):
