@@ -29,8 +29,15 @@ __all__ = ['FORMATS', 'PolicyFunction', 'Format', 'export_policy']
 
 # %% ../nbs/08_export.ipynb #6768e6d8
 def _names(tree, root):
-    "Names for the leaves of `tree` that every format accepts: `obs['image']` becomes `obs_image`."
-    return [re.sub(r'\W+', '_', path).strip('_') for path in nested.paths(tree, root)]
+    "Names for the leaves of `tree` that every format accepts: `obs['image']` becomes `obs_image`. Raises `DataError` if two are equal."
+    found = {}
+    for path in nested.paths(tree, root):
+        name = re.sub(r'\W+', '_', path).strip('_')
+        if name in found:
+            raise DataError("in a file each leaf needs a name of its own", leaf=path, expected="keys that differ in letters or digits",
+                            got=f"{name}, the name of {found[name]} too")
+        found[name] = path
+    return list(found)
 
 
 def _samples(space, n):
@@ -52,7 +59,7 @@ class PolicyFunction(torch.nn.Module):
     """The deterministic policy of an actor as a function of tensors: `(*inputs) -> (*outputs)`, see these two attributes.
 
     All have the number of observations `n` on their first dimension, but the recurrent state has it on the second. Raises `ActorError`
-    if the actor does not know its spaces.
+    if the actor does not know its spaces, and `DataError` if two leaves would have the same name.
     """
     inputs: dict    # name -> example with n=2. At the beginning of an episode all but the observation and `start` are zeros.
     outputs: list   # names: the action, then the new recurrent state
@@ -196,7 +203,8 @@ def export_policy(
 ) -> bool:  # whether the file was run and compared with the actor; False: onnxruntime is missing
     """Write the deterministic policy of an actor to a file that runs without rollpipe.
 
-    Raises `DataError` for an unknown format or if the file would answer differently, `ImportError` if a package is missing.
+    Raises `DataError` for an unknown format, if two leaves would have the same name, or if the file would answer differently, and
+    `ImportError` if a package is missing.
 
     Args:
         actor: an actor made by `for_env`, or with `observation_space` and `action_space`

@@ -1,5 +1,6 @@
 "A trained policy, used without a pipeline: `predict` against the pipeline, and exported files against `predict`."
 import json
+import re
 
 import gymnasium as gym
 import numpy as np
@@ -129,6 +130,52 @@ def test_an_actor_that_looks_at_the_last_reward_asks_for_it():
     actor.predict(np.zeros(4), state, episode_start=True)
 
 
+THREE = np.zeros((3, 4))
+
+
+@pytest.mark.parametrize("name", ["mlp", "lstm"])
+@pytest.mark.parametrize("obs, reward, text", [
+    (THREE, [1., 2.], r"^leaf reward: this is no reward. Expected a finite number, or numbers \[3\], got \[1.0, 2.0\]"),
+    (THREE, np.zeros((3, 1)), r"leaf reward: .*got float64 \[3, 1\]"), (THREE, np.zeros((1, 3)), r"leaf reward: .*got float64 \[1, 3\]"),
+    (THREE, torch.zeros(4), r"leaf reward: .*got float32 \[4\]"),
+    (THREE[0], np.zeros(2), r"leaf reward: .*or numbers \[1\], got float64 \[2\]"),
+    (THREE, "much", "leaf reward: .*got 'much'"), (THREE, [None, 1, 2], r"leaf reward: .*got \[None, 1, 2\]"),
+    (THREE, [0, np.nan, 1], r"^environment 1, leaf reward: non-finite value. Expected finite numbers, got nan"),
+    (THREE, np.array([0, 1, -np.inf]), r"^environment 2, leaf reward: non-finite value.*got -inf"),
+    (THREE[0], float("nan"), r"^environment 0, leaf reward: non-finite value.*got nan")])
+def test_a_reward_that_cannot_be_right(name, obs, reward, text):
+    actor = ACTORS[name]("CartPole-v1")
+    _, state = actor.predict(obs)
+    with pytest.raises(DataError, match=text): actor.predict(obs, state, reward=reward)
+
+
+@pytest.mark.parametrize("reward", [1, 1., True, np.float64(1), [1, 1, 1], np.ones(3), torch.ones(3, dtype=torch.float64), np.ones(())])
+def test_a_reward_in_any_form(reward):
+    actor = ACTORS["lstm"]("CartPole-v1")
+    _, state = actor.predict(THREE)
+    found, wanted = (actor.predict(THREE, state, reward=x)[1].hx for x in (reward, np.float32([1, 1, 1])))
+    for x, y in zip(found, wanted): assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("name", ACTORS)
+@pytest.mark.parametrize("before, now, text", [
+    (THREE, THREE[:2], "leaf state: .*Expected the state of 2 environments, as in obs, got that of 3"),
+    (THREE[:2], THREE, "leaf state: .*Expected the state of 3 environments, as in obs, got that of 2"),
+    (THREE, THREE[0], "leaf state: .*Expected the state of 1 environment, as in obs, got that of 3"),
+    (THREE[0], THREE, "leaf state: .*Expected the state of 3 environments, as in obs, got that of 1")])
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_state_of_another_number_of_environments(name, before, now, text, begins):
+    actor = ACTORS[name]("CartPole-v1")
+    _, state = actor.predict(before)
+    with pytest.raises(DataError, match=text): actor.predict(now, state, reward=0, episode_start=begins)
+
+
+@pytest.mark.parametrize("state", [(), (1, 2, 3), "state", torch.zeros(1, 2, 8)])
+def test_a_state_that_is_none(state):
+    with pytest.raises(DataError, match="leaf state: .*Expected what the call for the step before returned, got"):
+        ACTORS["gru"]("CartPole-v1").predict(THREE, state)
+
+
 EXPORTED = {**ACTORS, "q": lambda env: QPolicy.for_env(env, duelling=True, seed=0),
             "recurrent q": lambda env: RecurrentQPolicy.for_env(env, past=True, seed=0)}
 CASES = [*((name, Odd) for name in ACTORS), ("mlp", "Pendulum-v1"), ("q", "Taxi-v4"), ("recurrent q", "CartPole-v1")]
@@ -167,6 +214,30 @@ def test_a_file_that_answers_differently_is_not_written(tmp_path):
     with pytest.raises(DataError, match="the exported policy answers differently at step 1"):
         export_policy(Clock.for_env("Pendulum-v1", seed=0), tmp_path/"policy", "torchscript")
     assert not list(tmp_path.iterdir())
+
+
+class Spaced(Actor):
+    "An actor of spaces whose keys differ only in a character that no name in a file may have."
+    uses_past = False
+    def __init__(self, obs=("a b", "a_b"), act=("x", "y"), hx=("h", "g")):
+        super().__init__()
+        self.hx, number = hx, gym.spaces.Box(-1, 1, (2,))
+        self.observation_space, self.action_space = (gym.spaces.Dict({k: number for k in keys}) for keys in (obs, act))
+
+    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
+        one, two = obs.values()
+        return dict(zip(self.action_space, (one, two))), {k: fin.new_zeros(1, fin.shape[1], dtype=torch.float32) for k in self.hx}, {}
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("keys, name, one, other", [
+    (dict(), "obs_a_b", "obs['a b']", "obs['a_b']"), (dict(obs=("p", "q"), act=("u-1", "u.1")), "act_u_1", "act['u-1']", "act['u.1']"),
+    (dict(obs=("p", "q"), hx=("?", "")), "hx", "hx['']", "hx['?']")])
+def test_two_leaves_of_one_name(to, keys, name, one, other, tmp_path):
+    with pytest.raises(DataError, match=re.escape(f"leaf {other}: in a file ") + ".*" + re.escape(f"got {name}, the name of {one} too")):
+        export_policy(Spaced(**keys), tmp_path/"policy", to)
+    assert not list(tmp_path.iterdir())
+    if not keys: assert export_policy(Spaced(("a b", "a_c")), tmp_path/"policy", to)
 
 
 def test_from_a_run_to_a_loop_without_rollpipe(tmp_path, capsys):

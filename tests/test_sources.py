@@ -1,7 +1,9 @@
 "Environments that exist already, and pipes of environments: lent and not copied, one iteration at a time, closed by whoever made them."
+import gc
 import pickle
 import subprocess
 import sys
+import weakref
 from itertools import islice
 from pathlib import Path
 
@@ -133,6 +135,87 @@ def test_evaluating_in_the_environment_that_collects_ends_the_collection():
     next(stream)
     evaluate(mine, Shaky(), 1)
     with pytest.raises(EnvError, match="lent to another iteration"): next(stream)
+
+
+# --- a factory that returns one and the same object
+
+def again(env): return lambda: env
+def pooled(*envs, mode="SameStep"): return gym.vector.SyncVectorEnv([again(env) for env in envs], autoreset_mode=mode)
+LENT = "the environment has since been lent to another iteration, loop, or lane. Expected one at a time for each instance, got a second"
+
+
+@pytest.mark.parametrize("make, name", [
+    (lambda: again(Lively()), r"0 \(<lambda>\)"), (lambda: [Lively, again(Lively())], r"1 \(<lambda>\)"),
+    (lambda: again(vector(n=2)), "<lambda>")])
+def test_the_later_iteration_takes_what_a_factory_returns_again(make, name):
+    def stepper(): return EnvStepper(source, Shaky(), seed=3, close=False)
+    source = make()
+    alone = few(stepper())
+    first, second = iter(stepper()), iter(stepper())
+    next(first)
+    there = [next(second)]
+    with pytest.raises(EnvError, match=f"^EnvStepper, lane 0, environment {name}: {LENT}"): next(first)
+    there += islice(second, 3)
+    assert_same([tick._replace(source=None) for tick in there], alone)
+
+
+def test_lanes_do_not_share_what_a_factory_returns_again():
+    stream = iter(Lanes(FragmentCollector(EnvStepper(again(Counting()), Plain()), 4), 2, seed=1))
+    with pytest.raises(EnvError, match=rf"EnvStepper, lane 0, environment 0 \(<lambda>\): {LENT}"): list(islice(stream, 4))
+
+
+@pytest.mark.parametrize("one, other", [
+    (again, lambda env: again(gym.wrappers.TimeLimit(env, 9))), (again, lambda env: env), (lambda env: env, again),
+    (again, lambda env: lambda: pooled(env, Counting())), (lambda env: lambda: pooled(Counting(), env), again),
+    (lambda env: lambda: pooled(env), lambda env: pooled(env))])
+def test_wrappers_and_vectors_share_their_environments(one, other):
+    mine = Counting()
+    first, second = iter(EnvStepper(one(mine), Plain())), iter(EnvStepper(other(mine), Plain()))
+    next(first), next(second)
+    with pytest.raises(EnvError, match=LENT): next(first)
+    next(second)
+    assert mine not in Ledger.closed
+
+
+def test_the_earlier_iteration_leaves_open_what_it_lost():
+    mine = Counting()
+    first, second = iter(EnvStepper([again(mine), Counting], Plain())), iter(EnvStepper(again(mine), Plain()))
+    next(first), next(second)
+    first.close()
+    assert len(Ledger.closed) == 1 and not mine.is_closed
+    next(second)
+    second.close()
+    assert mine.is_closed
+
+
+@pytest.mark.parametrize("source", [
+    lambda one: [again(one), Counting, again(one)], lambda one: [one, Counting, again(gym.wrappers.TimeLimit(one, 9))],
+    lambda one: lambda: pooled(one, Counting(), one)])
+def test_one_object_twice_in_a_batch(source):
+    match = r"^EnvStepper, lane 0, environment 2 \(<lambda>\): the factory made no environment of its own.*got that of environment 0"
+    with pytest.raises(EnvError, match=match): next(iter(EnvStepper(source(Counting()), Plain(), close=False)))
+
+
+def test_a_refused_batch_ends_the_use_of_what_it_closes():
+    mine = Counting()
+    first = iter(EnvStepper(again(mine), Plain()))
+    next(first)
+    with pytest.raises(EnvError, match="no environment of its own"): next(iter(EnvStepper(again(mine), Plain(), 2)))
+    with pytest.raises(EnvError, match=LENT): next(first)
+    assert Ledger.closed == [mine]
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_an_iteration_that_is_over_holds_no_environment(close):
+    made = []
+    def making():
+        made.append(weakref.ref(env := Counting()))
+        return env
+    for _ in range(3):
+        tick = next(iter(EnvStepper(making, Plain(), 2, close=close)))     # a tick holds the batch
+        Ledger.clear()
+        gc.collect()
+        assert [ref() for ref in made] == [None]*len(made) and tick.source.envs is not None
 
 
 # --- refused where it would be copied

@@ -11,7 +11,8 @@ from reference import apply, assert_same, snapshot
 from toys import Constant, Counting, Ledger, Lively, Memory, Nested, NestedMemory, Noted, Plain, Shaky
 
 from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy
-from rollpipe.pipes import EnvStepper, FragmentCollector, Tick
+from rollpipe.pipes import EnvStepper, FragmentCollector, FragmentStacker, Lanes, ProcessReading, Tick, bump_version
+from rollpipe.pipes.torchdata import DataLoader2
 
 
 def f32(*x): return np.array(x, np.float32)
@@ -326,3 +327,49 @@ def test_none_is_no_number_and_may_become_something_else():
 def test_a_source_of_several_environments_has_columns_for_all():
     rows = ticks([lambda: Informed([{"x": 1.}]), lambda: Informed([{"x": 2.}])], Plain(), 1)
     assert rows[0].env["x"].tolist() == [1, 2]
+
+
+# --- a recurrent state that begins at a parameter
+
+class Begins(Actor):
+    "Its memory is the sum of the step numbers that it has seen in the episode, added to a parameter. `way` is how `reset` returns this."
+    uses_past = False
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.begin = way, torch.nn.Parameter(torch.tensor([[[3.], [5.]]]))
+
+    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
+        hx = (self.begin if hx is None else hx) + obs[..., 2:3]
+        return hx[..., 0].long() % 5, hx, {"begin": self.begin[:, :fin.shape[1], 0]}
+
+    def reset(self, hx, at):
+        assert not self.training and at == [0, 1]
+        return WAYS[self.way](hx, self.begin, at)
+
+
+def assigned(hx, begin, at):
+    hx = hx.clone()
+    hx[:, at] = begin[:, at]
+    return hx
+
+
+WAYS = {"itself": lambda hx, begin, at: begin, "view": lambda hx, begin, at: begin[:, at[0]:], "assigned": assigned,
+        "sum": lambda hx, begin, at: begin + 0 * hx}
+
+
+@pytest.mark.parametrize("workers", [None, 0, 1])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_recurrent_state_may_begin_at_a_parameter_that_is_learned(way, workers):
+    actor, found = Begins(way).train(), []
+    pipe = FragmentStacker(Lanes(FragmentCollector(EnvStepper(Counting, actor, 2), 3), 1, seed=0), 1)
+    with DataLoader2(pipe, reading_service=None if workers is None else ProcessReading(workers)) as loader:
+        for batch in islice(loader, 5):
+            found.append((batch, snapshot(batch)))
+            with torch.no_grad(): actor.begin.add_(1)
+            bump_version(actor)
+    for batch, then in found:
+        assert not batch.hx.requires_grad and actor.training
+        assert_same(batch, then)
+    # Episodes take 3, 4, 3 and 4 steps. So the memory is reset at the ends of fragments 0, 2 and 3, after 0, 2 and 3 updates.
+    assert [batch.hx[0, :, 0].tolist() for batch, _ in found] == [[3, 5], [3, 5], [3 + 3, 5 + 3], [5 + 1, 7 + 1], [6 + 1, 8 + 1]]

@@ -53,6 +53,28 @@ def _as_flags(starts, n):
     if flags.dtype == torch.bool and flags.shape in ((), (n,)): return flags.expand(1, n)
     raise DataError("these do not say which episodes begin", leaf='episode_start', expected=f"a bool, or bools [{n}]", got=describe(starts))
 
+
+def _as_rewards(reward, n):
+    "`reward`, a number or numbers `[n]`, as a tensor `[1, n]`."
+    try: rew = torch.as_tensor(reward, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError): rew = None
+    if rew is None or rew.shape not in ((), (n,)):
+        raise DataError("this is no reward", leaf='reward', expected=f"a finite number, or numbers [{n}]", got=describe(reward))
+    rew = rew.expand(1, n)
+    if not rew.isfinite().all():
+        b = int(rew[0].isfinite().logical_not().nonzero()[0])
+        raise DataError("non-finite value", env=b, leaf='reward', expected="finite numbers", got=str(rew[0, b].item()))
+    return rew
+
+
+def _check_state(state, n):
+    "Raise `DataError` unless `state` is that of `n` environments."
+    if not isinstance(state, ActingState):
+        raise DataError("this is no state", leaf='state', expected="what the call for the step before returned", got=describe(state))
+    if (m := state.stepno.shape[1]) != n:
+        raise DataError("this state is of other environments", leaf='state', got=f"that of {m}",
+                        expected=f"the state of {n} environment{'s' if n > 1 else ''}, as in obs")
+
 # %% ../../nbs/layers/00_acting.ipynb #aa1bba1f
 class Predicts:
     "Mixin of `Actor`: act without a pipeline."
@@ -86,7 +108,8 @@ class Predicts:
 
         Raises:
             ActorError: the actor knows no spaces, or it looks at the last reward, which is missing.
-            DataError: the observation does not fit its space; names the leaf. `EnvError` for integers that do not fit.
+            DataError: the observation does not fit its space, or `state` or `reward` does not fit the observation; names the leaf.
+                `EnvError` for integers that do not fit.
         """
         if self.observation_space is None or self.action_space is None:
             raise ActorError(f"{type(self).__name__} does not know its environment", expected="an actor made by `for_env`, or one "
@@ -107,9 +130,10 @@ class Predicts:
         if state is None:
             act = nested.map(lambda x: nested.as_seen(torch.from_numpy(x)).new_zeros(1, n, *x.shape), space_spec(self.action_space, 'act'))
             state = ActingState(torch.zeros(1, n, dtype=torch.int64), act, None)
-        elif self.uses_past and reward is None and not start.all():
+        _check_state(state, n)
+        if self.uses_past and reward is None and not start.all():
             raise ActorError(f"{type(self).__name__} looks at the reward of the last step", leaf='reward', expected=f"[{n}]")
-        rew = torch.as_tensor(0. if reward is None else reward, dtype=torch.float32).broadcast_to(1, n)
+        rew = _as_rewards(0. if reward is None else reward, n)
         hx = self.reset(state.hx, start[0]) if nested.leaves(state.hx) else state.hx
         seen = (state.stepno + 1).masked_fill(start, 0), nested.as_seen(nested.torchify(obs, 1)), state.act, rew, start
         weight = next(self.parameters(), None)

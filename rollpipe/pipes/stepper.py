@@ -90,11 +90,11 @@ class CheckedActor:
         return act, hx, info
 
     def reset(self, hx: Any, at: list) -> Any:
-        "`hx` with the initial recurrent state for the environments `at`."
+        "`hx` with the initial recurrent state for the environments `at`, as new tensors without gradients."
         if not nested.leaves(hx): return hx
-        with _calling('reset', self.answers): hx = self.actor.reset(hx, at)
+        with self.eval_mode, _calling('reset', self.answers): hx = self.actor.reset(hx, at)
         self.answers.check_memory(hx, len(self.envs), 'reset')
-        return hx
+        return nested.map(lambda x: x.detach().clone(), hx)     # it may be a parameter of the actor, which a learner changes in place
 
 # %% ../../nbs/pipes/12_stepper.ipynb #f2402c98
 class Interaction(TickSource):
@@ -118,8 +118,7 @@ class Interaction(TickSource):
                  device: torch.device | None = None,  # the actor's device; None: the host
     ):
         self.actor, self.envs, self.lane = actor, envs, lane
-        self.checked = CheckedActor(actor, envs, seed, explore, device)
-        self.actor_complete, self.eval_mode = getattr(actor, 'complete', None), EvalMode(actor)
+        self.checked, self.actor_complete = CheckedActor(actor, envs, seed, explore, device), getattr(actor, 'complete', None)
         self.counter = VersionCounter(actor, [p for module in modules_in(actor) for p in module.parameters()])
 
     def start(self) -> tuple[Outcome, Any]:
@@ -151,7 +150,7 @@ class Interaction(TickSource):
     def complete(self, act: Any, info: Any) -> Any:
         "`info`, completed by the actor's `complete(act, info)` if it has this method: see `TickSource`."
         if self.actor_complete is not None:
-            with self.eval_mode, _calling('complete', self.checked.answers): info = self.actor_complete(act, info)
+            with self.checked.eval_mode, _calling('complete', self.checked.answers): info = self.actor_complete(act, info)
             self.checked.answers.check_completed(info, nested.leaves(act)[0].shape[:2])
         return nested.map(torch.Tensor.detach, info)     # a report may be a parameter of the actor
 
@@ -213,9 +212,10 @@ class EnvStepper(FromSource, Seeded, Source):
     recorded as chosen and clipped for the environment. A factory may return a gymnasium `VectorEnv` or a synchronous
     EnvPool: its environments are the batch.
 
-    Instances of environments are lent by the user, held by reference, and never closed. Each iteration resets them, with seeds from
-    its own. They serve one iteration at a time: an earlier one gets an `EnvError` at its next step. They cannot be copied, so
-    several lanes or other processes raise `EnvError`. A pipe of environments is read when an iteration begins, and closed when it ends.
+    Instances are lent by the user, held by reference, and never closed. Each iteration resets them, with seeds from its own. They cannot be
+    copied, so several lanes or other processes raise `EnvError`. An environment serves one iteration at a time, also if a factory returns
+    it again: an earlier one gets an `EnvError` at its next step. A pipe of environments is read at the beginning, and closed at the end.
+
     An info is recorded from the step on at which it first appears, such as `episode` of gymnasium's `RecordEpisodeStatistics` at the end of
     the first episode. The mask `'_' + key` says which environments have reported it; an info that all of them report at every step has
     none. Without `info_keys` those that are not numeric are left out, and a warning of the logger 'rollpipe' says so once.

@@ -17,7 +17,7 @@ from .. import nested
 from ..errors import EnvError, PipeError, describe, describe_exception
 from .autoreset import autoreset_mode
 from .batch import StepBuffer, put_obs, read_obs
-from .factories import env_seeds, space_spec, spaces_of
+from .factories import Claim, env_seeds, space_spec, spaces_of
 
 # %% ../../../nbs/pipes/10_envs/08_checked_vector.ipynb #7d5a9ed2
 def main_memory(leaf: str, convert: Callable) -> Any:
@@ -77,11 +77,15 @@ class CheckedVector:
     Args:
         vec: gymnasium `VectorEnv`, or synchronous EnvPool
         seed: of the whole batch
+        claim: it claims the vector environment
     """
     def __init__(self,
                  vec: Any,                      # gymnasium `VectorEnv`, or synchronous EnvPool
                  seed: np.random.SeedSequence,  # of the whole batch
+                 claim: Claim,                  # it claims the vector environment
     ):
+        self.claim = claim
+        claim.take(vec)
         pool = hasattr(vec, 'all_env_ids')
         self.vec, self.mode, self.n = vec, autoreset_mode(vec), len(vec.all_env_ids) if pool else vec.num_envs
         if pool and getattr(vec, 'is_async', False):
@@ -121,8 +125,8 @@ class CheckedVector:
 
     def _call(self, method, n, *args, **kwargs):
         "The answer of a method, which must be a tuple of `n`."
+        self.claim.check()
         try: answer = getattr(self.vec, method)(*args, **kwargs)
-        except PipeError: raise      # a loan that has ended
         except Exception as e: raise EnvError(f"{method}() raised {describe_exception(e)}") from e
         if isinstance(answer, (tuple, list)) and len(answer) == n: return answer
         raise EnvError(f"{method}() gave no tuple of {n}", expected=f"what gymnasium's `{method}` returns", got=describe(answer))

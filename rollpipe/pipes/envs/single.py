@@ -17,7 +17,7 @@ from .. import nested
 from ..errors import EnvError, PipeError, describe, describe_exception
 from .actions import action_rows
 from .batch import Batch, Outcome, StepBuffer, last_obs, put_obs
-from .factories import env_seeds, is_vector, space_spec, spaces_of
+from .factories import Claim, env_seeds, is_vector, space_spec, spaces_of
 from .infos import SingleInfos
 from .sticky import Sticky
 
@@ -37,6 +37,7 @@ def make_envs(
     factories: list,  # of `EnvFactory`
     seeds: list,      # as `env_seeds` returns them
     envs: list,       # environments that exist already; new ones are appended, so that the caller can close them if this fails
+    claim: Claim,     # it claims each of them
 ) -> None:
     """Make the environments of a batch and seed their action spaces. Raises `EnvError` with the index of the environment.
 
@@ -44,17 +45,14 @@ def make_envs(
         factories: of `EnvFactory`
         seeds: as `env_seeds` returns them
         envs: environments that exist already; new ones are appended, so that the caller can close them if this fails
+        claim: it claims each of them
     """
     for b, (factory, (make_seed, _, space_seed)) in enumerate(zip(factories, seeds)):
-        if b >= len(envs):
-            with _naming(b, 'the factory'): envs.append(factory(make_seed))
-        envs[b].action_space.seed(space_seed)
-    numbers = {}
-    for b, env in enumerate(envs):
-        if (other := numbers.setdefault(id(env.unwrapped), b)) != b:
-            del envs[b:]  # so that no environment is closed twice
-            raise EnvError("the factory made no environment of its own", env=b, expected="a new environment at each call",
-                           got=f"that of environment {other}")
+        with _naming(b, 'the factory'):
+            env = envs[b] if b < len(envs) else factory(make_seed)
+            claim.take(env, b)
+        if b == len(envs): envs.append(env)     # only now, so that no environment is closed twice
+        env.action_space.seed(space_seed)
     for b, env in enumerate(envs): _check_spaces(b, env, envs[0])
 
 
@@ -107,9 +105,9 @@ class SingleEnvs:
                  sticky: int | None = None,   # an environment that ended rests until the number of steps is a multiple of this
                  closes: bool = True,         # False: `close` leaves the environments open
     ):
-        self.seeds, self.closes, self.envs = seeds, closes, [] if first is None else [first]
+        self.seeds, self.closes, self.envs, self.claim = seeds, closes, [] if first is None else [first], Claim()
         try:
-            make_envs(factories, seeds, self.envs)
+            make_envs(factories, seeds, self.envs, self.claim)
             self.like = space_spec(self.envs[0].observation_space, 'obs')
         except BaseException:
             self.close()
@@ -118,6 +116,7 @@ class SingleEnvs:
 
     def reset(self, step: StepBuffer) -> None:
         "Reset all environments, each with its own seed, and write the first observations into `step`."
+        self.claim.check()
         for b, (env, (_, seed, _)) in enumerate(zip(self.envs, self.seeds)):
             with _naming(b, 'reset()'):
                 x, _ = env.reset(seed=seed)
@@ -136,6 +135,7 @@ class SingleEnvs:
             step: observations and terminations are written into it
             terminal_obs: return the last observations of terminated episodes too
         """
+        self.claim.check()
         final, ended, rews, infos, call, b = {}, [], [], [], 'step()', 0
         buffer = step.leaves[0]
         one_array, shape, dtype = len(step.leaves) == 1, buffer.shape[1:], buffer.dtype
@@ -165,16 +165,19 @@ class SingleEnvs:
               name: Callable = str,   # the name of an environment, from its index
               **where: Any,           # context for warnings: pipe, lane
     ) -> None:
-        """Close every environment. Those that fail to are told in a warning. Without `closes`, only let go of them.
+        """Close every environment, except those that another batch has claimed. Those that fail to are told in a warning.
+
+        Without `closes`, only let go of them.
 
         Args:
             name: the name of an environment, from its index
             **where: context for warnings: pipe, lane
         """
+        self.claim.release()
         while self.envs:
             env = self.envs.pop()
             try:
-                if self.closes: env.close()
+                if self.closes and len(self.envs) not in self.claim.lost: env.close()
             except BaseException as e:
                 if not isinstance(e, Exception):     # such as Ctrl-C, which must not leave the others open
                     self.close(name, **where)

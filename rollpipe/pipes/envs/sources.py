@@ -6,7 +6,6 @@
 __all__ = ['MOST', 'Lent', 'LentVector', 'is_instance', 'Lender', 'instances_in', 'refuse_copies', 'env_sources', 'taken']
 
 # %% ../../../nbs/pipes/10_envs/11_sources.ipynb #00e7d48b
-import weakref
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any, NoReturn
@@ -17,30 +16,14 @@ from ..errors import EnvError, describe
 from .factories import env_factories
 
 # %% ../../../nbs/pipes/10_envs/11_sources.ipynb #00580c96
-class _Loan:
-    "Wraps an environment that belongs to the user: `close` leaves it open. Raises `EnvError` if it has been lent again since."
-    env: Any
-    recalled = False
-
-    def step(self, action):
-        self._check()
-        return self.env.step(action)
-
-    def reset(self, **kwargs):
-        self._check()
-        return self.env.reset(**kwargs)
-
-    def close(self, **kwargs): pass
-
-    def _check(self):
-        if self.recalled:
-            raise EnvError("the environment has since been lent to another iteration, loop, or lane", got="a second one",
-                           expected="one at a time for each instance")
+class Lent(gym.Wrapper):
+    "A loan of an environment that belongs to the user: `close` leaves it open."
+    def close(self) -> None: pass
 
 
-class Lent(_Loan, gym.Wrapper): "A loan of one environment."
-class LentVector(_Loan, gym.vector.VectorWrapper):  # pyright: ignore[reportIncompatibleMethodOverride]  `actions` is called `action`
-    "A loan of a vector environment."
+class LentVector(gym.vector.VectorWrapper):  # pyright: ignore[reportIncompatibleMethodOverride]  `actions` is called `action`
+    "A loan of a vector environment: `close` leaves it open."
+    def close(self, **kwargs: Any) -> None: pass
 
 # %% ../../../nbs/pipes/10_envs/11_sources.ipynb #eb23a39b
 def is_instance(x: Any) -> bool:
@@ -49,7 +32,7 @@ def is_instance(x: Any) -> bool:
 
 
 class Lender:
-    """A factory that lends the one environment `env`, which stays open. The earlier loan of the same environment ends.
+    """A factory that lends the one environment `env`, which stays open.
 
     Args:
         env: a `gymnasium.Env` or `gymnasium.vector.VectorEnv`
@@ -62,18 +45,11 @@ class Lender:
 
     def __call__(self, seed: int | None = None) -> Any:
         kind: Any = LentVector if isinstance(self.env, gym.vector.VectorEnv) else Lent
-        loan = kind(self.env)
-        before = _loans.get(id(self.env.unwrapped))
-        if before is not None: before.recalled = True
-        _loans[id(self.env.unwrapped)] = loan
-        return loan
+        return kind(self.env)
 
     def __repr__(self): return self.name
 
     def __reduce__(self) -> NoReturn: raise _no_copy(self.env, "each process", "a pickled pipeline")
-
-
-_loans = weakref.WeakValueDictionary()  # id of an environment -> its loan, which keeps the environment alive
 
 
 def instances_in(x: Any, depth: int = 4) -> list:

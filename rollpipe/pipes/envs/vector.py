@@ -16,7 +16,7 @@ from ..errors import EnvError, PipeError
 from .autoreset import final_observations
 from .batch import Batch, Outcome
 from .checked_vector import CheckedVector, close_vector
-from .factories import EnvFactory, env_seeds, is_vector, spaces_of
+from .factories import Claim, EnvFactory, env_seeds, is_vector, spaces_of
 from .infos import VectorInfos
 from .single import EnvBatch
 
@@ -45,9 +45,9 @@ class VectorBatch(Batch):
                  closes: bool = True,           # False: `close` leaves the environments open
                  **where: Any,                  # context for error messages: pipe, lane
     ):
-        self.vec, self.closes, self.where, self.vec_name = vec, closes, where, name or type(vec).__name__
+        self.vec, self.closes, self.where, self.vec_name, self.claim = vec, closes, where, name or type(vec).__name__, Claim()
         try:
-            self.vector = CheckedVector(vec, seed)
+            self.vector = CheckedVector(vec, seed, self.claim)
             self._prepare(*spaces_of(vec), self.vector.n, clip_actions)
         except PipeError as e:
             self.close()
@@ -110,9 +110,10 @@ class VectorBatch(Batch):
         return {b: nested.getitem(final, k) for k, b in enumerate(at)}
 
     def close(self) -> None:
-        "Close the vector environment. May be called twice. Without `closes`, only let go of it."
+        "Close the vector environment, unless another batch has claimed it. May be called twice. Without `closes`, only let go of it."
         vec, self.vec = self.vec, None
-        if vec is not None and self.closes: close_vector(vec, self.vec_name, **self.where)
+        self.claim.release()
+        if vec is not None and self.closes and not self.claim.lost: close_vector(vec, self.vec_name, **self.where)
 
 # %% ../../../nbs/pipes/10_envs/09_vector.ipynb #c45a7214
 def env_batch(
