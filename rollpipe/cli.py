@@ -53,6 +53,10 @@ def _parent_parsers() -> tuple:
     common.add_argument("--quiet", action="store_true", default=argparse.SUPPRESS, help="show no progress")
     common.add_argument("--tensorboard", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS,
                         help="write event files [if TensorBoard is installed]")
+    common.add_argument("--wandb", nargs="?", const=True, default=argparse.SUPPRESS, metavar="PROJECT",
+                        help="log to Weights & Biases as well, into this project [rollpipe]; a resumed run goes on there by itself")
+    common.add_argument("--no-wandb", dest="wandb", action="store_const", const=False, default=argparse.SUPPRESS,
+                        help="log no longer to Weights & Biases")
     add_options(common, [o for o in RUN_OPTIONS if o.name == "steps"], grouped=False)
     return debug, common
 

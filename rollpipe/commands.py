@@ -75,7 +75,8 @@ def run_to_end(run: Run, args: Namespace) -> None:
     config = run.config
     print(f"{config['algorithm']} on {config['env']}, seed {config['seed']}: "
           f"{format_number(run.counters['steps'])} -> {format_number(config['steps'])} steps in {run.folder}", flush=True)
-    try: train(run, progress=not hasattr(args, "quiet"), tensorboard=getattr(args, "tensorboard", "auto"))
+    try: train(run, progress=not hasattr(args, "quiet"), tensorboard=getattr(args, "tensorboard", "auto"),
+               wandb=getattr(args, "wandb", None))
     except KeyboardInterrupt as e:
         if not run.counters["updates"]: raise
         raise Interrupted(*e.args, f"interrupted after {run.counters['steps']} steps and saved; "

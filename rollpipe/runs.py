@@ -23,7 +23,8 @@ __all__ = ['RUN_FILES', 'Run', 'lock', 'unlock', 'start', 'discard', 'needed_mod
            'resume']
 
 # %% ../nbs/06_runs.ipynb #318476a9
-RUN_FILES = ("config.json", "metrics.csv", "metrics.jsonl", "checkpoint.safetensors", "curve.png", "tensorboard")
+RUN_FILES = ("config.json", "metrics.csv", "metrics.jsonl", "checkpoint.safetensors", "curve.png", "tensorboard",
+             "wandb", "wandb.json")
 _COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0., resumes=0)
 
 
