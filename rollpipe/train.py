@@ -16,6 +16,7 @@ import torch
 
 from .agents.metrics import METRICS, OF_THE_LOOP, EpisodeReturns, added
 from .agents.parallel_evaluation import ParallelEvaluation
+from .config import device_of
 from .logs import MetricWriter
 from .pipes import torchdata
 from .pipes.errors import DataError
@@ -108,7 +109,8 @@ def _reading(run: Run) -> Iterator[tuple]:
     if not config.get("workers"):
         with closing(iter(run.pipe)) as batches: yield batches, dict
         return
-    service = ProcessReading(config["workers"], config["lag"], config["order"], restart=config["restarts"])
+    host = dict(affinity=["cpu"]) if device_of(config.get("device", "cpu")).type != "cpu" else {}  # the learner alone uses the device
+    service = ProcessReading(config["workers"], config["lag"], config["order"], restart=config["restarts"], **host)
     with torchdata.DataLoader2(run.pipe, reading_service=service) as loader:
         def health():
             states = loader.reading_service.health()
