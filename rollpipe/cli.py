@@ -21,6 +21,9 @@ from .train import STOP_SIGNALS, stop_signals
 __all__ = ['USER_ERRORS', 'add_algorithms', 'build_parser', 'main']
 
 # %% ../nbs/10_cli.ipynb #4e3b64f2
+_COMMON = ("steps", "device")  # options of every command that trains
+
+
 def add_algorithms(
     parser: argparse.ArgumentParser,  # parser of a command that takes `ALGO ENV` and their options
     common: argparse.ArgumentParser,  # parser of the options that every such command has
@@ -40,7 +43,7 @@ def add_algorithms(
         sub.add_argument("--overwrite", action="store_true", help="replace the run that is in that folder")
         sub.add_argument("--env-kwargs", nargs="+", action="extend", default=[], metavar="key=value",
                          help="arguments for gymnasium.make")
-        add_options(sub, [o for o in RUN_OPTIONS if o.name != "steps"] + options_for(name))
+        add_options(sub, [o for o in RUN_OPTIONS if o.name not in _COMMON] + options_for(name))
 
 
 def _parent_parsers() -> tuple:
@@ -53,7 +56,11 @@ def _parent_parsers() -> tuple:
     common.add_argument("--quiet", action="store_true", default=argparse.SUPPRESS, help="show no progress")
     common.add_argument("--tensorboard", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS,
                         help="write event files [if TensorBoard is installed]")
-    add_options(common, [o for o in RUN_OPTIONS if o.name == "steps"], grouped=False)
+    common.add_argument("--wandb", nargs="?", const=True, default=argparse.SUPPRESS, metavar="PROJECT",
+                        help="log to Weights & Biases as well, into this project [rollpipe]; a resumed run goes on there by itself")
+    common.add_argument("--no-wandb", dest="wandb", action="store_const", const=False, default=argparse.SUPPRESS,
+                        help="log no longer to Weights & Biases")
+    add_options(common, [o for o in RUN_OPTIONS if o.name in _COMMON], grouped=False)
     return debug, common
 
 # %% ../nbs/10_cli.ipynb #6d236568
@@ -78,6 +85,7 @@ def build_parser() -> Parser:
     sub.add_argument("--seed", type=int, help="seed of the episodes [different episodes each time]")
     sub.add_argument("--sample", action="store_true", help="draw actions, instead of taking the most likely one")
     sub.add_argument("--record", metavar="FILE", help="record a film of the first episode, .gif or .mp4")
+    sub.add_argument("--device", default="cpu", help="where the policy is: cpu, cuda, cuda:1, mps or auto [cpu]")
     sub = command("export", export_command, [debug], "write a trained policy to a file that runs without rollpipe")
     sub.add_argument("run", metavar="RUN", help="folder of a run, or a checkpoint")
     sub.add_argument("--to", choices=FORMATS, default="onnx", help="format [onnx]")

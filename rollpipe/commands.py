@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .agents.evaluate import RandomActor, evaluate
 from .algorithms import ALGORITHMS, options_for
-from .config import build, make_config
+from .config import build, device_of, make_config
 from .export import FORMATS, PolicyFunction, export_policy
 from .options import options_of, parse_env_kwargs
 from .pipes.envs.factories import spaces_of
@@ -55,7 +55,7 @@ def train_command(args: Namespace) -> None:
     "Start or continue a run."
     if args.resume:
         if args.algorithm: raise UsageError("rollpipe train: either --resume RUN or ALGO ENV, not both")
-        run = resume(args.resume, getattr(args, "steps", None))
+        run = resume(args.resume, getattr(args, "steps", None), getattr(args, "device", None))
     else:
         config = config_from(args)
         env = config["env"].replace("/", "-").replace(":", "-")
@@ -75,7 +75,8 @@ def run_to_end(run: Run, args: Namespace) -> None:
     config = run.config
     print(f"{config['algorithm']} on {config['env']}, seed {config['seed']}: "
           f"{format_number(run.counters['steps'])} -> {format_number(config['steps'])} steps in {run.folder}", flush=True)
-    try: train(run, progress=not hasattr(args, "quiet"), tensorboard=getattr(args, "tensorboard", "auto"))
+    try: train(run, progress=not hasattr(args, "quiet"), tensorboard=getattr(args, "tensorboard", "auto"),
+               wandb=getattr(args, "wandb", None))
     except KeyboardInterrupt as e:
         if not run.counters["updates"]: raise
         raise Interrupted(*e.args, f"interrupted after {run.counters['steps']} steps and saved; "
@@ -88,16 +89,16 @@ def run_to_end(run: Run, args: Namespace) -> None:
 def evaluate_command(args: Namespace) -> None:
     "Evaluate a checkpoint."
     checkpoint = load_run(args.run)
-    agent, _ = restore(checkpoint)
+    agent, _ = restore(checkpoint, device=args.device)
     print(evaluate(checkpoint.config["env"], agent.actor, args.episodes, deterministic=not args.sample, seed=args.seed,
-                   record=args.record, env_kwargs=checkpoint.config["env_kwargs"]))
+                   record=args.record, env_kwargs=checkpoint.config["env_kwargs"], device=device_of(args.device)))
     if args.record: print(f"film: {args.record}")
 
 
 def export_command(args: Namespace) -> None:
     "Write the policy of a run to a file that runs without rollpipe."
     checkpoint = load_run(args.run)
-    actor = restore(checkpoint)[0].actor
+    actor = restore(checkpoint, device="cpu")[0].actor
     folder = Path(args.run) if Path(args.run).is_dir() else Path(args.run).parent
     path = Path(args.out or folder/f"policy{FORMATS[args.to].suffix}")
     note = {name: checkpoint.config[name] for name in ("algorithm", "env", "env_kwargs")}
@@ -121,14 +122,15 @@ def graph_command(args: Namespace) -> None:
 
 def demo_command(args: Namespace) -> None:
     "Train from scratch, and compare the trained policy with a random one."
-    config = make_config("trpo", "Pendulum-v1", steps=getattr(args, "steps", 100_000), seed=args.seed)
+    device = getattr(args, "device", "cpu")
+    config = make_config("trpo", "Pendulum-v1", steps=getattr(args, "steps", 100_000), seed=args.seed, device=device)
     run = start(args.out, config, overwrite=True)
     run_to_end(run, args)
     learning_curve(run.folder, run.folder/"curve.png")
     print("\n20 fresh episodes              return (mean +- standard error)      min      max")
     random = RandomActor(spaces_of(config["env"])[1])
     for name, actor in (("random policy", random), ("trained policy, no exploration", run.agent.actor)):
-        found = evaluate(config["env"], actor)
+        found = evaluate(config["env"], actor, device=None if actor is random else device_of(device))
         low, high = found.returns.min(), found.returns.max()
         print(f"{name:<31}{found.mean:>10.1f} +- {found.stderr:<18.1f}{low:>9.1f}{high:>9.1f}")
     print("\n" + "  ".join(str(run.folder/name) for name in RUN_FILES if (run.folder/name).is_file()))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib, inspect, json, platform
 from collections.abc import Sequence
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -14,11 +15,15 @@ import torch
 
 import rollpipe
 from .algorithms import ALGORITHMS, options_for
+from .pipes.advantage import AdvantageBuffer
 from .pipes.errors import DataError
+from .pipes.graph import find, insert_before
+from .pipes.modules import checked_device
+from .pipes.transforms import ToDevice
 from .pipes.workers.reading import ProcessReading
 
 # %% auto #0
-__all__ = ['make_config', 'build']
+__all__ = ['device_of', 'make_config', 'build']
 
 # %% ../nbs/05_config.ipynb #62591ac2
 def _check_names(algorithm: str, options: dict, known: dict) -> None:
@@ -36,6 +41,24 @@ def _check_lanes(workers: int, lanes: int) -> None:
     if workers > lanes:
         raise DataError(f"{workers} workers have too few lanes", leaf="workers", expected=f"--lanes {workers} or more "
                         "(a batch has lanes * n_envs * n_steps steps)", got=f"{lanes} lanes")
+
+# %% ../nbs/05_config.ipynb #210c1c22
+def device_of(
+    name: str,  # such as cpu, cuda:1, mps, or auto
+) -> torch.device:
+    """The device of this name; `auto` is cuda or mps if they are there, else cpu. Raises `DataError` for one that is not there.
+
+    Args:
+        name: such as cpu, cuda:1, mps, or auto
+    """
+    if name != "auto": return checked_device(name)
+    return torch.device("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def _moved(pipe: Any, device: torch.device) -> Any:
+    "The pipeline with its batches on the device, as soon as a network needs them."
+    def make(source): return ToDevice(source, device)
+    return insert_before(pipe, AdvantageBuffer, make) if len(find(pipe, AdvantageBuffer)) == 1 else make(pipe)
 
 # %% ../nbs/05_config.ipynb #6417072b
 def make_config(
@@ -55,8 +78,9 @@ def make_config(
     restarts: int = 0,               # how often a lost worker is replaced before the run fails
     name: str | None = None,         # name of the experiment in plots [algorithm and environment]
     imports: Sequence[str] = (),     # modules that must be imported before the environment can be made
+    device: str = "cpu",             # where networks and batches are: cpu, cuda, cuda:1, mps, or auto (cuda or mps, if it is there)
 ) -> dict:
-    """The configuration of a run. Raises `DataError` for an unknown algorithm or option, or a value that JSON cannot hold.
+    """The configuration of a run. Raises `DataError` for an unknown algorithm, option or device, or a value that JSON cannot hold.
 
     Args:
         algorithm: name in `ALGORITHMS`
@@ -74,6 +98,7 @@ def make_config(
         restarts: how often a lost worker is replaced before the run fails
         name: name of the experiment in plots [algorithm and environment]
         imports: modules that must be imported before the environment can be made
+        device: where networks and batches are: cpu, cuda, cuda:1, mps, or auto (cuda or mps, if it is there)
     """
     known, options = {option.name: option for option in options_for(algorithm)}, options or {}
     defaults = {name: option.default for name, option in known.items()}
@@ -83,12 +108,13 @@ def make_config(
         _check_at_least(low, what, value)
     _check_at_least(0, "eval_every", eval_every)
     ProcessReading(workers, lag, order, restart=restarts)  # raises if one of them is wrong
+    device_of(device)
     _check_lanes(workers, options.get("lanes", defaults.get("lanes", 1)))
     modules = dict(rollpipe=rollpipe, torch=torch, gymnasium=gymnasium, numpy=np)
     versions = dict(python=platform.python_version(), **{name: m.__version__ for name, m in modules.items()})
     config = dict(algorithm=algorithm, env=env, env_kwargs=env_kwargs or {}, name=name, seed=seed, steps=steps,
                   threads=threads, checkpoint_every=checkpoint_every, eval_every=eval_every,
-                  workers=workers, lag=lag, order=order, restarts=restarts,
+                  workers=workers, lag=lag, order=order, restarts=restarts, device=device,
                   options={**defaults, **options}, versions=versions, **(dict(imports=imports) if imports else {}))
     try: return json.loads(json.dumps(config))
     except TypeError as e: raise DataError(f"the configuration cannot be written as JSON: {e}") from None
@@ -118,7 +144,12 @@ def build(
     env, env_kwargs = config["env"], config["env_kwargs"]
     modules = [parts[part].for_env(env, env_kwargs=env_kwargs, seed=seeds[part], **kwargs[part])
                for part in ("policy", "critic") if part in parts]
+    device, accepted = device_of(config.get("device", "cpu")), inspect.signature(algorithm.pipeline).parameters
+    if device.type != "cpu":
+        if "device" not in accepted:
+            raise DataError(f"the pipeline of {config['algorithm']} takes no device", leaf="device", expected="cpu", got=str(device))
+        modules, kwargs["pipeline"]["device"] = [module.to(device) for module in modules], device
     agent = algorithm.learner(*modules, seed=seeds["learner"], **kwargs["learner"])
-    if "critic" not in inspect.signature(algorithm.pipeline).parameters: modules = modules[:1]
+    if "critic" not in accepted: modules = modules[:1]
     pipe = algorithm.pipeline(env, *modules, seed=seeds["pipeline"], env_kwargs=env_kwargs, **kwargs["pipeline"])
-    return agent, pipe
+    return agent, pipe if device.type == "cpu" else _moved(pipe, device)

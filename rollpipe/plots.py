@@ -104,8 +104,9 @@ def _curve(folder: Path, x: str, y: str, window: int) -> tuple:
     metrics = read_metrics(folder)
     missing = [name for name in (x, y) if name not in metrics]
     if missing:
+        known = "" if missing[0] in METRICS or not metrics else "a name of `METRICS`, or a metric of your own that is in the run: "
         raise DataError(f"{folder}: no such metric in this run", leaf=missing[0],
-                        expected=", ".join(metrics) or "records")
+                        expected=known + (", ".join(metrics) or "records"))
     ok = np.isfinite(metrics[y])
     return metrics[x][ok], smooth(metrics[y][ok], window)
 
@@ -171,8 +172,6 @@ def learning_curve(
         title: title of the picture [the experiment, if there is only one]
     """
     from matplotlib.figure import Figure
-    for name in (x, y):
-        if name not in METRICS: raise DataError("unknown metric name", leaf=name, expected=", ".join(METRICS))
     if band not in ("range", "std"): raise DataError("unknown band", expected="range or std", got=band)
     groups = group_runs([runs] if isinstance(runs, (str, Path)) else list(runs))
     if not groups: raise DataError("no runs to draw", expected="at least one folder")

@@ -23,7 +23,8 @@ __all__ = ['RUN_FILES', 'Run', 'lock', 'unlock', 'start', 'discard', 'needed_mod
            'resume']
 
 # %% ../nbs/06_runs.ipynb #318476a9
-RUN_FILES = ("config.json", "metrics.csv", "metrics.jsonl", "checkpoint.safetensors", "curve.png", "tensorboard")
+RUN_FILES = ("config.json", "metrics.csv", "metrics.jsonl", "checkpoint.safetensors", "curve.png", "tensorboard",
+             "wandb", "wandb.json")
 _COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0., resumes=0)
 
 
@@ -144,6 +145,7 @@ def _check_stored(found: Checkpoint) -> None:
     if not all(type(x) in (int, float) and 0 <= x < math.inf for x in counters.values()): raise DataError("counters", got=str(counters))
     if not isinstance(config["env"], str): raise DataError("environment", expected="an id", got=repr(config["env"]))
     if not isinstance(config["env_kwargs"], dict): raise DataError("env_kwargs", got=repr(config["env_kwargs"]))
+    if not isinstance(config.get("device", "cpu"), str): raise DataError("device", got=repr(config["device"]))
     imports = config.get("imports", [])
     if not isinstance(imports, list) or not all(isinstance(x, str) for x in imports): raise DataError("imports", got=repr(imports))
     options = {option: config["options"].get(option.name, option.default) for option in options_for(config["algorithm"])}
@@ -199,19 +201,22 @@ def load_run(
 
 
 def restore(
-    checkpoint: Checkpoint,  # see `load_run`
-    resumes: int = 0,        # how often the run was resumed
+    checkpoint: Checkpoint,      # see `load_run`
+    resumes: int = 0,            # how often the run was resumed
+    device: str | None = None,   # see `make_config`; None: as the checkpoint says
 ) -> tuple:  # agent, pipe
     """Build the learner and the pipeline, and load the learner's state. Raises `CheckpointError` if it does not fit.
 
     Args:
         checkpoint: see `load_run`
         resumes: how often the run was resumed
+        device: see `make_config`; None: as the checkpoint says
 
     Returns:
         tuple: agent, pipe
     """
-    try: agent, pipe = build(checkpoint.config, resumes)
+    config = checkpoint.config if device is None else dict(checkpoint.config, device=device)
+    try: agent, pipe = build(config, resumes)
     except PipeError: raise
     except Exception as e: raise CheckpointError(f"what the checkpoint describes cannot be built ({type(e).__name__}: {e})") from e
     try: agent.load_state_dict(checkpoint.agent_state)
@@ -221,31 +226,36 @@ def restore(
 
 # %% ../nbs/06_runs.ipynb #bd6c05b6
 def load_agent(
-    run: str | Path,  # folder of a run, or a checkpoint file
+    run: str | Path,     # folder of a run, or a checkpoint file
+    device: str = "cpu", # where it is to be, see `make_config`; the run may have been trained elsewhere
 ) -> Any:
     """The learner of a run as it was saved; `load_agent(run).actor.predict(obs)` is its policy. Raises as `load_run` and `restore` do.
 
     Args:
         run: folder of a run, or a checkpoint file
+        device: where it is to be, see `make_config`; the run may have been trained elsewhere
     """
-    return restore(load_run(run))[0]
+    return restore(load_run(run), device=device)[0]
 
 # %% ../nbs/06_runs.ipynb #77254847
 def resume(
-    folder: str | Path,        # folder of a run that has a checkpoint
-    steps: int | None = None,  # new total number of steps; None: as before
+    folder: str | Path,         # folder of a run that has a checkpoint
+    steps: int | None = None,   # new total number of steps; None: as before
+    device: str | None = None,  # see `make_config`; None: as before
 ) -> Run:
     """Continue a run from its checkpoint, with new episodes. Raises `DataError` if it is complete.
 
     Args:
         folder: folder of a run that has a checkpoint
         steps: new total number of steps; None: as before
+        device: see `make_config`; None: as before
     """
     path, folder = Path(folder), Path(folder) if Path(folder).is_dir() else Path(folder).parent
     if path.exists(): lock(folder)
     try:
         found = load_run(path)
         config = dict(found.config, steps=steps or found.config["steps"])
+        if device is not None: config["device"] = device
         counters = dict(found.counters, resumes=found.counters["resumes"] + 1)
         if counters["steps"] >= config["steps"]:
             raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")

@@ -9,15 +9,19 @@ import os, signal, threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from time import monotonic, perf_counter
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from .agents.metrics import EpisodeReturns
+from .agents.metrics import METRICS, OF_THE_LOOP, EpisodeReturns, added
 from .agents.parallel_evaluation import ParallelEvaluation
+from .config import device_of
 from .logs import MetricWriter
 from .pipes import torchdata
 from .pipes.errors import DataError
+from .pipes.graph import nodes
+from .pipes.taps import Meter
 from .pipes.workers.reading import ProcessReading
 from .progress import Progress
 from .runs import Run, unlock
@@ -105,7 +109,8 @@ def _reading(run: Run) -> Iterator[tuple]:
     if not config.get("workers"):
         with closing(iter(run.pipe)) as batches: yield batches, dict
         return
-    service = ProcessReading(config["workers"], config["lag"], config["order"], restart=config["restarts"])
+    host = dict(affinity=["cpu"]) if device_of(config.get("device", "cpu")).type != "cpu" else {}  # the learner alone uses the device
+    service = ProcessReading(config["workers"], config["lag"], config["order"], restart=config["restarts"], **host)
     with torchdata.DataLoader2(run.pipe, reading_service=service) as loader:
         def health():
             states = loader.reading_service.health()
@@ -115,8 +120,10 @@ def _reading(run: Run) -> Iterator[tuple]:
 # %% ../nbs/07_train.ipynb #b542d966
 class _Updates:
     "The updates of a run: each one learns from a batch, counts it, and makes a record."
-    def __init__(self, run: Run):
-        self.run, self.episodes = run, EpisodeReturns(run.counters["episodes"])
+    def __init__(self, run: Run, callback: Callable | None = None):
+        self.run, self.callback, self.episodes = run, callback, EpisodeReturns(run.counters["episodes"])
+        sinks = [getattr(tap, name, None) for tap in nodes(run.pipe) for name in ("see", "sink")]
+        self.meters = list({id(sink): sink for sink in sinks if isinstance(sink, Meter)}.values())
         self.is_whole = False  # whether the last update is complete, so that the learner can be saved
 
     def start_clock(self) -> None: self.begun = self.waiting = perf_counter()
@@ -131,10 +138,31 @@ class _Updates:
         duration, self.begun = now - self.begun, now
         counters.update(steps=counters["steps"] + new_steps, updates=counters["updates"] + 1,
                         episodes=self.episodes.episodes, seconds=counters["seconds"] + duration)
-        record = {**counters, **self.episodes.metrics(), **metrics, **health(), "seconds_collect": collected,
-                  "steps_per_s": new_steps/duration}
+        record = {**counters, **self.episodes.metrics(), **health(), "seconds_collect": collected, "steps_per_s": new_steps/duration}
         for answer in evaluated: record.update(answer.metrics)  # the newest comes last
         del record["resumes"]
+        return added(record, metrics, "the learner", OF_THE_LOOP)
+
+    def with_meters(self, record: dict) -> dict:
+        "A record with the metrics of the meters in the pipeline."
+        for meter in self.meters: record = added(record, meter.metrics(), "a meter in the pipeline", METRICS)
+        return record
+
+    def with_callback(self, record: dict) -> dict:
+        "A record with the metrics of the callback, if there is one."
+        if self.callback is None: return record
+        return added(record, self.callback(self.run, MappingProxyType(record)), "the callback", METRICS)
+
+    def learn(self, batch: Any, health: Callable, evaluated: list, writer: MetricWriter, bar: Progress) -> dict:
+        "`update`, and keep and show the record. It is kept also if the callback fails."
+        self.is_whole = False
+        record = self.update(batch, health, evaluated)
+        try:
+            record = self.with_meters(record)
+            record = self.with_callback(record)
+        finally:
+            _report(record, writer, bar)
+            self.is_whole = True
         return record
 
 
@@ -150,6 +178,8 @@ def train(
     *,
     progress: bool = True,            # show the progress on stderr
     tensorboard: bool | str = "auto", # write event files: True, False, or "auto": if TensorBoard is installed
+    wandb: bool | str | None = None,  # log to Weights & Biases: project, True ("rollpipe"), False, or None: if the run is there already
+    callback: Callable | None = None, # callback(run, record) after each update; returns a dict of metrics of your own, or None
 ) -> dict:  # the last record
     """Train until `config['steps']`, recording metrics and saving checkpoints in the run's folder.
 
@@ -159,25 +189,24 @@ def train(
         run: a run from `start` or `resume`; its counters are updated
         progress: show the progress on stderr
         tensorboard: write event files: True, False, or "auto": if TensorBoard is installed
+        wandb: log to Weights & Biases: project, True ("rollpipe"), False, or None: if the run is there already
+        callback: callback(run, record) after each update; returns a dict of metrics of your own, or None
 
     Returns:
         dict: the last record
     """
-    counters, config, updates, record = run.counters, run.config, _Updates(run), {}
+    counters, config, updates, record = run.counters, run.config, _Updates(run, callback), {}
     threads, steps = torch.get_num_threads(), config["steps"]
     torch.set_num_threads(config["threads"])
     try:
-        with (MetricWriter(run.folder, tensorboard, after=counters["steps"]) as writer,
-              Progress(steps, counters["steps"], disable=not progress) as bar,
+        with (Progress(steps, counters["steps"], disable=not progress) as bar,
               _evaluation(run) as evaluation,
-              _reading(run) as (batches, health)):
+              _reading(run) as (batches, health),
+              MetricWriter(run.folder, tensorboard, counters["steps"], wandb=wandb, config=config) as writer):  # last, as it starts threads
             updates.start_clock()
             for batch in batches:
                 with uninterrupted():
-                    updates.is_whole = False
-                    record = updates.update(batch, health, evaluation.poll() if evaluation else [])
-                    _report(record, writer, bar)
-                    updates.is_whole = True
+                    record = updates.learn(batch, health, evaluation.poll() if evaluation else [], writer, bar)
                     if counters["updates"] % config["checkpoint_every"] == 0: run.save()
                     updates.waiting = perf_counter()
                 is_last = counters["steps"] >= steps

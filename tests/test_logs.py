@@ -70,8 +70,7 @@ def test_values_that_are_not_finite_keep_the_json_valid(tmp_path):
     assert np.isnan(read_metrics(tmp_path)["kl"]).all()
 
 
-def test_unknown_names_and_missing_steps_are_refused(tmp_path):
-    with pytest.raises(DataError, match="'kul'"): write(tmp_path, dict(steps=1, kul=0))
+def test_missing_steps_are_refused(tmp_path):
     with pytest.raises(DataError, match="steps"): write(tmp_path, dict(kl=0))
 
 

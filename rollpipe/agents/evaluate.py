@@ -227,6 +227,7 @@ def evaluate(
     on_limit: str = "raise",  # an episode of `max_steps` steps: 'raise' an `EnvError`, or 'cut' it off; then `cut_off` says which
     trace: bool = False,  # keep the reward of each step and what the actor reported
     close: bool = True,  # False: leave the environments open that are made here
+    device: Any = None,  # the actor's device, if not the host
 ) -> Evaluation:
     """Play exactly `n_episodes` fresh episodes in this process. Raises `DataError`, and what `EnvStepper` raises.
 
@@ -246,6 +247,7 @@ def evaluate(
         on_limit: an episode of `max_steps` steps: 'raise' an `EnvError`, or 'cut' it off; then `cut_off` says which
         trace: keep the reward of each step and what the actor reported
         close: False: leave the environments open that are made here
+        device: the actor's device, if not the host
     """
     check_limit(max_steps, on_limit)
     if n_episodes < 1: raise DataError("nothing to evaluate", expected="n_episodes >= 1", got=str(n_episodes))
@@ -259,7 +261,7 @@ def evaluate(
         for recorder in recorders[1:]: recorder.done = True
     elif render: sources = [window := Window(sources[0], close), *sources[1:]]
     if on_limit == "cut": sources = cutters = [_Cutter(factory, max_steps, close) for factory in sources]
-    ticks = EnvStepper(sources, actor, info_keys=(), seed=seed, explore=not deterministic, close=close)
+    ticks = EnvStepper(sources, actor, info_keys=(), seed=seed, explore=not deterministic, close=close, device=device)
     with EvalMode(actor): result = _play(ticks, quota, max_steps, cutters, window, _Rows(len(quota)) if trace else None)
     if record is not None: recorders[0].save(record)
     return result

@@ -21,14 +21,15 @@ from .replay.merged_steps import MergedStep, StepMerger
 from .replay.pipe import Replay, Replayed
 from .stepper import EnvStepper
 from .steps import Fragments, Step, Steps
-from .taps import EpisodeEnd, EpisodeStats, Rate, Tap, Throughput
+from .taps import EpisodeEnd, EpisodeStats, Meter, Rate, Tap, Throughput
 from .transforms import NStep, NSteps, ObservationCast, RewardScaler, ToDevice
 from .modules import Handle, bump_version, version_of
 
 __all__ = [
     'ActorError', 'AdvantageBuffer', 'CheckInvariants', 'CheckpointError', 'DataError', 'EnvError', 'EnvStepper',
     'EpisodeCollector', 'EpisodeEnd', 'EpisodeStats', 'Final', 'Fragment', 'FragmentCollector', 'FragmentStacker', 'Fragments',
-    'FrameStack', 'GraphError', 'Handle', 'Lanes', 'MergedStep', 'Minibatcher', 'NStep', 'NSteps', 'ObservationCast', 'Pipe', 'PipeError',
+    'FrameStack', 'GraphError', 'Handle', 'Lanes', 'MergedStep', 'Meter',
+    'Minibatcher', 'NStep', 'NSteps', 'ObservationCast', 'Pipe', 'PipeError',
     'ProcessReading', 'Rate', 'Replay', 'ReplayMemory', 'Replayed', 'RewardScaler', 'Sample', 'Source', 'SpaceError', 'Stacks', 'State',
     'Step', 'StepMerger', 'Steps', 'Tap', 'Throughput', 'Tick', 'TickSource', 'ToDevice', 'WithImage', 'WorkerError', 'bump_version',
     'collect', 'context', 'copy_graph', 'draw', 'find', 'find_one', 'insert_after', 'insert_before', 'minibatches', 'nested', 'on_policy',

@@ -250,6 +250,7 @@ class NStep(Pipe):
 def _begin(item, device, side):
     "Begin to copy `item` to `device`; returns the copy, and the event of its arrival in the CUDA stream `side` (both None without CUDA)."
     def move(x):
+        if isinstance(x, Iterator): return (_complete(*_begin(each, device, side)) for each in x)
         if not isinstance(x, Tensor): return x
         # torch's allocator reuses pinned memory only after the copy has finished
         if side is not None and x.device.type == 'cpu': x = x.pin_memory()
@@ -270,7 +271,7 @@ def _complete(item, event):
 
 # %% ../../nbs/pipes/21_transforms.ipynb #0403745f
 class ToDevice(Pipe):
-    """Move the tensors of each item (a `Fragment`, `NSteps`, or any container) to `device`.
+    """Move the tensors of each item (a `Fragment`, `NSteps`, any container, and what iterators in it yield) to `device`.
 
     For a CUDA device tensors are copied to pinned memory, and from there without blocking on a separate stream. The
     consumer's stream waits for the copy, but the program does not. With `ahead=1` (double buffering) the next item is fetched, and its
