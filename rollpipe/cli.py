@@ -44,22 +44,25 @@ def add_algorithms(
 
 
 def _parent_parsers() -> tuple:
-    "The options of all commands, and those of all commands that train."
+    "The options of all commands, and those of the commands that use a trained policy, and of those that train."
     debug = Parser(add_help=False)
     debug.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
     debug.add_argument("--import", dest="imports", action="append", default=argparse.SUPPRESS, metavar="MODULE",
                        help="import a module first, such as one that registers environments")
+    policy = Parser(add_help=False, parents=[debug])
+    policy.add_argument("run", metavar="RUN", help="folder of a run, or a checkpoint")
+    policy.add_argument("--best", action="store_true", help="the policy with the best evaluation, instead of the last one")
     common = Parser(add_help=False, parents=[debug])
     common.add_argument("--quiet", action="store_true", default=argparse.SUPPRESS, help="show no progress")
     common.add_argument("--tensorboard", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS,
                         help="write event files [if TensorBoard is installed]")
     add_options(common, [o for o in RUN_OPTIONS if o.name == "steps"], grouped=False)
-    return debug, common
+    return debug, policy, common
 
 # %% ../nbs/10_cli.ipynb #6d236568
 def build_parser() -> Parser:
     "The parser of the whole command line."
-    debug, common = _parent_parsers()
+    debug, policy, common = _parent_parsers()
     parser = Parser(prog="rollpipe", description="Reinforcement learning as a pipeline.", parents=[debug])
     parser.add_argument("--version", action="version", version=f"rollpipe {rollpipe.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
@@ -72,14 +75,12 @@ def build_parser() -> Parser:
     sub = command("train", train_command, [common], "train an agent, or continue a run")
     sub.add_argument("--resume", metavar="RUN", help="continue the run in this folder, instead of ALGO ENV")
     add_algorithms(sub, common)
-    sub = command("evaluate", evaluate_command, [debug], "play whole episodes with a trained agent")
-    sub.add_argument("run", metavar="RUN", help="folder of a run, or a checkpoint")
+    sub = command("evaluate", evaluate_command, [policy], "play whole episodes with a trained agent")
     sub.add_argument("--episodes", type=int, default=20, help="number of episodes [20]")
     sub.add_argument("--seed", type=int, help="seed of the episodes [different episodes each time]")
     sub.add_argument("--sample", action="store_true", help="draw actions, instead of taking the most likely one")
     sub.add_argument("--record", metavar="FILE", help="record a film of the first episode, .gif or .mp4")
-    sub = command("export", export_command, [debug], "write a trained policy to a file that runs without rollpipe")
-    sub.add_argument("run", metavar="RUN", help="folder of a run, or a checkpoint")
+    sub = command("export", export_command, [policy], "write a trained policy to a file that runs without rollpipe")
     sub.add_argument("--to", choices=FORMATS, default="onnx", help="format [onnx]")
     sub.add_argument("--out", metavar="FILE", help="file to write [policy.onnx, .pt or .pt2 in the folder of the run]")
     sub = command("plot", plot_command, [debug], "draw learning curves, with a band for the seeds of an experiment")

@@ -19,7 +19,7 @@ from .pipes.envs.factories import spaces_of
 from .pipes.graph import draw
 from .plots import learning_curve
 from .progress import format_duration, format_number
-from .runs import RUN_FILES, Run, discard, load_run, needed_modules, restore, resume, start
+from .runs import RUN_FILES, Run, discard, folder_of, load_run, needed_modules, restore, resume, start
 from .train import train
 
 # %% auto #0
@@ -83,11 +83,16 @@ def run_to_end(run: Run, args: Namespace) -> None:
     finally:
         if not run.counters["updates"]: discard(run)
     print(f"{format_number(run.counters['steps'])} steps in {format_duration(run.counters['seconds'])}, saved in {run.checkpoint}")
+    if config.get("eval_every") and run.best.exists():
+        best = load_run(run.folder, best=True)
+        found = best.evaluated or {}
+        print(f"best evaluation: return {found['eval_return_mean']:.1f} (mean of {found['episodes']} episodes) after "
+              f"{format_number(best.counters['steps'])} steps, saved in {run.best} (--best)")
 
 # %% ../nbs/09_commands.ipynb #2dda40a6
 def evaluate_command(args: Namespace) -> None:
     "Evaluate a checkpoint."
-    checkpoint = load_run(args.run)
+    checkpoint = load_run(args.run, args.best)
     agent, _ = restore(checkpoint)
     print(evaluate(checkpoint.config["env"], agent.actor, args.episodes, deterministic=not args.sample, seed=args.seed,
                    record=args.record, env_kwargs=checkpoint.config["env_kwargs"]))
@@ -96,10 +101,9 @@ def evaluate_command(args: Namespace) -> None:
 
 def export_command(args: Namespace) -> None:
     "Write the policy of a run to a file that runs without rollpipe."
-    checkpoint = load_run(args.run)
+    checkpoint = load_run(args.run, args.best)
     actor = restore(checkpoint)[0].actor
-    folder = Path(args.run) if Path(args.run).is_dir() else Path(args.run).parent
-    path = Path(args.out or folder/f"policy{FORMATS[args.to].suffix}")
+    path = Path(args.out or folder_of(args.run)/f"policy{FORMATS[args.to].suffix}")
     note = {name: checkpoint.config[name] for name in ("algorithm", "env", "env_kwargs")}
     is_checked = export_policy(actor, path, args.to, note)
     policy = PolicyFunction(actor)
