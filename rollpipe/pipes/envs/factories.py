@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['extra_for', 'check_id', 'is_vector', 'takes_seed', 'EnvFactory', 'env_factories', 'VectorFactory', 'spaces_of',
-           'space_spec', 'env_seeds']
+           'space_spec', 'env_seeds', 'Claim']
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #fb036b2b
-import difflib, importlib, inspect
+import difflib, importlib, inspect, weakref
 from typing import Any
 
 import cloudpickle
@@ -246,3 +246,48 @@ def env_seeds(
     children = np.random.SeedSequence(seed.entropy, spawn_key=seed.spawn_key).spawn(n)
     words = (map(int, child.generate_state(3)) for child in children)
     return [(make & 0x7fffffff, reset, space) for make, reset, space in words]
+
+# %% ../../../nbs/pipes/10_envs/00_factories.ipynb #7270e266
+class Claim:
+    """The right of one batch to step its environments. It ends when another batch claims one of them.
+
+    A wrapper counts as the environment within it. A `SyncVectorEnv` is claimed together with its environments.
+    """
+    def __init__(self):
+        self._held = {}   # index -> environment, which keeps its id as long as it is held
+        self.lost = []    # indices of the environments that other batches have claimed since
+
+    def take(self,
+             env: Any,              # single or vector environment
+             b: int | None = None,  # its index in the batch; None: a vector, which is the batch
+    ) -> None:
+        """Claim `env`. The earlier claim to it ends. Raises `EnvError` if it is claimed twice for this batch.
+
+        Args:
+            env: single or vector environment
+            b: its index in the batch; None: a vector, which is the batch
+        """
+        env = getattr(env, 'unwrapped', env)
+        before = _claims.get(id(env))
+        other = None if before is None else next(k for k, x in before._held.items() if x is env)
+        if before is self:
+            raise EnvError("the factory made no environment of its own", env=b, expected="a new environment at each call",
+                           got=f"that of environment {other}")
+        if before is not None: before.lost.append(other)
+        self._held[b], _claims[id(env)] = env, self
+        for k, part in enumerate(env.envs if b is None and isinstance(env, gym.vector.SyncVectorEnv) else ()): self.take(part, k)
+
+    def check(self) -> None:
+        "Raise `EnvError` if the claim has ended."
+        if self.lost:
+            raise EnvError("the environment has since been lent to another iteration, loop, or lane", env=self.lost[0], got="a second one",
+                           expected="one at a time for each instance")
+
+    def release(self) -> None:
+        "Give up all environments. Those in `lost` are another batch's, so whoever closes the others leaves these open."
+        for b, env in self._held.items():
+            if b not in self.lost: del _claims[id(env)]
+        self._held.clear()
+
+
+_claims = weakref.WeakValueDictionary()     # id of an environment -> the claim that holds it
