@@ -3,7 +3,8 @@
     python benchmarks/collect.py [--envs CartPole-v1 Pendulum-v1 HalfCheetah-v5] [--sizes 1 8 64] [--repeats 5]
 
 On-policy fragments with GAE, T = 128, separate actor and critic MLPs 2x64 tanh, one thread. There are three floors, all without GAE and
-without checks: in eager torch, with the critic at every step, as most code does, or once per fragment, as the pipeline does; and with the inference in numpy.
+without checks. Two are in eager torch: one calls the critic at every step, as most code does, the other once per fragment, as the pipeline
+does. The third one does its inference in numpy.
 The pipeline runs as it is written, fused, and fused with the actor in ONNX Runtime. All runs are interleaved.
 """
 import argparse, gc
@@ -23,7 +24,7 @@ T = 128
 PIPELINES = {'plain': dict(optimize=False), 'fused': {}, 'fused, ONNX Runtime': dict(engine='onnxruntime')}
 
 
-def pipeline(env_id, n_envs, options={}):
+def pipeline(env_id, n_envs, **options):
     "A function that collects one fragment with advantages."
     actor, critic = (c.for_env(env_id, normalize=False, seed=0) for c in (MLPPolicy, Critic))
     fragments = iter(on_policy(env_id, actor, critic, n_envs=n_envs, n_steps=T, seed=0, info_keys=(), **options))
@@ -45,9 +46,10 @@ def gae_seconds(fragment, n=50):
 
 def measure(env_id, n_envs, repeats, budget):
     "A row of each table for one environment and batch size: steps/s, and the ratios to the floors."
-    floors = {'critic per step': Floor(env_id, n_envs, T).collect, 'critic per fragment': Floor(env_id, n_envs, T, values='fragment').collect,
+    floors = {'critic per step': Floor(env_id, n_envs, T).collect,
+              'critic per fragment': Floor(env_id, n_envs, T, values='fragment').collect,
               'numpy': NumpyFloor(env_id, n_envs, T).collect}
-    runs = {**floors, **{name: pipeline(env_id, n_envs, options) for name, options in PIPELINES.items()}}
+    runs = {**floors, **{name: pipeline(env_id, n_envs, **options) for name, options in PIPELINES.items()}}
     for collect in runs.values(): seconds(collect, 2)
     n = max(1, round(budget / seconds(runs['plain'], 1)))
     rates = {name: [] for name in runs}
@@ -80,10 +82,11 @@ def main():
     print(header())
     envs = [env for env in args.envs if installed(env)]
     rates, ratios = zip(*(measure(env, B, args.repeats, args.seconds) for env in envs for B in args.sizes))
+    floors = ['critic per step', 'critic per fragment', 'numpy']
     print("Steps per second:\n")
-    print(table(['environment', 'B', 'floor, critic per step', 'floor, critic per fragment', 'floor, numpy', *PIPELINES, 'GAE of collecting, plain'], rates))
+    print(table(['environment', 'B', *(f'floor, {floor}' for floor in floors), *PIPELINES, 'GAE of collecting, plain'], rates))
     print("\nRatios to the floors:\n")
-    print(table(['environment', 'B', *(f'{name} / {floor}' for floor in ('critic per step', 'critic per fragment', 'numpy') for name in PIPELINES)], ratios))
+    print(table(['environment', 'B', *(f'{name} / {floor}' for floor in floors for name in PIPELINES)], ratios))
 
 
 if __name__ == '__main__': main()

@@ -72,7 +72,7 @@ class Floor:
 
 
 class NumpyFloor(Floor):
-    "The same loop with the inference in numpy: the fastest that one writes by hand for networks of this size. The critic is asked once a fragment."
+    "The same loop with the inference in numpy, the fastest way by hand for networks of this size. The critic is asked once a fragment."
     def __init__(self, env_id, n_envs, n_steps, seed=0):
         super().__init__(env_id, n_envs, n_steps, seed, values='fragment')
         self.weights = [x.detach().numpy() for x in self.actor.parameters()]
