@@ -13,8 +13,8 @@ from toys import Constant, Counting, Failing, Ledger, Nested, NestedMemory, Plai
 
 from rollpipe.layers import Actor
 from rollpipe.pipes import (
-    ActorError, AdvantageBuffer, DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Minibatcher, PipeError,
-    SpaceError, on_policy,
+    ActorError, AdvantageBuffer, CheckInvariants, DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Minibatcher,
+    NStep, PipeError, ReplayMemory, RewardScaler, SpaceError, StepMerger, on_policy,
 )
 
 LONG = [(99, "term")]
@@ -677,3 +677,16 @@ def test_a_factory_that_makes_the_same_environment_twice():
     env = Counting()
     with pytest.raises(EnvError, match="EnvStepper, lane 0, environment 1 .*a new environment at each call.*environment 0"):
         next(iter(EnvStepper(lambda: env, Plain(), 2)))
+
+
+FRACTIONS = [(AdvantageBuffer, "gamma"), (AdvantageBuffer, "lam"), (RewardScaler, "gamma"), (NStep, "gamma"), (StepMerger, "gamma"),
+             (CheckInvariants, "rate"), (ReplayMemory, "alpha"), (ReplayMemory, "beta")]
+
+
+@pytest.mark.parametrize("cls, name", FRACTIONS)
+@pytest.mark.parametrize("value", [-.01, 1.01, nan, -inf, None, "0.5", [.5]])
+def test_a_fraction_is_a_number_from_0_to_1(cls, name, value):
+    first = {NStep: (EnvStepper(Counting, Plain()), 2), StepMerger: (EnvStepper(Counting, Plain()), 2), ReplayMemory: (9,)}
+    def make(value): return cls(*first.get(cls, (FragmentCollector(EnvStepper(Counting, Plain()), 2),)), **{name: value})
+    failure(DataError, lambda: make(value), f"{cls.__name__}: out of range. Expected 0 <= {name} <= 1, got {name}={value!r}")
+    for value in (0, .5, 1, np.float32(.5)): make(value)

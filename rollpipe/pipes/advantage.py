@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import nested, returns
 from .data import Fragment, check_item
-from .errors import DataError, PipeError, describe, describe_exception
+from .errors import DataError, PipeError, check_fraction, describe, describe_exception
 from .pipe import Pipe
 from .modules import EvalMode
 from .torchdata import IterDataPipe
@@ -97,8 +97,7 @@ class AdvantageBuffer(Pipe):
                  lam: float = 0.95,    # exponential weight of longer estimates: with 0 they rely on the critic, with 1 on the rewards
     ):
         super().__init__(pipe)
-        for name, x in (('gamma', gamma), ('lam', lam)):
-            if not 0 <= x <= 1: raise DataError("out of range", pipe=self, expected=f"0 <= {name} <= 1", got=f"{name}={x}")
+        for name, x in (('gamma', gamma), ('lam', lam)): check_fraction(name, x, pipe=self)
         self.critic, self.gamma, self.lam = critic, gamma, lam
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:

@@ -10,7 +10,8 @@ from typing import Any
 
 # %% auto #0
 __all__ = ['LEAST_BYTES', 'describe', 'describe_exception', 'PipeError', 'EnvError', 'ActorError', 'DataError', 'GraphError',
-           'CheckpointError', 'SpaceError', 'WorkerError', 'check_integer', 'available_memory', 'check_memory']
+           'CheckpointError', 'SpaceError', 'WorkerError', 'check_integer', 'check_fraction', 'available_memory',
+           'check_memory']
 
 # %% ../../nbs/pipes/00_errors.ipynb #74c0db68
 def describe(value: Any, width: int = 120, depth: int = 6) -> str:
@@ -134,6 +135,18 @@ def check_integer(name: str, value: Any, least: int = 1, **where: Any) -> int:
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= least: return value
     raise DataError('out of range', expected=f'an integer {name} >= {least}', got=f'{name}={value!r}', **where)
+
+
+def check_fraction(name: str, value: Any, **where: Any) -> float:
+    """Return `value` if it is a number in [0, 1]. The message calls it `name`.
+
+    Raises:
+        DataError: `value` is no number, is not a number (nan), or is outside of [0, 1]. `where` (pipe, lane, env) names the culprit.
+    """
+    try:
+        if 0 <= value <= 1: return value
+    except (TypeError, ValueError, RuntimeError): pass     # no number
+    raise DataError('out of range', expected=f'0 <= {name} <= 1', got=f'{name}={value!r}', **where)
 
 # %% ../../nbs/pipes/00_errors.ipynb #df8d3011
 def available_memory() -> int:

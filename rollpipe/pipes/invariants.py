@@ -16,7 +16,7 @@ import torch
 from . import nested
 from .advantage import AdvantageBuffer
 from .data import Fragment, check_item
-from .errors import DataError, describe
+from .errors import DataError, check_fraction, describe
 from .fragment_ops import strands
 from .graph import find
 from .pipe import Pipe
@@ -187,7 +187,7 @@ class CheckInvariants(Pipe):
                  tolerance: float = 1e-3,         # greatest deviation of a likelihood ratio from 1; relative error of an advantage
     ):
         super().__init__(pipe)
-        if not 0 <= rate <= 1: raise DataError("out of range", pipe=self, expected="0 <= rate <= 1", got=f"rate={rate}")
+        check_fraction('rate', rate, pipe=self)
         self.rate, self.actor, self.critic, self.gamma, self.lam, self.tolerance = rate, actor, critic, gamma, lam, tolerance
 
     def stream(self, items: Iterator) -> Iterator[Fragment]:

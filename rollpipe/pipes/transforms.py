@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import nested
 from .data import Fragment, Tick, check_item
-from .errors import DataError, check_integer
+from .errors import DataError, check_fraction, check_integer
 from .fragment_ops import final_numbers, strands
 from .pipe import Pipe
 from .returns import running_returns
@@ -71,7 +71,7 @@ class RewardScaler(Pipe):
                  clip: float | None = 10.0,   # greatest size of a reward after learnt scaling; None: no limit
     ):
         super().__init__(pipe)
-        if not 0 <= gamma <= 1: raise DataError("out of range", pipe=self, expected="0 <= gamma <= 1", got=f"gamma={gamma}")
+        check_fraction('gamma', gamma, pipe=self)
         if clip is not None and not clip > 0: raise DataError("out of range", pipe=self, expected="clip > 0", got=f"clip={clip}")
         self.scale, self.gamma, self.clip = scale, gamma, clip
 
@@ -223,7 +223,7 @@ class NStep(Pipe):
     ):
         super().__init__(pipe)
         check_integer('n', n, pipe=self)
-        if not 0 <= gamma <= 1: raise DataError("out of range", pipe=self, expected="0 <= gamma <= 1", got=f"gamma={gamma}")
+        check_fraction('gamma', gamma, pipe=self)
         self.n, self.gamma = n, gamma
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[NSteps]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import nested
 from ..data import Fragment, check_item
-from ..errors import LEAST_BYTES, DataError, check_integer, check_memory
+from ..errors import LEAST_BYTES, DataError, check_fraction, check_integer, check_memory
 from ..frames import Stacks
 from .layout import unbatched
 from .sampling import PrioritizedSampler, UniformSampler
@@ -114,8 +114,7 @@ class ReplayMemory:
                  path: Any = None,           # a folder for the steps; None: in memory
     ):
         for name, x in (('capacity', capacity), ('length', length)): check_integer(name, x, pipe=self)
-        for name, x in (('alpha', alpha), ('beta', beta)):
-            if not 0 <= x <= 1: raise DataError("out of range", pipe=self, expected=f"0 <= {name} <= 1", got=f"{name}={x!r}")
+        for name, x in (('alpha', alpha), ('beta', beta)): check_fraction(name, x, pipe=self)
         if length > capacity:
             raise DataError("no segment fits in", pipe=self, expected=f"capacity >= length={length}", got=f"capacity={capacity}")
         check_memory(f"capacity={capacity:,}", capacity * (LEAST_BYTES * (path is None) + 16 * prioritized), pipe=self)

@@ -14,7 +14,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from .. import nested
 from ..data import check_item, with_field_docs
-from ..errors import DataError, check_integer, describe
+from ..errors import DataError, check_fraction, check_integer, describe
 from ..pipe import Pipe
 from ..steps import Step, check_follows
 from ..torchdata import IterDataPipe
@@ -100,7 +100,7 @@ class StepMerger(Pipe):
     ):
         super().__init__(pipe)
         check_integer('n', n, pipe=self)
-        if not 0 <= gamma <= 1: raise DataError("out of range", pipe=self, expected="0 <= gamma <= 1", got=f"gamma={gamma}")
+        check_fraction('gamma', gamma, pipe=self)
         self.n, self.gamma = n, gamma
 
     def stream(self, items: Iterator[Step]) -> Iterator[MergedStep]:
