@@ -9,7 +9,7 @@ import argparse, difflib, importlib, os, signal, sys
 from argparse import Namespace
 
 import rollpipe
-from .algorithms import ALGORITHMS, options_for
+from .algorithms import ALGORITHMS, load_plugins, options_for
 from .commands import (PLOT_OPTIONS, RUN_OPTIONS, Interrupted, UsageError, demo_command, evaluate_command, export_command,
                                graph_command, plot_command, train_command)
 from .export import FORMATS
@@ -51,7 +51,7 @@ def _parent_parsers() -> tuple:
     debug = Parser(add_help=False)
     debug.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
     debug.add_argument("--import", dest="imports", action="append", default=argparse.SUPPRESS, metavar="MODULE",
-                       help="import a module first, such as one that registers environments")
+                       help="import a module first, such as one that registers environments or algorithms")
     common = Parser(add_help=False, parents=[debug])
     common.add_argument("--quiet", action="store_true", default=argparse.SUPPRESS, help="show no progress")
     common.add_argument("--tensorboard", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS,
@@ -66,6 +66,7 @@ def _parent_parsers() -> tuple:
 # %% ../nbs/10_cli.ipynb #6d236568
 def build_parser() -> Parser:
     "The parser of the whole command line."
+    load_plugins()
     debug, common = _parent_parsers()
     parser = Parser(prog="rollpipe", description="Reinforcement learning as a pipeline.", parents=[debug])
     parser.add_argument("--version", action="version", version=f"rollpipe {rollpipe.__version__}")
@@ -121,16 +122,24 @@ def main(
     return code
 
 
+def _import_modules(words: list) -> None:
+    "Import what `--import` names, before the parser is made, because a module may register an algorithm."
+    parser = Parser(prog="rollpipe", add_help=False)
+    parser.add_argument("--import", dest="imports", action="append", default=[])
+    if (here := os.getcwd()) not in sys.path: sys.path.append(here)  # of an installed script it is not a part
+    for module in parser.parse_known_args(words)[0].imports: importlib.import_module(module)
+
+
 def _run(argv: list | None) -> int:
-    parser = build_parser()
-    args, unknown = parser.parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else argv
     try:
+        _import_modules(words)
+        parser = build_parser()
+        args, unknown = parser.parse_known_args(words)
         if unknown: raise UsageError(_explain_unknown(args, unknown[0]))
         if not args.command:
             parser.print_help()
             return 0
-        if (here := os.getcwd()) not in sys.path: sys.path.append(here)  # of an installed script it is not a part
-        for module in getattr(args, "imports", ()): importlib.import_module(module)
         args.function(args)
         sys.stdout.flush()
         return 0
@@ -142,7 +151,7 @@ def _run(argv: list | None) -> int:
         print(f"\n{text}", file=sys.stderr)
         return 128 + int(number)
     except USER_ERRORS as e:
-        if hasattr(args, "debug"): raise
+        if "--debug" in words: raise
         plain = isinstance(e, (UsageError, PipeError, OSError, ImportError))
         print(f"error: {e}" if plain else f"error: {type(e).__name__}: {e} (--debug shows where)", file=sys.stderr)
         return 2

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, write_atomically
-from .algorithms import ALGORITHMS, options_for
+from .algorithms import ALGORITHMS, is_algorithm, options_for
 from .config import build
 from .pipes import nested
 from .pipes.errors import LEAST_BYTES, CheckpointError, DataError, PipeError, check_integer, check_memory
@@ -153,22 +153,23 @@ def _check_stored(found: Checkpoint) -> None:
     sizes = {n for shape in shapes for n in shape}
     for option, value in options.items():
         option.check(value)
-        if option.kinds == ("int,...",) and not (set(value) <= sizes and len(value) <= len(shapes)):
+        if option.kinds == ("int,...",) and option.param == "hidden" and not (set(value) <= sizes and len(value) <= len(shapes)):
             raise DataError("there are no such layers in the file", leaf=option.flag, got=str(value))
     for name, low in dict(steps=1, seed=0, threads=1, checkpoint_every=1, eval_every=0, workers=0, restarts=0).items():
         check_integer(name, config.get(name, low), low)
     n = {option.name: value for option, value in options.items()}
-    batch, learnt = n["lanes"] * n["n_envs"] * (1 if n["sticky"] else n["n_steps"]), counters["steps"]
+    batch = n.get("lanes", 1) * n.get("n_envs", 1) * (1 if n.get("sticky") else n.get("n_steps", 1))
+    learnt = counters["steps"]
     if counters["updates"] and batch > 2 * learnt / counters["updates"]:  # at most every second row is no step
         raise DataError("more environments than the counters tell of", expected=f"{learnt} steps in {counters['updates']} updates",
-                        got=f"lanes={n['lanes']}, n_envs={n['n_envs']}, n_steps={n['n_steps']}")
+                        got=", ".join(f"{name}={n.get(name)}" for name in ("lanes", "n_envs", "n_steps")))
     for names in (("lanes", "n_envs", "n_steps"), ("batch_size", "length"), ("capacity",) * (n.get("path") is None)):
         rows = {name: n[name] for name in names if name in n}
         if rows: check_memory(", ".join(f"{name}={x:,}" for name, x in rows.items()), math.prod(rows.values()) * LEAST_BYTES)
 
 
 def needed_modules(config: dict) -> list:
-    "The modules that must be imported before the environment of a run can be made."
+    "The modules that must be imported before the environment of a run can be made, and its algorithm is known."
     of_env = str(config["env"]).rpartition(":")[0]
     return list(dict.fromkeys([*config.get("imports", ()), *filter(None, [of_env])]))
 
@@ -189,8 +190,13 @@ def load_run(
     found = load_checkpoint(path/"checkpoint.safetensors" if path.is_dir() else path)
     has = lambda part, *keys: isinstance(part, dict) and set(keys) <= set(part)
     if not has(found.config, "algorithm", "env", "env_kwargs", "seed", "steps", "threads", "checkpoint_every", "options") or not has(
-            found.counters, *_COUNTERS) or found.config["algorithm"] not in list(ALGORITHMS) or not has(found.config["options"]):
+            found.counters, *_COUNTERS) or not has(found.config["options"]):
         raise CheckpointError(f"{path}: not the checkpoint of a run", expected=f"one of {', '.join(ALGORITHMS)}")
+    name, imports = found.config["algorithm"], found.config.get("imports", [])
+    if not is_algorithm(name):
+        missing = [x for x in imports if isinstance(x, str) and x not in sys.modules] if isinstance(imports, list) else []
+        hint = " ".join(f"--import {module}" for module in missing) or "an installed package, or --import of a module, that registers it"
+        raise CheckpointError(f"{path}: the algorithm {str(name)[:80]!r} is not known here", expected=f"{', '.join(ALGORITHMS)}, or {hint}")
     try: _check_stored(found)
     except DataError as e: raise CheckpointError(f"{path}: not a configuration that was saved ({e})") from None
     missing = [module for module in needed_modules(found.config) if module not in sys.modules]
