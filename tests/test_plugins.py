@@ -1,0 +1,158 @@
+"Algorithms of others: from entry points of installed packages and from imported modules."
+import json
+import os
+import shlex
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from rollpipe import algorithms
+from rollpipe.agents import A2C
+from rollpipe.algorithms import ALGORITHMS, Algorithm, is_algorithm, load_plugins, options_for, register_algorithm
+from rollpipe.cli import main
+from rollpipe.layers import Critic, MLPPolicy
+from rollpipe.pipes import on_policy
+from rollpipe.pipes.errors import CheckpointError, DataError
+from rollpipe.runs import load_run
+
+SMALL = "--n-envs 4 --n-steps 16 --hidden 8 --critic-hidden 8 --steps 128 --quiet --no-tensorboard".split()
+MODULE = """
+from rollpipe.agents import A2C
+from rollpipe.algorithms import Algorithm
+from rollpipe.layers import Critic, MLPPolicy
+from rollpipe.pipes import on_policy
+
+
+class Shy(A2C):
+    "A2C that learns little."
+    def __init__(self, actor, critic=None, *,
+        shyness: float = 0.5,         # factor of every advantage
+        milestones: tuple = (3, 7),   # a tuple that is no list of layers
+        **options,
+    ):
+        super().__init__(actor, critic, **options)
+        self.shyness = shyness
+
+    def update(self, batch): return {**super().update(batch._replace(adv=self.shyness*batch.adv)), "shy/factor": self.shyness}
+
+
+algorithm = Algorithm(Shy, on_policy, MLPPolicy, Critic, dict(n_steps=16))
+"""
+REGISTERS = MODULE + "\nfrom rollpipe.algorithms import register_algorithm\nregister_algorithm('shy', algorithm)\n"
+
+
+class Mine(A2C): "An algorithm of the test's own."
+mine = Algorithm(Mine, on_policy, MLPPolicy, Critic)
+no_algorithm = A2C
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch):
+    known = dict(ALGORITHMS)
+    yield
+    ALGORITHMS.clear()
+    ALGORITHMS.update(known)
+    algorithms._tried.clear()
+
+
+def installed(monkeypatch, **points):
+    "Pretend that packages with these entry points are installed."
+    points = [EntryPoint(name.replace("_", "-"), value, "rollpipe.algorithms") for name, value in points.items()]
+    monkeypatch.setattr(algorithms, "entry_points", lambda group: [p for p in points if p.group == group])
+
+
+# -- registering -------------------------------------------------------------------------------------------------------
+
+def test_what_is_registered_can_be_used_by_name():
+    register_algorithm("mine", mine._replace(defaults=dict(n_steps=8)))
+    assert is_algorithm("mine") and {o.name: o.default for o in options_for("mine")}["n_steps"] == 8
+
+
+@pytest.mark.parametrize("name, found, told", [
+    ("ppo", mine, "name 'ppo' is taken.*rollpipe.agents.ppo.PPO"),
+    ("Mine!", mine, "cannot be the name.*'Mine!'"), ("", mine, "cannot be the name"), (3, mine, "cannot be the name.*3"),
+    ("mine", A2C, "no algorithm.*instance of .*Algorithm"), ("mine", None, "no algorithm"), ("mine", tuple(mine), "no algorithm"),
+    ("mine", mine._replace(learner=3), "learner"), ("mine", mine._replace(pipeline="x"), "pipeline"),
+    ("mine", mine._replace(policy=object), "policy.*for_env"), ("mine", mine._replace(critic=3), "critic.*for_env"),
+    ("mine", mine._replace(defaults=dict(n_step=3)), "n_step.*one of .*n_steps|default of 'mine'.*n_step"),
+])
+def test_what_cannot_be_registered_is_told(name, found, told):
+    before = dict(ALGORITHMS)
+    with pytest.raises(DataError, match=told): register_algorithm(name, found)
+    assert ALGORITHMS == before
+
+
+def test_a_module_may_be_imported_again_but_not_take_a_name_of_another():
+    register_algorithm("mine", mine)
+    again = type("Mine", (A2C,), dict(__module__=Mine.__module__, __qualname__="Mine"))
+    register_algorithm("mine", mine._replace(learner=again))  # as after a reload
+    assert ALGORITHMS["mine"].learner is again
+    with pytest.raises(DataError, match="'mine' is taken"): register_algorithm("mine", mine._replace(learner=A2C))
+
+
+# -- entry points ------------------------------------------------------------------------------------------------------
+
+def test_entry_points_are_loaded_and_those_that_fail_are_told_once(monkeypatch, caplog):
+    here = __name__
+    installed(monkeypatch, gone="no_such_module_here:x", mine=f"{here}:mine", none=f"{here}:no_algorithm", ppo=f"{here}:mine",
+              attr=f"{here}:missing")
+    load_plugins()
+    load_plugins()
+    told = [r.getMessage() for r in caplog.records]
+    assert len(told) == 4 and is_algorithm("mine") and not is_algorithm("gone") and ALGORITHMS["ppo"].learner.__name__ == "PPO"
+    for name, why in (("gone", "ModuleNotFoundError"), ("none", "no algorithm"), ("ppo", "is taken"), ("attr", "AttributeError")):
+        assert sum(repr(name) in text and why in text for text in told) == 1, (name, told)
+
+
+def test_an_installed_algorithm_is_on_the_command_line_and_its_runs_need_nothing_else(monkeypatch, tmp_path):
+    installed(monkeypatch, mine=f"{__name__}:mine")
+    assert main(["train", "mine", "CartPole-v1", "--out", str(tmp_path/"run"), *SMALL]) == 0
+    assert "imports" not in json.loads((tmp_path/"run"/"config.json").read_text())
+    del ALGORITHMS["mine"]
+    algorithms._tried.clear()  # as in a new process
+    assert main(["evaluate", str(tmp_path/"run"), "--episodes", "1"]) == 0
+    del ALGORITHMS["mine"]
+    with pytest.raises(CheckpointError, match="the algorithm 'mine' is not known here.*installed package"): load_run(tmp_path/"run")
+
+
+# -- --import ----------------------------------------------------------------------------------------------------------
+
+def script(folder, *words):
+    code = "import sys; sys.path.remove(''); from rollpipe.cli import main; sys.exit(main())"
+    package = str(Path(__file__).resolve().parents[1])
+    return subprocess.run([sys.executable, "-c", code, *map(str, words)], cwd=folder, text=True, capture_output=True, timeout=200,
+                          env=dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=package))
+
+
+def test_an_imported_algorithm_is_trained_resumed_evaluated_and_exported(tmp_path):
+    (tmp_path/"shy.py").write_text(REGISTERS)
+    trained = script(tmp_path, "train", "shy", "CartPole-v1", "--import", "shy", "--shyness", ".25", "--out", "run", *SMALL)
+    assert trained.returncode == 0, trained.stderr
+    config = json.loads((tmp_path/"run"/"config.json").read_text())
+    assert (config["algorithm"], config["imports"], config["options"]["shyness"]) == ("shy", ["shy"], .25)
+    assert json.loads((tmp_path/"run"/"metrics.jsonl").read_text().splitlines()[-1])["shy/factor"] == .25
+    evaluated = script(tmp_path, *shlex.split(trained.stdout.splitlines()[-1].partition("rollpipe ")[2]), "--episodes", 1)
+    assert evaluated.returncode == 0 and evaluated.stdout.startswith("return "), evaluated.stderr
+    for words in (["train", "--resume", "run", "--steps", 192, "--quiet", "--no-tensorboard"], ["export", "run", "--to", "torchscript"]):
+        done = script(tmp_path, *words, "--import=shy")
+        assert done.returncode == 0, done.stderr
+    without = script(tmp_path, "evaluate", "run")
+    assert without.returncode == 2 and "'shy' is not known here" in without.stderr and "--import shy" in without.stderr
+    assert without.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("text, told", [
+    ("raise ValueError('half written')", "half written"), ("import no_such_module_here", "no_such_module_here"),
+    (REGISTERS.replace("'shy'", "'ppo'"), "'ppo' is taken"), ("x = 3", "invalid choice: 'shy'")])
+def test_a_module_that_does_not_register_is_one_clear_line(text, told, tmp_path, monkeypatch, capsys):
+    (tmp_path/f"m{abs(hash(text))}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    try: code = main(["train", "shy", "CartPole-v1", "--import", f"m{abs(hash(text))}"])
+    except SystemExit as e: code = e.code
+    err = capsys.readouterr().err
+    assert code == 2 and told in err and err.count("\n") == 1
+    assert [p.suffix for p in tmp_path.iterdir() if p.is_file()] == [".py"]  # nothing was begun
