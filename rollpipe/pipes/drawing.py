@@ -9,23 +9,34 @@ __all__ = ['Drawing']
 import html, textwrap
 from collections import Counter
 from dataclasses import dataclass
+from itertools import zip_longest
 
 # %% ../../nbs/pipes/03_drawing.ipynb #40afc90d
-def _text(labels, edges, marked) -> str:
-    "The drawing, one line for each node; `marked` are the indices of the nodes to point out."
+def _text(labels, edges, marked, notes=(), word='here') -> str:
+    "The drawing, one line for each node; `marked` are the indices of the nodes to point out, with `word`."
     uses = Counter(source for row in edges for source, _ in row)
     numbers = {s: n for n, s in enumerate(sorted(s for s in uses if uses[s] > 1), 1)}
     names = [o + (f'  [{numbers[i]}]' if i in numbers else '') for i, o in enumerate(labels)]
     blocks, block = {}, []
     for i, row in enumerate(edges):
-        parts = [blocks.pop(s) if first else [f'↑ {names[s]}'] for s, first in row]
+        parts = [blocks.pop(s) if first else [(f'↑ {names[s]}', -1)] for s, first in row]
         if len(parts) > 1:
-            block = [('│ ' if k else '├ ' if j else '┌ ') + line
-                     for j, part in enumerate(parts) for k, line in enumerate(part)]
+            block = [(('│ ' if k else '├ ' if j else '┌ ') + line, node)
+                     for j, part in enumerate(parts) for k, (line, node) in enumerate(part)]
         else: block = parts[0] if parts else []
-        block.append('○→└'[min(len(parts), 2)] + f' {names[i]}' + ('  <-- here' if i in marked else ''))
+        block.append(('○→└'[min(len(parts), 2)] + f' {names[i]}', i))
         blocks[i] = block
-    return '\n'.join(block)
+    columns = _columns([notes[i] if notes and i >= 0 else () for _, i in block], max(len(line) for line, _ in block))
+    return '\n'.join((line.ljust(len(note) and width) + note).rstrip() + (f'  <-- {word}' if i in marked else '')
+                     for (line, i), (width, note) in zip(block, columns))
+
+
+def _columns(rows, width):
+    "For each row of cells: the `width` of what stands before it, and its cells as columns of equal width, the last one flush left."
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue='')]
+    for row in rows:
+        cells = [cell.rjust(w) for cell, w in zip(row, widths)]
+        yield width, ''.join(f'  {cell}' for cell in cells[:-1] + [*row[-1:]])
 
 # %% ../../nbs/pipes/03_drawing.ipynb #3b7a7f92
 def _layers(edges):
@@ -69,18 +80,30 @@ def _arrow(x0, y0, x1, y1, head) -> str:
     tip = f'<path d="M{x1 - 4:.0f} {y1 - 7:.0f}h8l-4 7z" fill="#7a8699"/>' if head else ''
     return f'<path d="{line}" fill="none" stroke="#7a8699" stroke-width="1.5"/>{tip}'
 
-def _box(x, y, width, height, rows, marked) -> str:
-    "A box centred at x whose first row of text is bold."
+def _box(x, y, width, height, rows, marked, n_notes=0) -> str:
+    "A box centred at x whose first row of text is bold, and whose last rows are notes."
     stroke = 'stroke="#c0392b" stroke-width="3"' if marked else 'stroke="#5b7aa6"'
     size = f'x="{x - width / 2:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height:.0f}"'
-    text = [f'<text x="{x:.0f}" y="{y + 20 + 16 * k:.0f}" text-anchor="middle" fill="#10243e" '
+    ink = lambda k: "#10243e" if k < len(rows) - n_notes else "#8a3b12"
+    text = [f'<text x="{x:.0f}" y="{y + 20 + 16 * k:.0f}" text-anchor="middle" fill="{ink(k)}" '
             f'font-weight="{400 if k else 700}">{html.escape(row)}</text>' for k, row in enumerate(rows)]
     return f'<rect {size} rx="6" fill="#e8eef7" {stroke}/>' + ''.join(text)
 
+def _line(x, y, text) -> str:
+    "A line of text outside of boxes."
+    return f'<text x="{x:.0f}" y="{y:.0f}" fill="#7a8699">{html.escape(text)}</text>'
+
 # %% ../../nbs/pipes/03_drawing.ipynb #2cbfd130
-def _svg(labels, edges, marked) -> str:
-    "The picture; the arguments of a label stand below its name."
+def _svg(labels, edges, marked, notes=(), waits=(), word='', caption=()) -> str:
+    """The picture; the arguments of a label stand below its name, then its notes, and `word` if it is marked.
+
+    `waits` are texts for the edges that leave each node, and `caption` has lines that stand below the graph.
+    """
     rows = [[name, *textwrap.wrap(rest[:-1], 44)] for name, _, rest in (o.partition('(') for o in labels)]
+    below = [[line for cell in cells for line in textwrap.wrap(cell, 44)] for cells in notes or [()] * len(rows)]
+    for i in marked: below[i] += [word][:len(word)]
+    rows = [row + lines for row, lines in zip(rows, below)]
+    caption = [line for text in caption for line in textwrap.wrap(text, 90)]
     layers, level = _layers(edges)
     is_pipe = lambda o: level[o[0]] == o[1]
     width = lambda o: 24 + 7.4 * max(map(len, rows[o[0]])) if is_pipe(o) else 8
@@ -91,10 +114,14 @@ def _svg(labels, edges, marked) -> str:
         y += max(map(height, layer)) + 40
     left = min(x - width(o) / 2 for o, x in centre.items()) - 8
     centre = {o: x - left for o, x in centre.items()}
-    right, bottom = max(x + width(o) / 2 for o, x in centre.items()) + 8, y - 32
+    ends = [x + max(width(o) / 2, 7.4 * len(waits[o[0]]) + 6 if waits else 0) for o, x in centre.items()]
+    right, bottom = max([*ends, *(7.4 * len(line) for line in caption)]) + 8, y - 32 + 16 * len(caption)
     out = [_arrow(centre[o], top[o] + height(o), centre[f], top[f], is_pipe(f))
            for layer in layers for o, feeds in layer.items() for f in feeds]
-    out += [_box(centre[o], top[o], width(o), height(o), rows[o[0]], o[0] in marked) for o in centre if is_pipe(o)]
+    out += [_line(centre[o] + 6, top[o] + height(o) + 14, waits[o[0]]) for o in centre if waits and is_pipe(o)]
+    out += [_box(centre[o], top[o], width(o), height(o), rows[o[0]], o[0] in marked, len(below[o[0]]))
+            for o in centre if is_pipe(o)]
+    out += [_line(8, y - 20 + 16 * k, line) for k, line in enumerate(caption)]
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right:.0f} {bottom:.0f}" width="{right:.0f}" '
             f'height="{bottom:.0f}" font-family="monospace" font-size="12">{"".join(out)}</svg>')
 
@@ -107,10 +134,23 @@ class Drawing:
         labels: texts of the pipes, sources first
         edges: for every pipe `[(index of the input, first), ...]`; `first`: the walk meets the input here for the first time
         marked: indices of the pipes to point out
+        notes: for every pipe its notes, a list of texts; empty: none
+        waits: for every pipe a text that stands at its way out; empty: none
+        word: how the text points out a pipe
+        caption: lines that stand below the graph
     """
     labels: list       # texts of the pipes, sources first
     edges: list        # for every pipe `[(index of the input, first), ...]`; `first`: the walk meets the input here for the first time
     marked: frozenset  # indices of the pipes to point out
+    notes: tuple = ()  # for every pipe its notes, a list of texts; empty: none
+    waits: tuple = ()  # for every pipe a text that stands at its way out; empty: none
+    word: str = 'here' # how the text points out a pipe
+    caption: tuple = ()  # lines that stand below the graph
 
-    def __repr__(self): return _text(self.labels, self.edges, self.marked)
-    def _repr_svg_(self): return _svg(self.labels, self.edges, self.marked)
+    def __repr__(self):
+        notes = [[*note, wait] for note, wait in zip_longest(self.notes, self.waits, fillvalue='')]
+        return '\n'.join([_text(self.labels, self.edges, self.marked, notes, self.word), *self.caption])
+
+    def _repr_svg_(self):
+        word = self.word if self.notes else ''      # without notes, the red frame says it
+        return _svg(self.labels, self.edges, self.marked, self.notes, self.waits, word, self.caption)

@@ -1,0 +1,1 @@
+"""Where the time of a graph goes: clocks in its stages, and what they show."""
