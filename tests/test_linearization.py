@@ -1,4 +1,6 @@
 "A network near its present parameters: vectors of parameters, Jacobians and Fisher matrices against dense ones, blocks of rows."
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -6,7 +8,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.autograd import grad
 
-from rollpipe.agents.linearization import Linearization, assign, fisher_product, flatten, in_row_blocks, unflatten
+from rollpipe.agents.linearization import (Linearization, assign, fisher_product, flatten, in_row_blocks, score_layers,
+                                           score_preconditioner, unflatten)
+from rollpipe.layers import MLPPolicy
 from rollpipe.layers.distributions import Categorical, Gaussian, GaussianParams
 from rollpipe.layers.joint import Joint
 from rollpipe.pipes import nested
@@ -217,3 +221,70 @@ def test_outputs_stay_what_they_were_when_the_parameters_change():
     before = nested.map(torch.clone, lin.outputs)
     assign(params, flatten(params) + 1)  # the log standard deviation is an expanded parameter
     assert all(map(torch.equal, nested.leaves(before), nested.leaves(lin.outputs)))
+
+
+# ---- a preconditioner from the scores of rows
+
+SEEN = gym.spaces.Box(-np.inf, np.inf, (3,))
+ACTIONS = dict(
+    categorical=(gym.spaces.Discrete(3), {}), gaussian=(gym.spaces.Box(-2, 3, (2,)), {}),
+    state=(gym.spaces.Box(-2, 3, (2,)), dict(std='state')), scalar=(gym.spaces.Box(-1, 1, ()), {}),
+    matrix=(gym.spaces.Box(-1, 1, (2, 2)), {}),
+    hybrid=(gym.spaces.Dict(a=gym.spaces.Discrete(2),
+                            b=gym.spaces.Tuple((gym.spaces.Box(-1, 1, (1,)), gym.spaces.MultiBinary(2)))), {}))
+
+
+def scored(space, m=7, **kw):
+    "A policy in double precision, its parameters, and a function from rows to the log-probabilities of actions that it took."
+    policy, obs = MLPPolicy(SEEN, space, **kw).double(), torch.randn(1, m, 3).double()
+    policy.features = lambda obs: obs    # the encoder makes float32
+    def ask(rows): return policy.params(obs[:, rows], None, None, None, hx=(), stepno=None)[0]
+    with torch.no_grad():
+        for p in policy.parameters(): p.add_(.3 * torch.randn(p.shape, dtype=p.dtype))
+        act = policy.dist.sample(ask(slice(None)), policy.dist.noise((1, m), torch.Generator().manual_seed(0)))
+    def log_prob(rows=slice(None)): return policy.dist.log_prob(ask(rows), nested.getitem(act, (slice(None), rows)))
+    return policy, list(policy.parameters()), log_prob
+
+
+@pytest.mark.parametrize('kind', ACTIONS)
+@pytest.mark.parametrize('m', [1, 7])
+def test_score_preconditioner_is_the_dense_inverse(kind, m):
+    torch.manual_seed(1)
+    space, options = ACTIONS[kind]
+    _, params, log_prob = scored(space, m, hidden=(4, 5), **options)
+    S = torch.stack([torch.cat([torch.zeros_like(p).flatten() if g is None else g.flatten() for p, g in zip(
+        params, grad(log_prob(slice(i, i + 1)).sum(), params, allow_unused=True))]) for i in range(m)])
+    solve, r = score_preconditioner(score_layers(log_prob, params), params, .2), torch.randn(S.shape[1]).double()
+    torch.testing.assert_close(solve(r), torch.linalg.solve(S.T @ S / m + .2 * torch.eye(S.shape[1]).double(), r), rtol=1e-9, atol=1e-9)
+
+
+def test_frozen_parameters_and_parameters_that_play_no_part_are_left_out():
+    torch.manual_seed(1)
+    policy, params, log_prob = scored(gym.spaces.Discrete(3), hidden=(4,))
+    idle = nn.Parameter(torch.ones(2).double())
+    policy.trunk.hidden[0].requires_grad_(False)
+    policy.head.logits.bias.requires_grad_(False)
+    params = [p for p in policy.parameters() if p.requires_grad] + [idle]
+    S = torch.stack([torch.cat([g.flatten() for g in grad(log_prob(slice(i, i + 1)).sum(), params[:-1])]) for i in range(7)])
+    solve, r = score_preconditioner(score_layers(log_prob, params), params, .2), torch.randn(S.shape[1] + 2).double()
+    torch.testing.assert_close(solve(r)[:-2], torch.linalg.solve(S.T @ S / 7 + .2 * torch.eye(S.shape[1]).double(), r[:-2]))
+    torch.testing.assert_close(solve(r)[-2:], r[-2:] / .2)
+
+
+def test_what_the_layers_do_not_explain_has_no_preconditioner():
+    x, layer, scale = torch.randn(6, 3).double(), nn.Linear(3, 3).double(), nn.Parameter(torch.ones(3).double())
+    params = [*layer.parameters(), scale]
+    def scores(out): return score_layers(out, params)
+    assert scores(lambda: layer(x * scale.expand(6, 3)).sum(-1)) is not None
+    for out in (lambda: layer(x * scale).sum(-1), lambda: layer(layer(x)).sum(-1), lambda: layer(x).sum(-1) + layer.bias.square().sum(),
+                lambda: layer(x.repeat(2, 1)).view(2, 6, 3).sum((0, 2)), lambda: (x @ layer.weight).sum(-1),
+                lambda: (layer(x) * (1 + scale.expand(6, 3)) * scale).sum(-1), lambda: layer(x).sum(-1) * layer.weight.sum()):
+        assert scores(out) is None
+
+
+@pytest.mark.parametrize('bad', [float('nan'), float('inf')])
+def test_scores_that_are_not_finite_make_no_preconditioner(bad):
+    x, layer = torch.randn(6, 3), nn.Linear(3, 1)
+    x[2, 1] = bad
+    layers = score_layers(lambda: layer(x)[:, 0], list(layer.parameters()))
+    assert layers is None or score_preconditioner(layers, list(layer.parameters()), .1) is None

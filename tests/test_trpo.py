@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from rollpipe.agents.learner import with_standardized_adv
 from rollpipe.agents.metrics import METRICS, check_metrics
 from rollpipe.agents.natural_gradient import policy_rows, subsample
 from rollpipe.agents.trpo import TRPO
@@ -229,6 +230,65 @@ def test_cg_iterations_are_those_of_a_loop_over_twice_back_propagated_kl(kind):
     m, delta, scale = updated(policy, f, cg_iters=4, damping=.2)
     assert m['cg_iterations'] == 4 and m['cg_residual'] == pytest.approx(float(r.norm() / g.norm()), rel=1e-5)
     close(delta, scale * step)
+
+
+# ---- fewer products
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('damping', [.1, 1.])
+@pytest.mark.parametrize('off_policy', [False, True])
+def test_a_preconditioned_update_is_the_dense_natural_gradient_step(kind, damping, off_policy):
+    policy, behaviour = Tiny(kind), Tiny(kind) if off_policy else None
+    f = make_fragment(policy, T=9, behaviour=behaviour)
+    g, F = oracle(policy, f)
+    damped = F + damping * torch.eye(len(g), dtype=torch.double)
+    x = torch.linalg.solve(damped, g)
+    m, delta, scale = updated(policy, f, cg_iters=10 * len(g), damping=damping, precondition=6)
+    assert m['accepted'] == 1 and m['cg_residual'] < 1e-8
+    assert m['curvature'] == pytest.approx(float(x @ damped @ x), rel=1e-6)
+    close(delta, scale * x * math.sqrt(2e-4 / float(x @ damped @ x)))
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_the_preconditioner_is_made_of_the_scores_of_the_actions_taken(kind):
+    policy = Tiny(kind)
+    f = make_fragment(policy, T=16, share=1.1)
+    agent, rows = TRPO(policy, precondition=10, damping=.2, seed=7), policy_rows(f)
+    picked = subsample(rows, 10 / 64, torch.Generator().manual_seed(7))
+    kept = nested.map(lambda x: x[0], (picked.state.obs, picked.act))
+    S = torch.stack([flat_grad(log_prob(kind, policy.net(obs[None]), nested.map(lambda x: x[None], act))[0], policy)
+                     for obs, act in ((kept[0][i], nested.getitem(kept[1], i)) for i in range(10))])
+    r = torch.randn(S.shape[1]).double()
+    close(agent.preconditioner(rows)(r), torch.linalg.solve(S.T @ S / 10 + .2 * torch.eye(len(r)).double(), r))
+
+
+@pytest.mark.parametrize('env, share', [('CartPole-v1', .999), ('Pendulum-v1', .99)])
+def test_five_products_predict_what_ten_plain_ones_do(env, share):
+    actor, critic = MLPPolicy.for_env(env, seed=0), Critic.for_env(env, seed=1)
+    agent = TRPO(actor, critic, precondition=512, cg_iters=5)
+    plain = TRPO(actor)
+    for batch in itertools.islice(on_policy(env, actor, critic, n_envs=8, n_steps=256, seed=0), 8):
+        rows = policy_rows(with_standardized_adv(batch))
+        five, ten = (x.direction(rows) for x in (agent, plain))
+        predicted = [float(at.gradient @ at.cg.x) / math.sqrt(at.cg.curvature) for at in (five, ten)]
+        assert five.cg.iterations <= 5 and predicted[0] >= share * predicted[1]
+        agent.update(batch)
+
+
+def test_without_damping_or_with_memory_the_iterations_are_the_plain_ones():
+    for policy, kw in ((Tiny('gaussian'), dict(damping=0.)), (Recurrent('gaussian'), {}), (Inert('categorical'), {})):
+        f, other = make_fragment(policy), copy.deepcopy(policy)
+        m, delta, _ = updated(policy, f, precondition=100, **kw)
+        n, want, _ = updated(other, f, **kw)
+        assert clean(m) == clean(n) and torch.equal(delta, want)
+
+
+def test_a_policy_with_convolutions_falls_back_too():
+    policy = MLPPolicy(gym.spaces.Box(0, 255, (36, 36, 1), np.uint8), gym.spaces.Discrete(2), encoder=dict(images='conv'))
+    obs, zero = torch.randint(256, (5, 4, 36, 36, 1)).byte(), torch.zeros(5, 4)
+    f = Fragment.from_steps(obs, zero[1:].long(), zero[1:], actor=dict(logp=zero), adv=torch.randn(4, 4), ret=zero[1:])
+    assert TRPO(policy, precondition=8).preconditioner(policy_rows(f)) is None
+    assert TRPO(policy, precondition=8).update(f)['cg_iterations'] > 0
 
 
 # ---- the certificate
@@ -551,6 +611,7 @@ def test_an_actor_without_a_distribution_is_refused():
 
 @pytest.mark.parametrize('name, value', [
     ('fvp_subsample', 0.), ('fvp_subsample', 1.5), ('max_kl', 0.), ('max_kl', -1.), ('damping', -.1), ('cg_iters', 0),
+    ('precondition', -1), ('cg_gain', -.1),
     ('backtrack', 0.), ('backtrack', 1.5), ('max_backtracks', 0), ('critic_epochs', -1), ('critic_lr', -1.), ('critic_lr', None)])
 def test_hyperparameters_out_of_range_are_refused_when_the_agent_is_made(name, value):
     with pytest.raises(ValueError) as e: TRPO(Tiny('categorical'), Value(), **{name: value})

@@ -107,6 +107,60 @@ def test_cg_with_a_bad_right_hand_side(bad):
     assert got.status == 'non-finite' and got.x.tolist() == [0., 0.] and got.iterations == 0
 
 
+@few
+@given(st.integers(1, 12), seeds, st.floats(0, 3), st.floats(0, 1), st.floats(0, 2))
+def test_cg_with_a_preconditioner_solves_the_same_system(n, seed, log_cond, damping, log_cond_of_it):
+    (A, b), (M, _) = spd(n, seed, log_cond), spd(n, seed + 1, log_cond_of_it)
+    got = conjugate_gradients(lambda v: A @ v, b, iters=20 * n + 20, tol=1e-11, damping=damping, preconditioner=lambda r: M @ r)
+    want = torch.linalg.solve(A + damping * torch.eye(n, dtype=torch.double), b)
+    assert got.status == 'converged' and got.residual <= 1e-11
+    torch.testing.assert_close(got.x, want, rtol=1e-6, atol=1e-7)
+    assert got.curvature == pytest.approx(float(got.x @ b), rel=1e-6)
+
+
+@few
+@given(st.integers(2, 10), seeds, st.floats(0, 3), st.integers(1, 6), st.floats(0, .1))
+def test_preconditioned_cg_stopped_early_minimises_over_its_krylov_space(n, seed, log_cond, iters, damping):
+    (A, b), (M, _) = spd(n, seed, log_cond), spd(n, seed + 1)
+    damped, v, space = A + damping * torch.eye(n, dtype=torch.double), M @ b, []
+    got = conjugate_gradients(lambda v: A @ v, b, iters=min(iters, n), damping=damping, preconditioner=lambda r: M @ r)
+    for _ in range(got.iterations):
+        space.append(v / v.norm())
+        v = M @ (damped @ space[-1])
+    basis = torch.linalg.qr(torch.stack(space, 1))[0]
+    want = basis @ torch.linalg.solve(basis.T @ damped @ basis, basis.T @ b)
+    def error(x): return float(x @ damped @ x / 2 - x @ b)
+    assert error(got.x) == pytest.approx(error(want), rel=1e-6, abs=1e-9)
+
+
+def test_the_inverse_as_preconditioner_needs_one_product():
+    A, b = spd(12, 0, 3.)
+    got = conjugate_gradients(lambda v: A @ v, b, tol=1e-8, damping=.01,
+                              preconditioner=lambda r: torch.linalg.solve(A + .01 * torch.eye(12, dtype=torch.double), r))
+    assert (got.iterations, got.status) == (1, 'converged')
+
+
+def test_cg_stops_when_an_iteration_gains_little():
+    A, b = spd(30, 0, 2.)
+    runs = [conjugate_gradients(lambda v: A @ v, b, iters=n) for n in range(1, 31)]
+    gains = [float(b @ (x.x - y.x)) / float(b @ x.x) for x, y in zip(runs[1:], runs)]
+    for tol in (.1, .01, .001):
+        got = conjugate_gradients(lambda v: A @ v, b, iters=30, gain_tol=tol)
+        assert got.iterations == next(i for i, gain in enumerate(gains, 2) if gain <= tol) and got.status == 'little gain'
+        assert torch.equal(got.x, runs[got.iterations - 1].x)
+
+
+@pytest.mark.parametrize('bad', [float('nan'), float('inf')])
+def test_cg_keeps_the_last_good_x_when_the_preconditioner_breaks(bad):
+    A, b = spd(5, 0)
+    calls = []
+    def broken(r):
+        calls.append(r)
+        return r * (1. if len(calls) < 3 else bad)
+    got = conjugate_gradients(lambda v: A @ v, b, preconditioner=broken)
+    assert got.x.isfinite().all() and got.iterations == 2 and got.status in ('non-finite', 'non-positive curvature')
+
+
 def test_cg_refuses_bad_arguments():
     b, one = torch.ones(2), lambda v: v
     for kw in (dict(iters=0), dict(tol=-1.), dict(damping=-1.)):

@@ -6,16 +6,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import grad
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from ..pipes import nested
 
 # %% auto #0
-__all__ = ['flatten', 'unflatten', 'assign', 'Linearization', 'fisher_product', 'in_row_blocks']
+__all__ = ['flatten', 'unflatten', 'assign', 'Linearization', 'fisher_product', 'in_row_blocks', 'LayerCall', 'LayerCalls',
+           'ScoreLayer', 'score_layers', 'score_preconditioner']
 
 # %% ../../nbs/agents/01_linearization.ipynb #facd8dd4
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -147,3 +150,112 @@ def in_row_blocks(
     cuts = [n * i // parts for i in range(parts + 1)]
     before = (slice(None),) * dim
     return nested.cat([fn(nested.getitem(tree, (*before, slice(i, j)))) for i, j in zip(cuts, cuts[1:])], dim)
+
+# %% ../../nbs/agents/01_linearization.ipynb #c0315cd3
+class LayerCall(NamedTuple):
+    """Where parameters enter a computation: linear layers, and parameters that are repeated for each row.
+
+    Args:
+        weight: [n_out, n_in], or any shape if it is repeated
+        x: input [..., n_in]; None: the output is the weight, repeated
+        out: output [..., n_out]
+    """
+    weight: Tensor       # [n_out, n_in], or any shape if it is repeated
+    bias: Tensor | None
+    x: Tensor | None     # input [..., n_in]; None: the output is the weight, repeated
+    out: Tensor          # output [..., n_out]
+
+
+class LayerCalls(TorchFunctionMode):
+    "While it is active, the `calls` of torch's functions in which one of `params` enters as in `LayerCall` are recorded."
+    def __init__(self, params: Sequence[Tensor]):
+        super().__init__()
+        self.calls: list[LayerCall] = []
+        self._known = {id(p) for p in params}
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None) -> Any:
+        "Call the function, and keep what belongs to a `LayerCall`."
+        out = func(*args, **(kwargs or {}))
+        given: list[Any] = [*args, None, None, None]
+        first, weight, bias = given[:3]
+        if func is functional.linear and id(weight) in self._known: self.calls.append(LayerCall(weight, bias, first, out))
+        elif func in (Tensor.expand, Tensor.expand_as) and id(first) in self._known: self.calls.append(LayerCall(first, None, None, out))
+        return out
+
+# %% ../../nbs/agents/01_linearization.ipynb #294a316f
+class ScoreLayer(NamedTuple):
+    """The part of the scores of m rows that belongs to one layer: that of row i is the outer product of `g[i]` and `x[i]`.
+
+    Args:
+        weight: place of the weight among the parameters
+        bias: place of the bias
+        x: inputs [m, n_in]; 1 for a parameter that is repeated
+        g: gradients of the log-probabilities in the outputs, [m, n_out]
+    """
+    weight: int        # place of the weight among the parameters
+    bias: int | None   # place of the bias
+    x: Tensor          # inputs [m, n_in]; 1 for a parameter that is repeated
+    g: Tensor          # gradients of the log-probabilities in the outputs, [m, n_out]
+
+
+def score_layers(
+    log_prob: Callable[[], Tensor],  # computes log-probabilities, any shape with m entries, each from a row of its own
+    params: Sequence[Tensor],  # tensors that require a gradient
+) -> list[ScoreLayer] | None:
+    """The scores of m rows, layer by layer. None if a parameter enters in another way than `LayerCall` tells, or twice.
+
+    Args:
+        log_prob: computes log-probabilities, any shape with m entries, each from a row of its own
+        params: tensors that require a gradient
+    """
+    with torch.enable_grad(), LayerCalls(params) as record: logp = log_prob()
+    m, place, layers = logp.numel(), {id(p): i for i, p in enumerate(params)}, []
+    gs = grad(logp.sum(), [*(call.out for call in record.calls), *params], allow_unused=True)
+    missing = {i: g for i, g in enumerate(gs[len(record.calls):]) if g is not None}
+    for call, g in zip(record.calls, gs):
+        if g is None: continue
+        x = call.out.new_ones(m, 1) if call.x is None else call.x.detach()
+        if g.numel() * x.shape[-1] != m * call.weight.numel() or x.numel() != m * x.shape[-1]: return None
+        weight, bias = place[id(call.weight)], None if call.bias is None else place.get(id(call.bias))
+        layer = ScoreLayer(weight, bias, x.reshape(m, -1), g.reshape(m, -1))
+        for i, part in (weight, layer.g.T @ layer.x), (bias, layer.g.sum(0)):
+            if i is None: continue
+            whole = missing.pop(i, None)    # the layer explains it, if this is the only way in which the parameter enters
+            if whole is None or not (part.view_as(whole) - whole).abs().max() <= 1e-3 * whole.abs().max(): return None
+        layers.append(layer)
+    return None if missing else layers
+
+# %% ../../nbs/agents/01_linearization.ipynb #08129255
+def score_preconditioner(
+    layers: Sequence[ScoreLayer],  # from `score_layers`
+    params: Sequence[Tensor],  # the parameters, D entries in all
+    damping: float,  # λ > 0
+) -> Callable[[Tensor], Tensor] | None:
+    """The function r [D] -> (S'S/m + λI)^-1 r for the scores S [m, D] of m rows; None if they are not finite.
+
+    Args:
+        layers: from `score_layers`
+        params: the parameters, D entries in all
+        damping: λ > 0
+    """
+    m = len(layers[0].g)
+    K = torch.diag(layers[0].g.new_full((m,), m * damping))
+    for part in layers:
+        inputs = part.x @ part.x.T
+        if part.bias is not None: inputs += 1
+        K.addcmul_(inputs, part.g @ part.g.T)
+    L, failed = torch.linalg.cholesky_ex(K)
+    if failed or not L.sum().isfinite(): return None
+
+    def solve(r: Tensor) -> Tensor:
+        v, along = unflatten(r, params), K.new_zeros(m)
+        for part in layers:
+            out = part.x @ v[part.weight].reshape(part.g.shape[1], -1).T
+            along += ((out if part.bias is None else out + v[part.bias]) * part.g).sum(1)
+        u, back = torch.cholesky_solve(along[:, None], L), [torch.zeros_like(x) for x in v]
+        for part in layers:
+            g = part.g * u
+            back[part.weight] = (g.T @ part.x).view_as(v[part.weight])
+            if part.bias is not None: back[part.bias] = g.sum(0)
+        return (r - flatten(back)) / damping
+    return solve

@@ -7,12 +7,13 @@ __all__ = ['PolicyRows', 'policy_rows', 'subsample', 'weighted_mean', 'distribut
            'NaturalGradientLearner']
 
 # %% ../../nbs/agents/13_natural_gradient.ipynb #6eee71d7
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from .learner import Learner, with_standardized_adv
-from .linearization import Linearization, fisher_product, in_row_blocks
+from .linearization import Linearization, fisher_product, in_row_blocks, score_layers, score_preconditioner
 from .shared_options import check_range, shared_options
 from .trust_region import CGResult, conjugate_gradients
 from ..pipes import nested
@@ -131,8 +132,10 @@ class NaturalGradientLearner(Learner):
         actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
         critic: `critic(obs) -> value` (see `Critic`) to be fitted to the returns, or None
         damping: number that is added to the diagonal of the Fisher matrix
-        cg_iters: conjugate-gradient iterations
+        cg_iters: most conjugate-gradient iterations; each takes one product with the Fisher matrix
+        cg_gain: stop the iterations when one raises g'x (g: gradient, x: solution) by at most this fraction of it
         fvp_subsample: fraction of the rows that the Fisher matrix is estimated from; everything else uses all rows
+        precondition: rows that a preconditioner of the iterations is made from, at most a quarter of the batch; 0: none
         critic_lr: learning rate of the critic (Adam)
         **shared: options that learners share, see `SharedOptions`
     """
@@ -144,16 +147,19 @@ class NaturalGradientLearner(Learner):
         critic: Any = None,           # `critic(obs) -> value` (see `Critic`) to be fitted to the returns, or None
         *,
         damping: float = 0.1,         # number that is added to the diagonal of the Fisher matrix
-        cg_iters: int = 10,           # conjugate-gradient iterations
+        cg_iters: int = 10,           # most conjugate-gradient iterations; each takes one product with the Fisher matrix
+        cg_gain: float = 0.0,         # stop the iterations when one raises g'x (g: gradient, x: solution) by at most this fraction of it
         fvp_subsample: float = 1.0,   # fraction of the rows that the Fisher matrix is estimated from; everything else uses all rows
+        precondition: int = 0,        # rows that a preconditioner of the iterations is made from, at most a quarter of the batch; 0: none
         critic_lr: float = 1e-3,      # learning rate of the critic (Adam)
         **shared: Any,                # options that learners share, see `SharedOptions`
     ):
         super().__init__(actor, critic, critic_lr=critic_lr, **shared)
-        check_range(self, 0, damping=damping)
+        check_range(self, 0, damping=damping, cg_gain=cg_gain)
         check_range(self, 1e-12, 1, fvp_subsample=fvp_subsample)
-        self.damping, self.fvp_subsample = damping, fvp_subsample
+        self.damping, self.cg_gain, self.fvp_subsample = damping, cg_gain, fvp_subsample
         self.cg_iters = check_integer('cg_iters', cg_iters, pipe=self)
+        self.precondition = check_integer('precondition', precondition, 0, pipe=self)
         self.params = [p for p in actor.parameters() if p.requires_grad]
         if critic is not None:
             if (lr := self.options.critic_lr) is None:
@@ -186,9 +192,22 @@ class NaturalGradientLearner(Learner):
         if self.fvp_subsample < 1:
             few = subsample(rows, self.fvp_subsample, self.generator)
             curved, weight = Linearization(distribution_on(self.actor, few), self.params), few.weight
-        cg = conjugate_gradients(fisher_product(curved, self.actor.dist.fisher, weight), g, self.cg_iters, damping=self.damping)
+        cg = conjugate_gradients(fisher_product(curved, self.actor.dist.fisher, weight), g, self.cg_iters, damping=self.damping,
+                                 gain_tol=self.cg_gain, preconditioner=self.preconditioner(rows))
         # Only the outputs of `lin` are kept, because the parameters cannot be changed while its graph exists.
         return Direction(g, cg, lin.outputs, before)
+
+    def preconditioner(self, rows: PolicyRows) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """The damped inverse of a Fisher matrix that is estimated from the actions taken in a few rows.
+
+        None if none is wanted, without damping, for policies with memory, and for networks that are not made of linear layers alone.
+        """
+        n = rows.adv.shape[1]
+        m = min(self.precondition, n // 4)
+        if not (m and self.damping) or nested.leaves(rows.hx): return None
+        few = subsample(rows, m / n, self.generator)
+        layers = score_layers(lambda: self.actor.dist.log_prob(self.actor.distribution(few.state, ()), few.act), self.params)
+        return score_preconditioner(layers, self.params, self.damping) if layers else None
 
     def certificate(self, rows: PolicyRows, found: Direction) -> dict:
         "The metrics that do not depend on the length of the step."

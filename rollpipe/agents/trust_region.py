@@ -19,7 +19,7 @@ __all__ = ['CGResult', 'conjugate_gradients', 'step_size', 'LineSearch', 'backtr
 class CGResult(NamedTuple):
     """What `conjugate_gradients` found.
 
-    `status` is `'converged'`, `'iterations'` (the usual case: they ran out), `'non-positive curvature'` or `'non-finite'`.
+    `status` is `'converged'`, `'iterations'` (the usual case: they ran out), `'little gain'`, `'non-positive curvature'` or `'non-finite'`.
 
     Args:
         x: [D], the last good iterate: finite, and zero if there was none
@@ -48,11 +48,14 @@ def conjugate_gradients(
     iters: int = 10,  # largest number of iterations; each takes one product
     tol: float = 1e-10,  # stop when ||residual|| <= tol ||b||, or when the residual is only rounding error
     damping: float = 0.0,  # solve (A + damping I) x = b
+    *,
+    preconditioner: Callable[[Tensor], Tensor] | None = None,  # r [D] -> about (A + damping I)^-1 r, linear, symmetric, positive definite
+    gain_tol: float = 0.0,  # stop when an iteration raises b'x by at most this fraction of it
 ) -> CGResult:
-    """Solve `(A + damping I) x = b` approximately by conjugate gradients (Shewchuk 1994, algorithm B2; Martens 2010).
+    """Solve `(A + damping I) x = b` approximately by conjugate gradients (Shewchuk 1994, algorithms B2 and B3; Martens 2010).
 
     Stops with the last good `x` where `p'(A + damping I)p` is not positive or a number is not finite. Each iteration
-    waits for the device once. Raises ValueError if `b` is not a vector, or if `iters`, `tol` or `damping` is out of range.
+    waits for the device once. Raises ValueError if `b` is not a vector, or if `iters`, `tol`, `damping` or `gain_tol` is out of range.
 
     Args:
         matvec: v [D] -> A v [D], with A symmetric and positive semi-definite
@@ -60,29 +63,31 @@ def conjugate_gradients(
         iters: largest number of iterations; each takes one product
         tol: stop when ||residual|| <= tol ||b||, or when the residual is only rounding error
         damping: solve (A + damping I) x = b
+        preconditioner: r [D] -> about (A + damping I)^-1 r, linear, symmetric, positive definite
+        gain_tol: stop when an iteration raises b'x by at most this fraction of it
     """
     b = b.detach()
     if b.ndim != 1: raise ValueError(f'b: expected a vector [D], got shape {list(b.shape)}')
-    if iters < 1 or tol < 0 or damping < 0:
-        raise ValueError(f'expected iters >= 1, tol >= 0, damping >= 0, got {iters}, {tol}, {damping}')
-    x, r, p = torch.zeros_like(b), b, b
-    rr = b @ b
-    bb = residual = float(rr)
+    if iters < 1 or min(tol, damping, gain_tol) < 0:
+        raise ValueError(f'expected iters >= 1, tol >= 0, damping >= 0, gain_tol >= 0, got {iters}, {tol}, {damping}, {gain_tol}')
+    solve = preconditioner or (lambda r: r)
+    bb = residual = float(b @ b)
     if not 0 < bb < math.inf: return CGResult.nothing(b, bb)
-    done, status = 0, 'iterations'
+    x, r, p = torch.zeros_like(b), b, solve(b)
+    rz, done, raised, status = r @ p, 0, 0.0, 'iterations'
     stop = max(tol, torch.finfo(b.dtype).eps) ** 2 * bb
     for _ in range(iters):
         Ap = torch.add(matvec(p).detach(), p, alpha=damping)
-        pAp = p @ Ap
-        alpha = rr / pAp
+        alpha = rz / (pAp := p @ Ap)
         r_next = r - alpha * Ap
-        rr_next = r_next @ r_next
-        curvature, residual_next = torch.stack((pAp, rr_next)).tolist()
+        rz_next = r_next @ (z := solve(r_next))
+        curvature, residual_next, gain = torch.stack((pAp, r_next @ r_next, alpha * rz)).tolist()
         if curvature <= 0: status = 'non-positive curvature'; break
         if not (curvature < math.inf and residual_next < math.inf): status = 'non-finite'; break
-        x, r, p = x + alpha * p, r_next, r_next + (rr_next / rr) * p
-        rr, residual, done = rr_next, residual_next, done + 1
+        x, r, p = x + alpha * p, r_next, z + (rz_next / rz) * p
+        rz, residual, done, raised = rz_next, residual_next, done + 1, raised + gain
         if residual <= stop: status = 'converged'; break
+        if gain <= gain_tol * raised: status = 'little gain'; break
     x64 = x.double()  # (A + damping I)x is b - r, so the curvature needs no further product
     damped = float(x64 @ (b - r).double())
     return CGResult(x, done, math.sqrt(residual / bb), damped, damped - damping * float(x64 @ x64), status)

@@ -1,0 +1,65 @@
+"""Predicted improvement of TRPO's steps by the number of products with the Fisher matrix, with a preconditioner and without.
+
+    python benchmarks/fisher_products.py [--envs CartPole-v1 Pendulum-v1 HalfCheetah-v5] [--updates 100] [--rows 512]
+
+A training with the defaults runs for a number of updates. In each of them the direction is computed several times from the same batch: by
+plain conjugate gradients, and by those with a preconditioner from `--rows` rows. The improvement that a step predicts is proportional to
+`g'x / sqrt(x'(F + damping I)x)`, with the Fisher matrix F of all rows. It is divided by that of ten plain iterations in the same update.
+"""
+import argparse, math
+from itertools import islice
+
+import torch
+from report import header, table
+
+from rollpipe.agents import TRPO
+from rollpipe.layers import Critic, MLPPolicy
+from rollpipe.pipes import on_policy
+
+PRODUCTS = (2, 3, 4, 5)
+
+
+class Compared(TRPO):
+    "A TRPO that notes in `found` what other numbers of products would have predicted, and how many are needed."
+    def __init__(self, actor, critic, rows, **kw):
+        super().__init__(actor, critic, **kw)
+        self.settings = [(0, 10), *((m, n) for m in (0, rows) for n in PRODUCTS)]
+        self.found = []
+
+    def direction(self, rows):
+        predicted, before = {}, (self.precondition, self.cg_iters)
+        for setting in self.settings:
+            self.precondition, self.cg_iters = setting
+            at = super().direction(rows)
+            predicted[setting] = float(at.gradient @ at.cg.x) / math.sqrt(at.cg.curvature)
+        self.precondition, self.cg_iters = before
+        self.found.append({setting: x / predicted[0, 10] for setting, x in predicted.items()})
+        return super().direction(rows)
+
+
+def rows_of(env, updates, rows):
+    "Rows of the table: least, tenth least, median share of the improvement of ten plain iterations, and how many updates reach 99.9 %."
+    actor, critic = MLPPolicy.for_env(env, seed=0), Critic.for_env(env, seed=1000)
+    agent = Compared(actor, critic, rows, seed=0)
+    for batch in islice(on_policy(env, actor, critic, n_envs=8, n_steps=256, seed=0), updates): agent.update(batch)
+    for m, n in agent.settings[1:]:
+        shares = sorted(found[m, n] for found in agent.found)
+        kind = f'preconditioner from {m} rows' if m else 'plain'
+        yield [env, kind, n, *(f'{x:.4f}' for x in (shares[0], shares[len(shares) // 10], shares[len(shares) // 2])),
+               f'{sum(x >= .999 for x in shares)} of {len(shares)}']
+
+
+def main():
+    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    args.add_argument('--envs', nargs='+', default=['CartPole-v1', 'Pendulum-v1', 'HalfCheetah-v5'])
+    args.add_argument('--updates', type=int, default=100)
+    args.add_argument('--rows', type=int, default=512)
+    args = args.parse_args()
+    torch.set_num_threads(1)
+    print(header())
+    print(f"{args.updates} updates with 8 environments x 256 steps; the predicted improvement of ten plain iterations is 1.\n")
+    print(table(['environment', 'iterations', 'products', 'least', 'tenth', 'median', '99.9 % reached'],
+                [row for env in args.envs for row in rows_of(env, args.updates, args.rows)]))
+
+
+if __name__ == '__main__': main()
