@@ -24,7 +24,7 @@ __all__ = ['RUN_FILES', 'Run', 'lock', 'unlock', 'start', 'discard', 'needed_mod
 
 # %% ../nbs/06_runs.ipynb #318476a9
 RUN_FILES = ("config.json", "metrics.csv", "metrics.jsonl", "checkpoint.safetensors", "curve.png", "tensorboard",
-             "wandb", "wandb.json")
+             "wandb", "wandb.json", "videos")
 _COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0., resumes=0)
 
 
@@ -155,7 +155,7 @@ def _check_stored(found: Checkpoint) -> None:
         option.check(value)
         if option.kinds == ("int,...",) and option.param == "hidden" and not (set(value) <= sizes and len(value) <= len(shapes)):
             raise DataError("there are no such layers in the file", leaf=option.flag, got=str(value))
-    for name, low in dict(steps=1, seed=0, threads=1, checkpoint_every=1, eval_every=0, workers=0, restarts=0).items():
+    for name, low in dict(steps=1, seed=0, threads=1, checkpoint_every=1, eval_every=0, video_every=0, workers=0, restarts=0).items():
         check_integer(name, config.get(name, low), low)
     n = {option.name: value for option, value in options.items()}
     batch = n.get("lanes", 1) * n.get("n_envs", 1) * (1 if n.get("sticky") else n.get("n_steps", 1))

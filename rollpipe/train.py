@@ -17,6 +17,7 @@ import torch
 from .agents.metrics import METRICS, OF_THE_LOOP, EpisodeReturns, added
 from .agents.parallel_evaluation import ParallelEvaluation
 from .config import device_of
+from .films import Films
 from .logs import MetricWriter
 from .pipes import torchdata
 from .pipes.errors import DataError
@@ -100,6 +101,13 @@ def _evaluation(run: Run) -> AbstractContextManager:
     config = run.config
     if not config.get("eval_every"): return nullcontext()
     return ParallelEvaluation(config["env"], run.agent.actor, env_kwargs=config["env_kwargs"], seed=config["seed"])
+
+
+def _films(run: Run) -> AbstractContextManager:
+    "A context with the `Films` of a run, or with None if it has none."
+    config = run.config
+    if not config.get("video_every"): return nullcontext()
+    return Films(run.folder, config["env"], run.agent.actor, config["video_every"], env_kwargs=config["env_kwargs"], seed=config["seed"])
 
 
 @contextmanager
@@ -201,6 +209,7 @@ def train(
     try:
         with (Progress(steps, counters["steps"], disable=not progress) as bar,
               _evaluation(run) as evaluation,
+              _films(run) as films,
               _reading(run) as (batches, health),
               MetricWriter(run.folder, tensorboard, counters["steps"], wandb=wandb, config=config) as writer):  # last, as it starts threads
             updates.start_clock()
@@ -211,6 +220,7 @@ def train(
                     updates.waiting = perf_counter()
                 is_last = counters["steps"] >= steps
                 if evaluation and (is_last or counters["updates"] % config["eval_every"] == 0): evaluation.request()
+                if films: films.after(counters["updates"], is_last)
                 if is_last: break
             for answer in evaluation.wait()[-1:] if evaluation else ():
                 _report(dict(steps=counters["steps"], updates=counters["updates"], **answer.metrics), writer, bar)
