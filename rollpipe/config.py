@@ -71,8 +71,8 @@ def make_config(
     seed: int = 0,                   # seed of networks, environments and actions
     threads: int = 1,                # number of torch threads; 1 is fastest for small networks
     checkpoint_every: int = 20,      # updates between checkpoints
-    keep: int = 0,                   # how many of the newest checkpoints to keep in the folder `checkpoints`; 0: only the last one
     eval_every: int = 0,             # updates between evaluations of the present policy, in a separate process; 0: none
+    video_every: int = 0,            # updates between films of an episode of the present policy, in the folder videos; 0: none
     workers: int = 0,                # processes that collect, at most one per lane; 0: collect in this process
     lag: int | None = 0,             # updates between collecting a batch in workers and learning from it: 0, 1, ... or none (any number)
     order: str = "canonical",        # order of the lanes with workers: canonical (in turn) or ready (first come, first served)
@@ -92,8 +92,8 @@ def make_config(
         seed: seed of networks, environments and actions
         threads: number of torch threads; 1 is fastest for small networks
         checkpoint_every: updates between checkpoints
-        keep: how many of the newest checkpoints to keep in the folder `checkpoints`; 0: only the last one
         eval_every: updates between evaluations of the present policy, in a separate process; 0: none
+        video_every: updates between films of an episode of the present policy, in the folder videos; 0: none
         workers: processes that collect, at most one per lane; 0: collect in this process
         lag: updates between collecting a batch in workers and learning from it: 0, 1, ... or none (any number)
         order: order of the lanes with workers: canonical (in turn) or ready (first come, first served)
@@ -108,14 +108,14 @@ def make_config(
     for name_of_option, value in options.items(): known[name_of_option].check(value)
     for what, value, low in (("steps", steps, 1), ("threads", threads, 1), ("checkpoint_every", checkpoint_every, 1), ("seed", seed, 0)):
         _check_at_least(low, what, value)
-    for what, value in (("eval_every", eval_every), ("keep", keep)): _check_at_least(0, what, value)
+    for what, value in (("eval_every", eval_every), ("video_every", video_every)): _check_at_least(0, what, value)
     ProcessReading(workers, lag, order, restart=restarts)  # raises if one of them is wrong
     device_of(device)
     _check_lanes(workers, options.get("lanes", defaults.get("lanes", 1)))
     modules = dict(rollpipe=rollpipe, torch=torch, gymnasium=gymnasium, numpy=np)
     versions = dict(python=platform.python_version(), **{name: m.__version__ for name, m in modules.items()})
     config = dict(algorithm=algorithm, env=env, env_kwargs=env_kwargs or {}, name=name, seed=seed, steps=steps,
-                  threads=threads, checkpoint_every=checkpoint_every, keep=keep, eval_every=eval_every,
+                  threads=threads, checkpoint_every=checkpoint_every, eval_every=eval_every, video_every=video_every,
                   workers=workers, lag=lag, order=order, restarts=restarts, device=device,
                   options={**defaults, **options}, versions=versions, **(dict(imports=imports) if imports else {}))
     try: return json.loads(json.dumps(config))

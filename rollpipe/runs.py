@@ -12,25 +12,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .agents.checkpoint import (Checkpoint, Snapshot, checkpoint_bytes, keep_checkpoint, kept_checkpoints, load_checkpoint,
-                                        save_checkpoint, write_atomically)
+from .agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, write_atomically
 from .algorithms import ALGORITHMS, is_algorithm, options_for
 from .config import build
 from .pipes import nested
 from .pipes.errors import LEAST_BYTES, CheckpointError, DataError, PipeError, check_integer, check_memory
 
 # %% auto #0
-__all__ = ['RUN_FILES', 'Run', 'folder_of', 'lock', 'unlock', 'start', 'discard', 'files_of_run', 'needed_modules', 'load_run',
-           'best_return', 'restore', 'load_agent', 'resume']
+__all__ = ['RUN_FILES', 'Run', 'lock', 'unlock', 'start', 'discard', 'needed_modules', 'load_run', 'restore', 'load_agent',
+           'resume']
 
 # %% ../nbs/06_runs.ipynb #318476a9
-RUN_FILES = ("config.json", "metrics.csv", "metrics.jsonl", "checkpoint.safetensors", "best.safetensors", "curve.png",
-             "tensorboard", "wandb", "wandb.json")
+RUN_FILES = ("config.json", "metrics.csv", "metrics.jsonl", "checkpoint.safetensors", "curve.png", "tensorboard",
+             "wandb", "wandb.json", "videos")
 _COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0., resumes=0)
 
 
 class Run(NamedTuple):
-    """A run in progress; its files are those of `RUN_FILES`, and the `kept_checkpoints` in its folder `checkpoints`.
+    """A run in progress; its files are those of `RUN_FILES`.
 
     Args:
         config: see `make_config`
@@ -47,35 +46,9 @@ class Run(NamedTuple):
     @property
     def checkpoint(self) -> Path: return self.folder/"checkpoint.safetensors"
 
-    @property
-    def best(self) -> Path: return self.folder/"best.safetensors"
-
     def save(self) -> None:
-        "Write the checkpoint, and keep it among the newest `config['keep']`, unless nothing has been learned yet."
-        data, n = checkpoint_bytes(self.agent, self.config, self.counters), self.config.get("keep", 0)
-        write_atomically(self.checkpoint, data)
-        if n and self.counters["updates"]: keep_checkpoint(self.folder/"checkpoints", data, self.counters["steps"], n)
-
-    def save_best(self,
-        snapshot: Snapshot,  # of the learner, when its evaluation began
-        counters: dict,      # those of the same moment
-        evaluated: dict,     # what the evaluation has found
-    ) -> None:
-        """Write the best checkpoint.
-
-        Args:
-            snapshot: of the learner, when its evaluation began
-            counters: those of the same moment
-            evaluated: what the evaluation has found
-        """
-        save_checkpoint(self.best, snapshot, self.config, counters, evaluated)
-
-
-def folder_of(path: str | Path) -> Path:
-    "The folder of the run that a path stands for: the path itself, or the folder of the run with this checkpoint."
-    path = Path(path)
-    if path.is_dir(): return path
-    return path.parents[1] if path.parent.name == "checkpoints" and path.name not in RUN_FILES else path.parent
+        "Write the checkpoint."
+        save_checkpoint(self.checkpoint, self.agent, self.config, self.counters)
 
 # %% ../nbs/06_runs.ipynb #45242194
 _locks = {}  # (process, folder) -> the open lock file
@@ -132,13 +105,13 @@ def start(
         overwrite: remove the files of a run in that folder, and nothing else
     """
     folder = Path(folder)
-    old = files_of_run(folder)
+    old = [folder/name for name in RUN_FILES if (folder/name).exists()]
     if old and not overwrite:
         raise DataError(f"{folder} has a run already", expected="another folder, --overwrite, or --resume")
     agent, pipe = build(config)
     folder.mkdir(parents=True, exist_ok=True)
     lock(folder)
-    _remove_run(folder)
+    _remove(old)
     run = Run(folder, config, agent, pipe, dict(_COUNTERS))
     try:
         run.save()  # first, so that a folder with a run in it can be resumed, whenever the process ends
@@ -152,19 +125,8 @@ def start(
 def discard(run: Run) -> None:
     "Remove the files of a run, and its folder if nothing else is in it."
     unlock(run.folder)
-    _remove_run(run.folder)
+    _remove(run.folder/name for name in RUN_FILES)
     if not any(run.folder.iterdir()): run.folder.rmdir()
-
-
-def files_of_run(folder: str | Path) -> list:
-    "What there is of a run in a folder: the paths of its files."
-    return [*filter(Path.exists, (Path(folder, name) for name in RUN_FILES)), *kept_checkpoints(Path(folder, "checkpoints")).values()]
-
-
-def _remove_run(folder: Path) -> None:
-    kept = folder/"checkpoints"
-    _remove(files_of_run(folder))
-    if kept.is_dir() and not any(kept.iterdir()): kept.rmdir()
 
 
 def _remove(paths: Iterable) -> None:
@@ -193,7 +155,7 @@ def _check_stored(found: Checkpoint) -> None:
         option.check(value)
         if option.kinds == ("int,...",) and option.param == "hidden" and not (set(value) <= sizes and len(value) <= len(shapes)):
             raise DataError("there are no such layers in the file", leaf=option.flag, got=str(value))
-    for name, low in dict(steps=1, seed=0, threads=1, checkpoint_every=1, keep=0, eval_every=0, workers=0, restarts=0).items():
+    for name, low in dict(steps=1, seed=0, threads=1, checkpoint_every=1, eval_every=0, video_every=0, workers=0, restarts=0).items():
         check_integer(name, config.get(name, low), low)
     n = {option.name: value for option, value in options.items()}
     batch = n.get("lanes", 1) * n.get("n_envs", 1) * (1 if n.get("sticky") else n.get("n_steps", 1))
@@ -213,21 +175,18 @@ def needed_modules(config: dict) -> list:
 
 # %% ../nbs/06_runs.ipynb #69a84a62
 def load_run(
-    path: str | Path,   # folder of a run, or a checkpoint file
-    best: bool = False, # of a folder: the checkpoint with the best evaluation, instead of the last one
+    path: str | Path,  # folder of a run, or a checkpoint file
 ) -> Checkpoint:
-    """The checkpoint of a run. Raises `DataError` if there is none, naming similar folders, or `CheckpointError`.
+    """The checkpoint of a run. Raises `DataError` if there is no such folder, naming similar ones, or `CheckpointError`.
 
     Args:
         path: folder of a run, or a checkpoint file
-        best: of a folder: the checkpoint with the best evaluation, instead of the last one
     """
     path = Path(path)
     if not path.exists():
         siblings = [str(p.parent) for p in path.parent.glob("*/checkpoint.safetensors")]
         near = difflib.get_close_matches(str(path), siblings, 3)
         raise DataError(f"{path}: there is no such run", expected=f"for example {', '.join(near)}" if near else None)
-    if best: path = _best_of(path)
     found = load_checkpoint(path/"checkpoint.safetensors" if path.is_dir() else path)
     has = lambda part, *keys: isinstance(part, dict) and set(keys) <= set(part)
     if not has(found.config, "algorithm", "env", "env_kwargs", "seed", "steps", "threads", "checkpoint_every", "options") or not has(
@@ -245,21 +204,6 @@ def load_run(
         raise CheckpointError(f"{path}: its environment needs the module {missing[0]!r}, which a file alone cannot make us import",
                               expected=" ".join(f"--import {module}" for module in missing))
     return found
-
-
-def _best_of(path: Path) -> Path:
-    if not path.is_dir(): raise DataError("the best checkpoint is that of a run", expected="the folder of the run", got=f"the file {path}")
-    if not (path/"best.safetensors").exists():
-        raise DataError(f"{path} has no best checkpoint", expected="a run with --eval-every whose first evaluation is over")
-    return path/"best.safetensors"
-
-
-def best_return(folder: Path) -> float:
-    "The best mean return of the evaluations of a run so far, `-inf` if there is none. Raises `CheckpointError`."
-    if not (path := folder/"best.safetensors").exists(): return -math.inf
-    evaluated = load_checkpoint(path).evaluated
-    if isinstance(evaluated, dict) and isinstance(found := evaluated.get("eval_return_mean"), (int, float)): return found
-    raise CheckpointError(f"{path}: does not say how its evaluation was", expected="the file that training has written, or none")
 
 
 def restore(
@@ -289,34 +233,30 @@ def restore(
 # %% ../nbs/06_runs.ipynb #bd6c05b6
 def load_agent(
     run: str | Path,     # folder of a run, or a checkpoint file
-    best: bool = False,  # of a folder: the learner with the best evaluation, instead of the last one
     device: str = "cpu", # where it is to be, see `make_config`; the run may have been trained elsewhere
 ) -> Any:
     """The learner of a run as it was saved; `load_agent(run).actor.predict(obs)` is its policy. Raises as `load_run` and `restore` do.
 
     Args:
         run: folder of a run, or a checkpoint file
-        best: of a folder: the learner with the best evaluation, instead of the last one
         device: where it is to be, see `make_config`; the run may have been trained elsewhere
     """
-    return restore(load_run(run, best), device=device)[0]
+    return restore(load_run(run), device=device)[0]
 
 # %% ../nbs/06_runs.ipynb #77254847
 def resume(
-    folder: str | Path,         # folder of a run that has a checkpoint, or one of its checkpoints
+    folder: str | Path,         # folder of a run that has a checkpoint
     steps: int | None = None,   # new total number of steps; None: as before
     device: str | None = None,  # see `make_config`; None: as before
 ) -> Run:
     """Continue a run from its checkpoint, with new episodes. Raises `DataError` if it is complete.
 
-    From an earlier checkpoint, what came after it is made again: its records and checkpoints are replaced. The best checkpoint stays.
-
     Args:
-        folder: folder of a run that has a checkpoint, or one of its checkpoints
+        folder: folder of a run that has a checkpoint
         steps: new total number of steps; None: as before
         device: see `make_config`; None: as before
     """
-    path, folder = Path(folder), folder_of(folder)
+    path, folder = Path(folder), Path(folder) if Path(folder).is_dir() else Path(folder).parent
     if path.exists(): lock(folder)
     try:
         found = load_run(path)
@@ -327,7 +267,6 @@ def resume(
             raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
         agent, pipe = restore(found._replace(config=config), counters["resumes"])
         _write_config(folder, config)
-        _remove(path for steps, path in kept_checkpoints(folder/"checkpoints").items() if steps > counters["steps"])
         return Run(folder, config, agent, pipe, counters)
     except BaseException:
         unlock(folder)

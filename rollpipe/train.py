@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import os, signal, threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from time import monotonic, perf_counter
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from .agents.checkpoint import Snapshot
 from .agents.metrics import METRICS, OF_THE_LOOP, EpisodeReturns, added
 from .agents.parallel_evaluation import ParallelEvaluation
 from .config import device_of
+from .films import Films
 from .logs import MetricWriter
 from .pipes import torchdata
 from .pipes.errors import DataError
@@ -25,7 +25,7 @@ from .pipes.graph import nodes
 from .pipes.taps import Meter
 from .pipes.workers.reading import ProcessReading
 from .progress import Progress
-from .runs import Run, best_return, unlock
+from .runs import Run, unlock
 
 # %% auto #0
 __all__ = ['STOP_SIGNALS', 'Stopped', 'stop_signals', 'uninterrupted', 'signals_wait_for_saving', 'train']
@@ -96,6 +96,20 @@ def signals_wait_for_saving() -> Iterator[None]:
         raise  # the handler is somebody else's, or the system ignores the signal, as for the first process of a container
 
 # %% ../nbs/07_train.ipynb #c1e054ea
+def _evaluation(run: Run) -> AbstractContextManager:
+    "A context with the process that evaluates, or with None if the run has no evaluations."
+    config = run.config
+    if not config.get("eval_every"): return nullcontext()
+    return ParallelEvaluation(config["env"], run.agent.actor, env_kwargs=config["env_kwargs"], seed=config["seed"])
+
+
+def _films(run: Run) -> AbstractContextManager:
+    "A context with the `Films` of a run, or with None if it has none."
+    config = run.config
+    if not config.get("video_every"): return nullcontext()
+    return Films(run.folder, config["env"], run.agent.actor, config["video_every"], env_kwargs=config["env_kwargs"], seed=config["seed"])
+
+
 @contextmanager
 def _reading(run: Run) -> Iterator[tuple]:
     "The batches of a run, collected in this process or by workers, and a function that returns metrics about the workers."
@@ -110,51 +124,6 @@ def _reading(run: Run) -> Iterator[tuple]:
             states = loader.reading_service.health()
             return dict(workers=sum(state["alive"] for state in states), restarts=max((state["restarted"] for state in states), default=0))
         yield iter(loader), health
-
-# %% ../nbs/07_train.ipynb #1205e71d
-class _Evaluations:
-    "Evaluations of a run in a process of its own. The learner with the best mean return so far is kept in `run.best`."
-    def __init__(self, run: Run, process: ParallelEvaluation):
-        self.run, self.process, self.is_due = run, process, False
-        self.best = best_return(run.folder)
-        self.asked: Any = None  # the learner and the counters when the evaluation began
-
-    def request(self) -> None:
-        self.is_due, self.asked = False, (Snapshot(self.run.agent), dict(self.run.counters))
-        self.process.request()
-
-    def after_update(self) -> None:
-        "Ask for an evaluation if one is due and none is under way."
-        self.is_due |= self.run.counters["updates"] % self.run.config["eval_every"] == 0
-        if self.is_due and not self.process.busy: self.request()
-
-    def poll(self) -> list:
-        "The answers that have arrived, a list of `Evaluated`."
-        return [self._kept(answer) for answer in self.process.poll()]
-
-    def finish(self) -> list:
-        "The answers to what is under way, and to a last evaluation."
-        answers = [self._kept(answer) for answer in self.process.wait()]
-        self.request()
-        return answers + [self._kept(answer) for answer in self.process.wait()]
-
-    def _kept(self, answer):
-        mean, config = answer.evaluation.mean, self.run.config
-        if mean > self.best:
-            learner, counters = self.asked
-            self.run.save_best(learner, counters, dict(answer.metrics, episodes=len(answer.evaluation.returns), seed=config["seed"]))
-            self.best = mean
-        return answer
-
-
-@contextmanager
-def _evaluation(run: Run) -> Iterator[_Evaluations | None]:
-    "The evaluations of a run, or None if it has none."
-    config = run.config
-    if not config.get("eval_every"): yield None
-    else:
-        with ParallelEvaluation(config["env"], run.agent.actor, env_kwargs=config["env_kwargs"], seed=config["seed"]) as process:
-            yield _Evaluations(run, process)
 
 # %% ../nbs/07_train.ipynb #b542d966
 class _Updates:
@@ -220,7 +189,7 @@ def train(
     wandb: bool | str | None = None,  # log to Weights & Biases: project, True ("rollpipe"), False, or None: if the run is there already
     callback: Callable | None = None, # callback(run, record) after each update; returns a dict of metrics of your own, or None
 ) -> dict:  # the last record
-    """Train until `config['steps']`, recording metrics and saving checkpoints in the run's folder. The best evaluation keeps its own.
+    """Train until `config['steps']`, recording metrics and saving checkpoints in the run's folder.
 
     If training is interrupted, also by SIGTERM or SIGHUP, or the environment fails, a checkpoint of the last update is saved first.
 
@@ -240,6 +209,7 @@ def train(
     try:
         with (Progress(steps, counters["steps"], disable=not progress) as bar,
               _evaluation(run) as evaluation,
+              _films(run) as films,
               _reading(run) as (batches, health),
               MetricWriter(run.folder, tensorboard, counters["steps"], wandb=wandb, config=config) as writer):  # last, as it starts threads
             updates.start_clock()
@@ -248,15 +218,16 @@ def train(
                     record = updates.learn(batch, health, evaluation.poll() if evaluation else [], writer, bar)
                     if counters["updates"] % config["checkpoint_every"] == 0: run.save()
                     updates.waiting = perf_counter()
-                if counters["steps"] >= steps: break
-                if evaluation: evaluation.after_update()
-            for answer in evaluation.finish() if evaluation else ():
+                is_last = counters["steps"] >= steps
+                if evaluation and (is_last or counters["updates"] % config["eval_every"] == 0): evaluation.request()
+                if films: films.after(counters["updates"], is_last)
+                if is_last: break
+            for answer in evaluation.wait()[-1:] if evaluation else ():
                 _report(dict(steps=counters["steps"], updates=counters["updates"], **answer.metrics), writer, bar)
         if counters["steps"] < steps:
             raise DataError("the pipeline ended before the training did", expected=f"{steps} steps", got=f"{counters['steps']} steps")
         return record
     finally:
         torch.set_num_threads(threads)
-        try:
-            if updates.is_whole: run.save()
-        finally: unlock(run.folder)
+        if updates.is_whole: run.save()
+        unlock(run.folder)

@@ -6,10 +6,12 @@
 __all__ = ['Evaluated', 'serve', 'EvaluationProcess', 'ParallelEvaluation']
 
 # %% ../../nbs/agents/11_parallel_evaluation.ipynb #4536922a
-import copy, math, time, weakref
+import copy, math, os, time, weakref
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from .evaluate import Evaluation, check_limit, evaluate
+from ..pipes.envs.watching import check_film
 from ..pipes.errors import DataError, WorkerError, describe
 from ..pipes.stepper import EnvStepper
 from ..pipes.modules import modules_in, state_of, version_of
@@ -57,8 +59,19 @@ def serve(
         publication, version = subscriber.fetch(), version_of(actor)
         link.send((publication, version))
         begin = time.monotonic()
-        found = evaluate(actor=actor, **options)
+        found = _filmed(actor, version, **options) if options.get('record') else evaluate(actor=actor, **options)
         link.send(Evaluated(version, found, time.monotonic() - begin))
+
+
+def _filmed(actor, version, *, record, **options):
+    "An evaluation with a film, which has its name only once it is whole."
+    path = Path(record).with_name(Path(record).name.format(version=version))
+    unfinished = path.with_name(f"unfinished-{os.getpid()}-{path.name}")
+    try:
+        found = evaluate(actor=actor, record=unfinished, **options)
+        os.replace(unfinished, path)
+    finally: unfinished.unlink(missing_ok=True)
+    return found
 
 
 def _on_cpu(actor):
@@ -165,6 +178,7 @@ class ParallelEvaluation:
         max_steps: largest number of steps of an episode
         on_limit: an episode of `max_steps` steps: 'raise' an `EnvError`, or 'cut' it off
         close: False: leave the environments open that the process makes
+        record: film of the first episode; `{version}` in its name is the version, see `str.format`
         start_method: 'fork', 'forkserver' or 'spawn' [fork, if it is safe]
         worker_threads: torch threads in the process
         silence: seconds an evaluation may take before the log says where it is
@@ -183,6 +197,7 @@ class ParallelEvaluation:
                  max_steps: int = 100_000,        # largest number of steps of an episode
                  on_limit: str = 'raise',         # an episode of `max_steps` steps: 'raise' an `EnvError`, or 'cut' it off
                  close: bool = True,              # False: leave the environments open that the process makes
+                 record: str | Path | None = None, # film of the first episode; `{version}` in its name is the version, see `str.format`
                  start_method: str | None = None, # 'fork', 'forkserver' or 'spawn' [fork, if it is safe]
                  worker_threads: int = 1,         # torch threads in the process
                  silence: float = 60.,            # seconds an evaluation may take before the log says where it is
@@ -195,10 +210,11 @@ class ParallelEvaluation:
                                       ('grace', grace, grace >= 0, "seconds >= 0")):
             if not ok: raise DataError("out of range", pipe=self, leaf=name, expected=expected, got=describe(x))
         check_limit(max_steps, on_limit, self)
+        if record is not None: check_film(record)
         stepper = EnvStepper(env, actor, n_envs, env_kwargs=env_kwargs)    # raises its errors before the process is started
         stepper.refuse_copies("each process", "ParallelEvaluation", pipe=self)
         options = dict(env=env, n_episodes=n_episodes, n_envs=n_envs, deterministic=deterministic, seed=seed, env_kwargs=env_kwargs,
-                       max_steps=max_steps, on_limit=on_limit, close=close)
+                       max_steps=max_steps, on_limit=on_limit, close=close, record=record)
         self.process = EvaluationProcess(actor, options, silence, on_silence, start_method=start_method, threads=worker_threads,
                                          grace=grace)
 
