@@ -23,7 +23,6 @@ from ..pipes.envs.sources import env_sources, instances_in
 from ..pipes.envs.watching import Recorder, Window, check_film
 from ..pipes.stepper import EnvStepper
 from ..pipes.taps import EpisodeSums
-from ..pipes.modules import EvalMode
 
 # %% ../../nbs/agents/10_evaluate.ipynb #f1c395fb
 def quotas(
@@ -260,7 +259,7 @@ def evaluate(
     elif render: sources = [window := Window(sources[0], close), *sources[1:]]
     if on_limit == "cut": sources = cutters = [_Cutter(factory, max_steps, close) for factory in sources]
     ticks = EnvStepper(sources, actor, info_keys=(), seed=seed, explore=not deterministic, close=close)
-    with EvalMode(actor): result = _play(ticks, quota, max_steps, cutters, window, _Rows(len(quota)) if trace else None)
+    result = _play(ticks, quota, max_steps, cutters, window, _Rows(len(quota)) if trace else None)
     if record is not None: recorders[0].save(record)
     return result
 
