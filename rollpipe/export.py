@@ -79,6 +79,11 @@ class PolicyFunction(torch.nn.Module):
         self.inputs = {k: x for part, tree in parts.items() for k, x in zip(_names(tree, part), nested.leaves(tree))}
         self.outputs = _names(act, 'act') + [f'next_{name}' for name in _names(state.hx, 'hx')]
 
+    def beginning(self, n: int) -> dict:
+        "The inputs for `n` environments at the beginning of their episodes, by name. The observation is to be filled in; it is zeros."
+        lead = {name: (x.shape[0], n, *x.shape[2:]) if name.startswith('hx') else (n, *x.shape[1:]) for name, x in self.inputs.items()}
+        return {name: x.new_full(lead[name], name == 'start') for name, x in self.inputs.items()}
+
     def forward(self, *inputs: Tensor) -> tuple:
         actor, left, n = self.actor, iter(inputs), inputs[0].shape[0]
         given: dict = {part: spec.unflatten([next(left) for _ in leaves]) for part, (leaves, spec) in self.parts.items()}
@@ -175,19 +180,18 @@ FORMATS = {'onnx': Format('.onnx', _to_onnx, _run_onnx), 'torchscript': Format('
 def _check(actor, policy, run, n=3, steps=3):
     "Raise `DataError` unless `run` answers as `actor.predict` does."
     state, samples = None, _samples(actor.observation_space, n)
-    n_act, memory = len(_names(space_spec(actor.action_space, 'act'), 'act')), None
+    n_act, memory = len(_names(space_spec(actor.action_space, 'act'), 'act')), ()
     for t in range(steps):
         obs = next(samples)
-        fresh = {name: torch.zeros(x.shape[0], n, *x.shape[2:], dtype=x.dtype) if name.startswith('hx')
-                 else torch.zeros(n, *x.shape[1:], dtype=x.dtype) for name, x in policy.inputs.items()}
-        tensors = dict(zip(policy.inputs, nested.leaves(nested.torchify(obs))))
-        if 'start' in fresh: tensors['start'] = torch.full((n,), t == 0)
-        if state is not None and policy.actor.uses_past:
+        inputs = policy.beginning(n)
+        inputs.update(zip(inputs, nested.leaves(nested.torchify(obs))))
+        if state is not None:
             acts = nested.leaves(nested.map(lambda x: x[0], state.act))
-            tensors.update(zip([k for k in fresh if k.startswith('last_act')], acts))
-        if memory is not None: tensors.update(zip([k for k in fresh if k.startswith('hx')], memory))
+            inputs.update(zip([k for k in inputs if k.startswith('last_act')], acts))
+            inputs.update(zip([k for k in inputs if k.startswith('hx')], memory))
+            if 'start' in inputs: inputs['start'][:] = False
         act, state = actor.predict(obs, state, reward=np.zeros(n))
-        answer = list(run(*{**fresh, **tensors}.values()))
+        answer = list(run(*inputs.values()))
         memory = answer[n_act:]
         for name, x, y in zip(policy.outputs, answer, nested.leaves(in_containers(act, space_spec(actor.action_space, 'act')))):
             if not np.allclose(np.asarray(x), y, rtol=1e-3, atol=1e-4):

@@ -191,9 +191,7 @@ def test_an_exported_policy_plays_as_the_actor_does(name, env, to, tmp_path):
     space = actor.observation_space
     space.seed(1)
     rows = [space.sample() for _ in range(5)]
-    inputs = {k: torch.zeros(x.shape[0], 5, *x.shape[2:], dtype=x.dtype) if k == "hx" or k.startswith("hx_")
-              else torch.zeros(5, *x.shape[1:], dtype=x.dtype) for k, x in policy.inputs.items()}
-    if "start" in inputs: inputs["start"][:] = True
+    inputs = policy.beginning(5)
     stacked = {f"obs_{k}": np.stack([row[k] for row in rows]) for k in space} if env is Odd else {"obs": np.stack(rows)}
     inputs.update({k: torch.from_numpy(x) for k, x in stacked.items()})
     found = dict(zip(policy.outputs, run(*inputs.values())))
