@@ -74,8 +74,8 @@ class RunProcess:
         ended: Callable,  # is called without arguments, in another thread, when `has_ended` has become true
     ):
         self.name, self.last, self.has_ended = name, "", False
-        pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        self.process: Any = subprocess.Popen(command, text=True, errors="replace", **pipes)
+        self.process: Any = subprocess.Popen(command, text=True, errors="replace", stdin=subprocess.DEVNULL,
+                                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         guard(self.process.pid)  # if this process is killed, the run does not outlive it
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
