@@ -10,21 +10,24 @@ from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
 
+from .agents.checkpoint import Checkpoint
 from .agents.evaluate import RandomActor, evaluate
 from .algorithms import ALGORITHMS, options_for
 from .config import build, device_of, make_config
 from .export import FORMATS, PolicyFunction, export_policy
 from .options import options_of, parse_env_kwargs
 from .pipes.envs.factories import spaces_of
+from .pipes.errors import DataError
 from .pipes.graph import draw
 from .plots import learning_curve
 from .progress import format_duration, format_number
-from .runs import RUN_FILES, Run, discard, folder_of, load_run, needed_modules, restore, resume, start
+from .runs import RUN_FILES, Run, discard, files_of_run, folder_of, load_run, needed_modules, restore, resume, start
 from .train import train
 
 # %% auto #0
-__all__ = ['RUN_OPTIONS', 'PLOT_OPTIONS', 'UsageError', 'Interrupted', 'config_from', 'train_command', 'run_to_end',
-           'evaluate_command', 'watch_command', 'export_command', 'plot_command', 'graph_command', 'demo_command']
+__all__ = ['RUN_OPTIONS', 'PLOT_OPTIONS', 'UsageError', 'Interrupted', 'config_from', 'train_command', 'default_folder',
+           'find_run', 'run_to_end', 'evaluate_command', 'watch_command', 'export_command', 'plot_command',
+           'graph_command', 'demo_command']
 
 # %% ../nbs/09_commands.ipynb #9493a7f0
 RUN_OPTIONS = options_of(dict(run=make_config), skip=("options", "env_kwargs", "imports"))
@@ -58,11 +61,40 @@ def train_command(args: Namespace) -> None:
         run = resume(args.resume, getattr(args, "steps", None), getattr(args, "device", None))
     else:
         config = config_from(args)
-        env = config["env"].replace("/", "-").replace(":", "-")
-        run = start(args.out or f"runs/{config['algorithm']}-{env}-s{config['seed']}", config, args.overwrite)
+        folder = Path(args.out or default_folder(config))
+        found = find_run(folder, config) if args.proceed else None
+        if found and found.counters["steps"] >= config["steps"]:
+            print(f"{folder} is complete, with {format_number(found.counters['steps'])} steps")
+            return
+        run = resume(folder, config["steps"]) if found else start(folder, config, args.overwrite)
     run_to_end(run, args)
     print(f"watch it:     {_command_for('watch', run)}")
     print(f"evaluate it:  {_command_for('evaluate', run)}")
+
+
+def default_folder(config: dict) -> Path:
+    "Where a run goes if the command line does not say it."
+    env = config["env"].replace("/", "-").replace(":", "-")
+    return Path(f"runs/{config['algorithm']}-{env}-s{config['seed']}")
+
+
+def find_run(
+    folder: Path,
+    config: dict,  # what the run must be, but for the number of steps and the versions of packages
+) -> Checkpoint | None:
+    """The run in a folder, None if there is none. Raises `DataError` if it was made with another configuration.
+
+    Args:
+        config: what the run must be, but for the number of steps and the versions of packages
+    """
+    if not files_of_run(folder): return None
+    found, free = load_run(folder), ("steps", "versions")
+    changed = [name for name in dict.fromkeys([*config, *found.config]) if name not in free and name != "options"
+               and config.get(name) != found.config.get(name)]
+    options = config["options"].items()
+    changed += [name for name, x in options if found.config["options"].get(name, x) != x]
+    if changed: raise DataError(f"the run in {folder} has other options", expected="the same, or another folder", got=", ".join(changed))
+    return found
 
 
 def _command_for(command: str, run: Run) -> str:

@@ -15,8 +15,8 @@ from fastcore.docments import docments
 from .pipes.errors import DataError
 
 # %% auto #0
-__all__ = ['args_section', 'meanings', 'kinds_of', 'Option', 'options_of', 'parse_value', 'parse_env_kwargs', 'Parser',
-           'add_options']
+__all__ = ['args_section', 'meanings', 'kinds_of', 'Option', 'options_of', 'parse_value', 'parse_env_kwargs', 'parse_seeds',
+           'Parser', 'add_options']
 
 # %% ../nbs/03_options.ipynb #a311826f
 def args_section(docstring: str | None) -> dict:
@@ -185,6 +185,28 @@ def parse_env_kwargs(
         if not equals or not key.isidentifier():
             raise DataError("not a keyword argument of the environment", expected="key=value", got=key + equals)
     return {key: _literal(value) for key, _, value in pairs}
+
+# %% ../nbs/03_options.ipynb #091c0aaa
+def parse_seeds(
+    text: str,  # numbers and ranges, such as `0-4`, `0,3,7` or `0-2,7`
+) -> list:  # of int, in the order in which they are typed
+    """The seeds that `text` stands for. Raises `DataError` for what is neither a number nor a range, and for a seed that is there twice.
+
+    Args:
+        text: numbers and ranges, such as `0-4`, `0,3,7` or `0-2,7`
+
+    Returns:
+        list: of int, in the order in which they are typed
+    """
+    seeds = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", part)
+        low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not 0 <= high - low < 1000: raise DataError("not seeds", leaf="--seeds", expected="such as 0-4 or 0,3,7", got=part or repr(text))
+        seeds += range(low, high + 1)
+    twice = sorted({seed for seed in seeds if seeds.count(seed) > 1})
+    if twice: raise DataError("a seed is there twice", leaf="--seeds", got=", ".join(map(str, twice)))
+    return seeds
 
 # %% ../nbs/03_options.ipynb #bbcce3fd
 class Parser(argparse.ArgumentParser):
