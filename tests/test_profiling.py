@@ -14,6 +14,9 @@ from reference import assert_same, snapshot
 from toys import Counting, Failing, Ledger, Limit, Plain, Valued
 from worker_cases import WORLDS, change, harmful, stream
 
+from rollpipe.autotune import NO_TIME, Trial, profile_config
+from rollpipe.cli import build_parser, main
+from rollpipe.config import make_config
 from rollpipe.layers import QPolicy
 from rollpipe.pipes import (DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, Pipe, ProcessReading,
                             Source, Tap, on_policy, profile, replayed, rollouts)
@@ -346,3 +349,47 @@ def test_the_picture_holds_every_figure():
     assert len([x for x in root.iter("{http://www.w3.org/2000/svg}rect")]) == len(found.stages)
     assert "slowest" in texts and "the learner" in texts and sum(x.startswith("awaited") for x in texts) == len(found.stages) - 1
     assert str(found).count("<-- slowest") == 1 and found.advice.split(".")[0] in str(found)
+
+
+# --- the command line
+
+def printed(capsys, *words):
+    code = main([str(word) for word in words])
+    return code, capsys.readouterr()
+
+
+TINY = "--n-envs 2 --n-steps 16 --hidden 4 --critic-hidden 4".split()
+
+
+def test_the_profile_command_prints_draws_and_tells_the_error(capsys, tmp_path):
+    code, said = printed(capsys, "profile", "a2c", "CartPole-v1", *TINY, "--seconds", 0.05, "--svg", tmp_path/"p.svg",
+                         "--lanes", 2, "--workers", 2)
+    assert code == 0 and "<-- slowest" in said.out and "worker 1: busy" in said.out and "the learner" in said.out
+    ElementTree.parse(tmp_path/"p.svg")
+    code, said = printed(capsys, "profile", "a2c", "CartPole-v1", *TINY, "--env-kwargs", "no_such=1")
+    assert code == 2 and "no_such" in said.err
+    code, said = printed(capsys, "profile", "a2c", "CartPole-v1", "--seconds", 0)
+    assert code == 2 and "seconds > 0" in said.err
+
+
+def test_autotune_prints_a_command_that_gives_the_best_setting(capsys):
+    code, said = printed(capsys, "autotune", "a2c", "CartPole-v1", *TINY, "--no-normalize", "--lanes", 2, "--seconds", 0.5)
+    lines = said.out.splitlines()
+    args = build_parser().parse_args(lines[-1].split()[1:])
+    assert code == 0 and (args.n_envs, args.n_steps, args.lanes, args.hidden, args.normalize) == (2, 16, 2, (4,), False)
+    assert args.workers in (0, 1, 2) and lines[-2].startswith("best: ")
+
+
+def test_autotune_after_ctrl_c_and_after_failures(capsys, monkeypatch):
+    trials = iter([Trial(dict(n_envs=4, n_steps=8), None, "EnvError: broken\nmore"), Trial(dict(n_envs=8, n_steps=4), None, NO_TIME)])
+    def interrupted(*args, **kwargs):
+        yield Trial(dict(n_envs=2, n_steps=16), profile_config(make_config("a2c", "CartPole-v1", dict(n_envs=2, n_steps=16)), 0.01))
+        yield from trials
+        raise KeyboardInterrupt
+    monkeypatch.setattr("rollpipe.commands.autotune", interrupted)
+    code, said = printed(capsys, "autotune", "a2c", "CartPole-v1")
+    assert code == 130 and "EnvError: broken" in said.out and "interrupted" in said.err
+    assert said.out.splitlines()[-1] == "rollpipe train a2c CartPole-v1 --n-envs 2 --n-steps 16"
+    monkeypatch.setattr("rollpipe.commands.autotune", lambda *args, **kwargs: [Trial(dict(n_envs=4), None, "EnvError: broken")])
+    code, said = printed(capsys, "autotune", "a2c", "CartPole-v1")
+    assert code == 2 and "no setting worked" in said.err

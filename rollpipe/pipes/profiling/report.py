@@ -165,7 +165,11 @@ class Profile:
         return lines + ([self.advice] if self.advice else [])
 
     def __repr__(self): return repr(self.drawing())
-    def _repr_svg_(self): return self.drawing()._repr_svg_()
+    def svg(self) -> str:
+        "The picture."
+        return self.drawing()._repr_svg_()
+
+    _repr_svg_ = svg
 
 
 LEARNER = 'the learner'
