@@ -7,6 +7,7 @@ __all__ = ['quotas', 'Trace', 'Evaluation', 'check_limit', 'evaluate', 'RandomAc
 
 # %% ../../nbs/agents/10_evaluate.ipynb #4e6fa0f7
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -163,7 +164,7 @@ class _Rows:
         return Trace(np.where(valid, rew, 0), fin, valid, actor)
 
 
-def _play(ticks: EnvStepper, quota, max_steps, cutters=None, window=None, rows=None):
+def _play(ticks: EnvStepper, quota, max_steps, cutters=None, window=None, rows=None, on_episode=None):
     "The `Evaluation` of the ticks until every environment has played its quota `[n_envs]` of episodes, or the window is closed."
     sums, done = EpisodeSums(len(quota)), [[] for _ in quota]
     stream = iter(ticks)
@@ -176,7 +177,9 @@ def _play(ticks: EnvStepper, quota, max_steps, cutters=None, window=None, rows=N
             if rows: rows.add(tick, tick.valid & (sums.count < quota))
             sums.add(tick.next.rew, tick.valid)
             for b, ret, length in sums.end(tick.next.fin & tick.valid):
-                if len(done[b]) < quota[b]: done[b].append((ret, length, bool(tick.term[b]), cutters is not None and cutters[b].env.cut))
+                if len(done[b]) >= quota[b]: continue
+                done[b].append((ret, length, bool(tick.term[b]), cutters is not None and cutters[b].env.cut))
+                if on_episode: on_episode(ret, length)
             if (too_long := (sums.length >= max_steps) & (sums.count < quota)).any():
                 raise EnvError("the episode does not end", env=int(np.argmax(too_long)), got=f"{max_steps} steps",
                                expected="a time limit in the environment, on_limit='cut', or a larger max_steps")
@@ -220,12 +223,15 @@ def evaluate(
     deterministic: bool = True,  # no noise for actors with `draw_noise`; others must not explore in eval mode
     seed: int | None = None,  # seed of the episodes; None: different episodes every time
     record: str | Path | None = None,  # file for a film of the first episode, "x.gif" or "x.mp4"
+    record_episodes: int = 1,  # number of episodes of the first environment in the film
     env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make`
     render: str | None = None,  # 'human': show the first environment in a window; closing it ends the evaluation
     max_steps: int = 100_000,  # largest number of steps of an episode
     on_limit: str = "raise",  # an episode of `max_steps` steps: 'raise' an `EnvError`, or 'cut' it off; then `cut_off` says which
     trace: bool = False,  # keep the reward of each step and what the actor reported
+    on_episode: Callable | None = None,  # is called with the return and the length of each episode, when it ends
     close: bool = True,  # False: leave the environments open that are made here
+    device: Any = None,  # the actor's device, if not the host
 ) -> Evaluation:
     """Play exactly `n_episodes` fresh episodes in this process. Raises `DataError`, and what `EnvStepper` raises.
 
@@ -239,12 +245,15 @@ def evaluate(
         deterministic: no noise for actors with `draw_noise`; others must not explore in eval mode
         seed: seed of the episodes; None: different episodes every time
         record: file for a film of the first episode, "x.gif" or "x.mp4"
+        record_episodes: number of episodes of the first environment in the film
         env_kwargs: keyword arguments for `gymnasium.make`
         render: 'human': show the first environment in a window; closing it ends the evaluation
         max_steps: largest number of steps of an episode
         on_limit: an episode of `max_steps` steps: 'raise' an `EnvError`, or 'cut' it off; then `cut_off` says which
         trace: keep the reward of each step and what the actor reported
+        on_episode: is called with the return and the length of each episode, when it ends
         close: False: leave the environments open that are made here
+        device: the actor's device, if not the host
     """
     check_limit(max_steps, on_limit)
     if n_episodes < 1: raise DataError("nothing to evaluate", expected="n_episodes >= 1", got=str(n_episodes))
@@ -254,12 +263,12 @@ def evaluate(
     quota = quotas(n_episodes, sum(source.n_envs for source in sources))
     if record is not None:
         check_film(record)
-        sources = recorders = [Recorder(factory, close) for factory in sources]
-        for recorder in recorders[1:]: recorder.done = True
+        check_integer("record_episodes", record_episodes)
+        sources = recorders = [Recorder(factory, close, 0 if i else record_episodes) for i, factory in enumerate(sources)]
     elif render: sources = [window := Window(sources[0], close), *sources[1:]]
     if on_limit == "cut": sources = cutters = [_Cutter(factory, max_steps, close) for factory in sources]
-    ticks = EnvStepper(sources, actor, info_keys=(), seed=seed, explore=not deterministic, close=close)
-    result = _play(ticks, quota, max_steps, cutters, window, _Rows(len(quota)) if trace else None)
+    ticks = EnvStepper(sources, actor, info_keys=(), seed=seed, explore=not deterministic, close=close, device=device)
+    result = _play(ticks, quota, max_steps, cutters, window, _Rows(len(quota)) if trace else None, on_episode)
     if record is not None: recorders[0].save(record)
     return result
 
