@@ -21,6 +21,8 @@ from .replay.merged_steps import MergedStep, StepMerger
 from .replay.pipe import Replay, Replayed
 from .stepper import EnvStepper
 from .steps import Fragments, Step, Steps
+from .tensors.collector import TensorCollector
+from .tensors.tensor_env import TensorEnv
 from .taps import EpisodeEnd, EpisodeStats, Rate, Tap, Throughput
 from .transforms import NStep, NSteps, ObservationCast, RewardScaler, ToDevice
 from .modules import Handle, bump_version, version_of
@@ -30,7 +32,8 @@ __all__ = [
     'EpisodeCollector', 'EpisodeEnd', 'EpisodeStats', 'Final', 'Fragment', 'FragmentCollector', 'FragmentStacker', 'Fragments',
     'FrameStack', 'GraphError', 'Handle', 'Lanes', 'MergedStep', 'Minibatcher', 'NStep', 'NSteps', 'ObservationCast', 'Pipe', 'PipeError',
     'ProcessReading', 'Rate', 'Replay', 'ReplayMemory', 'Replayed', 'RewardScaler', 'Sample', 'Source', 'SpaceError', 'Stacks', 'State',
-    'Step', 'StepMerger', 'Steps', 'Tap', 'Throughput', 'Tick', 'TickSource', 'ToDevice', 'WithImage', 'WorkerError', 'bump_version',
+    'Step', 'StepMerger', 'Steps', 'Tap', 'TensorCollector', 'TensorEnv', 'Throughput', 'Tick', 'TickSource', 'ToDevice', 'WithImage',
+    'WorkerError', 'bump_version',
     'collect', 'context', 'copy_graph', 'draw', 'find', 'find_one', 'insert_after', 'insert_before', 'minibatches', 'nested', 'on_policy',
     'pad_episodes', 'prepare', 'remove', 'replace', 'replayed', 'returns', 'rollout', 'rollouts', 'startup', 'values', 'version_of',
     'DataLoader2',  # pyright: ignore[reportUnsupportedDunderAll]  `__getattr__` finds it
