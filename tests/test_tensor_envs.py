@@ -19,6 +19,7 @@ from rollpipe.layers import Critic, MLPPolicy, QPolicy, RecurrentPolicy
 from rollpipe.pipes import (ActorError, AdvantageBuffer, CheckInvariants, DataError, DataLoader2, EnvError, EnvStepper, EpisodeStats,
                             FragmentCollector, FragmentStacker, GraphError, Lanes, Minibatcher, ProcessReading, TensorCollector, TensorEnv,
                             bump_version, on_policy, rollouts)
+from rollpipe.testing import env_rules
 from rollpipe.testing import (ENV_SEED, TENSOR_ENV_FINAL, TENSOR_ENV_MADE, TENSOR_ENV_NUMBERS, TENSOR_ENV_RESET, TENSOR_ENV_STEP,
                               check_env, check_pipe)
 
@@ -394,3 +395,8 @@ class Countless(Odd): n_envs = 0
      TENSOR_ENV_NUMBERS), (partial(Odd, rew=boom), TENSOR_ENV_STEP), (partial(Odd, info=lambda x: {}), TENSOR_ENV_STEP),
     (partial(Unseeded, 2), ENV_SEED), (Nowhere, TENSOR_ENV_RESET), (Countless, TENSOR_ENV_MADE)])
 def test_a_broken_rule_is_named(source, rule): assert [v.rule for v in check_env(source, n_steps=10, raises=False)] == [rule]
+
+
+def test_every_rule_of_tensors_has_an_example_that_breaks_it():
+    rules = {rule for _, rule in next(mark.args[1] for mark in test_a_broken_rule_is_named.pytestmark)}
+    assert rules > {x for name, x in vars(env_rules).items() if name.startswith("TENSOR_ENV_")}
