@@ -14,9 +14,14 @@ import torch
 from torch import Generator, Tensor
 
 # %% auto #0
-__all__ = ['Categorical', 'GaussianParams', 'Gaussian']
+__all__ = ['device_of', 'Categorical', 'GaussianParams', 'Gaussian']
 
 # %% ../../nbs/layers/04_distributions.ipynb #79102e6a
+def device_of(generator: Generator | None) -> torch.device | None:
+    "Where noise is drawn: on the device of the generator; None, torch's default, without one."
+    return None if generator is None else generator.device
+
+
 @dataclass(frozen=True)
 class Categorical:
     """One of the integers `start ... start + n - 1`; the parameters are logits `[*lead, n]`, actions are int64 `[*lead]`.
@@ -28,7 +33,7 @@ class Categorical:
 
     def noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
         "Standard Gumbel noise `[*lead, n]` float32 (Maddison et al. 2014, https://arxiv.org/abs/1411.0030)."
-        x = torch.empty(*lead, self.n).exponential_(generator=generator)
+        x = torch.empty(*lead, self.n, device=device_of(generator)).exponential_(generator=generator)
         return x.clamp_(min=torch.finfo(x.dtype).tiny).log_().neg_()   # a zero would become +inf, and +inf - inf is nan
 
     def sample(self, params: Tensor, noise: Tensor) -> Tensor:
@@ -84,7 +89,7 @@ class Gaussian:
 
     def noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
         "Standard normal noise `[*lead, *shape]` float32."
-        return torch.randn((*lead, *self.shape), generator=generator)
+        return torch.randn((*lead, *self.shape), generator=generator, device=device_of(generator))
 
     def sample(self, params: GaussianParams, noise: Tensor) -> Tensor: return torch.addcmul(params.mean, params.log_std.exp(), noise)
 

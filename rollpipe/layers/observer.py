@@ -61,7 +61,7 @@ class ForSpaces:
         return actor
 
     def to_own_device(self, noise: Any) -> Any:
-        "Nested CPU tensors `noise`, moved to the device of the parameters."
+        "Nested tensors `noise`, moved to the device of the parameters."
         weight = next(self.parameters(), None)
         if weight is None or weight.device.type == 'cpu': return noise
         return nested.map(lambda x: x.to(weight.device, non_blocking=True), noise)

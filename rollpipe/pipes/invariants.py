@@ -20,7 +20,7 @@ from .errors import DataError, check_fraction, describe
 from .fragment_ops import strands
 from .graph import find
 from .pipe import Pipe
-from .stepper import EnvStepper
+from .envs.sources import Acting
 from .modules import EvalMode, version_of
 from .torchdata import IterDataPipe
 
@@ -160,7 +160,7 @@ class CheckInvariants(Pipe):
     """Check the rules of the stream on a sample of its `Fragment`s, always including the first one of each lane.
 
     The rules are `check_alignment`, `check_continued`, `check_memory`, `check_ratio` and `check_advantages`. Arguments that are not given
-    are taken from the pipes above: the actor from the `EnvStepper`, and critic, `gamma` and `lam` from the `AdvantageBuffer`. A rule
+    are taken from the pipes above: the actor from the source, and critic, `gamma` and `lam` from the `AdvantageBuffer`. A rule
     is not checked if its arguments are not found. Place this pipe above everything that trains, because the critic must still be the
     one that estimated the advantages.
 
@@ -206,7 +206,7 @@ class CheckInvariants(Pipe):
 
     def _lookup(self):
         "The actor, and the arguments of `check_advantages`, or None where they are not known."
-        steppers, buffers = (find(self.pipe, kind) for kind in (EnvStepper, AdvantageBuffer))
+        steppers, buffers = (find(self.pipe, kind) for kind in (Acting, AdvantageBuffer))
         actor = steppers[0].actor if self.actor is None and len(steppers) == 1 else self.actor
         buffer = buffers[0] if len(buffers) == 1 else self
         critic, gamma, lam = (getattr(buffer if x is None else self, name) for x, name in (

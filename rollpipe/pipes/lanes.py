@@ -18,7 +18,7 @@ from .graph import copy_graph, find, nodes
 from .modules import modules_in, torch_threads
 from .pipe import Pipe, Seeded, held_by, opened
 from .reactions import Unchanging
-from .stepper import EnvStepper
+from .envs.sources import Acting
 from .torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/14_lanes.ipynb #ed6d8fd5
@@ -180,7 +180,7 @@ class Lanes(Divided, Seeded, Pipe):
     def root(self) -> int:
         "The number that determines everything random above in one iteration."
         if find(self.pipe, Lanes): raise GraphError("lanes within lanes", pipe=self, expected="one `Lanes` in a pipeline")
-        for stepper in find(self.pipe, EnvStepper) if self.n > 1 else []:
+        for stepper in find(self.pipe, Acting) if self.n > 1 else []:
             stepper.refuse_copies("each lane", repr(self), pipe=self)
         return self.seed_sequence().entropy  # pyright: ignore[reportReturnType]  an integer, because seeds are
 

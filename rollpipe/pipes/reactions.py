@@ -28,18 +28,20 @@ class SeededActor:
         n_envs: environments in a step, `B`
         seed: determines all random numbers
         explore: False: an actor that takes noise gets none, and returns its deterministic action
+        device: where its random numbers are drawn
     """
-    CHUNK = 256    # steps for which noise is drawn at once
+    CHUNK, MOST = 256, 2 ** 22    # steps for which noise is drawn at once; but no more actions than this
 
     def __init__(self,
                  actor: Any,                    # the actor, which others may use too
                  n_envs: int,                   # environments in a step, `B`
                  seed: np.random.SeedSequence,  # determines all random numbers
                  explore: bool,                 # False: an actor that takes noise gets none, and returns its deterministic action
+                 device: Any = 'cpu',           # where its random numbers are drawn
     ):
-        self.actor, self.n_envs, self.explore = actor, n_envs, explore
+        self.actor, self.n_envs, self.explore, self.chunk = actor, n_envs, explore, max(1, min(self.CHUNK, self.MOST // n_envs))
         self.takes_noise = hasattr(actor, 'draw_noise')
-        self.generator = torch.Generator().manual_seed(int(seed.generate_state(1)[0]))
+        self.generator = torch.Generator(device).manual_seed(int(seed.generate_state(1)[0]))
         self.global_state = self.generator.get_state()    # of torch's global generator, for an actor that takes no noise
         self.drawn = iter(())
 
@@ -52,9 +54,9 @@ class SeededActor:
     def _noise(self):
         "Noise for the next step, `[1, B, ...]`."
         for row in self.drawn: return row
-        noise = self.actor.draw_noise((self.CHUNK, self.n_envs), self.generator)
+        noise = self.actor.draw_noise((self.chunk, self.n_envs), self.generator)
         if isinstance(noise, torch.Tensor): self.drawn = iter(noise.split(1))
-        else: self.drawn = (nested.getitem(noise, slice(i, i + 1)) for i in range(self.CHUNK))
+        else: self.drawn = (nested.getitem(noise, slice(i, i + 1)) for i in range(self.chunk))
         return next(self.drawn)
 
     def _with_global_generator(self, seen, hx, virtual):

@@ -17,11 +17,11 @@ from . import nested
 from .data import State, Tick, TickSource
 from .envs.actions import in_containers
 from .envs.batch import Batch, Outcome
-from .errors import ActorError, DataError, EnvError, GraphError, PipeError, check_integer, describe, describe_exception
+from .errors import ActorError, DataError, EnvError, GraphError, PipeError, check_integer, describe_exception
 from .pipe import Seeded, Source
 from .reactions import AnswerCheck, SeededActor, as_input
 from .envs.factories import VectorFactory
-from .envs.sources import env_sources, instances_in, refuse_copies, taken
+from .envs.sources import Acting, env_sources, instances_in, refuse_copies, taken
 from .envs.vector import env_batch
 from .graph import nodes
 from .modules import EvalMode, VersionCounter, checked_device, modules_in
@@ -58,7 +58,8 @@ class CheckedActor:
                  device: torch.device | None = None,  # the actor's device; None: the host
     ):
         self.actor, self.envs, self.device, self.eval_mode = actor, envs, device, EvalMode(actor)
-        self.seeded, self.answers = SeededActor(actor, len(envs), seed, explore), AnswerCheck(actor, envs, envs.where)
+        self.seeded, self.answers = SeededActor(actor, len(envs), seed, explore, envs.device), AnswerCheck(actor, envs, envs.where)
+        self.actor_complete = getattr(actor, 'complete', None)
 
     def answer(self,
                seen: State,            # the actor's input, torch [1, n, ...]
@@ -90,11 +91,18 @@ class CheckedActor:
         return act, hx, info
 
     def reset(self, hx: Any, at: list) -> Any:
-        "`hx` with the initial recurrent state for the environments `at`, as new tensors without gradients."
+        "`hx` with the initial recurrent state for the environments `at`."
         if not nested.leaves(hx): return hx
-        with self.eval_mode, _calling('reset', self.answers): hx = self.actor.reset(hx, at)
+        with _calling('reset', self.answers): hx = self.actor.reset(hx, at)
         self.answers.check_memory(hx, len(self.envs), 'reset')
-        return nested.map(lambda x: x.detach().clone(), hx)     # it may be a parameter of the actor, which a learner changes in place
+        return hx
+
+    def complete(self, act: Any, info: Any) -> Any:
+        "`info`, completed by the actor's `complete(act, info)` if it has this method: see `TickSource`."
+        if self.actor_complete is not None:
+            with self.eval_mode, _calling('complete', self.answers): info = self.actor_complete(act, info)
+            self.answers.check_completed(info, nested.leaves(act)[0].shape[:2])
+        return nested.map(torch.Tensor.detach, info)     # a report may be a parameter of the actor
 
 # %% ../../nbs/pipes/12_stepper.ipynb #f2402c98
 class Interaction(TickSource):
@@ -118,7 +126,7 @@ class Interaction(TickSource):
                  device: torch.device | None = None,  # the actor's device; None: the host
     ):
         self.actor, self.envs, self.lane = actor, envs, lane
-        self.checked, self.actor_complete = CheckedActor(actor, envs, seed, explore, device), getattr(actor, 'complete', None)
+        self.checked = CheckedActor(actor, envs, seed, explore, device)
         self.counter = VersionCounter(actor, [p for module in modules_in(actor) for p in module.parameters()])
 
     def start(self) -> tuple[Outcome, Any]:
@@ -149,17 +157,14 @@ class Interaction(TickSource):
 
     def complete(self, act: Any, info: Any) -> Any:
         "`info`, completed by the actor's `complete(act, info)` if it has this method: see `TickSource`."
-        if self.actor_complete is not None:
-            with self.checked.eval_mode, _calling('complete', self.checked.answers): info = self.actor_complete(act, info)
-            self.checked.answers.check_completed(info, nested.leaves(act)[0].shape[:2])
-        return nested.map(torch.Tensor.detach, info)     # a report may be a parameter of the actor
+        return self.checked.complete(act, info)
 
     def observe_into(self, obs: Any) -> None:
         "Let the environments write their next observations into `obs`, unless they need page-locked memory: see `TickSource`."
         self.envs.observe_into(obs)
 
 # %% ../../nbs/pipes/12_stepper.ipynb #766d90ee
-class FromSource:
+class FromSource(Acting):
     "Mixin of `EnvStepper`: where its environments come from."
     factories: list      # of `EnvFactory` and `Lender`, or one `VectorFactory`; empty if there is a pipe
     pipe: IterDataPipe   # yields environments, if `source` is a pipe
@@ -212,10 +217,9 @@ class EnvStepper(FromSource, Seeded, Source):
     recorded as chosen and clipped for the environment. A factory may return a gymnasium `VectorEnv` or a synchronous
     EnvPool: its environments are the batch.
 
-    Instances are lent by the user, held by reference, and never closed. Each iteration resets them, with seeds from its own. They cannot be
-    copied, so several lanes or other processes raise `EnvError`. An environment serves one iteration at a time, also if a factory returns
-    it again: an earlier one gets an `EnvError` at its next step. A pipe of environments is read at the beginning, and closed at the end.
-
+    Instances of environments are lent by the user, held by reference, and never closed. Each iteration resets them, with seeds from
+    its own. They serve one iteration at a time: an earlier one gets an `EnvError` at its next step. They cannot be copied, so
+    several lanes or other processes raise `EnvError`. A pipe of environments is read when an iteration begins, and closed when it ends.
     An info is recorded from the step on at which it first appears, such as `episode` of gymnasium's `RecordEpisodeStatistics` at the end of
     the first episode. The mask `'_' + key` says which environments have reported it; an info that all of them report at every step has
     none. Without `info_keys` those that are not numeric are left out, and a warning of the logger 'rollpipe' says so once.
@@ -242,8 +246,7 @@ class EnvStepper(FromSource, Seeded, Source):
         close: False: leave the environments open that were made here
         device: the actor's device; its input is copied there, and its answer back to the host
     """
-    keeps_items, n_processes = False, 1
-    no_length = "environments can be stepped without end"
+    keeps_items = False
 
     def __init__(self,
                  source: Any,                        # gymnasium id, factory `source()` or `source(seed=...)`, instance; a list or pipe
@@ -262,21 +265,17 @@ class EnvStepper(FromSource, Seeded, Source):
                  device: Any = None,                 # the actor's device; its input is copied there, and its answer back to the host
     ):
         super().__init__()
-        for method in ('step', 'reset'):
-            if not callable(getattr(actor, method, None)):
-                raise ActorError(f"an actor needs the method `{method}`", pipe=self, got=describe(actor),
-                                 expected="an actor such as a `rollpipe.layers.Actor`")
+        self._set_actor(actor)
         if sticky is not None: check_integer('sticky', sticky, pipe=self)
         if sticky and vector:
             raise EnvError("the environments of a vector cannot rest", pipe=self, expected="either sticky or vector",
                            got=f"sticky={sticky}, vector={vector!r}")
         self._set_source(source, n_envs, vector, env_kwargs)
-        self.vector, self.sticky, self.terminal_obs, self.actor, self.close_made = vector, sticky, terminal_obs, actor, close
+        self.vector, self.sticky, self.terminal_obs, self.close_made = vector, sticky, terminal_obs, close
         if isinstance(info_keys, str):
             raise DataError("names are wanted, not one name", pipe=self, leaf='info_keys', expected=f"[{info_keys!r}]", got=repr(info_keys))
         self.info_keys, self.seed, self.explore, self.clip_actions = info_keys, seed, explore, clip_actions
         self.device = None if device is None else checked_device(device, pipe=self)
-        self.lane = 0
 
     def __repr__(self):
         source = self.factories[0] if self.factories else 'a pipe'
@@ -299,14 +298,9 @@ class EnvStepper(FromSource, Seeded, Source):
         if self.device is not None and self.device.type == 'cuda': envs.pin_memory()
         return envs
 
-    def apply_sharding(self, num_of_instances: int, instance_id: int) -> None:
-        "The loaders of torch and torchdata call this in their processes, unless `Lanes` below are divided among them."
-        self.n_processes = num_of_instances
-
     def interact(self, items: Iterator | None = None) -> Interaction:
         "A new `Interaction` of the actor with new environments, which come from `items` if there is a pipe. The caller closes its `envs`."
-        if self.n_processes > 1:
-            raise GraphError(f"{self.n_processes} processes would collect the same", pipe=self, expected="`Lanes` to divide among them")
+        self.refuse_processes()
         env_seed, actor_seed = self.seed_sequence().spawn(2)
         envs = self.make_envs(env_seed, items)
         return Interaction(self.actor, envs, actor_seed, lane=self.lane, explore=self.explore, device=self.device)

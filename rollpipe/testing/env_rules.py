@@ -11,16 +11,20 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import torch
 
 from ..pipes import nested
 from ..pipes.envs.actions import in_containers
 from ..pipes.errors import describe
 from ..pipes.envs.factories import EnvFactory, space_spec
-from .contract import Report, same
+from ..pipes.tensors.tensor_batch import TensorBatch, TensorOutcome
+from ..pipes.tensors.tensor_env import TensorFactory, is_tensor_source
+from .contract import Report, same, snapshot
 
 # %% auto #0
 __all__ = ['ENV_SPACES', 'ENV_MADE', 'ENV_RESET', 'ENV_STEP', 'ENV_OBS_LIKE_SPACE', 'ENV_OBS_FINITE', 'ENV_OBS_WITHIN_BOUNDS',
-           'ENV_REWARD', 'ENV_FLAGS', 'ENV_INFO_STAYS', 'ENV_SPACES_STAY', 'ENV_SEED', 'ENV_CLOSE', 'check_env']
+           'ENV_REWARD', 'ENV_FLAGS', 'ENV_INFO_STAYS', 'ENV_SPACES_STAY', 'ENV_SEED', 'ENV_CLOSE', 'TENSOR_ENV_MADE',
+           'TENSOR_ENV_RESET', 'TENSOR_ENV_STEP', 'TENSOR_ENV_NUMBERS', 'TENSOR_ENV_FINAL', 'check_env']
 
 # %% ../../nbs/testing/01_env_rules.ipynb #fecd7417
 ENV_SPACES = "observation_space and action_space have a fixed-size array form (Box, Discrete, MultiBinary, MultiDiscrete, Dict, Tuple)"
@@ -36,6 +40,11 @@ ENV_INFO_STAYS = "an info that is numeric where it first appears keeps its struc
 ENV_SPACES_STAY = "the spaces do not change"
 ENV_SEED = "the same seed and the same actions give the same episodes"
 ENV_CLOSE = "close() does not fail"
+TENSOR_ENV_MADE = "a TensorEnv is made, and says its n_envs, spaces and device"
+TENSOR_ENV_RESET = "reset(seed) returns tensors on the device, with the structure, shapes and dtypes of a batch of observations"
+TENSOR_ENV_STEP = "step(act) returns (obs, rew, terminated, truncated, final_obs, info): tensors on the device, in the forms of `TensorEnv`"
+TENSOR_ENV_NUMBERS = "observations, also the last ones, and rewards are finite, and whole numbers lie in their space"
+TENSOR_ENV_FINAL = "where an episode is truncated, final_obs holds its true last observation"
 
 # %% ../../nbs/testing/01_env_rules.ipynb #528c339e
 def _check_obs(report: Report, obs: Any, space: gym.Space, spec: Any) -> Any:
@@ -97,24 +106,72 @@ def _play(report: Report, env: gym.Env, n_steps: int, seed: int) -> list:
     report.check(ENV_SPACES_STAY, spaces == (env.observation_space, env.action_space), "they changed while it was stepped")
     return trace
 
+# %% ../../nbs/testing/01_env_rules.ipynb #984fd136
+def _random_actions(space: gym.Space, n_envs: int, device: Any) -> Any:
+    "A batch of actions `[1, B, ...]` of the space."
+    spec = space_spec(space, 'act')
+    rows = [in_containers(space.sample(), spec, lambda x, like: np.asarray(x, like.dtype)) for _ in range(n_envs)]
+    return nested.map(lambda x: torch.from_numpy(x)[None].to(device), nested.stack(rows))
+
+
+def _check_numbers(report: Report, batch: TensorBatch, out: TensorOutcome) -> None:
+    cut = (out.trunc & ~out.term).nonzero()[:, 0]
+    report.check(TENSOR_ENV_FINAL, out.final is not None or not len(cut), f"None, although an episode was truncated in {cut.tolist()}")
+    ends = [] if out.final is None else [x[None, cut] for x in out.final]
+    for name, check, leaves in (('obs', batch.obs_check, [x[None] for x in out.obs]), ('final_obs', batch.obs_check, ends),
+                                ('rew', batch.rew_check, [out.rew[None]])):
+        if leaves and (found := check.find(leaves)) is not None:
+            report.add(TENSOR_ENV_NUMBERS, f"{name}: {found.leaf} is {found.value.tolist()} in environment {found.b}")
+
+
+def _play_tensors(report: Report, env: Any, n_steps: int, seed: int) -> list:
+    "What a `TensorEnv` returns for random actions, step by step."
+    with report.demand(TENSOR_ENV_MADE): batch = TensorBatch(env, np.random.SeedSequence(seed), closes=False)
+    spaces, actions = deepcopy((env.observation_space, env.action_space)), deepcopy(env.action_space)
+    actions.seed(seed)
+    with report.demand(TENSOR_ENV_RESET): trace = [snapshot(batch.begin())]
+    for _ in range(n_steps):
+        with report.demand(TENSOR_ENV_STEP), torch.no_grad():
+            out = batch.advance(batch.actions_for_env(_random_actions(actions, len(batch), batch.device))[1])
+        _check_numbers(report, batch, out)
+        trace.append(snapshot([out.obs, out.rew, out.term, out.trunc, out.info]))
+    report.check(ENV_SPACES_STAY, spaces == (env.observation_space, env.action_space), "they changed while it was stepped")
+    return trace
+
+
+def _check_tensor_env(report: Report, factory: TensorFactory, n_steps: int, seed: int) -> None:
+    traces = []
+    for _ in range(2):  # twice, with the same seed
+        with report.demand(TENSOR_ENV_MADE): env = factory(seed)
+        try: traces.append(_play_tensors(report, env, n_steps, seed))
+        finally:
+            if not factory.lends:
+                with report.demand(ENV_CLOSE): env.close()
+    for t, (a, b) in enumerate(zip(*traces)): report.check(ENV_SEED, same(a, b), f"step {t} of the second run differs")
+
 # %% ../../nbs/testing/01_env_rules.ipynb #6e9104b1
-def check_env(env: Any,                        # gymnasium id, factory, or an environment, which stays open
+def check_env(env: Any,                        # gymnasium id, factory, or an environment, which stays open; or a `TensorEnv`, or its class
               *,
               env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make`
               n_steps: int = 200,              # number of random steps
               seed: int = 0,                   # seed of the environment and of the actions
               raises: bool = True,             # False: return the violations instead of raising an error
 ) -> list:
-    """Check an environment by the `ENV_...` rules. Raises `ContractError` with all broken rules, else returns an empty list.
+    """Check an environment by the `ENV_...` rules, or a `TensorEnv` by the `TENSOR_ENV_...` rules.
+
+    Raises `ContractError` with all broken rules, else returns an empty list.
 
     Args:
-        env: gymnasium id, factory, or an environment, which stays open
+        env: gymnasium id, factory, or an environment, which stays open; or a `TensorEnv`, or its class
         env_kwargs: keyword arguments for `gymnasium.make`
         n_steps: number of random steps
         seed: seed of the environment and of the actions
         raises: False: return the violations instead of raising an error
     """
     report, lent = Report(), isinstance(env, gym.Env)
+    if is_tensor_source(env):
+        report.section(_check_tensor_env, report, factory := TensorFactory(env), n_steps, seed)
+        return report.close(factory, raises)
     report.section(_check_env, report, env, env_kwargs, n_steps, seed, lent)
     return report.close(env if lent else EnvFactory(env, env_kwargs), raises)
 

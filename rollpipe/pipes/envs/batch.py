@@ -194,6 +194,7 @@ class Batch:
     `where` (pipe, lane) is the context of error messages. `action_space` and `act_spec` are those of one environment.
     """
     where: dict
+    device = torch.device('cpu')                          # where its tensors are
     _action_converter = staticmethod(action_batch)     # makes the function behind `actions`
     terminal_obs = False                                  # True: `Outcome.final` holds the last observations of terminated episodes too
 

@@ -201,12 +201,19 @@ def spaces_of(
     if isinstance(env, tuple) and len(env) == 2 and all(isinstance(s, gym.Space) for s in env): return env
     if is_vector(env):
         # An old EnvPool has only the spaces of one environment, without the prefix `single_`.
-        return tuple(getattr(env, f'single_{name}', getattr(env, name)) for name in ('observation_space', 'action_space'))
+        return tuple(getattr(env, f'single_{name}', getattr(env, name)) for name in _SPACES)
     if isinstance(env, gym.Env): return env.observation_space, env.action_space
+    if _has_spaces(env): return tuple(getattr(env, name) for name in _SPACES)     # such as a `TensorEnv`
     if isinstance(env, (list, tuple)) and env: return spaces_of(env[0], env_kwargs)
     made = (env if isinstance(env, EnvFactory) else EnvFactory(env, env_kwargs))()
     try: return spaces_of(made)
     finally: made.close()
+
+
+_SPACES = 'observation_space', 'action_space'
+
+
+def _has_spaces(env): return not isinstance(env, type) and all(isinstance(getattr(env, name, None), gym.Space) for name in _SPACES)
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #50c57e23
 def space_spec(

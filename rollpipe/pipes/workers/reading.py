@@ -19,7 +19,7 @@ from ..fragments import FragmentCollector
 from ..graph import copy_graph, find, inputs, insert_after, nodes, replace
 from ..lanes import GlobalRandomStates, Lanes
 from ..pipe import trait
-from ..stepper import EnvStepper
+from ..stepper import Acting
 from ..taps import EpisodeStats, Tap, Throughput
 from ..torchdata import IterDataPipe
 from .coordinator import Coordinator
@@ -148,7 +148,7 @@ def _check_taps(seam):
 
 def _check_instances(seam, service):
     "Raise `EnvError` for the first environment of the user that would be stepped above `seam`, because it would be a copy."
-    for stepper in find(seam.pipe, EnvStepper):
+    for stepper in find(seam.pipe, Acting):
         stepper.refuse_copies("each worker", f"num_workers={service.num_workers}", pipe=service)
 
 # %% ../../../nbs/pipes/30_workers/16_reading.ipynb #3c7df6e7

@@ -1,0 +1,1 @@
+"""Environments whose batch is made of tensors, stepped on their device."""
