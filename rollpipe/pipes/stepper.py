@@ -91,11 +91,11 @@ class CheckedActor:
         return act, hx, info
 
     def reset(self, hx: Any, at: list) -> Any:
-        "`hx` with the initial recurrent state for the environments `at`."
+        "`hx` with the initial recurrent state for the environments `at`, as new tensors without gradients."
         if not nested.leaves(hx): return hx
-        with _calling('reset', self.answers): hx = self.actor.reset(hx, at)
+        with self.eval_mode, _calling('reset', self.answers): hx = self.actor.reset(hx, at)
         self.answers.check_memory(hx, len(self.envs), 'reset')
-        return hx
+        return nested.map(lambda x: x.detach().clone(), hx)     # it may be a parameter of the actor, which a learner changes in place
 
     def complete(self, act: Any, info: Any) -> Any:
         "`info`, completed by the actor's `complete(act, info)` if it has this method: see `TickSource`."
@@ -217,9 +217,10 @@ class EnvStepper(FromSource, Seeded, Source):
     recorded as chosen and clipped for the environment. A factory may return a gymnasium `VectorEnv` or a synchronous
     EnvPool: its environments are the batch.
 
-    Instances of environments are lent by the user, held by reference, and never closed. Each iteration resets them, with seeds from
-    its own. They serve one iteration at a time: an earlier one gets an `EnvError` at its next step. They cannot be copied, so
-    several lanes or other processes raise `EnvError`. A pipe of environments is read when an iteration begins, and closed when it ends.
+    Instances are lent by the user, held by reference, and never closed. Each iteration resets them, with seeds from its own. They cannot be
+    copied, so several lanes or other processes raise `EnvError`. An environment serves one iteration at a time, also if a factory returns
+    it again: an earlier one gets an `EnvError` at its next step. A pipe of environments is read at the beginning, and closed at the end.
+
     An info is recorded from the step on at which it first appears, such as `episode` of gymnasium's `RecordEpisodeStatistics` at the end of
     the first episode. The mask `'_' + key` says which environments have reported it; an info that all of them report at every step has
     none. Without `info_keys` those that are not numeric are left out, and a warning of the logger 'rollpipe' says so once.
