@@ -20,7 +20,8 @@ from worker_cases import gone, slack
 
 from rollpipe.logs import read_metrics
 from rollpipe.pipes import WorkerError
-from rollpipe.runs import load_run, lock, unlock
+from rollpipe.locks import lock, unlock
+from rollpipe.runs import load_run
 
 pytestmark = pytest.mark.timeout(120)
 
