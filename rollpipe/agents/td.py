@@ -71,12 +71,22 @@ def _weights(weight, fragment, burn_in):
     raise DataError("td: wrong shape", leaf='weight', got=describe(weight), expected=f"[B] or [T, B] = {list(fragment.valid.shape)}")
 
 # %% ../../nbs/agents/14_td.ipynb #3265c152
-def _values_reached(fragment, net):
-    "The values `[T, B, n_actions]` that `net` gives to the states reached that are not terminal, without gradients; `hx` is its memory."
+def _values_reached(fragment, *nets):
+    """The values `[T, B, n_actions]` that each of `nets` gives to the states reached that are not terminal, without gradients.
+
+    `hx` is the memory of all of them.
+    """
     final = fragment.final
     if len(final.t) and (over := fragment.term[final.t + 1, final.b]).any():     # worth 0, so it need not be asked
         fragment = fragment._replace(final=nested.getitem(final, ~over))
-    return answers_reached(lambda state, hx: net.values(state, hx)[0], fragment)
+    return answers_reached(lambda state, hx: [net.values(state, hx)[0] for net in nets], fragment)
+
+
+def _both_values(own, fragment, actor, target, double, burn_in):
+    "The values reached that count, and those that the best action is chosen by; `own` is the fragment with the memory of `actor`."
+    if double and not nested.leaves(own.hx): return _values_reached(own, target, actor)     # the states are prepared once
+    q_next, = _values_reached(own, actor) if target is None else _values_reached(burnt_in(fragment, target, burn_in), target)
+    return q_next, *(_values_reached(own, actor) if double else [q_next])
 
 
 def _of_action(q, index):
@@ -143,8 +153,7 @@ def td(
     valid, weight = own.valid, _weights(weight, fragment, burn_in)
     before, after = timeshift(fill_invalid(own).state)
     with torch.no_grad():
-        q_next = best = _values_reached(own if target is None else burnt_in(fragment, target, burn_in), actor if target is None else target)
-        if double and target is not None: best = _values_reached(own, actor)
+        q_next, best = _both_values(own, fragment, actor, target, double and target is not None, burn_in)
         goal = td_targets(own, _of_action(q_next, best.argmax(-1)), gamma, n_steps)
     taken = _of_action(actor.values(nested.as_seen(before), own.hx)[0], after.act.long() - getattr(actor, 'start', 0))
     error, n = (goal - taken).masked_fill(~valid, 0.), valid.sum()
