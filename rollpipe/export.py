@@ -102,7 +102,7 @@ class PolicyFunction(torch.nn.Module):
         # `Actor.reset` assigns to a mask, which ONNX does not know.
         return nested.map(lambda h: h.masked_fill(start.reshape(1, -1, *(1,) * (h.ndim - 2)), 0), hx)
 
-# %% ../nbs/11_export.ipynb #38cef839
+# %% ../nbs/11_export.ipynb #43e7b88f
 def _dynamic(policy):
     "Which dimensions of the inputs may change: `n` is on the first one, and on the second one of the recurrent state."
     n = torch.export.Dim('n', min=1)
@@ -121,7 +121,7 @@ def _hushed():
             yield
     finally: log.setLevel(level)
 
-
+# %% ../nbs/11_export.ipynb #371ba80e
 def _to_onnx(policy, inputs, note):
     try: import onnx, onnxscript  # noqa: F401
     except ImportError: raise ImportError("writing ONNX needs onnx and onnxscript: pip install 'rollpipe[onnx]'") from None
@@ -140,7 +140,7 @@ def _run_onnx(data):
     names = [x.name for x in session.get_inputs()]
     return lambda *inputs: map(torch.from_numpy, session.run(None, dict(zip(names, [x.numpy() for x in inputs]))))
 
-
+# %% ../nbs/11_export.ipynb #e742ea90
 def _to_torchscript(policy, inputs, note):
     file = io.BytesIO()
     with _hushed():
@@ -151,7 +151,7 @@ def _to_torchscript(policy, inputs, note):
 def _run_torchscript(data):
     with _hushed(): return torch.jit.load(io.BytesIO(data))
 
-
+# %% ../nbs/11_export.ipynb #91c5343d
 def _to_pt2(policy, inputs, note):
     file = io.BytesIO()
     torch.export.save(torch.export.export(policy, inputs, dynamic_shapes=_dynamic(policy)), file, extra_files={'rollpipe.json': note})
@@ -160,7 +160,7 @@ def _to_pt2(policy, inputs, note):
 
 def _run_pt2(data): return torch.export.load(io.BytesIO(data)).module()
 
-
+# %% ../nbs/11_export.ipynb #61ca20a0
 class Format(NamedTuple):
     """A kind of file.
 
