@@ -8,6 +8,7 @@ __all__ = ['ENGINES', 'log', 'check_engine', 'not_installed', 'engine_for']
 # %% ../../../nbs/pipes/11_engines/05_choice.ipynb #c7adb21f
 import importlib.util, logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .compiled import OnnxEngine
@@ -18,7 +19,7 @@ from ..errors import ActorError, DataError, describe_exception
 # %% ../../../nbs/pipes/11_engines/05_choice.ipynb #a4b7f04c
 ENGINES = 'torch', 'onnxruntime', 'auto'
 log = logging.getLogger('rollpipe')
-_told = set()
+_said = set()
 
 
 def check_engine(engine: Any, **where: Any) -> str:
@@ -64,19 +65,20 @@ def engine_for(
             if missing := not_installed(): raise ImportError(missing)
             if not hasattr(actor, 'draw_noise'): raise _error(actor, "it has no `draw_noise`, so it may draw random numbers itself")
             if not on_host: raise _error(actor, "it does not compute on the host")
-            return _opened(actor, rows, draw)
-        except (ActorError, ImportError) as e:
-            if choice == 'onnxruntime': raise
-            engine.why = str(e)
-            if engine.why not in _told: log.warning(f"{type(actor).__name__} runs with torch: {e}")
-            _told.add(engine.why)
+            return OnnxEngine(actor, rows, draw, partial(_told, engine) if choice == 'auto' else None)
+        except Exception as e:
+            if choice == 'auto': return _told(engine, e)
+            if isinstance(e, (ActorError, ImportError)): raise
+            raise ActorError(f"ONNX Runtime cannot run {type(actor).__name__}: {describe_exception(e, 300)}") from e
     return engine
 
 
 def _error(actor, why): return ActorError(f"{type(actor).__name__}.step cannot be exported: {why}")
 
 
-def _opened(actor, rows, draw):
-    try: return OnnxEngine(actor, rows, draw)
-    except ActorError: raise
-    except Exception as e: raise ActorError(f"ONNX Runtime cannot run {type(actor).__name__}: {describe_exception(e, 300)}") from e
+def _told(engine, e):
+    "`engine`, after saying once why it is used."
+    engine.why = str(e) if isinstance(e, (ActorError, ImportError)) else describe_exception(e, 300)
+    if engine.why not in _said: log.warning("torch runs the actor: %s", engine.why)
+    _said.add(engine.why)
+    return engine
