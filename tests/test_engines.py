@@ -26,6 +26,10 @@ from rollpipe.pipes.torchdata import DataLoader2
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnx")
 
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch): monkeypatch.setattr(choice, "_said", set())
+
+
 STATE, ACTS = Box(-3, 3, (4,)), Discrete(3, start=1)
 MIXED_OBS = Dict(image=Box(0, 255, (10, 10, 3), np.uint8), number=Discrete(4, start=1), bits=MultiBinary(3),
                  pair=Tuple([MultiDiscrete([2, 5]), Box(-9, 9, (2, 2), np.float64)]))
@@ -493,3 +497,16 @@ def _example():
     actor = MLPPolicy.for_env((STATE, ACTS), seed=0)
     return actor, ((torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2),
                     torch.zeros(1, 2, dtype=torch.bool)), (), actor.draw_noise((1, 2)))
+
+
+def test_convolutions_are_counted_and_large_ones_run_with_torch(caplog):
+    obs = Box(0, 255, (84, 84, 4), np.uint8)
+    actor = MLPPolicy.for_env((obs, ACTS), seed=0, encoder={"images": "conv"})
+    names = {}
+    for n_envs in (1, 4):
+        envs = env_batch(env_factories(lambda: Dreams(obs, ACTS), n_envs), np.random.SeedSequence(1), pipe="loop", lane=0)
+        interaction = Interaction(actor, envs, np.random.SeedSequence(2), engine="auto")
+        engine = interaction.engine(*interaction.start(), 1)
+        names[n_envs] = engine.name
+        if n_envs == 1: assert engine.convolutions == 20 * 20 * 32 * 8 * 8 * 4 + 9 * 9 * 64 * 4 * 4 * 32 + 7 * 7 * 64 * 3 * 3 * 64
+    assert names == {1: "onnxruntime", 4: "torch"} and "convolutions so large" in caplog.text

@@ -90,7 +90,8 @@ class OnnxEngine:
         instead: exception -> the engine to go on with, if the actor changes and cannot be exported then
     """
     name, why = 'onnxruntime', ''
-    reads: tuple     # fields of `State`
+    reads: tuple         # fields of `State`
+    convolutions: int    # multiplications in the convolutions of a step
 
     def __init__(self,
                  actor: Any,             # anything with `step` and `draw_noise`, on the host
@@ -123,7 +124,7 @@ class OnnxEngine:
     def _compile(self):
         rows = self.rows
         pure = PureStep(self.actor, nested.map(torch.from_numpy, nested.getitem((rows.state, rows.hx, self.noise), 0)))
-        self.session, weights = open_session(to_onnx(pure)), Weights(self.actor)
+        self.session, weights, self.convolutions = open_session(to_onnx(pure)), Weights(self.actor), pure.convolutions
         with self.eval_mode: self.constants = Constants(self.actor, weights)
         self.slots = [(slots, key) for (slots, key, _), *_ in weights.places]
         read, staged = {x.name for x in self.session.get_inputs()}, nested.leaves((rows.state, rows.hx, self.noise))
