@@ -15,10 +15,11 @@ from .compiled import OnnxEngine
 from .eager import TorchEngine
 from .rows import Rows
 from ..errors import ActorError, DataError, describe_exception
+from ..modules import modules_in
 
 # %% ../../../nbs/pipes/11_engines/05_choice.ipynb #a4b7f04c
 ENGINES = 'torch', 'onnxruntime', 'auto'
-LARGE = 2 ** 24     # multiplications in the convolutions of a step; with more, ONNX Runtime is no faster, because it cannot rearrange weights
+LARGE = 2 ** 24     # multiplications in the convolutions of a step; from there on ONNX Runtime is no faster, as it cannot rearrange weights
 log = logging.getLogger('rollpipe')
 _said = set()
 
@@ -43,7 +44,6 @@ def engine_for(
     rows: Rows,             # what it reads and answers; row 0 is filled
     ask: Callable,          # (seen, hx) -> (act, hx, info): the actor with its noise and checks
     draw: Callable | None,  # n -> noise [n, B, ...] of the next steps; None: the actor's deterministic action
-    on_host: bool = True,   # the actor computes on the host
 ) -> Any:  # `TorchEngine` or `OnnxEngine`; `why` says why 'auto' became torch, which is also logged once
     """The engine that lets `actor` answer in `rows`.
 
@@ -55,7 +55,6 @@ def engine_for(
         rows: what it reads and answers; row 0 is filled
         ask: (seen, hx) -> (act, hx, info): the actor with its noise and checks
         draw: n -> noise [n, B, ...] of the next steps; None: the actor's deterministic action
-        on_host: the actor computes on the host
 
     Returns:
         Any: `TorchEngine` or `OnnxEngine`; `why` says why 'auto' became torch, which is also logged once
@@ -65,7 +64,7 @@ def engine_for(
         try:
             if missing := not_installed(): raise ImportError(missing)
             if not hasattr(actor, 'draw_noise'): raise _error(actor, "it has no `draw_noise`, so it may draw random numbers itself")
-            if not on_host: raise _error(actor, "it does not compute on the host")
+            if not _on_host(actor): raise _error(actor, "it does not compute on the host")
             compiled = OnnxEngine(actor, rows, draw, partial(_told, engine) if choice == 'auto' else None)
             if choice == 'onnxruntime' or compiled.convolutions < LARGE: return compiled
             raise ActorError(f"{type(actor).__name__} has convolutions so large that torch is as fast")
@@ -77,6 +76,10 @@ def engine_for(
 
 
 def _error(actor, why): return ActorError(f"{type(actor).__name__}.step cannot be exported: {why}")
+
+
+def _on_host(actor):
+    return all(x.device.type == 'cpu' for module in modules_in(actor) for x in (*module.parameters(), *module.buffers()))
 
 
 def _told(engine, e):
