@@ -16,6 +16,7 @@ from fastcore.meta import delegates
 
 from .advantage import AdvantageBuffer
 from .batches import FragmentStacker
+from .engines.choice import check_engine
 from .errors import DataError, GraphError, describe
 from .fragments import FragmentCollector
 from .graph import find
@@ -42,6 +43,7 @@ def rollouts(
     terminal_obs: bool = False,      # keep the last observations of terminated episodes too
     close: bool = True,              # False: leave the environments open that are made here
     device: Any = None,              # the actor's device, if not the host; batches are on the host, `ToDevice` moves them
+    engine: str = 'torch',           # what runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if it can)
     edits: Sequence[Callable] = (),  # functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
 ) -> IterDataPipe:
     """A pipeline that yields batches: `Fragment`s of `n_steps` steps of `lanes * n_envs` environments.
@@ -49,7 +51,7 @@ def rollouts(
     `EnvStepper -> FragmentCollector -> Lanes -> FragmentStacker`, then the `edits`. Raises `GraphError` if an edit returns no pipe.
 
     For a `TensorEnv` the first two are one `TensorCollector`, and batches are on its device. Then the options `env_kwargs`, `vector`,
-    `sticky` and `device` raise `DataError`.
+    `sticky` and `device`, and the engine 'onnxruntime', raise `DataError`.
 
     Args:
         env: gymnasium id, factory, instance, a list or pipe of those, or a `TensorEnv` or a class of these
@@ -65,12 +67,15 @@ def rollouts(
         terminal_obs: keep the last observations of terminated episodes too
         close: False: leave the environments open that are made here
         device: the actor's device, if not the host; batches are on the host, `ToDevice` moves them
+        engine: what runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if it can)
         edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
     """
     options = dict(terminal_obs=terminal_obs, info_keys=info_keys, close=close)
     only = dict(env_kwargs=env_kwargs, vector=vector, sticky=n_steps if sticky else None, device=device)
-    if is_tensor_source(env): pipe = _of_tensors(env, actor, n_steps, n_envs, options, only)
-    else: pipe = FragmentCollector(EnvStepper(env, actor, n_envs, **options, **only), n_steps)
+    if is_tensor_source(env):
+        only['engine'] = None if check_engine(engine) in ('torch', 'auto') else engine
+        pipe = _of_tensors(env, actor, n_steps, n_envs, options, only)
+    else: pipe = FragmentCollector(EnvStepper(env, actor, n_envs, engine=engine, **options, **only), n_steps)
     pipe = FragmentStacker(Lanes(pipe, lanes, seed), lanes)
     for edit in edits:
         pipe = edit(pipe)

@@ -16,7 +16,7 @@ from .. import nested
 from ..data import Final, Fragment, State
 from ..errors import ActorError, EnvError, PipeError
 from ..modules import VersionCounter, modules_in
-from ..stepper import CheckedActor
+from ..engines.checked_actor import CheckedActor
 from .tensor_batch import TensorBatch, TensorOutcome, refuse_first, refuse_last
 from .tensor_checks import on_device
 
