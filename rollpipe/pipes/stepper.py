@@ -242,7 +242,7 @@ class EnvStepper(FromSource, Seeded, Source):
         close: False: leave the environments open that were made here
         device: the actor's device; its input is copied there, and its answer back to the host
     """
-    keeps_items, n_processes = False, 1
+    keeps_items, fusible, n_processes = False, True, 1
     no_length = "environments can be stepped without end"
 
     def __init__(self,
