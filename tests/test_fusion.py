@@ -24,8 +24,7 @@ from rollpipe.layers import Actor, Critic, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import (EnvStepper, FragmentCollector, Lanes, Pipe, ProcessReading, bump_version, copy_graph, draw, find, find_one,
                             insert_after, insert_before, on_policy, optimize, remove, replace, replayed, rollouts)
 from rollpipe.pipes.fragments import Destination
-from rollpipe.pipes.fusion.collector import FusedCollector
-from rollpipe.pipes.fusion.rewrites import FUSED_COLLECTION
+from rollpipe.pipes.fusion.rewrites import FUSED_STEPPING
 from rollpipe.pipes.nested import leaves
 from rollpipe.pipes.torchdata import DataLoader2
 
@@ -34,7 +33,7 @@ episodes = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_siz
 WORLDS = {"plain": (Counting, Plain), "memory": (Counting, Memory), "nested": (Nested, NestedMemory)}
 
 
-def is_fused(pipe): return isinstance(find_one(pipe, FragmentCollector), FusedCollector)
+def is_fused(pipe): return find_one(pipe, FragmentCollector).fusion is not None
 
 
 def first(pipe, n=4): return [snapshot(x) for x in islice(pipe, n)]
@@ -340,7 +339,9 @@ class MyStepper(EnvStepper):
 
 
 class Same(EnvStepper): "Overrides nothing."
-class MyCollector(FragmentCollector): "Of a class of its own."
+class MyCollector(FragmentCollector): "The same."
+class OtherCollector(FragmentCollector):
+    def stream(self, *args, **kwargs): return super().stream(*args, **kwargs)
 
 
 def stepper(kind=EnvStepper, **kwargs): return kind(Counting, Plain(), 2, **kwargs)
@@ -349,19 +350,21 @@ def stepper(kind=EnvStepper, **kwargs): return kind(Counting, Plain(), 2, **kwar
 @pytest.mark.parametrize("make, reason", [
     (lambda: FragmentCollector(stepper(), 4), None),
     (lambda: FragmentCollector(stepper(Same), 4), None),
-    (lambda: FragmentCollector(stepper(MyStepper), 4), "it reads MyStepper, which takes or changes ticks"),
+    (lambda: MyCollector(stepper(), 4), None),
+    (lambda: FragmentCollector(stepper(MyStepper), 4), "MyStepper has methods of its own"),
     (lambda: FragmentCollector(Passing(stepper()), 4), "it reads Passing, which takes or changes ticks"),
-    (lambda: FragmentCollector(FragmentCollector(stepper(), 4), 4), "it reads FusedCollector, which takes or changes ticks"),
-    (lambda: MyCollector(stepper(), 4), "MyCollector may be more than a `FragmentCollector`"),
+    (lambda: FragmentCollector(FragmentCollector(stepper(), 4), 4), "it reads FragmentCollector, which takes or changes ticks"),
+    (lambda: OtherCollector(stepper(), 4), "OtherCollector has methods of its own"),
     (lambda: FragmentCollector(stepper(device="meta"), 4), "the actor answers on meta"),
     (lambda: FragmentCollector(stepper(), 2**14), "a fragment of 16384 steps grows while it is made")])
 def test_what_stands_in_the_way_is_reported(make, reason):
     pipe = Lanes(make(), 2)
     fused, report = optimize(pipe, report=True)
-    assert report[-1].obstacle == reason and report[-1].rewrite == FUSED_COLLECTION.name
+    assert report[-1].obstacle == reason and report[-1].rewrite == FUSED_STEPPING.name
     assert (reason or "fuse") in str(report)
-    assert isinstance(find(fused, FragmentCollector)[-1], FusedCollector) == (reason is None)
-    assert not find(pipe, FusedCollector)     # the original stays as it is
+    last = find(fused, FragmentCollector)[-1]
+    assert (last.fusion is not None) == (reason is None) and type(last) is type(find(pipe, FragmentCollector)[-1])
+    assert not any(x.fusion for x in find(pipe, FragmentCollector))     # the original stays as it is
 
 
 def test_two_readers_of_the_same_ticks():

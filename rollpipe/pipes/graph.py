@@ -169,9 +169,10 @@ def _edited(pipe, old, make, readers=None):
     return result, new, was
 
 def _fitting(pipe):
-    "The graph in which each fused stage that no longer `fits` between its neighbours is replaced by what it stands for."
+    "The graph in which each pipe whose `fusion` no longer fits between its neighbours does its own work again."
     for node in nodes(pipe):
-        if hasattr(node, 'unfused') and not node.fits(pipe): return _fitting(_edited(pipe, node, lambda old: old.unfused())[0])
+        if getattr(node, 'fusion', None) is None or node.fits(pipe): continue
+        node.fusion = None      # this graph is new, so nobody else has the pipe
     return pipe
 
 def replace(

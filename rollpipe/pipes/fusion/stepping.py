@@ -15,12 +15,12 @@ from ..data import State
 from ..envs.batch import Batch
 from ..envs.single import EnvBatch, scalar_rewards
 from ..errors import PipeError
-from .rows import Rows
+from .rows import FragmentRows
 
 # %% ../../../nbs/pipes/25_fusion/01_stepping.ipynb #2d4b9b60
 class SingleStepping:
     "Steps an `EnvBatch` into the rows of one fragment: `step` for each step, then `settle`."
-    def __init__(self, envs: EnvBatch, rows: Rows):
+    def __init__(self, envs: EnvBatch, rows: FragmentRows):
         self.envs, self.rows = envs, rows
         self.arrived, self.rewards = 0, []     # steps whose observations are there; the rewards as they came
         self.infos, self.valid = [], []        # of each step
@@ -80,7 +80,7 @@ class SingleStepping:
 # %% ../../../nbs/pipes/25_fusion/01_stepping.ipynb #44b74c4b
 class OutcomeStepping:
     "Steps any batch by its own `step`. The methods are those of `SingleStepping`."
-    def __init__(self, envs: Batch, rows: Rows):
+    def __init__(self, envs: Batch, rows: FragmentRows):
         self.envs, self.rows, self.infos, self.valid, self.out = envs, rows, [], [], None
         envs.observe_into(nested.getitem(rows.state.obs, slice(1, -1)))     # one row less: then the batch lets go of the memory
 
@@ -103,7 +103,7 @@ class OutcomeStepping:
 
 def stepping_for(
     envs: Batch,  # reset before
-    rows: Rows,   # of a new fragment
+    rows: FragmentRows,   # of a new fragment
 ) -> SingleStepping | OutcomeStepping:
     """The fastest stepping for a batch. A subclass of `EnvBatch` with a `step` of its own is stepped by that.
 

@@ -50,7 +50,7 @@ def pack_exception(
         tuple: `(text, pickle)`; the pickle is that of a `WorkerError` if the exception cannot be pickled or unpickled
     """
     inner = next((o for o in _selves(e.__traceback__) if isinstance(o, IterDataPipe)), None)
-    if hasattr(inner, 'unfused'): inner = getattr(e, 'pipe', None) or inner.unfused()     # a fused stage does the work of several
+    if getattr(inner, 'fusion', None) is not None: inner = getattr(e, 'pipe', None) or inner     # it does the work of several pipes
     pipe = inner if inner is None or isinstance(inner, str) else type(inner).__name__
     if isinstance(e, PipeError): e.locate(pipe=pipe)
     text = shortened(f"in {where}{f', {pipe}' if pipe else ''}:\n" + ''.join(traceback.format_exception(type(e), e, e.__traceback__)))
