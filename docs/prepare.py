@@ -14,7 +14,7 @@ import nbformat
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PACKAGES = {"rollpipe.pipes": "Pipes", "rollpipe.layers": "Layers", "rollpipe.agents": "Agents", "rollpipe.testing": "Testing"}
-ROOMS = {"": "Command line", "pipes": "Pipes", "pipes/10_envs": "Environments", "pipes/24_replay": "Replay",
+ROOMS = {"": "Command line", "pipes": "Pipes", "pipes/10_envs": "Environments", "pipes/11_engines": "Engines", "pipes/24_replay": "Replay",
          "pipes/25_fusion": "Optimized graphs", "pipes/30_workers": "Workers", "layers": "Layers", "agents": "Agents", "testing": "Testing"}
 NOTEBOOK = re.compile(r"(?:nbs/)?((?:\w+/)*\d\d_\w+)(?:\.ipynb)?")
 DIRECTIVE = re.compile(r"^#\|.*\n?", re.M)

@@ -79,9 +79,9 @@ def unnumbered(name): return re.sub(r"^\d\d_", "", name)
 
 def test_notebooks_are_numbered_and_numbers_are_unique():
     assert NOTEBOOKS and all(re.match(r"\d\d_\w+$", p.stem) for p in NOTEBOOKS), [p.name for p in NOTEBOOKS]
-    for folder in {p.parent for p in NOTEBOOKS}:  # a numbered sub-folder has its place in the same order
-        names = sorted({p.name for p in folder.iterdir() if re.match(r"\d\d_", p.name)})
-        assert len({n[:2] for n in names}) == len(names), f"two in {folder.name} share a number: {names}"
+    for folder in {p.parent for p in NOTEBOOKS}:  # a numbered sub-folder has its place in the same order, after the notebook of its number
+        names = sorted({(p.name, p.is_dir()) for p in folder.iterdir() if re.match(r"\d\d_", p.name)})
+        assert len({(name[:2], kind) for name, kind in names}) == len(names), f"two in {folder.name} share a number: {names}"
 
 
 def test_a_notebook_lies_where_its_module_does():

@@ -57,6 +57,10 @@ class SeededActor:
         else: self.drawn = (nested.getitem(noise, slice(i, i + 1)) for i in range(self.CHUNK))
         return next(self.drawn)
 
+    def noises(self, n: int) -> Any:
+        "Noise for the next `n` steps, `[n, B, ...]`."
+        return self._noise() if n == 1 else nested.cat([self._noise() for _ in range(n)])
+
     def _with_global_generator(self, seen, hx, virtual):
         outer = torch.get_rng_state()
         torch.set_rng_state(self.global_state)

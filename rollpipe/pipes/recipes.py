@@ -41,6 +41,7 @@ def rollouts(
     terminal_obs: bool = False,      # keep the last observations of terminated episodes too
     close: bool = True,              # False: leave the environments open that are made here
     device: Any = None,              # the actor's device, if not the host; batches are on the host, `ToDevice` moves them
+    engine: str = 'torch',           # what runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if it can)
     optimize: bool = True,           # fuse stages where only the speed changes, see `rollpipe.pipes.optimize`
     edits: Sequence[Callable] = (),  # functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
 ) -> IterDataPipe:
@@ -63,11 +64,12 @@ def rollouts(
         terminal_obs: keep the last observations of terminated episodes too
         close: False: leave the environments open that are made here
         device: the actor's device, if not the host; batches are on the host, `ToDevice` moves them
+        engine: what runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if it can)
         optimize: fuse stages where only the speed changes, see `rollpipe.pipes.optimize`
         edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
     """
     pipe = EnvStepper(env, actor, n_envs, vector=vector, sticky=n_steps if sticky else None, env_kwargs=env_kwargs,
-                      terminal_obs=terminal_obs, info_keys=info_keys, close=close, device=device)
+                      terminal_obs=terminal_obs, info_keys=info_keys, close=close, device=device, engine=engine)
     pipe = FragmentStacker(Lanes(FragmentCollector(pipe, n_steps), lanes, seed), lanes)
     for edit in edits:
         pipe = edit(pipe)
