@@ -94,6 +94,28 @@ def test_with_networks_whose_weights_change(kind, options, source, kwargs):
     for a, b in zip(*streams, strict=True): assert_same(a, b)
 
 
+@pytest.mark.parametrize("n_steps", [32, 150])
+@pytest.mark.parametrize("kind, options", [(MLPPolicy, {}), (RecurrentPolicy, dict(cell="lstm", past=True, report=True))])
+@pytest.mark.parametrize("source, kwargs", [("CartPole-v1", dict(env_kwargs=dict(max_episode_steps=13))), (Lively, dict(terminal_obs=True)),
+                                            (Lively, dict(sticky=2)), (Lively, dict(explore=False)), (Nested, {}),
+                                            ("CartPole-v1", dict(vector="sync"))])
+def test_with_another_engine(kind, options, source, kwargs, n_steps):
+    "An engine gives the same numbers in a fused stage, whose rows it stages, as step by step."
+    pytest.importorskip("onnxruntime")
+    streams = []
+    for fused in (False, True):
+        actor = kind.for_env(source, env_kwargs=kwargs.get("env_kwargs"), seed=0, **options)
+        pipe = FragmentCollector(EnvStepper(source, actor, 3, seed=1, engine="onnxruntime", **kwargs), n_steps)
+        items, found = iter(optimize(pipe) if fused else pipe), []
+        for k in range(5):
+            found.append(snapshot(fragment := next(items)))
+            with torch.no_grad():
+                for p in actor.parameters(): p += .01 * k
+            actor.observe(fragment.state.obs)
+        streams.append(found)
+    for a, b in zip(*streams, strict=True): assert_same(a, b)
+
+
 class Own(Counting):
     "Keeps its observation, and uses it again; its infos come late, change their dtype, and share its memory."
     def __init__(self, episodes=((3, "term"), (4, "trunc")), tag=0):
@@ -147,7 +169,10 @@ class Reward(Counting):
 
 
 def test_rewards_of_several_kinds():
-    assert_same_streams(lambda: FragmentCollector(EnvStepper([Reward, partial(Reward, [(2, "both")])], Plain()), 9))
+    envs = [Reward, partial(Reward, [(2, "both")])]
+    assert_same_streams(lambda: FragmentCollector(EnvStepper(envs, Plain()), 9))
+    pytest.importorskip("onnxruntime")
+    assert_same_streams(lambda: FragmentCollector(EnvStepper(envs, MLPPolicy.for_env(Reward, seed=0), seed=0, engine="onnxruntime"), 9))
 
 
 class Mirror(Actor):
@@ -288,6 +313,19 @@ def test_the_first_fault_is_told_and_nothing_that_is_not_finite_leaves(then, at)
             texts.append((type(e.value), str(e.value), repr(e.value.__cause__)))
         assert texts[0] == texts[1] and counts[0] == counts[1]
         assert "non-finite" in texts[0][1]
+
+
+@pytest.mark.parametrize("then", ["nothing", "raises", "reward", "info", "end"])
+@pytest.mark.parametrize("at", [1, 4, 9, 200])
+def test_the_first_fault_with_another_engine(then, at):
+    pytest.importorskip("onnxruntime")
+    texts = []
+    for change in (lambda pipe: pipe, optimize):
+        actor = MLPPolicy.for_env(Counting, seed=0)
+        stepper = EnvStepper([partial(Spoilt, 999, then), partial(Spoilt, at, then)], actor, engine="onnxruntime", seed=0)
+        with pytest.raises(Exception) as e: first(change(FragmentCollector(stepper, 140)), 3)     # noqa: PT011  the texts are compared
+        texts.append((type(e.value), str(e.value), repr(e.value.__cause__)))
+    assert texts[0] == texts[1] and "non-finite" in texts[0][1]
 
 
 class Range(gym.Env):

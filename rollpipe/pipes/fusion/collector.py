@@ -14,9 +14,10 @@ import torch
 
 from .. import nested
 from ..data import Fragment, State
+from ..engines.checked_actor import calling
 from ..fragment_ops import End, stack_infos, stack_rows
 from ..fragments import Destination, FragmentCollector, RowBuffer, complete
-from .rows import FragmentRows
+from .rows import FragmentRows, StagedRows
 from .stepping import stepping_for
 from ..graph import inputs, nodes
 from ..pipe import trait
@@ -50,6 +51,8 @@ class FusedLoop:
         **where: context for error messages: pipe
     """
     carry: Carry
+    staged: Any      # `StagedRows`, if an engine other than torch answers
+    engine: Any
 
     def __init__(self,
                  interaction: Interaction,  # of an actor with its environments, not begun yet
@@ -61,22 +64,28 @@ class FusedLoop:
 
     def begin(self) -> None:
         "Reset the environments."
-        out, hx = self.interaction.start()
-        self.carry = Carry(out.state, out.seen, np.zeros_like(out.term), hx)
+        interaction, (out, hx) = self.interaction, self.interaction.start()
+        self.carry, self.staged = Carry(out.state, out.seen, np.zeros_like(out.term), hx), None
+        engine = None if interaction.engine_choice == 'torch' else interaction.engine(out, hx, self.n_steps)
+        if engine is not None and engine.name != 'torch': self.engine, self.staged = engine, StagedRows(engine.rows)
 
     def collect(self) -> Fragment:
         "The next fragment."
-        interaction, carry, self.reports, self.ends, fault = self.interaction, self.carry, [], [], None
-        version = interaction.counter.version()
+        self.reports, self.ends, version = [], [], self.interaction.counter.version()
+        return self._collect_eagerly(version) if self.staged is None else self._collect_staged(version)
+
+    def _collect_eagerly(self, version):
+        "The next fragment; torch answers."
+        interaction, carry, fault = self.interaction, self.carry, None
         act, hx = self._ask(carry.seen, carry.hx)
         array = _array(act)
         rows = FragmentRows(carry.state, carry.term, array, self.n_steps + 1, self.destination.empty, **self.where, lane=interaction.lane)
-        stepping = stepping_for(interaction.envs, rows)
+        stepping = stepping_for(interaction.envs, rows, self.n_steps)
         try: act, hx = self._steps(stepping, act, array, hx)
         except Exception as e: fault = e
         stepping.settle()     # an earlier step may be at fault
         if fault is not None: raise fault
-        return self._complete(stepping, act, hx, version)
+        return self._complete(rows, stepping.infos, stepping.valid, act, hx, version)
 
     def _ask(self, seen, hx):
         act, hx, info = self.interaction.checked.answer(seen, hx)
@@ -98,16 +107,53 @@ class FusedLoop:
             hx = checked.reset(hx, ended)
         return act, hx
 
-    def _complete(self, stepping, act, hx, version):
+    def _complete(self, rows, infos, valid, act, hx, version):
         self.destination.completing()
-        interaction, rows, before, last = self.interaction, stepping.rows, self.carry, stepping.rows.last()
+        interaction, before, last = self.interaction, self.carry, rows.last()
         act, hx = nested.map(torch.clone, (act, hx))     # they may be views of observations
         self.carry = Carry(last, State(*map(as_input, last))._replace(act=act), rows.term[-1].copy(), hx)
         numbers = dict(lane=interaction.lane, seq=self.seq, version=version)
-        fields = dict(env=stack_infos(stepping.infos, stepping.valid), hx=nested.map(torch.Tensor.cpu, before.hx),
-                      term=torch.from_numpy(rows.term), valid=stack_rows(stepping.valid))
+        fields = dict(env=stack_infos(infos, valid), hx=nested.map(torch.Tensor.cpu, before.hx), term=torch.from_numpy(rows.term),
+                      valid=stack_rows(valid))
         reports, ends, self.reports, self.ends, self.seq = self.reports, self.ends, [], [], self.seq + 1
         return complete(interaction, rows.tensors(), last, hx, reports, ends, fields, numbers, **self.where)
+
+    def _collect_staged(self, version):
+        "The next fragment; the engine answers."
+        carry, staged, infos, valid = self.carry, self.staged, [], []
+        rows = FragmentRows(carry.state, carry.term, staged.arrays[0], self.n_steps + 1, self.destination.empty, **self.where,
+                            lane=self.interaction.lane)
+        for begin in range(0, self.n_steps, len(staged.arrays)):
+            n, fault = min(self.n_steps - begin, len(staged.arrays)), None
+            staged.clear()
+            stepping = stepping_for(self.interaction.envs, staged, n, self.engine.reads)
+            try: self._staged_steps(stepping, begin, n)
+            except Exception as e: fault = e
+            stepping.settle()
+            if fault is not None: raise fault
+            rows.copy_from(staged, begin, n)
+            self.reports.append(nested.map(lambda x, n=n: torch.from_numpy(x[:n, 0].copy()), self.engine.rows.info))
+            infos, valid = infos + stepping.infos, valid + stepping.valid
+            staged.go_on(n)
+        return self._complete(rows, infos, valid, staged.acts[n - 1], staged.hxs[n], version)
+
+    def _staged_steps(self, stepping, begin, n):
+        "Take `n` steps, of which the first has the number `begin` in its fragment."
+        engine, staged, checked = self.engine, self.staged, self.interaction.checked
+        run, arrays, acts, answers = engine.run, staged.arrays, staged.acts, checked.answers
+        past = list(zip(nested.leaves(staged.state.act), nested.leaves(staged.act)))
+        if 'act' not in engine.reads: past = []
+        with calling('step', answers): engine.begin(n)
+        for t in range(n):
+            with calling('step', answers): run(t)
+            for row, x in past: row[t + 1] = x[t]
+            final, ended = stepping.step(t, acts[t], arrays[t])
+            if not ended: continue
+            hx = staged.hxs[t + 1]
+            for b, obs in final.items():
+                before = nested.map(lambda x, b=b: x[:, b:b + 1].clone(), hx)
+                self.ends.append(End(begin + t, b, obs, before, bool(staged.term[t + 1, b])))
+            if nested.leaves(hx): nested.copy_(hx, checked.reset(hx, ended))
 
 
 def _array(act): return act[0].numpy() if isinstance(act, torch.Tensor) else nested.map(lambda x: x[0].numpy(), act)

@@ -6,6 +6,7 @@
 __all__ = ['SingleStepping', 'OutcomeStepping', 'stepping_for']
 
 # %% ../../../nbs/pipes/25_fusion/01_stepping.ipynb #6e7b949d
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,23 @@ from ..data import State
 from ..envs.batch import Batch
 from ..envs.single import EnvBatch, scalar_rewards
 from ..errors import PipeError
-from .rows import FragmentRows
 
 # %% ../../../nbs/pipes/25_fusion/01_stepping.ipynb #2d4b9b60
 class SingleStepping:
-    "Steps an `EnvBatch` into the rows of one fragment: `step` for each step, then `settle`."
-    def __init__(self, envs: EnvBatch, rows: FragmentRows):
-        self.envs, self.rows = envs, rows
+    """Steps an `EnvBatch` into the rows of one fragment: `step` for each step, then `settle`.
+
+    Args:
+        rows: `FragmentRows` or `StagedRows`
+        n_steps: how many steps come
+        reads: fields of `State` that the actor reads; others are written by `settle`
+    """
+    def __init__(self,
+                 envs: EnvBatch,
+                 rows: Any,                        # `FragmentRows` or `StagedRows`
+                 n_steps: int,                     # how many steps come
+                 reads: tuple = State._fields,     # fields of `State` that the actor reads; others are written by `settle`
+    ):
+        self.envs, self.rows, self.reads_rew, self.reads_stepno = envs, rows, 'rew' in reads, 'stepno' in reads
         self.arrived, self.rewards = 0, []     # steps whose observations are there; the rewards as they came
         self.infos, self.valid = [], []        # of each step
 
@@ -45,7 +56,7 @@ class SingleStepping:
         try:
             final, ended, rews, infos = envs.single.step(actions, step, envs.terminal_obs)
             self.arrived += 1
-            step.rew[:] = scalar_rewards(rews)
+            if self.reads_rew: step.rew[:] = scalar_rewards(rews)
             self.rewards.append(rews)
             valid = envs._all if envs.single.sticky is None else envs.single.sticky.after_step(step.obs, ended)
             info = envs._infos.record(infos, valid)
@@ -55,7 +66,7 @@ class SingleStepping:
             raise
         self.infos.append(info)
         self.valid.append(valid)
-        np.add(before.stepno, 1, out=step.stepno)
+        if self.reads_stepno: np.add(before.stepno, 1, out=step.stepno)
         if ended: step.stepno[ended], step.fin[ended] = 0, True
         if final and envs._range_check.parts: envs._check_final(final)
         return final, ended
@@ -67,22 +78,44 @@ class SingleStepping:
 
     def settle(self) -> None:
         "Check all steps so far. Raises the error of the first one that is at fault."
-        if self._all_fine(): return
+        if not self.reads_stepno: _count(self.rows.state.stepno, self.rows.state.fin, self.arrived)
+        if (self.reads_rew or self._put_rewards()) and self._all_fine(): return
         for step, rews in zip(self.rows.steps[1:self.arrived + 1], [*self.rewards, None]):
             self.envs._check_obs(step)
-            if rews is not None: self.envs._check_rewards(step, rews)
+            if rews is not None: self._check_rewards(step, rews)
+
+    def _check_rewards(self, step, rews):
+        try: step.rew[:] = scalar_rewards(rews)
+        except PipeError as e:
+            self.envs._locate(e)
+            raise
+        self.envs._check_rewards(step, rews)
+
+    def _put_rewards(self):
+        "Write all rewards at once, if all of them are of the usual kind; returns whether they are."
+        rews, out = list(chain.from_iterable(self.rewards)), self.rows.state.rew[1:len(self.rewards) + 1]
+        if {*map(type, rews)} - {float}: return False     # numbers of several kinds are converted step by step
+        out[:] = np.array(rews).reshape(out.shape)
+        return True
 
     def _all_fine(self):
         obs = [x[1:self.arrived + 1] for x in nested.leaves(self.rows.state.obs)]
         floats = [*(x for x in obs if x.dtype.kind == 'f'), self.rows.state.rew[1:len(self.rewards) + 1]]
         return all(np.isfinite(x).all() for x in floats) and self.envs._range_check.find(obs) is None
 
+
+def _count(stepno, fin, n):
+    "Write rows 1 to `n` of `stepno`, which counts from row 0 on and begins again at 0 where `fin`."
+    t = np.arange(n + 1)[:, None]
+    since = np.maximum.accumulate(np.where(fin[:n + 1], t, 0))     # the last row with an end; row 0 if there is none
+    stepno[1:n + 1] = (t - since + np.where(since > 0, 0, stepno[0]))[1:]
+
 # %% ../../../nbs/pipes/25_fusion/01_stepping.ipynb #44b74c4b
 class OutcomeStepping:
     "Steps any batch by its own `step`. The methods are those of `SingleStepping`."
-    def __init__(self, envs: Batch, rows: FragmentRows):
+    def __init__(self, envs: Batch, rows: Any, n_steps: int):
         self.envs, self.rows, self.infos, self.valid, self.out = envs, rows, [], [], None
-        envs.observe_into(nested.getitem(rows.state.obs, slice(1, -1)))     # one row less: then the batch lets go of the memory
+        envs.observe_into(nested.getitem(rows.state.obs, slice(1, n_steps)))     # one row less: then the batch lets go of the memory
 
     def step(self, t: int, act: Any, array: Any) -> tuple:
         self.out = out = self.envs.step(act)
@@ -102,14 +135,18 @@ class OutcomeStepping:
 
 
 def stepping_for(
-    envs: Batch,  # reset before
-    rows: FragmentRows,   # of a new fragment
+    envs: Batch,                   # reset before
+    rows: Any,                     # `FragmentRows` or `StagedRows`
+    n_steps: int,                  # how many steps come
+    reads: tuple = State._fields,  # fields of `State` that the actor reads
 ) -> SingleStepping | OutcomeStepping:
     """The fastest stepping for a batch. A subclass of `EnvBatch` with a `step` of its own is stepped by that.
 
     Args:
         envs: reset before
-        rows: of a new fragment
+        rows: `FragmentRows` or `StagedRows`
+        n_steps: how many steps come
+        reads: fields of `State` that the actor reads
     """
-    if isinstance(envs, EnvBatch) and type(envs).step is EnvBatch.step: return SingleStepping(envs, rows)
-    return OutcomeStepping(envs, rows)
+    if isinstance(envs, EnvBatch) and type(envs).step is EnvBatch.step: return SingleStepping(envs, rows, n_steps, reads)
+    return OutcomeStepping(envs, rows, n_steps)
