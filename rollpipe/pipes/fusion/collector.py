@@ -120,7 +120,7 @@ class FusedLoop:
 
     def _collect_staged(self, version):
         "The next fragment; the engine answers."
-        carry, staged, infos, valid = self.carry, self.staged, [], []
+        carry, staged, infos, valid, n = self.carry, self.staged, [], [], 0
         rows = FragmentRows(carry.state, carry.term, staged.arrays[0], self.n_steps + 1, self.destination.empty, **self.where,
                             lane=self.interaction.lane)
         for begin in range(0, self.n_steps, len(staged.arrays)):
@@ -145,7 +145,9 @@ class FusedLoop:
         if 'act' not in engine.reads: past = []
         with calling('step', answers): engine.begin(n)
         for t in range(n):
-            with calling('step', answers): run(t)
+            try: run(t)
+            except Exception:
+                with calling('step', answers): raise
             for row, x in past: row[t + 1] = x[t]
             final, ended = stepping.step(t, acts[t], arrays[t])
             if not ended: continue

@@ -7,6 +7,7 @@ __all__ = ['FragmentRows', 'StagedRows']
 
 # %% ../../../nbs/pipes/25_fusion/00_rows.ipynb #48bac985
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,11 @@ class FragmentRows:
         for out, x in zip(nested.leaves(self.state._replace(act=())), nested.leaves(first._replace(act=()))): out[0] = x
         self.put_act(0, first.act)
         self.term[0] = term
-        self.steps = step_buffers(self.state.obs, self.state.rew, self.state.stepno, self.state.fin, self.term)
+
+    @cached_property
+    def steps(self) -> list:
+        "A `StepBuffer` for each row."
+        return step_buffers(self.state.obs, self.state.rew, self.state.stepno, self.state.fin, self.term)
 
     def put_act(self, t: int, act: Any) -> None:
         "Write the action `[B, ...]` into row `t`. Raises `DataError` if its dtype does not fit."
