@@ -239,7 +239,7 @@ def comparable(
 def comparable_tensor(x: torch.Tensor) -> tuple | None:
     "What stays equal as long as the values of a tensor do not change; None for tensors whose values cannot be read."
     if torch.nn.parameter.is_lazy(x) or x.is_meta or x.is_quantized or x.layout != torch.strided: return None
-    values = x.detach().cpu().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)    # numpy does not have all dtypes of torch
+    values = x.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)     # numpy lacks dtypes
     return x.dtype, x.shape, hash(values.numpy().tobytes())
 
 # %% ../../nbs/pipes/05_modules.ipynb #adde4708

@@ -87,16 +87,19 @@ class OnnxEngine:
         actor: anything with `step` and `draw_noise`, on the host
         rows: what it reads and answers; row 0 is filled
         draw: n -> noise [n, B, ...] of the next steps; None: the actor's deterministic action
+        instead: exception -> the engine to go on with, if the actor changes and cannot be exported then
     """
     name, why = 'onnxruntime', ''
-    reads: tuple     # fields of `State`
+    reads: tuple         # fields of `State`
+    convolutions: int    # multiplications in the convolutions of a step
 
     def __init__(self,
                  actor: Any,             # anything with `step` and `draw_noise`, on the host
                  rows: Rows,             # what it reads and answers; row 0 is filled
                  draw: Callable | None,  # n -> noise [n, B, ...] of the next steps; None: the actor's deterministic action
+                 instead: Callable | None = None,  # exception -> the engine to go on with, if the actor changes and cannot be exported then
     ):
-        self.actor, self.rows, self.draw, self.eval_mode = actor, rows, draw, EvalMode(actor)
+        self.actor, self.rows, self.draw, self.eval_mode, self.instead = actor, rows, draw, EvalMode(actor), instead
         self.example_noise = torch.Generator().manual_seed(0)     # the lane's own noise is not touched
         self.noise = None if draw is None else nested.map(lambda x: np.zeros((rows.n, *x.shape), x.numpy().dtype), self._example())
         self._compile()
@@ -104,7 +107,13 @@ class OnnxEngine:
     def begin(self, n: int) -> None:
         "Be told that `n` rows follow: use the present weights, and draw noise."
         with self.eval_mode: holds = self.constants.hold()
-        if not holds or (where := self._where()) != self.where and not self._moved(where): self._compile()
+        if not holds or (where := self._where()) != self.where and not self._moved(where):
+            try: self._compile()
+            except Exception as e:
+                if self.instead is None: raise
+                other = self.instead(e)
+                self.name, self.why, self.reads, self.begin, self.run = other.name, other.why, other.reads, other.begin, other.run
+                return
         for x, y in self.copies: np.copyto(x, y.detach().numpy())
         if self.draw is not None: nested.setitem(self.noise, (slice(n), 0), self.draw(n))
 
@@ -115,7 +124,7 @@ class OnnxEngine:
     def _compile(self):
         rows = self.rows
         pure = PureStep(self.actor, nested.map(torch.from_numpy, nested.getitem((rows.state, rows.hx, self.noise), 0)))
-        self.session, weights = open_session(to_onnx(pure)), Weights(self.actor)
+        self.session, weights, self.convolutions = open_session(to_onnx(pure)), Weights(self.actor), pure.convolutions
         with self.eval_mode: self.constants = Constants(self.actor, weights)
         self.slots = [(slots, key) for (slots, key, _), *_ in weights.places]
         read, staged = {x.name for x in self.session.get_inputs()}, nested.leaves((rows.state, rows.hx, self.noise))
@@ -124,7 +133,7 @@ class OnnxEngine:
         leaves = [id(x) for x in self.inputs.values()]
         self.reads = tuple(name for name, x in zip(State._fields, rows.state) if any(id(y) in leaves for y in nested.leaves(x)))
         self.outputs = [*nested.leaves((rows.act, rows.info)), *(x[1:] for x in nested.leaves(rows.hx))]
-        self._moved(self._where())
+        self._bind_weights(self._where())
         self._compare()
 
     def _where(self):
@@ -133,14 +142,17 @@ class OnnxEngine:
 
     def _moved(self, where) -> bool:
         "Bind the weights where they lie now. False if their form has changed."
-        if hasattr(self, 'where') and [x[2:] for x in self.where] != [x[2:] for x in where]: return False
+        if [x[2:] for x in self.where] != [x[2:] for x in where]: return False
+        self._bind_weights(where)
+        return True
+
+    def _bind_weights(self, where):
         self.where, self.bindings, self.weights, self.copies = where, [None] * self.rows.n, {}, []
         for k in self.weights_read:
             slots, key = self.slots[k]
             x = slots[key].detach()
             self.weights[f"weight_{k}"] = x.numpy() if x.is_contiguous() else x.contiguous().numpy()
             if not x.is_contiguous(): self.copies.append((self.weights[f"weight_{k}"], x))
-        return True
 
     def _bind(self, t):
         binding = self.bindings[t] = self.session.io_binding()

@@ -44,4 +44,4 @@ class TorchEngine:
         act, hx, info = self.ask(State(*nested.as_seen(state)), hx)
         for out, x in zip(self.outputs[t], nested.leaves(((act, info), hx))):
             if x.dtype is not out.dtype: raise ActorError("the actor changes a dtype", expected=describe(out), got=describe(x))
-            out.copy_(x)
+            out.copy_(x.detach() if x.requires_grad else x)     # a report may be a parameter

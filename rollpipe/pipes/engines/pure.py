@@ -75,6 +75,7 @@ class Operators(TorchDispatchMode):
     def __init__(self, calls: Calls, known: Any):
         super().__init__()
         self.calls, self.kept, self.known = calls, [], {_memory(x) for x in known}
+        self.convolutions = 0     # multiplications in them
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool: return False     # or torch imports its compiler, which takes a second
@@ -90,6 +91,7 @@ class Operators(TorchDispatchMode):
         state = torch.get_rng_state() if tag.nondeterministic_seeded in func.tags else None
         out = func(*args, **(kwargs or {}))
         if state is not None and not torch.equal(state, torch.get_rng_state()): raise Impure(f"`{name}` in {place} draws random numbers")
+        if name == 'convolution': self.convolutions += out.numel() * args[1][0].numel()
         self.kept.append((given, out))     # memory that becomes free might be used for something unknown
         self.known.update(_memory(x) for x in nested.leaves((given, out)) if isinstance(x, torch.Tensor))
         return out
@@ -143,9 +145,10 @@ class PureStep(torch.nn.Module):
         self._put(example[:self.n_weights])
         before = attributes_of(self._actor(), states=True)
         try:
-            with torch.random.fork_rng(devices=[]), self._eval_mode, Operators(self.calls, example), self.calls:
+            operators = Operators(self.calls, example)
+            with torch.random.fork_rng(devices=[]), self._eval_mode, operators, self.calls:
                 outs, self.structure = self._run(*example)
-                self.outs = [x.clone() for x in outs]
+                self.outs, self.convolutions = [x.clone() for x in outs], operators.convolutions
         except Impure as e: raise self.error(str(e)) from None
         except Exception as e: raise self.error(describe_exception(e)) from e
         after = attributes_of(self._actor(), states=True)

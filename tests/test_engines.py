@@ -1,0 +1,512 @@
+"Engines: an actor answers the same through ONNX Runtime as through torch, whatever it is, and whatever happens to its weights."
+import copy
+import multiprocessing
+import pickle
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollpipe.layers import Actor, CategoricalPolicy, MLPPolicy, Policy, QPolicy, RecurrentPolicy, RecurrentQPolicy
+from rollpipe.layers.distributions import Categorical
+from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading, bump_version, nested, rollouts
+from rollpipe.pipes.engines import choice, compiled
+from rollpipe.pipes.engines.onnx_graph import to_onnx
+from rollpipe.pipes.engines.pure import PureStep
+from rollpipe.pipes.envs.vector import env_batch
+from rollpipe.pipes.envs.factories import env_factories
+from rollpipe.pipes.errors import ActorError, DataError
+from rollpipe.pipes.stepper import Interaction
+from rollpipe.pipes.torchdata import DataLoader2
+
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnx")
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch): monkeypatch.setattr(choice, "_said", set())
+
+
+STATE, ACTS = Box(-3, 3, (4,)), Discrete(3, start=1)
+MIXED_OBS = Dict(image=Box(0, 255, (10, 10, 3), np.uint8), number=Discrete(4, start=1), bits=MultiBinary(3),
+                 pair=Tuple([MultiDiscrete([2, 5]), Box(-9, 9, (2, 2), np.float64)]))
+MIXED_ACTS = Dict(a=Discrete(3, start=2), b=Box(-.01, .02, (2, 2)), c=Tuple([MultiDiscrete([2, 3]), MultiBinary(2)]))
+
+
+class Dreams(gym.Env):
+    "Draws observations, rewards and ends from its own generator, so that the last bits of an action do not grow."
+    def __init__(self, observation_space=STATE, action_space=ACTS):
+        self.observation_space, self.action_space = copy.deepcopy((observation_space, action_space))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if seed is not None: self.observation_space.seed(seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        end = self.np_random.random(2) < .1
+        return self.observation_space.sample(), self.np_random.normal(), bool(end[0]), bool(end[1]), {}
+
+
+class OwnMemory(Policy):
+    "A user's policy with torch's own GRU, which keeps a second list of its weights, and batch statistics and dropout."
+    dist = Categorical(3, 1)
+    kind = torch.nn.GRU
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = self.kind(4, 8, 2), torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(.5), torch.nn.Linear(8, 3))
+
+    def params(self, obs, act, rew, fin, *, hx, stepno):
+        if hx is None: hx = torch.zeros(2, fin.shape[1], 8)
+        y, hx = self.rnn(obs, hx * (~fin[0])[:, None])
+        return self.head(y) + .01 * rew.unsqueeze(-1) + .01 * stepno.unsqueeze(-1), hx
+
+
+def policy(cls, obs=STATE, act=ACTS, **kwargs): return lambda: cls.for_env((obs, act), seed=0, **kwargs), obs, act
+
+
+ACTORS = {
+    "mlp": policy(MLPPolicy), "categorical": policy(CategoricalPolicy, activation="relu"),
+    "gauss": policy(MLPPolicy, act=Box(-2, 2, (3,))), "std of the state": policy(MLPPolicy, act=Box(-2, 2, (3, 2)), std="state"),
+    "fixed std": policy(MLPPolicy, act=Box(-np.inf, np.inf, ()), std="fixed"),
+    "float64": policy(MLPPolicy, Box(-9, 9, (3,), np.float64)), "uint8": policy(MLPPolicy, Box(0, 255, (5, 5, 3), np.uint8)),
+    "mixed": policy(MLPPolicy, MIXED_OBS, MIXED_ACTS), "bits": policy(MLPPolicy, Discrete(50), encoder={"discrete": "bits"}),
+    "embedded": policy(MLPPolicy, MultiDiscrete([5, 6]), encoder={"discrete": "embed"}),
+    "convolution": policy(MLPPolicy, Box(0, 255, (10, 10, 4), np.uint8), encoder={"images": "conv"}),
+    "images in a dict": policy(MLPPolicy, MIXED_OBS, MIXED_ACTS, encoder={"images": "conv"}),
+    "large images": policy(MLPPolicy, Box(0, 255, (2, 36, 40, 1), np.uint8), encoder={"images": "conv"}),
+    "gru": policy(RecurrentPolicy), "gru with past": policy(RecurrentPolicy, MIXED_OBS, MIXED_ACTS, past=True, report=True),
+    "lstm": policy(RecurrentPolicy, act=Box(-1, 1, (2,)), cell="lstm", layers=2, past=True),
+    "q": policy(QPolicy, normalize=True, epsilon=.3), "duelling q": policy(QPolicy, duelling=True, epsilon=.3),
+    "table": policy(QPolicy, Discrete(9), hidden=(), epsilon=.3), "recurrent q": policy(RecurrentQPolicy, past=True, epsilon=.3),
+    "torch's gru": (OwnMemory, STATE, ACTS),
+}
+
+
+class OwnLSTM(OwnMemory):
+    kind = torch.nn.LSTM
+
+    def params(self, obs, act, rew, fin, *, hx, stepno):
+        keep = (~fin[0])[:, None]
+        y, hx = self.rnn(obs, tuple(h * keep for h in hx or (torch.zeros(2, fin.shape[1], 8),) * 2))
+        return self.head(y), hx
+
+
+ACTORS["torch's lstm"] = OwnLSTM, STATE, ACTS
+
+
+def streams(actor, obs=STATE, act=ACTS, engines=("torch", "onnxruntime"), n_envs=3, n_steps=12, lanes=1, **kwargs):
+    "The same pipeline with several engines, and one actor."
+    def env(): return Dreams(obs, act)
+    return [iter(rollouts(env, actor, n_envs=n_envs, n_steps=n_steps, lanes=lanes, seed=1, engine=e, **kwargs)) for e in engines]
+
+
+def assert_close(came, wanted, tolerance=1e-5):
+    "Floats within the tolerance, everything else bit for bit."
+    assert nested.flatten(came)[1] == nested.flatten(wanted)[1]
+    for path, x, y in zip(nested.paths(wanted, "f"), nested.leaves(came), nested.leaves(wanted)):
+        assert x.dtype == y.dtype and x.shape == y.shape, path
+        if x.dtype.is_floating_point: torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, msg=f"{path}: {x} {y}")
+        else: assert torch.equal(x, y), path
+
+
+def assert_equal(came, wanted):
+    for path, x, y in zip(nested.paths(wanted, "f"), nested.leaves(came), nested.leaves(wanted)): assert torch.equal(x, y), path
+
+
+def learn(actor, scale=.05):
+    "Change all parameters in place, as an optimiser does, and the normaliser's buffers."
+    with torch.no_grad():
+        for p in actor.parameters(): p.add_(torch.randn_like(p) * scale)
+    if hasattr(actor, "observe") and isinstance(getattr(actor, "observation_space", None), Box) and actor.obs_norm is not None:
+        actor.observe(torch.randn(50, *actor.observation_space.shape) * 2 + 1)
+    bump_version(actor)
+
+
+@pytest.mark.parametrize("name", ACTORS)
+@pytest.mark.parametrize("n_envs", [1, 3, 8])
+def test_both_engines_give_the_same_fragments_also_while_the_actor_learns(name, n_envs):
+    make, obs, act = ACTORS[name]
+    torch.manual_seed(0)
+    actor = make()
+    pair = streams(actor, obs, act, n_envs=n_envs)
+    for _ in range(3):
+        wanted, came = map(next, pair)
+        assert_close(came, wanted)
+        learn(actor)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), n_envs=st.integers(1, 5), normalize=st.booleans(), memory=st.sampled_from([None, "gru", "lstm"]),
+       explore=st.booleans())
+def test_any_spaces(data, n_envs, normalize, memory, explore):
+    shapes = st.lists(st.integers(1, 3), max_size=2).map(tuple)
+    boxes = st.builds(lambda shape, dtype: Box(-4, 4, shape, dtype), shapes, st.sampled_from([np.float32, np.float64, np.int64, np.int8]))
+    leaves = boxes | st.builds(Discrete, st.integers(1, 5)) | st.builds(MultiBinary, st.integers(1, 4)) | st.builds(
+        MultiDiscrete, st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    observations = data.draw(st.recursive(leaves, lambda s: st.dictionaries(st.sampled_from("abc"), s, min_size=1).map(Dict)
+                                          | st.lists(s, min_size=1, max_size=2).map(Tuple), max_leaves=3))
+    floats = st.builds(lambda shape, high: Box(-1, high, shape), shapes, st.sampled_from([1., 7., np.inf]))
+    acts = floats | st.builds(Discrete, st.integers(1, 5), start=st.integers(-2, 2)) | st.builds(MultiBinary, st.integers(1, 3)) | (
+        st.builds(MultiDiscrete, st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    actions = data.draw(st.recursive(acts, lambda s: st.dictionaries(st.sampled_from("ab"), s, min_size=1).map(Dict), max_leaves=2))
+    kwargs = dict(hidden=(6,), normalize=normalize, seed=0)
+    if memory is None: actor = MLPPolicy.for_env((observations, actions), **kwargs)
+    else: actor = RecurrentPolicy.for_env((observations, actions), memory=5, cell=memory, past=True, **kwargs)
+    learn(actor)
+    def env(): return Dreams(observations, actions)
+    wanted, came = (next(iter(Lanes(FragmentCollector(EnvStepper(env, actor, n_envs, explore=explore, engine=e), 6), 1, 3)))
+                    for e in ("torch", "onnxruntime"))
+    assert_close(came, wanted)
+
+
+def replaced(actor): actor.trunk.hidden[0].weight = torch.nn.Parameter(torch.randn_like(actor.trunk.hidden[0].weight))
+def moved(actor): actor.trunk.hidden[1].weight.data = torch.randn_like(actor.trunk.hidden[1].weight)
+def transposed(actor): actor.trunk.hidden[1].weight.data = torch.randn_like(actor.trunk.hidden[1].weight).t()
+def viewed(actor): actor.trunk.hidden[1].weight.data = actor.trunk.hidden[1].weight.data.t()
+def strided(actor): actor.trunk.hidden[1].bias.data = torch.randn(128)[::2]
+
+
+def filled(actor):
+    transposed(actor)
+    yield
+    with torch.no_grad(): actor.trunk.hidden[1].weight.copy_(torch.randn(64, 64))
+
+
+def loaded(actor): actor.load_state_dict({k: x + 1 for k, x in actor.state_dict().items()}, assign=True)
+def bare(actor): actor.head.logits.weight.data.mul_(-1)     # torch does not count it
+
+
+
+def activation(actor): actor.trunk.activation = torch.nn.ReLU()
+def deeper(actor): actor.trunk.hidden.append(torch.nn.Linear(64, 64))
+
+
+def wider(actor):
+    actor.trunk.hidden[0] = torch.nn.Linear(4, 32)
+    actor.trunk.hidden[1] = torch.nn.Linear(32, 64)
+
+
+@pytest.mark.parametrize("change", [replaced, moved, transposed, viewed, strided, filled, loaded, bare, activation, deeper, wider])
+def test_whatever_happens_to_the_weights_the_next_fragment_uses_them(change):
+    actor = MLPPolicy.for_env((STATE, ACTS), seed=0)
+    torch.nn.init.normal_(actor.head.logits.weight)
+    pair = streams(actor)
+    for _ in range(2): before = [next(stream) for stream in pair]
+    assert_close(before[1], before[0])
+    for _ in change(actor) or [None]:
+        after = [next(stream) for stream in pair]
+        assert_close(after[1], after[0])
+    reports = [stream.actor["dist"] for stream in (before[1], after[1])]
+    assert not torch.allclose(*reports)
+
+
+def test_weights_that_become_tied_or_untied():
+    actor = MLPPolicy.for_env((STATE, ACTS), hidden=(4, 4), seed=0)
+    torch.nn.init.normal_(actor.head.logits.weight)
+    first, second = actor.trunk.hidden
+    pair = streams(actor)
+    for change in (lambda: setattr(second, "weight", first.weight), lambda: first.weight.data.mul_(2),
+                   lambda: setattr(second, "weight", torch.nn.Parameter(first.weight.detach() * -1)), lambda: first.weight.data.mul_(2)):
+        change()
+        wanted, came = map(next, pair)
+        assert_close(came, wanted)
+
+
+def test_attributes_that_change():
+    actor = Slow()
+    pair = streams(actor)
+    for change in (lambda: None, lambda: setattr(actor, "temperature", .5), lambda: (actor.shifts.append(2.), bump_version(actor))):
+        change()
+        wanted, came = map(next, pair)
+        assert_close(came, wanted)
+
+
+class Slow(CategoricalPolicy):
+    "Has constants in attributes: a number, and a list."
+    def __init__(self):
+        super().__init__(STATE, ACTS)
+        self.temperature, self.shifts = 1., [1., 3., 5.]
+
+    def params(self, *args, **kwargs):
+        params, hx = super().params(*args, **kwargs)
+        return params / self.temperature + sum(self.shifts), hx
+
+
+def test_training_mode_of_the_actor_does_not_matter():
+    actor = OwnMemory()
+    pair = streams(actor)
+    for mode in (True, False, True):
+        actor.train(mode)
+        wanted, came = map(next, pair)
+        assert_close(came, wanted)
+        assert actor.training is mode
+
+
+def test_epsilon_is_read_anew():
+    actor = QPolicy.for_env((STATE, ACTS), epsilon=0., seed=0)
+    pair = streams(actor, n_envs=8, n_steps=40)
+    greedy = next(pair[1])
+    next(pair[0])
+    assert torch.equal(greedy.state.act[1:], greedy.actor["q"][:-1].argmax(-1) + 1)
+    actor.epsilon.fill_(1.)
+    wanted, came = map(next, pair)
+    assert_close(came, wanted)
+    assert (came.state.act[1:] != came.actor["q"][:-1].argmax(-1) + 1).float().mean() > .3
+
+
+# Where an actor cannot be exported
+
+class Own(CategoricalPolicy):
+    "Subclasses do something in `extra` that a graph cannot repeat."
+    def __init__(self):
+        super().__init__(STATE, ACTS)
+        self.layer, self.held, self.calls, self.random = torch.nn.Linear(4, 3), torch.ones(3), 0, np.random.default_rng(0)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def params(self, obs, *args, **kwargs):
+        params, hx = super().params(obs, *args, **kwargs)
+        return params + self.extra(obs), hx
+
+
+class Deciding(Own):
+    def extra(self, obs): return self.layer(obs) if obs.sum() > 0 else 0.
+class Selecting(Own):
+    def extra(self, obs): return obs[obs > 0].sum()
+class Rolling(Own):
+    def extra(self, obs): return torch.rand(3)
+class Numpy(Own):
+    def extra(self, obs): return torch.from_numpy(obs.numpy()[..., :3])
+class Holding(Own):
+    def extra(self, obs): return self.held
+class Counting(Own):
+    def extra(self, obs):
+        self.calls += 1
+        return 0.
+class Watching(Own):
+    def extra(self, obs):
+        self.seen += 1
+        return 0.
+class Drawing(Own):
+    def extra(self, obs): return self.random.normal()
+
+
+class Bessel(torch.nn.Module):
+    def forward(self, x): return torch.special.bessel_j0(x)
+class Unknown(Own):
+    def __init__(self):
+        super().__init__()
+        self.curve = Bessel()
+    def extra(self, obs): return self.curve(obs[..., :3])
+
+
+class Hooked(Own):
+    def __init__(self):
+        super().__init__()
+        self.layer.register_forward_hook(lambda *args: None)
+    def extra(self, obs): return self.layer(obs)
+
+
+class Silent(Actor):
+    uses_past = False
+    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual): return torch.randint(1, 4, fin.shape), (), {}
+
+
+REFUSED = {Deciding: "`_local_scalar_dense` in Deciding hands a value to Python", Selecting: "`index` in Selecting gives a shape",
+           Rolling: "`rand` in Rolling draws random numbers", Numpy: "`Tensor.numpy` in Numpy hands values to Python",
+           Holding: "`add` in Holding reads a tensor that is no input, parameter or buffer",
+           Counting: "changes while it answers (attribute calls)",
+           Watching: "changes while it answers (Watching.seen)", Drawing: "changes while it answers (attribute random)",
+           Unknown: "ONNX has no operator for `special_bessel_j0` in Unknown.curve", Hooked: "Hooked.layer has hooks",
+           Silent: "Silent.step cannot be exported: it has no `draw_noise`"}
+
+
+@pytest.mark.parametrize("cls", REFUSED)
+def test_what_cannot_be_exported_is_refused_with_the_reason_or_runs_with_torch(cls, caplog, capfd):
+    for _ in range(2):     # the second stream says nothing more
+        torch.manual_seed(0)
+        actor, ticks = cls(), {}
+        for engine in ("auto", "torch"):
+            torch.manual_seed(1)
+            stream = iter(EnvStepper(Dreams, copy.deepcopy(actor), 2, seed=0, engine=engine))
+            ticks[engine] = [next(stream).actor for _ in range(5)]
+        assert_equal(ticks["auto"], ticks["torch"])
+        with pytest.raises(ActorError) as e: next(iter(EnvStepper(Dreams, actor, engine="onnxruntime")))
+        assert REFUSED[cls] in str(e.value) and "cannot be exported" in str(e.value) and e.value.pipe == "EnvStepper" and e.value.lane == 0
+    said = [r.getMessage() for r in caplog.records if r.name == "rollpipe"]
+    assert len(said) == 1 and said[0].startswith("torch runs the actor: ") and REFUSED[cls] in said[0]
+    assert capfd.readouterr() == ("", "")     # torch's exporter prints the graphs that it cannot export
+
+
+def test_an_actor_that_becomes_one_that_cannot_be_exported(caplog):
+    actor = Holding()
+    actor.extra = lambda obs: 0.
+    auto, torchs, strict = streams(actor, engines=("auto", "torch", "onnxruntime"))
+    for stream in (auto, torchs, strict): next(stream)
+    del actor.extra
+    assert_close(next(auto), next(torchs))
+    with pytest.raises(ActorError, match="reads a tensor that is no input"): next(strict)
+    assert "torch runs the actor: Holding.step" in caplog.text
+
+
+def test_a_graph_that_answers_differently_is_refused(monkeypatch):
+    actor, other = Slow(), Slow()
+    other.shifts = [9.001]
+    made = compiled.PureStep
+    monkeypatch.setattr(compiled, "PureStep", lambda actor, inputs: made(other, inputs))
+    other.load_state_dict(actor.state_dict())
+    with pytest.raises(ActorError, match=r"leaf info\['dist'\]: Slow.step answers differently in ONNX Runtime"): next(streams(actor)[1])
+
+
+def test_an_engine_that_is_unknown_or_not_installed(monkeypatch, caplog):
+    actor = MLPPolicy.for_env("CartPole-v1")
+    with pytest.raises(DataError, match=r"EnvStepper, leaf engine: unknown engine. Expected 'torch' or 'onnxruntime' or 'auto', got 'jit'"):
+        rollouts("CartPole-v1", actor, engine="jit")
+    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"needs onnxruntime and onnx: pip install 'rollpipe\[fast\]'"):
+        rollouts("CartPole-v1", actor, engine="onnxruntime")
+    auto, torchs = streams(actor := MLPPolicy.for_env((STATE, ACTS)), engines=("auto", "torch"))
+    assert_equal(next(auto), next(torchs))
+    assert "pip install 'rollpipe[fast]'" in caplog.text
+
+
+# Loops, workers, learners
+
+@pytest.mark.parametrize("name", ["mlp", "gauss", "gru with past", "lstm", "q", "convolution", "mixed"])
+def test_an_engine_for_many_rows_gives_the_bits_of_single_steps(name):
+    "A loop over staged rows, written here anew, gives the ticks of the stepper with the same engine."
+    make, obs, act = ACTORS[name]
+    actor, where = make(), dict(pipe="loop", lane=0)
+    for engine_name in ("torch", "onnxruntime"):
+        def interaction(engine_name=engine_name):
+            envs = env_batch(env_factories(lambda: Dreams(obs, act), 3), np.random.SeedSequence(1), **where)
+            return Interaction(actor, envs, np.random.SeedSequence(2), engine=engine_name)
+        ticks, loop = interaction(), interaction()
+        ticks = ticks.ticks(*ticks.start())
+        out, hx = loop.start()
+        engine = loop.engine(out, hx, 7)
+        assert engine.name == engine_name
+        rows = engine.rows
+        for n in (7, 7, 4):
+            engine.begin(n)
+            for t in range(n):
+                engine.run(t)
+                tick = next(ticks)
+                out = loop.envs.step(nested.map(lambda x, t=t: torch.from_numpy(x[t].copy()), rows.act))
+                answer = nested.map(lambda x, t=t: torch.from_numpy(x[t].copy()), rows.info)
+                assert_equal(answer, tick.actor)
+                hx = nested.map(lambda x, t=t: torch.from_numpy(x[t + 1].copy()), rows.hx)
+                rows.put(t + 1, out.state, loop.checked.reset(hx, out.ended) if out.ended else hx)
+                assert_equal(nested.map(torch.from_numpy, nested.getitem(rows.hx, t + 1)), tick.next_hx)
+                for x, y in zip(nested.leaves(out.state), nested.leaves(tick.next)): assert np.array_equal(x, y)
+            if n == rows.n: rows.wrap()
+
+
+@pytest.mark.parametrize("cls", [MLPPolicy, RecurrentPolicy])
+def test_the_stream_does_not_depend_on_the_number_of_workers(cls):
+    found = []
+    for n_workers in (0, 1, 2):
+        actor = cls.for_env((STATE, ACTS), seed=0)
+        pipe = rollouts(Dreams, actor, n_envs=2, n_steps=8, lanes=4, seed=3, engine="onnxruntime")
+        torch.manual_seed(0)
+        with DataLoader2(pipe, reading_service=ProcessReading(n_workers) if n_workers else None) as loader:
+            batches = []
+            for _, batch in zip(range(4), loader):
+                batches.append(nested.map(torch.clone, batch))
+                learn(actor)
+        found.append(batches)
+    for other in found[1:]: assert_equal(other, found[0])
+
+
+@pytest.mark.parametrize("name", ["mlp", "gauss", "std of the state", "mixed", "gru with past", "lstm"])
+def test_the_first_ratio_of_ppo_is_one(name):
+    make, obs, act = ACTORS[name]
+    actor = make()
+    _, stream = streams(actor, obs, act, n_envs=4, n_steps=50)
+    for _ in range(3):
+        batch = next(stream)
+        with torch.no_grad(): ratio = (actor.eval().replay(batch)["logp"] - batch.actor["logp"][:-1]).exp()
+        assert (ratio - 1).abs().max() < 1e-4
+        learn(actor, .2)
+
+
+def test_virtual_reactions_are_those_of_torch(monkeypatch):
+    "torch answers only what is virtual: once for the structure, and per fragment for the look-ahead and for the truncated ends."
+    actor, asked = MLPPolicy.for_env((STATE, ACTS), seed=0), []
+    stream = streams(actor)[1]
+    next(stream)
+    step = MLPPolicy.step
+    def noted(self, *seen, virtual, **kwargs):
+        asked.append(virtual)
+        return step(self, *seen, virtual=virtual, **kwargs)
+    monkeypatch.setattr(MLPPolicy, "step", noted)
+    batch = next(stream)
+    assert asked == [True] * (1 + bool(len(batch.final.t)))
+
+
+def test_sticky_environments_vectors_and_the_deterministic_action():
+    actor = MLPPolicy.for_env("CartPole-v1", seed=0)
+    learn(actor)
+    for kwargs in (dict(sticky=12), dict(vector="sync"), dict(explore=False), dict(vector="vector_entry_point")):
+        wanted, came = (iter(FragmentCollector(EnvStepper("CartPole-v1", actor, 3, seed=0, engine=e, **kwargs), 36))
+                        for e in ("torch", "onnxruntime"))
+        for _ in range(2): assert_close(next(came), next(wanted), 1e-4)
+
+
+def test_a_pipeline_that_has_run_can_be_copied_pickled_and_forked():
+    actor = RecurrentPolicy.for_env((STATE, ACTS), seed=0)
+    pipe = rollouts(Dreams, actor, n_envs=2, n_steps=8, lanes=2, seed=3, engine="onnxruntime")
+    first = next(iter(pipe))
+    assert list(copy.deepcopy(actor).state_dict()) == list(actor.state_dict())
+    assert pickle.loads(pickle.dumps(actor)).training == actor.training
+    assert all(isinstance(p, torch.nn.Parameter) for m in actor.modules() for p in m._parameters.values())
+    assert_equal(next(iter(copy.deepcopy(pipe))), first)
+    assert_equal(next(iter(pickle.loads(pickle.dumps(pipe)))), first)
+    running = iter(pipe)
+    next(running)
+    with multiprocessing.get_context("fork").Pool(1) as pool: theirs = pool.apply(_leaves_of_next, [pipe])
+    for x, y in zip(theirs, nested.leaves(first)): assert np.array_equal(x, y.numpy())
+    next(running)
+
+
+def _leaves_of_next(pipe): return [x.numpy() for x in nested.leaves(next(iter(pipe)))]
+
+
+def test_gradients_still_flow_and_training_goes_on():
+    actor = MLPPolicy.for_env((STATE, ACTS), seed=0)
+    stream, optimizer = streams(actor)[1], torch.optim.Adam(actor.parameters())
+    for _ in range(3):
+        before = [p.detach().clone() for p in actor.parameters()]
+        (actor.replay(next(stream))["logp"] ** 2).mean().backward()
+        optimizer.step()
+        bump_version(actor)
+        assert all(not torch.equal(p, b) for p, b in zip(actor.parameters(), before))
+
+
+def test_one_thread_and_sequential():
+    options = compiled.open_session(to_onnx(PureStep(*_example()))).get_session_options()
+    assert options.intra_op_num_threads == options.inter_op_num_threads == 1
+    assert options.execution_mode == onnxruntime.ExecutionMode.ORT_SEQUENTIAL
+
+
+def _example():
+    actor = MLPPolicy.for_env((STATE, ACTS), seed=0)
+    return actor, ((torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2),
+                    torch.zeros(1, 2, dtype=torch.bool)), (), actor.draw_noise((1, 2)))
+
+
+def test_convolutions_are_counted_and_large_ones_run_with_torch(caplog):
+    obs = Box(0, 255, (84, 84, 4), np.uint8)
+    actor = MLPPolicy.for_env((obs, ACTS), seed=0, encoder={"images": "conv"})
+    names = {}
+    for n_envs in (1, 4):
+        envs = env_batch(env_factories(lambda: Dreams(obs, ACTS), n_envs), np.random.SeedSequence(1), pipe="loop", lane=0)
+        interaction = Interaction(actor, envs, np.random.SeedSequence(2), engine="auto")
+        engine = interaction.engine(*interaction.start(), 1)
+        names[n_envs] = engine.name
+        if n_envs == 1: assert engine.convolutions == 20 * 20 * 32 * 8 * 8 * 4 + 9 * 9 * 64 * 4 * 4 * 32 + 7 * 7 * 64 * 3 * 3 * 64
+    assert names == {1: "onnxruntime", 4: "torch"} and "convolutions so large" in caplog.text
