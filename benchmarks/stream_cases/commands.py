@@ -21,7 +21,8 @@ def _run(*commands):
         if not run.exists(): return  # the exit code is part of the record
         config = json.loads((run/"config.json").read_text())
         for option in ("epsilon",  # DQN had it once, without effect
-                       "activation", "critic_activation"): config["options"].pop(option, None)  # their defaults have no effect
+                       "activation", "critic_activation", "optimize", "engine"):  # their defaults have no effect
+            config["options"].pop(option, None)
         yield "config", config
         for k, line in enumerate((run/"metrics.jsonl").read_text().splitlines()):
             yield f"record {k}", {name: x for name, x in json.loads(line).items() if "seconds" not in name and "_per_s" not in name}

@@ -8,6 +8,7 @@ from .episodes import EpisodeCollector
 from .errors import ActorError, CheckpointError, DataError, EnvError, GraphError, PipeError, SpaceError, WorkerError
 from .fragment_ops import pad_episodes
 from .fragments import FragmentCollector
+from .fusion.rewrites import optimize
 from .frames import FrameStack, Stacks
 from .graph import copy_graph, draw, find, find_one, insert_after, insert_before, remove, replace
 from .invariants import CheckInvariants
@@ -35,7 +36,8 @@ __all__ = [
     'Step', 'StepMerger', 'Steps', 'Tap', 'TensorCollector', 'TensorEnv', 'Throughput', 'Tick', 'TickSource', 'ToDevice', 'WithImage',
     'WorkerError', 'bump_version',
     'collect', 'context', 'copy_graph', 'draw', 'find', 'find_one', 'insert_after', 'insert_before', 'minibatches', 'nested', 'on_policy',
-    'pad_episodes', 'prepare', 'remove', 'replace', 'replayed', 'returns', 'rollout', 'rollouts', 'startup', 'values', 'version_of',
+    'optimize', 'pad_episodes', 'prepare', 'remove', 'replace', 'replayed', 'returns', 'rollout', 'rollouts', 'startup', 'values',
+    'version_of',
     'DataLoader2',  # pyright: ignore[reportUnsupportedDunderAll]  `__getattr__` finds it
 ]
 

@@ -168,6 +168,13 @@ def _edited(pipe, old, make, readers=None):
     nodes(result)                                                       # raises if there is a cycle
     return result, new, was
 
+def _fitting(pipe):
+    "The graph in which each pipe whose `fusion` no longer fits between its neighbours does its own work again."
+    for node in nodes(pipe):
+        if getattr(node, 'fusion', None) is None or node.fits(pipe): continue
+        node.fusion = None      # this graph is new, so nobody else has the pipe
+    return pipe
+
 def replace(
     pipe: IterDataPipe,            # the last pipe of the graph, which stays as it is
     where: Where,                  # a class (its subclasses count) or a predicate `pipe -> bool`
@@ -184,14 +191,14 @@ def replace(
         GraphError: not exactly one match, or the result has a cycle.  TypeError: `new` is not a pipe, or does not return one.
     """
     make = new if callable(new) and not isinstance(new, _PIPES) else lambda old: new
-    return _edited(pipe, find_one(pipe, where), make)[0]
+    return _fitting(_edited(pipe, find_one(pipe, where), make)[0])
 
 # %% ../../nbs/pipes/04_graph.ipynb #84fb8750
 def remove(pipe: IterDataPipe, where: Where) -> IterDataPipe:
     "The graph without the one pipe that matches `where`; its readers read its one source."
     node = find_one(pipe, where)
     _one_input(pipe, node)
-    return _edited(pipe, node, lambda old: inputs(old)[0])[0]
+    return _fitting(_edited(pipe, node, lambda old: inputs(old)[0])[0])
 
 def insert_before(pipe: IterDataPipe, where: Where, make: Callable) -> IterDataPipe:
     "The graph with `make(source)` between the one pipe that matches `where` and its one source. Other readers of the source stay."
@@ -210,6 +217,6 @@ def _one_input(pipe, node):
                      f'{draw(pipe, lambda p: p is node)}\n', pipe=node)
 
 def _checked(result, new, old):
-    if new is not old and any(p is old for p in nodes(new)): return result
+    if new is not old and any(p is old for p in nodes(new)): return _fitting(result)
     raise GraphError('the inserted pipe does not read from the pipe it was made from (`replace` would drop that one)',
                      pipe=new, expected=f'a pipe that reads {_label(old)}')

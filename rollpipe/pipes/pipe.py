@@ -30,12 +30,13 @@ class Traits:
     keeps_items: bool = True      # may it hold an item, or an array of an item, after it asks for the next one?
     any_strides: bool = False     # can it work with arrays that are not contiguous?
     drops_items: bool = True      # may it read on and on without yielding? If so, the log says when it does
+    fusible: bool = False         # may a fused stage do its work in its place (see `fusion`)?
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         methods = {name for name, x in vars(cls).items() if callable(x) and not name.startswith('__')}
         if any(methods & vars(base).keys() for base in cls.__mro__[1:]):
-            for name in ('reads', 'keeps_items', 'any_strides', 'drops_items'):
+            for name in ('reads', 'keeps_items', 'any_strides', 'drops_items', 'fusible'):
                 if name not in vars(cls): setattr(cls, name, getattr(Traits, name))
 
 

@@ -19,6 +19,7 @@ from .batches import FragmentStacker
 from .engines.choice import check_engine
 from .errors import DataError, GraphError, describe
 from .fragments import FragmentCollector
+from .fusion import rewrites
 from .graph import find
 from .lanes import Lanes
 from .replay.pipe import Replay
@@ -44,11 +45,13 @@ def rollouts(
     close: bool = True,              # False: leave the environments open that are made here
     device: Any = None,              # the actor's device, if not the host; batches are on the host, `ToDevice` moves them
     engine: str = 'torch',           # what runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if it can)
+    optimize: bool = True,           # fuse stages where only the speed changes, see `rollpipe.pipes.optimize`
     edits: Sequence[Callable] = (),  # functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
 ) -> IterDataPipe:
     """A pipeline that yields batches: `Fragment`s of `n_steps` steps of `lanes * n_envs` environments.
 
-    `EnvStepper -> FragmentCollector -> Lanes -> FragmentStacker`, then the `edits`. Raises `GraphError` if an edit returns no pipe.
+    `EnvStepper -> FragmentCollector -> Lanes -> FragmentStacker`, then the `edits`, and at last `optimize`. Raises `GraphError` if an edit
+    returns no pipe.
 
     For a `TensorEnv` the first two are one `TensorCollector`, and batches are on its device. Then the options `env_kwargs`, `vector`,
     `sticky` and `device`, and the engine 'onnxruntime', raise `DataError`.
@@ -68,6 +71,7 @@ def rollouts(
         close: False: leave the environments open that are made here
         device: the actor's device, if not the host; batches are on the host, `ToDevice` moves them
         engine: what runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if it can)
+        optimize: fuse stages where only the speed changes, see `rollpipe.pipes.optimize`
         edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
     """
     options = dict(terminal_obs=terminal_obs, info_keys=info_keys, close=close)
@@ -82,7 +86,8 @@ def rollouts(
         if not isinstance(pipe, IterDataPipe):
             raise GraphError(f"the edit {getattr(edit, '__name__', edit)!r} returned no pipe", expected="an IterDataPipe",
                              got=describe(pipe))
-    return _seeded(pipe, seed)
+    pipe = _seeded(pipe, seed)
+    return rewrites.optimize(pipe) if optimize else pipe
 
 
 def _of_tensors(env, actor, n_steps, n_envs, options, only):

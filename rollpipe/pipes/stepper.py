@@ -179,7 +179,7 @@ class EnvStepper(FromSource, Seeded, Source):
         device: the actor's device; its input is copied there, and its answer back to the host
         engine: what runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if it can)
     """
-    keeps_items = False
+    keeps_items, fusible = False, True
 
     def __init__(self,
                  source: Any,                        # gymnasium id, factory `source()` or `source(seed=...)`, instance; a list or pipe

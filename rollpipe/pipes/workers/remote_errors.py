@@ -49,7 +49,9 @@ def pack_exception(
     Returns:
         tuple: `(text, pickle)`; the pickle is that of a `WorkerError` if the exception cannot be pickled or unpickled
     """
-    pipe = next((type(o).__name__ for o in _selves(e.__traceback__) if isinstance(o, IterDataPipe)), None)
+    inner = next((o for o in _selves(e.__traceback__) if isinstance(o, IterDataPipe)), None)
+    if getattr(inner, 'fusion', None) is not None: inner = getattr(e, 'pipe', None) or inner     # it does the work of several pipes
+    pipe = inner if inner is None or isinstance(inner, str) else type(inner).__name__
     if isinstance(e, PipeError): e.locate(pipe=pipe)
     text = shortened(f"in {where}{f', {pipe}' if pipe else ''}:\n" + ''.join(traceback.format_exception(type(e), e, e.__traceback__)))
     told = shortened('an exception ' + ''.join(traceback.format_exception_only(type(e), e)).strip())

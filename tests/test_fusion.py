@@ -1,0 +1,479 @@
+"""A fused stage yields what its stages yield, bit for bit, and fails as they do; an edit takes it apart."""
+import gc
+import logging
+import pickle
+import weakref
+from functools import partial
+from itertools import islice
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from fault_cases import Fault, pipeline
+from fault_rows import HARMS, ROWS
+from gymnasium.spaces import Box, Dict, Discrete
+from gymnasium.vector import AutoresetMode
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import assert_same, snapshot
+from test_vector import PLANS, Vectorised
+from toys import ENDS, Counting, Lively, Memory, Nested, NestedMemory, Plain, Shaky
+
+from rollpipe.layers import Actor, Critic, MLPPolicy, RecurrentPolicy
+from rollpipe.pipes import (EnvStepper, FragmentCollector, Lanes, Pipe, ProcessReading, bump_version, copy_graph, draw, find, find_one,
+                            insert_after, insert_before, on_policy, optimize, remove, replace, replayed, rollouts)
+from rollpipe.pipes.fragments import Destination
+from rollpipe.pipes.fusion.rewrites import FUSED_STEPPING
+from rollpipe.pipes.nested import leaves
+from rollpipe.pipes.torchdata import DataLoader2
+
+fast = settings(deadline=None, max_examples=25)
+episodes = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)
+WORLDS = {"plain": (Counting, Plain), "memory": (Counting, Memory), "nested": (Nested, NestedMemory)}
+
+
+def is_fused(pipe): return find_one(pipe, FragmentCollector).fusion is not None
+
+
+def first(pipe, n=4): return [snapshot(x) for x in islice(pipe, n)]
+
+
+def assert_same_streams(make, n=4):
+    "`make()` makes a graph; its stream, and that of the optimized graph."
+    fused = optimize(make())
+    assert is_fused(fused)
+    for a, b in zip(first(make(), n), first(fused, n), strict=True): assert_same(a, b)
+
+
+def factories(env, plans): return [partial(env, plan, tag) for tag, plan in enumerate(plans)]
+
+
+# --- the stream
+
+@pytest.mark.parametrize("world", WORLDS)
+@fast
+@given(plans=st.lists(episodes, min_size=1, max_size=3), n_steps=st.integers(1, 7), terminal_obs=st.booleans())
+def test_a_fused_stage_yields_the_same(world, plans, n_steps, terminal_obs):
+    env, actor = WORLDS[world]
+    assert_same_streams(lambda: FragmentCollector(EnvStepper(factories(env, plans), actor(), terminal_obs=terminal_obs), n_steps))
+
+
+@fast
+@given(plans=st.lists(episodes, min_size=1, max_size=3), sticky=st.integers(1, 5), periods=st.integers(1, 2))
+def test_with_environments_that_rest(plans, sticky, periods):
+    assert_same_streams(lambda: FragmentCollector(EnvStepper(factories(Counting, plans), Memory(), sticky=sticky), sticky * periods))
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("terminal_obs", [False, True])
+def test_with_vector_environments(mode, terminal_obs):
+    def make(): return FragmentCollector(EnvStepper(partial(Vectorised, PLANS, mode), Memory(), terminal_obs=terminal_obs), 5)
+    assert_same_streams(make, 5)
+
+
+@pytest.mark.parametrize("kind, options", [(MLPPolicy, {}), (RecurrentPolicy, {}),
+                                           (RecurrentPolicy, dict(cell="lstm", past=True, report=True))])
+@pytest.mark.parametrize("source, kwargs", [("CartPole-v1", dict(env_kwargs=dict(max_episode_steps=13))), (Lively, {}),
+                                            (Lively, dict(sticky=16)), (Lively, dict(explore=False)),
+                                            ("CartPole-v1", dict(vector="sync")), ("Pendulum-v1", dict(device="cpu"))])
+def test_with_networks_whose_weights_change(kind, options, source, kwargs):
+    "Versions, noise and the normaliser, too."
+    streams = []
+    for fused in (False, True):
+        actor = kind.for_env(source, env_kwargs=kwargs.get("env_kwargs"), seed=0, **options)
+        pipe = FragmentCollector(EnvStepper(source, actor, 3, seed=1, **kwargs), 32)
+        items, found = iter(optimize(pipe) if fused else pipe), []
+        for k in range(12):
+            found.append(snapshot(fragment := next(items)))
+            with torch.no_grad():
+                for p in actor.parameters(): p += .01 * k
+            if k % 3: bump_version(actor)
+            actor.observe(fragment.state.obs)
+        streams.append(found)
+    for a, b in zip(*streams, strict=True): assert_same(a, b)
+
+
+@pytest.mark.parametrize("n_steps", [32, 150])
+@pytest.mark.parametrize("kind, options", [(MLPPolicy, {}), (RecurrentPolicy, dict(cell="lstm", past=True, report=True))])
+@pytest.mark.parametrize("source, kwargs", [("CartPole-v1", dict(env_kwargs=dict(max_episode_steps=13))), (Lively, dict(terminal_obs=True)),
+                                            (Lively, dict(sticky=2)), (Lively, dict(explore=False)), (Nested, {}),
+                                            ("CartPole-v1", dict(vector="sync"))])
+def test_with_another_engine(kind, options, source, kwargs, n_steps):
+    "An engine gives the same numbers in a fused stage, whose rows it stages, as step by step."
+    pytest.importorskip("onnxruntime")
+    streams = []
+    for fused in (False, True):
+        actor = kind.for_env(source, env_kwargs=kwargs.get("env_kwargs"), seed=0, **options)
+        pipe = FragmentCollector(EnvStepper(source, actor, 3, seed=1, engine="onnxruntime", **kwargs), n_steps)
+        items, found = iter(optimize(pipe) if fused else pipe), []
+        for k in range(5):
+            found.append(snapshot(fragment := next(items)))
+            with torch.no_grad():
+                for p in actor.parameters(): p += .01 * k
+            actor.observe(fragment.state.obs)
+        streams.append(found)
+    for a, b in zip(*streams, strict=True): assert_same(a, b)
+
+
+class Own(Counting):
+    "Keeps its observation, and uses it again; its infos come late, change their dtype, and share its memory."
+    def __init__(self, episodes=((3, "term"), (4, "trunc")), tag=0):
+        super().__init__(episodes, tag)
+        self.memory = np.zeros(4, np.float32)
+
+    def look(self):
+        self.memory[:] = super().look()
+        return self.memory
+
+    def step(self, action):
+        obs, rew, term, trunc, _ = super().step(action)
+        info = {"same": self.memory, "n": self.count if self.episode < 2 else self.count / 2}
+        if self.episode > 1: info["late"] = [self.episode]
+        if self.count == 2: info["name"] = "x"
+        return obs, rew, term, trunc, info
+
+
+@pytest.mark.parametrize("info_keys", [None, ["n", "late"], []])
+def test_infos_that_appear_later_and_memory_that_is_used_again(info_keys, caplog):
+    told = []
+    for change in (lambda pipe: pipe, optimize):
+        caplog.clear()
+        told.append((first(change(Lanes(FragmentCollector(EnvStepper([Own] * 2, Plain(), info_keys=info_keys), 4), 2,
+                                        seed=len(told) + 90)), 12), list(caplog.messages)))
+    (a, said), (b, same) = told
+    for x, y in zip(a, b, strict=True): assert_same(x, y)
+    assert said == same
+
+
+class Draws(Counting):
+    "Reads the global generators of torch and numpy, and asks whether torch computes gradients."
+    def step(self, action):
+        obs, rew, *rest = super().step(action)
+        assert torch.is_grad_enabled(), "torch.no_grad leaks into the environment"
+        return obs, rew + torch.rand(()).item() + np.random.random(), *rest
+
+
+@pytest.mark.parametrize("make", [lambda: (Draws, Plain()), lambda: (Lively, Shaky())])
+def test_global_generators_and_gradients(make):
+    assert_same_streams(lambda: Lanes(FragmentCollector(EnvStepper(*make(), 2), 5), 3, seed=0), 9)
+
+
+class Reward(Counting):
+    "Its rewards are of several kinds."
+    kinds = (1, 2.5, np.float32(.1), True, np.int64(2**60 + 1), np.array(3), 2**60 + 1)
+
+    def step(self, action):
+        obs, _, *rest = super().step(action)
+        return obs, self.kinds[(self.episode + self.count) % 7], *rest
+
+
+def test_rewards_of_several_kinds():
+    envs = [Reward, partial(Reward, [(2, "both")])]
+    assert_same_streams(lambda: FragmentCollector(EnvStepper(envs, Plain()), 9))
+    pytest.importorskip("onnxruntime")
+    assert_same_streams(lambda: FragmentCollector(EnvStepper(envs, MLPPolicy.for_env(Reward, seed=0), seed=0, engine="onnxruntime"), 9))
+
+
+class Mirror(Actor):
+    "Its actions, its memory and its report are views of what it sees."
+    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual): return obs[..., :2], (obs[..., :1],), {"saw": obs}
+    def reset(self, hx, at): return hx
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 90, 90)])
+def test_memory_that_is_used_again_by_its_reader(shape):
+    "As the slots of a worker are. What is carried to the next fragment must not lie there."
+    class Reused(Destination):
+        def __init__(self): self.memory, self.k = [], 0
+        def empty(self, shape, dtype):
+            self.memory.append(np.zeros(shape, dtype))
+            return self.memory[-1]
+    class Large(Lively):
+        def look(self, x): return np.broadcast_to(x.reshape(3, *[1] * (len(shape) - 1)), shape).copy()
+        def reset(self, **kwargs): return self.look(super().reset(**kwargs)[0]), {}
+        def step(self, action): return self.look((answer := super().step(np.clip(action, -1, 1)))[0]), *answer[1:]
+    Large.observation_space = Box(-np.inf, np.inf, shape)
+    class Sees(Mirror):
+        def forward(self, obs, act, rew, fin, **context):
+            return super().forward(obs.reshape(*fin.shape, 3, -1)[..., 0], act, rew, fin, **context)
+    streams = []
+    for change in (lambda pipe: pipe, optimize):
+        pipe, destination, found = change(FragmentCollector(EnvStepper(Large, Sees(), 2, seed=0), 6)), Reused(), []
+        for fragment in islice(pipe.into(destination), 5):
+            found.append(snapshot(fragment))
+            for x in destination.memory: x.fill(77)
+            destination.memory.clear()
+        streams.append(found)
+    for a, b in zip(*streams, strict=True): assert_same(a, b)
+
+
+def test_a_fragment_that_nobody_has_is_gone():
+    for kwargs in ({}, dict(vector="sync")):
+        made = []
+        class Noted(Destination):
+            def empty(self, shape, dtype, made=made):
+                made.append(weakref.ref(x := np.empty(shape, dtype)))
+                return x
+        items = optimize(FragmentCollector(EnvStepper("CartPole-v1", MLPPolicy.for_env("CartPole-v1"), 2, **kwargs), 6)).into(Noted())
+        for _ in range(3):
+            next(items)
+            gc.collect()
+            assert len(made) == 5 and not any(x() is not None for x in made)
+            made.clear()
+
+
+# --- where it runs
+
+def joined(n_workers=None, **kwargs):
+    actor = MLPPolicy.for_env("CartPole-v1", seed=0)
+    pipe = on_policy("CartPole-v1", actor, Critic.for_env("CartPole-v1", seed=0), n_envs=2, n_steps=40, lanes=4, seed=3, **kwargs)
+    if n_workers is None: return first(pipe, 3)
+    with DataLoader2(pipe, reading_service=ProcessReading(n_workers)) as loader: return first(loader, 3)
+
+
+@pytest.mark.parametrize("n_workers", [None, 0, 1, 2])
+def test_the_same_with_any_number_of_workers(n_workers):
+    for a, b in zip(joined(optimize=False), joined(n_workers), strict=True): assert_same(a, b)
+
+
+def test_loans_serve_one_iteration():
+    env = gym.make("CartPole-v1")
+    pipe = optimize(FragmentCollector(EnvStepper(env, MLPPolicy.for_env(env), seed=0), 3))
+    one = iter(pipe)
+    next(one)
+    two = iter(copy_graph(pipe))
+    next(two)
+    with pytest.raises(Exception, match="has since been lent to another iteration"): next(one)
+    env.close()
+
+
+def test_it_can_be_pickled_and_copied():
+    pipe = optimize(Lanes(FragmentCollector(EnvStepper("CartPole-v1", Plain(), 2), 4), 2, seed=0))
+    for copy in (pickle.loads(pickle.dumps(pipe)), copy_graph(pipe)): assert is_fused(copy)
+    pipe = optimize(Lanes(FragmentCollector(EnvStepper(Counting, Plain(), 2), 4), 2, seed=0))
+    for a, b in zip(first(pipe), first(pickle.loads(pickle.dumps(pipe))), strict=True): assert_same(a, b)
+
+
+# --- faults
+
+def told(harm, place, at, change):
+    "What a pipeline says that is harmed."
+    found, handler = [], logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())
+    logging.getLogger("rollpipe").addHandler(handler)
+    try: found += [type(x).__name__ for x in islice(change(pipeline(Fault(HARMS[harm], place, at))), 6)]
+    except BaseException as e: found += [type(e).__name__, str(e), repr(e.__cause__), repr(e.__context__)]
+    finally: logging.getLogger("rollpipe").removeHandler(handler)
+    return found
+
+
+@pytest.mark.parametrize("place", ["factory", "step", "reset", "actor", "actor reset", "actor complete", "vector step", "vector reset"])
+def test_faults_are_told_in_the_same_words(place):
+    harms = sorted({row.harm for row in ROWS if row.place == place and row.here and not row.options})
+    assert harms
+    for harm in harms:
+        for at in (3, 10): assert told(harm, place, at, lambda pipe: pipe) == told(harm, place, at, optimize), (harm, at)
+
+
+class Spoilt(Counting):
+    "From step `at` on its observations are not finite, and later something else goes wrong."
+    def __init__(self, at, then):
+        super().__init__([(50, "trunc")])
+        self.at, self.then, self.n = at, then, 0
+
+    def step(self, action):
+        self.n += 1
+        obs, rew, term, trunc, info = super().step(action)
+        if self.n == self.at: obs[1] = np.nan
+        if self.n > self.at + 1:
+            if self.then == "raises": raise OSError("later")
+            if self.then == "reward": rew = "much"
+            if self.then == "info": info = None
+            if self.then == "end": trunc = "yes"
+        return obs, rew, term, trunc, info
+
+
+@pytest.mark.parametrize("then", ["nothing", "raises", "reward", "info", "end"])
+@pytest.mark.parametrize("at", [1, 4, 9])
+def test_the_first_fault_is_told_and_nothing_that_is_not_finite_leaves(then, at):
+    class Careful(Plain):
+        def forward(self, obs, *args, **kwargs):
+            if obs.isnan().any(): raise ValueError("the actor has seen it")
+            return super().forward(obs.nan_to_num(), *args, **kwargs)
+    for actor in (Plain, Careful):
+        texts, counts = [], []
+        for change in (lambda pipe: pipe, optimize):
+            items = iter(change(FragmentCollector(EnvStepper([partial(Spoilt, 99, then), partial(Spoilt, at, then)], actor()), 4)))
+            counts.append(0)
+            with pytest.raises(Exception) as e:     # noqa: PT011  the texts are compared
+                for fragment in items:
+                    counts[-1] += 1
+                    assert all(x.isfinite().all() for x in leaves(fragment.state))
+            texts.append((type(e.value), str(e.value), repr(e.value.__cause__)))
+        assert texts[0] == texts[1] and counts[0] == counts[1]
+        assert "non-finite" in texts[0][1]
+
+
+@pytest.mark.parametrize("then", ["nothing", "raises", "reward", "info", "end"])
+@pytest.mark.parametrize("at", [1, 4, 9, 200])
+def test_the_first_fault_with_another_engine(then, at):
+    pytest.importorskip("onnxruntime")
+    texts = []
+    for change in (lambda pipe: pipe, optimize):
+        actor = MLPPolicy.for_env(Counting, seed=0)
+        stepper = EnvStepper([partial(Spoilt, 999, then), partial(Spoilt, at, then)], actor, engine="onnxruntime", seed=0)
+        with pytest.raises(Exception) as e: first(change(FragmentCollector(stepper, 140)), 3)     # noqa: PT011  the texts are compared
+        texts.append((type(e.value), str(e.value), repr(e.value.__cause__)))
+    assert texts[0] == texts[1] and "non-finite" in texts[0][1]
+
+
+class Range(gym.Env):
+    observation_space, action_space = Dict(n=Discrete(5)), Discrete(2)
+    def reset(self, **kwargs): return {"n": 0}, {}
+    def __init__(self): self.n = 0
+    def step(self, action):
+        self.n += 1
+        return {"n": self.n}, 1., False, self.n == self.end, {}
+
+
+@pytest.mark.parametrize("end", [5, 99])
+def test_integers_that_a_space_does_not_have(end):
+    class Ends(Range): pass
+    Ends.end = end
+    class Zero(Actor):
+        def forward(self, obs, act, rew, fin, **_): return torch.zeros_like(act, dtype=torch.int64), (), {}
+    texts = []
+    for change in (lambda pipe: pipe, optimize):
+        with pytest.raises(Exception, match="out of range") as e: first(change(FragmentCollector(EnvStepper(Ends, Zero()), 8)))
+        texts.append(str(e.value))
+    assert texts[0] == texts[1]
+
+
+class Fickle(Actor):
+    "The dtype of its action changes at call `at`."
+    def __init__(self, at): super().__init__(); self.at, self.n = at, [0]
+    def forward(self, obs, act, rew, fin, *, virtual, **_):
+        self.n[0] += not virtual
+        new = torch.zeros(*fin.shape, 2)
+        return new.double() if self.n[0] >= self.at else new, (), {}
+
+
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_a_dtype_that_changes(at):
+    assert_same_streams(lambda: FragmentCollector(EnvStepper(Lively, Fickle(at), seed=0), 4), 3)
+
+
+# --- the graph
+
+class Passing(Pipe):
+    reads, keeps_items = 1, False
+    def stream(self, items): yield from items
+
+
+class MyStepper(EnvStepper):
+    "Overrides something."
+    def make_envs(self, *args): return super().make_envs(*args)
+
+
+class Same(EnvStepper): "Overrides nothing."
+class MyCollector(FragmentCollector): "The same."
+class OtherCollector(FragmentCollector):
+    def stream(self, *args, **kwargs): return super().stream(*args, **kwargs)
+
+
+def stepper(kind=EnvStepper, **kwargs): return kind(Counting, Plain(), 2, **kwargs)
+
+
+@pytest.mark.parametrize("make, reason", [
+    (lambda: FragmentCollector(stepper(), 4), None),
+    (lambda: FragmentCollector(stepper(Same), 4), None),
+    (lambda: MyCollector(stepper(), 4), None),
+    (lambda: FragmentCollector(stepper(MyStepper), 4), "MyStepper has methods of its own"),
+    (lambda: FragmentCollector(Passing(stepper()), 4), "it reads Passing, which takes or changes ticks"),
+    (lambda: FragmentCollector(FragmentCollector(stepper(), 4), 4), "it reads FragmentCollector, which takes or changes ticks"),
+    (lambda: OtherCollector(stepper(), 4), "OtherCollector has methods of its own"),
+    (lambda: FragmentCollector(stepper(device="meta"), 4), "the actor answers on meta"),
+    (lambda: FragmentCollector(stepper(), 2**14), "a fragment of 16384 steps grows while it is made")])
+def test_what_stands_in_the_way_is_reported(make, reason):
+    pipe = Lanes(make(), 2)
+    fused, report = optimize(pipe, report=True)
+    assert report[-1].obstacle == reason and report[-1].rewrite == FUSED_STEPPING.name
+    assert (reason or "fuse") in str(report)
+    last = find(fused, FragmentCollector)[-1]
+    assert (last.fusion is not None) == (reason is None) and type(last) is type(find(pipe, FragmentCollector)[-1])
+    assert not any(x.fusion for x in find(pipe, FragmentCollector))     # the original stays as it is
+
+
+def test_two_readers_of_the_same_ticks():
+    class Both(Pipe):
+        def __init__(self, pipe, other): super().__init__(pipe); self.other = other
+        def stream(self, items): yield from items
+    ticks = stepper()
+    pipe = Both(FragmentCollector(ticks, 4), Passing(ticks))
+    _, report = optimize(pipe, report=True)
+    assert report[0].obstacle == "other pipes read the same ticks"
+    fused = Both(optimize(FragmentCollector(ticks := stepper(), 4)), None)
+    assert is_fused(fused)
+    assert not is_fused(insert_after(fused, Both, lambda old: Both(old, Passing(find_one(old, EnvStepper)))))
+
+
+def test_optimizing_twice_changes_nothing():
+    pipe = optimize(Lanes(FragmentCollector(stepper(), 4), 2, seed=0))
+    again, report = optimize(pipe, report=True)
+    assert str(draw(again)) == str(draw(pipe)) and report[0].obstacle is None
+    assert "FragmentCollector(n_steps=4, fused=True)" in str(draw(pipe)) and "EnvStepper" in str(draw(pipe))
+    assert str(optimize(Passing(stepper()), report=True)[1]) == "no pipe that a rewrite could replace"
+
+
+EDITS = {
+    "before the collector": (lambda pipe: insert_before(pipe, FragmentCollector, Passing), False),
+    "after the stepper": (lambda pipe: insert_after(pipe, EnvStepper, Passing), False),
+    "another stepper": (lambda pipe: replace(pipe, EnvStepper, lambda old: stepper(MyStepper)), False),
+    "another collector": (lambda pipe: replace(pipe, FragmentCollector, lambda old: FragmentCollector(old.pipe, 6)), False),
+    "the same kind of stepper": (lambda pipe: replace(pipe, EnvStepper, lambda old: stepper(explore=False)), True),
+    "after the collector": (lambda pipe: insert_after(pipe, FragmentCollector, Passing), True),
+    "inserted and removed": (lambda pipe: remove(insert_after(pipe, EnvStepper, Passing), Passing), False)}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_takes_it_apart_where_it_must(name):
+    edit, stays = EDITS[name]
+    plain = Lanes(FragmentCollector(stepper(), 4), 2, seed=0)
+    edited = edit(optimize(plain))
+    assert is_fused(edited) == stays
+    for a, b in zip(first(edit(plain)), first(edited), strict=True): assert_same(a, b)
+    for a, b in zip(first(edit(plain)), first(optimize(edited)), strict=True): assert_same(a, b)
+
+
+def test_a_graph_that_is_changed_by_hand_runs_unfused():
+    pipe = optimize(FragmentCollector(stepper(), 4))
+    seen = []
+    class Look(Pipe):
+        def stream(self, items):
+            for tick in items: yield seen.append(tick) or tick
+    pipe.pipe = Look(pipe.pipe)
+    next(iter(pipe))
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("recipe, options", [(rollouts, {}), (on_policy, dict(critic=None)), (replayed, dict(batch_size=4, warmup=8))])
+def test_recipes_optimize_after_the_edits(recipe, options):
+    make = partial(recipe, Counting, Plain(), n_envs=2, lanes=2, n_steps=4, seed=0, **options)
+    assert is_fused(make()) and not is_fused(make(optimize=False))
+    edited = make(edits=[Passing.inserter(after=EnvStepper)])
+    assert not is_fused(edited) and len(find(edited, Passing)) == 1
+
+
+def test_a_pipe_of_environments_is_read_and_closed():
+    class Makes(Pipe):
+        def __init__(self): pass
+        def _open(self): return iter(())
+        def stream(self, items):
+            try: yield from [Counting] * 5
+            finally: closed.append(True)
+    closed = []
+    items = iter(optimize(FragmentCollector(EnvStepper(Makes(), Plain(), 2), 4)))
+    assert next(items).n_envs == 2 and not closed
+    items.close()
+    assert closed == [True]
