@@ -45,7 +45,7 @@ def without(
         skips = not skips and name in values and not equals
     return kept
 
-
+# %% ../nbs/14_experiments.ipynb #98778530
 def words_for(
     words: list,   # the command line of the experiment
     seed: int,

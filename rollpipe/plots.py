@@ -79,7 +79,7 @@ def align(
     grid = curves[0][0] if len(curves) == 1 else np.linspace(low, high, n_points)
     return grid, np.stack([np.interp(grid, x, y) for x, y in curves])
 
-
+# %% ../nbs/04_plots.ipynb #692c0a9d
 def smooth(
     y: np.ndarray,  # [..., n]
     window: int,    # number of points to average, the point itself and those before it

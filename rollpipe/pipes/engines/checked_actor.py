@@ -35,7 +35,7 @@ class calling:
         if isinstance(e, PipeError): e.locate(**where)
         elif isinstance(e, Exception): raise ActorError(f"{name}.{self.method} raised {describe_exception(e)}", **where) from e
 
-
+# %% ../../../nbs/pipes/11_engines/06_checked_actor.ipynb #edcfa0ba
 class CheckedActor:
     """Calls an actor on its device, with the lane's own random numbers, and checks its answers.
 
