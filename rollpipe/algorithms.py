@@ -62,7 +62,8 @@ _FIXED = ("actor", "critic", "env", "env_kwargs", "seed", "info_keys", "edits", 
 
 
 def _options(found):
-    options = [x._replace(default=found.defaults.get(x.name, x.default)) for x in options_of(found.parts, skip=_FIXED)]
+    defaults = {"engine": "auto", **found.defaults}  # the command line takes the fastest engine; the recipes stay with torch
+    options = [x._replace(default=defaults.get(x.name, x.default)) for x in options_of(found.parts, skip=_FIXED)]
     return [x._replace(kinds=("int",)) if x.name == "n_envs" else x for x in options]  # an id does not say how many
 
 # %% ../nbs/06_algorithms.ipynb #fd8b1b46

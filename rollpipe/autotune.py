@@ -41,10 +41,11 @@ def profile_config(
     finally: torch.set_num_threads(threads)
 
 # %% ../nbs/12_autotune.ipynb #2506afc8
-GRID = dict(
+GRID: dict = dict(
     n_envs=(4, 8, 16, 32, 64),
     lanes=(1, 2, 4),
     workers=(0, 1, 2, 4),
+    engine=("auto", "torch"),
 )
 SHORTEST = 16     # steps of a fragment, unless those of the algorithm are shorter; it looks ahead less if they are few
 

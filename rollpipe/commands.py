@@ -22,7 +22,7 @@ from .pipes.errors import DataError
 from .pipes.graph import draw
 from .plots import learning_curve
 from .progress import format_duration, format_number
-from .runs import RUN_FILES, Run, discard, files_of_run, folder_of, load_run, needed_modules, restore, resume, start
+from .runs import RUN_FILES, Run, agent_of, discard, files_of_run, folder_of, load_run, needed_modules, resume, start
 from .train import train
 
 # %% auto #0
@@ -96,7 +96,7 @@ def find_run(
     found, free = load_run(folder), ("steps", "versions")
     changed = [name for name in dict.fromkeys([*config, *found.config]) if name not in free and name != "options"
                and config.get(name) != found.config.get(name)]
-    options = config["options"].items()
+    options = [(name, x) for name, x in config["options"].items() if (name, x) != ("engine", "auto")]  # the run names what 'auto' was
     changed += [name for name, x in options if found.config["options"].get(name, x) != x]
     if changed: raise DataError(f"the run in {folder} has other options", expected="the same, or another folder", got=", ".join(changed))
     return found
@@ -132,7 +132,7 @@ def run_to_end(run: Run, args: Namespace) -> None:
 def evaluate_command(args: Namespace) -> None:
     "Evaluate a checkpoint."
     checkpoint = load_run(args.run, args.best)
-    agent, _ = restore(checkpoint, device=args.device)
+    agent = agent_of(checkpoint, args.device)
     print(evaluate(checkpoint.config["env"], agent.actor, args.episodes, deterministic=not args.sample, seed=args.seed,
                    record=args.record, env_kwargs=checkpoint.config["env_kwargs"], device=device_of(args.device)))
     if args.record: print(f"film: {args.record}")
@@ -144,7 +144,7 @@ _FOREVER = 2**62  # episodes, and steps of an episode
 def watch_command(args: Namespace) -> None:
     "Show a trained policy in a window, or film it."
     checkpoint = load_run(args.run, args.best)
-    agent, returns = restore(checkpoint, device="cpu")[0], []
+    agent, returns = agent_of(checkpoint), []
 
     def tell(ret, length):
         returns.append(ret)
@@ -166,7 +166,7 @@ def watch_command(args: Namespace) -> None:
 def export_command(args: Namespace) -> None:
     "Write the policy of a run to a file that runs without rollpipe."
     checkpoint = load_run(args.run, args.best)
-    actor = restore(checkpoint, device="cpu")[0].actor
+    actor = agent_of(checkpoint).actor
     path = Path(args.out or folder_of(args.run)/f"policy{FORMATS[args.to].suffix}")
     note = {name: checkpoint.config[name] for name in ("algorithm", "env", "env_kwargs")}
     is_checked = export_policy(actor, path, args.to, note)

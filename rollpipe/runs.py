@@ -18,11 +18,14 @@ from .algorithms import ALGORITHMS, is_algorithm, options_for
 from .config import build
 from .locks import lock, unlock
 from .pipes import nested
+from .pipes.engines.checked_actor import engine_used
 from .pipes.errors import LEAST_BYTES, CheckpointError, DataError, PipeError, check_integer, check_memory
+from .pipes.graph import find
+from .pipes.stepper import EnvStepper
 
 # %% auto #0
 __all__ = ['RUN_FILES', 'Run', 'folder_of', 'start', 'discard', 'files_of_run', 'needed_modules', 'load_run', 'best_return',
-           'restore', 'load_agent', 'resume']
+           'restore', 'agent_of', 'load_agent', 'resume']
 
 # %% ../nbs/09_runs.ipynb #318476a9
 RUN_FILES = ("config.json", "metrics.csv", "metrics.jsonl", "checkpoint.safetensors", "best.safetensors", "curve.png",
@@ -96,6 +99,7 @@ def start(
     if old and not overwrite:
         raise DataError(f"{folder} has a run already", expected="another folder, --overwrite, or --resume")
     agent, pipe = build(config)
+    config = _with_engine(config, agent, pipe)
     folder.mkdir(parents=True, exist_ok=True)
     lock(folder)
     _remove_run(folder)
@@ -107,6 +111,15 @@ def start(
         discard(run)
         raise
     return run
+
+
+def _with_engine(config: dict, agent: Any, pipe: Any) -> dict:
+    "The configuration with the name of the engine that 'auto' stands for here; the pipeline takes the same one."
+    options, actor, on_host = config["options"], agent.actor, config.get("device", "cpu") == "cpu"
+    if options.get("engine") != "auto" or getattr(actor, "observation_space", None) is None: return config
+    name = engine_used("auto", actor, options.get("n_envs", 1))[0] if on_host else "torch"
+    for stepper in find(pipe, EnvStepper): stepper.engine = name
+    return {**config, "options": {**options, "engine": name}}
 
 
 def discard(run: Run) -> None:
@@ -248,6 +261,20 @@ def restore(
     return agent, pipe
 
 # %% ../nbs/09_runs.ipynb #bd6c05b6
+def agent_of(
+    checkpoint: Checkpoint, # see `load_run`
+    device: str = "cpu",    # where the learner is to be, see `make_config`
+) -> Any:
+    """The learner alone. It needs neither the device nor the engine that collected for its training. Raises as `restore` does.
+
+    Args:
+        checkpoint: see `load_run`
+        device: where the learner is to be, see `make_config`
+    """
+    config = dict(checkpoint.config, options={**checkpoint.config["options"], "engine": "torch"})
+    return restore(checkpoint._replace(config=config), device=device)[0]
+
+
 def load_agent(
     run: str | Path,     # folder of a run, or a checkpoint file
     best: bool = False,  # of a folder: the learner with the best evaluation, instead of the last one
@@ -260,7 +287,7 @@ def load_agent(
         best: of a folder: the learner with the best evaluation, instead of the last one
         device: where it is to be, see `make_config`; the run may have been trained elsewhere
     """
-    return restore(load_run(run, best), device=device)[0]
+    return agent_of(load_run(run, best), device)
 
 # %% ../nbs/09_runs.ipynb #77254847
 def resume(

@@ -19,21 +19,9 @@ import torch
 
 # Old name -> new name, of fields, infos, metrics, classes, functions and options. Cases use the new names; `REV` is asked for the old ones,
 # and a path or a message of `REV` that has the old name counts as one with the new. Options go through `tools.named`.
-RENAMED = {
-    "every_end": "terminal_obs",
-}
+RENAMED: dict = {}
 # Old phrase -> new phrase, of messages that were reworded on purpose.
-REWORDED = {f"wrong {what}": "out of range" for what in (
-    "number of lanes", "length of a fragment", "size of a stack", "size of a batch", "number of episodes", "number of steps")} | {
-    "Expected an integer >= 0, got -1": "Expected an integer num_workers >= 0, got num_workers=-1",
-    "leaf epochs: PPO: out of range. Expected an integer, 1 <= epochs <= inf, got 0":
-    "PPO: out of range. Expected an integer epochs >= 1, got epochs=0",
-    "it would never be warm": "sampling would never begin",
-    "doesn't exist..": "doesn't exist.",
-    "(0): Li....": "(0): Li...",
-    "leaf adv: non-finite value in the batch. Expected finite numbers where valid.":
-    "TRPO, lane 0, leaf adv[0, 0]: non-finite value in the batch. Expected finite numbers where valid, got nan.",
-    "leaf valid: no valid row in the batch.": "TRPO, leaf valid: no valid row in the batch."}
+REWORDED: dict = {}
 # The groups, by the processes in which they run.
 PROCESSES = (("gradients", "replay", "commands"), ("streams", "episodes", "vector", "transforms", "faults"), ("fork",), ("spawn",))
 PLAIN = bool, int, float, complex, str, bytes, torch.dtype, np.dtype, type(None)

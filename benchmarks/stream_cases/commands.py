@@ -1,4 +1,5 @@
 "What the command line leaves in its folder, with the defaults of each algorithm."
+import inspect
 import json
 import os
 import tempfile
@@ -7,6 +8,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from rollpipe.cli import main
+from rollpipe.pipes import rollouts
 
 
 def _run(*commands):
@@ -20,16 +22,18 @@ def _run(*commands):
         run = Path(folder, "run")
         if not run.exists(): return  # the exit code is part of the record
         config = json.loads((run/"config.json").read_text())
-        for option in ("epsilon",  # DQN had it once, without effect
-                       "activation", "critic_activation", "optimize", "engine"):  # their defaults have no effect
-            config["options"].pop(option, None)
+        for option in ("optimize", "engine", "precondition", "cg_gain"): config["options"].pop(option, None)  # they are new
+        for name in ("keep", "video_every", "device"): config.pop(name, None)
         yield "config", config
         for k, line in enumerate((run/"metrics.jsonl").read_text().splitlines()):
             yield f"record {k}", {name: x for name, x in json.loads(line).items() if "seconds" not in name and "_per_s" not in name}
         yield "weights", load_file(run/"checkpoint.safetensors")
 
 
-def _train(algorithm, env="CartPole-v1"): return _run(f"train {algorithm} {env} --steps 1k --seed 0 --out run")
+ENGINE = " --engine torch" if "engine" in inspect.signature(rollouts).parameters else ""  # ONNX Runtime has other last bits
+
+
+def _train(algorithm, env="CartPole-v1"): return _run(f"train {algorithm} {env} --steps 1k --seed 0 --out run{ENGINE}")
 def trpo(): yield from _train("trpo", "Pendulum-v1")
 def npg(): yield from _train("npg")
 def reinforce(): yield from _train("reinforce")
@@ -37,5 +41,5 @@ def a2c(): yield from _train("a2c")
 def ppo(): yield from _train("ppo")
 def vtrace(): yield from _train("vtrace")
 def dqn(): yield from _train("dqn")
-def workers(): yield from _run("train ppo CartPole-v1 --steps 1k --seed 0 --lanes 2 --n-steps 32 --workers 2 --lag 1 --out run")
-def resumed(): yield from _run("train a2c CartPole-v1 --steps 500 --seed 0 --out run", "train --resume run --steps 1k")
+def workers(): yield from _run("train ppo CartPole-v1 --steps 1k --seed 0 --lanes 2 --n-steps 32 --workers 2 --lag 1 --out run" + ENGINE)
+def resumed(): yield from _run("train a2c CartPole-v1 --steps 500 --seed 0 --out run" + ENGINE, "train --resume run --steps 1k")

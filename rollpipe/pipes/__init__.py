@@ -16,6 +16,8 @@ from .lanes import Lanes
 from .manual import collect, context, prepare, rollout, startup
 from .pipe import Pipe, Source
 from .workers.reading import ProcessReading
+from .profiling.profile import profile
+from .profiling.report import Profile
 from .recipes import on_policy, replayed, rollouts
 from .replay.memory import ReplayMemory, Sample
 from .replay.merged_steps import MergedStep, StepMerger
@@ -24,20 +26,19 @@ from .stepper import EnvStepper
 from .steps import Fragments, Step, Steps
 from .tensors.collector import TensorCollector
 from .tensors.tensor_env import TensorEnv
-from .taps import EpisodeEnd, EpisodeStats, Rate, Tap, Throughput
+from .taps import EpisodeEnd, EpisodeStats, Meter, Rate, Tap, Throughput
 from .transforms import NStep, NSteps, ObservationCast, RewardScaler, ToDevice
 from .modules import Handle, bump_version, version_of
 
 __all__ = [
     'ActorError', 'AdvantageBuffer', 'CheckInvariants', 'CheckpointError', 'DataError', 'EnvError', 'EnvStepper',
     'EpisodeCollector', 'EpisodeEnd', 'EpisodeStats', 'Final', 'Fragment', 'FragmentCollector', 'FragmentStacker', 'Fragments',
-    'FrameStack', 'GraphError', 'Handle', 'Lanes', 'MergedStep', 'Minibatcher', 'NStep', 'NSteps', 'ObservationCast', 'Pipe', 'PipeError',
-    'ProcessReading', 'Rate', 'Replay', 'ReplayMemory', 'Replayed', 'RewardScaler', 'Sample', 'Source', 'SpaceError', 'Stacks', 'State',
-    'Step', 'StepMerger', 'Steps', 'Tap', 'TensorCollector', 'TensorEnv', 'Throughput', 'Tick', 'TickSource', 'ToDevice', 'WithImage',
-    'WorkerError', 'bump_version',
-    'collect', 'context', 'copy_graph', 'draw', 'find', 'find_one', 'insert_after', 'insert_before', 'minibatches', 'nested', 'on_policy',
-    'optimize', 'pad_episodes', 'prepare', 'remove', 'replace', 'replayed', 'returns', 'rollout', 'rollouts', 'startup', 'values',
-    'version_of',
+    'FrameStack', 'GraphError', 'Handle', 'Lanes', 'MergedStep', 'Meter', 'Minibatcher', 'NStep', 'NSteps', 'ObservationCast', 'Pipe',
+    'PipeError', 'ProcessReading', 'Profile', 'Rate', 'Replay', 'ReplayMemory', 'Replayed', 'RewardScaler', 'Sample', 'Source',
+    'SpaceError', 'Stacks', 'State', 'Step', 'StepMerger', 'Steps', 'Tap', 'TensorCollector', 'TensorEnv', 'Throughput', 'Tick',
+    'TickSource', 'ToDevice', 'WithImage', 'WorkerError', 'bump_version', 'collect', 'context', 'copy_graph', 'draw', 'find', 'find_one',
+    'insert_after', 'insert_before', 'minibatches', 'nested', 'on_policy', 'optimize', 'pad_episodes', 'prepare', 'profile', 'remove',
+    'replace', 'replayed', 'returns', 'rollout', 'rollouts', 'startup', 'values', 'version_of',
     'DataLoader2',  # pyright: ignore[reportUnsupportedDunderAll]  `__getattr__` finds it
 ]
 
