@@ -20,6 +20,7 @@ from rollpipe.pipes import (
     DataError, EnvError, EnvStepper, EpisodeCollector, FragmentCollector, FragmentStacker, GraphError, Lanes, ProcessReading, copy_graph,
     draw, find_one, on_policy, prepare, replace, replayed, rollouts, startup,
 )
+from rollpipe.pipes.envs.factories import Claim
 from rollpipe.pipes.envs.sources import instances_in
 from rollpipe.pipes.graph import nodes
 from rollpipe.pipes.pipe import Source
@@ -157,6 +158,23 @@ def test_the_later_iteration_takes_what_a_factory_returns_again(make, name):
     with pytest.raises(EnvError, match=f"^EnvStepper, lane 0, environment {name}: {LENT}"): next(first)
     there += islice(second, 3)
     assert_same([tick._replace(source=None) for tick in there], alone)
+
+
+def test_a_claim_that_is_garbage_is_released_without_noise(monkeypatch):
+    class User:
+        "Releases its claim when it is collected. It is in a circle, so the garbage collector clears weak references to the claim first."
+        def __init__(self, env):
+            self.claim, self.circle = Claim(), self
+            self.claim.take(env, 0)
+        def __del__(self):
+            self.claim.release()
+            released.append(self.claim.lost)
+
+    noise, released, env = [], [], Counting()
+    monkeypatch.setattr(sys, "unraisablehook", noise.append)
+    User(env)
+    gc.collect()
+    assert (noise, released) == ([], [[]])
 
 
 def test_lanes_do_not_share_what_a_factory_returns_again():
