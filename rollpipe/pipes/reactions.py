@@ -43,7 +43,7 @@ class SeededActor:
         self.takes_noise = hasattr(actor, 'draw_noise')
         self.generator = torch.Generator(device).manual_seed(int(seed.generate_state(1)[0]))
         self.global_state = self.generator.get_state()    # of torch's global generator, for an actor that takes no noise
-        self.drawn = iter(())
+        self.block, self.rows, self.at = None, None, self.chunk    # noise of `chunk` steps, the same step by step, and the next step
 
     def step(self, seen: State, hx: Any, virtual: bool) -> tuple:
         "Call `actor.step`. A virtual reaction draws no random numbers."
@@ -53,15 +53,25 @@ class SeededActor:
 
     def _noise(self):
         "Noise for the next step, `[1, B, ...]`."
-        for row in self.drawn: return row
-        noise = self.actor.draw_noise((self.chunk, self.n_envs), self.generator)
-        if isinstance(noise, torch.Tensor): self.drawn = iter(noise.split(1))
-        else: self.drawn = (nested.getitem(noise, slice(i, i + 1)) for i in range(self.chunk))
-        return next(self.drawn)
+        if self.at == self.chunk: self._draw()
+        if self.rows is None:
+            x = self.block
+            self.rows = x.split(1) if isinstance(x, torch.Tensor) else [nested.getitem(x, slice(i, i + 1)) for i in range(self.chunk)]
+        self.at += 1
+        return self.rows[self.at - 1]
 
     def noises(self, n: int) -> Any:
         "Noise for the next `n` steps, `[n, B, ...]`."
-        return self._noise() if n == 1 else nested.cat([self._noise() for _ in range(n)])
+        if n == 1: return self._noise()
+        found = []
+        while n:
+            if self.at == self.chunk: self._draw()
+            k = min(n, self.chunk - self.at)
+            found.append(nested.getitem(self.block, slice(self.at, self.at + k)))
+            self.at, n = self.at + k, n - k
+        return found[0] if len(found) == 1 else nested.cat(found)
+
+    def _draw(self): self.block, self.rows, self.at = self.actor.draw_noise((self.chunk, self.n_envs), self.generator), None, 0
 
     def _with_global_generator(self, seen, hx, virtual):
         outer = torch.get_rng_state()
