@@ -135,6 +135,7 @@ class StagedLoop(FusedLoop):
         for begin in range(0, self.n_steps, len(staged.arrays)):
             n, fault = min(self.n_steps - begin, len(staged.arrays)), None
             staged.clear()
+            with calling('step', self.interaction.checked.answers): self.engine.begin(n)     # first: it may change what the actor reads
             stepping = stepping_for(self.interaction.envs, staged, n, self.engine.reads)
             try: self._run(stepping, begin, n)
             except Exception as e: fault = e
@@ -152,7 +153,6 @@ class StagedLoop(FusedLoop):
         run, arrays, acts, answers = engine.run, staged.arrays, staged.acts, checked.answers
         past = list(zip(nested.leaves(staged.state.act), nested.leaves(staged.act)))
         if 'act' not in engine.reads: past = []
-        with calling('step', answers): engine.begin(n)
         for t in range(n):
             try: run(t)
             except Exception:
