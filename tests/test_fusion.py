@@ -116,6 +116,35 @@ def test_with_another_engine(kind, options, source, kwargs, n_steps):
     for a, b in zip(*streams, strict=True): assert_same(a, b)
 
 
+class Changing(MLPPolicy):
+    "Its `mode` says what its answer depends on besides the observation."
+    mode = ""
+
+    def step(self, *seen, **kwargs):
+        act, hx, info = super().step(*seen, **kwargs)
+        stepno, _, past, rew, fin = seen
+        if self.mode: act = (act + past + (rew > .5).long() + stepno) % 2
+        if self.mode == "lists": act = torch.tensor(act.tolist())     # this cannot be exported
+        return act, hx, info
+
+
+@pytest.mark.parametrize("mode", ["graph", "lists"])
+@pytest.mark.parametrize("n_steps", [8, 150])
+def test_an_actor_that_begins_to_read_more_or_to_run_with_torch(mode, n_steps):
+    "The first fragment after the change has the actions of the changed actor, with another engine as with torch."
+    pytest.importorskip("onnxruntime")
+    streams = []
+    for engine, fused in (("torch", False), ("auto", False), ("auto", True)):
+        actor = Changing.for_env("CartPole-v1", seed=0)
+        pipe = FragmentCollector(EnvStepper("CartPole-v1", actor, 2, seed=1, engine=engine), n_steps)
+        items = iter(optimize(pipe) if fused else pipe)
+        found = [snapshot(next(items))]
+        actor.mode = mode
+        streams.append(found + [snapshot(next(items)) for _ in range(2)])
+    for wanted, *others in zip(*streams, strict=True):
+        for x in others: assert (x.state.act == wanted.state.act).all() and (x.state.obs == wanted.state.obs).all()
+
+
 class Own(Counting):
     "Keeps its observation, and uses it again; its infos come late, change their dtype, and share its memory."
     def __init__(self, episodes=((3, "term"), (4, "trunc")), tag=0):

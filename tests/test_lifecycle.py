@@ -362,3 +362,15 @@ def test_a_loader_that_came_to_its_end_closes():
     with DataLoader2(Limit(PIPES["on_policy"](), 2)) as loader:
         assert len(list(loader)) == 2 and Ledger.open() == 0
         assert len(list(loader)) == 2 and Ledger.open() == 0
+
+
+@pytest.mark.parametrize("make", [stepper, lambda: FragmentCollector(stepper(), 3)])
+def test_an_iterator_in_a_cycle_closes_its_environments_when_it_is_collected(make, recwarn):
+    Ledger.clear()
+    items = iter(make())
+    next(items)
+    cycle = [items]
+    cycle.append(cycle)     # as the traceback of an exception that holds the frame in which it was caught
+    del items, cycle
+    gc.collect()
+    assert len(Ledger.made) == len(Ledger.closed) == 2 and not list(recwarn)

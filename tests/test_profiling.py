@@ -17,7 +17,7 @@ from worker_cases import WORLDS, change, harmful, stream
 from rollpipe.autotune import NO_TIME, Trial, profile_config
 from rollpipe.cli import build_parser, main
 from rollpipe.config import make_config
-from rollpipe.layers import QPolicy
+from rollpipe.layers import MLPPolicy, QPolicy
 from rollpipe.pipes import (DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, Pipe, ProcessReading,
                             Source, Tap, on_policy, profile, replayed, rollouts)
 from rollpipe.pipes.graph import draw, find_one, nodes
@@ -108,17 +108,28 @@ class Pensive(Plain):
         return super().forward(*args, **kwargs)
 
 
-def test_environments_and_actor_have_times_of_their_own():
+@pytest.mark.parametrize("fused", [False, True])
+def test_environments_and_actor_have_times_of_their_own(fused):
     "Two lanes of 2 environments, fragments of 4 steps: each fragment costs 4 * 2 s of steps, and 4 answers with one to look ahead."
     Slow.hands = hands = Hands()
     def source(): return Slow([(100, "term")])
-    found = profile(rollouts(source, Pensive(hands), n_envs=2, n_steps=4, lanes=2, seed=0), 100, now=hands)
+    found = profile(rollouts(source, Pensive(hands), n_envs=2, n_steps=4, lanes=2, seed=0, optimize=fused), 100, now=hands)
     stepper = found.stages[0]
     assert found.seconds == 2 * 3 * (8 + 15)       # two lanes, and three batches are the first to last longer than 100 s
     assert stepper.parts == dict(environments=8 / 23, actor=15 / 23) and stepper.share == pytest.approx(1)
-    assert [x.items_per_s * found.seconds for x in found.stages] == pytest.approx([24, 6, 6, 3])
+    assert [x.items_per_s * found.seconds for x in found.stages] == pytest.approx([0 if fused else 24, 6, 6, 3])   # fused: no ticks
     assert found.steps_per_s == 2 * 8 / (2 * 23) and found.slowest == 0
     assert "35 % of it environments, 65 % of it actor" in found.advice
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("vector", [None, "sync"])
+def test_an_engine_and_a_vector_have_times_of_their_own(fused, vector):
+    pytest.importorskip("onnxruntime")
+    pipe = rollouts("CartPole-v1", MLPPolicy.for_env("CartPole-v1"), n_envs=2, n_steps=128, seed=0, vector=vector,
+                    engine="onnxruntime", optimize=fused)
+    stepper = profile(pipe, .2).stages[0]
+    assert min(stepper.parts.values()) > .02 and sum(stepper.parts.values()) <= stepper.share + 1e-9
 
 
 def test_samples_are_drawn_in_the_time_of_the_replay():
@@ -271,7 +282,8 @@ def test_the_graph_stays_as_it_was(workers):
 def check_workers(found, n_steps):
     stepper, collector, seam = found.stages[:3]
     assert [x.place for x in found.stages] == ["workers", "workers", "seam", "here", "here"]
-    assert stepper.items_per_s == pytest.approx(n_steps * collector.items_per_s) and collector.items_per_s > 0
+    ticks = 0 if "fused" in collector.label else n_steps * collector.items_per_s
+    assert stepper.items_per_s == pytest.approx(ticks) and collector.items_per_s > 0 and min(stepper.parts.values()) > 0
     assert collector.bytes_per_s > 0 and seam.share > 0
     assert len(found.workers) == 2
     for x in found.workers: assert 0 < x.busy < 1 and x.busy + x.waiting == pytest.approx(1) and x.queue >= 0
@@ -321,7 +333,7 @@ def test_errors_of_workers_and_learners():
     assert isinstance(found.error, EnvError) and "ended by EnvError" in str(found)
     def update(batch): raise RuntimeError("no gradient")
     found = profile(rollouts(Counting, Plain(), n_envs=2, n_steps=4, seed=0), 60, update=update)
-    assert str(found.error) == "no gradient" and found.stages[0].items_per_s > 0
+    assert str(found.error) == "no gradient" and found.stages[1].items_per_s > 0
     def stop(batch): raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         profile(rollouts(Counting, Plain(), n_steps=4, lanes=2, seed=0), 60, reading_service=ProcessReading(2), update=stop)

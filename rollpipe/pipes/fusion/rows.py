@@ -102,3 +102,4 @@ class StagedRows:
     def go_on(self, n: int) -> None:
         "Begin again with row `n` as row 0."
         for x in nested.leaves((self.rows.state, self.rows.hx)): x[0] = x[n]
+        for x, act in zip(nested.leaves(self.state.act), nested.leaves(self.act)): x[0] = act[n - 1]     # an actor may begin to read it

@@ -54,9 +54,16 @@ def _with_clock(kind: Any, clock: Clock, stage: int, parts: dict) -> type:
 
 def _timed_interaction(interaction, account, environments, actor):
     "`interaction`, with time of their own for its environments and its actor."
-    checked, envs = interaction.checked, interaction.envs
+    checked, envs, engine_of = interaction.checked, interaction.envs, interaction.engine
+    envs = getattr(envs, 'single', envs)     # a fused stage steps single environments without `envs.step`
     checked.answer, checked.reset = account.timed(actor, checked.answer), account.timed(actor, checked.reset)
     envs.step, envs.reset = account.timed(environments, envs.step), account.timed(environments, envs.reset)
+
+    def engine(*args):
+        made = engine_of(*args)
+        if made.name != 'torch': made.begin, made.run = account.timed(actor, made.begin), account.timed(actor, made.run)
+        return made     # torch asks through `checked.answer`
+    interaction.engine = engine
     return interaction
 
 
