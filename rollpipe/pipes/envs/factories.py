@@ -292,9 +292,10 @@ class Claim:
 
     def release(self) -> None:
         "Give up all environments. Those in `lost` are another batch's, so whoever closes the others leaves these open."
-        for env in self._held.values():
-            # A claim that is collected as part of a cycle is no longer there.
-            if _claims.get(id(env)) is self: del _claims[id(env)]
+        for b, env in self._held.items():
+            holder = _claims.get(id(env))     # None if this batch is garbage: its entry goes first
+            if holder is self: del _claims[id(env)]
+            elif holder is not None and b not in self.lost: self.lost.append(b)
         self._held.clear()
 
 

@@ -135,7 +135,7 @@ class StagedLoop(FusedLoop):
         for begin in range(0, self.n_steps, len(staged.arrays)):
             n, fault = min(self.n_steps - begin, len(staged.arrays)), None
             staged.clear()
-            with calling('step', self.interaction.checked.answers): self.engine.begin(n)     # first: it may change what the actor reads
+            with calling('step', self.interaction.checked.answers): self.engine.begin(n)    # it may become torch, which reads more
             stepping = stepping_for(self.interaction.envs, staged, n, self.engine.reads)
             try: self._run(stepping, begin, n)
             except Exception as e: fault = e
