@@ -2,6 +2,7 @@
 import copy
 import multiprocessing
 import pickle
+import random
 
 import gymnasium as gym
 import numpy as np
@@ -295,6 +296,12 @@ class Drawing(Own):
     def extra(self, obs): return self.random.normal()
 
 
+class Tossing(Own):
+    def extra(self, obs): return float(np.random.rand() < 1e-6)
+class Choosing(Own):
+    def extra(self, obs): return float(random.random() < 1e-6)
+
+
 class Bessel(torch.nn.Module):
     def forward(self, x): return torch.special.bessel_j0(x)
 class Unknown(Own):
@@ -321,6 +328,7 @@ REFUSED = {Deciding: "`_local_scalar_dense` in Deciding hands a value to Python"
            Holding: "`add` in Holding reads a tensor that is no input, parameter or buffer",
            Counting: "changes while it answers (attribute calls)",
            Watching: "changes while it answers (Watching.seen)", Drawing: "changes while it answers (attribute random)",
+           Tossing: "draws from the global random numbers", Choosing: "draws from the global random numbers",
            Unknown: "ONNX has no operator for `special_bessel_j0` in Unknown.curve", Hooked: "Hooked.layer has hooks",
            Silent: "Silent.step cannot be exported: it has no `draw_noise`"}
 

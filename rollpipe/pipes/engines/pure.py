@@ -6,9 +6,10 @@
 __all__ = ['Weights', 'Impure', 'Calls', 'Operators', 'PureStep']
 
 # %% ../../../nbs/pipes/11_engines/02_pure.ipynb #5655d132
-import copy, sys
+import copy, random, sys
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -143,7 +144,7 @@ class PureStep(torch.nn.Module):
         "Answer once, and look at each operator."
         example = tuple(x.clone() for x in self.example)
         self._put(example[:self.n_weights])
-        before = attributes_of(self._actor(), states=True)
+        before, drawn = attributes_of(self._actor(), states=True), _global_states()
         try:
             operators = Operators(self.calls, example)
             with torch.random.fork_rng(devices=[]), self._eval_mode, operators, self.calls:
@@ -155,8 +156,12 @@ class PureStep(torch.nn.Module):
         changed = [name for name, x in zip(self.names, example) if x._version]
         changed += [name for name, (value, _) in after.items() if before.get(name, (None,))[0] != value]
         if changed: raise self.error(f"it changes while it answers ({', '.join(changed)})")
+        if _global_states() != drawn: raise self.error("it draws from the global random numbers of Python or NumPy")
         new = self.structure.unflatten(self.outs)[2]
         if _forms(new) != _forms(hx): raise self.error(f"its recurrent state changes from {describe(hx)} to {describe(new)}")
+
+
+def _global_states(): return random.getstate(), repr(np.random.get_state(legacy=False))
 
 
 def _forms(tree):
