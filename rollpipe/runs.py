@@ -253,7 +253,7 @@ def restore(
     """
     config = checkpoint.config if device is None else dict(checkpoint.config, device=device)
     try: agent, pipe = build(config, resumes)
-    except PipeError: raise
+    except (PipeError, ImportError): raise
     except Exception as e: raise CheckpointError(f"what the checkpoint describes cannot be built ({type(e).__name__}: {e})") from e
     try: agent.load_state_dict(checkpoint.agent_state)
     except Exception as e:

@@ -105,6 +105,8 @@ class Evaluation(_Episodes):
         return self.std/max(1, len(self.returns))**.5
     def __str__(self):
         if not len(self.returns): return "no whole episode"
+        if len(self.returns) == 1:
+            return f"return {self.mean:.1f} of one episode of {self.lengths[0]} steps" + (", cut off" if self.cut_off[0] else "")
         text = (f"return {self.mean:.1f} +- {self.stderr:.1f} (mean, standard error of {len(self.returns)} episodes; "
                 f"min {self.returns.min():.1f}, max {self.returns.max():.1f}; mean length {self.lengths.mean():.1f}")
         return text + (f"; {self.cut_off.sum()} cut off, with partial returns)" if self.cut_off.any() else ")")

@@ -235,6 +235,7 @@ class EnvStepper(FromSource, Seeded, Source):
     def interact(self, items: Iterator | None = None) -> Interaction:
         "A new `Interaction` of the actor with new environments, which come from `items` if there is a pipe. The caller closes its `envs`."
         self.refuse_processes()
+        check_engine(self.engine, pipe=self)     # an edit may have changed it
         env_seed, actor_seed = self.seed_sequence().spawn(2)
         envs = self.make_envs(env_seed, items)
         return Interaction(self.actor, envs, actor_seed, lane=self.lane, explore=self.explore, device=self.device,
