@@ -24,6 +24,7 @@ from ..pipes.envs.sources import env_sources, instances_in
 from ..pipes.envs.watching import Recorder, Window, check_film
 from ..pipes.stepper import EnvStepper
 from ..pipes.taps import EpisodeSums
+from ..pipes.modules import EvalMode
 
 # %% ../../nbs/agents/10_evaluate.ipynb #f1c395fb
 def quotas(
@@ -270,7 +271,7 @@ def evaluate(
     elif render: sources = [window := Window(sources[0], close), *sources[1:]]
     if on_limit == "cut": sources = cutters = [_Cutter(factory, max_steps, close) for factory in sources]
     ticks = EnvStepper(sources, actor, info_keys=(), seed=seed, explore=not deterministic, close=close, device=device)
-    result = _play(ticks, quota, max_steps, cutters, window, _Rows(len(quota)) if trace else None, on_episode)
+    with EvalMode(actor): result = _play(ticks, quota, max_steps, cutters, window, _Rows(len(quota)) if trace else None, on_episode)
     if record is not None: recorders[0].save(record)
     return result
 
