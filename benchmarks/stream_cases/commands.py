@@ -17,7 +17,7 @@ def _run(*commands):
         before = os.getcwd()
         os.chdir(folder)
         try:
-            for command in commands: yield f"exit code of {command}", main(command.split())
+            for command in commands: yield f"exit code of {command.replace(ENGINE, '')}", main(command.split())
         finally: os.chdir(before)
         run = Path(folder, "run")
         if not run.exists(): return  # the exit code is part of the record
