@@ -116,7 +116,7 @@ def build_parser() -> Parser:
     add_algorithms(command("graph", graph_command, [debug], "draw the pipeline that `train` would run"), common)
     add_algorithms(command("profile", profile_command, [debug], "run the pipeline that `train` would run, and draw where the time goes"),
                    _timed(common, 3, "how long it is measured", svg=True))
-    add_algorithms(command("autotune", autotune_command, [debug], "try environments, lanes, workers and engines, and print what trains fastest"),
+    add_algorithms(command("autotune", autotune_command, [debug], "try settings on this machine, and print the fastest"),
                    _timed(common, 60, "for all settings together"))
     sub = command("demo", demo_command, [common], "train TRPO on Pendulum-v1 and compare it with a random policy: two minutes")
     sub.add_argument("--seed", type=int, default=0, help="seed of networks, environments and actions [0]")
