@@ -158,8 +158,8 @@ def watch_command(args: Namespace) -> None:
     try: evaluate(env, agent.actor, n_episodes, **options)
     except KeyboardInterrupt as e:
         if args.record or e.args and e.args[0] != signal.SIGINT: raise
-    if len(returns) != 1:
-        print(f"mean return of {len(returns)} episodes: {sum(returns)/len(returns):.1f}" if returns else "no whole episode")
+    plural = "s" * (len(returns) != 1)
+    print(f"mean return of {len(returns)} episode{plural}: {sum(returns)/len(returns):.1f}" if returns else "no whole episode")
     if args.record: print(f"film: {args.record}")
 
 
