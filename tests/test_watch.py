@@ -99,7 +99,8 @@ def test_closing_the_window_is_the_end(run, no_screen, capsys, monkeypatch, step
     monkeypatch.setattr(Pictures, "closes_at", step)
     assert rollpipe("watch", run) == 0
     out = capsys.readouterr().out.splitlines()
-    assert len(out) == episodes + 1 and out[-1] == (f"mean return of {episodes} episodes: 3.0" if episodes else "no whole episode")
+    plural = "s" * (episodes != 1)
+    assert len(out) == episodes + 1 and out[-1] == (f"mean return of {episodes} episode{plural}: 3.0" if episodes else "no whole episode")
 
 
 def test_the_seed_decides_what_is_shown(tmp_path, no_screen, capsys):
