@@ -16,7 +16,7 @@ from .experiments import train_or_experiment
 from .export import FORMATS
 from .options import Parser, add_options
 from .pipes.errors import PipeError
-from .train import STOP_SIGNALS, stop_signals
+from .train import stop_signals
 
 # %% auto #0
 __all__ = ['USER_ERRORS', 'add_algorithms', 'build_parser', 'main']
@@ -138,10 +138,7 @@ def main(
     Returns:
         int: exit code: 0, 2 for an error, 128 and the number of the signal after Ctrl-C (130), SIGTERM (143) or SIGHUP (129)
     """
-    with stop_signals(): code = _run(argv)
-    if code > 128:  # the process is about to end, and another signal must not change its exit code
-        for s in STOP_SIGNALS: signal.signal(s, signal.SIG_IGN)
-    return code
+    with stop_signals(): return _run(argv)
 
 
 def _import_modules(words: list) -> None:

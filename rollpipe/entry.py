@@ -16,11 +16,13 @@ def _leave(number, frame):
 
 def main() -> int:  # exit code: see `rollpipe.cli.main`
     "Run one command, with the words of the command line."
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) not in (signal.SIG_IGN, None): signal.signal(number, _leave)
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    for number in numbers:
+        if signal.getsignal(number) not in (signal.SIG_IGN, None): signal.signal(number, _leave)
     from rollpipe.cli import main as run
-    return run()
+    if (code := run()) > 128:  # the process is about to end, and another signal must not change its exit code
+        for number in numbers: signal.signal(number, signal.SIG_IGN)
+    return code
 
 # %% ../nbs/16_entry.ipynb #8b0dfdc9
 #| eval: false

@@ -1,4 +1,4 @@
-"""Every test runs on one thread, with fixed seeds, and must leave no process and no shared memory behind."""
+"""Every test runs on one thread, with fixed seeds, and must leave no process, no shared memory and no signal handler behind."""
 import multiprocessing
 import os
 import random
@@ -21,6 +21,17 @@ HELPERS = (b"resource_tracker", b"forkserver", b"torch_shm_manager", b"rollpipe 
 def seeds():
     "Every test starts from the same global random state, whatever ran before it."
     random.seed(0); np.random.seed(0); torch.manual_seed(0)
+
+
+def _reactions(): return {s: signal.getsignal(s) for s in signal.valid_signals()}, signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+@pytest.fixture(autouse=True)
+def no_signal_handlers():
+    "The test leaves the reactions to signals as they were. An ignored signal would be ignored by every process that a later test starts."
+    before = _reactions()
+    yield
+    assert _reactions() == before, "a reaction to a signal was left behind"
 
 
 def _children():

@@ -392,7 +392,7 @@ def test_a_stored_configuration_is_checked_before_anything_is_built(harm, run, m
 
 def process(*words, **kwargs):
     env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(map(os.path.abspath, sys.path)))
-    return subprocess.Popen([sys.executable, "-m", "rollpipe.cli", *map(str, words)], env=env, text=True,
+    return subprocess.Popen([sys.executable, "-m", "rollpipe.entry", *map(str, words)], env=env, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs)
 
 
