@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Dict, Discrete, Graph, MultiBinary, MultiDiscrete, Sequence, Text, Tuple
+from tensor_worlds import Planned
 from toys import Constant, Counting, Failing, Ledger, Nested, NestedMemory, Plain, Valued
 
-from rollpipe.layers import Actor
+from rollpipe.layers import Actor, Critic, MLPPolicy, QPolicy
 from rollpipe.pipes import (
     ActorError, AdvantageBuffer, CheckInvariants, DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Minibatcher,
-    NStep, PipeError, ReplayMemory, RewardScaler, SpaceError, StepMerger, on_policy,
+    NStep, PipeError, ReplayMemory, RewardScaler, SpaceError, StepMerger, TensorCollector, on_policy, optimize, replayed,
 )
 
 LONG = [(99, "term")]
@@ -99,10 +100,11 @@ class Old:
 
 def test_an_instance_of_another_library_is_no_source():
     failure(EnvError, lambda: EnvStepper(Old(), Plain()), "cannot be lent", "a `gymnasium.Env`", "a gymnasium id or a factory", "got Old")
+    failure(EnvError, lambda: EnvStepper(Planned([LONG]), Plain()), "a `TensorEnv` goes to `TensorCollector`, got Planned")
 
 
 def test_a_factory_that_makes_no_environment():
-    failure(EnvError, stepper(lambda: "a game"), "EnvStepper, lane 0, environment 1", "no environment", "gymnasium.Env, got str")
+    failure(EnvError, stepper(lambda: "a game"), "lane 0, environment 1", "no environment", "gymnasium.Env", "`TensorCollector`, got str")
     failure(EnvError, stepper(lambda: None), "EnvStepper, lane 0, environment 1", "got NoneType")
 
 
@@ -600,6 +602,49 @@ def test_an_actor_that_raises():
             return super().forward(obs, *rest, **context)
     error = failure(ActorError, Lanes(EnvStepper(fine(), Lost()), 2, 0), "EnvStepper, lane 0", "Lost.step raised KeyError: 'map'")
     assert isinstance(error.__cause__, KeyError)
+
+
+class Lost(Plain):
+    "From its answer number `when` on, its report has a NaN for environment 1, as from weights that are NaN."
+    def __init__(self, when):
+        super().__init__()
+        self.when, self.n = when, 0
+
+    def forward(self, obs, act, rew, fin, **context):
+        act, hx, info = super().forward(obs, act, rew, fin, **context)
+        self.n += 1
+        value = torch.full(fin.shape, -inf)     # this is allowed
+        if self.n >= self.when: value[..., -1] = nan
+        return act, hx, {**info, "value": value}
+
+
+@pytest.mark.parametrize("when, at", [(2, "[0, 1]"), (5, "[3, 1]"), (6, "[4, 1]")], ids=["first", "last", "ahead"])
+def test_reports_that_are_no_number(when, at):
+    "The first answer is asked for before the first step, and the last one is the look-ahead."
+    plain, fused = (FragmentCollector(EnvStepper(fine(), Lost(when), 2), 4) for _ in range(2))
+    for pipe in (plain, optimize(fused)):
+        failure(ActorError, pipe, "EnvStepper, lane 0", "info['value']", "Lost reported", f"NaN at {at}", n=1)
+    failure(ActorError, TensorCollector(lambda: Planned([LONG] * 2), Lost(when), 4), "TensorCollector, lane 0", f"NaN at {at}", n=1)
+
+
+def test_an_actor_without_numbers():
+    "A categorical distribution whose logits are NaN would take the first action for ever."
+    for actor, leaf in ((MLPPolicy.for_env("CartPole-v1", seed=0), "dist"), (QPolicy.for_env("CartPole-v1", seed=0), "")):
+        with torch.no_grad():
+            for p in actor.parameters(): p.fill_(nan)
+        for kw in ({}, {"optimize": False}, {"engine": "onnxruntime"}):
+            pipe = replayed("CartPole-v1", actor, n_envs=2, n_steps=4, **kw) if isinstance(actor, QPolicy) else \
+                on_policy("CartPole-v1", actor, Critic.for_env("CartPole-v1", seed=1), n_envs=2, n_steps=4, **kw)
+            failure(ActorError, pipe, "EnvStepper, lane 0", f"info['{leaf}", "NaN at [0, 0]")
+
+
+def test_a_parameter_as_action():
+    class Fixed(Constant):
+        def __init__(self):
+            super().__init__([0.])
+            self.weight = torch.nn.Parameter(torch.zeros(1, 2, 1))
+        def forward(self, *args, **kw): return self.weight, (), {}
+    failure(ActorError, EnvStepper("Pendulum-v1", Fixed(), 2), "EnvStepper, lane 0", "leaf act", "gave a parameter", "`clone`")
 
 
 def test_what_is_no_actor():

@@ -87,7 +87,8 @@ class EnvFactory:
             return
         if hasattr(source, 'step') and not isinstance(source, type):
             raise EnvError(f"{source} is an instance that cannot be lent", got=type(source).__name__, expected="a `gymnasium.Env` or "
-                           "`gymnasium.vector.VectorEnv`, or a gymnasium id or a factory such as `lambda: make_env()`")
+                           "`gymnasium.vector.VectorEnv`, or a gymnasium id or a factory such as `lambda: make_env()`"
+                           "; a `TensorEnv` goes to `TensorCollector`")
         if not callable(source):
             raise EnvError("unusable environment source", expected="a gymnasium id or a callable", got=repr(source))
         if self.env_kwargs:
@@ -103,8 +104,8 @@ class EnvFactory:
             hint = extra_for(self.source, e) if isinstance(self.source, str) else None
             raise EnvError(f"the environment could not be made: {describe_exception(e)}", env=self.name, expected=hint) from e
         if isinstance(env, gym.Env) or is_vector(env): return env
-        raise EnvError("the factory returned no environment", env=self.name, expected="a gymnasium.VectorEnv or gymnasium.Env",
-                       got=type(env).__name__)
+        raise EnvError("the factory returned no environment", env=self.name, got=type(env).__name__,
+                       expected="a gymnasium.VectorEnv or gymnasium.Env; a `TensorEnv` goes to `TensorCollector`")
 
     def __repr__(self): return self.name
     def __getstate__(self): return self.__dict__ | ({} if isinstance(self.source, str) else {'source': cloudpickle.dumps(self.source)})
