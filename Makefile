@@ -60,8 +60,8 @@ notebooks: $(STAMP)  ## run every notebook, each in a process of its own
 	'out=$$(ROLLPIPE_SHORT=1 $(BIN)/nbdev_test --path {} --n_workers 0 --do_print 2>&1) && echo "notebook ok: {}" || { printf "%s\n" "$$out" "NOTEBOOK FAILED: {}"; exit 1; }' \
 	|| { echo "notebooks: not all passed; look for NOTEBOOK FAILED above" >&2; exit 1; }
 
-pytest: $(STAMP)  ## the tests, without the slow ones
-	@$(BIN)/python -m pytest -q --ignore=tests/test_sync.py
+pytest: $(STAMP)  ## the tests, without the slow ones, two files at a time
+	@$(BIN)/python -m pytest -q --ignore=tests/test_sync.py --numprocesses $(JOBS) --dist loadfile
 
 slow: $(STAMP)  ## the learning tests, many minutes
 	@$(BIN)/python -m pytest -q -m slow --timeout 3600
