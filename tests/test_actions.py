@@ -51,6 +51,30 @@ def gym_contains(space, x):
     return space.contains(np.asarray(x, space.dtype) if space.shape == () and not isinstance(space, Discrete) else x)
 
 
+NUMBERS = [Discrete(3), Discrete(4, start=-2), Discrete(2 ** 40), Discrete(5, start=2 ** 40), MultiDiscrete([2, 3]),
+           MultiDiscrete([2, 3], start=[0, -1]), MultiDiscrete([[2], [7]], dtype=np.int32), MultiBinary(2)]
+
+
+@pytest.mark.parametrize("space", NUMBERS, ids=str)
+@fast
+@given(data=st.data(), n=st.integers(1, 4), dtype=st.sampled_from([np.bool_, np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64]))
+def test_integers_that_a_space_does_not_have(space, data, n, dtype):
+    "Each number is compared with the bounds as a Python integer; the first environment at fault is named."
+    info = np.iinfo(dtype) if dtype is not np.bool_ else np.iinfo(np.uint8)
+    least, most = (0, 1) if dtype is np.bool_ else (int(info.min), int(info.max))
+    near = st.integers(-4, 8).filter(lambda x: least <= x <= most)
+    numbers = near | st.sampled_from([x for x in (least, most, 2 ** 40 + 2, 2 ** 40 + 7) if least <= x <= most])
+    size = n * max(1, int(np.prod(space.shape)))
+    act = np.array(data.draw(st.lists(numbers, min_size=size, max_size=size)), dtype).reshape(n, *space.shape)
+    start = np.broadcast_to(getattr(space, "start", 0), space.shape).reshape(-1).tolist()
+    count = np.broadcast_to(getattr(space, "n" if isinstance(space, Discrete) else "nvec", 2), space.shape).reshape(-1).tolist()
+    def has(row): return all(s <= x < s + k for x, s, k in zip(row.reshape(-1).tolist(), start, count, strict=True))
+    wrong = [b for b, row in enumerate(act) if not has(row)]
+    if not wrong: return np.testing.assert_array_equal(action_batch(space)(act), act)
+    with pytest.raises(ActorError, match="out of range") as caught: action_batch(space)(act)
+    assert caught.value.env == wrong[0]
+
+
 @fast
 @given(data=st.data(), n=st.integers(1, 4), clip=st.booleans())
 def test_clipping(data, n, clip):

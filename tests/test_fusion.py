@@ -305,6 +305,37 @@ def test_faults_are_told_in_the_same_words(place):
         for at in (3, 10): assert told(harm, place, at, lambda pipe: pipe) == told(harm, place, at, optimize), (harm, at)
 
 
+class Harmed(Vectorised):
+    "After `at` steps, environment 1 returns `value` in its observation or as its reward."
+    def __init__(self, mode, leaf, at, value):
+        super().__init__(PLANS, mode)
+        self.leaf, self.at, self.value, self.n = leaf, at, value, 0
+
+    def step(self, actions):
+        self.n += 1
+        obs, rew, *rest = super().step(actions)
+        if self.n == self.at and self.leaf == "obs": obs[1, 2] = self.value
+        if self.n == self.at and self.leaf == "rew": rew[1] = self.value
+        return obs, rew, *rest
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("leaf, value", [("obs", np.nan), ("obs", np.inf), ("rew", np.nan), ("rew", -np.inf)])
+def test_numbers_of_a_vector_that_are_not_finite(mode, leaf, value):
+    "Wherever it happens, also where an environment begins anew, the fragment is not yielded, and the message is that of the ticks."
+    for at in (1, 3, 4, 5, 9, 10):
+        texts, counts = [], []
+        for change in (lambda pipe: pipe, optimize):
+            items = iter(change(FragmentCollector(EnvStepper(partial(Harmed, mode, leaf, at, value), Plain(), seed=0), 5)))
+            counts.append(0)
+            with pytest.raises(Exception, match=f"environment 1 .*leaf {leaf}.*non-finite") as e:
+                for _ in items: counts[-1] += 1
+            texts.append(str(e.value))
+        assert texts[0] == texts[1]
+        assert counts == [(at - 1) // 5] * 2
+        assert str(value) in texts[0]
+
+
 class Spoilt(Counting):
     "From step `at` on its observations are not finite, and later something else goes wrong."
     def __init__(self, at, then):

@@ -63,7 +63,7 @@ def action_batch(
         copy: return new arrays, because the environment may keep or change its action
     """
     if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)): return _container_batch(space, clip, copy)
-    shape, kinds, limits = space.shape, 'f' if space.dtype.kind == 'f' else 'iub', _limits(space)
+    shape, kinds, outside = space.shape, 'f' if space.dtype.kind == 'f' else 'iub', _outside(space)
     bounds = (space.low, space.high) if clip and kinds == 'f' and isinstance(space, gym.spaces.Box) else None
     if bounds and not any(np.isfinite(x).any() for x in bounds): bounds = None
     def batch(act, leaf='act'):
@@ -76,16 +76,19 @@ def action_batch(
                 b = int(np.argwhere(~np.isfinite(act))[0][0])
                 raise ActorError("non-finite action", env=b, leaf=leaf, expected="finite numbers", got=str(act[b]))
             if bounds: act = np.minimum(np.maximum(act, bounds[0]), bounds[1])
-        elif limits and (wrong := (act < limits[0]) | (act > limits[1])).any(): _refuse(space, act, int(np.argwhere(wrong)[0][0]), leaf)
+        elif outside and np.count_nonzero(wrong := outside(act)): _refuse(space, act, int(np.argwhere(wrong)[0][0]), leaf)
         return act.astype(space.dtype, copy=copy and not bounds)
     return batch
 
 
-def _limits(space):
-    "The least and the greatest integer of a space, for each part; None for a `Box`."
+def _outside(space):
+    "A function of integers `[B, ...]` that says which of them the space does not have; None for a `Box`."
     if isinstance(space, gym.spaces.Box): return None
     start, n = getattr(space, 'start', 0), space.n if isinstance(space, gym.spaces.Discrete) else getattr(space, 'nvec', 2)
-    return start, start + n - 1
+    if np.any(start): return lambda act: (act < start) | (act > start + n - 1)
+    top = np.asarray(n - 1, np.uint64)[()]
+    # One comparison does, because a negative number becomes a huge one.
+    return lambda act: act.astype(np.int64, copy=False).view(np.uint64) > top
 
 
 def _refuse(space, act, b, leaf):

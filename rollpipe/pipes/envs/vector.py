@@ -14,7 +14,7 @@ import torch
 from .. import nested
 from ..errors import EnvError, PipeError
 from .autoreset import final_observations
-from .batch import Batch, Outcome
+from .batch import Batch, Outcome, StepBuffer
 from .checked_vector import CheckedVector, close_vector
 from .factories import Claim, EnvFactory, env_seeds, is_vector, spaces_of
 from .infos import VectorInfos
@@ -74,26 +74,46 @@ class VectorBatch(Batch):
         "Step every environment with its action in `act`, torch `[1, B, ...]`, nested."
         array = act[0].numpy() if isinstance(act, torch.Tensor) else nested.map(lambda x: x[0].numpy(), act)
         actions, step = self.actions(array), self.buffers.take()
+        final, ended, info, valid = self.step_into(step, self._stepno, actions)
+        self._stepno = step.stepno
+        return self._outcome(step, act, array, final, ended, info, valid)
+
+    def step_into(self,
+                  step: StepBuffer,    # memory for the results
+                  stepno: np.ndarray,  # `[B]`: of the step before
+                  actions: Any,        # as `self.actions` returns them
+    ) -> tuple:
+        """Step every environment with its action, and write the results into `step`. Returns `(final, ended, info, valid)` of an `Outcome`.
+
+        Args:
+            step: memory for the results
+            stepno: `[B]`: of the step before
+            actions: as `self.actions` returns them
+        """
         try:
             rew, ends, infos = self.vector.step(actions, step)
             self._check_obs(step)
             self._check_rewards(step, rew)
             valid, over, final = self._all, ends, {}
             if self.vector.mode == 'NextStep':
-                if self._resetting.any(): valid, over = self._without_resets(step, ends)
+                if np.count_nonzero(self._resetting): valid, over = self._without_resets(step, ends)
                 self._resetting = ends
-            ended = over.nonzero()[0].tolist() if over.any() else []
+            ended = over.nonzero()[0].tolist()
             if ended: final = self._final(step, ends, infos)
             info = self._infos.record(infos, ends, valid)
             if ended and self._infos.awaited: self._infos.say_awaited()
         except PipeError as e:
             self._locate(e, self.vec_name)
             raise
-        return self._step_outcome(step, act, array, final, ended, info, valid)
+        np.add(stepno, 1, out=step.stepno)
+        np.copyto(step.fin, over)
+        if ended: step.stepno[over] = 0     # a mask is faster than a list
+        if final and self._range_check.parts: self._check_final(final)
+        return final, ended, info, valid
 
     def _without_resets(self, step, ends):
         "`(valid, over)` of a step in which some environments were reset. These made no transition, and `fin` is True for them again."
-        if (both := ends & self._resetting).any():
+        if np.count_nonzero(both := ends & self._resetting):
             raise EnvError("an episode ended while it was reset", env=int(both.argmax()),
                            expected="the autoreset mode NextStep, as the metadata say", got="terminated or truncated")
         step.rew[self._resetting] = 0
@@ -102,7 +122,8 @@ class VectorBatch(Batch):
     def _final(self, step, ends, infos):
         "environment -> true last observation, where truncated. In the mode 'Disabled' it also resets the environments in `ends`."
         at = (ends if self.terminal_obs else ends & ~step.term).nonzero()[0].tolist()
-        if self.vector.mode == 'SameStep' and at: final = final_observations(infos, at, self._obs_spec)
+        if not at: final = ()
+        elif self.vector.mode == 'SameStep': final = final_observations(infos, at, self._obs_spec)
         else: final = nested.getitem(step.obs, at)
         if self.vector.mode == 'Disabled':
             self.vector.reset_some(ends, step)

@@ -55,7 +55,7 @@ class FragmentRows:
     def put_act(self, t: int, act: Any) -> None:
         "Write the action `[B, ...]` into row `t`. Raises `DataError` if its dtype does not fit."
         for out, x in zip(self.acts, self.act_spec.flatten_up_to(act)):
-            if not np.can_cast(x.dtype, out.dtype, 'same_kind'):
+            if x.dtype != out.dtype and not np.can_cast(x.dtype, out.dtype, 'same_kind'):
                 raise DataError("the dtype changes within a fragment", expected=str(out.dtype), got=str(x.dtype), **self.where)
             out[t] = x
 
