@@ -1,10 +1,11 @@
 """Milliseconds of one TRPO update by phase, as a ratio to a hand-written one by double back-propagation in the same run.
 
-    python benchmarks/trpo_update.py [--hidden 64 256] [--repeats 5] [--threads 1]
+    python benchmarks/trpo_update.py [--cases 2048x64 25000x64 25000x256] [--repeats 5] [--threads 1]
 
-Batch 25 000, observation 17, Gaussian action 6, two tanh layers. Both updates start from the same weights and do the same work: gradient
-of the surrogate, 10 conjugate-gradient iterations with damping 0.1, line search on surrogate and KL; it is checked that they arrive at
-the same weights. The hand-written one records the gradient of the KL once, and gets the curvature of its step without a further product.
+A case is the number of rows and the width of two tanh layers; observation 17, Gaussian action 6. Both updates start from the same weights
+and do the same work: gradient of the surrogate, 10 conjugate-gradient iterations with damping 0.1, line search on surrogate and KL; it is
+checked that they arrive at the same weights. The hand-written one records the gradient of the KL once, and gets the curvature of its step
+without a further product. `VARIANTS` lists further ways to update. Making a preconditioner counts as part of the iterations.
 The critic is compared with 20 full-batch Adam steps. Runs are interleaved, and every run starts from the same state.
 """
 import argparse, copy, math, statistics
@@ -24,8 +25,13 @@ from rollpipe.agents.natural_gradient import distribution_on, policy_rows
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes.data import Fragment
 
-T, B, N_OBS, N_ACT = 250, 100, 17, 6
+B, N_OBS, N_ACT = 8, 17, 6
 MAX_KL, DAMPING, CG_ITERS = 0.01, 0.1, 10
+PRECONDITIONED = dict(precondition=512, cg_iters=5)
+VARIANTS = {
+    'ten iterations': dict(precondition=0), 'preconditioner of 512 rows, five iterations': PRECONDITIONED,
+    'ten iterations, fvp_subsample=0.1': dict(precondition=0, fvp_subsample=.1),
+    'preconditioner, five iterations, fvp_subsample=0.1': PRECONDITIONED | dict(fvp_subsample=.1)}
 
 
 # ---- the update by double back-propagation, with nothing but torch
@@ -80,16 +86,17 @@ class Plain:
                 gain = float(((self.log_prob(mean, act) - old_logp).exp() * adv).mean() - before)
                 if float(self.kl(old_mean, old_log_std, mean)) <= MAX_KL and gain >= 0.1 * scale * rate > 0: break
             else: self.assign(theta)
-        return dict(gradient=middle - start, products=searching - middle, search=perf_counter() - searching)
+        return dict(gradient=middle - start, iterations=searching - middle, search=perf_counter() - searching)
 
     def weights(self): return torch.cat([p.detach().reshape(-1) for p in self.params])
 
 
 # ---- rollpipe's update, with a timer around each part
 
-def make(hidden):
+def make(rows, hidden):
     "Policy, critic and a fragment of smooth random advantages and returns."
     torch.manual_seed(0)
+    T = rows // B
     spaces = gym.spaces.Box(-np.inf, np.inf, (N_OBS,)), gym.spaces.Box(-np.inf, np.inf, (N_ACT,))
     policy, critic = (cls.for_env(spaces, hidden=(hidden, hidden), normalize=False, seed=0) for cls in (MLPPolicy, Critic))
     obs = torch.randn(T + 1, B, N_OBS)
@@ -103,9 +110,9 @@ def make(hidden):
 
 
 def timed_update(policy, critic, fragment, **kw):
-    "Seconds by phase of one update of copies of `policy` and `critic`; the copies are returned as well."
+    "Seconds by phase of one update of copies of `policy` and `critic` (or None); the copies are returned as well."
     agent, seconds = trpo.TRPO(copy.deepcopy(policy), copy.deepcopy(critic), max_kl=MAX_KL, damping=DAMPING, **kw), {}
-    places = dict(conjugate_gradients=natural_gradient, backtrack_line_search=trpo)
+    places = dict(conjugate_gradients=natural_gradient, preconditioner=natural_gradient.NaturalGradientLearner, backtrack_line_search=trpo)
     real = {name: getattr(module, name) for name, module in places.items()}
 
     def clocked(name):
@@ -119,9 +126,9 @@ def timed_update(policy, critic, fragment, **kw):
         m = agent.update(fragment)
     finally:
         for name in real: setattr(places[name], name, real[name])
-    products, search = seconds['conjugate_gradients'], seconds['backtrack_line_search']
-    return dict(gradient=m['seconds_policy'] - products - search, products=products, search=search,
-                critic=m['seconds_critic'], accepted=m['accepted']), agent
+    iterations, search = seconds['conjugate_gradients'] + seconds['preconditioner'], seconds['backtrack_line_search']
+    return dict(gradient=m['seconds_policy'] - iterations - search, iterations=iterations, search=search,
+                critic=m.get('seconds_critic', 0.), accepted=m['accepted']), agent
 
 
 def seconds_of(fn, repeats=1):
@@ -166,59 +173,61 @@ def weights(policy): return torch.cat([p.detach().reshape(-1) for layer in (*pol
 
 # ---- the tables
 
-def measure(hidden, repeats):
-    "Lists of repeats: seconds by phase of the three updates, of product and forward pass, of the critic by hand."
-    policy, critic, fragment = make(hidden)
+def measure(rows, hidden, repeats):
+    "Lists of repeats: seconds by phase of the updates, of product and forward pass, of the critic by hand."
+    policy, critic, fragment = make(rows, hidden)
     flat = [x.flatten(0, 1) for x in (fragment.state.obs[:-1], fragment.state.act[1:], fragment.adv, fragment.actor['logp'][:-1])]
-    runs = dict(hand=[], rollpipe=[], thinned=[], product=[], full_batch=[])
+    runs = {name: [] for name in ('hand', *VARIANTS, 'product', 'full_batch')}
     for i in range(repeats + 1):  # the first one warms up
         plain = Plain(policy, hidden)
         runs['hand'].append(plain.update(*flat))
-        seconds, agent = timed_update(policy, critic, fragment)
-        runs['rollpipe'].append(seconds)
-        if not i:
-            torch.testing.assert_close(weights(agent.actor), plain.weights(), rtol=1e-2, atol=2e-4)
-            assert not torch.equal(weights(agent.actor), weights(policy))
-        runs['thinned'].append(timed_update(policy, critic, fragment, fvp_subsample=0.1)[0])
+        for name, options in VARIANTS.items():
+            seconds, agent = timed_update(policy, critic if name == 'ten iterations' else None, fragment, **options)
+            runs[name].append(seconds)
+            if name != 'ten iterations': continue
+            if not i:
+                torch.testing.assert_close(weights(agent.actor), plain.weights(), rtol=1e-2, atol=2e-4)
+                assert not torch.equal(weights(agent.actor), weights(policy))
+            runs['full_batch'].append((*full_batch_steps(critic, fragment), explained(agent.critic, fragment)))
         runs['product'].append(product_and_forward(policy, fragment))
-        runs['full_batch'].append((*full_batch_steps(critic, fragment), explained(agent.critic, fragment)))
     return {name: repeats[1:] for name, repeats in runs.items()}
 
 
-def whole(run): return run['gradient'] + run['products'] + run['search']
+def whole(run): return run['gradient'] + run['iterations'] + run['search']
 def ms(values): return spread([1000 * v for v in values], '{:.0f}')
 
 
-def rows_of(hidden, runs):
+def rows_of(case, runs):
     "Rows of the table of updates."
-    hand = [whole(run) for run in runs['hand']]
-    for name, title in dict(hand='double back-propagation by hand', rollpipe='rollpipe', thinned='rollpipe, fvp_subsample=0.1').items():
-        phases = [ms([run[phase] for run in runs[name]]) for phase in ('gradient', 'products', 'search')]
-        total = [whole(run) for run in runs[name]]
-        critic = ms([run['critic'] for run in runs[name]]) if name != 'hand' else ms([s for s, _, _ in runs['full_batch']]) + ' *'
-        yield [f'2x{hidden}', title, *phases, ms(total), spread([h / t for h, t in zip(hand, total)]), critic]
+    for name in ('hand', *VARIANTS):
+        phases = [ms([run[phase] for run in runs[name]]) for phase in ('gradient', 'iterations', 'search')]
+        gains = [spread([whole(run) / whole(mine) for run, mine in zip(runs[other], runs[name])]) for other in ('hand', 'ten iterations')]
+        critic = {'hand': ms([seconds for seconds, _, _ in runs['full_batch']]) + ' *',
+                  'ten iterations': ms([run['critic'] for run in runs['ten iterations']])}
+        title = 'double back-propagation by hand' if name == 'hand' else f'rollpipe, {name}'
+        yield [case, title, *phases, ms([whole(run) for run in runs[name]]), *gains, critic.get(name, '')]
 
 
 def main():
     args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    args.add_argument('--hidden', nargs='+', type=int, default=[64, 256], help="width of the two layers")
+    args.add_argument('--cases', nargs='+', default=['2048x64', '25000x64', '25000x256'], metavar='ROWSxWIDTH')
     args.add_argument('--repeats', type=int, default=5)
     args.add_argument('--threads', type=int, default=1)
     args = args.parse_args()
     torch.set_num_threads(args.threads)
     print(header())
-    measured = {hidden: measure(hidden, args.repeats) for hidden in args.hidden}
-    print(f"Batch {T * B}, observation {N_OBS}, action {N_ACT}, threads: {args.threads}; ms, median (range) of {args.repeats}; "
-          "gain: times as fast as by hand.\n")
-    print(table(['network', 'update', 'gradient', f'{CG_ITERS} Fisher products', 'line search', 'policy update', 'gain', 'critic'],
-                [row for hidden, runs in measured.items() for row in rows_of(hidden, runs)]))
+    print(f"Observation {N_OBS}, action {N_ACT}, threads: {args.threads}; ms, median (range) of {args.repeats}; times as fast: policy "
+          "updates of the same repeat.\n", flush=True)
+    measured = {case: measure(*map(int, case.split('x')), args.repeats) for case in args.cases}
+    print(table(['rows x width', 'update', 'gradient', 'iterations', 'line search', 'policy update', 'times as fast as by hand',
+                 'as ten iterations', 'critic'], [row for case, runs in measured.items() for row in rows_of(case, runs)]))
     print("\n\\* 20 full-batch Adam steps by hand.\n")
     rows = []
-    for hidden, runs in measured.items():
+    for case, runs in measured.items():
         _, full, ours = (statistics.median(x) for x in zip(*runs['full_batch']))
-        cost = [run['critic'] / whole(run) for run in runs['rollpipe']]
-        rows.append([f'2x{hidden}', spread([p / f for p, f in runs['product']]), spread(cost), f'{ours:.3f}', f'{full:.3f}'])
-    print(table(['network', 'Fisher product / forward pass', 'critic / policy update', 'explained variance after the fit',
+        cost = [run['critic'] / whole(run) for run in runs['ten iterations']]
+        rows.append([case, spread([p / f for p, f in runs['product']]), spread(cost), f'{ours:.3f}', f'{full:.3f}'])
+    print(table(['rows x width', 'Fisher product / forward pass', 'critic / policy update', 'explained variance after the fit',
                  'after 20 full-batch steps'], rows))
 
 

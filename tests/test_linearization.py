@@ -247,7 +247,7 @@ def scored(space, m=7, **kw):
 
 
 @pytest.mark.parametrize('kind', ACTIONS)
-@pytest.mark.parametrize('m', [1, 7])
+@pytest.mark.parametrize('m', [1, 7, 150])
 def test_score_preconditioner_is_the_dense_inverse(kind, m):
     torch.manual_seed(1)
     space, options = ACTIONS[kind]

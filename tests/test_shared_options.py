@@ -14,7 +14,8 @@ from rollpipe.algorithms import ALGORITHMS, options_for
 from rollpipe.cli import build_parser
 from rollpipe.pipes.errors import DataError
 
-NATURAL = dict(damping=.1, cg_iters=10, cg_gain=0., fvp_subsample=1., precondition=0, normalize_adv=True, critic_lr=1e-3, critic_epochs=4)
+NATURAL = dict(damping=.1, cg_iters=10, cg_gain=0., fvp_subsample=1., precondition='auto', normalize_adv=True, critic_lr=1e-3,
+               critic_epochs=4)
 DEFAULTS = dict(
     trpo=dict(max_kl=.01, backtrack=.8, max_backtracks=10, accept_ratio=.1, **NATURAL),
     npg=dict(max_kl=.01, lr=None, **NATURAL),

@@ -198,14 +198,16 @@ def test_one_cg_iteration_steps_along_the_gradient_of_the_plain_loss(kind, off_p
 
 @pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('damping', [.1, 1.])
-def test_update_is_the_dense_natural_gradient_step(kind, damping):
-    policy = Tiny(kind)
-    f = make_fragment(policy, T=6)
+@pytest.mark.parametrize('off_policy', [False, True])
+@pytest.mark.parametrize('precondition', [0, 6])
+def test_update_is_the_dense_natural_gradient_step(kind, damping, off_policy, precondition):
+    policy, behaviour = Tiny(kind), Tiny(kind) if off_policy else None
+    f = make_fragment(policy, T=9, behaviour=behaviour)
     g, F = oracle(policy, f)
     damped = F + damping * torch.eye(len(g), dtype=torch.double)
     x = torch.linalg.solve(damped, g)
-    m, delta, scale = updated(policy, f, cg_iters=10 * len(g), damping=damping)
-    assert m['accepted'] == 1 and m['cg_residual'] < 1e-8
+    m, delta, scale = updated(policy, f, cg_iters=10 * len(g), damping=damping, precondition=precondition)
+    assert m['accepted'] == 1 and m['cg_residual'] < 1e-8 and m.get('precondition_rows', 0) == precondition
     assert m['curvature'] == pytest.approx(float(x @ damped @ x), rel=1e-6)
     close(delta, scale * x * math.sqrt(2e-4 / float(x @ damped @ x)))
 
@@ -235,21 +237,6 @@ def test_cg_iterations_are_those_of_a_loop_over_twice_back_propagated_kl(kind):
 # ---- fewer products
 
 @pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('damping', [.1, 1.])
-@pytest.mark.parametrize('off_policy', [False, True])
-def test_a_preconditioned_update_is_the_dense_natural_gradient_step(kind, damping, off_policy):
-    policy, behaviour = Tiny(kind), Tiny(kind) if off_policy else None
-    f = make_fragment(policy, T=9, behaviour=behaviour)
-    g, F = oracle(policy, f)
-    damped = F + damping * torch.eye(len(g), dtype=torch.double)
-    x = torch.linalg.solve(damped, g)
-    m, delta, scale = updated(policy, f, cg_iters=10 * len(g), damping=damping, precondition=6)
-    assert m['accepted'] == 1 and m['cg_residual'] < 1e-8
-    assert m['curvature'] == pytest.approx(float(x @ damped @ x), rel=1e-6)
-    close(delta, scale * x * math.sqrt(2e-4 / float(x @ damped @ x)))
-
-
-@pytest.mark.parametrize('kind', KINDS)
 def test_the_preconditioner_is_made_of_the_scores_of_the_actions_taken(kind):
     policy = Tiny(kind)
     f = make_fragment(policy, T=16, share=1.1)
@@ -273,6 +260,26 @@ def test_five_products_predict_what_ten_plain_ones_do(env, share):
         predicted = [float(at.gradient @ at.cg.x) / math.sqrt(at.cg.curvature) for at in (five, ten)]
         assert five.cg.iterations <= 5 and predicted[0] >= share * predicted[1]
         agent.update(batch)
+
+
+@pytest.mark.parametrize('rows, options, found', [
+    (4095, {}, dict(precondition=0)), (4096, {}, dict(precondition=512, cg_iters=5)),
+    (4096, dict(cg_iters=3), dict(precondition=512, cg_iters=2)), (4096, dict(fvp_subsample=.999), dict(precondition=0)),
+    (8192, dict(fvp_subsample=.5), dict(precondition=512, cg_iters=5)), (4096, dict(damping=0.), dict(precondition=0))])
+def test_the_number_of_rows_decides_about_the_preconditioner(rows, options, found):
+    policy = Tiny('gaussian')
+    f, other = make_fragment(policy, T=rows, B=1, share=1.1), copy.deepcopy(policy)
+    m, delta, _ = updated(policy, f, **options)
+    n, want, _ = updated(other, f, **options | found)
+    assert clean(m) == clean(n) and torch.equal(delta, want)
+    assert m.get('precondition_rows', 0) == found['precondition']
+    assert m['cg_iterations'] == (dict(cg_iters=10) | options | found)['cg_iters']
+
+
+def test_without_a_preconditioner_the_iterations_are_all_there():
+    policy = Recurrent('categorical')
+    m, _, _ = updated(policy, make_fragment(policy, T=2, B=4200, share=1.1))
+    assert m['cg_iterations'] == 10 and 'precondition_rows' not in m
 
 
 def test_without_damping_or_with_memory_the_iterations_are_the_plain_ones():
@@ -611,7 +618,7 @@ def test_an_actor_without_a_distribution_is_refused():
 
 @pytest.mark.parametrize('name, value', [
     ('fvp_subsample', 0.), ('fvp_subsample', 1.5), ('max_kl', 0.), ('max_kl', -1.), ('damping', -.1), ('cg_iters', 0),
-    ('precondition', -1), ('cg_gain', -.1),
+    ('precondition', -1), ('precondition', 'on'), ('cg_gain', -.1),
     ('backtrack', 0.), ('backtrack', 1.5), ('max_backtracks', 0), ('critic_epochs', -1), ('critic_lr', -1.), ('critic_lr', None)])
 def test_hyperparameters_out_of_range_are_refused_when_the_agent_is_made(name, value):
     with pytest.raises(ValueError) as e: TRPO(Tiny('categorical'), Value(), **{name: value})

@@ -140,6 +140,14 @@ def test_the_inverse_as_preconditioner_needs_one_product():
     assert (got.iterations, got.status) == (1, 'converged')
 
 
+@pytest.mark.parametrize('stop', [dict(iters=7), dict(iters=30, gain_tol=.01), dict(iters=30, tol=.1)])
+def test_cg_preconditions_only_what_an_iteration_uses(stop):
+    A, b = spd(30, 0, 2.)
+    seen = []
+    got = conjugate_gradients(lambda v: A @ v, b, preconditioner=lambda r: (seen.append(r), r)[1], **stop)
+    assert got.iterations == len(seen) < 30 and torch.equal(got.x, conjugate_gradients(lambda v: A @ v, b, **stop).x)
+
+
 def test_cg_stops_when_an_iteration_gains_little():
     A, b = spd(30, 0, 2.)
     runs = [conjugate_gradients(lambda v: A @ v, b, iters=n) for n in range(1, 31)]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import grad
+from torch.linalg import solve_triangular
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -239,20 +240,24 @@ def score_preconditioner(
         damping: λ > 0
     """
     m = len(layers[0].g)
-    K = torch.diag(layers[0].g.new_full((m,), m * damping))
-    for part in layers:
-        inputs = part.x @ part.x.T
-        if part.bias is not None: inputs += 1
-        K.addcmul_(inputs, part.g @ part.g.T)
+    K = layers[0].g.new_zeros(m, m)
+    for i in range(0, m, 128):  # only the lower triangle is used, and blocks of it fit into the processor's cache
+        rows, columns = slice(i, i + 128), slice(i + 128)
+        for part in layers:
+            inputs = part.x[rows] @ part.x[columns].T
+            if part.bias is not None: inputs += 1
+            K[rows, columns].addcmul_(inputs, part.g[rows] @ part.g[columns].T)
+    K.diagonal().add_(m * damping)
     L, failed = torch.linalg.cholesky_ex(K)
-    if failed or not L.sum().isfinite(): return None
+    if failed or not L.diagonal().isfinite().all(): return None
 
     def solve(r: Tensor) -> Tensor:
         v, along = unflatten(r, params), K.new_zeros(m)
         for part in layers:
             out = part.x @ v[part.weight].reshape(part.g.shape[1], -1).T
             along += ((out if part.bias is None else out + v[part.bias]) * part.g).sum(1)
-        u, back = torch.cholesky_solve(along[:, None], L), [torch.zeros_like(x) for x in v]
+        u = solve_triangular(L.T, solve_triangular(L, along[:, None], upper=False), upper=True)
+        back = [torch.zeros_like(x) for x in v]
         for part in layers:
             g = part.g * u
             back[part.weight] = (g.T @ part.x).view_as(v[part.weight])

@@ -49,6 +49,7 @@ METRICS |= dict(
     kl_next="the same divergence, between the old policy and the one that collects next, after the update of its normaliser [nat]",
     cg_residual="|g - F x| / |g| when conjugate gradients stopped",
     cg_iterations="conjugate-gradient iterations",
+    precondition_rows="rows that the preconditioner of these iterations was made from; absent if there was none",
     curvature="x' F x of the conjugate-gradient solution, damping included",
     backtracks="step lengths that the line search refused",
     accepted="1 if the line search kept a step, 0 if the old parameters were restored",

@@ -80,16 +80,16 @@ def conjugate_gradients(
         Ap = torch.add(matvec(p).detach(), p, alpha=damping)
         alpha = rz / (pAp := p @ Ap)
         r_next = r - alpha * Ap
-        rz_next = r_next @ (z := solve(r_next))
         curvature, residual_next, gain = torch.stack((pAp, r_next @ r_next, alpha * rz)).tolist()
         if curvature <= 0: status = 'non-positive curvature'; break
         if not (curvature < math.inf and residual_next < math.inf): status = 'non-finite'; break
-        x, r, p = x + alpha * p, r_next, z + (rz_next / rz) * p
-        rz, residual, done, raised = rz_next, residual_next, done + 1, raised + gain
+        x, r, residual, done, raised = x + alpha * p, r_next, residual_next, done + 1, raised + gain
         if residual <= stop: status = 'converged'; break
         if gain <= gain_tol * raised: status = 'little gain'; break
-    x64 = x.double()  # (A + damping I)x is b - r, so the curvature needs no further product
-    damped = float(x64 @ (b - r).double())
+        if done == iters: break
+        z = solve(r)
+        rz, p = (rz_next := r @ z), z + (rz_next / rz) * p
+    damped = float((x64 := x.double()) @ (b - r).double())  # (A + damping I)x is b - r, so the curvature needs no further product
     return CGResult(x, done, math.sqrt(residual / bb), damped, damped - damping * float(x64 @ x64), status)
 
 # %% ../../nbs/agents/02_trust_region.ipynb #6d322cce
