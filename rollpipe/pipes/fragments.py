@@ -108,7 +108,7 @@ def final_rows(ends: list, source: TickSource, state: State, actor: Any) -> Fina
     """
     if not ends:
         empty = torch.empty(0, dtype=torch.long)
-        return Final(empty, empty, nested.map(lambda x: x[0, :0].clone(), state.obs), nested.map(lambda x: x[0, :0], actor))
+        return Final(empty, empty, *nested.map(lambda x: x.new_empty(0, *x.shape[2:]), (state.obs, actor)))
     cut = [k for k, end in enumerate(ends) if not end.term]
     reactions = _reactions(source, state, [ends[k] for k in cut]) if cut else None
     if len(cut) < len(ends):

@@ -21,6 +21,7 @@ __all__ = ['map', 'leaves', 'flatten', 'paths', 'check_like', 'getitem', 'setite
 # %% ../../nbs/pipes/01_nested.ipynb #fb2d67a2
 def map(fn: Callable, tree: Any, *rest: Any) -> Any:
     "Apply `fn` to each leaf of `tree` and the matching leaves of `rest`; the result has the containers of `tree`."
+    if type(tree) is torch.Tensor or type(tree) is np.ndarray: return fn(tree, *rest)     # the most common container is none
     return optree.tree_map(fn, tree, *rest)
 
 # %% ../../nbs/pipes/01_nested.ipynb #51bf5fe8

@@ -188,10 +188,10 @@ class AnswerCheck:
         """
         if info is None:
             raise ActorError(f"{self.name}.complete gave nothing", leaf='info', expected="infos of a fragment", got="None", **self.where)
-        for leaf, path in zip(nested.leaves(info), nested.paths(info, 'info')):
+        for k, leaf in enumerate(nested.leaves(info)):
             if isinstance(leaf, torch.Tensor) and leaf.shape[:2] == lead: continue
-            raise ActorError(f"{self.name}.complete gave a leaf of the wrong shape", leaf=path, got=describe(leaf), **self.where,
-                             expected=f"a tensor of shape [{lead[0]}, {lead[1]}, ...]")
+            raise ActorError(f"{self.name}.complete gave a leaf of the wrong shape", leaf=nested.paths(info, 'info')[k], got=describe(leaf),
+                             **self.where, expected=f"a tensor of shape [{lead[0]}, {lead[1]}, ...]")
 
     def _compare(self, name, tree, like, n):
         "Refuse `tree`, the part `name` of an answer, if it differs from the same part of the first one."

@@ -119,7 +119,7 @@ def _solve(a: Tensor, b: Tensor) -> Tensor:
     while stride < n_rows:
         # x_t now holds all terms up to b_{t+stride-1}; a_t is the product of as many coefficients, where they all exist
         x = torch.cat([torch.addcmul(x[:-stride], a[:n_rows - stride], x[stride:]), x[-stride:]])
-        a = a[:-stride] * a[stride:]
+        if 2 * stride < n_rows: a = a[:-stride] * a[stride:]     # the next round needs it
         stride *= 2
     return x
 

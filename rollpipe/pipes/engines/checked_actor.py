@@ -145,9 +145,17 @@ class CheckedActor:
     def reset(self, hx: Any, at: list) -> Any:
         "`hx` with the initial recurrent state for the environments `at`, as new tensors without gradients."
         if not nested.leaves(hx): return hx
+        return nested.map(lambda x: x.detach().clone(), self._reset(hx, at))     # a learner changes parameters of the actor in place
+
+    def reset_in(self, hx: Any, at: list) -> None:
+        "As `reset`, but the new recurrent state is written into `hx`."
+        if not nested.leaves(hx): return
+        for out, x in zip(nested.leaves(hx), nested.leaves(self._reset(hx, at))): out.copy_(x.detach())
+
+    def _reset(self, hx, at):
         with self.eval_mode, calling('reset', self.answers): hx = self.actor.reset(hx, at)
         self.answers.check_memory(hx, len(self.envs), 'reset')
-        return nested.map(lambda x: x.detach().clone(), hx)     # it may be a parameter of the actor, which a learner changes in place
+        return hx
 
     def complete(self, act: Any, info: Any) -> Any:
         "`info` of many steps, completed by the actor's `complete(act, info)` if it has this method: see `TickSource`. Raises `ActorError`."

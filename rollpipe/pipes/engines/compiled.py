@@ -83,6 +83,7 @@ class OnnxEngine:
     """
     name, why = 'onnxruntime', ''
     reads: tuple         # fields of `State`
+    shapes: dict         # of inputs and outputs, which have no dimension of the time in some graphs
     convolutions: int    # multiplications in the convolutions of a step
     runs: list           # for each row, the function that runs its binding; None: not bound yet
 
@@ -120,7 +121,8 @@ class OnnxEngine:
         self.session, weights, self.convolutions = open_session(to_onnx(pure)), Weights(self.actor), pure.convolutions
         with self.eval_mode: self.constants = Constants(self.actor, weights)
         self.slots = [(slots, key) for (slots, key, _), *_ in weights.places]
-        read, staged = {x.name for x in self.session.get_inputs()}, nested.leaves((rows.state, rows.hx, self.noise))
+        self.shapes = {x.name: x.shape for x in (*self.session.get_inputs(), *self.session.get_outputs())}
+        read, staged = self.shapes, nested.leaves((rows.state, rows.hx, self.noise))
         self.weights_read = [k for k in range(len(self.slots)) if f"weight_{k}" in read]
         self.inputs = {f"input_{k}": x for k, x in enumerate(staged) if f"input_{k}" in read}
         leaves = [id(x) for x in self.inputs.values()]
@@ -150,8 +152,9 @@ class OnnxEngine:
     def _bind(self, t):
         binding = self.session.io_binding()
         for name, x in self.weights.items(): binding.bind_input(name, 'cpu', 0, x.dtype.type, x.shape, x.ctypes.data)
-        for name, x in self.inputs.items(): binding.bind_input(name, 'cpu', 0, x.dtype.type, x.shape[1:], x[t].ctypes.data)
-        for k, x in enumerate(self.outputs): binding.bind_output(f"output_{k}", 'cpu', 0, x.dtype.type, x.shape[1:], x[t].ctypes.data)
+        for name, x in self.inputs.items(): binding.bind_input(name, 'cpu', 0, x.dtype.type, self.shapes[name], x[t].ctypes.data)
+        for k, x in enumerate(self.outputs):
+            binding.bind_output(name := f"output_{k}", 'cpu', 0, x.dtype.type, self.shapes[name], x[t].ctypes.data)
         try: run = partial(self.session._sess.run_with_iobinding, binding._iobinding, None)     # the public method takes 0.6 us longer
         except AttributeError: run = partial(self.session.run_with_iobinding, binding)
         self.runs[t] = run

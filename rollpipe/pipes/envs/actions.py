@@ -123,11 +123,12 @@ def action_rows(
     checked, split = action_batch(space, clip), _splitter(space)
     if not isinstance(space, gym.spaces.Discrete): return lambda act: split(checked(act))
     first, last = int(space.start), int(space.start + space.n - 1)
+    known = frozenset(range(first, last + 1)) if space.n <= 1024 else None
     def rows(act):
-        # One list of integers is the most common action, and `min` and `max` of a list are faster than numpy's for few environments.
+        # One list of integers is the most common action, and a look at each number of a list is faster than numpy for few environments.
         if not isinstance(act, np.ndarray) or act.ndim != 1 or act.dtype.kind not in 'iu': return split(checked(act))
         numbers = act.tolist()
-        if numbers and min(numbers) >= first and max(numbers) <= last: return numbers
+        if known.issuperset(numbers) if known else numbers and min(numbers) >= first and max(numbers) <= last: return numbers
         return split(checked(act))     # which raises the error
     return rows
 

@@ -108,7 +108,8 @@ class SingleEnvs:
         self.seeds, self.closes, self.envs, self.claim = seeds, closes, [] if first is None else [first], Claim()
         try:
             make_envs(factories, seeds, self.envs, self.claim)
-            self.like = space_spec(self.envs[0].observation_space, 'obs')
+            self.like = like = space_spec(self.envs[0].observation_space, 'obs')
+            self.form = (like.shape, like.dtype) if isinstance(like, np.ndarray) else (None, None)
         except BaseException:
             self.close()
             raise
@@ -135,10 +136,9 @@ class SingleEnvs:
             step: observations and terminations are written into it
             terminal_obs: return the last observations of terminated episodes too
         """
-        self.claim.check()
+        if self.claim.lost: self.claim.check()
         final, ended, rews, infos, call, b = {}, [], [], [], 'step()', 0
-        buffer = step.leaves[0]
-        one_array, shape, dtype = len(step.leaves) == 1, buffer.shape[1:], buffer.dtype
+        (shape, dtype), buffer = self.form, step.leaves[0]
         try:
             for b, (env, action) in enumerate(zip(self.envs if self.sticky is None else self.sticky.acting, actions)):
                 x, r, terminated, truncated, info = env.step(action)
@@ -153,7 +153,7 @@ class SingleEnvs:
                     x, _ = env.reset()
                     call = 'step()'
                 # Most observations are one array, as announced by the space.
-                if one_array and type(x) is np.ndarray and x.dtype is dtype and x.shape == shape: buffer[b] = x
+                if type(x) is np.ndarray and x.dtype is dtype and x.shape == shape: buffer[b] = x
                 else: put_obs(x, self.like, step.leaves, b)
         except PipeError as e:
             e.locate(env=b)

@@ -31,12 +31,12 @@ class Carry(NamedTuple):
 
     Args:
         state: numpy `[B, ...]`
-        seen: the same for the actor, torch `[1, B, ...]`
+        act: the action before, torch `[1, B, ...]`; None: an engine has it
         term: bool `[B]`: where the step before was a termination
         hx: recurrent state
     """
     state: State      # numpy `[B, ...]`
-    seen: State       # the same for the actor, torch `[1, B, ...]`
+    act: Any          # the action before, torch `[1, B, ...]`; None: an engine has it
     term: np.ndarray  # bool `[B]`: where the step before was a termination
     hx: Any           # recurrent state
 
@@ -60,13 +60,13 @@ class FusedLoop:
     ):
         self.interaction, self.n_steps, self.destination, self.where, self.seq = interaction, n_steps, destination, where, 0
         out, hx = start
-        self.carry, self.reports, self.ends = Carry(out.state, out.seen, np.zeros_like(out.term), hx), [], []
+        self.carry, self.reports, self.ends = Carry(out.state, out.seen.act, np.zeros_like(out.term), hx), [], []
 
     def collect(self) -> Fragment:
         "The next fragment."
         interaction, carry, fault = self.interaction, self.carry, None
         version = interaction.counter.version()
-        act, hx = self._ask(carry.seen, carry.hx)
+        act, hx = self._ask(State(*map(as_input, carry.state._replace(act=())))._replace(act=carry.act), carry.hx)
         array = _array(act)
         rows = FragmentRows(carry.state, carry.term, array, self.n_steps + 1, self.destination.empty, **self.where, lane=interaction.lane)
         stepping = stepping_for(interaction.envs, rows, self.n_steps)
@@ -99,8 +99,8 @@ class FusedLoop:
     def _complete(self, rows, infos, valid, act, hx, version):
         self.destination.completing()
         interaction, before, last = self.interaction, self.carry, rows.last()
-        act, hx = nested.map(torch.clone, (act, hx))     # they may be views of observations
-        self.carry = Carry(last, State(*map(as_input, last))._replace(act=act), rows.term[-1].copy(), hx)
+        act, hx = (nested.map(torch.clone, x) for x in (act, hx))     # they may be views of observations
+        self.carry = Carry(last, act, rows.term[-1].copy(), hx)
         numbers = dict(lane=interaction.lane, seq=self.seq, version=version)
         fields = dict(env=stack_infos(infos, valid), hx=nested.map(torch.Tensor.cpu, before.hx), term=torch.from_numpy(rows.term),
                       valid=stack_rows(valid))
@@ -145,7 +145,7 @@ class StagedLoop(FusedLoop):
             self.reports.append(nested.map(lambda x, n=n: torch.from_numpy(x[:n, 0].copy()), self.engine.rows.info))
             infos, valid = infos + stepping.infos, valid + stepping.valid
             staged.go_on(n)
-        return self._complete(rows, infos, valid, staged.acts[n - 1], staged.hxs[n], version)
+        return self._complete(rows, infos, valid, None, staged.hxs[n], version)
 
     def _run(self, stepping, begin, n):
         "Take `n` steps, of which the first has the number `begin` in its fragment."
@@ -164,7 +164,7 @@ class StagedLoop(FusedLoop):
             for b, obs in final.items():
                 before = nested.map(lambda x, b=b: x[:, b:b + 1].clone(), hx)
                 self.ends.append(End(begin + t, b, obs, before, bool(staged.term[t + 1, b])))
-            if nested.leaves(hx): nested.copy_(hx, checked.reset(hx, ended))
+            checked.reset_in(hx, ended)
 
 
 

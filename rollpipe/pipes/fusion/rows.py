@@ -40,10 +40,11 @@ class FragmentRows:
                  **where: Any,     # context for error messages: pipe, lane
     ):
         like, spec = nested.flatten(first._replace(act=act))
-        self.state = spec.unflatten([empty((n, *x.shape), x.dtype) for x in like])
+        leaves = [empty((n, *x.shape), x.dtype) for x in like]
+        self.state = spec.unflatten(leaves)
         self.acts, self.act_spec = nested.flatten(self.state.act)
         self.where, self.state.fin[:], self.term = where, False, np.zeros((n, len(term)), bool)
-        for out, x in zip(nested.leaves(self.state._replace(act=())), nested.leaves(first._replace(act=()))): out[0] = x
+        for out, x in zip(leaves, like): out[0] = x
         self.put_act(0, first.act)
         self.term[0] = term
 
@@ -81,7 +82,7 @@ class FragmentRows:
         """
         into, rows = slice(begin + 1, begin + n + 1), slice(1, n + 1)
         self.term[into] = staged.term[rows]
-        for out, x in zip(nested.leaves(self.state._replace(act=())), nested.leaves(staged.state._replace(act=()))): out[into] = x[rows]
+        for out, x in zip(nested.leaves(self.state._replace(act=())), staged.seen): out[into] = x[rows]
         for out, x in zip(self.acts, self.act_spec.flatten_up_to(staged.act)): out[into] = x[:n]
 
 
@@ -90,6 +91,7 @@ class StagedRows:
     def __init__(self, rows: Rows):
         self.rows, self.state, self.act = rows, *nested.map(lambda x: x[:, 0], (rows.state, rows.act))
         state, self.term = self.state, np.zeros(self.state.fin.shape, bool)
+        self.seen = nested.leaves(state._replace(act=()))     # what environments write
         self.steps = step_buffers(state.obs, state.rew, state.stepno, state.fin, self.term)
         self.arrays = [nested.getitem(self.act, t) for t in range(rows.n)]                      # of each action, numpy `[B, ...]`
         self.acts = [nested.map(lambda x: torch.from_numpy(x[None]), x) for x in self.arrays]   # the same memory, torch `[1, B, ...]`

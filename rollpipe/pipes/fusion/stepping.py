@@ -58,9 +58,8 @@ class SingleStepping:
             tuple: (final, ended), as in `Outcome`
         """
         envs, before, step = self.envs, self.rows.steps[t], self.rows.steps[t + 1]
-        actions = envs.actions(array)
         try:
-            final, ended, rews, infos = envs.single.step(actions, step, envs.terminal_obs)
+            final, ended, rews, infos = envs.single.step(envs._checked_actions(array), step, envs.terminal_obs)
             self.arrived += 1
             if self.reads_rew: step.rew[:] = scalar_rewards(rews)
             self.rewards.append(rews)
@@ -112,6 +111,9 @@ class SingleStepping:
 def _count(stepno, fin, n):
     "Write rows 1 to `n` of `stepno`, which counts from row 0 on and begins again at 0 where `fin`."
     t = np.arange(n + 1)[:, None]
+    if not fin[1:n + 1].any():
+        stepno[1:n + 1] = stepno[0] + t[1:]
+        return
     since = np.maximum.accumulate(np.where(fin[:n + 1], t, 0))     # the last row with an end; row 0 if there is none
     stepno[1:n + 1] = (t - since + np.where(since > 0, 0, stepno[0]))[1:]
 
