@@ -1,6 +1,6 @@
 """The gains and costs of worker processes, compared with the same graph without them or with torchdata's own workers.
 
-    python benchmarks/workers.py [--only throughput torchdata transport memory weights start] [--repeats 5] [--seconds 2]
+    python benchmarks/workers.py [--only throughput division torchdata transport memory weights start] [--repeats 5] [--seconds 2]
 
 On-policy fragments with GAE, T = 128, actor and critic MLPs 2x64, one torch thread. `Images` is an environment of 84x84x4 bytes whose
 step does nothing; its actor and critic read only every twelfth pixel, so that the transport of the images is measured.
@@ -8,7 +8,7 @@ step does nothing; its actor and critic read only every twelfth pixel, so that t
 import argparse, gc, os, signal, subprocess, sys
 from itertools import islice
 from pathlib import Path
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, process_time
 
 import gymnasium as gym
 import numpy as np
@@ -50,8 +50,8 @@ def networks(env):
     return (c.for_env(env, normalize=False, seed=0, **options) for c in (MLPPolicy, Critic))
 
 
-def pipeline(env, n_envs, lanes, joined=True):
-    pipe = on_policy(env, *networks(env), n_envs=n_envs, n_steps=T, lanes=lanes, seed=0, info_keys=())
+def pipeline(env, n_envs, lanes, joined=True, **kwargs):
+    pipe = on_policy(env, *networks(env), n_envs=n_envs, n_steps=T, lanes=lanes, seed=0, info_keys=(), **kwargs)
     return pipe if joined else remove(pipe, FragmentStacker)
 
 
@@ -91,6 +91,40 @@ def throughput(args):
             rows.append([name(env), n_envs, spread(rates['none'], '{:,.0f}'), spread(rates[1], '{:,.0f}'), *ratios])
     print(table(['environment', 'B of a lane', 'in-process [steps/s]', '2 workers, lag 1 [steps/s]', 'ratio, lag 0', 'lag 1',
                  'free running', 'free running, fragments not joined', 'two independent processes'], rows))
+
+
+def busy(pids) -> list:
+    "Seconds that each of these processes has computed, to a hundredth."
+    ticks = os.sysconf('SC_CLK_TCK')
+    return [sum(map(int, Path(f'/proc/{pid}/stat').read_text().rsplit(')')[1].split()[11:13])) / ticks for pid in pids]
+
+
+def computed(pipe, service, seconds) -> tuple:
+    "Microseconds of computing for a step in this process, and in the busiest worker."
+    with DataLoader2(pipe, reading_service=service) as loader:
+        items, steps = iter(loader), 0
+        for _ in range(8): next(items)
+        pids = [state['pid'] for state in loader.reading_service.health()] if service else []
+        begin, here, there = perf_counter(), process_time(), busy(pids)
+        while perf_counter() - begin < seconds: steps += next(items).valid.numel()
+        return 1e6 * (process_time() - here) / steps, max([1e6 * (y - x) / steps for x, y in zip(there, busy(pids))], default=0)
+
+
+def division(args):
+    "Eight environments of CartPole, all in this process or four in each of two workers, fused and with ONNX Runtime."
+    rows, make = [], lambda n_envs, lanes: pipeline('CartPole-v1', n_envs, lanes, engine='onnxruntime')
+    ways = {'8 here': (8, 1, None), '4 here': (4, 1, None), **{f'2 workers, lag {lag}': (4, 2, lag) for lag in (0, 1, None)}}
+    service = lambda lanes, lag: ProcessReading(2, lag=lag) if lanes == 2 else None
+    found = {key: [] for key in ways}
+    for _ in range(args.repeats):
+        for key, (n_envs, lanes, lag) in ways.items():
+            found[key].append((rate(make(n_envs, lanes), service(lanes, lag), args.seconds),
+                               *computed(make(n_envs, lanes), service(lanes, lag), args.seconds)))
+    for key, runs in found.items():
+        rates, here, there = zip(*runs)
+        ratios = [x / y for x, (y, *_) in zip(rates, found['8 here'])]
+        rows.append([key, spread(rates, '{:,.0f}'), spread(ratios), spread(here, '{:.1f}'), spread(there, '{:.1f}')])
+    print(table(['environments', 'steps/s', 'times 8 here', 'computing here [us/step]', 'in a worker [us/step]'], rows))
 
 
 THEIRS = """
@@ -227,7 +261,8 @@ def start(args):
     print(table(['start method', 'first batch after [s]'], rows))
 
 
-PARTS = dict(throughput=throughput, torchdata=torchdata, transport=transport, memory=memory, weights=weights, start=start)
+PARTS = dict(throughput=throughput, division=division, torchdata=torchdata, transport=transport, memory=memory, weights=weights,
+             start=start)
 
 
 def main():

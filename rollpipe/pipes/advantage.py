@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import nested, returns
 from .data import Fragment, check_item
+from .fragment_ops import unstacked
 from .errors import DataError, PipeError, check_fraction, describe, describe_exception
 from .pipe import Pipe
 from .modules import EvalMode
@@ -88,7 +89,7 @@ class AdvantageBuffer(Pipe):
         gamma: discount factor per step
         lam: exponential weight of longer estimates: with 0 they rely on the critic, with 1 on the rewards
     """
-    reads, keeps_items, any_strides = 1, False, True
+    reads, keeps_items, any_strides, fusible = 1, False, True, True
 
     def __init__(self,
                  pipe: IterDataPipe,   # yields `Fragment`s
@@ -107,6 +108,14 @@ class AdvantageBuffer(Pipe):
 
     def estimate(self, fragment: Fragment) -> Fragment:
         "`fragment` with `adv` and `ret`."
+        try: return self._estimate(fragment)
+        except PipeError as e:
+            parts = unstacked(fragment)
+            for part in parts if len(parts) > 1 else (): self._estimate(part)     # the error of one part names its lane
+            if len(parts) > 1: e.lane = ', '.join(dict.fromkeys(str(int(part.lane[0])) for part in parts))
+            raise
+
+    def _estimate(self, fragment):
         lane = None if fragment.lane is None else int(fragment.lane[0])
         try: v_t, v_tp1 = values(fragment, self.critic)
         except DataError as e:

@@ -191,8 +191,9 @@ class Pipe(Traits, EditsByClass, IterDataPipe):
         watch, _waiting.watch = getattr(_waiting, 'watch', None), None
         return self._run() if watch is None else _counted_for(watch, self._run())
 
-    def _run(self, **options):
-        items, stream, watch = self._open(), None, Watch(type(self).__name__)
+    def _run(self, items=None, **options):
+        "The stream; `items` are those of its input, if somebody has opened it already."
+        items, stream, watch = self._open() if items is None else items, None, Watch(type(self).__name__)
         may_starve = self.reads is None and self.drops_items
         try:
             stream = self.stream(chain(watch.counted(items), items) if may_starve else items, **options)

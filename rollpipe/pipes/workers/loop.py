@@ -16,8 +16,9 @@ import torch
 from ..errors import PipeError
 from ..fragments import Destination
 from ..graph import find, nodes
+from ..lanes import opened_into
 from ..modules import modules_in
-from ..pipe import held_by, opened, trait
+from ..pipe import held_by
 from ..reactions import Unchanging
 from ..stepper import EnvStepper
 from .remote_errors import pack_exception, send_exception, send_warning
@@ -66,11 +67,6 @@ class SlotDestination(Destination):
     def empty(self, shape: tuple, dtype: Any) -> np.ndarray: return self.writer.entries.empty(shape, dtype)
     def completing(self) -> None: self.link.send_bytes(COMPLETING)
 
-
-def _open_lane(graph, destination):
-    "The stream of a lane."
-    if hasattr(graph, 'into') and not trait(graph, 'keeps_items'): return graph.into(destination)
-    return opened(graph)
 
 # %% ../../../nbs/pipes/30_workers/11_loop.ipynb #d4146fb6
 def holders_in(graphs: Iterable) -> list:
@@ -134,7 +130,7 @@ def run_lanes(
             if lane != present:     # nobody else draws from this process's global generators
                 if (before := states.get(present)) is not None: before.take()
                 states[present := lane].put(before)
-            if lane not in streams: streams[lane] = _open_lane(lanes[lane], destination)
+            if lane not in streams: streams[lane] = opened_into(lanes[lane], destination)
             try:
                 with unchanging.during(lane): item = next(streams[lane])
             except StopIteration: link.send(tuple(Reply()))

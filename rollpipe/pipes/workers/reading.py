@@ -87,7 +87,7 @@ class WorkerLanes(Lanes):
         "As `Lanes.global_random_states`; a lane that is left as it was goes on from this process's states."
         return super().global_random_states(lane, root, again) if self.seeded or again else GlobalRandomStates()
 
-    def _run(self) -> Iterator:
+    def _run(self) -> Iterator:  # pyright: ignore[reportIncompatibleMethodOverride]  their fragments are in slots
         self.close()
         if len(self.own_lanes()) < self.n:
             raise GraphError("the lanes are divided among processes already", pipe=self, expected="`Lanes` of its own for each process",

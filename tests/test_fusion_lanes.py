@@ -1,0 +1,418 @@
+"Fragments that lanes make where they are joined, and advantages that are estimated for all of them at once."
+import gc
+import pickle
+import weakref
+from functools import partial
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import assert_same, snapshot
+from test_joined import Pictures, Sees
+from test_vector import PLANS, Vectorised
+from toys import ENDS, Counting, Ledger, Memory, Nested, NestedMemory, Plain, Valued, judge
+
+from rollpipe.layers import Critic, MemoryCritic, MLPPolicy, RecurrentPolicy
+from rollpipe.pipes import (AdvantageBuffer, DataError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Pipe, ProcessReading, Tap,
+                            bump_version, copy_graph, draw, find_one, insert_after, nested, on_policy, optimize, profile, remove,
+                            returns)
+from rollpipe.pipes.batches import SideBySide
+from rollpipe.pipes.fusion.rewrites import BATCHED_ADVANTAGES, JOIN_IN_PLACE, FusedJoin
+from rollpipe.pipes.torchdata import DataLoader2
+
+fast = settings(deadline=None, max_examples=15)
+episodes = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)
+WORLDS = {"plain": (Counting, Plain), "memory": (Counting, Memory), "nested": (Nested, NestedMemory)}
+both = partial(optimize, batch_advantages=True)
+
+
+@pytest.fixture(autouse=True)
+def _small_arrays_too(monkeypatch): monkeypatch.setattr(SideBySide, "LEAST", 1)
+
+
+def joined(source, actor, n_steps, lanes, n, critic=None, advantages=True, **kwargs):
+    pipe = Lanes(FragmentCollector(EnvStepper(source, actor, **kwargs), n_steps), lanes, seed=0)
+    return FragmentStacker(AdvantageBuffer(pipe, critic, .9, .8) if advantages else pipe, n)
+
+
+def first(pipe, n=4): return [snapshot(x) for x in islice(pipe, n)]
+
+
+def fusion_of(pipe): return find_one(pipe, FragmentStacker).fusion
+
+
+def assert_same_streams(make, n=4, **how):
+    "`make()` makes a graph; its stream, and that of the optimized graph."
+    fused = optimize(make(), **how)
+    assert fusion_of(fused) is not None
+    for a, b in zip(first(make(), n), first(fused, n), strict=True): assert_same(a, b)
+
+
+# --- made where they are joined
+
+@pytest.mark.parametrize("world", WORLDS)
+@fast
+@given(plans=st.lists(episodes, min_size=1, max_size=3), n_steps=st.integers(1, 6), lanes=st.integers(1, 4), n=st.integers(2, 5),
+       terminal_obs=st.booleans(), ticks=st.booleans())
+def test_lanes_that_write_into_the_batch_yield_the_same(world, plans, n_steps, lanes, n, terminal_obs, ticks):
+    "Whether they make ticks or not."
+    env, actor = WORLDS[world]
+    envs = [partial(env, plan, tag) for tag, plan in enumerate(plans)]
+    def make():
+        pipe = joined(envs, actor(), n_steps, lanes, n, advantages=False, terminal_obs=terminal_obs)
+        return insert_after(pipe, EnvStepper, Passing) if ticks else pipe
+    assert_same_streams(make)
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("kwargs", [{}, dict(terminal_obs=True), dict(sticky=5)])
+@pytest.mark.parametrize("source", ["vector", "single"])
+def test_every_kind_of_reset(mode, kwargs, source):
+    if source == "vector" and "sticky" in kwargs: kwargs = {}
+    envs = partial(Vectorised, PLANS, mode) if source == "vector" else [partial(Counting, plan, k) for k, plan in enumerate(PLANS)]
+    assert_same_streams(lambda: joined(envs, Memory(), 5, 3, 3, judge, **kwargs), batch_advantages=True)
+
+
+@pytest.mark.parametrize("engine", ["torch", "onnxruntime"])
+def test_with_networks_whose_weights_change(engine):
+    "Versions, the recurrent state and the normaliser, too; nothing changes in what is kept."
+    if engine == "onnxruntime": pytest.importorskip("onnxruntime")
+    streams, kept = [], []
+    for change in (lambda pipe: pipe, optimize):
+        actor, critic = RecurrentPolicy.for_env(Nested, seed=0), Critic.for_env(Nested, seed=0)
+        items, found = iter(change(joined(Nested, actor, 8, 2, 2, critic, n_envs=2, engine=engine))), []
+        for k in range(6):
+            found.append(snapshot(batch := next(items)))
+            kept.append((batch, found[-1]))
+            with torch.no_grad():
+                for p in [*actor.parameters(), *critic.parameters()]: p += .01 * k
+            if k % 3: bump_version(actor)
+            actor.observe(batch.state.obs)
+        streams.append(found)
+    for a, b in zip(*streams, strict=True): assert_same(a, b)
+    for batch, was in kept: assert_same(snapshot(batch), was)
+
+
+class Noted(SideBySide):
+    "Remembers where its arrays are."
+    made = []
+    def _whole(self, *kind):
+        whole = super()._whole(*kind)
+        if whole is not None and self.position == 0: self.made.append(weakref.ref(whole))
+        return whole
+
+
+def test_images_are_not_copied_and_floats_lie_apart(monkeypatch):
+    monkeypatch.setattr(SideBySide, "LEAST", 2**16)
+    monkeypatch.setattr("rollpipe.pipes.fusion.rewrites.SideBySide", Noted)
+    Noted.made.clear()
+    make = partial(joined, Pictures, Sees(), 4, 2, 2, lambda obs: obs["heat"].mean((-2, -1)), n_envs=2)
+    pipe, seen = optimize(make()), []
+    critic = find_one(pipe, AdvantageBuffer).critic
+    find_one(pipe, AdvantageBuffer).critic = lambda obs: seen.append(obs["heat"].is_contiguous()) or critic(obs)
+    items, plain = iter(pipe), iter(make())
+    for k in range(4):
+        batch = next(items)
+        [whole] = [x for x in (ref() for ref in Noted.made) if x is not None]     # that of the batch before is gone
+        image = batch.state.obs["image"]
+        assert image.data_ptr() == whole.data_ptr() and image.is_contiguous() and image.untyped_storage().nbytes() == image.nbytes
+        assert len(Noted.made) == k + 1 and all(seen)
+        assert_same(snapshot(batch), snapshot(next(plain)))
+        batch.state.obs["image"].zero_()     # it is the consumer's
+        del batch, image, whole
+        gc.collect()
+
+
+class Passing(Pipe):
+    reads, keeps_items = 1, False
+    def stream(self, items): yield from items
+
+
+class Some(Pipe):
+    "Lane k gives 5 (k + 1) ticks."
+    reads = 1
+    lane = 0
+    def set_lane(self, lane, seed): self.lane = lane
+    def stream(self, items): yield from islice(items, 5 * (self.lane + 1))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7])
+def test_lanes_that_end(n):
+    "The last batches are made of the lanes that are left, and the last one is smaller."
+    def make(): return insert_after(joined(Nested, NestedMemory(), 5, 4, n, advantages=False, n_envs=2), EnvStepper, Some)
+    assert sum(x.n_envs for x in make()) == 2 * (1 + 2 + 3 + 4)
+    assert_same_streams(make, 99)
+
+
+def test_environments_are_closed_when_the_batches_are_left():
+    Ledger.clear()
+    for how in ({}, dict(batch_advantages=True)):
+        items = iter(optimize(joined(Counting, Plain(), 3, 3, 3, judge, n_envs=2), **how))
+        next(items)
+        assert Ledger.open()
+        items.close()
+        assert not Ledger.open()
+
+
+def test_who_holds_a_fragment_never_sees_it_change():
+    "A pipe that may keep fragments gets them in memory of their own, also if it was put there by hand."
+    def see(fragment): kept.append((fragment, snapshot(fragment)))
+    for by_hand in (False, True):
+        kept, pipe = [], optimize(joined(Nested, NestedMemory(), 5, 2, 2, advantages=False, n_envs=2))
+        if by_hand: pipe.pipe = Tap(pipe.pipe, see)
+        else: pipe = insert_after(pipe, Lanes, partial(Tap, see=see))
+        assert "in_place" not in str(draw(pipe))
+        for batch in islice(pipe, 4): nested.map(torch.Tensor.zero_, batch.state)
+        assert len(kept) == 8
+        for fragment, was in kept: assert_same(snapshot(fragment), was)
+
+
+# --- advantages of joined fragments
+
+@pytest.mark.parametrize("world", WORLDS)
+@fast
+@given(plans=st.lists(episodes, min_size=1, max_size=3), n_steps=st.integers(1, 9), lanes=st.integers(1, 4), n=st.integers(2, 5))
+def test_estimates_of_the_same_values_are_the_same(world, plans, n_steps, lanes, n):
+    "To the last bit, for a critic that computes every row alone."
+    env, actor = WORLDS[world]
+    envs = [partial(env, plan, tag) for tag, plan in enumerate(plans)]
+    critic = judge if env is Counting else lambda obs: obs["place"][..., 2] + obs["exact"]
+    assert_same_streams(lambda: joined(envs, actor(), n_steps, lanes, n, critic), batch_advantages=True)
+
+
+def test_reported_values():
+    plans = [partial(Counting, [(3, "trunc"), (2, "term"), (4, "both")]), partial(Counting, [(2, "trunc")])]
+    assert_same_streams(lambda: joined(plans, Valued(), 5, 3, 3), batch_advantages=True)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "memory", "nested"])
+def test_networks_agree_to_the_last_bits(kind):
+    env = Nested if kind == "nested" else "CartPole-v1"
+    critic = (MemoryCritic if kind == "memory" else Critic).for_env(env, seed=0)
+    for n_envs, n_steps in ((1, 7), (3, 32)):
+        def make(n_envs=n_envs, n_steps=n_steps):
+            actor = RecurrentPolicy.for_env(env, seed=0, report=True) if kind == "memory" else MLPPolicy.for_env(env, seed=0)
+            return joined(env, actor, n_steps, 4, 4, critic, n_envs=n_envs)
+        for a, b in zip(islice(make(), 4), islice(both(make()), 4), strict=True):
+            assert_same(snapshot(a._replace(adv=None, ret=None)), snapshot(b._replace(adv=None, ret=None)))
+            scale = a.ret.abs().max()
+            for x, y in ((a.adv, b.adv), (a.ret, b.ret), (a.ret - a.adv, b.ret - b.adv)): assert (x - y).abs().max() <= 1e-6 * scale
+
+
+class Counted:
+    "Counts its calls, and notes how many environments it was shown."
+    def __init__(self): self.shown = []
+    def __call__(self, obs):
+        self.shown.append(obs.shape[-2])
+        return judge(obs)
+
+
+def test_the_critic_is_called_once_for_a_batch():
+    critic = Counted()
+    items = iter(both(joined(lambda: Counting([(99, "term")]), Plain(), 4, 3, 3, critic, n_envs=2)))
+    next(items)
+    assert sorted(critic.shown) == [2, 2, 2, 6, 6]     # the values of the first batch are compared
+    critic.shown.clear()
+    for _ in range(5): next(items)
+    assert critic.shown == [6] * 5
+
+
+def test_the_newest_critic_judges():
+    critic = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Flatten(-2))
+    torch.nn.init.zeros_(critic[0].weight)
+    for k, batch in enumerate(islice(both(joined(lambda: Counting([(9, "term")]), Plain(), 2, 2, 2, critic)), 4)):
+        if k: assert torch.allclose(batch.ret - batch.adv, torch.full((2, 2), 7. * k))
+        with torch.no_grad(): critic[0].bias.fill_(7. * (k + 1))
+
+
+@pytest.mark.parametrize("n_workers, lag", [(0, 0), (1, 0), (2, 0), (2, 1)])
+def test_the_same_with_any_number_of_workers(n_workers, lag):
+    "The learner's process estimates, with the weights that it has then."
+    def pipeline():
+        actor, critic = MLPPolicy.for_env("CartPole-v1", seed=0), Critic.for_env("CartPole-v1", seed=0)
+        return both(on_policy("CartPole-v1", actor, critic, n_envs=2, n_steps=40, lanes=4, seed=3))
+    wanted, critics = [], []
+    for service in (None, ProcessReading(n_workers, lag=lag)):
+        pipe, found = pipeline(), []
+        critics.append(critic := find_one(pipe, AdvantageBuffer).critic)
+        with DataLoader2(pipe, reading_service=service) as loader:
+            for batch in islice(loader, 4):
+                if service:
+                    drawn = str(draw(loader.reading_service.end))
+                    assert "batch_advantages=True" in drawn and ("in_place" in drawn) == (n_workers == 0)
+                found.append(snapshot(batch))
+                with torch.no_grad(): critic.net.last.bias += .5
+        wanted.append(found)
+    for a, b in zip(*wanted, strict=True): assert_same(a, b)
+
+
+# --- faults
+
+def told(pipe):
+    "What it says when it fails."
+    with pytest.raises(DataError) as e: list(islice(pipe, 5))
+    return str(e.value), e.value.lane, repr(e.value.__cause__)
+
+
+def only(lane, then):
+    "A critic that judges by the third fragment of `lane`, whose environments have the tags 10, 11, ... times `lane`."
+    def critic(obs):
+        hit = (obs[..., 0] >= 10 * lane) & (obs[..., 0] < 10 * (lane + 1)) & (obs[..., 1] >= 2)
+        return then(obs, hit)
+    return critic
+
+
+class Lane(Counting):
+    "Its tag says the lane."
+    numbers = iter(())
+    def __init__(self, plan): super().__init__(plan, next(type(self).numbers))
+
+
+def raising(obs, hit):
+    if hit.any(): raise KeyError("seen")
+    return judge(obs)
+
+
+@pytest.mark.parametrize("lane", [0, 1, 2])
+@pytest.mark.parametrize("then", [lambda obs, hit: judge(obs).masked_fill(hit, torch.inf), raising,
+                                  lambda obs, hit: judge(obs).double() if hit.any() else judge(obs)], ids=["inf", "raises", "float64"])
+def test_a_fault_names_its_lane(lane, then):
+    "In the same words as without batches, whether the stacker is fused, or the buffer stands behind it."
+    def make():
+        Lane.numbers = iter([0, 1, 10, 11, 20, 21])
+        return joined(partial(Lane, [(2, "term"), (3, "trunc")]), Plain(), 4, 3, 3, only(lane, then), n_envs=2)
+    wanted = told(make())
+    assert wanted[1] == lane and wanted[0].startswith(f"AdvantageBuffer, lane {lane}")
+    assert told(both(make())) == wanted
+    behind = make()
+    assert told(AdvantageBuffer(FragmentStacker(behind.pipe.pipe, 3), behind.pipe.critic, .9, .8)) == wanted
+
+
+def test_a_critic_that_fails_only_when_fragments_are_joined():
+    def critic(obs):
+        if obs.shape[-2] > 2: raise ValueError("too many")
+        return judge(obs)
+    text, lanes, cause = told(both(joined(lambda: Counting([(99, "term")]), Plain(), 4, 3, 3, critic, n_envs=2)))
+    assert lanes == "0, 1, 2" and "the critic raised ValueError: too many" in text and "float32 [5, 6, 4]" in text and "too many" in cause
+
+
+def test_a_critic_that_mixes_environments_is_refused():
+    def make():
+        Lane.numbers = iter(range(4))
+        return joined(partial(Lane, [(2, "term")]), Plain(), 4, 2, 2, lambda obs: judge(obs) - judge(obs).mean(), n_envs=2)
+    text, *_ = told(both(make()))
+    assert text.startswith("AdvantageBuffer: the critic judges fragments otherwise when they are joined. Expected values that differ by")
+    assert "or no `batch_advantages`, got a difference of " in text
+    assert len(first(make())) == 4     # without batches it is the user's affair
+
+
+@pytest.mark.parametrize("how", [{}, dict(batch_advantages=True)])
+def test_fragments_that_do_not_fit_together(how):
+    "The error is that of the join."
+    def make(): return insert_after(joined(Counting, Plain(), 3, 2, 2, judge), EnvStepper, Some)
+    text = told(make())
+    assert text[0].startswith("FragmentStacker: fragments of different lengths") and told(optimize(make(), **how)) == text
+
+
+# --- the graph
+
+class Stacks(FragmentStacker):
+    def stream(self, items): yield from super().stream(items)
+
+
+class Buffers(AdvantageBuffer):
+    def estimate(self, fragment): return super().estimate(fragment)
+
+
+class Keeps(FragmentCollector):
+    def stream(self, items): yield from super().stream(items)
+
+
+def fragments(kind=FragmentCollector): return kind(EnvStepper(Counting, Valued(), 2), 4)
+
+
+@pytest.mark.parametrize("make, in_place, batched", [
+    (lambda: FragmentStacker(AdvantageBuffer(Lanes(fragments(), 2)), 2), None, None),
+    (lambda: FragmentStacker(Lanes(fragments(), 2), 2), None, "it reads Lanes, which estimates no advantages"),
+    (lambda: FragmentStacker(AdvantageBuffer(Lanes(fragments(), 2)), 1), "it joins one fragment", "it joins one fragment"),
+    (lambda: Stacks(AdvantageBuffer(Lanes(fragments(), 2)), 2), "Stacks has methods of its own", "Stacks has methods of its own"),
+    (lambda: FragmentStacker(Buffers(Lanes(fragments(), 2)), 2),
+     "it reads Buffers, which may keep fragments or wants them to be contiguous", "Buffers has methods of its own"),
+    (lambda: FragmentStacker(AdvantageBuffer(Lanes(fragments(Keeps), 2)), 2), "the fragments of Keeps have memory of their own", None),
+    (lambda: FragmentStacker(AdvantageBuffer(fragments()), 2),
+     "it reads FragmentCollector, which may keep fragments or wants them to be contiguous", None),
+    (lambda: FragmentStacker(Passing(AdvantageBuffer(Lanes(fragments(), 2))), 2),
+     "it reads Passing, which may keep fragments or wants them to be contiguous", "it reads Passing, which estimates no advantages")])
+def test_what_stands_in_the_way_is_reported(make, in_place, batched):
+    pipe = make()
+    fused, report = optimize(pipe, report=True, batch_advantages=True)
+    assert {x.rewrite: x.obstacle for x in report[-2:]} == {JOIN_IN_PLACE.name: in_place, BATCHED_ADVANTAGES.name: batched}
+    how = FusedJoin(in_place is None, batched is None)
+    assert fusion_of(fused) == (how if any(how) else None) and fusion_of(pipe) is None
+    assert ("in_place=True" in str(draw(fused)), "batch_advantages=True" in str(draw(fused))) == how
+    assert [x.n_envs for x in islice(make(), 3)] == [x.n_envs for x in islice(fused, 3)]
+
+
+def test_other_readers_of_the_same_fragments():
+    class Both(Pipe):
+        def __init__(self, pipe, other): super().__init__(pipe); self.other = other
+        def stream(self, items): yield from items
+    buffer = AdvantageBuffer(Lanes(fragments(), 2))
+    _, report = optimize(Both(FragmentStacker(buffer, 2), buffer), report=True, batch_advantages=True)
+    assert [x.obstacle for x in report[1:]] == ["other pipes read AdvantageBuffer, too"] * 2
+    lanes = Lanes(fragments(), 2)
+    _, report = optimize(Both(FragmentStacker(AdvantageBuffer(lanes), 2), lanes), report=True, batch_advantages=True)
+    assert [x.obstacle for x in report[1:]] == ["other pipes read Lanes, too", None]
+
+
+def test_batches_must_be_asked_for():
+    pipe = on_policy(Counting, Plain(), judge, n_envs=2, lanes=2, n_steps=4, seed=0)
+    assert fusion_of(pipe) == FusedJoin(in_place=True)
+    assert fusion_of(on_policy(Counting, Plain(), judge, lanes=2, optimize=False)) is None
+    again = both(pipe)
+    assert fusion_of(again) == FusedJoin(True, True) and str(draw(both(again))) == str(draw(again)) == str(draw(optimize(again)))
+
+
+def test_an_edit_takes_it_apart_where_it_must():
+    plain = joined(Counting, Plain(), 4, 2, 2, judge, n_envs=2)
+    for edit, text in ((lambda pipe: insert_after(pipe, AdvantageBuffer, Passing), "FragmentStacker(n=2)"),
+                       (lambda pipe: insert_after(pipe, Lanes, Passing), "FragmentStacker(n=2, batch_advantages=True)"),
+                       (lambda pipe: insert_after(pipe, FragmentCollector, Passing), "FragmentStacker(n=2, batch_advantages=True)"),
+                       (lambda pipe: remove(pipe, AdvantageBuffer), "FragmentStacker(n=2, in_place=True)"),
+                       (lambda pipe: insert_after(pipe, EnvStepper, Passing),
+                        "FragmentStacker(n=2, in_place=True, batch_advantages=True)")):
+        edited = edit(both(plain))
+        assert repr(find_one(edited, FragmentStacker)) == text
+        for a, b in zip(first(edit(plain)), first(edited), strict=True): assert_same(a, b)
+
+
+def test_it_can_be_pickled_and_copied():
+    pipe = both(joined(Counting, Plain(), 4, 2, 2, judge, n_envs=2))
+    for copy in (pickle.loads(pickle.dumps(pipe)), copy_graph(pipe)):
+        assert fusion_of(copy) == FusedJoin(True, True)
+        for a, b in zip(first(pipe), first(copy), strict=True): assert_same(a, b)
+
+
+def test_gae_of_joined_columns_is_that_of_each():
+    "Whatever their number: the recursion treats every column alone."
+    rng = np.random.default_rng(0)
+    for n_steps, widths in ((1, (2, 2)), (17, (1, 3, 5)), (128, (7, 1, 8))):
+        def draw_(*shape): return torch.from_numpy(rng.normal(size=shape).astype(np.float32))
+        rew, v = draw_(n_steps, sum(widths)), draw_(n_steps + 1, sum(widths))
+        term, cut = draw_(n_steps, sum(widths)) > 1, draw_(n_steps, sum(widths)) > .8
+        whole = returns.gae(rew, v[:-1], v[1:], .99 * ~term, .95, cut=cut)
+        for part, *xs in zip(whole.split(widths, 1), *(x.split(widths, 1) for x in (rew, v, term, cut))):
+            r, u, t, c = (x.contiguous() for x in xs)
+            assert torch.equal(part, returns.gae(r, u[:-1], u[1:], .99 * ~t, .95, cut=c))
+
+
+def test_it_can_be_profiled():
+    "The stages that a fused join stands for have times of their own."
+    told = profile(both(joined("CartPole-v1", MLPPolicy.for_env("CartPole-v1"), 16, 2, 2, Critic.for_env("CartPole-v1"))), seconds=.5)
+    shares = {stage.label.partition("(")[0]: stage.share for stage in told.stages}
+    assert told.error is None and told.steps_per_s > 0
+    assert all(shares[name] > 0 for name in ("EnvStepper", "Lanes", "AdvantageBuffer", "FragmentStacker")), shares
