@@ -70,11 +70,9 @@ class RowBuffer:
             into = out[self.n:self.n + len(rows)]
             try:
                 if xs[0].base is out and np.may_share_memory(xs[0], into): continue
-                if len(xs) == 1 and xs[0].dtype == out.dtype and xs[0].shape == out.shape[1:]:
-                    into[0] = xs[0]
-                    continue
+                if len(xs) == 1 and xs[0].dtype == out.dtype and xs[0].shape == out.shape[1:]: into[0] = xs[0]
                 # `stack` is slower, but is needed if `into` lies beside the rows of another lane
-                if into.flags.c_contiguous: np.concatenate(xs, out=into.reshape(len(rows) * out.shape[1], *out.shape[2:]))
+                elif into.flags.c_contiguous: np.concatenate(xs, out=into.reshape(len(rows) * out.shape[1], *out.shape[2:]))
                 else: np.stack(xs, out=into)
             except (AttributeError, TypeError, ValueError):
                 self._refuse(out, xs)
