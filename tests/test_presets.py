@@ -132,7 +132,7 @@ def test_the_configuration_of_a_run_is_a_file_of_settings(presets, tmp_path):
     assert first["env_kwargs"] == dict(sutton_barto_reward=True) and first["seed"] == 3
     assert config(again) == {**{k: x for k, x in first.items() if k != "of_preset"}, "preset": None}
     assert config(f"{again} --lr 2 --seed 4")["options"]["lr"] == 2
-    assert config(f"{again} --preset CartPole-v1") == {**first, "preset": "CartPole-v1", "of_preset": []}  # the file is complete, and goes before the preset
+    assert config(f"{again} --preset CartPole-v1") == {**first, "preset": "CartPole-v1", "of_preset": []}  # the file is complete
 
 
 def test_a_run_from_before_presets_goes_on(presets, tmp_path):
