@@ -59,6 +59,7 @@ def settings(
     algorithm: str,   # name in `ALGORITHMS`
     typed: dict,      # options of the algorithm and of the run that are given
     n_cores: int,     # greatest number of workers
+    preset: dict | None = None,  # option -> value, where it is not the default; it may be changed
 ) -> list:            # of dicts: option -> value, first the one with the defaults
     """All settings to try, the others in random order. A batch always has the number of steps that it has with the defaults.
 
@@ -66,12 +67,13 @@ def settings(
         algorithm: name in `ALGORITHMS`
         typed: options of the algorithm and of the run that are given
         n_cores: greatest number of workers
+        preset: option -> value, where it is not the default; it may be changed
 
     Returns:
         list: of dicts: option -> value, first the one with the defaults
     """
     known = {option.name: option.default for option in options_for(algorithm)}
-    defaults = {**known, "workers": 0, **typed}
+    defaults = {**known, "workers": 0, **(preset or {}), **typed}
     names = [name for name in GRID if name in defaults]
     steps = defaults["n_steps"] * defaults["n_envs"] * defaults["lanes"]
     found, given = [], tuple(defaults[name] for name in names)
@@ -128,8 +130,8 @@ def autotune(
     """
     options = options or {}
     check_seconds(seconds, "autotune")
-    make_config(algorithm, env, options, env_kwargs, **{name: value for name, value in run_options.items() if name != "workers"})
-    found, begun = settings(algorithm, {**options, **run_options}, cores()), time.monotonic()
+    base = make_config(algorithm, env, options, env_kwargs, **{name: value for name, value in run_options.items() if name != "workers"})
+    found, begun = settings(algorithm, {**options, **run_options}, cores(), base["options"]), time.monotonic()
     for k, setting in enumerate(found):
         left = begun + seconds - time.monotonic()
         if k and left <= 0: yield Trial(setting, error=NO_TIME)

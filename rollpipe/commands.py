@@ -9,29 +9,31 @@ import shlex, signal
 from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from .agents.checkpoint import Checkpoint
 from .agents.evaluate import RandomActor, evaluate
 from .algorithms import ALGORITHMS, options_for
 from .autotune import NO_TIME, autotune, command_for, profile_config, table_row, trial_row
-from .config import build, device_of, make_config
+from .config import RUN_OPTIONS, build, device_of, make_config
 from .export import FORMATS, PolicyFunction, export_policy
 from .options import options_of, parse_env_kwargs
 from .pipes.envs.factories import spaces_of
 from .pipes.errors import DataError
 from .pipes.graph import draw
 from .plots import learning_curve
+from .presets.choice import Settings, settings_in
 from .progress import format_duration, format_number
 from .runs import RUN_FILES, Run, agent_of, discard, files_of_run, folder_of, load_run, needed_modules, resume, start
 from .train import train
 
 # %% auto #0
-__all__ = ['RUN_OPTIONS', 'PLOT_OPTIONS', 'UsageError', 'Interrupted', 'config_from', 'train_command', 'default_folder',
-           'find_run', 'run_to_end', 'evaluate_command', 'watch_command', 'export_command', 'plot_command',
-           'graph_command', 'demo_command', 'profile_command', 'autotune_command']
+__all__ = ['RUN_OPTIONS', 'PLOT_OPTIONS', 'UsageError', 'Interrupted', 'Given', 'given_by', 'config_from', 'train_command',
+           'default_folder', 'find_run', 'given_names', 'run_to_end', 'evaluate_command', 'watch_command',
+           'export_command', 'plot_command', 'graph_command', 'demo_command', 'profile_command', 'autotune_command']
 
 # %% ../nbs/13_commands.ipynb #9493a7f0
-RUN_OPTIONS = options_of(dict(run=make_config), skip=("options", "env_kwargs", "imports"))
+RUN_OPTIONS = [option._replace(default="auto") if option.name == "preset" else option for option in RUN_OPTIONS]
 PLOT_OPTIONS = options_of(dict(plot=learning_curve), skip=("path",))
 
 
@@ -43,15 +45,32 @@ class Interrupted(Exception):
     "A signal has ended the training, and everything has been saved. `args` are the number of the signal and a text."
 
 
+class Given(NamedTuple):
+    """What the command line says, and under it the file of `--config`; both go before the preset.
+
+    Args:
+        options: option of the algorithm -> value
+        run: option of the run -> value
+    """
+    options: dict     # option of the algorithm -> value
+    env_kwargs: dict
+    run: dict         # option of the run -> value
+
+
+def given_by(args: Namespace) -> Given:
+    "What the command line and its file ask for."
+    if not args.algorithm: raise UsageError(f"rollpipe {args.command}: which algorithm? {', '.join(ALGORITHMS)}")
+    known, env_kwargs, file = options_for(args.algorithm), parse_env_kwargs(args.env_kwargs), getattr(args, "config", None)
+    of_file = settings_in(file, args.algorithm, args.env, env_kwargs, known + RUN_OPTIONS) if file else Settings(None, {}, {})
+    values = {"preset": "auto", **of_file.values, **_typed(args, [*known, *RUN_OPTIONS])}
+    options = {option.name: values.pop(option.name) for option in known if option.name in values}
+    return Given(options, {**of_file.env_kwargs, **env_kwargs}, values)
+
+
 def config_from(args: Namespace) -> dict:
     "The configuration that the command line asks for."
-    _check_algorithm(args)
-    return make_config(args.algorithm, args.env, _typed(args, options_for(args.algorithm)),
-                       parse_env_kwargs(args.env_kwargs), imports=getattr(args, "imports", ()), **_typed(args, RUN_OPTIONS))
-
-
-def _check_algorithm(args: Namespace) -> None:
-    if not args.algorithm: raise UsageError(f"rollpipe {args.command}: which algorithm? {', '.join(ALGORITHMS)}")
+    given = given_by(args)
+    return make_config(args.algorithm, args.env, given.options, given.env_kwargs, imports=getattr(args, "imports", ()), **given.run)
 
 
 def _typed(args: Namespace, options: Iterable) -> dict:
@@ -67,7 +86,7 @@ def train_command(args: Namespace) -> None:
     else:
         config = config_from(args)
         folder = Path(args.out or default_folder(config))
-        found = find_run(folder, config) if args.proceed else None
+        found = find_run(folder, config, given_names(args)) if args.proceed else None
         if found and found.counters["steps"] >= config["steps"]:
             print(f"{folder} is complete, with {format_number(found.counters['steps'])} steps")
             return
@@ -86,20 +105,29 @@ def default_folder(config: dict) -> Path:
 def find_run(
     folder: Path,
     config: dict,  # what the run must be, but for the number of steps and the versions of packages
+    given: Iterable | None = None,  # options that are not left to a preset; None: all
 ) -> Checkpoint | None:
     """The run in a folder, None if there is none. Raises `DataError` if it was made with another configuration.
 
     Args:
         config: what the run must be, but for the number of steps and the versions of packages
+        given: options that are not left to a preset; None: all
     """
     if not files_of_run(folder): return None
-    found, free = load_run(folder), ("steps", "versions")
+    found, free = load_run(folder), {"steps", "versions", "preset", "of_preset"}
+    if given is not None: free |= {*config.get("of_preset", ()), *found.config.get("of_preset", ())} - {*given}  # its values stay
     changed = [name for name in dict.fromkeys([*config, *found.config]) if name not in free and name != "options"
                and config.get(name) != found.config.get(name)]
-    options = [(name, x) for name, x in config["options"].items() if (name, x) != ("engine", "auto")]  # the run names what 'auto' was
+    options = [(name, x) for name, x in config["options"].items() if name not in free and (name, x) != ("engine", "auto")]
     changed += [name for name, x in options if found.config["options"].get(name, x) != x]
     if changed: raise DataError(f"the run in {folder} has other options", expected="the same, or another folder", got=", ".join(changed))
     return found
+
+
+def given_names(args: Namespace) -> list | None:
+    "The options that the command line and its file set; None if it names a preset, because then nothing is left open."
+    given = given_by(args)
+    return None if hasattr(args, "preset") else [*given.options, *given.run]
 
 
 def _command_for(command: str, run: Run) -> str:
@@ -111,7 +139,8 @@ def _command_for(command: str, run: Run) -> str:
 def run_to_end(run: Run, args: Namespace) -> None:
     "Train, and print where the results are, also after Ctrl-C."
     config = run.config
-    print(f"{config['algorithm']} on {config['env']}, seed {config['seed']}: "
+    preset = f", preset {config['preset']}" if config.get("preset") else ""
+    print(f"{config['algorithm']} on {config['env']}, seed {config['seed']}{preset}: "
           f"{format_number(run.counters['steps'])} -> {format_number(config['steps'])} steps in {run.folder}", flush=True)
     try: train(run, progress=not hasattr(args, "quiet"), tensorboard=getattr(args, "tensorboard", "auto"),
                wandb=getattr(args, "wandb", None))
@@ -216,10 +245,8 @@ def profile_command(args: Namespace) -> None:
 
 def autotune_command(args: Namespace) -> None:
     "Try environments, lanes and workers, and print the fastest setting."
-    _check_algorithm(args)
-    options, run, trials = _typed(args, options_for(args.algorithm)), _typed(args, RUN_OPTIONS), []
-    found = autotune(args.algorithm, args.env, options, parse_env_kwargs(args.env_kwargs), seconds=args.seconds,
-                     imports=getattr(args, "imports", ()), **run)
+    (options, env_kwargs, run), trials = given_by(args), []
+    found = autotune(args.algorithm, args.env, options, env_kwargs, seconds=args.seconds, imports=getattr(args, "imports", ()), **run)
     try:
         for trial in found:
             if not trials: print(table_row({name: name for name in trial.setting}, "steps/s", "collecting", "slowest"))
@@ -229,12 +256,13 @@ def autotune_command(args: Namespace) -> None:
         if n: print(f"{n} of {len(trials)} settings were not tried in {args.seconds:g} s")
     finally:
         if best := max((x for x in trials if x.speed), key=lambda x: x.speed, default=None):
-            print(f"best: {best.speed:,.0f} steps/s\n{_training(args, {**options, **run, **best.setting})}", flush=True)
+            print(f"best: {best.speed:,.0f} steps/s\n{_training(args, env_kwargs, {**options, **run, **best.setting})}", flush=True)
     if best is None: raise UsageError("rollpipe autotune: no setting worked")
 
 
-def _training(args: Namespace, values: dict) -> str:
+def _training(args: Namespace, env_kwargs: dict, values: dict) -> str:
     "The command line that trains with these options."
-    more = ["--env-kwargs", *args.env_kwargs] if args.env_kwargs else []
+    if values["preset"] == "auto": del values["preset"]
+    more = ["--env-kwargs", *(f"{name}={x!r}" for name, x in env_kwargs.items())] if env_kwargs else []
     for module in getattr(args, "imports", ()): more += ["--import", module]
     return command_for(args.algorithm, args.env, values, options_for(args.algorithm) + RUN_OPTIONS, more)

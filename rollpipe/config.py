@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import difflib, inspect, json, platform
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import gymnasium
 import numpy as np
@@ -15,15 +16,17 @@ import torch
 
 import rollpipe
 from .algorithms import ALGORITHMS, options_for
+from .options import options_of
 from .pipes.advantage import AdvantageBuffer
 from .pipes.errors import DataError
 from .pipes.graph import find, insert_before
 from .pipes.modules import checked_device
 from .pipes.transforms import ToDevice
 from .pipes.workers.reading import ProcessReading
+from .presets.choice import preset_for
 
 # %% auto #0
-__all__ = ['device_of', 'make_config', 'build']
+__all__ = ['RUN_OPTIONS', 'device_of', 'make_config', 'build']
 
 # %% ../nbs/07_config.ipynb #62591ac2
 def _check_names(algorithm: str, options: dict, known: dict) -> None:
@@ -35,6 +38,11 @@ def _check_names(algorithm: str, options: dict, known: dict) -> None:
 
 def _check_at_least(low: int, what: str, value: int) -> None:
     if value < low: raise DataError("out of range", leaf=what, expected=f"at least {low}", got=str(value))
+
+
+def _versions() -> dict:
+    modules = dict(rollpipe=rollpipe, torch=torch, gymnasium=gymnasium, numpy=np)
+    return dict(python=platform.python_version(), **{name: m.__version__ for name, m in modules.items()})
 
 
 def _check_lanes(workers: int, lanes: int) -> None:
@@ -60,7 +68,26 @@ def _moved(pipe: Any, device: torch.device) -> Any:
     def make(source): return ToDevice(source, device)
     return insert_before(pipe, AdvantageBuffer, make) if len(find(pipe, AdvantageBuffer)) == 1 else make(pipe)
 
+# %% ../nbs/07_config.ipynb #ce52679f
+_Make = TypeVar("_Make", bound=Callable)
+
+
+def _with_preset(make: _Make) -> _Make:
+    "Let a preset give what the caller leaves out. The defaults of a signature alone do not tell what that is."
+    @wraps(make)
+    def fill(algorithm, env, options=None, env_kwargs=None, *, preset="none", **run):
+        known = options_for(algorithm)
+        found = preset_for(algorithm, env, env_kwargs, preset, [o for o in known + RUN_OPTIONS if o.name != "preset"])
+        given, names = {**(options or {}), **run}, {option.name for option in known}
+        left = {name: x for name, x in found.values.items() if name not in given}
+        options = {**{name: x for name, x in left.items() if name in names}, **(options or {})}
+        run |= {name: x for name, x in left.items() if name not in names}
+        config = make(algorithm, env, options, env_kwargs, preset=found.name or "none", **run)
+        return {**config, "of_preset": list(left)} if found.name else config
+    return cast(_Make, fill)
+
 # %% ../nbs/07_config.ipynb #6417072b
+@_with_preset
 def make_config(
     algorithm: str,                  # name in `ALGORITHMS`
     env: str,                        # gymnasium id
@@ -81,8 +108,9 @@ def make_config(
     name: str | None = None,         # name of the experiment in plots [algorithm and environment]
     imports: Sequence[str] = (),     # modules that must be imported before the environment can be made
     device: str = "cpu",             # where networks and batches are: cpu, cuda, cuda:1, mps, or auto (cuda or mps, if it is there)
+    preset: str = "none",            # settings for what is left out: auto (those for the environment), none, or the name of a preset
 ) -> dict:
-    """The configuration of a run. Raises `DataError` for an unknown algorithm, option or device, or a value that JSON cannot hold.
+    """The configuration of a run. Raises `DataError` for what is unknown or does not fit together, or for a value that JSON cannot hold.
 
     Args:
         algorithm: name in `ALGORITHMS`
@@ -103,6 +131,7 @@ def make_config(
         name: name of the experiment in plots [algorithm and environment]
         imports: modules that must be imported before the environment can be made
         device: where networks and batches are: cpu, cuda, cuda:1, mps, or auto (cuda or mps, if it is there)
+        preset: settings for what is left out: auto (those for the environment), none, or the name of a preset
     """
     known, options = {option.name: option for option in options_for(algorithm)}, options or {}
     defaults = {name: option.default for name, option in known.items()}
@@ -114,14 +143,15 @@ def make_config(
     ProcessReading(workers, lag, order, restart=restarts)  # raises if one of them is wrong
     device_of(device)
     _check_lanes(workers, options.get("lanes", defaults.get("lanes", 1)))
-    modules = dict(rollpipe=rollpipe, torch=torch, gymnasium=gymnasium, numpy=np)
-    versions = dict(python=platform.python_version(), **{name: m.__version__ for name, m in modules.items()})
     config = dict(algorithm=algorithm, env=env, env_kwargs=env_kwargs or {}, name=name, seed=seed, steps=steps,
                   threads=threads, checkpoint_every=checkpoint_every, keep=keep, eval_every=eval_every, video_every=video_every,
-                  workers=workers, lag=lag, order=order, restarts=restarts, device=device,
-                  options={**defaults, **options}, versions=versions, **(dict(imports=imports) if imports else {}))
+                  workers=workers, lag=lag, order=order, restarts=restarts, device=device, preset=None if preset == "none" else preset,
+                  options={**defaults, **options}, versions=_versions(), **(dict(imports=imports) if imports else {}))
     try: return json.loads(json.dumps(config))
     except TypeError as e: raise DataError(f"the configuration cannot be written as JSON: {e}") from None
+
+
+RUN_OPTIONS = options_of(dict(run=make_config), skip=("options", "env_kwargs", "imports"))
 
 # %% ../nbs/07_config.ipynb #05d2f348
 def build(

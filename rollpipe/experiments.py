@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .commands import Interrupted, UsageError, config_from, default_folder, find_run, train_command
+from .commands import Interrupted, UsageError, config_from, default_folder, find_run, given_names, train_command
 from .config import build
 from .logs import read_metrics
 from .options import parse_seeds
@@ -193,7 +193,7 @@ def _folders(args: Namespace, seeds: list) -> dict:
     folders = {seed: Path(f"{args.out}-s{seed}") if args.out else default_folder(config) for seed, config in configs.items()}
     found = [str(folder) for folder in folders.values() if files_of_run(folder)]
     if args.proceed:
-        for seed, config in configs.items(): find_run(folders[seed], config)
+        for seed, config in configs.items(): find_run(folders[seed], config, given_names(args))
     elif found and not args.overwrite:
         raise DataError("there are runs already", expected="another folder, --overwrite, or --continue", got=", ".join(found))
     config = configs[seeds[0]]

@@ -64,7 +64,7 @@ def test_each_run_is_as_if_it_were_alone_and_the_end_compares_them(tmp_path, cap
     returns = [read_metrics(tmp_path/f"a-s{n}")["return_mean"] for n in (0, 1)]
     last = np.array([x[np.isfinite(x)][-1] for x in returns])
     assert f"last return: {last.mean():.1f} +- {last.std(ddof=1):.1f} (mean, standard deviation over 2 seeds)" in out
-    for n in (0, 1): assert f"s{n}: trpo on CartPole-v1, seed {n}: 0 -> 384 steps in {tmp_path}/a-s{n}\n" in err
+    for n in (0, 1): assert f"s{n}: trpo on CartPole-v1, seed {n}, preset CartPole-v1: 0 -> 384 steps in {tmp_path}/a-s{n}\n" in err
     assert re.search(r"^s0: 384/384 steps", err, re.M)
     command = out.splitlines()[-1].partition("rollpipe ")[2]
     assert command == f"plot {tmp_path}/a-s0 {tmp_path}/a-s1"

@@ -99,7 +99,7 @@ class QPolicy(Observer, EpsilonGreedy):
         duelling: separate value and advantages, each with a last hidden layer of its own
         normalize: normalise observations by their running mean and standard deviation
         activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-        epsilon: fraction of the steps with a random action; a buffer that learners may change
+        epsilon: fraction of the steps with a random action; a buffer that DQN sets by eps_start
         encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
     uses_past = False
@@ -111,7 +111,7 @@ class QPolicy(Observer, EpsilonGreedy):
                  duelling: bool = False,                  # separate value and advantages, each with a last hidden layer of its own
                  normalize: bool = False,                 # normalise observations by their running mean and standard deviation
                  activation: str | type = 'relu',         # elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-                 epsilon: float = 0.1,                    # fraction of the steps with a random action; a buffer that learners may change
+                 epsilon: float = 0.1,                    # fraction of the steps with a random action; a buffer that DQN sets by eps_start
                  encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     ):
         super().__init__()
@@ -144,7 +144,7 @@ class RecurrentQPolicy(RecurrentObserver, EpsilonGreedy):
         duelling: separate value and advantages, by two linear layers behind the memory
         normalize: normalise observations by their running mean and standard deviation
         activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-        epsilon: fraction of the steps with a random action; a buffer that learners may change
+        epsilon: fraction of the steps with a random action; a buffer that DQN sets by eps_start
         method: how fragments are processed: 'step', 'packed' or None (`Recurrent`)
         encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
@@ -160,7 +160,7 @@ class RecurrentQPolicy(RecurrentObserver, EpsilonGreedy):
                  duelling: bool = False,                  # separate value and advantages, by two linear layers behind the memory
                  normalize: bool = False,                 # normalise observations by their running mean and standard deviation
                  activation: str | type = 'relu',         # elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-                 epsilon: float = 0.1,                    # fraction of the steps with a random action; a buffer that learners may change
+                 epsilon: float = 0.1,                    # fraction of the steps with a random action; a buffer that DQN sets by eps_start
                  method: str | None = None,               # how fragments are processed: 'step', 'packed' or None (`Recurrent`)
                  encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     ):

@@ -1,0 +1,270 @@
+"Presets and files of settings: what goes before what, what is recorded, and what is refused; and `rollpipe list`."
+import json
+import re
+import shlex
+from pathlib import Path
+
+import gymnasium as gym
+import pytest
+
+from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
+from rollpipe.algorithms import ALGORITHMS, options_for
+from rollpipe.autotune import autotune
+from rollpipe.cli import build_parser, main
+from rollpipe.commands import config_from
+from rollpipe.config import RUN_OPTIONS, build, make_config
+from rollpipe.locks import unlock
+from rollpipe.presets import choice, listing
+from rollpipe.presets.files import check_table, kind_of_actions, tables_in
+from rollpipe.runs import agent_of, load_run, resume
+
+FOLDER = Path(choice.__file__).parent
+SMALL = "--n-envs 4 --n-steps 8 --hidden 8 --warmup 32 --batch-size 16 --n-batches 1 --quiet --no-tensorboard".split()
+SHIPPED = [(path.stem, name) for path in sorted(FOLDER.glob("*.toml")) for name in choice.presets_of(path.stem)]
+
+
+def rollpipe(*words):
+    "Exit code of a command; argparse raises SystemExit."
+    try: return main([str(w) for w in words])
+    except SystemExit as e: return e.code
+
+
+def config(words): return config_from(build_parser().parse_args(shlex.split(words)))
+
+
+@pytest.fixture
+def presets(monkeypatch):
+    "Presets of DQN in place of those that ship: a function that sets them."
+    def put(**tables):
+        for module in (choice, listing): monkeypatch.setattr(module, "presets_of", lambda algorithm: tables if algorithm == "dqn" else {})
+    put(**{"CartPole-v1": dict(actions="Discrete", steps=300, lr=.25, gamma=.5, checkpoint_every=3),
+           "hills": dict(envs=["MountainCar*"], actions="Discrete", lr=.125), "wheels": dict(actions="Box", lr=.5)})
+    return put
+
+
+# -- what ships --------------------------------------------------------------------------------------------------------
+
+def test_every_file_belongs_to_an_algorithm_and_has_only_tables():
+    assert SHIPPED and {path.stem for path in FOLDER.glob("*.toml")} <= set(ALGORITHMS)
+    for path in FOLDER.glob("*.toml"):
+        values = choice.read_table(path)
+        assert tables_in(values, ()) == values, path
+
+
+@pytest.mark.parametrize("algorithm, name", SHIPPED)
+def test_every_preset_that_ships_names_real_options_and_its_kind_of_actions_and_can_be_built(algorithm, name):
+    table, known = choice.presets_of(algorithm)[name], [o for o in options_for(algorithm) + RUN_OPTIONS if o.name != "preset"]
+    assert check_table(name, table, known, algorithm)
+    for env in table.get("envs", [name]):
+        assert env in gym.registry and table["actions"] == kind_of_actions(env, None)
+        found = make_config(algorithm, env, preset="auto")
+        assert found["preset"] == name
+        build(found)
+
+
+# -- what goes before what ---------------------------------------------------------------------------------------------
+
+def test_typed_before_file_before_preset_before_default(presets, tmp_path):
+    (tmp_path/"own.toml").write_text("lr = 0.0625\nsteps = 200\n\n[CartPole-v1]\nsteps = 250\n")
+    file, env = f"--config {tmp_path/'own.toml'}", "train dqn CartPole-v1"
+    def values(words):
+        found = config(words)
+        return [found["options"][k] for k in ("lr", "gamma", "eta")] + [found[k] for k in ("steps", "checkpoint_every", "preset")]
+    assert values(f"{env} --preset none") == [1e-3, .99, .9, 100_000, 20, None]
+    assert values(env) == values(f"{env} --preset auto") == values(f"{env} --preset CartPole-v1") == [.25, .5, .9, 300, 3, "CartPole-v1"]
+    assert values(f"{env} {file}") == [.0625, .5, .9, 250, 3, "CartPole-v1"]
+    assert values(f"{env} {file} --preset none") == [.0625, .99, .9, 250, 20, None]
+    assert values(f"{env} {file} --lr 2 --gamma 1 --steps 9 --checkpoint-every 1") == [2, 1, .9, 9, 1, "CartPole-v1"]
+
+
+def test_a_value_that_equals_the_default_is_typed_as_well(presets):
+    assert config("train dqn CartPole-v1 --steps 100k --lr 0.001")["steps"] == 100_000
+    assert make_config("dqn", "CartPole-v1", dict(lr=1e-3), steps=100_000, preset="auto")["options"]["lr"] == 1e-3
+
+
+def test_python_gets_the_bare_defaults_unless_it_asks(presets):
+    bare = make_config("dqn", "CartPole-v1")
+    assert bare["preset"] is None and bare["options"] == {o.name: list(o.default) if isinstance(o.default, tuple) else o.default
+                                                          for o in options_for("dqn")}
+    assert bare == make_config("dqn", "CartPole-v1", preset="none") and bare["steps"] == 100_000
+    assert make_config("dqn", "CartPole-v1", preset="auto")["options"]["lr"] == .25
+
+
+@pytest.mark.parametrize("env, name", {"CartPole-v1": "CartPole-v1", "gymnasium:CartPole-v1": "CartPole-v1", "MountainCar-v0": "hills",
+                                       "CartPole-v0": None, "Taxi-v4": None}.items())
+def test_the_preset_is_that_of_the_environment_or_its_family(presets, env, name):
+    assert config(f"train dqn {env}")["preset"] == name
+
+
+def test_auto_passes_over_another_kind_of_actions_and_a_name_does_not(presets):
+    presets(**{"MountainCar-v0": dict(actions="Box", lr=.5), "all": dict(envs=["Mountain*"], actions="Discrete", lr=.125)})
+    assert make_config("dqn", "MountainCar-v0", preset="auto")["preset"] == "all"
+    assert make_config("dqn", "CartPole-v1", preset="all")["options"]["lr"] == .125
+
+
+# -- what is recorded --------------------------------------------------------------------------------------------------
+
+def test_a_run_keeps_its_values_when_the_preset_changes(presets, tmp_path, capsys):
+    run = tmp_path/"run"
+    words = ["train", "dqn", "CartPole-v1", "--out", run, *SMALL]
+    assert rollpipe(*words) == 0
+    assert "dqn on CartPole-v1, seed 0, preset CartPole-v1: " in capsys.readouterr().out
+    before = json.loads((run/"config.json").read_text())
+    assert (before["preset"], before["options"]["lr"], before["steps"]) == ("CartPole-v1", .25, 300)
+    assert before["of_preset"] == ["steps", "lr", "gamma", "checkpoint_every"]
+    presets(**{"CartPole-v1": dict(lr=1., gamma=0., steps=300)})
+    resumed = resume(run, steps=400)
+    assert resumed.config == {**before, "steps": 400} and resumed.agent.options.lr == .25
+    unlock(run)
+    assert rollpipe(*words, "--steps", 500, "--continue") == 0
+    assert load_run(run).config == {**before, "steps": 500}
+    assert rollpipe(*words, "--continue", "--steps", 600, "--lr", .75) == 2  # what is typed is compared
+    assert "has other options. Expected the same, or another folder, got lr" in capsys.readouterr().err
+    assert rollpipe(*words, "--continue", "--steps", 600, "--preset", "CartPole-v1") == 2
+    assert "has other options. Expected the same, or another folder, got checkpoint_every, " in capsys.readouterr().err
+
+
+def test_the_configuration_of_a_run_is_a_file_of_settings(presets, tmp_path):
+    words = ["--out", tmp_path/"a", "--seed", 3, "--env-kwargs", "sutton_barto_reward=True", *SMALL]
+    assert rollpipe("train", "dqn", "CartPole-v1", *words) == 0
+    presets(**{"CartPole-v1": dict(eta=0., lr=1.)})
+    first, again = load_run(tmp_path/"a").config, f"train dqn CartPole-v1 --config {tmp_path/'a'/'config.json'}"
+    assert first["env_kwargs"] == dict(sutton_barto_reward=True) and first["seed"] == 3
+    assert config(again) == {**{k: x for k, x in first.items() if k != "of_preset"}, "preset": None}
+    assert config(f"{again} --lr 2 --seed 4")["options"]["lr"] == 2
+    assert config(f"{again} --preset CartPole-v1") == {**first, "preset": "CartPole-v1", "of_preset": []}  # the file is complete
+
+
+def test_a_run_from_before_presets_goes_on(presets, tmp_path):
+    "Its configuration names no preset. One with an `epsilon`, which had no effect even then, goes on, too."
+    presets()
+    assert rollpipe("train", "dqn", "CartPole-v1", "--steps", 64, "--out", tmp_path/"a", *SMALL) == 0
+    found = load_checkpoint(tmp_path/"a"/"checkpoint.safetensors")
+    old = {k: x for k, x in found.config.items() if k != "preset"} | dict(options={**found.config["options"], "epsilon": .1})
+    save_checkpoint(tmp_path/"a"/"checkpoint.safetensors", agent_of(found), old, found.counters)
+    presets(**{"CartPole-v1": dict(lr=.25)})
+    assert rollpipe("train", "dqn", "CartPole-v1", "--out", tmp_path/"a", "--continue", "--steps", 128, *SMALL) == 0
+    assert load_run(tmp_path/"a").config["options"]["lr"] == 1e-3 and load_run(tmp_path/"a").counters["steps"] == 128
+    (tmp_path/"config.json").write_text(json.dumps(old))
+    assert rollpipe("train", "dqn", "CartPole-v1", "--config", tmp_path/"config.json") == 2
+
+
+def test_several_seeds_have_the_preset_too(tmp_path):
+    "It ships, because the runs have processes of their own."
+    assert rollpipe("train", "dqn", "Taxi-v4", "--steps", 64, "--seeds", "0-1", "--out", tmp_path/"a", *SMALL) == 0
+    table = choice.presets_of("dqn")["Taxi-v4"]
+    for seed in (0, 1):
+        found = load_run(tmp_path/f"a-s{seed}").config
+        assert found["preset"] == "Taxi-v4" and found["seed"] == seed
+        assert all(found["options"][name] == table[name] for name in ("lr", "gamma", "eps_steps", "prioritized"))
+
+
+def test_autotune_begins_with_the_preset_and_may_change_it(presets):
+    presets(**{"CartPole-v1": dict(n_envs=2, n_steps=64, lr=.25, warmup=16, batch_size=16)})
+    trials = list(autotune("dqn", "CartPole-v1", seconds=.01, preset="auto"))
+    assert (trials[0].setting["n_envs"], trials[0].setting["n_steps"]) == (2, 64) and len({t.setting["n_envs"] for t in trials}) > 1
+    assert {t.setting["n_envs"] * t.setting["lanes"] * t.setting["n_steps"] for t in trials} == {128}
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("text, told", [
+    ("lrr = 1e-3", "own.toml: there is no option 'lrr'. Expected lr"),
+    ("[CartPole-v1]\nstep = 3", "own.toml, table CartPole-v1: there is no option 'step'. Expected steps"),
+    ("[Taxi-v4]\nstep = 3", "own.toml, table Taxi-v4: there is no option 'step'"),      # also in a table that is not needed now
+    ("lr = '1e-3'", "leaf lr: .*own.toml: wrong type of value. Expected float, got '1e-3'"),
+    ("steps = 1e5", "leaf steps: .*own.toml: wrong type of value. Expected int, got 100000.0"),
+    ("double = 1", "leaf double: .*wrong type of value. Expected bool, got 1"),
+    ("hidden = [64, 'x']", "leaf hidden: .*own.toml"),
+    ("lr = 1\nlr = 2", r"own.toml: not TOML \(Cannot overwrite a value"),
+    ("lr = 1e-3\n\n[CartPole-v1\n", "own.toml: not TOML .*line 3"),
+    ("[Taxi-v4]\nlr = 1", "own.toml: has nothing for CartPole-v1.*got Taxi-v4"),
+    ("", "own.toml: has nothing for CartPole-v1.*got an empty file"),
+    ("[CartPole-v1]\nactions = 'Box'\nlr = 1", "own.toml: has nothing for CartPole-v1"),
+    ("[carts]\nenvs = 'CartPole-v1'\nlr = 1", "own.toml, table carts: wrong type of value"),
+    ("[carts]\nenvs = ['C*']\nactions = 1\nlr = 1", "table carts: wrong type of value"),
+    ("algorithm = 'ppo'\nlr = 1", "own.toml: is for another algorithm. Expected dqn, got ppo"),
+    ("imports = ['moons']\nlr = 1", "own.toml: its run needs a module. Expected --import moons"),
+    ("env_kwargs = 3\nlr = 1", "leaf env_kwargs: .*own.toml"),
+    ("preset = 'cart'\nlr = 1", "dqn has no preset 'cart'"),
+    ("lr = -1", "lr.*got -1"),
+])
+def test_a_file_that_is_wrong_is_refused(text, told, tmp_path, capsys):
+    (tmp_path/"own.toml").write_text(text)
+    assert rollpipe("train", "dqn", "CartPole-v1", "--config", tmp_path/"own.toml", "--out", tmp_path/"run") == 2
+    err = capsys.readouterr().err
+    assert re.search(told, err) and err.count("\n") == 1 and not (tmp_path/"run").exists()
+
+
+@pytest.mark.parametrize("name, content, told", [
+    ("won.toml", None, r"won.toml: there is no such file. Expected \S*own.toml"),
+    ("", None, "there is no such file. Expected a file, such as its config.json, got a folder"),
+    ("own.json", b'{"lr": 1,}', "own.json: not JSON .*line 1 column"),
+    ("own.json", b"[1]", "own.json: holds no options"),
+    ("own.toml", b"\xff\xfe", "own.toml: not a text in UTF-8"),
+])
+def test_a_file_that_cannot_be_read_is_refused(name, content, told, tmp_path, capsys):
+    (tmp_path/"own.toml").write_text("lr = 1")
+    if content is not None: (tmp_path/name).write_bytes(content)
+    assert rollpipe("graph", "dqn", "CartPole-v1", "--config", tmp_path/name) == 2
+    assert re.search(told, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("words, told", [
+    ("dqn CartPole-v1 --preset CartPol-v1", "dqn has no preset 'CartPol-v1'. Expected CartPole-v1, auto or none"),
+    ("ppo CartPole-v1 --preset hills", "ppo has no preset 'hills'. Expected auto or none"),
+    ("dqn CartPole-v1 --preset wheels", "CartPole-v1: the preset 'wheels' of dqn is for another action space. Expected Box, got Discrete"),
+    ("dqn CartPol-v1", "CartPole-v1"), ("dqn CartPol-v1 --preset hills", "unknown environment id 'CartPol-v1'"),
+])
+def test_a_preset_that_does_not_fit_is_refused(presets, words, told, capsys):
+    assert rollpipe("graph", *words.split()) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command, words", [
+    *(("graph", words) for words in ("--seeds 0-4", "--seeds=0-4", "--jobs 2", "--continue", "--overwrite", "--out x", "--no-tensorboard")),
+    ("profile", "--seeds 0-4"), ("autotune", "--quiet")])
+def test_commands_without_a_run_refuse_its_options(command, words, capsys):
+    assert rollpipe(command, "dqn", "CartPole-v1", *words.split()) == 2
+    assert f"{words.split()[0]} is an option of `rollpipe train`, and rollpipe {command} makes no run" in capsys.readouterr().err
+
+
+# -- lists -------------------------------------------------------------------------------------------------------------
+
+def listed(capsys, *words):
+    assert rollpipe("list", *words) == 0
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_lists(capsys, presets):
+    assert {line[0]: line[1] for line in listed(capsys, "algorithms")}.keys() == ALGORITHMS.keys()
+    assert listed(capsys, "presets")[0] == ["dqn", "CartPole-v1", "steps=300", "lr=0.25", "gamma=0.5", "checkpoint_every=3"]
+    assert [line[:3] for line in listed(capsys, "presets", "dqn")][1] == ["dqn", "hills", "MountainCar*"]
+    assert listed(capsys, "presets", "ppo") == ["ppo has no presets".split()]
+    assert [line[0] for line in listed(capsys, "options", "dqn")] == [o.flag for o in options_for("dqn") + RUN_OPTIONS]
+
+
+@pytest.mark.parametrize("algorithm", ["dqn", "ppo"])
+def test_environments_that_are_listed_fit_and_the_others_do_not(algorithm, capsys):
+    "Against the environments themselves, as far as they can be made here."
+    there = {line[0]: line[1] for line in listed(capsys, "envs")}
+    fitting = {line[0] for line in listed(capsys, "envs", algorithm)}
+    kinds = {name: kind for name, kind in there.items() if kind != "?" and not listing.missing_for(gym.spec(name))}
+    assert len(kinds) >= 10 and "CartPole-v0" not in there and "GymV21Environment-v0" not in there
+    for name, kind in kinds.items():
+        assert kind == kind_of_actions(name, None)
+        assert (name in fitting) == (algorithm == "ppo" or kind == "Discrete")
+
+
+def test_what_needs_an_extra_is_marked(capsys, monkeypatch):
+    monkeypatch.setattr(listing, "find_spec", lambda name: None if name == "Box2D" else object())
+    there = {line[0]: line[1:] for line in listed(capsys, "envs")}
+    assert there["LunarLander-v3"] == ["Discrete", "needs", "rollpipe[box2d]"] and there["HalfCheetah-v5"] == ["Box"]
+
+
+@pytest.mark.parametrize("words, told", [
+    ("options", "options of which algorithm? Expected trpo"), ("options dqm", "unknown algorithm. Expected trpo"),
+    ("envs dqm", "unknown algorithm"), ("presets dqm", "unknown algorithm"), ("algorithms dqn", "takes no name")])
+def test_a_list_of_what_is_not_there_is_refused(words, told, capsys):
+    assert rollpipe("list", *words.split()) == 2
+    assert told in capsys.readouterr().err
