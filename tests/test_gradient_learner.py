@@ -1,6 +1,7 @@
 "Steps along a gradient: Adam against its formulas, what is not finite, what is clipped."
 import copy
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from test_learner import Part
 from torch import nn
 
-from rollpipe.agents.gradient_learner import GradientLearner
+from rollpipe.agents.gradient_learner import Adam, GradientLearner
 from rollpipe.pipes.errors import DataError
 
 
@@ -53,3 +54,124 @@ def test_without_a_limit_nothing_is_clipped_and_frozen_parameters_stay():
     assert agent.step(actor.total() / 2) == pytest.approx(500)
     assert actor.w.grad.tolist() == [300, 400]
     assert actor.shared.w.item() == 7 and len(agent.params) == 1
+
+
+# --- Adam against torch's own
+
+def weights(kind, **options):
+    "Two parameters, and an optimiser of both in one group, or of each in a group of its own."
+    w = [nn.Parameter(torch.tensor([1., -2.])), nn.Parameter(torch.tensor([[3.]]))]
+    split = options.pop('split', False)
+    return w, kind([dict(params=[x]) for x in w] if split else w, **{**dict(lr=.1, fused=True), **options})
+
+
+def steps(w, adam, present, first=0):
+    "One step for each of `present`, which says which parameters have a gradient."
+    for k, chosen in enumerate(present, first):
+        for x, yes in zip(w, chosen): x.grad = torch.cos(x.detach() * (k + 1)) if yes else None
+        adam.step()
+
+
+def same_state(one, other):
+    torch.testing.assert_close([[x.detach() for x in one[0]], one[1].state_dict()], [[x.detach() for x in other[0]], other[1].state_dict()],
+                               rtol=0, atol=0)
+
+
+BOTH, FIRST, SECOND = (True, True), (True, False), (False, True)
+
+
+@pytest.mark.parametrize('present', [[BOTH] * 4, [FIRST, FIRST, BOTH, SECOND, BOTH], [SECOND, FIRST, BOTH, BOTH]])
+@pytest.mark.parametrize('options', [{}, dict(split=True), dict(weight_decay=.1, eps=1e-3, betas=(.5, .9)), dict(amsgrad=True),
+                                     dict(maximize=True), dict(fused=False), dict(lr=torch.tensor(.1))])
+def test_adam_makes_the_steps_of_torchs(present, options):
+    mine, other = weights(Adam, **options), weights(torch.optim.Adam, **options)
+    for each in (mine, other): steps(*each, present)
+    same_state(mine, other)
+
+
+@pytest.mark.parametrize('kinds', [(Adam, torch.optim.Adam), (torch.optim.Adam, Adam), (Adam, Adam)])
+def test_either_adam_goes_on_from_the_state_of_the_other(kinds):
+    whole, first, second = weights(torch.optim.Adam), *(weights(kind) for kind in kinds)
+    steps(*whole, [BOTH, FIRST, BOTH, BOTH, SECOND])
+    steps(*first, [BOTH, FIRST])
+    steps(*second, [BOTH])                     # what it knows is not what it loads
+    for x, y in zip(second[0], first[0]): x.data.copy_(y.data)
+    second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
+    steps(*second, [BOTH, BOTH, SECOND], first=2)
+    same_state(second, whole)
+
+
+def replace_average(adam, w): adam.state[w[0]]['exp_avg'] = torch.ones(2)
+def replace_count(adam, w): adam.state[w[0]]['step'] = torch.tensor(7.)
+def replace_state(adam, w): adam.state[w[1]] = {k: x + 1 for k, x in adam.state[w[1]].items()}
+def forget(adam, w): adam.state.clear()
+def forget_one(adam, w): del adam.state[w[0]]
+def other_options(adam, w): adam.param_groups[0].update(lr=.3, betas=(.5, .5), eps=.1, maximize=True)
+def exchange_parameters(adam, w): adam.param_groups[0]['params'].reverse()
+def add_group(adam, w):
+    w.append(nn.Parameter(torch.tensor(5.)))
+    adam.add_param_group(dict(params=[w[2]], lr=.2))
+
+
+@pytest.mark.parametrize('change', [replace_average, replace_count, replace_state, forget, forget_one, other_options,
+                                    exchange_parameters, add_group])
+def test_adam_notices_what_changes_by_hand(change):
+    results = []
+    for w, adam in (weights(Adam), weights(torch.optim.Adam)):
+        steps(w, adam, [BOTH, BOTH, BOTH])
+        change(adam, w)
+        steps(w, adam, [[True] * len(w)] * 2)
+        results.append((w, adam))
+    same_state(*results)
+
+
+def test_adam_calls_hooks_closures_and_schedulers():
+    w, adam = weights(Adam)
+    steps(w, adam, [BOTH, BOTH])
+    seen = []
+    def noting(word): return lambda *_: seen.append(word)
+    handles = [adam.register_step_pre_hook(noting('before')), adam.register_step_post_hook(noting('after'))]
+    steps(w, adam, [BOTH])
+    assert seen == ['before', 'after']
+    for handle in handles: handle.remove()
+    assert adam.step(lambda: seen.append('closure') or torch.tensor(4.)) == 4 and seen[2:] == ['closure']
+    schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda k: .5 ** k)
+    steps(w, adam, [BOTH])
+    schedule.step()
+    assert adam.param_groups[0]['lr'] == .05
+    other = weights(torch.optim.Adam)
+    for part in ([BOTH, BOTH], [BOTH]): steps(*other, part)
+    other[1].step()
+    steps(*other, [BOTH])
+    for x, y in zip(w, other[0]): assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize('copied', [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_of_adam_goes_on_by_itself(copied):
+    one = weights(Adam)
+    steps(*one, [BOTH, BOTH])
+    other = copied(one)
+    kept = copy.deepcopy(one[1].state_dict())
+    steps(*other, [BOTH])
+    torch.testing.assert_close(one[1].state_dict(), kept, rtol=0, atol=0)
+    steps(*one, [BOTH])
+    same_state(one, other)
+
+
+def test_torch_makes_only_steps_that_are_the_first_of_a_parameter_or_rare(monkeypatch):
+    (w, adam), calls, of_torch = weights(Adam), [], torch.optim.Adam.step
+    def counted(self, closure=None):
+        calls.append(self)
+        return of_torch(self, closure)
+    counted.hooked = True
+    monkeypatch.setattr(torch.optim.Adam, 'step', counted)
+    steps(w, adam, [FIRST] * 5)
+    assert len(calls) == 1
+    steps(w, adam, [BOTH, SECOND, BOTH, FIRST])
+    assert len(calls) == 2
+    adam.load_state_dict(copy.deepcopy(adam.state_dict()))
+    steps(w, adam, [BOTH] * 3)
+    assert len(calls) == 2
+    adam.param_groups[0]['maximize'] = True
+    steps(w, adam, [BOTH] * 3)
+    assert len(calls) == 5

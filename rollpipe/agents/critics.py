@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from math import isfinite
 from typing import Any
 
@@ -56,9 +55,9 @@ def valid_rows(
 
 # %% ../../nbs/agents/04_critics.ipynb #30b1d943
 @torch.enable_grad()
-def _step(critic, optimizer, obs, target, scale) -> None:
-    "One optimiser step on the rows `obs` [M, ...], `target` [M]."
-    optimizer.zero_grad(set_to_none=True)
+def _step(critic, optimizer, params, obs, target, scale) -> None:
+    "One step of the optimiser of `params` on the rows `obs` [M, ...], `target` [M]."
+    for p in params: p.grad = None     # takes a fraction of the time of `zero_grad`
     loss = ((critic(obs) - target) / scale).square().mean()
     loss.backward()
     optimizer.step()
@@ -77,7 +76,8 @@ def _measure(critic, obs, target, scale, rows: int = 8192) -> tuple[float, float
 class _Kept:
     "The parameters and the state of an optimiser as they are now, to go back to."
     def __init__(self, optimizer):
-        self.optimizer, self.state = optimizer, deepcopy(optimizer.state_dict())
+        self.optimizer = optimizer
+        self.state = nested.map(lambda x: x.clone() if isinstance(x, Tensor) else x, optimizer.state_dict())
         self.params = [p for group in optimizer.param_groups for p in group['params']]
         self.values = [p.detach().clone() for p in self.params]
 
@@ -135,7 +135,7 @@ def fit_critic(
     parts = max(1, round(len(target) / (minibatch or min(max(len(target) // 64, 128), 512))))
     for _ in range(epochs):
         order = torch.randperm(len(target), generator=generator).to(target.device)
-        for rows in order.tensor_split(parts): _step(critic, optimizer, nested.getitem(obs, rows), target[rows], scale)
+        for rows in order.tensor_split(parts): _step(critic, optimizer, kept.params, nested.getitem(obs, rows), target[rows], scale)
     after = _measure(critic, obs, target, scale)
     if not (isfinite(after[0]) and kept.is_finite()):
         kept.restore()

@@ -50,15 +50,16 @@ def check_batch(
     rows = {'obs': nested.getitem(batch.state.obs, slice(-1)), 'act': nested.getitem(batch.state.act, slice(1, None)),
             'rew': batch.state.rew[1:], 'adv': batch.adv, 'ret': batch.ret, "actor['logp']": None if logp is None else logp[:-1]}
     for what, tree in rows.items():
-        for leaf, path in zip(nested.leaves(tree), nested.paths(tree, what)):
-            if not leaf.is_floating_point() or not leaf.numel() or leaf[batch.valid].abs().amax() <= LARGEST: continue
+        for k, leaf in enumerate(nested.leaves(tree)):
+            if not leaf.is_floating_point() or not leaf.numel() or leaf.abs().amax() <= LARGEST: continue
             wrong = ~(leaf.abs() <= LARGEST) & batch.valid.reshape(*batch.valid.shape, *[1] * (leaf.ndim - 2))
+            if not wrong.any(): continue
             t, b, *rest = wrong.nonzero()[0].tolist()
             got, lane = leaf[(t, b, *rest)].item(), None if batch.lane is None else int(batch.lane[b])
             problem, expected = ("too large a", f"at most {LARGEST:.1e}, whose square is finite") if isfinite(got) else (
                                  "non-finite", "finite numbers where valid")
-            raise DataError(f"{problem} value in the batch", pipe=name, lane=lane, leaf=f"{path}{[t, b, *rest]}", expected=expected,
-                            got=str(got))
+            raise DataError(f"{problem} value in the batch", pipe=name, lane=lane, expected=expected, got=str(got),
+                            leaf=f"{nested.paths(tree, what)[k]}{[t, b, *rest]}")
 
 # %% ../../nbs/agents/08_learner.ipynb #609d96b8
 def standardized(

@@ -219,12 +219,16 @@ def pieces(
     Args:
         size: environments per piece
     """
-    for first in range(0, fragment.n_envs, size):
-        def kept(final, first=first):
-            if not len(final.b): return final
-            final = nested.getitem(final, final.b // size == first // size)
-            return final._replace(b=final.b - first)
-        yield _columns(fragment, slice(first, first + size), kept)
+    parts = [slice(first, first + size) for first in range(0, fragment.n_envs, size)]
+    wide, structure = nested.flatten(fragment.only(*Fragment.ROWS, *Fragment.STEPS, 'hx'))
+    narrow = {name: x for name in Fragment.COLUMNS if (x := getattr(fragment, name)) is not None}
+    cut = zip(*([x[:, part] for part in parts] for x in wide))
+    for leaves, part in zip(cut, parts):
+        final = fragment.final
+        if len(final.b):
+            final = nested.getitem(final, final.b // size == part.start // size)
+            final = final._replace(b=final.b - part.start)
+        yield structure.unflatten(leaves)._replace(final=final, **{name: x[part] for name, x in narrow.items()})
 
 
 def _columns(fragment, index, final):
@@ -258,11 +262,22 @@ def transitions(
         fragment: a fragment of an actor without memory
         index: int64 [n]: `t * B + b` for the step t -> t+1 of environment b
     """
-    t, b = index // fragment.n_envs, index % fragment.n_envs
-    both = torch.stack([t, t + 1])
+    b, both = index % fragment.n_envs, torch.stack([index, index + fragment.n_envs])
+    def rows(x): return _rows(x, both)
+    def steps(x): return _rows(x, index[None])
+    return fragment._replace(hx=(), final=_final_of(fragment, index)).map(rows=rows, steps=steps, columns=lambda x: x[b])
+
+
+def _rows(x, index):
+    "The rows of `x` `[T, B, ...]` with these numbers `t * B + b` `[k, n]`, as `[k, n, ...]`."
+    if type(x) is not Tensor or not x.is_contiguous(): return x[index // x.shape[1], index % x.shape[1]]
+    return x.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape)      # faster
+
+
+def _final_of(fragment, index):
+    "The rows of `final` that belong to the transitions `index`, for a fragment `[1, n]`."
+    final = fragment.final
+    if not len(final.t): return final
     number = final_numbers(fragment).flatten()[index]
     column = (number >= 0).nonzero()[:, 0]
-    def picked(final):
-        obs, actor = nested.getitem((final.obs, final.actor), number[column])
-        return Final(torch.zeros_like(column), column, obs, actor)
-    return fragment._replace(hx=()).map(rows=lambda x: x[both, b], steps=lambda x: x[t, b][None], columns=lambda x: x[b], final=picked)
+    return Final(torch.zeros_like(column), column, *nested.getitem((final.obs, final.actor), number[column]))
