@@ -14,10 +14,15 @@ from typing import Any, NamedTuple
 from .agents.a2c import A2C
 from .agents.dqn import DQN
 from .agents.npg import NPG
+from .agents.off_policy.ddpg import DDPG
+from .agents.off_policy.sac import SAC
+from .agents.off_policy.td3 import TD3
 from .agents.ppo import PPO
 from .agents.reinforce import REINFORCE
 from .agents.trpo import TRPO
 from .agents.vtrace import VTrace
+from .layers.action_critic import ActionCritic
+from .layers.bounded_policies import DeterministicPolicy, SquashedPolicy
 from .layers.critic import Critic
 from .layers.policies import MLPPolicy
 from .layers.q_networks import QPolicy
@@ -48,6 +53,8 @@ class Algorithm(NamedTuple):
         return {name: part for name, part in self._asdict().items() if name != "defaults" and part is not None}
 
 
+# one sample for each new step, of a single environment, whose fragments are long enough to cost little
+_CONTINUOUS: dict = dict(n_envs=1, n_steps=8, samples_per_step=1., capacity=1_000_000)
 ALGORITHMS = dict(
     trpo=Algorithm(TRPO, on_policy, MLPPolicy, Critic),
     npg=Algorithm(NPG, on_policy, MLPPolicy, Critic),
@@ -56,6 +63,9 @@ ALGORITHMS = dict(
     ppo=Algorithm(PPO, on_policy, MLPPolicy, Critic),
     vtrace=Algorithm(VTrace, rollouts, MLPPolicy, Critic, dict(n_steps=16)),
     dqn=Algorithm(DQN, replayed, QPolicy),
+    sac=Algorithm(SAC, replayed, SquashedPolicy, ActionCritic, _CONTINUOUS),
+    td3=Algorithm(TD3, replayed, DeterministicPolicy, ActionCritic, _CONTINUOUS),
+    ddpg=Algorithm(DDPG, replayed, DeterministicPolicy, ActionCritic, dict(_CONTINUOUS, n_critics=1)),
 )
 _FIXED = ("actor", "critic", "env", "env_kwargs", "seed", "info_keys", "edits", "device", "close", "observation_space",
           "action_space", "epsilon")  # DQN sets it from eps_start, eps_end and eps_steps

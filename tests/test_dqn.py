@@ -11,8 +11,9 @@ from toys import Constant
 
 from rollpipe.agents import evaluate
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
-from rollpipe.agents.dqn import DQN, update_target
+from rollpipe.agents.dqn import DQN
 from rollpipe.agents.metrics import check_metrics
+from rollpipe.agents.off_policy.targets import update_target
 from rollpipe.agents.schedules import linear_schedule, set_epsilon
 from rollpipe.agents.tabular import QLearning, TabularQ, move_towards, q_targets
 from rollpipe.layers import QPolicy, RecurrentQPolicy

@@ -4,6 +4,7 @@ import inspect
 import pytest
 import torch
 from fastcore.docments import docments
+from gymnasium.spaces import Box
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -12,10 +13,12 @@ from rollpipe.agents.shared_options import SharedOptions, shared_options
 from rollpipe.agents.tabular import QLearning
 from rollpipe.algorithms import ALGORITHMS, options_for
 from rollpipe.cli import build_parser
+from rollpipe.layers import UnitBox
 from rollpipe.pipes.errors import DataError
 
 NATURAL = dict(damping=.1, cg_iters=10, cg_gain=0., fvp_subsample=1., precondition='auto', normalize_adv=True, critic_lr=1e-3,
                critic_epochs=4)
+ACTIONS = dict(tau=.005, multi_step=1, random_steps=1000, beta_steps=None, gamma=.99, critic_lr=None, max_grad_norm=None)
 DEFAULTS = dict(
     trpo=dict(max_kl=.01, backtrack=.8, max_backtracks=10, accept_ratio=.1, **NATURAL),
     npg=dict(max_kl=.01, lr=None, **NATURAL),
@@ -25,7 +28,10 @@ DEFAULTS = dict(
              lr=1e-3, critic_lr=None, max_grad_norm=.5),
     vtrace=dict(gamma=.99, lam=1., rho_clip=1., c_clip=1., c_value=.5, c_entropy=0., lr=5e-4, critic_lr=1e-2, max_grad_norm=.5),
     dqn=dict(lr=1e-3, gamma=.99, double=True, multi_step=1, burn_in=0, huber=1., target_every=200, tau=None, max_grad_norm=10.,
-             eps_start=1., eps_end=.05, eps_steps=20_000, beta_steps=None, eta=.9))
+             eps_start=1., eps_end=.05, eps_steps=20_000, beta_steps=None, eta=.9),
+    sac=dict(temperature=None, first_temperature=1., target_entropy=None, lr=3e-4, **ACTIONS),
+    td3=dict(smoothing=.2, smoothing_limit=.5, policy_every=2, lr=1e-3, **ACTIONS),
+    ddpg=dict(lr=1e-3, **ACTIONS))
 OWN_MEANING = dict(ppo={'normalize_adv'}, npg={'lr', 'critic_lr'}, trpo={'critic_lr'})  # what another learner calls by the same name
 SHARED = {name for name in SharedOptions.__dataclass_fields__}
 
@@ -70,14 +76,23 @@ class Actor(nn.Module):
         super().__init__()
         self.table = nn.Parameter(torch.zeros(2, 2))
         self.register_buffer('epsilon', torch.tensor(1.))
-        for name in ('replay', 'params', 'dist', 'distribution', 'values'): setattr(self, name, None)
+        self.register_buffer('is_random', torch.tensor(True))
+        self.box = UnitBox(Box(-1, 1))
+        for name in ('replay', 'params', 'dist', 'distribution', 'values', 'sample', 'act'): setattr(self, name, None)
+
+
+def learner_of(cls, **options):
+    "A learner, with a critic if it needs one."
+    critic = inspect.signature(cls).parameters.get('critic')
+    needs_critic = critic is not None and critic.default is critic.empty
+    return cls(Actor(), *[nn.Linear(1, 1)] * needs_critic, **options)
 
 
 @pytest.mark.parametrize('cls', [*(a.learner for a in ALGORITHMS.values()), QLearning])
 def test_options_that_a_learner_does_not_have_are_refused(cls):
     taken = inspect.signature(cls).parameters
     for name in sorted(SHARED - taken.keys()) + ['no_option']:
-        with pytest.raises(TypeError, match=name): cls(Actor(), **{name: 1.})
+        with pytest.raises(TypeError, match=name): learner_of(cls, **{name: 1.})
 
 
 @pytest.mark.parametrize('cls', [*(a.learner for a in ALGORITHMS.values()), QLearning])
@@ -85,10 +100,10 @@ def test_options_reach_the_learner_and_are_checked(cls):
     elsewhere = {x for own in OWN_MEANING.values() for x in own} - {'critic_lr'}     # which is one of the options all the same
     names = (SHARED & inspect.signature(cls).parameters.keys()) - {'seed'} - elsewhere
     values = {name: 3 if name in ('critic_epochs', 'eps_steps') else .25 for name in names}
-    agent = cls(Actor(), **values)
+    agent = learner_of(cls, **values)
     assert {name: getattr(agent.options, name) for name in values} == values
     for name in names - {'normalize_adv'}:
-        with pytest.raises(DataError, match=f'{cls.__name__}.*{name}|{name}.*{cls.__name__}'): cls(Actor(), **{name: -1})
+        with pytest.raises(DataError, match=f'{cls.__name__}.*{name}|{name}.*{cls.__name__}'): learner_of(cls, **{name: -1})
 
 
 @given(st.dictionaries(st.sampled_from(sorted(SHARED)), st.floats(0, 1)), st.data())

@@ -8,6 +8,9 @@ from .gradient_learner import ActorCriticLearner, GradientLearner
 from .learner import Learner
 from .metrics import METRICS, EpisodeReturns
 from .npg import NPG
+from .off_policy.ddpg import DDPG
+from .off_policy.sac import SAC
+from .off_policy.td3 import TD3
 from .parallel_evaluation import Evaluated, ParallelEvaluation
 from .ppo import PPO
 from .reinforce import REINFORCE
@@ -16,7 +19,7 @@ from .trpo import TRPO
 from .vtrace import VTrace
 
 __all__ = [
-    'A2C', 'ActorCriticLearner', 'Checkpoint', 'DQN', 'EpisodeReturns', 'Evaluated', 'Evaluation', 'GradientLearner', 'Learner',
-    'METRICS', 'NPG', 'PPO', 'ParallelEvaluation', 'QLearning', 'REINFORCE', 'RandomActor', 'TRPO', 'TabularQ', 'VTrace',
+    'A2C', 'ActorCriticLearner', 'Checkpoint', 'DDPG', 'DQN', 'EpisodeReturns', 'Evaluated', 'Evaluation', 'GradientLearner', 'Learner',
+    'METRICS', 'NPG', 'PPO', 'ParallelEvaluation', 'QLearning', 'REINFORCE', 'RandomActor', 'SAC', 'TD3', 'TRPO', 'TabularQ', 'VTrace',
     'evaluate', 'load_checkpoint', 'save_checkpoint',
 ]

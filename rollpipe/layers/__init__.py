@@ -1,6 +1,8 @@
 """Networks and actors: the actor contract, perceptrons, recurrent layers, distributions, heads, encoders, policies and critics."""
 
+from .action_critic import ActionCritic, StackedMLP
 from .actor import Actor, check_signature, without_past
+from .bounded_policies import BoundedActor, DeterministicPolicy, SquashedPolicy
 from .conv import ConvTrunk
 from .critic import Critic
 from .distributions import Categorical, Gaussian, GaussianParams
@@ -15,12 +17,14 @@ from .q_networks import DuellingHead, EpsilonGreedy, QPolicy, RecurrentQPolicy
 from .recurrent import GRU, LSTM, Recurrent
 from .recurrent_policies import MemoryCritic, RecurrentPolicy
 from .running_norm import RunningNorm
+from .squashed import SquashedGaussian
+from .unit_box import UnitBox
 
 __all__ = [
-    'Actor', 'Bernoulli', 'BernoulliHead', 'Bits', 'Categorical', 'CategoricalHead', 'CategoricalPolicy', 'ClampedStd', 'Concatenate',
-    'ConvTrunk', 'Critic', 'DuellingHead', 'Embeddings', 'EpsilonGreedy', 'Flatten', 'GRU', 'Gaussian', 'GaussianHead',
-    'GaussianParams', 'GaussianPolicy', 'Joint', 'JointHead', 'LSTM', 'MLP', 'MLPPolicy', 'MemoryCritic', 'ModuleDict',
-    'MultiCategorical', 'MultiCategoricalHead', 'OneHot', 'Policy', 'QPolicy', 'Recurrent', 'RecurrentPolicy',
-    'RecurrentQPolicy', 'RunningNorm', 'ToBits',
+    'ActionCritic', 'Actor', 'Bernoulli', 'BernoulliHead', 'Bits', 'BoundedActor', 'Categorical', 'CategoricalHead', 'CategoricalPolicy',
+    'ClampedStd', 'Concatenate', 'ConvTrunk', 'Critic', 'DeterministicPolicy', 'DuellingHead', 'Embeddings', 'EpsilonGreedy', 'Flatten',
+    'GRU', 'Gaussian', 'GaussianHead', 'GaussianParams', 'GaussianPolicy', 'Joint', 'JointHead', 'LSTM', 'MLP', 'MLPPolicy',
+    'MemoryCritic', 'ModuleDict', 'MultiCategorical', 'MultiCategoricalHead', 'OneHot', 'Policy', 'QPolicy', 'Recurrent',
+    'RecurrentPolicy', 'RecurrentQPolicy', 'RunningNorm', 'SquashedGaussian', 'SquashedPolicy', 'StackedMLP', 'ToBits', 'UnitBox',
     'check_signature', 'encoder_for', 'head_for', 'n_out_of', 'orthogonal_linear', 'to_bits', 'without_past',
 ]

@@ -146,6 +146,7 @@ def replayed(
     capacity: int = 100_000,         # greatest number of steps in the memory
     batch_size: int = 256,           # transitions or segments in a sample
     n_batches: int = 1,              # samples for each batch of new steps
+    samples_per_step: float | None = None,  # samples for each new step, a ratio of update to data; None: `n_batches` for each batch
     warmup: int = 1000,              # number of steps in the memory before the first sample
     length: int = 1,                 # steps of a segment; 1: single transitions
     prioritized: bool = False,       # sample in proportion to priorities
@@ -169,6 +170,7 @@ def replayed(
         capacity: greatest number of steps in the memory
         batch_size: transitions or segments in a sample
         n_batches: samples for each batch of new steps
+        samples_per_step: samples for each new step, a ratio of update to data; None: `n_batches` for each batch
         warmup: number of steps in the memory before the first sample
         length: steps of a segment; 1: single transitions
         prioritized: sample in proportion to priorities
@@ -180,6 +182,7 @@ def replayed(
         edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
         **kwargs: see `rollouts`
     """
-    replay = partial(Replay, capacity=capacity, batch_size=batch_size, n_batches=n_batches, warmup=warmup, length=length,
+    replay = partial(Replay, capacity=capacity, batch_size=batch_size, n_batches=n_batches, samples_per_step=samples_per_step,
+                     warmup=warmup, length=length,
                      prioritized=prioritized, alpha=alpha, beta=beta, zero_state=zero_state, path=path)
     return rollouts(env, actor, n_envs=n_envs, n_steps=n_steps, terminal_obs=terminal_obs, edits=[replay, *edits], **kwargs)

@@ -7,6 +7,7 @@ __all__ = ['Replayed', 'Replay']
 
 # %% ../../../nbs/pipes/24_replay/07_pipe.ipynb #7ae241ce
 from collections.abc import Iterator
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +43,7 @@ class Replay(Seeded, Pipe):
         capacity: greatest number of steps in the memory
         batch_size: transitions or segments in a sample
         n_batches: samples for each fragment
+        samples_per_step: samples for each new step, a ratio of update to data; None: `n_batches`
         warmup: number of steps in the memory before the first sample
         length: steps of a segment; 1: single transitions
         prioritized: sample in proportion to priorities
@@ -58,6 +60,7 @@ class Replay(Seeded, Pipe):
                  capacity: int,              # greatest number of steps in the memory
                  batch_size: int = 256,      # transitions or segments in a sample
                  n_batches: int = 1,         # samples for each fragment
+                 samples_per_step: float | None = None,  # samples for each new step, a ratio of update to data; None: `n_batches`
                  warmup: int = 1000,         # number of steps in the memory before the first sample
                  length: int = 1,            # steps of a segment; 1: single transitions
                  prioritized: bool = False,  # sample in proportion to priorities
@@ -72,7 +75,8 @@ class Replay(Seeded, Pipe):
             check_integer(name, x, least, pipe=self)
         self.capacity, self.batch_size, self.n_batches, self.warmup, self.length = capacity, batch_size, n_batches, warmup, length
         self.prioritized, self.alpha, self.beta, self.zero_state, self.path = prioritized, alpha, beta, zero_state, path
-        self.seed = seed
+        self.seed, self.samples_per_step = seed, samples_per_step
+        self._check_ratio()
         self._new_memory()  # checks the arguments
         self._check_samples(LEAST_BYTES)
         if warmup > capacity:
@@ -83,11 +87,16 @@ class Replay(Seeded, Pipe):
         raise GraphError("a memory of its own for each lane", pipe=self, expected="`Lanes` above `Replay`")
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Replayed]:
-        memory = self._new_memory()
+        memory, n_steps, n_drawn = self._new_memory(), 0, 0
         for k, fragment in enumerate(items):
             memory.add(fragment)
             if k == 0: self._check_samples(memory.bytes_of_step)
-            yield Replayed(fragment, self._samples(memory), memory)
+            n = self.n_batches
+            if self.samples_per_step is not None and self._is_warm(memory):
+                n_steps += int(fragment.valid.sum())
+                n = int(self.samples_per_step * n_steps + 1e-6) - n_drawn     # a product such as 0.1 * 30 may be a little too small
+                n_drawn += n
+            yield Replayed(fragment, self._samples(memory, n), memory)
 
     def _check_samples(self, bytes_of_step):
         check_memory(f"batch_size={self.batch_size:,}", self.batch_size * (self.length + 1) * bytes_of_step, pipe=self)
@@ -100,7 +109,18 @@ class Replay(Seeded, Pipe):
             e.locate(pipe=self)
             raise
 
-    def _samples(self, memory):
-        for _ in range(self.n_batches):
-            if len(memory) < self.warmup or not memory.sampler.n_segments: return
+    def _check_ratio(self):
+        ratio = self.samples_per_step
+        if ratio is None: return
+        if not 0 <= ratio < inf:
+            raise DataError("out of range", pipe=self, leaf='samples_per_step', expected="a number >= 0", got=str(ratio))
+        if self.n_batches != 1:
+            raise DataError("two numbers of samples", pipe=self, expected="n_batches, or samples_per_step",
+                            got=f"n_batches={self.n_batches}, samples_per_step={ratio}")
+
+    def _is_warm(self, memory): return len(memory) >= self.warmup and memory.sampler.n_segments
+
+    def _samples(self, memory, n):
+        for _ in range(n):
+            if not self._is_warm(memory): return
             yield memory.sample(self.batch_size)

@@ -1,0 +1,1 @@
+"""What learners from a replay memory share, and those for continuous actions."""

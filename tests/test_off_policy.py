@@ -1,0 +1,437 @@
+"SAC, TD3 and DDPG: densities, losses and updates against independent computations, and what happens at the ends of episodes."
+import copy
+from itertools import islice
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Dict, Discrete
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollpipe.agents import DDPG, SAC, TD3, evaluate
+from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
+from rollpipe.agents.metrics import check_metrics
+from rollpipe.agents.off_policy.action_losses import (
+    action_value_loss,
+    bootstrapped,
+    deterministic_policy_loss,
+    smoothed_target,
+    soft_policy_loss,
+    soft_target,
+)
+from rollpipe.cli import main
+from rollpipe.export import export_policy
+from rollpipe.layers import ActionCritic, DeterministicPolicy, GaussianParams, SquashedGaussian, SquashedPolicy, UnitBox
+from rollpipe.pipes import DataError, Fragment
+from rollpipe.pipes.errors import SpaceError
+from rollpipe.pipes.recipes import replayed
+from rollpipe.pipes.replay.memory import Sample
+from rollpipe.runs import load_agent
+
+SPACES = Box(-1, 1, (3,)), Box(np.float32([-1, 2]), np.float32([3, 2.5]))
+POLICIES = {SAC: SquashedPolicy, TD3: DeterministicPolicy, DDPG: DeterministicPolicy}
+each_algorithm = pytest.mark.parametrize('algorithm', POLICIES)
+
+
+def make(algorithm, env=SPACES, seed=0, hidden=(8,), n_critics=2, **options):
+    actor = POLICIES[algorithm].for_env(env, hidden=hidden, seed=seed)
+    return algorithm(actor, ActionCritic.for_env(env, hidden=hidden, n_critics=n_critics, seed=seed), **options)
+
+
+def random_fragment(T=4, B=5, seed=0, spaces=SPACES, invalid=True):
+    "Random steps with terminations, truncations and rows that are not valid."
+    rng = np.random.default_rng(seed)
+    space, low, high = spaces[0], *map(torch.from_numpy, (spaces[1].low, spaces[1].high))
+    def floats(*shape): return torch.from_numpy(rng.normal(size=shape).astype(np.float32))
+    act = low + (high - low) * torch.from_numpy(rng.random((T, B, *spaces[1].shape), np.float32))
+    term, cut = (torch.from_numpy(rng.random((T, B)) < .25) for _ in range(2))
+    valid = torch.from_numpy(rng.random((T, B)) < .85) if invalid else torch.ones(T, B, dtype=torch.bool)
+    valid[0, 0] = True
+    cut = cut & ~term & valid
+    return Fragment.from_steps(floats(T + 1, B, *space.shape), act, floats(T, B), term, cut, valid=valid,
+                               last_obs=floats(int(cut.sum()), *space.shape))
+
+
+def successor(fragment, t, b):
+    "The observation that a step led to."
+    for k, (s, e) in enumerate(zip(fragment.final.t.tolist(), fragment.final.b.tolist())):
+        if (s, e) == (t, b): return fragment.final.obs[k]
+    return fragment.state.obs[t + 1, b]
+
+
+# --- distribution
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.floats(-100, 100), st.floats(.01, 1000)), min_size=1, max_size=4), st.integers(0, 99))
+def test_density_agrees_with_torch_and_actions_stay_in_bounds(bounds, seed):
+    low, width = map(np.float32, zip(*bounds))
+    space, n = Box(low, low + width), len(bounds)
+    dist, g = SquashedGaussian(UnitBox(space)), torch.Generator().manual_seed(seed)
+    params = GaussianParams(torch.randn(6, n, generator=g), torch.randn(6, n, generator=g) - 1)
+    act, logp = dist.sample_with_log_prob(params, torch.randn(6, n, generator=g))
+    assert all(space.contains(x) for x in act.numpy())
+    corner = dist.sample(params, torch.full((6, n), 1e6) * torch.randn(6, n, generator=g).sign())
+    assert all(space.contains(x) for x in corner.numpy())
+    # the same in float64 by another library, at the same u; it is told u, as the action near a bound does not determine it
+    D, mean, std = torch.distributions, params.mean.double(), params.log_std.double().exp()
+    u = mean + std * torch.randn(6, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float32).double()
+    act, logp = dist.sample_with_log_prob(params, ((u - mean) / std).float())
+    tanh = D.TanhTransform(cache_size=1)
+    half, center = (torch.from_numpy(np.float64(space.high) * .5 + s * np.float64(space.low) * .5) for s in (-1, 1))
+    expected = D.TransformedDistribution(D.Normal(mean, std), [tanh, D.AffineTransform(center, half, cache_size=1)])
+    y = expected.transforms[1](tanh(u))
+    torch.testing.assert_close(logp.double(), expected.log_prob(y).sum(-1), rtol=1e-3, atol=1e-2)
+
+
+def test_density_integrates_to_one_over_the_plane():
+    dist, n = SquashedGaussian(UnitBox(SPACES[1])), 300
+    x, y = (torch.from_numpy((low + (high - low) * (np.arange(n) + .5) / n).astype(np.float32)) for low, high in ((-1, 3), (2, 2.5)))
+    grid = torch.stack(torch.meshgrid(x, y, indexing='ij'), -1)
+    params = GaussianParams(torch.tensor([.4, -.6]), torch.tensor([-.5, -.2]))
+    assert (dist.log_prob(params, grid).double().exp().sum() * 4 * .5 / n ** 2).item() == pytest.approx(1, abs=1e-3)
+
+
+def test_gradient_of_the_density_by_differences():
+    dist, noise = SquashedGaussian(UnitBox(SPACES[1])), torch.tensor([.7, -1.3])
+    mean, log_std = (torch.tensor(x, requires_grad=True) for x in ([.4, -.6], [-.5, -.2]))
+    dist.sample_with_log_prob(GaussianParams(mean, log_std), noise)[1].backward()
+    def logp(m, s):        # float64, as it is written in books
+        u = m + np.exp(s) * noise.double().numpy()
+        return (-.5 * noise.double().numpy() ** 2 - s - np.log(1 - np.tanh(u) ** 2)).sum()
+    m, s, h = mean.detach().double().numpy(), log_std.detach().double().numpy(), 1e-6
+    for i in range(2):
+        step = h * np.eye(2)[i]
+        assert mean.grad[i].item() == pytest.approx((logp(m + step, s) - logp(m - step, s)) / 2 / h, rel=1e-4)
+        assert log_std.grad[i].item() == pytest.approx((logp(m, s + step) - logp(m, s - step)) / 2 / h, rel=1e-4)
+
+
+@pytest.mark.parametrize('space, text', [
+    (Box(0, np.inf, (2,)), 'finite bounds'), (Discrete(3), 'Box of floats'), (Box(0, 9, (2,), int), 'Box'), (Dict(a=Box(0, 1)), 'Box'),
+    (Box(np.float32([0, 1]), np.float32([1, 1])), r'action_space\[1\]')])
+@pytest.mark.parametrize('cls', [SquashedPolicy, DeterministicPolicy, ActionCritic])
+def test_other_actions_are_refused(cls, space, text):
+    with pytest.raises(SpaceError, match=text) as e: cls.for_env((SPACES[0], space))
+    assert cls.__name__ in str(e.value)
+
+
+# --- targets and losses
+
+@pytest.mark.parametrize('n_steps', [1, 2, 4])
+def test_targets_by_loops(n_steps):
+    fragment, gamma = random_fragment(T=5, B=6, seed=3), .9
+    g = torch.Generator().manual_seed(0)
+    value, bonus = torch.randn(2, 5, 6, generator=g)
+    found = bootstrapped(fragment, value, gamma, n_steps, bonus).double()
+    for t, b in fragment.valid.nonzero().tolist():
+        total, factor, k = 0., 1., t
+        while True:
+            total += factor * float(fragment.state.rew[k + 1, b])
+            if fragment.term[k + 1, b]: break
+            usable = bool(fragment.valid[k, b])
+            factor *= gamma
+            total += factor * float(bonus[k, b]) * usable
+            if k + 1 == min(t + n_steps, 5) or fragment.state.fin[k + 1, b]:
+                total += factor * float(value[k, b]) * usable
+                break
+            k += 1
+        assert found[t, b].item() == pytest.approx(total, rel=1e-5, abs=1e-5), (t, b)
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_soft_losses_by_loops(seed):
+    fragment, actor = random_fragment(seed=seed), SquashedPolicy.for_env(SPACES, hidden=(8,), seed=1)
+    critic, target = (ActionCritic.for_env(SPACES, hidden=(8,), seed=s) for s in (2, 3))
+    noise, temperature, volume = torch.randn(4, 5, 2), .3, float(np.log(2 * .25))
+    goal = soft_target(fragment, actor, target, noise, temperature, gamma=.9)
+    loss, _, errors = action_value_loss(fragment, critic, goal, weight := torch.rand(5))
+    policy, metrics = soft_policy_loss(fragment, actor, critic, noise, temperature)
+    sums, n = np.zeros(3), int(fragment.valid.sum())
+    with torch.no_grad():
+        for t, b in fragment.valid.nonzero().tolist():
+            act, logp = actor.sample(successor(fragment, t, b)[None], noise[t, b][None])
+            soft = float(target(successor(fragment, t, b)[None], act).min()) - temperature * (float(logp) + volume)
+            y = float(fragment.state.rew[t + 1, b]) + .9 * soft * (not fragment.term[t + 1, b])
+            assert float(goal[t, b]) == pytest.approx(y, rel=1e-4, abs=1e-4)
+            obs = fragment.state.obs[t, b][None]
+            difference = y - critic(obs, fragment.state.act[t + 1, b][None])[:, 0].double().numpy()
+            assert float(errors[t, b]) == pytest.approx(np.abs(difference).mean(), rel=1e-4, abs=1e-4)
+            act, logp = actor.sample(obs, noise[t, b][None])
+            sums += (.5 * float(weight[b]) * (difference ** 2).sum(), temperature * (float(logp) + volume) - float(critic(obs, act).min()),
+                     -float(logp))
+    assert [loss.item(), policy.item(), float(metrics['entropy'])] == pytest.approx((sums / n).tolist(), rel=1e-4, abs=1e-4)
+
+
+def test_deterministic_losses_by_loops():
+    fragment, actor = random_fragment(seed=5), DeterministicPolicy.for_env(SPACES, hidden=(8,), seed=1)
+    critic, shift = ActionCritic.for_env(SPACES, hidden=(8,), seed=2), torch.randn(4, 5, 2)
+    goal, loss = smoothed_target(fragment, actor, critic, shift, gamma=.9), deterministic_policy_loss(fragment, actor, critic)[0]
+    center, half, total = torch.tensor([1., 2.25]), torch.tensor([2., .25]), 0.
+    with torch.no_grad():
+        for t, b in fragment.valid.nonzero().tolist():
+            obs = successor(fragment, t, b)[None]
+            act = center + half * ((actor.act(obs) - center) / half + shift[t, b]).clamp(-1, 1)
+            y = float(fragment.state.rew[t + 1, b]) + .9 * float(critic(obs, act).min()) * (not fragment.term[t + 1, b])
+            assert float(goal[t, b]) == pytest.approx(y, rel=1e-4, abs=1e-4)
+            obs = fragment.state.obs[t, b][None]
+            total -= float(critic(obs, actor.act(obs))[0])
+    assert loss.item() == pytest.approx(total / int(fragment.valid.sum()), rel=1e-4)
+
+
+@each_algorithm
+def test_an_end_counts_and_a_limit_does_not(algorithm):
+    "The critics value every state at 10; what the fragment shows after a limit is the reset."
+    agent = make(algorithm, **(dict(temperature=0.) if algorithm is SAC else {}), gamma=.5)
+    agent.target = lambda obs, act: torch.full((2, *act.shape[:2]), 10.) * (obs[..., 0] == 7)
+    for term, cut, expected in ((True, False, 1.), (False, True, 6.)):
+        flags = dict(terminated=torch.tensor([[term]]), truncated=torch.tensor([[cut]]))
+        last = dict(last_obs=torch.full((1, 3), 7.)) if cut else {}
+        one = Fragment.from_steps(torch.zeros(2, 1, 3), torch.ones(1, 1, 2), torch.ones(1, 1), **flags, **last)
+        assert agent.critic_target(one).item() == expected
+
+
+def test_each_loss_moves_its_own_network_only():
+    agent, fragment = make(SAC), random_fragment()
+    def state(): return [copy.deepcopy(net.state_dict()) for net in (agent.actor, agent.critic, agent.target)]
+    def moved(a, b): return [any(not torch.equal(x, y) for x, y in zip(s.values(), t.values())) for s, t in zip(a, b)]
+    before = state()
+    agent.improve_policy(fragment)
+    assert moved(before, after := state()) == [True, False, False]
+    agent.descents['critic'].step(action_value_loss(fragment, agent.critic, torch.zeros(4, 5))[0], 'x')
+    assert moved(after, state()) == [False, True, False]
+
+
+# --- whole updates beside an implementation with ordinary modules
+
+def plain(stacked, k):
+    "One of the stacked critics as a sequence of torch's layers, in float64."
+    layers = []
+    for w, b in zip(stacked.weights, stacked.biases):
+        layer = torch.nn.Linear(w.shape[1], w.shape[2]).double()
+        with torch.no_grad():
+            layer.weight.copy_(w[k].T)
+            layer.bias.copy_(b[k, 0])
+        layers += [layer, torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers[:-1])
+
+
+def test_three_updates_of_sac_beside_plain_torch():
+    space = Box(-2, 2, (1,))
+    agent, lr, tau = make(SAC, (SPACES[0], space), lr=.01, tau=.1, gamma=.9), .01, .1
+    critics, targets = ([plain(agent.critic.net, k) for k in range(2)] for _ in range(2))
+    actor = copy.deepcopy(agent.actor).double()
+    log_alpha = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    adam = [torch.optim.Adam(params, lr) for params in ([p for net in critics for p in net.parameters()], actor.parameters(), [log_alpha])]
+    noises = iter(torch.randn(6, 1, 16, 1, generator=torch.Generator().manual_seed(1)))
+    kept = []
+    agent.noise = lambda fragment: kept.append(next(noises)) or kept[-1]
+    def act(obs, noise):
+        mean, log_std = actor.head(actor.trunk(obs)).chunk(2, -1)
+        u = mean + log_std.exp() * noise.double()
+        return u.tanh(), torch.distributions.Normal(mean, log_std.exp()).log_prob(u).sum(-1) - (1 - u.tanh() ** 2).log().sum(-1)
+    def values(nets, obs, position): return torch.stack([net(torch.cat([obs, position], -1))[..., 0] for net in nets])
+    for seed in range(3):
+        f = random_fragment(1, 16, seed, (SPACES[0], space), invalid=False)
+        agent.learn(Sample(f, None, None))
+        first, second = kept[-2:]
+        obs, after = f.state.obs[0].double(), torch.stack([successor(f, 0, b) for b in range(16)]).double()
+        alpha = log_alpha.detach().exp()
+        with torch.no_grad():
+            position, logp = act(after, first[0])
+            y = f.state.rew[1].double() + .9 * ~f.term[1] * (values(targets, after, position).amin(0) - alpha * logp)
+        loss = .5 * (values(critics, obs, f.state.act[1].double() / 2) - y).square().mean(1).sum()
+        adam[0].zero_grad()
+        loss.backward()
+        adam[0].step()
+        position, logp = act(obs, second[0])
+        adam[1].zero_grad()
+        (alpha * logp - values(critics, obs, position).amin(0)).mean().backward()
+        adam[1].step()
+        adam[2].zero_grad()
+        (-log_alpha * (logp.detach().mean() - 1)).backward()
+        adam[2].step()
+        for net, old in zip(critics, targets):
+            for p, q in zip(net.parameters(), old.parameters()): q.data.lerp_(p.data, tau)
+    for k in range(2):
+        for mine, theirs in ((agent.critic, critics[k]), (agent.target, targets[k])):
+            for p, q in zip(plain(mine.net, k).parameters(), theirs.parameters()): torch.testing.assert_close(p, q, rtol=2e-3, atol=2e-4)
+    for p, q in zip(agent.actor.parameters(), actor.parameters()): torch.testing.assert_close(p.double(), q, rtol=2e-3, atol=2e-4)
+    assert agent.log_temperature.item() == pytest.approx(log_alpha.item(), abs=1e-5)
+
+
+def test_temperature_rises_while_there_is_too_little_entropy():
+    fragment = random_fragment()
+    for wanted, sign in ((100., 1), (-100., -1)):
+        agent = make(SAC, target_entropy=wanted)
+        agent.improve_policy(fragment)
+        assert np.sign(agent.log_temperature.item()) == sign
+
+
+def test_delay_and_smoothing_of_td3():
+    agent, seen = make(TD3, policy_every=3, smoothing=.2, smoothing_limit=.3), []
+    loss = agent.improve_policy
+    agent.improve_policy = lambda fragment: seen.append(agent.gradient_steps) or loss(fragment)
+    for seed in range(7): agent.learn(Sample(random_fragment(seed=seed), None, None))
+    assert seen == [3, 6] and agent.target_updates == 2
+    state, fragment = agent.generator.get_state(), random_fragment(50, 40)
+    shift = agent.shift(fragment)
+    agent.generator.set_state(state)
+    assert torch.equal(shift, (.2 * agent.noise(fragment)).clamp(-.3, .3)) and (shift.abs() == torch.tensor(.3)).any()
+    assert make(DDPG).shift(fragment) is None
+
+
+# --- from the stream
+
+class Ending(gym.Env):
+    "The state is the number of the step; episodes of 3 steps end by termination, those of 4 by a limit, in turn."
+    observation_space, action_space = Box(0, 9, (1,)), Box(-2, 6, (1,))
+    episode = -1
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count, self.episode = 0, self.episode + 1
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        self.count += 1
+        odd = self.episode % 2
+        return np.full(1, self.count, np.float32), 1., not odd and self.count == 3, bool(odd and self.count == 4), {}
+
+
+@each_algorithm
+def test_samples_have_the_true_last_observations(algorithm):
+    agent = make(algorithm, Ending, random_steps=0)
+    for batch in islice(replayed(Ending, agent.actor, n_envs=2, n_steps=5, warmup=40, batch_size=64, seed=0), 8): agent.update(batch)
+    f = batch.memory.sample(300).fragment
+    ends = f.state.fin[1, f.final.b]
+    assert ends.all() and len(f.final.b) == int(f.state.fin[1].sum())
+    assert torch.equal(f.final.obs[:, 0], f.state.obs[0, f.final.b, 0] + 1)
+    assert set(f.final.obs[f.term[1, f.final.b], 0].tolist()) == {3.} and set(f.final.obs[~f.term[1, f.final.b], 0].tolist()) == {4.}
+
+
+@each_algorithm
+def test_random_actions_first_then_the_policy(algorithm):
+    agent, acts, random = make(algorithm, Ending, random_steps=400), [], []
+    for batch in islice(replayed(Ending, agent.actor, n_envs=4, n_steps=25, warmup=10_000, seed=0), 8):
+        random.append(agent.update(batch)['epsilon'])
+        acts.append(batch.fresh.state.act[1:])
+    assert random == [1.] * 4 + [0.] * 4
+    counts = torch.histc(torch.cat(acts[:4]), 4, -2, 6)
+    assert ((counts - 100).abs() < 40).all()
+    assert torch.cat(acts[4:]).std() < (3.5 if algorithm is SAC else 1.) and (torch.cat(acts) <= 6).all()
+
+
+@each_algorithm
+@pytest.mark.parametrize('options', [dict(length=3, prioritized=True), dict(samples_per_step=.5)])
+def test_steps_priorities_ratio_and_nested_observations(algorithm, options):
+    class Nested(Ending):
+        observation_space = Dict(place=Box(0, 9, (1,)), kind=Discrete(3))
+        def reset(self, **kwargs): return dict(place=super().reset(**kwargs)[0], kind=1), {}
+        def step(self, action):
+            obs, *rest = super().step(action)
+            return dict(place=obs, kind=2), *rest
+
+    agent = make(algorithm, Nested, multi_step=options.get('length', 1), beta_steps=100)
+    told = []
+    for batch in islice(replayed(Nested, agent.actor, n_envs=2, n_steps=10, warmup=20, batch_size=16, seed=0, **options), 6):
+        batch.memory.prioritize = lambda index, error, known=batch.memory.prioritize: told.append(error) or known(index, error)
+        metrics = check_metrics(agent.update(batch))
+        del batch.memory.prioritize
+    assert np.isfinite(list(metrics.values())).all()
+    assert len(told) == (6 if 'length' in options else 0)
+    assert agent.gradient_steps == (6 if 'length' in options else 60)
+
+
+def test_too_short_samples_and_other_mistakes():
+    with pytest.raises(DataError, match='length >= multi_step = 3'): make(SAC, multi_step=3).learn(Sample(random_fragment(2), None, None))
+    with pytest.raises(DataError, match='too short|samples'): next(iter(replayed(Ending, make(SAC, Ending).actor, samples_per_step=-1)))
+    with pytest.raises(DataError, match='weight'):
+        make(SAC).learn(Sample(random_fragment(), torch.ones(3), None))
+    for name, x in dict(tau=2., temperature=-1., random_steps=-1, multi_step=0, lr=-1.).items():
+        with pytest.raises(DataError, match=name): make(SAC, **{name: x})
+    for name in ('smoothing', 'smoothing_limit'):
+        with pytest.raises(DataError, match=name): make(TD3, **{name: -1.})
+    agent, before = make(SAC), None
+    before = copy.deepcopy(agent.actor.state_dict())
+    with torch.no_grad(): agent.critic.net.biases[0].fill_(torch.nan)
+    with pytest.raises(DataError, match='non-finite'): agent.learn(Sample(random_fragment(), None, None))
+    assert all(torch.equal(x, before[name]) for name, x in agent.actor.state_dict().items())
+
+
+@each_algorithm
+def test_a_resumed_learner_takes_the_same_steps(algorithm, tmp_path):
+    agent = make(algorithm, Ending, random_steps=30)
+    for batch in islice(replayed(Ending, agent.actor, n_envs=2, n_steps=5, warmup=20, seed=0, n_batches=3), 6): agent.update(batch)
+    save_checkpoint(tmp_path/'x', agent, {}, {})
+    again = make(algorithm, Ending, seed=1, random_steps=30)
+    again.load_state_dict(load_checkpoint(tmp_path/'x').agent_state)
+    assert (again.steps, again.gradient_steps, bool(again.actor.is_random)) == (60, agent.gradient_steps, False)
+    samples = [batch.memory.sample(32) for _ in range(4)]
+    for one in (agent, again):
+        for sample in samples: one.learn(sample)
+    for name in ('actor', 'critic', 'target'):
+        for x, y in zip(getattr(agent, name).state_dict().values(), getattr(again, name).state_dict().values()): assert torch.equal(x, y)
+
+
+@each_algorithm
+@pytest.mark.parametrize('to', ['torchscript', 'onnx'])
+def test_export_and_engine(algorithm, to, tmp_path):
+    actor = make(algorithm, 'Pendulum-v1', random_steps=0).actor
+    if to == 'onnx': pytest.importorskip('onnxscript')
+    export_policy(actor, tmp_path/'policy', to)      # which compares the answers
+    pytest.importorskip('onnxruntime')
+    one, other = (next(iter(replayed('Pendulum-v1', actor, n_envs=3, n_steps=6, seed=0, engine=engine))).fresh
+                  for engine in ('torch', 'onnxruntime'))
+    torch.testing.assert_close(one.state.act, other.state.act, rtol=1e-4, atol=1e-4)
+    actor.is_random.fill_(True)
+    random = [next(iter(replayed('Pendulum-v1', actor, n_envs=3, n_steps=6, seed=0, engine=engine))).fresh.state.act
+              for engine in ('torch', 'onnxruntime')]
+    torch.testing.assert_close(random[0], random[1], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(random[0], one.state.act)
+
+
+@pytest.mark.parametrize('name', ['sac', 'td3', 'ddpg'])
+def test_command_line(name, tmp_path):
+    hidden = ['--hidden', '8', '--critic-hidden', '8', '--warmup', '50', '--random-steps', '40', '--batch-size', '8', '--capacity', '1k']
+    assert main(['train', name, 'Pendulum-v1', '--steps', '96', '--out', str(tmp_path/'run'), '--quiet', *hidden]) in (0, None)
+    agent = load_agent(tmp_path/'run')
+    assert agent.steps == 96 and agent.gradient_steps == 48
+    act, _ = agent.actor.predict(np.zeros(3, np.float32))
+    assert act.shape == (1,) and np.array_equal(act, agent.actor.predict(np.zeros(3, np.float32))[0])
+
+
+# --- learning
+
+class Hill(gym.Env):
+    "One step: the action is paid by how near it is to a place that the observation says, out of bounds of -2 and 6."
+    observation_space, action_space = Box(-1, 1, (1,)), Box(-2, 6, (1,))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = self.np_random.uniform(-1, 1, 1).astype(np.float32)
+        return self.place, {}
+
+    def step(self, action):
+        return self.place, -abs(float(action[0]) - (2 + 3 * float(self.place[0]))), True, False, {}
+
+
+@each_algorithm
+def test_climbs_a_hill(algorithm):
+    "Best possible 0; an action in the middle gets -1.5, a random one -2.5 or so."
+    agent = make(algorithm, Hill, hidden=(32, 32), lr=3e-3, random_steps=200)
+    for batch in islice(replayed(Hill, agent.actor, n_envs=8, n_steps=5, n_batches=10, warmup=100, batch_size=64, seed=0), 60):
+        agent.update(batch)
+    assert evaluate(Hill, agent.actor, 50, seed=0).mean > -.4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('algorithm, enough', [(SAC, -250), (TD3, -250), (DDPG, -300)])
+def test_pendulum(algorithm, enough):
+    "10 000 steps; a policy that does nothing gets about -1200, the best one -150."
+    agent = make(algorithm, 'Pendulum-v1', hidden=(64, 64), lr=1e-3, n_critics=1 if algorithm is DDPG else 2)
+    for batch in replayed('Pendulum-v1', agent.actor, n_envs=1, n_steps=8, samples_per_step=1., seed=0):
+        agent.update(batch)
+        if agent.steps >= 10_000: break
+    assert evaluate('Pendulum-v1', agent.actor, 20, seed=1000).mean > enough
