@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .gradient_learner import Adam
 from .learner import Learner, with_standardized_adv
 from .linearization import Linearization, fisher_product, in_row_blocks, score_layers, score_preconditioner
 from .shared_options import check_range, shared_options
@@ -172,7 +173,7 @@ class NaturalGradientLearner(Learner):
         if critic is not None:
             if (lr := self.options.critic_lr) is None:
                 raise DataError(f"{type(self).__name__} fits its critic", leaf='critic_lr', expected="a learning rate", got="None")
-            self.optimizer = torch.optim.Adam(critic.parameters(), lr=lr, fused=True)
+            self.optimizer = Adam(critic.parameters(), lr=lr, fused=True)
 
     def improve(self, batch: Fragment) -> tuple:
         "The policy's half of an update: `(metrics, old, rows)`, from which `report` makes the metrics."

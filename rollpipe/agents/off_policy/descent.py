@@ -12,7 +12,7 @@ from math import inf, isfinite
 
 import torch
 
-from ..gradient_learner import clip_gradients
+from ..gradient_learner import Adam, clip_gradients
 from ...pipes.errors import DataError, describe
 
 # %% ../../../nbs/agents/15_off_policy/02_descent.ipynb #19364185
@@ -30,7 +30,7 @@ class Descent:
         max_norm: float | None = None, # largest norm of the gradient, to which longer ones are shortened; None: no limit
     ):
         self.params, self.max_norm = [p for p in params if p.requires_grad], inf if max_norm is None else max_norm
-        self.optimizer = torch.optim.Adam(self.params, lr=lr, fused=True)
+        self.optimizer = Adam(self.params, lr=lr, fused=True)
 
     def step(self,
         loss: torch.Tensor,  # 0-dim, with graph
