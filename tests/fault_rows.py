@@ -290,7 +290,7 @@ row("None", "actor reset", actor_error("leaf hx", "TouchyActor.reset changed the
 row("a part is missing", "actor reset", actor_error("leaf hx", "TouchyActor.reset changed the form", "Expected [[1, 2]], got ()"))
 row("None", "actor complete", actor_error("leaf info", "TouchyActor.complete gave nothing", "got None"))
 row("logp's shape", "actor complete", actor_error("leaf info['logp']", "TouchyActor.complete", "shape [5, 2, ...], got float32 [5]"))
-row("NaN logp", "actor complete", below(DataError, "Learner, lane {lane}, leaf actor['logp'][1, 1]: non-finite value", "got nan"))
+row("NaN logp", "actor complete", actor_error("leaf info['logp']", "TouchyActor reported what is not a number", "got NaN at [1, 1]"))
 
 # answers of critics, items of pipes
 row("None", "critic", raises(DataError, "AdvantageBuffer, lane 0: wrong shape or dtype of v", "= [5, 2], got None"))

@@ -139,8 +139,8 @@ def test_samples_are_drawn_in_the_time_of_the_replay():
     draws = []
     replay = find_one(pipe, lambda p: hasattr(p, "n_batches"))
     class Slowly(type(replay)):
-        def _samples(self, memory):
-            for sample in super()._samples(memory):
+        def _samples(self, *args):
+            for sample in super()._samples(*args):
                 hands.wait(2)
                 draws.append(sample)
                 yield sample

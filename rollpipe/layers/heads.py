@@ -120,7 +120,7 @@ class MultiCategoricalHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor: return linear(self._modules['logits'], x)
 
-
+# %% ../../nbs/layers/06_heads.ipynb #c97aa63e
 class BernoulliHead(nn.Module):
     "Features `[..., n_in]` -> logits `[..., *shape]` of a `Bernoulli`."
     _modules: dict[str, Any]

@@ -130,7 +130,7 @@ class CategoricalPolicy(MLPPolicy):
                              got=repr(action_space))
         super().__init__(observation_space, action_space, hidden, normalize, activation)
 
-
+# %% ../../nbs/layers/12_policies.ipynb #167ceeb8
 class GaussianPolicy(MLPPolicy):
     """`MLPPolicy` for Box actions of floats only, scaled to their bounds; raises `SpaceError` for others.
 

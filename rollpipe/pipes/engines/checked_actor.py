@@ -35,11 +35,14 @@ class calling:
         if isinstance(e, PipeError): e.locate(**where)
         elif isinstance(e, Exception): raise ActorError(f"{name}.{self.method} raised {describe_exception(e)}", **where) from e
 
-
+# %% ../../../nbs/pipes/11_engines/06_checked_actor.ipynb #a706984c
 def check_numbers(info: Any, answers: AnswerCheck) -> None:
     "Refuse reports `[T, n, ...]` that are not a number (NaN). They may be infinite, as the logits of forbidden actions are."
-    for k, x in enumerate(nested.leaves(info)):
-        if not (x.is_floating_point() and x.isnan().any()): continue
+    leaves = nested.leaves(info)
+    found = [x.isnan().any() for x in leaves if x.is_floating_point()]
+    if not found or not torch.stack(found).any(): return     # here the host waits for a device, once
+    for k, x in enumerate(leaves):
+        if not x.isnan().any(): continue
         t, b = x.isnan().nonzero()[0, :2].tolist()
         raise ActorError(f"{answers.name} reported what is not a number", leaf=nested.paths(info, 'info')[k], **answers.where,
                          expected="numbers; an actor whose weights are NaN has none", got=f"NaN at [{t}, {b}]")

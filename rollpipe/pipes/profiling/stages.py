@@ -46,7 +46,7 @@ def _with_clock(kind: Any, clock: Clock, stage: int, parts: dict) -> type:
 
     def run(self, **options): return clock.stream(stage, partial(base, self, **options))
     setattr(new, method, run)
-    if samples and 'sampling' in parts: new._samples = lambda self, memory: clock.stream(parts['sampling'], partial(samples, self, memory))
+    if samples and 'sampling' in parts: new._samples = lambda self, *args: clock.stream(parts['sampling'], partial(samples, self, *args))
     if interact and 'actor' in parts:
         new.interact = lambda self, items=None: _timed_interaction(interact(self, items), clock.here(), **parts)
     return new
@@ -57,7 +57,8 @@ def _timed_interaction(interaction, account, environments, actor):
     checked, envs, engine_of = interaction.checked, interaction.envs, interaction.engine
     envs = getattr(envs, 'single', envs)     # a fused stage steps single environments without `envs.step`
     checked.answer, checked.reset = account.timed(actor, checked.answer), account.timed(actor, checked.reset)
-    envs.step, envs.reset = account.timed(environments, envs.step), account.timed(environments, envs.reset)
+    for name in ('step_into' if hasattr(envs, 'step_into') else 'step', 'reset'):     # a vector is also stepped without `envs.step`
+        setattr(envs, name, account.timed(environments, getattr(envs, name)))
 
     def engine(*args):
         made = engine_of(*args)

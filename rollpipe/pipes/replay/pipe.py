@@ -43,7 +43,6 @@ class Replay(Seeded, Pipe):
         capacity: greatest number of steps in the memory
         batch_size: transitions or segments in a sample
         n_batches: samples for each fragment
-        samples_per_step: samples for each new step, a ratio of update to data; None: `n_batches`
         warmup: number of steps in the memory before the first sample
         length: steps of a segment; 1: single transitions
         prioritized: sample in proportion to priorities
@@ -52,6 +51,7 @@ class Replay(Seeded, Pipe):
         zero_state: begin segments with a recurrent state of zeros, not with the stored ones
         path: a folder for the steps; None: in memory
         seed: determines what is drawn; None: fresh entropy for each iteration
+        samples_per_step: samples for each new step, a ratio of update to data; None: `n_batches`
     """
     reads = 1
 
@@ -60,7 +60,6 @@ class Replay(Seeded, Pipe):
                  capacity: int,              # greatest number of steps in the memory
                  batch_size: int = 256,      # transitions or segments in a sample
                  n_batches: int = 1,         # samples for each fragment
-                 samples_per_step: float | None = None,  # samples for each new step, a ratio of update to data; None: `n_batches`
                  warmup: int = 1000,         # number of steps in the memory before the first sample
                  length: int = 1,            # steps of a segment; 1: single transitions
                  prioritized: bool = False,  # sample in proportion to priorities
@@ -69,6 +68,7 @@ class Replay(Seeded, Pipe):
                  zero_state: bool = False,   # begin segments with a recurrent state of zeros, not with the stored ones
                  path: Any = None,           # a folder for the steps; None: in memory
                  seed: int | None = None,    # determines what is drawn; None: fresh entropy for each iteration
+                 samples_per_step: float | None = None,  # samples for each new step, a ratio of update to data; None: `n_batches`
     ):
         super().__init__(pipe)
         for name, x, least in (('batch_size', batch_size, 1), ('n_batches', n_batches, 0), ('warmup', warmup, 0)):
