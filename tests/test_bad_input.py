@@ -638,13 +638,13 @@ def test_an_actor_without_numbers():
             failure(ActorError, pipe, "EnvStepper, lane 0", f"info['{leaf}", "NaN at [0, 0]")
 
 
-def test_a_parameter_as_action():
+def test_an_action_with_a_gradient():
     class Fixed(Constant):
         def __init__(self):
             super().__init__([0.])
             self.weight = torch.nn.Parameter(torch.zeros(1, 2, 1))
         def forward(self, *args, **kw): return self.weight, (), {}
-    failure(ActorError, EnvStepper("Pendulum-v1", Fixed(), 2), "EnvStepper, lane 0", "leaf act", "gave a parameter", "`clone`")
+    failure(ActorError, EnvStepper("Pendulum-v1", Fixed(), 2), "EnvStepper, lane 0", "leaf act", "with a gradient", "`detach`")
 
 
 def test_what_is_no_actor():

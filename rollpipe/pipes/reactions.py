@@ -145,8 +145,8 @@ class AnswerCheck:
                 if isinstance(leaf, torch.Tensor) and leaf.ndim >= 2 and leaf.shape[:2] == (first or leaf.shape[0], n): continue
                 raise ActorError(f"{self.step} gave a leaf of the wrong shape", leaf=path, got=describe(leaf), **self.where,
                                  expected=f"a tensor of shape [{first or 'layers'}, {n}, ...]")
-        if any(x.requires_grad for x in nested.leaves(act)):
-            raise ActorError(f"{self.step} gave a parameter as action", leaf='act', expected="a copy, as from `clone`", **self.where)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in nested.leaves(act)):     # numpy refuses them
+            raise ActorError(f"{self.step} gave an action with a gradient", leaf='act', expected="one without, see `detach`", **self.where)
         self.envs.actions(nested.map(lambda x: x[0].cpu().numpy(), act))
         self.first = nested.flatten((act, info))[1], act, info
         leaves, structure = nested.flatten(hx)
