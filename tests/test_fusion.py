@@ -23,6 +23,7 @@ from toys import ENDS, Counting, Lively, Memory, Nested, NestedMemory, Plain, Sh
 from rollpipe.layers import Actor, Critic, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import (EnvStepper, FragmentCollector, Lanes, Pipe, ProcessReading, bump_version, copy_graph, draw, find, find_one,
                             insert_after, insert_before, on_policy, optimize, remove, replace, replayed, rollouts)
+from rollpipe.pipes.envs.single import EnvBatch
 from rollpipe.pipes.fragments import Destination
 from rollpipe.pipes.fusion.rewrites import FUSED_STEPPING
 from rollpipe.pipes.nested import leaves
@@ -537,3 +538,18 @@ def test_a_pipe_of_environments_is_read_and_closed():
     assert next(items).n_envs == 2 and not closed
     items.close()
     assert closed == [True]
+
+
+def test_a_batch_with_its_own_way_of_actions_is_stepped_so():
+    class Still(EnvBatch):
+        def actions(self, array): return super().actions(array * 0)
+    class Stepper(EnvStepper):
+        fusible = True
+        def make_envs(self, *args, **kwargs):
+            envs = super().make_envs(*args, **kwargs)
+            envs.__class__ = Still
+            return envs
+    plain, fused = (FragmentCollector(Stepper(Counting, Plain(), 2), 5) for _ in range(2))
+    fused = optimize(fused)
+    assert fused.fusion is not None
+    for a, b in zip(islice(plain, 3), islice(fused, 3), strict=True): assert_same(snapshot(a), snapshot(b))

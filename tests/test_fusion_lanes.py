@@ -22,6 +22,8 @@ from rollpipe.pipes import (AdvantageBuffer, DataError, EnvStepper, FragmentColl
                             returns)
 from rollpipe.pipes.batches import SideBySide
 from rollpipe.pipes.fusion.rewrites import BATCHED_ADVANTAGES, JOIN_IN_PLACE, FusedJoin
+from rollpipe.pipes.data import Fragment
+from rollpipe.pipes.pipe import Source
 from rollpipe.pipes.torchdata import DataLoader2
 
 fast = settings(deadline=None, max_examples=15)
@@ -416,3 +418,42 @@ def test_it_can_be_profiled():
     shares = {stage.label.partition("(")[0]: stage.share for stage in told.stages}
     assert told.error is None and told.steps_per_s > 0
     assert all(shares[name] > 0 for name in ("EnvStepper", "Lanes", "AdvantageBuffer", "FragmentStacker")), shares
+
+
+# --- what is left alone, or refused
+
+class Blind(Lanes):
+    "Its iteration is its own."
+    def __iter__(self):
+        for fragment in self._run(): yield fragment._replace(valid=torch.zeros_like(fragment.valid))
+
+
+class Deaf(AdvantageBuffer):
+    "So is this one's."
+    def __iter__(self):
+        for fragment in self._run(): yield fragment._replace(adv=torch.zeros_like(fragment.adv))
+
+
+def test_a_pipe_with_an_iteration_of_its_own_is_iterated_so():
+    lanes = FragmentCollector(EnvStepper(Counting, Plain(), 2), 4)
+    for pipe in (FragmentStacker(Blind(lanes, 2, seed=0), 2), FragmentStacker(Deaf(Lanes(lanes, 2, seed=0), judge), 2)):
+        for a, b in zip(first(pipe), first(both(pipe)), strict=True): assert_same(a, b)
+
+
+class Given(Source):
+    "Fragments that come from elsewhere."
+    def __init__(self, *items): self.items = items
+    def stream(self, items): yield from self.items
+
+
+def test_advantages_of_fragments_that_cannot_be_told_apart_are_not_batched():
+    "The values of a batch are compared with those of its fragments, which are known by `lane` and `seq`."
+    def made(**numbers):
+        rows = torch.rand(5, 2, 3), torch.zeros(4, 2).long(), torch.rand(4, 2), torch.zeros(4, 2).bool(), torch.zeros(4, 2).bool()
+        return Fragment.from_steps(*rows)._replace(**{k: torch.full((2,), x) for k, x in numbers.items()})
+    def critic(obs): return obs.mean(-1) - obs.mean()
+    for items in ([made(), made()], [made(lane=0, seq=0, version=0) for _ in range(2)],
+                  [made(lane=0, seq=k % 2, version=0) for k in range(4)]):
+        pipe = FragmentStacker(AdvantageBuffer(Given(*items), critic), len(items))
+        assert len(list(pipe)) == 1
+        with pytest.raises(DataError, match="AdvantageBuffer.*cannot be told apart"): list(both(pipe))

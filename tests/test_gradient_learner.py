@@ -9,7 +9,10 @@ import torch
 from test_learner import Part
 from torch import nn
 
+from rollpipe.agents import A2C
 from rollpipe.agents.gradient_learner import Adam, GradientLearner
+from rollpipe.layers import CategoricalPolicy, Critic
+from rollpipe.pipes import on_policy
 from rollpipe.pipes.errors import DataError
 
 
@@ -175,3 +178,17 @@ def test_torch_makes_only_steps_that_are_the_first_of_a_parameter_or_rare(monkey
     adam.param_groups[0]['maximize'] = True
     steps(w, adam, [BOTH] * 3)
     assert len(calls) == 5
+
+
+def test_a_state_that_was_loaded_is_not_shared():
+    "Further steps of one learner change neither the state that it loaded nor the learner that this state came from."
+    actor, critic = (net.for_env("CartPole-v1", hidden=(4,), seed=0) for net in (CategoricalPolicy, Critic))
+    batch = next(iter(on_policy("CartPole-v1", actor, critic, n_envs=2, n_steps=4, seed=0)))
+    first, second = (A2C(copy.deepcopy(actor), copy.deepcopy(critic)) for _ in range(2))
+    first.update(batch)
+    state = first.state_dict()
+    before = copy.deepcopy(state["optimizer"])
+    second.load_state_dict(state)
+    second.update(batch)
+    found = first.state_dict()["optimizer"]["state"]
+    assert before["state"] and all(torch.equal(found[k][name], x) for k, slots in before["state"].items() for name, x in slots.items())

@@ -268,3 +268,27 @@ def test_what_needs_an_extra_is_marked(capsys, monkeypatch):
 def test_a_list_of_what_is_not_there_is_refused(words, told, capsys):
     assert rollpipe("list", *words.split()) == 2
     assert told in capsys.readouterr().err
+
+
+def test_the_configuration_of_a_run_without_a_preset_is_a_file_of_settings(tmp_path):
+    assert rollpipe("train", "dqn", "CartPole-v1", "--preset", "none", "--steps", 64, "--lr", .5, "--out", tmp_path/"a", *SMALL) == 0
+    assert config(f"train dqn CartPole-v1 --config {tmp_path/'a'/'config.json'}") == load_run(tmp_path/"a").config
+
+
+def test_keywords_in_a_file_decide_about_its_table(tmp_path):
+    "They say what kind of actions the environment has."
+    gym.register("Kinds-v0", entry_point=lambda continuous=False, **kw: gym.make("Pendulum-v1" if continuous else "CartPole-v1", **kw))
+    try:
+        path = tmp_path/"a.toml"
+        path.write_text('[env_kwargs]\ncontinuous = true\n[discrete]\nenvs = ["Kinds-v0"]\nactions = "Discrete"\nlr = 0.5\n'
+                        '[box]\nenvs = ["Kinds-v0"]\nactions = "Box"\nlr = 0.25\n')
+        assert config(f"train ppo Kinds-v0 --config {path}")["options"]["lr"] == .25
+        path.write_text("[env_kwargs]\ncontinuous = true\n")
+        assert config(f"train ppo Kinds-v0 --config {path}")["env_kwargs"] == dict(continuous=True)
+    finally: gym.registry.pop("Kinds-v0")
+
+
+def test_a_policy_that_fails_for_other_spaces_does_not_end_the_list():
+    class Fails:
+        def for_env(env, **kwargs): return env[1].n
+    assert [kind for kind, space in listing.KINDS.items() if listing._can_be_built(Fails, space)] == ["Discrete", "MultiBinary"]

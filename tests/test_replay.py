@@ -1,6 +1,6 @@
 "Replay against a memory in the most naive Python: a list of steps, each of which knows its own two rows and who follows it."
 from functools import cache, partial
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 
 import numpy as np
 import pytest
@@ -489,3 +489,12 @@ def test_priorities_that_are_none():
 def test_above_lanes():
     pipe = Replay(FragmentCollector(EnvStepper(Counting, Plain()), 4), 100, warmup=0)
     with pytest.raises(GraphError, match="`Lanes` above `Replay`"): next(iter(Lanes(pipe)))
+
+
+def test_samples_of_warm_up_are_not_drawn_late():
+    "A consumer that is one fragment ahead gets the samples that one gets who draws at once."
+    def counts(ahead):
+        items = iter(replayed(Counting, Plain(), n_envs=1, n_steps=5, warmup=10, batch_size=2, samples_per_step=1., seed=0))
+        if ahead: return [len(list(item.samples)) for item, _ in islice(pairwise(items), 5)]
+        return [len(list(item.samples)) for item in islice(items, 5)]
+    assert counts(False) == counts(True) == [0, 5, 5, 5, 5]

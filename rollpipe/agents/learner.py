@@ -6,6 +6,7 @@
 __all__ = ['LARGEST', 'check_batch', 'standardized', 'with_standardized_adv', 'critic_inputs', 'LearnerState', 'Learner']
 
 # %% ../../nbs/agents/08_learner.ipynb #69c8e550
+import copy
 from math import isfinite
 from time import perf_counter
 from typing import Any
@@ -152,7 +153,7 @@ class LearnerState:
         "Restore what `state_dict` returned."
         self.actor.load_state_dict(state['actor'])
         if self.critic is not None: self.critic.load_state_dict(state['critic'])
-        if self.optimizer is not None: self.optimizer.load_state_dict(state['optimizer'])
+        if self.optimizer is not None: self.optimizer.load_state_dict(copy.deepcopy(state['optimizer']))
         self.generator.set_state(state['generator'])
         bump_version(self.actor, to=state['version'])
 

@@ -34,7 +34,7 @@ class Traits:
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        methods = {name for name, x in vars(cls).items() if callable(x) and not name.startswith('__')}
+        methods = {name for name, x in vars(cls).items() if callable(x) and (name == '__iter__' or not name.startswith('__'))}
         if any(methods & vars(base).keys() for base in cls.__mro__[1:]):
             for name in ('reads', 'keeps_items', 'any_strides', 'drops_items', 'fusible'):
                 if name not in vars(cls): setattr(cls, name, getattr(Traits, name))

@@ -105,13 +105,14 @@ def settings_in(
     about = {name: values.pop(name, {}) for name in ("options", "env_kwargs", "versions")}
     _check_dicts(path, about)
     _check_imports(path, values.pop("imports", []))
-    own = {name: x for name, x in values.items() if name not in ("algorithm", "env", "of_preset")}
+    own = {name: x for name, x in values.items() if name not in ("algorithm", "env", "of_preset")
+           and (name, x) != ("preset", None)}  # a run without a preset says so
     tables = tables_in(own, known)
     of_table = {name: check_table(name, table, known, str(path)) for name, table in tables.items()}
     found = checked({**{name: x for name, x in own.items() if name not in tables}, **about["options"]}, known, str(path))
     if about["options"] and about["versions"]: found["preset"] = "none"  # the configuration of a run is complete
-    name = _first(tables, env, env_kwargs)
-    if name is None and (not found or any(belongs_to(env, name, table) for name, table in tables.items())):
+    name = _first(tables, env, {**about["env_kwargs"], **(env_kwargs or {})})
+    if name is None and (not (found or about["env_kwargs"]) or any(belongs_to(env, name, table) for name, table in tables.items())):
         raise DataError(f"{path}: has nothing for {env}", expected="a table for it and its actions, or options for all environments",
                         got=", ".join(tables) or "an empty file")
     return Settings(None, {**found, **of_table.get(name, {})}, about["env_kwargs"])

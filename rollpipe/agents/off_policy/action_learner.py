@@ -78,8 +78,13 @@ class ActionLearner(ReplayLearner):
         "As `ReplayLearner.count`, and for the critic's normaliser too."
         n = super().count(fresh)
         self.tell_critic(fresh)
+        if not self.target_updates: self.copy_buffers()
         bump_version(self.critic)
         return n
+
+    def copy_buffers(self) -> None:
+        "As `ReplayLearner.copy_buffers`: the target network is one of the critic."
+        for x, y in zip(self.target.buffers(), self.critic.buffers()): x.copy_(y)
 
     def noise(self, fragment: Fragment) -> torch.Tensor:
         "Standard normal noise for one action in each step of a fragment, `[T, B, ...]`, from the learner's own generator."
@@ -146,6 +151,11 @@ class DeterministicLearner(ActionLearner):
     ):
         super().__init__(actor, critic, **options)
         self.target_actor = copy.deepcopy(actor).requires_grad_(False)
+
+    def copy_buffers(self) -> None:
+        "As `ActionLearner.copy_buffers`, and for the policy's target network."
+        super().copy_buffers()
+        for x, y in zip(self.target_actor.buffers(), self.actor.buffers()): x.copy_(y)
 
     def shift(self, fragment: Fragment) -> torch.Tensor | None:
         "How far the target's actions are moved, in half ranges `[T, B, ...]`; None: not at all."

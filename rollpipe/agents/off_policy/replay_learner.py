@@ -85,6 +85,10 @@ class ReplayLearner(Learner):
         self.target = copy.deepcopy(net).requires_grad_(False)
         self.steps = self.gradient_steps = self.target_updates = 0
 
+    def copy_buffers(self) -> None:
+        "Give the target network the normalisers of its network, until it is updated for the first time. At the start they know nothing."
+        for x, y in zip(self.target.buffers(), self.actor.buffers()): x.copy_(y)
+
     def explore(self) -> None:
         "Set how much the actor explores after `steps` environment steps."
 
@@ -122,6 +126,7 @@ class ReplayLearner(Learner):
         self.steps += n
         self.explore()
         self.tell_actor(fresh)
+        if not self.target_updates: self.copy_buffers()
         bump_version(self.actor)
         return n
 

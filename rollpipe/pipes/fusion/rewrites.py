@@ -95,7 +95,7 @@ class FusedJoin(NamedTuple):
         in_place, batched = self.fitting(stacker, stacker) or FusedJoin()
         items = _side_by_side(stacker, room, batched) if in_place else opened(buffer.pipe if batched else buffer)  # pyright: ignore
         batches = joined = stacker._joined(items, room.placed)
-        if batched: batches = _compared(buffer._run(items=joined), buffer)  # pyright: ignore[reportAttributeAccessIssue]
+        if batched: batches = _compared(buffer._run(items=joined), buffer, stacker.n)  # pyright: ignore[reportAttributeAccessIssue]
         try: yield from batches
         finally:
             for x in (batches, joined, items): close(x)
@@ -112,11 +112,15 @@ def _side_by_side(stacker, room, batched):
 CLOSE = 1e-5      # how far the values of a joined batch may be from those of its fragments, as a part of the largest one or of 1
 
 
-def _compared(batches, buffer):
-    "`batches` with advantages. Raises `DataError` if the critic judges the first one otherwise than its fragments alone."
+def _compared(batches, buffer, n):
+    "`batches` of `n` fragments. Raises `DataError` if the critic judges the first one otherwise than its fragments alone."
     for k, batch in enumerate(batches):
         if k == 0 and buffer.critic is not None:
-            alone = [torch.cat(x, 1) for x in zip(*(values(part, buffer.critic) for part in unstacked(batch)))]
+            parts = unstacked(batch)
+            if len(parts) != n or not torch.equal(torch.cat([part.lane for part in parts]), batch.lane):
+                raise DataError("joined fragments cannot be told apart", pipe=buffer, got=f"{len(parts)} parts of {n} fragments",
+                                expected="different `lane` or `seq`, as from `Lanes`, or no `batch_advantages`")
+            alone = [torch.cat(x, 1) for x in zip(*(values(part, buffer.critic) for part in parts))]
             for x, y in zip(values(batch, buffer.critic), alone):
                 if (off := (x - y).abs().max()) <= CLOSE * max(1, y.abs().max()): continue
                 raise DataError("the critic judges fragments otherwise when they are joined", pipe=buffer, got=f"a difference of {off:.2g}",

@@ -164,7 +164,7 @@ def stepping_for(
     n_steps: int,                  # how many steps come
     reads: tuple = State._fields,  # fields of `State` that the actor reads
 ) -> SingleStepping | VectorStepping | OutcomeStepping:
-    """The fastest stepping for a batch. A subclass of `EnvBatch` or `VectorBatch` with a `step` of its own is stepped by that.
+    """The fastest stepping for a batch. A subclass of `EnvBatch` or `VectorBatch` with methods of its own is stepped by those.
 
     Args:
         envs: reset before
@@ -172,6 +172,7 @@ def stepping_for(
         n_steps: how many steps come
         reads: fields of `State` that the actor reads
     """
-    if isinstance(envs, EnvBatch) and type(envs).step is EnvBatch.step: return SingleStepping(envs, rows, n_steps, reads)
+    own = type(envs).actions is not Batch.actions     # a single environment's stepping does without that method
+    if isinstance(envs, EnvBatch) and type(envs).step is EnvBatch.step and not own: return SingleStepping(envs, rows, n_steps, reads)
     if isinstance(envs, VectorBatch) and type(envs).step is VectorBatch.step: return VectorStepping(envs, rows)
     return OutcomeStepping(envs, rows, n_steps)

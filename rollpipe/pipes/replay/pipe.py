@@ -91,7 +91,7 @@ class Replay(Seeded, Pipe):
         for k, fragment in enumerate(items):
             memory.add(fragment)
             if k == 0: self._check_samples(memory.bytes_of_step)
-            n = self.n_batches
+            n = self.n_batches if self.samples_per_step is None else 0
             if self.samples_per_step is not None and self._is_warm(memory):
                 n_steps += int(fragment.valid.sum())
                 n = int(self.samples_per_step * n_steps + 1e-6) - n_drawn     # a product such as 0.1 * 30 may be a little too small
