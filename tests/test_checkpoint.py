@@ -1,6 +1,7 @@
 "Checkpoints: bit-exact round trips, atomic writes, and files that are no checkpoint."
 import base64
 import fcntl
+import importlib
 import os
 import pickle
 import signal
@@ -315,3 +316,19 @@ def test_permissions_are_those_of_any_new_file(tmp_path):
     write_atomically(tmp_path/"a", b"")
     (tmp_path/"b").touch()
     assert (tmp_path/"a").stat().st_mode == (tmp_path/"b").stat().st_mode
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")     # the file itself is closed when it is collected
+@pytest.mark.parametrize("call", ["fcntl.flock", "os.fstat", "builtins.open"])
+def test_an_interrupt_at_any_call_leaves_no_file_beside(tmp_path, monkeypatch, call):
+    holder, name = call.split(".")
+    module = importlib.import_module(holder)
+    real, results = getattr(module, name), []
+    def interrupted(*args, **kwargs):
+        results.append(real(*args, **kwargs))     # the signal is handled when the call has returned
+        raise KeyboardInterrupt
+    monkeypatch.setattr(module, name, interrupted)
+    with pytest.raises(KeyboardInterrupt): write_atomically(tmp_path/"x", b"data")
+    monkeypatch.undo()
+    if call == "builtins.open": results[0].close()
+    assert results and not list(tmp_path.iterdir())

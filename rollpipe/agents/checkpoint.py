@@ -108,12 +108,16 @@ def _open_beside(path) -> tuple:
     "`(file, its path)`: a new file beside `path`, locked as long as it is open."
     while True:
         beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-        file = open(beside, "xb", opener=_no_follow)
-        if fcntl is None: return file, beside
-        try: fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError: return file, beside    # this file system has no locks, so nobody can remove the file as stale
-        if os.fstat(file.fileno()).st_nlink: return file, beside
-        file.close()                           # another writer has found it before it was locked
+        try:
+            file = open(beside, "xb", opener=_no_follow)
+            if fcntl is None: return file, beside
+            try: fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError: return file, beside    # this file system has no locks, so nobody can remove the file as stale
+            if os.fstat(file.fileno()).st_nlink: return file, beside
+        except KeyboardInterrupt:                  # Ctrl-C, or another signal that ends the training
+            beside.unlink(missing_ok=True)
+            raise
+        file.close()                               # another writer has found it before it was locked
 
 
 def _remove_stale(path):
