@@ -12,6 +12,7 @@ from pathlib import Path
 from time import perf_counter, process_time
 
 import torch
+from peer_off_policy import add_options
 from report import header, spread, table
 
 from rollpipe.agents import evaluate
@@ -63,15 +64,9 @@ def main():
     args.add_argument('--algorithms', nargs='+', default=['sac', 'td3'])
     args.add_argument('--envs', nargs='+', default=['Pendulum-v1'])
     args.add_argument('--repeats', type=int, default=3)
-    args.add_argument('--steps', type=int, default=20_000)
-    args.add_argument('--n-steps', type=int, default=8, help="steps of the environment between two series of as many updates")
-    args.add_argument('--hidden', type=int, nargs='+', default=[256, 256])
-    args.add_argument('--lr', type=float, default=1e-3)
-    args.add_argument('--warmup', type=int, default=1000, help="first steps, with random actions and without updates")
-    args.add_argument('--episodes', type=int, default=20, help="number of episodes of the greedy evaluation afterwards")
+    add_options(args)
     args.add_argument('--peer-python', metavar='PATH', help="interpreter of an environment with stable-baselines3")
     args.add_argument('--one', metavar=('ALGORITHM', 'ENV'), nargs=2, help="run one training in this process and print it as JSON")
-    args.add_argument('--seed', type=int, default=0, help="seed of that training")
     args = args.parse_args()
     torch.set_num_threads(1)
     if args.one:

@@ -30,17 +30,22 @@ def run(algorithm, env, seed, steps, n_steps, hidden, lr, warmup, episodes):
     return dict(wall=wall, cpu=cpu, score=float(score), name=f"stable-baselines3 {version('stable-baselines3')}, torch {version('torch')}")
 
 
-def main():
-    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    args.add_argument('algorithm', choices=['sac', 'td3', 'ddpg'])
-    args.add_argument('env')
-    args.add_argument('--seed', type=int, default=0)
+def add_options(args):
+    "The options of one training, which both libraries have."
+    args.add_argument('--seed', type=int, default=0, help="seed of one training")
     args.add_argument('--steps', type=int, default=20_000)
     args.add_argument('--n-steps', type=int, default=8, help="steps of the environment between two series of as many updates")
     args.add_argument('--hidden', type=int, nargs='+', default=[256, 256])
     args.add_argument('--lr', type=float, default=1e-3)
     args.add_argument('--warmup', type=int, default=1000, help="first steps, with random actions and without updates")
     args.add_argument('--episodes', type=int, default=20, help="number of episodes of the greedy evaluation afterwards")
+
+
+def main():
+    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    args.add_argument('algorithm', choices=['sac', 'td3', 'ddpg'])
+    args.add_argument('env')
+    add_options(args)
     args = args.parse_args()
     torch.set_num_threads(1)
     print(json.dumps(run(**vars(args))))

@@ -15,12 +15,12 @@ from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import check_metrics
 from rollpipe.agents.off_policy.action_losses import (
     action_value_loss,
-    bootstrapped,
     deterministic_policy_loss,
     smoothed_target,
     soft_policy_loss,
     soft_target,
 )
+from rollpipe.agents.td import td_targets
 from rollpipe.cli import main
 from rollpipe.config import build, make_config
 from rollpipe.export import export_policy
@@ -124,7 +124,7 @@ def test_targets_by_loops(n_steps):
     fragment, gamma = random_fragment(T=5, B=6, seed=3), .9
     g = torch.Generator().manual_seed(0)
     value, bonus = torch.randn(2, 5, 6, generator=g)
-    found = bootstrapped(fragment, value, gamma, n_steps, bonus).double()
+    found = td_targets(fragment, value, gamma, n_steps, bonus).double()
     for t, b in fragment.valid.nonzero().tolist():
         total, factor, k = 0., 1., t
         while True:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .policy_replay import lag_of
-from .unroll import answers_reached, fill_invalid, timeshift
+from .unroll import answers_reached, fill_invalid, timeshift, without_terminal_obs
 from ..pipes import nested
 from ..pipes.data import Fragment
 from ..pipes.errors import DataError, describe
@@ -76,10 +76,7 @@ def _values_reached(fragment, *nets):
 
     `hx` is the memory of all of them.
     """
-    final = fragment.final
-    if len(final.t) and (over := fragment.term[final.t + 1, final.b]).any():     # worth 0, so it need not be asked
-        fragment = fragment._replace(final=nested.getitem(final, ~over))
-    return answers_reached(lambda state, hx: [net.values(state, hx)[0] for net in nets], fragment)
+    return answers_reached(lambda state, hx: [net.values(state, hx)[0] for net in nets], without_terminal_obs(fragment))
 
 
 def _both_values(own, fragment, actor, target, double, burn_in):
@@ -99,18 +96,20 @@ def td_targets(
     v_tp1: Tensor,       # values of the states reached, float32 [T, B]
     gamma: float,        # discount factor per step
     n_steps: int = 1,    # largest number of steps whose rewards are summed before a value; fewer at ends
+    bonus: Tensor | None = None,  # what is paid in the states reached besides their values, float32 [T, B]
 ) -> Tensor:
-    """Targets `Gₜ` `[T, B]`: the rewards of up to `n_steps` steps and the value of the state reached then, 0 if it is terminal.
+    """Targets `Gₜ` `[T, B]`: rewards of up to `n_steps` steps, bonuses of the states reached, the value of the last; none where terminal.
 
     Args:
         fragment: [T, B]
         v_tp1: values of the states reached, float32 [T, B]
         gamma: discount factor per step
         n_steps: largest number of steps whose rewards are summed before a value; fewer at ends
+        bonus: what is paid in the states reached besides their values, float32 [T, B]
     """
-    term = fragment.term[1:]
-    v_tp1 = v_tp1.masked_fill(term | ~fragment.valid, 0.)
-    return n_step_returns(fragment.state.rew[1:], v_tp1, gamma * ~term, n_steps, cut=fragment.state.fin[1:])
+    rew, over, discount = fragment.state.rew[1:], fragment.term[1:] | ~fragment.valid, gamma * ~fragment.term[1:]
+    if bonus is not None: rew = rew + discount * bonus.masked_fill(over, 0.)
+    return n_step_returns(rew, v_tp1.masked_fill(over, 0.), discount, n_steps, cut=fragment.state.fin[1:])
 
 # %% ../../nbs/agents/14_td.ipynb #e4a7b915
 def td(

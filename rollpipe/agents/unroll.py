@@ -16,7 +16,7 @@ from ..pipes.data import Fragment, State
 from ..pipes.errors import DataError, check_integer
 
 # %% auto #0
-__all__ = ['timeshift', 'states_reached', 'spliced', 'answers_reached', 'fill_invalid']
+__all__ = ['timeshift', 'without_terminal_obs', 'states_reached', 'spliced', 'answers_reached', 'fill_invalid']
 
 # %% ../../nbs/agents/03_unroll.ipynb #1bb90c57
 def timeshift(
@@ -33,6 +33,13 @@ def timeshift(
     return nested.getitem(state, slice(None, -shift)), nested.getitem(state, slice(shift, None))
 
 # %% ../../nbs/agents/03_unroll.ipynb #dffa5bad
+def without_terminal_obs(fragment: Fragment) -> Fragment:
+    "The fragment without the last observations of terminated episodes. What follows them is worth 0, so they need not be asked about."
+    final = fragment.final
+    if not len(final.t) or not (over := fragment.term[final.t + 1, final.b]).any(): return fragment
+    return fragment._replace(final=nested.getitem(final, ~over))
+
+
 def states_reached(fragment: Fragment) -> State:
     """The state that each step led to, `[T, B, ...]`: the next row, or the true last observation if it is in `final`.
 

@@ -10,45 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..unroll import fill_invalid, states_reached, timeshift
+from ..td import td_targets
+from ..unroll import fill_invalid, states_reached, timeshift, without_terminal_obs
 from ...pipes import nested
 from ...pipes.data import Fragment
 from ...pipes.errors import DataError, describe
-from ...pipes.returns import n_step_returns
 
 # %% auto #0
-__all__ = ['reached', 'bootstrapped', 'soft_target', 'smoothed_target', 'action_value_loss', 'soft_policy_loss',
-           'deterministic_policy_loss', 'temperature_loss']
+__all__ = ['reached', 'soft_target', 'smoothed_target', 'action_value_loss', 'soft_policy_loss', 'deterministic_policy_loss',
+           'temperature_loss']
 
 # %% ../../../nbs/agents/15_off_policy/03_action_losses.ipynb #9efacbee
 def reached(fragment: Fragment) -> Any:
     "The observations that the steps led to, nested `[T, B, ...]`: the true last one where an episode was truncated."
-    final = fragment.final
-    if len(final.t) and (over := fragment.term[final.t + 1, final.b]).any():     # worth 0, so it need not be asked
-        fragment = fragment._replace(final=nested.getitem(final, ~over))
-    return nested.as_seen(states_reached(fragment).obs)
-
-
-def bootstrapped(
-    fragment: Fragment,           # [T, B]
-    value: Tensor,                # values of the states reached, float32 [T, B]
-    gamma: float,                 # discount factor per step
-    n_steps: int = 1,             # largest number of steps whose rewards are summed before a value; fewer at ends
-    bonus: Tensor | None = None,  # what is paid in the states reached besides their values, float32 [T, B]
-) -> Tensor:
-    """Targets `[T, B]`: rewards of up to `n_steps` steps, bonuses of the states reached, the value of the last; none where terminal.
-
-    Args:
-        fragment: [T, B]
-        value: values of the states reached, float32 [T, B]
-        gamma: discount factor per step
-        n_steps: largest number of steps whose rewards are summed before a value; fewer at ends
-        bonus: what is paid in the states reached besides their values, float32 [T, B]
-    """
-    term, over = fragment.term[1:], fragment.term[1:] | ~fragment.valid
-    discount = gamma * ~term
-    rew = fragment.state.rew[1:] if bonus is None else fragment.state.rew[1:] + discount * bonus.masked_fill(over, 0.)
-    return n_step_returns(rew, value.masked_fill(over, 0.), discount, n_steps, cut=fragment.state.fin[1:])
+    return nested.as_seen(states_reached(without_terminal_obs(fragment)).obs)
 
 # %% ../../../nbs/agents/15_off_policy/03_action_losses.ipynb #34039091
 @torch.no_grad()
@@ -77,7 +52,7 @@ def soft_target(
     """
     obs = reached(fragment)
     act, logp = actor.sample(obs, noise)
-    return bootstrapped(fragment, target(obs, act).amin(0), gamma, n_steps, -temperature * (logp + actor.box.log_volume))
+    return td_targets(fragment, target(obs, act).amin(0), gamma, n_steps, -temperature * (logp + actor.box.log_volume))
 
 
 @torch.no_grad()
@@ -103,7 +78,7 @@ def smoothed_target(
         n_steps: largest number of steps whose rewards are summed before a value; fewer at ends
     """
     obs = reached(fragment)
-    return bootstrapped(fragment, target(obs, actor.act(obs, shift)).amin(0), gamma, n_steps)
+    return td_targets(fragment, target(obs, actor.act(obs, shift)).amin(0), gamma, n_steps)
 
 # %% ../../../nbs/agents/15_off_policy/03_action_losses.ipynb #776a1820
 def _taken(fragment):
