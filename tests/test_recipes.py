@@ -77,7 +77,7 @@ def test_scaled_rewards_are_those_of_a_scaler_before_the_advantages(scale, made)
         assert_same(snapshot(a), snapshot(c))
 
 
-@pytest.mark.parametrize("scale", ["fit", 0, -1., float("nan"), float("inf")])
+@pytest.mark.parametrize("scale", ["fit", 0, -1., float("nan"), float("inf"), [1.]])
 def test_a_scale_that_is_none_is_refused(scale):
     with pytest.raises(DataError, match="reward_scale"): recipe(reward_scale=scale)
 

@@ -13,7 +13,7 @@ from functools import wraps
 from math import inf
 from typing import Any
 
-from ..pipes.errors import DataError, check_integer
+from ..pipes.errors import DataError, check_integer, is_between
 
 # %% ../../nbs/agents/07_shared_options.ipynb #4ac3d8a0
 def check_range(
@@ -31,7 +31,7 @@ def check_range(
         **values: name -> value
     """
     for name, value in values.items():
-        if not low <= value <= high:
+        if not is_between(value, low, high):
             raise DataError(f"{type(owner).__name__}: out of range", leaf=name, expected=f"{low} <= {name} <= {high}", got=str(value))
 
 # %% ../../nbs/agents/07_shared_options.ipynb #07d8119d

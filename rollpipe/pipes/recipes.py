@@ -8,7 +8,6 @@ __all__ = ['rollouts', 'on_policy', 'replayed']
 # %% ../../nbs/pipes/27_recipes.ipynb #d73c9087
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from fastcore.meta import delegates
 from .advantage import AdvantageBuffer
 from .batches import FragmentStacker
 from .engines.choice import check_engine
-from .errors import DataError, GraphError, describe
+from .errors import DataError, GraphError, describe, is_between
 from .fragments import FragmentCollector
 from .fusion import rewrites
 from .graph import find
@@ -112,7 +111,7 @@ def _seeded(pipe, seed):
 def _scaler(scale, gamma):
     "The edits that insert what `reward_scale` asks for."
     if scale is None: return []
-    if scale != 'learn' and (isinstance(scale, str) or not 0 < scale < inf):
+    if scale != 'learn' and not is_between(scale, 1e-30, 1e30):
         raise DataError("no scale of rewards", leaf='reward_scale', expected="a number above 0, 'learn' or None", got=repr(scale))
     return [RewardScaler.inserter(after=Lanes, scale=None if scale == 'learn' else scale, gamma=gamma)]
 
