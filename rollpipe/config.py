@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib, inspect, json, platform
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 import gymnasium
@@ -15,12 +15,16 @@ import numpy as np
 import torch
 
 import rollpipe
+from .agents.intrinsic.distillation import Distillation
+from .agents.intrinsic.rnd import RND
 from .algorithms import ALGORITHMS, options_for
 from .options import options_of
 from .pipes.advantage import AdvantageBuffer
 from .pipes.errors import DataError
-from .pipes.graph import find, insert_before
+from .pipes.graph import find, insert_after, insert_before
+from .pipes.lanes import Lanes
 from .pipes.modules import checked_device
+from .pipes.replay.pipe import Replay
 from .pipes.transforms import ToDevice
 from .pipes.workers.reading import ProcessReading
 from .presets.choice import preset_for
@@ -36,8 +40,9 @@ def _check_names(algorithm: str, options: dict, known: dict) -> None:
         raise DataError(f"{algorithm} has no option {option!r}", expected=", ".join(near or known))
 
 
-def _check_at_least(low: int, what: str, value: int) -> None:
-    if value < low: raise DataError("out of range", leaf=what, expected=f"at least {low}", got=str(value))
+def _check_at_least(low: int, **values: float) -> None:
+    for what, value in values.items():
+        if not value >= low: raise DataError("out of range", leaf=what, expected=f"at least {low}", got=str(value))
 
 
 def _versions() -> dict:
@@ -67,6 +72,16 @@ def _moved(pipe: Any, device: torch.device) -> Any:
     "The pipeline with its batches on the device, as soon as a network needs them."
     def make(source): return ToDevice(source, device)
     return insert_before(pipe, AdvantageBuffer, make) if len(find(pipe, AdvantageBuffer)) == 1 else make(pipe)
+
+
+def _curious(pipe: Any, config: dict, seed: int) -> Any:
+    "The pipeline with `RND`, if the configuration asks for it."
+    if not (weight := config.get("intrinsic", 0.)): return pipe
+    if find(pipe, Replay):
+        raise DataError(f"{config['algorithm']} learns from a memory, whose rewards stay as they were when they were new", leaf="intrinsic",
+                        expected="0, or an algorithm without a memory, such as ppo", got=str(weight))
+    network = Distillation.for_env(config["env"], env_kwargs=config["env_kwargs"], seed=seed)
+    return insert_after(pipe, Lanes, partial(RND, network=network, weight=weight, seed=seed))
 
 # %% ../nbs/07_config.ipynb #ce52679f
 _Make = TypeVar("_Make", bound=Callable)
@@ -108,6 +123,7 @@ def make_config(
     name: str | None = None,         # name of the experiment in plots [algorithm and environment]
     imports: Sequence[str] = (),     # modules that must be imported before the environment can be made
     device: str = "cpu",             # where networks and batches are: cpu, cuda, cuda:1, mps, or auto (cuda or mps, if it is there)
+    intrinsic: float = 0.,           # weight of a reward for what is new, by random network distillation (`RND`); 0: none
     preset: str = "none",            # settings for what is left out: auto (those for the environment), none, or the name of a preset
 ) -> dict:
     """The configuration of a run. Raises `DataError` for what is unknown or does not fit together, or for a value that JSON cannot hold.
@@ -131,19 +147,20 @@ def make_config(
         name: name of the experiment in plots [algorithm and environment]
         imports: modules that must be imported before the environment can be made
         device: where networks and batches are: cpu, cuda, cuda:1, mps, or auto (cuda or mps, if it is there)
+        intrinsic: weight of a reward for what is new, by random network distillation (`RND`); 0: none
         preset: settings for what is left out: auto (those for the environment), none, or the name of a preset
     """
     known, options = {option.name: option for option in options_for(algorithm)}, options or {}
     defaults = {name: option.default for name, option in known.items()}
     _check_names(algorithm, options, known)
     for name_of_option, value in options.items(): known[name_of_option].check(value)
-    for what, value, low in (("steps", steps, 1), ("threads", threads, 1), ("checkpoint_every", checkpoint_every, 1), ("seed", seed, 0)):
-        _check_at_least(low, what, value)
-    for what, value in (("keep", keep), ("eval_every", eval_every), ("video_every", video_every)): _check_at_least(0, what, value)
+    _check_at_least(1, steps=steps, threads=threads, checkpoint_every=checkpoint_every)
+    _check_at_least(0, seed=seed, keep=keep, eval_every=eval_every, video_every=video_every, intrinsic=intrinsic)
+    if intrinsic and "terminal_obs" in known: options = dict(terminal_obs=True) | options  # an end may be new, too
     ProcessReading(workers, lag, order, restart=restarts)  # raises if one of them is wrong
     device_of(device)
     _check_lanes(workers, options.get("lanes", defaults.get("lanes", 1)))
-    config = dict(algorithm=algorithm, env=env, env_kwargs=env_kwargs or {}, name=name, seed=seed, steps=steps,
+    config = dict(algorithm=algorithm, env=env, env_kwargs=env_kwargs or {}, name=name, seed=seed, steps=steps, intrinsic=intrinsic,
                   threads=threads, checkpoint_every=checkpoint_every, keep=keep, eval_every=eval_every, video_every=video_every,
                   workers=workers, lag=lag, order=order, restarts=restarts, device=device, preset=None if preset == "none" else preset,
                   options={**defaults, **options}, versions=_versions(), **(dict(imports=imports) if imports else {}))
@@ -173,8 +190,8 @@ def build(
     for option in options_for(config["algorithm"]):
         value = config["options"].get(option.name, option.default)
         kwargs[option.part][option.param] = tuple(value) if isinstance(value, list) else value
-    words = np.random.SeedSequence([config["seed"], resumes]).generate_state(4)
-    seeds = dict(zip(parts, map(int, words)))
+    *words, word = map(int, np.random.SeedSequence([config["seed"], resumes]).generate_state(5))
+    seeds = dict(zip(parts, words))
     env, env_kwargs = config["env"], config["env_kwargs"]
     modules = [parts[part].for_env(env, env_kwargs=env_kwargs, seed=seeds[part], **kwargs[part])
                for part in ("policy", "critic") if part in parts]
@@ -186,4 +203,5 @@ def build(
     agent = algorithm.learner(*modules, seed=seeds["learner"], **kwargs["learner"])
     if "critic" not in accepted: modules = modules[:1]
     pipe = algorithm.pipeline(env, *modules, seed=seeds["pipeline"], env_kwargs=env_kwargs, **kwargs["pipeline"])
+    pipe = _curious(pipe, config, word)
     return agent, pipe if device.type == "cpu" else _moved(pipe, device)

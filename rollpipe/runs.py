@@ -14,6 +14,7 @@ import torch
 
 from .agents.checkpoint import (Checkpoint, Snapshot, checkpoint_bytes, keep_checkpoint, kept_checkpoints, load_checkpoint,
                                         save_checkpoint, write_atomically)
+from .agents.intrinsic.states import load_states, states_of
 from .algorithms import ALGORITHMS, is_algorithm, options_for
 from .config import build
 from .locks import lock, unlock
@@ -41,12 +42,14 @@ class Run(NamedTuple):
         agent: the learner
         pipe: the pipeline
         counters: steps, updates, episodes, seconds and resumes since the start of the run
+        waiting: states in the checkpoint, of pipes that are not in the pipeline yet
     """
     folder: Path
     config: dict    # see `make_config`
     agent: Any      # the learner
     pipe: Any       # the pipeline
     counters: dict  # steps, updates, episodes, seconds and resumes since the start of the run
+    waiting: dict = {}  # states in the checkpoint, of pipes that are not in the pipeline yet
 
     @property
     def checkpoint(self) -> Path: return self.folder/"checkpoint.safetensors"
@@ -56,7 +59,7 @@ class Run(NamedTuple):
 
     def save(self) -> None:
         "Write the checkpoint, and keep it among the newest `config['keep']`, unless nothing has been learned yet."
-        data, n = checkpoint_bytes(self.agent, self.config, self.counters), self.config.get("keep", 0)
+        data, n = checkpoint_bytes(self.agent, self.config, self.counters, pipes=states_of(self.pipe)), self.config.get("keep", 0)
         write_atomically(self.checkpoint, data)
         if n and self.counters["updates"]: keep_checkpoint(self.folder/"checkpoints", data, self.counters["steps"], n)
 
@@ -95,8 +98,7 @@ def start(
         overwrite: remove the files of a run in that folder, and nothing else
     """
     folder = Path(folder)
-    old = files_of_run(folder)
-    if old and not overwrite:
+    if files_of_run(folder) and not overwrite:
         raise DataError(f"{folder} has a run already", expected="another folder, --overwrite, or --resume")
     agent, pipe = build(config)
     config = _with_engine(config, agent, pipe)
@@ -182,8 +184,7 @@ def _check_stored(found: Checkpoint) -> None:
 
 def needed_modules(config: dict) -> list:
     "The modules that must be imported before the environment of a run can be made, and its algorithm is known."
-    of_env = str(config["env"]).rpartition(":")[0]
-    return list(dict.fromkeys([*config.get("imports", ()), *filter(None, [of_env])]))
+    return list(dict.fromkeys([*config.get("imports", ()), *filter(None, [str(config["env"]).rpartition(":")[0]])]))
 
 # %% ../nbs/09_runs.ipynb #69a84a62
 def load_run(
@@ -308,15 +309,15 @@ def resume(
     if path.exists(): lock(folder)
     try:
         found = load_run(path)
-        config = dict(found.config, steps=steps or found.config["steps"])
-        if device is not None: config["device"] = device
+        config = dict(found.config, steps=steps or found.config["steps"], **({} if device is None else dict(device=device)))
         counters = dict(found.counters, resumes=found.counters["resumes"] + 1)
         if counters["steps"] >= config["steps"]:
             raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
         agent, pipe = restore(found._replace(config=config), counters["resumes"])
+        waiting = load_states(pipe, found.pipes)
         _write_config(folder, config)
         _remove(path for steps, path in kept_checkpoints(folder/"checkpoints").items() if steps > counters["steps"])
-        return Run(folder, config, agent, pipe, counters)
+        return Run(folder, config, agent, pipe, counters, waiting)
     except BaseException:
         unlock(folder)
         raise

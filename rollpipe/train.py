@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .agents.checkpoint import Snapshot
+from .agents.intrinsic.states import check_taken
 from .agents.metrics import METRICS, OF_THE_LOOP, EpisodeReturns, added
 from .agents.parallel_evaluation import ParallelEvaluation
 from .config import device_of
@@ -108,6 +109,7 @@ def _films(run: Run) -> AbstractContextManager:
 @contextmanager
 def _reading(run: Run) -> Iterator[tuple]:
     "The batches of a run, collected in this process or by workers, and a function that returns metrics about the workers."
+    check_taken(run)
     config = run.config
     if not config.get("workers"):
         with closing(iter(run.pipe)) as batches: yield batches, dict

@@ -153,7 +153,7 @@ OLD_FILE = (  # of format 1, as it was written before there was a checksum
 
 def test_a_file_of_the_first_format_is_read(tmp_path):
     (tmp_path/"c").write_bytes(base64.b64decode(OLD_FILE))
-    config, counters, state, _ = load_checkpoint(tmp_path/"c")
+    config, counters, state, *_ = load_checkpoint(tmp_path/"c")
     assert (config, counters) == (dict(env="Toy"), dict(steps=1)) and same(state, dict(w=torch.arange(6.), n=[1, None, float("inf")]))
 
 

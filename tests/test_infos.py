@@ -21,7 +21,7 @@ from rollpipe.pipes import (DataError, EnvError, EnvStepper, EpisodeCollector, E
                             Minibatcher, ProcessReading, ReplayMemory, RewardScaler, Steps, collect, context, nested, on_policy, prepare,
                             startup)
 from rollpipe.pipes.envs.infos import SingleInfos, VectorInfos
-from rollpipe.pipes.fragment_ops import columns, join, pad_episodes, same_keys, transitions
+from rollpipe.pipes.fragment_ops import ENV_REWARD, columns, join, pad_episodes, same_keys, transitions
 from rollpipe.pipes.torchdata import DataLoader2
 
 fast = settings(deadline=None, max_examples=60)
@@ -299,7 +299,7 @@ KEYS = "score", "n", "ok", "at", "episode"
 
 def check_record(story, obs, valid, env, keys=KEYS, padded=False):
     "Check the infos of some steps, number by number. `obs` `[T, B, 2]` are the observations before the steps, `valid` is `[T, B]`."
-    assert set(env) <= {*keys, *(f"_{key}" for key in keys)} and all(key[1:] in env for key in env if key.startswith("_"))
+    assert set(env) <= {*keys, *(f"_{key}" for key in keys), ENV_REWARD} and all(key[1:] in env for key in env if key.startswith("_"))
     for t, b in np.ndindex(*valid.shape):
         info = told(story, *obs[t, b].tolist())[0] if valid[t, b] else {}
         for key in keys:

@@ -5,6 +5,8 @@ from .checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from .dqn import DQN
 from .evaluate import Evaluation, RandomActor, evaluate
 from .gradient_learner import ActorCriticLearner, GradientLearner
+from .intrinsic.distillation import Distillation
+from .intrinsic.rnd import RND
 from .learner import Learner
 from .metrics import METRICS, EpisodeReturns
 from .npg import NPG
@@ -19,7 +21,7 @@ from .trpo import TRPO
 from .vtrace import VTrace
 
 __all__ = [
-    'A2C', 'ActorCriticLearner', 'Checkpoint', 'DDPG', 'DQN', 'EpisodeReturns', 'Evaluated', 'Evaluation', 'GradientLearner', 'Learner',
-    'METRICS', 'NPG', 'PPO', 'ParallelEvaluation', 'QLearning', 'REINFORCE', 'RandomActor', 'SAC', 'TD3', 'TRPO', 'TabularQ', 'VTrace',
-    'evaluate', 'load_checkpoint', 'save_checkpoint',
+    'A2C', 'ActorCriticLearner', 'Checkpoint', 'DDPG', 'DQN', 'Distillation', 'EpisodeReturns', 'Evaluated', 'Evaluation',
+    'GradientLearner', 'Learner', 'METRICS', 'NPG', 'PPO', 'ParallelEvaluation', 'QLearning', 'REINFORCE', 'RND', 'RandomActor', 'SAC',
+    'TD3', 'TRPO', 'TabularQ', 'VTrace', 'evaluate', 'load_checkpoint', 'save_checkpoint',
 ]

@@ -156,6 +156,7 @@ def save_checkpoint(
     config: dict,      # what is needed to build the agent again
     counters: dict,    # steps, updates, episodes, ... so far
     evaluated: dict | None = None,  # what an evaluation of exactly this agent has found; None: nobody has evaluated it
+    pipes: dict | None = None,      # name -> state of a pipe that learns; None: there is none
 ) -> None:
     """Write one safetensors file, atomically. Raises `CheckpointError` for a leaf that cannot be stored, and `OSError`.
 
@@ -165,14 +166,15 @@ def save_checkpoint(
         config: what is needed to build the agent again
         counters: steps, updates, episodes, ... so far
         evaluated: what an evaluation of exactly this agent has found; None: nobody has evaluated it
+        pipes: name -> state of a pipe that learns; None: there is none
     """
-    write_atomically(path, checkpoint_bytes(agent, config, counters, evaluated))
+    write_atomically(path, checkpoint_bytes(agent, config, counters, evaluated, pipes))
 
 
-def checkpoint_bytes(agent: Any, config: dict, counters: dict, evaluated: dict | None = None) -> bytes:
+def checkpoint_bytes(agent: Any, config: dict, counters: dict, evaluated: dict | None = None, pipes: dict | None = None) -> bytes:
     "The content of the file that `save_checkpoint` writes."
-    tensors = {}
-    parts = dict(config=config, counters=counters, agent=agent.state_dict(), **({} if evaluated is None else dict(evaluated=evaluated)))
+    tensors, more = {}, {name: x for name, x in dict(evaluated=evaluated, pipes=pipes or None).items() if x is not None}
+    parts = dict(config=config, counters=counters, agent=agent.state_dict(), **more)
     meta = {name: json.dumps(encode(part, tensors, name), allow_nan=False) for name, part in parts.items()}
     data = save(tensors, metadata=dict(rollpipe_checkpoint=str(FORMAT_VERSION), sha256="0" * 64, **meta))
     return data.replace(_NO_CHECKSUM, _NO_CHECKSUM[:-64] + checksum_of(data).encode(), 1)
@@ -191,11 +193,13 @@ class Checkpoint(NamedTuple):
         counters: as given to `save_checkpoint`
         agent_state: for `agent.load_state_dict`; tensors on the CPU, bit for bit as they were
         evaluated: as given to `save_checkpoint`
+        pipes: as given to `save_checkpoint`
     """
     config: dict       # as given to `save_checkpoint`
     counters: dict     # as given to `save_checkpoint`
     agent_state: dict  # for `agent.load_state_dict`; tensors on the CPU, bit for bit as they were
     evaluated: dict | None = None  # as given to `save_checkpoint`
+    pipes: dict | None = None      # as given to `save_checkpoint`
 
 
 def load_checkpoint(
@@ -217,8 +221,8 @@ def load_checkpoint(
         raise CheckpointError(f"{path}: there is no such checkpoint") from None
     except Exception as e:  # a damaged file can break the reader anywhere
         raise CheckpointError(f"{path}: damaged, or not a checkpoint ({e})", expected="a safetensors file") from None
-    meta = dict(evaluated="null") | meta
-    try: return Checkpoint(*(decode(json.loads(meta[name]), tensors) for name in ("config", "counters", "agent", "evaluated")))
+    meta = dict(evaluated="null", pipes="null") | meta
+    try: return Checkpoint(*(decode(json.loads(meta[name]), tensors) for name in ("config", "counters", "agent", "evaluated", "pipes")))
     except Exception as e: raise CheckpointError(f"{path}: damaged metadata ({type(e).__name__}: {e})") from None
 
 

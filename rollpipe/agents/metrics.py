@@ -196,12 +196,12 @@ class EpisodeReturns:
         self.episodes, self.steps, self._account, self._ended = episodes, 0, EpisodeAccount(), []
 
     def add(self,
-        fragment: Fragment,  # of any lanes; only `state.stepno`, `state.rew`, `state.fin`, `term`, `valid`, `lane` and `seq` are read
+        fragment: Fragment,  # of any lanes; only `state.stepno`, `env_rewards`, `state.fin`, `term`, `valid`, `lane` and `seq` are read
     ) -> int:  # number of its valid steps
         """Account for one fragment.
 
         Args:
-            fragment: of any lanes; only `state.stepno`, `state.rew`, `state.fin`, `term`, `valid`, `lane` and `seq` are read
+            fragment: of any lanes; only `state.stepno`, `env_rewards`, `state.fin`, `term`, `valid`, `lane` and `seq` are read
 
         Returns:
             int: number of its valid steps

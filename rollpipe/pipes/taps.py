@@ -15,7 +15,7 @@ import numpy as np
 
 from .data import Fragment, Tick, check_item
 from .errors import DataError, check_integer, describe
-from .fragment_ops import strands
+from .fragment_ops import env_rewards, strands
 from .pipe import Pipe
 from .torchdata import IterDataPipe
 
@@ -194,7 +194,7 @@ class EpisodeAccount:
     def see_fragment(self, fragment: Fragment) -> list[EpisodeEnd]:
         "The episodes that end in a fragment. If it was joined from several fragments, those of earlier fragments come first."
         s, found = fragment.state, []
-        stepno, rew, fin = (x.cpu().numpy() for x in (s.stepno[0], s.rew[1:], s.fin[1:]))
+        stepno, rew, fin = (x.cpu().numpy() for x in (s.stepno[0], env_rewards(fragment), s.fin[1:]))
         valid, term = fragment.valid.cpu().numpy(), fragment.term[1:].cpu().numpy()
         for lane, seq, at in strands(fragment):
             sums, expected = self.lanes.get(lane, (None, None))
@@ -211,8 +211,8 @@ class EpisodeStats(Pipe):
     """Call `sink` with an `EpisodeEnd` for each episode that ends. Items are not changed.
 
     The items are `Tick`s or `Fragment`s, single or joined, of any number of lanes. Rows that are not `valid` count neither as steps nor as
-    rewards. An episode is not reported if its first steps were not seen. Place this pipe above pipes that change rewards or shuffle
-    transitions. Returns are summed in float64.
+    rewards. An episode is not reported if its first steps were not seen. Place this pipe above pipes that shuffle transitions, or that
+    change rewards otherwise than by `with_rewards`. Returns are summed in float64.
 
     Args:
         pipe: yields `Tick`s or `Fragment`s

@@ -17,7 +17,7 @@ from torch import Tensor
 from . import nested
 from .data import Fragment, Tick, check_item
 from .errors import DataError, check_fraction, check_integer
-from .fragment_ops import final_numbers, strands
+from .fragment_ops import final_numbers, strands, with_rewards
 from .pipe import Pipe
 from .returns import running_returns
 from .torchdata import IterDataPipe
@@ -102,7 +102,7 @@ class RewardScaler(Pipe):
             out[1:, columns] = self._scaled(rew[1:, columns], moments, ret[valid[:, columns]])
             out[0, columns] = before.last if follows else self._scaled(rew[0, columns], moments)
             lanes[lane] = _LaneRewards(seq, np.where(fin[-1, columns], 0., ret[-1]), out[-1, columns].copy())
-        return fragment._replace(state=fragment.state._replace(rew=torch.from_numpy(out).to(fragment.state.rew.device)))
+        return with_rewards(fragment, torch.from_numpy(out).to(fragment.state.rew.device))
 
     def _scaled(self, rew, moments, ret=()):
         "`rew` in float32, scaled after the returns `ret` `[n]` have been included in the variance."
