@@ -25,7 +25,7 @@ from .pipes.graph import find, insert_after, insert_before
 from .pipes.lanes import Lanes
 from .pipes.modules import checked_device
 from .pipes.replay.pipe import Replay
-from .pipes.transforms import ToDevice
+from .pipes.batches import ToDevice
 from .pipes.workers.reading import ProcessReading
 from .presets.choice import preset_for
 

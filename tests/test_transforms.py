@@ -13,10 +13,15 @@ from hypothesis import strategies as st
 from reference import apply, assert_same, snapshot
 from toys import ENDS, Counting, Limit, Memory, Nested, NestedMemory, Noted, Plain, judge
 
+from rollpipe.agents.intrinsic.states import load_states, states_of
+from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes import (
     AdvantageBuffer, CheckInvariants, DataError, EnvStepper, FragmentCollector, FragmentStacker, FrameStack, Lanes, Minibatcher, NStep,
-    ObservationCast, Pipe, RewardScaler, Stacks, ToDevice, values,
+    ObservationCast, Pipe, RewardScaler, Stacks, ToDevice, find_one, on_policy, values,
 )
+from rollpipe.pipes.fragment_ops import env_rewards
+from rollpipe.pipes.torchdata import DataLoader2
+from rollpipe.pipes.workers.reading import ProcessReading
 
 fast = settings(deadline=None, max_examples=20)
 plans = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)
@@ -105,6 +110,31 @@ def test_limits():
             return obs, 1e6 if self.count == 3 and self.episode > 20 else 1e-3, *rest
     def greatest(clip): return max(t.next.rew.max() for t in islice(RewardScaler(EnvStepper(Jackpot, Plain()), clip=clip), 400))
     assert greatest(3.) == 3 and greatest(None) > 5
+
+
+def learning(reward_scale="learn"): return on_policy("Pendulum-v1", MLPPolicy.for_env("Pendulum-v1", seed=0), Critic.for_env("Pendulum-v1"),
+                                                  n_envs=2, n_steps=8, lanes=2, seed=0, reward_scale=reward_scale)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_scale_of_a_pipeline_is_known_whoever_iterates_it(workers):
+    pipe, rewards = learning(), []
+    with DataLoader2(pipe, reading_service=ProcessReading(workers) if workers else None) as loader:
+        for batch in islice(loader, 3): rewards += [env_rewards(batch)]
+    state = states_of(pipe)["RewardScaler"]
+    assert state["count"] == 3 * 32 + 1e-4
+    other = learning()
+    assert load_states(other, {"RewardScaler": state}) == {}
+    first, again = next(iter(other)), next(iter(other))
+    assert states_of(other)["RewardScaler"]["count"] == state["count"] + 32      # both iterations begin at the same place
+    torch.testing.assert_close(first.state.rew, again.state.rew, rtol=0, atol=0)
+    torch.testing.assert_close(env_rewards(first), rewards[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("state", [{}, dict(count=1., mean=0.), *(dict(count=1., mean=0., var=x) for x in (math.nan, math.inf))])
+def test_a_state_that_is_none_of_a_scale(state):
+    with pytest.raises(DataError, match="not the state of this scale"): find_one(learning(), RewardScaler).load_state_dict(state)
+    with pytest.raises(DataError, match="finite nothing"): RewardScaler(learning(None), 2.).load_state_dict(dict(count=1.))
 
 
 # --- observations

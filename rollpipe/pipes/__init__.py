@@ -1,7 +1,7 @@
 """What flows and where it runs: environments, fragments, advantages and batches as datapipes."""
 from . import nested, returns
 from .advantage import AdvantageBuffer, values
-from .batches import FragmentStacker, Minibatcher, minibatches
+from .batches import FragmentStacker, Minibatcher, ToDevice, minibatches
 from .data import Final, Fragment, State, Tick, TickSource
 from .envs.with_image import WithImage
 from .episodes import EpisodeCollector
@@ -27,7 +27,7 @@ from .steps import Fragments, Step, Steps
 from .tensors.collector import TensorCollector
 from .tensors.tensor_env import TensorEnv
 from .taps import EpisodeEnd, EpisodeStats, Meter, Rate, Tap, Throughput
-from .transforms import NStep, NSteps, ObservationCast, RewardScaler, ToDevice
+from .transforms import NStep, NSteps, ObservationCast, RewardScaler
 from .modules import Handle, bump_version, version_of
 
 __all__ = [

@@ -8,7 +8,7 @@ such names for the whole process. So the names are registered here and nowhere e
 It may be imported and reloaded any number of times, in notebooks too.
 """
 from .advantage import AdvantageBuffer
-from .batches import FragmentStacker, Minibatcher
+from .batches import FragmentStacker, Minibatcher, ToDevice
 from .episodes import EpisodeCollector
 from .errors import GraphError
 from .fragments import FragmentCollector
@@ -19,7 +19,7 @@ from .replay.merged_steps import StepMerger
 from .steps import Fragments, Steps
 from .taps import EpisodeStats, Tap, Throughput
 from .torchdata import IterDataPipe
-from .transforms import NStep, ObservationCast, RewardScaler, ToDevice
+from .transforms import NStep, ObservationCast, RewardScaler
 
 __all__ = ['NAMES', 'register']
 
