@@ -13,6 +13,7 @@ from .off_policy.sac import SAC
 from .off_policy.td3 import TD3
 from .parallel_evaluation import Evaluated, ParallelEvaluation
 from .ppo import PPO
+from .qr_dqn import QRDQN
 from .reinforce import REINFORCE
 from .tabular import QLearning, TabularQ
 from .trpo import TRPO
@@ -20,6 +21,6 @@ from .vtrace import VTrace
 
 __all__ = [
     'A2C', 'ActorCriticLearner', 'Checkpoint', 'DDPG', 'DQN', 'EpisodeReturns', 'Evaluated', 'Evaluation', 'GradientLearner', 'Learner',
-    'METRICS', 'NPG', 'PPO', 'ParallelEvaluation', 'QLearning', 'REINFORCE', 'RandomActor', 'SAC', 'TD3', 'TRPO', 'TabularQ', 'VTrace',
-    'evaluate', 'load_checkpoint', 'save_checkpoint',
+    'METRICS', 'NPG', 'PPO', 'ParallelEvaluation', 'QLearning', 'QRDQN', 'REINFORCE', 'RandomActor', 'SAC', 'TD3', 'TRPO', 'TabularQ',
+    'VTrace', 'evaluate', 'load_checkpoint', 'save_checkpoint',
 ]
