@@ -15,10 +15,10 @@ from .agents.a2c import A2C
 from .agents.dqn import DQN
 from .agents.npg import NPG
 from .agents.off_policy.ddpg import DDPG
+from .agents.off_policy.qr_dqn import QRDQN
 from .agents.off_policy.sac import SAC
 from .agents.off_policy.td3 import TD3
 from .agents.ppo import PPO
-from .agents.qr_dqn import QRDQN
 from .agents.reinforce import REINFORCE
 from .agents.trpo import TRPO
 from .agents.vtrace import VTrace

@@ -9,11 +9,11 @@ from .learner import Learner
 from .metrics import METRICS, EpisodeReturns
 from .npg import NPG
 from .off_policy.ddpg import DDPG
+from .off_policy.qr_dqn import QRDQN
 from .off_policy.sac import SAC
 from .off_policy.td3 import TD3
 from .parallel_evaluation import Evaluated, ParallelEvaluation
 from .ppo import PPO
-from .qr_dqn import QRDQN
 from .reinforce import REINFORCE
 from .tabular import QLearning, TabularQ
 from .trpo import TRPO
