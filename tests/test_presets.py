@@ -66,8 +66,8 @@ def test_rainbow_is_for_whoever_asks_for_it():
     "It is a combination and not an environment's preset, so it fits Discrete actions anywhere."
     assert config("train qr_dqn Taxi-v4")["preset"] != "rainbow"
     found = config("train qr_dqn Acrobot-v1 --preset rainbow")
-    agent, _ = build(found)
-    assert agent.td_options["double"] and agent.td_options["n_steps"] > 1 and found["options"]["prioritized"] and found["options"]["duelling"]
+    assert all(found["options"][name] for name in ("double", "duelling", "prioritized")) and found["options"]["multi_step"] > 1
+    build(found)
     assert rollpipe("train", "qr_dqn", "Pendulum-v1", "--preset", "rainbow") == 2
 
 

@@ -222,9 +222,12 @@ def test_command_line(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_cartpole():
-    agent, pipe = build(make_config('qr_dqn', 'CartPole-v1', preset='auto'))
+@pytest.mark.parametrize('algorithm, preset', [('dqn', 'auto'), ('qr_dqn', 'rainbow')])
+def test_cartpole(algorithm, preset):
+    "What the presets promise."
+    config = make_config(algorithm, 'CartPole-v1', preset=preset, seed=10)
+    agent, pipe = build(config)
     for batch in pipe:
         agent.update(batch)
-        if agent.steps >= 50_000: break
+        if agent.steps >= config['steps']: break
     assert evaluate('CartPole-v1', agent.actor, 20, seed=1000).mean > 475
