@@ -15,6 +15,7 @@ from .agents.a2c import A2C
 from .agents.dqn import DQN
 from .agents.npg import NPG
 from .agents.off_policy.ddpg import DDPG
+from .agents.off_policy.qr_dqn import QRDQN
 from .agents.off_policy.sac import SAC
 from .agents.off_policy.td3 import TD3
 from .agents.ppo import PPO
@@ -26,6 +27,7 @@ from .layers.bounded_policies import DeterministicPolicy, SquashedPolicy
 from .layers.critic import Critic
 from .layers.policies import MLPPolicy
 from .layers.q_networks import QPolicy
+from .layers.quantile_networks import QuantilePolicy
 from .options import options_of
 from .pipes.errors import DataError, describe
 from .pipes.recipes import on_policy, replayed, rollouts
@@ -63,6 +65,7 @@ ALGORITHMS = dict(
     ppo=Algorithm(PPO, on_policy, MLPPolicy, Critic),
     vtrace=Algorithm(VTrace, rollouts, MLPPolicy, Critic, dict(n_steps=16)),
     dqn=Algorithm(DQN, replayed, QPolicy),
+    qr_dqn=Algorithm(QRDQN, replayed, QuantilePolicy),
     sac=Algorithm(SAC, replayed, SquashedPolicy, ActionCritic, _CONTINUOUS),
     td3=Algorithm(TD3, replayed, DeterministicPolicy, ActionCritic, _CONTINUOUS),
     ddpg=Algorithm(DDPG, replayed, DeterministicPolicy, ActionCritic, dict(_CONTINUOUS, n_critics=1)),

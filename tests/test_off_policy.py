@@ -438,16 +438,17 @@ def test_pendulum(algorithm, enough):
     assert evaluate('Pendulum-v1', agent.actor, 20, seed=1000).mean > enough
 
 
-@pytest.mark.parametrize('algorithm', ['dqn', 'sac', 'td3', 'ddpg'])
+@pytest.mark.parametrize('algorithm', ['dqn', 'qr_dqn', 'sac', 'td3', 'ddpg'])
 def test_targets_know_the_normalisers_before_their_first_update(algorithm):
     "What the warm-up has shown of observations is known to all networks. Values of raw observations would be learnt otherwise."
-    env = 'CartPole-v1' if algorithm == 'dqn' else 'Pendulum-v1'
+    by_value = algorithm.endswith('dqn')
+    env = 'CartPole-v1' if by_value else 'Pendulum-v1'
     options = dict(normalize=True, warmup=24, n_envs=2, n_steps=4, hidden=(4,), batch_size=4)
-    if algorithm != 'dqn': options |= dict(critic_normalize=True, critic_hidden=(4,), samples_per_step=1/8)
+    if not by_value: options |= dict(critic_normalize=True, critic_hidden=(4,), samples_per_step=1/8)
     agent, pipe = build(make_config(algorithm, env, options))
     for batch in islice(pipe, 2): agent.update(batch)     # the memory is not warm yet
     assert not agent.target_updates
-    pairs = [(agent.target, agent.actor if algorithm == 'dqn' else agent.critic)]
+    pairs = [(agent.target, agent.actor if by_value else agent.critic)]
     if hasattr(agent, 'target_actor'): pairs.append((agent.target_actor, agent.actor))
     for target, net in pairs:
         counts = [float(x) for name, x in net.named_buffers() if name.endswith('count')]

@@ -62,6 +62,15 @@ def test_every_preset_that_ships_names_real_options_and_its_kind_of_actions_and_
         build(found)
 
 
+def test_rainbow_is_for_whoever_asks_for_it():
+    "It is a combination and not an environment's preset, so it fits Discrete actions anywhere."
+    assert config("train qr_dqn Taxi-v4")["preset"] != "rainbow"
+    found = config("train qr_dqn Acrobot-v1 --preset rainbow")
+    assert all(found["options"][name] for name in ("double", "duelling", "prioritized")) and found["options"]["multi_step"] > 1
+    build(found)
+    assert rollpipe("train", "qr_dqn", "Pendulum-v1", "--preset", "rainbow") == 2
+
+
 # -- what goes before what ---------------------------------------------------------------------------------------------
 
 def test_typed_before_file_before_preset_before_default(presets, tmp_path):

@@ -31,6 +31,8 @@ DEFAULTS = dict(
                 decay_steps=0),
     dqn=dict(lr=1e-3, gamma=.99, double=True, multi_step=1, burn_in=0, huber=1., target_every=200, tau=None, max_grad_norm=10.,
              eps_start=1., eps_end=.05, eps_steps=20_000, beta_steps=None, eta=.9),
+    qr_dqn=dict(lr=5e-4, gamma=.99, double=True, multi_step=1, burn_in=0, huber=1., target_every=200, tau=None, max_grad_norm=10.,
+                eps_start=1., eps_end=.05, eps_steps=20_000, beta_steps=None, eta=.9),
     sac=dict(temperature=None, first_temperature=1., target_entropy=None, lr=3e-4, **ACTIONS),
     td3=dict(smoothing=.2, smoothing_limit=.5, policy_every=2, lr=1e-3, **ACTIONS),
     ddpg=dict(lr=1e-3, **ACTIONS))
@@ -80,7 +82,7 @@ class Actor(nn.Module):
         self.register_buffer('epsilon', torch.tensor(1.))
         self.register_buffer('is_random', torch.tensor(True))
         self.box = UnitBox(Box(-1, 1))
-        for name in ('replay', 'params', 'dist', 'distribution', 'values', 'sample', 'act'): setattr(self, name, None)
+        for name in ('replay', 'params', 'dist', 'distribution', 'values', 'quantiles', 'sample', 'act'): setattr(self, name, None)
 
 
 def learner_of(cls, **options):

@@ -11,6 +11,7 @@ from .learner import Learner
 from .metrics import METRICS, EpisodeReturns
 from .npg import NPG
 from .off_policy.ddpg import DDPG
+from .off_policy.qr_dqn import QRDQN
 from .off_policy.sac import SAC
 from .off_policy.td3 import TD3
 from .parallel_evaluation import Evaluated, ParallelEvaluation
@@ -22,6 +23,6 @@ from .vtrace import VTrace
 
 __all__ = [
     'A2C', 'ActorCriticLearner', 'Checkpoint', 'DDPG', 'DQN', 'Distillation', 'EpisodeReturns', 'Evaluated', 'Evaluation',
-    'GradientLearner', 'Learner', 'METRICS', 'NPG', 'PPO', 'ParallelEvaluation', 'QLearning', 'REINFORCE', 'RND', 'RandomActor', 'SAC',
-    'TD3', 'TRPO', 'TabularQ', 'VTrace', 'evaluate', 'load_checkpoint', 'save_checkpoint',
+    'GradientLearner', 'Learner', 'METRICS', 'NPG', 'PPO', 'ParallelEvaluation', 'QLearning', 'QRDQN', 'REINFORCE', 'RND',
+    'RandomActor', 'SAC', 'TD3', 'TRPO', 'TabularQ', 'VTrace', 'evaluate', 'load_checkpoint', 'save_checkpoint',
 ]

@@ -5,6 +5,7 @@
 # %% ../../nbs/agents/14_td.ipynb #9c3a432d
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ..pipes.errors import DataError, describe
 from ..pipes.returns import n_step_returns
 
 # %% auto #0
-__all__ = ['burnt_in', 'huber_penalty', 'td_targets', 'td', 'q', 'dqn', 'double_dqn', 'priorities']
+__all__ = ['burnt_in', 'huber_penalty', 'td_targets', 'td_loss', 'td', 'q', 'dqn', 'double_dqn', 'priorities']
 
 # %% ../../nbs/agents/14_td.ipynb #5da679da
 def burnt_in(
@@ -71,47 +72,108 @@ def _weights(weight, fragment, burn_in):
     raise DataError("td: wrong shape", leaf='weight', got=describe(weight), expected=f"[B] or [T, B] = {list(fragment.valid.shape)}")
 
 # %% ../../nbs/agents/14_td.ipynb #3265c152
-def _values_reached(fragment, *nets):
-    """The values `[T, B, n_actions]` that each of `nets` gives to the states reached that are not terminal, without gradients.
+def _values_reached(fragment, method, *nets):
+    """The values `[T, B, n_actions, ...]` that each of `nets` gives to the states reached that are not terminal, without gradients.
 
     `hx` is the memory of all of them.
     """
-    return answers_reached(lambda state, hx: [net.values(state, hx)[0] for net in nets], without_terminal_obs(fragment))
+    return answers_reached(lambda state, hx: [getattr(net, method)(state, hx)[0] for net in nets], without_terminal_obs(fragment))
 
 
-def _both_values(own, fragment, actor, target, double, burn_in):
+def _both_values(own, fragment, method, actor, target, double, burn_in):
     "The values reached that count, and those that the best action is chosen by; `own` is the fragment with the memory of `actor`."
-    if double and not nested.leaves(own.hx): return _values_reached(own, target, actor)     # the states are prepared once
-    q_next, = _values_reached(own, actor) if target is None else _values_reached(burnt_in(fragment, target, burn_in), target)
-    return q_next, *(_values_reached(own, actor) if double else [q_next])
+    if double and not nested.leaves(own.hx): return _values_reached(own, method, target, actor)     # the states are prepared once
+    there = (own, actor) if target is None else (burnt_in(fragment, target, burn_in), target)
+    q_next, = _values_reached(there[0], method, there[1])
+    return q_next, *(_values_reached(own, method, actor) if double else [q_next])
+
+
+def _spread(x, like):
+    "`x` `[T, B]`, repeated along the other dimensions of `like` `[T, B, ...]`."
+    return x if x.ndim == like.ndim else x.reshape(*x.shape, *[1] * (like.ndim - x.ndim)).expand_as(like)
 
 
 def _of_action(q, index):
-    "The values `[T, B]` of the actions numbered `index` `[T, B]`."
-    return q.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    "What `q` `[T, B, n_actions, ...]` has for the actions numbered `index` `[T, B]`, `[T, B, ...]`."
+    return q.gather(2, _spread(index.unsqueeze(2), q[:, :, :1])).squeeze(2)
 
 
 def td_targets(
     fragment: Fragment,  # [T, B]
-    v_tp1: Tensor,       # values of the states reached, float32 [T, B]
+    v_tp1: Tensor,       # values of the states reached, float32 [T, B], or several for each state [T, B, ...]
     gamma: float,        # discount factor per step
     n_steps: int = 1,    # largest number of steps whose rewards are summed before a value; fewer at ends
     bonus: Tensor | None = None,  # what is paid in the states reached besides their values, float32 [T, B]
 ) -> Tensor:
-    """Targets `Gₜ` `[T, B]`: rewards of up to `n_steps` steps, bonuses of the states reached, the value of the last; none where terminal.
+    """Targets `Gₜ`, one for each value: rewards of up to `n_steps` steps, bonuses of the states reached, the value of the last.
+
+    A terminal state is worth nothing.
 
     Args:
         fragment: [T, B]
-        v_tp1: values of the states reached, float32 [T, B]
+        v_tp1: values of the states reached, float32 [T, B], or several for each state [T, B, ...]
         gamma: discount factor per step
         n_steps: largest number of steps whose rewards are summed before a value; fewer at ends
         bonus: what is paid in the states reached besides their values, float32 [T, B]
     """
     rew, over, discount = fragment.state.rew[1:], fragment.term[1:] | ~fragment.valid, gamma * ~fragment.term[1:]
     if bonus is not None: rew = rew + discount * bonus.masked_fill(over, 0.)
-    return n_step_returns(rew, v_tp1.masked_fill(over, 0.), discount, n_steps, cut=fragment.state.fin[1:])
+    rew, over, discount, cut = (_spread(x, v_tp1) for x in (rew, over, discount, fragment.state.fin[1:]))
+    return n_step_returns(rew, v_tp1.masked_fill(over, 0.), discount, n_steps, cut=cut)
 
 # %% ../../nbs/agents/14_td.ipynb #e4a7b915
+def td_loss(
+    fragment: Fragment,            # [T, B]
+    actor: Any,                    # its `method(state, hx)` gives `(values [T, B, n_actions, ...], hx)`
+    target: Any,                   # an older copy of `actor`, which values the states that were reached; None: `actor`
+    penalty: Callable,             # `penalty(goal, value) -> [T, B]` for tensors [T, B, ...], which are 0 where a row is not valid
+    *,
+    method: str = 'values',        # what the networks are asked for
+    gamma: float = 0.99,           # discount factor per step
+    double: bool = False,          # `actor` chooses the best action there, and `target` values it
+    n_steps: int = 1,              # largest number of steps whose rewards are summed before a value; fewer at ends
+    burn_in: int = 0,              # number of first rows that only build up the memory and are not trained on
+    weight: Tensor | None = None,  # importance weights of prioritised replay, float32 [B] or [T, B]
+) -> tuple[Tensor, dict, Tensor]:
+    """`(loss, metrics, errors)`: loss `mean[weightₜ penalty(Gₜ, Q(sₜ, aₜ))]` over valid rows, and `errors` `[T, B]`.
+
+    The errors are the means of `Gₜ - Q(sₜ, aₜ)`. See `td` for the options, and for what is raised.
+
+    Args:
+        fragment: [T, B]
+        actor: its `method(state, hx)` gives `(values [T, B, n_actions, ...], hx)`
+        target: an older copy of `actor`, which values the states that were reached; None: `actor`
+        penalty: `penalty(goal, value) -> [T, B]` for tensors [T, B, ...], which are 0 where a row is not valid
+        method: what the networks are asked for
+        gamma: discount factor per step
+        double: `actor` chooses the best action there, and `target` values it
+        n_steps: largest number of steps whose rewards are summed before a value; fewer at ends
+        burn_in: number of first rows that only build up the memory and are not trained on
+        weight: importance weights of prioritised replay, float32 [B] or [T, B]
+    """
+    own = burnt_in(fragment, actor, burn_in)
+    valid, weight = own.valid, _weights(weight, fragment, burn_in)
+    before, after = timeshift(fill_invalid(own).state)
+    with torch.no_grad():
+        q_next, best = _both_values(own, fragment, method, actor, target, double and target is not None, burn_in)
+        goal = td_targets(own, _of_action(q_next, _mean_value(best, 3).argmax(-1)), gamma, n_steps)
+    q = getattr(actor, method)(nested.as_seen(before), own.hx)[0]
+    value = _of_action(q, after.act.long() - getattr(actor, 'start', 0))
+    goal, value = (x.masked_fill(_spread(~valid, x), 0.) for x in (goal, value))
+    penalties, n = penalty(goal, value), valid.sum()
+    loss = (penalties if weight is None else weight * penalties).sum() / n
+    goal, value = _mean_value(goal, 2), _mean_value(value, 2)
+    error = goal - value
+    kept = dict(loss=loss, loss_value=loss, q_mean=value.sum() / n, td_error=error.abs().sum() / n, q_target=goal.sum() / n)
+    errors = torch.cat([torch.zeros_like(error[:1]).expand(burn_in, -1), error]).detach()
+    return loss, {k: x.detach() for k, x in kept.items()} | {'lag': float(lag_of(fragment, actor))}, errors
+
+
+def _mean_value(x, n_dims):
+    "The mean over all dimensions behind the first `n_dims`, if there are any."
+    return x.flatten(n_dims).mean(-1) if x.ndim > n_dims else x
+
+# %% ../../nbs/agents/14_td.ipynb #1b556f2b
 def td(
     fragment: Fragment,            # [T, B]: transitions [1, B], segments of trajectories, or fresh fragments
     actor: Any,                    # `values(state, hx) -> (q [T, B, n_actions], hx)`, see `QPolicy`; actions count from its `start`, or 0
@@ -148,20 +210,8 @@ def td(
         weight: importance weights of prioritised replay, float32 [B] or [T, B]
         huber: errors beyond this limit count linearly; None: all errors are squared
     """
-    own = burnt_in(fragment, actor, burn_in)
-    valid, weight = own.valid, _weights(weight, fragment, burn_in)
-    before, after = timeshift(fill_invalid(own).state)
-    with torch.no_grad():
-        q_next, best = _both_values(own, fragment, actor, target, double and target is not None, burn_in)
-        goal = td_targets(own, _of_action(q_next, best.argmax(-1)), gamma, n_steps)
-    taken = _of_action(actor.values(nested.as_seen(before), own.hx)[0], after.act.long() - getattr(actor, 'start', 0))
-    error, n = (goal - taken).masked_fill(~valid, 0.), valid.sum()
-    penalty = huber_penalty(error, huber)
-    loss = (penalty if weight is None else weight * penalty).sum() / n
-    kept = dict(loss=loss, loss_value=loss, q_mean=taken.masked_fill(~valid, 0.).sum() / n, td_error=error.abs().sum() / n,
-                q_target=goal.masked_fill(~valid, 0.).sum() / n)
-    errors = torch.cat([torch.zeros_like(error[:1]).expand(burn_in, -1), error]).detach()
-    return loss, {k: x.detach() for k, x in kept.items()} | {'lag': float(lag_of(fragment, actor))}, errors
+    def penalty(goal, value): return huber_penalty(goal - value, huber)
+    return td_loss(fragment, actor, target, penalty, gamma=gamma, double=double, n_steps=n_steps, burn_in=burn_in, weight=weight)
 
 # %% ../../nbs/agents/14_td.ipynb #83a2c0b0
 def q(fragment: Fragment, actor: Any, **options: Any) -> tuple[Tensor, dict, Tensor]:

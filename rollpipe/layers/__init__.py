@@ -14,6 +14,7 @@ from .mlp import MLP, orthogonal_linear
 from .module_dict import ModuleDict, n_out_of
 from .policies import CategoricalPolicy, GaussianPolicy, MLPPolicy, Policy
 from .q_networks import DuellingHead, EpsilonGreedy, QPolicy, RecurrentQPolicy
+from .quantile_networks import QuantileHead, QuantilePolicy
 from .recurrent import GRU, LSTM, Recurrent
 from .recurrent_policies import MemoryCritic, RecurrentPolicy
 from .running_norm import RunningNorm
@@ -21,10 +22,11 @@ from .squashed import SquashedGaussian
 from .unit_box import UnitBox
 
 __all__ = [
-    'ActionCritic', 'Actor', 'Bernoulli', 'BernoulliHead', 'Bits', 'BoundedActor', 'Categorical', 'CategoricalHead', 'CategoricalPolicy',
-    'ClampedStd', 'Concatenate', 'ConvTrunk', 'Critic', 'DeterministicPolicy', 'DuellingHead', 'Embeddings', 'EpsilonGreedy', 'Flatten',
-    'GRU', 'Gaussian', 'GaussianHead', 'GaussianParams', 'GaussianPolicy', 'Joint', 'JointHead', 'LSTM', 'MLP', 'MLPPolicy',
-    'MemoryCritic', 'ModuleDict', 'MultiCategorical', 'MultiCategoricalHead', 'OneHot', 'Policy', 'QPolicy', 'Recurrent',
-    'RecurrentPolicy', 'RecurrentQPolicy', 'RunningNorm', 'SquashedGaussian', 'SquashedPolicy', 'StackedMLP', 'ToBits', 'UnitBox',
-    'check_signature', 'encoder_for', 'head_for', 'n_out_of', 'orthogonal_linear', 'to_bits', 'without_past',
+    'ActionCritic', 'Actor', 'Bernoulli', 'BernoulliHead', 'Bits', 'BoundedActor', 'Categorical', 'CategoricalHead',
+    'CategoricalPolicy', 'ClampedStd', 'Concatenate', 'ConvTrunk', 'Critic', 'DeterministicPolicy', 'DuellingHead', 'Embeddings',
+    'EpsilonGreedy', 'Flatten', 'GRU', 'Gaussian', 'GaussianHead', 'GaussianParams', 'GaussianPolicy', 'Joint', 'JointHead', 'LSTM',
+    'MLP', 'MLPPolicy', 'MemoryCritic', 'ModuleDict', 'MultiCategorical', 'MultiCategoricalHead', 'OneHot', 'Policy', 'QPolicy',
+    'QuantileHead', 'QuantilePolicy', 'Recurrent', 'RecurrentPolicy', 'RecurrentQPolicy', 'RunningNorm', 'SquashedGaussian',
+    'SquashedPolicy', 'StackedMLP', 'ToBits', 'UnitBox', 'check_signature', 'encoder_for', 'head_for', 'n_out_of', 'orthogonal_linear',
+    'to_bits', 'without_past',
 ]
