@@ -140,7 +140,8 @@ class StepEvaluations:
                                                         device=device_of(config.get("device", "cpu"))), 0.)
         result, now = found.evaluation, self.run.counters
         self.records.append(dict(kind=kind, steps=now["steps"], updates=counters["updates"], seconds=now["seconds"], mean=result.mean,
-                                 std=result.std, returns=result.returns.tolist(), lengths=result.lengths.tolist(), seed=seed))
+                                 std=result.std, returns=result.returns.tolist(), lengths=result.lengths.tolist(), seed=seed,
+                                 resumes=now["resumes"]))
         return found
 
     def poll(self) -> list:
