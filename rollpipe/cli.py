@@ -18,6 +18,7 @@ from .options import Parser, add_options
 from .pipes.errors import PipeError
 from .presets.listing import list_command
 from .results.bench import bench_command
+from .results.report import report_command
 from .train import stop_signals
 
 # %% auto #0
@@ -146,6 +147,9 @@ def build_parser() -> Parser:
     add_algorithms(command("autotune", autotune_command, [debug], "try settings on this machine, and print the fastest"),
                    _timed(settings, 60, "for all settings together"))
     _add_bench(command("bench", bench_command, [debug], "train what a specification names, each row with several seeds, and go on where it stopped"))
+    sub = command("report", report_command, [debug], "write table, curves and a page about a bench, or about runs with --eval-steps")
+    sub.add_argument("folder", metavar="DIR", help="folder of a bench, or one with the folders of runs")
+    sub.add_argument("--out", metavar="DIR", help="folder for report.md, .csv, .png and .html [the same]")
     _add_list(command("list", lambda args: list_command(args, RUN_OPTIONS), [debug], "print what can be trained, and what can be set"))
     sub = command("demo", demo_command, [common], "train TRPO on Pendulum-v1 and compare it with a random policy: two minutes")
     sub.add_argument("--seed", type=int, default=0, help="seed of networks, environments and actions [0]")
