@@ -15,7 +15,7 @@ from .collect import Result, Results, RowResult
 from .statistics import interval, iqm
 
 # %% auto #0
-__all__ = ['Curve', 'curve_of', 'draw_curves']
+__all__ = ['Curve', 'curve_of', 'color_of', 'draw_curves']
 
 # %% ../../nbs/results/05_curves.ipynb #7b892e1d
 class Curve(NamedTuple):
@@ -56,11 +56,17 @@ def curve_of(row: RowResult) -> Curve | None:
     return Curve(row.label, len(runs), np.array(steps), middle, low, high)
 
 # %% ../../nbs/results/05_curves.ipynb #bcc0830b
-def _panel(axes: Any, env: str, rows: list) -> None:
+def color_of(results: Results, label: str) -> int:
+    "The number of the colour of a label, 0 to 9."
+    return list(dict.fromkeys(row.label for row in results.rows)).index(label) % 10
+
+
+def _panel(axes: Any, env: str, results: Results) -> None:
     from matplotlib.ticker import EngFormatter
-    for i, row in enumerate(rows):
+    rows = [row for row in results.rows if row.env == env]
+    for row in rows:
         if (curve := curve_of(row)) is None: continue
-        label, color = f"{row.label} ({curve.n} run{'s'*(curve.n > 1)})", f"C{i % 10}"
+        label, color = f"{row.label} ({curve.n} run{'s'*(curve.n > 1)})", f"C{color_of(results, row.label)}"
         axes.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=.2, linewidth=0)
         axes.plot(curve.steps, curve.middle, color=color, linewidth=1.6, label=_quoted(label), marker="." if len(curve.steps) < 3 else None)
         for x in row.published: axes.axhline(x.mean, color=color, linewidth=.9, linestyle="--", label=_quoted(f"{x.name}: {row.label}, {x.of}"))
@@ -93,7 +99,7 @@ def draw_curves(
     lines = -(-len(envs)//columns)
     figure = Figure(figsize=(4.2*columns + .6, 3.2*lines + .3), dpi=150, layout="constrained")
     panels = figure.subplots(lines, columns, squeeze=False).ravel()
-    for axes, env in zip(panels, envs): _panel(axes, env, [row for row in results.rows if row.env == env])
+    for axes, env in zip(panels, envs): _panel(axes, env, results)
     for axes in panels[len(envs):]: axes.remove()
     figure.suptitle(_quoted(results.title), fontsize="large")
     figure.supxlabel(LABELS["steps"], fontsize="medium")

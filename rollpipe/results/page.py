@@ -15,7 +15,7 @@ from ..config import build
 from ..pipes.graph import draw
 from .charts import COLORS, SCRIPT, Line, chart
 from .collect import Result, Results, RowResult
-from .curves import curve_of
+from .curves import color_of, curve_of
 from .tables import ABOUT, notes_of, number, table_of, together
 from ..runs import load_run
 
@@ -41,8 +41,8 @@ def curve_charts(results: Results) -> str:
     charts = []
     for env in dict.fromkeys(row.env for row in results.rows):
         lines, levels, thresholds = [], [], set()
-        for i, row in enumerate([row for row in results.rows if row.env == env]):
-            color, curve = COLORS[i % len(COLORS)], curve_of(row)
+        for row in [row for row in results.rows if row.env == env]:
+            color, curve = COLORS[color_of(results, row.label)], curve_of(row)
             levels += [(f"{x.name} ({row.label}, {x.of})", color, x.mean) for x in row.published]
             thresholds |= {row.threshold} - {None}
             if curve is not None: lines.append(Line(f"{row.label} ({curve.n})", color, *curve[2:]))
@@ -61,7 +61,7 @@ def certificate_charts(results: Results) -> str:
     for env in dict.fromkeys(row.env for row in results.rows):
         rows = [row for row in results.rows if row.env == env]
         for name, meaning in CERTIFICATE.items():
-            lines = [_course(row, run, name, COLORS[i % len(COLORS)]) for i, row in enumerate(rows) for run in row.results if _has(run, name)]
+            lines = [_course(row, run, name, COLORS[color_of(results, row.label)]) for row in rows for run in row.results if _has(run, name)]
             if lines: charts.append(chart(f"{env}: {meaning}", lines, below="updates"))
     return "".join(charts)
 
