@@ -154,6 +154,7 @@ class StepEvaluations:
         run = self.run
         self.after_update()
         run.save()
+        self.records = [r for r in self.records if r["kind"] == "training" or r["steps"] == run.counters["steps"]]
         made = {r["kind"] for r in self.records}
         best = load_run(run.folder, best=True)
         for kind, counters in (("last", run.counters), ("best", best.counters)):
