@@ -17,6 +17,8 @@ from .export import FORMATS
 from .options import Parser, add_options
 from .pipes.errors import PipeError
 from .presets.listing import list_command
+from .results.bench import bench_command
+from .results.report import report_command
 from .train import stop_signals
 
 # %% auto #0
@@ -99,6 +101,16 @@ def _add_list(parser: Parser) -> None:
     parser.add_argument("of", nargs="?", metavar="ALGO", help="the algorithm whose environments, presets or options are meant")
 
 
+def _add_bench(parser: Parser) -> None:
+    parser.add_argument("spec", metavar="SPEC", help="TOML file with the rows, such as benchmarks/specs/classic.toml")
+    parser.add_argument("--seeds", metavar="SEEDS", help="train each row with these seeds, such as 0-4 or 0,3,7 [those of the file]")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="number of runs at a time [1]")
+    parser.add_argument("--dir", metavar="DIR", help="folder of the runs; what is complete in it is not run again [runs/SPEC]")
+    parser.add_argument("--restart", action="store_true", help="begin unfinished runs anew, instead of going on from their checkpoints: "
+                        "then the results are, bit for bit, those of a bench that was never interrupted")
+    parser.add_argument("--quiet", action="store_true", help="show no progress of the runs")
+
+
 def build_parser() -> Parser:
     "The parser of the whole command line."
     load_plugins()
@@ -134,6 +146,10 @@ def build_parser() -> Parser:
                    _timed(settings, 3, "how long it is measured", svg=True))
     add_algorithms(command("autotune", autotune_command, [debug], "try settings on this machine, and print the fastest"),
                    _timed(settings, 60, "for all settings together"))
+    _add_bench(command("bench", bench_command, [debug], "train what a specification names, each row with several seeds, and go on where it stopped"))
+    sub = command("report", report_command, [debug], "write table, curves and a page about a bench, or about runs with --eval-steps")
+    sub.add_argument("folder", metavar="DIR", help="folder of a bench, or one with the folders of runs")
+    sub.add_argument("--out", metavar="DIR", help="folder for report.md, .csv, .png and .html [the same]")
     _add_list(command("list", lambda args: list_command(args, RUN_OPTIONS), [debug], "print what can be trained, and what can be set"))
     sub = command("demo", demo_command, [common], "train TRPO on Pendulum-v1 and compare it with a random policy: two minutes")
     sub.add_argument("--seed", type=int, default=0, help="seed of networks, environments and actions [0]")

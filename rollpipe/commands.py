@@ -16,6 +16,7 @@ from .agents.evaluate import RandomActor, evaluate
 from .algorithms import ALGORITHMS, options_for
 from .autotune import NO_TIME, autotune, command_for, profile_config, table_row, trial_row
 from .config import RUN_OPTIONS, build, device_of, make_config
+from .evaluations import evaluate_end
 from .export import FORMATS, PolicyFunction, export_policy
 from .options import options_of, parse_env_kwargs
 from .pipes.envs.factories import spaces_of
@@ -88,6 +89,7 @@ def train_command(args: Namespace) -> None:
         folder = Path(args.out or default_folder(config))
         found = find_run(folder, config, given_names(args)) if args.proceed else None
         if found and found.counters["steps"] >= config["steps"]:
+            evaluate_end(folder)
             print(f"{folder} is complete, with {format_number(found.counters['steps'])} steps")
             return
         run = resume(folder, config["steps"]) if found else start(folder, config, args.overwrite)
@@ -151,7 +153,7 @@ def run_to_end(run: Run, args: Namespace) -> None:
     finally:
         if not run.counters["updates"]: discard(run)
     print(f"{format_number(run.counters['steps'])} steps in {format_duration(run.counters['seconds'])}, saved in {run.checkpoint}")
-    if config.get("eval_every") and run.best.exists():
+    if (config.get("eval_every") or config.get("eval_steps")) and run.best.exists():
         best = load_run(run.folder, best=True)
         found = best.evaluated or {}
         print(f"best evaluation: return {found['eval_return_mean']:.1f} (mean of {found['episodes']} episodes) after "

@@ -33,11 +33,12 @@ from .presets.choice import preset_for
 __all__ = ['RUN_OPTIONS', 'device_of', 'make_config', 'build']
 
 # %% ../nbs/07_config.ipynb #62591ac2
-def _check_names(algorithm: str, options: dict, known: dict) -> None:
-    for option in options:
-        if option in known: continue
-        near = difflib.get_close_matches(option, known, 3)
-        raise DataError(f"{algorithm} has no option {option!r}", expected=", ".join(near or known))
+def _check_options(algorithm: str, options: dict, known: dict) -> None:
+    for option, value in options.items():
+        if option in known: known[option].check(value)
+        else:
+            near = difflib.get_close_matches(option, known, 3)
+            raise DataError(f"{algorithm} has no option {option!r}", expected=", ".join(near or known))
 
 
 def _check_at_least(low: int, **values: float) -> None:
@@ -45,12 +46,21 @@ def _check_at_least(low: int, **values: float) -> None:
         if not value >= low: raise DataError("out of range", leaf=what, expected=f"at least {low}", got=str(value))
 
 
+def _evaluations(eval_every: int, eval_steps: int, eval_episodes: int, final_episodes: int) -> dict:
+    "What the configuration says about evaluations in the process of the run; nothing if there are none."
+    _check_at_least(0, eval_steps=eval_steps)
+    _check_at_least(1, eval_episodes=eval_episodes, final_episodes=final_episodes)
+    if eval_every and eval_steps: raise DataError("two kinds of evaluations", expected="either --eval-every or --eval-steps, not both")
+    return dict(eval_steps=eval_steps, eval_episodes=eval_episodes, final_episodes=final_episodes) if eval_steps else {}
+
+
 def _versions() -> dict:
     modules = dict(rollpipe=rollpipe, torch=torch, gymnasium=gymnasium, numpy=np)
     return dict(python=platform.python_version(), **{name: m.__version__ for name, m in modules.items()})
 
 
-def _check_lanes(workers: int, lanes: int) -> None:
+def _check_workers(workers: int, lanes: int, lag: int | None = 0, order: str = "canonical", restarts: int = 0) -> None:
+    ProcessReading(workers, lag, order, restart=restarts)  # raises if one of them is wrong
     if workers > lanes:
         raise DataError(f"{workers} workers have too few lanes", leaf="workers", expected=f"--lanes {workers} or more "
                         "(a batch has lanes * n_envs * n_steps steps)", got=f"{lanes} lanes")
@@ -115,6 +125,9 @@ def make_config(
     checkpoint_every: int = 20,      # updates between checkpoints
     keep: int = 0,                   # how many of the newest checkpoints to keep in the folder `checkpoints`; 0: only the last one
     eval_every: int = 0,             # updates between evaluations of the present policy, in a separate process; 0: none
+    eval_steps: int = 0,             # steps between evaluations on fresh episodes, in this process, into evaluations.jsonl; 0: none
+    eval_episodes: int = 20,         # number of episodes of each of these evaluations
+    final_episodes: int = 100,       # number of episodes that the last policy plays at the end, and the best one; with eval_steps
     video_every: int = 0,            # updates between films of an episode of the present policy, in the folder videos; 0: none
     workers: int = 0,                # processes that collect, at most one per lane; 0: collect in this process
     lag: int | None = 0,             # updates between collecting a batch in workers and learning from it: 0, 1, ... or none (any number)
@@ -139,6 +152,9 @@ def make_config(
         checkpoint_every: updates between checkpoints
         keep: how many of the newest checkpoints to keep in the folder `checkpoints`; 0: only the last one
         eval_every: updates between evaluations of the present policy, in a separate process; 0: none
+        eval_steps: steps between evaluations on fresh episodes, in this process, into evaluations.jsonl; 0: none
+        eval_episodes: number of episodes of each of these evaluations
+        final_episodes: number of episodes that the last policy plays at the end, and the best one; with eval_steps
         video_every: updates between films of an episode of the present policy, in the folder videos; 0: none
         workers: processes that collect, at most one per lane; 0: collect in this process
         lag: updates between collecting a batch in workers and learning from it: 0, 1, ... or none (any number)
@@ -150,20 +166,19 @@ def make_config(
         intrinsic: weight of a reward for what is new, by random network distillation (`RND`); 0: none
         preset: settings for what is left out: auto (those for the environment), none, or the name of a preset
     """
-    known, options = {option.name: option for option in options_for(algorithm)}, options or {}
-    defaults = {name: option.default for name, option in known.items()}
-    _check_names(algorithm, options, known)
-    for name_of_option, value in options.items(): known[name_of_option].check(value)
+    known = {option.name: option for option in options_for(algorithm)}
+    if intrinsic and "terminal_obs" in known: options = dict(terminal_obs=True) | (options or {})  # an end may be new, too
+    options = {**{name: option.default for name, option in known.items()}, **(options or {})}
+    _check_options(algorithm, options, known)
     _check_at_least(1, steps=steps, threads=threads, checkpoint_every=checkpoint_every)
     _check_at_least(0, seed=seed, keep=keep, eval_every=eval_every, video_every=video_every, intrinsic=intrinsic)
-    if intrinsic and "terminal_obs" in known: options = dict(terminal_obs=True) | options  # an end may be new, too
-    ProcessReading(workers, lag, order, restart=restarts)  # raises if one of them is wrong
+    _check_workers(workers, options.get("lanes", 1), lag, order, restarts)
     device_of(device)
-    _check_lanes(workers, options.get("lanes", defaults.get("lanes", 1)))
-    config = dict(algorithm=algorithm, env=env, env_kwargs=env_kwargs or {}, name=name, seed=seed, steps=steps, intrinsic=intrinsic,
-                  threads=threads, checkpoint_every=checkpoint_every, keep=keep, eval_every=eval_every, video_every=video_every,
-                  workers=workers, lag=lag, order=order, restarts=restarts, device=device, preset=None if preset == "none" else preset,
-                  options={**defaults, **options}, versions=_versions(), **(dict(imports=imports) if imports else {}))
+    evaluations = _evaluations(eval_every, eval_steps, eval_episodes, final_episodes)
+    config = dict(algorithm=algorithm, env=env, env_kwargs=env_kwargs or {}, name=name, seed=seed, steps=steps, threads=threads,
+                  checkpoint_every=checkpoint_every, keep=keep, eval_every=eval_every, video_every=video_every, workers=workers, lag=lag,
+                  order=order, restarts=restarts, device=device, preset=None if preset == "none" else preset, options=options,
+                  intrinsic=intrinsic, versions=_versions(), **evaluations, **(dict(imports=imports) if imports else {}))
     try: return json.loads(json.dumps(config))
     except TypeError as e: raise DataError(f"the configuration cannot be written as JSON: {e}") from None
 

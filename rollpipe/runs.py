@@ -29,7 +29,7 @@ __all__ = ['RUN_FILES', 'Run', 'folder_of', 'start', 'discard', 'files_of_run', 
            'restore', 'agent_of', 'load_agent', 'resume']
 
 # %% ../nbs/09_runs.ipynb #318476a9
-RUN_FILES = ("config.json", "metrics.csv", "metrics.jsonl", "checkpoint.safetensors", "best.safetensors", "curve.png",
+RUN_FILES = ("config.json", "metrics.csv", "metrics.jsonl", "evaluations.jsonl", "checkpoint.safetensors", "best.safetensors", "curve.png",
              "tensorboard", "wandb", "wandb.json", "videos")
 _COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0., resumes=0)
 
@@ -168,8 +168,8 @@ def _check_stored(found: Checkpoint) -> None:
         option.check(value)
         if option.kinds == ("int,...",) and option.param == "hidden" and not (set(value) <= sizes and len(value) <= len(shapes)):
             raise DataError("there are no such layers in the file", leaf=option.flag, got=str(value))
-    for name, low in dict(steps=1, seed=0, threads=1, checkpoint_every=1, keep=0, eval_every=0, video_every=0, workers=0,
-                          restarts=0).items():
+    for name, low in dict(steps=1, seed=0, threads=1, checkpoint_every=1, keep=0, eval_every=0, eval_steps=0, eval_episodes=1,
+                          final_episodes=1, video_every=0, workers=0, restarts=0).items():
         check_integer(name, config.get(name, low), low)
     n = {option.name: value for option, value in options.items()}
     batch = n.get("lanes", 1) * n.get("n_envs", 1) * (1 if n.get("sticky") else n.get("n_steps", 1))
@@ -225,7 +225,7 @@ def load_run(
 def _best_of(path: Path) -> Path:
     if not path.is_dir(): raise DataError("the best checkpoint is that of a run", expected="the folder of the run", got=f"the file {path}")
     if not (path/"best.safetensors").exists():
-        raise DataError(f"{path} has no best checkpoint", expected="a run with --eval-every whose first evaluation is over")
+        raise DataError(f"{path} has no best checkpoint", expected="a run with --eval-every or --eval-steps whose first evaluation is over")
     return path/"best.safetensors"
 
 

@@ -19,6 +19,7 @@ from .agents.intrinsic.states import check_taken
 from .agents.metrics import METRICS, OF_THE_LOOP, EpisodeReturns, added
 from .agents.parallel_evaluation import ParallelEvaluation
 from .config import device_of
+from .evaluations import StepEvaluations
 from .films import Films
 from .locks import unlock
 from .logs import MetricWriter
@@ -134,10 +135,11 @@ class _Evaluations:
         self.is_due, self.asked = False, (Snapshot(self.run.agent), dict(self.run.counters))
         self.process.request()
 
-    def after_update(self) -> None:
-        "Ask for an evaluation if one is due and none is under way."
+    def after_update(self) -> float:
+        "Ask for an evaluation if one is due and none is under way. This takes no time [s]."
         self.is_due |= self.run.counters["updates"] % self.run.config["eval_every"] == 0
         if self.is_due and not self.process.busy: self.request()
+        return 0.
 
     def poll(self) -> list:
         "The answers that have arrived, a list of `Evaluated`."
@@ -159,10 +161,14 @@ class _Evaluations:
 
 
 @contextmanager
-def _evaluation(run: Run) -> Iterator[_Evaluations | None]:
+def _evaluation(run: Run) -> Iterator[_Evaluations | StepEvaluations | None]:
     "The evaluations of a run, or None if it has none."
     config = run.config
-    if not config.get("eval_every"): yield None
+    if config.get("eval_steps"):
+        evaluations = StepEvaluations(run)
+        evaluations.after_update()
+        yield evaluations
+    elif not config.get("eval_every"): yield None
     else:
         with ParallelEvaluation(config["env"], run.agent.actor, env_kwargs=config["env_kwargs"], seed=config["seed"]) as process:
             yield _Evaluations(run, process)
@@ -177,6 +183,10 @@ class _Updates:
         self.is_whole = False  # whether the last update is complete, so that the learner can be saved
 
     def start_clock(self) -> None: self.begun = self.waiting = perf_counter()
+
+    def leave_out(self, seconds: float) -> None:
+        "Do not count this time as time of the next update."
+        self.begun, self.waiting = self.begun + seconds, self.waiting + seconds
 
     def update(self, batch: Any, health: Callable, evaluated: list) -> dict:
         "Learn from a batch; returns the record, with the metrics of the workers and of the newest of the evaluations."
@@ -262,7 +272,7 @@ def train(
                 is_last = counters["steps"] >= steps
                 if films: films.after(counters["updates"], is_last)
                 if is_last: break
-                if evaluation: evaluation.after_update()
+                if evaluation: updates.leave_out(evaluation.after_update())
             for answer in evaluation.finish() if evaluation else ():
                 _report(dict(steps=counters["steps"], updates=counters["updates"], **answer.metrics), writer, bar)
         if counters["steps"] < steps:

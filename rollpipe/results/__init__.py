@@ -1,0 +1,1 @@
+"""Tables over seeds: what a bench runs, and what a report says."""

@@ -1,0 +1,283 @@
+"`rollpipe bench`: what is missing is trained, whatever has happened before; and the evaluations of a run between its updates."
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rollpipe.cli import main
+from rollpipe.config import make_config
+from rollpipe.evaluations import evaluate_end, read_evaluations
+from rollpipe.locks import lock
+from rollpipe.logs import read_metrics
+from rollpipe.pipes.errors import DataError
+from rollpipe.results.bench import BENCH
+from rollpipe.runs import load_run, resume, start
+from rollpipe.train import train
+
+OPTIONS = dict(n_envs=2, n_steps=32, hidden=(8,), critic_hidden=(8,))
+TOML = "options = { n_envs = 2, n_steps = 32, hidden = [8], critic_hidden = [8] }\n"
+
+
+@pytest.fixture(autouse=True)
+def packages(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(os.path.abspath, sys.path)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def rollpipe(*words):
+    try: return main([str(w) for w in words])
+    except SystemExit as e: return e.code
+
+
+def small(**run):
+    return make_config("trpo", "CartPole-v1", OPTIONS, **{**dict(steps=640, eval_steps=200, eval_episodes=2, final_episodes=3), **run})
+
+
+def learn(run): return train(run, progress=False, tensorboard=False)
+def points(folder): return [(r["kind"], r["steps"]) for r in read_evaluations(folder)]
+def results(folder): return [{name: x for name, x in r.items() if name != "seconds"} for r in read_evaluations(folder)]
+
+
+WHOLE = [("training", 0), ("training", 256), ("training", 448), ("training", 640), ("last", 640), ("best", 640)]
+
+
+# -- evaluations of one run --------------------------------------------------------------------------------------------
+
+def test_the_training_does_not_notice_its_evaluations(tmp_path):
+    seen, plain = start(tmp_path/"a", small()), start(tmp_path/"b", small(eval_steps=0))
+    learn(seen)
+    learn(plain)
+    assert points(seen.folder) == WHOLE and not points(plain.folder)
+    ours, theirs = (load_run(run.folder).agent_state for run in (seen, plain))
+    for part in ("actor", "critic"): assert all(torch.equal(ours[part][name], x) for name, x in theirs[part].items())
+    ours, theirs = (read_metrics(run.folder) for run in (seen, plain))
+    for name in ("kl", "steps", "return_mean"): np.testing.assert_array_equal(ours[name][:10], theirs[name])
+
+
+def test_the_same_run_has_the_same_evaluations_and_the_best_file_is_the_best_of_them(tmp_path):
+    for name in "ab": learn(start(tmp_path/name, small()))
+    assert results(tmp_path/"a") == results(tmp_path/"b")
+    means = {r["updates"]: r["mean"] for r in read_evaluations(tmp_path/"a") if r["kind"] == "training"}
+    best = load_run(tmp_path/"a", best=True)
+    assert best.evaluated["eval_return_mean"] == means[best.counters["updates"]] == max(means.values())
+    of_best, = (r for r in read_evaluations(tmp_path/"a") if r["kind"] == "best")
+    assert of_best["updates"] == best.counters["updates"] and len(of_best["returns"]) == 3
+
+
+class Killed(BaseException): "Stands for the end of the process: nothing is saved after it."
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_a_run_that_ends_during_an_evaluation_makes_it_up(tmp_path, monkeypatch, at):
+    "The process ends after the checkpoint was saved, before the evaluation is written; the checkpoint that is saved then is that of the same moment."
+    from rollpipe import evaluations
+    whole = start(tmp_path/"a", small())
+    learn(whole)
+    real, calls = evaluations.evaluate, []
+    def evaluate(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == at + 1: raise Killed
+        return real(*args, **kwargs)
+    monkeypatch.setattr(evaluations, "evaluate", evaluate)
+    run = start(tmp_path/"b", small())
+    with pytest.raises(Killed): learn(run)
+    assert points(run.folder) == WHOLE[:at]
+    before = results(run.folder)
+    monkeypatch.setattr(evaluations, "evaluate", real)
+    if at < 4 and load_run(run.folder).counters["steps"] < 640: learn(resume(run.folder))
+    else: evaluate_end(run.folder)
+    assert points(run.folder) == WHOLE and results(run.folder)[:at] == before
+    if at >= 3: assert [r["mean"] for r in results(run.folder)] == [r["mean"] for r in results(whole.folder)]  # nothing was learned in between
+
+
+def test_a_full_disk_leaves_whole_lines_and_the_run_goes_on_later(tmp_path, monkeypatch):
+    run, real, full = start(tmp_path/"run", small()), os.fsync, [True]
+    def fsync(number):
+        name = os.readlink(f"/proc/self/fd/{number}")
+        if full[0] and "evaluations" in name and len(read_evaluations(run.folder)) == 2: raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(number)
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="No space left on device: .*evaluations.jsonl"): learn(run)
+    assert points(run.folder) == WHOLE[:2] and not [p for p in run.folder.iterdir() if p.name.endswith(".tmp")]
+    full[0] = False
+    learn(resume(run.folder))
+    assert points(run.folder) == WHOLE
+
+
+def test_from_an_earlier_checkpoint_later_evaluations_are_made_again(tmp_path):
+    run = start(tmp_path/"run", small(keep=20, checkpoint_every=1))
+    learn(run)
+    learn(resume(run.folder/"checkpoints"/"checkpoint-000000320.safetensors"))
+    found = read_evaluations(run.folder)
+    assert points(run.folder) == WHOLE and [r["resumes"] for r in found] == [0, 0, 1, 1, 1, 1]
+
+
+def test_a_run_that_is_trained_further_has_its_last_evaluations_at_its_end(tmp_path):
+    run = start(tmp_path/"run", small())
+    learn(run)
+    learn(resume(run.folder, 700))
+    assert points(run.folder) == [*WHOLE[:4], ("last", 704), ("best", 704)]
+    assert rollpipe("plot", run.folder, "--y", "eval_return_mean", "--out", tmp_path/"x.svg") == 0
+
+
+def test_two_kinds_of_evaluations_at_once_are_refused():
+    with pytest.raises(DataError, match="either --eval-every or --eval-steps"): small(eval_every=3)
+    with pytest.raises(DataError, match="eval_episodes: out of range. Expected at least 1"): small(eval_episodes=0)
+    assert not any("episodes" in name for name in small(eval_steps=0))
+
+
+# -- a bench -----------------------------------------------------------------------------------------------------------
+
+def spec(path, *rows, **shared):
+    "A file with these rows; each is a text that follows the algorithm and the environment."
+    shared = dict(dict(steps=256, every=100, episodes=2, final_episodes=2), **shared)
+    head = "".join(f"{name} = {json.dumps(x)}\n" for name, x in shared.items())
+    path.write_text(head + "".join(f'[[row]]\nalgorithm = "trpo"\nenv = "CartPole-v1"\n{TOML}{row}' for row in rows))
+    return path
+
+
+def alive(folder):
+    "The numbers of the processes whose command line names the folder."
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try: words = Path(f"/proc/{pid}/cmdline").read_text()
+        except OSError: continue
+        if str(folder) in words: found.append(int(pid))
+    return found
+
+
+def wait_for(condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_bench_that_is_stopped_loses_no_finished_run_and_the_next_call_goes_on(tmp_path, number, capfd):
+    "With --restart the results are those of a bench that was never stopped. Without it the run goes on, with new episodes."
+    file = spec(tmp_path/"a.toml", 'label = "short"\n', 'label = "long"\nsteps = 9_600\n', every=1600)
+    command = [sys.executable, "-m", "rollpipe.entry", "bench", str(file), "--dir", str(tmp_path/"out"), "--jobs", "2", "--quiet"]
+    short, long = (tmp_path/"out"/f"{name}-CartPole-v1-s0" for name in ("short", "long"))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        wait_for(lambda: ("best", 256) in points(short) and len(points(long)) >= 2 or child.poll() is not None)
+        child.send_signal(number)
+        out, err = child.communicate(timeout=120)
+    wait_for(lambda: not alive(tmp_path))
+    if number == signal.SIGINT: assert child.returncode == 130 and "interrupted; nothing is lost, and the same command goes on" in err
+    assert len(points(long)) < 8, "it was too fast to be stopped"
+    before = {path.name: path.read_bytes() for path in short.iterdir() if path.is_file() and path.name != "lock"}
+    restart = ["--restart"] * (number == signal.SIGKILL)
+    assert rollpipe(*command[3:], *restart) == 0
+    assert "1 of 2 runs are complete, 1 to do" in capfd.readouterr().out
+    assert {path.name: path.read_bytes() for path in short.iterdir() if path.name != "lock"} == before
+    assert points(long) == [*(("training", n) for n in range(0, 9601, 1600)), ("last", 9600), ("best", 9600)]
+    assert load_run(long).counters["resumes"] == (0 if restart else 1)
+    if restart:
+        learn(whole := start(tmp_path/"alone", load_run(long).config))
+        assert results(long) == results(whole.folder)
+    assert rollpipe(*command[3:]) == 0 and "2 of 2 runs are complete, 0 to do" in capfd.readouterr().out
+
+
+FAILING = '''
+import gymnasium as gym
+from gymnasium.envs.classic_control import CartPoleEnv
+
+class Failing(CartPoleEnv):
+    n = 0
+    def step(self, action):
+        self.n += 1
+        if self.n > 60: raise RuntimeError("the motor is broken")
+        return super().step(action)
+
+gym.register("Failing-v0", Failing, max_episode_steps=20)
+'''
+
+
+def test_a_run_that_fails_does_not_stop_the_others(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path/"failing_env.py").write_text(FAILING)
+    file = spec(tmp_path/"a.toml", 'label = "good"\n')
+    file.write_text(file.read_text() + f'[[row]]\nlabel = "bad"\nalgorithm = "trpo"\nenv = "Failing-v0"\n{TOML}')
+    words = ["bench", file, "--dir", "out", "--quiet", "--import", "failing_env", "--jobs", 2]
+    assert rollpipe(*words) == 2
+    err = capfd.readouterr().err
+    assert re.search(r"error: 1 of 2 runs failed; bad-Failing-v0-s0: .*the motor is broken.* the same command goes on", err)
+    assert points(tmp_path/"out"/"good-CartPole-v1-s0")[-1] == ("best", 256)
+    checkpoint = tmp_path/"out"/"good-CartPole-v1-s0"/"checkpoint.safetensors"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:-1])
+    assert rollpipe(*words) == 2                                                            # a damaged run does not stop the others, either
+    assert re.search(r"2 of 2 runs failed; good-CartPole-v1-s0: .*damaged.*; bad-Failing-v0-s0: .*the motor is broken", capfd.readouterr().err)
+
+
+def test_two_benches_in_one_folder_are_refused(tmp_path, capfd):
+    file, (ready, tell), (wait, end) = spec(tmp_path/"a.toml", ""), os.pipe(), os.pipe()
+    (tmp_path/"out").mkdir()
+    if not (pid := os.fork()):
+        lock(tmp_path/"out")
+        os.write(tell, b"x")
+        os.read(wait, 1)
+        os._exit(0)
+    os.read(ready, 1)
+    try:
+        assert rollpipe("bench", file, "--dir", tmp_path/"out") == 2
+        assert f"another process is training in {tmp_path}/out. Expected another folder, got process {pid}" in capfd.readouterr().err
+        assert not (tmp_path/"out"/BENCH).exists()
+    finally:
+        os.write(end, b"x")
+        os.waitpid(pid, 0)
+        for number in (ready, tell, wait, end): os.close(number)
+
+
+@pytest.mark.parametrize("old, new, told", [
+    ("every", "evry", "there is no key 'evry'. Expected every"), ("n_envs", "n_env", "row 1: there is no option 'n_env'. Expected n_envs"),
+    ('"trpo"', '"tpro"', "there is no algorithm 'tpro'. Expected trpo"), ("CartPole-v1", "CartPole-v9", "CartPole-v1"),
+    ("steps = 256", 'steps = "many"', "row 1: wrong type of value. Expected a whole number, got 'many'"), ("steps = 256", "steps = 0", "steps"),
+    ("[[row]]", "[[rows]]", "there is no key 'rows'. Expected row"), ("steps = 256", "preset = \"Pendulum-v1\"", "is for another action space"),
+    ("episodes = 2", "episodes = 0", "eval_episodes: out of range"), ("every = 100", "every = -1", "eval_steps: out of range"),
+    ("= [8]", "= [0]", "cannot be built|hidden"), ("steps = 256", "steps 256", "not TOML"),
+    ("every = 100", 'every = 100\n[[published]]\nalgorithm = "ppo"\nenv = "CartPole-v1"\nname = "x"\nmean = 1\nsource = "y"', "no row to compare it")])
+def test_what_is_wrong_in_a_specification_is_told_before_anything_runs(tmp_path, capsys, old, new, told):
+    file = spec(tmp_path/"a.toml", "")
+    text = file.read_text()
+    assert old in text
+    text = text.replace(old, new, 1)
+    if "[[published]]" in new:  # tables come after the keys of the file
+        head, _, rest = text.partition("\n[[published]]")
+        published, _, row = ("[[published]]" + rest).partition("\nepisodes")
+        text = head + "\nepisodes" + row + published
+    file.write_text(text)
+    assert rollpipe("bench", file, "--dir", tmp_path/"out") == 2
+    out, err = capsys.readouterr()
+    assert re.search(told, err) and err.count("\n") == 1 and not out and not (tmp_path/"out").exists()
+
+
+def test_a_folder_of_another_bench_or_with_other_options_is_refused(tmp_path, capsys):
+    file, run = spec(tmp_path/"a.toml", ""), tmp_path/"out"/"trpo-CartPole-v1-s0"
+    learn(start(run, small(steps=64, threads=2)))
+    assert rollpipe("bench", file, "--dir", tmp_path/"out") == 2
+    assert "has other options. Expected the same, or another folder, got" in capsys.readouterr().err
+    (tmp_path/"out"/BENCH).write_text(json.dumps(dict(format=1, rows=[dict(name="trpo-CartPole-v1", seeds=[0])])))
+    assert rollpipe("bench", spec(file, 'label = "other"\n'), "--dir", tmp_path/"out") == 2
+    assert "has runs of rows that the specification does not have. Expected another --dir, got trpo-CartPole-v1" in capsys.readouterr().err
+    (tmp_path/"out"/BENCH).write_text('{"format": 5, "rows": []}')
+    assert rollpipe("bench", file, "--dir", tmp_path/"out") == 2
+    assert "made by another version of rollpipe" in capsys.readouterr().err
+    assert rollpipe("bench", tmp_path/"b.toml") == 2 and "there is no such file. Expected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["classic", "mujoco"])
+def test_the_specifications_that_ship_can_be_read(name):
+    from rollpipe.results.spec import read_spec
+    found = read_spec(Path(__file__).resolve().parents[1]/"benchmarks"/"specs"/f"{name}.toml")
+    assert len(found.rows) >= 6 and all(row.seeds for row in found.rows)

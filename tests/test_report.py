@@ -1,0 +1,216 @@
+"`rollpipe report`: the statistics against slow ones, odd folders, and a page that needs and runs nothing from elsewhere."
+import csv
+import itertools
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollpipe.cli import main
+from rollpipe.evaluations import evaluation_seed, write_evaluations
+from rollpipe.pipes.errors import DataError
+from rollpipe.results.bench import BENCH
+from rollpipe.results.collect import read_results
+from rollpipe.results.statistics import interval, iqm, resampled, steps_to
+
+HOSTILE = "<script>alert('1')</script>&\"|`=[a](b)"
+
+
+def rollpipe(*words):
+    try: return main([str(w) for w in words])
+    except SystemExit as e: return e.code
+
+
+def make_run(folder, means, seed=0, steps=20, **config):
+    "A run with an evaluation every 10 steps. It is complete if it has come to its steps."
+    folder.mkdir(parents=True)
+    config = dict(dict(algorithm="trpo", env="CartPole-v1", seed=seed, steps=steps, eval_steps=10, options=dict(max_kl=.01)), **config)
+    (folder/"config.json").write_text(json.dumps(config))
+    (folder/"metrics.jsonl").write_text("".join(json.dumps(dict(steps=10*i, updates=i, kl=.01*i, accepted=1)) + "\n" for i in (1, 2)))
+    about = dict(updates=1, seconds=2.5, std=0., returns=[0.], lengths=[1], seed=1, resumes=0)
+    records = [dict(about, kind="training", steps=10*i, mean=x) for i, x in enumerate(means)]
+    if records[-1]["steps"] >= steps: records += [dict(records[-1], kind=kind, mean=means[-1]) for kind in ("last", "best")]
+    write_evaluations(folder, records)
+
+
+def make_bench(folder, runs, published=(), **row):
+    "A bench of one row; `runs` are the means of its runs, None for one that is not there."
+    row = dict(dict(name="a", label="TRPO", algorithm="trpo", env="CartPole-v1", seeds=list(range(len(runs))), threshold=None, scale=None,
+                    command="rollpipe train trpo CartPole-v1"), **row)
+    folder.mkdir()
+    (folder/BENCH).write_text(json.dumps(dict(format=1, title="A bench", rows=[row], published=list(published))))
+    for seed, means in enumerate(runs):
+        if means: make_run(folder/f"a-s{seed}", means, seed, env=row["env"])
+    return folder
+
+
+# -- statistics --------------------------------------------------------------------------------------------------------
+
+def slow_iqm(values):
+    "By definition: take away the least and the greatest, a quarter of them each, and average what is left."
+    left = list(values)
+    for _ in range(math.floor(len(values)*.25)):
+        left.remove(min(left))
+        left.remove(max(left))
+    return sum(left)/len(left)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30))
+def test_the_interquartile_mean_is_what_is_left_without_the_outer_quarters(values):
+    assert iqm(values) == pytest.approx(slow_iqm(values), rel=1e-9, abs=1e-6)
+
+
+X, Y = [3., -1., 4., 1., 5., 9., 2., 6., 5., 3.5, 8.], [10., 12., 11., 19., 7.]
+
+
+def test_what_scipy_computes():
+    "SciPy 1.17.1: `trim_mean(x, .25)`, and `bootstrap(..., method='percentile', n_resamples=200_000)` of it, for one sample and for two."
+    assert (iqm(X), iqm(Y)) == (pytest.approx(28.5/7), pytest.approx(11))
+    np.testing.assert_allclose(interval([X], n=100_000), [2.2857142857, 6], atol=.08)
+    np.testing.assert_allclose(interval([X, Y], n=100_000), [4.3125, 7.625], atol=.08)
+
+
+def test_the_interval_is_that_of_all_resamples():
+    "With four runs there are 4^4 resamples of equal probability, so the distribution is known."
+    values = np.array([1., 2., 4., 100.])
+    every = np.array([slow_iqm(values[list(chosen)]) for chosen in itertools.product(range(4), repeat=4)])
+    drawn = iqm(resampled([values], 200_000))
+    for x in np.unique(every): assert (drawn == x).mean() == pytest.approx((every == x).mean(), abs=.005)
+    low, high = interval([values], level=.8, n=100_000)
+    assert (low, high) == pytest.approx(tuple(np.quantile(every, [.1, .9])))
+
+
+def test_resamples_of_several_tasks_keep_the_number_of_runs_of_each():
+    draws = resampled([np.zeros(3), np.ones(5)], 100)
+    assert draws.shape == (100, 8) and (draws.sum(-1) == 5).all()
+
+
+def test_the_interval_covers_the_true_value_about_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    inside = [low <= 0 <= high for low, high in (interval([rng.normal(size=20)], n=500) for _ in range(300))]
+    assert .88 <= np.mean(inside) <= .98, np.mean(inside)
+
+
+@given(st.lists(st.integers(0, 4), max_size=8), st.integers(0, 4))
+def test_steps_to_a_threshold_against_a_loop(returns, threshold):
+    found = math.inf
+    for i in range(len(returns)):
+        if all(x >= threshold for x in returns[i:]):
+            found = 10.*i
+            break
+    assert steps_to([10*i for i in range(len(returns))], returns, threshold) == found
+
+
+def test_seeds_of_evaluations_are_apart_from_those_of_the_training():
+    of_training = {int(x) for seed in range(50) for resumes in range(4) for x in np.random.SeedSequence([seed, resumes]).generate_state(4)}
+    of_evaluations = [evaluation_seed(seed, kind, steps) for seed in range(50) for kind in ("training", "last", "best") for steps in (0, 2048, 10**6)]
+    assert not of_training & set(of_evaluations) and len(set(of_evaluations)) == 450
+
+
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+def test_numbers_of_a_report_are_those_of_its_runs(tmp_path, capsys):
+    runs = [[0., 480., 400. + 10*seed] for seed in range(5)]
+    who = dict(algorithm="trpo", env="CartPole-v1", name="Somebody", mean=450., sd=20., of="last", source="a book")
+    folder = make_bench(tmp_path/"a", runs, [who])
+    assert rollpipe("report", folder, "--out", tmp_path/"out") == 0
+    out = capsys.readouterr().out
+    line = next(line for line in out.splitlines() if line.startswith("| CartPole-v1"))
+    low, high = interval([[r[-1] for r in runs]])
+    assert f"| 420 \\[{low:.0f}, {high:.0f}\\] | 420 +- 15.8 | Somebody: 450 +- 20.0 | 480 \\[480, 480\\] |" in line
+    assert "475: never (0 of 5)" in line and sorted(p.name for p in (tmp_path/"out").iterdir()) == [f"report.{x}" for x in ("csv", "html", "md", "png")]
+    rows = list(csv.DictReader((tmp_path/"out"/"report.csv").read_text().splitlines()))
+    assert [float(row["last"]) for row in rows] == [r[-1] for r in runs] and {row["best_evaluation"] for row in rows} == {"480"}
+    assert (tmp_path/"out"/"report.md").read_text() in out and "Somebody" in (tmp_path/"out"/"report.html").read_text()
+
+
+def test_what_is_missing_unfinished_damaged_or_alone_is_said(tmp_path, capsys):
+    folder = make_bench(tmp_path/"a", [[0., 1., 2.], [0., 1.], None, [0., 1., 2.]])
+    (folder/"a-s3"/"evaluations.jsonl").write_text("nonsense\n")
+    assert rollpipe("report", folder) == 0
+    out = capsys.readouterr().out
+    for told in ("unfinished, and left out of the numbers: seed 1", "missing, and left out of the numbers: seed 2", "damaged.*seed 3.*line 1",
+                 "one run has no interval", r"\| 1 of 4 \|.*\| 2.00 \| 2.00 \|"): assert re.search(told, out), told
+
+
+def test_a_return_that_is_not_a_number_is_shown_and_never_averaged(tmp_path, capsys):
+    folder = make_bench(tmp_path/"a", [[0., 1., 2.], [0., 1., math.nan], [0., math.nan, 3.]])
+    assert rollpipe("report", folder) == 0
+    out = capsys.readouterr().out
+    assert "| not a number (seed 1) | not a number (seed 1, 2) | not a number (seed 1) |" in out and "+-" not in out and "so there is no mean: seed 1, 2" in out
+    assert "NaN" not in (folder/"report.html").read_text()
+
+
+def test_a_line_that_was_cut_off_is_no_obstacle(tmp_path, capsys):
+    folder = make_bench(tmp_path/"a", [[0., 1., 2.], [0., 1., 2.]])
+    path = folder/"a-s1"/"evaluations.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    assert rollpipe("report", folder) == 0
+    assert "unfinished, and left out of the numbers: seed 1" in capsys.readouterr().out
+
+
+class Page(HTMLParser):
+    "The tags, attributes and texts of a page."
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.attrs, self.text = [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attrs += attrs
+
+    def handle_data(self, data): self.text += data
+
+
+def test_a_page_needs_nothing_from_elsewhere_and_runs_nothing_of_its_names(tmp_path):
+    who = dict(algorithm="trpo", env=HOSTILE, name=HOSTILE, mean=4., sd=None, of="best", source=f"https://example.org/{HOSTILE}")
+    folder = make_bench(tmp_path/"a", [[0., 1., 2.], [0., 1., 3.]], [who], label=HOSTILE, env=HOSTILE, command=HOSTILE)
+    (folder/"a-s1"/"config.json").write_text(json.dumps(dict(env=HOSTILE, steps=20, eval_steps=10, options={HOSTILE: HOSTILE})))
+    assert rollpipe("report", folder) == 0
+    text = (folder/"report.html").read_text()
+    page = Page(text)
+    assert page.tags.count("script") == 1 and "alert" not in "".join(re.findall(r"<script>(.*?)</script>", text, re.S))
+    assert not {"img", "link", "iframe", "object", "a", "base", "form"} & set(page.tags)
+    assert not [name for name, _ in page.attrs if name in ("src", "href", "action") or name.startswith("on")]
+    assert "url(" not in text and "@import" not in text and "default-src 'none'" in text and HOSTILE in page.text
+    markdown = (folder/"report.md").read_text().partition("Commands:")[0]
+    assert "<script" not in markdown and "[a](b)" not in markdown
+    assert not any(cell[:1] in "=+@" for row in csv.reader((folder/"report.csv").read_text().splitlines()) for cell in row if cell)
+
+
+def test_plain_runs_are_reported_by_what_they_differ_in(tmp_path, capsys):
+    for seed in (0, 1): make_run(tmp_path/f"x-s{seed}", [0., 1., 2. + seed], seed)
+    make_run(tmp_path/"y-s0", [0., 1., 9.], options=dict(max_kl=.5))
+    assert rollpipe("report", tmp_path) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"trpo CartPole-v1, max\\_kl=0.01 \| 2 of 2", out) and re.search(r"trpo CartPole-v1, max\\_kl=0.5 \| 1 of 1", out)
+    assert "What differs" in (tmp_path/"report.html").read_text() and rollpipe("report", tmp_path/"y-s0") == 0
+
+
+@pytest.mark.parametrize("files, told", [
+    ({}, "has no results. Expected bench.json"),
+    ({BENCH: "{"}, "bench.json: damaged, or not made by"),
+    ({BENCH: '{"format": 2, "rows": []}'}, "made by another version of rollpipe. Expected format 1, got 2"),
+    ({BENCH: '{"format": 1, "rows": [{"name": "a"}]}'}, "bench.json: damaged"),
+    ({"x/config.json": '{"env": "CartPole-v1", "algorithm": "trpo", "steps": 3}'}, "its runs have no evaluations. Expected runs of .*--eval-steps"),
+    ({"x/config.json": "?"}, "config.json: damaged"),
+    ({"x/config.json": '{"env": "CartPole-v1", "algorithm": "trpo", "steps": 3}', "x/evaluations.jsonl": '{"format": 3, "kind": "last"}\n'},
+     "made by another version of rollpipe. Expected format 1, got 3")])
+def test_a_folder_of_another_kind_is_refused(tmp_path, capsys, files, told):
+    for name, text in files.items():
+        (tmp_path/name).parent.mkdir(exist_ok=True)
+        (tmp_path/name).write_text(text)
+    assert rollpipe("report", tmp_path) == 2
+    err = capsys.readouterr().err
+    assert re.search(told, err) and err.count("\n") == 1
+    assert not (tmp_path/"report.md").exists()
+
+
+def test_there_is_no_such_folder(tmp_path):
+    with pytest.raises(DataError, match="there is no such folder"): read_results(tmp_path/"x")
