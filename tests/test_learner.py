@@ -11,6 +11,7 @@ from torch import nn
 
 from rollpipe.agents.a2c import A2C
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
+from rollpipe.agents.dqn import DQN
 from rollpipe.agents.gradient_learner import ActorCriticLearner, GradientLearner
 from rollpipe.agents.learner import Learner, standardized
 from rollpipe.agents.natural_gradient import policy_rows
@@ -20,9 +21,9 @@ from rollpipe.agents.reinforce import REINFORCE
 from rollpipe.agents.shared_options import check_range
 from rollpipe.agents.trpo import TRPO
 from rollpipe.agents.vtrace import VTrace
-from rollpipe.layers import Critic, MLPPolicy
+from rollpipe.layers import Critic, MLPPolicy, QPolicy
 from rollpipe.layers.recurrent_policies import MemoryCritic, RecurrentPolicy
-from rollpipe.pipes import on_policy
+from rollpipe.pipes import on_policy, replayed
 from rollpipe.pipes.errors import ActorError, DataError, check_integer
 from rollpipe.pipes.modules import bump_version, version_of
 
@@ -246,6 +247,14 @@ def test_rates_fall_linearly_and_a_loaded_state_goes_on_at_its_place(learner, tm
     assert (a.update(f)['rate_left'], b.update(f)['rate_left']) == (.25, .25)
     torch.testing.assert_close(a.state_dict(), b.state_dict(), rtol=0, atol=0)
     with pytest.raises(DataError, match='leaf decay_steps.*the learning rates have fallen to 0.*more than the 512 steps'): a.update(f)
+
+
+def test_rates_fall_for_learners_from_a_memory(tmp_path):
+    agent = DQN(QPolicy.for_env(ENV, seed=0), lr=.01, decay_steps=64)
+    batches = iter(replayed(ENV, agent.actor, n_envs=2, n_steps=8, warmup=16, batch_size=8, seed=0))
+    assert [agent.update(next(batches))['rate_left'] for _ in range(4)] == [1., .75, .5, .25]
+    assert agent.optimizer.param_groups[0]['lr'] == .01 * .25
+    with pytest.raises(DataError, match='more than the 64 steps'): agent.update(next(batches))
 
 
 def test_an_update_leaves_the_batch_and_the_global_random_state_alone():

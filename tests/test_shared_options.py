@@ -30,9 +30,9 @@ DEFAULTS = dict(
     vtrace=dict(gamma=.99, lam=1., rho_clip=1., c_clip=1., c_value=.5, c_entropy=0., lr=5e-4, critic_lr=1e-2, max_grad_norm=.5,
                 decay_steps=0),
     dqn=dict(lr=1e-3, gamma=.99, double=True, multi_step=1, burn_in=0, huber=1., target_every=200, tau=None, max_grad_norm=10.,
-             eps_start=1., eps_end=.05, eps_steps=20_000, beta_steps=None, eta=.9),
+             eps_start=1., eps_end=.05, eps_steps=20_000, beta_steps=None, eta=.9, decay_steps=0),
     qr_dqn=dict(lr=5e-4, gamma=.99, double=True, multi_step=1, burn_in=0, huber=1., target_every=200, tau=None, max_grad_norm=10.,
-                eps_start=1., eps_end=.05, eps_steps=20_000, beta_steps=None, eta=.9),
+                eps_start=1., eps_end=.05, eps_steps=20_000, beta_steps=None, eta=.9, decay_steps=0),
     sac=dict(temperature=None, first_temperature=1., target_entropy=None, lr=3e-4, **ACTIONS),
     td3=dict(smoothing=.2, smoothing_limit=.5, policy_every=2, lr=1e-3, **ACTIONS),
     ddpg=dict(lr=1e-3, **ACTIONS))

@@ -35,7 +35,7 @@ class DQN(DeepQLearner):
         eta: weight of the greatest TD error in the priority of a longer sample; the mean error has the rest
         **shared: options that learners share, see `SharedOptions`
     """
-    @shared_options(gamma=0.99, lr=1e-3, max_grad_norm=10.0, eps_start=1.0, eps_end=0.05, eps_steps=20_000, seed=0)
+    @shared_options(gamma=0.99, lr=1e-3, max_grad_norm=10.0, eps_start=1.0, eps_end=0.05, eps_steps=20_000, decay_steps=0, seed=0)
     def __init__(self,
         actor: Any,                      # a `QPolicy` or `RecurrentQPolicy`, or another actor with `values` and `epsilon`
         *,

@@ -215,13 +215,14 @@ class ActorCriticLearner(GradientLearner):
 
         Raises `DataError` if the batch lacks something (see `check_batch`).
         """
-        lag, start = self.begin(batch), perf_counter()
+        begun, start = self.begin(batch), perf_counter()
         metrics = self.explained(batch)
         self.tell_critic(batch)
         metrics |= self.improve(batch)
         self.tell_actor(batch)
         self.count()
-        return metrics | self.count_steps(batch) | dict(lag=lag, seconds_update=perf_counter() - start)
+        self.steps += int(batch.valid.sum())
+        return metrics | begun | dict(seconds_update=perf_counter() - start)
 
     def explained(self, batch: Fragment) -> dict:
         "How well the values that the advantages were computed with explain the returns."

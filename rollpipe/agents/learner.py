@@ -170,22 +170,28 @@ class Learner(LearnerState):
 
         Raises `DataError` if the batch lacks something (see `check_batch`).
         """
-        lag, start = self.begin(batch), perf_counter()
+        begun, start = self.begin(batch), perf_counter()
         found = self.improve(batch)
         self.tell_actor(batch)
         metrics = self.report(found)
         bump_version(self.actor)
         policy_done = perf_counter()
         if self.critic is not None: metrics |= self.fit(batch, self.options.critic_epochs)
-        metrics |= self.count_steps(batch)
-        return metrics | dict(lag=lag, seconds_policy=policy_done - start, seconds_critic=perf_counter() - policy_done)
+        self.steps += int(batch.valid.sum())
+        return metrics | begun | dict(seconds_policy=policy_done - start, seconds_critic=perf_counter() - policy_done)
 
-    def begin(self, batch: Fragment) -> int:
-        "Check a batch, and set the learning rates for it. Returns its lag."
+    def begin(self, batch: Fragment) -> dict:
+        "Check a batch, and set the learning rates for it. Returns metrics."
         self.check(batch, *self.batch_needs())
-        if self.options.decay_steps and self.optimizer is not None:
-            for group in self.optimizer.param_groups: group['lr'] = group.setdefault('initial_lr', group['lr']) * self.left()
-        return self.lag(batch)
+        return dict(lag=self.lag(batch)) | self.set_rates()
+
+    def set_rates(self) -> dict:
+        "Set the learning rates for the next update. Returns metrics."
+        if not self.options.decay_steps: return {}
+        left = self.left()
+        for group in self.optimizer.param_groups if self.optimizer else ():
+            group['lr'] = group.setdefault('initial_lr', group['lr']) * left
+        return dict(rate_left=left)
 
     def left(self) -> float:
         "Fraction of the learning rates that is left, from 1 to 0. Raises `DataError` if nothing is."
@@ -193,12 +199,6 @@ class Learner(LearnerState):
         if self.steps < n: return 1 - self.steps / n
         raise DataError(f"{type(self).__name__}: the learning rates have fallen to 0", leaf='decay_steps',
                         expected=f"more than the {self.steps} steps that it has learned from, or 0", got=str(n))
-
-    def count_steps(self, batch: Fragment) -> dict:
-        "Count the steps of a batch that was learned from. Returns metrics."
-        left = dict(rate_left=self.left()) if self.options.decay_steps else {}
-        self.steps += int(batch.valid.sum())
-        return left
 
     def improve(self, batch: Fragment) -> Any:
         "The algorithm: improve the policy with a batch. Returns metrics, or whatever `report` turns into metrics."

@@ -36,7 +36,7 @@ class QRDQN(DeepQLearner):
     """
     actor_needs = ('values', 'quantiles', 'epsilon')
 
-    @shared_options(gamma=0.99, lr=5e-4, max_grad_norm=10.0, eps_start=1.0, eps_end=0.05, eps_steps=20_000, seed=0)
+    @shared_options(gamma=0.99, lr=5e-4, max_grad_norm=10.0, eps_start=1.0, eps_end=0.05, eps_steps=20_000, decay_steps=0, seed=0)
     def __init__(self,
         actor: Any,                      # a `QuantilePolicy`, or another actor with `quantiles`, `values` and `epsilon`
         *,

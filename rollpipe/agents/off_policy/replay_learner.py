@@ -104,7 +104,7 @@ class ReplayLearner(Learner):
         if isinstance(batch, Fragment): batch = Replayed(batch, iter([Sample(batch, None, None)]), None)
         fresh, memory, start = batch.fresh, batch.memory, perf_counter()
         self.check(fresh)
-        lag, exploration, prioritized = self.lag(fresh), self.exploration(), getattr(memory, 'prioritized', False)
+        lag, exploration, prioritized = self.lag(fresh), self.exploration() | self.set_rates(), getattr(memory, 'prioritized', False)
         if prioritized: self.beta.apply(memory, self.steps)
         records, drawn, samples = [], 0, TimedIterator(batch.samples)
         for sample in samples:
