@@ -116,7 +116,7 @@ def _write(search, study) -> str:
     best, over, args = best_of(study), finished(study), search.args
     failed = [x.user_attrs["error"] for x in over if "error" in x.user_attrs]
     if best is None and not over: return "no trial is complete"
-    if best is None: raise WorkerError(f"no trial is complete, {len(failed)} failed" + (f"; the first error: {failed[0]}" if failed else ""))
+    if best is None: raise WorkerError(f"no trial is complete, {len(failed)} failed{'; the first error: ' + failed[0] if failed else ''}")
     config = search.config(best.params, 0)
     run = {name: x for name, x in search.given.run.items() if (name, x) != ("preset", "auto")}
     values = {**run, **search.given.options, **best.params, "steps": config["steps"]}
