@@ -109,6 +109,14 @@ def _searching(settings: Parser) -> Parser:
     return parser
 
 
+def _add_searches(command, debug: Parser, settings: Parser) -> None:
+    "Add the commands that try settings."
+    add_algorithms(command("autotune", autotune_command, [debug], "try settings on this machine, and print the fastest"),
+                   _timed(settings, 60, "for all settings together"))
+    add_algorithms(command("tune", tune_command, [debug], "search for the options that learn best (Optuna), and write them as a preset"),
+                   _searching(settings))
+
+
 def _add_list(parser: Parser) -> None:
     parser.add_argument("what", choices=("algorithms", "envs", "presets", "options"), help="the list")
     parser.add_argument("of", nargs="?", metavar="ALGO", help="the algorithm whose environments, presets or options are meant")
@@ -147,10 +155,7 @@ def build_parser() -> Parser:
     add_algorithms(command("graph", graph_command, [debug], "draw the pipeline that `train` would run"), settings)
     add_algorithms(command("profile", profile_command, [debug], "run the pipeline that `train` would run, and draw where the time goes"),
                    _timed(settings, 3, "how long it is measured", svg=True))
-    add_algorithms(command("autotune", autotune_command, [debug], "try settings on this machine, and print the fastest"),
-                   _timed(settings, 60, "for all settings together"))
-    add_algorithms(command("tune", tune_command, [debug], "search for the options that learn best (Optuna), and write them as a preset"),
-                   _searching(settings))
+    _add_searches(command, debug, settings)
     _add_list(command("list", lambda args: list_command(args, RUN_OPTIONS), [debug], "print what can be trained, and what can be set"))
     sub = command("demo", demo_command, [common], "train TRPO on Pendulum-v1 and compare it with a random policy: two minutes")
     sub.add_argument("--seed", type=int, default=0, help="seed of networks, environments and actions [0]")
