@@ -1,0 +1,1 @@
+"""The search for settings that learn well, with Optuna."""

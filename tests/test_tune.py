@@ -1,0 +1,153 @@
+"`rollpipe tune`: the preset that it writes, what goes on after a kill, trials that fail, and what is refused."
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from rollpipe.cli import main
+from rollpipe.presets.files import read_table
+from rollpipe.tuning import tune
+from rollpipe.tuning.study import best_of, finished, open_study
+
+SMALL = ["--steps", "64", "--n-envs", "2", "--n-steps", "16", "--minibatch", "16", "--hidden", "4", "--engine", "torch"]
+WORDS = ["tune", "ppo", "CartPole-v1", *SMALL, "--seeds", "7", "--evaluations", "2"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def curves(monkeypatch):
+    "A function that replaces the training: `curve(options)` gives the returns that a trial reports, or raises."
+    def use(curve):
+        def returns_of(configs, n, report):
+            values = curve(configs[0]["options"])
+            for k, value in enumerate(values): report(value, k)
+            return values[-1:]
+        monkeypatch.setattr(tune, "returns_of", returns_of)
+    return use
+
+
+def study(folder="tuning/ppo-CartPole-v1"):
+    import optuna
+    return optuna.load_study(study_name="rollpipe", storage=f"sqlite:///{folder}/study.db")
+
+
+def test_training_accepts_the_preset(here, capsys):
+    assert main([*WORDS, "--trials", "2"]) == 0
+    out, preset = capsys.readouterr().out, "tuning/ppo-CartPole-v1/preset.toml"
+    assert f"2 trials, 0 failed; best: trial {best_of(study()).number}" in out and f"{preset} written" in out
+    assert main(["train", "ppo", "CartPole-v1", "--config", preset, "--quiet", "--no-tensorboard"]) == 0
+    found = read_table(here/"runs/ppo-CartPole-v1-s0/config.json")
+    best = best_of(study()).params
+    assert found["steps"] == 64 and {name: found["options"][name] for name in best} == best
+    assert found["options"]["hidden"] == [4] and "n_envs" not in best
+    found = best_of(study()).user_attrs["returns"][0]
+    assert f"# {found:.0f}: mean returns of 10 episodes after 64 steps, seeds 7" in (here/preset).read_text()
+
+
+@pytest.mark.timeout(120)
+def test_a_killed_search_goes_on(here):
+    command = [sys.executable, "-u", "-m", "rollpipe.entry", *WORDS, "--trials", "1000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        first = next(line for line in process.stdout if line.startswith("trial 0"))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    before = {x.number: (x.value, x.params) for x in finished(study())}
+    assert first and 0 in before and not (here/"tuning/ppo-CartPole-v1/preset.toml").exists()
+    assert main([*WORDS, "--trials", str(len(before) + 1)]) == 0
+    after = finished(study())
+    assert len(after) == len(before) + 1 and not any(x.state.name == "RUNNING" for x in study().trials)
+    assert {x.number: (x.value, x.params) for x in after if x.number in before} == before
+    assert (here/"tuning/ppo-CartPole-v1/preset.toml").exists()
+
+
+def test_processes_share_the_trials(here):
+    assert main([*WORDS, "--trials", "3", "--jobs", "2"]) == 0
+    params = [x.params for x in finished(study())]
+    assert len(params) == 3 and all(a != b for k, a in enumerate(params) for b in params[:k])
+
+
+def test_a_trial_that_fails_is_recorded_and_the_search_goes_on(curves, capsys):
+    def curve(options):
+        if options["clip"] == .1: raise ValueError(f"clip of {options['clip']}")
+        return [1., options["lr"]]
+    curves(curve)
+    assert main([*WORDS, "--trials", "8"]) == 0
+    failed = [x for x in study().trials if x.state.name == "FAIL"]
+    assert failed and all(x.user_attrs["error"] == f"ValueError: clip of {x.params['clip']}" for x in failed)
+    assert f"8 trials, {len(failed)} failed" in capsys.readouterr().out and len(failed) < 8
+    assert best_of(study()).params["clip"] != .1
+
+
+def test_if_all_fail_there_is_an_error_and_no_preset(here, curves, capsys):
+    def curve(options): raise ValueError("never")
+    curves(curve)
+    assert main([*WORDS, "--trials", "2"]) == 2
+    assert "no trial is complete, 2 failed; the first error: ValueError: never" in capsys.readouterr().err
+    assert not list(here.rglob("*.toml"))
+
+
+def test_a_poor_curve_ends_early(curves):
+    begun = []
+    def curve(options):
+        begun.append(options)
+        return [100. - 10 * len(begun)] * 4
+    curves(curve)
+    assert main([*WORDS, "--trials", "7"]) == 0
+    states = [x.state.name for x in study().trials]
+    assert states == ["COMPLETE"] * 5 + ["PRUNED"] * 2
+    assert all(len(x.intermediate_values) == 3 for x in study().trials[5:])      # the first `--evaluations` are free
+
+
+@pytest.mark.parametrize("at, code", [(1, 130), (3, 130)])
+def test_an_interrupt_keeps_what_is_over_and_writes_the_best(here, curves, capsys, at, code):
+    begun = []
+    def curve(options):
+        begun.append(options)
+        if len(begun) == at: raise KeyboardInterrupt
+        return [float(len(begun))]
+    curves(curve)
+    assert main([*WORDS, "--trials", "5"]) == code
+    assert (here/"tuning/ppo-CartPole-v1/preset.toml").exists() == (at > 1)
+    assert "the same command goes on" in capsys.readouterr().err and len(finished(study())) == at - 1
+    assert main([*WORDS, "--trials", "5"]) == 0
+    assert len(finished(study())) == 5 and begun[at]["lr"] == begun[at - 1]["lr"]      # tried again
+    assert ("replaced" in capsys.readouterr().out) == (at > 1)
+
+
+def test_without_optuna_the_error_says_what_to_install(here, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    assert main([*WORDS, "--trials", "1"]) == 2
+    assert "pip install 'rollpipe[tune]'" in capsys.readouterr().err and not list(here.iterdir())
+
+
+def test_what_cannot_be_right_is_refused(here, curves, capsys):
+    def refused(text, *words):
+        assert main([*WORDS, "--trials", "1", *words]) == 2
+        assert text in capsys.readouterr().err
+    refused("--trials must be at least 1", "--trials", "0")
+    refused("--jobs must be at least 1", "--jobs", "0")
+    refused("seeds", "--seeds", "five")
+    assert not list(here.iterdir())
+    (here/"mine.toml").write_text("lr = 1")
+    refused("mine.toml is there already. Expected another --out, or --overwrite", "--out", "mine.toml")
+    curves(lambda options: [1.])
+    assert main([*WORDS, "--trials", "1", "--out", "mine.toml", "--overwrite"]) == 0
+    assert "Found by rollpipe tune" in (here/"mine.toml").read_text()
+    refused("steps: the study in tuning/ppo-CartPole-v1 has other settings", "--steps", "128")
+    (here/"tuning/ppo-CartPole-v1/study.db").write_bytes(b"no database" * 100)
+    refused("study.db: cannot be used as the file of a study")
+
+
+def test_the_seed_decides_what_is_tried(here):
+    from rollpipe.tuning.spaces import Range
+    def tried(name, seed):
+        (here/name).mkdir()
+        search = open_study(here/name, {}, seed, 1)
+        return [Range(1e-4, 1.).ask(search.ask(), "lr") for _ in range(3)]
+    assert tried("a", 1) == tried("b", 1) != tried("c", 2)
