@@ -146,7 +146,7 @@ def build_parser() -> Parser:
                    _timed(settings, 3, "how long it is measured", svg=True))
     add_algorithms(command("autotune", autotune_command, [debug], "try settings on this machine, and print the fastest"),
                    _timed(settings, 60, "for all settings together"))
-    _add_bench(command("bench", bench_command, [debug], "train what a specification names, each row with several seeds, and go on where it stopped"))
+    _add_bench(command("bench", bench_command, [debug], "train what a specification names with several seeds, and go on"))
     sub = command("report", report_command, [debug], "write table, curves and a page about a bench, or about runs with --eval-steps")
     sub.add_argument("folder", metavar="DIR", help="folder of a bench, or one with the folders of runs")
     sub.add_argument("--out", metavar="DIR", help="folder for report.md, .csv, .png and .html [the same]")

@@ -191,5 +191,6 @@ def evaluate_end(
     try:
         found = load_run(folder)
         if not found.config.get("eval_steps") or is_evaluated(folder, found.counters["steps"]): return
-        StepEvaluations(Run(folder, found.config, *restore(found), found.counters)).finish()
+        agent, pipe = restore(found)
+        StepEvaluations(Run(folder, found.config, agent, pipe, found.counters)).finish()
     finally: unlock(folder)

@@ -108,7 +108,8 @@ def test_steps_to_a_threshold_against_a_loop(returns, threshold):
 
 def test_seeds_of_evaluations_are_apart_from_those_of_the_training():
     of_training = {int(x) for seed in range(50) for resumes in range(4) for x in np.random.SeedSequence([seed, resumes]).generate_state(4)}
-    of_evaluations = [evaluation_seed(seed, kind, steps) for seed in range(50) for kind in ("training", "last", "best") for steps in (0, 2048, 10**6)]
+    of_evaluations = [evaluation_seed(seed, kind, steps) for seed in range(50) for kind in ("training", "last", "best")
+                      for steps in (0, 2048, 10**6)]
     assert not of_training & set(of_evaluations) and len(set(of_evaluations)) == 450
 
 
@@ -134,7 +135,8 @@ def test_what_is_missing_unfinished_damaged_or_alone_is_said(tmp_path, capsys):
     (folder/"a-s3"/"evaluations.jsonl").write_text("nonsense\n")
     assert rollpipe("report", folder) == 0
     out = capsys.readouterr().out
-    for told in ("unfinished, and left out of the numbers: seed 1", "missing, and left out of the numbers: seed 2", "damaged.*seed 3.*line 1",
+    for told in ("unfinished, and left out of the numbers: seed 1", "missing, and left out of the numbers: seed 2",
+                 "damaged.*seed 3.*line 1",
                  "one run has no interval", r"\| 1 of 4 \|.*\| 2.00 \| 2.00 \|"): assert re.search(told, out), told
 
 
@@ -198,7 +200,8 @@ def test_plain_runs_are_reported_by_what_they_differ_in(tmp_path, capsys):
     ({BENCH: "{"}, "bench.json: damaged, or not made by"),
     ({BENCH: '{"format": 2, "rows": []}'}, "made by another version of rollpipe. Expected format 1, got 2"),
     ({BENCH: '{"format": 1, "rows": [{"name": "a"}]}'}, "bench.json: damaged"),
-    ({"x/config.json": '{"env": "CartPole-v1", "algorithm": "trpo", "steps": 3}'}, "its runs have no evaluations. Expected runs of .*--eval-steps"),
+    ({"x/config.json": '{"env": "CartPole-v1", "algorithm": "trpo", "steps": 3}'},
+     "its runs have no evaluations. Expected runs of .*--eval-steps"),
     ({"x/config.json": "?"}, "config.json: damaged"),
     ({"x/config.json": '{"env": "CartPole-v1", "algorithm": "trpo", "steps": 3}', "x/evaluations.jsonl": '{"format": 3, "kind": "last"}\n'},
      "made by another version of rollpipe. Expected format 1, got 3")])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json, shlex, sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..agents.checkpoint import write_atomically
 from ..algorithms import options_for
@@ -73,7 +73,8 @@ def jobs_of(
     """
     jobs = []
     for row in rows:
-        make = lambda seed, row=row, **run: make_config(row.algorithm, row.env, row.options, row.env_kwargs, seed=seed, imports=imports, **run)
+        make = lambda seed, row=row, **run: make_config(row.algorithm, row.env, row.options, row.env_kwargs, seed=seed, imports=imports,
+                                                        **run)
         steps = make(0, **row.run)["steps"]
         jobs += [Job(row, seed, folder/f"{row.name}-s{seed}", make(seed, **run_options(row, steps))) for seed in row.seeds]
     return jobs
@@ -168,7 +169,8 @@ def _check_rows(folder: Path, before: dict | None, spec: Spec) -> None:
     "A bench in the folder of another one would hide its runs."
     gone = [row["name"] for row in before["rows"] if row["name"] not in {row.name for row in spec.rows}] if before else []
     lost = [name for name in gone if any(map(files_of_run, folder.glob(f"{name}-s*")))]
-    if lost: raise DataError(f"{folder} has runs of rows that the specification does not have", expected="another --dir", got=", ".join(lost))
+    if lost: raise DataError(f"{folder} has runs of rows that the specification does not have", expected="another --dir",
+                             got=", ".join(lost))
 
 # %% ../../nbs/results/01_bench.ipynb #6bc0c8ab
 def _plan(args: Namespace) -> tuple:
@@ -193,7 +195,8 @@ def _command(job: Job, args: Namespace, imports: tuple, state: str) -> list:
     begins = "--overwrite" if args.restart and state == "unfinished" else "--continue"
     words = words_for_row(job.row, job.config["steps"], imports)[1:]
     quiet = ["--quiet"] if args.quiet else []
-    return [sys.executable, "-m", "rollpipe.entry", *words, "--seed", str(job.seed), "--out", str(job.folder), begins, "--no-tensorboard", *quiet]
+    return [sys.executable, "-m", "rollpipe.entry", *words, "--seed", str(job.seed), "--out", str(job.folder), begins, "--no-tensorboard",
+            *quiet]
 
 
 def bench_command(args: Namespace) -> None:
@@ -207,7 +210,8 @@ def bench_command(args: Namespace) -> None:
         states, damaged = _states(jobs)  # once more, as another bench may have ended meanwhile
         text = json.dumps(bench_file(spec, jobs, read_bench(folder), imports), indent=2) + "\n"
         write_atomically(folder/BENCH, text.encode())
-        todo = {job.name: _command(job, args, imports, states[job.name]) for job in jobs if states.get(job.name) in ("missing", "unfinished")}
+        todo = {job.name: _command(job, args, imports, states[job.name]) for job in jobs
+                if states.get(job.name) in ("missing", "unfinished")}
         n = len(jobs) - len(todo) - len(damaged)
         steps = sum(job.config["steps"] for job in jobs if job.name in todo)
         print(f"{spec.title}: {n} of {len(jobs)} runs are complete, {len(todo)} to do ({format_number(steps)} steps), {args.jobs} at a time, "
