@@ -109,7 +109,8 @@ def chart(
     marks, legend, data = [_axes(limits, at_x, at_y)], [], []
     for line in lines:
         xs = [at_x(x) for x in line.x]
-        marks.append(_band(line, xs, at_y) + f'<path d="{_path(list(zip(xs, map(at_y, line.y))))}" fill="none" stroke="{line.color}" stroke-width="1.7"/>')
+        marks.append(_band(line, xs, at_y) + f''
+                     f'<path d="{_path(list(zip(xs, map(at_y, line.y))))}" fill="none" stroke="{line.color}" stroke-width="1.7"/>')
         data.append(dict(label=line.label, at=[round(x, 1) for x in xs], x=list(map(float, line.x)), y=[_json(y) for y in line.y],
                          low=[_json(y) for y in line.low], high=[_json(y) for y in line.high]))
     for _, color, value in levels:
@@ -118,8 +119,10 @@ def chart(
                                                                                       _ in levels]):
         legend.append(f'<span style="color:{color}">&#9632; {html.escape(label)}</span>')
     marks.append(f'<text x="{(_LEFT + _WIDTH)//2}" y="{_HEIGHT - 4}" text-anchor="middle">{html.escape(below)}</text>')
-    svg = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" data-lines="{html.escape(json.dumps(data))}">{"".join(marks)}<path class="cursor"/></svg>'
-    return f'<figure class="chart"><h3>{html.escape(title)}</h3>{svg}<p class="legend">{" ".join(legend)}</p><p class="values">&nbsp;</p></figure>'
+    svg = (f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+           f'data-lines="{html.escape(json.dumps(data))}">{"".join(marks)}<path class="cursor"/></svg>')
+    return (f'<figure class="chart"><h3>{html.escape(title)}</h3>{svg}'
+            f'<p class="legend">{" ".join(legend)}</p><p class="values">&nbsp;</p></figure>')
 
 
 def _json(y: float) -> float | None: return round(float(y), 6) if math.isfinite(y) else None

@@ -32,7 +32,8 @@ def table_html(
         rows: of the texts of a row
     """
     cells = lambda tag, texts: "<tr>" + "".join(f"<{tag}>{html.escape(str(x))}</{tag}>" for x in texts) + "</tr>"
-    return f'<div class="wide"><table><thead>{cells("th", columns)}</thead><tbody>{"".join(cells("td", row) for row in rows)}</tbody></table></div>'
+    return (f'<div class="wide"><table><thead>{cells("th", columns)}</thead>'
+            f'<tbody>{"".join(cells("td", row) for row in rows)}</tbody></table></div>')
 
 
 def curve_charts(results: Results) -> str:
@@ -164,5 +165,6 @@ def page(results: Results) -> str:
             _section("The pipelines", graphs), _section("The commands", commands)]
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
     return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
-            f'<meta name="viewport" content="width=device-width"><title>{escape(results.title)}</title><style>{STYLE}</style></head>\n<body>\n'
+            f'<meta name="viewport" content="width=device-width"><title>{escape(results.title)}</title>'
+            f'<style>{STYLE}</style></head>\n<body>\n'
             + "\n".join(filter(None, body)) + f"\n<script>{SCRIPT}</script>\n</body></html>\n")

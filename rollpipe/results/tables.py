@@ -132,7 +132,8 @@ def notes_of(results: Results) -> list:
 
 ABOUT = """IQM is the interquartile mean over runs, with the 95 % interval of the stratified bootstrap (Agarwal et al. 2021,
 https://arxiv.org/abs/2108.13264). Each run counts with the mean return of its greedy policy over fresh episodes: of the last policy; the
-largest of all evaluations, which flatters; and of the policy that had it, over other episodes. Steps to threshold are the median over runs of the
+largest of all evaluations, which flatters; and of the policy that had it, over other episodes.
+Steps to threshold are the median over runs of the
 steps after which no evaluation is below it, with the number of runs that got there. Wall time is the median, without evaluations."""
 ABOUT = ABOUT.replace("\n", " ")
 
