@@ -168,7 +168,7 @@ def build_parser() -> Parser:
     add_algorithms(command("profile", profile_command, [debug], "run the pipeline that `train` would run, and draw where the time goes"),
                    _timed(settings, 3, "how long it is measured", svg=True))
     _add_searches(command, debug, settings)
-    _add_bench(command("bench", bench_command, [debug], "train what a specification names, each row with several seeds, and go on where it stopped"))
+    _add_bench(command("bench", bench_command, [debug], "train what a specification names with several seeds, and go on"))
     sub = command("report", report_command, [debug], "write table, curves and a page about a bench, or about runs with --eval-steps")
     sub.add_argument("folder", metavar="DIR", help="folder of a bench, or one with the folders of runs")
     sub.add_argument("--out", metavar="DIR", help="folder for report.md, .csv, .png and .html [the same]")

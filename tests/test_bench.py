@@ -78,7 +78,7 @@ class Killed(BaseException): "Stands for the end of the process: nothing is save
 
 @pytest.mark.parametrize("at", range(6))
 def test_a_run_that_ends_during_an_evaluation_makes_it_up(tmp_path, monkeypatch, at):
-    "The process ends after the checkpoint was saved, before the evaluation is written; the checkpoint that is saved then is that of the same moment."
+    "The process ends after the checkpoint was saved, and before the evaluation is written."
     from rollpipe import evaluations
     whole = start(tmp_path/"a", small())
     learn(whole)
@@ -96,14 +96,14 @@ def test_a_run_that_ends_during_an_evaluation_makes_it_up(tmp_path, monkeypatch,
     if at < 4 and load_run(run.folder).counters["steps"] < 640: learn(resume(run.folder))
     else: evaluate_end(run.folder)
     assert points(run.folder) == WHOLE and results(run.folder)[:at] == before
-    if at >= 3: assert [r["mean"] for r in results(run.folder)] == [r["mean"] for r in results(whole.folder)]  # nothing was learned in between
+    if at >= 3: assert [r["mean"] for r in results(run.folder)] == [r["mean"] for r in results(whole.folder)]
 
 
 def test_a_full_disk_leaves_whole_lines_and_the_run_goes_on_later(tmp_path, monkeypatch):
     run, real, full = start(tmp_path/"run", small()), os.fsync, [True]
     def fsync(number):
         name = os.readlink(f"/proc/self/fd/{number}")
-        if full[0] and "evaluations" in name and len(read_evaluations(run.folder)) == 2: raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if full[0] and "evaluations" in name and len(points(run.folder)) == 2: raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(number)
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(OSError, match="No space left on device: .*evaluations.jsonl"): learn(run)
@@ -217,7 +217,8 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path, monkeypatch, capfd)
     checkpoint = tmp_path/"out"/"good-CartPole-v1-s0"/"checkpoint.safetensors"
     checkpoint.write_bytes(checkpoint.read_bytes()[:-1])
     assert rollpipe(*words) == 2                                                            # a damaged run does not stop the others, either
-    assert re.search(r"2 of 2 runs failed; good-CartPole-v1-s0: .*damaged.*; bad-Failing-v0-s0: .*the motor is broken", capfd.readouterr().err)
+    assert re.search(r"2 of 2 runs failed; good-CartPole-v1-s0: .*damaged.*; bad-Failing-v0-s0: .*the motor is broken",
+                     capfd.readouterr().err)
 
 
 def test_two_benches_in_one_folder_are_refused(tmp_path, capfd):
@@ -242,11 +243,14 @@ def test_two_benches_in_one_folder_are_refused(tmp_path, capfd):
 @pytest.mark.parametrize("old, new, told", [
     ("every", "evry", "there is no key 'evry'. Expected every"), ("n_envs", "n_env", "row 1: there is no option 'n_env'. Expected n_envs"),
     ('"trpo"', '"tpro"', "there is no algorithm 'tpro'. Expected trpo"), ("CartPole-v1", "CartPole-v9", "CartPole-v1"),
-    ("steps = 256", 'steps = "many"', "row 1: wrong type of value. Expected a whole number, got 'many'"), ("steps = 256", "steps = 0", "steps"),
-    ("[[row]]", "[[rows]]", "there is no key 'rows'. Expected row"), ("steps = 256", "preset = \"Pendulum-v1\"", "is for another action space"),
+    ("steps = 256", 'steps = "many"', "row 1: wrong type of value. Expected a whole number, got 'many'"),
+    ("steps = 256", "steps = 0", "steps"),
+    ("[[row]]", "[[rows]]", "there is no key 'rows'. Expected row"), ("steps = 256", "preset = \"Pendulum-v1\"",
+                                                                      "is for another action space"),
     ("episodes = 2", "episodes = 0", "eval_episodes: out of range"), ("every = 100", "every = -1", "eval_steps: out of range"),
     ("= [8]", "= [0]", "cannot be built|hidden"), ("steps = 256", "steps 256", "not TOML"),
-    ("every = 100", 'every = 100\n[[published]]\nalgorithm = "ppo"\nenv = "CartPole-v1"\nname = "x"\nmean = 1\nsource = "y"', "no row to compare it")])
+    ("every = 100", 'every = 100\n[[published]]\nalgorithm = "ppo"\nenv = "CartPole-v1"\nname = "x"\nmean = 1\nsource = "y"',
+     "no row to compare it")])
 def test_what_is_wrong_in_a_specification_is_told_before_anything_runs(tmp_path, capsys, old, new, told):
     file = spec(tmp_path/"a.toml", "")
     text = file.read_text()

@@ -108,7 +108,8 @@ def test_steps_to_a_threshold_against_a_loop(returns, threshold):
 
 def test_seeds_of_evaluations_are_apart_from_those_of_the_training():
     of_training = {int(x) for seed in range(50) for resumes in range(4) for x in np.random.SeedSequence([seed, resumes]).generate_state(4)}
-    of_evaluations = [evaluation_seed(seed, kind, steps) for seed in range(50) for kind in ("training", "last", "best") for steps in (0, 2048, 10**6)]
+    of_evaluations = [evaluation_seed(seed, kind, steps) for seed in range(50) for kind in ("training", "last", "best")
+                      for steps in (0, 2048, 10**6)]
     assert not of_training & set(of_evaluations) and len(set(of_evaluations)) == 450
 
 
@@ -123,7 +124,8 @@ def test_numbers_of_a_report_are_those_of_its_runs(tmp_path, capsys):
     line = next(line for line in out.splitlines() if line.startswith("| CartPole-v1"))
     low, high = interval([[r[-1] for r in runs]])
     assert f"| 420 \\[{low:.0f}, {high:.0f}\\] | 420 +- 15.8 | Somebody: 450 +- 20.0 | 480 \\[480, 480\\] |" in line
-    assert "475: never (0 of 5)" in line and sorted(p.name for p in (tmp_path/"out").iterdir()) == [f"report.{x}" for x in ("csv", "html", "md", "png")]
+    assert "475: never (0 of 5)" in line
+    assert sorted(p.name for p in (tmp_path/"out").iterdir()) == [f"report.{x}" for x in ("csv", "html", "md", "png")]
     rows = list(csv.DictReader((tmp_path/"out"/"report.csv").read_text().splitlines()))
     assert [float(row["last"]) for row in rows] == [r[-1] for r in runs] and {row["best_evaluation"] for row in rows} == {"480"}
     assert (tmp_path/"out"/"report.md").read_text() in out and "Somebody" in (tmp_path/"out"/"report.html").read_text()
@@ -134,7 +136,8 @@ def test_what_is_missing_unfinished_damaged_or_alone_is_said(tmp_path, capsys):
     (folder/"a-s3"/"evaluations.jsonl").write_text("nonsense\n")
     assert rollpipe("report", folder) == 0
     out = capsys.readouterr().out
-    for told in ("unfinished, and left out of the numbers: seed 1", "missing, and left out of the numbers: seed 2", "damaged.*seed 3.*line 1",
+    for told in ("unfinished, and left out of the numbers: seed 1", "missing, and left out of the numbers: seed 2",
+                 "damaged.*seed 3.*line 1",
                  "one run has no interval", r"\| 1 of 4 \|.*\| 2.00 \| 2.00 \|"): assert re.search(told, out), told
 
 
@@ -142,7 +145,8 @@ def test_a_return_that_is_not_a_number_is_shown_and_never_averaged(tmp_path, cap
     folder = make_bench(tmp_path/"a", [[0., 1., 2.], [0., 1., math.nan], [0., math.nan, 3.]])
     assert rollpipe("report", folder) == 0
     out = capsys.readouterr().out
-    assert "| not a number (seed 1) | not a number (seed 1, 2) | not a number (seed 1) |" in out and "+-" not in out and "so there is no mean: seed 1, 2" in out
+    assert "| not a number (seed 1) | not a number (seed 1, 2) | not a number (seed 1) |" in out
+    assert "+-" not in out and "so there is no mean: seed 1, 2" in out
     assert "NaN" not in (folder/"report.html").read_text()
 
 
@@ -198,7 +202,8 @@ def test_plain_runs_are_reported_by_what_they_differ_in(tmp_path, capsys):
     ({BENCH: "{"}, "bench.json: damaged, or not made by"),
     ({BENCH: '{"format": 2, "rows": []}'}, "made by another version of rollpipe. Expected format 1, got 2"),
     ({BENCH: '{"format": 1, "rows": [{"name": "a"}]}'}, "bench.json: damaged"),
-    ({"x/config.json": '{"env": "CartPole-v1", "algorithm": "trpo", "steps": 3}'}, "its runs have no evaluations. Expected runs of .*--eval-steps"),
+    ({"x/config.json": '{"env": "CartPole-v1", "algorithm": "trpo", "steps": 3}'},
+     "its runs have no evaluations. Expected runs of .*--eval-steps"),
     ({"x/config.json": "?"}, "config.json: damaged"),
     ({"x/config.json": '{"env": "CartPole-v1", "algorithm": "trpo", "steps": 3}', "x/evaluations.jsonl": '{"format": 3, "kind": "last"}\n'},
      "made by another version of rollpipe. Expected format 1, got 3")])

@@ -101,23 +101,28 @@ def chart(
         str: markup of one figure
     """
     (x0, x1) = _limits([x for line in lines for x in line.x])
-    limits = (min(0., x0) if x0 > 0 else x0, x1), _limits([y for line in lines for y in (*line.y, *line.low, *line.high)] + [v for *_, v in levels])
+    limits = (min(0., x0) if x0 > 0 else x0,
+              x1), _limits([y for line in lines for y in (*line.y, *line.low, *line.high)] + [v for *_, v in levels])
     (x0, x1), (y0, y1) = limits
     at_x = lambda x: _LEFT + (x - x0)/(x1 - x0)*(_WIDTH - 8 - _LEFT)
     at_y = lambda y: 8 + (y1 - y)/(y1 - y0)*(_HEIGHT - _BOTTOM - 8) if math.isfinite(y) else math.nan
     marks, legend, data = [_axes(limits, at_x, at_y)], [], []
     for line in lines:
         xs = [at_x(x) for x in line.x]
-        marks.append(_band(line, xs, at_y) + f'<path d="{_path(list(zip(xs, map(at_y, line.y))))}" fill="none" stroke="{line.color}" stroke-width="1.7"/>')
+        marks.append(_band(line, xs, at_y) + f''
+                     f'<path d="{_path(list(zip(xs, map(at_y, line.y))))}" fill="none" stroke="{line.color}" stroke-width="1.7"/>')
         data.append(dict(label=line.label, at=[round(x, 1) for x in xs], x=list(map(float, line.x)), y=[_json(y) for y in line.y],
                          low=[_json(y) for y in line.low], high=[_json(y) for y in line.high]))
-    for label, color, value in levels:
+    for _, color, value in levels:
         marks.append(f'<path d="M{_LEFT} {at_y(value):.1f}H{_WIDTH - 8}" stroke="{color}" stroke-dasharray="5 4"/>')
-    for label, color in dict.fromkeys([(line.label, line.color) for line in lines] + [(f"- - {label}", color) for label, color, _ in levels]):
+    for label, color in dict.fromkeys([(line.label, line.color) for line in lines] + [(f"- - {label}", color) for label, color,
+                                                                                      _ in levels]):
         legend.append(f'<span style="color:{color}">&#9632; {html.escape(label)}</span>')
     marks.append(f'<text x="{(_LEFT + _WIDTH)//2}" y="{_HEIGHT - 4}" text-anchor="middle">{html.escape(below)}</text>')
-    svg = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" data-lines="{html.escape(json.dumps(data))}">{"".join(marks)}<path class="cursor"/></svg>'
-    return f'<figure class="chart"><h3>{html.escape(title)}</h3>{svg}<p class="legend">{" ".join(legend)}</p><p class="values">&nbsp;</p></figure>'
+    svg = (f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+           f'data-lines="{html.escape(json.dumps(data))}">{"".join(marks)}<path class="cursor"/></svg>')
+    return (f'<figure class="chart"><h3>{html.escape(title)}</h3>{svg}'
+            f'<p class="legend">{" ".join(legend)}</p><p class="values">&nbsp;</p></figure>')
 
 
 def _json(y: float) -> float | None: return round(float(y), 6) if math.isfinite(y) else None

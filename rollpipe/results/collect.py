@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json, math, shlex
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from gymnasium.envs.registration import registry
@@ -155,7 +155,8 @@ def _of_runs(folder: Path, runs: list) -> Results:
                               ",".join(str(x.seed) for x in results)])
         rows.append(RowResult(label, config["algorithm"], config["env"], command, threshold_of(config["env"]), None, [], results))
     if not any(x.evaluations for row in rows for x in row.results):
-        raise DataError(f"{folder}: its runs have no evaluations", expected="runs of `rollpipe bench`, or of `rollpipe train --eval-steps N`")
+        raise DataError(f"{folder}: its runs have no evaluations",
+                        expected="runs of `rollpipe bench`, or of `rollpipe train --eval-steps N`")
     return Results(folder.resolve().name, rows)
 
 

@@ -32,7 +32,7 @@ class Row(NamedTuple):
         seeds: of int
         every: steps between evaluations; None: a twentieth of all steps
         threshold: return that counts as success; None: that of gymnasium's registry, if there is one
-        scale: returns that count as 0 and 1 where rows of several environments are put together; None: the row is left out there
+        scale: returns that count as 0 and 1 where environments are put together; None: it is left out
     """
     algorithm: str     # its name
     env: str           # gymnasium id
@@ -43,7 +43,7 @@ class Row(NamedTuple):
     seeds: list        # of int
     every: int | None  # steps between evaluations; None: a twentieth of all steps
     threshold: float | None  # return that counts as success; None: that of gymnasium's registry, if there is one
-    scale: tuple | None      # returns that count as 0 and 1 where rows of several environments are put together; None: the row is left out there
+    scale: tuple | None      # returns that count as 0 and 1 where environments are put together; None: it is left out
 
     @property
     def name(self) -> str:
@@ -116,7 +116,8 @@ def _seeds(value: Any, where: str) -> list:
 
 def _scale(table: dict, where: str) -> tuple | None:
     found = _get(table, "scale", "a list", where)
-    if found is None or len(found) == 2 and all(type(x) in (int, float) for x in found) and found[0] < found[1]: return found and tuple(found)
+    if found is None or len(found) == 2 and all(type(x) in (int, float)
+                                                for x in found) and found[0] < found[1]: return found and tuple(found)
     raise DataError(f"{where}: not a scale", leaf="scale", expected="two numbers in ascending order", got=repr(found))
 
 

@@ -18,7 +18,7 @@ __all__ = ['iqm', 'resampled', 'interval', 'steps_to']
 def iqm(
     x: np.ndarray,  # [..., n] with n >= 1; a result that is not a number is refused
 ) -> np.ndarray:    # [...]
-    """The mean of the middle half along the last axis. Raises `DataError` for `nan`, because it would vanish among the others or spoil them.
+    """The mean of the middle half along the last axis. Raises `DataError` for `nan`, because it would spoil the others.
 
     Args:
         x: [..., n] with n >= 1; a result that is not a number is refused

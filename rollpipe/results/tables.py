@@ -66,7 +66,7 @@ def figure_of(
 # %% ../../nbs/results/04_tables.ipynb #71cde4fa
 def steps_needed(row: RowResult) -> list:
     "For each complete run the steps to the threshold, `inf` if it did not get there. Empty if there is no threshold."
-    return [] if row.threshold is None else [steps_to(*run.curve, row.threshold) for run in row.complete]
+    return [] if row.threshold is None else [steps_to(run.curve[0], run.curve[1], row.threshold) for run in row.complete]
 
 
 def _needed(row: RowResult) -> str:
@@ -131,9 +131,11 @@ def notes_of(results: Results) -> list:
 
 
 ABOUT = """IQM is the interquartile mean over runs, with the 95 % interval of the stratified bootstrap (Agarwal et al. 2021,
-https://arxiv.org/abs/2108.13264). Each run counts with the mean return of its greedy policy over fresh episodes: of the last policy; the largest
-of all evaluations, which flatters; and of the policy that had it, over other episodes. Steps to threshold are the median over runs of the
-steps after which no evaluation is below it, with the number of runs that got there. Wall time is the median, without evaluations.""".replace("\n", " ")
+https://arxiv.org/abs/2108.13264). Each run counts with the mean return of its greedy policy over fresh episodes: of the last policy; the
+largest of all evaluations, which flatters; and of the policy that had it, over other episodes.
+Steps to threshold are the median over runs of the
+steps after which no evaluation is below it, with the number of runs that got there. Wall time is the median, without evaluations."""
+ABOUT = ABOUT.replace("\n", " ")
 
 # %% ../../nbs/results/04_tables.ipynb #d8dbd936
 def _plain(text: Any) -> str:
@@ -152,21 +154,24 @@ def markdown(results: Results) -> str:
         lines += ["", f"{_plain(label)}, {n} environments together on their scales: IQM {middle:.2f}{told}."]
     lines += ["", ABOUT, *(f"\n- {_plain(note)}" for note in notes_of(results))]
     lines += ["", "Published figures:", "", *(f"- {_plain(x.name)}, {_plain(x.algorithm)} on {_plain(x.env)}: {_plain(x.source)}"
-                                              for row in results.rows for x in row.published)] if any(r.published for r in results.rows) else []
+                                              for row in results.rows
+                                              for x in row.published)] if any(r.published for r in results.rows) else []
     lines += ["", "Commands:", "", *(f"    {' '.join(row.command.split())}" for row in results.rows)]
     return "\n".join(lines) + "\n"
 
 
 def csv_text(results: Results) -> str:
     "A line for each run: what was trained, its state and its results."
-    names = ("environment", "label", "algorithm", "seed", "state", "steps", "last", "best_evaluation", "best", "steps_to_threshold", "seconds", "resumes")
-    csv.writer(out := io.StringIO(), lineterminator="\n").writerows([names, *(_cells(row, run) for row in results.rows for run in row.results)])
+    names = ("environment", "label", "algorithm", "seed", "state", "steps", "last", "best_evaluation", "best", "steps_to_threshold",
+             "seconds", "resumes")
+    csv.writer(out := io.StringIO(), lineterminator="\n").writerows([names, *(_cells(row, run) for row in results.rows
+                                                                              for run in row.results)])
     return out.getvalue()
 
 
 def _cells(row: RowResult, run: Any) -> Iterable:
     texts = [f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text for text in (row.env, row.label, row.algorithm)]
-    over, needed = run.state == "complete", steps_to(*run.curve, row.threshold) if row.threshold is not None else math.nan
+    over, needed = run.state == "complete", steps_to(run.curve[0], run.curve[1], row.threshold) if row.threshold is not None else math.nan
     numbers = [run.mean("last"), run.best, run.mean("best"), needed, run.seconds] if over else [math.nan]*5
     steps = run.evaluations[-1]["steps"] if run.evaluations else 0
     return [*texts, run.seed, run.state, steps, *(f"{x:.10g}" for x in numbers), run.resumes]
