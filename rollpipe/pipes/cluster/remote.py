@@ -80,7 +80,7 @@ class RemoteWorker:
     @property
     def has_started(self) -> bool: return self.pid is not None
     def is_alive(self) -> bool: return not self.closed     # that it has died, the next message tells
-    def __repr__(self): return f"{self.name} (pid {self.pid}, node {self.host})" if self.has_started else self.name
+    def __repr__(self): return f"{self.name} (pid {self.pid}) on node {self.host}" if self.has_started else self.name
 
     def send(self, message: tuple) -> None:
         "Send a request: the arguments of `LaneActor.answer`."
