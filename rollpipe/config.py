@@ -22,11 +22,12 @@ from .pipes.errors import DataError
 from .pipes.graph import find, insert_before
 from .pipes.modules import checked_device
 from .pipes.transforms import ToDevice
+from .pipes.cluster.reading import RayReading
 from .pipes.workers.reading import ProcessReading
 from .presets.choice import preset_for
 
 # %% auto #0
-__all__ = ['RUN_OPTIONS', 'device_of', 'make_config', 'build']
+__all__ = ['RUN_OPTIONS', 'device_of', 'reading_for', 'make_config', 'build']
 
 # %% ../nbs/07_config.ipynb #62591ac2
 def _check_names(algorithm: str, options: dict, known: dict) -> None:
@@ -68,6 +69,28 @@ def _moved(pipe: Any, device: torch.device) -> Any:
     def make(source): return ToDevice(source, device)
     return insert_before(pipe, AdvantageBuffer, make) if len(find(pipe, AdvantageBuffer)) == 1 else make(pipe)
 
+# %% ../nbs/07_config.ipynb #ce5267a0
+def reading_for(
+    config: dict,  # see `make_config`
+) -> Any:          # a reading service
+    """The reading service of a run. Raises `DataError` for options that are out of range, or do not fit together.
+
+    Args:
+        config: see `make_config`
+
+    Returns:
+        Any: a reading service
+    """
+    kind, address = config.get("reading", "processes"), config.get("address")
+    options = config["workers"], config["lag"], config["order"]
+    on_host = device_of(config.get("device", "cpu")).type != "cpu"  # the learner alone uses the device
+    if kind == "ray":
+        if not config["workers"]: raise DataError("Ray, but no workers", leaf="workers", expected="--workers 1 or more", got="0")
+        return RayReading(*options, restart=config["restarts"], address=address, device="cpu" if on_host else None)
+    if kind != "processes": raise DataError("unknown reading service", leaf="reading", expected="processes or ray", got=repr(kind))
+    if address is not None: raise DataError("an address, but no cluster", leaf="address", expected="--reading ray", got=repr(address))
+    return ProcessReading(*options, restart=config["restarts"], affinity=["cpu"] if on_host else None)
+
 # %% ../nbs/07_config.ipynb #ce52679f
 _Make = TypeVar("_Make", bound=Callable)
 
@@ -105,6 +128,8 @@ def make_config(
     lag: int | None = 0,             # updates between collecting a batch in workers and learning from it: 0, 1, ... or none (any number)
     order: str = "canonical",        # order of the lanes with workers: canonical (in turn) or ready (first come, first served)
     restarts: int = 0,               # how often a lost worker is replaced before the run fails
+    reading: str = "processes",      # where workers run: processes (of this machine) or ray (a Ray cluster)
+    address: str | None = None,      # of a Ray cluster: auto (that of this machine) or host:port [Ray for this run alone]
     name: str | None = None,         # name of the experiment in plots [algorithm and environment]
     imports: Sequence[str] = (),     # modules that must be imported before the environment can be made
     device: str = "cpu",             # where networks and batches are: cpu, cuda, cuda:1, mps, or auto (cuda or mps, if it is there)
@@ -128,6 +153,8 @@ def make_config(
         lag: updates between collecting a batch in workers and learning from it: 0, 1, ... or none (any number)
         order: order of the lanes with workers: canonical (in turn) or ready (first come, first served)
         restarts: how often a lost worker is replaced before the run fails
+        reading: where workers run: processes (of this machine) or ray (a Ray cluster)
+        address: of a Ray cluster: auto (that of this machine) or host:port [Ray for this run alone]
         name: name of the experiment in plots [algorithm and environment]
         imports: modules that must be imported before the environment can be made
         device: where networks and batches are: cpu, cuda, cuda:1, mps, or auto (cuda or mps, if it is there)
@@ -140,12 +167,12 @@ def make_config(
     for what, value, low in (("steps", steps, 1), ("threads", threads, 1), ("checkpoint_every", checkpoint_every, 1), ("seed", seed, 0)):
         _check_at_least(low, what, value)
     for what, value in (("keep", keep), ("eval_every", eval_every), ("video_every", video_every)): _check_at_least(0, what, value)
-    ProcessReading(workers, lag, order, restart=restarts)  # raises if one of them is wrong
-    device_of(device)
+    reading_for(dict(workers=workers, lag=lag, order=order, restarts=restarts, reading=reading, address=address, device=device))
     _check_lanes(workers, options.get("lanes", defaults.get("lanes", 1)))
     config = dict(algorithm=algorithm, env=env, env_kwargs=env_kwargs or {}, name=name, seed=seed, steps=steps,
                   threads=threads, checkpoint_every=checkpoint_every, keep=keep, eval_every=eval_every, video_every=video_every,
-                  workers=workers, lag=lag, order=order, restarts=restarts, device=device, preset=None if preset == "none" else preset,
+                  workers=workers, lag=lag, order=order, restarts=restarts, reading=reading, address=address, device=device,
+                  preset=None if preset == "none" else preset,
                   options={**defaults, **options}, versions=_versions(), **(dict(imports=imports) if imports else {}))
     try: return json.loads(json.dumps(config))
     except TypeError as e: raise DataError(f"the configuration cannot be written as JSON: {e}") from None

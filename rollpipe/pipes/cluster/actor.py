@@ -114,7 +114,7 @@ class LaneActor:
     def _fail(self, e):
         "Send what was raised, and end."
         if isinstance(e, SystemExit):
-            if not isinstance(e, Terminated): send_warning(self.outbox, pack_exception(e, self.name)[0])     # the log says who has called it
+            if not isinstance(e, Terminated): send_warning(self.outbox, pack_exception(e, self.name)[0])     # who has called `sys.exit`
             self.outbox.send(('ended', e.code if isinstance(e.code, int) else 0 if e.code is None else 1))
         elif self.runner is None: send_exception(self.outbox, e, self.name)
         else: self.runner.send_error(e)

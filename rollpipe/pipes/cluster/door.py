@@ -7,7 +7,7 @@ __all__ = ['import_ray', 'is_address', 'descendants', 'lease', 'is_own']
 
 # %% ../../../nbs/pipes/32_cluster/01_door.ipynb #4c129db8
 import os, re, secrets, shutil, signal, socket, sys, tempfile, threading, weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ def import_ray() -> Any:
     "The module `ray`. Raises `WorkerError` if it is not installed."
     try: import ray
     except ImportError as e:
-        raise WorkerError("Ray is not installed", pipe='RayReading', expected="pip install 'rollpipe[ray]'", got=f"{type(e).__name__}: {e}") from e
+        raise WorkerError("Ray is not installed", pipe='RayReading', expected="pip install 'rollpipe[ray]'", got=str(e)) from e
     return ray
 
 # %% ../../../nbs/pipes/32_cluster/01_door.ipynb #4224a7b9
@@ -30,11 +30,17 @@ def is_address(address: Any) -> bool:
     return address is None or isinstance(address, str) and re.fullmatch(r"auto|(ray://)?[^\s/:]+:\d{1,5}", address) is not None
 
 
-def _check_somebody_listens(address):
-    "Raise `WorkerError` if nothing listens at this address."
+_HELLO = b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n' + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])     # with empty settings, as gRPC begins
+
+
+def _check_somebody_listens(address, timeout=5.):
+    "Raise `WorkerError` if nothing at this address speaks the protocol of Ray: the answer begins with settings (type 4)."
     if address == 'auto': return
     host, port = address.removeprefix('ray://').split(':')
-    try: socket.create_connection((host, int(port)), 5).close()
+    try:
+        with socket.create_connection((host, int(port)), timeout) as link:
+            link.sendall(_HELLO)
+            if link.recv(9)[3:4] != b'\x04': raise ConnectionError("what listens there is not Ray")
     except (OSError, OverflowError) as e: raise _no_cluster(address, e) from e
 
 
@@ -94,11 +100,12 @@ def _told(data: dict, ignore_prefix: bool = False) -> None:
 
 # %% ../../../nbs/pipes/32_cluster/01_door.ipynb #941a7f0d
 @contextmanager
-def _sigterm_kept() -> Iterator[None]:
-    "Put the handler of SIGTERM back at the end."
-    before = signal.getsignal(signal.SIGTERM)
+def _process_kept() -> Iterator[None]:
+    "Put the handler of SIGTERM back at the end, and the environment."
+    before, environment = signal.getsignal(signal.SIGTERM), dict(os.environ)
     try: yield
     finally:
+        for name in os.environ.keys() - environment.keys(): del os.environ[name]
         if threading.current_thread() is threading.main_thread() and before is not None: signal.signal(signal.SIGTERM, before)
 
 # %% ../../../nbs/pipes/32_cluster/01_door.ipynb #3ee89eba
@@ -118,13 +125,13 @@ def _start(ray, ending: ExitStack) -> None:
     ending.enter_context(_replaced(ray._private.ray_constants, 'ENABLE_RAY_CLUSTER', False))     # as the variable says; Ray may be imported
     _read_settings(ray)
     # The names of sockets in this folder may have 107 characters.
-    folder = tempfile.mkdtemp(prefix='ray-', dir='/tmp' if os.path.isdir('/tmp') else None)
+    folder = tempfile.mkdtemp(prefix='ray-', dir='/tmp' if len(tempfile.gettempdir()) > 30 and os.path.isdir('/tmp') else None)
     ending.callback(shutil.rmtree, folder, ignore_errors=True)
     before = set(descendants(os.getpid()))
     ending.callback(lambda: [_kill(pid, folder) for pid in descendants(os.getpid())])     # those of a start that failed
     ending.callback(ray.shutdown)
     modules = dict(PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))     # workers find what this process finds
-    with _sigterm_kept(), _environment(modules):
+    with _process_kept(), _environment(modules):
         ray.init('local', include_dashboard=False, log_to_driver=False, logging_level='ERROR', _temp_dir=folder)
     for pid in set(descendants(os.getpid())) - before: guard(pid)
 
@@ -141,7 +148,7 @@ def _connect(ray, address: str, ending: ExitStack) -> None:
     _check_somebody_listens(address)
     _read_settings(ray)
     ending.callback(ray.shutdown)
-    with _sigterm_kept(): ray.init(address, log_to_driver=False, logging_level='ERROR')
+    with _process_kept(): ray.init(address, log_to_driver=False, logging_level='ERROR')
 
 # %% ../../../nbs/pipes/32_cluster/01_door.ipynb #1fabdce4
 class _Connection:

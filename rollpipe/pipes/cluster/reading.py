@@ -42,7 +42,7 @@ class RayReading(WorkerReading):
         lag: learner updates between collecting and consuming; None: no limit, workers run ahead
         order: 'canonical': lanes in turn; 'ready': first come, first served
         address: 'auto', 'host:port' or 'ray://host:port'; None: the Ray of this process
-        resources: needs of each worker: num_cpus, num_gpus, memory [bytes], own names [one CPU in a cluster]
+        resources: what each worker needs: num_cpus, num_gpus, memory [bytes], own names [see above]
         runtime_env: what Ray prepares for the workers on their nodes, such as packages and variables
         device: device of the actors in the workers, such as 'cuda'; None: they are not moved
         worker_threads: torch threads in each worker
@@ -57,7 +57,7 @@ class RayReading(WorkerReading):
                  order: str = 'canonical',        # 'canonical': lanes in turn; 'ready': first come, first served
                  *,
                  address: str | None = None,      # 'auto', 'host:port' or 'ray://host:port'; None: the Ray of this process
-                 resources: dict | None = None,   # needs of each worker: num_cpus, num_gpus, memory [bytes], own names [one CPU in a cluster]
+                 resources: dict | None = None,   # what each worker needs: num_cpus, num_gpus, memory [bytes], own names [see above]
                  runtime_env: dict | None = None, # what Ray prepares for the workers on their nodes, such as packages and variables
                  device: Any = None,              # device of the actors in the workers, such as 'cuda'; None: they are not moved
                  worker_threads: int = 1,         # torch threads in each worker

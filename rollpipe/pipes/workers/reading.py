@@ -6,8 +6,6 @@
 __all__ = ['ProcessReading']
 
 # %% ../../../nbs/pipes/30_workers/18_reading.ipynb #9164978a
-from typing import Any
-
 from .. import torchdata
 from ..errors import check_integer
 from .crew import ProcessCrew
