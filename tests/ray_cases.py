@@ -12,11 +12,20 @@ SETTINGS = dict(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_AUTH_MODE="token", RA
 STORE = 2 * 10 ** 8     # bytes
 
 
+@contextmanager
+def sigterm_kept():
+    "Put the handler back for which Ray has one of its own."
+    before = signal.getsignal(signal.SIGTERM)
+    try: yield
+    finally: signal.signal(signal.SIGTERM, before)
+
+
 class TwoNodes:
     "The nodes; the first one is that of this process, and `address` is where others find them."
     def __init__(self, cluster): self.cluster, self.address = cluster, cluster.address
 
-    def add(self, **resources): return self.cluster.add_node(num_cpus=2, object_store_memory=STORE, resources=resources)
+    def add(self, **resources):
+        with sigterm_kept(): return self.cluster.add_node(num_cpus=2, object_store_memory=STORE, resources=resources)
 
     @staticmethod
     def kill(node):
@@ -28,14 +37,15 @@ class TwoNodes:
 @contextmanager
 def two_nodes(folder):
     "Start a cluster with two CPUs on each of two nodes, the second of which has two `far`; sessions are kept in `folder`."
-    before, sigterm = dict(os.environ), signal.getsignal(signal.SIGTERM)
+    before = dict(os.environ)
     os.environ.update(SETTINGS, RAY_TMPDIR=str(folder), PYTHONPATH=environment()["PYTHONPATH"])
     import ray
     from ray.cluster_utils import Cluster
 
     from rollpipe.pipes.cluster.door import _read_settings
     _read_settings(ray)
-    cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=2, include_dashboard=False, object_store_memory=STORE))
+    with sigterm_kept():
+        cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=2, include_dashboard=False, object_store_memory=STORE))
     try:
         nodes = TwoNodes(cluster)
         nodes.far = nodes.add(far=2)
@@ -44,6 +54,5 @@ def two_nodes(folder):
     finally:
         ray.shutdown()
         cluster.shutdown()
-        signal.signal(signal.SIGTERM, sigterm)
         os.environ.clear()
         os.environ.update(before)

@@ -81,7 +81,7 @@ def test_batches_and_weights_after_20_updates_are_bit_identical(Reading):
     assert_same(learned(Reading(2)), KNOWN["learned"])
 
 
-@pytest.mark.parametrize("world, workers", [("gaussian", 1), ("gaussian", 3), ("recurrent", 2), ("nested", 2), ("episode_lists", 2),
+@pytest.mark.parametrize("world, workers", [("gaussian", 1), ("gaussian", 3), ("recurrent", 2), ("episode_lists", 2),
                                             ("global_env", 2)])
 def test_the_stream_is_that_of_the_serial_twin(world, workers, Reading):
     assert_same(stream(world, Reading(workers)), serial(world))
@@ -96,9 +96,8 @@ def test_a_lag_is_exactly_that(workers, Reading):
     assert_same(found[0], serial("gaussian")[0])
 
 
-@pytest.mark.parametrize("order", ["canonical", "ready"])
-@pytest.mark.parametrize("lag", [1, None])
-def test_lanes_that_end(order, lag, Reading):
+@pytest.mark.parametrize("lag, order", [(1, "canonical"), (None, "ready")])
+def test_lanes_that_end(lag, order, Reading):
     "All that they have arrives, once, whatever was asked for in advance."
     found = stream("unequal", Reading(2, lag=lag, order=order), n=100)
     told = [(int(f.lane[0]), int(f.seq[0])) for f in found]
@@ -108,7 +107,7 @@ def test_lanes_that_end(order, lag, Reading):
     for lane in range(3): assert [s for k, s in told if k == lane] == sorted(s for k, s in expected if k == lane)
 
 
-@pytest.mark.parametrize("lag", [0, 2, None])
+@pytest.mark.parametrize("lag", [2, None])
 def test_the_weights_are_those_of_the_version(lag, Reading):
     "What is reported is the parameter itself, which is large enough to go through a store of its own."
     class Wide(Learning):
@@ -238,7 +237,7 @@ def test_seeds(Reading):
     assert_same(run(Reading(2)), run(InProcessReadingService()))
 
 
-@pytest.mark.parametrize("lag", [0, 1, None])
+@pytest.mark.parametrize("lag", [1, None])
 def test_pause_resume_and_limit(lag, Reading):
     "While paused, nothing is collected; then it goes on as if nothing had been."
     pipe, _ = WORLDS["memory"](2)
@@ -297,10 +296,8 @@ def test_records(Reading):
 
 # --- faults
 
-STEPPER = r"EnvStepper, lane 1, environment 0 .*: "
 RAISED = {  # (harm, call, at) -> type, what the message says, what the traceback says
     ("raise", "factory", 1): (EnvError, r"EnvStepper, lane 1, environment 0 .*ZeroDivisionError: an accident", "in __init__"),
-    ("raise", "step", 7): (EnvError, STEPPER + r"step\(\) raised ZeroDivisionError: an accident", "in step"),
     ("raise", "actor", 7): (ActorError, r"EnvStepper, lane 1: HarmfulActor.step raised ZeroDivisionError: an acc", "in forward"),
     ("raise", "pipe", "close"): (ZeroDivisionError, "an accident", "in stream"),
     ("unpicklable", "pipe", 2): (DataError, r"lane 1, leaf Fragment.env\['a generator'\]: .*cannot pickle 'generator' .*[gG]ot generator",
@@ -319,7 +316,8 @@ def test_exceptions_arrive_with_their_traceback(case, Reading):
 
 def test_an_exception_is_no_death(Reading):
     "It would come again; it is raised whatever `restart` says."
-    assert type(outcome(harmful("raise", "step", 7), Reading(2, restart=3))[0]) is EnvError
+    error, text, _ = outcome(harmful("raise", "step", 7), Reading(2, restart=3))
+    assert type(error) is EnvError and re.search(r"EnvStepper, lane 1, environment 0 .*: step\(\) raised ZeroDivisionError: an acc", text)
 
 
 def test_the_log_says_who_has_called_exit(caplog, Reading):
@@ -342,12 +340,11 @@ def test_a_death_is_told_with_all_lanes_of_the_worker(Reading):
     assert time.monotonic() - start < 10 * slack()
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_lanes_start_anew_elsewhere(lag, caplog, Reading):
+def test_lanes_start_anew_elsewhere(caplog, Reading):
     "With `seq` 0 and other random numbers; the other lane goes on as if nothing had been; the log says so. Then it is enough."
     expected = [snapshot(f) for f in islice(Lanes(FragmentCollector(EnvStepper(Lively, Shaky()), 3), 2, 0), 12)]
     pipe = Lanes(FragmentCollector(EnvStepper(Lively, Shaky()), 3), 2, 0)
-    with caplog.at_level(logging.WARNING, "rollpipe"), DataLoader2(pipe, reading_service=Reading(2, lag=lag, restart=1)) as loader:
+    with caplog.at_level(logging.WARNING, "rollpipe"), DataLoader2(pipe, reading_service=Reading(2, lag=1, restart=1)) as loader:
         items = iter(loader)
         found = [next(items) for _ in range(4)]
         os.kill(lost := pids(loader)[1], signal.SIGKILL)
