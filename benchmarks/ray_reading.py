@@ -62,8 +62,8 @@ def overhead(args):
                     record = loader.reading_service.records[-1]
                     waits.append(perf_counter() - begin - record.end + record.begin)
                     del item
-            rows.append([name(env), key, *('{1:,.0f} ({0:,.0f}-{2:,.0f})'.format(*np.percentile(1e6 * np.array(x), [25, 50, 75])) if x else ''
-                                           for x in (waits, copies[10:])), f'{record.copied_bytes:,}'])
+            quartiles = [np.percentile(1e6 * np.array(x), [25, 50, 75]) if x else [np.nan] * 3 for x in (waits, copies[10:])]
+            rows.append([name(env), key, *('{1:,.0f} ({0:,.0f}-{2:,.0f})'.format(*x) for x in quartiles), f'{record.copied_bytes:,}'])
     print(table(['environment, B=8', 'workers', 'beyond collecting [us], median (quartiles)', 'copy [us]', 'bytes'], rows))
 
 

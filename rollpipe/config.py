@@ -167,8 +167,7 @@ def make_config(
     for what, value, low in (("steps", steps, 1), ("threads", threads, 1), ("checkpoint_every", checkpoint_every, 1), ("seed", seed, 0)):
         _check_at_least(low, what, value)
     for what, value in (("keep", keep), ("eval_every", eval_every), ("video_every", video_every)): _check_at_least(0, what, value)
-    where = dict(workers=workers, lag=lag, order=order, restarts=restarts, reading=reading, address=address, device=device)
-    reading_for(where)  # raises if one of them is wrong
+    reading_for(where := dict(workers=workers, lag=lag, order=order, restarts=restarts, reading=reading, address=address, device=device))
     _check_lanes(workers, options.get("lanes", defaults.get("lanes", 1)))
     config = dict(algorithm=algorithm, env=env, env_kwargs=env_kwargs or {}, name=name, seed=seed, steps=steps, threads=threads,
                   checkpoint_every=checkpoint_every, keep=keep, eval_every=eval_every, video_every=video_every, **where,

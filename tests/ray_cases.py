@@ -31,7 +31,9 @@ class TwoNodes:
     def kill(node):
         "End a node as if its machine had failed."
         for kind, processes in node.all_processes.items():
-            if "raylet" in kind: os.kill(processes[0].process.pid, signal.SIGKILL)
+            if "raylet" not in kind: continue
+            os.kill(processes[0].process.pid, signal.SIGKILL)
+            processes[0].process.wait(10)
 
 
 @contextmanager
@@ -44,6 +46,7 @@ def two_nodes(folder):
 
     from rollpipe.pipes.cluster.door import _read_settings
     _read_settings(ray)
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = False     # as the variable says; Ray may be imported already
     with sigterm_kept():
         cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=2, include_dashboard=False, object_store_memory=STORE))
     try:

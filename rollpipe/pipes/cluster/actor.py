@@ -69,7 +69,8 @@ class LaneActor:
         self.tracebacks.serve()
         try:
             torch.set_num_threads(threads)
-            self.runner = LaneRunner(self.outbox, [self.slot], receiver, name, *cloudpickle.loads(packed), device)
+            lanes, states = cloudpickle.loads(packed)
+            self.runner = LaneRunner(self.outbox, [self.slot], receiver, name, lanes, states, device)
         except BaseException as e: self._fail(e)
         return self.outbox.take(), os.getpid(), self.tracebacks.file.fd, *node_of_this_process()
 

@@ -64,6 +64,7 @@ class RemoteWorker:
         grace: seconds between SIGTERM and its end by force
     """
     threads = ()     # it was not forked beside other threads
+    pid: Any         # of its process on its node; None: it has not started
 
     def __init__(self,
                  ray: Any,       # the module

@@ -28,12 +28,13 @@ class Member:
     """A worker process, and what the coordinator knows about it.
 
     Args:
+        process: a `WorkerProcess`, or what has its methods
         lanes: numbers of its lanes
         patience: how long it may be silent [s]
     """
     def __init__(self,
                  index: int,
-                 process: WorkerProcess,
+                 process: Any,            # a `WorkerProcess`, or what has its methods
                  lanes: Iterable,         # numbers of its lanes
                  patience: float,         # how long it may be silent [s]
     ):
