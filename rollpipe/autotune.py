@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from .algorithms import options_for
-from .config import build, make_config
+from .config import build, make_config, reading_for
 from .options import Option
+from .pipes.errors import DataError
 from .pipes.profiling.profile import check_seconds, profile
 from .pipes.profiling.report import Profile, share_text
-from .pipes.workers.reading import ProcessReading
 
 # %% auto #0
 __all__ = ['GRID', 'SHORTEST', 'NO_TIME', 'profile_config', 'cores', 'settings', 'Trial', 'autotune', 'table_row', 'trial_row',
@@ -34,7 +34,7 @@ def profile_config(
         seconds: how long it is measured
     """
     agent, pipe = build(config)
-    service = ProcessReading(config["workers"], config["lag"], config["order"], restart=config["restarts"]) if config["workers"] else None
+    service = reading_for(config) if config["workers"] else None
     threads = torch.get_num_threads()
     torch.set_num_threads(config["threads"])
     try: return profile(pipe, seconds, reading_service=service, update=agent.update)
@@ -130,6 +130,8 @@ def autotune(
     """
     options = options or {}
     check_seconds(seconds, "autotune")
+    if (reading := run_options.get("reading", "processes")) != "processes":
+        raise DataError("only worker processes are measured", pipe="autotune", leaf="reading", expected="processes", got=repr(reading))
     base = make_config(algorithm, env, options, env_kwargs, **{name: value for name, value in run_options.items() if name != "workers"})
     found, begun = settings(algorithm, {**options, **run_options}, cores(), base["options"]), time.monotonic()
     for k, setting in enumerate(found):

@@ -26,11 +26,12 @@ from .pipes.lanes import Lanes
 from .pipes.modules import checked_device
 from .pipes.replay.pipe import Replay
 from .pipes.batches import ToDevice
+from .pipes.cluster.reading import RayReading
 from .pipes.workers.reading import ProcessReading
 from .presets.choice import preset_for
 
 # %% auto #0
-__all__ = ['RUN_OPTIONS', 'device_of', 'make_config', 'build']
+__all__ = ['RUN_OPTIONS', 'device_of', 'reading_for', 'make_config', 'build']
 
 # %% ../nbs/07_config.ipynb #62591ac2
 def _check_options(algorithm: str, options: dict, known: dict) -> None:
@@ -59,8 +60,7 @@ def _versions() -> dict:
     return dict(python=platform.python_version(), **{name: m.__version__ for name, m in modules.items()})
 
 
-def _check_workers(workers: int, lanes: int, lag: int | None = 0, order: str = "canonical", restarts: int = 0) -> None:
-    ProcessReading(workers, lag, order, restart=restarts)  # raises if one of them is wrong
+def _check_lanes(workers: int, lanes: int) -> None:
     if workers > lanes:
         raise DataError(f"{workers} workers have too few lanes", leaf="workers", expected=f"--lanes {workers} or more "
                         "(a batch has lanes * n_envs * n_steps steps)", got=f"{lanes} lanes")
@@ -92,6 +92,28 @@ def _curious(pipe: Any, config: dict, seed: int) -> Any:
                         expected="0, or an algorithm without a memory, such as ppo", got=str(weight))
     network = Distillation.for_env(config["env"], env_kwargs=config["env_kwargs"], seed=seed)
     return insert_after(pipe, Lanes, partial(RND, network=network, weight=weight, seed=seed))
+
+# %% ../nbs/07_config.ipynb #ce5267a0
+def reading_for(
+    config: dict,  # see `make_config`
+) -> Any:          # a reading service
+    """The reading service of a run. Raises `DataError` for options that are out of range, or do not fit together.
+
+    Args:
+        config: see `make_config`
+
+    Returns:
+        Any: a reading service
+    """
+    kind, address = config.get("reading", "processes"), config.get("address")
+    options = config["workers"], config["lag"], config["order"]
+    on_host = device_of(config.get("device", "cpu")).type != "cpu"  # the learner alone uses the device
+    if kind == "ray":
+        if not config["workers"]: raise DataError("Ray, but no workers", leaf="workers", expected="--workers 1 or more", got="0")
+        return RayReading(*options, restart=config["restarts"], address=address, device="cpu" if on_host else None)
+    if kind != "processes": raise DataError("unknown reading service", leaf="reading", expected="processes or ray", got=repr(kind))
+    if address is not None: raise DataError("an address, but no cluster", leaf="address", expected="--reading ray", got=repr(address))
+    return ProcessReading(*options, restart=config["restarts"], affinity=["cpu"] if on_host else None)
 
 # %% ../nbs/07_config.ipynb #ce52679f
 _Make = TypeVar("_Make", bound=Callable)
@@ -133,6 +155,8 @@ def make_config(
     lag: int | None = 0,             # updates between collecting a batch in workers and learning from it: 0, 1, ... or none (any number)
     order: str = "canonical",        # order of the lanes with workers: canonical (in turn) or ready (first come, first served)
     restarts: int = 0,               # how often a lost worker is replaced before the run fails
+    reading: str = "processes",      # where workers run: processes (of this machine) or ray (a Ray cluster)
+    address: str | None = None,      # of a Ray cluster: auto (that of this machine) or host:port [Ray for this run alone]
     name: str | None = None,         # name of the experiment in plots [algorithm and environment]
     imports: Sequence[str] = (),     # modules that must be imported before the environment can be made
     device: str = "cpu",             # where networks and batches are: cpu, cuda, cuda:1, mps, or auto (cuda or mps, if it is there)
@@ -160,6 +184,8 @@ def make_config(
         lag: updates between collecting a batch in workers and learning from it: 0, 1, ... or none (any number)
         order: order of the lanes with workers: canonical (in turn) or ready (first come, first served)
         restarts: how often a lost worker is replaced before the run fails
+        reading: where workers run: processes (of this machine) or ray (a Ray cluster)
+        address: of a Ray cluster: auto (that of this machine) or host:port [Ray for this run alone]
         name: name of the experiment in plots [algorithm and environment]
         imports: modules that must be imported before the environment can be made
         device: where networks and batches are: cpu, cuda, cuda:1, mps, or auto (cuda or mps, if it is there)
@@ -172,13 +198,13 @@ def make_config(
     _check_options(algorithm, options, known)
     _check_at_least(1, steps=steps, threads=threads, checkpoint_every=checkpoint_every)
     _check_at_least(0, seed=seed, keep=keep, eval_every=eval_every, video_every=video_every, intrinsic=intrinsic)
-    _check_workers(workers, options.get("lanes", 1), lag, order, restarts)
-    device_of(device)
+    reading_for(where := dict(workers=workers, lag=lag, order=order, restarts=restarts, reading=reading, address=address, device=device))
+    _check_lanes(workers, options.get("lanes", 1))
     evaluations = _evaluations(eval_every, eval_steps, eval_episodes, final_episodes)
     config = dict(algorithm=algorithm, env=env, env_kwargs=env_kwargs or {}, name=name, seed=seed, steps=steps, threads=threads,
-                  checkpoint_every=checkpoint_every, keep=keep, eval_every=eval_every, video_every=video_every, workers=workers, lag=lag,
-                  order=order, restarts=restarts, device=device, preset=None if preset == "none" else preset, options=options,
-                  intrinsic=intrinsic, versions=_versions(), **evaluations, **(dict(imports=imports) if imports else {}))
+                  checkpoint_every=checkpoint_every, keep=keep, eval_every=eval_every, video_every=video_every, **where,
+                  preset=None if preset == "none" else preset, options=options, intrinsic=intrinsic, versions=_versions(), **evaluations,
+                  **(dict(imports=imports) if imports else {}))
     try: return json.loads(json.dumps(config))
     except TypeError as e: raise DataError(f"the configuration cannot be written as JSON: {e}") from None
 

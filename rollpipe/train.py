@@ -18,7 +18,7 @@ from .agents.checkpoint import Snapshot
 from .agents.intrinsic.states import check_taken
 from .agents.metrics import METRICS, OF_THE_LOOP, EpisodeReturns, added
 from .agents.parallel_evaluation import ParallelEvaluation
-from .config import device_of
+from .config import reading_for
 from .evaluations import StepEvaluations
 from .films import Films
 from .locks import unlock
@@ -27,7 +27,6 @@ from .pipes import torchdata
 from .pipes.errors import DataError
 from .pipes.graph import nodes
 from .pipes.taps import Meter
-from .pipes.workers.reading import ProcessReading
 from .progress import Progress
 from .runs import Run, best_return
 
@@ -115,9 +114,7 @@ def _reading(run: Run) -> Iterator[tuple]:
     if not config.get("workers"):
         with closing(iter(run.pipe)) as batches: yield batches, dict
         return
-    host = dict(affinity=["cpu"]) if device_of(config.get("device", "cpu")).type != "cpu" else {}  # the learner alone uses the device
-    service = ProcessReading(config["workers"], config["lag"], config["order"], restart=config["restarts"], **host)
-    with torchdata.DataLoader2(run.pipe, reading_service=service) as loader:
+    with torchdata.DataLoader2(run.pipe, reading_service=reading_for(config)) as loader:
         def health():
             states = loader.reading_service.health()
             return dict(workers=sum(state["alive"] for state in states), restarts=max((state["restarted"] for state in states), default=0))

@@ -16,6 +16,7 @@ from .lanes import Lanes
 from .manual import collect, context, prepare, rollout, startup
 from .pipe import Pipe, Source
 from .workers.reading import ProcessReading
+from .cluster.reading import RayReading
 from .profiling.profile import profile
 from .profiling.report import Profile
 from .recipes import on_policy, replayed, rollouts
@@ -34,8 +35,8 @@ __all__ = [
     'ActorError', 'AdvantageBuffer', 'CheckInvariants', 'CheckpointError', 'DataError', 'EnvError', 'EnvStepper',
     'EpisodeCollector', 'EpisodeEnd', 'EpisodeStats', 'Final', 'Fragment', 'FragmentCollector', 'FragmentStacker', 'Fragments',
     'FrameStack', 'GraphError', 'Handle', 'Lanes', 'MergedStep', 'Meter', 'Minibatcher', 'NStep', 'NSteps', 'ObservationCast', 'Pipe',
-    'PipeError', 'ProcessReading', 'Profile', 'Rate', 'Replay', 'ReplayMemory', 'Replayed', 'RewardScaler', 'Sample', 'Source',
-    'SpaceError', 'Stacks', 'State', 'Step', 'StepMerger', 'Steps', 'Tap', 'TensorCollector', 'TensorEnv', 'Throughput', 'Tick',
+    'PipeError', 'ProcessReading', 'Profile', 'Rate', 'RayReading', 'Replay', 'ReplayMemory', 'Replayed', 'RewardScaler', 'Sample',
+    'Source', 'SpaceError', 'Stacks', 'State', 'Step', 'StepMerger', 'Steps', 'Tap', 'TensorCollector', 'TensorEnv', 'Throughput', 'Tick',
     'TickSource', 'ToDevice', 'WithImage', 'WorkerError', 'bump_version', 'collect', 'context', 'copy_graph', 'draw', 'find', 'find_one',
     'insert_after', 'insert_before', 'minibatches', 'nested', 'on_policy', 'optimize', 'pad_episodes', 'prepare', 'profile', 'remove',
     'replace', 'replayed', 'returns', 'rollout', 'rollouts', 'startup', 'values', 'version_of',

@@ -17,6 +17,7 @@ import torch
 from ..errors import DataError, WorkerError
 from .loop import Reply, holders_in, run_lanes
 from .process import WorkerProcess, end_workers
+from .schedule import Request
 from .slot_writer import format_of
 
 # %% ../../../nbs/pipes/30_workers/13_members.ipynb #5d0f1e06
@@ -27,12 +28,13 @@ class Member:
     """A worker process, and what the coordinator knows about it.
 
     Args:
+        process: a `WorkerProcess`, or what has its methods
         lanes: numbers of its lanes
         patience: how long it may be silent [s]
     """
     def __init__(self,
                  index: int,
-                 process: WorkerProcess,
+                 process: Any,            # a `WorkerProcess`, or what has its methods
                  lanes: Iterable,         # numbers of its lanes
                  patience: float,         # how long it may be silent [s]
     ):
@@ -46,11 +48,14 @@ class Member:
         if not self.sent: self.heard = time.monotonic()
         while self.queued and len(self.sent) < MAX_UNANSWERED:
             self.sent.append(request := self.queued.popleft())
-            slot, position = request.destination
-            layout, before = slot_states[slot].layout, self.layout
-            # a `WorkerRequest` as a tuple, which is faster
-            self.process.send((request.lane, slot, position, request.publication, None if layout is before else (layout.n, layout.arrays)))
-            self.layout = layout
+            self.process.send(self.message(request, slot_states))
+
+    def message(self, request: Request, slot_states: list) -> tuple:
+        "A `WorkerRequest` as a tuple, which is faster."
+        slot, position = request.destination
+        layout, before = slot_states[slot].layout, self.layout
+        self.layout = layout
+        return request.lane, slot, position, request.publication, None if layout is before else (layout.n, layout.arrays)
 
     def take_reply(self, message: tuple) -> tuple:
         "`(request, reply, format of the item)` for a message, which answers the oldest request. The format is None if the lane has ended."
@@ -105,13 +110,13 @@ def _may_run_on(cores) -> bool:
     finally: os.sched_setaffinity(0, before)
 
 
-def check_picklable(graphs: Iterable) -> None:
+def check_picklable(graphs: Iterable, expected: str = "what can be pickled (or the start method fork)") -> None:
     "Raise `WorkerError` for the first object held by pipes of `graphs` that cannot be pickled, before any process is started."
     for x in {id(x): x for x in holders_in(graphs)}.values():
         try: cloudpickle.dumps(x)
         except Exception as e:
             raise WorkerError(f"{type(x).__name__} cannot be sent to a worker: {type(e).__name__}: {e}", got=repr(x)[:80],
-                              expected="what can be pickled (or the start method fork)") from e
+                              expected=expected) from e
 
 
 def start_member(
@@ -189,7 +194,7 @@ class Members:
     def health(self) -> list:
         "A dict for each member: its process, its lanes, the number of its open requests, and the seconds since its last message."
         now = time.monotonic()
-        return [dict(worker=m.index, pid=m.process.pid, alive=m.process.process.is_alive(), lanes=m.lanes, requests=len(m.sent),
+        return [dict(worker=m.index, pid=m.process.pid, alive=m.process.is_alive(), lanes=m.lanes, requests=len(m.sent),
                      silent=now - m.heard) for m in self.members]
 
     def end(self, failed: bool = False) -> list:

@@ -196,6 +196,7 @@ class WorkerProcess:
     def pid(self) -> int: return self.process.pid
 
     def __repr__(self): return f"{self.name} (pid {self.pid})"
+    def is_alive(self) -> bool: return self.process.is_alive()
 
     def send(self, message: Any) -> None:
         "Send `message`, without waiting. If the worker has ended, nothing happens, and `take` raises the error."

@@ -117,7 +117,7 @@ def unpack_exception(text: str, packed: bytes) -> BaseException:
 # %% ../../../nbs/pipes/30_workers/01_remote_errors.ipynb #5d0f1a0e
 class TracebackFile:
     "A file into which a worker writes its current traceback. The worker gets the file when it is started."
-    def __init__(self): self.file = SharedMemory()
+    def __init__(self, file: Any = None): self.file = SharedMemory() if file is None else file     # any object with its descriptor `fd`
 
     def serve(self) -> None:
         "In the worker: write the traceback on SIGUSR1 from now on."

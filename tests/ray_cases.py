@@ -1,0 +1,61 @@
+"A Ray cluster of two nodes on this machine, whose workers find the modules of the tests."
+import os
+import secrets
+import signal
+from contextlib import contextmanager
+
+from worker_cases import environment
+
+SETTINGS = dict(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_worker_niceness="0",
+                RAY_USAGE_STATS_ENABLED="0", RAY_health_check_initial_delay_ms="500", RAY_health_check_period_ms="500",
+                RAY_health_check_timeout_ms="1000", RAY_health_check_failure_threshold="3")
+STORE = 2 * 10 ** 8     # bytes
+
+
+@contextmanager
+def sigterm_kept():
+    "Put the handler back for which Ray has one of its own."
+    before = signal.getsignal(signal.SIGTERM)
+    try: yield
+    finally: signal.signal(signal.SIGTERM, before)
+
+
+class TwoNodes:
+    "The nodes; the first one is that of this process, and `address` is where others find them."
+    def __init__(self, cluster): self.cluster, self.address = cluster, cluster.address
+
+    def add(self, **resources):
+        with sigterm_kept(): return self.cluster.add_node(num_cpus=2, object_store_memory=STORE, resources=resources)
+
+    @staticmethod
+    def kill(node):
+        "End a node as if its machine had failed."
+        for kind, processes in node.all_processes.items():
+            if "raylet" not in kind: continue
+            os.kill(processes[0].process.pid, signal.SIGKILL)
+            processes[0].process.wait(10)
+
+
+@contextmanager
+def two_nodes(folder):
+    "Start a cluster with two CPUs on each of two nodes, the second of which has two `far`; sessions are kept in `folder`."
+    before = dict(os.environ)
+    os.environ.update(SETTINGS, RAY_TMPDIR=str(folder), PYTHONPATH=environment()["PYTHONPATH"])
+    import ray
+    from ray.cluster_utils import Cluster
+
+    from rollpipe.pipes.cluster.door import _read_settings
+    _read_settings(ray)
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = False     # as the variable says; Ray may be imported already
+    with sigterm_kept():
+        cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=2, include_dashboard=False, object_store_memory=STORE))
+    try:
+        nodes = TwoNodes(cluster)
+        nodes.far = nodes.add(far=2)
+        cluster.wait_for_nodes()
+        yield nodes
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+        os.environ.clear()
+        os.environ.update(before)
