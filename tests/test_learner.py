@@ -9,11 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from rollpipe.agents.a2c import A2C
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.gradient_learner import ActorCriticLearner, GradientLearner
 from rollpipe.agents.learner import Learner, standardized
 from rollpipe.agents.natural_gradient import policy_rows
+from rollpipe.agents.npg import NPG
+from rollpipe.agents.ppo import PPO
+from rollpipe.agents.reinforce import REINFORCE
 from rollpipe.agents.shared_options import check_range
+from rollpipe.agents.trpo import TRPO
+from rollpipe.agents.vtrace import VTrace
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.layers.recurrent_policies import MemoryCritic, RecurrentPolicy
 from rollpipe.pipes import on_policy
@@ -220,6 +226,26 @@ def test_state_goes_through_a_checkpoint_and_continues_bit_for_bit(tmp_path):
         torch.testing.assert_close(a.update(f), b.update(f), rtol=0, atol=0)
         assert a.rng().integers(2 ** 60) == b.rng().integers(2 ** 60)
     torch.testing.assert_close(a.state_dict(), b.state_dict(), rtol=0, atol=0)
+
+
+# ---- rates that fall
+
+@pytest.mark.parametrize('learner', [TRPO, NPG, PPO, A2C, REINFORCE, VTrace])
+def test_rates_fall_linearly_and_a_loaded_state_goes_on_at_its_place(learner, tmp_path):
+    def made(): return learner(MLPPolicy.for_env(ENV, seed=0), Critic.for_env(ENV, seed=0), decay_steps=512)
+    a, b = made(), made()
+    f, rates = batch_for(a), [group['lr'] for group in a.optimizer.param_groups]
+    for k in range(3):
+        m = a.update(f)
+        assert m['rate_left'] == 1 - k / 4
+        assert [group['lr'] for group in a.optimizer.param_groups] == [lr * (1 - k / 4) for lr in rates]
+        if learner in (TRPO, NPG): assert m['kl'] <= 1.1 * a.max_kl * (1 - k / 4)       # NPG's step has this length to second order
+    save_checkpoint(tmp_path / 'x.safetensors', a, {}, {})
+    b.load_state_dict(load_checkpoint(tmp_path / 'x.safetensors').agent_state)
+    f = batch_for(a)
+    assert (a.update(f)['rate_left'], b.update(f)['rate_left']) == (.25, .25)
+    torch.testing.assert_close(a.state_dict(), b.state_dict(), rtol=0, atol=0)
+    with pytest.raises(DataError, match='leaf decay_steps.*the learning rates have fallen to 0.*more than the 512 steps'): a.update(f)
 
 
 def test_an_update_leaves_the_batch_and_the_global_random_state_alone():

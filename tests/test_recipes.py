@@ -9,8 +9,8 @@ from toys import Counting, Lively, Plain, Valued, judge
 
 from rollpipe.layers import CategoricalPolicy, Critic, GaussianPolicy
 from rollpipe.pipes import (
-    AdvantageBuffer, EnvError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, Minibatcher, Pipe, find, find_one,
-    insert_after, on_policy, remove, replace,
+    AdvantageBuffer, DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, Minibatcher, Pipe,
+    RewardScaler, find, find_one, insert_after, on_policy, remove, replace,
 )
 from rollpipe.pipes.torchdata import DataLoader2
 
@@ -65,6 +65,21 @@ def test_defaults():
 def test_without_a_critic():
     a, b = (next(iter(on_policy(Counting, Valued(), critic, n_envs=2, n_steps=9, seed=0))) for critic in (None, judge))
     assert_same(a.adv, b.adv)
+
+
+@pytest.mark.parametrize("scale, made", [(.5, RewardScaler.inserter(after=Lanes, scale=.5)),
+                                         ("learn", RewardScaler.inserter(after=Lanes, gamma=.9))])
+def test_scaled_rewards_are_those_of_a_scaler_before_the_advantages(scale, made):
+    def pipe(**kwargs): return recipe(n_envs=3, lanes=2, gamma=.9, **kwargs)
+    assert "RewardScaler" in chain(pipe(reward_scale=scale))[STANDARD.index("Lanes"):]
+    for a, b, c in islice(zip(pipe(reward_scale=scale), pipe(edits=[made]), pipe(reward_scale=scale, optimize=False)), 4):
+        assert_same(snapshot(a), snapshot(b))
+        assert_same(snapshot(a), snapshot(c))
+
+
+@pytest.mark.parametrize("scale", ["fit", 0, -1., float("nan"), float("inf"), [1.]])
+def test_a_scale_that_is_none_is_refused(scale):
+    with pytest.raises(DataError, match="reward_scale"): recipe(reward_scale=scale)
 
 
 def test_env_kwargs_and_info_keys():

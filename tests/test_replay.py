@@ -498,3 +498,8 @@ def test_samples_of_warm_up_are_not_drawn_late():
         if ahead: return [len(list(item.samples)) for item, _ in islice(pairwise(items), 5)]
         return [len(list(item.samples)) for item in islice(items, 5)]
     assert counts(False) == counts(True) == [0, 5, 5, 5, 5]
+
+
+@pytest.mark.parametrize("ratio", ["0.5", -1, float("nan"), float("inf"), [1.]])
+def test_a_ratio_that_is_no_number_of_samples(ratio):
+    with pytest.raises(DataError, match="samples_per_step.*a number from 0"): replayed(Counting, Plain(), n_envs=1, samples_per_step=ratio)

@@ -17,16 +17,18 @@ from rollpipe.layers import UnitBox
 from rollpipe.pipes.errors import DataError
 
 NATURAL = dict(damping=.1, cg_iters=10, cg_gain=0., fvp_subsample=1., precondition='auto', normalize_adv=True, critic_lr=1e-3,
-               critic_epochs=4)
+               critic_epochs=4, decay_steps=0)
 ACTIONS = dict(tau=.005, multi_step=1, random_steps=1000, beta_steps=None, gamma=.99, critic_lr=None, max_grad_norm=None)
 DEFAULTS = dict(
     trpo=dict(max_kl=.01, backtrack=.8, max_backtracks=10, accept_ratio=.1, **NATURAL),
     npg=dict(max_kl=.01, lr=None, **NATURAL),
-    reinforce=dict(epochs=1, c_rho=1., c_entropy=.01, normalize_adv=True, lr=5e-3, critic_lr=1e-3, critic_epochs=4, max_grad_norm=.5),
-    a2c=dict(c_value=.5, c_entropy=0., normalize_adv=False, lr=1e-3, critic_lr=1e-2, max_grad_norm=.5),
+    reinforce=dict(epochs=1, c_rho=1., c_entropy=.01, normalize_adv=True, lr=5e-3, critic_lr=1e-3, critic_epochs=4, max_grad_norm=.5,
+                   decay_steps=0),
+    a2c=dict(c_value=.5, c_entropy=0., normalize_adv=False, lr=1e-3, critic_lr=1e-2, max_grad_norm=.5, decay_steps=0),
     ppo=dict(epochs=10, minibatch=256, clip=.2, clip_value=None, target_kl=None, c_value=.5, c_entropy=0., normalize_adv='batch',
-             lr=1e-3, critic_lr=None, max_grad_norm=.5),
-    vtrace=dict(gamma=.99, lam=1., rho_clip=1., c_clip=1., c_value=.5, c_entropy=0., lr=5e-4, critic_lr=1e-2, max_grad_norm=.5),
+             lr=1e-3, critic_lr=None, max_grad_norm=.5, decay_steps=0),
+    vtrace=dict(gamma=.99, lam=1., rho_clip=1., c_clip=1., c_value=.5, c_entropy=0., lr=5e-4, critic_lr=1e-2, max_grad_norm=.5,
+                decay_steps=0),
     dqn=dict(lr=1e-3, gamma=.99, double=True, multi_step=1, burn_in=0, huber=1., target_every=200, tau=None, max_grad_norm=10.,
              eps_start=1., eps_end=.05, eps_steps=20_000, beta_steps=None, eta=.9),
     sac=dict(temperature=None, first_temperature=1., target_entropy=None, lr=3e-4, **ACTIONS),

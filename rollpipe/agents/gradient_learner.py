@@ -215,14 +215,13 @@ class ActorCriticLearner(GradientLearner):
 
         Raises `DataError` if the batch lacks something (see `check_batch`).
         """
-        self.check(batch, *self.batch_needs())
-        lag, start = self.lag(batch), perf_counter()
+        lag, start = self.begin(batch), perf_counter()
         metrics = self.explained(batch)
         self.tell_critic(batch)
         metrics |= self.improve(batch)
         self.tell_actor(batch)
         self.count()
-        return metrics | dict(lag=lag, seconds_update=perf_counter() - start)
+        return metrics | self.count_steps(batch) | dict(lag=lag, seconds_update=perf_counter() - start)
 
     def explained(self, batch: Fragment) -> dict:
         "How well the values that the advantages were computed with explain the returns."

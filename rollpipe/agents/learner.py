@@ -141,11 +141,11 @@ class LearnerState:
             raise DataError(f"{name} fits its critic", leaf='critic', expected="a torch.nn.Module, or None", got=describe(critic))
         self.actor, self.critic, self.options = actor, critic, SharedOptions(**options)
         self.options.check(self)
-        self.generator = torch.Generator().manual_seed(self.options.seed)
+        self.generator, self.steps = torch.Generator().manual_seed(self.options.seed), 0
 
     def state_dict(self) -> dict:
-        "All that an interrupted training needs to go on: weights, normalisers, optimiser, version, random state."
-        state = dict(actor=self.actor.state_dict(), version=version_of(self.actor), generator=self.generator.get_state())
+        "All that an interrupted training needs to go on: weights, normalisers, optimiser, version, steps, random state."
+        state = dict(actor=self.actor.state_dict(), version=version_of(self.actor), steps=self.steps, generator=self.generator.get_state())
         if self.critic is not None: state['critic'] = self.critic.state_dict()
         if self.optimizer is not None: state['optimizer'] = self.optimizer.state_dict()
         return state
@@ -156,6 +156,7 @@ class LearnerState:
         if self.critic is not None: self.critic.load_state_dict(state['critic'])
         if self.optimizer is not None: self.optimizer.load_state_dict(copy.deepcopy(state['optimizer']))
         self.generator.set_state(state['generator'])
+        self.steps = int(state.get('steps', 0))      # older files have none
         bump_version(self.actor, to=state['version'])
 
 # %% ../../nbs/agents/08_learner.ipynb #91cfde47
@@ -170,17 +171,37 @@ class Learner(LearnerState):
 
         Raises `DataError` if the batch lacks something (see `check_batch`).
         """
-        self.check(batch, *self.batch_needs())
+        lag, start = self.begin(batch), perf_counter()
         ranks.check_batches(batch, type(self).__name__)
-        lag, start = self.lag(batch), perf_counter()
         found = self.improve(batch)
         self.tell_actor(batch)
         metrics = self.report(found)
         bump_version(self.actor)
         policy_done = perf_counter()
         if self.critic is not None: metrics |= self.fit(batch, self.options.critic_epochs)
+        metrics |= self.count_steps(batch)
         ranks.check_state(self)
         return metrics | dict(lag=lag, seconds_policy=policy_done - start, seconds_critic=perf_counter() - policy_done)
+
+    def begin(self, batch: Fragment) -> int:
+        "Check a batch, and set the learning rates for it. Returns its lag."
+        self.check(batch, *self.batch_needs())
+        if self.options.decay_steps and self.optimizer is not None:
+            for group in self.optimizer.param_groups: group['lr'] = group.setdefault('initial_lr', group['lr']) * self.left()
+        return self.lag(batch)
+
+    def left(self) -> float:
+        "Fraction of the learning rates that is left, from 1 to 0. Raises `DataError` if nothing is."
+        if not (n := self.options.decay_steps): return 1.
+        if self.steps < n: return 1 - self.steps / n
+        raise DataError(f"{type(self).__name__}: the learning rates have fallen to 0", leaf='decay_steps',
+                        expected=f"more than the {self.steps} steps that it has learned from, or 0", got=str(n))
+
+    def count_steps(self, batch: Fragment) -> dict:
+        "Count the steps of a batch that was learned from. Returns metrics."
+        left = dict(rate_left=self.left()) if self.options.decay_steps else {}
+        self.steps += int(ranks.total(batch.valid.sum()))
+        return left
 
     def improve(self, batch: Fragment) -> Any:
         "The algorithm: improve the policy with a batch. Returns metrics, or whatever `report` turns into metrics."

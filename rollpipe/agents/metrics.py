@@ -18,6 +18,7 @@ from ..pipes.taps import EpisodeAccount
 # %% ../../nbs/agents/00_metrics.ipynb #4c9e415f
 METRICS = dict(
     # progress
+    rate_left="fraction of the learning rates that the update was made with, if they fall (`decay_steps`)",
     steps="valid environment steps the learner has consumed since the start of the run",
     updates="calls of agent.update since the start of the run",
     episodes="episodes finished since the start of the run",

@@ -165,7 +165,7 @@ class NaturalGradientLearner(Learner):
     actor_needs = ('params', 'dist', 'distribution')
     joins_ranks = True      # see `ranks.distributed`
 
-    @shared_options(normalize_adv=True, critic_epochs=4, seed=0)
+    @shared_options(normalize_adv=True, critic_epochs=4, decay_steps=0, seed=0)
     def __init__(self,
         actor: Any,                   # a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
         critic: Any = None,           # `critic(obs) -> value` (see `Critic`) to be fitted to the returns, or None

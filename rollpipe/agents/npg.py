@@ -49,7 +49,8 @@ class NPG(NaturalGradientLearner):
         A step after which surrogate or divergence are not finite is undone.
         """
         at, theta = self.direction(rows), flatten(self.params)
-        step = at.cg.x * (step_size(self.max_kl, at.cg.curvature) if self.lr is None else self.lr)
+        left = self.left()
+        step = at.cg.x * (step_size(self.max_kl * left, at.cg.curvature) if self.lr is None else self.lr * left)
         assign(self.params, theta + step)
         after, kl = map(float, effect(self.actor, rows, at.old))
         taken = math.isfinite(after) and math.isfinite(kl)

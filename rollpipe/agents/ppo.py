@@ -42,7 +42,7 @@ class PPO(ActorCriticLearner):
         normalize_adv: scale advantages to mean 0 and standard deviation 1: each 'batch', each 'minibatch', or 'never'
         **shared: options that learners share, see `SharedOptions`
     """
-    @shared_options(c_value=0.5, c_entropy=0.0, lr=1e-3, critic_lr=None, max_grad_norm=0.5, seed=0)
+    @shared_options(c_value=0.5, c_entropy=0.0, lr=1e-3, critic_lr=None, max_grad_norm=0.5, decay_steps=0, seed=0)
     def __init__(self,
         actor: Any,                        # a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
         critic: Any = None,                # `critic(obs) -> value` (see `Critic`); None: the `value` that the actor reports

@@ -29,7 +29,7 @@ class REINFORCE(GradientLearner):
         c_rho: largest importance weight
         **shared: options that learners share, see `SharedOptions`
     """
-    @shared_options(c_entropy=0.01, normalize_adv=True, lr=5e-3, critic_lr=1e-3, critic_epochs=4, max_grad_norm=0.5, seed=0)
+    @shared_options(c_entropy=0.01, normalize_adv=True, lr=5e-3, critic_lr=1e-3, critic_epochs=4, max_grad_norm=0.5, decay_steps=0, seed=0)
     def __init__(self,
         actor: Any,           # a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
         critic: Any = None,   # the baseline, `critic(obs) -> value` (see `Critic`), fitted to the returns; None: no critic is fitted

@@ -13,7 +13,7 @@ from functools import wraps
 from math import inf
 from typing import Any
 
-from ..pipes.errors import DataError, check_integer
+from ..pipes.errors import DataError, check_integer, is_between
 
 # %% ../../nbs/agents/07_shared_options.ipynb #4ac3d8a0
 def check_range(
@@ -31,7 +31,7 @@ def check_range(
         **values: name -> value
     """
     for name, value in values.items():
-        if not low <= value <= high:
+        if not is_between(value, low, high):
             raise DataError(f"{type(owner).__name__}: out of range", leaf=name, expected=f"{low} <= {name} <= {high}", got=str(value))
 
 # %% ../../nbs/agents/07_shared_options.ipynb #07d8119d
@@ -51,6 +51,7 @@ class SharedOptions:
         eps_start: fraction of random actions at the beginning
         eps_end: fraction of random actions after eps_steps steps
         eps_steps: environment steps in which the fraction falls linearly from eps_start to eps_end
+        decay_steps: environment steps in which learning rates and trust regions fall linearly to 0; 0: they do not fall
         seed: seed of what an update draws, such as the order of minibatches
     """
     lr: float = 3e-4                   # learning rate (Adam)
@@ -64,6 +65,7 @@ class SharedOptions:
     eps_start: float = 1.0             # fraction of random actions at the beginning
     eps_end: float = 0.05              # fraction of random actions after eps_steps steps
     eps_steps: int = 20_000            # environment steps in which the fraction falls linearly from eps_start to eps_end
+    decay_steps: int = 0               # environment steps in which learning rates and trust regions fall linearly to 0; 0: they do not fall
     seed: int = 0                      # seed of what an update draws, such as the order of minibatches
 
     @property
@@ -74,7 +76,8 @@ class SharedOptions:
     def check(self, owner: Any) -> None:
         "Raise `DataError` for an option out of range; `owner` is the learner, which the message names."
         given = {name: value for name, value in vars(self).items() if value is not None}
-        check_range(owner, 0, **{name: given[name] for name in ('lr', 'critic_lr', 'max_grad_norm', 'c_value', 'c_entropy', 'eps_steps')
+        check_range(owner, 0, **{name: given[name] for name in ('lr', 'critic_lr', 'max_grad_norm', 'c_value', 'c_entropy', 'eps_steps',
+                                                            'decay_steps')
                                  if name in given})
         check_range(owner, 0, 1, gamma=self.gamma, eps_start=self.eps_start, eps_end=self.eps_end)
         check_integer('critic_epochs', self.critic_epochs, pipe=owner)

@@ -51,10 +51,10 @@ class TRPO(NaturalGradientLearner):
 
     def take_step(self, rows: PolicyRows) -> tuple[dict, Any]:
         "The longest step along the natural gradient that the line search accepts, its certificate, and the distribution before."
-        at = self.direction(rows)
-        step = step_size(self.max_kl, at.cg.curvature) * at.cg.x
+        at, max_kl = self.direction(rows), self.max_kl * self.left()
+        step = step_size(max_kl, at.cg.curvature) * at.cg.x
         rate = float(at.gradient @ step)
-        found = backtrack_line_search(lambda theta: effect(self.actor, rows, at.old), flatten(self.params), step, rate, self.max_kl,
+        found = backtrack_line_search(lambda theta: effect(self.actor, rows, at.old), flatten(self.params), step, rate, max_kl,
                                       before=float(at.before), set_params=lambda theta: assign(self.params, theta), **self.search)
         kept = self.search['backtrack'] ** found.backtracks if found.accepted else 0.
         return self.certificate(rows, at) | dict(

@@ -32,7 +32,7 @@ class VTrace(ActorCriticLearner):
         c_clip: largest weight that carries a later temporal difference back by one step, at most rho_clip
         **shared: options that learners share, see `SharedOptions`
     """
-    @shared_options(gamma=0.99, c_value=0.5, c_entropy=0.0, lr=5e-4, critic_lr=1e-2, max_grad_norm=0.5, seed=0)
+    @shared_options(gamma=0.99, c_value=0.5, c_entropy=0.0, lr=5e-4, critic_lr=1e-2, max_grad_norm=0.5, decay_steps=0, seed=0)
     def __init__(self,
         actor: Any,              # a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
         critic: Any = None,      # `critic(obs) -> value` (see `Critic`); None: the `value` that the actor reports

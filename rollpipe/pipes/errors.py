@@ -10,8 +10,8 @@ from typing import Any
 
 # %% auto #0
 __all__ = ['LEAST_BYTES', 'describe', 'describe_exception', 'PipeError', 'EnvError', 'ActorError', 'DataError', 'GraphError',
-           'CheckpointError', 'SpaceError', 'WorkerError', 'check_integer', 'check_fraction', 'available_memory',
-           'check_memory']
+           'CheckpointError', 'SpaceError', 'WorkerError', 'check_integer', 'is_between', 'check_fraction',
+           'available_memory', 'check_memory']
 
 # %% ../../nbs/pipes/00_errors.ipynb #74c0db68
 def describe(value: Any, width: int = 120, depth: int = 6) -> str:
@@ -137,15 +137,19 @@ def check_integer(name: str, value: Any, least: int = 1, **where: Any) -> int:
     raise DataError('out of range', expected=f'an integer {name} >= {least}', got=f'{name}={value!r}', **where)
 
 
+def is_between(value: Any, low: float, high: float) -> bool:
+    "Whether `value` is a number from `low` to `high`. False for nan, and for what cannot be compared with numbers."
+    try: return bool(low <= value <= high)
+    except (TypeError, ValueError, RuntimeError): return False
+
+
 def check_fraction(name: str, value: Any, **where: Any) -> float:
     """Return `value` if it is a number in [0, 1]. The message calls it `name`.
 
     Raises:
         DataError: `value` is no number, is not a number (nan), or is outside of [0, 1]. `where` (pipe, lane, env) names the culprit.
     """
-    try:
-        if 0 <= value <= 1: return value
-    except (TypeError, ValueError, RuntimeError): pass     # no number
+    if is_between(value, 0, 1): return value
     raise DataError('out of range', expected=f'0 <= {name} <= 1', got=f'{name}={value!r}', **where)
 
 # %% ../../nbs/pipes/00_errors.ipynb #df8d3011

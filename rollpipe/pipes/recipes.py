@@ -17,7 +17,7 @@ from fastcore.meta import delegates
 from .advantage import AdvantageBuffer
 from .batches import FragmentStacker
 from .engines.choice import check_engine
-from .errors import DataError, GraphError, describe
+from .errors import DataError, GraphError, describe, is_between
 from .fragments import FragmentCollector
 from .fusion import rewrites
 from .graph import find
@@ -27,6 +27,7 @@ from .stepper import EnvStepper
 from .tensors.collector import TensorCollector
 from .tensors.tensor_env import is_tensor_source
 from .torchdata import IterDataPipe
+from .transforms import RewardScaler
 
 # %% ../../nbs/pipes/27_recipes.ipynb #b6d2cc50
 def rollouts(
@@ -106,6 +107,14 @@ def _seeded(pipe, seed):
         p.seed = int(child.generate_state(1)[0])
     return pipe
 
+# %% ../../nbs/pipes/27_recipes.ipynb #21762989
+def _scaler(scale, gamma):
+    "The edits that insert what `reward_scale` asks for."
+    if scale is None: return []
+    if scale != 'learn' and not is_between(scale, 1e-30, 1e30):
+        raise DataError("no scale of rewards", leaf='reward_scale', expected="a number above 0, 'learn' or None", got=repr(scale))
+    return [RewardScaler.inserter(after=Lanes, scale=None if scale == 'learn' else scale, gamma=gamma)]
+
 # %% ../../nbs/pipes/27_recipes.ipynb #fe1641a6
 @delegates(rollouts)
 def on_policy(
@@ -115,13 +124,14 @@ def on_policy(
     *,
     gamma: float = 0.99,             # discount factor per step
     lam: float = 0.95,               # exponential weight of longer advantage estimates
+    reward_scale: float | str | None = None,  # factor of the rewards; 'learn': they are divided by the deviation of their return; None: 1
     edits: Sequence[Callable] = (),  # functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
     **kwargs: Any,
 ) -> IterDataPipe:
     """A pipeline that yields batches: `Fragment`s of `n_steps` steps of `lanes * n_envs` environments, with `adv` and `ret`.
 
     `EnvStepper -> FragmentCollector -> Lanes -> AdvantageBuffer -> FragmentStacker`, then the `edits`. Raises `GraphError` if an edit
-    returns no pipe.
+    returns no pipe. With a `reward_scale`, a `RewardScaler` comes before the `AdvantageBuffer`.
 
     Args:
         env: gymnasium id, factory, instance, or a list or pipe of those, see `EnvStepper`
@@ -129,11 +139,12 @@ def on_policy(
         critic: the critic, `critic(obs) -> value`; None: the `value` that the actor reports
         gamma: discount factor per step
         lam: exponential weight of longer advantage estimates
+        reward_scale: factor of the rewards; 'learn': they are divided by the deviation of their return; None: 1
         edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
         **kwargs: see `rollouts`
     """
     advantage = AdvantageBuffer.inserter(after=Lanes, critic=critic, gamma=gamma, lam=lam)
-    return rollouts(env, actor, edits=[advantage, *edits], **kwargs)
+    return rollouts(env, actor, edits=[advantage, *_scaler(reward_scale, gamma), *edits], **kwargs)
 
 # %% ../../nbs/pipes/27_recipes.ipynb #d53f8f65
 @delegates(rollouts)

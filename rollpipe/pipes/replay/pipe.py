@@ -7,13 +7,12 @@ __all__ = ['Replayed', 'Replay']
 
 # %% ../../../nbs/pipes/24_replay/07_pipe.ipynb #7ae241ce
 from collections.abc import Iterator
-from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..data import Fragment
-from ..errors import LEAST_BYTES, DataError, GraphError, check_integer, check_memory
+from ..errors import LEAST_BYTES, DataError, GraphError, check_integer, check_memory, is_between
 from ..pipe import Pipe, Seeded
 from .memory import ReplayMemory, Sample
 from ..torchdata import IterDataPipe
@@ -112,8 +111,8 @@ class Replay(Seeded, Pipe):
     def _check_ratio(self):
         ratio = self.samples_per_step
         if ratio is None: return
-        if not 0 <= ratio < inf:
-            raise DataError("out of range", pipe=self, leaf='samples_per_step', expected="a number >= 0", got=str(ratio))
+        if not is_between(ratio, 0, 1e9):
+            raise DataError("out of range", pipe=self, leaf='samples_per_step', expected="a number from 0 to 1e9", got=repr(ratio))
         if self.n_batches != 1:
             raise DataError("two numbers of samples", pipe=self, expected="n_batches, or samples_per_step",
                             got=f"n_batches={self.n_batches}, samples_per_step={ratio}")
