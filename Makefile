@@ -13,8 +13,8 @@ export OMP_NUM_THREADS ?= 1
 export MPLBACKEND := Agg
 
 # A name on PATH is no proof that it runs (version-manager shims), nor that it can make an environment.
-USABLE := import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))
-PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3 python; do \
+USABLE := import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3 python; do \
 	"$$p" -c '$(USABLE)' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
 
 # .venv counts only if its set-up came to an end, in this folder, and its interpreter still runs.
@@ -34,7 +34,7 @@ setup: $(STAMP)  ## make .venv with the package (editable) and the developer too
 
 $(STAMP): setup.py settings.ini pyproject.toml constraints.txt
 	@"$(PYTHON)" -c '$(USABLE)' >/dev/null 2>&1 || { \
-	echo "rollpipe needs Python 3.10, 3.11 or 3.12 with its venv module, and found none that runs$(if $(PYTHON),: '$(PYTHON)')." >&2; \
+	echo "rollpipe's tools need Python 3.10, 3.11, 3.12 or 3.13 with its venv module, and found none that runs$(if $(PYTHON),: '$(PYTHON)')." >&2; \
 	echo "Install one, or name it: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@if [ -e $(STAMP) ]; then echo "Bringing $(VENV) up to date with settings.ini and constraints.txt"; rm -f $(STAMP); \
 	else echo "Setting up $(VENV) with $$("$(PYTHON)" -V) and the versions in constraints.txt, which takes some minutes"; \
@@ -76,7 +76,7 @@ docs: $(VENV)/.docs  ## the documentation as a site: open build/site/index.html;
 
 $(VENV)/.docs: $(STAMP)
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	echo "The tools for the site need Python 3.11 or 3.12. $(VENV) has $$($(BIN)/python -V)." >&2; exit 1; }
+	echo "The tools for the site need Python 3.11 or later. $(VENV) has $$($(BIN)/python -V)." >&2; exit 1; }
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[docs]'
 	@touch $@
 

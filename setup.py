@@ -16,7 +16,7 @@ cfg = parser["DEFAULT"]
 LICENSES = {"apache2": "Apache-2.0"}
 STATUS = {"1": "1 - Planning", "2": "2 - Pre-Alpha", "3": "3 - Alpha", "4": "4 - Beta", "5": "5 - Production/Stable"}
 EXTRA = "_requirements"
-PYTHONS = [(3, minor) for minor in range(int(cfg["min_python"].split(".")[1]), 13)]  # torchdata 0.9 has no files for later ones
+PYTHONS = [(3, minor) for minor in range(int(cfg["min_python"].split(".")[1]), 14)]  # tested; later ones are allowed
 
 
 class FreshBuild(build_py):
@@ -26,8 +26,8 @@ class FreshBuild(build_py):
         super().run()
 
 
-if sys.version_info[:2] not in PYTHONS:  # pip compares `python_requires` last, when torch is downloaded and torchdata not found
-    sys.exit("rollpipe needs Python {}.{} to {}.{}, and this is {}.{}.".format(*PYTHONS[0], *PYTHONS[-1], *sys.version_info))
+if sys.version_info[:2] < PYTHONS[0]:  # pip compares `python_requires` last, when torch is downloaded
+    sys.exit("rollpipe needs Python {}.{} or later, and this is {}.{}.".format(*PYTHONS[0], *sys.version_info))
 
 setup(
     name=cfg["lib_name"],
@@ -45,7 +45,7 @@ setup(
         f"Natural Language :: {cfg['language']}",
         *(f"Programming Language :: Python :: {major}.{minor}" for major, minor in PYTHONS),
     ],
-    python_requires=f">={cfg['min_python']},<3.{PYTHONS[-1][1] + 1}",
+    python_requires=f">={cfg['min_python']}",
     packages=find_packages(include=[cfg["lib_name"], f"{cfg['lib_name']}.*"]),
     package_data={cfg["lib_name"]: ["py.typed", "presets/*.toml"]},  # the first tells type checkers to read the annotations
     install_requires=shlex.split(cfg["requirements"]),

@@ -1,6 +1,7 @@
 """Parts of the output that all benchmarks share: the machine, the versions, the command, and medians with their spread."""
 import os, platform, statistics, sys
 from importlib.metadata import version
+from importlib.util import find_spec
 
 
 def processor() -> str:
@@ -13,7 +14,7 @@ def processor() -> str:
 
 def header(packages=('torch', 'torchdata', 'gymnasium', 'numpy', 'rollpipe')) -> str:
     "Machine, versions and command, as Markdown."
-    versions = ', '.join(f"{p} {version(p)}" for p in packages)
+    versions = ', '.join(f"{p} {version(p)}" for p in packages if find_spec(p))     # torchdata ends with Python 3.12
     command = ' '.join([os.path.relpath(sys.argv[0]), *sys.argv[1:]])
     return (f"Machine: {processor()}, {os.cpu_count()} cores; Python {platform.python_version()}; {versions}.  \n"
             f"Command: `python {command}`\n")

@@ -179,6 +179,9 @@ META = dict(rollpipe_checkpoint="1", config='{"dict": []}', counters='{"dict": [
     (save({}, metadata=dict(META, agent='{"dict": [[[1], 2]]}')), "damaged metadata"),
     (save({}, metadata=dict(META, agent='[1, 2]')), "damaged metadata"),
     (save({}, metadata=dict(META, agent='{"list": '*3000 + "1" + "}"*3000)), "damaged metadata"),
+    (save({}, metadata=dict(META, agent='{"list": ['*3000 + "1" + "]}"*3000)), "damaged metadata"),
+    (save({}, metadata=dict(META, agent='{"list": ['*101 + "1" + "]}"*101)), "damaged metadata.*nested more than 100 deep"),
+    (save({}, metadata=dict(META, agent='{"tuple": "ab"}')), "damaged metadata.*holds no list"),
 ])
 def test_foreign(data, message, tmp_path):
     (tmp_path/"c").write_bytes(data)

@@ -137,6 +137,14 @@ def test_torchdata_has_one_door(module):
     assert not found or module == "pipes.torchdata", f"{module} imports {found}; go through pipes.torchdata"
 
 
+@pytest.mark.parametrize("module", sorted(FILES))
+def test_the_datapipes_of_torch_have_one_door(module):
+    pipes = {"IterDataPipe", "MapDataPipe", "DataLoader2"}
+    found = {n for n, names in imports(FILES[module], module) if n.startswith(("torch.utils.data.datapipes", "torch.utils.data.graph"))
+             or n == "torch.utils.data" and pipes & set(names)}
+    assert not found or module == "pipes.loading.datapipes", f"{module} imports {found}; go through pipes.torchdata"
+
+
 def test_algorithms_do_not_import_one_another():
     shared = re.search(r"\(shared: ([^)]*)\)", TEXT)
     assert shared, "ARCHITECTURE.md does not list what the algorithms share"

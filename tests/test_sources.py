@@ -25,7 +25,6 @@ from rollpipe.pipes.envs.sources import instances_in
 from rollpipe.pipes.graph import nodes
 from rollpipe.pipes.pipe import Source
 from rollpipe.pipes.torchdata import DataLoader2, IterableWrapper
-from torchdata.dataloader2 import MultiProcessingReadingService
 
 HERE = Path(__file__).parent
 SMALL = dict(n_envs=None, n_steps=6, seed=3)
@@ -262,7 +261,7 @@ def test_worker_processes(pipe, method):
 @pytest.mark.parametrize("source", [lambda env: env, lambda env: IterableWrapper([env], deepcopy=False)])
 @pytest.mark.parametrize("load", [
     lambda pipe: torch.utils.data.DataLoader(pipe, batch_size=None, num_workers=1),
-    lambda pipe: DataLoader2(pipe, reading_service=MultiProcessingReadingService(1))])
+    lambda pipe: DataLoader2(pipe, reading_service=pytest.importorskip("torchdata.dataloader2").MultiProcessingReadingService(1))])
 def test_workers_of_others(source, load):
     loader = load(collected(source(Lively())))
     stream = iter(loader)

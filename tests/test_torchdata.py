@@ -25,8 +25,15 @@ from rollpipe.pipes import (
 from rollpipe.pipes.graph import copy_graph, nodes
 from rollpipe.pipes.pipe import Pipe
 from rollpipe.pipes.torchdata import DataLoader2, IterableWrapper, IterDataPipe, MapDataPipe, Mapper, traverse_dps
-from torchdata.dataloader2 import MultiProcessingReadingService, SequentialReadingService
-from torchdata.dataloader2.graph import find_dps, remove_dp, replace_dp
+
+try:
+    from torchdata.dataloader2 import MultiProcessingReadingService, SequentialReadingService
+    from torchdata.dataloader2.graph import find_dps, remove_dp, replace_dp
+    there = True
+except ModuleNotFoundError: there = False
+
+needs_torchdata = pytest.mark.skipif(not there, reason="torchdata has no loader here")
+SERVICES = ["torch", pytest.param("torchdata", marks=needs_torchdata)]
 
 HERE = Path(__file__).parent
 
@@ -185,6 +192,7 @@ def test_torchs_workers_divide_the_lanes(n_workers, n_lanes, unheard):
     if n_lanes % max(1, n_workers) == 0: assert told == [(k % n_lanes, k // n_lanes) for k in range(12)], "the serial stream"
 
 
+@needs_torchdata
 @pytest.mark.parametrize("n_workers, n_lanes", [(1, 2), (2, 4), (2, 3)])
 def test_the_workers_of_torchdata_divide_the_lanes(n_workers, n_lanes):
     expected = per_lane(islice(collect(n_lanes), 24 * n_lanes))
@@ -193,7 +201,7 @@ def test_the_workers_of_torchdata_divide_the_lanes(n_workers, n_lanes):
     assert_part_of(per_lane(found), expected)
 
 
-@pytest.mark.parametrize("service", ["torch", "torchdata"])
+@pytest.mark.parametrize("service", SERVICES)
 def test_without_a_seed_no_two_lanes_are_alike(service, unheard):
     pipe = collect(4, seed=None)
     if service == "torch": found = list(islice(torch_loader(pipe, 2), 8))
@@ -202,7 +210,7 @@ def test_without_a_seed_no_two_lanes_are_alike(service, unheard):
     assert len({tuple(f.state.obs[:, b].ravel().tolist()) for f in found for b in range(2)}) == 16
 
 
-@pytest.mark.parametrize("service", ["torch", "torchdata"])
+@pytest.mark.parametrize("service", SERVICES)
 def test_a_graph_without_lanes_is_refused_where_all_workers_would_collect_the_same(service, unheard):
     pipe = FragmentCollector(EnvStepper(Lively, Shaky(), seed=1), 3)
     for n in (0, 1): assert next(iter(torch_loader(pipe, n))).valid.shape == (3, 1)
@@ -229,7 +237,7 @@ if which == "torchdata":
 """
 
 
-@pytest.mark.parametrize("which, times", [("torch", 1), ("torchdata", 1), ("in one process", 0)])
+@pytest.mark.parametrize("which, times", [("torch", 1), pytest.param("torchdata", 1, marks=needs_torchdata), ("in one process", 0)])
 def test_it_is_told_once_that_weights_do_not_reach_torchs_workers(which, times):
     path = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run([sys.executable, "-c", WARNS, which], env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
@@ -254,6 +262,7 @@ def test_divisions_add_up():
     with pytest.raises(GraphError, match="WorkerLanes: the lanes are divided among processes already"): next(iter(pipe))
 
 
+@needs_torchdata
 def test_reading_services_in_a_row():
     expected = [snapshot(f) for f in islice(collect(), 8)]
     with DataLoader2(collect(), reading_service=SequentialReadingService(ProcessReading(2))) as loader:
@@ -269,6 +278,7 @@ def test_reading_services_in_a_row():
         assert_same([snapshot(f) for f in stream], expected[6:8])
 
 
+@needs_torchdata
 def test_the_graph_tools_of_torchdata():
     pipe = FragmentStacker(AdvantageBuffer(collect(), judge_zero), 2)
     graph = traverse_dps(pipe)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..pipes import nested
 from ..pipes.errors import DataError, describe
+from .. import ranks
 
 # %% auto #0
 __all__ = ['explained_variance', 'valid_rows', 'fit_critic']
@@ -55,21 +56,26 @@ def valid_rows(
 
 # %% ../../nbs/agents/04_critics.ipynb #30b1d943
 @torch.enable_grad()
-def _step(critic, optimizer, params, obs, target, scale) -> None:
-    "One step of the optimiser of `params` on the rows `obs` [M, ...], `target` [M]."
+def _step(critic, optimizer, params, obs, target, scale, n) -> None:
+    "One step of the optimiser of `params` on `n` rows, of which this rank has `obs` [M, ...], `target` [M]: all, if there is one rank."
     for p in params: p.grad = None     # takes a fraction of the time of `zero_grad`
-    loss = ((critic(obs) - target) / scale).square().mean()
+    errors = ((critic(obs) - target) / scale).square()
+    loss = errors.sum() / n if ranks.active() else errors.mean()
     loss.backward()
+    if ranks.active():
+        grads = ranks.totals(*(torch.zeros_like(p) if p.grad is None else p.grad for p in params))
+        for p, grad in zip(params, grads): p.grad = grad
     optimizer.step()
 
 
 @torch.no_grad()
-def _measure(critic, obs, target, scale, rows: int = 8192) -> tuple[float, float]:
-    "Mean squared error and explained variance over all rows, a few thousand at a time to save memory."
+def _measure(critic, obs, target, scale, place=None, n=0, rows: int = 8192) -> tuple[float, float]:
+    "Mean squared error and explained variance over all rows, a few thousand at a time to save memory. `place`, `n`: see `ranks.places`."
     parts = [slice(i, i + rows) for i in range(0, len(target), rows)]
     pred = torch.cat([critic(nested.getitem(obs, part)) for part in parts])
     if pred.shape != target.shape:
         raise DataError('critic: wrong shape', expected=f'one value per row {list(target.shape)}', got=describe(pred))
+    if place is not None: pred, target = ranks.spread(pred, place, n), ranks.spread(target, place, n)
     return float(((pred - target) / scale).square().mean()), explained_variance(pred, target)
 
 # %% ../../nbs/agents/04_critics.ipynb #3252c931
@@ -126,19 +132,30 @@ def fit_critic(
         DataError: if no row is valid, a valid target is not finite, the critic's answer is not [N], or its error or weights do not
             stay finite; then it has the weights that it had before.
     """
+    place, n = _places(valid, target)
     obs, target = valid_rows(obs, valid, target.ndim), valid_rows(target, valid, target.ndim)
     if not len(target): raise DataError('no valid row to fit the critic on')
     if not target.isfinite().all(): raise DataError('non-finite value', leaf='target', expected='finite returns')
     scale = float(getattr(critic, 'ret_std', 1.0))
-    before, kept = _measure(critic, obs, target, scale), _Kept(optimizer)
+    before, kept = _measure(critic, obs, target, scale, place, n), _Kept(optimizer)
     if not isfinite(before[0]): raise kept.error(target, "before it is fitted")
-    parts = max(1, round(len(target) / (minibatch or min(max(len(target) // 64, 128), 512))))
+    parts = max(1, round(n / (minibatch or min(max(n // 64, 128), 512))))
     for _ in range(epochs):
-        order = torch.randperm(len(target), generator=generator).to(target.device)
-        for rows in order.tensor_split(parts): _step(critic, optimizer, kept.params, nested.getitem(obs, rows), target[rows], scale)
-    after = _measure(critic, obs, target, scale)
+        order = torch.randperm(n, generator=generator).to(target.device)
+        for rows in order.tensor_split(parts):
+            mine = rows if place is None else ranks.own(rows, place, n)[0]
+            _step(critic, optimizer, kept.params, nested.getitem(obs, mine), target[mine], scale, len(rows))
+    after = _measure(critic, obs, target, scale, place, n)
     if not (isfinite(after[0]) and kept.is_finite()):
         kept.restore()
         raise kept.error(target, "while it is fitted; it has its former weights")
     return dict(critic_loss_before=before[0], critic_loss=after[0], explained_variance=before[1],
                 explained_variance_after=after[1], critic_steps=float(epochs * parts))
+
+
+def _places(valid, target):
+    "`(place [M], n)`: where the valid rows of this rank belong among the `n` of all ranks; `place` is None if there is one."
+    if not ranks.active(): return None, target.numel() if valid is None else int(valid.sum())
+    if valid is None: valid = torch.ones_like(target, dtype=torch.bool)
+    place, n = ranks.places(valid)
+    return place[valid], n

@@ -19,6 +19,7 @@ from .shared_options import SharedOptions
 from ..pipes import nested
 from ..pipes.data import Fragment
 from ..pipes.errors import ActorError, DataError, describe
+from .. import ranks
 from ..pipes.modules import bump_version, version_of
 
 # %% ../../nbs/agents/08_learner.ipynb #a8950165
@@ -73,7 +74,7 @@ def standardized(
         x: float [T, B]
         valid: bool [T, B]
     """
-    kept = x[valid].double()
+    kept = ranks.joined(valid, x)[0].double()
     mean, std = kept.mean(), kept.std(correction=0)
     if std <= 1e-6 * kept.abs().max(): return torch.zeros_like(x)
     return ((x - mean) / std).to(x.dtype)
@@ -171,13 +172,15 @@ class Learner(LearnerState):
         Raises `DataError` if the batch lacks something (see `check_batch`).
         """
         begun, start = self.begin(batch), perf_counter()
+        ranks.check_batches(batch, type(self).__name__)
         found = self.improve(batch)
         self.tell_actor(batch)
         metrics = self.report(found)
         bump_version(self.actor)
         policy_done = perf_counter()
         if self.critic is not None: metrics |= self.fit(batch, self.options.critic_epochs)
-        self.steps += int(batch.valid.sum())
+        self.steps += int(ranks.total(batch.valid.sum()))
+        ranks.check_state(self)
         return metrics | begun | dict(seconds_policy=policy_done - start, seconds_critic=perf_counter() - policy_done)
 
     def begin(self, batch: Fragment) -> dict:
@@ -229,7 +232,7 @@ class Learner(LearnerState):
 
     def fit(self, batch: Fragment, epochs: int) -> dict:
         "Update the critic's normalisers, and regress it on `batch.ret` for `epochs` passes, with `optimizer`. Returns metrics."
-        explained = explained_variance(batch.ret - batch.adv, batch.ret, batch.valid)
+        explained = explained_variance(*ranks.joined(batch.valid, batch.ret - batch.adv, batch.ret))
         self.tell_critic(batch)
         fitted = fit_critic(self.critic, self.optimizer, critic_inputs(self.critic, batch), batch.ret, valid=batch.valid, epochs=epochs,
                             generator=self.generator)

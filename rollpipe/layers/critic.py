@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .mlp import MLP
 from .observer import Observer, seeded
-from .running_norm import merge_moments, moments
+from .running_norm import merge_moments, moments, over_ranks
 from ..pipes.envs.factories import spaces_of
 
 # %% auto #0
@@ -73,7 +73,7 @@ class Critic(Observer):
         The critic's values do not change. As long as all returns are equal, their scale is unknown and `ret_std` does
         not change.
         """
-        new = moments(ret, 0, valid)
+        new = over_ranks(*moments(ret, 0, valid))
         if not new[0]: return
         count, mean, var = merge_moments(self.ret_count, self.ret_mean.double(), self.ret_var.double(), *new)
         old_mean, old_std = self.ret_mean.double(), self.ret_std.double()

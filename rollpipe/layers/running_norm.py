@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import ranks
+
 # %% auto #0
-__all__ = ['merge_moments', 'moments', 'RunningNorm']
+__all__ = ['merge_moments', 'moments', 'over_ranks', 'RunningNorm']
 
 # %% ../../nbs/layers/03_running_norm.ipynb #6883cc65
 def merge_moments(count_a: float | Tensor, mean_a: float | Tensor, var_a: float | Tensor,
@@ -41,6 +43,16 @@ def moments(
     rows = rows.double()
     mean = rows.sum(0) / max(len(rows), 1)
     return len(rows), mean, (rows - mean).square_().sum(0) / max(len(rows), 1)
+
+
+def over_ranks(count: int, mean: Tensor, var: Tensor) -> tuple:
+    "The moments of the samples of all ranks; those that are given, if no others learn with this process (see `ranks`)."
+    if not ranks.active(): return count, mean, var
+    found = [x for x in ranks.gathered(torch.stack([torch.full_like(mean, count), mean, var])) if x[0].any()]
+    if not found: return count, mean, var
+    (counts, mean, var), *others = found
+    for other in others: counts, mean, var = merge_moments(counts, mean, var, *other)
+    return int(counts.reshape(-1)[0]), mean, var
 
 # %% ../../nbs/layers/03_running_norm.ipynb #3145cddf
 class RunningNorm(nn.Module):
@@ -85,7 +97,7 @@ class RunningNorm(nn.Module):
     @torch.no_grad()
     def update(self, x: Tensor, valid: Tensor | None = None) -> None:
         "Merge the samples `x` `[*lead, *shape]` into the moments, except those where `valid` `[*lead]` is False."
-        new = moments(x, len(self.shape), valid)
+        new = over_ranks(*moments(x, len(self.shape), valid))
         if not new[0]: return
         count, mean, var = merge_moments(self.count, self.mean.double(), self.var.double(), *new)
         new = dict(count=count, mean=mean, var=var, inv_std=(var + self.eps).rsqrt())

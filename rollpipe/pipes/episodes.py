@@ -97,7 +97,7 @@ class EpisodeBuilder:
         episodes = self._finish(tick, ended) if (ended := np.flatnonzero(fin & valid).tolist()) else []
         # where an episode has ended, or an environment rests, the next episode cannot begin before the next row
         self.begin[fin] = now + 1
-        self.rows.drop(self.begin.min())
+        self.rows.drop(int(self.begin.min()))
         return episodes
 
     def _with_all_infos(self, env, valid):

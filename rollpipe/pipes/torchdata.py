@@ -6,39 +6,24 @@
 __all__ = ['reading_service', 'IterDataPipe', 'MapDataPipe', 'IterableWrapper', 'Mapper', 'traverse_dps']
 
 # %% ../../nbs/pipes/02_torchdata.ipynb #aee97187
-import importlib, threading, warnings
-from torch.utils.data import IterDataPipe, MapDataPipe
-from torch.utils.data.datapipes.iter import IterableWrapper, Mapper
-from torch.utils.data.graph import traverse_dps
+import importlib, warnings
 
-# %% ../../nbs/pipes/02_torchdata.ipynb #e195d551
-def _own_in_each_thread():
-    "A class attribute that is None until a thread sets it, and is set for that thread only."
-    values = threading.local()
-    return property(lambda cls: vars(values).get(cls), lambda cls, value: vars(values).__setitem__(cls, value))
+from .loading.datapipes import IterableWrapper, IterDataPipe, MapDataPipe, Mapper, traverse_dps
 
-for _name in ("reduce_ex_hook", "getstate_hook"): setattr(type(MapDataPipe), _name, _own_in_each_thread())
-
-# %% ../../nbs/pipes/02_torchdata.ipynb #a7e4279c
-_all_ = ["IterDataPipe", "MapDataPipe", "IterableWrapper", "Mapper", "traverse_dps", "reading_service"]     # without the lazy names
-_LAZY = ("DataLoader2", "InProcessReadingService", "ReadingServiceInterface", "set_graph_random_seed")
-_services = []     # classes to register as reading services when torchdata is imported
-
-def reading_service(cls: type) -> type:
-    "Decorator: register `cls` as a `ReadingServiceInterface`, without importing torchdata."
-    _services.append(cls)
-    if "ReadingServiceInterface" in globals(): globals()["ReadingServiceInterface"].register(cls)
-    return cls
-
-def __getattr__(name):
-    "Import torchdata at the first use of one of its names, without its banner."
-    if name not in _LAZY: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# %% ../../nbs/pipes/02_torchdata.ipynb #a7e4279d
+def _of_torchdata():
+    "The names of torchdata's loader, imported without its banner; None where it has no loader, or is not there."
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"\s*#+\s*WARNING!\s*The 'datapipes'", category=UserWarning)
-        loader, graph = (importlib.import_module(f"torchdata.dataloader2{part}") for part in ("", ".graph"))
-    globals().update({o: getattr(loader, o, None) or getattr(graph, o) for o in _LAZY}, DataLoader2=_letting_go(loader.DataLoader2))
-    for cls in _services: loader.ReadingServiceInterface.register(cls)
-    return globals()[name]
+        try: loader, graph = (importlib.import_module(f"torchdata.dataloader2{part}") for part in ("", ".graph"))
+        except ModuleNotFoundError as error:
+            if error.name not in ("torchdata", "torchdata.dataloader2"): raise     # it is there, but something that it needs is not
+            return None
+    return {**vars(graph), **vars(loader), "DataLoader2": _letting_go(loader.DataLoader2)}
+
+def _our_own():
+    from rollpipe.pipes.loading import loader
+    return vars(loader)
 
 def _letting_go(base):
     "The loader class `base` with a `shutdown` that closes an unfinished stream."
@@ -48,3 +33,22 @@ def _letting_go(base):
             super().shutdown()
             if getattr(self, '_datapipe_iter', None) is not None: self._datapipe_iter = None
     return DataLoader2
+
+# %% ../../nbs/pipes/02_torchdata.ipynb #a7e4279c
+_all_ = ["IterDataPipe", "MapDataPipe", "IterableWrapper", "Mapper", "traverse_dps", "reading_service"]     # without the lazy names
+_LAZY = ("DataLoader2", "InProcessReadingService", "ReadingServiceInterface", "set_graph_random_seed")
+_services = []     # classes to register as reading services when the loader is imported
+
+def reading_service(cls: type) -> type:
+    "Decorator: register `cls` as a `ReadingServiceInterface`, without importing torchdata."
+    _services.append(cls)
+    if "ReadingServiceInterface" in globals(): globals()["ReadingServiceInterface"].register(cls)
+    return cls
+
+def __getattr__(name):
+    "Import a loader at the first use of one of its names: torchdata's, or our own where torchdata has none."
+    if name not in _LAZY: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    names = _of_torchdata() or _our_own()
+    for cls in _services: names["ReadingServiceInterface"].register(cls)
+    globals().update({o: names[o] for o in _LAZY})
+    return globals()[name]

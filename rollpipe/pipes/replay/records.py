@@ -86,4 +86,5 @@ def record_type(
         offsets.append(-(-end // dtype.itemsize) * dtype.itemsize)
         end = offsets[-1] + dtype.itemsize * int(np.prod(shape))
         widest = max(widest, dtype.itemsize)
-    return np.dtype({'names': names, 'formats': formats, 'offsets': offsets, 'itemsize': -(-end // widest) * widest})
+    layout: Any = {'names': names, 'formats': formats, 'offsets': offsets, 'itemsize': -(-end // widest) * widest}
+    return np.dtype(layout)

@@ -1,0 +1,1 @@
+"""The project's own loader, for a Python where torchdata has none."""

@@ -1,0 +1,171 @@
+"Two processes that learn together make the step of one process that has the joined batch; and what they say if they cannot."
+import copy
+import multiprocessing
+import os
+import signal
+from datetime import timedelta
+from itertools import islice
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
+
+from rollpipe import ranks
+from rollpipe.agents import A2C, NPG, TRPO
+from rollpipe.layers import Critic, GaussianPolicy, RecurrentPolicy
+from rollpipe.pipes import AdvantageBuffer, DataError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, WorkerError, nested
+from rollpipe.pipes.fragment_ops import join
+
+ENV, N = "Pendulum-v1", 2
+
+
+def learner(kind="TRPO", hidden=(16,), **options):
+    policy = RecurrentPolicy if kind == "recurrent" else GaussianPolicy
+    actor, critic = policy.for_env(ENV, hidden=hidden, seed=0), Critic.for_env(ENV, hidden=hidden, seed=1)
+    return (NPG if kind == "NPG" else TRPO)(actor, critic, **dict(dict(seed=0, critic_epochs=2, max_kl=0.02), **options))
+
+
+def pipeline(agent, rank, n_steps=48):
+    "The lanes `rank`, `rank + 2` of four."
+    lanes = Lanes(FragmentCollector(EnvStepper(ENV, agent.actor, 4), n_steps), 2 * N, seed=0)
+    lanes.apply_sharding(N, rank, SHARDING_PRIORITIES.DISTRIBUTED)
+    return FragmentStacker(AdvantageBuffer(lanes, agent.critic, gamma=0.99, lam=0.95), 2)
+
+
+def begin(rank, folder):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=N, timeout=timedelta(seconds=60))
+
+
+def one_rank(rank, task, folder, *args):
+    "Run `task`, and keep what it returns, or the error that it raises."
+    begin(rank, folder)
+    try: found = task(rank, folder, *args)
+    except Exception as error: found = error
+    torch.save(found, f"{folder}/{rank}")
+    os._exit(0)              # without a word to the other rank
+
+
+def run(task, folder, *args):
+    "What `task(rank, folder, *args)` returns or raises in each rank; None for a rank that was killed."
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=one_rank, args=(rank, task, folder, *args)) for rank in range(N)]
+    try:
+        for process in processes: process.start()
+        for process in processes: process.join(120)
+        assert not any(process.is_alive() for process in processes), "a rank hangs"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+            process.close()
+    return [torch.load(path, weights_only=False) if os.path.exists(path := f"{folder}/{rank}") else None for rank in range(N)]
+
+
+# --- the same step
+
+def updates(rank, folder, kind, options, invalid):
+    "The learner's state before each update, the batch of this rank, and the state and the metrics after it."
+    agent, found = learner(kind, **options), []
+    with ranks.distributed(agent):
+        for batch in islice(pipeline(agent, rank), 3):
+            if invalid and rank: batch = holes(batch)
+            before = copy.deepcopy(agent.state_dict())
+            metrics = agent.update(batch)
+            found.append((before, batch, copy.deepcopy(agent.state_dict()), metrics))
+    assert not ranks.active()
+    return found
+
+
+def holes(batch):
+    "The batch with rows that are no transitions."
+    valid = batch.valid.clone()
+    valid[3::5, 1] = valid[:7, 2] = False
+    return batch._replace(valid=valid)
+
+
+@pytest.mark.parametrize("kind, options, invalid", [
+    ("TRPO", {}, True), ("TRPO", dict(precondition=64, hidden=(16, 16)), True), ("NPG", {}, False), ("recurrent", {}, True)])
+def test_the_step_is_that_of_one_process_on_the_joined_batch(kind, options, invalid, tmp_path):
+    a, b = run(updates, tmp_path, kind, options, invalid)
+    for found in (a, b):
+        if isinstance(found, Exception): raise found
+    one = learner(kind, **options)
+    for k, ((before, batch, after, metrics), (_, other, after_other, metrics_other)) in enumerate(zip(a, b)):
+        assert nested.paths(after) == nested.paths(after_other)
+        for x, y in zip(nested.leaves(after), nested.leaves(after_other)): assert torch.equal(torch.as_tensor(x), torch.as_tensor(y))
+        one.load_state_dict(before)
+        expected = one.update(join([batch, other]))
+        for name in ("kl", "surrogate_after", "entropy", "critic_loss", "explained_variance", "grad_norm"):
+            assert metrics[name] == pytest.approx(expected[name], rel=2e-3, abs=1e-5), name
+            assert metrics[name] == metrics_other[name]
+        assert metrics.get("backtracks") == expected.get("backtracks")
+        assert metrics.get("precondition_rows", 0) == expected.get("precondition_rows", 0) == options.get("precondition", 0)
+        names, moved = nested.paths(after), 0.
+        for name, x, y, start in zip(names, *map(nested.leaves, (after, one.state_dict(), before))):
+            x, y, start = map(torch.as_tensor, (x, y, start))
+            moved = max(moved, float((y.double() - start.double()).abs().max()))
+            assert torch.allclose(x.double(), y.double(), rtol=1e-4, atol=1e-4 if k == 0 else 1e-5), (k, name)
+        assert moved > 1e-2
+
+
+# --- what cannot be joined
+
+def different_forms(rank, folder):
+    agent = learner()
+    with ranks.distributed(agent): agent.update(next(iter(pipeline(agent, rank, n_steps=8 + rank))))
+
+
+def different_learners(rank, folder):
+    agent = learner()
+    if rank: agent.critic.net.last.bias.data += 1e-3
+    with ranks.distributed(agent): pass
+
+
+def drifted(rank, folder):
+    agent = learner()
+    with ranks.distributed(agent):
+        for batch in islice(pipeline(agent, rank, n_steps=8), 2):
+            agent.update(batch)
+            if rank: next(agent.actor.parameters()).data *= 1.01
+
+
+@pytest.mark.parametrize("task, leaf, text", [
+    (different_forms, "batch", "rank 1: a batch of another form"), (different_learners, "critic", "rank 1: the learner has another state"),
+    (drifted, "actor", "rank 1: the learner has another state")])
+def test_all_ranks_say_which_rank_and_which_leaf_differ(task, leaf, text, tmp_path):
+    for error in run(task, tmp_path):
+        assert isinstance(error, DataError) and text in str(error) and leaf in str(error), error
+
+
+def killed(rank, folder):
+    agent = learner()
+    with ranks.distributed(agent):
+        for k, batch in enumerate(islice(pipeline(agent, rank, n_steps=8), 3)):
+            if rank and k == 1: os.kill(os.getpid(), signal.SIGKILL)
+            agent.update(batch)
+
+
+def test_a_rank_that_dies_ends_the_others(tmp_path):
+    left, gone = run(killed, tmp_path)
+    assert gone is None and isinstance(left, WorkerError) and "rank 0: another rank has ended" in str(left)
+
+
+def refused(rank, folder):
+    found = []
+    for agent in (A2C(GaussianPolicy.for_env(ENV), Critic.for_env(ENV)), learner(fvp_subsample=0.5)):
+        with pytest.raises(DataError) as error, ranks.distributed(agent): pass
+        found.append(str(error.value))
+    assert not ranks.active()
+    return found
+
+
+def test_learners_that_cannot_are_refused(tmp_path):
+    for a2c, subsampled in run(refused, tmp_path):
+        assert "cannot learn over several ranks" in a2c and "TRPO or NPG" in a2c and "A2C" in a2c and "fvp_subsample" in subsampled
+
+
+def test_without_a_process_group_nothing_changes():
+    with ranks.distributed(agent := learner()) as same: assert same is agent and not ranks.active()
