@@ -116,6 +116,11 @@ def _add_report(parser: Parser) -> None:
     parser.add_argument("--out", metavar="DIR", help="folder for report.md, .csv, .png and .html [the same]")
 
 
+def _add_demo(parser: Parser) -> None:
+    parser.add_argument("--seed", type=int, default=0, help="seed of networks, environments and actions [0]")
+    parser.add_argument("--out", metavar="RUN", default="runs/demo", help="folder; a run in it is replaced [runs/demo]")
+
+
 def build_parser() -> Parser:
     "The parser of the whole command line."
     load_plugins()
@@ -154,9 +159,7 @@ def build_parser() -> Parser:
     _add_bench(command("bench", bench_command, [debug], "train what a specification names with several seeds, and go on"))
     _add_report(command("report", report_command, [debug], "write table, curves and a page about a bench, or runs with --eval-steps"))
     _add_list(command("list", lambda args: list_command(args, RUN_OPTIONS), [debug], "print what can be trained, and what can be set"))
-    sub = command("demo", demo_command, [common], "train TRPO on Pendulum-v1 and compare it with a random policy: two minutes")
-    sub.add_argument("--seed", type=int, default=0, help="seed of networks, environments and actions [0]")
-    sub.add_argument("--out", metavar="RUN", default="runs/demo", help="folder; a run in it is replaced [runs/demo]")
+    _add_demo(command("demo", demo_command, [common], "train TRPO on Pendulum-v1 and compare it with a random policy: two minutes"))
     return parser
 
 # %% ../nbs/15_cli.ipynb #6247b603
