@@ -134,6 +134,16 @@ def _add_bench(parser: Parser) -> None:
     parser.add_argument("--quiet", action="store_true", help="show no progress of the runs")
 
 
+def _add_report(parser: Parser) -> None:
+    parser.add_argument("folder", metavar="DIR", help="folder of a bench, or one with the folders of runs")
+    parser.add_argument("--out", metavar="DIR", help="folder for report.md, .csv, .png and .html [the same]")
+
+
+def _add_demo(parser: Parser) -> None:
+    parser.add_argument("--seed", type=int, default=0, help="seed of networks, environments and actions [0]")
+    parser.add_argument("--out", metavar="RUN", default="runs/demo", help="folder; a run in it is replaced [runs/demo]")
+
+
 def build_parser() -> Parser:
     "The parser of the whole command line."
     load_plugins()
@@ -169,13 +179,9 @@ def build_parser() -> Parser:
                    _timed(settings, 3, "how long it is measured", svg=True))
     _add_searches(command, debug, settings)
     _add_bench(command("bench", bench_command, [debug], "train what a specification names with several seeds, and go on"))
-    sub = command("report", report_command, [debug], "write table, curves and a page about a bench, or about runs with --eval-steps")
-    sub.add_argument("folder", metavar="DIR", help="folder of a bench, or one with the folders of runs")
-    sub.add_argument("--out", metavar="DIR", help="folder for report.md, .csv, .png and .html [the same]")
+    _add_report(command("report", report_command, [debug], "write table, curves and a page about a bench, or runs with --eval-steps"))
     _add_list(command("list", lambda args: list_command(args, RUN_OPTIONS), [debug], "print what can be trained, and what can be set"))
-    sub = command("demo", demo_command, [common], "train TRPO on Pendulum-v1 and compare it with a random policy: two minutes")
-    sub.add_argument("--seed", type=int, default=0, help="seed of networks, environments and actions [0]")
-    sub.add_argument("--out", metavar="RUN", default="runs/demo", help="folder; a run in it is replaced [runs/demo]")
+    _add_demo(command("demo", demo_command, [common], "train TRPO on Pendulum-v1 and compare it with a random policy: two minutes"))
     return parser
 
 # %% ../nbs/15_cli.ipynb #6247b603

@@ -31,7 +31,7 @@ class Line(NamedTuple):
     low: Sequence = ()   # of the band around it; empty: no band
     high: Sequence = ()
 
-
+# %% ../../nbs/results/06_charts.ipynb #6a2a7041
 def ticks(low: float, high: float, n: int = 5) -> list:
     "About `n` round numbers from low to high."
     span = (high - low) or 1.
@@ -39,7 +39,7 @@ def ticks(low: float, high: float, n: int = 5) -> list:
     step = next(power*k for k in (1, 2, 5, 10) if span/(power*k) <= n)
     return [k*step for k in range(math.ceil(low/step), math.floor(high/step + 1e-9) + 1)]
 
-
+# %% ../../nbs/results/06_charts.ipynb #9f606c30
 def short(x: float) -> str:
     "A number for an axis, such as 50k."
     for size, letter in ((1e6, "M"), (1e3, "k")):

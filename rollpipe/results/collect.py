@@ -123,7 +123,7 @@ class Results(NamedTuple):
     title: str
     rows: list  # of `RowResult`
 
-
+# %% ../../nbs/results/03_collect.ipynb #06e5f49b
 def threshold_of(env: str) -> float | None:
     "The return that counts as success by gymnasium's registry, None if it names none."
     spec = registry.get(env.rpartition(":")[2])

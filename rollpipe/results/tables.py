@@ -42,12 +42,12 @@ class Figure(NamedTuple):
         if not self.n: return "-"
         return number(self.iqm) + (f" [{number(self.low)}, {number(self.high)}]" if self.n > 1 else "")
 
-
+# %% ../../nbs/results/04_tables.ipynb #a146786d
 def number(x: float) -> str:
     "A return with so many digits as matter."
     return "-" if math.isnan(x) else f"{x:.0f}" if abs(x) >= 100 else f"{x:.1f}" if abs(x) >= 10 else f"{x:.2f}"
 
-
+# %% ../../nbs/results/04_tables.ipynb #3f8b5a24
 def figure_of(
     row: RowResult,
     kind: str,  # "last", "best" or "best evaluation", see `RowResult.finals`
