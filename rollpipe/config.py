@@ -34,12 +34,16 @@ from .presets.choice import preset_for
 __all__ = ['RUN_OPTIONS', 'device_of', 'reading_for', 'make_config', 'build']
 
 # %% ../nbs/07_config.ipynb #62591ac2
-def _check_options(algorithm: str, options: dict, known: dict) -> None:
+def _all_options(algorithm: str, options: dict, intrinsic: float) -> dict:
+    "The options that are given, and the defaults of the others."
+    known = {option.name: option for option in options_for(algorithm)}
     for option, value in options.items():
         if option in known: known[option].check(value)
         else:
             near = difflib.get_close_matches(option, known, 3)
             raise DataError(f"{algorithm} has no option {option!r}", expected=", ".join(near or known))
+    ends = dict(terminal_obs=True) if intrinsic and "terminal_obs" in known else {}      # the end of an episode may be new, too
+    return {**{name: option.default for name, option in known.items()}, **ends, **options}
 
 
 def _check_at_least(low: int, **values: float) -> None:
@@ -192,19 +196,15 @@ def make_config(
         intrinsic: weight of a reward for what is new, by random network distillation (`RND`); 0: none
         preset: settings for what is left out: auto (those for the environment), none, or the name of a preset
     """
-    known = {option.name: option for option in options_for(algorithm)}
-    if intrinsic and "terminal_obs" in known: options = dict(terminal_obs=True) | (options or {})  # an end may be new, too
-    options = {**{name: option.default for name, option in known.items()}, **(options or {})}
-    _check_options(algorithm, options, known)
+    options = _all_options(algorithm, options or {}, intrinsic)
     _check_at_least(1, steps=steps, threads=threads, checkpoint_every=checkpoint_every)
     _check_at_least(0, seed=seed, keep=keep, eval_every=eval_every, video_every=video_every, intrinsic=intrinsic)
     reading_for(where := dict(workers=workers, lag=lag, order=order, restarts=restarts, reading=reading, address=address, device=device))
     _check_lanes(workers, options.get("lanes", 1))
-    evaluations = _evaluations(eval_every, eval_steps, eval_episodes, final_episodes)
     config = dict(algorithm=algorithm, env=env, env_kwargs=env_kwargs or {}, name=name, seed=seed, steps=steps, threads=threads,
                   checkpoint_every=checkpoint_every, keep=keep, eval_every=eval_every, video_every=video_every, **where,
-                  preset=None if preset == "none" else preset, options=options, intrinsic=intrinsic, versions=_versions(), **evaluations,
-                  **(dict(imports=imports) if imports else {}))
+                  preset=None if preset == "none" else preset, options=options, intrinsic=intrinsic, versions=_versions(),
+                  **_evaluations(eval_every, eval_steps, eval_episodes, final_episodes), **(dict(imports=imports) if imports else {}))
     try: return json.loads(json.dumps(config))
     except TypeError as e: raise DataError(f"the configuration cannot be written as JSON: {e}") from None
 
