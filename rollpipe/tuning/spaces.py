@@ -39,7 +39,9 @@ _SHORT = dict(n_envs=Choice([4, 8, 16]), n_steps=Choice([5, 8, 16, 32, 64]))
 _LR = dict(lr=Range(1e-4, 1e-2))
 _ENTROPY = dict(c_entropy=Range(1e-6, .1))
 _TRUST = dict(_GAE, **_BATCH, max_kl=Range(1e-3, .1), damping=Range(1e-3, .3), critic_lr=Range(1e-4, 1e-2), critic_epochs=Range(1, 20))
-_REPLAY = dict(_GAMMA, lr=Range(1e-5, 3e-3), batch_size=Choice([64, 128, 256, 512]), multi_step=Choice([1, 3, 5]))
+_REPLAY = dict(_GAMMA, lr=Range(1e-5, 3e-3), batch_size=Choice([64, 128, 256, 512]))
+_DEEP_Q = dict(_REPLAY, n_envs=Choice([1, 4, 8]), n_steps=Choice([1, 4, 8]), n_batches=Choice([1, 2, 4, 8]), eps_end=Range(.01, .1),
+               eps_steps=Range(1_000, 50_000), target_every=Range(50, 2_000))
 _ACTIONS = dict(_REPLAY, tau=Range(1e-3, .1), samples_per_step=Choice([.25, .5, 1., 2.]))
 
 SPACES: dict = dict(
@@ -48,8 +50,7 @@ SPACES: dict = dict(
     a2c=dict(_GAE, **_SHORT, **_LR, **_ENTROPY, critic_lr=Range(1e-4, 3e-2)),
     ppo=dict(_GAE, **_BATCH, **_LR, **_ENTROPY, minibatch=Choice([64, 128, 256, 512]), epochs=Range(3, 20), clip=Choice([.1, .2, .3])),
     vtrace=dict(_GAMMA, **_SHORT, **_LR, **_ENTROPY, critic_lr=Range(1e-4, 3e-2)),
-    dqn=dict(_REPLAY, n_envs=Choice([1, 4, 8]), n_steps=Choice([1, 4, 8]), n_batches=Choice([1, 2, 4, 8]), eps_end=Range(.01, .1),
-             eps_steps=Range(1_000, 50_000), target_every=Range(50, 2_000)),
+    dqn=_DEEP_Q, qr_dqn=dict(_DEEP_Q, n_quantiles=Choice([16, 32, 64, 200])),
     sac=_ACTIONS, td3=dict(_ACTIONS, smoothing=Range(.05, .5)), ddpg=_ACTIONS)
 
 
