@@ -137,7 +137,9 @@ def test_a_training_on_a_device_mixes_nothing_and_gives_the_same_numbers(algorit
         return {k: v for k, v in read_metrics(run.folder).items() if not k.startswith(("seconds", "steps_per"))}
     here, there = metrics("cpu"), metrics("meta")
     assert list(here) == list(there)
-    for name in here: np.testing.assert_allclose(there[name], here[name], rtol=1e-3, atol=1e-5, err_msg=name)
+    for name in here:
+        atol = 1 if name == "cg_iterations" else 1e-5       # whether a last iteration changes anything is decided by the last bits
+        np.testing.assert_allclose(there[name], here[name], rtol=1e-3, atol=atol, err_msg=name)
 
 
 # -- the option --------------------------------------------------------------------------------------------------------
