@@ -140,11 +140,12 @@ def end_remote(workers: Iterable, failed: bool = False) -> list:
     workers, errors = [w for w in workers if not w.closed], []
     try:
         if not workers or not workers[0].ray.is_initialized(): return errors
-        ray, started = workers[0].ray, [w for w in workers if w.has_started]
-        last = {w.actor.close.remote(): w for w in started}
-        for patience, push in ((0. if failed else 0.5, False), (max((w.grace for w in started), default=0.), True)):
+        ray = workers[0].ray
+        asked = [w for w in workers if w.has_started or not failed]     # who is still starting may have environments soon
+        last = {w.actor.close.remote(): w for w in asked}
+        for patience, push in ((0. if failed else 0.5, False), (max((w.grace for w in asked), default=0.), True)):
             _, left = ray.wait(list(last), num_returns=len(last), timeout=0) if last else ([], [])
-            for w in (last[x] for x in left if push): w.on_node(partial(end_process, w.pid))
+            for w in (last[x] for x in left if push and last[x].has_started): w.on_node(partial(end_process, w.pid))
             if left: _, left = ray.wait(left, num_returns=len(left), timeout=patience)
             if not left: break
         for answer, w in last.items(): errors += _errors_of(w, [*w.unanswered, answer])
