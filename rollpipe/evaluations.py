@@ -14,6 +14,7 @@ import numpy as np
 
 from .agents.checkpoint import Snapshot, write_atomically
 from .agents.evaluate import evaluate
+from .agents.intrinsic.states import kept_states, load_states
 from .agents.parallel_evaluation import Evaluated
 from .config import device_of
 from .locks import lock, unlock
@@ -127,7 +128,8 @@ class StepEvaluations:
         found = self._evaluate("training", agent, counters, config["eval_episodes"])
         mean = found.evaluation.mean
         if mean > self.best or not self.run.best.exists():
-            self.run.save_best(Snapshot(agent), counters, dict(found.metrics, episodes=config["eval_episodes"], seed=config["seed"]))
+            evaluated = dict(found.metrics, episodes=config["eval_episodes"], seed=config["seed"])
+            self.run.save_best(Snapshot(agent, kept_states(self.run)), counters, evaluated)
             self.best = -math.inf if math.isnan(mean) else mean
         write_evaluations(self.run.folder, self.records)
         self.news.append(found._replace(seconds=perf_counter() - begun))
@@ -192,5 +194,5 @@ def evaluate_end(
         found = load_run(folder)
         if not found.config.get("eval_steps") or is_evaluated(folder, found.counters["steps"]): return
         agent, pipe = restore(found)
-        StepEvaluations(Run(folder, found.config, agent, pipe, found.counters)).finish()
+        StepEvaluations(Run(folder, found.config, agent, pipe, found.counters, load_states(pipe, found.pipes))).finish()
     finally: unlock(folder)

@@ -14,7 +14,7 @@ import torch
 
 from .agents.checkpoint import (Checkpoint, Snapshot, checkpoint_bytes, keep_checkpoint, kept_checkpoints, load_checkpoint,
                                         save_checkpoint, write_atomically)
-from .agents.intrinsic.states import load_states, states_of
+from .agents.intrinsic.states import kept_states, load_states
 from .algorithms import ALGORITHMS, is_algorithm, options_for
 from .config import build
 from .locks import lock, unlock
@@ -59,23 +59,23 @@ class Run(NamedTuple):
 
     def save(self) -> None:
         "Write the checkpoint, and keep it among the newest `config['keep']`, unless nothing has been learned yet."
-        data, n = checkpoint_bytes(self.agent, self.config, self.counters, pipes=states_of(self.pipe)), self.config.get("keep", 0)
+        data, n = checkpoint_bytes(self.agent, self.config, self.counters, pipes=kept_states(self)), self.config.get("keep", 0)
         write_atomically(self.checkpoint, data)
         if n and self.counters["updates"]: keep_checkpoint(self.folder/"checkpoints", data, self.counters["steps"], n)
 
     def save_best(self,
-        snapshot: Snapshot,  # of the learner, when its evaluation began
+        snapshot: Snapshot,  # of the learner and the pipes, when the evaluation began
         counters: dict,      # those of the same moment
         evaluated: dict,     # what the evaluation has found
     ) -> None:
         """Write the best checkpoint.
 
         Args:
-            snapshot: of the learner, when its evaluation began
+            snapshot: of the learner and the pipes, when the evaluation began
             counters: those of the same moment
             evaluated: what the evaluation has found
         """
-        save_checkpoint(self.best, snapshot, self.config, counters, evaluated)
+        save_checkpoint(self.best, snapshot, self.config, counters, evaluated, snapshot.pipes)
 
 # %% ../nbs/09_runs.ipynb #aa81c595
 def folder_of(path: str | Path) -> Path:

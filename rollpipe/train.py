@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .agents.checkpoint import Snapshot
-from .agents.intrinsic.states import check_taken
+from .agents.intrinsic.states import check_taken, kept_states
 from .agents.metrics import METRICS, OF_THE_LOOP, EpisodeReturns, added
 from .agents.parallel_evaluation import ParallelEvaluation
 from .config import reading_for
@@ -129,7 +129,7 @@ class _Evaluations:
         self.asked: Any = None  # the learner and the counters when the evaluation began
 
     def request(self) -> None:
-        self.is_due, self.asked = False, (Snapshot(self.run.agent), dict(self.run.counters))
+        self.is_due, self.asked = False, (Snapshot(self.run.agent, kept_states(self.run)), dict(self.run.counters))
         self.process.request()
 
     def after_update(self) -> float:

@@ -15,6 +15,7 @@ from rollpipe.agents import PPO, RND, Distillation, TRPO, evaluate
 from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe.agents.intrinsic.states import edited, states_of
 from rollpipe.config import build, make_config
+from rollpipe.evaluations import evaluate_end, read_evaluations, write_evaluations
 from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import DataError, EpisodeStats, Fragment, FragmentCollector, GraphError, Lanes, ProcessReading, nested
 from rollpipe.pipes import on_policy, rollouts
@@ -23,7 +24,7 @@ from rollpipe.pipes.fragment_ops import ENV_REWARD, env_rewards, pad_episodes
 from rollpipe.pipes.graph import find_one
 from rollpipe.pipes.torchdata import DataLoader2
 from rollpipe.locks import unlock
-from rollpipe.runs import discard, resume, start
+from rollpipe.runs import discard, load_run, resume, start
 from rollpipe.testing.chains import NarrowPath
 from rollpipe.train import train
 
@@ -214,6 +215,44 @@ def test_a_pipe_that_python_inserts_goes_on_from_the_checkpoint(tmp_path, caplog
     inserted(edited(resume(run.folder, steps=96), lambda pipe: RND(pipe, networks("CartPole-v1"))), 3)
     assert "RND 2: the checkpoint has no state" in caplog.text
     unlock(run.folder)
+
+
+def test_a_last_evaluation_that_is_made_up_leaves_what_pipes_have_learned(tmp_path):
+    run = start(tmp_path/"run", configured(eval_steps=32, eval_episodes=1, final_episodes=1))
+    train(run, progress=False, tensorboard=False)
+    records, stored = read_evaluations(run.folder), load_checkpoint(run.checkpoint).pipes
+    write_evaluations(run.folder, [r for r in records if r["kind"] == "training"])     # as if it was ended before
+    evaluate_end(run.folder)
+    assert len(read_evaluations(run.folder)) == len(records) > 3
+    same_states(load_checkpoint(run.checkpoint).pipes, stored)
+
+
+@pytest.mark.parametrize("how", [dict(eval_steps=16, eval_episodes=1, final_episodes=1), dict(eval_every=1)])
+def test_the_best_checkpoint_has_the_states_of_its_moment(how, tmp_path, monkeypatch):
+    states, run = {}, start(tmp_path/"run", configured(**how))
+    def update(batch, update=run.agent.update):
+        metrics = update(batch)
+        states[run.agent.steps] = copy.deepcopy(states_of(run.pipe))
+        return metrics
+    monkeypatch.setattr(run.agent, "update", update)
+    train(run, progress=False, tensorboard=False)
+    best = load_run(run.folder, best=True)
+    same_states(best.pipes, states.get(best.counters["steps"], best.pipes if not best.counters["steps"] else None))
+    again = resume(run.best, steps=200)
+    same_states(states_of(again.pipe), best.pipes)
+    unlock(run.folder)
+
+
+def test_a_run_that_is_refused_still_has_the_states_that_wait(tmp_path):
+    config = make_config("ppo", "CartPole-v1", dict(n_envs=2, n_steps=8, engine="torch", terminal_obs=True), steps=32, eval_steps=32,
+                         eval_episodes=1, final_episodes=1)
+    run = edited(start(tmp_path/"run", config), RND.inserter(after=Lanes, network=networks("CartPole-v1")))
+    train(run, progress=False, tensorboard=False)
+    stored = load_checkpoint(run.checkpoint).pipes
+    with pytest.raises(DataError, match="lacks pipes"): train(resume(run.folder, steps=64), progress=False, tensorboard=False)
+    resume(run.folder, steps=64).save()
+    unlock(run.folder)
+    same_states(load_checkpoint(run.checkpoint).pipes, stored)
 
 
 def test_a_state_that_does_not_fit_is_refused(tmp_path):

@@ -253,10 +253,18 @@ def _check_sum(path, meta):
 
 # %% ../../nbs/agents/12_checkpoint.ipynb #0e6bc062
 class Snapshot:
-    "The state of a learner at this moment, for `save_checkpoint` later; its tensors are copies in host memory."
-    def __init__(self, agent: Any):  # `agent` has `state_dict()`
+    """The state of a learner, and of pipes, at this moment, for `save_checkpoint` later; the tensors are copies in host memory.
+
+    Args:
+        agent: has `state_dict()`
+        pipes: name -> state of a pipe that learns
+    """
+    def __init__(self,
+        agent: Any,                 # has `state_dict()`
+        pipes: dict | None = None,  # name -> state of a pipe that learns
+    ):
         tensors: dict = {}
-        self.state = decode(encode(agent.state_dict(), tensors), tensors)
+        self.state, self.pipes = decode(encode((agent.state_dict(), pipes), tensors), tensors)
 
     def state_dict(self) -> dict: return self.state
 

@@ -15,7 +15,7 @@ from ...pipes.lanes import Lanes
 from ...pipes.torchdata import IterDataPipe
 
 # %% auto #0
-__all__ = ['learning_pipes', 'states_of', 'load_states', 'edited', 'check_taken']
+__all__ = ['learning_pipes', 'states_of', 'load_states', 'edited', 'kept_states', 'check_taken']
 
 # %% ../../../nbs/agents/25_intrinsic/03_states.ipynb #24bdead5
 def learning_pipes(
@@ -82,6 +82,20 @@ def edited(
     if fresh and run.counters["updates"]:
         logging.getLogger("rollpipe").warning(f"{', '.join(fresh)}: the checkpoint has no state of this pipe, which begins anew")
     return run._replace(pipe=pipe, waiting=load_states(pipe, run.waiting))
+
+
+def kept_states(
+    run: Any,  # a `Run`
+) -> dict:     # name -> state
+    """The states that a checkpoint of a run keeps: those of its pipes that learn, and those that still wait for their pipes.
+
+    Args:
+        run: a `Run`
+
+    Returns:
+        dict: name -> state
+    """
+    return {**run.waiting, **states_of(run.pipe)}
 
 
 def check_taken(run: Any) -> None:
