@@ -41,21 +41,27 @@ def begin(rank, folder):
 
 def one_rank(rank, task, folder, *args):
     "Run `task`, and keep what it returns, or the error that it raises."
-    begin(rank, folder)
-    try: found = task(rank, folder, *args)
+    try:
+        begin(rank, folder)
+        found = task(rank, folder, *args)
     except Exception as error: found = error
     torch.save(found, f"{folder}/{rank}")
     os._exit(0)              # without a word to the other rank
 
 
 def run(task, folder, *args):
-    "What `task(rank, folder, *args)` returns or raises in each rank; None for a rank that was killed."
-    context = multiprocessing.get_context("fork")
+    """What `task(rank, folder, *args)` returns or raises in each rank; None for a rank that was killed.
+
+    The ranks are children of a server without threads: other tests may have left threads in this process, which a fork does not take along.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rollpipe.agents"])
     processes = [context.Process(target=one_rank, args=(rank, task, folder, *args)) for rank in range(N)]
     try:
         for process in processes: process.start()
         for process in processes: process.join(120)
         assert not any(process.is_alive() for process in processes), "a rank hangs"
+        assert {process.exitcode for process in processes} <= {0, -signal.SIGKILL}
     finally:
         for process in processes:
             process.kill()
