@@ -12,22 +12,30 @@ import torch.distributed as dist
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
 from rollpipe import ranks
-from rollpipe.agents import A2C, NPG, TRPO
-from rollpipe.layers import Critic, GaussianPolicy, RecurrentPolicy
+from rollpipe.agents import A2C, DQN, NPG, PPO, REINFORCE, TRPO, VTrace
+from rollpipe.layers import Critic, GaussianPolicy, QPolicy, RecurrentPolicy
 from rollpipe.pipes import AdvantageBuffer, DataError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, WorkerError, nested
 from rollpipe.pipes.fragment_ops import join
 
 ENV, N = "Pendulum-v1", 2
 
 
+KINDS = dict(TRPO=TRPO, NPG=NPG, PPO=PPO, A2C=A2C, REINFORCE=REINFORCE, VTrace=VTrace)
+
+
 def learner(kind="TRPO", hidden=(16,), **options):
-    policy = RecurrentPolicy if kind == "recurrent" else GaussianPolicy
+    "Such as 'PPO', or 'recurrent PPO'."
+    policy = RecurrentPolicy if "recurrent" in kind else GaussianPolicy
     actor, critic = policy.for_env(ENV, hidden=hidden, seed=0), Critic.for_env(ENV, hidden=hidden, seed=1)
-    return (NPG if kind == "NPG" else TRPO)(actor, critic, **dict(dict(seed=0, critic_epochs=2, max_kl=0.02), **options))
+    is_natural = "TRPO" in kind or "NPG" in kind
+    defaults = dict(critic_epochs=2, max_kl=0.02) if is_natural else dict(lr=1e-2)
+    agent = KINDS[kind.split()[-1]](actor, critic, seed=0, **defaults | options)
+    for group in [] if is_natural else agent.optimizer.param_groups: group["eps"] = 1e-2     # Adam makes steps of rounding errors
+    return agent
 
 
 def pipeline(agent, rank, n_steps=48):
-    "The lanes `rank`, `rank + 2` of four."
+    "Two of four lanes, side by side: 0 and 1, or 2 and 3."
     lanes = Lanes(FragmentCollector(EnvStepper(ENV, agent.actor, 4), n_steps), 2 * N, seed=0)
     lanes.apply_sharding(N, rank, SHARDING_PRIORITIES.DISTRIBUTED)
     return FragmentStacker(AdvantageBuffer(lanes, agent.critic, gamma=0.99, lam=0.95), 2)
@@ -77,7 +85,7 @@ def updates(rank, folder, kind, options, invalid):
     agent, found = learner(kind, **options), []
     with ranks.distributed(agent):
         for batch in islice(pipeline(agent, rank), 3):
-            if invalid and rank: batch = holes(batch)
+            if invalid and rank: batch = holes(batch, "recurrent" in kind)
             before = copy.deepcopy(agent.state_dict())
             metrics = agent.update(batch)
             found.append((before, batch, copy.deepcopy(agent.state_dict()), metrics))
@@ -85,15 +93,20 @@ def updates(rank, folder, kind, options, invalid):
     return found
 
 
-def holes(batch):
-    "The batch with rows that are no transitions."
+def holes(batch, recurrent):
+    "The batch with rows that are no transitions; those of a recurrent policy are at the end, where no memory goes through them."
     valid = batch.valid.clone()
-    valid[3::5, 1] = valid[:7, 2] = False
+    valid[29:, 1] = valid[40:, 5] = False
+    if not recurrent: valid[3::5, 1] = valid[:7, 2] = False
     return batch._replace(valid=valid)
 
 
 @pytest.mark.parametrize("kind, options, invalid", [
-    ("TRPO", {}, True), ("TRPO", dict(precondition=64, hidden=(16, 16)), True), ("NPG", {}, False), ("recurrent", {}, True)])
+    ("TRPO", {}, True), ("TRPO", dict(precondition=64, hidden=(16, 16)), True), ("NPG", {}, False), ("recurrent TRPO", {}, True),
+    ("PPO", dict(minibatch=100, epochs=2, clip_value=0.2), True), ("PPO", dict(minibatch=3, epochs=1, normalize_adv="minibatch"), True),
+    ("PPO", dict(epochs=30, target_kl=0.003), True), ("recurrent PPO", dict(minibatch=144, epochs=2), True),
+    ("recurrent PPO", dict(minibatch=48, epochs=1, normalize_adv="minibatch"), True),
+    ("A2C", dict(normalize_adv=True), True), ("recurrent A2C", {}, True), ("REINFORCE", dict(epochs=2), True), ("VTrace", {}, True)])
 def test_the_step_is_that_of_one_process_on_the_joined_batch(kind, options, invalid, tmp_path):
     a, b = run(updates, tmp_path, kind, options, invalid)
     for found in (a, b):
@@ -104,17 +117,21 @@ def test_the_step_is_that_of_one_process_on_the_joined_batch(kind, options, inva
         for x, y in zip(nested.leaves(after), nested.leaves(after_other)): assert torch.equal(torch.as_tensor(x), torch.as_tensor(y))
         one.load_state_dict(before)
         expected = one.update(join([batch, other]))
-        for name in ("kl", "surrogate_after", "entropy", "critic_loss", "explained_variance", "grad_norm"):
+        assert metrics.keys() == expected.keys()
+        for name in expected:
+            if name.startswith("seconds") or name in NOT_COMPARED: continue
             assert metrics[name] == pytest.approx(expected[name], rel=2e-3, abs=1e-5), name
-            assert metrics[name] == metrics_other[name]
-        assert metrics.get("backtracks") == expected.get("backtracks")
-        assert metrics.get("precondition_rows", 0) == expected.get("precondition_rows", 0) == options.get("precondition", 0)
-        names, moved = nested.paths(after), 0.
-        for name, x, y, start in zip(names, *map(nested.leaves, (after, one.state_dict(), before))):
+            assert metrics[name] == metrics_other[name], name
+        assert metrics.get("precondition_rows", 0) == options.get("precondition", 0)
+        moved = 0.
+        for name, x, y, start in zip(nested.paths(after), *map(nested.leaves, (after, one.state_dict(), before))):
             x, y, start = map(torch.as_tensor, (x, y, start))
             moved = max(moved, float((y.double() - start.double()).abs().max()))
             assert torch.allclose(x.double(), y.double(), rtol=1e-4, atol=1e-4 if k == 0 else 1e-5), (k, name)
-        assert moved > 1e-2
+        assert moved > 1e-3
+
+
+NOT_COMPARED = ("cg_residual", "curvature", "step_size", "predicted_improvement")      # the last bits decide when the iterations end
 
 
 # --- what cannot be joined
@@ -161,7 +178,7 @@ def test_a_rank_that_dies_ends_the_others(tmp_path):
 
 def refused(rank, folder):
     found = []
-    for agent in (A2C(GaussianPolicy.for_env(ENV), Critic.for_env(ENV)), learner(fvp_subsample=0.5)):
+    for agent in (DQN(QPolicy.for_env("CartPole-v1")), learner(fvp_subsample=0.5)):
         with pytest.raises(DataError) as error, ranks.distributed(agent): pass
         found.append(str(error.value))
     assert not ranks.active()
@@ -169,8 +186,8 @@ def refused(rank, folder):
 
 
 def test_learners_that_cannot_are_refused(tmp_path):
-    for a2c, subsampled in run(refused, tmp_path):
-        assert "cannot learn over several ranks" in a2c and "TRPO or NPG" in a2c and "A2C" in a2c and "fvp_subsample" in subsampled
+    for dqn, subsampled in run(refused, tmp_path):
+        assert "cannot learn over several ranks" in dqn and "TRPO, NPG" in dqn and "DQN" in dqn and "fvp_subsample" in subsampled
 
 
 def test_without_a_process_group_nothing_changes():

@@ -257,9 +257,23 @@ def test_divisions_add_up():
             found.append(list(lanes.own_lanes()))
             copied = pickle.loads(pickle.dumps(copy_graph(lanes)))
             assert copied.own_lanes() == lanes.own_lanes() and collect(12).own_lanes() == range(12)
-    assert found == [[0, 6], [2, 8], [4, 10], [1, 7], [3, 9], [5, 11]]
+    assert found == [[0, 3], [1, 4], [2, 5], [6, 9], [7, 10], [8, 11]]
     pipe = ProcessReading(2).initialize(lanes)
     with pytest.raises(GraphError, match="WorkerLanes: the lanes are divided among processes already"): next(iter(pipe))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("order", ["canonical", "ready"])
+def test_workers_collect_the_lanes_of_their_machine(rank, order):
+    def divided():
+        pipe = collect(5)
+        pipe.apply_sharding(2, rank, SHARDING_PRIORITIES.DISTRIBUTED)
+        return pipe
+    expected = [snapshot(f) for f in islice(divided(), 9)]
+    with DataLoader2(divided(), reading_service=ProcessReading(2, order=order)) as loader:
+        found = [snapshot(f) for f in islice(loader, 9)]
+        assert {record.lane for record in loader.reading_service.records} == set(divided().own_lanes())
+    if order == "canonical": assert_same(found, expected)
 
 
 @needs_torchdata

@@ -62,9 +62,7 @@ def _step(critic, optimizer, params, obs, target, scale, n) -> None:
     errors = ((critic(obs) - target) / scale).square()
     loss = errors.sum() / n if ranks.active() else errors.mean()
     loss.backward()
-    if ranks.active():
-        grads = ranks.totals(*(torch.zeros_like(p) if p.grad is None else p.grad for p in params))
-        for p, grad in zip(params, grads): p.grad = grad
+    ranks.add_gradients(params, loss)
     optimizer.step()
 
 

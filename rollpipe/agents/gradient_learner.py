@@ -19,6 +19,7 @@ from .critics import explained_variance
 from .learner import Learner
 from ..pipes.data import Fragment
 from ..pipes.errors import DataError, describe
+from .. import ranks
 from ..pipes.modules import bump_version
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #99fb1b82
@@ -169,20 +170,37 @@ class GradientLearner(Learner):
         self.max_grad_norm = inf if self.options.max_grad_norm is None else self.options.max_grad_norm
         self.params, self.optimizer = adam_for(actor, critic, self.options.lr, self.options.lr_of_critic)
 
-    def step(self, loss: torch.Tensor, name: str = 'loss') -> float:
+    def step(self, loss: Any, name: str = 'loss', share: float | None = None) -> float:
         """Lower `loss` (0-dim, with graph) by one step; its gradient is shortened to `max_grad_norm`. Returns the norm before that.
+
+        If several ranks learn together, `share` is the fraction of the rows of this step that are this rank's. `loss` is the mean over
+        these rows, None if there are none, and the step is that of the mean over the rows of all ranks.
 
         Raises `DataError` with the `name` of the loss if it or its gradient is not finite; then no parameter changes.
         """
-        if not isfinite(loss.item()): raise DataError("non-finite loss", leaf=name, expected="a finite number", got=describe(loss.detach()))
-        self.drop_gradients()
-        loss.backward()
+        if ranks.active(): loss = self._joined(loss, share)
+        if not isfinite(loss.item()):
+            self.drop_gradients()
+            raise DataError("non-finite loss", leaf=name, expected="a finite number", got=describe(loss.detach()))
+        if not ranks.active():
+            self.drop_gradients()
+            loss.backward()
         norm = clip_gradients([p.grad for p in self.params if p.grad is not None], self.max_grad_norm)
         if not norm < inf:
             self.drop_gradients()
             raise DataError("non-finite gradient", leaf=name, expected="finite numbers", got=f"norm {norm}")
         self.optimizer.step()
         return norm
+
+    def _joined(self, loss, share):
+        "The loss of all ranks, whose gradient the parameters get."
+        if share is None:
+            raise DataError("a step over several ranks needs the share of this rank", pipe=self, leaf='share', got="None",
+                            expected="a fraction, such as `ranks.share_of(batch.valid)`")
+        self.drop_gradients()
+        part = torch.zeros((), device=self.params[0].device) if loss is None else share * loss
+        if loss is not None: part.backward()
+        return ranks.add_gradients(self.params, part)
 
     def drop_gradients(self) -> None:
         "Set all gradients to None, as the optimiser's `zero_grad` does, but faster."
@@ -206,6 +224,7 @@ def mean_metrics(
 # %% ../../nbs/agents/09_gradient_learner.ipynb #49a60a42
 class ActorCriticLearner(GradientLearner):
     "Base of learners whose policy and critic share a loss. A subclass writes `loss(batch)`, or `improve(batch)` for more than one step."
+    joins_ranks = True      # see `ranks.distributed`
     def batch_needs(self) -> tuple[str, ...]:
         "What a batch must have. Value targets are needed without a critic, too: the actor may report values."
         return 'adv', 'ret', 'logp'
@@ -216,22 +235,26 @@ class ActorCriticLearner(GradientLearner):
         Raises `DataError` if the batch lacks something (see `check_batch`).
         """
         begun, start = self.begin(batch), perf_counter()
+        ranks.check_batches(batch, type(self).__name__)
         metrics = self.explained(batch)
         self.tell_critic(batch)
         metrics |= self.improve(batch)
         self.tell_actor(batch)
         self.count()
-        self.steps += int(batch.valid.sum())
+        self.steps += int(ranks.total(batch.valid.sum()))
+        ranks.check_state(self)
         return metrics | begun | dict(seconds_update=perf_counter() - start)
 
     def explained(self, batch: Fragment) -> dict:
         "How well the values that the advantages were computed with explain the returns."
-        return dict(explained_variance=explained_variance(batch.ret - batch.adv, batch.ret, batch.valid))
+        return dict(explained_variance=explained_variance(*ranks.joined(batch.valid, batch.ret - batch.adv, batch.ret)))
 
     def improve(self, batch: Fragment) -> dict:
         "Take one step that lowers the loss; returns its metrics."
+        share = ranks.share_of(batch.valid)
         loss, metrics = self.loss(batch)
-        return {name: float(value) for name, value in metrics.items()} | dict(grad_norm=self.step(loss))
+        grad_norm = self.step(loss, share=share)
+        return mean_metrics(ranks.joined_metrics([metrics], [share])) | dict(grad_norm=grad_norm)
 
     def loss(self, batch: Fragment) -> tuple:
         "`(loss, metrics)`: a 0-dim tensor with a graph, and the metrics to be reported."

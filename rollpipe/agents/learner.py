@@ -74,10 +74,18 @@ def standardized(
         x: float [T, B]
         valid: bool [T, B]
     """
-    kept = ranks.joined(valid, x)[0].double()
-    mean, std = kept.mean(), kept.std(correction=0)
-    if std <= 1e-6 * kept.abs().max(): return torch.zeros_like(x)
+    kept = x[valid].double()
+    mean, std, largest = _moments_over_ranks(kept) if ranks.active() else (kept.mean(), kept.std(correction=0), kept.abs().max())
+    if std <= 1e-6 * largest: return torch.zeros_like(x)
     return ((x - mean) / std).to(x.dtype)
+
+
+def _moments_over_ranks(kept):
+    "Mean, standard deviation and greatest magnitude of the numbers of all ranks, of which this one may have none."
+    count, sums = ranks.totals(torch.tensor(float(len(kept)), dtype=kept.dtype, device=kept.device), kept.sum())
+    mean = sums / count
+    largest = kept.abs().max() if len(kept) else mean.abs()
+    return mean, (ranks.total((kept - mean).square().sum()) / count).sqrt(), torch.stack(ranks.gathered(largest)).max()
 
 
 def with_standardized_adv(

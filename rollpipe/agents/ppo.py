@@ -9,12 +9,14 @@ __all__ = ['what_the_loss_needs', 'PPO']
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from .gradient_learner import ActorCriticLearner, mean_metrics
 from .learner import with_standardized_adv
 from .losses import ppo, with_old_values
 from .shared_options import check_range, shared_options
 from ..pipes import nested
-from ..pipes.batches import minibatches
+from .. import ranks
 from ..pipes.data import Fragment
 from ..pipes.errors import DataError, check_integer
 
@@ -68,22 +70,28 @@ class PPO(ActorCriticLearner):
         "Take a step on each minibatch; returns the metrics of the loss, averaged over them."
         if self.clip_value is not None and 'value' not in batch.actor: batch = with_old_values(batch)
         batch = with_standardized_adv(batch, self.normalize_adv == 'batch')
-        records, stop = [], False
-        for epoch, part in self.minibatches(batch):
-            loss, metrics = self.loss(part)
-            stop = bool(records) and self.target_kl is not None and float(metrics['approx_kl']) > self.target_kl
+        records, shares, epochs, stop = [], [], 0, False
+        for epoch, (part, share) in self.minibatches(batch):
+            loss, metrics = self.loss(part) if share else (None, {})
+            stop = bool(records) and self.has_moved(metrics, share)
             if stop: break
-            records.append(metrics | dict(grad_norm=self.step(loss), epochs=epoch + 1))
-        return mean_metrics(records) | dict(minibatches=len(records), epochs=records[-1]['epochs'], early_stop=float(stop))
+            records.append(metrics | dict(grad_norm=self.step(loss, share=share)))
+            shares.append(share)
+            epochs = epoch + 1
+        found = mean_metrics(ranks.joined_metrics(records, shares))
+        return found | dict(minibatches=len(records), epochs=epochs, early_stop=float(stop))
 
-    def minibatches(self, batch: Fragment) -> Iterator[tuple[int, Fragment]]:
-        "`(epoch, minibatch)`; a minibatch without a valid row, such as the column of an environment at rest, is left out."
-        rng, recurrent = self.rng(), bool(nested.leaves(batch.hx))
-        batch = what_the_loss_needs(batch)
+    def has_moved(self, metrics: dict, share: float) -> bool:
+        "Is the policy further than `target_kl` from the one that acted, by the metrics of a minibatch of which this rank has a `share`?"
+        if self.target_kl is None: return False
+        return float(ranks.total(torch.tensor(share * float(metrics.get('approx_kl', 0.)), dtype=torch.float64))) > self.target_kl
+
+    def minibatches(self, batch: Fragment) -> Iterator[tuple[int, ranks.Part]]:
+        "`(epoch, part)`: what this rank has of each minibatch, which is all if it learns alone."
+        rng, batch = self.rng(), what_the_loss_needs(batch)
         for epoch in range(self.epochs):
-            for part in minibatches(batch, self.minibatch, 1, rng):
-                if recurrent and not part.valid.any(): continue
-                yield epoch, with_standardized_adv(part, self.normalize_adv == 'minibatch')
+            for part in ranks.parts(batch, self.minibatch, 1, rng):
+                yield epoch, part._replace(rows=with_standardized_adv(part.rows, self.normalize_adv == 'minibatch'))
 
     def loss(self, batch: Fragment) -> tuple:
         "The loss of policy, values and entropy on a minibatch, and its metrics."

@@ -12,6 +12,7 @@ from .gradient_learner import GradientLearner, mean_metrics
 from .learner import with_standardized_adv
 from .losses import reinforce
 from .shared_options import check_range, shared_options
+from .. import ranks
 from ..pipes.data import Fragment
 from ..pipes.errors import check_integer
 
@@ -29,6 +30,8 @@ class REINFORCE(GradientLearner):
         c_rho: largest importance weight
         **shared: options that learners share, see `SharedOptions`
     """
+    joins_ranks = True      # see `ranks.distributed`
+
     @shared_options(c_entropy=0.01, normalize_adv=True, lr=5e-3, critic_lr=1e-3, critic_epochs=4, max_grad_norm=0.5, decay_steps=0, seed=0)
     def __init__(self,
         actor: Any,           # a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
@@ -44,8 +47,8 @@ class REINFORCE(GradientLearner):
 
     def improve(self, batch: Fragment) -> dict:
         "Take `epochs` steps; returns the metrics, averaged over them."
-        scaled, records = with_standardized_adv(batch, self.options.normalize_adv), []
+        scaled, records, share = with_standardized_adv(batch, self.options.normalize_adv), [], ranks.share_of(batch.valid)
         for _ in range(self.epochs):
             loss, metrics = reinforce(scaled, self.actor, c_rho=self.c_rho, c_entropy=self.options.c_entropy)
-            records.append(metrics | dict(grad_norm=self.step(loss)))
-        return mean_metrics(records)
+            records.append(metrics | dict(grad_norm=self.step(loss, share=share)))
+        return mean_metrics(ranks.joined_metrics(records, [share] * len(records)))

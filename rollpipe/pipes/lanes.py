@@ -24,6 +24,9 @@ from .envs.sources import Acting
 from .torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/14_lanes.ipynb #ed6d8fd5
+_MACHINES = 2     # the value of `SHARDING_PRIORITIES.DISTRIBUTED`
+
+
 class Divided:
     "Mixin of `Lanes`: the loaders of torch and torchdata divide the lanes among their processes."
     divisions: tuple = ()    # `(priority, processes, process)`: among machines first, then among the workers of each
@@ -37,7 +40,9 @@ class Divided:
                        instance_id: int,           # number of this process
                        sharding_group: Any = None, # a `SHARDING_PRIORITIES` of torch: divisions among machines and among workers add up
     ) -> None:
-        """Keep every `num_of_instances`-th lane, from lane `instance_id` on. torch and torchdata call this in their processes.
+        """Keep a part of the lanes: every `num_of_instances`-th one, or neighbours if they are divided among machines (`DISTRIBUTED`).
+
+        torch and torchdata call this in their processes.
 
         Args:
             num_of_instances: processes
@@ -56,8 +61,14 @@ class Divided:
     def own_lanes(self) -> range:
         "The numbers of the lanes that run in this process."
         lanes = range(self.n)
-        for _, processes, process in self.divisions: lanes = lanes[process::processes]
+        for priority, n, k in self.divisions:
+            # Machines have neighbouring lanes, so that their batches side by side are the batch of one process.
+            lanes = lanes[len(lanes) * k // n:len(lanes) * (k + 1) // n] if priority == _MACHINES else lanes[k::n]
         return lanes
+
+    def is_whole(self) -> bool:
+        "Do all lanes of this machine run in this process?"
+        return all(priority == _MACHINES for priority, *_ in self.divisions)
 
     def warn_of_old_weights(self) -> None:
         "Warn in the first worker of a loader of torch or torchdata, if networks collect."

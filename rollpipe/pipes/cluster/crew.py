@@ -139,7 +139,8 @@ class RayCrew:
                  resources: dict,  # what each worker needs of a node
     ):
         self.service, self.ray, self.resources, self.weights = service, ray, resources, None
-        self.n, self.max_pending = min(service.num_workers, seam.n), pending_limit(seam.n, seam.group_size, service.lag)
+        n_lanes = len(seam.own_lanes())
+        self.n, self.max_pending = min(service.num_workers, n_lanes), pending_limit(n_lanes, seam.group_size, service.lag)
         self.pool, self.members = Store(), RemoteMembers(ray)
 
     def check(self, graphs: Iterable) -> None:

@@ -151,7 +151,7 @@ def profile(
     graph, service = copy_graph(pipe), _own_service(reading_service or ProcessReading(0))
     graph = service.initialize(graph)
     stages, places, drawing = stages_of(graph), _places(graph), draw(graph)
-    n_workers = sum(min(service.num_workers, seam.n) for seam in service.seams)
+    n_workers = sum(min(service.num_workers, len(seam.own_lanes())) for seam in service.seams)
     with tempfile.TemporaryDirectory(prefix='rollpipe-') as folder:
         clock = Clock(len(stages) + 2, folder, now)    # the learner, and what is outside
         put_clocks(graph, stages, clock)

@@ -120,16 +120,17 @@ class Coordinator:
                  service: Any,  # the reading service with the options; its `crew(seam)` gives the workers
     ):
         self.seam, self.service, self.root, self.supervision = seam, service, seam.root(), Supervision(service)
-        graphs = {lane: seam.copy(lane, self.root) for lane in range(seam.n)}
+        lanes = seam.own_lanes()
+        graphs = {lane: seam.copy(lane, self.root) for lane in lanes}
         self.crew = crew = service.crew(seam)
         self.pool, self.members = crew.pool, crew.members
-        self.schedule = Schedule(seam.n, seam.group_size, service.lag, service.order, crew.max_pending)
+        self.schedule = Schedule(len(lanes), seam.group_size, service.lag, service.order, crew.max_pending, lanes.start)
         crew.check(graphs.values())
         self.publisher, self.holder_indices = publisher_for(graphs, depth=4 if self.schedule.latest_weights else service.lag + 1)
         self.listener = Listener(self.schedule, self.pool, self.members, self.supervision, service)
         self.publisher.publish()
         try:
-            n = min(service.num_workers, seam.n)
+            n = min(service.num_workers, len(lanes))
             for k in range(n): self.start_member(k, {lane: graph for lane, graph in graphs.items() if lane % n == k})
         except BaseException:
             self.close()

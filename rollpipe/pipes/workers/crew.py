@@ -55,7 +55,7 @@ class ProcessCrew:
     ):
         self.service = service
         width = seam.group_size if seam.share_slots and service.order == 'canonical' else 1
-        self.max_pending, n_buffers = plan_buffers(seam.n, seam.group_size, service.lag, width, service.n_buffers)
+        self.max_pending, n_buffers = plan_buffers(len(seam.own_lanes()), seam.group_size, service.lag, width, service.n_buffers)
         self.pool, self.members = SlotPool(n_buffers, width, self.max_pending), Members()
 
     def check(self, graphs: Iterable) -> None:

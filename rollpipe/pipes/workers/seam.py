@@ -87,7 +87,7 @@ class WorkerLanes(Lanes):
 
     def _run(self) -> Iterator:  # pyright: ignore[reportIncompatibleMethodOverride]  their fragments are in slots
         self.close()
-        if len(self.own_lanes()) < self.n:
+        if not self.is_whole():
             raise GraphError("the lanes are divided among processes already", pipe=self, expected="`Lanes` of its own for each process",
                              got=f"lanes {list(self.own_lanes())} of {self.n}")
         coordinator = self.coordinator = Coordinator(self, self.service)
