@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex, signal
 from argparse import Namespace
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from .autotune import NO_TIME, autotune, command_for, profile_config, table_row,
 from .config import RUN_OPTIONS, build, device_of, make_config
 from .evaluations import evaluate_end
 from .export import FORMATS, PolicyFunction, export_policy
+from .joint_runs import Follower, follow, joint
 from .options import options_of, parse_env_kwargs
 from .pipes.envs.factories import spaces_of
 from .pipes.errors import DataError
@@ -25,6 +27,7 @@ from .pipes.graph import draw
 from .plots import learning_curve
 from .presets.choice import Settings, settings_in
 from .progress import format_duration, format_number
+from .ranks import process_group
 from .runs import RUN_FILES, Run, agent_of, discard, files_of_run, folder_of, load_run, needed_modules, resume, start
 from .train import train
 
@@ -80,22 +83,30 @@ def _typed(args: Namespace, options: Iterable) -> dict:
 
 # %% ../nbs/13_commands.ipynb #0bf8944d
 def train_command(args: Namespace) -> None:
-    "Start or continue a run."
+    "Start or continue a run; if torchrun has started this process, together with the other ranks."
+    with process_group() as launch:
+        run = joint(partial(_run_for, args, launch))
+        if isinstance(run, Follower): follow(run)
+        elif run:
+            run_to_end(run, args)
+            print(f"watch it:     {_command_for('watch', run)}")
+            print(f"evaluate it:  {_command_for('evaluate', run)}")
+
+
+def _run_for(args, launch):
+    "The run that the command line asks for; None if it is complete. When ranks are started again, it goes on from its newest checkpoint."
+    is_again = launch and launch.restarts
     if args.resume:
         if args.algorithm: raise UsageError("rollpipe train: either --resume RUN or ALGO ENV, not both")
-        run = resume(args.resume, getattr(args, "steps", None), getattr(args, "device", None))
-    else:
-        config = config_from(args)
-        folder = Path(args.out or default_folder(config))
-        found = find_run(folder, config, given_names(args)) if args.proceed else None
-        if found and found.counters["steps"] >= config["steps"]:
-            evaluate_end(folder)
-            print(f"{folder} is complete, with {format_number(found.counters['steps'])} steps")
-            return
-        run = resume(folder, config["steps"]) if found else start(folder, config, args.overwrite)
-    run_to_end(run, args)
-    print(f"watch it:     {_command_for('watch', run)}")
-    print(f"evaluate it:  {_command_for('evaluate', run)}")
+        of = folder_of(args.resume) if is_again else args.resume
+        return resume(of, getattr(args, "steps", None), getattr(args, "device", None))
+    config = config_from(args) | (dict(ranks=launch.size) if launch else {})
+    folder = Path(args.out or default_folder(config))
+    found = find_run(folder, config, given_names(args)) if args.proceed or is_again else None
+    if not found or found.counters["steps"] < config["steps"]:
+        return resume(folder, config["steps"]) if found else start(folder, config, args.overwrite)
+    evaluate_end(folder)
+    print(f"{folder} is complete, with {format_number(found.counters['steps'])} steps")
 
 
 def default_folder(config: dict) -> Path:

@@ -19,6 +19,7 @@ from .logs import read_metrics
 from .options import parse_seeds
 from .pipes.errors import DataError, WorkerError
 from .pipes.workers.guard import guard
+from .ranks import launched
 from .runs import files_of_run
 from .train import uninterrupted
 
@@ -208,4 +209,5 @@ def train_or_experiment(args: Namespace) -> None:
     if jobs is not None and seeds is None: raise UsageError("rollpipe train: --jobs is the number of runs at a time, so it needs --seeds")
     if jobs is not None and jobs < 1: raise UsageError(f"rollpipe train: --jobs must be at least 1, got {jobs}")
     if getattr(args, "proceed", False) and args.overwrite: raise UsageError("rollpipe train: either --continue or --overwrite, not both")
+    if seeds is not None and launched(): raise UsageError("rollpipe train: torchrun starts one run, so --seeds cannot be used")
     (train_command if seeds is None else experiment_command)(args)

@@ -9,16 +9,18 @@ import csv, io, json, logging, math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from . import ranks
 from .agents.checkpoint import names_file, write_atomically
 from .agents.metrics import METRICS, check_metrics, near_metric
 from .pipes.errors import DataError
 from .sinks import TensorBoard, WandB
 
 # %% auto #0
-__all__ = ['read_records', 'read_metrics', 'MetricWriter']
+__all__ = ['read_records', 'read_metrics', 'MetricWriter', 'NoWriter', 'metric_writer']
 
 # %% ../nbs/01_logs.ipynb #258786bb
 def read_records(
@@ -184,3 +186,22 @@ class MetricWriter:
 
     def __enter__(self): return self
     def __exit__(self, *exc): self.close()
+
+# %% ../nbs/01_logs.ipynb #7af28dc8
+class NoWriter(MetricWriter):
+    "Takes the records of a rank that writes nothing."
+    def __init__(self): pass
+    def write(self, metrics: dict) -> None: "Do nothing."
+    def close(self) -> None: "Do nothing."
+
+
+def metric_writer(
+    *args: Any,     # options of `MetricWriter`
+    **kwargs: Any,
+) -> MetricWriter:
+    """A `MetricWriter` in rank 0, or if this process learns alone.
+
+    Args:
+        *args: options of `MetricWriter`
+    """
+    return NoWriter() if ranks.rank() else MetricWriter(*args, **kwargs)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from . import ranks
 from .agents.checkpoint import Snapshot
 from .agents.intrinsic.states import check_taken, kept_states
 from .agents.metrics import METRICS, OF_THE_LOOP, EpisodeReturns, added
@@ -22,7 +23,7 @@ from .config import reading_for
 from .evaluations import StepEvaluations
 from .films import Films
 from .locks import unlock
-from .logs import MetricWriter
+from .logs import MetricWriter, metric_writer
 from .pipes import torchdata
 from .pipes.errors import DataError
 from .pipes.graph import nodes
@@ -256,10 +257,10 @@ def train(
     threads, steps = torch.get_num_threads(), config["steps"]
     torch.set_num_threads(config["threads"])
     try:
-        with (Progress(steps, counters["steps"], disable=not progress) as bar,
+        with (ranks.distributed(run.agent, size=config.get("ranks", 1)), Progress(steps, counters["steps"], disable=not progress) as bar,
               _evaluation(run) as evaluation, _films(run) as films,
               _reading(run) as (batches, health),
-              MetricWriter(run.folder, tensorboard, counters["steps"], wandb=wandb, config=config) as writer):  # last, as it starts threads
+              metric_writer(run.folder, tensorboard, counters["steps"], wandb=wandb, config=config) as writer):  # last: it starts threads
             updates.start_clock()
             for batch in batches:
                 with uninterrupted():

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted(p for p in (ROOT/"nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
-AGGREGATORS = {"__init__.py", "_modidx.py", "all.py", "fluent.py"}  # written by hand, or by nbdev itself
+AGGREGATORS = {"__init__.py", "__main__.py", "_modidx.py", "all.py", "fluent.py"}  # written by hand, or by nbdev itself
 TUTORIALS = ROOT/"nbs/tutorials"  # they show plots, and export nothing
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.relative_to(ROOT/"nbs").with_suffix("").as_posix())

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import ranks
 from ..pipes.data import Fragment
 from ..pipes.errors import DataError
 from ..pipes.taps import EpisodeAccount
@@ -208,9 +209,9 @@ class EpisodeReturns:
         """
         # Sorting is stable: the episodes of each lane stay in the order of time.
         self._ended += sorted(self._account.see_fragment(fragment), key=lambda end: end.lane)
-        n = int(fragment.valid.sum())
+        n, ends = map(int, ranks.totals(fragment.valid.sum(), (fragment.state.fin[1:] & fragment.valid).sum()))
         self.steps += n
-        self.episodes += int((fragment.state.fin[1:] & fragment.valid).sum())
+        self.episodes += ends
         return n
 
     def pop(self) -> tuple[np.ndarray, np.ndarray]:
@@ -219,8 +220,8 @@ class EpisodeReturns:
         return np.array([end.ret for end in ended], float), np.array([end.length for end in ended], int)
 
     def metrics(self) -> dict[str, float]:
-        "A summary of what `pop` returns, under the names in `METRICS`; only the number of episodes if none has finished."
-        ret, length = self.pop()
+        "A summary of what `pop` returns, in all ranks, under the names in `METRICS`; only the number of episodes if none has finished."
+        ret, length = map(np.concatenate, zip(*ranks.gathered_objects(self.pop())))
         known = dict(return_mean=ret.mean(), return_min=ret.min(), return_max=ret.max(),
                      length_mean=length.mean()) if len(ret) else {}
         return check_metrics(dict(episodes=self.episodes, **known))

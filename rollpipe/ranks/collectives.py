@@ -176,6 +176,7 @@ def check_state(agent: Any) -> None:
 def distributed(
     agent: Any,         # a learner from fresh batches, such as `TRPO` or `PPO`; each rank has one, in the same state
     group: Any = None,  # the process group; None: all processes
+    size: int | None = None,  # number of ranks that there must be; None: any
 ) -> Iterator[Any]:
     """In this block, `agent.update(batch)` makes the step that one process would make on the joined batch of all ranks.
 
@@ -188,13 +189,16 @@ def distributed(
     Args:
         agent: a learner from fresh batches, such as `TRPO` or `PPO`; each rank has one, in the same state
         group: the process group; None: all processes
+        size: number of ranks that there must be; None: any
     """
-    if not dist.is_available() or not dist.is_initialized():
+    is_group = dist.is_available() and dist.is_initialized()
+    _check_size(size, dist.get_world_size(group) if is_group else 1)
+    if not is_group:
         yield agent
         return
     if _group: raise DataError("a block `distributed` in another", leaf='agent', expected="one learner at a time", got=describe(agent))
     if not getattr(agent, 'joins_ranks', False):
-        raise DataError("cannot learn over several ranks", leaf='agent', got=describe(agent),
+        raise DataError("cannot learn over several ranks", leaf='agent', got=type(agent).__name__,
                         expected="one that learns from fresh batches: TRPO, NPG, PPO, A2C, REINFORCE or V-trace")
     if getattr(agent, 'fvp_subsample', 1.) < 1:
         raise DataError("cannot estimate the Fisher matrix from some rows over several ranks", leaf='fvp_subsample', expected="1",
@@ -204,3 +208,9 @@ def distributed(
         check_state(agent)
         yield agent
     finally: _group.clear()
+
+
+def _check_size(size, got):
+    if size is None or size == got: return
+    raise DataError("another number of ranks", leaf='ranks', got=str(got),
+                    expected=f"{size}, as by torchrun --nproc-per-node {size} -m rollpipe train ...")

@@ -1,0 +1,159 @@
+"The command line over several ranks: one run, whoever starts the processes, whatever ends them."
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rollpipe.agents.checkpoint import load_checkpoint
+from rollpipe.cli import main
+from rollpipe.logs import read_metrics
+from rollpipe.pipes import nested
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = "CartPole-v1 --preset none --lanes 4 --n-envs 2 --n-steps 32 --hidden 8 --critic-hidden 8 --engine torch --quiet --no-tensorboard".split()
+DIES = """
+import os, signal
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+
+class Dies(CartPoleEnv):
+    "Kills rank 1 after 40 steps, once."
+    n = 0
+    def step(self, action):
+        Dies.n += 1
+        if os.environ.get("RANK") == "1" and Dies.n == 300 and not os.path.exists("died"):
+            open("died", "w").close()
+            os.kill(os.getpid(), int(os.environ["BY"]))
+        return super().step(action)
+
+gymnasium.register("Dies-v0", Dies, max_episode_steps=500)
+"""
+
+
+def environment(**more):
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **more}
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
+
+
+def begin(words, cwd, n=2, **more):
+    "The processes of `n` ranks, started as a launcher that is not torchrun would."
+    env = environment(WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), **more)
+    options = dict(cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    words = [sys.executable, "-m", "rollpipe", *map(str, words)]
+    return [subprocess.Popen(words, env={**env, "RANK": str(k), "LOCAL_RANK": str(k)}, **options) for k in range(n)]
+
+
+def ended(processes):
+    "`(exit code, stdout, stderr)` of each."
+    try: return [(p.returncode, *out) for p, out in [(p, p.communicate(timeout=180)) for p in processes]]
+    finally:
+        for p in processes: p.kill()
+
+
+def run_ranks(*words, cwd, **more): return ended(begin(words, cwd, **more))
+
+
+def run_alone(*words, cwd):
+    return subprocess.run([sys.executable, "-m", "rollpipe", *map(str, words)], cwd=cwd, env=environment(), text=True, capture_output=True,
+                          timeout=180)
+
+
+# --- one run
+
+@pytest.mark.parametrize("algorithm, more", [("ppo", []), ("trpo", ["--workers", "2"])])
+def test_ranks_learn_what_one_process_learns(algorithm, more, tmp_path):
+    words = ["train", algorithm, *SMALL, "--steps", "1024", "--eval-steps", "512", "--eval-episodes", "2", "--final-episodes", "2"]
+    (code, out, err), (other, silence, noise) = run_ranks(*words, "--out", "both", *more, cwd=tmp_path)
+    assert (code, other, silence) == (0, 0, ""), (err, noise)
+    assert "1.02k steps" in out and "rollpipe watch both" in out
+    assert run_alone(*words, "--out", "one", cwd=tmp_path).returncode == 0
+    found, expected = read_metrics(tmp_path/"both"), read_metrics(tmp_path/"one")
+    assert {p.name for p in (tmp_path/"both").iterdir()} == {p.name for p in (tmp_path/"one").iterdir()}
+    assert found["steps"].tolist() == expected["steps"].tolist() == [256, 512, 768, 1024, 1024]      # the last one evaluates
+    for name in found.keys() - {"workers", "restarts"}:
+        if not name.startswith("seconds") and name not in ("steps_per_s", "cg_residual", "curvature", "step_size"):
+            assert np.allclose(found[name], expected[name], rtol=5e-3, atol=1e-4, equal_nan=True), name
+    both, one = (load_checkpoint(tmp_path/name/"checkpoint.safetensors") for name in ("both", "one"))
+    assert both.config["ranks"] == 2 and "ranks" not in one.config
+    for path, x, y in zip(nested.paths(both.agent_state), *map(nested.leaves, (both.agent_state, one.agent_state))):
+        assert torch.allclose(torch.as_tensor(x).double(), torch.as_tensor(y).double(), rtol=1e-3, atol=1e-3), path
+    seen = [json.loads(line)["kind"] for line in (tmp_path/"both/evaluations.jsonl").read_text().splitlines()]
+    assert seen.count("last") == seen.count("best") == 1
+
+
+# --- what is refused
+
+def test_what_cannot_be_divided_leaves_no_run(tmp_path):
+    (code, _, err), (other, _, noise) = run_ranks("train", "ppo", *SMALL, "--lanes", "3", "--out", "run", cwd=tmp_path)
+    assert code == 2 and "3 lanes cannot be divided among 2 ranks. Expected --lanes 2, or a multiple" in err and "Traceback" not in err
+    assert (other, noise) == (0, "") and not (tmp_path/"run").exists()
+
+
+def test_several_runs_are_not_started_by_torchrun(monkeypatch, capsys):
+    for name, value in dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1").items(): monkeypatch.setenv(name, value)
+    assert main(["train", "ppo", "CartPole-v1", "--seeds", "0-1"]) == 2 and "torchrun starts one run" in capsys.readouterr().err
+
+
+def test_a_learner_with_a_memory_is_refused_by_all_ranks(tmp_path):
+    (code, _, err), (other, _, noise) = run_ranks("train", "dqn", "CartPole-v1", "--lanes", "2", "--out", "run", "--quiet", cwd=tmp_path)
+    assert code == other == 2 and "cannot learn over several ranks" in err and "got DQN" in err
+    assert not (tmp_path/"run").exists() and "Traceback" not in err + noise
+
+
+def test_a_run_goes_on_with_as_many_ranks_as_it_had(tmp_path):
+    words = ["train", "a2c", *SMALL, "--out", "run"]
+    assert [code for code, *_ in run_ranks(*words, "--steps", "512", cwd=tmp_path)] == [0, 0]
+    alone = run_alone("train", "--resume", "run", "--steps", "1024", cwd=tmp_path)
+    assert alone.returncode == 2 and "another number of ranks. Expected 2, as by torchrun --nproc-per-node 2" in alone.stderr
+    assert [code for code, *_ in run_ranks("train", "--resume", "run", "--steps", "1024", cwd=tmp_path)] == [0, 0]
+    assert read_metrics(tmp_path/"run")["steps"].tolist() == [256, 512, 768, 1024]
+    complete, (other, *_) = run_ranks(*words, "--steps", "1024", "--continue", cwd=tmp_path)
+    assert (complete[0], other) == (0, 0) and "run is complete" in complete[1]
+
+
+# --- what ends it
+
+def test_ctrl_c_saves_in_rank_0(tmp_path):
+    processes = begin(["train", "ppo", *SMALL, "--steps", "10m", "--out", "run"], tmp_path)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and len(read_lines(tmp_path/"run/metrics.jsonl")) < 3: time.sleep(0.2)
+    for p in processes[::-1]: p.send_signal(signal.SIGINT)
+    (code, _, err), (other, _, noise) = ended(processes)
+    assert code == other == 130 and "continue with: rollpipe train --resume run" in err and "Traceback" not in err + noise
+    assert load_checkpoint(tmp_path/"run/checkpoint.safetensors").counters["steps"] == read_metrics(tmp_path/"run")["steps"][-1]
+
+
+def read_lines(path): return path.read_text().splitlines() if path.exists() else []
+
+
+def test_a_rank_that_is_killed_ends_the_others(tmp_path):
+    (tmp_path/"dies.py").write_text(DIES)
+    words = ["train", "ppo", "Dies-v0", "--import", "dies", *SMALL[1:], "--steps", "10k", "--out", "run"]
+    (code, _, err), (other, *_) = run_ranks(*words, cwd=tmp_path, BY=str(int(signal.SIGKILL)))
+    assert (code, other) == (2, -signal.SIGKILL) and "rank 0: another rank has ended" in err and "Traceback" not in err
+
+
+def test_torchrun_starts_all_ranks_anew(tmp_path):
+    (tmp_path/"dies.py").write_text(DIES)
+    words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "rollpipe", "train", "ppo", "Dies-v0",
+             "--import", "dies", *SMALL[1:], "--steps", "2048", "--checkpoint-every", "1", "--out", "run"]
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", *words], cwd=tmp_path, text=True, capture_output=True,
+                          timeout=240, env=environment(BY=str(int(signal.SIGKILL))))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path/"died").exists()
+    steps = read_metrics(tmp_path/"run")["steps"].tolist()
+    assert steps == list(range(256, 2049, 256)) and load_checkpoint(tmp_path/"run/checkpoint.safetensors").counters["resumes"] == 1
