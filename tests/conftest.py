@@ -23,6 +23,13 @@ def seeds():
     random.seed(0); np.random.seed(0); torch.manual_seed(0)
 
 
+@pytest.fixture
+def packages(monkeypatch):
+    "Processes that the test starts find the packages that this one finds."
+    from command_line import settings     # with the command line, which few tests need
+    for name, value in settings().items(): monkeypatch.setenv(name, value)
+
+
 def _reactions():
     return [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)], signal.pthread_sigmask(signal.SIG_BLOCK, ())
 

@@ -6,14 +6,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from command_line import alive, rollpipe, wait_for
 
-from rollpipe.cli import main
 from rollpipe.config import make_config
 from rollpipe.evaluations import evaluate_end, read_evaluations
 from rollpipe.locks import lock
@@ -23,19 +22,9 @@ from rollpipe.results.bench import BENCH
 from rollpipe.runs import load_run, resume, start
 from rollpipe.train import train
 
+pytestmark = pytest.mark.usefixtures("packages")
 OPTIONS = dict(n_envs=2, n_steps=32, hidden=(8,), critic_hidden=(8,))
 TOML = "options = { n_envs = 2, n_steps = 32, hidden = [8], critic_hidden = [8] }\n"
-
-
-@pytest.fixture(autouse=True)
-def packages(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(os.path.abspath, sys.path)))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-def rollpipe(*words):
-    try: return main([str(w) for w in words])
-    except SystemExit as e: return e.code
 
 
 def small(**run):
@@ -143,23 +132,6 @@ def spec(path, *rows, **shared):
     head = "".join(f"{name} = {json.dumps(x)}\n" for name, x in shared.items())
     path.write_text(head + "".join(f'[[row]]\nalgorithm = "trpo"\nenv = "CartPole-v1"\n{TOML}{row}' for row in rows))
     return path
-
-
-def alive(folder):
-    "The numbers of the processes whose command line names the folder."
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try: words = Path(f"/proc/{pid}/cmdline").read_text()
-        except OSError: continue
-        if str(folder) in words: found.append(int(pid))
-    return found
-
-
-def wait_for(condition, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(.05)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

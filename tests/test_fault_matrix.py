@@ -13,9 +13,9 @@ from multiprocessing import forkserver
 from typing import NamedTuple
 
 import pytest
+from command_line import SMALL, lines, process, wait_for
 from fault_cases import IN_PARENT, Left, run
 from fault_rows import EVENTS, HARMS, ROWS
-from test_cli import SMALL, lines, process, wait_for
 from worker_cases import gone, slack
 
 from rollpipe.logs import read_metrics

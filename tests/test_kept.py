@@ -6,22 +6,16 @@ import time
 import numpy as np
 import pytest
 import torch
+from command_line import SMALL, rollpipe
 
 from rollpipe.agents import parallel_evaluation
 from rollpipe.agents.checkpoint import kept_checkpoints, load_checkpoint
 from rollpipe.agents.evaluate import evaluate
-from rollpipe.cli import main
 from rollpipe.config import make_config
 from rollpipe.logs import read_metrics
 from rollpipe.pipes.errors import CheckpointError, DataError
 from rollpipe.runs import best_return, load_agent, load_run, restore, resume, start
 from rollpipe.train import train
-
-SMALL = "--n-envs 4 --n-steps 32 --hidden 8 --critic-hidden 8 --quiet --no-tensorboard".split()
-
-
-def rollpipe(*words): return main([str(w) for w in words])
-
 
 def small(steps=640, **run):
     options = dict(n_envs=4, n_steps=32, hidden=(8,), critic_hidden=(8,))
