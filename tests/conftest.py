@@ -17,6 +17,15 @@ SHM = Path("/dev/shm")
 HELPERS = (b"resource_tracker", b"forkserver", b"torch_shm_manager", b"rollpipe guard")  # these live as long as the interpreter, by design
 
 
+LONG = {f"test_{name}" for name in ("bench", "cli", "contract", "experiments", "fault_matrix", "faults", "parallel_evaluation", "ray",
+                                    "reading", "signals", "tune")}
+
+
+def pytest_collection_modifyitems(items):
+    "The files with the most processes come first: then the short ones keep all processes of xdist busy until the end."
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
+
 @pytest.fixture(autouse=True)
 def seeds():
     "Every test starts from the same global random state, whatever ran before it."

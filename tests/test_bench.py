@@ -36,14 +36,20 @@ def points(folder): return [(r["kind"], r["steps"]) for r in read_evaluations(fo
 def results(folder): return [{name: x for name, x in r.items() if name != "seconds"} for r in read_evaluations(folder)]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    "A run that came to its end, to be looked at."
+    learn(run := start(tmp_path_factory.mktemp("whole")/"run", small()))
+    return run
+
+
 WHOLE = [("training", 0), ("training", 256), ("training", 448), ("training", 640), ("last", 640), ("best", 640)]
 
 
 # -- evaluations of one run --------------------------------------------------------------------------------------------
 
-def test_the_training_does_not_notice_its_evaluations(tmp_path):
-    seen, plain = start(tmp_path/"a", small()), start(tmp_path/"b", small(eval_steps=0))
-    learn(seen)
+def test_the_training_does_not_notice_its_evaluations(tmp_path, whole):
+    seen, plain = whole, start(tmp_path/"b", small(eval_steps=0))
     learn(plain)
     assert points(seen.folder) == WHOLE and not points(plain.folder)
     ours, theirs = (load_run(run.folder).agent_state for run in (seen, plain))
@@ -66,11 +72,9 @@ class Killed(BaseException): "Stands for the end of the process: nothing is save
 
 
 @pytest.mark.parametrize("at", range(6))
-def test_a_run_that_ends_during_an_evaluation_makes_it_up(tmp_path, monkeypatch, at):
+def test_a_run_that_ends_during_an_evaluation_makes_it_up(tmp_path, monkeypatch, at, whole):
     "The process ends after the checkpoint was saved, and before the evaluation is written."
     from rollpipe import evaluations
-    whole = start(tmp_path/"a", small())
-    learn(whole)
     real, calls = evaluations.evaluate, []
     def evaluate(*args, **kwargs):
         calls.append(1)

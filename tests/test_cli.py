@@ -3,6 +3,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,8 +35,14 @@ def small_run(folder, *more):
     return folder
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory): return small_run(tmp_path_factory.mktemp("trained")/"run")
+
+
 @pytest.fixture
-def run(tmp_path): return small_run(tmp_path/"run")
+def run(trained, tmp_path):
+    "A copy of the trained run, which the test may change."
+    return Path(shutil.copytree(trained, tmp_path/"run"))
 
 
 # -- train, resume -----------------------------------------------------------------------------------------------------
@@ -336,9 +343,9 @@ MISTAKES = [
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory):
+def places(tmp_path_factory, trained):
     folder = tmp_path_factory.mktemp("places")
-    run = small_run(folder/"run")
+    run = Path(shutil.copytree(trained, folder/"run"))
     (folder/"broken").write_bytes((run/"checkpoint.safetensors").read_bytes()[:-1])
     class Other: state_dict = lambda self: {}
     save_checkpoint(folder/"foreign", Other(), {}, {})
