@@ -4,14 +4,12 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from command_line import alive, rollpipe, wait_for
+from command_line import alive, process, rollpipe, wait_for
 
 from rollpipe.config import make_config
 from rollpipe.evaluations import evaluate_end, read_evaluations
@@ -142,9 +140,9 @@ def spec(path, *rows, **shared):
 def test_a_bench_that_is_stopped_loses_no_finished_run_and_the_next_call_goes_on(tmp_path, number, capfd):
     "With --restart the results are those of a bench that was never stopped. Without it the run goes on, with new episodes."
     file = spec(tmp_path/"a.toml", 'label = "short"\n', 'label = "long"\nsteps = 9_600\n', every=1600)
-    command = [sys.executable, "-m", "rollpipe.entry", "bench", str(file), "--dir", str(tmp_path/"out"), "--jobs", "2", "--quiet"]
+    words = ["bench", file, "--dir", tmp_path/"out", "--jobs", 2, "--quiet"]
     short, long = (tmp_path/"out"/f"{name}-CartPole-v1-s0" for name in ("short", "long"))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with process(*words) as child:
         wait_for(lambda: ("best", 256) in points(short) and len(points(long)) >= 2 or child.poll() is not None)
         child.send_signal(number)
         out, err = child.communicate(timeout=120)
@@ -153,7 +151,7 @@ def test_a_bench_that_is_stopped_loses_no_finished_run_and_the_next_call_goes_on
     assert len(points(long)) < 8, "it was too fast to be stopped"
     before = {path.name: path.read_bytes() for path in short.iterdir() if path.is_file() and path.name != "lock"}
     restart = ["--restart"] * (number == signal.SIGKILL)
-    assert rollpipe(*command[3:], *restart) == 0
+    assert rollpipe(*words, *restart) == 0
     assert "1 of 2 runs are complete, 1 to do" in capfd.readouterr().out
     assert {path.name: path.read_bytes() for path in short.iterdir() if path.name != "lock"} == before
     assert points(long) == [*(("training", n) for n in range(0, 9601, 1600)), ("last", 9600), ("best", 9600)]
@@ -161,7 +159,7 @@ def test_a_bench_that_is_stopped_loses_no_finished_run_and_the_next_call_goes_on
     if restart:
         learn(whole := start(tmp_path/"alone", load_run(long).config))
         assert results(long) == results(whole.folder)
-    assert rollpipe(*command[3:]) == 0 and "2 of 2 runs are complete, 0 to do" in capfd.readouterr().out
+    assert rollpipe(*words) == 0 and "2 of 2 runs are complete, 0 to do" in capfd.readouterr().out
 
 
 FAILING = '''
