@@ -9,7 +9,7 @@ import torch
 from command_line import SMALL, rollpipe
 
 from rollpipe.agents import parallel_evaluation
-from rollpipe.agents.checkpoint import kept_checkpoints, load_checkpoint
+from rollpipe.agents.checkpoint import Snapshot, kept_checkpoints, load_checkpoint
 from rollpipe.agents.evaluate import evaluate
 from rollpipe.config import make_config
 from rollpipe.logs import read_metrics
@@ -75,7 +75,7 @@ def test_the_best_score_survives_resuming(tmp_path):
     run = train_small(tmp_path/"run", 256, eval_every=1)
     train(resume(run.folder, 384), progress=False, tensorboard=False)
     assert best_return(run.folder) == np.nanmax(read_metrics(run.folder)["eval_return_mean"])
-    run.save_best(run.agent, run.counters, dict(eval_return_mean=1000.))   # more than CartPole has
+    run.save_best(Snapshot(run.agent), run.counters, dict(eval_return_mean=1000.))   # more than CartPole has
     before = run.best.read_bytes()
     train(resume(run.folder, 512), progress=False, tensorboard=False)
     assert run.best.read_bytes() == before
