@@ -143,7 +143,8 @@ class RayCrew:
         self.pool, self.members = Store(), RemoteMembers(ray)
 
     def check(self, graphs: Iterable) -> None:
-        "Raise `WorkerError` if no node has what workers need. What cannot be sent to them is found as the first one starts."
+        "Raise the error for what cannot be sent to workers, or if no node has what they need."
+        check_picklable(graphs, expected="what can be pickled")
         self.check_room()
 
     def check_room(self) -> None:
@@ -181,6 +182,5 @@ def _packed(name, graphs, states) -> bytes:
     "The pickle of what a worker takes over. Raises `WorkerError` for what cannot be pickled."
     try: return cloudpickle.dumps((graphs, states))
     except Exception as e:
-        check_picklable(graphs.values(), expected="what can be pickled")     # names the culprit, if a pipe holds it
         raise WorkerError(f"the lanes of {name} cannot be sent to a cluster: {type(e).__name__}: {e}", pipe='RayReading',
                           expected="what can be pickled") from e
