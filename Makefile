@@ -61,7 +61,7 @@ notebooks: $(STAMP)  ## run every notebook, each in a process of its own
 	|| { echo "notebooks: not all passed; look for NOTEBOOK FAILED above" >&2; exit 1; }
 
 pytest: $(STAMP)  ## the tests, without the slow ones, two files at a time
-	@$(BIN)/python -m pytest -q --ignore=tests/test_sync.py --numprocesses $(JOBS) --dist loadfile
+	@$(BIN)/python -m pytest -q --ignore=tests/test_sync.py --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 slow: $(STAMP)  ## the learning tests, many minutes
 	@$(BIN)/python -m pytest -q -m slow --timeout 3600

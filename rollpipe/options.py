@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse, ast, inspect, re
 from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
 from fastcore.docments import docments
@@ -27,6 +28,12 @@ def args_section(docstring: str | None) -> dict:
     return {name: " ".join(text.split()) for name, text in entries}
 
 
+@lru_cache(maxsize=256)  # to read the sources takes a second for all algorithms, and each command needs them several times
+def _comments(source: Callable) -> dict:
+    "Parameter -> the comment beside it in the source."
+    return {name: text for name, text in docments(source, returns=False).items() if text}
+
+
 def meanings(function: Callable) -> dict:
     """Parameter -> meaning, for a function or a class.
 
@@ -39,8 +46,7 @@ def meanings(function: Callable) -> dict:
         function = owner.__init__
     other = getattr(function, "__delwrap__", None)
     source = owner if is_dataclass(owner) else function  # the `__init__` of a dataclass is generated; the comments stand beside its fields
-    comments = {name: text for name, text in docments(source, returns=False).items() if text}
-    return {**(meanings(other) if other else {}), **comments, **args_section(owner.__doc__), **args_section(function.__doc__)}
+    return {**(meanings(other) if other else {}), **_comments(source), **args_section(owner.__doc__), **args_section(function.__doc__)}
 
 # %% ../nbs/05_options.ipynb #5ce2e98c
 _TYPES: dict[str, Any] = dict(bool=bool, int=int, float=(int, float), str=str, dict=dict,

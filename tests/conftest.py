@@ -17,10 +17,26 @@ SHM = Path("/dev/shm")
 HELPERS = (b"resource_tracker", b"forkserver", b"torch_shm_manager", b"rollpipe guard")  # these live as long as the interpreter, by design
 
 
+LONG = {f"test_{name}" for name in ("bench", "cli", "contract", "experiments", "fault_matrix", "faults", "parallel_evaluation", "ray",
+                                    "reading", "signals", "tune")}
+
+
+def pytest_collection_modifyitems(items):
+    "The files with the most processes come first: then the short ones keep all processes of xdist busy until the end."
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
+
 @pytest.fixture(autouse=True)
 def seeds():
     "Every test starts from the same global random state, whatever ran before it."
     random.seed(0); np.random.seed(0); torch.manual_seed(0)
+
+
+@pytest.fixture
+def packages(monkeypatch):
+    "Processes that the test starts find the packages that this one finds."
+    from command_line import settings     # with the command line, which few tests need
+    for name, value in settings().items(): monkeypatch.setenv(name, value)
 
 
 def _reactions():

@@ -1,4 +1,5 @@
 """What may go wrong in the pipeline of `fault_cases.py`, where, and what must come of it: the data of `test_fault_matrix.py`."""
+import faulthandler
 import os
 import signal
 import time
@@ -34,6 +35,7 @@ class Stiff(Exception):
 
 def signalled(number):
     def die(value):
+        faulthandler.disable()  # pytest's
         os.kill(os.getpid(), number)
         time.sleep(600)
     return die

@@ -4,16 +4,13 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from command_line import alive, process, rollpipe, wait_for
 
-from rollpipe.cli import main
 from rollpipe.config import make_config
 from rollpipe.evaluations import evaluate_end, read_evaluations
 from rollpipe.locks import lock
@@ -23,19 +20,9 @@ from rollpipe.results.bench import BENCH
 from rollpipe.runs import load_run, resume, start
 from rollpipe.train import train
 
+pytestmark = pytest.mark.usefixtures("packages")
 OPTIONS = dict(n_envs=2, n_steps=32, hidden=(8,), critic_hidden=(8,))
 TOML = "options = { n_envs = 2, n_steps = 32, hidden = [8], critic_hidden = [8] }\n"
-
-
-@pytest.fixture(autouse=True)
-def packages(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(os.path.abspath, sys.path)))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-def rollpipe(*words):
-    try: return main([str(w) for w in words])
-    except SystemExit as e: return e.code
 
 
 def small(**run):
@@ -47,14 +34,20 @@ def points(folder): return [(r["kind"], r["steps"]) for r in read_evaluations(fo
 def results(folder): return [{name: x for name, x in r.items() if name != "seconds"} for r in read_evaluations(folder)]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    "A run that came to its end, to be looked at."
+    learn(run := start(tmp_path_factory.mktemp("whole")/"run", small()))
+    return run
+
+
 WHOLE = [("training", 0), ("training", 256), ("training", 448), ("training", 640), ("last", 640), ("best", 640)]
 
 
 # -- evaluations of one run --------------------------------------------------------------------------------------------
 
-def test_the_training_does_not_notice_its_evaluations(tmp_path):
-    seen, plain = start(tmp_path/"a", small()), start(tmp_path/"b", small(eval_steps=0))
-    learn(seen)
+def test_the_training_does_not_notice_its_evaluations(tmp_path, whole):
+    seen, plain = whole, start(tmp_path/"b", small(eval_steps=0))
     learn(plain)
     assert points(seen.folder) == WHOLE and not points(plain.folder)
     ours, theirs = (load_run(run.folder).agent_state for run in (seen, plain))
@@ -77,11 +70,9 @@ class Killed(BaseException): "Stands for the end of the process: nothing is save
 
 
 @pytest.mark.parametrize("at", range(6))
-def test_a_run_that_ends_during_an_evaluation_makes_it_up(tmp_path, monkeypatch, at):
+def test_a_run_that_ends_during_an_evaluation_makes_it_up(tmp_path, monkeypatch, at, whole):
     "The process ends after the checkpoint was saved, and before the evaluation is written."
     from rollpipe import evaluations
-    whole = start(tmp_path/"a", small())
-    learn(whole)
     real, calls = evaluations.evaluate, []
     def evaluate(*args, **kwargs):
         calls.append(1)
@@ -145,30 +136,13 @@ def spec(path, *rows, **shared):
     return path
 
 
-def alive(folder):
-    "The numbers of the processes whose command line names the folder."
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try: words = Path(f"/proc/{pid}/cmdline").read_text()
-        except OSError: continue
-        if str(folder) in words: found.append(int(pid))
-    return found
-
-
-def wait_for(condition, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(.05)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_bench_that_is_stopped_loses_no_finished_run_and_the_next_call_goes_on(tmp_path, number, capfd):
     "With --restart the results are those of a bench that was never stopped. Without it the run goes on, with new episodes."
     file = spec(tmp_path/"a.toml", 'label = "short"\n', 'label = "long"\nsteps = 9_600\n', every=1600)
-    command = [sys.executable, "-m", "rollpipe.entry", "bench", str(file), "--dir", str(tmp_path/"out"), "--jobs", "2", "--quiet"]
+    words = ["bench", file, "--dir", tmp_path/"out", "--jobs", 2, "--quiet"]
     short, long = (tmp_path/"out"/f"{name}-CartPole-v1-s0" for name in ("short", "long"))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with process(*words) as child:
         wait_for(lambda: ("best", 256) in points(short) and len(points(long)) >= 2 or child.poll() is not None)
         child.send_signal(number)
         out, err = child.communicate(timeout=120)
@@ -177,7 +151,7 @@ def test_a_bench_that_is_stopped_loses_no_finished_run_and_the_next_call_goes_on
     assert len(points(long)) < 8, "it was too fast to be stopped"
     before = {path.name: path.read_bytes() for path in short.iterdir() if path.is_file() and path.name != "lock"}
     restart = ["--restart"] * (number == signal.SIGKILL)
-    assert rollpipe(*command[3:], *restart) == 0
+    assert rollpipe(*words, *restart) == 0
     assert "1 of 2 runs are complete, 1 to do" in capfd.readouterr().out
     assert {path.name: path.read_bytes() for path in short.iterdir() if path.name != "lock"} == before
     assert points(long) == [*(("training", n) for n in range(0, 9601, 1600)), ("last", 9600), ("best", 9600)]
@@ -185,7 +159,7 @@ def test_a_bench_that_is_stopped_loses_no_finished_run_and_the_next_call_goes_on
     if restart:
         learn(whole := start(tmp_path/"alone", load_run(long).config))
         assert results(long) == results(whole.folder)
-    assert rollpipe(*command[3:]) == 0 and "2 of 2 runs are complete, 0 to do" in capfd.readouterr().out
+    assert rollpipe(*words) == 0 and "2 of 2 runs are complete, 0 to do" in capfd.readouterr().out
 
 
 FAILING = '''

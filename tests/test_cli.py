@@ -3,6 +3,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from command_line import SMALL, lines, process, rollpipe, wait_for
 
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import METRICS
@@ -28,22 +30,19 @@ from rollpipe.train import train
 def task_of(algorithm): return "Pendulum-v1" if algorithm in ("sac", "td3", "ddpg") else "CartPole-v1"  # with actions that suit it
 
 
-SMALL = "--n-envs 4 --n-steps 32 --hidden 8 --critic-hidden 8 --quiet --no-tensorboard".split()
-
-
-def rollpipe(*words):
-    "Exit code of a command; argparse raises SystemExit."
-    try: return main([str(w) for w in words])
-    except SystemExit as e: return e.code
-
-
 def small_run(folder, *more):
     assert rollpipe("train", "trpo", "CartPole-v1", "--steps", 384, "--out", folder, *SMALL, *more) == 0
     return folder
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory): return small_run(tmp_path_factory.mktemp("trained")/"run")
+
+
 @pytest.fixture
-def run(tmp_path): return small_run(tmp_path/"run")
+def run(trained, tmp_path):
+    "A copy of the trained run, which the test may change."
+    return Path(shutil.copytree(trained, tmp_path/"run"))
 
 
 # -- train, resume -----------------------------------------------------------------------------------------------------
@@ -344,9 +343,9 @@ MISTAKES = [
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory):
+def places(tmp_path_factory, trained):
     folder = tmp_path_factory.mktemp("places")
-    run = small_run(folder/"run")
+    run = Path(shutil.copytree(trained, folder/"run"))
     (folder/"broken").write_bytes((run/"checkpoint.safetensors").read_bytes()[:-1])
     class Other: state_dict = lambda self: {}
     save_checkpoint(folder/"foreign", Other(), {}, {})
@@ -394,22 +393,6 @@ def test_a_stored_configuration_is_checked_before_anything_is_built(harm, run, m
 
 
 # -- a process of its own ----------------------------------------------------------------------------------------------
-
-def process(*words, **kwargs):
-    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(map(os.path.abspath, sys.path)))
-    return subprocess.Popen([sys.executable, "-m", "rollpipe.entry", *map(str, words)], env=env, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs)
-
-
-def wait_for(condition, child):
-    "Wait until the condition holds; the child must not end before."
-    while not condition():
-        assert child.poll() is None, child.stderr.read()
-        time.sleep(.01)
-
-
-def lines(path): return path.read_text().count("\n") if path.is_file() else 0
-
 
 def test_two_trainings_do_not_share_a_folder(tmp_path, capsys):
     "The second one is refused, with whatever it is started. A process that is killed leaves no lock, not even if its workers live on."

@@ -6,6 +6,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+from command_line import rollpipe
 from reference import assert_same
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -13,7 +14,6 @@ from toys import Counting
 
 from rollpipe.agents.checkpoint import save_checkpoint
 from rollpipe.algorithms import ALGORITHMS, options_for
-from rollpipe.cli import main
 from rollpipe.config import build, device_of, make_config
 from rollpipe.layers import MLPPolicy, RecurrentPolicy
 from rollpipe.logs import read_metrics
@@ -147,11 +147,6 @@ def test_a_training_on_a_device_mixes_nothing_and_gives_the_same_numbers(algorit
 SMALL = "--n-envs 4 --n-steps 16 --hidden 8 --critic-hidden 8 --steps 64 --quiet --no-tensorboard".split()
 
 
-def command(*words):
-    try: return main([str(w) for w in words])
-    except SystemExit as e: return e.code
-
-
 @pytest.fixture
 def no_accelerator(monkeypatch):
     for name in ("cuda.is_available", "backends.mps.is_available"): monkeypatch.setattr(f"torch.{name}", lambda: False)
@@ -168,10 +163,10 @@ def test_a_name_that_is_no_device_here_is_refused(device, no_accelerator):
                                    ["train", "--resume", "RUN", "--steps", 128]])
 def test_a_device_that_is_not_there_is_refused_before_anything_begins(words, device, tmp_path, no_accelerator, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert command("train", "trpo", "CartPole-v1", *SMALL, "--out", tmp_path/"RUN") == 0
+    assert rollpipe("train", "trpo", "CartPole-v1", *SMALL, "--out", tmp_path/"RUN") == 0
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     capsys.readouterr()
-    assert command(*words, "--device", device) == 2
+    assert rollpipe(*words, "--device", device) == 2
     err = capsys.readouterr().err
     assert "no such device here" in err and "Expected cpu" in err and repr(device) in err and err.count("\n") == 1
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
@@ -179,16 +174,16 @@ def test_a_device_that_is_not_there_is_refused_before_anything_begins(words, dev
 
 def test_the_device_is_stored_and_a_run_from_elsewhere_can_be_used_here(tmp_path, no_accelerator, capsys):
     run = tmp_path/"run"
-    assert command("train", "trpo", "CartPole-v1", *SMALL, "--device", "cpu", "--out", run) == 0
+    assert rollpipe("train", "trpo", "CartPole-v1", *SMALL, "--device", "cpu", "--out", run) == 0
     found = load_run(run)
     assert found.config["device"] == "cpu"
     save_checkpoint(run/"checkpoint.safetensors", load_agent(run), {**found.config, "device": "cuda"}, found.counters)  # as a GPU leaves it
-    assert command("evaluate", run, "--episodes", 1) == 0 and command("export", run, "--to", "torchscript") == 0
+    assert rollpipe("evaluate", run, "--episodes", 1) == 0 and rollpipe("export", run, "--to", "torchscript") == 0
     assert load_agent(run).actor.predict(np.zeros(4, np.float32))[0] in (0, 1)
     capsys.readouterr()
-    assert command("train", "--resume", run, "--steps", 128, "--quiet", "--no-tensorboard") == 2
+    assert rollpipe("train", "--resume", run, "--steps", 128, "--quiet", "--no-tensorboard") == 2
     assert "no such device here" in capsys.readouterr().err
-    assert command("train", "--resume", run, "--steps", 128, "--quiet", "--no-tensorboard", "--device", "cpu") == 0
+    assert rollpipe("train", "--resume", run, "--steps", 128, "--quiet", "--no-tensorboard", "--device", "cpu") == 0
     assert load_run(run).config["device"] == "cpu" and load_run(run).counters["steps"] == 128
 
 

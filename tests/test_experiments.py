@@ -4,49 +4,21 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from command_line import alive, lines, process, rollpipe, wait_for
 
-from rollpipe.cli import main
 from rollpipe.logs import read_metrics
 from rollpipe.runs import load_run
 
+pytestmark = pytest.mark.usefixtures("packages")
 SMALL = "--n-envs 4 --n-steps 32 --hidden 8 --critic-hidden 8 --no-tensorboard".split()
 
 
-@pytest.fixture(autouse=True)
-def packages(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(os.path.abspath, sys.path)))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-def rollpipe(*words):
-    try: return main([str(w) for w in words])
-    except SystemExit as e: return e.code
-
-
 def train(out, *words, steps=384): return rollpipe("train", "trpo", "CartPole-v1", "--steps", steps, "--out", out, *SMALL, *words)
-
-
-def process(*words, **kwargs):
-    return subprocess.Popen([sys.executable, "-m", "rollpipe.entry", *map(str, words)], text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs)
-
-
-def lines(path): return path.read_text().count("\n") if path.is_file() else 0
-
-
-def wait_for(condition, child, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert child.poll() is None and time.monotonic() < deadline, child.communicate()
-        time.sleep(.02)
 
 
 def test_each_run_is_as_if_it_were_alone_and_the_end_compares_them(tmp_path, capfd):
@@ -82,16 +54,6 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path, capfd):
     assert train(tmp_path/"a", "--seeds", "0,1", "--quiet", "--continue") == 0
     out, err = capfd.readouterr()
     assert f"s1: {tmp_path}/a-s1 is complete, with 384 steps" in err and "standard deviation over 2 seeds" in out
-
-
-def alive(folder):
-    "The numbers of the processes whose command line names the folder."
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try: words = Path(f"/proc/{pid}/cmdline").read_text()
-        except OSError: continue
-        if str(folder) in words: found.append(int(pid))
-    return found
 
 
 @pytest.mark.parametrize("sends", ["terminal", "kill"])

@@ -13,9 +13,9 @@ from multiprocessing import forkserver
 from typing import NamedTuple
 
 import pytest
+from command_line import SMALL, lines, process, wait_for
 from fault_cases import IN_PARENT, Left, run
 from fault_rows import EVENTS, HARMS, ROWS
-from test_cli import SMALL, lines, process, wait_for
 from worker_cases import gone, slack
 
 from rollpipe.logs import read_metrics
@@ -36,6 +36,7 @@ HERE, FORK, SPAWN, SERVER = [Column(None, 0)], *([Column(method, lag) for lag in
 COLUMNS = [*HERE, *FORK, *SPAWN, *SERVER]
 AT = {"step": 3, "vector step": 3, "actor": 3, "pipe below": 2, "tap": 2, "loop": 2}     # the call that is harmed, else 1
 SOUND = [row for row in ROWS if not row.flaw]
+PLACES_OF_SPAWN = {row.place for row in SOUND if row.only == "spawn"}
 TABLE = {}     # (harm, place) -> {text of a column: word}
 
 
@@ -76,13 +77,13 @@ def covering(columns, *wanted):
 
 
 def spawned():
-    "Each place and each harm that is raised, deadly or silent. Answers of the wrong form travel like any exception."
-    return covering(SPAWN, EVENTS, {row.place for row in SOUND})
+    "Each harm that is raised, deadly or silent, and the places that only these workers have. At others they are as those of a server."
+    return covering(SPAWN, EVENTS, PLACES_OF_SPAWN)
 
 
 def served():
-    "Each harm, by the server that starts quickly."
-    return covering(SERVER, {row.harm for row in SOUND})
+    "Each harm and each place, by the server that starts quickly. Its workers get the same pickle as spawned ones."
+    return covering(SERVER, {row.harm for row in SOUND}, {row.place for row in SOUND} - PLACES_OF_SPAWN)
 
 
 def unusual():

@@ -6,22 +6,16 @@ import time
 import numpy as np
 import pytest
 import torch
+from command_line import SMALL, rollpipe
 
 from rollpipe.agents import parallel_evaluation
-from rollpipe.agents.checkpoint import kept_checkpoints, load_checkpoint
+from rollpipe.agents.checkpoint import Snapshot, kept_checkpoints, load_checkpoint
 from rollpipe.agents.evaluate import evaluate
-from rollpipe.cli import main
 from rollpipe.config import make_config
 from rollpipe.logs import read_metrics
 from rollpipe.pipes.errors import CheckpointError, DataError
 from rollpipe.runs import best_return, load_agent, load_run, restore, resume, start
 from rollpipe.train import train
-
-SMALL = "--n-envs 4 --n-steps 32 --hidden 8 --critic-hidden 8 --quiet --no-tensorboard".split()
-
-
-def rollpipe(*words): return main([str(w) for w in words])
-
 
 def small(steps=640, **run):
     options = dict(n_envs=4, n_steps=32, hidden=(8,), critic_hidden=(8,))
@@ -81,7 +75,7 @@ def test_the_best_score_survives_resuming(tmp_path):
     run = train_small(tmp_path/"run", 256, eval_every=1)
     train(resume(run.folder, 384), progress=False, tensorboard=False)
     assert best_return(run.folder) == np.nanmax(read_metrics(run.folder)["eval_return_mean"])
-    run.save_best(run.agent, run.counters, dict(eval_return_mean=1000.))   # more than CartPole has
+    run.save_best(Snapshot(run.agent), run.counters, dict(eval_return_mean=1000.))   # more than CartPole has
     before = run.best.read_bytes()
     train(resume(run.folder, 512), progress=False, tensorboard=False)
     assert run.best.read_bytes() == before

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import gymnasium as gym
 import pytest
+from command_line import rollpipe
 
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.algorithms import ALGORITHMS, options_for
 from rollpipe.autotune import autotune
-from rollpipe.cli import build_parser, main
+from rollpipe.cli import build_parser
 from rollpipe.commands import config_from
 from rollpipe.config import RUN_OPTIONS, build, make_config
 from rollpipe.locks import unlock
@@ -21,12 +22,6 @@ from rollpipe.runs import agent_of, load_run, resume
 FOLDER = Path(choice.__file__).parent
 SMALL = "--n-envs 4 --n-steps 8 --hidden 8 --warmup 32 --batch-size 16 --n-batches 1 --quiet --no-tensorboard".split()
 SHIPPED = [(path.stem, name) for path in sorted(FOLDER.glob("*.toml")) for name in choice.presets_of(path.stem)]
-
-
-def rollpipe(*words):
-    "Exit code of a command; argparse raises SystemExit."
-    try: return main([str(w) for w in words])
-    except SystemExit as e: return e.code
 
 
 def config(words): return config_from(build_parser().parse_args(shlex.split(words)))

@@ -63,7 +63,7 @@ def run(task, folder, *args):
     The ranks are children of a server without threads: other tests may have left threads in this process, which a fork does not take along.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rollpipe.agents"])
+    context.set_forkserver_preload(["test_ranks"])
     processes = [context.Process(target=one_rank, args=(rank, task, folder, *args)) for rank in range(N)]
     try:
         for process in processes: process.start()

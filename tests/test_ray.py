@@ -19,9 +19,8 @@ import pytest
 from gymnasium.spaces import Box
 from ray_cases import sigterm_kept, two_nodes
 from reference import assert_same, snapshot
-from test_contract import outcome
 from toys import Counting, Lively, Plain, Shaky
-from worker_cases import gone, runs, script, slack
+from worker_cases import gone, outcome, runs, script, slack
 
 from rollpipe.cli import main
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, Pipe, RayReading, WorkerError

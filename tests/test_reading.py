@@ -10,10 +10,10 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from worker_cases import SPACES, WORLDS, change, script, slack, stream
 from gymnasium.spaces import Box
 from reference import assert_same, snapshot
 from toys import Counting, Learning, Ledger, Lively, Plain, Shaky
+from worker_cases import SPACES, WORLDS, change, learned, learned_serially, script, serial, slack, stream
 
 from rollpipe.agents.trpo import TRPO
 from rollpipe.layers import Critic, GaussianPolicy
@@ -24,39 +24,20 @@ from rollpipe.pipes.taps import EpisodeStats, Tap, Throughput
 from rollpipe.pipes.torchdata import DataLoader2, InProcessReadingService, ReadingServiceInterface
 
 METHODS = "fork", "spawn", "forkserver"
-KNOWN = {}
-
-
-def serial(world, n=4):
-    "The stream without a reading service, made once."
-    if (world, n) not in KNOWN: KNOWN[world, n] = stream(world, None, n)
-    return KNOWN[world, n]
 
 
 # --- whoever collects, it is the same stream
 
-def learned(service, n=20):
-    "The batches of `n` TRPO updates, then the weights of actor and critic."
-    actor, critic = GaussianPolicy.for_env(SPACES, hidden=(8,), seed=0), Critic.for_env(SPACES, hidden=(8,), seed=0)
-    agent, found = TRPO(actor, critic, cg_iters=3, critic_epochs=1, seed=0), []
-    with DataLoader2(on_policy(Lively, actor, critic, n_envs=2, n_steps=8, lanes=3, seed=5), reading_service=service) as loader:
-        for batch in islice(loader, n):
-            found.append(snapshot(batch))
-            assert agent.update(batch)["lag"] == 0
-    return found, [snapshot(dict(m.state_dict())) for m in (actor, critic)]
-
-
 def test_batches_and_weights_after_20_updates_are_bit_identical():
     "Without a reading service, with torchdata's, and with 1, 2 and 3 workers; more workers than lanes are not started."
-    expected = learned(None)
+    expected = learned_serially()
     for service in (InProcessReadingService(), *map(ProcessReading, (0, 1, 2, 3, 5))): assert_same(learned(service), expected)
     assert [b.version.tolist() for b in expected[0]] == [[k] * 6 for k in range(20)]
 
 
 @pytest.mark.parametrize("method, workers", [("spawn", 1), ("spawn", 2), ("spawn", 3), ("forkserver", 2)])
 def test_the_start_method_makes_no_difference(method, workers):
-    if "learned" not in KNOWN: KNOWN["learned"] = learned(None)
-    assert_same(learned(ProcessReading(workers, start_method=method)), KNOWN["learned"])
+    assert_same(learned(ProcessReading(workers, start_method=method)), learned_serially())
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -8,10 +8,10 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from command_line import rollpipe
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollpipe.cli import main
 from rollpipe.evaluations import evaluation_seed, write_evaluations
 from rollpipe.pipes.errors import DataError
 from rollpipe.results.bench import BENCH
@@ -19,11 +19,6 @@ from rollpipe.results.collect import read_results
 from rollpipe.results.statistics import interval, iqm, resampled, steps_to
 
 HOSTILE = "<script>alert('1')</script>&\"|`=[a](b)"
-
-
-def rollpipe(*words):
-    try: return main([str(w) for w in words])
-    except SystemExit as e: return e.code
 
 
 def make_run(folder, means, seed=0, steps=20, **config):

@@ -6,6 +6,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
+from command_line import wait_for
 
 from rollpipe.logs import read_metrics
 from rollpipe.runs import load_run
@@ -33,13 +34,6 @@ def python(folder, *words, **kwargs):
     finally:
         child.kill()
         child.communicate()
-
-
-def wait_for(condition, child, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert child.poll() is None and time.monotonic() < deadline, child.communicate()
-        time.sleep(.02)
 
 
 def records(folder):

@@ -10,18 +10,15 @@ import time
 import gymnasium as gym
 import numpy as np
 import pytest
+from command_line import process, rollpipe
 from PIL import Image
 
 from rollpipe.agents.evaluate import evaluate
-from rollpipe.cli import main
 from rollpipe.config import make_config
 from rollpipe.runs import load_agent, start
 from rollpipe.train import train
 
 pygame = pytest.importorskip("pygame")
-
-
-def rollpipe(*words): return main([str(w) for w in words])
 
 
 class Plain(gym.Env):
@@ -110,16 +107,10 @@ def test_the_seed_decides_what_is_shown(tmp_path, no_screen, capsys):
     assert told == evaluate("CartPole-v1", load_agent(run).actor, 2, n_envs=1, seed=4).returns.tolist()
 
 
-def process(*words, **env):
-    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(map(os.path.abspath, sys.path)), **env)
-    return subprocess.Popen([sys.executable, "-m", "rollpipe.entry", *map(str, words)], text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, env=env)
-
-
 @pytest.mark.parametrize("name, code", [("SIGINT", 0), ("SIGTERM", 143)])
 def test_ctrl_c_is_the_end_too(tmp_path, name, code):
     run = small_run(tmp_path/"run", "CartPole-v1")
-    with process("watch", run, SDL_VIDEODRIVER="dummy") as child:
+    with process("watch", run, env=dict(SDL_VIDEODRIVER="dummy")) as child:
         assert child.stdout.readline().startswith("episode 1: return ")
         child.send_signal(getattr(signal, name))
         out, err = child.communicate(timeout=60)
@@ -192,6 +183,7 @@ def test_a_window_on_a_real_display(tmp_path):
         try:
             deadline = time.monotonic() + 20
             while not os.path.exists(f"/tmp/.X11-unix/X{number}") and time.monotonic() < deadline: time.sleep(.05)
-            with process("watch", run, "--episodes", 1, DISPLAY=f":{number}") as child: out, err = child.communicate(timeout=60)
+            with process("watch", run, "--episodes", 1, env=dict(DISPLAY=f":{number}")) as child:
+                out, err = child.communicate(timeout=60)
         finally: screen.terminate()
     assert child.returncode == 0 and out.startswith("episode 1: return "), err

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cache
 from itertools import islice
 from multiprocessing import current_process
 from pathlib import Path
@@ -17,6 +18,7 @@ from gymnasium.spaces import Box, Discrete
 from reference import snapshot
 from toys import Counting, Limit, Lively, Memory, Nested, NestedMemory, Plain, Shaky
 
+from rollpipe.agents.trpo import TRPO
 from rollpipe.layers import Critic, GaussianPolicy, RecurrentPolicy
 from rollpipe.pipes import EnvStepper, EpisodeCollector, FragmentCollector, FrameStack, Lanes, Pipe, bump_version, on_policy, rollouts
 from rollpipe.pipes.torchdata import DataLoader2
@@ -126,6 +128,38 @@ def stream(world, service, n=4, lanes=3):
             found.append(snapshot(batch))
             change(actor)
     return found
+
+
+@cache
+def serial(world, n=4):
+    "The stream of `world`, a name, without a reading service, made once."
+    return stream(world, None, n)
+
+
+def learned(service, n=20):
+    "The batches of `n` TRPO updates, then the weights of actor and critic."
+    actor, critic = GaussianPolicy.for_env(SPACES, hidden=(8,), seed=0), Critic.for_env(SPACES, hidden=(8,), seed=0)
+    agent, found = TRPO(actor, critic, cg_iters=3, critic_epochs=1, seed=0), []
+    with DataLoader2(on_policy(Lively, actor, critic, n_envs=2, n_steps=8, lanes=3, seed=5), reading_service=service) as loader:
+        for batch in islice(loader, n):
+            found.append(snapshot(batch))
+            assert agent.update(batch)["lag"] == 0
+    return found, [snapshot(dict(m.state_dict())) for m in (actor, critic)]
+
+
+@cache
+def learned_serially():
+    "The same without a reading service, made once."
+    return learned(None)
+
+
+def outcome(pipe, service, n=6):
+    "What `n` items of `pipe` raise, with the exception's text and that of its cause."
+    try:
+        with DataLoader2(pipe, reading_service=service) as loader:
+            for _ in islice(loader, n): pass
+    except Exception as e: return e, str(e), str(e.__cause__)
+    return None, "", ""
 
 
 # --- harm

@@ -69,6 +69,11 @@ def _is_plain(group) -> bool:
         group['amsgrad'] or group['maximize'] or group['capturable'] or group['differentiable'] or group.get('decoupled_weight_decay'))
 
 
+def _unwrapped(method: Any) -> Any:
+    "A method of torch's optimisers without what keeps it from being compiled: this imports torch's compiler, which takes a second."
+    return getattr(method, '__wrapped__', method)
+
+
 def _same(xs, ys) -> bool:
     "Are these the same objects in the same order?"
     return len(xs) == len(ys) and all(map(is_, xs, ys))
@@ -100,6 +105,9 @@ class Adam(torch.optim.Adam):
     # torch would wrap `step` in a record for the profiler, which takes longer than the step itself.
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
 
+    add_param_group, zero_grad = _unwrapped(torch.optim.Adam.add_param_group), _unwrapped(torch.optim.Adam.zero_grad)
+    state_dict, load_state_dict = _unwrapped(torch.optim.Adam.state_dict), _unwrapped(torch.optim.Adam.load_state_dict)
+
     def _is_watched(self) -> bool:
         "Does anything else take part in a step: a hook, or the scale of gradients in half precision?"
         hooks = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks
@@ -117,7 +125,9 @@ class Adam(torch.optim.Adam):
         for group, known in zip(self.param_groups, self._groups):
             if known is None or not _is_plain(group): return None
             rows = [(p, g, x) for p, x in zip(known.params, known.states) if (g := p.grad) is not None]
-            if any(x is None for _, _, x in rows): return None
+            if any(x is None for _, _, x in rows):
+                self._init_group(group, *([] for _ in range(6)))  # torch makes the averages that are missing
+                return self._work()
             if rows: work.append((group, known, rows))
         return work
 

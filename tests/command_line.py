@@ -1,0 +1,49 @@
+"The command line in this process or in one of its own, and ways to wait for what it does; used by several tests."
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rollpipe.cli import main
+
+SMALL = "--n-envs 4 --n-steps 32 --hidden 8 --critic-hidden 8 --quiet --no-tensorboard".split()     # for learners on fragments
+
+
+def rollpipe(*words):
+    "Exit code of a command; argparse raises SystemExit."
+    try: return main([str(w) for w in words])
+    except SystemExit as e: return e.code
+
+
+def settings():
+    "Environment variables with which other processes find the packages that this one finds, and use one thread as well."
+    return dict(PYTHONPATH=os.pathsep.join(map(os.path.abspath, sys.path)), OMP_NUM_THREADS="1")
+
+
+def process(*words, env=(), **kwargs):
+    "Start a command in a process of its own, with these environment variables besides those that are set."
+    return subprocess.Popen([sys.executable, "-m", "rollpipe.entry", *map(str, words)], env={**os.environ, **settings(), **dict(env)},
+                            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs)
+
+
+def wait_for(condition, child=None, seconds=120):
+    "Wait until the condition holds; the child, if there is one, must not end before."
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert child is None or child.poll() is None, child.communicate()
+        assert time.monotonic() < deadline, f"it did not happen within {seconds} s"
+        time.sleep(.02)
+
+
+def lines(path): return path.read_text().count("\n") if path.is_file() else 0
+
+
+def alive(folder):
+    "The numbers of the processes whose command line names the folder."
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try: words = Path(f"/proc/{pid}/cmdline").read_text()
+        except OSError: continue
+        if str(folder) in words: found.append(int(pid))
+    return found
