@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
+
 
 from .agents.intrinsic.states import learning_pipes
 from .config import build
@@ -50,14 +50,14 @@ def divide(
     if learning := learning_pipes(pipe):
         raise DataError("pipes that learn would learn something else in each rank", got=", ".join(learning),
                         expected="no --intrinsic, and a --reward-scale that is a number")
-    lanes.apply_sharding(size, rank, SHARDING_PRIORITIES.DISTRIBUTED)
+    lanes.divide(size, rank)
     for stacker in find(pipe, FragmentStacker): stacker.n = max(1, stacker.n // size)
 
 # %% ../nbs/19_joint_runs.ipynb #2837e335
 class Follower(Run):
     "The run of a rank that writes nothing."
     def save(self) -> None: "Nothing: rank 0 saves."
-    def save_best(self, *args: Any) -> None: "Nothing: rank 0 saves."
+    def save_best(self, snapshot: Any, counters: dict, evaluated: dict) -> None: "Nothing: rank 0 saves."
 
 
 def joint(

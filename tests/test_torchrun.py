@@ -18,7 +18,8 @@ from rollpipe.logs import read_metrics
 from rollpipe.pipes import nested
 
 ROOT = Path(__file__).resolve().parents[1]
-SMALL = "CartPole-v1 --preset none --lanes 4 --n-envs 2 --n-steps 32 --hidden 8 --critic-hidden 8 --engine torch --quiet --no-tensorboard".split()
+SMALL = ("CartPole-v1 --preset none --lanes 4 --n-envs 2 --n-steps 32 --hidden 8 --critic-hidden 8 --engine torch --quiet "
+         "--no-tensorboard").split()
 DIES = """
 import os, signal
 import gymnasium

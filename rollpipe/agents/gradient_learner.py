@@ -63,6 +63,11 @@ def _known(group, state) -> _Known | None:
     return _Known(params, states, counts, all_counts)
 
 
+def _first_state(p) -> dict:
+    "What torch's fused Adam knows about a parameter before its first step. torch itself would import its compiler, which takes a second."
+    return dict(step=torch.zeros((), dtype=torch.float32, device=p.device), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+
+
 def _is_plain(group) -> bool:
     "Has the group the options that `Adam` knows how to use?"
     return group['fused'] and isinstance(group['lr'], float) and not (
@@ -125,8 +130,9 @@ class Adam(torch.optim.Adam):
         for group, known in zip(self.param_groups, self._groups):
             if known is None or not _is_plain(group): return None
             rows = [(p, g, x) for p, x in zip(known.params, known.states) if (g := p.grad) is not None]
-            if any(x is None for _, _, x in rows):
-                self._init_group(group, *([] for _ in range(6)))  # torch makes the averages that are missing
+            if any(g.is_sparse for _, g, _ in rows): return None
+            if new := [p for p, _, x in rows if x is None]:
+                for p in new: self.state[p] = _first_state(p)
                 return self._work()
             if rows: work.append((group, known, rows))
         return work

@@ -49,9 +49,20 @@ class Divided:
             instance_id: number of this process
             sharding_group: a `SHARDING_PRIORITIES` of torch: divisions among machines and among workers add up
         """
-        priority = getattr(sharding_group, 'value', 0)
+        self.divide(num_of_instances, instance_id, getattr(sharding_group, 'value', 0))
+
+    def divide(self,
+               n: int,
+               k: int,
+               priority: int = _MACHINES,  # the value of a `SHARDING_PRIORITIES` of torch
+    ) -> None:
+        """Keep the lanes of machine `k` of `n`, neighbours of one another; or those of process `k` of `n`, if another `priority` says so.
+
+        Args:
+            priority: the value of a `SHARDING_PRIORITIES` of torch
+        """
         others = [division for division in self.divisions if division[0] != priority]
-        self.divisions = tuple(sorted([*others, (priority, num_of_instances, instance_id)]))
+        self.divisions = tuple(sorted([*others, (priority, n, k)]))
         for pipe in nodes(self.pipe): pipe.apply_sharding = None      # what is above is divided here
 
     def held_above(self) -> list:
