@@ -7,7 +7,7 @@ of `workers.py`. Ray is started before the clocks.
 """
 import argparse
 from itertools import islice
-from time import perf_counter
+from time import perf_counter, thread_time
 
 import numpy as np
 import torch
@@ -47,24 +47,31 @@ def timed(owner, method, times) -> None:
 
 
 def overhead(args):
-    "Microseconds for a fragment of 8 environments: from complete in the worker to usable here, and the copy out of the store."
+    """Microseconds for a fragment of 8 environments: from complete in the worker to usable here; processor time of the driver's thread,
+    also while the worker collects (it polls for worker processes); and the copy out of the store, which is a part of both."""
     rows, copies, n = [], [], 40 * args.repeats
     timed(Arrived, 'item', copies)
     for env in ('CartPole-v1', Images):
         for key, service in SERVICES.items():
             copies.clear()
             with DataLoader2(fragments(env), reading_service=service(1)) as loader:
-                items, waits = iter(loader), []
+                items, waits, driver = iter(loader), [], []
                 for _ in range(10): next(items)
                 for _ in range(n):
-                    begin = perf_counter()
+                    begin, computed = perf_counter(), thread_time()
                     item = next(items)
+                    driver.append(thread_time() - computed)
                     record = loader.reading_service.records[-1]
                     waits.append(perf_counter() - begin - record.end + record.begin)
                     del item
-            quartiles = [np.percentile(1e6 * np.array(x), [25, 50, 75]) if x else [np.nan] * 3 for x in (waits, copies[10:])]
-            rows.append([name(env), key, *('{1:,.0f} ({0:,.0f}-{2:,.0f})'.format(*x) for x in quartiles), f'{record.copied_bytes:,}'])
-    print(table(['environment, B=8', 'workers', 'beyond collecting [us], median (quartiles)', 'copy [us]', 'bytes'], rows))
+            rows.append([name(env), key, *map(quartiles, (waits, driver, copies[10:])), f'{record.copied_bytes:,}'])
+    print(table(['environment, B=8', 'workers', 'beyond collecting [us], median (quartiles)', 'driver [us]', 'copy [us]', 'bytes'], rows))
+
+
+def quartiles(seconds) -> str:
+    "Median and quartiles in microseconds; a dash for none."
+    if not seconds: return '-'
+    return '{1:,.0f} ({0:,.0f}-{2:,.0f})'.format(*np.percentile(1e6 * np.array(seconds), [25, 50, 75]))
 
 
 class Heavy(torch.nn.Module):
@@ -108,11 +115,11 @@ def main():
     args.add_argument('--seconds', type=float, default=2.0, help="length of one run")
     args = args.parse_args()
     torch.set_num_threads(1)
-    print(header())
+    print(header(('torch', 'torchdata', 'gymnasium', 'numpy', 'ray', 'rollpipe')))
     args.envs = [Images if env == 'Images' else env for env in args.envs if env == 'Images' or installed(env)]
     release = lease(None, args)
     for part in args.only:
-        print(f"\n{PARTS[part].__doc__}\n")
+        print(f"\n{' '.join(PARTS[part].__doc__.split())}\n")
         PARTS[part](args)
     release()     # at the end, so that no part starts Ray anew
 

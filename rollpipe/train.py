@@ -163,12 +163,12 @@ def _evaluation(run: Run) -> Iterator[_Evaluations | StepEvaluations | None]:
     "The evaluations of a run, or None if it has none."
     config = run.config
     if config.get("eval_steps"):
-        evaluations = StepEvaluations(run)
-        evaluations.after_update()
+        (evaluations := StepEvaluations(run)).after_update()
         yield evaluations
     elif not config.get("eval_every"): yield None
     else:
-        with ParallelEvaluation(config["env"], run.agent.actor, env_kwargs=config["env_kwargs"], seed=config["seed"]) as process:
+        ray = dict(address=config["address"]) if config.get("reading") == "ray" else None
+        with ParallelEvaluation(config["env"], run.agent.actor, env_kwargs=config["env_kwargs"], seed=config["seed"], ray=ray) as process:
             yield _Evaluations(run, process)
 
 # %% ../nbs/10_train.ipynb #b542d966
@@ -258,7 +258,7 @@ def train(
     torch.set_num_threads(config["threads"])
     try:
         with (ranks.distributed(run.agent, size=config.get("ranks", 1)), Progress(steps, counters["steps"], disable=not progress) as bar,
-              _evaluation(run) as evaluation, _films(run) as films,
+              _films(run) as films, _evaluation(run) as evaluation,  # films may fork, and Ray starts threads
               _reading(run) as (batches, health),
               metric_writer(run.folder, tensorboard, counters["steps"], wandb=wandb, config=config) as writer):  # last: it starts threads
             updates.start_clock()

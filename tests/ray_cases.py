@@ -3,6 +3,7 @@ import os
 import secrets
 import signal
 from contextlib import contextmanager
+from pathlib import Path
 
 from worker_cases import environment
 
@@ -22,7 +23,7 @@ def sigterm_kept():
 
 class TwoNodes:
     "The nodes; the first one is that of this process, and `address` is where others find them."
-    def __init__(self, cluster): self.cluster, self.address = cluster, cluster.address
+    def __init__(self, cluster, folder): self.cluster, self.address, self.folder = cluster, cluster.address, Path(folder)
 
     def add(self, **resources):
         with sigterm_kept(): return self.cluster.add_node(num_cpus=2, object_store_memory=STORE, resources=resources)
@@ -50,7 +51,7 @@ def two_nodes(folder):
     with sigterm_kept():
         cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=2, include_dashboard=False, object_store_memory=STORE))
     try:
-        nodes = TwoNodes(cluster)
+        nodes = TwoNodes(cluster, folder)
         nodes.far = nodes.add(far=2)
         cluster.wait_for_nodes()
         yield nodes

@@ -135,15 +135,22 @@ print(Path('~/.ray').expanduser().exists())
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_driver_that_is_ended_leaves_nothing(sign, start, tmp_path):
-    "By Ctrl-C its environments are closed, too; all processes of Ray end soon, also those that Ray leaves to a killed driver."
+    "By Ctrl-C all environments are closed, too; all processes of Ray end soon, also those that Ray leaves to a killed driver."
     (tmp_path/"closed").mkdir()
     process = start(f"""
+from rollpipe.agents import ParallelEvaluation
 class Tells(Lively):
+    def reset(self, **kwargs):
+        Path({str(tmp_path)!r}, f'{{os.getpid()}}.made').touch()
+        return super().reset(**kwargs)
     def close(self): Path({str(tmp_path/'closed')!r}, str(os.getpid())).touch()
 pipe = Lanes(FragmentCollector(EnvStepper(lambda: Tells(), Shaky()), 3), 2, 0)
-with DataLoader2(pipe, reading_service=RayReading(2, lag=1)) as loader:
-    for k, _ in enumerate(loader):
-        if k == 1: print(*others(), flush=True)
+with ParallelEvaluation(lambda: Tells(), Shaky(), 10 ** 6, ray={{}}) as evaluation:
+    evaluation.request()
+    while not list(Path({str(tmp_path)!r}).glob('*.made')): evaluation.wait(0.1)
+    with DataLoader2(pipe, reading_service=RayReading(2, lag=1)) as loader:
+        for k, _ in enumerate(loader):
+            if k == 1: print(*others(), flush=True)
 """)
     with process:
         pids = [int(pid) for pid in process.stdout.readline().split()]
@@ -151,7 +158,7 @@ with DataLoader2(pipe, reading_service=RayReading(2, lag=1)) as loader:
         process.send_signal(sign)
         process.communicate(timeout=60)
     assert process.returncode == -sign and gone(pids, 10 * slack()) == []
-    if sign == signal.SIGINT: assert len(list((tmp_path/"closed").iterdir())) == 2
+    if sign == signal.SIGINT: assert len(list((tmp_path/"closed").iterdir())) == 3
 
 
 # --- a cluster of two nodes
@@ -192,6 +199,31 @@ def test_workers_are_where_there_is_what_they_need(nodes, monkeypatch):
     assert isinstance(error, WorkerError) and "no room for 5 workers" in text
 
 
+def test_placement(nodes):
+    "Workers of one CPU each, on nodes of two: on both nodes, or packed on one, where a worker that died starts anew."
+    def places(loader): return [member.process.node for member in members(loader)]
+    with DataLoader2(fragments(), reading_service=RayReading(2, address=nodes.address)) as loader:
+        next(iter(loader))
+        assert len({*places(loader)}) == 2
+    with DataLoader2(fragments(), reading_service=RayReading(2, address=nodes.address, placement="pack", restart=1)) as loader:
+        items = iter(loader)
+        next(items), next(items)
+        before = places(loader)
+        os.kill(lost := loader.reading_service.health()[1]["pid"], signal.SIGKILL)
+        while loader.reading_service.health()[1]["pid"] in (lost, None): next(items)
+        assert len({*before, *places(loader)}) == 1
+
+
+def test_room_that_was_held_is_given_back(nodes):
+    "Two workers that need a node each have room in a second iteration, too."
+    service = RayReading(2, address=nodes.address, resources=dict(num_cpus=2), placement="pack")
+    with DataLoader2(fragments(), reading_service=service) as loader:
+        for _ in range(2):
+            items = iter(loader)
+            next(items), next(items)
+            assert len({member.process.node for member in members(loader)}) == 2
+
+
 class Broken:
     "Can be read in this process, and not in a worker."
     def __reduce__(self): return read, ()
@@ -223,13 +255,16 @@ class Large(Counting):
 
 
 def test_a_training_on_a_cluster(nodes, tmp_path):
-    "The weights are those of a training in this process; it can be resumed, and the configuration says where it ran."
+    "The weights and evaluations are those of a training on this machine; it can be resumed, and the configuration says where it ran."
     words = ["train", "trpo", "CartPole-v1", "--lanes", "2", "--n-steps", "16", "--n-envs", "2", "--hidden", "8"]
     def train(out, *more):
         assert main([*words, "--steps", "128", "--out", str(tmp_path/out), *more]) == 0
         return load_run(tmp_path/out)
-    here, there = train("here"), train("there", "--reading", "ray", "--workers", "2", "--address", nodes.address)
+    options = "--workers", "2", "--eval-every", "2"
+    here, there = train("here", *options), train("there", *options, "--reading", "ray", "--address", nodes.address)
     assert_same(snapshot(there.agent_state), snapshot(here.agent_state))
+    last = [json.loads((tmp_path/out/"metrics.jsonl").read_text().splitlines()[-1]) for out in ("here", "there")]
+    assert last[0]["eval_version"] == last[1]["eval_version"] == 2 and last[0]["eval_return_mean"] == last[1]["eval_return_mean"]
     assert main(["train", "--resume", str(tmp_path/"there"), "--steps", "256"]) == 0
     config = json.loads((tmp_path/"there"/"config.json").read_text())
     assert (config["reading"], config["address"], config["workers"], config["steps"]) == ("ray", nodes.address, 2, 256)

@@ -10,12 +10,10 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import cloudpickle
 import numpy as np
 
-from .remote import RemoteWorker, end_remote
-from .room import actor_options, check_room
-from ..errors import WorkerError
+from .actor import LaneServer
+from .remote import RemoteWorker, end_remote, packed_for
 from ..workers.channel import WeightPublisher
 from ..workers.codec import ItemFormat
 from ..workers.members import Member, Members, check_picklable
@@ -80,11 +78,11 @@ class RemoteMember(Member):
     number: int | None = None     # of the weights that it got last
 
     def message(self, request: Request, slot_states: Sequence) -> tuple:
-        "The arguments of `LaneActor.answer`."
+        "The arguments of `WorkerActor.answer`."
         number, data = self.weights.of(request.publication)
         if number == self.number: data = None
         self.number = number
-        return request.lane, request.publication, number, data
+        return number, data, request.lane, request.publication
 
     def take_reply(self, message: tuple) -> tuple:
         "As `Member.take_reply`, with an `Arrived` for the format. The times are those of this process: clocks of machines differ."
@@ -103,7 +101,7 @@ class RemoteMembers(Members):
     def __init__(self,
                  ray: Any,   # the module
     ):
-        self.ray, self.members = ray, []
+        self.ray, self.members, self.group = ray, [], None      # the placement group of the workers, if they have one
 
     def add(self, member: Member) -> None:
         "Add a member, or replace the one with the same index."
@@ -120,7 +118,10 @@ class RemoteMembers(Members):
 
     def end(self, failed: bool = False) -> list:
         "End all workers, at once if something has `failed`. Returns the errors that they sent at the end."
-        return end_remote([member.process for member in self.members], failed)
+        try: return end_remote([member.process for member in self.members], failed)
+        finally:
+            if self.group is not None and self.ray.is_initialized(): self.ray.util.remove_placement_group(self.group)
+            self.group = None
 
 # %% ../../../nbs/pipes/32_cluster/04_crew.ipynb #686fb808
 class RayCrew:
@@ -130,15 +131,13 @@ class RayCrew:
         seam: `WorkerLanes`; everything above this pipe runs in workers
         service: the `RayReading` with the options
         ray: the module
-        resources: what each worker needs of a node
     """
     def __init__(self,
                  seam: Any,     # `WorkerLanes`; everything above this pipe runs in workers
                  service: Any,  # the `RayReading` with the options
                  ray: Any,      # the module
-                 resources: dict,  # what each worker needs of a node
     ):
-        self.service, self.ray, self.resources, self.weights = service, ray, resources, None
+        self.service, self.ray, self.weights = service, ray, None
         n_lanes = len(seam.own_lanes())
         self.n, self.max_pending = min(service.num_workers, n_lanes), pending_limit(n_lanes, seam.group_size, service.lag)
         self.pool, self.members = Store(), RemoteMembers(ray)
@@ -146,12 +145,7 @@ class RayCrew:
     def check(self, graphs: Iterable) -> None:
         "Raise the error for what cannot be sent to workers, or if no node has what they need."
         check_picklable(graphs, expected="what can be pickled")
-        self.check_room()
-
-    def check_room(self) -> None:
-        "Raise `WorkerError` if the nodes that live have no room for all workers."
-        nodes = [(node['NodeManagerAddress'], node['Resources']) for node in self.ray.nodes() if node['Alive']]
-        check_room(nodes, self.resources, self.n)
+        self.service.place.check_room(self.ray, self.n)
 
     def start(self,
               index: int,
@@ -167,21 +161,12 @@ class RayCrew:
             states: number of the lane -> its `GlobalRandomStates`
             holders: indices of what these graphs hold, in the publisher
         """
-        if len(self.members) == self.n: self.check_room()     # it starts anew, and a node may have gone
-        if self.weights is None: self.weights = Weights(self.ray, publisher)
-        service, name = self.service, f"worker {index}"
-        options = actor_options(self.resources) | dict(max_restarts=0, max_task_retries=0, scheduling_strategy='SPREAD')
-        if service.runtime_env is not None: options['runtime_env'] = service.runtime_env
-        args = _packed(name, graphs, states), publisher.receiver(holders), service.worker_threads, service.device
-        worker = RemoteWorker(self.ray, name, options, args, service.grace)
+        service, place, name = self.service, self.service.place, f"worker {index}"
+        if len(self.members) == self.n: place.check_room(self.ray, self.n)     # it starts anew, and a node may have gone
+        if self.weights is None: self.weights, self.members.group = Weights(self.ray, publisher), place.group(self.ray, self.n)
+        packed = packed_for(f"the lanes of {name}", LaneServer, (graphs, states, service.device))
+        args = packed, publisher.receiver(holders), service.worker_threads
+        worker = RemoteWorker(self.ray, name, place.options(self.ray, self.members.group, index), args, service.grace)
         member = RemoteMember(index, worker, graphs, worker.patience(service.silence))
         member.weights = self.weights
         return member
-
-
-def _packed(name, graphs, states) -> bytes:
-    "The pickle of what a worker takes over. Raises `WorkerError` for what cannot be pickled."
-    try: return cloudpickle.dumps((graphs, states))
-    except Exception as e:
-        raise WorkerError(f"the lanes of {name} cannot be sent to a cluster: {type(e).__name__}: {e}", pipe='RayReading',
-                          expected="what can be pickled") from e

@@ -12,8 +12,7 @@ import torch
 
 from .. import torchdata
 from .crew import RayCrew
-from .door import import_ray, is_address, is_own, lease
-from .room import check_resources
+from .room import Place
 from ..errors import DataError
 from ..workers.seam import WorkerLanes, WorkerReading, check_option
 
@@ -30,6 +29,11 @@ class RayReading(WorkerReading):
     worker needs one CPU unless `resources` says otherwise; on a Ray that was started here it needs none, so there may be more workers than
     cores. rollpipe, and all that the graph needs, must be importable on each node.
 
+    Workers are spread over the nodes, so that each has as much of its node as possible. With `placement='pack'` they are on as few nodes as
+    have room for them, near one another. Ray then holds that room for all of them from the beginning to the end of an iteration, in a
+    placement group. With None Ray fills a node to its half before it takes the next one. Ray does what it can: what is not free at the
+    moment may lead to another placement, but not to an error.
+
     If a worker or its node dies, its lanes are lost. With `restart=N` this may happen `N` times: the lanes begin anew on a node that has
     room, with `seq` 0 and other random numbers.
 
@@ -44,6 +48,7 @@ class RayReading(WorkerReading):
         address: 'auto', 'host:port' or 'ray://host:port'; None: the Ray of this process
         resources: what each worker needs: num_cpus, num_gpus, memory [bytes], own names [see above]
         runtime_env: what Ray prepares for the workers on their nodes, such as packages and variables
+        placement: 'spread': over the nodes in turn, 'pack': on few nodes; None: as Ray does by default
         device: device of the actors in the workers, such as 'cuda'; None: they are not moved
         worker_threads: torch threads in each worker
         restart: how many deaths of workers are allowed
@@ -59,6 +64,7 @@ class RayReading(WorkerReading):
                  address: str | None = None,      # 'auto', 'host:port' or 'ray://host:port'; None: the Ray of this process
                  resources: dict | None = None,   # what each worker needs: num_cpus, num_gpus, memory [bytes], own names [see above]
                  runtime_env: dict | None = None, # what Ray prepares for the workers on their nodes, such as packages and variables
+                 placement: str | None = 'spread',# 'spread': over the nodes in turn, 'pack': on few nodes; None: as Ray does by default
                  device: Any = None,              # device of the actors in the workers, such as 'cuda'; None: they are not moved
                  worker_threads: int = 1,         # torch threads in each worker
                  restart: int = 0,                # how many deaths of workers are allowed
@@ -66,13 +72,10 @@ class RayReading(WorkerReading):
                  on_silence: str = 'warn',        # 'warn', or 'raise' a `WorkerError`
                  grace: float = 5.0,              # seconds to close environments at the end, before a worker is killed
     ):
-        self.num_workers, self.lag, self.order, self.address, self.resources = num_workers, lag, order, address, resources
-        self.runtime_env, self.device, self.worker_threads, self.restart = runtime_env, device, worker_threads, restart
-        self.silence, self.on_silence, self.grace, self.lease = silence, on_silence, grace, None
+        self.num_workers, self.lag, self.order, self.device, self.worker_threads = num_workers, lag, order, device, worker_threads
+        self.restart, self.silence, self.on_silence, self.grace = restart, silence, on_silence, grace
         self.begin()
-        check_option(self, 'address', is_address(address), "'auto', 'host:port', 'ray://host:port', or None")
-        check_resources(resources, self)
-        check_option(self, 'runtime_env', runtime_env is None or isinstance(runtime_env, dict), "a dict, or None")
+        self.place = Place(self, address, resources, runtime_env, placement)
         if address is not None and not num_workers:
             raise DataError("an address, but no workers", pipe=self, leaf='address', expected="num_workers > 0, or no address", got=address)
         try: torch.device('cpu' if device is None else device)
@@ -80,14 +83,9 @@ class RayReading(WorkerReading):
 
     def crew(self, seam: WorkerLanes) -> RayCrew:
         "Workers in the cluster for one iteration of `seam`. The first time, this process is connected."
-        if self.lease is None or not self.lease.alive: self.lease = lease(self.address, self)
-        ray = import_ray()
-        resources = self.resources if self.resources is not None else {} if is_own() else dict(num_cpus=1)
-        return RayCrew(seam, self, ray, resources)
+        return RayCrew(seam, self, self.place.connect())
 
     def finalize(self) -> None:
         "End the workers, and give the connection back; called by `DataLoader2.shutdown`."
         try: super().finalize()
-        finally:
-            if self.lease is not None: self.lease()
-            self.lease = None
+        finally: self.place.release()

@@ -174,6 +174,10 @@ class WeightPublisher:
         number = self.block.available(publication, self.publication)
         return number, self.block.bytes_of(number).copy()
 
+    def versions(self) -> list:
+        "The version of each holder in the latest publication."
+        return self.block.buffers[self.publication % self.block.depth].versions.tolist()
+
     def receiver(self, indices: Iterable[int]) -> "WeightReceiver":
         "A `WeightReceiver` for the holders with these indices, which can be pickled."
         return WeightReceiver(self.block.specs, self.block.n_modes, list(indices))

@@ -14,12 +14,12 @@ from typing import Any
 
 from ..errors import WorkerError
 from .members import Member
-from .process import WorkerNotStarted, WorkerProcess
+from .process import WorkerNotStarted
 from .remote_errors import log
 
 # %% ../../../nbs/pipes/30_workers/14_supervision.ipynb #5d0f1f05
 def report_silence(
-    process: WorkerProcess,  # the silent worker
+    process: Any,            # the silent worker: a `WorkerProcess`, or what has its methods
     seconds: float,          # time since its last message
     on_silence: str,         # 'warn', or 'raise'
     lane: int | None = None, # the lane that it collects
@@ -27,7 +27,7 @@ def report_silence(
     """Log the traceback of a silent worker, or raise it as a `WorkerError`.
 
     Args:
-        process: the silent worker
+        process: the silent worker: a `WorkerProcess`, or what has its methods
         seconds: time since its last message
         on_silence: 'warn', or 'raise'
         lane: the lane that it collects
