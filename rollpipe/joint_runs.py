@@ -19,6 +19,7 @@ from .pipes.batches import FragmentStacker
 from .pipes.errors import DataError, WorkerError
 from .pipes.graph import find
 from .pipes.lanes import Lanes
+from .pipes.replay.pipe import Replay
 from .runs import Run, discard
 from .train import STOP_SIGNALS, train
 
@@ -52,6 +53,7 @@ def divide(
                         expected="no --intrinsic, and a --reward-scale that is a number")
     lanes.divide(size, rank)
     for stacker in find(pipe, FragmentStacker): stacker.n = max(1, stacker.n // size)
+    for replay in find(pipe, Replay): replay.divide(size)
 
 # %% ../nbs/19_joint_runs.ipynb #2837e335
 class Follower(Run):

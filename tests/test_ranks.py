@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
 from rollpipe import ranks
-from rollpipe.agents import A2C, DQN, NPG, PPO, REINFORCE, TRPO, VTrace
-from rollpipe.layers import Critic, GaussianPolicy, QPolicy, RecurrentPolicy
+from rollpipe.agents import A2C, DQN, NPG, PPO, QRDQN, REINFORCE, SAC, TRPO, VTrace
+from rollpipe.layers import ActionCritic, Critic, GaussianPolicy, QPolicy, QuantilePolicy, RecurrentPolicy, SquashedPolicy
 from rollpipe.pipes import AdvantageBuffer, DataError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, WorkerError, nested
 from rollpipe.pipes.fragment_ops import join
+from rollpipe.pipes.replay.memory import Sample
+from rollpipe.pipes.replay.pipe import Replay, Replayed
 
 ENV, N = "Pendulum-v1", 2
 
@@ -131,7 +133,55 @@ def test_the_step_is_that_of_one_process_on_the_joined_batch(kind, options, inva
         assert moved > 1e-3
 
 
-NOT_COMPARED = ("cg_residual", "curvature", "step_size", "predicted_improvement")      # the last bits decide when the iterations end
+def q_learner(kind):
+    policy = QuantilePolicy if kind == "QRDQN" else QPolicy
+    actor = policy.for_env("CartPole-v1", hidden=(16,), seed=0)
+    agent = (QRDQN if kind == "QRDQN" else DQN)(actor, seed=0, lr=1e-2, target_every=2, eps_steps=400, multi_step=2)
+    for group in agent.optimizer.param_groups: group["eps"] = 1e-2
+    return agent
+
+
+def replay_updates(rank, folder, kind, n_extra=0):
+    "As `updates`, with a memory in each rank; the last samples of rank 1 may be more."
+    agent, found = q_learner(kind), []
+    lanes = Lanes(FragmentCollector(EnvStepper("CartPole-v1", agent.actor, 4), 8), 2 * N, seed=0)
+    lanes.divide(N, rank)
+    replay = Replay(FragmentStacker(lanes, 2), 1000, batch_size=64, n_batches=3, warmup=100, length=3, seed=5)
+    replay.divide(N)
+    assert (replay.batch_size, replay.capacity, replay.warmup) == (32, 500, 50)
+    with ranks.distributed(agent):
+        for batch in islice(replay, 3):
+            before, samples = copy.deepcopy(agent.state_dict()), [Sample(s.fragment, None, None) for s in batch.samples]
+            metrics = agent.update(Replayed(batch.fresh, iter(samples + samples[:n_extra * rank]), None))
+            found.append((before, (batch.fresh, samples), copy.deepcopy(agent.state_dict()), metrics))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["DQN", "QRDQN"])
+def test_memories_of_several_ranks_are_one(kind, tmp_path):
+    a, b = run(replay_updates, tmp_path, kind)
+    for found in (a, b):
+        if isinstance(found, Exception): raise found
+    one = q_learner(kind)
+    for (before, (fresh, samples), after, metrics), (_, (other, others), after_other, _) in zip(a, b):
+        for x, y in zip(nested.leaves(after), nested.leaves(after_other)): assert torch.equal(torch.as_tensor(x), torch.as_tensor(y))
+        one.load_state_dict(before)
+        joined = [Sample(join([x.fragment, y.fragment]), None, None) for x, y in zip(samples, others)]
+        expected = one.update(Replayed(join([fresh, other]), iter(joined), None))
+        assert metrics.keys() == expected.keys() and len(samples) == 3
+        for name in expected:
+            if not name.startswith("seconds"): assert metrics[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
+        for name, x, y in zip(nested.paths(after), *map(nested.leaves, (after, one.state_dict()))):
+            assert torch.allclose(torch.as_tensor(x).double(), torch.as_tensor(y).double(), rtol=1e-4, atol=1e-5), name
+
+
+def test_a_rank_with_more_samples_is_refused_in_all_of_them(tmp_path):
+    for error in run(replay_updates, tmp_path, "DQN", 1):
+        assert isinstance(error, DataError) and "rank 0 has 3 samples, and others have more" in str(error), error
+
+
+# The last bits decide when the iterations of conjugate gradients end.
+NOT_COMPARED = ("cg_residual", "cg_iterations", "curvature", "step_size", "predicted_improvement")
 
 
 # --- what cannot be joined
@@ -178,7 +228,7 @@ def test_a_rank_that_dies_ends_the_others(tmp_path):
 
 def refused(rank, folder):
     found = []
-    for agent in (DQN(QPolicy.for_env("CartPole-v1")), learner(fvp_subsample=0.5)):
+    for agent in (SAC(SquashedPolicy.for_env(ENV), ActionCritic.for_env(ENV)), learner(fvp_subsample=0.5)):
         with pytest.raises(DataError) as error, ranks.distributed(agent): pass
         found.append(str(error.value))
     assert not ranks.active()
@@ -186,8 +236,8 @@ def refused(rank, folder):
 
 
 def test_learners_that_cannot_are_refused(tmp_path):
-    for dqn, subsampled in run(refused, tmp_path):
-        assert "cannot learn over several ranks" in dqn and "TRPO, NPG" in dqn and "DQN" in dqn and "fvp_subsample" in subsampled
+    for sac, subsampled in run(refused, tmp_path):
+        assert "cannot learn over several ranks" in sac and "TRPO, NPG" in sac and "SAC" in sac and "fvp_subsample" in subsampled
 
 
 def test_without_a_process_group_nothing_changes():

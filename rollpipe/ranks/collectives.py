@@ -161,7 +161,13 @@ def _compare(rows: dict, problem: str, learner: str) -> None:
 # %% ../../nbs/18_ranks/01_collectives.ipynb #ad33152c
 def check_batches(batch: Any, learner: str) -> None:
     "Raise `DataError` in all ranks if their batches (nested tensors) differ in structure, shapes or dtypes."
-    if _group: _compare(dict(zip(nested.paths(batch, 'batch'), map(describe, nested.leaves(batch)))), "a batch of another form", learner)
+    if _group: _compare(_forms(batch), "a batch of another form", learner)
+
+
+def _forms(batch):
+    "Leaf -> its dtype and shape. How many episodes were truncated is not part of a form, so those leaves of a fragment count as empty."
+    found = zip(nested.paths(batch, 'batch'), nested.leaves(batch))
+    return {path: describe(x[:0] if path.startswith('batch.final.') else x) for path, x in found}
 
 def check_state(agent: Any) -> None:
     "Raise `DataError` in all ranks if their learners do not have the same state, bit for bit."
@@ -174,7 +180,7 @@ def check_state(agent: Any) -> None:
 # %% ../../nbs/18_ranks/01_collectives.ipynb #8f4e164b
 @contextmanager
 def distributed(
-    agent: Any,         # a learner from fresh batches, such as `TRPO` or `PPO`; each rank has one, in the same state
+    agent: Any,         # a learner that can, such as `TRPO`, `PPO` or `DQN`; each rank has one, in the same state
     group: Any = None,  # the process group; None: all processes
     size: int | None = None,  # number of ranks that there must be; None: any
 ) -> Iterator[Any]:
@@ -187,7 +193,7 @@ def distributed(
     another rank has ended.
 
     Args:
-        agent: a learner from fresh batches, such as `TRPO` or `PPO`; each rank has one, in the same state
+        agent: a learner that can, such as `TRPO`, `PPO` or `DQN`; each rank has one, in the same state
         group: the process group; None: all processes
         size: number of ranks that there must be; None: any
     """
@@ -199,7 +205,7 @@ def distributed(
     if _group: raise DataError("a block `distributed` in another", leaf='agent', expected="one learner at a time", got=describe(agent))
     if not getattr(agent, 'joins_ranks', False):
         raise DataError("cannot learn over several ranks", leaf='agent', got=type(agent).__name__,
-                        expected="one that learns from fresh batches: TRPO, NPG, PPO, A2C, REINFORCE or V-trace")
+                        expected="TRPO, NPG, PPO, A2C, REINFORCE, V-trace, DQN or QR-DQN")
     if getattr(agent, 'fvp_subsample', 1.) < 1:
         raise DataError("cannot estimate the Fisher matrix from some rows over several ranks", leaf='fvp_subsample', expected="1",
                         got=str(agent.fvp_subsample))

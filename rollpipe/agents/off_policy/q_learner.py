@@ -17,6 +17,7 @@ from .targets import update_target
 from ..schedules import linear_schedule, set_epsilon
 from ..shared_options import check_range
 from ..td import priorities
+from ... import ranks
 from ...pipes.data import Fragment
 from ...pipes.errors import DataError, check_integer
 from ...pipes.replay.memory import ReplayMemory, Sample
@@ -32,6 +33,7 @@ class QNetworkLearner(ReplayLearner, GradientLearner):
         **options: options that learners share, see `SharedOptions`
     """
     actor_needs = ('values', 'epsilon')
+    joins_ranks = True      # see `ranks.distributed`
 
     def __init__(self,
         actor: Any,             # a `QPolicy` or `RecurrentQPolicy`, or another actor with `values` and `epsilon`
@@ -104,9 +106,10 @@ class DeepQLearner(QNetworkLearner):
             raise DataError(f"{type(self).__name__}: samples are too short", got=f"{fragment.n_steps} steps",
                             expected=f"a memory with length >= multi_step = {self.td_options['n_steps']}")
         loss, metrics, errors = self.loss(fragment, weight)
-        metrics |= dict(grad_norm=self.step(loss))
+        rows = slice(self.td_options['burn_in'], None)
+        share = ranks.share_of(fragment.valid[rows])
+        metrics = ranks.joined_metrics([metrics | dict(grad_norm=self.step(loss, share=share))], [share])[0]
         self.count_step()
         if not getattr(memory, 'prioritized', False): return metrics
-        rows = slice(self.td_options['burn_in'], None)
         memory.prioritize(index, priorities(errors[rows], fragment.valid[rows], self.eta))
         return metrics | dict(weight_min=weight.min())

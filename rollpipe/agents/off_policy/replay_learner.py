@@ -15,7 +15,9 @@ import torch
 
 from ..learner import Learner
 from ..schedules import linear_schedule
+from ... import ranks
 from ...pipes.data import Fragment
+from ...pipes.errors import DataError
 from ...pipes.modules import ByIdentity, bump_version
 from ...pipes.replay.memory import ReplayMemory, Sample
 from ...pipes.replay.pipe import Replayed
@@ -104,15 +106,20 @@ class ReplayLearner(Learner):
         if isinstance(batch, Fragment): batch = Replayed(batch, iter([Sample(batch, None, None)]), None)
         fresh, memory, start = batch.fresh, batch.memory, perf_counter()
         self.check(fresh)
+        ranks.check_batches(fresh, type(self).__name__)
         lag, exploration, prioritized = self.lag(fresh), self.exploration() | self.set_rates(), getattr(memory, 'prioritized', False)
+        if prioritized and ranks.active():
+            raise DataError("several ranks cannot learn from memories with priorities", pipe=self, leaf='prioritized', expected="False",
+                            got="True")
         if prioritized: self.beta.apply(memory, self.steps)
         records, drawn, samples = [], 0, TimedIterator(batch.samples)
-        for sample in samples:
+        for sample in ranks.in_step(samples, 'samples'):
             records.append(self.learn(sample, memory))
             drawn += sample.fragment.valid.numel()
-        n_fresh = self.count(fresh)
-        if memory is not None: records.append(dict(replay_size=len(memory), replay_ratio=drawn / n_fresh))
+        n_fresh, n_kept, drawn = self.count(fresh), *map(int, ranks.totals(torch.tensor([len(memory or ()), drawn]))[0])
+        if memory is not None: records.append(dict(replay_size=n_kept, replay_ratio=drawn / n_fresh))
         if prioritized: records.append(dict(beta=memory.beta))
+        ranks.check_state(self)
         return means(records) | dict(lag=lag, **exploration, target_updates=self.target_updates, seconds_sample=samples.seconds,
                                      seconds_update=perf_counter() - start)
 
@@ -122,7 +129,7 @@ class ReplayLearner(Learner):
 
     def count(self, fresh: Fragment) -> int:
         "Count an update and the steps of the fresh fragment, which drive exploration and the normalisers; returns their number."
-        n = int(fresh.valid.sum())
+        n = int(ranks.total(fresh.valid.sum()))
         self.steps += n
         self.explore()
         self.tell_actor(fresh)

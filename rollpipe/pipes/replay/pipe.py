@@ -81,6 +81,23 @@ class Replay(Seeded, Pipe):
         if warmup > capacity:
             raise DataError("sampling would never begin", pipe=self, expected=f"warmup <= capacity={capacity}", got=f"warmup={warmup}")
 
+    def divide(self,
+               n: int,  # number of ranks
+    ) -> None:
+        """Be one of `n` memories that are as large together, and draw samples that are as large together. Raises `DataError`.
+
+        Args:
+            n: number of ranks
+        """
+        if self.prioritized or self.path is not None:
+            raise DataError("a memory that several ranks divide has no priorities, and no folder", pipe=self, leaf='ranks', expected="1",
+                            got=str(n))
+        if self.batch_size % n:
+            raise DataError(f"samples cannot be divided among {n} ranks", pipe=self, leaf='batch_size', expected=f"a multiple of {n}",
+                            got=str(self.batch_size))
+        self.batch_size, self.capacity, self.warmup = self.batch_size // n, self.capacity // n, -(-self.warmup // n)
+        if self.samples_per_step is not None: self.samples_per_step *= n
+
     def set_lane(self, lane: int, seed: np.random.SeedSequence) -> None:
         "Raise `GraphError`: `Lanes` calls this on its copies, and `Replay` must not be one of them."
         raise GraphError("a memory of its own for each lane", pipe=self, expected="`Lanes` above `Replay`")

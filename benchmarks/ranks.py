@@ -1,0 +1,123 @@
+"""Milliseconds of one update on one process and on two ranks, each with one thread; what they send; and what one reduction costs.
+
+    python benchmarks/ranks.py [--cases trpo:25000x256 trpo:2500x64 ppo:2048x64] [--ranks 2] [--repeats 5] [--updates 3]
+
+A case is the learner, the number of rows in the joined batch, and the width of two tanh layers; observation 17, Gaussian action 6. The
+batches are random numbers, and nothing is collected. Each rank has its share of the columns, and learns with `ranks.distributed`. The runs
+alternate: one process, then the ranks. The ranks talk by gloo over the loopback interface.
+"""
+import argparse, os, statistics, tempfile
+from contextlib import nullcontext
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from gymnasium.spaces import Box
+from report import header, spread, table
+
+from rollpipe import ranks
+from rollpipe.agents import PPO, TRPO
+from rollpipe.layers import Critic, GaussianPolicy
+from rollpipe.pipes.data import Fragment
+
+N_OBS, N_ACT, T = 17, 6, 50
+LEARNERS = dict(trpo=lambda *nets: TRPO(*nets, critic_epochs=20, cg_iters=10), ppo=lambda *nets: PPO(*nets, epochs=10, minibatch=256))
+
+
+def learner(kind, width):
+    spaces = Box(-1, 1, (N_OBS,)), Box(-1, 1, (N_ACT,))
+    networks = dict(hidden=(width, width), seed=0)
+    return LEARNERS[kind](GaussianPolicy.for_env(spaces, **networks), Critic.for_env(spaces, **networks))
+
+
+def batch_of(agent, n_envs, seed):
+    "Random transitions [T, n_envs], with what the actor reports for them."
+    g = torch.Generator().manual_seed(seed)
+    obs, adv = torch.randn(T + 1, n_envs, N_OBS, generator=g), torch.randn(T, n_envs, generator=g)
+    with torch.no_grad(): dist_params = agent.actor.replay(plain := Fragment.from_steps(
+        obs, torch.randn(T, n_envs, N_ACT, generator=g).clamp(-1, 1), torch.zeros(T, n_envs), actor=dict(logp=torch.zeros(T + 1, n_envs))))
+    logp = torch.cat([dist_params['logp'].view(T, n_envs), torch.zeros(1, n_envs)])
+    return plain._replace(actor=dict(plain.actor, logp=logp), adv=adv, ret=torch.randn(T, n_envs, generator=g))
+
+
+class Counted:
+    "Counts the calls in which all ranks take part, and the bytes that this rank gives to them."
+    def __init__(self, call): self.call, self.calls, self.bytes = call, 0, 0
+
+    def __call__(self, collective, *args):
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        self.calls, self.bytes = self.calls + 1, self.bytes + sum(x.nbytes for x in tensors)
+        self.call(collective, *args)
+
+
+def timed(agent, batch, n):
+    "Milliseconds of each of `n` updates, after one that is not counted."
+    agent.update(batch)
+    out = []
+    for _ in range(n):
+        start = perf_counter()
+        agent.update(batch)
+        out.append(1000 * (perf_counter() - start))
+    return out
+
+
+def one_rank(rank, folder, n_ranks, kind, n_rows, width, n_updates):
+    "What rank 0 tells: times, calls and bytes of an update, and the milliseconds of reductions."
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    if n_ranks > 1: dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n_ranks)
+    agent = learner(kind, width)
+    batch = batch_of(agent, n_rows // T // n_ranks, rank)
+    counted = ranks.collectives._call = Counted(ranks.collectives._call)
+    with ranks.distributed(agent) if n_ranks > 1 else nullcontext():
+        times = timed(agent, batch, n_updates)
+        sizes = {n: reduction(n) for n in (1, 10_000, 100_000, 1_000_000)} if n_ranks > 1 else {}
+    if rank == 0: torch.save((times, counted.calls / (n_updates + 1), counted.bytes / (n_updates + 1), sizes), f"{folder}/found")
+    if n_ranks > 1: dist.destroy_process_group()
+
+
+def reduction(n, repeats=20):
+    "Milliseconds of the sum of `n` numbers over ranks, without a count."
+    x, out = torch.ones(n), []
+    for _ in range(repeats):
+        start = perf_counter()
+        dist.all_reduce(x)
+        out.append(1000 * (perf_counter() - start))
+    return statistics.median(out)
+
+
+def measure(*args):
+    n_ranks = args[0]
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(one_rank, (folder, *args), nprocs=n_ranks, start_method="spawn")
+        return torch.load(f"{folder}/found")
+
+
+def main():
+    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    args.add_argument('--cases', nargs='+', default=['trpo:25000x256', 'trpo:2500x64', 'ppo:2048x64'])
+    args.add_argument('--ranks', type=int, default=2)
+    args.add_argument('--repeats', type=int, default=5)
+    args.add_argument('--updates', type=int, default=3)
+    args = args.parse_args()
+    rows, sums = [], {}
+    for case in args.cases:
+        kind, sizes = case.split(':')
+        n_rows, width = map(int, sizes.split('x'))
+        alone, together = [], []
+        for _ in range(args.repeats):
+            alone.append(statistics.median(measure(1, kind, n_rows, width, args.updates)[0]))
+            times, calls, n_bytes, found = measure(args.ranks, kind, n_rows, width, args.updates)
+            together.append(statistics.median(times))
+            for n, x in found.items(): sums.setdefault(n, []).append(x)
+        ratios = [x / y for x, y in zip(alone, together)]
+        rows.append([f'{kind.upper()}, {n_rows:,} rows, 2 x {width}', spread(alone, '{:.0f}'), spread(together, '{:.0f}'), spread(ratios),
+                     f'{calls:.0f}', f'{n_bytes / 1e6:.2f}'])
+        print(rows[-1], flush=True)
+    print(header())
+    print(table(['update', 'one process [ms]', f'{args.ranks} ranks [ms]', 'times as fast', 'calls', 'MB from each rank'], rows))
+    print('\n' + table(['numbers that are summed', *(f'{n:,}' for n in sums)], [['[ms]', *(spread(x) for x in sums.values())]]))
+
+
+if __name__ == '__main__': main()
