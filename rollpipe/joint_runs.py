@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 
-from .agents.intrinsic.states import learning_pipes
+from .agents.intrinsic.states import learning_pipes, load_states, states_of
 from .config import build
 from .locks import unlock
 from .pipes.batches import FragmentStacker
@@ -20,6 +20,8 @@ from .pipes.errors import DataError, WorkerError
 from .pipes.graph import find
 from .pipes.lanes import Lanes
 from .pipes.replay.pipe import Replay
+from .pipes.transforms import RewardScaler
+from .ranks import gathered_objects
 from .runs import Run, discard
 from .train import STOP_SIGNALS, train
 
@@ -48,12 +50,12 @@ def divide(
     if workers > n // size:
         raise DataError(f"{workers} workers for each rank have too few lanes", leaf="workers", got=f"{n // size} lanes for each rank",
                         expected=f"at most {n // size}, or --lanes {workers * size}")
-    if learning := learning_pipes(pipe):
-        raise DataError("pipes that learn would learn something else in each rank", got=", ".join(learning),
-                        expected="no --intrinsic, and a --reward-scale that is a number")
+    if learning := [name for name, p in learning_pipes(pipe).items() if not isinstance(p, RewardScaler)]:
+        raise DataError("pipes that learn would learn something else in each rank", got=", ".join(learning), expected="no --intrinsic")
     lanes.divide(size, rank)
     for stacker in find(pipe, FragmentStacker): stacker.n = max(1, stacker.n // size)
     for replay in find(pipe, Replay): replay.divide(size)
+    for scaler in learning_pipes(pipe).values(): scaler.gathered = gathered_objects
 
 # %% ../nbs/19_joint_runs.ipynb #2837e335
 class Follower(Run):
@@ -79,7 +81,7 @@ def joint(
         run = make()
         if run is not None:
             _divide_or_discard(run)
-            told[0] = run.folder, run.config, run.counters, run.agent.state_dict()
+            told[0] = run.folder, run.config, run.counters, run.agent.state_dict(), states_of(run.pipe)
         return run
     finally: dist.broadcast_object_list(told, src=0)
 
@@ -96,9 +98,10 @@ def _follower():
     told: list = [None]
     dist.broadcast_object_list(told, src=0)
     if told[0] is None: return None
-    folder, config, counters, state = told[0]
+    folder, config, counters, state, states = told[0]
     agent, pipe = build(config, counters["resumes"])
     agent.load_state_dict(state)
+    load_states(pipe, states)
     divide(pipe, dist.get_rank(), dist.get_world_size(), config["workers"])
     return Follower(folder, {**config, "eval_every": 0, "eval_steps": 0, "video_every": 0}, agent, pipe, counters)
 

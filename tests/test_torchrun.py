@@ -127,12 +127,13 @@ def test_a_learner_that_cannot_is_refused_by_all_ranks(tmp_path):
 
 
 def test_a_run_goes_on_with_as_many_ranks_as_it_had(tmp_path):
-    words = ["train", "a2c", *SMALL, "--out", "run"]
+    words = ["train", "a2c", *SMALL, "--reward-scale", "learn", "--out", "run"]
     assert [code for code, *_ in run_ranks(*words, "--steps", "512", cwd=tmp_path)] == [0, 0]
     alone = run_alone("train", "--resume", "run", "--steps", "1024", cwd=tmp_path)
     assert alone.returncode == 2 and "another number of ranks. Expected 2, as by torchrun --nproc-per-node 2" in alone.stderr
     assert [code for code, *_ in run_ranks("train", "--resume", "run", "--steps", "1024", cwd=tmp_path)] == [0, 0]
     assert read_metrics(tmp_path/"run")["steps"].tolist() == [256, 512, 768, 1024]
+    assert load_checkpoint(tmp_path/"run/checkpoint.safetensors").pipes["RewardScaler"]["count"] == pytest.approx(1024, abs=1)
     complete, (other, *_) = run_ranks(*words, "--steps", "1024", "--continue", cwd=tmp_path)
     assert (complete[0], other) == (0, 0) and "run is complete" in complete[1]
 

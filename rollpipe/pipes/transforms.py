@@ -68,6 +68,7 @@ class RewardScaler(Pipe):
         clip: greatest size of a reward after learnt scaling; None: no limit
     """
     reads = 1
+    gathered: Any = staticmethod(lambda values: [values])   # values -> those of all processes that share the scale
 
     def __init__(self,
                  pipe: IterDataPipe,          # yields `Tick`s or `Fragment`s
@@ -109,10 +110,10 @@ class RewardScaler(Pipe):
             lanes[lane] = _LaneRewards(seq, np.where(fin[-1, columns], 0., ret[-1]), out[-1, columns].copy())
         return with_rewards(fragment, torch.from_numpy(out).to(fragment.state.rew.device))
 
-    def _scaled(self, rew, moments, ret=()):
+    def _scaled(self, rew, moments, ret=None):
         "`rew` in float32, scaled after the returns `ret` `[n]` have been included in the variance."
         if self.scale is not None: return (rew * self.scale).astype(np.float32)
-        moments.update(ret)
+        for values in () if ret is None else self.gathered(ret): moments.update(values)
         rew = rew / np.sqrt(moments.var + 1e-8)
         return (rew if self.clip is None else rew.clip(-self.clip, self.clip)).astype(np.float32)
 
