@@ -145,7 +145,8 @@ def given_names(args: Namespace) -> list | None:
 
 def _command_for(command: str, run: Run) -> str:
     "A command for the folder of a run, as it can be typed."
-    words = ["rollpipe", *command.split(), str(run.folder)]
+    n = run.config.get("ranks", 1) if command.startswith("train") else 1
+    words = [*f"torchrun --standalone --nproc-per-node {n} -m".split()] * (n > 1) + ["rollpipe", *command.split(), str(run.folder)]
     return shlex.join(words + [word for module in needed_modules(run.config) for word in ("--import", module)])
 
 

@@ -25,7 +25,7 @@ from .films import Films
 from .locks import unlock
 from .logs import MetricWriter, metric_writer
 from .pipes import torchdata
-from .pipes.errors import DataError
+from .pipes.errors import DataError, WorkerError
 from .pipes.graph import nodes
 from .pipes.taps import Meter
 from .progress import Progress
@@ -85,6 +85,8 @@ def uninterrupted() -> Iterator[None]:
     handlers, received = _handlers(callable), []
     for s in handlers: signal.signal(s, lambda *args: received.append(args))
     try: yield
+    except WorkerError:  # the process that was lost has got the signal, too
+        if not received: raise
     finally:
         for s, handler in handlers.items(): signal.signal(s, handler)
     if received: handlers[received[0][0]](*received[0])
@@ -102,8 +104,7 @@ def signals_wait_for_saving() -> Iterator[None]:
 # %% ../nbs/10_train.ipynb #c1e054ea
 def _films(run: Run) -> AbstractContextManager:
     "A context with the `Films` of a run, or with None if it has none."
-    config = run.config
-    if not config.get("video_every"): return nullcontext()
+    if not (config := run.config).get("video_every"): return nullcontext()
     return Films(run.folder, config["env"], run.agent.actor, config["video_every"], env_kwargs=config["env_kwargs"], seed=config["seed"])
 
 
@@ -125,8 +126,7 @@ def _reading(run: Run) -> Iterator[tuple]:
 class _Evaluations:
     "Evaluations of a run in a process of its own. The learner with the best mean return so far is kept in `run.best`."
     def __init__(self, run: Run, process: ParallelEvaluation):
-        self.run, self.process, self.is_due = run, process, False
-        self.best = best_return(run.folder)
+        self.run, self.process, self.is_due, self.best = run, process, False, best_return(run.folder)
         self.asked: Any = None  # the learner and the counters when the evaluation began
 
     def request(self) -> None:

@@ -17,8 +17,8 @@ SHM = Path("/dev/shm")
 HELPERS = (b"resource_tracker", b"forkserver", b"torch_shm_manager", b"rollpipe guard")  # these live as long as the interpreter, by design
 
 
-LONG = {f"test_{name}" for name in ("bench", "cli", "contract", "experiments", "fault_matrix", "faults", "parallel_evaluation", "ray",
-                                    "reading", "signals", "tune")}
+LONG = {f"test_{name}" for name in ("bench", "cli", "contract", "evaluation_contract", "experiments", "fault_matrix", "faults",
+                                    "parallel_evaluation", "ranks", "ray", "reading", "signals", "torchrun", "tune")}
 
 
 def pytest_collection_modifyitems(items):
