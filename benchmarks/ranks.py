@@ -22,7 +22,7 @@ from rollpipe.layers import Critic, GaussianPolicy
 from rollpipe.pipes.data import Fragment
 
 N_OBS, N_ACT, T = 17, 6, 50
-LEARNERS = dict(trpo=lambda *nets: TRPO(*nets, critic_epochs=20, cg_iters=10), ppo=lambda *nets: PPO(*nets, epochs=10, minibatch=256))
+LEARNERS = dict(trpo=lambda *nets: TRPO(*nets), ppo=lambda *nets: PPO(*nets, epochs=10, minibatch=256))
 
 
 def learner(kind, width):
