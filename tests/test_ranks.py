@@ -9,11 +9,13 @@ from itertools import islice
 import pytest
 import torch
 import torch.distributed as dist
+from gymnasium.spaces import Discrete
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
 from rollpipe import ranks
-from rollpipe.agents import A2C, DQN, NPG, PPO, QRDQN, REINFORCE, SAC, TRPO, VTrace
-from rollpipe.layers import ActionCritic, Critic, GaussianPolicy, QPolicy, QuantilePolicy, RecurrentPolicy, SquashedPolicy
+from rollpipe.agents import A2C, DDPG, DQN, NPG, PPO, QLearning, QRDQN, REINFORCE, SAC, TD3, TRPO, TabularQ, VTrace
+from rollpipe.layers import (ActionCritic, Critic, DeterministicPolicy, GaussianPolicy, QPolicy, QuantilePolicy, RecurrentPolicy,
+                             SquashedPolicy)
 from rollpipe.pipes import AdvantageBuffer, DataError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, WorkerError, nested
 from rollpipe.pipes.fragment_ops import join
 from rollpipe.pipes.replay.memory import Sample
@@ -22,6 +24,7 @@ from rollpipe.pipes.replay.pipe import Replay, Replayed
 ENV, N = "Pendulum-v1", 2
 
 
+OFF_POLICY = dict(SAC=SAC, TD3=TD3, DDPG=DDPG)
 KINDS = dict(TRPO=TRPO, NPG=NPG, PPO=PPO, A2C=A2C, REINFORCE=REINFORCE, VTrace=VTrace)
 
 
@@ -133,18 +136,24 @@ def test_the_step_is_that_of_one_process_on_the_joined_batch(kind, options, inva
         assert moved > 1e-3
 
 
-def q_learner(kind):
-    policy = QuantilePolicy if kind == "QRDQN" else QPolicy
-    actor = policy.for_env("CartPole-v1", hidden=(16,), seed=0)
-    agent = (QRDQN if kind == "QRDQN" else DQN)(actor, seed=0, lr=1e-2, target_every=2, eps_steps=400, multi_step=2)
-    for group in agent.optimizer.param_groups: group["eps"] = 1e-2
+def off_policy_learner(kind):
+    if kind in OFF_POLICY:
+        policy = SquashedPolicy if kind == "SAC" else DeterministicPolicy
+        networks = policy.for_env(ENV, hidden=(16,), seed=0), ActionCritic.for_env(ENV, hidden=(16,), seed=1)
+        agent = OFF_POLICY[kind](*networks, seed=0, lr=1e-2, multi_step=2, random_steps=100)
+    else:
+        policy = QuantilePolicy if kind == "QRDQN" else QPolicy
+        agent = (QRDQN if kind == "QRDQN" else DQN)(policy.for_env("CartPole-v1", hidden=(16,), seed=0), seed=0, lr=1e-2, target_every=2,
+                                                    eps_steps=400, multi_step=2)
+    for one in agent.descents.values() if kind in OFF_POLICY else [agent]:
+        for group in one.optimizer.param_groups: group["eps"] = 1e-2
     return agent
 
 
 def replay_updates(rank, folder, kind, n_extra=0):
     "As `updates`, with a memory in each rank; the last samples of rank 1 may be more."
-    agent, found = q_learner(kind), []
-    lanes = Lanes(FragmentCollector(EnvStepper("CartPole-v1", agent.actor, 4), 8), 2 * N, seed=0)
+    agent, found = off_policy_learner(kind), []
+    lanes = Lanes(FragmentCollector(EnvStepper(ENV if kind in OFF_POLICY else "CartPole-v1", agent.actor, 4), 8), 2 * N, seed=0)
     lanes.divide(N, rank)
     replay = Replay(FragmentStacker(lanes, 2), 1000, batch_size=64, n_batches=3, warmup=100, length=3, seed=5)
     replay.divide(N)
@@ -157,12 +166,12 @@ def replay_updates(rank, folder, kind, n_extra=0):
     return found
 
 
-@pytest.mark.parametrize("kind", ["DQN", "QRDQN"])
+@pytest.mark.parametrize("kind", ["DQN", "QRDQN", "SAC", "TD3", "DDPG"])
 def test_memories_of_several_ranks_are_one(kind, tmp_path):
     a, b = run(replay_updates, tmp_path, kind)
     for found in (a, b):
         if isinstance(found, Exception): raise found
-    one = q_learner(kind)
+    one = off_policy_learner(kind)
     for (before, (fresh, samples), after, metrics), (_, (other, others), after_other, _) in zip(a, b):
         for x, y in zip(nested.leaves(after), nested.leaves(after_other)): assert torch.equal(torch.as_tensor(x), torch.as_tensor(y))
         one.load_state_dict(before)
@@ -228,7 +237,7 @@ def test_a_rank_that_dies_ends_the_others(tmp_path):
 
 def refused(rank, folder):
     found = []
-    for agent in (SAC(SquashedPolicy.for_env(ENV), ActionCritic.for_env(ENV)), learner(fvp_subsample=0.5)):
+    for agent in (QLearning(TabularQ(Discrete(3), Discrete(2))), learner(fvp_subsample=0.5)):
         with pytest.raises(DataError) as error, ranks.distributed(agent): pass
         found.append(str(error.value))
     assert not ranks.active()
@@ -236,8 +245,9 @@ def refused(rank, folder):
 
 
 def test_learners_that_cannot_are_refused(tmp_path):
-    for sac, subsampled in run(refused, tmp_path):
-        assert "cannot learn over several ranks" in sac and "TRPO, NPG" in sac and "SAC" in sac and "fvp_subsample" in subsampled
+    for table, subsampled in run(refused, tmp_path):
+        assert "cannot learn over several ranks" in table and "joins_ranks" in table and "QLearning" in table
+        assert "fvp_subsample" in subsampled
 
 
 def test_without_a_process_group_nothing_changes():

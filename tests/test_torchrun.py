@@ -97,8 +97,10 @@ def test_ranks_learn_what_one_process_learns(algorithm, more, tmp_path):
     assert seen.count("last") == seen.count("best") == 1
 
 
-def test_ranks_divide_a_memory(tmp_path):
-    words = "train dqn CartPole-v1 --preset none --lanes 2 --n-envs 2 --steps 1200 --hidden 8 --warmup 400 --quiet --no-tensorboard".split()
+@pytest.mark.parametrize("task", [
+    "dqn CartPole-v1", "sac Pendulum-v1 --random-steps 600 --n-steps 16 --samples-per-step 0.1 --critic-hidden 8"])
+def test_ranks_divide_a_memory(task, tmp_path):
+    words = f"train {task} --preset none --lanes 2 --n-envs 2 --steps 1200 --hidden 8 --warmup 400 --quiet --no-tensorboard".split()
     (code, _, err), (other, _, noise) = run_ranks(*words, "--out", "both", cwd=tmp_path)
     assert (code, other) == (0, 0), err + noise
     assert run_alone(*words, "--out", "one", cwd=tmp_path).returncode == 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ... import ranks
 from .action_losses import action_value_loss, deterministic_policy_loss, smoothed_target
 from .descent import Descent
 from .replay_learner import BetaSchedule, ReplayLearner
@@ -41,6 +42,7 @@ class ActionLearner(ReplayLearner):
         **options: options that learners share, see `SharedOptions`
     """
     actor_needs = ('is_random',)
+    joins_ranks = True      # see `ranks.distributed`
 
     def __init__(self,
         actor: Any,               # the policy, with a buffer `is_random`
@@ -87,8 +89,9 @@ class ActionLearner(ReplayLearner):
         for x, y in zip(self.target.buffers(), self.critic.buffers()): x.copy_(y)
 
     def noise(self, fragment: Fragment) -> torch.Tensor:
-        "Standard normal noise for one action in each step of a fragment, `[T, B, ...]`, from the learner's own generator."
-        return self.actor.draw_noise(fragment.valid.shape, self.generator)
+        "Standard normal noise for one action in each step, `[T, B, ...]`. Each rank draws that of the joined batch, and takes its columns."
+        n, mine = ranks.span(fragment.n_envs)
+        return self.actor.draw_noise((fragment.n_steps, n), self.generator)[:, mine]
 
     def critic_target(self, fragment: Fragment) -> torch.Tensor:
         "Targets `[T, B]` of the action values."
@@ -107,12 +110,14 @@ class ActionLearner(ReplayLearner):
         "A step of the critic, and in its turn one of policy and targets. Errors become priorities. Returns metrics, some of them tensors."
         fragment, weight, index = sample
         self._check_sample(fragment)
+        share = ranks.share_of(fragment.valid)
         loss, metrics, errors = action_value_loss(fragment, self.critic, self.critic_target(fragment), weight)
-        metrics['grad_norm_critic'] = self.descents['critic'].step(loss, 'loss_value')
+        metrics['grad_norm_critic'] = self.descents['critic'].step(loss, 'loss_value', share)
         self.gradient_steps += 1
         if self.gradient_steps % self.policy_every == 0:
             metrics |= self.improve_policy(fragment)
             self.move_targets()
+        metrics = ranks.joined_metrics([metrics], [share])[0]
         if not getattr(memory, 'prioritized', False): return metrics
         memory.prioritize(index, priorities(errors, fragment.valid, self.eta))
         return metrics | dict(weight_min=weight.min())
@@ -169,7 +174,7 @@ class DeterministicLearner(ActionLearner):
     def improve_policy(self, fragment: Fragment) -> dict:
         "A step of the policy, see `deterministic_policy_loss`."
         loss, metrics = deterministic_policy_loss(fragment, self.actor, self.critic)
-        return metrics | dict(grad_norm=self.descents['policy'].step(loss, 'loss_policy'))
+        return metrics | dict(grad_norm=self.descents['policy'].step(loss, 'loss_policy', ranks.share_of(fragment.valid)))
 
     def move_targets(self) -> None:
         "Move the target networks of critic and policy."

@@ -12,6 +12,8 @@ from math import inf, isfinite
 
 import torch
 
+from ... import ranks
+
 from ..gradient_learner import Adam, clip_gradients
 from ...pipes.errors import DataError, describe
 
@@ -35,21 +37,24 @@ class Descent:
     def step(self,
         loss: torch.Tensor,  # 0-dim, with graph
         name: str,           # name of the loss, for messages
+        share: float = 1.,   # fraction of the step's rows that are this rank's, over whose part `loss` is a mean; see `ranks.share_of`
     ) -> float:  # norm of the gradient before it was shortened
         """Lower the loss by one step. Raises `DataError` if it or its gradient is not finite; then no parameter changes.
 
         Args:
             loss: 0-dim, with graph
             name: name of the loss, for messages
+            share: fraction of the step's rows that are this rank's, over whose part `loss` is a mean; see `ranks.share_of`
 
         Returns:
             float: norm of the gradient before it was shortened
         """
-        if not isfinite(loss.item()): raise DataError("non-finite loss", leaf=name, expected="a finite number", got=describe(loss.detach()))
-        grads = torch.autograd.grad(loss, self.params, allow_unused=True)
-        norm = clip_gradients([g for g in grads if g is not None], self.max_norm)
+        part = share * loss if ranks.active() else loss
+        for p, g in zip(self.params, torch.autograd.grad(part, self.params, allow_unused=True)): p.grad = g
+        whole = ranks.add_gradients(self.params, part)
+        if not isfinite(whole.item()): raise DataError("non-finite loss", leaf=name, expected="a finite number", got=describe(whole))
+        norm = clip_gradients([p.grad for p in self.params if p.grad is not None], self.max_norm)
         if not norm < inf: raise DataError("non-finite gradient", leaf=name, expected="finite numbers", got=f"norm {norm}")
-        for p, g in zip(self.params, grads): p.grad = g
         self.optimizer.step()
         return norm
 

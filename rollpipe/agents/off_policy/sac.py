@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ... import ranks
 from .action_learner import ActionLearner
 from .action_losses import soft_policy_loss, soft_target, temperature_loss
 from .descent import Descent
@@ -74,12 +75,13 @@ class SAC(ActionLearner):
 
     def improve_policy(self, fragment: Fragment) -> dict:
         "A step of the policy, then one of the temperature."
-        temperature = self.temperature
+        temperature, share = self.temperature, ranks.share_of(fragment.valid)
         loss, metrics = soft_policy_loss(fragment, self.actor, self.critic, self.noise(fragment), temperature)
-        metrics |= dict(temperature=temperature, grad_norm=self.descents['policy'].step(loss, 'loss_policy'))
+        metrics |= dict(temperature=temperature, grad_norm=self.descents['policy'].step(loss, 'loss_policy', share))
         if not self.is_fixed:
             entropy = metrics['entropy'] - self.actor.box.log_volume
-            self.descents['temperature'].step(temperature_loss(self.log_temperature, entropy, self.target_entropy), 'temperature')
+            loss = temperature_loss(self.log_temperature, entropy, self.target_entropy)
+            self.descents['temperature'].step(loss, 'temperature', share)
         return metrics
 
     def state_dict(self) -> dict:
