@@ -123,11 +123,8 @@ class ActionLearner(ReplayLearner):
         return metrics | dict(weight_min=weight.min())
 
     def _check_sample(self, fragment):
-        name = type(self).__name__
-        if self.multi_step > fragment.n_steps:
-            raise DataError(f"{name}: samples are too short", got=f"{fragment.n_steps} steps",
-                            expected=f"a memory with length >= multi_step = {self.multi_step}")
-        if nested.leaves(fragment.hx): raise DataError(f"{name}: actors with memory are not supported", leaf='hx', expected="()")
+        self.check_length(fragment, self.multi_step)
+        if nested.leaves(fragment.hx): raise DataError("actors with memory are not supported", pipe=self, leaf='hx', expected="()")
 
     def state_dict(self) -> dict:
         "As `ReplayLearner.state_dict`, with the optimisers."

@@ -19,7 +19,7 @@ from ..shared_options import check_range
 from ..td import priorities
 from ... import ranks
 from ...pipes.data import Fragment
-from ...pipes.errors import DataError, check_integer
+from ...pipes.errors import check_integer
 from ...pipes.replay.memory import ReplayMemory, Sample
 
 # %% ../../../nbs/agents/15_off_policy/08_q_learner.ipynb #32e241a8
@@ -102,9 +102,7 @@ class DeepQLearner(QNetworkLearner):
     def learn(self, sample: Sample, memory: ReplayMemory | None = None) -> dict:
         "One step of the optimiser from a `Sample`, whose TD errors become priorities; returns metrics, some of them tensors."
         fragment, weight, index = sample
-        if self.td_options['n_steps'] > fragment.n_steps:
-            raise DataError(f"{type(self).__name__}: samples are too short", got=f"{fragment.n_steps} steps",
-                            expected=f"a memory with length >= multi_step = {self.td_options['n_steps']}")
+        self.check_length(fragment, self.td_options['n_steps'])
         loss, metrics, errors = self.loss(fragment, weight)
         rows = slice(self.td_options['burn_in'], None)
         share = ranks.share_of(fragment.valid[rows])

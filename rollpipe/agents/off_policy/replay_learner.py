@@ -127,6 +127,12 @@ class ReplayLearner(Learner):
         "The algorithm: learn from a `Sample`, and tell a prioritised memory its errors. Returns metrics, some of them tensors."
         raise NotImplementedError(f"{type(self).__name__} must define learn(sample, memory)")
 
+    def check_length(self, fragment: Fragment, multi_step: int) -> None:
+        "Raise `DataError` if a sample has fewer than `multi_step` steps."
+        if multi_step <= fragment.n_steps: return
+        raise DataError(f"{type(self).__name__}: samples are too short", got=f"{fragment.n_steps} steps",
+                        expected=f"a memory with length >= multi_step = {multi_step}")
+
     def count(self, fresh: Fragment) -> int:
         "Count an update and the steps of the fresh fragment, which drive exploration and the normalisers; returns their number."
         n = int(ranks.total(fresh.valid.sum()))
