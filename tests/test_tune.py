@@ -8,7 +8,7 @@ import pytest
 from rollpipe.cli import main
 from rollpipe.presets.files import read_table
 from rollpipe.tuning import tune
-from rollpipe.tuning.study import best_of, finished, open_study
+from rollpipe.tuning.study import connections, best_of, finished, open_study
 
 SMALL = ["--steps", "64", "--n-envs", "2", "--n-steps", "16", "--minibatch", "16", "--hidden", "4", "--engine", "torch"]
 WORDS = ["tune", "ppo", "CartPole-v1", *SMALL, "--seeds", "7", "--evaluations", "2"]
@@ -34,7 +34,8 @@ def curves(monkeypatch):
 
 def study(folder="tuning/ppo-CartPole-v1"):
     import optuna
-    return optuna.load_study(study_name="rollpipe", storage=f"sqlite:///{folder}/study.db")
+    storage = optuna.storages.RDBStorage(f"sqlite:///{folder}/study.db", engine_kwargs=connections())
+    return optuna.load_study(study_name="rollpipe", storage=storage)
 
 
 def test_training_accepts_the_preset(here, capsys):

@@ -18,7 +18,7 @@ from ..pipes.errors import DataError, describe_exception
 from ..train import uninterrupted
 
 # %% auto #0
-__all__ = ['FILE', 'import_optuna', 'open_study', 'forget_running', 'finished', 'try_one', 'best_of']
+__all__ = ['FILE', 'import_optuna', 'connections', 'open_study', 'forget_running', 'finished', 'try_one', 'best_of']
 
 # %% ../../nbs/tuning/02_study.ipynb #1a19719f
 def import_optuna() -> Any:
@@ -30,6 +30,12 @@ def import_optuna() -> Any:
 
 # %% ../../nbs/tuning/02_study.ipynb #7fda46b5
 FILE = "study.db"
+
+
+def connections() -> dict:
+    "Options for Optuna's engine: a connection waits for other processes, and is closed when it has been used."
+    from sqlalchemy.pool import NullPool
+    return dict(connect_args=dict(timeout=60), poolclass=NullPool)
 
 
 def open_study(
@@ -53,7 +59,7 @@ def open_study(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            storage = optuna.storages.RDBStorage(f"sqlite:///{path}", engine_kwargs=dict(connect_args=dict(timeout=60)))
+            storage = optuna.storages.RDBStorage(f"sqlite:///{path}", engine_kwargs=connections())
             pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=n)
             study = optuna.create_study(storage=storage, study_name="rollpipe", direction="maximize", load_if_exists=True, pruner=pruner)
             known = study.user_attrs.get("settings")
