@@ -6,7 +6,7 @@ A case is the learner, the number of rows in the joined batch, and the width of 
 batches are random numbers, and nothing is collected. Each rank has its share of the columns, and learns with `ranks.distributed`. The runs
 alternate: one process, then the ranks. The ranks talk by gloo over the loopback interface.
 """
-import argparse, os, statistics, tempfile
+import argparse, math, os, statistics, tempfile
 from contextlib import nullcontext
 from time import perf_counter
 
@@ -52,14 +52,14 @@ class Counted:
 
 
 def timed(agent, batch, n):
-    "Milliseconds of each of `n` updates, after one that is not counted."
+    "Median milliseconds of `n` updates and of their policy's part, after one that is not counted; the part is nan for other learners."
     agent.update(batch)
-    out = []
+    found = []
     for _ in range(n):
         start = perf_counter()
-        agent.update(batch)
-        out.append(1000 * (perf_counter() - start))
-    return out
+        metrics = agent.update(batch)
+        found.append((perf_counter() - start, metrics.get('seconds_policy', math.nan)))
+    return [1000 * statistics.median(times) for times in zip(*found)]
 
 
 def one_rank(rank, folder, n_ranks, kind, n_rows, width, n_updates):
@@ -107,16 +107,17 @@ def main():
         n_rows, width = map(int, sizes.split('x'))
         alone, together = [], []
         for _ in range(args.repeats):
-            alone.append(statistics.median(measure(1, kind, n_rows, width, args.updates)[0]))
+            alone.append(measure(1, kind, n_rows, width, args.updates)[0])
             times, calls, n_bytes, found = measure(args.ranks, kind, n_rows, width, args.updates)
-            together.append(statistics.median(times))
+            together.append(times)
             for n, x in found.items(): sums.setdefault(n, []).append(x)
-        ratios = [x / y for x, y in zip(alone, together)]
-        rows.append([f'{kind.upper()}, {n_rows:,} rows, 2 x {width}', spread(alone, '{:.0f}'), spread(together, '{:.0f}'), spread(ratios),
+        whole, policy = ([x / y for x, y in zip(*times)] for times in zip(zip(*alone), zip(*together)))
+        rows.append([f'{kind.upper()}, {n_rows:,} rows, 2 x {width}', spread([t for t, _ in alone], '{:.0f}'),
+                     spread([t for t, _ in together], '{:.0f}'), spread(whole), '-' if math.isnan(policy[0]) else spread(policy),
                      f'{calls:.0f}', f'{n_bytes / 1e6:.2f}'])
         print(rows[-1], flush=True)
     print(header())
-    print(table(['update', 'one process [ms]', f'{args.ranks} ranks [ms]', 'times as fast', 'calls', 'MB from each rank'], rows))
+    print(table(['update', 'one process [ms]', f'{args.ranks} ranks [ms]', 'times as fast', 'its policy part', 'calls', 'MB from each rank'], rows))
     print('\n' + table(['numbers that are summed', *(f'{n:,}' for n in sums)], [['[ms]', *(spread(x) for x in sums.values())]]))
 
 
