@@ -117,7 +117,8 @@ def main():
                      f'{calls:.0f}', f'{n_bytes / 1e6:.2f}'])
         print(rows[-1], flush=True)
     print(header())
-    print(table(['update', 'one process [ms]', f'{args.ranks} ranks [ms]', 'times as fast', 'its policy part', 'calls', 'MB from each rank'], rows))
+    columns = ['update', 'one process [ms]', f'{args.ranks} ranks [ms]', 'times as fast', 'its policy part', 'calls', 'MB from each rank']
+    print(table(columns, rows))
     print('\n' + table(['numbers that are summed', *(f'{n:,}' for n in sums)], [['[ms]', *(spread(x) for x in sums.values())]]))
 
 
