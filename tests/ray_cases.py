@@ -11,6 +11,9 @@ SETTINGS = dict(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_AUTH_MODE="token", RA
                 RAY_USAGE_STATS_ENABLED="0", RAY_health_check_initial_delay_ms="500", RAY_health_check_period_ms="500",
                 RAY_health_check_timeout_ms="1000", RAY_health_check_failure_threshold="3")
 STORE = 2 * 10 ** 8     # bytes
+# From Python 3.13 on, a process that multiprocessing forks drops the functions for its exit. Those of Ray may be the last that know a node,
+# whose connections can only be closed in the process that opened them: the child would crash.
+NODES: list = []
 
 
 @contextmanager
@@ -26,7 +29,9 @@ class TwoNodes:
     def __init__(self, cluster, folder): self.cluster, self.address, self.folder = cluster, cluster.address, Path(folder)
 
     def add(self, **resources):
-        with sigterm_kept(): return self.cluster.add_node(num_cpus=2, object_store_memory=STORE, resources=resources)
+        with sigterm_kept(): node = self.cluster.add_node(num_cpus=2, object_store_memory=STORE, resources=resources)
+        NODES.append(node)
+        return node
 
     @staticmethod
     def kill(node):
@@ -51,6 +56,7 @@ def two_nodes(folder):
     with sigterm_kept():
         cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=2, include_dashboard=False, object_store_memory=STORE))
     try:
+        NODES.append(cluster.head_node)
         nodes = TwoNodes(cluster, folder)
         nodes.far = nodes.add(far=2)
         cluster.wait_for_nodes()
