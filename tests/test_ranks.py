@@ -139,7 +139,7 @@ def test_the_step_is_that_of_one_process_on_the_joined_batch(kind, options, inva
 def off_policy_learner(kind):
     if kind in OFF_POLICY:
         policy = SquashedPolicy if kind == "SAC" else DeterministicPolicy
-        networks = policy.for_env(ENV, hidden=(16,), seed=0), ActionCritic.for_env(ENV, hidden=(16,), seed=1)
+        networks = (cls.for_env(ENV, hidden=(16,), normalize=True, seed=0) for cls in (policy, ActionCritic))
         agent = OFF_POLICY[kind](*networks, seed=0, lr=1e-2, multi_step=2, random_steps=100)
     else:
         policy = QuantilePolicy if kind == "QRDQN" else QPolicy
