@@ -192,6 +192,7 @@ def logged(into):
         else:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
+                warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)     # see pyproject.toml
                 try: yield
                 finally: into += [str(x.message) for x in caught]
     finally: logger.removeHandler(handler)
