@@ -136,7 +136,7 @@ def _add_bench(parser: Parser) -> None:
 
 def _add_report(parser: Parser) -> None:
     parser.add_argument("folder", metavar="DIR", help="folder of a bench, or one with the folders of runs")
-    parser.add_argument("--out", metavar="DIR", help="folder for report.md, .csv, .png and .html [the same]")
+    parser.add_argument("--out", metavar="DIR", help="folder for report.md, .csv, .jsonl, .png and .html [the same]")
 
 
 def _add_demo(parser: Parser) -> None:

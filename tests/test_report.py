@@ -120,9 +120,11 @@ def test_numbers_of_a_report_are_those_of_its_runs(tmp_path, capsys):
     low, high = interval([[r[-1] for r in runs]])
     assert f"| 420 \\[{low:.0f}, {high:.0f}\\] | 420 +- 15.8 | Somebody: 450 +- 20.0 | 480 \\[480, 480\\] |" in line
     assert "475: never (0 of 5)" in line
-    assert sorted(p.name for p in (tmp_path/"out").iterdir()) == [f"report.{x}" for x in ("csv", "html", "md", "png")]
+    assert sorted(p.name for p in (tmp_path/"out").iterdir()) == [f"report.{x}" for x in ("csv", "html", "jsonl", "md", "png")]
     rows = list(csv.DictReader((tmp_path/"out"/"report.csv").read_text().splitlines()))
     assert [float(row["last"]) for row in rows] == [r[-1] for r in runs] and {row["best_evaluation"] for row in rows} == {"480"}
+    lines = [json.loads(line) for line in (tmp_path/"out"/"report.jsonl").read_text().splitlines()]
+    for seed, returns in enumerate(runs): assert [x["mean"] for x in lines if x["seed"] == seed and x["kind"] == "training"] == returns
     assert (tmp_path/"out"/"report.md").read_text() in out and "Somebody" in (tmp_path/"out"/"report.html").read_text()
 
 

@@ -13,20 +13,20 @@ from ..agents.checkpoint import write_atomically
 from .collect import Results, read_results
 from .curves import draw_curves
 from .page import page
-from .tables import csv_text, markdown
+from .tables import csv_text, curves_text, markdown
 
 # %% auto #0
 __all__ = ['REPORT_FILES', 'write_report', 'report_command']
 
 # %% ../../nbs/results/08_report.ipynb #f4cf1c98
-REPORT_FILES = ("report.md", "report.csv", "report.png", "report.html")
+REPORT_FILES = ("report.md", "report.csv", "report.jsonl", "report.png", "report.html")
 
 
 def write_report(
     results: Results,
     folder: str | Path,  # created if needed
 ) -> list:  # the paths of the files
-    """Write the report as Markdown, CSV, a picture and a page; each file is replaced as a whole.
+    """Write the report as Markdown, CSV, JSON lines with all curves, a picture and a page; each file is replaced as a whole.
 
     Args:
         folder: created if needed
@@ -37,7 +37,8 @@ def write_report(
     folder = Path(folder)
     with tempfile.TemporaryDirectory() as place:
         draw_curves(results, picture := Path(place, "report.png"))
-        contents = (markdown(results).encode(), csv_text(results).encode(), picture.read_bytes(), page(results).encode())
+        texts = markdown(results), csv_text(results), curves_text(results)
+        contents = (*(text.encode() for text in texts), picture.read_bytes(), page(results).encode())
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder/name for name in REPORT_FILES]
     for path, content in zip(paths, contents): write_atomically(path, content)

@@ -5,7 +5,7 @@
 # %% ../../nbs/results/04_tables.ipynb #e1905241
 from __future__ import annotations
 
-import csv, html, io, math, re
+import csv, html, io, json, math, re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ from .collect import Results, RowResult
 from .statistics import interval, iqm, steps_to
 
 # %% auto #0
-__all__ = ['ABOUT', 'Figure', 'number', 'figure_of', 'steps_needed', 'table_of', 'together', 'notes_of', 'markdown', 'csv_text']
+__all__ = ['ABOUT', 'Figure', 'number', 'figure_of', 'steps_needed', 'table_of', 'together', 'notes_of', 'markdown', 'csv_text',
+           'curves_text']
 
 # %% ../../nbs/results/04_tables.ipynb #431c0252
 class Figure(NamedTuple):
@@ -175,3 +176,11 @@ def _cells(row: RowResult, run: Any) -> Iterable:
     numbers = [run.mean("last"), run.best, run.mean("best"), needed, run.seconds] if over else [math.nan]*5
     steps = run.evaluations[-1]["steps"] if run.evaluations else 0
     return [*texts, run.seed, run.state, steps, *(f"{x:.10g}" for x in numbers), run.resumes]
+
+
+def curves_text(results: Results) -> str:
+    "A line of JSON for each evaluation of each run: what was trained, when, and the mean and deviation of the returns; null if not finite."
+    lines = (dict(environment=row.env, label=row.label, algorithm=row.algorithm, seed=run.seed, kind=found["kind"]) |
+             {name: x if math.isfinite(x := found.get(name, math.nan)) else None for name in ("steps", "seconds", "mean", "std")}
+             for row in results.rows for run in row.results for found in run.evaluations)
+    return "".join(json.dumps(line) + "\n" for line in lines)
