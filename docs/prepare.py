@@ -197,7 +197,8 @@ def architecture(out):
 def results(out):
     out.write("results.md", f"# What it learns, and how fast\n\n## What it learns\n\n{section('README.md', 'What it learns')}\n\n"
               f"## How fast it is\n\n{section('README.md', 'How fast it is')}\n")
-    for picture in ("learning.png", "pipeline.svg"): out.write(f"docs/{picture}", (HERE/picture).read_bytes())
+    for picture in ("docs/learning.png", "docs/pipeline.svg", "benchmarks/results/mujoco/report.png"):
+        out.write(picture, (ROOT/picture).read_bytes())
 
 
 def main(target):
