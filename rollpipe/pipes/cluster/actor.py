@@ -76,6 +76,7 @@ class WorkerActor:
                number: int,    # of the weights that this call brings
                weights: Any,   # their bytes; None: they came before
                *request: Any,  # the arguments of `serve` of what the worker runs
+               started: Any = None,  # the answer of `begin`; not used here, see `RemoteWorker.send`
     ) -> tuple:                # `(messages, *answer)`; without an answer if the worker has ended
         """The answer to a request.
 
@@ -83,6 +84,7 @@ class WorkerActor:
             number: of the weights that this call brings
             weights: their bytes; None: they came before
             *request: the arguments of `serve` of what the worker runs
+            started: the answer of `begin`; not used here, see `RemoteWorker.send`
 
         Returns:
             tuple: `(messages, *answer)`; without an answer if the worker has ended

@@ -86,7 +86,8 @@ class RemoteWorker:
         self.ray, self.name, self.grace, self.pid, self.descriptor = ray, name, grace, None, -1
         self.actor = ray.remote(WorkerActor).options(**options).remote()
         self.kill = weakref.finalize(self, _kill, os.getpid(), ray, self.actor)     # ends the worker at once
-        self.unanswered = deque([self.actor.begin.remote(name, *args)])
+        self.started = self.actor.begin.remote(name, *args)
+        self.unanswered = deque([self.started])
         self.node = self.host = None
 
     @property
@@ -98,7 +99,9 @@ class RemoteWorker:
 
     def send(self, message: tuple) -> None:
         "Send a request: the arguments of `WorkerActor.answer`."
-        self.unanswered.append(self.actor.answer.remote(*message))
+        # Ray sends a request once its arguments are here. So no worker dies of its first request before it is known that it has started.
+        started = {} if self.has_started else dict(started=self.started)
+        self.unanswered.append(self.actor.answer.remote(*message, **started))
 
     def take(self) -> Any:
         "What `serve` gave in the worker, or `NOTHING` if there is no answer yet. Raises the worker's own exception, or `WorkerDied`."
