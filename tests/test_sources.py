@@ -4,7 +4,7 @@ import pickle
 import subprocess
 import sys
 import weakref
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 
 import cloudpickle
@@ -435,7 +435,7 @@ def test_what_a_pipe_must_not_yield(items, n, match):
 
 def test_a_pipe_without_end_needs_a_number():
     with pytest.raises(EnvError, match="does not end. Expected n_envs, or a pipe that ends"): next(iter(EnvStepper(
-        IterableWrapper([Counting]).cycle(), Plain())))
+        IterableWrapper(repeat(Counting), deepcopy=False), Plain())))
     with pytest.raises(DataError, match="an integer n_envs >= 1, got n_envs=0"): EnvStepper(IterableWrapper([Counting]), Plain(), n_envs=0)
 
 

@@ -1,5 +1,6 @@
 """Single steps against the naive engine, torchdata's own pipes on them, and fragments regained from them."""
 import copy
+import inspect
 from collections import defaultdict
 from itertools import islice
 
@@ -307,7 +308,7 @@ def test_torchs_loader_joins_steps_to_batches(env, actor, num_workers):
 def test_what_a_field_means_stands_at_the_field():
     for cls in (Step, State, Tick, Final, Fragment):
         for name in cls._fields:
-            assert f"\n        {name}: {getattr(cls, name).__doc__}\n" in cls.__doc__
+            assert f"\n    {name}: {getattr(cls, name).__doc__}\n" in inspect.getdoc(cls) + "\n"
     assert Step.state.__doc__.startswith("observation before the action")
 
 
