@@ -33,9 +33,10 @@ class Terminated(SystemExit): "SIGTERM came."
 
 
 def node_of_this_process() -> tuple:
-    "`(id, address)` of the node of a cluster that this process is on; None for both if it belongs to no cluster."
+    "`(id, address)` of the node of a cluster that this process is on; None for both if it is outside of it."
     ray = sys.modules.get('ray')
     if ray is None or not ray.is_initialized(): return None, None
+    if ray.util.client.ray.is_connected(): return None, None         # by `ray://`: Ray would tell the node at the other end
     return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
 # %% ../../../nbs/pipes/32_cluster/02_actor.ipynb #241a9801

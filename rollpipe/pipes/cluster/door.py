@@ -151,6 +151,14 @@ def _connect(ray, address: str, ending: ExitStack) -> None:
     with _process_kept(): ray.init(address, log_to_driver=False, logging_level='ERROR')
 
 # %% ../../../nbs/pipes/32_cluster/00_door.ipynb #1fabdce4
+def _resolved(address, ray):
+    "The address with a number for its host; Ray calls this machine by the number that other machines know."
+    host, port = address.split(':')
+    try: number = socket.gethostbyname(host)
+    except OSError: number = host
+    return ray.util.get_node_ip_address() if number.startswith('127.') else number, port
+
+
 class _Connection:
     "This process's connection to Ray."
     def __init__(self): self.lock, self.users, self.own, self.ending = threading.RLock(), 0, False, ExitStack()
@@ -173,7 +181,7 @@ class _Connection:
 
     def _check_address(self, ray, address):
         if address in (None, 'auto') or address.startswith('ray://'): return
-        if (present := ray.get_runtime_context().gcs_address) != address:
+        if (present := ray.get_runtime_context().gcs_address) != address and _resolved(present, ray) != _resolved(address, ray):
             raise WorkerError("this process is connected to another Ray cluster", expected=f"address={present!r}",
                               got=f"address={address!r}")
 
