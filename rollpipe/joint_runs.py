@@ -11,17 +11,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-
-from .agents.intrinsic.states import learning_pipes, load_states, states_of
+from . import ranks
+from .agents.intrinsic.states import load_states, states_of
 from .config import build
 from .locks import unlock
-from .pipes.batches import FragmentStacker
 from .pipes.errors import DataError, WorkerError
 from .pipes.graph import find
 from .pipes.lanes import Lanes
-from .pipes.replay.pipe import Replay
-from .pipes.transforms import RewardScaler
-from .ranks import gathered_objects
 from .runs import Run, discard
 from .train import STOP_SIGNALS, train
 
@@ -35,7 +31,7 @@ def divide(
     size: int,     # number of ranks
     workers: int,  # that each rank uses
 ) -> None:
-    """Leave this rank its part of the lanes, neighbours of one another. Raises `DataError` for what cannot be divided.
+    """Leave this rank its part of the lanes, see `ranks.divide`. Raises `DataError` if there are too few for its workers, too.
 
     Args:
         pipe: the pipeline of all lanes
@@ -43,19 +39,11 @@ def divide(
         workers: that each rank uses
     """
     if not dist.is_initialized(): return
-    n = (lanes := find(pipe, Lanes)[0]).n
-    if n % size:
-        raise DataError(f"{n} lanes cannot be divided among {size} ranks", leaf="lanes", got=str(n),
-                        expected=f"--lanes {size}, or a multiple")
-    if workers > n // size:
-        raise DataError(f"{workers} workers for each rank have too few lanes", leaf="workers", got=f"{n // size} lanes for each rank",
-                        expected=f"at most {n // size}, or --lanes {workers * size}")
-    if learning := [name for name, p in learning_pipes(pipe).items() if not isinstance(p, RewardScaler)]:
-        raise DataError("pipes that learn would learn something else in each rank", got=", ".join(learning), expected="no --intrinsic")
-    lanes.divide(size, rank)
-    for stacker in find(pipe, FragmentStacker): stacker.n = max(1, stacker.n // size)
-    for replay in find(pipe, Replay): replay.divide(size)
-    for scaler in learning_pipes(pipe).values(): scaler.gathered = gathered_objects
+    ranks.divide(pipe, rank, size)
+    n = find(pipe, Lanes)[0].n // size
+    if workers > n:
+        raise DataError(f"{workers} workers for each rank have too few lanes", leaf="workers", got=f"{n} lanes for each rank",
+                        expected=f"at most {n}, or --lanes {workers * size}")
 
 # %% ../nbs/19_joint_runs.ipynb #2837e335
 class Follower(Run):

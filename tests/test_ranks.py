@@ -6,6 +6,7 @@ import signal
 from datetime import timedelta
 from itertools import islice
 
+import gymnasium as gym
 import pytest
 import torch
 import torch.distributed as dist
@@ -150,6 +151,26 @@ def off_policy_learner(kind):
     return agent
 
 
+def many_updates(rank, folder, kind):
+    "The batches of this rank, which the first policy collects, and the state after an update with each."
+    agent = learner(kind)
+    batches = list(islice(pipeline(agent, rank, n_steps=16), 20))
+    with ranks.distributed(agent):
+        for batch in batches: agent.update(batch)
+    return batches, agent.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["TRPO", "PPO"])
+def test_twenty_updates_are_those_of_one_process(kind, tmp_path):
+    a, b = run(many_updates, tmp_path, kind)
+    for found in (a, b):
+        if isinstance(found, Exception): raise found
+    one = learner(kind)
+    for batches in zip(a[0], b[0]): one.update(join(list(batches)))
+    for path, x, y in zip(nested.paths(a[1]), *map(nested.leaves, (a[1], one.state_dict()))):
+        assert torch.allclose(torch.as_tensor(x).double(), torch.as_tensor(y).double(), rtol=1e-5, atol=1e-5), path
+
+
 def replay_updates(rank, folder, kind, n_extra=0):
     "As `updates`, with a memory in each rank; the last samples of rank 1 may be more."
     agent, found = off_policy_learner(kind), []
@@ -195,9 +216,13 @@ NOT_COMPARED = ("cg_residual", "cg_iterations", "curvature", "step_size", "predi
 
 # --- what cannot be joined
 
-def different_forms(rank, folder):
+def different_forms(rank, folder, form):
     agent = learner()
-    with ranks.distributed(agent): agent.update(next(iter(pipeline(agent, rank, n_steps=8 + rank))))
+    batch = next(iter(pipeline(agent, rank, n_steps=8 + (form == "steps" and rank))))
+    if rank and form == "environments": batch = join([batch, batch])
+    if rank and form == "leaf": batch = batch._replace(actor={**batch.actor, "more": batch.actor["logp"]})
+    if rank and form == "dtype": batch = batch._replace(state=batch.state._replace(obs=batch.state.obs.double()))
+    with ranks.distributed(agent): agent.update(batch)
 
 
 def different_learners(rank, folder):
@@ -214,12 +239,44 @@ def drifted(rank, folder):
             if rank: next(agent.actor.parameters()).data *= 1.01
 
 
-@pytest.mark.parametrize("task, leaf, text", [
-    (different_forms, "batch", "rank 1: a batch of another form"), (different_learners, "critic", "rank 1: the learner has another state"),
-    (drifted, "actor", "rank 1: the learner has another state")])
-def test_all_ranks_say_which_rank_and_which_leaf_differ(task, leaf, text, tmp_path):
-    for error in run(task, tmp_path):
-        assert isinstance(error, DataError) and text in str(error) and leaf in str(error), error
+@pytest.mark.parametrize("task, args, leaf, text", [
+    (different_forms, ["steps"], "leaf batch.state.", "Expected int64 [9, 8], as on rank 0, got int64 [10, 8]"),
+    (different_forms, ["environments"], "leaf batch.state.", "Expected int64 [9, 8], as on rank 0, got int64 [9, 16]"),
+    (different_forms, ["leaf"], "leaf batch.actor['more']", "Expected no such leaf, as on rank 0"),
+    (different_forms, ["dtype"], "leaf batch.state.obs", "Expected float32 [9, 8, 3], as on rank 0, got float64 [9, 8, 3]"),
+    (different_learners, [], "leaf state['critic']", "the learner has another state"),
+    (drifted, [], "leaf state['actor']", "the learner has another state")])
+def test_all_ranks_say_which_rank_and_which_leaf_differ(task, args, leaf, text, tmp_path):
+    for error in run(task, tmp_path, *args):
+        assert isinstance(error, DataError) and "rank 1: " in str(error) and text in str(error) and leaf in str(error), error
+
+
+class Late(gym.Wrapper):
+    "Tells of an episode only at its end, which comes at another time in each environment."
+    def reset(self, *, seed=None, options=None):
+        self.n, self.length = 0, 10 + (seed or 0) % 30
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        obs, reward, _, _, info = super().step(action)
+        self.n += 1
+        return obs, reward, False, self.n == self.length, info | (dict(length=self.n) if self.n == self.length else {})
+
+
+def late_infos(rank, folder):
+    agent, seen = learner(), []
+    lanes = Lanes(FragmentCollector(EnvStepper(lambda: Late(gym.make(ENV)), agent.actor, 1), 8), N, seed=0)
+    lanes.divide(N, rank)
+    with ranks.distributed(agent):
+        for batch in islice(AdvantageBuffer(lanes, agent.critic, gamma=0.99, lam=0.95), 6):
+            seen.append("length" in batch.env)
+            agent.update(batch)
+    return seen
+
+
+def test_infos_may_appear_earlier_in_one_rank(tmp_path):
+    a, b = run(late_infos, tmp_path)
+    assert len(a) == len(b) == 6 and a != b, (a, b)
 
 
 def killed(rank, folder):

@@ -52,9 +52,12 @@ def free_port():
 
 def begin(words, cwd, n=2, **more):
     "The processes of `n` ranks, started as a launcher that is not torchrun would."
+    return begin_words([sys.executable, "-m", "rollpipe", *map(str, words)], cwd, n, **more)
+
+
+def begin_words(words, cwd, n, **more):
     env = environment(WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), **more)
     options = dict(cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
-    words = [sys.executable, "-m", "rollpipe", *map(str, words)]
     return [subprocess.Popen(words, env={**env, "RANK": str(k), "LOCAL_RANK": str(k)}, **options) for k in range(n)]
 
 
@@ -109,11 +112,59 @@ def test_ranks_divide_a_memory(task, tmp_path):
         assert np.allclose(found[name], expected[name], equal_nan=True), name
 
 
+# --- a loop of one's own
+
+LOOP = """
+import sys
+from itertools import islice
+import torch
+from rollpipe.agents import TRPO
+from rollpipe.layers import Critic, GaussianPolicy
+from rollpipe.pipes import on_policy
+from rollpipe.ranks import distributed, divided, rank
+
+actor, critic = GaussianPolicy.for_env("Pendulum-v1", hidden=(8,), seed=0), Critic.for_env("Pendulum-v1", hidden=(8,), seed=1)
+trpo = TRPO(actor, critic, seed=0)
+pipe = on_policy("Pendulum-v1", actor, critic, n_envs=2, n_steps=32, lanes=4, seed=0)
+with distributed(trpo):
+    for batch in islice(DIVIDED, 4): trpo.update(batch)
+    if rank() == 0: torch.save((trpo.state_dict(), batch.lane), sys.argv[1])
+assert not torch.distributed.is_initialized()
+"""
+
+
+def run_loop(path, divided="divided(pipe)", n=None):
+    "The state after the loop, the lanes of rank 0, and what was written to stderr."
+    path.with_suffix(".py").write_text(LOOP.replace("DIVIDED", divided))
+    words = [sys.executable, path.with_suffix(".py"), path]
+    if n is None:
+        done = subprocess.run(words, env=environment(), text=True, capture_output=True, timeout=180)
+        assert done.returncode == 0, done.stderr
+        return *torch.load(path), done.stderr
+    found = ended(begin_words(words, path.parent, n))
+    assert [code for code, *_ in found] == [0] * n, found
+    return *torch.load(path), "".join(err for *_, err in found)
+
+
+def test_a_loop_runs_alone_and_with_ranks(tmp_path):
+    "The same script learns the same, and its block makes the process group."
+    (one, lanes, _), (both, first, err) = run_loop(tmp_path/"one"), run_loop(tmp_path/"both", n=2)
+    assert (sorted({*lanes.tolist()}), sorted({*first.tolist()})) == ([0, 1, 2, 3], [0, 1]) and "same batch" not in err
+    for path, x, y in zip(nested.paths(one), *map(nested.leaves, (one, both))):
+        assert torch.allclose(torch.as_tensor(x).double(), torch.as_tensor(y).double(), rtol=1e-3, atol=1e-3), path
+
+
+def test_ranks_that_collect_the_same_are_told(tmp_path):
+    *_, err = run_loop(tmp_path/"both", "pipe", n=2)
+    assert err.count("rank 1 has the same batch as rank 0. `ranks.divided(pipe)` gives each rank lanes of its own") == 1
+
+
 # --- what is refused
 
 def test_what_cannot_be_divided_leaves_no_run(tmp_path):
     (code, _, err), (other, _, noise) = run_ranks("train", "ppo", *SMALL, "--lanes", "3", "--out", "run", cwd=tmp_path)
-    assert code == 2 and "3 lanes cannot be divided among 2 ranks. Expected --lanes 2, or a multiple" in err and "Traceback" not in err
+    assert code == 2 and "3 lanes cannot be divided among 2 ranks. Expected 2 lanes, or a multiple (`--lanes`)" in err
+    assert "Traceback" not in err
     assert (other, noise) == (0, "") and not (tmp_path/"run").exists()
 
 

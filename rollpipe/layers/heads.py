@@ -171,7 +171,8 @@ def head_for(
         return JointHead(tuple(head_for(s, n_in, f'{name}[{i}]', **gaussian) for i, s in enumerate(space.spaces)))
     if isinstance(space, gym.spaces.Discrete): return CategoricalHead(n_in, int(space.n), int(space.start))
     if isinstance(space, gym.spaces.MultiDiscrete):
-        return MultiCategoricalHead(n_in, space.nvec.reshape(-1).tolist(), space.start.reshape(-1).tolist(), space.shape)
+        n, start = (tuple(map(int, x.reshape(-1))) for x in (space.nvec, space.start))
+        return MultiCategoricalHead(n_in, n, start, space.shape)
     if isinstance(space, gym.spaces.MultiBinary): return BernoulliHead(n_in, space.shape)
     if isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating):
         return GaussianHead(n_in, space.shape, space.low, space.high, **gaussian)

@@ -7,9 +7,9 @@ __all__ = ['active', 'rank', 'span', 'totals', 'total', 'gathered', 'gathered_ob
            'joined', 'own', 'check_batches', 'check_state', 'distributed']
 
 # %% ../../nbs/18_ranks/01_collectives.ipynb #f959d1a6
-import zlib
+import logging, zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,10 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..pipes import nested
+from ..pipes.data import Fragment
 from ..pipes.errors import DataError, WorkerError, describe
+from .launch import process_group
 
 # %% ../../nbs/18_ranks/01_collectives.ipynb #3ef83dcb
 _group: list = []      # the process group of the present block `distributed`, as its only element; empty outside
+_looked: list = []     # True if the first batches of this block were looked at
 
 def active() -> bool:
     "Does this process learn together with other ranks at the moment?"
@@ -171,20 +174,33 @@ def _compare(rows: dict, problem: str, learner: str) -> None:
 # %% ../../nbs/18_ranks/01_collectives.ipynb #ad33152c
 def check_batches(batch: Any, learner: str) -> None:
     "Raise `DataError` in all ranks if their batches (nested tensors) differ in structure, shapes or dtypes."
-    if _group: _compare(_forms(batch), "a batch of another form", learner)
+    if not _group: return
+    _compare(_forms(batch), "a batch of another form", learner)
+    if isinstance(batch, Fragment) and not _looked: _tell_of_copies(batch)
+    _looked[:] = [True]
 
 
 def _forms(batch):
-    "Leaf -> its dtype and shape. How many episodes were truncated is not part of a form, so those leaves of a fragment count as empty."
-    found = zip(nested.paths(batch, 'batch'), nested.leaves(batch))
+    "Leaf -> its dtype and shape. The leaves of truncated episodes count as empty, and infos, of which no learner knows, do not count."
+    found = ((path, x) for path, x in zip(nested.paths(batch, 'batch'), nested.leaves(batch)) if not path.startswith('batch.env'))
     return {path: describe(x[:0] if path.startswith('batch.final.') else x) for path, x in found}
+
+
+def _tell_of_copies(batch):
+    "Log once if another rank has the very same batch, as if nobody had divided the lanes."
+    what = [batch.lane.tolist(), batch.seq.tolist(), *map(_checksum, nested.leaves(batch.state))]
+    twin = gathered_objects(what).index(what)
+    if twin < rank(): logging.getLogger('rollpipe').warning(
+        f"rank {rank()} has the same batch as rank {twin}. `ranks.divided(pipe)` gives each rank lanes of its own")
+
+def _checksum(x): return zlib.crc32(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
 
 def check_state(agent: Any) -> None:
     "Raise `DataError` in all ranks if their learners do not have the same state, bit for bit."
     if not _group: return
     state = agent.state_dict()
-    sums = [zlib.crc32(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()) if isinstance(x, Tensor) else repr(x)
-            for x in nested.leaves(state)]
+    sums = [_checksum(x) if isinstance(x, Tensor) else repr(x) for x in nested.leaves(state)]
     _compare(dict(zip(nested.paths(state, 'state'), sums)), "the learner has another state (checksum)", type(agent).__name__)
 
 # %% ../../nbs/18_ranks/01_collectives.ipynb #8f4e164b
@@ -196,8 +212,9 @@ def distributed(
 ) -> Iterator[Any]:
     """In this block, `agent.update(batch)` makes the step that one process would make on the joined batch of all ranks.
 
-    Each rank calls it with a batch of its own, of one shape, and equally often. After each update the states of the ranks are compared.
-    Without a process group of `torch.distributed` the block does nothing, so a script runs with and without `torchrun`.
+    Each rank calls it with a batch of its own, see `divided`, all of one shape, and equally often. After each update the states of the
+    ranks are compared. Under `torchrun` the block makes a process group, unless there is one. In a process that is alone it does nothing,
+    so a script runs with and without `torchrun`.
 
     Raises `DataError`, in all ranks, for learners in different states and for batches of different forms, and `WorkerError` if
     another rank has ended.
@@ -207,11 +224,20 @@ def distributed(
         group: the process group; None: all processes
         size: number of ranks that there must be; None: any
     """
-    is_group = dist.is_available() and dist.is_initialized()
-    _check_size(size, dist.get_world_size(group) if is_group else 1)
-    if not is_group:
+    with ExitStack() as ending:
+        if not _is_initialized(): ending.enter_context(process_group())
+        is_group = _is_initialized()
+        _check_size(size, dist.get_world_size(group) if is_group else 1)
+        if is_group: ending.enter_context(_block(agent, group))
         yield agent
-        return
+
+
+def _is_initialized(): return dist.is_available() and dist.is_initialized()
+
+
+@contextmanager
+def _block(agent, group):
+    "The block, if there is a process group."
     if _group: raise DataError("a block `distributed` in another", leaf='agent', expected="one learner at a time", got=describe(agent))
     if not getattr(agent, 'joins_ranks', False):
         raise DataError("cannot learn over several ranks", leaf='agent', got=type(agent).__name__,
@@ -222,8 +248,10 @@ def distributed(
     _group.append(group)
     try:
         check_state(agent)
-        yield agent
-    finally: _group.clear()
+        yield
+    finally:
+        _group.clear()
+        _looked.clear()
 
 
 def _check_size(size, got):

@@ -10,33 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ...pipes.errors import CheckpointError, DataError, describe_exception
-from ...pipes.graph import find, nodes
-from ...pipes.lanes import Lanes
+from ...pipes.lanes import learning_pipes
 from ...pipes.torchdata import IterDataPipe
 
 # %% auto #0
-__all__ = ['learning_pipes', 'states_of', 'load_states', 'edited', 'kept_states', 'check_taken']
+__all__ = ['states_of', 'load_states', 'edited', 'kept_states', 'check_taken']
 
 # %% ../../../nbs/agents/25_intrinsic/03_states.ipynb #24bdead5
-def learning_pipes(
-    pipe: IterDataPipe,  # the last pipe of a graph
-) -> dict:               # name -> pipe, sources first
-    """The pipes below the lanes that have a state: by the name of their class, and from the second one on by a number as well.
-
-    Args:
-        pipe: the last pipe of a graph
-
-    Returns:
-        dict: name -> pipe, sources first
-    """
-    copied, found = {id(p) for seam in find(pipe, Lanes) for p in nodes(seam.pipe)}, {}
-    for p in nodes(pipe):
-        if id(p) in copied or not all(callable(getattr(p, name, None)) for name in ('state_dict', 'load_state_dict')): continue
-        name, n = type(p).__name__, sum(type(other).__name__ == type(p).__name__ for other in found.values())
-        found[f'{name} {n + 1}' if n else name] = p
-    return found
-
-
 def states_of(pipe: IterDataPipe) -> dict:
     "Name -> state, for the pipes of a graph that learn."
     return {name: p.state_dict() for name, p in learning_pipes(pipe).items()}
