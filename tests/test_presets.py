@@ -1,4 +1,5 @@
 "Presets and files of settings: what goes before what, what is recorded, and what is refused; and `rollpipe list`."
+import csv
 import json
 import re
 import shlex
@@ -298,3 +299,17 @@ def test_a_policy_that_fails_for_other_spaces_does_not_end_the_list():
     class Fails:
         def for_env(env, **kwargs): return env[1].n
     assert [kind for kind, space in listing.KINDS.items() if listing._can_be_built(Fails, space)] == ["Discrete", "MultiBinary"]
+
+
+def measured(algorithm, env):
+    "Last returns of the seeds in the committed results, rounded; empty if there is no such row."
+    files = (Path(__file__).parents[1]/"benchmarks"/"results").glob("*/report.csv")
+    return [round(float(row["last"])) for file in files for row in csv.DictReader(file.read_text().splitlines())
+            if (row["algorithm"], row["environment"]) == (algorithm, env)]
+
+
+@pytest.mark.parametrize("algorithm, env", [(a, env) for a in ("dqn", "ppo", "trpo") for env in choice.presets_of(a) if env != "Taxi-v4"])
+def test_the_comments_are_those_of_the_results(algorithm, env):
+    text = (FOLDER/f"{algorithm}.toml").read_text()
+    numbers = re.search(rf"^\[{env}\]\n# ((-?\d+ ?)+)", text, re.MULTILINE)[1]
+    assert [*map(int, numbers.split())] == measured(algorithm, env) and len(numbers.split()) == 5
