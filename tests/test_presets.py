@@ -141,6 +141,16 @@ def test_the_configuration_of_a_run_is_a_file_of_settings(presets, tmp_path):
     assert config(f"{again} --preset CartPole-v1") == {**first, "preset": "CartPole-v1", "of_preset": []}  # the file is complete
 
 
+def test_the_configuration_of_a_run_over_ranks_is_a_file_of_settings(tmp_path):
+    assert rollpipe("train", "dqn", "CartPole-v1", "--steps", 64, "--out", tmp_path/"a", *SMALL) == 0
+    first, path = load_run(tmp_path/"a").config, tmp_path/"config.json"
+    path.write_text(json.dumps({**first, "ranks": 2}))
+    found, again = config(f"train dqn CartPole-v1 --config {path}"), config(f"train dqn CartPole-v1 --config {tmp_path/'a'/'config.json'}")
+    assert found == again and "ranks" not in found
+    (tmp_path/"own.toml").write_text("lr = 0.5\nranks = 2\n")
+    assert rollpipe("train", "dqn", "CartPole-v1", "--config", tmp_path/"own.toml") == 2
+
+
 def test_a_run_from_before_presets_goes_on(presets, tmp_path):
     "Its configuration names no preset. One with an `epsilon`, which had no effect even then, goes on, too."
     presets()

@@ -194,6 +194,16 @@ def test_plain_runs_are_reported_by_what_they_differ_in(tmp_path, capsys):
     assert "What differs" in (tmp_path/"report.html").read_text() and rollpipe("report", tmp_path/"y-s0") == 0
 
 
+def test_the_command_of_runs_over_ranks_begins_with_torchrun_and_names_one_run_each(tmp_path, capsys):
+    for seed in (0, 1): make_run(tmp_path/f"x-s{seed}", [0., 1., 2.], seed, ranks=2)
+    make_run(tmp_path/"y-s3", [0., 1., 2.], 3, name="alone")
+    assert rollpipe("report", tmp_path) == 0
+    out = capsys.readouterr().out
+    each = [f"torchrun --standalone --nproc-per-node 2 -m rollpipe train trpo CartPole-v1 --config {tmp_path}/x-s{seed}/config.json "
+            f"--seed {seed}" for seed in (0, 1)]
+    assert f"    {' && '.join(each)}\n" in out and f"    rollpipe train trpo CartPole-v1 --config {tmp_path}/y-s3/config.json --seeds 3\n" in out
+
+
 @pytest.mark.parametrize("files, told", [
     ({}, "has no results. Expected bench.json"),
     ({BENCH: "{"}, "bench.json: damaged, or not made by"),

@@ -142,6 +142,19 @@ def _of_bench(folder: Path, bench: dict) -> Results:
     return Results(bench["title"], rows)
 
 
+def _command(runs: list) -> str:
+    "What trains some plain runs. torchrun starts one run at a time, with as many ranks as it had."
+    def words(run, *more):
+        config, n = run.config, run.config.get("ranks", 1)
+        launcher = f"torchrun --standalone --nproc-per-node {n} -m".split() if n > 1 else []
+        modules = [word for module in config.get("imports", ()) for word in ("--import", module)]
+        return shlex.join([*launcher, "rollpipe", "train", config["algorithm"], config["env"], "--config", str(run.folder/"config.json"),
+                           *more, *modules])
+
+    if any(run.config.get("ranks", 1) > 1 for run in runs): return " && ".join(words(run, "--seed", str(run.seed)) for run in runs)
+    return words(runs[0], "--seeds", ",".join(str(run.seed) for run in runs))
+
+
 def _of_runs(folder: Path, runs: list) -> Results:
     "Plain runs of `rollpipe train --eval-steps`, those that differ only in the seed in one row."
     rows = []
@@ -151,9 +164,7 @@ def _of_runs(folder: Path, runs: list) -> Results:
         bad = next((x for x in results if x.state == "damaged"), None)
         if bad: raise DataError(f"{bad.folder}: cannot be read", got=bad.problem)
         config = results[0].config
-        command = shlex.join(["rollpipe", "train", config["algorithm"], config["env"], "--config", str(group[0]/"config.json"), "--seeds",
-                              ",".join(str(x.seed) for x in results)])
-        rows.append(RowResult(label, config["algorithm"], config["env"], command, threshold_of(config["env"]), None, [], results))
+        rows.append(RowResult(label, config["algorithm"], config["env"], _command(results), threshold_of(config["env"]), None, [], results))
     if not any(x.evaluations for row in rows for x in row.results):
         raise DataError(f"{folder}: its runs have no evaluations",
                         expected="runs of `rollpipe bench`, or of `rollpipe train --eval-steps N`")
