@@ -93,16 +93,17 @@ def test_if_all_fail_there_is_an_error_and_no_preset(here, curves, capsys):
     assert not list(here.rglob("*.toml"))
 
 
-def test_a_poor_curve_ends_early(curves):
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_a_poor_curve_ends_early(curves, seeds):
     begun = []
     def curve(options):
         begun.append(options)
-        return [100. - 10 * len(begun)] * 4
+        return [100. - 10 * len(begun)] * (6 * seeds)
     curves(curve)
-    assert main([*WORDS, "--trials", "7"]) == 0
-    states = [x.state.name for x in study().trials]
-    assert states == ["COMPLETE"] * 5 + ["PRUNED"] * 2
-    assert all(len(x.intermediate_values) == 3 for x in study().trials[5:])      # the first `--evaluations` are free
+    assert main([*WORDS, "--evaluations", "6", "--seeds", f"7-{6 + seeds}", "--trials", "7"]) == 0
+    trials = study().trials
+    assert [x.state.name for x in trials] == ["COMPLETE"] * 5 + ["PRUNED"] * 2
+    assert all(len(x.intermediate_values) == 3 for x in trials[5:])      # a third of the first training is free
 
 
 @pytest.mark.parametrize("at, code", [(1, 130), (3, 130)])

@@ -74,6 +74,7 @@ class Search:
         run = {name: x for name, x in given.run.items() if name != "seed"}
         self.args, self.seed, self.given = args, given.run.get("seed", 0), given._replace(run=run)
         self.seeds, self.n = parse_seeds(args.seeds), args.evaluations
+        self.free = max(1, self.n // 3)  # evaluations at the start of the first training that do not end a trial
         self.space = space_for(args.algorithm, given.options)
         for name in ("trials", "jobs", "evaluations"):
             if getattr(args, name) < 1: raise UsageError(f"rollpipe tune: --{name} must be at least 1, got {getattr(args, name)}")
@@ -139,7 +140,7 @@ def tune_command(args: Namespace) -> None:
     build(config)        # raises what every trial would raise
     if args.part is not None:
         number, n = map(int, args.part.split(":"))
-        return _try(search, open_study(search.folder, search.settings(), search.seed + 1000 * (number + 1), search.n), n)
+        return _try(search, open_study(search.folder, search.settings(), search.seed + 1000 * (number + 1), search.free), n)
     check_file(search.out, args.overwrite)
     search.folder.mkdir(parents=True, exist_ok=True)
     lock(search.folder)
@@ -148,7 +149,7 @@ def tune_command(args: Namespace) -> None:
 
 
 def _search(search):
-    study, args = open_study(search.folder, search.settings(), search.seed, search.n), search.args
+    study, args = open_study(search.folder, search.settings(), search.seed, search.free), search.args
     forget_running(study)
     left, problems, stopped = args.trials - len(finished(study)), [], None
     print(f"{args.algorithm} on {args.env}: {args.trials} trials, of which {args.trials - left} are over, in {search.folder}", flush=True)
