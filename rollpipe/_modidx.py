@@ -4864,5 +4864,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/rollpipe', 'doc_host': '',
                                       'rollpipe.tuning.tune._try': ('tuning/tune.html#_try', 'rollpipe/tuning/tune.py'),
                                       'rollpipe.tuning.tune._write': ('tuning/tune.html#_write', 'rollpipe/tuning/tune.py'),
                                       'rollpipe.tuning.tune.check_file': ('tuning/tune.html#check_file', 'rollpipe/tuning/tune.py'),
+                                      'rollpipe.tuning.tune.complete_values': ( 'tuning/tune.html#complete_values',
+                                                                                'rollpipe/tuning/tune.py'),
                                       'rollpipe.tuning.tune.preset_text': ('tuning/tune.html#preset_text', 'rollpipe/tuning/tune.py'),
                                       'rollpipe.tuning.tune.tune_command': ('tuning/tune.html#tune_command', 'rollpipe/tuning/tune.py')}}}

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from rollpipe.cli import main
+from rollpipe.presets import choice
 from rollpipe.presets.files import read_table
 from rollpipe.tuning import tune
 from rollpipe.tuning.study import connections, best_of, finished, open_study
@@ -49,6 +50,24 @@ def test_training_accepts_the_preset(here, capsys):
     assert found["options"]["hidden"] == [4] and "n_envs" not in best
     found = best_of(study()).user_attrs["returns"][0]
     assert f"# {found:.0f}: mean returns of 10 episodes after 64 steps, seeds 7" in (here/preset).read_text()
+
+
+@pytest.mark.parametrize("words", [[], ["--preset", "none"]])
+def test_the_preset_is_complete_whatever_the_package_has(here, curves, monkeypatch, words):
+    "What the search took from a preset of the package is in the file, and what it did not take is not added to it."
+    from rollpipe.cli import build_parser
+    from rollpipe.commands import config_from
+    def shipped(**table): monkeypatch.setattr(choice, "presets_of", lambda algorithm: {"CartPole-v1": table})
+    shipped(decay_steps=5_000, lr=.25, checkpoint_every=7)
+    seen = []
+    curves(lambda options: [float(len(seen.append(options) or seen))])
+    assert main([*WORDS, *words, "--trials", "2"]) == 0
+    for table in (dict(max_grad_norm=.125), dict(decay_steps=9_000), {}):
+        shipped(**table)
+        for more in ([], ["--preset", "none"]):
+            train = ["train", "ppo", "CartPole-v1", "--config", "tuning/ppo-CartPole-v1/preset.toml", *more]
+            found = config_from(build_parser().parse_args(train))
+            assert found["options"] == seen[-1] and found["checkpoint_every"] == (20 if words else 7) and found["preset"] is None
 
 
 @pytest.mark.timeout(120)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json, re, shlex, sys
 from argparse import Namespace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ..agents.checkpoint import write_atomically
+from ..algorithms import options_for
 from ..commands import Given, Interrupted, UsageError, given_by
-from ..config import build, make_config
+from ..config import RUN_OPTIONS, build, make_config
 from ..experiments import run_all, without
 from ..locks import lock, unlock
 from ..options import parse_seeds
@@ -22,7 +24,7 @@ from .study import best_of, finished, forget_running, import_optuna, open_study,
 from .trials import EPISODES, returns_of
 
 # %% auto #0
-__all__ = ['preset_text', 'check_file', 'Search', 'tune_command']
+__all__ = ['preset_text', 'complete_values', 'check_file', 'Search', 'tune_command']
 
 # %% ../../nbs/tuning/03_tune.ipynb #c5ed2a7a
 _MARK = "# Found by rollpipe tune"
@@ -51,6 +53,26 @@ def preset_text(
     kwargs = ["[env_kwargs]", *(f"{json.dumps(key)} = {_toml(x)}" for key, x in env_kwargs.items()), ""] if env_kwargs else []
     lines = [*(f"# {line}" for line in comments), *(f"{key} = {_toml(x)}" for key, x in values.items())]
     return "\n".join([_MARK, *kwargs, *table, *lines, ""])
+
+# %% ../../nbs/tuning/03_tune.ipynb #a1c7e3f1
+def complete_values(
+    config: dict,      # see `make_config`
+    given: Iterable,   # names of options that are kept even if they have their defaults
+) -> dict:             # option -> value
+    """What a preset must say to give this configuration with any seed.
+
+    Args:
+        config: see `make_config`
+        given: names of options that are kept even if they have their defaults
+
+    Returns:
+        dict: option -> value
+    """
+    kept, values = {*given, "preset"}, {**config, **config["options"], "preset": "none"}
+    known = [option for option in [*RUN_OPTIONS, *options_for(config["algorithm"])] if option.name != "seed"]
+    found = {option.name: (values.get(option.name, option.default), option.default) for option in known}
+    return {name: x for name, (x, default) in found.items() if name in kept or json.dumps(x) != json.dumps(default)}
+
 
 # %% ../../nbs/tuning/03_tune.ipynb #8219f28a
 def check_file(
@@ -119,8 +141,7 @@ def _write(search, study) -> str:
     if best is None and not over: return "no trial is complete"
     if best is None: raise WorkerError(f"no trial is complete, {len(failed)} failed{'; the first error: ' + failed[0] if failed else ''}")
     config = search.config(best.params, 0)
-    run = {name: x for name, x in search.given.run.items() if (name, x) != ("preset", "auto")}
-    values = {**run, **search.given.options, **best.params, "steps": config["steps"]}
+    values = complete_values(config, [*search.given.run, *search.given.options, *best.params, "steps"])
     train = shlex.join(["rollpipe", "train", args.algorithm, args.env, "--config", str(search.out), "--seeds", "0-4"])
     returns = " ".join(f"{x:.0f}" for x in best.user_attrs["returns"])
     comments = [f"{returns}: mean returns of {EPISODES} episodes after {config['steps']} steps, seeds {' '.join(map(str, search.seeds))}, "
