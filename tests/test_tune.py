@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from rollpipe.cli import main
+from rollpipe.config import device_of
 from rollpipe.presets import choice
 from rollpipe.presets.files import read_table
 from rollpipe.tuning import tune
@@ -154,6 +155,10 @@ def test_what_cannot_be_right_is_refused(here, curves, capsys):
     refused("--trials must be at least 1", "--trials", "0")
     refused("--jobs must be at least 1", "--jobs", "0")
     refused("seeds", "--seeds", "five")
+    refused("workers: rollpipe tune trains in its own process. Expected workers=0, and --jobs N for N trials at a time, got 2",
+            "--lanes", "2", "--workers", "2")
+    refused("reading: rollpipe tune trains in its own process. Expected reading=processes", "--reading", "ray")
+    refused("address: rollpipe tune trains in its own process. Expected address=None", "--address", "auto")
     assert not list(here.iterdir())
     (here/"mine.toml").write_text("lr = 1")
     refused("mine.toml is there already. Expected another --out, or --overwrite", "--out", "mine.toml")
@@ -163,6 +168,19 @@ def test_what_cannot_be_right_is_refused(here, curves, capsys):
     refused("steps: the study in tuning/ppo-CartPole-v1 has other settings", "--steps", "128")
     (here/"tuning/ppo-CartPole-v1/study.db").write_bytes(b"no database" * 100)
     refused("study.db: cannot be used as the file of a study")
+
+
+def test_a_trial_has_the_threads_and_the_device_of_its_configuration(here, monkeypatch):
+    import torch
+
+    from rollpipe.tuning import trials
+    seen, before, evaluate = [], torch.get_num_threads(), trials.evaluate
+    def see(*args, device, **kwargs):
+        seen.append((torch.get_num_threads(), device))
+        return evaluate(*args, device=device, **kwargs)
+    monkeypatch.setattr(trials, "evaluate", see)
+    assert main([*WORDS, "--trials", "1", "--threads", str(before + 1), "--device", "auto"]) == 0
+    assert seen == [(before + 1, device_of("auto"))] * 2 and torch.get_num_threads() == before
 
 
 def test_the_seed_decides_what_is_tried(here):

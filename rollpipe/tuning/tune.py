@@ -89,6 +89,9 @@ def check_file(
     raise DataError(f"{path} is there already", expected="another --out, or --overwrite")
 
 # %% ../../nbs/tuning/03_tune.ipynb #2783ed05
+_IN_PROCESS = dict(workers=0, reading="processes", address=None)  # all else would have no effect
+
+
 class Search:
     "A search: its options, and the configurations of a trial."
     def __init__(self, args: Namespace):
@@ -100,6 +103,10 @@ class Search:
         self.space = space_for(args.algorithm, given.options)
         for name in ("trials", "jobs", "evaluations"):
             if getattr(args, name) < 1: raise UsageError(f"rollpipe tune: --{name} must be at least 1, got {getattr(args, name)}")
+        for name, fixed in _IN_PROCESS.items():
+            if run.get(name, fixed) != fixed:
+                raise DataError("rollpipe tune trains in its own process", leaf=name, got=repr(run[name]),
+                                expected=f"{name}={fixed}, and --jobs N for N trials at a time")
         self.folder = Path(args.storage or f"tuning/{args.algorithm}-{args.env.replace('/', '-').replace(':', '-')}")
         self.out = Path(args.out) if args.out else self.folder/"preset.toml"
 
