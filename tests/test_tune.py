@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rollpipe.cli import main
+from rollpipe.cli import build_parser, main
 from rollpipe.config import device_of
 from rollpipe.presets import choice
 from rollpipe.presets.files import read_table
@@ -56,7 +56,6 @@ def test_training_accepts_the_preset(here, capsys):
 @pytest.mark.parametrize("words", [[], ["--preset", "none"]])
 def test_the_preset_is_complete_whatever_the_package_has(here, curves, monkeypatch, words):
     "What the search took from a preset of the package is in the file, and what it did not take is not added to it."
-    from rollpipe.cli import build_parser
     from rollpipe.commands import config_from
     def shipped(**table): monkeypatch.setattr(choice, "presets_of", lambda algorithm: {"CartPole-v1": table})
     shipped(decay_steps=5_000, lr=.25, checkpoint_every=7)
@@ -181,6 +180,15 @@ def test_a_trial_has_the_threads_and_the_device_of_its_configuration(here, monke
     monkeypatch.setattr(trials, "evaluate", see)
     assert main([*WORDS, "--trials", "1", "--threads", str(before + 1), "--device", "auto"]) == 0
     assert seen == [(before + 1, device_of("auto"))] * 2 and torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("words, is_searched", [([], False), (["--preset", "none"], True), (["--tau", "none"], True),
+                                                (["--preset", "none", "--tau", "0.5"], False)])
+def test_an_option_that_is_not_read_is_not_searched(words, is_searched):
+    "The preset of DQN for CartPole sets `tau`, with which there are no copies whose number of steps could matter."
+    args = build_parser().parse_args(["tune", "dqn", "CartPole-v1", *words])
+    args.words = []
+    assert ("target_every" in tune.Search(args).space) == is_searched
 
 
 def test_the_seed_decides_what_is_tried(here):

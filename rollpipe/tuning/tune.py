@@ -100,13 +100,14 @@ class Search:
         self.args, self.seed, self.given = args, given.run.get("seed", 0), given._replace(run=run)
         self.seeds, self.n = parse_seeds(args.seeds), args.evaluations
         self.free = max(1, self.n // 3)  # evaluations at the start of the first training that do not end a trial
-        self.space = space_for(args.algorithm, given.options)
+
         for name in ("trials", "jobs", "evaluations"):
             if getattr(args, name) < 1: raise UsageError(f"rollpipe tune: --{name} must be at least 1, got {getattr(args, name)}")
         for name, fixed in _IN_PROCESS.items():
             if run.get(name, fixed) != fixed:
                 raise DataError("rollpipe tune trains in its own process", leaf=name, got=repr(run[name]),
                                 expected=f"{name}={fixed}, and --jobs N for N trials at a time")
+        self.space = space_for(args.algorithm, given.options, self.config({}, 0)["options"])
         self.folder = Path(args.storage or f"tuning/{args.algorithm}-{args.env.replace('/', '-').replace(':', '-')}")
         self.out = Path(args.out) if args.out else self.folder/"preset.toml"
 
