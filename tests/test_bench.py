@@ -254,6 +254,22 @@ def test_a_folder_of_another_bench_or_with_other_options_is_refused(tmp_path, ca
     assert rollpipe("bench", tmp_path/"b.toml") == 2 and "there is no such file. Expected" in capsys.readouterr().err
 
 
+def test_a_run_of_an_earlier_preset_or_of_more_steps_is_not_taken_for_complete(tmp_path, capsys):
+    "`rollpipe train --continue` keeps the values of such a run, but a row has one configuration."
+    file, run = spec(tmp_path/"a.toml", "", every=200), tmp_path/"out"/"trpo-CartPole-v1-s0"
+    now = small(steps=256, eval_episodes=2, final_episodes=2, preset="auto")
+    name = next(name for name in now["of_preset"] if name in now["options"])
+    old = {**now, "options": {**now["options"], name: .0625}}
+    for config, told in ((old, f"{name}=0.0625 instead of {now['options'][name]!r}"), ({**now, "steps": 320}, "steps=320 instead of 256")):
+        learn(start(run, config, overwrite=True))
+        assert rollpipe("bench", file, "--dir", tmp_path/"out") == 2
+        out, err = capsys.readouterr()
+        assert err.endswith(f"the run in {run} has other options. Expected the same, or another folder, got {told}.\n"), err
+        assert not out and not (tmp_path/"out"/BENCH).exists()
+    learn(start(run, now, overwrite=True))
+    assert rollpipe("bench", file, "--dir", tmp_path/"out") == 0 and "1 of 1 runs are complete, 0 to do" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["classic", "mujoco"])
 def test_the_specifications_that_ship_can_be_read(name):
     from rollpipe.results.spec import read_spec

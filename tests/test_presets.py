@@ -125,9 +125,9 @@ def test_a_run_keeps_its_values_when_the_preset_changes(presets, tmp_path, capsy
     assert rollpipe(*words, "--steps", 500, "--continue") == 0
     assert load_run(run).config == {**before, "steps": 500}
     assert rollpipe(*words, "--continue", "--steps", 600, "--lr", .75) == 2  # what is typed is compared
-    assert "has other options. Expected the same, or another folder, got lr" in capsys.readouterr().err
+    assert "has other options. Expected the same, or another folder, got lr=0.25 instead of 0.75.\n" in capsys.readouterr().err
     assert rollpipe(*words, "--continue", "--steps", 600, "--preset", "CartPole-v1") == 2
-    assert "has other options. Expected the same, or another folder, got checkpoint_every, " in capsys.readouterr().err
+    assert "has other options. Expected the same, or another folder, got checkpoint_every=3 instead of " in capsys.readouterr().err
 
 
 def test_the_configuration_of_a_run_is_a_file_of_settings(presets, tmp_path):

@@ -194,6 +194,15 @@ def test_plain_runs_are_reported_by_what_they_differ_in(tmp_path, capsys):
     assert "What differs" in (tmp_path/"report.html").read_text() and rollpipe("report", tmp_path/"y-s0") == 0
 
 
+def test_runs_of_a_row_that_were_trained_otherwise_are_named(tmp_path, capsys):
+    folder = make_bench(tmp_path/"a", [[0., 1., 2.], None, None])
+    make_run(folder/"a-s1", [0., 1., 2.], 1, options=dict(max_kl=.5), device="cuda")
+    make_run(folder/"a-s2", [0., 1., 2., 3.], 2, steps=30, name="third", of_preset=["max_kl"])
+    assert rollpipe("report", folder) == 0
+    told = "TRPO on CartPole-v1: its runs do not have the same options: steps (20 | 30), max_kl (0.01 | 0.5), device (- | cuda)."
+    assert told in capsys.readouterr().out.replace("\\", "") and told in Page((folder/"report.html").read_text()).text
+
+
 def test_the_command_of_runs_over_ranks_begins_with_torchrun_and_names_one_run_each(tmp_path, capsys):
     for seed in (0, 1): make_run(tmp_path/f"x-s{seed}", [0., 1., 2.], seed, ranks=2)
     make_run(tmp_path/"y-s3", [0., 1., 2.], 3, name="alone")

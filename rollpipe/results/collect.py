@@ -20,7 +20,7 @@ from .bench import BENCH, read_bench
 from .spec import Published
 
 # %% auto #0
-__all__ = ['Result', 'read_result', 'RowResult', 'Results', 'threshold_of', 'read_results']
+__all__ = ['Result', 'read_result', 'flat_config', 'differing', 'RowResult', 'Results', 'threshold_of', 'read_results']
 
 # %% ../../nbs/results/03_collect.ipynb #69b3cce6
 class Result(NamedTuple):
@@ -83,6 +83,23 @@ def read_result(
     steps = max((r["steps"] for r in evaluations), default=0)
     is_over = steps >= config["steps"] and is_evaluated(folder, steps)
     return Result(seed, folder, "complete" if is_over else "unfinished", "", config, evaluations, metrics)
+
+# %% ../../nbs/results/03_collect.ipynb #b2d8f4a1
+def flat_config(config: dict) -> dict:  # option -> text
+    "The options of the algorithm, of the run and of the environment, and the versions of packages, but what differs between seeds."
+    found = {name: x for name, x in config.items() if name not in ("options", "seed", "of_preset", "versions", "name", "env_kwargs")}
+    for name in ("options", "env_kwargs", "versions"):
+        part = config.get(name)
+        found |= {f"{name} {key}" if name == "versions" else key: x for key, x in part.items()} if isinstance(part, dict) else {}
+    return {name: x if isinstance(x, str) else json.dumps(x) for name, x in found.items()}
+
+
+def differing(results: list) -> dict:  # option -> list of texts
+    "What is not the same in the configurations of some runs."
+    configs = [flat_config(x.config) for x in results if x.config]
+    values = {name: list(dict.fromkeys(config.get(name, "-") for config in configs)) for config in configs for name in config}
+    return {name: texts for name, texts in values.items() if len(texts) > 1}
+
 
 # %% ../../nbs/results/03_collect.ipynb #97364635
 class RowResult(NamedTuple):
