@@ -223,6 +223,8 @@ def test_two_benches_in_one_folder_are_refused(tmp_path, capfd):
                                                                       "is for another action space"),
     ("episodes = 2", "episodes = 0", "eval_episodes: out of range"), ("every = 100", "every = -1", "eval_steps: out of range"),
     ("= [8]", "= [0]", "cannot be built|hidden"), ("steps = 256", "steps 256", "not TOML"),
+    *(("options = { ", f"options = {{ {name} = 3, ", f"row 1: '{name}' stands among the options. Expected the key {key} of the row")
+      for name, key in dict(steps="steps", eval_steps="every", seed="seeds", eval_episodes="episodes", name="label").items()),
     ("every = 100", 'every = 100\n[[published]]\nalgorithm = "ppo"\nenv = "CartPole-v1"\nname = "x"\nmean = 1\nsource = "y"',
      "no row to compare it")])
 def test_what_is_wrong_in_a_specification_is_told_before_anything_runs(tmp_path, capsys, old, new, told):
@@ -270,8 +272,16 @@ def test_a_run_of_an_earlier_preset_or_of_more_steps_is_not_taken_for_complete(t
     assert rollpipe("bench", file, "--dir", tmp_path/"out") == 0 and "1 of 1 runs are complete, 0 to do" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["classic", "mujoco"])
-def test_the_specifications_that_ship_can_be_read(name):
+SPECS = sorted((Path(__file__).resolve().parents[1]/"benchmarks"/"specs").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
+def test_the_specifications_that_ship_can_be_read(path):
     from rollpipe.results.spec import read_spec
-    found = read_spec(Path(__file__).resolve().parents[1]/"benchmarks"/"specs"/f"{name}.toml")
+    found = read_spec(path)
     assert len(found.rows) >= 6 and all(row.seeds for row in found.rows)
+
+
+def test_a_folder_is_no_specification(tmp_path, capsys):
+    assert SPECS and rollpipe("bench", tmp_path) == 2
+    assert f"{tmp_path}: there is no such file. Expected a specification (TOML), got a folder" in capsys.readouterr().err
