@@ -103,7 +103,8 @@ def _searching(settings: Parser) -> Parser:
     parser.add_argument("--trials", type=int, default=50, metavar="N", help="trials in the study, with those that are over already [50]")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trials at a time, each in a process [1]")
     parser.add_argument("--seeds", default="1000-1001", help="seeds that each trial trains with, apart from those of runs [1000-1001]")
-    parser.add_argument("--evaluations", type=int, default=10, metavar="N", help="evaluations of each training; poor trials end early [10]")
+    parser.add_argument("--evaluations", type=int, default=10, metavar="N",
+                        help="evaluations of each training; after a third of the first one, poor trials end early [10]")
     parser.add_argument("--storage", metavar="DIR", help="folder of the study, from which it goes on [tuning/ALGO-ENV]")
     parser.add_argument("--out", metavar="FILE", help="the preset [preset.toml in the folder of the study]")
     parser.add_argument("--overwrite", action="store_true", help="replace that file, whoever has written it")

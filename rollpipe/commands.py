@@ -119,20 +119,22 @@ def find_run(
     folder: Path,
     config: dict,  # what the run must be, but for the number of steps and the versions of packages
     given: Iterable | None = None,  # options that are not left to a preset; None: all
+    is_exact: bool = False,         # whether a run of more steps is another one
 ) -> Checkpoint | None:
     """The run in a folder, None if there is none. Raises `DataError` if it was made with another configuration.
 
     Args:
         config: what the run must be, but for the number of steps and the versions of packages
         given: options that are not left to a preset; None: all
+        is_exact: whether a run of more steps is another one
     """
     if not files_of_run(folder): return None
     found, free = load_run(folder), {"steps", "versions", "preset", "of_preset"}
     if given is not None: free |= {*config.get("of_preset", ()), *found.config.get("of_preset", ())} - {*given}  # its values stay
-    changed = [name for name in dict.fromkeys([*config, *found.config]) if name not in free and name != "options"
-               and config.get(name) != found.config.get(name)]
-    options = [(name, x) for name, x in config["options"].items() if name not in free and (name, x) != ("engine", "auto")]
-    changed += [name for name, x in options if found.config["options"].get(name, x) != x]
+    if is_exact and found.config["steps"] > config["steps"]: free -= {"steps"}
+    both = {name: (found.config.get(name), config.get(name)) for name in dict.fromkeys([*config, *found.config]) if name != "options"}
+    both |= {name: (found.config["options"].get(name, x), x) for name, x in config["options"].items() if (name, x) != ("engine", "auto")}
+    changed = [f"{name}={has!r} instead of {x!r}" for name, (has, x) in both.items() if name not in free and has != x]
     if changed: raise DataError(f"the run in {folder} has other options", expected="the same, or another folder", got=", ".join(changed))
     return found
 

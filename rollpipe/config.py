@@ -17,6 +17,7 @@ import torch
 import rollpipe
 from .agents.intrinsic.distillation import Distillation
 from .agents.intrinsic.rnd import RND
+from .agents.off_policy.replay_learner import ReplayLearner
 from .algorithms import ALGORITHMS, options_for
 from .options import options_of
 from .pipes.advantage import AdvantageBuffer
@@ -216,7 +217,7 @@ def build(
     config: dict,      # see `make_config`
     resumes: int = 0,  # how often the run was resumed
 ) -> tuple:  # agent, pipe
-    """The learner and the pipeline that a configuration describes. Raises the errors of their constructors.
+    """The learner and the pipeline that a configuration describes. Raises their errors, and `DataError` if they do not fit together.
 
     Args:
         config: see `make_config`
@@ -244,5 +245,6 @@ def build(
     agent = algorithm.learner(*modules, seed=seeds["learner"], **kwargs["learner"])
     if "critic" not in accepted: modules = modules[:1]
     pipe = algorithm.pipeline(env, *modules, seed=seeds["pipeline"], env_kwargs=env_kwargs, **kwargs["pipeline"])
+    for replay in find(pipe, Replay) if isinstance(agent, ReplayLearner) else (): agent.check_memory(replay.length)
     pipe = _curious(pipe, config, word)
     return agent, pipe if device.type == "cpu" else _moved(pipe, device)

@@ -223,6 +223,8 @@ def test_two_benches_in_one_folder_are_refused(tmp_path, capfd):
                                                                       "is for another action space"),
     ("episodes = 2", "episodes = 0", "eval_episodes: out of range"), ("every = 100", "every = -1", "eval_steps: out of range"),
     ("= [8]", "= [0]", "cannot be built|hidden"), ("steps = 256", "steps 256", "not TOML"),
+    *(("options = { ", f"options = {{ {name} = 3, ", f"row 1: '{name}' stands among the options. Expected the key {key} of the row")
+      for name, key in dict(steps="steps", eval_steps="every", seed="seeds", eval_episodes="episodes", name="label").items()),
     ("every = 100", 'every = 100\n[[published]]\nalgorithm = "ppo"\nenv = "CartPole-v1"\nname = "x"\nmean = 1\nsource = "y"',
      "no row to compare it")])
 def test_what_is_wrong_in_a_specification_is_told_before_anything_runs(tmp_path, capsys, old, new, told):
@@ -254,8 +256,32 @@ def test_a_folder_of_another_bench_or_with_other_options_is_refused(tmp_path, ca
     assert rollpipe("bench", tmp_path/"b.toml") == 2 and "there is no such file. Expected" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["classic", "mujoco"])
-def test_the_specifications_that_ship_can_be_read(name):
+def test_a_run_of_an_earlier_preset_or_of_more_steps_is_not_taken_for_complete(tmp_path, capsys):
+    "`rollpipe train --continue` keeps the values of such a run, but a row has one configuration."
+    file, run = spec(tmp_path/"a.toml", "", every=200), tmp_path/"out"/"trpo-CartPole-v1-s0"
+    now = small(steps=256, eval_episodes=2, final_episodes=2, preset="auto")
+    name = next(name for name in now["of_preset"] if name in now["options"])
+    old = {**now, "options": {**now["options"], name: .0625}}
+    for config, told in ((old, f"{name}=0.0625 instead of {now['options'][name]!r}"), ({**now, "steps": 320}, "steps=320 instead of 256")):
+        learn(start(run, config, overwrite=True))
+        assert rollpipe("bench", file, "--dir", tmp_path/"out") == 2
+        out, err = capsys.readouterr()
+        assert err.endswith(f"the run in {run} has other options. Expected the same, or another folder, got {told}.\n"), err
+        assert not out and not (tmp_path/"out"/BENCH).exists()
+    learn(start(run, now, overwrite=True))
+    assert rollpipe("bench", file, "--dir", tmp_path/"out") == 0 and "1 of 1 runs are complete, 0 to do" in capsys.readouterr().out
+
+
+SPECS = sorted((Path(__file__).resolve().parents[1]/"benchmarks"/"specs").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
+def test_the_specifications_that_ship_can_be_read(path):
     from rollpipe.results.spec import read_spec
-    found = read_spec(Path(__file__).resolve().parents[1]/"benchmarks"/"specs"/f"{name}.toml")
+    found = read_spec(path)
     assert len(found.rows) >= 6 and all(row.seeds for row in found.rows)
+
+
+def test_a_folder_is_no_specification(tmp_path, capsys):
+    assert SPECS and rollpipe("bench", tmp_path) == 2
+    assert f"{tmp_path}: there is no such file. Expected a specification (TOML), got a folder" in capsys.readouterr().err

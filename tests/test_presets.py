@@ -126,9 +126,9 @@ def test_a_run_keeps_its_values_when_the_preset_changes(presets, tmp_path, capsy
     assert rollpipe(*words, "--steps", 500, "--continue") == 0
     assert load_run(run).config == {**before, "steps": 500}
     assert rollpipe(*words, "--continue", "--steps", 600, "--lr", .75) == 2  # what is typed is compared
-    assert "has other options. Expected the same, or another folder, got lr" in capsys.readouterr().err
+    assert "has other options. Expected the same, or another folder, got lr=0.25 instead of 0.75.\n" in capsys.readouterr().err
     assert rollpipe(*words, "--continue", "--steps", 600, "--preset", "CartPole-v1") == 2
-    assert "has other options. Expected the same, or another folder, got checkpoint_every, " in capsys.readouterr().err
+    assert "has other options. Expected the same, or another folder, got checkpoint_every=3 instead of " in capsys.readouterr().err
 
 
 def test_the_configuration_of_a_run_is_a_file_of_settings(presets, tmp_path):
@@ -140,6 +140,16 @@ def test_the_configuration_of_a_run_is_a_file_of_settings(presets, tmp_path):
     assert config(again) == {**{k: x for k, x in first.items() if k != "of_preset"}, "preset": None}
     assert config(f"{again} --lr 2 --seed 4")["options"]["lr"] == 2
     assert config(f"{again} --preset CartPole-v1") == {**first, "preset": "CartPole-v1", "of_preset": []}  # the file is complete
+
+
+def test_the_configuration_of_a_run_over_ranks_is_a_file_of_settings(tmp_path):
+    assert rollpipe("train", "dqn", "CartPole-v1", "--steps", 64, "--out", tmp_path/"a", *SMALL) == 0
+    first, path = load_run(tmp_path/"a").config, tmp_path/"config.json"
+    path.write_text(json.dumps({**first, "ranks": 2}))
+    found, again = config(f"train dqn CartPole-v1 --config {path}"), config(f"train dqn CartPole-v1 --config {tmp_path/'a'/'config.json'}")
+    assert found == again and "ranks" not in found
+    (tmp_path/"own.toml").write_text("lr = 0.5\nranks = 2\n")
+    assert rollpipe("train", "dqn", "CartPole-v1", "--config", tmp_path/"own.toml") == 2
 
 
 def test_a_run_from_before_presets_goes_on(presets, tmp_path):

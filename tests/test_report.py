@@ -194,6 +194,35 @@ def test_plain_runs_are_reported_by_what_they_differ_in(tmp_path, capsys):
     assert "What differs" in (tmp_path/"report.html").read_text() and rollpipe("report", tmp_path/"y-s0") == 0
 
 
+@pytest.mark.parametrize("out", ["file", "file/more"])
+def test_a_report_does_not_go_where_a_file_is(tmp_path, out, capsys):
+    folder = make_bench(tmp_path/"a", [[0., 1., 2.]])
+    (tmp_path/"file").write_text("mine")
+    assert rollpipe("report", folder, "--out", tmp_path/out) == 2
+    assert f"{tmp_path}/file: not a folder. Expected a folder, or a path where none is, got a file" in capsys.readouterr().err
+    assert (tmp_path/"file").read_text() == "mine"
+
+
+def test_runs_of_a_row_that_were_trained_otherwise_are_named(tmp_path, capsys):
+    folder = make_bench(tmp_path/"a", [[0., 1., 2.], None, None])
+    make_run(folder/"a-s1", [0., 1., 2.], 1, options=dict(max_kl=.5), device="cuda")
+    make_run(folder/"a-s2", [0., 1., 2., 3.], 2, steps=30, name="third", of_preset=["max_kl"])
+    assert rollpipe("report", folder) == 0
+    told = "TRPO on CartPole-v1: its runs do not have the same options: steps (20 | 30), max_kl (0.01 | 0.5), device (- | cuda)."
+    assert told in capsys.readouterr().out.replace("\\", "") and told in Page((folder/"report.html").read_text()).text
+
+
+def test_the_command_of_runs_over_ranks_begins_with_torchrun_and_names_one_run_each(tmp_path, capsys):
+    for seed in (0, 1): make_run(tmp_path/f"x-s{seed}", [0., 1., 2.], seed, ranks=2)
+    make_run(tmp_path/"y-s3", [0., 1., 2.], 3, name="alone")
+    assert rollpipe("report", tmp_path) == 0
+    out = capsys.readouterr().out
+    each = [f"torchrun --standalone --nproc-per-node 2 -m rollpipe train trpo CartPole-v1 --config {tmp_path}/x-s{seed}/config.json "
+            f"--seed {seed}" for seed in (0, 1)]
+    assert f"    {' && '.join(each)}\n" in out
+    assert f"    rollpipe train trpo CartPole-v1 --config {tmp_path}/y-s3/config.json --seeds 3\n" in out
+
+
 @pytest.mark.parametrize("files, told", [
     ({}, "has no results. Expected bench.json"),
     ({BENCH: "{"}, "bench.json: damaged, or not made by"),

@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
-from rollpipe.cli import main
+from rollpipe.cli import build_parser, main
+from rollpipe.config import device_of
+from rollpipe.presets import choice
 from rollpipe.presets.files import read_table
 from rollpipe.tuning import tune
 from rollpipe.tuning.study import connections, best_of, finished, open_study
@@ -51,6 +53,23 @@ def test_training_accepts_the_preset(here, capsys):
     assert f"# {found:.0f}: mean returns of 10 episodes after 64 steps, seeds 7" in (here/preset).read_text()
 
 
+@pytest.mark.parametrize("words", [[], ["--preset", "none"]])
+def test_the_preset_is_complete_whatever_the_package_has(here, curves, monkeypatch, words):
+    "What the search took from a preset of the package is in the file, and what it did not take is not added to it."
+    from rollpipe.commands import config_from
+    def shipped(**table): monkeypatch.setattr(choice, "presets_of", lambda algorithm: {"CartPole-v1": table})
+    shipped(decay_steps=5_000, lr=.25, checkpoint_every=7)
+    seen = []
+    curves(lambda options: [float(len(seen.append(options) or seen))])
+    assert main([*WORDS, *words, "--trials", "2"]) == 0
+    for table in (dict(max_grad_norm=.125), dict(decay_steps=9_000), {}):
+        shipped(**table)
+        for more in ([], ["--preset", "none"]):
+            train = ["train", "ppo", "CartPole-v1", "--config", "tuning/ppo-CartPole-v1/preset.toml", *more]
+            found = config_from(build_parser().parse_args(train))
+            assert found["options"] == seen[-1] and found["checkpoint_every"] == (20 if words else 7) and found["preset"] is None
+
+
 @pytest.mark.timeout(120)
 def test_a_killed_search_goes_on(here):
     command = [sys.executable, "-u", "-m", "rollpipe.entry", *WORDS, "--trials", "1000"]
@@ -93,16 +112,17 @@ def test_if_all_fail_there_is_an_error_and_no_preset(here, curves, capsys):
     assert not list(here.rglob("*.toml"))
 
 
-def test_a_poor_curve_ends_early(curves):
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_a_poor_curve_ends_early(curves, seeds):
     begun = []
     def curve(options):
         begun.append(options)
-        return [100. - 10 * len(begun)] * 4
+        return [100. - 10 * len(begun)] * (6 * seeds)
     curves(curve)
-    assert main([*WORDS, "--trials", "7"]) == 0
-    states = [x.state.name for x in study().trials]
-    assert states == ["COMPLETE"] * 5 + ["PRUNED"] * 2
-    assert all(len(x.intermediate_values) == 3 for x in study().trials[5:])      # the first `--evaluations` are free
+    assert main([*WORDS, "--evaluations", "6", "--seeds", f"7-{6 + seeds}", "--trials", "7"]) == 0
+    trials = study().trials
+    assert [x.state.name for x in trials] == ["COMPLETE"] * 5 + ["PRUNED"] * 2
+    assert all(len(x.intermediate_values) == 3 for x in trials[5:])      # a third of the first training is free
 
 
 @pytest.mark.parametrize("at, code", [(1, 130), (3, 130)])
@@ -134,6 +154,10 @@ def test_what_cannot_be_right_is_refused(here, curves, capsys):
     refused("--trials must be at least 1", "--trials", "0")
     refused("--jobs must be at least 1", "--jobs", "0")
     refused("seeds", "--seeds", "five")
+    refused("workers: rollpipe tune trains in its own process. Expected workers=0, and --jobs N for N trials at a time, got 2",
+            "--lanes", "2", "--workers", "2")
+    refused("reading: rollpipe tune trains in its own process. Expected reading=processes", "--reading", "ray")
+    refused("address: rollpipe tune trains in its own process. Expected address=None", "--address", "auto")
     assert not list(here.iterdir())
     (here/"mine.toml").write_text("lr = 1")
     refused("mine.toml is there already. Expected another --out, or --overwrite", "--out", "mine.toml")
@@ -143,6 +167,28 @@ def test_what_cannot_be_right_is_refused(here, curves, capsys):
     refused("steps: the study in tuning/ppo-CartPole-v1 has other settings", "--steps", "128")
     (here/"tuning/ppo-CartPole-v1/study.db").write_bytes(b"no database" * 100)
     refused("study.db: cannot be used as the file of a study")
+
+
+def test_a_trial_has_the_threads_and_the_device_of_its_configuration(here, monkeypatch):
+    import torch
+
+    from rollpipe.tuning import trials
+    seen, before, evaluate = [], torch.get_num_threads(), trials.evaluate
+    def see(*args, device, **kwargs):
+        seen.append((torch.get_num_threads(), device))
+        return evaluate(*args, device=device, **kwargs)
+    monkeypatch.setattr(trials, "evaluate", see)
+    assert main([*WORDS, "--trials", "1", "--threads", str(before + 1), "--device", "auto"]) == 0
+    assert seen == [(before + 1, device_of("auto"))] * 2 and torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("words, is_searched", [([], False), (["--preset", "none"], True), (["--tau", "none"], True),
+                                                (["--preset", "none", "--tau", "0.5"], False)])
+def test_an_option_that_is_not_read_is_not_searched(words, is_searched):
+    "The preset of DQN for CartPole sets `tau`, with which there are no copies whose number of steps could matter."
+    args = build_parser().parse_args(["tune", "dqn", "CartPole-v1", *words])
+    args.words = []
+    assert ("target_every" in tune.Search(args).space) == is_searched
 
 
 def test_the_seed_decides_what_is_tried(here):

@@ -105,6 +105,7 @@ def settings_in(
     about = {name: values.pop(name, {}) for name in ("options", "env_kwargs", "versions")}
     _check_dicts(path, about)
     _check_imports(path, values.pop("imports", []))
+    if about["versions"]: values.pop("ranks", None)  # the number of ranks is no option, as it is for the launcher to say
     own = {name: x for name, x in values.items() if name not in ("algorithm", "env", "of_preset")
            and (name, x) != ("preset", None)}  # a run without a preset says so
     tables = tables_in(own, known)

@@ -106,9 +106,7 @@ def state_of(
     Returns:
         str: missing, unfinished or complete
     """
-    row = job.row
-    given = [*row.options, *run_options(row, job.config["steps"])]
-    found = find_run(job.folder, job.config, given if row.run["preset"] == "auto" else None)
+    found = find_run(job.folder, job.config, is_exact=True)
     if found is None: return "missing"
     is_over = found.counters["steps"] >= job.config["steps"] and is_evaluated(job.folder, found.counters["steps"])
     return "complete" if is_over else "unfinished"

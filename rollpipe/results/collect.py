@@ -20,7 +20,7 @@ from .bench import BENCH, read_bench
 from .spec import Published
 
 # %% auto #0
-__all__ = ['Result', 'read_result', 'RowResult', 'Results', 'threshold_of', 'read_results']
+__all__ = ['Result', 'read_result', 'flat_config', 'differing', 'RowResult', 'Results', 'threshold_of', 'read_results']
 
 # %% ../../nbs/results/03_collect.ipynb #69b3cce6
 class Result(NamedTuple):
@@ -84,6 +84,23 @@ def read_result(
     is_over = steps >= config["steps"] and is_evaluated(folder, steps)
     return Result(seed, folder, "complete" if is_over else "unfinished", "", config, evaluations, metrics)
 
+# %% ../../nbs/results/03_collect.ipynb #b2d8f4a1
+def flat_config(config: dict) -> dict:  # option -> text
+    "The options of the algorithm, of the run and of the environment, and the versions of packages, but what differs between seeds."
+    found = {name: x for name, x in config.items() if name not in ("options", "seed", "of_preset", "versions", "name", "env_kwargs")}
+    for name in ("options", "env_kwargs", "versions"):
+        part = config.get(name)
+        found |= {f"{name} {key}" if name == "versions" else key: x for key, x in part.items()} if isinstance(part, dict) else {}
+    return {name: x if isinstance(x, str) else json.dumps(x) for name, x in found.items()}
+
+
+def differing(results: list) -> dict:  # option -> list of texts
+    "What is not the same in the configurations of some runs."
+    configs = [flat_config(x.config) for x in results if x.config]
+    values = {name: list(dict.fromkeys(config.get(name, "-") for config in configs)) for config in configs for name in config}
+    return {name: texts for name, texts in values.items() if len(texts) > 1}
+
+
 # %% ../../nbs/results/03_collect.ipynb #97364635
 class RowResult(NamedTuple):
     """One line of the table: the runs that differ only in the seed.
@@ -142,6 +159,19 @@ def _of_bench(folder: Path, bench: dict) -> Results:
     return Results(bench["title"], rows)
 
 
+def _command(runs: list) -> str:
+    "What trains some plain runs. torchrun starts one run at a time, with as many ranks as it had."
+    def words(run, *more):
+        config, n = run.config, run.config.get("ranks", 1)
+        launcher = f"torchrun --standalone --nproc-per-node {n} -m".split() if n > 1 else []
+        modules = [word for module in config.get("imports", ()) for word in ("--import", module)]
+        return shlex.join([*launcher, "rollpipe", "train", config["algorithm"], config["env"], "--config", str(run.folder/"config.json"),
+                           *more, *modules])
+
+    if any(run.config.get("ranks", 1) > 1 for run in runs): return " && ".join(words(run, "--seed", str(run.seed)) for run in runs)
+    return words(runs[0], "--seeds", ",".join(str(run.seed) for run in runs))
+
+
 def _of_runs(folder: Path, runs: list) -> Results:
     "Plain runs of `rollpipe train --eval-steps`, those that differ only in the seed in one row."
     rows = []
@@ -151,9 +181,7 @@ def _of_runs(folder: Path, runs: list) -> Results:
         bad = next((x for x in results if x.state == "damaged"), None)
         if bad: raise DataError(f"{bad.folder}: cannot be read", got=bad.problem)
         config = results[0].config
-        command = shlex.join(["rollpipe", "train", config["algorithm"], config["env"], "--config", str(group[0]/"config.json"), "--seeds",
-                              ",".join(str(x.seed) for x in results)])
-        rows.append(RowResult(label, config["algorithm"], config["env"], command, threshold_of(config["env"]), None, [], results))
+        rows.append(RowResult(label, config["algorithm"], config["env"], _command(results), threshold_of(config["env"]), None, [], results))
     if not any(x.evaluations for row in rows for x in row.results):
         raise DataError(f"{folder}: its runs have no evaluations",
                         expected="runs of `rollpipe bench`, or of `rollpipe train --eval-steps N`")

@@ -5,7 +5,7 @@
 # %% ../../nbs/results/07_page.ipynb #c6970a57
 from __future__ import annotations
 
-import html, json
+import html
 from collections.abc import Iterable
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from ..config import build
 from ..pipes.graph import draw
 from .charts import COLORS, SCRIPT, Line, chart
-from .collect import Result, Results, RowResult
+from .collect import Result, Results, RowResult, flat_config
 from .curves import color_of, curve_of
 from .tables import ABOUT, notes_of, number, table_of, together
 from ..runs import load_run
@@ -87,19 +87,13 @@ def pipeline_svg(row: RowResult) -> str:
     except Exception as e: return f"<p>{html.escape(f'It cannot be drawn here: {type(e).__name__}: {e}')}</p>"
 
 
-def _flat(config: dict) -> dict:
-    "Option -> text."
-    found = {name: x for name, x in config.items() if name not in ("options", "seed", "of_preset", "versions", "name", "env_kwargs")}
-    for name in ("options", "env_kwargs", "versions"):
-        part = config.get(name)
-        found |= {f"{name} {key}" if name == "versions" else key: x for key, x in part.items()} if isinstance(part, dict) else {}
-    return {name: x if isinstance(x, str) else json.dumps(x) for name, x in found.items()}
+
 
 
 def differences(results: Results) -> tuple:  # names of the rows, and (option, its value in each row) for those that are not the same
     "What is not the same in all configurations. Where the runs of a row differ, all their values stand there."
     names = [f"{row.label}, {row.env}" for row in results.rows]
-    flat = [[_flat(run.config) for run in row.results if run.config] for row in results.rows]
+    flat = [[flat_config(run.config) for run in row.results if run.config] for row in results.rows]
     options = dict.fromkeys(name for configs in flat for config in configs for name in config)
     table = [(name, [" | ".join(dict.fromkeys(config.get(name, "-") for config in configs)) for configs in flat]) for name in options]
     return names, [(name, values) for name, values in table if len(set(values)) > 1 or " | " in values[0]]

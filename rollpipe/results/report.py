@@ -10,6 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from ..agents.checkpoint import write_atomically
+from ..pipes.errors import DataError
 from .collect import Results, read_results
 from .curves import draw_curves
 from .page import page
@@ -28,6 +29,8 @@ def write_report(
 ) -> list:  # the paths of the files
     """Write the report as Markdown, CSV, JSON lines with all curves, a picture and a page; each file is replaced as a whole.
 
+    Raises `DataError`, before anything is drawn, if the folder is a file or would be in one.
+
     Args:
         folder: created if needed
 
@@ -35,6 +38,8 @@ def write_report(
         list: the paths of the files
     """
     folder = Path(folder)
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir(): raise DataError(f"{there}: not a folder", expected="a folder, or a path where none is", got="a file")
     with tempfile.TemporaryDirectory() as place:
         draw_curves(results, picture := Path(place, "report.png"))
         texts = markdown(results), csv_text(results), curves_text(results)

@@ -105,7 +105,8 @@ def _need(table: dict, name: str, kind: str, where: str) -> Any:
 # %% ../../nbs/results/00_spec.ipynb #71d0a002
 _SHARED = ("steps", "preset", "seeds", "every", "episodes", "final_episodes")  # of a row, or of all rows
 _OF_A_ROW = ("algorithm", "env", "label", "options", "env_kwargs", "threshold", "scale", *_SHARED)
-_BY_KEYS = ("seed", "steps", "preset", "eval_every", "eval_steps", "eval_episodes", "final_episodes", "name")  # not among `options`
+_BY_KEYS: dict = dict(seed="seeds", steps="steps", preset="preset", eval_every="every", eval_steps="every", eval_episodes="episodes",
+                      final_episodes="final_episodes", name="label")  # option -> the key that says it; it does not stand among `options`
 
 
 def _seeds(value: Any, where: str) -> list:
@@ -121,6 +122,12 @@ def _scale(table: dict, where: str) -> tuple | None:
     raise DataError(f"{where}: not a scale", leaf="scale", expected="two numbers in ascending order", got=repr(found))
 
 
+def _check_keys(options: dict, known: list, where: str) -> None:
+    for name in options:
+        if name not in _BY_KEYS or any(option.name == name for option in known): continue
+        raise DataError(f"{where}: {name!r} stands among the options", expected=f"the key {_BY_KEYS[name]} of the row, beside them")
+
+
 def _rows(table: dict, where: str) -> list:
     "The rows of one table, one for each environment."
     _check_names(table, _OF_A_ROW, where)
@@ -129,7 +136,8 @@ def _rows(table: dict, where: str) -> list:
         near = difflib.get_close_matches(algorithm, ALGORITHMS, 3)
         raise DataError(f"{where}: there is no algorithm {algorithm!r}", expected=", ".join(near or ALGORITHMS))
     known = options_for(algorithm)
-    values = checked(_get(table, "options", "a table", where, {}), known + [o for o in RUN_OPTIONS if o.name not in _BY_KEYS], where)
+    _check_keys(given := _get(table, "options", "a table", where, {}), known, where)
+    values = checked(given, known + [o for o in RUN_OPTIONS if o.name not in _BY_KEYS], where)
     options = {option.name: values.pop(option.name) for option in known if option.name in values}
     kinds = dict(steps="a whole number", preset="a text")
     run = {name: _get(table, name, kind, where) for name, kind in kinds.items() if name in table}
@@ -170,6 +178,7 @@ def read_spec(
     Args:
         path: a TOML file
     """
+    if Path(path).is_dir(): raise DataError(f"{path}: there is no such file", expected="a specification (TOML)", got="a folder")
     values = read_table(path)
     _check_names(values, ("title", "row", "published", *_SHARED), str(path))
     shared = {name: values[name] for name in _SHARED if name in values}

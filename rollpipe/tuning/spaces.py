@@ -57,12 +57,14 @@ SPACES: dict = dict(
 def space_for(
     algorithm: str,  # name of an algorithm
     fixed: dict,     # options that are given, and so are not searched
+    options: dict | None = None,  # options of a trial that are not searched, also those of a preset; None: `fixed`
 ) -> dict:           # option -> `Range` or `Choice`
-    """The options to search. Raises `DataError` if there is no space for the algorithm, or if nothing is left to search.
+    """The options to search that have an effect. Raises `DataError` if there is no space for the algorithm, or if none is left.
 
     Args:
         algorithm: name of an algorithm
         fixed: options that are given, and so are not searched
+        options: options of a trial that are not searched, also those of a preset; None: `fixed`
 
     Returns:
         dict: option -> `Range` or `Choice`
@@ -71,5 +73,7 @@ def space_for(
         raise DataError(f"no options to search are known for {algorithm}", expected=f"one of {', '.join(SPACES)}, or an entry of "
                         "`rollpipe.tuning.spaces.SPACES`, made by a module of --import")
     space = {name: x for name, x in SPACES[algorithm].items() if name not in fixed}
+    others = fixed if options is None else options
+    if "tau" not in space and others.get("tau") is not None: space.pop("target_every", None)  # the target moves, and nothing is copied
     if not space: raise DataError("nothing is left to search", expected="fewer options", got=", ".join(fixed))
     return space

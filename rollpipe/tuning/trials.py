@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing
 
+import torch
+
 from ..agents.evaluate import evaluate
-from ..config import build
+from ..config import build, device_of
 from ..pipes.errors import DataError
 from ..pipes.taps import count_steps
 
@@ -25,7 +27,7 @@ _SEED = 1_000_000   # of their first one, plus that of the training: no run is e
 def learning_curve(
     config: dict,      # see `make_config`
     n: int,            # number of evaluations, after equal numbers of steps
-) -> Iterator[float]:
+) -> Generator[float, None, None]:
     """The mean returns of the policy while it trains in this process. Raises `DataError` for one that is not finite.
 
     Args:
@@ -39,7 +41,8 @@ def learning_curve(
             agent.update(batch)
             steps += count_steps(getattr(batch, "fresh", batch))
             while done < n and steps >= (done + 1) * config["steps"] / n:
-                mean = evaluate(config["env"], agent.actor, EPISODES, seed=seed, env_kwargs=config["env_kwargs"]).mean
+                mean = evaluate(config["env"], agent.actor, EPISODES, seed=seed, env_kwargs=config["env_kwargs"],
+                                device=device_of(config["device"])).mean
                 if not math.isfinite(mean): raise DataError("the mean return is not finite", got=str(mean))
                 done += 1
                 yield mean
@@ -63,9 +66,13 @@ def returns_of(
         list: the last mean return of each seed
     """
     last: list[float] = []
-    for config in configs:
-        value = math.nan
-        for k, value in enumerate(learning_curve(config, n)):
-            report((sum(last) + value) / (len(last) + 1), len(last) * n + k)
-        last.append(value)
+    threads = torch.get_num_threads()
+    try:
+        for config in configs:
+            torch.set_num_threads(config["threads"])
+            value = math.nan
+            with closing(learning_curve(config, n)) as curve:
+                for k, value in enumerate(curve): report((sum(last) + value) / (len(last) + 1), len(last) * n + k)
+            last.append(value)
+    finally: torch.set_num_threads(threads)
     return last

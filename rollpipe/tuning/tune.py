@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json, re, shlex, sys
 from argparse import Namespace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ..agents.checkpoint import write_atomically
+from ..algorithms import options_for
 from ..commands import Given, Interrupted, UsageError, given_by
-from ..config import build, make_config
+from ..config import RUN_OPTIONS, build, make_config
 from ..experiments import run_all, without
 from ..locks import lock, unlock
 from ..options import parse_seeds
@@ -22,7 +24,7 @@ from .study import best_of, finished, forget_running, import_optuna, open_study,
 from .trials import EPISODES, returns_of
 
 # %% auto #0
-__all__ = ['preset_text', 'check_file', 'Search', 'tune_command']
+__all__ = ['preset_text', 'complete_values', 'check_file', 'Search', 'tune_command']
 
 # %% ../../nbs/tuning/03_tune.ipynb #c5ed2a7a
 _MARK = "# Found by rollpipe tune"
@@ -52,6 +54,26 @@ def preset_text(
     lines = [*(f"# {line}" for line in comments), *(f"{key} = {_toml(x)}" for key, x in values.items())]
     return "\n".join([_MARK, *kwargs, *table, *lines, ""])
 
+# %% ../../nbs/tuning/03_tune.ipynb #a1c7e3f1
+def complete_values(
+    config: dict,      # see `make_config`
+    given: Iterable,   # names of options that are kept even if they have their defaults
+) -> dict:             # option -> value
+    """What a preset must say to give this configuration with any seed.
+
+    Args:
+        config: see `make_config`
+        given: names of options that are kept even if they have their defaults
+
+    Returns:
+        dict: option -> value
+    """
+    kept, values = {*given, "preset"}, {**config, **config["options"], "preset": "none"}
+    known = [option for option in [*RUN_OPTIONS, *options_for(config["algorithm"])] if option.name != "seed"]
+    found = {option.name: (values.get(option.name, option.default), option.default) for option in known}
+    return {name: x for name, (x, default) in found.items() if name in kept or json.dumps(x) != json.dumps(default)}
+
+
 # %% ../../nbs/tuning/03_tune.ipynb #8219f28a
 def check_file(
     path: Path,         # where the preset goes
@@ -67,6 +89,9 @@ def check_file(
     raise DataError(f"{path} is there already", expected="another --out, or --overwrite")
 
 # %% ../../nbs/tuning/03_tune.ipynb #2783ed05
+_IN_PROCESS = dict(workers=0, reading="processes", address=None)  # all else would have no effect
+
+
 class Search:
     "A search: its options, and the configurations of a trial."
     def __init__(self, args: Namespace):
@@ -74,9 +99,15 @@ class Search:
         run = {name: x for name, x in given.run.items() if name != "seed"}
         self.args, self.seed, self.given = args, given.run.get("seed", 0), given._replace(run=run)
         self.seeds, self.n = parse_seeds(args.seeds), args.evaluations
-        self.space = space_for(args.algorithm, given.options)
+        self.free = max(1, self.n // 3)  # evaluations at the start of the first training that do not end a trial
+
         for name in ("trials", "jobs", "evaluations"):
             if getattr(args, name) < 1: raise UsageError(f"rollpipe tune: --{name} must be at least 1, got {getattr(args, name)}")
+        for name, fixed in _IN_PROCESS.items():
+            if run.get(name, fixed) != fixed:
+                raise DataError("rollpipe tune trains in its own process", leaf=name, got=repr(run[name]),
+                                expected=f"{name}={fixed}, and --jobs N for N trials at a time")
+        self.space = space_for(args.algorithm, given.options, self.config({}, 0)["options"])
         self.folder = Path(args.storage or f"tuning/{args.algorithm}-{args.env.replace('/', '-').replace(':', '-')}")
         self.out = Path(args.out) if args.out else self.folder/"preset.toml"
 
@@ -118,8 +149,7 @@ def _write(search, study) -> str:
     if best is None and not over: return "no trial is complete"
     if best is None: raise WorkerError(f"no trial is complete, {len(failed)} failed{'; the first error: ' + failed[0] if failed else ''}")
     config = search.config(best.params, 0)
-    run = {name: x for name, x in search.given.run.items() if (name, x) != ("preset", "auto")}
-    values = {**run, **search.given.options, **best.params, "steps": config["steps"]}
+    values = complete_values(config, [*search.given.run, *search.given.options, *best.params, "steps"])
     train = shlex.join(["rollpipe", "train", args.algorithm, args.env, "--config", str(search.out), "--seeds", "0-4"])
     returns = " ".join(f"{x:.0f}" for x in best.user_attrs["returns"])
     comments = [f"{returns}: mean returns of {EPISODES} episodes after {config['steps']} steps, seeds {' '.join(map(str, search.seeds))}, "
@@ -139,7 +169,7 @@ def tune_command(args: Namespace) -> None:
     build(config)        # raises what every trial would raise
     if args.part is not None:
         number, n = map(int, args.part.split(":"))
-        return _try(search, open_study(search.folder, search.settings(), search.seed + 1000 * (number + 1), search.n), n)
+        return _try(search, open_study(search.folder, search.settings(), search.seed + 1000 * (number + 1), search.free), n)
     check_file(search.out, args.overwrite)
     search.folder.mkdir(parents=True, exist_ok=True)
     lock(search.folder)
@@ -148,7 +178,7 @@ def tune_command(args: Namespace) -> None:
 
 
 def _search(search):
-    study, args = open_study(search.folder, search.settings(), search.seed, search.n), search.args
+    study, args = open_study(search.folder, search.settings(), search.seed, search.free), search.args
     forget_running(study)
     left, problems, stopped = args.trials - len(finished(study)), [], None
     print(f"{args.algorithm} on {args.env}: {args.trials} trials, of which {args.trials - left} are over, in {search.folder}", flush=True)

@@ -62,9 +62,8 @@ class ActionLearner(ReplayLearner):
         check_range(self, 0, random_steps=random_steps, beta_steps=beta_steps or 0)
         for name, x in (('multi_step', multi_step), ('policy_every', policy_every)): check_integer(name, x, pipe=self)
         self.tau, self.multi_step, self.policy_every, self.random_steps, self.eta = tau, multi_step, policy_every, random_steps, eta
-        self.beta, limit, lr = BetaSchedule(beta_steps), self.options.max_grad_norm, self.options.lr
-        self.descents = dict(critic=Descent(critic.parameters(), self.options.lr_of_critic, limit),
-                             policy=Descent(actor.parameters(), lr, limit))
+        self.beta, limit, lr, critic_lr = BetaSchedule(beta_steps), self.options.max_grad_norm, self.options.lr, self.options.lr_of_critic
+        self.descents = dict(critic=Descent(critic.parameters(), critic_lr, limit), policy=Descent(actor.parameters(), lr, limit))
         self.make_target(critic)
         self.explore()
 
@@ -109,7 +108,8 @@ class ActionLearner(ReplayLearner):
     def learn(self, sample: Sample, memory: ReplayMemory | None = None) -> dict:
         "A step of the critic, and in its turn one of policy and targets. Errors become priorities. Returns metrics, some of them tensors."
         fragment, weight, index = sample
-        self._check_sample(fragment)
+        self.check_length(fragment, self.multi_step)
+        if nested.leaves(fragment.hx): raise DataError("actors with memory are not supported", pipe=self, leaf='hx', expected="()")
         share = ranks.share_of(fragment.valid)
         loss, metrics, errors = action_value_loss(fragment, self.critic, self.critic_target(fragment), weight)
         metrics['grad_norm_critic'] = self.descents['critic'].step(loss, 'loss_value', share)
@@ -122,9 +122,11 @@ class ActionLearner(ReplayLearner):
         memory.prioritize(index, priorities(errors, fragment.valid, self.eta))
         return metrics | dict(weight_min=weight.min())
 
-    def _check_sample(self, fragment):
-        self.check_length(fragment, self.multi_step)
-        if nested.leaves(fragment.hx): raise DataError("actors with memory are not supported", pipe=self, leaf='hx', expected="()")
+    def least_lengths(self) -> dict[str, int]:
+        "Option -> the fewest steps of a sample with which it works."
+        return dict(multi_step=self.multi_step)
+
+
 
     def state_dict(self) -> dict:
         "As `ReplayLearner.state_dict`, with the optimisers."

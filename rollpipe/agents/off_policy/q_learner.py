@@ -95,6 +95,10 @@ class DeepQLearner(QNetworkLearner):
         self.td_options: dict[str, Any] = dict(gamma=self.options.gamma, double=double, n_steps=multi_step, burn_in=burn_in, huber=huber)
         self.eta, self.beta = eta, BetaSchedule(beta_steps)
 
+    def least_lengths(self) -> dict[str, int]:
+        "Option -> the fewest steps of a sample with which it works. At least one step is left after the first `burn_in`."
+        return dict(multi_step=self.td_options['n_steps'], burn_in=self.td_options['burn_in'] + 1)
+
     def loss(self, fragment: Fragment, weight: torch.Tensor | None) -> tuple:
         "`(loss, metrics, errors)`, see `td_loss`."
         raise NotImplementedError(f"{type(self).__name__} must define loss(fragment, weight)")
