@@ -245,6 +245,7 @@ def build(
     agent = algorithm.learner(*modules, seed=seeds["learner"], **kwargs["learner"])
     if "critic" not in accepted: modules = modules[:1]
     pipe = algorithm.pipeline(env, *modules, seed=seeds["pipeline"], env_kwargs=env_kwargs, **kwargs["pipeline"])
-    for replay in find(pipe, Replay) if isinstance(agent, ReplayLearner) else (): agent.check_memory(replay.length)
+    # So it is known before the memory is filled.
+    for replay in find(pipe, Replay) if isinstance(agent, ReplayLearner) else (): agent.check_length(replay.length)
     pipe = _curious(pipe, config, word)
     return agent, pipe if device.type == "cpu" else _moved(pipe, device)

@@ -360,7 +360,7 @@ def test_a_memory_of_too_short_samples_is_refused_before_anything_runs(algorithm
 
 
 def test_too_short_samples_and_other_mistakes():
-    with pytest.raises(DataError, match='length >= multi_step = 3'): make(SAC, multi_step=3).learn(Sample(random_fragment(2), None, None))
+    with pytest.raises(DataError, match='length >= 3'): make(SAC, multi_step=3).learn(Sample(random_fragment(2), None, None))
     with pytest.raises(DataError, match='too short|samples'): next(iter(replayed(Ending, make(SAC, Ending).actor, samples_per_step=-1)))
     with pytest.raises(DataError, match='weight'):
         make(SAC).learn(Sample(random_fragment(), torch.ones(3), None))

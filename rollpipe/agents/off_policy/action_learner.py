@@ -108,7 +108,7 @@ class ActionLearner(ReplayLearner):
     def learn(self, sample: Sample, memory: ReplayMemory | None = None) -> dict:
         "A step of the critic, and in its turn one of policy and targets. Errors become priorities. Returns metrics, some of them tensors."
         fragment, weight, index = sample
-        self.check_length(fragment, self.multi_step)
+        self.check_length(fragment.n_steps)
         if nested.leaves(fragment.hx): raise DataError("actors with memory are not supported", pipe=self, leaf='hx', expected="()")
         share = ranks.share_of(fragment.valid)
         loss, metrics, errors = action_value_loss(fragment, self.critic, self.critic_target(fragment), weight)
@@ -125,8 +125,6 @@ class ActionLearner(ReplayLearner):
     def least_lengths(self) -> dict[str, int]:
         "Option -> the fewest steps of a sample with which it works."
         return dict(multi_step=self.multi_step)
-
-
 
     def state_dict(self) -> dict:
         "As `ReplayLearner.state_dict`, with the optimisers."

@@ -106,7 +106,7 @@ class DeepQLearner(QNetworkLearner):
     def learn(self, sample: Sample, memory: ReplayMemory | None = None) -> dict:
         "One step of the optimiser from a `Sample`, whose TD errors become priorities; returns metrics, some of them tensors."
         fragment, weight, index = sample
-        self.check_length(fragment, self.td_options['n_steps'])
+        self.check_length(fragment.n_steps)
         loss, metrics, errors = self.loss(fragment, weight)
         rows = slice(self.td_options['burn_in'], None)
         share = ranks.share_of(fragment.valid[rows])

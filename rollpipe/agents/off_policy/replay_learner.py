@@ -127,22 +127,18 @@ class ReplayLearner(Learner):
         "The algorithm: learn from a `Sample`, and tell a prioritised memory its errors. Returns metrics, some of them tensors."
         raise NotImplementedError(f"{type(self).__name__} must define learn(sample, memory)")
 
-    def check_length(self, fragment: Fragment, multi_step: int) -> None:
-        "Raise `DataError` if a sample has fewer than `multi_step` steps."
-        if multi_step <= fragment.n_steps: return
-        raise DataError(f"{type(self).__name__}: samples are too short", got=f"{fragment.n_steps} steps",
-                        expected=f"a memory with length >= multi_step = {multi_step}")
+
 
     def least_lengths(self) -> dict[str, int]:
         "Option -> the fewest steps of a sample with which it works."
         return {}
 
-    def check_memory(self, length: int) -> None:
-        "Raise `DataError` if samples of `length` steps are too short for an option. Then it is known before the memory is filled."
+    def check_length(self, length: int) -> None:
+        "Raise `DataError` if samples of `length` steps are too short for an option."
         for name, least in self.least_lengths().items():
-            if length < least:
-                raise DataError(f"{type(self).__name__}: samples are too short", leaf=name, got=f"length = {length}",
-                                expected=f"a memory with length >= {least}")
+            if length >= least: continue
+            raise DataError(f"{type(self).__name__}: samples are too short", leaf=name, got=f"length = {length}",
+                            expected=f"a memory with length >= {least}")
 
     def count(self, fresh: Fragment) -> int:
         "Count an update and the steps of the fresh fragment, which drive exploration and the normalisers; returns their number."
