@@ -163,7 +163,8 @@ def _evaluation(run: Run) -> Iterator[_Evaluations | StepEvaluations | None]:
     "The evaluations of a run, or None if it has none."
     config = run.config
     if config.get("eval_steps"):
-        (evaluations := StepEvaluations(run)).after_update()
+        evaluations = StepEvaluations(run)
+        evaluations.after_update()
         yield evaluations
     elif not config.get("eval_every"): yield None
     else:
