@@ -15,7 +15,8 @@ import torch
 from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe.cli import main
 from rollpipe.logs import read_metrics
-from rollpipe.pipes import nested
+from rollpipe.pipes import DataError, nested
+from rollpipe.ranks import divided
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ("CartPole-v1 --preset none --lanes 4 --n-envs 2 --n-steps 32 --hidden 8 --critic-hidden 8 --engine torch --quiet "
@@ -152,6 +153,11 @@ def test_a_loop_runs_alone_and_with_ranks(tmp_path):
     assert (sorted({*lanes.tolist()}), sorted({*first.tolist()})) == ([0, 1, 2, 3], [0, 1]) and "same batch" not in err
     for path, x, y in zip(nested.paths(one), *map(nested.leaves, (one, both))):
         assert torch.allclose(torch.as_tensor(x).double(), torch.as_tensor(y).double(), rtol=1e-3, atol=1e-3), path
+
+
+def test_lanes_are_divided_in_the_block_only(monkeypatch):
+    for name, value in dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1").items(): monkeypatch.setenv(name, value)
+    with pytest.raises(DataError, match="called before the ranks know one another"): divided(None)
 
 
 def test_ranks_that_collect_the_same_are_told(tmp_path):

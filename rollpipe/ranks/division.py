@@ -5,16 +5,15 @@
 # %% ../../nbs/18_ranks/03_division.ipynb #d0889a1f
 from __future__ import annotations
 
-import torch.distributed as dist
-
 from ..pipes.batches import FragmentStacker
 from ..pipes.errors import DataError, GraphError
-from ..pipes.graph import copy_graph, find
+from ..pipes.graph import copy_graph, find, nodes
 from ..pipes.lanes import Lanes, learning_pipes
 from ..pipes.replay.pipe import Replay
 from ..pipes.torchdata import IterDataPipe
 from ..pipes.transforms import RewardScaler
-from .collectives import gathered_objects
+from .collectives import active, gathered_objects, rank, span
+from .launch import launched
 
 # %% auto #0
 __all__ = ['divide', 'divided']
@@ -22,44 +21,50 @@ __all__ = ['divide', 'divided']
 # %% ../../nbs/18_ranks/03_division.ipynb #093193d9
 def divide(
     pipe: IterDataPipe,  # the pipeline of all lanes, which is changed
-    rank: int,
+    k: int,              # number of the rank
     size: int,           # number of ranks
 ) -> None:
     """Leave a rank its part of a pipeline. Raises `DataError` or `GraphError` for one that cannot be divided.
 
     Args:
         pipe: the pipeline of all lanes, which is changed
+        k: number of the rank
         size: number of ranks
     """
     lanes = find(pipe, Lanes)
     if not lanes: raise GraphError("no lanes to divide among ranks", expected="`Lanes` in the pipeline", got=repr(pipe))
-    n, stackers = lanes[0].n, find(pipe, FragmentStacker)
+    n, above = lanes[0].n, nodes(lanes[0].pipe)
+    stackers = [p for p in find(pipe, FragmentStacker) if p not in above]
     if n % size: raise DataError(f"{n} lanes cannot be divided among {size} ranks", leaf="lanes", got=str(n),
                                  expected=f"{size} lanes, or a multiple (`--lanes`)")
     for stacker in stackers:
         if stacker.n > 1 and stacker.n % size: raise DataError(f"batches cannot be divided among {size} ranks", pipe=stacker, leaf="n",
                                                                expected=f"1, or a multiple of {size}", got=str(stacker.n))
-    if learning := [name for name, p in learning_pipes(pipe).items() if not isinstance(p, RewardScaler)]:
+    scalers = learning_pipes(pipe)
+    if learning := [name for name, p in scalers.items() if not isinstance(p, RewardScaler)]:
         raise DataError("pipes that learn would learn something else in each rank", got=", ".join(learning),
                         expected="a pipeline without them (no `--intrinsic`)")
-    lanes[0].divide(size, rank)
+    lanes[0].divide(size, k)
     for stacker in stackers: stacker.n = max(1, stacker.n // size)
     for replay in find(pipe, Replay): replay.divide(size)
-    for scaler in find(pipe, RewardScaler): scaler.gathered = gathered_objects
+    for scaler in scalers.values(): scaler.gathered = gathered_objects
 
 
 def divided(
     pipe: IterDataPipe,  # the pipeline of all lanes, which stays as it is
 ) -> IterDataPipe:
-    """This rank's part of a pipeline, for a block `with distributed(agent)`; the pipeline itself in a process that is alone.
+    """This rank's part of a pipeline, in a block `with distributed(agent)`; the pipeline itself in a process that is alone.
 
     It is a copy with the same networks, for a loop or for a loader. Raises `DataError` if the number of lanes, or of the fragments in a
-    batch, is no multiple of the number of ranks, and for pipes that learn (`RND`); `GraphError` if there are no lanes.
+    batch, is no multiple of the number of ranks, for pipes that learn (`RND`), and outside of the block in a process of torchrun;
+    `GraphError` if there are no lanes.
 
     Args:
         pipe: the pipeline of all lanes, which stays as it is
     """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1: return pipe
+    if not active():
+        if launched() is None: return pipe
+        raise DataError("called before the ranks know one another", leaf="divided", expected="a call in a block `with distributed(agent)`")
     pipe = copy_graph(pipe)
-    divide(pipe, dist.get_rank(), dist.get_world_size())
+    divide(pipe, rank(), span(1)[0])
     return pipe
