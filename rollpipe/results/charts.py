@@ -144,7 +144,7 @@ for (const figure of document.querySelectorAll('figure.chart')) {
       texts.push(`${line.label}, ${line.x[best].toLocaleString('en')}: ${round(line.y[best])}${band}`);
     }
     if (where !== null) cursor.setAttribute('d', `M${where} 8V234`);
-    values.textContent = texts.join('   ');
+    values.textContent = texts.join(' | ');
   });
 }
 """
