@@ -50,7 +50,7 @@ def overhead(args):
     """Microseconds for a fragment of 8 environments: from complete in the worker to usable here; processor time of the driver's thread,
     also while the worker collects (it polls for worker processes); and the copy out of the store, which is a part of both."""
     rows, copies, n = [], [], 40 * args.repeats
-    timed(Arrived, 'item', copies)
+    timed(Arrived, 'put', copies)
     for env in ('CartPole-v1', Images):
         for key, service in SERVICES.items():
             copies.clear()

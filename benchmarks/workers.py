@@ -56,9 +56,11 @@ def pipeline(env, n_envs, lanes, joined=True, **kwargs):
 
 
 def rate(pipe, service, seconds, tell=lambda rate: rate):
-    "Environment steps per second, after a warm-up of the same duration; `tell` is called before the workers end."
+    """Environment steps per second, after a warm-up of the same duration. It begins with the first batch, when all workers have started.
+    `tell` is called before they end."""
     with DataLoader2(pipe, reading_service=service) as loader:
         items = iter(loader)
+        next(items)
         begin = perf_counter()
         while perf_counter() - begin < seconds: next(items)     # until all memory has been used once
         gc.collect()

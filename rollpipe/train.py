@@ -259,8 +259,7 @@ def train(
     torch.set_num_threads(config["threads"])
     try:
         with (ranks.distributed(run.agent, size=config.get("ranks", 1)), Progress(steps, counters["steps"], disable=not progress) as bar,
-              _films(run) as films, _evaluation(run) as evaluation,  # films may fork, and Ray starts threads
-              _reading(run) as (batches, health),
+              _films(run) as films, _evaluation(run) as evaluation, _reading(run) as (batches, health),  # a film may fork, Ray has threads
               metric_writer(run.folder, tensorboard, counters["steps"], wandb=wandb, config=config) as writer):  # last: it starts threads
             updates.start_clock()
             for batch in batches:

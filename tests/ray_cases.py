@@ -2,10 +2,13 @@
 import os
 import secrets
 import signal
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
 from worker_cases import environment
+
+from rollpipe.pipes.cluster.door import _read_settings, lease
 
 SETTINGS = dict(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_worker_niceness="0",
                 RAY_USAGE_STATS_ENABLED="0", RAY_health_check_initial_delay_ms="500", RAY_health_check_period_ms="500",
@@ -33,6 +36,18 @@ class TwoNodes:
         NODES.append(node)
         return node
 
+    def wait_until_free(self, seconds=30):
+        "A node tells only some time after the end of a worker that what it held is free. Until then it may have no room for all others."
+        import ray
+        user = type("User", (), {})()
+        release = lease(self.address, user)
+        try:
+            until = time.monotonic() + seconds
+            while (free := ray.available_resources().get("CPU", 0)) < (all_of_them := ray.cluster_resources()["CPU"]):
+                assert time.monotonic() < until, f"{free} of {all_of_them} CPUs are free"
+                time.sleep(0.1)
+        finally: release()
+
     @staticmethod
     def kill(node):
         "End a node as if its machine had failed."
@@ -49,8 +64,6 @@ def two_nodes(folder):
     os.environ.update(SETTINGS, RAY_TMPDIR=str(folder), PYTHONPATH=environment()["PYTHONPATH"])
     import ray
     from ray.cluster_utils import Cluster
-
-    from rollpipe.pipes.cluster.door import _read_settings
     _read_settings(ray)
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = False     # as the variable says; Ray may be imported already
     with sigterm_kept():

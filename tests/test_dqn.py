@@ -215,7 +215,7 @@ def test_several_steps_need_longer_samples_and_value_alike():
     agent = DQN(actor, lr=.1, gamma=.9, huber=None, multi_step=3, target_every=5)
     for batch in islice(replayed(Ending, actor, n_batches=4, length=3), 120): agent.update(batch)
     assert table_of(actor)[:3, 0].tolist() == pytest.approx([2.71, 1.9, 1.], rel=.03)
-    with pytest.raises(DataError, match='length >= 3'): agent.update(next(iter(replayed(Ending, actor))))
+    with pytest.raises(DataError, match='length >= multi_step = 3'): agent.update(next(iter(replayed(Ending, actor))))
 
 
 @pytest.mark.parametrize('cell', ['gru', 'lstm'])

@@ -346,21 +346,21 @@ def test_steps_priorities_ratio_and_nested_observations(algorithm, options):
 
 
 @pytest.mark.parametrize('algorithm, env, words, told', [
-    *((name, 'Pendulum-v1', '--multi-step 3', 'multi_step: ') for name in ('sac', 'td3', 'ddpg')),
-    *((name, 'CartPole-v1', '--multi-step 3 --preset none', 'multi_step: ') for name in ('dqn', 'qr_dqn')),
-    ('dqn', 'CartPole-v1', '--burn-in 5 --length 5 --multi-step 2', 'burn_in: ')])
+    *((name, 'Pendulum-v1', '--multi-step 3', 'multi_step = 3, got 1 steps') for name in ('sac', 'td3', 'ddpg')),
+    *((name, 'CartPole-v1', '--multi-step 3 --preset none', 'multi_step = 3, got 1 steps') for name in ('dqn', 'qr_dqn')),
+    ('dqn', 'CartPole-v1', '--burn-in 5 --length 5 --multi-step 2', 'burn_in + 1 = 6, got 5 steps')])
 def test_a_memory_of_too_short_samples_is_refused_before_anything_runs(algorithm, env, words, told, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(['train', algorithm, env, *words.split(), '--steps', '64']) == 2
     err = capsys.readouterr().err
-    assert told in err and 'samples are too short. Expected a memory with length >= ' in err and ', got length = ' in err
+    assert f'samples are too short. Expected a memory with length >= {told}.' in err
     assert not list(tmp_path.iterdir())
     build(make_config(algorithm, env, dict(length=3, multi_step=3)))
     if 'dqn' in algorithm: build(make_config(algorithm, env, dict(length=3, burn_in=2)))
 
 
 def test_too_short_samples_and_other_mistakes():
-    with pytest.raises(DataError, match='length >= 3'): make(SAC, multi_step=3).learn(Sample(random_fragment(2), None, None))
+    with pytest.raises(DataError, match='length >= multi_step = 3'): make(SAC, multi_step=3).learn(Sample(random_fragment(2), None, None))
     with pytest.raises(DataError, match='too short|samples'): next(iter(replayed(Ending, make(SAC, Ending).actor, samples_per_step=-1)))
     with pytest.raises(DataError, match='weight'):
         make(SAC).learn(Sample(random_fragment(), torch.ones(3), None))

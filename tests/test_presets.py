@@ -312,10 +312,10 @@ def test_a_policy_that_fails_for_other_spaces_does_not_end_the_list():
 
 
 def measured(algorithm, env):
-    "Last returns of the seeds in the committed results, rounded; empty if there is no such row."
+    "Last returns of the seeds in the committed results, rounded; empty if there is no such row. Labels of studies say what was changed."
     files = (Path(__file__).parents[1]/"benchmarks"/"results").glob("*/report.csv")
     return [round(float(row["last"])) for file in files for row in csv.DictReader(file.read_text().splitlines())
-            if (row["algorithm"], row["environment"]) == (algorithm, env)]
+            if (row["algorithm"], row["environment"], row["label"]) == (algorithm, env, algorithm.upper())]
 
 
 @pytest.mark.parametrize("algorithm, env", [(a, env) for a in ("dqn", "ppo", "trpo") for env in choice.presets_of(a) if env != "Taxi-v4"])

@@ -43,15 +43,19 @@ def test_ray_is_not_installed(monkeypatch):
     assert isinstance(error, WorkerError) and re.match(r"RayReading: Ray is not installed. Expected pip install 'rollpipe\[ray\]'", text)
 
 
-@pytest.mark.parametrize("kind", ["nobody", "somebody else", "auto"])
+@pytest.mark.parametrize("kind", ["nobody", "somebody else", "auto", "auto, one that has ended", "auto, by a variable"])
 def test_no_cluster_at_the_address(kind, monkeypatch):
     "It is told at once; Ray itself would try for minutes."
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray._private.services, "find_gcs_addresses", set)      # other tests may have clusters of their own
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        if kind == "nobody": other.close()
+        if kind != "somebody else": other.close()
+        ended = f"127.0.0.1:{port}" if kind == "auto, one that has ended" else None
+        monkeypatch.setattr(ray._private.services, "find_bootstrap_address", lambda folder: ended)
+        if kind == "auto, by a variable": monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
         begin = time.monotonic()
-        error, text, _ = outcome(fragments(), RayReading(1, address="auto" if kind == "auto" else f"127.0.0.1:{port}"))
+        error, text, _ = outcome(fragments(), RayReading(1, address="auto" if "auto" in kind else f"127.0.0.1:{port}"))
     assert isinstance(error, WorkerError) and "there is no Ray cluster that can be used" in text and time.monotonic() - begin < 10 * slack()
     assert not ray.is_initialized()
 
@@ -205,6 +209,7 @@ def test_placement(nodes):
     with DataLoader2(fragments(), reading_service=RayReading(2, address=nodes.address)) as loader:
         next(iter(loader))
         assert len({*places(loader)}) == 2
+    nodes.wait_until_free()
     with DataLoader2(fragments(), reading_service=RayReading(2, address=nodes.address, placement="pack", restart=1)) as loader:
         items = iter(loader)
         next(items), next(items)

@@ -3,6 +3,7 @@ import gc
 import os
 import random
 import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpipe.pipes import nested
+from rollpipe.pipes.cluster.actor import LaneServer, Outbox
+from rollpipe.pipes.cluster.crew import ArrivalPool, Arrived
+from rollpipe.pipes.lanes import GlobalRandomStates
+from rollpipe.pipes.torchdata import IterDataPipe
+from rollpipe.pipes.workers.channel import WeightPublisher
 from rollpipe.pipes.workers.codec import SMALL
+from rollpipe.pipes.workers.loop import Reply
 from rollpipe.pipes.workers.slot_pool import SlotPool
 from rollpipe.pipes.workers.slots import Layout
 from rollpipe.pipes.workers.slot_writer import SlotWriter, format_of
@@ -41,6 +48,12 @@ class Worker:
 
     def write(self, slot, position, number, kind="plain"):
         self.writer.begin(slot, position, self.pool.states[slot].layout)
+        header = self.writer.write(self.item(number, kind))
+        self.pool.propose_layout(header.unplaced)
+        return format_of(header, self.formats)
+
+    def item(self, number, kind):
+        "Large arrays of odd numbers are made where they are sent from."
         make = (lambda shape: self.writer.entries.empty(shape, np.uint8)) if number % 2 else (lambda shape: np.empty(shape, np.uint8))
         item = {"big": torch.from_numpy(make(BIG[0])).fill_(number % 256), "small": torch.full((5,), number)}
         if kind != "other": item["real"] = torch.full(REAL[0], number, dtype=REAL[1])
@@ -48,11 +61,39 @@ class Worker:
         if kind == "text": item["text"] = str(number)
         if kind == "small": item = {"small": item["small"]}
         if kind == "wider": item["big"] = torch.full((2, 4, SMALL // 4), number % 256, dtype=torch.uint8)
-        header = self.writer.write(item)
-        self.pool.propose_layout(header.unplaced)
-        return format_of(header, self.formats)
+        return item
 
 
+class Lane(IterDataPipe):
+    def __iter__(self):
+        while True: yield self.make()
+
+
+class RemoteWorker(Worker):
+    "As a worker of a cluster, whose items come as bytes that nobody can write to."
+    def __init__(self, pool):
+        self.lane, publisher, self.layout = Lane(), WeightPublisher([]), None
+        publisher.publish()
+        weakref.finalize(self, publisher.close)
+        super().__init__(pool)
+        receiver = publisher.receiver([])
+        self.server = LaneServer(Outbox(), receiver, "worker", {0: self.lane}, {0: GlobalRandomStates()}, None)
+        receiver.receive(*publisher.packed())
+        self.writer = self.server.writer
+
+    def write(self, slot, position, number, kind="plain"):
+        layout, before = self.pool.states[slot].layout, self.layout
+        self.layout, self.lane.make = layout, lambda: self.item(number, kind)
+        reply, data = self.server.serve(0, None, None if layout is before else layout.arrays)
+        reply, data = Reply(*reply), data.copy()
+        data.flags.writeable = False
+        assert reply.copied_bytes == data.nbytes
+        self.pool.propose_layout(reply.unplaced)
+        return Arrived(format_of(reply, self.formats), data)
+
+
+POOLS = {"processes": (SlotPool, Worker), "cluster": (ArrivalPool, RemoteWorker)}
+each_kind = pytest.mark.parametrize("pool_type, worker_type", POOLS.values(), ids=POOLS)
 KINDS = "plain", "plain", "plain", "array", "other", "text", "small", "wider"
 
 
@@ -72,10 +113,10 @@ PARTS = {"all": lambda item: item, "one": lambda item: {"big": item["big"]}, "a 
 
 class Model:
     "A coordinator and its consumer; it knows of each slot what it should be."
-    def __init__(self, n_buffers, width, needed, in_order, rng):
-        self.pool, self.rng, self.needed = SlotPool(n_buffers, width, needed), rng, needed
+    def __init__(self, pool_type, worker_type, n_buffers, width, needed, in_order, rng):
+        self.pool, self.rng, self.needed = pool_type(n_buffers, width, needed), rng, needed
         self.in_order, self.always = in_order, (in_order or width == 1) and len(self.pool.slots) >= touched(needed, width)
-        self.workers = [Worker(self.pool) for _ in range(2)]
+        self.workers = [worker_type(self.pool) for _ in range(2)]
         self.taken, self.written, self.kept, self.number = [], [], [], 0
         self.is_lent, self.open = {}, [0] * len(self.pool.slots)      # of each slot; items that were not read so far
 
@@ -155,12 +196,13 @@ class Model:
         return len(found)
 
 
+@each_kind
 @settings(deadline=None, max_examples=60)
 @given(width=st.integers(1, 3), n_slots=st.integers(1, 5), needed=st.integers(1, 9), extra=st.integers(0, 2),
        in_order=st.booleans(), seed=st.integers(0, 10 ** 6))
-def test_a_consumer_may_keep_what_it_likes(width, n_slots, needed, extra, in_order, seed):
+def test_a_consumer_may_keep_what_it_likes(pool_type, worker_type, width, n_slots, needed, extra, in_order, seed):
     "What is kept never changes; at most `max_lent` slots are lent, and all that can be; when all is dropped, all slots are there again."
-    model = Model(n_slots * width + extra % width, width, needed, in_order, rng := random.Random(seed))
+    model = Model(pool_type, worker_type, n_slots * width + extra % width, width, needed, in_order, rng := random.Random(seed))
     pool = model.pool
     assert len(pool.slots) == n_slots and pool.max_lent == max(0, n_slots - touched(needed, width))
     weights = [rng.randint(1, 6) for _ in range(5)]
@@ -188,12 +230,13 @@ def filled(pool, worker, number, kind="plain"):
     return items
 
 
+@each_kind
 @pytest.mark.parametrize("width", [1, 2, 3])
-def test_what_is_joined_keeps_the_slot(width):
+def test_what_is_joined_keeps_the_slot(pool_type, worker_type, width):
     "Though it has the memory of the first item alone, as the others are gone. Floats are joined by a copy, which keeps nothing."
     n = 3 + touched(width, width)
-    pool = SlotPool(n * width, width, width)
-    worker = Worker(pool)
+    pool = pool_type(n * width, width, width)
+    worker = worker_type(pool)
     for k in range(2): filled(pool, worker, k)
     kept = []
     for k in range(2, 6):
@@ -216,10 +259,11 @@ def test_what_is_joined_keeps_the_slot(width):
     pool.close()
 
 
+@each_kind
 @pytest.mark.parametrize("width", [1, 2, 3])
-def test_a_pool_without_slots_to_lend_copies(width):
-    pool = SlotPool(2 * width, width, 2 * width)
-    worker = Worker(pool)
+def test_a_pool_without_slots_to_lend_copies(pool_type, worker_type, width):
+    pool = pool_type(2 * width, width, 2 * width)
+    worker = worker_type(pool)
     for k in range(5):
         for item in filled(pool, worker, k):
             check(item, k)
@@ -228,12 +272,13 @@ def test_a_pool_without_slots_to_lend_copies(width):
     pool.close()
 
 
+@each_kind
 @pytest.mark.parametrize("width", [1, 2, 3])
-def test_a_lane_that_ends_gives_its_place_back(width):
+def test_a_lane_that_ends_gives_its_place_back(pool_type, worker_type, width):
     "In each position, before, between or after the others were read, and while they are kept."
     for at in range(width):
-        pool = SlotPool(3 * width, width, width)
-        worker, kept = Worker(pool), []
+        pool = pool_type(3 * width, width, width)
+        worker, kept = worker_type(pool), []
         for k in range(30):
             for position in range(width):
                 assert pool.has_room()

@@ -21,8 +21,7 @@ import torch
 # and a path or a message of `REV` that has the old name counts as one with the new. Options go through `tools.named`.
 RENAMED: dict = {}
 # Old phrase -> new phrase, of messages that were reworded on purpose.
-REWORDED: dict = {"DQN: samples are too short. Expected a memory with length >= multi_step = 9, got 4 steps.":
-                  "leaf multi_step: DQN: samples are too short. Expected a memory with length >= 9, got length = 4."}
+REWORDED: dict = {}
 # The groups, by the processes in which they run.
 PROCESSES = (("gradients", "replay", "commands"), ("streams", "episodes", "vector", "transforms", "faults"), ("fork",), ("spawn",))
 PLAIN = bool, int, float, complex, str, bytes, torch.dtype, np.dtype, type(None)

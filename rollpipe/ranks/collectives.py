@@ -173,7 +173,7 @@ def _compare(rows: dict, problem: str, learner: str) -> None:
 
 # %% ../../nbs/18_ranks/01_collectives.ipynb #ad33152c
 def check_batches(batch: Any, learner: str) -> None:
-    "Raise `DataError` in all ranks if their batches (nested tensors) differ in structure, shapes or dtypes."
+    "Raise `DataError` in all ranks if their batches (nested tensors) differ in structure, shapes or dtypes. Copies are logged."
     if not _group: return
     _compare(_forms(batch), "a batch of another form", learner)
     if isinstance(batch, Fragment) and not _looked: _tell_of_copies(batch)

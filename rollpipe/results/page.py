@@ -87,9 +87,6 @@ def pipeline_svg(row: RowResult) -> str:
     except Exception as e: return f"<p>{html.escape(f'It cannot be drawn here: {type(e).__name__}: {e}')}</p>"
 
 
-
-
-
 def differences(results: Results) -> tuple:  # names of the rows, and (option, its value in each row) for those that are not the same
     "What is not the same in all configurations. Where the runs of a row differ, all their values stand there."
     names = [f"{row.label}, {row.env}" for row in results.rows]

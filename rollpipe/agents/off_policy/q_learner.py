@@ -97,7 +97,7 @@ class DeepQLearner(QNetworkLearner):
 
     def least_lengths(self) -> dict[str, int]:
         "Option -> the fewest steps of a sample with which it works. At least one step is left after the first `burn_in`."
-        return dict(multi_step=self.td_options['n_steps'], burn_in=self.td_options['burn_in'] + 1)
+        return {'multi_step': self.td_options['n_steps'], 'burn_in + 1': self.td_options['burn_in'] + 1}
 
     def loss(self, fragment: Fragment, weight: torch.Tensor | None) -> tuple:
         "`(loss, metrics, errors)`, see `td_loss`."

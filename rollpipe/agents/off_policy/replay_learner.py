@@ -127,8 +127,6 @@ class ReplayLearner(Learner):
         "The algorithm: learn from a `Sample`, and tell a prioritised memory its errors. Returns metrics, some of them tensors."
         raise NotImplementedError(f"{type(self).__name__} must define learn(sample, memory)")
 
-
-
     def least_lengths(self) -> dict[str, int]:
         "Option -> the fewest steps of a sample with which it works."
         return {}
@@ -137,8 +135,8 @@ class ReplayLearner(Learner):
         "Raise `DataError` if samples of `length` steps are too short for an option."
         for name, least in self.least_lengths().items():
             if length >= least: continue
-            raise DataError(f"{type(self).__name__}: samples are too short", leaf=name, got=f"length = {length}",
-                            expected=f"a memory with length >= {least}")
+            raise DataError(f"{type(self).__name__}: samples are too short", got=f"{length} steps",
+                            expected=f"a memory with length >= {name} = {least}")
 
     def count(self, fresh: Fragment) -> int:
         "Count an update and the steps of the fresh fragment, which drive exploration and the normalisers; returns their number."

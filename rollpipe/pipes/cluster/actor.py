@@ -14,7 +14,7 @@ import torch
 
 from ..workers.loop import LaneRunner, Reply
 from ..workers.remote_errors import TracebackFile, pack_exception, send_exception, send_warning
-from ..workers.slots import Slot
+from ..workers.slots import Layout, Slot
 
 # %% ../../../nbs/pipes/32_cluster/02_actor.ipynb #a019ccd0
 class Outbox:
@@ -147,14 +147,21 @@ class LaneServer(LaneRunner):
     def serve(self,
               lane: int,
               publication: int | None,   # number of the weights; None: the latest that came
-    ) -> tuple:                          # `(reply, bytes)`
+              arrays: tuple | None,      # the entries of a `Layout`; None: those of the previous request
+    ) -> tuple:                          # `(reply, bytes)`; the arrays of the layout come first, unless the item has none of them
         """Collect the next item of a lane.
 
         Args:
             publication: number of the weights; None: the latest that came
+            arrays: the entries of a `Layout`; None: those of the previous request
 
         Returns:
-            tuple: `(reply, bytes)`
+            tuple: `(reply, bytes)`; the arrays of the layout come first, unless the item has none of them
         """
-        reply = Reply(*self.answer((lane, 0, 0, publication, None)))
-        return tuple(reply), self.slot.layout_memory.view(reply.copied_bytes)[:reply.copied_bytes]
+        memory, layout = self.slot.layout_memory, None if arrays is None else (1, arrays)
+        if layout is not None: memory.reserve(Layout(*layout).size)
+        reply = Reply(*self.answer((lane, 0, 0, publication, layout)))
+        if reply.publication is None: return tuple(reply), memory.view()[:0]
+        entries, end = self.writer.entries, self.writer.end
+        begin = 0 if len(entries.free) < len(self.layout.arrays) else self.layout.size
+        return tuple(reply._replace(copied_bytes=end - begin)), memory.view(end)[begin:end]

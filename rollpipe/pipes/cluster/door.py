@@ -59,7 +59,9 @@ _TOKEN = secrets.token_hex(32)     # who connects to the Ray that this process s
 def _own_settings() -> dict:
     "Environment variables for Ray on this machine alone. Those that the user has set are left as they are."
     settings = dict(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER='0',        # listens on the loopback interface only
-                    RAY_worker_niceness='0', RAY_USAGE_STATS_ENABLED='0')
+                    RAY_worker_niceness='0', RAY_USAGE_STATS_ENABLED='0',
+                    RAY_free_objects_period_milliseconds='0',     # memory is used again at once, while its pages are there
+                    RAY_max_direct_call_object_size='1000000')    # [bytes] smaller items come with the answer, past the store
     if 'RAY_AUTH_MODE' not in os.environ: settings |= dict(RAY_AUTH_MODE='token', RAY_AUTH_TOKEN=_TOKEN)
     return {name: x for name, x in settings.items() if name not in os.environ}
 
@@ -143,8 +145,16 @@ def _kill(pid, folder):
     except OSError: pass     # it has ended
 
 
+def _meant(ray, address):
+    "The address that 'auto' stands for. It may be that of a cluster that has ended."
+    find = getattr(ray._private.services, 'get_ray_address_from_environment', None)
+    found = find(address, None) if address == 'auto' and find is not None else address
+    return found if is_address(found) else address
+
+
 def _connect(ray, address: str, ending: ExitStack) -> None:
     "Connect this process with the cluster at this address."
+    address = _meant(ray, address)
     _check_somebody_listens(address)
     _read_settings(ray)
     ending.callback(ray.shutdown)
@@ -153,7 +163,7 @@ def _connect(ray, address: str, ending: ExitStack) -> None:
 # %% ../../../nbs/pipes/32_cluster/00_door.ipynb #1fabdce4
 def _resolved(address, ray):
     "The address with a number for its host; Ray calls this machine by the number that other machines know."
-    host, port = address.split(':')
+    host, _, port = address.rpartition(':')
     try: number = socket.gethostbyname(host)
     except OSError: number = host
     return ray.util.get_node_ip_address() if number.startswith('127.') else number, port

@@ -115,6 +115,7 @@ class LayoutEntries:
 class SlotWriter:
     "Writes items into slots, in the process that makes them."
     MAX_FORMATS = 64    # when as many are stored, all are dropped, and numbers begin at 0 again
+    end: int            # where the item's own arrays end [bytes]
 
     def __init__(self, slots: Sequence):
         self.slots, self.entries, self.cache = slots, LayoutEntries(), ViewCache()
@@ -169,7 +170,8 @@ class SlotWriter:
 
     def _reserve(self, size):
         "Reserve memory for `size` bytes of the item's own arrays."
-        if self.start + size > self.memory.size: self.memory.reserve(self.start + size + -size % 2 ** 16)
+        self.end = self.start + size
+        if self.end > self.memory.size: self.memory.reserve(self.end + -size % 2 ** 16)
 
     def _write_pickled(self, item) -> ItemHeader:
         "Write an item that has more than arrays and containers. Its pickle is sent in the header."
