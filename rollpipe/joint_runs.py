@@ -18,6 +18,7 @@ from .locks import unlock
 from .pipes.errors import DataError, WorkerError
 from .pipes.graph import find
 from .pipes.lanes import Lanes
+from .ranks.collectives import check_size
 from .runs import Run, discard
 from .train import STOP_SIGNALS, train
 
@@ -75,7 +76,9 @@ def joint(
 
 
 def _divide_or_discard(run):
-    try: divide(run.pipe, 0, dist.get_world_size(), run.config["workers"])
+    try:
+        check_size(run.config.get("ranks", 1), dist.get_world_size())
+        divide(run.pipe, 0, dist.get_world_size(), run.config["workers"])
     except BaseException:
         if run.counters["updates"]: unlock(run.folder)
         else: discard(run)

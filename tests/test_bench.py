@@ -279,7 +279,8 @@ SPECS = sorted((Path(__file__).resolve().parents[1]/"benchmarks"/"specs").glob("
 def test_the_specifications_that_ship_can_be_read(path):
     from rollpipe.results.spec import read_spec
     found = read_spec(path)
-    assert len(found.rows) == dict(classic=8, fvp_subsample=4, mujoco=4, mujoco_open=8)[path.stem] and all(row.seeds for row in found.rows)
+    rows = dict(classic=8, fvp_subsample=4, mujoco=5, mujoco_open=7, replay=5)
+    assert len(found.rows) == rows[path.stem] and all(row.seeds for row in found.rows)
 
 
 def test_a_folder_is_no_specification(tmp_path, capsys):

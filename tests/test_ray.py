@@ -303,3 +303,34 @@ def test_a_node_is_lost_with_items_that_were_not_fetched(nodes, caplog):
     assert time.monotonic() - start < 10 * slack()
     error, text, _ = outcome(pipe, RayReading(2, **options))
     assert isinstance(error, WorkerError) and "no room for 2 workers" in text
+
+
+class LosesOne:
+    "The module `ray` for a worker, except that its next item is lost on the way."
+    def __init__(self): self.lost = []
+    def __getattr__(self, name): return getattr(ray, name)
+
+    def get(self, answer, **options):
+        if self.lost: return ray.get(answer, **options)
+        self.lost.append(answer)
+        raise ray.exceptions.ObjectLostError(answer.hex(), None, "")
+
+
+@pytest.mark.parametrize("restart", [0, 1])
+def test_an_item_of_a_living_worker_is_lost(restart, nodes, caplog):
+    "The worker is ended as if it had died, and its lanes start anew; without `restart` there is an error within seconds."
+    with caplog.at_level(logging.WARNING, "rollpipe"), DataLoader2(fragments(), reading_service=RayReading(
+            2, lag=1, restart=restart, address=nodes.address)) as loader:
+        items = iter(loader)
+        next(items), next(items)
+        lost, start = members(loader)[1].process, time.monotonic()
+        lost.ray = LosesOne()
+        if restart:
+            found = [(int(f.lane[0]), int(f.seq[0])) for f in islice(items, 8)]
+            assert [lane for lane, _ in found] == [0, 1] * 4 and (1, 0) in found
+            assert [seq for lane, seq in found if lane == 0] == [1, 2, 3, 4]
+            assert re.search(r"worker 1 .* on node .* died \(.*lost.*\).*Its lanes start anew \(restart 1 of 1\)", caplog.text, re.DOTALL)
+        else:
+            with pytest.raises(WorkerError, match="lane 1: worker 1 .* died"): list(islice(items, 20))
+            assert time.monotonic() - start < 10 * slack()
+        assert len(lost.ray.lost) == 1 and gone([lost.pid], 10 * slack()) == []

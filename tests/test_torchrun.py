@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from reference import assert_same, snapshot
 
 from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe.cli import main
@@ -121,22 +122,25 @@ from itertools import islice
 import torch
 from rollpipe.agents import TRPO
 from rollpipe.layers import Critic, GaussianPolicy
-from rollpipe.pipes import on_policy
+from rollpipe.pipes import DataLoader2, ProcessReading, RayReading, on_policy
 from rollpipe.ranks import distributed, divided, rank
+
+def from_a_loader(service):
+    with DataLoader2(divided(pipe), reading_service=service) as loader: yield from islice(loader, 4)
 
 actor, critic = GaussianPolicy.for_env("Pendulum-v1", hidden=(8,), seed=0), Critic.for_env("Pendulum-v1", hidden=(8,), seed=1)
 trpo = TRPO(actor, critic, seed=0)
 pipe = on_policy("Pendulum-v1", actor, critic, n_envs=2, n_steps=32, lanes=4, seed=0)
 with distributed(trpo):
-    for batch in islice(DIVIDED, 4): trpo.update(batch)
+    for batch in BATCHES: trpo.update(batch)
     if rank() == 0: torch.save((trpo.state_dict(), batch.lane), sys.argv[1])
 assert not torch.distributed.is_initialized()
 """
 
 
-def run_loop(path, divided="divided(pipe)", n=None):
+def run_loop(path, batches="islice(divided(pipe), 4)", n=None):
     "The state after the loop, the lanes of rank 0, and what was written to stderr."
-    path.with_suffix(".py").write_text(LOOP.replace("DIVIDED", divided))
+    path.with_suffix(".py").write_text(LOOP.replace("BATCHES", batches))
     words = [sys.executable, path.with_suffix(".py"), path]
     if n is None:
         done = subprocess.run(words, env=environment(), text=True, capture_output=True, timeout=180)
@@ -155,13 +159,23 @@ def test_a_loop_runs_alone_and_with_ranks(tmp_path):
         assert torch.allclose(torch.as_tensor(x).double(), torch.as_tensor(y).double(), rtol=1e-3, atol=1e-3), path
 
 
+def test_each_rank_has_workers_of_its_own(tmp_path):
+    "Worker processes, or a Ray: the state is the same, bit for bit."
+    pytest.importorskip("ray")
+    state, *_ = run_loop(tmp_path/"plain", n=2)
+    for name, service in (("processes", "ProcessReading(2)"), ("ray", "RayReading(1)")):
+        found, lanes, _ = run_loop(tmp_path/f"by_{name}", f"from_a_loader({service})", n=2)
+        assert sorted({*lanes.tolist()}) == [0, 1]
+        assert_same(snapshot(found), snapshot(state))
+
+
 def test_lanes_are_divided_in_the_block_only(monkeypatch):
     for name, value in dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1").items(): monkeypatch.setenv(name, value)
     with pytest.raises(DataError, match="called before the ranks know one another"): divided(None)
 
 
 def test_ranks_that_collect_the_same_are_told(tmp_path):
-    *_, err = run_loop(tmp_path/"both", "pipe", n=2)
+    *_, err = run_loop(tmp_path/"both", "islice(pipe, 4)", n=2)
     assert err.count("rank 1 has the same batch as rank 0. `ranks.divided(pipe)` gives each rank lanes of its own") == 1
 
 
@@ -190,6 +204,8 @@ def test_a_run_goes_on_with_as_many_ranks_as_it_had(tmp_path):
     assert [code for code, *_ in run_ranks(*words, "--steps", "512", cwd=tmp_path)] == [0, 0]
     alone = run_alone("train", "--resume", "run", "--steps", "1024", cwd=tmp_path)
     assert alone.returncode == 2 and "another number of ranks. Expected 2, as by torchrun --nproc-per-node 2" in alone.stderr
+    (code, _, err), *_ = run_ranks("train", "--resume", "run", "--steps", "1024", cwd=tmp_path, n=3)
+    assert code == 2 and "another number of ranks. Expected 2" in err and "lanes cannot be divided" not in err
     assert [code for code, *_ in run_ranks("train", "--resume", "run", "--steps", "1024", cwd=tmp_path)] == [0, 0]
     assert read_metrics(tmp_path/"run")["steps"].tolist() == [256, 512, 768, 1024]
     assert load_checkpoint(tmp_path/"run/checkpoint.safetensors").pipes["RewardScaler"]["count"] == pytest.approx(1024, abs=1)

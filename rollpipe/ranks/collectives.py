@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['active', 'rank', 'span', 'totals', 'total', 'gathered', 'gathered_objects', 'add_gradients', 'places', 'spread',
-           'joined', 'own', 'check_batches', 'check_state', 'distributed']
+           'joined', 'own', 'check_batches', 'check_state', 'distributed', 'check_size']
 
 # %% ../../nbs/18_ranks/01_collectives.ipynb #f959d1a6
 import logging, zlib
@@ -227,7 +227,7 @@ def distributed(
     with ExitStack() as ending:
         if not _is_initialized(): ending.enter_context(process_group())
         is_group = _is_initialized()
-        _check_size(size, dist.get_world_size(group) if is_group else 1)
+        check_size(size, dist.get_world_size(group) if is_group else 1)
         if is_group: ending.enter_context(_block(agent, group))
         yield agent
 
@@ -254,7 +254,8 @@ def _block(agent, group):
         _looked.clear()
 
 
-def _check_size(size, got):
+def check_size(size: int | None, got: int) -> None:
+    "Raise `DataError` if the number of ranks is not `size`; None: it may be any."
     if size is None or size == got: return
     raise DataError("another number of ranks", leaf='ranks', got=str(got),
                     expected=f"{size}, as by torchrun --nproc-per-node {size} -m rollpipe train ...")
