@@ -279,7 +279,7 @@ SPECS = sorted((Path(__file__).resolve().parents[1]/"benchmarks"/"specs").glob("
 def test_the_specifications_that_ship_can_be_read(path):
     from rollpipe.results.spec import read_spec
     found = read_spec(path)
-    rows = dict(classic=8, fvp_subsample=4, mujoco=5, mujoco_open=7, replay=5)
+    rows = dict(classic=8, fvp_subsample=4, mujoco=5, mujoco_open=7)
     assert len(found.rows) == rows[path.stem] and all(row.seeds for row in found.rows)
 
 
