@@ -279,6 +279,20 @@ def test_infos_may_appear_earlier_in_one_rank(tmp_path):
     assert len(a) == len(b) == 6 and a != b, (a, b)
 
 
+def by_hand(rank, folder, is_numbered):
+    agent = learner()
+    batch = next(iter(pipeline(agent, rank, n_steps=8)))
+    with ranks.distributed(agent): agent.update(batch if is_numbered else batch._replace(lane=None, seq=None))
+    return agent.state_dict()
+
+
+def test_a_batch_that_nobody_has_numbered(tmp_path):
+    "It comes from no lane, as one that was made by hand."
+    (plain, _), found = (run(by_hand, tmp_path, numbered) for numbered in (True, False))
+    for state in found:
+        for x, y in zip(nested.leaves(plain), nested.leaves(state)): assert not isinstance(x, torch.Tensor) or torch.equal(x, y)
+
+
 def killed(rank, folder):
     agent = learner()
     with ranks.distributed(agent):

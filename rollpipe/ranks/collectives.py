@@ -188,7 +188,7 @@ def _forms(batch):
 
 def _tell_of_copies(batch):
     "Log once if another rank has the very same batch, as if nobody had divided the lanes."
-    what = [batch.lane.tolist(), batch.seq.tolist(), *map(_checksum, nested.leaves(batch.state))]
+    what = [*map(_checksum, nested.leaves((batch.lane, batch.seq, batch.state)))]
     twin = gathered_objects(what).index(what)
     if twin < rank(): logging.getLogger('rollpipe').warning(
         f"rank {rank()} has the same batch as rank {twin}. `ranks.divided(pipe)` gives each rank lanes of its own")
