@@ -288,7 +288,8 @@ def by_hand(rank, folder, is_numbered):
 
 def test_a_batch_that_nobody_has_numbered(tmp_path):
     "It comes from no lane, as one that was made by hand."
-    (plain, _), found = (run(by_hand, tmp_path, numbered) for numbered in (True, False))
+    for name in ("numbered", "not"): (tmp_path/name).mkdir()      # each group has a store of its own
+    (plain, _), found = run(by_hand, tmp_path/"numbered", True), run(by_hand, tmp_path/"not", False)
     for state in found:
         for x, y in zip(nested.leaves(plain), nested.leaves(state)): assert not isinstance(x, torch.Tensor) or torch.equal(x, y)
 
