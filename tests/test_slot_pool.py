@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollpipe.pipes import nested
+from rollpipe.pipes import DataError, nested
 from rollpipe.pipes.cluster.actor import LaneServer, Outbox
 from rollpipe.pipes.cluster.crew import ArrivalPool, Arrived
 from rollpipe.pipes.lanes import GlobalRandomStates
@@ -383,4 +383,13 @@ def test_nothing_grows_over_thousands_of_items():
             for item in items: check(item, number)
     maps, objects = usage()
     assert maps <= before[0] + 4 and objects < before[1] + 2000
+    pool.close()
+
+
+def test_a_layout_for_which_a_worker_of_a_cluster_has_no_memory():
+    "The error is that of the lane that needs it."
+    pool = ArrivalPool(2, 1, 1)
+    worker = RemoteWorker(pool)
+    with pytest.raises(DataError, match="not enough memory"): worker.server.serve(0, None, (((2, 2 ** 45), torch.uint8),))
+    assert worker.server.lane == 0
     pool.close()

@@ -158,7 +158,7 @@ class LaneServer(LaneRunner):
         Returns:
             tuple: `(reply, bytes)`; the arrays of the layout come first, unless the item has none of them
         """
-        memory, layout = self.slot.layout_memory, None if arrays is None else (1, arrays)
+        self.lane, memory, layout = lane, self.slot.layout_memory, None if arrays is None else (1, arrays)
         if layout is not None: memory.reserve(Layout(*layout).size)
         reply = Reply(*self.answer((lane, 0, 0, publication, layout)))
         if reply.publication is None: return tuple(reply), memory.view()[:0]

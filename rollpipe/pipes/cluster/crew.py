@@ -37,7 +37,7 @@ class Arrived(NamedTuple):
         "Copy the arrays to this position of a slot."
         memory, start, n_own = slot.item_memory[position], slot.start(position, layout), self.item_format.size
         n_layout = self.data.nbytes - n_own
-        if start + n_own > memory.size: memory.reserve(start + n_own + -n_own % 2 ** 16)
+        memory.reserve(start + n_own)
         memory.view()[start:start + n_own] = self.data[n_layout:]
         if not n_layout: return
         sent, whole = Layout(1, layout.arrays), slot.layout_memory.view(layout.size)
