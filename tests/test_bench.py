@@ -1,20 +1,27 @@
 "`rollpipe bench`: what is missing is trained, whatever has happened before; and the evaluations of a run between its updates."
 import errno
+import importlib
 import json
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from command_line import alive, process, rollpipe, wait_for
+from gymnasium.wrappers import TimeLimit
 
+from rollpipe.algorithms import ALGORITHMS
 from rollpipe.config import make_config
 from rollpipe.evaluations import evaluate_end, read_evaluations
 from rollpipe.locks import lock
+from rollpipe.layers import Critic, GaussianPolicy
 from rollpipe.logs import read_metrics
+from rollpipe.pipes import on_policy
 from rollpipe.pipes.errors import DataError
 from rollpipe.results.bench import BENCH
 from rollpipe.runs import load_run, resume, start
@@ -272,14 +279,33 @@ def test_a_run_of_an_earlier_preset_or_of_more_steps_is_not_taken_for_complete(t
     assert rollpipe("bench", file, "--dir", tmp_path/"out") == 0 and "1 of 1 runs are complete, 0 to do" in capsys.readouterr().out
 
 
+@pytest.fixture
+def terminating(monkeypatch):
+    "The module `benchmarks.ablations`, whose algorithm is known for this test alone."
+    monkeypatch.setitem(ALGORITHMS, "trpo_terminating", ALGORITHMS["trpo"])
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[1])
+    monkeypatch.delitem(sys.modules, "benchmarks.ablations", raising=False)
+    return importlib.import_module("benchmarks.ablations").terminating
+
+
+def test_the_ablation_values_nothing_after_a_truncation(terminating):
+    "The last step of an episode gains its reward, less the critic's value before it. With the recipe it gains what may follow, too."
+    def cut(): return TimeLimit(gym.make("Pendulum-v1").unwrapped, 5)
+    actor, critic = GaussianPolicy.for_env("Pendulum-v1", seed=0), Critic.for_env("Pendulum-v1", seed=1)
+    ours, usual = (next(iter(make(cut, actor, critic, n_envs=2, n_steps=7, seed=0))) for make in (terminating, on_policy))
+    gained = (usual.state.rew[5] - critic(usual.state.obs[4])).detach()
+    torch.testing.assert_close(ours.adv[4], gained)
+    assert (usual.adv[4] - gained).abs().min() > 1e-3 and torch.equal(ours.adv[5:], usual.adv[5:])
+
+
 SPECS = sorted((Path(__file__).resolve().parents[1]/"benchmarks"/"specs").glob("*.toml"))
 
 
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
-def test_the_specifications_that_ship_can_be_read(path):
+def test_the_specifications_that_ship_can_be_read(path, terminating):
     from rollpipe.results.spec import read_spec
     found = read_spec(path)
-    rows = dict(classic=8, fvp_subsample=4, mujoco=5, mujoco_open=7)
+    rows = dict(ablation=16, classic=8, fvp_subsample=4, mujoco=10, off_policy=5)
     assert len(found.rows) == rows[path.stem] and all(row.seeds for row in found.rows)
 
 

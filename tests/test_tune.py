@@ -1,4 +1,5 @@
 "`rollpipe tune`: the preset that it writes, what goes on after a kill, trials that fail, and what is refused."
+import shlex
 import signal
 import subprocess
 import sys
@@ -51,6 +52,21 @@ def test_training_accepts_the_preset(here, capsys):
     assert found["options"]["hidden"] == [4] and "n_envs" not in best
     found = best_of(study()).user_attrs["returns"][0]
     assert f"# {found:.0f}: mean returns of 10 episodes after 64 steps, seeds 7" in (here/preset).read_text()
+
+
+def test_the_printed_command_trains_an_environment_that_a_module_registers(here, curves, monkeypatch, capsys):
+    curves(lambda options: [0.])
+    (here/"courtyard.py").write_text("import gymnasium\n"
+                                     "gymnasium.register('Yard-v0', 'gymnasium.envs.classic_control:CartPoleEnv', max_episode_steps=9)\n")
+    monkeypatch.syspath_prepend(here)
+    words = ["tune", "ppo", "Yard-v0", "--import", "courtyard", *SMALL, "--encoder", '{"images": "conv"}', "--trials", "1"]
+    assert main(words) == 0
+    command = shlex.split(capsys.readouterr().out.rpartition("train with it:")[2])
+    at = command.index("--seeds")
+    command[at:at + 2] = []  # one seed is enough
+    assert main([*command[1:], "--quiet", "--no-tensorboard"]) == 0
+    found = read_table(here/"runs/ppo-Yard-v0-s0/config.json")
+    assert found["imports"] == ["courtyard"] and found["options"]["encoder"] == {"images": "conv"}
 
 
 @pytest.mark.parametrize("words", [[], ["--preset", "none"]])

@@ -30,9 +30,17 @@ __all__ = ['preset_text', 'complete_values', 'check_file', 'Search', 'tune_comma
 _MARK = "# Found by rollpipe tune"
 
 
-def _toml(value: Any) -> str:
+def _toml(value: Any, key: str) -> str:
     "A value of an option, in TOML."
-    return json.dumps("none" if value is None else list(value) if isinstance(value, tuple) else value)
+    if isinstance(value, dict): return "{" + ", ".join(f"{_toml(k, key)} = {_inner(x, key)}" for k, x in value.items()) + "}"
+    if isinstance(value, (list, tuple)): return "[" + ", ".join(_inner(x, key) for x in value) + "]"
+    if isinstance(value, float): return repr(float(value))  # inf and nan are words of TOML
+    return json.dumps("none" if value is None else value, ensure_ascii=False)
+
+
+def _inner(value: Any, key: str) -> str:
+    if value is None: raise DataError("TOML cannot say what is None within another value", leaf=key, expected="a value without None")
+    return _toml(value, key)
 
 
 def preset_text(
@@ -41,7 +49,7 @@ def preset_text(
     env_kwargs: dict,
     comments: list,      # lines
 ) -> str:
-    """A preset for an environment, in TOML.
+    """A preset for an environment, in TOML. Raises `DataError` for None within another value: TOML has no word for it.
 
     Args:
         env: gymnasium id
@@ -50,8 +58,8 @@ def preset_text(
     """
     name = env.rpartition(":")[2]
     table = [f"[{name if re.fullmatch('[A-Za-z0-9_-]+', name) else json.dumps(name)}]"]
-    kwargs = ["[env_kwargs]", *(f"{json.dumps(key)} = {_toml(x)}" for key, x in env_kwargs.items()), ""] if env_kwargs else []
-    lines = [*(f"# {line}" for line in comments), *(f"{key} = {_toml(x)}" for key, x in values.items())]
+    kwargs = ["[env_kwargs]", *(f"{json.dumps(key)} = {_inner(x, key)}" for key, x in env_kwargs.items()), ""] if env_kwargs else []
+    lines = [*(f"# {line}" for line in comments), *(f"{key} = {_toml(x, key)}" for key, x in values.items())]
     return "\n".join([_MARK, *kwargs, *table, *lines, ""])
 
 # %% ../../nbs/tuning/03_tune.ipynb #a1c7e3f1
@@ -150,7 +158,8 @@ def _write(search, study) -> str:
     if best is None: raise WorkerError(f"no trial is complete, {len(failed)} failed{'; the first error: ' + failed[0] if failed else ''}")
     config = search.config(best.params, 0)
     values = complete_values(config, [*search.given.run, *search.given.options, *best.params, "steps"])
-    train = shlex.join(["rollpipe", "train", args.algorithm, args.env, "--config", str(search.out), "--seeds", "0-4"])
+    imports = [word for module in getattr(args, "imports", ()) for word in ("--import", module)]
+    train = shlex.join(["rollpipe", "train", args.algorithm, args.env, "--config", str(search.out), "--seeds", "0-4", *imports])
     returns = " ".join(f"{x:.0f}" for x in best.user_attrs["returns"])
     comments = [f"{returns}: mean returns of {EPISODES} episodes after {config['steps']} steps, seeds {' '.join(map(str, search.seeds))}, "
                 f"the best of {len(over)} trials of {args.algorithm}.", f"Measure it afresh, with other seeds: {train}"]
@@ -167,6 +176,7 @@ def tune_command(args: Namespace) -> None:
     search = Search(args)
     config = search.config({}, search.seeds[0])
     build(config)        # raises what every trial would raise
+    preset_text(args.env, complete_values(config, search.given.options), config["env_kwargs"], [])  # and this what the end would raise
     if args.part is not None:
         number, n = map(int, args.part.split(":"))
         return _try(search, open_study(search.folder, search.settings(), search.seed + 1000 * (number + 1), search.free), n)
