@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import html, json, math
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -84,6 +85,9 @@ def _axes(limits: tuple, at_x, at_y) -> str:
     return "".join(out)
 
 # %% ../../nbs/results/06_charts.ipynb #6078fb83
+_DASHES = ("5 4", "- -"), ("9 3 2 3", "- ·"), ("2 3", "· ·")  # of horizontal lines with one colour, and their signs in the legend
+
+
 def chart(
     title: str,
     lines: list,           # of `Line`
@@ -113,10 +117,13 @@ def chart(
                      f'<path d="{_path(list(zip(xs, map(at_y, line.y))))}" fill="none" stroke="{line.color}" stroke-width="1.7"/>')
         data.append(dict(label=line.label, at=[round(x, 1) for x in xs], x=list(map(float, line.x)), y=[_json(y) for y in line.y],
                          low=[_json(y) for y in line.low], high=[_json(y) for y in line.high]))
-    for _, color, value in levels:
-        marks.append(f'<path d="M{_LEFT} {at_y(value):.1f}H{_WIDTH - 8}" stroke="{color}" stroke-dasharray="5 4"/>')
-    for label, color in dict.fromkeys([(line.label, line.color) for line in lines] + [(f"- - {label}", color) for label, color,
-                                                                                      _ in levels]):
+    entries, seen = [(line.label, line.color) for line in lines], Counter()
+    for label, color, value in dict.fromkeys(levels):
+        dashes, sign = _DASHES[seen[color] % len(_DASHES)]
+        seen[color] += 1
+        marks.append(f'<path d="M{_LEFT} {at_y(value):.1f}H{_WIDTH - 8}" stroke="{color}" stroke-dasharray="{dashes}"/>')
+        entries.append((f"{sign} {label}", color))
+    for label, color in dict.fromkeys(entries):
         legend.append(f'<span style="color:{color}">&#9632; {html.escape(label)}</span>')
     marks.append(f'<text x="{(_LEFT + _WIDTH)//2}" y="{_HEIGHT - 4}" text-anchor="middle">{html.escape(below)}</text>')
     svg = (f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '

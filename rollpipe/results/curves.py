@@ -5,6 +5,7 @@
 # %% ../../nbs/results/05_curves.ipynb #ffe0fbaf
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,6 +62,9 @@ def color_of(results: Results, label: str) -> int:
     return list(dict.fromkeys(row.label for row in results.rows)).index(label) % 10
 
 
+_STYLES = "--", "-.", (0, (1, 1.5, 6, 1.5))  # of published figures; a dotted line is a threshold
+
+
 def _panel(axes: Any, env: str, results: Results) -> None:
     from matplotlib.ticker import EngFormatter
     rows = [row for row in results.rows if row.env == env]
@@ -69,8 +73,8 @@ def _panel(axes: Any, env: str, results: Results) -> None:
         label, color = f"{row.label} ({curve.n} run{'s'*(curve.n > 1)})", f"C{color_of(results, row.label)}"
         axes.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=.2, linewidth=0)
         axes.plot(curve.steps, curve.middle, color=color, linewidth=1.6, label=_quoted(label), marker="." if len(curve.steps) < 3 else None)
-        for x in row.published: axes.axhline(x.mean, color=color, linewidth=.9, linestyle="--",
-                                             label=_quoted(f"{x.name}: {row.label}, {x.of}"))
+        for x, style in zip(row.published, cycle(_STYLES)):
+            axes.axhline(x.mean, color=color, linewidth=.9, linestyle=style, label=_quoted(f"{x.name}: {row.label}, {x.of}"))
     thresholds = {row.threshold for row in rows if row.threshold is not None}
     for x in thresholds: axes.axhline(x, color="0.5", linewidth=.9, linestyle=":", zorder=1)
     axes.set_title(_quoted(env), fontsize="medium")

@@ -56,13 +56,14 @@ CERTIFICATE = dict(kl="KL(old || new) of each step [nat]", accepted="share of st
 
 
 def certificate_charts(results: Results) -> str:
-    "How the metrics of the certificate went, a chart for each environment and metric."
+    "How the metrics of the certificate went, a chart for each environment and metric. A row alone has a colour for each seed."
     charts = []
     for env in dict.fromkeys(row.env for row in results.rows):
         rows = [row for row in results.rows if row.env == env]
         for name, meaning in CERTIFICATE.items():
-            lines = [_course(row, run, name, COLORS[color_of(results, row.label)]) for row in rows for run in row.results
-                     if _has(run, name)]
+            runs = [(row, run) for row in rows for run in row.results if _has(run, name)]
+            lines = [_course(row, run, name, COLORS[color_of(results, row.label) if len(rows) > 1 else k % len(COLORS)])
+                     for k, (row, run) in enumerate(runs)]
             if lines: charts.append(chart(f"{env}: {meaning}", lines, below="updates"))
     return "".join(charts)
 
