@@ -32,7 +32,7 @@ from .pipes.workers.reading import ProcessReading
 from .presets.choice import preset_for
 
 # %% auto #0
-__all__ = ['RUN_OPTIONS', 'device_of', 'reading_for', 'make_config', 'build']
+__all__ = ['RUN_OPTIONS', 'check_decay', 'device_of', 'reading_for', 'make_config', 'build']
 
 # %% ../nbs/07_config.ipynb #62591ac2
 def _all_options(algorithm: str, options: dict, intrinsic: float) -> dict:
@@ -65,8 +65,24 @@ def _versions() -> dict:
     return dict(python=platform.python_version(), **{name: m.__version__ for name, m in modules.items()})
 
 
-def _check_lanes(workers: int, lanes: int) -> None:
-    if workers > lanes:
+def check_decay(
+    steps: int,     # environment steps to train for
+    options: dict,  # of the algorithm
+) -> None:
+    """Raise `DataError` if the learning rates would fall to 0 before the training ends.
+
+    Args:
+        steps: environment steps to train for
+        options: of the algorithm
+    """
+    if not (n := options.get("decay_steps")) or n >= steps: return
+    raise DataError("the learning rates fall to 0 before the training ends", leaf="decay_steps", got=str(n),
+                    expected=f"0, or at least the steps of the training, as by --decay-steps {steps}")
+
+
+def _check_together(steps: int, workers: int, options: dict) -> None:
+    check_decay(steps, options)
+    if workers > (lanes := options.get("lanes", 1)):
         raise DataError(f"{workers} workers have too few lanes", leaf="workers", expected=f"--lanes {workers} or more "
                         "(a batch has lanes * n_envs * n_steps steps)", got=f"{lanes} lanes")
 
@@ -201,7 +217,7 @@ def make_config(
     _check_at_least(1, steps=steps, threads=threads, checkpoint_every=checkpoint_every)
     _check_at_least(0, seed=seed, keep=keep, eval_every=eval_every, video_every=video_every, intrinsic=intrinsic)
     reading_for(where := dict(workers=workers, lag=lag, order=order, restarts=restarts, reading=reading, address=address, device=device))
-    _check_lanes(workers, options.get("lanes", 1))
+    _check_together(steps, workers, options)
     config = dict(algorithm=algorithm, env=env, env_kwargs=env_kwargs or {}, name=name, seed=seed, steps=steps, threads=threads,
                   checkpoint_every=checkpoint_every, keep=keep, eval_every=eval_every, video_every=video_every, **where,
                   preset=None if preset == "none" else preset, options=options, intrinsic=intrinsic, versions=_versions(),

@@ -16,7 +16,7 @@ from .agents.checkpoint import (Checkpoint, Snapshot, checkpoint_bytes, keep_che
                                         save_checkpoint, write_atomically)
 from .agents.intrinsic.states import kept_states, load_states
 from .algorithms import ALGORITHMS, is_algorithm, options_for
-from .config import build
+from .config import build, check_decay
 from .locks import lock, unlock
 from .pipes import nested
 from .pipes.engines.checked_actor import engine_used
@@ -173,9 +173,8 @@ def _check_stored(found: Checkpoint) -> None:
         check_integer(name, config.get(name, low), low)
     n = {option.name: value for option, value in options.items()}
     batch = n.get("lanes", 1) * n.get("n_envs", 1) * (1 if n.get("sticky") else n.get("n_steps", 1))
-    learnt = counters["steps"]
-    if counters["updates"] and batch > 2 * learnt / counters["updates"]:  # at most every second row is no step
-        raise DataError("more environments than the counters tell of", expected=f"{learnt} steps in {counters['updates']} updates",
+    if counters["updates"] and batch > 2 * counters["steps"] / counters["updates"]:  # at most every second row is no step
+        raise DataError("more environments than the counters tell of", expected="{steps} steps in {updates} updates".format(**counters),
                         got=", ".join(f"{name}={n.get(name)}" for name in ("lanes", "n_envs", "n_steps")))
     for names in (("lanes", "n_envs", "n_steps"), ("batch_size", "length"), ("capacity",) * (n.get("path") is None)):
         rows = {name: n[name] for name in names if name in n}
@@ -313,6 +312,7 @@ def resume(
         counters = dict(found.counters, resumes=found.counters["resumes"] + 1)
         if counters["steps"] >= config["steps"]:
             raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
+        check_decay(config["steps"], config["options"])
         agent, pipe = restore(found._replace(config=config), counters["resumes"])
         waiting = load_states(pipe, found.pipes)
         _write_config(folder, config)

@@ -85,6 +85,17 @@ def test_typed_before_file_before_preset_before_default(presets, tmp_path):
     assert values(f"{env} {file} --lr 2 --gamma 1 --steps 9 --checkpoint-every 1") == [2, 1, .9, 9, 1, "CartPole-v1"]
 
 
+def test_more_steps_than_the_learning_rates_of_a_preset_last_are_refused_at_once(presets, tmp_path, capsys):
+    (tmp_path/"own.toml").write_text("steps = 64\ndecay_steps = 64\nn_envs = 2\nn_steps = 16\n")
+    words, run = ["train", "ppo", "CartPole-v1", "--config", tmp_path/"own.toml", "--out", tmp_path/"run", "--quiet"], tmp_path/"run"
+    told = "leaf decay_steps: the learning rates fall to 0 before the training ends. Expected 0, or at least the steps of the training"
+    assert rollpipe(*words, "--steps", "96") == 2 and not run.exists()
+    assert f"{told}, as by --decay-steps 96, got 64." in capsys.readouterr().err
+    assert rollpipe(*words) == 0
+    assert rollpipe("train", "--resume", run, "--steps", "96") == 2 and told in capsys.readouterr().err
+    assert rollpipe(*words, "--steps", "96", "--decay-steps", "96", "--overwrite") == 0
+
+
 def test_a_value_that_equals_the_default_is_typed_as_well(presets):
     assert config("train dqn CartPole-v1 --steps 100k --lr 0.001")["steps"] == 100_000
     assert make_config("dqn", "CartPole-v1", dict(lr=1e-3), steps=100_000, preset="auto")["options"]["lr"] == 1e-3
