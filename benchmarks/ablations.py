@@ -2,8 +2,8 @@
 
     rollpipe bench benchmarks/specs/ablation.toml --import benchmarks.ablations --jobs 2
 
-An episode that a time limit cuts off is worth nothing afterwards for this algorithm, as for a loop that knows a single flag `done`. All else
-of the ablation is options of TRPO.
+For it an episode that a time limit cuts off is worth nothing afterwards, as for a loop that knows a single flag `done`. The other rows of
+the ablation are options of TRPO.
 """
 from fastcore.meta import delegates
 

@@ -312,7 +312,7 @@ def resume(
         counters = dict(found.counters, resumes=found.counters["resumes"] + 1)
         if counters["steps"] >= config["steps"]:
             raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
-        check_decay(config["steps"], config["options"])
+        check_decay(config["steps"], found.config["options"])
         agent, pipe = restore(found._replace(config=config), counters["resumes"])
         waiting = load_states(pipe, found.pipes)
         _write_config(folder, config)
