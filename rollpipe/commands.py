@@ -20,7 +20,7 @@ from .config import RUN_OPTIONS, build, device_of, make_config
 from .evaluations import evaluate_end
 from .export import FORMATS, PolicyFunction, export_policy
 from .joint_runs import Follower, follow, joint
-from .options import options_of, parse_env_kwargs
+from .options import import_words, options_of, parse_env_kwargs
 from .pipes.envs.factories import spaces_of
 from .pipes.errors import DataError
 from .pipes.graph import draw
@@ -149,7 +149,7 @@ def _command_for(command: str, run: Run) -> str:
     "A command for the folder of a run, as it can be typed."
     n = run.config.get("ranks", 1) if command.startswith("train") else 1
     words = [*f"torchrun --standalone --nproc-per-node {n} -m".split()] * (n > 1) + ["rollpipe", *command.split(), str(run.folder)]
-    return shlex.join(words + [word for module in needed_modules(run.config) for word in ("--import", module)])
+    return shlex.join(words + import_words(needed_modules(run.config)))
 
 
 def run_to_end(run: Run, args: Namespace) -> None:
@@ -280,5 +280,5 @@ def _training(args: Namespace, env_kwargs: dict, values: dict) -> str:
     "The command line that trains with these options."
     if values["preset"] == "auto": del values["preset"]
     more = ["--env-kwargs", *(f"{name}={x!r}" for name, x in env_kwargs.items())] if env_kwargs else []
-    for module in getattr(args, "imports", ()): more += ["--import", module]
+    more += import_words(getattr(args, "imports", ()))
     return command_for(args.algorithm, args.env, values, options_for(args.algorithm) + RUN_OPTIONS, more)

@@ -77,7 +77,7 @@ def check_decay(
     """
     if not (n := options.get("decay_steps")) or n >= steps: return
     raise DataError("the learning rates fall to 0 before the training ends", leaf="decay_steps", got=str(n),
-                    expected=f"0, or at least the steps of the training, as by --decay-steps {steps}")
+                    expected=f"0, or at least the steps of the training, as by --decay-steps {steps} for a new run")
 
 
 def _check_together(steps: int, workers: int, options: dict) -> None:

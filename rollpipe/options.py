@@ -16,8 +16,8 @@ from fastcore.docments import docments
 from .pipes.errors import DataError
 
 # %% auto #0
-__all__ = ['args_section', 'meanings', 'kinds_of', 'Option', 'options_of', 'parse_value', 'parse_env_kwargs', 'parse_seeds',
-           'Parser', 'add_options']
+__all__ = ['args_section', 'meanings', 'kinds_of', 'Option', 'options_of', 'parse_value', 'parse_env_kwargs', 'import_words',
+           'parse_seeds', 'Parser', 'add_options']
 
 # %% ../nbs/05_options.ipynb #a311826f
 def args_section(docstring: str | None) -> dict:
@@ -191,6 +191,17 @@ def parse_env_kwargs(
         if not equals or not key.isidentifier():
             raise DataError("not a keyword argument of the environment", expected="key=value", got=key + equals)
     return {key: _literal(value) for key, _, value in pairs}
+
+
+def import_words(
+    modules: Iterable,  # that must be imported first
+) -> list:
+    """The words of a command line that import modules.
+
+    Args:
+        modules: that must be imported first
+    """
+    return [word for module in modules for word in ("--import", module)]
 
 # %% ../nbs/05_options.ipynb #091c0aaa
 def parse_seeds(

@@ -90,7 +90,7 @@ def test_more_steps_than_the_learning_rates_of_a_preset_last_are_refused_at_once
     words, run = ["train", "ppo", "CartPole-v1", "--config", tmp_path/"own.toml", "--out", tmp_path/"run", "--quiet"], tmp_path/"run"
     told = "leaf decay_steps: the learning rates fall to 0 before the training ends. Expected 0, or at least the steps of the training"
     assert rollpipe(*words, "--steps", "96") == 2 and not run.exists()
-    assert f"{told}, as by --decay-steps 96, got 64." in capsys.readouterr().err
+    assert f"{told}, as by --decay-steps 96 for a new run, got 64." in capsys.readouterr().err
     assert rollpipe(*words) == 0
     assert rollpipe("train", "--resume", run, "--steps", "96") == 2 and told in capsys.readouterr().err
     assert rollpipe(*words, "--steps", "96", "--decay-steps", "96", "--overwrite") == 0

@@ -18,7 +18,7 @@ from ..config import RUN_OPTIONS, build, make_config
 from ..evaluations import is_evaluated, read_evaluations
 from ..experiments import run_all
 from ..locks import lock, unlock
-from ..options import parse_seeds
+from ..options import import_words, parse_seeds
 from ..pipes.errors import CheckpointError, DataError, WorkerError
 from ..progress import format_number
 from .spec import Row, Spec, read_spec
@@ -92,7 +92,7 @@ def words_for_row(
         imports: modules that the environments need
     """
     more = ["--env-kwargs", *(f"{name}={x!r}" for name, x in row.env_kwargs.items())] if row.env_kwargs else []
-    for module in imports: more += ["--import", module]
+    more += import_words(imports)
     values, known = {**row.options, **run_options(row, steps)}, options_for(row.algorithm) + RUN_OPTIONS
     if values["preset"] == "auto": del values["preset"]  # as it is without this option
     return shlex.split(command_for(row.algorithm, row.env, values, known, more))

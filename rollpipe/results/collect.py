@@ -14,6 +14,7 @@ from gymnasium.envs.registration import registry
 
 from ..evaluations import is_evaluated, read_evaluations
 from ..logs import read_metrics
+from ..options import import_words
 from ..pipes.errors import DataError, PipeError
 from ..plots import group_runs
 from .bench import BENCH, read_bench
@@ -164,9 +165,8 @@ def _command(runs: list) -> str:
     def words(run, *more):
         config, n = run.config, run.config.get("ranks", 1)
         launcher = f"torchrun --standalone --nproc-per-node {n} -m".split() if n > 1 else []
-        modules = [word for module in config.get("imports", ()) for word in ("--import", module)]
         return shlex.join([*launcher, "rollpipe", "train", config["algorithm"], config["env"], "--config", str(run.folder/"config.json"),
-                           *more, *modules])
+                           *more, *import_words(config.get("imports", ()))])
 
     if any(run.config.get("ranks", 1) > 1 for run in runs): return " && ".join(words(run, "--seed", str(run.seed)) for run in runs)
     return words(runs[0], "--seeds", ",".join(str(run.seed) for run in runs))

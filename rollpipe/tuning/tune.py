@@ -17,7 +17,7 @@ from ..commands import Given, Interrupted, UsageError, given_by
 from ..config import RUN_OPTIONS, build, make_config
 from ..experiments import run_all, without
 from ..locks import lock, unlock
-from ..options import parse_seeds
+from ..options import import_words, parse_seeds
 from ..pipes.errors import DataError, WorkerError
 from .spaces import space_for
 from .study import best_of, finished, forget_running, import_optuna, open_study, try_one
@@ -31,16 +31,12 @@ _MARK = "# Found by rollpipe tune"
 
 
 def _toml(value: Any, key: str) -> str:
-    "A value of an option, in TOML."
-    if isinstance(value, dict): return "{" + ", ".join(f"{_toml(k, key)} = {_inner(x, key)}" for k, x in value.items()) + "}"
-    if isinstance(value, (list, tuple)): return "[" + ", ".join(_inner(x, key) for x in value) + "]"
-    if isinstance(value, float): return repr(float(value))  # inf and nan are words of TOML
-    return json.dumps("none" if value is None else value, ensure_ascii=False)
-
-
-def _inner(value: Any, key: str) -> str:
+    "A value of an option, or a part of one, in TOML."
     if value is None: raise DataError("TOML cannot say what is None within another value", leaf=key, expected="a value without None")
-    return _toml(value, key)
+    if isinstance(value, dict): return "{" + ", ".join(f"{_toml(k, key)} = {_toml(x, key)}" for k, x in value.items()) + "}"
+    if isinstance(value, (list, tuple)): return "[" + ", ".join(_toml(x, key) for x in value) + "]"
+    if isinstance(value, float): return repr(float(value))  # inf and nan are words of TOML
+    return json.dumps(value, ensure_ascii=False)
 
 
 def preset_text(
@@ -58,8 +54,8 @@ def preset_text(
     """
     name = env.rpartition(":")[2]
     table = [f"[{name if re.fullmatch('[A-Za-z0-9_-]+', name) else json.dumps(name)}]"]
-    kwargs = ["[env_kwargs]", *(f"{json.dumps(key)} = {_inner(x, key)}" for key, x in env_kwargs.items()), ""] if env_kwargs else []
-    lines = [*(f"# {line}" for line in comments), *(f"{key} = {_toml(x, key)}" for key, x in values.items())]
+    kwargs = ["[env_kwargs]", *(f"{json.dumps(key)} = {_toml(x, key)}" for key, x in env_kwargs.items()), ""] if env_kwargs else []
+    lines = [*(f"# {line}" for line in comments), *(f"{key} = {_toml('none' if x is None else x, key)}" for key, x in values.items())]
     return "\n".join([_MARK, *kwargs, *table, *lines, ""])
 
 # %% ../../nbs/tuning/03_tune.ipynb #a1c7e3f1
@@ -158,8 +154,8 @@ def _write(search, study) -> str:
     if best is None: raise WorkerError(f"no trial is complete, {len(failed)} failed{'; the first error: ' + failed[0] if failed else ''}")
     config = search.config(best.params, 0)
     values = complete_values(config, [*search.given.run, *search.given.options, *best.params, "steps"])
-    imports = [word for module in getattr(args, "imports", ()) for word in ("--import", module)]
-    train = shlex.join(["rollpipe", "train", args.algorithm, args.env, "--config", str(search.out), "--seeds", "0-4", *imports])
+    train = shlex.join(["rollpipe", "train", args.algorithm, args.env, "--config", str(search.out), "--seeds", "0-4",
+                        *import_words(getattr(args, "imports", ()))])
     returns = " ".join(f"{x:.0f}" for x in best.user_attrs["returns"])
     comments = [f"{returns}: mean returns of {EPISODES} episodes after {config['steps']} steps, seeds {' '.join(map(str, search.seeds))}, "
                 f"the best of {len(over)} trials of {args.algorithm}.", f"Measure it afresh, with other seeds: {train}"]
