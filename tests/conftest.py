@@ -51,11 +51,18 @@ def no_signal_handlers():
     assert _reactions() == before, "a reaction to a signal was left behind"
 
 
+def started_by(pid):
+    "Numbers of the processes that process `pid` has started, on systems with /proc: in whichever thread, as threads may end meanwhile."
+    def parent(stat):
+        try: return int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
+        except OSError: return None  # it ended while we looked
+    return {int(stat.parent.name) for stat in Path("/proc").glob("[0-9]*/stat") if parent(stat) == pid}
+
+
 def _children():
-    "Child processes of this one, on systems with /proc; multiprocessing's own helpers are left out."
+    "Child processes of this one; multiprocessing's own helpers are left out."
     multiprocessing.active_children()  # reaps those that have ended
-    pids = {int(p) for f in Path("/proc/self/task").glob("*/children") for p in f.read_text().split()}
-    return {p for p in pids if not any(h in _command(p) for h in HELPERS)}
+    return {p for p in started_by(os.getpid()) if not any(h in _command(p) for h in HELPERS)}
 
 
 def _command(pid):

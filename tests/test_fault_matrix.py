@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 from command_line import SMALL, lines, process, wait_for
+from conftest import started_by
 from fault_cases import IN_PARENT, Left, run
 from fault_rows import EVENTS, HARMS, ROWS
 from worker_cases import gone, slack
@@ -177,7 +178,7 @@ def test_a_training_run_is_told_to_end(name, tmp_path):
         folder = tmp_path/str(column)
         with child:
             wait_for(lambda folder=folder: lines(folder/"metrics.jsonl") >= 2, child)
-            workers = descendants(child.pid)
+            workers = started_by(child.pid)
             child.send_signal(getattr(signal, name))
             out, err = child.communicate(timeout=100)
         assert child.returncode == CODES[name] and "Traceback" not in err, err
@@ -191,10 +192,6 @@ def test_a_training_run_is_told_to_end(name, tmp_path):
 def training(folder, column):
     return process("train", "trpo", "CartPole-v1", "--steps", 10**8, "--out", folder, "--checkpoint-every", 1 << 20, "--lanes", 2,
                    *([] if column.method is None else ["--workers", 2, "--lag", column.lag]), *SMALL, start_new_session=True)
-
-
-def descendants(pid):
-    with open(f"/proc/{pid}/task/{pid}/children") as file: return [int(p) for p in file.read().split()]
 
 
 # --- the table

@@ -19,6 +19,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+from conftest import started_by
 from worker_cases import descriptors, gone, harmful, runs, script, slack
 from reference import snapshot
 from toys import Counting, Lively, Plain, Shaky
@@ -314,7 +315,7 @@ def test_a_worker_with_processes_of_its_own_is_killed():
         items = iter(loader)
         next(items)
         pid = loader.reading_service.health()[0]["pid"]
-        with open(f"/proc/{pid}/task/{pid}/children") as f: children = [int(p) for p in f.read().split()]
+        children = started_by(pid)
         assert len(children) == 2
         return items, pid, children
     with DataLoader2(pipe, reading_service=ProcessReading(1)) as loader: _, _, children = begin(loader)

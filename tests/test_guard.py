@@ -7,6 +7,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from conftest import started_by
 from toys import Counting, Plain
 from worker_cases import gone, harmful, runs, script, slack
 
@@ -38,10 +39,9 @@ if __name__ == '__main__':
 """
 
 
-def guards(pid="self"):
+def guards(pid=None):
     "Numbers of the guards of a process."
-    children = [int(p) for f in Path(f"/proc/{pid}/task").glob("*/children") for p in f.read_text().split()]
-    return [p for p in children if b"rollpipe guard" in Path(f"/proc/{p}/cmdline").read_bytes() and runs(p)]
+    return [p for p in started_by(pid or os.getpid()) if b"rollpipe guard" in Path(f"/proc/{p}/cmdline").read_bytes() and runs(p)]
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
