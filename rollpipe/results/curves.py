@@ -65,7 +65,8 @@ def color_of(results: Results, label: str) -> int:
 _STYLES = "--", "-.", (0, (1, 1.5, 6, 1.5))  # of published figures; a dotted line is a threshold
 
 
-def _panel(axes: Any, env: str, results: Results) -> None:
+def _panel(axes: Any, env: str, results: Results) -> int:
+    "Draw the curves of an environment. Returns the number of lines below them."
     from matplotlib.ticker import EngFormatter
     rows = [row for row in results.rows if row.env == env]
     for row in rows:
@@ -81,7 +82,10 @@ def _panel(axes: Any, env: str, results: Results) -> None:
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=.25, linewidth=.6)
     axes.spines[["top", "right"]].set_visible(False)
-    if axes.get_legend_handles_labels()[0]: axes.legend(frameon=False, fontsize="small")
+    n = len(axes.get_legend_handles_labels()[0])
+    below = dict(loc="upper center", bbox_to_anchor=(.5, -.08)) if n > 3 else {}     # so many lines would hide the curves
+    if n: axes.legend(frameon=False, fontsize="small", **below)
+    return n if below else 0
 
 
 def _quoted(text: str) -> str:
@@ -102,9 +106,10 @@ def draw_curves(
     envs = list(dict.fromkeys(row.env for row in results.rows))
     columns = min(3, len(envs))
     lines = -(-len(envs)//columns)
-    figure = Figure(figsize=(4.2*columns + .6, 3.2*lines + .3), dpi=150, layout="constrained")
+    figure = Figure(dpi=150, layout="constrained")
     panels = figure.subplots(lines, columns, squeeze=False).ravel()
-    for axes, env in zip(panels, envs): _panel(axes, env, results)
+    below = max(_panel(axes, env, results) for axes, env in zip(panels, envs))
+    figure.set_size_inches(4.2*columns + .6, (3.2 + .18*below)*lines + .3)
     for axes in panels[len(envs):]: axes.remove()
     figure.suptitle(_quoted(results.title), fontsize="large")
     figure.supxlabel(LABELS["steps"], fontsize="medium")
