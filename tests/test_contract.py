@@ -364,7 +364,7 @@ def test_what_cannot_be_sent_is_told_before_anything_starts(Reading):
     actor.stream = (x for x in ())
     pipe = Lanes(FragmentCollector(EnvStepper(Lively, actor), 4), 2, 0)
     options = dict(start_method="spawn") if Reading is ProcessReading else {}
-    with pytest.raises(WorkerError, match="Shaky cannot be sent to a worker: TypeError: cannot pickle 'generator' object"):
+    with pytest.raises(WorkerError, match="EnvStepper: Shaky cannot be sent to a worker: TypeError: cannot pickle 'generator' object"):
         next(iter(DataLoader2(pipe, reading_service=Reading(2, **options))))
 
 

@@ -564,7 +564,8 @@ if __name__ == '__main__':
     assert code == 0, err
     lines = out.splitlines()
     assert lines[:2] == ["[1.0, 2.0, 3.0, 1.0, 2.0] [2.0]", "[3.0]"], out
-    assert lines[2].startswith("Own cannot be sent to a worker: TypeError: cannot pickle 'generator' object") and lines[2].endswith(" 1")
+    assert lines[2].startswith("EnvStepper: Own cannot be sent to a worker: TypeError: cannot pickle 'generator' object")
+    assert lines[2].endswith(" 1")
     assert not os.path.exists(f"/proc/{lines[3]}") and err == ""
 
 

@@ -15,7 +15,9 @@ import cloudpickle
 import torch
 
 from ..errors import DataError, WorkerError
-from .loop import Reply, holders_in, run_lanes
+from ..graph import nodes
+from ..pipe import held_by
+from .loop import Reply, run_lanes
 from .process import WorkerProcess, end_workers
 from .schedule import Request
 from .slot_writer import format_of
@@ -112,11 +114,12 @@ def _may_run_on(cores) -> bool:
 
 def check_picklable(graphs: Iterable, expected: str = "what can be pickled (or the start method fork)") -> None:
     "Raise `WorkerError` for the first object held by pipes of `graphs` that cannot be pickled, before any process is started."
-    for x in {id(x): x for x in holders_in(graphs)}.values():
+    held = {id(x): (x, pipe) for graph in graphs for pipe in nodes(graph) for x in held_by(pipe)}
+    for x, holder in held.values():
         try: cloudpickle.dumps(x)
         except Exception as e:
-            raise WorkerError(f"{type(x).__name__} cannot be sent to a worker: {type(e).__name__}: {e}", got=repr(x)[:80],
-                              expected=expected) from e
+            raise WorkerError(f"{type(x).__name__} cannot be sent to a worker: {type(e).__name__}: {e}", pipe=holder, expected=expected,
+                              got=repr(x)[:80]) from e
 
 
 def start_member(
