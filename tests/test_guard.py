@@ -1,10 +1,11 @@
 """Whatever its workers do, a process that is killed leaves none of them behind, and a thread that ends takes none with it."""
 import os
 import signal
+import subprocess
 import time
 from itertools import islice
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 from conftest import started_by
@@ -12,6 +13,7 @@ from toys import Counting, Plain
 from worker_cases import gone, harmful, runs, script, slack
 
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading
+from rollpipe.pipes.cluster.door import descendants
 from rollpipe.pipes.torchdata import DataLoader2
 from rollpipe.pipes.workers import guard as guard_module
 from rollpipe.pipes.workers.process import WorkerProcess
@@ -41,7 +43,7 @@ if __name__ == '__main__':
 
 def guards(pid=None):
     "Numbers of the guards of a process."
-    return [p for p in started_by(pid or os.getpid()) if b"rollpipe guard" in Path(f"/proc/{p}/cmdline").read_bytes() and runs(p)]
+    return [p for p in sorted(started_by(pid or os.getpid())) if b"rollpipe guard" in Path(f"/proc/{p}/cmdline").read_bytes() and runs(p)]
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
@@ -101,6 +103,20 @@ def test_signals_for_the_parent_do_not_end_the_guard():
         time.sleep(0.2)
         for sign in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM): os.kill(pid, sign)
         assert gone([pid], 0.5) == [pid]
+
+
+def test_the_child_of_a_thread_that_ends_is_found_all_the_same():
+    "Ray's processes are guarded by this list. The system gives such a child to another thread, while the lists of threads are read."
+    def start(): children.append(subprocess.Popen(["sleep", "60"])); begun.set(); gate.wait()
+    for _ in range(500):
+        children, begun, gate = [], Event(), Event()
+        thread = Thread(target=start)
+        thread.start(); begun.wait(); gate.set()
+        try: lists = [descendants(os.getpid()) for _ in range(3)] + [started_by(os.getpid())]
+        finally:
+            thread.join()
+            for child in children: child.kill(); child.wait()
+        assert all(children[0].pid in found for found in lists)
 
 
 def test_without_descriptors_of_processes(monkeypatch):

@@ -7,6 +7,7 @@ __all__ = ['import_ray', 'is_address', 'descendants', 'lease', 'is_own']
 
 # %% ../../../nbs/pipes/32_cluster/00_door.ipynb #4c129db8
 import os, re, secrets, shutil, signal, socket, sys, tempfile, threading, weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -113,12 +114,14 @@ def _process_kept() -> Iterator[None]:
 # %% ../../../nbs/pipes/32_cluster/00_door.ipynb #3ee89eba
 def descendants(pid: int) -> list:
     "The processes that process `pid` has started, and those that these have started, on systems with /proc."
-    found = []
-    for file in Path(f'/proc/{pid}/task').glob('*/children'):
-        try: children = [int(child) for child in file.read_text().split()]
+    started = defaultdict(list)      # by parent: the lists that threads have of their children miss those of one that ends meanwhile
+    for file in Path('/proc').glob('[0-9]*/stat'):
+        try: parent = int(file.read_text(errors='replace').rpartition(')')[2].split()[1])
         except OSError: continue     # it has ended
-        for child in children: found += [child, *descendants(child)]
-    return found
+        started[parent].append(int(file.parent.name))
+    found = [pid]
+    for process in found: found += started[process]
+    return found[1:]
 
 
 def _start(ray, ending: ExitStack) -> None:
