@@ -25,6 +25,7 @@ from rollpipe.cli import main
 from rollpipe.config import build, make_config
 from rollpipe.export import export_policy
 from rollpipe.layers import ActionCritic, DeterministicPolicy, GaussianParams, SquashedGaussian, SquashedPolicy, UnitBox
+from rollpipe.layers.action_critic import StackedMLP
 from rollpipe.pipes import DataError, Fragment
 from rollpipe.pipes.errors import SpaceError
 from rollpipe.pipes.recipes import replayed
@@ -178,6 +179,49 @@ def test_deterministic_losses_by_loops():
             obs = fragment.state.obs[t, b][None]
             total -= float(critic(obs, actor.act(obs))[0])
     assert loss.item() == pytest.approx(total / int(fragment.valid.sum()), rel=1e-4)
+
+
+class Opposite(ActionCritic):
+    def forward(self, obs, act): return -super().forward(obs, act)
+
+
+@pytest.mark.parametrize('cls', [ActionCritic, Opposite])
+def test_the_policy_climbs_the_first_value_of_the_critic_as_it_is(cls):
+    "A critic can give its first value alone. One with a `forward` of its own gives that of its own, and so does a plain function."
+    fragment, actor, critic = random_fragment(seed=6), DeterministicPolicy.for_env(SPACES, hidden=(8,), seed=1), cls(*SPACES, hidden=(8,))
+    loss, other = (deterministic_policy_loss(fragment, actor, c)[0] for c in (critic, lambda obs, act: critic(obs, act)))
+    found, wanted = (torch.autograd.grad(x, list(actor.parameters())) for x in (loss, other))
+    torch.testing.assert_close((loss, *found), (other, *wanted))
+
+
+@pytest.mark.parametrize('n_rows, hidden', [(7, (5, 6)), (512, (64, 3)), (511, (64, 70)), (64, (600,)), (40_000, ())])
+@pytest.mark.parametrize('activation', ['relu', 'tanh'])
+def test_stacked_perceptrons_are_as_those_apart(n_rows, hidden, activation):
+    "Outputs and gradients, whether the layers are small and computed at once, or large and computed one by one."
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        three, x = StackedMLP(3, 4, hidden, 2, activation), torch.randn(n_rows, 4, requires_grad=True)
+        for b in three.biases: torch.nn.init.normal_(b)
+        scale = torch.randn(3, n_rows, 2)
+    wanted = []
+    for k in range(3):
+        layers = [torch.nn.Linear(*w.shape[1:]) for w in three.weights]
+        for layer, w, b in zip(layers, three.weights, three.biases): layer.weight, layer.bias = (
+            torch.nn.Parameter(y.detach().clone()) for y in (w[k].T, b[k, 0]))
+        y = x
+        for layer in layers[:-1]: y = getattr(torch, activation)(layer(y))
+        out = layers[-1](y)
+        params = [p for layer in layers for p in (layer.weight, layer.bias)]
+        wanted.append((out, *torch.autograd.grad((out * scale[k]).sum(), [x, *params])))
+    out = three(x)
+    pairs = [p for pair in zip(three.weights, three.biases) for p in pair]
+    grad_x, *grads = torch.autograd.grad((out * scale).sum(), [x, *pairs])
+    close = dict(rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(out, torch.stack([w[0] for w in wanted]), **close)
+    torch.testing.assert_close(three(x, 2), out[:2], **close)
+    torch.testing.assert_close(grad_x, sum(w[1] for w in wanted), **close)
+    for k, (_, _, *theirs) in enumerate(wanted):
+        for mine, g in zip(grads, theirs): torch.testing.assert_close(mine[k], g.T if g.ndim == 2 else g[None], **close)
 
 
 @each_algorithm

@@ -16,7 +16,8 @@ from ..pipes.data import Fragment, State
 from ..pipes.errors import DataError, check_integer
 
 # %% auto #0
-__all__ = ['timeshift', 'without_terminal_obs', 'states_reached', 'spliced', 'answers_reached', 'fill_invalid']
+__all__ = ['timeshift', 'without_terminal_obs', 'observations_reached', 'states_reached', 'spliced', 'answers_reached',
+           'fill_invalid']
 
 # %% ../../nbs/agents/03_unroll.ipynb #1bb90c57
 def timeshift(
@@ -40,6 +41,13 @@ def without_terminal_obs(fragment: Fragment) -> Fragment:
     return fragment._replace(final=nested.getitem(final, ~over))
 
 
+def observations_reached(fragment: Fragment) -> Any:
+    "The observations of `states_reached`, nested `[T, B, ...]`."
+    after, final = nested.getitem(fragment.state.obs, slice(1, None)), fragment.final
+    if not len(final.t): return after
+    return nested.map(lambda x, last: x.index_put((final.t, final.b), last), after, final.obs)
+
+
 def states_reached(fragment: Fragment) -> State:
     """The state that each step led to, `[T, B, ...]`: the next row, or the true last observation if it is in `final`.
 
@@ -50,8 +58,8 @@ def states_reached(fragment: Fragment) -> State:
     t, b = fragment.final.t, fragment.final.b
     if not len(t): return after
     def at_ends(x, last): return x.index_put((t, b), last)
-    return after._replace(stepno=at_ends(after.stepno, before.stepno[t, b] + 1), obs=nested.map(at_ends, after.obs, fragment.final.obs),
-                          fin=at_ends(after.fin, torch.zeros_like(fragment.final.t, dtype=torch.bool)))
+    return after._replace(stepno=at_ends(after.stepno, before.stepno[t, b] + 1), obs=observations_reached(fragment),
+                          fin=at_ends(after.fin, torch.zeros_like(t, dtype=torch.bool)))
 
 # %% ../../nbs/agents/03_unroll.ipynb #1b0361d7
 def spliced(fragment: Fragment) -> tuple[State, Tensor]:

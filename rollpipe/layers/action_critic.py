@@ -53,12 +53,29 @@ class StackedMLP(nn.Module):
         self.biases = nn.ParameterList(torch.zeros(k, 1, m) for m in sizes[1:])
         self.activation, self.k = activation_for(activation), k
 
-    def forward(self, x: Tensor) -> Tensor:
-        weights, biases = (self._modules[name]._parameters.values() for name in ('weights', 'biases'))
-        x, activation = x.expand(self.k, *x.shape), self._modules['activation'].forward
-        *layers, (last, bias) = zip(weights, biases)
-        for w, b in layers: x = activation(torch.baddbmm(b, x, w))
-        return torch.baddbmm(bias, x, last)
+    def forward(self,
+                x: Tensor,
+                n: int | None = None,   # number of perceptrons that are asked, the first ones; None: all
+    ) -> Tensor:
+        """The outputs `[k, N, n_out]`, or those of the first `n` perceptrons.
+
+        Args:
+            n: number of perceptrons that are asked, the first ones; None: all
+        """
+        weights, biases = (list(self._modules[name]._parameters.values()) for name in ('weights', 'biases'))
+        activation = self._modules['activation'].forward
+        # A processor computes large layers faster one by one. Small ones would cost more by their number.
+        if x.is_cpu and len(x) * biases[0].shape[-1] >= 2 ** 15:
+            layers = zip(*(zip(w[:n].unbind(), b[:n].unbind()) for w, b in zip(weights, biases)))
+            return torch.stack([_run(x, one, activation, torch.addmm) for one in layers])
+        if n is not None: weights, biases = ([y[:n] for y in z] for z in (weights, biases))
+        return _run(x.expand(len(weights[0]), *x.shape), zip(weights, biases), activation, torch.baddbmm)
+
+
+def _run(x, layers, activation, product):
+    *hidden, (last, bias) = layers
+    for w, b in hidden: x = activation(product(b, x, w))
+    return product(bias, x, last)
 
 # %% ../../nbs/layers/21_action_critic.ipynb #490c20b4
 class ActionCritic(Observer):
@@ -98,7 +115,15 @@ class ActionCritic(Observer):
         with seeded(seed): return cls(*spaces_of(env, env_kwargs), **kwargs)
 
     def forward(self, obs: Any, act: Tensor) -> Tensor:
+        return self._values(obs, act)
+
+    def first_value(self, obs: Any, act: Tensor) -> Tensor:
+        "The values `[*lead]` of the first network alone."
+        if type(self).forward is not ActionCritic.forward: return self(obs, act)[0]     # a subclass has its own values
+        return self._values(obs, act, 1)[0]
+
+    def _values(self, obs, act, n=None):
         features, position = self.features(obs), self.box.position(act)
         lead = features.shape[:-1]
         x = torch.cat([features, position.reshape(*lead, -1)], -1)
-        return self.net(x.flatten(0, -2) if x.ndim > 2 else x).view(self.net.k, *lead)
+        return self.net(x.flatten(0, -2) if x.ndim > 2 else x, n).view(-1, *lead)

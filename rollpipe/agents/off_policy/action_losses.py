@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..td import td_targets
-from ..unroll import fill_invalid, states_reached, timeshift, without_terminal_obs
+from ..unroll import fill_invalid, observations_reached, without_terminal_obs
 from ...pipes import nested
 from ...pipes.data import Fragment
 from ...pipes.errors import DataError, describe
@@ -23,7 +23,7 @@ __all__ = ['reached', 'soft_target', 'smoothed_target', 'action_value_loss', 'so
 # %% ../../../nbs/agents/15_off_policy/03_action_losses.ipynb #9efacbee
 def reached(fragment: Fragment) -> Any:
     "The observations that the steps led to, nested `[T, B, ...]`: the true last one where an episode was truncated."
-    return nested.as_seen(states_reached(without_terminal_obs(fragment)).obs)
+    return nested.as_seen(observations_reached(without_terminal_obs(fragment)))
 
 # %% ../../../nbs/agents/15_off_policy/03_action_losses.ipynb #34039091
 @torch.no_grad()
@@ -83,8 +83,8 @@ def smoothed_target(
 # %% ../../../nbs/agents/15_off_policy/03_action_losses.ipynb #776a1820
 def _taken(fragment):
     "Observations and actions of the steps, `[T, B, ...]`; where a row is not valid, those of a valid one."
-    before, after = timeshift(fill_invalid(fragment).state)
-    return nested.as_seen(before.obs), after.act
+    state = fill_invalid(fragment).state
+    return nested.as_seen(nested.getitem(state.obs, slice(None, -1))), nested.getitem(state.act, slice(1, None))
 
 
 def _mean(x, valid, n): return x.masked_fill(~valid, 0.).sum() / n
@@ -147,17 +147,19 @@ def soft_policy_loss(
 def deterministic_policy_loss(
     fragment: Fragment,  # [T, B]
     actor: Any,          # `act(obs) -> [T, B, ...]`, see `DeterministicPolicy`
-    critic: Any,         # `critic(obs, act) -> [k, T, B]`; the first one counts
+    critic: Any,         # `critic(obs, act) -> [k, T, B]`; the first one counts, which `first_value(obs, act)` gives alone, if it is there
 ) -> tuple[Tensor, dict]:
     """`(loss, metrics)`: `-mean Q` of the policy's own actions over valid rows. Source: Silver et al. 2014.
 
     Args:
         fragment: [T, B]
         actor: `act(obs) -> [T, B, ...]`, see `DeterministicPolicy`
-        critic: `critic(obs, act) -> [k, T, B]`; the first one counts
+        critic: `critic(obs, act) -> [k, T, B]`; the first one counts, which `first_value(obs, act)` gives alone, if it is there
     """
     valid, obs = fragment.valid, _taken(fragment)[0]
-    loss = -_mean(critic(obs, actor.act(obs))[0], valid, valid.sum())
+    act = actor.act(obs)
+    value = critic.first_value(obs, act) if hasattr(critic, 'first_value') else critic(obs, act)[0]
+    loss = -_mean(value, valid, valid.sum())
     return loss, dict(loss_policy=loss.detach())
 
 
