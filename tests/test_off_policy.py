@@ -185,10 +185,31 @@ class Opposite(ActionCritic):
     def forward(self, obs, act): return -super().forward(obs, act)
 
 
+class Halves(torch.nn.Module):
+    def __init__(self, net): super().__init__(); self.net, self.k = net, net.k
+
+    def forward(self, x): return self.net(x / 2)
+
+
+def plain(critic): return critic
+
+
+def hooked(critic):
+    critic.register_forward_hook(lambda module, args, q: -3 * q)
+    return critic
+
+
+def with_own_net(critic):
+    critic.net = Halves(critic.net)
+    return critic
+
+
 @pytest.mark.parametrize('cls', [ActionCritic, Opposite])
-def test_the_policy_climbs_the_first_value_of_the_critic_as_it_is(cls):
-    "A critic can give its first value alone. One with a `forward` of its own gives that of its own, and so does a plain function."
-    fragment, actor, critic = random_fragment(seed=6), DeterministicPolicy.for_env(SPACES, hidden=(8,), seed=1), cls(*SPACES, hidden=(8,))
+@pytest.mark.parametrize('change', [plain, hooked, with_own_net])
+def test_the_policy_climbs_the_first_value_of_the_critic_as_it_is(cls, change):
+    "A critic can give its first value alone. One with a hook, or with a `forward` or networks of its own, gives that of its own."
+    fragment, actor = random_fragment(seed=6), DeterministicPolicy.for_env(SPACES, hidden=(8,), seed=1)
+    critic = change(cls(*SPACES, hidden=(8,)))
     loss, other = (deterministic_policy_loss(fragment, actor, c)[0] for c in (critic, lambda obs, act: critic(obs, act)))
     found, wanted = (torch.autograd.grad(x, list(actor.parameters())) for x in (loss, other))
     torch.testing.assert_close((loss, *found), (other, *wanted))

@@ -114,16 +114,22 @@ class ActionCritic(Observer):
         "The critic for an environment; the parameters are those of `Policy.for_env`."
         with seeded(seed): return cls(*spaces_of(env, env_kwargs), **kwargs)
 
-    def forward(self, obs: Any, act: Tensor) -> Tensor:
-        return self._values(obs, act)
-
     def first_value(self, obs: Any, act: Tensor) -> Tensor:
         "The values `[*lead]` of the first network alone."
-        if type(self).forward is not ActionCritic.forward: return self(obs, act)[0]     # a subclass has its own values
-        return self._values(obs, act, 1)[0]
+        is_changed = type(self).forward is not ActionCritic.forward or type(self.net) is not StackedMLP
+        return (self(obs, act) if is_changed else self(obs, act, 1))[0]
 
-    def _values(self, obs, act, n=None):
+    def forward(self,
+                obs: Any,
+                act: Tensor,
+                n: int | None = None,   # number of networks that are asked, the first ones; None: all
+    ) -> Tensor:
+        """The values `[n_critics, *lead]`, or those of the first `n` networks.
+
+        Args:
+            n: number of networks that are asked, the first ones; None: all
+        """
         features, position = self.features(obs), self.box.position(act)
         lead = features.shape[:-1]
         x = torch.cat([features, position.reshape(*lead, -1)], -1)
-        return self.net(x.flatten(0, -2) if x.ndim > 2 else x, n).view(-1, *lead)
+        return self.net(x.flatten(0, -2) if x.ndim > 2 else x, *[] if n is None else [n]).view(-1, *lead)
