@@ -71,13 +71,7 @@ def means(
     found = {}
     for record in records:
         for name, value in record.items(): found.setdefault(name, []).append(value)
-    return {name: float(_joined(values).mean()) for name, values in found.items()}
-
-
-def _joined(values):
-    "Numbers and tensors as one float64 tensor. Tensors alone are joined before they are converted, which is faster."
-    if all(isinstance(x, torch.Tensor) for x in values): return torch.stack(values).double()
-    return torch.tensor(values, dtype=torch.float64)
+    return {name: float(torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in values]).mean()) for name, values in found.items()}
 
 # %% ../../../nbs/agents/15_off_policy/01_replay_learner.ipynb #8dd9aed1
 class ReplayLearner(Learner):
