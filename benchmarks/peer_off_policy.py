@@ -4,7 +4,7 @@
 
 It is run by `benchmarks/off_policy.py --peer-python PATH`, where PATH is the interpreter of an environment with `stable-baselines3`.
 """
-import argparse, json
+import argparse, json, sys
 from importlib.metadata import version
 from time import perf_counter, process_time
 
@@ -12,11 +12,22 @@ import numpy as np
 import torch
 
 
-def run(algorithm, env, seed, steps, n_steps, hidden, lr, warmup, episodes):
+def run(algorithm, env, seed, steps, n_steps, hidden, lr, warmup, episodes, every):
     import stable_baselines3
+    from stable_baselines3.common.callbacks import ConvertCallback, EveryNTimesteps
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.evaluation import evaluate_policy
     from stable_baselines3.common.noise import NormalActionNoise
+    score = lambda seed, n: float(evaluate_policy(model, make_vec_env(env, 1, seed=seed), n_eval_episodes=n, deterministic=True)[0])
+    curve, spent = [], [0., 0.]
+
+    def evaluate(*_):
+        begin, cpu_begin = perf_counter(), process_time()
+        curve.append((model.num_timesteps, score(seed + 1000 + model.num_timesteps, 10)))
+        print(f'{algorithm} {env} seed {seed}: {curve[-1]}', file=sys.stderr, flush=True)
+        spent[:] = spent[0] + perf_counter() - begin, spent[1] + process_time() - cpu_begin
+        return True
+
     start, cpu = perf_counter(), process_time()
     vec = make_vec_env(env, 1, seed=seed)
     more = {}
@@ -24,10 +35,10 @@ def run(algorithm, env, seed, steps, n_steps, hidden, lr, warmup, episodes):
     model = getattr(stable_baselines3, algorithm.upper())('MlpPolicy', vec, learning_rate=lr, batch_size=256, learning_starts=warmup,
                                                          train_freq=n_steps, gradient_steps=n_steps, seed=seed, device='cpu',
                                                          policy_kwargs=dict(net_arch=hidden), **more)
-    model.learn(steps)
-    wall, cpu = perf_counter() - start, process_time() - cpu
-    score, _ = evaluate_policy(model, make_vec_env(env, 1, seed=seed + 1000), n_eval_episodes=episodes, deterministic=True)
-    return dict(wall=wall, cpu=cpu, score=float(score), name=f"stable-baselines3 {version('stable-baselines3')}, torch {version('torch')}")
+    model.learn(steps, EveryNTimesteps(every, ConvertCallback(evaluate)) if every else None)
+    wall, cpu = perf_counter() - start - spent[0], process_time() - cpu - spent[1]
+    return dict(wall=wall, cpu=cpu, score=score(seed + 1000, episodes), curve=curve,
+                name=f"stable-baselines3 {version('stable-baselines3')}, torch {version('torch')}")
 
 
 def add_options(args):
@@ -46,6 +57,7 @@ def main():
     args.add_argument('algorithm', choices=['sac', 'td3', 'ddpg'])
     args.add_argument('env')
     add_options(args)
+    args.add_argument('--every', type=int, default=0, help="steps between evaluations of 10 episodes, whose time does not count; 0: none")
     args = args.parse_args()
     torch.set_num_threads(1)
     print(json.dumps(run(**vars(args))))

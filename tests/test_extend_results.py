@@ -1,0 +1,96 @@
+"Reports that are made again from their own numbers, with further runs."
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from test_report import make_run
+
+from rollpipe.pipes.errors import DataError
+from rollpipe.results.bench import BENCH, bench_file, jobs_of
+from rollpipe.results.collect import read_results
+from rollpipe.results.report import write_report
+from rollpipe.results.spec import read_spec
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent/"benchmarks"))
+from extend_results import extend  # noqa: E402
+
+FILES = "report.md", "report.csv", "report.jsonl", "report.png"
+SPEC = """
+title = "A bench"
+steps = 20
+every = 10
+seeds = "0-2"
+
+[[row]]
+label = "TRPO"
+algorithm = "trpo"
+env = "CartPole-v1"
+
+[[row]]
+label = "NPG"
+algorithm = "npg"
+env = "CartPole-v1"
+
+[[published]]
+algorithm = "npg"
+env = "CartPole-v1"
+name = "Somebody"
+mean = 12.5
+source = "a paper"
+"""
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    "A specification and a report of its runs, two of them complete, as somebody else has made it."
+    monkeypatch.chdir(tmp_path)
+    Path("some.toml").write_text(SPEC)
+    for name, seed, means in (("TRPO", 0, [1., 3., 5.]), ("TRPO", 1, [2., 4.]), ("NPG", 2, [0., 9., float("nan")])):
+        make_run(Path("runs/some", f"{name}-CartPole-v1-s{seed}"), means, seed)
+    assert extend(Path("some.toml"), Path("runs/some"), Path("results")) == ["TRPO-CartPole-v1-s0", "NPG-CartPole-v1-s2"]
+    Path("runs").rename("elsewhere")
+    return {name: Path("results", name).read_bytes() for name in FILES}
+
+
+def states(folder):
+    "(label, seed) -> state and return of the last policy."
+    with open(Path(folder, "report.csv"), newline="") as f: rows = list(csv.DictReader(f))
+    return {(row["label"], row["seed"]): (row["state"], row["last"]) for row in rows}
+
+
+def test_a_report_without_new_runs_stays_as_it_is(made):
+    assert b"runs/some/TRPO-CartPole-v1" in made["report.md"] and b"Somebody" in made["report.md"]
+    assert extend(Path("some.toml"), Path("runs/some"), Path("results")) == []
+    assert {name: Path("results", name).read_bytes() for name in FILES} == made
+    assert not Path("results/report.html").exists()
+
+
+def test_complete_runs_have_the_numbers_of_the_bench(made):
+    "As `rollpipe report` writes them for the folder with all runs."
+    spec, bench = read_spec("some.toml"), Path("elsewhere/some")
+    (bench/BENCH).write_text(json.dumps(bench_file(spec, jobs_of(spec.rows, bench), None)))
+    write_report(read_results(bench), "whole")
+    assert states("results") == {key: ("missing", "nan") if x[0] == "unfinished" else x for key, x in states("whole").items()}
+    curves = [line for line in Path("whole/report.jsonl").read_text().splitlines() if json.loads(line)["seed"] != 1]
+    assert curves == made["report.jsonl"].decode().splitlines()
+
+
+def test_new_runs_are_added_and_replace_earlier_ones(made):
+    for seed, means in ((0, [1., 2., 8.]), (1, [2., 3., 4.]), (7, [0., 0., 6.])):
+        make_run(Path("runs/some", f"TRPO-CartPole-v1-s{seed}"), means, seed)
+    make_run(Path("runs/some/NPG-CartPole-v1-s2"), [0., 1.], 2)
+    new = extend(Path("some.toml"), Path("runs/some"), Path("results"))
+    assert new == [f"TRPO-CartPole-v1-s{seed}" for seed in (0, 1, 7)]
+    found = states("results")
+    assert [found["TRPO", seed] for seed in "017"] == [("complete", "8"), ("complete", "4"), ("complete", "6")]
+    assert found["NPG", "2"] == ("complete", "nan")     # an unfinished run takes nothing away
+    assert found["TRPO", "2"][0] == "missing"
+
+
+def test_a_row_that_would_be_lost_is_an_error(made):
+    Path("some.toml").write_text(SPEC.replace('"NPG"', '"Natural"'))
+    with pytest.raises(DataError, match="rows that the specification does not have.*'CartPole-v1', 'NPG'"):
+        extend(Path("some.toml"), Path("runs/some"), Path("results"))
+    assert {name: Path("results", name).read_bytes() for name in FILES} == made
