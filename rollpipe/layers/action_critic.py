@@ -66,7 +66,7 @@ class StackedMLP(nn.Module):
         activation = self._modules['activation'].forward
         # A processor computes large layers faster one by one. Small ones would cost more by their number.
         if x.is_cpu and len(x) * biases[0].shape[-1] >= 2 ** 15:
-            layers = zip(*(zip(w[:n].unbind(), b[:n].unbind()) for w, b in zip(weights, biases)))
+            layers = zip(*(zip(w.unbind()[:n], b.unbind()[:n]) for w, b in zip(weights, biases)))
             return torch.stack([_run(x, one, activation, torch.addmm) for one in layers])
         if n is not None: weights, biases = ([y[:n] for y in z] for z in (weights, biases))
         return _run(x.expand(len(weights[0]), *x.shape), zip(weights, biases), activation, torch.baddbmm)
