@@ -5,8 +5,8 @@
 
 The new runs are those in `runs/NAME` that are complete. All others of the specification, and of the seeds that the report has, are taken
 from `benchmarks/results/NAME`, where the report is written, too. So it needs no folders of earlier runs, which may be on another machine.
-The page `report.html` is not written, and nothing is said about options that differ between runs, because the report has only the
-returns of earlier ones.
+The page `report.html` is not written, and options that differ are told for new runs only, because the report has only the returns of
+earlier ones.
 """
 import argparse, csv, json, tempfile
 from importlib import import_module
@@ -15,7 +15,7 @@ from pathlib import Path
 from rollpipe.evaluations import write_evaluations
 from rollpipe.pipes.errors import DataError
 from rollpipe.results.bench import BENCH, bench_file, jobs_of
-from rollpipe.results.collect import read_result, read_results
+from rollpipe.results.collect import RowResult, read_result, read_results
 from rollpipe.results.report import write_report
 from rollpipe.results.spec import read_spec
 
@@ -32,6 +32,13 @@ def earlier_runs(report: Path) -> dict:
         known = {name: line[name] for name in ('kind', 'steps', 'seconds', 'mean', 'std')}
         records.append(dict(known, updates=0, returns=[], lengths=[], seed=0, resumes=int(row.get('resumes', 0))))
     return {key: records for key, (_, records) in runs.items()}
+
+
+def with_one_configuration(row: RowResult) -> RowResult:
+    "Earlier runs have the configuration of a new one, if there is one: that of the specification lacks what a run adds to it."
+    new = next((run.config for run in row.results if run.folder.is_symlink()), None)
+    if new is None: return row
+    return row._replace(results=[run if run.folder.is_symlink() or not run.config else run._replace(config=new) for run in row.results])
 
 
 def extend(spec_file: Path, runs: Path, report: Path, imports: tuple = ()) -> list:
@@ -55,7 +62,8 @@ def extend(spec_file: Path, runs: Path, report: Path, imports: tuple = ()) -> li
                 job.folder.mkdir()
                 (job.folder/'config.json').write_text(json.dumps(job.config))
                 write_evaluations(job.folder, earlier[key])
-        *paths, page = write_report(read_results(folder), report)
+        results = read_results(folder)
+        *paths, page = write_report(results._replace(rows=list(map(with_one_configuration, results.rows))), report)
     page.unlink()
     paths[0].write_text(paths[0].read_text().replace(place, f'runs/{spec_file.stem}'))      # the commands name this folder
     return new

@@ -87,6 +87,7 @@ def test_new_runs_are_added_and_replace_earlier_ones(made):
     assert [found["TRPO", seed] for seed in "017"] == [("complete", "8"), ("complete", "4"), ("complete", "6")]
     assert found["NPG", "2"] == ("complete", "nan")     # an unfinished run takes nothing away
     assert found["TRPO", "2"][0] == "missing"
+    assert "options" not in Path("results/report.md").read_text()
 
 
 def test_a_row_that_would_be_lost_is_an_error(made):
