@@ -6,7 +6,8 @@
 The new runs are those in `runs/NAME` that are complete. All others of the specification, and of the seeds that the report has, are taken
 from `benchmarks/results/NAME`, where the report is written, too. So it needs no folders of earlier runs, which may be on another machine.
 The page `report.html` is not written, and options that differ are told for new runs only, because the report has only the returns of
-earlier ones.
+earlier ones. A new run needs the settings of the specification. If these have changed, as with a preset, all seeds of the row have to be
+made again.
 """
 import argparse, csv, json, tempfile
 from importlib import import_module
@@ -14,8 +15,8 @@ from pathlib import Path
 
 from rollpipe.evaluations import write_evaluations
 from rollpipe.pipes.errors import DataError
-from rollpipe.results.bench import BENCH, bench_file, jobs_of
-from rollpipe.results.collect import RowResult, read_result, read_results
+from rollpipe.results.bench import BENCH, Job, bench_file, jobs_of
+from rollpipe.results.collect import Result, RowResult, flat_config, read_result, read_results
 from rollpipe.results.report import write_report
 from rollpipe.results.spec import read_spec
 
@@ -34,6 +35,15 @@ def earlier_runs(report: Path) -> dict:
     return {key: records for key, (_, records) in runs.items()}
 
 
+def check_settings(job: Job, run: Result) -> None:
+    "Raise `DataError` if a run has other settings than the specification. A run tells what `auto` has become, and versions may differ."
+    wanted, got = flat_config(job.config), flat_config(run.config)
+    other = [name for name, x in wanted.items() if x != 'auto' and not name.startswith('versions ') and got.get(name, x) != x]
+    if other:
+        raise DataError(f"{run.folder} has other settings than the specification", leaf=', '.join(other),
+                        expected=', '.join(wanted[name] for name in other), got=', '.join(got[name] for name in other))
+
+
 def with_one_configuration(row: RowResult) -> RowResult:
     "Earlier runs have the configuration of a new one, if there is one: that of the specification lacks what a run adds to it."
     new = next((run.config for run in row.results if run.folder.is_symlink()), None)
@@ -42,7 +52,7 @@ def with_one_configuration(row: RowResult) -> RowResult:
 
 
 def extend(spec_file: Path, runs: Path, report: Path, imports: tuple = ()) -> list:
-    "Write the report; returns the names of the new runs. Raises `DataError` if a row of the report would be lost."
+    "Write the report; returns the names of the new runs. Raises `DataError` if a row would be lost, or a run has other settings."
     spec, earlier, new = read_spec(spec_file), earlier_runs(report), []
     lost = {key[:2] for key in earlier} - {(row.env, row.label) for row in spec.rows}
     if lost: raise DataError(f"{report} has rows that the specification does not have", leaf=str(spec_file), got=str(sorted(lost)))
@@ -55,7 +65,8 @@ def extend(spec_file: Path, runs: Path, report: Path, imports: tuple = ()) -> li
         (folder/BENCH).write_text(json.dumps(bench_file(spec, jobs, None, imports)))
         for job in jobs:
             key, there = (job.row.env, job.row.label, job.seed), runs.resolve()/job.name
-            if read_result(there, job.seed).state == 'complete':
+            if (run := read_result(there, job.seed)).state == 'complete':
+                check_settings(job, run)
                 job.folder.symlink_to(there)
                 new.append(job.name)
             elif key in earlier:

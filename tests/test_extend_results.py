@@ -48,7 +48,7 @@ def made(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("some.toml").write_text(SPEC)
     for name, seed, means in (("TRPO", 0, [1., 3., 5.]), ("TRPO", 1, [2., 4.]), ("NPG", 2, [0., 9., float("nan")])):
-        make_run(Path("runs/some", f"{name}-CartPole-v1-s{seed}"), means, seed)
+        make_run(Path("runs/some", f"{name}-CartPole-v1-s{seed}"), means, seed, algorithm=name.lower())
     assert extend(Path("some.toml"), Path("runs/some"), Path("results")) == ["TRPO-CartPole-v1-s0", "NPG-CartPole-v1-s2"]
     Path("runs").rename("elsewhere")
     return {name: Path("results", name).read_bytes() for name in FILES}
@@ -95,3 +95,18 @@ def test_a_row_that_would_be_lost_is_an_error(made):
     with pytest.raises(DataError, match="rows that the specification does not have.*'CartPole-v1', 'NPG'"):
         extend(Path("some.toml"), Path("runs/some"), Path("results"))
     assert {name: Path("results", name).read_bytes() for name in FILES} == made
+
+
+@pytest.mark.parametrize("other, told", [(dict(options=dict(max_kl=.02)), ("leaf max_kl:", "Expected 0.01, got 0.02.")),
+                                         (dict(algorithm="npg"), ("leaf algorithm:", "Expected trpo, got npg."))])
+def test_a_run_with_other_settings_is_an_error(made, other, told):
+    make_run(Path("runs/some/TRPO-CartPole-v1-s1"), [2., 3., 4.], 1, **other)
+    with pytest.raises(DataError) as e: extend(Path("some.toml"), Path("runs/some"), Path("results"))
+    assert all(part in str(e.value) for part in ("runs/some/TRPO-CartPole-v1-s1 has other settings", *told))
+    assert {name: Path("results", name).read_bytes() for name in FILES} == made
+
+
+def test_what_auto_has_become_and_versions_may_differ(made):
+    run = dict(options=dict(max_kl=.01), engine="onnxruntime", versions=dict(torch="1.0"))
+    make_run(Path("runs/some/TRPO-CartPole-v1-s1"), [2., 3., 4.], 1, **run)
+    assert extend(Path("some.toml"), Path("runs/some"), Path("results")) == ["TRPO-CartPole-v1-s1"]
