@@ -52,7 +52,7 @@ def with_one_configuration(row: RowResult) -> RowResult:
 
 
 def extend(spec_file: Path, runs: Path, report: Path, imports: tuple = ()) -> list:
-    "Write the report; returns the names of the new runs. Raises `DataError` if a row would be lost, or a run has other settings."
+    "Write the report; returns the names of the new runs. Raises `DataError` if a row would be lost, or for a damaged or foreign run."
     spec, earlier, new = read_spec(spec_file), earlier_runs(report), []
     lost = {key[:2] for key in earlier} - {(row.env, row.label) for row in spec.rows}
     if lost: raise DataError(f"{report} has rows that the specification does not have", leaf=str(spec_file), got=str(sorted(lost)))
@@ -65,7 +65,9 @@ def extend(spec_file: Path, runs: Path, report: Path, imports: tuple = ()) -> li
         (folder/BENCH).write_text(json.dumps(bench_file(spec, jobs, None, imports)))
         for job in jobs:
             key, there = (job.row.env, job.row.label, job.seed), runs.resolve()/job.name
-            if (run := read_result(there, job.seed)).state == 'complete':
+            run = read_result(there, job.seed)
+            if run.state == 'damaged': raise DataError(f"{there} is damaged: {run.problem}")
+            if run.state == 'complete':
                 check_settings(job, run)
                 job.folder.symlink_to(there)
                 new.append(job.name)

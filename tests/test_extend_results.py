@@ -110,3 +110,12 @@ def test_what_auto_has_become_and_versions_may_differ(made):
     run = dict(options=dict(max_kl=.01), engine="onnxruntime", versions=dict(torch="1.0"))
     make_run(Path("runs/some/TRPO-CartPole-v1-s1"), [2., 3., 4.], 1, **run)
     assert extend(Path("some.toml"), Path("runs/some"), Path("results")) == ["TRPO-CartPole-v1-s1"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "evaluations.jsonl"])
+def test_a_damaged_run_is_an_error(made, name):
+    make_run(run := Path("runs/some/TRPO-CartPole-v1-s0"), [2., 3., 4.])
+    (run/name).write_text('{"format": 1, ' + "\n" + "{}")
+    with pytest.raises(DataError, match="TRPO-CartPole-v1-s0 is damaged: "):
+        extend(Path("some.toml"), Path("runs/some"), Path("results"))
+    assert {name: Path("results", name).read_bytes() for name in FILES} == made
