@@ -100,8 +100,8 @@ def fill_invalid(fragment: Fragment) -> Fragment:
 
     Raises `DataError` if no step is valid.
     """
+    if fragment.valid.all(): return fragment
     still = (~fragment.valid).nonzero()
-    if not len(still): return fragment
     if len(still) == fragment.valid.numel(): raise DataError("no valid row in the fragment", leaf='valid')
     (t, b), (t_0, b_0) = still.unbind(1), fragment.valid.nonzero()[0]
     def filled(tree, row): return nested.map(lambda x: x.index_put((t + row, b), x[t_0 + row, b_0]), tree)

@@ -187,7 +187,9 @@ def n_step_returns(
     """
     r, v_next, g, end, back = _rows(cut, rew=rew, v_tp1=v_tp1, discount=discount)
     if n < 1: raise DataError('n: too few steps', expected='n >= 1', got=describe(n))
-    one_step, a = r + g * v_next, _carry(g, end)
+    one_step = r + g * v_next
+    if min(n, len(r)) == 1: return back(one_step)
+    a = _carry(g, end)
     # the value counts where the trace stops; elsewhere the n-1 step return of the next row takes its place
     b = torch.cat([(r if end is None else torch.where(end, one_step, r))[:-1], one_step[-1:]])
     if n >= len(r): return back(_solve(a, b))

@@ -26,4 +26,4 @@ def update_target(
     others = [p.detach() for p in net.parameters()]
     if tau < 1: torch._foreach_lerp_(mine, others, tau)
     else: torch._foreach_copy_(mine, others)
-    for x, y in zip(target.buffers(), net.buffers()): x.copy_(y)
+    if buffers := list(target.buffers()): torch._foreach_copy_(buffers, list(net.buffers()))
