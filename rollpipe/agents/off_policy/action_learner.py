@@ -15,7 +15,7 @@ from ... import ranks
 from .action_losses import action_value_loss, deterministic_policy_loss, smoothed_target
 from .descent import Descent
 from .replay_learner import BetaSchedule, ReplayLearner
-from .targets import update_target
+from .targets import update_buffers, update_target
 from ..shared_options import check_range
 from ..td import priorities
 from ...pipes import nested
@@ -85,7 +85,7 @@ class ActionLearner(ReplayLearner):
 
     def copy_buffers(self) -> None:
         "As `ReplayLearner.copy_buffers`: the target network is one of the critic."
-        for x, y in zip(self.target.buffers(), self.critic.buffers()): x.copy_(y)
+        update_buffers(self.target, self.critic)
 
     def noise(self, fragment: Fragment) -> torch.Tensor:
         "Standard normal noise for one action in each step, `[T, B, ...]`. Each rank draws that of the joined batch, and takes its columns."
@@ -157,7 +157,7 @@ class DeterministicLearner(ActionLearner):
     def copy_buffers(self) -> None:
         "As `ActionLearner.copy_buffers`, and for the policy's target network."
         super().copy_buffers()
-        for x, y in zip(self.target_actor.buffers(), self.actor.buffers()): x.copy_(y)
+        update_buffers(self.target_actor, self.actor)
 
     def shift(self, fragment: Fragment) -> torch.Tensor | None:
         "How far the target's actions are moved, in half ranges `[T, B, ...]`; None: not at all."

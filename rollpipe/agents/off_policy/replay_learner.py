@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..learner import Learner
+from .targets import update_buffers
 from ..schedules import linear_schedule
 from ... import ranks
 from ...pipes.data import Fragment
@@ -89,7 +90,7 @@ class ReplayLearner(Learner):
 
     def copy_buffers(self) -> None:
         "Give the target network the normalisers of its network, until it is updated for the first time. At the start they know nothing."
-        for x, y in zip(self.target.buffers(), self.actor.buffers()): x.copy_(y)
+        update_buffers(self.target, self.actor)
 
     def explore(self) -> None:
         "Set how much the actor explores after `steps` environment steps."
