@@ -9,7 +9,7 @@ The page `report.html` is not written, and options that differ are told for new 
 earlier ones. A new run needs the settings of the specification. If these have changed, as with a preset, all seeds of the row have to be
 made again.
 """
-import argparse, csv, json, tempfile
+import argparse, csv, json, os, sys, tempfile
 from importlib import import_module
 from pathlib import Path
 
@@ -88,6 +88,7 @@ def main():
     args.add_argument('--runs', type=Path, help="folder of the bench [runs/NAME]")
     args.add_argument('--import', dest='imports', nargs='+', default=[], metavar='MODULE', help="as for `rollpipe bench`")
     args = args.parse_args()
+    sys.path.append(os.getcwd())    # as for `rollpipe bench`; by itself a script only finds what stands beside it
     for module in args.imports: import_module(module)
     runs, report = args.runs or Path('runs', args.name), HERE/'results'/args.name
     for name in extend(HERE/'specs'/f'{args.name}.toml', runs, report, tuple(args.imports)): print(f'{name}: new')

@@ -1,6 +1,7 @@
 "Reports that are made again from their own numbers, with further runs."
 import csv
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -119,3 +120,10 @@ def test_a_damaged_run_is_an_error(made, name):
     with pytest.raises(DataError, match="TRPO-CartPole-v1-s0 is damaged: "):
         extend(Path("some.toml"), Path("runs/some"), Path("results"))
     assert {name: Path("results", name).read_bytes() for name in FILES} == made
+
+
+def test_modules_are_imported_from_the_folder_of_the_call(tmp_path):
+    (tmp_path/"mine.py").write_text("raise SystemExit('mine was found')")
+    script = Path(__file__).resolve().parent.parent/"benchmarks"/"extend_results.py"
+    run = subprocess.run([sys.executable, script, "classic", "--import", "mine"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 1 and run.stderr.splitlines()[-1] == "mine was found"
