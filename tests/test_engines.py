@@ -1,8 +1,13 @@
 "Engines: an actor answers the same through ONNX Runtime as through torch, whatever it is, and whatever happens to its weights."
 import copy
+import gc
+import math
 import multiprocessing
 import pickle
 import random
+import weakref
+from functools import partial
+from types import ModuleType, SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -16,6 +21,7 @@ from rollpipe.layers import Actor, CategoricalPolicy, MLPPolicy, Policy, QPolicy
 from rollpipe.layers.distributions import Categorical
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading, bump_version, nested, rollouts
 from rollpipe.pipes.engines import choice, compiled
+from rollpipe.pipes.engines.checked_actor import CheckedActor
 from rollpipe.pipes.engines.onnx_graph import to_onnx
 from rollpipe.pipes.engines.pure import PureStep
 from rollpipe.pipes.envs.vector import env_batch
@@ -238,6 +244,124 @@ class Slow(CategoricalPolicy):
         return params / self.temperature + sum(self.shifts), hx
 
 
+SCALE, TABLE, CONFIG = 1., [1.], SimpleNamespace(scale=1., inner=SimpleNamespace(scales=[1.]))
+outside = ModuleType("outside")
+outside.SCALE = 1.
+
+
+def scaled(x): return x * SCALE
+
+
+class Shared: scale = 1.
+
+
+class Slotted:
+    __slots__ = ("scale",)
+    def __init__(self): self.scale = 1.
+
+
+class Reader(CategoricalPolicy):
+    "Its reports are scaled by all that an actor may read besides its weights."
+    scale, scales = 1., {"a": 1.}
+    twice = property(lambda self: scaled(1.))
+
+    def __init__(self):
+        super().__init__(STATE, ACTS)
+        torch.nn.init.normal_(self.head.logits.weight)
+        self.config, self.slotted, self.shared, self.own, by = SimpleNamespace(scale=1., inner=[[1.]]), Slotted(), Shared(), [1.], [1.]
+        self.by, self.closed = by, lambda x: x * by[0]
+
+    def params(self, *args, **kwargs):
+        params, hx = super().params(*args, **kwargs)
+        factors = (self.scale, self.scales["a"], TABLE[0], CONFIG.scale, CONFIG.inner.scales[0], outside.SCALE, Shared.scale, self.twice,
+                   self.config.scale, self.config.inner[0][0], self.slotted.scale, self.shared.scale, self.own[0])
+        return self.closed(scaled(params)) * math.prod(factors), hx
+
+
+OUTSIDE = {"a class attribute": lambda actor: (Reader, "scale"), "in a class attribute": lambda actor: (Reader.scales, "a"),
+           "a global": lambda actor: (globals(), "SCALE"), "in a global": lambda actor: (TABLE, 0),
+           "of a global": lambda actor: (CONFIG, "scale"),
+           "deep in a global": lambda actor: (CONFIG.inner.scales, 0), "of a module": lambda actor: (outside, "SCALE"),
+           "of a class": lambda actor: (Shared, "scale"), "of an object": lambda actor: (actor.config, "scale"),
+           "deep in an object": lambda actor: (actor.config.inner[0], 0), "of slots": lambda actor: (actor.slotted, "scale"),
+           "in a list": lambda actor: (actor.own, 0), "in a closure": lambda actor: (actor.by, 0)}
+
+
+@pytest.mark.parametrize("optimize", [True, False])
+@pytest.mark.parametrize("where", OUTSIDE)
+def test_what_an_actor_reads_besides_its_weights(where, optimize, caplog):
+    actor = Reader()
+    holder, key = OUTSIDE[where](actor)
+    put = holder.__setitem__ if isinstance(holder, (dict, list)) else partial(setattr, holder)
+    pair = streams(actor, optimize=optimize)
+    try:
+        for value in (1., 2., 2., .5):
+            put(key, value)
+            wanted, came = map(next, pair)
+            assert_close(came, wanted)
+        said = [r.getMessage() for r in caplog.records if "changed, so ONNX Runtime" in r.getMessage()]
+        assert len(said) == 1 and "Reader" in said[0], caplog.text
+    finally: put(key, 1.)
+
+
+def test_a_graph_serves_all_lanes_and_iterations_of_its_actor(monkeypatch):
+    made, pure = [], compiled.PureStep
+    monkeypatch.setattr(compiled, "PureStep", lambda *args: made.append(1) or pure(*args))
+    actor = Reader()
+    for k in range(3):
+        for stream in streams(actor, lanes=4): next(stream)
+        learn(actor)
+        assert len(made) == 1, k
+    next(streams(actor, n_envs=5)[1])     # another form
+    assert len(made) == 2
+    def collected():
+        other = Reader()
+        next(streams(other)[1])
+        return weakref.ref(other)
+    ref = collected()
+    assert len(made) == 3
+    gc.collect()
+    assert ref() is None                  # nothing keeps an actor
+
+
+def test_an_unseen_change_is_noticed_when_an_iteration_begins(monkeypatch):
+    actor = Slow()
+    wanted, came = map(next, streams(actor))
+    assert_close(came, wanted)
+    monkeypatch.setattr(compiled.Constants, "changed", lambda self: None)
+    actor.temperature = 5.
+    wanted, came = map(next, streams(actor))
+    assert_close(came, wanted)
+
+
+def test_what_changes_again_and_again_runs_with_torch(caplog):
+    actor = Slow()
+    wanted, auto, strict = streams(actor, engines=("torch", "auto", "onnxruntime"))
+    for k in range(8):
+        actor.temperature = 1. + k
+        fragments = [next(stream) for stream in (wanted, auto, strict)]
+        assert_close(fragments[1], fragments[0])
+        assert_close(fragments[2], fragments[0])
+    assert "torch runs the actor: attribute temperature of Slow changes again and again" in caplog.text
+
+
+class Double(CategoricalPolicy):
+    "Computes in the dtype of its weights."
+    def __init__(self): super().__init__(STATE, ACTS)
+    def params(self, obs, *args, **kwargs): return super().params(obs.to(self.head.logits.weight.dtype), *args, **kwargs)
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "auto"])
+def test_an_actor_that_changes_to_another_dtype(engine):
+    actor = Double()
+    stream, = streams(actor, engines=[engine])
+    next(stream)
+    actor.double()
+    with pytest.raises(ActorError, match=r"the actor changes a dtype. Expected float32 \[1, 3, 3\], got float64 \[1, 3, 3\]") as e:
+        next(stream)
+    assert e.value.lane == 0
+
+
 def test_training_mode_of_the_actor_does_not_matter():
     actor = OwnMemory()
     pair = streams(actor)
@@ -447,11 +571,11 @@ def test_virtual_reactions_are_those_of_torch(monkeypatch):
     actor, asked = MLPPolicy.for_env((STATE, ACTS), seed=0), []
     stream = streams(actor)[1]
     next(stream)
-    step = MLPPolicy.step
-    def noted(self, *seen, virtual, **kwargs):
+    answer = CheckedActor.answer
+    def noted(self, seen, hx, virtual=False):
         asked.append(virtual)
-        return step(self, *seen, virtual=virtual, **kwargs)
-    monkeypatch.setattr(MLPPolicy, "step", noted)
+        return answer(self, seen, hx, virtual)
+    monkeypatch.setattr(CheckedActor, "answer", noted)
     batch = next(stream)
     assert asked == [True] * (1 + bool(len(batch.final.t)))
 

@@ -24,7 +24,8 @@ from rollpipe.layers import Actor, Critic, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import (EnvStepper, FragmentCollector, Lanes, Pipe, ProcessReading, bump_version, copy_graph, draw, find, find_one,
                             insert_after, insert_before, on_policy, optimize, remove, replace, replayed, rollouts)
 from rollpipe.pipes.envs.single import EnvBatch
-from rollpipe.pipes.fragments import Destination
+from rollpipe.pipes.errors import DataError
+from rollpipe.pipes.fragments import Destination, RowBuffer
 from rollpipe.pipes.fusion.rewrites import FUSED_STEPPING
 from rollpipe.pipes.nested import leaves
 from rollpipe.pipes.torchdata import DataLoader2
@@ -54,10 +55,26 @@ def factories(env, plans): return [partial(env, plan, tag) for tag, plan in enum
 
 @pytest.mark.parametrize("world", WORLDS)
 @fast
-@given(plans=st.lists(episodes, min_size=1, max_size=3), n_steps=st.integers(1, 7), terminal_obs=st.booleans())
-def test_a_fused_stage_yields_the_same(world, plans, n_steps, terminal_obs):
+@given(plans=st.lists(episodes, min_size=1, max_size=3), n_steps=st.integers(1, 7), terminal_obs=st.booleans(), long=st.booleans())
+def test_a_fused_stage_yields_the_same(world, plans, n_steps, terminal_obs, long):
     env, actor = WORLDS[world]
-    assert_same_streams(lambda: FragmentCollector(EnvStepper(factories(env, plans), actor(), terminal_obs=terminal_obs), n_steps))
+    with pytest.MonkeyPatch.context() as patch:
+        if long: patch.setattr(RowBuffer, "AT_ONCE", 1)     # long fragments are made from staged rows
+        assert_same_streams(lambda: FragmentCollector(EnvStepper(factories(env, plans), actor(), terminal_obs=terminal_obs), n_steps))
+
+
+@pytest.mark.parametrize("engine", ["torch", "onnxruntime"])
+def test_a_long_fragment(engine):
+    actor = MLPPolicy.for_env("CartPole-v1", seed=0)
+    def make(): return FragmentCollector(EnvStepper("CartPole-v1", actor, seed=0, engine=engine), RowBuffer.AT_ONCE + 300)
+    plain, fused = (snapshot(next(iter(pipe))) for pipe in (make(), optimize(make())))
+    assert_same(plain, fused)
+
+
+def test_a_fragment_that_is_too_long_for_the_memory():
+    pipe = optimize(FragmentCollector(EnvStepper("CartPole-v1", MLPPolicy.for_env("CartPole-v1"), seed=0), 10 ** 14))
+    with pytest.raises(DataError, match=r"leaf n_steps: a fragment takes more memory than there is. Expected fewer steps, got 10+ of them"):
+        next(iter(pipe))
 
 
 @fast
@@ -455,7 +472,7 @@ def stepper(kind=EnvStepper, **kwargs): return kind(Counting, Plain(), 2, **kwar
     (lambda: FragmentCollector(FragmentCollector(stepper(), 4), 4), "it reads FragmentCollector, which takes or changes ticks"),
     (lambda: OtherCollector(stepper(), 4), "OtherCollector has methods of its own"),
     (lambda: FragmentCollector(stepper(device="meta"), 4), "the actor answers on meta"),
-    (lambda: FragmentCollector(stepper(), 2**14), "a fragment of 16384 steps grows while it is made")])
+    (lambda: FragmentCollector(stepper(), 2**14), None)])
 def test_what_stands_in_the_way_is_reported(make, reason):
     pipe = Lanes(make(), 2)
     fused, report = optimize(pipe, report=True)

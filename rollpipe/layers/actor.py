@@ -69,6 +69,11 @@ class Actor(Predicts, torch.nn.Module):
     parameter or buffer changes, and warn if another attribute does, which may be a random generator. What an actor remembers belongs in
     `hx`. What a learner changes reaches the workers if it is a parameter or a buffer.
 
+    With ONNX Runtime, what else an actor reads is a constant of its graph, and is compared before rows are collected: attributes,
+    those of its classes and of objects that it holds, the globals and closures of its functions, and containers down to three
+    levels. After a change there is a new graph, and the log says so. A change of a file, of an environment variable, of what is
+    imported within a function, or of a library's constant is not seen. What changes belongs in a buffer.
+
     Raises `TypeError` at class creation if `forward`, `step` or `reset` do not have the expected signature.
     """
     uses_past = True  # whether `forward` looks at `act` or `rew`

@@ -182,9 +182,10 @@ def loop_for(
         destination: memory for the states
         **where: context for error messages: pipe
     """
-    args = interaction, interaction.start(), n_steps, destination
-    engine = None if interaction.engine_choice == 'torch' else interaction.engine(*args[1], n_steps)
-    return FusedLoop(*args, **where) if engine is None or engine.name == 'torch' else StagedLoop(engine, *args, **where)
+    args, is_long = (interaction, interaction.start(), n_steps, destination), n_steps >= RowBuffer.AT_ONCE
+    engine = interaction.engine(*args[1], n_steps) if is_long or interaction.engine_choice != 'torch' else None
+    # Staged rows are used again, where `FusedLoop` has objects for each row of a fragment.
+    return StagedLoop(engine, *args, **where) if is_long or engine and engine.name != 'torch' else FusedLoop(*args, **where)
 
 # %% ../../../nbs/pipes/25_fusion/02_collector.ipynb #02a14c05
 class FusedStepping:
@@ -205,7 +206,6 @@ class FusedStepping:
         if not trait(source, 'fusible'): return of_own(type(source).__name__)
         if sum(any(x is source for x in inputs(reader)) for reader in nodes(pipe)) > 1: return "other pipes read the same ticks"
         if source.device is not None and source.device.type != 'cpu': return f"the actor answers on {source.device}"
-        if collector.n_steps >= RowBuffer.AT_ONCE: return f"a fragment of {collector.n_steps} steps grows while it is made"
         return None
 
     def open(self, collector: FragmentCollector) -> Iterator:

@@ -40,7 +40,10 @@ class FragmentRows:
                  **where: Any,     # context for error messages: pipe, lane
     ):
         like, spec = nested.flatten(first._replace(act=act))
-        leaves = [empty((n, *x.shape), x.dtype) for x in like]
+        try: leaves = [empty((n, *x.shape), x.dtype) for x in like]
+        except MemoryError as e:
+            raise DataError("a fragment takes more memory than there is", leaf='n_steps', expected="fewer steps", got=f"{n - 1} of them",
+                            **where) from e
         self.state = spec.unflatten(leaves)
         self.acts, self.act_spec = nested.flatten(self.state.act)
         self.where, self.state.fin[:], self.term = where, False, np.zeros((n, len(term)), bool)
