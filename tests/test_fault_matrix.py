@@ -9,19 +9,25 @@ import multiprocessing
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from multiprocessing import forkserver
 from typing import NamedTuple
 
 import pytest
+import torch
 from command_line import SMALL, lines, process, wait_for
 from conftest import started_by
 from fault_cases import IN_PARENT, Left, run
 from fault_rows import EVENTS, HARMS, ROWS
+from reference import assert_same, snapshot
+from toys import Counting, Plain
 from worker_cases import gone, slack
 
 from rollpipe.logs import read_metrics
-from rollpipe.pipes import WorkerError
+from rollpipe.layers import CategoricalPolicy, Critic, MLPPolicy
+from rollpipe.pipes import AdvantageBuffer, EnvStepper, FragmentCollector, GraphError, Lanes, ProcessReading, WorkerError
 from rollpipe.locks import lock, unlock
+from rollpipe.pipes.torchdata import DataLoader2
 from rollpipe.runs import load_run
 
 pytestmark = pytest.mark.timeout(120)
@@ -192,6 +198,55 @@ def test_a_training_run_is_told_to_end(name, tmp_path):
 def training(folder, column):
     return process("train", "trpo", "CartPole-v1", "--steps", 10**8, "--out", folder, "--checkpoint-every", 1 << 20, "--lanes", 2,
                    *([] if column.method is None else ["--workers", 2, "--lag", column.lag]), *SMALL, start_new_session=True)
+
+
+# --- weights, or what an actor takes for constant, change while it collects
+
+@pytest.mark.parametrize("column", [HERE[0], *FORK], ids=str)
+@pytest.mark.parametrize("place", ["above the lanes", "below everything", "without lanes"])
+def test_a_thread_that_reads_ahead(place, column):
+    "torchdata's `Prefetcher` would collect while the learner changes the weights."
+    Prefetcher = pytest.importorskip("torchdata.datapipes.iter").Prefetcher
+    actor, critic, left = MLPPolicy.for_env("CartPole-v1"), Critic.for_env("CartPole-v1"), Left()
+    pipe = FragmentCollector(EnvStepper("CartPole-v1", actor), 8)
+    if place == "above the lanes": pipe = Prefetcher(pipe, 2)
+    if place != "without lanes": pipe = Lanes(pipe, 2, seed=0)
+    pipe = AdvantageBuffer(pipe, critic)
+    if place != "above the lanes": pipe = Prefetcher(pipe, 2)
+    service = ProcessReading(2, lag=column.lag, start_method=column.method) if column.method else None
+    with DataLoader2(pipe, reading_service=service) as loader:
+        with pytest.raises(GraphError, match=r"a `Prefetcher` below collects in a thread.*Expected `ProcessReading\(num_workers, lag=1\)`"):
+            next(iter(loader))
+    del loader, pipe
+    assert not left.more()
+    TABLE.setdefault(("a Prefetcher", place), {})[str(column)] = "GraphError"
+
+
+def test_a_prefetcher_of_pipes_that_ask_no_network():
+    Prefetcher = pytest.importorskip("torchdata.datapipes.iter").Prefetcher
+    pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain()), 4), 2, seed=0)
+    came, wanted = (list(islice(DataLoader2(graph), 6)) for graph in (Prefetcher(pipe, 2), pipe))
+    for x, y in zip(came, wanted, strict=True): assert_same(snapshot(x), snapshot(y))
+
+
+class Scaled(CategoricalPolicy):
+    factor = 1.
+    def params(self, *args, **kwargs):
+        params, hx = super().params(*args, **kwargs)
+        return params + self.factor, hx
+
+
+def test_a_constant_of_the_actor_changes(caplog, monkeypatch):
+    "ONNX Runtime has it in its graph; torch reads it at each step."
+    pytest.importorskip("onnxruntime")
+    actor = Scaled.for_env("CartPole-v1")
+    streams = [iter(EnvStepper("CartPole-v1", actor, seed=0, engine=engine)) for engine in ("torch", "onnxruntime")]
+    for factor in (1., 5.):
+        monkeypatch.setattr(Scaled, "factor", factor)
+        wanted, came = (next(stream).actor["dist"] for stream in streams)
+        torch.testing.assert_close(came, wanted)
+    assert "attribute factor of class Scaled changed, so ONNX Runtime has a new graph of Scaled" in caplog.text
+    TABLE[("a constant changes", "actor")] = {str(HERE[0]): "warned"}
 
 
 # --- the table

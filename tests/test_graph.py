@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data.datapipes.iter import Mapper, Shuffler, Zipper
 
+from rollpipe.pipes import Lanes, Pipe
 from rollpipe.pipes.errors import GraphError
 from rollpipe.pipes.graph import (
     copy_graph, draw, find, find_one, inputs, insert_after, insert_before, nodes, remove, replace,
@@ -315,3 +316,26 @@ def test_random_drawings(graph):
 def test_svg_escapes():
     svg = draw(Source('<a href="x">&'))._repr_svg_()
     assert "".join(ElementTree.fromstring(svg).itertext()) == """Sourcename='<a href="x">&'"""
+
+
+class Same(Pipe):
+    def stream(self, items): yield from items
+
+
+class Recursing(Pipe):
+    def stream(self, items): yield from map(self.deep, items)
+    def deep(self, x): return self.deep(x)
+
+
+def test_a_graph_that_is_too_long_for_python():
+    "Each pipe takes some calls within one another, of which Python allows a thousand."
+    def long(n):
+        pipe = IterableWrapper([1, 2])
+        for _ in range(n): pipe = Same(pipe)
+        return pipe
+    assert list(DataLoader2(long(100))) == [1, 2]
+    for n in (250, 400, 3000):
+        for run in (list, lambda pipe: list(DataLoader2(pipe)), lambda pipe: list(Lanes(pipe, 2))):
+            with pytest.raises(GraphError, match=r"too many pipes in a row.*fewer, about \d+, or a larger `sys.setrecursionlimit`"):
+                run(long(n))
+    with pytest.raises(RecursionError): list(Recursing(long(3)))     # the fault of a pipe stays what it is

@@ -299,7 +299,7 @@ class Unchanging:
                  if x is not None and id(x) not in lazy and was.get(id(x)) != now[id(x)]]
         if found:
             raise ActorError(f"{type(found[0][0]).__name__} changed while a lane collected", lane=lane, leaf=', '.join(x for _, x in found),
-                             expected="parameters and buffers that only a learner changes, and memory in `hx`")
+                             expected="parameters and buffers that only a learner changes, in the thread that collects, and memory in `hx`")
 
     def _compare(self, actor, was):
         "Warn of the attributes that differ from what they were."

@@ -19,7 +19,7 @@ from .engines.checked_actor import CheckedActor
 from .engines.choice import check_engine
 from .envs.batch import Batch, Outcome
 from .errors import DataError, EnvError, GraphError, PipeError, check_integer
-from .pipe import Seeded, Source
+from .pipe import Seeded, Source, refuse_reading_ahead
 from .reactions import as_input
 from .envs.factories import VectorFactory
 from .envs.sources import Acting, env_sources, instances_in, refuse_copies, taken
@@ -235,6 +235,7 @@ class EnvStepper(FromSource, Seeded, Source):
     def interact(self, items: Iterator | None = None) -> Interaction:
         "A new `Interaction` of the actor with new environments, which come from `items` if there is a pipe. The caller closes its `envs`."
         self.refuse_processes()
+        refuse_reading_ahead(self, [self.actor])
         check_engine(self.engine, pipe=self)     # an edit may have changed it
         env_seed, actor_seed = self.seed_sequence().spawn(2)
         envs = self.make_envs(env_seed, items)

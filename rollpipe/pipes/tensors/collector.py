@@ -14,7 +14,7 @@ from ..data import Fragment
 from ..envs.factories import env_seeds
 from ..envs.sources import Acting, no_copy
 from ..errors import DataError, EnvError, PipeError, check_integer
-from ..pipe import Seeded, Source
+from ..pipe import Seeded, Source, refuse_reading_ahead
 from .tensor_batch import TensorBatch
 from .tensor_env import TensorFactory
 from .tensor_fragments import TensorInteraction
@@ -111,6 +111,7 @@ class TensorCollector(Acting, Seeded, Source):
 
     def stream(self, items: Iterator) -> Iterator[Fragment]:
         self.refuse_processes()
+        refuse_reading_ahead(self, [self.actor])
         env_seed, actor_seed = self.seed_sequence().spawn(2)
         batch, loan = self.make_batch(env_seed), self.factory.lend()
         try:

@@ -162,6 +162,9 @@ class WeightPublisher:
         with torch.no_grad():
             for x, y in ((x, y) for pair in zip(buffer.tensors, tensors) for x, y in zip(*pair)): x.copy_(y)
         _fence()
+        if [h.version() for h in self._holders] != versions:
+            raise ActorError("another thread changed the weights while they were published",
+                             expected="a learner in the thread that collects")
         buffer.publication[0] = self.block.latest[0] = self.publication = publication
         return publication
 

@@ -18,7 +18,7 @@ from ..errors import DataError, GraphError, check_integer, describe
 from ..fragments import FragmentCollector
 from ..graph import copy_graph, find, inputs, insert_after, nodes, replace
 from ..lanes import GlobalRandomStates, Lanes
-from ..pipe import trait
+from ..pipe import refuse_reading_ahead, trait
 from ..stepper import Acting
 from ..taps import EpisodeStats, Tap, Throughput
 from ..torchdata import IterDataPipe
@@ -87,6 +87,7 @@ class WorkerLanes(Lanes):
 
     def _run(self) -> Iterator:  # pyright: ignore[reportIncompatibleMethodOverride]  their fragments are in slots
         self.close()
+        refuse_reading_ahead(self, self.held_above())
         if not self.is_whole():
             raise GraphError("the lanes are divided among processes already", pipe=self, expected="`Lanes` of its own for each process",
                              got=f"lanes {list(self.own_lanes())} of {self.n}")
