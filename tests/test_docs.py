@@ -79,6 +79,30 @@ def test_the_drawing_in_the_readme_is_what_its_code_draws():
     for code, text in pairs: assert run([code])[0].split() == text.split()
 
 
+def readme(language=""):
+    "The blocks of README in this language, without the indent of a list."
+    blocks = re.findall(r"^( *)```(\w*)\n(.*?)^ *```", (ROOT/"README.md").read_text(encoding="utf-8"), re.M | re.S)
+    return [re.sub(rf"^{indent}", "", text, flags=re.M) for indent, name, text in blocks if name == language]
+
+
+def test_the_commands_of_the_readme_use_folders_that_are_free_or_there(tmp_path, monkeypatch, capsys):
+    "As somebody types them, from top to bottom."
+    monkeypatch.chdir(tmp_path)
+    lines = [line.partition("#")[0] for text in readme() for line in text.splitlines() if line.startswith("rollpipe ")]
+    done = [command(line.replace("--seeds 0-4 --jobs 2", "--seed 0").replace("trpo-*", "trpo-CartPole-v1-s0")) for line in lines
+            if shlex.split(line)[1] in ("train", "evaluate", "export", "plot") and "ray" not in line]
+    assert len(done) >= 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_the_first_example_of_the_readme_learns_with_any_seed(seed):
+    text = next(text for text in readme("python") if "evaluate(" in text and "Lanes" in text)
+    for old, new in {"seed=0": f"seed={10 * seed}", "seed=1": f"seed={10 * seed + 1}"}.items(): text = text.replace(old, new)
+    printed, = run([text])
+    assert float(re.search(r"return (\S+)", printed)[1]) > 475, printed
+
+
 def snippets(path):
     "(language, text) of the blocks of a page, in turn."
     return re.findall(r"^```(\w+)\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S)
@@ -88,7 +112,8 @@ def command(line):
     "Run a line of a shell in this process. A training is shortened."
     from rollpipe.cli import main
     first, *words = shlex.split(line)
-    if "train" in words: words += ["--steps", "600", "--n-steps", "32", "--quiet", "--no-tensorboard"]
+    if "--resume" in words: words += ["--steps", "1200", "--quiet"]
+    elif "train" in words: words += ["--steps", "600", "--n-steps", "32", "--quiet", "--no-tensorboard"]
     with contextlib.redirect_stdout(io.StringIO()): code = main(words)
     assert (first, code) == ("rollpipe", 0), line
 
