@@ -30,7 +30,9 @@ def with_field_docs(cls: Kind) -> Kind:
 # %% ../../nbs/pipes/07_data.ipynb #cb79ba8f
 @with_field_docs
 class State(NamedTuple):
-    """What the actor sees at time `t`; leaves are `[B, ...]` in a tick and `[T+1, B, ...]` in a fragment.
+    """What is known at time `t`; leaves are `[B, ...]` in a tick and `[T+1, B, ...]` in a fragment.
+
+    It is what the actor sees, except that an actor sees float32 in place of float64, and zeros in `act` and `rew` where `fin`.
 
     Args:
         stepno: int64: steps since the episode began; 0 on its first row
@@ -44,6 +46,11 @@ class State(NamedTuple):
     act: Any     # action of the previous row, any nesting; where `fin`, the last one of the old episode; zeros on the very first row
     rew: Any     # float32: reward of the previous row's action; where `fin`, of the old episode; 0 on the very first row
     fin: Any     # bool: did the previous row's action end an episode? True on the very first row
+
+    def without_past(self) -> 'State':
+        "The state, tensors `[T, B, ...]`, with zeros in `act` and `rew` where `fin`."
+        act, rew = nested.without_past(self.act, self.rew, self.fin)
+        return self._replace(act=act, rew=rew)
 
 # %% ../../nbs/pipes/07_data.ipynb #1154235c
 @with_field_docs
