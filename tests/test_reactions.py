@@ -14,8 +14,6 @@ fast = settings(deadline=None, max_examples=50)
 
 class Draws:
     "Draws from torch's global generator."
-    uses_past = False
-
     def step(self, *seen, hx, virtual): return torch.rand(1, 2), (), {}
 
 

@@ -20,7 +20,7 @@ from .pure import PureStep, Weights
 from .rows import Rows
 from ..errors import ActorError
 from ..modules import EvalMode, comparable, version_of
-from ..reactions import kept_in, shown_to
+from ..reactions import kept_in
 
 # %% ../../../nbs/pipes/11_engines/04_compiled.ipynb #6e4eb349
 class Constants:
@@ -171,7 +171,7 @@ class OnnxEngine:
             if noise is not None: nested.setitem(self.noise, 0, noise)
             self.run(0)
             state, hx = nested.map(lambda x: torch.from_numpy(x.copy()), nested.getitem((rows.state, rows.hx), 0))
-            with self.eval_mode: act, hx, info = self.actor.step(*shown_to(self.actor, state), hx=hx, virtual=False, noise=noise)
+            with self.eval_mode: act, hx, info = self.actor.step(*state.seen_by(self.actor), hx=hx, virtual=False, noise=noise)
             came = *nested.getitem((rows.act, rows.info), 0), nested.getitem(rows.hx, 1)
             check_alike(type(self.actor).__name__, came, (act, info, hx))
             rows.put(0, State(state.stepno + 1, state.obs, came[0], state.rew + 0.5, state.fin & False), came[2])

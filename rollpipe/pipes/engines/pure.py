@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import nested
 from ..errors import ActorError, describe, describe_exception
 from ..modules import EvalMode, modules_in
-from ..reactions import attributes_of, shown_to
+from ..reactions import attributes_of
 
 # %% ../../../nbs/pipes/11_engines/02_pure.ipynb #2d9304aa
 class Weights:
@@ -128,7 +128,7 @@ class PureStep(torch.nn.Module):
         def run(*tensors):     # a closure, because the tracer looks for modules in attributes
             weights.put(tensors[:self.n_weights])
             state, hx, noise = spec.unflatten(tensors[self.n_weights:])
-            act, hx, info = actor.step(*shown_to(actor, state), hx=hx, virtual=False, noise=noise)
+            act, hx, info = actor.step(*state.seen_by(actor), hx=hx, virtual=False, noise=noise)
             return nested.flatten((act, info, hx))
         self._run, self._put, self._actor, self._eval_mode = run, weights.put, lambda: actor, EvalMode(actor)
         self._examine(inputs[1])
