@@ -77,9 +77,10 @@ def test_no_actor_sees_it_in_a_worker(kind):
 
 def test_no_actor_sees_it_when_it_is_evaluated():
     trace = evaluate(Counting, Onlooker(), 6, n_envs=2, trace=True).trace
-    begins = np.concatenate([np.ones((1, 2), bool), trace.fin])[:len(trace.actor["fin"])]
-    assert_same(trace.actor["fin"].numpy(), begins)
-    assert not trace.actor["act"][begins].any() and not trace.actor["rew"][begins].any() and trace.actor["act"][~begins].all()
+    begins = np.concatenate([np.ones((1, 2), bool), trace.fin[:-1]])[trace.valid]
+    act, rew, fin = (trace.actor[name][:-1][trace.valid].numpy() for name in ("act", "rew", "fin"))
+    assert_same(fin, begins)
+    assert not act[begins].any() and not rew[begins].any() and act[~begins].all()
 
 
 def test_who_steps_environments_himself_is_not_shown_it_either():

@@ -88,7 +88,8 @@ def _send(pid, worker):
         socket.send_fds(present.link, [b'.'], [worker])
     except (KeyError, OSError):                # there is no guard yet, or no longer
         _forget_guard()
-        present = _guards[os.getpid()] = _Guard(*_start_guard(), {pid})
+        number, link = _start_guard()
+        present = _guards[os.getpid()] = _Guard(number, link, {pid})
         socket.send_fds(present.link, [b'.'], [worker])
 
 
