@@ -18,7 +18,7 @@ from .config import build
 from .logs import read_metrics
 from .options import parse_seeds
 from .pipes.errors import DataError, WorkerError
-from .pipes.workers.guard import guard
+from .pipes.workers.guard import guard, unguard
 from .ranks import launched
 from .runs import files_of_run
 from .train import uninterrupted
@@ -91,6 +91,7 @@ class RunProcess:
 
     def _wait(self, ended):
         self.process.wait()
+        unguard([self.process.pid])
         self.reader.join(2)  # not longer: a process that the environment has left behind may hold the pipe open
         self.has_ended = True
         ended()

@@ -14,7 +14,7 @@ import torch
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # processes started in the background ignore it, with their children
 SHM = Path("/dev/shm")
-HELPERS = (b"resource_tracker", b"forkserver", b"torch_shm_manager", b"rollpipe guard")  # these live as long as the interpreter, by design
+HELPERS = (b"resource_tracker", b"forkserver", b"torch_shm_manager")  # these live as long as the interpreter, by design
 
 
 LONG = {f"test_{name}" for name in ("bench", "cli", "contract", "evaluation_contract", "experiments", "fault_matrix", "faults",

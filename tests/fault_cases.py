@@ -164,8 +164,9 @@ IN_PARENT = "critic", "tap", "pipe below", "end of pipe below", "loop", "picklin
 
 @dataclass
 class Found:
-    "What became of a run: the items, the error, the lines of the log with the warnings, the seconds."
+    "What became of a run: the items, the error, the lines of the log with the warnings, the seconds; lane -> how often it began anew."
     items: int = 0
+    restarts: dict = field(default_factory=dict)     # as the newest fragments say that do
     error: BaseException | None = None
     log: list = field(default_factory=list)
     seconds: float = 0.
@@ -241,6 +242,7 @@ def run(harm, place, method=None, lag=0, at=1, n=6, limit=60., once=False, **opt
                     fault("loop")
                     if found.items == 0 and "on_silence" in options: become_impatient(loader.reading_service)
                     check_batch(batch, ("adv", "ret", "logp"), "Learner")
+                    if batch.restarts is not None: found.restarts.update(zip(batch.lane.tolist(), batch.restarts.tolist()))
                     found.items += 1
         except BaseException as e: found.error = e.with_traceback(None)     # frames would keep the loader alive
         gc.collect()

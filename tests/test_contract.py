@@ -313,7 +313,7 @@ def test_a_death_is_told_with_all_lanes_of_the_worker(Reading):
 
 
 def test_lanes_start_anew_elsewhere(caplog, Reading):
-    "With `seq` 0 and other random numbers; the other lane goes on as if nothing had been; the log says so. Then it is enough."
+    "With `seq` 0 and other random numbers; the other lane goes on as if nothing had been; log and stream say so. Then it is enough."
     expected = [snapshot(f) for f in islice(Lanes(FragmentCollector(EnvStepper(Lively, Shaky()), 3), 2, 0), 12)]
     pipe = Lanes(FragmentCollector(EnvStepper(Lively, Shaky()), 3), 2, 0)
     with caplog.at_level(logging.WARNING, "rollpipe"), DataLoader2(pipe, reading_service=Reading(2, lag=1, restart=1)) as loader:
@@ -328,6 +328,8 @@ def test_lanes_start_anew_elsewhere(caplog, Reading):
         begin = seqs.index(0, 1)
         assert seqs == [*range(begin), *range(6 - begin)] and 2 <= begin <= 3
         assert (anew[begin].state.obs[0] != anew[0].state.obs[0]).any()
+        assert {f.restarts for f in [*found[::2], *anew[:begin]]} == {None}
+        assert [f.restarts.tolist() for f in anew[begin:]] == [[1]] * (6 - begin)
         assert re.search(rf"worker 1 \(pid {lost}\).*Its lanes start anew \(restart 1 of 1\)", caplog.text)
         assert {state["restarted"] for state in loader.reading_service.health()} == {1}
         os.kill(pids(loader)[0], signal.SIGKILL)

@@ -256,8 +256,8 @@ def test_a_trace_holds_the_steps_of_the_episodes_and_no_others(source):
     rew, fin, valid, actor = found.trace
     quota, at, T = quotas(7, 3), 0, len(rew)
     assert rew.dtype == np.float32 and {x.dtype for x in (fin, valid)} == {np.dtype(bool)}
-    assert rew.shape == fin.shape == valid.shape == actor["act"].shape == actor["stepno"].shape == (T, 3)
-    assert actor["more"]["obs"].shape == (T, 3, 1)
+    assert rew.shape == fin.shape == valid.shape == (T, 3) and actor["act"].shape == actor["stepno"].shape == (T + 1, 3)
+    assert actor["more"]["obs"].shape == (T + 1, 3, 1)
     assert not rew[~valid].any() and (fin & valid).sum() == 7
     for b in range(3):
         rows = np.flatnonzero(valid[:, b])
@@ -273,7 +273,55 @@ def test_a_trace_costs_nothing_else():
     with_it, without = (evaluate("Pendulum-v1", policy, 3, seed=1, deterministic=False, trace=trace) for trace in (True, False))
     assert (with_it.returns == without.returns).all() and without.trace is None
     np.testing.assert_allclose(with_it.trace.rew.sum(0), with_it.returns, rtol=1e-5)
-    assert set(with_it.trace.actor) >= {"logp"} and all(len(x) == 200 for x in nested.leaves(with_it.trace.actor))
+    assert set(with_it.trace.actor) >= {"logp"} and all(len(x) == 201 for x in nested.leaves(with_it.trace.actor))
+
+
+class Fading(gym.Env):
+    "The observation is the number of the step; the episode ends after `length` steps, truncated or terminated."
+    observation_space, action_space = gym.spaces.Box(0, 99, (1,)), gym.spaces.Discrete(2)
+
+    def __init__(self, length, truncated): self.length, self.truncated = length, truncated
+
+    def look(self): return np.full(1, self.n, np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.n = 0
+        return self.look(), {}
+
+    def step(self, action):
+        self.n += 1
+        over = self.n == self.length
+        return self.look(), 1., over and not self.truncated, over and self.truncated, {}
+
+
+class Judge(Actor):
+    "Its value is 7 + 10 times the observation, and depends on a memory that counts the steps of an episode, from 1 on."
+    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
+        n = torch.zeros(1, fin.shape[1]) if hx is None else hx[0]
+        return torch.zeros(fin.shape, dtype=torch.int64), (n + 1,), dict(value=7 + 10 * obs[..., 0] + (n + 1) / 10)
+
+
+VECTORS = [None, "SameStep", "NextStep", "Disabled"]
+
+
+@pytest.mark.parametrize("mode", VECTORS)
+def test_a_trace_has_the_value_of_the_last_observation(mode):
+    "So one can draw TD errors: it is a virtual reaction with the memory of that moment, and 0 where the episode terminated."
+    plan = [(2, True), (4, False), (3, True), (1, True), (5, False)]
+    envs = [lambda x=x: Fading(*x) for x in plan]
+    env = envs if mode is None else gym.vector.SyncVectorEnv(envs, autoreset_mode=mode)
+    trace = evaluate(env, Judge(), 5, n_envs=5 if mode is None else None, seed=0, trace=True).trace
+    v = trace.actor["value"].numpy()
+    for b, (length, truncated) in enumerate(plan):
+        known = [7 + 10 * k + (k + 1) / 10 for k in range(length + 1)]
+        np.testing.assert_allclose(v[:length + 1, b], [*known[:-1], known[-1] * truncated], rtol=1e-6)
+    assert trace.valid.sum(0).tolist() == [length for length, _ in plan] and len(v) == 6
+
+
+def test_the_value_of_the_last_observation_of_an_episode_that_was_cut_off():
+    trace = evaluate(lambda: Fading(9, False), Judge(), 4, n_envs=2, seed=0, max_steps=3, on_limit="cut", trace=True).trace
+    np.testing.assert_allclose(trace.actor["value"][:, 0], [7.1, 17.2, 27.3, 7.1, 17.2, 27.3, 37.4], rtol=1e-6)
 
 
 # --- a window

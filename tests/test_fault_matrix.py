@@ -161,6 +161,8 @@ def differences(found, wanted, names, cause):
     if cause and found.error is not None and not isinstance(found.error, WorkerError):
         yield from missing(str(found.error.__cause__)[:50_000], cause, names)
     if wanted.error is None and found.items != 6: yield f"{found.items} items. "
+    anew = {int(lane): 1 for lane in names["lanes"].split(", ")} if wanted.word == "restarted" else {}
+    if found.restarts != anew: yield f"the stream says that lanes began anew: {found.restarts}, not {anew}. "
     if found.seconds > 20 * slack(): yield f"it took {found.seconds:.0f} s. "
 
 

@@ -24,8 +24,11 @@ from worker_cases import descriptors, gone, harmful, runs, script, slack
 from reference import snapshot
 from toys import Counting, Lively, Plain, Shaky
 
+from rollpipe.agents import REINFORCE
+from rollpipe.layers import Critic, GaussianPolicy
 from rollpipe.pipes import (ActorError, DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Pipe,
-                            ProcessReading, WorkerError)
+                            ProcessReading, ReplayMemory, WorkerError, on_policy)
+from rollpipe.pipes.fragment_ops import unstacked
 from rollpipe.pipes.workers.process import WorkerDied
 from rollpipe.pipes.workers.shared import SharedMemory
 from rollpipe.pipes.taps import EpisodeStats
@@ -612,6 +615,13 @@ def test_restart(caplog):
                                   for k, (pid, line) in enumerate(zip(lost, text), 1)), text
 
 
+def kill(loader, lane):
+    "Kill the worker of a lane."
+    pid, = (state["pid"] for state in loader.reading_service.health() if lane in state["lanes"])
+    os.kill(pid, signal.SIGKILL)
+    assert gone([pid], 5) == []
+
+
 def test_restart_of_one_that_dies_at_once():
     "Again and again, at the same call: as often as allowed, then the error."
     with quiet(): error, text, _ = outcome(harmful("SIGKILL", "factory"), num_workers=2, restart=3)
@@ -649,6 +659,27 @@ def test_an_exception_is_no_death():
     "It would come again; it is raised whatever `restart` says."
     error, *_ = outcome(harmful("raise", "step", 7), num_workers=2, restart=3)
     assert type(error) is EnvError
+
+
+def test_a_learner_says_which_lanes_began_anew():
+    "A metric says it from the first batch on that has data of such a lane; a memory takes them all; a joined batch can be taken apart."
+    actor, found, batches = GaussianPolicy.for_env(Lively(), hidden=(4,), seed=0), [], []
+    agent = REINFORCE(actor, seed=0)
+    with DataLoader2(on_policy(Lively, actor, Critic.for_env(Lively(), seed=0), n_envs=2, n_steps=6, lanes=3, seed=0),
+                     reading_service=ProcessReading(3, restart=3)) as loader:
+        items = iter(loader)
+        for k in range(6):
+            if k in (2, 4): kill(loader, lane=1)
+            if k == 4: kill(loader, lane=2)
+            found.append(agent.update(batch := next(items)).get("lane_restarts"))
+            batches.append(batch)
+    assert found == [None, None, 1, 1, 3, 3]
+    assert batches[1].restarts is None
+    assert [b.restarts.tolist() for b in batches[3::2]] == [[0, 0, 1, 1, 0, 0], [0, 0, 2, 2, 1, 1]]
+    assert [f.restarts.tolist() for f in unstacked(batches[-1])] == [[0, 0], [2, 2], [1, 1]]
+    memory = ReplayMemory(1000, seed=0)
+    for batch in batches: memory.add(batch)
+    assert len(memory) == 6 * 36 and memory.sample(4).fragment.restarts is None
 
 
 @pytest.mark.parametrize("lag", [0, 1, None])

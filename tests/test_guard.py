@@ -1,8 +1,10 @@
 """Whatever its workers do, a process that is killed leaves none of them behind, and a thread that ends takes none with it."""
+import multiprocessing
 import os
 import signal
 import subprocess
 import time
+import warnings
 from itertools import islice
 from pathlib import Path
 from threading import Event, Thread
@@ -12,7 +14,7 @@ from conftest import started_by
 from toys import Counting, Plain
 from worker_cases import gone, harmful, runs, script, slack
 
-from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading
+from rollpipe.pipes import EnvError, EnvStepper, FragmentCollector, Lanes, ProcessReading
 from rollpipe.pipes.cluster.door import descendants
 from rollpipe.pipes.torchdata import DataLoader2
 from rollpipe.pipes.workers import guard as guard_module
@@ -83,15 +85,83 @@ def test_the_thread_that_started_a_worker_ends(method):
         assert [f.seq.tolist() for f in islice(items, 3)] == [[1], [2], [3]]
 
 
+def workers(n=2, **options): return DataLoader2(harmful("raise", "step", 10 ** 9), reading_service=ProcessReading(n, **options))
+
+
 def test_one_guard_serves_all_loaders_and_a_guard_that_was_killed_is_replaced():
+    with workers() as loader, workers() as other:
+        next(iter(loader)), next(iter(other))
+        first, = guards()
+        os.kill(first, signal.SIGKILL)
+        assert gone([first], 5) == []
+        with workers() as third:
+            next(iter(third))
+            second, = guards()
+            assert second != first
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_the_guard_ends_with_the_last_worker_and_comes_again_with_the_next(method):
+    found = []
     for _ in range(2):
-        with DataLoader2(harmful("raise", "step", 10 ** 9), reading_service=ProcessReading(2)) as loader: next(iter(loader))
-    first, = guards()
-    os.kill(first, signal.SIGKILL)
-    assert gone([first], 5) == []
-    with DataLoader2(harmful("raise", "step", 10 ** 9), reading_service=ProcessReading(2)) as loader: next(iter(loader))
-    second, = guards()
-    assert second != first
+        with workers(start_method=method) as loader:
+            next(iter(loader))
+            with workers(1) as other:
+                next(iter(other))
+                found += guards()
+            assert guards() == found[-1:]          # the workers of one loader have ended, those of the other have not
+        assert guards() == [] and not Path(f"/proc/{found[-1]}").exists()      # nor is it left as a zombie
+    assert len(set(found)) == 2
+
+
+def test_the_guard_ends_when_a_worker_has_failed():
+    with DataLoader2(harmful("raise", "step", 3), reading_service=ProcessReading(2)) as loader:
+        with pytest.raises(EnvError): list(islice(loader, 9))
+        assert guards() == []
+
+
+def test_workers_of_many_threads_begin_and_end_at_once():
+    "Whoever has workers has a guard, and when none has any there is none."
+    def work(k):
+        for _ in range(4):
+            worker = WorkerProcess(f"worker {k}", greet, start_method="spawn")
+            assert worker.receive() == "hello"
+            known = guard_module._guards[os.getpid()]
+            assert worker.pid in known.workers and runs(known.pid)
+            assert worker.close() is None
+            done.append(k)
+    done, threads = [], [Thread(target=work, args=(k,)) for k in range(3)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    assert len(done) == 12 and guards() == [] and guard_module._guards == {}
+
+
+def test_a_process_that_is_forked_meanwhile_can_start_workers_of_its_own():
+    "Another thread starts and ends guards. If it held the lock in the new process, that would wait for ever."
+    def change():
+        while not stop.is_set(): guard_and_unguard()
+    stop, thread = Event(), Thread(target=change)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)     # this process has several threads
+        thread.start()
+        try:
+            for _ in range(10):
+                child = multiprocessing.get_context("fork").Process(target=guard_and_unguard)
+                child.start()
+                child.join(30)
+                assert child.exitcode == 0
+        finally:
+            stop.set(), thread.join()
+    assert guards() == []
+
+
+def guard_and_unguard():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        guard_module.guard(process.pid)
+        assert len(guards()) == 1
+        process.kill(), process.wait()
+        guard_module.unguard([process.pid])
+    assert guards() == []
 
 
 def test_signals_for_the_parent_do_not_end_the_guard():

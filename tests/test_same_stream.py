@@ -53,6 +53,15 @@ def test_every_difference_is_named(change, expected):
     assert all(part in found for part in parts) and found.startswith(parts[0]) and found.endswith(parts[-1])
 
 
+def test_a_new_field_makes_a_difference_unless_it_is_declared_and_none(monkeypatch):
+    old, new = [["b.x", "None", ""]], [["b.x", "None", ""], ["b.y", "None", ""]]
+    assert same_stream.first_difference(old, new) == "b.y: no such leaf there, None here"
+    monkeypatch.setattr(same_stream, "ADDED", ("y",))
+    assert same_stream.first_difference(old, new) == ""
+    assert same_stream.first_difference(old, [*old, ["b.y", "1", ""]]) == "b.y: no such leaf there, 1 here"
+    assert same_stream.first_difference(old, [["b.x", "1", ""], new[1]]).startswith("b.x")
+
+
 def test_the_first_of_several_is_named():
     assert difference(dict(a=TREE["a"] + 1, c="another")).startswith("batch 0['a']")
 

@@ -22,6 +22,8 @@ import torch
 RENAMED: dict = {}
 # Old phrase -> new phrase, of messages that were reworded on purpose.
 REWORDED: dict = {}
+# New fields, of which `REV` knows nothing. Where one of them is None, that is no difference.
+ADDED: tuple = ("restarts",)
 # The groups, by the processes in which they run.
 PROCESSES = (("gradients", "replay", "commands"), ("streams", "episodes", "vector", "transforms", "faults"), ("fork",), ("spawn",))
 PLAIN = bool, int, float, complex, str, bytes, torch.dtype, np.dtype, type(None)

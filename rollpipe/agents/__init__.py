@@ -19,10 +19,11 @@ from .ppo import PPO
 from .reinforce import REINFORCE
 from .tabular import QLearning, TabularQ
 from .trpo import TRPO
+from .unroll import timeshift
 from .vtrace import VTrace
 
 __all__ = [
     'A2C', 'ActorCriticLearner', 'Checkpoint', 'DDPG', 'DQN', 'Distillation', 'EpisodeReturns', 'Evaluated', 'Evaluation',
     'GradientLearner', 'Learner', 'METRICS', 'NPG', 'PPO', 'ParallelEvaluation', 'QLearning', 'QRDQN', 'REINFORCE', 'RND',
-    'RandomActor', 'SAC', 'TD3', 'TRPO', 'TabularQ', 'VTrace', 'evaluate', 'load_checkpoint', 'save_checkpoint',
+    'RandomActor', 'SAC', 'TD3', 'TRPO', 'TabularQ', 'VTrace', 'evaluate', 'load_checkpoint', 'save_checkpoint', 'timeshift',
 ]

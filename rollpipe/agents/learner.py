@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .critics import explained_variance, fit_critic
-from .policy_replay import lag_of
+from .policy_replay import lag_of, lane_restarts
 from .shared_options import SharedOptions
 from ..pipes import nested
 from ..pipes.data import Fragment
@@ -194,7 +194,7 @@ class Learner(LearnerState):
     def begin(self, batch: Fragment) -> dict:
         "Check a batch, and set the learning rates for it. Returns metrics."
         self.check(batch, *self.batch_needs())
-        return dict(lag=self.lag(batch)) | self.set_rates()
+        return self.provenance(batch) | self.set_rates()
 
     def set_rates(self) -> dict:
         "Set the learning rates for the next update. Returns metrics."
@@ -226,6 +226,10 @@ class Learner(LearnerState):
     def lag(self, batch: Fragment) -> int:
         "Number of updates of the actor since the oldest column of the batch was collected; 0 if that is not known."
         return lag_of(batch, self.actor)
+
+    def provenance(self, batch: Fragment) -> dict:
+        "Metrics of where a batch comes from: `lag`, and `lane_restarts` if a lane was lost."
+        return dict(lag=self.lag(batch)) | lane_restarts(batch)
 
     def tell_actor(self, batch: Fragment) -> None:
         "Update the actor's normaliser, if it has one, with the observations of a batch. Called once per batch, after its last use."

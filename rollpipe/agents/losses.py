@@ -203,7 +203,7 @@ def _values_of_both_ends(fragment, actor, critic, replay):
         raise DataError("vtrace_actor_critic: there is no critic and the actor reports no value", leaf="replay(fragment)['value']",
                         expected="float32 [T, B]", got=f"leaves {nested.paths(replay.info, 'info')}")
     if critic is not None: v_tp1 = values(fragment, critic)[1]
-    else: v_tp1 = answers_reached(lambda state, hx: actor.step(*state, hx=hx, virtual=True)[2]['value'], fragment)
+    else: v_tp1 = answers_reached(lambda state, hx: actor.step(*state.without_past(), hx=hx, virtual=True)[2]['value'], fragment)
     return v, v_tp1.masked_fill(fragment.term[1:] | ~fragment.valid, 0.)
 
 # %% ../../nbs/agents/06_losses.ipynb #f84fc308

@@ -99,6 +99,7 @@ METRICS |= dict(
     explained_variance="1 - Var[ret - v] / Var[ret] of the values v that the advantages were computed with",
     critic_loss="mean squared error of the critic after fitting, in units of the returns' standard deviation if it keeps one",
     lag="updates between collecting and consuming the batch, the largest over its columns",
+    lane_restarts="how often lanes of the batch were lost with their worker and began anew, with other random numbers; absent if none did",
     # worker processes, if there are any
     workers="worker processes that are alive",
     restarts="worker processes that died and were replaced since the start or resume of the run",

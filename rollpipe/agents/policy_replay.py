@@ -17,7 +17,7 @@ from ..pipes.errors import DataError
 from ..pipes.modules import version_of
 
 # %% auto #0
-__all__ = ['importance_ratios', 'approx_kl', 'lag_of', 'PolicyReplay', 'replay_policy']
+__all__ = ['importance_ratios', 'approx_kl', 'lag_of', 'lane_restarts', 'PolicyReplay', 'replay_policy']
 
 # %% ../../nbs/agents/05_policy_replay.ipynb #432a39e0
 def importance_ratios(logp: Tensor, logp_old: Tensor) -> Tensor:
@@ -45,6 +45,13 @@ def lag_of(
         actor: the actor that learns
     """
     return 0 if fragment.version is None else version_of(actor) - int(fragment.version.min())
+
+
+def lane_restarts(fragment: Fragment) -> dict:
+    "The metric `lane_restarts`, how often the lanes of the fragment began anew; empty if none did."
+    if fragment.restarts is None: return {}
+    newest = dict(sorted(zip(fragment.lane.tolist(), fragment.restarts.tolist())))
+    return dict(lane_restarts=sum(newest.values()))
 
 # %% ../../nbs/agents/05_policy_replay.ipynb #01ce7551
 class PolicyReplay(NamedTuple):

@@ -24,7 +24,7 @@ from ..pipes.errors import DataError, check_integer
 def what_the_loss_needs(batch: Fragment) -> Fragment:
     "The batch without infos, recorded distributions, true last observations, lanes, sequence numbers and versions."
     return batch._replace(env={}, actor={k: x for k, x in batch.actor.items() if k != 'dist'}, term=None, lane=None, seq=None,
-                          version=None, final=nested.getitem(batch.final, slice(0)))
+                          version=None, restarts=None, final=nested.getitem(batch.final, slice(0)))
 
 # %% ../../nbs/agents/18_ppo.ipynb #865fc2df
 class PPO(ActorCriticLearner):

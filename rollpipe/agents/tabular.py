@@ -127,7 +127,7 @@ class QLearning(Learner):
     def update(self, batch: Fragment) -> dict:
         "Learn from a `Fragment`; returns metrics (see `METRICS`)."
         self.check(batch)
-        actor, valid, lag = self.actor, batch.valid, self.lag(batch)
+        actor, valid, begun = self.actor, batch.valid, self.provenance(batch)
         targets = q_targets(batch, actor.table, self.options.gamma, actor.first)[valid]
         states, actions = batch.state.obs[:-1][valid] - actor.first, batch.state.act[1:][valid] - actor.start
         errors = targets - (before := actor.table[states, actions])
@@ -139,7 +139,7 @@ class QLearning(Learner):
         self.explore()
         bump_version(actor)
         return dict(loss=float(errors.square().mean()), td_error=float(errors.abs().mean()), q_mean=float(before.mean()),
-                    q_target=float(targets.mean()), epsilon=epsilon, lag=lag)
+                    q_target=float(targets.mean()), epsilon=epsilon, **begun)
 
     def state_dict(self) -> dict:
         "The table with its epsilon, the steps consumed, the version."

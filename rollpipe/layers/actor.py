@@ -13,9 +13,10 @@ from torch import Tensor
 
 from .acting import Predicts
 from ..pipes import nested
+from ..pipes.nested import without_past
 
 # %% auto #0
-__all__ = ['check_signature', 'without_past', 'Actor']
+__all__ = ['check_signature', 'Actor']
 
 # %% ../../nbs/layers/01_actor.ipynb #f6e05071
 def check_signature(cls: type, method: str, positional: tuple, keywords: tuple) -> None:
@@ -40,12 +41,6 @@ def check_signature(cls: type, method: str, positional: tuple, keywords: tuple) 
         problem = [f"{word} {', '.join(which)}" for word, which in (('lacks', missing), ('demands', excess)) if which]
         raise TypeError(f"{cls.__name__}.{method} {' and '.join(problem)}. Expected the signature "
                         f"{method}(self, {', '.join(positional + ('*',) + keywords)})")
-
-# %% ../../nbs/layers/01_actor.ipynb #bda5ec43
-def without_past(act: Any, rew: Any, fin: Tensor) -> tuple:
-    "`(act, rew)` as new tensors with zeros where `fin` `[T, B]` is set; leaves are `[T, B, ...]`, and `None` stays `None`."
-    def masked(x): return x.masked_fill(fin.reshape(fin.shape + (1,) * (x.ndim - 2)), 0)
-    return nested.map(masked, (act, rew))
 
 # %% ../../nbs/layers/01_actor.ipynb #ae2d1236
 class Actor(Predicts, torch.nn.Module):

@@ -30,7 +30,9 @@ def with_field_docs(cls: Kind) -> Kind:
 # %% ../../nbs/pipes/07_data.ipynb #cb79ba8f
 @with_field_docs
 class State(NamedTuple):
-    """What the actor sees at time `t`; leaves are `[B, ...]` in a tick and `[T+1, B, ...]` in a fragment.
+    """What is known at time `t`; leaves are `[B, ...]` in a tick and `[T+1, B, ...]` in a fragment.
+
+    It is what the actor sees, except that an actor sees float32 in place of float64, and zeros in `act` and `rew` where `fin`.
 
     Args:
         stepno: int64: steps since the episode began; 0 on its first row
@@ -44,6 +46,16 @@ class State(NamedTuple):
     act: Any     # action of the previous row, any nesting; where `fin`, the last one of the old episode; zeros on the very first row
     rew: Any     # float32: reward of the previous row's action; where `fin`, of the old episode; 0 on the very first row
     fin: Any     # bool: did the previous row's action end an episode? True on the very first row
+
+    def without_past(self) -> 'State':
+        "The state, tensors `[T, B, ...]`, with zeros in `act` and `rew` where `fin`."
+        act, rew = nested.without_past(self.act, self.rew, self.fin)
+        return self._replace(act=act, rew=rew)
+
+    def seen_by(self, actor: Any) -> 'State':
+        "The state, tensors `[T, B, ...]`, as an actor sees it. An actor with `uses_past = False` looks at no past, and gets it as it is."
+        seen = nested.as_seen(self)
+        return seen.without_past() if getattr(actor, 'uses_past', True) else seen
 
 # %% ../../nbs/pipes/07_data.ipynb #1154235c
 @with_field_docs
@@ -185,6 +197,7 @@ def from_steps(
     lane: Any = None,            # int64 [B]: the lane that collected the column
     seq: Any = None,             # int64 [B]: how many fragments that lane had yielded before
     version: Any = None,         # int64 [B]: version of the weights that collected the column
+    restarts: Any = None,        # int64 [B]: how often the lane was lost with its worker and began anew; None: never
 ) -> 'Fragment':
     """Make a `Fragment`. The action and reward before row 0 are zero. Row 0 begins an episode where `stepno` is 0.
 
@@ -208,16 +221,18 @@ def from_steps(
         lane: int64 [B]: the lane that collected the column
         seq: int64 [B]: how many fragments that lane had yielded before
         version: int64 [B]: version of the weights that collected the column
+        restarts: int64 [B]: how often the lane was lost with its worker and began anew; None: never
     """
     valid, terminated, truncated = _flags(rew, valid, True), _flags(rew, terminated, False), _flags(rew, truncated, False)
     actor, env = {} if actor is None else actor, {} if env is None else env
-    _check_shapes(rew.shape, rows=dict(obs=obs, actor=actor), columns=dict(lane=lane, seq=seq, version=version), steps=dict(
+    columns = dict(lane=lane, seq=seq, version=version, restarts=restarts)
+    _check_shapes(rew.shape, rows=dict(obs=obs, actor=actor), columns=columns, steps=dict(
         act=act, terminated=terminated, truncated=truncated, env=env, valid=valid, adv=adv, ret=ret))
     first = torch.zeros_like(rew[0], dtype=torch.int64) + stepno
     state = _history(first, obs, act, rew.masked_fill(~valid, 0.), terminated | truncated | ~valid)
     term = torch.cat([torch.zeros_like(valid[:1]), terminated & valid])
     final = _final_rows(truncated & ~terminated & valid, obs, actor, last_obs, last_actor)
-    return Fragment(state, actor, env, hx, term, final, valid, adv, ret, lane, seq, version)
+    return Fragment(state, actor, env, hx, term, final, valid, adv, ret, **columns)
 
 # %% ../../nbs/pipes/07_data.ipynb #b2cd708c
 @with_field_docs
@@ -256,6 +271,7 @@ class Fragment(NamedTuple):
         lane: int64 [B]: the lane that collected the column
         seq: int64 [B]: how many fragments that lane had yielded before
         version: int64 [B]: version of the weights that collected the column
+        restarts: int64 [B]: how often the lane was lost with its worker and began anew, with other random numbers; None: never
     """
     state: State       # [T+1, B, ...]
     actor: Any         # [T+1, B, ...]: what the actor reported; row T is the virtual look-ahead (its `logp` is that of the mode)
@@ -269,8 +285,9 @@ class Fragment(NamedTuple):
     lane: Any = None     # int64 [B]: the lane that collected the column
     seq: Any = None      # int64 [B]: how many fragments that lane had yielded before
     version: Any = None  # int64 [B]: version of the weights that collected the column
+    restarts: Any = None  # int64 [B]: how often the lane was lost with its worker and began anew, with other random numbers; None: never
 
-    ROWS, STEPS, COLUMNS = ('state', 'actor', 'term'), ('env', 'valid', 'adv', 'ret'), ('lane', 'seq', 'version')
+    ROWS, STEPS, COLUMNS = ('state', 'actor', 'term'), ('env', 'valid', 'adv', 'ret'), ('lane', 'seq', 'version', 'restarts')
     from_steps = staticmethod(from_steps)
 
     @property

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ENV_REWARD', 'TimeStep', 'restart', 'transition', 'termination', 'truncation', 'from_timesteps', 'same_keys',
-           'stack_rows', 'stack_infos', 'End', 'join', 'pad_episodes', 'strands', 'columns', 'pieces', 'unstacked',
-           'final_numbers', 'transitions', 'with_rewards', 'env_rewards']
+           'stack_rows', 'stack_infos', 'End', 'with_restarts', 'join', 'pad_episodes', 'strands', 'columns', 'pieces',
+           'unstacked', 'final_numbers', 'transitions', 'with_rewards', 'env_rewards']
 
 # %% ../../nbs/pipes/09_fragment_ops.ipynb #5899a8ef
 from collections.abc import Iterable, Iterator
@@ -148,6 +148,12 @@ class End(NamedTuple):
     term: bool   # True: a termination
 
 # %% ../../nbs/pipes/09_fragment_ops.ipynb #3fbf3a77
+def with_restarts(item: Any, restarts: int) -> Any:
+    "`item`, a fragment or a list of them, with this number of `restarts` in each column. Anything else stays as it is."
+    if isinstance(item, Fragment): return item._replace(restarts=torch.full_like(item.valid[0], restarts, dtype=torch.int64))
+    return [with_restarts(x, restarts) for x in item] if type(item) is list else item
+
+# %% ../../nbs/pipes/09_fragment_ops.ipynb #41efe5ca
 def join(fragments: Iterable[Fragment]) -> Fragment:
     """Fragments of equal length side by side: `[T, B1], [T, B2], ...` become `[T, B1 + B2 + ...]`.
 
@@ -159,10 +165,13 @@ def join(fragments: Iterable[Fragment]) -> Fragment:
     if len(set(lengths)) > 1:
         raise DataError("fragments of different lengths cannot stand side by side", expected=f"T={lengths[0]}", got=f"T={lengths}")
     fragments = [f._replace(env=env) for f, env in zip(fragments, same_keys([f.env for f in fragments], [f.valid for f in fragments]))]
+    if any(f.restarts is not None for f in fragments): fragments = [with_restarts(f, 0) if f.restarts is None else f for f in fragments]
     wide = nested.cat([f.only(*Fragment.ROWS, *Fragment.STEPS, 'hx') for f in fragments], dim=1, view=True)
     offsets = np.cumsum([0, *widths]).tolist()
     final = nested.cat([f.final._replace(b=f.final.b + offset) for f, offset in zip(fragments, offsets)])
     return wide._replace(final=final, **{name: nested.cat([getattr(f, name) for f in fragments]) for name in Fragment.COLUMNS})
+
+
 
 # %% ../../nbs/pipes/09_fragment_ops.ipynb #1c115c45
 def pad_episodes(fragments: Iterable[Fragment]) -> Fragment:

@@ -108,7 +108,8 @@ class EnvContext:
     """A batch of environments that have been reset. `context` makes it, and `step` advances it.
 
     `state` is its current state (`State`, numpy `[B, ...]`), and `seen` the same for an actor (torch `[1, B, ...]`, with float32 in place
-    of float64). As a context manager it closes the environments that were made for it, but not those that were lent to it.
+    of float64, and zeros in `act` and `rew` where `fin`). As a context manager it closes the environments that were made for it, but not
+    those that were lent to it.
 
     Args:
         stepper: has the environments; its actor is not used
@@ -133,6 +134,7 @@ class EnvContext:
             act: one action for each environment, torch [1, B, ...]
         """
         out = self.envs.step(act)
+        if out.ended: out = out._replace(seen=out.seen.without_past())
         self.state, self.seen = out.state, out.seen
         return out
 

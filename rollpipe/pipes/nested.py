@@ -16,7 +16,7 @@ from .errors import DataError, describe
 
 # %% auto #0
 __all__ = ['map', 'leaves', 'flatten', 'paths', 'check_like', 'getitem', 'setitem', 'copy_', 'stack', 'cat', 'alloc', 'torchify',
-           'numpify', 'Aliased', 'aliased', 'as_seen']
+           'numpify', 'Aliased', 'aliased', 'as_seen', 'without_past']
 
 # %% ../../nbs/pipes/01_nested.ipynb #fb2d67a2
 def map(fn: Callable, tree: Any, *rest: Any) -> Any:
@@ -273,3 +273,9 @@ def as_seen(tree: Any) -> Any:
     "Tensors as actors and critics see them: float64 becomes float32, and other dtypes stay."
     if isinstance(tree, torch.Tensor): return tree.float() if tree.dtype == torch.float64 else tree
     return optree.tree_map(lambda x: x.float() if x.dtype == torch.float64 else x, tree)
+
+# %% ../../nbs/pipes/01_nested.ipynb #bd475b88
+def without_past(act: Any, rew: Any, fin: torch.Tensor) -> tuple:
+    "`(act, rew)` as new tensors with zeros where `fin` `[T, B]` is set; leaves are `[T, B, ...]`, and `None` stays `None`."
+    def masked(x): return x.masked_fill(fin.reshape(fin.shape + (1,) * (x.ndim - 2)), 0)
+    return map(masked, (act, rew))

@@ -181,8 +181,9 @@ def check_batches(batch: Any, learner: str) -> None:
 
 
 def _forms(batch):
-    "Leaf -> its dtype and shape. The leaves of truncated episodes count as empty, and infos, of which no learner knows, do not count."
-    found = ((path, x) for path, x in zip(nested.paths(batch, 'batch'), nested.leaves(batch)) if not path.startswith('batch.env'))
+    "Leaf -> its dtype and shape. Leaves of truncated episodes count as empty; infos and `restarts`, which teach nothing, do not count."
+    found = ((path, x) for path, x in zip(nested.paths(batch, 'batch'), nested.leaves(batch))
+             if not path.startswith(('batch.env', 'batch.restarts')))
     return {path: describe(x[:0] if path.startswith('batch.final.') else x) for path, x in found}
 
 

@@ -108,7 +108,8 @@ class ReplayLearner(Learner):
         fresh, memory, start = batch.fresh, batch.memory, perf_counter()
         self.check(fresh)
         ranks.check_batches(fresh, type(self).__name__)
-        lag, exploration, prioritized = self.lag(fresh), self.exploration() | self.set_rates(), getattr(memory, 'prioritized', False)
+        begun, exploration = self.provenance(fresh), self.exploration() | self.set_rates()
+        prioritized = getattr(memory, 'prioritized', False)
         if prioritized and ranks.active():
             raise DataError("several ranks cannot learn from memories with priorities", pipe=self, leaf='prioritized', expected="False",
                             got="True")
@@ -121,7 +122,7 @@ class ReplayLearner(Learner):
         if memory is not None: records.append(dict(replay_size=n_kept, replay_ratio=drawn / n_fresh))
         if prioritized: records.append(dict(beta=memory.beta))
         ranks.check_state(self)
-        return means(records) | dict(lag=lag, **exploration, target_updates=self.target_updates, seconds_sample=samples.seconds,
+        return means(records) | dict(begun, **exploration, target_updates=self.target_updates, seconds_sample=samples.seconds,
                                      seconds_update=perf_counter() - start)
 
     def learn(self, sample: Sample, memory: ReplayMemory | None = None) -> dict:

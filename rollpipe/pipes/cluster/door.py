@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import WorkerError
-from ..workers.guard import guard
+from ..workers.guard import guard, unguard
 from ..workers.remote_errors import log
 
 # %% ../../../nbs/pipes/32_cluster/00_door.ipynb #8d5022d5
@@ -132,13 +132,15 @@ def _start(ray, ending: ExitStack) -> None:
     # The names of sockets in this folder may have 107 characters.
     folder = tempfile.mkdtemp(prefix='ray-', dir='/tmp' if len(tempfile.gettempdir()) > 30 and os.path.isdir('/tmp') else None)
     ending.callback(shutil.rmtree, folder, ignore_errors=True)
-    before = set(descendants(os.getpid()))
+    before, guarded = set(descendants(os.getpid())), set()
+    ending.callback(unguard, guarded)
     ending.callback(lambda: [_kill(pid, folder) for pid in descendants(os.getpid())])     # those of a start that failed
     ending.callback(ray.shutdown)
     modules = dict(PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))     # workers find what this process finds
     with _process_kept(), _environment(modules):
         ray.init('local', include_dashboard=False, log_to_driver=False, logging_level='ERROR', _temp_dir=folder)
-    for pid in set(descendants(os.getpid())) - before: guard(pid)
+    guarded |= set(descendants(os.getpid())) - before
+    for pid in guarded: guard(pid)
 
 
 def _kill(pid, folder):

@@ -35,7 +35,7 @@ class RayReading(WorkerReading):
     moment may lead to another placement, but not to an error.
 
     If a worker or its node dies, its lanes are lost. With `restart=N` this may happen `N` times: the lanes begin anew on a node that has
-    room, with `seq` 0 and other random numbers.
+    room, with `seq` 0 and other random numbers. `Fragment.restarts` says so.
 
     Raises `DataError` for options out of range, `GraphError` and `EnvError` as `ProcessReading`, and `WorkerError` if Ray is not installed,
     is not at the address, has no room for the workers, or if a worker cannot be started or dies. Exceptions in a worker are raised again,

@@ -66,7 +66,7 @@ class CheckedActor:
                  device: torch.device | None = None,  # the actor's device; None: the host
     ):
         self.actor, self.envs, self.device, self.eval_mode = actor, envs, device, EvalMode(actor)
-        self.actor_complete = getattr(actor, 'complete', None)
+        self.actor_complete, self.looks_back = getattr(actor, 'complete', None), getattr(actor, 'uses_past', True)
         self.compiled = None    # the engine that answers in place of the actor, but for virtual reactions
         self.seeded, self.answers = SeededActor(actor, len(envs), seed, explore, envs.device), AnswerCheck(actor, envs, envs.where)
 
@@ -86,6 +86,9 @@ class CheckedActor:
             tuple: (act, hx, info); leaves of `act` and `info` are on the host, [1, n, ...]
         """
         if self.compiled is not None and not virtual: return self._answer_compiled(seen, hx)
+        # Among many environments one has nearly always ended, and the host must not wait for a device.
+        many = len(self.envs) > 64 or not seen.fin.is_cpu
+        if self.looks_back and (many or True in seen.fin.tolist()[0]): seen = seen.without_past()
         if self.device is not None: seen = nested.map(lambda x: x.to(self.device, non_blocking=True), seen)
         try:
             with self.eval_mode: answer = self.seeded.step(seen, hx, virtual)

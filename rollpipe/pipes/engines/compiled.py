@@ -57,7 +57,7 @@ def check_engine_alike(engine: Any) -> None:
         if noise is not None: nested.setitem(engine.noise, 0, noise)
         engine.run(0)
         state, hx = nested.map(lambda x: torch.from_numpy(x.copy()), nested.getitem((rows.state, rows.hx), 0))
-        with engine.eval_mode: act, hx, info = actor.step(*nested.as_seen(state), hx=hx, virtual=False, noise=noise)
+        with engine.eval_mode: act, hx, info = actor.step(*state.seen_by(actor), hx=hx, virtual=False, noise=noise)
         came = *nested.getitem((rows.act, rows.info), 0), nested.getitem(rows.hx, 1)
         check_alike(type(actor).__name__, came, (act, info, hx))
         rows.put(0, State(state.stepno + 1, state.obs, came[0], state.rew + 0.5, state.fin & False), came[2])

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import nested
+from ..data import State
 from ..errors import ActorError, describe, describe_exception
 from ..modules import EvalMode, modules_in
 from ..reactions import attributes_of
@@ -128,7 +129,7 @@ class PureStep(torch.nn.Module):
         def run(*tensors):     # a closure, because the tracer looks for modules in attributes
             weights.put(tensors[:self.n_weights])
             state, hx, noise = spec.unflatten(tensors[self.n_weights:])
-            act, hx, info = actor.step(*nested.as_seen(state), hx=hx, virtual=False, noise=noise)
+            act, hx, info = actor.step(*State(*state).seen_by(actor), hx=hx, virtual=False, noise=noise)
             return nested.flatten((act, info, hx))
         self._run, self._put, self._actor, self._eval_mode = run, weights.put, lambda: actor, EvalMode(actor)
         self._examine(inputs[1])

@@ -136,6 +136,7 @@ class ReplayMemory:
     def add(self, fragment: Fragment) -> None:
         "Store a copy of a `Fragment`."
         check_item(fragment, Fragment, self)
+        fragment = fragment._replace(restarts=None)     # most lanes have none, and all records are alike
         if any(isinstance(x, Stacks) for x in nested.leaves(fragment.state.obs)):
             raise DataError("stacks of frames are not kept", pipe=self, leaf='obs', expected="single frames, without `FrameStack`")
         try:

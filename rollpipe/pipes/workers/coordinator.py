@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from ..fragment_ops import with_restarts
 from .channel import WeightPublisher
 from .loop import holders_in
 from .members import Member, Members
@@ -83,7 +84,7 @@ class Listener:
         if message is None: return True     # `COMPLETING`
         if message is NOTHING: return False
         request, reply, item_format = member.take_reply(message)
-        self.schedule.answer(request, (reply, item_format), ended=reply.publication is None)
+        self.schedule.answer(request, (reply, item_format, self.supervision.starts[request.lane]), ended=reply.publication is None)
         if not request.ended: self.pool.propose_layout(reply.unplaced)
         member.send_queued(self.pool.states)
         return False
@@ -161,11 +162,11 @@ class Coordinator:
 
     def _read(self, request):
         "The item of an answered request."
-        (slot, position), (reply, item_format) = request.destination, request.answer
+        (slot, position), (reply, item_format, restarts) = request.destination, request.answer
         item, now = self.pool.read(slot, position, item_format), time.monotonic()
         self.service.records.append(ItemRecord(request.lane, request.lane % len(self.members), reply.publication, reply.begin, reply.end,
                                                now, reply.copied_bytes))
-        return item
+        return with_restarts(item, restarts) if restarts else item
 
     def _restart(self, member, error):
         "Restart a member that has died, with its lanes and requests, or raise the error."

@@ -17,7 +17,7 @@ import torch
 
 from ..errors import WorkerError
 from .entry import STARTED, run_worker
-from .guard import guard
+from .guard import guard, unguard
 from .link import Link
 from .remote_errors import TracebackFile, log, unpack_exception
 from .shared import SharedMemory
@@ -88,6 +88,7 @@ def _end_all(parts, grace, failed=False) -> list:
             log.warning(f"{process.name} (pid {process.pid}) was killed while it was closing: it had not ended {grace:g} s after SIGTERM")
         link.close()
         traceback_file.close()
+    unguard(process.pid for process, _, _ in parts if not process.is_alive())
     return errors
 
 

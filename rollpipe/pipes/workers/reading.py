@@ -29,7 +29,7 @@ class ProcessReading(WorkerReading):
     `AdvantageBuffer`), large arrays of integers are made side by side, and the join does not copy them.
 
     If a worker dies, its lanes are lost. With `restart=N` this may happen `N` times: the lanes begin anew, with `seq` 0 and
-    other random numbers.
+    other random numbers. `Fragment.restarts` says so.
 
     Raises `DataError` for options out of range, `GraphError` if no part of the graph can run in workers, or for a tap above the lanes,
     `EnvError` for an instance of an environment, which would be copied, and `WorkerError` if a worker cannot be started or dies.
