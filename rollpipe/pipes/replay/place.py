@@ -7,6 +7,7 @@ __all__ = ['mapped_records', 'Place']
 
 # %% ../../../nbs/pipes/24_replay/04_place.ipynb #9ee8e83d
 import errno, os, shutil, weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,15 +102,15 @@ class Place:
             import fcntl
             fd = os.open(folder, os.O_RDONLY)
         except (ImportError, PermissionError): return  # this system has no such locks
-        self.lock = weakref.finalize(self, _unlock, fd, self.pid)
         try: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            raise _in_use(folder/'steps.npy') from None
-        except OSError: pass  # nor has this file system
+        except OSError as e:
+            os.close(fd)
+            if isinstance(e, BlockingIOError): raise _in_use(folder/'steps.npy') from None
+            return  # nor has this file system
+        self.lock = weakref.finalize(self, _leave, fd, self.pid)
 
     def close(self) -> None:
-        "Let others use the folder. The records stay, in a file that has no name any more when others are made."
+        "Let others use the folder. The records stay, in a file that has no name any more."
         if self.lock is not None: self.lock()
         self.lock = None
 
@@ -120,10 +121,13 @@ class Place:
                             got=f"process {os.getpid()}, which was forked from it")
 
 
-def _unlock(fd, pid):
-    import fcntl
+def _leave(fd, pid):
+    "Remove the file and unlock its folder, unless this process was forked from the one with the lock."
     try:
-        if pid == os.getpid(): fcntl.flock(fd, fcntl.LOCK_UN)  # forked processes may have the descriptor, too
+        if pid == os.getpid():
+            import fcntl
+            with suppress(FileNotFoundError): os.unlink('steps.npy', dir_fd=fd)
+            fcntl.flock(fd, fcntl.LOCK_UN)  # forked processes may have the descriptor, too
     finally: os.close(fd)
 
 
