@@ -5,7 +5,7 @@
 # %% ../nbs/13_commands.ipynb #d6aab43d
 from __future__ import annotations
 
-import shlex, signal
+import importlib, shlex, signal
 from argparse import Namespace
 from collections.abc import Iterable
 from functools import partial
@@ -85,7 +85,7 @@ def _typed(args: Namespace, options: Iterable) -> dict:
 def train_command(args: Namespace) -> None:
     "Start or continue a run; if torchrun has started this process, together with the other ranks."
     with process_group() as launch:
-        run = joint(partial(_run_for, args, launch))
+        run = joint(partial(_run_for, args, launch), vars(args), lambda: {} if args.resume else config_from(args))
         if isinstance(run, Follower): follow(run)
         elif run:
             run_to_end(run, args)
@@ -98,8 +98,7 @@ def _run_for(args, launch):
     is_again = launch and launch.restarts
     if args.resume:
         if args.algorithm: raise UsageError("rollpipe train: either --resume RUN or ALGO ENV, not both")
-        of = folder_of(args.resume) if is_again else args.resume
-        return resume(of, getattr(args, "steps", None), getattr(args, "device", None))
+        return resume(folder_of(args.resume) if is_again else args.resume, getattr(args, "steps", None), getattr(args, "device", None))
     config = config_from(args) | (dict(ranks=launch.size) if launch else {})
     folder = Path(args.out or default_folder(config))
     found = find_run(folder, config, given_names(args)) if args.proceed or is_again else None
@@ -129,7 +128,9 @@ def find_run(
         is_exact: whether a run of more steps is another one
     """
     if not files_of_run(folder): return None
+    for module in needed_modules(config): importlib.import_module(module)  # who names the environment asks for its module
     found, free = load_run(folder), {"steps", "versions", "preset", "of_preset"}
+    if {*needed_modules(found.config)} == {*needed_modules(config)}: free |= {"imports"}  # that of the environment may be named or not
     if given is not None: free |= {*config.get("of_preset", ()), *found.config.get("of_preset", ())} - {*given}  # its values stay
     if is_exact and found.config["steps"] > config["steps"]: free -= {"steps"}
     both = {name: (found.config.get(name), config.get(name)) for name in dict.fromkeys([*config, *found.config]) if name != "options"}
@@ -208,6 +209,7 @@ def watch_command(args: Namespace) -> None:
     if args.record: print(f"film: {args.record}")
 
 
+
 # %% ../nbs/13_commands.ipynb #06d559b1
 def export_command(args: Namespace) -> None:
     "Write the policy of a run to a file that runs without rollpipe."
@@ -268,8 +270,7 @@ def autotune_command(args: Namespace) -> None:
             if not trials: print(table_row({name: name for name in trial.setting}, "steps/s", "collecting", "slowest"))
             trials.append(trial)
             if trial.error != NO_TIME: print(trial_row(trial), flush=True)
-        n = sum(trial.error == NO_TIME for trial in trials)
-        if n: print(f"{n} of {len(trials)} settings were not tried in {args.seconds:g} s")
+        if n := sum(x.error == NO_TIME for x in trials): print(f"{n} of {len(trials)} settings were not tried in {args.seconds:g} s")
     finally:
         if best := max((x for x in trials if x.speed), key=lambda x: x.speed, default=None):
             print(f"best: {best.speed:,.0f} steps/s\n{_training(args, env_kwargs, {**options, **run, **best.setting})}", flush=True)

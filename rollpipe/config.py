@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib, inspect, json, platform
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import gymnasium
@@ -235,6 +236,8 @@ def build(
 ) -> tuple:  # agent, pipe
     """The learner and the pipeline that a configuration describes. Raises their errors, and `DataError` if they do not fit together.
 
+    Its `place`, if there is one, is a folder in that of the replay's `path`: trainings at the same time share options, but no files.
+
     Args:
         config: see `make_config`
         resumes: how often the run was resumed
@@ -261,7 +264,8 @@ def build(
     agent = algorithm.learner(*modules, seed=seeds["learner"], **kwargs["learner"])
     if "critic" not in accepted: modules = modules[:1]
     pipe = algorithm.pipeline(env, *modules, seed=seeds["pipeline"], env_kwargs=env_kwargs, **kwargs["pipeline"])
-    # So it is known before the memory is filled.
-    for replay in find(pipe, Replay) if isinstance(agent, ReplayLearner) else (): agent.check_length(replay.length)
+    for replay in find(pipe, Replay):
+        if isinstance(agent, ReplayLearner): agent.check_length(replay.length)  # so it is known before the memory is filled
+        if replay.path is not None: replay.path = str(Path(replay.path, config.get("place", "")))
     pipe = _curious(pipe, config, word)
     return agent, pipe if device.type == "cpu" else _moved(pipe, device)

@@ -24,7 +24,8 @@ from .runs import files_of_run
 from .train import uninterrupted
 
 # %% auto #0
-__all__ = ['without', 'words_for', 'RunProcess', 'run_all', 'last_return', 'summary', 'experiment_command', 'train_or_experiment']
+__all__ = ['without', 'words_for', 'python_words', 'RunProcess', 'run_all', 'last_return', 'summary', 'experiment_command',
+           'train_or_experiment']
 
 # %% ../nbs/14_experiments.ipynb #4109b8a7
 def without(
@@ -59,6 +60,12 @@ def words_for(
         folder: of the run
     """
     return [*without(words, ("--seeds", "--jobs", "--out")), "--seed", str(seed), "--out", str(folder)]
+
+# %% ../nbs/14_experiments.ipynb #9ba79271
+def python_words() -> list:
+    "The beginning of a command: `rollpipe` in a process of its own, which finds the modules that this process finds."
+    code = f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; from rollpipe.entry import main; sys.exit(main())"
+    return [sys.executable, "-c", code]
 
 # %% ../nbs/14_experiments.ipynb #aa137571
 class RunProcess:
@@ -174,7 +181,7 @@ def experiment_command(args: Namespace) -> None:
     "Train one run for each of several seeds."
     seeds = parse_seeds(args.seeds)
     folders = _folders(args, seeds)
-    python = [sys.executable, "-m", "rollpipe.entry"]
+    python = python_words()
     commands = {f"s{seed}": python + words_for(args.words, seed, folder) for seed, folder in folders.items()}
     print(f"{args.algorithm} on {args.env}, seeds {', '.join(map(str, seeds))}, {args.jobs or 1} at a time", flush=True)
     runs, stopped = run_all(commands, args.jobs or 1)

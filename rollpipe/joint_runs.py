@@ -15,10 +15,10 @@ from . import ranks
 from .agents.intrinsic.states import load_states, states_of
 from .config import build
 from .locks import unlock
-from .pipes.errors import DataError, WorkerError
+from .pipes.errors import DataError, WorkerError, describe_exception
 from .pipes.graph import find
 from .pipes.lanes import Lanes
-from .ranks.collectives import check_size
+from .ranks.collectives import check_alike, check_size
 from .runs import Run, discard
 from .train import STOP_SIGNALS, train
 
@@ -53,17 +53,36 @@ class Follower(Run):
     def save_best(self, snapshot: Any, counters: dict, evaluated: dict) -> None: "Nothing: rank 0 saves."
 
 
+_OF_ONE = ("quiet", "debug", "function", "words", "options", "versions", "of_preset")  # what ranks need not have in common
+
+
+def _check_asked(typed: dict, configured: Callable) -> None:
+    "Raise `DataError` in all ranks if one of them is asked for another run than rank 0."
+    config: dict[str, Any]
+    try: config = configured()
+    except Exception as e: config = dict(error=describe_exception(e))
+    found, mine = [None] * dist.get_world_size(), {**typed, **config, **config.get("options", {})}
+    dist.all_gather_object(found, {name: repr(x) for name, x in mine.items() if name not in _OF_ONE})
+    check_alike(found, "another option than on rank 0", missing="nothing")
+
+
 def joint(
-    make: Callable,  # () -> `Run`, or None if there is nothing to do; called in rank 0
+    make: Callable,          # () -> `Run`, or None if there is nothing to do; called in rank 0
+    typed: dict,             # option -> value: what this rank is asked for
+    configured: Callable,    # () -> the configuration that this is, see `make_config`; or nothing
 ) -> Run | None:
     """The run that `make` starts or resumes, with this rank's part of its pipeline; a `Follower` in ranks other than 0.
 
-    Without a process group it is what `make` returns. An error of `make` is raised in rank 0, and the others get None.
+    Without a process group it is what `make` returns. An error of `make` is raised in rank 0, and the others get None. `DataError`, in
+    all ranks, if they are not asked for the same.
 
     Args:
         make: () -> `Run`, or None if there is nothing to do; called in rank 0
+        typed: option -> value: what this rank is asked for
+        configured: () -> the configuration that this is, see `make_config`; or nothing
     """
     if not dist.is_initialized(): return make()
+    _check_asked(typed, configured)
     if dist.get_rank(): return _follower()
     told: list = [None]
     try:

@@ -100,7 +100,7 @@ def start(
     folder = Path(folder)
     if files_of_run(folder) and not overwrite:
         raise DataError(f"{folder} has a run already", expected="another folder, --overwrite, or --resume")
-    agent, pipe = build(config)
+    agent, pipe = build({**config, "place": folder.resolve().name})
     config = _with_engine(config, agent, pipe)
     folder.mkdir(parents=True, exist_ok=True)
     lock(folder)
@@ -313,7 +313,7 @@ def resume(
         if counters["steps"] >= config["steps"]:
             raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
         check_decay(config["steps"], found.config["options"])
-        agent, pipe = restore(found._replace(config=config), counters["resumes"])
+        agent, pipe = restore(found._replace(config={**config, "place": folder.resolve().name}), counters["resumes"])
         waiting = load_states(pipe, found.pipes)
         _write_config(folder, config)
         _remove(path for steps, path in kept_checkpoints(folder/"checkpoints").items() if steps > counters["steps"])

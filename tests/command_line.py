@@ -27,6 +27,14 @@ def process(*words, env=(), **kwargs):
                             text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs)
 
 
+def script(folder, *words):
+    "Run a command to its end as an installed script does, whose own folder is on the path instead of the current one, `folder`."
+    code = "import sys; sys.path.remove(''); from rollpipe.cli import main; sys.exit(main())"
+    package = str(Path(__file__).resolve().parents[1])
+    return subprocess.run([sys.executable, "-c", code, *map(str, words)], cwd=folder, text=True, capture_output=True, timeout=300,
+                          env=dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=package))
+
+
 def wait_for(condition, child=None, seconds=120):
     "Wait until the condition holds; the child, if there is one, must not end before."
     deadline = time.monotonic() + seconds

@@ -5,8 +5,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command_line import SMALL, lines, process, rollpipe, wait_for
+from command_line import SMALL, lines, process, rollpipe, script, wait_for
 
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import METRICS
@@ -501,14 +499,6 @@ gymnasium.register("Island-v0", CartPoleEnv, max_episode_steps=20)
 """
 
 
-def script(folder, *words):
-    "Run the command as an installed script does, whose own folder is on the path instead of the current one."
-    code = "import sys; sys.path.remove(''); from rollpipe.cli import main; sys.exit(main())"
-    package = str(Path(__file__).resolve().parents[1])
-    return subprocess.run([sys.executable, "-c", code, *map(str, words)], cwd=folder, text=True, capture_output=True, timeout=300,
-                          env=dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=package))
-
-
 @pytest.mark.parametrize("words", [("Island-v0", "--import", "island"), ("island:Island-v0",)], ids=["import", "in the id"])
 def test_the_printed_command_evaluates_where_a_module_was_needed(words, tmp_path):
     "Also: the module is found in the current folder."
@@ -520,6 +510,44 @@ def test_the_printed_command_evaluates_where_a_module_was_needed(words, tmp_path
     assert evaluated.returncode == 0 and evaluated.stdout.startswith("return "), evaluated.stderr
     without = script(tmp_path, "evaluate", "my run")
     assert without.returncode == 2 and "--import island" in without.stderr
+
+
+@pytest.mark.parametrize("first", [("Island-v0", "--import", "island"), ("island:Island-v0",)])
+def test_a_run_whose_environment_needs_a_module_goes_on(first, tmp_path):
+    "By the command that has begun it, and with or without what says the same; and no file makes us import anything by itself."
+    (tmp_path/"island.py").write_text(ISLAND)
+    (tmp_path/"other.py").write_text("")
+    def go_on(*words, steps):
+        return script(tmp_path, "train", *words, "--steps", steps, *(SMALL if "--resume" not in words else ["--quiet", "--no-tensorboard"]))
+    begun = go_on("trpo", *first, "--out", "run", steps=128)
+    assert begun.returncode == 0, begun.stderr
+    again = [("trpo", *first)] if "--import" in first and ":" not in first[0] else [
+        ("trpo", "island:Island-v0"), ("trpo", "island:Island-v0", "--import", "island")]
+    for k, words in enumerate(again, 2):
+        done = go_on(*words, "--out", "run", "--continue", steps=128 * k)
+        assert done.returncode == 0, done.stderr
+    done = go_on("--resume", "run", "--import", "island", steps=128 * (k + 1))
+    assert done.returncode == 0 and load_run_in(tmp_path, "run") == k + 1, done.stderr
+    without = go_on("--resume", "run", steps=9999)
+    assert without.returncode == 2 and "--import island" in without.stderr
+    other = go_on("trpo", *first, "--import", "other", "--out", "run", "--continue", steps=9999)
+    assert other.returncode == 2 and "has other options" in other.stderr and "imports=" in other.stderr
+
+
+def load_run_in(folder, run):
+    "How many batches of 128 steps a run has, of which only the file is read."
+    return load_checkpoint(folder/run/"checkpoint.safetensors").counters["steps"] // 128
+
+
+def test_seeds_of_an_environment_in_a_module_go_on_by_the_printed_command(tmp_path):
+    (tmp_path/"island.py").write_text(ISLAND)
+    (tmp_path/"run-s1").write_text("a file, where the folder should be")
+    words = ["train", "trpo", "island:Island-v0", "--steps", 128, "--out", "run", "--seeds", "0-1", *SMALL]
+    failed = script(tmp_path, *words)
+    assert failed.returncode == 2 and "1 of 2 runs failed" in failed.stderr
+    (tmp_path/"run-s1").unlink()
+    done = script(tmp_path, *shlex.split(failed.stderr.rpartition("continue with: rollpipe ")[2].rstrip(".\n")))
+    assert done.returncode == 0 and load_run_in(tmp_path, "run-s0") == load_run_in(tmp_path, "run-s1") == 1, done.stderr
 
 
 def test_version_and_bare_command(capsys):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from command_line import SMALL, lines, process, wait_for
+from command_line import SMALL, lines, process, script, wait_for
 from conftest import started_by
 from fault_cases import IN_PARENT, Left, run
 from fault_rows import EVENTS, HARMS, ROWS
@@ -249,6 +249,85 @@ def test_a_constant_of_the_actor_changes(caplog, monkeypatch):
         torch.testing.assert_close(came, wanted)
     assert "attribute factor of class Scaled changed, so ONNX Runtime has a new graph of Scaled" in caplog.text
     TABLE[("a constant changes", "actor")] = {str(HERE[0]): "warned"}
+
+
+# --- commands that start other processes
+
+TRAINS = "--steps 64 --n-envs 2 --n-steps 16 --hidden 4 --engine torch".split()
+REPLAY = "dqn CartPole-v1 --preset none --hidden 4 --n-envs 2 --warmup 100 --capacity 1000 --batch-size 8 --steps 100m".split()
+SPEC = """
+[[row]]
+label = "first"
+algorithm = "{0}"
+env = "CartPole-v1"
+{1}
+[[row]]
+label = "second"
+algorithm = "{0}"
+env = "CartPole-v1"
+{1}
+"""
+
+
+@pytest.mark.parametrize("name, words", {
+    "train": "train ppo CartPole-v1 --quiet", "train by workers": "train ppo CartPole-v1 --lanes 2 --workers 2 --eval-every 1 --quiet",
+    "train by Ray": "train ppo CartPole-v1 --workers 1 --reading ray --quiet", "train --seeds": "train ppo CartPole-v1 --seeds 0-1 --quiet",
+    "bench": "bench spec.toml --quiet",
+    "tune": "tune ppo CartPole-v1 --seeds 7 --evaluations 1 --trials 2 --jobs 2"}.items())
+def test_files_of_the_working_folder_have_the_names_of_modules_of_python(name, words, tmp_path):
+    "No process imports them, as the installed command does not."
+    if "Ray" in name: pytest.importorskip("ray")
+    for module in ("random", "queue", "cProfile", "colorsys"): (tmp_path/f"{module}.py").write_text("raise SystemExit('it was imported')")
+    (tmp_path/"needs.py").write_text("import random, queue, cProfile, colorsys\n" + NEEDS)
+    words = words.replace("CartPole-v1", "needs:Needs-v0") + " --import needs"
+    options = "steps = 64\nseeds = [0]\nepisodes = 1\nfinal_episodes = 1\noptions = { n_envs = 2, n_steps = 16, hidden = [4] }"
+    (tmp_path/"spec.toml").write_text(SPEC.format("ppo", options).replace("CartPole-v1", "needs:Needs-v0"))
+    done = script(tmp_path, *words.split(), *([] if name == "bench" else TRAINS), *["--no-tensorboard"] * name.startswith("train"))
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    TABLE.setdefault(("a module's name is taken", name), {})[str(HERE[0])] = "fine"
+
+
+NEEDS = """
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+gymnasium.register("Needs-v0", CartPoleEnv, max_episode_steps=20)
+"""
+
+
+@pytest.mark.parametrize("name, words", {
+    "two of train": ["train --out a", "train --out b"], "train --seeds": ["train --out a --seeds 0-1 --jobs 2"],
+    "bench": ["bench"], "tune": ["tune --jobs 2 --seeds 7"]}.items())
+def test_trainings_at_the_same_time_share_the_folder_of_their_replays(name, words, tmp_path, monkeypatch):
+    "Each has a file of its own in it, which does not outlive it."
+    monkeypatch.chdir(tmp_path)
+    quiet = ["--path", tmp_path/"steps", *["--quiet", "--no-tensorboard"] * ("train" in name)]
+    options = 'steps = 100_000_000\npreset = "none"\noptions = {{ n_envs = 2, warmup = 100, capacity = 1000, batch_size = 8, path = "{}" }}'
+    (tmp_path/"spec.toml").write_text(SPEC.format("dqn", options.format(tmp_path/"steps")))
+    commands = [[x[0], *REPLAY, *x[1:], *quiet] for x in map(str.split, words)] if name != "bench" else ["bench spec.toml --jobs 2".split()]
+    children = [process(*command) for command in commands]
+    try:
+        wait_for(lambda: len(list((tmp_path/"steps").rglob("steps.npy"))) == 2, children[0])
+        for child in children: child.send_signal(signal.SIGINT)
+        for child in children: assert child.wait(100) == 130, child.communicate()
+        assert not list((tmp_path/"steps").rglob("steps.npy"))
+    finally:
+        for child in children: child.kill(), child.communicate()
+    TABLE.setdefault(("one folder for two replays", name), {})[str(HERE[0])] = "fine"
+
+
+def test_a_second_training_with_the_same_replay_file_is_told(tmp_path):
+    words = ["train", *REPLAY, "--path", tmp_path/"steps", "--quiet", "--no-tensorboard"]
+    with process(*words, "--out", tmp_path/"a"/"run") as first, process(*words, "--out", tmp_path/"b"/"run") as second:
+        wait_for(lambda: None not in (first.poll(), second.poll()) or first.poll() != second.poll())
+        refused, other = (first, second) if first.poll() is not None else (second, first)
+        out, err = refused.communicate(timeout=100)
+        assert refused.returncode == 2 and f"{tmp_path}/steps/run/steps.npy is in use by another memory" in err, err
+        wait_for(lambda: lines((tmp_path/("b" if refused is first else "a"))/"run"/"metrics.jsonl") >= 2, other)
+        other.kill()
+    with process(*words, "--out", tmp_path/"c"/"run") as third:     # the file is there, and nobody has it
+        wait_for(lambda: lines(tmp_path/"c"/"run"/"metrics.jsonl") >= 1, third)
+        third.kill()
+    TABLE.setdefault(("one file for two replays", "train"), {})[str(HERE[0])] = "DataError"
 
 
 # --- the table

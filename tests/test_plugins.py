@@ -1,13 +1,10 @@
 "Algorithms of others: from entry points of installed packages and from imported modules."
 import json
-import os
 import shlex
-import subprocess
-import sys
 from importlib.metadata import EntryPoint
-from pathlib import Path
 
 import pytest
+from command_line import script
 
 from rollpipe import algorithms
 from rollpipe.agents import A2C
@@ -119,13 +116,6 @@ def test_an_installed_algorithm_is_on_the_command_line_and_its_runs_need_nothing
 
 
 # -- --import ----------------------------------------------------------------------------------------------------------
-
-def script(folder, *words):
-    code = "import sys; sys.path.remove(''); from rollpipe.cli import main; sys.exit(main())"
-    package = str(Path(__file__).resolve().parents[1])
-    return subprocess.run([sys.executable, "-c", code, *map(str, words)], cwd=folder, text=True, capture_output=True, timeout=200,
-                          env=dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=package))
-
 
 def test_an_imported_algorithm_is_trained_resumed_evaluated_and_exported(tmp_path):
     (tmp_path/"shy.py").write_text(REGISTERS)

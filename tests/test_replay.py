@@ -361,6 +361,7 @@ def test_mapped_to_a_file(tmp_path):
     rows = np.load(tmp_path / "new" / "folder" / "steps.npy", mmap_mode="r", allow_pickle=False)
     expected = torch.cat([f.state.obs[:-1, b] for f in collected()[:3] for b in range(2)])
     np.testing.assert_array_equal(rows["fragment.state.obs"][:24], expected)
+    memory.close()
     again.add(collected()[0])  # a second one in the same folder takes the place of the first, which goes on
     assert len(np.unique(memory.sample(500).index)) == 24
 

@@ -1,6 +1,7 @@
 "The command line over several ranks: one run, whoever starts the processes, whatever ends them."
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import torch
 from reference import assert_same, snapshot
 
 from rollpipe.agents.checkpoint import load_checkpoint
+from rollpipe.algorithms import options_for
 from rollpipe.cli import main
 from rollpipe.logs import read_metrics
 from rollpipe.pipes import DataError, nested
@@ -57,10 +59,12 @@ def begin(words, cwd, n=2, **more):
     return begin_words([sys.executable, "-m", "rollpipe", *map(str, words)], cwd, n, **more)
 
 
-def begin_words(words, cwd, n, **more):
+def begin_words(words, cwd, n, others=(), **more):
+    "`others` are words that the other ranks have besides those of rank 0."
     env = environment(WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), **more)
     options = dict(cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
-    return [subprocess.Popen(words, env={**env, "RANK": str(k), "LOCAL_RANK": str(k)}, **options) for k in range(n)]
+    return [subprocess.Popen([*words, *others] if k else words, env={**env, "RANK": str(k), "LOCAL_RANK": str(k)}, **options)
+            for k in range(n)]
 
 
 def ended(processes):
@@ -186,6 +190,38 @@ def test_what_cannot_be_divided_leaves_no_run(tmp_path):
     assert code == 2 and "3 lanes cannot be divided among 2 ranks. Expected 2 lanes, or a multiple (`--lanes`)" in err
     assert "Traceback" not in err
     assert (other, noise) == (0, "") and not (tmp_path/"run").exists()
+
+
+@pytest.mark.parametrize("others, told", [
+    ("--lr 0.5", "leaf lr: rank 1: another option than on rank 0. Expected 0.25, as on rank 0, got 0.5"),
+    ("--env-kwargs max_episode_steps=7", "leaf env_kwargs: rank 1: .* Expected {}, as on rank 0, got {'max_episode_steps': 7}"),
+    ("--overwrite", "leaf overwrite: rank 1: .* Expected False, as on rank 0, got True"),
+    ("--config none.toml", "leaf config: rank 1: .* Expected None, as on rank 0, got 'none.toml'")])
+def test_options_that_only_some_ranks_have_are_refused_by_all(others, told, tmp_path):
+    found = run_ranks("train", "a2c", *SMALL, "--lr", "0.25", "--steps", "512", "--out", "run", cwd=tmp_path, others=others.split())
+    for code, _, err in found: assert code == 2 and re.search(told, err) and err.count("error: ") == 1, err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_with_different_environments_or_runs_are_refused(tmp_path):
+    words = [sys.executable, "-m", "rollpipe", "train"]
+    def told(mine, other):
+        env = environment(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+        return ended([subprocess.Popen([*words, *x.split()], env={**env, "RANK": str(k), "LOCAL_RANK": str(k)}, cwd=tmp_path, text=True,
+                                       stdout=subprocess.PIPE, stderr=subprocess.PIPE) for k, x in enumerate((mine, other))])
+    for mine, other, expected in (
+            ("ppo CartPole-v1", "ppo Acrobot-v1", "leaf env: rank 1: .* Expected 'CartPole-v1', as on rank 0, got 'Acrobot-v1'"),
+            ("--resume a --steps 7", "--resume a", "leaf steps: rank 1: .* Expected 7, as on rank 0, got nothing"),
+            ("--resume a", "ppo CartPole-v1", "leaf resume: rank 1: .* Expected 'a', as on rank 0, got None")):
+        for code, _, err in told(mine, other): assert code == 2 and re.search(expected, err) and "Traceback" not in err, err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_only_shows_may_differ_between_ranks(tmp_path):
+    "Also the same value, whether it is typed or left out."
+    default = {o.name: o.default for o in options_for("a2c")}["lr"]
+    found = run_ranks("train", "a2c", *SMALL, "--steps", "256", "--out", "run", cwd=tmp_path, others=["--debug", "--lr", str(default)])
+    assert [code for code, *_ in found] == [0, 0], found
 
 
 def test_several_runs_are_not_started_by_torchrun(monkeypatch, capsys):

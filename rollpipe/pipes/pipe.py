@@ -155,11 +155,11 @@ def refuse_reading_ahead(
         pipe: which begins to iterate
         holders: the actors that it asks
     """
-    if not reads_ahead() or multiprocessing.current_process().daemon: return     # a worker of torchdata, which gets no new weights
-    if not any(True for x in holders for module in modules_in(x) for _ in module.parameters()): return
+    is_fixed = multiprocessing.current_process().daemon     # a worker of torchdata, which gets no new weights
+    if is_fixed or not reads_ahead() or not any(True for x in holders for m in modules_in(x) for _ in m.parameters()): return
     raise GraphError("a `Prefetcher` below collects in a thread, while the learner changes the weights", pipe=pipe,
-                     expected="`ProcessReading(num_workers, lag=1)`, which collects ahead with weights of one version; "
-                              "a `Prefetcher` belongs below pipes that ask no network")
+                     expected="`ProcessReading(num_workers, lag=1)`, which collects ahead with weights of one version, "
+                              "or a `Prefetcher` below pipes that ask no network")
 
 # %% ../../nbs/pipes/06_pipe.ipynb #a8e2fe47
 def _gives_items(function) -> bool:
@@ -218,8 +218,9 @@ class Pipe(Traits, EditsByClass, IterDataPipe):
             yield from islice(stream := iter(stream), 1)
             watch.has_yielded = True
             yield from stream
-        except RecursionError as e:     # one of the pipes is at fault, unless they are many
-            raise too_long() if len(graph.nodes(self)) > sys.getrecursionlimit() // 10 else e
+        except RecursionError as e:
+            if len(graph.nodes(self)) > sys.getrecursionlimit() // 10: raise too_long() from e
+            raise     # one of the pipes is at fault
         finally:
             try: close(stream)     # if it is left at its first item, nobody else closes it
             finally: close(items)
@@ -232,7 +233,6 @@ class Pipe(Traits, EditsByClass, IterDataPipe):
         except TypeError as e: raise TypeError(f'{type(self).__name__} has no length: {e}') from None
 
     def __bool__(self): return True                     # without this, Python would call `__len__`
-
     def __getstate__(self):
         state = super().__getstate__()                  # torch leaves out all but pipes while it traverses the graph
         if not isinstance(state, dict): return state

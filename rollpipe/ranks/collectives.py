@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['active', 'rank', 'span', 'totals', 'total', 'gathered', 'gathered_objects', 'add_gradients', 'places', 'spread',
-           'joined', 'own', 'check_batches', 'check_state', 'distributed', 'check_size']
+           'joined', 'own', 'check_alike', 'check_batches', 'check_state', 'distributed', 'check_size']
 
 # %% ../../nbs/18_ranks/01_collectives.ipynb #f959d1a6
 import logging, zlib
@@ -162,20 +162,31 @@ def own(
     return found[at], at
 
 # %% ../../nbs/18_ranks/01_collectives.ipynb #d29f9bb7
-def _compare(rows: dict, problem: str, learner: str) -> None:
-    "Raise `DataError` in all ranks if `rows` (leaf -> what must be equal) are not those of rank 0."
-    found = gathered_objects(rows)
+def check_alike(
+    found: list,                   # of each rank: leaf -> what must be equal
+    problem: str,                  # what is wrong where it is not
+    pipe: str | None = None,       # the learner
+    missing: str = "no such leaf", # what stands for a leaf that a rank does not have
+) -> None:
+    """Raise `DataError` if what was gathered from all ranks is not everywhere that of rank 0.
+
+    Args:
+        found: of each rank: leaf -> what must be equal
+        problem: what is wrong where it is not
+        pipe: the learner
+        missing: what stands for a leaf that a rank does not have
+    """
     for rank, other in enumerate(found):
         for leaf in [*found[0], *other]:
-            expected, got = (x.get(leaf, "no such leaf") for x in (found[0], other))
+            expected, got = (x.get(leaf, missing) for x in (found[0], other))
             if expected == got: continue
-            raise DataError(f"rank {rank}: {problem}", pipe=learner, leaf=leaf, expected=f"{expected}, as on rank 0", got=str(got))
+            raise DataError(f"rank {rank}: {problem}", pipe=pipe, leaf=leaf, expected=f"{expected}, as on rank 0", got=str(got))
 
 # %% ../../nbs/18_ranks/01_collectives.ipynb #ad33152c
 def check_batches(batch: Any, learner: str) -> None:
     "Raise `DataError` in all ranks if their batches (nested tensors) differ in structure, shapes or dtypes. Copies are logged."
     if not _group: return
-    _compare(_forms(batch), "a batch of another form", learner)
+    check_alike(gathered_objects(_forms(batch)), "a batch of another form", learner)
     if isinstance(batch, Fragment) and not _looked: _tell_of_copies(batch)
     _looked[:] = [True]
 
@@ -202,7 +213,8 @@ def check_state(agent: Any) -> None:
     if not _group: return
     state = agent.state_dict()
     sums = [_checksum(x) if isinstance(x, Tensor) else repr(x) for x in nested.leaves(state)]
-    _compare(dict(zip(nested.paths(state, 'state'), sums)), "the learner has another state (checksum)", type(agent).__name__)
+    found = gathered_objects(dict(zip(nested.paths(state, 'state'), sums)))
+    check_alike(found, "the learner has another state (checksum)", type(agent).__name__)
 
 # %% ../../nbs/18_ranks/01_collectives.ipynb #8f4e164b
 @contextmanager

@@ -16,13 +16,13 @@ from ..autotune import command_for
 from ..commands import Interrupted, UsageError, find_run
 from ..config import RUN_OPTIONS, build, make_config
 from ..evaluations import is_evaluated, read_evaluations
-from ..experiments import run_all
+from ..experiments import python_words, run_all
 from ..locks import lock, unlock
 from ..options import import_words, parse_seeds
 from ..pipes.errors import CheckpointError, DataError, WorkerError
 from ..progress import format_number
 from .spec import Row, Spec, read_spec
-from ..runs import files_of_run
+from ..runs import files_of_run, needed_modules
 
 # %% auto #0
 __all__ = ['BENCH', 'BENCH_FORMAT', 'Job', 'run_options', 'jobs_of', 'words_for_row', 'state_of', 'read_bench', 'bench_file',
@@ -171,12 +171,19 @@ def _check_rows(folder: Path, before: dict | None, spec: Spec) -> None:
                              got=", ".join(lost))
 
 # %% ../../nbs/results/01_bench.ipynb #6bc0c8ab
+def _check_imported(row: Row, path: str) -> None:
+    missing = [module for module in needed_modules(row._asdict()) if module not in sys.modules]
+    if missing: raise DataError(f"{path}: {row.env} needs the module {missing[0]!r}, which a file alone cannot make us import",
+                                expected=f"--import {missing[0]}")
+
+
 def _plan(args: Namespace) -> tuple:
     "The specification with the seeds of the command line, and its jobs. Raises for all that cannot work."
     if args.jobs < 1: raise UsageError(f"rollpipe bench: --jobs must be at least 1, got {args.jobs}")
     spec, folder, imports = read_spec(args.spec), Path(args.dir or f"runs/{Path(args.spec).stem}"), tuple(getattr(args, "imports", ()))
     if args.seeds is not None: spec = spec._replace(rows=[row._replace(seeds=parse_seeds(args.seeds)) for row in spec.rows])
     if folder.exists() and not folder.is_dir(): raise DataError(f"{folder}: not a folder", expected="a folder, or a path where none is")
+    for row in spec.rows: _check_imported(row, args.spec)
     jobs = jobs_of(spec.rows, folder, imports)
     _check_rows(folder, read_bench(folder), spec)
     return spec, folder, jobs, imports
@@ -193,8 +200,7 @@ def _command(job: Job, args: Namespace, imports: tuple, state: str) -> list:
     begins = "--overwrite" if args.restart and state == "unfinished" else "--continue"
     words = words_for_row(job.row, job.config["steps"], imports)[1:]
     quiet = ["--quiet"] if args.quiet else []
-    return [sys.executable, "-m", "rollpipe.entry", *words, "--seed", str(job.seed), "--out", str(job.folder), begins, "--no-tensorboard",
-            *quiet]
+    return [*python_words(), *words, "--seed", str(job.seed), "--out", str(job.folder), begins, "--no-tensorboard", *quiet]
 
 
 def bench_command(args: Namespace) -> None:

@@ -5,7 +5,7 @@
 # %% ../../nbs/tuning/03_tune.ipynb #0c3655fc
 from __future__ import annotations
 
-import json, re, shlex, sys
+import json, re, shlex
 from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,7 +15,7 @@ from ..agents.checkpoint import write_atomically
 from ..algorithms import options_for
 from ..commands import Given, Interrupted, UsageError, given_by
 from ..config import RUN_OPTIONS, build, make_config
-from ..experiments import run_all, without
+from ..experiments import python_words, run_all, without
 from ..locks import lock, unlock
 from ..options import import_words, parse_seeds
 from ..pipes.errors import DataError, WorkerError
@@ -78,6 +78,7 @@ def complete_values(
     return {name: x for name, (x, default) in found.items() if name in kept or json.dumps(x) != json.dumps(default)}
 
 
+
 # %% ../../nbs/tuning/03_tune.ipynb #8219f28a
 def check_file(
     path: Path,         # where the preset goes
@@ -129,7 +130,8 @@ class Search:
 
     def returns(self, options: dict, report: Any) -> list:
         "The last returns of a trial, one for each seed."
-        return returns_of([self.config(options, seed) for seed in self.seeds], self.n, report)
+        place = f"{self.folder.resolve().name}-{(self.args.part or '0').partition(':')[0]}"  # each process has one
+        return returns_of([{**self.config(options, seed), "place": place} for seed in self.seeds], self.n, report)
 
 # %% ../../nbs/tuning/03_tune.ipynb #1c178a19
 def _try(search, study, n):
@@ -139,7 +141,7 @@ def _try(search, study, n):
 
 def _in_processes(search, n):
     "Share `n` trials among processes. Returns what has failed, and the number of the signal that has stopped them."
-    args, python = search.args, [sys.executable, "-m", "rollpipe.entry"]
+    args, python = search.args, python_words()
     shares = [n // args.jobs + (k < n % args.jobs) for k in range(args.jobs)]
     words = without(args.words, ("--jobs",), ("--overwrite",))
     runs, stopped = run_all({f"job {k}": [*python, *words, "--part", f"{k}:{m}"] for k, m in enumerate(shares) if m}, args.jobs)

@@ -137,7 +137,8 @@ def _start(ray, ending: ExitStack) -> None:
     ending.callback(lambda: [_kill(pid, folder) for pid in descendants(os.getpid())])     # those of a start that failed
     ending.callback(ray.shutdown)
     modules = dict(PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))     # workers find what this process finds
-    with _process_kept(), _environment(modules):
+    alone = _replaced(ray.job_config.JobConfig, '_runtime_env_has_working_dir', lambda self: True)  # Ray would put the current folder first
+    with _process_kept(), _environment(modules), alone:
         ray.init('local', include_dashboard=False, log_to_driver=False, logging_level='ERROR', _temp_dir=folder)
     guarded |= set(descendants(os.getpid())) - before
     for pid in guarded: guard(pid)
