@@ -40,7 +40,7 @@ def center_and_half_range(shape: tuple, low: Any = None, high: Any = None) -> tu
     low, high = (torch.as_tensor(default if bound is None else bound, dtype=torch.float32).expand(shape)
                  for bound, default in ((low, -torch.inf), (high, torch.inf)))
     bounded = torch.isfinite(high - low) & (high > low)      # also False for the largest floats, because their difference overflows
-    return torch.where(bounded, (low + high) / 2, 0.), torch.where(bounded, (high - low) / 2, 1.)
+    return torch.where(bounded, low / 2 + high / 2, 0.), torch.where(bounded, (high - low) / 2, 1.)
 
 # %% ../../nbs/layers/06_heads.ipynb #230453da
 class ClampedStd(nn.Module):
