@@ -22,6 +22,8 @@ def _center_and_half_range(space, owner):
     "Float32 arrays. Raises `SpaceError` unless `space` is a Box of floats with two finite bounds for each component."
     if not (isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating)):
         raise SpaceError(f'{owner}: unsupported action space', leaf='action_space', expected='Box of floats', got=repr(space))
+    if not space.low.size:
+        raise SpaceError(f'{owner}: there is nothing to choose', leaf='action_space', expected='at least one number', got=repr(space))
     low, high = space.low.astype(np.float64), space.high.astype(np.float64)
     with np.errstate(over='ignore', invalid='ignore'):
         center, half = (low / 2 + high / 2).astype(np.float32), (high / 2 - low / 2).astype(np.float32)
