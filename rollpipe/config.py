@@ -5,7 +5,7 @@
 # %% ../nbs/07_config.ipynb #7f9673dc
 from __future__ import annotations
 
-import difflib, inspect, json, platform
+import difflib, inspect, json, math, platform, sys
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from pathlib import Path
@@ -22,7 +22,7 @@ from .agents.off_policy.replay_learner import ReplayLearner
 from .algorithms import ALGORITHMS, options_for
 from .options import options_of
 from .pipes.advantage import AdvantageBuffer
-from .pipes.errors import DataError
+from .pipes.errors import LEAST_BYTES, DataError, check_memory, is_between
 from .pipes.graph import find, insert_after, insert_before
 from .pipes.lanes import Lanes
 from .pipes.modules import checked_device
@@ -33,7 +33,7 @@ from .pipes.workers.reading import ProcessReading
 from .presets.choice import preset_for
 
 # %% auto #0
-__all__ = ['RUN_OPTIONS', 'check_decay', 'device_of', 'reading_for', 'make_config', 'build']
+__all__ = ['RUN_OPTIONS', 'check_decay', 'check_room', 'device_of', 'reading_for', 'make_config', 'build']
 
 # %% ../nbs/07_config.ipynb #62591ac2
 def _all_options(algorithm: str, options: dict, intrinsic: float) -> dict:
@@ -50,7 +50,9 @@ def _all_options(algorithm: str, options: dict, intrinsic: float) -> dict:
 
 def _check_at_least(low: int, **values: float) -> None:
     for what, value in values.items():
-        if not value >= low: raise DataError("out of range", leaf=what, expected=f"at least {low}", got=str(value))
+        if not is_between(value, low, sys.maxsize):
+            most = f" and at most {sys.maxsize}" * is_between(value, low, math.inf)
+            raise DataError("out of range", leaf=what, expected=f"at least {low}{most}", got=str(value))
 
 
 def _evaluations(eval_every: int, eval_steps: int, eval_episodes: int, final_episodes: int) -> dict:
@@ -81,8 +83,22 @@ def check_decay(
                     expected=f"0, or at least the steps of the training, as by --decay-steps {steps} for a new run")
 
 
+def check_room(
+    options: dict,  # of the algorithm, all of them
+) -> None:
+    """Raise `DataError` if there is no memory for the batches or the replay memory that the options ask for.
+
+    Args:
+        options: of the algorithm, all of them
+    """
+    for names in (("lanes", "n_envs", "n_steps"), ("batch_size", "length"), ("capacity",) * (options.get("path") is None)):
+        rows = {name: x for name in names if isinstance(x := options.get(name), int)}
+        if rows: check_memory(", ".join(f"{name}={x:,}" for name, x in rows.items()), math.prod(rows.values()) * LEAST_BYTES)
+
+
 def _check_together(steps: int, workers: int, options: dict) -> None:
     check_decay(steps, options)
+    check_room(options)
     if workers > (lanes := options.get("lanes", 1)):
         raise DataError(f"{workers} workers have too few lanes", leaf="workers", expected=f"--lanes {workers} or more "
                         "(a batch has lanes * n_envs * n_steps steps)", got=f"{lanes} lanes")
@@ -230,6 +246,13 @@ def make_config(
 RUN_OPTIONS = options_of(dict(run=make_config), skip=("options", "env_kwargs", "imports"))
 
 # %% ../nbs/07_config.ipynb #05d2f348
+def _network(part, env, **kwargs):
+    try: return part.for_env(env, **kwargs)
+    except DataError as e:
+        e.locate(pipe=part)     # policy and critic have options of the same name
+        raise
+
+
 def build(
     config: dict,      # see `make_config`
     resumes: int = 0,  # how often the run was resumed
@@ -254,7 +277,7 @@ def build(
     *words, word = map(int, np.random.SeedSequence([config["seed"], resumes]).generate_state(5))
     seeds = dict(zip(parts, words))
     env, env_kwargs = config["env"], config["env_kwargs"]
-    modules = [parts[part].for_env(env, env_kwargs=env_kwargs, seed=seeds[part], **kwargs[part])
+    modules = [_network(parts[part], env, env_kwargs=env_kwargs, seed=seeds[part], **kwargs[part])
                for part in ("policy", "critic") if part in parts]
     device, accepted = device_of(config.get("device", "cpu")), inspect.signature(algorithm.pipeline).parameters
     if device.type != "cpu":

@@ -16,11 +16,11 @@ from .agents.checkpoint import (Checkpoint, Snapshot, checkpoint_bytes, keep_che
                                         save_checkpoint, write_atomically)
 from .agents.intrinsic.states import kept_states, load_states
 from .algorithms import ALGORITHMS, is_algorithm, options_for
-from .config import build, check_decay
+from .config import build, check_decay, check_room
 from .locks import lock, unlock
 from .pipes import nested
 from .pipes.engines.checked_actor import engine_used
-from .pipes.errors import LEAST_BYTES, CheckpointError, DataError, PipeError, check_integer, check_memory
+from .pipes.errors import CheckpointError, DataError, PipeError, check_integer
 from .pipes.graph import find
 from .pipes.stepper import EnvStepper
 
@@ -176,9 +176,7 @@ def _check_stored(found: Checkpoint) -> None:
     if counters["updates"] and batch > 2 * counters["steps"] / counters["updates"]:  # at most every second row is no step
         raise DataError("more environments than the counters tell of", expected="{steps} steps in {updates} updates".format(**counters),
                         got=", ".join(f"{name}={n.get(name)}" for name in ("lanes", "n_envs", "n_steps")))
-    for names in (("lanes", "n_envs", "n_steps"), ("batch_size", "length"), ("capacity",) * (n.get("path") is None)):
-        rows = {name: n[name] for name in names if name in n}
-        if rows: check_memory(", ".join(f"{name}={x:,}" for name, x in rows.items()), math.prod(rows.values()) * LEAST_BYTES)
+    check_room(n)
 
 
 def needed_modules(config: dict) -> list:

@@ -12,11 +12,16 @@ from gymnasium.spaces import Box, Dict, Discrete, Graph, MultiBinary, MultiDiscr
 from tensor_worlds import Planned
 from toys import Constant, Counting, Failing, Ledger, Nested, NestedMemory, Plain, Valued
 
-from rollpipe.layers import Actor, Critic, MLPPolicy, QPolicy
+from rollpipe.cli import main
+from rollpipe.config import make_config
+from rollpipe.layers import (
+    GRU, MLP, ActionCritic, Actor, Critic, DeterministicPolicy, MLPPolicy, QPolicy, SquashedPolicy, encoder_for,
+)
 from rollpipe.pipes import (
     ActorError, AdvantageBuffer, CheckInvariants, DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Minibatcher,
     NStep, PipeError, ReplayMemory, RewardScaler, SpaceError, StepMerger, TensorCollector, on_policy, optimize, replayed,
 )
+from rollpipe.pipes.workers.reading import ProcessReading
 
 LONG = [(99, "term")]
 nan, inf = float("nan"), float("inf")
@@ -735,3 +740,95 @@ def test_a_fraction_is_a_number_from_0_to_1(cls, name, value):
     def make(value): return cls(*first.get(cls, (FragmentCollector(EnvStepper(Counting, Plain()), 2),)), **{name: value})
     failure(DataError, lambda: make(value), f"{cls.__name__}: out of range. Expected 0 <= {name} <= 1, got {name}={value!r}")
     for value in (0, .5, 1, np.float32(.5)): make(value)
+
+
+# --- numbers that are none, or too large
+
+@pytest.mark.parametrize("value", [2 ** 63, 10 ** 400])
+@pytest.mark.parametrize("make, error, name", [
+    (lambda n: EnvStepper(Counting, Plain(), n), EnvError, "n_envs"),
+    (lambda n: EnvStepper([Counting, Counting], Plain(), n), EnvError, "n_envs"),
+    (lambda n: EnvStepper("CartPole-v1", Plain(), n, vector="sync"), EnvError, "n_envs"),
+    (lambda n: on_policy(Counting, Plain(), n_envs=n), EnvError, "n_envs"),
+    (lambda n: on_policy(Counting, Plain(), n_steps=n), DataError, "n_steps"),
+    (lambda n: on_policy(Counting, Plain(), lanes=n), DataError, "n"),
+    (lambda n: ProcessReading(n), DataError, "num_workers"), (lambda n: ReplayMemory(n), DataError, "capacity")])
+def test_integers_that_no_machine_can_count(make, error, name, value):
+    failure(error, lambda: make(value), "Expected", name, f"got {name}={value}")
+
+
+@pytest.mark.parametrize("make, name", [(lambda n: EnvStepper(Counting, Plain(), n), "n_envs"),
+                                        (lambda n: Lanes(EnvStepper(Counting, Plain()), n), "n")])
+def test_more_environments_and_lanes_than_there_is_memory_for(make, name):
+    failure(DataError, lambda: make(2 ** 62), "not enough memory", "Expected at most", f"got {name}={2 ** 62:,}, which needs")
+
+
+@pytest.mark.parametrize("name", ["n_envs", "n_steps", "lanes", "workers", "steps", "threads", "capacity", "batch_size"])
+@pytest.mark.parametrize("value", [2 ** 63, 10 ** 30])
+def test_integers_of_a_run_that_no_machine_can_count(name, value, tmp_path, capsys):
+    algorithm = "dqn" if name in ("capacity", "batch_size") else "ppo"
+    given = dict({name: value}) if name in ("workers", "steps", "threads") else dict(options={name: value})
+    failure(DataError, lambda: make_config(algorithm, "CartPole-v1", **given), name)
+    assert main(["train", algorithm, "CartPole-v1", f"--{name.replace('_', '-')}", str(value), "--out", str(tmp_path/"run")]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("error: ") and text.count("\n") == 1 and name in text and "Expected" in text and not (tmp_path/"run").exists()
+
+
+@pytest.mark.parametrize("words, name", [
+    ("ppo --lr", "lr"), ("ppo --clip", "clip"), ("ppo --c-entropy", "c_entropy"), ("trpo --max-kl", "max_kl"), ("a2c --gamma", "gamma"),
+    ("a2c --lam", "lam"), ("dqn --eta", "eta"), ("ppo --log-std", "log_std"), ("ppo --intrinsic", "intrinsic"),
+    ("td3 --explore-std", "explore_std"), ("sac --target-entropy", "target_entropy")])
+@pytest.mark.parametrize("value", ["inf", "nan", "-inf"])
+def test_options_that_are_no_finite_numbers(words, name, value, tmp_path, capsys):
+    algorithm, flag = words.split()
+    env = "Pendulum-v1" if algorithm in ("sac", "td3") else "CartPole-v1"
+    assert main(["train", algorithm, env, f"{flag}={value}", "--out", str(tmp_path/"run")]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("error: ") and text.count("\n") == 1 and name in text and "Expected" in text and value in text
+
+
+# --- what a network cannot be made of
+
+@pytest.mark.parametrize("space", [Box(-1, 1, (0,)), Box(-1, 1, (2, 0)), Box(-1, 1, (0,), np.float64)], ids=str)
+@pytest.mark.parametrize("cls", [SquashedPolicy, DeterministicPolicy, ActionCritic])
+def test_an_action_without_a_number(cls, space):
+    parts = "leaf action_space", cls.__name__, "Expected at least one number", str(space)
+    failure(SpaceError, lambda: cls.for_env((Box(-1, 1, (3,)), space)), *parts)
+
+
+@pytest.mark.parametrize("cls", [MLPPolicy, Critic, QPolicy, SquashedPolicy])
+@pytest.mark.parametrize("name", ["observation_space", "action_space"])
+def test_integers_of_which_there_are_none(cls, name):
+    none = MultiDiscrete([])
+    if name == "action_space" and cls is Critic: pytest.skip("a critic looks at observations")
+    spaces = dict(observation_space=Box(-1, 1, (3,)), action_space=Discrete(2) if cls is QPolicy else Box(-1, 1, (1,)))
+    for space, path in ((none, ""), (Dict(a=Discrete(2), b=Tuple([none])), "['b'][0]")):
+        where = "" if name == "action_space" and cls in (QPolicy, SquashedPolicy) else path   # which take other actions alone
+        pair = tuple({**spaces, name: space}.values())
+        failure(SpaceError, lambda pair=pair: cls.for_env(pair), f"leaf {name}{where}:", "Expected", "got")
+
+
+@pytest.mark.parametrize("encoder, parts", [
+    ({"image": "conv"}, ("leaf encoder['image']", "Expected images, discrete, size, n_out", "got 'image'")),
+    ({"images": "conv", "3": 4}, ("leaf encoder['3']", "Expected images, discrete", "got '3'")),
+    ({3: 4}, ("leaf encoder[3]", "got 3")),
+    ("conv", ("leaf encoder", "Expected a dict of options, or a function", "got 'conv'")), (7, ("leaf encoder", "got 7"))])
+def test_encoders_that_are_none(encoder, parts, tmp_path, capsys):
+    for cls in (MLPPolicy, Critic, QPolicy): failure(DataError, lambda cls=cls: cls.for_env("CartPole-v1", encoder=encoder), *parts)
+    if not isinstance(encoder, dict) or 3 in encoder: return       # a file has texts as keys
+    assert main(["train", "ppo", "CartPole-v1", "--encoder", str(encoder), "--out", str(tmp_path/"run")]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("error: ") and text.count("\n") == 1 and all(part in text for part in parts)
+
+
+@pytest.mark.parametrize("name", ["size", "n_out"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "many", True])
+def test_sizes_of_an_encoder(name, value):
+    failure(DataError, lambda: encoder_for(Discrete(2), **{name: value}), f"Expected an integer {name} >= 1", f"got {name}={value!r}")
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "many", None, 2 ** 63])
+@pytest.mark.parametrize("make", [lambda n: MLP(3, (8, n)), lambda n: ActionCritic.for_env("Pendulum-v1", hidden=(8, n)),
+                                  lambda n: GRU(3, n)])
+def test_sizes_of_layers(make, value):
+    failure(DataError, lambda: make(value), "out of range", "Expected an integer", f"={value!r}")

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from rollpipe.agents import evaluate
 from rollpipe.cli import main
 from rollpipe.export import FORMATS, PolicyFunction, export_policy
-from rollpipe.layers import Actor, MLPPolicy, QPolicy, RecurrentPolicy, RecurrentQPolicy
+from rollpipe.layers import (
+    Actor, Bits, ConvTrunk, DeterministicPolicy, MLPPolicy, ModuleDict, QPolicy, QuantilePolicy, RecurrentPolicy, RecurrentQPolicy,
+    SquashedPolicy, ToBits,
+)
+from rollpipe.pipes import nested
+from rollpipe.pipes.envs.actions import in_containers
+from rollpipe.pipes.envs.factories import space_spec
 from rollpipe.pipes.errors import ActorError, DataError
 from rollpipe.runs import load_agent
 
@@ -200,6 +206,80 @@ def test_an_exported_policy_plays_as_the_actor_does(name, env, to, tmp_path):
         names = ("act_a", "act_b", "act_c_0", "act_c_1") if env is Odd else ("act",)
         leaves = dict(zip(names, (action["a"], action["b"], *action["c"]) if env is Odd else (action,)))
         for k, x in leaves.items(): np.testing.assert_allclose(np.asarray(found[k])[b], x, rtol=1e-3, atol=1e-4)
+
+
+Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple = (
+    getattr(gym.spaces, name) for name in ("Box", "Dict", "Discrete", "MultiBinary", "MultiDiscrete", "Tuple"))
+CONV, WIDE, GRID = dict(images="conv", n_out=6), MultiDiscrete([3, 2, 4], start=[1, -2, 0]), MultiDiscrete([[3, 2], [4, 5]])
+
+
+def image(*shape, dtype=np.uint8): return Box(0, 255 if dtype is np.uint8 else 1, shape, dtype)
+
+
+def own_encoder(space): return ModuleDict(dict(a=ConvTrunk((6, 5, 3), 4), b=(Bits((2,), [3, 4]), ToBits(3))))
+
+
+# Each encoder, head, policy and recurrent cell is in one of these at least: observations, actions, class, its options.
+MATRIX = {
+    "h w": (image(6, 5), Discrete(3), MLPPolicy, dict(encoder=CONV)),
+    "h w c": (image(6, 5, 3), Discrete(3, start=4), MLPPolicy, dict(encoder=CONV)),
+    "c h w": (image(3, 6, 5), WIDE, MLPPolicy, dict(encoder=CONV)),
+    "k h w c": (image(2, 6, 5, 3), MultiDiscrete([3, 3]), MLPPolicy, dict(encoder=CONV)),
+    "k c h w": (image(2, 3, 6, 5), GRID, MLPPolicy, dict(encoder=CONV)),
+    "large h w c": (image(40, 36, 3), MultiBinary((2, 3)), MLPPolicy, dict(encoder=CONV)),
+    "large stack": (image(4, 40, 36), Box(-1, 1, ()), MLPPolicy, dict(encoder=CONV)),
+    "bool image": (image(6, 5, 3, dtype=bool), Box(-1, 2, (2,)), MLPPolicy, dict(encoder=CONV)),
+    "flat image": (image(4, 4, 3), Box(-1, 2, (2, 3)), MLPPolicy, dict(std="state")),
+    "number": (Box(-1, 1, ()), Box(-1, 2, (2,), N), MLPPolicy, dict(std="fixed")),
+    "int16": (Box(-5, 5, (2, 3), np.int16), Discrete(3), MLPPolicy, dict(hidden=())),
+    "float64": (Box(-1, 1, (2, 3), N), Dict(a=Discrete(3), b=Tuple([WIDE, Box(-1, 1, (2,))])), MLPPolicy, {}),
+    "switches": (MultiBinary((2, 3)), Discrete(3), QPolicy, dict(normalize=True)),
+    "one-hot": (WIDE, Discrete(3, start=2), QPolicy, dict(duelling=True, hidden=(8, 8), activation="tanh")),
+    "bits": (GRID, Discrete(3), QuantilePolicy, dict(encoder=dict(discrete="bits"), n_quantiles=5)),
+    "embedding": (WIDE, Discrete(3), QuantilePolicy, dict(encoder=dict(discrete="embed", size=3), duelling=True, hidden=(8, 8),
+                                                  activation="tanh")),     # values are never equal, as with relu
+    "one integer": (Discrete(5, start=2), Box(-1, 2, ()), SquashedPolicy, dict(encoder=dict(discrete="embed", size=3))),
+    "one integer, bits": (Discrete(5, start=2), Box(-1, 2, (2,)), DeterministicPolicy, dict(encoder=dict(discrete="bits"))),
+    "parts": (Dict(a=image(6, 5, 3), b=Tuple([Discrete(4), Box(-1, 1, (2,))])), Box(-1, 2, (2, 3)), SquashedPolicy, dict(encoder=CONV)),
+    "parts, pixels": (image(6, 5, 3), Box(-1, 2, (2, 3), N), DeterministicPolicy, dict(encoder=CONV)),
+    "own": (Dict(a=image(6, 5, 3), b=Tuple([MultiDiscrete([3, 4]), Discrete(8)])), Discrete(3), MLPPolicy, dict(encoder=own_encoder)),
+    **{f"{cell}, {method}": (image(6, 5, 3), Dict(a=Discrete(3), b=Box(-1, 1, (2,))), RecurrentPolicy,
+                             dict(encoder=CONV, cell=cell, method=method, layers=layers, past=layers == 2, memory=4))
+       for cell in ("gru", "lstm") for method, layers in (("step", 1), ("packed", 1), (None, 2))},
+    **{f"{cell}, q": (Box(-1, 1, (3,)), Discrete(3), RecurrentQPolicy, dict(cell=cell, duelling=True, past=True, memory=4, normalize=True))
+       for cell in ("gru", "lstm")}}
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("name", MATRIX)
+def test_a_file_answers_any_number_of_environments(name, to):
+    "One file, asked by 1, 3 and 64 of them, for three steps, before the last of which some episodes begin."
+    obs_space, act_space, cls, options = MATRIX[name]
+    actor = cls.for_env((obs_space, act_space), **{"hidden": (8,), "seed": 0, **options}).requires_grad_(False)
+    if actor.obs_norm is not None: actor.obs_norm.update(torch.randn(50, *actor.obs_norm.shape) * 3 + 1)
+    policy = PolicyFunction(actor).eval()
+    with torch.no_grad(): run = FORMATS[to].run(FORMATS[to].write(policy, tuple(policy.inputs.values()), "{}"))
+    if run is None: pytest.skip("there is no onnxruntime")
+    obs_space.seed(1)
+    for n in (1, 3, 64):
+        state, memory, rng = None, {}, np.random.default_rng(n)
+        for t in range(3):
+            obs = nested.stack([nested.map(np.asarray, in_containers(obs_space.sample(), space_spec(obs_space, "obs"))) for _ in range(n)])
+            start, rew = (t == 0) | (rng.random(n) < .5) & (t == 2), rng.normal(size=n).astype(np.float32)
+            last = [] if state is None else [x[0] for x in nested.leaves(state.act)]
+            known = {"start": torch.from_numpy(start), "last_rew": torch.from_numpy(rew), **memory}
+            inputs = policy.beginning(n)
+            inputs.update(zip(inputs, nested.leaves(nested.torchify(obs))))     # they are the first ones
+            inputs.update(zip([k for k in inputs if k.startswith("last_act")], last))
+            inputs.update({k: known[k] for k in inputs if k in known})
+            found = dict(zip(policy.outputs, run(*inputs.values())))
+            memory = {k.removeprefix("next_"): x for k, x in found.items() if k.startswith("next_")}
+            action, state = actor.predict(obs, state, episode_start=start, reward=rew)
+            wanted = nested.leaves(in_containers(action, space_spec(act_space, "act")))
+            acts = [x for k, x in found.items() if k.startswith("act")]
+            assert len(acts) == len(wanted)
+            for x, y in zip(acts, wanted): np.testing.assert_allclose(np.asarray(x), y, rtol=1e-4, atol=1e-5)
+            for x, y in zip(memory.values(), nested.leaves(state.hx), strict=True): torch.testing.assert_close(torch.as_tensor(x), y)
 
 
 def test_a_file_that_answers_differently_is_not_written(tmp_path):

@@ -162,6 +162,12 @@ def test_gaussian_head_is_in_units_of_the_environment(std, shape):
     torch.testing.assert_close(log_std.exp(), torch.full_like(mean, expected), atol=atol, rtol=0)
 
 
+def test_the_middle_of_large_bounds_is_between_them():
+    "The sum of the two bounds is no float32."
+    head = GaussianHead(8, (1,), low=2e38, high=3e38)
+    assert head.center.item() == pytest.approx(2.5e38) and head.half_range.item() == pytest.approx(.5e38)
+
+
 def test_scaled_density_is_that_of_the_action():
     "For a Box that is ten times as wide, the density of a policy is a tenth."
     x, z = torch.randn(6, 8), torch.randn(6, 2)

@@ -1,9 +1,15 @@
 "Sizes that somebody typed, or that stand in a file, are compared with the available memory before anything is built."
 import pytest
+from gymnasium.spaces import Box, Discrete
 from toys import Counting, Plain
 
 from rollpipe.agents.checkpoint import save_checkpoint
+from rollpipe.cli import main
 from rollpipe.config import make_config
+from rollpipe.layers import (
+    GRU, LSTM, MLP, ActionCritic, ConvTrunk, Critic, DuellingHead, Embeddings, MLPPolicy, QPolicy, QuantilePolicy, RecurrentPolicy,
+    SquashedPolicy, StackedMLP,
+)
 from rollpipe.pipes import DataError, EnvStepper, FragmentCollector, Replay, ReplayMemory, errors, replayed
 from rollpipe.pipes.errors import CheckpointError
 from rollpipe.runs import load_run, resume, start
@@ -46,6 +52,54 @@ def test_a_file_replay_needs_no_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(errors, "available_memory", lambda: 100)
     ReplayMemory(100, path=tmp_path)
     memory.add(next(iter(fragments())))
+
+
+SPACES, N = (Box(-1, 1, (4,)), Discrete(2)), 10 ** 9
+LARGE = {"MLPPolicy": (lambda: MLPPolicy.for_env(SPACES, hidden=(8, N)), f"hidden=(8, {N})"),
+         "Critic": (lambda: Critic.for_env(SPACES, hidden=(N,)), f"hidden=({N},)"),
+         "QPolicy": (lambda: QPolicy.for_env(SPACES, hidden=(N,)), f"hidden=({N},)"),
+         "many layers": (lambda: MLP(4, (10 ** 5,) * 10), "hidden=(100000, "),
+         "SquashedPolicy": (lambda: SquashedPolicy.for_env((SPACES[0], Box(-1, 1, (1,))), hidden=(N,)), f"hidden=({N},)"),
+         "ActionCritic": (lambda: ActionCritic.for_env((SPACES[0], Box(-1, 1, (1,))), hidden=(N,)), f"hidden=({N},)"),
+         "critics": (lambda: ActionCritic.for_env((SPACES[0], Box(-1, 1, (1,))), n_critics=N), f"k={N}"),
+         "QuantilePolicy": (lambda: QuantilePolicy.for_env(SPACES, n_quantiles=10 ** 10), "n_out=20000000000"),
+         "DuellingHead": (lambda: DuellingHead(4, 2, (N,)), f"hidden=({N},)"),
+         "RecurrentPolicy": (lambda: RecurrentPolicy.for_env(SPACES, memory=N), f"n_out={N}"),
+         "GRU": (lambda: GRU(3, 10 ** 6), "n_out=1000000"),
+         "LSTM": (lambda: LSTM(3, 10 ** 4, layers=10 ** 5), "n_out=10000, layers=100000"),
+         "embeddings": (lambda: MLPPolicy.for_env((Discrete(9), Discrete(2)), encoder=dict(discrete="embed", size=10 ** 10)),
+                        "size=10000000000"),
+         "images": (lambda: ConvTrunk((10, 10), 10 ** 9), "n_out=1000000000")}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_network_that_no_machine_has_room_for_is_refused_before_its_weights_are_made(name, monkeypatch):
+    make, what = LARGE[name]
+    def init(x, *args, **kwargs): assert x.numel() < 10 ** 6, "large weights were made"
+    for name in ("kaiming_uniform_", "orthogonal_", "normal_"): monkeypatch.setattr(f"torch.nn.init.{name}", init)
+    text = r"not enough memory. Expected at most [\d,]+ bytes, got .* parameters, which needs [\d,]+ bytes"
+    with pytest.raises(DataError, match=text) as e: make()
+    assert what in e.value.got
+
+
+@pytest.mark.parametrize("make", [lambda: MLP(4, (8, 6), 2), lambda: StackedMLP(2, 4, (8,), 1), lambda: GRU(3, 5, 2), lambda: LSTM(3, 5, 2),
+                                  lambda: Embeddings((2,), 3, size=4)])
+def test_the_weights_of_a_network_are_compared_with_the_memory_that_there_is(make, monkeypatch):
+    "For each weight four numbers: while it is initialised, or with its gradient and the two averages of Adam."
+    needed = 16 * sum(p.numel() for p in make().parameters())
+    monkeypatch.setattr(errors, "available_memory", lambda: needed)
+    make()
+    monkeypatch.setattr(errors, "available_memory", lambda: needed - 1)
+    with pytest.raises(DataError, match=f"{needed // 16:,} parameters, which needs {needed:,} bytes"): make()
+
+
+@pytest.mark.parametrize("words, part", [("ppo --hidden", "MLPPolicy"), ("ppo --critic-hidden", "Critic"), ("dqn --hidden", "QPolicy")])
+def test_layers_of_a_run_that_are_too_large(words, part, tmp_path, capsys):
+    algorithm, flag = words.split()
+    assert main(["train", algorithm, "CartPole-v1", flag, "1000000000", "--out", str(tmp_path/"run")]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith(f"error: {part}: not enough memory") and "hidden=(1000000000,)" in text and " parameters" in text
+    assert text.count("\n") == 1 and not (tmp_path/"run").exists()
 
 
 @pytest.fixture(scope="module")

@@ -118,6 +118,44 @@ def test_other_actions_are_refused(cls, space, text):
     assert cls.__name__ in str(e.value)
 
 
+@st.composite
+def boxes(draw):
+    "A Box of one component, of float32 or float64, whose middle is up to 1000 half-ranges from 0."
+    dtype, half = draw(st.sampled_from([np.float32, np.float64])), draw(st.floats(1e-4, 1e4))
+    center = draw(st.floats(-1000, 1000)) * half
+    low, high = (np.full(1, x, dtype) for x in (center - half, center + half))
+    return Box(low, high, dtype=dtype)
+
+
+@settings(max_examples=300, deadline=None)
+@given(boxes(), st.lists(st.floats(-1, 1, width=32), max_size=20))
+def test_a_cube_fills_its_box(space, at):
+    "Against `low + (at + 1) * half` in float64: the errors are those of float32 numbers as large as the bounds, and nothing is outside."
+    low, high = float(space.low[0]), float(space.high[0])
+    half, size, eps = (high - low) / 2, max(abs(low), abs(high)), 2. ** -23
+    box, at = UnitBox(space), np.float32([-1, 1, *at])
+    act = box(torch.from_numpy(at[:, None]))
+    assert all(space.contains(x.astype(space.dtype)) for x in act.numpy())
+    # Three roundings lead to each of `center` and `half_range`: of a bound, of their middle, and so that nothing is outside.
+    np.testing.assert_allclose(act.double().numpy()[:, 0], low + (at.astype(np.float64) + 1) * half, rtol=0, atol=4 * eps * size)
+    np.testing.assert_allclose(box.position(act).numpy()[:, 0], at, rtol=0, atol=eps * (size / half + 4))
+    assert box.log_volume.item() == pytest.approx(np.log(half), abs=4 * eps * size / half + 1e-5)
+
+
+@pytest.mark.parametrize('space', [Box(.9, 1.1, (1,), np.float64), Box(np.float32([15.4862]), np.float32([17.4245]))], ids=str)
+@each_algorithm
+def test_bounds_far_from_zero_are_learned_within(algorithm, space):
+    agent = make(algorithm, (SPACES[0], space))
+    obs = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32) * 100
+    for deterministic in (True, False):
+        for x in agent.actor.predict(obs, deterministic=deterministic)[0]: assert space.contains(x)
+
+
+def test_bounds_that_float32_cannot_tell_apart_are_refused():
+    for low, high in ((1, 1 + 1e-9), (1e9, 1e9 + 1)):
+        with pytest.raises(SpaceError, match='two finite bounds that float32 can tell apart'): UnitBox(Box(low, high, (1,), np.float64))
+
+
 # --- targets and losses
 
 @pytest.mark.parametrize('n_steps', [1, 2, 4])

@@ -110,6 +110,20 @@ def test_options_reach_the_learner_and_are_checked(cls):
         with pytest.raises(DataError, match=f'{cls.__name__}.*{name}|{name}.*{cls.__name__}'): learner_of(cls, **{name: -1})
 
 
+NO_LIMIT = {'max_grad_norm', 'rho_clip', 'c_clip', 'c_rho', 'huber', 'smoothing_limit'}     # infinity stands for no limit
+
+
+@pytest.mark.parametrize('algorithm', ALGORITHMS)
+def test_numbers_are_finite(algorithm):
+    cls = ALGORITHMS[algorithm].learner
+    for name, option in learner_options(algorithm).items():
+        values = [float('nan'), -float('inf'), *[float('inf'), 10 ** 400] * (name not in NO_LIMIT)] if 'float' in option.kinds else []
+        values += [2 ** 63] if 'int' in option.kinds and not name.endswith('_steps') else []      # these are only compared with others
+        for value in values:
+            with pytest.raises(DataError, match=name) as e: learner_of(cls, **{name: value})
+            assert str(value) in e.value.got, name
+
+
 @given(st.dictionaries(st.sampled_from(sorted(SHARED)), st.floats(0, 1)), st.data())
 def test_defaults_of_the_learner_come_before_those_of_the_table(defaults, data):
     class Learner:

@@ -6,6 +6,7 @@
 __all__ = ['REINFORCE']
 
 # %% ../../nbs/agents/16_reinforce.ipynb #81a4df60
+from math import inf
 from typing import Any
 
 from .gradient_learner import GradientLearner, mean_metrics
@@ -42,7 +43,7 @@ class REINFORCE(GradientLearner):
         **shared: Any,        # options that learners share, see `SharedOptions`
     ):
         super().__init__(actor, critic, **shared)
-        check_range(self, 0, c_rho=c_rho)
+        check_range(self, 0, inf, c_rho=c_rho)
         self.epochs, self.c_rho = check_integer('epochs', epochs, pipe=self), c_rho
 
     def improve(self, batch: Fragment) -> dict:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from math import inf
+from sys import float_info
 from typing import Any
 
 from ..pipes.errors import DataError, check_integer, is_between
@@ -19,7 +20,7 @@ from ..pipes.errors import DataError, check_integer, is_between
 def check_range(
     owner: Any,        # the object that has the options; the message names its class
     low: float,        # smallest value allowed
-    high: float = inf, # largest value allowed
+    high: float = float_info.max, # largest value allowed; inf: infinity is, too
     **values: float,   # name -> value
 ) -> None:
     """Raise `DataError` for the first of the `values` that is not in `[low, high]`.
@@ -27,12 +28,13 @@ def check_range(
     Args:
         owner: the object that has the options; the message names its class
         low: smallest value allowed
-        high: largest value allowed
+        high: largest value allowed; inf: infinity is, too
         **values: name -> value
     """
     for name, value in values.items():
         if not is_between(value, low, high):
-            raise DataError(f"{type(owner).__name__}: out of range", leaf=name, expected=f"{low} <= {name} <= {high}", got=str(value))
+            raise DataError(f"{type(owner).__name__}: out of range", leaf=name, got=str(value),
+                            expected=f"{low} <= {name} <= {high}" if high != float_info.max else f"{low} <= {name} < {inf}")
 
 # %% ../../nbs/agents/07_shared_options.ipynb #07d8119d
 @dataclass(frozen=True)
@@ -76,9 +78,9 @@ class SharedOptions:
     def check(self, owner: Any) -> None:
         "Raise `DataError` for an option out of range; `owner` is the learner, which the message names."
         given = {name: value for name, value in vars(self).items() if value is not None}
-        check_range(owner, 0, **{name: given[name] for name in ('lr', 'critic_lr', 'max_grad_norm', 'c_value', 'c_entropy', 'eps_steps',
-                                                            'decay_steps')
+        check_range(owner, 0, **{name: given[name] for name in ('lr', 'critic_lr', 'c_value', 'c_entropy', 'eps_steps', 'decay_steps')
                                  if name in given})
+        check_range(owner, 0, inf, max_grad_norm=given.get('max_grad_norm', inf))
         check_range(owner, 0, 1, gamma=self.gamma, eps_start=self.eps_start, eps_end=self.eps_end)
         check_integer('critic_epochs', self.critic_epochs, pipe=owner)
 

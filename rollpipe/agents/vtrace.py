@@ -6,6 +6,7 @@
 __all__ = ['VTrace']
 
 # %% ../../nbs/agents/21_vtrace.ipynb #8dc15fc0
+from math import inf
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class VTrace(ActorCriticLearner):
     ):
         super().__init__(actor, critic, **shared)
         check_range(self, 0, 1, lam=lam)
-        check_range(self, 0, rho_clip=rho_clip)
+        check_range(self, 0, inf, rho_clip=rho_clip)
         check_range(self, 0, rho_clip, c_clip=c_clip)
         self.trace = dict(gamma=self.options.gamma, lam=lam, rho_clip=rho_clip, c_clip=c_clip)
 

@@ -13,7 +13,7 @@ import gymnasium as gym
 import torch
 from torch import Tensor, nn
 
-from .mlp import activation_for
+from .mlp import activation_for, check_sizes
 from .observer import Observer, seeded
 from .unit_box import UnitBox
 from ..pipes.envs.factories import spaces_of
@@ -46,6 +46,7 @@ class StackedMLP(nn.Module):
     ):
         super().__init__()
         check_integer('k', k, pipe=self)
+        check_sizes(n_in, hidden, n_out, k=k)
         sizes = [n_in, *hidden, n_out]
         gains = [*[sqrt(2)] * len(hidden), 1.]
         self.weights = nn.ParameterList(torch.stack([nn.init.orthogonal_(torch.empty(m, n), gain).T for _ in range(k)])

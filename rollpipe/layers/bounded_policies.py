@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from math import sqrt
+from sys import float_info
 from typing import Any
 
 import gymnasium as gym
@@ -20,6 +21,7 @@ from .mlp import MLP
 from .observer import ForSpaces, Observer
 from .squashed import SquashedGaussian
 from .unit_box import UnitBox
+from ..pipes.errors import DataError, is_between
 
 # %% auto #0
 __all__ = ['BoundedActor', 'SquashedPolicy', 'DeterministicPolicy']
@@ -135,7 +137,8 @@ class DeterministicPolicy(BoundedActor):
                  encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     ):
         super().__init__()
-        if not explore_std >= 0: raise ValueError(f"Expected explore_std >= 0, got {explore_std!r}")
+        if not is_between(explore_std, 0, float_info.max):
+            raise DataError('out of range', leaf='explore_std', expected='a finite explore_std >= 0', got=repr(explore_std))
         self.box = UnitBox(action_space, type(self).__name__)
         n = self.make_trunk(observation_space, action_space, hidden, normalize, activation, encoder)
         self.head = MLP(n, (), self.box.center.numel(), gain=0.01)

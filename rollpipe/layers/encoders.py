@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from .conv import ConvTrunk
 from .integers import Bits, Embeddings, OneHot
-from ..pipes.errors import SpaceError
+from ..pipes.envs.factories import space_spec
+from ..pipes.errors import SpaceError, check_integer
 
 # %% auto #0
 __all__ = ['Flatten', 'Concatenate', 'encoder_for']
@@ -76,11 +77,13 @@ def encoder_for(
     options: dict[str, Any] = dict(images=images, discrete=discrete, size=size, n_out=n_out)
     if images not in ('flat', 'conv'): raise ValueError(f"Expected images 'flat' or 'conv', got {images!r}")
     if discrete not in ('onehot', 'bits', 'embed'): raise ValueError(f"Expected discrete 'onehot', 'bits' or 'embed', got {discrete!r}")
+    for key, n in dict(size=size, n_out=1 if n_out is None else n_out).items(): check_integer(key, n)
     if isinstance(space, s.Dict):
         return Concatenate({k: encoder_for(v, f'{name}[{k!r}]', **options) for k, v in space.spaces.items()})
     if isinstance(space, s.Tuple):
         return Concatenate([encoder_for(v, f'{name}[{i}]', **options) for i, v in enumerate(space.spaces)])
     if isinstance(space, (s.Discrete, s.MultiDiscrete)):
+        space_spec(space, name)     # it is not empty
         numbers = (space.shape or (), space.nvec if isinstance(space, s.MultiDiscrete) else int(space.n), space.start)
         return dict(onehot=OneHot, bits=Bits)[discrete](*numbers) if discrete != 'embed' else Embeddings(*numbers, size)
     if isinstance(space, s.MultiBinary): return Flatten(space.shape, is_normalized=True)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from math import prod
+from sys import float_info
 from typing import Any
 
 import gymnasium as gym
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from .distributions import Categorical, Gaussian, GaussianParams
 from .joint import Bernoulli, Joint, MultiCategorical, map_parts
 from .mlp import linear, orthogonal_linear
-from ..pipes.errors import SpaceError
+from ..pipes.envs.factories import space_spec
+from ..pipes.errors import DataError, SpaceError, is_between
 
 # %% auto #0
 __all__ = ['CategoricalHead', 'center_and_half_range', 'ClampedStd', 'check_std', 'GaussianHead', 'MultiCategoricalHead',
@@ -40,7 +42,7 @@ def center_and_half_range(shape: tuple, low: Any = None, high: Any = None) -> tu
     low, high = (torch.as_tensor(default if bound is None else bound, dtype=torch.float32).expand(shape)
                  for bound, default in ((low, -torch.inf), (high, torch.inf)))
     bounded = torch.isfinite(high - low) & (high > low)      # also False for the largest floats, because their difference overflows
-    return torch.where(bounded, (low + high) / 2, 0.), torch.where(bounded, (high - low) / 2, 1.)
+    return torch.where(bounded, low / 2 + high / 2, 0.), torch.where(bounded, (high - low) / 2, 1.)
 
 # %% ../../nbs/layers/06_heads.ipynb #230453da
 class ClampedStd(nn.Module):
@@ -55,8 +57,10 @@ class ClampedStd(nn.Module):
         return nn.functional.softplus(linear(self._modules['linear'], x)).clamp(self.low, self.high)
 
 # %% ../../nbs/layers/06_heads.ipynb #b4f36744
-def check_std(std: str) -> None:
-    "Raise `ValueError` for an unknown kind of standard deviation."
+def check_std(std: str, log_std: float = 0.) -> None:
+    "Raise `ValueError` for an unknown kind of standard deviation, `DataError` if its log is no finite number."
+    if not is_between(log_std, -float_info.max, float_info.max):
+        raise DataError('out of range', leaf='log_std', expected='a finite number', got=repr(log_std))
     if std not in ('free', 'fixed', 'state'): raise ValueError(f"Expected std 'free', 'fixed' or 'state', got {std!r}")
 
 
@@ -85,7 +89,7 @@ class GaussianHead(nn.Module):
                  std: str = 'free',     # standard deviation: 'free' (a parameter), 'fixed', or 'state' (from the features, by `ClampedStd`)
     ):
         super().__init__()
-        check_std(std)
+        check_std(std, log_std)
         self.dist, n = Gaussian(shape), prod(shape)
         center, half_range = center_and_half_range(self.dist.shape, low, high)
         self.mean = orthogonal_linear(n_in, n, 0.01)
@@ -164,13 +168,14 @@ def head_for(
         name: what error messages call the space
         **gaussian: `std` and `log_std` of every `GaussianHead`
     """
-    check_std(gaussian.get('std', 'free'))
+    check_std(**{'std': 'free', **gaussian})
     if isinstance(space, gym.spaces.Dict):
         return JointHead({k: head_for(s, n_in, f'{name}[{k!r}]', **gaussian) for k, s in space.spaces.items()})
     if isinstance(space, gym.spaces.Tuple):
         return JointHead(tuple(head_for(s, n_in, f'{name}[{i}]', **gaussian) for i, s in enumerate(space.spaces)))
     if isinstance(space, gym.spaces.Discrete): return CategoricalHead(n_in, int(space.n), int(space.start))
     if isinstance(space, gym.spaces.MultiDiscrete):
+        space_spec(space, name)     # it is not empty
         n, start = (tuple(map(int, x.reshape(-1))) for x in (space.nvec, space.start))
         return MultiCategoricalHead(n_in, n, start, space.shape)
     if isinstance(space, gym.spaces.MultiBinary): return BernoulliHead(n_in, space.shape)

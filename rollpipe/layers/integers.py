@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..pipes.errors import describe
+from .mlp import check_parameters
+from ..pipes.errors import check_integer, check_memory, describe
 
 # %% auto #0
 __all__ = ['to_bits', 'ToBits', 'OneHot', 'Bits', 'Embeddings']
@@ -70,6 +71,7 @@ class OneHot(nn.Module):
         super().__init__()
         n, start = _numbers(shape, n, start)
         self.event_ndim, self.n_out = len(shape), int(n.sum())
+        check_memory(f'{self.n_out:,} values', 16 * self.n_out, pipe=self)
         values = np.concatenate([np.arange(s, s + k) for s, k in zip(start, n)])
         self.register_buffer('owner', torch.from_numpy(np.repeat(np.arange(len(n)), n)), persistent=False)
         self.register_buffer('values', torch.from_numpy(values), persistent=False)
@@ -116,6 +118,7 @@ class Embeddings(nn.Module):
     def __init__(self, shape: tuple, n: Any, start: Any = 0, size: int = 16):
         super().__init__()
         n, start = _numbers(shape, n, start)
+        check_parameters(int(n.sum()) * check_integer('size', size, pipe=self), pipe=self, size=size)
         self.event_ndim, self.n_out = len(shape), len(n) * size
         self.table = nn.Embedding(int(n.sum()), size)
         self.register_buffer('offset', torch.from_numpy(np.cumsum(n) - n - start), persistent=False)

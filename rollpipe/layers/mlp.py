@@ -6,21 +6,59 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import sqrt
+from math import prod, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..pipes.errors import DataError
+from ..pipes.errors import DataError, check_integer, check_memory
 
 # %% auto #0
-__all__ = ['ACTIVATIONS', 'orthogonal_linear', 'linear', 'activation_for', 'MLP']
+__all__ = ['ACTIVATIONS', 'check_parameters', 'check_sizes', 'orthogonal_linear', 'linear', 'activation_for', 'MLP']
+
+# %% ../../nbs/layers/02_mlp.ipynb #e84a051a
+def check_parameters(
+    n: int,      # number of parameters
+    *,
+    pipe: Any = None,  # whose they are, for the message
+    **sizes: Any,      # name -> what decides how many there are, such as `hidden`
+) -> None:
+    """Raise `DataError` if there is no memory for the parameters of a network.
+
+    Each needs four numbers of float32: itself, its gradient and the two averages of Adam. To draw orthogonal weights takes as many.
+
+    Args:
+        n: number of parameters
+        pipe: whose they are, for the message
+        **sizes: name -> what decides how many there are, such as `hidden`
+    """
+    check_memory(f"{', '.join(f'{name}={x}' for name, x in sizes.items())} with {n:,} parameters", 16 * n, pipe=pipe)
+
+
+def check_sizes(
+    n_in: int,
+    hidden: tuple,             # sizes of the hidden layers
+    n_out: int | None = None,  # number of outputs; None: no output layer
+    **more: int,               # `k`, if there are as many perceptrons
+) -> None:
+    """Raise `DataError` unless the hidden layers of a perceptron have integer sizes >= 1, and there is memory for it.
+
+    Args:
+        hidden: sizes of the hidden layers
+        n_out: number of outputs; None: no output layer
+        **more: `k`, if there are as many perceptrons
+    """
+    for n in hidden: check_integer('size in hidden', n)
+    sizes, outs = [n_in, *hidden], dict() if n_out is None else dict(n_out=n_out)
+    n = sum((n + 1) * m for n, m in zip(sizes, [*hidden, *outs.values()]))
+    check_parameters(n * prod(more.values()), hidden=tuple(hidden), **outs, **more)
 
 # %% ../../nbs/layers/02_mlp.ipynb #ccddde85
 def orthogonal_linear(n_in: int, n_out: int, gain: float = 1.0) -> nn.Linear:
     "A linear layer with orthogonal weights times `gain` (Saxe et al. 2013, https://arxiv.org/abs/1312.6120) and zero bias."
+    check_parameters((n_in + 1) * n_out, n_in=n_in, n_out=n_out)
     layer = nn.Linear(n_in, n_out)
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
@@ -73,6 +111,7 @@ class MLP(nn.Module):
                  gain: float = 1.0,                # gain of the output layer's initial weights, if there is an output layer
     ):
         super().__init__()
+        check_sizes(n_in, hidden, n_out)
         sizes = [n_in, *hidden]
         self.hidden = nn.ModuleList(orthogonal_linear(n, m, sqrt(2)) for n, m in zip(sizes, sizes[1:]))
         self.register_module('last', None if n_out is None else orthogonal_linear(sizes[-1], n_out, gain))

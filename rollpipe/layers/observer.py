@@ -19,6 +19,7 @@ from .module_dict import n_out_of
 from .running_norm import RunningNorm
 from ..pipes import nested
 from ..pipes.envs.factories import spaces_of
+from ..pipes.errors import DataError
 
 # %% auto #0
 __all__ = ['seeded', 'ForSpaces', 'Observer']
@@ -89,7 +90,7 @@ class Observer(nn.Module):
             encoder: options of `encoder_for`, or a function from the space to a module
         """
         self.observation_space = copy.deepcopy(observation_space)     # environments draw from theirs
-        self.encoder = encoder(observation_space) if callable(encoder) else encoder_for(observation_space, **(encoder or {}))
+        self.encoder = encoder(observation_space) if callable(encoder) else encoder_for(observation_space, **_checked_options(encoder))
         n, is_normalized = n_out_of(self.encoder), getattr(self.encoder, 'is_normalized', True)
         self.register_module('obs_norm', RunningNorm(n) if normalize and not is_normalized else None)
         return n
@@ -104,3 +105,14 @@ class Observer(nn.Module):
     def observe(self, obs: Any, valid: Tensor | None = None) -> None:
         "Update the normaliser with observations `[*lead, ...]`, except those where `valid` `[*lead]` is False; for learners."
         if self.obs_norm is not None: self.obs_norm.update(self.encoder(obs), valid)
+
+
+def _checked_options(encoder):
+    "The options of `encoder_for`. Raises `DataError` unless they are a dict of these, or None."
+    if not isinstance(encoder, (dict, type(None))):
+        raise DataError("this is no encoder", leaf='encoder', expected="a dict of options, or a function from the space to a module",
+                        got=repr(encoder))
+    known = encoder_for.__kwdefaults__ or {}
+    for name in encoder or {}:
+        if name not in known: raise DataError("unknown option", leaf=f'encoder[{name!r}]', expected=', '.join(known), got=repr(name))
+    return encoder or {}

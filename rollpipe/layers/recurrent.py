@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .mlp import check_parameters
 from .packing import Packing, pack_episodes
+from ..pipes.errors import check_integer
 
 # %% auto #0
 __all__ = ['map_memory', 'cleared', 'scan', 'Recurrent', 'GRU', 'LSTM']
@@ -81,6 +83,7 @@ class Recurrent(nn.Module):
         method: 'step', 'packed', or None: packed if an episode begins after row 0
     """
     module: type    # torch's module with the weights; this and the rest is what subclasses define
+    n_gates: int = 1
     init_gates: Callable
     initial: Callable
     one_step: Callable
@@ -97,6 +100,9 @@ class Recurrent(nn.Module):
         super().__init__()
         if not span >= 2: raise ValueError(f"Expected span >= 2, got {span!r}")
         if method not in (None, 'step', 'packed'): raise ValueError(f"Expected method None, 'step' or 'packed', got {method!r}")
+        n = self.n_gates * check_integer('n_out', n_out, pipe=self)     # outputs of each of a layer's two maps
+        more = check_integer('layers', layers, pipe=self) - 1
+        check_parameters(n * (n_in + n_out + 2 + more * 2 * (n_out + 1)), pipe=self, n_out=n_out, layers=layers)
         self.rnn, self.n_out, self.layers, self.method = self.module(n_in, n_out, layers), n_out, layers, method
         self._names = [[f'{kind}_l{i}' for kind in ('weight_ih', 'weight_hh', 'bias_ih', 'bias_hh')] for i in range(layers)]
         with torch.no_grad():
@@ -148,7 +154,7 @@ class Recurrent(nn.Module):
 # %% ../../nbs/layers/15_recurrent.ipynb #80d8fe77
 class GRU(Recurrent):
     "Gated recurrent unit (Cho et al. 2014, https://arxiv.org/abs/1406.1078); `hx` is a tensor `[layers, B, n_out]`."
-    module = nn.GRU
+    module, n_gates = nn.GRU, 3
 
     def init_gates(self, biases: tuple, keep: Tensor) -> None:
         "Set the bias of the gate that keeps the memory to `keep`; the gates are [reset, update, new]."
@@ -172,7 +178,7 @@ class GRU(Recurrent):
 # %% ../../nbs/layers/15_recurrent.ipynb #3abe0aff
 class LSTM(Recurrent):
     "Long short-term memory (Hochreiter, Schmidhuber 1997); `hx` is a pair `(h, c)` of tensors `[layers, B, n_out]`."
-    module = nn.LSTM
+    module, n_gates = nn.LSTM, 4
 
     def init_gates(self, biases: tuple, keep: Tensor) -> None:
         "Set the biases of the gates that keep the memory to `keep`; the gates are [input, forget, new, output]."

@@ -22,13 +22,18 @@ def _center_and_half_range(space, owner):
     "Float32 arrays. Raises `SpaceError` unless `space` is a Box of floats with two finite bounds for each component."
     if not (isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating)):
         raise SpaceError(f'{owner}: unsupported action space', leaf='action_space', expected='Box of floats', got=repr(space))
+    if not space.low.size:
+        raise SpaceError(f'{owner}: there is nothing to choose', leaf='action_space', expected='at least one number', got=repr(space))
     low, high = space.low.astype(np.float64), space.high.astype(np.float64)
     with np.errstate(over='ignore', invalid='ignore'):
         center, half = (low / 2 + high / 2).astype(np.float32), (high / 2 - low / 2).astype(np.float32)
-        for _ in range(4):
-            beyond = (center + half > high) | (center - half < low)
-            half = np.where(beyond, np.nextafter(half, np.float32(0)), half)
-        wrong = ~(np.isfinite(half) & (center + half <= high) & (center - half >= low) & (center + half > center - half))
+        fitting, tried = np.zeros_like(half).view(np.int32), half.view(np.int32)     # the bits of numbers >= 0 are in the order of these
+        for _ in range(32):
+            middle = tried - (tried - fitting) // 2
+            fits = (center + middle.view(np.float32) <= high) & (center - middle.view(np.float32) >= low)
+            fitting, tried = np.where(fits, middle, fitting), np.where(fits, tried, middle - 1)
+        half = fitting.view(np.float32)
+        wrong = ~((center + half <= high) & (center - half >= low) & (center + half > center - half))
     if wrong.any():
         at = tuple(map(int, np.argwhere(wrong)[0]))
         raise SpaceError(f'{owner}: these actions cannot be scaled', leaf=f'action_space{list(at)}', got=f'[{low[at]}, {high[at]}]',

@@ -5,7 +5,9 @@
 # %% ../../nbs/pipes/00_errors.ipynb #61c07395
 from __future__ import annotations
 
+import sys
 from itertools import islice
+from math import inf
 from typing import Any
 
 # %% auto #0
@@ -128,13 +130,14 @@ class WorkerError(PipeError):
 
 # %% ../../nbs/pipes/00_errors.ipynb #3ca9ab08
 def check_integer(name: str, value: Any, least: int = 1, **where: Any) -> int:
-    """Return `value` if it is an integer >= `least`. The message calls it `name`.
+    """Return `value` if it is an integer >= `least` that an index can be. The message calls it `name`.
 
     Raises:
-        DataError: `value` is not an integer, is a bool, or is too small. `where` (pipe, lane, env) names the culprit.
+        DataError: `value` is not an integer, is a bool, or is too small or too large. `where` (pipe, lane, env) names the culprit.
     """
-    if isinstance(value, int) and not isinstance(value, bool) and value >= least: return value
-    raise DataError('out of range', expected=f'an integer {name} >= {least}', got=f'{name}={value!r}', **where)
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= sys.maxsize: return value
+    most = f' and <= {sys.maxsize}' * is_between(value, sys.maxsize, inf)
+    raise DataError('out of range', expected=f'an integer {name} >= {least}{most}', got=f'{name}={value!r}', **where)
 
 
 def is_between(value: Any, low: float, high: float) -> bool:

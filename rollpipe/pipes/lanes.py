@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .errors import GraphError, check_integer
+from .errors import LEAST_BYTES, GraphError, check_integer, check_memory
 from .fragments import Destination, is_placeable
 from .graph import copy_graph, find, nodes
 from .modules import modules_in, torch_threads
@@ -215,6 +215,7 @@ class Lanes(Divided, Seeded, Pipe):
     ):
         super().__init__(pipe)
         self.n, self.seed, self.threads = check_integer('n', n, pipe=self), seed, threads
+        check_memory(f'n={n:,}', n * LEAST_BYTES, pipe=self)
 
     def root(self) -> int:
         "The number that determines everything random above in one iteration."

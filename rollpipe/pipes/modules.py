@@ -143,6 +143,7 @@ class VersionCounter:
         return updates.version
 
 
+
 # %% ../../nbs/pipes/05_modules.ipynb #ee9090e4
 def modules_in(
     holder: Any,     # a module, an object with modules in its attributes, containers or bound arguments, or a function that uses them
@@ -270,6 +271,7 @@ class EvalMode:
         torch._C._set_grad_enabled(self.gradients)
 
 
+
 # %% ../../nbs/pipes/05_modules.ipynb #e5cfcf77
 class torch_threads(ContextDecorator):
     "A `with` block, or a function, in which torch computes with `n` threads; None changes nothing."
@@ -298,9 +300,10 @@ def checked_device(
     """
     try: found = torch.device(device)
     except (RuntimeError, TypeError): found = None
-    here = ['cpu', 'meta', *(f'cuda:{k}' for k in range(torch.cuda.device_count())), *(['mps'] * torch.backends.mps.is_available())]
+    here = ['cpu', *(f'cuda:{k}' for k in range(torch.cuda.device_count())), *(['mps'] * torch.backends.mps.is_available())]
     if found is not None:
         others = getattr(torch, found.type, None)   # the module of another kind of device, such as `torch.xpu`
         if found.type in ('cpu', 'meta') or f'{found.type}:{found.index or 0}' in here or found.type in here: return found
         if found.type != 'cuda' and getattr(others, 'is_available', bool)() and (found.index or 0) < others.device_count(): return found
-    raise DataError("no such device here", leaf='device', expected=' or '.join(here), got=repr(device), **where)
+    missing = ' (there is no CUDA here)' * (found is not None and found.type == 'cuda' and not torch.cuda.device_count())
+    raise DataError("no such device here", leaf='device', expected=' or '.join(here) + missing, got=repr(device), **where)

@@ -89,7 +89,8 @@ class DeepQLearner(QNetworkLearner):
     ):
         super().__init__(actor, **options)
         check_range(self, 0, 1, eta=eta)
-        check_range(self, 0, beta_steps=beta_steps or 0, huber=inf if huber is None else huber)
+        check_range(self, 0, beta_steps=beta_steps or 0)
+        check_range(self, 0, inf, huber=inf if huber is None else huber)
         check_integer('multi_step', multi_step, pipe=self)
         check_integer('burn_in', burn_in, 0, pipe=self)
         self.td_options: dict[str, Any] = dict(gamma=self.options.gamma, double=double, n_steps=multi_step, burn_in=burn_in, huber=huber)

@@ -7,6 +7,7 @@ __all__ = ['SAC']
 
 # %% ../../../nbs/agents/15_off_policy/05_sac.ipynb #feb927ff
 from math import log
+from sys import float_info
 from typing import Any
 
 import torch
@@ -55,8 +56,9 @@ class SAC(ActionLearner):
         super().__init__(actor, critic, tau=tau, multi_step=multi_step, policy_every=1, random_steps=random_steps, beta_steps=beta_steps,
                          **shared)
         start = first_temperature if temperature is None else temperature
-        check_range(self, 0, temperature=start)
         if temperature is None: check_range(self, 1e-9, first_temperature=start)      # it has a logarithm
+        else: check_range(self, 0, temperature=start)
+        check_range(self, -float_info.max, target_entropy=target_entropy or 0)
         self.target_entropy = -float(actor.box.center.numel()) if target_entropy is None else target_entropy
         self.is_fixed, device = temperature is not None, actor.box.center.device
         self.fixed = torch.tensor(float(start)).to(device)

@@ -6,6 +6,7 @@
 __all__ = ['TD3']
 
 # %% ../../../nbs/agents/15_off_policy/06_td3.ipynb #02d653b8
+from math import inf
 from typing import Any
 
 import torch
@@ -48,7 +49,8 @@ class TD3(DeterministicLearner):
     ):
         super().__init__(actor, critic, tau=tau, multi_step=multi_step, policy_every=policy_every, random_steps=random_steps,
                          beta_steps=beta_steps, **shared)
-        check_range(self, 0, smoothing=smoothing, smoothing_limit=smoothing_limit)
+        check_range(self, 0, smoothing=smoothing)
+        check_range(self, 0, inf, smoothing_limit=smoothing_limit)
         self.smoothing, self.smoothing_limit = smoothing, smoothing_limit
 
     def shift(self, fragment: Fragment) -> torch.Tensor:

@@ -7,14 +7,14 @@ __all__ = ['extra_for', 'check_id', 'is_vector', 'takes_seed', 'EnvFactory', 'en
            'space_spec', 'env_seeds', 'Claim']
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #fb036b2b
-import difflib, importlib, inspect, weakref
+import difflib, importlib, inspect, sys, weakref
 from typing import Any
 
 import cloudpickle
 import gymnasium as gym
 import numpy as np
 
-from ..errors import EnvError, SpaceError, describe, describe_exception
+from ..errors import LEAST_BYTES, EnvError, SpaceError, check_memory, describe, describe_exception
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #0e4d2ea9
 def extra_for(
@@ -134,11 +134,12 @@ def env_factories(
     if not _is_count(n_envs) or not sources or n_envs % len(sources):
         expected = f"a positive multiple of {len(sources)}" if len(sources) > 1 else "a positive integer and at least one source"
         raise EnvError("wrong number of environments", expected=f"n_envs: {expected}", got=f"n_envs={n_envs!r}, {len(sources)} sources")
+    check_memory(f'n_envs={n_envs:,}', n_envs * LEAST_BYTES)
     made = [s if isinstance(s, EnvFactory) and not env_kwargs else EnvFactory(s, env_kwargs) for s in sources]
     return made * (n_envs // len(sources))
 
 
-def _is_count(n): return isinstance(n, int) and not isinstance(n, bool) and n >= 1
+def _is_count(n): return isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= sys.maxsize
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #c3cf4603
 class VectorFactory:
@@ -231,6 +232,8 @@ def space_spec(
     """
     if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)) and not space.spaces:
         raise SpaceError("this space is empty", leaf=what, expected="at least one space in it", got=str(space))
+    if isinstance(space, gym.spaces.MultiDiscrete) and not space.nvec.size:
+        raise SpaceError("this space is empty", leaf=what, expected="at least one integer", got=str(space))
     if isinstance(space, gym.spaces.Dict): return {k: space_spec(s, f"{what}[{k!r}]") for k, s in space.spaces.items()}
     if isinstance(space, gym.spaces.Tuple): return tuple(space_spec(s, f"{what}[{i}]") for i, s in enumerate(space.spaces))
     array_like = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiBinary, gym.spaces.MultiDiscrete)
