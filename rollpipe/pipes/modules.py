@@ -24,7 +24,6 @@ from .errors import ActorError, DataError, describe_exception
 class ByIdentity:
     "A dict whose keys are objects, told apart by identity. An entry vanishes with its object, unless the object allows no weak references."
     def __init__(self): self._items = {}
-
     def get(self, obj: Any, default: Any = None) -> Any:
         ref, value = self._items.get(id(obj), (None, default))
         return value if ref is not None and ref() is obj else default
