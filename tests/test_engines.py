@@ -1,11 +1,14 @@
 "Engines: an actor answers the same through ONNX Runtime as through torch, whatever it is, and whatever happens to its weights."
 import copy
 import gc
+import logging
 import math
 import multiprocessing
 import pickle
 import random
 import weakref
+from argparse import Namespace
+from collections import deque
 from functools import partial
 from types import ModuleType, SimpleNamespace
 
@@ -244,9 +247,10 @@ class Slow(CategoricalPolicy):
         return params / self.temperature + sum(self.shifts), hx
 
 
-SCALE, TABLE, CONFIG = 1., [1.], SimpleNamespace(scale=1., inner=SimpleNamespace(scales=[1.]))
+SCALE, TABLE, CONFIG, ARGS = 1., [1.], SimpleNamespace(scale=1., inner=SimpleNamespace(scales=[1.])), Namespace(scale=1.)
 outside = ModuleType("outside")
-outside.SCALE = 1.
+outside.SCALE, outside.outside = 1., outside     # modules import one another
+log = logging.getLogger("an actor's")
 
 
 def scaled(x): return x * SCALE
@@ -268,13 +272,15 @@ class Reader(CategoricalPolicy):
     def __init__(self):
         super().__init__(STATE, ACTS)
         torch.nn.init.normal_(self.head.logits.weight)
-        self.config, self.slotted, self.shared, self.own, by = SimpleNamespace(scale=1., inner=[[1.]]), Slotted(), Shared(), [1.], [1.]
-        self.by, self.closed = by, lambda x: x * by[0]
+        self.config, self.slotted, self.shared, by = SimpleNamespace(scale=1., inner=[[1.]]), Slotted(), Shared(), [1.]
+        self.by, self.closed, self.own, self.counts, self.last = by, lambda x: x * by[0], [1.], np.ones(2), deque([1.])
 
     def params(self, *args, **kwargs):
         params, hx = super().params(*args, **kwargs)
-        factors = (self.scale, self.scales["a"], TABLE[0], CONFIG.scale, CONFIG.inner.scales[0], outside.SCALE, Shared.scale, self.twice,
-                   self.config.scale, self.config.inner[0][0], self.slotted.scale, self.shared.scale, self.own[0])
+        log.debug("a logger notes whether anybody listens")
+        factors = (self.scale, self.scales["a"], TABLE[0], CONFIG.scale, CONFIG.inner.scales[0], outside.outside.SCALE, Shared.scale,
+                   self.twice, self.config.scale, self.config.inner[0][0], self.slotted.scale, self.shared.scale, self.own[0],
+                   float(self.counts[0]), self.last[0], ARGS.scale)
         return self.closed(scaled(params)) * math.prod(factors), hx
 
 
@@ -284,7 +290,9 @@ OUTSIDE = {"a class attribute": lambda actor: (Reader, "scale"), "in a class att
            "deep in a global": lambda actor: (CONFIG.inner.scales, 0), "of a module": lambda actor: (outside, "SCALE"),
            "of a class": lambda actor: (Shared, "scale"), "of an object": lambda actor: (actor.config, "scale"),
            "deep in an object": lambda actor: (actor.config.inner[0], 0), "of slots": lambda actor: (actor.slotted, "scale"),
-           "in a list": lambda actor: (actor.own, 0), "in a closure": lambda actor: (actor.by, 0)}
+           "in an array": lambda actor: (actor.counts, 0), "in a deque": lambda actor: (actor.last, 0),
+           "of arguments": lambda actor: (ARGS, "scale"), "in a list": lambda actor: (actor.own, 0),
+           "in a closure": lambda actor: (actor.by, 0)}
 
 
 @pytest.mark.parametrize("optimize", [True, False])
@@ -292,7 +300,7 @@ OUTSIDE = {"a class attribute": lambda actor: (Reader, "scale"), "in a class att
 def test_what_an_actor_reads_besides_its_weights(where, optimize, caplog):
     actor = Reader()
     holder, key = OUTSIDE[where](actor)
-    put = holder.__setitem__ if isinstance(holder, (dict, list)) else partial(setattr, holder)
+    put = holder.__setitem__ if hasattr(holder, "__setitem__") else partial(setattr, holder)
     pair = streams(actor, optimize=optimize)
     try:
         for value in (1., 2., 2., .5):

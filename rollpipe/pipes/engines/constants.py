@@ -7,6 +7,8 @@ __all__ = ['Reads', 'Constants']
 
 # %% ../../../nbs/pipes/11_engines/04_constants.ipynb #0904c959
 import dis, inspect, sys
+from argparse import Namespace
+from collections import deque
 from functools import partial
 from typing import Any
 
@@ -66,7 +68,8 @@ class Reads:
         if not inspect.ismodule(value):
             self.values.append((f"{name}, which {f.__qualname__} reads,", get))
             self.visit(value)
-        elif _home(value) not in _LIBRARIES:
+        elif _home(value) not in _LIBRARIES and (known := (id(value), id(f))) not in self.seen:     # modules may import one another
+            self.seen[known] = value
             for key in {*names_in(f.__code__)} & vars(value).keys(): self._value(f, key, partial(vars(value).get, key))
 
 
@@ -110,11 +113,14 @@ class Constants:
 
 def _is_equal(x, y) -> bool:
     try: return bool(x is y or x == y)
-    except (ValueError, RuntimeError): return False     # there are other arrays now
+    except Exception: return False     # such as two arrays, whose comparison is no single answer
 
 
 def _may_change(x) -> bool:
     "May `x` change within, so that it has to be compared by value?"
     if isinstance(x, (tuple, frozenset)): return any(map(_may_change, x))
-    if isinstance(x, (bool, int, float, complex, str, bytes, np.generic)) or _home(x) in _KNOWN: return False
+    if isinstance(x, (bool, int, float, complex, str, bytes, np.generic)) or _home(x) in _KNOWN and not isinstance(x, _VALUES): return False
     return comparable(x) is not None
+
+
+_VALUES = dict, list, set, deque, np.ndarray, Namespace     # of libraries, whose other objects, such as loggers, hold no constants
