@@ -162,8 +162,7 @@ def test_actors_take_encoders(cls):
     actor = cls.for_env((TAXI, Discrete(6)), hidden=(), normalize=True, encoder=table, seed=0)
     assert isinstance(actor.encoder, ModuleDict) and actor.trunk.n_in == 8
     check_actor(actor, (TAXI, Discrete(6)))
-    with pytest.raises(DataError, match=r"encoder\['pictures'\]: unknown option"):
-        cls.for_env((TAXI, Discrete(6)), encoder=dict(pictures='conv'))
+    with pytest.raises(DataError, match="pictures.*: unknown option"): cls.for_env((TAXI, Discrete(6)), encoder=dict(pictures='conv'))
 
 
 def test_critics_take_encoders_and_gradients_reach_them():
