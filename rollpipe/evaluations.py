@@ -68,16 +68,18 @@ def read_evaluations(
 def _record(line: str, where: str) -> dict:
     try:
         found = json.loads(line)
+        int(found.get("resumes", 0))
         if found["format"] == EVALUATIONS_FORMAT and found["kind"] in KINDS:
             return {**found, **{name: _number(found[name]) for name in _NUMBERS}, "returns": [_number(x) for x in found["returns"]]}
         version = found["format"]
-    except (ValueError, TypeError, KeyError, AttributeError): raise DataError(f"{where}: damaged", got=line[:80]) from None
-    raise DataError(f"{where}: made by another version of rollpipe", expected=f"format {EVALUATIONS_FORMAT}", got=str(version)[:80])
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        raise DataError(f"{where}: damaged", got=line[:80]) from None
+    raise DataError(f"{where}: made by another version of rollpipe", expected=f"format {EVALUATIONS_FORMAT}", got=repr(version)[:80])
 
 
 def _number(x: Any) -> float | int:
     if x is None: return math.nan
-    if isinstance(x, bool): raise ValueError("no number")
+    if isinstance(x, bool) or isinstance(x, int) and abs(x) >= 2**63: raise ValueError("no number")
     return x if isinstance(x, (int, float)) else {"inf": math.inf, "-inf": -math.inf}[x]
 
 # %% ../nbs/17_evaluations.ipynb #d2d63c35

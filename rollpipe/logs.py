@@ -39,7 +39,7 @@ def read_records(
     lines, records = path.read_text(errors="replace").split("\n"), []
     for i, line in enumerate(lines[:-1]):  # text after the last newline is an incomplete line
         try: records.append({name: math.nan if x is None else float(x) for name, x in json.loads(line).items()})
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             raise DataError(f"{path}, line {i + 1}: damaged", got=line[:80]) from None
     return records
 

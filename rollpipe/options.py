@@ -175,7 +175,7 @@ def _integer(text: str) -> int:
 
 def _literal(text: str) -> Any:
     try: return ast.literal_eval(text)
-    except (ValueError, SyntaxError): return text
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError): return text
 
 # %% ../nbs/05_options.ipynb #5e6b1873
 def parse_env_kwargs(

@@ -50,9 +50,13 @@ def group_runs(
 def _config(run: str | Path) -> dict:
     path = Path(run)/"config.json"
     if not path.is_file(): raise DataError(f"{run}: not the folder of a run", expected="config.json in it")
-    try: config = json.loads(path.read_text())
-    except ValueError as e: raise DataError(f"{path}: damaged ({e})") from None
-    return dict(config, options={**config.get("options", {}), **config.get("env_kwargs", {})})
+    try: config = json.loads(path.read_bytes().decode())
+    except (ValueError, RecursionError) as e: raise DataError(f"{path}: damaged ({e})") from None
+    if not isinstance(config, dict): raise DataError(f"{path}: damaged", expected="names with values", got=repr(config)[:80])
+    for name, kind in dict(options=dict, env_kwargs=dict, name=str).items():
+        if config.get(name) is not None and not isinstance(config[name], kind):
+            raise DataError(f"{path}: damaged", leaf=name, expected=kind.__name__, got=repr(config[name])[:80])
+    return dict(config, options={**(config.get("options") or {}), **(config.get("env_kwargs") or {})})
 
 
 def _plain(value: Any) -> str:

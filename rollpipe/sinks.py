@@ -64,7 +64,8 @@ def wandb_run(
     path = Path(folder)/"wandb.json"
     if path.is_file():
         try: known = {name: str(json.loads(path.read_text())[name]) for name in ("project", "id")}
-        except (ValueError, KeyError, TypeError) as e: raise DataError(f"{path}: damaged ({type(e).__name__}: {e})") from None
+        except (ValueError, KeyError, TypeError, RecursionError) as e:
+            raise DataError(f"{path}: damaged ({type(e).__name__}: {e})") from None
         if project in (None, known["project"]): return known
         raise DataError("this run is in another project of W&B", leaf="wandb", expected=known["project"], got=project)
     known = dict(project=project or "rollpipe", id=secrets.token_hex(4))

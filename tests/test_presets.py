@@ -230,6 +230,10 @@ def test_a_file_that_is_wrong_is_refused(text, told, tmp_path, capsys):
     ("", None, "there is no such file. Expected a file, such as its config.json, got a folder"),
     ("own.json", b'{"lr": 1,}', "own.json: not JSON .*line 1 column"),
     ("own.json", b"[1]", "own.json: holds no options"),
+    ("own.json", b'{"lr":\n' + b"["*100_000 + b"]"*100_000 + b"}", "own.json: nested too deep, in line 2"),
+    ("own.toml", b"steps = 64\n\nlr = " + b"["*100_000 + b"]"*100_000, "own.toml: nested too deep, in line 3"),
+    ("own.toml", b"a." * 2_000 + b"b = 1", "own.toml: nested too deep, in line 1"),
+    ("own.json", b'{"env": "\\ud800"}', "own.json: not JSON .*surrogates"),
     ("own.toml", b"\xff\xfe", "own.toml: not a text in UTF-8"),
 ])
 def test_a_file_that_cannot_be_read_is_refused(name, content, told, tmp_path, capsys):

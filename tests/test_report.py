@@ -16,7 +16,9 @@ from rollpipe.evaluations import evaluation_seed, write_evaluations
 from rollpipe.pipes.errors import DataError
 from rollpipe.results.bench import BENCH
 from rollpipe.results.collect import read_results
+from rollpipe.results.page import page
 from rollpipe.results.statistics import interval, iqm, resampled, steps_to
+from rollpipe.results.tables import csv_text, curves_text, markdown
 
 HOSTILE = "<script>alert('1')</script>&\"|`=[a](b)"
 
@@ -172,7 +174,8 @@ class Page(HTMLParser):
 def test_a_page_needs_nothing_from_elsewhere_and_runs_nothing_of_its_names(tmp_path):
     who = dict(algorithm="trpo", env=HOSTILE, name=HOSTILE, mean=4., sd=None, of="best", source=f"https://example.org/{HOSTILE}")
     folder = make_bench(tmp_path/"a", [[0., 1., 2.], [0., 1., 3.]], [who], label=HOSTILE, env=HOSTILE, command=HOSTILE)
-    (folder/"a-s1"/"config.json").write_text(json.dumps(dict(env=HOSTILE, steps=20, eval_steps=10, options={HOSTILE: HOSTILE})))
+    (folder/"a-s1"/"config.json").write_text(json.dumps(dict(algorithm=HOSTILE, env=HOSTILE, steps=20, eval_steps=10,
+                                                             options={HOSTILE: HOSTILE})))
     assert rollpipe("report", folder) == 0
     text = (folder/"report.html").read_text()
     page = Page(text)
@@ -241,6 +244,78 @@ def test_a_folder_of_another_kind_is_refused(tmp_path, capsys, files, told):
     err = capsys.readouterr().err
     assert re.search(told, err) and err.count("\n") == 1
     assert not (tmp_path/"report.md").exists()
+
+
+@pytest.mark.parametrize("damage, told", [
+    (dict(title=None), "bench.json: damaged: wrong type of value. Expected a text, got None"),
+    (dict(rows=[]), "bench.json: damaged: has no rows"),
+    (dict(rows=[3]), "bench.json: damaged: wrong type of value"),
+    (dict(label=["a"]), "leaf label: .*bench.json: damaged, row 1: wrong type of value. Expected a text, got \\['a'\\]"),
+    (dict(threshold="475"), "leaf threshold: .*damaged, row 1: wrong type of value. Expected a number, got '475'"),
+    (dict(threshold=math.nan), "leaf threshold: .*damaged, row 1: wrong type of value. Expected a number, got nan"),
+    (dict(threshold=10**400), "leaf threshold: .*damaged, row 1: wrong type of value. Expected a number, got 1000"),
+    (dict(seeds=3), "leaf seeds: .*damaged, row 1: wrong type of value. Expected a list, got 3"),
+    (dict(published=[{}]), "bench.json: damaged, published 1: a key is missing. Expected algorithm")])
+def test_what_is_wrong_in_the_file_of_a_bench_is_named(tmp_path, capsys, damage, told):
+    folder = make_bench(tmp_path/"a", [[0., 1., 2.]])
+    found = json.loads((folder/BENCH).read_text())
+    for name, x in damage.items(): (found if name in found else found["rows"][0])[name] = x
+    (folder/BENCH).write_text(json.dumps(found))
+    for words in (["report", folder], ["bench", _spec(tmp_path), "--dir", folder]):
+        assert rollpipe(*words) == 2
+        err = capsys.readouterr().err
+        assert re.search(told, err) and err.count("\n") == 1
+
+
+def _spec(folder):
+    (folder/"spec.toml").write_text('[[row]]\nalgorithm = "trpo"\nenv = "CartPole-v1"\nsteps = 64\n')
+    return folder/"spec.toml"
+
+
+def places(tree, at=()):
+    "The path of everything in a tree."
+    yield at
+    for key, x in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+        yield from places(x, (*at, key))
+
+
+def damaged(tree, at, value):
+    "The text of a tree with this text of JSON at a place."
+    mark = tree = json.loads(json.dumps(tree))
+    if not at: return value
+    for key in at[:-1]: mark = mark[key]
+    mark[at[-1]] = "HERE"
+    return json.dumps(tree).replace('"HERE"', value)
+
+
+ODD = ["null", "true", "[]", "{}", '""', '"x"', '"\\ud800"', '["a"]', '[[1]]', '{"a": 1}', "-1", "2.5", "NaN", "Infinity", "1" + "0"*400,
+       "["*100_000 + "]"*100_000]
+
+
+OF_A_RUN = ["a-s0/config.json", "a-s0/evaluations.jsonl", "a-s0/metrics.jsonl"]
+
+
+@pytest.mark.parametrize("is_bench, name", [(True, BENCH), *itertools.product([True, False], OF_A_RUN)])
+def test_whatever_is_damaged_a_report_is_made_or_an_error_names_the_file(tmp_path, is_bench, name):
+    who = dict(algorithm="trpo", env="CartPole-v1", name="Somebody", mean=450., sd=20., of="last", source="a book")
+    folder = make_bench(tmp_path/"a", [[0., 1., 2.]], [who], scale=[0, 1], threshold=3.)
+    config = json.loads((folder/"a-s0"/"config.json").read_text())
+    (folder/"a-s0"/"config.json").write_text(json.dumps(dict(config, name="n", imports=["rollpipe"], env_kwargs=dict(g=1), ranks=1)))
+    if not is_bench: (folder/BENCH).unlink()
+    path = folder/name
+    first, *more = [path.read_text()] if name.endswith(".json") else path.read_text().splitlines()
+    texts = [damaged(json.loads(first), at, x) for at in places(json.loads(first)) for x in ODD]
+    contents = ["\n".join([text, *more, ""]).encode() for text in texts] + [b"\xff\xfe\n", b"{\n", first.encode("utf-16") + b"\n"]
+    refused = 0
+    for content in contents:
+        path.write_bytes(content)
+        try:
+            results = read_results(folder)
+            "".join([markdown(results), csv_text(results), curves_text(results), page(results)]).encode()
+        except DataError as e:
+            refused += 1
+            assert str(path) in str(e), content[:200]
+    assert is_bench and name != BENCH or refused > 10    # a bench says in its notes which of its runs are damaged
 
 
 def test_there_is_no_such_folder(tmp_path):

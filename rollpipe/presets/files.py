@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib, fnmatch, json, sys
 from collections.abc import Iterable
+from itertools import accumulate
 from pathlib import Path
 
 from ..options import Option
@@ -33,10 +34,17 @@ def read_table(
     try:
         text = path.read_bytes().decode()
         found = json.loads(text) if kind == "JSON" else _toml(text)
+        json.dumps(found, default=str, ensure_ascii=False).encode()    # JSON may name half of a character, which no file can hold
     except UnicodeDecodeError as e: raise DataError(f"{path}: not a text in UTF-8", expected=f"a file of {kind}", got=str(e)) from None
     except ValueError as e: raise DataError(f"{path}: not {kind} ({e})") from None
+    except RecursionError: raise DataError(f"{path}: nested too deep, in line {_deepest_line(text)}") from None
     if not isinstance(found, dict): raise DataError(f"{path}: holds no options", expected="names with values", got=found)
     return found
+
+
+def _deepest_line(text: str) -> int:
+    depths = [*accumulate((c in "[{") - (c in "]}") for c in text)]
+    return text.count("\n", 0, depths.index(max(depths))) + 1
 
 
 def _similar(path: Path) -> list:

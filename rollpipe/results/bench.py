@@ -21,7 +21,8 @@ from ..locks import lock, unlock
 from ..options import import_words, parse_seeds
 from ..pipes.errors import CheckpointError, DataError, WorkerError
 from ..progress import format_number
-from .spec import Row, Spec, read_spec
+from ..presets.files import read_table
+from .spec import Row, Spec, get_value, need_value, published_of, read_spec, scale_of, tables_of
 from ..runs import files_of_run, needed_modules
 
 # %% auto #0
@@ -133,12 +134,29 @@ def read_bench(
     "What is in `bench.json`; None if there is no such file. Raises `DataError` for a damaged file, or one of another version."
     path = folder/BENCH
     if not path.is_file(): return None
-    try:
-        found = json.loads(path.read_bytes().decode())
-        version, names = found["format"], {row["name"] for row in found["rows"]} if found["format"] == BENCH_FORMAT else set()
-    except (ValueError, TypeError, KeyError): raise DataError(f"{path}: damaged, or not made by `rollpipe bench`") from None
-    if version == BENCH_FORMAT and all(isinstance(name, str) for name in names): return found
-    raise DataError(f"{path}: made by another version of rollpipe", expected=f"format {BENCH_FORMAT}", got=str(version)[:80])
+    try: found = read_table(path)
+    except DataError as e:
+        raise DataError(f"{path}: damaged, or not made by `rollpipe bench` ({e.problem.removeprefix(f'{path}: ')})") from None
+    version = need_value(found, "format", "a whole number", f"{path}: damaged")
+    if version != BENCH_FORMAT:
+        raise DataError(f"{path}: made by another version of rollpipe", expected=f"format {BENCH_FORMAT}", got=str(version)[:80])
+    return _checked_bench(found, f"{path}: damaged")
+
+
+def _checked_bench(found: dict, where: str) -> dict:
+    "It, with a `Published` for each published figure. Raises `DataError`, which names the place, for what `bench_file` does not write."
+    need_value(found, "title", "a text", where)
+    if not (rows := tables_of(found, "rows", where)): raise DataError(f"{where}: has no rows")
+    for i, row in enumerate(rows, 1):
+        at = f"{where}, row {i}"
+        for name in ("name", "label", "algorithm", "env", "command"): need_value(row, name, "a text", at)
+        for seed in need_value(row, "seeds", "a list", at): need_value(dict(seeds=seed), "seeds", "a whole number", at)
+        if Path(row["name"]).name != row["name"]: raise DataError(f"{at}: no name of a folder", leaf="name", got=repr(row["name"])[:80])
+        get_value(row, "threshold", "a number", at)
+        scale_of(row, at)
+    of_rows = [Namespace(**row) for row in rows]
+    published = [published_of(x, of_rows, f"{where}, published {i}") for i, x in enumerate(tables_of(found, "published", where), 1)]
+    return {**found, "published": published}
 
 
 def bench_file(

@@ -17,8 +17,9 @@ from ..logs import read_metrics
 from ..options import import_words
 from ..pipes.errors import DataError, PipeError
 from ..plots import group_runs
+from ..presets.files import read_table
 from .bench import BENCH, read_bench
-from .spec import Published
+from .spec import get_value, need_value
 
 # %% auto #0
 __all__ = ['Result', 'read_result', 'flat_config', 'differing', 'RowResult', 'Results', 'threshold_of', 'read_results']
@@ -68,6 +69,12 @@ class Result(NamedTuple):
         return max((int(r.get("resumes", 0)) for r in self.evaluations), default=0)
 
 
+def _check_config(config: dict, where: str) -> None:
+    for name, kind in dict(algorithm="a text", env="a text", steps="a whole number").items(): need_value(config, name, kind, where)
+    for name in ("seed", "eval_steps", "ranks"): get_value(config, name, "a whole number", where, 0)
+    for module in get_value(config, "imports", "a list", where, []): need_value(dict(imports=module), "imports", "a text", where)
+
+
 def read_result(
     folder: Path,
     seed: int,
@@ -75,9 +82,7 @@ def read_result(
     "One run. What is wrong with it is told by `state` and `problem`."
     if not (folder/"config.json").is_file(): return Result(seed, folder, "missing", "", {}, [], {})
     try:
-        config = json.loads((folder/"config.json").read_bytes().decode())
-        if not isinstance(config, dict) or not isinstance(config.get("steps"), int) or not isinstance(config.get("env"), str):
-            raise DataError(f"{folder}/config.json: not the configuration of a run")
+        _check_config(config := read_table(folder/"config.json"), f"{folder/'config.json'}: not the configuration of a run")
         evaluations = read_evaluations(folder)
         metrics = read_metrics(folder) if (folder/"metrics.jsonl").is_file() else {}
     except (PipeError, ValueError, OSError) as e: return Result(seed, folder, "damaged", str(e), {}, [], {})
@@ -151,12 +156,11 @@ def threshold_of(env: str) -> float | None:
 def _of_bench(folder: Path, bench: dict) -> Results:
     rows = []
     for row in bench["rows"]:
-        if Path(row["name"]).name != row["name"]: raise ValueError(f"{row['name']!r} is no name of a folder")
         runs = [read_result(folder/f"{row['name']}-s{seed}", seed) for seed in row["seeds"]]
         command = f"{row['command']} --seeds {','.join(map(str, row['seeds']))} --out {shlex.quote(str(folder/row['name']))}"
-        published = [Published(**x) for x in bench["published"] if (x["algorithm"], x["env"]) == (row["algorithm"], row["env"])]
-        threshold = threshold_of(row["env"]) if row["threshold"] is None else row["threshold"]
-        rows.append(RowResult(row["label"], row["algorithm"], row["env"], command, threshold, row["scale"], published, runs))
+        published = [x for x in bench["published"] if (x.algorithm, x.env) == (row["algorithm"], row["env"])]
+        threshold = threshold_of(row["env"]) if row.get("threshold") is None else row["threshold"]
+        rows.append(RowResult(row["label"], row["algorithm"], row["env"], command, threshold, row.get("scale"), published, runs))
     return Results(bench["title"], rows)
 
 
@@ -203,6 +207,4 @@ def read_results(
         runs = [folder] if (folder/"config.json").is_file() else sorted(path.parent for path in folder.glob("*/config.json"))
         if not runs: raise DataError(f"{folder}: has no results", expected=f"{BENCH} of `rollpipe bench`, or folders of runs")
         return _of_runs(folder, runs)
-    try: return _of_bench(folder, bench)
-    except (KeyError, TypeError, AttributeError, ValueError) as e:
-        raise DataError(f"{folder/BENCH}: damaged ({type(e).__name__}: {e})") from None
+    return _of_bench(folder, bench)

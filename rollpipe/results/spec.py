@@ -5,7 +5,7 @@
 # %% ../../nbs/results/00_spec.ipynb #5b72c9e3
 from __future__ import annotations
 
-import difflib, re
+import difflib, re, sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from ..pipes.errors import DataError
 from ..presets.files import checked, read_table
 
 # %% auto #0
-__all__ = ['Row', 'Published', 'Spec', 'read_spec']
+__all__ = ['Row', 'Published', 'Spec', 'get_value', 'need_value', 'scale_of', 'published_of', 'tables_of', 'read_spec']
 
 # %% ../../nbs/results/00_spec.ipynb #18cbf930
 class Row(NamedTuple):
@@ -89,18 +89,22 @@ def _check_names(table: dict, known: tuple, where: str) -> None:
 
 
 _KINDS: dict = {"a text": str, "a whole number": int, "a number": (int, float), "a table": dict, "a list": list}
+_LARGEST = sys.float_info.max
 
 
-def _get(table: dict, name: str, kind: str, where: str, default: Any = None) -> Any:
+def _is_number(x: Any) -> bool: return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= _LARGEST    # no nan either
+
+
+def get_value(table: dict, name: str, kind: str, where: str, default: Any = None) -> Any:
     "The value of a key. Raises `DataError` for one of another kind."
     value = table.get(name, default)
-    if value is default or isinstance(value, _KINDS[kind]) and not isinstance(value, bool): return value
-    raise DataError(f"{where}: wrong type of value", leaf=name, expected=kind, got=repr(value))
+    if value is default or isinstance(value, _KINDS[kind]) and (_is_number(value) or not isinstance(value, (int, float))): return value
+    raise DataError(f"{where}: wrong type of value", leaf=name, expected=kind, got=repr(value)[:80])
 
 
-def _need(table: dict, name: str, kind: str, where: str) -> Any:
+def need_value(table: dict, name: str, kind: str, where: str) -> Any:
     if name not in table: raise DataError(f"{where}: a key is missing", expected=name, got=", ".join(table) or "nothing")
-    return _get(table, name, kind, where)
+    return get_value(table, name, kind, where, ...)    # JSON's null is no value
 
 # %% ../../nbs/results/00_spec.ipynb #71d0a002
 _SHARED = ("steps", "preset", "seeds", "every", "episodes", "final_episodes")  # of a row, or of all rows
@@ -115,11 +119,10 @@ def _seeds(value: Any, where: str) -> list:
     except DataError as e: raise DataError(f"{where}: {e.problem}", leaf="seeds", expected=e.expected, got=e.got) from None
 
 
-def _scale(table: dict, where: str) -> tuple | None:
-    found = _get(table, "scale", "a list", where)
-    if found is None or len(found) == 2 and all(type(x) in (int, float)
-                                                for x in found) and found[0] < found[1]: return found and tuple(found)
-    raise DataError(f"{where}: not a scale", leaf="scale", expected="two numbers in ascending order", got=repr(found))
+def scale_of(table: dict, where: str) -> tuple | None:
+    found = get_value(table, "scale", "a list", where)
+    if found is None or len(found) == 2 and all(map(_is_number, found)) and found[0] < found[1]: return found and tuple(found)
+    raise DataError(f"{where}: not a scale", leaf="scale", expected="two numbers in ascending order", got=repr(found)[:80])
 
 
 def _check_keys(options: dict, known: list, where: str) -> None:
@@ -131,31 +134,31 @@ def _check_keys(options: dict, known: list, where: str) -> None:
 def _rows(table: dict, where: str) -> list:
     "The rows of one table, one for each environment."
     _check_names(table, _OF_A_ROW, where)
-    algorithm = _need(table, "algorithm", "a text", where)
+    algorithm = need_value(table, "algorithm", "a text", where)
     if algorithm not in ALGORITHMS:
         near = difflib.get_close_matches(algorithm, ALGORITHMS, 3)
         raise DataError(f"{where}: there is no algorithm {algorithm!r}", expected=", ".join(near or ALGORITHMS))
     known = options_for(algorithm)
-    _check_keys(given := _get(table, "options", "a table", where, {}), known, where)
+    _check_keys(given := get_value(table, "options", "a table", where, {}), known, where)
     values = checked(given, known + [o for o in RUN_OPTIONS if o.name not in _BY_KEYS], where)
     options = {option.name: values.pop(option.name) for option in known if option.name in values}
     kinds = dict(steps="a whole number", preset="a text")
-    run = {name: _get(table, name, kind, where) for name, kind in kinds.items() if name in table}
-    run |= dict(eval_episodes=_get(table, "episodes", "a whole number", where, 20),
-                final_episodes=_get(table, "final_episodes", "a whole number", where, 100))
+    run = {name: get_value(table, name, kind, where) for name, kind in kinds.items() if name in table}
+    run |= dict(eval_episodes=get_value(table, "episodes", "a whole number", where, 20),
+                final_episodes=get_value(table, "final_episodes", "a whole number", where, 100))
     envs = table.get("env")
-    envs = envs if isinstance(envs, list) and envs else [_need(table, "env", "a text", where)]
-    return [Row(algorithm, _get(dict(env=env), "env", "a text", where), _get(table, "label", "a text", where, algorithm), options,
-                {**values, "preset": "auto", **run}, _get(table, "env_kwargs", "a table", where, {}),
-                _seeds(table.get("seeds", "0"), where), _get(table, "every", "a whole number", where),
-                _get(table, "threshold", "a number", where), _scale(table, where)) for env in envs]
+    envs = envs if isinstance(envs, list) and envs else [need_value(table, "env", "a text", where)]
+    return [Row(algorithm, get_value(dict(env=env), "env", "a text", where), get_value(table, "label", "a text", where, algorithm), options,
+                {**values, "preset": "auto", **run}, get_value(table, "env_kwargs", "a table", where, {}),
+                _seeds(table.get("seeds", "0"), where), get_value(table, "every", "a whole number", where),
+                get_value(table, "threshold", "a number", where), scale_of(table, where)) for env in envs]
 
 # %% ../../nbs/results/00_spec.ipynb #cee072f9
-def _published(table: dict, rows: list, where: str) -> Published:
+def published_of(table: dict, rows: list, where: str) -> Published:
     _check_names(table, Published._fields, where)
-    texts = {name: _need(table, name, "a text", where) for name in ("algorithm", "env", "name", "source")}
-    found = Published(mean=float(_need(table, "mean", "a number", where)), sd=_get(table, "sd", "a number", where),
-                      of=_get(table, "of", "a text", where, "last"), **texts)
+    texts = {name: need_value(table, name, "a text", where) for name in ("algorithm", "env", "name", "source")}
+    found = Published(mean=float(need_value(table, "mean", "a number", where)), sd=get_value(table, "sd", "a number", where),
+                      of=get_value(table, "of", "a text", where, "last"), **texts)
     if found.of not in ("last", "best"): raise DataError(f"{where}: out of range", leaf="of", expected="last or best", got=repr(found.of))
     if not any((row.algorithm, row.env) == (found.algorithm, found.env) for row in rows):
         raise DataError(f"{where}: there is no row to compare it with", expected=", ".join(f"{row.algorithm} on {row.env}" for row in rows),
@@ -163,8 +166,8 @@ def _published(table: dict, rows: list, where: str) -> Published:
     return found
 
 # %% ../../nbs/results/00_spec.ipynb #f7aa3feb
-def _tables(values: dict, name: str, path: Any) -> list:
-    found = _get(values, name, "a list", str(path), [])
+def tables_of(values: dict, name: str, path: Any) -> list:
+    found = get_value(values, name, "a list", str(path), [])
     if not all(isinstance(x, dict) for x in found):
         raise DataError(f"{path}: wrong type of value", leaf=name, expected=f"tables, each beginning with [[{name}]]", got=repr(found)[:80])
     return found
@@ -182,11 +185,11 @@ def read_spec(
     values = read_table(path)
     _check_names(values, ("title", "row", "published", *_SHARED), str(path))
     shared = {name: values[name] for name in _SHARED if name in values}
-    rows = [row for i, table in enumerate(_tables(values, "row", path), 1) for row in _rows({**shared, **table}, f"{path}, row {i}")]
+    rows = [row for i, table in enumerate(tables_of(values, "row", path), 1) for row in _rows({**shared, **table}, f"{path}, row {i}")]
     if not rows: raise DataError(f"{path}: has no rows", expected="a table that begins with [[row]]")
     names = [row.name.lower() for row in rows]
     for row, name in zip(rows, names):
         if names.count(name) > 1:
             raise DataError(f"{path}: two rows are called {row.label!r} on {row.env}", expected="labels that differ in letters or digits")
-    published = [_published(table, rows, f"{path}, published {i}") for i, table in enumerate(_tables(values, "published", path), 1)]
-    return Spec(_get(values, "title", "a text", str(path), Path(path).stem), rows, published)
+    published = [published_of(table, rows, f"{path}, published {i}") for i, table in enumerate(tables_of(values, "published", path), 1)]
+    return Spec(get_value(values, "title", "a text", str(path), Path(path).stem), rows, published)
