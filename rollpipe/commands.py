@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from .agents.checkpoint import Checkpoint
+from .agents.checkpoint import Checkpoint, write_atomically
 from .agents.evaluate import RandomActor, evaluate
 from .algorithms import ALGORITHMS, options_for
 from .autotune import NO_TIME, autotune, command_for, profile_config, table_row, trial_row
@@ -20,7 +20,7 @@ from .config import RUN_OPTIONS, build, device_of, make_config
 from .evaluations import evaluate_end
 from .export import FORMATS, PolicyFunction, export_policy
 from .joint_runs import Follower, follow, joint
-from .options import import_words, options_of, parse_env_kwargs
+from .options import import_words, options_of, parse_env_kwargs, typed
 from .pipes.envs.factories import spaces_of
 from .pipes.errors import DataError
 from .pipes.graph import draw
@@ -149,8 +149,8 @@ def given_names(args: Namespace) -> list | None:
 def _command_for(command: str, run: Run) -> str:
     "A command for the folder of a run, as it can be typed."
     n = run.config.get("ranks", 1) if command.startswith("train") else 1
-    words = [*f"torchrun --standalone --nproc-per-node {n} -m".split()] * (n > 1) + ["rollpipe", *command.split(), str(run.folder)]
-    return shlex.join(words + import_words(needed_modules(run.config)))
+    words = [*f"torchrun --standalone --nproc-per-node {n} -m".split()] * (n > 1) + ["rollpipe", *command.split(), run.folder]
+    return shlex.join(typed(words) + import_words(needed_modules(run.config)))
 
 
 def run_to_end(run: Run, args: Namespace) -> None:
@@ -256,7 +256,7 @@ def profile_command(args: Namespace) -> None:
     found = profile_config(config_from(args), args.seconds)
     print(found)
     if args.svg:
-        Path(args.svg).write_text(found.svg(), encoding="utf-8")
+        write_atomically(args.svg, found.svg().encode())
         print(f"picture: {args.svg}")
     if found.error is not None: raise found.error
 

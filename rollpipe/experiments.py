@@ -16,7 +16,7 @@ import numpy as np
 from .commands import Interrupted, UsageError, config_from, default_folder, find_run, given_names, train_command
 from .config import build
 from .logs import read_metrics
-from .options import parse_seeds
+from .options import parse_seeds, typed
 from .pipes.errors import DataError, WorkerError
 from .pipes.workers.guard import guard, unguard
 from .ranks import launched
@@ -59,7 +59,7 @@ def words_for(
         words: the command line of the experiment
         folder: of the run
     """
-    return [*without(words, ("--seeds", "--jobs", "--out")), "--seed", str(seed), "--out", str(folder)]
+    return [*without(words, ("--seeds", "--jobs", "--out")), *typed(["--seed", seed, "--out", folder])]
 
 # %% ../nbs/14_experiments.ipynb #9ba79271
 def python_words() -> list:
@@ -174,7 +174,7 @@ def summary(folders: list) -> str:
     found = returns[np.isfinite(returns)]
     if len(found) > 1:
         lines.append(f"last return: {found.mean():.1f} +- {found.std(ddof=1):.1f} (mean, standard deviation over {len(found)} seeds)")
-    return "\n".join([*lines, f"draw them:  {shlex.join(['rollpipe', 'plot', *map(str, folders)])}"])
+    return "\n".join([*lines, f"draw them:  {shlex.join(typed(['rollpipe', 'plot', *folders]))}"])
 
 # %% ../nbs/14_experiments.ipynb #f2bcd86e
 def experiment_command(args: Namespace) -> None:

@@ -20,11 +20,15 @@ _locks = {}  # (process, folder) -> the open lock file
 def lock(
     folder: Path,  # of a run; it must exist
 ) -> None:
-    """Keep other processes from training in the folder. Raises `DataError` if one does. The same process may lock it again.
+    """Keep other processes from training in the folder. Raises `DataError` if one does, and if its name is not UTF-8, which checkpoints
+    cannot be read without. The same process may lock it again.
 
     Args:
         folder: of a run; it must exist
     """
+    try: str(folder).encode()
+    except UnicodeEncodeError:
+        raise DataError("the name of a folder is not UTF-8", expected="another name", got=ascii(str(folder))) from None
     try: import fcntl
     except ImportError: return  # this system has no such locks
     key = os.getpid(), Path(folder).resolve()

@@ -9,6 +9,7 @@ import argparse, ast, inspect, re
 from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from fastcore.docments import docments
@@ -17,7 +18,7 @@ from .pipes.errors import DataError
 
 # %% auto #0
 __all__ = ['args_section', 'meanings', 'kinds_of', 'Option', 'options_of', 'parse_value', 'parse_env_kwargs', 'import_words',
-           'parse_seeds', 'Parser', 'add_options']
+           'typed', 'parse_seeds', 'Parser', 'add_options']
 
 # %% ../nbs/05_options.ipynb #a311826f
 def args_section(docstring: str | None) -> dict:
@@ -202,6 +203,17 @@ def import_words(
         modules: that must be imported first
     """
     return [word for module in modules for word in ("--import", module)]
+
+
+def typed(
+    words: Iterable,  # of a command line; paths as `Path`
+) -> list:
+    """The words as texts. A path that begins with a dash would be an option, so it gets the `./` that `Path` leaves out.
+
+    Args:
+        words: of a command line; paths as `Path`
+    """
+    return [f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word) for word in words]
 
 # %% ../nbs/05_options.ipynb #091c0aaa
 def parse_seeds(

@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from .agents.checkpoint import write_atomically
 from .agents.metrics import METRICS
 from .logs import read_metrics
 from .pipes.errors import DataError
 
 # %% auto #0
-__all__ = ['LABELS', 'group_runs', 'align', 'smooth', 'learning_curve']
+__all__ = ['LABELS', 'group_runs', 'align', 'smooth', 'save_figure', 'learning_curve']
 
 # %% ../nbs/04_plots.ipynb #88c3ba0d
 def group_runs(
@@ -153,6 +154,12 @@ def _png(figure: Any) -> bytes:
     figure.savefig(picture := BytesIO(), format="png", dpi=100)
     return picture.getvalue()
 
+
+def save_figure(figure: Any, path: str | Path) -> None:
+    "Write the picture, whole or not at all; the suffix of `path` decides the format. Raises `OSError`, which names the file."
+    figure.savefig(picture := BytesIO(), format=Path(path).suffix[1:] or "png")
+    write_atomically(path, picture.getvalue())
+
 # %% ../nbs/04_plots.ipynb #2bf4ab27
 def learning_curve(
     runs: Any,                       # folder of a run, or several folders
@@ -189,5 +196,5 @@ def learning_curve(
     over = f"mean and {'range' if band == 'range' else 'standard deviation'} over seeds" if seeds > 1 else ""
     _style(axes, x, y, ": ".join(filter(None, [common, over])), legend=len(groups) > 1 or seeds > 1)
     setattr(figure, "_repr_png_", partial(_png, figure))     # noqa: B010  a `Figure` declares no such attribute
-    if path is not None: figure.savefig(path)
+    if path is not None: save_figure(figure, path)
     return figure

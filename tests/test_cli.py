@@ -1,4 +1,5 @@
 "The command line as a user meets it: results, resuming, Ctrl-C, and one line for each mistake."
+import errno
 import json
 import os
 import re
@@ -223,6 +224,34 @@ def test_plot(run, tmp_path, capsys):
     assert rollpipe("plot", run, other, "--out", tmp_path/"two.svg", "--y", "kl", "--band", "std", "--window", 2) == 0
     assert "<svg" in (tmp_path/"two.svg").read_text()
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path/"two.svg")
+
+
+def test_the_commands_for_a_folder_that_begins_with_a_dash_can_be_typed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = "train ppo CartPole-v1 --steps 64 --n-envs 2 --n-steps 16 --hidden 4 --no-tensorboard".split()
+    main([*words, "--out=-dash"])
+    main([*words, "--seeds", "0-1", "--out=-more", "--quiet"])
+    found = re.findall(r"rollpipe ((?:evaluate|plot) .*)", capsys.readouterr().out)
+    assert found == ["evaluate ./-dash", "plot ./-more-s0 ./-more-s1"]
+    for line in found: assert main(shlex.split(line)) == 0
+
+
+def test_a_folder_whose_name_is_not_utf8_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    name = os.fsdecode(b"run\xff")
+    assert main(["train", "ppo", "CartPole-v1", "--steps", "64", "--out", name, "--quiet"]) == 2
+    assert "the name of a folder is not UTF-8. Expected another name, got 'run\\udcff'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["plot RUN", "plot RUN --out PICTURE.svg", "profile ppo CartPole-v1 --seconds 0.1 --svg PICTURE.svg"])
+def test_a_picture_on_a_full_disk(words, run, tmp_path, monkeypatch, capsys):
+    def full(fd): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    before = {*run.iterdir(), *tmp_path.iterdir()}
+    monkeypatch.setattr(os, "fsync", full)
+    assert main([str(run) if x == "RUN" else x.replace("PICTURE", str(tmp_path/"picture")) for x in words.split()]) == 2
+    err = capsys.readouterr().err
+    assert "No space left on device" in err and (f"{tmp_path}/picture.svg" if "PICTURE" in words else f"{run}/curve.png") in err
+    assert {*run.iterdir(), *tmp_path.iterdir()} == before
 
 
 def test_graph_draws_what_train_would_run(capsys):

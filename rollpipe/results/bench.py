@@ -18,7 +18,7 @@ from ..config import RUN_OPTIONS, build, make_config
 from ..evaluations import is_evaluated, read_evaluations
 from ..experiments import python_words, run_all
 from ..locks import lock, unlock
-from ..options import import_words, parse_seeds
+from ..options import import_words, parse_seeds, typed
 from ..pipes.errors import CheckpointError, DataError, WorkerError
 from ..progress import format_number
 from ..presets.files import read_table
@@ -251,6 +251,6 @@ def _tell(folder: Path, jobs: list, runs: dict, stopped: int | None, damaged: di
     why = f"{len(failed)} of {len(jobs)} runs failed; {why}" if failed else ""
     if stopped is not None:
         raise Interrupted(stopped, f"interrupted; {why and why + '; '}nothing is lost, and the same command goes on")
-    report = f"see the results: {shlex.join(['rollpipe', 'report', str(folder)])}"
+    report = f"see the results: {shlex.join(typed(['rollpipe', 'report', folder]))}"
     if failed: raise WorkerError(f"{why}. When this is mended, the same command goes on; {report}")
     print(f"all {len(jobs)} runs are complete; {report}")

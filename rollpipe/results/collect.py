@@ -14,7 +14,7 @@ from gymnasium.envs.registration import registry
 
 from ..evaluations import is_evaluated, read_evaluations
 from ..logs import read_metrics
-from ..options import import_words
+from ..options import import_words, typed
 from ..pipes.errors import DataError, PipeError
 from ..plots import group_runs
 from ..presets.files import read_table
@@ -157,7 +157,7 @@ def _of_bench(folder: Path, bench: dict) -> Results:
     rows = []
     for row in bench["rows"]:
         runs = [read_result(folder/f"{row['name']}-s{seed}", seed) for seed in row["seeds"]]
-        command = f"{row['command']} --seeds {','.join(map(str, row['seeds']))} --out {shlex.quote(str(folder/row['name']))}"
+        command = f"{row['command']} --seeds {','.join(map(str, row['seeds']))} --out {shlex.join(typed([folder/row['name']]))}"
         published = [x for x in bench["published"] if (x.algorithm, x.env) == (row["algorithm"], row["env"])]
         threshold = threshold_of(row["env"]) if row.get("threshold") is None else row["threshold"]
         rows.append(RowResult(row["label"], row["algorithm"], row["env"], command, threshold, row.get("scale"), published, runs))
@@ -169,8 +169,8 @@ def _command(runs: list) -> str:
     def words(run, *more):
         config, n = run.config, run.config.get("ranks", 1)
         launcher = f"torchrun --standalone --nproc-per-node {n} -m".split() if n > 1 else []
-        return shlex.join([*launcher, "rollpipe", "train", config["algorithm"], config["env"], "--config", str(run.folder/"config.json"),
-                           *more, *import_words(config.get("imports", ()))])
+        return shlex.join(typed([*launcher, "rollpipe", "train", config["algorithm"], config["env"], "--config", run.folder/"config.json",
+                                 *more, *import_words(config.get("imports", ()))]))
 
     if any(run.config.get("ranks", 1) > 1 for run in runs): return " && ".join(words(run, "--seed", str(run.seed)) for run in runs)
     return words(runs[0], "--seeds", ",".join(str(run.seed) for run in runs))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..plots import LABELS
+from ..plots import LABELS, save_figure
 from .collect import Result, Results, RowResult
 from .statistics import interval, iqm
 
@@ -114,4 +114,4 @@ def draw_curves(
     figure.suptitle(_quoted(results.title), fontsize="large")
     figure.supxlabel(LABELS["steps"], fontsize="medium")
     figure.supylabel("return of evaluations, interquartile mean", fontsize="medium")
-    figure.savefig(path)
+    save_figure(figure, path)

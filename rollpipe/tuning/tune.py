@@ -17,7 +17,7 @@ from ..commands import Given, Interrupted, UsageError, given_by
 from ..config import RUN_OPTIONS, build, make_config
 from ..experiments import python_words, run_all, without
 from ..locks import lock, unlock
-from ..options import import_words, parse_seeds
+from ..options import import_words, parse_seeds, typed
 from ..pipes.errors import DataError, WorkerError
 from .spaces import space_for
 from .study import best_of, finished, forget_running, import_optuna, open_study, try_one
@@ -156,8 +156,8 @@ def _write(search, study) -> str:
     if best is None: raise WorkerError(f"no trial is complete, {len(failed)} failed{'; the first error: ' + failed[0] if failed else ''}")
     config = search.config(best.params, 0)
     values = complete_values(config, [*search.given.run, *search.given.options, *best.params, "steps"])
-    train = shlex.join(["rollpipe", "train", args.algorithm, args.env, "--config", str(search.out), "--seeds", "0-4",
-                        *import_words(getattr(args, "imports", ()))])
+    train = shlex.join(typed(["rollpipe", "train", args.algorithm, args.env, "--config", search.out, "--seeds", "0-4",
+                              *import_words(getattr(args, "imports", ()))]))
     returns = " ".join(f"{x:.0f}" for x in best.user_attrs["returns"])
     comments = [f"{returns}: mean returns of {EPISODES} episodes after {config['steps']} steps, seeds {' '.join(map(str, search.seeds))}, "
                 f"the best of {len(over)} trials of {args.algorithm}.", f"Measure it afresh, with other seeds: {train}"]
