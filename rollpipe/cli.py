@@ -173,7 +173,7 @@ def build_parser() -> Parser:
     sub.add_argument("--out", metavar="FILE", help="file to write [policy.onnx, .pt or .pt2 in the folder of the run]")
     sub = command("plot", plot_command, [debug], "draw learning curves, with a band for the seeds of an experiment")
     sub.add_argument("runs", metavar="RUN", nargs="+", help="folders of runs")
-    sub.add_argument("--out", metavar="FILE", help="picture to write [curve.png, in the folder of a single run]")
+    sub.add_argument("--out", metavar="FILE", help="picture to write [curve.png, or curve-Y.png, in the folder of a single run]")
     add_options(sub, PLOT_OPTIONS)
     add_algorithms(command("graph", graph_command, [debug], "draw the pipeline that `train` would run"), settings)
     add_algorithms(command("profile", profile_command, [debug], "run the pipeline that `train` would run, and draw where the time goes"),
@@ -215,6 +215,7 @@ def _run(argv: list | None) -> int:
     words = sys.argv[1:] if argv is None else argv
     try:
         _import_modules(words)
+        _refuse_changes(words)
         parser = build_parser()
         args, unknown = parser.parse_known_args(words)
         args.words = words
@@ -237,6 +238,17 @@ def _run(argv: list | None) -> int:
         plain = isinstance(e, (UsageError, PipeError, OSError, ImportError))
         print(f"error: {e}" if plain else f"error: {type(e).__name__}: {e} (--debug shows where)", file=sys.stderr)
         return 2
+
+
+def _refuse_changes(words: list) -> None:
+    "A run that goes on keeps its options. The parser alone would take the value of one for the name of an algorithm."
+    flags = [word.partition("=")[0].replace("--no-", "--") for word in words]
+    if "train" not in words or "--resume" not in flags: return
+    kept = {o.flag for name in ALGORITHMS for o in options_for(name) + RUN_OPTIONS if o.name not in _COMMON}
+    for word, flag in zip(words, flags):
+        if flag in kept:
+            raise UsageError(f"rollpipe train: a run that goes on keeps its options, so {word} cannot stand beside --resume. A new run can "
+                             "take the others from it: rollpipe train ALGO ENV --config RUN/config.json")
 
 
 def _explain_unknown(args: Namespace, word: str) -> str:

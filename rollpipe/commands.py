@@ -225,15 +225,15 @@ def export_command(args: Namespace) -> None:
 
 def plot_command(args: Namespace) -> None:
     "Draw learning curves."
-    out = args.out or (str(Path(args.runs[0])/"curve.png") if len(args.runs) == 1 else "curve.png")
-    learning_curve(args.runs, out, **_typed(args, PLOT_OPTIONS))
+    options = _typed(args, PLOT_OPTIONS)
+    of = [x.replace("/", "-") for k in "yx" if (x := options.get(k, "steps")) not in ("return_mean", "steps")]
+    out = args.out or str(Path(args.runs[0] if len(args.runs) == 1 else "")/f"{'-'.join(['curve', *of])}.png")
+    learning_curve(args.runs, out, **options)
     print(out)
-
 
 def graph_command(args: Namespace) -> None:
     "Draw a pipeline."
     print(draw(build(config_from(args))[1]))
-
 
 def demo_command(args: Namespace) -> None:
     "Train from scratch, and compare the trained policy with a random one."

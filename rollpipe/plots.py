@@ -54,7 +54,8 @@ def _config(run: str | Path) -> dict:
     try: config = json.loads(path.read_bytes().decode())
     except (ValueError, RecursionError) as e: raise DataError(f"{path}: damaged ({e})") from None
     if not isinstance(config, dict): raise DataError(f"{path}: damaged", expected="names with values", got=repr(config)[:80])
-    for name, kind in dict(options=dict, env_kwargs=dict, name=str).items():
+    kinds: dict[str, type] = dict(options=dict, env_kwargs=dict, name=str)
+    for name, kind in kinds.items():
         if config.get(name) is not None and not isinstance(config[name], kind):
             raise DataError(f"{path}: damaged", leaf=name, expected=kind.__name__, got=repr(config[name])[:80])
     return dict(config, options={**(config.get("options") or {}), **(config.get("env_kwargs") or {})})

@@ -220,7 +220,7 @@ def test_evaluate(run, capsys, tmp_path):
 
 def test_plot(run, tmp_path, capsys):
     other = small_run(tmp_path/"other", "--seed", 1)
-    assert rollpipe("plot", run, "--y", "entropy") == 0 and (run/"curve.png").is_file()
+    assert rollpipe("plot", run, "--y", "entropy") == 0 and (run/"curve-entropy.png").is_file()
     assert rollpipe("plot", run, other, "--out", tmp_path/"two.svg", "--y", "kl", "--band", "std", "--window", 2) == 0
     assert "<svg" in (tmp_path/"two.svg").read_text()
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path/"two.svg")
@@ -252,6 +252,21 @@ def test_a_picture_on_a_full_disk(words, run, tmp_path, monkeypatch, capsys):
     err = capsys.readouterr().err
     assert "No space left on device" in err and (f"{tmp_path}/picture.svg" if "PICTURE" in words else f"{run}/curve.png") in err
     assert {*run.iterdir(), *tmp_path.iterdir()} == before
+
+
+def test_another_curve_is_another_picture(run, capsys):
+    for words, name in (((), "curve.png"), (("--y", "kl"), "curve-kl.png"), (("--y", "kl", "--x", "updates"), "curve-kl-updates.png"),
+                        (("--y", "return_mean"), "curve.png")):
+        assert rollpipe("plot", run, *words) == 0
+        assert capsys.readouterr().out == f"{run}/{name}\n" and (run/name).is_file()
+
+
+@pytest.mark.parametrize("words", [["--lr", "0.1"], ["--lr=0.1"], ["--workers", "2"], ["--no-normalize"],
+                                   ["--steps", "500", "--gamma", ".9"]])
+def test_a_run_that_goes_on_keeps_its_options(words, run, capsys):
+    assert rollpipe("train", "--resume", run, *words) == 2
+    err = capsys.readouterr().err
+    assert f"a run that goes on keeps its options, so {words[-2] if len(words) > 1 else words[0]} cannot stand beside --resume" in err
 
 
 def test_graph_draws_what_train_would_run(capsys):

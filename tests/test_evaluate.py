@@ -398,3 +398,11 @@ def test_what_is_refused_is_closed_by_whom_it_is_made(options, close, tmp_path, 
     vector = lambda: gym.vector.SyncVectorEnv([Ours])
     with pytest.raises(EnvError): evaluate(Ours if "on_limit" not in options else vector, Zero(), 1, n_envs=1, close=close, **options)
     assert bool(closed) == close
+
+
+@pytest.mark.parametrize("call", [lambda actor, env: evaluate(actor, env), lambda actor, env: evaluate([actor], env),
+                                  lambda actor, env: EnvStepper(actor, env)])
+def test_arguments_in_the_wrong_order(call):
+    with pytest.raises(EnvError, match=r"^a network stands where an environment belongs. Expected the environment first and then the "
+                                       r"actor, as in `evaluate\(env, actor\)`, got MLPPolicy.$"):
+        call(MLPPolicy.for_env("CartPole-v1"), gym.make("CartPole-v1"))

@@ -31,6 +31,7 @@ def read_table(
         hint = "a file, such as its config.json" if path.is_dir() else ", ".join(_similar(path)) or "the path of a file"
         raise DataError(f"{path}: there is no such file", expected=hint, got="a folder" if path.is_dir() else None)
     kind = "JSON" if path.suffix == ".json" else "TOML"
+    text = ""
     try:
         text = path.read_bytes().decode()
         found = json.loads(text) if kind == "JSON" else _toml(text)

@@ -13,6 +13,7 @@ from typing import Any
 import cloudpickle
 import gymnasium as gym
 import numpy as np
+import torch
 
 from ..errors import LEAST_BYTES, EnvError, SpaceError, check_memory, describe, describe_exception
 
@@ -85,10 +86,13 @@ class EnvFactory:
         if isinstance(source, str):
             self.name, self.takes_seed = check_id(source), False
             return
+        if isinstance(source, torch.nn.Module) and not hasattr(source, 'n_envs'):     # no `TensorEnv`
+            raise EnvError("a network stands where an environment belongs", got=type(source).__name__,
+                           expected="the environment first and then the actor, as in `evaluate(env, actor)`")
         if hasattr(source, 'step') and not isinstance(source, type):
-            raise EnvError(f"{source} is an instance that cannot be lent", got=type(source).__name__, expected="a `gymnasium.Env` or "
-                           "`gymnasium.vector.VectorEnv`, or a gymnasium id or a factory such as `lambda: make_env()`"
-                           "; a `TensorEnv` goes to `TensorCollector`")
+            raise EnvError(f"{describe(source, 60)} is an instance that cannot be lent", got=type(source).__name__,
+                           expected="a `gymnasium.Env` or `gymnasium.vector.VectorEnv`, or a gymnasium id or a factory such as "
+                                    "`lambda: make_env()`; a `TensorEnv` goes to `TensorCollector`")
         if not callable(source):
             raise EnvError("unusable environment source", expected="a gymnasium id or a callable", got=repr(source))
         if self.env_kwargs:

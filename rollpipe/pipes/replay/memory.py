@@ -132,7 +132,6 @@ class ReplayMemory:
     def __len__(self) -> int:
         "Number of valid steps that are stored."
         return 0 if self.store is None else self.store.n_valid
-
     def add(self, fragment: Fragment) -> None:
         "Store a copy of a `Fragment`."
         check_item(fragment, Fragment, self)
