@@ -1,4 +1,6 @@
 "Sizes that somebody typed, or that stand in a file, are compared with the available memory before anything is built."
+import io
+
 import pytest
 from gymnasium.spaces import Box, Discrete
 from toys import Counting, Plain
@@ -129,3 +131,24 @@ def test_a_checkpoint_that_asks_for_too_much_is_refused_before_anything_is_built
 def test_the_file_itself_is_accepted(dqn):
     save_checkpoint(dqn.checkpoint, dqn.agent, dqn.config, dqn.counters)
     assert load_run(dqn.folder).config["options"]["capacity"] == 1000
+
+
+FILES = {"/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 8000 kB\n"}
+NEW = {"/sys/fs/cgroup/memory.max": "6000000", "/sys/fs/cgroup/memory.current": "6000000",
+       "/sys/fs/cgroup/memory.stat": "anon 1000000\nfile 5000000\ninactive_file 3000000\nactive_file 1500000\nshmem 500000\n"}
+OLD = {"/sys/fs/cgroup/memory/memory.limit_in_bytes": "6000000", "/sys/fs/cgroup/memory/memory.usage_in_bytes": "6000000",
+       "/sys/fs/cgroup/memory/memory.stat": "inactive_file 1\nactive_file 2\ntotal_inactive_file 3000000\ntotal_active_file 1500000\n"}
+
+
+@pytest.mark.parametrize("files, expected", [
+    ({}, 2 ** 62), (FILES, 8_192_000), ({**FILES, **NEW}, 4_500_000), ({**FILES, **OLD}, 4_500_000),
+    ({**FILES, **NEW, "/sys/fs/cgroup/memory.max": "max"}, 8_192_000),
+    ({k: x for k, x in NEW.items() if not k.endswith("stat")}, 0)],
+    ids=["unknown", "machine", "group", "old group", "no limit", "no numbers"])
+def test_copies_of_files_do_not_count_as_used(files, expected, monkeypatch):
+    "A control group counts the files that the system keeps in free memory; they make room when it is needed."
+    def read(path):
+        if path not in files: raise FileNotFoundError(path)
+        return io.StringIO(files[path])
+    monkeypatch.setattr(errors, "open", read, raising=False)
+    assert errors.available_memory() == expected

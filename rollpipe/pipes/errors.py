@@ -162,12 +162,21 @@ def available_memory() -> int:
     try:
         with open('/proc/meminfo') as f: found += [1024 * int(line.split()[1]) for line in f if line.startswith('MemAvailable')]
     except OSError: pass
-    for limit, used in (('/sys/fs/cgroup/memory.max', '/sys/fs/cgroup/memory.current'),
-                        ('/sys/fs/cgroup/memory/memory.limit_in_bytes', '/sys/fs/cgroup/memory/memory.usage_in_bytes')):
+    for group, limit, used, prefix in (('/sys/fs/cgroup', 'memory.max', 'memory.current', ''),
+                                       ('/sys/fs/cgroup/memory', 'memory.limit_in_bytes', 'memory.usage_in_bytes', 'total_')):
         try:
-            with open(limit) as top, open(used) as now: found.append(int(top.read()) - int(now.read()))
+            with open(f'{group}/{limit}') as top, open(f'{group}/{used}') as now: left = int(top.read()) - int(now.read())
+            found.append(left + _file_bytes(f'{group}/memory.stat', prefix))
         except (OSError, ValueError): pass     # there is no such control group, or its limit is "max"
     return max(0, min(found))
+
+
+def _file_bytes(stat, prefix):
+    "Bytes of files that the system keeps in the memory of a control group, as long as nobody needs it; 0 if they are not known."
+    names = f'{prefix}inactive_file', f'{prefix}active_file'
+    try:
+        with open(stat) as f: return sum(int(line.split()[1]) for line in f if line.split()[0] in names)
+    except OSError: return 0
 
 # %% ../../nbs/pipes/00_errors.ipynb #e52f6dc4
 LEAST_BYTES = 40     # of a recorded step, without observation and action
