@@ -186,5 +186,5 @@ def command_for(
 def _words(option: Option, value) -> list:
     "An option with a value, as it is typed."
     if isinstance(option.default, bool): return [option.flag if value else option.flag.replace("--", "--no-", 1)]
-    if isinstance(value, (tuple, list)): return [option.flag, ",".join(map(str, value))]
-    return [option.flag, "none" if value is None else str(value)]
+    text = ",".join(map(str, value)) if isinstance(value, (tuple, list)) else "none" if value is None else str(value)
+    return [f"{option.flag}={text}"] if text.startswith("-") else [option.flag, text]     # such as -1e-05, which would be an option

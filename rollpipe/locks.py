@@ -46,8 +46,8 @@ def lock(
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()): break
         file.close()  # its owner has removed it meanwhile
     file.truncate(0)
-    file.write(f"{os.getpid()}\n")
-    file.flush()
+    try: print(os.getpid(), file=file, flush=True)
+    except OSError as e: raise OSError(e.errno, e.strerror, str(path)) from e
     _locks[key] = file
 
 # %% ../nbs/08_locks.ipynb #a581544e

@@ -158,7 +158,8 @@ def _png(figure: Any) -> bytes:
 
 def save_figure(figure: Any, path: str | Path) -> None:
     "Write the picture, whole or not at all; the suffix of `path` decides the format. Raises `OSError`, which names the file."
-    figure.savefig(picture := BytesIO(), format=Path(path).suffix[1:] or "png")
+    path = Path(path) if Path(path).suffix else Path(f"{path}.png")
+    figure.savefig(picture := BytesIO(), format=path.suffix[1:])
     write_atomically(path, picture.getvalue())
 
 # %% ../nbs/04_plots.ipynb #2bf4ab27

@@ -133,7 +133,8 @@ def discard(run: Run) -> None:
 
 def files_of_run(folder: str | Path) -> list:
     "What there is of a run in a folder: the paths of its files."
-    return [*filter(Path.exists, (Path(folder, name) for name in RUN_FILES)), *kept_checkpoints(Path(folder, "checkpoints")).values()]
+    files = [path for name in (*RUN_FILES, "curve-*.png") for path in Path(folder).glob(name)]
+    return [*files, *kept_checkpoints(Path(folder, "checkpoints")).values()]
 
 
 def _remove_run(folder: Path) -> None:

@@ -234,6 +234,11 @@ def test_the_commands_for_a_folder_that_begins_with_a_dash_can_be_typed(tmp_path
     found = re.findall(r"rollpipe ((?:evaluate|plot) .*)", capsys.readouterr().out)
     assert found == ["evaluate ./-dash", "plot ./-more-s0 ./-more-s1"]
     for line in found: assert main(shlex.split(line)) == 0
+    Path("spec.toml").write_text('[[row]]\nalgorithm = "ppo"\nenv = "Pendulum-v1"\nsteps = 64\nseeds = [0]\nepisodes = 1\n'
+                                 'final_episodes = 1\noptions = { n_envs = 2, n_steps = 16, hidden = [4], log_std = -1e-5 }')
+    assert main(["bench", "spec.toml", "--dir", "./-bench", "--quiet"]) == 0
+    report, = re.findall(r"rollpipe (report .*)", capsys.readouterr().out)
+    assert main(shlex.split(report)) == 0
 
 
 def test_a_folder_whose_name_is_not_utf8_is_refused(tmp_path, monkeypatch, capsys):

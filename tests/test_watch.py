@@ -1,4 +1,5 @@
 "`rollpipe watch`: a window, whose end is the usual one, and a film, which needs no display."
+import errno
 import os
 import re
 import shutil
@@ -6,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -15,6 +17,8 @@ from PIL import Image
 
 from rollpipe.agents.evaluate import evaluate
 from rollpipe.config import make_config
+from rollpipe.pipes.envs.factories import EnvFactory
+from rollpipe.pipes.envs.watching import Recorder
 from rollpipe.runs import load_agent, start
 from rollpipe.train import train
 
@@ -187,3 +191,14 @@ def test_a_window_on_a_real_display(tmp_path):
                 out, err = child.communicate(timeout=60)
         finally: screen.terminate()
     assert child.returncode == 0 and out.startswith("episode 1: return "), err
+
+
+def test_a_film_on_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(image, path, **options):
+        Path(path).write_bytes(b"a part")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(Image.Image, "save", full)
+    film = Recorder(EnvFactory("CartPole-v1"))
+    film.frames = [np.zeros((4, 4, 3), np.uint8)]
+    with pytest.raises(OSError, match=r"No space left on device: '.*film.gif'"): film.save(tmp_path/"film.gif")
+    assert not [*tmp_path.iterdir()]

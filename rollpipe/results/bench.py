@@ -218,7 +218,7 @@ def _command(job: Job, args: Namespace, imports: tuple, state: str) -> list:
     begins = "--overwrite" if args.restart and state == "unfinished" else "--continue"
     words = words_for_row(job.row, job.config["steps"], imports)[1:]
     quiet = ["--quiet"] if args.quiet else []
-    return [*python_words(), *words, "--seed", str(job.seed), "--out", str(job.folder), begins, "--no-tensorboard", *quiet]
+    return [*python_words(), *words, *typed(["--seed", job.seed, "--out", job.folder]), begins, "--no-tensorboard", *quiet]
 
 
 def bench_command(args: Namespace) -> None:

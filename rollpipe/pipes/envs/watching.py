@@ -134,6 +134,12 @@ class Recorder:
             path: file to write; its ending decides the format
         """
         check_film(path)
+        try: self._write(path)
+        except OSError as e:
+            Path(path).unlink(missing_ok=True)     # a part of a film is none
+            raise OSError(e.errno, e.strerror or str(e), str(path)) from e
+
+    def _write(self, path):
         if str(path).endswith(".gif"):
             from PIL import Image
             first, *rest = (Image.fromarray(frame) for frame in self.frames)
