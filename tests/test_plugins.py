@@ -1,7 +1,10 @@
 "Algorithms of others: from entry points of installed packages and from imported modules."
+import importlib
 import json
+import re
 import shlex
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 from command_line import script
@@ -59,6 +62,16 @@ def installed(monkeypatch, **points):
     "Pretend that packages with these entry points are installed."
     points = [EntryPoint(name.replace("_", "-"), value, "rollpipe.algorithms") for name, value in points.items()]
     monkeypatch.setattr(algorithms, "entry_points", lambda group: [p for p in points if p.group == group])
+
+
+def test_the_learner_on_the_page_about_algorithms_has_its_options_on_the_command_line(tmp_path, monkeypatch):
+    page = (Path(__file__).resolve().parents[1]/"docs"/"howto"/"own_algorithm.md").read_text(encoding="utf-8")
+    text = next(text for text in re.findall(r"```python\n(.*?)```", page, re.S) if "(ActorCriticLearner)" in text)
+    (tmp_path/"of_the_page.py").write_text(text.partition("\nagent = ")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    register_algorithm("page", Algorithm(importlib.import_module("of_the_page").GoodSurprises, on_policy, MLPPolicy, Critic))
+    assert main(["train", "page", "CartPole-v1", "--lr", "0.002", "--c-value", ".25", "--out", str(tmp_path/"run"), *SMALL]) == 0
+    assert {"lr": .002, "c_value": .25}.items() <= load_run(tmp_path/"run").config["options"].items()
 
 
 # -- registering -------------------------------------------------------------------------------------------------------

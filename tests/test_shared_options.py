@@ -9,13 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from rollpipe.agents import ActorCriticLearner
 from rollpipe.agents.shared_options import SharedOptions, shared_options
 from rollpipe.agents.tabular import QLearning
 from rollpipe.algorithms import ALGORITHMS, options_for
 from rollpipe.cli import build_parser
 from rollpipe.layers import UnitBox
-from rollpipe.options import options_of
 from rollpipe.pipes.errors import DataError
 
 NATURAL = dict(damping=.1, cg_iters=10, cg_gain=0., fvp_subsample=1., precondition='auto', normalize_adv=True, critic_lr=1e-3,
@@ -143,11 +141,3 @@ def test_a_learner_that_needs_a_learning_rate_of_the_critic_does_not_offer_none(
     option = next(o for o in options_for(name) if o.name == "critic_lr")
     assert option.kinds == ("float",) and "None" not in option.help and option.default == 1e-3
     assert "None" in next(o for o in options_for("ppo") if o.name == "critic_lr").kinds
-
-
-def test_a_learner_without_a_constructor_of_its_own_has_options():
-    "As the one of the page `own_algorithm`."
-    class GoodSurprises(ActorCriticLearner): pass
-    found = {option.name: option for option in options_of(dict(learner=GoodSurprises))}
-    assert found["lr"].default == 3e-4 and found["lr"].help and {"critic_lr", "max_grad_norm", "c_value", "seed"} <= {*found}
-    with pytest.raises(TypeError, match="gama"): GoodSurprises(torch.nn.Linear(1, 1), gama=.9)

@@ -17,7 +17,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from .critics import explained_variance
 from .learner import Learner
-from .shared_options import shared_options
 from ..pipes.data import Fragment
 from ..pipes.errors import DataError, describe
 from .. import ranks
@@ -240,21 +239,8 @@ def mean_metrics(
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #49a60a42
 class ActorCriticLearner(GradientLearner):
-    """Base of learners whose policy and critic share a loss. A subclass writes `loss(batch)`, or `improve(batch)` for more than one step.
-
-    Args:
-        actor: the module that acts and learns
-        critic: the module that values states, or None
-        **shared: options that learners share, see `SharedOptions`
-    """
+    "Base of learners whose policy and critic share a loss. A subclass writes `loss(batch)`, or `improve(batch)` for more than one step."
     joins_ranks = True      # see `ranks.distributed`
-    @shared_options(lr=3e-4, critic_lr=None, max_grad_norm=0.5, c_value=0.5, c_entropy=0.0, normalize_adv=True, decay_steps=0, seed=0)
-    def __init__(self,
-        actor: Any,          # the module that acts and learns
-        critic: Any = None,  # the module that values states, or None
-        **shared: Any,       # options that learners share, see `SharedOptions`
-    ):
-        super().__init__(actor, critic, **shared)
     def batch_needs(self) -> tuple[str, ...]:
         "What a batch must have. Value targets are needed without a critic, too: the actor may report values."
         return 'adv', 'ret', 'logp'
