@@ -291,7 +291,8 @@ def test_a_folder_of_another_bench_or_with_other_options_is_refused(tmp_path, ca
     learn(start(run, small(steps=64, threads=2)))
     assert rollpipe("bench", file, "--dir", tmp_path/"out") == 2
     assert "has other options. Expected the same, or another folder, got" in capsys.readouterr().err
-    (tmp_path/"out"/BENCH).write_text(json.dumps(dict(format=1, rows=[dict(name="trpo-CartPole-v1", seeds=[0])])))
+    row = dict(name="trpo-CartPole-v1", label="trpo", algorithm="trpo", env="CartPole-v1", command="rollpipe train", seeds=[0])
+    (tmp_path/"out"/BENCH).write_text(json.dumps(dict(format=1, title="another", rows=[row])))
     assert rollpipe("bench", spec(file, 'label = "other"\n'), "--dir", tmp_path/"out") == 2
     assert "has runs of rows that the specification does not have. Expected another --dir, got trpo-CartPole-v1" in capsys.readouterr().err
     (tmp_path/"out"/BENCH).write_text('{"format": 5, "rows": []}')
