@@ -193,12 +193,14 @@ def test_a_window_on_a_real_display(tmp_path):
     assert child.returncode == 0 and out.startswith("episode 1: return "), err
 
 
-def test_a_film_on_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch):
+def test_a_film_on_a_full_disk_is_named_and_the_one_before_it_stays(tmp_path, monkeypatch):
+    film = Recorder(EnvFactory("CartPole-v1"))
+    film.frames = [np.zeros((4, 4, 3), np.uint8)]
+    film.save(tmp_path/"film.gif")
+    before = (tmp_path/"film.gif").read_bytes()
     def full(image, path, **options):
         Path(path).write_bytes(b"a part")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     monkeypatch.setattr(Image.Image, "save", full)
-    film = Recorder(EnvFactory("CartPole-v1"))
-    film.frames = [np.zeros((4, 4, 3), np.uint8)]
     with pytest.raises(OSError, match=r"No space left on device: '.*film.gif'"): film.save(tmp_path/"film.gif")
-    assert not [*tmp_path.iterdir()]
+    assert [*tmp_path.iterdir()] == [tmp_path/"film.gif"] and (tmp_path/"film.gif").read_bytes() == before

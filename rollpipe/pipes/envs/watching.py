@@ -134,10 +134,12 @@ class Recorder:
             path: file to write; its ending decides the format
         """
         check_film(path)
-        try: self._write(path)
-        except OSError as e:
-            Path(path).unlink(missing_ok=True)     # a part of a film is none
-            raise OSError(e.errno, e.strerror or str(e), str(path)) from e
+        part = Path(path).with_suffix(f".part{Path(path).suffix}")     # a film that is there already stays until the new one is complete
+        try:
+            self._write(part)
+            os.replace(part, path)
+        except OSError as e: raise OSError(e.errno, e.strerror or str(e), str(path)) from e
+        finally: part.unlink(missing_ok=True)
 
     def _write(self, path):
         if str(path).endswith(".gif"):
