@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno, os
+from contextlib import suppress
 from pathlib import Path
 
 from .pipes.errors import DataError
@@ -47,7 +48,9 @@ def lock(
         file.close()  # its owner has removed it meanwhile
     file.truncate(0)
     try: print(os.getpid(), file=file, flush=True)
-    except OSError as e: raise OSError(e.errno, e.strerror, str(path)) from e
+    except OSError as e:
+        with suppress(OSError): file.close()  # it tries to write once more
+        raise OSError(e.errno, e.strerror, str(path)) from e
     _locks[key] = file
 
 # %% ../nbs/08_locks.ipynb #a581544e

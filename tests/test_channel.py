@@ -42,6 +42,29 @@ def same(a, b):
     for x, y in zip(a.values(), b.values()): assert x.dtype == y.dtype and torch.equal(x, y)
 
 
+# --- weights that change while they are published
+
+def test_weights_that_another_thread_changes_meanwhile_are_not_published(monkeypatch):
+    net = torch.nn.Linear(2, 2)
+    publisher, subscriber, (copied,) = channel(net)
+    publisher.publish()
+    subscriber.fetch()
+    before, calls = copy.deepcopy(copied), []
+    def change():
+        calls.append(1)
+        if len(calls) == 2: fill(net, 3.)     # as a thread might, when the last tensor has been copied
+    monkeypatch.setattr("rollpipe.pipes.workers.channel._fence", change)
+    fill(net, 2.)
+    with pytest.raises(ActorError, match="another thread changed the weights while they were published"): publisher.publish()
+    monkeypatch.undo()
+    subscriber.fetch()
+    same(copied, before)                      # no worker gets a mixture
+    publisher.publish()
+    subscriber.fetch()
+    same(copied, net)
+    publisher.close()
+
+
 # --- no torn reads
 
 class Big(torch.nn.Module):

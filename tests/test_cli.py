@@ -19,6 +19,7 @@ from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import METRICS
 from rollpipe.cli import build_parser, main
 from rollpipe.commands import RUN_OPTIONS, config_from
+from rollpipe.locks import lock, unlock
 from rollpipe.logs import read_metrics
 from rollpipe.algorithms import ALGORITHMS, options_for
 from rollpipe.config import build, make_config
@@ -248,6 +249,14 @@ def test_a_folder_whose_name_is_not_utf8_is_refused(tmp_path, monkeypatch, capsy
     assert "the name of a folder is not UTF-8. Expected another name, got 'run\\udcff'" in capsys.readouterr().err
 
 
+def test_a_lock_on_a_full_disk_is_named(tmp_path, monkeypatch):
+    def full(*args, **options): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr("rollpipe.locks.print", full, raising=False)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/lock'"): lock(tmp_path)
+    monkeypatch.undo()
+    lock(tmp_path), unlock(tmp_path)
+
+
 @pytest.mark.parametrize("words", ["plot RUN", "plot RUN --out PICTURE.svg", "profile ppo CartPole-v1 --seconds 0.1 --svg PICTURE.svg"])
 def test_a_picture_on_a_full_disk(words, run, tmp_path, monkeypatch, capsys):
     def full(fd): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -264,6 +273,7 @@ def test_another_curve_is_another_picture(run, capsys):
                         (("--y", "return_mean"), "curve.png")):
         assert rollpipe("plot", run, *words) == 0
         assert capsys.readouterr().out == f"{run}/{name}\n" and (run/name).is_file()
+    assert small_run(run, "--overwrite") == run and not [*run.glob("curve*")]     # they belong to the run before
 
 
 @pytest.mark.parametrize("words", [["--lr", "0.1"], ["--lr=0.1"], ["--workers", "2"], ["--no-normalize"],
