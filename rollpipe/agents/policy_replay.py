@@ -50,7 +50,8 @@ def lag_of(
 def lane_restarts(fragment: Fragment) -> dict:
     "The metric `lane_restarts`, how often the lanes of the fragment began anew; empty if none did."
     if fragment.restarts is None: return {}
-    newest = dict(sorted(zip(fragment.lane.tolist(), fragment.restarts.tolist())))
+    lanes = range(len(fragment.restarts)) if fragment.lane is None else fragment.lane.tolist()
+    newest = dict(sorted(zip(lanes, fragment.restarts.tolist())))
     return dict(lane_restarts=sum(newest.values()))
 
 # %% ../../nbs/agents/05_policy_replay.ipynb #01ce7551
