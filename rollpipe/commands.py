@@ -208,8 +208,6 @@ def watch_command(args: Namespace) -> None:
     print(f"mean return of {len(returns)} episode{plural}: {sum(returns)/len(returns):.1f}" if returns else "no whole episode")
     if args.record: print(f"film: {args.record}")
 
-
-
 # %% ../nbs/13_commands.ipynb #06d559b1
 def export_command(args: Namespace) -> None:
     "Write the policy of a run to a file that runs without rollpipe."

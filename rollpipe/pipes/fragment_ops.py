@@ -171,8 +171,6 @@ def join(fragments: Iterable[Fragment]) -> Fragment:
     final = nested.cat([f.final._replace(b=f.final.b + offset) for f, offset in zip(fragments, offsets)])
     return wide._replace(final=final, **{name: nested.cat([getattr(f, name) for f in fragments]) for name in Fragment.COLUMNS})
 
-
-
 # %% ../../nbs/pipes/09_fragment_ops.ipynb #1c115c45
 def pad_episodes(fragments: Iterable[Fragment]) -> Fragment:
     "Fragments of any lengths side by side, `[max(T), sum(B)]`. Shorter ones are padded at the end with steps that are not `valid`."

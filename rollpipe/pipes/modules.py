@@ -141,8 +141,6 @@ class VersionCounter:
             updates.changes = changes
         return updates.version
 
-
-
 # %% ../../nbs/pipes/05_modules.ipynb #ee9090e4
 def modules_in(
     holder: Any,     # a module, an object with modules in its attributes, containers or bound arguments, or a function that uses them
@@ -268,8 +266,6 @@ class EvalMode:
         for m in self.changed: m['training'] = True
         for m in self.changed_scripts: m.training = True
         torch._C._set_grad_enabled(self.gradients)
-
-
 
 # %% ../../nbs/pipes/05_modules.ipynb #e5cfcf77
 class torch_threads(ContextDecorator):

@@ -106,7 +106,6 @@ def differing(results: list) -> dict:  # option -> list of texts
     values = {name: list(dict.fromkeys(config.get(name, "-") for config in configs)) for config in configs for name in config}
     return {name: texts for name, texts in values.items() if len(texts) > 1}
 
-
 # %% ../../nbs/results/03_collect.ipynb #97364635
 class RowResult(NamedTuple):
     """One line of the table: the runs that differ only in the seed.

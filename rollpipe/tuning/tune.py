@@ -77,8 +77,6 @@ def complete_values(
     found = {option.name: (values.get(option.name, option.default), option.default) for option in known}
     return {name: x for name, (x, default) in found.items() if name in kept or json.dumps(x) != json.dumps(default)}
 
-
-
 # %% ../../nbs/tuning/03_tune.ipynb #8219f28a
 def check_file(
     path: Path,         # where the preset goes

@@ -233,5 +233,3 @@ class StepStore:
         records, ahead = self.records.take(chain, mode='clip'), chain[-1] < 0
         if ahead.any(): records[-1, ahead] = self.links.look_ahead.records[-1 - chain[-1, ahead]]
         return self.layout.unpack(records, self.finals.records, self.hxs.records if self.keep_hx else None)
-
-

@@ -14,7 +14,8 @@ from ..data import Fragment
 from ..envs.factories import env_seeds
 from ..envs.sources import Acting, no_copy
 from ..errors import DataError, EnvError, PipeError, check_integer
-from ..pipe import Seeded, Source, refuse_reading_ahead
+from ..pipe import Seeded, Source
+from ..stepper import refuse_reading_ahead
 from .tensor_batch import TensorBatch
 from .tensor_env import TensorFactory
 from .tensor_fragments import TensorInteraction

@@ -18,8 +18,8 @@ from ..errors import DataError, GraphError, check_integer, describe
 from ..fragments import FragmentCollector
 from ..graph import copy_graph, find, inputs, insert_after, nodes, replace
 from ..lanes import GlobalRandomStates, Lanes
-from ..pipe import refuse_reading_ahead, trait
-from ..stepper import Acting
+from ..pipe import trait
+from ..stepper import Acting, refuse_reading_ahead
 from ..taps import EpisodeStats, Tap, Throughput
 from ..torchdata import IterDataPipe
 from .coordinator import Coordinator
