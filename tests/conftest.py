@@ -62,12 +62,13 @@ def started_by(pid):
 def _children():
     "Child processes of this one; multiprocessing's own helpers are left out."
     multiprocessing.active_children()  # reaps those that have ended
-    return {p for p in started_by(os.getpid()) if not any(h in _command(p) for h in HELPERS)}
+    return {p for p in started_by(os.getpid()) if not any(h in command_of(p) for h in HELPERS)}
 
 
-def _command(pid):
+def command_of(pid):
+    "The command line of a process. One that has ended in the meantime counts as a helper."
     try: return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError: return HELPERS[0]  # it ended while we looked
+    except OSError: return HELPERS[0]
 
 
 def _alive(pid): return Path(f"/proc/{pid}").exists()
@@ -94,5 +95,5 @@ def no_leftovers():
         left = _children() - children, _segments({os.getpid()}) - segments
         if not any(left) or time.monotonic() > deadline: break
         time.sleep(0.02)
-    assert not left[0], f"child processes left behind: { {p: _command(p) for p in left[0]} }"
+    assert not left[0], f"child processes left behind: { {p: command_of(p) for p in left[0]} }"
     assert not left[1], f"shared-memory segments left behind: {left[1]}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 import pytest
-from conftest import started_by
+from conftest import command_of, started_by
 from toys import Counting, Plain
 from worker_cases import gone, harmful, runs, script, slack
 
@@ -45,7 +45,7 @@ if __name__ == '__main__':
 
 def guards(pid=None):
     "Numbers of the guards of a process."
-    return [p for p in sorted(started_by(pid or os.getpid())) if b"rollpipe guard" in Path(f"/proc/{p}/cmdline").read_bytes() and runs(p)]
+    return [p for p in sorted(started_by(pid or os.getpid())) if b"rollpipe guard" in command_of(p) and runs(p)]
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])

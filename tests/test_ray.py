@@ -78,6 +78,7 @@ BEGIN = """
 import os, socket, sys, time
 from itertools import islice
 from pathlib import Path
+from conftest import command_of
 from toys import Lively, Shaky
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, RayReading
 from rollpipe.pipes.cluster.door import descendants
@@ -94,7 +95,7 @@ def ports(pids):
     rows = [row.split() for kind in ('tcp', 'tcp6') for row in Path(f'/proc/net/{kind}').read_text().splitlines()[1:]]
     return {row[1].split(':')[0] for row in rows if row[3] == '0A' and f'socket:[{row[9]}]' in sockets}
 
-def others(): return [pid for pid in descendants(os.getpid()) if b'rollpipe guard' not in Path(f'/proc/{pid}/cmdline').read_bytes()]
+def others(): return [pid for pid in descendants(os.getpid()) if b'rollpipe guard' not in command_of(pid)]
 pipe = Lanes(FragmentCollector(EnvStepper(Lively, Shaky()), 3), 4, 0)
 """
 

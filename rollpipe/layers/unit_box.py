@@ -27,7 +27,8 @@ def _center_and_half_range(space, owner):
     low, high = space.low.astype(np.float64), space.high.astype(np.float64)
     with np.errstate(over='ignore', invalid='ignore'):
         center, half = (low / 2 + high / 2).astype(np.float32), (high / 2 - low / 2).astype(np.float32)
-        fitting, tried = np.zeros_like(half).view(np.int32), half.view(np.int32)     # the bits of numbers >= 0 are in the order of these
+        # Numbers >= 0 are in the order of their bits, so a bisection of the bits finds the largest half range that fits.
+        fitting, tried = np.zeros_like(half).view(np.int32), half.view(np.int32)
         for _ in range(32):
             middle = tried - (tried - fitting) // 2
             fits = (center + middle.view(np.float32) <= high) & (center - middle.view(np.float32) >= low)

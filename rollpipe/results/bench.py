@@ -144,7 +144,7 @@ def read_bench(
 
 
 def _checked_bench(found: dict, where: str) -> dict:
-    "It, with a `Published` for each published figure. Raises `DataError`, which names the place, for what `bench_file` does not write."
+    "What is in the file, with a `Published` for each published figure. Raises `DataError` for what `bench_file` does not write."
     need_value(found, "title", "a text", where)
     if not (rows := tables_of(found, "rows", where)): raise DataError(f"{where}: has no rows")
     for i, row in enumerate(rows, 1):

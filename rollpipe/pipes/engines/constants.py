@@ -123,4 +123,5 @@ def _may_change(x) -> bool:
     return comparable(x) is not None
 
 
-_VALUES = dict, list, set, deque, np.ndarray, Namespace     # of libraries, whose other objects, such as loggers, hold no constants
+# Classes of libraries whose objects may hold constants. Objects of their other classes, such as loggers, change for reasons of their own.
+_VALUES = dict, list, set, deque, np.ndarray, Namespace
