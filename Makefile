@@ -81,10 +81,10 @@ $(VENV)/.docs: $(STAMP)
 	@touch $@
 
 export: $(STAMP)  ## clean the notebooks and export them to modules
-	@$(BIN)/nbdev_clean && $(BIN)/python tools/export.py
+	@$(BIN)/nbdev_clean && $(BIN)/nbdev_export
 
 update: $(STAMP)  ## carry small edits of exported modules back into their notebooks, then export
-	@$(BIN)/python tools/export.py --update && $(BIN)/nbdev_clean && $(BIN)/python tools/export.py
+	@$(BIN)/nbdev_update && $(BIN)/nbdev_clean && $(BIN)/nbdev_export
 
 hooks: $(STAMP)  ## enable the commit hook and readable notebook diffs in this clone
 	@git config core.hooksPath .githooks

@@ -43,11 +43,11 @@ class Algorithm(NamedTuple):
         critic: critic.for_env(...) likewise; None: the learner is called without a critic
         defaults: option -> its default here, if it differs from that of the signature
     """
-    learner: type               # learner(actor, critic, seed=..., **options), with `update`, `state_dict`, `load_state_dict`, `actor`
-    pipeline: Callable          # pipeline(env, actor[, critic], seed=..., env_kwargs=..., **options) -> pipe of batches
-    policy: type                # policy.for_env(env, seed=..., env_kwargs=..., **options)
-    critic: type | None = None  # critic.for_env(...) likewise; None: the learner is called without a critic
-    defaults: dict = {}         # option -> its default here, if it differs from that of the signature
+    learner: type
+    pipeline: Callable
+    policy: type
+    critic: type | None = None
+    defaults: dict = {}
 
     @property
     def parts(self) -> dict:
@@ -80,10 +80,7 @@ def _options(found):
     return [x._replace(kinds=("int",)) if x.name == "n_envs" else x for x in options]  # an id does not say how many
 
 # %% ../nbs/06_algorithms.ipynb #fd8b1b46
-def register_algorithm(
-    name: str,            # as it is typed: small letters, digits, `-` and `_`
-    algorithm: Algorithm, # its parts
-) -> None:
+def register_algorithm(name: str, algorithm: Algorithm) -> None:
     """Make an algorithm known: to the command line, to `make_config` and to whoever loads a run.
 
     Raises `DataError` if the name is no name or is taken, or if a part cannot be used. The same algorithm may be registered again.
@@ -139,9 +136,7 @@ def is_algorithm(name: Any) -> bool:
     return name in ALGORITHMS
 
 
-def options_for(
-    algorithm: str,  # name in `ALGORITHMS`
-) -> list:  # of `Option`
+def options_for(algorithm: str) -> list:
     """The options of an algorithm. Raises `DataError` for an unknown one.
 
     Args:

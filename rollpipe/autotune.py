@@ -23,10 +23,7 @@ __all__ = ['GRID', 'SHORTEST', 'NO_TIME', 'profile_config', 'cores', 'settings',
            'command_for']
 
 # %% ../nbs/12_autotune.ipynb #0c121235
-def profile_config(
-    config: dict,     # see `make_config`
-    seconds: float,   # how long it is measured
-) -> Profile:
+def profile_config(config: dict, seconds: float) -> Profile:
     """Profile the pipeline and the learner that a configuration describes.
 
     Args:
@@ -55,12 +52,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def settings(
-    algorithm: str,   # name in `ALGORITHMS`
-    typed: dict,      # options of the algorithm and of the run that are given
-    n_cores: int,     # greatest number of workers
-    preset: dict | None = None,  # option -> value, where it is not the default; it may be changed
-) -> list:            # of dicts: option -> value, first the one with the defaults
+def settings(algorithm: str, typed: dict, n_cores: int, preset: dict | None = None) -> list:
     """All settings to try, the others in random order. A batch always has the number of steps that it has with the defaults.
 
     Args:
@@ -99,9 +91,9 @@ class Trial(NamedTuple):
         profile: what was measured; None: nothing, because it failed or there was no time
         error: why nothing was measured
     """
-    setting: dict                    # option -> value
-    profile: Profile | None = None   # what was measured; None: nothing, because it failed or there was no time
-    error: str = ""                  # why nothing was measured
+    setting: dict
+    profile: Profile | None = None
+    error: str = ""
 
     @property
     def speed(self) -> float:
@@ -109,15 +101,8 @@ class Trial(NamedTuple):
         return 0. if self.profile is None else self.profile.steps_per_s or 0.
 
 
-def autotune(
-    algorithm: str,                  # name in `ALGORITHMS`
-    env: str,                        # gymnasium id
-    options: dict | None = None,     # options of the algorithm that are given; others are tried, or have their defaults
-    env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make`
-    *,
-    seconds: float = 60.,            # for all settings together
-    **run_options: Any,              # see `make_config`
-) -> Iterator[Trial]:
+def autotune(algorithm: str, env: str, options: dict | None = None, env_kwargs: dict | None = None, *, seconds: float = 60.,
+             **run_options: Any) -> Iterator[Trial]:
     """A `Trial` for each setting, as soon as it is measured. Raises `DataError` for options that are wrong in every setting.
 
     Args:
@@ -163,13 +148,7 @@ def trial_row(trial: Trial) -> str:
     return table_row(trial.setting, f"{trial.speed:,.0f}", share_text(1 - (found.learner or 0.)), name)
 
 
-def command_for(
-    algorithm: str,
-    env: str,
-    values: dict,              # option -> value
-    known: list,               # `Option`s of the algorithm and of the run
-    more: Iterable = (),       # further words
-) -> str:
+def command_for(algorithm: str, env: str, values: dict, known: list, more: Iterable = ()) -> str:
     """The command line that trains with these options.
 
     Args:

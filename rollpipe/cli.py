@@ -30,11 +30,7 @@ _COMMON = ("steps", "device")  # options of every command that trains
 _OF_A_RUN = ("--out", "--overwrite", "--continue", "--seeds", "--jobs", "--quiet", "--tensorboard", "--wandb")  # only of `train`
 
 
-def add_algorithms(
-    parser: argparse.ArgumentParser,  # parser of a command that takes `ALGO ENV` and their options
-    common: argparse.ArgumentParser,  # parser of the options that every such command has
-    runs: bool = False,               # whether the command makes runs, and so has the options about their folders
-) -> None:
+def add_algorithms(parser: argparse.ArgumentParser, common: argparse.ArgumentParser, runs: bool = False) -> None:
     """Add a subcommand for every algorithm, with its options.
 
     Args:
@@ -189,9 +185,7 @@ def build_parser() -> Parser:
 USER_ERRORS = (UsageError, PipeError, OSError, ImportError, ValueError)
 
 
-def main(
-    argv: list | None = None,  # words of the command line; None: those of the process
-) -> int:  # exit code: 0, 2 for an error, 128 and the number of the signal after Ctrl-C (130), SIGTERM (143) or SIGHUP (129)
+def main(argv: list | None = None) -> int:
     """Run one command.
 
     Args:
@@ -258,7 +252,3 @@ def _explain_unknown(args: Namespace, word: str) -> str:
     near = difflib.get_close_matches(name, [o.flag for o in options], 2)
     return f"unknown argument {word}" + (f"; did you mean {' or '.join(near)}?" if near else
                                          f" (see rollpipe {args.command or ''} --help)".replace("  ", " "))
-
-# %% ../nbs/15_cli.ipynb #43fca2d8
-#| eval: false
-if __name__ == "__main__": sys.exit(main())

@@ -56,9 +56,9 @@ class Given(NamedTuple):
         options: option of the algorithm -> value
         run: option of the run -> value
     """
-    options: dict     # option of the algorithm -> value
+    options: dict
     env_kwargs: dict
-    run: dict         # option of the run -> value
+    run: dict
 
 
 def given_by(args: Namespace) -> Given:
@@ -114,12 +114,7 @@ def default_folder(config: dict) -> Path:
     return Path(f"runs/{config['algorithm']}-{env}-s{config['seed']}")
 
 
-def find_run(
-    folder: Path,
-    config: dict,  # what the run must be, but for the number of steps and the versions of packages
-    given: Iterable | None = None,  # options that are not left to a preset; None: all
-    is_exact: bool = False,         # whether a run of more steps is another one
-) -> Checkpoint | None:
+def find_run(folder: Path, config: dict, given: Iterable | None = None, is_exact: bool = False) -> Checkpoint | None:
     """The run in a folder, None if there is none. Raises `DataError` if it was made with another configuration.
 
     Args:

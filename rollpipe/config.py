@@ -68,10 +68,7 @@ def _versions() -> dict:
     return dict(python=platform.python_version(), **{name: m.__version__ for name, m in modules.items()})
 
 
-def check_decay(
-    steps: int,     # environment steps to train for
-    options: dict,  # of the algorithm
-) -> None:
+def check_decay(steps: int, options: dict) -> None:
     """Raise `DataError` if the learning rates would fall to 0 before the training ends.
 
     Args:
@@ -83,9 +80,7 @@ def check_decay(
                     expected=f"0, or at least the steps of the training, as by --decay-steps {steps} for a new run")
 
 
-def check_room(
-    options: dict,  # of the algorithm, all of them
-) -> None:
+def check_room(options: dict) -> None:
     """Raise `DataError` if there is no memory for the batches or the replay memory that the options ask for.
 
     Args:
@@ -104,9 +99,7 @@ def _check_together(steps: int, workers: int, options: dict) -> None:
                         "(a batch has lanes * n_envs * n_steps steps)", got=f"{lanes} lanes")
 
 # %% ../nbs/07_config.ipynb #210c1c22
-def device_of(
-    name: str,  # such as cpu, cuda:1, mps, or auto
-) -> torch.device:
+def device_of(name: str) -> torch.device:
     """The device of this name; `auto` is cuda or mps if they are there, else cpu. Raises `DataError` for one that is not there.
 
     Args:
@@ -132,9 +125,7 @@ def _curious(pipe: Any, config: dict, seed: int) -> Any:
     return insert_after(pipe, Lanes, partial(RND, network=network, weight=weight, seed=seed))
 
 # %% ../nbs/07_config.ipynb #ce5267a0
-def reading_for(
-    config: dict,  # see `make_config`
-) -> Any:          # a reading service
+def reading_for(config: dict) -> Any:
     """The reading service of a run. Raises `DataError` for options that are out of range, or do not fit together.
 
     Args:
@@ -173,34 +164,12 @@ def _with_preset(make: _Make) -> _Make:
 
 # %% ../nbs/07_config.ipynb #6417072b
 @_with_preset
-def make_config(
-    algorithm: str,                  # name in `ALGORITHMS`
-    env: str,                        # gymnasium id
-    options: dict | None = None,     # options of the algorithm, see `options_for`; all others keep their defaults
-    env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make`
-    *,
-    steps: int = 100_000,            # environment steps to train for
-    seed: int = 0,                   # seed of networks, environments and actions
-    threads: int = 1,                # number of torch threads; 1 is fastest for small networks
-    checkpoint_every: int = 20,      # updates between checkpoints
-    keep: int = 0,                   # how many of the newest checkpoints to keep in the folder `checkpoints`; 0: only the last one
-    eval_every: int = 0,             # updates between evaluations of the present policy, in a separate process; 0: none
-    eval_steps: int = 0,             # steps between evaluations on fresh episodes, in this process, into evaluations.jsonl; 0: none
-    eval_episodes: int = 20,         # number of episodes of each of these evaluations
-    final_episodes: int = 100,       # number of episodes that the last policy plays at the end, and the best one; with eval_steps
-    video_every: int = 0,            # updates between films of an episode of the present policy, in the folder videos; 0: none
-    workers: int = 0,                # processes that collect, at most one per lane; 0: collect in this process
-    lag: int | None = 0,             # updates between collecting a batch in workers and learning from it: 0, 1, ... or none (any number)
-    order: str = "canonical",        # order of the lanes with workers: canonical (in turn) or ready (first come, first served)
-    restarts: int = 0,               # how often a lost worker is replaced before the run fails
-    reading: str = "processes",      # where workers run: processes (of this machine) or ray (a Ray cluster)
-    address: str | None = None,      # of a Ray cluster: auto (that of this machine) or host:port [Ray for this run alone]
-    name: str | None = None,         # name of the experiment in plots [algorithm and environment]
-    imports: Sequence[str] = (),     # modules that must be imported before the environment can be made
-    device: str = "cpu",             # where networks and batches are: cpu, cuda, cuda:1, mps, or auto (cuda or mps, if it is there)
-    intrinsic: float = 0.,           # weight of a reward for what is new, by random network distillation (`RND`); 0: none
-    preset: str = "none",            # settings for what is left out: auto (those for the environment), none, or the name of a preset
-) -> dict:
+def make_config(algorithm: str, env: str, options: dict | None = None, env_kwargs: dict | None = None, *, steps: int = 100_000,
+                seed: int = 0, threads: int = 1, checkpoint_every: int = 20, keep: int = 0, eval_every: int = 0, eval_steps: int = 0,
+                eval_episodes: int = 20, final_episodes: int = 100, video_every: int = 0, workers: int = 0, lag: int | None = 0,
+                order: str = "canonical", restarts: int = 0, reading: str = "processes", address: str | None = None,
+                name: str | None = None, imports: Sequence[str] = (), device: str = "cpu", intrinsic: float = 0.,
+                preset: str = "none") -> dict:
     """The configuration of a run. Raises `DataError` for what is unknown or does not fit together, or for a value that JSON cannot hold.
 
     Args:
@@ -253,10 +222,7 @@ def _network(part, env, **kwargs):
         raise
 
 
-def build(
-    config: dict,      # see `make_config`
-    resumes: int = 0,  # how often the run was resumed
-) -> tuple:  # agent, pipe
+def build(config: dict, resumes: int = 0) -> tuple:
     """The learner and the pipeline that a configuration describes. Raises their errors, and `DataError` if they do not fit together.
 
     Its `place`, if there is one, is a folder in that of the replay's `path`: trainings at the same time share options, but no files.

@@ -6,7 +6,7 @@
 __all__ = ['main']
 
 # %% ../nbs/16_entry.ipynb #fad199de
-import os, signal, sys
+import os, signal
 
 # %% ../nbs/16_entry.ipynb #16944cbb
 def _leave(number, frame):
@@ -14,8 +14,8 @@ def _leave(number, frame):
     os._exit(128 + number)
 
 
-def main() -> int:  # exit code: see `rollpipe.cli.main`
-    "Run one command, with the words of the command line."
+def main() -> int:
+    "Run one command, with the words of the command line; returns the exit code of `rollpipe.cli.main`."
     numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
     for number in numbers:
         if signal.getsignal(number) not in (signal.SIG_IGN, None): signal.signal(number, _leave)
@@ -23,7 +23,3 @@ def main() -> int:  # exit code: see `rollpipe.cli.main`
     if (code := run()) > 128:  # the process is about to end, and another signal must not change its exit code
         for number in numbers: signal.signal(number, signal.SIG_IGN)
     return code
-
-# %% ../nbs/16_entry.ipynb #8b0dfdc9
-#| eval: false
-if __name__ == "__main__": sys.exit(main())

@@ -29,11 +29,7 @@ __all__ = ['KINDS', 'EVALUATIONS', 'EVALUATIONS_FORMAT', 'evaluation_seed', 'rea
 KINDS = ("training", "last", "best")  # evaluations while the run learns, of the last policy, and of the best one
 
 
-def evaluation_seed(
-    seed: int,   # of the run
-    kind: str,   # one of `KINDS`
-    steps: int,  # of the training before the evaluation
-) -> int:
+def evaluation_seed(seed: int, kind: str, steps: int) -> int:
     """The seed of the episodes of an evaluation.
 
     Args:
@@ -48,9 +44,7 @@ EVALUATIONS, EVALUATIONS_FORMAT = "evaluations.jsonl", 1
 _NUMBERS = ("steps", "updates", "seconds", "mean", "std")
 
 
-def read_evaluations(
-    folder: str | Path,  # of a run
-) -> list:  # of dicts: `kind`, `steps` and `seconds` of training, `updates` of the policy, `mean`, `std`, `returns`, `lengths`, `seed`
+def read_evaluations(folder: str | Path) -> list:
     """The evaluations of a run, none if there is no file. Raises `DataError` for a damaged line, and for a file of another version.
 
     Args:
@@ -83,10 +77,7 @@ def _number(x: Any) -> float | int:
     return x if isinstance(x, (int, float)) else {"inf": math.inf, "-inf": -math.inf}[x]
 
 # %% ../nbs/17_evaluations.ipynb #d2d63c35
-def write_evaluations(
-    folder: str | Path,  # of a run
-    records: list,       # see `read_evaluations`
-) -> None:
+def write_evaluations(folder: str | Path, records: list) -> None:
     """Replace the evaluations of a run. Raises `OSError`, which names the file; the old one is there then.
 
     Args:
@@ -108,9 +99,7 @@ class StepEvaluations:
     Args:
         run: its configuration has `eval_steps`
     """
-    def __init__(self,
-        run: Run,  # its configuration has `eval_steps`
-    ):
+    def __init__(self, run: Run):
         self.run, self.news, best = run, [], best_return(run.folder)
         self.best = -math.inf if math.isnan(best) else best
         steps = run.counters["steps"]
@@ -169,10 +158,7 @@ class StepEvaluations:
         return self.poll()
 
 # %% ../nbs/17_evaluations.ipynb #c9fef6f4
-def is_evaluated(
-    folder: str | Path,  # of a run
-    steps: int,          # that the run has made
-) -> bool:
+def is_evaluated(folder: str | Path, steps: int) -> bool:
     """Whether there are evaluations of the last policy and of the best one, after that many steps.
 
     Args:
@@ -182,9 +168,7 @@ def is_evaluated(
     return {r["kind"] for r in read_evaluations(folder) if r["steps"] == steps} >= {"last", "best"}
 
 
-def evaluate_end(
-    folder: str | Path,  # of a run that has made all of its steps
-) -> None:
+def evaluate_end(folder: str | Path) -> None:
     """Make the evaluations that a run lacks at its end, if it has `eval_steps`.
 
     Args:

@@ -28,11 +28,7 @@ __all__ = ['without', 'words_for', 'python_words', 'RunProcess', 'run_all', 'las
            'train_or_experiment']
 
 # %% ../nbs/14_experiments.ipynb #4109b8a7
-def without(
-    words: list,      # of a command line
-    values: tuple,    # flags with one value each
-    flags: tuple = (),  # flags without one
-) -> list:
+def without(words: list, values: tuple, flags: tuple = ()) -> list:
     """The words of a command line without some of its options.
 
     Args:
@@ -48,11 +44,7 @@ def without(
     return kept
 
 # %% ../nbs/14_experiments.ipynb #98778530
-def words_for(
-    words: list,   # the command line of the experiment
-    seed: int,
-    folder: Path,  # of the run
-) -> list:
+def words_for(words: list, seed: int, folder: Path) -> list:
     """The command line of one run.
 
     Args:
@@ -76,11 +68,7 @@ class RunProcess:
         command: the words of the command
         ended: is called without arguments, in another thread, when `has_ended` has become true
     """
-    def __init__(self,
-        name: str,        # what its lines begin with
-        command: list,    # the words of the command
-        ended: Callable,  # is called without arguments, in another thread, when `has_ended` has become true
-    ):
+    def __init__(self, name: str, command: list, ended: Callable):
         self.name, self.last, self.has_ended = name, "", False
         self.process: Any = subprocess.Popen(command, text=True, errors="replace", stdin=subprocess.DEVNULL,
                                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -121,10 +109,7 @@ class RunProcess:
         self.process.send_signal(number)
 
 # %% ../nbs/14_experiments.ipynb #c5f77c2e
-def run_all(
-    commands: dict,  # name -> words of a command
-    jobs: int,       # number of processes at a time
-) -> tuple:  # name -> its `RunProcess`, for those that were begun; the number of the signal that has stopped them, or None
+def run_all(commands: dict, jobs: int) -> tuple:
     """Run the commands, a few at a time, until all have ended. After a signal no more are begun.
 
     Args:
@@ -153,9 +138,7 @@ def run_all(
         for run in runs.values(): run.process.wait()
 
 # %% ../nbs/14_experiments.ipynb #2f8a7374
-def last_return(
-    folder: Path,  # of a run
-) -> float:
+def last_return(folder: Path) -> float:
     """The last mean return in the records of a run; `nan` if no episode has ended.
 
     Args:

@@ -169,8 +169,8 @@ class Format(NamedTuple):
         run: bytes -> function of tensors; None if the package for it is missing
     """
     suffix: str
-    write: Callable     # (policy, example inputs, note) -> bytes
-    run: Callable       # bytes -> function of tensors; None if the package for it is missing
+    write: Callable
+    run: Callable
 
 
 FORMATS = {'onnx': Format('.onnx', _to_onnx, _run_onnx), 'torchscript': Format('.pt', _to_torchscript, _run_torchscript),
@@ -199,12 +199,7 @@ def _check(actor, policy, run, n=3, steps=3):
                                 got=describe(np.asarray(x)))
 
 
-def export_policy(
-    actor: Any,                # an actor made by `for_env`, or with `observation_space` and `action_space`
-    path: str | Path,          # file to write
-    to: str = 'onnx',          # 'onnx', 'torchscript' or 'pt2'
-    note: dict | None = None,  # anything JSON can hold, to be stored in the file beside the names of inputs and outputs
-) -> bool:  # whether the file was run and compared with the actor; False: onnxruntime is missing
+def export_policy(actor: Any, path: str | Path, to: str = 'onnx', note: dict | None = None) -> bool:
     """Write the deterministic policy of an actor to a file that runs without rollpipe.
 
     Raises `DataError` for an unknown format, if two leaves would have the same name, or if the file would answer differently, and

@@ -28,15 +28,7 @@ class Films:
         env_kwargs: keyword arguments for `gymnasium.make`
         seed: of the episode, the same for each film
     """
-    def __init__(self,
-        folder: str | Path,              # of the run
-        env: str,                        # gymnasium id; it must render with `render_mode='rgb_array'`
-        actor: Any,                      # in eval mode while it is filmed
-        every: int,                      # updates between two films; the last update has one, too
-        *,
-        env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make`
-        seed: int | None = None,         # of the episode, the same for each film
-    ):
+    def __init__(self, folder: str | Path, env: str, actor: Any, every: int, *, env_kwargs: dict | None = None, seed: int | None = None):
         self.every, self.folder, self._evaluation = every, Path(folder)/"videos", None
         kind = "mp4" if importlib.util.find_spec("imageio_ffmpeg") else "gif"
         def begin():
@@ -51,10 +43,7 @@ class Films:
             logging.getLogger("rollpipe").warning(f"there are no more films in {self.folder}: {type(e).__name__}: {e}")
             self._evaluation = None
 
-    def after(self,
-        updates: int,   # of the run so far
-        is_last: bool,  # does the training end here?
-    ) -> None:
+    def after(self, updates: int, is_last: bool) -> None:
         """Begin a film if it is time. The film before it is finished first, so that none is left out.
 
         Args:

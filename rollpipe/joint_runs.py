@@ -26,12 +26,7 @@ from .train import STOP_SIGNALS, train
 __all__ = ['divide', 'Follower', 'joint', 'follow']
 
 # %% ../nbs/19_joint_runs.ipynb #f1aa24b2
-def divide(
-    pipe: Any,     # the pipeline of all lanes
-    rank: int,
-    size: int,     # number of ranks
-    workers: int,  # that each rank uses
-) -> None:
+def divide(pipe: Any, rank: int, size: int, workers: int) -> None:
     """Leave this rank its part of the lanes, see `ranks.divide`. Raises `DataError` if there are too few for its workers, too.
 
     Args:
@@ -66,11 +61,7 @@ def _check_asked(typed: dict, configured: Callable) -> None:
     check_alike(found, "another option than on rank 0", missing="nothing")
 
 
-def joint(
-    make: Callable,          # () -> `Run`, or None if there is nothing to do; called in rank 0
-    typed: dict,             # option -> value: what this rank is asked for
-    configured: Callable,    # () -> the configuration that this is, see `make_config`; or nothing
-) -> Run | None:
+def joint(make: Callable, typed: dict, configured: Callable) -> Run | None:
     """The run that `make` starts or resumes, with this rank's part of its pipeline; a `Follower` in ranks other than 0.
 
     Without a process group it is what `make` returns. An error of `make` is raised in rank 0, and the others get None. `DataError`, in

@@ -18,9 +18,7 @@ __all__ = ['lock', 'unlock']
 _locks = {}  # (process, folder) -> the open lock file
 
 
-def lock(
-    folder: Path,  # of a run; it must exist
-) -> None:
+def lock(folder: Path) -> None:
     """Keep other processes from training in the folder. Raises `DataError` if one does, and if its name is not UTF-8, which checkpoints
     cannot be read without. The same process may lock it again.
 

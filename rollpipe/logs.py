@@ -23,9 +23,7 @@ from .sinks import TensorBoard, WandB
 __all__ = ['read_records', 'read_metrics', 'MetricWriter', 'NoWriter', 'metric_writer']
 
 # %% ../nbs/01_logs.ipynb #258786bb
-def read_records(
-    folder: str | Path,  # folder of a run
-) -> list:  # one dict per record
+def read_records(folder: str | Path) -> list:
     """The records of `metrics.jsonl`. An incomplete last line is ignored; a damaged line before it raises `DataError`.
 
     Args:
@@ -44,9 +42,7 @@ def read_records(
     return records
 
 
-def read_metrics(
-    folder: str | Path,  # folder of a run
-) -> dict:  # metric name -> float64 [n records]
+def read_metrics(folder: str | Path) -> dict:
     """The metrics of a run as columns, `nan` where a record does not have them; metrics that no record has are left out.
 
     Args:
@@ -127,14 +123,8 @@ class MetricWriter:
         wandb: log to Weights & Biases: project, True ("rollpipe"), False, or None: if the run is there already
         config: configuration that Weights & Biases shows
     """
-    def __init__(self,
-        folder: str | Path,               # created if needed
-        tensorboard: bool | str = "auto", # write event files: True, False, or "auto": if TensorBoard is installed
-        after: float = math.inf,          # keep earlier records up to this many steps
-        *,
-        wandb: bool | str | None = None,  # log to Weights & Biases: project, True ("rollpipe"), False, or None: if the run is there already
-        config: dict | None = None,       # configuration that Weights & Biases shows
-    ):
+    def __init__(self, folder: str | Path, tensorboard: bool | str = "auto", after: float = math.inf, *, wandb: bool | str | None = None,
+                 config: dict | None = None):
         self.folder, self._told = Path(folder), set()
         self.folder.mkdir(parents=True, exist_ok=True)
         has_old = (self.folder/"metrics.jsonl").exists()
@@ -195,10 +185,7 @@ class NoWriter(MetricWriter):
     def close(self) -> None: "Do nothing."
 
 
-def metric_writer(
-    *args: Any,     # options of `MetricWriter`
-    **kwargs: Any,
-) -> MetricWriter:
+def metric_writer(*args: Any, **kwargs: Any) -> MetricWriter:
     """A `MetricWriter` in rank 0, or if this process learns alone.
 
     Args:

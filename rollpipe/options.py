@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import argparse, ast, inspect, re
 from collections.abc import Callable, Iterable
-from dataclasses import is_dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
-
-from fastcore.docments import docments
 
 from .pipes.errors import DataError
 
@@ -29,35 +25,24 @@ def args_section(docstring: str | None) -> dict:
     return {name: " ".join(text.split()) for name, text in entries}
 
 
-@lru_cache(maxsize=256)  # to read the sources takes a second for all algorithms, and each command needs them several times
-def _comments(source: Callable) -> dict:
-    "Parameter -> the comment beside it in the source."
-    return {name: text for name, text in docments(source, returns=False).items() if text}
-
-
 def meanings(function: Callable) -> dict:
-    """Parameter -> meaning, for a function or a class.
+    """Parameter -> meaning, for a function or a class, from the `Args:` sections of docstrings.
 
-    The meaning comes from the `Args:` section of the docstring, else from the comment beside the parameter in the source. If the function
-    passes its keywords on to another one (fastcore's `@delegates`), their meanings are those of the other function.
+    A class has the meanings of its bases. A function that passes its keywords on (`__delwrap__`, as fastcore's `@delegates` leaves it) has
+    those of the other function. What its own docstring says goes before both.
     """
-    owner = function
-    if inspect.isclass(function):  # the class that defines `__init__`
-        owner = next(cls for cls in function.__mro__ if "__init__" in vars(cls))
-        function = owner.__init__
-    other = getattr(function, "__delwrap__", None)
-    source = owner if is_dataclass(owner) else function  # the `__init__` of a dataclass is generated; the comments stand beside its fields
-    return {**(meanings(other) if other else {}), **_comments(source), **args_section(owner.__doc__), **args_section(function.__doc__)}
+    owners = reversed(function.__mro__) if inspect.isclass(function) else [function]
+    parts = [x for owner in owners for x in (owner, vars(owner).get("__init__")) if x is not None]
+    others = [other for x in parts if (other := getattr(x, "__delwrap__", None))]
+    sections = [meanings(other) for other in others] + [args_section(x.__doc__) for x in parts]
+    return {name: text for section in sections for name, text in section.items()}
 
 # %% ../nbs/05_options.ipynb #5ce2e98c
 _TYPES: dict[str, Any] = dict(bool=bool, int=int, float=(int, float), str=str, dict=dict,
                               value=(bool, int, float, str, tuple, list, dict, type(None)))
 
 
-def kinds_of(
-    annotation: Any,  # of a parameter, as it is or as text
-    default: Any,     # decides if the annotation says nothing
-) -> tuple:  # of "bool", "int", "float", "str", "dict", "None", "int,..." (a tuple of integers), or of "value": anything
+def kinds_of(annotation: Any, default: Any) -> tuple:
     """What a parameter may be: those parts of its annotation that can be typed.
 
     Args:
@@ -95,12 +80,12 @@ class Option(NamedTuple):
         help: meaning, from the signature
         kinds: what it may be, from the annotation, such as `("float", "None")`
     """
-    name: str     # unique identifier; `max_kl` is typed as `--max-kl`
-    part: str     # the function that the option belongs to
-    param: str    # name of its parameter there
-    default: Any  # bool, int, float, str, None or a tuple of these
-    help: str     # meaning, from the signature
-    kinds: tuple  # what it may be, from the annotation, such as `("float", "None")`
+    name: str
+    part: str
+    param: str
+    default: Any
+    help: str
+    kinds: tuple
 
     @property
     def flag(self) -> str: return "--" + self.name.replace("_", "-")
@@ -111,10 +96,7 @@ class Option(NamedTuple):
             raise DataError("wrong type of value", leaf=self.flag, expected=_in_words(self.kinds), got=repr(value))
 
 
-def options_of(
-    parts: dict,          # part -> function or class; if two parts have a parameter of the same name, the first one gets the plain name
-    skip: Iterable = (),  # parameters that do not become options
-) -> list:  # of `Option`
+def options_of(parts: dict, skip: Iterable = ()) -> list:
     """An option for every parameter with a plain default. If its name is taken, the name of the part precedes it: `critic_hidden`.
 
     Args:
@@ -139,10 +121,7 @@ def _is_plain(default: Any) -> bool:
     return isinstance(default, plain) or isinstance(default, tuple) and all(isinstance(x, plain) for x in default)
 
 # %% ../nbs/05_options.ipynb #d9e5c44e
-def parse_value(
-    text: str,     # the text on the command line
-    kinds: tuple,  # what it may stand for, see `kinds_of`
-) -> Any:
+def parse_value(text: str, kinds: tuple) -> Any:
     """The value that `text` stands for, by the first of the kinds that can read it. Raises ValueError.
 
     Args:
@@ -179,9 +158,7 @@ def _literal(text: str) -> Any:
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError): return text
 
 # %% ../nbs/05_options.ipynb #5e6b1873
-def parse_env_kwargs(
-    items: Iterable,  # texts `key=value`
-) -> dict:
+def parse_env_kwargs(items: Iterable) -> dict:
     """`['g=9.81', 'continuous=True']` as a dict of Python values. Raises `DataError`.
 
     Args:
@@ -194,9 +171,7 @@ def parse_env_kwargs(
     return {key: _literal(value) for key, _, value in pairs}
 
 
-def import_words(
-    modules: Iterable,  # that must be imported first
-) -> list:
+def import_words(modules: Iterable) -> list:
     """The words of a command line that import modules.
 
     Args:
@@ -205,9 +180,7 @@ def import_words(
     return [word for module in modules for word in ("--import", module)]
 
 
-def typed(
-    words: Iterable,  # of a command line; paths as `Path`
-) -> list:
+def typed(words: Iterable) -> list:
     """The words as texts. A path that begins with a dash would be an option, so it gets the `./` that `Path` leaves out.
 
     Args:
@@ -216,9 +189,7 @@ def typed(
     return [f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word) for word in words]
 
 # %% ../nbs/05_options.ipynb #091c0aaa
-def parse_seeds(
-    text: str,  # numbers and ranges, such as `0-4`, `0,3,7` or `0-2,7`
-) -> list:  # of int, in the order in which they are typed
+def parse_seeds(text: str) -> list:
     """The seeds that `text` stands for. Raises `DataError` for what is neither a number nor a range, and for a seed that is there twice.
 
     Args:
@@ -250,11 +221,7 @@ class _Formatter(argparse.HelpFormatter):
     def __init__(self, prog): super().__init__(prog, max_help_position=30)
 
 
-def add_options(
-    parser: argparse.ArgumentParser,
-    options: Iterable,     # of `Option`
-    grouped: bool = True,  # whether each part gets a heading
-) -> None:
+def add_options(parser: argparse.ArgumentParser, options: Iterable, grouped: bool = True) -> None:
     """Add the options to a parser. The result has no attribute for an option that was not typed, so the caller knows which ones were typed.
 
     Args:

@@ -23,9 +23,7 @@ from .pipes.errors import DataError
 __all__ = ['LABELS', 'group_runs', 'align', 'smooth', 'save_figure', 'learning_curve']
 
 # %% ../nbs/04_plots.ipynb #88c3ba0d
-def group_runs(
-    runs: Iterable,  # folders of runs, each with `config.json`
-) -> dict:  # label -> list of folders
+def group_runs(runs: Iterable) -> dict:
     """Group the runs that differ only in the seed, under a label of name and differing options. Raises `DataError`.
 
     Args:
@@ -65,10 +63,7 @@ def _plain(value: Any) -> str:
     return "x".join(map(str, value)) if isinstance(value, list) else str(value)
 
 # %% ../nbs/04_plots.ipynb #cac02dd2
-def align(
-    curves: Iterable,     # (x [n], y [n]) for each curve, with ascending x; points where y is nan are left out
-    n_points: int = 200,  # number of points of the common grid
-) -> tuple:  # x [n_points], y [len(curves), n_points]
+def align(curves: Iterable, n_points: int = 200) -> tuple:
     """Interpolate curves onto a common grid, over the range that every curve covers. Raises `DataError` if there is no such range.
 
     Args:
@@ -86,10 +81,7 @@ def align(
     return grid, np.stack([np.interp(grid, x, y) for x, y in curves])
 
 # %% ../nbs/04_plots.ipynb #692c0a9d
-def smooth(
-    y: np.ndarray,  # [..., n]
-    window: int,    # number of points to average, the point itself and those before it
-) -> np.ndarray:    # [..., n]
+def smooth(y: np.ndarray, window: int) -> np.ndarray:
     """Mean over the last `window` points, or over all points so far where there are fewer.
 
     Args:
@@ -163,16 +155,8 @@ def save_figure(figure: Any, path: str | Path) -> None:
     write_atomically(path, picture.getvalue())
 
 # %% ../nbs/04_plots.ipynb #2bf4ab27
-def learning_curve(
-    runs: Any,                       # folder of a run, or several folders
-    path: str | Path | None = None,  # picture to write, its suffix decides the format; None: only return the figure
-    *,
-    x: str = "steps",                # metric along the horizontal axis
-    y: str = "return_mean",          # metric along the vertical axis
-    band: str = "range",             # what the band shows: "range" (min to max of the seeds) or "std" (mean +- one standard deviation)
-    window: int = 1,                 # number of records in the moving average
-    title: str | None = None,        # title of the picture [the experiment, if there is only one]
-) -> Any:
+def learning_curve(runs: Any, path: str | Path | None = None, *, x: str = "steps", y: str = "return_mean", band: str = "range",
+                   window: int = 1, title: str | None = None) -> Any:
     """Draw the mean over seeds with a band, one line per experiment: a matplotlib `Figure`. Raises `DataError` for unusable runs.
 
     Args:

@@ -39,13 +39,7 @@ class Progress:
         file: where to write; None: stderr
         disable: print nothing
     """
-    def __init__(self,
-        total: int,             # number of steps at the end of the run
-        initial: int = 0,       # number of steps already done (by a resumed run)
-        every: float = 15,      # seconds between lines if there is no terminal
-        file: Any = None,       # where to write; None: stderr
-        disable: bool = False,  # print nothing
-    ):
+    def __init__(self, total: int, initial: int = 0, every: float = 15, file: Any = None, disable: bool = False):
         self.total, self.steps, self.every, self.file = total, initial, every, file or sys.stderr
         self.initial, self.begin, self._shown, self._last = initial, time.monotonic(), None, {}
         self.disable, self._bar = disable, None

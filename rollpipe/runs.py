@@ -45,11 +45,11 @@ class Run(NamedTuple):
         waiting: states in the checkpoint, of pipes that are not in the pipeline yet
     """
     folder: Path
-    config: dict    # see `make_config`
-    agent: Any      # the learner
-    pipe: Any       # the pipeline
-    counters: dict  # steps, updates, episodes, seconds and resumes since the start of the run
-    waiting: dict = {}  # states in the checkpoint, of pipes that are not in the pipeline yet
+    config: dict
+    agent: Any
+    pipe: Any
+    counters: dict
+    waiting: dict = {}
 
     @property
     def checkpoint(self) -> Path: return self.folder/"checkpoint.safetensors"
@@ -63,11 +63,7 @@ class Run(NamedTuple):
         write_atomically(self.checkpoint, data)
         if n and self.counters["updates"]: keep_checkpoint(self.folder/"checkpoints", data, self.counters["steps"], n)
 
-    def save_best(self,
-        snapshot: Snapshot,  # of the learner and the pipes, when the evaluation began
-        counters: dict,      # those of the same moment
-        evaluated: dict,     # what the evaluation has found
-    ) -> None:
+    def save_best(self, snapshot: Snapshot, counters: dict, evaluated: dict) -> None:
         """Write the best checkpoint.
 
         Args:
@@ -85,11 +81,7 @@ def folder_of(path: str | Path) -> Path:
     return path.parents[1] if path.parent.name == "checkpoints" and path.name not in RUN_FILES else path.parent
 
 # %% ../nbs/09_runs.ipynb #c4515767
-def start(
-    folder: str | Path,       # created if needed
-    config: dict,             # see `make_config`
-    overwrite: bool = False,  # remove the files of a run in that folder, and nothing else
-) -> Run:
+def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
     """A new run. Raises `DataError` if there is a run in the folder, and the errors of `build`, before anything is written.
 
     Args:
@@ -185,10 +177,7 @@ def needed_modules(config: dict) -> list:
     return list(dict.fromkeys([*config.get("imports", ()), *filter(None, [str(config["env"]).rpartition(":")[0]])]))
 
 # %% ../nbs/09_runs.ipynb #69a84a62
-def load_run(
-    path: str | Path,   # folder of a run, or a checkpoint file
-    best: bool = False, # of a folder: the checkpoint with the best evaluation, instead of the last one
-) -> Checkpoint:
+def load_run(path: str | Path, best: bool = False) -> Checkpoint:
     """The checkpoint of a run. Raises `DataError` if there is none, naming similar folders, or `CheckpointError`.
 
     Args:
@@ -235,11 +224,7 @@ def best_return(folder: Path) -> float:
     raise CheckpointError(f"{path}: does not say how its evaluation was", expected="the file that training has written, or none")
 
 
-def restore(
-    checkpoint: Checkpoint,      # see `load_run`
-    resumes: int = 0,            # how often the run was resumed
-    device: str | None = None,   # see `make_config`; None: as the checkpoint says
-) -> tuple:  # agent, pipe
+def restore(checkpoint: Checkpoint, resumes: int = 0, device: str | None = None) -> tuple:
     """Build the learner and the pipeline, and load the learner's state. Raises `CheckpointError` if it does not fit.
 
     Args:
@@ -260,10 +245,7 @@ def restore(
     return agent, pipe
 
 # %% ../nbs/09_runs.ipynb #bd6c05b6
-def agent_of(
-    checkpoint: Checkpoint, # see `load_run`
-    device: str = "cpu",    # where the learner is to be, see `make_config`
-) -> Any:
+def agent_of(checkpoint: Checkpoint, device: str = "cpu") -> Any:
     """The learner alone. It needs neither the device nor the engine that collected for its training. Raises as `restore` does.
 
     Args:
@@ -274,11 +256,7 @@ def agent_of(
     return restore(checkpoint._replace(config=config), device=device)[0]
 
 
-def load_agent(
-    run: str | Path,     # folder of a run, or a checkpoint file
-    best: bool = False,  # of a folder: the learner with the best evaluation, instead of the last one
-    device: str = "cpu", # where it is to be, see `make_config`; the run may have been trained elsewhere
-) -> Any:
+def load_agent(run: str | Path, best: bool = False, device: str = "cpu") -> Any:
     """The learner of a run as it was saved; `load_agent(run).actor.predict(obs)` is its policy. Raises as `load_run` and `restore` do.
 
     Args:
@@ -289,11 +267,7 @@ def load_agent(
     return agent_of(load_run(run, best), device)
 
 # %% ../nbs/09_runs.ipynb #77254847
-def resume(
-    folder: str | Path,         # folder of a run that has a checkpoint, or one of its checkpoints
-    steps: int | None = None,   # new total number of steps; None: as before
-    device: str | None = None,  # see `make_config`; None: as before
-) -> Run:
+def resume(folder: str | Path, steps: int | None = None, device: str | None = None) -> Run:
     """Continue a run from its checkpoint, with new episodes. Raises `DataError` if it is complete.
 
     From an earlier checkpoint, what came after it is made again: its records and checkpoints are replaced. The best checkpoint stays.

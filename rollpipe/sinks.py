@@ -25,18 +25,13 @@ class TensorBoard:
     """
     name = "TensorBoard"
 
-    def __init__(self,
-        folder: str | Path,  # of the run
-        steps: float = 0,    # of the last record that is kept; events after it are hidden
-    ):
+    def __init__(self, folder: str | Path, steps: float = 0):
         try: from torch.utils.tensorboard import SummaryWriter
         except ImportError: raise ImportError("TensorBoard is not installed: pip install 'rollpipe[tensorboard]'") from None
         self._writer = SummaryWriter(str(Path(folder)/"tensorboard"), purge_step=int(steps) + 1 if steps else None)
 
     @classmethod
-    def is_wanted(cls,
-        wanted: bool | str,  # True, False, or "auto": if TensorBoard is installed
-    ) -> bool:
+    def is_wanted(cls, wanted: bool | str) -> bool:
         """Whether there is to be such a sink.
 
         Args:
@@ -51,10 +46,7 @@ class TensorBoard:
     def close(self) -> None: self._writer.close()
 
 # %% ../nbs/00_sinks.ipynb #7ecacb7d
-def wandb_run(
-    folder: str | Path,           # of the run
-    project: str | None = None,   # the project that is asked for; None: that of the file
-) -> dict:
+def wandb_run(folder: str | Path, project: str | None = None) -> dict:
     """The `project` and `id` of the run in W&B, from `wandb.json`, which is made if needed. Raises `DataError` if it names another project.
 
     Args:
@@ -83,21 +75,14 @@ class WandB:
     """
     name = "Weights & Biases"
 
-    def __init__(self,
-        folder: str | Path,          # of the run; wandb keeps its files in the folder `wandb` there
-        project: str | None = None,  # None: that of the run, or "rollpipe"
-        config: dict | None = None,  # configuration to show there
-    ):
+    def __init__(self, folder: str | Path, project: str | None = None, config: dict | None = None):
         wandb: Any = _wandb()
         self._run = wandb.init(**wandb_run(folder, project), resume="allow", dir=str(folder), name=Path(folder).resolve().name,
                                config=config, settings=wandb.Settings(console="off"))
         self._run.define_metric("*", step_metric="steps")
 
     @classmethod
-    def is_wanted(cls,
-        folder: str | Path,           # of the run
-        wanted: bool | str | None,    # True or a project, False, or None: if the run is there already
-    ) -> bool:
+    def is_wanted(cls, folder: str | Path, wanted: bool | str | None) -> bool:
         """Whether there is to be such a sink.
 
         Args:

@@ -52,9 +52,7 @@ def _is_noticed(handler) -> bool: return handler not in (signal.SIG_IGN, None)
 
 
 @contextmanager
-def stop_signals(
-    wanted: Callable = _is_noticed, # handler -> is a signal with this handler taken over? default: unless it is ignored
-) -> Iterator[None]:
+def stop_signals(wanted: Callable = _is_noticed) -> Iterator[None]:
     """Let SIGTERM and SIGHUP do in the block what Ctrl-C does: raise an exception, here `Stopped`. What is ignored (`nohup`) stays so.
 
     Only the first signal counts. Those that follow within 10 seconds express the same wish, and must not interrupt the saving.
@@ -232,14 +230,8 @@ def _report(record: dict, writer: MetricWriter, bar: Progress) -> None:
 
 # %% ../nbs/10_train.ipynb #834b70b8
 @signals_wait_for_saving()
-def train(
-    run: Run,                         # a run from `start` or `resume`; its counters are updated
-    *,
-    progress: bool = True,            # show the progress on stderr
-    tensorboard: bool | str = "auto", # write event files: True, False, or "auto": if TensorBoard is installed
-    wandb: bool | str | None = None,  # log to Weights & Biases: project, True ("rollpipe"), False, or None: if the run is there already
-    callback: Callable | None = None, # callback(run, record) after each update; returns a dict of metrics of your own, or None
-) -> dict:  # the last record
+def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", wandb: bool | str | None = None,
+          callback: Callable | None = None) -> dict:
     """Train until `config['steps']`, recording metrics and saving checkpoints in the run's folder. The best evaluation keeps its own.
 
     If training is interrupted, also by SIGTERM or SIGHUP, or the environment fails, a checkpoint of the last update is saved first.

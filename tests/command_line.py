@@ -23,7 +23,7 @@ def settings():
 
 def process(*words, env=(), **kwargs):
     "Start a command in a process of its own, with these environment variables besides those that are set."
-    return subprocess.Popen([sys.executable, "-m", "rollpipe.entry", *map(str, words)], env={**os.environ, **settings(), **dict(env)},
+    return subprocess.Popen([sys.executable, "-m", "rollpipe", *map(str, words)], env={**os.environ, **settings(), **dict(env)},
                             text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs)
 
 

@@ -48,5 +48,5 @@ def test_every_module_imports(newest):
 
 
 def test_the_command_line_answers(newest):
-    assert "train" in python(newest, "-m", "rollpipe.cli", "--help")
-    assert "--max" in python(newest, "-m", "rollpipe.cli", "train", "trpo", "--help")  # options made from signatures
+    assert "train" in python(newest, "-m", "rollpipe", "--help")
+    assert "--max" in python(newest, "-m", "rollpipe", "train", "trpo", "--help")  # options made from signatures

@@ -29,23 +29,13 @@ def test_what_is_written_is_read(found, head, width, depth, after):
 def test_without_a_section_nothing_is_known(docstring): assert args_section(docstring) == {}
 
 
-def commented(
-    a,    # from a comment
-    b=1,  # only a comment
-    c=2
-): pass
-
-
-def documented(
-    a,
-    b=1,  # overruled
-    c=2
-):
+def documented(a, b=1, c=2):
     """Do it.
 
     Args:
-        a: from the docstring
-        b: from the docstring, too
+        a: what it is done to
+        b: how often,
+            at least once
     """
 
 
@@ -55,27 +45,29 @@ class Described:
     Args:
         a: of the class
     """
-    def __init__(self, a=0, b=1,  # a comment
-                 ): pass
+    def __init__(self, a=0, b=1):
+        """Make it.
+
+        Args:
+            b: of its `__init__`
+        """
 
 
 class Inherits(Described):
-    "Another thing, made in the same way."
+    """Another thing, made in the same way.
 
-
-@delegates(documented)
-def passes_on(d=3,  # its own
-              **kwargs): pass
+    Args:
+        b: of another thing
+    """
 
 
 @pytest.mark.parametrize("function, expected", [
-    (commented, dict(a="from a comment", b="only a comment")),
-    (documented, dict(a="from the docstring", b="from the docstring, too")),
-    (Described, dict(a="of the class", b="a comment")),
-    (Inherits, dict(a="of the class", b="a comment")),
-    (passes_on, dict(a="from the docstring", b="from the docstring, too", d="its own"))])
-def test_the_docstring_comes_first(function, expected):
-    assert {k: v for k, v in meanings(function).items() if k in "abcd"} == expected
+    (documented, dict(a="what it is done to", b="how often, at least once")),
+    (Described, dict(a="of the class", b="of its `__init__`")),
+    (Inherits, dict(a="of the class", b="of another thing")),
+    (delegates(documented)(lambda d=3, **kwargs: None), dict(a="what it is done to", b="how often, at least once"))])
+def test_the_nearest_docstring_counts(function, expected):
+    assert meanings(function) == expected
 
 
 def test_every_part_of_every_algorithm_says_what_its_options_mean():

@@ -3,7 +3,6 @@ import inspect
 
 import pytest
 import torch
-from fastcore.docments import docments
 from gymnasium.spaces import Box
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +13,7 @@ from rollpipe.agents.tabular import QLearning
 from rollpipe.algorithms import ALGORITHMS, options_for
 from rollpipe.cli import build_parser
 from rollpipe.layers import UnitBox
+from rollpipe.options import meanings
 from rollpipe.pipes.errors import DataError
 
 NATURAL = dict(damping=.1, cg_iters=10, cg_gain=0., fvp_subsample=1., precondition='auto', normalize_adv=True, critic_lr=1e-3,
@@ -58,12 +58,12 @@ def test_the_signature_shows_every_option(algorithm):
 
 
 def test_an_option_means_the_same_everywhere():
-    meanings = docments(SharedOptions, returns=False)
-    assert meanings.keys() == SHARED and all(meanings.values())
+    told = meanings(SharedOptions)
+    assert told.keys() == SHARED and all(told.values())
     for algorithm in ALGORITHMS:
         for name, option in learner_options(algorithm).items():
             assert option.help, (algorithm, name)
-            if name in SHARED: assert (option.help == meanings[name]) == (name not in OWN_MEANING.get(algorithm, ())), (algorithm, name)
+            if name in SHARED: assert (option.help == told[name]) == (name not in OWN_MEANING.get(algorithm, ())), (algorithm, name)
 
 
 @pytest.mark.parametrize('algorithm', ALGORITHMS)

@@ -66,9 +66,9 @@ def test_nohup_is_respected_during_the_imports(tmp_path):
 
 
 def test_the_entry_runs_the_command_line(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "rollpipe.entry", "--version"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-m", "rollpipe", "--version"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.split()[0]) == (0, "rollpipe")
-    done = subprocess.run([sys.executable, "-m", "rollpipe.entry", "train", "nothing"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-m", "rollpipe", "train", "nothing"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
 
 

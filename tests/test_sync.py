@@ -68,7 +68,7 @@ def copy(tmp_path_factory):
 def test_clean_and_export_change_nothing(copy):
     before = contents(copy)
     run(Path(sys.executable).with_name("nbdev_clean"), copy)
-    run(ROOT/"tools/export.py", copy)
+    run(Path(sys.executable).with_name("nbdev_export"), copy)
     after = contents(copy)
     stale = sorted(p for p in before.keys() | after.keys() if before.get(p) != after.get(p))
     assert not stale, f"not clean or not exported: {stale}; `make export`, or `make update` if a module was edited"

@@ -88,7 +88,7 @@ def test_the_preset_is_complete_whatever_the_package_has(here, curves, monkeypat
 
 @pytest.mark.timeout(120)
 def test_a_killed_search_goes_on(here):
-    command = [sys.executable, "-u", "-m", "rollpipe.entry", *WORDS, "--trials", "1000"]
+    command = [sys.executable, "-u", "-m", "rollpipe", *WORDS, "--trials", "1000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         first = next(line for line in process.stdout if line.startswith("trial 0"))
         process.send_signal(signal.SIGKILL)

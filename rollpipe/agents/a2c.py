@@ -28,11 +28,7 @@ class A2C(ActorCriticLearner):
     """
     # Advantages stay as they are by default: in a short batch, scaling them mostly makes noise larger.
     @shared_options(c_value=0.5, c_entropy=0.0, normalize_adv=False, lr=1e-3, critic_lr=1e-2, max_grad_norm=0.5, decay_steps=0, seed=0)
-    def __init__(self,
-        actor: Any,          # a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
-        critic: Any = None,  # `critic(obs) -> value` (see `Critic`); None: the `value` that the actor reports
-        **shared: Any,       # options that learners share, see `SharedOptions`
-    ):
+    def __init__(self, actor: Any, critic: Any = None, **shared: Any):
         super().__init__(actor, critic, **shared)
 
     def loss(self, batch: Fragment) -> tuple:

@@ -24,12 +24,7 @@ from ..pipes.errors import CheckpointError
 # %% ../../nbs/agents/12_checkpoint.ipynb #5fb9d539
 DEPTH = 100     # containers around a leaf; Python's own limit differs between its versions
 
-def encode(
-    tree: Any,       # dict (keys str, int, bool, None), list or tuple of tensors, numbers, strings, bools, None, nested at will
-    tensors: dict,   # receives name -> contiguous copy on the CPU; views and tied weights are stored with all of their elements
-    name: str = "",  # path of `tree` in the whole state; a tensor has this name in the file
-    depth: int = 0,  # how many containers are around `tree`
-) -> Any:
+def encode(tree: Any, tensors: dict, name: str = "", depth: int = 0) -> Any:
     """`tree` in JSON's types. Raises `CheckpointError`, which names the leaf, if there is anything else in it, or if it is nested too deep.
 
     Args:
@@ -62,11 +57,7 @@ def _store(tensor, tensors, name):
     return name
 
 # %% ../../nbs/agents/12_checkpoint.ipynb #40a1b246
-def decode(
-    code: Any,      # what `encode` returned
-    tensors: dict,  # name -> tensor
-    depth: int = 0, # how many containers are around `code`
-) -> Any:
+def decode(code: Any, tensors: dict, depth: int = 0) -> Any:
     """The tree that was encoded. Raises KeyError, TypeError or ValueError if `encode` did not make `code`.
 
     Args:
@@ -86,10 +77,7 @@ def decode(
     return items if kind == "list" else tuple(items)
 
 # %% ../../nbs/agents/12_checkpoint.ipynb #edb29700
-def write_atomically(
-    path: str | Path,  # file to make or replace; its folder must exist
-    data: bytes,       # the whole content
-) -> None:
+def write_atomically(path: str | Path, data: bytes) -> None:
     """Write `data` so that `path` holds either its old content or all of `data`, even if the process or the machine stops.
 
     Raises `OSError`, which names `path`.
@@ -159,14 +147,8 @@ FORMAT_VERSION = 2                     # 1: without checksum
 _NO_CHECKSUM = b'"sha256":"' + b"0" * 64  # in the header of the file, where the checksum of the file will be
 
 
-def save_checkpoint(
-    path: str | Path,  # file to write; replaced if it exists
-    agent: Any,        # has `state_dict()`: actor, critic, optimisers, normalisers, random state
-    config: dict,      # what is needed to build the agent again
-    counters: dict,    # steps, updates, episodes, ... so far
-    evaluated: dict | None = None,  # what an evaluation of exactly this agent has found; None: nobody has evaluated it
-    pipes: dict | None = None,      # name -> state of a pipe that learns; None: there is none
-) -> None:
+def save_checkpoint(path: str | Path, agent: Any, config: dict, counters: dict, evaluated: dict | None = None,
+                    pipes: dict | None = None) -> None:
     """Write one safetensors file, atomically. Raises `CheckpointError` for a leaf that cannot be stored, and `OSError`.
 
     Args:
@@ -204,16 +186,14 @@ class Checkpoint(NamedTuple):
         evaluated: as given to `save_checkpoint`
         pipes: as given to `save_checkpoint`
     """
-    config: dict       # as given to `save_checkpoint`
-    counters: dict     # as given to `save_checkpoint`
-    agent_state: dict  # for `agent.load_state_dict`; tensors on the CPU, bit for bit as they were
-    evaluated: dict | None = None  # as given to `save_checkpoint`
-    pipes: dict | None = None      # as given to `save_checkpoint`
+    config: dict
+    counters: dict
+    agent_state: dict
+    evaluated: dict | None = None
+    pipes: dict | None = None
 
 
-def load_checkpoint(
-    path: str | Path,  # file that `save_checkpoint` wrote, also before there was a checksum
-) -> Checkpoint:
+def load_checkpoint(path: str | Path) -> Checkpoint:
     """Read a checkpoint; nothing in it is executed. Raises `CheckpointError` for a missing, damaged, foreign or too new file.
 
     Args:
@@ -259,10 +239,7 @@ class Snapshot:
         agent: has `state_dict()`
         pipes: name -> state of a pipe that learns
     """
-    def __init__(self,
-        agent: Any,                 # has `state_dict()`
-        pipes: dict | None = None,  # name -> state of a pipe that learns
-    ):
+    def __init__(self, agent: Any, pipes: dict | None = None):
         tensors: dict = {}
         self.state, self.pipes = decode(encode((agent.state_dict(), pipes), tensors), tensors)
 
@@ -272,9 +249,7 @@ class Snapshot:
 _KEPT = re.compile(r"checkpoint-(\d{9,})\.safetensors")  # the number of steps
 
 
-def kept_checkpoints(
-    folder: str | Path,  # it need not exist
-) -> dict:  # number of steps -> path, in ascending order
+def kept_checkpoints(folder: str | Path) -> dict:
     """The checkpoints that `keep_checkpoint` has written into a folder.
 
     Args:
@@ -287,12 +262,7 @@ def kept_checkpoints(
     return dict(sorted(found))
 
 
-def keep_checkpoint(
-    folder: str | Path,  # created if needed
-    data: bytes,         # see `checkpoint_bytes`
-    steps: int,          # number of steps so far
-    n: int,              # number of checkpoints that stay
-) -> None:
+def keep_checkpoint(folder: str | Path, data: bytes, steps: int, n: int) -> None:
     """Write one more checkpoint into the folder, and then remove all but the newest `n`. Raises `OSError`, which names the file.
 
     Args:

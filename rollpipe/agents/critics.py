@@ -14,17 +14,13 @@ from torch import Tensor
 
 from ..pipes import nested
 from ..pipes.errors import DataError, describe
-from .. import ranks
+import rollpipe.ranks as ranks
 
 # %% auto #0
 __all__ = ['explained_variance', 'valid_rows', 'fit_critic']
 
 # %% ../../nbs/agents/04_critics.ipynb #92825df8
-def explained_variance(
-    pred: Tensor,                 # values [*lead]
-    target: Tensor,               # returns [*lead]
-    valid: Tensor | None = None,  # which rows count, bool [*lead]; None: all
-) -> float:
+def explained_variance(pred: Tensor, target: Tensor, valid: Tensor | None = None) -> float:
     """`1 - Var[target - pred] / Var[target]`; nan where the target does not vary or is empty.
 
     Args:
@@ -39,11 +35,7 @@ def explained_variance(
     return 1 - float((target - pred).var(correction=0)) / spread if spread > 0 else float('nan')
 
 # %% ../../nbs/agents/04_critics.ipynb #dcc1462c
-def valid_rows(
-    tree: Any,             # tensors [*lead, ...] in any nesting
-    valid: Tensor | None,  # which rows count, bool [*lead]; None: all
-    dims: int,             # number of leading dimensions
-) -> Any:
+def valid_rows(tree: Any, valid: Tensor | None, dims: int) -> Any:
     """The leaves as rows [N, ...], in order: the leading dimensions become one, rows that are not valid are left out.
 
     Args:
@@ -100,17 +92,8 @@ class _Kept:
                          got=f"returns of up to {float(target.abs().amax()):.1e}")
 
 # %% ../../nbs/agents/04_critics.ipynb #e7b5d0d8
-def fit_critic(
-    critic: Callable[[Any], Tensor],           # obs [N, ...] -> values [N]
-    optimizer: torch.optim.Optimizer,          # optimiser of the critic's parameters
-    obs: Any,                                  # observations, leaves [*lead, ...]
-    target: Tensor,                            # returns [*lead]
-    *,
-    valid: Tensor | None = None,               # which rows count, bool [*lead]; None: all
-    epochs: int = 4,                           # passes over the rows
-    minibatch: int | None = None,              # approximate number of rows per step; None: 1/64 of the rows, within 128 and 512
-    generator: torch.Generator | None = None,  # CPU generator of the order of the rows; the same state gives the same fit
-) -> dict[str, float]:
+def fit_critic(critic: Callable[[Any], Tensor], optimizer: torch.optim.Optimizer, obs: Any, target: Tensor, *, valid: Tensor | None = None,
+               epochs: int = 4, minibatch: int | None = None, generator: torch.Generator | None = None) -> dict[str, float]:
     """Minimise the mean squared error of `critic` on `target`, in units of `critic.ret_std` where there is one.
 
     Returns `critic_loss_before`, `critic_loss` (both in those units), `explained_variance` (before),

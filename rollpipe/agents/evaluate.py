@@ -28,10 +28,7 @@ from ..pipes.taps import EpisodeSums
 from ..pipes.modules import EvalMode
 
 # %% ../../nbs/agents/10_evaluate.ipynb #f1c395fb
-def quotas(
-    n_episodes: int,  # total number of episodes
-    n_envs: int,  # number of environments side by side
-) -> np.ndarray:
+def quotas(n_episodes: int, n_envs: int) -> np.ndarray:
     """How many episodes each environment plays, int [n_envs]: as even as possible.
 
     Args:
@@ -55,13 +52,8 @@ class Evaluation(_Episodes):
     cut_off: np.ndarray
     trace: Trace | None
 
-    def __new__(cls,
-        returns: np.ndarray,                  # float64 [n_episodes]: undiscounted returns
-        lengths: np.ndarray,                  # int64 [n_episodes]: numbers of steps
-        terminated: np.ndarray,               # bool [n_episodes]: whether the environment ended the episode, not a limit
-        cut_off: np.ndarray | None = None,    # bool [n_episodes]: whether `max_steps` ended it; None: nowhere
-        trace: Trace | None = None,           # the single steps, if asked for
-    ) -> "Evaluation":
+    def __new__(cls, returns: np.ndarray, lengths: np.ndarray, terminated: np.ndarray, cut_off: np.ndarray | None = None,
+                trace: Trace | None = None) -> "Evaluation":
         """The result of `evaluate`.
 
         Args:
@@ -159,11 +151,7 @@ def _play(ticks: EnvStepper, quota, max_steps, cutters=None, window=None, rows=N
     return Evaluation(*columns, trace=rows.trace(sums.count < quota) if rows else None)
 
 # %% ../../nbs/agents/10_evaluate.ipynb #a3d33c41
-def check_limit(
-    max_steps: int,  # of an episode
-    on_limit: str,  # 'raise' or 'cut'
-    pipe: Any = None,  # whose options they are
-) -> None:
+def check_limit(max_steps: int, on_limit: str, pipe: Any = None) -> None:
     """Raise `DataError` if an option is out of range.
 
     Args:
@@ -184,25 +172,10 @@ def _sources(env, n_episodes, n_envs, env_kwargs, render=None):
     return env_sources(sources, n_envs, env_kwargs)
 
 # %% ../../nbs/agents/10_evaluate.ipynb #b885e91a
-def evaluate(
-    env: Any,  # gymnasium id, factory, instance, or list of those, see `EnvStepper`
-    actor: Any,  # anything with `step` and `reset`; a module is in eval mode during the evaluation
-    n_episodes: int = 20,  # number of whole episodes
-    *,
-    n_envs: int | None = None,  # number of environments side by side; None: at most 8, or all instances
-    deterministic: bool = True,  # no noise for actors with `draw_noise`; others must not explore in eval mode
-    seed: int | None = None,  # seed of the episodes; None: different episodes every time
-    record: str | Path | None = None,  # file for a film of the first episode, "x.gif" or "x.mp4"
-    record_episodes: int = 1,  # number of episodes of the first environment in the film
-    env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make`
-    render: str | None = None,  # 'human': show the first environment in a window; closing it ends the evaluation
-    max_steps: int = 100_000,  # largest number of steps of an episode
-    on_limit: str = "raise",  # an episode of `max_steps` steps: 'raise' an `EnvError`, or 'cut' it off; then `cut_off` says which
-    trace: bool = False,  # keep the reward of each step and what the actor reported, see `Trace`
-    on_episode: Callable | None = None,  # is called with the return and the length of each episode, when it ends
-    close: bool = True,  # False: leave the environments open that are made here
-    device: Any = None,  # the actor's device, if not the host
-) -> Evaluation:
+def evaluate(env: Any, actor: Any, n_episodes: int = 20, *, n_envs: int | None = None, deterministic: bool = True, seed: int | None = None,
+             record: str | Path | None = None, record_episodes: int = 1, env_kwargs: dict | None = None, render: str | None = None,
+             max_steps: int = 100_000, on_limit: str = "raise", trace: bool = False, on_episode: Callable | None = None, close: bool = True,
+             device: Any = None) -> Evaluation:
     """Play exactly `n_episodes` fresh episodes in this process. Raises `DataError`, and what `EnvStepper` raises.
 
     If the window is closed, the result holds the episodes that are over by then, which may be none.
@@ -252,21 +225,13 @@ class RandomActor(Actor):
         action_space: any space whose samples are arrays
         seed: of a generator of its own; None: follow torch's global generator, of which each lane has its own state
     """
-    def __init__(self,
-        action_space: gym.Space,  # any space whose samples are arrays
-        seed: int | None = None,  # of a generator of its own; None: follow torch's global generator, of which each lane has its own state
-    ):
+    def __init__(self, action_space: gym.Space, seed: int | None = None):
         super().__init__()
         self.space, self.is_seeded = copy.deepcopy(action_space), seed is not None
         if self.is_seeded: self.space.seed(seed)
 
     @classmethod
-    def for_env(cls,
-        env: Any,  # id, factory, environment, or pair of spaces
-        *,
-        env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make`
-        seed: int | None = None,  # of a generator of its own; None: follow torch's global generator, of which each lane has its own state
-    ) -> "RandomActor":
+    def for_env(cls, env: Any, *, env_kwargs: dict | None = None, seed: int | None = None) -> "RandomActor":
         """The random actor for an environment.
 
         Args:

@@ -19,14 +19,11 @@ from .critics import explained_variance
 from .learner import Learner
 from ..pipes.data import Fragment
 from ..pipes.errors import DataError, describe
-from .. import ranks
+import rollpipe.ranks as ranks
 from ..pipes.modules import bump_version
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #99fb1b82
-def clip_gradients(
-    grads: list,      # tensors, changed in place
-    max_norm: float,  # largest norm of all of them together
-) -> float:
+def clip_gradients(grads: list, max_norm: float) -> float:
     """Multiply all tensors by one number, so that their joint norm is at most `max_norm`. Returns the norm before that.
 
     It does what `torch.nn.utils.clip_grad_norm_` does, in a third of the time, which matters for small networks. If the norm is not
@@ -44,10 +41,15 @@ def clip_gradients(
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #3535ad03
 class _Known(NamedTuple):
-    "What `Adam` knows about a group of parameters, which have one dtype and one device."
+    """What `Adam` knows about a group of parameters, which have one dtype and one device.
+
+    Args:
+        states: the averages of each parameter; None: it has none yet
+        counts: the number of steps of each parameter that has averages, 0-dim views of `all_counts`
+    """
     params: list
-    states: list                # the averages of each parameter; None: it has none yet
-    counts: list                # the number of steps of each parameter that has averages, 0-dim views of `all_counts`
+    states: list
+    counts: list
     all_counts: torch.Tensor
 
 
@@ -145,12 +147,7 @@ class Adam(torch.optim.Adam):
                    for group, known in zip(self.param_groups, self._groups))
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #cca0c256
-def adam_for(
-    actor: torch.nn.Module,
-    critic: torch.nn.Module | None,
-    lr: float,         # learning rate of what the actor contains
-    critic_lr: float,  # learning rate of what the critic alone contains
-) -> tuple[list, Adam]:
+def adam_for(actor: torch.nn.Module, critic: torch.nn.Module | None, lr: float, critic_lr: float) -> tuple[list, Adam]:
     """The trainable parameters of both, each once, and an Adam for them.
 
     Args:
@@ -177,11 +174,7 @@ class GradientLearner(Learner):
         critic: the module that values states, or None
         **options: options that learners share, see `SharedOptions`
     """
-    def __init__(self,
-        actor: Any,          # the module that acts and learns
-        critic: Any = None,  # the module that values states, or None
-        **options: Any,      # options that learners share, see `SharedOptions`
-    ):
+    def __init__(self, actor: Any, critic: Any = None, **options: Any):
         super().__init__(actor, critic, **options)
         self.max_grad_norm = inf if self.options.max_grad_norm is None else self.options.max_grad_norm
         self.params, self.optimizer = adam_for(actor, critic, self.options.lr, self.options.lr_of_critic)
@@ -227,9 +220,7 @@ class GradientLearner(Learner):
         return np.random.default_rng(int(torch.randint(2 ** 62, (), generator=self.generator)))
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #2b07ecdd
-def mean_metrics(
-    records: list,  # of dicts metric -> number or 0-dim tensor, all with the same metrics
-) -> dict[str, float]:
+def mean_metrics(records: list) -> dict[str, float]:
     """The mean of each metric.
 
     Args:

@@ -19,18 +19,14 @@ from .shared_options import SharedOptions
 from ..pipes import nested
 from ..pipes.data import Fragment
 from ..pipes.errors import ActorError, DataError, describe
-from .. import ranks
+import rollpipe.ranks as ranks
 from ..pipes.modules import bump_version, version_of
 
 # %% ../../nbs/agents/08_learner.ipynb #a8950165
 LARGEST = torch.finfo(torch.float32).max ** 0.5     # the square of a larger number is infinite
 
 
-def check_batch(
-    batch: Fragment,         # the batch of an update
-    needs: tuple[str, ...],  # those of 'adv', 'ret' and 'logp' that must be there
-    name: str,               # name of the learner in messages
-) -> None:
+def check_batch(batch: Fragment, needs: tuple[str, ...], name: str) -> None:
     """Raise `DataError` if a fragment lacks one of its `needs`, or a valid row, or has a valid number that cannot be learned from.
 
     Observations, actions, rewards, advantages, value targets and log-probabilities are checked, if the fragment has them. They must be
@@ -64,10 +60,7 @@ def check_batch(
                             leaf=f"{nested.paths(tree, what)[k]}{[t, b, *rest]}")
 
 # %% ../../nbs/agents/08_learner.ipynb #609d96b8
-def standardized(
-    x: torch.Tensor,      # float [T, B]
-    valid: torch.Tensor,  # bool [T, B]
-) -> torch.Tensor:
+def standardized(x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """`x` with mean 0 and standard deviation 1 over the valid rows; zeros if these are all the same and so express no preference.
 
     Args:
@@ -88,10 +81,7 @@ def _moments_over_ranks(kept):
     return mean, (ranks.total((kept - mean).square().sum()) / count).sqrt(), torch.stack(ranks.gathered(largest)).max()
 
 
-def with_standardized_adv(
-    batch: Fragment,    # with `adv` float [T, B]
-    wanted: bool=True,  # False: return the batch as it is
-) -> Fragment:
+def with_standardized_adv(batch: Fragment, wanted: bool=True) -> Fragment:
     """The batch with `standardized` advantages.
 
     Args:
@@ -101,10 +91,7 @@ def with_standardized_adv(
     return batch._replace(adv=standardized(batch.adv, batch.valid)) if wanted else batch
 
 # %% ../../nbs/agents/08_learner.ipynb #76190397
-def critic_inputs(
-    critic: Any,      # `critic(obs)`, perhaps with a method `inputs(obs, actor)`
-    batch: Fragment,  # [T, B]
-) -> Any:
+def critic_inputs(critic: Any, batch: Fragment) -> Any:
     """The input of the critic for the states of a batch, nested `[T, B, ...]`: observations, or what its `inputs` returns for them.
 
     Args:
@@ -136,11 +123,7 @@ class LearnerState:
     actor_needs = ('replay',)  # methods that the actor must have
     optimizer: Any = None      # a subclass sets it; it is part of the state
 
-    def __init__(self,
-        actor: Any,          # the module that acts and learns
-        critic: Any = None,  # the module that values states, or None
-        **options: Any,      # options that learners share, see `SharedOptions`
-    ):
+    def __init__(self, actor: Any, critic: Any = None, **options: Any):
         name = type(self).__name__
         for method in self.actor_needs:
             if not hasattr(actor, method):

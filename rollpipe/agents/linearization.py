@@ -64,11 +64,7 @@ class Linearization:
     Raises:
         ValueError: if no output depends on a tensor that requires a gradient.
     """
-    def __init__(
-        self,
-        outputs: Any,  # tensors [N, ...] in any nesting, with their graph
-        params: Sequence[Tensor],  # tensors that require a gradient, D entries in all
-    ):
+    def __init__(self, outputs: Any, params: Sequence[Tensor]):
         # Copies without the graph, because an expanded parameter would change with the parameter.
         self.outputs = nested.map(lambda x: x.detach().clone(), outputs)
         leaves = nested.leaves(outputs)
@@ -111,11 +107,7 @@ class Linearization:
         return value.detach(), self.vjp(_replace_leaves(self.outputs, cotangents))
 
 # %% ../../nbs/agents/01_linearization.ipynb #59afec18
-def fisher_product(
-    lin: Linearization,                 # linearization of the distributions' parameters, leaves [N, ...]
-    metric: Callable[[Any, Any], Any],  # (parameters, tangent) -> Fisher information of each row times tangent
-    weights: float | Tensor,            # weights of the rows: one number (1/N for the mean), or a tensor [N] or of the rows' leading shape
-) -> Callable[[Tensor], Tensor]:
+def fisher_product(lin: Linearization, metric: Callable[[Any, Any], Any], weights: float | Tensor) -> Callable[[Tensor], Tensor]:
     """The function v [D] -> F v [D], with F = sum over the rows of weight * J' metric J, by one `jvp` and one `vjp`.
 
     Args:
@@ -131,12 +123,7 @@ def fisher_product(
     return product
 
 # %% ../../nbs/agents/01_linearization.ipynb #84db0d18
-def in_row_blocks(
-    fn: Callable[[Any], Any],  # function of nested tensors that treats each row independently
-    tree: Any,                 # nested tensors that `fn` is applied to
-    size: int = 2048,          # approximate number of rows per block
-    dim: int = 0,              # dimension of the rows in every leaf of `tree` and of the result
-) -> Any:
+def in_row_blocks(fn: Callable[[Any], Any], tree: Any, size: int = 2048, dim: int = 0) -> Any:
     """`fn(tree)`, computed on blocks of equal size and joined.
 
     Args:
@@ -161,10 +148,10 @@ class LayerCall(NamedTuple):
         x: input [..., n_in]; None: the output is the weight, repeated
         out: output [..., n_out]
     """
-    weight: Tensor       # [n_out, n_in], or any shape if it is repeated
+    weight: Tensor
     bias: Tensor | None
-    x: Tensor | None     # input [..., n_in]; None: the output is the weight, repeated
-    out: Tensor          # output [..., n_out]
+    x: Tensor | None
+    out: Tensor
 
 
 class LayerCalls(TorchFunctionMode):
@@ -193,16 +180,13 @@ class ScoreLayer(NamedTuple):
         x: inputs [m, n_in]; 1 for a parameter that is repeated
         g: gradients of the log-probabilities in the outputs, [m, n_out]
     """
-    weight: int        # place of the weight among the parameters
-    bias: int | None   # place of the bias
-    x: Tensor          # inputs [m, n_in]; 1 for a parameter that is repeated
-    g: Tensor          # gradients of the log-probabilities in the outputs, [m, n_out]
+    weight: int
+    bias: int | None
+    x: Tensor
+    g: Tensor
 
 
-def score_layers(
-    log_prob: Callable[[], Tensor],  # computes log-probabilities, any shape with m entries, each from a row of its own
-    params: Sequence[Tensor],  # tensors that require a gradient
-) -> list[ScoreLayer] | None:
+def score_layers(log_prob: Callable[[], Tensor], params: Sequence[Tensor]) -> list[ScoreLayer] | None:
     """The scores of m rows, layer by layer. None if a parameter enters in another way than `LayerCall` tells, or twice.
 
     Args:
@@ -227,11 +211,7 @@ def score_layers(
     return None if missing else layers
 
 # %% ../../nbs/agents/01_linearization.ipynb #08129255
-def score_preconditioner(
-    layers: Sequence[ScoreLayer],  # from `score_layers`
-    params: Sequence[Tensor],  # the parameters, D entries in all
-    damping: float,  # λ > 0
-) -> Callable[[Tensor], Tensor] | None:
+def score_preconditioner(layers: Sequence[ScoreLayer], params: Sequence[Tensor], damping: float) -> Callable[[Tensor], Tensor] | None:
     """The function r [D] -> (S'S/m + λI)^-1 r for the scores S [m, D] of m rows; None if they are not finite.
 
     Args:

@@ -54,13 +54,7 @@ def _metrics(fragment, actor, replay, terms, **others) -> dict:
     return {name: x.detach() for name, x in (others | terms).items()} | {'approx_kl': moved, 'lag': float(lag_of(fragment, actor))}
 
 # %% ../../nbs/agents/06_losses.ipynb #3f22e589
-def reinforce(
-    fragment: Fragment,        # [T, B] with `adv`
-    actor: Any,                # a `Policy`
-    *,
-    c_rho: float = 1.0,        # limit of the importance weights; `inf`: no limit
-    c_entropy: float = 0.01,   # weight of the entropy [1/nat]
-) -> tuple[Tensor, dict]:
+def reinforce(fragment: Fragment, actor: Any, *, c_rho: float = 1.0, c_entropy: float = 0.01) -> tuple[Tensor, dict]:
     """REINFORCE with importance weights and a baseline: `mean[-min(ρₜ, c_rho) Aₜ log π(aₜ|sₜ)] - c_entropy * mean entropy`.
 
     The weights are constants for the gradient. Source: Williams 1992, *Simple statistical gradient-following algorithms for
@@ -97,14 +91,7 @@ def _square_error(v, target, critic):
     return ((v - target) / getattr(critic, 'ret_std', 1.)).square()
 
 # %% ../../nbs/agents/06_losses.ipynb #9082098e
-def a2c(
-    fragment: Fragment,       # [T, B] with `adv`, and `ret` if there are values to be fitted
-    actor: Any,               # a `Policy`
-    critic: Any = None,       # `critic(obs) -> value`; None: the `value` that the actor reports, if any
-    *,
-    c_value: float = 0.5,     # weight of the squared error of the values
-    c_entropy: float = 0.01,  # weight of the entropy [1/nat]
-) -> tuple[Tensor, dict]:
+def a2c(fragment: Fragment, actor: Any, critic: Any = None, *, c_value: float = 0.5, c_entropy: float = 0.01) -> tuple[Tensor, dict]:
     """Advantage actor-critic: `mean[-Aₜ log π(aₜ|sₜ)] + c_value * mean[(V(sₜ) - retₜ)²] - c_entropy * mean entropy`.
 
     Source: Mnih et al. 2016, *Asynchronous methods for deep reinforcement learning*, https://arxiv.org/abs/1602.01783. There is no
@@ -157,16 +144,8 @@ def _clipped_square_error(v, v_old, target, critic, clip_value):
     return error, ((v.detach() - v_old).abs() > limit).float().mean()
 
 # %% ../../nbs/agents/06_losses.ipynb #beb1af90
-def ppo(
-    fragment: Fragment,               # [T, B] with `adv`, and `ret` if there are values to be fitted; advantages are used as they are
-    actor: Any,                       # a `Policy`
-    critic: Any = None,               # `critic(obs) -> value`; None: the `value` that the actor reports, if any
-    *,
-    clip: float = 0.2,                # ε: a ratio further from 1 than this gains nothing
-    clip_value: float | None = None,  # how far a value may move from the old one, in units of `critic.ret_std`, if any; None: no limit
-    c_value: float = 0.5,             # weight of the squared error of the values
-    c_entropy: float = 0.0,           # weight of the entropy [1/nat]
-) -> tuple[Tensor, dict]:
+def ppo(fragment: Fragment, actor: Any, critic: Any = None, *, clip: float = 0.2, clip_value: float | None = None, c_value: float = 0.5,
+        c_entropy: float = 0.0) -> tuple[Tensor, dict]:
     """Proximal policy optimisation, the clipped surrogate: `mean[-min(ρₜ Aₜ, clip(ρₜ, 1-ε, 1+ε) Aₜ)]`, with values and entropy as `a2c`.
 
     Source: Schulman et al. 2017, *Proximal policy optimization algorithms*, https://arxiv.org/abs/1707.06347, equation 7. With
@@ -207,18 +186,8 @@ def _values_of_both_ends(fragment, actor, critic, replay):
     return v, v_tp1.masked_fill(fragment.term[1:] | ~fragment.valid, 0.)
 
 # %% ../../nbs/agents/06_losses.ipynb #f84fc308
-def vtrace_actor_critic(
-    fragment: Fragment,       # [T, B]
-    actor: Any,               # a `Policy`
-    critic: Any = None,       # `critic(obs) -> value`; None: the `value` that the actor reports
-    *,
-    gamma: float = 0.99,      # discount factor per step
-    lam: float = 1.0,         # exponential weight of longer estimates
-    rho_clip: float = 1.0,    # ρ̄: limit of the ratio that weights a temporal difference and the policy gradient
-    c_clip: float = 1.0,      # c̄ <= ρ̄: limit of the ratio that weights later temporal differences
-    c_value: float = 0.5,     # weight of the squared error of the values
-    c_entropy: float = 0.01,  # weight of the entropy [1/nat]
-) -> tuple[Tensor, dict]:
+def vtrace_actor_critic(fragment: Fragment, actor: Any, critic: Any = None, *, gamma: float = 0.99, lam: float = 1.0, rho_clip: float = 1.0,
+                        c_clip: float = 1.0, c_value: float = 0.5, c_entropy: float = 0.01) -> tuple[Tensor, dict]:
     """V-trace actor-critic: `mean[-advₜ log π(aₜ|sₜ)] + c_value * mean[(V(sₜ) - vsₜ)²] - c_entropy * mean entropy`.
 
     `adv` and `vs` are those of `rollpipe.pipes.returns.vtrace` for the present policy and values, constants for the gradient; `adv`

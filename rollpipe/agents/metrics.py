@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import ranks
+import rollpipe.ranks as ranks
 from ..pipes.data import Fragment
 from ..pipes.errors import DataError
 from ..pipes.taps import EpisodeAccount
@@ -115,10 +115,7 @@ METRICS |= dict(
 LONGEST_NAME = 200  # characters in the name of a metric
 
 
-def check_metrics(
-    metrics: dict,     # metric name -> number (python, numpy or one-element tensor)
-    own: bool = False, # may there be names outside `METRICS`?
-) -> dict[str, float]:
+def check_metrics(metrics: dict, own: bool = False) -> dict[str, float]:
     """`metrics` with every value as a Python float. Raises `DataError` for a name that is not allowed, or a value that is not one number.
 
     The name of an own metric is printable text of at most 200 characters that begins with no underscore, which is kept for loggers.
@@ -158,12 +155,7 @@ OF_THE_LOOP = ("steps", "updates", "episodes", "seconds", "steps_per_s", "return
                "workers", "restarts", "seconds_collect", *(name for name in METRICS if name.startswith("eval_")))
 
 
-def added(
-    record: dict,  # metrics so far
-    metrics: Any,  # dict of more metrics; None: no more
-    source: str,   # who reports them, for messages
-    taken: Any,    # names that they must not have
-) -> dict:
+def added(record: dict, metrics: Any, source: str, taken: Any) -> dict:
     """A record with more metrics. Raises `DataError` if one of them is in the record already, or its name is taken.
 
     Args:
@@ -192,14 +184,10 @@ class EpisodeReturns:
     Args:
         episodes: number of episodes that finished before, in a resumed run
     """
-    def __init__(self,
-        episodes: int = 0,  # number of episodes that finished before, in a resumed run
-    ):
+    def __init__(self, episodes: int = 0):
         self.episodes, self.steps, self._account, self._ended = episodes, 0, EpisodeAccount(), []
 
-    def add(self,
-        fragment: Fragment,  # of any lanes; only `state.stepno`, `env_rewards`, `state.fin`, `term`, `valid`, `lane` and `seq` are read
-    ) -> int:  # number of its valid steps
+    def add(self, fragment: Fragment) -> int:
         """Account for one fragment.
 
         Args:

@@ -20,7 +20,7 @@ from .trust_region import CGResult, conjugate_gradients
 from ..pipes import nested
 from ..pipes.data import Fragment, State
 from ..pipes.errors import DataError, check_integer
-from .. import ranks
+import rollpipe.ranks as ranks
 
 # %% ../../nbs/agents/13_natural_gradient.ipynb #7c785a29
 class PolicyRows(NamedTuple):
@@ -35,13 +35,13 @@ class PolicyRows(NamedTuple):
         weight: 1/N, or float32 [R, C]: 1/N where valid, else 0; N is the number of valid steps
         place: int64 [R, C]: number of each row in the batch of several ranks; None: there is one
     """
-    state: State  # [R, C, ...]
-    hx: Any       # recurrent state at row 0, `()` without memory
-    act: Any      # [R, C, ...]: the action taken
-    adv: Any      # float32 [R, C]: advantages
-    logp: Any     # float32 [R, C]: log-probability under the policy that acted
-    weight: Any   # 1/N, or float32 [R, C]: 1/N where valid, else 0; N is the number of valid steps
-    place: Any = None  # int64 [R, C]: number of each row in the batch of several ranks; None: there is one
+    state: State
+    hx: Any
+    act: Any
+    adv: Any
+    logp: Any
+    weight: Any
+    place: Any = None
 
 
 def policy_rows(fragment: Fragment) -> PolicyRows:
@@ -59,11 +59,7 @@ def policy_rows(fragment: Fragment) -> PolicyRows:
     return flat._replace(weight=1 / n)
 
 # %% ../../nbs/agents/13_natural_gradient.ipynb #faa5d8b4
-def subsample(
-    rows: PolicyRows,
-    fraction: float,             # fraction of the rows that is kept, 0 < fraction <= 1
-    generator: torch.Generator,  # generator that chooses them
-) -> PolicyRows:
+def subsample(rows: PolicyRows, fraction: float, generator: torch.Generator) -> PolicyRows:
     """A random `fraction` of the rows, at least one. With recurrent state, whole environments with valid rows are chosen.
 
     Args:
@@ -107,11 +103,7 @@ def surrogate(dist: Any, params: Any, rows: PolicyRows) -> torch.Tensor:
 
 
 @torch.no_grad()
-def effect(
-    actor: Any,        # a policy
-    rows: PolicyRows,
-    old: Any,          # parameters of its distribution before, [R, C, ...]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def effect(actor: Any, rows: PolicyRows, old: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Surrogate of the policy as it is now, and its mean KL divergence from the distribution `old`: 0-dim tensors.
 
     Args:
@@ -132,11 +124,11 @@ class Direction(NamedTuple):
         before: the surrogate, 0-dim
         precondition: rows that the preconditioner was made from, 0 without one
     """
-    gradient: torch.Tensor  # g [D], of the surrogate
-    cg: CGResult            # `cg.x` [D] is the natural gradient, `cg.curvature` x'(F + damping I)x
-    old: Any                # the policy's distribution: parameters [R, C, ...]
-    before: torch.Tensor    # the surrogate, 0-dim
-    precondition: int = 0   # rows that the preconditioner was made from, 0 without one
+    gradient: torch.Tensor
+    cg: CGResult
+    old: Any
+    before: torch.Tensor
+    precondition: int = 0
 
 # %% ../../nbs/agents/13_natural_gradient.ipynb #820de35a
 SCORES, WORTH_IT = 512, 4096  # rows of the automatic preconditioner; fewest rows of the Fisher matrix with which it saves time
@@ -166,18 +158,8 @@ class NaturalGradientLearner(Learner):
     joins_ranks = True      # see `ranks.distributed`
 
     @shared_options(normalize_adv=True, critic_epochs=4, decay_steps=0, seed=0)
-    def __init__(self,
-        actor: Any,                   # a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
-        critic: Any = None,           # `critic(obs) -> value` (see `Critic`) to be fitted to the returns, or None
-        *,
-        damping: float = 0.1,         # number that is added to the diagonal of the Fisher matrix
-        cg_iters: int = 10,           # most conjugate-gradient iterations; each takes one product with the Fisher matrix
-        cg_gain: float = 0.0,         # stop the iterations when one raises g'x (g: gradient, x: solution) by at most this fraction of it
-        fvp_subsample: float = 1.0,   # fraction of the rows that the Fisher matrix is estimated from; everything else uses all rows
-        precondition: int | str = 'auto',  # rows of a preconditioner; 0: none; auto: 512 from 4096 rows on, with half of the iterations
-        critic_lr: float = 1e-3,      # learning rate of the critic (Adam)
-        **shared: Any,                # options that learners share, see `SharedOptions`
-    ):
+    def __init__(self, actor: Any, critic: Any = None, *, damping: float = 0.1, cg_iters: int = 10, cg_gain: float = 0.0,
+                 fvp_subsample: float = 1.0, precondition: int | str = 'auto', critic_lr: float = 1e-3, **shared: Any):
         super().__init__(actor, critic, critic_lr=critic_lr, **shared)
         check_range(self, 0, damping=damping, cg_gain=cg_gain)
         check_range(self, 1e-12, 1, fvp_subsample=fvp_subsample)

@@ -30,14 +30,7 @@ class NPG(NaturalGradientLearner):
         lr: fixed learning rate of the natural gradient, used instead of max_kl; None: max_kl is used
     """
     @delegates(NaturalGradientLearner.__init__)
-    def __init__(self,
-        actor: Any,                # a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
-        critic: Any = None,        # `critic(obs) -> value` (see `Critic`) to be fitted to the returns, or None
-        *,
-        max_kl: float = 0.01,      # mean KL divergence that a step aims at, to second order [nat]; it is not enforced
-        lr: float | None = None,   # fixed learning rate of the natural gradient, used instead of max_kl; None: max_kl is used
-        **kwargs: Any,
-    ):
+    def __init__(self, actor: Any, critic: Any = None, *, max_kl: float = 0.01, lr: float | None = None, **kwargs: Any):
         super().__init__(actor, critic, **kwargs)
         check_range(self, 1e-12, max_kl=max_kl)
         if lr is not None: check_range(self, 0, lr=lr)

@@ -31,9 +31,9 @@ class Evaluated(NamedTuple):
         version: version of the weights, see `version_of`
         seconds: duration in its process [s]
     """
-    version: int            # version of the weights, see `version_of`
+    version: int
     evaluation: Evaluation
-    seconds: float          # duration in its process [s]
+    seconds: float
 
     @property
     def metrics(self) -> dict:
@@ -52,17 +52,11 @@ class Evaluator:
         actor: this process's copy of the actor
         options: options of `evaluate`
     """
-    def __init__(self,
-                 subscriber: Any,  # a `WeightSubscriber` for the actor
-                 actor: Any,       # this process's copy of the actor
-                 options: dict,    # options of `evaluate`
-    ):
+    def __init__(self, subscriber: Any, actor: Any, options: dict):
         self.subscriber, self.actor, self.options = subscriber, actor, options
         subscriber.attach([actor])
 
-    def __call__(self,
-                 tell: Callable | None = None,  # is called with `(publication, version)` when the evaluation begins
-    ) -> Evaluated:
+    def __call__(self, tell: Callable | None = None) -> Evaluated:
         """An evaluation with the newest weights.
 
         Args:
@@ -75,10 +69,7 @@ class Evaluator:
         return Evaluated(version, play(actor=self.actor, **self.options), time.monotonic() - begin)
 
 
-def serve(
-    link: Any,    # connection to the parent
-    *args: Any,   # those of `Evaluator`
-) -> None:
+def serve(link: Any, *args: Any) -> None:
     """The life of a process: for each request it sends `(publication, version)` when it begins, and an `Evaluated` when it is done.
 
     Args:
@@ -119,15 +110,8 @@ class EvaluationProcess:
         start_method: of the process of this machine
         **worker_options: options of both `WorkerProcess` and `RemoteService`
     """
-    def __init__(self,
-                 actor: Any,
-                 options: dict,          # options of `evaluate`
-                 silence: float,         # seconds an evaluation may take until it is reported
-                 on_silence: str,        # 'warn', or 'raise' a `WorkerError`
-                 place: Place | None = None,       # where in a cluster it runs; None: in a process of this machine
-                 start_method: str | None = None,  # of the process of this machine
-                 **worker_options: Any,            # options of both `WorkerProcess` and `RemoteService`
-    ):
+    def __init__(self, actor: Any, options: dict, silence: float, on_silence: str, place: Place | None = None,
+                 start_method: str | None = None, **worker_options: Any):
         self.silence, self.on_silence = silence, on_silence
         self.publisher = WeightPublisher([actor])
         weakref.finalize(self, self.publisher.close).atexit = False
@@ -224,26 +208,10 @@ class ParallelEvaluation:
         on_silence: 'warn', or 'raise' a `WorkerError`
         grace: seconds to close environments at the end, before the process is killed
     """
-    def __init__(self,
-                 env: Any,                        # gymnasium id, factory, or list of them, see `EnvStepper`; no instances
-                 actor: Any,                      # anything with `step` and `reset`; in eval mode when it is evaluated
-                 n_episodes: int = 20,            # number of whole episodes of each evaluation
-                 *,
-                 n_envs: int | None = None,       # number of environments side by side; None: at most 8
-                 deterministic: bool = True,      # no noise for actors with `draw_noise`; others must not explore in eval mode
-                 seed: int | None = None,         # seed of the episodes, the same for each evaluation; None: different episodes every time
-                 env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make`
-                 max_steps: int = 100_000,        # largest number of steps of an episode
-                 on_limit: str = 'raise',         # an episode of `max_steps` steps: 'raise' an `EnvError`, or 'cut' it off
-                 close: bool = True,              # False: leave the environments open that the process makes
-                 record: str | Path | None = None, # film of the first episode; `{version}` in its name is the version, see `str.format`
-                 ray: dict | None = None,         # evaluate in a Ray cluster; options `address`, `resources`, `runtime_env` of `RayReading`
-                 start_method: str | None = None, # 'fork', 'forkserver' or 'spawn' [fork, if it is safe]
-                 worker_threads: int = 1,         # torch threads in the process
-                 silence: float = 60.,            # seconds an evaluation may take before the log says where it is
-                 on_silence: str = 'warn',        # 'warn', or 'raise' a `WorkerError`
-                 grace: float = 5.,               # seconds to close environments at the end, before the process is killed
-    ):
+    def __init__(self, env: Any, actor: Any, n_episodes: int = 20, *, n_envs: int | None = None, deterministic: bool = True,
+                 seed: int | None = None, env_kwargs: dict | None = None, max_steps: int = 100_000, on_limit: str = 'raise',
+                 close: bool = True, record: str | Path | None = None, ray: dict | None = None, start_method: str | None = None,
+                 worker_threads: int = 1, silence: float = 60., on_silence: str = 'warn', grace: float = 5.):
         for name, x, ok, expected in (('n_episodes', n_episodes, n_episodes >= 1, "an integer >= 1"),
                                       ('silence', silence, silence > 0, "seconds > 0"),
                                       ('on_silence', on_silence, on_silence in ('warn', 'raise'), "'warn' or 'raise'"),

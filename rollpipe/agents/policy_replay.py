@@ -34,10 +34,7 @@ def approx_kl(logp: Tensor, logp_old: Tensor) -> Tensor:
     return (log_ratio.expm1() - log_ratio).mean()
 
 
-def lag_of(
-    fragment: Fragment,      # its `version` is int64 [B], or None if it is unknown, for which the lag is 0
-    actor: torch.nn.Module,  # the actor that learns
-) -> int:
+def lag_of(fragment: Fragment, actor: torch.nn.Module) -> int:
     """Number of updates of `actor` since the oldest column of the fragment was collected.
 
     Args:
@@ -64,10 +61,10 @@ class PolicyReplay(NamedTuple):
         logp_old: float32 [N]: log-probability of each action under the policy that acted
         valid: bool [T, B]; None if all rows are valid
     """
-    info: dict            # the actor's report, leaves [N, ...], with gradients
-    logp: Tensor          # float32 [N]: log-probability of each action now, the same as `info['logp']`
-    logp_old: Tensor      # float32 [N]: log-probability of each action under the policy that acted
-    valid: Tensor | None  # bool [T, B]; None if all rows are valid
+    info: dict
+    logp: Tensor
+    logp_old: Tensor
+    valid: Tensor | None
 
     def pick(self, tree: Any) -> Any:
         "The rows `[N, ...]` of nested tensors `[T, B, ...]`."
@@ -78,10 +75,7 @@ class PolicyReplay(NamedTuple):
         return importance_ratios(self.logp, self.logp_old)
 
 
-def replay_policy(
-    fragment: Fragment,  # its `actor` has `logp` float32 [T+1, B]
-    actor: Any,          # a `Policy`: it has `replay(fragment) -> dict(dist, logp, ...)` and `dist`
-) -> PolicyReplay:
+def replay_policy(fragment: Fragment, actor: Any) -> PolicyReplay:
     """Replay the valid steps with the present weights. Raises `DataError` if log-probabilities are missing or no row is valid.
 
     Args:

@@ -16,7 +16,7 @@ from .learner import with_standardized_adv
 from .losses import ppo, with_old_values
 from .shared_options import check_range, shared_options
 from ..pipes import nested
-from .. import ranks
+import rollpipe.ranks as ranks
 from ..pipes.data import Fragment
 from ..pipes.errors import DataError, check_integer
 
@@ -45,18 +45,8 @@ class PPO(ActorCriticLearner):
         **shared: options that learners share, see `SharedOptions`
     """
     @shared_options(c_value=0.5, c_entropy=0.0, lr=1e-3, critic_lr=None, max_grad_norm=0.5, decay_steps=0, seed=0)
-    def __init__(self,
-        actor: Any,                        # a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
-        critic: Any = None,                # `critic(obs) -> value` (see `Critic`); None: the `value` that the actor reports
-        *,
-        epochs: int = 10,                  # passes over each batch
-        minibatch: int = 256,              # approximate number of transitions per step of the optimiser
-        clip: float = 0.2,                 # a ratio of probabilities that is further from 1 than this gains nothing more
-        clip_value: float | None = None,   # a value further than this from the old one has no smaller error; None: no limit
-        target_kl: float | None = None,    # estimated divergence beyond which an update ends, such as 0.05 [nat]; None: never
-        normalize_adv: str = 'batch',      # scale advantages to mean 0 and standard deviation 1: each 'batch', each 'minibatch', or 'never'
-        **shared: Any,                     # options that learners share, see `SharedOptions`
-    ):
+    def __init__(self, actor: Any, critic: Any = None, *, epochs: int = 10, minibatch: int = 256, clip: float = 0.2,
+                 clip_value: float | None = None, target_kl: float | None = None, normalize_adv: str = 'batch', **shared: Any):
         super().__init__(actor, critic, **shared)
         limits = dict(clip=clip, clip_value=clip_value, target_kl=target_kl)
         check_range(self, 0, **{name: value for name, value in limits.items() if value is not None})

@@ -13,7 +13,7 @@ from .gradient_learner import GradientLearner, mean_metrics
 from .learner import with_standardized_adv
 from .losses import reinforce
 from .shared_options import check_range, shared_options
-from .. import ranks
+import rollpipe.ranks as ranks
 from ..pipes.data import Fragment
 from ..pipes.errors import check_integer
 
@@ -34,14 +34,7 @@ class REINFORCE(GradientLearner):
     joins_ranks = True      # see `ranks.distributed`
 
     @shared_options(c_entropy=0.01, normalize_adv=True, lr=5e-3, critic_lr=1e-3, critic_epochs=4, max_grad_norm=0.5, decay_steps=0, seed=0)
-    def __init__(self,
-        actor: Any,           # a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
-        critic: Any = None,   # the baseline, `critic(obs) -> value` (see `Critic`), fitted to the returns; None: no critic is fitted
-        *,
-        epochs: int = 1,      # steps of the optimiser on each batch; each step uses the whole batch
-        c_rho: float = 1.0,   # largest importance weight
-        **shared: Any,        # options that learners share, see `SharedOptions`
-    ):
+    def __init__(self, actor: Any, critic: Any = None, *, epochs: int = 1, c_rho: float = 1.0, **shared: Any):
         super().__init__(actor, critic, **shared)
         check_range(self, 0, inf, c_rho=c_rho)
         self.epochs, self.c_rho = check_integer('epochs', epochs, pipe=self), c_rho

@@ -13,12 +13,7 @@ import torch
 from ..pipes.errors import ActorError, describe
 
 # %% ../../nbs/agents/15_schedules.ipynb #cb1a715a
-def linear_schedule(
-    step: float,   # present step
-    start: float,  # value at step 0
-    end: float,    # value from `steps` on
-    steps: float,  # number of steps from `start` to `end`; 0: `end` at once
-) -> float:
+def linear_schedule(step: float, start: float, end: float, steps: float) -> float:
     """The value at `step` on the straight line from `start` to `end`.
 
     Args:
@@ -31,10 +26,7 @@ def linear_schedule(
     return start * (1 - fraction) + end * fraction
 
 # %% ../../nbs/agents/15_schedules.ipynb #ec4d98fe
-def set_epsilon(
-    actor: Any,    # it has a buffer `epsilon`, float32 [], as a `QPolicy` has
-    value: float,  # probability of a random action, from 0 to 1
-) -> float:        # `value`
+def set_epsilon(actor: Any, value: float) -> float:
     """Write the fraction of random actions into the buffer of `actor`. Raises `ActorError` if it has none.
 
     Args:

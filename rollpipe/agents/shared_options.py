@@ -17,12 +17,7 @@ from typing import Any
 from ..pipes.errors import DataError, check_integer, is_between
 
 # %% ../../nbs/agents/07_shared_options.ipynb #4ac3d8a0
-def check_range(
-    owner: Any,        # the object that has the options; the message names its class
-    low: float,        # smallest value allowed
-    high: float = float_info.max, # largest value allowed; inf: infinity is, too
-    **values: float,   # name -> value
-) -> None:
+def check_range(owner: Any, low: float, high: float = float_info.max, **values: float) -> None:
     """Raise `DataError` for the first of the `values` that is not in `[low, high]`.
 
     Args:
@@ -56,19 +51,19 @@ class SharedOptions:
         decay_steps: environment steps in which learning rates and trust regions fall linearly to 0; 0: they do not fall
         seed: seed of what an update draws, such as the order of minibatches
     """
-    lr: float = 3e-4                   # learning rate (Adam)
-    critic_lr: float | None = None     # learning rate of the critic (Adam); None: that of the policy's Adam
-    max_grad_norm: float | None = 0.5  # largest norm of the gradient, to which longer ones are shortened; None: no limit
-    c_value: float = 0.5               # weight of the critic's loss
-    c_entropy: float = 0.0             # weight of the entropy bonus
-    normalize_adv: bool = True         # scale advantages to mean 0 and standard deviation 1
-    critic_epochs: int = 4             # passes of the critic over each batch
-    gamma: float = 0.99                # discount factor per step
-    eps_start: float = 1.0             # fraction of random actions at the beginning
-    eps_end: float = 0.05              # fraction of random actions after eps_steps steps
-    eps_steps: int = 20_000            # environment steps in which the fraction falls linearly from eps_start to eps_end
-    decay_steps: int = 0               # environment steps in which learning rates and trust regions fall linearly to 0; 0: they do not fall
-    seed: int = 0                      # seed of what an update draws, such as the order of minibatches
+    lr: float = 3e-4
+    critic_lr: float | None = None
+    max_grad_norm: float | None = 0.5
+    c_value: float = 0.5
+    c_entropy: float = 0.0
+    normalize_adv: bool = True
+    critic_epochs: int = 4
+    gamma: float = 0.99
+    eps_start: float = 1.0
+    eps_end: float = 0.05
+    eps_steps: int = 20_000
+    decay_steps: int = 0
+    seed: int = 0
 
     @property
     def lr_of_critic(self) -> float:
@@ -85,9 +80,7 @@ class SharedOptions:
         check_integer('critic_epochs', self.critic_epochs, pipe=owner)
 
 # %% ../../nbs/agents/07_shared_options.ipynb #08717bc5
-def shared_options(
-    **defaults: Any,  # option of `SharedOptions` -> its default in this learner
-) -> Callable[[Callable], Callable]:
+def shared_options(**defaults: Any) -> Callable[[Callable], Callable]:
     """Decorator of a learner's `__init__(self, ..., **shared)`, which adds these options to its signature.
 
     Args:
@@ -105,7 +98,7 @@ def shared_options(
             complete.bind(self, *args, **kwargs)  # raises TypeError for a name that is not in the signature
             init(self, *args, **{**defaults, **kwargs})
 
-        # fastcore's `docments` looks into `__delwrap__` for the meanings of what was added
+        # The command line looks into `__delwrap__` for the meanings of what was added, as for fastcore's `@delegates`.
         vars(init_with_defaults).update(__signature__=complete, __delwrap__=SharedOptions)
         return init_with_defaults
     return decorate

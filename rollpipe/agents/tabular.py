@@ -35,12 +35,7 @@ class TabularQ(EpsilonGreedy):
     """
     uses_past = False
 
-    def __init__(self,
-                 observation_space: gym.Space,  # Discrete: the states
-                 action_space: gym.Space,       # Discrete
-                 init: float = 0.0,             # all values before learning; if they are above the true ones, they drive exploration
-                 epsilon: float = 1.0,          # fraction of the steps with a random action; a buffer that learners may change
-    ):
+    def __init__(self, observation_space: gym.Space, action_space: gym.Space, init: float = 0.0, epsilon: float = 1.0):
         super().__init__()
         self.set_exploration(action_space, epsilon)
         if not isinstance(observation_space, gym.spaces.Discrete):
@@ -54,12 +49,7 @@ class TabularQ(EpsilonGreedy):
         return self.table[obs - self.first], ()
 
 # %% ../../nbs/agents/23_tabular.ipynb #b0626843
-def q_targets(
-    fragment: Fragment,   # [T, B] of Discrete observations
-    table: torch.Tensor,  # action values, float32 [n_states, n_actions]
-    gamma: float,         # discount factor per step
-    start: int = 0,       # number of the first state
-) -> torch.Tensor:
+def q_targets(fragment: Fragment, table: torch.Tensor, gamma: float, start: int = 0) -> torch.Tensor:
     """Targets `[T, B]` of the action values, `r + gamma (1 - terminated) max_a Q(s', a)`; not meaningful where not `valid`.
 
     Args:
@@ -74,13 +64,7 @@ def q_targets(
     return fragment.state.rew[1:] + going_on * table[after - start].amax(-1)
 
 # %% ../../nbs/agents/23_tabular.ipynb #67ad76b4
-def move_towards(
-    table: torch.Tensor,    # float [n_states, n_actions], changed in place
-    states: torch.Tensor,   # int64 [N]
-    actions: torch.Tensor,  # int64 [N]
-    targets: torch.Tensor,  # float [N]
-    lr: float,              # learning rate of one update
-) -> None:
+def move_towards(table: torch.Tensor, states: torch.Tensor, actions: torch.Tensor, targets: torch.Tensor, lr: float) -> None:
     """Move the entries `table[states, actions]` towards the mean of their targets, as far as one update for each of these would.
 
     Args:
@@ -108,12 +92,7 @@ class QLearning(Learner):
     actor_needs = ('table', 'epsilon')
 
     @shared_options(gamma=0.99, eps_start=1.0, eps_end=0.05, eps_steps=20_000)
-    def __init__(self,
-        actor: TabularQ,
-        *,
-        lr: float = 0.5,  # fraction of the way to its target that a value moves; 1 suits deterministic environments
-        **shared: Any,    # options that learners share, see `SharedOptions`
-    ):
+    def __init__(self, actor: TabularQ, *, lr: float = 0.5, **shared: Any):
         super().__init__(actor, **shared)
         check_range(self, 0, 1, lr=lr)
         self.lr, self.steps = lr, 0

@@ -22,11 +22,7 @@ from ..pipes.returns import n_step_returns
 __all__ = ['burnt_in', 'huber_penalty', 'td_targets', 'td_loss', 'td', 'q', 'dqn', 'double_dqn', 'priorities']
 
 # %% ../../nbs/agents/14_td.ipynb #5da679da
-def burnt_in(
-    fragment: Fragment,  # [T, B]
-    net: Any,  # `values(state, hx) -> (q, hx)`
-    n: int,  # number of rows to skip, 0 <= n < T
-) -> Fragment:
+def burnt_in(fragment: Fragment, net: Any, n: int) -> Fragment:
     """The rows of a fragment from `n` on `[T - n, B]`, with the memory that `net` has there.
 
     Source: Kapturowski et al. 2019, *Recurrent experience replay in distributed reinforcement learning*,
@@ -50,10 +46,7 @@ def burnt_in(
     return fragment._replace(hx=hx).map(rows=rest, steps=rest, final=late)
 
 # %% ../../nbs/agents/14_td.ipynb #e82f0853
-def huber_penalty(
-    error: Tensor,        # any shape
-    limit: float | None,  # errors beyond this limit count linearly; None: all errors are squared
-) -> Tensor:
+def huber_penalty(error: Tensor, limit: float | None) -> Tensor:
     """`error²`, or `limit (2 |error| - limit)` where `|error|` is greater than `limit`.
 
     Args:
@@ -98,13 +91,7 @@ def _of_action(q, index):
     return q.gather(2, _spread(index.unsqueeze(2), q[:, :, :1])).squeeze(2)
 
 
-def td_targets(
-    fragment: Fragment,  # [T, B]
-    v_tp1: Tensor,       # values of the states reached, float32 [T, B], or several for each state [T, B, ...]
-    gamma: float,        # discount factor per step
-    n_steps: int = 1,    # largest number of steps whose rewards are summed before a value; fewer at ends
-    bonus: Tensor | None = None,  # what is paid in the states reached besides their values, float32 [T, B]
-) -> Tensor:
+def td_targets(fragment: Fragment, v_tp1: Tensor, gamma: float, n_steps: int = 1, bonus: Tensor | None = None) -> Tensor:
     """Targets `Gₜ`, one for each value: rewards of up to `n_steps` steps, bonuses of the states reached, the value of the last.
 
     A terminal state is worth nothing.
@@ -122,19 +109,8 @@ def td_targets(
     return n_step_returns(rew, v_tp1.masked_fill(over, 0.), discount, n_steps, cut=cut)
 
 # %% ../../nbs/agents/14_td.ipynb #e4a7b915
-def td_loss(
-    fragment: Fragment,            # [T, B]
-    actor: Any,                    # its `method(state, hx)` gives `(values [T, B, n_actions, ...], hx)`
-    target: Any,                   # an older copy of `actor`, which values the states that were reached; None: `actor`
-    penalty: Callable,             # `penalty(goal, value) -> [T, B]` for tensors [T, B, ...], which are 0 where a row is not valid
-    *,
-    method: str = 'values',        # what the networks are asked for
-    gamma: float = 0.99,           # discount factor per step
-    double: bool = False,          # `actor` chooses the best action there, and `target` values it
-    n_steps: int = 1,              # largest number of steps whose rewards are summed before a value; fewer at ends
-    burn_in: int = 0,              # number of first rows that only build up the memory and are not trained on
-    weight: Tensor | None = None,  # importance weights of prioritised replay, float32 [B] or [T, B]
-) -> tuple[Tensor, dict, Tensor]:
+def td_loss(fragment: Fragment, actor: Any, target: Any, penalty: Callable, *, method: str = 'values', gamma: float = 0.99,
+            double: bool = False, n_steps: int = 1, burn_in: int = 0, weight: Tensor | None = None) -> tuple[Tensor, dict, Tensor]:
     """`(loss, metrics, errors)`: loss `mean[weightₜ penalty(Gₜ, Q(sₜ, aₜ))]` over valid rows, and `errors` `[T, B]`.
 
     The errors are the means of `Gₜ - Q(sₜ, aₜ)`. See `td` for the options, and for what is raised.
@@ -174,18 +150,8 @@ def _mean_value(x, n_dims):
     return x.flatten(n_dims).mean(-1) if x.ndim > n_dims else x
 
 # %% ../../nbs/agents/14_td.ipynb #1b556f2b
-def td(
-    fragment: Fragment,            # [T, B]: transitions [1, B], segments of trajectories, or fresh fragments
-    actor: Any,                    # `values(state, hx) -> (q [T, B, n_actions], hx)`, see `QPolicy`; actions count from its `start`, or 0
-    target: Any = None,            # an older copy of `actor`, which values the states that were reached; None: `actor`
-    *,
-    gamma: float = 0.99,           # discount factor per step
-    double: bool = False,          # `actor` chooses the best action there, and `target` values it
-    n_steps: int = 1,              # largest number of steps whose rewards are summed before a value; fewer at ends
-    burn_in: int = 0,              # number of first rows that only build up the memory and are not trained on
-    weight: Tensor | None = None,  # importance weights of prioritised replay, float32 [B] or [T, B]
-    huber: float | None = None,    # errors beyond this limit count linearly; None: all errors are squared
-) -> tuple[Tensor, dict, Tensor]:
+def td(fragment: Fragment, actor: Any, target: Any = None, *, gamma: float = 0.99, double: bool = False, n_steps: int = 1, burn_in: int = 0,
+       weight: Tensor | None = None, huber: float | None = None) -> tuple[Tensor, dict, Tensor]:
     """`(loss, metrics, errors)`: loss `mean[weightₜ (Gₜ - Q(sₜ, aₜ))²]` over valid rows, and the errors `Gₜ - Q(sₜ, aₜ)`, float32 `[T, B]`.
 
         Gₜ = rₜ₊₁ + γ rₜ₊₂ + ... + γᵐ Q̂(sₜ₊ₘ, a*),    a* = argmaxₐ Q̂(sₜ₊ₘ, a),   or argmaxₐ Q(sₜ₊ₘ, a) if `double`
@@ -229,11 +195,7 @@ def double_dqn(fragment: Fragment, actor: Any, target: Any, **options: Any) -> t
     return td(fragment, actor, target, double=True, **options)
 
 # %% ../../nbs/agents/14_td.ipynb #ea2ffae5
-def priorities(
-    errors: Tensor,    # errors [T, B] of the rows that were trained on, without the burn-in
-    valid: Tensor,     # bool [T, B]
-    eta: float = 0.9,  # weight of the greatest error; the mean error has the rest
-) -> Tensor:
+def priorities(errors: Tensor, valid: Tensor, eta: float = 0.9) -> Tensor:
     """`eta * max|error| + (1 - eta) * mean|error|` over the valid rows of each column `[B]`; 0 if there are none. R2D2, section 2.3.
 
     Args:

@@ -31,16 +31,8 @@ class TRPO(NaturalGradientLearner):
         accept_ratio: least fraction of the predicted improvement that is accepted
     """
     @delegates(NaturalGradientLearner.__init__)
-    def __init__(self,
-        actor: Any,                  # a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
-        critic: Any = None,          # `critic(obs) -> value` (see `Critic`) to be fitted to the returns, or None
-        *,
-        max_kl: float = 0.01,        # trust region: largest mean KL divergence of an update [nat]
-        backtrack: float = 0.8,      # factor by which the line search shortens the step
-        max_backtracks: int = 10,    # number of step lengths that the line search tries
-        accept_ratio: float = 0.1,   # least fraction of the predicted improvement that is accepted
-        **kwargs: Any,
-    ):
+    def __init__(self, actor: Any, critic: Any = None, *, max_kl: float = 0.01, backtrack: float = 0.8, max_backtracks: int = 10,
+                 accept_ratio: float = 0.1, **kwargs: Any):
         super().__init__(actor, critic, **kwargs)
         check_range(self, 1e-12, max_kl=max_kl)
         check_range(self, 1e-12, 1, backtrack=backtrack)

@@ -29,12 +29,12 @@ class CGResult(NamedTuple):
         undamped: x'Ax
         status: why it stopped
     """
-    x: Tensor          # [D], the last good iterate: finite, and zero if there was none
-    iterations: int    # iterations that went into x
-    residual: float    # ||b - (A + damping I)x|| / ||b||, by the recursion; 0 for b = 0
-    curvature: float   # x'(A + damping I)x
-    undamped: float    # x'Ax
-    status: str        # why it stopped
+    x: Tensor
+    iterations: int
+    residual: float
+    curvature: float
+    undamped: float
+    status: str
 
     @classmethod
     def nothing(cls, b: Tensor, residual: float) -> CGResult:
@@ -42,16 +42,8 @@ class CGResult(NamedTuple):
         return cls(torch.zeros_like(b), 0, residual, 0.0, 0.0, 'converged' if residual == 0 else 'non-finite')
 
 # %% ../../nbs/agents/02_trust_region.ipynb #1336d6a7
-def conjugate_gradients(
-    matvec: Callable[[Tensor], Tensor],  # v [D] -> A v [D], with A symmetric and positive semi-definite
-    b: Tensor,  # right-hand side [D]
-    iters: int = 10,  # largest number of iterations; each takes one product
-    tol: float = 1e-10,  # stop when ||residual|| <= tol ||b||, or when the residual is only rounding error
-    damping: float = 0.0,  # solve (A + damping I) x = b
-    *,
-    preconditioner: Callable[[Tensor], Tensor] | None = None,  # r [D] -> about (A + damping I)^-1 r, linear, symmetric, positive definite
-    gain_tol: float = 0.0,  # stop when an iteration raises b'x by at most this fraction of it
-) -> CGResult:
+def conjugate_gradients(matvec: Callable[[Tensor], Tensor], b: Tensor, iters: int = 10, tol: float = 1e-10, damping: float = 0.0, *,
+                        preconditioner: Callable[[Tensor], Tensor] | None = None, gain_tol: float = 0.0) -> CGResult:
     """Solve `(A + damping I) x = b` approximately by conjugate gradients (Shewchuk 1994, algorithms B2 and B3; Martens 2010).
 
     Stops with the last good `x` where `p'(A + damping I)p` is not positive or a number is not finite. Each iteration
@@ -113,12 +105,12 @@ class LineSearch(NamedTuple):
         ratio: improvement / expected improvement, 0 if restored
     """
     accepted: bool
-    theta: Tensor      # [D] the accepted parameters, or the initial ones
-    backtracks: int    # how often the step was shortened
-    before: float      # surrogate at the initial parameters
-    surrogate: float   # surrogate at `theta`
-    kl: float          # KL divergence at `theta`, 0 if restored
-    ratio: float       # improvement / expected improvement, 0 if restored
+    theta: Tensor
+    backtracks: int
+    before: float
+    surrogate: float
+    kl: float
+    ratio: float
     status: str
 
     @classmethod
@@ -127,19 +119,10 @@ class LineSearch(NamedTuple):
         return cls(False, theta, trials, before, before, 0.0, 0.0, status)
 
 # %% ../../nbs/agents/02_trust_region.ipynb #e2ff3e1c
-def backtrack_line_search(
-    evaluate: Callable[[Tensor], tuple[float | Tensor, float | Tensor]],  # theta [D] -> (surrogate to be raised, KL divergence), scalars
-    theta: Tensor,  # initial parameters [D]
-    step: Tensor,  # the full step [D]
-    expected_rate: float,  # predicted improvement of the full step, gradient'step
-    max_kl: float,  # largest KL divergence that is accepted
-    *,
-    backtrack: float = 0.8,  # factor between one step length and the next
-    max_backtracks: int = 10,  # number of step lengths that are tried, the full step included
-    accept_ratio: float = 0.1,  # least fraction of the expected improvement that is accepted
-    before: float | Tensor | None = None,  # surrogate at `theta`, if it is known
-    set_params: Callable[[Tensor], None] | None = None,  # puts a theta in place before it is evaluated
-) -> LineSearch:
+def backtrack_line_search(evaluate: Callable[[Tensor], tuple[float | Tensor, float | Tensor]], theta: Tensor, step: Tensor,
+                          expected_rate: float, max_kl: float, *, backtrack: float = 0.8, max_backtracks: int = 10,
+                          accept_ratio: float = 0.1, before: float | Tensor | None = None,
+                          set_params: Callable[[Tensor], None] | None = None) -> LineSearch:
     """Shorten `step` until the surrogate improves by `accept_ratio` of the prediction and KL <= `max_kl`.
 
     If the expected improvement is not positive and finite, there is no search. With `set_params`, the accepted

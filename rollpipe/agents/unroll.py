@@ -20,10 +20,7 @@ __all__ = ['timeshift', 'without_terminal_obs', 'observations_reached', 'states_
            'fill_invalid']
 
 # %% ../../nbs/agents/03_unroll.ipynb #1bb90c57
-def timeshift(
-    state: Any,      # nested leaves [T, ...]; None stays None
-    shift: int = 1,  # number of rows between the two, 1 to T
-) -> tuple[Any, Any]:
+def timeshift(state: Any, shift: int = 1) -> tuple[Any, Any]:
     """`(rows t, rows t + shift)` of `state`, both `[T - shift, ...]`, as views. Raises `DataError` if `shift` is no integer >= 1.
 
     Args:
@@ -79,10 +76,7 @@ def spliced(fragment: Fragment) -> tuple[State, Tensor]:
 
 # %% ../../nbs/agents/03_unroll.ipynb #9fc787eb
 @torch.no_grad()
-def answers_reached(
-    net: Callable[[State, Any], Any],  # `net(state [T, B, ...], hx)` returns nested outputs [T, B, ...]
-    fragment: Fragment,                # [T, B]; its `hx` is the memory of `net` at row 0
-) -> Any:
+def answers_reached(net: Callable[[State, Any], Any], fragment: Fragment) -> Any:
     """The outputs of `net` `[T, B, ...]`, without gradients, for the states that the steps led to, with the memory it has there.
 
     Args:

@@ -34,15 +34,7 @@ class VTrace(ActorCriticLearner):
         **shared: options that learners share, see `SharedOptions`
     """
     @shared_options(gamma=0.99, c_value=0.5, c_entropy=0.0, lr=5e-4, critic_lr=1e-2, max_grad_norm=0.5, decay_steps=0, seed=0)
-    def __init__(self,
-        actor: Any,              # a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
-        critic: Any = None,      # `critic(obs) -> value` (see `Critic`); None: the `value` that the actor reports
-        *,
-        lam: float = 1.0,        # exponential weight of longer estimates: 0 trusts the critic, 1 the rewards
-        rho_clip: float = 1.0,   # largest weight of a temporal difference, and of an action in the policy gradient
-        c_clip: float = 1.0,     # largest weight that carries a later temporal difference back by one step, at most rho_clip
-        **shared: Any,           # options that learners share, see `SharedOptions`
-    ):
+    def __init__(self, actor: Any, critic: Any = None, *, lam: float = 1.0, rho_clip: float = 1.0, c_clip: float = 1.0, **shared: Any):
         super().__init__(actor, critic, **shared)
         check_range(self, 0, 1, lam=lam)
         check_range(self, 0, inf, rho_clip=rho_clip)

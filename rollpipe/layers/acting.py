@@ -30,9 +30,9 @@ class ActingState(NamedTuple):
         act: the last action [1, n, ...]
         hx: recurrent state after the last step
     """
-    stepno: Tensor  # int64 [1, n]: number of the last step within its episode
-    act: Any        # the last action [1, n, ...]
-    hx: Any         # recurrent state after the last step
+    stepno: Tensor
+    act: Any
+    hx: Any
 
 
 def _as_batch(obs, space):
@@ -84,14 +84,8 @@ class Predicts:
     parameters: Callable             # these are the actor's
     reset: Callable
 
-    def predict(self: Any,
-                obs: Any,                          # observation of one environment, or of `n` [n, ...], as gymnasium returns it
-                state: ActingState | None = None,  # what the call for the step before returned; None: episodes begin
-                deterministic: bool = True,        # no noise, the most likely action
-                *,
-                episode_start: Any = False,        # bool, or bools [n]: where a new episode begins, so that `state` does not count
-                reward: Any = None,                # reward of the step before [n]; only for actors that look at it
-    ) -> tuple:  # (action, state): the action as `env.step` takes it, clipped to its bounds; what the next call gets
+    def predict(self: Any, obs: Any, state: ActingState | None = None, deterministic: bool = True, *, episode_start: Any = False,
+                reward: Any = None) -> tuple:
         """The action for an observation, in evaluation mode and without gradients.
 
         Stable-Baselines3 users know it. Actors without `draw_noise` are asked as they are, also if `deterministic`.

@@ -37,13 +37,7 @@ class StackedMLP(nn.Module):
     """
     _modules: dict[str, Any]
 
-    def __init__(self,
-                 k: int,                           # number of perceptrons
-                 n_in: int,                        # size of the last input dimension
-                 hidden: tuple,                    # sizes of the hidden layers
-                 n_out: int,                       # number of outputs
-                 activation: str | type = 'relu',  # of the hidden layers, see `activation_for`
-    ):
+    def __init__(self, k: int, n_in: int, hidden: tuple, n_out: int, activation: str | type = 'relu'):
         super().__init__()
         check_integer('k', k, pipe=self)
         check_sizes(n_in, hidden, n_out, k=k)
@@ -54,10 +48,7 @@ class StackedMLP(nn.Module):
         self.biases = nn.ParameterList(torch.zeros(k, 1, m) for m in sizes[1:])
         self.activation, self.k = activation_for(activation), k
 
-    def forward(self,
-                x: Tensor,
-                n: int | None = None,   # number of perceptrons that are asked, the first ones; None: all
-    ) -> Tensor:
+    def forward(self, x: Tensor, n: int | None = None) -> Tensor:
         """The outputs `[k, N, n_out]`, or those of the first `n` perceptrons.
 
         Args:
@@ -95,15 +86,8 @@ class ActionCritic(Observer):
         n_critics: number of networks; the smallest of their values counts
         encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
-    def __init__(self,
-                 observation_space: gym.Space,            # see `encoder_for`
-                 action_space: gym.Space,                 # Box of floats with finite bounds
-                 hidden: tuple = (256, 256),              # sizes of the hidden layers
-                 normalize: bool = False,                 # normalise observations by their running mean and standard deviation
-                 activation: str | type = 'relu',         # elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-                 n_critics: int = 2,                      # number of networks; the smallest of their values counts
-                 encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
-    ):
+    def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple = (256, 256), normalize: bool = False,
+                 activation: str | type = 'relu', n_critics: int = 2, encoder: dict | Callable | None = None):
         super().__init__()
         check_integer('n_critics', n_critics, pipe=self)
         self.box = UnitBox(action_space, type(self).__name__)
@@ -120,11 +104,7 @@ class ActionCritic(Observer):
         is_changed = type(self).forward is not ActionCritic.forward or type(self.net) is not StackedMLP
         return (self(obs, act) if is_changed else self(obs, act, 1))[0]
 
-    def forward(self,
-                obs: Any,
-                act: Tensor,
-                n: int | None = None,   # number of networks that are asked, the first ones; None: all
-    ) -> Tensor:
+    def forward(self, obs: Any, act: Tensor, n: int | None = None) -> Tensor:
         """The values `[n_critics, *lead]`, or those of the first `n` networks.
 
         Args:

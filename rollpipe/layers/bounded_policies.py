@@ -80,14 +80,8 @@ class SquashedPolicy(BoundedActor):
         activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
         encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
-    def __init__(self,
-                 observation_space: gym.Space,            # see `encoder_for`
-                 action_space: gym.Space,                 # Box of floats with finite bounds
-                 hidden: tuple = (256, 256),              # sizes of the hidden layers
-                 normalize: bool = False,                 # normalise observations by their running mean and standard deviation
-                 activation: str | type = 'relu',         # elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-                 encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
-    ):
+    def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple = (256, 256), normalize: bool = False,
+                 activation: str | type = 'relu', encoder: dict | Callable | None = None):
         super().__init__()
         self.box = UnitBox(action_space, type(self).__name__)
         n = self.make_trunk(observation_space, action_space, hidden, normalize, activation, encoder)
@@ -127,15 +121,8 @@ class DeterministicPolicy(BoundedActor):
         explore_std: deviation of the noise while exploring; 1 is half the range of the action
         encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
-    def __init__(self,
-                 observation_space: gym.Space,            # see `encoder_for`
-                 action_space: gym.Space,                 # Box of floats with finite bounds
-                 hidden: tuple = (256, 256),              # sizes of the hidden layers
-                 normalize: bool = False,                 # normalise observations by their running mean and standard deviation
-                 activation: str | type = 'relu',         # elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-                 explore_std: float = 0.1,                # deviation of the noise while exploring; 1 is half the range of the action
-                 encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
-    ):
+    def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple = (256, 256), normalize: bool = False,
+                 activation: str | type = 'relu', explore_std: float = 0.1, encoder: dict | Callable | None = None):
         super().__init__()
         if not is_between(explore_std, 0, float_info.max):
             raise DataError('out of range', leaf='explore_std', expected='a finite explore_std >= 0', got=repr(explore_std))

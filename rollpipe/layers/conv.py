@@ -51,10 +51,7 @@ class ConvTrunk(nn.Module):
     is_normalized = True
     large, small = ((32, 8, 4), (64, 4, 2), (64, 3, 1)), ((16, 3, 1),)  # (channels, size of the kernel, stride)
 
-    def __init__(self,
-                 shape: tuple,              # shape of one image or stack
-                 n_out: int | None = None,  # number of features; None: 512 for large images, else 128
-    ):
+    def __init__(self, shape: tuple, n_out: int | None = None):
         super().__init__()
         self.shape = tuple(shape)
         self.planes, self.channels_last = _layout(self.shape)

@@ -44,13 +44,8 @@ class Critic(Observer):
     ret_std: Tensor
     _buffers: dict[str, Any]
 
-    def __init__(self,
-                 observation_space: gym.Space,            # see `encoder_for`
-                 hidden: tuple = (64, 64),                # sizes of the hidden layers
-                 normalize: bool = True,                  # normalise observations by their running mean and standard deviation
-                 activation: str | type = 'tanh',         # elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-                 encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
-    ):
+    def __init__(self, observation_space: gym.Space, hidden: tuple = (64, 64), normalize: bool = True, activation: str | type = 'tanh',
+                 encoder: dict | Callable | None = None):
         super().__init__()
         self.net = MLP(self.make_encoder(observation_space, normalize, encoder), hidden, 1, activation)
         self.register_buffer('ret_count', torch.zeros((), dtype=torch.float64))

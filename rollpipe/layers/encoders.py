@@ -47,15 +47,8 @@ class Concatenate(nn.Module):
         return torch.cat([encoder(obs[key]) for key, encoder in zip(self.keys, self.encoders)], -1)
 
 # %% ../../nbs/layers/10_encoders.ipynb #ab87689b
-def encoder_for(
-    space: gym.Space,                 # observation space
-    name: str = 'observation_space',  # what error messages call the space
-    *,
-    images: str = 'flat',             # 'flat', or 'conv': a `ConvTrunk` for each Box of uint8 or bool with 2 to 4 dimensions
-    discrete: str = 'onehot',         # encoding of Discrete and MultiDiscrete: 'onehot', 'bits' or 'embed' (`Embeddings`)
-    size: int = 16,                   # number of learned features of each integer, if `discrete` is 'embed'
-    n_out: int | None = None,         # number of features of each `ConvTrunk`; None: its default
-) -> nn.Module:
+def encoder_for(space: gym.Space, name: str = 'observation_space', *, images: str = 'flat', discrete: str = 'onehot', size: int = 16,
+                n_out: int | None = None) -> nn.Module:
     """A module that maps observations `[*lead, ...]` of `space` to float32 features `[*lead, n_out]`.
 
     A Box is flattened (and divided by 255 if it is an image, uint8 with 3 dimensions), Discrete and MultiDiscrete become one-hot,

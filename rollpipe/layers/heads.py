@@ -80,14 +80,7 @@ class GaussianHead(nn.Module):
     _modules: dict[str, Any]
     _buffers: dict[str, Any]
 
-    def __init__(self,
-                 n_in: int,             # number of features
-                 shape: tuple,          # shape of one action
-                 low: Any = None,       # lower bounds, a number or an array of `shape`; None or -inf: unbounded
-                 high: Any = None,      # upper bounds, likewise
-                 log_std: float = 0.0,  # log of the initial (or fixed) standard deviation; 0 means half the range
-                 std: str = 'free',     # standard deviation: 'free' (a parameter), 'fixed', or 'state' (from the features, by `ClampedStd`)
-    ):
+    def __init__(self, n_in: int, shape: tuple, low: Any = None, high: Any = None, log_std: float = 0.0, std: str = 'free'):
         super().__init__()
         check_std(std, log_std)
         self.dist, n = Gaussian(shape), prod(shape)
@@ -152,12 +145,7 @@ class JointHead(nn.Module):
         return map_parts(lambda i: heads[i](x), self.index)
 
 # %% ../../nbs/layers/06_heads.ipynb #8b6eb16b
-def head_for(
-    space: gym.Space,            # action space
-    n_in: int,                   # number of features
-    name: str = 'action_space',  # what error messages call the space
-    **gaussian: Any,             # `std` and `log_std` of every `GaussianHead`
-) -> nn.Module:
+def head_for(space: gym.Space, n_in: int, name: str = 'action_space', **gaussian: Any) -> nn.Module:
     """A head for an action space: Discrete, MultiDiscrete, MultiBinary, Box of floats (any shape), or Dict and Tuple of them.
 
     Raises `SpaceError`, which names the part of the space that is not supported, and `ValueError` for an unknown `std`.

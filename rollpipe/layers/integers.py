@@ -18,11 +18,7 @@ from ..pipes.errors import check_integer, check_memory, describe
 __all__ = ['to_bits', 'ToBits', 'OneHot', 'Bits', 'Embeddings']
 
 # %% ../../nbs/layers/07_integers.ipynb #02185877
-def to_bits(
-    x: Tensor,                           # integers `[*lead]`
-    n_bits: int = 63,                    # number of bits, 1 ... 63
-    dtype: torch.dtype = torch.float32,  # of the result
-) -> Tensor:
+def to_bits(x: Tensor, n_bits: int = 63, dtype: torch.dtype = torch.float32) -> Tensor:
     """The lowest `n_bits` bits of integers, `[*lead, n_bits]`, the least significant first.
 
     Negative numbers have the bits of their two's complement. Raises `TypeError` if `x` is not an integer tensor, `ValueError`

@@ -31,8 +31,8 @@ class MultiCategorical:
         shape: a tuple; None: `(len(n),)`
     """
     n: tuple
-    start: tuple = ()            # `()`: all 0
-    shape: Any = None            # a tuple; None: `(len(n),)`
+    start: tuple = ()
+    shape: Any = None
 
     def __post_init__(self):
         object.__setattr__(self, 'n', tuple(self.n))

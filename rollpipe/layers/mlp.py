@@ -19,12 +19,7 @@ from ..pipes.errors import DataError, check_integer, check_memory
 __all__ = ['ACTIVATIONS', 'check_parameters', 'check_sizes', 'orthogonal_linear', 'linear', 'activation_for', 'MLP']
 
 # %% ../../nbs/layers/02_mlp.ipynb #e84a051a
-def check_parameters(
-    n: int,      # number of parameters
-    *,
-    pipe: Any = None,  # whose they are, for the message
-    **sizes: Any,      # name -> what decides how many there are, such as `hidden`
-) -> None:
+def check_parameters(n: int, *, pipe: Any = None, **sizes: Any) -> None:
     """Raise `DataError` if there is no memory for the parameters of a network.
 
     Each needs four numbers of float32: itself, its gradient and the two averages of Adam. To draw orthogonal weights takes as many.
@@ -37,12 +32,7 @@ def check_parameters(
     check_memory(f"{', '.join(f'{name}={x}' for name, x in sizes.items())} with {n:,} parameters", 16 * n, pipe=pipe)
 
 
-def check_sizes(
-    n_in: int,
-    hidden: tuple,             # sizes of the hidden layers
-    n_out: int | None = None,  # number of outputs; None: no output layer
-    **more: int,               # `k`, if there are as many perceptrons
-) -> None:
+def check_sizes(n_in: int, hidden: tuple, n_out: int | None = None, **more: int) -> None:
     """Raise `DataError` unless the hidden layers of a perceptron have integer sizes >= 1, and there is memory for it.
 
     Args:
@@ -74,9 +64,7 @@ def linear(layer: nn.Linear, x: Tensor) -> Tensor:
 ACTIVATIONS = dict(elu=nn.ELU, gelu=nn.GELU, leaky_relu=nn.LeakyReLU, relu=nn.ReLU, sigmoid=nn.Sigmoid, silu=nn.SiLU, tanh=nn.Tanh)
 
 
-def activation_for(
-    activation: str | Callable,  # a name in `ACTIVATIONS`, or a module class that is called without arguments
-) -> nn.Module:
+def activation_for(activation: str | Callable) -> nn.Module:
     """A new activation module. Raises `DataError` for an unknown name.
 
     Args:
@@ -103,13 +91,7 @@ class MLP(nn.Module):
     last: nn.Linear | None
     _modules: dict[str, Any]    # `forward` looks here, because attributes of modules are slow
 
-    def __init__(self,
-                 n_in: int,                        # size of the last input dimension
-                 hidden: tuple = (64, 64),         # sizes of the hidden layers
-                 n_out: int | None = None,         # number of outputs; None: no output layer, the result is the last hidden activation
-                 activation: str | type = 'tanh',  # of the hidden layers, see `activation_for`
-                 gain: float = 1.0,                # gain of the output layer's initial weights, if there is an output layer
-    ):
+    def __init__(self, n_in: int, hidden: tuple = (64, 64), n_out: int | None = None, activation: str | type = 'tanh', gain: float = 1.0):
         super().__init__()
         check_sizes(n_in, hidden, n_out)
         sizes = [n_in, *hidden]

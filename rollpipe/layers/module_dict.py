@@ -36,10 +36,7 @@ class ModuleDict(nn.ModuleDict):
         modules: modules in a dict, list or tuple, which may be nested
         dim: dimension along which the results are concatenated
     """
-    def __init__(self,
-                 modules: Any = None,  # modules in a dict, list or tuple, which may be nested
-                 dim: int = -1,        # dimension along which the results are concatenated
-    ):
+    def __init__(self, modules: Any = None, dim: int = -1):
         modules = _by_name({} if modules is None else modules)
         super().__init__({k: type(self)(m, dim) if isinstance(m, (dict, list, tuple)) else m for k, m in modules.items()})
         self.dim = dim

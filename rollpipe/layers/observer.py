@@ -41,13 +41,7 @@ class ForSpaces:
     parameters: Callable    # of the module that this is mixed into
 
     @classmethod
-    def for_env(cls: Any,
-                env: Any,                        # gymnasium id, factory, environment, or a pair `(observation_space, action_space)`
-                *,
-                env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make` if `env` is an id
-                seed: int | None = None,         # seed of the initial parameters; torch's global generator keeps its state
-                **kwargs: Any,                   # further arguments of the class: `hidden`, `normalize`, ...
-    ) -> Any:
+    def for_env(cls: Any, env: Any, *, env_kwargs: dict | None = None, seed: int | None = None, **kwargs: Any) -> Any:
         """The actor for an environment.
 
         Args:
@@ -74,11 +68,7 @@ class Observer(nn.Module):
     encoder: nn.Module
     obs_norm: RunningNorm | None
 
-    def make_encoder(self,
-                     observation_space: gym.Space,             # see `encoder_for`
-                     normalize: bool,                          # normalise features that the encoder does not normalise
-                     encoder: dict | Callable | None = None,   # options of `encoder_for`, or a function from the space to a module
-    ) -> int:
+    def make_encoder(self, observation_space: gym.Space, normalize: bool, encoder: dict | Callable | None = None) -> int:
         """Make the encoder and the normaliser; returns the number of features.
 
         A module that `encoder` returns has a known number of features (`n_out_of`). If it has an attribute `is_normalized` that is False,

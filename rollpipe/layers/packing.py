@@ -23,10 +23,10 @@ class Packing(NamedTuple):
         sizes: int64 [longest piece]: the number of pieces that have a k-th row; in CPU memory
         first: int64 [B]: for each environment, the piece that its row 0 belongs to
     """
-    order: Tensor     # int64 [T * B]: for each position in the packed sequence, the row t * B + b of the fragment
-    position: Tensor  # int64 [T * B]: for each row t * B + b of the fragment, its position in the packed sequence
-    sizes: Tensor     # int64 [longest piece]: the number of pieces that have a k-th row; in CPU memory
-    first: Tensor     # int64 [B]: for each environment, the piece that its row 0 belongs to
+    order: Tensor
+    position: Tensor
+    sizes: Tensor
+    first: Tensor
 
 
 def pack_episodes(fin: Tensor) -> Packing:

@@ -87,16 +87,8 @@ class MLPPolicy(Observer, Policy):
     """
     uses_past = False  # a subclass whose `params` looks at `act` or `rew` must set True
 
-    def __init__(self,
-                 observation_space: gym.Space,            # see `encoder_for`
-                 action_space: gym.Space,                 # see `head_for`
-                 hidden: tuple = (64, 64),                # sizes of the hidden layers
-                 normalize: bool = True,                  # normalise observations by their running mean and standard deviation
-                 activation: str | type = 'tanh',         # elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-                 std: str = 'free',                       # standard deviation of Box actions: 'free', 'fixed' or 'state' (`GaussianHead`)
-                 log_std: float = 0.0,                    # log of the initial standard deviation; 0 means half the range of the action
-                 encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
-    ):
+    def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple = (64, 64), normalize: bool = True,
+                 activation: str | type = 'tanh', std: str = 'free', log_std: float = 0.0, encoder: dict | Callable | None = None):
         super().__init__()
         n = self.make_encoder(observation_space, normalize, encoder)
         self.trunk, self.action_space = MLP(n, hidden, activation=activation), copy.deepcopy(action_space)
@@ -118,13 +110,8 @@ class CategoricalPolicy(MLPPolicy):
         normalize: normalise observations by their running mean and standard deviation
         activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
     """
-    def __init__(self,
-                 observation_space: gym.Space,     # see `encoder_for`
-                 action_space: gym.Space,          # Discrete
-                 hidden: tuple = (64, 64),         # sizes of the hidden layers
-                 normalize: bool = True,           # normalise observations by their running mean and standard deviation
-                 activation: str | type = 'tanh',  # elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-    ):
+    def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple = (64, 64), normalize: bool = True,
+                 activation: str | type = 'tanh'):
         if not isinstance(action_space, gym.spaces.Discrete):
             raise SpaceError('CategoricalPolicy: unsupported action space', leaf='action_space', expected='Discrete',
                              got=repr(action_space))
@@ -143,15 +130,8 @@ class GaussianPolicy(MLPPolicy):
         std: standard deviation of the actions: 'free', 'fixed' or 'state' (`GaussianHead`)
         log_std: log of the initial standard deviation; 0 means half the range of the action
     """
-    def __init__(self,
-                 observation_space: gym.Space,     # see `encoder_for`
-                 action_space: gym.Space,          # Box of floats
-                 hidden: tuple = (64, 64),         # sizes of the hidden layers
-                 normalize: bool = True,           # normalise observations by their running mean and standard deviation
-                 activation: str | type = 'tanh',  # elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-                 std: str = 'free',                # standard deviation of the actions: 'free', 'fixed' or 'state' (`GaussianHead`)
-                 log_std: float = 0.0,             # log of the initial standard deviation; 0 means half the range of the action
-    ):
+    def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple = (64, 64), normalize: bool = True,
+                 activation: str | type = 'tanh', std: str = 'free', log_std: float = 0.0):
         if not (isinstance(action_space, gym.spaces.Box) and np.issubdtype(action_space.dtype, np.floating)):
             raise SpaceError('GaussianPolicy: unsupported action space', leaf='action_space', expected='Box of floats',
                              got=repr(action_space))

@@ -104,16 +104,8 @@ class QPolicy(Observer, EpsilonGreedy):
     """
     uses_past = False
 
-    def __init__(self,
-                 observation_space: gym.Space,            # see `encoder_for`
-                 action_space: gym.Space,                 # Discrete
-                 hidden: tuple = (64, 64),                # sizes of the hidden layers; `()`: linear (a table if observations are Discrete)
-                 duelling: bool = False,                  # separate value and advantages, each with a last hidden layer of its own
-                 normalize: bool = False,                 # normalise observations by their running mean and standard deviation
-                 activation: str | type = 'relu',         # elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-                 epsilon: float = 0.1,                    # fraction of the steps with a random action; a buffer that DQN sets by eps_start
-                 encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
-    ):
+    def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple = (64, 64), duelling: bool = False,
+                 normalize: bool = False, activation: str | type = 'relu', epsilon: float = 0.1, encoder: dict | Callable | None = None):
         super().__init__()
         self.set_exploration(action_space, epsilon)
         n = self.make_encoder(observation_space, normalize, encoder)
@@ -148,22 +140,9 @@ class RecurrentQPolicy(RecurrentObserver, EpsilonGreedy):
         method: how fragments are processed: 'step', 'packed' or None (`Recurrent`)
         encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
-    def __init__(self,
-                 observation_space: gym.Space,            # see `encoder_for`
-                 action_space: gym.Space,                 # Discrete
-                 hidden: tuple = (64,),                   # sizes of the layers before the memory
-                 memory: int = 64,                        # size of the memory
-                 cell: str = 'gru',                       # 'gru' or 'lstm'
-                 layers: int = 1,                         # number of recurrent layers
-                 span: float = 32,                        # number of steps for which the memory of an untrained network lasts
-                 past: bool = False,                      # the network also sees the previous action and its reward
-                 duelling: bool = False,                  # separate value and advantages, by two linear layers behind the memory
-                 normalize: bool = False,                 # normalise observations by their running mean and standard deviation
-                 activation: str | type = 'relu',         # elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-                 epsilon: float = 0.1,                    # fraction of the steps with a random action; a buffer that DQN sets by eps_start
-                 method: str | None = None,               # how fragments are processed: 'step', 'packed' or None (`Recurrent`)
-                 encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
-    ):
+    def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple = (64,), memory: int = 64, cell: str = 'gru',
+                 layers: int = 1, span: float = 32, past: bool = False, duelling: bool = False, normalize: bool = False,
+                 activation: str | type = 'relu', epsilon: float = 0.1, method: str | None = None, encoder: dict | Callable | None = None):
         super().__init__()
         self.set_exploration(action_space, epsilon)
         self.make_memory(observation_space, action_space, hidden=hidden, memory=memory, cell=cell, layers=layers, span=span, past=past,

@@ -57,17 +57,9 @@ class QuantilePolicy(Observer, EpsilonGreedy):
     """
     uses_past = False
 
-    def __init__(self,
-                 observation_space: gym.Space,            # see `encoder_for`
-                 action_space: gym.Space,                 # Discrete
-                 n_quantiles: int = 50,                   # numbers that describe the return of an action
-                 hidden: tuple = (64, 64),                # sizes of the hidden layers; `()`: linear (a table if observations are Discrete)
-                 duelling: bool = False,                  # separate value and advantages, each with a last hidden layer of its own
-                 normalize: bool = False,                 # normalise observations by their running mean and standard deviation
-                 activation: str | type = 'relu',         # elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-                 epsilon: float = 0.1,                    # fraction of the steps with a random action; a buffer that QRDQN sets
-                 encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
-    ):
+    def __init__(self, observation_space: gym.Space, action_space: gym.Space, n_quantiles: int = 50, hidden: tuple = (64, 64),
+                 duelling: bool = False, normalize: bool = False, activation: str | type = 'relu', epsilon: float = 0.1,
+                 encoder: dict | Callable | None = None):
         super().__init__()
         self.set_exploration(action_space, epsilon)
         n, own = self.make_encoder(observation_space, normalize, encoder), hidden[-1:] if duelling else ()

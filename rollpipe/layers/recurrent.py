@@ -35,14 +35,7 @@ def _output(h: Any) -> Tensor:
     return h if isinstance(h, Tensor) else h[0]
 
 # %% ../../nbs/layers/15_recurrent.ipynb #e7b406c4
-def scan(
-    cell: Callable,   # cell(*gates, h, *weights) -> h for one step
-    gates: tuple,     # what the input contributes to the gates: tensors `[N, ...]`, the rows of all steps
-    sizes: list,      # number of rows of each step; it never increases
-    begins: list,     # for each step a bool tensor `[rows, 1]`, where memories are cleared before it, or None
-    h: Any,           # memories `[sizes[0], n]` before the first step
-    *weights: Tensor,
-) -> Any:
+def scan(cell: Callable, gates: tuple, sizes: list, begins: list, h: Any, *weights: Tensor) -> Any:
     """Apply a cell step by step; returns the memories `[N, n]` after each row. When a step has fewer rows, the last memories are dropped.
 
     Args:
@@ -90,13 +83,7 @@ class Recurrent(nn.Module):
     split_gates: Callable
     cell: Callable
 
-    def __init__(self,
-                 n_in: int,                  # number of features per row
-                 n_out: int,                 # size of the memory and of the output
-                 layers: int = 1,            # number of recurrent layers
-                 span: float = 32,           # number of steps for which the memory of an untrained layer lasts
-                 method: str | None = None,  # 'step', 'packed', or None: packed if an episode begins after row 0
-    ):
+    def __init__(self, n_in: int, n_out: int, layers: int = 1, span: float = 32, method: str | None = None):
         super().__init__()
         if not span >= 2: raise ValueError(f"Expected span >= 2, got {span!r}")
         if method not in (None, 'step', 'packed'): raise ValueError(f"Expected method None, 'step' or 'packed', got {method!r}")

@@ -78,23 +78,10 @@ class RecurrentPolicy(RecurrentObserver, Policy):
         report: report the memory, `memory` [T, B, memory], for a `MemoryCritic`
         encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
-    def __init__(self,
-                 observation_space: gym.Space,            # see `encoder_for`
-                 action_space: gym.Space,                 # see `head_for`
-                 hidden: tuple = (64,),                   # sizes of the layers before the memory
-                 memory: int = 64,                        # size of the memory
-                 cell: str = 'gru',                       # 'gru' or 'lstm'
-                 layers: int = 1,                         # number of recurrent layers
-                 span: float = 32,                        # number of steps for which the memory of an untrained policy lasts
-                 past: bool = False,                      # the policy also sees the previous action and its reward
-                 normalize: bool = True,                  # normalise observations by their running mean and standard deviation
-                 activation: str | type = 'tanh',         # elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-                 std: str = 'free',                       # standard deviation of Box actions: 'free', 'fixed' or 'state' (`GaussianHead`)
-                 log_std: float = 0.0,                    # log of the initial standard deviation; 0 means half the range of the action
-                 method: str | None = None,               # how fragments are processed: 'step', 'packed' or None (`Recurrent`)
-                 report: bool = False,                    # report the memory, `memory` [T, B, memory], for a `MemoryCritic`
-                 encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
-    ):
+    def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple = (64,), memory: int = 64, cell: str = 'gru',
+                 layers: int = 1, span: float = 32, past: bool = False, normalize: bool = True, activation: str | type = 'tanh',
+                 std: str = 'free', log_std: float = 0.0, method: str | None = None, report: bool = False,
+                 encoder: dict | Callable | None = None):
         super().__init__()
         self.make_memory(observation_space, action_space, hidden=hidden, memory=memory, cell=cell, layers=layers, span=span, past=past,
                          normalize=normalize, activation=activation, method=method, encoder=encoder)
@@ -125,14 +112,8 @@ class MemoryCritic(Critic):
         activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
         encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
-    def __init__(self,
-                 observation_space: gym.Space,            # see `encoder_for`
-                 memory: int = 64,                        # size of the policy's memory
-                 hidden: tuple = (64, 64),                # sizes of the hidden layers
-                 normalize: bool = True,                  # normalise observations by their running mean and standard deviation
-                 activation: str | type = 'tanh',         # elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-                 encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
-    ):
+    def __init__(self, observation_space: gym.Space, memory: int = 64, hidden: tuple = (64, 64), normalize: bool = True,
+                 activation: str | type = 'tanh', encoder: dict | Callable | None = None):
         super().__init__(observation_space, hidden, normalize, activation, encoder)
         self.net = MLP(n_out_of(self.encoder) + memory, hidden, 1, activation)
 

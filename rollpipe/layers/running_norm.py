@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import ranks
+import rollpipe.ranks as ranks
 
 # %% auto #0
 __all__ = ['merge_moments', 'moments', 'over_ranks', 'RunningNorm']
@@ -27,11 +27,7 @@ def merge_moments(count_a: float | Tensor, mean_a: float | Tensor, var_a: float 
     return count, mean_a + delta * fraction, var_a + (var_b - var_a) * fraction + delta * delta * fraction * (1 - fraction)
 
 
-def moments(
-    x: Tensor,                    # samples `[*lead, *event]`
-    event_ndim: int,              # number of dimensions of one sample
-    valid: Tensor | None = None,  # bool `[*lead]`; samples where it is False are left out
-) -> tuple:
+def moments(x: Tensor, event_ndim: int, valid: Tensor | None = None) -> tuple:
     """Count (int), mean and variance (float64 `[*event]`) of samples. Mean and variance are meaningless if the count is 0.
 
     Args:
@@ -74,11 +70,7 @@ class RunningNorm(nn.Module):
     high: Tensor
     _buffers: dict[str, Any]
 
-    def __init__(self,
-                 shape: int | tuple,  # shape of one sample
-                 clip: float = 10.,   # largest magnitude of the result
-                 eps: float = 1e-8,   # added to the variance
-    ):
+    def __init__(self, shape: int | tuple, clip: float = 10., eps: float = 1e-8):
         super().__init__()
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         self.shape, self.clip, self.eps = shape, clip, eps

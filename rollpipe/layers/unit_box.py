@@ -58,10 +58,7 @@ class UnitBox(nn.Module):
     log_volume: Tensor
     _buffers: dict[str, Any]
 
-    def __init__(self,
-                 space: gym.Space,        # the action space
-                 owner: str = 'UnitBox',  # whose actions they are, for messages
-    ):
+    def __init__(self, space: gym.Space, owner: str = 'UnitBox'):
         super().__init__()
         center, half_range = (torch.from_numpy(np.array(x)) for x in _center_and_half_range(space, owner))
         self.shape, log_half_range = tuple(center.shape), half_range.log()

@@ -42,10 +42,7 @@ def _judged(critic, obs, actor, leaf):
                         got=describe(obs)) from e
 
 # %% ../../nbs/pipes/15_advantage.ipynb #4695536d
-def values(
-    fragment: Fragment,
-    critic: Any = None,  # `critic(obs [..., *]) -> [...]`; None: the `value` that the actor reported
-) -> tuple[Tensor, Tensor]:
+def values(fragment: Fragment, critic: Any = None) -> tuple[Tensor, Tensor]:
     """`(v_t, v_tp1)`, both `[T, B]` float32: the values of each step's state and of the next state.
 
     Where an episode was truncated, `v_tp1` is the value of the true last observation. Where it terminated, `v_tp1` has no meaning.
@@ -91,12 +88,7 @@ class AdvantageBuffer(Pipe):
     """
     reads, keeps_items, any_strides, fusible = 1, False, True, True
 
-    def __init__(self,
-                 pipe: IterDataPipe,   # yields `Fragment`s
-                 critic: Any = None,   # `critic(obs [..., *]) -> [...]` (see `Critic`); None: the `value` that the actor reported
-                 gamma: float = 0.99,  # discount factor per step
-                 lam: float = 0.95,    # exponential weight of longer estimates: with 0 they rely on the critic, with 1 on the rewards
-    ):
+    def __init__(self, pipe: IterDataPipe, critic: Any = None, gamma: float = 0.99, lam: float = 0.95):
         super().__init__(pipe)
         for name, x in (('gamma', gamma), ('lam', lam)): check_fraction(name, x, pipe=self)
         self.critic, self.gamma, self.lam = critic, gamma, lam

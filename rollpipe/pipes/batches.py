@@ -42,10 +42,7 @@ class FragmentStacker(Pipe):
     fusible = True
     fusion: Any = None    # with a `fusion` it reads the pipes above in another way
 
-    def __init__(self,
-                 pipe: IterDataPipe,  # yields `Fragment`s
-                 n: int,              # fragments per batch
-    ):
+    def __init__(self, pipe: IterDataPipe, n: int):
         super().__init__(pipe)
         self.n = check_integer('n', n, pipe=self)
 
@@ -116,12 +113,7 @@ class SideBySide(Destination):
 
 
 # %% ../../nbs/pipes/16_batches.ipynb #918e626b
-def minibatches(
-    fragment: Fragment,        # [T, B], with all that a loss needs
-    size: int,                 # transitions per minibatch
-    epochs: int,               # how often each transition is used
-    rng: np.random.Generator,  # draws the order of each epoch
-) -> Iterator[Fragment]:
+def minibatches(fragment: Fragment, size: int, epochs: int, rng: np.random.Generator) -> Iterator[Fragment]:
     """Shuffled minibatches of one fragment, each a fragment itself.
 
     Without recurrent state a minibatch is `[1, size]`: valid transitions of all environments and steps. With recurrent state it is
@@ -157,12 +149,7 @@ class Minibatcher(Seeded, Pipe):
         epochs: how often each fragment is used
         seed: determines the order; None: fresh entropy for each iteration
     """
-    def __init__(self,
-                 pipe: IterDataPipe,       # yields `Fragment`s
-                 size: int,                # transitions per minibatch
-                 epochs: int = 1,          # how often each fragment is used
-                 seed: int | None = None,  # determines the order; None: fresh entropy for each iteration
-    ):
+    def __init__(self, pipe: IterDataPipe, size: int, epochs: int = 1, seed: int | None = None):
         super().__init__(pipe)
         self.size, self.epochs, self.seed = check_integer('size', size, pipe=self), check_integer('epochs', epochs, pipe=self), seed
 
@@ -214,11 +201,7 @@ class ToDevice(Pipe):
     """
     reads = 1
 
-    def __init__(self,
-                 pipe: IterDataPipe,  # yields containers of tensors
-                 device: Any,         # such as 'cuda', 'cuda:1' or 'cpu'
-                 ahead: int = 0,      # items that are fetched early
-    ):
+    def __init__(self, pipe: IterDataPipe, device: Any, ahead: int = 0):
         super().__init__(pipe)
         try: torch.device(device)
         except RuntimeError as e: raise DataError("unknown device", pipe=self, expected="such as 'cuda' or 'cpu'", got=str(device)) from e

@@ -41,11 +41,11 @@ class State(NamedTuple):
         rew: float32: reward of the previous row's action; where `fin`, of the old episode; 0 on the very first row
         fin: bool: did the previous row's action end an episode? True on the very first row
     """
-    stepno: Any  # int64: steps since the episode began; 0 on its first row
-    obs: Any     # observation, any nesting, the environment's dtypes; where `fin`, the first one of the *new* episode
-    act: Any     # action of the previous row, any nesting; where `fin`, the last one of the old episode; zeros on the very first row
-    rew: Any     # float32: reward of the previous row's action; where `fin`, of the old episode; 0 on the very first row
-    fin: Any     # bool: did the previous row's action end an episode? True on the very first row
+    stepno: Any
+    obs: Any
+    act: Any
+    rew: Any
+    fin: Any
 
     def without_past(self) -> 'State':
         "The state, tensors `[T, B, ...]`, with zeros in `act` and `rew` where `fin`."
@@ -70,10 +70,10 @@ class Final(NamedTuple):
         obs: [K, ...]: the true last observation
         actor: [K, ...]: the actor's virtual reaction to it, with the recurrent state of that moment; may be 0 where terminated
     """
-    t: Any      # int64 [K]: the step t -> t+1 ended the episode, so `state.fin[t+1, b]` is True; `term[t+1, b]` says whether it terminated
-    b: Any      # int64 [K]: the environment
-    obs: Any    # [K, ...]: the true last observation
-    actor: Any  # [K, ...]: the actor's virtual reaction to it, with the recurrent state of that moment; may be 0 where terminated
+    t: Any
+    b: Any
+    obs: Any
+    actor: Any
 
 # %% ../../nbs/pipes/07_data.ipynb #1ba381e3
 class TickSource:
@@ -127,18 +127,18 @@ class Tick(NamedTuple):
         version: version of the weights that chose the action
         source: answers the requests of a collector, see `TickSource`
     """
-    state: State        # numpy [B, ...] at t
-    hx: Any             # recurrent state before the reaction, environment on dim 1; `()` without memory
-    actor: Any          # torch [1, B, ...]: what the actor reported at t
-    next: State         # numpy [B, ...] at t+1: the action taken at t, its reward, whether the episode ended, the next observation
-    next_hx: Any        # recurrent state at t+1, already reset where an episode ended
-    term: Any           # bool [B]: True where the episode truly terminated; `next.fin & ~term` are truncations
-    final: dict         # environment b -> (last observation, recurrent state [.., 1, ..]) where truncated; with `terminal_obs` at every end
-    env: Any            # numpy [B, ...]: numeric environment infos of the step t -> t+1, with masks `'_' + key`: see `Fragment`
-    valid: Any          # bool [B]: False where no transition took place
-    lane: int           # which copy of the pipeline
-    version: int        # version of the weights that chose the action
-    source: TickSource  # answers the requests of a collector, see `TickSource`
+    state: State
+    hx: Any
+    actor: Any
+    next: State
+    next_hx: Any
+    term: Any
+    final: dict
+    env: Any
+    valid: Any
+    lane: int
+    version: int
+    source: TickSource
 
 # %% ../../nbs/pipes/07_data.ipynb #e3c00ae6
 def _flags(like, x, default):
@@ -178,27 +178,9 @@ def _final_rows(cut, obs, actor, last_obs, last_actor):
     return Final(t, b, rows('last_obs', last_obs, obs), rows('last_actor', last_actor, actor))
 
 # %% ../../nbs/pipes/07_data.ipynb #f63668f2
-def from_steps(
-    obs: Any,                    # [T+1, B, ...]: the observations; where an episode ended, the first one of the next episode
-    act: Any,                    # [T, B, ...]: the actions
-    rew: Tensor,                 # float32 [T, B]: the rewards of the actions; where not `valid`, 0 is stored
-    terminated: Any = None,      # bool [T, B]: the step ended the episode; None: none did
-    truncated: Any = None,       # bool [T, B]: the step cut the episode off; None: none did
-    *,
-    last_obs: Any = None,        # [K, ...]: true last observations of the `K` truncated episodes, by time, then by environment
-    actor: Any = None,           # [T+1, B, ...]: what the actor reported; None: nothing
-    last_actor: Any = None,      # [K, ...]: what the actor reported for `last_obs`
-    env: Any = None,             # [T, B, ...]: environment info; None: nothing
-    hx: Any = (),                # [layers, B, ...]: recurrent state at row 0
-    valid: Any = None,           # bool [T, B]: False where no transition took place; None: all are transitions
-    stepno: Any = 0,             # int, or int64 [B]: steps of the episode before row 0
-    adv: Any = None,             # float32 [T, B]: advantages
-    ret: Any = None,             # float32 [T, B]: value targets
-    lane: Any = None,            # int64 [B]: the lane that collected the column
-    seq: Any = None,             # int64 [B]: how many fragments that lane had yielded before
-    version: Any = None,         # int64 [B]: version of the weights that collected the column
-    restarts: Any = None,        # int64 [B]: how often the lane was lost with its worker and began anew; None: never
-) -> 'Fragment':
+def from_steps(obs: Any, act: Any, rew: Tensor, terminated: Any = None, truncated: Any = None, *, last_obs: Any = None, actor: Any = None,
+               last_actor: Any = None, env: Any = None, hx: Any = (), valid: Any = None, stepno: Any = 0, adv: Any = None, ret: Any = None,
+               lane: Any = None, seq: Any = None, version: Any = None, restarts: Any = None) -> 'Fragment':
     """Make a `Fragment`. The action and reward before row 0 are zero. Row 0 begins an episode where `stepno` is 0.
 
     Raises `DataError` if an argument has the wrong shape, or if the last observation of a truncated episode is missing.
@@ -273,19 +255,19 @@ class Fragment(NamedTuple):
         version: int64 [B]: version of the weights that collected the column
         restarts: int64 [B]: how often the lane was lost with its worker and began anew, with other random numbers; None: never
     """
-    state: State       # [T+1, B, ...]
-    actor: Any         # [T+1, B, ...]: what the actor reported; row T is the virtual look-ahead (its `logp` is that of the mode)
-    env: Any           # [T, B, ...]: numeric environment infos of the step t -> t+1
-    hx: Any            # [layers, B, ...]: recurrent state at row 0; `()` without one
-    term: Any          # bool [T+1, B]: true terminations; `state.fin & ~term` are truncations
-    final: Final       # K rows
-    valid: Any         # bool [T, B]: False for rows that are no transition; losses and statistics leave them out
-    adv: Any = None    # float32 [T, B]: advantages, added by `AdvantageBuffer`
-    ret: Any = None    # float32 [T, B]: value targets, added by `AdvantageBuffer`
-    lane: Any = None     # int64 [B]: the lane that collected the column
-    seq: Any = None      # int64 [B]: how many fragments that lane had yielded before
-    version: Any = None  # int64 [B]: version of the weights that collected the column
-    restarts: Any = None  # int64 [B]: how often the lane was lost with its worker and began anew, with other random numbers; None: never
+    state: State
+    actor: Any
+    env: Any
+    hx: Any
+    term: Any
+    final: Final
+    valid: Any
+    adv: Any = None
+    ret: Any = None
+    lane: Any = None
+    seq: Any = None
+    version: Any = None
+    restarts: Any = None
 
     ROWS, STEPS, COLUMNS = ('state', 'actor', 'term'), ('env', 'valid', 'adv', 'ret'), ('lane', 'seq', 'version', 'restarts')
     from_steps = staticmethod(from_steps)
@@ -316,11 +298,7 @@ class Fragment(NamedTuple):
         return self._replace(**new)
 
 # %% ../../nbs/pipes/07_data.ipynb #d715783a
-def check_item(
-    item: Any,   # an item that reached the pipe
-    kind: type,  # the class of items that the pipe reads
-    pipe: Any,   # the pipe, or its name
-) -> None:
+def check_item(item: Any, kind: type, pipe: Any) -> None:
     """Raise `DataError` unless `item` is a `kind`.
 
     Args:

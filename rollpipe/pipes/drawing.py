@@ -139,13 +139,13 @@ class Drawing:
         word: how the text points out a pipe
         caption: lines that stand below the graph
     """
-    labels: list       # texts of the pipes, sources first
-    edges: list        # for every pipe `[(index of the input, first), ...]`; `first`: the walk meets the input here for the first time
-    marked: frozenset  # indices of the pipes to point out
-    notes: tuple = ()  # for every pipe its notes, a list of texts; empty: none
-    waits: tuple = ()  # for every pipe a text that stands at its way out; empty: none
-    word: str = 'here' # how the text points out a pipe
-    caption: tuple = ()  # lines that stand below the graph
+    labels: list
+    edges: list
+    marked: frozenset
+    notes: tuple = ()
+    waits: tuple = ()
+    word: str = 'here'
+    caption: tuple = ()
 
     def __repr__(self):
         notes = [[*note, wait] for note, wait in zip_longest(self.notes, self.waits, fillvalue='')]

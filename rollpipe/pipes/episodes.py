@@ -172,11 +172,7 @@ class EpisodeCollector(Pipe):
     """
     batch: int
 
-    def __init__(self,
-                 pipe: IterDataPipe,  # yields `Tick`s, such as `EnvStepper(..., terminal_obs=True)`
-                 batch: int = 1,      # episodes per item
-                 pad: bool = False,   # True: items are padded `Fragment`s `[max(T), batch]`; False: lists of `Fragment`s `[T, 1]`
-    ):
+    def __init__(self, pipe: IterDataPipe, batch: int = 1, pad: bool = False):
         super().__init__(pipe)
         # torch has a function of this name for every pipe.
         self.batch = check_integer('batch', batch, pipe=self)  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -211,10 +207,10 @@ class Trace(NamedTuple):
         valid: bool [T, B]: False for steps that belong to no episode of the evaluation
         actor: torch [T+1, B, ...]: what the actor reported, nested
     """
-    rew: np.ndarray    # float32 [T, B]: rewards; 0 where not `valid`
-    fin: np.ndarray    # bool [T, B]: whether an episode ended with the step
-    valid: np.ndarray  # bool [T, B]: False for steps that belong to no episode of the evaluation
-    actor: Any         # torch [T+1, B, ...]: what the actor reported, nested
+    rew: np.ndarray
+    fin: np.ndarray
+    valid: np.ndarray
+    actor: Any
 
 
 class TraceRows:
@@ -223,10 +219,7 @@ class TraceRows:
 
     def __init__(self, n_envs: int): self.rows, self.ends, self.n_envs = [], [], n_envs
 
-    def add(self,
-            tick: Tick,
-            valid: np.ndarray,  # bool [B]: where the step belongs to an episode of the evaluation
-    ) -> None:
+    def add(self, tick: Tick, valid: np.ndarray) -> None:
         """Add one step.
 
         Args:
@@ -237,9 +230,7 @@ class TraceRows:
                           tick.actor))
         self.tick = tick
 
-    def trace(self,
-              unfinished: np.ndarray,  # bool [B]: where the last episode did not end, so its steps are not valid
-    ) -> Trace:
+    def trace(self, unfinished: np.ndarray) -> Trace:
         """The rows as a `Trace`.
 
         Args:

@@ -64,16 +64,8 @@ class PipeError(RuntimeError):
     env: Any
     leaf: str | None
 
-    def __init__(self,
-                 problem: str,             # what is wrong, a short phrase
-                 *,
-                 pipe: Any = None,         # the pipe (its class name is kept) or a name
-                 lane: Any = None,         # index of the lane
-                 env: Any = None,          # index of the environment, an `(index, name)` pair, or a text
-                 leaf: str | None = None,  # path of the leaf inside a container, such as `obs['camera'][0]`
-                 expected: Any = None,     # a text, or any value, which is stored as `describe(value)`
-                 got: Any = None,          # the value that came instead, stored like `expected`
-    ):
+    def __init__(self, problem: str, *, pipe: Any = None, lane: Any = None, env: Any = None, leaf: str | None = None, expected: Any = None,
+                 got: Any = None):
         super().__init__(problem)
         self.problem, self.pipe, self.lane, self.env, self.leaf = problem, None, None, None, None
         self.expected, self.got = (v if v is None or isinstance(v, str) else describe(v) for v in (expected, got))
@@ -182,11 +174,7 @@ def _file_bytes(stat, prefix):
 LEAST_BYTES = 40     # of a recorded step, without observation and action
 
 
-def check_memory(
-    what: str,     # what needs the memory, such as `capacity=100`
-    needed: int,   # bytes
-    **where: Any,  # context for the message: pipe
-) -> None:
+def check_memory(what: str, needed: int, **where: Any) -> None:
     """Raise `DataError` if not so much memory is available.
 
     Args:

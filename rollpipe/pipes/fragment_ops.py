@@ -28,9 +28,9 @@ class TimeStep(NamedTuple):
         obs: [...]: arrays, tensors or numbers in any nesting
         act: [...]: likewise; None at a restart
     """
-    kind: str        # 'restart', 'transition', 'termination' or 'truncation'
-    obs: Any         # [...]: arrays, tensors or numbers in any nesting
-    act: Any = None  # [...]: likewise; None at a restart
+    kind: str
+    obs: Any
+    act: Any = None
     rew: float = 0.
 
     @property
@@ -59,10 +59,7 @@ def truncation(act: Any, rew: float, obs: Any) -> TimeStep:
     return TimeStep('truncation', obs, act, rew)
 
 # %% ../../nbs/pipes/09_fragment_ops.ipynb #3c7b327b
-def from_timesteps(
-    timesteps: Iterable[TimeStep],  # of one environment; the first one is a restart
-    **fields: Any,                  # further arguments of `Fragment.from_steps`, for B = 1
-) -> Fragment:
+def from_timesteps(timesteps: Iterable[TimeStep], **fields: Any) -> Fragment:
     """The fragment `[T, 1]` of the time steps of one environment.
 
     Raises `DataError` unless the first time step and each one after an end is a restart, and all others are not.
@@ -88,10 +85,7 @@ def from_timesteps(
         flag('termination'), flag('truncation'), last_obs=nested.stack(last) if last else None, **fields)
 
 # %% ../../nbs/pipes/09_fragment_ops.ipynb #0cea6925
-def same_keys(
-    infos: list,  # dicts, leaves [*lead, ...], numpy or torch
-    valid: list,  # bool [*lead] for each: where a step took place
-) -> list:
+def same_keys(infos: list, valid: list) -> list:
     """`infos` with the same keys in all. A missing key is filled with nan, or with 0 for leaves that are not floats.
 
     An info that is missing somewhere, or that has a mask somewhere, gets a mask everywhere: `valid` where it was there without one, and
@@ -143,9 +137,9 @@ class End(NamedTuple):
     """
     t: int
     b: int
-    obs: Any     # its last observation
-    hx: Any      # its recurrent state then, `[layers, 1, ...]`
-    term: bool   # True: a termination
+    obs: Any
+    hx: Any
+    term: bool
 
 # %% ../../nbs/pipes/09_fragment_ops.ipynb #3fbf3a77
 def with_restarts(item: Any, restarts: int) -> Any:
@@ -200,10 +194,7 @@ def strands(fragment: Fragment) -> list:
     return sorted(parts, key=lambda part: part[1])
 
 # %% ../../nbs/pipes/09_fragment_ops.ipynb #d4f3c844
-def columns(
-    fragment: Fragment,
-    index: Tensor,  # int64 [n]: indices of environments, each at most once
-) -> Fragment:
+def columns(fragment: Fragment, index: Tensor) -> Fragment:
     """These environments of a fragment, as a fragment `[T, n]`.
 
     Args:
@@ -217,10 +208,7 @@ def columns(
     return _columns(fragment, index, kept)
 
 
-def pieces(
-    fragment: Fragment,
-    size: int,  # environments per piece
-) -> Iterator[Fragment]:
+def pieces(fragment: Fragment, size: int) -> Iterator[Fragment]:
     """The environments of a fragment `[T, B]`, `size` at a time: fragments `[T, size]` that share its memory. The last one may be smaller.
 
     Args:
@@ -259,10 +247,7 @@ def final_numbers(fragment: Fragment) -> Tensor:
     return numbers
 
 
-def transitions(
-    fragment: Fragment,  # a fragment of an actor without memory
-    index: Tensor,       # int64 [n]: `t * B + b` for the step t -> t+1 of environment b
-) -> Fragment:
+def transitions(fragment: Fragment, index: Tensor) -> Fragment:
     """These transitions of a fragment, as a fragment `[1, n]`.
 
     Args:
@@ -293,10 +278,7 @@ def _final_of(fragment, index):
 ENV_REWARD = 'rollpipe.reward'      # the name of this info
 
 
-def with_rewards(
-    fragment: Fragment,
-    rew: Tensor,  # float32 [T+1, B]: the new rewards
-) -> Fragment:
+def with_rewards(fragment: Fragment, rew: Tensor) -> Fragment:
     """The fragment with other rewards. `env['rollpipe.reward']`, float32 `[T, B]`, keeps those of the environment, see `env_rewards`.
 
     Args:

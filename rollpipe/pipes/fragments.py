@@ -37,12 +37,7 @@ class RowBuffer:
     BLOCK = 2 ** 16       # bytes in a block
     AT_ONCE = 2 ** 14     # the buffer has room for this many rows at first, and grows
 
-    def __init__(self,
-                 like: Any,        # an example row, with the structure, shapes and dtypes
-                 n: int,           # the greatest number of rows
-                 empty: Callable,  # `empty(shape, dtype)` returns uninitialised memory for one leaf
-                 **where: Any,     # context for error messages: pipe, lane
-    ):
+    def __init__(self, like: Any, n: int, empty: Callable, **where: Any):
         leaves, self.spec = nested.flatten(like)
         self.room, self.n, self.waiting, self.where = min(n, self.AT_ONCE), 0, [], where
         self.block = max(1, min(self.room, self.BLOCK // max(1, sum(x.nbytes for x in leaves))))    # rows in a block
@@ -146,17 +141,8 @@ def is_placeable(pipe: IterDataPipe) -> bool:
     return hasattr(pipe, 'into') and not trait(pipe, 'keeps_items')
 
 # %% ../../nbs/pipes/13_fragments.ipynb #cc8b7b9f
-def complete(
-    source: TickSource,  # answers for the actor
-    state: State,        # tensors `[T+1, B, ...]`
-    last: State,         # its last row, numpy `[B, ...]`
-    hx: Any,             # the recurrent state there
-    reports: list,       # what the actor reported at each step, `[1, B, ...]`
-    ends: list,          # of `End`, by time
-    fields: dict,        # `env`, `hx`, `term` and `valid` of the fragment
-    numbers: dict,       # `lane`, `seq` and `version`
-    **where: Any,        # context for error messages: pipe
-) -> Fragment:
+def complete(source: TickSource, state: State, last: State, hx: Any, reports: list, ends: list, fields: dict, numbers: dict,
+             **where: Any) -> Fragment:
     """The fragment of some steps, with the actor's look-ahead, its completed reports, and its reactions to truncated ends.
 
     Args:
@@ -193,12 +179,7 @@ class FragmentBuilder:
     """
     states: RowBuffer | None     # None: no fragment has begun
 
-    def __init__(self,
-                 n_steps: int,                                # the greatest number of ticks in a fragment
-                 destination: Destination = ORDINARY_MEMORY,  # memory for the states
-                 in_place: bool = False,                      # may the source write observations into the fragment?
-                 **where: Any,                                # context for error messages: pipe
-    ):
+    def __init__(self, n_steps: int, destination: Destination = ORDINARY_MEMORY, in_place: bool = False, **where: Any):
         self.n_steps, self.destination, self.in_place, self.where = n_steps, destination, in_place, where
         self.ticks, self.states = [], None                          # of the fragment in progress
         self.last, self.seq = None, 0                               # the last tick as it came; how many fragments were taken
@@ -259,10 +240,7 @@ class FragmentCollector(Pipe):
     fusible = True
     fusion: Any = None    # with a `fusion` it steps the environments of its source itself
 
-    def __init__(self,
-                 pipe: IterDataPipe,  # yields `Tick`s, such as `EnvStepper`
-                 n_steps: int,        # steps per fragment
-    ):
+    def __init__(self, pipe: IterDataPipe, n_steps: int):
         super().__init__(pipe)
         self.n_steps = check_integer('n_steps', n_steps, pipe=self)
 

@@ -36,11 +36,7 @@ class Stacks(torch.Tensor):
         shape = (*rows.shape, *frames.shape[1:])
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=frames.dtype, device=frames.device)
 
-    def __init__(self,
-                 frames: Tensor,  # [N, *frame]
-                 past: Tensor,    # [M, *frame]: earlier frames
-                 rows: Tensor,    # int64 [*lead, n]: numbers of frames
-    ): self.frames, self.past, self.rows = frames, past, rows
+    def __init__(self, frames: Tensor, past: Tensor, rows: Tensor): self.frames, self.past, self.rows = frames, past, rows
 
     def __repr__(self, **kwargs): return f"Stacks({str(self.dtype).removeprefix('torch.')} {list(self.shape)}, {len(self.frames)} frames)"
     def __reduce_ex__(self, protocol): return Stacks, (self.frames, self.past, self.rows)
@@ -126,10 +122,7 @@ class FrameStack(Pipe):
     """
     reads = 1
 
-    def __init__(self,
-                 pipe: IterDataPipe,  # yields `Fragment`s
-                 n: int = 4,          # frames per stack
-    ):
+    def __init__(self, pipe: IterDataPipe, n: int = 4):
         super().__init__(pipe)
         self.n = check_integer('n', n, pipe=self)
 

@@ -175,11 +175,7 @@ def _fitting(pipe):
         node.fusion = None      # this graph is new, so nobody else has the pipe
     return pipe
 
-def replace(
-    pipe: IterDataPipe,            # the last pipe of the graph, which stays as it is
-    where: Where,                  # a class (its subclasses count) or a predicate `pipe -> bool`
-    new: IterDataPipe | Callable,  # a pipe, or a function `old -> pipe`; either may read from the old one
-) -> IterDataPipe:
+def replace(pipe: IterDataPipe, where: Where, new: IterDataPipe | Callable) -> IterDataPipe:
     """The graph with the one pipe that matches `where` replaced by `new`.
 
     Args:

@@ -61,10 +61,7 @@ def check_alignment(fragment: Fragment) -> None:
     _demand((found == 0) | (fin[1:] & valid), "a final row belongs to no end of an episode", 'final', found)
 
 # %% ../../nbs/pipes/20_invariants.ipynb #3b691991
-def check_continued(
-    fragment: Fragment,           # of one lane, or joined from several
-    before: dict | None = None,   # what this function returned for the previous fragment
-) -> dict:
+def check_continued(fragment: Fragment, before: dict | None = None) -> dict:
     """Raise `DataError` unless row 0 of each strand is the last row of the previous fragment, where that is known.
 
     Returns what the check of the next fragment needs: lane -> (seq, copy of the last rows). Whole episodes continue no other fragment.
@@ -87,10 +84,7 @@ def check_continued(
     return known
 
 
-def check_memory(
-    fragment: Fragment,  # collected by `actor`
-    actor: Any,          # an actor with `reset`
-) -> None:
+def check_memory(fragment: Fragment, actor: Any) -> None:
     """Raise `DataError` unless the recurrent state is initial wherever row 0 of `fragment` begins an episode.
 
     Args:
@@ -104,11 +98,7 @@ def check_memory(
         if not torch.equal(x, y): raise DataError("memory was not reset where an episode begins", leaf=path, env=begins[0])
 
 # %% ../../nbs/pipes/20_invariants.ipynb #8452eb88
-def check_ratio(
-    fragment: Fragment,       # with the recorded `logp`
-    actor: Any,               # the actor that collected it
-    tolerance: float = 1e-3,  # greatest deviation of a ratio from 1
-) -> None:
+def check_ratio(fragment: Fragment, actor: Any, tolerance: float = 1e-3) -> None:
     """Raise `DataError` unless the current weights of `actor` give the recorded log-probabilities: ratio 1 within `tolerance`.
 
     Nothing is checked if the actor has no `replay`, or if other weights than the current ones collected the fragment.
@@ -124,13 +114,7 @@ def check_ratio(
     _demand(((ratio - 1).abs() <= tolerance) | ~fragment.valid, "the likelihood ratio of fresh data is not 1", "actor['logp']", ratio)
 
 
-def check_advantages(
-    fragment: Fragment,        # with `adv` and `ret`, else nothing is checked
-    critic: Callable | None,   # function of observations that returns values; None: the `value` that the actor reported
-    gamma: float,              # discount
-    lam: float,                # exponential weight of GAE
-    tolerance: float = 1e-3,   # greatest error, relative to 1 + the correct value
-) -> None:
+def check_advantages(fragment: Fragment, critic: Callable | None, gamma: float, lam: float, tolerance: float = 1e-3) -> None:
     """Raise `DataError` unless `adv` and `ret` are those of `critic`, `gamma` and `lam`.
 
     Args:
@@ -177,15 +161,8 @@ class CheckInvariants(Pipe):
     """
     reads = 1
 
-    def __init__(self,
-                 pipe: IterDataPipe,              # yields `Fragment`s
-                 rate: float = 0.01,              # fraction of the fragments to check, evenly spread
-                 actor: Any = None,               # the actor that collected them
-                 critic: Callable | None = None,  # the critic that estimated their values
-                 gamma: float | None = None,      # discount of the advantages
-                 lam: float | None = None,        # their exponential weight
-                 tolerance: float = 1e-3,         # greatest deviation of a likelihood ratio from 1; relative error of an advantage
-    ):
+    def __init__(self, pipe: IterDataPipe, rate: float = 0.01, actor: Any = None, critic: Callable | None = None,
+                 gamma: float | None = None, lam: float | None = None, tolerance: float = 1e-3):
         super().__init__(pipe)
         check_fraction('rate', rate, pipe=self)
         self.rate, self.actor, self.critic, self.gamma, self.lam, self.tolerance = rate, actor, critic, gamma, lam, tolerance

@@ -35,11 +35,7 @@ class Divided:
 
     def is_shardable(self) -> bool: return True
 
-    def apply_sharding(self,
-                       num_of_instances: int,      # processes
-                       instance_id: int,           # number of this process
-                       sharding_group: Any = None, # a `SHARDING_PRIORITIES` of torch: divisions among machines and among workers add up
-    ) -> None:
+    def apply_sharding(self, num_of_instances: int, instance_id: int, sharding_group: Any = None) -> None:
         """Keep a part of the lanes: every `num_of_instances`-th one, or neighbours if they are divided among machines (`DISTRIBUTED`).
 
         torch and torchdata call this in their processes.
@@ -51,11 +47,7 @@ class Divided:
         """
         self.divide(num_of_instances, instance_id, getattr(sharding_group, 'value', 0))
 
-    def divide(self,
-               n: int,
-               k: int,
-               priority: int = _MACHINES,  # the value of a `SHARDING_PRIORITIES` of torch
-    ) -> None:
+    def divide(self, n: int, k: int, priority: int = _MACHINES) -> None:
         """Keep the lanes of machine `k` of `n`, neighbours of one another; or those of process `k` of `n`, if another `priority` says so.
 
         Args:
@@ -138,9 +130,7 @@ class GlobalRandomStates:
     Args:
         seed: what the states follow from; None: the present states
     """
-    def __init__(self,
-                 seed: np.random.SeedSequence | None = None,  # what the states follow from; None: the present states
-    ):
+    def __init__(self, seed: np.random.SeedSequence | None = None):
         self.seed, self.python, self.numpy, self.pytorch, self.outer = seed, None, NumpyState(), None, None
         if seed is None: self.take()
 
@@ -173,10 +163,7 @@ class GlobalRandomStates:
         self.outer.put(self)
 
 # %% ../../nbs/pipes/14_lanes.ipynb #8de27399
-def opened_into(
-    pipe: IterDataPipe,        # the last pipe of a lane
-    destination: Destination,  # memory for the states of its fragments
-) -> Iterator:
+def opened_into(pipe: IterDataPipe, destination: Destination) -> Iterator:
     """An iterator of `pipe`, whose fragments are in the memory of `destination` if the pipe can make them there.
 
     Args:
@@ -207,12 +194,7 @@ class Lanes(Divided, Seeded, Pipe):
     """
     fusible = True
 
-    def __init__(self,
-                 pipe: IterDataPipe,       # the graph to copy
-                 n: int = 1,               # number of lanes
-                 seed: int | None = None,  # determines everything random above; None: fresh entropy for each iteration
-                 threads: int | None = 1,  # torch threads while a lane collects; None: torch's setting, on which the last bits may depend
-    ):
+    def __init__(self, pipe: IterDataPipe, n: int = 1, seed: int | None = None, threads: int | None = 1):
         super().__init__(pipe)
         self.n, self.seed, self.threads = check_integer('n', n, pipe=self), seed, threads
         check_memory(f'n={n:,}', n * LEAST_BYTES, pipe=self)
@@ -224,11 +206,7 @@ class Lanes(Divided, Seeded, Pipe):
             stepper.refuse_copies("each lane", repr(self), pipe=self)
         return self.seed_sequence().entropy  # pyright: ignore[reportReturnType]  an integer, because seeds are
 
-    def copy(self,
-             lane: int,       # number of the lane
-             root: int,       # from `root`
-             again: int = 0,  # how often this lane was lost and began anew; each time it gets other random numbers
-    ) -> IterDataPipe:
+    def copy(self, lane: int, root: int, again: int = 0) -> IterDataPipe:
         """The copy of the graph above for one lane.
 
         Args:
@@ -273,9 +251,7 @@ class Lanes(Divided, Seeded, Pipe):
             for _, items, _ in turn: getattr(items, 'close', lambda: None)()
 
 # %% ../../nbs/pipes/14_lanes.ipynb #23eae9dd
-def learning_pipes(
-    pipe: IterDataPipe,  # the last pipe of a graph
-) -> dict:               # name -> pipe, sources first
+def learning_pipes(pipe: IterDataPipe) -> dict:
     """The pipes below the lanes that have a state: by the name of their class, and from the second one on by a number as well.
 
     Args:

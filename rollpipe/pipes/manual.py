@@ -16,11 +16,7 @@ from .fragments import FragmentCollector
 from .stepper import EnvStepper
 
 # %% ../../nbs/pipes/18_manual.ipynb #97ef8eb7
-def prepare(envs: Any,      # environment instances, or a source for `EnvStepper`: id, factory, a list of them
-            actor: Any,     # the actor, held by reference
-            n_steps: int,   # steps per fragment
-            **kwargs: Any,  # as for `EnvStepper`: sticky, info_keys, seed, explore, clip_actions, close; n_envs, env_kwargs for ids
-) -> FragmentCollector:
+def prepare(envs: Any, actor: Any, n_steps: int, **kwargs: Any) -> FragmentCollector:
     """Check the arguments and return a plan, which is a small pipeline. No environment is made, reset or stepped yet.
 
     `startup` resets the instances, with seeds derived from `seed`; they are never closed, and serve one loop at a time. Raises the errors
@@ -44,9 +40,7 @@ class Context:
     Args:
         plan: from `prepare`
     """
-    def __init__(self,
-                 plan: FragmentCollector,  # from `prepare`
-    ):
+    def __init__(self, plan: FragmentCollector):
         self.plan, self._interaction = plan, plan.pipe.interact()
         try: out, self.hx = self._interaction.start()
         except BaseException:
@@ -87,11 +81,7 @@ def collect(context: Context) -> Fragment:
     raise DataError("this context has ended", expected="a new one from `startup(plan)`", got="closed, or failed before")
 
 # %% ../../nbs/pipes/18_manual.ipynb #c93f773a
-def rollout(envs: Any,      # as for `prepare`
-            actor: Any,     # the actor, held by reference
-            n_steps: int,   # steps per fragment
-            **kwargs: Any,  # as for `prepare`
-) -> Iterator[Fragment]:
+def rollout(envs: Any, actor: Any, n_steps: int, **kwargs: Any) -> Iterator[Fragment]:
     """Yield `Fragment`s of `n_steps` steps without end, in this process. Environments that were made for it are closed at the end.
 
     Args:
@@ -114,9 +104,7 @@ class EnvContext:
     Args:
         stepper: has the environments; its actor is not used
     """
-    def __init__(self,
-                 stepper: EnvStepper,  # has the environments; its actor is not used
-    ):
+    def __init__(self, stepper: EnvStepper):
         env_seed, _ = stepper.seed_sequence().spawn(2)    # the second one would be the actor's
         self.envs = stepper.make_envs(env_seed)
         try: out = self.envs.reset()
@@ -125,9 +113,7 @@ class EnvContext:
             raise
         self.state, self.seen = out.state, out.seen
 
-    def step(self,
-             act: Any,  # one action for each environment, torch [1, B, ...]
-    ) -> Outcome:
+    def step(self, act: Any) -> Outcome:
         """Step the environments with their actions. An environment whose episode ends is reset at once.
 
         Args:
@@ -150,9 +136,7 @@ class _NoActor:
     reset = step
 
 
-def context(envs: Any,      # as for `prepare`
-            **kwargs: Any,  # as for `EnvStepper`: n_envs, env_kwargs, info_keys, seed, clip_actions, close
-) -> EnvContext:
+def context(envs: Any, **kwargs: Any) -> EnvContext:
     """Reset environments and return them as one batch, without an actor. Raises the errors of `EnvStepper`.
 
     Args:

@@ -101,10 +101,7 @@ def version_of(module: Any) -> int:
     return _updates.get(module, _Updates).version
 
 
-def bump_version(
-    module: Any,            # actor or critic
-    to: int | None = None,  # set the version to this number, as when a checkpoint is loaded; None: count one more
-) -> None:
+def bump_version(module: Any, to: int | None = None) -> None:
     """Count one more update of `module`. Learners call it once per update.
 
     Args:
@@ -127,10 +124,7 @@ class VersionCounter:
         holder: an actor
         parameters: its parameters
     """
-    def __init__(self,
-                 holder: Any,           # an actor
-                 parameters: Iterable,  # its parameters
-    ):
+    def __init__(self, holder: Any, parameters: Iterable):
         self.updates, self.parameters = _updates_of(holder), list(parameters)
 
     def version(self) -> int:
@@ -142,10 +136,7 @@ class VersionCounter:
         return updates.version
 
 # %% ../../nbs/pipes/05_modules.ipynb #ee9090e4
-def modules_in(
-    holder: Any,     # a module, an object with modules in its attributes, containers or bound arguments, or a function that uses them
-    depth: int = 3,  # how many levels deep to search
-) -> list:
+def modules_in(holder: Any, depth: int = 3) -> list:
     """The modules in `holder`, each once.
 
     Args:
@@ -209,11 +200,7 @@ _STATES = {np.random.Generator: lambda x: repr(x.bit_generator.state), np.random
 _NOT_COMPARED = type, torch.nn.Module, torch.nn.Parameter
 
 
-def comparable(
-    value: Any,           # of an attribute
-    depth: int = 3,       # how deep to look into containers and objects
-    states: bool = False, # compare the states of random generators, and of spaces, which have some
-) -> Any:
+def comparable(value: Any, depth: int = 3, states: bool = False) -> Any:
     """What stays equal as long as `value` does not change. Modules, parameters and functions give None.
 
     Args:
@@ -283,10 +270,7 @@ class torch_threads(ContextDecorator):
         if self.n not in (None, self.before): torch.set_num_threads(self.before)
 
 # %% ../../nbs/pipes/05_modules.ipynb #fc5143a3
-def checked_device(
-    device: Any,   # such as 'cuda:1', or a `torch.device`
-    **where: Any,  # context for the message: pipe
-) -> torch.device:
+def checked_device(device: Any, **where: Any) -> torch.device:
     """The device. Raises `DataError` if it is unknown or not there.
 
     Args:

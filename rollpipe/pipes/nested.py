@@ -40,12 +40,7 @@ def paths(tree: Any, root: str = '') -> list[str]:
     return [accessor.codify(root) for accessor in optree.tree_accessors(tree)]
 
 # %% ../../nbs/pipes/01_nested.ipynb #b8d36946
-def check_like(
-    tree: Any,       # the container to check
-    like: Any,       # container of example leaves
-    name: str,       # what `tree` is called, the root of the leaf paths in the message
-    **context: Any,  # `pipe`, `lane`, `env` for the message
-) -> None:
+def check_like(tree: Any, like: Any, name: str, **context: Any) -> None:
     """Check that `tree` has the structure of `like`, and each leaf the shape and dtype of its counterpart.
 
     Numpy and torch dtypes of one name are equal; a Python scalar fits any dtype of its kind (bool, int, float).
@@ -202,13 +197,7 @@ def _map_named(fn, tree):
         raise
 
 # %% ../../nbs/pipes/01_nested.ipynb #d23519d0
-def torchify(
-    tree: Any,             # container of numeric arrays, host tensors or scalars
-    *leading: int,         # sizes of new leading dimensions, over which the data is repeated
-    copy: bool = False,    # always copy
-    pinned: bool = False,  # allocate page-locked memory, for faster transfers to an accelerator
-    shared: bool = False,  # allocate memory that other processes see
-) -> Any:
+def torchify(tree: Any, *leading: int, copy: bool = False, pinned: bool = False, shared: bool = False) -> Any:
     """Host tensors of shape `[*leading, *leaf.shape]`, which alias the memory of the leaves where possible.
 
     Tensors are returned unchanged, arrays are aliased, scalars become new tensors (a Python float is torch's default dtype).

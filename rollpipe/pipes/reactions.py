@@ -32,13 +32,7 @@ class SeededActor:
     """
     CHUNK, MOST = 256, 2 ** 22    # steps for which noise is drawn at once; but no more actions than this
 
-    def __init__(self,
-                 actor: Any,                    # the actor, which others may use too
-                 n_envs: int,                   # environments in a step, `B`
-                 seed: np.random.SeedSequence,  # determines all random numbers
-                 explore: bool,                 # False: an actor that takes noise gets none, and returns its deterministic action
-                 device: Any = 'cpu',           # where its random numbers are drawn
-    ):
+    def __init__(self, actor: Any, n_envs: int, seed: np.random.SeedSequence, explore: bool, device: Any = 'cpu'):
         self.actor, self.n_envs, self.explore, self.chunk = actor, n_envs, explore, max(1, min(self.CHUNK, self.MOST // n_envs))
         self.takes_noise = hasattr(actor, 'draw_noise')
         self.generator = torch.Generator(device).manual_seed(int(seed.generate_state(1)[0]))
@@ -101,11 +95,7 @@ class AnswerCheck:
     first: tuple | None     # structure of the first answer, and its action and report; None: there was no answer yet
     memory: tuple | None    # structure and shapes of its recurrent state; None: the actor has none
 
-    def __init__(self,
-                 actor: Any,   # the actor; messages name its class
-                 envs: Any,    # the batch of environments that takes the actions
-                 where: dict,  # context for messages: pipe, lane
-    ):
+    def __init__(self, actor: Any, envs: Any, where: dict):
         self.name, self.envs, self.where = type(actor).__name__, envs, where
         self.step = f"{self.name}.step"
         self.first, self.memory = None, None
@@ -116,12 +106,7 @@ class AnswerCheck:
         if type(answer) is tuple and len(answer) == 3: return answer
         raise ActorError(f"{self.step} gave no triple", expected="(act, hx, info)", got=describe(answer), **self.where)
 
-    def check(self,
-              act: Any,   # leaves must be [1, n, ...]
-              hx: Any,    # leaves must be [layers, n, ...]
-              info: Any,  # leaves must be [1, n, ...]
-              n: int,     # number of environments in the answer: `B`, or fewer in a virtual reaction
-    ) -> None:
+    def check(self, act: Any, hx: Any, info: Any, n: int) -> None:
         """Check one answer. The first one must be for all environments.
 
         Args:
@@ -157,11 +142,7 @@ class AnswerCheck:
         self.shapes[n] = [(1, n, *x.shape[2:]) for x in nested.leaves(self.first[1:])]
         return self.shapes[n]
 
-    def check_memory(self,
-                     hx: Any,               # leaves must be [layers, n, ...]
-                     n: int,                # number of environments
-                     method: str = 'step',  # the actor's method that returned it
-    ) -> None:
+    def check_memory(self, hx: Any, n: int, method: str = 'step') -> None:
         """Check a recurrent state.
 
         Args:
@@ -176,10 +157,7 @@ class AnswerCheck:
         raise ActorError(f"{self.name}.{method} changed the form of its recurrent state", leaf='hx', got=describe(hx), **self.where,
                          expected="as before" if self.memory is None else str([[k, n, *rest] for k, rest in self.memory[0]]))
 
-    def check_completed(self,
-                        info: Any,    # leaves must be [T, n, ...]
-                        lead: tuple,  # `(T, n)`
-    ) -> None:
+    def check_completed(self, info: Any, lead: tuple) -> None:
         """Check what the actor's `complete` returned.
 
         Args:
@@ -206,9 +184,7 @@ class AnswerCheck:
                                  expected=f"a tensor of shape {shape}{space}")
 
 # %% ../../nbs/pipes/11_reactions.ipynb #614e7c1c
-def kept_in(
-    holder: Any,   # an actor, a critic, or a function that uses a network
-) -> Iterator:     # `((number of the module, name of its part, attribute), value)`
+def kept_in(holder: Any) -> Iterator:
     """What the modules of `holder`, and itself, keep outside of parameters and buffers.
 
     Args:
@@ -232,10 +208,7 @@ def attribute_name(k: int, name: str, key: str) -> str:
     return f"attribute {key}" + (f" in {name}" if name else '') + (f" of module {k}" if k else '')
 
 
-def attributes_of(
-    holder: Any,           # an actor, a critic, or a function that uses a network
-    states: bool = False,  # compare the states of random generators, too
-) -> dict:
+def attributes_of(holder: Any, states: bool = False) -> dict:
     """name -> (what to compare, text) for all that is `kept_in` the holder.
 
     Args:
@@ -254,10 +227,7 @@ class Unchanging:
         holders: what the pipes of the lanes hold by reference
         warn: takes the text of a warning
     """
-    def __init__(self,
-                 holders: Iterable,  # what the pipes of the lanes hold by reference
-                 warn: Callable,     # takes the text of a warning
-    ):
+    def __init__(self, holders: Iterable, warn: Callable):
         self.warn, self.n_items, self.warned = warn, 0, set()
         holders = list({id(x): x for x in holders}.values())
         self.actors = [x for x in holders if isinstance(x, torch.nn.Module) or hasattr(x, 'step')]

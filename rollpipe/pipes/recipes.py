@@ -30,25 +30,10 @@ from .torchdata import IterDataPipe
 from .transforms import RewardScaler
 
 # %% ../../nbs/pipes/27_recipes.ipynb #b6d2cc50
-def rollouts(
-    env: Any,                        # gymnasium id, factory, instance, a list or pipe of those, or a `TensorEnv` or a class of these
-    actor: Any,                      # the actor, held by reference
-    *,
-    n_envs: int | None = 8,          # environments stepped together in a lane; None: all instances, or all of a vector or pipe
-    n_steps: int = 256,              # steps per fragment
-    lanes: int = 1,                  # independent copies of environment and collector, joined in one batch
-    seed: int | None = None,         # determines environments and actions
-    info_keys: Any = None,           # environment infos to record; None: all that are numeric
-    env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make` or `make_vec`
-    vector: str | None = None,       # make one vector environment of an id: 'sync', 'async', 'vector_entry_point', 'envpool'
-    sticky: bool = False,            # environments whose episode ended rest until the end of the fragment
-    terminal_obs: bool = False,      # keep the last observations of terminated episodes too
-    close: bool = True,              # False: leave the environments open that are made here
-    device: Any = None,              # the actor's device, if not the host; batches are on the host, `ToDevice` moves them
-    engine: str = 'torch',           # what runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if it can)
-    optimize: bool = True,           # fuse stages where only the speed changes, see `rollpipe.pipes.optimize`
-    edits: Sequence[Callable] = (),  # functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
-) -> IterDataPipe:
+def rollouts(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 256, lanes: int = 1, seed: int | None = None,
+             info_keys: Any = None, env_kwargs: dict | None = None, vector: str | None = None, sticky: bool = False,
+             terminal_obs: bool = False, close: bool = True, device: Any = None, engine: str = 'torch', optimize: bool = True,
+             edits: Sequence[Callable] = ()) -> IterDataPipe:
     """A pipeline that yields batches: `Fragment`s of `n_steps` steps of `lanes * n_envs` environments.
 
     `EnvStepper -> FragmentCollector -> Lanes -> FragmentStacker`, then the `edits` and `optimize`. `GraphError`: an edit returns no pipe.
@@ -117,17 +102,8 @@ def _scaler(scale, gamma):
 
 # %% ../../nbs/pipes/27_recipes.ipynb #fe1641a6
 @delegates(rollouts)
-def on_policy(
-    env: Any,                        # gymnasium id, factory, instance, or a list or pipe of those, see `EnvStepper`
-    actor: Any,                      # the actor, held by reference
-    critic: Any = None,              # the critic, `critic(obs) -> value`; None: the `value` that the actor reports
-    *,
-    gamma: float = 0.99,             # discount factor per step
-    lam: float = 0.95,               # exponential weight of longer advantage estimates
-    reward_scale: float | str | None = None,  # factor of the rewards; 'learn': they are divided by the deviation of their return; None: 1
-    edits: Sequence[Callable] = (),  # functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
-    **kwargs: Any,
-) -> IterDataPipe:
+def on_policy(env: Any, actor: Any, critic: Any = None, *, gamma: float = 0.99, lam: float = 0.95, reward_scale: float | str | None = None,
+              edits: Sequence[Callable] = (), **kwargs: Any) -> IterDataPipe:
     """A pipeline that yields batches: `Fragment`s of `n_steps` steps of `lanes * n_envs` environments, with `adv` and `ret`.
 
     `EnvStepper -> FragmentCollector -> Lanes -> AdvantageBuffer -> FragmentStacker`, then the `edits`. Raises `GraphError` if an edit
@@ -148,27 +124,10 @@ def on_policy(
 
 # %% ../../nbs/pipes/27_recipes.ipynb #d53f8f65
 @delegates(rollouts)
-def replayed(
-    env: Any,                        # gymnasium id, factory, instance, or a list or pipe of those, see `EnvStepper`
-    actor: Any,                      # the actor, held by reference
-    *,
-    n_envs: int | None = 8,          # environments stepped together in a lane; None: all instances, or all of a vector or pipe
-    n_steps: int = 4,                # steps per fragment
-    capacity: int = 100_000,         # greatest number of steps in the memory
-    batch_size: int = 256,           # transitions or segments in a sample
-    n_batches: int = 1,              # samples for each batch of new steps
-    samples_per_step: float | None = None,  # samples for each new step, a ratio of update to data; None: `n_batches` for each batch
-    warmup: int = 1000,              # number of steps in the memory before the first sample
-    length: int = 1,                 # steps of a segment; 1: single transitions
-    prioritized: bool = False,       # sample in proportion to priorities
-    alpha: float = 0.6,              # exponent of the priorities; 0: uniform
-    beta: float = 0.4,               # exponent of the importance weights; 1: they correct the bias of prioritized sampling fully
-    zero_state: bool = False,        # segments begin with a recurrent state of zeros, not with the stored ones
-    path: str | Path | None = None,  # a folder for the steps; None: in memory
-    terminal_obs: bool = True,       # keep the last observations of terminated episodes too
-    edits: Sequence[Callable] = (),  # functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
-    **kwargs: Any,
-) -> IterDataPipe:
+def replayed(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 4, capacity: int = 100_000, batch_size: int = 256,
+             n_batches: int = 1, samples_per_step: float | None = None, warmup: int = 1000, length: int = 1, prioritized: bool = False,
+             alpha: float = 0.6, beta: float = 0.4, zero_state: bool = False, path: str | Path | None = None, terminal_obs: bool = True,
+             edits: Sequence[Callable] = (), **kwargs: Any) -> IterDataPipe:
     """A pipeline that yields a `Replayed` for every `n_steps` steps of `lanes * n_envs` environments: new steps, and samples of all steps.
 
     `EnvStepper -> FragmentCollector -> Lanes -> FragmentStacker -> Replay`, then the `edits`. See `rollouts` and `Replay`.

@@ -99,10 +99,7 @@ def _carry(coef: Tensor, cut: Tensor | None) -> Tensor:
     return coef if cut is None else coef.masked_fill(cut, 0.)
 
 # %% ../../nbs/pipes/08_returns.ipynb #feae11af
-def backward_recursion(
-    a: Array | float,  # coefficients [T, ...], at most about 1 in size, as products of many are formed; the last row is not used
-    b: Array,          # increments [T, ...]
-) -> Array:
+def backward_recursion(a: Array | float, b: Array) -> Array:
     """Solve `x_t = b_t + a_t x_{t+1}` for t = T-1, ..., 0, with `x_T = 0`, in log2(T) rounds. Raises `DataError` if `a` does not fit `b`.
 
     Args:
@@ -124,14 +121,8 @@ def _solve(a: Tensor, b: Tensor) -> Tensor:
     return x
 
 # %% ../../nbs/pipes/08_returns.ipynb #4ce70f20
-def discounted_returns(
-    rew: Array,                          # rₜ₊₁ [T, ...], reward of the transition from t to t+1, t in [0, T)
-    discount: Array | float,             # γₜ₊₁ [T, ...], gamma, or 0 where the state reached is terminal
-    bootstrap: Array | float = 0.,       # V(s_T) [...]: the value after the last row, used unless that row is cut
-    cut: Array | None = None,            # bool [T, ...], True where the episode ended with row t, terminated or truncated
-    v_tp1: Array | float | None = None,  # V(sₜ₊₁) [T, ...], value of the state reached; only truncated rows count; None: zero
-    rho: Array | float | None = None,    # ρₜ = π(aₜ|sₜ) / μ(aₜ|sₜ) [T, ...], importance weights; None: on-policy
-) -> Array:
+def discounted_returns(rew: Array, discount: Array | float, bootstrap: Array | float = 0., cut: Array | None = None,
+                       v_tp1: Array | float | None = None, rho: Array | float | None = None) -> Array:
     """Discounted return from each row to the end of its episode, or to the end of the trace.
 
         Gₜ = ρₜ (rₜ₊₁ + γₜ₊₁ Gₜ₊₁)    with Gₜ₊₁ = V(sₜ₊₁) where row t is cut, and G_T = bootstrap.
@@ -160,13 +151,7 @@ def discounted_returns(
     return back(_solve(a, b) if rho is None else _solve(later['rho'] * a, later['rho'] * b))
 
 # %% ../../nbs/pipes/08_returns.ipynb #5724fbca
-def n_step_returns(
-    rew: Array,                # rₜ₊₁ [T, ...], reward of the transition from t to t+1, t in [0, T)
-    v_tp1: Array | float,      # V(sₜ₊₁) [T, ...], value of the state reached; of the true last observation where row t was truncated
-    discount: Array | float,   # γₜ₊₁ [T, ...], gamma, or 0 where the state reached is terminal
-    n: int,                    # number of steps, at least 1
-    cut: Array | None = None,  # bool [T, ...], True where the episode ended with row t, terminated or truncated
-) -> Array:
+def n_step_returns(rew: Array, v_tp1: Array | float, discount: Array | float, n: int, cut: Array | None = None) -> Array:
     """Return of at most n steps, and the value of the state reached there.
 
         Gₜ⁽¹⁾ = rₜ₊₁ + γₜ₊₁ V(sₜ₊₁)
@@ -198,12 +183,7 @@ def n_step_returns(
     return back(x)
 
 # %% ../../nbs/pipes/08_returns.ipynb #e16c1723
-def td_errors(
-    rew: Array,               # rₜ₊₁ [T, ...], reward of the transition from t to t+1, t in [0, T)
-    v_t: Array | float,       # V(sₜ) [T, ...], value of the state left
-    v_tp1: Array | float,     # V(sₜ₊₁) [T, ...], value of the state reached; of the true last observation where row t was truncated
-    discount: Array | float,  # γₜ₊₁ [T, ...], gamma, or 0 where the state reached is terminal
-) -> Array:
+def td_errors(rew: Array, v_t: Array | float, v_tp1: Array | float, discount: Array | float) -> Array:
     """Temporal difference errors, δₜ = rₜ₊₁ + γₜ₊₁ V(sₜ₊₁) - V(sₜ).
 
     Args:
@@ -222,14 +202,7 @@ def td_errors(
 def _td(r: Tensor, v: Tensor, v_next: Tensor, g: Tensor) -> Tensor: return torch.addcmul(r, g, v_next) - v
 
 
-def gae(
-    rew: Array,                # rₜ₊₁ [T, ...], reward of the transition from t to t+1, t in [0, T)
-    v_t: Array | float,        # V(sₜ) [T, ...], value of the state left
-    v_tp1: Array | float,      # V(sₜ₊₁) [T, ...], value of the state reached; of the true last observation where row t was truncated
-    discount: Array | float,   # γₜ₊₁ [T, ...], gamma, or 0 where the state reached is terminal
-    lam: float,                # λ in [0, 1]; 0 gives the TD error (little variance), 1 the whole return minus V(sₜ) (no bias from V)
-    cut: Array | None = None,  # bool [T, ...], True where the episode ended with row t, terminated or truncated; None: only terminations
-) -> Array:
+def gae(rew: Array, v_t: Array | float, v_tp1: Array | float, discount: Array | float, lam: float, cut: Array | None = None) -> Array:
     """Generalised advantage estimates.
 
         Aₜ = δₜ + γₜ₊₁ λ (1 - cutₜ) Aₜ₊₁,    A_T = 0,    δₜ = rₜ₊₁ + γₜ₊₁ V(sₜ₊₁) - V(sₜ)
@@ -262,17 +235,8 @@ class VTraceTargets(NamedTuple):
     adv: Any
 
 
-def vtrace(
-    rew: Array,                # rₜ₊₁ [T, ...], reward of the transition from t to t+1, t in [0, T)
-    v_t: Array | float,        # V(sₜ) [T, ...], value of the state left
-    v_tp1: Array | float,      # V(sₜ₊₁) [T, ...], value of the state reached; of the true last observation where row t was truncated
-    discount: Array | float,   # γₜ₊₁ [T, ...], gamma, or 0 where the state reached is terminal
-    rho: Array | float,        # ρₜ = π(aₜ|sₜ) / μ(aₜ|sₜ) [T, ...], importance weights, not yet clipped
-    lam: float = 1.,           # λ in [0, 1]
-    c_clip: float = 1.,        # c̄, greatest weight with which later errors are carried back
-    rho_clip: float = 1.,      # ρ̄ >= c̄, greatest weight of an error
-    cut: Array | None = None,  # bool [T, ...], True where the episode ended with row t, terminated or truncated
-) -> VTraceTargets:
+def vtrace(rew: Array, v_t: Array | float, v_tp1: Array | float, discount: Array | float, rho: Array | float, lam: float = 1.,
+           c_clip: float = 1., rho_clip: float = 1., cut: Array | None = None) -> VTraceTargets:
     """V-trace value targets and policy-gradient advantages, corrected for off-policy data.
 
         δₜ = min(ρ̄, ρₜ) (rₜ₊₁ + γₜ₊₁ V(sₜ₊₁) - V(sₜ)),    cₜ = λ min(c̄, ρₜ)
@@ -308,11 +272,7 @@ def vtrace(
     return VTraceTargets(back(v + error), back(weight * (delta + later)))
 
 # %% ../../nbs/pipes/08_returns.ipynb #724bf72e
-def running_returns(
-    rew: Array,                  # [T, ...]: rewards
-    discount: Array | float,     # [T, ...]: discount of the rewards before this step; 0 where an episode begins with the step
-    before: Array | float = 0.,  # [...]: the return up to the step before the first one
-) -> Array:
+def running_returns(rew: Array, discount: Array | float, before: Array | float = 0.) -> Array:
     """Discounted sum of the rewards up to each step, `[T, ...]`: xₜ = rₜ + γₜ xₜ₋₁. Raises `DataError` if an argument does not fit `rew`.
 
     Args:

@@ -41,16 +41,8 @@ class Interaction(TickSource):
         device: the actor's device; None: the host
         engine: what lets the actor answer: 'torch', 'onnxruntime' or 'auto'
     """
-    def __init__(self,
-                 actor: Any,                          # the actor, held by reference
-                 envs: Batch,                         # not reset yet; the caller closes them
-                 seed: np.random.SeedSequence,        # of the actor's random numbers
-                 *,
-                 lane: int = 0,                       # number of the lane, for its ticks
-                 explore: bool = True,                # False: the actor's deterministic action
-                 device: torch.device | None = None,  # the actor's device; None: the host
-                 engine: str = 'torch',               # what lets the actor answer: 'torch', 'onnxruntime' or 'auto'
-    ):
+    def __init__(self, actor: Any, envs: Batch, seed: np.random.SeedSequence, *, lane: int = 0, explore: bool = True,
+                 device: torch.device | None = None, engine: str = 'torch'):
         self.actor, self.envs, self.lane, self.engine_choice = actor, envs, lane, engine
         self.checked = CheckedActor(actor, envs, seed, explore, device)
         self.counter = VersionCounter(actor, [p for module in modules_in(actor) for p in module.parameters()])
@@ -95,10 +87,7 @@ class Interaction(TickSource):
         self.envs.observe_into(obs)
 
 # %% ../../nbs/pipes/12_stepper.ipynb #c153fbb7
-def refuse_reading_ahead(
-    pipe: IterDataPipe,  # which begins to iterate
-    holders: Iterable,   # the actors that it asks
-) -> None:
+def refuse_reading_ahead(pipe: IterDataPipe, holders: Iterable) -> None:
     """Raise `GraphError` if torchdata's `Prefetcher` reads `pipe`, and the `holders` have weights. Where nobody trains, it may.
 
     Args:
@@ -130,11 +119,7 @@ class FromSource(Acting):
 
     def _open(self): return iter(()) if self.factories else iter(self.pipe)
 
-    def refuse_copies(self,
-                      owner: str,    # who would need environments of its own, such as 'each lane'
-                      got: str,      # what would copy them, as in 'Lanes(n=2)'
-                      **where: Any,  # pipe, lane
-    ) -> None:
+    def refuse_copies(self, owner: str, got: str, **where: Any) -> None:
         """Raise `EnvError` if there are instances: given, or in an attribute of a pipe that this one reads.
 
         Args:
@@ -198,23 +183,9 @@ class EnvStepper(FromSource, Seeded, Source):
     """
     keeps_items, fusible = False, True
 
-    def __init__(self,
-                 source: Any,                        # gymnasium id, factory `source()` or `source(seed=...)`, instance; a list or pipe
-                 actor: Any,                         # anything with `step` and `reset` as described in `rollpipe.layers.Actor`
-                 n_envs: int | None = None,          # environments stepped together [1, or all of the list, vector or pipe]
-                 *,
-                 vector: str | None = None,          # one vector environment of an id: 'sync', 'async', 'vector_entry_point', 'envpool'
-                 sticky: int | None = None,          # an environment that ended rests until the number of steps is a multiple of this
-                 terminal_obs: bool = False,         # keep the last observations of terminated episodes too: `Final`, `Step.next_state`
-                 env_kwargs: dict | None = None,     # keyword arguments for `gymnasium.make` or `make_vec`
-                 info_keys: Sequence | None = None,  # environment infos to record; None: all that are numeric
-                 seed: int | None = None,            # determines environments and actions; only if `Lanes` has no seed
-                 explore: bool = True,               # False: no noise, the actor's deterministic action
-                 clip_actions: bool = True,          # clip float actions to the bounds of their Box
-                 close: bool = True,                 # False: leave the environments open that were made here
-                 device: Any = None,                 # the actor's device; its input is copied there, and its answer back to the host
-                 engine: str = 'torch',              # what runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if it can)
-    ):
+    def __init__(self, source: Any, actor: Any, n_envs: int | None = None, *, vector: str | None = None, sticky: int | None = None,
+                 terminal_obs: bool = False, env_kwargs: dict | None = None, info_keys: Sequence | None = None, seed: int | None = None,
+                 explore: bool = True, clip_actions: bool = True, close: bool = True, device: Any = None, engine: str = 'torch'):
         super().__init__()
         self._set_actor(actor)
         if sticky is not None: check_integer('sticky', sticky, pipe=self)
@@ -232,10 +203,7 @@ class EnvStepper(FromSource, Seeded, Source):
         source = self.factories[0] if self.factories else 'a pipe'
         return f"EnvStepper({source}, {type(self.actor).__name__}, n_envs={self.n_envs})"
 
-    def make_envs(self,
-                  seed: np.random.SeedSequence,    # of the whole batch
-                  items: Iterator | None = None,   # from the pipe of environments, if there is one
-    ) -> Batch:
+    def make_envs(self, seed: np.random.SeedSequence, items: Iterator | None = None) -> Batch:
         """The environments, not reset yet. The caller closes them.
 
         Args:

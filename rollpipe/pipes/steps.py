@@ -64,19 +64,19 @@ class Step(NamedTuple):
         episode_n: int64 []: how many episodes this environment had finished before; 0 for the first
         image: uint8 [height, width, 3]: an image after the step; None if none was recorded; for display, not for learning
     """
-    state: Any         # observation before the action, any nesting, the environment's dtypes
-    action: Any        # what the actor chose, any nesting
-    next_state: Any    # observation after it, never one of the next episode; if terminated and not recorded, `state` again
-    terminated: Any    # bool []: the episode truly ended; nothing follows, do not bootstrap
-    truncated: Any     # bool []: the episode was cut off before its end; bootstrap from `next_state`
-    reward: Any        # float32 []: of this step
-    total_reward: Any  # float32 []: of this episode, up to and including this step
-    advantage: Any     # float32 []; None if there is no `AdvantageBuffer` above
-    env_id: Any        # int64 []: index of the environment in its lane
-    proc_id: Any       # int64 []: number of the lane
-    step_n: Any        # int64 []: how many steps of the episode came before; 0 for the first
-    episode_n: Any     # int64 []: how many episodes this environment had finished before; 0 for the first
-    image: Any = None  # uint8 [height, width, 3]: an image after the step; None if none was recorded; for display, not for learning
+    state: Any
+    action: Any
+    next_state: Any
+    terminated: Any
+    truncated: Any
+    reward: Any
+    total_reward: Any
+    advantage: Any
+    env_id: Any
+    proc_id: Any
+    step_n: Any
+    episode_n: Any
+    image: Any = None
 
     def clone(self) -> 'Step': return nested.map(torch.clone, self)
     def detach(self) -> 'Step': return nested.map(Tensor.detach, self)
@@ -91,11 +91,7 @@ class Step(NamedTuple):
     def stack(steps: list) -> 'Step': return nested.stack(steps)
 
     @staticmethod
-    def random(
-        seed: int | None = None,  # determines the content
-        env: Any = None,          # the step has its spaces; anything that `spaces_of` takes; None: 4 numbers, 2 actions
-        **fields: Any,            # fields with given values
-    ) -> 'Step':
+    def random(seed: int | None = None, env: Any = None, **fields: Any) -> 'Step':
         """A step with the right types and random content, for tests.
 
         Args:
@@ -124,10 +120,7 @@ def next_observations(fragment: Fragment) -> Any:
     return nested.map(led_to, fragment.state.obs, fragment.final.obs)
 
 # %% ../../nbs/pipes/23_steps.ipynb #1d11c3c0
-def episode_totals(
-    fragment: Fragment,
-    sums: EpisodeSums,  # of the lane, up to this fragment; they are updated
-) -> tuple[Tensor, Tensor]:
+def episode_totals(fragment: Fragment, sums: EpisodeSums) -> tuple[Tensor, Tensor]:
     """Reward of the episode up to and including each step, float32 `[T, B]`, and the number of the episode, int64 `[T, B]`.
 
     Args:
@@ -166,10 +159,7 @@ class Steps(Pipe):
         pipe: yields `Fragment`s
         image: name of a recorded info that holds an image, such as that of `WithImage`
     """
-    def __init__(self,
-                 pipe: IterDataPipe,        # yields `Fragment`s
-                 image: str | None = None,  # name of a recorded info that holds an image, such as that of `WithImage`
-    ):
+    def __init__(self, pipe: IterDataPipe, image: str | None = None):
         super().__init__(pipe)
         self.image = image
 
@@ -293,10 +283,7 @@ class Fragments(Pipe):
         pipe: yields `Step`s
         n_steps: steps per fragment
     """
-    def __init__(self,
-                 pipe: IterDataPipe,  # yields `Step`s
-                 n_steps: int,        # steps per fragment
-    ):
+    def __init__(self, pipe: IterDataPipe, n_steps: int):
         super().__init__(pipe)
         self.n_steps = check_integer('n_steps', n_steps, pipe=self)
 

@@ -29,10 +29,7 @@ class Tap(Pipe):
     """
     reads = 1
 
-    def __init__(self,
-                 pipe: IterDataPipe,  # any pipe
-                 see: Callable,       # function of an item; what it returns is ignored
-    ):
+    def __init__(self, pipe: IterDataPipe, see: Callable):
         super().__init__(pipe)
         if not callable(see):
             raise DataError("a tap needs a function to call", pipe=self, expected="see(item)", got=describe(see))
@@ -52,9 +49,7 @@ class Meter:
     Args:
         see: function of an item; returns a dict name -> number, with names such as 'my/speed'
     """
-    def __init__(self,
-                 see: Callable,    # function of an item; returns a dict name -> number, with names such as 'my/speed'
-    ):
+    def __init__(self, see: Callable):
         if not callable(see):
             raise DataError("a meter needs a function to call", pipe=self, expected="see(item) -> dict", got=describe(see))
         self.see, self._sums = see, {}
@@ -76,9 +71,7 @@ class Meter:
         return {name: total / n for name, (total, n) in sums.items()}
 
 # %% ../../nbs/pipes/19_taps.ipynb #ab00e1bc
-def pieces_of(
-    over: np.ndarray,  # bool `[T, n]`: where an episode ends
-) -> tuple[np.ndarray, np.ndarray]:
+def pieces_of(over: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The number of the piece to which each step belongs, int64 `[T, n]`, and of the last piece of each column, `[n]`, which may be empty.
 
     Args:
@@ -100,9 +93,7 @@ class EpisodeSums:
         self.length = np.zeros(n, np.int64)  # [n]: number of steps
         self.count = np.zeros(n, np.int64)   # [n]: episodes that have ended
 
-    def continue_at(self,
-                    stepno: np.ndarray,  # int64 `[n]`: steps since the episodes began
-    ) -> None:
+    def continue_at(self, stepno: np.ndarray) -> None:
         """Drop the sums of environments whose step number is not `stepno`, because steps were lost.
 
         Args:
@@ -112,10 +103,7 @@ class EpisodeSums:
             self.ret[lost] = np.where(stepno[lost] == 0, 0., np.nan)
             self.length[lost] = stepno[lost]
 
-    def add(self,
-            rew: np.ndarray,    # float `[n]`
-            valid: np.ndarray,  # bool `[n]`: where a step took place
-    ) -> None:
+    def add(self, rew: np.ndarray, valid: np.ndarray) -> None:
         """Add one step. `ret` and `length` then include it; call `end` before the next one.
 
         Args:
@@ -125,9 +113,7 @@ class EpisodeSums:
         self.ret += np.where(valid, rew, 0.)
         self.length += valid
 
-    def end(self,
-            over: np.ndarray,  # bool `[n]`: where an episode ended with the last step
-    ) -> list:
+    def end(self, over: np.ndarray) -> list:
         """Begin new episodes where `over`. Returns `(environment, return, length)` of the episodes that ended.
 
         Args:
@@ -139,11 +125,7 @@ class EpisodeSums:
         self.count += over
         return found
 
-    def add_steps(self,
-                  rew: np.ndarray,    # float `[T, n]`
-                  fin: np.ndarray,    # bool `[T, n]`: does an episode end with the step?
-                  valid: np.ndarray,  # bool `[T, n]`: did the step take place?
-    ) -> list:
+    def add_steps(self, rew: np.ndarray, fin: np.ndarray, valid: np.ndarray) -> list:
         """Add `T` steps. Returns `(t, environment, return, length)` of the episodes that end with step `t`, in the order of time.
 
         Args:
@@ -174,10 +156,10 @@ class EpisodeEnd(NamedTuple):
         terminated: False: it was truncated, by a time limit for instance
     """
     lane: int
-    env: int          # index of the environment in its lane
-    ret: float        # sum of its rewards
-    length: int       # number of its steps
-    terminated: bool  # False: it was truncated, by a time limit for instance
+    env: int
+    ret: float
+    length: int
+    terminated: bool
 
 
 class EpisodeAccount:
@@ -220,10 +202,7 @@ class EpisodeStats(Pipe):
     """
     reads, keeps_items, any_strides = 1, False, True
 
-    def __init__(self,
-                 pipe: IterDataPipe,  # yields `Tick`s or `Fragment`s
-                 sink: Callable,      # function of an `EpisodeEnd`
-    ):
+    def __init__(self, pipe: IterDataPipe, sink: Callable):
         super().__init__(pipe)
         if not callable(sink):
             raise DataError("a tap needs a function to call", pipe=self, expected="sink(episode_end)", got=describe(sink))
@@ -248,9 +227,9 @@ class Rate(NamedTuple):
         waited: the part of `seconds` that pipes above the tap took; the rest was taken below it
     """
     items: int
-    steps: int       # environment steps in them; rows that are not `valid` are not counted
+    steps: int
     seconds: float
-    waited: float    # the part of `seconds` that pipes above the tap took; the rest was taken below it
+    waited: float
 
     @property
     def steps_per_second(self) -> float:
@@ -276,12 +255,7 @@ class Throughput(Pipe):
     """
     reads, keeps_items, any_strides = 1, False, True
 
-    def __init__(self,
-                 pipe: IterDataPipe,                   # yields `Tick`s, `Fragment`s or lists of them
-                 sink: Callable,                       # function of a `Rate`
-                 every: int = 1,                       # items per report
-                 clock: Callable = time.perf_counter,  # returns the time in seconds
-    ):
+    def __init__(self, pipe: IterDataPipe, sink: Callable, every: int = 1, clock: Callable = time.perf_counter):
         super().__init__(pipe)
         if not callable(sink): raise DataError("a tap needs a function to call", pipe=self, expected="sink(rate)", got=describe(sink))
         check_integer('every', every, pipe=self)

@@ -44,10 +44,16 @@ class _Begin:
 
 # %% ../../nbs/pipes/21_transforms.ipynb #11ef1e29
 class _LaneRewards(NamedTuple):
-    "What a `RewardScaler` stores of a lane."
-    seq: Any   # of its last fragment; None for ticks
-    ret: Any   # float64 [B]: discounted return so far, 0 where an episode has ended
-    last: Any  # float32 [B]: the last rewards, scaled
+    """What a `RewardScaler` stores of a lane.
+
+    Args:
+        seq: of its last fragment; None for ticks
+        ret: float64 [B]: discounted return so far, 0 where an episode has ended
+        last: float32 [B]: the last rewards, scaled
+    """
+    seq: Any
+    ret: Any
+    last: Any
 
 
 class RewardScaler(Pipe):
@@ -70,12 +76,7 @@ class RewardScaler(Pipe):
     reads = 1
     gathered: Any = staticmethod(lambda values: [values])   # values -> those of all processes that share the scale
 
-    def __init__(self,
-                 pipe: IterDataPipe,          # yields `Tick`s or `Fragment`s
-                 scale: float | None = None,  # constant factor; None: learn the scale
-                 gamma: float = 0.99,         # discount of the return whose deviation is learnt
-                 clip: float | None = 10.0,   # greatest size of a reward after learnt scaling; None: no limit
-    ):
+    def __init__(self, pipe: IterDataPipe, scale: float | None = None, gamma: float = 0.99, clip: float | None = 10.0):
         super().__init__(pipe)
         check_fraction('gamma', gamma, pipe=self)
         if clip is not None and not clip > 0: raise DataError("out of range", pipe=self, expected="clip > 0", got=f"clip={clip}")
@@ -141,10 +142,7 @@ class ObservationCast(Pipe):
     """
     reads = 1
 
-    def __init__(self,
-                 pipe: IterDataPipe,                  # yields `Tick`s or `Fragment`s
-                 dtype: torch.dtype = torch.float32,  # floating dtype, such as `torch.float32` or `torch.bfloat16`
-    ):
+    def __init__(self, pipe: IterDataPipe, dtype: torch.dtype = torch.float32):
         super().__init__(pipe)
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise DataError("wrong dtype", pipe=self, expected="a floating torch.dtype", got=f"dtype={dtype!r}")
@@ -179,19 +177,16 @@ class NSteps(NamedTuple):
         final: int64 [T, B]: row of `fragment.final` that was reached instead, or -1
     """
     fragment: Fragment
-    rew: Any        # float32 [T, B]: r_{t+1} + gamma r_{t+2} + ... + gamma^{m-1} r_{t+m}
-    discount: Any   # float32 [T, B]: gamma^m, or 0 where the state reached is terminal, or where row t is not valid
-    n_steps: Any    # int64 [T, B]: m; 0 where row t is not valid
-    row: Any        # int64 [T, B]: row of `fragment.state` that was reached, t + m
-    final: Any      # int64 [T, B]: row of `fragment.final` that was reached instead, or -1
+    rew: Any
+    discount: Any
+    n_steps: Any
+    row: Any
+    final: Any
 
     @property
     def valid(self) -> Tensor: return self.fragment.valid
 
-    def reached(self,
-                rows: Any,   # container, leaves [T+1, B, ...], such as `fragment.state.obs`
-                final: Any,  # the same for the final rows, leaves [K, ...], such as `fragment.final.obs`
-    ) -> Any:
+    def reached(self, rows: Any, final: Any) -> Any:
         """For each row, the entries of `rows` or `final` at the state that was reached, leaves `[T, B, ...]`. A copy.
 
         Args:
@@ -205,10 +200,7 @@ class NSteps(NamedTuple):
             return x
         return nested.map(pick, rows, final)
 
-    def target(self,
-               v: Tensor,        # float32 [T+1, B]: values of the rows
-               v_final: Tensor,  # float32 [K]: values of the true last observations
-    ) -> Tensor:
+    def target(self, v: Tensor, v_final: Tensor) -> Tensor:
         """Bootstrap targets `rew + discount * v(reached)`, float32 `[T, B]`.
 
         Args:
@@ -233,11 +225,7 @@ class NStep(Pipe):
     """
     reads = 1
 
-    def __init__(self,
-                 pipe: IterDataPipe,   # yields `Fragment`s
-                 n: int,               # greatest number of steps
-                 gamma: float = 0.99,  # discount factor per step
-    ):
+    def __init__(self, pipe: IterDataPipe, n: int, gamma: float = 0.99):
         super().__init__(pipe)
         check_integer('n', n, pipe=self)
         check_fraction('gamma', gamma, pipe=self)

@@ -27,14 +27,12 @@ class Settings(NamedTuple):
         values: option of the algorithm or of the run -> value
         env_kwargs: keyword arguments for `gymnasium.make`
     """
-    name: str | None   # of the preset; None: no preset, or a file
-    values: dict       # option of the algorithm or of the run -> value
-    env_kwargs: dict   # keyword arguments for `gymnasium.make`
+    name: str | None
+    values: dict
+    env_kwargs: dict
 
 
-def presets_of(
-    algorithm: str,  # name of an algorithm
-) -> dict:           # name -> table, see `rollpipe.presets.files`
+def presets_of(algorithm: str) -> dict:
     """The presets of an algorithm, which are none if the package has no file for it.
 
     Args:
@@ -55,13 +53,7 @@ def _first(tables: dict, env: str, env_kwargs: dict | None) -> str | None:
         if not wanted or wanted == kind_of_actions(env, env_kwargs): return name
 
 
-def preset_for(
-    algorithm: str,            # name of an algorithm
-    env: str,                  # gymnasium id
-    env_kwargs: dict | None,   # keyword arguments for `gymnasium.make`
-    name: str,                 # auto (the one for the environment), none, or the name of a preset
-    known: Iterable[Option],   # the options that may be set
-) -> Settings:
+def preset_for(algorithm: str, env: str, env_kwargs: dict | None, name: str, known: Iterable[Option]) -> Settings:
     """The preset of an algorithm. Raises `DataError` for a name that it does not have, or one for another kind of action space.
 
     Args:
@@ -83,13 +75,7 @@ def preset_for(
     return Settings(found, check_table(found, tables[found], known, f"presets of {algorithm}"), {})
 
 # %% ../../nbs/presets/01_choice.ipynb #cc6c4847
-def settings_in(
-    path: str | Path,          # a TOML file, or the `config.json` of a run
-    algorithm: str,            # name of an algorithm
-    env: str,                  # gymnasium id
-    env_kwargs: dict | None,   # keyword arguments for `gymnasium.make`, which may decide about the kind of action space
-    known: Iterable[Option],   # the options that may be set
-) -> Settings:
+def settings_in(path: str | Path, algorithm: str, env: str, env_kwargs: dict | None, known: Iterable[Option]) -> Settings:
     """What a file says about an environment. Raises `DataError`, which names the file and what is wrong in it.
 
     Args:

@@ -18,9 +18,7 @@ from ..pipes.errors import DataError
 __all__ = ['read_table', 'checked', 'tables_in', 'belongs_to', 'kind_of_actions', 'check_table']
 
 # %% ../../nbs/presets/00_files.ipynb #deaad5a0
-def read_table(
-    path: str | Path,  # a TOML file, or a JSON file such as the `config.json` of a run
-) -> dict:
+def read_table(path: str | Path) -> dict:
     """What is in a file, as nested dicts. Raises `DataError` for one that is not there, or cannot be read; it names the line.
 
     Args:
@@ -59,11 +57,7 @@ def _toml(text: str) -> dict:
     return tomllib.loads(text)
 
 # %% ../../nbs/presets/00_files.ipynb #fcc17089
-def checked(
-    values: dict,             # name -> value
-    known: Iterable[Option],  # the options that may be set
-    where: str,               # what the message begins with, such as the file
-) -> dict:                    # the same, with None for "none" where an option may be None
+def checked(values: dict, known: Iterable[Option], where: str) -> dict:
     """Values that the options can have. Raises `DataError` for another name, with the nearest ones, and for another kind of value.
 
     Args:
@@ -86,10 +80,7 @@ def checked(
     return found
 
 # %% ../../nbs/presets/00_files.ipynb #1a75d88c
-def tables_in(
-    values: dict,             # see `read_table`
-    known: Iterable[Option],  # the options of the file; one of them may be a dict, and is no table
-) -> dict:                    # name -> table
+def tables_in(values: dict, known: Iterable[Option]) -> dict:
     """The tables for environments and families.
 
     Args:
@@ -103,11 +94,7 @@ def tables_in(
     return {name: table for name, table in values.items() if isinstance(table, dict) and name not in names}
 
 
-def belongs_to(
-    env: str,     # gymnasium id; a module before it counts for nothing
-    name: str,    # of the table
-    table: dict,
-) -> bool:
+def belongs_to(env: str, name: str, table: dict) -> bool:
     """Whether a table is for this environment, by its name or by its `envs`.
 
     Args:
@@ -123,12 +110,7 @@ def kind_of_actions(env: str, env_kwargs: dict | None) -> str:
     return type(spaces_of(env, env_kwargs)[1]).__name__
 
 
-def check_table(
-    name: str,
-    table: dict,
-    known: Iterable[Option],  # the options that may be set
-    where: str,               # what the message begins with, such as the file
-) -> dict:                    # the values alone
+def check_table(name: str, table: dict, known: Iterable[Option], where: str) -> dict:
     """The options that a table sets. Raises `DataError` for what is wrong in it.
 
     Args:

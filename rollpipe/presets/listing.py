@@ -25,9 +25,7 @@ __all__ = ['KINDS', 'QUICK', 'NEEDS', 'BOX_OF_BOX2D', 'kinds_for', 'latest', 'ac
 KINDS = dict(Discrete=Discrete(2), Box=Box(-1., 1., (1,)), MultiDiscrete=MultiDiscrete([2, 2]), MultiBinary=MultiBinary(2))
 
 
-def kinds_for(
-    algorithm: str,  # name in `ALGORITHMS`
-) -> list:           # names of classes of spaces
+def kinds_for(algorithm: str) -> list:
     """The kinds of action spaces that the policy of an algorithm can be built for.
 
     Args:
@@ -90,9 +88,7 @@ def algorithm_lines() -> list:
     return _rows([(name, ", ".join(kinds_for(name)), about(algorithm)) for name, algorithm in ALGORITHMS.items()])
 
 
-def env_lines(
-    algorithm: str | None = None,  # only those that this one can learn, and those of which that is not known
-) -> list:
+def env_lines(algorithm: str | None = None) -> list:
     """Each environment with its kind of actions, and what it needs.
 
     Args:
@@ -104,9 +100,7 @@ def env_lines(
                   if kinds is None or kind in kinds])
 
 
-def preset_lines(
-    algorithm: str | None = None,  # only those of this one
-) -> list:
+def preset_lines(algorithm: str | None = None) -> list:
     """Each preset with the environments that it is for, and what it sets.
 
     Args:
@@ -118,10 +112,7 @@ def preset_lines(
                    " ".join(f"{key}={x}" for key, x in table.items() if key not in ("envs", "actions"))) for name, preset, table in found])
 
 
-def option_lines(
-    algorithm: str,
-    known: list,     # `Option`s of a run, which every algorithm has
-) -> list:
+def option_lines(algorithm: str, known: list) -> list:
     """Each option with what it may be, its default and its meaning.
 
     Args:

@@ -35,9 +35,7 @@ def rank() -> int:
     return dist.get_rank(_group[0]) if _group else 0
 
 
-def span(
-    n: int,  # number of columns of each rank
-) -> tuple:
+def span(n: int) -> tuple:
     """`(total, mine)`: the number of columns of the joined batch, and the slice of this rank's.
 
     Args:
@@ -82,10 +80,7 @@ def gathered_objects(x: Any) -> list:
     return found
 
 # %% ../../nbs/18_ranks/01_collectives.ipynb #05b1283a
-def add_gradients(
-    params: list,  # with the gradients of this rank
-    loss: Tensor,  # 0-dim: this rank's part
-) -> Tensor:
+def add_gradients(params: list, loss: Tensor) -> Tensor:
     """Replace the gradients by their sums over ranks, and return that of `loss`. A parameter without gradient in all ranks has none.
 
     Args:
@@ -99,9 +94,7 @@ def add_gradients(
     return whole
 
 # %% ../../nbs/18_ranks/01_collectives.ipynb #874c834e
-def places(
-    valid: Tensor,  # bool [T, B]: which rows of this rank count
-) -> tuple:
+def places(valid: Tensor) -> tuple:
     """`(place, n)`: the number of each of this rank's valid rows among the `n` valid rows of the joined batch, int64 `[T, B]`.
 
     Args:
@@ -112,11 +105,7 @@ def places(
     return number[:, span(valid.shape[1])[1]], int(joined.sum())
 
 # %% ../../nbs/18_ranks/01_collectives.ipynb #c84eecfb
-def spread(
-    x: Tensor,      # [m, ...]: rows of this rank
-    place: Tensor,  # int64 [m]: where they belong
-    n: int,         # number of rows of all ranks
-) -> Tensor:
+def spread(x: Tensor, place: Tensor, n: int) -> Tensor:
     """The rows `[n, ...]` of all ranks, each in its place.
 
     Args:
@@ -128,10 +117,7 @@ def spread(
     out[place] = x.detach().to(out.dtype)
     return total(out).to(x.dtype)
 
-def joined(
-    valid: Tensor,  # bool [T, B]: which rows of this rank count
-    *xs: Tensor,    # [T, B, ...]
-) -> list:
+def joined(valid: Tensor, *xs: Tensor) -> list:
     """The valid rows `[N, ...]` of the joined batch, of each of several tensors.
 
     Args:
@@ -143,11 +129,7 @@ def joined(
     return [spread(x[valid], place[valid], n) for x in xs]
 
 # %% ../../nbs/18_ranks/01_collectives.ipynb #840a71e9
-def own(
-    index: Tensor,  # int64 [m]: numbers of rows of the joined batch
-    place: Tensor,  # int64 [M]: the numbers of this rank's rows
-    n: int,         # number of rows of all ranks
-) -> tuple:
+def own(index: Tensor, place: Tensor, n: int) -> tuple:
     """`(mine, at)`, int64 `[k]`: which of this rank's rows are in `index`, in its order, and where in it they are.
 
     Args:
@@ -162,12 +144,7 @@ def own(
     return found[at], at
 
 # %% ../../nbs/18_ranks/01_collectives.ipynb #d29f9bb7
-def check_alike(
-    found: list,                   # of each rank: leaf -> what must be equal
-    problem: str,                  # what is wrong where it is not
-    pipe: str | None = None,       # the learner
-    missing: str = "no such leaf", # what stands for a leaf that a rank does not have
-) -> None:
+def check_alike(found: list, problem: str, pipe: str | None = None, missing: str = "no such leaf") -> None:
     """Raise `DataError` if what was gathered from all ranks is not everywhere that of rank 0.
 
     Args:
@@ -218,11 +195,7 @@ def check_state(agent: Any) -> None:
 
 # %% ../../nbs/18_ranks/01_collectives.ipynb #8f4e164b
 @contextmanager
-def distributed(
-    agent: Any,         # a learner that can, such as `TRPO`, `PPO` or `DQN`; each rank has one, in the same state
-    group: Any = None,  # the process group; None: all processes
-    size: int | None = None,  # number of ranks that there must be; None: any
-) -> Iterator[Any]:
+def distributed(agent: Any, group: Any = None, size: int | None = None) -> Iterator[Any]:
     """In this block, `agent.update(batch)` makes the step that one process would make on the joined batch of all ranks.
 
     Each rank calls it with a batch of its own, see `divided`, all of one shape, and equally often. After each update the states of the

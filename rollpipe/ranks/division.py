@@ -19,11 +19,7 @@ from .launch import launched
 __all__ = ['divide', 'divided']
 
 # %% ../../nbs/18_ranks/03_division.ipynb #093193d9
-def divide(
-    pipe: IterDataPipe,  # the pipeline of all lanes, which is changed
-    k: int,              # number of the rank
-    size: int,           # number of ranks
-) -> None:
+def divide(pipe: IterDataPipe, k: int, size: int) -> None:
     """Leave a rank its part of a pipeline. Raises `DataError` or `GraphError` for one that cannot be divided.
 
     Args:
@@ -50,9 +46,7 @@ def divide(
     for scaler in scalers.values(): scaler.gathered = gathered_objects
 
 
-def divided(
-    pipe: IterDataPipe,  # the pipeline of all lanes, which stays as it is
-) -> IterDataPipe:
+def divided(pipe: IterDataPipe) -> IterDataPipe:
     """This rank's part of a pipeline, in a block `with distributed(agent)`; the pipeline itself in a process that is alone.
 
     It is a copy with the same networks, for a loop or for a loader. Raises `DataError` if the number of lanes, or of the fragments in a

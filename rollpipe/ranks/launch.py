@@ -26,13 +26,11 @@ class Launch(NamedTuple):
         restarts: how often all of them have been started anew
     """
     rank: int
-    size: int           # number of processes
-    restarts: int = 0   # how often all of them have been started anew
+    size: int
+    restarts: int = 0
 
 
-def launched(
-    env: Mapping = os.environ,  # environment variables
-) -> Launch | None:
+def launched(env: Mapping = os.environ) -> Launch | None:
     """What torchrun, or a launcher that sets the same variables, says about this process; None if it is alone.
 
     Args:

@@ -29,13 +29,11 @@ class Part(NamedTuple):
         rows: [1, n], or [T, n] with recurrent state; perhaps without a valid row
         share: the fraction of the minibatch's valid rows that these are
     """
-    rows: Fragment   # [1, n], or [T, n] with recurrent state; perhaps without a valid row
-    share: float     # the fraction of the minibatch's valid rows that these are
+    rows: Fragment
+    share: float
 
 
-def share_of(
-    valid: Tensor,  # bool [T, B]: which rows of this rank count
-) -> float:
+def share_of(valid: Tensor) -> float:
     """The fraction of the valid rows of the joined batch that are this rank's; 1 if it learns alone.
 
     Args:
@@ -45,11 +43,18 @@ def share_of(
 
 # %% ../../nbs/18_ranks/02_minibatches.ipynb #2e0ec131
 class _Joined(NamedTuple):
-    "What the minibatches of a joined batch are drawn from: its valid rows, or its columns."
-    take: Callable     # int64 [k], which of this rank's rows or columns -> fragment
-    place: Tensor      # int64 [m]: the numbers of this rank's in the joined batch
-    counts: Tensor     # int64 [n]: how many valid rows each of those in the joined batch has
-    size: int          # how many of them make a minibatch
+    """What the minibatches of a joined batch are drawn from: its valid rows, or its columns.
+
+    Args:
+        take: int64 [k], which of this rank's rows or columns -> fragment
+        place: int64 [m]: the numbers of this rank's in the joined batch
+        counts: int64 [n]: how many valid rows each of those in the joined batch has
+        size: how many of them make a minibatch
+    """
+    take: Callable
+    place: Tensor
+    counts: Tensor
+    size: int
 
 
 def _rows(fragment, size):
@@ -62,12 +67,7 @@ def _columns(fragment, size):
     return _Joined(lambda mine: columns(fragment, mine), place, counts.cpu(), max(1, size // fragment.n_steps))
 
 # %% ../../nbs/18_ranks/02_minibatches.ipynb #fdeb0f57
-def parts(
-    fragment: Fragment,        # [T, B], this rank's columns of the joined batch
-    size: int,                 # transitions per minibatch, of all ranks together
-    epochs: int,               # how often each transition is used
-    rng: np.random.Generator,  # draws the order of each epoch; in the same state in all ranks
-) -> Iterator[Part]:
+def parts(fragment: Fragment, size: int, epochs: int, rng: np.random.Generator) -> Iterator[Part]:
     """This rank's parts of the `minibatches` of the joined batch. A minibatch without a valid row, as of environments at rest, is left out.
 
     Args:
@@ -86,10 +86,7 @@ def parts(
             if n: yield Part(rows := joined.take(mine), int(rows.valid.sum()) / n)
 
 # %% ../../nbs/18_ranks/02_minibatches.ipynb #7e67687d
-def in_step(
-    items: Iterable,  # of this rank
-    what: str,        # their name in the message
-) -> Iterator:
+def in_step(items: Iterable, what: str) -> Iterator:
     """The items, as long as all ranks have one. Raises `DataError` in all of them if some have no more.
 
     Args:
@@ -110,10 +107,7 @@ _END = object()
 LARGEST = ('rho_max', 'lag')   # metrics of which the ranks report the largest
 
 
-def joined_metrics(
-    records: list,  # of this rank: for each step a dict metric -> number or 0-dim tensor
-    shares: list,   # of this rank's rows in each step; if it has none, its record does not count
-) -> list:          # of dicts metric -> number, those of the joined minibatches
+def joined_metrics(records: list, shares: list) -> list:
     """The metrics of each step, over the rows of all ranks.
 
     Args:

@@ -39,16 +39,13 @@ class Job(NamedTuple):
     row: Row
     seed: int
     folder: Path
-    config: dict  # see `make_config`
+    config: dict
 
     @property
     def name(self) -> str: return self.folder.name
 
 
-def run_options(
-    row: Row,
-    steps: int,  # of the training
-) -> dict:
+def run_options(row: Row, steps: int) -> dict:
     """The options of the run: those of the row, and when it is evaluated.
 
     Args:
@@ -57,11 +54,7 @@ def run_options(
     return {**row.run, "eval_steps": row.every or max(1, steps//20)}
 
 
-def jobs_of(
-    rows: list,     # of `Row`
-    folder: Path,   # of the bench
-    imports: tuple = (),  # modules that the environments need
-) -> list:  # of `Job`
+def jobs_of(rows: list, folder: Path, imports: tuple = ()) -> list:
     """The runs of some rows. Raises the errors of `make_config`, such as that of a preset for another kind of actions.
 
     Args:
@@ -81,11 +74,7 @@ def jobs_of(
     return jobs
 
 # %% ../../nbs/results/01_bench.ipynb #ca04eaa7
-def words_for_row(
-    row: Row,
-    steps: int,           # of the training
-    imports: tuple = (),  # modules that the environments need
-) -> list:
+def words_for_row(row: Row, steps: int, imports: tuple = ()) -> list:
     """The words of the command that trains a row, without seeds and folder.
 
     Args:
@@ -99,9 +88,7 @@ def words_for_row(
     return shlex.split(command_for(row.algorithm, row.env, values, known, more))
 
 # %% ../../nbs/results/01_bench.ipynb #26b7598d
-def state_of(
-    job: Job,
-) -> str:  # missing, unfinished or complete
+def state_of(job: Job) -> str:
     """How far a run is. Raises `DataError` if the folder has a run with other options, and `CheckpointError` for a damaged one.
 
     Returns:
@@ -159,12 +146,7 @@ def _checked_bench(found: dict, where: str) -> dict:
     return {**found, "published": published}
 
 
-def bench_file(
-    spec: Spec,
-    jobs: list,         # of `Job`
-    before: dict | None,  # see `read_bench`
-    imports: tuple = (),  # modules that the environments need
-) -> dict:
+def bench_file(spec: Spec, jobs: list, before: dict | None, imports: tuple = ()) -> dict:
     """What `bench.json` says about a specification; the seeds of earlier calls stay.
 
     Args:

@@ -29,7 +29,7 @@ class Line(NamedTuple):
     color: str
     x: Sequence
     y: Sequence
-    low: Sequence = ()   # of the band around it; empty: no band
+    low: Sequence = ()
     high: Sequence = ()
 
 # %% ../../nbs/results/06_charts.ipynb #6a2a7041
@@ -88,12 +88,7 @@ def _axes(limits: tuple, at_x, at_y) -> str:
 _DASHES = ("5 4", "- -"), ("9 3 2 3", "- ·"), ("2 3", "· ·")  # of horizontal lines with one colour, and their signs in the legend
 
 
-def chart(
-    title: str,
-    lines: list,           # of `Line`
-    levels: Sequence = (), # horizontal lines: (label, color, value)
-    below: str = "environment steps",  # what the horizontal axis shows
-) -> str:  # markup of one figure
+def chart(title: str, lines: list, levels: Sequence = (), below: str = "environment steps") -> str:
     """A chart with its legend. It keeps its numbers in an attribute, for the script of the page.
 
     Args:

@@ -37,11 +37,11 @@ class Result(NamedTuple):
     """
     seed: int
     folder: Path
-    state: str         # complete, unfinished, missing, or damaged
-    problem: str       # what is wrong with a damaged one
-    config: dict       # see `make_config`; empty if it is missing or damaged
-    evaluations: list  # see `read_evaluations`
-    metrics: dict      # see `read_metrics`
+    state: str
+    problem: str
+    config: dict
+    evaluations: list
+    metrics: dict
 
     def mean(self, kind: str) -> float:
         "The mean return of the evaluation of the last policy or the best one at the end, `nan` if there is none."
@@ -91,8 +91,8 @@ def read_result(
     return Result(seed, folder, "complete" if is_over else "unfinished", "", config, evaluations, metrics)
 
 # %% ../../nbs/results/03_collect.ipynb #b2d8f4a1
-def flat_config(config: dict) -> dict:  # option -> text
-    "The options of the algorithm, of the run and of the environment, and the versions of packages, but what differs between seeds."
+def flat_config(config: dict) -> dict:
+    "Option -> text, for the algorithm, the run, the environment and the versions of packages, without what differs between seeds."
     found = {name: x for name, x in config.items() if name not in ("options", "seed", "of_preset", "versions", "name", "env_kwargs")}
     for name in ("options", "env_kwargs", "versions"):
         part = config.get(name)
@@ -100,8 +100,8 @@ def flat_config(config: dict) -> dict:  # option -> text
     return {name: x if isinstance(x, str) else json.dumps(x) for name, x in found.items()}
 
 
-def differing(results: list) -> dict:  # option -> list of texts
-    "What is not the same in the configurations of some runs."
+def differing(results: list) -> dict:
+    "Option -> list of texts: what is not the same in the configurations of some runs."
     configs = [flat_config(x.config) for x in results if x.config]
     values = {name: list(dict.fromkeys(config.get(name, "-") for config in configs)) for config in configs for name in config}
     return {name: texts for name, texts in values.items() if len(texts) > 1}
@@ -120,11 +120,11 @@ class RowResult(NamedTuple):
     label: str
     algorithm: str
     env: str
-    command: str             # that trains it
-    threshold: float | None  # return that counts as success; None: there is none
-    scale: tuple | None      # returns that count as 0 and 1; None: it is left out where environments are put together
-    published: list          # of `Published`
-    results: list            # of `Result`
+    command: str
+    threshold: float | None
+    scale: tuple | None
+    published: list
+    results: list
 
     @property
     def complete(self) -> list:
@@ -143,7 +143,7 @@ class Results(NamedTuple):
         rows: of `RowResult`
     """
     title: str
-    rows: list  # of `RowResult`
+    rows: list
 
 # %% ../../nbs/results/03_collect.ipynb #06e5f49b
 def threshold_of(env: str) -> float | None:
@@ -191,9 +191,7 @@ def _of_runs(folder: Path, runs: list) -> Results:
     return Results(folder.resolve().name, rows)
 
 
-def read_results(
-    folder: str | Path,  # of a bench, a run, or a folder of runs
-) -> Results:
+def read_results(folder: str | Path) -> Results:
     """What there is to report. Raises `DataError` for a folder of another kind, and for one of another version.
 
     Args:

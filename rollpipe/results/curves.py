@@ -30,11 +30,11 @@ class Curve(NamedTuple):
         high: float64 [k]
     """
     label: str
-    n: int             # number of runs
-    steps: np.ndarray  # int64 [k]: when the evaluations were due, those that all of the runs have
-    middle: np.ndarray # float64 [k]: interquartile means
-    low: np.ndarray    # float64 [k]: of the 95 % interval; equal to `middle` if there is one run
-    high: np.ndarray   # float64 [k]
+    n: int
+    steps: np.ndarray
+    middle: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
 
 
 def _points(run: Result) -> dict:
@@ -93,10 +93,7 @@ def _quoted(text: str) -> str:
     return text.replace("$", r"\$").lstrip("_")
 
 
-def draw_curves(
-    results: Results,
-    path: str | Path,  # picture to write, its suffix decides the format
-) -> None:
+def draw_curves(results: Results, path: str | Path) -> None:
     """Draw the curves of all rows, a panel for each environment.
 
     Args:

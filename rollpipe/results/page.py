@@ -22,10 +22,7 @@ from ..runs import load_run
 __all__ = ['CERTIFICATE', 'STYLE', 'table_html', 'curve_charts', 'certificate_charts', 'pipeline_svg', 'differences', 'page']
 
 # %% ../../nbs/results/07_page.ipynb #1591b209
-def table_html(
-    columns: Iterable,
-    rows: Iterable,  # of the texts of a row
-) -> str:
+def table_html(columns: Iterable, rows: Iterable) -> str:
     """A table. All texts are escaped.
 
     Args:
@@ -88,8 +85,12 @@ def pipeline_svg(row: RowResult) -> str:
     except Exception as e: return f"<p>{html.escape(f'It cannot be drawn here: {type(e).__name__}: {e}')}</p>"
 
 
-def differences(results: Results) -> tuple:  # names of the rows, and (option, its value in each row) for those that are not the same
-    "What is not the same in all configurations. Where the runs of a row differ, all their values stand there."
+def differences(results: Results) -> tuple:
+    """What is not the same in all configurations. Where the runs of a row differ, all their values stand there.
+
+    Returns:
+        tuple: names of the rows, and `(option, its value in each row)` for the options that are not the same
+    """
     names = [f"{row.label}, {row.env}" for row in results.rows]
     flat = [[flat_config(run.config) for run in row.results if run.config] for row in results.rows]
     options = dict.fromkeys(name for configs in flat for config in configs for name in config)

@@ -23,10 +23,7 @@ __all__ = ['REPORT_FILES', 'write_report', 'report_command']
 REPORT_FILES = ("report.md", "report.csv", "report.jsonl", "report.png", "report.html")
 
 
-def write_report(
-    results: Results,
-    folder: str | Path,  # created if needed
-) -> list:  # the paths of the files
+def write_report(results: Results, folder: str | Path) -> list:
     """Write the report as Markdown, CSV, JSON lines with all curves, a picture and a page; each file is replaced as a whole.
 
     Raises `DataError`, before anything is drawn, if the folder is a file or would be in one.

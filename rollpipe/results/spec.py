@@ -34,16 +34,16 @@ class Row(NamedTuple):
         threshold: return that counts as success; None: that of gymnasium's registry, if there is one
         scale: returns that count as 0 and 1 where environments are put together; None: it is left out
     """
-    algorithm: str     # its name
-    env: str           # gymnasium id
-    label: str         # what the row is called; with `env` it is unique
-    options: dict      # option of the algorithm -> value
-    run: dict          # option of the run -> value
-    env_kwargs: dict   # keyword arguments for `gymnasium.make`
-    seeds: list        # of int
-    every: int | None  # steps between evaluations; None: a twentieth of all steps
-    threshold: float | None  # return that counts as success; None: that of gymnasium's registry, if there is one
-    scale: tuple | None      # returns that count as 0 and 1 where environments are put together; None: it is left out
+    algorithm: str
+    env: str
+    label: str
+    options: dict
+    run: dict
+    env_kwargs: dict
+    seeds: list
+    every: int | None
+    threshold: float | None
+    scale: tuple | None
 
     @property
     def name(self) -> str:
@@ -62,11 +62,11 @@ class Published(NamedTuple):
     """
     algorithm: str
     env: str
-    name: str          # who has published it
+    name: str
     mean: float
-    sd: float | None   # standard deviation over their runs; None: unknown
-    of: str            # what it is compared with: "last" or "best" (the mean of the best evaluations)
-    source: str        # where it stands
+    sd: float | None
+    of: str
+    source: str
 
 
 class Spec(NamedTuple):
@@ -77,8 +77,8 @@ class Spec(NamedTuple):
         published: of `Published`
     """
     title: str
-    rows: list         # of `Row`
-    published: list    # of `Published`
+    rows: list
+    published: list
 
 # %% ../../nbs/results/00_spec.ipynb #a29c1aa8
 def _check_names(table: dict, known: tuple, where: str) -> None:
@@ -173,9 +173,7 @@ def tables_of(values: dict, name: str, path: Any) -> list:
     return found
 
 
-def read_spec(
-    path: str | Path,  # a TOML file
-) -> Spec:
+def read_spec(path: str | Path) -> Spec:
     """Read a specification. Raises `DataError`, which names the file, the table in it and what is wrong there.
 
     Args:

@@ -15,9 +15,7 @@ from ..pipes.errors import DataError
 __all__ = ['iqm', 'resampled', 'interval', 'steps_to']
 
 # %% ../../nbs/results/02_statistics.ipynb #0907e6da
-def iqm(
-    x: np.ndarray,  # [..., n] with n >= 1; a result that is not a number is refused
-) -> np.ndarray:    # [...]
+def iqm(x: np.ndarray) -> np.ndarray:
     """The mean of the middle half along the last axis. Raises `DataError` for `nan`, because it would spoil the others.
 
     Args:
@@ -32,11 +30,7 @@ def iqm(
     return x[..., cut:x.shape[-1] - cut].mean(-1)
 
 # %% ../../nbs/results/02_statistics.ipynb #c3386228
-def resampled(
-    strata: list,  # for each task its results, [n runs, ...]
-    n: int,        # number of resamples
-    seed: int = 0, # of the draws
-) -> np.ndarray:   # [n, ..., number of runs of all tasks]
+def resampled(strata: list, n: int, seed: int = 0) -> np.ndarray:
     """Draw the runs of each task with replacement, and join the tasks.
 
     Args:
@@ -52,11 +46,7 @@ def resampled(
     return np.concatenate(parts, -1)
 
 
-def interval(
-    strata: list,         # for each task its results, [n runs, ...]
-    level: float = .95,   # share of the resamples that the interval holds
-    n: int = 10_000,      # number of resamples
-) -> tuple | None:        # low [...], high [...]; None: a task has only one run
+def interval(strata: list, level: float = .95, n: int = 10_000) -> tuple | None:
     """The percentile bootstrap interval of the interquartile mean, the same at every call.
 
     Args:
@@ -72,11 +62,7 @@ def interval(
     return low, high
 
 # %% ../../nbs/results/02_statistics.ipynb #ecd8069d
-def steps_to(
-    steps: list,       # of the evaluations, ascending
-    returns: list,     # their mean returns
-    threshold: float,
-) -> float:
+def steps_to(steps: list, returns: list, threshold: float) -> float:
     """The steps after which all evaluations reach the threshold; `inf` if the last one does not.
 
     Args:

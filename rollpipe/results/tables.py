@@ -30,13 +30,13 @@ class Figure(NamedTuple):
         sd: sample standard deviation; nan: one run has none
         bad: seeds of the runs whose result is not a finite number
     """
-    n: int        # number of complete runs
-    iqm: float    # interquartile mean
-    low: float    # of the 95 % bootstrap interval; nan: one run has none
+    n: int
+    iqm: float
+    low: float
     high: float
     mean: float
-    sd: float     # sample standard deviation; nan: one run has none
-    bad: tuple    # seeds of the runs whose result is not a finite number
+    sd: float
+    bad: tuple
 
     def __str__(self):
         if self.bad: return f"not a number (seed {', '.join(map(str, self.bad))})"
@@ -49,10 +49,7 @@ def number(x: float) -> str:
     return "-" if math.isnan(x) else f"{x:.0f}" if abs(x) >= 100 else f"{x:.1f}" if abs(x) >= 10 else f"{x:.2f}"
 
 # %% ../../nbs/results/04_tables.ipynb #3f8b5a24
-def figure_of(
-    row: RowResult,
-    kind: str,  # "last", "best" or "best evaluation", see `RowResult.finals`
-) -> Figure:
+def figure_of(row: RowResult, kind: str) -> Figure:
     """A result of a row over its seeds.
 
     Args:

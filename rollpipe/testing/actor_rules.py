@@ -162,14 +162,7 @@ def _check_batch(report: Report, trial: _Trial, state: State, hx: Any, T: int, B
         report.check(ACTOR_REPLAY, same(x, y, tolerance), f"{name} differs")
 
 # %% ../../nbs/testing/02_actor_rules.ipynb #26706040
-def check_actor(actor: Any,           # anything with `step` and `reset`
-                env: Any,             # id, factory or environment that the actor is for, or (observation_space, action_space)
-                *,
-                n_steps: int = 6,     # T of the random states
-                n_envs: int = 3,      # B of the random states
-                seed: int = 0,        # seed of states and noise
-                raises: bool = True,  # False: return the violations instead of raising an error
-) -> list:
+def check_actor(actor: Any, env: Any, *, n_steps: int = 6, n_envs: int = 3, seed: int = 0, raises: bool = True) -> list:
     """Check an actor by the `ACTOR_...` rules, on random states from the spaces of `env`.
 
     The actor is asked in evaluation mode, as by all who collect. Some rules need the same random numbers for differently cut batches.

@@ -35,10 +35,7 @@ class NarrowPath(gym.Env):
     """
     action_space = Discrete(2)
 
-    def __init__(self,
-                 length: int = 6,     # number of steps to the end; a random policy gets there in one of 2**length episodes
-                 cost: float = 0.01,  # of the whole path, less than 1
-    ):
+    def __init__(self, length: int = 6, cost: float = 0.01):
         self.length, self.cost = check_integer('length', length, pipe=self), cost
         if not 0 <= cost < 1: raise DataError('out of range', pipe=self, expected='0 <= cost < 1', got=f'cost={cost}')
         self.observation_space = Discrete(length + 1)
@@ -53,11 +50,7 @@ class NarrowPath(gym.Env):
         at_end = self.place == self.length
         return self.place, float(at_end) - int(action) * self.cost / self.length, at_end or not action, False, {}
 
-    def value(self,
-              obs: Any,                 # places [...], integers, tensor or array
-              gamma: float = 1.,        # discount factor
-              p: float | None = None,   # probability with which the policy goes on; None: the best policy
-    ) -> Any:
+    def value(self, obs: Any, gamma: float = 1., p: float | None = None) -> Any:
         """The value `[...]` of the places `obs`.
 
         Args:
@@ -92,10 +85,7 @@ class Steering(gym.Env):
     """
     observation_space, action_space = Box(-np.inf, np.inf, (1,)), Box(-1, 1, (1,))
 
-    def __init__(self,
-                 effort: float = 2.,   # weight of the action's square, positive
-                 max_steps: int = 20,  # length of an episode
-    ):
+    def __init__(self, effort: float = 2., max_steps: int = 20):
         self.effort, self.max_steps = effort, check_integer('max_steps', max_steps, pipe=self)
         if not effort > 0: raise DataError('out of range', pipe=self, expected='effort > 0', got=f'effort={effort}')
 
@@ -116,11 +106,7 @@ class Steering(gym.Env):
         p = 2 * e / ((b ** 2 + 4 * gamma * e) ** .5 - b)
         return gamma * p / (e + gamma * p)
 
-    def value(self,
-              obs: Any,                   # positions [..., 1], tensor or array
-              gamma: float = 1.,          # discount factor
-              gain: float | None = None,  # of the policy a = -gain x; None: the best gain
-    ) -> Any:
+    def value(self, obs: Any, gamma: float = 1., gain: float | None = None) -> Any:
         """The value `[...]` of the positions `obs`, for an episode without a limit.
 
         Args:

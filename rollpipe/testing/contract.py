@@ -28,8 +28,8 @@ class Violation(NamedTuple):
         rule: one of the constants of the rules
         detail: what the check observed
     """
-    rule: str    # one of the constants of the rules
-    detail: str  # what the check observed
+    rule: str
+    detail: str
 
 
 class ContractError(PipeError, AssertionError):

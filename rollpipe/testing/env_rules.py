@@ -150,13 +150,7 @@ def _check_tensor_env(report: Report, factory: TensorFactory, n_steps: int, seed
     for t, (a, b) in enumerate(zip(*traces)): report.check(ENV_SEED, same(a, b), f"step {t} of the second run differs")
 
 # %% ../../nbs/testing/01_env_rules.ipynb #6e9104b1
-def check_env(env: Any,                        # gymnasium id, factory, or an environment, which stays open; or a `TensorEnv`, or its class
-              *,
-              env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make`
-              n_steps: int = 200,              # number of random steps
-              seed: int = 0,                   # seed of the environment and of the actions
-              raises: bool = True,             # False: return the violations instead of raising an error
-) -> list:
+def check_env(env: Any, *, env_kwargs: dict | None = None, n_steps: int = 200, seed: int = 0, raises: bool = True) -> list:
     """Check an environment by the `ENV_...` rules, or a `TensorEnv` by the `TENSOR_ENV_...` rules.
 
     Raises `ContractError` with all broken rules, else returns an empty list.

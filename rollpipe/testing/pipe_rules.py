@@ -117,11 +117,7 @@ def _check_fragment(report: Report, fragment: Fragment) -> None:
     report.check(FRAGMENT_STEPNO, torch.equal(stepno[1:][goes_on], stepno[:-1][goes_on] + 1), "wrong count")
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #155dbb52
-def check_pipe(make_pipe: Callable,  # function that makes the pipe with its sources; each call makes an equal one
-               *,
-               n_items: int = 4,     # number of items to look at
-               raises: bool = True,  # False: return the violations instead of raising an error
-) -> list:
+def check_pipe(make_pipe: Callable, *, n_items: int = 4, raises: bool = True) -> list:
     """Check a pipe by the `PIPE_...` rules, and by the `FRAGMENT_...` rules if it yields `Fragment`s.
 
     Raises `ContractError` with all broken rules, else returns an empty list.

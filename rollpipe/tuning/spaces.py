@@ -54,11 +54,7 @@ SPACES: dict = dict(
     sac=_ACTIONS, td3=dict(_ACTIONS, smoothing=Range(.05, .5)), ddpg=_ACTIONS)
 
 
-def space_for(
-    algorithm: str,  # name of an algorithm
-    fixed: dict,     # options that are given, and so are not searched
-    options: dict | None = None,  # options of a trial that are not searched, also those of a preset; None: `fixed`
-) -> dict:           # option -> `Range` or `Choice`
+def space_for(algorithm: str, fixed: dict, options: dict | None = None) -> dict:
     """The options to search that have an effect. Raises `DataError` if there is no space for the algorithm, or if none is left.
 
     Args:

@@ -38,12 +38,7 @@ def connections() -> dict:
     return dict(connect_args=dict(timeout=60), poolclass=NullPool)
 
 
-def open_study(
-    folder: Path,     # where the file is, or will be
-    settings: dict,   # all that makes the values of trials comparable, for JSON
-    seed: int,        # of the proposals; together with the number of trials so far
-    n: int,           # evaluations of a trial before which it is not pruned
-) -> Any:             # an Optuna study
+def open_study(folder: Path, settings: dict, seed: int, n: int) -> Any:
     """The study in a folder, or a new one. Raises `DataError` if it was made with other settings, or if its file cannot be used.
 
     Args:
@@ -91,11 +86,7 @@ def finished(study: Any) -> list:
     return [x for x in study.trials if x.state.name in ("COMPLETE", "PRUNED") or "error" in x.user_attrs]
 
 # %% ../../nbs/tuning/02_study.ipynb #ca940950
-def try_one(
-    study: Any,
-    space: dict,          # option -> what it may be, see `space_for`
-    returns: Callable,    # returns(options, report) -> the last mean return of each seed, see `returns_of`
-) -> str:                 # what came of it, a line
+def try_one(study: Any, space: dict, returns: Callable) -> str:
     """One trial. Raises only what is no `Exception`, such as `KeyboardInterrupt`.
 
     Args:

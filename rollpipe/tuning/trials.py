@@ -24,10 +24,7 @@ EPISODES = 10       # of an evaluation
 _SEED = 1_000_000   # of their first one, plus that of the training: no run is ever evaluated with these
 
 
-def learning_curve(
-    config: dict,      # see `make_config`
-    n: int,            # number of evaluations, after equal numbers of steps
-) -> Generator[float, None, None]:
+def learning_curve(config: dict, n: int) -> Generator[float, None, None]:
     """The mean returns of the policy while it trains in this process. Raises `DataError` for one that is not finite.
 
     Args:
@@ -50,11 +47,7 @@ def learning_curve(
     raise DataError("the pipeline ended before the training did", expected=f"{config['steps']} steps", got=f"{steps} steps")
 
 # %% ../../nbs/tuning/01_trials.ipynb #3d8079b9
-def returns_of(
-    configs: list,       # one for each seed
-    n: int,              # evaluations of each
-    report: Callable,    # report(value, number): may raise an exception that ends the trial
-) -> list:               # the last mean return of each seed
+def returns_of(configs: list, n: int, report: Callable) -> list:
     """Train with each of the seeds. What is reported is the mean over the present evaluation and the last ones of the seeds before.
 
     Args:

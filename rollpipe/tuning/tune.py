@@ -39,12 +39,7 @@ def _toml(value: Any, key: str) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def preset_text(
-    env: str,            # gymnasium id
-    values: dict,        # option -> value
-    env_kwargs: dict,
-    comments: list,      # lines
-) -> str:
+def preset_text(env: str, values: dict, env_kwargs: dict, comments: list) -> str:
     """A preset for an environment, in TOML. Raises `DataError` for None within another value: TOML has no word for it.
 
     Args:
@@ -59,10 +54,7 @@ def preset_text(
     return "\n".join([_MARK, *kwargs, *table, *lines, ""])
 
 # %% ../../nbs/tuning/03_tune.ipynb #a1c7e3f1
-def complete_values(
-    config: dict,      # see `make_config`
-    given: Iterable,   # names of options that are kept even if they have their defaults
-) -> dict:             # option -> value
+def complete_values(config: dict, given: Iterable) -> dict:
     """What a preset must say to give this configuration with any seed.
 
     Args:
@@ -78,10 +70,7 @@ def complete_values(
     return {name: x for name, (x, default) in found.items() if name in kept or json.dumps(x) != json.dumps(default)}
 
 # %% ../../nbs/tuning/03_tune.ipynb #8219f28a
-def check_file(
-    path: Path,         # where the preset goes
-    overwrite: bool,
-) -> None:
+def check_file(path: Path, overwrite: bool) -> None:
     """Raise `DataError` if the file is there, unless an earlier search has written it, or it may be overwritten.
 
     Args:

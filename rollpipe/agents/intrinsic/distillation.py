@@ -32,13 +32,7 @@ class Features(Observer):
     """
     net: MLP
 
-    def __init__(self,
-                 observation_space: gym.Space,            # see `encoder_for`
-                 hidden: tuple,                           # sizes of the hidden layers
-                 n_out: int,                              # number of features
-                 clip: float = 5.,                        # largest magnitude of a normalised observation
-                 encoder: dict | Callable | None = None,  # options of `encoder_for`, or a function space -> module
-    ):
+    def __init__(self, observation_space: gym.Space, hidden: tuple, n_out: int, clip: float = 5., encoder: dict | Callable | None = None):
         super().__init__()
         self.net = MLP(self.make_encoder(observation_space, True, encoder), hidden, n_out, 'relu')
         if self.obs_norm is not None: self.obs_norm.clip = clip
@@ -60,13 +54,8 @@ class Distillation(nn.Module):
         clip: largest magnitude of a normalised observation
         encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
-    def __init__(self,
-                 observation_space: gym.Space,            # see `encoder_for`
-                 hidden: tuple = (64, 64),                # sizes of the target's hidden layers; the predictor has the last one thrice
-                 n_out: int = 64,                         # number of features to predict
-                 clip: float = 5.,                        # largest magnitude of a normalised observation
-                 encoder: dict | Callable | None = None,  # options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
-    ):
+    def __init__(self, observation_space: gym.Space, hidden: tuple = (64, 64), n_out: int = 64, clip: float = 5.,
+                 encoder: dict | Callable | None = None):
         super().__init__()
         check_integer('n_out', n_out)
         self.target = Features(observation_space, tuple(hidden), n_out, clip, encoder).requires_grad_(False)

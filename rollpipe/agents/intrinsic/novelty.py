@@ -27,9 +27,7 @@ from ...pipes.returns import running_returns
 __all__ = ['observations_reached', 'Novelty']
 
 # %% ../../../nbs/agents/25_intrinsic/01_novelty.ipynb #f14f543a
-def observations_reached(
-    fragment: Fragment,  # [T, B]; has a row of `final` for each end of an episode
-) -> Any:                # nested leaves [N, ...], one row for each valid step, in the order of time
+def observations_reached(fragment: Fragment) -> Any:
     """The observations that the valid steps led to, float64 as float32.
 
     Raises `DataError` if a last observation is missing, or if an observation is not finite.
@@ -68,15 +66,8 @@ class Novelty:
         fraction: part of the rows that a pass learns from; the paper has 0.25 for 128 environments
         seed: seed of the choice and the order of the rows
     """
-    def __init__(self,
-                 network: Distillation,    # the two networks
-                 gamma: float = 0.99,      # discount of the sum whose deviation is the scale
-                 lr: float = 1e-3,         # learning rate of the predictor (Adam)
-                 epochs: int = 4,          # passes over a fragment
-                 minibatch: int = 256,     # rows in a step of the optimiser, at most
-                 fraction: float = 1.,     # part of the rows that a pass learns from; the paper has 0.25 for 128 environments
-                 seed: int = 0,            # seed of the choice and the order of the rows
-    ):
+    def __init__(self, network: Distillation, gamma: float = 0.99, lr: float = 1e-3, epochs: int = 4, minibatch: int = 256,
+                 fraction: float = 1., seed: int = 0):
         check_fraction('gamma', gamma, pipe=self)
         check_fraction('fraction', fraction, pipe=self)
         if not fraction: raise DataError("out of range", pipe=self, leaf='fraction', expected="more than 0", got='0')

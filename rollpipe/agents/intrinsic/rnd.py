@@ -44,13 +44,7 @@ class RND(Pipe):
     """
     reads, keeps_items, any_strides = 1, False, True
 
-    def __init__(self,
-                 pipe: IterDataPipe,       # yields `Fragment`s
-                 network: Distillation,    # such as `Distillation.for_env(env)`
-                 weight: float = 1.,       # of the novelty
-                 env_weight: float = 1.,   # of the environment's reward
-                 **options: Any,           # of `Novelty`: gamma, lr, epochs, minibatch, fraction, seed
-    ):
+    def __init__(self, pipe: IterDataPipe, network: Distillation, weight: float = 1., env_weight: float = 1., **options: Any):
         super().__init__(pipe)
         if not isinstance(network, Distillation):
             raise DataError("no networks to distil", pipe=self, leaf='network', expected="a Distillation", got=describe(network))

@@ -22,10 +22,7 @@ def states_of(pipe: IterDataPipe) -> dict:
     return {name: p.state_dict() for name, p in learning_pipes(pipe).items()}
 
 # %% ../../../nbs/agents/25_intrinsic/03_states.ipynb #fe4c3448
-def load_states(
-    pipe: IterDataPipe,  # the last pipe of a graph
-    states: Any,         # what `states_of` returned; None: no states
-) -> dict:               # the states of pipes that the graph lacks
+def load_states(pipe: IterDataPipe, states: Any) -> dict:
     """Let the pipes of a graph go on from their states. Raises `CheckpointError` for a state that does not fit its pipe.
 
     Args:
@@ -44,10 +41,7 @@ def load_states(
     return left
 
 # %% ../../../nbs/agents/25_intrinsic/03_states.ipynb #ee982f40
-def edited(
-    run: Any,           # a `Run`: its `pipe`, its `counters`, and the states in its checkpoint that are `waiting` for their pipes
-    *edits: Callable,   # functions `pipe -> pipe`, such as `RND.inserter(after=Lanes, ...)`
-) -> Any:
+def edited(run: Any, *edits: Callable) -> Any:
     """The run with an edited pipeline, whose new pipes go on from the states in the checkpoint of the run.
 
     Raises the errors of the edits, and `CheckpointError` for a state that does not fit.
@@ -64,9 +58,7 @@ def edited(
     return run._replace(pipe=pipe, waiting=load_states(pipe, run.waiting))
 
 
-def kept_states(
-    run: Any,  # a `Run`
-) -> dict:     # name -> state
+def kept_states(run: Any) -> dict:
     """The states that a checkpoint of a run keeps: those of its pipes that learn, and those that still wait for their pipes.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ... import ranks
+import rollpipe.ranks as ranks
 from .action_losses import action_value_loss, deterministic_policy_loss, smoothed_target
 from .descent import Descent
 from .replay_learner import BetaSchedule, ReplayLearner
@@ -44,18 +44,8 @@ class ActionLearner(ReplayLearner):
     actor_needs = ('is_random',)
     joins_ranks = True      # see `ranks.distributed`
 
-    def __init__(self,
-        actor: Any,               # the policy, with a buffer `is_random`
-        critic: Any,              # `critic(obs, act) -> [k, T, B]`, see `ActionCritic`
-        *,
-        tau: float,               # fraction of the way that target networks move each time
-        multi_step: int,          # number of steps whose rewards are summed before a value; at most the length of the samples
-        policy_every: int,        # steps of the critic for each step of policy and target networks
-        random_steps: int,        # environment steps with random actions, before the policy acts
-        beta_steps: int | None,   # environment steps in which the memory's `beta` rises to 1; None: it stays constant
-        eta: float = 0.9,         # weight of the greatest error in the priority of a longer sample; the mean error has the rest
-        **options: Any,           # options that learners share, see `SharedOptions`
-    ):
+    def __init__(self, actor: Any, critic: Any, *, tau: float, multi_step: int, policy_every: int, random_steps: int,
+                 beta_steps: int | None, eta: float = 0.9, **options: Any):
         super().__init__(actor, critic, **options)
         if critic is None: raise DataError(f"{type(self).__name__} needs a critic", leaf='critic', expected="an `ActionCritic`", got="None")
         check_range(self, 0, 1, tau=tau, eta=eta)
@@ -146,11 +136,7 @@ class DeterministicLearner(ActionLearner):
     """
     actor_needs = ('act', 'is_random')
 
-    def __init__(self,
-        actor: Any,      # a `DeterministicPolicy`, or another actor with `act`, `box` and `is_random`
-        critic: Any,     # `critic(obs, act) -> [k, T, B]`, see `ActionCritic`
-        **options: Any,  # see `ActionLearner`
-    ):
+    def __init__(self, actor: Any, critic: Any, **options: Any):
         super().__init__(actor, critic, **options)
         self.target_actor = copy.deepcopy(actor).requires_grad_(False)
 

@@ -27,16 +27,8 @@ def reached(fragment: Fragment) -> Any:
 
 # %% ../../../nbs/agents/15_off_policy/03_action_losses.ipynb #34039091
 @torch.no_grad()
-def soft_target(
-    fragment: Fragment,      # [T, B]
-    actor: Any,              # `sample(obs, noise) -> (act, logp)` and `box`, see `SquashedPolicy`
-    target: Any,             # `target(obs, act) -> [k, T, B]`, an older copy of the critic
-    noise: Tensor,           # standard normal, for the actions [T, B, ...]
-    temperature: Tensor | float,  # what a unit of entropy is worth
-    *,
-    gamma: float = 0.99,     # discount factor per step
-    n_steps: int = 1,        # largest number of steps whose rewards are summed before a value; fewer at ends
-) -> Tensor:
+def soft_target(fragment: Fragment, actor: Any, target: Any, noise: Tensor, temperature: Tensor | float, *, gamma: float = 0.99,
+                n_steps: int = 1) -> Tensor:
     """Targets `[T, B]` of soft action values. The entropy is that of the position between the bounds, so that units do not matter.
 
     Source: Haarnoja et al. 2018, *Soft actor-critic algorithms and applications*, https://arxiv.org/abs/1812.05905
@@ -56,15 +48,8 @@ def soft_target(
 
 
 @torch.no_grad()
-def smoothed_target(
-    fragment: Fragment,         # [T, B]
-    actor: Any,                 # an older copy of the policy, `act(obs, shift) -> [T, B, ...]`, see `DeterministicPolicy`
-    target: Any,                # `target(obs, act) -> [k, T, B]`, an older copy of the critic
-    shift: Tensor | None = None,  # how far the actions are moved, in half ranges [T, B, ...]; None: not at all
-    *,
-    gamma: float = 0.99,        # discount factor per step
-    n_steps: int = 1,           # largest number of steps whose rewards are summed before a value; fewer at ends
-) -> Tensor:
+def smoothed_target(fragment: Fragment, actor: Any, target: Any, shift: Tensor | None = None, *, gamma: float = 0.99,
+                    n_steps: int = 1) -> Tensor:
     """Targets `[T, B]` of action values of a deterministic policy.
 
     Source: Fujimoto et al. 2018, *Addressing function approximation error in actor-critic methods*, https://arxiv.org/abs/1802.09477
@@ -90,12 +75,7 @@ def _taken(fragment):
 def _mean(x, valid, n): return x.masked_fill(~valid, 0.).sum() / n
 
 
-def action_value_loss(
-    fragment: Fragment,            # [T, B]
-    critic: Any,                   # `critic(obs, act) -> [k, T, B]`
-    target: Tensor,                # float32 [T, B], without gradients
-    weight: Tensor | None = None,  # importance weights of prioritised replay, float32 [B] or [T, B]
-) -> tuple[Tensor, dict, Tensor]:
+def action_value_loss(fragment: Fragment, critic: Any, target: Tensor, weight: Tensor | None = None) -> tuple[Tensor, dict, Tensor]:
     """`(loss, metrics, errors)`: half the sum over the critics of `mean[weight (target - Q)²]` over valid rows.
 
     The errors `[T, B]` are the means of `|target - Q|` over the critics, and 0 where a row is not valid. Raises `DataError` if
@@ -122,13 +102,7 @@ def action_value_loss(
     return loss, metrics, size.detach()
 
 
-def soft_policy_loss(
-    fragment: Fragment,           # [T, B]
-    actor: Any,                   # `sample(obs, noise) -> (act, logp)` and `box`, see `SquashedPolicy`
-    critic: Any,                  # `critic(obs, act) -> [k, T, B]`
-    noise: Tensor,                # standard normal, for the actions [T, B, ...]
-    temperature: Tensor | float,  # what a unit of entropy is worth
-) -> tuple[Tensor, dict]:
+def soft_policy_loss(fragment: Fragment, actor: Any, critic: Any, noise: Tensor, temperature: Tensor | float) -> tuple[Tensor, dict]:
     """`(loss, metrics)`: `mean[temperature log pi - min Q]` over valid rows. The metric `entropy` is estimated from these actions.
 
     Args:
@@ -144,11 +118,7 @@ def soft_policy_loss(
     return loss, dict(loss_policy=loss.detach(), entropy=_mean(-logp.detach(), valid, n))
 
 
-def deterministic_policy_loss(
-    fragment: Fragment,  # [T, B]
-    actor: Any,          # `act(obs) -> [T, B, ...]`, see `DeterministicPolicy`
-    critic: Any,         # `critic(obs, act) -> [k, T, B]`; the first one counts, which `first_value(obs, act)` gives alone, if it is there
-) -> tuple[Tensor, dict]:
+def deterministic_policy_loss(fragment: Fragment, actor: Any, critic: Any) -> tuple[Tensor, dict]:
     """`(loss, metrics)`: `-mean Q` of the policy's own actions over valid rows. Source: Silver et al. 2014.
 
     Args:
@@ -163,11 +133,7 @@ def deterministic_policy_loss(
     return loss, dict(loss_policy=loss.detach())
 
 
-def temperature_loss(
-    log_temperature: Tensor,   # float32 []
-    entropy: Tensor | float,   # of the policy
-    wanted: float,             # the entropy that the policy is to have
-) -> Tensor:
+def temperature_loss(log_temperature: Tensor, entropy: Tensor | float, wanted: float) -> Tensor:
     """`log_temperature (entropy - wanted)`: its descent raises the temperature while the policy has too little entropy.
 
     Args:

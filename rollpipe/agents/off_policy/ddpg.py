@@ -27,15 +27,7 @@ class DDPG(DeterministicLearner):
         **shared: options that learners share, see `SharedOptions`
     """
     @shared_options(gamma=0.99, lr=1e-3, critic_lr=None, max_grad_norm=None, seed=0)
-    def __init__(self,
-        actor: Any,                      # a `DeterministicPolicy`, or another actor with `act`, `box` and `is_random`
-        critic: Any,                     # an `ActionCritic`, or another module `critic(obs, act) -> [k, T, B]`
-        *,
-        tau: float = 0.005,              # fraction of the way that the target networks move after each step
-        multi_step: int = 1,             # number of steps whose rewards are summed before a value; at most the length of the samples
-        random_steps: int = 1000,        # environment steps with random actions, before the policy acts
-        beta_steps: int | None = None,   # environment steps in which the memory's `beta` rises to 1; None: it stays constant
-        **shared: Any,                   # options that learners share, see `SharedOptions`
-    ):
+    def __init__(self, actor: Any, critic: Any, *, tau: float = 0.005, multi_step: int = 1, random_steps: int = 1000,
+                 beta_steps: int | None = None, **shared: Any):
         super().__init__(actor, critic, tau=tau, multi_step=multi_step, policy_every=1, random_steps=random_steps, beta_steps=beta_steps,
                          **shared)

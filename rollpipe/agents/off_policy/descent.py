@@ -12,7 +12,7 @@ from math import inf, isfinite
 
 import torch
 
-from ... import ranks
+import rollpipe.ranks as ranks
 
 from ..gradient_learner import Adam, clip_gradients
 from ...pipes.errors import DataError, describe
@@ -26,19 +26,11 @@ class Descent:
         lr: learning rate
         max_norm: largest norm of the gradient, to which longer ones are shortened; None: no limit
     """
-    def __init__(self,
-        params: Iterable,              # parameters; those without gradients are left out
-        lr: float,                     # learning rate
-        max_norm: float | None = None, # largest norm of the gradient, to which longer ones are shortened; None: no limit
-    ):
+    def __init__(self, params: Iterable, lr: float, max_norm: float | None = None):
         self.params, self.max_norm = [p for p in params if p.requires_grad], inf if max_norm is None else max_norm
         self.optimizer = Adam(self.params, lr=lr, fused=True)
 
-    def step(self,
-        loss: torch.Tensor,  # 0-dim, with graph
-        name: str,           # name of the loss, for messages
-        share: float = 1.,   # fraction of the step's rows that are this rank's, over whose part `loss` is a mean; see `ranks.share_of`
-    ) -> float:  # norm of the gradient before it was shortened
+    def step(self, loss: torch.Tensor, name: str, share: float = 1.) -> float:
         """Lower the loss by one step. Raises `DataError` if it or its gradient is not finite; then no parameter changes.
 
         Args:

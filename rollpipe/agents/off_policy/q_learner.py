@@ -17,7 +17,7 @@ from .targets import update_target
 from ..schedules import linear_schedule, set_epsilon
 from ..shared_options import check_range
 from ..td import priorities
-from ... import ranks
+import rollpipe.ranks as ranks
 from ...pipes.data import Fragment
 from ...pipes.errors import check_integer
 from ...pipes.replay.memory import ReplayMemory, Sample
@@ -35,12 +35,7 @@ class QNetworkLearner(ReplayLearner, GradientLearner):
     actor_needs = ('values', 'epsilon')
     joins_ranks = True      # see `ranks.distributed`
 
-    def __init__(self,
-        actor: Any,             # a `QPolicy` or `RecurrentQPolicy`, or another actor with `values` and `epsilon`
-        target_every: int,      # steps of the optimiser between two copies to the target network
-        tau: float | None,      # fraction of the way that the target network moves after each step instead; None: copies
-        **options: Any,         # options that learners share, see `SharedOptions`
-    ):
+    def __init__(self, actor: Any, target_every: int, tau: float | None, **options: Any):
         super().__init__(actor, **options)
         check_range(self, 0, 1, tau=0 if tau is None else tau)
         self.target_every, self.tau = check_integer('target_every', target_every, pipe=self), tau
@@ -76,17 +71,8 @@ class DeepQLearner(QNetworkLearner):
         eta: weight of the greatest TD error in the priority of a longer sample; the mean error has the rest
         **options: those of `QNetworkLearner`
     """
-    def __init__(self,
-        actor: Any,               # an actor with `values` and `epsilon`
-        *,
-        double: bool,             # choose the best next action by the network, and value it by the target network
-        multi_step: int,          # number of steps whose rewards are summed before a value; at most the length of the samples
-        burn_in: int,             # first steps of a sample, which only update the memory of a recurrent network (not trained on)
-        huber: float | None,      # errors beyond this limit count linearly; None: all are squared
-        beta_steps: int | None,   # environment steps in which the memory's `beta` rises to 1; None: it stays constant
-        eta: float,               # weight of the greatest TD error in the priority of a longer sample; the mean error has the rest
-        **options: Any,           # those of `QNetworkLearner`
-    ):
+    def __init__(self, actor: Any, *, double: bool, multi_step: int, burn_in: int, huber: float | None, beta_steps: int | None, eta: float,
+                 **options: Any):
         super().__init__(actor, **options)
         check_range(self, 0, 1, eta=eta)
         check_range(self, 0, beta_steps=beta_steps or 0)

@@ -37,19 +37,8 @@ class QRDQN(DeepQLearner):
     actor_needs = ('values', 'quantiles', 'epsilon')
 
     @shared_options(gamma=0.99, lr=5e-4, max_grad_norm=10.0, eps_start=1.0, eps_end=0.05, eps_steps=20_000, decay_steps=0, seed=0)
-    def __init__(self,
-        actor: Any,                      # a `QuantilePolicy`, or another actor with `quantiles`, `values` and `epsilon`
-        *,
-        double: bool = True,             # choose the best next action by the network, and value it by the target network
-        multi_step: int = 1,             # number of steps whose rewards are summed before a value; at most the length of the samples
-        burn_in: int = 0,                # first steps of a sample, which only update the memory of a recurrent network (not trained on)
-        huber: float = 1.0,              # differences beyond this limit count linearly; 0: all do
-        target_every: int = 200,         # steps of the optimiser between two copies to the target network; 1: in effect there is none
-        tau: float | None = None,        # Polyak averaging: fraction of the way that the target network moves after each step; None: copies
-        beta_steps: int | None = None,   # environment steps in which the memory's `beta` rises to 1; None: it stays constant
-        eta: float = 0.9,                # weight of the greatest TD error in the priority of a longer sample; the mean error has the rest
-        **shared: Any,                   # options that learners share, see `SharedOptions`
-    ):
+    def __init__(self, actor: Any, *, double: bool = True, multi_step: int = 1, burn_in: int = 0, huber: float = 1.0,
+                 target_every: int = 200, tau: float | None = None, beta_steps: int | None = None, eta: float = 0.9, **shared: Any):
         super().__init__(actor, double=double, multi_step=multi_step, burn_in=burn_in, huber=huber, target_every=target_every, tau=tau,
                          beta_steps=beta_steps, eta=eta, **shared)
 

@@ -17,10 +17,7 @@ from ...pipes.data import Fragment
 __all__ = ['levels', 'quantile_penalty', 'quantile_td']
 
 # %% ../../../nbs/agents/15_off_policy/09_quantile_td.ipynb #a24e6624
-def levels(
-    n: int,                 # number of quantiles
-    like: Tensor,           # dtype and device of the result
-) -> Tensor:
+def levels(n: int, like: Tensor) -> Tensor:
     """The levels of `n` quantiles, `1/2n, 3/2n, ..., 1 - 1/2n`.
 
     Args:
@@ -30,11 +27,7 @@ def levels(
     return (torch.arange(n, dtype=like.dtype, device=like.device) + .5) / n
 
 # %% ../../../nbs/agents/15_off_policy/09_quantile_td.ipynb #d7c65834
-def quantile_penalty(
-    goal: Tensor,           # samples of the return [..., M]
-    value: Tensor,          # quantiles [..., N]
-    huber: float = 1.0,     # differences `u` below this limit count `u² / 2 huber`, greater ones `|u| - huber / 2`; 0: all count `|u|`
-) -> Tensor:
+def quantile_penalty(goal: Tensor, value: Tensor, huber: float = 1.0) -> Tensor:
     """The sum over quantiles `i` of the mean over samples `j` of `|τᵢ - [uᵢⱼ < 0]| size(uᵢⱼ)`, `[...]`, where `uᵢⱼ = goalⱼ - valueᵢ`.
 
     Source: Dabney et al. 2018, *Distributional reinforcement learning with quantile regression*, https://arxiv.org/abs/1710.10044,
@@ -51,14 +44,7 @@ def quantile_penalty(
     return (slope * size).mean(-1).sum(-1)
 
 # %% ../../../nbs/agents/15_off_policy/09_quantile_td.ipynb #e53f8225
-def quantile_td(
-    fragment: Fragment,        # [T, B]: transitions [1, B], segments of trajectories, or fresh fragments
-    actor: Any,                # `quantiles(state, hx) -> (quantiles [T, B, n_actions, N], hx)`, see `QuantilePolicy`
-    target: Any = None,        # an older copy of `actor`, which values the states that were reached; None: `actor`
-    *,
-    huber: float = 1.0,        # see `quantile_penalty`
-    **options: Any,            # gamma, double, n_steps, burn_in, weight, see `td`
-) -> tuple[Tensor, dict, Tensor]:
+def quantile_td(fragment: Fragment, actor: Any, target: Any = None, *, huber: float = 1.0, **options: Any) -> tuple[Tensor, dict, Tensor]:
     """`(loss, metrics, errors)`: loss `mean[weightₜ quantile_penalty(Gₜ, θ(sₜ, aₜ))]` over valid rows, and errors `[T, B]` of the means.
 
         Gⱼₜ = rₜ₊₁ + γ rₜ₊₂ + ... + γᵐ θ̂ⱼ(sₜ₊ₘ, a*),    a* = argmaxₐ meanⱼ θ̂ⱼ(sₜ₊ₘ, a),   or argmaxₐ meanⱼ θⱼ(sₜ₊ₘ, a) if `double`

@@ -16,7 +16,7 @@ import torch
 from ..learner import Learner
 from .targets import update_buffers
 from ..schedules import linear_schedule
-from ... import ranks
+import rollpipe.ranks as ranks
 from ...pipes.data import Fragment
 from ...pipes.errors import DataError
 from ...pipes.modules import ByIdentity, bump_version
@@ -30,15 +30,10 @@ class BetaSchedule:
     Args:
         steps: environment steps until `beta` is 1; None: it stays constant
     """
-    def __init__(self,
-        steps: int | None,  # environment steps until `beta` is 1; None: it stays constant
-    ):
+    def __init__(self, steps: int | None):
         self.steps, self.first = steps, ByIdentity()
 
-    def apply(self,
-        memory: ReplayMemory,
-        step: int,             # environment steps so far
-    ) -> None:
+    def apply(self, memory: ReplayMemory, step: int) -> None:
         """Set the `beta` that `memory` is to have after `step` steps.
 
         Args:
@@ -61,9 +56,7 @@ class TimedIterator:
         finally: self.seconds += perf_counter() - start
 
 
-def means(
-    records: list,  # list of dicts metric -> number or 0-dim tensor
-) -> dict[str, float]:
+def means(records: list) -> dict[str, float]:
     """The mean of each metric over those records that have it.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ... import ranks
+import rollpipe.ranks as ranks
 from .action_learner import ActionLearner
 from .action_losses import soft_policy_loss, soft_target, temperature_loss
 from .descent import Descent
@@ -40,19 +40,9 @@ class SAC(ActionLearner):
     actor_needs = ('sample', 'is_random')
 
     @shared_options(gamma=0.99, lr=3e-4, critic_lr=None, max_grad_norm=None, seed=0)
-    def __init__(self,
-        actor: Any,                           # a `SquashedPolicy`, or another actor with `sample`, `box` and `is_random`
-        critic: Any,                          # an `ActionCritic`, or another module `critic(obs, act) -> [k, T, B]`
-        *,
-        temperature: float | None = None,     # what a unit of entropy is worth; None: it is learnt
-        first_temperature: float = 1.0,       # the temperature at the beginning, if it is learnt
-        target_entropy: float | None = None,  # entropy to be had, for bounds -1 and 1; None: minus the number of dimensions
-        tau: float = 0.005,                   # fraction of the way that the target network moves after each step
-        multi_step: int = 1,                  # number of steps whose rewards are summed before a value; at most the length of the samples
-        random_steps: int = 1000,             # environment steps with random actions, before the policy acts
-        beta_steps: int | None = None,        # environment steps in which the memory's `beta` rises to 1; None: it stays constant
-        **shared: Any,                        # options that learners share, see `SharedOptions`
-    ):
+    def __init__(self, actor: Any, critic: Any, *, temperature: float | None = None, first_temperature: float = 1.0,
+                 target_entropy: float | None = None, tau: float = 0.005, multi_step: int = 1, random_steps: int = 1000,
+                 beta_steps: int | None = None, **shared: Any):
         super().__init__(actor, critic, tau=tau, multi_step=multi_step, policy_every=1, random_steps=random_steps, beta_steps=beta_steps,
                          **shared)
         start = first_temperature if temperature is None else temperature

@@ -10,10 +10,7 @@ import torch
 
 # %% ../../../nbs/agents/15_off_policy/00_targets.ipynb #aaa45080
 @torch.no_grad()
-def update_buffers(
-    target: torch.nn.Module,  # changed in place
-    net: torch.nn.Module,     # module of the same structure
-) -> None:
+def update_buffers(target: torch.nn.Module, net: torch.nn.Module) -> None:
     """Make the buffers of `target` equal to those of `net`. Parameters stay.
 
     Args:
@@ -24,11 +21,7 @@ def update_buffers(
 
 
 @torch.no_grad()
-def update_target(
-    target: torch.nn.Module,  # changed in place
-    net: torch.nn.Module,     # module of the same structure
-    tau: float = 1.0,         # fraction of the way that the parameters of `target` move; 1: equal afterwards
-) -> None:
+def update_target(target: torch.nn.Module, net: torch.nn.Module, tau: float = 1.0) -> None:
     """Move the parameters of `target` towards those of `net`; buffers become equal.
 
     Args:

@@ -34,19 +34,8 @@ class TD3(DeterministicLearner):
         **shared: options that learners share, see `SharedOptions`
     """
     @shared_options(gamma=0.99, lr=1e-3, critic_lr=None, max_grad_norm=None, seed=0)
-    def __init__(self,
-        actor: Any,                      # a `DeterministicPolicy`, or another actor with `act`, `box` and `is_random`
-        critic: Any,                     # an `ActionCritic`, or another module `critic(obs, act) -> [k, T, B]`
-        *,
-        smoothing: float = 0.2,          # standard deviation of the noise of the target's actions; 1 is half the range of the action
-        smoothing_limit: float = 0.5,    # greatest noise of the target's actions; 1 is half the range of the action
-        policy_every: int = 2,           # steps of the critic for each step of policy and target networks
-        tau: float = 0.005,              # fraction of the way that the target networks move each time
-        multi_step: int = 1,             # number of steps whose rewards are summed before a value; at most the length of the samples
-        random_steps: int = 1000,        # environment steps with random actions, before the policy acts
-        beta_steps: int | None = None,   # environment steps in which the memory's `beta` rises to 1; None: it stays constant
-        **shared: Any,                   # options that learners share, see `SharedOptions`
-    ):
+    def __init__(self, actor: Any, critic: Any, *, smoothing: float = 0.2, smoothing_limit: float = 0.5, policy_every: int = 2,
+                 tau: float = 0.005, multi_step: int = 1, random_steps: int = 1000, beta_steps: int | None = None, **shared: Any):
         super().__init__(actor, critic, tau=tau, multi_step=multi_step, policy_every=policy_every, random_steps=random_steps,
                          beta_steps=beta_steps, **shared)
         check_range(self, 0, smoothing=smoothing)

@@ -45,12 +45,7 @@ class WorkerActor:
     runner: Any = None                # what it runs, such as a `LaneServer`; None: it has not begun, or has ended
     leaving = working = False         # has SIGTERM come? is a request being answered?
 
-    def begin(self,
-              name: str,           # name of the worker in error messages
-              packed: bytes,       # pickle of `(make, args)`; `make(outbox, receiver, name, *args)` is what it runs, see `LaneServer`
-              receiver: Any,       # a `WeightReceiver`
-              threads: int,        # torch threads
-    ) -> tuple:                    # `(messages, pid, descriptor of its `TracebackFile`, id of its node, address of its node)`
+    def begin(self, name: str, packed: bytes, receiver: Any, threads: int) -> tuple:
         """Make what the worker runs.
 
         Args:
@@ -73,12 +68,7 @@ class WorkerActor:
         except BaseException as e: self._fail(e)
         return self.outbox.take(), os.getpid(), self.tracebacks.file.fd, *node_of_this_process()
 
-    def answer(self,
-               number: int,    # of the weights that this call brings
-               weights: Any,   # their bytes; None: they came before
-               *request: Any,  # the arguments of `serve` of what the worker runs
-               started: Any = None,  # the answer of `begin`; not used here, see `RemoteWorker.send`
-    ) -> tuple:                # `(messages, *answer)`; without an answer if the worker has ended
+    def answer(self, number: int, weights: Any, *request: Any, started: Any = None) -> tuple:
         """The answer to a request.
 
         Args:
@@ -101,8 +91,8 @@ class WorkerActor:
         finally: self.working = False
         return self.outbox.take(),
 
-    def close(self) -> tuple:             # `(messages,)`
-        "End what the worker runs, and close its environments."
+    def close(self) -> tuple:
+        "End what the worker runs, and close its environments; returns `(messages,)`."
         signal.signal(signal.SIGTERM, signal.SIG_IGN)     # environments may take as long as the driver waits
         runner, self.runner = self.runner, None
         if runner is not None: runner.close()
@@ -133,22 +123,11 @@ class LaneServer(LaneRunner):
         states: number of the lane -> its `GlobalRandomStates`
         device: device of the actors; None: they are not moved
     """
-    def __init__(self,
-                 outbox: Any,       # takes warnings and errors
-                 receiver: Any,     # a `WeightReceiver` for what the graphs hold
-                 name: str,         # name of the worker in error messages
-                 lanes: dict,       # number of the lane -> graph
-                 states: dict,      # number of the lane -> its `GlobalRandomStates`
-                 device: Any,       # device of the actors; None: they are not moved
-    ):
+    def __init__(self, outbox: Any, receiver: Any, name: str, lanes: dict, states: dict, device: Any):
         self.slot = Slot()
         super().__init__(outbox, [self.slot], receiver, name, lanes, states, device)
 
-    def serve(self,
-              lane: int,
-              publication: int | None,   # number of the weights; None: the latest that came
-              arrays: tuple | None,      # the entries of a `Layout`; None: those of the previous request
-    ) -> tuple:                          # `(reply, bytes)`; the arrays of the layout come first, unless the item has none of them
+    def serve(self, lane: int, publication: int | None, arrays: tuple | None) -> tuple:
         """Collect the next item of a lane.
 
         Args:

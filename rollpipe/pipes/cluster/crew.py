@@ -31,7 +31,7 @@ class Arrived(NamedTuple):
         data: uint8: the arrays of a layout for one item, if this one has any of them, and then its own arrays
     """
     item_format: ItemFormat
-    data: np.ndarray          # uint8: the arrays of a layout for one item, if this one has any of them, and then its own arrays
+    data: np.ndarray
 
     def put(self, slot: Slot, position: int, layout: Layout) -> None:
         "Copy the arrays to this position of a slot."
@@ -63,10 +63,7 @@ class Weights:
     Args:
         ray: the module
     """
-    def __init__(self,
-                 ray: Any,                   # the module
-                 publisher: WeightPublisher,
-    ):
+    def __init__(self, ray: Any, publisher: WeightPublisher):
         self.ray, self.publisher, self.sent = ray, publisher, {}     # number -> what is sent
 
     def of(self, publication: int | None) -> tuple:
@@ -106,9 +103,7 @@ class RemoteMembers(Members):
     Args:
         ray: the module
     """
-    def __init__(self,
-                 ray: Any,   # the module
-    ):
+    def __init__(self, ray: Any):
         self.ray, self.members, self.group = ray, [], None      # the placement group of the workers, if they have one
 
     def add(self, member: Member) -> None:
@@ -140,11 +135,7 @@ class RayCrew:
         service: the `RayReading` with the options
         ray: the module
     """
-    def __init__(self,
-                 seam: Any,     # `WorkerLanes`; everything above this pipe runs in workers
-                 service: Any,  # the `RayReading` with the options
-                 ray: Any,      # the module
-    ):
+    def __init__(self, seam: Any, service: Any, ray: Any):
         self.service, self.ray, self.weights, self.n = service, ray, None, min(service.num_workers, len(seam.own_lanes()))
         self.max_pending, self.pool = planned_pool(seam, service, kind=ArrivalPool)
         self.members = RemoteMembers(ray)
@@ -154,13 +145,7 @@ class RayCrew:
         check_picklable(graphs, expected="what can be pickled")
         self.service.place.check_room(self.ray, self.n)
 
-    def start(self,
-              index: int,
-              graphs: dict,                # number of the lane -> graph, for the lanes of this worker
-              states: dict,                # number of the lane -> its `GlobalRandomStates`
-              publisher: WeightPublisher,
-              holders: Sequence,           # indices of what these graphs hold, in the publisher
-    ) -> Member:
+    def start(self, index: int, graphs: dict, states: dict, publisher: WeightPublisher, holders: Sequence) -> Member:
         """Start worker `index` where there is room, and return it as a member.
 
         Args:

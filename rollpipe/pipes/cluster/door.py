@@ -212,10 +212,7 @@ class _Connection:
 _connection = _Connection()
 
 
-def lease(
-    address: str | None,  # 'auto', 'host:port' or 'ray://host:port'; None: Ray on this machine, or what this process is connected to
-    user: Any,            # the connection is kept at most as long as this object
-) -> weakref.finalize:    # its call gives the connection back
+def lease(address: str | None, user: Any) -> weakref.finalize:
     """Connect this process to Ray. Raises `WorkerError` if Ray is not installed, cannot be started, or is not at this address.
 
     Args:

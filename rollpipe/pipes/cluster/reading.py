@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .. import torchdata
+import rollpipe.pipes.torchdata as torchdata
 from .crew import RayCrew
 from .room import Place
 from ..errors import DataError
@@ -56,22 +56,9 @@ class RayReading(WorkerReading):
         on_silence: 'warn', or 'raise' a `WorkerError`
         grace: seconds to close environments at the end, before a worker is killed
     """
-    def __init__(self,
-                 num_workers: int,                # number of workers, at most one per lane; 0: none, and the graph is not changed
-                 lag: int | None = 0,             # learner updates between collecting and consuming; None: no limit, workers run ahead
-                 order: str = 'canonical',        # 'canonical': lanes in turn; 'ready': first come, first served
-                 *,
-                 address: str | None = None,      # 'auto', 'host:port' or 'ray://host:port'; None: the Ray of this process
-                 resources: dict | None = None,   # what each worker needs: num_cpus, num_gpus, memory [bytes], own names [see above]
-                 runtime_env: dict | None = None, # what Ray prepares for the workers on their nodes, such as packages and variables
-                 placement: str | None = 'spread',# 'spread': over the nodes in turn, 'pack': on few nodes; None: as Ray does by default
-                 device: Any = None,              # device of the actors in the workers, such as 'cuda'; None: they are not moved
-                 worker_threads: int = 1,         # torch threads in each worker
-                 restart: int = 0,                # how many deaths of workers are allowed
-                 silence: float = 60.0,           # seconds without an answer, after its start, until the log says where a worker is
-                 on_silence: str = 'warn',        # 'warn', or 'raise' a `WorkerError`
-                 grace: float = 5.0,              # seconds to close environments at the end, before a worker is killed
-    ):
+    def __init__(self, num_workers: int, lag: int | None = 0, order: str = 'canonical', *, address: str | None = None,
+                 resources: dict | None = None, runtime_env: dict | None = None, placement: str | None = 'spread', device: Any = None,
+                 worker_threads: int = 1, restart: int = 0, silence: float = 60.0, on_silence: str = 'warn', grace: float = 5.0):
         self.num_workers, self.lag, self.order, self.device, self.worker_threads = num_workers, lag, order, device, worker_threads
         self.restart, self.silence, self.on_silence, self.grace = restart, silence, on_silence, grace
         self.begin()

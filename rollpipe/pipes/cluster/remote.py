@@ -29,11 +29,7 @@ def reason_of(e: BaseException) -> str:
     return text.partition(" Some common causes")[0][:600] or type(e).__name__
 
 # %% ../../../nbs/pipes/32_cluster/03_remote.ipynb #039742d0
-def traceback_of(
-    pid: int,          # a process of this node that serves its `TracebackFile`
-    descriptor: int,   # of the file, in that process
-    timeout: float,    # [s]
-) -> str:
+def traceback_of(pid: int, descriptor: int, timeout: float) -> str:
     """The traceback of a process of this node, most recent call first.
 
     Args:
@@ -76,13 +72,7 @@ class RemoteWorker:
     threads = ()     # it was not forked beside other threads
     pid: Any         # of its process on its node; None: it has not started
 
-    def __init__(self,
-                 ray: Any,       # the module
-                 name: str,      # name in error messages
-                 options: dict,  # Ray's options for the actor
-                 args: tuple,    # the arguments of `WorkerActor.begin` after the name
-                 grace: float,   # seconds between SIGTERM and its end by force
-    ):
+    def __init__(self, ray: Any, name: str, options: dict, args: tuple, grace: float):
         self.ray, self.name, self.grace, self.pid, self.descriptor = ray, name, grace, None, -1
         self.actor = ray.remote(WorkerActor).options(**options).remote()
         self.kill = weakref.finalize(self, _kill, os.getpid(), ray, self.actor)     # ends the worker at once

@@ -47,11 +47,7 @@ def _places(node, needs) -> float:
 def _text(amounts) -> str: return ', '.join(f"{x:g} {name}" for name, x in amounts.items()) or "nothing"
 
 
-def check_room(
-    nodes: Iterable,  # `(name, resources)` of each node: name of the resource -> how much of it the node has in all
-    resources: dict,  # what each worker needs
-    n: int,           # number of workers
-) -> None:
+def check_room(nodes: Iterable, resources: dict, n: int) -> None:
     """Raise `WorkerError` if the nodes have no room for so many workers, whatever else runs there.
 
     Args:
@@ -81,13 +77,8 @@ class Place:
     """
     lease: Any = None     # of the connection to Ray
 
-    def __init__(self,
-                 pipe: Any,                          # whose workers they are, or its name
-                 address: str | None = None,         # 'auto', 'host:port' or 'ray://host:port'; None: the Ray of this process
-                 resources: dict | None = None,      # what each worker needs; None: one CPU, but nothing on a Ray that was started here
-                 runtime_env: dict | None = None,    # what Ray prepares for the workers on their nodes
-                 placement: str | None = 'spread',   # 'spread': over the nodes in turn, 'pack': on few nodes; None: as Ray does by default
-    ):
+    def __init__(self, pipe: Any, address: str | None = None, resources: dict | None = None, runtime_env: dict | None = None,
+                 placement: str | None = 'spread'):
         self.pipe, self.address, self.resources = pipe if isinstance(pipe, str) else type(pipe).__name__, address, resources
         self.runtime_env, self.placement = runtime_env, placement
         check_resources(resources, self.pipe)
@@ -131,11 +122,7 @@ class Place:
         if self.placement != 'pack' or not (needs := needs_of(self.needs())): return None
         return ray.util.placement_group([needs] * n, strategy='PACK')
 
-    def options(self,
-                ray: Any,
-                group: Any = None,  # the placement group, if there is one
-                index: int = 0,     # of the worker in it
-    ) -> dict:
+    def options(self, ray: Any, group: Any = None, index: int = 0) -> dict:
         """Ray's options for the actor of a worker.
 
         Args:
@@ -148,10 +135,7 @@ class Place:
         return options if self.runtime_env is None else options | dict(runtime_env=self.runtime_env)
 
 # %% ../../../nbs/pipes/32_cluster/01_room.ipynb #516ccde1
-def service_place(
-    options: dict,    # of a `Place`; without `resources` nothing is needed
-    pipe: Any,        # whose worker it is, or its name
-) -> Place:
+def service_place(options: dict, pipe: Any) -> Place:
     """The place of a single worker. Raises `DataError` for options out of range, or unknown.
 
     Args:

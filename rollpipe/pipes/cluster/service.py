@@ -28,13 +28,7 @@ class Served:
         name: name of the worker in error messages
         make: `make(receiver, *args)` is a function without arguments, which gives an answer
     """
-    def __init__(self,
-                 outbox: Any,     # takes errors
-                 receiver: Any,   # a `WeightReceiver`
-                 name: str,       # name of the worker in error messages
-                 make: Callable,  # `make(receiver, *args)` is a function without arguments, which gives an answer
-                 *args: Any,
-    ):
+    def __init__(self, outbox: Any, receiver: Any, name: str, make: Callable, *args: Any):
         self.outbox, self.name, self.function = outbox, name, make(receiver, *args)
 
     def serve(self) -> tuple: return pickle.dumps(self.function()),
@@ -56,16 +50,8 @@ class RemoteService(RemoteWorker):
         threads: torch threads in the worker
         grace: seconds between SIGTERM and its end by force
     """
-    def __init__(self,
-                 name: str,      # name in error messages
-                 make: Callable, # `make(receiver, *args)` is the function that answers, made in the worker
-                 args: tuple,    # other arguments of `make`
-                 publisher: WeightPublisher,
-                 place: Place,   # where it runs
-                 *,
-                 threads: int = 1,    # torch threads in the worker
-                 grace: float = 5.0,  # seconds between SIGTERM and its end by force
-    ):
+    def __init__(self, name: str, make: Callable, args: tuple, publisher: WeightPublisher, place: Place, *, threads: int = 1,
+                 grace: float = 5.0):
         self.place, self.publisher = place, publisher
         self.number, self.begun = None, None             # of the weights that it has; the message that is not taken yet
         self.waiting = self.under_way = False            # requests

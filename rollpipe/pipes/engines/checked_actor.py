@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import nested
+import rollpipe.pipes.nested as nested
 from ..data import State
 from .choice import engine_for
 from .rows import Rows
@@ -58,23 +58,13 @@ class CheckedActor:
         explore: False: its deterministic action
         device: the actor's device; None: the host
     """
-    def __init__(self,
-                 actor: Any,                          # the actor, held by reference
-                 envs: Batch,                         # the environments that take its actions
-                 seed: np.random.SeedSequence,        # of its random numbers
-                 explore: bool = True,                # False: its deterministic action
-                 device: torch.device | None = None,  # the actor's device; None: the host
-    ):
+    def __init__(self, actor: Any, envs: Batch, seed: np.random.SeedSequence, explore: bool = True, device: torch.device | None = None):
         self.actor, self.envs, self.device, self.eval_mode = actor, envs, device, EvalMode(actor)
         self.actor_complete, self.looks_back = getattr(actor, 'complete', None), getattr(actor, 'uses_past', True)
         self.compiled = None    # the engine that answers in place of the actor, but for virtual reactions
         self.seeded, self.answers = SeededActor(actor, len(envs), seed, explore, envs.device), AnswerCheck(actor, envs, envs.where)
 
-    def answer(self,
-               seen: State,            # the actor's input, torch [1, n, ...]
-               hx: Any,                # its recurrent state; None: the initial one
-               virtual: bool = False,  # True: the answer will not be acted out
-    ) -> tuple:                        # (act, hx, info); leaves of `act` and `info` are on the host, [1, n, ...]
+    def answer(self, seen: State, hx: Any, virtual: bool = False) -> tuple:
         """Call the actor. Raises `ActorError` if it fails, or if its answer is invalid.
 
         Args:
@@ -103,12 +93,7 @@ class CheckedActor:
         self.answers.check(act, hx, info, seen.fin.shape[1])
         return act, hx, info
 
-    def engine(self,
-               choice: str,   # 'torch', 'onnxruntime' or 'auto'
-               state: State,  # the state from which the actor goes on, numpy [B, ...]
-               hx: Any,       # its recurrent state there
-               n_steps: int,  # steps at once, see `Rows`
-    ) -> Any:  # an engine such as `TorchEngine`; row 0 of its rows is filled
+    def engine(self, choice: str, state: State, hx: Any, n_steps: int) -> Any:
         """An engine that lets the actor answer many steps. The actor must have answered once. Raises `ActorError`.
 
         Args:
@@ -173,11 +158,7 @@ class CheckedActor:
         return info
 
 # %% ../../../nbs/pipes/11_engines/07_checked_actor.ipynb #1d640e31
-def engine_used(
-    choice: str,      # 'torch', 'onnxruntime' or 'auto'
-    actor: Any,       # an actor made by `for_env`, or with `observation_space` and `action_space`
-    n_envs: int = 1,  # environments in a step
-) -> tuple:  # (name of the engine, why 'auto' is torch or an empty text)
+def engine_used(choice: str, actor: Any, n_envs: int = 1) -> tuple:
     """The engine that will run `actor`. Raises `ActorError` if 'onnxruntime' is chosen and cannot run it.
 
     Args:

@@ -38,13 +38,7 @@ def not_installed() -> str:
     return f"the engine 'onnxruntime' needs {' and '.join(missing)}: pip install 'rollpipe[fast]'" if missing else ''
 
 # %% ../../../nbs/pipes/11_engines/06_choice.ipynb #f08ef7ea
-def engine_for(
-    choice: str,            # 'torch', 'onnxruntime' or 'auto'
-    actor: Any,             # the actor
-    rows: Rows,             # what it reads and answers; row 0 is filled
-    ask: Callable,          # (seen, hx) -> (act, hx, info): the actor with its noise and checks
-    draw: Callable | None,  # n -> noise [n, B, ...] of the next steps; None: the actor's deterministic action
-) -> Any:  # `TorchEngine` or `OnnxEngine`; `why` says why 'auto' became torch, which is also logged once
+def engine_for(choice: str, actor: Any, rows: Rows, ask: Callable, draw: Callable | None) -> Any:
     """The engine that lets `actor` answer in `rows`.
 
     Raises `ActorError` if 'onnxruntime' is chosen and the actor cannot be exported, or answers differently there.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import nested
+import rollpipe.pipes.nested as nested
 from ..data import State
 from .constants import Constants
 from .onnx_graph import open_session, to_onnx
@@ -28,11 +28,7 @@ from ..modules import EvalMode, weak_reference
 TOLERANCE = 1e-5     # absolute and relative
 
 
-def check_alike(
-    name: str,      # of the actor
-    came: tuple,    # (act, info, hx) of the graph, arrays
-    wanted: tuple,  # the same from the actor, tensors
-) -> None:
+def check_alike(name: str, came: tuple, wanted: tuple) -> None:
     """Raise `ActorError` if two answers differ in a leaf: in a dtype, a shape, an integer, or a number by more than `TOLERANCE`.
 
     Args:
@@ -73,24 +69,19 @@ class Graph(NamedTuple):
         outs: examples of what the graph gives: act, info, hx
         convolutions: multiplications in the convolutions of a step
     """
-    actor: Callable      # gives the actor, if it is still there
-    form: tuple          # structure of the inputs; shapes and dtypes of inputs and weights; the process
+    actor: Callable
+    form: tuple
     constants: Constants
     session: Any
-    outs: tuple          # examples of what the graph gives: act, info, hx
-    convolutions: int    # multiplications in the convolutions of a step
+    outs: tuple
+    convolutions: int
 
 
 log = logging.getLogger('rollpipe')
 _graphs = deque(maxlen=16)     # the last ones; not more, because what a graph takes for constant may keep its actor alive
 
 
-def graph_of(
-    actor: Any,        # anything with `step`, on the host
-    inputs: tuple,     # an example (state, hx, noise), torch [1, B, ...] with `hx` [layers, B, ...]
-    weights: Weights,  # of the actor
-    kept: bool = True, # False: make a new graph
-) -> Graph:
+def graph_of(actor: Any, inputs: tuple, weights: Weights, kept: bool = True) -> Graph:
     """The graph of `actor` as it is now. Raises `ActorError` if it cannot be exported.
 
     Args:
@@ -129,12 +120,7 @@ class OnnxEngine:
     convolutions: int    # multiplications in the convolutions of a step
     runs: list           # for each row, the function that runs its binding; None: not bound yet
 
-    def __init__(self,
-                 actor: Any,             # anything with `step` and `draw_noise`, on the host
-                 rows: Rows,             # what it reads and answers; row 0 is filled
-                 draw: Callable | None,  # n -> noise [n, B, ...] of the next steps; None: the actor's deterministic action
-                 instead: Callable | None = None,  # exception -> the engine to go on with, if the actor cannot be exported any more
-    ):
+    def __init__(self, actor: Any, rows: Rows, draw: Callable | None, instead: Callable | None = None):
         self.actor, self.rows, self.draw, self.eval_mode, self.instead = actor, rows, draw, EvalMode(actor), instead
         self.example_noise, self.changes = torch.Generator().manual_seed(0), []     # the lane's own noise is not touched
         self.noise = None if draw is None else nested.map(lambda x: np.zeros((rows.n, *x.shape), x.numpy().dtype), self.example())

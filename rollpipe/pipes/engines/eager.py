@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from .. import nested
+import rollpipe.pipes.nested as nested
 from ..data import State
 from .rows import Rows
 from ..errors import ActorError, describe
@@ -26,10 +26,7 @@ class TorchEngine:
     name, why = 'torch', ''
     reads = State._fields
 
-    def __init__(self,
-                 ask: Callable,  # (seen, hx) -> (act, hx, info): the actor with its noise and checks, torch [1, B, ...]
-                 rows: Rows,     # what it reads and answers
-    ):
+    def __init__(self, ask: Callable, rows: Rows):
         self.ask, self.rows = ask, rows
         states, hx, *answer = nested.map(torch.from_numpy, (rows.state, rows.hx, rows.act, rows.info))
         self.inputs = [nested.getitem((states, hx), t) for t in range(rows.n)]

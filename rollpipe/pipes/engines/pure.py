@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import nested
+import rollpipe.pipes.nested as nested
 from ..data import State
 from ..errors import ActorError, describe, describe_exception
 from ..modules import EvalMode, modules_in
@@ -112,10 +112,7 @@ class PureStep(torch.nn.Module):
         actor: anything with `step`
         inputs: an example (state, hx, noise), torch [1, B, ...] with `hx` [layers, B, ...]
     """
-    def __init__(self,
-                 actor: Any,      # anything with `step`
-                 inputs: tuple,   # an example (state, hx, noise), torch [1, B, ...] with `hx` [layers, B, ...]
-    ):
+    def __init__(self, actor: Any, inputs: tuple):
         super().__init__()
         self.name = type(actor).__name__
         try: actor = copy.deepcopy(actor)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import nested
+import rollpipe.pipes.nested as nested
 from ..data import State
 
 # %% ../../../nbs/pipes/11_engines/00_rows.ipynb #8b5e7db8
@@ -31,11 +31,7 @@ class Rows:
     act: Any        # leaves [n, 1, B, ...]
     info: Any       # what the actor reports, leaves [n, 1, B, ...]
 
-    def __init__(self,
-                 state: State,   # an example, numpy [B, ...]
-                 answer: tuple,  # an example (act, hx, info), torch [1, B, ...], with `hx` [layers, B, ...]
-                 n_steps: int,   # steps that are wanted; `n` is smaller if they take too much memory
-    ):
+    def __init__(self, state: State, answer: tuple, n_steps: int):
         state = nested.map(lambda x: x[None], state)
         act, hx, info = nested.map(lambda x: x.detach().cpu().numpy(), answer)
         size = sum(x.nbytes for x in nested.leaves((state, act, hx, info)))
@@ -43,11 +39,7 @@ class Rows:
         self.state, self.hx = _zeros((state, hx), self.n + 1)
         self.act, self.info = _zeros((act, info), self.n)
 
-    def put(self,
-            t: int,        # row
-            state: State,  # numpy or torch [B, ...] or [1, B, ...]
-            hx: Any,       # numpy or torch [layers, B, ...]
-    ) -> None:
+    def put(self, t: int, state: State, hx: Any) -> None:
         """Copy a state and a recurrent state into row `t`.
 
         Args:

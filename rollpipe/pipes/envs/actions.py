@@ -16,11 +16,7 @@ import numpy as np
 from ..errors import ActorError, describe
 
 # %% ../../../nbs/pipes/10_envs/01_actions.ipynb #25eee385
-def in_containers(
-    x: Any,                                         # any nested container
-    like: Any,                                      # container of dicts and tuples, as `space_spec` returns it
-    leaf: Callable = lambda x, like: x,             # function of a leaf and its counterpart in `like`
-) -> Any:
+def in_containers(x: Any, like: Any, leaf: Callable = lambda x, like: x) -> Any:
     """`x` in the dicts and tuples of `like`, with `leaf` applied to each leaf. A part that does not fit stays as it is.
 
     Args:
@@ -47,11 +43,7 @@ def as_like(x: Any, like: np.ndarray) -> np.ndarray:
     return cast
 
 # %% ../../../nbs/pipes/10_envs/01_actions.ipynb #1024e03d
-def action_batch(
-    space: gym.Space,   # action space of one environment
-    clip: bool = True,  # clip float actions to the bounds of their `Box`
-    copy: bool = True,  # return new arrays, because the environment may keep or change its action
-) -> Callable:
+def action_batch(space: gym.Space, clip: bool = True, copy: bool = True) -> Callable:
     """A function that converts a batch of actions (numpy `[B, ...]`, nested) to the containers and dtypes of `space`.
 
     The function raises `ActorError` for a wrong structure, shape or kind of number, for a float action that is not finite, and for an
@@ -110,10 +102,7 @@ def _container_batch(space, clip, copy):
     return batch
 
 # %% ../../../nbs/pipes/10_envs/01_actions.ipynb #9cb8dd1d
-def action_rows(
-    space: gym.Space,   # action space of one environment
-    clip: bool = True,  # clip float actions to the bounds of their `Box`
-) -> Callable:
+def action_rows(space: gym.Space, clip: bool = True) -> Callable:
     """As `action_batch`, but the function returns a list of `B` single actions.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from .. import nested
+import rollpipe.pipes.nested as nested
 from ..errors import EnvError, describe, describe_exception
 from .actions import as_like, in_containers
 
@@ -28,11 +28,7 @@ def autoreset_mode(vec: Any) -> str:
     return mode
 
 # %% ../../../nbs/pipes/10_envs/07_autoreset.ipynb #82a602e7
-def final_observations(
-    infos: dict,  # what the vector environment reports
-    at: list,     # environments whose last observation is needed
-    like: Any,    # arrays `[B, ...]` as announced by the space
-) -> Any:
+def final_observations(infos: dict, at: list, like: Any) -> Any:
     """The observations `[K, ...]` of the environments `at` in `infos['final_obs']`. Raises `EnvError` or `DataError`.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import nested
+import rollpipe.pipes.nested as nested
 from ..data import State
 from ..errors import ActorError, EnvError
 from .actions import action_batch, as_like, in_containers
@@ -30,15 +30,15 @@ class StepBuffer(NamedTuple):
         term: bool, False
     """
     obs: Any
-    leaves: list                 # the leaves of `obs`
+    leaves: list
     obs_tensors: Any
-    rew: np.ndarray              # float32
+    rew: np.ndarray
     rew_tensor: torch.Tensor
-    stepno: np.ndarray           # int64
+    stepno: np.ndarray
     stepno_tensor: torch.Tensor
-    fin: np.ndarray              # bool, False
+    fin: np.ndarray
     fin_tensor: torch.Tensor
-    term: np.ndarray             # bool, False
+    term: np.ndarray
 
 
 def _steps_of(obs):
@@ -59,13 +59,7 @@ def _numbers_of(rew, stepno, fin, term):
 def _tensors(x): return torch.from_numpy(x).unsqueeze(1).unbind()     # `split` takes longer
 
 
-def step_buffers(
-    obs: Any,            # arrays `[n, B, ...]`, nested
-    rew: np.ndarray,     # float32 `[n, B]`
-    stepno: np.ndarray,  # int64 `[n, B]`
-    fin: np.ndarray,     # bool `[n, B]`, False
-    term: np.ndarray,    # bool `[n, B]`, False
-) -> list:
+def step_buffers(obs: Any, rew: np.ndarray, stepno: np.ndarray, fin: np.ndarray, term: np.ndarray) -> list:
     """A `StepBuffer` for each of `n` steps in the memory of these arrays.
 
     Args:
@@ -90,13 +84,7 @@ class StepBuffers:
         max_bytes: limit of one allocation [bytes]; it is for fewer steps if they take more
         pinned: page-locked memory for observations
     """
-    def __init__(self,
-                 obs_spec: Any,              # arrays of the shape and dtype of a step's observations, `[B, ...]`
-                 n_envs: int,                # `B`
-                 at_once: int = 64,          # steps for which memory is allocated at once
-                 max_bytes: int = 2 ** 20,   # limit of one allocation [bytes]; it is for fewer steps if they take more
-                 pinned: bool = False,       # page-locked memory for observations
-    ):
+    def __init__(self, obs_spec: Any, n_envs: int, at_once: int = 64, max_bytes: int = 2 ** 20, pinned: bool = False):
         self.at_once, self.max_bytes, self.pinned, self._given = at_once, max_bytes, pinned, iter(())
         self._own, self._numbers = self._make_obs(obs_spec), self._make_numbers(n_envs)
 
@@ -122,11 +110,7 @@ class StepBuffers:
             yield from _numbers_of(rew, stepno, *np.zeros((2, n, n_envs), bool))
 
 # %% ../../../nbs/pipes/10_envs/03_batch.ipynb #bbbec0b3
-def read_obs(
-    x: Any,               # observation as the environment returns it, or observations of a whole batch
-    like: Any,            # arrays as announced by the space
-    batch: bool = False,  # `x` is of a whole batch
-) -> Any:
+def read_obs(x: Any, like: Any, batch: bool = False) -> Any:
     """`x` as arrays in the containers of `like`, in its dtypes if that changes only the precision.
 
     Raises `DataError`, or `EnvError` for integers that do not fit into the dtype.
@@ -156,12 +140,7 @@ def _refuse_integers(x, like, batch):
     in_containers(x, structure.unflatten(map(checked, leaves, nested.paths(like, 'obs'))), lambda x, check: check(x))
 
 
-def put_obs(
-    x: Any,           # observation as the environment returns it
-    like: Any,        # arrays as announced by the space
-    leaves: list,     # arrays `[B, ...]` to write into
-    at: Any,          # index of the environment; `...` if `x` is of the whole batch
-) -> None:
+def put_obs(x: Any, like: Any, leaves: list, at: Any) -> None:
     """Copy the observation `x` into `leaves`. Raises `DataError` or `EnvError`.
 
     Args:
@@ -173,10 +152,7 @@ def put_obs(
     for buffer, leaf in zip(leaves, nested.leaves(read_obs(x, like, at is ...))): buffer[at] = leaf
 
 
-def last_obs(
-    x: Any,     # true last observation of one environment, as it returns it
-    like: Any,  # arrays as announced by the space
-) -> Any:
+def last_obs(x: Any, like: Any) -> Any:
     """A copy of `x`, as `read_obs` reads it. Raises `EnvError` unless its numbers are finite, since the check of rows does not see it.
 
     Args:
@@ -202,13 +178,13 @@ class Outcome(NamedTuple):
         info: [B, ...]: recorded numeric environment info
         valid: bool [B]: False where no step took place
     """
-    state: State       # numpy [B, ...]; where `fin`, `obs` belongs to the new episode
-    seen: State        # the same for the actor: torch [1, B, ...], with float32 in place of float64
-    term: np.ndarray   # bool [B]: the episode truly terminated (also if a limit was reached at the same step)
-    final: dict        # environment -> true last observation, where truncated (with `terminal_obs`: wherever an episode ended)
-    ended: list        # the environments where `fin`
-    info: dict         # [B, ...]: recorded numeric environment info
-    valid: np.ndarray  # bool [B]: False where no step took place
+    state: State
+    seen: State
+    term: np.ndarray
+    final: dict
+    ended: list
+    info: dict
+    valid: np.ndarray
 
 # %% ../../../nbs/pipes/10_envs/03_batch.ipynb #fff66b50
 class Batch:

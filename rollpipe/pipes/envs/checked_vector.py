@@ -13,7 +13,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from .. import nested
+import rollpipe.pipes.nested as nested
 from ..errors import EnvError, PipeError, describe, describe_exception
 from .autoreset import autoreset_mode
 from .batch import StepBuffer, put_obs, read_obs
@@ -27,12 +27,7 @@ def main_memory(leaf: str, convert: Callable) -> Any:
     except (TypeError, ValueError, RuntimeError) as e: raise EnvError(f"this is no array in main memory: {e}", leaf=leaf) from e
 
 
-def one_each(
-    what: str,   # 'reward', 'termination' or 'truncation'
-    x: Any,      # what the vector environment returned
-    n: int,      # number of environments
-    kinds: str,  # numpy's letters for the allowed kinds of dtype
-) -> np.ndarray:
+def one_each(what: str, x: Any, n: int, kinds: str) -> np.ndarray:
     """`x` as an array `[n]`. Raises `EnvError`.
 
     Args:
@@ -47,11 +42,7 @@ def one_each(
                    expected=f"{'bool' if kinds == 'b' else 'numbers'} [{n}]")
 
 
-def close_vector(
-    vec: Any,
-    name: str,   # name in the warning
-    **where: Any,  # context for the warning: pipe, lane
-) -> None:
+def close_vector(vec: Any, name: str, **where: Any) -> None:
     """Close a vector environment. If its own `close` fails, end its processes, and warn.
 
     Args:
@@ -79,11 +70,7 @@ class CheckedVector:
         seed: of the whole batch
         claim: it claims the vector environment
     """
-    def __init__(self,
-                 vec: Any,                      # gymnasium `VectorEnv`, or synchronous EnvPool
-                 seed: np.random.SeedSequence,  # of the whole batch
-                 claim: Claim,                  # it claims the vector environment
-    ):
+    def __init__(self, vec: Any, seed: np.random.SeedSequence, claim: Claim):
         self.claim = claim
         claim.take(vec)
         pool = hasattr(vec, 'all_env_ids')
@@ -106,10 +93,7 @@ class CheckedVector:
         obs = main_memory('obs', lambda: read_obs(obs, self.like, batch=True))
         for buffer, leaf in zip(step.leaves, nested.leaves(obs)): buffer[mask] = leaf[mask]
 
-    def step(self,
-             actions: Any,      # of all environments, in the containers and dtypes of the space
-             step: StepBuffer,  # observations, rewards and terminations are written into it
-    ) -> tuple:
+    def step(self, actions: Any, step: StepBuffer) -> tuple:
         """Step every environment with its action. Returns `(rewards, ends, infos)`, where `ends` `[B]` says where an episode ended.
 
         Args:

@@ -11,7 +11,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from .. import nested
+import rollpipe.pipes.nested as nested
 
 # %% ../../../nbs/pipes/10_envs/02_checks.ipynb #802fe0fd
 class FiniteCheck:
@@ -21,10 +21,7 @@ class FiniteCheck:
         like: example arrays `[B, ...]` of the shapes and dtypes to check
         name: what they are called in messages
     """
-    def __init__(self,
-                 like: Any,  # example arrays `[B, ...]` of the shapes and dtypes to check
-                 name: str,  # what they are called in messages
-    ):
+    def __init__(self, like: Any, name: str):
         self.names = nested.paths(like, name)
         self.zeros = [np.zeros_like(x) if x.dtype.kind == 'f' else None for x in nested.leaves(like)]
 
@@ -46,10 +43,7 @@ class RangeCheck:
         space: of one environment
         name: what the observations are called in messages
     """
-    def __init__(self,
-                 space: gym.Space,  # of one environment
-                 name: str,         # what the observations are called in messages
-    ):
+    def __init__(self, space: gym.Space, name: str):
         spaces = single_spaces(space)
         parts = enumerate(zip(nested.leaves(spaces), nested.paths(spaces, name)))
         self.parts = [(i, *_limits(s), path, s) for i, (s, path) in parts if not isinstance(s, gym.spaces.Box)]

@@ -18,10 +18,7 @@ import torch
 from ..errors import LEAST_BYTES, EnvError, SpaceError, check_memory, describe, describe_exception
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #0e4d2ea9
-def extra_for(
-    env_id: str,       # gymnasium id
-    error: Exception,  # why it cannot be found or made
-) -> str | None:
+def extra_for(env_id: str, error: Exception) -> str | None:
     """The command that installs what is missing for an environment of gymnasium's, or None if something else is wrong.
 
     Args:
@@ -78,10 +75,7 @@ class EnvFactory:
         env_kwargs: keyword arguments for `gymnasium.make`, if `source` is an id
     """
     n_envs = 1
-    def __init__(self,
-                 source: Any,                     # gymnasium id, or callable `source()` or `source(seed=...)`
-                 env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make`, if `source` is an id
-    ):
+    def __init__(self, source: Any, env_kwargs: dict | None = None):
         self.source, self.env_kwargs = source, dict(env_kwargs or {})
         if isinstance(source, str):
             self.name, self.takes_seed = check_id(source), False
@@ -118,11 +112,7 @@ class EnvFactory:
         if isinstance(self.source, bytes): self.source = cloudpickle.loads(self.source)
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #e2063286
-def env_factories(
-    source: Any,                     # gymnasium id, callable, `EnvFactory`, or a list of them
-    n_envs: int | None = None,       # number of environments; None: one for each element of the list
-    env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make`
-) -> list[EnvFactory]:
+def env_factories(source: Any, n_envs: int | None = None, env_kwargs: dict | None = None) -> list[EnvFactory]:
     """One factory for each of `n_envs` environments.
 
     A list is repeated until there are `n_envs` factories. Raises `EnvError` if `n_envs` is not a positive integer, or not a multiple of
@@ -157,12 +147,7 @@ class VectorFactory:
     """
     kinds = 'sync', 'async', 'vector_entry_point', 'envpool'
 
-    def __init__(self,
-                 env_id: str,                     # gymnasium id; with 'envpool', one of EnvPool's
-                 n_envs: int = 1,                 # environments in the vector
-                 vector: str = 'sync',            # 'sync', 'async' (a process for each), 'vector_entry_point' (its own class), 'envpool'
-                 env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make_vec` or `envpool.make_gymnasium`
-    ):
+    def __init__(self, env_id: str, n_envs: int = 1, vector: str = 'sync', env_kwargs: dict | None = None):
         if vector not in self.kinds:
             raise EnvError("unknown kind of vector environment", expected=f"one of {', '.join(self.kinds)}", got=repr(vector))
         if not isinstance(env_id, str):
@@ -194,10 +179,7 @@ class VectorFactory:
     def __repr__(self): return self.name
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #30cb4d7d
-def spaces_of(
-    env: Any,                        # id, factory, environment, list of them, or a pair of spaces
-    env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make`
-) -> tuple[gym.Space, gym.Space]:
+def spaces_of(env: Any, env_kwargs: dict | None = None) -> tuple[gym.Space, gym.Space]:
     """`(observation_space, action_space)` of one environment, also for a vector. An environment that is made for this is closed.
 
     Args:
@@ -222,10 +204,7 @@ _SPACES = 'observation_space', 'action_space'
 def _has_spaces(env): return not isinstance(env, type) and all(isinstance(getattr(env, name, None), gym.Space) for name in _SPACES)
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #50c57e23
-def space_spec(
-    space: gym.Space,     # any space
-    what: str = 'space',  # what the space is called in messages
-) -> Any:
+def space_spec(space: gym.Space, what: str = 'space') -> Any:
     """A nested container of zero arrays (numpy) with the shapes and dtypes of `space`'s samples.
 
     Raises `SpaceError` naming the part of `what` that has no fixed-size array form (Text, Graph, Sequence, OneOf) or is empty.
@@ -247,10 +226,7 @@ def space_spec(
     return np.zeros(space.shape or (), space.dtype)
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #461008c9
-def env_seeds(
-    seed: np.random.SeedSequence,  # seed of the whole batch
-    n: int,                        # number of environments
-) -> list[tuple[int, int, int]]:
+def env_seeds(seed: np.random.SeedSequence, n: int) -> list[tuple[int, int, int]]:
     """For each environment, integers from its own child of `seed`: for its factory (31 bits), its first reset and its action space.
 
     Args:
@@ -272,10 +248,7 @@ class Claim:
         self._held = {}   # index -> environment, which keeps its id as long as it is held
         self.lost = []    # indices of the environments that other batches have claimed since
 
-    def take(self,
-             env: Any,              # single or vector environment
-             b: int | None = None,  # its index in the batch; None: a vector, which is the batch
-    ) -> None:
+    def take(self, env: Any, b: int | None = None) -> None:
         """Claim `env`. The earlier claim to it ends. Raises `EnvError` if it is claimed twice for this batch.
 
         Args:

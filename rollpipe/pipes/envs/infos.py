@@ -13,13 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import nested
+import rollpipe.pipes.nested as nested
 from ..errors import EnvError, describe
 
 # %% ../../../nbs/pipes/10_envs/04_infos.ipynb #173b72ed
-def filler(
-    like: np.ndarray,  # array with the dtype of the info
-) -> np.ndarray:
+def filler(like: np.ndarray) -> np.ndarray:
     """The value `[]` that is recorded where an environment does not report an info: nan for floats, 0 for other dtypes.
 
     Args:
@@ -63,11 +61,7 @@ class InfoRecorder:
     LEFT_OUT = "Infos that are not recorded: %s. `info_keys` names those to record; then nothing is said about others."
     log, told = logging.getLogger('rollpipe'), set()     # `told`: `(stream, key)` of what this process has said already
 
-    def __init__(self,
-                 n: int,              # number of environments
-                 keys: Any = None,    # which infos are recorded; None: all that are numeric
-                 stream: Any = None,  # identifies a stream, in which each thing is said once; None: a stream of its own
-    ):
+    def __init__(self, n: int, keys: Any = None, stream: Any = None):
         self.n, self.stream = n, object() if stream is None else stream
         self.awaited = None if keys is None else {*keys}     # chosen, but not reported yet; None: all infos are wanted
         self.like, self.masked = {}, set()     # key -> a column `[n, ...]` of fillers, in the recorded shape and dtype; keys with a mask
@@ -78,11 +72,7 @@ class InfoRecorder:
         if self.awaited is None: return not self.known.issuperset(names)
         return bool(self.awaited) and not self.awaited.isdisjoint(names)
 
-    def begin(self,
-              key: str,
-              column: Any,  # its first column, nested `[n, ...]`; None: it is not numeric
-              value: Any,   # what was reported
-    ) -> str | None:
+    def begin(self, key: str, column: Any, value: Any) -> str | None:
         """Record the info `key` from now on. Returns None, or why it is left out.
 
         Raises `EnvError` if it is left out although the user has chosen it.
@@ -101,13 +91,7 @@ class InfoRecorder:
         self.like[key] = _fillers(column)
         if self.begun: self.masked.add(key)
 
-    def put(self,
-            found: dict,        # gets the column, and the mask if there is one
-            key: str,
-            column: Any,        # nested `[n, ...]`, which may be overwritten; None: no environment has reported the info
-            said: np.ndarray,   # bool `[n]`: the environments that have reported it
-            valid: np.ndarray,  # bool `[n]`: where a step took place
-    ) -> None:
+    def put(self, found: dict, key: str, column: Any, said: np.ndarray, valid: np.ndarray) -> None:
         """Put the column of an info into `found`, with the filler where an environment did not report it. Raises `EnvError`.
 
         Args:
@@ -154,10 +138,7 @@ class InfoRecorder:
 # %% ../../../nbs/pipes/10_envs/04_infos.ipynb #e7dc09f7
 class SingleInfos(InfoRecorder):
     "Records the infos of single environments."
-    def record(self,
-               infos: list,        # one dict for each environment
-               valid: np.ndarray,  # bool `[n]`: where a step took place
-    ) -> dict:
+    def record(self, infos: list, valid: np.ndarray) -> dict:
         """The infos of a step, key -> nested `[n, ...]`. Raises `EnvError`, whose `env` is the index of the environment.
 
         Args:
@@ -252,11 +233,7 @@ def _column(leaf, value, said):
 # %% ../../../nbs/pipes/10_envs/04_infos.ipynb #5db3365d
 class VectorInfos(InfoRecorder):
     "Records the infos of a vector environment."
-    def record(self,
-               infos: dict,        # what the vector environment reports
-               ended: np.ndarray,  # bool `[n]`: where an episode ended
-               valid: np.ndarray,  # bool `[n]`: where a step took place
-    ) -> dict:
+    def record(self, infos: dict, ended: np.ndarray, valid: np.ndarray) -> dict:
         """The infos of a step, key -> nested `[n, ...]`. Raises `EnvError`.
 
         Args:

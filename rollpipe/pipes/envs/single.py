@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import nested
+import rollpipe.pipes.nested as nested
 from ..errors import EnvError, PipeError, describe, describe_exception
 from .actions import action_rows
 from .batch import Batch, Outcome, StepBuffer, last_obs, put_obs
@@ -33,12 +33,7 @@ class _naming:
         elif isinstance(e, Exception): raise EnvError(f"{self.call} raised {describe_exception(e)}", env=self.b) from e
 
 
-def make_envs(
-    factories: list,  # of `EnvFactory`
-    seeds: list,      # as `env_seeds` returns them
-    envs: list,       # environments that exist already; new ones are appended, so that the caller can close them if this fails
-    claim: Claim,     # it claims each of them
-) -> None:
+def make_envs(factories: list, seeds: list, envs: list, claim: Claim) -> None:
     """Make the environments of a batch and seed their action spaces. Raises `EnvError` with the index of the environment.
 
     Args:
@@ -98,13 +93,7 @@ class SingleEnvs:
         sticky: an environment that ended rests until the number of steps is a multiple of this
         closes: False: `close` leaves the environments open
     """
-    def __init__(self,
-                 factories: list,             # of `EnvFactory`
-                 seeds: list,                 # as `env_seeds` returns them
-                 first: Any = None,           # the first environment, if its factory has been called already
-                 sticky: int | None = None,   # an environment that ended rests until the number of steps is a multiple of this
-                 closes: bool = True,         # False: `close` leaves the environments open
-    ):
+    def __init__(self, factories: list, seeds: list, first: Any = None, sticky: int | None = None, closes: bool = True):
         self.seeds, self.closes, self.envs, self.claim = seeds, closes, [] if first is None else [first], Claim()
         try:
             make_envs(factories, seeds, self.envs, self.claim)
@@ -124,11 +113,7 @@ class SingleEnvs:
                 put_obs(x, self.like, step.leaves, b)
         if self.sticky is not None: self.sticky.begin()
 
-    def step(self,
-             actions: list,       # one for each environment
-             step: StepBuffer,    # observations and terminations are written into it
-             terminal_obs: bool,  # return the last observations of terminated episodes too
-    ) -> tuple:
+    def step(self, actions: list, step: StepBuffer, terminal_obs: bool) -> tuple:
         """Step every environment with its action. Returns `(final, ended, rewards, infos)`.
 
         Args:
@@ -161,10 +146,7 @@ class SingleEnvs:
         except Exception as e: raise EnvError(f"{call} raised {describe_exception(e)}", env=b) from e
         return final, ended, rews, infos
 
-    def close(self,
-              name: Callable = str,   # the name of an environment, from its index
-              **where: Any,           # context for warnings: pipe, lane
-    ) -> None:
+    def close(self, name: Callable = str, **where: Any) -> None:
         """Close every environment, except those that another batch has claimed. Those that fail to are told in a warning.
 
         Without `closes`, only let go of them.
@@ -203,16 +185,8 @@ class EnvBatch(Batch):
     """
     _action_converter = staticmethod(action_rows)
 
-    def __init__(self,
-                 factories: list,               # of `EnvFactory`, one for each environment
-                 seed: np.random.SeedSequence,  # of the whole batch
-                 info_keys: Any = None,         # infos to record; None: all that are numeric
-                 clip_actions: bool = True,     # clip float actions to their Box
-                 sticky: int | None = None,     # an environment that ended rests until the number of steps is a multiple of this
-                 first: Any = None,             # the first environment, if its factory has been called already
-                 closes: bool = True,           # False: `close` leaves the environments open
-                 **where: Any,                  # context for error messages: pipe, lane
-    ):
+    def __init__(self, factories: list, seed: np.random.SeedSequence, info_keys: Any = None, clip_actions: bool = True,
+                 sticky: int | None = None, first: Any = None, closes: bool = True, **where: Any):
         self.factories, self.where, self.single, n = factories, where, None, len(factories)
         try:
             self.single = SingleEnvs(factories, env_seeds(seed, n), first, sticky, closes)

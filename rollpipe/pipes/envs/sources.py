@@ -38,9 +38,7 @@ class Lender:
     Args:
         env: a `gymnasium.Env` or `gymnasium.vector.VectorEnv`
     """
-    def __init__(self,
-                 env: Any,  # a `gymnasium.Env` or `gymnasium.vector.VectorEnv`
-    ):
+    def __init__(self, env: Any):
         self.env, self.name = env, env.spec.id if env.spec is not None else type(env.unwrapped).__name__
         self.n_envs = getattr(env, 'num_envs', 1)
 
@@ -60,12 +58,7 @@ def instances_in(x: Any, depth: int = 4) -> list:
     return [env for y in (x.values() if isinstance(x, dict) else x) for env in instances_in(y, depth - 1)]
 
 
-def refuse_copies(
-    instances: list,     # environments that belong to the user
-    owner: str,          # who would need environments of its own, such as 'each lane'
-    got: str,            # what would copy them, as in 'Lanes(n=2)'
-    **where: Any,        # pipe, lane, leaf
-) -> None:
+def refuse_copies(instances: list, owner: str, got: str, **where: Any) -> None:
     """Raise `EnvError` if there are any instances, because each would have to be copied.
 
     Args:
@@ -77,12 +70,7 @@ def refuse_copies(
     for env in instances: raise no_copy(Lender(env).name, owner, got, **where)
 
 
-def no_copy(
-    name: str,      # of the environment
-    owner: str,     # who would need environments of its own, such as 'each lane'
-    got: str,       # what would copy it, as in 'Lanes(n=2)'
-    **where: Any,   # pipe, lane, leaf
-) -> EnvError:
+def no_copy(name: str, owner: str, got: str, **where: Any) -> EnvError:
     """The error for an instance that would have to be copied.
 
     Args:
@@ -95,11 +83,7 @@ def no_copy(
                     expected=f"a gymnasium id or a factory, from which {owner} makes its own", **where)
 
 # %% ../../../nbs/pipes/10_envs/11_sources.ipynb #cd85f71c
-def env_sources(
-    source: Any,                     # gymnasium id, factory, environment instance, or a list of those
-    n_envs: int | None = None,       # number of environments; None: one for each element of the list, or all of a vector
-    env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make`
-) -> list:  # of `EnvFactory` and `Lender`
+def env_sources(source: Any, n_envs: int | None = None, env_kwargs: dict | None = None) -> list:
     """One factory for each environment, or one for all environments of a vector.
 
     Raises `EnvError` as `env_factories` does; and if an instance comes twice, or would have to be repeated for `n_envs`.
@@ -132,11 +116,7 @@ def env_sources(
 MOST = 10_000   # a pipe that yields more environments is taken for an endless one
 
 
-def taken(
-    items: Iterator,                 # yields ids, factories or instances
-    n_envs: int | None = None,       # how many to take; None: all, so `items` are then at their end
-    env_kwargs: dict | None = None,  # keyword arguments for `gymnasium.make`
-) -> list:  # of `EnvFactory` and `Lender`
+def taken(items: Iterator, n_envs: int | None = None, env_kwargs: dict | None = None) -> list:
     """One factory for each of the next `n_envs` items. Raises `EnvError` if there are fewer, or something else among them.
 
     Args:

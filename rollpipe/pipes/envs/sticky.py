@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import nested
+import rollpipe.pipes.nested as nested
 
 # %% ../../../nbs/pipes/10_envs/05_sticky.ipynb #e8b1e78b
 class RestingEnv:
@@ -30,10 +30,7 @@ class Sticky:
         self.acting, self.resting = list(self.envs), []     # environments or their `RestingEnv`; indices of those that rest
         self.count = 0
 
-    def after_step(self,
-                   obs: Any,     # observations `[B, ...]` after the step
-                   ended: list,  # environments whose episode ended; those that rest are added, because `fin` is set for them too
-    ) -> np.ndarray:
+    def after_step(self, obs: Any, ended: list) -> np.ndarray:
         """Let `ended` environments rest; after a period all act again. Returns `valid` `[B]`: False for those that rested in this step.
 
         Args:

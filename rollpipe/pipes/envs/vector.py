@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import nested
+import rollpipe.pipes.nested as nested
 from ..errors import EnvError, PipeError
 from .autoreset import final_observations
 from .batch import Batch, Outcome, StepBuffer
@@ -36,15 +36,8 @@ class VectorBatch(Batch):
         closes: False: `close` leaves the environments open
         **where: context for error messages: pipe, lane
     """
-    def __init__(self,
-                 vec: Any,                      # gymnasium `VectorEnv`, or synchronous EnvPool
-                 seed: np.random.SeedSequence,  # of the whole batch
-                 info_keys: Any = None,         # infos to record; None: all that are numeric
-                 clip_actions: bool = True,     # clip float actions to their Box
-                 name: str | None = None,       # name in error messages
-                 closes: bool = True,           # False: `close` leaves the environments open
-                 **where: Any,                  # context for error messages: pipe, lane
-    ):
+    def __init__(self, vec: Any, seed: np.random.SeedSequence, info_keys: Any = None, clip_actions: bool = True, name: str | None = None,
+                 closes: bool = True, **where: Any):
         self.vec, self.closes, self.where, self.vec_name, self.claim = vec, closes, where, name or type(vec).__name__, Claim()
         try:
             self.vector = CheckedVector(vec, seed, self.claim)
@@ -78,11 +71,7 @@ class VectorBatch(Batch):
         self._stepno = step.stepno
         return self._outcome(step, act, array, final, ended, info, valid)
 
-    def step_into(self,
-                  step: StepBuffer,    # memory for the results
-                  stepno: np.ndarray,  # `[B]`: of the step before
-                  actions: Any,        # as `self.actions` returns them
-    ) -> tuple:
+    def step_into(self, step: StepBuffer, stepno: np.ndarray, actions: Any) -> tuple:
         """Step every environment with its action, and write the results into `step`. Returns `(final, ended, info, valid)` of an `Outcome`.
 
         Args:
@@ -137,16 +126,8 @@ class VectorBatch(Batch):
         if vec is not None and self.closes and not self.claim.lost: close_vector(vec, self.vec_name, **self.where)
 
 # %% ../../../nbs/pipes/10_envs/09_vector.ipynb #c45a7214
-def env_batch(
-    factories: list,               # of `EnvFactory`, or one `VectorFactory`
-    seed: np.random.SeedSequence,  # of the whole batch
-    *,
-    sticky: int | None = None,     # an environment that ended rests until the number of steps is a multiple of this
-    clip_actions: bool = True,     # clip float actions to their Box
-    info_keys: Any = None,         # infos to record; None: all that are numeric
-    closes: bool = True,           # False: the batch leaves its environments open
-    **where: Any,                  # context for error messages: pipe, lane
-) -> Batch:
+def env_batch(factories: list, seed: np.random.SeedSequence, *, sticky: int | None = None, clip_actions: bool = True, info_keys: Any = None,
+              closes: bool = True, **where: Any) -> Batch:
     """The batch of the environments of `factories`: a `VectorBatch` if the first one makes a vector environment, else an `EnvBatch`.
 
     Raises `EnvError` if a vector environment has another number of environments, or if `sticky` is set for it.

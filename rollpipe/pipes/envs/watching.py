@@ -18,12 +18,7 @@ from ..errors import DataError, EnvError
 from .factories import EnvFactory, is_vector
 
 # %% ../../../nbs/pipes/10_envs/12_watching.ipynb #29bc1b51
-def rendering(
-    factory: Any,        # `EnvFactory` or `Lender`
-    mode: str,           # 'rgb_array' or 'human'
-    seed: int | None,    # for the factory
-    closes: bool = True, # close an environment that is refused
-) -> gym.Env:
+def rendering(factory: Any, mode: str, seed: int | None, closes: bool = True) -> gym.Env:
     """A single environment of `factory` with this `render_mode`. Raises `EnvError` if it has another one.
 
     Args:
@@ -40,10 +35,7 @@ def rendering(
                    expected=f"a single one made with render_mode={mode!r}", got=f"render_mode={env.render_mode!r}")
 
 # %% ../../../nbs/pipes/10_envs/12_watching.ipynb #58784bbc
-def check_modes(
-    factory: Any,  # `EnvFactory` or `Lender`
-    mode: str,     # 'rgb_array' or 'human'
-) -> None:
+def check_modes(factory: Any, mode: str) -> None:
     """Raise `EnvError` if the environment is given by its id, and its class lacks the mode.
 
     Args:
@@ -87,9 +79,7 @@ class _Filmed(gym.Wrapper):
         self.recorder.frames.append(frame.astype(np.uint8))
 
 # %% ../../../nbs/pipes/10_envs/12_watching.ipynb #299a301b
-def check_film(
-    path: str | Path,  # file to write
-) -> None:
+def check_film(path: str | Path) -> None:
     """Raise now what `Recorder.save` would raise after all the work: `DataError` or `ImportError`.
 
     Args:
@@ -111,11 +101,7 @@ class Recorder:
         closes: close an environment that is refused
         n_episodes: number of episodes that are filmed; 0: none
     """
-    def __init__(self,
-        factory: Any,         # `EnvFactory` or `Lender`
-        closes: bool = True,  # close an environment that is refused
-        n_episodes: int = 1,  # number of episodes that are filmed; 0: none
-    ):
+    def __init__(self, factory: Any, closes: bool = True, n_episodes: int = 1):
         check_modes(factory, "rgb_array")
         self.factory, self.closes, self.frames, self.fps, self.left = factory, closes, [], 30, n_episodes
         self.__name__ = factory.name  # the name of the environment in error messages
@@ -125,9 +111,7 @@ class Recorder:
         self.fps = env.metadata.get("render_fps") or self.fps
         return _Filmed(env, self)
 
-    def save(self,
-        path: str | Path,  # file to write; its ending decides the format
-    ) -> None:
+    def save(self, path: str | Path) -> None:
         """Write the film; `.gif` needs Pillow, `.mp4` imageio. Raises as `check_film` does.
 
         Args:
@@ -195,10 +179,7 @@ class Window:
         factory: `EnvFactory` or `Lender`
         closes: close an environment that is refused
     """
-    def __init__(self,
-        factory: Any,         # `EnvFactory` or `Lender`
-        closes: bool = True,  # close an environment that is refused
-    ):
+    def __init__(self, factory: Any, closes: bool = True):
         check_modes(factory, "human")
         self.factory, self.closes, self.closed, self.opened = factory, closes, False, False
         self.__name__ = factory.name  # the name of the environment in error messages

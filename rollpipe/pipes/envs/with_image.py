@@ -21,10 +21,7 @@ class WithImage(gym.Wrapper):
         env: a gymnasium environment
         key: name of the info
     """
-    def __init__(self,
-                 env: Any,            # a gymnasium environment
-                 key: str = 'image',  # name of the info
-    ):
+    def __init__(self, env: Any, key: str = 'image'):
         super().__init__(env)
         if env.render_mode != 'rgb_array':
             raise EnvError("the environment draws no pictures", env=str(env), expected="render_mode='rgb_array'",

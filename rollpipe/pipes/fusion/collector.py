@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import nested
+import rollpipe.pipes.nested as nested
 from ..data import Fragment, State
 from ..engines.checked_actor import calling
 from ..fragment_ops import End, stack_infos, stack_rows
@@ -35,10 +35,10 @@ class Carry(NamedTuple):
         term: bool `[B]`: where the step before was a termination
         hx: recurrent state
     """
-    state: State      # numpy `[B, ...]`
-    act: Any          # the action before, torch `[1, B, ...]`; None: an engine has it
-    term: np.ndarray  # bool `[B]`: where the step before was a termination
-    hx: Any           # recurrent state
+    state: State
+    act: Any
+    term: np.ndarray
+    hx: Any
 
 
 class FusedLoop:
@@ -51,13 +51,7 @@ class FusedLoop:
         destination: memory for the states
         **where: context for error messages: pipe
     """
-    def __init__(self,
-                 interaction: Interaction,  # of an actor with its environments
-                 start: tuple,              # from `interaction.start()`
-                 n_steps: int,              # steps of a fragment
-                 destination: Destination,  # memory for the states
-                 **where: Any,              # context for error messages: pipe
-    ):
+    def __init__(self, interaction: Interaction, start: tuple, n_steps: int, destination: Destination, **where: Any):
         self.interaction, self.n_steps, self.destination, self.where, self.seq = interaction, n_steps, destination, where, 0
         out, hx = start
         self.carry, self.reports, self.ends = Carry(out.state, out.seen.act, np.zeros_like(out.term), hx), [], []
@@ -119,11 +113,7 @@ class StagedLoop(FusedLoop):
         *args: of `FusedLoop`
         **where: context for error messages: pipe
     """
-    def __init__(self,
-                 engine: Any,   # from `interaction.engine`
-                 *args: Any,    # of `FusedLoop`
-                 **where: Any,  # context for error messages: pipe
-    ):
+    def __init__(self, engine: Any, *args: Any, **where: Any):
         super().__init__(*args, **where)
         self.engine, self.staged = engine, StagedRows(engine.rows)
 
@@ -168,12 +158,7 @@ class StagedLoop(FusedLoop):
 
 
 
-def loop_for(
-    interaction: Interaction,  # of an actor with its environments, not begun yet
-    n_steps: int,              # steps of a fragment
-    destination: Destination,  # memory for the states
-    **where: Any,              # context for error messages: pipe
-) -> FusedLoop:
+def loop_for(interaction: Interaction, n_steps: int, destination: Destination, **where: Any) -> FusedLoop:
     """Resets the environments, and returns the loop for the engine of this interaction.
 
     Args:
@@ -190,10 +175,7 @@ def loop_for(
 # %% ../../../nbs/pipes/25_fusion/02_collector.ipynb #02a14c05
 class FusedStepping:
     "The `fusion` of a `FragmentCollector` which steps the environments of the `EnvStepper` that it reads."
-    def obstacle(self,
-                 collector: FragmentCollector,  # in the graph
-                 pipe: IterDataPipe,            # the last pipe of the graph
-    ) -> str | None:
+    def obstacle(self, collector: FragmentCollector, pipe: IterDataPipe) -> str | None:
         """Why the collector and the pipe that it reads cannot become one stage; None if they can.
 
         Args:

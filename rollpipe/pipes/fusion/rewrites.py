@@ -75,8 +75,8 @@ class FusedJoin(NamedTuple):
         in_place: lanes make their fragments side by side
         batch_advantages: advantages are estimated after the join
     """
-    in_place: bool = False              # lanes make their fragments side by side
-    batch_advantages: bool = False      # advantages are estimated after the join
+    in_place: bool = False
+    batch_advantages: bool = False
 
     def fitting(self, stacker: FragmentStacker, pipe: IterDataPipe) -> 'FusedJoin | None':
         "What of it works in the graph that ends in `pipe`; None if nothing does."
@@ -137,9 +137,9 @@ class Rewrite(NamedTuple):
         make: `make(copy)`: what takes its place; it may be the copy itself, changed
     """
     name: str
-    where: Where         # the pipes that it may replace
-    obstacle: Callable   # `obstacle(found, pipe)`: why it cannot replace `found` in the graph that ends in `pipe`; None if it can
-    make: Callable       # `make(copy)`: what takes its place; it may be the copy itself, changed
+    where: Where
+    obstacle: Callable
+    make: Callable
 
 
 def _with_stepping(collector):
@@ -168,9 +168,9 @@ class Rewritten(NamedTuple):
         pipe: the pipe that it found
         obstacle: why it was not applied; None: it was
     """
-    rewrite: str             # name of the rewrite
-    pipe: str                # the pipe that it found
-    obstacle: str | None     # why it was not applied; None: it was
+    rewrite: str
+    pipe: str
+    obstacle: str | None
 
     def __str__(self):
         return f"{self.rewrite}: {self.pipe}" if self.obstacle is None else f"not {self.rewrite}: {self.pipe}, because {self.obstacle}"
@@ -181,11 +181,7 @@ class Report(list):
     def __str__(self): return '\n'.join(map(str, self)) or "no pipe that a rewrite could replace"
 
 # %% ../../../nbs/pipes/25_fusion/03_rewrites.ipynb #a0163e48
-def optimize(
-    pipe: IterDataPipe,              # the last pipe of the graph, which stays as it is
-    report: bool = False,            # return what was done, too
-    batch_advantages: bool = False,  # one call of the critic for all fragments of a batch; the last bits of `adv` and `ret` may differ
-) -> Any:  # the rewritten graph; with `report`: `(graph, Report)`
+def optimize(pipe: IterDataPipe, report: bool = False, batch_advantages: bool = False) -> Any:
     """The graph with faster pipes that yield the same, bit for bit, and raise the same errors.
 
     An `EnvStepper` and a `FragmentCollector` that reads it become one stage, which makes no `Tick`. `find` and `draw` still show both. An

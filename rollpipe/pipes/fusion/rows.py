@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import nested
+import rollpipe.pipes.nested as nested
 from ..data import State
 from ..engines.rows import Rows
 from ..envs.batch import step_buffers
@@ -31,14 +31,7 @@ class FragmentRows:
         empty: `empty(shape, dtype)` returns uninitialised memory for one leaf
         **where: context for error messages: pipe, lane
     """
-    def __init__(self,
-                 first: State,     # row 0, numpy `[B, ...]`
-                 term: Any,        # bool `[B]`: where row 0 follows a termination
-                 act: Any,         # the action taken in row 0, numpy `[B, ...]`: it gives the dtype of all actions
-                 n: int,           # number of rows, `T+1`
-                 empty: Callable,  # `empty(shape, dtype)` returns uninitialised memory for one leaf
-                 **where: Any,     # context for error messages: pipe, lane
-    ):
+    def __init__(self, first: State, term: Any, act: Any, n: int, empty: Callable, **where: Any):
         like, spec = nested.flatten(first._replace(act=act))
         try: leaves = [empty((n, *x.shape), x.dtype) for x in like]
         except MemoryError as e:
@@ -71,11 +64,7 @@ class FragmentRows:
         "A copy of the last row, numpy `[B, ...]`."
         return nested.map(lambda x: x[-1].copy(), self.state)
 
-    def copy_from(self,
-                  staged: 'StagedRows',  # rows that are used again
-                  begin: int,            # the number of steps that are there already
-                  n: int,                # the number of steps to copy
-    ) -> None:
+    def copy_from(self, staged: 'StagedRows', begin: int, n: int) -> None:
         """Copy the results of `n` steps.
 
         Args:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import nested
+import rollpipe.pipes.nested as nested
 from ..data import State
 from ..envs.batch import Batch, StepBuffer
 from ..envs.single import EnvBatch, scalar_rewards
@@ -32,21 +32,12 @@ class SingleStepping:
         n_steps: how many steps come
         reads: fields of `State` that the actor reads; others are written by `settle`
     """
-    def __init__(self,
-                 envs: EnvBatch,
-                 rows: Any,                        # `FragmentRows` or `StagedRows`
-                 n_steps: int,                     # how many steps come
-                 reads: tuple = State._fields,     # fields of `State` that the actor reads; others are written by `settle`
-    ):
+    def __init__(self, envs: EnvBatch, rows: Any, n_steps: int, reads: tuple = State._fields):
         self.envs, self.rows, self.reads_rew, self.reads_stepno = envs, rows, 'rew' in reads, 'stepno' in reads
         self.arrived, self.rewards = 0, []     # steps whose observations are there; the rewards as they came
         self.infos, self.valid = [], []        # of each step
 
-    def step(self,
-             t: int,      # number of the step
-             act: Any,    # the actions, torch `[1, B, ...]`
-             array: Any,  # the same, numpy `[B, ...]`
-    ) -> tuple:  # (final, ended), as in `Outcome`
+    def step(self, t: int, act: Any, array: Any) -> tuple:
         """Step every environment, and write the results into row `t+1`.
 
         Args:
@@ -158,12 +149,7 @@ class OutcomeStepping:
     def settle(self) -> None: pass
 
 
-def stepping_for(
-    envs: Batch,                   # reset before
-    rows: Any,                     # `FragmentRows` or `StagedRows`
-    n_steps: int,                  # how many steps come
-    reads: tuple = State._fields,  # fields of `State` that the actor reads
-) -> SingleStepping | VectorStepping | OutcomeStepping:
+def stepping_for(envs: Batch, rows: Any, n_steps: int, reads: tuple = State._fields) -> SingleStepping | VectorStepping | OutcomeStepping:
     """The fastest stepping for a batch. A subclass of `EnvBatch` or `VectorBatch` with methods of its own is stepped by those.
 
     Args:

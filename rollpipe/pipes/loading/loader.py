@@ -25,10 +25,7 @@ def _breadth_first(graph, seen):
     return [pipe for pipe, _ in found.values()]
 
 # %% ../../../nbs/pipes/01_loading/02_loader.ipynb #70f72172
-def set_graph_random_seed(
-    datapipe: IterDataPipe,         # the last pipe of a graph
-    seed_generator: SeedGenerator,  # where the seeds come from
-) -> IterDataPipe:
+def set_graph_random_seed(datapipe: IterDataPipe, seed_generator: SeedGenerator) -> IterDataPipe:
     """Give each random pipe of the graph a seed. Returns `datapipe`.
 
     Args:
@@ -91,10 +88,7 @@ class LoaderIterator(Iterator):
         loader: the loader that made it
         number: how many it has made before
     """
-    def __init__(self,
-                 loader: "DataLoader2",  # the loader that made it
-                 number: int,            # how many it has made before
-    ):
+    def __init__(self, loader: "DataLoader2", number: int):
         self.loader, self.number, self.count, self.most = loader, number, 0, None
 
     def __next__(self) -> Any:
@@ -115,9 +109,7 @@ class LoaderIterator(Iterator):
         if self.most is not None and self.count >= self.most: self._pause()
         return item
 
-    def limit(self,
-              num_batches: int | None,  # items from now on, and after each `resume`, until the loader pauses; None: no limit
-    ) -> None:
+    def limit(self, num_batches: int | None) -> None:
         """Pause after so many items. A paused iterator ends, and goes on after `resume`.
 
         Args:
@@ -163,11 +155,8 @@ class DataLoader2:
     """
     shut = True     # until the constructor is through
 
-    def __init__(self,
-                 datapipe: IterDataPipe | MapDataPipe,                              # the last pipe of the graph
-                 datapipe_adapter_fn: Callable | Iterable[Callable] | None = None,  # functions from pipe to pipe, which change the copy
-                 reading_service: Any = None,                                       # where the graph runs; None: here, and nobody seeds it
-    ):
+    def __init__(self, datapipe: IterDataPipe | MapDataPipe, datapipe_adapter_fn: Callable | Iterable[Callable] | None = None,
+                 reading_service: Any = None):
         self.datapipe: Any = _clone(_InOrder(datapipe) if isinstance(datapipe, MapDataPipe) else datapipe)
         adapters = datapipe_adapter_fn or ()
         for adapt in adapters if isinstance(adapters, Iterable) else (adapters,): self.datapipe = adapt(self.datapipe)
@@ -196,9 +185,7 @@ class DataLoader2:
             if change: self.datapipe = change(self.datapipe)
         self.stream, self.waiting = iter(self.datapipe), True
 
-    def seed(self,
-             seed: int,  # below 2**64
-    ) -> None:
+    def seed(self, seed: int) -> None:
         """Begin the next iteration with `seed`. Raises `ValueError` for a seed of more than 64 bits.
 
         Args:

@@ -13,10 +13,7 @@ import torch
 # %% ../../../nbs/pipes/01_loading/01_seeds.ipynb #2a7a80e9
 _MASK = 2**32 - 1
 
-def philox(
-    key: tuple,      # two words of 32 bits
-    counter: tuple,  # four words of 32 bits
-) -> tuple:
+def philox(key: tuple, counter: tuple) -> tuple:
     """Four random words of 32 bits: Philox4x32-10 (Salmon et al., 2011, section 3.3).
 
     Args:
@@ -43,9 +40,7 @@ class SeedStream:
     Args:
         seed: an integer; its lowest 64 bits count
     """
-    def __init__(self,
-                 seed: int,  # an integer; its lowest 64 bits count
-    ):
+    def __init__(self, seed: int):
         self.key, self.place = seed, 0
 
     def generate(self) -> int:
@@ -64,9 +59,7 @@ class SeedGenerator:
     Args:
         seed: below 2**64; None: from torch's generator
     """
-    def __init__(self,
-                 seed: int | None = None,  # below 2**64; None: from torch's generator
-    ):
+    def __init__(self, seed: int | None = None):
         self.seed(seed)
 
     def seed(self, seed: int | None = None) -> None:

@@ -26,13 +26,13 @@ class Setting(NamedTuple):
         engine: what runs the actor; None: there is no choice
         seam: index of the stage `Lanes`; None: there is none
     """
-    n_envs: int | None = None     # environments that are stepped together; None: unknown
+    n_envs: int | None = None
     lanes: int = 1
     workers: int = 0
-    lag: int | None = 0           # of the workers
-    cores: int = 1                # processor cores that this process may use
-    engine: str | None = None     # what runs the actor; None: there is no choice
-    seam: int | None = None       # index of the stage `Lanes`; None: there is none
+    lag: int | None = 0
+    cores: int = 1
+    engine: str | None = None
+    seam: int | None = None
 
 
 def setting_of(graph: IterDataPipe, workers: int = 0, lag: int | None = 0) -> Setting:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import nested
+import rollpipe.pipes.nested as nested
 from ..pipe import close
 
 # %% ../../../nbs/pipes/31_profiling/00_clock.ipynb #1f7f0b97
@@ -26,11 +26,7 @@ class Account:
     """
     __slots__ = ('now', 'path', 'pid', 'own', 'awaited', 'items', 'sizes', 'sized', 'due', 'stage', 'start', 'since', 'file')
 
-    def __init__(self,
-                 n: int,                 # number of stages, with the last one, which is what is outside of the others
-                 now: Callable,          # returns the time [s]
-                 path: str | None = None # file in which `save` keeps the sums; None: none
-    ):
+    def __init__(self, n: int, now: Callable, path: str | None = None):
         self.now, self.path, self.pid = now, path, os.getpid()
         self.own, self.awaited = [0.] * n, [0.] * n               # [s] in the stage itself; [s] that others waited for its items
         self.items, self.sizes, self.sized = [0] * n, [0] * n, [0] * n  # items; the bytes of those whose size was taken; how many these are
@@ -52,10 +48,7 @@ class Account:
         self.own[self.stage] += t - self.since
         self.stage, self.since = before, t
 
-    def timed(self,
-              stage: int,
-              function: Callable,  # the function to call
-    ) -> Callable:
+    def timed(self, stage: int, function: Callable) -> Callable:
         """`function`, whose calls are time of `stage`.
 
         Args:
@@ -91,11 +84,7 @@ def size_of(item: Any) -> int:
     return sum(getattr(x, 'nbytes', 0) for x in nested.leaves(item))
 
 
-def stream(
-    account: Account,
-    stage: int,
-    begin: Callable,   # returns the iterator; its call is time of the stage, too
-) -> Iterator:
+def stream(account: Account, stage: int, begin: Callable) -> Iterator:
     """The items of an iterator, whose time goes to `stage`.
 
     Args:
@@ -141,8 +130,8 @@ class Reading(NamedTuple):
         here: of this process
         workers: name of a worker's account -> its sums
     """
-    here: np.ndarray      # of this process
-    workers: dict         # name of a worker's account -> its sums
+    here: np.ndarray
+    workers: dict
 
 
 class Clock:
@@ -154,12 +143,7 @@ class Clock:
         now: returns the time [s]
         owner: process in which the clock was made [this one]
     """
-    def __init__(self,
-                 n: int,                             # number of stages, with the last one, which is what is outside of the others
-                 folder: str | None = None,          # an empty folder for the accounts of other processes; None: their times are lost
-                 now: Callable = time.perf_counter,  # returns the time [s]
-                 owner: int | None = None,           # process in which the clock was made [this one]
-    ):
+    def __init__(self, n: int, folder: str | None = None, now: Callable = time.perf_counter, owner: int | None = None):
         self.n, self.folder, self.now, self.owner = n, folder, now, os.getpid() if owner is None else owner
         self.accounts, self.local = [], threading.local()
 

@@ -50,10 +50,10 @@ class Mark(NamedTuple):
         steps: environment steps in them; nan: they do not tell
     """
     reading: Reading
-    time: float         # [s] of the clock
-    monotonic: float    # [s] of `time.monotonic`, which all processes share
-    n: int              # items
-    steps: float        # environment steps in them; nan: they do not tell
+    time: float
+    monotonic: float
+    n: int
+    steps: float
 
 
 class Window:
@@ -62,10 +62,7 @@ class Window:
     Args:
         seconds: how long it lasts, up to the end of an item
     """
-    def __init__(self,
-                 clock: Clock,
-                 seconds: float,   # how long it lasts, up to the end of an item
-    ):
+    def __init__(self, clock: Clock, seconds: float):
         self.clock, self.seconds, self.n, self.steps, self.ended, self.error = clock, seconds, 0, 0., False, None
         self.begin = self.end = self._mark()
 
@@ -125,14 +122,8 @@ def _worker_figures(service, window) -> list:
     return figures
 
 # %% ../../../nbs/pipes/31_profiling/04_profile.ipynb #dfd99274
-def profile(
-    pipe: IterDataPipe,                         # the last pipe of the graph, which stays as it is
-    seconds: float = 3.,                        # how long it is measured, after the first item and up to the end of an item
-    *,
-    reading_service: Any = None,                # a `ProcessReading`, in whose workers the lanes run; None: in this process
-    update: Callable | None = None,             # the learner, called with each item; None: items are thrown away
-    now: Callable = time.perf_counter,          # returns the time [s]
-) -> Profile:
+def profile(pipe: IterDataPipe, seconds: float = 3., *, reading_service: Any = None, update: Callable | None = None,
+            now: Callable = time.perf_counter) -> Profile:
     """Run a graph for some seconds, and say where the time goes.
 
     The items are those of an ordinary iteration, and `update` really learns from them. If the graph or the learner raises an exception, or

@@ -27,12 +27,12 @@ class StageFigures(NamedTuple):
         bytes_per_s: of its items
     """
     label: str
-    place: str             # 'here', 'workers', or 'seam': the pipe that waits for the workers
-    share: float           # of the time, its own, with its parts
-    parts: dict            # name of a part -> its share of the time
-    awaited: float         # share of the time that its reader waits for its items
+    place: str
+    share: float
+    parts: dict
+    awaited: float
     items_per_s: float
-    bytes_per_s: float     # of its items
+    bytes_per_s: float
 
 
 class WorkerFigures(NamedTuple):
@@ -44,19 +44,12 @@ class WorkerFigures(NamedTuple):
         queue: mean number of its finished items that wait for the learner's process
     """
     name: str
-    busy: float       # share of its time in which it collects
-    waiting: float    # share in which it waits for requests, reads weights and writes items into memory
-    queue: float      # mean number of its finished items that wait for the learner's process
+    busy: float
+    waiting: float
+    queue: float
 
 
-def stage_figures(
-    stages: list,       # of `Stage`
-    places: list,       # for each pipe 'here', 'workers' or 'seam'
-    before: Reading,    # when the measurement began
-    after: Reading,     # when it ended
-    seconds: float,     # between them
-    n_workers: int = 0, # workers that collected at the same time
-) -> list:              # of `StageFigures`, one for each pipe
+def stage_figures(stages: list, places: list, before: Reading, after: Reading, seconds: float, n_workers: int = 0) -> list:
     """The figures of all pipes, from the sums of their clocks.
 
     Args:
@@ -84,8 +77,8 @@ def stage_figures(
     return figures
 
 # %% ../../../nbs/pipes/31_profiling/02_report.ipynb #c4205aab
-def slowest_of(figures: list) -> int | None:    # index; None: nothing was measured
-    "The stage that holds up the others."
+def slowest_of(figures: list) -> int | None:
+    "The index of the stage that holds up the others; None: nothing was measured."
     here = {i: x.share for i, x in enumerate(figures) if x.place != 'workers'}
     found = max(here, key=here.__getitem__, default=None)
     if found is not None and figures[found].place == 'seam':
@@ -127,15 +120,15 @@ class Profile:
         ended: did the stream end?
         advice: what the figures suggest
     """
-    seconds: float                # how long it was measured
-    n_items: int                  # items that the graph yielded meanwhile
-    stages: list                  # `StageFigures` of the pipes, sources first, and of the learner if there is one
-    edges: list                   # for every stage `[(index of the stage that it reads, first), ...]`, as in `Drawing`
-    workers: list = field(default_factory=list)    # `WorkerFigures`
-    steps_per_s: float | None = None               # environment steps in these items; None: they do not tell
-    error: Exception | None = None                 # what ended the measurement; None: its time was over, or the stream
-    ended: bool = False                            # did the stream end?
-    advice: str = ''                               # what the figures suggest
+    seconds: float
+    n_items: int
+    stages: list
+    edges: list
+    workers: list = field(default_factory=list)
+    steps_per_s: float | None = None
+    error: Exception | None = None
+    ended: bool = False
+    advice: str = ''
 
     @property
     def slowest(self) -> int | None:

@@ -27,8 +27,8 @@ class Stage(NamedTuple):
         label: text of a pipe, or name of a part
         part_of: number of the pipe; None: it is a pipe
     """
-    label: str                    # text of a pipe, or name of a part
-    part_of: int | None = None    # number of the pipe; None: it is a pipe
+    label: str
+    part_of: int | None = None
 
 
 def stages_of(graph: IterDataPipe) -> list:
@@ -68,10 +68,7 @@ def _timed_interaction(interaction, account, environments, actor):
     return interaction
 
 
-def put_clocks(graph: IterDataPipe,    # a copy that nobody else uses, because its pipes are changed
-               stages: list,           # from `stages_of`
-               clock: Clock,           # with a number for each stage
-) -> None:
+def put_clocks(graph: IterDataPipe, stages: list, clock: Clock) -> None:
     """Let every pipe of `graph` keep its time.
 
     Args:

@@ -9,7 +9,7 @@ __all__ = ['unbatched', 'FragmentLayout']
 import numpy as np
 import torch
 
-from .. import nested
+import rollpipe.pipes.nested as nested
 from ..data import Final, Fragment
 from .records import fields_of, record_type
 
@@ -35,10 +35,7 @@ class FragmentLayout:
         self.step_type = record_type(rows + steps + columns, final=np.int32, hx=np.int32)
         self.final_type, self.hx_type = record_type(final), record_type(hx)
 
-    def pack(self,
-             fragment: Fragment,  # [T, B]
-             order: np.ndarray,   # int64 [B]: its environments, in the order of their records
-    ) -> np.ndarray:
+    def pack(self, fragment: Fragment, order: np.ndarray) -> np.ndarray:
         """Records `[B, T+1]` of rows and steps. The last ones hold a row but no step. Their references `final` and `hx` are -1.
 
         Args:
@@ -68,11 +65,7 @@ class FragmentLayout:
     def _write(self, records, fragment, names, arrange=lambda x: x):
         for field, x in zip(self.kinds[names], nested.leaves(fragment.only(*names))): field.write(records, x, arrange)
 
-    def unpack(self,
-               records: np.ndarray,      # [T+1, n]
-               finals: np.ndarray,       # all records of true last observations, to which `records['final']` refers
-               hxs: np.ndarray | None,   # all records of recurrent states, to which `records['hx']` refers; None: zeros
-    ) -> Fragment:
+    def unpack(self, records: np.ndarray, finals: np.ndarray, hxs: np.ndarray | None) -> Fragment:
         """The fragment `[T, n]` of these records. Its tensors are views of them.
 
         Args:
@@ -89,11 +82,7 @@ class FragmentLayout:
         return found.map(hx=lambda x: x.transpose(0, 1).contiguous(),
                          final=lambda final: final._replace(t=torch.from_numpy(t), b=torch.from_numpy(b)))
 
-    def take_over(self,
-                  into: np.ndarray,          # [n]: records of this layout
-                  records: np.ndarray,       # [n]: records of the layout `before`
-                  before: 'FragmentLayout',  # the same, but with fewer infos
-    ) -> None:
+    def take_over(self, into: np.ndarray, records: np.ndarray, before: 'FragmentLayout') -> None:
         """Copy records of steps. The infos that they lack are filled in as by `same_keys`.
 
         Args:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import nested
+import rollpipe.pipes.nested as nested
 from ..data import Fragment, check_item
 from ..errors import LEAST_BYTES, DataError, check_fraction, check_integer, check_memory
 from ..frames import Stacks
@@ -22,10 +22,16 @@ from .store import AddedSteps, StepStore
 
 # %% ../../../nbs/pipes/24_replay/07_memory.ipynb #c52c1f12
 class _Pending(NamedTuple):
-    "The pending segments of a lane, side by side for its environments."
-    starts: Any   # int64 [B, m]: serial numbers of their first steps
-    offsets: Any  # int64 [m]: positions of their first steps, counted from the first step after the last gap
-    n_steps: int  # number of steps since that gap
+    """The pending segments of a lane, side by side for its environments.
+
+    Args:
+        starts: int64 [B, m]: serial numbers of their first steps
+        offsets: int64 [m]: positions of their first steps, counted from the first step after the last gap
+        n_steps: number of steps since that gap
+    """
+    starts: Any
+    offsets: Any
+    n_steps: int
 
 
 class PendingSegments:
@@ -35,10 +41,7 @@ class PendingSegments:
         length: steps of a segment
         at_borders: do segments begin only at row 0 of fragments?
     """
-    def __init__(self,
-                 length: int,           # steps of a segment
-                 at_borders: bool,      # do segments begin only at row 0 of fragments?
-    ):
+    def __init__(self, length: int, at_borders: bool):
         self.length, self.at_borders, self.lanes = length, at_borders, {}  # lane -> _Pending
 
     def add(self, steps: AddedSteps) -> np.ndarray:
@@ -62,9 +65,9 @@ class Sample(NamedTuple):
         weight: float32 [n]: importance weights, at most 1; all 1 if sampling is uniform
         index: int64 [n]: serial numbers of the first steps, for `prioritize`
     """
-    fragment: Fragment  # [length, n]
-    weight: Any         # float32 [n]: importance weights, at most 1; all 1 if sampling is uniform
-    index: Any          # int64 [n]: serial numbers of the first steps, for `prioritize`
+    fragment: Fragment
+    weight: Any
+    index: Any
 
 
 def _checked(index, td_abs, end, pipe):
@@ -102,17 +105,8 @@ class ReplayMemory:
         seed: determines what is drawn; None: fresh entropy
         path: a folder for the steps; None: in memory
     """
-    def __init__(self,
-                 capacity: int,              # steps
-                 *,
-                 length: int = 1,            # steps of a segment; 1: single transitions
-                 prioritized: bool = False,  # sample in proportion to priorities
-                 alpha: float = 0.6,         # exponent of the priorities; 0: uniform
-                 beta: float = 0.4,          # exponent of the importance weights; 1: they correct the bias of prioritized sampling fully
-                 zero_state: bool = False,   # begin segments with a recurrent state of zeros, not with the stored ones
-                 seed: Any = None,           # determines what is drawn; None: fresh entropy
-                 path: Any = None,           # a folder for the steps; None: in memory
-    ):
+    def __init__(self, capacity: int, *, length: int = 1, prioritized: bool = False, alpha: float = 0.6, beta: float = 0.4,
+                 zero_state: bool = False, seed: Any = None, path: Any = None):
         for name, x in (('capacity', capacity), ('length', length)): check_integer(name, x, pipe=self)
         for name, x in (('alpha', alpha), ('beta', beta)): check_fraction(name, x, pipe=self)
         if length > capacity:
@@ -174,10 +168,7 @@ class ReplayMemory:
         fragment = self.store.read(slot, self.length)
         return Sample(fragment, self.sampler.weights(slot, self.beta), torch.from_numpy(ring.serial(slot)))
 
-    def prioritize(self,
-                   index: Any,   # int64 [n]: the `index` of a sample
-                   td_abs: Any,  # [n]: their absolute TD errors
-    ) -> None:
+    def prioritize(self, index: Any, td_abs: Any) -> None:
         """Set the priorities of segments. Segments that were replaced meanwhile are ignored.
 
         Raises `DataError` for a uniform memory, errors that are negative or not finite, and wrong indices.

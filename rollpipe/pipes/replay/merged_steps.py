@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from .. import nested
+import rollpipe.pipes.nested as nested
 from ..data import check_item, with_field_docs
 from ..errors import DataError, check_fraction, check_integer, describe
 from ..pipe import Pipe
@@ -40,27 +40,24 @@ class MergedStep(NamedTuple):
         step_n: int64 []: how many steps of the episode came before the first one
         episode_n: int64 []: how many episodes this environment had finished before
     """
-    state: Any         # observation before the first step, any nesting
-    action: Any        # of the first step, any nesting
-    reward: Any        # float32 []: discounted sum of the rewards, r_{t+1} + gamma r_{t+2} + ...
-    discount: Any      # float32 []: gamma^n_steps, or 0 if the episode terminated
-    next_state: Any    # observation after the last step, never one of the next episode
-    terminated: Any    # bool []: the episode truly ended with the last step
-    truncated: Any     # bool []: the episode was cut off after the last step
-    n_steps: Any       # int64 []: how many steps were merged, fewer than n only at an end
-    env_id: Any        # int64 []: index of the environment in its lane
-    proc_id: Any       # int64 []: number of the lane
-    step_n: Any        # int64 []: how many steps of the episode came before the first one
-    episode_n: Any     # int64 []: how many episodes this environment had finished before
+    state: Any
+    action: Any
+    reward: Any
+    discount: Any
+    next_state: Any
+    terminated: Any
+    truncated: Any
+    n_steps: Any
+    env_id: Any
+    proc_id: Any
+    step_n: Any
+    episode_n: Any
 
     @staticmethod  # a batch: leaves `[n, ...]` of `n` transitions
     def stack(steps: list) -> 'MergedStep': return nested.stack(steps)
 
     @staticmethod
-    def of(
-        steps: Any,    # successive `Step`s of one episode, at least one
-        gamma: float,  # discount factor per step
-    ) -> 'MergedStep':
+    def of(steps: Any, gamma: float) -> 'MergedStep':
         """Merge `steps` into one transition.
 
         Args:
@@ -93,11 +90,7 @@ class StepMerger(Pipe):
         n: greatest number of steps
         gamma: discount factor per step
     """
-    def __init__(self,
-                 pipe: IterDataPipe,   # yields `Step`s
-                 n: int,               # greatest number of steps
-                 gamma: float = 0.99,  # discount factor per step
-    ):
+    def __init__(self, pipe: IterDataPipe, n: int, gamma: float = 0.99):
         super().__init__(pipe)
         check_integer('n', n, pipe=self)
         check_fraction('gamma', gamma, pipe=self)

@@ -31,9 +31,9 @@ class Replayed(NamedTuple):
         samples: each is drawn when the learner asks for it
         memory: the `ReplayMemory`, which already has the fragment; its `prioritize` sets priorities; may be None
     """
-    fresh: Fragment            # the new fragment
-    samples: Iterator[Sample]  # each is drawn when the learner asks for it
-    memory: Any                # the `ReplayMemory`, which already has the fragment; its `prioritize` sets priorities; may be None
+    fresh: Fragment
+    samples: Iterator[Sample]
+    memory: Any
 
 
 class Replay(Seeded, Pipe):
@@ -59,21 +59,9 @@ class Replay(Seeded, Pipe):
     """
     reads = 1
 
-    def __init__(self,
-                 pipe: IterDataPipe,         # yields `Fragment`s
-                 capacity: int,              # greatest number of steps in the memory
-                 batch_size: int = 256,      # transitions or segments in a sample
-                 n_batches: int = 1,         # samples for each fragment
-                 warmup: int = 1000,         # number of steps in the memory before the first sample
-                 length: int = 1,            # steps of a segment; 1: single transitions
-                 prioritized: bool = False,  # sample in proportion to priorities
-                 alpha: float = 0.6,         # exponent of the priorities; 0: uniform
-                 beta: float = 0.4,          # exponent of the importance weights; 1: they correct the bias of prioritized sampling fully
-                 zero_state: bool = False,   # begin segments with a recurrent state of zeros, not with the stored ones
-                 path: Any = None,           # a folder for the steps; None: in memory
-                 seed: int | None = None,    # determines what is drawn; None: fresh entropy for each iteration
-                 samples_per_step: float | None = None,  # samples for each new step, a ratio of update to data; None: `n_batches`
-    ):
+    def __init__(self, pipe: IterDataPipe, capacity: int, batch_size: int = 256, n_batches: int = 1, warmup: int = 1000, length: int = 1,
+                 prioritized: bool = False, alpha: float = 0.6, beta: float = 0.4, zero_state: bool = False, path: Any = None,
+                 seed: int | None = None, samples_per_step: float | None = None):
         super().__init__(pipe)
         for name, x, least in (('batch_size', batch_size, 1), ('n_batches', n_batches, 0), ('warmup', warmup, 0)):
             check_integer(name, x, least, pipe=self)
@@ -86,9 +74,7 @@ class Replay(Seeded, Pipe):
         if warmup > capacity:
             raise DataError("sampling would never begin", pipe=self, expected=f"warmup <= capacity={capacity}", got=f"warmup={warmup}")
 
-    def divide(self,
-               n: int,  # number of ranks
-    ) -> None:
+    def divide(self, n: int) -> None:
         """Be one of `n` memories that are as large together, and draw samples that are as large together. Raises `DataError`.
 
         Args:

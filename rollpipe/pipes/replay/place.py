@@ -21,11 +21,7 @@ def _in_use(file):
                      "and each memory, or that the other one ends first")
 
 
-def mapped_records(
-    folder: Path,     # which exists
-    capacity: int,    # number of records
-    dtype: np.dtype,  # dtype of a record
-) -> np.ndarray:
+def mapped_records(folder: Path, capacity: int, dtype: np.dtype) -> np.ndarray:
     """Records of zeros, memory-mapped to a new file `steps.npy` that has its place on the disk. An old file is removed first.
 
     Raises `DataError`, and leaves no file, if there is not enough room.
@@ -77,9 +73,7 @@ class Place:
     Args:
         path: a folder; None: in memory
     """
-    def __init__(self,
-                 path: Any,  # a folder; None: in memory
-    ):
+    def __init__(self, path: Any):
         self.folder, self.pid, self.lock = None if path is None else Path(path), os.getpid(), None
         _places.add(self)
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import nested
+import rollpipe.pipes.nested as nested
 
 # %% ../../../nbs/pipes/24_replay/00_records.ipynb #b4488ed4
 class Field:
@@ -23,17 +23,10 @@ class Field:
         name: name of the field
         example: an example of the leaf in one record, without leading dimensions
     """
-    def __init__(self,
-                 name: str,        # name of the field
-                 example: Tensor,  # an example of the leaf in one record, without leading dimensions
-    ):
+    def __init__(self, name: str, example: Tensor):
         self.name, self.dtype, self.format = name, example.dtype, (_array(example).dtype, tuple(example.shape))
 
-    def write(self,
-              records: np.ndarray,                      # [*lead]
-              x: Tensor,
-              arrange: Callable = lambda array: array,  # brings the array of `x` to the shape [*lead, ...]; sizes of 1 are broadcast
-    ) -> None:
+    def write(self, records: np.ndarray, x: Tensor, arrange: Callable = lambda array: array) -> None:
         """Copy a tensor into the field of the records.
 
         Args:
@@ -54,10 +47,7 @@ def _array(x):
     return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
-def fields_of(
-    example: Any,  # container of tensors: an example of one record
-    name: str,     # name of the container
-) -> Any:
+def fields_of(example: Any, name: str) -> Any:
     """The container with a `Field` in place of each leaf. The field's name is the path of the leaf, such as `name['obs']`.
 
     Args:
@@ -68,10 +58,7 @@ def fields_of(
     return structure.unflatten(map(Field, nested.paths(example, name), leaves))
 
 # %% ../../../nbs/pipes/24_replay/00_records.ipynb #7940d8e6
-def record_type(
-    fields: list,    # `Field`s
-    **numbers: Any,  # name -> dtype of further fields, which hold one number each
-) -> np.dtype:
+def record_type(fields: list, **numbers: Any) -> np.dtype:
     """The numpy dtype of records with these fields.
 
     Args:

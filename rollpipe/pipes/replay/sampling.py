@@ -20,10 +20,7 @@ class UniformSampler:
         capacity: number of slots
         rng: source of random numbers
     """
-    def __init__(self,
-                 capacity: int,             # number of slots
-                 rng: np.random.Generator,  # source of random numbers
-    ):
+    def __init__(self, capacity: int, rng: np.random.Generator):
         self.starts, self.n_segments, self.rng = np.zeros(capacity, bool), 0, rng
         self.listed = None                      # the slots in which segments begin, if they are few
 
@@ -37,10 +34,7 @@ class UniformSampler:
         self.n_segments -= int(self.starts[slot].sum())
         self.starts[slot], self.listed = False, None
 
-    def draw(self,
-             n: int,         # number of draws, with replacement
-             n_filled: int,  # number of slots in use; they begin with slot 0
-    ) -> np.ndarray:
+    def draw(self, n: int, n_filled: int) -> np.ndarray:
         """`n` slots in which segments begin, int64 `[n]`.
 
         Args:
@@ -52,10 +46,7 @@ class UniformSampler:
         if self.listed is None: self.listed = self.starts.nonzero()[0]
         return self.listed[self.rng.integers(len(self.listed), size=n)]
 
-    def weights(self,
-                slot: np.ndarray,  # int64 [n], as drawn
-                beta: float,       # has no effect here
-    ) -> Tensor:
+    def weights(self, slot: np.ndarray, beta: float) -> Tensor:
         """Importance weights, float32 `[n]`: 1.
 
         Args:
@@ -78,11 +69,7 @@ class PrioritizedSampler(UniformSampler):
         rng: source of random numbers
         alpha: exponent of the priorities
     """
-    def __init__(self,
-                 capacity: int,             # number of slots
-                 rng: np.random.Generator,  # source of random numbers
-                 alpha: float,              # exponent of the priorities
-    ):
+    def __init__(self, capacity: int, rng: np.random.Generator, alpha: float):
         super().__init__(capacity, rng)
         self.tree, self.alpha, self.max_priority = SumTree(capacity), alpha, 1.
 
@@ -105,10 +92,7 @@ class PrioritizedSampler(UniformSampler):
         priority = self.tree[slot]
         return torch.from_numpy(((priority.min() / priority) ** beta).astype(np.float32))
 
-    def prioritize(self,
-                   slot: np.ndarray,      # int64 [n]
-                   priority: np.ndarray,  # float64 [n], > 0
-    ) -> None:
+    def prioritize(self, slot: np.ndarray, priority: np.ndarray) -> None:
         """Set the priorities of the segments that begin in these slots. Slots without a segment are ignored.
 
         Args:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import nested
+import rollpipe.pipes.nested as nested
 from ..data import Fragment
 from ..errors import DataError
 from ..fragment_ops import same_keys, strands
@@ -28,15 +28,21 @@ class AddedSteps(NamedTuple):
         follows: do they follow the last steps of this lane that were added before?
     """
     lane: int
-    serial: Any    # int64 [B, T]: their serial numbers
-    follows: bool  # do they follow the last steps of this lane that were added before?
+    serial: Any
+    follows: bool
 
 
 class _LaneEnd(NamedTuple):
-    "The last steps that have arrived from a lane."
-    seq: Any     # of its last fragment
-    stepno: Any  # int64 [B]: of the row after its last steps
-    serial: Any  # int64 [B]: serial numbers of its last steps
+    """The last steps that have arrived from a lane.
+
+    Args:
+        seq: of its last fragment
+        stepno: int64 [B]: of the row after its last steps
+        serial: int64 [B]: serial numbers of its last steps
+    """
+    seq: Any
+    stepno: Any
+    serial: Any
 
 
 class StepLinks:
@@ -46,17 +52,11 @@ class StepLinks:
         ring: the ring of the records
         dtype: dtype of a record
     """
-    def __init__(self,
-                 ring: Ring,       # the ring of the records
-                 dtype: np.dtype,  # dtype of a record
-    ):
+    def __init__(self, ring: Ring, dtype: np.dtype):
         self.ring, self.look_ahead, self.lanes = ring, SideTable(dtype), {}  # lane -> _LaneEnd
         self.next = np.zeros(ring.capacity, np.int64)  # slot of the next record, or -1 - (its number in `look_ahead`)
 
-    def chain(self,
-              slot: np.ndarray,  # int64 [m]: the first slots
-              n: int,            # number of rows
-    ) -> np.ndarray:
+    def chain(self, slot: np.ndarray, n: int) -> np.ndarray:
         """The slots of `n` rows that follow one another, int64 `[n, m]`. A row in `look_ahead` has -1 - its number there.
 
         Args:
@@ -73,10 +73,7 @@ class StepLinks:
         number = -1 - self.next[slot]
         self.look_ahead.release(number[number >= 0])
 
-    def add(self,
-            serial: np.ndarray,  # int64 [B, T]: serial numbers of new steps
-            rows: np.ndarray,    # [B]: the records of the rows after the last steps
-    ) -> None:
+    def add(self, serial: np.ndarray, rows: np.ndarray) -> None:
         """Link the steps of each environment to one another, and the last one to the row after it.
 
         Args:
@@ -87,12 +84,7 @@ class StepLinks:
         self.next[slot[:, :-1]] = slot[:, 1:]
         self.next[slot[:, -1]] = -1 - self.look_ahead.put(rows)
 
-    def join(self,
-             lane: int,
-             seq: int | None,     # number of the fragment; None: unknown, so it follows no other
-             serial: np.ndarray,  # int64 [B, T]: serial numbers of its steps
-             stepno: np.ndarray,  # int64 [T+1, B]: step numbers of its rows
-    ) -> AddedSteps:
+    def join(self, lane: int, seq: int | None, serial: np.ndarray, stepno: np.ndarray) -> AddedSteps:
         """Link the new steps of a lane to its older steps, if they follow them.
 
         Args:
@@ -135,12 +127,7 @@ class StepStore:
         path: a folder for the steps; None: in memory
         keep_hx: keep the recurrent states at the beginnings of fragments; False: they are read as zeros
     """
-    def __init__(self,
-                 capacity: int,          # steps
-                 example: Fragment,      # an example of all fragments, from `unbatched`
-                 path: Any = None,       # a folder for the steps; None: in memory
-                 keep_hx: bool = True,   # keep the recurrent states at the beginnings of fragments; False: they are read as zeros
-    ):
+    def __init__(self, capacity: int, example: Fragment, path: Any = None, keep_hx: bool = True):
         self.capacity, self.layout, self.ring = capacity, FragmentLayout(example), Ring(capacity)
         self.keep_hx, dtype = keep_hx and bool(nested.leaves(example.hx)), self.layout.step_type
         self.place = Place(path)
@@ -149,9 +136,7 @@ class StepStore:
         self.finals, self.hxs = SideTable(self.layout.final_type), SideTable(self.layout.hx_type)
         self.checked, self.n_valid = set(), 0     # shapes and dtypes that have passed the check; number of valid steps
 
-    def add(self,
-            fragment: Fragment,  # at most `capacity` steps
-    ) -> tuple[np.ndarray, list]:
+    def add(self, fragment: Fragment) -> tuple[np.ndarray, list]:
         """Store a copy of a fragment. Returns the slots whose old steps were replaced (int64 `[n]`), and a list of `AddedSteps`.
 
         Args:
@@ -219,10 +204,7 @@ class StepStore:
         self.records[:max(0, len(records) - border)] = records[border:]
         self.n_valid += int(self.valid[slot].sum())
 
-    def read(self,
-             slot: np.ndarray,  # int64 [n]: slots of the first steps
-             n_steps: int,      # `T`
-    ) -> Fragment:
+    def read(self, slot: np.ndarray, n_steps: int) -> Fragment:
         """A copy of `T` steps that follow one another from each of these slots on, as a fragment `[T, n]`.
 
         Args:

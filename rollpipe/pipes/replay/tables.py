@@ -23,9 +23,7 @@ class Ring:
         "How many slots, beginning with slot 0, hold an item."
         return min(self.next_serial, self.capacity)
 
-    def take(self,
-             n: int,  # new items, at most as many as there are slots
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def take(self, n: int) -> tuple[np.ndarray, np.ndarray]:
         """Serial numbers of `n` new items, int64 `[n]`, and the slots of the old items that they replace.
 
         Args:

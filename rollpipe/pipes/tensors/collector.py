@@ -49,19 +49,9 @@ class TensorCollector(Acting, Seeded, Source):
     """
     keeps_items = drops_items = False
 
-    def __init__(self,
-                 source: Any,                        # `TensorEnv`, or a function that makes one; it may take `n_envs` and `seed`
-                 actor: Any,                         # anything with `step` and `reset` as described in `rollpipe.layers.Actor`
-                 n_steps: int,                       # steps per fragment
-                 n_envs: int | None = None,          # number of environments; None: all that the source has
-                 *,
-                 terminal_obs: bool = False,         # keep the last observations of terminated episodes too: `Final`, `Step.next_state`
-                 info_keys: Sequence | None = None,  # environment infos to record; None: all
-                 seed: int | None = None,            # determines environments and actions; only if `Lanes` has no seed
-                 explore: bool = True,               # False: no noise, the actor's deterministic action
-                 clip_actions: bool = True,          # clip float actions to the bounds of their Box
-                 close: bool = True,                 # False: leave the environments open that were made here
-    ):
+    def __init__(self, source: Any, actor: Any, n_steps: int, n_envs: int | None = None, *, terminal_obs: bool = False,
+                 info_keys: Sequence | None = None, seed: int | None = None, explore: bool = True, clip_actions: bool = True,
+                 close: bool = True):
         super().__init__()
         self._set_actor(actor)
         self.n_steps, self.n_envs = check_integer('n_steps', n_steps, pipe=self), n_envs
@@ -75,11 +65,7 @@ class TensorCollector(Acting, Seeded, Source):
     def __repr__(self):
         return f"TensorCollector({self.factory}, {type(self.actor).__name__}, n_steps={self.n_steps}, n_envs={self.n_envs})"
 
-    def refuse_copies(self,
-                      owner: str,    # who would need environments of its own, such as 'each lane'
-                      got: str,      # what would copy them, as in 'Lanes(n=2)'
-                      **where: Any,  # pipe, lane
-    ) -> None:
+    def refuse_copies(self, owner: str, got: str, **where: Any) -> None:
         """Raise `EnvError` if the source is an instance.
 
         Args:
@@ -89,9 +75,7 @@ class TensorCollector(Acting, Seeded, Source):
         """
         if self.factory.lends: raise no_copy(self.factory.name, owner, got, **where)
 
-    def make_batch(self,
-                   seed: Any,   # numpy `SeedSequence` of the whole batch
-    ) -> TensorBatch:
+    def make_batch(self, seed: Any) -> TensorBatch:
         """The environments, not reset yet. The caller closes them.
 
         Args:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import nested
+import rollpipe.pipes.nested as nested
 from ..envs.actions import action_batch
 from ..envs.batch import Batch
 from ..envs.checks import single_spaces
@@ -32,17 +32,13 @@ class ActionsForEnv:
         device: of the environment
         clip: clip float actions to the bounds of their `Box`
     """
-    def __init__(self,
-                 space: gym.Space,       # action space of one environment
-                 device: torch.device,   # of the environment
-                 clip: bool,             # clip float actions to the bounds of their `Box`
-    ):
+    def __init__(self, space: gym.Space, device: torch.device, clip: bool):
         self.device, self.form = device, None
         self.dtypes = [torch.from_numpy(x[None]).dtype for x in nested.leaves(space_spec(space, 'act'))]
         self.bounds = [self._bounds(part) if clip else None for part in nested.leaves(single_spaces(space))]
 
-    def __call__(self, act: Any) -> tuple[list, Any]:    # act [1, B, ...]
-        "`(leaves, actions)`: the leaves as the actor chose them, and the actions `[B, ...]` for the environment, which are copies."
+    def __call__(self, act: Any) -> tuple[list, Any]:
+        "`(leaves, actions)` of `act` `[1, B, ...]`: the leaves as the actor chose them, and copies `[B, ...]` for the environment."
         if self.form is None: self.form = TensorForm('act', act, self.device, ActorError)
         leaves = self.form.leaves(act)
         own = [self._converted(x[0], dtype, bounds) for x, dtype, bounds in zip(leaves, self.dtypes, self.bounds)]
@@ -68,11 +64,7 @@ class TensorInfos:
         device: where they must be
         keys: those to record; None: all
     """
-    def __init__(self,
-                 n_envs: int,            # `B`
-                 device: torch.device,   # where they must be
-                 keys: Any = None,       # those to record; None: all
-    ):
+    def __init__(self, n_envs: int, device: torch.device, keys: Any = None):
         self.n_envs, self.device, self.keys, self.form = n_envs, device, None if keys is None else list(keys), None
 
     def leaves(self, info: dict) -> list:
@@ -107,12 +99,12 @@ class TensorOutcome(NamedTuple):
         final: leaves [B, ...]: the true observations; None: no episode was truncated
         info: leaves [B, ...] of the infos that are recorded
     """
-    obs: list           # leaves [B, ...]
-    rew: Tensor         # float [B]
-    term: Tensor        # bool [B]
-    trunc: Tensor       # bool [B]
-    final: list | None  # leaves [B, ...]: the true observations; None: no episode was truncated
-    info: list          # leaves [B, ...] of the infos that are recorded
+    obs: list
+    rew: Tensor
+    term: Tensor
+    trunc: Tensor
+    final: list | None
+    info: list
 
 # %% ../../../nbs/pipes/26_tensors/02_tensor_batch.ipynb #40ba5657
 class TensorBatch(Batch):
@@ -128,15 +120,8 @@ class TensorBatch(Batch):
         closes: False: `close` leaves the environments open
         **where: context for error messages: pipe, lane
     """
-    def __init__(self,
-                 env: TensorEnv,
-                 seed: np.random.SeedSequence,  # of the whole batch
-                 info_keys: Any = None,         # infos to record; None: all
-                 clip_actions: bool = True,     # clip float actions to the bounds of their `Box`
-                 name: str | None = None,       # name in error messages
-                 closes: bool = True,           # False: `close` leaves the environments open
-                 **where: Any,                  # context for error messages: pipe, lane
-    ):
+    def __init__(self, env: TensorEnv, seed: np.random.SeedSequence, info_keys: Any = None, clip_actions: bool = True,
+                 name: str | None = None, closes: bool = True, **where: Any):
         self.env, self.closes, self.where, self.env_name = env, closes, where, name or type(env).__name__
         try: self._learn(seed, clip_actions)
         except PipeError as e:
@@ -178,9 +163,7 @@ class TensorBatch(Batch):
             self._locate(e, self.env_name)
             raise
 
-    def advance(self,
-                actions: Any,   # for the environment, from `actions_for_env`
-    ) -> TensorOutcome:
+    def advance(self, actions: Any) -> TensorOutcome:
         """Step every environment with its action.
 
         Args:
@@ -210,12 +193,7 @@ class TensorBatch(Batch):
         except Exception as e: raise EnvError(f"{method}() raised {describe_exception(e)}") from e
 
 # %% ../../../nbs/pipes/26_tensors/02_tensor_batch.ipynb #3044ea93
-def refuse_first(
-    batch: TensorBatch,
-    obs: list,    # leaves [T+1, B, ...]
-    act: list,    # leaves [T+1, B, ...]; row `t` led to row `t` of `obs`, and row 0 is not looked at
-    rew: Tensor,  # [T+1, B], likewise
-) -> None:
+def refuse_first(batch: TensorBatch, obs: list, act: list, rew: Tensor) -> None:
     """Raise `ActorError` or `EnvError` for the first number that should not be there. Do nothing if there is none.
 
     Args:
@@ -233,11 +211,7 @@ def refuse_first(
     raise error(problem, env=batch.name(b), leaf=leaf, expected=wanted, got=f"{value.tolist()} in row {row} of the fragment", **batch.where)
 
 
-def refuse_last(
-    batch: TensorBatch,
-    leaves: list,  # [K, ...]: true last observations
-    b: Tensor,     # int64 [K]: their environments
-) -> None:
+def refuse_last(batch: TensorBatch, leaves: list, b: Tensor) -> None:
     """Raise `EnvError` for the first number among the true last observations that should not be there.
 
     Args:

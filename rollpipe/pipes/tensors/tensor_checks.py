@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import nested
+import rollpipe.pipes.nested as nested
 from ..envs.actions import in_containers
 from ..envs.checks import RangeCheck
 from ..envs.factories import space_spec
@@ -25,11 +25,7 @@ def on_device(x: Any) -> str:
     return f"{describe(x) if x.ndim else x.dtype} on {x.device}" if isinstance(x, Tensor) else describe(x)
 
 
-def batch_form(
-    space: gym.Space,  # of one environment
-    n_envs: int,       # `B`
-    what: str,         # what the space is called in messages
-) -> Any:              # nested tensors [B, ...] without memory
+def batch_form(space: gym.Space, n_envs: int, what: str) -> Any:
     """The shapes and dtypes of a batch from `space`. Raises `SpaceError`.
 
     Args:
@@ -53,12 +49,7 @@ class TensorForm:
         device: where they must be
         error: the class of errors
     """
-    def __init__(self,
-                 name: str,                    # what they are called in messages
-                 like: Any,                    # nested tensors of the shapes and dtypes, on any device
-                 device: torch.device,         # where they must be
-                 error: type[PipeError],       # the class of errors
-    ):
+    def __init__(self, name: str, like: Any, device: torch.device, error: type[PipeError]):
         leaves, self.structure = nested.flatten(like)
         self.name, self.like, self.device, self.error, self.single = name, like, device, error, isinstance(like, Tensor)
         self.forms = [(x.dtype, x.shape, path) for x, path in zip(leaves, nested.paths(like, name))]
@@ -102,11 +93,11 @@ class Finding(NamedTuple):
         leaf: path of the leaf
         space: the space that does not have it; None: it is not finite
     """
-    t: int         # row of the block
-    b: int         # environment
-    leaf: str      # path of the leaf
+    t: int
+    b: int
+    leaf: str
     value: Any
-    space: Any     # the space that does not have it; None: it is not finite
+    space: Any
 
 
 class BlockCheck:
@@ -117,11 +108,7 @@ class BlockCheck:
         space: of one environment
         device: where the blocks are
     """
-    def __init__(self,
-                 name: str,               # what the numbers are called in messages
-                 space: gym.Space,        # of one environment
-                 device: torch.device,    # where the blocks are
-    ):
+    def __init__(self, name: str, space: gym.Space, device: torch.device):
         self.names, self.ranges = nested.paths(space_spec(space, name), name), {}
         for i, start, top, _, part in RangeCheck(space, name).parts:
             low = np.asarray(start).astype(np.int64)

@@ -27,9 +27,7 @@ class TensorEnv:
     action_space: gym.Space         # of one environment
     device: Any = 'cpu'             # where all tensors are
 
-    def reset(self,
-              seed: int,   # all random numbers follow from it until the next reset, such as those of a `torch.Generator`
-    ) -> Any:
+    def reset(self, seed: int) -> Any:
         """Begin new episodes in all environments, and return their first observations `[B, ...]`.
 
         Args:
@@ -37,9 +35,7 @@ class TensorEnv:
         """
         raise NotImplementedError(f'{type(self).__name__} must define reset(self, seed)')
 
-    def step(self,
-             act: Any,  # the actions [B, ...], in the containers and dtypes of `action_space`; the environment may overwrite them
-    ) -> tuple:
+    def step(self, act: Any) -> tuple:
         """Let every environment take its action, and return `(obs, rew, terminated, truncated, final_obs, info)`.
 
         `obs` are the observations, where an episode ended the first one of the next episode. `rew` are floats `[B]`. `terminated`
@@ -72,10 +68,7 @@ class TensorFactory:
         source: `TensorEnv`, or a function with any of the parameters `n_envs` and `seed` that makes one
         n_envs: environments in a batch; None: all that there are
     """
-    def __init__(self,
-                 source: Any,                # `TensorEnv`, or a function with any of the parameters `n_envs` and `seed` that makes one
-                 n_envs: int | None = None,  # environments in a batch; None: all that there are
-    ):
+    def __init__(self, source: Any, n_envs: int | None = None):
         self.source, self.n_envs, self.lends = source, n_envs, isinstance(source, TensorEnv)
         named = type(source) if self.lends else getattr(source, 'func', source)
         self.name = getattr(named, '__name__', type(named).__name__)

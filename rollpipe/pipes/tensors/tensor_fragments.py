@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import nested
+import rollpipe.pipes.nested as nested
 from ..data import Final, Fragment, State
 from ..errors import ActorError, EnvError, PipeError
 from ..modules import VersionCounter, modules_in
@@ -29,11 +29,7 @@ class Rows:
         first_term: bool [B]
         n_steps: `T`
     """
-    def __init__(self,
-                 first: State,      # row 0, tensors [B, ...]
-                 first_term: Any,   # bool [B]
-                 n_steps: int,      # `T`
-    ):
+    def __init__(self, first: State, first_term: Any, n_steps: int):
         self.n, (leaves, spec) = n_steps, nested.flatten((first, first_term))
         memory = [x.new_empty((n_steps + 1, *x.shape)) for x in leaves]
         for out, x in zip(memory, leaves): out[0].copy_(x)
@@ -90,10 +86,7 @@ class Ends:
     Args:
         terminal_obs: keep those of terminated episodes too
     """
-    def __init__(self,
-                 batch: TensorBatch,
-                 terminal_obs: bool,   # keep those of terminated episodes too
-    ):
+    def __init__(self, batch: TensorBatch, terminal_obs: bool):
         self.batch, self.terminal_obs, self.on_host, self.kept = batch, terminal_obs, batch.device.type == 'cpu', {}
 
     def wanted(self, fin: Any, term: Any) -> Any:
@@ -193,15 +186,8 @@ class TensorInteraction(Completing):
         explore: False: the actor's deterministic action
         terminal_obs: keep the last observations of terminated episodes too
     """
-    def __init__(self,
-                 actor: Any,                    # the actor, held by reference, on the device of the environments
-                 batch: TensorBatch,            # not reset yet; the caller closes it
-                 seed: np.random.SeedSequence,  # of the actor's random numbers
-                 *,
-                 lane: int = 0,                 # number of the lane, for its fragments
-                 explore: bool = True,          # False: the actor's deterministic action
-                 terminal_obs: bool = False,    # keep the last observations of terminated episodes too
-    ):
+    def __init__(self, actor: Any, batch: TensorBatch, seed: np.random.SeedSequence, *, lane: int = 0, explore: bool = True,
+                 terminal_obs: bool = False):
         self.actor, self.batch, self.lane, self.terminal_obs, self.seq = actor, batch, lane, terminal_obs, 0
         self._check_actor(explore)
         self.checked = CheckedActor(actor, batch, seed, explore)
@@ -233,9 +219,7 @@ class TensorInteraction(Completing):
     def _initial(self, hx): return self.checked.reset(hx, list(range(len(self.batch))))
 
     @torch.no_grad()
-    def fragment(self,
-                 n_steps: int,   # `T`
-    ) -> Fragment:
+    def fragment(self, n_steps: int) -> Fragment:
         """Make `n_steps` steps, and put them together.
 
         Args:

@@ -22,11 +22,18 @@ from .shared import SharedMemory
 
 # %% ../../../nbs/pipes/30_workers/02_channel.ipynb #0a972c7b
 class _Buffer(NamedTuple):
-    "Memory for one publication of all holders."
-    publication: np.ndarray  # int64 [1]: number of the publication that is complete here, -1 for none
-    versions: np.ndarray     # int64 [n]: the version of each holder
-    modes: list              # for each holder, uint8 [number of its modules]: 1 if the module is in training mode
-    tensors: list            # for each holder, a list of tensors
+    """Memory for one publication of all holders.
+
+    Args:
+        publication: int64 [1]: number of the publication that is complete here, -1 for none
+        versions: int64 [n]: the version of each holder
+        modes: for each holder, uint8 [number of its modules]: 1 if the module is in training mode
+        tensors: for each holder, a list of tensors
+    """
+    publication: np.ndarray
+    versions: np.ndarray
+    modes: list
+    tensors: list
 
 
 class _Block:
@@ -136,10 +143,7 @@ class WeightPublisher:
         holders: actors, critics, and functions that use networks
         depth: number of publications that can be fetched: the latest and earlier ones
     """
-    def __init__(self,
-                 holders: Iterable,  # actors, critics, and functions that use networks
-                 depth: int = 2,     # number of publications that can be fetched: the latest and earlier ones
-    ):
+    def __init__(self, holders: Iterable, depth: int = 2):
         self.holders = list(holders)
         self._holders = [_Holder(holder) for holder in self.holders]
         self.block = _Block([h.specs for h in self._holders], [h.n_modes for h in self._holders], depth)

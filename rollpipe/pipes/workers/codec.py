@@ -18,7 +18,7 @@ import numpy as np
 import optree
 import torch
 
-from .. import nested
+import rollpipe.pipes.nested as nested
 from ..errors import DataError
 
 # %% ../../../nbs/pipes/30_workers/03_codec.ipynb #87d5e4eb
@@ -38,12 +38,7 @@ class ArraySpec:
         entry: index among the arrays of the layout; -1: the array is in the item's own memory
         offset: where it begins, from the beginning of the item's own arrays [bytes]
     """
-    def __init__(self,
-                 dtype: torch.dtype | np.dtype,  # a torch dtype makes it a tensor
-                 shape: tuple,
-                 entry: int,                     # index among the arrays of the layout; -1: the array is in the item's own memory
-                 offset: int,                    # where it begins, from the beginning of the item's own arrays [bytes]
-    ):
+    def __init__(self, dtype: torch.dtype | np.dtype, shape: tuple, entry: int, offset: int):
         self.dtype, self.shape, self.entry, self.offset = dtype, shape, entry, offset
 
     @property
@@ -170,11 +165,7 @@ class ItemFormat:
     specs: Any       # list of the arrays' `ArraySpec`s; None: the item has more than containers and arrays
     _prepared: Any   # memory for the small arrays of the next item; None: not allocated yet
 
-    def __init__(self,
-                 pickle: bytes,      # pickle of the item, or of its containers, without the arrays
-                 size: int,          # size of the item's own arrays in the slot [bytes]
-                 only_arrays: bool,  # does the item consist of containers and arrays only?
-    ):
+    def __init__(self, pickle: bytes, size: int, only_arrays: bool):
         self.pickle, self.size, self.specs, self._prepared = pickle, size, None, None
         if only_arrays:
             self.specs, self.tree = nested.flatten(self.unpickle(None))

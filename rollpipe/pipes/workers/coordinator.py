@@ -19,10 +19,7 @@ from .schedule import Schedule
 from .supervision import Supervision
 
 # %% ../../../nbs/pipes/30_workers/16_coordinator.ipynb #3564481d
-def publisher_for(
-    graphs: dict,  # number of the lane -> graph
-    depth: int,    # see `WeightPublisher`
-) -> tuple:        # `(publisher, indices)`; `indices[lane]` are the indices of the lane's holders in the publisher
+def publisher_for(graphs: dict, depth: int) -> tuple:
     """A publisher for all objects that the pipes of `graphs` hold by reference.
 
     Args:
@@ -45,18 +42,10 @@ class Listener:
         pool: the memory for items, such as a `SlotPool`
         options: a reading service, such as `ProcessReading`
     """
-    def __init__(self,
-                 schedule: Schedule,
-                 pool: Any,          # the memory for items, such as a `SlotPool`
-                 members: Members,
-                 supervision: Supervision,
-                 options: Any,       # a reading service, such as `ProcessReading`
-    ):
+    def __init__(self, schedule: Schedule, pool: Any, members: Members, supervision: Supervision, options: Any):
         self.schedule, self.pool, self.members, self.supervision, self.options = schedule, pool, members, supervision, options
 
-    def listen(self,
-               on_death: Callable,  # called with a member that has died, and the error that says how
-    ) -> None:
+    def listen(self, on_death: Callable) -> None:
         """Wait at most half a second for messages, and process them. Also check for members that are silent or dead.
 
         Args:
@@ -102,11 +91,11 @@ class ItemRecord(NamedTuple):
     """
     lane: int
     worker: int
-    publication: int   # number of the weights that collected it
-    begin: float       # [s] when its collection began
-    end: float         # [s] when it was complete
-    received: float    # [s] when it was read from its place
-    copied_bytes: int  # bytes that the worker has copied into it
+    publication: int
+    begin: float
+    end: float
+    received: float
+    copied_bytes: int
 
 
 class Coordinator:
@@ -116,10 +105,7 @@ class Coordinator:
         seam: `WorkerLanes`; everything above this pipe runs in workers
         service: the reading service with the options; its `crew(seam)` gives the workers
     """
-    def __init__(self,
-                 seam: Any,     # `WorkerLanes`; everything above this pipe runs in workers
-                 service: Any,  # the reading service with the options; its `crew(seam)` gives the workers
-    ):
+    def __init__(self, seam: Any, service: Any):
         self.seam, self.service, self.root, self.supervision = seam, service, seam.root(), Supervision(service)
         lanes = seam.own_lanes()
         graphs = {lane: seam.copy(lane, self.root) for lane in lanes}

@@ -17,13 +17,7 @@ from .schedule import pending_limit
 from .slot_pool import SlotPool, slots_spanned
 
 # %% ../../../nbs/pipes/30_workers/15_crew.ipynb #a8508afd
-def plan_buffers(
-    n_lanes: int,
-    group_size: int,
-    lag: int | None,
-    width: int,                     # number of items that share a slot
-    n_buffers: int | None = None,   # the number of buffers that the user wants; None: as many as are needed
-) -> tuple:                         # `(max_pending, n_buffers)`
+def plan_buffers(n_lanes: int, group_size: int, lag: int | None, width: int, n_buffers: int | None = None) -> tuple:
     """The greatest number of open requests, and the number of items with memory. Raises `DataError` if `n_buffers` is too small.
 
     Args:
@@ -42,12 +36,7 @@ def plan_buffers(
     return max_pending, n_buffers
 
 
-def planned_pool(
-    seam: Any,                      # `WorkerLanes`; everything above this pipe runs in workers
-    service: Any,                   # the reading service with the options
-    n_buffers: int | None = None,   # see `plan_buffers`
-    kind: type = SlotPool,
-) -> tuple:                         # `(max_pending, pool)`
+def planned_pool(seam: Any, service: Any, n_buffers: int | None = None, kind: type = SlotPool) -> tuple:
     """The greatest number of open requests, and the memory for items. Items that will be joined share a slot, if pipes below allow it.
 
     Args:
@@ -70,10 +59,7 @@ class ProcessCrew:
         seam: `WorkerLanes`; everything above this pipe runs in workers
         service: the `ProcessReading` with the options
     """
-    def __init__(self,
-                 seam: Any,     # `WorkerLanes`; everything above this pipe runs in workers
-                 service: Any,  # the `ProcessReading` with the options
-    ):
+    def __init__(self, seam: Any, service: Any):
         self.service = service
         self.max_pending, self.pool = planned_pool(seam, service, service.n_buffers)
         self.members = Members()
@@ -82,13 +68,7 @@ class ProcessCrew:
         "Raise the error for what cannot be sent to workers, before one is started."
         if start_method_for(self.service.start_method, self.service.worker_threads) != 'fork': check_picklable(graphs)
 
-    def start(self,
-              index: int,
-              graphs: dict,                # number of the lane -> graph, for the lanes of this worker
-              states: dict,                # number of the lane -> its `GlobalRandomStates`
-              publisher: WeightPublisher,
-              holders: Sequence,           # indices of what these graphs hold, in the publisher
-    ) -> Member:
+    def start(self, index: int, graphs: dict, states: dict, publisher: WeightPublisher, holders: Sequence) -> Member:
         """Start worker `index`, and return it as a member.
 
         Args:

@@ -21,17 +21,8 @@ from .shared import SharedMemory
 STARTED = 'started', None    # the first message of a worker
 
 
-def run_worker(
-    function: Callable,             # the function that the worker runs
-    shared: tuple,                  # its arguments after the connection
-    args: tuple | SharedMemory,     # its other arguments, or memory with their pickle
-    name: str,                      # name in error messages
-    link: Any,                      # the worker's end of the connection
-    inherited: list,                # ends of other connections, to be closed
-    traceback_file: TracebackFile,
-    threads: int,                   # torch threads
-    cores: Any,                     # processor cores that it may use; None: all
-) -> None:
+def run_worker(function: Callable, shared: tuple, args: tuple | SharedMemory, name: str, link: Any, inherited: list,
+               traceback_file: TracebackFile, threads: int, cores: Any) -> None:
     """The life of a worker process: it calls `function(link, *shared, *args)`, and sends its exception.
 
     Args:

@@ -52,10 +52,14 @@ send(signal.SIGKILL)
 
 # %% ../../../nbs/pipes/30_workers/08_guard.ipynb #9a87f240
 class _Guard(NamedTuple):
-    "The guard of a process."
+    """The guard of a process.
+
+    Args:
+        workers: the processes that it may have to end
+    """
     pid: int
     link: socket.socket
-    workers: set     # the processes that it may have to end
+    workers: set
 
 
 _guards = {}     # number of a process -> its `_Guard`
@@ -63,9 +67,7 @@ _lock = threading.RLock()
 if hasattr(os, 'register_at_fork'): os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
-def guard(
-    pid: int,   # a process that this one has just started
-) -> None:
+def guard(pid: int) -> None:
     """From now on, end the process `pid` when this process is killed. Does nothing on systems without `pidfd_open`.
 
     Args:
@@ -93,9 +95,7 @@ def _send(pid, worker):
         socket.send_fds(present.link, [b'.'], [worker])
 
 
-def unguard(
-    pids: Iterable,   # processes that have ended, whether they were guarded or not
-) -> None:
+def unguard(pids: Iterable) -> None:
     """End the guard of this process if it has no other process to guard.
 
     Args:

@@ -20,9 +20,7 @@ class Link:
     Args:
         connection: belongs to this object from now on
     """
-    def __init__(self,
-                 connection: Connection,   # belongs to this object from now on
-    ):
+    def __init__(self, connection: Connection):
         self.connection, self.part, self.unsent = connection, bytearray(), bytearray()    # part of a message; bytes not sent yet
         os.set_blocking(connection.fileno(), False)
 

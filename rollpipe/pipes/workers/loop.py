@@ -36,8 +36,8 @@ class WorkerRequest(NamedTuple):
     lane: int
     slot: int
     position: int
-    publication: int | None  # number of the weights; None: the latest
-    layout: tuple | None     # the arguments of `Layout`; None: the layout of the previous request
+    publication: int | None
+    layout: tuple | None
 
 
 class Reply(NamedTuple):
@@ -49,13 +49,13 @@ class Reply(NamedTuple):
         begin: [s] when collecting began
         end: [s] when the item was complete, before it was written into the slot
     """
-    format_id: int | None = None     # this field and the next three are those of `ItemHeader`
+    format_id: int | None = None
     new_format: tuple | None = None
     copied_bytes: int = 0
     unplaced: tuple = ()
-    publication: int | None = None   # number of the weights that collected the item; None: the lane has ended and there is no item
-    begin: float = 0.                # [s] when collecting began
-    end: float = 0.                  # [s] when the item was complete, before it was written into the slot
+    publication: int | None = None
+    begin: float = 0.
+    end: float = 0.
 
 
 COMPLETING = pickle.dumps(None)   # message: all steps of an item are collected, and it is being put together
@@ -107,15 +107,7 @@ class LaneRunner:
         states: number of the lane -> its `GlobalRandomStates`
         device: device of the actors; None: they are not moved
     """
-    def __init__(self,
-                 link: Any,          # takes warnings and errors: a connection, or what has `send` and `send_bytes`
-                 slots: list,        # the slots for items
-                 subscriber: Any,    # a `WeightSubscriber` for `holders_in(lanes.values())`
-                 name: str,          # name of the worker in error messages
-                 lanes: dict,        # number of the lane -> graph
-                 states: dict,       # number of the lane -> its `GlobalRandomStates`
-                 device: Any = None, # device of the actors; None: they are not moved
-    ):
+    def __init__(self, link: Any, slots: list, subscriber: Any, name: str, lanes: dict, states: dict, device: Any = None):
         self.link, self.name, self.lanes, self.states, self.subscriber = link, name, lanes, states, subscriber
         holders = holders_in(lanes.values())
         if device is not None: _move(lanes, holders, device)
@@ -157,10 +149,7 @@ class LaneRunner:
         for lane, stream in self.streams.items(): _close(self.link, f"{self.name}, lane {lane}", stream)
 
 # %% ../../../nbs/pipes/30_workers/11_loop.ipynb #2881a947
-def run_lanes(
-    link: Any,   # the worker's end of the connection
-    *args: Any,  # the other arguments of `LaneRunner`
-) -> None:
+def run_lanes(link: Any, *args: Any) -> None:
     """The main loop of a worker process: it sends a `Reply` for each `WorkerRequest`, and ends when it receives None.
 
     Args:

@@ -34,12 +34,7 @@ class Member:
         lanes: numbers of its lanes
         patience: how long it may be silent [s]
     """
-    def __init__(self,
-                 index: int,
-                 process: Any,            # a `WorkerProcess`, or what has its methods
-                 lanes: Iterable,         # numbers of its lanes
-                 patience: float,         # how long it may be silent [s]
-    ):
+    def __init__(self, index: int, process: Any, lanes: Iterable, patience: float):
         self.index, self.process, self.lanes = index, process, list(lanes)
         self.queued, self.sent = deque(), deque()                # requests not sent yet; requests sent but not answered
         self.layout, self.formats = None, {}                     # the last layout sent to it; number -> format received from it
@@ -65,10 +60,7 @@ class Member:
         return request, reply, None if reply.publication is None else format_of(reply, self.formats)
 
 # %% ../../../nbs/pipes/30_workers/13_members.ipynb #5d0f1e0a
-def cores_and_device(
-    affinity: list | None,  # for each worker its cores (an int or several), or a device; a list that is too short is repeated
-    index: int,             # number of the worker
-) -> tuple:                 # `(cores, device)`; None: no change
+def cores_and_device(affinity: list | None, index: int) -> tuple:
     """The processor cores or the device of a worker.
 
     Args:
@@ -122,14 +114,7 @@ def check_picklable(graphs: Iterable, expected: str = "what can be pickled (or t
                               got=repr(x)[:80]) from e
 
 
-def start_member(
-    index: int,
-    graphs: dict,     # number of the lane -> graph, for its lanes
-    states: dict,     # number of the lane -> its `GlobalRandomStates`
-    slots: list,      # the slots for items
-    subscriber: Any,  # a `WeightSubscriber` for what these graphs hold
-    options: Any,     # a `ProcessReading`
-) -> Member:
+def start_member(index: int, graphs: dict, states: dict, slots: list, subscriber: Any, options: Any) -> Member:
     """Start a worker process.
 
     Args:

@@ -173,17 +173,8 @@ class WorkerProcess:
         cores: processor cores that it may use; None: all
         grace: seconds between SIGTERM and SIGKILL
     """
-    def __init__(self,
-                 name: str,                       # name in error messages
-                 function: Callable,              # the function that the process runs
-                 shared: tuple = (),              # arguments that multiprocessing must pass: connections and shared memory
-                 args: tuple = (),                # other arguments; a forked process inherits them, others get them by cloudpickle
-                 *,
-                 start_method: str | None = None, # 'fork', 'forkserver' or 'spawn' [fork, if it is safe]
-                 threads: int = 1,                # torch threads in the process
-                 cores: Iterable | None = None,   # processor cores that it may use; None: all
-                 grace: float = 5.0,              # seconds between SIGTERM and SIGKILL
-    ):
+    def __init__(self, name: str, function: Callable, shared: tuple = (), args: tuple = (), *, start_method: str | None = None,
+                 threads: int = 1, cores: Iterable | None = None, grace: float = 5.0):
         self.name, self.grace, method = name, grace, start_method_for(start_method, threads)
         packed: tuple | SharedMemory = args if method == 'fork' else _packed(args, name, method)
         self.creator, self.has_started = os.getpid(), False

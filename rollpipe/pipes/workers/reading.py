@@ -6,7 +6,7 @@
 __all__ = ['ProcessReading']
 
 # %% ../../../nbs/pipes/30_workers/18_reading.ipynb #9164978a
-from .. import torchdata
+import rollpipe.pipes.torchdata as torchdata
 from ..errors import check_integer
 from .crew import ProcessCrew
 from .members import check_affinity
@@ -49,21 +49,9 @@ class ProcessReading(WorkerReading):
         grace: seconds to close environments at the end, before a worker is killed
         spin: seconds to wait without sleeping; the learner then reacts at once, but keeps a core busy
     """
-    def __init__(self,
-                 num_workers: int,                # number of processes, at most one per lane; 0: none, and the graph is not changed
-                 lag: int | None = 0,             # learner updates between collecting and consuming; None: no limit, workers run ahead
-                 order: str = 'canonical',        # 'canonical': lanes in turn; 'ready': first come, first served
-                 n_buffers: int | None = None,    # fragments in shared memory [those in progress, of the current and of the previous batch]
-                 start_method: str | None = None, # 'fork', 'forkserver' or 'spawn' [fork, if it is safe]
-                 affinity: list | None = None,    # for each worker its processor cores (an int or several), or a device such as 'cuda:1'
-                 worker_threads: int = 1,         # torch threads in each worker
-                 *,
-                 restart: int = 0,                # how many deaths of workers are allowed
-                 silence: float = 60.0,           # seconds without an answer, after its start, until the log says where a worker is
-                 on_silence: str = 'warn',        # 'warn', or 'raise' a `WorkerError`
-                 grace: float = 5.0,              # seconds to close environments at the end, before a worker is killed
-                 spin: float = 0.0,               # seconds to wait without sleeping; the learner then reacts at once, but keeps a core busy
-    ):
+    def __init__(self, num_workers: int, lag: int | None = 0, order: str = 'canonical', n_buffers: int | None = None,
+                 start_method: str | None = None, affinity: list | None = None, worker_threads: int = 1, *, restart: int = 0,
+                 silence: float = 60.0, on_silence: str = 'warn', grace: float = 5.0, spin: float = 0.0):
         self.num_workers, self.lag, self.order, self.n_buffers, self.start_method = num_workers, lag, order, n_buffers, start_method
         self.affinity, self.worker_threads, self.restart = affinity, worker_threads, restart
         self.silence, self.on_silence, self.grace, self.spin = silence, on_silence, grace, spin

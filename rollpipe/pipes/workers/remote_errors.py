@@ -36,10 +36,7 @@ class RemoteTraceback(Exception):
     def __str__(self): return f'\n"""\n{self.text}"""'
 
 
-def pack_exception(
-    e: BaseException,  # caught in this process
-    where: str,        # this process and its task
-) -> tuple:            # `(text, pickle)`; the pickle is that of a `WorkerError` if the exception cannot be pickled or unpickled
+def pack_exception(e: BaseException, where: str) -> tuple:
     """Convert an exception to a message for another process.
 
     Args:
@@ -68,11 +65,7 @@ def pack_exception(
 _set = BaseException.__setattr__       # some exceptions let nobody change their attributes, such as frozen dataclasses
 
 
-def send_exception(
-    link: Any,         # the connection to the parent
-    e: BaseException,  # caught in this process
-    where: str,        # this process, and what it was doing
-) -> None:
+def send_exception(link: Any, e: BaseException, where: str) -> None:
     """Send an exception to the parent; nothing happens if the parent has gone.
 
     Whether it has gone shows here and nowhere else: an `EOFError` may as well come from a user's own connection or file.
@@ -86,10 +79,7 @@ def send_exception(
     except OSError: pass
 
 
-def send_warning(
-    link: Any,   # the connection to the parent
-    text: str,   # for the parent's log
-) -> None:
+def send_warning(link: Any, text: str) -> None:
     """Have the parent log a warning; nothing happens if the parent has gone.
 
     Args:

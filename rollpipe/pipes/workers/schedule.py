@@ -23,11 +23,11 @@ class Request:
         ended: True: the lane has ended, so there is no item
     """
     lane: int
-    group: int                 # number of the group that was consumed when the item was requested, counted from 0
-    publication: int | None    # number of the weights that must collect it; None: the latest at the time of collecting
-    destination: Any = None    # where the item goes; the schedule does not use it
-    answer: Any = None         # the answer; None: not yet answered
-    ended: bool = False        # True: the lane has ended, so there is no item
+    group: int
+    publication: int | None
+    destination: Any = None
+    answer: Any = None
+    ended: bool = False
 
 # %% ../../../nbs/pipes/30_workers/12_schedule.ipynb #5d0f1c08
 class Schedule:
@@ -40,14 +40,8 @@ class Schedule:
         max_pending: greatest number of open requests [1 + lag groups; two per lane if lag is None]
         first: number of the first lane
     """
-    def __init__(self,
-                 n_lanes: int,
-                 group_size: int = 1,             # items that are consumed before the weights may change
-                 lag: int | None = 0,             # groups that are requested ahead; None: as many as `max_pending` allows
-                 order: str = 'canonical',        # 'canonical': lanes in turn; 'ready': first answered, first handed out
-                 max_pending: int | None = None,  # greatest number of open requests [1 + lag groups; two per lane if lag is None]
-                 first: int = 0,                  # number of the first lane
-    ):
+    def __init__(self, n_lanes: int, group_size: int = 1, lag: int | None = 0, order: str = 'canonical', max_pending: int | None = None,
+                 first: int = 0):
         self.group_size, self.lag, self.order = group_size, lag, order
         self.max_pending = pending_limit(n_lanes, group_size, lag) if max_pending is None else max_pending
         self.latest_weights = lag is None or lag > 0 and order == 'ready'     # True: every item is collected with the latest weights

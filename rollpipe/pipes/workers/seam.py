@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from .. import torchdata
+import rollpipe.pipes.torchdata as torchdata
 from ..batches import FragmentStacker
 from ..episodes import EpisodeCollector
 from ..errors import DataError, GraphError, check_integer, describe
@@ -60,13 +60,7 @@ class WorkerLanes(Lanes):
         share_slots: may items that are joined share a slot?
         seeded: False: the graph had no `Lanes`, and its single lane keeps its seeds
     """
-    def __init__(self,
-                 lanes: Lanes,        # the `Lanes` that they replace
-                 service: Any,        # the `WorkerReading`
-                 group_size: int,     # items that are consumed before the weights may change
-                 share_slots: bool,   # may items that are joined share a slot?
-                 seeded: bool,        # False: the graph had no `Lanes`, and its single lane keeps its seeds
-    ):
+    def __init__(self, lanes: Lanes, service: Any, group_size: int, share_slots: bool, seeded: bool):
         super().__init__(lanes.pipe, lanes.n, lanes.seed, lanes.threads)
         self.divisions = lanes.divisions
         self.service, self.group_size, self.share_slots, self.seeded, self.coordinator = service, group_size, share_slots, seeded, None

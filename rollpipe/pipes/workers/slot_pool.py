@@ -24,9 +24,9 @@ class SlotState:
         n_out: items in progress or lent, and positions not taken yet; 0: the slot is free
         lent: are its large arrays lent? None: none of its items was read yet
     """
-    layout: Layout              # the places of large arrays
-    n_out: int = 0              # items in progress or lent, and positions not taken yet; 0: the slot is free
-    lent: bool | None = None    # are its large arrays lent? None: none of its items was read yet
+    layout: Layout
+    n_out: int = 0
+    lent: bool | None = None
 
 
 def slots_spanned(n_items: int, width: int) -> int:
@@ -42,11 +42,7 @@ class SlotPool:
         width: number of items in a slot
         max_pending: number of items in progress at once; as many slots as they need are never lent
     """
-    def __init__(self,
-                 n_buffers: int,    # number of items that fit into all slots
-                 width: int,        # number of items in a slot
-                 max_pending: int,  # number of items in progress at once; as many slots as they need are never lent
-    ):
+    def __init__(self, n_buffers: int, width: int, max_pending: int):
         n = max(1, n_buffers // width)
         self.width, self.slots = width, [Slot(width) for _ in range(n)]
         self.max_lent = max(0, n - slots_spanned(max_pending, width))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import nested
+import rollpipe.pipes.nested as nested
 from .codec import (SMALL, ArraySpec, ItemFormat, aligned, check_sendable, copy_arrays, copy_tensor,
                                           pickle_containers, pickle_item)
 from .slots import EMPTY_LAYOUT, Layout, Slot, ViewCache
@@ -28,16 +28,13 @@ class ItemHeader(NamedTuple):
         copied_bytes: bytes copied into the slot
         unplaced: `(shape, dtype)` of each large tensor without an entry in the layout
     """
-    format_id: int | None     # number of its format; None: the format is not stored
-    new_format: tuple | None  # the arguments of `ItemFormat`; None: the format was sent before with this number
-    copied_bytes: int         # bytes copied into the slot
-    unplaced: tuple           # `(shape, dtype)` of each large tensor without an entry in the layout
+    format_id: int | None
+    new_format: tuple | None
+    copied_bytes: int
+    unplaced: tuple
 
 
-def format_of(
-    header: Any,    # header of an item: an `ItemHeader`, or another record with `format_id` and `new_format`
-    formats: dict,  # number -> `ItemFormat` for the formats of this writer; a new one is added
-) -> ItemFormat:
+def format_of(header: Any, formats: dict) -> ItemFormat:
     """The format of the item with this header.
 
     Args:
@@ -60,12 +57,19 @@ class _ItemType:
 
 
 class _SentFormat(NamedTuple):
-    "A format that was sent to the reader."
+    """A format that was sent to the reader.
+
+    Args:
+        own: indices of the leaves in the item's own memory that are not empty
+        viewed: the specs of these leaves
+        size: size of the item's own arrays [bytes]
+        small_tensors: are all these leaves small tensors?
+    """
     id: int
-    own: list            # indices of the leaves in the item's own memory that are not empty
-    viewed: list         # the specs of these leaves
-    size: int            # size of the item's own arrays [bytes]
-    small_tensors: bool  # are all these leaves small tensors?
+    own: list
+    viewed: list
+    size: int
+    small_tensors: bool
 
 
 def _signature(x):

@@ -27,10 +27,7 @@ class Layout:
         n: number of items
         arrays: the entries: `(shape, torch dtype)` of each large array of one item
     """
-    def __init__(self,
-                 n: int = 1,             # number of items
-                 arrays: Sequence = (),  # the entries: `(shape, torch dtype)` of each large array of one item
-    ):
+    def __init__(self, n: int = 1, arrays: Sequence = ()):
         self.n, self.arrays, self.offsets, self.size = n, tuple(arrays), [], 0
         for shape, dtype in self.arrays:
             self.offsets.append(self.size)
@@ -51,12 +48,7 @@ class ViewCache:
     "Keeps the last views of the arrays in an item's own memory, for each key."
     def __init__(self): self.last = {}
 
-    def views(self,
-              key: Any,              # identifies the memory
-              item_format: Any,           # has `viewed`, a list of `ArraySpec`, and `size`
-              memory: SharedMemory,
-              start: int,            # where the item's own arrays begin [bytes]
-    ) -> list:
+    def views(self, key: Any, item_format: Any, memory: SharedMemory, start: int) -> list:
         """A view for each array in `item_format.viewed`.
 
         Args:
@@ -84,12 +76,7 @@ class Slot:
         "The byte in `item_memory[position]` at which the item's own arrays begin."
         return layout.size if self.item_memory[position] is self.layout_memory else 0
 
-    def read(self,
-             item_format: ItemFormat,
-             position: int = 0,
-             layout: Layout = EMPTY_LAYOUT,
-             on_release: Callable | None = None,  # if given, large arrays are lent, and it is called when the last view of them is deleted
-    ) -> Any:
+    def read(self, item_format: ItemFormat, position: int = 0, layout: Layout = EMPTY_LAYOUT, on_release: Callable | None = None) -> Any:
         """Read the item that was written at this position.
 
         Args:

@@ -18,12 +18,7 @@ from .process import WorkerNotStarted
 from .remote_errors import log
 
 # %% ../../../nbs/pipes/30_workers/14_supervision.ipynb #5d0f1f05
-def report_silence(
-    process: Any,            # the silent worker: a `WorkerProcess`, or what has its methods
-    seconds: float,          # time since its last message
-    on_silence: str,         # 'warn', or 'raise'
-    lane: int | None = None, # the lane that it collects
-) -> None:
+def report_silence(process: Any, seconds: float, on_silence: str, lane: int | None = None) -> None:
     """Log the traceback of a silent worker, or raise it as a `WorkerError`.
 
     Args:
