@@ -1,1 +1,34 @@
+"""Reinforcement learning whose rollouts are a streaming pipeline of datapipes.
+
+These are the names of a first program. The rooms `rollpipe.pipes`, `layers`, `agents` and `testing` have the others.
+"""
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 __version__ = "0.1.0"
+__all__ = [
+    'A2C', 'ActionCritic', 'AdvantageBuffer', 'Critic', 'DQN', 'DataLoader2', 'EnvStepper', 'FragmentCollector', 'FragmentStacker', 'Lanes',
+    'MLPPolicy', 'PPO', 'ProcessReading', 'QPolicy', 'RayReading', 'RecurrentPolicy', 'SAC', 'SquashedPolicy', 'TRPO', 'check_env', 'draw',
+    'evaluate', 'insert_after', 'load_agent', 'on_policy', 'optimize', 'remove', 'replace', 'replayed',
+]
+
+if TYPE_CHECKING:
+    from .agents import A2C, DQN, PPO, SAC, TRPO, evaluate
+    from .layers import ActionCritic, Critic, MLPPolicy, QPolicy, RecurrentPolicy, SquashedPolicy
+    from .pipes import (AdvantageBuffer, EnvStepper, FragmentCollector, FragmentStacker, Lanes, ProcessReading, RayReading, draw,
+                        insert_after, on_policy, optimize, remove, replace, replayed)
+    from .pipes.torchdata import DataLoader2
+    from .runs import load_agent
+    from .testing import check_env
+
+
+def __getattr__(name):
+    "A name comes from its room when it is first asked for: the command line can be interrupted before torch is imported."
+    if name in __all__:
+        for room in ('pipes', 'layers', 'agents', 'runs', 'testing'):
+            module = import_module(f'.{room}', __name__)
+            if hasattr(module, name): return globals().setdefault(name, getattr(module, name))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__(): return sorted({*globals(), *__all__})
