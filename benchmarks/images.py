@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from report import header, spread, table
 
-from rollpipe.pipes import EnvStepper, FragmentCollector, FrameStack, Stacks, Tap, nested
+from rollpipe.pipes import EnvStepper, FragmentCollector, FrameStack, Tap, nested
+from rollpipe.pipes.frames import Stacks
 
 SHAPE, STACK = (84, 84), 4
 

@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent/'tests'))
 from tensor_worlds import CartPole, Pendulum  # noqa: E402
 
 from rollpipe.layers import Critic, MLPPolicy  # noqa: E402
-from rollpipe.pipes import AdvantageBuffer, TensorCollector  # noqa: E402
+from rollpipe.pipes import AdvantageBuffer  # noqa: E402
+from rollpipe.pipes.tensors.collector import TensorCollector  # noqa: E402
 
 ENVS = {'CartPole': CartPole, 'Pendulum': Pendulum}
 

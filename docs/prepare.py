@@ -127,25 +127,30 @@ def module_page(module, names, package, found, out):
     "Write the page of one module under the name of the package from which users import; returns the name of the page."
     whole = importlib.import_module(module)
     page, title = found.get(module, (None, module))
-    lines = [f"# {module if module == package else heading(names)}", "", whole.__doc__ or "", ""]
+    lines = [f"# {heading(names) if names and module != package else module}", "", whole.__doc__ or "", ""]
     if page: lines += [f"How it is made: {{doc}}`{title} </{page}>`.", ""]
     lines += ["```{eval-rst}", *([f".. module:: {module}"] if module == package and package not in PACKAGES else []),
               f".. currentmodule:: {package}", ""]
     for name in names: lines += directive(package, name)
+    shown = module == package or any(inspect.ismodule(getattr(importlib.import_module(package), name)) for name in names)
+    others = [name for name in getattr(whole, "__all__", ()) if name not in names and not shown
+              and getattr(getattr(whole, name), "__module__", module) == module]
+    if others: lines += [f".. currentmodule:: {module}", ""]
+    for name in others: lines += directive(module, name)
     stem = module if module != package or package not in PACKAGES else f"{module}.other"
     out.write(f"api/{stem}.md", "\n".join([*lines, "```", ""]))
     return stem
 
 
-def public_names(package):
-    "module -> the names that users import from `package` and that are written there."
+def public_names(package, found):
+    "module -> the names that users import from `package` and that are written there, also for modules from which there are none."
     whole, homes = importlib.import_module(package), {}
     for name in getattr(whole, "__all__", None) or [n for n in vars(whole) if n[0] != "_"]:
         obj = getattr(whole, name)
         home = obj.__name__ if inspect.ismodule(obj) else getattr(obj, "__module__", package)
         if home.startswith("torchdata") or (package == "rollpipe.testing" and inspect.ismodule(obj)): continue
         homes.setdefault(home if home.startswith("rollpipe") else package, []).append(name)
-    return homes
+    return {m: [] for m in found if m.rpartition(".")[0] == package} | homes
 
 
 def reference(found, out):
@@ -153,8 +158,8 @@ def reference(found, out):
     packages = []
     for package, title in PACKAGES.items():
         doc = importlib.import_module(package).__doc__
-        homes = sorted(public_names(package).items(), key=lambda x: found.get(x[0], ("~",))[0])
-        pages = [f"{heading(names)} <{module_page(home, names, package, found, out)}>" for home, names in homes]
+        homes = sorted(public_names(package, found).items(), key=lambda x: found.get(x[0], ("~",))[0])
+        pages = [f"{heading(names) if names else home} <{module_page(home, names, package, found, out)}>" for home, names in homes]
         rows = [f"| `{package}.{n}` | {summary(getattr(importlib.import_module(package), n))} |" for _, names in homes for n in names]
         out.write(f"api/{package}.md", "\n".join([
             f"# {title}", "", "```{eval-rst}", f".. module:: {package}", "```", "", doc, "", "| Name | Meaning |", "| --- | --- |", *rows,

@@ -19,8 +19,9 @@ from rollpipe.layers import (
 )
 from rollpipe.pipes import (
     ActorError, AdvantageBuffer, CheckInvariants, DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Minibatcher,
-    NStep, PipeError, ReplayMemory, RewardScaler, SpaceError, StepMerger, TensorCollector, on_policy, optimize, replayed,
+    NStep, PipeError, ReplayMemory, RewardScaler, SpaceError, StepMerger, on_policy, optimize, replayed,
 )
+from rollpipe.pipes.tensors.collector import TensorCollector
 from rollpipe.pipes.workers.reading import ProcessReading
 
 LONG = [(99, "term")]

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from rollpipe.agents.ppo import PPO
 from rollpipe.agents.tabular import QLearning, TabularQ
 from rollpipe.layers import Actor, Critic, GaussianPolicy
-from rollpipe.pipes import AdvantageBuffer, DataError, EnvStepper, FragmentCollector, NStep, StepMerger, Steps, on_policy, returns, values
+from rollpipe.pipes import AdvantageBuffer, DataError, EnvStepper, FragmentCollector, NStep, StepMerger, on_policy, returns
+from rollpipe.pipes.advantage import values
+from rollpipe.pipes.steps import Steps
 from rollpipe.testing import NarrowPath, Steering, check_env
 
 fast = settings(deadline=None, max_examples=40)

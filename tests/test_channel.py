@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from toys import Counting, Learning, Plain
 from worker_cases import stream
 
-from rollpipe.pipes import ActorError, EnvStepper, FragmentCollector, Lanes, ProcessReading, bump_version, version_of
+from rollpipe.pipes import ActorError, EnvStepper, FragmentCollector, Lanes, ProcessReading
+from rollpipe.pipes.modules import bump_version, version_of
 from rollpipe.pipes.torchdata import DataLoader2
 from rollpipe.pipes.modules import modules_in, state_of
 from rollpipe.pipes.workers.channel import WeightPublisher

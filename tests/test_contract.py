@@ -23,8 +23,11 @@ from reference import assert_same, snapshot
 from toys import Counting, Learning, Ledger, Lively, Plain, Shaky
 from worker_cases import WORLDS, gone, harmful, learned, learned_serially, outcome, serial, slack, stream
 
-from rollpipe.pipes import (ActorError, DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes,
-                            ProcessReading, RayReading, WorkerError, bump_version, rollouts)
+from rollpipe.pipes import (
+    ActorError, DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, ProcessReading, RayReading,
+    WorkerError, rollouts,
+)
+from rollpipe.pipes.modules import bump_version
 from rollpipe.pipes.taps import EpisodeStats
 from rollpipe.pipes.torchdata import DataLoader2, InProcessReadingService, ReadingServiceInterface
 

@@ -13,9 +13,9 @@ from torch import nn
 from torch.func import functional_call, jvp, vjp
 from torch.nn.functional import one_hot
 
-from rollpipe.layers import (
-    Bits, ConvTrunk, Critic, Embeddings, MLPPolicy, ModuleDict, ToBits, QPolicy, RecurrentPolicy, encoder_for, n_out_of, to_bits,
-)
+from rollpipe.layers import ConvTrunk, Critic, MLPPolicy, QPolicy, RecurrentPolicy, encoder_for
+from rollpipe.layers.integers import Bits, Embeddings, ToBits, to_bits
+from rollpipe.layers.module_dict import ModuleDict, n_out_of
 from rollpipe.pipes import nested
 from rollpipe.pipes.errors import DataError, SpaceError
 from rollpipe.testing import check_actor

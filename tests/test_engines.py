@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 from rollpipe.layers import Actor, CategoricalPolicy, MLPPolicy, Policy, QPolicy, RecurrentPolicy, RecurrentQPolicy
 from rollpipe.layers.distributions import Categorical
-from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading, bump_version, nested, rollouts
+from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading, nested, rollouts
+from rollpipe.pipes.modules import bump_version
 from rollpipe.pipes.engines import choice, compiled
 from rollpipe.pipes.engines.checked_actor import CheckedActor
 from rollpipe.pipes.engines.onnx_graph import to_onnx

@@ -11,9 +11,8 @@ from reference import Solo, apply, assert_same, grid, snapshot
 from toys import ENDS, Counting, Limit, Lively, Memory, Nested, NestedMemory, Plain, judge
 
 from rollpipe.layers import GaussianPolicy
-from rollpipe.pipes import (
-    AdvantageBuffer, DataError, EnvStepper, EpisodeCollector, FragmentCollector, Lanes, State, episodes, pad_episodes,
-)
+from rollpipe.pipes import AdvantageBuffer, DataError, EnvStepper, EpisodeCollector, FragmentCollector, Lanes, State, episodes
+from rollpipe.pipes.fragment_ops import pad_episodes
 
 fast = settings(deadline=None, max_examples=20)
 WORLDS = {"plain": (Counting, Plain), "memory": (Counting, Memory), "nested": (Nested, NestedMemory)}

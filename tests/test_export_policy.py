@@ -13,9 +13,10 @@ from rollpipe.agents import evaluate
 from rollpipe.cli import main
 from rollpipe.export import FORMATS, PolicyFunction, export_policy
 from rollpipe.layers import (
-    Actor, Bits, ConvTrunk, DeterministicPolicy, MLPPolicy, ModuleDict, QPolicy, QuantilePolicy, RecurrentPolicy, RecurrentQPolicy,
-    SquashedPolicy, ToBits,
+    Actor, ConvTrunk, DeterministicPolicy, MLPPolicy, QPolicy, QuantilePolicy, RecurrentPolicy, RecurrentQPolicy, SquashedPolicy,
 )
+from rollpipe.layers.integers import Bits, ToBits
+from rollpipe.layers.module_dict import ModuleDict
 from rollpipe.pipes import nested
 from rollpipe.pipes.envs.actions import in_containers
 from rollpipe.pipes.envs.factories import space_spec

@@ -13,7 +13,8 @@ from reference import Solo, apply, assert_same, flatten, grid, snapshot
 from toys import ENDS, Counting, Limit, Lively, Memory, Nested, NestedMemory, Noted, Plain, Shaky
 
 from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy, MLPPolicy
-from rollpipe.pipes import DataError, EnvStepper, Final, Fragment, FragmentCollector, Lanes, Pipe, State
+from rollpipe.pipes import DataError, EnvStepper, Fragment, FragmentCollector, Lanes, Pipe, State
+from rollpipe.pipes.data import Final
 from rollpipe.pipes.data import TickSource
 from rollpipe.pipes.fragments import Destination, FragmentBuilder, RowBuffer, stack_rows
 from rollpipe.pipes.nested import leaves

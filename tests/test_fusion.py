@@ -21,8 +21,11 @@ from test_vector import PLANS, Vectorised
 from toys import ENDS, Counting, Lively, Memory, Nested, NestedMemory, Plain, Shaky
 
 from rollpipe.layers import Actor, Critic, MLPPolicy, RecurrentPolicy
-from rollpipe.pipes import (EnvStepper, FragmentCollector, Lanes, Pipe, ProcessReading, bump_version, copy_graph, draw, find, find_one,
-                            insert_after, insert_before, on_policy, optimize, remove, replace, replayed, rollouts)
+from rollpipe.pipes import (
+    EnvStepper, FragmentCollector, Lanes, Pipe, ProcessReading, copy_graph, draw, find, find_one, insert_after, insert_before, on_policy,
+    optimize, remove, replace, replayed, rollouts,
+)
+from rollpipe.pipes.modules import bump_version
 from rollpipe.pipes.envs.single import EnvBatch
 from rollpipe.pipes.errors import DataError
 from rollpipe.pipes.fragments import Destination, RowBuffer

@@ -17,9 +17,11 @@ from test_vector import PLANS, Vectorised
 from toys import ENDS, Counting, Ledger, Memory, Nested, NestedMemory, Plain, Valued, judge
 
 from rollpipe.layers import Critic, MemoryCritic, MLPPolicy, RecurrentPolicy
-from rollpipe.pipes import (AdvantageBuffer, DataError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Pipe, ProcessReading, Tap,
-                            bump_version, copy_graph, draw, find_one, insert_after, nested, on_policy, optimize, profile, remove,
-                            returns)
+from rollpipe.pipes import (
+    AdvantageBuffer, DataError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Pipe, ProcessReading, Tap, copy_graph, draw,
+    find_one, insert_after, nested, on_policy, optimize, profile, remove, returns,
+)
+from rollpipe.pipes.modules import bump_version
 from rollpipe.pipes.batches import SideBySide
 from rollpipe.pipes.fusion.rewrites import BATCHED_ADVANTAGES, JOIN_IN_PLACE, FusedJoin
 from rollpipe.pipes.data import Fragment

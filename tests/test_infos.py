@@ -17,9 +17,11 @@ from reference import assert_same, snapshot
 from toys import Plain
 
 from rollpipe.agents import evaluate
-from rollpipe.pipes import (DataError, EnvError, EnvStepper, EpisodeCollector, EpisodeStats, FragmentCollector, FragmentStacker, Lanes,
-                            Minibatcher, ProcessReading, ReplayMemory, RewardScaler, Steps, collect, context, nested, on_policy, prepare,
-                            startup)
+from rollpipe.pipes import (
+    DataError, EnvError, EnvStepper, EpisodeCollector, EpisodeStats, FragmentCollector, FragmentStacker, Lanes, Minibatcher,
+    ProcessReading, ReplayMemory, RewardScaler, collect, context, nested, on_policy, prepare, startup,
+)
+from rollpipe.pipes.steps import Steps
 from rollpipe.pipes.envs.infos import SingleInfos, VectorInfos
 from rollpipe.pipes.fragment_ops import ENV_REWARD, columns, join, pad_episodes, same_keys, transitions
 from rollpipe.pipes.torchdata import DataLoader2

@@ -19,9 +19,10 @@ from toys import Nested
 
 import rollpipe.layers
 from rollpipe.layers import (
-    MLP, Actor, Categorical, CategoricalPolicy, Critic, Gaussian, GaussianHead, GaussianPolicy, MLPPolicy, Policy,
-    RecurrentPolicy, RunningNorm, encoder_for, head_for,
+    MLP, Actor, Categorical, CategoricalPolicy, Critic, Gaussian, GaussianPolicy, MLPPolicy, Policy, RecurrentPolicy, RunningNorm,
+    encoder_for, head_for,
 )
+from rollpipe.layers.heads import GaussianHead
 from rollpipe.pipes import EnvStepper, FragmentCollector, nested
 from rollpipe.pipes.errors import SpaceError
 from rollpipe.testing import check_actor

@@ -14,9 +14,8 @@ from reference import assert_same, snapshot
 from toys import Counting, Failing, Learning, Ledger, Limit, Lively, Shaky
 
 from rollpipe.layers import Critic, GaussianPolicy
-from rollpipe.pipes import (
-    AdvantageBuffer, EnvError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Minibatcher, Tick, on_policy,
-)
+from rollpipe.pipes import AdvantageBuffer, EnvError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Minibatcher, on_policy
+from rollpipe.pipes.data import Tick
 from rollpipe.pipes.torchdata import DataLoader2, InProcessReadingService, traverse_dps
 from rollpipe.pipes.modules import bump_version
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_fragments import OBS, Count, assert_metrics, assert_same_loss, last_state, make, mean, num, random_fragment, shaken
 
-from rollpipe.agents import timeshift
+from rollpipe.agents.unroll import timeshift
 from rollpipe.agents.losses import a2c, ppo, reinforce, vtrace_actor_critic, with_old_values
 from rollpipe.agents.policy_replay import approx_kl, lag_of, replay_policy
 from rollpipe.agents.unroll import answers_reached, fill_invalid, spliced, states_reached

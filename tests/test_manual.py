@@ -9,8 +9,9 @@ from toys import Counting, Ledger, Lively, Memory, Nested, NestedMemory, Plain, 
 
 from rollpipe.layers import GaussianPolicy
 from rollpipe.pipes import (
-    ActorError, DataError, EnvError, EnvStepper, FragmentCollector, Lanes, collect, context, prepare, rollout, startup, version_of,
+    ActorError, DataError, EnvError, EnvStepper, FragmentCollector, Lanes, collect, context, prepare, rollout, startup,
 )
+from rollpipe.pipes.modules import version_of
 from rollpipe.pipes.modules import bump_version
 
 WORLDS = {"plain": (Counting, Plain), "memory": (Counting, Memory), "nested": (Nested, NestedMemory)}

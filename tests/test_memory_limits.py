@@ -9,9 +9,11 @@ from rollpipe.agents.checkpoint import save_checkpoint
 from rollpipe.cli import main
 from rollpipe.config import make_config
 from rollpipe.layers import (
-    GRU, LSTM, MLP, ActionCritic, ConvTrunk, Critic, DuellingHead, Embeddings, MLPPolicy, QPolicy, QuantilePolicy, RecurrentPolicy,
-    SquashedPolicy, StackedMLP,
+    GRU, LSTM, MLP, ActionCritic, ConvTrunk, Critic, MLPPolicy, QPolicy, QuantilePolicy, RecurrentPolicy, SquashedPolicy,
 )
+from rollpipe.layers.action_critic import StackedMLP
+from rollpipe.layers.integers import Embeddings
+from rollpipe.layers.q_networks import DuellingHead
 from rollpipe.pipes import DataError, EnvStepper, FragmentCollector, Replay, ReplayMemory, errors, replayed
 from rollpipe.pipes.errors import CheckpointError
 from rollpipe.runs import load_run, resume, start

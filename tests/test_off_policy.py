@@ -24,7 +24,10 @@ from rollpipe.agents.td import td_targets
 from rollpipe.cli import main
 from rollpipe.config import build, make_config
 from rollpipe.export import export_policy
-from rollpipe.layers import ActionCritic, DeterministicPolicy, GaussianParams, SquashedGaussian, SquashedPolicy, UnitBox
+from rollpipe.layers import ActionCritic, DeterministicPolicy, SquashedPolicy
+from rollpipe.layers.distributions import GaussianParams
+from rollpipe.layers.squashed import SquashedGaussian
+from rollpipe.layers.unit_box import UnitBox
 from rollpipe.layers.action_critic import StackedMLP
 from rollpipe.pipes import DataError, Fragment
 from rollpipe.pipes.errors import SpaceError

@@ -11,7 +11,8 @@ from toys import Counting
 from rollpipe.agents import evaluate
 from rollpipe.agents.losses import vtrace_actor_critic
 from rollpipe.layers import MLPPolicy
-from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading, TensorCollector, context, rollout, rollouts
+from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading, context, rollout, rollouts
+from rollpipe.pipes.tensors.collector import TensorCollector
 from rollpipe.pipes.torchdata import DataLoader2
 
 

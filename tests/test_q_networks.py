@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from reference import assert_same, snapshot
 from toys import Counting, Recall
 
-from rollpipe.layers import DuellingHead, QPolicy, RecurrentQPolicy
+from rollpipe.layers import QPolicy, RecurrentQPolicy
+from rollpipe.layers.q_networks import DuellingHead
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, nested
 from rollpipe.pipes.errors import SpaceError
 from rollpipe.testing import check_actor

@@ -16,7 +16,9 @@ from rollpipe.agents.off_policy.quantile_td import quantile_penalty, quantile_td
 from rollpipe.agents.td import td
 from rollpipe.cli import main
 from rollpipe.config import build, make_config
-from rollpipe.layers import QPolicy, QuantileHead, QuantilePolicy, RecurrentQPolicy, without_past
+from rollpipe.layers import QPolicy, QuantilePolicy, RecurrentQPolicy
+from rollpipe.layers.actor import without_past
+from rollpipe.layers.quantile_networks import QuantileHead
 from rollpipe.layers.observer import seeded
 from rollpipe.pipes import nested
 from rollpipe.pipes.errors import ActorError, DataError, SpaceError

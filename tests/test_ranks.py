@@ -14,7 +14,8 @@ from gymnasium.spaces import Discrete
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
 from rollpipe import ranks
-from rollpipe.agents import A2C, DDPG, DQN, NPG, PPO, QLearning, QRDQN, REINFORCE, SAC, TD3, TRPO, TabularQ, VTrace
+from rollpipe.agents import A2C, DDPG, DQN, NPG, PPO, QLearning, QRDQN, REINFORCE, SAC, TD3, TRPO, VTrace
+from rollpipe.agents.tabular import TabularQ
 from rollpipe.layers import (ActionCritic, Critic, DeterministicPolicy, GaussianPolicy, QPolicy, QuantilePolicy, RecurrentPolicy,
                              SquashedPolicy)
 from rollpipe.pipes import AdvantageBuffer, DataError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, WorkerError, nested

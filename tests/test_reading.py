@@ -17,8 +17,11 @@ from worker_cases import SPACES, WORLDS, change, learned, learned_serially, scri
 
 from rollpipe.agents.trpo import TRPO
 from rollpipe.layers import Critic, GaussianPolicy
-from rollpipe.pipes import (ActorError, DataError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, Minibatcher,
-                            ProcessReading, WorkerError, bump_version, on_policy, rollouts)
+from rollpipe.pipes import (
+    ActorError, DataError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, Minibatcher, ProcessReading, WorkerError,
+    on_policy, rollouts,
+)
+from rollpipe.pipes.modules import bump_version
 from rollpipe.pipes.graph import nodes
 from rollpipe.pipes.taps import EpisodeStats, Tap, Throughput
 from rollpipe.pipes.torchdata import DataLoader2, InProcessReadingService, ReadingServiceInterface

@@ -11,7 +11,8 @@ import torch
 from gymnasium.spaces import Box, Dict, Discrete
 from reference import assert_same, snapshot
 
-from rollpipe.agents import PPO, RND, Distillation, TRPO, evaluate
+from rollpipe.agents import PPO, RND, TRPO, evaluate
+from rollpipe.agents.intrinsic.distillation import Distillation
 from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe.agents.intrinsic.states import edited, states_of
 from rollpipe.config import build, make_config

@@ -12,7 +12,7 @@ from rollpipe.agents.shared_options import SharedOptions, shared_options
 from rollpipe.agents.tabular import QLearning
 from rollpipe.algorithms import ALGORITHMS, options_for
 from rollpipe.cli import build_parser
-from rollpipe.layers import UnitBox
+from rollpipe.layers.unit_box import UnitBox
 from rollpipe.options import meanings
 from rollpipe.pipes.errors import DataError
 

@@ -21,7 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import assert_same, snapshot
 
-from rollpipe.pipes import DataError, Lanes, ProcessReading, Source, Stacks, nested
+from rollpipe.pipes import DataError, Lanes, ProcessReading, Source, nested
+from rollpipe.pipes.frames import Stacks
 from rollpipe.pipes.workers.codec import SMALL, pickle_item
 from rollpipe.pipes.workers.slot_writer import ItemHeader, SlotWriter, format_of
 from rollpipe.pipes.workers.slots import EMPTY_LAYOUT, Layout, Slot

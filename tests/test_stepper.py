@@ -11,7 +11,9 @@ from reference import apply, assert_same, snapshot
 from toys import Constant, Counting, Ledger, Lively, Memory, Nested, NestedMemory, Noted, Plain, Shaky
 
 from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy
-from rollpipe.pipes import EnvStepper, FragmentCollector, FragmentStacker, Lanes, ProcessReading, Tick, bump_version
+from rollpipe.pipes import EnvStepper, FragmentCollector, FragmentStacker, Lanes, ProcessReading
+from rollpipe.pipes.data import Tick
+from rollpipe.pipes.modules import bump_version
 from rollpipe.pipes.torchdata import DataLoader2
 
 

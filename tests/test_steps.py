@@ -14,9 +14,12 @@ from reference import Solo, apply, assert_same, flatten
 from toys import ENDS, Constant, Counting, Limit, Memory, Nested, NestedMemory, Plain, judge
 
 from rollpipe.pipes import (
-    AdvantageBuffer, DataError, DataLoader2, EnvError, EnvStepper, EpisodeCollector, Final, Fragment, FragmentCollector, Fragments,
-    FragmentStacker, Lanes, MergedStep, Minibatcher, NStep, State, Step, StepMerger, Steps, Tick, WithImage,
+    AdvantageBuffer, DataError, DataLoader2, EnvError, EnvStepper, EpisodeCollector, Fragment, FragmentCollector, FragmentStacker, Lanes,
+    Minibatcher, NStep, State, StepMerger, WithImage,
 )
+from rollpipe.pipes.data import Final, Tick
+from rollpipe.pipes.replay.merged_steps import MergedStep
+from rollpipe.pipes.steps import Fragments, Step, Steps
 from rollpipe.pipes.torchdata import IterableWrapper
 
 fast = settings(deadline=None, max_examples=20)

@@ -14,9 +14,11 @@ from toys import ENDS, Counting, Failing, Ledger, Limit, Lively, Memory, Nested,
 
 from rollpipe.layers import GaussianPolicy, RecurrentPolicy
 from rollpipe.pipes import (
-    AdvantageBuffer, CheckInvariants, DataError, EnvStepper, EpisodeCollector, EpisodeEnd, EpisodeStats, FragmentCollector, FragmentStacker,
-    FrameStack, Lanes, NStep, ObservationCast, Pipe, Rate, RewardScaler, Tap, Throughput, Tick, ToDevice, invariants,
+    AdvantageBuffer, CheckInvariants, DataError, EnvStepper, EpisodeCollector, EpisodeStats, FragmentCollector, FragmentStacker,
+    FrameStack, Lanes, NStep, ObservationCast, Pipe, RewardScaler, Tap, ToDevice, invariants,
 )
+from rollpipe.pipes.data import Tick
+from rollpipe.pipes.taps import EpisodeEnd, Rate, Throughput
 from rollpipe.pipes.torchdata import DataLoader2, InProcessReadingService, IterableWrapper, traverse_dps
 from rollpipe.pipes.modules import bump_version
 from rollpipe.pipes.taps import EpisodeSums

@@ -8,9 +8,8 @@ from toys import Counting, Memory, Plain, Valued, judge
 
 from rollpipe.agents.td import td
 from rollpipe.layers import QPolicy
-from rollpipe.pipes import (
-    AdvantageBuffer, EnvStepper, FragmentCollector, Fragments, FragmentStacker, Lanes, NStep, Replay, Steps, nested, replayed,
-)
+from rollpipe.pipes import AdvantageBuffer, EnvStepper, FragmentCollector, FragmentStacker, Lanes, NStep, Replay, nested, replayed
+from rollpipe.pipes.steps import Fragments, Steps
 from rollpipe.pipes.torchdata import IterableWrapper
 
 MIXED, OTHER = ((3, "term"), (4, "trunc"), (1, "both"), (2, "term")), ((5, "term"), (2, "trunc"))

@@ -8,8 +8,8 @@ from toys import Counting, Lively, Memory, Nested, NestedMemory, Plain, Shaky, V
 
 from rollpipe import testing
 from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy, MLPPolicy, RecurrentPolicy
-from rollpipe.pipes import (AdvantageBuffer, EnvStepper, FragmentCollector, Fragments, FragmentStacker, Lanes, Minibatcher, Pipe,
-                            PipeError, Steps, on_policy)
+from rollpipe.pipes import AdvantageBuffer, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Minibatcher, Pipe, PipeError, on_policy
+from rollpipe.pipes.steps import Fragments, Steps
 from rollpipe.pipes.torchdata import IterableWrapper, IterDataPipe
 from rollpipe.testing import ContractError, check_actor, check_env, check_pipe
 

@@ -17,8 +17,10 @@ from rollpipe.agents.intrinsic.states import load_states, states_of
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes import (
     AdvantageBuffer, CheckInvariants, DataError, EnvStepper, FragmentCollector, FragmentStacker, FrameStack, Lanes, Minibatcher, NStep,
-    ObservationCast, Pipe, RewardScaler, Stacks, ToDevice, find_one, on_policy, values,
+    ObservationCast, Pipe, RewardScaler, ToDevice, find_one, on_policy,
 )
+from rollpipe.pipes.advantage import values
+from rollpipe.pipes.frames import Stacks
 from rollpipe.pipes.fragment_ops import env_rewards
 from rollpipe.pipes.torchdata import DataLoader2
 from rollpipe.pipes.workers.reading import ProcessReading

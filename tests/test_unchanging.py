@@ -11,9 +11,8 @@ import torch
 from toys import Counting, Plain
 
 from rollpipe.layers import GaussianPolicy, MLPPolicy, RecurrentPolicy
-from rollpipe.pipes import (
-    ActorError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Pipe, ProcessReading, bump_version, rollouts,
-)
+from rollpipe.pipes import ActorError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Pipe, ProcessReading, rollouts
+from rollpipe.pipes.modules import bump_version
 from rollpipe.pipes.torchdata import DataLoader2
 from rollpipe.testing import ContractError, check_actor
 

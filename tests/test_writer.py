@@ -13,7 +13,8 @@ from rollpipe.agents.metrics import METRICS, OF_THE_LOOP, check_metrics
 from rollpipe.cli import main
 from rollpipe.config import make_config
 from rollpipe.logs import MetricWriter, read_metrics, read_records
-from rollpipe.pipes import EpisodeStats, FragmentCollector, Lanes, Meter, Tap, insert_after
+from rollpipe.pipes import EpisodeStats, FragmentCollector, Lanes, Tap, insert_after
+from rollpipe.pipes.taps import Meter
 from rollpipe.pipes.errors import DataError
 from rollpipe.plots import learning_curve
 from rollpipe.runs import load_run, resume, start

@@ -2,9 +2,11 @@
 from rollpipe.agents import EpisodeReturns
 from rollpipe.layers import RecurrentPolicy
 from rollpipe.pipes import (
-    AdvantageBuffer, EnvStepper, EpisodeCollector, EpisodeStats, FragmentCollector, Fragments, Lanes, Steps, Throughput, WithImage,
-    on_policy, pad_episodes, rollouts,
+    AdvantageBuffer, EnvStepper, EpisodeCollector, EpisodeStats, FragmentCollector, Lanes, WithImage, on_policy, rollouts,
 )
+from rollpipe.pipes.fragment_ops import pad_episodes
+from rollpipe.pipes.steps import Fragments, Steps
+from rollpipe.pipes.taps import Throughput
 
 from .tools import first, named
 from .worlds import Hybrid, Push, Walk, critic, policy, vector

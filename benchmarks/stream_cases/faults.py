@@ -6,9 +6,10 @@ import numpy as np
 from rollpipe.agents import DQN, PPO, TRPO
 from rollpipe.layers import QPolicy, RecurrentPolicy
 from rollpipe.pipes import (
-    EnvStepper, EpisodeCollector, FragmentCollector, FragmentStacker, FrameStack, Lanes, Minibatcher, NStep, ProcessReading, Replay, Steps,
+    EnvStepper, EpisodeCollector, FragmentCollector, FragmentStacker, FrameStack, Lanes, Minibatcher, NStep, ProcessReading, Replay,
     on_policy, remove, replayed, rollouts,
 )
+from rollpipe.pipes.steps import Steps
 
 from .tools import first
 from .worlds import Broken, Dice, Push, Walk, policy

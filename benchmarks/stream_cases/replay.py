@@ -1,7 +1,8 @@
 "Trainings from a memory of steps, what is drawn from it, and a table of values."
 import tempfile
 
-from rollpipe.agents import DQN, QLearning, TabularQ
+from rollpipe.agents import DQN, QLearning
+from rollpipe.agents.tabular import TabularQ
 from rollpipe.layers import QPolicy, RecurrentPolicy, RecurrentQPolicy
 from rollpipe.pipes import replayed, rollouts
 

@@ -7,8 +7,9 @@ import torch
 from rollpipe.agents import PPO, ParallelEvaluation, VTrace
 from rollpipe.layers import RecurrentPolicy
 from rollpipe.pipes import (
-    EnvStepper, EpisodeCollector, FragmentCollector, FragmentStacker, Lanes, ProcessReading, bump_version, on_policy, remove, rollouts,
+    EnvStepper, EpisodeCollector, FragmentCollector, FragmentStacker, Lanes, ProcessReading, on_policy, remove, rollouts,
 )
+from rollpipe.pipes.modules import bump_version
 
 from .tools import first, named, trained
 from .worlds import Broken, Hybrid, Images, Push, Walk, critic, glance, policy

@@ -7,3 +7,5 @@ from .chains import NarrowPath, Steering
 from .contract import ContractError, Violation
 from .env_rules import *
 from .pipe_rules import *
+
+__all__ = ['ContractError', 'NarrowPath', 'Steering', 'Violation', 'check_actor', 'check_env', 'check_pipe']
