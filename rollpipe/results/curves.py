@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import cycle
+from textwrap import fill
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,9 +73,12 @@ def panels(charts: dict, xlabel: str, ylabel: str = "", title: str = "") -> Any:
     for axes, (name, draw) in zip(places, charts.items()):
         draw(axes)
         style(axes, plain(name))
-        n = len(axes.get_legend_handles_labels()[0])
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        handles, labels = axes.get_legend_handles_labels()
+        labels = [fill(label, 50, break_long_words=False) for label in labels]
+        n = sum(label.count("\n") + 1 for label in labels)
         place = dict(loc="upper center", bbox_to_anchor=(.5, -.08)) if n > 3 else {}
-        if n: axes.legend(frameon=False, fontsize="small", **place)
+        if n: axes.legend(handles, labels, frameon=False, fontsize="small", **place)
         below = max(below, n if place else 0)
     figure.set_size_inches(4.2*columns + .6, (3.2 + .18*below)*lines + .3)
     for axes in places[len(charts):]: axes.remove()
