@@ -5,10 +5,10 @@
 # %% ../nbs/04_plots.ipynb #4772e5d1
 from __future__ import annotations
 
-import json
+import json, re
 from collections.abc import Iterable
 from functools import partial
-from io import BytesIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from .logs import read_metrics
 from .pipes.errors import DataError
 
 # %% auto #0
-__all__ = ['LABELS', 'group_runs', 'align', 'smooth', 'save_figure', 'learning_curve']
+__all__ = ['LABELS', 'group_runs', 'align', 'smooth', 'plain', 'style', 'save_figure', 'svg', 'learning_curve']
 
 # %% ../nbs/04_plots.ipynb #88c3ba0d
 def group_runs(runs: Iterable) -> dict:
@@ -132,14 +132,23 @@ def _common_name(labels: Iterable) -> str:
     return names.pop() if len(names) == 1 else ""
 
 
-def _style(axes: Any, x: str, y: str, title: str, legend: bool) -> None:
+def plain(text: str) -> str:
+    "A text in which matplotlib sees no formula, and no label that a legend would leave out."
+    return " "*text.startswith("_") + text.replace("$", r"\$")
+
+
+def style(axes: Any, title: str, **labels: str) -> None:
+    """Give a chart its title and what all charts have in common.
+
+    Args:
+        labels: `xlabel` and `ylabel`
+    """
     from matplotlib.ticker import EngFormatter
-    axes.set(xlabel=LABELS.get(x, x), ylabel=LABELS.get(y, y), xlim=(0, None))
+    axes.set(xlim=(0, None), **labels)
     axes.set_title(title, fontsize="medium")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=.25, linewidth=.6)
     axes.spines[["top", "right"]].set_visible(False)
-    if legend: axes.legend(frameon=False)
 
 
 def _png(figure: Any) -> bytes:
@@ -153,6 +162,19 @@ def save_figure(figure: Any, path: str | Path) -> None:
     path = Path(path) if Path(path).suffix else Path(f"{path}.png")
     figure.savefig(picture := BytesIO(), format=path.suffix[1:])
     write_atomically(path, picture.getvalue())
+
+
+def svg(figure: Any, name: str) -> str:
+    """The picture as a part of an HTML page. Texts stay texts, and the same figure always has the same markup.
+
+    Args:
+        name: keeps the ids of this picture apart from those of the others in the page
+    """
+    from matplotlib import rc_context
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(picture := StringIO(), format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    markup = picture.getvalue()
+    return re.sub('<g id="[^"]*"', "<g", markup[markup.index("<svg"):])     # a page has no doctype in it, and nothing refers to a group
 
 # %% ../nbs/04_plots.ipynb #2bf4ab27
 def learning_curve(runs: Any, path: str | Path | None = None, *, x: str = "steps", y: str = "return_mean", band: str = "range",
@@ -174,13 +196,14 @@ def learning_curve(runs: Any, path: str | Path | None = None, *, x: str = "steps
     if not groups: raise DataError("no runs to draw", expected="at least one folder")
     figure = Figure(figsize=(6.4, 4.0), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    common = title or _common_name(groups)
+    common = _common_name(groups)
     for i, (label, folders) in enumerate(groups.items()):
-        label = label.removeprefix(f"{common}, ") + (f" ({len(folders)} seeds)" if len(folders) > 1 else "")
-        _draw_group(axes, [_curve(folder, x, y, window) for folder in folders], label, f"C{i % 10}", band)
+        label = label.removeprefix(f"{title or common}, ") + (f" ({len(folders)} seeds)" if len(folders) > 1 else "")
+        _draw_group(axes, [_curve(folder, x, y, window) for folder in folders], plain(label), f"C{i % 10}", band)
     seeds = max(map(len, groups.values()))
     over = f"mean and {'range' if band == 'range' else 'standard deviation'} over seeds" if seeds > 1 else ""
-    _style(axes, x, y, ": ".join(filter(None, [common, over])), legend=len(groups) > 1 or seeds > 1)
+    style(axes, ": ".join(filter(None, [title or plain(common), over])), xlabel=LABELS.get(x, x), ylabel=LABELS.get(y, y))
+    if len(groups) > 1 or seeds > 1: axes.legend(frameon=False)
     setattr(figure, "_repr_png_", partial(_png, figure))     # noqa: B010  a `Figure` declares no such attribute
     if path is not None: save_figure(figure, path)
     return figure

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rollpipe.plots import learning_curve
+from rollpipe.plots import learning_curve, svg
 
 FIRST_CELL = """
 import sys
@@ -36,3 +36,13 @@ def test_the_first_cell_of_a_notebook_shows_a_picture(run):
 
 def test_a_curve_can_be_pickled(run):
     assert pickle.loads(pickle.dumps(learning_curve(run)))._repr_png_()[:4] == b"\x89PNG"
+
+
+def test_names_are_no_formulas_and_none_is_left_out(run):
+    "A dollar sign would begin a formula, and matplotlib leaves out what begins with `_`."
+    for name in ("_a", "b $\\frac$"):
+        (run/name).mkdir()
+        (run/name/"config.json").write_text(json.dumps(dict(algorithm="trpo", env="Toy", name=name)))
+        (run/name/"metrics.jsonl").write_text((run/"metrics.jsonl").read_text())
+    text = svg(learning_curve([run/"_a", run/"b $\\frac$"]), "x")
+    assert "> _a</text>" in text and ">b $\\frac$</text>" in text

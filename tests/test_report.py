@@ -14,13 +14,16 @@ from hypothesis import strategies as st
 
 from rollpipe.evaluations import evaluation_seed, write_evaluations
 from rollpipe.pipes.errors import DataError
+from rollpipe.plots import svg
 from rollpipe.results.bench import BENCH
 from rollpipe.results.collect import read_results
-from rollpipe.results.page import page
+from rollpipe.results.curves import draw_curves
+from rollpipe.results.page import certificate, page
+from rollpipe.results.report import write_report
 from rollpipe.results.statistics import interval, iqm, resampled, steps_to
 from rollpipe.results.tables import csv_text, curves_text, markdown
 
-HOSTILE = "<script>alert('1')</script>&\"|`=[a](b)"
+HOSTILE = "_<script>alert('1')</script>&\"|`=[a](b)$\\frac$\\"
 
 
 def make_run(folder, means, seed=0, steps=20, **config):
@@ -179,13 +182,23 @@ def test_a_page_needs_nothing_from_elsewhere_and_runs_nothing_of_its_names(tmp_p
     assert rollpipe("report", folder) == 0
     text = (folder/"report.html").read_text()
     page = Page(text)
-    assert page.tags.count("script") == 1 and "alert" not in "".join(re.findall(r"<script>(.*?)</script>", text, re.S))
-    assert not {"img", "link", "iframe", "object", "a", "base", "form"} & set(page.tags)
+    shown = " ".join(page.text.split())     # a long label has several lines
+    assert page.tags.count("svg") >= 2 and f"{HOSTILE} (2 runs)" in shown and f"{HOSTILE}: {HOSTILE}, best" in shown
+    assert not {"script", "img", "link", "iframe", "object", "a", "base", "form"} & set(page.tags)
     assert not [name for name, _ in page.attrs if name in ("src", "href", "action") or name.startswith("on")]
-    assert "url(" not in text and "@import" not in text and "default-src 'none'" in text and HOSTILE in page.text
+    ids, used = [x for name, x in page.attrs if name == "id"], re.findall(r'(?:url\(|href=")#(.*?)[")]', text)
+    assert used and len(ids) == len(set(ids)) and set(used) <= set(ids) and len(used) == text.count("url(") + text.count("href=")
+    assert "@import" not in text and "@font-face" not in text and "default-src 'none'; style-src 'unsafe-inline'\"" in text
     markdown = (folder/"report.md").read_text().partition("Commands:")[0]
     assert "<script" not in markdown and "[a](b)" not in markdown
     assert not any(cell[:1] in "=+@" for row in csv.reader((folder/"report.csv").read_text().splitlines()) for cell in row if cell)
+
+
+def test_the_same_runs_give_the_same_bytes_and_a_gap_where_a_return_is_not_a_number(tmp_path):
+    folder = make_bench(tmp_path/"a", [[0., 1., math.nan, 2., 3.]], threshold=475., steps=40)
+    once, again = ([path.read_bytes() for path in write_report(read_results(folder), tmp_path/name)] for name in "bc")
+    assert once == again and b"threshold 475" in once[-1]
+    assert len(re.findall(rb'<path d="M [^M]*M [^M]*" clip-path="[^"]*" style="fill: none; stroke: #1f77b4', once[-1])) == 1
 
 
 def test_plain_runs_are_reported_by_what_they_differ_in(tmp_path, capsys):
@@ -295,8 +308,23 @@ ODD = ["null", "true", "[]", "{}", '""', '"x"', '"\\ud800"', '["a"]', '[[1]]', '
 OF_A_RUN = ["a-s0/config.json", "a-s0/evaluations.jsonl", "a-s0/metrics.jsonl"]
 
 
+@pytest.fixture
+def charts_once(monkeypatch):
+    "Pages whose charts are drawn again only where something in them has changed. Most damages are elsewhere."
+    found, figures = {}, dict(curves=draw_curves, certificate=certificate)
+
+    def drawn(results, name):
+        rows = [(row.label, row.env, row.threshold, row.published, [(run.seed, run.metrics) if name == "certificate" else
+                 (run.state, run.config.get("eval_steps"), run.curve) for run in row.results]) for row in results.rows]
+        if (key := (name, repr(rows))) not in found: found[key] = (figure := figures[name](results)) and svg(figure, name)
+        return found[key] or ""
+
+    for name in ("draw_curves", "certificate"): monkeypatch.setattr(f"rollpipe.results.page.{name}", lambda results: results)
+    monkeypatch.setattr("rollpipe.results.page.svg", drawn)
+
+
 @pytest.mark.parametrize("is_bench, name", [(True, BENCH), *itertools.product([True, False], OF_A_RUN)])
-def test_whatever_is_damaged_a_report_is_made_or_an_error_names_the_file(tmp_path, is_bench, name):
+def test_whatever_is_damaged_a_report_is_made_or_an_error_names_the_file(tmp_path, charts_once, is_bench, name):
     who = dict(algorithm="trpo", env="CartPole-v1", name="Somebody", mean=450., sd=20., of="last", source="a book")
     folder = make_bench(tmp_path/"a", [[0., 1., 2.]], [who], scale=[0, 1], threshold=3.)
     config = json.loads((folder/"a-s0"/"config.json").read_text())

@@ -5,18 +5,20 @@
 # %% ../../nbs/results/05_curves.ipynb #ffe0fbaf
 from __future__ import annotations
 
+from functools import partial
 from itertools import cycle
-from pathlib import Path
+from textwrap import fill
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..plots import LABELS, save_figure
+from ..plots import LABELS, plain, style
 from .collect import Result, Results, RowResult
 from .statistics import interval, iqm
+from .tables import number
 
 # %% auto #0
-__all__ = ['Curve', 'curve_of', 'color_of', 'draw_curves']
+__all__ = ['Curve', 'curve_of', 'panels', 'color_of', 'draw_curves']
 
 # %% ../../nbs/results/05_curves.ipynb #7b892e1d
 class Curve(NamedTuple):
@@ -57,58 +59,59 @@ def curve_of(row: RowResult) -> Curve | None:
     return Curve(row.label, len(runs), np.array(steps), middle, low, high)
 
 # %% ../../nbs/results/05_curves.ipynb #bcc0830b
-def color_of(results: Results, label: str) -> int:
-    "The number of the colour of a label, 0 to 9."
-    return list(dict.fromkeys(row.label for row in results.rows)).index(label) % 10
+def panels(charts: dict, xlabel: str, ylabel: str = "", title: str = "") -> Any:
+    """A matplotlib `Figure` with a panel for each chart. A long legend stands below its panel, where it hides no line.
+
+    Args:
+        charts: title of a panel -> function that draws into its axes
+    """
+    from matplotlib.figure import Figure
+    columns, below = min(3, len(charts)), 0
+    lines = -(-len(charts)//columns)
+    figure = Figure(dpi=150, layout="constrained")
+    places = figure.subplots(lines, columns, squeeze=False).ravel()
+    for axes, (name, draw) in zip(places, charts.items()):
+        draw(axes)
+        style(axes, plain(name))
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        handles, labels = axes.get_legend_handles_labels()
+        labels = [fill(label, 50, break_long_words=False) for label in labels]
+        n = sum(label.count("\n") + 1 for label in labels)
+        place = dict(loc="upper center", bbox_to_anchor=(.5, -.08)) if n > 3 else {}
+        if n: axes.legend(handles, labels, frameon=False, fontsize="small", **place)
+        below = max(below, n if place else 0)
+    figure.set_size_inches(4.2*columns + .6, (3.2 + .18*below)*lines + .3)
+    for axes in places[len(charts):]: axes.remove()
+    figure.suptitle(plain(title), fontsize="large")
+    figure.supxlabel(xlabel, fontsize="medium")
+    figure.supylabel(ylabel, fontsize="medium")
+    return figure
+
+# %% ../../nbs/results/05_curves.ipynb #1682ff06
+def color_of(results: Results, label: str) -> str:
+    "The colour of a label."
+    return f"C{list(dict.fromkeys(row.label for row in results.rows)).index(label) % 10}"
 
 
 _STYLES = "--", "-.", (0, (1, 1.5, 6, 1.5))  # of published figures; a dotted line is a threshold
 
 
-def _panel(axes: Any, env: str, results: Results) -> int:
-    "Draw the curves of an environment. Returns the number of lines below them."
-    from matplotlib.ticker import EngFormatter
+def _draw(axes: Any, results: Results, env: str) -> None:
+    "Draw the curves of an environment, and the levels that they are compared with."
     rows = [row for row in results.rows if row.env == env]
     for row in rows:
-        if (curve := curve_of(row)) is None: continue
-        label, color = f"{row.label} ({curve.n} run{'s'*(curve.n > 1)})", f"C{color_of(results, row.label)}"
-        axes.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=.2, linewidth=0)
-        axes.plot(curve.steps, curve.middle, color=color, linewidth=1.6, label=_quoted(label), marker="." if len(curve.steps) < 3 else None)
-        for x, style in zip(row.published, cycle(_STYLES)):
-            axes.axhline(x.mean, color=color, linewidth=.9, linestyle=style, label=_quoted(f"{x.name}: {row.label}, {x.of}"))
-    thresholds = {row.threshold for row in rows if row.threshold is not None}
-    for x in thresholds: axes.axhline(x, color="0.5", linewidth=.9, linestyle=":", zorder=1)
-    axes.set_title(_quoted(env), fontsize="medium")
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.grid(alpha=.25, linewidth=.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    n = len(axes.get_legend_handles_labels()[0])
-    below = dict(loc="upper center", bbox_to_anchor=(.5, -.08)) if n > 3 else {}     # so many lines would hide the curves
-    if n: axes.legend(frameon=False, fontsize="small", **below)
-    return n if below else 0
+        color, curve = color_of(results, row.label), curve_of(row)
+        if curve is not None:
+            label, marker = plain(f"{row.label} ({curve.n} run{'s'*(curve.n > 1)})"), "." if len(curve.steps) < 3 else None
+            axes.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=.2, linewidth=0)
+            axes.plot(curve.steps, curve.middle, color=color, linewidth=1.6, label=label, marker=marker)
+        for x, dashes in zip(row.published, cycle(_STYLES)):
+            axes.axhline(x.mean, color=color, linewidth=.9, linestyle=dashes, label=plain(f"{x.name}: {row.label}, {x.of}"))
+    for x in sorted({row.threshold for row in rows if row.threshold is not None}):
+        axes.axhline(x, color="0.5", linewidth=.9, linestyle=":", zorder=1, label=f"threshold {number(x)}")
 
 
-def _quoted(text: str) -> str:
-    "A text in which matplotlib sees no formula, and no label that it would hide."
-    return text.replace("$", r"\$").lstrip("_")
-
-
-def draw_curves(results: Results, path: str | Path) -> None:
-    """Draw the curves of all rows, a panel for each environment.
-
-    Args:
-        path: picture to write, its suffix decides the format
-    """
-    from matplotlib.figure import Figure
-    envs = list(dict.fromkeys(row.env for row in results.rows))
-    columns = min(3, len(envs))
-    lines = -(-len(envs)//columns)
-    figure = Figure(dpi=150, layout="constrained")
-    panels = figure.subplots(lines, columns, squeeze=False).ravel()
-    below = max(_panel(axes, env, results) for axes, env in zip(panels, envs))
-    figure.set_size_inches(4.2*columns + .6, (3.2 + .18*below)*lines + .3)
-    for axes in panels[len(envs):]: axes.remove()
-    figure.suptitle(_quoted(results.title), fontsize="large")
-    figure.supxlabel(LABELS["steps"], fontsize="medium")
-    figure.supylabel("return of evaluations, interquartile mean", fontsize="medium")
-    save_figure(figure, path)
+def draw_curves(results: Results, title: str = "") -> Any:
+    "A `Figure` with the curves of all rows, a panel for each environment."
+    charts = {row.env: partial(_draw, results=results, env=row.env) for row in results.rows}
+    return panels(charts, LABELS["steps"], "return of evaluations, interquartile mean", title)
