@@ -132,9 +132,13 @@ def test_the_readme_works_from_top_to_bottom(tmp_path, monkeypatch, packages):
     runs_left(README)
 
 
-def test_the_readme_is_one_page_with_a_drawing_and_links_that_lead_somewhere():
+@pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md"])
+def test_a_text_of_the_root_is_one_page(name): assert len((ROOT/name).read_text(encoding="utf-8").split()) <= 1500
+
+
+def test_the_readme_has_a_drawing_and_leads_to_every_how_to_page():
     text = README.read_text(encoding="utf-8")
-    assert len(text.split()) <= 1500 and drawings(text)
+    assert drawings(text)
     targets = {target for target in re.findall(r"\]\(([^)#]+)", text) if "://" not in target}
     assert not {target for target in targets if not (ROOT/target).is_file()}
     assert {f"docs/howto/{page.name}" for page in PAGES if page.parent.name == "howto" and page.stem != "index"} <= targets
