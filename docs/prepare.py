@@ -1,7 +1,7 @@
 """Write the source folder of the site: `python docs/prepare.py build/docs`.
 
 The pages that people wrote are copied from this folder. The others are made: notebooks without their directives, a page of the reference
-for every module, and the texts that stand in README.md and ARCHITECTURE.md.
+for every module, the glossary out of its table, and the page of ARCHITECTURE.md.
 """
 import importlib
 import inspect
@@ -171,49 +171,39 @@ def reference(found, out):
               "parameter.\n\n" + toctree(packages, "To compose") + "\n" + toctree(singles, "The command line, and what it is made of"))
 
 
-# -- texts that stand elsewhere ----------------------------------------------------------------------------------------
+# -- hand-written texts ------------------------------------------------------------------------------------------------
 
-def section(path, title):
-    "A section of a Markdown file, without its heading."
-    text = (ROOT/path).read_text(encoding="utf-8")
-    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
-    if not found: sys.exit(f"{path} has no section {title!r}, which the site shows")
-    return found[1].strip()
-
-
-def glossary(out):
-    "The table of ARCHITECTURE.md as a glossary, to whose words a page refers with {term}."
-    rows = [[x.strip() for x in re.split(r"(?<!\\)\|", line)[1:-1]] for line in section("ARCHITECTURE.md", "Glossary").splitlines()
-            if line.startswith("|")][2:]
-    lines = ["# Glossary", "", "One word means one thing, in the code and in the texts.", "", "```{eval-rst}",
-             ".. currentmodule:: rollpipe.pipes", "", ".. glossary::", ""]
+def glossary(text):
+    "The table of glossary.md as a glossary, to whose words a page refers with {term}."
+    rows = [[x.strip() for x in re.split(r"(?<!\\)\|", line)[1:-1]] for line in text.splitlines() if line.startswith("|")][2:]
+    if not rows: sys.exit("docs/glossary.md has no table, which the site shows")
+    lines = [*text[:text.index("|")].splitlines(), "```{eval-rst}", ".. currentmodule:: rollpipe.pipes", "", ".. glossary::", ""]
     for words, meaning, elsewhere in rows:
         lines += [f"   {word.strip(' `')}" for word in re.split("[,;]", words)]
         lines += [f"      {as_rst(meaning)}.", ""] + ([f"      *Elsewhere:* {as_rst(elsewhere)}.", ""] if elsewhere != "-" else [])
-    out.write("glossary.md", "\n".join([*lines, "```", ""]))
+    return "\n".join([*lines, "```", ""])
+
+
+def pages(out):
+    "Copy the pages of this folder, and the pictures. A link that leaves the folder stays within the site's."
+    for path in sorted([*HERE.glob("*.md"), *HERE.glob("howto/*.md")]):
+        text = path.read_text(encoding="utf-8").replace("](../benchmarks/", "](benchmarks/")
+        out.write(path.relative_to(HERE).as_posix(), glossary(text) if path.name == "glossary.md" else text)
+    for picture in ("learning.png", "pipeline.svg"): out.write(picture, (HERE/picture).read_bytes())
+    picture = "benchmarks/results/mujoco/report.png"
+    out.write(picture, (ROOT/picture).read_bytes())
 
 
 def architecture(out):
     text = (ROOT/"ARCHITECTURE.md").read_text(encoding="utf-8")
-    text = re.sub(r"^## Glossary\n.*?(?=^## )", "## Glossary\n\nIt has a page of its own: {doc}`glossary`.\n\n", text, flags=re.M | re.S)
-    out.write("architecture.md", text.replace("```imports", "```text"))
-
-
-def results(out):
-    out.write("results.md", f"# What it learns, and how fast\n\n## What it learns\n\n{section('README.md', 'What it learns')}\n\n"
-              f"## How fast it is\n\n{section('README.md', 'How fast it is')}\n")
-    for picture in ("docs/learning.png", "docs/pipeline.svg", "benchmarks/results/mujoco/report.png"):
-        out.write(picture, (ROOT/picture).read_bytes())
+    out.write("architecture.md", text.replace("](docs/", "](").replace("```imports", "```text"))
 
 
 def main(target):
     out = Folder(target)
-    for path in sorted([*HERE.glob("*.md"), *HERE.glob("howto/*.md")]):
-        out.write(path.relative_to(HERE).as_posix(), path.read_text(encoding="utf-8"))
+    pages(out)
     reference(notebooks(out), out)
-    glossary(out)
     architecture(out)
-    results(out)
     out.drop_others()
 
 

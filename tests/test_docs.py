@@ -72,74 +72,92 @@ def test_stored_drawings_are_what_the_code_draws(path):
     assert json.loads(res.stdout.splitlines()[-1]) == stored
 
 
-def blocks_of_the_readme():
-    "(language, text) of each block, in turn."
-    blocks = re.findall(r"^( *)```(\w*)\n(.*?)^ *```", (ROOT/"README.md").read_text(encoding="utf-8"), re.M | re.S)
-    return [(language, re.sub(rf"^{indent}", "", text, flags=re.M)) for indent, language, text in blocks]
-
-
-def test_the_drawing_in_the_readme_is_what_its_code_draws():
-    texts = [text for _, text in blocks_of_the_readme()]
-    pairs = [(code, text) for code, text in zip(texts, texts[1:]) if "print(draw(" in code]
-    assert pairs
-    for code, text in pairs: assert run([code])[0].split() == text.split()
-
-
-def snippets(path):
-    "(language, text) of the blocks of a page, in turn."
-    return re.findall(r"^```(\w+)\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S)
-
-
-def command(line):
-    "Run a line of a shell in this process. A training is shortened."
-    from rollpipe.cli import main
-    first, *words = shlex.split(line)
-    if "train" in words: words += ["--steps", "600", "--n-steps", "32", "--quiet", "--no-tensorboard"]
-    with contextlib.redirect_stdout(io.StringIO()): code = main(words)
-    assert (first, code) == ("rollpipe", 0), line
-
-
+README = ROOT/"README.md"
 SHORTER = dict(train="--steps 600 --n-steps 32 --quiet --no-tensorboard", resume="--steps 1200 --quiet --no-tensorboard",
                seeds="--seeds 0-1", ray="--reading processes --workers 1", watch="--record film.gif", profile="--seconds .1",
                autotune="--seconds .1", tune="--trials 1 --jobs 1 --seeds 0 --evaluations 1 --steps 600 --n-steps 32")
 NEEDS = dict(export="onnx", tune="optuna", watch="pygame")
+RUNS = dict(README=3, command_line=5, scale=1)  # the folders that the commands of a text leave in `runs`
 
 
-def of_the_readme(line):
-    "Run a command of the README in this process, or that of each rank; `#` begins a comment. It is shortened, and workers are processes."
+def snippets(path):
+    "(language, text) of the blocks of a text, in turn."
+    blocks = re.findall(r"^( *)```([^\n`]*)\n(.*?)^ *```", path.read_text(encoding="utf-8"), re.M | re.S)
+    return [(language, re.sub(rf"^{indent}", "", text, flags=re.M)) for indent, language, text in blocks]
+
+
+def shorter(text): return re.sub(r"range\(\d\d+\)", "range(2)", text)
+
+
+def command(line):
+    "Run a command in this process, or that of each rank; `#` begins a comment. It is shortened, and workers are processes."
     from rollpipe.cli import build_parser, main
-    words = shlex.split(line.partition(" -m ")[2] or line, comments=True)[1:]
-    build_parser().parse_args(words)
+    first, *words = shlex.split(line.partition(" -m ")[2] or line, comments=True)
+    assert first == "rollpipe", line
+    if "--import" not in words: build_parser().parse_args(words)
     kind = "resume" if "--resume" in words else words[0]
-    if find_spec(NEEDS.get(kind, "rollpipe")) is None: return
+    needs = "torch" if {"torchscript", "pt2"} & {*words} else NEEDS.get(kind, "rollpipe")
+    if find_spec(needs) is None: return
     words = [name for word in words for name in (sorted(map(str, Path().glob(word))) if "*" in word else [word])]
     more = [SHORTER.get(name, "") for name in (kind, *(word.strip("-") for word in words if word in ("--seeds", "ray")))]
     with contextlib.redirect_stdout(io.StringIO()): assert main([*words, *" ".join(more).split()]) == 0, line
 
 
+def commands(text):
+    for line in filter(lambda line: line.startswith(("rollpipe ", "torchrun ")), text.splitlines()): command(line)
+
+
+def runs_left(path): assert path.stem not in RUNS or len([*Path("runs").iterdir()]) == RUNS[path.stem]
+
+
 @pytest.mark.timeout(600)
 def test_the_readme_works_from_top_to_bottom(tmp_path, monkeypatch, packages):
-    "In an empty folder. Loops of ten and more rounds have two."
+    """In an empty folder. Every snippet runs in a file of its own, and prints what the README shows after it.
+
+    Loops of ten and more rounds have two, so what the first training prints is compared by a slow test.
+    """
     monkeypatch.chdir(tmp_path)
-    names, begins = {"__name__": "__main__"}, ("rollpipe ", "torchrun ")
-    blocks = blocks_of_the_readme()
+    blocks, printed, compared = snippets(README), None, 0
     for language, text in blocks:
-        if language == "python" and "onnx" in text and not find_spec("onnxruntime"): continue
-        if language == "python": run([re.sub(r"range\(\d\d+\)", "range(2)", text)], names)
-        for line in filter(lambda line: line.startswith(begins), text.splitlines()): of_the_readme(line)
-    assert sum(language == "python" for language, _ in blocks) >= 5 and len([*Path("runs").iterdir()]) == 6
+        if language == "python":
+            Path("snippet.py").write_text(shorter(text), encoding="utf-8")
+            res = subprocess.run([sys.executable, "snippet.py"], capture_output=True, text=True, timeout=240)
+            assert res.returncode == 0, res.stderr[-2000:]
+            printed = None if "trpo.update" in text else res.stdout
+        elif language == "text":
+            if printed is not None: assert printed.strip() == text.strip()
+            compared, printed = compared + (printed is not None), None
+        else: commands(text)
+    assert (sum(language == "python" for language, _ in blocks), compared) == (3, 2)
+    runs_left(README)
+
+
+@pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md"])
+def test_a_text_of_the_root_is_one_page(name): assert len((ROOT/name).read_text(encoding="utf-8").split()) <= 1500
+
+
+def test_the_readme_has_a_drawing_and_leads_to_every_how_to_page():
+    text = README.read_text(encoding="utf-8")
+    assert drawings(text)
+    targets = {target for target in re.findall(r"\]\(([^)#]+)", text) if "://" not in target}
+    assert not {target for target in targets if not (ROOT/target).is_file()}
+    assert {f"docs/howto/{page.name}" for page in PAGES if page.parent.name == "howto" and page.stem != "index"} <= targets
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_the_first_training_of_the_readme_is_solved_with_every_seed(seed):
-    text = next(text for language, text in blocks_of_the_readme() if language == "python" and "trpo.update" in text)
-    printed, = run([re.sub(r"seed=(\d)", lambda match: f"seed={seed + int(match[1])}", text)])
-    assert float(re.match(r"return (\S+) \+- ", printed.splitlines()[-1])[1]) >= 475     # the threshold of gymnasium's registry
+    blocks = snippets(README)
+    first = next(i for i, (language, text) in enumerate(blocks) if language == "python" and "trpo.update" in text)
+    printed, = run([re.sub(r"seed=(\d)", lambda match: f"seed={seed + int(match[1])}", blocks[first][1])])
+    last, shown = printed.splitlines()[-1], blocks[first + 1][1].strip()
+    assert float(re.match(r"return (\S+) \+- ", last)[1]) >= 475     # the threshold of gymnasium's registry
+    if seed == 0: assert last == shown
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", [p for p in PAGES if snippets(p)], ids=lambda p: p.stem)
-def test_the_snippets_of_a_page_run_and_print_what_the_page_shows(path, tmp_path, monkeypatch):
+def test_the_snippets_of_a_page_run_and_print_what_the_page_shows(path, tmp_path, monkeypatch, packages):
     """In an empty folder. A block of text is what the block of Python before it prints. One that begins with a file name is that file.
 
     Loops of ten and more rounds have two.
@@ -148,18 +166,18 @@ def test_the_snippets_of_a_page_run_and_print_what_the_page_shows(path, tmp_path
     monkeypatch.syspath_prepend(tmp_path)
     names, printed = {"__name__": "__main__"}, None
     for language, text in snippets(path):
-        if "onnx" in text: pytest.importorskip("onnxruntime")
         if language == "python":
             file = re.match(r"# (\w+\.py)\n", text)
             if file:
                 Path(file[1]).write_text(text, encoding="utf-8")
                 continue
-            printed, = run([re.sub(r"range\(\d\d+\)", "range(2)", text)], names)
-        elif language == "sh":
-            for line in text.splitlines(): command(line)
+            if "onnx" in text: pytest.importorskip("onnxruntime")
+            printed, = run([shorter(text)], names)
+        elif language == "sh": commands(text)
         elif language == "text":
             assert printed is not None and printed.strip() == text.strip()
             printed = None
+    runs_left(path)
 
 
 def test_the_site_has_every_public_name_and_its_pages_refer_to_pages_and_terms_that_are_there(tmp_path):
