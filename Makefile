@@ -67,7 +67,7 @@ slow: $(STAMP)  ## the learning tests, many minutes
 	@$(BIN)/python -m pytest -q -m slow --timeout 3600
 
 bench: $(STAMP)  ## every benchmark, each beside its floor
-	@for f in collect engines profiling tensor_envs vector trpo_update updates recurrent images invariants footprint train workers replay ppo; do echo "== $$f"; $(BIN)/python benchmarks/$$f.py || exit 1; done
+	@for f in collect engines plain_forms profiling tensor_envs vector trpo_update updates recurrent images invariants footprint train workers replay ppo; do echo "== $$f"; $(BIN)/python benchmarks/$$f.py || exit 1; done
 
 docs: $(VENV)/.docs  ## the documentation as a site: open build/site/index.html; no server is needed
 	@$(BIN)/python docs/prepare.py build/docs

@@ -89,6 +89,8 @@ def _same(xs, ys) -> bool:
 class Adam(torch.optim.Adam):
     """torch's fused Adam, whose step costs little more than its kernel. The numbers and the state are the same.
 
+    A step for a policy of CartPole takes 32 us, and torch's own 123 us (`benchmarks/plain_forms.py`).
+
     Hooks, closures and rare options (such as `amsgrad`) work as well; then torch makes the step.
     """
     _groups: list = []          # what is known about each group

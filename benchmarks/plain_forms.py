@@ -1,0 +1,106 @@
+"""What rollpipe does in a less plain way for speed, each beside the plain form.
+
+    python benchmarks/plain_forms.py [--only adam numpy ...] [--repeats 15]
+
+CartPole-v1, one thread, processor time. Each row runs the same work with both forms, which take turns. A ratio above 1 says what the less
+plain form gains. Where it gains nothing any more, it should go.
+
+adam     `gradient_learner.Adam` and `torch.optim.Adam(fused=True)`: a step, an update of PPO (64 rows in a minibatch), 32 steps of DQN
+numpy    numpy's global random state as bytes, and by `get_state` and `set_state`: once there and back, and in fragments of 8 steps
+"""
+import argparse
+from time import process_time
+
+import numpy as np
+import torch
+from report import header, spread, table
+
+from rollpipe import DQN, PPO, Critic, EnvStepper, FragmentCollector, Lanes, MLPPolicy, QPolicy, on_policy, replayed
+from rollpipe.agents import gradient_learner
+from rollpipe.pipes import lanes
+
+ENV = 'CartPole-v1'
+
+
+class WholeState:
+    "numpy's global random state by numpy's own functions."
+    def take(self): self.full = np.random.get_state(legacy=False)
+    def put(self, present=None): np.random.set_state(self.full)
+
+
+class Swapped:
+    "A name of a module that stands for something else within `with`."
+    def __init__(self, module, name, value): self.module, self.name, self.value, self.own = module, name, value, getattr(module, name)
+    def __enter__(self): setattr(self.module, self.name, self.value)
+    def __exit__(self, *exception): setattr(self.module, self.name, self.own)
+
+
+def step():
+    params = [*MLPPolicy.for_env(ENV, seed=0).parameters()]
+    for p in params: p.grad = torch.randn_like(p)
+    return gradient_learner.Adam(params, lr=0., fused=True).step, 2000
+
+
+def ppo():
+    actor, critic = MLPPolicy.for_env(ENV, seed=0), Critic.for_env(ENV, seed=1)
+    learner, batch = PPO(actor, critic, minibatch=64), next(iter(on_policy(ENV, actor, critic, n_steps=256, seed=0)))
+    return lambda: learner.update(batch), 1
+
+
+def dqn():
+    actor = QPolicy.for_env(ENV, seed=0)
+    learner, batches = DQN(actor), iter(replayed(ENV, actor, seed=0))
+    for _ in range(50): learner.update(next(batches))     # the first ones fill the memory
+    return lambda: learner.update(next(batches)), 30
+
+
+def numpy_state():
+    state = lanes.NumpyState()
+
+    def work():
+        state.take()
+        state.put(state)
+    return work, 3000
+
+
+def fragments():
+    items = iter(Lanes(FragmentCollector(EnvStepper(ENV, MLPPolicy.for_env(ENV, seed=0)), 8), 2, seed=0))
+    return lambda: next(items), 200
+
+
+FORMS = dict(  # row -> (what the plain form replaces, what makes the work and says how often it is done)
+    adam_step=((gradient_learner, 'Adam', torch.optim.Adam), step),
+    adam_ppo=((gradient_learner, 'Adam', torch.optim.Adam), ppo),
+    adam_dqn=((gradient_learner, 'Adam', torch.optim.Adam), dqn),
+    numpy_state=((lanes, 'NumpyState', WholeState), numpy_state),
+    numpy_fragments=((lanes, 'NumpyState', WholeState), fragments))
+
+
+def seconds(make):
+    work, n = make()
+    for _ in range(max(1, n // 5)): work()
+    start = process_time()
+    for _ in range(n): work()
+    return (process_time() - start) / n
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--only', nargs='+', default=[], metavar='NAME', help="rows whose names begin so")
+    parser.add_argument('--repeats', type=int, default=15)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(header())
+    rows = []
+    for name, (plain, make) in FORMS.items():
+        if options.only and not name.startswith(tuple(options.only)): continue
+        times = []
+        for _ in range(options.repeats):
+            own = seconds(make)
+            with Swapped(*plain): times.append((own, seconds(make)))
+        least = [f"{min(side)*1e6:.0f} us" for side in zip(*times)]
+        rows.append([name, *least, spread([slow / own for own, slow in times])])
+    print(table(['work', 'rollpipe, least', 'plain, least', 'plain / rollpipe'], rows))
+
+
+if __name__ == '__main__': main()
