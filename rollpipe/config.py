@@ -37,7 +37,7 @@ __all__ = ['RUN_OPTIONS', 'check_decay', 'check_room', 'device_of', 'reading_for
 
 # %% ../nbs/07_config.ipynb #62591ac2
 def _all_options(algorithm: str, options: dict, intrinsic: float) -> dict:
-    "The options that are given, and the defaults of the others."
+    "The options that are given, and the defaults of the others. The critic has the encoder of the actor, unless it has one of its own."
     known = {option.name: option for option in options_for(algorithm)}
     for option, value in options.items():
         if option in known: known[option].check(value)
@@ -45,7 +45,8 @@ def _all_options(algorithm: str, options: dict, intrinsic: float) -> dict:
             near = difflib.get_close_matches(option, known, 3)
             raise DataError(f"{algorithm} has no option {option!r}", expected=", ".join(near or known))
     ends = dict(terminal_obs=True) if intrinsic and "terminal_obs" in known else {}      # the end of an episode may be new, too
-    return {**{name: option.default for name, option in known.items()}, **ends, **options}
+    alike = dict(critic_encoder=options["encoder"]) if "critic_encoder" in known and "encoder" in options else {}
+    return {**{name: option.default for name, option in known.items()}, **ends, **alike, **options}
 
 
 def _check_at_least(low: int, **values: float) -> None:

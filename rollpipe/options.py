@@ -141,6 +141,7 @@ def _read(text: str, kind: str) -> Any:
     if kind == "int": return _integer(text)
     if kind == "str": return text
     value = _literal(text)
+    if kind == "dict" and re.match(r"\w+=", text): value = parse_env_kwargs(text.split(","))
     if not _is_kind(value, kind): raise ValueError(f"{text!r} is no {kind}")
     return value
 
@@ -154,12 +155,13 @@ def _integer(text: str) -> int:
 
 
 def _literal(text: str) -> Any:
+    if text in ("true", "false"): return text == "true"     # as TOML and JSON write them
     try: return ast.literal_eval(text)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError): return text
 
 # %% ../nbs/05_options.ipynb #5e6b1873
 def parse_env_kwargs(items: Iterable) -> dict:
-    """`['g=9.81', 'continuous=True']` as a dict of Python values. Raises `DataError`.
+    """`['g=9.81', 'continuous=true']` as a dict of Python values. Raises `DataError`.
 
     Args:
         items: texts `key=value`

@@ -23,6 +23,7 @@ from rollpipe.locks import lock, unlock
 from rollpipe.logs import read_metrics
 from rollpipe.algorithms import ALGORITHMS, options_for
 from rollpipe.config import build, make_config
+from rollpipe.options import parse_env_kwargs
 from rollpipe.pipes.errors import DataError
 from rollpipe.runs import discard, load_run, restore, resume, start
 from rollpipe.train import train
@@ -332,6 +333,23 @@ def test_none_can_be_typed_where_the_annotation_allows_it(algorithm, flag, name,
     config = config_from(args)
     assert config["options"][name] is None
     build(config)
+
+
+@pytest.mark.parametrize("words, encoder, of_critic", [
+    ("--encoder images=conv", dict(images="conv"), dict(images="conv")),
+    ("--encoder images=conv,discrete=bits", dict(images="conv", discrete="bits"), dict(images="conv", discrete="bits")),
+    ("--encoder {'images':'conv'} --critic-encoder none", dict(images="conv"), None),
+    ("--critic-encoder images=conv", None, dict(images="conv")),
+    ("", None, None)])
+def test_the_critic_has_the_encoder_of_the_actor_unless_it_has_its_own(words, encoder, of_critic):
+    options = config_from(build_parser().parse_args(["train", "ppo", "CartPole-v1", *words.split()]))["options"]
+    assert (options["encoder"], options["critic_encoder"]) == (encoder, of_critic)
+
+
+@pytest.mark.parametrize("word, value", [
+    ("x=true", True), ("x=false", False), ("x=True", True), ("x='true'", "true"), ("x=truely", "truely")])
+def test_keyword_arguments_of_an_environment(word, value):
+    assert parse_env_kwargs([word]) == dict(x=value)
 
 
 @pytest.mark.parametrize("word, lag", [("none", None), ("1", 1)])
