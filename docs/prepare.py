@@ -3,10 +3,12 @@
 The pages that people wrote are copied from this folder. The others are made: notebooks without their directives, a page of the reference
 for every module, the glossary out of its table, and the page of ARCHITECTURE.md.
 """
+import ast
 import importlib
 import inspect
 import re
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import nbformat
@@ -57,8 +59,29 @@ def page_of(notebook):
     return notebook if notebook.startswith("tutorials/") else f"literate/{notebook}"
 
 
-def without_directives(nb):
-    "The notebook as a page, with the imports of a module folded and hidden cells left out; and the module that it exports."
+def folded(cell, prompt):
+    "The cell with its code hidden behind a prompt."
+    cell.metadata["tags"] = ["hide-input"]
+    cell.metadata["mystnb"] = {"code_prompt_show": prompt, "code_prompt_hide": prompt}
+    return cell
+
+
+def with_checks_folded(cell):
+    "The cell of a tutorial, and a folded one with the assertions at its end, if there are any."
+    try: steps = ast.parse(cell.source).body
+    except SyntaxError: return [cell]     # a magic command
+    checks = [*takewhile(lambda step: isinstance(step, ast.Assert), reversed(steps))]
+    if not checks: return [cell]
+    if len(checks) == len(steps): return [folded(cell, "Checks")]
+    lines, at = cell.source.split("\n"), checks[-1].lineno - 1
+    if steps[-len(checks) - 1].end_lineno > at: return [cell]     # they share a line
+    while lines[at - 1].startswith("#"): at -= 1     # comments about the first one
+    cell.source = "\n".join(lines[:at]).rstrip()
+    return [cell, folded(nbformat.v4.new_code_cell("\n".join(lines[at:])), "Checks")]
+
+
+def without_directives(nb, tutorial):
+    "The notebook as a page, with the imports of a module and the checks of a tutorial folded; and the module that it exports."
     cells, module = [], None
     for cell in nb.cells:
         words = re.findall(r"^#\|\s*(\S+)\s*(\S*)", cell.source, re.M) if cell.cell_type == "code" else []
@@ -66,11 +89,9 @@ def without_directives(nb):
         if any(word in ("hide", "default_exp") for word, _ in words): continue
         if cell.cell_type == "code":
             cell.source = DIRECTIVE.sub("", cell.source)
-            if cell.source.startswith(("import ", "from ")) and words:
-                cell.metadata["tags"] = ["hide-input"]
-                cell.metadata["mystnb"] = {"code_prompt_show": "Imports", "code_prompt_hide": "Imports"}
-        cell["id"] = f"c{len(cells)}"
-        cells.append(cell)
+            if cell.source.startswith(("import ", "from ")) and words: folded(cell, "Imports")
+        cells += with_checks_folded(cell) if tutorial and cell.cell_type == "code" else [cell]
+    for i, cell in enumerate(cells): cell["id"] = f"c{i}"
     nb.cells = cells
     nb.metadata["kernelspec"] = dict(name="python3", display_name="Python 3", language="python")
     return nb, module
@@ -85,7 +106,7 @@ def notebooks(out):
     found, rooms = {}, {}
     for path in sorted((ROOT/"nbs").rglob("[0-9]*.ipynb")):
         if ".ipynb_checkpoints" in path.parts: continue
-        nb, module = without_directives(nbformat.read(path, 4))
+        nb, module = without_directives(nbformat.read(path, 4), path.parent.name == "tutorials")
         name = path.relative_to(ROOT/"nbs").with_suffix("").as_posix()
         title = re.search(r"^# (.+)$", nb.cells[0].source, re.M)[1]
         rooms.setdefault(path.parent.relative_to(ROOT/"nbs").as_posix().lstrip("."), []).append(name)

@@ -202,6 +202,21 @@ def test_the_site_has_every_public_name_and_its_pages_refer_to_pages_and_terms_t
         assert all(re.search(rf"^   {term}$", pages["glossary"], re.M) for term in terms), path
 
 
+@pytest.mark.parametrize("source, shown, checks", [
+    ("x = 1\nprint(x)\n# One\n# is one.\nassert x == 1\nassert x < 2, (\n  x)", "x = 1\nprint(x)",
+     "# One\n# is one.\nassert x == 1\nassert x < 2, (\n  x)"),
+    ("assert x", None, "assert x"), ("x = 1; assert x", "x = 1; assert x", None), ("assert x\nx = 2", "assert x\nx = 2", None),
+    ("%time x", "%time x", None), ("if x:\n    assert x", "if x:\n    assert x", None), ("", "", None)])
+def test_the_checks_at_the_end_of_a_cell_are_folded(source, shown, checks):
+    import nbformat
+    import prepare
+    outputs = [nbformat.v4.new_output("stream", text="1")]
+    found = prepare.with_checks_folded(nbformat.v4.new_code_cell(source, outputs=outputs))
+    assert [x.source for x in found] == [text for text in (shown, checks) if text is not None]
+    assert ["tags" in x.metadata for x in found] == [False] * (shown is not None) + [True] * (checks is not None)
+    assert found[0].outputs == outputs
+
+
 @pytest.mark.parametrize("bad", ['<a href="gone.html">', '<a href="#gone">', '<a href="b.html#gone">', '<img src="gone.png">',
                                  '<script src="https://example.org/x.js">'])
 def test_the_site_is_refused_if_a_link_is_broken_or_something_is_loaded_from_elsewhere(bad, tmp_path, capsys):
