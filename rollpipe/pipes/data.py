@@ -100,7 +100,7 @@ class TickSource:
     def observe_into(self, obs: Any) -> None:
         """Write the next `n` observations into `obs`, containers of arrays `[n, B, ...]`.
 
-        A collector calls this when it has the first tick of a fragment, but only if no pipe between it and the stepper keeps ticks.
+        A collector calls this when it has the first tick of a fragment, but only if it reads the stepper directly and neither keeps ticks.
         By default nothing happens: the observations have their own memory, and the collector copies them.
         """
 
