@@ -72,7 +72,7 @@ class Meter:
 
 # %% ../../nbs/pipes/19_taps.ipynb #ab00e1bc
 def pieces_of(over: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Cut columns into pieces after ends of episodes. Returns each step's piece, int64 `[T, n]`, and the last one of each column, `[n]`.
+    """Number the pieces between ends of episodes: of each step, int64 `[T, n]`, and the last one of each column, `[n]`, maybe empty.
 
     Args:
         over: bool `[T, n]`: True where an episode ends
