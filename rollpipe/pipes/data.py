@@ -53,7 +53,7 @@ class State(NamedTuple):
         return self._replace(act=act, rew=rew)
 
     def seen_by(self, actor: Any) -> 'State':
-        "The state, tensors `[T, B, ...]`, as an actor sees it. An actor with `uses_past = False` gets all of `act` and `rew`."
+        "The state, tensors `[T, B, ...]`, as an actor sees it. With `uses_past = False`, `act` and `rew` are not masked."
         seen = nested.as_seen(self)
         return seen.without_past() if getattr(actor, 'uses_past', True) else seen
 

@@ -135,7 +135,7 @@ class Drawing:
         edges: for every pipe `[(index of the input, first), ...]`; `first`: the walk meets the input here for the first time
         marked: indices of the pipes to point out
         notes: for every pipe its notes, a list of texts; empty: none
-        waits: for every pipe a text that stands at its way out; empty: none
+        waits: for every pipe a text beside the edges that leave it; empty: none
         word: how the text points out a pipe
         caption: lines that stand below the graph
     """

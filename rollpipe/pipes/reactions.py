@@ -200,7 +200,7 @@ def kept_in(holder: Any) -> Iterator:
             if key not in OF_TORCH: yield (k, name, key), value
 
 
-OF_TORCH = vars(torch.nn.Module()).keys()
+OF_TORCH = vars(torch.nn.Module()).keys()     # attributes that torch gives to every module
 
 
 def attribute_name(k: int, name: str, key: str) -> str:

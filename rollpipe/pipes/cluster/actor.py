@@ -105,7 +105,7 @@ class WorkerActor:
     def _fail(self, e):
         "Send the exception that was raised, and end."
         if isinstance(e, SystemExit):
-            if not isinstance(e, Terminated): send_warning(self.outbox, pack_exception(e, self.name)[0])     # it names who called `exit`
+            if not isinstance(e, Terminated): send_warning(self.outbox, pack_exception(e, self.name)[0])     # says who called `sys.exit`
             self.outbox.send(('ended', e.code if isinstance(e.code, int) else 0 if e.code is None else 1))
         elif self.runner is None: send_exception(self.outbox, e, self.name)
         else: self.runner.send_error(e)

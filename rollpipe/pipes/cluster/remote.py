@@ -69,7 +69,7 @@ class RemoteWorker:
         args: the arguments of `WorkerActor.begin` after the name
         grace: seconds from SIGTERM until the worker is killed
     """
-    threads = ()     # no thread ran when the worker was forked, because it was not forked
+    threads = ()     # names of the threads at the fork; none, because nothing is forked
     pid: Any         # process id on the worker's node; None: the worker has not started
 
     def __init__(self, ray: Any, name: str, options: dict, args: tuple, grace: float):

@@ -62,7 +62,7 @@ def check_room(nodes: Iterable, resources: dict, n: int) -> None:
                       expected=f"room for {_text(needs)} for each worker", got=here or "no node")
 
 # %% ../../../nbs/pipes/32_cluster/01_room.ipynb #0da8682f
-PLACEMENTS = {'spread': 'SPREAD', 'pack': 'DEFAULT', None: 'DEFAULT'}     # Ray's strategy without a group
+PLACEMENTS = {'spread': 'SPREAD', 'pack': 'DEFAULT', None: 'DEFAULT'}     # Ray's strategy for a worker without a placement group
 
 
 class Place:

@@ -48,7 +48,7 @@ class RemoteService(RemoteWorker):
         args: other arguments of `make`
         place: the place where the worker runs
         threads: torch threads in the worker
-        grace: seconds between SIGTERM and its end by force
+        grace: seconds from SIGTERM until the worker is killed
     """
     def __init__(self, name: str, make: Callable, args: tuple, publisher: WeightPublisher, place: Place, *, threads: int = 1,
                  grace: float = 5.0):

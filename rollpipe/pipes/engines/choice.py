@@ -19,7 +19,7 @@ from ..modules import modules_in
 
 # %% ../../../nbs/pipes/11_engines/06_choice.ipynb #a4b7f04c
 ENGINES = 'torch', 'onnxruntime', 'auto'
-LARGE = 2 ** 24     # multiplications in the convolutions of a step; above, torch is as fast, as the graph's weights cannot be repacked
+LARGE = 2 ** 24     # multiplications in a step's convolutions from which on torch is as fast: ONNX Runtime cannot rearrange weights
 log = logging.getLogger('rollpipe')
 _said = set()
 

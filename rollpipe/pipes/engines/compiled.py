@@ -109,7 +109,7 @@ class OnnxEngine:
 
     Args:
         actor: anything with `step` and `draw_noise`, on the host
-        rows: what it reads and answers; row 0 is filled
+        rows: memory for the actor's inputs and answers; row 0 is filled
         draw: n -> noise [n, B, ...] of the next steps; None: the actor's deterministic action
         instead: exception -> the engine that takes over if the actor cannot be exported any more
     """

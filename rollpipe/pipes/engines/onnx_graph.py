@@ -18,7 +18,7 @@ from ..errors import describe_exception
 # %% ../../../nbs/pipes/11_engines/03_onnx_graph.ipynb #258ae9b3
 _ELEMENTWISE = {'Abs', 'Add', 'And', 'Cast', 'Clip', 'Div', 'Elu', 'Equal', 'Erf', 'Exp', 'Greater', 'Identity', 'LeakyRelu', 'Less', 'Log',
                 'Max', 'Min', 'Mul', 'Neg', 'Not', 'Or', 'Pow', 'Relu', 'Sigmoid', 'Softplus', 'Sqrt', 'Sub', 'Tanh', 'Where'}
-_ALONG_AXIS = {'ArgMax', 'Concat', 'LayerNormalization', 'LogSoftmax', 'Softmax'}
+_ALONG_AXIS = {'ArgMax', 'Concat', 'LayerNormalization', 'LogSoftmax', 'Softmax'}     # allowed if their axis is not the time dimension
 
 
 def without_time(model: Any) -> Any:

@@ -34,7 +34,7 @@ def in_containers(x: Any, like: Any, leaf: Callable = lambda x, like: x) -> Any:
 
 
 def as_like(x: Any, like: np.ndarray) -> np.ndarray:
-    "`x` as an array, converted to the dtype of `like` if this changes only the precision. Raises `OverflowError` for too large integers."
+    "`x` as an array, in the dtype of `like` if this changes only the precision. Raises `OverflowError` for integers that do not fit."
     x = np.asarray(x)
     if not np.can_cast(x.dtype, like.dtype, 'same_kind'): return x
     cast = x.astype(like.dtype, copy=False)

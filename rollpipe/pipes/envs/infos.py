@@ -192,7 +192,7 @@ class SingleInfos(InfoRecorder):
                            expected=describe(one), got=describe(values[b])) from None
 
 # %% ../../../nbs/pipes/10_envs/04_infos.ipynb #2a7e29a5
-FINAL = 'final_obs', 'final_info', '_final_obs', '_final_info'     # keys of gymnasium's autoreset modes, no infos of the environments
+FINAL = 'final_obs', 'final_info', '_final_obs', '_final_info'     # keys of gymnasium's autoreset modes, not infos of the environments
 
 
 def _reporters(infos, key, among):

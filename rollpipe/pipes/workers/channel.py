@@ -128,7 +128,7 @@ class _Attribute:
         self.comparable, self.text = comparable(value), describe(value, 60)
 
 
-_CHANGEABLE = object()
+_CHANGEABLE = object()     # is identical to no value, so the attribute is always compared
 
 def _specs(state) -> list: return [(x.dtype, x.shape) for x in state.values()]
 

@@ -69,7 +69,7 @@ def end_workers(workers: Iterable, failed: bool = False) -> list:
 def _end_all(parts, grace, failed=False) -> list:
     "Ask the processes to end, terminate those that do not, and kill those that still run."
     errors, links, killed = [], {link for _, link, _ in parts}, []
-    by_themselves = [process for process, _, _ in parts if process.is_alive()]       # those that end without a signal
+    by_themselves = [process for process, _, _ in parts if process.is_alive()]       # in the end, those that needed no signal
     for patience, push in ((0. if failed else 0.5, _ask), (grace, _terminate), (5., _kill)):
         if push is not _ask: by_themselves = [process for process in by_themselves if not process.is_alive()]
         if push is _kill and not failed: killed = [process for process, _, _ in parts if process.is_alive()]

@@ -118,7 +118,7 @@ class LayoutEntries:
 # %% ../../../nbs/pipes/30_workers/05_slot_writer.ipynb #5d0f1b0b
 class SlotWriter:
     "Writes items into slots, in the process that makes the items."
-    MAX_FORMATS = 64    # greatest number of stored formats; then all are dropped, and numbers begin at 0 again
+    MAX_FORMATS = 64    # greatest number of stored formats, to bound the memory; then all are dropped, and numbers begin at 0 again
     end: int            # end of the item's own arrays [bytes]
 
     def __init__(self, slots: Sequence):
