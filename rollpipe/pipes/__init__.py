@@ -38,7 +38,7 @@ __all__ = [
 
 
 def __getattr__(name):
-    "`DataLoader2` comes through the one door when it is first asked for: torchdata is slow to import."
+    "Import `DataLoader2` from `torchdata.py` when it is first used, because importing torchdata is slow."
     if name != 'DataLoader2': raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .torchdata import DataLoader2
     return DataLoader2

@@ -22,10 +22,10 @@ from .torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/15_advantage.ipynb #ecf504e5
 def _evaluate(critic, obs, actor):
-    "The critic's values. `critic.inputs`, if it exists, makes its input from `obs` and `actor`."
+    "The critic's values. `critic.inputs`, if it exists, makes the critic's input from `obs` and `actor`."
     if hasattr(critic, 'inputs'): obs = critic.inputs(obs, actor)
     try: return critic(obs)
-    except RuntimeError:     # a `view` needs contiguous observations, and those from worker processes may have other strides
+    except RuntimeError:     # a `view` needs contiguous observations, but those from worker processes may have other strides
         if all(x.is_contiguous() for x in nested.leaves(obs)): raise
         return critic(nested.map(Tensor.contiguous, obs))
 
@@ -74,7 +74,7 @@ def values(fragment: Fragment, critic: Any = None) -> tuple[Tensor, Tensor]:
 class AdvantageBuffer(Pipe):
     """Add `adv` (generalised advantage estimates) and `ret = adv + v` (value targets), float32 `[T, B]`, to each `Fragment`.
 
-    The critic is called for whole fragments: one call for `(T+1) B` rows costs little more than one for `B`. It is held by reference.
+    The critic is called once for a whole fragment: one call for `(T+1) B` rows costs little more than one for `B`. It is not copied.
     The advantage of rows that are not `valid` is 0.
 
     Source: Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation", https://arxiv.org/abs/1506.02438.
@@ -84,7 +84,7 @@ class AdvantageBuffer(Pipe):
         pipe: yields `Fragment`s
         critic: `critic(obs [..., *]) -> [...]` (see `Critic`); None: the `value` that the actor reported
         gamma: discount factor per step
-        lam: exponential weight of longer estimates: with 0 they rely on the critic, with 1 on the rewards
+        lam: exponential weight of longer estimates: with 0 the estimates rely on the critic, with 1 on the rewards
     """
     reads, keeps_items, any_strides, fusible = 1, False, True, True
 
@@ -103,7 +103,7 @@ class AdvantageBuffer(Pipe):
         try: return self._estimate(fragment)
         except PipeError as e:
             parts = unstacked(fragment)
-            for part in parts if len(parts) > 1 else (): self._estimate(part)     # the error of one part names its lane
+            for part in parts if len(parts) > 1 else (): self._estimate(part)     # the error then names the lane of the part that fails
             if len(parts) > 1: e.lane = ', '.join(dict.fromkeys(str(int(part.lane[0])) for part in parts))
             raise
 
@@ -121,6 +121,6 @@ class AdvantageBuffer(Pipe):
             raise DataError("non-finite advantage", pipe=self, lane=lane, env=b, leaf=f"adv[{t}, {b}]",
                             expected="finite rewards and values",
                             got=f"reward {rew[t, b]}, value {v_t[t, b]}, next value {v_tp1[t, b]}")
-        # Where a row is not valid, `fin` is True, so it has no influence on the rows before it.
+        # `fin` is True where a row is not valid, so that row has no influence on the rows before it.
         if not fragment.valid.all(): adv = adv.masked_fill(~fragment.valid, 0.)
         return fragment._replace(adv=adv, ret=adv + v_t)

@@ -40,24 +40,24 @@ class FragmentStacker(Pipe):
         n: fragments per batch
     """
     fusible = True
-    fusion: Any = None    # with a `fusion` it reads the pipes above in another way
+    fusion: Any = None    # replaces the way in which the pipes above are read; None: as usual
 
     def __init__(self, pipe: IterDataPipe, n: int):
         super().__init__(pipe)
         self.n = check_integer('n', n, pipe=self)
 
     @property
-    def reads(self) -> int: return self.n  # pyright: ignore[reportIncompatibleVariableOverride]  follows from `n`
+    def reads(self) -> int: return self.n  # pyright: ignore[reportIncompatibleVariableOverride]  it follows from `n`
 
     def fits(self, pipe: IterDataPipe) -> bool:
-        "Does its `fusion` work in the graph that ends in `pipe`? If not, an edit takes the stage apart."
+        "Does the `fusion` work in the graph that ends in `pipe`? If not, an edit of the graph removes it."
         return self.fusion is None or bool(self.fusion.fitting(self, pipe))
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
         return self._joined(items) if self._is_plain() else self.fusion.stream(self)
 
     def _is_plain(self): return self.fusion is None or not self.fits(self)
-    def _open(self): return super()._open() if self._is_plain() else iter(())    # a fusion opens the pipes above itself
+    def _open(self): return super()._open() if self._is_plain() else iter(())    # a fusion itself opens the pipes above
     def __repr__(self): return short_repr(self) if self._is_plain() else self.fusion.drawn(self)
 
     def _joined(self, items, placed=lambda fragments: fragments):
@@ -69,15 +69,15 @@ class FragmentStacker(Pipe):
         except DataError as e:
             e.locate(pipe=self)
             raise
-        finally: fragments.clear()     # their memory is free while the next ones are collected
+        finally: fragments.clear()     # their memory is then free while the next fragments are collected
 
 # %% ../../nbs/pipes/16_batches.ipynb #e97a1927
 class SideBySide(Destination):
-    """Memory for each `n` fragments that are joined next: their large arrays of integers become columns of the same arrays.
+    """Memory for `n` fragments that will be joined: their large integer arrays are made as columns of one array, so `join` need not copy.
 
-    The collectors make one fragment after the other. When a batch is complete, `placed` is called.
+    The collectors make one fragment after the other. Call `placed` when a batch is complete.
     """
-    LEAST = 2 ** 16     # bytes of such an array in one fragment; smaller ones are copied fast
+    LEAST = 2 ** 16     # [bytes] of an array in one fragment; smaller arrays are fast to copy
 
     def __init__(self, n: int): self.n, self.position, self.wholes, self.free, self.columns = n, 0, [], [], {}
 
@@ -93,7 +93,7 @@ class SideBySide(Destination):
     def completing(self) -> None: self.position, self.free = self.position + 1, list(self.wholes)
 
     def placed(self, fragments: list) -> list:
-        "The `fragments` of a batch, whose arrays are seen as columns of one, so that `join` finds them side by side."
+        "The `fragments` of a batch with their arrays as columns of the joined ones, so that `join` finds them side by side."
         if self.columns: fragments = [f._replace(state=nested.map(self._column, f.state)) for f in fragments]
         self.position, self.wholes, self.free, self.columns = 0, [], [], {}
         return fragments
@@ -121,7 +121,7 @@ def minibatches(fragment: Fragment, size: int, epochs: int, rng: np.random.Gener
     is smaller if the numbers do not divide.
 
     Args:
-        fragment: [T, B], with all that a loss needs
+        fragment: [T, B], with every field that the loss needs
         size: transitions per minibatch
         epochs: how often each transition is used
         rng: draws the order of each epoch
@@ -129,7 +129,7 @@ def minibatches(fragment: Fragment, size: int, epochs: int, rng: np.random.Gener
     if nested.leaves(fragment.hx):
         numbers, take, size, at_once = torch.arange(fragment.n_envs), partial(columns, fragment), max(1, size // fragment.n_steps), 1
     else:
-        # Picking the transitions of eight minibatches at once takes little longer than picking those of one.
+        # Picking the transitions of eight minibatches in one call takes little longer than picking those of one minibatch.
         numbers, take, at_once = fragment.valid.flatten().nonzero()[:, 0], partial(transitions, fragment), 8
     for _ in range(epochs):
         order = numbers[torch.from_numpy(rng.permutation(len(numbers)))]
@@ -139,8 +139,8 @@ def minibatches(fragment: Fragment, size: int, epochs: int, rng: np.random.Gener
 class Minibatcher(Seeded, Pipe):
     """Shuffled minibatches of each fragment, `epochs` times over.
 
-    Without recurrent state a minibatch is a fragment `[1, size]` of valid transitions of all environments and steps. With it, a minibatch
-    holds `size // T` whole environments (at least one) with all their steps. Each transition occurs once in an epoch, so the last
+    Without recurrent state a minibatch is a fragment `[1, size]` of valid transitions of all environments and steps. With recurrent state
+    it holds `size // T` whole environments (at least one) with all their steps. Each transition occurs once in an epoch, so the last
     minibatch of an epoch is smaller if `size` does not divide their number. Raises `DataError` if `size < 1` or `epochs < 1`.
 
     Args:
@@ -161,7 +161,7 @@ class Minibatcher(Seeded, Pipe):
 
 # %% ../../nbs/pipes/16_batches.ipynb #b45ca730
 def _begin(item, device, side):
-    "Begin to copy `item` to `device`; returns the copy, and the event of its arrival in the CUDA stream `side` (both None without CUDA)."
+    "Begin to copy `item` to `device` in the CUDA stream `side`. Returns the copy and the event of its arrival; no `side`: no event."
     def move(x):
         if isinstance(x, Iterator): return (_complete(*_begin(each, device, side)) for each in x)
         if not isinstance(x, Tensor): return x
@@ -184,13 +184,13 @@ def _complete(item, event):
 
 # %% ../../nbs/pipes/16_batches.ipynb #0403745f
 class ToDevice(Pipe):
-    """Move the tensors of each item (a `Fragment`, `NSteps`, any container, and what iterators in it yield) to `device`.
+    """Move the tensors of each item (a `Fragment`, `NSteps` or any other container, also what iterators in it yield) to `device`.
 
-    For a CUDA device tensors are copied to pinned memory, and from there without blocking on a separate stream. The
-    consumer's stream waits for the copy, but the program does not. With `ahead=1` (double buffering) the next item is fetched, and its
-    transfer begins, before the current item is yielded, so transfer and learning overlap. The next item is then collected before the
-    learner's update on the current one. So use it only where this does not matter, as between the minibatches of a fragment. Other
-    devices get plain copies.
+    For a CUDA device, tensors are copied to pinned memory, and then on a separate CUDA stream without blocking. The consumer's stream
+    waits for the copy, but the program does not. With `ahead=1` (double buffering) the next item is fetched, and its transfer begins,
+    before the current item is yielded, so transfer and learning overlap. The next item is then collected before the learner's update
+    on the current item. Use `ahead` only where this does not matter, for example between the minibatches of a fragment. Other devices
+    get plain copies.
 
     Raises `DataError` if the device is unknown or missing, and for `Tick`s, which stay in host memory.
 

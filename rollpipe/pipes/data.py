@@ -21,18 +21,18 @@ Kind = TypeVar("Kind", bound=type)
 
 
 def with_field_docs(cls: Kind) -> Kind:
-    "Decorator of a named tuple: what its docstring says about a field under `Args:` becomes the docstring of that field."
+    "Decorator of a named tuple: the entry of a field under `Args:` in the class docstring becomes the docstring of that field."
     told = (cls.__doc__ or '').partition('Args:')[2]
     for name, meaning in re.findall(r'^ +(\w+): (.+)$', told, re.M):
-        if name in getattr(cls, '_fields'): getattr(cls, name).__doc__ = meaning     # noqa: B009  a checker knows no fields of a class
+        if name in getattr(cls, '_fields'): getattr(cls, name).__doc__ = meaning     # noqa: B009  the type checker does not know `_fields`
     return cls
 
 # %% ../../nbs/pipes/07_data.ipynb #cb79ba8f
 @with_field_docs
 class State(NamedTuple):
-    """What is known at time `t`; leaves are `[B, ...]` in a tick and `[T+1, B, ...]` in a fragment.
+    """The state of the environments at time `t`. Leaves are `[B, ...]` in a tick and `[T+1, B, ...]` in a fragment.
 
-    It is what the actor sees, except that an actor sees float32 in place of float64, and zeros in `act` and `rew` where `fin`.
+    An actor sees the same, but with float32 instead of float64, and with zeros in `act` and `rew` where `fin` is True.
 
     Args:
         stepno: int64: steps since the episode began; 0 on its first row
@@ -53,22 +53,22 @@ class State(NamedTuple):
         return self._replace(act=act, rew=rew)
 
     def seen_by(self, actor: Any) -> 'State':
-        "The state, tensors `[T, B, ...]`, as an actor sees it. An actor with `uses_past = False` looks at no past, and gets it as it is."
+        "The state, tensors `[T, B, ...]`, as an actor sees it. With `uses_past = False`, `act` and `rew` are not masked."
         seen = nested.as_seen(self)
         return seen.without_past() if getattr(actor, 'uses_past', True) else seen
 
 # %% ../../nbs/pipes/07_data.ipynb #1154235c
 @with_field_docs
 class Final(NamedTuple):
-    """The true last observations of `K` episodes that end in a fragment (`K` may be 0). `State.obs` shows the reset in their place.
+    """The true last observations of `K` episodes that end in a fragment (`K` may be 0). `State.obs` has the reset observations instead.
 
     Every truncated episode is among them, and with `EnvStepper(terminal_obs=True)` every terminated one.
 
     Args:
         t: int64 [K]: the step t -> t+1 ended the episode, so `state.fin[t+1, b]` is True; `term[t+1, b]` says whether it terminated
-        b: int64 [K]: the environment
+        b: int64 [K]: index of the environment
         obs: [K, ...]: the true last observation
-        actor: [K, ...]: the actor's virtual reaction to it, with the recurrent state of that moment; may be 0 where terminated
+        actor: [K, ...]: the actor's virtual reaction to `obs`, with the recurrent state of that moment; may be 0 where terminated
     """
     t: Any
     b: Any
@@ -85,7 +85,7 @@ class TickSource:
         """The actor's virtual reaction `(act, info)`, torch `[1, n, ...]`, to a `state`, numpy `[n, ...]`, with the recurrent state `hx`.
 
         A collector calls this when it has all steps of a fragment: once for the look-ahead at row `T`, and once for all truncated ends.
-        The reaction is not acted out. It advances no recurrent state and draws no random number.
+        The environments do not take this action. The call advances no recurrent state and draws no random number.
         """
         raise NotImplementedError
 
@@ -100,8 +100,8 @@ class TickSource:
     def observe_into(self, obs: Any) -> None:
         """Write the next `n` observations into `obs`, containers of arrays `[n, B, ...]`.
 
-        A collector calls this when it has the first tick of a fragment, but only if it reads the stepper directly, so that no other pipe
-        keeps ticks. By default nothing happens: the observations have their own memory, and the collector copies them.
+        A collector calls this when it has the first tick of a fragment, but only if it reads the stepper directly and neither keeps ticks.
+        By default nothing happens: the observations have their own memory, and the collector copies them.
         """
 
 # %% ../../nbs/pipes/07_data.ipynb #f9f15660
@@ -123,9 +123,9 @@ class Tick(NamedTuple):
         final: environment b -> (last observation, recurrent state [.., 1, ..]) where truncated; with `terminal_obs` at every end
         env: numpy [B, ...]: numeric environment infos of the step t -> t+1, with masks `'_' + key`: see `Fragment`
         valid: bool [B]: False where no transition took place
-        lane: which copy of the pipeline
+        lane: index of the copy of the pipeline
         version: version of the weights that chose the action
-        source: answers the requests of a collector, see `TickSource`
+        source: object that answers a collector's requests, see `TickSource`
     """
     state: State
     hx: Any
@@ -235,8 +235,8 @@ class Fragment(NamedTuple):
         env            E_{n+1}   E_{n+2}   E'_1      E'_2        has T rows
         final                    (t=1, b): x_{n+2} and the reaction to it, if truncated (or `terminal_obs`)
 
-    An info of `env` is there from the step on at which an environment first reported it. Where it was not reported it is nan, or 0 if it is
-    no float, and its mask `env['_' + key]`, bool [T, B], is False. An info without a mask was reported at every valid step.
+    `env` has an info from the step on at which an environment first reported it. Where an info was not reported, its value is nan, or 0 if
+    it is not a float, and its mask `env['_' + key]`, bool [T, B], is False. An info without a mask was reported at every valid step.
 
     A consumer may keep a fragment: nothing in it is overwritten later.
 
@@ -247,7 +247,7 @@ class Fragment(NamedTuple):
         hx: [layers, B, ...]: recurrent state at row 0; `()` without one
         term: bool [T+1, B]: true terminations; `state.fin & ~term` are truncations
         final: K rows
-        valid: bool [T, B]: False for rows that are no transition; losses and statistics leave them out
+        valid: bool [T, B]: False for rows that are not transitions; losses and statistics ignore these rows
         adv: float32 [T, B]: advantages, added by `AdvantageBuffer`
         ret: float32 [T, B]: value targets, added by `AdvantageBuffer`
         lane: int64 [B]: the lane that collected the column
@@ -283,7 +283,7 @@ class Fragment(NamedTuple):
         return self.valid.shape[1]
 
     def only(self, *names: str) -> 'Fragment':
-        "The fragment with None in every field but `names`, such as `fragment.only(*Fragment.ROWS)`."
+        "The fragment with None in every field except `names`. Example: `fragment.only(*Fragment.ROWS)`."
         return self._make(x if name in names else None for name, x in zip(self._fields, self))
 
     def map(self, *, rows: Callable | None = None, steps: Callable | None = None, columns: Callable | None = None,
@@ -293,7 +293,7 @@ class Fragment(NamedTuple):
         """
         new, fields = {'final': final(self.final)} if final else {}, {}
         for names, fn in ((self.ROWS, rows), (self.STEPS, steps), (self.COLUMNS, columns), (('hx',), hx)):
-            if fn: fields[fn] = fields.get(fn, ()) + names      # kinds with the same function share one call, which saves time
+            if fn: fields[fn] = fields.get(fn, ()) + names      # fields with the same function share one call, which saves time
         for fn, names in fields.items(): new |= zip(names, nested.map(fn, [getattr(self, name) for name in names]))
         return self._replace(**new)
 

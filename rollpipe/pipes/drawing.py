@@ -13,7 +13,7 @@ from itertools import zip_longest
 
 # %% ../../nbs/pipes/03_drawing.ipynb #40afc90d
 def _text(labels, edges, marked, notes=(), word='here') -> str:
-    "The drawing, one line for each node; `marked` are the indices of the nodes to point out, with `word`."
+    "The drawing as text, one line for each node. `word` marks the nodes with the indices `marked`."
     uses = Counter(source for row in edges for source, _ in row)
     numbers = {s: n for n, s in enumerate(sorted(s for s in uses if uses[s] > 1), 1)}
     names = [o + (f'  [{numbers[i]}]' if i in numbers else '') for i, o in enumerate(labels)]
@@ -32,7 +32,7 @@ def _text(labels, edges, marked, notes=(), word='here') -> str:
 
 
 def _columns(rows, width):
-    "For each row of cells: the `width` of what stands before it, and its cells as columns of equal width, the last one flush left."
+    "For each row: the `width` of the text before it, and its cells padded to columns of equal width, the last one flush left."
     widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue='')]
     for row in rows:
         cells = [cell.rjust(w) for cell, w in zip(row, widths)]
@@ -60,7 +60,7 @@ def _layers(edges):
 
 # %% ../../nbs/pipes/03_drawing.ipynb #e45338d8
 def _centres(layers, width, gap=24):
-    "The horizontal centre of every slot. Each stands above the slots that it feeds if there is room, in the order of the inputs."
+    "The horizontal centre of every slot. If there is room, a slot stands above the slots that it feeds, in the order of the inputs."
     centre = {}
     for layer in layers:
         goal = {o: sum(centre[f] for f in feeds) / len(feeds) if feeds else 0. for o, feeds in layer.items()}
@@ -135,7 +135,7 @@ class Drawing:
         edges: for every pipe `[(index of the input, first), ...]`; `first`: the walk meets the input here for the first time
         marked: indices of the pipes to point out
         notes: for every pipe its notes, a list of texts; empty: none
-        waits: for every pipe a text that stands at its way out; empty: none
+        waits: for every pipe a text beside the edges that leave it; empty: none
         word: how the text points out a pipe
         caption: lines that stand below the graph
     """
@@ -152,5 +152,5 @@ class Drawing:
         return '\n'.join([_text(self.labels, self.edges, self.marked, notes, self.word), *self.caption])
 
     def _repr_svg_(self):
-        word = self.word if self.notes else ''      # without notes, the red frame says it
+        word = self.word if self.notes else ''      # without notes, the red frame is mark enough
         return _svg(self.labels, self.edges, self.marked, self.notes, self.waits, word, self.caption)

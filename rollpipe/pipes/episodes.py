@@ -22,14 +22,14 @@ from .torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/17_episodes.ipynb #d310efd1
 class RowQueue:
-    """A queue of rows: `append` at the end, `drop` at the beginning, and `cut` out a column. A row keeps its number, counted from 0.
+    """A queue of rows: `append` adds at the end, `drop` removes at the beginning, `cut` copies a column. Rows are numbered from 0 for good.
 
     When the buffer is full, the rows that are still needed move to a new buffer of twice their number (compaction). `capacity` is
     its current length, at least the initial one, and `moves` counts compactions.
     """
     def __init__(self, capacity: int = 32):
         self.least, self.capacity, self.moves = capacity, 0, 0
-        self.first = self.end = self.start = 0  # numbers of the first row kept, of the next row, and of the row at index 0
+        self.first = self.end = self.start = 0  # numbers of the first row kept, the next row, the row at index 0
         self.buffers: Any = None  # leaves `[capacity, B, ...]`; None: there was no row yet
 
     def __len__(self): return self.end - self.first
@@ -39,13 +39,13 @@ class RowQueue:
         if self.end - self.start == self.capacity: self._compact(row)
         leaves = nested.leaves(row)
         for i, (buffer, x) in enumerate(zip(self.buffers, leaves)):
-            if isinstance(x, np.ndarray) and x.dtype != buffer.dtype:  # the dtype of an info may become wider
+            if isinstance(x, np.ndarray) and x.dtype != buffer.dtype:  # the dtype of an info may be widened
                 buffer = self.buffers[i] = buffer.astype(np.result_type(buffer.dtype, x.dtype))
             buffer[self.end - self.start] = x
         self.end += 1
 
     def change(self, convert: Callable) -> None:
-        "Replace the container of the buffers, leaves `[capacity, B, ...]`, by `convert(container)`."
+        "Replace the container of the buffers, whose leaves are `[capacity, B, ...]`, by `convert(container)`."
         self.buffers, self.structure = nested.flatten(convert(self.structure.unflatten(self.buffers)))
 
     def drop(self, before: int) -> None:
@@ -64,7 +64,7 @@ class RowQueue:
         self.buffers = nested.leaves(nested.alloc(row, self.capacity))
         if old is not None:
             self.moves += 1
-            # rows keep the dtype that they have grown to
+            # rows keep a dtype that was widened
             self.buffers = [new.astype(x.dtype) if isinstance(x, np.ndarray) else new for new, x in zip(self.buffers, old)]
             for new, x in zip(self.buffers, old): new[:len(self)] = x[live]
         self.start, self.structure = self.first, nested.flatten(row)[1]
@@ -79,9 +79,9 @@ def _row(x):
 class EpisodeBuilder:
     "Takes the ticks of one lane, stores unfinished episodes, and returns the episodes that end."
     def __init__(self, n_envs: int):
-        self.rows, self.seq = RowQueue(), 0             # rows of the ticks; how many episodes have ended
-        self.begin = np.zeros(n_envs, np.int64)         # the first row of each environment's episode
-        self.version = np.zeros(n_envs, np.int64)       # of the weights at that row
+        self.rows, self.seq = RowQueue(), 0             # rows of the ticks; number of episodes that have ended
+        self.begin = np.zeros(n_envs, np.int64)         # number of the first row of each environment's episode
+        self.version = np.zeros(n_envs, np.int64)       # version of the weights at that row
         self.hx = [()] * n_envs                         # the environment's recurrent state at that row
         self.waiting = True                             # does an environment wait for its episode to begin?
         self.infos = None                               # the keys of the infos in the rows; None: there was no row yet
@@ -102,7 +102,7 @@ class EpisodeBuilder:
         return episodes
 
     def _with_all_infos(self, env, valid):
-        "`env` with the infos of all rows. Those that are new are filled in where they are missing in the rows before."
+        "`env` with the infos of all rows. A new info is filled in for the earlier rows, which lack it."
         def widen(rows):
             nonlocal env
             # Every row of an episode is valid, and no other row is ever read.
@@ -125,7 +125,7 @@ class EpisodeBuilder:
         obs, hx = zip(*(tick.final[b] for b in ended))
         last = nested.getitem(tick.next, ended)._replace(
             stepno=tick.state.stepno[ended] + 1, obs=nested.stack(obs), fin=np.zeros(len(ended), bool))
-        # One call of the actor for all of them. It sees an ordinary next state: `fin` is False.
+        # One call of the actor serves all environments. The actor sees an ordinary next state: `fin` is False.
         act, info = tick.source.react(last, nested.cat(hx, dim=1) if nested.leaves(hx) else hx[0])
         last = nested.map(torch.from_numpy, last._replace(fin=np.ones(len(ended), bool)))
         return [self._episode(tick, b, *(nested.getitem(x, (slice(None), slice(k, k + 1))) for x in (
@@ -150,12 +150,12 @@ class EpisodeCollector(Pipe):
     """Whole episodes from `Tick`s: lists of `batch` episodes, each a `Fragment` of `T` steps of one environment, or padded batches.
 
     Row `T` of an episode holds the true last observation (`fin` is True, and `term` too if it terminated) and the actor's virtual
-    reaction to it, with the recurrent state of that moment. `final` has the same as its one row. Row 0 keeps, as in every fragment, the
-    action and reward that ended the previous episode. `version` is that of the weights at the first step, `seq` counts the episodes
-    of a lane, and `hx` belongs to row 0.
+    reaction to it, with the recurrent state of that moment. The one row of `final` holds the same. Row 0 has, as in every fragment, the
+    action and reward that ended the previous episode. `version` is the version of the weights at the first step, `seq` counts the
+    episodes of a lane, and `hx` is the recurrent state at row 0.
 
-    Episodes come in the order in which they end. Those that end at the same step come in the order of environments. Only episodes that
-    have not ended when the stream ends are lost. This order has a bias: among the first `k` episodes of a stream short ones are
+    Episodes come in the order in which they end. Those that end at the same step come in the order of environments. An episode is lost
+    only if it has not ended when the stream ends. This order has a bias: among the first `k` episodes of a stream short ones are
     over-represented, because long ones have not ended yet. The bias vanishes as the stream becomes much longer than the
     longest episode. For an unbiased estimate from few episodes, fix the number of episodes of each environment beforehand, as
     `rollpipe.agents.evaluate` does.
@@ -174,12 +174,12 @@ class EpisodeCollector(Pipe):
 
     def __init__(self, pipe: IterDataPipe, batch: int = 1, pad: bool = False):
         super().__init__(pipe)
-        # torch has a function of this name for every pipe.
+        # torch registers a method of this name on every pipe.
         self.batch = check_integer('batch', batch, pipe=self)  # pyright: ignore[reportIncompatibleMethodOverride]
         self.pad = pad
 
     def stream(self, items: Iterator[Tick]) -> Iterator[list[Fragment] | Fragment]:
-        builders, ready = {}, []    # lane -> its builder; episodes that wait for their batch
+        builders, ready = {}, []    # lane -> its `EpisodeBuilder`; episodes that wait for their batch
         for tick in items:
             check_item(tick, Tick, self)
             if tick.lane not in builders: builders[tick.lane] = EpisodeBuilder(len(tick.valid))
@@ -203,7 +203,7 @@ class Trace(NamedTuple):
 
     Args:
         rew: float32 [T, B]: rewards; 0 where not `valid`
-        fin: bool [T, B]: whether an episode ended with the step
+        fin: bool [T, B]: True where an episode ended with the step
         valid: bool [T, B]: False for steps that belong to no episode of the evaluation
         actor: torch [T+1, B, ...]: what the actor reported, nested
     """
@@ -215,7 +215,7 @@ class Trace(NamedTuple):
 
 class TraceRows:
     "Collects the rows of a `Trace`."
-    tick: Tick       # the newest one
+    tick: Tick       # the newest tick
 
     def __init__(self, n_envs: int): self.rows, self.ends, self.n_envs = [], [], n_envs
 
@@ -223,7 +223,7 @@ class TraceRows:
         """Add one step.
 
         Args:
-            valid: bool [B]: where the step belongs to an episode of the evaluation
+            valid: bool [B]: True where the step belongs to an episode of the evaluation
         """
         self.ends += [End(len(self.rows), b, obs, hx, False) for b, (obs, hx) in tick.final.items() if not tick.term[b]]
         self.rows.append((tick.state.stepno, np.where(valid, tick.next.rew, 0).astype(np.float32), tick.next.fin, valid, tick.next.act,
@@ -234,7 +234,7 @@ class TraceRows:
         """The rows as a `Trace`.
 
         Args:
-            unfinished: bool [B]: where the last episode did not end, so its steps are not valid
+            unfinished: bool [B]: True where the last episode did not end, so its steps are not valid
         """
         if not self.rows:
             none = np.zeros((0, self.n_envs), bool)
@@ -249,14 +249,14 @@ class TraceRows:
         return Trace(np.where(valid, rew, 0), fin, valid, self._with_last(reports, stepno, rew, nested.stack(act), last, over))
 
     def _reports(self, act, actor):
-        "What the actor reported, and its virtual reaction to what it sees next, completed: `[T+1, B, ...]`."
+        "The completed reports of the actor, and as last row its virtual reaction to the next state: `[T+1, B, ...]`."
         source = self.tick.source
         act_ahead, ahead = source.react(self.tick.next, self.tick.next_hx)
         return source.complete(nested.cat([act, act_ahead]), nested.cat([*actor, ahead]))
 
     def _with_last(self, reports, stepno, rew, act, last, over):
-        "The reports, with the reactions to the last observations in the rows `last` of the environments `over`; zeros for terminations."
-        act, rew = nested.map(lambda x: np.concatenate([x[:1], x]), (act, rew))     # row t + 1 of a state has those of step t
+        "The reports; rows `last` of the environments `over` become the reactions to the last observations, or zeros after a termination."
+        act, rew = nested.map(lambda x: np.concatenate([x[:1], x]), (act, rew))     # row t + 1 of a state belongs to step t
         state = nested.torchify(State(stepno, self.tick.next.obs, act, rew, ()))
         ends = [end for end in self.ends if end.b in over and end.t + 1 == last[end.b]]
         reports = nested.map(lambda x: x.index_put((torch.from_numpy(last[over]), torch.from_numpy(over)), x.new_zeros(())), reports)

@@ -17,7 +17,7 @@ __all__ = ['LEAST_BYTES', 'describe', 'describe_exception', 'PipeError', 'EnvErr
 
 # %% ../../nbs/pipes/00_errors.ipynb #74c0db68
 def describe(value: Any, width: int = 120, depth: int = 6) -> str:
-    "Short text for messages: dtype and shape of an array or tensor, else the value itself, cut at `width` characters."
+    "A short text for messages: the dtype and shape of an array or tensor, else the value itself, cut off after `width` characters."
     if hasattr(value, 'dtype') and hasattr(value, 'ndim'):
         dtype = str(value.dtype).removeprefix('torch.')
         return f'{dtype} {list(value.shape)}' if len(value.shape) else f'{dtype} {value.item()}'
@@ -26,7 +26,7 @@ def describe(value: Any, width: int = 120, depth: int = 6) -> str:
 
 
 def _describe_items(value, width, depth) -> str | None:
-    "The text of a container, or None for anything else. It reads at most `width` items and `depth` levels: it may contain itself."
+    "The text of a container, or None for other values. Reads at most `width` items and `depth` levels, as a container may contain itself."
     if not isinstance(value, (dict, list, tuple)): return None
     if not depth: return '...'
     if isinstance(value, dict):
@@ -39,7 +39,7 @@ def _describe_items(value, width, depth) -> str | None:
 
 # %% ../../nbs/pipes/00_errors.ipynb #a7bd921a
 def describe_exception(e: BaseException, width: int = 2_000) -> str:
-    "Class and text of an exception, for messages. A text of more than `width` characters loses its middle."
+    "The class and text of an exception, for messages. The middle of a text of more than `width` characters is left out."
     try: text = str(e)
     except Exception as other: text = f"(its text cannot be made: {type(other).__name__})"
     if (left_out := len(text) - width) > 0:
@@ -51,13 +51,13 @@ class PipeError(RuntimeError):
     """Something went wrong in a pipeline; the fields say where.
 
     Args:
-        problem: what is wrong, a short phrase
+        problem: short phrase that says what is wrong
         pipe: the pipe (its class name is kept) or a name
         lane: index of the lane
         env: index of the environment, an `(index, name)` pair, or a text
         leaf: path of the leaf inside a container, such as `obs['camera'][0]`
         expected: a text, or any value, which is stored as `describe(value)`
-        got: the value that came instead, stored like `expected`
+        got: the actual value, stored like `expected`
     """
     pipe: str | None
     lane: Any
@@ -72,7 +72,7 @@ class PipeError(RuntimeError):
         self.locate(pipe=pipe, lane=lane, env=env, leaf=leaf)
 
     def locate(self, *, pipe: Any = None, lane: Any = None, env: Any = None, leaf: str | None = None) -> PipeError:
-        "Fill in the fields that are still unknown, and return the error. Code that catches the error on its way up calls this."
+        "Fill in fields that are still unknown, and return the error. Code that catches and re-raises the error calls this."
         if pipe is not None and not isinstance(pipe, str):
             pipe = (pipe if isinstance(pipe, type) else type(pipe)).__name__
         if isinstance(env, tuple): env = '{} ({})'.format(*env)
@@ -122,7 +122,7 @@ class WorkerError(PipeError):
 
 # %% ../../nbs/pipes/00_errors.ipynb #3ca9ab08
 def check_integer(name: str, value: Any, least: int = 1, **where: Any) -> int:
-    """Return `value` if it is an integer >= `least` that an index can be. The message calls it `name`.
+    """Return `value` if it is an integer >= `least` and small enough for an index. The error message calls it `name`.
 
     Raises:
         DataError: `value` is not an integer, is a bool, or is too small or too large. `where` (pipe, lane, env) names the culprit.
@@ -133,7 +133,7 @@ def check_integer(name: str, value: Any, least: int = 1, **where: Any) -> int:
 
 
 def is_between(value: Any, low: float, high: float) -> bool:
-    "Whether `value` is a number from `low` to `high`. False for nan, and for what cannot be compared with numbers."
+    "Is `value` a number from `low` to `high`? False for nan, and for values that cannot be compared with numbers."
     try: return bool(low <= value <= high)
     except (TypeError, ValueError, RuntimeError): return False
 
@@ -159,27 +159,27 @@ def available_memory() -> int:
         try:
             with open(f'{group}/{limit}') as top, open(f'{group}/{used}') as now: left = int(top.read()) - int(now.read())
             found.append(left + _file_bytes(f'{group}/memory.stat', prefix))
-        except (OSError, ValueError): pass     # there is no such control group, or its limit is "max"
+        except (OSError, ValueError): pass     # there is no control group, or its limit is "max"
     return max(0, min(found))
 
 
 def _file_bytes(stat, prefix):
-    "Bytes of files that the system keeps in the memory of a control group, as long as nobody needs it; 0 if they are not known."
+    "Bytes of cached files in a control group, which the system can free when memory is needed; 0 if unknown."
     names = f'{prefix}inactive_file', f'{prefix}active_file'
     try:
         with open(stat) as f: return sum(int(line.split()[1]) for line in f if line.split()[0] in names)
     except OSError: return 0
 
 # %% ../../nbs/pipes/00_errors.ipynb #e52f6dc4
-LEAST_BYTES = 40     # of a recorded step, without observation and action
+LEAST_BYTES = 40     # bytes of a recorded step, without observation and action
 
 
 def check_memory(what: str, needed: int, **where: Any) -> None:
-    """Raise `DataError` if not so much memory is available.
+    """Raise `DataError` if less memory than `needed` is available.
 
     Args:
         what: what needs the memory, such as `capacity=100`
-        needed: bytes
+        needed: memory needed [bytes]
         **where: context for the message: pipe
     """
     if needed > (free := available_memory()):

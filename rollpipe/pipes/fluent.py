@@ -48,8 +48,8 @@ NAMES = {
 def register(names: dict[str, type] | None = None) -> None:
     """Make each of `names` (method name -> pipe class; by default `NAMES`) a method of all datapipes.
 
-    After a reload, or when a notebook cell has run again, a name stands for the new class of the same module and name.
-    Raises `GraphError` if a name belongs to another class or to an attribute of all datapipes; nothing is registered then.
+    After a reload, or after a notebook cell has run again, a method makes the new class of the same module and name.
+    Raises `GraphError`, and registers nothing, if a name belongs to another class or to an attribute of all datapipes.
     """
     names = NAMES if names is None else names
     for name, cls in names.items():
@@ -63,9 +63,9 @@ def register(names: dict[str, type] | None = None) -> None:
 
 
 def _owner(name):
-    "The class that the registered method `name` makes, None if there is no such method."
+    "The class whose pipes the registered method `name` makes; None if there is no such method."
     function = IterDataPipe.functions.get(name)
-    # For a pipe class torch keeps partial(make, cls, ...). Anything else is its own owner.
+    # torch registers a pipe class as partial(make, cls, ...). Any other function counts as its own owner.
     return None if function is None else getattr(function, 'args', (function,))[0]
 
 

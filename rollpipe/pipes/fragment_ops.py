@@ -21,12 +21,12 @@ from .errors import DataError
 
 # %% ../../nbs/pipes/09_fragment_ops.ipynb #80a0bf61
 class TimeStep(NamedTuple):
-    """One time step of one environment: the observation, and the action and the reward that led to it.
+    """One time step of one environment: an observation, and the action and reward that led to it.
 
     Args:
         kind: 'restart', 'transition', 'termination' or 'truncation'
         obs: [...]: arrays, tensors or numbers in any nesting
-        act: [...]: likewise; None at a restart
+        act: [...]: arrays, tensors or numbers in any nesting; None at a restart
     """
     kind: str
     obs: Any
@@ -40,32 +40,32 @@ class TimeStep(NamedTuple):
 
 
 def restart(obs: Any) -> TimeStep:
-    "An episode begins with the observation `obs`."
+    "A time step that begins an episode with the observation `obs`."
     return TimeStep('restart', obs)
 
 
 def transition(act: Any, rew: float, obs: Any) -> TimeStep:
-    "The action `act` brings the reward `rew` and leads to the observation `obs`; the episode goes on."
+    "A time step within an episode: the action `act` brings the reward `rew` and leads to the observation `obs`."
     return TimeStep('transition', obs, act, rew)
 
 
 def termination(act: Any, rew: float, obs: Any = None) -> TimeStep:
-    "The action `act` ends the episode. Its last observation has no value, and fragments do not keep it."
+    "A time step in which the action `act` terminates the episode. Fragments do not keep the last observation, because its value is 0."
     return TimeStep('termination', obs, act, rew)
 
 
 def truncation(act: Any, rew: float, obs: Any) -> TimeStep:
-    "A limit cuts the episode off after the action `act`; it would have gone on from the true last observation `obs`."
+    "A time step after which a limit cuts the episode off. Without the limit it would continue from the true last observation `obs`."
     return TimeStep('truncation', obs, act, rew)
 
 # %% ../../nbs/pipes/09_fragment_ops.ipynb #3c7b327b
 def from_timesteps(timesteps: Iterable[TimeStep], **fields: Any) -> Fragment:
     """The fragment `[T, 1]` of the time steps of one environment.
 
-    Raises `DataError` unless the first time step and each one after an end is a restart, and all others are not.
+    Raises `DataError` unless exactly the first time step and each time step after an end are restarts.
 
     Args:
-        timesteps: of one environment; the first one is a restart
+        timesteps: time steps of one environment; the first one is a restart
         **fields: further arguments of `Fragment.from_steps`, for B = 1
     """
     timesteps, ended = list(timesteps), True
@@ -75,7 +75,7 @@ def from_timesteps(timesteps: Iterable[TimeStep], **fields: Any) -> Fragment:
                             expected="a restart" if ended else "no restart before the episode has ended")
         ended = step.ends
     if ended: raise DataError("the last row is missing", leaf='timesteps', expected="a restart after the last end")
-    # a restart takes the place of the last observation before it, as when an environment resets itself
+    # a restart replaces the last observation before it, as in an environment that resets itself
     rows, steps = [x for x in timesteps if not x.ends], [x for x in timesteps if x.kind != 'restart']
     def column(values): return nested.stack([nested.map(lambda x: torch.as_tensor(x)[None], x) for x in values])
     def flag(kind): return torch.tensor([[x.kind == kind] for x in steps])
@@ -88,12 +88,12 @@ def from_timesteps(timesteps: Iterable[TimeStep], **fields: Any) -> Fragment:
 def same_keys(infos: list, valid: list) -> list:
     """`infos` with the same keys in all. A missing key is filled with nan, or with 0 for leaves that are not floats.
 
-    An info that is missing somewhere, or that has a mask somewhere, gets a mask everywhere: `valid` where it was there without one, and
-    False where it was missing.
+    An info that some dict lacks, or that has a mask in some dict, gets a mask in all: `valid` in a dict that has the info without a mask,
+    False in a dict that lacks the info.
 
     Args:
         infos: dicts, leaves [*lead, ...], numpy or torch
-        valid: bool [*lead] for each: where a step took place
+        valid: for each dict, bool [*lead]: True where a step took place
     """
     if all(info.keys() == infos[0].keys() for info in infos): return infos
     known = {key: (value, where.ndim) for info, where in zip(infos, valid) for key, value in info.items()}
@@ -108,7 +108,7 @@ def same_keys(infos: list, valid: list) -> list:
 
 
 def _missing(x, n, valid):
-    "The filler for an info like `x`, which has `n` leading dimensions, with those of `valid`."
+    "The filler for an info like `x`, with the leading dimensions of `valid` in place of the `n` leading dimensions of `x`."
     shape = *valid.shape, *x.shape[n:]
     if isinstance(x, np.ndarray): return np.full(shape, np.nan if x.dtype.kind == 'f' else 0, x.dtype)
     return x.new_full(shape, float('nan') if x.is_floating_point() else 0)
@@ -121,19 +121,19 @@ def stack_rows(rows: list) -> Any:
 
 # %% ../../nbs/pipes/09_fragment_ops.ipynb #6a2da3f2
 def stack_infos(infos: list, valid: list) -> Any:
-    "The infos of the steps of one lane, tensors `[len(infos), B, ...]`; `valid` says for each step where it took place."
-    # A lane's infos only become more. So the first and the last step show whether all steps have the same.
+    "The infos of successive steps of one lane, as tensors `[len(infos), B, ...]`. `valid` has a mask for each step."
+    # A lane never loses an info. So if the first and the last step have the same infos, all steps have.
     if isinstance(infos[0], dict) and infos[0].keys() != infos[-1].keys(): infos = same_keys(infos, valid)
     return stack_rows(infos) if infos[-1] != {} else {}
 
 # %% ../../nbs/pipes/09_fragment_ops.ipynb #85c95158
 class End(NamedTuple):
-    """The end of the episode of environment `b` with the step t -> t+1; its last observation was kept.
+    """The end of an episode of environment `b` with the step t -> t+1, if its last observation is kept.
 
     Args:
-        obs: its last observation
-        hx: its recurrent state then, `[layers, 1, ...]`
-        term: True: a termination
+        obs: last observation of the episode
+        hx: recurrent state of that moment, `[layers, 1, ...]`
+        term: True: the episode terminated; False: it was truncated
     """
     t: int
     b: int
@@ -143,7 +143,7 @@ class End(NamedTuple):
 
 # %% ../../nbs/pipes/09_fragment_ops.ipynb #3fbf3a77
 def with_restarts(item: Any, restarts: int) -> Any:
-    "`item`, a fragment or a list of them, with this number of `restarts` in each column. Anything else stays as it is."
+    "`item`, a fragment or a list of fragments, with `restarts` in each column. Any other item stays as it is."
     if isinstance(item, Fragment): return item._replace(restarts=torch.full_like(item.valid[0], restarts, dtype=torch.int64))
     return [with_restarts(x, restarts) for x in item] if type(item) is list else item
 
@@ -174,7 +174,7 @@ def pad_episodes(fragments: Iterable[Fragment]) -> Fragment:
 
 
 def _padded(fragment, n):
-    "`fragment` with `n` more steps that are not valid: its last observation, action and report are repeated, all else is 0."
+    "`fragment` with `n` more steps, which are not valid: they repeat the last observation, action and report; other fields are 0."
     if n == 0: return fragment
     def repeat(x): return torch.cat([x, x[-1:].expand(n, *x.shape[1:])])
     def fill(x, value=0): return torch.cat([x, x.new_full((n, *x.shape[1:]), value)])
@@ -184,7 +184,7 @@ def _padded(fragment, n):
 
 # %% ../../nbs/pipes/09_fragment_ops.ipynb #2cdb657d
 def strands(fragment: Fragment) -> list:
-    "The fragments from which this one was joined, in the order of time: `(lane, seq, columns)`, where `columns` is a slice."
+    "The parts from which the fragment was joined, in the order of time: `(lane, seq, columns)`, where `columns` is a slice."
     n = fragment.n_envs
     if fragment.lane is None: return [(0, None, slice(0, n))]
     lane, seq = fragment.lane.cpu().numpy(), fragment.seq.cpu().numpy()
@@ -195,7 +195,7 @@ def strands(fragment: Fragment) -> list:
 
 # %% ../../nbs/pipes/09_fragment_ops.ipynb #d4f3c844
 def columns(fragment: Fragment, index: Tensor) -> Fragment:
-    """These environments of a fragment, as a fragment `[T, n]`.
+    """The environments `index` of a fragment, as a fragment `[T, n]`.
 
     Args:
         index: int64 [n]: indices of environments, each at most once
@@ -240,7 +240,7 @@ def unstacked(fragment: Fragment) -> list:
 
 # %% ../../nbs/pipes/09_fragment_ops.ipynb #485b2ff6
 def final_numbers(fragment: Fragment) -> Tensor:
-    "Which row of `final` belongs to each step, int64 `[T, B]`; -1 for a step without one."
+    "For each step, the number of its row in `final`, int64 `[T, B]`; -1 if it has no row there."
     final = fragment.final
     numbers = torch.full(fragment.valid.shape, -1, device=final.t.device)
     numbers[final.t, final.b] = torch.arange(len(final.t), device=final.t.device)
@@ -248,7 +248,7 @@ def final_numbers(fragment: Fragment) -> Tensor:
 
 
 def transitions(fragment: Fragment, index: Tensor) -> Fragment:
-    """These transitions of a fragment, as a fragment `[1, n]`.
+    """The transitions `index` of a fragment, as a fragment `[1, n]`.
 
     Args:
         fragment: a fragment of an actor without memory
@@ -261,9 +261,9 @@ def transitions(fragment: Fragment, index: Tensor) -> Fragment:
 
 
 def _rows(x, index):
-    "The rows of `x` `[T, B, ...]` with these numbers `t * B + b` `[k, n]`, as `[k, n, ...]`."
+    "The rows of `x` `[T, B, ...]` whose numbers `t * B + b` are in `index` `[k, n]`, as `[k, n, ...]`."
     if type(x) is not Tensor or not x.is_contiguous(): return x[index // x.shape[1], index % x.shape[1]]
-    return x.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape)      # faster
+    return x.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape)      # faster than `x.flatten(0, 1)[index]`
 
 
 def _final_of(fragment, index):
@@ -275,21 +275,21 @@ def _final_of(fragment, index):
     return Final(torch.zeros_like(column), column, *nested.getitem((final.obs, final.actor), number[column]))
 
 # %% ../../nbs/pipes/09_fragment_ops.ipynb #04805543
-ENV_REWARD = 'rollpipe.reward'      # the name of this info
+ENV_REWARD = 'rollpipe.reward'      # name of the info with the environment's rewards
 
 
 def with_rewards(fragment: Fragment, rew: Tensor) -> Fragment:
-    """The fragment with other rewards. `env['rollpipe.reward']`, float32 `[T, B]`, keeps those of the environment, see `env_rewards`.
+    """The fragment with new rewards. `env['rollpipe.reward']`, float32 `[T, B]`, keeps the rewards of the environment: see `env_rewards`.
 
     Args:
         rew: float32 [T+1, B]: the new rewards
     """
     if not isinstance(fragment.env, dict):
         raise DataError("infos without names have no place for the rewards", leaf='env', expected="a dict", got=type(fragment.env).__name__)
-    env = {ENV_REWARD: fragment.state.rew[1:], **fragment.env}      # what an earlier pipe has kept stays
+    env = {ENV_REWARD: fragment.state.rew[1:], **fragment.env}      # rewards that an earlier pipe has kept are the original ones
     return fragment._replace(state=fragment.state._replace(rew=rew), env=env)
 
 
 def env_rewards(fragment: Fragment) -> Tensor:
-    "The rewards of the environment, float32 `[T, B]`, whatever pipes `with_rewards` have made of them."
+    "The rewards of the environment, float32 `[T, B]`, also if pipes have changed the rewards by `with_rewards`."
     return fragment.env.get(ENV_REWARD, fragment.state.rew[1:]) if isinstance(fragment.env, dict) else fragment.state.rew[1:]

@@ -34,8 +34,8 @@ class RowBuffer:
         empty: `empty(shape, dtype)` returns uninitialised memory for one leaf
         **where: context for error messages: pipe, lane
     """
-    BLOCK = 2 ** 16       # bytes in a block
-    AT_ONCE = 2 ** 14     # the buffer has room for this many rows at first, and grows
+    BLOCK = 2 ** 16       # bytes in a block of rows that are copied together
+    AT_ONCE = 2 ** 14     # rows for which memory is allocated at first; then the buffer grows
 
     def __init__(self, like: Any, n: int, empty: Callable, **where: Any):
         leaves, self.spec = nested.flatten(like)
@@ -44,7 +44,7 @@ class RowBuffer:
         self.arrays = [empty((self.room, *x.shape), x.dtype) for x in leaves]
 
     def rows(self, begin: int, end: int) -> Any:
-        "The memory of rows `begin` to `end - 1`, as far as it is allocated. Rows may be written there directly if `block` is 1."
+        "The allocated part of the memory of rows `begin` to `end - 1`. If `block` is 1, rows may be written there directly."
         return self.spec.unflatten([x[begin:end] for x in self.arrays])
 
     def add(self, row: Any) -> None:
@@ -66,7 +66,7 @@ class RowBuffer:
             try:
                 if xs[0].base is out and np.may_share_memory(xs[0], into): continue
                 if len(xs) == 1 and xs[0].dtype == out.dtype and xs[0].shape == out.shape[1:]: into[0] = xs[0]
-                # `stack` is slower, but is needed if `into` lies beside the rows of another lane
+                # `stack` is slower, but needed if the rows of another lane lie beside `into`
                 elif into.flags.c_contiguous: np.concatenate(xs, out=into.reshape(len(rows) * out.shape[1], *out.shape[2:]))
                 else: np.stack(xs, out=into)
             except (AttributeError, TypeError, ValueError):
@@ -75,7 +75,7 @@ class RowBuffer:
         self.n += len(rows)
 
     def _leaves(self, row):
-        "The leaves of `row`. Its containers may have other types of the same structure."
+        "The leaves of `row`, whose containers may be of other types if the structure is the same."
         try: return self.spec.flatten_up_to(row)
         except (ValueError, TypeError) as e: raise DataError(f"the structure changes within a fragment: {e}", **self.where) from e
 
@@ -95,10 +95,10 @@ class RowBuffer:
 
 # %% ../../nbs/pipes/13_fragments.ipynb #b8fa0e37
 def final_rows(ends: list, source: TickSource, state: State, actor: Any) -> Final:
-    """The `ends`, and the actor's virtual reactions to the truncated ones.
+    """The `ends` as a `Final`, with the actor's virtual reactions to the truncated ones.
 
-    The actor is called once for all of them. Nothing follows a termination, so zeros take the place of its reaction. `state` has the rows
-    from the first step to the state after the last one. `actor` is what the actor reported in other rows: it gives the structure.
+    The actor is called once for all truncated ends. A terminated end needs no reaction and gets zeros. `state` has the rows from the first
+    step to the state after the last step. `actor` has the actor's reports in other rows, which define the structure.
     """
     if not ends:
         empty = torch.empty(0, dtype=torch.long)
@@ -124,7 +124,7 @@ def _reactions(source, state, ends):
 
 # %% ../../nbs/pipes/13_fragments.ipynb #e065ffe6
 class Destination:
-    "The memory in which a collector makes its fragments, see `FragmentCollector.into`. This class is ordinary memory."
+    "Provides the memory in which a collector makes its fragments, see `FragmentCollector.into`. This class allocates ordinary memory."
     def empty(self, shape: tuple, dtype: np.dtype) -> np.ndarray:
         "Uninitialised memory for all rows of one leaf of `Fragment.state`. The collector calls this when a fragment begins."
         return np.empty(shape, dtype)
@@ -137,21 +137,21 @@ ORDINARY_MEMORY = Destination()
 
 
 def is_placeable(pipe: IterDataPipe) -> bool:
-    "Can `pipe` make its fragments in memory that it is given? Who keeps a fragment must have it alone."
+    "Can `pipe` make its fragments in given memory? A pipe that keeps fragments cannot, because it needs memory of its own."
     return hasattr(pipe, 'into') and not trait(pipe, 'keeps_items')
 
 # %% ../../nbs/pipes/13_fragments.ipynb #cc8b7b9f
 def complete(source: TickSource, state: State, last: State, hx: Any, reports: list, ends: list, fields: dict, numbers: dict,
              **where: Any) -> Fragment:
-    """The fragment of some steps, with the actor's look-ahead, its completed reports, and its reactions to truncated ends.
+    """Make a fragment of some steps, with the actor's look-ahead, its completed reports, and its reactions to truncated ends.
 
     Args:
-        source: answers for the actor
+        source: `TickSource` that calls the actor
         state: tensors `[T+1, B, ...]`
-        last: its last row, numpy `[B, ...]`
-        hx: the recurrent state there
-        reports: what the actor reported at each step, `[1, B, ...]`
-        ends: of `End`, by time
+        last: last row of `state`, numpy `[B, ...]`
+        hx: recurrent state at the last row
+        reports: the actor's reports at each step, `[1, B, ...]`
+        ends: list of `End`, in the order of time
         fields: `env`, `hx`, `term` and `valid` of the fragment
         numbers: `lane`, `seq` and `version`
         **where: context for error messages: pipe
@@ -167,7 +167,7 @@ def complete(source: TickSource, state: State, last: State, hx: Any, reports: li
 
 # %% ../../nbs/pipes/13_fragments.ipynb #39c432e8
 class FragmentBuilder:
-    """Makes fragments from the ticks of one lane: `add` some ticks, then `take` their fragment, and so on.
+    """Makes fragments from the ticks of one lane: `add` adds a tick, and `take` returns the fragment of the ticks added so far.
 
     Raises `DataError` if ticks come from several lanes, do not follow one another, or change structure or shapes within a fragment.
 
@@ -181,15 +181,15 @@ class FragmentBuilder:
 
     def __init__(self, n_steps: int, destination: Destination = ORDINARY_MEMORY, in_place: bool = False, **where: Any):
         self.n_steps, self.destination, self.in_place, self.where = n_steps, destination, in_place, where
-        self.ticks, self.states = [], None                          # of the fragment in progress
-        self.last, self.seq = None, 0                               # the last tick as it came; how many fragments were taken
+        self.ticks, self.states = [], None                          # ticks of the fragment in progress
+        self.last, self.seq = None, 0                               # the last tick, unchanged; number of fragments taken
 
     def add(self, tick: Tick) -> None:
         "Add the next tick of the lane."
         if (last := self.last) and not (tick.lane == last.lane and tick.state.stepno is last.next.stepno): self._check_order(last, tick)
         if not self.ticks: self._begin(last, tick)
         self.states.add(tick.next)
-        # Once their states are copied, ticks must not hold on to the memory of large observations.
+        # Large observations have been copied, so the ticks release them, to free their memory.
         self.ticks.append(tick if self.states.block > self.n_steps else tick._replace(state=None, next=None))
         self.last = tick
 
@@ -207,12 +207,12 @@ class FragmentBuilder:
         return fragment
 
     def _begin(self, last, tick):
-        "Begin a fragment. Its row 0 is the last row of the previous one, including the changes of pipes before the collector."
+        "Begin a fragment. Its row 0 is the last row of the previous fragment, with the changes that pipes above the collector made."
         first, self.first_term = (tick.state, np.zeros_like(tick.term)) if last is None else (last.next, last.term)
         self.states = RowBuffer(tick.next, self.n_steps + 1, self.destination.empty, **self.where, lane=tick.lane)
         self.states.add(first)
-        # Rows T-1 and T keep their own memory. The next fragment needs the last observation, and the action for row T-1, which
-        # may be a view of that row. By then the memory of this fragment may be reused.
+        # Rows T-1 and T keep their own memory, because the next fragment needs the last observation and the action for row T-1, which may
+        # be a view of row T-1, and the memory of this fragment may be reused by then.
         if self.in_place and self.states.block == 1 and not nested.leaves(tick.next_hx):
             tick.source.observe_into(self.states.rows(2, self.n_steps - 1).obs)
 
@@ -227,7 +227,7 @@ class FragmentBuilder:
 
 # %% ../../nbs/pipes/13_fragments.ipynb #e9f89cda
 class FragmentCollector(Pipe):
-    """Join `n_steps` ticks into a `Fragment` of `T = n_steps` steps; state and recurrent state carry over to the next one.
+    """Join `n_steps` ticks into a `Fragment` of `T = n_steps` steps; the next fragment continues with its last state and recurrent state.
 
     Every fragment has its own memory. If the source ends within a fragment, the last fragment is shorter. Raises `DataError` if
     `n_steps < 1`, if an item is not a `Tick`, or if a fragment would begin where a sticky environment rests.
@@ -238,7 +238,7 @@ class FragmentCollector(Pipe):
     """
     keeps_items = drops_items = False
     fusible = True
-    fusion: Any = None    # with a `fusion` it steps the environments of its source itself
+    fusion: Any = None    # steps the environments of the source without ticks; None: the collector reads ticks
 
     def __init__(self, pipe: IterDataPipe, n_steps: int):
         super().__init__(pipe)
@@ -249,7 +249,7 @@ class FragmentCollector(Pipe):
         return self._run(destination=destination)
 
     def fits(self, pipe: IterDataPipe) -> bool:
-        "Does its `fusion` work in the graph that ends in `pipe`? If not, an edit takes the stage apart."
+        "Does the `fusion` work in the graph that ends in `pipe`? If not, an edit of the graph removes it."
         return self.fusion is None or self.fusion.obstacle(self, pipe) is None
 
     def stream(self, items: Iterator, destination: Destination = ORDINARY_MEMORY) -> Iterator[Fragment]:
@@ -261,7 +261,7 @@ class FragmentCollector(Pipe):
     def __repr__(self): return short_repr(self) if self.fusion is None else f"{short_repr(self)[:-1]}, fused=True)"
 
     def _joined(self, items, destination):
-        keeps = trait(self.pipe, 'keeps_items') or self.keeps_items     # if not, the source may write observations into the fragment
+        keeps = trait(self.pipe, 'keeps_items') or self.keeps_items     # else the source may write observations into the fragment
         builder = FragmentBuilder(self.n_steps, destination, isinstance(self.pipe, Source) and not keeps, pipe=self)
         for tick in items:
             check_item(tick, Tick, self)
@@ -270,7 +270,7 @@ class FragmentCollector(Pipe):
         if builder.ticks: yield builder.take()
 
     def _check_rests(self):
-        "Environments that rest (`sticky`) must act again where a fragment begins."
+        "Raise `DataError` if an environment would rest (`sticky`) where a fragment begins."
         for pipe in find(self.pipe, lambda pipe: getattr(pipe, 'sticky', None)):
             if self.n_steps % pipe.sticky:
                 raise DataError("fragments would begin where an environment rests", pipe=self,

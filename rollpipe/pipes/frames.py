@@ -21,10 +21,10 @@ from .torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/22_frames.ipynb #ee71c15f
 class Stacks(torch.Tensor):
-    """A tensor `[*lead, n, *frame]` whose frames are stored once: element `i` is frame `rows[i]`, `rows` int64 `[*lead, n]`.
+    """A tensor `[*lead, n, *frame]` that stores each frame once: element `i` is frame number `rows[i]`, with `rows` int64 `[*lead, n]`.
 
-    Negative numbers count from the end of `past`. Indexing the leading dimensions, joining and moving return `Stacks`
-    again. Every other operation of torch works on the copy `dense()`.
+    Negative numbers count from the end of `past`. Indexing leading dimensions, joining, and moving to a device return `Stacks`.
+    Every other torch operation works on the copy `dense()`.
 
     Args:
         frames: [N, *frame]
@@ -63,7 +63,7 @@ aten = torch.ops.aten
 
 
 def _index_rows(func, x, *args, **kwargs):
-    "Apply an operation on the leading dimensions to the rows only."
+    "Apply an operation on the leading dimensions to `rows` only."
     lead = x.rows.ndim - 1
     if func is aten.index.Tensor: inside = sum(1 if i is None or i.dtype != torch.bool else i.ndim for i in args[0]) <= lead
     else: inside = (args[0] if args else 0) % x.ndim < lead
@@ -94,13 +94,13 @@ _LAZY = {aten.slice.Tensor: _index_rows, aten.select.int: _index_rows, aten.inde
 
 # %% ../../nbs/pipes/22_frames.ipynb #ed20a39c
 def _frame_numbers(fragment, n):
-    "For the stacks of each row, int64 `[T+1, B, n]`, and of each true last observation `[K, n]`: the numbers of their frames."
+    "The frame numbers of the stacks in each row, int64 `[T+1, B, n]`, and of the true last observations, `[K, n]`."
     stepno, n_envs = fragment.state.stepno, fragment.n_envs
     back = torch.arange(n - 1, -1, -1, device=stepno.device)   # how many rows each element of a stack is older than the newest one
     def numbers(t, b, stepno): return (t[..., None] - torch.minimum(back, stepno[..., None])) * n_envs + b[..., None]
     every_t, every_b = torch.meshgrid(*(torch.arange(size, device=stepno.device) for size in stepno.shape), indexing='ij')
     t, b = fragment.final.t, fragment.final.b
-    # The true last observation takes the place of row t + 1. Its number may be too large, but this frame is replaced later.
+    # The true last observation replaces row t + 1. Its number may be too large, but this frame is replaced later anyway.
     end = numbers(t + 1, b, stepno[t, b] + 1).clamp(max=(fragment.n_steps + 1) * n_envs - 1)
     return numbers(every_t, every_b, stepno), end
 
@@ -113,8 +113,8 @@ class FrameStack(Pipe):
     becomes `Stacks`, which refer to the frames of the fragment and to copies of the `n - 1` frames before it. `final.obs` are plain
     tensors `[K, n, ...]`.
 
-    The actor does not see these stacks: it must store frames itself. Raises `DataError` if `n < 1`, if there are no images,
-    or if a fragment is missing whose frames are needed.
+    The actor does not see these stacks, so it must store frames itself. Raises `DataError` if `n < 1`, if there are no images,
+    or if an earlier fragment is missing whose frames are needed.
 
     Args:
         pipe: yields `Fragment`s
@@ -148,7 +148,7 @@ class FrameStack(Pipe):
         return fragment._replace(state=fragment.state._replace(obs=structure.unflatten(frames)), final=final)
 
     def _pasts(self, fragment, images, lanes):
-        "For each image, the `n - 1` frames `[n - 1, B, ...]` before row 0. The last frames of this fragment are stored for the next one."
+        "For each image, the `n - 1` frames `[n - 1, B, ...]` before row 0. Stores the last frames of this fragment for the next one."
         pasts = [x.new_zeros((self.n - 1, *x.shape[1:])) for x in images]
         for lane, seq, columns in strands(fragment):
             before, kept = lanes.get(lane, (None, None))

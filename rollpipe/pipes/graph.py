@@ -25,7 +25,7 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 Where = type | Callable     # how an edit selects a pipe: a class (its subclasses count) or a predicate `pipe -> bool`
 
 def _held(value, seen):
-    "The pipes inside a value, in order; `seen` are the ids of containers already opened."
+    "The pipes inside a value, in order. `seen` has the ids of containers that were already searched."
     if isinstance(value, _PIPES): yield value
     elif isinstance(value, _CONTAINERS) and id(value) not in seen:
         seen.add(id(value))
@@ -71,7 +71,7 @@ def nodes(pipe: IterDataPipe) -> list:
 
 # %% ../../nbs/pipes/04_graph.ipynb #ddc50c13
 def short_repr(pipe: IterDataPipe) -> str:
-    "The class of a pipe with its scalar arguments and networks, as far as it keeps them as attributes and they differ from the default."
+    "The class of a pipe, and those scalar arguments and networks that are attributes of the pipe and differ from their defaults."
     shown = {}
     for name, parameter in inspect.signature(type(pipe)).parameters.items():
         value = vars(pipe).get(name)
@@ -129,7 +129,7 @@ def _mapped(value, memo):
     if isinstance(value, dict): items = [(_mapped(k, memo), _mapped(v, memo)) for k, v in value.items()]
     else: items = [_mapped(item, memo) for item in value]
     if isinstance(value, (tuple, frozenset)): return getattr(value, '_make', type(value))(items)
-    new = copy.copy(value)              # keeps the default of a defaultdict, the length of a deque
+    new = copy.copy(value)              # a copy keeps the default of a defaultdict and the length of a deque
     new.clear()
     (new.update if isinstance(new, (dict, set)) else new.extend)(items)
     return new
@@ -162,17 +162,17 @@ def _edited(pipe, old, make, readers=None):
     was, readers = memo[id(old)], [memo[id(p)] for p in readers]
     memo.update({id(memo[id(p)]): memo[id(p)] for p in originals})      # copies are not copied again
     made = make(was)
-    new = _copied_graph(made, memo)                                     # originals that it holds become their copies
+    new = _copied_graph(made, memo)                                     # the new pipe now reads the copies
     for reader in readers: vars(reader).update(_mapped(vars(reader), {id(was): new}))
     result = new if was is sink else sink
-    nodes(result)                                                       # raises if there is a cycle
+    nodes(result)                                                       # raises `GraphError` if there is a cycle
     return result, new, was
 
 def _fitting(pipe):
-    "The graph in which each pipe whose `fusion` no longer fits between its neighbours does its own work again."
+    "The graph without each `fusion` that no longer fits between its neighbours."
     for node in nodes(pipe):
         if getattr(node, 'fusion', None) is None or node.fits(pipe): continue
-        node.fusion = None      # this graph is new, so nobody else has the pipe
+        node.fusion = None      # allowed, because no other graph has this new pipe
     return pipe
 
 def replace(pipe: IterDataPipe, where: Where, new: IterDataPipe | Callable) -> IterDataPipe:

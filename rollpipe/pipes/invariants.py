@@ -64,11 +64,11 @@ def check_alignment(fragment: Fragment) -> None:
 def check_continued(fragment: Fragment, before: dict | None = None) -> dict:
     """Raise `DataError` unless row 0 of each strand is the last row of the previous fragment, where that is known.
 
-    Returns what the check of the next fragment needs: lane -> (seq, copy of the last rows). Whole episodes continue no other fragment.
+    Returns the argument `before` for the next fragment: lane -> (seq, copy of the last rows). Whole episodes do not continue a fragment.
 
     Args:
         fragment: of one lane, or joined from several
-        before: what this function returned for the previous fragment
+        before: result of this function for the previous fragment
     """
     known = dict(before or {})
     for lane, seq, at in strands(fragment):
@@ -101,7 +101,7 @@ def check_memory(fragment: Fragment, actor: Any) -> None:
 def check_ratio(fragment: Fragment, actor: Any, tolerance: float = 1e-3) -> None:
     """Raise `DataError` unless the current weights of `actor` give the recorded log-probabilities: ratio 1 within `tolerance`.
 
-    Nothing is checked if the actor has no `replay`, or if other weights than the current ones collected the fragment.
+    Nothing is checked if the actor has no `replay`, or if the fragment was not collected with the current weights.
 
     Args:
         fragment: with the recorded `logp`
@@ -169,7 +169,7 @@ class CheckInvariants(Pipe):
 
     def stream(self, items: Iterator) -> Iterator[Fragment]:
         actor, advantage = self._lookup()
-        known = {}   # the lanes of an item -> number of such items so far, and the last rows if the next one will be checked
+        known = {}   # lanes of an item -> number of such items so far, and their last rows if the next item is due
         for fragment in items:
             check_item(fragment, Fragment, self)
             lanes = None if fragment.lane is None else (int(fragment.lane[0]), int(fragment.lane[-1]))

@@ -29,33 +29,33 @@ _MACHINES = 2     # the value of `SHARDING_PRIORITIES.DISTRIBUTED`
 
 class Divided:
     "Mixin of `Lanes`: the loaders of torch and torchdata divide the lanes among their processes."
-    divisions: tuple = ()    # `(priority, processes, process)`: among machines first, then among the workers of each
-    pipe: Any                # both are those of `Lanes`
+    divisions: tuple = ()    # `(priority, processes, process)`: first the division among machines, then among workers
+    pipe: Any                # `n` and `pipe` are those of `Lanes`
     n: int
 
     def is_shardable(self) -> bool: return True
 
     def apply_sharding(self, num_of_instances: int, instance_id: int, sharding_group: Any = None) -> None:
-        """Keep a part of the lanes: every `num_of_instances`-th one, or neighbours if they are divided among machines (`DISTRIBUTED`).
+        """Keep a part of the lanes: every `num_of_instances`-th lane, or a block of neighbours if machines divide them (`DISTRIBUTED`).
 
         torch and torchdata call this in their processes.
 
         Args:
             num_of_instances: processes
             instance_id: number of this process
-            sharding_group: a `SHARDING_PRIORITIES` of torch: divisions among machines and among workers add up
+            sharding_group: a `SHARDING_PRIORITIES` of torch; a division among workers applies to the lanes of their machine
         """
         self.divide(num_of_instances, instance_id, getattr(sharding_group, 'value', 0))
 
     def divide(self, n: int, k: int, priority: int = _MACHINES) -> None:
-        """Keep the lanes of machine `k` of `n`, neighbours of one another; or those of process `k` of `n`, if another `priority` says so.
+        """Keep the lanes of machine `k` of `n`, which are a block of neighbours; with another `priority` those of process `k` of `n`.
 
         Args:
             priority: the value of a `SHARDING_PRIORITIES` of torch
         """
         others = [division for division in self.divisions if division[0] != priority]
         self.divisions = tuple(sorted([*others, (priority, n, k)]))
-        for pipe in nodes(self.pipe): pipe.apply_sharding = None      # what is above is divided here
+        for pipe in nodes(self.pipe): pipe.apply_sharding = None      # `Lanes` alone divide, not the pipes above
 
     def held_above(self) -> list:
         "The networks, actors and callables that the pipes above hold by reference."
@@ -65,7 +65,7 @@ class Divided:
         "The numbers of the lanes that run in this process."
         lanes = range(self.n)
         for priority, n, k in self.divisions:
-            # Machines have neighbouring lanes, so that their batches side by side are the batch of one process.
+            # A machine has neighbouring lanes, so that the batches of all machines, joined in order, equal the batch of one process.
             lanes = lanes[len(lanes) * k // n:len(lanes) * (k + 1) // n] if priority == _MACHINES else lanes[k::n]
         return lanes
 
@@ -74,7 +74,7 @@ class Divided:
         return all(priority == _MACHINES for priority, *_ in self.divisions)
 
     def warn_of_old_weights(self) -> None:
-        "Warn in the first worker of a loader of torch or torchdata, if networks collect."
+        "In the first worker of a loader of torch or torchdata, warn if networks collect, because the worker gets no new weights."
         is_worker = self.divisions and multiprocessing.current_process().daemon
         modules = (module for x in self.held_above() for module in modules_in(x))
         if is_worker and self.divisions[-1][2] == 0 and any(True for module in modules for _ in module.parameters()):
@@ -82,12 +82,12 @@ class Divided:
                           "reach them. `ProcessReading` sends its workers each new version.", stacklevel=2)
 
 # %% ../../nbs/pipes/14_lanes.ipynb #b52abe5e
-_N_BYTES = 2500     # 624 words of 4 bytes, and a position
+_N_BYTES = 2500     # state of MT19937: 624 words of 4 bytes and a position
 
 
 @functools.cache
 def _is_plain(kind):
-    "Is the state of a generator of this kind what lies in its first 2,500 bytes?"
+    "Do the first 2,500 bytes at the address of such a generator hold its whole state?"
     if kind is not np.random.MT19937: return False
     generator = kind(1)
     generator.random_raw(3)
@@ -96,55 +96,55 @@ def _is_plain(kind):
 
 
 def _numpy_address() -> int | None:
-    "Where the state of numpy's global generator lies; None if that is unknown."
-    generator = getattr(np.random, 'get_bit_generator', lambda: None)()     # numpy 1.24
+    "The address of the state of numpy's global generator; None if it is unknown."
+    generator = getattr(np.random, 'get_bit_generator', lambda: None)()     # since numpy 1.24
     return generator.ctypes.state_address if _is_plain(type(generator)) else None
 
 
 class NumpyState:
-    """The state of numpy's global generator. A lane takes and puts it twice for each item.
+    """The state of numpy's global generator. For each item of a lane, the state is taken and put back twice.
 
-    numpy's own functions take 96 us for both, and these 3 us, if nothing was drawn and no normal number waits to be drawn
-    (`benchmarks/plain_forms.py`).
+    numpy's functions need 96 us for this. These methods need 3 us if nothing was drawn and no normal number is stored for the
+    next draw (`benchmarks/plain_forms.py`).
     """
     data: bytes | None = None
     full: Any = None            # as `numpy.random.get_state(legacy=False)` returns it
 
     def take(self) -> None:
-        "Remember the present state."
+        "Store the current state."
         address = _numpy_address()
         data = None if address is None else ctypes.string_at(address, _N_BYTES)
         if data is None or data != self.data or self.normal_waits():
             self.data, self.full = data, np.random.get_state(legacy=False)
 
     def put(self, present: 'NumpyState | None' = None) -> None:
-        "Make this the present state. It is faster if the `present` state was just taken."
+        "Restore this state. This is faster if the current state was just taken, as `present`."
         address, waits = _numpy_address(), present is None or present.normal_waits() or self.normal_waits()
         if address is None or self.data is None or waits: np.random.set_state(self.full)
         else: ctypes.memmove(address, self.data, _N_BYTES)
 
     def normal_waits(self) -> bool:
-        "Does `full` say that the next normal number is made already?"
+        "Does the state hold a normal number for the next draw? numpy makes two at a time."
         return self.full is not None and bool(self.full['has_gauss'])
 
 # %% ../../nbs/pipes/14_lanes.ipynb #7713f430
 class GlobalRandomStates:
-    """States of the global random generators (of Python, numpy, and torch on the CPU), to be swapped in and out.
+    """States of the global random generators of Python, numpy, and torch on the CPU, which are swapped in and out.
 
     Args:
-        seed: what the states follow from; None: the present states
+        seed: determines the states; None: take the current states
     """
     def __init__(self, seed: np.random.SeedSequence | None = None):
         self.seed, self.python, self.numpy, self.pytorch, self.outer = seed, None, NumpyState(), None, None
         if seed is None: self.take()
 
     def take(self) -> None:
-        "Remember the present states."
+        "Store the current states."
         self.python, self.pytorch = random.getstate(), torch.default_generator.get_state()
         self.numpy.take()
 
     def put(self, present: 'GlobalRandomStates | None' = None) -> None:
-        "Make these states the present ones. It is faster if the `present` states were just taken."
+        "Restore these states. This is faster if the current states were just taken, as `present`."
         if self.python is None or self.pytorch is None: return self._seed_all()
         random.setstate(self.python)
         torch.default_generator.set_state(self.pytorch)
@@ -157,7 +157,7 @@ class GlobalRandomStates:
         torch.default_generator.manual_seed(pytorch)
 
     def __enter__(self) -> None:
-        "From here on the global generators go on from these states; at the end of the `with` block they are as they were."
+        "In the `with` block the global generators continue from these states. Afterwards their old states are restored."
         if self.outer is None: self.outer = GlobalRandomStates()
         else: self.outer.take()
         self.put(self.outer)
@@ -180,15 +180,15 @@ def opened_into(pipe: IterDataPipe, destination: Destination) -> Iterator:
 class Lanes(Divided, Seeded, Pipe):
     """`n` independent copies of the graph above, which yield one item each in turn.
 
-    `Lanes` calls `set_lane(lane, seed_sequence)` of each pipe above that has this method, with the number of the lane and a seed of its
-    own. That seed is derived from `seed`, or from the pipe's own seed if `Lanes` has none. When a lane ends, the others go on. Raises
+    `Lanes` calls `set_lane(lane, seed_sequence)` of each pipe above that has this method, with the number of the lane and a seed for this
+    pipe. That seed is derived from `seed`, or from the pipe's own seed if `Lanes` has none. When a lane ends, the others continue. Raises
     `DataError` if `n < 1`, `GraphError` if there are `Lanes` above, or if both `Lanes` and a pipe above have a seed, `EnvError` if
     several lanes would share an instance of an environment, and `ActorError` if a parameter or buffer of an actor changes while a lane
     collects (see `Unchanging`).
 
     The workers of torch's `DataLoader` and of torchdata's `MultiProcessingReadingService` divide the lanes among them, but get no new
-    weights; those of `ProcessReading` do. torchdata seeds each of its workers differently, so there `Lanes` needs a `seed` of its own to
-    give the serial stream.
+    weights. The workers of `ProcessReading` do. torchdata seeds each of its workers differently, so `Lanes` needs a `seed` there to yield
+    the serial stream.
 
     Args:
         pipe: the graph to copy
@@ -208,7 +208,7 @@ class Lanes(Divided, Seeded, Pipe):
         if find(self.pipe, Lanes): raise GraphError("lanes within lanes", pipe=self, expected="one `Lanes` in a pipeline")
         for stepper in find(self.pipe, Acting) if self.n > 1 else []:
             stepper.refuse_copies("each lane", repr(self), pipe=self)
-        return self.seed_sequence().entropy  # pyright: ignore[reportReturnType]  an integer, because seeds are
+        return self.seed_sequence().entropy  # pyright: ignore[reportReturnType]  it is an int, as all seeds are
 
     def copy(self, lane: int, root: int, again: int = 0) -> IterDataPipe:
         """The copy of the graph above for one lane.
@@ -216,9 +216,9 @@ class Lanes(Divided, Seeded, Pipe):
         Args:
             lane: number of the lane
             root: from `root`
-            again: how often this lane was lost and began anew; each time it gets other random numbers
+            again: number of times that this lane was lost and began anew, each time with other random numbers
         """
-        key = (lane, 2 ** 16 + again) if again else (lane,)   # the keys of a lane's pipes have smaller numbers here
+        key = (lane, 2 ** 16 + again) if again else (lane,)   # the keys of a lane's pipes are below 2 ** 16
         copy = copy_graph(self.pipe)
         seeded = find(copy, lambda pipe: hasattr(pipe, 'set_lane'))
         for pipe, seed in zip(seeded, np.random.SeedSequence(root, spawn_key=key).spawn(len(seeded))):
@@ -230,12 +230,12 @@ class Lanes(Divided, Seeded, Pipe):
         return copy
 
     def global_random_states(self, lane: int, root: int, again: int = 0) -> GlobalRandomStates:
-        "States of the global generators for one lane; they follow from what the seeds of its pipes follow from."
+        "States of the global generators for one lane. Like the seeds of its pipes, they are derived from `root`."
         own = next((pipe.seed for pipe in find(self.pipe, lambda pipe: getattr(pipe, 'seed', None) is not None)), None)
         return GlobalRandomStates(np.random.SeedSequence(root if own is None else own, spawn_key=(lane, 2 ** 17 + again)))
 
     def into(self, destination: Destination) -> Iterator:
-        "The same stream as `iter(self)`, but the fragments are in the memory of `destination`, if the lanes can make them there."
+        "The same stream as `iter(self)`, but with the fragments in the memory of `destination`, if the lanes can make them there."
         return self._run(destination=destination)
 
     def _run(self, destination=None) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]  lanes have no options
@@ -256,7 +256,7 @@ class Lanes(Divided, Seeded, Pipe):
 
 # %% ../../nbs/pipes/14_lanes.ipynb #23eae9dd
 def learning_pipes(pipe: IterDataPipe) -> dict:
-    """The pipes below the lanes that have a state: by the name of their class, and from the second one on by a number as well.
+    """The pipes below the lanes that have a state, named by their class; a second pipe of the same class gets a number as well.
 
     Args:
         pipe: the last pipe of a graph

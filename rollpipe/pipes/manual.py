@@ -19,8 +19,8 @@ from .stepper import EnvStepper
 def prepare(envs: Any, actor: Any, n_steps: int, **kwargs: Any) -> FragmentCollector:
     """Check the arguments and return a plan, which is a small pipeline. No environment is made, reset or stepped yet.
 
-    `startup` resets the instances, with seeds derived from `seed`; they are never closed, and serve one loop at a time. Raises the errors
-    of `EnvStepper` and `FragmentCollector`.
+    `startup` resets the instances, with seeds derived from `seed`. Instances are never closed, and serve one loop at a time. Raises the
+    errors of `EnvStepper` and `FragmentCollector`.
 
     Args:
         envs: environment instances, or a source for `EnvStepper`: id, factory, a list of them
@@ -35,10 +35,10 @@ class Context:
     """The current state of an actor in its environments. `startup` makes it, and `collect` advances it.
 
     `state` is what the actor sees next (`State`, numpy `[B, ...]`). `hx` is the recurrent state before its next reaction, with the
-    environment on dim 1. As a context manager it closes the environments that were made for it, but not those that were lent to it.
+    environment on dim 1. As a context manager, it closes environments that it made, but not environments that the user lent.
 
     Args:
-        plan: from `prepare`
+        plan: result of `prepare`
     """
     def __init__(self, plan: FragmentCollector):
         self.plan, self._interaction = plan, plan.pipe.interact()
@@ -73,16 +73,16 @@ def startup(plan: FragmentCollector) -> Context:
 
 
 def collect(context: Context) -> Fragment:
-    """Collect the next `Fragment` `[T+1, B, ...]`, in its own memory. It advances `context` by `T` steps.
+    """Collect the next `Fragment` `[T+1, B, ...]`, in its own memory. This advances `context` by `T` steps.
 
-    The actor may have been updated since the last call. Raises `DataError` if the context was closed, or has failed before.
+    The actor may be updated between two calls. Raises `DataError` if the context was closed, or has failed before.
     """
     for fragment in context._fragments: return fragment
     raise DataError("this context has ended", expected="a new one from `startup(plan)`", got="closed, or failed before")
 
 # %% ../../nbs/pipes/18_manual.ipynb #c93f773a
 def rollout(envs: Any, actor: Any, n_steps: int, **kwargs: Any) -> Iterator[Fragment]:
-    """Yield `Fragment`s of `n_steps` steps without end, in this process. Environments that were made for it are closed at the end.
+    """Yield `Fragment`s of `n_steps` steps without end, in this process. Environments that it made are closed at the end.
 
     Args:
         envs: as for `prepare`
@@ -97,15 +97,15 @@ def rollout(envs: Any, actor: Any, n_steps: int, **kwargs: Any) -> Iterator[Frag
 class EnvContext:
     """A batch of environments that have been reset. `context` makes it, and `step` advances it.
 
-    `state` is its current state (`State`, numpy `[B, ...]`), and `seen` the same for an actor (torch `[1, B, ...]`, with float32 in place
-    of float64, and zeros in `act` and `rew` where `fin`). As a context manager it closes the environments that were made for it, but not
-    those that were lent to it.
+    `state` is the current state (`State`, numpy `[B, ...]`). `seen` is the same state for an actor (torch `[1, B, ...]`, with float32
+    instead of float64, and zeros in `act` and `rew` where `fin`). As a context manager, it closes environments that it made, but not
+    environments that the user lent.
 
     Args:
-        stepper: has the environments; its actor is not used
+        stepper: `EnvStepper` with the environments; its actor is not used
     """
     def __init__(self, stepper: EnvStepper):
-        env_seed, _ = stepper.seed_sequence().spawn(2)    # the second one would be the actor's
+        env_seed, _ = stepper.seed_sequence().spawn(2)    # the second seed would be for the actor
         self.envs = stepper.make_envs(env_seed)
         try: out = self.envs.reset()
         except BaseException:
@@ -131,7 +131,7 @@ class EnvContext:
 
 
 class _NoActor:
-    "Takes the place of the actor that `EnvStepper` requires."
+    "A placeholder for the actor that `EnvStepper` requires."
     def step(self, *args, **kwargs): raise NotImplementedError
     reset = step
 

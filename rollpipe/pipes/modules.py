@@ -22,7 +22,7 @@ from .errors import ActorError, DataError, describe_exception
 
 # %% ../../nbs/pipes/05_modules.ipynb #548aad1b
 class ByIdentity:
-    "A dict whose keys are objects, told apart by identity. An entry vanishes with its object, unless the object allows no weak references."
+    "A dict whose keys are compared by identity. An entry vanishes with its key, unless the key allows no weak references."
     def __init__(self): self._items = {}
     def get(self, obj: Any, default: Any = None) -> Any:
         ref, value = self._items.get(id(obj), (None, default))
@@ -33,20 +33,20 @@ class ByIdentity:
         self._items[key] = weak_reference(obj, lambda _: self._items.pop(key, None)), value
 
 def weak_reference(obj: Any, callback: Callable | None = None) -> Callable:
-    "A function that gives `obj` as long as it is there; for ever, if the object allows no weak references."
+    "A function that returns `obj` until it is garbage-collected. An object that allows no weak references is kept for ever."
     try: return weakref.ref(obj, callback)
     except TypeError: return lambda: obj
 
 # %% ../../nbs/pipes/05_modules.ipynb #aa3c1f56
-_objects = {}            # token -> reference to an object that handles of this process refer to
+_objects = {}            # token -> reference to an object of a `Handle` in this process
 _tokens = ByIdentity()   # object -> token
 
 
 class Handle:
     """A reference to a module, or any object, that survives pickling: a copy made in this process refers to the same module.
 
-    In another process it refers to a copy of the module as it was when it was pickled (by cloudpickle, so classes defined in a
-    notebook work). There it raises `ActorError` if the module could not be pickled.
+    In another process a handle refers to a copy of the module, made when the handle was pickled (by cloudpickle, so classes defined in a
+    notebook work). Unpickling there raises `ActorError` if the module could not be pickled.
     """
     def __init__(self, module: Any): self.module = module
 
@@ -63,12 +63,12 @@ def _register(obj, token):
 
 
 class _Payload:
-    "Pickles an object by value; it is unpickled only in a process that does not know the reference."
+    "Pickles an object by value. It is unpickled only in a process that does not know the object's token."
     def __init__(self, content): self.content = content
 
     def __reduce__(self):
         try: return _Payload, (cloudpickle.dumps(self.content),)
-        except Exception as e:  # it becomes an error only in a process that needs the copy
+        except Exception as e:  # raised only in a process that needs the copy
             return _Payload, (f"{type(self.content).__name__} cannot be pickled: {describe_exception(e)}",)
 
 
@@ -77,7 +77,7 @@ def _restore(cls, token, payload):
     if found is None:
         if isinstance(payload.content, str): raise ActorError(payload.content, expected="something that can be pickled")
         found = cloudpickle.loads(payload.content)
-        _register(found, token)   # so that other handles of this module find the same copy
+        _register(found, token)   # other handles of this module then find the same copy
     return cls(found)
 
 # %% ../../nbs/pipes/05_modules.ipynb #2d5914cd
@@ -85,7 +85,7 @@ _updates = ByIdentity()   # module -> its `_Updates`
 
 
 class _Updates:
-    "The `version` of a module, and how often its parameters had been changed in place when a `VersionCounter` last looked."
+    "The `version` of a module, and the number of in-place changes of its parameters when a `VersionCounter` last looked."
     version: int = 0
     changes: int | None = None
 
@@ -97,7 +97,7 @@ def _updates_of(module):
 
 
 def version_of(module: Any) -> int:
-    "How many updates `module` went through, as counted by `bump_version`."
+    "The number of updates of `module` that `bump_version` has counted."
     return _updates.get(module, _Updates).version
 
 
@@ -112,13 +112,13 @@ def bump_version(module: Any, to: int | None = None) -> None:
     updates.version, updates.changes = updates.version + 1 if to is None else int(to), None
 
 # %% ../../nbs/pipes/05_modules.ipynb #2ab84656
-_in_place_changes = operator.attrgetter('_version')     # torch counts them for each tensor
+_in_place_changes = operator.attrgetter('_version')     # torch counts in-place changes of each tensor
 
 
 class VersionCounter:
-    """Tells the version of `holder`. A change of its parameters that nobody has counted is one more update.
+    """Returns the version of `holder`. A change of its parameters that `bump_version` has not counted is one more update.
 
-    torch does not count a change by way of `parameter.data`.
+    A change through `parameter.data` is missed, because torch does not count it.
 
     Args:
         holder: an actor
@@ -128,7 +128,7 @@ class VersionCounter:
         self.updates, self.parameters = _updates_of(holder), list(parameters)
 
     def version(self) -> int:
-        "The present version. A collector asks at each step."
+        "The current version. A collector calls this at each step, so it must be fast."
         changes, updates = sum(map(_in_place_changes, self.parameters)), self.updates
         if changes != updates.changes:
             if updates.changes is not None: updates.version += 1
@@ -137,7 +137,7 @@ class VersionCounter:
 
 # %% ../../nbs/pipes/05_modules.ipynb #ee9090e4
 def modules_in(holder: Any, depth: int = 3) -> list:
-    """The modules in `holder`, each once.
+    """All modules in `holder`, each once.
 
     Args:
         holder: a module, an object with modules in its attributes, containers or bound arguments, or a function that uses them
@@ -165,25 +165,25 @@ def _parts(x):
     return _attributes(x).values()
 
 def _attributes(x):
-    "name -> value for all attributes of an object, also in slots."
+    "Name -> value of all attributes of an object, also those in slots."
     slots = [vars(cls).get('__slots__', ()) for cls in type(x).__mro__]
     names = [name for some in slots for name in ([some] if isinstance(some, str) else some)]
     return {**getattr(x, '__dict__', {}), **{name: getattr(x, name, None) for name in names}}
 
 def names_in(code: Any) -> Iterator:
-    "The names that a function uses, also in the functions and comprehensions within it."
+    "The names that the code of a function uses, also in nested functions and comprehensions."
     yield from code.co_names
     for const in code.co_consts:
         if inspect.iscode(const): yield from names_in(const)
 
 def content_of(cell: Any) -> Any:
-    "The value of a variable that a function has from where it was defined; None if there is none yet."
+    "The value of a closure variable of a function; None if it has no value yet."
     try: return cell.cell_contents
     except ValueError: return None
 
 # %% ../../nbs/pipes/05_modules.ipynb #967a7bc6
 def state_of(modules: Iterable[torch.nn.Module]) -> dict:
-    "name -> tensor: the parameters and buffers of `modules`, tied ones once. Raises `ActorError` for tensors that cannot be sent."
+    "Name -> tensor of the parameters and buffers of `modules`, tied ones once. Raises `ActorError` for tensors that cannot be sent."
     found = {}
     for k, module in enumerate(modules):
         for name, x in (*module.named_parameters(), *module.named_buffers()):
@@ -201,12 +201,12 @@ _NOT_COMPARED = type, torch.nn.Module, torch.nn.Parameter
 
 
 def comparable(value: Any, depth: int = 3, states: bool = False) -> Any:
-    """What stays equal as long as `value` does not change. Modules, parameters and functions give None.
+    """An object to compare by `==`, which stays equal as long as `value` does not change. None for modules, parameters and functions.
 
     Args:
-        value: of an attribute
-        depth: how deep to look into containers and objects
-        states: compare the states of random generators, and of spaces, which have some
+        value: value of an attribute
+        depth: number of levels to search in containers and objects
+        states: include the states of random generators, also those in spaces
     """
     for kind, state in _STATES.items():
         if isinstance(value, kind): return state(value) if states else None
@@ -223,25 +223,25 @@ def comparable(value: Any, depth: int = 3, states: bool = False) -> Any:
 
 
 def comparable_tensor(x: torch.Tensor) -> tuple | None:
-    "What stays equal as long as the values of a tensor do not change; None for tensors whose values cannot be read."
+    "As `comparable`, for the values of a tensor. None if the values cannot be read."
     if torch.nn.parameter.is_lazy(x) or x.is_meta or x.is_quantized or x.layout != torch.strided: return None
-    values = x.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)     # numpy lacks dtypes
+    values = x.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)     # bytes, as numpy lacks some dtypes
     return x.dtype, x.shape, hash(values.numpy().tobytes())
 
 # %% ../../nbs/pipes/05_modules.ipynb #adde4708
 class EvalMode:
-    """A `with` block in which all modules of an object are in evaluation mode, and gradients are off; afterwards everything is as it was.
+    """A `with` block in which all modules of an object are in evaluation mode and gradients are off. Afterwards both are restored.
 
-    The modules are looked up when it is made, so using it again costs little. The object may be a function that uses a module.
+    The modules are looked up once, in the constructor, so each `with` block is cheap. The object may be a function that uses a module.
     """
     def __init__(self, holder: Any):
         parts = [part for module in modules_in(holder) for part in module.modules()]
-        # `module.training = ...` takes ten times as long as its entry in the module's dict. Modules of TorchScript have no such entry.
+        # `module.training = ...` takes ten times as long as changing the entry in the module's dict. TorchScript modules have no entry.
         self.modules = [vars(part) for part in parts if 'training' in vars(part)]
         self.scripted = [part for part in parts if 'training' not in vars(part) and hasattr(part, 'training')]
 
     def __enter__(self) -> None:
-        # `torch.no_grad` takes three times as long around the same two calls, and collectors are here at each step
+        # `torch.no_grad` makes the same two calls in three times the time, and collectors enter this block at each step
         self.gradients = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         self.changed = [m for m in self.modules if m['training']]
@@ -259,19 +259,19 @@ class torch_threads(ContextDecorator):
     "A `with` block, or a function, in which torch computes with `n` threads; None changes nothing."
     def __init__(self, n: int | None = 1): self.n = n
 
-    def _recreate_cm(self): return torch_threads(self.n)     # one for each call of a decorated function
+    def _recreate_cm(self): return torch_threads(self.n)     # a new object for each call of a decorated function
 
     def __enter__(self) -> None:
         self.before = torch.get_num_threads()
         if self.n not in (None, self.before): torch.set_num_threads(self.n)
 
-    # With `@contextmanager`, an exception that lets nobody change its attributes would become another one.
+    # `@contextmanager` would replace an exception whose attributes cannot be changed by another one.
     def __exit__(self, *exception: Any) -> None:
         if self.n not in (None, self.before): torch.set_num_threads(self.before)
 
 # %% ../../nbs/pipes/05_modules.ipynb #fc5143a3
 def checked_device(device: Any, **where: Any) -> torch.device:
-    """The device. Raises `DataError` if it is unknown or not there.
+    """The `torch.device` for `device`. Raises `DataError` if it is unknown or missing.
 
     Args:
         device: such as 'cuda:1', or a `torch.device`
@@ -281,7 +281,7 @@ def checked_device(device: Any, **where: Any) -> torch.device:
     except (RuntimeError, TypeError): found = None
     here = ['cpu', *(f'cuda:{k}' for k in range(torch.cuda.device_count())), *(['mps'] * torch.backends.mps.is_available())]
     if found is not None:
-        others = getattr(torch, found.type, None)   # the module of another kind of device, such as `torch.xpu`
+        others = getattr(torch, found.type, None)   # module of another device type, such as `torch.xpu`
         if found.type in ('cpu', 'meta') or f'{found.type}:{found.index or 0}' in here or found.type in here: return found
         if found.type != 'cuda' and getattr(others, 'is_available', bool)() and (found.index or 0) < others.device_count(): return found
     missing = ' (there is no CUDA here)' * (found is not None and found.type == 'cuda' and not torch.cuda.device_count())

@@ -21,17 +21,17 @@ __all__ = ['map', 'leaves', 'flatten', 'paths', 'check_like', 'getitem', 'setite
 # %% ../../nbs/pipes/01_nested.ipynb #fb2d67a2
 def map(fn: Callable, tree: Any, *rest: Any) -> Any:
     "Apply `fn` to each leaf of `tree` and the matching leaves of `rest`; the result has the containers of `tree`."
-    if type(tree) is torch.Tensor or type(tree) is np.ndarray: return fn(tree, *rest)     # the most common container is none
+    if type(tree) is torch.Tensor or type(tree) is np.ndarray: return fn(tree, *rest)     # a fast path: most trees are a single leaf
     return optree.tree_map(fn, tree, *rest)
 
 # %% ../../nbs/pipes/01_nested.ipynb #51bf5fe8
 def leaves(tree: Any) -> list:
-    "The leaves, depth first. The leaves of a plain dict come in the sorted order of its keys."
+    "The leaves, depth first. A plain dict is read in the sorted order of its keys."
     return optree.tree_leaves(tree)
 
 
 def flatten(tree: Any) -> tuple[list, Any]:
-    "The leaves, and the structure without them, which can be compared with `==`."
+    "The leaves, and the structure, which can be compared with `==`."
     return optree.tree_flatten(tree)
 
 
@@ -43,7 +43,7 @@ def paths(tree: Any, root: str = '') -> list[str]:
 def check_like(tree: Any, like: Any, name: str, **context: Any) -> None:
     """Check that `tree` has the structure of `like`, and each leaf the shape and dtype of its counterpart.
 
-    Numpy and torch dtypes of one name are equal; a Python scalar fits any dtype of its kind (bool, int, float).
+    Numpy and torch dtypes with the same name count as equal. A Python scalar fits any dtype of its kind (bool, int, float).
 
     Args:
         tree: the container to check
@@ -52,7 +52,7 @@ def check_like(tree: Any, like: Any, name: str, **context: Any) -> None:
         **context: `pipe`, `lane`, `env` for the message
 
     Raises:
-        DataError: names the first leaf that differs, its expected dtype and shape, and what came.
+        DataError: names the first leaf that differs, its expected dtype and shape, and the actual ones.
     """
     _check_structure(tree, like, name, **context)
     for j, (x, y) in enumerate(zip(leaves(tree), leaves(like))):
@@ -64,7 +64,7 @@ def check_like(tree: Any, like: Any, name: str, **context: Any) -> None:
 
 
 def _spec(x) -> tuple[tuple, str, bool]:
-    "Shape, name of the dtype, and whether the dtype is only a kind, as for Python scalars."
+    "The shape, the name of the dtype, and whether any dtype of that kind fits, as for Python scalars."
     if isinstance(x, torch.Tensor): return tuple(x.shape), str(x.dtype).removeprefix('torch.'), False
     return np.shape(x), np.asarray(x).dtype.name, isinstance(x, (bool, int, float))
 
@@ -81,7 +81,7 @@ def _check_structure(tree, like, name, **context) -> None:
 
 
 def _sketch(structure) -> str:
-    "The containers alone, with a star for each leaf."
+    "The containers as text, with a star for each leaf."
     return str(structure).removeprefix('PyTreeSpec(').removesuffix(')')
 
 # %% ../../nbs/pipes/01_nested.ipynb #ca00dce8
@@ -97,7 +97,7 @@ def setitem(tree: Any, index: Any, value: Any) -> None:
 
 
 def copy_(dst: Any, src: Any, at: Any = None) -> Any:
-    "Copy `src` into `dst`, or into its rows `at`, in place, broadcast and cast as in an assignment; returns `dst`."
+    "Copy `src` into `dst` or into its rows `at`, in place, with broadcasting and casts as in an assignment. Returns `dst`."
     setitem(dst, at, src) if at is not None else optree.tree_map_(_copy_leaf, dst, src)
     return dst
 
@@ -109,13 +109,13 @@ def _copy_leaf(dst, src):
 
 
 def _same_kind(src, dst):
-    "`src` in a form that may be assigned to rows of `dst`: torch refuses arrays, numpy refuses tensors with a graph."
+    "`src` in a form that can be assigned to rows of `dst`: torch refuses arrays, and numpy refuses tensors that require gradients."
     if isinstance(dst, torch.Tensor): return torch.from_numpy(src) if isinstance(src, np.ndarray) else src
     return src.detach().numpy() if isinstance(src, torch.Tensor) else src
 
 # %% ../../nbs/pipes/01_nested.ipynb #dc3529e7
 def _cat(xs, dim):
-    "As `torch.cat`. Large results are allocated by numpy: it asks the system for huge pages, which makes the copy three times faster."
+    "As `torch.cat`. numpy allocates large results, because it asks the system for huge pages, which makes the copy three times faster."
     if sum(x.nbytes for x in xs) < 2 ** 22 or not all(type(x) is torch.Tensor and x.is_cpu and not x.requires_grad for x in xs):
         return torch.cat(xs, dim)
     if len({(x.dtype, *x.shape[:dim], *x.shape[dim + 1:]) for x in xs}) > 1 or dim < 0: return torch.cat(xs, dim)
@@ -125,7 +125,7 @@ def _cat(xs, dim):
 
 
 def _adjoin(xs, dim):
-    "`xs` as one tensor; no copy is made if each one begins in memory where the one before ends along `dim`."
+    "`xs` joined to one tensor along `dim`. There is no copy if each tensor begins in memory where the previous one ends."
     if dim < 0 or not all(type(x) is torch.Tensor and dim < x.ndim and _is_plain(x) for x in xs): return _cat(xs, dim)
     x, end, memory = xs[0], xs[0].storage_offset(), xs[0].untyped_storage()
     for y in xs:
@@ -134,7 +134,7 @@ def _adjoin(xs, dim):
         end += y.shape[dim] * x.stride(dim)
     shape = *x.shape[:dim], sum(y.shape[dim] for y in xs), *x.shape[dim + 1:]
     last = x.storage_offset() + sum((n - 1) * stride for n, stride in zip(shape, x.stride()))
-    if 0 in shape or (last + 1) * x.itemsize > memory.nbytes(): return _cat(xs, dim)     # the result would reach beyond the storage
+    if 0 in shape or (last + 1) * x.itemsize > memory.nbytes(): return _cat(xs, dim)     # a view would reach beyond the storage
     return x.as_strided(shape, x.stride())
 
 
@@ -142,7 +142,7 @@ def _is_plain(x) -> bool: return x.layout is torch.strided and x.is_cpu and not 
 
 # %% ../../nbs/pipes/01_nested.ipynb #a346561b
 def stack(trees: Iterable, dim: int = 0) -> Any:
-    "Join containers of one structure along a new dimension `dim`. Arrays and scalars give arrays, tensors tensors."
+    "Join containers of one structure along a new dimension `dim`. Arrays and scalars give arrays, and tensors give tensors."
     return _join(trees, dim, np.stack, torch.stack)
 
 
@@ -160,7 +160,7 @@ def _join(trees, dim, npy, pyt):
 
     def join(*xs): return pyt(xs, dim) if isinstance(xs[0], torch.Tensor) else npy(xs, dim)
     try: return optree.tree_map(join, *trees)
-    except (ValueError, RuntimeError, TypeError, AttributeError) as error:    # a container has no attributes of an array
+    except (ValueError, RuntimeError, TypeError, AttributeError) as error:    # `AttributeError`: a container where an array is expected
         for j, tree in enumerate(trees): _check_structure(tree, trees[0], f'trees[{j}]')
         for path, *xs in zip(paths(trees[0]), *(leaves(tree) for tree in trees)):
             try: join(*xs)
@@ -170,7 +170,7 @@ def _join(trees, dim, npy, pyt):
 
 # %% ../../nbs/pipes/01_nested.ipynb #06482f9e
 def alloc(tree: Any, *leading: int) -> Any:
-    """Uninitialised leaves of shape `[*leading, *leaf.shape]` and the leaf's dtype.
+    """A container with uninitialised leaves of shape `[*leading, *leaf.shape]` and of the leaf's dtype.
 
     Tensors give tensors on the same device; arrays and scalars give arrays (a Python float is float64, an int int64).
     """
@@ -187,7 +187,7 @@ def _on_host(x: torch.Tensor) -> torch.Tensor:
 
 
 def _map_named(fn, tree):
-    "`map`, but an error of `fn` names the leaf. The paths are computed only after a failure."
+    "As `map`, but an error of `fn` names the leaf. Paths are computed only after an error."
     try: return optree.tree_map(fn, tree)
     except (TypeError, ValueError, RuntimeError) as error:
         for path, leaf in zip(paths(tree), leaves(tree)):
@@ -200,10 +200,10 @@ def _map_named(fn, tree):
 def torchify(tree: Any, *leading: int, copy: bool = False, pinned: bool = False, shared: bool = False) -> Any:
     """Host tensors of shape `[*leading, *leaf.shape]`, which alias the memory of the leaves where possible.
 
-    Tensors are returned unchanged, arrays are aliased, scalars become new tensors (a Python float is torch's default dtype).
+    Tensors are returned unchanged, arrays are aliased, and scalars become new tensors (a Python float gets torch's default dtype).
     A new copy, detached and contiguous, is made if `copy`, `pinned` or `shared` is set, if a leading dimension is
     not 1, or if torch cannot alias the array (read-only memory, negative strides). Set `shared` if the tensor will be
-    sent to another process: torch would otherwise move it to shared memory then, and the array would no longer alias it.
+    sent to another process. Otherwise torch moves it to shared memory when it is sent, and the array no longer aliases it.
 
     Args:
         tree: container of numeric arrays, host tensors or scalars
@@ -214,7 +214,7 @@ def torchify(tree: Any, *leading: int, copy: bool = False, pinned: bool = False,
 
     Raises:
         ValueError: if both `pinned` and `shared` are set.
-        DataError: if a leaf is not numeric or not in host memory; names the leaf.
+        DataError: if a leaf is not numeric or not in host memory; the message names the leaf.
     """
     if pinned and shared: raise ValueError('pinned and shared exclude one another: set at most one of them')
     alias = not (copy or pinned or shared or any(n != 1 for n in leading))
@@ -232,7 +232,7 @@ def torchify(tree: Any, *leading: int, copy: bool = False, pinned: bool = False,
 def numpify(tree: Any, *leading: int, copy: bool = False) -> Any:
     """Arrays of shape `[*leading, *leaf.shape]`, which alias the memory of the leaves where possible.
 
-    Arrays are returned unchanged, host tensors are detached and aliased, scalars become new arrays. A new copy is made if
+    Arrays are returned unchanged, host tensors are detached and aliased, and scalars become new arrays. A new copy is made if
     `copy` is set or a leading dimension is not 1. Raises DataError if a leaf is not in host memory.
     """
     alias = not (copy or any(n != 1 for n in leading))
@@ -259,7 +259,7 @@ def aliased(tree: Any, *, copy: bool = False, pinned: bool = False, shared: bool
 
 # %% ../../nbs/pipes/01_nested.ipynb #be744145
 def as_seen(tree: Any) -> Any:
-    "Tensors as actors and critics see them: float64 becomes float32, and other dtypes stay."
+    "Tensors as actors and critics see them: float64 becomes float32; other dtypes stay."
     if isinstance(tree, torch.Tensor): return tree.float() if tree.dtype == torch.float64 else tree
     return optree.tree_map(lambda x: x.float() if x.dtype == torch.float64 else x, tree)
 

@@ -25,12 +25,12 @@ from .torchdata import IterDataPipe, Mapper, too_long
 
 # %% ../../nbs/pipes/06_pipe.ipynb #cf978720
 class Traits:
-    "Mixin of pipes: what a class promises about its code. A subclass that overrides a method declares its own promises."
-    reads: int | None = None      # how many input items it reads for each item that it yields; None: unknown
-    keeps_items: bool = True      # may it hold an item, or an array of an item, after it asks for the next one?
+    "Mixin of pipes: properties that a class promises. A subclass that overrides a method loses these promises and declares its own."
+    reads: int | None = None      # number of input items for each item that it yields; None: unknown
+    keeps_items: bool = True      # may it hold an item, or an array of it, after it reads the next item?
     any_strides: bool = False     # can it work with arrays that are not contiguous?
-    drops_items: bool = True      # may it read on and on without yielding? If so, the log says when it does
-    fusible: bool = False         # may a fused stage do its work in its place (see `fusion`)?
+    drops_items: bool = True      # may it read many items without yielding one? If so, a warning is logged when it does
+    fusible: bool = False         # may a `fusion` replace its work?
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -41,12 +41,12 @@ class Traits:
 
 
 def trait(pipe: IterDataPipe, name: str) -> Any:
-    "The trait `name` of any pipe: what its class declares, or the cautious default. torch's `Mapper` reads one item for each one."
+    "The trait `name` of any pipe: declared by its class, or the cautious default. torch's `Mapper` reads one item for each that it yields."
     return getattr(pipe, name, 1 if name == 'reads' and isinstance(pipe, Mapper) else getattr(Traits, name))
 
 # %% ../../nbs/pipes/06_pipe.ipynb #3ed2b2cd
 class _Held(Handle):
-    "Takes the place of an attribute that is held by reference while its pipe is copied."
+    "Replaces an attribute that is held by reference, while its pipe is copied."
 
 
 def held_by(pipe: IterDataPipe) -> list:
@@ -57,7 +57,7 @@ def held_by(pipe: IterDataPipe) -> list:
 
 
 def _is_shared(x) -> bool:
-    "Is `x` a network, actor or callable? A copy shares these with the original. Classes are pickled by reference anyway."
+    "Is `x` a network, actor or callable? A copy shares these with the original. Classes do not count: pickle never copies them."
     return not isinstance(x, (type, IterDataPipe)) and (isinstance(x, torch.nn.Module) or callable(x) or hasattr(x, 'step'))
 
 
@@ -69,7 +69,7 @@ def _swapped(x, swap):
 
 # %% ../../nbs/pipes/06_pipe.ipynb #6f1d8103
 class EditsByClass:
-    "Mixin of pipes: makes functions `pipe -> pipe` that insert a pipe of this class, or replace another pipe by one."
+    "Mixin of pipes: makes functions `pipe -> pipe` that insert a pipe of this class, or replace another pipe by it."
     @classmethod
     def inserter(cls, *, after: Where | None = None, before: Where | None = None, **kwargs: Any) -> Callable:
         "A function `pipe -> pipe` that inserts `cls(old, **kwargs)` after or before the one matching pipe."
@@ -88,17 +88,17 @@ class EditsByClass:
         raise GraphError(f'{cls.__name__} reads one pipe and cannot replace one with {len(sources)} inputs', pipe=old)
 
 # %% ../../nbs/pipes/06_pipe.ipynb #43f4a45a
-PATIENCE = 100_000, 100, 30      # a pipe may read this many items, or this many in this many seconds, before it yields one
+PATIENCE = 100_000, 100, 30      # items read before one is yielded: warn after 100,000, or after 100 if they took 30 s
 log = logging.getLogger('rollpipe')
-_waiting = threading.local()     # `.watch`: left by the pipe that begins to read a pipe of torch
+_waiting = threading.local()     # `.watch`: the `Watch` of the pipe that begins to read a pipe of torch
 
 
 class Watch:
-    "Counts the items that a pipe reads before it yields one, and warns once if they are many."
+    "Counts the items that a pipe reads before it yields one, and warns once if there are many."
     def __init__(self, name: str): self.name, self.has_yielded, self.start = name, False, monotonic()
 
     def counted(self, items: Iterator) -> Iterator:
-        "`items`, counted until the pipe has yielded. The caller reads the rest from `items` itself."
+        "Yield from `items` and count until the pipe has yielded. The caller then reads the rest from `items`."
         for n, item in enumerate(items, 1):
             yield item
             if n & (n - 1) == 0 and (self.has_yielded or self._is_told(n)): return
@@ -112,7 +112,7 @@ class Watch:
 
 
 def opened(pipe: IterDataPipe) -> Iterator:
-    "An iterator of `pipe`. What a pipe of torch reads from another pipe before its first item is counted."
+    "An iterator of `pipe`. If `pipe` is one of torch's, the items that it reads before it yields its first item are counted."
     foreign = []
     while not isinstance(pipe, Pipe) and (above := graph.inputs(pipe)):
         foreign.append(pipe)
@@ -123,7 +123,7 @@ def opened(pipe: IterDataPipe) -> Iterator:
 
 
 def _watched(items, watch):
-    "`items`. The pipe that begins to iterate while the first is awaited counts for `watch`."
+    "Yield from `items`. A pipe that begins to iterate before the first item arrives is counted by `watch`."
     before, _waiting.watch = getattr(_waiting, 'watch', None), watch
     try:
         try: first = list(islice(items, 1))
@@ -135,23 +135,23 @@ def _watched(items, watch):
 
 
 def _counted_for(watch, items):
-    "`items`, counted for a pipe below."
+    "Yield from `items`, and count them for a pipe below."
     try: yield from chain(watch.counted(items), items)
     finally: close(items)
 
 
 def close(items: Any) -> None:
-    "Close an iterator, if it can be closed."
+    "Close an iterator, if it has a method `close`."
     if hasattr(items, 'close'): items.close()
 
 # %% ../../nbs/pipes/06_pipe.ipynb #a8e2fe47
 def _gives_items(function) -> bool:
-    "Does `function` yield, or return anything but None, or leave that to subclasses (`NotImplementedError`, `abstractmethod`)?"
+    "Does `function` yield, return a value other than None, or leave this to subclasses (`NotImplementedError`, `abstractmethod`)?"
     code = getattr(function, '__code__', None)
     if code is None or code.co_flags & inspect.CO_GENERATOR or 'NotImplementedError' in code.co_names: return True
     if getattr(function, '__isabstractmethod__', False): return True
     steps = list(dis.get_instructions(code))
-    # A jump to a `return` means that it returns what was computed before.
+    # If a jump leads to a `return`, the function returns a computed value.
     return any(step.opname == 'RETURN_CONST' and step.argval is not None
                or step.opname == 'RETURN_VALUE' and (step.is_jump_target or before.opname != 'LOAD_CONST' or before.argval is not None)
                for before, step in zip([None, *steps], steps))
@@ -162,16 +162,16 @@ class Pipe(Traits, EditsByClass, IterDataPipe):
 
     Subclasses write `stream(self, items)`, a generator over the iterator of the input. They keep their configuration
     under the names of their `__init__` arguments, so that `repr` and `graph.draw` can show it. They keep no state of an
-    iteration in attributes, so every iteration starts afresh, and the pipe can be pickled. As with all datapipes, a new
+    iteration in attributes, so every iteration starts anew, and the pipe can be pickled. As with all datapipes, a new
     iterator of a pipe ends the older one.
 
     Networks, actors and callables that a pipe keeps as attributes, or in dicts, lists and tuples, are held by reference:
-    the copy of the graph that `DataLoader2` makes uses the same objects (see `modules.Handle`). All else is copied.
+    the copy of the graph that `DataLoader2` makes uses the same objects (see `modules.Handle`). Everything else is copied.
 
     Raises:
-        TypeError: `pipe` is not an IterDataPipe; or, when a subclass is made, its `stream` can give nothing.
+        TypeError: `pipe` is not an IterDataPipe; or, when a subclass is defined, its `stream` yields and returns nothing.
     """
-    no_length = 'the stream of its source has none'     # why `len` fails
+    no_length = 'the stream of its source has none'     # reason in the error of `len`
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -192,7 +192,7 @@ class Pipe(Traits, EditsByClass, IterDataPipe):
         return self._run() if watch is None else _counted_for(watch, self._run())
 
     def _run(self, items=None, **options):
-        "The stream; `items` are those of its input, if somebody has opened it already."
+        "The stream. `items` is the iterator of the input, if the caller has opened it already."
         items, stream, watch = self._open() if items is None else items, None, Watch(type(self).__name__)
         may_starve = self.reads is None and self.drops_items
         try:
@@ -203,9 +203,9 @@ class Pipe(Traits, EditsByClass, IterDataPipe):
             yield from stream
         except RecursionError as e:
             if len(graph.nodes(self)) > sys.getrecursionlimit() // 10: raise too_long() from e
-            raise     # one of the pipes is at fault
+            raise     # the error comes from one of the pipes
         finally:
-            try: close(stream)     # if it is left at its first item, nobody else closes it
+            try: close(stream)     # nothing else closes a stream that is left at its first item
             finally: close(items)
 
     def _open(self): return opened(self.pipe)
@@ -218,7 +218,7 @@ class Pipe(Traits, EditsByClass, IterDataPipe):
     def __bool__(self): return True                     # without this, Python would call `__len__`
 
     def __getstate__(self):
-        state = super().__getstate__()                  # torch leaves out all but pipes while it traverses the graph
+        state = super().__getstate__()                  # while torch traverses the graph, it keeps only pipes in the state
         if not isinstance(state, dict): return state
         return _swapped(state, lambda x: _Held(x) if _is_shared(x) else x)
 
@@ -250,7 +250,7 @@ class Seeded:
     seed = given_seed = None
 
     def set_lane(self, lane: int, seed: np.random.SeedSequence) -> None:
-        "`Lanes` calls this on its copies, with the number of the lane and the lane's own seed."
+        "`Lanes` calls this for its copies, with the number of the lane and a seed for this pipe in this lane."
         self.lane, self.given_seed = lane, seed
 
     def set_seed(self, seed: int) -> "Seeded":

@@ -21,23 +21,23 @@ from .modules import comparable, comparable_tensor, modules_in
 
 # %% ../../nbs/pipes/11_reactions.ipynb #448ad896
 class SeededActor:
-    """An actor whose random numbers are determined by one seed, whether it takes noise or draws from torch's global generator.
+    """An actor whose random numbers one seed determines, whether the actor takes noise or draws from torch's global generator.
 
     Args:
-        actor: the actor, which others may use too
+        actor: the actor, which other code may use too
         n_envs: environments in a step, `B`
         seed: determines all random numbers
         explore: False: an actor that takes noise gets none, and returns its deterministic action
-        device: where its random numbers are drawn
+        device: device on which noise is drawn
     """
-    CHUNK, MOST = 256, 2 ** 22    # steps for which noise is drawn at once; but no more actions than this
+    CHUNK, MOST = 256, 2 ** 22    # steps for which noise is drawn at once, which is faster; greatest number of actions in these steps
 
     def __init__(self, actor: Any, n_envs: int, seed: np.random.SeedSequence, explore: bool, device: Any = 'cpu'):
         self.actor, self.n_envs, self.explore, self.chunk = actor, n_envs, explore, max(1, min(self.CHUNK, self.MOST // n_envs))
         self.takes_noise = hasattr(actor, 'draw_noise')
         self.generator = torch.Generator(device).manual_seed(int(seed.generate_state(1)[0]))
-        self.global_state = self.generator.get_state()    # of torch's global generator, for an actor that takes no noise
-        self.block, self.rows, self.at = None, None, self.chunk    # noise of `chunk` steps, the same step by step, and the next step
+        self.global_state = self.generator.get_state()    # state of torch's global generator, for an actor that takes no noise
+        self.block, self.rows, self.at = None, None, self.chunk    # noise of `chunk` steps; split into steps; next step
 
     def step(self, seen: State, hx: Any, virtual: bool) -> tuple:
         "Call `actor.step`. A virtual reaction draws no random numbers."
@@ -77,7 +77,7 @@ class SeededActor:
 
 # %% ../../nbs/pipes/11_reactions.ipynb #ea0149ff
 def as_input(x: Any) -> Any:
-    "A numpy container `[B, ...]` as tensors `[1, B, ...]`: no copy, except that float64 becomes float32."
+    "A numpy container `[B, ...]` as tensors `[1, B, ...]`. Only float64 is copied, to float32."
     if isinstance(x, np.ndarray): return nested.as_seen(torch.from_numpy(x[None]))
     return nested.map(as_input, x)
 
@@ -92,8 +92,8 @@ class AnswerCheck:
         envs: the batch of environments that takes the actions
         where: context for messages: pipe, lane
     """
-    first: tuple | None     # structure of the first answer, and its action and report; None: there was no answer yet
-    memory: tuple | None    # structure and shapes of its recurrent state; None: the actor has none
+    first: tuple | None     # structure, action and report of the first answer; None: there was no answer yet
+    memory: tuple | None    # structure and shapes of the recurrent state; None: the actor has none
 
     def __init__(self, actor: Any, envs: Any, where: dict):
         self.name, self.envs, self.where = type(actor).__name__, envs, where
@@ -102,7 +102,7 @@ class AnswerCheck:
         self.shapes = {}    # n -> shapes of the leaves in an answer for `n` environments
 
     def triple(self, answer: Any) -> tuple:
-        "`answer`, which must be `(act, hx, info)`."
+        "Return `answer`. Raises `ActorError` unless it is a triple `(act, hx, info)`."
         if type(answer) is tuple and len(answer) == 3: return answer
         raise ActorError(f"{self.step} gave no triple", expected="(act, hx, info)", got=describe(answer), **self.where)
 
@@ -130,7 +130,7 @@ class AnswerCheck:
                 if isinstance(leaf, torch.Tensor) and leaf.ndim >= 2 and leaf.shape[:2] == (first or leaf.shape[0], n): continue
                 raise ActorError(f"{self.step} gave a leaf of the wrong shape", leaf=path, got=describe(leaf), **self.where,
                                  expected=f"a tensor of shape [{first or 'layers'}, {n}, ...]")
-        if torch.is_grad_enabled() and any(x.requires_grad for x in nested.leaves(act)):     # numpy refuses them
+        if torch.is_grad_enabled() and any(x.requires_grad for x in nested.leaves(act)):     # numpy refuses tensors that require gradients
             raise ActorError(f"{self.step} gave an action with a gradient", leaf='act', expected="one without, see `detach`", **self.where)
         self.envs.actions(nested.map(lambda x: x[0].cpu().numpy(), act))
         self.first = nested.flatten((act, info))[1], act, info
@@ -158,7 +158,7 @@ class AnswerCheck:
                          expected="as before" if self.memory is None else str([[k, n, *rest] for k, rest in self.memory[0]]))
 
     def check_completed(self, info: Any, lead: tuple) -> None:
-        """Check what the actor's `complete` returned.
+        """Check the result of the actor's method `complete`.
 
         Args:
             info: leaves must be [T, n, ...]
@@ -172,7 +172,7 @@ class AnswerCheck:
                              **self.where, expected=f"a tensor of shape [{lead[0]}, {lead[1]}, ...]")
 
     def _compare(self, name, tree, like, n):
-        "Refuse `tree`, the part `name` of an answer, if it differs from the same part of the first one."
+        "Raise `ActorError` if `tree`, the part `name` of an answer, differs in form from that part of the first answer."
         if nested.flatten(tree)[1] != nested.flatten(like)[1]:
             raise ActorError(f"{self.step} changed the structure of its answer", leaf=name, expected=describe(like),
                              got=describe(tree), **self.where)
@@ -185,7 +185,7 @@ class AnswerCheck:
 
 # %% ../../nbs/pipes/11_reactions.ipynb #614e7c1c
 def kept_in(holder: Any) -> Iterator:
-    """What the modules of `holder`, and itself, keep outside of parameters and buffers.
+    """The attributes of `holder` and its modules, except parameters and buffers.
 
     Args:
         holder: an actor, a critic, or a function that uses a network
@@ -200,32 +200,32 @@ def kept_in(holder: Any) -> Iterator:
             if key not in OF_TORCH: yield (k, name, key), value
 
 
-OF_TORCH = vars(torch.nn.Module()).keys()
+OF_TORCH = vars(torch.nn.Module()).keys()     # attributes that torch gives to every module
 
 
 def attribute_name(k: int, name: str, key: str) -> str:
-    "How messages call the attribute `key` in the part `name` of module `k`."
+    "The name in messages of the attribute `key` in the part `name` of module `k`."
     return f"attribute {key}" + (f" in {name}" if name else '') + (f" of module {k}" if k else '')
 
 
 def attributes_of(holder: Any, states: bool = False) -> dict:
-    """name -> (what to compare, text) for all that is `kept_in` the holder.
+    """Name -> (object to compare, text) of all attributes that are `kept_in` the holder.
 
     Args:
         holder: an actor, a critic, or a function that uses a network
-        states: compare the states of random generators, too
+        states: include the states of random generators
     """
     return {attribute_name(*key): (comparable(value, states=states), describe(value, 60)) for key, value in kept_in(holder)}
 
 # %% ../../nbs/pipes/11_reactions.ipynb #710db387
 class Unchanging:
-    """Looks at actors and networks while lanes collect: they must not change.
+    """Checks that actors and networks do not change while lanes collect.
 
-    Raises `ActorError` for parameters and buffers. Of other attributes it warns, once for each.
+    Raises `ActorError` if a parameter or buffer changes. Warns once for each other attribute that changes.
 
     Args:
-        holders: what the pipes of the lanes hold by reference
-        warn: takes the text of a warning
+        holders: objects that the pipes of the lanes hold by reference
+        warn: function of the text of a warning
     """
     def __init__(self, holders: Iterable, warn: Callable):
         self.warn, self.n_items, self.warned = warn, 0, set()
@@ -234,10 +234,10 @@ class Unchanging:
         parts = [(x, name, m) for x in holders for module in modules_in(x) for name, m in module.named_modules()]
         self.parts = list({id(m): (x, name, m) for x, name, m in reversed(parts)}.values())[::-1]
         self.slots = [slots for _, _, m in self.parts for slots in (m._parameters, m._buffers)]
-        self.lazy = {id(x) for slots in self.slots for x in slots.values() if torch.nn.parameter.is_lazy(x)}   # they have no values yet
+        self.lazy = {id(x) for slots in self.slots for x in slots.values() if torch.nn.parameter.is_lazy(x)}   # no values yet
 
     def during(self, lane: int) -> "Unchanging":
-        "For a `with` block in which `lane` collects one item."
+        "The context manager for a `with` block in which `lane` collects one item."
         self.lane = lane
         return self
 
@@ -254,14 +254,14 @@ class Unchanging:
         self.n_items += 1
 
     def _look(self, closely) -> tuple:
-        "All parameters and buffers, how often each was changed in place, and what their values can be compared by."
+        "All parameters and buffers, the number of in-place changes of each, and with `closely` objects that compare their values."
         tensors = [x for slots in self.slots for x in slots.values() if x is not None]
         try: changes = list(map(_changes, tensors))
-        except RuntimeError: changes = [0 if x.is_inference() else _changes(x) for x in tensors]     # torch does not count them
+        except RuntimeError: changes = [0 if x.is_inference() else _changes(x) for x in tensors]     # torch has no count for them
         return tensors, changes, [comparable_tensor(x) for x in tensors] if closely else []
 
     def _refuse(self, before, after, lane):
-        "Raise the error that names the tensors which differ. A lazy layer may get its weights."
+        "Raise an error that names the tensors that differ. A lazy layer may initialise its weights."
         was, now = ({id(x): facts for x, *facts in zip_longest(*look)} for look in (before, after))
         lazy, self.lazy = self.lazy, set()
         found = [(holder, f"{kind} {where}.{name}".replace(' .', ' ')) for holder, where, m in self.parts
@@ -272,7 +272,7 @@ class Unchanging:
                              expected="parameters and buffers that only a learner changes, in the thread that collects, and memory in `hx`")
 
     def _compare(self, actor, was):
-        "Warn of the attributes that differ from what they were."
+        "Warn of each attribute whose value differs from the earlier one."
         for key, (value, text) in attributes_of(actor, states=True).items():
             old, old_text = was.get(key, (None, 'nothing'))
             if key in self.warned or value == old: continue
@@ -282,4 +282,4 @@ class Unchanging:
                       "of one process share this change, so the stream may depend on the number of workers. An actor remembers in `hx`.")
 
 
-_changes = operator.attrgetter('_version')     # torch counts them for each tensor
+_changes = operator.attrgetter('_version')     # torch counts in-place changes of each tensor

@@ -38,25 +38,25 @@ def rollouts(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 256
 
     `EnvStepper -> FragmentCollector -> Lanes -> FragmentStacker`, then the `edits` and `optimize`. `GraphError`: an edit returns no pipe.
 
-    For a `TensorEnv` the first two are one `TensorCollector`, and batches are on its device. Then the options `env_kwargs`, `vector`,
-    `sticky` and `device`, and the engine 'onnxruntime', raise `DataError`.
+    For a `TensorEnv`, a `TensorCollector` replaces the first two, and batches are on the device of the environments. Then the options
+    `env_kwargs`, `vector`, `sticky` and `device`, and the engine 'onnxruntime', raise `DataError`.
 
     Args:
-        env: gymnasium id, factory, instance, a list or pipe of those, or a `TensorEnv` or a class of these
+        env: gymnasium id, factory, instance, a list or pipe of these, or a `TensorEnv` or a subclass of it
         actor: the actor, held by reference
         n_envs: environments stepped together in a lane; None: all instances, or all of a vector or pipe
         n_steps: steps per fragment
         lanes: independent copies of environment and collector, joined in one batch
         seed: determines environments and actions
-        info_keys: environment infos to record; None: all that are numeric
+        info_keys: environment infos to record; None: all numeric infos
         env_kwargs: keyword arguments for `gymnasium.make` or `make_vec`
         vector: make one vector environment of an id: 'sync', 'async', 'vector_entry_point', 'envpool'
         sticky: environments whose episode ended rest until the end of the fragment
         terminal_obs: keep the last observations of terminated episodes too
-        close: False: leave the environments open that are made here
+        close: False: leave environments open that the pipeline makes
         device: the actor's device, if not the host; batches are on the host, `ToDevice` moves them
-        engine: what runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if it can)
-        optimize: fuse stages where only the speed changes, see `rollpipe.pipes.optimize`
+        engine: engine that runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if possible)
+        optimize: fuse stages where this changes nothing but the speed, see `rollpipe.pipes.optimize`
         edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
     """
     options = dict(terminal_obs=terminal_obs, info_keys=info_keys, close=close)
@@ -76,7 +76,7 @@ def rollouts(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 256
 
 
 def _of_tensors(env, actor, n_steps, n_envs, options, only):
-    "The source for a `TensorEnv`, which takes the `options`, but not those that are `only` for others."
+    "The source for a `TensorEnv`. It takes the `options`, and refuses options that are `only` for other environments."
     for name, x in only.items():
         if x is None: continue
         raise DataError("no option for environments made of tensors", pipe=TensorCollector, leaf=name, expected="None", got=repr(x))
@@ -94,7 +94,7 @@ def _seeded(pipe, seed):
 
 # %% ../../nbs/pipes/27_recipes.ipynb #21762989
 def _scaler(scale, gamma):
-    "The edits that insert what `reward_scale` asks for."
+    "The edits that insert a `RewardScaler` if `reward_scale` asks for one."
     if scale is None: return []
     if scale != 'learn' and not is_between(scale, 1e-30, 1e30):
         raise DataError("no scale of rewards", leaf='reward_scale', expected="a number above 0, 'learn' or None", got=repr(scale))
@@ -115,7 +115,7 @@ def on_policy(env: Any, actor: Any, critic: Any = None, *, gamma: float = 0.99, 
         critic: the critic, `critic(obs) -> value`; None: the `value` that the actor reports
         gamma: discount factor per step
         lam: exponential weight of longer advantage estimates
-        reward_scale: factor of the rewards; 'learn': they are divided by the deviation of their return; None: 1
+        reward_scale: factor of the rewards; 'learn': divide them by the standard deviation of the return; None: 1
         edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
         **kwargs: see `rollouts`
     """
@@ -140,12 +140,12 @@ def replayed(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 4, 
         capacity: greatest number of steps in the memory
         batch_size: transitions or segments in a sample
         n_batches: samples for each batch of new steps
-        samples_per_step: samples for each new step, a ratio of update to data; None: `n_batches` for each batch
+        samples_per_step: samples for each new step (update-to-data ratio); None: `n_batches` for each batch
         warmup: number of steps in the memory before the first sample
         length: steps of a segment; 1: single transitions
         prioritized: sample in proportion to priorities
         alpha: exponent of the priorities; 0: uniform
-        beta: exponent of the importance weights; 1: they correct the bias of prioritized sampling fully
+        beta: exponent of the importance weights; 1: full correction of the bias of prioritized sampling
         zero_state: segments begin with a recurrent state of zeros, not with the stored ones
         path: a folder for the steps; None: in memory
         terminal_obs: keep the last observations of terminated episodes too

@@ -23,14 +23,14 @@ Array = TypeVar('Array', Tensor, np.ndarray)
 
 
 def _as_tensor(x: Any, numpy: bool) -> Tensor | None:
-    "`x` as a tensor, or None if it is none. If `numpy`, `x` must be an array, and the tensor shares its memory where possible."
+    "`x` as a tensor, or None if `x` is not one. If `numpy`, `x` must be an array, and the tensor shares its memory where possible."
     if not numpy: return x if isinstance(x, Tensor) else None
     if type(x) not in (np.ndarray, np.memmap) or x.dtype not in (np.float16, np.float32, np.float64, np.bool_): return None
     return torch.from_numpy(x if x.flags.writeable and min(x.strides, default=0) >= 0 else np.array(x))
 
 
 def _padded(x: Tensor, shape: torch.Size, right: bool = False) -> list[tuple[int, ...]]:
-    "The shapes of `x`, with ones for missing dimensions, that can be expanded to `shape`. `right`: also with the ones in front."
+    "The shapes of `x`, with ones appended for missing dimensions, that can be expanded to `shape`. `right`: also with ones in front."
     ones = (1,) * (len(shape) - x.dim())
     ways = dict.fromkeys([(*x.shape, *ones), (*ones, *x.shape)][:1 + right])
     return [way for way in ways if len(way) == len(shape) and all(n in (1, m) for n, m in zip(way, shape))]
@@ -45,7 +45,7 @@ def _or_part(text: str, shape: torch.Size, which: str = 'first') -> str:
 
 # %% ../../nbs/pipes/08_returns.ipynb #f716926b
 def _rows(cut: Any = None, **args: Any) -> Any:
-    "`args` as tensors of the shape `[T, ...]` of the first one, `cut` as a mask or None, and a function that makes arrays of results."
+    "`args` as tensors of the shape `[T, ...]` of the first one, `cut` as a mask or None, and a function that converts results back."
     (first, x), *_ = args.items()
     numpy = isinstance(x, np.ndarray)
     like = _as_tensor(x, numpy)
@@ -80,9 +80,9 @@ def _mask(cut: Any, like: Tensor, numpy: bool) -> Tensor:
 
 # %% ../../nbs/pipes/08_returns.ipynb #cb04b048
 def _edge(name: str, x: Any, like: Tensor) -> Tensor:
-    "`x`, a number or what fits a row of `like`, as a tensor of one dimension less than `like`, or of none."
+    "`x`, a number or an array that fits a row of `like`, as a tensor without dimensions or with one dimension less than `like`."
     row = like.shape[1:]
-    if isinstance(x, np.ndarray) and not x.flags.writeable: x = np.array(x)   # torch warns of the others
+    if isinstance(x, np.ndarray) and not x.flags.writeable: x = np.array(x)   # torch warns of read-only arrays
     x = torch.as_tensor(x, dtype=like.dtype, device=like.device)
     if not x.dim(): return x
     if ways := _padded(x, row): return x.reshape(ways[0]).expand(row)
@@ -95,7 +95,7 @@ def _check_unit(**args: float) -> None:
 
 
 def _carry(coef: Tensor, cut: Tensor | None) -> Tensor:
-    "`coef`, but zero where the episode ends."
+    "`coef` with zeros where an episode ends."
     return coef if cut is None else coef.masked_fill(cut, 0.)
 
 # %% ../../nbs/pipes/08_returns.ipynb #feae11af
@@ -114,9 +114,9 @@ def _solve(a: Tensor, b: Tensor) -> Tensor:
     "`backward_recursion` of tensors of one shape. With one row there is nothing to add, and `b` itself is returned."
     x, stride, n_rows = b, 1, len(b)
     while stride < n_rows:
-        # x_t now holds all terms up to b_{t+stride-1}; a_t is the product of as many coefficients, where they all exist
+        # x_t now holds the terms up to b_{t+stride-1}; a_t is the product of `stride` coefficients, where all of them exist
         x = torch.cat([torch.addcmul(x[:-stride], a[:n_rows - stride], x[stride:]), x[-stride:]])
-        if 2 * stride < n_rows: a = a[:-stride] * a[stride:]     # the next round needs it
+        if 2 * stride < n_rows: a = a[:-stride] * a[stride:]     # needed only in the next round
         stride *= 2
     return x
 
@@ -139,7 +139,7 @@ def discounted_returns(rew: Array, discount: Array | float, bootstrap: Array | f
         rho: ρₜ = π(aₜ|sₜ) / μ(aₜ|sₜ) [T, ...], importance weights; None: on-policy
 
     Raises:
-        DataError: if shapes or dtypes do not fit; names the argument.
+        DataError: if shapes or dtypes do not fit; the message names the argument.
     """
     optional = {name: x for name, x in (('v_tp1', v_tp1), ('rho', rho)) if x is not None}
     r, g, *more, end, back = _rows(cut, rew=rew, discount=discount, **optional)
@@ -168,14 +168,14 @@ def n_step_returns(rew: Array, v_tp1: Array | float, discount: Array | float, n:
         cut: bool [T, ...], True where the episode ended with row t, terminated or truncated
 
     Raises:
-        DataError: if shapes or dtypes do not fit, or n < 1; names the argument.
+        DataError: if shapes or dtypes do not fit, or n < 1; the message names the argument.
     """
     r, v_next, g, end, back = _rows(cut, rew=rew, v_tp1=v_tp1, discount=discount)
     if n < 1: raise DataError('n: too few steps', expected='n >= 1', got=describe(n))
     one_step = r + g * v_next
     if min(n, len(r)) == 1: return back(one_step)
     a = _carry(g, end)
-    # the value counts where the trace stops; elsewhere the n-1 step return of the next row takes its place
+    # the value counts only where the trace stops; elsewhere the n-1 step return of the next row replaces it
     b = torch.cat([(r if end is None else torch.where(end, one_step, r))[:-1], one_step[-1:]])
     if n >= len(r): return back(_solve(a, b))
     x = one_step
@@ -193,7 +193,7 @@ def td_errors(rew: Array, v_t: Array | float, v_tp1: Array | float, discount: Ar
         discount: γₜ₊₁ [T, ...], gamma, or 0 where the state reached is terminal
 
     Raises:
-        DataError: if shapes or dtypes do not fit; names the argument.
+        DataError: if shapes or dtypes do not fit; the message names the argument.
     """
     r, v, v_next, g, _, back = _rows(rew=rew, v_t=v_t, v_tp1=v_tp1, discount=discount)
     return back(_td(r, v, v_next, g))
@@ -211,7 +211,7 @@ def gae(rew: Array, v_t: Array | float, v_tp1: Array | float, discount: Array | 
     estimation*, 2015, https://arxiv.org/abs/1506.02438, equations 11 and 16 (there rₜ is our rₜ₊₁, and γ is constant).
     The estimates are for on-policy data. `gae(...) + v_t` is the λ-return, the usual target of the value function.
 
-    Without `cut` the trace is one episode, or its episodes all terminated: a discount of 0 already stops the trace.
+    Without `cut` the trace is one episode, or all its episodes terminated: a discount of 0 already stops the trace there.
 
     Args:
         rew: rₜ₊₁ [T, ...], reward of the transition from t to t+1, t in [0, T)
@@ -222,7 +222,7 @@ def gae(rew: Array, v_t: Array | float, v_tp1: Array | float, discount: Array | 
         cut: bool [T, ...], True where the episode ended with row t, terminated or truncated; None: only terminations
 
     Raises:
-        DataError: if shapes or dtypes do not fit or lam is out of range; names the argument.
+        DataError: if shapes or dtypes do not fit or lam is out of range; the message names the argument.
     """
     _check_unit(lam=lam)
     r, v, v_next, g, end, back = _rows(cut, rew=rew, v_t=v_t, v_tp1=v_tp1, discount=discount)
@@ -260,7 +260,7 @@ def vtrace(rew: Array, v_t: Array | float, v_tp1: Array | float, discount: Array
         cut: bool [T, ...], True where the episode ended with row t, terminated or truncated
 
     Raises:
-        DataError: if shapes or dtypes do not fit, lam is out of range, or c_clip > rho_clip; names the argument.
+        DataError: if shapes or dtypes do not fit, lam is out of range, or c_clip > rho_clip; the message names the argument.
     """
     _check_unit(lam=lam)
     r, v, v_next, g, ratio, end, back = _rows(cut, rew=rew, v_t=v_t, v_tp1=v_tp1, discount=discount, rho=rho)

@@ -30,16 +30,16 @@ from .torchdata import IterDataPipe, reads_ahead
 
 # %% ../../nbs/pipes/12_stepper.ipynb #f2402c98
 class Interaction(TickSource):
-    """One actor in one batch of environments: `ticks(*start())` yields a `Tick` for each step, from the first reset on.
+    """The interaction of one actor with one batch of environments: `ticks(*start())` yields a `Tick` for each step after the first reset.
 
     Args:
         actor: the actor, held by reference
-        envs: not reset yet; the caller closes them
-        seed: of the actor's random numbers
+        envs: environments, not reset yet; the caller closes them
+        seed: seed of the actor's random numbers
         lane: number of the lane, for its ticks
-        explore: False: the actor's deterministic action
+        explore: False: take the actor's deterministic action
         device: the actor's device; None: the host
-        engine: what lets the actor answer: 'torch', 'onnxruntime' or 'auto'
+        engine: engine that runs the actor: 'torch', 'onnxruntime' or 'auto'
     """
     def __init__(self, actor: Any, envs: Batch, seed: np.random.SeedSequence, *, lane: int = 0, explore: bool = True,
                  device: torch.device | None = None, engine: str = 'torch'):
@@ -50,7 +50,7 @@ class Interaction(TickSource):
     def start(self) -> tuple[Outcome, Any]:
         "Reset the environments. Returns their first outcome and the initial recurrent state."
         out = self.envs.reset()
-        # Only the actor knows the structure of its recurrent state and the dtype of its actions, so it is asked once.
+        # One virtual call, because only the actor knows the structure of its recurrent state and the dtype of its actions.
         act, hx, _ = self.checked.answer(out.seen, None, virtual=True)
         act = nested.map(torch.zeros_like, act)
         array = nested.map(lambda x: x[0].numpy(), act)
@@ -79,7 +79,7 @@ class Interaction(TickSource):
         return act, info
 
     def complete(self, act: Any, info: Any) -> Any:
-        "`info`, completed by the actor's `complete(act, info)` if it has this method: see `TickSource`."
+        "`info`, completed by the actor's `complete(act, info)` if it exists: see `TickSource`."
         return self.checked.complete(act, info)
 
     def observe_into(self, obs: Any) -> None:
@@ -88,11 +88,11 @@ class Interaction(TickSource):
 
 # %% ../../nbs/pipes/12_stepper.ipynb #c153fbb7
 def refuse_reading_ahead(pipe: IterDataPipe, holders: Iterable) -> None:
-    """Raise `GraphError` if torchdata's `Prefetcher` reads `pipe`, and the `holders` have weights. Where nobody trains, it may.
+    """Raise `GraphError` if torchdata's `Prefetcher` reads `pipe` and the `holders` have weights. Without training this is allowed.
 
     Args:
-        pipe: which begins to iterate
-        holders: the actors that it asks
+        pipe: pipe that begins to iterate
+        holders: actors that the pipe calls
     """
     is_fixed = multiprocessing.current_process().daemon     # a worker of torchdata, which gets no new weights
     if is_fixed or not reads_ahead() or not any(True for x in holders for m in modules_in(x) for _ in m.parameters()): return
@@ -102,12 +102,12 @@ def refuse_reading_ahead(pipe: IterDataPipe, holders: Iterable) -> None:
 
 # %% ../../nbs/pipes/12_stepper.ipynb #766d90ee
 class FromSource(Acting):
-    "Mixin of `EnvStepper`: where its environments come from."
-    factories: list      # of `EnvFactory` and `Lender`, or one `VectorFactory`; empty if there is a pipe
+    "Mixin of `EnvStepper`: the source of its environments."
+    factories: list      # `EnvFactory` and `Lender` objects, or one `VectorFactory`; empty if there is a pipe
     pipe: IterDataPipe   # yields environments, if `source` is a pipe
     n_envs: int | None
     env_kwargs: dict | None
-    process: int         # the one that the instances belong to
+    process: int         # id of the process to which the instances belong
 
     def _set_source(self, source, n_envs, vector, env_kwargs):
         self.factories, self.n_envs, self.env_kwargs, self.process = [], n_envs, env_kwargs, os.getpid()
@@ -120,11 +120,11 @@ class FromSource(Acting):
     def _open(self): return iter(()) if self.factories else iter(self.pipe)
 
     def refuse_copies(self, owner: str, got: str, **where: Any) -> None:
-        """Raise `EnvError` if there are instances: given, or in an attribute of a pipe that this one reads.
+        """Raise `EnvError` if there are instances, given directly or in an attribute of a pipe above.
 
         Args:
-            owner: who would need environments of its own, such as 'each lane'
-            got: what would copy them, as in 'Lanes(n=2)'
+            owner: owner that needs environments of its own, such as 'each lane'
+            got: cause of the copies, such as 'Lanes(n=2)'
             **where: pipe, lane
         """
         above = [] if self.factories else [x for pipe in nodes(self.pipe) for x in vars(pipe).values()]
@@ -146,22 +146,22 @@ class EnvStepper(FromSource, Seeded, Source):
     """Let `actor` act in `n_envs` environments, and yield a `Tick` for each step of the batch, without end.
 
     The actor is held by reference: training it changes what the stream yields. Environments are made when the iteration
-    begins. They are closed when it ends, is left early, or fails. Actions that an actor chooses outside the bounds of a `Box` are
-    recorded as chosen and clipped for the environment. A factory may return a gymnasium `VectorEnv` or a synchronous
-    EnvPool: its environments are the batch.
+    begins. They are closed when it ends, is left early, or fails. Actions outside the bounds of a `Box` are
+    recorded as the actor chose them, and clipped for the environment. A factory may return a gymnasium `VectorEnv` or a synchronous
+    EnvPool, whose environments are then the batch.
 
-    Instances are lent by the user, held by reference, and never closed. Each iteration resets them, with seeds from its own. They cannot be
+    The user lends instances, which are held by reference and never closed. Each iteration resets them, with its own seeds. They cannot be
     copied, so several lanes or other processes raise `EnvError`. An environment serves one iteration at a time, also if a factory returns
-    it again: an earlier one gets an `EnvError` at its next step. A pipe of environments is read at the beginning, and closed at the end.
+    it again: the older iteration gets an `EnvError` at its next step. A pipe of environments is read first, and closed at the end.
 
     An info is recorded from the step on at which it first appears, such as `episode` of gymnasium's `RecordEpisodeStatistics` at the end of
-    the first episode. The mask `'_' + key` says which environments have reported it; an info that all of them report at every step has
-    none. Without `info_keys` those that are not numeric are left out, and a warning of the logger 'rollpipe' says so once.
+    the first episode. The mask `'_' + key` says which environments have reported the info; an info that all report at every step has
+    no mask. Without `info_keys`, infos that are not numeric are left out, and the logger 'rollpipe' warns of this once.
 
     An environment that is not `valid` in a tick made no transition: it rests (`sticky`), or is being reset (autoreset mode NEXT_STEP).
 
     Raises `EnvError` (unknown id, environment that fails or returns something invalid), `ActorError` (the same for the
-    actor), `SpaceError` (spaces without a fixed-size array form) or `DataError` (`sticky < 1`, a device that is not there, one string
+    actor), `SpaceError` (spaces without a fixed-size array form) or `DataError` (`sticky < 1`, a missing device, one string
     as `info_keys`; an observation of another structure, shape or kind of number than its space). The error names lane, environment and leaf
     where they are known. Raises `GraphError` in several workers of a torch `DataLoader`, if there are no `Lanes` for them to divide.
 
@@ -170,16 +170,16 @@ class EnvStepper(FromSource, Seeded, Source):
         actor: anything with `step` and `reset` as described in `rollpipe.layers.Actor`
         n_envs: environments stepped together [1, or all of the list, vector or pipe]
         vector: one vector environment of an id: 'sync', 'async', 'vector_entry_point', 'envpool'
-        sticky: an environment that ended rests until the number of steps is a multiple of this
+        sticky: period in steps; an environment whose episode ended rests until the number of steps is a multiple of `sticky`
         terminal_obs: keep the last observations of terminated episodes too: `Final`, `Step.next_state`
         env_kwargs: keyword arguments for `gymnasium.make` or `make_vec`
-        info_keys: environment infos to record; None: all that are numeric
+        info_keys: environment infos to record; None: all numeric infos
         seed: determines environments and actions; only if `Lanes` has no seed
         explore: False: no noise, the actor's deterministic action
         clip_actions: clip float actions to the bounds of their Box
-        close: False: leave the environments open that were made here
-        device: the actor's device; its input is copied there, and its answer back to the host
-        engine: what runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if it can)
+        close: False: leave environments open that the stepper makes
+        device: the actor's device; the actor's input is copied there, and its answer back to the host
+        engine: engine that runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if possible)
     """
     keeps_items, fusible = False, True
 
@@ -207,8 +207,8 @@ class EnvStepper(FromSource, Seeded, Source):
         """The environments, not reset yet. The caller closes them.
 
         Args:
-            seed: of the whole batch
-            items: from the pipe of environments, if there is one
+            seed: seed of the whole batch
+            items: iterator of the pipe of environments, if there is one
         """
         where = dict(pipe=type(self).__name__, lane=self.lane)
         envs = env_batch(self._factories(items, **where), seed, sticky=self.sticky, info_keys=self.info_keys,
@@ -221,7 +221,7 @@ class EnvStepper(FromSource, Seeded, Source):
         "A new `Interaction` of the actor with new environments, which come from `items` if there is a pipe. The caller closes its `envs`."
         self.refuse_processes()
         refuse_reading_ahead(self, [self.actor])
-        check_engine(self.engine, pipe=self)     # an edit may have changed it
+        check_engine(self.engine, pipe=self)     # again, because an edit may have changed it
         env_seed, actor_seed = self.seed_sequence().spawn(2)
         envs = self.make_envs(env_seed, items)
         return Interaction(self.actor, envs, actor_seed, lane=self.lane, explore=self.explore, device=self.device,

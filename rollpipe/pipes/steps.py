@@ -41,7 +41,7 @@ def _random_fields(rng, obs_space, act_space) -> dict:
 
 
 def _plain(x):
-    "Plain dicts and tuples in place of gymnasium's own types."
+    "`x` with plain dicts and tuples instead of gymnasium's own types."
     return {k: _plain(v) for k, v in x.items()} if isinstance(x, dict) else tuple(map(_plain, x)) if isinstance(x, tuple) else x
 
 # %% ../../nbs/pipes/23_steps.ipynb #6a992a9c
@@ -51,17 +51,17 @@ class Step(NamedTuple):
 
     Args:
         state: observation before the action, any nesting, the environment's dtypes
-        action: what the actor chose, any nesting
-        next_state: observation after it, never one of the next episode; if terminated and not recorded, `state` again
-        terminated: bool []: the episode truly ended; nothing follows, do not bootstrap
+        action: action that the actor chose, any nesting
+        next_state: observation after the action, never one of the next episode; after a termination `state` again, if not recorded
+        terminated: bool []: the episode truly ended; do not bootstrap
         truncated: bool []: the episode was cut off before its end; bootstrap from `next_state`
-        reward: float32 []: of this step
-        total_reward: float32 []: of this episode, up to and including this step
+        reward: float32 []: reward of this step
+        total_reward: float32 []: reward of this episode, up to and including this step
         advantage: float32 []; None if there is no `AdvantageBuffer` above
         env_id: int64 []: index of the environment in its lane
         proc_id: int64 []: number of the lane
-        step_n: int64 []: how many steps of the episode came before; 0 for the first
-        episode_n: int64 []: how many episodes this environment had finished before; 0 for the first
+        step_n: int64 []: number of steps of the episode before this one; 0 for the first
+        episode_n: int64 []: number of episodes that this environment finished before; 0 in the first
         image: uint8 [height, width, 3]: an image after the step; None if none was recorded; for display, not for learning
     """
     state: Any
@@ -96,8 +96,8 @@ class Step(NamedTuple):
 
         Args:
             seed: determines the content
-            env: the step has its spaces; anything that `spaces_of` takes; None: 4 numbers, 2 actions
-            **fields: fields with given values
+            env: environment whose spaces the step has, or anything that `spaces_of` takes; None: 4 numbers, 2 actions
+            **fields: given values of fields
         """
         spaces = (gym.spaces.Box(-np.inf, np.inf, (4,)), gym.spaces.Discrete(2)) if env is None else spaces_of(env)
         return Step(**{**_random_fields(np.random.default_rng(seed), *map(deepcopy, spaces)), **fields})
@@ -109,7 +109,7 @@ default_collate_fn_map[Step] = lambda steps, *, collate_fn_map=None: Step.stack(
 def next_observations(fragment: Fragment) -> Any:
     """The observations `[T, B, ...]` after each step, never one of the next episode.
 
-    Where an episode ended, it is the observation in `final`, or the one before the step if `final` has none (terminations, unless kept).
+    Where an episode ended, this is the observation in `final`, or the one before the step if `final` did not keep a termination.
     """
     t, b, ended = fragment.final.t, fragment.final.b, fragment.state.fin[1:]
     def led_to(x, last):
@@ -124,7 +124,7 @@ def episode_totals(fragment: Fragment, sums: EpisodeSums) -> tuple[Tensor, Tenso
     """Reward of the episode up to and including each step, float32 `[T, B]`, and the number of the episode, int64 `[T, B]`.
 
     Args:
-        sums: of the lane, up to this fragment; they are updated
+        sums: sums of the lane up to this fragment, which are updated
     """
     rew, fin, valid = (x.numpy() for x in (fragment.state.rew[1:], fragment.state.fin[1:], fragment.valid))
     total, number = np.empty(rew.shape, np.float32), np.empty(rew.shape, np.int64)
@@ -136,7 +136,7 @@ def episode_totals(fragment: Fragment, sums: EpisodeSums) -> tuple[Tensor, Tenso
 
 # %% ../../nbs/pipes/23_steps.ipynb #cdc47190
 def _unbound(tree, n, keep):
-    "A list of the `n` single steps of a container `[T, B, ...]`, in the order of time. If `keep` is given, only those with these indices."
+    "A list of the `n` single steps of a container `[T, B, ...]`, in the order of time, or only of those with the indices `keep`."
     leaves, structure = nested.flatten(tree)
     if not leaves: return [tree] * n
     cut = [(x.flatten(0, 1) if keep is None else x.flatten(0, 1)[keep]).unbind() for x in leaves]
@@ -147,10 +147,10 @@ class Steps(Pipe):
     """Take fragments apart into `Step`s.
 
     Steps come fragment by fragment in the order of collection (fragments that a `FragmentStacker` joined come one after another), then
-    time step by time step, then environment by environment. Rows that are no transition (`valid` False) are left out.
+    time step by time step, then environment by environment. Rows that are not transitions (`valid` False) are left out.
     `total_reward` and `episode_n` continue across fragments, for each lane and environment. The leaves are views of the
-    fragment: if you keep only a few of many, `clone()` them. Fragments of whole episodes do not say which environment they are
-    from: their `env_id` is 0, and `episode_n` counts the episodes of the lane.
+    fragment: if you keep only a few of many steps, `clone()` them. Fragments of whole episodes do not name their environment:
+    their `env_id` is 0, and `episode_n` counts the episodes of the lane.
 
     Raises `DataError` if a fragment is missing, comes twice or has been cut (place `Steps` above a `Minibatcher`), or if
     there is no info `image`.
@@ -168,7 +168,7 @@ class Steps(Pipe):
         for fragment in items:
             check_item(fragment, Fragment, self)
             image = self._image(fragment)
-            # Fields that a `Step` does not have need not be taken apart.
+            # Fields that a `Step` does not have are dropped first, which saves time.
             for part in unstacked(fragment._replace(actor=(), env=image, hx=(), final=fragment.final._replace(actor=()))):
                 yield from self._steps(part, lanes)
 
@@ -194,7 +194,7 @@ class Steps(Pipe):
         return map(Step, *fields, [image if there else None for image, there in zip(images, told)])
 
     def _check_order(self, fragment, lane, lanes):
-        "Raise `DataError` unless each fragment of a lane comes once, in order and with all environments: totals need this."
+        "Raise `DataError` unless each fragment of a lane comes once, in order and with all environments. The totals require this."
         if lane not in lanes: return
         seq, sums = lanes[lane]
         came = seq if fragment.seq is None else int(fragment.seq[0])
@@ -218,7 +218,7 @@ def _column(steps, before, after):
 
 # %% ../../nbs/pipes/23_steps.ipynb #4a23499b
 def check_follows(before: Step, step: Step, pipe: Pipe | None = None) -> None:
-    "Raise `DataError`, in the name of `pipe`, unless `step` comes right after `before`, which is of the same environment."
+    "Raise `DataError`, which names `pipe`, unless `step` comes right after `before`, a step of the same environment."
     ended = bool(before.terminated | before.truncated)
     wanted = (int(before.episode_n) + 1, 0) if ended else (int(before.episode_n), int(before.step_n) + 1)
     if (came := (int(step.episode_n), int(step.step_n))) != wanted:
@@ -230,7 +230,7 @@ class _LaneQueues:
     "The steps of one lane that wait for their fragment."
     def __init__(self, lane):
         self.lane, self.seq, self.queues = lane, 0, {}  # environment -> its steps
-        self.newest, self.taken = {}, {}                # environment -> its newest step; its last step in a fragment
+        self.newest, self.taken = {}, {}                # environment -> its newest step; its last step in a finished fragment
 
     def add(self, step, pipe):
         "Append `step` to the queue of its environment. Returns this queue."
@@ -264,18 +264,18 @@ class _LaneQueues:
 
 
 def _has_last(step):
-    "Does `next_state` hold the true last observation of an episode? It repeats `state` if that of a termination was not recorded."
+    "Does `next_state` hold the true last observation of an episode? It repeats `state` if a termination's observation was not recorded."
     if not step.terminated: return bool(step.truncated)
     return not all(map(torch.equal, nested.leaves(step.state), nested.leaves(step.next_state)))
 
 # %% ../../nbs/pipes/23_steps.ipynb #48175bdc
 class Fragments(Pipe):
-    """Join `Step`s, in the order in which `Steps` yields them, to fragments of `n_steps` steps of each lane's environments.
+    """Join `Step`s, in the order in which `Steps` yields them, to fragments of `n_steps` steps of the environments of each lane.
 
-    `state`, `term`, `final`, `valid`, `adv`, `lane` and `seq` (counted anew) are the same as before if every row was a transition. The
+    `state`, `term`, `final`, `valid`, `adv` and `lane` are the same as before if every row was a transition; `seq` is counted anew. The
     reports of the actor and the environment are lost (`actor=None`, `env={}`, `hx=()`, `version=None`, `ret=None`). A fragment is ready
     when each environment of its lane has one step more than the fragment, because the last row shows the observation of the following
-    step. The last steps make shorter fragments; if an episode ended there, their last row repeats its last observation.
+    step. The last steps of the stream make shorter fragments. If an episode ends there, the last row repeats its last observation.
 
     Raises `DataError` if `n_steps < 1`, or if the steps of an environment do not follow one another.
 

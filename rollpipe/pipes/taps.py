@@ -21,11 +21,11 @@ from .torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/19_taps.ipynb #0563a4c7
 class Tap(Pipe):
-    """Call `see(item)` with every item and pass it on. In a worker process `see` would be a copy, so put taps below the lanes.
+    """Call `see(item)` with every item and pass the item on. In a worker process `see` would be a copy, so put taps below the lanes.
 
     Args:
         pipe: any pipe
-        see: function of an item; what it returns is ignored
+        see: function of an item; its result is ignored
     """
     reads = 1
 
@@ -42,9 +42,9 @@ class Tap(Pipe):
 
 # %% ../../nbs/pipes/19_taps.ipynb #47594b15
 class Meter:
-    """A sink that averages numbers of what a tap sees: `Tap(pipe, Meter(see))`, or in place of the sink of `EpisodeStats` and `Throughput`.
+    """A sink that averages numbers of the items of a tap: `Tap(pipe, Meter(see))`, or the sink of `EpisodeStats` or `Throughput`.
 
-    `metrics` returns the mean of each number since it was last called. `train` calls it for each record.
+    `metrics` returns the mean of each number since the last call. `train` calls `metrics` for each record.
 
     Args:
         see: function of an item; returns a dict name -> number, with names such as 'my/speed'
@@ -72,10 +72,10 @@ class Meter:
 
 # %% ../../nbs/pipes/19_taps.ipynb #ab00e1bc
 def pieces_of(over: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The number of the piece to which each step belongs, int64 `[T, n]`, and of the last piece of each column, `[n]`, which may be empty.
+    """Number the pieces between ends of episodes: of each step, int64 `[T, n]`, and the last one of each column, `[n]`, maybe empty.
 
     Args:
-        over: bool `[T, n]`: where an episode ends
+        over: bool `[T, n]`: True where an episode ends
     """
     ends = over.cumsum(0)
     last = (ends[-1] + 1).cumsum() - 1
@@ -83,15 +83,15 @@ def pieces_of(over: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 # %% ../../nbs/pipes/19_taps.ipynb #6254ccb1
 class EpisodeSums:
-    """Return and length so far of the current episode in each of `n` environments.
+    """The return and the length so far of the current episode in each of `n` environments.
 
-    Returns are summed in float64 and in the order of time. An episode whose beginning was not seen is counted when it ends, but not
+    Returns are summed in float64 and in the order of time. An episode whose first steps were not seen is counted when it ends, but not
     reported.
     """
     def __init__(self, n: int):
-        self.ret = np.zeros(n)               # float64 [n]: sum of rewards; nan for an episode whose beginning was not seen
+        self.ret = np.zeros(n)               # float64 [n]: sum of rewards; nan if the first steps were not seen
         self.length = np.zeros(n, np.int64)  # [n]: number of steps
-        self.count = np.zeros(n, np.int64)   # [n]: episodes that have ended
+        self.count = np.zeros(n, np.int64)   # [n]: number of episodes that have ended
 
     def continue_at(self, stepno: np.ndarray) -> None:
         """Drop the sums of environments whose step number is not `stepno`, because steps were lost.
@@ -117,7 +117,7 @@ class EpisodeSums:
         """Begin new episodes where `over`. Returns `(environment, return, length)` of the episodes that ended.
 
         Args:
-            over: bool `[n]`: where an episode ended with the last step
+            over: bool `[n]`: True where an episode ended with the last step
         """
         if not over.any(): return []
         found = [(b, float(self.ret[b]), int(self.length[b])) for b in np.flatnonzero(over).tolist() if self.ret[b] == self.ret[b]]
@@ -153,7 +153,7 @@ class EpisodeEnd(NamedTuple):
         env: index of the environment in its lane
         ret: sum of its rewards
         length: number of its steps
-        terminated: False: it was truncated, by a time limit for instance
+        terminated: False: it was truncated, for instance by a time limit
     """
     lane: int
     env: int
@@ -164,7 +164,7 @@ class EpisodeEnd(NamedTuple):
 
 class EpisodeAccount:
     "Follows the episodes of all environments of all lanes. Rows that are not `valid` count neither as steps nor as rewards."
-    def __init__(self): self.lanes = {}     # lane -> `EpisodeSums`, and `seq` of its next fragment if that is known
+    def __init__(self): self.lanes = {}     # lane -> `EpisodeSums`, and `seq` of the next fragment, if known
 
     def see_tick(self, tick: Tick) -> list[EpisodeEnd]:
         "The episodes that end with a tick."
@@ -193,8 +193,8 @@ class EpisodeStats(Pipe):
     """Call `sink` with an `EpisodeEnd` for each episode that ends. Items are not changed.
 
     The items are `Tick`s or `Fragment`s, single or joined, of any number of lanes. Rows that are not `valid` count neither as steps nor as
-    rewards. An episode is not reported if its first steps were not seen. Place this pipe above pipes that shuffle transitions, or that
-    change rewards otherwise than by `with_rewards`. Returns are summed in float64.
+    rewards. An episode is not reported if its first steps were not seen. Place this pipe above pipes that shuffle transitions, and above
+    pipes that change rewards without `with_rewards`. Returns are summed in float64.
 
     Args:
         pipe: yields `Tick`s or `Fragment`s
@@ -223,8 +223,8 @@ class Rate(NamedTuple):
     """The speed of a stream over some items.
 
     Args:
-        steps: environment steps in them; rows that are not `valid` are not counted
-        waited: the part of `seconds` that pipes above the tap took; the rest was taken below it
+        steps: environment steps in these items; rows that are not `valid` do not count
+        waited: part of `seconds` spent in pipes above the tap; the rest was spent below it
     """
     items: int
     steps: int
@@ -237,7 +237,7 @@ class Rate(NamedTuple):
 
 
 def count_steps(item: Any) -> int:
-    "Environment steps in an item with a mask `valid`, such as a tick or a fragment, or in a list of them."
+    "The number of environment steps in an item with a mask `valid`, such as a tick or a fragment, or in a list of such items."
     if isinstance(item, list): return sum(map(count_steps, item))
     if not hasattr(item, 'valid'):
         raise DataError("steps cannot be counted", expected="Ticks, Fragments or lists of them", got=type(item).__name__)
@@ -245,12 +245,12 @@ def count_steps(item: Any) -> int:
 
 # %% ../../nbs/pipes/19_taps.ipynb #b48aed99
 class Throughput(Pipe):
-    """Call `sink` with a `Rate` after every `every` items, and at the end for the remaining ones. Items are not changed.
+    """Call `sink` with a `Rate` after each `every` items, and at the end for the remaining items. Items are not changed.
 
     Args:
         pipe: yields `Tick`s, `Fragment`s or lists of them
         sink: function of a `Rate`
-        every: items per report
+        every: number of items per report
         clock: returns the time in seconds
     """
     reads, keeps_items, any_strides = 1, False, True

@@ -15,12 +15,12 @@ from .loading.datapipes import IterableWrapper, IterDataPipe, MapDataPipe, Mappe
 
 # %% ../../nbs/pipes/02_torchdata.ipynb #a7e4279d
 def _of_torchdata():
-    "The names of torchdata's loader, imported without its banner; None where it has no loader, or is not there."
+    "The names of torchdata's loader, imported without its warning; None if torchdata is missing or has no loader."
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"\s*#+\s*WARNING!\s*The 'datapipes'", category=UserWarning)
         try: loader, graph = (importlib.import_module(f"torchdata.dataloader2{part}") for part in ("", ".graph"))
         except ModuleNotFoundError as error:
-            if error.name not in ("torchdata", "torchdata.dataloader2"): raise     # it is there, but something that it needs is not
+            if error.name not in ("torchdata", "torchdata.dataloader2"): raise     # torchdata exists, but lacks a module that it needs
             return None
     return {**vars(graph), **vars(loader)}
 
@@ -29,7 +29,7 @@ def _our_own():
     return vars(loader)
 
 def _mended(base):
-    "The loader class `base` with a `shutdown` that closes an unfinished stream. A graph that is too long for Python is a `GraphError`."
+    "A subclass of the loader `base` whose `shutdown` closes an unfinished stream. Raises `GraphError` if a graph is too long for Python."
     class DataLoader2(base):
         __doc__, __module__ = base.__doc__, base.__module__
         @wraps(base.__init__)
@@ -47,7 +47,7 @@ def _mended(base):
     return DataLoader2
 
 def too_long() -> GraphError:
-    "The error for a graph that Python cannot pickle or iterate, because each pipe takes some calls within one another."
+    "The error for a graph that exceeds Python's recursion limit, because each pipe adds some nested calls when it is pickled or iterated."
     return GraphError("the graph has too many pipes in a row for Python's limit of calls within one another",
                       expected=f"fewer, about {sys.getrecursionlimit() // 6}, or a larger `sys.setrecursionlimit`")
 
@@ -63,7 +63,7 @@ def reading_service(cls: type) -> type:
     return cls
 
 def __getattr__(name):
-    "Import a loader at the first use of one of its names: torchdata's, or our own where torchdata has none."
+    "Import a loader when one of its names is first used: torchdata's, or rollpipe's own if torchdata has none."
     if name not in _LAZY: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     names = _of_torchdata() or _our_own()
     for cls in _services: names["ReadingServiceInterface"].register(cls)
@@ -72,7 +72,7 @@ def __getattr__(name):
 
 # %% ../../nbs/pipes/02_torchdata.ipynb #e0764e42
 def reads_ahead() -> bool:
-    "Does torchdata's `Prefetcher`, or its subclass for pinned memory, run this code?"
+    "Does the thread of torchdata's `Prefetcher`, or of its subclass for pinned memory, run this code?"
     module = sys.modules.get("torchdata.datapipes.iter.util.prefetcher")
     if module is None or threading.current_thread() is threading.main_thread(): return False
     kinds = module.PrefetcherIterDataPipe, module.PinMemoryIterDataPipe

@@ -26,7 +26,7 @@ __all__ = ['RewardScaler', 'ObservationCast', 'NSteps', 'NStep']
 
 # %% ../../nbs/pipes/21_transforms.ipynb #8c69c780
 class _Moments:
-    "Running mean and variance, which begin with 1e-4 observations of mean 0 and variance 1, as VecNormalize's of stable-baselines3."
+    "Running mean and variance, which begin with 1e-4 observations of mean 0 and variance 1, as in `VecNormalize` of stable-baselines3."
     def __init__(self, **begin): self.count, self.mean, self.var = (begin or dict(count=1e-4, mean=0., var=1.)).values()
 
     def update(self, x):
@@ -38,16 +38,16 @@ class _Moments:
 
 
 class _Begin:
-    "Makes the moments of an iteration. Copies of a pipe share it, as they share every callable, so it knows the newest moments of all."
+    "Makes the moments of an iteration. Copies of a pipe share this object, as they share every callable, so it has the newest moments."
     def __init__(self): self.first, self.newest = {}, _Moments()
     def __call__(self): self.newest = _Moments(**self.first); return self.newest
 
 # %% ../../nbs/pipes/21_transforms.ipynb #11ef1e29
 class _LaneRewards(NamedTuple):
-    """What a `RewardScaler` stores of a lane.
+    """The data that a `RewardScaler` stores for a lane.
 
     Args:
-        seq: of its last fragment; None for ticks
+        seq: number of its last fragment; None for ticks
         ret: float64 [B]: discounted return so far, 0 where an episode has ended
         last: float32 [B]: the last rewards, scaled
     """
@@ -61,20 +61,20 @@ class RewardScaler(Pipe):
 
     The learnt scale follows `VecNormalize` of stable-baselines3: `R <- gamma R + r` per environment, from 0 in each episode, and
     `r / sqrt(var(R) + 1e-8)`, clipped. Each tick is scaled with the variance up to this tick. All rows of a fragment are scaled
-    with the variance up to its end. Rows that are not `valid` do not change the scale. Row 0 of a fragment keeps the value that it had as
-    the last row of the previous one. Below `Lanes` all lanes share one scale; above `Lanes` each lane has its own. Each iteration starts
-    with a new scale, or with that of `load_state_dict`: a resumed run goes on with the scale of its checkpoint.
+    with the variance up to its end. Rows that are not `valid` do not change the scale. Row 0 of a fragment has the same scaled reward as
+    the last row of the previous fragment. Below `Lanes` all lanes share one scale; above `Lanes` each lane has its own. Each iteration
+    starts with a new scale, or with the scale from `load_state_dict`: a resumed run continues with the scale of its checkpoint.
 
     The actor sees the unscaled rewards. If it uses them (`uses_past`), scale them in the environment instead.
 
     Args:
         pipe: yields `Tick`s or `Fragment`s
         scale: constant factor; None: learn the scale
-        gamma: discount of the return whose deviation is learnt
+        gamma: discount of the return whose standard deviation is learnt
         clip: greatest size of a reward after learnt scaling; None: no limit
     """
     reads = 1
-    gathered: Any = staticmethod(lambda values: [values])   # values -> those of all processes that share the scale
+    gathered: Any = staticmethod(lambda values: [values])   # values -> list of the values of all processes that share the scale
 
     def __init__(self, pipe: IterDataPipe, scale: float | None = None, gamma: float = 0.99, clip: float | None = 10.0):
         super().__init__(pipe)
@@ -123,7 +123,7 @@ class RewardScaler(Pipe):
         return {} if self.scale is not None else {name: float(x) for name, x in vars(self.begin.newest).items()}
 
     def load_state_dict(self, state: dict) -> None:
-        "Let the next iterations begin with what `state_dict` returned. Raises `DataError` for anything else."
+        "Let the next iterations begin with a state from `state_dict`. Raises `DataError` for any other `state`."
         names = list(self.state_dict())
         if set(state) != set(names) or not all(map(isfinite, state.values())):
             raise DataError("not the state of this scale", pipe=self, expected=f"finite {', '.join(names) or 'nothing'}", got=str(state))
@@ -131,7 +131,7 @@ class RewardScaler(Pipe):
 
 # %% ../../nbs/pipes/21_transforms.ipynb #8a99616c
 class ObservationCast(Pipe):
-    """Cast the floating leaves of the observations to `dtype`, in `Fragment`s or `Tick`s; integer and bool leaves stay.
+    """Cast the floating-point leaves of the observations in `Fragment`s or `Tick`s to `dtype`. Integer and bool leaves stay.
 
     In `Tick`s only float32 and float64 are possible, because the actor's virtual reactions are computed from them. Raises `DataError` for
     other dtypes.
@@ -191,7 +191,7 @@ class NSteps(NamedTuple):
 
         Args:
             rows: container, leaves [T+1, B, ...], such as `fragment.state.obs`
-            final: the same for the final rows, leaves [K, ...], such as `fragment.final.obs`
+            final: container for the final rows, leaves [K, ...], such as `fragment.final.obs`
         """
         b, ended = torch.arange(self.row.shape[1], device=self.row.device), self.final >= 0
         def pick(x, end):

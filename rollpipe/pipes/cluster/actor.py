@@ -18,13 +18,13 @@ from ..workers.slots import Layout, Slot
 
 # %% ../../../nbs/pipes/32_cluster/02_actor.ipynb #a019ccd0
 class Outbox:
-    "Stands for the connection of a worker: messages are kept until an answer takes them along."
+    "Takes the place of a worker's connection: it keeps messages until the next answer carries them to the driver."
     def __init__(self): self.messages = []
     def send(self, message: tuple) -> None: self.messages.append(message)
-    def send_bytes(self, data: bytes) -> None: pass     # that an item is being put together
+    def send_bytes(self, data: bytes) -> None: pass     # a `WorkerProcess` announces here that it puts an item together
 
     def take(self) -> list:
-        "All messages so far, which are then forgotten."
+        "Return all messages so far, and forget them."
         messages, self.messages = self.messages, []
         return messages
 
@@ -33,24 +33,24 @@ class Terminated(SystemExit): "SIGTERM came."
 
 
 def node_of_this_process() -> tuple:
-    "`(id, address)` of the node of a cluster that this process is on; None for both if it is outside of it."
+    "`(id, address)` of the cluster node on which this process runs; None for both if it runs outside of the cluster."
     ray = sys.modules.get('ray')
     if ray is None or not ray.is_initialized(): return None, None
-    if ray.util.client.ray.is_connected(): return None, None         # by `ray://`: Ray would tell the node at the other end
+    if ray.util.client.ray.is_connected(): return None, None         # through `ray://`, Ray would return the node of its server
     return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
 # %% ../../../nbs/pipes/32_cluster/02_actor.ipynb #241a9801
 class WorkerActor:
-    "One worker. Each method returns a tuple that begins with messages: warnings, errors, and whether the worker has ended."
-    runner: Any = None                # what it runs, such as a `LaneServer`; None: it has not begun, or has ended
+    "One worker. Each method returns a tuple that begins with a list of messages: warnings, errors, and the end of the worker."
+    runner: Any = None                # the object that does the work, such as a `LaneServer`; None before the beginning and after the end
     leaving = working = False         # has SIGTERM come? is a request being answered?
 
     def begin(self, name: str, packed: bytes, receiver: Any, threads: int) -> tuple:
-        """Make what the worker runs.
+        """Make the object that does the worker's work, called its runner.
 
         Args:
             name: name of the worker in error messages
-            packed: pickle of `(make, args)`; `make(outbox, receiver, name, *args)` is what it runs, see `LaneServer`
+            packed: pickle of `(make, args)`; `make(outbox, receiver, name, *args)` returns the runner, such as a `LaneServer`
             receiver: a `WeightReceiver`
             threads: torch threads
 
@@ -69,16 +69,16 @@ class WorkerActor:
         return self.outbox.take(), os.getpid(), self.tracebacks.file.fd, *node_of_this_process()
 
     def answer(self, number: int, weights: Any, *request: Any, started: Any = None) -> tuple:
-        """The answer to a request.
+        """Answer a request.
 
         Args:
-            number: of the weights that this call brings
-            weights: their bytes; None: they came before
-            *request: the arguments of `serve` of what the worker runs
+            number: number of the weights that this call brings
+            weights: bytes of the weights; None: an earlier call brought them
+            *request: arguments for `serve` of the runner
             started: the answer of `begin`; not used here, see `RemoteWorker.send`
 
         Returns:
-            tuple: `(messages, *answer)`; without an answer if the worker has ended
+            tuple: `(messages, *answer)`, or `(messages,)` if the worker has ended
         """
         if self.runner is None: return self.outbox.take(),
         try:
@@ -92,8 +92,8 @@ class WorkerActor:
         return self.outbox.take(),
 
     def close(self) -> tuple:
-        "End what the worker runs, and close its environments; returns `(messages,)`."
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)     # environments may take as long as the driver waits
+        "Close the runner with its environments. Returns `(messages,)`."
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)     # the driver limits the time in which environments may close
         runner, self.runner = self.runner, None
         if runner is not None: runner.close()
         return self.outbox.take(),
@@ -103,9 +103,9 @@ class WorkerActor:
         if self.working: raise Terminated(0)
 
     def _fail(self, e):
-        "Send what was raised, and end."
+        "Send the exception that was raised, and end."
         if isinstance(e, SystemExit):
-            if not isinstance(e, Terminated): send_warning(self.outbox, pack_exception(e, self.name)[0])     # who has called `sys.exit`
+            if not isinstance(e, Terminated): send_warning(self.outbox, pack_exception(e, self.name)[0])     # says who called `sys.exit`
             self.outbox.send(('ended', e.code if isinstance(e.code, int) else 0 if e.code is None else 1))
         elif self.runner is None: send_exception(self.outbox, e, self.name)
         else: self.runner.send_error(e)
@@ -113,11 +113,11 @@ class WorkerActor:
 
 # %% ../../../nbs/pipes/32_cluster/02_actor.ipynb #d99ea336
 class LaneServer(LaneRunner):
-    """The lanes of a worker, with the three methods of what runs in an actor: `serve`, `send_error` and `close`.
+    """The lanes of a worker, with the three methods that a `WorkerActor` needs: `serve`, `send_error` and `close`.
 
     Args:
         outbox: takes warnings and errors
-        receiver: a `WeightReceiver` for what the graphs hold
+        receiver: a `WeightReceiver` for the networks in the graphs
         name: name of the worker in error messages
         lanes: number of the lane -> graph
         states: number of the lane -> its `GlobalRandomStates`
@@ -131,11 +131,11 @@ class LaneServer(LaneRunner):
         """Collect the next item of a lane.
 
         Args:
-            publication: number of the weights; None: the latest that came
+            publication: number of the weights; None: the latest weights that arrived
             arrays: the entries of a `Layout`; None: those of the previous request
 
         Returns:
-            tuple: `(reply, bytes)`; the arrays of the layout come first, unless the item has none of them
+            tuple: `(reply, bytes)`; the bytes begin with the arrays of the layout, unless the item has no such arrays
         """
         self.lane, memory, layout = lane, self.slot.layout_memory, None if arrays is None else (1, arrays)
         if layout is not None: memory.reserve(Layout(*layout).size)

@@ -25,10 +25,10 @@ from ..workers.slots import Layout, Slot
 
 # %% ../../../nbs/pipes/32_cluster/04_crew.ipynb #51477154
 class Arrived(NamedTuple):
-    """An item as it came.
+    """An item as it arrived from a worker.
 
     Args:
-        data: uint8: the arrays of a layout for one item, if this one has any of them, and then its own arrays
+        data: uint8: first the arrays of a layout for one item, if this item has any, then the item's own arrays
     """
     item_format: ItemFormat
     data: np.ndarray
@@ -47,14 +47,14 @@ class Arrived(NamedTuple):
 
 
 class ArrivalPool(SlotPool):
-    "A `SlotPool` for items that arrive outside of their slots."
+    "A `SlotPool` for items that arrive in memory of their own and not in a slot."
     def read(self, slot: int, position: int, item_format: Any) -> Any:
-        "Put an item into its slot, and read it as a `SlotPool` does. Its arrays are with its format: `item_format` is an `Arrived`."
+        "Copy an item into its slot, and read it as a `SlotPool` does. `item_format` is an `Arrived`, which has the arrays and the format."
         item_format.put(self.slots[slot], position, self.states[slot].layout)
         return super().read(slot, position, item_format.item_format)
 
 # %% ../../../nbs/pipes/32_cluster/04_crew.ipynb #5ae6d508
-SMALL_WEIGHTS = 2 ** 16     # [bytes] that go with the request
+SMALL_WEIGHTS = 2 ** 16     # [bytes] smaller weights are sent with the request, larger ones through Ray's object store
 
 
 class Weights:
@@ -64,7 +64,7 @@ class Weights:
         ray: the module
     """
     def __init__(self, ray: Any, publisher: WeightPublisher):
-        self.ray, self.publisher, self.sent = ray, publisher, {}     # number -> what is sent
+        self.ray, self.publisher, self.sent = ray, publisher, {}     # number -> argument of the call
 
     def of(self, publication: int | None) -> tuple:
         "`(number, argument)` for this publication, or for the latest one if it is None or was overwritten."
@@ -79,7 +79,7 @@ class Weights:
 class RemoteMember(Member):
     "A worker in a cluster, and what the coordinator knows about it."
     weights: Weights
-    number: int | None = None     # of the weights that it got last
+    number: int | None = None     # number of the weights that the worker got last
 
     def message(self, request: Request, slot_states: Sequence) -> tuple:
         "The arguments of `WorkerActor.answer`."
@@ -90,7 +90,7 @@ class RemoteMember(Member):
         return number, data, request.lane, request.publication, None if layout is before else layout.arrays
 
     def take_reply(self, message: tuple) -> tuple:
-        "As `Member.take_reply`, with an `Arrived` for the format. The times are those of this process: clocks of machines differ."
+        "As `Member.take_reply`, but the format is an `Arrived`. Times are shifted to the clock of this process: clocks of machines differ."
         request, reply, item_format = super().take_reply(message[0])
         if item_format is None: return request, reply, None
         now = time.monotonic()
@@ -113,14 +113,14 @@ class RemoteMembers(Members):
     def disconnect(self, member: Member) -> None: "Nothing waits for a member between two calls of `wait`."
 
     def wait(self, seconds: float) -> list:
-        "Members that have answered, or have died. Sleeps at most `seconds` until there is one."
+        "Members that have answered or have died. Waits at most `seconds` for the first one."
         first = {member.process.unanswered[0]: member for member in self.members if member.process.unanswered}
         if not first: return []
         ready = self.ray.wait(list(first), timeout=seconds)[0]
         return [first[answer] for answer in ready]
 
     def end(self, failed: bool = False) -> list:
-        "End all workers, at once if something has `failed`. Returns the errors that they sent at the end."
+        "End all workers, without waiting if something has `failed`. Returns the errors that they sent at the end."
         try: return end_remote([member.process for member in self.members], failed)
         finally:
             if self.group is not None and self.ray.is_initialized(): self.ray.util.remove_placement_group(self.group)
@@ -141,7 +141,7 @@ class RayCrew:
         self.members = RemoteMembers(ray)
 
     def check(self, graphs: Iterable) -> None:
-        "Raise the error for what cannot be sent to workers, or if no node has what they need."
+        "Raise an error if a graph cannot be sent to workers, or if the nodes lack the resources that the workers need."
         check_picklable(graphs, expected="what can be pickled")
         self.service.place.check_room(self.ray, self.n)
 
@@ -151,10 +151,10 @@ class RayCrew:
         Args:
             graphs: number of the lane -> graph, for the lanes of this worker
             states: number of the lane -> its `GlobalRandomStates`
-            holders: indices of what these graphs hold, in the publisher
+            holders: indices, in the publisher, of the holders of weights in these graphs
         """
         service, place, name = self.service, self.service.place, f"worker {index}"
-        if len(self.members) == self.n: place.check_room(self.ray, self.n)     # it starts anew, and a node may have gone
+        if len(self.members) == self.n: place.check_room(self.ray, self.n)     # this is a restart, and a node may have left
         if self.weights is None: self.weights, self.members.group = Weights(self.ray, publisher), place.group(self.ray, self.n)
         packed = packed_for(f"the lanes of {name}", LaneServer, (graphs, states, service.device))
         args = packed, publisher.receiver(holders), service.worker_threads

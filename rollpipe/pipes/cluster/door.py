@@ -31,11 +31,11 @@ def is_address(address: Any) -> bool:
     return address is None or isinstance(address, str) and re.fullmatch(r"auto|(ray://)?[^\s/:]+:\d{1,5}", address) is not None
 
 
-_HELLO = b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n' + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])     # with empty settings, as gRPC begins
+_HELLO = b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n' + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])     # HTTP/2 preface and empty SETTINGS, as gRPC begins
 
 
 def _check_somebody_listens(address, timeout=5.):
-    "Raise `WorkerError` if nothing at this address speaks the protocol of Ray: the answer begins with settings (type 4)."
+    "Raise `WorkerError` if no server at this address speaks Ray's protocol, HTTP/2: its answer begins with SETTINGS (frame type 4)."
     if address == 'auto': return
     host, port = address.removeprefix('ray://').split(':')
     try:
@@ -54,22 +54,22 @@ def _no_cluster(address, error) -> WorkerError:
                        expected="the address of one (`ray start --head` prints it), or None for Ray on this machine alone")
 
 # %% ../../../nbs/pipes/32_cluster/00_door.ipynb #01e034ba
-_TOKEN = secrets.token_hex(32)     # who connects to the Ray that this process starts needs it; Ray keeps the first one that a process had
+_TOKEN = secrets.token_hex(32)     # protects the Ray started here; made once, as Ray keeps a process's first token
 
 
 def _own_settings() -> dict:
-    "Environment variables for Ray on this machine alone. Those that the user has set are left as they are."
-    settings = dict(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER='0',        # listens on the loopback interface only
+    "Environment variables for a Ray on this machine alone, without those that the user has set."
+    settings = dict(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER='0',        # Ray listens on the loopback interface only
                     RAY_worker_niceness='0', RAY_USAGE_STATS_ENABLED='0',
-                    RAY_free_objects_period_milliseconds='0',     # memory is used again at once, while its pages are there
-                    RAY_max_direct_call_object_size='1000000')    # [bytes] smaller items come with the answer, past the store
+                    RAY_free_objects_period_milliseconds='0',     # freed memory is reused at once, while its pages are resident
+                    RAY_max_direct_call_object_size='1000000')    # [bytes] smaller items come with the answer, not through the object store
     if 'RAY_AUTH_MODE' not in os.environ: settings |= dict(RAY_AUTH_MODE='token', RAY_AUTH_TOKEN=_TOKEN)
     return {name: x for name, x in settings.items() if name not in os.environ}
 
 
 @contextmanager
 def _environment(settings: dict) -> Iterator[None]:
-    "Set environment variables, and put back what they were."
+    "Set environment variables for the block, and restore them afterwards."
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try: yield
@@ -79,7 +79,7 @@ def _environment(settings: dict) -> Iterator[None]:
 
 @contextmanager
 def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    "Give an attribute of a module another value for a while, if there is such an attribute."
+    "Replace an attribute of a module for the block. Does nothing if the module has no such attribute."
     if not hasattr(module, name):
         yield
         return
@@ -90,7 +90,7 @@ def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _read_settings(ray: Any) -> None:
-    "Have Ray read its environment variables again: the part of it that knows tokens has read them when it was imported."
+    "Make Ray read its environment variables again, because its code for tokens read them at import."
     raylet = ray._raylet
     if not hasattr(raylet, 'Config') or not hasattr(raylet, 'AuthenticationTokenLoader'): return
     raylet.Config.initialize('')
@@ -98,13 +98,13 @@ def _read_settings(ray: Any) -> None:
 
 
 def _told(data: dict, ignore_prefix: bool = False) -> None:
-    "Takes what Ray would write to the console."
+    "Log at level DEBUG what Ray would write to the console."
     log.debug('Ray: %s', ' '.join(data.get('lines', ())))
 
 # %% ../../../nbs/pipes/32_cluster/00_door.ipynb #941a7f0d
 @contextmanager
 def _process_kept() -> Iterator[None]:
-    "Put the handler of SIGTERM back at the end, and the environment."
+    "Restore the handler of SIGTERM at the end of the block, and remove new environment variables."
     before, environment = signal.getsignal(signal.SIGTERM), dict(os.environ)
     try: yield
     finally:
@@ -113,11 +113,11 @@ def _process_kept() -> Iterator[None]:
 
 # %% ../../../nbs/pipes/32_cluster/00_door.ipynb #3ee89eba
 def descendants(pid: int) -> list:
-    "The processes that process `pid` has started, and those that these have started, on systems with /proc."
-    started = defaultdict(list)      # by parent: the lists that threads have of their children miss those of one that ends meanwhile
+    "The child processes of process `pid`, their children, and so on; empty on systems without /proc."
+    started = defaultdict(list)      # from the parents: /proc lists children per thread, and misses those of a thread that just ends
     for file in Path('/proc').glob('[0-9]*/stat'):
         try: parent = int(file.read_text(errors='replace').rpartition(')')[2].split()[1])
-        except OSError: continue     # it has ended
+        except OSError: continue     # the process has ended
         started[parent].append(int(file.parent.name))
     found = [pid]
     for process in found: found += started[process]
@@ -127,17 +127,17 @@ def descendants(pid: int) -> list:
 def _start(ray, ending: ExitStack) -> None:
     "Start Ray on this machine, for this process alone."
     ending.enter_context(_environment(_own_settings()))
-    ending.enter_context(_replaced(ray._private.ray_constants, 'ENABLE_RAY_CLUSTER', False))     # as the variable says; Ray may be imported
+    ending.enter_context(_replaced(ray._private.ray_constants, 'ENABLE_RAY_CLUSTER', False))     # an imported Ray ignores the variable
     _read_settings(ray)
-    # The names of sockets in this folder may have 107 characters.
+    # The path of a socket in this folder may have at most 107 characters, so the folder needs a short name.
     folder = tempfile.mkdtemp(prefix='ray-', dir='/tmp' if len(tempfile.gettempdir()) > 30 and os.path.isdir('/tmp') else None)
     ending.callback(shutil.rmtree, folder, ignore_errors=True)
     before, guarded = set(descendants(os.getpid())), set()
     ending.callback(unguard, guarded)
-    ending.callback(lambda: [_kill(pid, folder) for pid in descendants(os.getpid())])     # those of a start that failed
+    ending.callback(lambda: [_kill(pid, folder) for pid in descendants(os.getpid())])     # after a failed start, some may still run
     ending.callback(ray.shutdown)
-    modules = dict(PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))     # workers find what this process finds
-    alone = _replaced(ray.job_config.JobConfig, '_runtime_env_has_working_dir', lambda self: True)  # Ray would put the current folder first
+    modules = dict(PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))     # workers can import the same modules
+    alone = _replaced(ray.job_config.JobConfig, '_runtime_env_has_working_dir', lambda self: True)  # else Ray puts the current folder first
     with _process_kept(), _environment(modules), alone:
         ray.init('local', include_dashboard=False, log_to_driver=False, logging_level='ERROR', _temp_dir=folder)
     guarded |= set(descendants(os.getpid())) - before
@@ -148,11 +148,11 @@ def _kill(pid, folder):
     "Kill a process if the name of this folder is in its command line."
     try:
         if folder.encode() in Path(f'/proc/{pid}/cmdline').read_bytes(): os.kill(pid, signal.SIGKILL)
-    except OSError: pass     # it has ended
+    except OSError: pass     # the process has ended
 
 
 def _meant(ray, address):
-    "The address that 'auto' stands for. It may be that of a cluster that has ended."
+    "The address for which 'auto' stands; other addresses stay. The cluster at this address may have ended."
     find = getattr(ray._private.services, 'get_ray_address_from_environment', None)
     found = find(address, None) if address == 'auto' and find is not None else address
     return found if is_address(found) else address
@@ -168,7 +168,7 @@ def _connect(ray, address: str, ending: ExitStack) -> None:
 
 # %% ../../../nbs/pipes/32_cluster/00_door.ipynb #1fabdce4
 def _resolved(address, ray):
-    "The address with a number for its host; Ray calls this machine by the number that other machines know."
+    "`(IP address, port)`. A loopback address becomes the IP address under which other machines know this machine, as Ray uses it."
     host, _, port = address.rpartition(':')
     try: number = socket.gethostbyname(host)
     except OSError: number = host
@@ -180,10 +180,10 @@ class _Connection:
     def __init__(self): self.lock, self.users, self.own, self.ending = threading.RLock(), 0, False, ExitStack()
 
     def begin(self, ray: Any, address: str | None) -> None:
-        "Connect unless this is done. Raises `WorkerError` if Ray cannot be used, or is connected with something else."
+        "Connect unless there is a connection. Raises `WorkerError` if Ray cannot be used, or is connected to another cluster."
         if ray.is_initialized(): return self._check_address(ray, address)
         self.own = False
-        self.ending.close()     # the user may have ended what began here
+        self.ending.close()     # the user may have shut down the Ray that was started here
         try:
             self.ending.enter_context(_replaced(ray._private.worker, 'print_to_stdstream', _told))
             if address is None: _start(ray, self.ending)
@@ -202,7 +202,7 @@ class _Connection:
                               got=f"address={address!r}")
 
     def end(self, pid: int) -> None:
-        "One user less; the last one ends what was begun here. Does nothing in a forked process."
+        "Count one user less. Without users, the connection ends, and with it a Ray started here. Does nothing in a forked process."
         if pid != os.getpid(): return
         with self.lock:
             self.users -= 1
@@ -213,14 +213,14 @@ _connection = _Connection()
 
 
 def lease(address: str | None, user: Any) -> weakref.finalize:
-    """Connect this process to Ray. Raises `WorkerError` if Ray is not installed, cannot be started, or is not at this address.
+    """Connect this process to Ray. Raises `WorkerError` if Ray is not installed, cannot be started, or does not run at this address.
 
     Args:
-        address: 'auto', 'host:port' or 'ray://host:port'; None: Ray on this machine, or what this process is connected to
-        user: the connection is kept at most as long as this object
+        address: 'auto', 'host:port' or 'ray://host:port'; None: the Ray to which this process is connected, or a new one on this machine
+        user: object with which the connection ends at the latest
 
     Returns:
-        weakref.finalize: its call gives the connection back
+        weakref.finalize: a function that gives the connection back
     """
     with _connection.lock:
         _connection.begin(import_ray(), address)
@@ -229,5 +229,5 @@ def lease(address: str | None, user: Any) -> weakref.finalize:
 
 
 def is_own() -> bool:
-    "Was the Ray that this process is connected to started here, for this process alone?"
+    "Did this process start the Ray to which it is connected, for itself alone?"
     return _connection.own

@@ -21,38 +21,38 @@ from ..workers.seam import WorkerLanes, WorkerReading, check_option
 class RayReading(WorkerReading):
     """Run the pipes above `Lanes` in workers of a Ray cluster: `DataLoader2(pipe, reading_service=RayReading(num_workers=8))`.
 
-    Groups, lags, orders, weights, restarts and errors are those of `ProcessReading`. With `lag=None`, or a lag in ready order, items are
-    collected with the newest weights at the moment when they are requested.
+    Groups, lags, orders, weights, restarts and errors are as in `ProcessReading`. With `lag=None`, or a lag in ready order, an item is
+    collected with the weights that are newest when it is requested.
 
-    Without an address, workers run in the Ray that this process is connected to. If there is none, Ray is started on this machine: for this
-    process alone, on the loopback interface, without a dashboard. It ends with the last reading service that uses it. In a cluster each
-    worker needs one CPU unless `resources` says otherwise; on a Ray that was started here it needs none, so there may be more workers than
-    cores. rollpipe, and all that the graph needs, must be importable on each node.
+    Without an address, workers run in the Ray to which this process is connected. If there is none, Ray is started on this machine: for
+    this process alone, on the loopback interface, without a dashboard. That Ray ends with the last reading service that uses it. In a
+    cluster each worker needs one CPU unless `resources` says otherwise. On a Ray that was started here it needs none, so there may be more
+    workers than cores. rollpipe and all modules that the graph needs must be importable on each node.
 
-    Workers are spread over the nodes, so that each has as much of its node as possible. With `placement='pack'` they are on as few nodes as
-    have room for them, near one another. Ray then holds that room for all of them from the beginning to the end of an iteration, in a
-    placement group. With None Ray fills a node to its half before it takes the next one. Ray does what it can: what is not free at the
-    moment may lead to another placement, but not to an error.
+    Workers are spread over the nodes, so that each has as much of its node as possible. With `placement='pack'` they run on as few nodes
+    as have room for them. Ray then reserves the room for all of them in a placement group, from the beginning to the end of an iteration.
+    With None, Ray fills half of a node before it takes the next one. A placement is a wish: if a node has no free resources at the moment,
+    Ray may place workers elsewhere, but raises no error.
 
     If a worker or its node dies, its lanes are lost. With `restart=N` this may happen `N` times: the lanes begin anew on a node that has
-    room, with `seq` 0 and other random numbers. `Fragment.restarts` says so.
+    room, with `seq` 0 and other random numbers. `Fragment.restarts` counts this.
 
-    Raises `DataError` for options out of range, `GraphError` and `EnvError` as `ProcessReading`, and `WorkerError` if Ray is not installed,
-    is not at the address, has no room for the workers, or if a worker cannot be started or dies. Exceptions in a worker are raised again,
-    with their traceback.
+    Raises `DataError` for options out of range, `GraphError` and `EnvError` as `ProcessReading` does, and `WorkerError` if Ray is not
+    installed, does not run at the address, or has no room for the workers, or if a worker cannot be started or dies. An exception in a
+    worker is raised again in this process, with its traceback.
 
     Args:
         num_workers: number of workers, at most one per lane; 0: none, and the graph is not changed
         lag: learner updates between collecting and consuming; None: no limit, workers run ahead
         order: 'canonical': lanes in turn; 'ready': first come, first served
         address: 'auto', 'host:port' or 'ray://host:port'; None: the Ray of this process
-        resources: what each worker needs: num_cpus, num_gpus, memory [bytes], own names [see above]
+        resources: amounts that each worker needs: num_cpus, num_gpus, memory [bytes], custom resources [see above]
         runtime_env: what Ray prepares for the workers on their nodes, such as packages and variables
         placement: 'spread': over the nodes in turn, 'pack': on few nodes; None: as Ray does by default
         device: device of the actors in the workers, such as 'cuda'; None: they are not moved
         worker_threads: torch threads in each worker
         restart: how many deaths of workers are allowed
-        silence: seconds without an answer, after its start, until the log says where a worker is
+        silence: seconds without an answer from a started worker until the log shows the worker's traceback
         on_silence: 'warn', or 'raise' a `WorkerError`
         grace: seconds to close environments at the end, before a worker is killed
     """
@@ -69,7 +69,7 @@ class RayReading(WorkerReading):
         except (RuntimeError, TypeError) as e: check_option(self, 'device', False, f"a device of torch ({str(e).splitlines()[0]})")
 
     def crew(self, seam: WorkerLanes) -> RayCrew:
-        "Workers in the cluster for one iteration of `seam`. The first time, this process is connected."
+        "Workers in the cluster for one iteration of `seam`. The first call connects this process."
         return RayCrew(seam, self, self.place.connect())
 
     def finalize(self) -> None:

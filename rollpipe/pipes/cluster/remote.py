@@ -22,7 +22,7 @@ from ..workers.remote_errors import TracebackFile, log, unpack_exception
 
 # %% ../../../nbs/pipes/32_cluster/03_remote.ipynb #8179ee4f
 def reason_of(e: BaseException) -> str:
-    "What an exception of Ray says about the end of an actor, in one line."
+    "The reason that an exception of Ray gives for the end of an actor, in one line."
     text = ' '.join(re.sub(r'\x1b\[[0-9;]*m', '', str(e)).split())
     for begin in ("The actor is dead because ", "The actor died because of an error raised in its creation task, ", "Worker exit detail: "):
         text = text.rpartition(begin)[2]
@@ -34,7 +34,7 @@ def traceback_of(pid: int, descriptor: int, timeout: float) -> str:
 
     Args:
         pid: a process of this node that serves its `TracebackFile`
-        descriptor: of the file, in that process
+        descriptor: file descriptor of the `TracebackFile` in that process
         timeout: [s]
     """
     try: fd = os.open(f'/proc/{pid}/fd/{descriptor}', os.O_RDONLY)
@@ -53,7 +53,7 @@ def end_process(pid: int) -> None:
 
 # %% ../../../nbs/pipes/32_cluster/03_remote.ipynb #d860e8b5
 def packed_for(what: str, make: Any, args: tuple) -> bytes:
-    "What a worker runs, as `WorkerActor.begin` takes it. Raises `WorkerError` with `what` if that cannot be pickled."
+    "The pickle of `(make, args)` for `WorkerActor.begin`. Raises `WorkerError`, which names `what`, if they cannot be pickled."
     try: return cloudpickle.dumps((make, args))
     except Exception as e:
         raise WorkerError(f"{what} cannot be sent to a cluster: {type(e).__name__}: {e}", expected="what can be pickled") from e
@@ -67,10 +67,10 @@ class RemoteWorker:
         name: name in error messages
         options: Ray's options for the actor
         args: the arguments of `WorkerActor.begin` after the name
-        grace: seconds between SIGTERM and its end by force
+        grace: seconds from SIGTERM until the worker is killed
     """
-    threads = ()     # it was not forked beside other threads
-    pid: Any         # of its process on its node; None: it has not started
+    threads = ()     # names of the threads at the fork; none, because nothing is forked
+    pid: Any         # process id on the worker's node; None: the worker has not started
 
     def __init__(self, ray: Any, name: str, options: dict, args: tuple, grace: float):
         self.ray, self.name, self.grace, self.pid, self.descriptor = ray, name, grace, None, -1
@@ -84,17 +84,17 @@ class RemoteWorker:
     def has_started(self) -> bool: return self.pid is not None
     @property
     def closed(self) -> bool: return not self.kill.alive
-    def is_alive(self) -> bool: return self.kill.alive     # that it has died, the next message tells
+    def is_alive(self) -> bool: return self.kill.alive     # the next message tells of a death
     def __repr__(self): return f"{self.name} (pid {self.pid}) on node {self.host}" if self.has_started else self.name
 
     def send(self, message: tuple) -> None:
         "Send a request: the arguments of `WorkerActor.answer`."
-        # Ray sends a request once its arguments are here. So no worker dies of its first request before it is known that it has started.
+        # The first request waits for the answer of `begin`, so the driver knows that the worker has started before a request can kill it.
         started = {} if self.has_started else dict(started=self.started)
         self.unanswered.append(self.actor.answer.remote(*message, **started))
 
     def take(self) -> Any:
-        "What `serve` gave in the worker, or `NOTHING` if there is no answer yet. Raises the worker's own exception, or `WorkerDied`."
+        "The result of `serve` in the worker, or `NOTHING` if there is no answer yet. Raises the worker's own exception, or `WorkerDied`."
         if not self.unanswered or not self.ray.wait([self.unanswered[0]], timeout=0)[0]: return NOTHING
         messages, *answer = self._read(self.unanswered.popleft())
         for kind, *content in messages:
@@ -105,7 +105,7 @@ class RemoteWorker:
         return NOTHING
 
     def _read(self, answer) -> tuple:
-        "The content of an answer. Its warnings are logged."
+        "The content of an answer. Logs the worker's warnings."
         try: messages, *rest = self.ray.get(answer)
         except self.ray.exceptions.RayError as e: raise self._death(e) from None
         for kind, *content in messages:
@@ -119,7 +119,7 @@ class RemoteWorker:
                                 "each node of the cluster, in the same versions (see `runtime_env`)")
 
     def patience(self, silence: float) -> float:
-        "How long it may be silent now [s], if that is usually `silence`: at least `STARTING` until it has started."
+        "How long the worker may be silent now [s]: `silence`, but at least `STARTING` until it has started."
         return silence if self.has_started else max(silence, STARTING)
 
     def current_traceback(self, timeout: float = 1.) -> str:
@@ -129,7 +129,7 @@ class RemoteWorker:
         except self.ray.exceptions.RayError: return "(its node gives no answer)"
 
     def on_node(self, function: Any, timeout: float | None = None) -> Any:
-        "The result of a function that runs on the node of this worker. None as `timeout` [s]: nobody waits for a result."
+        "Run `function` on the node of this worker and return its result. Without a `timeout` [s], do not wait for another node."
         if self.node == node_of_this_process()[0]: return function()
         where = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(self.node, soft=False)
         task = self.ray.remote(_called).options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote(function)
@@ -141,7 +141,7 @@ class RemoteWorker:
 
 
 def _kill(pid, ray, actor):
-    "Kill an actor, unless this is a process that was forked from the driver `pid`."
+    "Kill an actor. Does nothing in a process that was forked from the driver `pid`."
     if pid == os.getpid() and ray.is_initialized(): ray.kill(actor, no_restart=True)
 
 # %% ../../../nbs/pipes/32_cluster/03_remote.ipynb #c1c75383
@@ -151,7 +151,7 @@ def end_remote(workers: Iterable, failed: bool = False) -> list:
     try:
         if not workers or not workers[0].ray.is_initialized(): return errors
         ray = workers[0].ray
-        asked = [w for w in workers if w.has_started or not failed]     # who is still starting may have environments soon
+        asked = [w for w in workers if w.has_started or not failed]     # a worker that is starting may soon have environments to close
         last = {w.actor.close.remote(): w for w in asked}
         for patience, push in ((0. if failed else 0.5, False), (max((w.grace for w in asked), default=0.), True)):
             _, left = ray.wait(list(last), num_returns=len(last), timeout=0) if last else ([], [])
@@ -168,7 +168,7 @@ def end_remote(workers: Iterable, failed: bool = False) -> list:
 
 
 def _errors_of(worker, answers) -> list:
-    "The errors in those of a worker's `answers` that have come. Its warnings are logged."
+    "The errors in the `answers` of a worker that have arrived. Logs the worker's warnings."
     try: found = [worker._read(x)[0] for x in answers if worker.ray.wait([x], timeout=0)[0]]
     except WorkerDied: return []
     return [unpack_exception(*content) for messages in found for kind, *content in messages if kind == 'error']

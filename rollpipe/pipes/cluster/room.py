@@ -13,22 +13,22 @@ from .door import import_ray, is_address, is_own, lease
 from ..errors import DataError, WorkerError, describe
 
 # %% ../../../nbs/pipes/32_cluster/01_room.ipynb #12b9a13b
-NAMES = dict(num_cpus='CPU', num_gpus='GPU', memory='memory')     # as actors ask for them -> as nodes tell them
-UNIT = 1e-4                                                       # Ray counts in these
+NAMES = dict(num_cpus='CPU', num_gpus='GPU', memory='memory')     # name in an actor's options -> name in a node's resources
+UNIT = 1e-4                                                       # the smallest amount of a resource that Ray counts
 
 
 def check_resources(resources: Any, pipe: Any = None) -> None:
-    "Raise `DataError` unless `resources` is a dict of amounts that Ray can count, or None. Messages name `pipe`."
+    "Raise `DataError`, which names `pipe`, unless `resources` is None or a dict of amounts that Ray can count."
     if resources is None: return
     is_amount = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and (x == 0 or UNIT <= x < float('inf'))
-    is_name = lambda name: isinstance(name, str) and name not in ('CPU', 'GPU')      # Ray wants the other names of these
+    is_name = lambda name: isinstance(name, str) and name not in ('CPU', 'GPU')      # Ray calls these num_cpus, num_gpus
     if isinstance(resources, dict) and all(is_name(name) and is_amount(x) for name, x in resources.items()): return
     raise DataError("out of range", pipe=pipe, leaf='resources', got=repr(resources)[:200],
                     expected=f"a dict such as dict(num_cpus=1, num_gpus=0.5, far=1), with amounts of at least {UNIT}, or None")
 
 
 def needs_of(resources: dict) -> dict:
-    "These resources as nodes tell theirs, without those of which nothing is needed."
+    "These resources under the names that nodes use, without amounts of 0."
     return {NAMES.get(name, name): x for name, x in resources.items() if x}
 
 
@@ -39,8 +39,8 @@ def actor_options(resources: dict) -> dict:
 
 # %% ../../../nbs/pipes/32_cluster/01_room.ipynb #4f0e25fa
 def _places(node, needs) -> float:
-    "How many workers of these needs the node has room for."
-    units = lambda x: round(x / UNIT)       # 1.0 // 0.2 is 4
+    "The number of workers with these needs for which the node has room."
+    units = lambda x: round(x / UNIT)       # whole units, because 1.0 // 0.2 is 4
     return min((units(node.get(name, 0)) // units(x) for name, x in needs.items()), default=float('inf'))
 
 
@@ -48,10 +48,10 @@ def _text(amounts) -> str: return ', '.join(f"{x:g} {name}" for name, x in amoun
 
 
 def check_room(nodes: Iterable, resources: dict, n: int) -> None:
-    """Raise `WorkerError` if the nodes have no room for so many workers, whatever else runs there.
+    """Raise `WorkerError` if the nodes have no room for `n` workers, even if nothing else runs there.
 
     Args:
-        nodes: `(name, resources)` of each node: name of the resource -> how much of it the node has in all
+        nodes: `(name, resources)` of each node: name of a resource -> total amount on the node
         resources: what each worker needs
         n: number of workers
     """
@@ -62,20 +62,20 @@ def check_room(nodes: Iterable, resources: dict, n: int) -> None:
                       expected=f"room for {_text(needs)} for each worker", got=here or "no node")
 
 # %% ../../../nbs/pipes/32_cluster/01_room.ipynb #0da8682f
-PLACEMENTS = {'spread': 'SPREAD', 'pack': 'DEFAULT', None: 'DEFAULT'}     # -> Ray's strategy for a worker without a placement group
+PLACEMENTS = {'spread': 'SPREAD', 'pack': 'DEFAULT', None: 'DEFAULT'}     # Ray's strategy for a worker without a placement group
 
 
 class Place:
-    """Where in a cluster the workers of somebody run. Raises `DataError` for options out of range; messages name `pipe`.
+    """The place in a cluster where the workers of a pipe run. Raises `DataError`, which names `pipe`, for options out of range.
 
     Args:
-        pipe: whose workers they are, or its name
+        pipe: the pipe that uses the workers, or its name
         address: 'auto', 'host:port' or 'ray://host:port'; None: the Ray of this process
         resources: what each worker needs; None: one CPU, but nothing on a Ray that was started here
         runtime_env: what Ray prepares for the workers on their nodes
         placement: 'spread': over the nodes in turn, 'pack': on few nodes; None: as Ray does by default
     """
-    lease: Any = None     # of the connection to Ray
+    lease: Any = None     # the use of the connection to Ray, from `lease`
 
     def __init__(self, pipe: Any, address: str | None = None, resources: dict | None = None, runtime_env: dict | None = None,
                  placement: str | None = 'spread'):
@@ -92,7 +92,7 @@ class Place:
                             expected="resources of which a node has a limited amount, such as dict(num_cpus=1)", got=describe(resources))
 
     def connect(self) -> Any:
-        "The module `ray`. The first time, this process is connected. Raises `WorkerError` if there is no Ray, or none at the address."
+        "The module `ray`. The first call connects this process. Raises `WorkerError` if there is no Ray, or none at the address."
         try:
             if self.lease is None or not self.lease.alive: self.lease = lease(self.address, self)
         except WorkerError as e:
@@ -106,11 +106,11 @@ class Place:
         self.lease = None
 
     def needs(self) -> dict:
-        "What each worker needs, as `resources`."
+        "The resources that each worker needs, in the form of `resources`."
         return self.resources if self.resources is not None else {} if is_own() else dict(num_cpus=1)
 
     def check_room(self, ray: Any, n: int) -> None:
-        "Raise `WorkerError` if the nodes that live have no room for `n` workers."
+        "Raise `WorkerError` if the living nodes have no room for `n` workers."
         nodes = [(node['NodeManagerAddress'], node['Resources']) for node in ray.nodes() if node['Alive']]
         try: check_room(nodes, self.needs(), n)
         except WorkerError as e:
@@ -118,7 +118,7 @@ class Place:
             raise
 
     def group(self, ray: Any, n: int) -> Any:
-        "The placement group of `n` workers, which holds room for them until it is removed; None if they need none."
+        "The placement group of `n` workers, which reserves room for them until it is removed; None if they need no group."
         if self.placement != 'pack' or not (needs := needs_of(self.needs())): return None
         return ray.util.placement_group([needs] * n, strategy='PACK')
 
@@ -127,7 +127,7 @@ class Place:
 
         Args:
             group: the placement group, if there is one
-            index: of the worker in it
+            index: index of the worker in the group
         """
         strategy: Any = PLACEMENTS[self.placement]
         if group is not None: strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, index)
@@ -136,11 +136,11 @@ class Place:
 
 # %% ../../../nbs/pipes/32_cluster/01_room.ipynb #516ccde1
 def service_place(options: dict, pipe: Any) -> Place:
-    """The place of a single worker. Raises `DataError` for options out of range, or unknown.
+    """The place of a single worker. Raises `DataError` for options that are unknown or out of range.
 
     Args:
-        options: of a `Place`; without `resources` nothing is needed
-        pipe: whose worker it is, or its name
+        options: options of a `Place`; without `resources` the worker needs none
+        pipe: the pipe that uses the worker, or its name
     """
     known = ('address', 'resources', 'runtime_env')
     if not isinstance(options, dict) or not set(options) <= {*known}:

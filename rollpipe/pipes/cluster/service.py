@@ -20,13 +20,13 @@ from ..workers.remote_errors import send_exception
 
 # %% ../../../nbs/pipes/32_cluster/06_service.ipynb #5b87f2ce
 class Served:
-    """A function in an actor, with the three methods of what runs there. Answers are pickled, so that the arrays in them can be written to.
+    """A function that answers requests in a `WorkerActor`. Answers are pickled, because arrays from Ray's object store are read-only.
 
     Args:
         outbox: takes errors
         receiver: a `WeightReceiver`
         name: name of the worker in error messages
-        make: `make(receiver, *args)` is a function without arguments, which gives an answer
+        make: `make(receiver, *args)` returns a function without arguments, which returns an answer
     """
     def __init__(self, outbox: Any, receiver: Any, name: str, make: Callable, *args: Any):
         self.outbox, self.name, self.function = outbox, name, make(receiver, *args)
@@ -39,22 +39,22 @@ class Served:
 class RemoteService(RemoteWorker):
     """A worker in a cluster, with the methods of a `WorkerProcess`, for one object that learns.
 
-    For each request there are two messages: `(publication, version)` of the weights when it was sent, and the answer. Raises `WorkerError`
-    if there is no Ray, no cluster at the address, no room, and for what cannot be pickled.
+    Each request brings two messages: first `(publication, version)` of the weights that were sent with it, then the answer. Raises
+    `WorkerError` if there is no Ray, no cluster at the address or no room, or if `make` or `args` cannot be pickled.
 
     Args:
         name: name in error messages
-        make: `make(receiver, *args)` is the function that answers, made in the worker
+        make: `make(receiver, *args)` returns, in the worker, the function that answers
         args: other arguments of `make`
-        place: where it runs
+        place: the place where the worker runs
         threads: torch threads in the worker
-        grace: seconds between SIGTERM and its end by force
+        grace: seconds from SIGTERM until the worker is killed
     """
     def __init__(self, name: str, make: Callable, args: tuple, publisher: WeightPublisher, place: Place, *, threads: int = 1,
                  grace: float = 5.0):
         self.place, self.publisher = place, publisher
-        self.number, self.begun = None, None             # of the weights that it has; the message that is not taken yet
-        self.waiting = self.under_way = False            # requests
+        self.number, self.begun = None, None             # number of the worker's weights; first message, if not taken yet
+        self.waiting = self.under_way = False            # does a request wait? is one sent and not answered?
         try:
             packed = packed_for(name, Served, (make, *args))
             ray = place.connect()
@@ -67,7 +67,7 @@ class RemoteService(RemoteWorker):
             raise
 
     def send(self, message: Any) -> None:
-        "Send a request, whatever the message, with the newest weights: now, or when the answer to the one that is under way is taken."
+        "Send a request with the newest weights, at the latest when the answer to the previous one is taken. The message does not matter."
         self.waiting = True
         self._send_next()
 

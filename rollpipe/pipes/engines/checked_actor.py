@@ -40,7 +40,7 @@ def check_numbers(info: Any, answers: AnswerCheck) -> None:
     "Refuse reports `[T, n, ...]` that are not a number (NaN). They may be infinite, as the logits of forbidden actions are."
     leaves = nested.leaves(info)
     found = [x.isnan().any() for x in leaves if x.is_floating_point()]
-    if not found or not torch.stack(found).any(): return     # here the host waits for a device, once
+    if not found or not torch.stack(found).any(): return     # the one place where the host waits for a device
     for k, x in enumerate(leaves):
         if not x.isnan().any(): continue
         t, b = x.isnan().nonzero()[0, :2].tolist()
@@ -54,14 +54,14 @@ class CheckedActor:
     Args:
         actor: the actor, held by reference
         envs: the environments that take its actions
-        seed: of its random numbers
-        explore: False: its deterministic action
+        seed: seed of the actor's random numbers
+        explore: False: take the actor's deterministic action
         device: the actor's device; None: the host
     """
     def __init__(self, actor: Any, envs: Batch, seed: np.random.SeedSequence, explore: bool = True, device: torch.device | None = None):
         self.actor, self.envs, self.device, self.eval_mode = actor, envs, device, EvalMode(actor)
         self.actor_complete, self.looks_back = getattr(actor, 'complete', None), getattr(actor, 'uses_past', True)
-        self.compiled = None    # the engine that answers in place of the actor, but for virtual reactions
+        self.compiled = None    # the engine that answers in place of the actor, except for virtual reactions
         self.seeded, self.answers = SeededActor(actor, len(envs), seed, explore, envs.device), AnswerCheck(actor, envs, envs.where)
 
     def answer(self, seen: State, hx: Any, virtual: bool = False) -> tuple:
@@ -69,14 +69,14 @@ class CheckedActor:
 
         Args:
             seen: the actor's input, torch [1, n, ...]
-            hx: its recurrent state; None: the initial one
-            virtual: True: the answer will not be acted out
+            hx: the actor's recurrent state; None: the initial one
+            virtual: True: the action will not be taken
 
         Returns:
             tuple: (act, hx, info); leaves of `act` and `info` are on the host, [1, n, ...]
         """
         if self.compiled is not None and not virtual: return self._answer_compiled(seen, hx)
-        # Among many environments one has nearly always ended, and the host must not wait for a device.
+        # With many environments an episode has nearly always ended, so no check is needed. On a device the check would make the host wait.
         many = len(self.envs) > 64 or not seen.fin.is_cpu
         if self.looks_back and (many or True in seen.fin.tolist()[0]): seen = seen.without_past()
         if self.device is not None: seen = nested.map(lambda x: x.to(self.device, non_blocking=True), seen)
@@ -94,13 +94,13 @@ class CheckedActor:
         return act, hx, info
 
     def engine(self, choice: str, state: State, hx: Any, n_steps: int) -> Any:
-        """An engine that lets the actor answer many steps. The actor must have answered once. Raises `ActorError`.
+        """An engine that runs the actor for many steps. The actor must have answered once before. Raises `ActorError`.
 
         Args:
             choice: 'torch', 'onnxruntime' or 'auto'
             state: the state from which the actor goes on, numpy [B, ...]
-            hx: its recurrent state there
-            n_steps: steps at once, see `Rows`
+            hx: the recurrent state in that state
+            n_steps: number of steps for which there are rows, see `Rows`
 
         Returns:
             Any: an engine such as `TorchEngine`; row 0 of its rows is filled
@@ -114,7 +114,7 @@ class CheckedActor:
             raise
 
     def compile(self, choice: str, state: State, hx: Any) -> None:
-        "Let the engine of this `choice` answer from now on, see `engine`."
+        "From now on, answer with the engine of this `choice`; see `engine`."
         if choice == 'torch': return
         engine = self.engine(choice, state, hx, 1)
         if engine.name == 'torch': return
@@ -127,10 +127,10 @@ class CheckedActor:
         with calling('step', self.answers):
             engine.begin(1)
             if engine.name != 'torch': engine.run(0)
-        if engine.name == 'torch':     # 'auto', and the actor has become one that cannot be exported
+        if engine.name == 'torch':     # with 'auto', if the actor cannot be exported any more
             self.compiled = None
             return self.answer(seen, hx)
-        def copied(tree, t): return nested.map(lambda x: torch.from_numpy(x[t].copy()), tree)     # ticks are kept
+        def copied(tree, t): return nested.map(lambda x: torch.from_numpy(x[t].copy()), tree)     # copies, because consumers keep ticks
         return copied(engine.rows.act, 0), copied(engine.rows.hx, 1), copied(engine.rows.info, 0)
 
     def reset(self, hx: Any, at: list) -> Any:
@@ -149,7 +149,7 @@ class CheckedActor:
         return hx
 
     def complete(self, act: Any, info: Any) -> Any:
-        "`info` of many steps, completed by the actor's `complete(act, info)` if it has this method: see `TickSource`. Raises `ActorError`."
+        "`info` of many steps, completed by the actor's `complete(act, info)` if it exists; see `TickSource`. Raises `ActorError`."
         if self.actor_complete is not None:
             with self.eval_mode, calling('complete', self.answers): info = self.actor_complete(act, info)
             self.answers.check_completed(info, nested.leaves(act)[0].shape[:2])

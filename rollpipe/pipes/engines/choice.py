@@ -19,13 +19,13 @@ from ..modules import modules_in
 
 # %% ../../../nbs/pipes/11_engines/06_choice.ipynb #a4b7f04c
 ENGINES = 'torch', 'onnxruntime', 'auto'
-LARGE = 2 ** 24     # multiplications in the convolutions of a step; from there on ONNX Runtime is no faster, as it cannot rearrange weights
+LARGE = 2 ** 24     # multiplications in a step's convolutions from which on torch is as fast: ONNX Runtime cannot rearrange weights
 log = logging.getLogger('rollpipe')
 _said = set()
 
 
 def check_engine(engine: Any, **where: Any) -> str:
-    "The `engine`. Raises `DataError` if it is unknown, `ImportError` if it is not installed. `where` is the context of the message."
+    "Return `engine`. Raises `DataError` if it is unknown, `ImportError` if it is not installed. `where` is context for the message."
     if engine not in ENGINES:
         raise DataError("unknown engine", leaf='engine', expected=' or '.join(map(repr, ENGINES)), got=repr(engine), **where)
     if engine == 'onnxruntime' and (missing := not_installed()): raise ImportError(missing)
@@ -33,25 +33,25 @@ def check_engine(engine: Any, **where: Any) -> str:
 
 
 def not_installed() -> str:
-    "What is missing for ONNX Runtime, and how to install it; empty if nothing is."
+    "A text that says what is missing for ONNX Runtime and how to install it; empty if nothing is missing."
     missing = [name for name in ('onnxruntime', 'onnx') if importlib.util.find_spec(name) is None]
     return f"the engine 'onnxruntime' needs {' and '.join(missing)}: pip install 'rollpipe[fast]'" if missing else ''
 
 # %% ../../../nbs/pipes/11_engines/06_choice.ipynb #f08ef7ea
 def engine_for(choice: str, actor: Any, rows: Rows, ask: Callable, draw: Callable | None) -> Any:
-    """The engine that lets `actor` answer in `rows`.
+    """The engine that runs `actor` and writes its answers into `rows`.
 
-    Raises `ActorError` if 'onnxruntime' is chosen and the actor cannot be exported, or answers differently there.
+    Raises `ActorError` if 'onnxruntime' is chosen and the actor cannot be exported, or answers differently in ONNX Runtime.
 
     Args:
         choice: 'torch', 'onnxruntime' or 'auto'
         actor: the actor
-        rows: what it reads and answers; row 0 is filled
+        rows: memory for the actor's inputs and answers; row 0 is filled
         ask: (seen, hx) -> (act, hx, info): the actor with its noise and checks
         draw: n -> noise [n, B, ...] of the next steps; None: the actor's deterministic action
 
     Returns:
-        Any: `TorchEngine` or `OnnxEngine`; `why` says why 'auto' became torch, which is also logged once
+        Any: `TorchEngine` or `OnnxEngine`; `why` is the reason why 'auto' chose torch, which is also logged once
     """
     engine = TorchEngine(ask, rows)
     if choice != 'torch':
@@ -77,7 +77,7 @@ def _on_host(actor):
 
 
 def _told(engine, e):
-    "`engine`, after saying once why it is used."
+    "Return `engine`. Logs the reason `e` why torch is used, once for each reason."
     engine.why = str(e) if isinstance(e, (ActorError, ImportError)) else describe_exception(e, 300)
     if engine.why not in _said: log.warning("torch runs the actor: %s", engine.why)
     _said.add(engine.why)

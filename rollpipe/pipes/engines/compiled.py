@@ -25,16 +25,16 @@ from ..errors import ActorError, describe
 from ..modules import EvalMode, weak_reference
 
 # %% ../../../nbs/pipes/11_engines/05_compiled.ipynb #3fe69fb8
-TOLERANCE = 1e-5     # absolute and relative
+TOLERANCE = 1e-5     # absolute and relative; torch and ONNX Runtime may round differently
 
 
 def check_alike(name: str, came: tuple, wanted: tuple) -> None:
-    """Raise `ActorError` if two answers differ in a leaf: in a dtype, a shape, an integer, or a number by more than `TOLERANCE`.
+    """Raise `ActorError` if a leaf of two answers differs in dtype or shape, or in value; floats may differ by `TOLERANCE`.
 
     Args:
-        name: of the actor
-        came: (act, info, hx) of the graph, arrays
-        wanted: the same from the actor, tensors
+        name: name of the actor
+        came: (act, info, hx) from the graph, arrays
+        wanted: (act, info, hx) from the actor, tensors
     """
     for part, tree, like in zip(('act', 'info', 'hx'), came, wanted):
         for leaf, x, y in zip(nested.paths(like, part), nested.leaves(tree), nested.leaves(like)):
@@ -45,7 +45,7 @@ def check_alike(name: str, came: tuple, wanted: tuple) -> None:
 
 
 def check_engine_alike(engine: Any) -> None:
-    "Raise `ActorError` unless the graph of an `OnnxEngine` and its actor answer alike in two states, of which row 0 has the first."
+    "Raise `ActorError` unless the graph of an `OnnxEngine` and its actor give equal answers in two states, the first one from row 0."
     actor, rows = engine.actor, engine.rows
     kept = nested.map(np.copy, nested.getitem((rows.state, rows.hx), 0))
     for _ in range(2):
@@ -61,12 +61,12 @@ def check_engine_alike(engine: Any) -> None:
 
 # %% ../../../nbs/pipes/11_engines/05_compiled.ipynb #c66caa9a
 class Graph(NamedTuple):
-    """The exported graph of an actor, and what it holds for.
+    """The exported graph of an actor, and the conditions under which it is valid.
 
     Args:
-        actor: gives the actor, if it is still there
+        actor: function that returns the actor, or None if it was garbage-collected
         form: structure of the inputs; shapes and dtypes of inputs and weights; the process
-        outs: examples of what the graph gives: act, info, hx
+        outs: examples of the outputs: act, info, hx
         convolutions: multiplications in the convolutions of a step
     """
     actor: Callable
@@ -78,7 +78,7 @@ class Graph(NamedTuple):
 
 
 log = logging.getLogger('rollpipe')
-_graphs = deque(maxlen=16)     # the last ones; not more, because what a graph takes for constant may keep its actor alive
+_graphs = deque(maxlen=16)     # the newest graphs; few, because the constants of a graph may keep its actor alive
 
 
 def graph_of(actor: Any, inputs: tuple, weights: Weights, kept: bool = True) -> Graph:
@@ -87,8 +87,8 @@ def graph_of(actor: Any, inputs: tuple, weights: Weights, kept: bool = True) -> 
     Args:
         actor: anything with `step`, on the host
         inputs: an example (state, hx, noise), torch [1, B, ...] with `hx` [layers, B, ...]
-        weights: of the actor
-        kept: False: make a new graph
+        weights: weights of the actor
+        kept: True: return an earlier graph if it is still valid; False: make a new graph
     """
     leaves, spec = nested.flatten(inputs)
     form = spec, [(x.shape, x.dtype) for x in (*leaves, *weights.tensors())], os.getpid()
@@ -103,31 +103,31 @@ def graph_of(actor: Any, inputs: tuple, weights: Weights, kept: bool = True) -> 
 
 # %% ../../../nbs/pipes/11_engines/05_compiled.ipynb #13e3719a
 class OnnxEngine:
-    """Lets an actor answer in staged rows, by ONNX Runtime.
+    """Runs an actor in ONNX Runtime, from inputs in staged rows to answers in staged rows.
 
     Raises `ActorError` if the actor cannot be exported, or if the graph answers differently.
 
     Args:
         actor: anything with `step` and `draw_noise`, on the host
-        rows: what it reads and answers; row 0 is filled
+        rows: memory for the actor's inputs and answers; row 0 is filled
         draw: n -> noise [n, B, ...] of the next steps; None: the actor's deterministic action
-        instead: exception -> the engine to go on with, if the actor cannot be exported any more
+        instead: exception -> the engine that takes over if the actor cannot be exported any more
     """
     name, why = 'onnxruntime', ''
-    MOST = 3             # graphs that are made because a constant has changed; then torch takes over, if it may
-    reads: tuple         # fields of `State`
-    shapes: dict         # of inputs and outputs, which have no dimension of the time in some graphs
+    MOST = 3             # changes of constants for which a new graph is made; at the next one torch takes over, if `instead` is given
+    reads: tuple         # fields of `State` that the graph reads
+    shapes: dict         # shapes of inputs and outputs, without the time dimension if the graph does not need it
     convolutions: int    # multiplications in the convolutions of a step
-    runs: list           # for each row, the function that runs its binding; None: not bound yet
+    runs: list           # for each row, the function that runs the graph on it; None: the row is not bound yet
 
     def __init__(self, actor: Any, rows: Rows, draw: Callable | None, instead: Callable | None = None):
         self.actor, self.rows, self.draw, self.eval_mode, self.instead = actor, rows, draw, EvalMode(actor), instead
-        self.example_noise, self.changes = torch.Generator().manual_seed(0), []     # the lane's own noise is not touched
+        self.example_noise, self.changes = torch.Generator().manual_seed(0), []     # examples must not draw the lane's own noise
         self.noise = None if draw is None else nested.map(lambda x: np.zeros((rows.n, *x.shape), x.numpy().dtype), self.example())
         self._compile()
 
     def begin(self, n: int) -> None:
-        "Be told that `n` rows follow: use the present weights, and draw noise."
+        "Prepare for `n` rows: load the current weights, and draw noise."
         with self.eval_mode: change = self.constants.changed()
         if change or (where := self._where()) != self.where and not self._moved(where):
             try: self._compile(change)
@@ -140,11 +140,11 @@ class OnnxEngine:
         if self.draw is not None: nested.setitem(self.noise, (slice(n), 0), self.draw(n))
 
     def run(self, t: int) -> None:
-        "Let the actor answer in row `t`."
+        "Run the actor on row `t`."
         (self.runs[t] or self._bind(t))()
 
     def _compile(self, change=None, kept=True):
-        "Use the graph of the actor as it is now. `change` says what has changed that the graph before took for constant."
+        "Use a graph of the actor's current form. `change` names what the previous graph treated as constant and what has changed."
         rows, weights, name = self.rows, Weights(self.actor), type(self.actor).__name__
         if change and self.instead and len(self.changes) == self.MOST:
             raise ActorError(f"{change} changes again and again, and each time {name} needs a new graph. A buffer may change")
@@ -168,14 +168,14 @@ class OnnxEngine:
         try: check_engine_alike(self)
         except ActorError:
             if not kept: raise
-            self._compile(kept=False)     # something may have changed that `Constants` cannot see
+            self._compile(kept=False)     # a change that `Constants` cannot see may have made the earlier graph wrong
 
     def _where(self):
-        "Where the weights lie, and their form."
+        "For each weight, its address and strides, and its shape and dtype."
         return [(x.data_ptr(), x.stride(), x.shape, x.dtype) for slots, key in self.slots for x in (slots[key],)]
 
     def _moved(self, where) -> bool:
-        "Bind the weights where they lie now. False if their form has changed."
+        "Bind the weights at their current addresses. Returns False if a shape or dtype has changed."
         if [x[2:] for x in self.where] != [x[2:] for x in where]: return False
         self._bind_weights(where)
         return True
@@ -198,5 +198,5 @@ class OnnxEngine:
         return run
 
     def example(self) -> Any:
-        "Noise that no lane draws."
+        "An example of noise, from a generator that no lane uses."
         return self.actor.draw_noise((1, self.rows.state.fin.shape[2]), self.example_noise)

@@ -26,23 +26,23 @@ _KNOWN = {*_LIBRARIES, _OURS}
 
 
 def _home(x) -> str:
-    "The package of a class, function or module, or of the class of an object."
+    "The top-level package of a class, function or module, or of an object's class."
     return str(x.__name__ if inspect.ismodule(x) else getattr(x, '__module__', '')).partition('.')[0]
 
 
 class Reads:
-    "What code may read besides its arguments: `tables`, single `values`, and the places that may change `within`, each with a text."
+    "Collects what code may read besides its arguments: `tables`, single `values`, and values that may change `within`, each with a text."
     def __init__(self): self.tables, self.values, self.within, self.seen = [], [], [], {}
 
     def owner(self, name: str, owner: Any) -> None:
-        "An actor, or a part of one: its attributes, and what its class reads."
+        "Add an actor, or a part of one: its attributes, and what its class reads."
         attributes = getattr(owner, '__dict__', {})
         own = [key for key in attributes.keys() - OF_TORCH if not (key.startswith('_') and _home(owner) in _KNOWN)]
         self._table(f"of {name}", attributes, own)
         for x in (type(owner), *attributes.values()): self.visit(x)
 
     def visit(self, x: Any) -> None:
-        "A class, a function, or an object of a class."
+        "Add what a class, a function, or the class of an object reads."
         if inspect.ismodule(x) or _home(x) in _LIBRARIES or id(x) in self.seen: return
         self.seen[id(x)] = x
         if isinstance(x, type):
@@ -68,7 +68,7 @@ class Reads:
         if not inspect.ismodule(value):
             self.values.append((f"{name}, which {f.__qualname__} reads,", get))
             self.visit(value)
-        elif _home(value) not in _LIBRARIES and (known := (id(value), id(f))) not in self.seen:     # modules may import one another
+        elif _home(value) not in _LIBRARIES and (known := (id(value), id(f))) not in self.seen:     # modules may import each other
             self.seen[known] = value
             for key in {*names_in(f.__code__)} & vars(value).keys(): self._value(f, key, partial(vars(value).get, key))
 
@@ -80,7 +80,7 @@ def _globals_in(code):
 
 # %% ../../../nbs/pipes/11_engines/04_constants.ipynb #0b260076
 class Constants:
-    "What an exported graph takes for constant: all that the actor and its parts read, their hooks, and which weights are tied."
+    "What an exported graph treats as constant: values that the actor and its parts read, their hooks, and which weights are tied."
     def __init__(self, holder: Any, weights: Weights):
         reads = Reads()
         if not isinstance(holder, torch.nn.Module): reads.owner(type(holder).__name__, holder)
@@ -93,7 +93,7 @@ class Constants:
         self.tied = [[(slots, key) for slots, key, _ in places] for places in weights.places if len(places) > 1]
 
     def changed(self) -> str | None:
-        "What is no longer as it was, as a text; None: nothing. Call it in evaluation mode."
+        "A text that names a constant that has changed, or None. Call this in evaluation mode."
         if not _is_equal(self.tables, self.before) and (found := self._attribute()): return found
         for text, get, before in self.values:
             if not _is_equal(get(), before): return text
@@ -104,24 +104,24 @@ class Constants:
         return None
 
     def _attribute(self):
-        "The first attribute that has changed."
+        "The name of the first attribute that has changed, or None."
         for text, now, before in zip(self.texts, self.tables, self.before):
-            before.update({k: now[k] for k in now.keys() & {'__slotnames__'}})     # Python itself puts it into a class that is copied
+            before.update({k: now[k] for k in now.keys() & {'__slotnames__'}})     # Python adds it when an object is copied
             for k in {**now, **before}:
                 if not _is_equal(now.get(k, _is_equal), before.get(k, _is_equal)): return f"attribute {k} {text}"
 
 
 def _is_equal(x, y) -> bool:
     try: return bool(x is y or x == y)
-    except Exception: return False     # such as two arrays, whose comparison is no single answer
+    except Exception: return False     # such as arrays, whose comparison gives an array
 
 
 def _may_change(x) -> bool:
-    "May `x` change within, so that it has to be compared by value?"
+    "May `x` be changed in place, so that it must be compared by value?"
     if isinstance(x, (tuple, frozenset)): return any(map(_may_change, x))
     if isinstance(x, (bool, int, float, complex, str, bytes, np.generic)) or _home(x) in _KNOWN and not isinstance(x, _VALUES): return False
     return comparable(x) is not None
 
 
-# Classes of libraries whose objects may hold constants. Objects of their other classes, such as loggers, change for reasons of their own.
+# Library classes whose objects may hold constants. Objects of other library classes, such as loggers, change without the actor's doing.
 _VALUES = dict, list, set, deque, np.ndarray, Namespace

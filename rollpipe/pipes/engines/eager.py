@@ -17,11 +17,11 @@ from ..errors import ActorError, describe
 
 # %% ../../../nbs/pipes/11_engines/01_eager.ipynb #682f7c45
 class TorchEngine:
-    """Lets an actor answer in staged rows, by calling it. Raises `ActorError` if the actor changes a dtype.
+    """Calls an actor, from inputs in staged rows to answers in staged rows. Raises `ActorError` if the actor changes a dtype.
 
     Args:
         ask: (seen, hx) -> (act, hx, info): the actor with its noise and checks, torch [1, B, ...]
-        rows: what it reads and answers
+        rows: memory for the actor's inputs and answers
     """
     name, why = 'torch', ''
     reads = State._fields
@@ -33,7 +33,7 @@ class TorchEngine:
         self.outputs = [nested.leaves((nested.getitem(answer, t), nested.getitem(hx, t + 1))) for t in range(rows.n)]
 
     def begin(self, n: int) -> None:
-        "Be told that `n` rows follow."
+        "Prepare for `n` rows. torch needs no preparation."
 
     def run(self, t: int) -> None:
         "Let the actor answer in row `t`."
@@ -41,4 +41,4 @@ class TorchEngine:
         act, hx, info = self.ask(State(*nested.as_seen(state)), hx)
         for out, x in zip(self.outputs[t], nested.leaves(((act, info), hx))):
             if x.dtype is not out.dtype: raise ActorError("the actor changes a dtype", expected=describe(out), got=describe(x))
-            out.copy_(x.detach() if x.requires_grad else x)     # a report may be a parameter
+            out.copy_(x.detach() if x.requires_grad else x)     # a report may be a parameter, which has gradients

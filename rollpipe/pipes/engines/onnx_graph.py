@@ -18,11 +18,11 @@ from ..errors import describe_exception
 # %% ../../../nbs/pipes/11_engines/03_onnx_graph.ipynb #258ae9b3
 _ELEMENTWISE = {'Abs', 'Add', 'And', 'Cast', 'Clip', 'Div', 'Elu', 'Equal', 'Erf', 'Exp', 'Greater', 'Identity', 'LeakyRelu', 'Less', 'Log',
                 'Max', 'Min', 'Mul', 'Neg', 'Not', 'Or', 'Pow', 'Relu', 'Sigmoid', 'Softplus', 'Sqrt', 'Sub', 'Tanh', 'Where'}
-_ALONG_AXIS = {'ArgMax', 'Concat', 'LayerNormalization', 'LogSoftmax', 'Softmax'}
+_ALONG_AXIS = {'ArgMax', 'Concat', 'LayerNormalization', 'LogSoftmax', 'Softmax'}     # allowed if their axis is not the time dimension
 
 
 def without_time(model: Any) -> Any:
-    "The graph for inputs and outputs `[B, ...]` in place of `[1, B, ...]`; `model` itself if some operator might need that dimension."
+    "The graph with inputs and outputs `[B, ...]` instead of `[1, B, ...]`; `model` itself if an operator might need the time dimension."
     import onnx
     new = onnx.ModelProto()
     new.CopyFrom(model)
@@ -38,7 +38,7 @@ def without_time(model: Any) -> Any:
 
 
 def _is_cut(node, cut):
-    "Add the results of `node` to those that are `cut`. False if it might treat the first dimension in a way of its own."
+    "Add the outputs of `node` to `cut`, the values without time dimension. False if `node` might use that dimension."
     if not any(x in cut for x in node.input): return True
     axis = next((x for x in node.attribute if x.name == 'axis'), None)
     if node.op_type in _ALONG_AXIS and node.input[0] in cut and axis is not None and axis.i != 0: axis.i -= axis.i > 0
@@ -53,7 +53,7 @@ def _lists(graph): return {node.output[0] for node in graph.node if node.op_type
 
 
 def _shapes(graph):
-    "name -> shape of all that is computed; None stands for an unknown size."
+    "Name -> shape of each value in the graph. None is an unknown size."
     values = (*graph.input, *graph.value_info, *graph.output)
     return {x.name: tuple(d.dim_value if d.HasField('dim_value') else None for d in x.type.tensor_type.shape.dim) for x in values}
 
@@ -62,7 +62,7 @@ OPSET = 18
 
 
 def to_onnx(pure: PureStep) -> bytes:
-    "The graph of `pure`, with inputs `weight_0`, ..., `input_0`, ... and outputs `output_0`, ... Raises `ActorError` if there is none."
+    "Export `pure` to a graph with inputs `weight_0`, ..., `input_0`, ... and outputs `output_0`, ... Raises `ActorError` if this fails."
     import onnx
     n, file = pure.n_weights, io.BytesIO()
     names = [f"weight_{k}" if k < n else f"input_{k - n}" for k in range(len(pure.example))]
@@ -70,17 +70,17 @@ def to_onnx(pure: PureStep) -> bytes:
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings(), torch.no_grad(), patch('torch._C._jit_onnx_log', create=True):     # it prints graphs of failures
-            warnings.simplefilter('ignore')     # that the exporter is old, and that it traces
+        with warnings.catch_warnings(), torch.no_grad(), patch('torch._C._jit_onnx_log', create=True):     # it prints graphs that fail
+            warnings.simplefilter('ignore')     # warnings that the exporter is old, and that it traces
             torch.onnx.export(pure, pure.example, cast(Any, file), opset_version=OPSET, dynamo=False, do_constant_folding=False,
                               input_names=names, output_names=[f"output_{k}" for k in range(len(pure.outs))])
     except Exception as e: raise pure.error(_why(e, pure.calls.where)) from e
     finally: log.setLevel(level)
     model = onnx.load_from_string(file.getvalue())
     for node in model.graph.node:
-        if node.op_type == 'Transpose':     # ONNX counts dimensions from the front only
+        if node.op_type == 'Transpose':     # ONNX forbids negative dimensions here
             for x in node.attribute: x.ints[:] = [i % len(x.ints) for i in x.ints]
-    del model.graph.value_info[:]         # the shapes that the exporter found with these
+    del model.graph.value_info[:]         # shapes that the exporter inferred from the negative dimensions may be wrong
     for out, x in zip(model.graph.output, pure.outs):
         for dim, size in zip(out.type.tensor_type.shape.dim, x.shape): dim.dim_value = size
     return without_time(model).SerializeToString()

@@ -22,7 +22,7 @@ from ..reactions import attributes_of
 
 # %% ../../../nbs/pipes/11_engines/02_pure.ipynb #2d9304aa
 class Weights:
-    "The parameters and buffers in `holder`: where its modules keep them, tied ones once."
+    "The parameters and buffers in the modules of `holder`, and the places where the modules keep them. Tied weights occur once."
     def __init__(self, holder: Any):
         self.parts = {m: '.'.join(filter(None, [type(module).__name__, name])) for module in modules_in(holder)
                       for name, m in module.named_modules()}
@@ -31,15 +31,15 @@ class Weights:
             for slots in (m._parameters, m._buffers):
                 for key, x in slots.items():
                     if x is not None: found.setdefault(id(x), []).append((slots, key, f"{name}.{key}"))
-        self.places = list(found.values())      # for each weight, all `(dict, key, name)` where it is
+        self.places = list(found.values())      # for each weight, every place `(dict, key, name)` that holds it
         self.names = [places[0][2] for places in self.places]
 
     def tensors(self) -> list:
-        "The weights that are there now, without gradients."
+        "The current weights, without gradients."
         return [slots[key].detach() for (slots, key, _), *_ in self.places]
 
     def put(self, tensors: Any) -> None:
-        "Let the modules compute with other tensors."
+        "Replace the weights in the modules by `tensors`."
         for places, x in zip(self.places, tensors):
             for slots, key, _ in places: slots[key] = x
         for m in self.parts:     # torch's own GRU and LSTM keep a second list of their weights
@@ -47,11 +47,11 @@ class Weights:
 
 # %% ../../../nbs/pipes/11_engines/02_pure.ipynb #9dd37eed
 class Impure(Exception):
-    "The answer depends on something that is neither input nor weight, or a value decides what is computed."
+    "The answer depends on something other than inputs and weights, or the control flow depends on values."
 
 
 class Calls(TorchFunctionMode):
-    "Remembers in which of the `parts`, module -> name, each function of torch was called. Refuses those that give arrays or lists."
+    "Records in which of the `parts`, module -> name, a torch function was called first. Refuses functions that return arrays or lists."
     def __init__(self, parts: dict):
         super().__init__()
         self.parts, self.where = {id(m): name for m, name in parts.items()}, {}
@@ -63,7 +63,7 @@ class Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def place(self) -> str:
-        "The name of the innermost module that is at work."
+        "The name of the innermost module that is being executed."
         frame = sys._getframe(2)
         while frame is not None:
             name = self.parts.get(id(frame.f_locals.get('self')))
@@ -73,14 +73,14 @@ class Calls(TorchFunctionMode):
 
 
 class Operators(TorchDispatchMode):
-    "Looks at each operator. It may read the tensors that are `known`, and what was computed from them."
+    "Checks each operator. An operator may read only `known` tensors and tensors computed from them."
     def __init__(self, calls: Calls, known: Any):
         super().__init__()
         self.calls, self.kept, self.known = calls, [], {_memory(x) for x in known}
-        self.convolutions = 0     # multiplications in them
+        self.convolutions = 0     # number of multiplications in convolutions
 
     @classmethod
-    def _should_skip_dynamo(cls) -> bool: return False     # or torch imports its compiler, which takes a second
+    def _should_skip_dynamo(cls) -> bool: return False     # True makes torch import its compiler, which takes a second
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name, place, tag = func._schema.name.removeprefix('aten::'), self.calls.place(), torch.Tag
@@ -94,7 +94,7 @@ class Operators(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if state is not None and not torch.equal(state, torch.get_rng_state()): raise Impure(f"`{name}` in {place} draws random numbers")
         if name == 'convolution': self.convolutions += out.numel() * args[1][0].numel()
-        self.kept.append((given, out))     # memory that becomes free might be used for something unknown
+        self.kept.append((given, out))     # keeps memory in use, else an unknown tensor might get a known address
         self.known.update(_memory(x) for x in nested.leaves((given, out)) if isinstance(x, torch.Tensor))
         return out
 
@@ -105,7 +105,7 @@ def _memory(x): return x.untyped_storage().data_ptr()
 class PureStep(torch.nn.Module):
     """`actor.step` as a pure function of tensors: `(*weights, *leaves of (state, hx, noise)) -> leaves of (act, info, hx)`.
 
-    It works with a copy of the actor. Raises `ActorError`, whose text names the operator and the module, if the answer depends on anything
+    The function uses a copy of the actor. Raises `ActorError`, which names the operator and the module, if the answer depends on anything
     else, or if the actor changes while it answers.
 
     Args:
@@ -135,11 +135,11 @@ class PureStep(torch.nn.Module):
         with self._eval_mode: return tuple(self._run(*tensors)[0])
 
     def error(self, why: str) -> ActorError:
-        "The error that says why the actor cannot be exported."
+        "The error with the reason `why` the actor cannot be exported."
         return ActorError(f"{self.name}.step cannot be exported: {why}")
 
     def _examine(self, hx):
-        "Answer once, and look at each operator."
+        "Run the actor once, and check each operator."
         example = tuple(x.clone() for x in self.example)
         self._put(example[:self.n_weights])
         before, drawn = attributes_of(self._actor(), states=True), _global_states()

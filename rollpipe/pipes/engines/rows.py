@@ -15,17 +15,17 @@ from ..data import State
 
 # %% ../../../nbs/pipes/11_engines/00_rows.ipynb #8b5e7db8
 class Rows:
-    """Memory for `n` steps of `B` environments: what an actor reads and what it answers, as arrays with a row for each step.
+    """Memory for `n` steps of `B` environments: the inputs and answers of an actor, in arrays with a row for each step.
 
-    `state` and `hx` have `n + 1` rows, because the answer in row `t` leads to row `t + 1`. Who steps the environments writes row `t + 1` of
-    `state`, and an engine writes row `t + 1` of `hx`. The memory is used again, so what is kept must be copied.
+    `state` and `hx` have `n + 1` rows, because the answer in row `t` leads to row `t + 1`. The caller steps the environments and writes row
+    `t + 1` of `state`, and an engine writes row `t + 1` of `hx`. The memory is reused, so copy what you keep.
 
     Args:
         state: an example, numpy [B, ...]
         answer: an example (act, hx, info), torch [1, B, ...], with `hx` [layers, B, ...]
-        n_steps: steps that are wanted; `n` is smaller if they take too much memory
+        n_steps: number of steps wanted; `n` is smaller if the rows take too much memory
     """
-    AT_ONCE, MAX_BYTES = 128, 2 ** 23     # the greatest number of steps; several steps take no more than so many bytes
+    AT_ONCE, MAX_BYTES = 128, 2 ** 23     # greatest number of steps; greatest size of the rows [bytes], unless one step takes more
     state: State    # leaves [n + 1, 1, B, ...]; observations in the environment's dtypes, actions in those of the actor
     hx: Any         # leaves [n + 1, layers, B, ...]; `()` without memory
     act: Any        # leaves [n, 1, B, ...]
@@ -51,7 +51,7 @@ class Rows:
         nested.setitem(self.hx, t, hx)
 
     def wrap(self) -> None:
-        "Copy the states of row `n` to row 0, to go on from there."
+        "Copy the states of row `n` to row 0, to continue from there."
         for x in nested.leaves((self.state, self.hx)): x[0] = x[self.n]
 
 

@@ -34,7 +34,7 @@ def in_containers(x: Any, like: Any, leaf: Callable = lambda x, like: x) -> Any:
 
 
 def as_like(x: Any, like: np.ndarray) -> np.ndarray:
-    "`x` as an array, in the dtype of `like` if that changes only the precision. Raises `OverflowError` for integers that do not fit."
+    "`x` as an array, in the dtype of `like` if this changes only the precision. Raises `OverflowError` for integers that do not fit."
     x = np.asarray(x)
     if not np.can_cast(x.dtype, like.dtype, 'same_kind'): return x
     cast = x.astype(like.dtype, copy=False)
@@ -47,7 +47,7 @@ def action_batch(space: gym.Space, clip: bool = True, copy: bool = True) -> Call
     """A function that converts a batch of actions (numpy `[B, ...]`, nested) to the containers and dtypes of `space`.
 
     The function raises `ActorError` for a wrong structure, shape or kind of number, for a float action that is not finite, and for an
-    integer that the space does not have. The integers of a `Box` are not checked.
+    integer outside of the space. Integers for a `Box` are not checked.
 
     Args:
         space: action space of one environment
@@ -63,7 +63,7 @@ def action_batch(space: gym.Space, clip: bool = True, copy: bool = True) -> Call
             raise ActorError("wrong action", leaf=leaf, got=describe(act),
                              expected=f"shape [B{''.join(f', {n}' for n in shape)}] of {space}")
         if kinds == 'f':
-            # The sum of squares is finite for all but huge actions, and faster than a check of each number.
+            # The sum of squares is a fast first check. It is infinite for huge finite actions too, so then each number is checked.
             if not math.isfinite(np.vdot(act, act)) and not np.isfinite(act).all():
                 b = int(np.argwhere(~np.isfinite(act))[0][0])
                 raise ActorError("non-finite action", env=b, leaf=leaf, expected="finite numbers", got=str(act[b]))
@@ -74,12 +74,12 @@ def action_batch(space: gym.Space, clip: bool = True, copy: bool = True) -> Call
 
 
 def _outside(space):
-    "A function of integers `[B, ...]` that says which of them the space does not have; None for a `Box`."
+    "A function that takes integers `[B, ...]` and returns a mask of those outside of the space; None for a `Box`."
     if isinstance(space, gym.spaces.Box): return None
     start, n = getattr(space, 'start', 0), space.n if isinstance(space, gym.spaces.Discrete) else getattr(space, 'nvec', 2)
     if np.any(start): return lambda act: (act < start) | (act > start + n - 1)
     top = np.asarray(n - 1, np.uint64)[()]
-    # One comparison does, because a negative number becomes a huge one.
+    # As unsigned integers, negative numbers are huge, so one comparison finds numbers on both sides.
     return lambda act: act.astype(np.int64, copy=False).view(np.uint64) > top
 
 
@@ -114,11 +114,11 @@ def action_rows(space: gym.Space, clip: bool = True) -> Callable:
     first, last = int(space.start), int(space.start + space.n - 1)
     known = frozenset(range(first, last + 1)) if space.n <= 1024 else None
     def rows(act):
-        # One list of integers is the most common action, and a look at each number of a list is faster than numpy for few environments.
+        # An array of integers is the most common action. For few environments, a Python loop over a list is faster than numpy.
         if not isinstance(act, np.ndarray) or act.ndim != 1 or act.dtype.kind not in 'iu': return split(checked(act))
         numbers = act.tolist()
         if known.issuperset(numbers) if known else numbers and min(numbers) >= first and max(numbers) <= last: return numbers
-        return split(checked(act))     # which raises the error
+        return split(checked(act))     # raises the error
     return rows
 
 

@@ -17,9 +17,9 @@ from .actions import as_like, in_containers
 
 # %% ../../../nbs/pipes/10_envs/07_autoreset.ipynb #30b5c3d1
 def autoreset_mode(vec: Any) -> str:
-    "When the environments of `vec` reset: 'NextStep', 'SameStep' or 'Disabled'. Raises `EnvError` if `vec` does not say."
+    "The autoreset mode of `vec`: 'NextStep', 'SameStep' or 'Disabled'. Raises `EnvError` if `vec` does not declare it."
     mode = (getattr(vec, 'metadata', None) or {}).get('autoreset_mode')
-    # EnvPool and gymnasium 1.0 have only this mode and do not declare it.
+    # EnvPool and gymnasium 1.0 do not declare their mode, because NextStep is the only one that they have.
     if mode is None and (not isinstance(vec, gym.vector.VectorEnv) or not hasattr(gym.vector, 'AutoresetMode')): return 'NextStep'
     mode = getattr(mode, 'value', mode)
     if mode not in ('NextStep', 'SameStep', 'Disabled'):
@@ -32,7 +32,7 @@ def final_observations(infos: dict, at: list, like: Any) -> Any:
     """The observations `[K, ...]` of the environments `at` in `infos['final_obs']`. Raises `EnvError` or `DataError`.
 
     Args:
-        infos: what the vector environment reports
+        infos: infos of the vector environment
         at: environments whose last observation is needed
         like: arrays `[B, ...]` as announced by the space
     """

@@ -20,7 +20,7 @@ from .factories import space_spec
 
 # %% ../../../nbs/pipes/10_envs/03_batch.ipynb #ebbb7fd2
 class StepBuffer(NamedTuple):
-    """Memory for one step of `B` environments: arrays `[B, ...]`, and tensors `[1, B, ...]` of the same memory.
+    """Memory for one step of `B` environments, seen as arrays `[B, ...]` and as tensors `[1, B, ...]`.
 
     Args:
         leaves: the leaves of `obs`
@@ -42,7 +42,7 @@ class StepBuffer(NamedTuple):
 
 
 def _steps_of(obs):
-    "For each step of `obs` `[n, B, ...]`: its containers of arrays, their leaves, and its containers of tensors `[1, B, ...]`."
+    "For each step of `obs` `[n, B, ...]`: its arrays in containers, the leaves of these, and its tensors `[1, B, ...]` in containers."
     def steps(split):
         if isinstance(obs, np.ndarray): return split(obs)
         leaves, spec = nested.flatten(obs)
@@ -52,11 +52,11 @@ def _steps_of(obs):
 
 
 def _numbers_of(rew, stepno, fin, term):
-    "For each step of arrays `[n, B]`, what a `StepBuffer` has besides observations."
+    "For each step of arrays `[n, B]`, the fields of a `StepBuffer` other than the observations."
     return zip(rew, _tensors(rew), stepno, _tensors(stepno), fin, _tensors(fin), term)
 
 
-def _tensors(x): return torch.from_numpy(x).unsqueeze(1).unbind()     # `split` takes longer
+def _tensors(x): return torch.from_numpy(x).unsqueeze(1).unbind()     # faster than `split`
 
 
 def step_buffers(obs: Any, rew: np.ndarray, stepno: np.ndarray, fin: np.ndarray, term: np.ndarray) -> list:
@@ -80,8 +80,8 @@ class StepBuffers:
     Args:
         obs_spec: arrays of the shape and dtype of a step's observations, `[B, ...]`
         n_envs: `B`
-        at_once: steps for which memory is allocated at once
-        max_bytes: limit of one allocation [bytes]; it is for fewer steps if they take more
+        at_once: number of steps in one allocation
+        max_bytes: limit of one allocation [bytes]; it has fewer steps if `at_once` steps need more
         pinned: page-locked memory for observations
     """
     def __init__(self, obs_spec: Any, n_envs: int, at_once: int = 64, max_bytes: int = 2 ** 20, pinned: bool = False):
@@ -89,7 +89,7 @@ class StepBuffers:
         self._own, self._numbers = self._make_obs(obs_spec), self._make_numbers(n_envs)
 
     def observe_into(self, obs: Any) -> None:
-        "Let the next `n` observations be written into `obs`, containers of arrays `[n, B, ...]`."
+        "Use the arrays `obs` `[n, B, ...]`, in containers, as the memory of the next `n` observations."
         if not self.pinned: self._given = _steps_of(obs)
 
     def take(self) -> StepBuffer:
@@ -111,14 +111,14 @@ class StepBuffers:
 
 # %% ../../../nbs/pipes/10_envs/03_batch.ipynb #bbbec0b3
 def read_obs(x: Any, like: Any, batch: bool = False) -> Any:
-    """`x` as arrays in the containers of `like`, in its dtypes if that changes only the precision.
+    """`x` as arrays in the containers of `like`, converted to the dtypes of `like` if this changes only the precision.
 
     Raises `DataError`, or `EnvError` for integers that do not fit into the dtype.
 
     Args:
         x: observation as the environment returns it, or observations of a whole batch
         like: arrays as announced by the space
-        batch: `x` is of a whole batch
+        batch: True: `x` holds the observations of a whole batch
     """
     try: x = in_containers(x, like, as_like)
     except OverflowError: _refuse_integers(x, like, batch)
@@ -147,16 +147,16 @@ def put_obs(x: Any, like: Any, leaves: list, at: Any) -> None:
         x: observation as the environment returns it
         like: arrays as announced by the space
         leaves: arrays `[B, ...]` to write into
-        at: index of the environment; `...` if `x` is of the whole batch
+        at: index of the environment; `...` if `x` holds the observations of the whole batch
     """
     for buffer, leaf in zip(leaves, nested.leaves(read_obs(x, like, at is ...))): buffer[at] = leaf
 
 
 def last_obs(x: Any, like: Any) -> Any:
-    """A copy of `x`, as `read_obs` reads it. Raises `EnvError` unless its numbers are finite, since the check of rows does not see it.
+    """A copy of `x`, read by `read_obs`. Raises `EnvError` unless its numbers are finite, because the check of rows misses it.
 
     Args:
-        x: true last observation of one environment, as it returns it
+        x: true last observation of one environment, as the environment returns it
         like: arrays as announced by the space
     """
     x = nested.map(np.array, read_obs(x, like))
@@ -171,7 +171,7 @@ class Outcome(NamedTuple):
 
     Args:
         state: numpy [B, ...]; where `fin`, `obs` belongs to the new episode
-        seen: the same for the actor: torch [1, B, ...], with float32 in place of float64
+        seen: the state for the actor: torch [1, B, ...], with float32 instead of float64
         term: bool [B]: the episode truly terminated (also if a limit was reached at the same step)
         final: environment -> true last observation, where truncated (with `terminal_obs`: wherever an episode ended)
         ended: the environments where `fin`
@@ -193,7 +193,7 @@ class Batch:
     `where` (pipe, lane) is the context of error messages. `action_space` and `act_spec` are those of one environment.
     """
     where: dict
-    device = torch.device('cpu')                          # where its tensors are
+    device = torch.device('cpu')                          # device of the tensors
     _action_converter = staticmethod(action_batch)     # makes the function behind `actions`
     terminal_obs = False                                  # True: `Outcome.final` holds the last observations of terminated episodes too
 
@@ -208,7 +208,7 @@ class Batch:
     def __len__(self): return len(self._all)
 
     def name(self, b: int) -> str:
-        "How error messages call environment `b`."
+        "The name of environment `b` in error messages."
         raise NotImplementedError
 
     def reset(self) -> Outcome:
@@ -216,7 +216,7 @@ class Batch:
         raise NotImplementedError
 
     def step(self, act: Any) -> Outcome:
-        "Let every environment take its action of `act`, torch `[1, B, ...]`, nested."
+        "Step every environment with its action in `act`, torch `[1, B, ...]`, nested."
         raise NotImplementedError
 
     def close(self) -> None:
@@ -224,11 +224,11 @@ class Batch:
         raise NotImplementedError
 
     def pin_memory(self) -> None:
-        "Write observations to page-locked memory from now on."
+        "From now on, write observations to page-locked memory."
         self.buffers = StepBuffers(self._obs_spec, len(self), pinned=True)
 
     def observe_into(self, obs: Any) -> None:
-        "Write the next `n` observations into `obs`, containers of arrays `[n, B, ...]`. The next outcomes have views of it."
+        "Write the next `n` observations into `obs`, containers of arrays `[n, B, ...]`. The next outcomes have views of `obs`."
         self.buffers.observe_into(obs)
 
     def actions(self, array: Any) -> Any:
@@ -280,6 +280,6 @@ class Batch:
         raise EnvError("out of range", env=self.name(b), leaf=leaf, expected=f"as in {space}", got=str(got), **self.where)
 
     def _locate(self, e, env=None):
-        "Complete the error `e`: replace the index of an environment by its name, and fill in `env`, pipe and lane where they are missing."
+        "Complete the error `e`: replace the index of an environment by its name, and fill in missing `env`, pipe and lane."
         if isinstance(e.env, int): e.env = self.name(e.env)
         e.locate(env=env, **self.where)

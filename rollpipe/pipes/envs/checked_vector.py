@@ -21,7 +21,7 @@ from .factories import Claim, env_seeds, space_spec, spaces_of
 
 # %% ../../../nbs/pipes/10_envs/08_checked_vector.ipynb #7d5a9ed2
 def main_memory(leaf: str, convert: Callable) -> Any:
-    "The result of `convert()`. Raises `EnvError` for `leaf` if it fails, because the values are not in main memory or are no arrays."
+    "The result of `convert()`. Raises `EnvError` for `leaf` if this fails, because values are not in main memory or are not arrays."
     try: return convert()
     except PipeError: raise
     except (TypeError, ValueError, RuntimeError) as e: raise EnvError(f"this is no array in main memory: {e}", leaf=leaf) from e
@@ -43,7 +43,7 @@ def one_each(what: str, x: Any, n: int, kinds: str) -> np.ndarray:
 
 
 def close_vector(vec: Any, name: str, **where: Any) -> None:
-    """Close a vector environment. If its own `close` fails, end its processes, and warn.
+    """Close a vector environment. If its method `close` fails, end its processes and log a warning.
 
     Args:
         name: name in the warning
@@ -55,20 +55,20 @@ def close_vector(vec: Any, name: str, **where: Any) -> None:
         for process in getattr(inner, 'processes', ()):
             process.terminate()
             process.join()
-        inner.closed = True  # or it would try again when it is garbage-collected
+        inner.closed = True  # else its `__del__` would try to close it again
         warnings.warn(str(EnvError(f"close() raised {describe_exception(e)}", env=name, **where)), stacklevel=3)
 
 # %% ../../../nbs/pipes/10_envs/08_checked_vector.ipynb #f3cae990
 class CheckedVector:
     """A vector environment whose results are converted to arrays, with the structure, shapes and kinds of numbers of its spaces.
 
-    Environments are seeded once, at the first reset: those of `SyncVectorEnv` and `AsyncVectorEnv` with a seed each (the same ones that
-    `EnvBatch` would use), other implementations with one integer, and an EnvPool by its factory. Raises `EnvError` and `DataError`.
+    Environments are seeded once, at the first reset. Those of `SyncVectorEnv` and `AsyncVectorEnv` get one seed each, the same seeds as in
+    an `EnvBatch`. Other implementations get one integer. An EnvPool is seeded by its factory. Raises `EnvError` and `DataError`.
 
     Args:
         vec: gymnasium `VectorEnv`, or synchronous EnvPool
-        seed: of the whole batch
-        claim: it claims the vector environment
+        seed: seed of the whole batch
+        claim: `Claim` with which the batch claims the vector environment
     """
     def __init__(self, vec: Any, seed: np.random.SeedSequence, claim: Claim):
         self.claim = claim
@@ -88,7 +88,7 @@ class CheckedVector:
         self._put(obs, step.leaves)
 
     def reset_some(self, mask: np.ndarray, step: StepBuffer) -> None:
-        "Reset the environments in `mask` `[B]` and write their first observations into `step`. The others go on."
+        "Reset the environments in `mask` `[B]` and write their first observations into `step`. The other environments continue."
         obs, _ = self._call('reset', 2, options=dict(reset_mask=mask.copy()))
         obs = main_memory('obs', lambda: read_obs(obs, self.like, batch=True))
         for buffer, leaf in zip(step.leaves, nested.leaves(obs)): buffer[mask] = leaf[mask]
@@ -108,7 +108,7 @@ class CheckedVector:
         return rew, step.term | one_each('truncation', trunc, self.n, 'b'), infos
 
     def _call(self, method, n, *args, **kwargs):
-        "The answer of a method, which must be a tuple of `n`."
+        "Call a method of the vector environment and return its answer, which must be a tuple of `n`."
         self.claim.check()
         try: answer = getattr(self.vec, method)(*args, **kwargs)
         except Exception as e: raise EnvError(f"{method}() raised {describe_exception(e)}") from e

@@ -15,11 +15,11 @@ import rollpipe.pipes.nested as nested
 
 # %% ../../../nbs/pipes/10_envs/02_checks.ipynb #802fe0fd
 class FiniteCheck:
-    """Looks for numbers that are infinite or not a number in batches of one form.
+    """Looks for infinite numbers and nan in batches whose shapes and dtypes never change.
 
     Args:
         like: example arrays `[B, ...]` of the shapes and dtypes to check
-        name: what they are called in messages
+        name: name of the arrays in messages
     """
     def __init__(self, like: Any, name: str):
         self.names = nested.paths(like, name)
@@ -35,13 +35,13 @@ class FiniteCheck:
 
 # %% ../../../nbs/pipes/10_envs/02_checks.ipynb #3b80a2ab
 class RangeCheck:
-    """Looks for numbers that a `Discrete`, `MultiDiscrete` or `MultiBinary` does not have, in batches of observations.
+    """Looks in batches of observations for numbers outside of a `Discrete`, `MultiDiscrete` or `MultiBinary` space.
 
     `Box` is not checked: an observation outside its bounds is recorded as it is.
 
     Args:
-        space: of one environment
-        name: what the observations are called in messages
+        space: observation space of one environment
+        name: name of the observations in messages
     """
     def __init__(self, space: gym.Space, name: str):
         spaces = single_spaces(space)
@@ -51,7 +51,7 @@ class RangeCheck:
     def find(self, leaves: list) -> tuple | None:
         "`(environment, leaf, value, space)` of the first environment with such a number; None if there is none."
         for i, start, top, path, space in self.parts:
-            # One comparison does, because a number below `start` becomes a huge one.
+            # As unsigned integers, numbers below `start` become huge after the subtraction, so one comparison finds both sides.
             x = (leaves[i] - start if start.any() else leaves[i]).view(top.dtype)
             if (x > top).any():
                 b = int(np.argwhere(x > top)[0][0])
@@ -65,7 +65,7 @@ def single_spaces(space: gym.Space) -> Any:
 
 
 def _limits(space):
-    "The least number of a countable space in its dtype, and, unsigned, how far the greatest one is from it."
+    "The least number of a countable space, in its dtype, and the unsigned distance from there to the greatest number."
     n = space.n if isinstance(space, gym.spaces.Discrete) else getattr(space, 'nvec', 2)
     start = np.asarray(getattr(space, 'start', 0), space.dtype)
     return start, (np.asarray(n, np.uint64) - np.uint64(1)).astype(f'u{space.dtype.itemsize}')

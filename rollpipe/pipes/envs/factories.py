@@ -19,11 +19,11 @@ from ..errors import LEAST_BYTES, EnvError, SpaceError, check_memory, describe, 
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #0e4d2ea9
 def extra_for(env_id: str, error: Exception) -> str | None:
-    """The command that installs what is missing for an environment of gymnasium's, or None if something else is wrong.
+    """The command that installs the missing packages of a gymnasium environment, or None if the error has another cause.
 
     Args:
         env_id: gymnasium id
-        error: why it cannot be found or made
+        error: exception raised when the environment was looked up or made
     """
     if isinstance(error, gym.error.NamespaceNotFound) and str(env_id).startswith('ALE/'):
         return f"`pip install 'rollpipe[atari]'` and the id 'ale_py:{env_id}'"
@@ -80,7 +80,7 @@ class EnvFactory:
         if isinstance(source, str):
             self.name, self.takes_seed = check_id(source), False
             return
-        if isinstance(source, torch.nn.Module) and not hasattr(source, 'n_envs'):     # no `TensorEnv`
+        if isinstance(source, torch.nn.Module) and not hasattr(source, 'n_envs'):     # a `TensorEnv` has `n_envs`
             raise EnvError("a network stands where an environment belongs", got=type(source).__name__,
                            expected="the environment first and then the actor, as in `evaluate(env, actor)`")
         if hasattr(source, 'step') and not isinstance(source, type):
@@ -95,7 +95,7 @@ class EnvFactory:
 
     def __call__(self, seed: int | None = None) -> Any:
         try:
-            # gymnasium's own checker checks only the first step; `EnvBatch` checks every step.
+            # gymnasium's own checker is off: it checks only the first step, and `EnvBatch` checks every step.
             if isinstance(self.source, str): env = gym.make(self.source, **{'disable_env_checker': True, **self.env_kwargs})
             else: env = self.source(seed=seed) if self.takes_seed else self.source()
         except Exception as e:
@@ -180,7 +180,7 @@ class VectorFactory:
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #30cb4d7d
 def spaces_of(env: Any, env_kwargs: dict | None = None) -> tuple[gym.Space, gym.Space]:
-    """`(observation_space, action_space)` of one environment, also for a vector. An environment that is made for this is closed.
+    """`(observation_space, action_space)` of one environment, also for a vector. An environment that this function makes is closed again.
 
     Args:
         env: id, factory, environment, list of them, or a pair of spaces
@@ -211,7 +211,7 @@ def space_spec(space: gym.Space, what: str = 'space') -> Any:
 
     Args:
         space: any space
-        what: what the space is called in messages
+        what: name of the space in messages
     """
     if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)) and not space.spaces:
         raise SpaceError("this space is empty", leaf=what, expected="at least one space in it", got=str(space))
@@ -227,7 +227,7 @@ def space_spec(space: gym.Space, what: str = 'space') -> Any:
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #461008c9
 def env_seeds(seed: np.random.SeedSequence, n: int) -> list[tuple[int, int, int]]:
-    """For each environment, integers from its own child of `seed`: for its factory (31 bits), its first reset and its action space.
+    """For each environment, three integers from its own child of `seed`: for its factory (31 bits), its first reset and its action space.
 
     Args:
         seed: seed of the whole batch
@@ -240,20 +240,20 @@ def env_seeds(seed: np.random.SeedSequence, n: int) -> list[tuple[int, int, int]
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #7270e266
 class Claim:
-    """The right of one batch to step its environments. It ends when another batch claims one of them.
+    """The right of one batch to step its environments. It ends when another batch claims one of these environments.
 
     A wrapper counts as the environment within it. A `SyncVectorEnv` is claimed together with its environments.
     """
     def __init__(self):
-        self._held = {}   # index -> environment, which keeps its id as long as it is held
-        self.lost = []    # indices of the environments that other batches have claimed since
+        self._held = {}   # index -> environment; a reference, so that no other object gets the id of the environment
+        self.lost = []    # indices of environments that other batches have claimed later
 
     def take(self, env: Any, b: int | None = None) -> None:
-        """Claim `env`. The earlier claim to it ends. Raises `EnvError` if it is claimed twice for this batch.
+        """Claim `env`. An earlier claim to it ends. Raises `EnvError` if this batch claims it twice.
 
         Args:
             env: single or vector environment
-            b: its index in the batch; None: a vector, which is the batch
+            b: index of `env` in the batch; None: `env` is a vector environment, the whole batch
         """
         env = getattr(env, 'unwrapped', env)
         before = _claims.get(id(env))
@@ -272,9 +272,9 @@ class Claim:
                            expected="one at a time for each instance")
 
     def release(self) -> None:
-        "Give up all environments. Those in `lost` are another batch's, so whoever closes the others leaves these open."
+        "Give up all environments. Those in `lost` belong to another batch now, so the caller must not close them."
         for b, env in self._held.items():
-            holder = _claims.get(id(env))     # None if this batch is garbage: its entry goes first
+            holder = _claims.get(id(env))     # None if this claim is being garbage-collected, because its weak entry vanishes first
             if holder is self: del _claims[id(env)]
             elif holder is not None and b not in self.lost: self.lost.append(b)
         self._held.clear()

@@ -28,12 +28,12 @@ def filler(like: np.ndarray) -> np.ndarray:
 def _fillers(column): return nested.map(lambda x: np.full_like(x, filler(x)), column)
 
 def _is_numeric(x):
-    "True if `x`, a container of arrays, has leaves and all of them are numbers."
+    "True if `x`, a container of arrays, has at least one leaf and all leaves are numeric."
     return bool(nested.leaves(x)) and all(y.dtype.kind in 'biuf' for y in nested.leaves(x))
 
 
 def _arrays(key, value, env=None):
-    "The info `value` of the environment `env` with arrays for leaves. Raises `EnvError` if it contains itself."
+    "The info `value` of environment `env`, with its leaves as arrays. Raises `EnvError` if `value` contains itself."
     try: return nested.map(np.asarray, value)
     except RecursionError: raise _endless(key, value, env) from None
 
@@ -43,7 +43,7 @@ def _endless(key, value, env=None):
 
 
 def _has_form(x, like):
-    "True if `x` consists of numbers in the containers and shapes of `like`."
+    "True if `x` is numeric and has the containers and shapes of `like`."
     try: x = nested.map(np.asarray, x)
     except (TypeError, ValueError, RecursionError): return False
     shapes = [[y.shape for y in nested.leaves(tree)] for tree in (x, like)]
@@ -55,31 +55,31 @@ class InfoRecorder:
 
     Args:
         n: number of environments
-        keys: which infos are recorded; None: all that are numeric
-        stream: identifies a stream, in which each thing is said once; None: a stream of its own
+        keys: which infos are recorded; None: all numeric infos
+        stream: identifies a stream, in which each warning is logged once; None: a stream of its own
     """
     LEFT_OUT = "Infos that are not recorded: %s. `info_keys` names those to record; then nothing is said about others."
-    log, told = logging.getLogger('rollpipe'), set()     # `told`: `(stream, key)` of what this process has said already
+    log, told = logging.getLogger('rollpipe'), set()     # `told`: `(stream, key)` of warnings already logged
 
     def __init__(self, n: int, keys: Any = None, stream: Any = None):
         self.n, self.stream = n, object() if stream is None else stream
-        self.awaited = None if keys is None else {*keys}     # chosen, but not reported yet; None: all infos are wanted
+        self.awaited = None if keys is None else {*keys}     # chosen by the user, but not reported yet; None: all infos are wanted
         self.like, self.masked = {}, set()     # key -> a column `[n, ...]` of fillers, in the recorded shape and dtype; keys with a mask
-        self.known, self.begun = set(), False  # names that need no decision any more; was there a step already?
+        self.known, self.begun = set(), False  # infos recorded or left out for good; has there been a step?
 
     def is_news(self, names: Iterable) -> bool:
-        "Is there an info among `names` that is wanted, and has not appeared before?"
+        "Is there a wanted info among `names` that has not appeared before?"
         if self.awaited is None: return not self.known.issuperset(names)
         return bool(self.awaited) and not self.awaited.isdisjoint(names)
 
     def begin(self, key: str, column: Any, value: Any) -> str | None:
-        """Record the info `key` from now on. Returns None, or why it is left out.
+        """Record the info `key` from now on. Returns None, or the reason why the info is left out.
 
-        Raises `EnvError` if it is left out although the user has chosen it.
+        Raises `EnvError` if the info cannot be recorded although the user has chosen it.
 
         Args:
-            column: its first column, nested `[n, ...]`; None: it is not numeric
-            value: what was reported
+            column: first column of the info, nested `[n, ...]`; None: the info is not numeric
+            value: reported value, for messages
         """
         problem = "it is not numeric" if column is None else None
         if isinstance(key, str) and key.startswith('_'): problem = "such names are those of the masks"
@@ -95,9 +95,9 @@ class InfoRecorder:
         """Put the column of an info into `found`, with the filler where an environment did not report it. Raises `EnvError`.
 
         Args:
-            found: gets the column, and the mask if there is one
+            found: dict that gets the column, and the mask if there is one
             column: nested `[n, ...]`, which may be overwritten; None: no environment has reported the info
-            said: bool `[n]`: the environments that have reported it
+            said: bool `[n]`: True for the environments that have reported the info
             valid: bool `[n]`: where a step took place
         """
         if column is None: column = nested.map(np.ndarray.copy, self.like[key])
@@ -109,9 +109,9 @@ class InfoRecorder:
         if key in self.masked: found[f'_{key}'] = said
 
     def widened(self, key: str, column: Any) -> Any:
-        "`column` in the recorded dtype, which becomes wider if necessary. Raises `EnvError` if its structure or its shape has changed."
+        "`column` in the recorded dtype, which is widened if necessary. Raises `EnvError` if the structure or a shape has changed."
         like = self.like[key]
-        # Most columns are one array of the recorded shape and dtype.
+        # A fast path, because most columns are one array of the recorded shape and dtype.
         if type(column) is type(like) is np.ndarray and column.dtype == like.dtype and column.shape == like.shape: return column
         self.check_form(key, column)
         dtypes = nested.map(np.result_type, column, like)
@@ -119,19 +119,19 @@ class InfoRecorder:
         return nested.map(lambda x, dtype: x.astype(dtype, copy=False), column, dtypes)
 
     def check_form(self, key: str, column: Any) -> None:
-        "Raise `EnvError` unless `column` consists of numbers, and has the recorded structure and shapes."
+        "Raise `EnvError` unless `column` is numeric and has the recorded structure and shapes."
         if _has_form(column, self.like[key]): return
         raise EnvError("the infos changed their form (info_keys chooses what is recorded)", leaf=f"info[{key!r}]",
                        expected=describe(self.like[key]), got=describe(column))
 
     def say(self, texts: dict, message: str) -> None:
-        "Log a warning with the `texts` of the keys about which nothing has been said in this stream."
+        "Log a warning with the `texts` of those keys for which this stream has not logged one yet."
         new = [text for key, text in texts.items() if (self.stream, key) not in self.told]
         self.told.update((self.stream, key) for key in texts)
         if new: self.log.warning(message, ', '.join(new))
 
     def say_awaited(self) -> None:
-        "An episode has ended. Say which of the chosen infos have not appeared."
+        "Warn, after an episode has ended, of the chosen infos that have not appeared."
         self.say({key: repr(key) for key in self.awaited or ()}, "`info_keys` names infos that no environment has reported in its first "
                  "episode: %s. They are recorded from the step on at which they appear.")
 
@@ -139,7 +139,7 @@ class InfoRecorder:
 class SingleInfos(InfoRecorder):
     "Records the infos of single environments."
     def record(self, infos: list, valid: np.ndarray) -> dict:
-        """The infos of a step, key -> nested `[n, ...]`. Raises `EnvError`, whose `env` is the index of the environment.
+        """The infos of a step, key -> nested `[n, ...]`. Raises `EnvError`; its field `env` is the index of the environment.
 
         Args:
             infos: one dict for each environment
@@ -159,7 +159,7 @@ class SingleInfos(InfoRecorder):
         return [dict(info) for info in infos]
 
     def _begin(self, infos):
-        "Decide about the infos that have not appeared before. The first environment that has one defines its shape and dtype."
+        "Record or leave out infos that have not appeared before. The first environment that reports an info defines its shape and dtype."
         said = {key: (value, b) for b in reversed(range(self.n)) for key, value in infos[b].items() if self.is_news([key])}
         left_out = {}
         for key, (value, b) in said.items():
@@ -192,11 +192,11 @@ class SingleInfos(InfoRecorder):
                            expected=describe(one), got=describe(values[b])) from None
 
 # %% ../../../nbs/pipes/10_envs/04_infos.ipynb #2a7e29a5
-FINAL = 'final_obs', 'final_info', '_final_obs', '_final_info'     # they belong to the autoreset modes
+FINAL = 'final_obs', 'final_info', '_final_obs', '_final_info'     # keys of gymnasium's autoreset modes, not infos of the environments
 
 
 def _reporters(infos, key, among):
-    "Bool `[n]`: the environments `among` which have reported the info `key`."
+    "Bool `[n]`: True for those environments in `among` that have reported the info `key`."
     mask = infos.get(f'_{key}')
     if mask is None: return among.copy()
     mask = np.asarray(mask)
@@ -210,9 +210,9 @@ def _is_mask(key, infos):
 
 
 def _column(leaf, value, said):
-    """The info `value` of a vector environment as nested arrays `[n, ...]` of their own memory; None if it is not numeric.
+    """The info `value` of a vector environment as nested arrays `[n, ...]` with memory of their own; None if `value` is not numeric.
 
-    Only the rows `said` have a meaning. Raises `EnvError` if one of these environments has not reported a part of it.
+    Only the rows `said` have a meaning. Raises `EnvError` if one of these environments has not reported a part of the info.
     """
     if isinstance(value, dict):
         parts = {k: x for k, x in value.items() if not _is_mask(k, value)}
@@ -221,9 +221,9 @@ def _column(leaf, value, said):
                 raise EnvError("a part of an info is missing", env=int(silent.argmax()), leaf=f"{leaf}[{k!r}]", expected="all of its parts")
             parts[k] = _column(f"{leaf}[{k!r}]", x, said)
         return parts if parts and all(x is not None for x in parts.values()) else None
-    value, n = np.array(value), len(said)     # a copy, because the vector environment may use its arrays again
+    value, n = np.array(value), len(said)     # a copy, because the vector environment may reuse its arrays
     if value.dtype == object and value.shape == said.shape:
-        rows = [x for x in value[said] if np.ndim(x) == 0]     # gymnasium keeps a numpy bool as an object
+        rows = [x for x in value[said] if np.ndim(x) == 0]     # gymnasium stores numpy bools in an object array
         rows = np.array(rows) if len(rows) == said.sum() else value
         if rows.dtype.kind in 'biuf':
             value = np.zeros(n, rows.dtype)
@@ -237,7 +237,7 @@ class VectorInfos(InfoRecorder):
         """The infos of a step, key -> nested `[n, ...]`. Raises `EnvError`.
 
         Args:
-            infos: what the vector environment reports
+            infos: infos from the vector environment
             ended: bool `[n]`: where an episode ended
             valid: bool `[n]`: where a step took place
         """
@@ -250,7 +250,7 @@ class VectorInfos(InfoRecorder):
         return found
 
     def _begin(self, infos, among):
-        "Decide about the infos that the environments `among` report, and that have not appeared before."
+        "Record or leave out infos that the environments `among` report and that have not appeared before."
         left_out = {}
         for key, value in infos.items():
             if key in FINAL or _is_mask(key, infos) or not self.is_news([key]): continue
@@ -264,7 +264,7 @@ class VectorInfos(InfoRecorder):
         except RecursionError: raise _endless(key, value) from None
 
     def _read(self, key, sources):
-        "`(column, said)`: the info `key` and the environments that have reported it. The column is None if there are none."
+        "`(column, said)`: the info `key`, and a mask of the environments that have reported it. The column is None if none has."
         column, everybody = None, np.zeros(self.n, bool)
         for infos, among in sources:
             if key not in infos or not (said := _reporters(infos, key, among)).any(): continue

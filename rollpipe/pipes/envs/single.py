@@ -23,7 +23,7 @@ from .sticky import Sticky
 
 # %% ../../../nbs/pipes/10_envs/06_single.ipynb #5b8a8dff
 class _naming:
-    "Turns an exception in the block into a `PipeError` that names the call and has the index `b` of the environment."
+    "Turns an exception in the block into a `PipeError` with the name of the call and the index `b` of the environment."
     def __init__(self, b, call): self.b, self.call = b, call
     def __enter__(self): pass
 
@@ -37,16 +37,16 @@ def make_envs(factories: list, seeds: list, envs: list, claim: Claim) -> None:
     """Make the environments of a batch and seed their action spaces. Raises `EnvError` with the index of the environment.
 
     Args:
-        factories: of `EnvFactory`
-        seeds: as `env_seeds` returns them
-        envs: environments that exist already; new ones are appended, so that the caller can close them if this fails
-        claim: it claims each of them
+        factories: list of `EnvFactory`
+        seeds: seeds from `env_seeds`
+        envs: environments that exist already; new ones are appended, so that the caller can close them after an error
+        claim: `Claim` with which the batch claims each environment
     """
     for b, (factory, (make_seed, _, space_seed)) in enumerate(zip(factories, seeds)):
         with _naming(b, 'the factory'):
             env = envs[b] if b < len(envs) else factory(make_seed)
             claim.take(env, b)
-        if b == len(envs): envs.append(env)     # only now, so that no environment is closed twice
+        if b == len(envs): envs.append(env)     # after the claim, so that no environment is closed twice
         env.action_space.seed(space_seed)
     for b, env in enumerate(envs): _check_spaces(b, env, envs[0])
 
@@ -73,7 +73,7 @@ def scalar_rewards(rews: list) -> np.ndarray:
 
 # %% ../../../nbs/pipes/10_envs/06_single.ipynb #5b633772
 def is_end(terminated: Any, truncated: Any) -> bool:
-    "Does an episode end? Raises `EnvError` unless each of the two is True, False, or a number that equals one of them."
+    "Does an episode end? Raises `EnvError` unless each argument is True, False, or a number that equals True or False."
     for leaf, x in (('terminated', terminated), ('truncated', truncated)):
         if isinstance(x, (bool, np.bool_)): continue
         try: number = np.asarray(x)
@@ -87,10 +87,10 @@ class SingleEnvs:
     """Single environments, stepped one after the other. Their errors have the index of the environment.
 
     Args:
-        factories: of `EnvFactory`
-        seeds: as `env_seeds` returns them
+        factories: list of `EnvFactory`
+        seeds: seeds from `env_seeds`
         first: the first environment, if its factory has been called already
-        sticky: an environment that ended rests until the number of steps is a multiple of this
+        sticky: period in steps; an environment whose episode ended rests until the number of steps is a multiple of `sticky`
         closes: False: `close` leaves the environments open
     """
     def __init__(self, factories: list, seeds: list, first: Any = None, sticky: int | None = None, closes: bool = True):
@@ -129,7 +129,7 @@ class SingleEnvs:
                 x, r, terminated, truncated, info = env.step(action)
                 rews.append(r)
                 infos.append(info)
-                # At nearly all steps both are this very object.
+                # A fast path, because at nearly all steps both are the object `False`.
                 if (terminated is not False or truncated is not False) and is_end(terminated, truncated):
                     ended.append(b)
                     step.term[b] = terminated
@@ -137,7 +137,7 @@ class SingleEnvs:
                     call = 'reset()'
                     x, _ = env.reset()
                     call = 'step()'
-                # Most observations are one array, as announced by the space.
+                # A fast path, because most observations are one array, as announced by the space.
                 if type(x) is np.ndarray and x.dtype is dtype and x.shape == shape: buffer[b] = x
                 else: put_obs(x, self.like, step.leaves, b)
         except PipeError as e:
@@ -147,9 +147,9 @@ class SingleEnvs:
         return final, ended, rews, infos
 
     def close(self, name: Callable = str, **where: Any) -> None:
-        """Close every environment, except those that another batch has claimed. Those that fail to are told in a warning.
+        """Close every environment, except those that another batch has claimed. A warning names those whose `close` fails.
 
-        Without `closes`, only let go of them.
+        Without `closes`, only give up the environments.
 
         Args:
             name: the name of an environment, from its index
@@ -168,17 +168,17 @@ class SingleEnvs:
 
 # %% ../../../nbs/pipes/10_envs/06_single.ipynb #35beedd2
 class EnvBatch(Batch):
-    """`B` environments, stepped together; what they return is checked against their spaces.
+    """`B` environments that are stepped together. Their results are checked against their spaces.
 
     Every environment is seeded once, from its own child of `seed`, at its first reset. Observations are stored in the dtype of the
     observation space. Raises `EnvError` or `ActorError` with the environment's index and the leaf.
 
     Args:
-        factories: of `EnvFactory`, one for each environment
-        seed: of the whole batch
-        info_keys: infos to record; None: all that are numeric
+        factories: list of `EnvFactory`, one for each environment
+        seed: seed of the whole batch
+        info_keys: infos to record; None: all numeric infos
         clip_actions: clip float actions to their Box
-        sticky: an environment that ended rests until the number of steps is a multiple of this
+        sticky: period in steps; an environment whose episode ended rests until the number of steps is a multiple of `sticky`
         first: the first environment, if its factory has been called already
         closes: False: `close` leaves the environments open
         **where: context for error messages: pipe, lane
@@ -228,5 +228,5 @@ class EnvBatch(Batch):
         return self._step_outcome(step, act, array, final, ended, info, valid)
 
     def close(self) -> None:
-        "Close every environment, also if some of them fail to."
+        "Close every environment, also if the `close` of some fails."
         if self.single is not None: self.single.close(self.name, **self.where)

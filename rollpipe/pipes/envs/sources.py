@@ -22,7 +22,7 @@ class Lent(gym.Wrapper):
     def close(self) -> None: pass
 
 
-class LentVector(gym.vector.VectorWrapper):  # pyright: ignore[reportIncompatibleMethodOverride]  `actions` is called `action`
+class LentVector(gym.vector.VectorWrapper):  # pyright: ignore[reportIncompatibleMethodOverride]  an argument has another name
     "A loan of a vector environment: `close` leaves it open."
     def close(self, **kwargs: Any) -> None: pass
 
@@ -52,31 +52,31 @@ class Lender:
 
 
 def instances_in(x: Any, depth: int = 4) -> list:
-    "The environments that belong to the user in `x`, a `Lender`, an environment, or containers of those, `depth` levels deep."
+    "The environments of the user in `x`: a `Lender`, an environment, or containers of these, at most `depth` levels deep."
     if isinstance(x, Lender) or is_instance(x): return [x.env if isinstance(x, Lender) else x]
     if not isinstance(x, (list, tuple, set, dict)) or not depth: return []
     return [env for y in (x.values() if isinstance(x, dict) else x) for env in instances_in(y, depth - 1)]
 
 
 def refuse_copies(instances: list, owner: str, got: str, **where: Any) -> None:
-    """Raise `EnvError` if there are any instances, because each would have to be copied.
+    """Raise `EnvError` if there are any instances, because an instance cannot be copied.
 
     Args:
         instances: environments that belong to the user
-        owner: who would need environments of its own, such as 'each lane'
-        got: what would copy them, as in 'Lanes(n=2)'
+        owner: owner that needs environments of its own, such as 'each lane'
+        got: cause of the copies, such as 'Lanes(n=2)'
         **where: pipe, lane, leaf
     """
     for env in instances: raise no_copy(Lender(env).name, owner, got, **where)
 
 
 def no_copy(name: str, owner: str, got: str, **where: Any) -> EnvError:
-    """The error for an instance that would have to be copied.
+    """The error for an instance of an environment that a graph would have to copy.
 
     Args:
-        name: of the environment
-        owner: who would need environments of its own, such as 'each lane'
-        got: what would copy it, as in 'Lanes(n=2)'
+        name: name of the environment
+        owner: owner that needs environments of its own, such as 'each lane'
+        got: cause of the copies, such as 'Lanes(n=2)'
         **where: pipe, lane, leaf
     """
     return EnvError("an environment instance cannot be copied", env=name, got=f"an instance and {got}",
@@ -86,7 +86,7 @@ def no_copy(name: str, owner: str, got: str, **where: Any) -> EnvError:
 def env_sources(source: Any, n_envs: int | None = None, env_kwargs: dict | None = None) -> list:
     """One factory for each environment, or one for all environments of a vector.
 
-    Raises `EnvError` as `env_factories` does; and if an instance comes twice, or would have to be repeated for `n_envs`.
+    Raises `EnvError` as `env_factories` does, and if an instance occurs twice or would have to be repeated for `n_envs`.
 
     Args:
         source: gymnasium id, factory, environment instance, or a list of those
@@ -94,7 +94,7 @@ def env_sources(source: Any, n_envs: int | None = None, env_kwargs: dict | None 
         env_kwargs: keyword arguments for `gymnasium.make`
 
     Returns:
-        list: of `EnvFactory` and `Lender`
+        list: list of `EnvFactory` and `Lender`
     """
     sources = [x.env if isinstance(x, Lender) else x for x in (source if isinstance(source, (list, tuple)) else [source])]
     instances = [x for x in sources if is_instance(x)]
@@ -113,19 +113,19 @@ def env_sources(source: Any, n_envs: int | None = None, env_kwargs: dict | None 
     return [Lender(x) if is_instance(x) else env_factories(x, env_kwargs=env_kwargs)[0] for x in sources]
 
 # %% ../../../nbs/pipes/10_envs/11_sources.ipynb #b606a1fe
-MOST = 10_000   # a pipe that yields more environments is taken for an endless one
+MOST = 10_000   # more environments than this from a pipe are an error, because such a pipe is probably endless
 
 
 def taken(items: Iterator, n_envs: int | None = None, env_kwargs: dict | None = None) -> list:
-    """One factory for each of the next `n_envs` items. Raises `EnvError` if there are fewer, or something else among them.
+    """One factory for each of the next `n_envs` items. Raises `EnvError` if there are fewer, or if an item gives no environment.
 
     Args:
         items: yields ids, factories or instances
-        n_envs: how many to take; None: all, so `items` are then at their end
+        n_envs: number of items to take; None: all of them
         env_kwargs: keyword arguments for `gymnasium.make`
 
     Returns:
-        list: of `EnvFactory` and `Lender`
+        list: list of `EnvFactory` and `Lender`
     """
     found = list(islice(items, MOST + 1 if n_envs is None else n_envs))
     if n_envs is None and len(found) > MOST:
@@ -155,10 +155,10 @@ class Acting:
         "Raise `EnvError` if there are instances of environments."
 
     def apply_sharding(self, num_of_instances: int, instance_id: int) -> None:
-        "The loaders of torch and torchdata call this in their processes, unless `Lanes` below are divided among them."
+        "The loaders of torch and torchdata call this in their processes, unless they divide `Lanes` below this pipe among them."
         self.n_processes = num_of_instances
 
     def refuse_processes(self) -> None:
-        "Raise `GraphError` if several processes would collect the same."
+        "Raise `GraphError` if several processes would collect the same data."
         if self.n_processes > 1:
             raise GraphError(f"{self.n_processes} processes would collect the same", pipe=self, expected="`Lanes` to divide among them")

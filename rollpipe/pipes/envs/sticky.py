@@ -20,14 +20,14 @@ class RestingEnv:
 
 
 class Sticky:
-    "Decides which of `envs` act. Those whose episode ended rest until the number of steps is a multiple of `period`."
+    "Decides which `envs` act. An environment whose episode ended rests until the number of steps is a multiple of `period`."
     def __init__(self, envs: list, period: int):
         self.envs, self.period, self.all = envs, period, np.ones(len(envs), bool)
         self.begin()
 
     def begin(self) -> None:
-        "All environments act."
-        self.acting, self.resting = list(self.envs), []     # environments or their `RestingEnv`; indices of those that rest
+        "Begin a new period, in which all environments act."
+        self.acting, self.resting = list(self.envs), []     # for each index, the environment or its `RestingEnv`; indices that rest
         self.count = 0
 
     def after_step(self, obs: Any, ended: list) -> np.ndarray:
@@ -35,7 +35,7 @@ class Sticky:
 
         Args:
             obs: observations `[B, ...]` after the step
-            ended: environments whose episode ended; those that rest are added, because `fin` is set for them too
+            ended: environments whose episode ended; resting ones are added to this list, because `fin` is set for them too
         """
         valid = self.all.copy()
         valid[self.resting] = False

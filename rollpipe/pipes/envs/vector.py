@@ -22,15 +22,15 @@ from .single import EnvBatch
 
 # %% ../../../nbs/pipes/10_envs/09_vector.ipynb #72759db7
 class VectorBatch(Batch):
-    """The environments of one vector environment; what it returns is checked against the spaces of one environment.
+    """The environments of one vector environment. Its results are checked against the spaces of one environment.
 
     Observations are stored in the dtype of the space. Raises `EnvError`, `ActorError` or `DataError` with the leaf and, where it is
     known, the index of the environment, and `SpaceError` for a space without a fixed-size array form.
 
     Args:
         vec: gymnasium `VectorEnv`, or synchronous EnvPool
-        seed: of the whole batch
-        info_keys: infos to record; None: all that are numeric
+        seed: seed of the whole batch
+        info_keys: infos to record; None: all numeric infos
         clip_actions: clip float actions to their Box
         name: name in error messages
         closes: False: `close` leaves the environments open
@@ -47,7 +47,7 @@ class VectorBatch(Batch):
             self._locate(e, self.vec_name)
             raise
         self._infos = VectorInfos(len(self), info_keys, str((seed.entropy, self.vec_name)))
-        self._resetting = np.zeros(len(self), bool)     # where the next step is a reset (NEXT_STEP)
+        self._resetting = np.zeros(len(self), bool)     # True where the next step is a reset (mode NEXT_STEP)
 
     def name(self, b: int) -> str:
         "The name of environment `b` in error messages."
@@ -76,8 +76,8 @@ class VectorBatch(Batch):
 
         Args:
             step: memory for the results
-            stepno: `[B]`: of the step before
-            actions: as `self.actions` returns them
+            stepno: `[B]`: step numbers before this step
+            actions: actions from `self.actions`
         """
         try:
             rew, ends, infos = self.vector.step(actions, step)
@@ -96,7 +96,7 @@ class VectorBatch(Batch):
             raise
         np.add(stepno, 1, out=step.stepno)
         np.copyto(step.fin, over)
-        if ended: step.stepno[over] = 0     # a mask is faster than a list
+        if ended: step.stepno[over] = 0     # indexing with a mask is faster than with a list
         if final and self._range_check.parts: self._check_final(final)
         return final, ended, info, valid
 
@@ -109,7 +109,7 @@ class VectorBatch(Batch):
         return ~self._resetting, ends | self._resetting
 
     def _final(self, step, ends, infos):
-        "environment -> true last observation, where truncated. In the mode 'Disabled' it also resets the environments in `ends`."
+        "Environment -> true last observation, where truncated. In the mode 'Disabled' this also resets the environments in `ends`."
         at = (ends if self.terminal_obs else ends & ~step.term).nonzero()[0].tolist()
         if not at: final = ()
         elif self.vector.mode == 'SameStep': final = final_observations(infos, at, self._obs_spec)
@@ -120,7 +120,7 @@ class VectorBatch(Batch):
         return {b: nested.getitem(final, k) for k, b in enumerate(at)}
 
     def close(self) -> None:
-        "Close the vector environment, unless another batch has claimed it. May be called twice. Without `closes`, only let go of it."
+        "Close the vector environment, unless another batch has claimed it; without `closes`, only give it up. May be called twice."
         vec, self.vec = self.vec, None
         self.claim.release()
         if vec is not None and self.closes and not self.claim.lost: close_vector(vec, self.vec_name, **self.where)
@@ -133,11 +133,11 @@ def env_batch(factories: list, seed: np.random.SeedSequence, *, sticky: int | No
     Raises `EnvError` if a vector environment has another number of environments, or if `sticky` is set for it.
 
     Args:
-        factories: of `EnvFactory`, or one `VectorFactory`
-        seed: of the whole batch
-        sticky: an environment that ended rests until the number of steps is a multiple of this
+        factories: list of `EnvFactory`, or one `VectorFactory`
+        seed: seed of the whole batch
+        sticky: period in steps; an environment whose episode ended rests until the number of steps is a multiple of `sticky`
         clip_actions: clip float actions to their Box
-        info_keys: infos to record; None: all that are numeric
+        info_keys: infos to record; None: all numeric infos
         closes: False: the batch leaves its environments open
         **where: context for error messages: pipe, lane
     """

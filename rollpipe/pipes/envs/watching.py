@@ -19,7 +19,7 @@ from .factories import EnvFactory, is_vector
 
 # %% ../../../nbs/pipes/10_envs/12_watching.ipynb #29bc1b51
 def rendering(factory: Any, mode: str, seed: int | None, closes: bool = True) -> gym.Env:
-    """A single environment of `factory` with this `render_mode`. Raises `EnvError` if it has another one.
+    """A single environment of `factory` with the `render_mode` `mode`. Raises `EnvError` if the environment has another mode.
 
     Args:
         factory: `EnvFactory` or `Lender`
@@ -36,7 +36,7 @@ def rendering(factory: Any, mode: str, seed: int | None, closes: bool = True) ->
 
 # %% ../../../nbs/pipes/10_envs/12_watching.ipynb #58784bbc
 def check_modes(factory: Any, mode: str) -> None:
-    """Raise `EnvError` if the environment is given by its id, and its class lacks the mode.
+    """Raise `EnvError` if the environment is given by its id and its class does not support the mode.
 
     Args:
         factory: `EnvFactory` or `Lender`
@@ -47,7 +47,7 @@ def check_modes(factory: Any, mode: str) -> None:
         creator: Any = gym.spec(factory.source.rpartition(':')[2]).entry_point
         if isinstance(creator, str): creator = load_env_creator(creator)
         modes = [str(x) for x in creator.metadata['render_modes']]
-    except Exception: return  # a function makes it; or something is missing, and `gymnasium.make` says what
+    except Exception: return  # a function makes the environment, or a package is missing, which `gymnasium.make` reports
     wanted = ('rgb_array', 'human') if mode == 'human' else ('rgb_array',)
     if not set(wanted) & set(modes):
         raise EnvError(f"this environment cannot be {'shown' if mode == 'human' else 'filmed'}", env=factory.name,
@@ -55,7 +55,7 @@ def check_modes(factory: Any, mode: str) -> None:
 
 # %% ../../../nbs/pipes/10_envs/12_watching.ipynb #e9bc9ba9
 class _Filmed(gym.Wrapper):
-    "Gives a picture of every step to its recorder, until its last episode is over."
+    "Gives a frame of every step to its recorder, until the last episode to be filmed is over."
     def __init__(self, env, recorder):
         super().__init__(env)
         self.recorder = recorder
@@ -80,7 +80,7 @@ class _Filmed(gym.Wrapper):
 
 # %% ../../../nbs/pipes/10_envs/12_watching.ipynb #299a301b
 def check_film(path: str | Path) -> None:
-    """Raise now what `Recorder.save` would raise after all the work: `DataError` or `ImportError`.
+    """Raise, before any work, the `DataError` or `ImportError` that `Recorder.save` would raise in the end.
 
     Args:
         path: file to write
@@ -118,7 +118,7 @@ class Recorder:
             path: file to write; its ending decides the format
         """
         check_film(path)
-        part = Path(path).with_suffix(f".part{Path(path).suffix}")     # a film that is there already stays until the new one is complete
+        part = Path(path).with_suffix(f".part{Path(path).suffix}")     # an older film stays until the new one is complete
         try:
             self._write(part)
             os.replace(part, path)
@@ -138,7 +138,7 @@ class Recorder:
 
 # %% ../../../nbs/pipes/10_envs/12_watching.ipynb #25f39669
 class _Shown(gym.Wrapper):
-    "Tells its window when the user has closed it."
+    "Tells its `Window` when the user has closed the window."
     def __init__(self, env, window):
         super().__init__(env)
         self.window = window
@@ -149,7 +149,7 @@ class _Shown(gym.Wrapper):
     def _watch(self, call, *args, **kwargs):
         try: out = call(*args, **kwargs)
         except Exception as e:
-            pygame: Any = sys.modules.get('pygame')     # only environments that use it import it
+            pygame: Any = sys.modules.get('pygame')     # only environments that use pygame import it
             if pygame is not None and isinstance(e, pygame.error) and not pygame.display.get_init():
                 if not self.window.opened: raise _no_display(str(e)) from e
                 self.window.closed = True
@@ -172,8 +172,8 @@ def _no_display(got):
 class Window:
     """A factory of one environment with `render_mode='human'`. `closed` is True once the user has closed its window.
 
-    The windows of pygame are watched; other environments decide themselves what a closed window means. Raises `EnvError`
-    as `check_modes` and `rendering` do, and where there is no display.
+    Only windows of pygame are watched; other environments react to a closed window in their own way. Raises `EnvError` as
+    `check_modes` and `rendering` do, and if there is no display.
 
     Args:
         factory: `EnvFactory` or `Lender`

@@ -27,12 +27,12 @@ from ..torchdata import IterDataPipe
 
 # %% ../../../nbs/pipes/25_fusion/02_collector.ipynb #adc71460
 class Carry(NamedTuple):
-    """What the next fragment begins with. It has its own memory, because that of the fragment before may be reused.
+    """The values with which the next fragment begins. They have their own memory, because that of the previous fragment may be reused.
 
     Args:
         state: numpy `[B, ...]`
-        act: the action before, torch `[1, B, ...]`; None: an engine has it
-        term: bool `[B]`: where the step before was a termination
+        act: previous action, torch `[1, B, ...]`; None: an engine has the action
+        term: bool `[B]`: True where the previous step was a termination
         hx: recurrent state
     """
     state: State
@@ -42,11 +42,11 @@ class Carry(NamedTuple):
 
 
 class FusedLoop:
-    """Collects the fragments of one lane, whose actor torch runs.
+    """Collects the fragments of one lane whose actor runs in torch.
 
     Args:
-        interaction: of an actor with its environments
-        start: from `interaction.start()`
+        interaction: `Interaction` of an actor with its environments
+        start: result of `interaction.start()`
         n_steps: steps of a fragment
         destination: memory for the states
         **where: context for error messages: pipe
@@ -66,7 +66,7 @@ class FusedLoop:
         stepping = stepping_for(interaction.envs, rows, self.n_steps)
         try: act, hx = self._steps(stepping, act, array, hx)
         except Exception as e: fault = e
-        stepping.settle()     # an earlier step may be at fault
+        stepping.settle()     # this raises the error of an earlier step, if there is one
         if fault is not None: raise fault
         return self._complete(rows, stepping.infos, stepping.valid, act, hx, version)
 
@@ -93,7 +93,7 @@ class FusedLoop:
     def _complete(self, rows, infos, valid, act, hx, version):
         self.destination.completing()
         interaction, before, last = self.interaction, self.carry, rows.last()
-        act, hx = (nested.map(torch.clone, x) for x in (act, hx))     # they may be views of observations
+        act, hx = (nested.map(torch.clone, x) for x in (act, hx))     # the actor's answers may be views of observations
         self.carry = Carry(last, act, rows.term[-1].copy(), hx)
         numbers = dict(lane=interaction.lane, seq=self.seq, version=version)
         fields = dict(env=stack_infos(infos, valid), hx=nested.map(torch.Tensor.cpu, before.hx), term=torch.from_numpy(rows.term),
@@ -106,11 +106,11 @@ def _array(act): return act[0].numpy() if isinstance(act, torch.Tensor) else nes
 
 # %% ../../../nbs/pipes/25_fusion/02_collector.ipynb #628eb74b
 class StagedLoop(FusedLoop):
-    """Collects the fragments of one lane, whose actor an engine runs.
+    """Collects the fragments of one lane whose actor runs in an engine with staged rows.
 
     Args:
-        engine: from `interaction.engine`
-        *args: of `FusedLoop`
+        engine: result of `interaction.engine`
+        *args: arguments of `FusedLoop`
         **where: context for error messages: pipe
     """
     def __init__(self, engine: Any, *args: Any, **where: Any):
@@ -125,7 +125,7 @@ class StagedLoop(FusedLoop):
         for begin in range(0, self.n_steps, len(staged.arrays)):
             n, fault = min(self.n_steps - begin, len(staged.arrays)), None
             staged.clear()
-            with calling('step', self.interaction.checked.answers): self.engine.begin(n)    # it may become torch, which reads more
+            with calling('step', self.interaction.checked.answers): self.engine.begin(n)    # a change to torch changes `reads`
             stepping = stepping_for(self.interaction.envs, staged, n, self.engine.reads)
             try: self._run(stepping, begin, n)
             except Exception as e: fault = e
@@ -138,7 +138,7 @@ class StagedLoop(FusedLoop):
         return self._complete(rows, infos, valid, None, staged.hxs[n], version)
 
     def _run(self, stepping, begin, n):
-        "Take `n` steps, of which the first has the number `begin` in its fragment."
+        "Take `n` steps. The first one has the number `begin` in the fragment."
         engine, staged, checked = self.engine, self.staged, self.interaction.checked
         run, arrays, acts, answers = engine.run, staged.arrays, staged.acts, checked.answers
         past = list(zip(nested.leaves(staged.state.act), nested.leaves(staged.act)))
@@ -159,27 +159,27 @@ class StagedLoop(FusedLoop):
 
 
 def loop_for(interaction: Interaction, n_steps: int, destination: Destination, **where: Any) -> FusedLoop:
-    """Resets the environments, and returns the loop for the engine of this interaction.
+    """Reset the environments, and return the loop for the engine of this interaction.
 
     Args:
-        interaction: of an actor with its environments, not begun yet
+        interaction: `Interaction` of an actor with its environments, not begun yet
         n_steps: steps of a fragment
         destination: memory for the states
         **where: context for error messages: pipe
     """
     args, is_long = (interaction, interaction.start(), n_steps, destination), n_steps >= RowBuffer.AT_ONCE
     engine = interaction.engine(*args[1], n_steps) if is_long or interaction.engine_choice != 'torch' else None
-    # Staged rows are used again, where `FusedLoop` has objects for each row of a fragment.
+    # Long fragments take staged rows too, which are reused, because `FusedLoop` makes objects for each row of a fragment.
     return StagedLoop(engine, *args, **where) if is_long or engine and engine.name != 'torch' else FusedLoop(*args, **where)
 
 # %% ../../../nbs/pipes/25_fusion/02_collector.ipynb #02a14c05
 class FusedStepping:
-    "The `fusion` of a `FragmentCollector` which steps the environments of the `EnvStepper` that it reads."
+    "A `fusion` with which a `FragmentCollector` itself steps the environments of the `EnvStepper` that it reads."
     def obstacle(self, collector: FragmentCollector, pipe: IterDataPipe) -> str | None:
         """Why the collector and the pipe that it reads cannot become one stage; None if they can.
 
         Args:
-            collector: in the graph
+            collector: a collector in the graph
             pipe: the last pipe of the graph
         """
         source, of_own = collector.pipe, "{} has methods of its own".format
@@ -191,7 +191,7 @@ class FusedStepping:
         return None
 
     def open(self, collector: FragmentCollector) -> Iterator:
-        "What the stepper reads: environments, if they come from a pipe."
+        "An iterator of the stepper's input: environments, if they come from a pipe."
         return collector.pipe._open()  # pyright: ignore[reportAttributeAccessIssue]  it is an `EnvStepper`
 
     def stream(self, collector: FragmentCollector, items: Iterator, destination: Destination) -> Iterator[Fragment]:

@@ -26,7 +26,7 @@ from ..torchdata import IterDataPipe
 
 # %% ../../../nbs/pipes/25_fusion/03_rewrites.ipynb #80eb2e18
 def _alone(stacker, pipe, sources) -> str | None:
-    "Why the stacker cannot do the work of its `sources`: it is of another class, joins nothing, or others read them."
+    "The reason why the stacker cannot do the work of its `sources`: it is a subclass, `n` is 1, or other pipes read them. Or None."
     if not trait(stacker, 'fusible'): return f"{type(stacker).__name__} has methods of its own"
     if stacker.n == 1: return "it joins one fragment"
     for x in sources:
@@ -36,12 +36,12 @@ def _alone(stacker, pipe, sources) -> str | None:
 
 
 def _passes_on(pipe) -> bool:
-    "Does it give each fragment on at once, whatever its strides, and keep nothing?"
+    "Does `pipe` pass on each fragment at once, whatever its strides, and keep none?"
     return isinstance(pipe, Pipe) and trait(pipe, 'any_strides') and trait(pipe, 'reads') == 1 and not trait(pipe, 'keeps_items')
 
 
 def between(stacker: FragmentStacker) -> tuple:
-    "`(lanes, pipes)`: the pipe where its fragments come from, and the pipes that they pass on the way, the first one first."
+    "`(lanes, pipes)`: the pipe that yields the stacker's fragments, and the pipes between both, in the order of the stream."
     pipe, passed = stacker.pipe, []
     while not isinstance(pipe, Lanes) and _passes_on(pipe) and len(above := inputs(pipe)) == 1:
         passed.insert(0, pipe)
@@ -50,7 +50,7 @@ def between(stacker: FragmentStacker) -> tuple:
 
 
 def obstacle_in_place(stacker: FragmentStacker, pipe: IterDataPipe) -> str | None:
-    "Why the lanes cannot make fragments where the stacker wants them, in the graph that ends in `pipe`; None if they can."
+    "The reason why, in the graph that ends in `pipe`, the lanes cannot make fragments in memory of the stacker; None if they can."
     lanes, passed = between(stacker)
     if why := _alone(stacker, pipe, [*passed, lanes]): return why
     name = type(lanes).__name__
@@ -61,7 +61,7 @@ def obstacle_in_place(stacker: FragmentStacker, pipe: IterDataPipe) -> str | Non
 
 
 def obstacle_batched(stacker: FragmentStacker, pipe: IterDataPipe) -> str | None:
-    "Why the stacker cannot join before advantages are estimated, in the graph that ends in `pipe`; None if it can."
+    "The reason why, in the graph that ends in `pipe`, the stacker cannot join before advantages are estimated; None if it can."
     source = stacker.pipe
     if why := _alone(stacker, pipe, [source]): return why
     if not isinstance(source, AdvantageBuffer): return f"it reads {type(source).__name__}, which estimates no advantages"
@@ -69,7 +69,7 @@ def obstacle_batched(stacker: FragmentStacker, pipe: IterDataPipe) -> str | None
 
 # %% ../../../nbs/pipes/25_fusion/03_rewrites.ipynb #da1538b8
 class FusedJoin(NamedTuple):
-    """The `fusion` of a `FragmentStacker`.
+    """A `fusion` with which a `FragmentStacker` avoids copies and joins before advantages are estimated.
 
     Args:
         in_place: lanes make their fragments side by side
@@ -79,13 +79,13 @@ class FusedJoin(NamedTuple):
     batch_advantages: bool = False
 
     def fitting(self, stacker: FragmentStacker, pipe: IterDataPipe) -> 'FusedJoin | None':
-        "What of it works in the graph that ends in `pipe`; None if nothing does."
+        "The part of this fusion that works in the graph that ends in `pipe`; None if no part does."
         left = FusedJoin(self.in_place and obstacle_in_place(stacker, pipe) is None,
                          self.batch_advantages and obstacle_batched(stacker, pipe) is None)
         return left if any(left) else None
 
     def drawn(self, stacker: FragmentStacker) -> str:
-        "The text of the stage in a drawing."
+        "The text of the stacker in a drawing."
         left = self.fitting(stacker, stacker) or ()
         return ', '.join([short_repr(stacker)[:-1], *(f'{name}=True' for name, is_on in zip(self._fields, left) if is_on)]) + ')'
 
@@ -102,18 +102,18 @@ class FusedJoin(NamedTuple):
 
 
 def _side_by_side(stacker, room, batched):
-    "The fragments that the stacker joins, made in the memory of `room`. With `batched` they do not pass the last pipe before it."
+    "The fragments that the stacker joins, made in the memory of `room`. With `batched` they skip the last pipe above the stacker."
     lanes, passed = between(stacker)
     items = lanes.into(room)
     for pipe in passed[:len(passed) - batched]: items = pipe._run(items=items)
     return items
 
 
-CLOSE = 1e-5      # how far the values of a joined batch may be from those of its fragments, as a part of the largest one or of 1
+CLOSE = 1e-5      # tolerance of the values of a joined batch, relative to max(1, largest value)
 
 
 def _compared(batches, buffer, n):
-    "`batches` of `n` fragments. Raises `DataError` if the critic judges the first one otherwise than its fragments alone."
+    "Pass on `batches` of `n` fragments. Raises `DataError` if the critic's values of the first batch differ from those of its fragments."
     for k, batch in enumerate(batches):
         if k == 0 and buffer.critic is not None:
             parts = unstacked(batch)
@@ -129,12 +129,12 @@ def _compared(batches, buffer, n):
 
 # %% ../../../nbs/pipes/25_fusion/03_rewrites.ipynb #2c106bfa
 class Rewrite(NamedTuple):
-    """A change of a graph that makes it faster and leaves its stream as it is, except for last bits if it must be asked for.
+    """A change that makes a graph faster and keeps its stream. A rewrite that changes last bits is applied only on request.
 
     Args:
-        where: the pipes that it may replace
-        obstacle: `obstacle(found, pipe)`: why it cannot replace `found` in the graph that ends in `pipe`; None if it can
-        make: `make(copy)`: what takes its place; it may be the copy itself, changed
+        where: selects the pipes that the rewrite may replace
+        obstacle: `obstacle(found, pipe)` is the reason why `found` cannot be replaced in the graph that ends in `pipe`, or None
+        make: `make(copy)` returns the replacement of a copied pipe, which may be this copy, changed
     """
     name: str
     where: Where
@@ -161,12 +161,12 @@ REWRITES = [FUSED_STEPPING, JOIN_IN_PLACE]
 
 
 class Rewritten(NamedTuple):
-    """One line of a report.
+    """One line of a `Report`.
 
     Args:
         rewrite: name of the rewrite
-        pipe: the pipe that it found
-        obstacle: why it was not applied; None: it was
+        pipe: the pipe that the rewrite found
+        obstacle: reason why the rewrite was not applied; None: it was applied
     """
     rewrite: str
     pipe: str
@@ -177,23 +177,23 @@ class Rewritten(NamedTuple):
 
 
 class Report(list):
-    "What `optimize` did and what it left, a `Rewritten` for each pipe that a rewrite looked at."
+    "A list with a `Rewritten` for each pipe that a rewrite of `optimize` found."
     def __str__(self): return '\n'.join(map(str, self)) or "no pipe that a rewrite could replace"
 
 # %% ../../../nbs/pipes/25_fusion/03_rewrites.ipynb #a0163e48
 def optimize(pipe: IterDataPipe, report: bool = False, batch_advantages: bool = False) -> Any:
-    """The graph with faster pipes that yield the same, bit for bit, and raise the same errors.
+    """The graph with faster pipes, which yield bit-identical items and raise the same errors.
 
     An `EnvStepper` and a `FragmentCollector` that reads it become one stage, which makes no `Tick`. `find` and `draw` still show both. An
-    edit that needs the ticks takes the stage apart again. When an environment fails a check, it may have taken up to `n_steps` steps more.
+    edit that needs the ticks separates both again. When an environment fails a check, it may have taken up to `n_steps` further steps.
 
-    Lanes make large arrays of integers, such as images, in the memory of the batch, so that a `FragmentStacker` does not copy them.
-    With `batch_advantages` it joins before an `AdvantageBuffer` estimates. The values of the first batch are compared with those of each
-    fragment alone, and `DataError` is raised if they differ by more than `1e-5` of the largest.
+    Lanes make large integer arrays, such as images, in the memory of the batch, so that a `FragmentStacker` does not copy them. With
+    `batch_advantages` a `FragmentStacker` joins before an `AdvantageBuffer` estimates. The first batch's values are compared with those
+    of its single fragments. `DataError` is raised if they differ by more than `1e-5`, relative to max(1, largest value).
 
     Args:
         pipe: the last pipe of the graph, which stays as it is
-        report: return what was done, too
+        report: return also a `Report` of what was done
         batch_advantages: one call of the critic for all fragments of a batch; the last bits of `adv` and `ret` may differ
 
     Returns:

@@ -25,8 +25,8 @@ class FragmentRows:
 
     Args:
         first: row 0, numpy `[B, ...]`
-        term: bool `[B]`: where row 0 follows a termination
-        act: the action taken in row 0, numpy `[B, ...]`: it gives the dtype of all actions
+        term: bool `[B]`: True where row 0 follows a termination
+        act: the action taken in row 0, numpy `[B, ...]`, which defines the dtype of all actions
         n: number of rows, `T+1`
         empty: `empty(shape, dtype)` returns uninitialised memory for one leaf
         **where: context for error messages: pipe, lane
@@ -57,7 +57,7 @@ class FragmentRows:
             out[t] = x
 
     def tensors(self) -> State:
-        "The rows as tensors of the same memory."
+        "The rows as tensors that share their memory."
         return nested.map(torch.from_numpy, self.state)
 
     def last(self) -> State:
@@ -68,8 +68,8 @@ class FragmentRows:
         """Copy the results of `n` steps.
 
         Args:
-            staged: rows that are used again
-            begin: the number of steps that are there already
+            staged: the engine's rows, which are reused
+            begin: the number of steps copied before
             n: the number of steps to copy
         """
         into, rows = slice(begin + 1, begin + n + 1), slice(1, n + 1)
@@ -83,17 +83,17 @@ class StagedRows:
     def __init__(self, rows: Rows):
         self.rows, self.state, self.act = rows, *nested.map(lambda x: x[:, 0], (rows.state, rows.act))
         state, self.term = self.state, np.zeros(self.state.fin.shape, bool)
-        self.seen = nested.leaves(state._replace(act=()))     # what environments write
+        self.seen = nested.leaves(state._replace(act=()))     # the leaves that environments write
         self.steps = step_buffers(state.obs, state.rew, state.stepno, state.fin, self.term)
-        self.arrays = [nested.getitem(self.act, t) for t in range(rows.n)]                      # of each action, numpy `[B, ...]`
+        self.arrays = [nested.getitem(self.act, t) for t in range(rows.n)]                      # each action, numpy `[B, ...]`
         self.acts = [nested.map(lambda x: torch.from_numpy(x[None]), x) for x in self.arrays]   # the same memory, torch `[1, B, ...]`
         self.hxs = [nested.map(lambda x, t=t: torch.from_numpy(x[t]), rows.hx) for t in range(rows.n + 1)]
 
     def clear(self) -> None:
-        "No row but the first follows an end."
+        "Mark that no episode ends in these rows. Row 0 stays."
         self.state.fin[1:], self.term[1:] = False, False
 
     def go_on(self, n: int) -> None:
-        "Begin again with row `n` as row 0."
+        "Continue with row `n` as the new row 0."
         for x in nested.leaves((self.rows.state, self.rows.hx)): x[0] = x[n]
-        for x, act in zip(nested.leaves(self.state.act), nested.leaves(self.act)): x[0] = act[n - 1]     # an actor may begin to read it
+        for x, act in zip(nested.leaves(self.state.act), nested.leaves(self.act)): x[0] = act[n - 1]     # an engine may begin to read it

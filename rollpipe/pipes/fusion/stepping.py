@@ -20,22 +20,22 @@ from ..errors import PipeError
 
 # %% ../../../nbs/pipes/25_fusion/01_stepping.ipynb #2d4b9b60
 def seen_row(step: StepBuffer, act: Any) -> State:
-    "The results of a step for the actor, torch `[1, B, ...]`, with its action `act` of the step before."
+    "The actor's view of the results of a step, torch `[1, B, ...]`, with the action `act` that led to them."
     return State(step.stepno_tensor, nested.as_seen(step.obs_tensors), act, step.rew_tensor, step.fin_tensor)
 
 
 class SingleStepping:
-    """Steps an `EnvBatch` into the rows of one fragment: `step` for each step, then `settle`.
+    """Steps an `EnvBatch` and writes the results into rows: call `step` for each step, and then `settle`.
 
     Args:
         rows: `FragmentRows` or `StagedRows`
-        n_steps: how many steps come
+        n_steps: number of steps
         reads: fields of `State` that the actor reads; others are written by `settle`
     """
     def __init__(self, envs: EnvBatch, rows: Any, n_steps: int, reads: tuple = State._fields):
         self.envs, self.rows, self.reads_rew, self.reads_stepno = envs, rows, 'rew' in reads, 'stepno' in reads
-        self.arrived, self.rewards = 0, []     # steps whose observations are there; the rewards as they came
-        self.infos, self.valid = [], []        # of each step
+        self.arrived, self.rewards = 0, []     # number of steps with observations; unconverted rewards
+        self.infos, self.valid = [], []        # infos and masks of each step
 
     def step(self, t: int, act: Any, array: Any) -> tuple:
         """Step every environment, and write the results into row `t+1`.
@@ -43,7 +43,7 @@ class SingleStepping:
         Args:
             t: number of the step
             act: the actions, torch `[1, B, ...]`
-            array: the same, numpy `[B, ...]`
+            array: the actions, numpy `[B, ...]`
 
         Returns:
             tuple: (final, ended), as in `Outcome`
@@ -68,11 +68,11 @@ class SingleStepping:
         return final, ended
 
     def seen(self, t: int, act: Any) -> State:
-        "Row `t` for the actor, torch `[1, B, ...]`, with its action `act` of the step before."
+        "The actor's view of row `t`, torch `[1, B, ...]`, with the action `act` that led to it."
         return seen_row(self.rows.steps[t], act)
 
     def settle(self) -> None:
-        "Check all steps so far. Raises the error of the first one that is at fault."
+        "Check all steps so far. Raises the error of the first step that fails."
         if not self.reads_stepno: _count(self.rows.state.stepno, self.rows.state.fin, self.arrived)
         if (self.reads_rew or self._put_rewards()) and self._all_fine(): return
         for step, rews in zip(self.rows.steps[1:self.arrived + 1], [*self.rewards, None]):
@@ -87,9 +87,9 @@ class SingleStepping:
         self.envs._check_rewards(step, rews)
 
     def _put_rewards(self):
-        "Write all rewards at once, if all of them are of the usual kind; returns whether they are."
+        "Write all rewards at once if all are Python floats. Returns whether they are."
         rews, out = list(chain.from_iterable(self.rewards)), self.rows.state.rew[1:len(self.rewards) + 1]
-        if {*map(type, rews)} - {float}: return False     # numbers of several kinds are converted step by step
+        if {*map(type, rews)} - {float}: return False     # the caller converts other kinds step by step
         out[:] = np.array(rews).reshape(out.shape)
         return True
 
@@ -100,7 +100,7 @@ class SingleStepping:
 
 
 def _count(stepno, fin, n):
-    "Write rows 1 to `n` of `stepno`, which counts from row 0 on and begins again at 0 where `fin`."
+    "Write rows 1 to `n` of `stepno`: it counts on from row 0, and begins again at 0 where `fin`."
     t = np.arange(n + 1)[:, None]
     if not fin[1:n + 1].any():
         stepno[1:n + 1] = stepno[0] + t[1:]
@@ -110,7 +110,7 @@ def _count(stepno, fin, n):
 
 # %% ../../../nbs/pipes/25_fusion/01_stepping.ipynb #44b74c4b
 class VectorStepping:
-    "Steps a `VectorBatch` into the rows of one fragment. The methods are those of `SingleStepping`."
+    "Steps a `VectorBatch` and writes the results into rows, with the methods of `SingleStepping`."
     def __init__(self, envs: VectorBatch, rows: Any):
         self.envs, self.rows, self.infos, self.valid = envs, rows, [], []
 
@@ -127,10 +127,10 @@ class VectorStepping:
 
 
 class OutcomeStepping:
-    "Steps any batch by its own `step`. The methods are those of `SingleStepping`."
+    "Steps any batch by its method `step`, with the methods of `SingleStepping`."
     def __init__(self, envs: Batch, rows: Any, n_steps: int):
         self.envs, self.rows, self.infos, self.valid, self.out = envs, rows, [], [], None
-        envs.observe_into(nested.getitem(rows.state.obs, slice(1, n_steps)))     # one row less: then the batch lets go of the memory
+        envs.observe_into(nested.getitem(rows.state.obs, slice(1, n_steps)))     # at the last row, the batch releases this memory
 
     def step(self, t: int, act: Any, array: Any) -> tuple:
         self.out = out = self.envs.step(act)
@@ -143,22 +143,22 @@ class OutcomeStepping:
         return out.final, out.ended
 
     def seen(self, t: int, act: Any) -> State:
-        assert self.out is not None     # the first row is not asked for
+        assert self.out is not None     # the loop never asks for row 0
         return self.out.seen
 
     def settle(self) -> None: pass
 
 
 def stepping_for(envs: Batch, rows: Any, n_steps: int, reads: tuple = State._fields) -> SingleStepping | VectorStepping | OutcomeStepping:
-    """The fastest stepping for a batch. A subclass of `EnvBatch` or `VectorBatch` with methods of its own is stepped by those.
+    """The fastest stepping for a batch. A subclass of `EnvBatch` or `VectorBatch` that overrides methods is stepped by these methods.
 
     Args:
-        envs: reset before
+        envs: batch of environments, reset before
         rows: `FragmentRows` or `StagedRows`
-        n_steps: how many steps come
+        n_steps: number of steps
         reads: fields of `State` that the actor reads
     """
-    own = type(envs).actions is not Batch.actions     # a single environment's stepping does without that method
+    own = type(envs).actions is not Batch.actions     # `SingleStepping` does not call that method
     if isinstance(envs, EnvBatch) and type(envs).step is EnvBatch.step and not own: return SingleStepping(envs, rows, n_steps, reads)
     if isinstance(envs, VectorBatch) and type(envs).step is VectorBatch.step: return VectorStepping(envs, rows)
     return OutcomeStepping(envs, rows, n_steps)

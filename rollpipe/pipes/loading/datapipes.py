@@ -16,7 +16,7 @@ _all_ = ["IterDataPipe", "MapDataPipe", "IterableWrapper", "Mapper", "ShardingFi
 
 # %% ../../../nbs/pipes/01_loading/00_datapipes.ipynb #913330be
 def _own_in_each_thread():
-    "A class attribute that is None until a thread sets it, and is set for that thread only."
+    "A class attribute with a value for each thread: None until the thread sets it."
     values = threading.local()
     return property(lambda cls: vars(values).get(cls), lambda cls, value: vars(values).__setitem__(cls, value))
 

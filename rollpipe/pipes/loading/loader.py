@@ -16,7 +16,7 @@ from .seeds import SeedGenerator
 
 # %% ../../../nbs/pipes/01_loading/02_loader.ipynb #c68917ec
 def _breadth_first(graph, seen):
-    "The pipes of what `traverse_dps` returns, the last one first, each once; not those whose ids are in `seen`."
+    "The pipes in a graph from `traverse_dps`, the last pipe first, each once, without those whose ids are in `seen`."
     found, level = {}, [graph]
     while level:
         new = {k: row for g in level for k, row in g.items() if k not in seen and k not in found}
@@ -30,7 +30,7 @@ def set_graph_random_seed(datapipe: IterDataPipe, seed_generator: SeedGenerator)
 
     Args:
         datapipe: the last pipe of a graph
-        seed_generator: where the seeds come from
+        seed_generator: source of the seeds
     """
     graph = traverse_dps(datapipe)
     filters = [p for p in _breadth_first(graph, set()) if type(p) is ShardingFilter]
@@ -43,26 +43,26 @@ def set_graph_random_seed(datapipe: IterDataPipe, seed_generator: SeedGenerator)
 
 # %% ../../../nbs/pipes/01_loading/02_loader.ipynb #60f10742
 class ReadingServiceInterface(ABC):
-    "What a loader calls. A service can be pickled until `initialize` is called, because each loader has a copy."
+    "The methods that a loader calls. Until `initialize` is called, a service can be pickled, because each loader has a copy."
     @abstractmethod
     def initialize(self, datapipe: IterDataPipe) -> IterDataPipe:
-        "The graph that will run; called before the first iteration."
+        "Return the graph that will run. The loader calls this before the first iteration."
 
     def initialize_iteration(self, seed_generator: Any, iter_reset_fn: Callable | None = None) -> Callable | None:
-        "Called before each iteration, with the source of seeds. Returns None, or a function that changes the graph once more."
+        "Prepare an iteration, with a source of seeds. Returns None, or a function that changes the graph once more."
         return None
 
     def finalize_iteration(self) -> None:
-        "Called when an iteration is over."
+        "The loader calls this when an iteration is over."
         return None
 
     def finalize(self) -> None:
-        "Called by `shutdown`."
+        "The loader calls this in `shutdown`."
         return None
 
 # %% ../../../nbs/pipes/01_loading/02_loader.ipynb #cc3c2b51
 class InProcessReadingService(ReadingServiceInterface):
-    "Run the graph in this process. A pause calls the method `pause` of pipes that have one, the last first; `resume` goes the other way."
+    "Run the graph in this process. A pause calls `pause` of the pipes that have it, the last pipe first, and `resume` in reverse order."
     end: Any = None
 
     def initialize(self, datapipe: IterDataPipe) -> IterDataPipe:
@@ -82,11 +82,11 @@ class InProcessReadingService(ReadingServiceInterface):
 
 # %% ../../../nbs/pipes/01_loading/02_loader.ipynb #51566801
 class LoaderIterator(Iterator):
-    """What `iter(loader)` returns. Attributes that it has not are those of the iterator of the last pipe.
+    """The iterator that `iter(loader)` returns. Its missing attributes come from the iterator of the last pipe.
 
     Args:
         loader: the loader that made it
-        number: how many it has made before
+        number: number of iterators that the loader made before
     """
     def __init__(self, loader: "DataLoader2", number: int):
         self.loader, self.number, self.count, self.most = loader, number, 0, None
@@ -110,16 +110,16 @@ class LoaderIterator(Iterator):
         return item
 
     def limit(self, num_batches: int | None) -> None:
-        """Pause after so many items. A paused iterator ends, and goes on after `resume`.
+        """Pause after `num_batches` items. A paused iterator ends, and continues after `resume`.
 
         Args:
-            num_batches: items from now on, and after each `resume`, until the loader pauses; None: no limit
+            num_batches: number of items until the loader pauses, from now on and again after each `resume`; None: no limit
         """
         self.count, self.most = 0, num_batches
         self.loader._call('_limit', num_batches)
 
     def resume(self) -> None:
-        "Go on after a pause."
+        "Continue after a pause."
         self.loader._resume()
 
     def _pause(self):
@@ -142,18 +142,18 @@ class _InOrder(IterDataPipe):
 
 # %% ../../../nbs/pipes/01_loading/02_loader.ipynb #19ef8edd
 class DataLoader2:
-    """Run a graph of pipes, as its reading service decides: `with DataLoader2(pipe) as loader: for item in loader: ...`.
+    """Run a graph of pipes where its reading service decides: `with DataLoader2(pipe) as loader: for item in loader: ...`.
 
-    The loader has a copy of the graph and of the service. One iterator at a time is valid, the newest. With `seed`, the first iteration
-    begins with that seed, and later ones draw on from it; without, each iteration takes a seed from torch's generator. An error,
-    `shutdown` or the end of the `with` block ends the service and releases the stream, and with it the environments.
+    The loader copies the graph and the service. Only the newest iterator is valid. After a call of `seed`, the first iteration begins with
+    that seed, and later iterations continue its random numbers. Otherwise each iteration takes a seed from torch's generator. An error,
+    `shutdown` or the end of the `with` block ends the service and releases the stream, and so the environments.
 
     Args:
         datapipe: the last pipe of the graph
-        datapipe_adapter_fn: functions from pipe to pipe, which change the copy
-        reading_service: where the graph runs; None: here, and nobody seeds it
+        datapipe_adapter_fn: functions `pipe -> pipe` that change the copy
+        reading_service: decides where the graph runs; None: in this process, without seeds
     """
-    shut = True     # until the constructor is through
+    shut = True     # so `__del__` does nothing if the constructor fails
 
     def __init__(self, datapipe: IterDataPipe | MapDataPipe, datapipe_adapter_fn: Callable | Iterable[Callable] | None = None,
                  reading_service: Any = None):
@@ -162,9 +162,9 @@ class DataLoader2:
         for adapt in adapters if isinstance(adapters, Iterable) else (adapters,): self.datapipe = adapt(self.datapipe)
         self.reading_service = _clone(reading_service)
         self.stream: Any = None
-        self.waiting = False    # has an iteration begun of which nobody has read?
+        self.waiting = False    # has an iteration begun from which no item was read?
         self.paused = self.adapted = self.seeded = self.shut = False
-        self.made = 0       # iterators so far; the loader does not hold them, and so is freed with its last reader
+        self.made = 0       # number of iterators; the loader does not hold them, so it is freed with its last reader
         self._seed, self._seed_generator = None, SeedGenerator()
 
     def __iter__(self) -> LoaderIterator:
@@ -195,7 +195,7 @@ class DataLoader2:
         self._seed, self.seeded = seed, False
 
     def shutdown(self) -> None:
-        "End the reading service and release the stream. Again, it does nothing."
+        "End the reading service and release the stream. A second call does nothing."
         if self.shut: return
         self.shut = True
         try:
@@ -211,7 +211,7 @@ class DataLoader2:
         if self.reading_service is not None: getattr(self.reading_service, name)()
 
     def _call(self, name, *args):
-        "Call an optional method of the reading service. False, with a warning, if it has none."
+        "Call an optional method of the reading service. Warns and returns False if the service has no such method."
         if not hasattr(self.reading_service, name):
             warnings.warn(f"there is no reading service with a method `{name}`, so the loader goes on as it was", stacklevel=3)
             return False

@@ -29,13 +29,13 @@ def philox(key: tuple, counter: tuple) -> tuple:
 
 # %% ../../../nbs/pipes/01_loading/01_seeds.ipynb #5537d45e
 def _number(seed, block, half):
-    "The number of 64 bits that is half 0 or 1 of a block; `seed` is the key."
+    "The 64-bit number in half 0 or 1 of a block of the generator with key `seed`."
     words = philox((seed & _MASK, seed >> 32 & _MASK), tuple(block >> shift & _MASK for shift in (0, 32, 64, 96)))
     return words[2 * half] + (words[2 * half + 1] << 32)
 
 # %% ../../../nbs/pipes/01_loading/01_seeds.ipynb #c26c82c7
 class SeedStream:
-    """The seeds that follow from one seed, in order.
+    """The sequence of seeds derived from one seed.
 
     Args:
         seed: an integer; its lowest 64 bits count
@@ -44,40 +44,40 @@ class SeedStream:
         self.key, self.place = seed, 0
 
     def generate(self) -> int:
-        "The next seed, an integer of 64 bits without a sign."
+        "The next seed, an unsigned 64-bit integer."
         self.place += 1
         return _number(self.key, *divmod(self.place + 1, 2))
 
     def spawn(self, index: int) -> "SeedStream":
-        "The stream of its own that worker `index` gets."
+        "The separate stream for worker `index`."
         return SeedStream(_number(_number(self.key, 0, 0), index - index % 2, index % 2))
 
 # %% ../../../nbs/pipes/01_loading/01_seeds.ipynb #fce8418b
 class SeedGenerator:
-    """What a loader hands to its reading service, to seed a graph with; as torchdata's.
+    """The source of seeds that a loader passes to its reading service, compatible with torchdata's.
 
     Args:
-        seed: below 2**64; None: from torch's generator
+        seed: integer below 2**64; None: a seed from torch's generator
     """
     def __init__(self, seed: int | None = None):
         self.seed(seed)
 
     def seed(self, seed: int | None = None) -> None:
-        "Start anew from `seed`; None: from torch's generator, which stays as it is. Raises `ValueError` for a seed of more than 64 bits."
+        "Restart from `seed`; None: a seed of torch's generator, whose state is kept. Raises `ValueError` for a seed of more than 64 bits."
         if seed is None: seed = _torchs_seed()
         if seed >= 2**64: raise ValueError(f"Expected a seed below 2**64, got {seed}.")
         self._shared, self._own = SeedStream(seed), SeedStream(seed)
 
     def generate_shared_seed(self) -> int:
-        "The next seed for pipes that are alike in all workers."
+        "The next seed for pipes that draw the same numbers in all workers."
         return self._shared.generate()
 
     def generate_seed(self) -> int:
-        "The next seed of this worker's own."
+        "The next seed for this worker only."
         return self._own.generate()
 
     def spawn(self, worker_id: int, inplace: bool = False) -> "SeedGenerator":
-        "The generator of a worker; `inplace`: this one becomes it. Raises `ValueError` for a negative number."
+        "The generator of a worker; with `inplace`, this generator is changed into it. Raises `ValueError` for a negative number."
         if worker_id < 0: raise ValueError(f"Expected a worker number of 0 or more, got {worker_id}.")
         new = self if inplace else copy.deepcopy(self)
         new._own = self._own.spawn(worker_id)

@@ -22,8 +22,8 @@ class Setting(NamedTuple):
     Args:
         n_envs: environments that are stepped together; None: unknown
         lag: of the workers
-        cores: processor cores that this process may use
-        engine: what runs the actor; None: there is no choice
+        cores: number of processor cores that this process may use
+        engine: engine that runs the actor; None: there is no choice
         seam: index of the stage `Lanes`; None: there is none
     """
     n_envs: int | None = None
@@ -36,7 +36,7 @@ class Setting(NamedTuple):
 
 
 def setting_of(graph: IterDataPipe, workers: int = 0, lag: int | None = 0) -> Setting:
-    "The setting of a graph that runs with so many workers."
+    "The setting of a graph that runs with `workers` workers."
     steppers, lanes = find(graph, EnvStepper), find(graph, Lanes)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
     first, seams = steppers[0] if steppers else None, [i for i, pipe in enumerate(nodes(graph)) if isinstance(pipe, Lanes)]
@@ -44,11 +44,11 @@ def setting_of(graph: IterDataPipe, workers: int = 0, lag: int | None = 0) -> Se
                    seams[0] if seams else None)
 
 # %% ../../../nbs/pipes/31_profiling/03_advice.ipynb #571f16be
-LONG = 0.01     # [s] an item that takes so long is worth handing over
+LONG = 0.01     # [s] an item that takes at least this long is worth the transfer from a worker
 
 
 def advice_for(profile: Profile, setting: Setting) -> str:
-    "What the figures suggest, or nothing if there are none."
+    "A text with the advice that the figures suggest; empty if there are no figures."
     if profile.slowest is None: return ''
     stage = profile.stages[profile.slowest]
     if stage.label == LEARNER: return _about_learner(profile, setting)
@@ -64,28 +64,28 @@ def advice_for(profile: Profile, setting: Setting) -> str:
 
 
 def _limit(stage, profile) -> str:
-    "How much faster the whole can become by this stage."
+    "A text that says how much faster the whole would be without this stage."
     share = stage.share
-    # A saving in the workers helps no more than this process waits for them.
+    # Faster workers save at most the time in which this process waits for them.
     if stage.place == 'workers': share = min(share, max((x.share for x in profile.stages if x.place == 'seam'), default=0.))
     return f'Without it, the whole would be at most {_times(1 - share)} as fast.'
 
 
 def _times(share) -> str:
-    "How many times as fast the whole is if this share remains."
+    "How many times as fast the whole is if only this share of the time remains."
     return f'{1 / max(share, 0.01):.3g} times'
 
 
 def _for_actor(setting) -> list:
-    "What makes calls of the actor cheaper."
+    "Suggestions that make calls of the actor cheaper."
     tries = [] if setting.n_envs is None else [f'more environments for each call of the actor than {setting.n_envs} (n_envs)']
     return tries + (["engine='onnxruntime'"] if setting.engine == 'torch' else [])
 
 
 def _more_workers(profile, setting) -> list:
-    """More workers, if there are cores that no process needs, and if those that there are do work.
+    """A suggestion of more workers, if there are free cores and the present workers are busy.
 
-    Handing an item over takes up to a millisecond, so what is collected in a few milliseconds is better collected here.
+    The transfer of an item takes up to a millisecond. So items that are collected in a few milliseconds are better collected here.
     """
     busy, seam = [x.busy for x in profile.workers], None if setting.seam is None else profile.stages[setting.seam]
     if seam is None or seam.awaited < LONG * seam.items_per_s: return []
@@ -95,20 +95,20 @@ def _more_workers(profile, setting) -> list:
 
 
 def _about_learner(profile, setting) -> str:
-    "If the learner is the slowest, faster collecting helps little."
+    "The advice if the learner is the slowest stage: faster collecting helps little."
     return (f'The learner takes {share_text(profile.learner)} of the time, and collecting {share_text(1 - profile.learner)}. '
             f'However fast collecting were, the whole would be at most {_times(profile.learner)} as fast.' + _about_lag(profile, setting))
 
 
 def _about_handing_over(profile, seam) -> str:
-    "If workers are idle while this process waits for them, requests and answers take the time."
+    "The advice if this process waits for its workers: requests and answers take the time in which no worker collects."
     busy = max((x.busy for x in profile.workers), default=0.)
     return (f'This process waits {share_text(seam.share)} of the time for its workers, which collect for {share_text(busy)} of it. So '
             'most of this is requests and answers. Try longer fragments (n_steps) or no workers.')
 
 
 def _about_lag(profile, setting) -> str:
-    "If workers and learner wait for one another, a lag lets both work at the same time."
+    "The advice if workers and learner wait for each other: a lag lets both work at the same time."
     waiting = min((x.waiting for x in profile.workers), default=0.)
     if setting.lag != 0 or waiting < 0.2 or profile.learner is None or not 0.1 < profile.learner < 0.9: return ''
     return (f' The workers wait {share_text(waiting)} of their time, and the learner waits {share_text(1 - profile.learner)}. With lag=1 '

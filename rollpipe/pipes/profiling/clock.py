@@ -17,10 +17,10 @@ from ..pipe import close
 
 # %% ../../../nbs/pipes/31_profiling/00_clock.ipynb #1f7f0b97
 class Account:
-    """The times of all stages in one thread. At each moment the time runs for one stage, at first for the last one.
+    """The times of all stages in one thread. At each moment the time counts for one stage; in the beginning, for the last stage.
 
     Args:
-        n: number of stages, with the last one, which is what is outside of the others
+        n: number of stages; the last one is the code outside of all other stages
         now: returns the time [s]
         path: file in which `save` keeps the sums; None: none
     """
@@ -28,34 +28,34 @@ class Account:
 
     def __init__(self, n: int, now: Callable, path: str | None = None):
         self.now, self.path, self.pid = now, path, os.getpid()
-        self.own, self.awaited = [0.] * n, [0.] * n               # [s] in the stage itself; [s] that others waited for its items
-        self.items, self.sizes, self.sized = [0] * n, [0] * n, [0] * n  # items; the bytes of those whose size was taken; how many these are
-        self.due = [1] * n                                        # the next item whose size is taken
+        self.own, self.awaited = [0.] * n, [0.] * n               # [s] in the stage itself; [s] in which others waited for its items
+        self.items, self.sizes, self.sized = [0] * n, [0] * n, [0] * n  # numbers of items; bytes of measured items; numbers of these
+        self.due = [1] * n                                        # number of the next item to be measured
         self.stage, self.start = -1, now()
         self.since = self.start
         self.file = None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
 
     def begin(self, stage: int) -> int:
-        "Let the time run for `stage`. Returns the stage for which it ran."
+        "From now on, count the time for `stage`. Returns the stage for which it counted before."
         before, t = self.stage, self.now()
         self.own[before] += t - self.since
         self.stage, self.since = stage, t
         return before
 
     def end(self, before: int) -> None:
-        "Let the time run for the stage `before` again."
+        "From now on, count the time for the stage `before` again."
         t = self.now()
         self.own[self.stage] += t - self.since
         self.stage, self.since = before, t
 
     def timed(self, stage: int, function: Callable) -> Callable:
-        """`function`, whose calls are time of `stage`.
+        """A function that calls `function` and counts the time for `stage`.
 
         Args:
             function: the function to call
         """
         now, own = self.now, self.own
-        def call(*args, **kwargs):     # `begin` and `end`, written out, because this is called at every step
+        def call(*args, **kwargs):     # `begin` and `end` inlined, because this is called at every step
             t, before = now(), self.stage
             own[before] += t - self.since
             self.stage, self.since = stage, t
@@ -67,7 +67,7 @@ class Account:
         return call
 
     def sums(self) -> np.ndarray:
-        "The sums, float64 `[5, n]`: own times, waiting times, items, bytes, items whose bytes were counted."
+        "The sums, float64 `[5, n]`: own times, waiting times, items, bytes of measured items, and number of measured items."
         return np.array([self.own, self.awaited, self.items, self.sizes, self.sized], np.float64)
 
     def save(self) -> None:
@@ -76,7 +76,7 @@ class Account:
         os.pwrite(self.file, array.array('d', [*self.own, *self.awaited, *self.items, *self.sizes, *self.sized]).tobytes(), 0)
 
 # %% ../../../nbs/pipes/31_profiling/00_clock.ipynb #7f6015a9
-SIZES = 500     # the sizes of items may take one part in this many of the time
+SIZES = 500     # measuring sizes of items may take 1/500 of the time
 
 
 def size_of(item: Any) -> int:
@@ -85,10 +85,10 @@ def size_of(item: Any) -> int:
 
 
 def stream(account: Account, stage: int, begin: Callable) -> Iterator:
-    """The items of an iterator, whose time goes to `stage`.
+    """The items of an iterator. The time of the iterator counts for `stage`.
 
     Args:
-        begin: returns the iterator; its call is time of the stage, too
+        begin: function that returns the iterator; the time of its call counts for `stage`, too
     """
     now, own, awaited, counts, due = account.now, account.own, account.awaited, account.items, account.due
     items = account.timed(stage, begin)()
@@ -113,7 +113,7 @@ def stream(account: Account, stage: int, begin: Callable) -> Iterator:
 
 
 def _take_size(account, stage, item):
-    "Add the size of an item, and say when the next one is due. This is time outside of all stages."
+    "Measure the size of an item, and decide when the next one is due. The time for this counts for the last stage, outside of all others."
     before = account.begin(-1)
     began = account.since
     account.sizes[stage] += size_of(item)
@@ -127,7 +127,7 @@ class Reading(NamedTuple):
     """The sums of all accounts at one moment; see `Account.sums`.
 
     Args:
-        here: of this process
+        here: sums of this process
         workers: name of a worker's account -> its sums
     """
     here: np.ndarray
@@ -138,10 +138,10 @@ class Clock:
     """The accounts of a graph with `n` stages, in this process and in its workers.
 
     Args:
-        n: number of stages, with the last one, which is what is outside of the others
+        n: number of stages; the last one is the code outside of all other stages
         folder: an empty folder for the accounts of other processes; None: their times are lost
         now: returns the time [s]
-        owner: process in which the clock was made [this one]
+        owner: id of the process in which the clock was made [this one]
     """
     def __init__(self, n: int, folder: str | None = None, now: Callable = time.perf_counter, owner: int | None = None):
         self.n, self.folder, self.now, self.owner = n, folder, now, os.getpid() if owner is None else owner
@@ -152,7 +152,7 @@ class Clock:
     def here(self) -> Account:
         "The account of this thread."
         account = getattr(self.local, 'account', None)
-        if account is None or account.pid != os.getpid():     # a forked process has the account of its parent
+        if account is None or account.pid != os.getpid():     # a forked process needs an account of its own
             path = None
             if os.getpid() != self.owner and self.folder is not None:
                 handle, path = tempfile.mkstemp(prefix=f'{os.getpid()}-', dir=self.folder)
@@ -162,11 +162,11 @@ class Clock:
         return account
 
     def stream(self, stage: int, begin: Callable) -> Iterator:
-        "As the function `stream`, with the account of the thread that asks for the first item."
+        "As the function `stream`, with the account of the thread that reads the first item."
         yield from stream(self.here(), stage, begin)
 
     def read(self) -> Reading:
-        "The sums of this process up to now, and those of each worker up to its last item."
+        "The sums of this process up to now, and the sums of each worker up to its last item."
         self.here().end(self.here().stage)
         here = sum((account.sums() for account in list(self.accounts) if account.pid == self.owner), np.zeros((5, self.n)))
         found = {} if self.folder is None else {file.name: np.fromfile(file.path) for file in os.scandir(self.folder)}

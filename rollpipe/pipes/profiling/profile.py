@@ -26,7 +26,7 @@ from ..workers.reading import ProcessReading, WorkerLanes
 
 # %% ../../../nbs/pipes/31_profiling/04_profile.ipynb #fa859d7e
 def _consumer(update, account, stage) -> Callable:
-    "A function that does with an item what a training would do. Its time goes to `stage` if there is an `update`."
+    "A function that uses an item as a training does: it calls `update`, whose time counts for `stage`, or only draws the samples."
     return account.timed(stage, update) if update is not None else _draw_samples
 
 
@@ -35,19 +35,19 @@ def _draw_samples(item):
 
 
 def _steps_in(item) -> float:
-    "The environment steps of an item; nan if it does not tell."
+    "The number of environment steps in an item; nan if it is unknown."
     new = item.fresh if isinstance(item, Replayed) else item
     return count_steps(new) if isinstance(new, Fragment) else float('nan')
 
 # %% ../../../nbs/pipes/31_profiling/04_profile.ipynb #b05e9456
 class Mark(NamedTuple):
-    """A moment of the measurement, and all that came before it.
+    """A moment of the measurement, with the sums up to this moment.
 
     Args:
         time: [s] of the clock
         monotonic: [s] of `time.monotonic`, which all processes share
-        n: items
-        steps: environment steps in them; nan: they do not tell
+        n: number of items
+        steps: number of environment steps in these items; nan: unknown
     """
     reading: Reading
     time: float
@@ -60,7 +60,7 @@ class Window:
     """The time that is measured, from the mark `begin` to the mark `end`.
 
     Args:
-        seconds: how long it lasts, up to the end of an item
+        seconds: least duration; the window ends with an item
     """
     def __init__(self, clock: Clock, seconds: float):
         self.clock, self.seconds, self.n, self.steps, self.ended, self.error = clock, seconds, 0, 0., False, None
@@ -69,8 +69,8 @@ class Window:
     def _mark(self): return Mark(self.clock.read(), self.clock.now(), time.monotonic(), self.n, self.steps)
 
     def run(self, items: Iterator, consume: Callable) -> None:
-        "Measure until the time is over or the items end. An exception ends the measurement, and is kept."
-        second = self.begin     # where the second item begins
+        "Measure until the time is over or the items end. An exception ends the measurement and is stored in `error`."
+        second = self.begin     # the measurement begins with the second item, because the first one includes the start
         try:
             for item in items:
                 consume(item)
@@ -90,27 +90,27 @@ class Window:
 
     @property
     def steps_per_s(self) -> float | None:
-        "Environment steps per second; None: the items do not tell."
+        "Environment steps per second; None if the number of steps is unknown."
         steps = self.end.steps - self.begin.steps
         return steps / self.took if self.n_items and self.took and steps == steps else None
 
 # %% ../../../nbs/pipes/31_profiling/04_profile.ipynb #218bbac3
 def _own_service(service) -> Any:
-    "A copy of the `service` for one run, as `DataLoader2` makes one."
+    "A copy of the `service` for one run. `DataLoader2` makes such a copy, too."
     own = copy.copy(service)
     own.end, own.seams, own.records = None, [], deque()
     return own
 
 
 def _places(graph) -> list:
-    "For each pipe, whether it runs here or in workers, or waits for them."
+    "For each pipe, its place: 'here', 'workers', or 'seam' if it waits for workers."
     seams = find(graph, WorkerLanes)
     above = {id(pipe) for seam in seams for pipe in nodes(seam.pipe)}
     return ['workers' if id(pipe) in above else 'seam' if pipe in seams else 'here' for pipe in nodes(graph)]
 
 
 def _worker_figures(service, window) -> list:
-    "The `WorkerFigures` of the workers that live, in the order of their numbers."
+    "The `WorkerFigures` of the living workers, in the order of their numbers."
     figures = []
     for state in service.health():
         before, after = window.begin.reading.workers, window.end.reading.workers
@@ -124,18 +124,18 @@ def _worker_figures(service, window) -> list:
 # %% ../../../nbs/pipes/31_profiling/04_profile.ipynb #dfd99274
 def profile(pipe: IterDataPipe, seconds: float = 3., *, reading_service: Any = None, update: Callable | None = None,
             now: Callable = time.perf_counter) -> Profile:
-    """Run a graph for some seconds, and say where the time goes.
+    """Run a graph for some seconds, and measure how the time is spent.
 
-    The items are those of an ordinary iteration, and `update` really learns from them. If the graph or the learner raises an exception, or
-    if the stream ends, the figures show what was measured until then, and `Profile.error` is the exception.
+    The items are those of an ordinary iteration, and `update` really learns from them. If the graph or the learner raises an exception,
+    or if the stream ends, the figures show the measurement up to then. `Profile.error` is the exception.
 
-    Raises `DataError` if `seconds` is not positive, or for another reading service than `ProcessReading`, whose workers would not report.
+    Raises `DataError` if `seconds` is not positive, or for a reading service other than `ProcessReading`, whose workers measure nothing.
 
     Args:
         pipe: the last pipe of the graph, which stays as it is
-        seconds: how long it is measured, after the first item and up to the end of an item
+        seconds: duration of the measurement, which begins after the first item and ends with an item
         reading_service: a `ProcessReading`, in whose workers the lanes run; None: in this process
-        update: the learner, called with each item; None: items are thrown away
+        update: the learner, a function of an item; None: items are dropped
         now: returns the time [s]
     """
     _check(pipe, seconds, reading_service, update)
@@ -144,7 +144,7 @@ def profile(pipe: IterDataPipe, seconds: float = 3., *, reading_service: Any = N
     stages, places, drawing = stages_of(graph), _places(graph), draw(graph)
     n_workers = sum(min(service.num_workers, len(seam.own_lanes())) for seam in service.seams)
     with tempfile.TemporaryDirectory(prefix='rollpipe-') as folder:
-        clock = Clock(len(stages) + 2, folder, now)    # the learner, and what is outside
+        clock = Clock(len(stages) + 2, folder, now)    # two further stages: the learner, and the code outside of all stages
         put_clocks(graph, stages, clock)
         window, items = Window(clock, seconds), iter(graph)
         try:
@@ -169,7 +169,7 @@ def check_seconds(seconds: float, name: str) -> None:
 
 
 def _check(pipe, seconds, service, update):
-    "Raise the error for the first argument that is wrong."
+    "Raise an error for the first invalid argument."
     if not isinstance(pipe, IterDataPipe):
         raise TypeError(f'profile needs a pipe, and its reading service as `reading_service`, got {type(pipe).__name__}')
     check_seconds(seconds, 'profile')
@@ -181,7 +181,7 @@ def _check(pipe, seconds, service, update):
 
 
 def _end(items, service, window):
-    "Close the stream. What this raises is kept, unless something has failed before."
+    "Close the stream. An exception is stored in the window, unless there is an earlier one."
     for end in (lambda: close(items), service.finalize):
         try: end()
         except Exception as e: window.error = window.error or e

@@ -17,14 +17,14 @@ from .clock import Reading
 
 # %% ../../../nbs/pipes/31_profiling/02_report.ipynb #9d659048
 class StageFigures(NamedTuple):
-    """What was measured for one pipe, or for the learner. Shares are parts of 1.
+    """The measurement for one pipe, or for the learner. Shares are fractions of 1.
 
     Args:
         place: 'here', 'workers', or 'seam': the pipe that waits for the workers
-        share: of the time, its own, with its parts
+        share: share of the time spent in the stage itself, including its parts
         parts: name of a part -> its share of the time
-        awaited: share of the time that its reader waits for its items
-        bytes_per_s: of its items
+        awaited: share of the time in which its reader waits for its items
+        bytes_per_s: bytes of its items per second
     """
     label: str
     place: str
@@ -36,11 +36,11 @@ class StageFigures(NamedTuple):
 
 
 class WorkerFigures(NamedTuple):
-    """What was measured for one worker process.
+    """The measurement for one worker process.
 
     Args:
         busy: share of its time in which it collects
-        waiting: share in which it waits for requests, reads weights and writes items into memory
+        waiting: share of its time in which it waits for requests, reads weights and writes items into memory
         queue: mean number of its finished items that wait for the learner's process
     """
     name: str
@@ -53,15 +53,15 @@ def stage_figures(stages: list, places: list, before: Reading, after: Reading, s
     """The figures of all pipes, from the sums of their clocks.
 
     Args:
-        stages: of `Stage`
+        stages: list of `Stage`
         places: for each pipe 'here', 'workers' or 'seam'
-        before: when the measurement began
-        after: when it ended
-        seconds: between them
+        before: reading at the beginning of the measurement
+        after: reading at the end
+        seconds: time between both
         n_workers: workers that collected at the same time
 
     Returns:
-        list: of `StageFigures`, one for each pipe
+        list: `StageFigures`, one for each pipe
     """
     workers = np.zeros_like(after.here)
     for name, sums in after.workers.items(): workers += sums - before.workers.get(name, 0)
@@ -78,7 +78,7 @@ def stage_figures(stages: list, places: list, before: Reading, after: Reading, s
 
 # %% ../../../nbs/pipes/31_profiling/02_report.ipynb #c4205aab
 def slowest_of(figures: list) -> int | None:
-    "The index of the stage that holds up the others; None: nothing was measured."
+    "The index of the stage that limits the speed; None if nothing was measured."
     here = {i: x.share for i, x in enumerate(figures) if x.place != 'workers'}
     found = max(here, key=here.__getitem__, default=None)
     if found is not None and figures[found].place == 'seam':
@@ -107,18 +107,18 @@ def bytes_text(x: float) -> str:
 # %% ../../../nbs/pipes/31_profiling/02_report.ipynb #ebd32c99
 @dataclass(repr=False)
 class Profile:
-    """What `profile` has measured. `str` is a text, and a notebook shows a picture.
+    """The result of `profile`. `str` gives a text, and a notebook shows a picture.
 
     Args:
-        seconds: how long it was measured
-        n_items: items that the graph yielded meanwhile
+        seconds: duration of the measurement
+        n_items: number of items that the graph yielded in this time
         stages: `StageFigures` of the pipes, sources first, and of the learner if there is one
         edges: for every stage `[(index of the stage that it reads, first), ...]`, as in `Drawing`
         workers: `WorkerFigures`
-        steps_per_s: environment steps in these items; None: they do not tell
-        error: what ended the measurement; None: its time was over, or the stream
+        steps_per_s: environment steps per second; None: unknown
+        error: exception that ended the measurement; None: its time was over, or the stream ended
         ended: did the stream end?
-        advice: what the figures suggest
+        advice: text with the advice that the figures suggest
     """
     seconds: float
     n_items: int
@@ -143,7 +143,7 @@ class Profile:
     def drawing(self) -> Drawing:
         "The graph with the figures of each stage."
         marked = frozenset([] if self.slowest is None else [self.slowest])
-        # The wait for the last stage is known only if somebody reads it.
+        # The wait for the last stage says nothing unless a learner reads it.
         waits = tuple(f'awaited {share_text(x.awaited)}' if i < len(self.stages) - 1 else ''
                       for i, x in enumerate(self.stages))
         labels = [x.label if len(x.label) <= 64 else f'{x.label[:60]}...)' for x in self.stages]
@@ -159,7 +159,7 @@ class Profile:
 
     def __repr__(self): return repr(self.drawing())
     def svg(self) -> str:
-        "The picture."
+        "The picture as SVG."
         return self.drawing()._repr_svg_()
 
     _repr_svg_ = svg

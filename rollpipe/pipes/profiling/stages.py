@@ -21,11 +21,11 @@ _PARTS = {EnvStepper: ('environments', 'actor'), Replay: ('sampling',)}
 
 
 class Stage(NamedTuple):
-    """What has a time of its own.
+    """A part of a graph whose time is measured.
 
     Args:
         label: text of a pipe, or name of a part
-        part_of: number of the pipe; None: it is a pipe
+        part_of: index of the pipe to which a part belongs; None: the stage is a pipe
     """
     label: str
     part_of: int | None = None
@@ -39,7 +39,7 @@ def stages_of(graph: IterDataPipe) -> list:
 
 # %% ../../../nbs/pipes/31_profiling/01_stages.ipynb #a60184b0
 def _with_clock(kind: Any, clock: Clock, stage: int, parts: dict) -> type:
-    "A subclass of `kind` whose iterators keep the time of `stage` and of its `parts`, name -> number."
+    "A subclass of `kind` whose iterators measure the time of `stage` and of its `parts`, name -> number."
     new: Any = type(kind)(kind.__name__, (kind,), dict(__module__=kind.__module__, __qualname__=kind.__qualname__, __doc__=kind.__doc__))
     method = '_run' if issubclass(kind, Pipe) and kind.__iter__ is Pipe.__iter__ else '__iter__'
     base, samples, interact = getattr(kind, method), getattr(kind, '_samples', None), getattr(kind, 'interact', None)
@@ -53,28 +53,28 @@ def _with_clock(kind: Any, clock: Clock, stage: int, parts: dict) -> type:
 
 
 def _timed_interaction(interaction, account, environments, actor):
-    "`interaction`, with time of their own for its environments and its actor."
+    "`interaction`, changed so that its environments and its actor are measured separately."
     checked, envs, engine_of = interaction.checked, interaction.envs, interaction.engine
-    envs = getattr(envs, 'single', envs)     # a fused stage steps single environments without `envs.step`
+    envs = getattr(envs, 'single', envs)     # a fused stage calls `envs.single.step`, not `envs.step`
     checked.answer, checked.reset = account.timed(actor, checked.answer), account.timed(actor, checked.reset)
-    for name in ('step_into' if hasattr(envs, 'step_into') else 'step', 'reset'):     # a vector is also stepped without `envs.step`
+    for name in ('step_into' if hasattr(envs, 'step_into') else 'step', 'reset'):     # fused stages call a vector's `step_into`
         setattr(envs, name, account.timed(environments, getattr(envs, name)))
 
     def engine(*args):
         made = engine_of(*args)
         if made.name != 'torch': made.begin, made.run = account.timed(actor, made.begin), account.timed(actor, made.run)
-        return made     # torch asks through `checked.answer`
+        return made     # a torch engine calls `checked.answer`, which is measured already
     interaction.engine = engine
     return interaction
 
 
 def put_clocks(graph: IterDataPipe, stages: list, clock: Clock) -> None:
-    """Let every pipe of `graph` keep its time.
+    """Make every pipe of `graph` measure its time.
 
     Args:
         graph: a copy that nobody else uses, because its pipes are changed
-        stages: from `stages_of`
-        clock: with a number for each stage
+        stages: result of `stages_of`
+        clock: clock with an entry for each stage
     """
     for i, pipe in enumerate(nodes(graph)):
         parts = {stage.label: k for k, stage in enumerate(stages) if stage.part_of == i}

@@ -15,7 +15,7 @@ from .records import fields_of, record_type
 
 # %% ../../../nbs/pipes/24_replay/02_layout.ipynb #fc4a588c
 def unbatched(fragment: Fragment) -> Fragment:
-    "An example of one row, step, column and true last observation of a fragment, without leading dimensions; `hx` is `[layers, ...]`."
+    "One row, step, column and true last observation of a fragment, as examples without leading dimensions; `hx` is `[layers, ...]`."
     def one(x): return x[0, 0]
     def last(final): return Final(None, None, *nested.map(lambda x: x.new_zeros(x.shape[1:]), (final.obs, final.actor)))
     return fragment.map(rows=one, steps=one, columns=lambda x: x[0], hx=lambda x: x[:, 0], final=last)
@@ -27,7 +27,7 @@ class FragmentLayout:
         self.example, self.fields = example, fields_of(example, 'fragment')
         part = self.fields.map(rows=lambda _: 0, steps=lambda _: 1, columns=lambda _: 2, hx=lambda _: 3,
                                final=lambda final: nested.map(lambda _: 4, final))
-        self.read_from = list(zip(nested.leaves(self.fields), nested.leaves(part)))   # (field, index of its part in `unpack`)
+        self.read_from = list(zip(nested.leaves(self.fields), nested.leaves(part)))   # for each field, the index of its records in `unpack`
         self.structure = nested.flatten(example)[1]
         kinds = Fragment.ROWS, Fragment.STEPS, Fragment.COLUMNS, ('final',), ('hx',)
         self.kinds = {names: nested.leaves(self.fields.only(*names)) for names in kinds}
@@ -40,7 +40,7 @@ class FragmentLayout:
 
         Args:
             fragment: [T, B]
-            order: int64 [B]: its environments, in the order of their records
+            order: int64 [B]: environments of the fragment, in the order of their records
         """
         records = np.zeros((len(order), fragment.n_steps + 1), self.step_type)
         def by_environment(x): return x[:, order].swapaxes(0, 1)
@@ -66,7 +66,7 @@ class FragmentLayout:
         for field, x in zip(self.kinds[names], nested.leaves(fragment.only(*names))): field.write(records, x, arrange)
 
     def unpack(self, records: np.ndarray, finals: np.ndarray, hxs: np.ndarray | None) -> Fragment:
-        """The fragment `[T, n]` of these records. Its tensors are views of them.
+        """The fragment `[T, n]` of these records. Its tensors are views of the records.
 
         Args:
             records: [T+1, n]
@@ -77,18 +77,18 @@ class FragmentLayout:
         t, b = (number >= 0).nonzero()
         hxs = np.zeros(n, self.hx_type) if hxs is None else hxs[records['hx'][0]]
         parts = records, records[:-1], records[0], hxs, finals[number[t, b]]
-        # One pass over all leaves: this is the hot path of sampling.
+        # One pass over all leaves, because this is the hot path of sampling.
         found = self.structure.unflatten([field.read(parts[k]) for field, k in self.read_from])
         return found.map(hx=lambda x: x.transpose(0, 1).contiguous(),
                          final=lambda final: final._replace(t=torch.from_numpy(t), b=torch.from_numpy(b)))
 
     def take_over(self, into: np.ndarray, records: np.ndarray, before: 'FragmentLayout') -> None:
-        """Copy records of steps. The infos that they lack are filled in as by `same_keys`.
+        """Copy records of steps to this layout. Missing infos are filled in as by `same_keys`.
 
         Args:
             into: [n]: records of this layout
             records: [n]: records of the layout `before`
-            before: the same, but with fewer infos
+            before: earlier layout, with fewer infos
         """
         for name in records.dtype.names: into[name] = records[name]
         masks = {f'_{key}' for key in before.example.env}

@@ -35,17 +35,17 @@ class _Pending(NamedTuple):
 
 
 class PendingSegments:
-    """The segments of `length` steps that are not complete yet.
+    """Keeps track of segments of `length` steps that are not complete yet.
 
     Args:
         length: steps of a segment
-        at_borders: do segments begin only at row 0 of fragments?
+        at_borders: True: segments begin only at row 0 of fragments
     """
     def __init__(self, length: int, at_borders: bool):
         self.length, self.at_borders, self.lanes = length, at_borders, {}  # lane -> _Pending
 
     def add(self, steps: AddedSteps) -> np.ndarray:
-        "Serial numbers of the segments, int64 `[n]`, that these steps complete."
+        "Serial numbers of the segments that these steps complete, int64 `[n]`."
         starts = steps.serial[:, :1] if self.at_borders else steps.serial
         offsets, n_steps = np.arange(starts.shape[1]), steps.serial.shape[1]
         if steps.follows:
@@ -81,28 +81,28 @@ def _checked(index, td_abs, end, pipe):
 
 # %% ../../../nbs/pipes/24_replay/07_memory.ipynb #891213b3
 class ReplayMemory:
-    """The last `capacity` steps of `Fragment`s, and samples of them.
+    """Stores the last `capacity` steps of `Fragment`s, and draws samples of them.
 
     A segment is `length` steps that follow one another in one environment. It may cross the borders of fragments and episodes, but
-    not a gap, such as a missing fragment. It begins at any `valid` step. With recurrent actors it begins at row 0 of a fragment, because
-    the recurrent state is known there. With `zero_state` it begins at any valid step, with a state of zeros (both in Kapturowski et al.,
+    not a gap, such as a missing fragment. It begins at any `valid` step. For a recurrent actor it begins at row 0 of a fragment, because
+    the recurrent state is stored there. With `zero_state` it begins at any valid step, with a state of zeros (both in Kapturowski et al.,
     Recurrent experience replay in distributed reinforcement learning, 2019). With `prioritized`, the probability of a segment is
     proportional to `(|TD error| + 1e-6) ** alpha`. Its weight is this probability to the power `-beta`, divided by the largest weight
     in the sample. New segments get the greatest priority so far (Schaul et al., Prioritized experience replay, 2016, section 3.3,
     https://arxiv.org/abs/1511.05952). `beta` may be changed at any time.
 
-    Memory is allocated with the first fragment. All others must have its structure; only infos may appear later or become wider, for which
-    the memory is allocated again: see `StepStore`. Raises `DataError` for arguments out of range, fragments of another structure or longer
-    than the capacity, stacks of frames, and a folder that another memory uses.
+    Memory is allocated with the first fragment. Later fragments must have the same structure. Only infos may appear later or get a wider
+    dtype; then memory is allocated again: see `StepStore`. Raises `DataError` for arguments out of range, for fragments that have another
+    structure or are longer than the capacity, for stacks of frames, and for a folder that another memory uses.
 
     Args:
         capacity: steps
         length: steps of a segment; 1: single transitions
         prioritized: sample in proportion to priorities
         alpha: exponent of the priorities; 0: uniform
-        beta: exponent of the importance weights; 1: they correct the bias of prioritized sampling fully
+        beta: exponent of the importance weights; 1: full correction of the bias of prioritized sampling
         zero_state: begin segments with a recurrent state of zeros, not with the stored ones
-        seed: determines what is drawn; None: fresh entropy
+        seed: determines the samples; None: fresh entropy
         path: a folder for the steps; None: in memory
     """
     def __init__(self, capacity: int, *, length: int = 1, prioritized: bool = False, alpha: float = 0.6, beta: float = 0.4,
@@ -129,7 +129,7 @@ class ReplayMemory:
     def add(self, fragment: Fragment) -> None:
         "Store a copy of a `Fragment`."
         check_item(fragment, Fragment, self)
-        fragment = fragment._replace(restarts=None)     # most lanes have none, and all records are alike
+        fragment = fragment._replace(restarts=None)     # dropped, because most lanes have no restarts and all records need the same fields
         if any(isinstance(x, Stacks) for x in nested.leaves(fragment.state.obs)):
             raise DataError("stacks of frames are not kept", pipe=self, leaf='obs', expected="single frames, without `FrameStack`")
         try:
@@ -147,11 +147,11 @@ class ReplayMemory:
         for steps in added: self._offer(self.pending.add(steps))
 
     def close(self) -> None:
-        "Let another memory use the folder. What is stored can still be sampled."
+        "Release the folder for another memory. Stored steps can still be sampled."
         if self.store is not None: self.store.place.close()
 
     def _offer(self, serial):
-        "Allow these segments to be drawn, unless their first step was replaced or they have no valid step."
+        "Allow these segments to be drawn, except those whose first step was replaced or that have no valid step."
         store = self.store
         slot = store.ring.slot(serial[serial >= store.ring.oldest])
         # A segment that may begin anywhere must begin with a valid step. One that begins at row 0 of a fragment needs any valid step.
@@ -169,13 +169,13 @@ class ReplayMemory:
         return Sample(fragment, self.sampler.weights(slot, self.beta), torch.from_numpy(ring.serial(slot)))
 
     def prioritize(self, index: Any, td_abs: Any) -> None:
-        """Set the priorities of segments. Segments that were replaced meanwhile are ignored.
+        """Set the priorities of segments. Segments that were replaced since they were drawn are ignored.
 
         Raises `DataError` for a uniform memory, errors that are negative or not finite, and wrong indices.
 
         Args:
             index: int64 [n]: the `index` of a sample
-            td_abs: [n]: their absolute TD errors
+            td_abs: [n]: absolute TD errors of the segments
         """
         if not isinstance(self.sampler, PrioritizedSampler):
             raise DataError("the memory is uniform", pipe=self, expected="prioritized=True")

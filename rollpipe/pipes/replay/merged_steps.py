@@ -28,17 +28,17 @@ class MergedStep(NamedTuple):
 
     Args:
         state: observation before the first step, any nesting
-        action: of the first step, any nesting
+        action: action of the first step, any nesting
         reward: float32 []: discounted sum of the rewards, r_{t+1} + gamma r_{t+2} + ...
         discount: float32 []: gamma^n_steps, or 0 if the episode terminated
         next_state: observation after the last step, never one of the next episode
         terminated: bool []: the episode truly ended with the last step
         truncated: bool []: the episode was cut off after the last step
-        n_steps: int64 []: how many steps were merged, fewer than n only at an end
+        n_steps: int64 []: number of merged steps, less than n only at the end of an episode or of the stream
         env_id: int64 []: index of the environment in its lane
         proc_id: int64 []: number of the lane
-        step_n: int64 []: how many steps of the episode came before the first one
-        episode_n: int64 []: how many episodes this environment had finished before
+        step_n: int64 []: number of steps of the episode before the first one
+        episode_n: int64 []: number of episodes that this environment finished before
     """
     state: Any
     action: Any
@@ -75,15 +75,15 @@ default_collate_fn_map[MergedStep] = lambda steps, *, collate_fn_map=None: Merge
 
 # %% ../../../nbs/pipes/24_replay/09_merged_steps.ipynb #cc875198
 class StepMerger(Pipe):
-    """Merge up to `n` successive `Step`s of each environment into one `MergedStep`; one begins at every step.
+    """Merge up to `n` successive `Step`s of each environment into one `MergedStep`. A transition begins at every step.
 
-    It ends after `n` steps, or with the episode, or with a finite stream. So no sum contains a reward of the next episode, and the last
-    transitions of an episode are shorter. After a truncation `next_state` is the true last observation. After a termination `discount`
-    is 0. The border between two fragments makes no difference. The transitions of an environment come in the order of time. They share
-    memory with the steps.
+    The transition ends after `n` steps, or at the end of the episode or of the stream. So no sum contains a reward of the next episode, and
+    the last transitions of an episode are shorter. After a truncation `next_state` is the true last observation. After a termination
+    `discount` is 0. The border between two fragments makes no difference. The transitions of an environment come in the order of time.
+    They share memory with the steps.
 
-    Raises `DataError` if `n < 1`, if `gamma` is not in [0, 1], or if the steps of an environment do not follow one another, as after a
-    filter or a shuffle: place those below it.
+    Raises `DataError` if `n < 1`, if `gamma` is not in [0, 1], or if the steps of an environment are not successive, as after a filter or
+    a shuffle: place such pipes below this one.
 
     Args:
         pipe: yields `Step`s
@@ -97,7 +97,7 @@ class StepMerger(Pipe):
         self.n, self.gamma = n, gamma
 
     def stream(self, items: Iterator[Step]) -> Iterator[MergedStep]:
-        waiting, newest = {}, {}   # (lane, environment) -> the steps at which no transition has begun; the last step
+        waiting, newest = {}, {}   # (lane, environment) -> steps whose transition is not yielded yet; the last step
         for step in items:
             check_item(step, Step, self)
             if getattr(step.env_id, 'ndim', 0):

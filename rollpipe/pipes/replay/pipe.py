@@ -28,8 +28,8 @@ class Replayed(NamedTuple):
 
     Args:
         fresh: the new fragment
-        samples: each is drawn when the learner asks for it
-        memory: the `ReplayMemory`, which already has the fragment; its `prioritize` sets priorities; may be None
+        samples: iterator of samples; each one is drawn when the learner reads it
+        memory: the `ReplayMemory`, which already holds the fragment; its `prioritize` sets priorities; may be None
     """
     fresh: Fragment
     samples: Iterator[Sample]
@@ -39,8 +39,8 @@ class Replayed(NamedTuple):
 class Replay(Seeded, Pipe):
     """Put each `Fragment` into a `ReplayMemory`, and yield one `Replayed` for each fragment.
 
-    Each iteration has a new memory. Raises `DataError` for arguments out of range, or too large for the available memory, and `GraphError`
-    if this pipe is above `Lanes`, because all lanes share one memory. See `ReplayMemory` for its arguments.
+    Each iteration has a new memory. Raises `DataError` for arguments that are out of range or too large for the available memory, and
+    `GraphError` if this pipe is above `Lanes`, because all lanes share one memory. See `ReplayMemory` for its arguments.
 
     Args:
         pipe: yields `Fragment`s
@@ -51,11 +51,11 @@ class Replay(Seeded, Pipe):
         length: steps of a segment; 1: single transitions
         prioritized: sample in proportion to priorities
         alpha: exponent of the priorities; 0: uniform
-        beta: exponent of the importance weights; 1: they correct the bias of prioritized sampling fully
+        beta: exponent of the importance weights; 1: full correction of the bias of prioritized sampling
         zero_state: begin segments with a recurrent state of zeros, not with the stored ones
         path: a folder for the steps; None: in memory
-        seed: determines what is drawn; None: fresh entropy for each iteration
-        samples_per_step: samples for each new step, a ratio of update to data; None: `n_batches`
+        seed: determines the samples; None: fresh entropy for each iteration
+        samples_per_step: samples for each new step (update-to-data ratio); None: `n_batches` for each fragment
     """
     reads = 1
 
@@ -75,7 +75,7 @@ class Replay(Seeded, Pipe):
             raise DataError("sampling would never begin", pipe=self, expected=f"warmup <= capacity={capacity}", got=f"warmup={warmup}")
 
     def divide(self, n: int) -> None:
-        """Be one of `n` memories that are as large together, and draw samples that are as large together. Raises `DataError`.
+        """Become one of `n` memories that share the capacity and the batch size, as in data-parallel training. Raises `DataError`.
 
         Args:
             n: number of ranks
@@ -96,7 +96,7 @@ class Replay(Seeded, Pipe):
     def stream(self, items: Iterator[Fragment]) -> Iterator[Replayed]:
         n_steps = n_drawn = 0
         with closing(self._new_memory()) as memory:
-            _newest.pop(id(self), memory).close()  # an older iterator is not valid any more, but may still be there
+            _newest.pop(id(self), memory).close()  # an older iterator is invalid now, but may still hold its folder
             _newest[id(self)] = memory
             for k, fragment in enumerate(items):
                 memory.add(fragment)
@@ -104,7 +104,7 @@ class Replay(Seeded, Pipe):
                 n = self.n_batches if self.samples_per_step is None else 0
                 if self.samples_per_step is not None and self._is_warm(memory):
                     n_steps += int(fragment.valid.sum())
-                    n = int(self.samples_per_step * n_steps + 1e-6) - n_drawn     # a product such as 0.1 * 30 may be a little too small
+                    n = int(self.samples_per_step * n_steps + 1e-6) - n_drawn     # rounding may make a product a little too small
                     n_drawn += n
                 yield Replayed(fragment, self._samples(memory, n), memory)
 

@@ -22,17 +22,17 @@ def _in_use(file):
 
 
 def mapped_records(folder: Path, capacity: int, dtype: np.dtype) -> np.ndarray:
-    """Records of zeros, memory-mapped to a new file `steps.npy` that has its place on the disk. An old file is removed first.
+    """Records of zeros, memory-mapped to a new file `steps.npy` whose disk space is allocated. An old file is removed first.
 
     Raises `DataError`, and leaves no file, if there is not enough room.
 
     Args:
-        folder: which exists
+        folder: an existing folder
         capacity: number of records
         dtype: dtype of a record
     """
     file, needed = folder/'steps.npy', capacity * dtype.itemsize
-    file.unlink(missing_ok=True)  # a memory that has mapped the old file keeps it
+    file.unlink(missing_ok=True)  # a memory that has mapped the old file can still use it
     free = shutil.disk_usage(folder).free
     try:
         if needed > free: raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -49,24 +49,24 @@ def mapped_records(folder: Path, capacity: int, dtype: np.dtype) -> np.ndarray:
 
 
 def _header(capacity, dtype) -> bytes:
-    "The beginning of a file for `numpy.load`, in the version in which names may have any letters."
+    "The header of a file for `numpy.load`, in format version 3, which allows any letters in names."
     text = repr(dict(descr=np.lib.format.dtype_to_descr(dtype), fortran_order=False, shape=(capacity,))).encode()
     text += b' ' * (-(len(text) + 13) % 64) + b'\n'
     return np.lib.format.magic(3, 0) + len(text).to_bytes(4, 'little') + text
 
 
 def _allocate(f, start, size):
-    "Give these bytes of a file, which are zeros, their place on the disk."
+    "Allocate disk space for `size` bytes of a file from byte `start` on, and fill them with zeros."
     try: return os.posix_fallocate(f.fileno(), start, size)
     except AttributeError: pass  # the system has no such function
-    except OSError as e:         # or the file system does not support it
+    except OSError as e:         # the file system may not support the function
         if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS): raise
     f.seek(start)
     for k in range(0, size, 1 << 24): f.write(bytes(min(size - k, 1 << 24)))
 
 # %% ../../../nbs/pipes/24_replay/04_place.ipynb #b1aea8b3
 class Place:
-    """Room for records. In a folder, which is made if needed, it keeps all others out, until it is closed, or garbage, or its process ends.
+    """Room for records. A folder is made if needed, and locked until the `Place` is closed or garbage-collected, or its process ends.
 
     In a forked process it is closed. Raises `DataError` for a folder in use, and if there is not enough room.
 
@@ -77,10 +77,10 @@ class Place:
         self.folder, self.pid, self.lock = None if path is None else Path(path), os.getpid(), None
         _places.add(self)
 
-    def __reduce__(self): return Place, (self.folder,)  # a copy has records of its own, and no lock
+    def __reduce__(self): return Place, (self.folder,)  # a copy makes records of its own, and has no lock
 
     def records(self, capacity: int, dtype: np.dtype) -> np.ndarray:
-        "Records of zeros. Those in a file are in a new one, and what was there before is lost to others."
+        "Records of zeros. With a folder, they are in a new file that replaces an older one."
         if self.folder is None:
             check_memory(f"capacity={capacity:,}", capacity * dtype.itemsize)
             return np.zeros(capacity, dtype)
@@ -95,16 +95,16 @@ class Place:
         try:
             import fcntl
             fd = os.open(folder, os.O_RDONLY)
-        except (ImportError, PermissionError): return  # this system has no such locks
+        except (ImportError, PermissionError): return  # without locks on this system, the folder is not protected
         try: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
             os.close(fd)
             if isinstance(e, BlockingIOError): raise _in_use(folder/'steps.npy') from None
-            return  # nor has this file system
+            return  # this file system has no locks either
         self.lock = weakref.finalize(self, _leave, fd, self.pid)
 
     def close(self) -> None:
-        "Let others use the folder. The records stay, in a file that has no name any more."
+        "Release the folder. The records stay usable, in a file that has no name any more."
         if self.lock is not None: self.lock()
         self.lock = None
 
@@ -121,10 +121,10 @@ def _leave(fd, pid):
         if pid == os.getpid():
             import fcntl
             with suppress(FileNotFoundError): os.unlink('steps.npy', dir_fd=fd)
-            fcntl.flock(fd, fcntl.LOCK_UN)  # forked processes may have the descriptor, too
+            fcntl.flock(fd, fcntl.LOCK_UN)  # explicit, because forked processes may hold the descriptor, too
     finally: os.close(fd)
 
 
 _places = weakref.WeakSet()
-# A forked process that outlives this one must not keep the folder.
+# A forked process closes its copies, because it must not keep the folder locked after this process has ended.
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=lambda: [place.close() for place in list(_places)])

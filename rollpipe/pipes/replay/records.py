@@ -17,7 +17,7 @@ import rollpipe.pipes.nested as nested
 
 # %% ../../../nbs/pipes/24_replay/00_records.ipynb #b4488ed4
 class Field:
-    """One leaf of a container as a field of records.
+    """A field of records that stores one leaf of a container.
 
     Args:
         name: name of the field
@@ -31,7 +31,7 @@ class Field:
 
         Args:
             records: [*lead]
-            arrange: brings the array of `x` to the shape [*lead, ...]; sizes of 1 are broadcast
+            arrange: function that brings the array of `x` to the shape [*lead, ...]; sizes of 1 are broadcast
         """
         records[self.name][...] = arrange(_array(x))
 
@@ -42,7 +42,7 @@ class Field:
 
 
 def _array(x):
-    "The tensor as an array. numpy has no bfloat16, so its bits are read as int16."
+    "The tensor as an array. bfloat16 becomes int16 with the same bits, because numpy has no bfloat16."
     x = x.detach().cpu()
     return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
 
@@ -67,7 +67,7 @@ def record_type(fields: list, **numbers: Any) -> np.dtype:
     """
     names = [field.name for field in fields] + list(numbers)
     formats = [field.format for field in fields] + [(np.dtype(x), ()) for x in numbers.values()]
-    # Torch needs strides, and numpy needs addresses, that are multiples of the size of an element.
+    # torch needs strides that are multiples of the element size, and numpy needs such addresses.
     offsets, end, widest = [], 0, 8
     for dtype, shape in formats:
         offsets.append(-(-end // dtype.itemsize) * dtype.itemsize)

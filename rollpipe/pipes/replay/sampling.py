@@ -22,15 +22,15 @@ class UniformSampler:
     """
     def __init__(self, capacity: int, rng: np.random.Generator):
         self.starts, self.n_segments, self.rng = np.zeros(capacity, bool), 0, rng
-        self.listed = None                      # the slots in which segments begin, if they are few
+        self.listed = None                      # list of the slots in which segments begin; None: not listed
 
     def add(self, slot: np.ndarray) -> None:
-        "From now on segments begin in these slots, int64 `[n]`."
+        "Add the segments that begin in these slots, int64 `[n]`."
         self.starts[slot], self.listed = True, None
         self.n_segments += len(slot)
 
     def remove(self, slot: np.ndarray) -> None:
-        "No segment begins in these slots any more."
+        "Remove the segments that begin in these slots."
         self.n_segments -= int(self.starts[slot].sum())
         self.starts[slot], self.listed = False, None
 
@@ -41,16 +41,16 @@ class UniformSampler:
             n: number of draws, with replacement
             n_filled: number of slots in use; they begin with slot 0
         """
-        if 2 * self.n_segments >= n_filled:     # a segment begins in most slots
+        if 2 * self.n_segments >= n_filled:     # rejection is fast, because a segment begins in most slots
             return self._accepted(self.rng.integers(n_filled, size=n), lambda n: self.rng.integers(n_filled, size=n))
         if self.listed is None: self.listed = self.starts.nonzero()[0]
         return self.listed[self.rng.integers(len(self.listed), size=n)]
 
     def weights(self, slot: np.ndarray, beta: float) -> Tensor:
-        """Importance weights, float32 `[n]`: 1.
+        """Importance weights, float32 `[n]`: all are 1.
 
         Args:
-            slot: int64 [n], as drawn
+            slot: int64 [n]: drawn slots
             beta: has no effect here
         """
         return torch.ones(len(slot))
@@ -83,12 +83,12 @@ class PrioritizedSampler(UniformSampler):
 
     def draw(self, n: int, n_filled: int) -> np.ndarray:
         total = self.tree.total
-        strata = (np.arange(n) + self.rng.random(n)) * (total / n)  # one from each n-th part of the sum, as in the paper
-        # Rounding may give a slot after the last segment, where no segment begins.
+        strata = (np.arange(n) + self.rng.random(n)) * (total / n)  # stratified as in the paper: one draw from each n-th of the sum
+        # Rounding may give a slot after the last segment. No segment begins there, so it is drawn again.
         return self._accepted(self.tree.find(strata), lambda n: self.tree.find(self.rng.random(n) * total))
 
     def weights(self, slot: np.ndarray, beta: float) -> Tensor:
-        "Importance weights, float32 `[n]`: the probability to the power `-beta`, divided by the largest of them."
+        "Importance weights, float32 `[n]`: the probability to the power `-beta`, divided by the largest of these weights."
         priority = self.tree[slot]
         return torch.from_numpy(((priority.min() / priority) ** beta).astype(np.float32))
 

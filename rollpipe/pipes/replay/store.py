@@ -24,8 +24,8 @@ class AddedSteps(NamedTuple):
     """The steps of one lane that have been stored.
 
     Args:
-        serial: int64 [B, T]: their serial numbers
-        follows: do they follow the last steps of this lane that were added before?
+        serial: int64 [B, T]: serial numbers of the steps
+        follows: True: they follow the last steps that were added before from this lane
     """
     lane: int
     serial: Any
@@ -36,8 +36,8 @@ class _LaneEnd(NamedTuple):
     """The last steps that have arrived from a lane.
 
     Args:
-        seq: of its last fragment
-        stepno: int64 [B]: of the row after its last steps
+        seq: number of its last fragment
+        stepno: int64 [B]: step numbers of the row after its last steps
         serial: int64 [B]: serial numbers of its last steps
     """
     seq: Any
@@ -46,7 +46,7 @@ class _LaneEnd(NamedTuple):
 
 
 class StepLinks:
-    """For the record in each slot, the slot of the next one. Also the rows after which no step has arrived yet.
+    """For the record in each slot, the slot of the next record. Also stores the look-ahead rows, after which no step has arrived yet.
 
     Args:
         ring: the ring of the records
@@ -57,7 +57,7 @@ class StepLinks:
         self.next = np.zeros(ring.capacity, np.int64)  # slot of the next record, or -1 - (its number in `look_ahead`)
 
     def chain(self, slot: np.ndarray, n: int) -> np.ndarray:
-        """The slots of `n` rows that follow one another, int64 `[n, m]`. A row in `look_ahead` has -1 - its number there.
+        """The slots of `n` successive rows, int64 `[n, m]`. A row in `look_ahead` has -1 - (its number there).
 
         Args:
             slot: int64 [m]: the first slots
@@ -74,7 +74,7 @@ class StepLinks:
         self.look_ahead.release(number[number >= 0])
 
     def add(self, serial: np.ndarray, rows: np.ndarray) -> None:
-        """Link the steps of each environment to one another, and the last one to the row after it.
+        """Link the successive steps of each environment, and the last step to the row after it.
 
         Args:
             serial: int64 [B, T]: serial numbers of new steps
@@ -85,7 +85,7 @@ class StepLinks:
         self.next[slot[:, -1]] = -1 - self.look_ahead.put(rows)
 
     def join(self, lane: int, seq: int | None, serial: np.ndarray, stepno: np.ndarray) -> AddedSteps:
-        """Link the new steps of a lane to its older steps, if they follow them.
+        """Link the new steps of a lane to its older steps, if the new steps follow directly.
 
         Args:
             seq: number of the fragment; None: unknown, so it follows no other
@@ -104,9 +104,9 @@ class StepLinks:
 
 # %% ../../../nbs/pipes/24_replay/05_store.ipynb #0111c233
 def _same_dtypes(*infos) -> tuple:
-    "`infos`, two containers of tensors, in dtypes that hold the numbers of both. What has these dtypes already is returned as it is."
+    "`infos`, two containers of tensors, cast to common dtypes. A container that has these dtypes already is returned unchanged."
     (xs, structure), (ys, other) = map(nested.flatten, infos)
-    if structure != other: return infos     # the check of the fragment says what is wrong
+    if structure != other: return infos     # `_check` then raises the error
     dtypes = [x.dtype if x.dtype == y.dtype else torch.promote_types(x.dtype, y.dtype) for x, y in zip(xs, ys)]
     return tuple(tree if all(x.dtype == dtype for x, dtype in zip(leaves, dtypes)) else
                  structure.unflatten([x.to(dtype) for x, dtype in zip(leaves, dtypes)]) for tree, leaves in zip(infos, (xs, ys)))
@@ -115,9 +115,9 @@ def _same_dtypes(*infos) -> tuple:
 class StepStore:
     """The last `capacity` steps of `Fragment`s like `example` (see `unbatched`). New steps replace the oldest ones.
 
-    The ring is allocated at once, and again when infos appear that the steps before do not have, or need a wider dtype. The side tables of
-    true last observations, recurrent states and look-ahead rows grow when needed.
-    With `path`, the ring is a memory-mapped file `steps.npy` in this folder. It is always made anew: stored steps are not read back.
+    The ring is allocated in the constructor, and again when new infos appear or an info needs a wider dtype. The side tables of true last
+    observations, recurrent states and look-ahead rows grow when needed.
+    With `path`, the ring is a memory-mapped file `steps.npy` in this folder. The file is always new: steps of an older file are not read.
     Raises `DataError` for fragments of another structure, or longer than the capacity, if memory or disk have no room for the ring, and
     if the file is in use (see `Place`).
 
@@ -170,7 +170,7 @@ class StepStore:
         "Move the records to new memory, in the layout `layout`, which has more infos."
         table, n = self.links.look_ahead, self.ring.n_filled
         records, ahead = self.place.records(self.capacity, layout.step_type), np.zeros(len(table.records), layout.step_type)
-        before, self.layout = self.layout, layout    # not before there is memory
+        before, self.layout = self.layout, layout    # only after the allocation has succeeded
         for into, old in ((records[:n], self.records[:n]), (ahead, table.records)): layout.take_over(into, old, before)
         self.records, table.records, self.valid = records, ahead, records['fragment.valid']
 
@@ -183,14 +183,14 @@ class StepStore:
         self.checked.add(spec)
 
     def _release(self, slot):
-        "Release the records that the steps in these slots have in side tables."
+        "Release the side-table records of the steps in these slots."
         for table, number in ((self.finals, self.records['final'][slot]), (self.hxs, self.records['hx'][slot])):
             table.release(number[number >= 0])
         self.links.release(slot)
         self.n_valid -= int(self.valid[slot].sum())
 
     def _packed(self, fragment, order):
-        "The records `[B, T+1]` of a fragment. They refer to its final rows and recurrent states, which are put into the side tables."
+        "The records `[B, T+1]` of a fragment. Puts its final rows and recurrent states into the side tables, to which the records refer."
         records, final = self.layout.pack(fragment, order), fragment.final
         where = order.argsort()[final.b.cpu().numpy()], final.t.cpu().numpy()
         records['final'][where] = self.finals.put(self.layout.pack_final(fragment))
@@ -198,14 +198,14 @@ class StepStore:
         return records
 
     def _write(self, records, slot):
-        "Write records `[n]` into consecutive slots. After the last slot comes slot 0."
+        "Write records `[n]` into successive slots. Slot 0 follows the last slot."
         first, border = slot[0], self.capacity - slot[0]
         self.records[first:first + len(records)] = records[:border]
         self.records[:max(0, len(records) - border)] = records[border:]
         self.n_valid += int(self.valid[slot].sum())
 
     def read(self, slot: np.ndarray, n_steps: int) -> Fragment:
-        """A copy of `T` steps that follow one another from each of these slots on, as a fragment `[T, n]`.
+        """A copy of `T` successive steps from each of these slots on, as a fragment `[T, n]`.
 
         Args:
             slot: int64 [n]: slots of the first steps

@@ -36,7 +36,7 @@ class SumTree:
         self.nodes[node] = priority
         for _ in range(self.depth):
             node = node >> 1
-            # Neighbours often have the same parent. For many nodes it is faster to drop the repetitions.
+            # Neighbours often have the same parent. With many nodes, it is faster to drop repeated parents.
             if len(node) > 64: node = node[np.append(True, node[1:] != node[:-1])]
             left = node << 1
             self.nodes[node] = self.nodes[left] + self.nodes[left + 1]

@@ -20,14 +20,14 @@ class Ring:
 
     @property
     def n_filled(self) -> int:
-        "How many slots, beginning with slot 0, hold an item."
+        "The number of slots that hold an item, counted from slot 0 on."
         return min(self.next_serial, self.capacity)
 
     def take(self, n: int) -> tuple[np.ndarray, np.ndarray]:
         """Serial numbers of `n` new items, int64 `[n]`, and the slots of the old items that they replace.
 
         Args:
-            n: new items, at most as many as there are slots
+            n: number of new items, at most `capacity`
         """
         serial = np.arange(self.next_serial, self.next_serial + n)
         replaced = self.slot(serial[max(0, self.capacity - self.next_serial):])
@@ -45,12 +45,12 @@ class Ring:
 
 # %% ../../../nbs/pipes/24_replay/03_tables.ipynb #0ebce6d9
 class SideTable:
-    "A table of numbered records, which are put in and released. It grows to the number of records that are needed at one time."
+    "A table of numbered records. `put` adds records, and `release` frees them. The table grows to the greatest number in use at one time."
     def __init__(self, dtype: np.dtype): self.records, self.free = np.zeros(0, dtype), []
 
     @property
     def n_used(self) -> int:
-        "How many records are in the table."
+        "The number of records in the table."
         return len(self.records) - len(self.free)
 
     def put(self, records: np.ndarray) -> np.ndarray:

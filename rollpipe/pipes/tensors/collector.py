@@ -24,28 +24,28 @@ from .tensor_fragments import TensorInteraction
 class TensorCollector(Acting, Seeded, Source):
     """Let `actor` act in the environments of a `TensorEnv`, and yield a `Fragment` for each `n_steps` steps, without end.
 
-    All tensors of a fragment are on the device of the environments, and the actor must be there too. Within a fragment nothing waits for
-    the device: forms are checked at each step, and numbers when the fragment is complete. Noise comes from a generator of the device.
-    On another device than the host, `final_obs` and the recurrent state of each step are kept until then.
+    All tensors of a fragment are on the device of the environments, and the actor must be there too. Within a fragment the host does not
+    wait for the device: structure and shapes are checked at each step, and values when the fragment is complete. Noise comes from a
+    generator on the device. On a device other than the host, `final_obs` and the recurrent state of each step are kept until then.
 
-    The environment is made when the iteration begins, and closed when it ends. An instance is lent by the user and never closed. It
-    serves one iteration at a time, and cannot be copied. Environments on an accelerator are stepped in the process of the learner.
+    The environment is made when the iteration begins, and closed when it ends. The user lends an instance, which
+    is never closed, serves one iteration at a time, and cannot be copied. Environments on an accelerator run in the learner's process.
 
-    Raises `EnvError` (an environment that fails, or returns something of the wrong form, a number that is not finite, or an integer that
-    its space does not have), `ActorError` (the same for the actor), `SpaceError` and `DataError`. The error names lane, environment,
-    leaf and row where they are known.
+    Raises `EnvError` (an environment fails, or returns a wrong structure, shape or dtype, a number that is not finite, or an integer
+    outside of its space), `ActorError` (the same for the actor), `SpaceError` and `DataError`. The error names lane, environment, leaf
+    and row where they are known.
 
     Args:
-        source: `TensorEnv`, or a function that makes one; it may take `n_envs` and `seed`
+        source: `TensorEnv`, or a function that makes one and may take `n_envs` and `seed`
         actor: anything with `step` and `reset` as described in `rollpipe.layers.Actor`
         n_steps: steps per fragment
-        n_envs: number of environments; None: all that the source has
+        n_envs: number of environments; None: all of the source
         terminal_obs: keep the last observations of terminated episodes too: `Final`, `Step.next_state`
         info_keys: environment infos to record; None: all
         seed: determines environments and actions; only if `Lanes` has no seed
         explore: False: no noise, the actor's deterministic action
         clip_actions: clip float actions to the bounds of their Box
-        close: False: leave the environments open that were made here
+        close: False: leave environments open that the collector makes
     """
     keeps_items = drops_items = False
 
@@ -69,8 +69,8 @@ class TensorCollector(Acting, Seeded, Source):
         """Raise `EnvError` if the source is an instance.
 
         Args:
-            owner: who would need environments of its own, such as 'each lane'
-            got: what would copy them, as in 'Lanes(n=2)'
+            owner: owner that needs environments of its own, such as 'each lane'
+            got: cause of the copies, such as 'Lanes(n=2)'
             **where: pipe, lane
         """
         if self.factory.lends: raise no_copy(self.factory.name, owner, got, **where)

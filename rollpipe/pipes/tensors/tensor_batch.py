@@ -29,7 +29,7 @@ class ActionsForEnv:
 
     Args:
         space: action space of one environment
-        device: of the environment
+        device: device of the environment
         clip: clip float actions to the bounds of their `Box`
     """
     def __init__(self, space: gym.Space, device: torch.device, clip: bool):
@@ -52,17 +52,17 @@ class ActionsForEnv:
         if not isinstance(space, gym.spaces.Box) or space.dtype.kind != 'f': return None
         bounds = space.low, space.high
         if not any(np.isfinite(x).any() for x in bounds): return None
-        if all((x == x.flat[0]).all() for x in bounds): return tuple(float(x.flat[0]) for x in bounds)   # numbers are faster than tensors
+        if all((x == x.flat[0]).all() for x in bounds): return tuple(float(x.flat[0]) for x in bounds)   # numbers clip faster than tensors
         return tuple(torch.as_tensor(x, device=self.device) for x in bounds)
 
 # %% ../../../nbs/pipes/26_tensors/02_tensor_batch.ipynb #53dcfdde
 class TensorInfos:
-    """Reads the infos of a step. Raises `EnvError` if one cannot be recorded, or if they change.
+    """Reads the infos of a step. Raises `EnvError` if an info cannot be recorded, or if the infos change their form.
 
     Args:
         n_envs: `B`
-        device: where they must be
-        keys: those to record; None: all
+        device: device of the infos
+        keys: infos to record; None: all
     """
     def __init__(self, n_envs: int, device: torch.device, keys: Any = None):
         self.n_envs, self.device, self.keys, self.form = n_envs, device, None if keys is None else list(keys), None
@@ -89,7 +89,7 @@ class TensorInfos:
 
 # %% ../../../nbs/pipes/26_tensors/02_tensor_batch.ipynb #da5e3d4b
 class TensorOutcome(NamedTuple):
-    """What a `TensorEnv` returned for a step. The next step may overwrite these tensors.
+    """The result of a step of a `TensorEnv`. The next step may overwrite these tensors.
 
     Args:
         obs: leaves [B, ...]
@@ -108,12 +108,12 @@ class TensorOutcome(NamedTuple):
 
 # %% ../../../nbs/pipes/26_tensors/02_tensor_batch.ipynb #40ba5657
 class TensorBatch(Batch):
-    """The environments of one `TensorEnv`. Raises `EnvError` or `ActorError` with the leaf, what was expected, and what came.
+    """The environments of one `TensorEnv`. Raises `EnvError` or `ActorError` with the leaf, the expected and the actual value.
 
-    `begin` and `advance` take the place of `reset` and `step`, because their results are tensors.
+    `begin` and `advance` replace `reset` and `step`, because their results are tensors.
 
     Args:
-        seed: of the whole batch
+        seed: seed of the whole batch
         info_keys: infos to record; None: all
         clip_actions: clip float actions to the bounds of their `Box`
         name: name in error messages
@@ -131,9 +131,9 @@ class TensorBatch(Batch):
         self.infos = TensorInfos(self.n, self.device, info_keys)
 
     def _learn(self, seed, clip_actions):
-        "Learn what the environment says about itself."
+        "Read and check the attributes of the environment: device, number of environments and spaces."
         env = self.env
-        self.device = torch.empty(0, device=checked_device(env.device)).device      # 'cuda' becomes 'cuda:0', as tensors say
+        self.device = torch.empty(0, device=checked_device(env.device)).device      # 'cuda' becomes 'cuda:0', as in `tensor.device`
         self.n, self._seed = check_integer('n_envs', getattr(env, 'n_envs', None)), env_seeds(seed, 1)[0][1]
         for name in ('observation_space', 'action_space'):
             if not isinstance(getattr(env, name, None), gym.Space):
@@ -167,7 +167,7 @@ class TensorBatch(Batch):
         """Step every environment with its action.
 
         Args:
-            actions: for the environment, from `actions_for_env`
+            actions: actions from `actions_for_env`
         """
         try:
             answer = self._call('step', actions)
@@ -194,12 +194,12 @@ class TensorBatch(Batch):
 
 # %% ../../../nbs/pipes/26_tensors/02_tensor_batch.ipynb #3044ea93
 def refuse_first(batch: TensorBatch, obs: list, act: list, rew: Tensor) -> None:
-    """Raise `ActorError` or `EnvError` for the first number that should not be there. Do nothing if there is none.
+    """Raise `ActorError` or `EnvError` for the first invalid number. Do nothing if all numbers are valid.
 
     Args:
         obs: leaves [T+1, B, ...]
-        act: leaves [T+1, B, ...]; row `t` led to row `t` of `obs`, and row 0 is not looked at
-        rew: [T+1, B], likewise
+        act: leaves [T+1, B, ...]; row `t` led to row `t` of `obs`, and row 0 is not checked
+        rew: [T+1, B]; row 0 is not checked
     """
     found = [(x.t + offset, order, error, x) for order, (error, offset, check, leaves) in enumerate((
         (ActorError, 1, batch.act_check, [x[1:] for x in act]), (EnvError, 1, batch.rew_check, [rew[1:]]),
@@ -212,11 +212,11 @@ def refuse_first(batch: TensorBatch, obs: list, act: list, rew: Tensor) -> None:
 
 
 def refuse_last(batch: TensorBatch, leaves: list, b: Tensor) -> None:
-    """Raise `EnvError` for the first number among the true last observations that should not be there.
+    """Raise `EnvError` for the first invalid number among the true last observations.
 
     Args:
         leaves: [K, ...]: true last observations
-        b: int64 [K]: their environments
+        b: int64 [K]: environments of these observations
     """
     if (found := batch.obs_check.find([x[None] for x in leaves])) is None: return
     problem, wanted = ("non-finite value", "finite numbers") if found.space is None else ("out of range", f"as in {found.space}")

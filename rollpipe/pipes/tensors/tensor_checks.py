@@ -29,9 +29,9 @@ def batch_form(space: gym.Space, n_envs: int, what: str) -> Any:
     """The shapes and dtypes of a batch from `space`. Raises `SpaceError`.
 
     Args:
-        space: of one environment
+        space: space of one environment
         n_envs: `B`
-        what: what the space is called in messages
+        what: name of the space in messages
 
     Returns:
         Any: nested tensors [B, ...] without memory
@@ -41,13 +41,13 @@ def batch_form(space: gym.Space, n_envs: int, what: str) -> Any:
 
 
 class TensorForm:
-    """What tensors must look like: structure, shapes, dtypes and device. Floats may have another precision.
+    """The form that tensors must have: structure, shapes, dtypes and device. Floats may have another precision.
 
     Args:
-        name: what they are called in messages
-        like: nested tensors of the shapes and dtypes, on any device
-        device: where they must be
-        error: the class of errors
+        name: name of the tensors in messages
+        like: nested tensors of the required shapes and dtypes, on any device
+        device: required device
+        error: class of the errors
     """
     def __init__(self, name: str, like: Any, device: torch.device, error: type[PipeError]):
         leaves, self.structure = nested.flatten(like)
@@ -55,8 +55,8 @@ class TensorForm:
         self.forms = [(x.dtype, x.shape, path) for x, path in zip(leaves, nested.paths(like, name))]
 
     def leaves(self, x: Any) -> list:
-        "The leaves of `x`. Raises an error that names the first one that does not fit."
-        if self.single and isinstance(x, Tensor): found = [x]     # flattening takes longer
+        "The leaves of `x`. Raises an error that names the first leaf that does not fit."
+        if self.single and isinstance(x, Tensor): found = [x]     # faster than flattening
         else: found = self._flat(x)
         for leaf, (dtype, shape, path) in zip(found, self.forms):
             if not isinstance(leaf, Tensor) or leaf.shape != shape or leaf.device != self.device: self._refuse(leaf, dtype, shape, path)
@@ -85,13 +85,13 @@ class TensorForm:
 
 # %% ../../../nbs/pipes/26_tensors/01_tensor_checks.ipynb #052a4cec
 class Finding(NamedTuple):
-    """A number that should not be there.
+    """An invalid number.
 
     Args:
         t: row of the block
         b: environment
         leaf: path of the leaf
-        space: the space that does not have it; None: it is not finite
+        space: the space outside of which the number is; None: the number is not finite
     """
     t: int
     b: int
@@ -101,12 +101,12 @@ class Finding(NamedTuple):
 
 
 class BlockCheck:
-    """Looks for numbers that are not finite, and for integers that their space does not have, in blocks of rows `[T, B, ...]`.
+    """Looks in blocks of rows `[T, B, ...]` for numbers that are not finite and for integers outside of their space.
 
     Args:
-        name: what the numbers are called in messages
-        space: of one environment
-        device: where the blocks are
+        name: name of the numbers in messages
+        space: space of one environment
+        device: device of the blocks
     """
     def __init__(self, name: str, space: gym.Space, device: torch.device):
         self.names, self.ranges = nested.paths(space_spec(space, name), name), {}
@@ -115,12 +115,12 @@ class BlockCheck:
             self.ranges[i] = *(torch.as_tensor(x, device=device) for x in (low, low + np.asarray(top).astype(np.int64))), part
 
     def suspects(self, leaves: list) -> list:
-        "One bool tensor for each leaf: may there be something to find?"
+        "One bool tensor for each leaf: may the leaf have invalid numbers?"
         floats = [~torch.isfinite(x.sum()) for x in leaves if x.dtype.is_floating_point]
         return floats + [((x < low) | (x > high)).any() for x, (low, high, _) in self._integers(leaves)]
 
     def find(self, leaves: list) -> Finding | None:
-        "The first number that should not be there, by rows and then by environments."
+        "The first invalid number, in the order of rows and then of environments."
         found = []
         for i, x in enumerate(leaves):
             low, high, space = self.ranges.get(i, (None, None, None))

@@ -16,31 +16,31 @@ from ..modules import ByIdentity
 
 # %% ../../../nbs/pipes/26_tensors/00_tensor_env.ipynb #f7977764
 class TensorEnv:
-    """Base class of `B` environments that are stepped together, and whose data are tensors `[B, ...]` on one device.
+    """Base class of `B` environments that are stepped together and whose data are tensors `[B, ...]` on one device.
 
-    A subclass sets the four attributes and defines `reset` and `step`. What these return has the containers, shapes and dtypes of the
-    spaces, with `B` in front; floats may have another precision. An environment whose episode ends begins the next one in the same step.
-    The pipeline copies what it keeps before it asks for the next step, so an environment may use its memory again.
+    A subclass sets the four attributes and defines `reset` and `step`. Their results have the containers, shapes and dtypes of the spaces,
+    with `B` in front; floats may have another precision. When an episode ends, the next one begins in the same step. The pipeline copies
+    the data that it keeps before it asks for the next step, so an environment may reuse its memory.
     """
     n_envs: int                     # `B`
-    observation_space: gym.Space    # of one environment
-    action_space: gym.Space         # of one environment
-    device: Any = 'cpu'             # where all tensors are
+    observation_space: gym.Space    # space of one environment
+    action_space: gym.Space         # space of one environment
+    device: Any = 'cpu'             # device of all tensors
 
     def reset(self, seed: int) -> Any:
         """Begin new episodes in all environments, and return their first observations `[B, ...]`.
 
         Args:
-            seed: all random numbers follow from it until the next reset, such as those of a `torch.Generator`
+            seed: determines all random numbers until the next reset, for instance as the seed of a `torch.Generator`
         """
         raise NotImplementedError(f'{type(self).__name__} must define reset(self, seed)')
 
     def step(self, act: Any) -> tuple:
         """Let every environment take its action, and return `(obs, rew, terminated, truncated, final_obs, info)`.
 
-        `obs` are the observations, where an episode ended the first one of the next episode. `rew` are floats `[B]`. `terminated`
+        `obs` are the observations; where an episode ended, the first one of the next episode. `rew` are floats `[B]`. `terminated`
         and `truncated` are bool `[B]`. `final_obs` are the true observations after the step, in the form of `obs`. They are read only
-        where an episode ended, and None says that none was truncated. `info` is a dict of tensors `[B, ...]`, which has the same keys,
+        where an episode ended; None means that no episode was truncated. `info` is a dict of tensors `[B, ...]`, with the same keys,
         shapes and dtypes at each step.
 
         Args:
@@ -49,7 +49,7 @@ class TensorEnv:
         raise NotImplementedError(f'{type(self).__name__} must define step(self, act)')
 
     def close(self) -> None:
-        "Called once by whoever made the environment."
+        "Close the environments. The code that made the object calls this once."
 
 # %% ../../../nbs/pipes/26_tensors/00_tensor_env.ipynb #36878c62
 def is_tensor_source(source: Any) -> bool:
@@ -58,15 +58,15 @@ def is_tensor_source(source: Any) -> bool:
     return isinstance(source, TensorEnv) or isinstance(source, type) and issubclass(source, TensorEnv)
 
 
-_loans = ByIdentity()   # environment of the user -> what stands for its latest loan
+_loans = ByIdentity()   # environment of the user -> object that identifies its latest loan
 
 
 class TensorFactory:
-    """Makes the `TensorEnv` for an iteration, or lends the one that it was given. Raises `EnvError`.
+    """Makes the `TensorEnv` for an iteration, or lends a given one. Raises `EnvError`.
 
     Args:
-        source: `TensorEnv`, or a function with any of the parameters `n_envs` and `seed` that makes one
-        n_envs: environments in a batch; None: all that there are
+        source: `TensorEnv`, or a function that makes one, with any of the parameters `n_envs` and `seed`
+        n_envs: number of environments in a batch; None: all of the source
     """
     def __init__(self, source: Any, n_envs: int | None = None):
         self.source, self.n_envs, self.lends = source, n_envs, isinstance(source, TensorEnv)
@@ -86,13 +86,13 @@ class TensorFactory:
         return self._check(env)
 
     def lend(self) -> Any:
-        "Begin a loan, which ends an earlier one of the same environment; returns what stands for it."
+        "Begin a loan of the environment, which ends an earlier loan. Returns an object that identifies the loan."
         if self.lends: _loans[self.source] = (loan := object())
         else: loan = None
         return loan
 
     def check_loan(self, loan: Any) -> None:
-        "Raise `EnvError` if the environment has been lent again since."
+        "Raise `EnvError` if the environment was lent again after this loan."
         if self.lends and _loans.get(self.source) is not loan:
             raise EnvError("the environment has since been lent to another iteration, loop, or lane", env=self.name, got="a second one",
                            expected="one at a time for each instance")

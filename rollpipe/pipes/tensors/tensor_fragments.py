@@ -26,7 +26,7 @@ class Rows:
 
     Args:
         first: row 0, tensors [B, ...]
-        first_term: bool [B]
+        first_term: bool [B]: True where row 0 follows a termination
         n_steps: `T`
     """
     def __init__(self, first: State, first_term: Any, n_steps: int):
@@ -37,8 +37,8 @@ class Rows:
         s, lists = self.state, lambda tree: list(zip(*(x.unbind() for x in nested.leaves(tree))))
         self._obs, self._act = lists(s.obs), lists(s.act)
         self._flags = list(zip(s.rew.unbind(), self.term.unbind(), s.fin.unbind(), s.stepno.unbind()))
-        self.infos = self._infos = None      # leaves [T, B, ...], and their rows
-        self._n_acts = self._n_states = 1    # rows that are written
+        self.infos = self._infos = None      # leaves [T, B, ...], and lists of their rows
+        self._n_acts = self._n_states = 1    # numbers of rows written
         self._seen = self._views(s)
 
     def _views(self, state):
@@ -46,7 +46,7 @@ class Rows:
         leaves, spec = nested.flatten(state)
         rows = (spec.unflatten(row) for row in zip(*(x.split(1) for x in leaves)))
         if all(x.dtype != torch.float64 for x in nested.leaves(state.obs)): return rows
-        return (row._replace(obs=nested.as_seen(row.obs)) for row in rows)    # each row is converted when it has been written
+        return (row._replace(obs=nested.as_seen(row.obs)) for row in rows)    # the generator converts a row after it is written
 
     def seen(self) -> State:
         "The next row as an actor sees it, `[1, B, ...]`."
@@ -58,12 +58,12 @@ class Rows:
         self._n_acts = t + 2
 
     def put(self, t: int, out: TensorOutcome) -> Any:
-        "Write what step `t` led to. Returns where an episode ended, bool `[B]`."
+        "Write the results of step `t`. Returns a mask of the episodes that ended, bool `[B]`."
         rew, term, fin, stepno = self._flags[t + 1]
         if self._infos is None:
             self.infos = [x.new_empty((self.n, *x.shape)) for x in out.info]
             self._infos = list(zip(*(x.unbind() for x in self.infos))) or [()] * self.n
-        # One call for all of them takes less time than one for each.
+        # One call for all tensors is faster than one call for each.
         torch._foreach_copy_([*self._obs[t + 1], rew, term, *self._infos[t]], [*out.obs, out.rew, out.term, *out.info])
         torch.logical_or(out.term, out.trunc, out=fin)
         torch.add(self._flags[t][3], 1, out=stepno).masked_fill_(fin, 0)
@@ -76,7 +76,7 @@ class Rows:
         return [x[:n] for x in nested.leaves(s.obs)], [x[:n_acts] for x in nested.leaves(s.act)], s.rew[:n]
 
     def last(self) -> tuple:
-        "Copies of the last row, `(state, term)`. The next fragment begins with them, and the caller may change this one."
+        "Copies of the last row, `(state, term)`. The next fragment begins with them, and the consumer may change this fragment."
         return nested.map(lambda x: x[-1].clone(), (self.state, self.term))
 
 # %% ../../../nbs/pipes/26_tensors/03_tensor_fragments.ipynb #d808d588
@@ -84,17 +84,17 @@ class Ends:
     """Keeps the true last observations of a fragment, with the recurrent state of that moment.
 
     Args:
-        terminal_obs: keep those of terminated episodes too
+        terminal_obs: keep the last observations of terminated episodes too
     """
     def __init__(self, batch: TensorBatch, terminal_obs: bool):
         self.batch, self.terminal_obs, self.on_host, self.kept = batch, terminal_obs, batch.device.type == 'cpu', {}
 
     def wanted(self, fin: Any, term: Any) -> Any:
-        "Where the last observation is kept."
+        "A mask of the environments whose last observation is kept."
         return fin if self.terminal_obs else fin & ~term
 
     def add(self, t: int, out: TensorOutcome, fin: Any, hx: Any) -> None:
-        "Keep what is needed of step `t`; `fin` `[B]` says where episodes ended, and `hx` is the recurrent state before its reset."
+        "Keep the data of step `t` for its ends. `fin` `[B]` is True where an episode ended. `hx` is the recurrent state before its reset."
         if self.on_host and not (fin if self.terminal_obs else out.trunc).any(): return
         self.kept[t] = None if out.final is None else [x.clone() for x in out.final], hx
 
@@ -115,14 +115,14 @@ class Ends:
 
 # %% ../../../nbs/pipes/26_tensors/03_tensor_fragments.ipynb #b8fa929a
 class Completing:
-    "The part of `TensorInteraction` that puts a fragment together when its steps are made."
+    "The part of `TensorInteraction` that puts a fragment together after its last step."
     batch: TensorBatch
     checked: CheckedActor
     hx: Any               # the recurrent state after the last step
     terminal_obs: bool
 
     def _complete(self, rows, ends, reports):
-        "The fragment, without columns and the recurrent state of row 0."
+        "The fragment, but without `lane`, `seq`, `version` and the recurrent state at row 0."
         counts = self._check(rows, ends)
         act_ahead, _, ahead = self.checked.answer(rows.seen(), self.hx, virtual=True)
         state, term, infos = rows.state, rows.term, self.batch.infos.form.structure.unflatten(rows.infos)
@@ -130,7 +130,7 @@ class Completing:
         return Fragment(state, actor, infos, (), term, self._final(rows, ends, counts, actor), torch.ones_like(state.fin[1:]))
 
     def _check(self, rows, ends) -> list:
-        "Refuse numbers that should not be there. Returns how many last observations each step has. Here the host waits for the device."
+        "Raise an error for invalid numbers. Returns the number of last observations of each step. Here the host waits for the device."
         (obs, act, rew), batch = rows.written(), self.batch
         suspects = [*batch.obs_check.suspects(obs), *batch.act_check.suspects([x[1:] for x in act]), *batch.rew_check.suspects([rew])]
         counts = ends.wanted(rows.state.fin[1:], rows.term[1:]).sum(1)
@@ -150,7 +150,7 @@ class Completing:
         return actor
 
     def _final(self, rows, ends, counts, actor):
-        "The last observations, and the actor's virtual reactions to those of truncated episodes; zeros for the others."
+        "The last observations as a `Final`, with the actor's virtual reactions for truncated episodes, and zeros for terminated ones."
         state, term = rows.state, rows.term
         t, b = ends.wanted(state.fin[1:], term[1:]).nonzero(as_tuple=True)
         if not len(t): return Final(t, b, nested.map(lambda x: x[0, :0].clone(), state.obs), nested.map(lambda x: x[0, :0], actor))
@@ -174,16 +174,16 @@ class Completing:
 
 # %% ../../../nbs/pipes/26_tensors/03_tensor_fragments.ipynb #8116e063
 class TensorInteraction(Completing):
-    """One actor in one `TensorEnv`: `start`, and then `fragment` again and again. The last row of a fragment is the first one of the next.
+    """One actor in one `TensorEnv`: call `start` once, then `fragment` repeatedly. The last row of a fragment is row 0 of the next one.
 
     Raises `EnvError` and `ActorError`. They name environment, leaf and row where these are known.
 
     Args:
         actor: the actor, held by reference, on the device of the environments
-        batch: not reset yet; the caller closes it
-        seed: of the actor's random numbers
+        batch: batch of environments, not reset yet; the caller closes it
+        seed: seed of the actor's random numbers
         lane: number of the lane, for its fragments
-        explore: False: the actor's deterministic action
+        explore: False: take the actor's deterministic action
         terminal_obs: keep the last observations of terminated episodes too
     """
     def __init__(self, actor: Any, batch: TensorBatch, seed: np.random.SeedSequence, *, lane: int = 0, explore: bool = True,
@@ -205,7 +205,7 @@ class TensorInteraction(Completing):
 
     @torch.no_grad()
     def start(self) -> None:
-        "Reset the environments, and ask the actor once for the structure of its actions and of its recurrent state."
+        "Reset the environments, and call the actor once to get the structure of its actions and of its recurrent state."
         obs, n, device = self.batch.begin(), len(self.batch), self.batch.device
         obs = nested.map(lambda x, like: x.to(like.dtype, copy=True), obs, self.batch.obs_like)
         zeros, act = torch.zeros(n, device=device), nested.map(lambda x: torch.from_numpy(x[None]).to(device), self.batch.act_spec)
@@ -220,7 +220,7 @@ class TensorInteraction(Completing):
 
     @torch.no_grad()
     def fragment(self, n_steps: int) -> Fragment:
-        """Make `n_steps` steps, and put them together.
+        """Take `n_steps` steps and return their fragment.
 
         Args:
             n_steps: `T`
@@ -234,7 +234,7 @@ class TensorInteraction(Completing):
         return fragment._replace(**dict(zip(Fragment.COLUMNS, columns)))
 
     def collect(self, rows: Rows, ends: Ends) -> list:
-        "Fill the `rows`. Returns what the actor reported at each step. The host waits for nothing here, unless it is the device."
+        "Take all steps and fill the `rows`. Returns the actor's reports at each step. Here the host does not wait for the device."
         hx, reports, remembers, convert = self.hx, [], bool(nested.leaves(self.hx)), self.batch.actions_for_env
         initial = self._initial(hx) if remembers else hx
         try:
@@ -248,7 +248,7 @@ class TensorInteraction(Completing):
                 if remembers: hx = nested.map(partial(_renewed, fin), hx, initial)
                 reports.append(report)
         except PipeError as e:
-            refuse_first(self.batch, *rows.written())     # it may have begun with a number that is not finite
+            refuse_first(self.batch, *rows.written())     # the cause may be an earlier number that is not finite
             e.locate(**self.batch.where)
             raise
         self.hx = hx
@@ -256,5 +256,5 @@ class TensorInteraction(Completing):
 
 
 def _renewed(fin, h, initial):
-    "The recurrent state `h` `[layers, B, ...]`, with the initial one where `fin` `[B]`."
+    "The recurrent state `h` `[layers, B, ...]`, reset to the `initial` one where `fin` `[B]`."
     return torch.where(fin.view(1, -1, *[1] * (h.ndim - 2)), initial, h)

@@ -22,11 +22,11 @@ from .shared import SharedMemory
 
 # %% ../../../nbs/pipes/30_workers/02_channel.ipynb #0a972c7b
 class _Buffer(NamedTuple):
-    """Memory for one publication of all holders.
+    """Memory for one publication: the weights of all holders at one moment.
 
     Args:
-        publication: int64 [1]: number of the publication that is complete here, -1 for none
-        versions: int64 [n]: the version of each holder
+        publication: int64 [1]: number of the publication that is complete in this buffer; -1: none
+        versions: int64 [n]: version of each holder
         modes: for each holder, uint8 [number of its modules]: 1 if the module is in training mode
         tensors: for each holder, a list of tensors
     """
@@ -37,7 +37,7 @@ class _Buffer(NamedTuple):
 
 
 class _Block:
-    "Shared memory with `depth` buffers. It is passed to a process as an argument when the process is started."
+    "Shared memory with `depth` buffers. Pass it to a process as an argument when the process is started."
     def __init__(self, specs, n_modes, depth):
         self.specs = specs        # for each holder, `(dtype, shape)` of its tensors
         self.n_modes = n_modes    # for each holder, the number of its modules
@@ -47,12 +47,12 @@ class _Block:
         for buffer in self.buffers: buffer.publication[0] = -1
 
     def _sizes(self) -> list:
-        "Bytes of the parts of a buffer, in the order of `_Buffer`."
+        "The sizes of the parts of a buffer [bytes], in the order of `_Buffer`."
         tensors = [dtype.itemsize * shape.numel() for specs in self.specs for dtype, shape in specs]
         return [8, 8 * len(self.specs), *self.n_modes, *tensors]
 
     def available(self, publication, latest):
-        "The number of this publication, or the `latest` if it is None or was overwritten."
+        "The number `publication`, or `latest` if the publication is None or was overwritten."
         return latest if publication is None or latest - publication >= self.depth else publication
 
     def _map(self):
@@ -85,12 +85,12 @@ def _padded(size) -> int: return size + -size % 64
 _BARRIER = threading.Lock()
 
 def _fence():
-    "Memory fence: reads and writes before this call take effect before those after it, also on processors that reorder them."
+    "Memory fence: reads and writes before this call take effect before later ones, also on processors that reorder them."
     with _BARRIER: pass
 
 # %% ../../../nbs/pipes/30_workers/02_channel.ipynb #29db80c8
 class _Holder:
-    "What is published of one holder. Names, dtypes and shapes of its tensors must not change."
+    "The published data of one holder. Names, dtypes and shapes of its tensors must not change."
     def __init__(self, holder):
         self.holder, self.modules, self.first_version = holder, modules_in(holder), version_of(holder)
         state = state_of(self.modules)
@@ -112,7 +112,7 @@ class _Holder:
         return list(state.values())
 
     def warn_about_attributes(self):
-        "Log that an attribute which is not a tensor has changed, once for each attribute."
+        "Log a warning if an attribute other than a tensor has changed, once for each attribute."
         for key, value in kept_in(self.holder):
             known = self.attributes.get(key)
             if known is None or known.constant is value or known.comparable == comparable(value): continue
@@ -122,36 +122,36 @@ class _Holder:
 
 
 class _Attribute:
-    "An attribute as it was at the beginning. `constant` is its value if that cannot change, so that most need not be compared again."
+    "An attribute at the beginning. `constant` is its value if the value itself cannot change, so that most attributes are compared fast."
     def __init__(self, value):
         self.constant = value if type(value) in (bool, int, float, complex, str, bytes) else _CHANGEABLE
         self.comparable, self.text = comparable(value), describe(value, 60)
 
 
-_CHANGEABLE = object()
+_CHANGEABLE = object()     # is identical to no value, so the attribute is always compared
 
 def _specs(state) -> list: return [(x.dtype, x.shape) for x in state.values()]
 
 # %% ../../../nbs/pipes/30_workers/02_channel.ipynb #9feaf44a
 class WeightPublisher:
-    """Publishes the weights of holders in shared memory. It is used in the process that trains.
+    """Publishes the weights of holders (objects with weights, such as actors) in shared memory, from the process that trains.
 
-    Raises `ActorError` if a tensor cannot be sent, or has changed its shape or dtype since the beginning, and if the version of a holder
-    without a module has changed.
+    Raises `ActorError` if a tensor cannot be sent, if its shape or dtype has changed, or if the version of a holder without a module has
+    changed.
 
     Args:
         holders: actors, critics, and functions that use networks
-        depth: number of publications that can be fetched: the latest and earlier ones
+        depth: number of the newest publications that can be fetched
     """
     def __init__(self, holders: Iterable, depth: int = 2):
         self.holders = list(holders)
         self._holders = [_Holder(holder) for holder in self.holders]
         self.block = _Block([h.specs for h in self._holders], [h.n_modes for h in self._holders], depth)
-        self.publication = -1     # number of the latest
+        self.publication = -1     # number of the latest publication
 
     @torch_threads(1)
     def publish(self) -> int:
-        "Publish the current weights, unless they equal the latest publication. Returns the number of the publication that has them."
+        "Publish the current weights, unless they equal the latest publication. Returns the number of the publication with these weights."
         versions, modes = [h.version() for h in self._holders], [h.modes() for h in self._holders]
         tensors = [h.tensors(mode) for h, mode in zip(self._holders, modes)]
         for h in self._holders: h.warn_about_attributes()
@@ -173,11 +173,11 @@ class WeightPublisher:
         return publication
 
     def subscriber(self, indices: Iterable[int]) -> "WeightSubscriber":
-        "A subscriber for the holders with these indices, to be passed to a process when it is started."
+        "A subscriber for the holders with these indices. Pass it to a process when the process is started."
         return WeightSubscriber(self.block, list(indices))
 
     def packed(self, publication: int | None = None) -> tuple:
-        "`(number, bytes)`: a copy of this publication, or of the latest one if it is None or was overwritten, for a `WeightReceiver`."
+        "`(number, bytes)` for a `WeightReceiver`: a copy of `publication`, or of the latest one if it is None or was overwritten."
         number = self.block.available(publication, self.publication)
         return number, self.block.bytes_of(number).copy()
 
@@ -203,7 +203,7 @@ class WeightSubscriber:
     def __init__(self, block: Any, indices: Sequence[int]): self.block, self.indices, self.publication = block, indices, -1
 
     def attach(self, copies: Sequence) -> None:
-        "Update these `copies` of the holders from now on. Copies in shared memory are moved to private memory."
+        "From now on, update these `copies` of the holders. Copies in shared memory are moved to private memory."
         self.copies = list({id(copy): (index, copy) for index, copy in zip(self.indices, copies)}.values())
         self.modules = [modules_in(copy) for _, copy in self.copies]
         self.tensors = [list(state_of(modules).values()) for modules in self.modules]
@@ -213,7 +213,7 @@ class WeightSubscriber:
     @torch_threads(1)
     @torch.no_grad()
     def fetch(self, publication: int | None = None) -> int:
-        "Fetch this publication, or the latest one if it is None or was overwritten. Returns the number of the fetched publication."
+        "Fetch `publication`, or the latest one if it is None or was overwritten. Returns the number of the fetched publication."
         block = self.block
         while True:
             latest = int(block.latest[0])
@@ -236,16 +236,16 @@ class WeightSubscriber:
 
 # %% ../../../nbs/pipes/30_workers/02_channel.ipynb #0446516c
 class WeightReceiver(WeightSubscriber):
-    "A subscriber in a process that shares no memory with the publisher: publications come as bytes. It is pickled before it is used."
+    "A subscriber in a process without shared memory: publications arrive as bytes. It is pickled before it is used."
     def __init__(self, specs: Sequence, n_modes: Sequence, indices: Sequence[int]): self.form, self.indices = (specs, n_modes), indices
     def __reduce__(self): return type(self), (*self.form, self.indices)
 
     def attach(self, copies: Sequence) -> None:
-        "As `WeightSubscriber.attach`, after memory for one publication is allocated."
+        "Allocate memory for one publication, then do as `WeightSubscriber.attach`."
         super().__init__(_Block(*self.form, depth=1), self.indices)
         super().attach(copies)
 
     def receive(self, number: int, data: np.ndarray) -> None:
-        "Take the bytes of the publication with this number, which `fetch` then gives to the copies."
+        "Store the bytes of publication `number`. `fetch` then writes them into the copies."
         self.block.bytes_of(number)[:] = data
         self.block.latest[0] = number

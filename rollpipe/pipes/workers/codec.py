@@ -22,7 +22,7 @@ import rollpipe.pipes.nested as nested
 from ..errors import DataError
 
 # %% ../../../nbs/pipes/30_workers/03_codec.ipynb #87d5e4eb
-SMALL = 2 ** 16   # bytes; the reader copies smaller arrays, so that keeping one of them does not keep the memory of all
+SMALL = 2 ** 16   # [bytes] smaller arrays are copied by the reader, so that keeping one does not keep the memory of all
 
 
 def aligned(size: int) -> int:
@@ -34,9 +34,9 @@ class ArraySpec:
     """Describes an array of an item and its place in memory.
 
     Args:
-        dtype: a torch dtype makes it a tensor
+        dtype: numpy dtype of an array, or torch dtype of a tensor
         entry: index among the arrays of the layout; -1: the array is in the item's own memory
-        offset: where it begins, from the beginning of the item's own arrays [bytes]
+        offset: distance from the beginning of the item's own arrays [bytes]
     """
     def __init__(self, dtype: torch.dtype | np.dtype, shape: tuple, entry: int, offset: int):
         self.dtype, self.shape, self.entry, self.offset = dtype, shape, entry, offset
@@ -68,14 +68,14 @@ def copy_arrays(into: list, arrays: list, small_tensors: bool = False) -> None:
 
 def copy_tensor(into: torch.Tensor, x: torch.Tensor) -> None:
     "Copy `x` into a tensor of the same shape and dtype."
-    # It is faster to copy bytes than elements. A single element may have any stride, so it is copied as an element.
+    # Copying bytes is faster than copying elements. A single element may have any stride, so it is copied as an element.
     if x.numel() > 1 and into.is_contiguous() and x.is_contiguous() and not x.is_conj() and not x.is_neg():
         into.view(-1).view(torch.uint8).numpy()[...] = x.view(-1).view(torch.uint8).numpy()
     else: into.copy_(x)
 
 # %% ../../../nbs/pipes/30_workers/03_codec.ipynb #f63f52d7
 class _SetsArraysAside:
-    "Mixin of both picklers: it collects the arrays, and pickles their specs."
+    "Mixin of both picklers: it collects the arrays, and pickles only their specs."
     arrays: list    # `(ArraySpec, array)` of each array
     size: int       # size of all arrays [bytes]
 
@@ -119,9 +119,9 @@ def _pickled(item, kind) -> tuple:
 
 
 def pickle_item(item: Any) -> tuple:
-    """`(pickle, arrays, size)`: the pickle without the arrays, `(ArraySpec, array)` for each array, and the bytes that the arrays need.
+    """`(pickle, arrays, size)`: the pickle without arrays, `(ArraySpec, array)` for each array, and the size of the arrays [bytes].
 
-    Raises `DataError` with the leaf that cannot be pickled.
+    Raises `DataError`, which names the leaf, if a leaf cannot be pickled.
     """
     try: return _pickled(item, _Pickler)
     except DataError: raise
@@ -140,11 +140,11 @@ def _pickling_error(item, error) -> DataError:
 
 # %% ../../../nbs/pipes/30_workers/03_codec.ipynb #9009148f
 def pickle_containers(item: Any, specs: list) -> bytes | None:
-    "The pickle of the containers of `item` with `specs` for its arrays; None if it fails or does not restore the same containers."
+    "The pickle of the containers of `item` with `specs` instead of arrays; None if this fails or does not restore the same containers."
     nodes = []
-    leaves, tree = optree.tree_flatten(item, is_leaf=lambda x: bool(nodes.append(x)))     # `is_leaf` is always False; it collects all nodes
+    leaves, tree = optree.tree_flatten(item, is_leaf=lambda x: bool(nodes.append(x)))     # `is_leaf` returns False, and collects nodes
     arrays = {id(x) for x in leaves}
-    # If a container may have its own attributes, the whole item is pickled each time.
+    # Attributes of a container may differ from item to item. So if a container may have some, each whole item is pickled.
     if any(hasattr(x, '__dict__') and type(x) is not OrderedDict for x in nodes if id(x) not in arrays): return None
     for dumps in (pickle.dumps, cloudpickle.dumps):
         try:
@@ -155,14 +155,14 @@ def pickle_containers(item: Any, specs: list) -> bytes | None:
 
 # %% ../../../nbs/pipes/30_workers/03_codec.ipynb #fbffc9b0
 class ItemFormat:
-    """How an item is put together from the arrays in a slot.
+    """Describes how to put an item together from the arrays in a slot.
 
     Args:
-        pickle: pickle of the item, or of its containers, without the arrays
+        pickle: pickle of the item or of its containers, without arrays
         size: size of the item's own arrays in the slot [bytes]
-        only_arrays: does the item consist of containers and arrays only?
+        only_arrays: True: the item consists of containers and arrays only
     """
-    specs: Any       # list of the arrays' `ArraySpec`s; None: the item has more than containers and arrays
+    specs: Any       # list of `ArraySpec`; None: the item has more than containers and arrays
     _prepared: Any   # memory for the small arrays of the next item; None: not allocated yet
 
     def __init__(self, pickle: bytes, size: int, only_arrays: bool):
@@ -186,13 +186,13 @@ class ItemFormat:
         self._prepared = leaves, [leaves[i] for i in self._copied]
 
     def warm_up(self, views: list) -> None:
-        "Run the steps of `assemble` without a result, so that code and memory are in the processor's caches."
+        "Run the steps of `assemble` without a result, which brings code and memory into the processor's caches."
         self.prepare()
         copy_arrays(self._prepared[1], views, self.small_tensors)
         optree.tree_unflatten(self.tree, self.specs)
 
     def assemble(self, views: list, get: Callable | None) -> Any:
-        "The item. Small arrays are copies of `views` (the views of `viewed` in the slot), and each other array is `get(spec)`."
+        "Return the item. Small arrays are copies of `views`, which show the arrays `viewed` in the slot. Each other array is `get(spec)`."
         self.prepare()
         (leaves, into), self._prepared = self._prepared, None
         copy_arrays(into, views, self.small_tensors)

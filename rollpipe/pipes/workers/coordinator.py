@@ -40,16 +40,16 @@ class Listener:
 
     Args:
         pool: the memory for items, such as a `SlotPool`
-        options: a reading service, such as `ProcessReading`
+        options: reading service with the options, such as `ProcessReading`
     """
     def __init__(self, schedule: Schedule, pool: Any, members: Members, supervision: Supervision, options: Any):
         self.schedule, self.pool, self.members, self.supervision, self.options = schedule, pool, members, supervision, options
 
     def listen(self, on_death: Callable) -> None:
-        """Wait at most half a second for messages, and process them. Also check for members that are silent or dead.
+        """Wait at most half a second for messages, and process them. Also look for silent and dead members.
 
         Args:
-            on_death: called with a member that has died, and the error that says how
+            on_death: function of a member that has died, and of the error that describes its death
         """
         members, supervision, spin = self.members, self.supervision, self.options.spin
         wait = max(0., min(0.5, supervision.time_left(members.busy())))
@@ -64,12 +64,12 @@ class Listener:
                 if not member.process.is_alive(): self._hear(member, on_death)
 
     def _hear(self, member, on_death) -> bool:
-        "Process the next message of a member, if it has arrived. Returns True if it says that an item is being put together."
+        "Process the next message of a member, if it has arrived. Returns True for the message that an item is being put together."
         try: message = member.process.take()
         except WorkerDied as e:
             on_death(member, e)
             return False
-        member.heard, member.patience = time.monotonic(), self.options.silence     # a part of a message is a sign of life, too
+        member.heard, member.patience = time.monotonic(), self.options.silence     # a part of a message counts as a sign of life
         if message is None: return True     # `COMPLETING`
         if message is NOTHING: return False
         request, reply, item_format = member.take_reply(message)
@@ -80,14 +80,14 @@ class Listener:
 
 # %% ../../../nbs/pipes/30_workers/16_coordinator.ipynb #381fa01c
 class ItemRecord(NamedTuple):
-    """When an item was collected and handed over. Times are those of `time.monotonic`.
+    """The times at which an item was collected and handed over, in seconds of `time.monotonic`.
 
     Args:
-        publication: number of the weights that collected it
-        begin: [s] when its collection began
-        end: [s] when it was complete
-        received: [s] when it was read from its place
-        copied_bytes: bytes that the worker has copied into it
+        publication: number of the weights with which it was collected
+        begin: [s] begin of its collection
+        end: [s] end of its collection
+        received: [s] time at which this process read it
+        copied_bytes: number of bytes that the worker copied for it
     """
     lane: int
     worker: int
@@ -99,11 +99,11 @@ class ItemRecord(NamedTuple):
 
 
 class Coordinator:
-    """The workers of one iteration of `seam`, and what they share.
+    """The workers of one iteration of `seam`, and the objects that they share.
 
     Args:
         seam: `WorkerLanes`; everything above this pipe runs in workers
-        service: the reading service with the options; its `crew(seam)` gives the workers
+        service: reading service with the options; its method `crew(seam)` returns the workers
     """
     def __init__(self, seam: Any, service: Any):
         self.seam, self.service, self.root, self.supervision = seam, service, seam.root(), Supervision(service)
@@ -155,7 +155,7 @@ class Coordinator:
         return with_restarts(item, restarts) if restarts else item
 
     def _restart(self, member, error):
-        "Restart a member that has died, with its lanes and requests, or raise the error."
+        "Restart a member that has died, with its lanes and requests. Raises the error if no restart is allowed."
         self.supervision.allow_restart(member, error)
         self.members.disconnect(member)
         member.process.close()
@@ -169,7 +169,7 @@ class Coordinator:
         while self.members.busy(): self.listener.listen(self._restart)
 
     def close(self, failed: bool = True) -> list:
-        "End the workers, at once if something has failed. Returns the errors that they sent at the end."
+        "End the workers, without waiting if something has failed. Returns the errors that they sent at the end."
         errors = self.members.end(failed)
         self.publisher.close()
         self.pool.close()

@@ -22,7 +22,7 @@ def plan_buffers(n_lanes: int, group_size: int, lag: int | None, width: int, n_b
 
     Args:
         width: number of items that share a slot
-        n_buffers: the number of buffers that the user wants; None: as many as are needed
+        n_buffers: number of buffers that the user wants; None: as many as needed
 
     Returns:
         tuple: `(max_pending, n_buffers)`
@@ -37,7 +37,7 @@ def plan_buffers(n_lanes: int, group_size: int, lag: int | None, width: int, n_b
 
 
 def planned_pool(seam: Any, service: Any, n_buffers: int | None = None, kind: type = SlotPool) -> tuple:
-    """The greatest number of open requests, and the memory for items. Items that will be joined share a slot, if pipes below allow it.
+    """The greatest number of open requests, and the memory for items. Items that will be joined share a slot if the pipes below allow it.
 
     Args:
         seam: `WorkerLanes`; everything above this pipe runs in workers
@@ -65,7 +65,7 @@ class ProcessCrew:
         self.members = Members()
 
     def check(self, graphs: Iterable) -> None:
-        "Raise the error for what cannot be sent to workers, before one is started."
+        "Raise an error, before a worker is started, if a graph cannot be sent to workers."
         if start_method_for(self.service.start_method, self.service.worker_threads) != 'fork': check_picklable(graphs)
 
     def start(self, index: int, graphs: dict, states: dict, publisher: WeightPublisher, holders: Sequence) -> Member:
@@ -74,6 +74,6 @@ class ProcessCrew:
         Args:
             graphs: number of the lane -> graph, for the lanes of this worker
             states: number of the lane -> its `GlobalRandomStates`
-            holders: indices of what these graphs hold, in the publisher
+            holders: indices, in the publisher, of the holders of weights in these graphs
         """
         return start_member(index, graphs, states, self.pool.slots, publisher.subscriber(holders), self.service)

@@ -23,22 +23,22 @@ STARTED = 'started', None    # the first message of a worker
 
 def run_worker(function: Callable, shared: tuple, args: tuple | SharedMemory, name: str, link: Any, inherited: list,
                traceback_file: TracebackFile, threads: int, cores: Any) -> None:
-    """The life of a worker process: it calls `function(link, *shared, *args)`, and sends its exception.
+    """The main function of a worker process: it calls `function(link, *shared, *args)`, and sends an exception to the parent.
 
     Args:
         function: the function that the worker runs
-        shared: its arguments after the connection
-        args: its other arguments, or memory with their pickle
+        shared: arguments of `function` after the connection
+        args: other arguments of `function`, or memory with their pickle
         name: name in error messages
         link: the worker's end of the connection
-        inherited: ends of other connections, to be closed
+        inherited: inherited ends of other connections, which are closed
         threads: torch threads
-        cores: processor cores that it may use; None: all
+        cores: processor cores that the process may use; None: all
     """
-    for s in (signal.SIGINT, signal.SIGHUP): signal.signal(s, signal.SIG_IGN)  # a terminal sends them to the parent as well
+    for s in (signal.SIGINT, signal.SIGHUP): signal.signal(s, signal.SIG_IGN)  # a terminal sends them to the parent, too
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGTERM, _exit_once)
-    gc.freeze()                   # the parent finalizes inherited objects
+    gc.freeze()                   # never collect inherited objects: the parent finalizes them
     traceback_file.serve()
     for other in inherited: other.close()
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -50,7 +50,7 @@ def run_worker(function: Callable, shared: tuple, args: tuple | SharedMemory, na
         link.send(STARTED)
         function(link, *shared, *args)
     except _Terminated: raise
-    except SystemExit as e:                               # somebody has called `sys.exit`: the log says who
+    except SystemExit as e:                               # user code has called `sys.exit`; the log shows where
         send_warning(link, pack_exception(e, name)[0])
         raise
     except BaseException as e: send_exception(link, e, name)
@@ -60,7 +60,7 @@ def run_worker(function: Callable, shared: tuple, args: tuple | SharedMemory, na
 
 
 def _unpacked(memory) -> tuple:
-    "The arguments that the parent has packed into this memory."
+    "Unpickle the arguments from memory, and close the memory."
     args = cloudpickle.loads(memory.view())
     memory.close()
     return args
@@ -76,18 +76,18 @@ def _exit_once(*signal_and_frame):
 
 
 def _keep_freed_memory():
-    "Let this process keep the memory that it frees (glibc). It soon needs as much again, and to get pages takes longer than to fill them."
+    "Make glibc keep freed memory. This process soon needs as much again, and getting pages takes longer than filling them."
     try: mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError): return
-    mallopt(-4, 0)               # M_MMAP_MAX
-    mallopt(-1, 2 ** 31 - 1)     # M_TRIM_THRESHOLD
+    mallopt(-4, 0)               # M_MMAP_MAX: allocate nothing by mmap, because such memory goes back when freed
+    mallopt(-1, 2 ** 31 - 1)     # M_TRIM_THRESHOLD: never shrink the heap
 
 
 def _end_with_parent(every=0.3):
-    "End this process when its parent has ended without a message."
+    "Wait until the parent ends, and then end this process. The parent may be killed before it can send a message."
     pid, sentinel = os.getppid(), multiprocessing.parent_process().sentinel
     while os.getppid() == pid and not connection.wait([sentinel], every): pass
-    signal.setitimer(signal.ITIMER_REAL, 1)    # this ends even an interpreter that is shutting down and no longer runs threads
+    signal.setitimer(signal.ITIMER_REAL, 1)    # ends the process even if the interpreter shuts down and runs no threads
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(1)
     os._exit(1)

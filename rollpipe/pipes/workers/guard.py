@@ -55,14 +55,14 @@ class _Guard(NamedTuple):
     """The guard of a process.
 
     Args:
-        workers: the processes that it may have to end
+        workers: ids of the guarded processes
     """
     pid: int
     link: socket.socket
     workers: set
 
 
-_guards = {}     # number of a process -> its `_Guard`
+_guards = {}     # id of a process -> its `_Guard`
 _lock = threading.RLock()
 if hasattr(os, 'register_at_fork'): os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
@@ -71,11 +71,11 @@ def guard(pid: int) -> None:
     """From now on, end the process `pid` when this process is killed. Does nothing on systems without `pidfd_open`.
 
     Args:
-        pid: a process that this one has just started
+        pid: id of a process that this process has just started
     """
     if not hasattr(os, 'pidfd_open'): return
     try: worker = os.pidfd_open(pid)
-    except OSError: return                     # it has ended, or the kernel is too old
+    except OSError: return                     # the process has ended, or the kernel is too old
     try:
         with _lock: _send(pid, worker)
     except OSError as e: log.warning(f"there is no guard, so a worker that is stopped outlives this process if it is killed: {e}")
@@ -83,12 +83,12 @@ def guard(pid: int) -> None:
 
 
 def _send(pid, worker):
-    "Tell the guard of this process of a worker, by its descriptor."
+    "Send the descriptor of a worker to the guard of this process."
     try:
         present = _guards[os.getpid()]
         present.workers.add(pid)
         socket.send_fds(present.link, [b'.'], [worker])
-    except (KeyError, OSError):                # there is no guard yet, or no longer
+    except (KeyError, OSError):                # there is no guard yet, or it has ended
         _forget_guard()
         number, link = _start_guard()
         present = _guards[os.getpid()] = _Guard(number, link, {pid})
@@ -96,10 +96,10 @@ def _send(pid, worker):
 
 
 def unguard(pids: Iterable) -> None:
-    """End the guard of this process if it has no other process to guard.
+    """Forget these processes, and end the guard of this process if it has no other process to guard.
 
     Args:
-        pids: processes that have ended, whether they were guarded or not
+        pids: ids of processes that have ended, guarded or not
     """
     with _lock:
         if (present := _guards.get(os.getpid())) is None: return
@@ -108,19 +108,19 @@ def unguard(pids: Iterable) -> None:
 
 
 def _forget_guard(kill=False):
-    "Forget the guard of this process, which has ended, or which is to be killed."
+    "Forget the guard of this process, which has ended, or which `kill` ends."
     if (present := _guards.pop(os.getpid(), None)) is None: return
     atexit.unregister(present.link.close)
     present.link.close()
     try:
-        if os.waitpid(present.pid, os.WNOHANG)[0] == 0 and kill:     # so it runs, and the number is still its own
+        if os.waitpid(present.pid, os.WNOHANG)[0] == 0 and kill:     # the guard still runs, so the id is still its own
             os.kill(present.pid, signal.SIGKILL)
             os.waitpid(present.pid, 0)
-    except OSError: pass                       # somebody else has taken note of its end
+    except OSError: pass                       # other code has already waited for its end
 
 
 def _start_guard() -> tuple:
-    "`(number, socket)` of a new guard for this process."
+    "Start a guard for this process. Returns `(id, socket)`."
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     atexit.register(ours.close)

@@ -15,13 +15,13 @@ def _header(size) -> bytes: return struct.pack('!i', size) if size < 2 ** 31 els
 
 
 class Link:
-    """The parent's end of the connection to a worker. Only `poll` waits, and only as long as it is told to.
+    """The parent's end of the connection to a worker. Only `poll` waits, and at most for its `timeout`.
 
     Args:
-        connection: belongs to this object from now on
+        connection: the connection, which this object owns from now on
     """
     def __init__(self, connection: Connection):
-        self.connection, self.part, self.unsent = connection, bytearray(), bytearray()    # part of a message; bytes not sent yet
+        self.connection, self.part, self.unsent = connection, bytearray(), bytearray()    # received part of a message; bytes not sent yet
         os.set_blocking(connection.fileno(), False)
 
     @property
@@ -30,13 +30,13 @@ class Link:
     def close(self) -> None: self.connection.close()
 
     def send(self, message: Any) -> None:
-        "Send as much of `message` as the connection takes now; `flush` and `poll` send the rest. Raises `OSError` if the worker has ended."
+        "Send as much of `message` as possible without waiting; `flush` and `poll` send the rest. Raises `OSError` if the worker has ended."
         data = pickle.dumps(message)
         self.unsent += _header(len(data)) + data
         self.flush()
 
     def flush(self) -> None:
-        "Send as much of earlier messages as the connection takes now. Raises `OSError` if the worker has ended."
+        "Send as much of earlier messages as possible without waiting. Raises `OSError` if the worker has ended."
         try:
             while self.unsent: del self.unsent[:os.write(self.fileno(), self.unsent)]
         except BlockingIOError: pass
@@ -45,7 +45,7 @@ class Link:
             raise
 
     def read(self) -> memoryview | None:
-        "The next message, pickled, or None if its end has not arrived. Raises `EOFError` or `OSError` if no more can come."
+        "The pickle of the next message, or None if it is incomplete. Raises `EOFError` or `OSError` if no more data can arrive."
         if not self._has(begin := 4): return None
         size, = struct.unpack_from('!i', self.part)
         if size < 0:
@@ -65,7 +65,7 @@ class Link:
         return True
 
     def poll(self, timeout: float = 0.) -> bool:
-        "Has something arrived, or has the worker ended? Waits at most `timeout` seconds, and meanwhile sends what is left."
+        "Has data arrived, or has the worker ended? Waits at most `timeout` seconds, and meanwhile sends the rest of earlier messages."
         poller, deadline = select.poll(), time.monotonic() + timeout
         while True:
             poller.register(self.fileno(), select.POLLIN | (select.POLLOUT if self.unsent else 0))

@@ -31,7 +31,7 @@ class WorkerRequest(NamedTuple):
 
     Args:
         publication: number of the weights; None: the latest
-        layout: the arguments of `Layout`; None: the layout of the previous request
+        layout: arguments of `Layout`; None: the layout of the previous request
     """
     lane: int
     slot: int
@@ -45,9 +45,9 @@ class Reply(NamedTuple):
 
     Args:
         format_id: this field and the next three are those of `ItemHeader`
-        publication: number of the weights that collected the item; None: the lane has ended and there is no item
-        begin: [s] when collecting began
-        end: [s] when the item was complete, before it was written into the slot
+        publication: number of the weights with which the item was collected; None: the lane has ended, and there is no item
+        begin: [s] begin of collecting
+        end: [s] time at which the item was complete, before it was written into the slot
     """
     format_id: int | None = None
     new_format: tuple | None = None
@@ -58,11 +58,11 @@ class Reply(NamedTuple):
     end: float = 0.
 
 
-COMPLETING = pickle.dumps(None)   # message: all steps of an item are collected, and it is being put together
+COMPLETING = pickle.dumps(None)   # message: all steps of an item are collected, and the item is being put together
 
 # %% ../../../nbs/pipes/30_workers/11_loop.ipynb #adf30df6
 class SlotDestination(Destination):
-    "Makes fragments in the slot, and sends a message to the learner's process when a fragment is being put together."
+    "Provides memory of the slot for fragments, and tells the learner's process when a fragment is being put together."
     def __init__(self, writer: SlotWriter, link: Any): self.writer, self.link = writer, link
     def empty(self, shape: tuple, dtype: Any) -> np.ndarray: return self.writer.entries.empty(shape, dtype)
     def completing(self) -> None: self.link.send_bytes(COMPLETING)
@@ -75,7 +75,7 @@ def holders_in(graphs: Iterable) -> list:
 
 
 def _move(lanes, holders, device):
-    "Move the modules of the `holders` to `device`, and tell the steppers of `lanes`."
+    "Move the modules of the `holders` to `device`, and set this device in the steppers of `lanes`."
     for module in (m for x in holders for m in modules_in(x)): module.to(device)
     for graph in lanes.values():
         for stepper in find(graph, EnvStepper): stepper.device = torch.device(device)
@@ -88,18 +88,18 @@ def _close(link, name, stream):
         warnings.simplefilter('always')
         for kind in (DeprecationWarning, PendingDeprecationWarning, ResourceWarning): warnings.simplefilter('ignore', kind)
         try: getattr(stream, 'close', lambda: None)()
-        except BaseException as e: errors.append(e)     # the other lanes are closed all the same
+        except BaseException as e: errors.append(e)     # the other lanes must still be closed
     for x in caught: send_warning(link, f"{name}: {x.message}")
     for x in errors:
-        if isinstance(x, SystemExit): send_warning(link, pack_exception(x, name)[0])     # would end the learner's program
+        if isinstance(x, SystemExit): send_warning(link, pack_exception(x, name)[0])     # as an error it would end the learner's program
         else: send_exception(link, x, name)
 
 # %% ../../../nbs/pipes/30_workers/11_loop.ipynb #2881a946
 class LaneRunner:
-    """Runs the lanes of a worker, whatever connects the worker with the learner.
+    """Runs the lanes of a worker, independent of the kind of connection to the learner.
 
     Args:
-        link: takes warnings and errors: a connection, or what has `send` and `send_bytes`
+        link: takes warnings and errors: a connection, or an object with `send` and `send_bytes`
         slots: the slots for items
         subscriber: a `WeightSubscriber` for `holders_in(lanes.values())`
         name: name of the worker in error messages
@@ -131,8 +131,8 @@ class LaneRunner:
         return *self.writer.write(item), publication, begin, end
 
     def _stream(self):
-        "The stream of the present lane. Its states of the global generators are swapped in."
-        if self.lane != self.present:     # nobody else draws from this process's global generators
+        "The stream of the current lane, after the lane's states of the global generators are swapped in."
+        if self.lane != self.present:     # a lane's states stay in place until another lane runs, because only lanes draw here
             if (before := self.states.get(self.present)) is not None: before.take()
             self.states[self.lane].put(before)
             self.present = self.lane
@@ -140,12 +140,12 @@ class LaneRunner:
         return self.streams[self.lane]
 
     def send_error(self, e: BaseException) -> None:
-        "Send an exception that `answer` raised, with the lane that it concerns."
+        "Send an exception that `answer` raised, with its lane."
         if isinstance(e, PipeError): e.locate(lane=self.lane)
         send_exception(self.link, e, f"{self.name}, lane {self.lane}")
 
     def close(self) -> None:
-        "Close the streams of all lanes. Warnings and exceptions are sent."
+        "Close the streams of all lanes, and send warnings and exceptions."
         for lane, stream in self.streams.items(): _close(self.link, f"{self.name}, lane {lane}", stream)
 
 # %% ../../../nbs/pipes/30_workers/11_loop.ipynb #2881a947
@@ -162,5 +162,5 @@ def run_lanes(link: Any, *args: Any) -> None:
     except SystemExit: raise
     except BaseException as e: runner.send_error(e)
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)     # environments may take the parent's `grace` to close
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)     # environments may close, until the parent's `grace` is over
         runner.close()

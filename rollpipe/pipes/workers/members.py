@@ -23,22 +23,22 @@ from .schedule import Request
 from .slot_writer import format_of
 
 # %% ../../../nbs/pipes/30_workers/13_members.ipynb #5d0f1e06
-MAX_UNANSWERED = 32   # greatest number of requests sent to a worker without an answer; connections can hold as many unread
+MAX_UNANSWERED = 32   # greatest number of unanswered requests sent to a worker; a connection has room for this many
 
 
 class Member:
     """A worker process, and what the coordinator knows about it.
 
     Args:
-        process: a `WorkerProcess`, or what has its methods
+        process: a `WorkerProcess`, or an object with its methods
         lanes: numbers of its lanes
-        patience: how long it may be silent [s]
+        patience: time for which it may be silent [s]
     """
     def __init__(self, index: int, process: Any, lanes: Iterable, patience: float):
         self.index, self.process, self.lanes = index, process, list(lanes)
         self.queued, self.sent = deque(), deque()                # requests not sent yet; requests sent but not answered
-        self.layout, self.formats = None, {}                     # the last layout sent to it; number -> format received from it
-        self.heard, self.patience = time.monotonic(), patience   # time of its last message; how long it may then be silent [s]
+        self.layout, self.formats = None, {}                     # last layout sent to it; number -> format received from it
+        self.heard, self.patience = time.monotonic(), patience   # time of its last message; time for which it may be silent [s]
 
     def send_queued(self, slot_states: list) -> None:
         "Send queued requests, up to `MAX_UNANSWERED` without an answer."
@@ -55,7 +55,7 @@ class Member:
         return request.lane, slot, position, request.publication, None if layout is before else (layout.n, layout.arrays)
 
     def take_reply(self, message: tuple) -> tuple:
-        "`(request, reply, format of the item)` for a message, which answers the oldest request. The format is None if the lane has ended."
+        "`(request, reply, format of the item)` of a message that answers the oldest request. The format is None if the lane has ended."
         request, reply = self.sent.popleft(), Reply(*message)
         return request, reply, None if reply.publication is None else format_of(reply, self.formats)
 
@@ -64,11 +64,11 @@ def cores_and_device(affinity: list | None, index: int) -> tuple:
     """The processor cores or the device of a worker.
 
     Args:
-        affinity: for each worker its cores (an int or several), or a device; a list that is too short is repeated
+        affinity: for each worker, its cores (an int or several) or a device; a list that is too short is repeated
         index: number of the worker
 
     Returns:
-        tuple: `(cores, device)`; None: no change
+        tuple: `(cores, device)`; None stands for no change
     """
     if not affinity: return None, None
     given = affinity[index % len(affinity)]
@@ -77,7 +77,7 @@ def cores_and_device(affinity: list | None, index: int) -> tuple:
 
 
 def check_affinity(affinity: list | None) -> None:
-    "Raise `DataError` for processor cores and devices that are not there."
+    "Raise `DataError` for processor cores and devices that do not exist."
     for index in range(len(affinity or ())):
         given = affinity[index]
         try: cores, device = cores_and_device(affinity, index)
@@ -95,7 +95,7 @@ def _no_such(given) -> DataError:
 
 
 def _may_run_on(cores) -> bool:
-    "May a process of this machine run on these cores? The system says so if this thread tries."
+    "May a process of this machine run on these cores? To find out, this thread tries."
     if not hasattr(os, 'sched_setaffinity'): return False
     before = os.sched_getaffinity(0)
     try: os.sched_setaffinity(0, cores)
@@ -121,7 +121,7 @@ def start_member(index: int, graphs: dict, states: dict, slots: list, subscriber
         graphs: number of the lane -> graph, for its lanes
         states: number of the lane -> its `GlobalRandomStates`
         slots: the slots for items
-        subscriber: a `WeightSubscriber` for what these graphs hold
+        subscriber: a `WeightSubscriber` for the holders of weights in these graphs
         options: a `ProcessReading`
     """
     cores, device = cores_and_device(options.affinity, index)
@@ -154,11 +154,11 @@ class Members:
     def busy(self) -> list: return [member for member in self.members if member.sent]
 
     def has_idle_core(self) -> bool:
-        "Is there a processor core that no busy member needs?"
+        "Are there more processor cores than busy members?"
         return len(self.busy()) < self.n_cores
 
     def wait(self, seconds: float) -> list:
-        "Members that have sent something, or have ended. Sleeps at most `seconds` until there is one."
+        "Members that have sent data or have ended. Waits at most `seconds` for the first one."
         full = [member.process.link for member in self.members if member.process.link.unsent]
         for link in full: self.poller.modify(link, select.POLLIN | select.POLLOUT)
         found = self.poller.poll(1000 * seconds)
@@ -166,13 +166,13 @@ class Members:
         return [self.of_descriptor[fd] for fd, event in found if event != select.POLLOUT]
 
     def _send_on(self, link):
-        "Send what is left of messages that the connection did not take at once."
+        "Send the rest of earlier messages."
         self.poller.modify(link, select.POLLIN)
         try: link.flush()
-        except OSError: pass      # the worker has ended, which the next `take` tells
+        except OSError: pass      # the worker has ended; the next `take` raises the error
 
     def spin(self, seconds: float, first: Callable = lambda: None) -> list:
-        "As `wait`, but without sleeping. If no member is ready yet, it calls `first` once and then goes on."
+        "As `wait`, but without sleeping. If no member is ready yet, calls `first` once, and then continues to wait."
         until = time.monotonic() + seconds
         if ready := self.wait(0): return ready
         first()
@@ -186,5 +186,5 @@ class Members:
                      silent=now - m.heard) for m in self.members]
 
     def end(self, failed: bool = False) -> list:
-        "End all processes, at once if something has `failed`. Returns the errors that they sent at the end."
+        "End all processes, without waiting if something has `failed`. Returns the errors that they sent at the end."
         return end_workers([member.process for member in self.members], failed)

@@ -24,7 +24,7 @@ from .shared import SharedMemory
 
 # %% ../../../nbs/pipes/30_workers/10_process.ipynb #f338a952
 def start_method_for(method: str | None = None, threads: int = 1) -> str:
-    "The start method. If `method` is None: fork where it is safe, else spawn. Raises `WorkerError` if `method` is unknown or could hang."
+    "The start method. None becomes fork where this is safe, else spawn. Raises `WorkerError` if `method` is unknown or could hang."
     known, cuda = multiprocessing.get_all_start_methods(), torch.cuda.is_initialized()
     if not hasattr(signal, 'SIGUSR1'): raise WorkerError("worker processes need a POSIX system", got=sys.platform)
     if method is None: return 'fork' if 'fork' in known and not cuda and threads == 1 and sys.platform != 'darwin' else 'spawn'
@@ -44,8 +44,8 @@ class WorkerNotStarted(WorkerDied):
 
 
 def _death_of(worker) -> WorkerDied:
-    "The error that says how the process ended."
-    worker.process.join(5)     # an interpreter that exits normally may need a moment
+    "The error that describes how the process ended."
+    worker.process.join(5)     # after closing the connection, an interpreter may need a moment to exit
     code = worker.process.exitcode
     if code is None: return WorkerDied(f"{worker} closed its connection")
     if code < 0 or worker.traceback_file.is_served(): return WorkerDied(f"{worker} {_end_of(code)}")
@@ -54,22 +54,22 @@ def _death_of(worker) -> WorkerDied:
 
 
 def _end_of(code) -> str:
-    "How a process with this exit code ended."
+    "A text that describes an exit code."
     if code >= 0: return f"ended with exit code {code}"
     try: return f"was killed by {signal.Signals(-code).name}"
     except ValueError: return f"was killed by signal {-code}"
 
 # %% ../../../nbs/pipes/30_workers/10_process.ipynb #5d0f1d03
 def end_workers(workers: Iterable, failed: bool = False) -> list:
-    "End all `workers`, at once if something has `failed`. Returns the errors that they sent at the end."
+    "End all `workers`, without waiting if something has `failed`. Returns the errors that they sent at the end."
     workers = [w for w in workers if w.creator == os.getpid() and w.finalizer.cancel() is None and not w.link.closed]
     return _end_all([(w.process, w.link, w.traceback_file) for w in workers], max((w.grace for w in workers), default=0.), failed)
 
 
 def _end_all(parts, grace, failed=False) -> list:
-    "Ask the processes to end, terminate those that do not end, and kill those that still run."
+    "Ask the processes to end, terminate those that do not, and kill those that still run."
     errors, links, killed = [], {link for _, link, _ in parts}, []
-    by_themselves = [process for process, _, _ in parts if process.is_alive()]       # and then end without being pushed
+    by_themselves = [process for process, _, _ in parts if process.is_alive()]       # in the end, those that needed no signal
     for patience, push in ((0. if failed else 0.5, _ask), (grace, _terminate), (5., _kill)):
         if push is not _ask: by_themselves = [process for process in by_themselves if not process.is_alive()]
         if push is _kill and not failed: killed = [process for process, _, _ in parts if process.is_alive()]
@@ -102,7 +102,7 @@ def _kill(process, link): process.kill()
 
 
 def _drain(link, errors) -> bool:
-    "Read all messages that have arrived, and append exceptions to `errors`. Returns True if no more can come."
+    "Read all messages that have arrived, and append exceptions to `errors`. Returns True if no more can arrive."
     try:
         while (data := link.read()) is not None:
             message = pickle.loads(data)
@@ -117,11 +117,11 @@ def _is(message, kind) -> bool: return type(message) is tuple and len(message) >
 
 # %% ../../../nbs/pipes/30_workers/10_process.ipynb #5d0f1d06
 _open_links = weakref.WeakSet()   # this process's ends of the connections to its workers
-_starting = threading.RLock()     # no process is forked while another thread makes a connection
+_starting = threading.RLock()     # held while a process starts, so that it inherits no connection that another thread is making
 
 
 def _start_process(context, name, function, shared, args, threads, cores) -> tuple:
-    "`(process, link, traceback_file)` of a new process."
+    "Start a process. Returns `(process, link, traceback_file)`."
     ours, theirs = context.Pipe()
     link, traceback_file = Link(ours), TracebackFile()
     inherited = [o for o in (*_open_links, link) if not o.closed] if context.get_start_method() == 'fork' else []
@@ -136,7 +136,7 @@ def _start_process(context, name, function, shared, args, threads, cores) -> tup
 
 
 def _packed(args, name, method) -> SharedMemory:
-    "Memory with the pickled arguments."
+    "Shared memory with the pickled arguments."
     try: data = cloudpickle.dumps(tuple(args))
     except Exception as e:
         raise WorkerError(f"{name} cannot be started by {method}: {type(e).__name__}: {e}",
@@ -148,14 +148,14 @@ def _packed(args, name, method) -> SharedMemory:
 
 @contextmanager
 def _without_sigint():
-    "Delay Ctrl-C to the end of this context."
+    "Delay Ctrl-C until the end of the `with` block."
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try: yield
     finally: signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 # %% ../../../nbs/pipes/30_workers/10_process.ipynb #010f2a41
 NOTHING: Any = object()    # there is no message
-STARTING = 60.             # how long a worker may be silent at least while it starts [s]
+STARTING = 60.             # least time for which a starting worker may be silent [s]
 
 
 class WorkerProcess:
@@ -170,7 +170,7 @@ class WorkerProcess:
         args: other arguments; a forked process inherits them, others get them by cloudpickle
         start_method: 'fork', 'forkserver' or 'spawn' [fork, if it is safe]
         threads: torch threads in the process
-        cores: processor cores that it may use; None: all
+        cores: processor cores that the process may use; None: all
         grace: seconds between SIGTERM and SIGKILL
     """
     def __init__(self, name: str, function: Callable, shared: tuple = (), args: tuple = (), *, start_method: str | None = None,
@@ -191,15 +191,15 @@ class WorkerProcess:
     def is_alive(self) -> bool: return self.process.is_alive()
 
     def send(self, message: Any) -> None:
-        "Send `message`, without waiting. If the worker has ended, nothing happens, and `take` raises the error."
+        "Send `message` without waiting. If the worker has ended, do nothing: `take` raises the error."
         try: self.link.send(message)
         except OSError: pass
 
     def poll(self, timeout: float = 0.) -> bool:
-        "Has something arrived, or has the worker ended? Waits at most `timeout` seconds."
+        "Has data arrived, or has the worker ended? Waits at most `timeout` seconds."
         deadline = time.monotonic() + timeout
         while not self._arrived(min(0.5, max(0., deadline - time.monotonic()))):
-            # A child process of the worker may keep the worker's end of the connection open.
+            # The connection may stay open after the worker's end, if a child process of the worker holds it.
             if not self.process.is_alive() or time.monotonic() >= deadline: return not self.process.is_alive()
         return True
 
@@ -208,10 +208,10 @@ class WorkerProcess:
         except OSError: return True     # the worker has ended
 
     def take(self) -> Any:
-        "The next message, or `NOTHING` if its end has not arrived. Raises the worker's own exception, or `WorkerDied`."
+        "The next message, or `NOTHING` if it is incomplete. Raises the worker's own exception, or `WorkerDied`."
         if (data := self._read()) is None:
             if self.process.is_alive(): return NOTHING
-            if (data := self._read()) is None: raise _death_of(self)      # what it sent before its end has arrived
+            if (data := self._read()) is None: raise _death_of(self)      # messages sent before its end come first
         message = pickle.loads(data)
         if type(message) is not tuple or not message or type(message[0]) is not str: return message
         if _is(message, 'error'): raise unpack_exception(*message[1:])
@@ -225,12 +225,12 @@ class WorkerProcess:
         except (EOFError, OSError): raise _death_of(self) from None
 
     def receive(self) -> Any:
-        "The next message. Waits for it. Raises the worker's own exception, or `WorkerDied`."
+        "Wait for the next message and return it. Raises the worker's own exception, or `WorkerDied`."
         while (message := self.take()) is NOTHING: self.poll(60)
         return message
 
     def patience(self, silence: float) -> float:
-        "How long it may be silent now [s], if that is usually `silence`: at least `STARTING` until it has started."
+        "How long the worker may be silent now [s]: `silence`, but at least `STARTING` until it has started."
         return silence if self.has_started else max(silence, STARTING)
 
     def current_traceback(self, timeout: float = 1.0) -> str:

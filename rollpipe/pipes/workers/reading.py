@@ -18,22 +18,22 @@ from .seam import WorkerLanes, WorkerReading, check_option
 class ProcessReading(WorkerReading):
     """Run the pipes above `Lanes` in worker processes: `DataLoader2(pipe, reading_service=ProcessReading(num_workers=2))`.
 
-    A *group* is as many fragments as `FragmentStacker` joins, or one without it. When a group is requested, the weights of actors and
-    other networks of the pipes above are published, if they have changed. With `lag=0` nothing is collected until the previous group
-    was consumed, so all fragments of a batch carry the newest version. `lag=1` collects the next group meanwhile. `lag=None` collects
-    two fragments per lane ahead, or as many as there are buffers for, with the newest weights at that moment. In canonical order, and
-    with a `lag` that is a number, the stream is the same for any number of workers. For `lag=0` it is also bit-identical to the stream
-    without a reading service.
+    A *group* is the number of fragments that `FragmentStacker` joins, or one fragment without it. When a group is requested, the weights
+    of actors and other networks in the pipes above are published, if they have changed. With `lag=0` nothing is collected until the
+    previous group is consumed, so all fragments of a batch have the newest version. With `lag=1` the next group is collected meanwhile.
+    With `lag=None` two fragments per lane, or as many as the buffers allow, are collected ahead, with the weights that are newest then.
+    In canonical order, and with a number as `lag`, the stream is the same for any number of workers. For `lag=0` it is also bit-identical
+    to the stream without a reading service.
 
-    Fragments come in shared memory. If all pipes between the seam and a `FragmentStacker` allow it (`any_strides`, such as
-    `AdvantageBuffer`), large arrays of integers are made side by side, and the join does not copy them.
+    Fragments arrive in shared memory. If all pipes between `Lanes` and a `FragmentStacker` allow it (`any_strides`, such as
+    `AdvantageBuffer`), large integer arrays are made side by side, and the join does not copy them.
 
     If a worker dies, its lanes are lost. With `restart=N` this may happen `N` times: the lanes begin anew, with `seq` 0 and
-    other random numbers. `Fragment.restarts` says so.
+    other random numbers. `Fragment.restarts` counts this.
 
     Raises `DataError` for options out of range, `GraphError` if no part of the graph can run in workers, or for a tap above the lanes,
-    `EnvError` for an instance of an environment, which would be copied, and `WorkerError` if a worker cannot be started or dies.
-    Exceptions in a worker are raised again, with their traceback.
+    `EnvError` for an instance of an environment, because it would be copied, and `WorkerError` if a worker cannot be started or dies.
+    An exception in a worker is raised again in this process, with its traceback.
 
     Args:
         num_workers: number of processes, at most one per lane; 0: none, and the graph is not changed
@@ -44,7 +44,7 @@ class ProcessReading(WorkerReading):
         affinity: for each worker its processor cores (an int or several), or a device such as 'cuda:1'
         worker_threads: torch threads in each worker
         restart: how many deaths of workers are allowed
-        silence: seconds without an answer, after its start, until the log says where a worker is
+        silence: seconds without an answer from a started worker until the log shows the worker's traceback
         on_silence: 'warn', or 'raise' a `WorkerError`
         grace: seconds to close environments at the end, before a worker is killed
         spin: seconds to wait without sleeping; the learner then reacts at once, but keeps a core busy

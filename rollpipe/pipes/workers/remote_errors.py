@@ -21,7 +21,7 @@ log = logging.getLogger('rollpipe')
 
 # %% ../../../nbs/pipes/30_workers/01_remote_errors.ipynb #74b6a5ce
 def shortened(text: str, limit: int = 20_000) -> str:
-    "`text`, without its middle if it has more than `limit` characters."
+    "`text`; if it has more than `limit` characters, its middle is left out."
     left_out = len(text) - limit
     if left_out <= 0: return text
     return f"{text[:limit // 2]} ... ({left_out} characters are left out) ... {text[-(limit // 2):]}"
@@ -40,11 +40,11 @@ def pack_exception(e: BaseException, where: str) -> tuple:
     """Convert an exception to a message for another process.
 
     Args:
-        e: caught in this process
-        where: this process and its task
+        e: exception caught in this process
+        where: text that names this process and its task
 
     Returns:
-        tuple: `(text, pickle)`; the pickle is that of a `WorkerError` if the exception cannot be pickled or unpickled
+        tuple: `(text, pickle)`; a `WorkerError` is pickled instead if the exception cannot be pickled or unpickled
     """
     inner = next((o for o in _selves(e.__traceback__) if isinstance(o, IterDataPipe)), None)
     if getattr(inner, 'fusion', None) is not None: inner = getattr(e, 'pipe', None) or inner     # it does the work of several pipes
@@ -58,33 +58,33 @@ def pack_exception(e: BaseException, where: str) -> tuple:
         try:
             packed = dump(bare)
             if type(pickle.loads(packed)) is type(e): return text, packed
-        except BaseException: pass     # whatever the code of the user does
+        except BaseException: pass     # `__reduce__` and `__init__` of a user's exception may raise anything
     return text, pickle.dumps(WorkerError(told))
 
 
-_set = BaseException.__setattr__       # some exceptions let nobody change their attributes, such as frozen dataclasses
+_set = BaseException.__setattr__       # works also for exceptions whose attributes are frozen, such as frozen dataclasses
 
 
 def send_exception(link: Any, e: BaseException, where: str) -> None:
-    """Send an exception to the parent; nothing happens if the parent has gone.
+    """Send an exception to the parent. Does nothing if the parent has ended.
 
-    Whether it has gone shows here and nowhere else: an `EOFError` may as well come from a user's own connection or file.
+    Only here the end of the parent is detected. Elsewhere an `EOFError` may also come from a connection or file of the user.
 
     Args:
         link: the connection to the parent
-        e: caught in this process
-        where: this process, and what it was doing
+        e: exception caught in this process
+        where: text that names this process and its task
     """
     try: link.send(('error', *pack_exception(e, where)))
     except OSError: pass
 
 
 def send_warning(link: Any, text: str) -> None:
-    """Have the parent log a warning; nothing happens if the parent has gone.
+    """Make the parent log a warning. Does nothing if the parent has ended.
 
     Args:
         link: the connection to the parent
-        text: for the parent's log
+        text: text for the parent's log
     """
     try: link.send(('warning', shortened(text)))
     except OSError: pass
@@ -97,7 +97,7 @@ def _selves(tb) -> list:
 
 
 def unpack_exception(text: str, packed: bytes) -> BaseException:
-    "The exception that `pack_exception` packed; its cause is the `RemoteTraceback`."
+    "Restore the exception that `pack_exception` packed. Its cause is a `RemoteTraceback`."
     try: e = pickle.loads(packed)
     except Exception: e = None
     if not isinstance(e, BaseException): e = WorkerError(f"an exception that cannot be read here: {text.strip().splitlines()[-1]}")
@@ -107,10 +107,10 @@ def unpack_exception(text: str, packed: bytes) -> BaseException:
 # %% ../../../nbs/pipes/30_workers/01_remote_errors.ipynb #5d0f1a0e
 class TracebackFile:
     "A file into which a worker writes its current traceback. The worker gets the file when it is started."
-    def __init__(self, file: Any = None): self.file = SharedMemory() if file is None else file     # any object with its descriptor `fd`
+    def __init__(self, file: Any = None): self.file = SharedMemory() if file is None else file     # or an object with a descriptor `fd`
 
     def serve(self) -> None:
-        "In the worker: write the traceback on SIGUSR1 from now on."
+        "In the worker: from now on, write the traceback on SIGUSR1."
         faulthandler.register(signal.SIGUSR1, file=self.file.fd, all_threads=False)
         os.write(self.file.fd, b'\n')
 

@@ -17,8 +17,8 @@ class Request:
 
     Args:
         group: number of the group that was consumed when the item was requested, counted from 0
-        publication: number of the weights that must collect it; None: the latest at the time of collecting
-        destination: where the item goes; the schedule does not use it
+        publication: number of the weights with which the item must be collected; None: the latest weights at the time of collecting
+        destination: place for the item; the schedule does not use it
         answer: the answer; None: not yet answered
         ended: True: the lane has ended, so there is no item
     """
@@ -31,11 +31,11 @@ class Request:
 
 # %% ../../../nbs/pipes/30_workers/12_schedule.ipynb #5d0f1c08
 class Schedule:
-    """The open requests, in the order in which they were made, and the lanes that can be asked.
+    """Decides which lane is asked next and which item is handed out next. Keeps the open requests in the order in which they were made.
 
     Args:
         group_size: items that are consumed before the weights may change
-        lag: groups that are requested ahead; None: as many as `max_pending` allows
+        lag: number of groups that are requested ahead; None: as many as `max_pending` allows
         order: 'canonical': lanes in turn; 'ready': first answered, first handed out
         max_pending: greatest number of open requests [1 + lag groups; two per lane if lag is None]
         first: number of the first lane
@@ -48,7 +48,7 @@ class Schedule:
         self.turn = deque(range(first, first + n_lanes))    # lanes that have not ended, the next one first
         self.pending, self.answered = deque(), deque()      # open requests, oldest first; answered ones, in the order of answers
         self.n_handed_out = 0
-        self.publication = None                             # of the weights of this group; the coordinator sets it when `group_begins`
+        self.publication = None                             # number of this group's weights; the coordinator sets it if `group_begins`
 
     @property
     def group(self) -> int: return self.n_handed_out // self.group_size
@@ -60,14 +60,14 @@ class Schedule:
     def finished(self) -> bool: return not self.turn
 
     def has_room(self) -> bool:
-        "May another request be made? With a `lag`, no request is made for groups that are further ahead."
+        "May another request be made? With a `lag`, only groups at most `lag` ahead are requested."
         consumed = 0 if self.lag is None else self.n_handed_out % self.group_size
         return bool(self.turn) and len(self.pending) < self.max_pending - consumed
 
     def request(self, destination: Any = None) -> Request:
-        "Ask the next lane for an item that goes to `destination`."
+        "Make a request to the next lane for an item that goes to `destination`."
         lane = self.turn[0]
-        if self.order == 'ready':     # the lane with the fewest open requests
+        if self.order == 'ready':     # ask the lane with the fewest open requests
             n_pending = Counter(request.lane for request in self.pending)
             lane = min(self.turn, key=lambda lane: n_pending[lane])
         self.turn.remove(lane)
@@ -82,7 +82,7 @@ class Schedule:
         self.answered.append(request)
 
     def next_done(self) -> Request | None:
-        "Next request to hand out, or None. In ready order the first answered, unless the oldest is more than `lag` groups old."
+        "The next request to hand out, or None. In ready order this is the first answered one, unless the oldest is over `lag` groups old."
         if not self.pending: return None
         oldest = self.pending[0]
         if self.order == 'ready' and (self.lag is None or self.group - oldest.group <= self.lag):
@@ -90,7 +90,7 @@ class Schedule:
         return oldest if oldest.answer is not None else None
 
     def hand_out(self, request: Request) -> None:
-        "Note that the item of this request is consumed. If the lane has ended and there is no item, the lane is not asked again."
+        "Note that the item of this request is consumed. If the lane has ended without an item, the lane is not asked again."
         self.pending.remove(request)
         self.answered.remove(request)
         if not request.ended: self.n_handed_out += 1

@@ -26,13 +26,13 @@ from .coordinator import Coordinator
 
 # %% ../../../nbs/pipes/30_workers/17_seam.ipynb #a8508afe
 def group_size(sink: IterDataPipe, seam: IterDataPipe) -> int:
-    "How many items of `seam` the pipe `sink` always reads for each item that it yields, at least 1; 0 if it does not read `seam`."
+    "The number of items of `seam` that `sink` reads for each item that it yields; 1 if this is unknown, 0 if it does not read `seam`."
     if not any(pipe is seam for pipe in nodes(sink)): return 0
     return max(1, _items_read(sink, seam))
 
 
 def _items_read(pipe, seam) -> int:
-    "As `group_size`; 0 if it is unknown, because a pipe in between drops or adds items."
+    "As `group_size`, but 0 if the number is unknown, because a pipe in between drops or adds items."
     if pipe is seam: return 1
     n = min(_items_read(source, seam) for source in inputs(pipe) if any(p is seam for p in nodes(source)))
     return n * (trait(pipe, 'reads') or 0)
@@ -44,27 +44,27 @@ def may_share_slots(sink: IterDataPipe, seam: IterDataPipe) -> bool:
     while pipe is not seam:
         above = [source for source in inputs(pipe) if any(p is seam for p in nodes(source))]
         if len(above) != 1: return False
-        if isinstance(pipe, FragmentStacker): before_join = []     # only the first join counts
+        if isinstance(pipe, FragmentStacker): before_join = []     # pipes below the first join do not matter
         else: before_join.append(pipe)
         pipe = above[0]
     return all(trait(pipe, 'any_strides') and not trait(pipe, 'keeps_items') for pipe in before_join)
 
 # %% ../../../nbs/pipes/30_workers/17_seam.ipynb #70c8c9d0
 class WorkerLanes(Lanes):
-    """`Lanes` that run in workers. A `WorkerReading` replaces `Lanes` by them.
+    """`Lanes` that run in workers. A `WorkerReading` replaces ordinary `Lanes` by these.
 
     Args:
-        lanes: the `Lanes` that they replace
+        lanes: the `Lanes` to replace
         service: the `WorkerReading`
         group_size: items that are consumed before the weights may change
-        share_slots: may items that are joined share a slot?
+        share_slots: True: items that are joined may share a slot
         seeded: False: the graph had no `Lanes`, and its single lane keeps its seeds
     """
     def __init__(self, lanes: Lanes, service: Any, group_size: int, share_slots: bool, seeded: bool):
         super().__init__(lanes.pipe, lanes.n, lanes.seed, lanes.threads)
         self.divisions = lanes.divisions
         self.service, self.group_size, self.share_slots, self.seeded, self.coordinator = service, group_size, share_slots, seeded, None
-        # Without `set_seed`, torchdata draws no seed here, as in the graph without a seam.
+        # Without `set_seed`, torchdata draws no seed for this pipe. The graph without reading service draws none here either.
         if not seeded: self.set_seed = None     # pyright: ignore[reportAttributeAccessIssue]
 
     def __repr__(self):
@@ -76,10 +76,10 @@ class WorkerLanes(Lanes):
         return super().copy(lane, root, again) if self.seeded or again else copy_graph(self.pipe)
 
     def global_random_states(self, lane: int, root: int, again: int = 0) -> GlobalRandomStates:
-        "As `Lanes.global_random_states`; a lane that is left as it was goes on from this process's states."
+        "As `Lanes.global_random_states`, but a single lane that keeps its seeds continues from the states of this process."
         return super().global_random_states(lane, root, again) if self.seeded or again else GlobalRandomStates()
 
-    def _run(self) -> Iterator:  # pyright: ignore[reportIncompatibleMethodOverride]  their fragments are in slots
+    def _run(self) -> Iterator:  # pyright: ignore[reportIncompatibleMethodOverride]  no destination: fragments are in slots
         self.close()
         refuse_reading_ahead(self, self.held_above())
         if not self.is_whole():
@@ -104,13 +104,13 @@ class WorkerLanes(Lanes):
 
 # %% ../../../nbs/pipes/30_workers/17_seam.ipynb #5cb9e5bf
 def check_option(service: Any, name: str, is_allowed: bool, expected: str) -> None:
-    "Raise `DataError` with what was `expected` unless the option `name` of this reading service is allowed."
+    "Raise `DataError` with the text `expected`, unless the value of the option `name` of this reading service is allowed."
     if is_allowed: return
     raise DataError("out of range", pipe=type(service), leaf=name, expected=expected, got=describe(getattr(service, name)))
 
 
 def check_options(service: Any) -> None:
-    "Raise `DataError` for the first common option of a reading service that is out of range."
+    "Raise `DataError` for the first option that is out of range, among those that all reading services have."
     for name, least in (('num_workers', 0), ('lag', 0), ('worker_threads', 1), ('restart', 0)):
         if name == 'lag' and service.lag is None: continue
         check_integer(name, getattr(service, name), least, pipe=type(service), leaf=name)
@@ -122,7 +122,7 @@ def check_options(service: Any) -> None:
 
 # %% ../../../nbs/pipes/30_workers/17_seam.ipynb #5d0f2107
 def _with_lanes(pipe, n) -> tuple:
-    "`(graph, seeded)`: the graph with `Lanes`, after its fragments if it had none. `seeded` is False if a single lane must keep its seeds."
+    "`(graph, seeded)`: the graph with `Lanes`, which are inserted below its fragments if it has none. See `WorkerLanes` for `seeded`."
     if find(pipe, Lanes): return pipe, True
     fragments = find(pipe, lambda p: isinstance(p, (FragmentCollector, EpisodeCollector)))
     if not fragments:
@@ -131,40 +131,40 @@ def _with_lanes(pipe, n) -> tuple:
 
 # %% ../../../nbs/pipes/30_workers/17_seam.ipynb #682ff143
 def _check_taps(seam):
-    "Raise `GraphError` for the first tap above `seam`, because nobody in this process would hear of what it sees."
+    "Raise `GraphError` for the first tap above `seam`, because its function would run in a worker, unseen by this process."
     for tap in find(seam.pipe, lambda p: isinstance(p, (EpisodeStats, Tap, Throughput))):
         raise GraphError("in a worker process a tap calls a copy of its function, and what that is told stays there", pipe=tap,
                          expected="taps below `Lanes`, or below the last collector if there are no `Lanes`", got=f"one above {seam!r}")
 
 
 def _check_instances(seam, service):
-    "Raise `EnvError` for the first environment of the user that would be stepped above `seam`, because it would be a copy."
+    "Raise `EnvError` for the first environment instance of the user above `seam`, because a worker would step a copy of it."
     for stepper in find(seam.pipe, Acting):
         stepper.refuse_copies("each worker", f"num_workers={service.num_workers}", pipe=service)
 
 # %% ../../../nbs/pipes/30_workers/17_seam.ipynb #c5412aea
 class WorkerReading:
-    "Base class of reading services that run lanes in workers. A subclass has the common options, `crew`, and what its crew needs."
+    "Base class of reading services that run lanes in workers. A subclass has the common options, and defines `crew`."
     num_workers: int
     spin = 0.     # seconds to wait without sleeping
 
     def begin(self) -> None:
-        "Check the common options, and be ready for `DataLoader2`. A subclass calls it when its options are set."
+        "Check the common options, and prepare for `DataLoader2`. A subclass calls this after it has set its options."
         check_options(self)
         self.end, self.seams = None, []
-        self.records = deque(maxlen=10_000)   # an `ItemRecord` for each of the last items
+        self.records = deque(maxlen=10_000)   # an `ItemRecord` for each of the newest items
 
     def crew(self, seam: WorkerLanes) -> Any:
         "The workers for one iteration of `seam`, such as a `ProcessCrew`."
         raise NotImplementedError
 
     def initialize(self, pipe: IterDataPipe) -> IterDataPipe:
-        "The graph with `WorkerLanes`; called by `DataLoader2`."
+        "Return the graph with `WorkerLanes`. `DataLoader2` calls this."
         self.end = pipe
         if self.num_workers == 0: return pipe
         pipe, seeded = _with_lanes(pipe, self.num_workers)
         for k in range(len(find(pipe, Lanes))):
-            seam = find(pipe, Lanes)[k]                          # each edit copies the graph
+            seam = find(pipe, Lanes)[k]                          # looked up again, because each edit copies the graph
             _check_taps(seam)
             _check_instances(seam, self)
             make = partial(WorkerLanes, service=self, group_size=group_size(pipe, seam), share_slots=may_share_slots(pipe, seam),
@@ -174,14 +174,14 @@ class WorkerReading:
         return pipe
 
     def initialize_iteration(self, seed_generator: Any, iter_reset_fn: Any = None) -> None:
-        "Seed the graph, as `InProcessReadingService` does; called by `DataLoader2`."
+        "Seed the graph, as `InProcessReadingService` does. `DataLoader2` calls this."
         torchdata.set_graph_random_seed(self.end, seed_generator)
 
     def finalize_iteration(self) -> None:
-        "Does nothing: an iteration ends its workers itself, when it is complete or left early."
+        "Do nothing, because an iteration itself ends its workers, when it is complete or left early."
 
     def finalize(self) -> None:
-        "End the workers; called by `DataLoader2.shutdown`."
+        "End the workers. `DataLoader2.shutdown` calls this."
         errors = [error for seam in self.seams for error in seam.close()]
         if errors: raise errors[0]
 

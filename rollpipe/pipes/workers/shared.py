@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import DataError, available_memory
 
 # %% ../../../nbs/pipes/30_workers/00_shared.ipynb #aead1125
-_FLAGS = mmap.MAP_SHARED | getattr(mmap, 'MAP_POPULATE', 0) if hasattr(mmap, 'MAP_SHARED') else 0   # all page faults happen at once
+_FLAGS = mmap.MAP_SHARED | getattr(mmap, 'MAP_POPULATE', 0) if hasattr(mmap, 'MAP_SHARED') else 0   # all page faults happen in `mmap`
 
 
 def _unnamed_file() -> int:
@@ -24,12 +24,12 @@ def _unnamed_file() -> int:
 
 
 class SharedMemory:
-    """Bytes that processes share. It is passed to a process as an argument when the process is started.
+    """Bytes that processes share. Pass the object to a process as an argument when the process is started.
 
-    `view()` is the memory as a uint8 array. `reserve(size)` makes it larger, for all processes that use it. Existing views stay
-    valid; a process that needs the new part calls `view(size)`. Raises `DataError` if there is not enough memory.
+    `view()` is the memory as a uint8 array. `reserve(size)` makes the memory larger for all processes that use it. Existing views stay
+    valid. A process that needs the new part calls `view(size)`. Raises `DataError` if there is not enough memory.
     """
-    fd: int                    # the descriptor; -1: closed
+    fd: int                    # file descriptor; -1: closed
     _map: mmap.mmap | None
 
     def __init__(self, size: int = 0):
@@ -60,7 +60,7 @@ class SharedMemory:
         return np.frombuffer(bytearray() if self._map is None else self._map, np.uint8)
 
     def release_pages(self) -> None:
-        "Return the pages to the system, if it supports this. When they are used again, they are filled with zeros."
+        "Return the pages to the system, if it supports this. When the memory is used again, it is filled with zeros."
         if self._map is not None and hasattr(mmap, 'MADV_REMOVE'): self._map.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:

@@ -17,12 +17,12 @@ from .slots import Layout, Slot
 # %% ../../../nbs/pipes/30_workers/06_slot_pool.ipynb #5664f80d
 @dataclass
 class SlotState:
-    """What the pool knows about one slot.
+    """The state of one slot in the pool.
 
     Args:
-        layout: the places of large arrays
-        n_out: items in progress or lent, and positions not taken yet; 0: the slot is free
-        lent: are its large arrays lent? None: none of its items was read yet
+        layout: places of large arrays
+        n_out: number of items in progress or lent, plus positions not taken yet; 0: the slot is free
+        lent: True: its large arrays are lent; None: none of its items was read yet
     """
     layout: Layout
     n_out: int = 0
@@ -30,30 +30,30 @@ class SlotState:
 
 
 def slots_spanned(n_items: int, width: int) -> int:
-    "How many slots `n_items` in sequence may need, if the first of them may have any position in its slot."
+    "The greatest number of slots that `n_items` successive items may need, if the first item may have any position in its slot."
     return -(-(n_items + width - 1) // width)
 
 # %% ../../../nbs/pipes/30_workers/06_slot_pool.ipynb #9f0bae32
 class SlotPool:
-    """Slots for the items in progress, and for those that are lent to the consumer.
+    """Slots for the items in progress, and for items that are lent to the consumer.
 
     Args:
         n_buffers: number of items that fit into all slots
         width: number of items in a slot
-        max_pending: number of items in progress at once; as many slots as they need are never lent
+        max_pending: greatest number of items in progress; the slots that these need are never lent
     """
     def __init__(self, n_buffers: int, width: int, max_pending: int):
         n = max(1, n_buffers // width)
         self.width, self.slots = width, [Slot(width) for _ in range(n)]
         self.max_lent = max(0, n - slots_spanned(max_pending, width))
-        self.layout, self.proposed = Layout(width), None               # layout of new slots; `unplaced` of the last item
+        self.layout, self.proposed = Layout(width), None               # layout for newly filled slots; `unplaced` of the last item
         self.states = [SlotState(self.layout) for _ in range(n)]
         self.free, self.returned = deque(range(n)), deque()
-        self.filling, self.position = None, width                      # the slot that is filling, and its next position
+        self.filling, self.position = None, width                      # index of the slot that is being filled; its next position
         self.last_read = None                                          # `(slot, format, position, layout)`
 
     def _take_back(self):
-        "Count the items that were given back. Lent arrays may be deleted at any time, in any thread, so `give_back` only notes them."
+        "Count items that were given back. `give_back` only notes them, because arrays may be deleted at any time and in any thread."
         while self.returned:
             state = self.states[slot := self.returned.popleft()]
             state.n_out -= 1
@@ -77,7 +77,7 @@ class SlotPool:
         if state.layout is not self.layout:
             slot.layout_memory.reserve(self.layout.size)
             for memory in slot.item_memory:
-                if memory is not slot.layout_memory: memory.release_pages()     # large arrays are now in `layout_memory`
+                if memory is not slot.layout_memory: memory.release_pages()     # large arrays now go to `layout_memory`
         state.n_out, state.lent, state.layout = self.width, None, self.layout
         self.filling, self.position = k, 0
 
@@ -86,12 +86,12 @@ class SlotPool:
         self.returned.append(slot)
 
     def propose_layout(self, unplaced: tuple) -> None:
-        "Note which large arrays of an item found no entry in the layout. If two successive items agree, these arrays become the layout."
+        "Note the large arrays of an item that have no entry in the layout. If two successive items agree, these arrays become the layout."
         if unplaced and not self.layout.arrays and unplaced == self.proposed: self.layout = Layout(self.width, unplaced)
         self.proposed = unplaced
 
     def warm_up(self) -> None:
-        "Run the code that reads the last item again, and allocate memory for the next item (see `ItemFormat.warm_up`)."
+        "Run again the code that read the last item, and allocate memory for the next item (see `ItemFormat.warm_up`)."
         if self.last_read is not None: self.slots[self.last_read[0]].warm_up(*self.last_read[1:])
 
     def read(self, slot: int, position: int, item_format: ItemFormat) -> Any:

@@ -20,11 +20,11 @@ from .slots import EMPTY_LAYOUT, Layout, Slot, ViewCache
 
 # %% ../../../nbs/pipes/30_workers/05_slot_writer.ipynb #5d0f1b05
 class ItemHeader(NamedTuple):
-    """What the reader needs to read an item.
+    """The data with which the reader reads an item from its slot.
 
     Args:
-        format_id: number of its format; None: the format is not stored
-        new_format: the arguments of `ItemFormat`; None: the format was sent before with this number
+        format_id: number of the item's format; None: the format is not stored
+        new_format: arguments of `ItemFormat`; None: the format was sent before with this number
         copied_bytes: bytes copied into the slot
         unplaced: `(shape, dtype)` of each large tensor without an entry in the layout
     """
@@ -63,7 +63,7 @@ class _SentFormat(NamedTuple):
         own: indices of the leaves in the item's own memory that are not empty
         viewed: the specs of these leaves
         size: size of the item's own arrays [bytes]
-        small_tensors: are all these leaves small tensors?
+        small_tensors: True: all these leaves are small tensors
     """
     id: int
     own: list
@@ -73,7 +73,7 @@ class _SentFormat(NamedTuple):
 
 
 def _signature(x):
-    "The properties of an array that its format depends on; None if `x` is not an array."
+    "The properties of an array on which the format of an item depends; None if `x` is not an array."
     if type(x) is torch.Tensor: return x.dtype, x.shape, x.requires_grad, x.device, x.layout
     if type(x) is np.ndarray and not x.dtype.hasobject: return x.dtype, x.shape
 
@@ -81,7 +81,7 @@ def _signature(x):
 class LayoutEntries:
     "Finds entries in the layout for the large arrays of one item at a time."
     def begin(self, slot: Slot, position: int, layout: Layout) -> None:
-        "Begin an item, which goes to this position of the slot."
+        "Begin an item at this position of the slot."
         self.slot, self.position, self.layout = slot, position, layout
         self.free = list(range(len(layout.arrays)))
         self.made = {}             # address -> `(entry, tensor)` of arrays from `empty`
@@ -92,13 +92,13 @@ class LayoutEntries:
         "As `np.empty`, but a large array is allocated in the slot if the layout has an entry for it."
         if prod(shape) * np.dtype(dtype).itemsize < SMALL: return np.empty(shape, dtype)
         try: entry, x = self._take(tuple(shape), torch.from_numpy(np.empty(0, dtype)).dtype)
-        except (TypeError, ValueError): return np.empty(shape, dtype)     # torch has no such dtype
+        except (TypeError, ValueError): return np.empty(shape, dtype)     # torch lacks this dtype
         if entry < 0: return np.empty(shape, dtype)
         self.made[x.data_ptr()] = entry, x
         return x.numpy()
 
     def place(self, x: torch.Tensor) -> int:
-        "The entry of the large tensor `x`, or -1 if there is none. If `empty` did not make `x` in the slot, it is copied there."
+        "The entry of the large tensor `x`, or -1 if there is none. Copies `x` into the slot, unless `empty` made it there."
         entry, there = self.made.get(x.data_ptr(), (-1, None))
         if entry >= 0 and (there.dtype, there.shape, there.stride()) == (x.dtype, x.shape, x.stride()): return entry
         entry, there = self._take(tuple(x.shape), x.dtype)
@@ -117,9 +117,9 @@ class LayoutEntries:
 
 # %% ../../../nbs/pipes/30_workers/05_slot_writer.ipynb #5d0f1b0b
 class SlotWriter:
-    "Writes items into slots, in the process that makes them."
-    MAX_FORMATS = 64    # when as many are stored, all are dropped, and numbers begin at 0 again
-    end: int            # where the item's own arrays end [bytes]
+    "Writes items into slots, in the process that makes the items."
+    MAX_FORMATS = 64    # greatest number of stored formats, to bound the memory; then all are dropped, and numbers begin at 0 again
+    end: int            # end of the item's own arrays [bytes]
 
     def __init__(self, slots: Sequence):
         self.slots, self.entries, self.cache = slots, LayoutEntries(), ViewCache()
@@ -127,9 +127,9 @@ class SlotWriter:
         self.begin(0)
 
     def begin(self, slot: int, position: int = 0, layout: Layout = EMPTY_LAYOUT) -> None:
-        "Begin an item, which goes to this position of this slot."
+        "Begin an item at this position of this slot."
         self.key, target = (slot, position), self.slots[slot]
-        self.memory, self.start = target.item_memory[position], target.start(position, layout)     # of the item's own arrays
+        self.memory, self.start = target.item_memory[position], target.start(position, layout)     # place of the item's own arrays
         self.entries.begin(target, position, layout)
 
     def write(self, item: Any) -> ItemHeader:
@@ -154,7 +154,7 @@ class SlotWriter:
         return ItemHeader(sent.id, new_format, self.entries.copied_bytes + sent.size, tuple(self.entries.unplaced))
 
     def _new_format(self, item_type, item, leaves, entries) -> tuple:
-        "`(_SentFormat, arguments of ItemFormat)` for such items, or `(None, None)` if their containers cannot be pickled separately."
+        "`(_SentFormat, arguments of ItemFormat)` for items of this type, or `(None, None)` if their containers cannot be pickled alone."
         entry_of, specs, size = dict(zip(item_type.large, entries)), [], 0
         for i, x in enumerate(leaves):
             specs.append(spec := ArraySpec(x.dtype, tuple(x.shape), entry_of.get(i, -1), size))
@@ -168,7 +168,7 @@ class SlotWriter:
         return sent, (data, size, True)
 
     def _forget_formats(self):
-        "Drop all formats and number new ones from 0. The reader replaces a format when its number comes again."
+        "Drop all formats, and number new ones from 0. The reader replaces a format when a new one has the same number."
         self.types, self.n_formats = {}, 0
         if self.type is not None: self.type.formats.clear()
 
@@ -178,7 +178,7 @@ class SlotWriter:
         if self.end > self.memory.size: self.memory.reserve(self.end + -size % 2 ** 16)
 
     def _write_pickled(self, item) -> ItemHeader:
-        "Write an item that has more than arrays and containers. Its pickle is sent in the header."
+        "Write an item that has more than arrays and containers. The header contains the item's pickle."
         data, arrays, size = pickle_item(item)
         self._reserve(size)
         memory = self.memory.view(self.start + size)

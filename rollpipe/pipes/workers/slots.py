@@ -21,7 +21,7 @@ from .shared import SharedMemory
 class Layout:
     """The places of the large arrays of `n` items that will be joined along dimension 1.
 
-    Integers are stored as `[T, n, B, ...]`, which is `[T, n * B, ...]`. Floating-point numbers are stored as `[n, T, B, ...]`.
+    Integers are stored as `[T, n, B, ...]`, the memory of the joined `[T, n * B, ...]`, and floats as `[n, T, B, ...]`.
 
     Args:
         n: number of items
@@ -36,16 +36,16 @@ class Layout:
     def tensor(self, memory: np.ndarray, entry: int, position: int) -> torch.Tensor:
         "The array of this entry for the item at `position`, in `memory` (uint8)."
         shape, dtype = self.arrays[entry]
-        x = torch.frombuffer(memory, dtype=dtype, count=self.n * prod(shape), offset=self.offsets[entry])     # with a storage of its own
+        x = torch.frombuffer(memory, dtype=dtype, count=self.n * prod(shape), offset=self.offsets[entry])     # has a storage of its own
         if dtype.is_floating_point or dtype.is_complex: return x.view(self.n, *shape)[position]
         return x.view(shape[0], self.n, *shape[1:])[:, position]
 
 
-EMPTY_LAYOUT = Layout()   # all arrays are in the items' own memory
+EMPTY_LAYOUT = Layout()   # no entries: all arrays are in the items' own memory
 
 # %% ../../../nbs/pipes/30_workers/04_slots.ipynb #cc0ec413
 class ViewCache:
-    "Keeps the last views of the arrays in an item's own memory, for each key."
+    "Keeps, for each key, the last views of the arrays in an item's own memory, because making views takes time."
     def __init__(self): self.last = {}
 
     def views(self, key: Any, item_format: Any, memory: SharedMemory, start: int) -> list:
@@ -54,7 +54,7 @@ class ViewCache:
         Args:
             key: identifies the memory
             item_format: has `viewed`, a list of `ArraySpec`, and `size`
-            start: where the item's own arrays begin [bytes]
+            start: beginning of the item's own arrays [bytes]
         """
         last = self.last.get(key)
         if last is None or last[0] is not item_format or last[1] != start:
@@ -64,13 +64,13 @@ class ViewCache:
 
 # %% ../../../nbs/pipes/30_workers/04_slots.ipynb #724093e7
 class Slot:
-    "Shared memory for `n` items at a time. It is passed to a process as an argument when the process is started."
+    "Shared memory for `n` items at a time. Pass it to a process as an argument when the process is started."
     def __init__(self, n: int = 1):
-        self.item_memory = [SharedMemory() for _ in range(n)]                  # for each item, its own memory
-        self.layout_memory = self.item_memory[0] if n == 1 else SharedMemory() # the arrays of the layout, of all items; they come first
+        self.item_memory = [SharedMemory() for _ in range(n)]                  # memory of each item's own arrays
+        self.layout_memory = self.item_memory[0] if n == 1 else SharedMemory() # layout arrays of all items, which come first
         self.cache = ViewCache()
 
-    def __getstate__(self): return self.__dict__ | {'cache': ViewCache()}      # a pickled view would be a copy in other memory
+    def __getstate__(self): return self.__dict__ | {'cache': ViewCache()}      # without views, because unpickled ones would be copies
 
     def start(self, position: int, layout: Layout) -> int:
         "The byte in `item_memory[position]` at which the item's own arrays begin."
@@ -80,13 +80,13 @@ class Slot:
         """Read the item that was written at this position.
 
         Args:
-            on_release: if given, large arrays are lent, and it is called when the last view of them is deleted
+            on_release: if given, large arrays are lent, and this function is called when their last view is deleted
         """
         start, memories, lent = self.start(position, layout), {}, set()
 
         def get(spec):
             joined = spec.entry >= 0
-            if joined not in memories:      # a new array, which exists as long as a view of it
+            if joined not in memories:      # a new array, which lives as long as its views
                 memory, size = (self.layout_memory, layout.size) if joined else (self.item_memory[position], start + item_format.size)
                 memories[joined] = memory.view(size)
             x = layout.tensor(memories[True], spec.entry, position) if joined else spec.view(memories[False], start)
@@ -100,7 +100,7 @@ class Slot:
         return item
 
     def warm_up(self, item_format: ItemFormat, position: int, layout: Layout) -> None:
-        "Run the code that reads an item, without a result, whatever the slot contains (see `ItemFormat.warm_up`)."
+        "Run the code that reads an item, without a result and for any content of the slot (see `ItemFormat.warm_up`)."
         if item_format.specs is None: return
         item_format.warm_up(self.cache.views(position, item_format, self.item_memory[position], self.start(position, layout)))
 
@@ -113,7 +113,7 @@ def _copied(x): return x.clone() if isinstance(x, torch.Tensor) else x.copy()
 
 
 def _call_when_gone(arrays, function):
-    "Call `function` when the last of the `arrays` is deleted, or now if there are none."
+    "Call `function` when the last of the `arrays` is deleted, or now if `arrays` is empty."
     left = len(arrays)
     if not left: return function()
 

@@ -22,7 +22,7 @@ def report_silence(process: Any, seconds: float, on_silence: str, lane: int | No
     """Log the traceback of a silent worker, or raise it as a `WorkerError`.
 
     Args:
-        process: the silent worker: a `WorkerProcess`, or what has its methods
+        process: the silent worker: a `WorkerProcess`, or an object with its methods
         seconds: time since its last message
         on_silence: 'warn', or 'raise'
         lane: the lane that it collects
@@ -36,13 +36,13 @@ def report_silence(process: Any, seconds: float, on_silence: str, lane: int | No
 
 # %% ../../../nbs/pipes/30_workers/14_supervision.ipynb #5d0f1f08
 class Supervision:
-    "Watches members. `options`, such as a `ProcessReading`, has `silence` [s], `on_silence` ('warn' or 'raise') and `restart` (how often)."
+    "Watches members. `options`, such as a `ProcessReading`, has `silence` [s], `on_silence` ('warn' or 'raise') and `restart` (a number)."
     def __init__(self, options: Any):
         self.options, self.restarts, self.looked = options, 0, 0.    # number of restarts; time of the last check [s]
-        self.starts = Counter()                                      # lane -> how often it was restarted
+        self.starts = Counter()                                      # lane -> number of its restarts
 
     def time_left(self, busy: Iterable[Member]) -> float:
-        "Seconds until one of the `busy` members must be reported, if it stays silent."
+        "The seconds until one of the `busy` members must be reported, if it stays silent."
         return min((member.heard + member.patience for member in busy), default=inf) - time.monotonic()
 
     def check_silence(self, busy: Iterable[Member]) -> None:
@@ -53,7 +53,7 @@ class Supervision:
             member.patience *= 2
 
     def is_due(self) -> bool:
-        "Is it time to check whether the members are alive?"
+        "Must the members now be checked for deaths?"
         if (now := time.monotonic()) - self.looked < 0.3: return False
         self.looked = now
         return True
