@@ -94,7 +94,7 @@ class LineSearch(NamedTuple):
     """Outcome of `backtrack_line_search`; the numbers belong to the parameters it leaves in place.
 
     `status` is `'accepted'`, or why the last trial was not: `'no improvement'`, `'KL too large'`, `'non-finite'`, or
-    `'no expected improvement'` if none was made.
+    `'no expected improvement'` if there was no trial.
 
     Args:
         theta: [D] the accepted parameters, or the initial ones

@@ -99,7 +99,7 @@ class QPolicy(Observer, EpsilonGreedy):
         duelling: separate value and advantages, each with a last hidden layer of its own
         normalize: normalise observations by their running mean and standard deviation
         activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-        epsilon: fraction of the steps with a random action; a buffer that DQN sets by eps_start
+        epsilon: fraction of the steps with a random action; a buffer that DQN sets, from eps_start on
         encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """
     uses_past = False
@@ -136,7 +136,7 @@ class RecurrentQPolicy(RecurrentObserver, EpsilonGreedy):
         duelling: separate value and advantages, by two linear layers behind the memory
         normalize: normalise observations by their running mean and standard deviation
         activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-        epsilon: fraction of the steps with a random action; a buffer that DQN sets by eps_start
+        epsilon: fraction of the steps with a random action; a buffer that DQN sets, from eps_start on
         method: how fragments are processed: 'step', 'packed' or None (`Recurrent`)
         encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
     """

@@ -46,7 +46,7 @@ class RecurrentObserver(Observer):
         self.memory = self.cells[cell](self.trunk.n_out, memory, layers, span, method)
 
     def recurrent_features(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, hx: Any) -> tuple:
-        "What the network remembers of the states up to each row, `[T, B, memory]`, and the new recurrent state."
+        "The output of the memory at each row, `[T, B, memory]`, and the new recurrent state."
         x = self.features(obs)
         if self.uses_past:
             # Where an episode begins, "no action" differs from action 0. Large rewards are compressed to a logarithmic scale.

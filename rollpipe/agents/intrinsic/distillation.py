@@ -49,7 +49,7 @@ class Distillation(nn.Module):
 
     Args:
         observation_space: see `encoder_for`
-        hidden: sizes of the target's hidden layers; the predictor has the last one thrice
+        hidden: sizes of the target's hidden layers; the predictor has the last one three times
         n_out: number of features to predict
         clip: largest magnitude of a normalised observation
         encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
