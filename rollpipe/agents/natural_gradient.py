@@ -33,7 +33,7 @@ class PolicyRows(NamedTuple):
         adv: float32 [R, C]: advantages
         logp: float32 [R, C]: log-probability under the policy that acted
         weight: 1/N, or float32 [R, C]: 1/N where valid, else 0; N is the number of valid steps
-        place: int64 [R, C]: index of each row in the joint batch of all ranks; None: a single rank
+        place: int64 [R, C]: index of each row in the joined batch of all ranks; None: a single rank
     """
     state: State
     hx: Any
@@ -66,7 +66,7 @@ def subsample(rows: PolicyRows, fraction: float, generator: torch.Generator) -> 
         fraction: fraction of the rows that is kept, 0 < fraction <= 1
         generator: generator that chooses them
     """
-    if rows.place is not None:      # each rank draws the same rows of the joint batch
+    if rows.place is not None:      # each rank draws the same rows of the joined batch
         index = torch.randperm(n := rows_of_all(rows), generator=generator)[:max(1, round(fraction * n))].sort()[0]
         mine, at = ranks.own(index, rows.place[0], n)
         picked = nested.map(lambda x: ranks.spread(x[0, mine], at, len(index))[None], rows._replace(weight=None, place=None))

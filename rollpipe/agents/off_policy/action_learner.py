@@ -78,7 +78,7 @@ class ActionLearner(ReplayLearner):
         update_buffers(self.target, self.critic)
 
     def noise(self, fragment: Fragment) -> torch.Tensor:
-        "Standard normal noise for one action in each step, `[T, B, ...]`. Each rank draws that of the joint batch, and keeps its columns."
+        "Standard normal noise for one action in each step, `[T, B, ...]`. Each rank draws that of the joined batch, and keeps its columns."
         n, mine = ranks.span(fragment.n_envs)
         return self.actor.draw_noise((fragment.n_steps, n), self.generator)[:, mine]
 
