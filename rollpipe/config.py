@@ -171,7 +171,7 @@ def make_config(algorithm: str, env: str, options: dict | None = None, env_kwarg
                 order: str = "canonical", restarts: int = 0, reading: str = "processes", address: str | None = None,
                 name: str | None = None, imports: Sequence[str] = (), device: str = "cpu", intrinsic: float = 0.,
                 preset: str = "none") -> dict:
-    """The configuration of a run. Raises `DataError` for what is unknown or does not fit together, or for a value that JSON cannot hold.
+    """The configuration of a run. Raises `DataError` for options that are unknown, do not fit together, or do not fit into JSON.
 
     Args:
         algorithm: name in `ALGORITHMS`
@@ -197,7 +197,7 @@ def make_config(algorithm: str, env: str, options: dict | None = None, env_kwarg
         name: name of the experiment in plots [algorithm and environment]
         imports: modules that must be imported before the environment can be made
         device: where networks and batches are: cpu, cuda, cuda:1, mps, or auto (cuda or mps, if available)
-        intrinsic: weight of a reward for what is new, by random network distillation (`RND`); 0: none
+        intrinsic: weight of a reward for new observations, by random network distillation (`RND`); 0: none
         preset: settings for omitted options: auto (the preset for the environment), none, or the name of a preset
     """
     options = _all_options(algorithm, options or {}, intrinsic)
@@ -226,7 +226,7 @@ def _network(part, env, **kwargs):
 def build(config: dict, resumes: int = 0) -> tuple:
     """The learner and the pipeline that a configuration describes. Raises their errors, and `DataError` if they do not fit together.
 
-    If the configuration has a `place`, it is a subfolder of the replay's `path`: parallel trainings with the same options need files apart.
+    `place` in the configuration is a subfolder of the replay's `path`, so parallel trainings with the same options use separate files.
 
     Args:
         config: see `make_config`

@@ -138,7 +138,7 @@ def plain(text: str) -> str:
 
 
 def style(axes: Any, title: str, **labels: str) -> None:
-    """Give a chart its title and what all charts have in common.
+    """Give a chart its title and the common style of all charts.
 
     Args:
         labels: `xlabel` and `ylabel`

@@ -51,7 +51,7 @@ def wandb_run(folder: str | Path, project: str | None = None) -> dict:
 
     Args:
         folder: folder of the run
-        project: required project; None: that of the file
+        project: requested project; None: that of the file
     """
     path = Path(folder)/"wandb.json"
     if path.is_file():

@@ -35,7 +35,7 @@ from .runs import Run, best_return
 __all__ = ['STOP_SIGNALS', 'Stopped', 'stop_signals', 'uninterrupted', 'signals_wait_for_saving', 'train']
 
 # %% ../nbs/10_train.ipynb #1e181bad
-STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]    # Windows has no SIGHUP
 
 
 class Stopped(KeyboardInterrupt):

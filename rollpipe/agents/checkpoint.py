@@ -154,7 +154,7 @@ def save_checkpoint(path: str | Path, agent: Any, config: dict, counters: dict, 
     Args:
         path: file to write; replaced if it exists
         agent: has `state_dict()`: actor, critic, optimisers, normalisers, random state
-        config: what is needed to build the agent again
+        config: configuration from which the agent can be built again
         counters: steps, updates, episodes, ... so far
         evaluated: result of an evaluation of exactly this agent; None: not evaluated
         pipes: name -> state of a pipe that learns; None: there is none

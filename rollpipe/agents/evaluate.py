@@ -176,7 +176,7 @@ def evaluate(env: Any, actor: Any, n_episodes: int = 20, *, n_envs: int | None =
              record: str | Path | None = None, record_episodes: int = 1, env_kwargs: dict | None = None, render: str | None = None,
              max_steps: int = 100_000, on_limit: str = "raise", trace: bool = False, on_episode: Callable | None = None, close: bool = True,
              device: Any = None) -> Evaluation:
-    """Play exactly `n_episodes` fresh episodes in this process. Raises `DataError`, and what `EnvStepper` raises.
+    """Play exactly `n_episodes` fresh episodes in this process. Raises `DataError`, and the errors of `EnvStepper`.
 
     If the window is closed, the result holds the episodes that have ended by then, perhaps none.
 
@@ -193,7 +193,7 @@ def evaluate(env: Any, actor: Any, n_episodes: int = 20, *, n_envs: int | None =
         render: 'human': show the first environment in a window; closing it ends the evaluation
         max_steps: largest number of steps of an episode
         on_limit: for an episode that reaches `max_steps`: 'raise' an `EnvError`, or 'cut' it off (see `Evaluation.cut_off`)
-        trace: keep the reward of each step and what the actor reported, see `Trace`
+        trace: keep the reward of each step and the actor's reports, see `Trace`
         on_episode: is called with the return and the length of each episode, when it ends
         close: False: leave the environments open that are made here
         device: the actor's device, if not the host

@@ -34,7 +34,7 @@ def check_batch(batch: Fragment, needs: tuple[str, ...], name: str) -> None:
 
     Args:
         batch: the batch of an update
-        needs: those of 'adv', 'ret' and 'logp' that must be there
+        needs: required leaves, out of 'adv', 'ret' and 'logp'
         name: name of the learner in messages
     """
     logp = batch.actor.get('logp') if isinstance(batch.actor, dict) else None
@@ -86,13 +86,13 @@ def with_standardized_adv(batch: Fragment, wanted: bool=True) -> Fragment:
 
     Args:
         batch: with `adv` float [T, B]
-        wanted: False: return the batch as it is
+        wanted: False: return the batch unchanged
     """
     return batch._replace(adv=standardized(batch.adv, batch.valid)) if wanted else batch
 
 # %% ../../nbs/agents/08_learner.ipynb #76190397
 def critic_inputs(critic: Any, batch: Fragment) -> Any:
-    """The input of the critic for the states of a batch, nested `[T, B, ...]`: observations, or what its `inputs` returns for them.
+    """The input of the critic for the states of a batch, nested `[T, B, ...]`: observations, or the result of its `inputs`.
 
     Args:
         critic: `critic(obs)`, perhaps with a method `inputs(obs, actor)`
@@ -154,7 +154,7 @@ class LearnerState:
 class Learner(LearnerState):
     "Base of learners. A subclass writes `improve(batch)`, and `update` calls it at the right moment."
     def batch_needs(self) -> tuple[str, ...]:
-        "Those of 'adv', 'ret' and 'logp' that a batch must have."
+        "The leaves that a batch must have, out of 'adv', 'ret' and 'logp'."
         return ('adv', 'logp') if self.critic is None else ('adv', 'ret', 'logp')
 
     def update(self, batch: Fragment) -> dict:
@@ -195,7 +195,7 @@ class Learner(LearnerState):
                         expected=f"more than the {self.steps} steps that it has learned from, or 0", got=str(n))
 
     def improve(self, batch: Fragment) -> Any:
-        "The algorithm: improve the policy with a batch. Returns metrics, or whatever `report` turns into metrics."
+        "The algorithm: improve the policy with a batch. Returns metrics, or a value from which `report` makes metrics."
         raise NotImplementedError(f"{type(self).__name__} must define improve(batch)")
 
     def report(self, found: Any) -> dict:

@@ -161,7 +161,7 @@ def added(record: dict, metrics: Any, source: str, taken: Any) -> dict:
     Args:
         record: metrics so far
         metrics: dict of more metrics; None: no more
-        source: who reports them, for messages
+        source: name of the part that reports them, for messages
         taken: names that they must not have
     """
     if metrics is None: return record

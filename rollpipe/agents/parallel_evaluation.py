@@ -105,7 +105,7 @@ class EvaluationProcess:
     Args:
         options: options of `evaluate`
         silence: seconds without a message before `on_silence` applies
-        on_silence: 'warn' in the log, or 'raise' a `WorkerError`
+        on_silence: 'warn', or 'raise' a `WorkerError`
         place: where in a cluster it runs; None: in a process of this machine
         start_method: start method of a process of this machine
         **worker_options: options of both `WorkerProcess` and `RemoteService`
@@ -180,7 +180,7 @@ class ParallelEvaluation:
     same random numbers. Each then equals `evaluate(env, actor, n_episodes, seed=seed, ...)` for the weights of its version, so versions
     are compared on equal terms. Without a seed, all episodes differ.
 
-    Raises `DataError`, `EnvError` and `ActorError` for what cannot be evaluated, and `WorkerError` if the process cannot be started.
+    Raises `DataError`, `EnvError` and `ActorError` if evaluation is impossible, and `WorkerError` if the process cannot be started.
     An error in the process is raised here by the next call, with its traceback. If the process has ended, the next call raises a
     `WorkerError`. There is no evaluation after an error: `poll` returns the earlier answers first, and then it raises the error again.
 
@@ -205,7 +205,7 @@ class ParallelEvaluation:
         start_method: 'fork', 'forkserver' or 'spawn' [fork, if it is safe]
         worker_threads: torch threads in the process
         silence: seconds that an evaluation may take before `on_silence` applies
-        on_silence: 'warn' in the log, or 'raise' a `WorkerError`
+        on_silence: 'warn', or 'raise' a `WorkerError`
         grace: seconds to close environments at the end, before the process is killed
     """
     def __init__(self, env: Any, actor: Any, n_episodes: int = 20, *, n_envs: int | None = None, deterministic: bool = True,

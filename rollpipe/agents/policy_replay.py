@@ -53,7 +53,7 @@ def lane_restarts(fragment: Fragment) -> dict:
 
 # %% ../../nbs/agents/05_policy_replay.ipynb #01ce7551
 class PolicyReplay(NamedTuple):
-    """The actor's present report for the valid steps of a fragment, and its record of then: rows `[N]`, or `[T, B]` if all are valid.
+    """The actor's present report for the valid steps of a fragment, and what it recorded: rows `[N]`, or `[T, B]` if all are valid.
 
     Args:
         info: the actor's report, leaves [N, ...], with gradients

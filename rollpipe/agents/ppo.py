@@ -72,7 +72,7 @@ class PPO(ActorCriticLearner):
         return found | dict(minibatches=len(records), epochs=epochs, early_stop=float(stop))
 
     def has_moved(self, metrics: dict, share: float) -> bool:
-        "Is the divergence from the policy that acted above `target_kl`? `metrics`, `share`: this rank's, of the present minibatch."
+        "Is the divergence from the policy that acted above `target_kl`? The `metrics` are those of this rank's `share` of a minibatch."
         if self.target_kl is None: return False
         return float(ranks.total(torch.tensor(share * float(metrics.get('approx_kl', 0.)), dtype=torch.float64))) > self.target_kl
 

@@ -38,8 +38,8 @@ class SharedOptions:
 
     Args:
         lr: learning rate (Adam)
-        critic_lr: learning rate of the critic (Adam); None: that of the policy's Adam
-        max_grad_norm: largest norm of the gradient, longer gradients are clipped to it; None: no limit
+        critic_lr: learning rate of the critic (Adam); None: the same as lr
+        max_grad_norm: largest norm of the gradient (longer ones are clipped to it); None: no limit
         c_value: weight of the critic's loss
         c_entropy: weight of the entropy bonus
         normalize_adv: scale advantages to mean 0 and standard deviation 1

@@ -113,7 +113,7 @@ def td_loss(fragment: Fragment, actor: Any, target: Any, penalty: Callable, *, m
             double: bool = False, n_steps: int = 1, burn_in: int = 0, weight: Tensor | None = None) -> tuple[Tensor, dict, Tensor]:
     """`(loss, metrics, errors)`: loss `mean[weightₜ penalty(Gₜ, Q(sₜ, aₜ))]` over valid rows, and `errors` `[T, B]`.
 
-    The errors are the means of `Gₜ - Q(sₜ, aₜ)`. See `td` for the options, and for what is raised.
+    The errors are the means of `Gₜ - Q(sₜ, aₜ)`. See `td` for the options and the errors.
 
     Args:
         fragment: [T, B]

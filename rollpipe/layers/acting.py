@@ -23,7 +23,7 @@ from ..pipes.modules import EvalMode
 
 # %% ../../nbs/layers/00_acting.ipynb #ae08febd
 class ActingState(NamedTuple):
-    """What `predict` must know of the step before, for `n` environments.
+    """The information about the previous step that `predict` needs, for `n` environments.
 
     Args:
         stepno: int64 [1, n]: number of the last step within its episode
@@ -92,10 +92,10 @@ class Predicts:
 
         Args:
             obs: observation of one environment, or of `n` [n, ...], as gymnasium returns it
-            state: what the call for the step before returned; None: episodes begin
+            state: state that the previous call returned; None: new episodes begin
             deterministic: no noise, the most likely action
             episode_start: bool, or bools [n]: where a new episode begins; `state` is ignored there
-            reward: reward of the step before [n]; only for actors that use it
+            reward: reward of the previous step [n]; only for actors that use it
 
         Returns:
             tuple: (action, state): the action as `env.step` takes it, clipped to its bounds, and the state for the next call

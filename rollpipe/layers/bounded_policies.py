@@ -78,7 +78,7 @@ class SquashedPolicy(BoundedActor):
         hidden: sizes of the hidden layers
         normalize: normalise observations by their running mean and standard deviation
         activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
+        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple = (256, 256), normalize: bool = False,
                  activation: str | type = 'relu', encoder: dict | Callable | None = None):
@@ -119,7 +119,7 @@ class DeterministicPolicy(BoundedActor):
         normalize: normalise observations by their running mean and standard deviation
         activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
         explore_std: deviation of the noise while exploring; 1 is half the range of the action
-        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
+        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple = (256, 256), normalize: bool = False,
                  activation: str | type = 'relu', explore_std: float = 0.1, encoder: dict | Callable | None = None):

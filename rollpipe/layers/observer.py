@@ -77,7 +77,7 @@ class Observer(nn.Module):
         Args:
             observation_space: see `encoder_for`
             normalize: normalise features that the encoder does not normalise
-            encoder: options of `encoder_for`, or a function from the space to a module
+            encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
         """
         self.observation_space = copy.deepcopy(observation_space)     # a copy, because an environment draws from its own spaces
         self.encoder = encoder(observation_space) if callable(encoder) else encoder_for(observation_space, **_checked_options(encoder))

@@ -83,7 +83,7 @@ class MLPPolicy(Observer, Policy):
         activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
         std: standard deviation of Box actions: 'free', 'fixed' or 'state' (`GaussianHead`)
         log_std: log of the initial standard deviation; 0 means half the range of the action
-        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
+        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
     uses_past = False  # a subclass whose `params` looks at `act` or `rew` must set True
 

@@ -52,8 +52,8 @@ class QuantilePolicy(Observer, EpsilonGreedy):
         duelling: separate value and advantages, each with a last hidden layer of its own
         normalize: normalise observations by their running mean and standard deviation
         activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-        epsilon: fraction of the steps with a random action; a buffer that QRDQN sets
-        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
+        epsilon: fraction of the steps with a random action; a buffer that learners may change
+        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
     uses_past = False
 

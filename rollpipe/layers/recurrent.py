@@ -40,7 +40,7 @@ def scan(cell: Callable, gates: tuple, sizes: list, begins: list, h: Any, *weigh
 
     Args:
         cell: cell(*gates, h, *weights) -> h for one step
-        gates: what the input contributes to the gates: tensors `[N, ...]`, the rows of all steps
+        gates: contributions of the input to the gates: tensors `[N, ...]`, the rows of all steps
         sizes: number of rows of each step; it never increases
         begins: for each step a bool tensor `[rows, 1]`, where memories are cleared before it, or None
         h: memories `[sizes[0], n]` before the first step
@@ -72,7 +72,7 @@ class Recurrent(nn.Module):
         n_in: number of features per row
         n_out: size of the memory and of the output
         layers: number of recurrent layers
-        span: number of steps for which the memory of an untrained layer lasts
+        span: number of steps for which the memory of an untrained network lasts
         method: 'step', 'packed', or None: packed if an episode begins after row 0
     """
     module: type    # torch's module with the weights; subclasses define this and the attributes below

@@ -204,7 +204,7 @@ def _command(job: Job, args: Namespace, imports: tuple, state: str) -> list:
 
 
 def bench_command(args: Namespace) -> None:
-    "Train what is missing, a few runs at a time."
+    "Train the missing runs, a few at a time."
     spec, folder, jobs, imports = _plan(args)
     states, damaged = _states(jobs)
     _check_buildable([job for job in jobs if states.get(job.name) in ("missing", "unfinished")])

@@ -29,7 +29,7 @@ class RND(Pipe):
     learn from each fragment after its novelty is computed. Their state is kept from one iteration to the next, and `state_dict` puts it
     into the checkpoint of a run.
 
-    The pipe needs the true last observations of terminated episodes (`terminal_obs=True`), and stands below `Lanes`. Advantages are
+    The pipe needs the true last observations of terminated episodes (`terminal_obs=True`), and must be below `Lanes`. Advantages are
     estimated from the sum of both rewards, by one critic; the paper has two. Raises `DataError` if a last observation is missing or an
     observation is not finite, and `GraphError` above `Lanes` or for an actor that sees past rewards, which differ here.
 

@@ -28,7 +28,7 @@ from ...pipes.replay.memory import ReplayMemory, Sample
 class ActionLearner(ReplayLearner):
     """Base of learners of continuous actions from a replay memory.
 
-    A subclass writes `critic_target(fragment)` and `improve_policy(fragment)`. `descents` is a dict of its optimisers.
+    A subclass writes `critic_target(fragment)` and `improve_policy(fragment)`. `descents` is a dict of name -> optimiser.
 
     Args:
         actor: the policy, with a buffer `is_random`
@@ -38,7 +38,7 @@ class ActionLearner(ReplayLearner):
         policy_every: steps of the critic for each step of policy and target networks
         random_steps: environment steps with random actions, before the policy acts
         beta_steps: environment steps in which the memory's `beta` rises to 1; None: it stays constant
-        eta: weight of the greatest error in the priority of a longer sample; the mean error has the rest
+        eta: weight of the greatest TD error in the priority of a longer sample; the mean error has the rest
         **options: options that learners share, see `SharedOptions`
     """
     actor_needs = ('is_random',)

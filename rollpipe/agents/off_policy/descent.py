@@ -24,7 +24,7 @@ class Descent:
     Args:
         params: parameters; those without gradients are left out
         lr: learning rate
-        max_norm: largest norm of the gradient, longer gradients are clipped to it; None: no limit
+        max_norm: largest norm of the gradient (longer ones are clipped to it); None: no limit
     """
     def __init__(self, params: Iterable, lr: float, max_norm: float | None = None):
         self.params, self.max_norm = [p for p in params if p.requires_grad], inf if max_norm is None else max_norm
