@@ -141,7 +141,7 @@ class NaturalGradientLearner(Learner):
     Jacobian-vector and one vector-Jacobian product. The critic, if there is one, is fitted after the policy.
 
     A preconditioner is made of the scores of some rows, at most a quarter of the batch. With `'auto'` there is one if the Fisher matrix
-    has at least 4096 rows; with fewer it costs about as much as it saves. The metric `precondition_rows` is 0 without one.
+    has at least 4096 rows; with fewer it costs about as much as it saves. Without one, the metric `precondition_rows` is 0.
 
     Args:
         actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`

@@ -43,7 +43,7 @@ def _can_be_built(policy, space):
     return True
 
 # %% ../../nbs/presets/02_listing.ipynb #747f3d5c
-QUICK = ("gymnasium.envs.classic_control.", "gymnasium.envs.toy_text.")    # these are made at once, to look at their action spaces
+QUICK = ("gymnasium.envs.classic_control.", "gymnasium.envs.toy_text.")    # quick to make, so their action spaces are looked up
 NEEDS = {"gymnasium.envs.mujoco.": ("mujoco", "rollpipe[mujoco]"), "gymnasium.envs.box2d.": ("Box2D", "rollpipe[box2d]"),
          "gymnasium.envs.phys2d.": ("jax", "jax"), "gymnasium.envs.tabular.": ("jax", "jax"), "ale_py.": ("ale_py", "rollpipe[atari]")}
 BOX_OF_BOX2D = ("LunarLanderContinuous", "BipedalWalker", "BipedalWalkerHardcore", "CarRacing")   # all others have Discrete actions

@@ -60,7 +60,7 @@ class NarrowPath(gym.Env):
         """
         q, m = gamma * (1. if p is None else p), self.length - obs
         ahead = m > 0
-        m = m * ahead + (m <= 0)   # at the end m is 0; the replacement avoids negative powers of 0
+        m = m * ahead + (m <= 0)   # replace m <= 0 (the end) by 1, which avoids negative powers of 0
         steps = m if q == 1 else (1 - q ** m) / (1 - q)
         v = (1. if p is None else p) * (q ** (m - 1) - self.cost / self.length * steps) * ahead
         return v * (v > 0) if p is None else v
