@@ -24,7 +24,7 @@ __all__ = ['LABELS', 'group_runs', 'align', 'smooth', 'plain', 'style', 'save_fi
 
 # %% ../nbs/04_plots.ipynb #88c3ba0d
 def group_runs(runs: Iterable) -> dict:
-    """Group the runs that differ only in the seed, under a label of name and differing options. Raises `DataError`.
+    """Group the runs that differ only in the seed. The label of a group is its name and the options that differ. Raises `DataError`.
 
     Args:
         runs: folders of runs, each with `config.json`

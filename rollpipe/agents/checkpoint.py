@@ -194,7 +194,7 @@ class Checkpoint(NamedTuple):
 
 
 def load_checkpoint(path: str | Path) -> Checkpoint:
-    """Read a checkpoint; nothing in it is executed. Raises `CheckpointError` for a missing, damaged, foreign or too new file.
+    """Read a checkpoint; nothing in it is executed. Raises `CheckpointError` if the file is missing, damaged, of another kind or too new.
 
     Args:
         path: file that `save_checkpoint` wrote, with or without a checksum (format version 1)
@@ -233,7 +233,7 @@ def _check_sum(path, meta):
 
 # %% ../../nbs/agents/12_checkpoint.ipynb #0e6bc062
 class Snapshot:
-    """The state of a learner, and of pipes, at this moment, for `save_checkpoint` later; the tensors are copies in host memory.
+    """A snapshot of the state of a learner and of pipes, which `save_checkpoint` can write later. The tensors are copies in host memory.
 
     Args:
         agent: has `state_dict()`

@@ -39,7 +39,7 @@ class Policy(ForSpaces, Actor):
         raise NotImplementedError(f'{type(self).__name__} must define params(obs, act, rew, fin, *, hx, stepno)')
 
     def draw_noise(self, lead: Sequence[int], generator: Generator | None = None) -> Any:
-        "Noise `[*lead, ...]` for as many actions: drawn by `dist` where the generator is, moved to the device of the policy."
+        "Noise `[*lead, ...]` for actions `[*lead, ...]`. `dist` draws it on the generator's device; it is moved to the policy's device."
         return self.to_own_device(self.dist.noise(lead, generator))
 
     def forward(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor, virtual: bool, noise: Any = None) -> tuple:

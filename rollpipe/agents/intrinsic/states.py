@@ -30,7 +30,7 @@ def load_states(pipe: IterDataPipe, states: Any) -> dict:
         states: what `states_of` returned; None: no states
 
     Returns:
-        dict: the states of pipes that the graph lacks
+        dict: the states whose pipes are not in the graph
     """
     if not isinstance(states, dict | None): raise CheckpointError("not the states of pipes", leaf='pipes', got=type(states).__name__)
     left = dict(states or {})
