@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name):
-    "A name comes from its room when it is first asked for: the command line can be interrupted before torch is imported."
+    "Import a name at its first use, not with the package: so the command line can be interrupted before torch is imported."
     if name in __all__:
         for room in ('pipes', 'layers', 'agents', 'runs', 'testing'):
             module = import_module(f'.{room}', __name__)

@@ -51,11 +51,11 @@ class Algorithm(NamedTuple):
 
     @property
     def parts(self) -> dict:
-        "The parts with options, by name. Their order decides which part gets the plain name of an option, and which part of the seed."
+        "The parts with options, by name. If parts share an option's name, the first gets the plain name. The seeds follow this order, too."
         return {name: part for name, part in self._asdict().items() if name != "defaults" and part is not None}
 
 
-# one sample for each new step, of a single environment, whose fragments are long enough to cost little
+# a single environment, and one sample for each new step; fragments of several steps reduce the overhead
 _CONTINUOUS: dict = dict(n_envs=1, n_steps=8, samples_per_step=1., capacity=1_000_000)
 ALGORITHMS = dict(
     trpo=Algorithm(TRPO, on_policy, MLPPolicy, Critic),
@@ -71,22 +71,22 @@ ALGORITHMS = dict(
     ddpg=Algorithm(DDPG, replayed, DeterministicPolicy, ActionCritic, dict(_CONTINUOUS, n_critics=1)),
 )
 _FIXED = ("actor", "critic", "env", "env_kwargs", "seed", "info_keys", "edits", "device", "close", "observation_space",
-          "action_space", "epsilon")  # DQN sets it from eps_start, eps_end and eps_steps
+          "action_space", "epsilon")  # DQN sets epsilon from eps_start, eps_end and eps_steps
 
 
 def _options(found):
-    defaults = {"engine": "auto", **found.defaults}  # the command line takes the fastest engine; the recipes stay with torch
+    defaults = {"engine": "auto", **found.defaults}  # the command line uses the fastest engine; the recipes use torch
     options = [x._replace(default=defaults.get(x.name, x.default)) for x in options_of(found.parts, skip=_FIXED)]
-    return [x._replace(kinds=("int",)) if x.name == "n_envs" else x for x in options]  # an id does not say how many
+    return [x._replace(kinds=("int",)) if x.name == "n_envs" else x for x in options]  # an id determines no number
 
 # %% ../nbs/06_algorithms.ipynb #fd8b1b46
 def register_algorithm(name: str, algorithm: Algorithm) -> None:
-    """Make an algorithm known: to the command line, to `make_config` and to whoever loads a run.
+    """Register an algorithm, for the command line, for `make_config` and for the loading of runs.
 
-    Raises `DataError` if the name is no name or is taken, or if a part cannot be used. The same algorithm may be registered again.
+    Raises `DataError` if the name is invalid or taken, or if a part cannot be used. The same algorithm may be registered again.
 
     Args:
-        name: as it is typed: small letters, digits, `-` and `_`
+        name: name on the command line: small letters, digits, `-` and `_`
         algorithm: its parts
     """
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_-]*", name):
@@ -115,7 +115,7 @@ def _check_parts(name, algorithm):
     if wrong: raise DataError(f"a default of {name!r} is of no option", leaf=str(wrong[0]), expected=f"one of {', '.join(known)}")
 
 
-_tried = set()  # entry points that were loaded, or failed to
+_tried = set()  # entry points that were loaded, or that failed
 
 
 def load_plugins() -> None:
@@ -130,7 +130,7 @@ def load_plugins() -> None:
 
 # %% ../nbs/06_algorithms.ipynb #7101e0e1
 def is_algorithm(name: Any) -> bool:
-    "Whether an algorithm has this name, also one of a package that is installed."
+    "Whether an algorithm has this name, also an algorithm of an installed package."
     if not isinstance(name, str): return False
     if name not in ALGORITHMS: load_plugins()
     return name in ALGORITHMS

@@ -28,7 +28,7 @@ def profile_config(config: dict, seconds: float) -> Profile:
 
     Args:
         config: see `make_config`
-        seconds: how long it is measured
+        seconds: duration of the measurement
     """
     agent, pipe = build(config)
     service = reading_for(config) if config["workers"] else None
@@ -44,7 +44,7 @@ GRID: dict = dict(
     workers=(0, 1, 2, 4),
     engine=("auto", "torch"),
 )
-SHORTEST = 16     # steps of a fragment, unless those of the algorithm are shorter; it looks ahead less if they are few
+SHORTEST = 16     # fewest steps of a fragment, unless the algorithm has fewer: advantages look ahead only within a fragment
 
 
 def cores() -> int:
@@ -53,16 +53,16 @@ def cores() -> int:
 
 
 def settings(algorithm: str, typed: dict, n_cores: int, preset: dict | None = None) -> list:
-    """All settings to try, the others in random order. A batch always has the number of steps that it has with the defaults.
+    """All settings to try: first the defaults, then others in random order. A batch always has as many steps as with the defaults.
 
     Args:
         algorithm: name in `ALGORITHMS`
-        typed: options of the algorithm and of the run that are given
-        n_cores: greatest number of workers
-        preset: option -> value, where it is not the default; it may be changed
+        typed: options of the algorithm and of the run that the user sets
+        n_cores: largest number of workers
+        preset: option -> value of a preset, in place of the default; it may be changed
 
     Returns:
-        list: of dicts: option -> value, first the one with the defaults
+        list: dicts of option -> value; the first one has the defaults
     """
     known = {option.name: option.default for option in options_for(algorithm)}
     defaults = {**known, "workers": 0, **(preset or {}), **typed}
@@ -76,7 +76,7 @@ def settings(algorithm: str, typed: dict, n_cores: int, preset: dict | None = No
         if rest or setting["n_steps"] < min(SHORTEST, defaults["n_steps"]) or workers > min(lanes, n_cores): continue
         if setting not in found: found.append(setting)
     others = found[1:]
-    random.Random(0).shuffle(others)     # a budget that is too small then reaches settings of all kinds
+    random.Random(0).shuffle(others)     # so a small budget reaches settings of all kinds
     return found[:1] + others
 
 # %% ../nbs/12_autotune.ipynb #2d38f62d
@@ -84,12 +84,12 @@ NO_TIME = "no time was left"
 
 
 class Trial(NamedTuple):
-    """What came of a setting.
+    """The result of a setting.
 
     Args:
         setting: option -> value
-        profile: what was measured; None: nothing, because it failed or there was no time
-        error: why nothing was measured
+        profile: the measurement; None: the setting failed, or there was no time
+        error: reason why there is no measurement
     """
     setting: dict
     profile: Profile | None = None
@@ -103,14 +103,14 @@ class Trial(NamedTuple):
 
 def autotune(algorithm: str, env: str, options: dict | None = None, env_kwargs: dict | None = None, *, seconds: float = 60.,
              **run_options: Any) -> Iterator[Trial]:
-    """A `Trial` for each setting, as soon as it is measured. Raises `DataError` for options that are wrong in every setting.
+    """Yield a `Trial` for each setting, as soon as it is measured. Raises `DataError` for options that are wrong in every setting.
 
     Args:
         algorithm: name in `ALGORITHMS`
         env: gymnasium id
-        options: options of the algorithm that are given; others are tried, or have their defaults
+        options: options of the algorithm that the user sets; others are tried, or have their defaults
         env_kwargs: keyword arguments for `gymnasium.make`
-        seconds: for all settings together
+        seconds: time for all settings together
         **run_options: see `make_config`
     """
     options = options or {}
@@ -126,7 +126,7 @@ def autotune(algorithm: str, env: str, options: dict | None = None, env_kwargs: 
 
 
 def _trial(algorithm, env, options, env_kwargs, run_options, setting, seconds) -> Trial:
-    "The trial of one setting, which uses about half of its time to begin."
+    "The trial of one setting. It measures for half of the time; the start takes about the other half."
     run = {**run_options, "workers": setting["workers"]}
     options = {**options, **{name: value for name, value in setting.items() if name != "workers"}}
     try: found = profile_config(make_config(algorithm, env, options, env_kwargs, **run), seconds / 2)
@@ -163,7 +163,7 @@ def command_for(algorithm: str, env: str, values: dict, known: list, more: Itera
 
 
 def _words(option: Option, value) -> list:
-    "An option with a value, as it is typed."
+    "An option and its value, as words of a command line."
     if isinstance(option.default, bool): return [option.flag if value else option.flag.replace("--", "--no-", 1)]
     text = ",".join(map(str, value)) if isinstance(value, (tuple, list)) else "none" if value is None else str(value)
-    return [f"{option.flag}={text}"] if text.startswith("-") else [option.flag, text]     # such as -1e-05, which would be an option
+    return [f"{option.flag}={text}"] if text.startswith("-") else [option.flag, text]     # -1e-05 alone would be an option

@@ -61,7 +61,7 @@ def _add_folders(parser: argparse.ArgumentParser) -> None:
 
 
 def _parent_parsers() -> tuple:
-    "The options of all commands, and those of the commands that use a trained policy, and of those that build a training or run it."
+    "Parsers of shared options: for all commands, for a trained policy, for playing it, for building a training, and for running it."
     debug = Parser(add_help=False)
     debug.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
     debug.add_argument("--import", dest="imports", action="append", default=argparse.SUPPRESS, metavar="MODULE",
@@ -86,7 +86,7 @@ def _parent_parsers() -> tuple:
 
 # %% ../nbs/15_cli.ipynb #6d236568
 def _timed(settings: argparse.ArgumentParser, seconds: float, meaning: str, svg: bool = False) -> Parser:
-    "The parser `settings` with the options of a command that measures."
+    "A parser with the options in `settings` and those of a command that measures."
     parser = Parser(add_help=False, parents=[settings])
     parser.add_argument("--seconds", type=float, default=seconds, help=f"{meaning} [{seconds}]")
     if svg: parser.add_argument("--svg", metavar="FILE", help="picture to write, too")
@@ -94,7 +94,7 @@ def _timed(settings: argparse.ArgumentParser, seconds: float, meaning: str, svg:
 
 
 def _searching(settings: Parser) -> Parser:
-    "The options of a search, and those in `settings`."
+    "A parser with the options in `settings` and those of a search."
     parser = Parser(add_help=False, parents=[settings])
     parser.add_argument("--trials", type=int, default=50, metavar="N", help="trials in the study, with those that are over already [50]")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trials at a time, each in a process [1]")
@@ -104,7 +104,7 @@ def _searching(settings: Parser) -> Parser:
     parser.add_argument("--storage", metavar="DIR", help="folder of the study, from which it goes on [tuning/ALGO-ENV]")
     parser.add_argument("--out", metavar="FILE", help="the preset [preset.toml in the folder of the study]")
     parser.add_argument("--overwrite", action="store_true", help="replace that file, whoever has written it")
-    parser.add_argument("--part", help=argparse.SUPPRESS)  # number:trials, of a process that takes part in a search
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # internal: number:trials, for one of several processes of a search
     return parser
 
 
@@ -201,7 +201,7 @@ def _import_modules(words: list) -> None:
     "Import what `--import` names, before the parser is made, because a module may register an algorithm."
     parser = Parser(prog="rollpipe", add_help=False)
     parser.add_argument("--import", dest="imports", action="append", default=[])
-    if (here := os.getcwd()) not in sys.path: sys.path.append(here)  # of an installed script it is not a part
+    if (here := os.getcwd()) not in sys.path: sys.path.append(here)  # an installed script does not search the current folder
     for module in parser.parse_known_args(words)[0].imports: importlib.import_module(module)
 
 
@@ -235,7 +235,7 @@ def _run(argv: list | None) -> int:
 
 
 def _refuse_changes(words: list) -> None:
-    "A run that goes on keeps its options. The parser alone would take the value of one for the name of an algorithm."
+    "Refuse options beside `--resume`: a resumed run keeps its own. The parser would mistake the value of an option for an algorithm."
     flags = [word.partition("=")[0].replace("--no-", "--") for word in words]
     if "train" not in words or "--resume" not in flags: return
     kept = {o.flag for name in ALGORITHMS for o in options_for(name) + RUN_OPTIONS if o.name not in _COMMON}

@@ -50,7 +50,7 @@ class Interrupted(Exception):
 
 
 class Given(NamedTuple):
-    """What the command line says, and under it the file of `--config`; both go before the preset.
+    """The settings of the command line, and below them those of the `--config` file. Both have priority over the preset.
 
     Args:
         options: option of the algorithm -> value
@@ -62,7 +62,7 @@ class Given(NamedTuple):
 
 
 def given_by(args: Namespace) -> Given:
-    "What the command line and its file ask for."
+    "The settings of the command line and its file."
     if not args.algorithm: raise UsageError(f"rollpipe {args.command}: which algorithm? {', '.join(ALGORITHMS)}")
     known, env_kwargs, file = options_for(args.algorithm), parse_env_kwargs(args.env_kwargs), getattr(args, "config", None)
     of_file = settings_in(file, args.algorithm, args.env, env_kwargs, known + RUN_OPTIONS) if file else Settings(None, {}, {})
@@ -94,7 +94,7 @@ def train_command(args: Namespace) -> None:
 
 
 def _run_for(args, launch):
-    "The run that the command line asks for; None if it is complete. When ranks are started again, it goes on from its newest checkpoint."
+    "The run that the command line asks for; None if it is complete. After a restart of the ranks, continue from its newest checkpoint."
     is_again = launch and launch.restarts
     if args.resume:
         if args.algorithm: raise UsageError("rollpipe train: either --resume RUN or ALGO ENV, not both")
@@ -109,7 +109,7 @@ def _run_for(args, launch):
 
 
 def default_folder(config: dict) -> Path:
-    "Where a run goes if the command line does not say it."
+    "The folder of a run if the command line does not name one."
     env = config["env"].replace("/", "-").replace(":", "-")
     return Path(f"runs/{config['algorithm']}-{env}-s{config['seed']}")
 
@@ -118,15 +118,15 @@ def find_run(folder: Path, config: dict, given: Iterable | None = None, is_exact
     """The run in a folder, None if there is none. Raises `DataError` if it was made with another configuration.
 
     Args:
-        config: what the run must be, but for the number of steps and the versions of packages
-        given: options that are not left to a preset; None: all
-        is_exact: whether a run of more steps is another one
+        config: required configuration; the number of steps and the versions of packages may differ
+        given: options that the user sets; those that a preset has set may differ; None: no option may differ
+        is_exact: whether a run of more steps counts as another run
     """
     if not files_of_run(folder): return None
-    for module in needed_modules(config): importlib.import_module(module)  # who names the environment asks for its module
+    for module in needed_modules(config): importlib.import_module(module)  # naming the environment permits the import of its module
     found, free = load_run(folder), {"steps", "versions", "preset", "of_preset"}
-    if {*needed_modules(found.config)} == {*needed_modules(config)}: free |= {"imports"}  # that of the environment may be named or not
-    if given is not None: free |= {*config.get("of_preset", ()), *found.config.get("of_preset", ())} - {*given}  # its values stay
+    if {*needed_modules(found.config)} == {*needed_modules(config)}: free |= {"imports"}  # the environment's module may be listed or not
+    if given is not None: free |= {*config.get("of_preset", ()), *found.config.get("of_preset", ())} - {*given}  # the run keeps its values
     if is_exact and found.config["steps"] > config["steps"]: free -= {"steps"}
     both = {name: (found.config.get(name), config.get(name)) for name in dict.fromkeys([*config, *found.config]) if name != "options"}
     both |= {name: (found.config["options"].get(name, x), x) for name, x in config["options"].items() if (name, x) != ("engine", "auto")}
@@ -136,13 +136,13 @@ def find_run(folder: Path, config: dict, given: Iterable | None = None, is_exact
 
 
 def given_names(args: Namespace) -> list | None:
-    "The options that the command line and its file set; None if it names a preset, because then nothing is left open."
+    "The options that the command line and its file set; None if the command line names a preset, because then all options are set."
     given = given_by(args)
     return None if hasattr(args, "preset") else [*given.options, *given.run]
 
 
 def _command_for(command: str, run: Run) -> str:
-    "A command for the folder of a run, as it can be typed."
+    "A command line for the folder of a run."
     n = run.config.get("ranks", 1) if command.startswith("train") else 1
     words = [*f"torchrun --standalone --nproc-per-node {n} -m".split()] * (n > 1) + ["rollpipe", *command.split(), run.folder]
     return shlex.join(typed(words) + import_words(needed_modules(run.config)))
@@ -179,7 +179,7 @@ def evaluate_command(args: Namespace) -> None:
     if args.record: print(f"film: {args.record}")
 
 # %% ../nbs/13_commands.ipynb #baedaa31
-_FOREVER = 2**62  # episodes, and steps of an episode
+_FOREVER = 2**62  # number of episodes, and of steps in an episode
 
 
 def watch_command(args: Namespace) -> None:

@@ -44,7 +44,7 @@ def _all_options(algorithm: str, options: dict, intrinsic: float) -> dict:
         else:
             near = difflib.get_close_matches(option, known, 3)
             raise DataError(f"{algorithm} has no option {option!r}", expected=", ".join(near or known))
-    ends = dict(terminal_obs=True) if intrinsic and "terminal_obs" in known else {}      # the end of an episode may be new, too
+    ends = dict(terminal_obs=True) if intrinsic and "terminal_obs" in known else {}      # for `RND`: last observations may be new, too
     alike = dict(critic_encoder=options["encoder"]) if "critic_encoder" in known and "encoder" in options else {}
     return {**{name: option.default for name, option in known.items()}, **ends, **alike, **options}
 
@@ -57,7 +57,7 @@ def _check_at_least(low: int, **values: float) -> None:
 
 
 def _evaluations(eval_every: int, eval_steps: int, eval_episodes: int, final_episodes: int) -> dict:
-    "What the configuration says about evaluations in the process of the run; nothing if there are none."
+    "The entries of the configuration for evaluations in the process of the run; empty if there are none."
     _check_at_least(0, eval_steps=eval_steps)
     _check_at_least(1, eval_episodes=eval_episodes, final_episodes=final_episodes)
     if eval_every and eval_steps: raise DataError("two kinds of evaluations", expected="either --eval-every or --eval-steps, not both")
@@ -74,7 +74,7 @@ def check_decay(steps: int, options: dict) -> None:
 
     Args:
         steps: environment steps to train for
-        options: of the algorithm
+        options: options of the algorithm
     """
     if not (n := options.get("decay_steps")) or n >= steps: return
     raise DataError("the learning rates fall to 0 before the training ends", leaf="decay_steps", got=str(n),
@@ -85,7 +85,7 @@ def check_room(options: dict) -> None:
     """Raise `DataError` if there is no memory for the batches or the replay memory that the options ask for.
 
     Args:
-        options: of the algorithm, all of them
+        options: all options of the algorithm
     """
     for names in (("lanes", "n_envs", "n_steps"), ("batch_size", "length"), ("capacity",) * (options.get("path") is None)):
         rows = {name: x for name in names if isinstance(x := options.get(name), int)}
@@ -101,7 +101,7 @@ def _check_together(steps: int, workers: int, options: dict) -> None:
 
 # %% ../nbs/07_config.ipynb #210c1c22
 def device_of(name: str) -> torch.device:
-    """The device of this name; `auto` is cuda or mps if they are there, else cpu. Raises `DataError` for one that is not there.
+    """The device of this name; `auto` is cuda or mps if available, else cpu. Raises `DataError` for a device that is not available.
 
     Args:
         name: such as cpu, cuda:1, mps, or auto
@@ -111,7 +111,7 @@ def device_of(name: str) -> torch.device:
 
 
 def _moved(pipe: Any, device: torch.device) -> Any:
-    "The pipeline with its batches on the device, as soon as a network needs them."
+    "The pipeline, which moves each batch to the device before a network needs it."
     def make(source): return ToDevice(source, device)
     return insert_before(pipe, AdvantageBuffer, make) if len(find(pipe, AdvantageBuffer)) == 1 else make(pipe)
 
@@ -137,7 +137,7 @@ def reading_for(config: dict) -> Any:
     """
     kind, address = config.get("reading", "processes"), config.get("address")
     options = config["workers"], config["lag"], config["order"]
-    on_host = device_of(config.get("device", "cpu")).type != "cpu"  # the learner alone uses the device
+    on_host = device_of(config.get("device", "cpu")).type != "cpu"  # the workers stay on the CPU, only the learner uses the device
     if kind == "ray":
         if not config["workers"]: raise DataError("Ray, but no workers", leaf="workers", expected="--workers 1 or more", got="0")
         return RayReading(*options, restart=config["restarts"], address=address, device="cpu" if on_host else None)
@@ -150,7 +150,7 @@ _Make = TypeVar("_Make", bound=Callable)
 
 
 def _with_preset(make: _Make) -> _Make:
-    "Let a preset give what the caller leaves out. The defaults of a signature alone do not tell what that is."
+    "Fill omitted arguments from the preset. The function itself cannot tell an omitted argument from its default."
     @wraps(make)
     def fill(algorithm, env, options=None, env_kwargs=None, *, preset="none", **run):
         known = options_for(algorithm)
@@ -171,7 +171,7 @@ def make_config(algorithm: str, env: str, options: dict | None = None, env_kwarg
                 order: str = "canonical", restarts: int = 0, reading: str = "processes", address: str | None = None,
                 name: str | None = None, imports: Sequence[str] = (), device: str = "cpu", intrinsic: float = 0.,
                 preset: str = "none") -> dict:
-    """The configuration of a run. Raises `DataError` for what is unknown or does not fit together, or for a value that JSON cannot hold.
+    """The configuration of a run. Raises `DataError` for options that are unknown, do not fit together, or do not fit into JSON.
 
     Args:
         algorithm: name in `ALGORITHMS`
@@ -186,19 +186,19 @@ def make_config(algorithm: str, env: str, options: dict | None = None, env_kwarg
         eval_every: updates between evaluations of the present policy, in a separate process; 0: none
         eval_steps: steps between evaluations on fresh episodes, in this process, into evaluations.jsonl; 0: none
         eval_episodes: number of episodes of each of these evaluations
-        final_episodes: number of episodes that the last policy plays at the end, and the best one; with eval_steps
+        final_episodes: number of episodes of the final evaluations of the last policy and the best one; with eval_steps
         video_every: updates between films of an episode of the present policy, in the folder videos; 0: none
         workers: processes that collect, at most one per lane; 0: collect in this process
         lag: updates between collecting a batch in workers and learning from it: 0, 1, ... or none (any number)
         order: order of the lanes with workers: canonical (in turn) or ready (first come, first served)
         restarts: how often a lost worker is replaced before the run fails
         reading: where workers run: processes (of this machine) or ray (a Ray cluster)
-        address: of a Ray cluster: auto (that of this machine) or host:port [Ray for this run alone]
+        address: address of a Ray cluster: auto (that of this machine) or host:port [Ray for this run alone]
         name: name of the experiment in plots [algorithm and environment]
         imports: modules that must be imported before the environment can be made
-        device: where networks and batches are: cpu, cuda, cuda:1, mps, or auto (cuda or mps, if it is there)
-        intrinsic: weight of a reward for what is new, by random network distillation (`RND`); 0: none
-        preset: settings for what is left out: auto (those for the environment), none, or the name of a preset
+        device: where networks and batches are: cpu, cuda, cuda:1, mps, or auto (cuda or mps, if available)
+        intrinsic: weight of a reward for new observations, by random network distillation (`RND`); 0: none
+        preset: settings for omitted options: auto (the preset for the environment), none, or the name of a preset
     """
     options = _all_options(algorithm, options or {}, intrinsic)
     _check_at_least(1, steps=steps, threads=threads, checkpoint_every=checkpoint_every)
@@ -219,14 +219,14 @@ RUN_OPTIONS = options_of(dict(run=make_config), skip=("options", "env_kwargs", "
 def _network(part, env, **kwargs):
     try: return part.for_env(env, **kwargs)
     except DataError as e:
-        e.locate(pipe=part)     # policy and critic have options of the same name
+        e.locate(pipe=part)     # name the part, because policy and critic have options of the same name
         raise
 
 
 def build(config: dict, resumes: int = 0) -> tuple:
     """The learner and the pipeline that a configuration describes. Raises their errors, and `DataError` if they do not fit together.
 
-    Its `place`, if there is one, is a folder in that of the replay's `path`: trainings at the same time share options, but no files.
+    `place` in the configuration is a subfolder of the replay's `path`, so parallel trainings with the same options use separate files.
 
     Args:
         config: see `make_config`
@@ -255,7 +255,7 @@ def build(config: dict, resumes: int = 0) -> tuple:
     if "critic" not in accepted: modules = modules[:1]
     pipe = algorithm.pipeline(env, *modules, seed=seeds["pipeline"], env_kwargs=env_kwargs, **kwargs["pipeline"])
     for replay in find(pipe, Replay):
-        if isinstance(agent, ReplayLearner): agent.check_length(replay.length)  # so it is known before the memory is filled
+        if isinstance(agent, ReplayLearner): agent.check_length(replay.length)  # an error comes before the memory is filled
         if replay.path is not None: replay.path = str(Path(replay.path, config.get("place", "")))
     pipe = _curious(pipe, config, word)
     return agent, pipe if device.type == "cpu" else _moved(pipe, device)

@@ -33,9 +33,9 @@ def evaluation_seed(seed: int, kind: str, steps: int) -> int:
     """The seed of the episodes of an evaluation.
 
     Args:
-        seed: of the run
+        seed: seed of the run
         kind: one of `KINDS`
-        steps: of the training before the evaluation
+        steps: steps of training before the evaluation
     """
     return int(np.random.SeedSequence(seed, spawn_key=(KINDS.index(kind), steps)).generate_state(1)[0])
 
@@ -48,10 +48,10 @@ def read_evaluations(folder: str | Path) -> list:
     """The evaluations of a run, none if there is no file. Raises `DataError` for a damaged line, and for a file of another version.
 
     Args:
-        folder: of a run
+        folder: folder of a run
 
     Returns:
-        list: of dicts: `kind`, `steps` and `seconds` of training, `updates` of the policy, `mean`, `std`, `returns`, `lengths`, `seed`
+        list: dicts with `kind`, `steps` and `seconds` of training, `updates` of the policy, `mean`, `std`, `returns`, `lengths`, `seed`
     """
     path = Path(folder)/EVALUATIONS
     if not path.is_file(): return []
@@ -78,10 +78,10 @@ def _number(x: Any) -> float | int:
 
 # %% ../nbs/17_evaluations.ipynb #d2d63c35
 def write_evaluations(folder: str | Path, records: list) -> None:
-    """Replace the evaluations of a run. Raises `OSError`, which names the file; the old one is there then.
+    """Replace the evaluations of a run. Raises `OSError`, which names the file; then the old file is unchanged.
 
     Args:
-        folder: of a run
+        folder: folder of a run
         records: see `read_evaluations`
     """
     lines = [json.dumps({"format": EVALUATIONS_FORMAT, **{name: _plain(x) for name, x in record.items()}}) + "\n" for record in records]
@@ -97,7 +97,7 @@ class StepEvaluations:
     """The evaluations of a run in its own process. The learner with the best mean return so far is kept in `run.best`.
 
     Args:
-        run: its configuration has `eval_steps`
+        run: a run whose configuration has `eval_steps`
     """
     def __init__(self, run: Run):
         self.run, self.news, best = run, [], best_return(run.folder)
@@ -114,7 +114,7 @@ class StepEvaluations:
         if not self._is_due(): return 0.
         begun = perf_counter()
         self.run.save()
-        self.records = [r for r in self.records if r["kind"] == "training"]  # the run goes on, so what was last is no longer
+        self.records = [r for r in self.records if r["kind"] == "training"]  # training continues, so the final evaluations are outdated
         agent, counters, config = self.run.agent, self.run.counters, self.run.config
         found = self._evaluate("training", agent, counters, config["eval_episodes"])
         mean = found.evaluation.mean
@@ -143,7 +143,7 @@ class StepEvaluations:
         return news
 
     def finish(self) -> list:
-        "Let the last policy and the best one play `final_episodes` episodes each, unless they have. Returns what `poll` does."
+        "Evaluate the last policy and the best one on `final_episodes` episodes each, unless that is done. Returns `poll()`."
         run = self.run
         self.after_update()
         run.save()
@@ -159,11 +159,11 @@ class StepEvaluations:
 
 # %% ../nbs/17_evaluations.ipynb #c9fef6f4
 def is_evaluated(folder: str | Path, steps: int) -> bool:
-    """Whether there are evaluations of the last policy and of the best one, after that many steps.
+    """Whether the final evaluations of the last policy and of the best one exist, after `steps` steps.
 
     Args:
-        folder: of a run
-        steps: that the run has made
+        folder: folder of a run
+        steps: number of steps that the run has made
     """
     return {r["kind"] for r in read_evaluations(folder) if r["steps"] == steps} >= {"last", "best"}
 
@@ -172,7 +172,7 @@ def evaluate_end(folder: str | Path) -> None:
     """Make the evaluations that a run lacks at its end, if it has `eval_steps`.
 
     Args:
-        folder: of a run that has made all of its steps
+        folder: folder of a run that has made all of its steps
     """
     folder = Path(folder)
     lock(folder)

@@ -32,7 +32,7 @@ def without(words: list, values: tuple, flags: tuple = ()) -> list:
     """The words of a command line without some of its options.
 
     Args:
-        words: of a command line
+        words: words of a command line
         values: flags with one value each
         flags: flags without one
     """
@@ -49,13 +49,13 @@ def words_for(words: list, seed: int, folder: Path) -> list:
 
     Args:
         words: the command line of the experiment
-        folder: of the run
+        folder: folder of the run
     """
     return [*without(words, ("--seeds", "--jobs", "--out")), *typed(["--seed", seed, "--out", folder])]
 
 # %% ../nbs/14_experiments.ipynb #9ba79271
 def python_words() -> list:
-    "The beginning of a command: `rollpipe` in a process of its own, which finds the modules that this process finds."
+    "The first words of a command that runs `rollpipe` in a new process, with the module search path of this process."
     code = f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; from rollpipe.entry import main; sys.exit(main())"
     return [sys.executable, "-c", code]
 
@@ -64,7 +64,7 @@ class RunProcess:
     """One run of an experiment, in a process of its own.
 
     Args:
-        name: what its lines begin with
+        name: beginning of the lines that it prints
         command: the words of the command
         ended: is called without arguments, in another thread, when `has_ended` has become true
     """
@@ -80,20 +80,20 @@ class RunProcess:
     def _read(self):
         with self.process.stdout as lines:
             for line in filter(None, map(str.strip, lines)):
-                if line.startswith("error: ") or not self.last.startswith("error: "): self.last = line  # more may follow what is wrong
+                if line.startswith("error: ") or not self.last.startswith("error: "): self.last = line  # lines may follow an error
                 try: sys.stderr.write(f"{self.name}: {line}\n")
-                except (OSError, ValueError): pass  # nobody reads; the process goes on
+                except (OSError, ValueError): pass  # our stderr is closed; the run must not end for this
 
     def _wait(self, ended):
         self.process.wait()
         unguard([self.process.pid])
-        self.reader.join(2)  # not longer: a process that the environment has left behind may hold the pipe open
+        self.reader.join(2)  # a limit, because a process that the environment has left behind may hold the pipe open
         self.has_ended = True
         ended()
 
     @property
     def problem(self) -> str | None:
-        "Why it has failed; None if it has not."
+        "Why the run has failed; None if it has not failed."
         code = self.process.returncode
         if code == 0: return None
         if self.last.startswith("error: "): return self.last.removeprefix("error: ")
@@ -101,7 +101,7 @@ class RunProcess:
         return f"{how}, after: {self.last}" if self.last else how
 
     def obeyed(self, number: int | None) -> bool:
-        "Whether it has ended because of this signal."
+        "Whether this signal has ended the run."
         return number is not None and self.process.returncode in (-number, 128 + number)
 
     def stop(self, number: int) -> None:
@@ -110,14 +110,14 @@ class RunProcess:
 
 # %% ../nbs/14_experiments.ipynb #c5f77c2e
 def run_all(commands: dict, jobs: int) -> tuple:
-    """Run the commands, a few at a time, until all have ended. After a signal no more are begun.
+    """Run the commands, a few at a time, until all have ended. After a signal, no further command is started.
 
     Args:
         commands: name -> words of a command
         jobs: number of processes at a time
 
     Returns:
-        tuple: name -> its `RunProcess`, for those that were begun; the number of the signal that has stopped them, or None
+        tuple: name -> `RunProcess` of each command that was started; the number of the signal that stopped them, or None
     """
     woken, left, runs, stopped = queue.SimpleQueue(), list(commands), {}, None
     try:
@@ -134,7 +134,7 @@ def run_all(commands: dict, jobs: int) -> tuple:
                 for run in runs.values(): run.stop(stopped)
     finally:
         for run in runs.values():
-            if not run.has_ended: run.stop(signal.SIGTERM)  # there was an error here; nothing goes on unseen
+            if not run.has_ended: run.stop(signal.SIGTERM)  # after an error in this process, no run may continue unnoticed
         for run in runs.values(): run.process.wait()
 
 # %% ../nbs/14_experiments.ipynb #2f8a7374
@@ -142,7 +142,7 @@ def last_return(folder: Path) -> float:
     """The last mean return in the records of a run; `nan` if no episode has ended.
 
     Args:
-        folder: of a run
+        folder: folder of a run
     """
     returns = read_metrics(folder).get("return_mean", np.zeros(0))
     finite = returns[np.isfinite(returns)]
@@ -150,7 +150,7 @@ def last_return(folder: Path) -> float:
 
 
 def summary(folders: list) -> str:
-    "The last return of each of the runs that are complete, their mean and their deviation, and how to draw them."
+    "A text with the last return of each complete run, their mean and deviation, and the command that draws them."
     returns = np.array([last_return(folder) for folder in folders])
     told = ["none, for no episode has ended" if np.isnan(x) else f"{x:.1f}" for x in returns]
     lines = [f"{folder}: last return {text}" for folder, text in zip(folders, told)]
@@ -189,7 +189,7 @@ def _folders(args: Namespace, seeds: list) -> dict:
     elif found and not args.overwrite:
         raise DataError("there are runs already", expected="another folder, --overwrite, or --continue", got=", ".join(found))
     config = configs[seeds[0]]
-    build(dict(config, device="cpu") if "device" in config else config)  # the runs need the device
+    build(dict(config, device="cpu") if "device" in config else config)  # not on the device, which the runs need
     return folders
 
 

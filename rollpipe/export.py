@@ -41,7 +41,7 @@ def _names(tree, root):
 
 
 def _samples(space, n):
-    "Without end, observations [n, ...] drawn from their space, always the same."
+    "Endless batches of observations [n, ...], drawn from their space. Each call gives the same sequence."
     space, spec = copy.deepcopy(space), space_spec(space, 'obs')
     space.seed(0)
     while True: yield nested.stack([nested.map(np.asarray, in_containers(space.sample(), spec)) for _ in range(n)])
@@ -58,7 +58,7 @@ def _bounded(space, act):
 class PolicyFunction(torch.nn.Module):
     """The deterministic policy of an actor as a function of tensors: `(*inputs) -> (*outputs)`, see these two attributes.
 
-    All have the number of observations `n` on their first dimension, but the recurrent state has it on the second. Raises `ActorError`
+    The first dimension of a tensor is the number of observations `n`. For the recurrent state it is the second. Raises `ActorError`
     if the actor does not know its spaces, and `DataError` if two leaves would have the same name.
     """
     inputs: dict    # name -> example with n=2. At the beginning of an episode all but the observation and `start` are zeros.
@@ -80,7 +80,7 @@ class PolicyFunction(torch.nn.Module):
         self.outputs = _names(act, 'act') + [f'next_{name}' for name in _names(state.hx, 'hx')]
 
     def beginning(self, n: int) -> dict:
-        "The inputs for `n` environments at the beginning of their episodes, by name. The observation is to be filled in; it is zeros."
+        "The inputs for `n` environments at the beginning of their episodes, by name. The caller fills in the observation, which is zeros."
         lead = {name: (x.shape[0], n, *x.shape[2:]) if name.startswith('hx') else (n, *x.shape[1:]) for name, x in self.inputs.items()}
         return {name: x.new_full(lead[name], name == 'start') for name, x in self.inputs.items()}
 
@@ -104,14 +104,14 @@ class PolicyFunction(torch.nn.Module):
 
 # %% ../nbs/11_export.ipynb #43e7b88f
 def _dynamic(policy):
-    "Which dimensions of the inputs may change: `n` is on the first one, and on the second one of the recurrent state."
+    "The dimensions of the inputs that may change: `n` is the first one, and for the recurrent state the second one."
     n = torch.export.Dim('n', min=1)
     return {'inputs': tuple({1 if name.startswith('hx') else 0: n} for name in policy.inputs)}
 
 
 @contextmanager
 def _hushed():
-    "Without what torch says about its exporters' insides, such as that TorchScript is an old format."
+    "Suppress torch's messages about its exporters, such as that TorchScript is an old format."
     log = logging.getLogger('torch.onnx')
     level = log.level
     log.setLevel(logging.ERROR)

@@ -18,15 +18,15 @@ __all__ = ['Films']
 class Films:
     """Films of the present policy in the folder `videos` of a run: `update-000020.mp4`, or `.gif` without the extra `video`.
 
-    The first failure is told in a warning. There are no more films then, and the training goes on.
+    The first failure is logged as a warning. After that no more films are made, and the training continues.
 
     Args:
-        folder: of the run
+        folder: folder of the run
         env: gymnasium id; it must render with `render_mode='rgb_array'`
         actor: in eval mode while it is filmed
         every: updates between two films; the last update has one, too
         env_kwargs: keyword arguments for `gymnasium.make`
-        seed: of the episode, the same for each film
+        seed: seed of the episode, the same for each film
     """
     def __init__(self, folder: str | Path, env: str, actor: Any, every: int, *, env_kwargs: dict | None = None, seed: int | None = None):
         self.every, self.folder, self._evaluation = every, Path(folder)/"videos", None
@@ -44,11 +44,11 @@ class Films:
             self._evaluation = None
 
     def after(self, updates: int, is_last: bool) -> None:
-        """Begin a film if it is time. The film before it is finished first, so that none is left out.
+        """Begin a film if one is due. It first waits for the previous film, so that none is left out.
 
         Args:
-            updates: of the run so far
-            is_last: does the training end here?
+            updates: number of updates of the run so far
+            is_last: whether the training ends here
         """
         if self._evaluation is None or not (is_last or updates % self.every == 0): return
         self._try(self._evaluation.wait)

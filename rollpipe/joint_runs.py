@@ -27,12 +27,12 @@ __all__ = ['divide', 'Follower', 'joint', 'follow']
 
 # %% ../nbs/19_joint_runs.ipynb #f1aa24b2
 def divide(pipe: Any, rank: int, size: int, workers: int) -> None:
-    """Leave this rank its part of the lanes, see `ranks.divide`. Raises `DataError` if there are too few for its workers, too.
+    """Reduce the pipeline to this rank's part of the lanes, see `ranks.divide`. Raises `DataError` also for too few lanes per worker.
 
     Args:
         pipe: the pipeline of all lanes
         size: number of ranks
-        workers: that each rank uses
+        workers: number of workers of each rank
     """
     if not dist.is_initialized(): return
     ranks.divide(pipe, rank, size)
@@ -48,11 +48,11 @@ class Follower(Run):
     def save_best(self, snapshot: Any, counters: dict, evaluated: dict) -> None: "Nothing: rank 0 saves."
 
 
-_OF_ONE = ("quiet", "debug", "function", "words", "options", "versions", "of_preset")  # what ranks need not have in common
+_OF_ONE = ("quiet", "debug", "function", "words", "options", "versions", "of_preset")  # settings that may differ between ranks
 
 
 def _check_asked(typed: dict, configured: Callable) -> None:
-    "Raise `DataError` in all ranks if one of them is asked for another run than rank 0."
+    "Raise `DataError` in all ranks if the settings of one of them are not those of rank 0."
     config: dict[str, Any]
     try: config = configured()
     except Exception as e: config = dict(error=describe_exception(e))
@@ -64,13 +64,13 @@ def _check_asked(typed: dict, configured: Callable) -> None:
 def joint(make: Callable, typed: dict, configured: Callable) -> Run | None:
     """The run that `make` starts or resumes, with this rank's part of its pipeline; a `Follower` in ranks other than 0.
 
-    Without a process group it is what `make` returns. An error of `make` is raised in rank 0, and the others get None. `DataError`, in
-    all ranks, if they are not asked for the same.
+    Without a process group, it returns `make()`. An error of `make` is raised in rank 0, and the other ranks get None. Raises
+    `DataError` in all ranks if their settings differ.
 
     Args:
         make: () -> `Run`, or None if there is nothing to do; called in rank 0
-        typed: option -> value: what this rank is asked for
-        configured: () -> the configuration that this is, see `make_config`; or nothing
+        typed: option -> value, from this rank's command line
+        configured: () -> the configuration for these options, see `make_config`; or an empty dict
     """
     if not dist.is_initialized(): return make()
     _check_asked(typed, configured)

@@ -19,11 +19,11 @@ _locks = {}  # (process, folder) -> the open lock file
 
 
 def lock(folder: Path) -> None:
-    """Keep other processes from training in the folder. Raises `DataError` if one does, and if its name is not UTF-8, which checkpoints
-    cannot be read without. The same process may lock it again.
+    """Keep other processes from training in the folder. Raises `DataError` if another process trains there, and if the folder's name is
+    not UTF-8, because checkpoints in it could not be read. The same process may lock it again.
 
     Args:
-        folder: of a run; it must exist
+        folder: folder of a run; it must exist
     """
     try: str(folder).encode()
     except UnicodeEncodeError:
@@ -43,11 +43,11 @@ def lock(folder: Path) -> None:
             if e.errno not in (errno.EACCES, errno.EAGAIN): raise OSError(e.errno, f"{e.strerror} (to lock the folder)", str(path)) from e
             raise DataError(f"another process is training in {folder}", expected="another folder", got=f"process {owner}") from None
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()): break
-        file.close()  # its owner has removed it meanwhile
+        file.close()  # its owner has just removed the file: try again
     file.truncate(0)
     try: print(os.getpid(), file=file, flush=True)
     except OSError as e:
-        with suppress(OSError): file.close()  # it tries to write once more
+        with suppress(OSError): file.close()  # `close` tries to write once more
         raise OSError(e.errno, e.strerror, str(path)) from e
     _locks[key] = file
 

@@ -71,7 +71,7 @@ def _csv_line(cells: Iterable) -> str:
 
 # %% ../nbs/01_logs.ipynb #91132f1e
 class _Table:
-    "The sink `metrics.csv`, made from the `records` of `metrics.jsonl`, which have a record before this sink gets it."
+    "The sink `metrics.csv`. `records()` reads `metrics.jsonl`, to which each record is written before this sink gets it."
     name = "metrics.csv"
 
     def __init__(self, path: Path, records: Callable):
@@ -100,7 +100,7 @@ class _Table:
         if file is not None: file.close()
 
     def close(self) -> None:
-        "Close the file. If a row could not be written, all of them are written once more."
+        "Close the file. If a row could not be written, all rows are written again."
         try: self.stop()
         except OSError: self.is_whole = False
         if not self.is_whole: self.make()
@@ -114,13 +114,13 @@ class MetricWriter:
     """Append records to `metrics.jsonl`, and give them to the sinks: `metrics.csv` and, if wanted, TensorBoard and Weights & Biases.
 
     A folder that already has records keeps those with `steps <= after` (by default all of them), loses an incomplete last line, and
-    gets a CSV file with the present columns. Raises what a sink raises that cannot be begun.
+    gets a CSV file with the present columns. Raises the error of a sink that cannot be started.
 
     Args:
         folder: created if needed
         tensorboard: write event files: True, False, or "auto": if TensorBoard is installed
         after: keep earlier records up to this many steps
-        wandb: log to Weights & Biases: project, True ("rollpipe"), False, or None: if the run is there already
+        wandb: log to Weights & Biases: project, True ("rollpipe"), False, or None: only if the run is already there
         config: configuration that Weights & Biases shows
     """
     def __init__(self, folder: str | Path, tensorboard: bool | str = "auto", after: float = math.inf, *, wandb: bool | str | None = None,
@@ -151,7 +151,7 @@ class MetricWriter:
         for name in metrics.keys() - METRICS.keys() - self._told: self._warn_of_slip(name)
 
     def _try(self, sink, action, *args):
-        "Let a sink do something. If it fails, the sink gets no more records."
+        "Do an action of a sink. If it fails, the sink gets no more records."
         try: action(*args)
         except Exception as e:
             _log.warning(f"{sink.name} failed and gets no more metrics, {self._record.name} has them all: {type(e).__name__}: {e}")
@@ -172,14 +172,14 @@ class MetricWriter:
             for sink in list(self._sinks): self._try(sink, sink.close)
             self._sinks.clear()
             for sink in failed:
-                with suppress(Exception): sink.close()  # its failure has been told
+                with suppress(Exception): sink.close()  # its failure is already logged
 
     def __enter__(self): return self
     def __exit__(self, *exc): self.close()
 
 # %% ../nbs/01_logs.ipynb #7af28dc8
 class NoWriter(MetricWriter):
-    "Takes the records of a rank that writes nothing."
+    "The writer of a rank that writes nothing."
     def __init__(self): pass
     def write(self, metrics: dict) -> None: "Do nothing."
     def close(self) -> None: "Do nothing."

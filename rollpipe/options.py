@@ -29,7 +29,7 @@ def meanings(function: Callable) -> dict:
     """Parameter -> meaning, for a function or a class, from the `Args:` sections of docstrings.
 
     A class has the meanings of its bases. A function that passes its keywords on (`__delwrap__`, as fastcore's `@delegates` leaves it) has
-    those of the other function. What its own docstring says goes before both.
+    those of the other function. The function's or the class's own docstring has priority.
     """
     owners = reversed(function.__mro__) if inspect.isclass(function) else [function]
     parts = [x for owner in owners for x in (owner, vars(owner).get("__init__")) if x is not None]
@@ -43,11 +43,11 @@ _TYPES: dict[str, Any] = dict(bool=bool, int=int, float=(int, float), str=str, d
 
 
 def kinds_of(annotation: Any, default: Any) -> tuple:
-    """What a parameter may be: those parts of its annotation that can be typed.
+    """The kinds of values that a parameter accepts on the command line, from its annotation.
 
     Args:
-        annotation: of a parameter, as it is or as text
-        default: decides if the annotation says nothing
+        annotation: annotation of a parameter, as an object or as text
+        default: its default, which decides if there is no annotation
 
     Returns:
         tuple: of "bool", "int", "float", "str", "dict", "None", "int,..." (a tuple of integers), or of "value": anything
@@ -78,7 +78,7 @@ class Option(NamedTuple):
         param: name of its parameter there
         default: bool, int, float, str, None or a tuple of these
         help: meaning, from the signature
-        kinds: what it may be, from the annotation, such as `("float", "None")`
+        kinds: kinds of values that it accepts, from the annotation, such as `("float", "None")`
     """
     name: str
     part: str
@@ -122,11 +122,11 @@ def _is_plain(default: Any) -> bool:
 
 # %% ../nbs/05_options.ipynb #d9e5c44e
 def parse_value(text: str, kinds: tuple) -> Any:
-    """The value that `text` stands for, by the first of the kinds that can read it. Raises ValueError.
+    """The value that `text` stands for, read as the first kind that accepts it. Raises ValueError.
 
     Args:
         text: the text on the command line
-        kinds: what it may stand for, see `kinds_of`
+        kinds: kinds of values, see `kinds_of`
     """
     if "None" in kinds and text.lower() == "none": return None
     for kind in kinds:
@@ -177,22 +177,22 @@ def import_words(modules: Iterable) -> list:
     """The words of a command line that import modules.
 
     Args:
-        modules: that must be imported first
+        modules: modules that must be imported first
     """
     return [word for module in modules for word in ("--import", module)]
 
 
 def typed(words: Iterable) -> list:
-    """The words as texts. A path that begins with a dash would be an option, so it gets the `./` that `Path` leaves out.
+    """The words as texts. A path that begins with a dash gets the prefix `./`, because it would be read as an option.
 
     Args:
-        words: of a command line; paths as `Path`
+        words: words of a command line; paths as `Path`
     """
     return [f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word) for word in words]
 
 # %% ../nbs/05_options.ipynb #091c0aaa
 def parse_seeds(text: str) -> list:
-    """The seeds that `text` stands for. Raises `DataError` for what is neither a number nor a range, and for a seed that is there twice.
+    """The seeds that `text` stands for. Raises `DataError` for what is neither a number nor a range, and for a repeated seed.
 
     Args:
         text: numbers and ranges, such as `0-4`, `0,3,7` or `0-2,7`
@@ -227,7 +227,7 @@ def add_options(parser: argparse.ArgumentParser, options: Iterable, grouped: boo
     """Add the options to a parser. The result has no attribute for an option that was not typed, so the caller knows which ones were typed.
 
     Args:
-        options: of `Option`
+        options: list of `Option`
         grouped: whether each part gets a heading
     """
     groups = {}

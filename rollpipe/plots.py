@@ -24,7 +24,7 @@ __all__ = ['LABELS', 'group_runs', 'align', 'smooth', 'plain', 'style', 'save_fi
 
 # %% ../nbs/04_plots.ipynb #88c3ba0d
 def group_runs(runs: Iterable) -> dict:
-    """Group the runs that differ only in the seed, under a label of name and differing options. Raises `DataError`.
+    """Group the runs that differ only in the seed. The label of a group is its name and the options that differ. Raises `DataError`.
 
     Args:
         runs: folders of runs, each with `config.json`
@@ -133,12 +133,12 @@ def _common_name(labels: Iterable) -> str:
 
 
 def plain(text: str) -> str:
-    "A text in which matplotlib sees no formula, and no label that a legend would leave out."
+    "The text, escaped for matplotlib: `$` begins no formula, and a legend does not leave out a label with a leading `_`."
     return " "*text.startswith("_") + text.replace("$", r"\$")
 
 
 def style(axes: Any, title: str, **labels: str) -> None:
-    """Give a chart its title and what all charts have in common.
+    """Give a chart its title and the common style of all charts.
 
     Args:
         labels: `xlabel` and `ylabel`
@@ -152,13 +152,13 @@ def style(axes: Any, title: str, **labels: str) -> None:
 
 
 def _png(figure: Any) -> bytes:
-    "The picture that a notebook shows: it knows how to show a figure only after `pyplot` was imported, which is not needed here."
+    "The picture for a notebook. By itself, a notebook shows a figure only after an import of `pyplot`, which is not needed here."
     figure.savefig(picture := BytesIO(), format="png", dpi=100)
     return picture.getvalue()
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
-    "Write the picture, whole or not at all; the suffix of `path` decides the format. Raises `OSError`, which names the file."
+    "Write the picture atomically; the suffix of `path` decides the format. Raises `OSError`, which names the file."
     path = Path(path) if Path(path).suffix else Path(f"{path}.png")
     figure.savefig(picture := BytesIO(), format=path.suffix[1:])
     write_atomically(path, picture.getvalue())
@@ -168,13 +168,13 @@ def svg(figure: Any, name: str) -> str:
     """The picture as a part of an HTML page. Texts stay texts, and the same figure always has the same markup.
 
     Args:
-        name: keeps the ids of this picture apart from those of the others in the page
+        name: name of the picture, which makes its ids unique in the page
     """
     from matplotlib import rc_context
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(picture := StringIO(), format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     markup = picture.getvalue()
-    return re.sub('<g id="[^"]*"', "<g", markup[markup.index("<svg"):])     # a page has no doctype in it, and nothing refers to a group
+    return re.sub('<g id="[^"]*"', "<g", markup[markup.index("<svg"):])     # without doctype and unused ids of groups
 
 # %% ../nbs/04_plots.ipynb #2bf4ab27
 def learning_curve(runs: Any, path: str | Path | None = None, *, x: str = "steps", y: str = "return_mean", band: str = "range",

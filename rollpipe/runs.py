@@ -58,7 +58,7 @@ class Run(NamedTuple):
     def best(self) -> Path: return self.folder/"best.safetensors"
 
     def save(self) -> None:
-        "Write the checkpoint, and keep it among the newest `config['keep']`, unless nothing has been learned yet."
+        "Write the checkpoint. After the first update, also keep it among the newest `config['keep']` checkpoints."
         data, n = checkpoint_bytes(self.agent, self.config, self.counters, pipes=kept_states(self)), self.config.get("keep", 0)
         write_atomically(self.checkpoint, data)
         if n and self.counters["updates"]: keep_checkpoint(self.folder/"checkpoints", data, self.counters["steps"], n)
@@ -67,9 +67,9 @@ class Run(NamedTuple):
         """Write the best checkpoint.
 
         Args:
-            snapshot: of the learner and the pipes, when the evaluation began
-            counters: those of the same moment
-            evaluated: what the evaluation has found
+            snapshot: snapshot of the learner and the pipes at the beginning of the evaluation
+            counters: counters at the same moment
+            evaluated: result of the evaluation
         """
         save_checkpoint(self.best, snapshot, self.config, counters, evaluated, snapshot.pipes)
 
@@ -99,7 +99,7 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
     _remove_run(folder)
     run = Run(folder, config, agent, pipe, dict(_COUNTERS))
     try:
-        run.save()  # first, so that a folder with a run in it can be resumed, whenever the process ends
+        run.save()  # before the configuration, so that each run in a folder can be resumed, whenever the process ends
         _write_config(folder, config)
     except BaseException:
         discard(run)
@@ -108,7 +108,7 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
 
 
 def _with_engine(config: dict, agent: Any, pipe: Any) -> dict:
-    "The configuration with the name of the engine that 'auto' stands for here; the pipeline takes the same one."
+    "The configuration with the engine that 'auto' selects on this machine. The pipeline gets the same engine."
     options, actor, on_host = config["options"], agent.actor, config.get("device", "cpu") == "cpu"
     if options.get("engine") != "auto" or getattr(actor, "observation_space", None) is None: return config
     name = engine_used("auto", actor, options.get("n_envs", 1))[0] if on_host else "torch"
@@ -124,7 +124,7 @@ def discard(run: Run) -> None:
 
 
 def files_of_run(folder: str | Path) -> list:
-    "What there is of a run in a folder: the paths of its files."
+    "The paths of the files of a run that are in a folder."
     files = [path for name in (*RUN_FILES, "curve-*.png") for path in Path(folder).glob(name)]
     return [*files, *kept_checkpoints(Path(folder, "checkpoints")).values()]
 
@@ -166,7 +166,7 @@ def _check_stored(found: Checkpoint) -> None:
         check_integer(name, config.get(name, low), low)
     n = {option.name: value for option, value in options.items()}
     batch = n.get("lanes", 1) * n.get("n_envs", 1) * (1 if n.get("sticky") else n.get("n_steps", 1))
-    if counters["updates"] and batch > 2 * counters["steps"] / counters["updates"]:  # at most every second row is no step
+    if counters["updates"] and batch > 2 * counters["steps"] / counters["updates"]:  # at least half of the rows of a batch are steps
         raise DataError("more environments than the counters tell of", expected="{steps} steps in {updates} updates".format(**counters),
                         got=", ".join(f"{name}={n.get(name)}" for name in ("lanes", "n_envs", "n_steps")))
     check_room(n)
@@ -182,7 +182,7 @@ def load_run(path: str | Path, best: bool = False) -> Checkpoint:
 
     Args:
         path: folder of a run, or a checkpoint file
-        best: of a folder: the checkpoint with the best evaluation, instead of the last one
+        best: for a folder: the checkpoint with the best evaluation, instead of the last one
     """
     path = Path(path)
     if not path.exists():
@@ -246,11 +246,11 @@ def restore(checkpoint: Checkpoint, resumes: int = 0, device: str | None = None)
 
 # %% ../nbs/09_runs.ipynb #bd6c05b6
 def agent_of(checkpoint: Checkpoint, device: str = "cpu") -> Any:
-    """The learner alone. It needs neither the device nor the engine that collected for its training. Raises as `restore` does.
+    """The learner alone. It needs neither the device nor the engine of its training. Raises as `restore` does.
 
     Args:
         checkpoint: see `load_run`
-        device: where the learner is to be, see `make_config`
+        device: device of the learner, see `make_config`
     """
     config = dict(checkpoint.config, options={**checkpoint.config["options"], "engine": "torch"})
     return restore(checkpoint._replace(config=config), device=device)[0]
@@ -261,8 +261,8 @@ def load_agent(run: str | Path, best: bool = False, device: str = "cpu") -> Any:
 
     Args:
         run: folder of a run, or a checkpoint file
-        best: of a folder: the learner with the best evaluation, instead of the last one
-        device: where it is to be, see `make_config`; the run may have been trained elsewhere
+        best: for a folder: the learner with the best evaluation, instead of the last one
+        device: device of the learner, see `make_config`; the training may have used another one
     """
     return agent_of(load_run(run, best), device)
 
@@ -270,7 +270,7 @@ def load_agent(run: str | Path, best: bool = False, device: str = "cpu") -> Any:
 def resume(folder: str | Path, steps: int | None = None, device: str | None = None) -> Run:
     """Continue a run from its checkpoint, with new episodes. Raises `DataError` if it is complete.
 
-    From an earlier checkpoint, what came after it is made again: its records and checkpoints are replaced. The best checkpoint stays.
+    From an earlier checkpoint, the training after it is repeated, and its records and checkpoints are replaced. The best checkpoint stays.
 
     Args:
         folder: folder of a run that has a checkpoint, or one of its checkpoints

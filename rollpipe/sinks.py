@@ -20,8 +20,8 @@ class TensorBoard:
     """Event files in the folder `tensorboard`. Raises `ImportError` if TensorBoard is not installed.
 
     Args:
-        folder: of the run
-        steps: of the last record that is kept; events after it are hidden
+        folder: folder of the run
+        steps: steps of the last record that is kept; events after it are hidden
     """
     name = "TensorBoard"
 
@@ -32,7 +32,7 @@ class TensorBoard:
 
     @classmethod
     def is_wanted(cls, wanted: bool | str) -> bool:
-        """Whether there is to be such a sink.
+        """Whether this sink is wanted.
 
         Args:
             wanted: True, False, or "auto": if TensorBoard is installed
@@ -50,8 +50,8 @@ def wandb_run(folder: str | Path, project: str | None = None) -> dict:
     """The `project` and `id` of the run in W&B, from `wandb.json`, which is made if needed. Raises `DataError` if it names another project.
 
     Args:
-        folder: of the run
-        project: the project that is asked for; None: that of the file
+        folder: folder of the run
+        project: requested project; None: that of the file
     """
     path = Path(folder)/"wandb.json"
     if path.is_file():
@@ -69,8 +69,8 @@ class WandB:
     """A run of Weights & Biases. Raises `ImportError` if wandb is not installed, and the errors of `wandb.init`.
 
     Args:
-        folder: of the run; wandb keeps its files in the folder `wandb` there
-        project: None: that of the run, or "rollpipe"
+        folder: folder of the run; wandb keeps its files in the folder `wandb` there
+        project: project of the run; None: that of `wandb.json`, or "rollpipe"
         config: configuration to show there
     """
     name = "Weights & Biases"
@@ -83,11 +83,11 @@ class WandB:
 
     @classmethod
     def is_wanted(cls, folder: str | Path, wanted: bool | str | None) -> bool:
-        """Whether there is to be such a sink.
+        """Whether this sink is wanted.
 
         Args:
-            folder: of the run
-            wanted: True or a project, False, or None: if the run is there already
+            folder: folder of the run
+            wanted: True or a project, False, or None: only if the run is already there
         """
         return (Path(folder)/"wandb.json").is_file() if wanted is None else bool(wanted)
 
@@ -101,5 +101,5 @@ class WandB:
 def _wandb():
     try: import wandb
     except ImportError: wandb = None
-    if hasattr(wandb, "init"): return wandb  # the folder `wandb` of a run can be imported, too
+    if hasattr(wandb, "init"): return wandb  # False for a run's folder `wandb`, which Python can import, too
     raise ImportError("Weights & Biases is not installed: pip install 'rollpipe[wandb]'")

@@ -35,15 +35,15 @@ from .runs import Run, best_return
 __all__ = ['STOP_SIGNALS', 'Stopped', 'stop_signals', 'uninterrupted', 'signals_wait_for_saving', 'train']
 
 # %% ../nbs/10_train.ipynb #1e181bad
-STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]    # Windows has no SIGHUP
 
 
 class Stopped(KeyboardInterrupt):
-    "A signal asks the process to end: Ctrl-C, or what schedulers, containers and closing terminals send. `args` is its number."
+    "A signal asks the process to end: Ctrl-C, or a signal of a scheduler, a container or a closing terminal. `args` holds its number."
 
 
 def _handlers(wanted: Callable) -> dict:
-    "Signal -> handler, for those of `STOP_SIGNALS` whose handler is `wanted`; empty outside the main thread."
+    "Signal -> handler, for those of `STOP_SIGNALS` whose handler `wanted` accepts; empty outside the main thread."
     if threading.current_thread() is not threading.main_thread(): return {}
     return {s: handler for s in STOP_SIGNALS if wanted(handler := signal.getsignal(s))}
 
@@ -53,12 +53,12 @@ def _is_noticed(handler) -> bool: return handler not in (signal.SIG_IGN, None)
 
 @contextmanager
 def stop_signals(wanted: Callable = _is_noticed) -> Iterator[None]:
-    """Let SIGTERM and SIGHUP do in the block what Ctrl-C does: raise an exception, here `Stopped`. What is ignored (`nohup`) stays so.
+    """In the block, let SIGTERM and SIGHUP raise an exception as Ctrl-C does, here `Stopped`. Ignored signals (`nohup`) stay ignored.
 
-    Only the first signal counts. Those that follow within 10 seconds express the same wish, and must not interrupt the saving.
+    Signals that follow within 10 seconds are ignored: they express the same wish, and must not interrupt the saving.
 
     Args:
-        wanted: handler -> is a signal with this handler taken over? default: unless it is ignored
+        wanted: handler -> whether a signal with this handler is taken over; default: every signal that is not ignored
     """
     owner, counted = os.getpid(), []
 
@@ -79,11 +79,11 @@ def stop_signals(wanted: Callable = _is_noticed) -> Iterator[None]:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    "Delay Ctrl-C (SIGINT), SIGTERM and SIGHUP until the end of the block, where Python handles them. Only the main thread receives them."
+    "Delay Ctrl-C (SIGINT), SIGTERM and SIGHUP until the end of the block, if Python has handlers for them. Main thread only."
     handlers, received = _handlers(callable), []
     for s in handlers: signal.signal(s, lambda *args: received.append(args))
     try: yield
-    except WorkerError:  # the process that was lost has got the signal, too
+    except WorkerError:  # after a signal, it has also ended the lost process: report the signal
         if not received: raise
     finally:
         for s, handler in handlers.items(): signal.signal(s, handler)
@@ -92,12 +92,12 @@ def uninterrupted() -> Iterator[None]:
 # %% ../nbs/10_train.ipynb #d6e4c457
 @contextmanager
 def signals_wait_for_saving() -> Iterator[None]:
-    "Let SIGTERM and SIGHUP raise `Stopped` in the block if the system would end the process, and end it after the block."
+    "In the block, let SIGTERM and SIGHUP raise `Stopped` if they would end the process at once. They end the process after the block."
     try:
         with stop_signals(lambda handler: handler == signal.SIG_DFL): yield
     except Stopped as e:
         if signal.getsignal(e.args[0]) == signal.SIG_DFL: os.kill(os.getpid(), e.args[0])
-        raise  # the handler is somebody else's, or the system ignores the signal, as for the first process of a container
+        raise  # the handler is not ours, or the system ignores the signal (PID 1 of a container)
 
 # %% ../nbs/10_train.ipynb #c1e054ea
 def _films(run: Run) -> AbstractContextManager:
@@ -122,7 +122,7 @@ def _reading(run: Run) -> Iterator[tuple]:
 
 # %% ../nbs/10_train.ipynb #1205e71d
 class _Evaluations:
-    "Evaluations of a run in a process of its own. The learner with the best mean return so far is kept in `run.best`."
+    "Evaluations of a run in a separate process. The learner with the best mean return so far is kept in `run.best`."
     def __init__(self, run: Run, process: ParallelEvaluation):
         self.run, self.process, self.is_due, self.best = run, process, False, best_return(run.folder)
         self.asked: Any = None  # the learner and the counters when the evaluation began
@@ -142,7 +142,7 @@ class _Evaluations:
         return [self._kept(answer) for answer in self.process.poll()]
 
     def finish(self) -> list:
-        "The answers to what is under way, and to a last evaluation."
+        "Wait for the evaluation under way, and for a last one. Returns their answers."
         answers = [self._kept(answer) for answer in self.process.wait()]
         self.request()
         return answers + [self._kept(answer) for answer in self.process.wait()]
@@ -196,7 +196,7 @@ class _Updates:
         counters.update(steps=counters["steps"] + new_steps, updates=counters["updates"] + 1,
                         episodes=self.episodes.episodes, seconds=counters["seconds"] + duration)
         record = {**counters, **self.episodes.metrics(), **health(), "seconds_collect": collected, "steps_per_s": new_steps/duration}
-        for answer in evaluated: record.update(answer.metrics)  # the newest comes last
+        for answer in evaluated: record.update(answer.metrics)  # the newest comes last, and replaces the others
         del record["resumes"]
         return added(record, metrics, "the learner", OF_THE_LOOP)
 
@@ -211,7 +211,7 @@ class _Updates:
         return added(record, self.callback(self.run, MappingProxyType(record)), "the callback", METRICS)
 
     def learn(self, batch: Any, health: Callable, evaluated: list, writer: MetricWriter, bar: Progress) -> dict:
-        "`update`, and keep and show the record. It is kept also if the callback fails."
+        "Call `update`, then write and show the record, also if the callback fails."
         self.is_whole = False
         record = self.update(batch, health, evaluated)
         try:
@@ -224,7 +224,7 @@ class _Updates:
 
 
 def _report(record: dict, writer: MetricWriter, bar: Progress) -> None:
-    "Keep a record in the run's files, and show it."
+    "Write a record to the run's files, and show it."
     writer.write(record)
     bar.update(record)
 
@@ -232,7 +232,7 @@ def _report(record: dict, writer: MetricWriter, bar: Progress) -> None:
 @signals_wait_for_saving()
 def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", wandb: bool | str | None = None,
           callback: Callable | None = None) -> dict:
-    """Train until `config['steps']`, recording metrics and saving checkpoints in the run's folder. The best evaluation keeps its own.
+    """Train until `config['steps']`, recording metrics and saving checkpoints in the run's folder. The best learner has a checkpoint, too.
 
     If training is interrupted, also by SIGTERM or SIGHUP, or the environment fails, a checkpoint of the last update is saved first.
 
@@ -240,7 +240,7 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
         run: a run from `start` or `resume`; its counters are updated
         progress: show the progress on stderr
         tensorboard: write event files: True, False, or "auto": if TensorBoard is installed
-        wandb: log to Weights & Biases: project, True ("rollpipe"), False, or None: if the run is there already
+        wandb: log to Weights & Biases: project, True ("rollpipe"), False, or None: only if the run is already there
         callback: callback(run, record) after each update; returns a dict of metrics of your own, or None
 
     Returns:
@@ -251,7 +251,7 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
     torch.set_num_threads(config["threads"])
     try:
         with (ranks.distributed(run.agent, size=config.get("ranks", 1)), Progress(steps, counters["steps"], disable=not progress) as bar,
-              _films(run) as films, _evaluation(run) as evaluation, _reading(run) as (batches, health),  # a film may fork, Ray has threads
+              _films(run) as films, _evaluation(run) as evaluation, _reading(run) as (batches, health),  # films fork, Ray has threads
               metric_writer(run.folder, tensorboard, counters["steps"], wandb=wandb, config=config) as writer):  # last: it starts threads
             updates.start_clock()
             for batch in batches:

@@ -26,7 +26,7 @@ class A2C(ActorCriticLearner):
         critic: `critic(obs) -> value` (see `Critic`); None: the `value` that the actor reports
         **shared: options that learners share, see `SharedOptions`
     """
-    # Advantages stay as they are by default: in a short batch, scaling them mostly makes noise larger.
+    # By default, advantages are not normalised: in a short batch, normalisation mostly amplifies noise.
     @shared_options(c_value=0.5, c_entropy=0.0, normalize_adv=False, lr=1e-3, critic_lr=1e-2, max_grad_norm=0.5, decay_steps=0, seed=0)
     def __init__(self, actor: Any, critic: Any = None, **shared: Any):
         super().__init__(actor, critic, **shared)

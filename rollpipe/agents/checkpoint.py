@@ -22,10 +22,10 @@ from safetensors.torch import save
 from ..pipes.errors import CheckpointError
 
 # %% ../../nbs/agents/12_checkpoint.ipynb #5fb9d539
-DEPTH = 100     # containers around a leaf; Python's own limit differs between its versions
+DEPTH = 100     # most containers around a leaf: a limit of our own, because Python's differs between its versions
 
 def encode(tree: Any, tensors: dict, name: str = "", depth: int = 0) -> Any:
-    """`tree` in JSON's types. Raises `CheckpointError`, which names the leaf, if there is anything else in it, or if it is nested too deep.
+    """`tree` in JSON's types. Raises `CheckpointError`, which names the leaf, for a leaf of another type or nested too deeply.
 
     Args:
         tree: dict (keys str, int, bool, None), list or tuple of tensors, numbers, strings, bools, None, nested at will
@@ -52,7 +52,7 @@ def _key(key, name):
 def _store(tensor, tensors, name):
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise CheckpointError("cannot be stored", leaf=name, expected="a dense tensor", got=str(tensor.layout))
-    while name in tensors: name += "'"  # {"a.b": x, "a": {"b": y}} asks for one name twice
+    while name in tensors: name += "'"  # both tensors of {"a.b": x, "a": {"b": y}} would be called "a.b"
     tensors[name] = tensor.detach().to("cpu", copy=True).contiguous().clone()
     return name
 
@@ -95,8 +95,8 @@ def write_atomically(path: str | Path, data: bytes) -> None:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-                if fcntl is not None: os.replace(beside, path)    # while it is locked
-            if fcntl is None: os.replace(beside, path)            # such systems do not rename open files
+                if fcntl is not None: os.replace(beside, path)    # while the lock keeps other writers from removing it
+            if fcntl is None: os.replace(beside, path)            # a system without fcntl (Windows) cannot rename an open file
         finally:
             beside.unlink(missing_ok=True)
 
@@ -114,11 +114,11 @@ def _open_beside(path) -> tuple:
         except KeyboardInterrupt:                  # Ctrl-C, or another signal that ends the training
             beside.unlink(missing_ok=True)
             raise
-        file.close()                               # another writer has found it before it was locked
+        file.close()                               # another writer removed it before it was locked: try again
 
 
 def _remove_stale(path):
-    "Remove the files beside `path` that killed writers have left. Nobody else can lock the file of a living one."
+    "Remove the files beside `path` that killed writers have left. A running writer holds the lock of its file, so that file stays."
     if fcntl is None: return
     for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 16}.tmp"):
         try:
@@ -132,19 +132,19 @@ def _no_wait(path, flags) -> int: return _no_follow(path, flags | os.O_NONBLOCK)
 
 
 def _no_follow(path, flags) -> int:
-    "Open a file that must be new, and not through a symbolic link."
+    "An opener that does not follow a symbolic link."
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 @contextmanager
 def names_file(path: str | Path) -> Iterator[None]:
-    "An `OSError` in the block, such as a full disk, tells that it happened to the file `path`."
+    "Make an `OSError` in the block, such as a full disk, name the file `path`."
     try: yield
     except OSError as e: raise OSError(e.errno, e.strerror or str(e), str(path)) from e
 
 # %% ../../nbs/agents/12_checkpoint.ipynb #442d355d
 FORMAT_VERSION = 2                     # 1: without checksum
-_NO_CHECKSUM = b'"sha256":"' + b"0" * 64  # in the header of the file, where the checksum of the file will be
+_NO_CHECKSUM = b'"sha256":"' + b"0" * 64  # stands in the header in place of the checksum
 
 
 def save_checkpoint(path: str | Path, agent: Any, config: dict, counters: dict, evaluated: dict | None = None,
@@ -154,9 +154,9 @@ def save_checkpoint(path: str | Path, agent: Any, config: dict, counters: dict, 
     Args:
         path: file to write; replaced if it exists
         agent: has `state_dict()`: actor, critic, optimisers, normalisers, random state
-        config: what is needed to build the agent again
+        config: configuration from which the agent can be built again
         counters: steps, updates, episodes, ... so far
-        evaluated: what an evaluation of exactly this agent has found; None: nobody has evaluated it
+        evaluated: result of an evaluation of exactly this agent; None: not evaluated
         pipes: name -> state of a pipe that learns; None: there is none
     """
     write_atomically(path, checkpoint_bytes(agent, config, counters, evaluated, pipes))
@@ -194,10 +194,10 @@ class Checkpoint(NamedTuple):
 
 
 def load_checkpoint(path: str | Path) -> Checkpoint:
-    """Read a checkpoint; nothing in it is executed. Raises `CheckpointError` for a missing, damaged, foreign or too new file.
+    """Read a checkpoint; nothing in it is executed. Raises `CheckpointError` if the file is missing, damaged, of another kind or too new.
 
     Args:
-        path: file that `save_checkpoint` wrote, also before there was a checksum
+        path: file that `save_checkpoint` wrote, with or without a checksum (format version 1)
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -233,7 +233,7 @@ def _check_sum(path, meta):
 
 # %% ../../nbs/agents/12_checkpoint.ipynb #0e6bc062
 class Snapshot:
-    """The state of a learner, and of pipes, at this moment, for `save_checkpoint` later; the tensors are copies in host memory.
+    """A snapshot of the state of a learner and of pipes, which `save_checkpoint` can write later. The tensors are copies in host memory.
 
     Args:
         agent: has `state_dict()`

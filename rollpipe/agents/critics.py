@@ -49,7 +49,7 @@ def valid_rows(tree: Any, valid: Tensor | None, dims: int) -> Any:
 # %% ../../nbs/agents/04_critics.ipynb #30b1d943
 @torch.enable_grad()
 def _step(critic, optimizer, params, obs, target, scale, n) -> None:
-    "One step of the optimiser of `params` on `n` rows, of which this rank has `obs` [M, ...], `target` [M]: all, if there is one rank."
+    "One step of the optimiser on the `n` rows of all ranks. The rows of this rank are `obs` [M, ...] and `target` [M]."
     for p in params: p.grad = None     # takes a fraction of the time of `zero_grad`
     errors = ((critic(obs) - target) / scale).square()
     loss = errors.sum() / n if ranks.active() else errors.mean()
@@ -70,7 +70,7 @@ def _measure(critic, obs, target, scale, place=None, n=0, rows: int = 8192) -> t
 
 # %% ../../nbs/agents/04_critics.ipynb #3252c931
 class _Kept:
-    "The parameters and the state of an optimiser as they are now, to go back to."
+    "A copy of the parameters and the state of an optimiser, which can be restored."
     def __init__(self, optimizer):
         self.optimizer = optimizer
         self.state = nested.map(lambda x: x.clone() if isinstance(x, Tensor) else x, optimizer.state_dict())
@@ -111,7 +111,7 @@ def fit_critic(critic: Callable[[Any], Tensor], optimizer: torch.optim.Optimizer
 
     Raises:
         DataError: if no row is valid, a valid target is not finite, the critic's answer is not [N], or its error or weights do not
-            stay finite; then it has the weights that it had before.
+            stay finite; then the critic keeps its old weights.
     """
     place, n = _places(valid, target)
     obs, target = valid_rows(obs, valid, target.ndim), valid_rows(target, valid, target.ndim)
@@ -135,7 +135,7 @@ def fit_critic(critic: Callable[[Any], Tensor], optimizer: torch.optim.Optimizer
 
 
 def _places(valid, target):
-    "`(place [M], n)`: where the valid rows of this rank belong among the `n` of all ranks; `place` is None if there is one."
+    "`(place [M], n)`: position of each valid row of this rank among the `n` valid rows of all ranks; `place` is None for a single rank."
     if not ranks.active(): return None, target.numel() if valid is None else int(valid.sum())
     if valid is None: valid = torch.ones_like(target, dtype=torch.bool)
     place, n = ranks.places(valid)

@@ -26,11 +26,11 @@ class DQN(DeepQLearner):
     Args:
         actor: a `QPolicy` or `RecurrentQPolicy`, or another actor with `values` and `epsilon`
         double: choose the best next action by the network, and value it by the target network
-        multi_step: number of steps whose rewards are summed before a value; at most the length of the samples
+        multi_step: number of rewards that are summed before a value; at most the length of the samples
         burn_in: first steps of a sample, which only update the memory of a recurrent network (not trained on)
-        huber: TD errors beyond this limit count linearly; None: all are squared
-        target_every: steps of the optimiser between two copies to the target network; 1: in effect there is none
-        tau: Polyak averaging: fraction of the way that the target network moves after each step; None: copies
+        huber: TD errors beyond this limit count linearly; None: all errors are squared
+        target_every: steps of the optimiser between two copies of the weights to the target network; 1: in effect, no target network
+        tau: Polyak averaging: fraction of the way that the target network moves after each step; None: copies, see `target_every`
         beta_steps: environment steps in which the memory's `beta` rises to 1; None: it stays constant
         eta: weight of the greatest TD error in the priority of a longer sample; the mean error has the rest
         **shared: options that learners share, see `SharedOptions`

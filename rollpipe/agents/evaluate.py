@@ -29,7 +29,7 @@ from ..pipes.modules import EvalMode
 
 # %% ../../nbs/agents/10_evaluate.ipynb #f1c395fb
 def quotas(n_episodes: int, n_envs: int) -> np.ndarray:
-    """How many episodes each environment plays, int [n_envs]: as even as possible.
+    """Number of episodes that each environment plays, int [n_envs]. The numbers differ by at most 1.
 
     Args:
         n_episodes: total number of episodes
@@ -47,7 +47,7 @@ class _Episodes(NamedTuple):
 class Evaluation(_Episodes):
     """Whole episodes, environment by environment. It unpacks into `returns, lengths, terminated`.
 
-    An episode that was cut off after `max_steps` steps counts with the steps that it had, so its return is partial.
+    An episode that was cut off after `max_steps` steps has a partial return: the sum of its rewards up to there.
     """
     cut_off: np.ndarray
     trace: Trace | None
@@ -67,7 +67,7 @@ class Evaluation(_Episodes):
         self.cut_off, self.trace = np.zeros(len(returns), bool) if cut_off is None else cut_off, trace
         return self
 
-    def _replace(self, **fields: Any) -> "Evaluation":  # pyright: ignore[reportIncompatibleMethodOverride]  it keeps the other two
+    def _replace(self, **fields: Any) -> "Evaluation":  # pyright: ignore[reportIncompatibleMethodOverride]  it keeps `cut_off` and `trace`
         return Evaluation(*super()._replace(**fields), self.cut_off, self.trace)
 
     @property
@@ -92,7 +92,7 @@ class Evaluation(_Episodes):
 
 # %% ../../nbs/agents/10_evaluate.ipynb #aa4d7049
 class _CutOff(gym.Wrapper):
-    "Truncates an episode after `max_steps` steps; `cut` says whether the last step was the one."
+    "Truncates an episode after `max_steps` steps; `cut` tells whether this limit ended the episode at the last step."
     cut = False
 
     def __init__(self, env, max_steps):
@@ -127,7 +127,7 @@ class _Cutter:
 
 # %% ../../nbs/agents/10_evaluate.ipynb #af036f9e
 def _play(ticks: EnvStepper, quota, max_steps, cutters=None, window=None, rows=None, on_episode=None):
-    "The `Evaluation` of the ticks until every environment has played its quota `[n_envs]` of episodes, or the window is closed."
+    "Play until every environment has finished its `quota` `[n_envs]` of episodes, or the window is closed. Returns an `Evaluation`."
     sums, done = EpisodeSums(len(quota)), [[] for _ in quota]
     stream = iter(ticks)
     try:
@@ -155,9 +155,9 @@ def check_limit(max_steps: int, on_limit: str, pipe: Any = None) -> None:
     """Raise `DataError` if an option is out of range.
 
     Args:
-        max_steps: of an episode
+        max_steps: largest number of steps of an episode
         on_limit: 'raise' or 'cut'
-        pipe: whose options they are
+        pipe: the object that has the options, for the message
     """
     check_integer("max_steps", max_steps, pipe=pipe, leaf="max_steps")
     if on_limit not in ("raise", "cut"):
@@ -176,9 +176,9 @@ def evaluate(env: Any, actor: Any, n_episodes: int = 20, *, n_envs: int | None =
              record: str | Path | None = None, record_episodes: int = 1, env_kwargs: dict | None = None, render: str | None = None,
              max_steps: int = 100_000, on_limit: str = "raise", trace: bool = False, on_episode: Callable | None = None, close: bool = True,
              device: Any = None) -> Evaluation:
-    """Play exactly `n_episodes` fresh episodes in this process. Raises `DataError`, and what `EnvStepper` raises.
+    """Play exactly `n_episodes` fresh episodes in this process. Raises `DataError`, and the errors of `EnvStepper`.
 
-    If the window is closed, the result holds the episodes that are over by then, which may be none.
+    If the window is closed, the result holds the episodes that have ended by then, perhaps none.
 
     Args:
         env: gymnasium id, factory, instance, or list of those, see `EnvStepper`
@@ -192,8 +192,8 @@ def evaluate(env: Any, actor: Any, n_episodes: int = 20, *, n_envs: int | None =
         env_kwargs: keyword arguments for `gymnasium.make`
         render: 'human': show the first environment in a window; closing it ends the evaluation
         max_steps: largest number of steps of an episode
-        on_limit: an episode of `max_steps` steps: 'raise' an `EnvError`, or 'cut' it off; then `cut_off` says which
-        trace: keep the reward of each step and what the actor reported, see `Trace`
+        on_limit: for an episode that reaches `max_steps`: 'raise' an `EnvError`, or 'cut' it off (see `Evaluation.cut_off`)
+        trace: keep the reward of each step and the actor's reports, see `Trace`
         on_episode: is called with the return and the length of each episode, when it ends
         close: False: leave the environments open that are made here
         device: the actor's device, if not the host
@@ -219,11 +219,11 @@ def evaluate(env: Any, actor: Any, n_episodes: int = 20, *, n_envs: int | None =
 class RandomActor(Actor):
     """Actions drawn by `action_space.sample()`, even if asked to be deterministic.
 
-    With a `seed` it has a generator of its own, which worker processes copy: there several lanes may draw the same actions.
+    With a `seed`, the actor has its own generator. Worker processes copy it, so several lanes may draw the same actions.
 
     Args:
         action_space: any space whose samples are arrays
-        seed: of a generator of its own; None: follow torch's global generator, of which each lane has its own state
+        seed: seed of the actor's own generator; None: torch's global generator, whose state differs between lanes
     """
     def __init__(self, action_space: gym.Space, seed: int | None = None):
         super().__init__()
@@ -237,17 +237,17 @@ class RandomActor(Actor):
         Args:
             env: id, factory, environment, or pair of spaces
             env_kwargs: keyword arguments for `gymnasium.make`
-            seed: of a generator of its own; None: follow torch's global generator, of which each lane has its own state
+            seed: seed of the actor's own generator; None: torch's global generator, whose state differs between lanes
         """
         spaces = spaces_of(env, env_kwargs)
         actor = cls(spaces[1], seed)
-        actor.observation_space, actor.action_space = copy.deepcopy(spaces)     # environments draw from theirs
+        actor.observation_space, actor.action_space = copy.deepcopy(spaces)     # copies, because an environment draws from its own spaces
         return actor
 
     def forward(self, obs: Any, act: Any, rew: Any, fin: torch.Tensor, *, hx: Any, stepno: Any, virtual: bool) -> tuple:
         space = self.space
         if not self.is_seeded:
-            space = copy.deepcopy(space)    # an actor does not change while it answers
+            space = copy.deepcopy(space)    # a copy, because an actor must not change while it acts
             space.seed(int(torch.randint(2 ** 31, ())))
         rows = nested.stack([nested.map(np.asarray, space.sample()) for _ in range(fin.numel())])
         return nested.map(lambda x: torch.as_tensor(x).reshape(*fin.shape, *x.shape[1:]), rows), (), {}

@@ -24,9 +24,9 @@ from ..pipes.modules import bump_version
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #99fb1b82
 def clip_gradients(grads: list, max_norm: float) -> float:
-    """Multiply all tensors by one number, so that their joint norm is at most `max_norm`. Returns the norm before that.
+    """Multiply all tensors by one number, so that their joint norm is at most `max_norm`. Returns the norm before scaling.
 
-    It does what `torch.nn.utils.clip_grad_norm_` does, in a third of the time, which matters for small networks. If the norm is not
+    The result is that of `torch.nn.utils.clip_grad_norm_`, in a third of the time, which matters for small networks. If the norm is not
     finite, nothing changes.
 
     Args:
@@ -54,7 +54,7 @@ class _Known(NamedTuple):
 
 
 def _known(group, state) -> _Known | None:
-    "What is known about a group; None if torch must make its steps. The numbers of steps in `state` become views of one tensor."
+    "The `_Known` of a group; None if torch must do its steps. The step counts in `state` become views of one tensor."
     params = list(group['params'])
     if len({(p.device, p.dtype) for p in params}) != 1 or params[0].is_complex(): return None
     states = [state.get(p) or None for p in params]
@@ -66,18 +66,18 @@ def _known(group, state) -> _Known | None:
 
 
 def _first_state(p) -> dict:
-    "What torch's fused Adam knows about a parameter before its first step. torch itself would import its compiler, which takes a second."
+    "The initial state of torch's fused Adam for a parameter. To make it, torch would import its compiler, which takes a second."
     return dict(step=torch.zeros((), dtype=torch.float32, device=p.device), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
 
 
 def _is_plain(group) -> bool:
-    "Has the group the options that `Adam` knows how to use?"
+    "Does the group have only options that `Adam` supports?"
     return group['fused'] and isinstance(group['lr'], float) and not (
         group['amsgrad'] or group['maximize'] or group['capturable'] or group['differentiable'] or group.get('decoupled_weight_decay'))
 
 
 def _unwrapped(method: Any) -> Any:
-    "A method of torch's optimisers without what keeps it from being compiled: this imports torch's compiler, which takes a second."
+    "An optimiser's method without torch's decorator, which would import torch's compiler; that takes a second."
     return getattr(method, '__wrapped__', method)
 
 
@@ -87,14 +87,14 @@ def _same(xs, ys) -> bool:
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #75d640a5
 class Adam(torch.optim.Adam):
-    """torch's fused Adam, whose step costs little more than its kernel. The numbers and the state are the same.
+    """torch's fused Adam with less overhead: a step costs little more than its kernel. Results and state are those of torch.
 
     A step for a policy of CartPole takes 32 us, and torch's own 123 us (`benchmarks/plain_forms.py`).
 
-    Hooks, closures and rare options (such as `amsgrad`) work as well; then torch makes the step.
+    Hooks, closures and rare options (such as `amsgrad`) work as well; then torch does the step.
     """
     _groups: list = []          # what is known about each group
-    _states: list = []          # the values of `state` when this was found
+    _states: list = []          # the values of `state` for which `_groups` was made
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -118,7 +118,7 @@ class Adam(torch.optim.Adam):
     state_dict, load_state_dict = _unwrapped(torch.optim.Adam.state_dict), _unwrapped(torch.optim.Adam.load_state_dict)
 
     def _is_watched(self) -> bool:
-        "Does anything else take part in a step: a hook, or the scale of gradients in half precision?"
+        "Does anything else take part in a step: a hook, or a scaler of gradients in half precision?"
         hooks = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks
         return any(hooks) or hasattr(self, 'grad_scale')
 
@@ -127,7 +127,7 @@ class Adam(torch.optim.Adam):
         return (step if hasattr(step, 'hooked') else torch.optim.Optimizer.profile_hook_step(step))(self, closure)
 
     def _work(self) -> list | None:
-        "`(group, _Known, [(parameter, gradient, averages), ...])` for each group with gradients; None if torch must make the step."
+        "`(group, _Known, [(parameter, gradient, averages), ...])` for each group with gradients; None if torch must do the step."
         if not self._is_known():
             self._groups, self._states = [_known(group, self.state) for group in self.param_groups], [*self.state.values()]
         work = []
@@ -142,7 +142,7 @@ class Adam(torch.optim.Adam):
         return work
 
     def _is_known(self) -> bool:
-        "Is everything still where it was found? A state that was loaded, or changed by hand, is not."
+        "Do parameters and state still consist of the objects in `_groups`? After `load_state_dict` or a change by hand they do not."
         if len(self._groups) != len(self.param_groups) or not _same(self.state.values(), self._states): return False
         return all(known is None or _same(group['params'], known.params) and
                    _same([x['step'] for x in known.states if x is not None], known.counts)
@@ -150,11 +150,11 @@ class Adam(torch.optim.Adam):
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #cca0c256
 def adam_for(actor: torch.nn.Module, critic: torch.nn.Module | None, lr: float, critic_lr: float) -> tuple[list, Adam]:
-    """The trainable parameters of both, each once, and an Adam for them.
+    """The trainable parameters of actor and critic, each once, and an `Adam` for them.
 
     Args:
-        lr: learning rate of what the actor contains
-        critic_lr: learning rate of what the critic alone contains
+        lr: learning rate of the actor's parameters
+        critic_lr: learning rate of the parameters that only the critic has
     """
     params, groups = [], {}
     for module, rate in ((actor, lr), (critic, critic_lr)):
@@ -168,7 +168,7 @@ def adam_for(actor: torch.nn.Module, critic: torch.nn.Module | None, lr: float, 
 class GradientLearner(Learner):
     """Base of learners that minimise a loss of actor and critic by Adam.
 
-    `params` are the trainable parameters of both, each once. `fit` uses the same optimiser. It takes the options `lr`, `critic_lr`,
+    `params` are the trainable parameters of actor and critic, each once. `fit` uses the same optimiser. Options are `lr`, `critic_lr`,
     `max_grad_norm` and `seed`.
 
     Args:
@@ -182,10 +182,10 @@ class GradientLearner(Learner):
         self.params, self.optimizer = adam_for(actor, critic, self.options.lr, self.options.lr_of_critic)
 
     def step(self, loss: Any, name: str = 'loss', share: float | None = None) -> float:
-        """Lower `loss` (0-dim, with graph) by one step; its gradient is shortened to `max_grad_norm`. Returns the norm before that.
+        """Take a step that lowers `loss` (0-dim, with graph). Its gradient is clipped to `max_grad_norm`. Returns the norm before clipping.
 
-        If several ranks learn together, `share` is the fraction of the rows of this step that are this rank's. `loss` is the mean over
-        these rows, None if there are none, and the step is that of the mean over the rows of all ranks.
+        If several ranks learn together, `share` is this rank's fraction of the rows of the step. `loss` is the mean over this rank's
+        rows, or None if it has none. The step lowers the mean over the rows of all ranks.
 
         Raises `DataError` with the `name` of the loss if it or its gradient is not finite; then no parameter changes.
         """
@@ -204,7 +204,7 @@ class GradientLearner(Learner):
         return norm
 
     def _joined(self, loss, share):
-        "The loss of all ranks, whose gradient the parameters get."
+        "Compute the loss of all ranks. The parameters receive its gradient."
         if share is None:
             raise DataError("a step over several ranks needs the share of this rank", pipe=self, leaf='share', got="None",
                             expected="a fraction, such as `ranks.share_of(batch.valid)`")
@@ -218,7 +218,7 @@ class GradientLearner(Learner):
         for p in self.params: p.grad = None
 
     def rng(self) -> np.random.Generator:
-        "A generator for the order of an update's minibatches, seeded by the next number of `generator`, which is part of the state."
+        "A generator for the order of an update's minibatches. Its seed is drawn from `generator`, which is part of the learner's state."
         return np.random.default_rng(int(torch.randint(2 ** 62, (), generator=self.generator)))
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #2b07ecdd
@@ -226,7 +226,7 @@ def mean_metrics(records: list) -> dict[str, float]:
     """The mean of each metric.
 
     Args:
-        records: of dicts metric -> number or 0-dim tensor, all with the same metrics
+        records: dicts of metric -> number or 0-dim tensor, all with the same metrics
     """
     return {name: sum(float(record[name]) for record in records) / len(records) for name in records[0]}
 
@@ -255,7 +255,7 @@ class ActorCriticLearner(GradientLearner):
         return metrics | begun | dict(seconds_update=perf_counter() - start)
 
     def explained(self, batch: Fragment) -> dict:
-        "How well the values that the advantages were computed with explain the returns."
+        "Metric: how well the values behind the advantages explain the returns."
         return dict(explained_variance=explained_variance(*ranks.joined(batch.valid, batch.ret - batch.adv, batch.ret)))
 
     def improve(self, batch: Fragment) -> dict:

@@ -27,14 +27,14 @@ LARGEST = torch.finfo(torch.float32).max ** 0.5     # the square of a larger num
 
 
 def check_batch(batch: Fragment, needs: tuple[str, ...], name: str) -> None:
-    """Raise `DataError` if a fragment lacks one of its `needs`, or a valid row, or has a valid number that cannot be learned from.
+    """Raise `DataError` if a fragment lacks one of its `needs`, or a valid row, or has a valid number that is not finite or too large.
 
     Observations, actions, rewards, advantages, value targets and log-probabilities are checked, if the fragment has them. They must be
-    finite, and so must their squares, of which losses and variances are made.
+    finite, and so must their squares, because losses and variances contain squares.
 
     Args:
         batch: the batch of an update
-        needs: those of 'adv', 'ret' and 'logp' that must be there
+        needs: required leaves, out of 'adv', 'ret' and 'logp'
         name: name of the learner in messages
     """
     logp = batch.actor.get('logp') if isinstance(batch.actor, dict) else None
@@ -74,7 +74,7 @@ def standardized(x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
 
 
 def _moments_over_ranks(kept):
-    "Mean, standard deviation and greatest magnitude of the numbers of all ranks, of which this one may have none."
+    "Mean, standard deviation and greatest magnitude of the numbers of all ranks. This rank may have no numbers."
     count, sums = ranks.totals(torch.tensor(float(len(kept)), dtype=kept.dtype, device=kept.device), kept.sum())
     mean = sums / count
     largest = kept.abs().max() if len(kept) else mean.abs()
@@ -86,13 +86,13 @@ def with_standardized_adv(batch: Fragment, wanted: bool=True) -> Fragment:
 
     Args:
         batch: with `adv` float [T, B]
-        wanted: False: return the batch as it is
+        wanted: False: return the batch unchanged
     """
     return batch._replace(adv=standardized(batch.adv, batch.valid)) if wanted else batch
 
 # %% ../../nbs/agents/08_learner.ipynb #76190397
 def critic_inputs(critic: Any, batch: Fragment) -> Any:
-    """The input of the critic for the states of a batch, nested `[T, B, ...]`: observations, or what its `inputs` returns for them.
+    """The input of the critic for the states of a batch, nested `[T, B, ...]`: observations, or the result of its `inputs`.
 
     Args:
         critic: `critic(obs)`, perhaps with a method `inputs(obs, actor)`
@@ -135,7 +135,7 @@ class LearnerState:
         self.generator, self.steps = torch.Generator().manual_seed(self.options.seed), 0
 
     def state_dict(self) -> dict:
-        "All that an interrupted training needs to go on: weights, normalisers, optimiser, version, steps, random state."
+        "All that is needed to resume training: weights, normalisers, optimiser, version, steps, random state."
         state = dict(actor=self.actor.state_dict(), version=version_of(self.actor), steps=self.steps, generator=self.generator.get_state())
         if self.critic is not None: state['critic'] = self.critic.state_dict()
         if self.optimizer is not None: state['optimizer'] = self.optimizer.state_dict()
@@ -147,14 +147,14 @@ class LearnerState:
         if self.critic is not None: self.critic.load_state_dict(state['critic'])
         if self.optimizer is not None: self.optimizer.load_state_dict(copy.deepcopy(state['optimizer']))
         self.generator.set_state(state['generator'])
-        self.steps = int(state.get('steps', 0))      # older files have none
+        self.steps = int(state.get('steps', 0))      # older checkpoints have no number of steps
         bump_version(self.actor, to=state['version'])
 
 # %% ../../nbs/agents/08_learner.ipynb #91cfde47
 class Learner(LearnerState):
     "Base of learners. A subclass writes `improve(batch)`, and `update` calls it at the right moment."
     def batch_needs(self) -> tuple[str, ...]:
-        "Those of 'adv', 'ret' and 'logp' that a batch must have."
+        "The leaves that a batch must have, out of 'adv', 'ret' and 'logp'."
         return ('adv', 'logp') if self.critic is None else ('adv', 'ret', 'logp')
 
     def update(self, batch: Fragment) -> dict:
@@ -188,18 +188,18 @@ class Learner(LearnerState):
         return dict(rate_left=left)
 
     def left(self) -> float:
-        "Fraction of the learning rates that is left, from 1 to 0. Raises `DataError` if nothing is."
+        "Present factor of the learning rates, which falls from 1 to 0. Raises `DataError` when it is 0."
         if not (n := self.options.decay_steps): return 1.
         if self.steps < n: return 1 - self.steps / n
         raise DataError(f"{type(self).__name__}: the learning rates have fallen to 0", leaf='decay_steps',
                         expected=f"more than the {self.steps} steps that it has learned from, or 0", got=str(n))
 
     def improve(self, batch: Fragment) -> Any:
-        "The algorithm: improve the policy with a batch. Returns metrics, or whatever `report` turns into metrics."
+        "The algorithm: improve the policy with a batch. Returns metrics, or a value from which `report` makes metrics."
         raise NotImplementedError(f"{type(self).__name__} must define improve(batch)")
 
     def report(self, found: Any) -> dict:
-        "The metrics, made from what `improve` returned, after the update of the actor's normaliser."
+        "Make the metrics from the result of `improve`. It is called after the update of the actor's normaliser."
         return found
 
     def check(self, batch: Fragment, *needs: str) -> None:

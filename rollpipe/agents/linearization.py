@@ -41,7 +41,7 @@ def assign(params: Sequence[Tensor], vector: Tensor) -> None:
 
 # %% ../../nbs/agents/01_linearization.ipynb #32bcbbdb
 def _replace_leaves(tree: Any, values) -> Any:
-    "The containers of `tree` with other leaves, where None stands for zeros."
+    "`tree` with its leaves replaced by `values`; None stands for zeros."
     values = iter(values)
 
     def replace(x):
@@ -51,11 +51,11 @@ def _replace_leaves(tree: Any, values) -> Any:
 
 # %% ../../nbs/agents/01_linearization.ipynb #cf499da6
 class Linearization:
-    """Products with the Jacobian J of `outputs` in `params`, recorded once and used often.
+    """Products with the Jacobian J of `outputs` with respect to `params`. The graph is recorded once and used often.
 
     Each `jvp` and each `vjp` costs about one backward pass. Parameters that `outputs` do not depend on, and outputs
     that depend on no parameter, count as zero columns and rows. The operations must be twice differentiable. The graph
-    is released with this object. After a parameter is changed in place it cannot be used any more, and torch raises an error.
+    is released with this object. After a parameter is changed in place, it is unusable: torch raises an error.
 
     Args:
         outputs: tensors [N, ...] in any nesting, with their graph
@@ -65,7 +65,7 @@ class Linearization:
         ValueError: if no output depends on a tensor that requires a gradient.
     """
     def __init__(self, outputs: Any, params: Sequence[Tensor]):
-        # Copies without the graph, because an expanded parameter would change with the parameter.
+        # Copies without the graph, because an output that is a view of a parameter would change with it.
         self.outputs = nested.map(lambda x: x.detach().clone(), outputs)
         leaves = nested.leaves(outputs)
         self._params, self._live = list(params), [i for i, x in enumerate(leaves) if x.requires_grad]
@@ -99,7 +99,7 @@ class Linearization:
         return self._transpose
 
     def gradient(self, objective: Callable[[Any], Tensor]) -> tuple[Tensor, Tensor]:
-        "Value and gradient [D] in the parameters of the scalar `objective(outputs)`, without another forward pass."
+        "The scalar `objective(outputs)` and its gradient [D] with respect to the parameters, without another forward pass."
         with torch.enable_grad():
             at = nested.map(lambda x: x.detach().requires_grad_(), self.outputs)
             value = objective(at)
@@ -141,7 +141,7 @@ def in_row_blocks(fn: Callable[[Any], Any], tree: Any, size: int = 2048, dim: in
 
 # %% ../../nbs/agents/01_linearization.ipynb #c0315cd3
 class LayerCall(NamedTuple):
-    """Where parameters enter a computation: linear layers, and parameters that are repeated for each row.
+    """One use of a parameter: by a linear layer, or by repeating the parameter for each row.
 
     Args:
         weight: [n_out, n_in], or any shape if it is repeated
@@ -155,14 +155,14 @@ class LayerCall(NamedTuple):
 
 
 class LayerCalls(TorchFunctionMode):
-    "While it is active, the `calls` of torch's functions in which one of `params` enters as in `LayerCall` are recorded."
+    "While this mode is active, it records in `calls` each call of a torch function that uses one of `params` like a `LayerCall`."
     def __init__(self, params: Sequence[Tensor]):
         super().__init__()
         self.calls: list[LayerCall] = []
         self._known = {id(p) for p in params}
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None) -> Any:
-        "Call the function, and keep what belongs to a `LayerCall`."
+        "Call the function, and record the call if it is a `LayerCall`."
         out = func(*args, **(kwargs or {}))
         given: list[Any] = [*args, None, None, None]
         first, weight, bias = given[:3]
@@ -172,13 +172,13 @@ class LayerCalls(TorchFunctionMode):
 
 # %% ../../nbs/agents/01_linearization.ipynb #294a316f
 class ScoreLayer(NamedTuple):
-    """The part of the scores of m rows that belongs to one layer: that of row i is the outer product of `g[i]` and `x[i]`.
+    """One layer's part of the scores (gradients of log-probabilities) of m rows. For row i it is the outer product of `g[i]` and `x[i]`.
 
     Args:
-        weight: place of the weight among the parameters
-        bias: place of the bias
+        weight: index of the weight among the parameters
+        bias: index of the bias
         x: inputs [m, n_in]; 1 for a parameter that is repeated
-        g: gradients of the log-probabilities in the outputs, [m, n_out]
+        g: gradients of the log-probabilities with respect to the outputs, [m, n_out]
     """
     weight: int
     bias: int | None
@@ -187,10 +187,10 @@ class ScoreLayer(NamedTuple):
 
 
 def score_layers(log_prob: Callable[[], Tensor], params: Sequence[Tensor]) -> list[ScoreLayer] | None:
-    """The scores of m rows, layer by layer. None if a parameter enters in another way than `LayerCall` tells, or twice.
+    """The scores of m rows, layer by layer. None if a parameter is used twice, or in another way than in a `LayerCall`.
 
     Args:
-        log_prob: computes log-probabilities, any shape with m entries, each from a row of its own
+        log_prob: computes m log-probabilities in any shape, each from its own row only
         params: tensors that require a gradient
     """
     with torch.enable_grad(), LayerCalls(params) as record: logp = log_prob()
@@ -205,7 +205,7 @@ def score_layers(log_prob: Callable[[], Tensor], params: Sequence[Tensor]) -> li
         layer = ScoreLayer(weight, bias, x.reshape(m, -1), g.reshape(m, -1))
         for i, part in (weight, layer.g.T @ layer.x), (bias, layer.g.sum(0)):
             if i is None: continue
-            whole = missing.pop(i, None)    # the layer explains it, if this is the only way in which the parameter enters
+            whole = missing.pop(i, None)    # equal to `part` if the parameter is used in this layer only
             if whole is None or not (part.view_as(whole) - whole).abs().max() <= 1e-3 * whole.abs().max(): return None
         layers.append(layer)
     return None if missing else layers

@@ -57,7 +57,7 @@ def _metrics(fragment, actor, replay, terms, **others) -> dict:
 def reinforce(fragment: Fragment, actor: Any, *, c_rho: float = 1.0, c_entropy: float = 0.01) -> tuple[Tensor, dict]:
     """REINFORCE with importance weights and a baseline: `mean[-min(ρₜ, c_rho) Aₜ log π(aₜ|sₜ)] - c_entropy * mean entropy`.
 
-    The weights are constants for the gradient. Source: Williams 1992, *Simple statistical gradient-following algorithms for
+    No gradient flows through the weights. Source: Williams 1992, *Simple statistical gradient-following algorithms for
     connectionist reinforcement learning*, https://doi.org/10.1007/BF00992696. Raises `DataError` if `adv` or `actor['logp']`
     are missing, or no row is valid.
 
@@ -76,7 +76,7 @@ def reinforce(fragment: Fragment, actor: Any, *, c_rho: float = 1.0, c_entropy: 
 
 # %% ../../nbs/agents/06_losses.ipynb #3cb782d4
 def _present_values(fragment, replay, critic):
-    "Values `[N]` of the replayed steps with gradients, or None. `critic.inputs` gets what the actor reported when it collected."
+    "Values `[N]` of the replayed steps with gradients, or None. `critic.inputs` gets the reports that the actor made at collection."
     if critic is None: return replay.info.get('value')
     def seen(tree): return replay.pick(nested.getitem(tree, slice(-1)))
     obs = nested.as_seen(seen(fragment.state.obs))
@@ -114,16 +114,16 @@ def a2c(fragment: Fragment, actor: Any, critic: Any = None, *, c_value: float = 
 def clipped_surrogate(ratio: Tensor, adv: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     """`(loss, clip_fraction)`, 0-dim: `mean[-min(ρₜ Aₜ, clip(ρₜ, 1-ε, 1+ε) Aₜ)]`, and the fraction of the ratios that the clip changes.
 
-    ρ is the importance `ratio` `[N]`, A the advantage `adv` `[N]`, and ε is `clip`: a ratio further from 1 than this gains nothing.
+    ρ is the importance `ratio` `[N]`, A the advantage `adv` `[N]`, and ε is `clip`: the surrogate does not grow for a ratio beyond it.
     """
     clipped = ratio.clamp(1 - clip, 1 + clip)
     return -torch.minimum(ratio * adv, clipped * adv).mean(), (clipped != ratio).mean(dtype=ratio.dtype)
 
 # %% ../../nbs/agents/06_losses.ipynb #73760cb7
 def with_old_values(fragment: Fragment) -> Fragment:
-    """`fragment` with the values of its advantages, `ret - adv`, as `actor['value']` float32 `[T+1, B]` (row T is 0).
+    """`fragment` with the values that its advantages were computed with, `ret - adv`, as `actor['value']` float32 `[T+1, B]` (row T is 0).
 
-    `clip_value` of `ppo` needs them, if the critic is a module of its own. Add them before the advantages are normalised.
+    `clip_value` of `ppo` needs them if the critic is a separate module. Add them before the advantages are normalised.
     """
     v = fragment.ret - fragment.adv
     return fragment._replace(actor={**fragment.actor, 'value': torch.cat([v, torch.zeros_like(v[:1])])})
@@ -138,7 +138,7 @@ def _old_values(fragment, replay):
 
 
 def _clipped_square_error(v, v_old, target, critic, clip_value):
-    "`(errors [N], clip_fraction_value)`: the greater of the errors of `v`, and of `v_old` moved towards `v` by at most `clip_value`."
+    "`(errors [N], clip_fraction_value)`: the greater error of two values: `v`, and `v_old` moved towards `v` by at most `clip_value`."
     limit = clip_value * getattr(critic, 'ret_std', 1.)
     error = torch.maximum(_square_error(v, target, critic), _square_error(v_old + (v - v_old).clamp(-limit, limit), target, critic))
     return error, ((v.detach() - v_old).abs() > limit).float().mean()
@@ -146,7 +146,7 @@ def _clipped_square_error(v, v_old, target, critic, clip_value):
 # %% ../../nbs/agents/06_losses.ipynb #beb1af90
 def ppo(fragment: Fragment, actor: Any, critic: Any = None, *, clip: float = 0.2, clip_value: float | None = None, c_value: float = 0.5,
         c_entropy: float = 0.0) -> tuple[Tensor, dict]:
-    """Proximal policy optimisation, the clipped surrogate: `mean[-min(ρₜ Aₜ, clip(ρₜ, 1-ε, 1+ε) Aₜ)]`, with values and entropy as `a2c`.
+    """Proximal policy optimisation, the clipped surrogate: `mean[-min(ρₜ Aₜ, clip(ρₜ, 1-ε, 1+ε) Aₜ)]`, with value and entropy as in `a2c`.
 
     Source: Schulman et al. 2017, *Proximal policy optimization algorithms*, https://arxiv.org/abs/1707.06347, equation 7. With
     `clip_value` the error of a value is `max[(V - ret)², (V_old + clip(V - V_old, ±clip_value) - ret)²]`, as in OpenAI's
@@ -157,8 +157,8 @@ def ppo(fragment: Fragment, actor: Any, critic: Any = None, *, clip: float = 0.2
         fragment: [T, B] with `adv`, and `ret` if there are values to be fitted; advantages are used as they are
         actor: a `Policy`
         critic: `critic(obs) -> value`; None: the `value` that the actor reports, if any
-        clip: ε: a ratio further from 1 than this gains nothing
-        clip_value: how far a value may move from the old one, in units of `critic.ret_std`, if any; None: no limit
+        clip: ε: distance of the ratio of probabilities from 1 beyond which the surrogate does not grow
+        clip_value: largest change of a value from its old estimate, in units of `critic.ret_std`, if any; None: unlimited
         c_value: weight of the squared error of the values
         c_entropy: weight of the entropy [1/nat]
     """
@@ -176,7 +176,7 @@ def ppo(fragment: Fragment, actor: Any, critic: Any = None, *, clip: float = 0.2
 
 # %% ../../nbs/agents/06_losses.ipynb #945688e3
 def _values_of_both_ends(fragment, actor, critic, replay):
-    "`(v [N], v_tp1 [T, B])`: present values of the replayed steps with gradients, and of the states reached, without; 0 if terminal."
+    "`(v [N], v_tp1 [T, B])`: values of the replayed steps with gradients, and of the next states without gradients (0 if terminal)."
     v = _present_values(fragment, replay, critic)
     if v is None:
         raise DataError("vtrace_actor_critic: there is no critic and the actor reports no value", leaf="replay(fragment)['value']",
@@ -190,8 +190,8 @@ def vtrace_actor_critic(fragment: Fragment, actor: Any, critic: Any = None, *, g
                         c_clip: float = 1.0, c_value: float = 0.5, c_entropy: float = 0.01) -> tuple[Tensor, dict]:
     """V-trace actor-critic: `mean[-advₜ log π(aₜ|sₜ)] + c_value * mean[(V(sₜ) - vsₜ)²] - c_entropy * mean entropy`.
 
-    `adv` and `vs` are those of `rollpipe.pipes.returns.vtrace` for the present policy and values, constants for the gradient; `adv`
-    has the factor `min(ρₜ, ρ̄)` in it. Source: Espeholt et al. 2018, *IMPALA*, https://arxiv.org/abs/1802.01561, section 4.2.
+    `adv` and `vs` come from `rollpipe.pipes.returns.vtrace` for the present policy and values. No gradient flows through them. `adv`
+    contains the factor `min(ρₜ, ρ̄)`. Source: Espeholt et al. 2018, *IMPALA*, https://arxiv.org/abs/1802.01561, section 4.2.
     Raises `DataError` if `actor['logp']` is missing, if there is neither a critic nor a reported value, or no row is valid.
 
     Args:

@@ -118,11 +118,11 @@ LONGEST_NAME = 200  # characters in the name of a metric
 def check_metrics(metrics: dict, own: bool = False) -> dict[str, float]:
     """`metrics` with every value as a Python float. Raises `DataError` for a name that is not allowed, or a value that is not one number.
 
-    The name of an own metric is printable text of at most 200 characters that begins with no underscore, which is kept for loggers.
+    A user's own metric has a name of at most 200 printable characters. A leading underscore is reserved for loggers.
 
     Args:
         metrics: metric name -> number (python, numpy or one-element tensor)
-        own: may there be names outside `METRICS`?
+        own: names outside `METRICS` are allowed
     """
     unknown = [name for name in metrics if name not in METRICS]
     if unknown and not own:
@@ -147,7 +147,7 @@ def _number(name, value):
 
 
 def near_metric(name: str) -> str | None:
-    "The name in `METRICS` that an own name without a slash may be a slip of, or None."
+    "The name in `METRICS` that `name` probably misspells, or None. A name with a slash is never a misspelling."
     return next(iter(difflib.get_close_matches(name, METRICS, 1, cutoff=0.8)), None) if "/" not in name else None
 
 # %% ../../nbs/agents/00_metrics.ipynb #09027376
@@ -161,7 +161,7 @@ def added(record: dict, metrics: Any, source: str, taken: Any) -> dict:
     Args:
         record: metrics so far
         metrics: dict of more metrics; None: no more
-        source: who reports them, for messages
+        source: name of the part that reports them, for messages
         taken: names that they must not have
     """
     if metrics is None: return record
@@ -204,12 +204,12 @@ class EpisodeReturns:
         return n
 
     def pop(self) -> tuple[np.ndarray, np.ndarray]:
-        "Returns and lengths, two arrays [n], of the episodes that ended since the last `pop`, in order within a lane."
+        "Returns and lengths, two arrays [n], of the episodes that ended since the last `pop`, in order of time within a lane."
         ended, self._ended = self._ended, []
         return np.array([end.ret for end in ended], float), np.array([end.length for end in ended], int)
 
     def metrics(self) -> dict[str, float]:
-        "A summary of what `pop` returns, in all ranks, under the names in `METRICS`; only the number of episodes if none has finished."
+        "A summary over all ranks of what `pop` returns, named as in `METRICS`; only the number of episodes if none has finished."
         ret, length = map(np.concatenate, zip(*ranks.gathered_objects(self.pop())))
         known = dict(return_mean=ret.mean(), return_min=ret.min(), return_max=ret.max(),
                      length_mean=length.mean()) if len(ret) else {}

@@ -33,7 +33,7 @@ class PolicyRows(NamedTuple):
         adv: float32 [R, C]: advantages
         logp: float32 [R, C]: log-probability under the policy that acted
         weight: 1/N, or float32 [R, C]: 1/N where valid, else 0; N is the number of valid steps
-        place: int64 [R, C]: number of each row in the batch of several ranks; None: there is one
+        place: int64 [R, C]: index of each row in the joined batch of all ranks; None: a single rank
     """
     state: State
     hx: Any
@@ -52,7 +52,7 @@ def policy_rows(fragment: Fragment) -> PolicyRows:
     state, act = nested.getitem(fragment.state, slice(-1)), nested.getitem(fragment.state.act, slice(1, None))
     rows = PolicyRows(nested.as_seen(state), fragment.hx, act, fragment.adv, fragment.actor['logp'][:-1], 1 / n, place)
     if nested.leaves(fragment.hx):
-        # A weight of 0 does not remove nan or inf. The states stay as they are, because the memory has seen them.
+        # Fill invalid rows, because 0 * nan is nan. The states stay, because the memory of later rows depends on them.
         def filled(x): return x if whole else x.index_put((~valid,), x[valid][0])
         return rows._replace(weight=valid / n, **nested.map(filled, dict(act=act, adv=rows.adv, logp=rows.logp)))
     flat = nested.map(lambda x: (x.flatten(0, 1) if whole else x[valid])[None], rows._replace(weight=None))
@@ -66,7 +66,7 @@ def subsample(rows: PolicyRows, fraction: float, generator: torch.Generator) -> 
         fraction: fraction of the rows that is kept, 0 < fraction <= 1
         generator: generator that chooses them
     """
-    if rows.place is not None:      # of the rows of all ranks, the same in each of them
+    if rows.place is not None:      # each rank draws the same rows of the joined batch
         index = torch.randperm(n := rows_of_all(rows), generator=generator)[:max(1, round(fraction * n))].sort()[0]
         mine, at = ranks.own(index, rows.place[0], n)
         picked = nested.map(lambda x: ranks.spread(x[0, mine], at, len(index))[None], rows._replace(weight=None, place=None))
@@ -81,7 +81,7 @@ def subsample(rows: PolicyRows, fraction: float, generator: torch.Generator) -> 
 
 
 def rows_of_all(rows: PolicyRows) -> int:
-    "The number of rows, without recurrent state, of all ranks together."
+    "The number of rows of all ranks together, for a policy without recurrent state."
     return rows.adv.shape[1] if rows.place is None else round(1 / rows.weight)
 
 # %% ../../nbs/agents/13_natural_gradient.ipynb #48f7dc11
@@ -93,12 +93,12 @@ def weighted_mean(x: torch.Tensor, rows: PolicyRows) -> torch.Tensor:
 def distribution_on(actor: Any, rows: PolicyRows) -> Any:
     "Parameters of the distribution of the policy `actor` in the states of `rows`, `[R, C, ...]`, with gradients where they are enabled."
     def params(part): return actor.distribution(*part)
-    # Blocks of rows that fit into the processor's cache make every later product faster, unless there are many short steps.
+    # Blocks that fit into the processor's cache make every later product faster. Blocks below 256 columns would mean too many short steps.
     return in_row_blocks(params, (rows.state, rows.hx), size=max(256, 2048 // rows.adv.shape[0]), dim=1)
 
 
 def surrogate(dist: Any, params: Any, rows: PolicyRows) -> torch.Tensor:
-    "Mean of ratio * advantage over the rows if the distribution `dist` has the parameters `params`, 0-dim."
+    "Mean of ratio * advantage over the rows for the parameters `params` of the distribution `dist`, 0-dim."
     return weighted_mean((dist.log_prob(params, rows.act) - rows.logp).exp() * rows.adv, rows)
 
 
@@ -141,16 +141,16 @@ class NaturalGradientLearner(Learner):
     Jacobian-vector and one vector-Jacobian product. The critic, if there is one, is fitted after the policy.
 
     A preconditioner is made of the scores of some rows, at most a quarter of the batch. With `'auto'` there is one if the Fisher matrix
-    has at least 4096 rows; with fewer it costs about as much as it saves. The metric `precondition_rows` tells that one was used.
+    has at least 4096 rows; with fewer it costs about as much as it saves. Without one, the metric `precondition_rows` is 0.
 
     Args:
         actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
         critic: `critic(obs) -> value` (see `Critic`) to be fitted to the returns, or None
         damping: number that is added to the diagonal of the Fisher matrix
-        cg_iters: most conjugate-gradient iterations; each takes one product with the Fisher matrix
-        cg_gain: stop the iterations when one raises g'x (g: gradient, x: solution) by at most this fraction of it
+        cg_iters: largest number of conjugate-gradient iterations; each takes one product with the Fisher matrix
+        cg_gain: stop when an iteration raises g'x (g: gradient, x: solution) by at most this fraction of g'x
         fvp_subsample: fraction of the rows that the Fisher matrix is estimated from; everything else uses all rows
-        precondition: rows of a preconditioner; 0: none; auto: 512 from 4096 rows on, with half of the iterations
+        precondition: rows for the preconditioner; 0: none; auto: 512 if the Fisher matrix has at least 4096, with half of the iterations
         critic_lr: learning rate of the critic (Adam)
         **shared: options that learners share, see `SharedOptions`
     """
@@ -173,7 +173,7 @@ class NaturalGradientLearner(Learner):
             self.optimizer = Adam(critic.parameters(), lr=lr, fused=True)
 
     def improve(self, batch: Fragment) -> tuple:
-        "The policy's half of an update: `(metrics, old, rows)`, from which `report` makes the metrics."
+        "Update the policy. Returns `(metrics, old, rows)`, from which `report` makes the metrics."
         rows = policy_rows(with_standardized_adv(batch, self.options.normalize_adv))
         return *self.take_step(rows), rows
 
@@ -207,7 +207,7 @@ class NaturalGradientLearner(Learner):
         return Direction(g, cg, lin.outputs, before, self.rows_to_precondition(rows) if solve else 0)
 
     def rows_to_precondition(self, rows: PolicyRows) -> int:
-        "How many of the `rows` a preconditioner is to be made from; 0: none. With memory or without damping there is none."
+        "Number of `rows` for the preconditioner. It is 0 (no preconditioner) for a policy with memory, and without damping."
         if nested.leaves(rows.hx) or not self.damping: return 0
         wanted, n = self.precondition, rows_of_all(rows)
         if isinstance(wanted, str): return SCORES if n * self.fvp_subsample >= WORTH_IT else 0
@@ -216,7 +216,7 @@ class NaturalGradientLearner(Learner):
     def preconditioner(self, rows: PolicyRows) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """The damped inverse of a Fisher matrix that is estimated from the actions taken in a few rows.
 
-        None where `rows_to_precondition` says so, and for networks that are not made of linear layers alone.
+        None if `rows_to_precondition` is 0, or if the network has parts other than linear layers.
         """
         m = self.rows_to_precondition(rows)
         if not m: return None

@@ -26,7 +26,7 @@ class NPG(NaturalGradientLearner):
     Args:
         actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
         critic: `critic(obs) -> value` (see `Critic`) to be fitted to the returns, or None
-        max_kl: mean KL divergence that a step aims at, to second order [nat]; it is not enforced
+        max_kl: target of the mean KL divergence of a step, to second order [nat]; it is not enforced
         lr: fixed learning rate of the natural gradient, used instead of max_kl; None: max_kl is used
     """
     @delegates(NaturalGradientLearner.__init__)

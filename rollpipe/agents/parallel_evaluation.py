@@ -45,7 +45,7 @@ class Evaluated(NamedTuple):
 
 # %% ../../nbs/agents/11_parallel_evaluation.ipynb #905ad2c6
 class Evaluator:
-    """Evaluates the newest weights, in whatever process.
+    """Evaluates the newest weights, in any process.
 
     Args:
         subscriber: a `WeightSubscriber` for the actor
@@ -57,7 +57,7 @@ class Evaluator:
         subscriber.attach([actor])
 
     def __call__(self, tell: Callable | None = None) -> Evaluated:
-        """An evaluation with the newest weights.
+        """Evaluate the newest weights.
 
         Args:
             tell: is called with `(publication, version)` when the evaluation begins
@@ -70,18 +70,18 @@ class Evaluator:
 
 
 def serve(link: Any, *args: Any) -> None:
-    """The life of a process: for each request it sends `(publication, version)` when it begins, and an `Evaluated` when it is done.
+    """Main loop of the process. For each request, send `(publication, version)` when the evaluation begins, and then the `Evaluated`.
 
     Args:
         link: connection to the parent
-        *args: those of `Evaluator`
+        *args: arguments of `Evaluator`
     """
     evaluator = Evaluator(*args)
     while link.recv() is not None: link.send(evaluator(link.send))
 
 
 def _filmed(actor, version, *, record, **options):
-    "An evaluation with a film, which has its name only once it is whole."
+    "Evaluate with a film. Record under a temporary name, and rename the complete film."
     path = Path(record).with_name(Path(record).name.format(version=version))
     unfinished = path.with_name(f"unfinished-{os.getpid()}-{path.name}")
     try:
@@ -104,10 +104,10 @@ class EvaluationProcess:
 
     Args:
         options: options of `evaluate`
-        silence: seconds an evaluation may take until it is reported
+        silence: seconds without a message before `on_silence` applies
         on_silence: 'warn', or 'raise' a `WorkerError`
         place: where in a cluster it runs; None: in a process of this machine
-        start_method: of the process of this machine
+        start_method: start method of a process of this machine
         **worker_options: options of both `WorkerProcess` and `RemoteService`
     """
     def __init__(self, actor: Any, options: dict, silence: float, on_silence: str, place: Place | None = None,
@@ -116,7 +116,7 @@ class EvaluationProcess:
         self.publisher = WeightPublisher([actor])
         weakref.finalize(self, self.publisher.close).atexit = False
         self.answers, self.error = [], None
-        self.pending, self.version = False, None                 # whether a request has not begun; the version that is being evaluated
+        self.pending, self.version = False, None                 # whether a request is waiting; the version under evaluation
         name, args, subscriber = "evaluation", (_on_cpu(actor), options), self.publisher.subscriber([0])
         self.worker = (RemoteService(name, Evaluator, args, self.publisher, place, **worker_options) if place is not None else
                        WorkerProcess(name, serve, (subscriber,), args, start_method=start_method, **worker_options))
@@ -145,7 +145,7 @@ class EvaluationProcess:
                     self.version = None
                 else:
                     (publication, self.version), self.pending = message, False
-                    if publication < self.publisher.publication: self.ask()      # it had begun before it could see the latest request
+                    if publication < self.publisher.publication: self.ask()      # it uses weights older than the latest request
         except Exception as e: self._lost(e)
         self._check_silence()
 
@@ -174,20 +174,20 @@ class EvaluationProcess:
 
 # %% ../../nbs/agents/11_parallel_evaluation.ipynb #98b2d3b6
 class ParallelEvaluation:
-    """Evaluate the newest weights of `actor` in a process of its own, by `evaluate`, while the learner goes on.
+    """Evaluate the newest weights of `actor` in a separate process, by `evaluate`, while the learner goes on.
 
-    Every evaluation plays whole, fresh episodes; the actor is in eval mode and does not explore. With a `seed` all of them play with the
-    same random numbers. So each is what `evaluate(env, actor, n_episodes, seed=seed, ...)` gives for the weights of its version, whenever
-    it is asked for, and versions are compared on equal terms. Without a seed all episodes are different.
+    Every evaluation plays whole, fresh episodes; the actor is in eval mode and does not explore. With a `seed`, all evaluations use the
+    same random numbers. Each then equals `evaluate(env, actor, n_episodes, seed=seed, ...)` for the weights of its version, so versions
+    are compared on equal terms. Without a seed, all episodes differ.
 
-    Raises `DataError`, `EnvError` and `ActorError` for what cannot be evaluated, and `WorkerError` if the process cannot be started.
+    Raises `DataError`, `EnvError` and `ActorError` if evaluation is impossible, and `WorkerError` if the process cannot be started.
     An error in the process is raised here by the next call, with its traceback. If the process has ended, the next call raises a
     `WorkerError`. There is no evaluation after an error: `poll` returns the earlier answers first, and then it raises the error again.
 
     With `ray`, a worker of a Ray cluster evaluates: `ray=dict(address='auto', resources=dict(num_cpus=1))`, or `ray={}` for the Ray of this
-    process, which is started if there is none. Without `resources` it takes no CPU away from other workers. Three things differ: a request
-    that comes while another one is under way begins with the first call after that one's answer has come; that a worker with nothing to do
-    has died is told after the next request; and there is no film.
+    process, which is started if there is none. Without `resources` it takes no CPU away from other workers. Three things differ. A
+    request during an evaluation begins at the first call after the answer to that evaluation has come. The death of an idle worker is
+    reported only after the next request. There is no film.
 
     Args:
         env: gymnasium id, factory, or list of them, see `EnvStepper`; no instances
@@ -198,13 +198,13 @@ class ParallelEvaluation:
         seed: seed of the episodes, the same for each evaluation; None: different episodes every time
         env_kwargs: keyword arguments for `gymnasium.make`
         max_steps: largest number of steps of an episode
-        on_limit: an episode of `max_steps` steps: 'raise' an `EnvError`, or 'cut' it off
+        on_limit: for an episode that reaches `max_steps`: 'raise' an `EnvError`, or 'cut' it off
         close: False: leave the environments open that the process makes
-        record: film of the first episode; `{version}` in its name is the version, see `str.format`
+        record: file for a film of the first episode; the version replaces `{version}` in its name, see `str.format`
         ray: evaluate in a Ray cluster; options `address`, `resources`, `runtime_env` of `RayReading`
         start_method: 'fork', 'forkserver' or 'spawn' [fork, if it is safe]
         worker_threads: torch threads in the process
-        silence: seconds an evaluation may take before the log says where it is
+        silence: seconds that an evaluation may take before `on_silence` applies
         on_silence: 'warn', or 'raise' a `WorkerError`
         grace: seconds to close environments at the end, before the process is killed
     """
@@ -232,11 +232,11 @@ class ParallelEvaluation:
 
     @property
     def busy(self) -> bool:
-        "Whether a request had no answer at the time of the last call."
+        "Whether a request was still unanswered at the last call."
         return self.process.busy
 
     def request(self) -> None:
-        "Ask for an evaluation of the present weights. If one is under way, this comes next, with the weights of the latest request."
+        "Ask for an evaluation of the present weights. During an evaluation, the next one uses the weights of the latest request."
         process = self.process
         process.listen()
         if process.error is not None: raise process.error
@@ -245,7 +245,7 @@ class ParallelEvaluation:
         if process.error is not None: raise process.error
 
     def poll(self) -> list:
-        "The answers that have arrived since they were last asked for, a list of `Evaluated`; does not wait."
+        "The answers that have arrived since the last `poll`, a list of `Evaluated`. It does not wait."
         process = self.process
         process.listen()
         if process.error is not None and not process.answers: raise process.error
@@ -253,7 +253,7 @@ class ParallelEvaluation:
         return answers
 
     def wait(self, timeout: float | None = None) -> list:
-        "`poll` after all requests are done, or after `timeout` seconds; the answer to the last request comes last."
+        "Wait until all requests are done, at most `timeout` seconds, then `poll`. The answer to the last request comes last."
         process, deadline = self.process, time.monotonic() + (math.inf if timeout is None else timeout)
         process.listen()
         while process.busy and (left := deadline - time.monotonic()) > 0:
@@ -261,7 +261,7 @@ class ParallelEvaluation:
         return self.poll()
 
     def close(self) -> None:
-        "End the process and an evaluation that is under way. Raises an error that has occurred since the last call."
+        "End the process, also during an evaluation. Raises an error that has occurred since the last call."
         process = self.process
         if process.error is not None: return
         process.listen()
@@ -274,4 +274,4 @@ class ParallelEvaluation:
     def __exit__(self, kind, e, tb) -> None:
         try: self.close()
         except Exception:
-            if kind is None: raise     # otherwise the exception of the block says more
+            if kind is None: raise     # otherwise the exception of the block is more useful

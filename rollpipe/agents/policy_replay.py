@@ -38,14 +38,14 @@ def lag_of(fragment: Fragment, actor: torch.nn.Module) -> int:
     """Number of updates of `actor` since the oldest column of the fragment was collected.
 
     Args:
-        fragment: its `version` is int64 [B], or None if it is unknown, for which the lag is 0
+        fragment: its `version` is int64 [B], or None if it is unknown; then the lag is 0
         actor: the actor that learns
     """
     return 0 if fragment.version is None else version_of(actor) - int(fragment.version.min())
 
 
 def lane_restarts(fragment: Fragment) -> dict:
-    "The metric `lane_restarts`, how often the lanes of the fragment began anew; empty if none did."
+    "The metric `lane_restarts`: how often lanes of the fragment were restarted. Empty if none was."
     if fragment.restarts is None: return {}
     lanes = range(len(fragment.restarts)) if fragment.lane is None else fragment.lane.tolist()
     newest = dict(sorted(zip(lanes, fragment.restarts.tolist())))
@@ -53,7 +53,7 @@ def lane_restarts(fragment: Fragment) -> dict:
 
 # %% ../../nbs/agents/05_policy_replay.ipynb #01ce7551
 class PolicyReplay(NamedTuple):
-    """What the actor reports for the valid steps of a fragment now, and what it recorded then: rows `[N]`, or `[T, B]` if all are valid.
+    """The actor's present report for the valid steps of a fragment, and what it recorded: rows `[N]`, or `[T, B]` if all are valid.
 
     Args:
         info: the actor's report, leaves [N, ...], with gradients

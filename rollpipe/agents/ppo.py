@@ -38,8 +38,8 @@ class PPO(ActorCriticLearner):
         critic: `critic(obs) -> value` (see `Critic`); None: the `value` that the actor reports
         epochs: passes over each batch
         minibatch: approximate number of transitions per step of the optimiser
-        clip: a ratio of probabilities that is further from 1 than this gains nothing more
-        clip_value: a value further than this from the old one has no smaller error; None: no limit
+        clip: distance of the ratio of probabilities from 1 beyond which the surrogate does not grow
+        clip_value: largest change of a value from its old estimate, in units of `critic.ret_std`, if any; None: unlimited
         target_kl: estimated divergence beyond which an update ends, such as 0.05 [nat]; None: never
         normalize_adv: scale advantages to mean 0 and standard deviation 1: each 'batch', each 'minibatch', or 'never'
         **shared: options that learners share, see `SharedOptions`
@@ -72,12 +72,12 @@ class PPO(ActorCriticLearner):
         return found | dict(minibatches=len(records), epochs=epochs, early_stop=float(stop))
 
     def has_moved(self, metrics: dict, share: float) -> bool:
-        "Is the policy further than `target_kl` from the one that acted, by the metrics of a minibatch of which this rank has a `share`?"
+        "Is the divergence from the policy that acted above `target_kl`? The `metrics` are those of this rank's `share` of a minibatch."
         if self.target_kl is None: return False
         return float(ranks.total(torch.tensor(share * float(metrics.get('approx_kl', 0.)), dtype=torch.float64))) > self.target_kl
 
     def minibatches(self, batch: Fragment) -> Iterator[tuple[int, ranks.Part]]:
-        "`(epoch, part)`: what this rank has of each minibatch, which is all if it learns alone."
+        "`(epoch, part)` for each minibatch: `part` holds the rows of this rank; without other ranks, all rows."
         rng, batch = self.rng(), what_the_loss_needs(batch)
         for epoch in range(self.epochs):
             for part in ranks.parts(batch, self.minibatch, 1, rng):

@@ -23,7 +23,7 @@ def check_range(owner: Any, low: float, high: float = float_info.max, **values: 
     Args:
         owner: the object that has the options; the message names its class
         low: smallest value allowed
-        high: largest value allowed; inf: infinity is, too
+        high: largest value allowed; inf: infinity is allowed, too
         **values: name -> value
     """
     for name, value in values.items():
@@ -38,8 +38,8 @@ class SharedOptions:
 
     Args:
         lr: learning rate (Adam)
-        critic_lr: learning rate of the critic (Adam); None: that of the policy's Adam
-        max_grad_norm: largest norm of the gradient, to which longer ones are shortened; None: no limit
+        critic_lr: learning rate of the critic (Adam); None: the same as lr
+        max_grad_norm: largest norm of the gradient (longer ones are clipped to it); None: no limit
         c_value: weight of the critic's loss
         c_entropy: weight of the entropy bonus
         normalize_adv: scale advantages to mean 0 and standard deviation 1
@@ -67,7 +67,7 @@ class SharedOptions:
 
     @property
     def lr_of_critic(self) -> float:
-        "The critic's learning rate, which is the policy's if it has none of its own."
+        "The critic's learning rate; the policy's if `critic_lr` is None."
         return self.lr if self.critic_lr is None else self.critic_lr
 
     def check(self, owner: Any) -> None:
@@ -98,7 +98,7 @@ def shared_options(**defaults: Any) -> Callable[[Callable], Callable]:
             complete.bind(self, *args, **kwargs)  # raises TypeError for a name that is not in the signature
             init(self, *args, **{**defaults, **kwargs})
 
-        # The command line looks into `__delwrap__` for the meanings of what was added, as for fastcore's `@delegates`.
+        # The command line finds the help texts of the added options by `__delwrap__`, as for fastcore's `@delegates`.
         vars(init_with_defaults).update(__signature__=complete, __delwrap__=SharedOptions)
         return init_with_defaults
     return decorate

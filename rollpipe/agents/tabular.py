@@ -30,7 +30,7 @@ class TabularQ(EpsilonGreedy):
     Args:
         observation_space: Discrete: the states
         action_space: Discrete
-        init: all values before learning; if they are above the true ones, they drive exploration
+        init: initial value of every action; a value above the true ones drives exploration
         epsilon: fraction of the steps with a random action; a buffer that learners may change
     """
     uses_past = False
@@ -65,7 +65,7 @@ def q_targets(fragment: Fragment, table: torch.Tensor, gamma: float, start: int 
 
 # %% ../../nbs/agents/23_tabular.ipynb #67ad76b4
 def move_towards(table: torch.Tensor, states: torch.Tensor, actions: torch.Tensor, targets: torch.Tensor, lr: float) -> None:
-    """Move the entries `table[states, actions]` towards the mean of their targets, as far as one update for each of these would.
+    """Move each entry of `table[states, actions]` towards the mean of its targets, as far as one update per target would.
 
     Args:
         table: float [n_states, n_actions], changed in place
@@ -81,7 +81,7 @@ def move_towards(table: torch.Tensor, states: torch.Tensor, actions: torch.Tenso
 
 # %% ../../nbs/agents/23_tabular.ipynb #9d3297bd
 class QLearning(Learner):
-    """Q-learning of a table from fragments, each used once.
+    """Tabular Q-learning from fragments, each of which is used once.
 
     Source: Watkins, Dayan 1992, Q-learning, https://doi.org/10.1007/BF00992698.
 
@@ -99,7 +99,7 @@ class QLearning(Learner):
         self.explore()
 
     def explore(self) -> None:
-        "Set the fraction of random actions that belongs to the environment steps so far."
+        "Set the fraction of random actions for the number of environment steps so far."
         set_epsilon(self.actor, linear_schedule(self.steps, self.options.eps_start, self.options.eps_end, self.options.eps_steps))
 
     @torch.no_grad()

@@ -23,7 +23,7 @@ __all__ = ['burnt_in', 'huber_penalty', 'td_targets', 'td_loss', 'td', 'q', 'dqn
 
 # %% ../../nbs/agents/14_td.ipynb #5da679da
 def burnt_in(fragment: Fragment, net: Any, n: int) -> Fragment:
-    """The rows of a fragment from `n` on `[T - n, B]`, with the memory that `net` has there.
+    """The rows of a fragment from `n` on `[T - n, B]`, with the memory of `net` at row `n`.
 
     Source: Kapturowski et al. 2019, *Recurrent experience replay in distributed reinforcement learning*,
     https://openreview.net/forum?id=r1lyTjAqYX, section 3. Raises `DataError` if `n` is out of range.
@@ -66,16 +66,16 @@ def _weights(weight, fragment, burn_in):
 
 # %% ../../nbs/agents/14_td.ipynb #3265c152
 def _values_reached(fragment, method, *nets):
-    """The values `[T, B, n_actions, ...]` that each of `nets` gives to the states reached that are not terminal, without gradients.
+    """The values `[T, B, n_actions, ...]` that each of `nets` gives to the non-terminal states reached, without gradients.
 
-    `hx` is the memory of all of them.
+    The fragment's `hx` is the memory of each net.
     """
     return answers_reached(lambda state, hx: [getattr(net, method)(state, hx)[0] for net in nets], without_terminal_obs(fragment))
 
 
 def _both_values(own, fragment, method, actor, target, double, burn_in):
-    "The values reached that count, and those that the best action is chosen by; `own` is the fragment with the memory of `actor`."
-    if double and not nested.leaves(own.hx): return _values_reached(own, method, target, actor)     # the states are prepared once
+    "Two values of the states reached: for the target, and for the choice of action. `own` is the fragment with the memory of `actor`."
+    if double and not nested.leaves(own.hx): return _values_reached(own, method, target, actor)     # so the states are prepared only once
     there = (own, actor) if target is None else (burnt_in(fragment, target, burn_in), target)
     q_next, = _values_reached(there[0], method, there[1])
     return q_next, *(_values_reached(own, method, actor) if double else [q_next])
@@ -87,21 +87,21 @@ def _spread(x, like):
 
 
 def _of_action(q, index):
-    "What `q` `[T, B, n_actions, ...]` has for the actions numbered `index` `[T, B]`, `[T, B, ...]`."
+    "The entries `[T, B, ...]` of `q` `[T, B, n_actions, ...]` for the indices `[T, B]` of actions."
     return q.gather(2, _spread(index.unsqueeze(2), q[:, :, :1])).squeeze(2)
 
 
 def td_targets(fragment: Fragment, v_tp1: Tensor, gamma: float, n_steps: int = 1, bonus: Tensor | None = None) -> Tensor:
-    """Targets `Gₜ`, one for each value: rewards of up to `n_steps` steps, bonuses of the states reached, the value of the last.
+    """Targets `Gₜ`, one for each value: discounted sum of up to `n_steps` rewards, bonuses of the states reached, and the last one's value.
 
-    A terminal state is worth nothing.
+    The value of a terminal state is 0.
 
     Args:
         fragment: [T, B]
         v_tp1: values of the states reached, float32 [T, B], or several for each state [T, B, ...]
         gamma: discount factor per step
-        n_steps: largest number of steps whose rewards are summed before a value; fewer at ends
-        bonus: what is paid in the states reached besides their values, float32 [T, B]
+        n_steps: largest number of rewards that are summed before a value; fewer where an episode or the fragment ends
+        bonus: bonuses of the states reached, in addition to their values, float32 [T, B]
     """
     rew, over, discount = fragment.state.rew[1:], fragment.term[1:] | ~fragment.valid, gamma * ~fragment.term[1:]
     if bonus is not None: rew = rew + discount * bonus.masked_fill(over, 0.)
@@ -113,17 +113,17 @@ def td_loss(fragment: Fragment, actor: Any, target: Any, penalty: Callable, *, m
             double: bool = False, n_steps: int = 1, burn_in: int = 0, weight: Tensor | None = None) -> tuple[Tensor, dict, Tensor]:
     """`(loss, metrics, errors)`: loss `mean[weightₜ penalty(Gₜ, Q(sₜ, aₜ))]` over valid rows, and `errors` `[T, B]`.
 
-    The errors are the means of `Gₜ - Q(sₜ, aₜ)`. See `td` for the options, and for what is raised.
+    The errors are the means of `Gₜ - Q(sₜ, aₜ)`. See `td` for the options and the errors.
 
     Args:
         fragment: [T, B]
         actor: its `method(state, hx)` gives `(values [T, B, n_actions, ...], hx)`
         target: an older copy of `actor`, which values the states that were reached; None: `actor`
         penalty: `penalty(goal, value) -> [T, B]` for tensors [T, B, ...], which are 0 where a row is not valid
-        method: what the networks are asked for
+        method: name of the networks' method that gives the values
         gamma: discount factor per step
-        double: `actor` chooses the best action there, and `target` values it
-        n_steps: largest number of steps whose rewards are summed before a value; fewer at ends
+        double: `actor` chooses the best next action, and `target` values it
+        n_steps: largest number of rewards that are summed before a value; fewer where an episode or the fragment ends
         burn_in: number of first rows that only build up the memory and are not trained on
         weight: importance weights of prioritised replay, float32 [B] or [T, B]
     """
@@ -156,10 +156,10 @@ def td(fragment: Fragment, actor: Any, target: Any = None, *, gamma: float = 0.9
 
         Gₜ = rₜ₊₁ + γ rₜ₊₂ + ... + γᵐ Q̂(sₜ₊ₘ, a*),    a* = argmaxₐ Q̂(sₜ₊ₘ, a),   or argmaxₐ Q(sₜ₊ₘ, a) if `double`
 
-    `Q̂` is `target`, without gradients. `m` is `n_steps`, or less where an episode or the fragment ends. A terminal state is worth 0;
-    where an episode was truncated the true last observation is valued, with the memory of that moment. With
-    `n_steps > 1` there is no correction for actions of another policy. With `huber`, errors beyond it count
-    `huber (2 |error| - huber)` instead of their square. Errors are 0 where a row is not trained on.
+    `Q̂` is `target`, without gradients. `m` is `n_steps`, or less where an episode or the fragment ends. The value of a terminal state
+    is 0. At a truncation, the value is that of the true last observation, with the memory of that moment. With `n_steps > 1` there is
+    no correction for actions of another policy. With `huber`, the penalty of a larger error is `huber (2 |error| - huber)` instead of
+    its square. Errors are 0 where a row is not trained on.
 
     Sources: Watkins 1989, *Learning from delayed rewards*; Mnih et al. 2015, https://doi.org/10.1038/nature14236 (target network);
     van Hasselt, Guez, Silver 2015, https://arxiv.org/abs/1509.06461 (double); Hessel et al. 2017, https://arxiv.org/abs/1710.02298
@@ -170,8 +170,8 @@ def td(fragment: Fragment, actor: Any, target: Any = None, *, gamma: float = 0.9
         actor: `values(state, hx) -> (q [T, B, n_actions], hx)`, see `QPolicy`; actions count from its `start`, or 0
         target: an older copy of `actor`, which values the states that were reached; None: `actor`
         gamma: discount factor per step
-        double: `actor` chooses the best action there, and `target` values it
-        n_steps: largest number of steps whose rewards are summed before a value; fewer at ends
+        double: `actor` chooses the best next action, and `target` values it
+        n_steps: largest number of rewards that are summed before a value; fewer where an episode or the fragment ends
         burn_in: number of first rows that only build up the memory and are not trained on
         weight: importance weights of prioritised replay, float32 [B] or [T, B]
         huber: errors beyond this limit count linearly; None: all errors are squared

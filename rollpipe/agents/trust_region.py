@@ -91,10 +91,10 @@ def step_size(max_kl: float, curvature: float) -> float:
 
 # %% ../../nbs/agents/02_trust_region.ipynb #bbbb6441
 class LineSearch(NamedTuple):
-    """Outcome of `backtrack_line_search`; the numbers belong to the parameters it leaves in place.
+    """Outcome of `backtrack_line_search`; the numbers are those of the parameters that it leaves in place.
 
     `status` is `'accepted'`, or why the last trial was not: `'no improvement'`, `'KL too large'`, `'non-finite'`, or
-    `'no expected improvement'` if none was made.
+    `'no expected improvement'` if there was no trial.
 
     Args:
         theta: [D] the accepted parameters, or the initial ones

@@ -32,7 +32,7 @@ def timeshift(state: Any, shift: int = 1) -> tuple[Any, Any]:
 
 # %% ../../nbs/agents/03_unroll.ipynb #dffa5bad
 def without_terminal_obs(fragment: Fragment) -> Fragment:
-    "The fragment without the last observations of terminated episodes. What follows them is worth 0, so they need not be asked about."
+    "The fragment without the last observations of terminated episodes. No network is asked for them, because their value is 0."
     final = fragment.final
     if not len(final.t) or not (over := fragment.term[final.t + 1, final.b]).any(): return fragment
     return fragment._replace(final=nested.getitem(final, ~over))
@@ -77,7 +77,7 @@ def spliced(fragment: Fragment) -> tuple[State, Tensor]:
 # %% ../../nbs/agents/03_unroll.ipynb #9fc787eb
 @torch.no_grad()
 def answers_reached(net: Callable[[State, Any], Any], fragment: Fragment) -> Any:
-    """The outputs of `net` `[T, B, ...]`, without gradients, for the states that the steps led to, with the memory it has there.
+    """The outputs of `net` `[T, B, ...]`, without gradients, for the states that the steps led to, with its memory at that time.
 
     Args:
         net: `net(state [T, B, ...], hx)` returns nested outputs [T, B, ...]

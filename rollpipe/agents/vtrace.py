@@ -20,7 +20,7 @@ from ..pipes.returns import discounted_returns
 
 # %% ../../nbs/agents/21_vtrace.ipynb #f99af67d
 class VTrace(ActorCriticLearner):
-    """Actor-critic with V-trace targets, as in IMPALA: one step on every fragment, of whatever age.
+    """Actor-critic with V-trace targets, as in IMPALA: one step on every fragment, however old it is.
 
     Source: Espeholt et al. 2018, "IMPALA: Scalable Distributed Deep-RL with Importance Weighted Actor-Learner Architectures",
     https://arxiv.org/abs/1802.01561; here with Adam.
@@ -42,7 +42,7 @@ class VTrace(ActorCriticLearner):
         self.trace = dict(gamma=self.options.gamma, lam=lam, rho_clip=rho_clip, c_clip=c_clip)
 
     def batch_needs(self) -> tuple[str, ...]:
-        "What a batch must have: no advantages and value targets, which are made here."
+        "What a batch must have. It needs no advantages and value targets, because they are computed here."
         return 'logp',
 
     def explained(self, batch: Fragment) -> dict:
@@ -50,7 +50,7 @@ class VTrace(ActorCriticLearner):
         return {}
 
     def tell_critic(self, batch: Fragment) -> None:
-        "Update the critic's normalisers, the one of returns with `returns`."
+        "Update the critic's normalisers; that of the returns gets `returns(batch)`."
         if self.critic is not None: super().tell_critic(batch._replace(ret=self.returns(batch)))
 
     def loss(self, batch: Fragment) -> tuple:
@@ -59,7 +59,7 @@ class VTrace(ActorCriticLearner):
                                    c_entropy=self.options.c_entropy)
 
     def returns(self, batch: Fragment) -> torch.Tensor:
-        "Discounted returns `[T, B]`, completed by the critic, for a critic that keeps the scale of the returns."
+        "Discounted returns `[T, B]`, bootstrapped by the critic. They update the scale of the returns, if the critic has one."
         _, v_tp1 = values(batch, self.critic)
         discount = self.options.gamma * ~batch.term[1:]
         return discounted_returns(batch.state.rew[1:], discount, v_tp1[-1], batch.state.fin[1:], v_tp1)

@@ -23,7 +23,7 @@ from ..pipes.modules import EvalMode
 
 # %% ../../nbs/layers/00_acting.ipynb #ae08febd
 class ActingState(NamedTuple):
-    """What `predict` must know of the step before, for `n` environments.
+    """The information about the previous step that `predict` needs, for `n` environments.
 
     Args:
         stepno: int64 [1, n]: number of the last step within its episode
@@ -78,30 +78,30 @@ def _check_state(state, n):
 # %% ../../nbs/layers/00_acting.ipynb #aa1bba1f
 class Predicts:
     "Mixin of `Actor`: act without a pipeline."
-    observation_space: Any = None    # the spaces of one environment; `for_env` sets both
+    observation_space: Any = None    # the spaces of a single environment; `for_env` sets both
     action_space: Any = None
     uses_past: bool
-    parameters: Callable             # these are the actor's
+    parameters: Callable             # a method of the actor
     reset: Callable
 
     def predict(self: Any, obs: Any, state: ActingState | None = None, deterministic: bool = True, *, episode_start: Any = False,
                 reward: Any = None) -> tuple:
         """The action for an observation, in evaluation mode and without gradients.
 
-        Stable-Baselines3 users know it. Actors without `draw_noise` are asked as they are, also if `deterministic`.
+        It works like `predict` of Stable-Baselines3. For actors without `draw_noise`, `deterministic` makes no difference.
 
         Args:
             obs: observation of one environment, or of `n` [n, ...], as gymnasium returns it
-            state: what the call for the step before returned; None: episodes begin
+            state: state that the previous call returned; None: new episodes begin
             deterministic: no noise, the most likely action
-            episode_start: bool, or bools [n]: where a new episode begins, so that `state` does not count
-            reward: reward of the step before [n]; only for actors that look at it
+            episode_start: bool, or bools [n]: where a new episode begins; `state` is ignored there
+            reward: reward of the previous step [n]; only for actors that use it
 
         Returns:
-            tuple: (action, state): the action as `env.step` takes it, clipped to its bounds; what the next call gets
+            tuple: (action, state): the action as `env.step` takes it, clipped to its bounds, and the state for the next call
 
         Raises:
-            ActorError: the actor knows no spaces, or it looks at the last reward, which is missing.
+            ActorError: the actor has no spaces, or it uses the last reward, which is missing.
             DataError: the observation does not fit its space, or `state` or `reward` does not fit the observation; names the leaf.
                 `EnvError` for integers that do not fit.
         """

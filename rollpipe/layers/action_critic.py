@@ -33,7 +33,7 @@ class StackedMLP(nn.Module):
         n_in: size of the last input dimension
         hidden: sizes of the hidden layers
         n_out: number of outputs
-        activation: of the hidden layers, see `activation_for`
+        activation: activation after each hidden layer, see `activation_for`
     """
     _modules: dict[str, Any]
 
@@ -52,11 +52,11 @@ class StackedMLP(nn.Module):
         """The outputs `[k, N, n_out]`, or those of the first `n` perceptrons.
 
         Args:
-            n: number of perceptrons that are asked, the first ones; None: all
+            n: number of perceptrons that are evaluated, from the first on; None: all
         """
         weights, biases = (list(self._modules[name]._parameters.values()) for name in ('weights', 'biases'))
         activation = self._modules['activation'].forward
-        # A processor computes large layers faster one by one. Small ones would cost more by their number.
+        # A CPU computes large layers faster one by one. For small layers, the overhead of the additional calls costs more than that saves.
         if x.is_cpu and len(x) * biases[0].shape[-1] >= 2 ** 15:
             layers = zip(*(zip(w.unbind()[:n], b.unbind()[:n]) for w, b in zip(weights, biases)))
             return torch.stack([_run(x, one, activation, torch.addmm) for one in layers])
@@ -84,7 +84,7 @@ class ActionCritic(Observer):
         normalize: normalise observations by their running mean and standard deviation
         activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
         n_critics: number of networks; the smallest of their values counts
-        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
+        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple = (256, 256), normalize: bool = False,
                  activation: str | type = 'relu', n_critics: int = 2, encoder: dict | Callable | None = None):
@@ -108,7 +108,7 @@ class ActionCritic(Observer):
         """The values `[n_critics, *lead]`, or those of the first `n` networks.
 
         Args:
-            n: number of networks that are asked, the first ones; None: all
+            n: number of networks that are evaluated, from the first on; None: all
         """
         features, position = self.features(obs), self.box.position(act)
         lead = features.shape[:-1]

@@ -59,15 +59,15 @@ class Actor(Predicts, torch.nn.Module):
     infos, such as log-probabilities, need not be reported at every step: an optional `complete(act, info) -> info` adds them for a
     whole fragment in one call.
 
-    Whoever collects asks the actor in evaluation mode, whatever mode it is in; afterwards it is in its own mode again. An actor does not
-    change itself while it answers, because its copies in worker processes would not agree. `Lanes` and workers raise `ActorError` if a
-    parameter or buffer changes, and warn if another attribute does, which may be a random generator. What an actor remembers belongs in
-    `hx`. What a learner changes reaches the workers if it is a parameter or a buffer.
+    During collection the actor is in evaluation mode; afterwards its former mode is restored. An actor must not change itself while
+    it acts, because its copies in worker processes would differ. `Lanes` and workers raise `ActorError` if a parameter or buffer
+    changes. They warn if another attribute changes, which may be a random generator. The memory of an actor belongs in `hx`.
+    Changes that a learner makes reach the workers only if they are in parameters or buffers.
 
-    With ONNX Runtime, what else an actor reads is a constant of its graph, and is compared before rows are collected: attributes,
-    those of its classes and of objects that it holds, the globals and closures of its functions, and containers down to three
-    levels. After a change there is a new graph, and the log says so. A change of a file, of an environment variable, of what is
-    imported within a function, or of a library's constant is not seen. What changes belongs in a buffer.
+    With ONNX Runtime, everything else that an actor reads is a constant of its graph. Changes are looked for before rows are collected:
+    in its attributes, those of its classes and of objects that it holds, the globals and closures of its functions, and containers
+    down to three levels. After a change a new graph is made, and the log says so. A change of a file, an environment variable, an
+    import within a function, or a library's constant is not noticed. Values that change belong in a buffer.
 
     Raises `TypeError` at class creation if `forward`, `step` or `reset` do not have the expected signature.
     """

@@ -46,7 +46,7 @@ class BoundedActor(Observer, ForSpaces, Actor):
         return self.trunk.n_out
 
     def hidden_features(self, obs: Any) -> Tensor:
-        "What the hidden layers make of observations `[*lead, ...]`: `[*lead, n]`."
+        "The last hidden layer's output `[*lead, n]` for observations `[*lead, ...]`."
         return self._modules['trunk'].forward(self.features(obs))
 
     def position(self, features: Tensor, noise: Tensor | None) -> Tensor:
@@ -62,7 +62,7 @@ class BoundedActor(Observer, ForSpaces, Actor):
         return self.box.forward(at), (), {}
 
     def _shaped(self, x: Tensor) -> Tensor:
-        "`[*lead, n]` as `[*lead, *shape]`."
+        "Reshape `[*lead, n]` to `[*lead, *shape]`."
         shape = self.box.shape
         return x if len(shape) == 1 else x.unflatten(-1, shape) if shape else x.squeeze(-1)
 
@@ -78,7 +78,7 @@ class SquashedPolicy(BoundedActor):
         hidden: sizes of the hidden layers
         normalize: normalise observations by their running mean and standard deviation
         activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
+        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple = (256, 256), normalize: bool = False,
                  activation: str | type = 'relu', encoder: dict | Callable | None = None):
@@ -119,7 +119,7 @@ class DeterministicPolicy(BoundedActor):
         normalize: normalise observations by their running mean and standard deviation
         activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
         explore_std: deviation of the noise while exploring; 1 is half the range of the action
-        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
+        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple = (256, 256), normalize: bool = False,
                  activation: str | type = 'relu', explore_std: float = 0.1, encoder: dict | Callable | None = None):
@@ -136,6 +136,6 @@ class DeterministicPolicy(BoundedActor):
         return at if noise is None else torch.addcmul(at, self._buffers['explore_std'], noise).clamp(-1, 1)
 
     def act(self, obs: Any, shift: Tensor | None = None) -> Tensor:
-        "Actions `[*lead, *shape]` for observations `[*lead, ...]`, with gradients. `shift` moves their positions."
+        "Actions `[*lead, *shape]` for observations `[*lead, ...]`, with gradients. `shift` is added to the positions in the unit box."
         at = self.position(self.hidden_features(obs), None)
         return self.box.forward(at if shift is None else (at + shift).clamp(-1, 1))

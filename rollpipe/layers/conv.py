@@ -71,7 +71,7 @@ class ConvTrunk(nn.Module):
         lead = obs.shape[:obs.ndim - len(self.shape)]
         x = obs.reshape(-1, *self.shape)
         if self.channels_last: x = x.movedim(-1, -3)
-        x = x.reshape(-1, *self.planes)     # with `len(x)`, an exported network would take as many images as its example had
+        x = x.reshape(-1, *self.planes)     # not `len(x)`: an exported network would accept only the batch size of its example
         x = x.float() / 255 if x.dtype is torch.uint8 else x.float()
         for layer in self.layers: x = layer(x).relu()
         return linear(self.last, x.flatten(1)).relu().view(*lead, self.n_out)

@@ -24,8 +24,8 @@ __all__ = ['Critic']
 class Critic(Observer):
     """State values: observations `[*lead, ...]` -> float32 `[*lead]`, `ret_mean + ret_std * net(features)`.
 
-    A critic that needs more than observations has a method `inputs(obs, actor)`. It returns what the critic is called with: nested
-    tensors `[*lead, ...]`, made from observations and what the actor reported there.
+    A critic that needs more than observations has a method `inputs(obs, actor)`. It returns the argument of the critic: nested
+    tensors `[*lead, ...]`, made from the observations and the actor's reports for them.
 
     Source: van Hasselt et al. 2016, Learning values across many orders of magnitude (PopArt),
     https://arxiv.org/abs/1602.07714; here the moments are those of all returns so far.
@@ -35,7 +35,7 @@ class Critic(Observer):
         hidden: sizes of the hidden layers
         normalize: normalise observations by their running mean and standard deviation
         activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
+        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
     net: MLP
     ret_count: Tensor

@@ -18,7 +18,7 @@ __all__ = ['device_of', 'Categorical', 'GaussianParams', 'Gaussian']
 
 # %% ../../nbs/layers/04_distributions.ipynb #79102e6a
 def device_of(generator: Generator | None) -> torch.device | None:
-    "Where noise is drawn: on the device of the generator; None, torch's default, without one."
+    "The device on which noise is drawn: that of the generator. Without a generator it is None, torch's default."
     return None if generator is None else generator.device
 
 

@@ -76,7 +76,7 @@ def encoder_for(space: gym.Space, name: str = 'observation_space', *, images: st
     if isinstance(space, s.Tuple):
         return Concatenate([encoder_for(v, f'{name}[{i}]', **options) for i, v in enumerate(space.spaces)])
     if isinstance(space, (s.Discrete, s.MultiDiscrete)):
-        space_spec(space, name)     # it is not empty
+        space_spec(space, name)     # raises `SpaceError` for an empty space
         numbers = (space.shape or (), space.nvec if isinstance(space, s.MultiDiscrete) else int(space.n), space.start)
         return dict(onehot=OneHot, bits=Bits)[discrete](*numbers) if discrete != 'embed' else Embeddings(*numbers, size)
     if isinstance(space, s.MultiBinary): return Flatten(space.shape, is_normalized=True)

@@ -73,7 +73,7 @@ class GaussianHead(nn.Module):
         n_in: number of features
         shape: shape of one action
         low: lower bounds, a number or an array of `shape`; None or -inf: unbounded
-        high: upper bounds, likewise
+        high: upper bounds, a number or an array of `shape`; None or inf: unbounded
         log_std: log of the initial (or fixed) standard deviation; 0 means half the range
         std: standard deviation: 'free' (a parameter), 'fixed', or 'state' (from the features, by `ClampedStd`)
     """
@@ -163,7 +163,7 @@ def head_for(space: gym.Space, n_in: int, name: str = 'action_space', **gaussian
         return JointHead(tuple(head_for(s, n_in, f'{name}[{i}]', **gaussian) for i, s in enumerate(space.spaces)))
     if isinstance(space, gym.spaces.Discrete): return CategoricalHead(n_in, int(space.n), int(space.start))
     if isinstance(space, gym.spaces.MultiDiscrete):
-        space_spec(space, name)     # it is not empty
+        space_spec(space, name)     # raises `SpaceError` for an empty space
         n, start = (tuple(map(int, x.reshape(-1))) for x in (space.nvec, space.start))
         return MultiCategoricalHead(n_in, n, start, space.shape)
     if isinstance(space, gym.spaces.MultiBinary): return BernoulliHead(n_in, space.shape)

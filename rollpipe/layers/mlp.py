@@ -22,12 +22,12 @@ __all__ = ['ACTIVATIONS', 'check_parameters', 'check_sizes', 'orthogonal_linear'
 def check_parameters(n: int, *, pipe: Any = None, **sizes: Any) -> None:
     """Raise `DataError` if there is no memory for the parameters of a network.
 
-    Each needs four numbers of float32: itself, its gradient and the two averages of Adam. To draw orthogonal weights takes as many.
+    Each parameter needs four float32 numbers: itself, its gradient and the two averages of Adam. Drawing orthogonal weights needs as many.
 
     Args:
         n: number of parameters
-        pipe: whose they are, for the message
-        **sizes: name -> what decides how many there are, such as `hidden`
+        pipe: the object that has the parameters, for the message
+        **sizes: name -> size that determines the number of parameters, such as `hidden`
     """
     check_memory(f"{', '.join(f'{name}={x}' for name, x in sizes.items())} with {n:,} parameters", 16 * n, pipe=pipe)
 
@@ -38,7 +38,7 @@ def check_sizes(n_in: int, hidden: tuple, n_out: int | None = None, **more: int)
     Args:
         hidden: sizes of the hidden layers
         n_out: number of outputs; None: no output layer
-        **more: `k`, if there are as many perceptrons
+        **more: `k`: number of perceptrons, if there are several
     """
     for n in hidden: check_integer('size in hidden', n)
     sizes, outs = [n_in, *hidden], dict() if n_out is None else dict(n_out=n_out)
@@ -85,11 +85,11 @@ class MLP(nn.Module):
         n_in: size of the last input dimension
         hidden: sizes of the hidden layers
         n_out: number of outputs; None: no output layer, the result is the last hidden activation
-        activation: of the hidden layers, see `activation_for`
+        activation: activation after each hidden layer, see `activation_for`
         gain: gain of the output layer's initial weights, if there is an output layer
     """
     last: nn.Linear | None
-    _modules: dict[str, Any]    # `forward` looks here, because attributes of modules are slow
+    _modules: dict[str, Any]    # `forward` reads this dict, because access to a module's attributes is slow
 
     def __init__(self, n_in: int, hidden: tuple = (64, 64), n_out: int | None = None, activation: str | type = 'tanh', gain: float = 1.0):
         super().__init__()
@@ -103,7 +103,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         modules = self._modules
         activation, last, lead = modules['activation'].forward, modules['last'], None
-        # With more than two dimensions every layer would make two views, whose backward passes cost time as well.
+        # Rows as a matrix: with more dimensions, every layer would make two views, which also cost time in the backward pass.
         if torch.is_grad_enabled() and x.ndim > 2: x, lead = x.flatten(0, -2), x.shape[:-1]
         for layer in modules['hidden']._modules.values(): x = activation(linear(layer, x))
         if last is not None: x = linear(last, x)

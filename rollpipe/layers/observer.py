@@ -71,15 +71,15 @@ class Observer(nn.Module):
     def make_encoder(self, observation_space: gym.Space, normalize: bool, encoder: dict | Callable | None = None) -> int:
         """Make the encoder and the normaliser; returns the number of features.
 
-        A module that `encoder` returns has a known number of features (`n_out_of`). If it has an attribute `is_normalized` that is False,
-        the features are normalised.
+        The number of features of a module that `encoder` returns must be known (`n_out_of`). If the module has an attribute
+        `is_normalized` that is False, the features are normalised.
 
         Args:
             observation_space: see `encoder_for`
             normalize: normalise features that the encoder does not normalise
-            encoder: options of `encoder_for`, or a function from the space to a module
+            encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
         """
-        self.observation_space = copy.deepcopy(observation_space)     # environments draw from theirs
+        self.observation_space = copy.deepcopy(observation_space)     # a copy, because an environment draws from its own spaces
         self.encoder = encoder(observation_space) if callable(encoder) else encoder_for(observation_space, **_checked_options(encoder))
         n, is_normalized = n_out_of(self.encoder), getattr(self.encoder, 'is_normalized', True)
         self.register_module('obs_norm', RunningNorm(n) if normalize and not is_normalized else None)
@@ -98,7 +98,7 @@ class Observer(nn.Module):
 
 
 def _checked_options(encoder):
-    "The options of `encoder_for`. Raises `DataError` unless they are a dict of these, or None."
+    "The options for `encoder_for`. Raises `DataError` unless `encoder` is a dict of its options, or None."
     if not isinstance(encoder, (dict, type(None))):
         raise DataError("this is no encoder", leaf='encoder', expected="a dict of options, or a function from the space to a module",
                         got=repr(encoder))

@@ -30,7 +30,7 @@ class Packing(NamedTuple):
 
 
 def pack_episodes(fin: Tensor) -> Packing:
-    "Cut a fragment where `fin` `[T, B]` (bool) says that an episode begins. Row 0 always begins a piece."
+    "Cut a fragment where an episode begins: `fin` `[T, B]` (bool) is True there. Row 0 always begins a piece."
     T, B = fin.shape
     begins = fin.t().clone()
     begins[:, 0] = True

@@ -39,7 +39,7 @@ class Policy(ForSpaces, Actor):
         raise NotImplementedError(f'{type(self).__name__} must define params(obs, act, rew, fin, *, hx, stepno)')
 
     def draw_noise(self, lead: Sequence[int], generator: Generator | None = None) -> Any:
-        "Noise `[*lead, ...]` for as many actions: drawn by `dist` where the generator is, moved to the device of the policy."
+        "Noise `[*lead, ...]` for actions `[*lead, ...]`. `dist` draws it on the generator's device; it is moved to the policy's device."
         return self.to_own_device(self.dist.noise(lead, generator))
 
     def forward(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor, virtual: bool, noise: Any = None) -> tuple:
@@ -83,7 +83,7 @@ class MLPPolicy(Observer, Policy):
         activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
         std: standard deviation of Box actions: 'free', 'fixed' or 'state' (`GaussianHead`)
         log_std: log of the initial standard deviation; 0 means half the range of the action
-        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
+        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
     uses_past = False  # a subclass whose `params` looks at `act` or `rew` must set True
 

@@ -99,8 +99,8 @@ class QPolicy(Observer, EpsilonGreedy):
         duelling: separate value and advantages, each with a last hidden layer of its own
         normalize: normalise observations by their running mean and standard deviation
         activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-        epsilon: fraction of the steps with a random action; a buffer that DQN sets by eps_start
-        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
+        epsilon: fraction of the steps with a random action; a buffer that learners may change
+        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
     uses_past = False
 
@@ -136,9 +136,9 @@ class RecurrentQPolicy(RecurrentObserver, EpsilonGreedy):
         duelling: separate value and advantages, by two linear layers behind the memory
         normalize: normalise observations by their running mean and standard deviation
         activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-        epsilon: fraction of the steps with a random action; a buffer that DQN sets by eps_start
+        epsilon: fraction of the steps with a random action; a buffer that learners may change
         method: how fragments are processed: 'step', 'packed' or None (`Recurrent`)
-        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
+        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple = (64,), memory: int = 64, cell: str = 'gru',
                  layers: int = 1, span: float = 32, past: bool = False, duelling: bool = False, normalize: bool = False,

@@ -23,8 +23,8 @@ __all__ = ['QuantileHead', 'QuantilePolicy']
 class QuantileHead(nn.Module):
     """Features `[..., n_in]` -> `[..., n, n_quantiles]`, several numbers for each of `n` actions.
 
-    Duelling: the quantiles of the state's value, and of the advantages without their mean over the actions, from two networks with `hidden`
-    layers each. Source: Wang et al. 2016, https://arxiv.org/abs/1511.06581
+    If `duelling`, two networks with `hidden` layers each estimate the quantiles of the state's value and of the advantages. The mean of
+    the advantages over the actions is subtracted. Source: Wang et al. 2016, https://arxiv.org/abs/1511.06581
     """
     def __init__(self, n_in: int, n: int, n_quantiles: int, hidden: tuple = (), activation: str | type = 'relu', duelling: bool = False):
         super().__init__()
@@ -47,13 +47,13 @@ class QuantilePolicy(Observer, EpsilonGreedy):
     Args:
         observation_space: see `encoder_for`
         action_space: Discrete
-        n_quantiles: numbers that describe the return of an action
+        n_quantiles: number of quantiles that describe the return of an action
         hidden: sizes of the hidden layers; `()`: linear (a table if observations are Discrete)
         duelling: separate value and advantages, each with a last hidden layer of its own
         normalize: normalise observations by their running mean and standard deviation
         activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-        epsilon: fraction of the steps with a random action; a buffer that QRDQN sets
-        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
+        epsilon: fraction of the steps with a random action; a buffer that learners may change
+        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
     uses_past = False
 

@@ -40,7 +40,7 @@ def scan(cell: Callable, gates: tuple, sizes: list, begins: list, h: Any, *weigh
 
     Args:
         cell: cell(*gates, h, *weights) -> h for one step
-        gates: what the input contributes to the gates: tensors `[N, ...]`, the rows of all steps
+        gates: contributions of the input to the gates: tensors `[N, ...]`, the rows of all steps
         sizes: number of rows of each step; it never increases
         begins: for each step a bool tensor `[rows, 1]`, where memories are cleared before it, or None
         h: memories `[sizes[0], n]` before the first step
@@ -72,10 +72,10 @@ class Recurrent(nn.Module):
         n_in: number of features per row
         n_out: size of the memory and of the output
         layers: number of recurrent layers
-        span: number of steps for which the memory of an untrained layer lasts
+        span: number of steps for which the memory of an untrained network lasts
         method: 'step', 'packed', or None: packed if an episode begins after row 0
     """
-    module: type    # torch's module with the weights; this and the rest is what subclasses define
+    module: type    # torch's module with the weights; subclasses define this and the attributes below
     n_gates: int = 1
     init_gates: Callable
     initial: Callable
@@ -87,7 +87,7 @@ class Recurrent(nn.Module):
         super().__init__()
         if not span >= 2: raise ValueError(f"Expected span >= 2, got {span!r}")
         if method not in (None, 'step', 'packed'): raise ValueError(f"Expected method None, 'step' or 'packed', got {method!r}")
-        n = self.n_gates * check_integer('n_out', n_out, pipe=self)     # outputs of each of a layer's two maps
+        n = self.n_gates * check_integer('n_out', n_out, pipe=self)     # number of outputs of a layer's input map, and of its memory map
         more = check_integer('layers', layers, pipe=self) - 1
         check_parameters(n * (n_in + n_out + 2 + more * 2 * (n_out + 1)), pipe=self, n_out=n_out, layers=layers)
         self.rnn, self.n_out, self.layers, self.method = self.module(n_in, n_out, layers), n_out, layers, method
@@ -107,7 +107,7 @@ class Recurrent(nn.Module):
             return y.unsqueeze(0), hx
         if self.method == 'step': return self._step_by_step(x, fin, hx)
         if fin is not None and (self.method == 'packed' or fin[1:].any()): return self._packed(x, pack_episodes(fin), hx)
-        # cuDNN has no second derivatives.
+        # cuDNN has no second derivatives, which the Fisher-vector product needs.
         with torch.backends.cudnn.flags(enabled=False) if x.is_cuda and torch.is_grad_enabled() else nullcontext():
             return self.rnn(x, hx)
 

@@ -46,7 +46,7 @@ class RecurrentObserver(Observer):
         self.memory = self.cells[cell](self.trunk.n_out, memory, layers, span, method)
 
     def recurrent_features(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, hx: Any) -> tuple:
-        "What the network remembers of the states up to each row, `[T, B, memory]`, and the new recurrent state."
+        "The output of the memory at each row, `[T, B, memory]`, and the new recurrent state."
         x = self.features(obs)
         if self.uses_past:
             # Where an episode begins, "no action" differs from action 0. Large rewards are compressed to a logarithmic scale.
@@ -68,15 +68,15 @@ class RecurrentPolicy(RecurrentObserver, Policy):
         memory: size of the memory
         cell: 'gru' or 'lstm'
         layers: number of recurrent layers
-        span: number of steps for which the memory of an untrained policy lasts
-        past: the policy also sees the previous action and its reward
+        span: number of steps for which the memory of an untrained network lasts
+        past: the network also sees the previous action and its reward
         normalize: normalise observations by their running mean and standard deviation
         activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
         std: standard deviation of Box actions: 'free', 'fixed' or 'state' (`GaussianHead`)
         log_std: log of the initial standard deviation; 0 means half the range of the action
         method: how fragments are processed: 'step', 'packed' or None (`Recurrent`)
         report: report the memory, `memory` [T, B, memory], for a `MemoryCritic`
-        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
+        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple = (64,), memory: int = 64, cell: str = 'gru',
                  layers: int = 1, span: float = 32, past: bool = False, normalize: bool = True, activation: str | type = 'tanh',
@@ -110,7 +110,7 @@ class MemoryCritic(Critic):
         hidden: sizes of the hidden layers
         normalize: normalise observations by their running mean and standard deviation
         activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
+        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
     def __init__(self, observation_space: gym.Space, memory: int = 64, hidden: tuple = (64, 64), normalize: bool = True,
                  activation: str | type = 'tanh', encoder: dict | Callable | None = None):

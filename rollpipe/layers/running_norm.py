@@ -42,7 +42,7 @@ def moments(x: Tensor, event_ndim: int, valid: Tensor | None = None) -> tuple:
 
 
 def over_ranks(count: int, mean: Tensor, var: Tensor) -> tuple:
-    "The moments of the samples of all ranks; those that are given, if no others learn with this process (see `ranks`)."
+    "The moments of the samples of all ranks. Without other ranks (see `ranks`), the given moments are returned."
     if not ranks.active(): return count, mean, var
     found = [x for x in ranks.gathered(torch.stack([torch.full_like(mean, count), mean, var])) if x[0].any()]
     if not found: return count, mean, var

@@ -51,12 +51,12 @@ class SquashedGaussian:
     def sample_with_log_prob(self, params: GaussianParams, noise: Tensor) -> tuple[Tensor, Tensor]:
         "Actions `[*lead, *shape]` and their log-densities `[*lead]`, both with gradients."
         u = self.normal.sample(params, noise)
-        spread = params.log_std + 0.5 * noise.square()      # minus the log-density of `u`, but for a constant
+        spread = params.log_std + 0.5 * noise.square()      # minus the log-density of `u`, up to a constant
         logp = -self.normal._log_norm - self.normal._sum(spread + log_slope_of_tanh(u)) - self.box.log_volume
         return self.box(u.tanh()), logp
 
     def log_prob(self, params: GaussianParams, act: Tensor) -> Tensor:
-        "Log-densities `[*lead]` of actions. On a bound, where the density is not defined, that of the nearest action inside counts."
+        "Log-densities `[*lead]` of actions. On a bound, where the density is not defined, it is that of the nearest action inside."
         edge = 1 - torch.finfo(torch.float32).eps / 2
         u = self.box.position(act).clamp(-edge, edge).atanh()
         return self.normal.log_prob(params, u) - self.normal._sum(log_slope_of_tanh(u)) - self.box.log_volume

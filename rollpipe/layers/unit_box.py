@@ -27,7 +27,7 @@ def _center_and_half_range(space, owner):
     low, high = space.low.astype(np.float64), space.high.astype(np.float64)
     with np.errstate(over='ignore', invalid='ignore'):
         center, half = (low / 2 + high / 2).astype(np.float32), (high / 2 - low / 2).astype(np.float32)
-        # Numbers >= 0 are in the order of their bits, so a bisection of the bits finds the largest half range that fits.
+        # Floats >= 0 have the order of their bits read as integers, so bisection of these finds the largest half range that fits.
         fitting, tried = np.zeros_like(half).view(np.int32), half.view(np.int32)
         for _ in range(32):
             middle = tried - (tried - fitting) // 2
@@ -45,12 +45,12 @@ def _center_and_half_range(space, owner):
 class UnitBox(nn.Module):
     """The affine map from the cube from -1 to 1 to a bounded Box: positions `[*lead, *shape]` -> actions `[*lead, *shape]`, float32.
 
-    No position has an action beyond the bounds. `log_volume` float32 `[]` is the log of the factor by which the map enlarges volumes.
+    No position maps to an action beyond the bounds. `log_volume` float32 `[]` is the log of the factor by which the map enlarges volumes.
     Raises `SpaceError` unless each component has two finite bounds.
 
     Args:
         space: the action space
-        owner: whose actions they are, for messages
+        owner: name of the object that has these actions, for messages
     """
     center: Tensor
     half_range: Tensor

@@ -20,10 +20,10 @@ __all__ = ['Settings', 'presets_of', 'preset_for', 'settings_in']
 
 # %% ../../nbs/presets/01_choice.ipynb #4a4d9173
 class Settings(NamedTuple):
-    """What a preset or a file says.
+    """The content of a preset or of a file.
 
     Args:
-        name: of the preset; None: no preset, or a file
+        name: name of the preset; None: no preset, or a file
         values: option of the algorithm or of the run -> value
         env_kwargs: keyword arguments for `gymnasium.make`
     """
@@ -33,7 +33,7 @@ class Settings(NamedTuple):
 
 
 def presets_of(algorithm: str) -> dict:
-    """The presets of an algorithm, which are none if the package has no file for it.
+    """The presets of an algorithm; empty if the package has no file for it.
 
     Args:
         algorithm: name of an algorithm
@@ -46,7 +46,7 @@ def presets_of(algorithm: str) -> dict:
 
 
 def _first(tables: dict, env: str, env_kwargs: dict | None) -> str | None:
-    "The name of the first table that the environment belongs to, the one with its own name before families; its actions must fit, too."
+    "The name of the first table for the environment and its kind of actions. A table named after it comes before families of environments."
     names = sorted((name for name in tables if belongs_to(env, name, tables[name])), key=lambda name: name != env.rpartition(":")[2])
     for name in names:
         wanted = tables[name].get("actions")
@@ -54,13 +54,13 @@ def _first(tables: dict, env: str, env_kwargs: dict | None) -> str | None:
 
 
 def preset_for(algorithm: str, env: str, env_kwargs: dict | None, name: str, known: Iterable[Option]) -> Settings:
-    """The preset of an algorithm. Raises `DataError` for a name that it does not have, or one for another kind of action space.
+    """The preset of an algorithm. Raises `DataError` for an unknown name, or for a preset for another kind of action space.
 
     Args:
         algorithm: name of an algorithm
         env: gymnasium id
         env_kwargs: keyword arguments for `gymnasium.make`
-        name: auto (the one for the environment), none, or the name of a preset
+        name: auto (the preset for the environment), none, or the name of a preset
         known: the options that may be set
     """
     tables = presets_of(algorithm) if name != "none" else {}
@@ -76,13 +76,13 @@ def preset_for(algorithm: str, env: str, env_kwargs: dict | None, name: str, kno
 
 # %% ../../nbs/presets/01_choice.ipynb #cc6c4847
 def settings_in(path: str | Path, algorithm: str, env: str, env_kwargs: dict | None, known: Iterable[Option]) -> Settings:
-    """What a file says about an environment. Raises `DataError`, which names the file and what is wrong in it.
+    """The settings in a file for an environment. Raises `DataError`, which names the file and the problem.
 
     Args:
         path: a TOML file, or the `config.json` of a run
         algorithm: name of an algorithm
         env: gymnasium id
-        env_kwargs: keyword arguments for `gymnasium.make`, which may decide about the kind of action space
+        env_kwargs: keyword arguments for `gymnasium.make`, on which the kind of action space may depend
         known: the options that may be set
     """
     known, values = list(known), read_table(path)
@@ -91,13 +91,13 @@ def settings_in(path: str | Path, algorithm: str, env: str, env_kwargs: dict | N
     about = {name: values.pop(name, {}) for name in ("options", "env_kwargs", "versions")}
     _check_dicts(path, about)
     _check_imports(path, values.pop("imports", []))
-    if about["versions"]: values.pop("ranks", None)  # the number of ranks is no option, as it is for the launcher to say
+    if about["versions"]: values.pop("ranks", None)  # the number of ranks is not an option: the launcher sets it
     own = {name: x for name, x in values.items() if name not in ("algorithm", "env", "of_preset")
-           and (name, x) != ("preset", None)}  # a run without a preset says so
+           and (name, x) != ("preset", None)}  # the configuration of a run without a preset has "preset": null
     tables = tables_in(own, known)
     of_table = {name: check_table(name, table, known, str(path)) for name, table in tables.items()}
     found = checked({**{name: x for name, x in own.items() if name not in tables}, **about["options"]}, known, str(path))
-    if about["options"] and about["versions"]: found["preset"] = "none"  # the configuration of a run is complete
+    if about["options"] and about["versions"]: found["preset"] = "none"  # the configuration of a run is complete without a preset
     name = _first(tables, env, {**about["env_kwargs"], **(env_kwargs or {})})
     if name is None and (not (found or about["env_kwargs"]) or any(belongs_to(env, name, table) for name, table in tables.items())):
         raise DataError(f"{path}: has nothing for {env}", expected="a table for it and its actions, or options for all environments",
@@ -111,6 +111,6 @@ def _check_dicts(path, tables):
 
 
 def _check_imports(path, modules):
-    "A file alone cannot make us import a module."
+    "Raise `DataError` if a module is not yet imported. For safety, a file alone must not import one."
     missing = [str(module) for module in modules if module not in sys.modules] if isinstance(modules, list) else [repr(modules)]
     if missing: raise DataError(f"{path}: its run needs a module", expected=" ".join(f"--import {module}" for module in missing))

@@ -19,7 +19,7 @@ __all__ = ['read_table', 'checked', 'tables_in', 'belongs_to', 'kind_of_actions'
 
 # %% ../../nbs/presets/00_files.ipynb #deaad5a0
 def read_table(path: str | Path) -> dict:
-    """What is in a file, as nested dicts. Raises `DataError` for one that is not there, or cannot be read; it names the line.
+    """The content of a file, as nested dicts. Raises `DataError` if the file is missing or cannot be read; the error names the line.
 
     Args:
         path: a TOML file, or a JSON file such as the `config.json` of a run
@@ -33,7 +33,7 @@ def read_table(path: str | Path) -> dict:
     try:
         text = path.read_bytes().decode()
         found = json.loads(text) if kind == "JSON" else _toml(text)
-        json.dumps(found, default=str, ensure_ascii=False).encode()    # JSON may name half of a character, which no file can hold
+        json.dumps(found, default=str, ensure_ascii=False).encode()    # refuse half a surrogate pair, which JSON allows and UTF-8 does not
     except UnicodeDecodeError as e: raise DataError(f"{path}: not a text in UTF-8", expected=f"a file of {kind}", got=str(e)) from None
     except ValueError as e: raise DataError(f"{path}: not {kind} ({e})") from None
     except RecursionError: raise DataError(f"{path}: nested too deep, in line {_deepest_line(text)}") from None
@@ -58,12 +58,12 @@ def _toml(text: str) -> dict:
 
 # %% ../../nbs/presets/00_files.ipynb #fcc17089
 def checked(values: dict, known: Iterable[Option], where: str) -> dict:
-    """Values that the options can have. Raises `DataError` for another name, with the nearest ones, and for another kind of value.
+    """Check values of options. Raises `DataError` for an unknown name, with similar names, and for a wrong kind of value.
 
     Args:
         values: name -> value
         known: the options that may be set
-        where: what the message begins with, such as the file
+        where: beginning of the message, such as the file
 
     Returns:
         dict: the same, with None for "none" where an option may be None
@@ -85,7 +85,7 @@ def tables_in(values: dict, known: Iterable[Option]) -> dict:
 
     Args:
         values: see `read_table`
-        known: the options of the file; one of them may be a dict, and is no table
+        known: the options of the file; an option with a dict as value is not a table
 
     Returns:
         dict: name -> table
@@ -95,30 +95,30 @@ def tables_in(values: dict, known: Iterable[Option]) -> dict:
 
 
 def belongs_to(env: str, name: str, table: dict) -> bool:
-    """Whether a table is for this environment, by its name or by its `envs`.
+    """Whether a table is for this environment, according to the table's name or its `envs`.
 
     Args:
-        env: gymnasium id; a module before it counts for nothing
-        name: of the table
+        env: gymnasium id; a module before it is ignored
+        name: name of the table
     """
     env = env.rpartition(":")[2]
     return env == name or any(fnmatch.fnmatchcase(env, pattern) for pattern in table.get("envs", ()))
 
 
 def kind_of_actions(env: str, env_kwargs: dict | None) -> str:
-    "The class of an environment's action space, such as `Discrete`. The environment is made for this."
+    "The class of an environment's action space, such as `Discrete`. The environment is made to find out."
     return type(spaces_of(env, env_kwargs)[1]).__name__
 
 
 def check_table(name: str, table: dict, known: Iterable[Option], where: str) -> dict:
-    """The options that a table sets. Raises `DataError` for what is wrong in it.
+    """The options that a table sets. Raises `DataError` for a table with a mistake.
 
     Args:
         known: the options that may be set
-        where: what the message begins with, such as the file
+        where: beginning of the message, such as the file
 
     Returns:
-        dict: the values alone
+        dict: the values, without `envs` and `actions`
     """
     envs, actions = table.get("envs", []), table.get("actions", "")
     if not isinstance(envs, list) or not all(isinstance(env, str) for env in envs):

@@ -39,18 +39,18 @@ def kinds_for(algorithm: str) -> list:
 
 def _can_be_built(policy, space):
     try: policy.for_env((Box(-1., 1., (1,)), space), seed=0)
-    except Exception: return False      # a policy of another package may fail in any way
+    except Exception: return False      # a policy of another package may raise any error
     return True
 
 # %% ../../nbs/presets/02_listing.ipynb #747f3d5c
-QUICK = ("gymnasium.envs.classic_control.", "gymnasium.envs.toy_text.")
+QUICK = ("gymnasium.envs.classic_control.", "gymnasium.envs.toy_text.")    # quick to make, so their action spaces are looked up
 NEEDS = {"gymnasium.envs.mujoco.": ("mujoco", "rollpipe[mujoco]"), "gymnasium.envs.box2d.": ("Box2D", "rollpipe[box2d]"),
          "gymnasium.envs.phys2d.": ("jax", "jax"), "gymnasium.envs.tabular.": ("jax", "jax"), "ale_py.": ("ale_py", "rollpipe[atari]")}
-BOX_OF_BOX2D = ("LunarLanderContinuous", "BipedalWalker", "BipedalWalkerHardcore", "CarRacing")
+BOX_OF_BOX2D = ("LunarLanderContinuous", "BipedalWalker", "BipedalWalkerHardcore", "CarRacing")   # all others have Discrete actions
 
 
 def latest() -> list:
-    "The last version of each environment of gymnasium's registry, without the placeholders for those of other packages."
+    "The last version of each environment in gymnasium's registry, without placeholders for environments of other packages."
     last = {}
     for spec in registry.values():
         if getattr(spec.entry_point, "__name__", "").startswith("_raise"): continue
@@ -60,7 +60,7 @@ def latest() -> list:
 
 
 def actions_of(spec: EnvSpec) -> str:
-    "The kind of an environment's action space; `?` if it takes too long to find out, or cannot be found out here."
+    "The kind of an environment's action space; `?` if it is unknown: to find out would take too long, or failed."
     module = str(spec.entry_point)
     if module.startswith("gymnasium.envs.mujoco."): return "Box"
     if module.startswith("ale_py."): return "Discrete"
@@ -71,28 +71,28 @@ def actions_of(spec: EnvSpec) -> str:
 
 
 def missing_for(spec: EnvSpec) -> str:
-    "What has to be installed for an environment; empty if nothing is known to be missing."
+    "The package that must be installed for an environment; empty if no package is known to be missing."
     package, extra = next((x for start, x in NEEDS.items() if str(spec.entry_point).startswith(start)), ("", ""))
     return extra if package and find_spec(package) is None else ""
 
 # %% ../../nbs/presets/02_listing.ipynb #36e89802
 def _rows(rows: list) -> list:
-    "Lines with the cells of each column one below the other; the last column is as it is."
+    "Lines of a table with aligned columns. The last column is not padded."
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)] if rows else []
     return ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[-1]]).rstrip() for row in rows]
 
 
 def algorithm_lines() -> list:
-    "Each algorithm with the kinds of actions that it can learn, and what it is."
+    "Each algorithm with its description and the kinds of actions that it can learn."
     def about(algorithm): return (algorithm.learner.__doc__ or "").strip().split("\n")[0]
     return _rows([(name, ", ".join(kinds_for(name)), about(algorithm)) for name, algorithm in ALGORITHMS.items()])
 
 
 def env_lines(algorithm: str | None = None) -> list:
-    """Each environment with its kind of actions, and what it needs.
+    """Each environment with its kind of actions, and the package that it lacks.
 
     Args:
-        algorithm: only those that this one can learn, and those of which that is not known
+        algorithm: only environments that this algorithm can learn, or whose actions are unknown
     """
     kinds = [*kinds_for(algorithm), "?"] if algorithm else None
     found = [(spec, actions_of(spec)) for spec in latest()]
@@ -101,10 +101,10 @@ def env_lines(algorithm: str | None = None) -> list:
 
 
 def preset_lines(algorithm: str | None = None) -> list:
-    """Each preset with the environments that it is for, and what it sets.
+    """Each preset with its environments and its settings.
 
     Args:
-        algorithm: only those of this one
+        algorithm: only presets of this algorithm
     """
     found = [(name, preset, table) for name in ([algorithm] if algorithm else ALGORITHMS)
              for preset, table in presets_of(name).items()]
@@ -113,7 +113,7 @@ def preset_lines(algorithm: str | None = None) -> list:
 
 
 def option_lines(algorithm: str, known: list) -> list:
-    """Each option with what it may be, its default and its meaning.
+    """Each option with its kinds of values, its default and its meaning.
 
     Args:
         known: `Option`s of a run, which every algorithm has
@@ -123,7 +123,7 @@ def option_lines(algorithm: str, known: list) -> list:
 
 # %% ../../nbs/presets/02_listing.ipynb #c37c2a3f
 def list_command(args: Namespace, run_options: list) -> None:
-    "Print one of the lists. Raises `DataError` for an unknown algorithm, or if there is none where one is needed."
+    "Print one of the lists. Raises `DataError` for an unknown algorithm, or if a list needs an algorithm and none is given."
     load_plugins()
     if args.of is not None: options_for(args.of)
     if args.of is None and args.what == "options": raise DataError("options of which algorithm?", expected=", ".join(ALGORITHMS))

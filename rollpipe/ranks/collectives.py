@@ -22,8 +22,8 @@ from ..pipes.errors import DataError, WorkerError, describe
 from .launch import process_group
 
 # %% ../../nbs/18_ranks/01_collectives.ipynb #3ef83dcb
-_group: list = []      # the process group of the present block `distributed`, as its only element; empty outside
-_looked: list = []     # True if the first batches of this block were looked at
+_group: list = []      # the process group inside a block `distributed`, as the only element; empty outside
+_looked: list = []     # [True] after the first batches of this block have been checked for copies
 
 def active() -> bool:
     "Does this process learn together with other ranks at the moment?"
@@ -31,12 +31,12 @@ def active() -> bool:
 
 
 def rank() -> int:
-    "The number of this process among those that it learns with; 0 if it learns alone."
+    "The rank of this process; 0 if it learns alone."
     return dist.get_rank(_group[0]) if _group else 0
 
 
 def span(n: int) -> tuple:
-    """`(total, mine)`: the number of columns of the joined batch, and the slice of this rank's.
+    """`(total, mine)`: the number of columns of the joined batch, and the slice of this rank's columns.
 
     Args:
         n: number of columns of each rank
@@ -45,7 +45,7 @@ def span(n: int) -> tuple:
 
 # %% ../../nbs/18_ranks/01_collectives.ipynb #e30470f9
 def _call(collective: Callable, *args: Any) -> None:
-    "A call in which all ranks take part. `WorkerError` if one of them has ended."
+    "Call a collective, in which all ranks take part. Raises `WorkerError` if one of them has ended."
     try: collective(*args, group=_group[0])
     except RuntimeError as error:
         raise WorkerError(f"rank {dist.get_rank(_group[0])}: another rank has ended, or has not answered in time; its own message says why",
@@ -53,7 +53,7 @@ def _call(collective: Callable, *args: Any) -> None:
 
 # %% ../../nbs/18_ranks/01_collectives.ipynb #a0629f75
 def totals(*xs: Tensor) -> tuple:
-    "The sum over ranks of each of several tensors of one dtype, by one call."
+    "The sums over ranks of several tensors of the same dtype, by a single collective call."
     if not _group: return xs
     flat = torch.cat([x.detach().reshape(-1) for x in xs])
     _call(dist.all_reduce, flat)
@@ -65,7 +65,7 @@ def total(x: Tensor) -> Tensor:
 
 # %% ../../nbs/18_ranks/01_collectives.ipynb #092d6540
 def gathered(x: Tensor) -> list:
-    "`x` of each rank, in the order of the ranks. All have one shape."
+    "A list with the tensor `x` of each rank, in the order of the ranks. The shapes must be equal."
     if not _group: return [x]
     found = [torch.empty_like(x) for _ in range(dist.get_world_size(_group[0]))]
     _call(dist.all_gather, found, x.contiguous())
@@ -73,7 +73,7 @@ def gathered(x: Tensor) -> list:
 
 
 def gathered_objects(x: Any) -> list:
-    "`x` of each rank, in the order of the ranks; anything that can be pickled."
+    "A list with the object `x` of each rank, in the order of the ranks. Pickle must support the objects."
     if not _group: return [x]
     found: list = [None] * dist.get_world_size(_group[0])
     _call(dist.all_gather_object, found, x)
@@ -81,11 +81,11 @@ def gathered_objects(x: Any) -> list:
 
 # %% ../../nbs/18_ranks/01_collectives.ipynb #05b1283a
 def add_gradients(params: list, loss: Tensor) -> Tensor:
-    """Replace the gradients by their sums over ranks, and return that of `loss`. A parameter without gradient in all ranks has none.
+    """Replace the gradients by their sums over ranks, and return the sum of `loss`. A gradient stays None if it is None in all ranks.
 
     Args:
-        params: with the gradients of this rank
-        loss: 0-dim: this rank's part
+        params: parameters with the gradients of this rank
+        loss: this rank's part of the loss, 0-dim
     """
     if not _group or not params: return loss.detach()
     has = torch.tensor([p.grad is not None for p in params], dtype=loss.dtype, device=loss.device)
@@ -95,7 +95,7 @@ def add_gradients(params: list, loss: Tensor) -> Tensor:
 
 # %% ../../nbs/18_ranks/01_collectives.ipynb #874c834e
 def places(valid: Tensor) -> tuple:
-    """`(place, n)`: the number of each of this rank's valid rows among the `n` valid rows of the joined batch, int64 `[T, B]`.
+    """`(place, n)`: index of each valid row of this rank among the `n` valid rows of the joined batch, int64 `[T, B]`.
 
     Args:
         valid: bool [T, B]: which rows of this rank count
@@ -106,11 +106,11 @@ def places(valid: Tensor) -> tuple:
 
 # %% ../../nbs/18_ranks/01_collectives.ipynb #c84eecfb
 def spread(x: Tensor, place: Tensor, n: int) -> Tensor:
-    """The rows `[n, ...]` of all ranks, each in its place.
+    """The rows `[n, ...]` of all ranks, each at its index in the joined batch.
 
     Args:
-        x: [m, ...]: rows of this rank
-        place: int64 [m]: where they belong
+        x: rows of this rank, [m, ...]
+        place: index of each of these rows in the joined batch, int64 [m]
         n: number of rows of all ranks
     """
     out = torch.zeros(n, *x.shape[1:], dtype=torch.uint8 if x.dtype == torch.bool else x.dtype, device=x.device)
@@ -118,7 +118,7 @@ def spread(x: Tensor, place: Tensor, n: int) -> Tensor:
     return total(out).to(x.dtype)
 
 def joined(valid: Tensor, *xs: Tensor) -> list:
-    """The valid rows `[N, ...]` of the joined batch, of each of several tensors.
+    """For each tensor, the valid rows `[N, ...]` of the joined batch.
 
     Args:
         valid: bool [T, B]: which rows of this rank count
@@ -130,11 +130,11 @@ def joined(valid: Tensor, *xs: Tensor) -> list:
 
 # %% ../../nbs/18_ranks/01_collectives.ipynb #840a71e9
 def own(index: Tensor, place: Tensor, n: int) -> tuple:
-    """`(mine, at)`, int64 `[k]`: which of this rank's rows are in `index`, in its order, and where in it they are.
+    """`(mine, at)`, int64 `[k]`: the rows of this rank that are in `index`, in the order of `index`, and their positions in `index`.
 
     Args:
-        index: int64 [m]: numbers of rows of the joined batch
-        place: int64 [M]: the numbers of this rank's rows
+        index: int64 [m]: indices of rows in the joined batch
+        place: int64 [M]: index of each row of this rank in the joined batch
         n: number of rows of all ranks
     """
     where = torch.full((n,), -1, device=place.device)
@@ -145,13 +145,13 @@ def own(index: Tensor, place: Tensor, n: int) -> tuple:
 
 # %% ../../nbs/18_ranks/01_collectives.ipynb #d29f9bb7
 def check_alike(found: list, problem: str, pipe: str | None = None, missing: str = "no such leaf") -> None:
-    """Raise `DataError` if what was gathered from all ranks is not everywhere that of rank 0.
+    """Raise `DataError` if a rank has another value than rank 0.
 
     Args:
-        found: of each rank: leaf -> what must be equal
-        problem: what is wrong where it is not
-        pipe: the learner
-        missing: what stands for a leaf that a rank does not have
+        found: one dict for each rank: leaf -> value that must be equal in all ranks
+        problem: text of the message for a value that differs
+        pipe: name of the learner
+        missing: text for a leaf that a rank does not have
     """
     for rank, other in enumerate(found):
         for leaf in [*found[0], *other]:
@@ -161,7 +161,7 @@ def check_alike(found: list, problem: str, pipe: str | None = None, missing: str
 
 # %% ../../nbs/18_ranks/01_collectives.ipynb #ad33152c
 def check_batches(batch: Any, learner: str) -> None:
-    "Raise `DataError` in all ranks if their batches (nested tensors) differ in structure, shapes or dtypes. Copies are logged."
+    "Raise `DataError` in all ranks if their batches (nested tensors) differ in structure, shapes or dtypes. Equal batches are logged."
     if not _group: return
     check_alike(gathered_objects(_forms(batch)), "a batch of another form", learner)
     if isinstance(batch, Fragment) and not _looked: _tell_of_copies(batch)
@@ -169,14 +169,14 @@ def check_batches(batch: Any, learner: str) -> None:
 
 
 def _forms(batch):
-    "Leaf -> its dtype and shape. Leaves of truncated episodes count as empty; infos and `restarts`, which teach nothing, do not count."
+    "Leaf -> its dtype and shape. Leaves in `final` count as empty, because their number varies. Infos and `restarts` are not compared."
     found = ((path, x) for path, x in zip(nested.paths(batch, 'batch'), nested.leaves(batch))
              if not path.startswith(('batch.env', 'batch.restarts')))
     return {path: describe(x[:0] if path.startswith('batch.final.') else x) for path, x in found}
 
 
 def _tell_of_copies(batch):
-    "Log once if another rank has the very same batch, as if nobody had divided the lanes."
+    "Log a warning if another rank has the same batch, because then the lanes were not divided."
     what = [*map(_checksum, nested.leaves((batch.lane, batch.seq, batch.state)))]
     twin = gathered_objects(what).index(what)
     if twin < rank(): logging.getLogger('rollpipe').warning(
@@ -186,7 +186,7 @@ def _checksum(x): return zlib.crc32(x.detach().cpu().contiguous().view(-1).view(
 
 
 def check_state(agent: Any) -> None:
-    "Raise `DataError` in all ranks if their learners do not have the same state, bit for bit."
+    "Raise `DataError` in all ranks unless the states of their learners are equal, bit for bit."
     if not _group: return
     state = agent.state_dict()
     sums = [_checksum(x) if isinstance(x, Tensor) else repr(x) for x in nested.leaves(state)]
@@ -196,19 +196,19 @@ def check_state(agent: Any) -> None:
 # %% ../../nbs/18_ranks/01_collectives.ipynb #8f4e164b
 @contextmanager
 def distributed(agent: Any, group: Any = None, size: int | None = None) -> Iterator[Any]:
-    """In this block, `agent.update(batch)` makes the step that one process would make on the joined batch of all ranks.
+    """In this block, `agent.update(batch)` takes the step that one process would take on the joined batch of all ranks.
 
-    Each rank calls it with a batch of its own, see `divided`, all of one shape, and equally often. After each update the states of the
-    ranks are compared. Under `torchrun` the block makes a process group, unless there is one. In a process that is alone it does nothing,
-    so a script runs with and without `torchrun`.
+    Each rank calls it equally often, with a batch of its own (see `divided`). The batches have the same shape. After each update the
+    states of the ranks are compared. Under `torchrun` the block makes a process group, unless there is one. In a single process the
+    block does nothing, so a script runs with and without `torchrun`.
 
     Raises `DataError`, in all ranks, for learners in different states and for batches of different forms, and `WorkerError` if
     another rank has ended.
 
     Args:
-        agent: a learner that can, such as `TRPO`, `PPO` or `DQN`; each rank has one, in the same state
+        agent: a learner with `joins_ranks`, such as `TRPO`, `PPO` or `DQN`; each rank has one, in the same state
         group: the process group; None: all processes
-        size: number of ranks that there must be; None: any
+        size: required number of ranks; None: any
     """
     with ExitStack() as ending:
         if not _is_initialized(): ending.enter_context(process_group())
@@ -223,7 +223,7 @@ def _is_initialized(): return dist.is_available() and dist.is_initialized()
 
 @contextmanager
 def _block(agent, group):
-    "The block, if there is a process group."
+    "The block of `distributed` if there is a process group."
     if _group: raise DataError("a block `distributed` in another", leaf='agent', expected="one learner at a time", got=describe(agent))
     if not getattr(agent, 'joins_ranks', False):
         raise DataError("cannot learn over several ranks", leaf='agent', got=type(agent).__name__,
@@ -241,7 +241,7 @@ def _block(agent, group):
 
 
 def check_size(size: int | None, got: int) -> None:
-    "Raise `DataError` if the number of ranks is not `size`; None: it may be any."
+    "Raise `DataError` if the number of ranks is not `size`. None allows any number."
     if size is None or size == got: return
     raise DataError("another number of ranks", leaf='ranks', got=str(got),
                     expected=f"{size}, as by torchrun --nproc-per-node {size} -m rollpipe train ...")

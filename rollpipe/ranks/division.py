@@ -20,7 +20,7 @@ __all__ = ['divide', 'divided']
 
 # %% ../../nbs/18_ranks/03_division.ipynb #093193d9
 def divide(pipe: IterDataPipe, k: int, size: int) -> None:
-    """Leave a rank its part of a pipeline. Raises `DataError` or `GraphError` for one that cannot be divided.
+    """Reduce a pipeline to the part of one rank. Raises `DataError` or `GraphError` if the pipeline cannot be divided.
 
     Args:
         pipe: the pipeline of all lanes, which is changed
@@ -47,14 +47,14 @@ def divide(pipe: IterDataPipe, k: int, size: int) -> None:
 
 
 def divided(pipe: IterDataPipe) -> IterDataPipe:
-    """This rank's part of a pipeline, in a block `with distributed(agent)`; the pipeline itself in a process that is alone.
+    """This rank's part of a pipeline, in a block `with distributed(agent)`. In a single process it is the pipeline itself.
 
-    It is a copy with the same networks, for a loop or for a loader. Raises `DataError` if the number of lanes, or of the fragments in a
-    batch, is no multiple of the number of ranks, for pipes that learn (`RND`), and outside of the block in a process of torchrun;
-    `GraphError` if there are no lanes.
+    It is a copy with the same networks, for a loop or a loader. Raises `DataError` if the number of lanes, or of the fragments in a
+    batch, is no multiple of the number of ranks, for pipes that learn (`RND`), and outside of the block in a process of torchrun.
+    Raises `GraphError` if there are no lanes.
 
     Args:
-        pipe: the pipeline of all lanes, which stays as it is
+        pipe: the pipeline of all lanes, which is not changed
     """
     if not active():
         if launched() is None: return pipe

@@ -19,11 +19,11 @@ from ..pipes.errors import DataError
 
 # %% ../../nbs/18_ranks/00_launch.ipynb #2e1256e2
 class Launch(NamedTuple):
-    """Which of the processes this one is that were started together.
+    """The rank of this process among the processes that were started together.
 
     Args:
         size: number of processes
-        restarts: how often all of them have been started anew
+        restarts: how often all of them have been restarted
     """
     rank: int
     size: int
@@ -31,7 +31,7 @@ class Launch(NamedTuple):
 
 
 def launched(env: Mapping = os.environ) -> Launch | None:
-    """What torchrun, or a launcher that sets the same variables, says about this process; None if it is alone.
+    """The `Launch` that torchrun, or a launcher with the same variables, has set for this process; None for a single process.
 
     Args:
         env: environment variables
@@ -46,7 +46,7 @@ def launched(env: Mapping = os.environ) -> Launch | None:
 # %% ../../nbs/18_ranks/00_launch.ipynb #51dfc3b2
 @contextmanager
 def process_group() -> Iterator[Launch | None]:
-    "The process group of the ranks that were started together, for this block; None, and no group, if this process is alone."
+    "Make the process group of the ranks that were started together, for this block. For a single process, yield None and make no group."
     launch = launched()
     if launch is None:
         yield None
@@ -59,12 +59,12 @@ def process_group() -> Iterator[Launch | None]:
 
 
 def _take_device():
-    "Let `cuda` mean another device in each rank of a machine."
+    "Give each rank of a machine a CUDA device of its own, as far as there are enough."
     if torch.cuda.is_available(): torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
 
 
 def _store(launch):
-    "Where the ranks find one another: with keys of their own for each start. torchrun holds the store; another launcher lets rank 0 do it."
+    "The store by which ranks find each other, with separate keys for each restart. torchrun holds it; under another launcher, rank 0 does."
     is_held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None if is_held else launch.size,
                           is_master=not is_held and launch.rank == 0, timeout=timedelta(seconds=60))

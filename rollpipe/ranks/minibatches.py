@@ -23,18 +23,18 @@ from .collectives import active, gathered, gathered_objects, own, places, rank, 
 
 # %% ../../nbs/18_ranks/02_minibatches.ipynb #e5b0810c
 class Part(NamedTuple):
-    """What one rank has of a minibatch.
+    """The part of a minibatch that one rank has.
 
     Args:
         rows: [1, n], or [T, n] with recurrent state; perhaps without a valid row
-        share: the fraction of the minibatch's valid rows that these are
+        share: fraction of the minibatch's valid rows that this rank has
     """
     rows: Fragment
     share: float
 
 
 def share_of(valid: Tensor) -> float:
-    """The fraction of the valid rows of the joined batch that are this rank's; 1 if it learns alone.
+    """This rank's fraction of the valid rows of the joined batch; 1 if it learns alone.
 
     Args:
         valid: bool [T, B]: which rows of this rank count
@@ -43,13 +43,13 @@ def share_of(valid: Tensor) -> float:
 
 # %% ../../nbs/18_ranks/02_minibatches.ipynb #2e0ec131
 class _Joined(NamedTuple):
-    """What the minibatches of a joined batch are drawn from: its valid rows, or its columns.
+    """The items from which the minibatches of a joined batch are drawn: its valid rows, or its columns.
 
     Args:
-        take: int64 [k], which of this rank's rows or columns -> fragment
-        place: int64 [m]: the numbers of this rank's in the joined batch
-        counts: int64 [n]: how many valid rows each of those in the joined batch has
-        size: how many of them make a minibatch
+        take: indices of this rank's items, int64 [k] -> fragment
+        place: index of each item of this rank in the joined batch, int64 [m]
+        counts: number of valid rows of each item of the joined batch, int64 [n]
+        size: number of items in a minibatch
     """
     take: Callable
     place: Tensor
@@ -68,13 +68,13 @@ def _columns(fragment, size):
 
 # %% ../../nbs/18_ranks/02_minibatches.ipynb #fdeb0f57
 def parts(fragment: Fragment, size: int, epochs: int, rng: np.random.Generator) -> Iterator[Part]:
-    """This rank's parts of the `minibatches` of the joined batch. A minibatch without a valid row, as of environments at rest, is left out.
+    """This rank's parts of the `minibatches` of the joined batch. A minibatch without a valid row, as of idle environments, is left out.
 
     Args:
         fragment: [T, B], this rank's columns of the joined batch
         size: transitions per minibatch, of all ranks together
         epochs: how often each transition is used
-        rng: draws the order of each epoch; in the same state in all ranks
+        rng: generator of the order in each epoch; its state must be the same in all ranks
     """
     if not active():
         yield from (Part(rows, 1.) for rows in minibatches(fragment, size, epochs, rng) if rows.valid.any())
@@ -87,11 +87,11 @@ def parts(fragment: Fragment, size: int, epochs: int, rng: np.random.Generator) 
 
 # %% ../../nbs/18_ranks/02_minibatches.ipynb #7e67687d
 def in_step(items: Iterable, what: str) -> Iterator:
-    """The items, as long as all ranks have one. Raises `DataError` in all of them if some have no more.
+    """Yield the items, as long as all ranks have one. Raises `DataError` in all ranks if only some ranks have no more.
 
     Args:
-        items: of this rank
-        what: their name in the message
+        items: items of this rank
+        what: name of the items in the message
     """
     for n, item in enumerate(chain(items, [_END])):
         ended = gathered_objects(item is _END)
@@ -104,18 +104,18 @@ def in_step(items: Iterable, what: str) -> Iterator:
 _END = object()
 
 # %% ../../nbs/18_ranks/02_minibatches.ipynb #bd75e848
-LARGEST = ('rho_max', 'lag')   # metrics of which the ranks report the largest
+LARGEST = ('rho_max', 'lag')   # for these metrics, the maximum over the ranks is reported
 
 
 def joined_metrics(records: list, shares: list) -> list:
     """The metrics of each step, over the rows of all ranks.
 
     Args:
-        records: of this rank: for each step a dict metric -> number or 0-dim tensor
-        shares: of this rank's rows in each step; if it has none, its record does not count
+        records: for each step of this rank, a dict of metric -> number or 0-dim tensor
+        shares: this rank's fraction of the rows of each step; its record does not count where this is 0
 
     Returns:
-        list: of dicts metric -> number, those of the joined minibatches
+        list: dicts of metric -> number, for the joined minibatches
     """
     if not active(): return records
     mine = [{name: float(x) for name, x in record.items()} for record in records]
@@ -123,7 +123,7 @@ def joined_metrics(records: list, shares: list) -> list:
 
 
 def _joined_record(found):
-    "One record of those of several ranks, each with its share."
+    "Join the records of several ranks, each of which comes with its share."
     names = dict.fromkeys(name for record, _ in found for name in record)
     return {name: max(record[name] for record, _ in found) if name in LARGEST else sum(share * record[name] for record, share in found)
             for name in names}

@@ -46,20 +46,20 @@ class Job(NamedTuple):
 
 
 def run_options(row: Row, steps: int) -> dict:
-    """The options of the run: those of the row, and when it is evaluated.
+    """The options of a run: those of the row, and those of the evaluations.
 
     Args:
-        steps: of the training
+        steps: steps of the training
     """
     return {**row.run, "eval_steps": row.every or max(1, steps//20)}
 
 
 def jobs_of(rows: list, folder: Path, imports: tuple = ()) -> list:
-    """The runs of some rows. Raises the errors of `make_config`, such as that of a preset for another kind of actions.
+    """The runs of some rows. Raises the errors of `make_config`, such as for a preset for another kind of actions.
 
     Args:
-        rows: of `Row`
-        folder: of the bench
+        rows: list of `Row`
+        folder: folder of the bench
         imports: modules that the environments need
 
     Returns:
@@ -75,21 +75,21 @@ def jobs_of(rows: list, folder: Path, imports: tuple = ()) -> list:
 
 # %% ../../nbs/results/01_bench.ipynb #ca04eaa7
 def words_for_row(row: Row, steps: int, imports: tuple = ()) -> list:
-    """The words of the command that trains a row, without seeds and folder.
+    """The words of the command line that trains a row, without seeds and folder.
 
     Args:
-        steps: of the training
+        steps: steps of the training
         imports: modules that the environments need
     """
     more = ["--env-kwargs", *(f"{name}={x!r}" for name, x in row.env_kwargs.items())] if row.env_kwargs else []
     more += import_words(imports)
     values, known = {**row.options, **run_options(row, steps)}, options_for(row.algorithm) + RUN_OPTIONS
-    if values["preset"] == "auto": del values["preset"]  # as it is without this option
+    if values["preset"] == "auto": del values["preset"]  # the default, so the option is not needed
     return shlex.split(command_for(row.algorithm, row.env, values, known, more))
 
 # %% ../../nbs/results/01_bench.ipynb #26b7598d
 def state_of(job: Job) -> str:
-    """How far a run is. Raises `DataError` if the folder has a run with other options, and `CheckpointError` for a damaged one.
+    """The progress of a run. Raises `DataError` if the folder has a run with other options, and `CheckpointError` for a damaged one.
 
     Returns:
         str: missing, unfinished or complete
@@ -101,7 +101,7 @@ def state_of(job: Job) -> str:
 
 
 def _states(jobs: list) -> tuple:
-    "The states of the jobs, and why some cannot be told, by job; what is wrong with one run must not lose the others."
+    "`(states, damaged)`: job -> state, and job -> problem for a damaged run. A damaged run must not stop the others."
     states, damaged = {}, {}
     for job in jobs:
         try: states[job.name] = state_of(job)
@@ -118,7 +118,7 @@ BENCH, BENCH_FORMAT = "bench.json", 1
 def read_bench(
     folder: Path,
 ) -> dict | None:
-    "What is in `bench.json`; None if there is no such file. Raises `DataError` for a damaged file, or one of another version."
+    "The content of `bench.json`; None if there is no such file. Raises `DataError` for a damaged file, or another format version."
     path = folder/BENCH
     if not path.is_file(): return None
     try: found = read_table(path)
@@ -131,7 +131,7 @@ def read_bench(
 
 
 def _checked_bench(found: dict, where: str) -> dict:
-    "What is in the file, with a `Published` for each published figure. Raises `DataError` for what `bench_file` does not write."
+    "The content of the file, with a `Published` for each published figure. Raises `DataError` for what `bench_file` does not write."
     need_value(found, "title", "a text", where)
     if not (rows := tables_of(found, "rows", where)): raise DataError(f"{where}: has no rows")
     for i, row in enumerate(rows, 1):
@@ -147,10 +147,10 @@ def _checked_bench(found: dict, where: str) -> dict:
 
 
 def bench_file(spec: Spec, jobs: list, before: dict | None, imports: tuple = ()) -> dict:
-    """What `bench.json` says about a specification; the seeds of earlier calls stay.
+    """The content of `bench.json` for a specification. The seeds of earlier calls are kept.
 
     Args:
-        jobs: of `Job`
+        jobs: list of `Job`
         before: see `read_bench`
         imports: modules that the environments need
     """
@@ -164,7 +164,7 @@ def bench_file(spec: Spec, jobs: list, before: dict | None, imports: tuple = ())
 
 
 def _check_rows(folder: Path, before: dict | None, spec: Spec) -> None:
-    "A bench in the folder of another one would hide its runs."
+    "Raise `DataError` if the folder has runs of rows that the specification lacks: a report would leave them out."
     gone = [row["name"] for row in before["rows"] if row["name"] not in {row.name for row in spec.rows}] if before else []
     lost = [name for name in gone if any(map(files_of_run, folder.glob(f"{name}-s*")))]
     if lost: raise DataError(f"{folder} has runs of rows that the specification does not have", expected="another --dir",
@@ -178,7 +178,7 @@ def _check_imported(row: Row, path: str) -> None:
 
 
 def _plan(args: Namespace) -> tuple:
-    "The specification with the seeds of the command line, and its jobs. Raises for all that cannot work."
+    "The specification with the seeds of the command line, and its jobs. Raises an error for everything that cannot work."
     if args.jobs < 1: raise UsageError(f"rollpipe bench: --jobs must be at least 1, got {args.jobs}")
     spec, folder, imports = read_spec(args.spec), Path(args.dir or f"runs/{Path(args.spec).stem}"), tuple(getattr(args, "imports", ()))
     if args.seeds is not None: spec = spec._replace(rows=[row._replace(seeds=parse_seeds(args.seeds)) for row in spec.rows])
@@ -190,7 +190,7 @@ def _plan(args: Namespace) -> tuple:
 
 
 def _check_buildable(jobs: list) -> None:
-    "Build what the first run of each row needs, so that a slip in a row is told before hours of training."
+    "Build learner and pipeline of one run of each row, so that a mistake in a row is reported before hours of training."
     for job in {job.row.name: job for job in jobs}.values():
         try: build(dict(job.config, device="cpu"))
         except Exception as e: raise DataError(f"{job.row.label} on {job.row.env} cannot be built ({type(e).__name__}: {e})") from e
@@ -204,14 +204,14 @@ def _command(job: Job, args: Namespace, imports: tuple, state: str) -> list:
 
 
 def bench_command(args: Namespace) -> None:
-    "Train what is missing, a few runs at a time."
+    "Train the missing runs, a few at a time."
     spec, folder, jobs, imports = _plan(args)
     states, damaged = _states(jobs)
     _check_buildable([job for job in jobs if states.get(job.name) in ("missing", "unfinished")])
     folder.mkdir(parents=True, exist_ok=True)
     lock(folder)
     try:
-        states, damaged = _states(jobs)  # once more, as another bench may have ended meanwhile
+        states, damaged = _states(jobs)  # again, because another bench may have ended before we had the lock
         text = json.dumps(bench_file(spec, jobs, read_bench(folder), imports), indent=2) + "\n"
         write_atomically(folder/BENCH, text.encode())
         todo = {job.name: _command(job, args, imports, states[job.name]) for job in jobs
@@ -227,7 +227,7 @@ def bench_command(args: Namespace) -> None:
 
 
 def _tell(folder: Path, jobs: list, runs: dict, stopped: int | None, damaged: dict) -> None:
-    "Say how it ended. Raises `Interrupted` after a signal, and `WorkerError` if runs have failed."
+    "Report how the bench ended. Raises `Interrupted` after a signal, and `WorkerError` if runs have failed."
     failed = {**damaged, **{name: run.problem for name, run in runs.items() if run.problem is not None and not run.obeyed(stopped)}}
     why = "; ".join(f"{name}: {text}" for name, text in failed.items()).rstrip(".")
     why = f"{len(failed)} of {len(jobs)} runs failed; {why}" if failed else ""

@@ -26,11 +26,11 @@ __all__ = ['Result', 'read_result', 'flat_config', 'differing', 'RowResult', 'Re
 
 # %% ../../nbs/results/03_collect.ipynb #69b3cce6
 class Result(NamedTuple):
-    """One run, as far as it is.
+    """The results of one run so far.
 
     Args:
         state: complete, unfinished, missing, or damaged
-        problem: what is wrong with a damaged one
+        problem: why the run is damaged
         config: see `make_config`; empty if it is missing or damaged
         evaluations: see `read_evaluations`
         metrics: see `read_metrics`
@@ -44,7 +44,7 @@ class Result(NamedTuple):
     metrics: dict
 
     def mean(self, kind: str) -> float:
-        "The mean return of the evaluation of the last policy or the best one at the end, `nan` if there is none."
+        "The mean return in the final evaluation of the last policy or of the best one; `nan` if there is no such evaluation."
         return next((r["mean"] for r in self.evaluations if r["kind"] == kind), math.nan)
 
     @property
@@ -55,7 +55,7 @@ class Result(NamedTuple):
 
     @property
     def best(self) -> float:
-        "The largest mean return of these evaluations; `nan` if one of them is, or if there is none."
+        "The largest mean return of the evaluations during the training; `nan` if one of them is `nan`, or if there is none."
         return float(np.max(self.curve[1])) if self.evaluations else math.nan
 
     @property
@@ -65,7 +65,7 @@ class Result(NamedTuple):
 
     @property
     def resumes(self) -> int:
-        "How often it went on after an interruption."
+        "How often the run was resumed after an interruption."
         return max((int(r.get("resumes", 0)) for r in self.evaluations), default=0)
 
 
@@ -79,7 +79,7 @@ def read_result(
     folder: Path,
     seed: int,
 ) -> Result:
-    "One run. What is wrong with it is told by `state` and `problem`."
+    "Read the result of one run. `state` and `problem` tell what is wrong with it."
     if not (folder/"config.json").is_file(): return Result(seed, folder, "missing", "", {}, [], {})
     try:
         _check_config(config := read_table(folder/"config.json"), f"{folder/'config.json'}: not the configuration of a run")
@@ -92,7 +92,7 @@ def read_result(
 
 # %% ../../nbs/results/03_collect.ipynb #b2d8f4a1
 def flat_config(config: dict) -> dict:
-    "Option -> text, for the algorithm, the run, the environment and the versions of packages, without what differs between seeds."
+    "Option -> text, for the algorithm, the run, the environment and the versions of packages. Seed-dependent entries are left out."
     found = {name: x for name, x in config.items() if name not in ("options", "seed", "of_preset", "versions", "name", "env_kwargs")}
     for name in ("options", "env_kwargs", "versions"):
         part = config.get(name)
@@ -101,21 +101,21 @@ def flat_config(config: dict) -> dict:
 
 
 def differing(results: list) -> dict:
-    "Option -> list of texts: what is not the same in the configurations of some runs."
+    "Option -> list of its values as texts, for the options that differ between the configurations of some runs."
     configs = [flat_config(x.config) for x in results if x.config]
     values = {name: list(dict.fromkeys(config.get(name, "-") for config in configs)) for config in configs for name in config}
     return {name: texts for name, texts in values.items() if len(texts) > 1}
 
 # %% ../../nbs/results/03_collect.ipynb #97364635
 class RowResult(NamedTuple):
-    """One line of the table: the runs that differ only in the seed.
+    """One row of the table: the runs that differ only in the seed.
 
     Args:
-        command: that trains it
+        command: command line that trains the runs
         threshold: return that counts as success; None: there is none
-        scale: returns that count as 0 and 1; None: it is left out where environments are put together
-        published: of `Published`
-        results: of `Result`
+        scale: returns that count as 0 and 1; None: the row is left out of averages over environments
+        published: list of `Published`
+        results: list of `Result`
     """
     label: str
     algorithm: str
@@ -137,17 +137,17 @@ class RowResult(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What a report is about.
+    """The content of a report.
 
     Args:
-        rows: of `RowResult`
+        rows: list of `RowResult`
     """
     title: str
     rows: list
 
 # %% ../../nbs/results/03_collect.ipynb #06e5f49b
 def threshold_of(env: str) -> float | None:
-    "The return that counts as success by gymnasium's registry, None if it names none."
+    "The return that counts as success in gymnasium's registry; None if the registry has none."
     spec = registry.get(env.rpartition(":")[2])
     return spec.reward_threshold if spec else None
 
@@ -164,7 +164,7 @@ def _of_bench(folder: Path, bench: dict) -> Results:
 
 
 def _command(runs: list) -> str:
-    "What trains some plain runs. torchrun starts one run at a time, with as many ranks as it had."
+    "The command line that trains some plain runs. torchrun starts one run at a time, with the number of ranks that the run had."
     def words(run, *more):
         config, n = run.config, run.config.get("ranks", 1)
         launcher = f"torchrun --standalone --nproc-per-node {n} -m".split() if n > 1 else []
@@ -176,7 +176,7 @@ def _command(runs: list) -> str:
 
 
 def _of_runs(folder: Path, runs: list) -> Results:
-    "Plain runs of `rollpipe train --eval-steps`, those that differ only in the seed in one row."
+    "The results of plain runs of `rollpipe train --eval-steps`. Runs that differ only in the seed are in one row."
     rows = []
     for label, group in group_runs(runs).items():
         results = [read_result(path, 0) for path in group]
@@ -192,10 +192,10 @@ def _of_runs(folder: Path, runs: list) -> Results:
 
 
 def read_results(folder: str | Path) -> Results:
-    """What there is to report. Raises `DataError` for a folder of another kind, and for one of another version.
+    """Read the results for a report. Raises `DataError` for another kind of folder, and for another version of the format.
 
     Args:
-        folder: of a bench, a run, or a folder of runs
+        folder: folder of a bench, folder of a run, or folder of runs
     """
     folder = Path(folder)
     if not folder.is_dir(): raise DataError(f"{folder}: there is no such folder", expected="the folder of a bench, or of runs")

@@ -22,14 +22,14 @@ __all__ = ['Curve', 'curve_of', 'panels', 'color_of', 'draw_curves']
 
 # %% ../../nbs/results/05_curves.ipynb #7b892e1d
 class Curve(NamedTuple):
-    """What the runs of a row have learned; a point is `nan` if the return of a run there is not a finite number.
+    """The learning curve of a row. A point is `nan` if a run has a return there that is not a finite number.
 
     Args:
         n: number of runs
-        steps: int64 [k]: when the evaluations were due, those that all of the runs have
+        steps: int64 [k]: steps at which evaluations were due, if all runs have an evaluation there
         middle: float64 [k]: interquartile means
-        low: float64 [k]: of the 95 % interval; equal to `middle` if there is one run
-        high: float64 [k]
+        low: float64 [k]: lower ends of the 95 % intervals; equal to `middle` if there is one run
+        high: float64 [k]: upper ends
     """
     label: str
     n: int
@@ -46,7 +46,7 @@ def _points(run: Result) -> dict:
 
 
 def curve_of(row: RowResult) -> Curve | None:
-    "The curve of the complete runs of a row, or of those that have begun if none is complete. None if there is nothing to draw."
+    "The curve of the complete runs of a row, or of the unfinished runs if none is complete. None if there is nothing to draw."
     runs = row.complete or [run for run in row.results if run.evaluations]
     points = [_points(run) for run in runs]
     steps = sorted(set.intersection(*map(set, points))) if points else []
@@ -60,7 +60,7 @@ def curve_of(row: RowResult) -> Curve | None:
 
 # %% ../../nbs/results/05_curves.ipynb #bcc0830b
 def panels(charts: dict, xlabel: str, ylabel: str = "", title: str = "") -> Any:
-    """A matplotlib `Figure` with a panel for each chart. A long legend stands below its panel, where it hides no line.
+    """A matplotlib `Figure` with a panel for each chart. A long legend is below its panel, where it does not hide a line.
 
     Args:
         charts: title of a panel -> function that draws into its axes
@@ -93,11 +93,11 @@ def color_of(results: Results, label: str) -> str:
     return f"C{list(dict.fromkeys(row.label for row in results.rows)).index(label) % 10}"
 
 
-_STYLES = "--", "-.", (0, (1, 1.5, 6, 1.5))  # of published figures; a dotted line is a threshold
+_STYLES = "--", "-.", (0, (1, 1.5, 6, 1.5))  # line styles of published figures; dotted lines are thresholds
 
 
 def _draw(axes: Any, results: Results, env: str) -> None:
-    "Draw the curves of an environment, and the levels that they are compared with."
+    "Draw the curves of an environment, with published figures and thresholds as horizontal lines."
     rows = [row for row in results.rows if row.env == env]
     for row in rows:
         color, curve = color_of(results, row.label), curve_of(row)

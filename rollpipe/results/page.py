@@ -28,7 +28,7 @@ def table_html(columns: Iterable, rows: Iterable) -> str:
     """A table. All texts are escaped.
 
     Args:
-        rows: of the texts of a row
+        rows: rows, each a list of the texts of its cells
     """
     cells = lambda tag, texts: "<tr>" + "".join(f"<{tag}>{html.escape(str(x))}</{tag}>" for x in texts) + "</tr>"
     return (f'<div class="wide"><table><thead>{cells("th", columns)}</thead>'
@@ -40,7 +40,7 @@ CERTIFICATE = dict(kl="KL(old || new) of each step [nat]", accepted="share of st
 
 
 def certificate(results: Results) -> Any:
-    "A `Figure` of the certificate, a panel for each environment and metric; None without one. A row alone has a colour for each seed."
+    "A `Figure` of the certificate, a panel for each environment and metric; None if no run has one. A single row has a colour per seed."
     charts = {f"{env}\n{meaning}": partial(_draw, results=results, env=env, name=name)
               for env in dict.fromkeys(row.env for row in results.rows) for name, meaning in CERTIFICATE.items()
               if any(_has(run, name) for row in results.rows if row.env == env for run in row.results)}
@@ -63,13 +63,13 @@ def _has(run: Result, name: str) -> bool:
 
 
 def _course(run: Result, name: str) -> list:
-    "The updates and a metric, averaged where there are more than 200 points."
+    "The updates and a metric, averaged over neighbours down to 200 points."
     ok = np.isfinite(run.metrics[name])
     return [[x.mean() for x in np.array_split(run.metrics[of][ok], min(200, int(ok.sum())))] for of in ("updates", name)]
 
 # %% ../../nbs/results/06_page.ipynb #8ff9ab67
 def pipeline_svg(row: RowResult) -> str:
-    "The drawing of the pipeline that a row runs, or why there is none."
+    "The drawing of the pipeline of a row, or a text that explains why there is none."
     run = next((run for run in row.results if run.config), None)
     if run is None: return "<p>No run of this row has begun.</p>"
     try: return draw(build(load_run(run.folder).config)[1])._repr_svg_()
@@ -77,10 +77,10 @@ def pipeline_svg(row: RowResult) -> str:
 
 
 def differences(results: Results) -> tuple:
-    """What is not the same in all configurations. Where the runs of a row differ, all their values stand there.
+    """The options that are not the same in all configurations. Where the runs of a row differ, the table shows all their values.
 
     Returns:
-        tuple: names of the rows, and `(option, its value in each row)` for the options that are not the same
+        tuple: names of the rows, and `(option, its value in each row)` for the options that differ
     """
     names = [f"{row.label}, {row.env}" for row in results.rows]
     flat = [[flat_config(run.config) for run in row.results if run.config] for row in results.rows]

@@ -20,19 +20,19 @@ __all__ = ['Row', 'Published', 'Spec', 'get_value', 'need_value', 'scale_of', 'p
 
 # %% ../../nbs/results/00_spec.ipynb #18cbf930
 class Row(NamedTuple):
-    """One line of the table.
+    """One row of the table.
 
     Args:
         algorithm: its name
         env: gymnasium id
-        label: what the row is called; with `env` it is unique
+        label: name of the row; the pair of label and `env` is unique
         options: option of the algorithm -> value
         run: option of the run -> value
         env_kwargs: keyword arguments for `gymnasium.make`
-        seeds: of int
-        every: steps between evaluations; None: a twentieth of all steps
+        seeds: list of integers
+        every: steps between evaluations; None: 1/20 of all steps
         threshold: return that counts as success; None: that of gymnasium's registry, if there is one
-        scale: returns that count as 0 and 1 where environments are put together; None: it is left out
+        scale: returns that count as 0 and 1 in averages over environments; None: the row is left out of them
     """
     algorithm: str
     env: str
@@ -47,18 +47,18 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> str:
-        "The beginning of the names of its folders."
+        "The common beginning of the names of its runs' folders."
         return re.sub(r"[^\w.+=]+", "-", f"{self.label}-{self.env}")
 
 
 class Published(NamedTuple):
-    """A result of others.
+    """A published result of other authors.
 
     Args:
-        name: who has published it
+        name: name of the authors or the package that published it
         sd: standard deviation over their runs; None: unknown
-        of: what it is compared with: "last" or "best" (the mean of the best evaluations)
-        source: where it stands
+        of: our result to compare it with: "last" or "best" (the mean of the best evaluations)
+        source: where it is published
     """
     algorithm: str
     env: str
@@ -70,11 +70,11 @@ class Published(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """What a bench runs.
+    """The content of a specification.
 
     Args:
-        rows: of `Row`
-        published: of `Published`
+        rows: list of `Row`
+        published: list of `Published`
     """
     title: str
     rows: list
@@ -92,11 +92,11 @@ _KINDS: dict = {"a text": str, "a whole number": int, "a number": (int, float), 
 _LARGEST = sys.float_info.max
 
 
-def _is_number(x: Any) -> bool: return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= _LARGEST    # no nan either
+def _is_number(x: Any) -> bool: return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= _LARGEST    # nan: False
 
 
 def get_value(table: dict, name: str, kind: str, where: str, default: Any = None) -> Any:
-    "The value of a key. Raises `DataError` for one of another kind."
+    "The value of a key. Raises `DataError` for another kind of value."
     value = table.get(name, default)
     if value is default or isinstance(value, _KINDS[kind]) and (_is_number(value) or not isinstance(value, (int, float))): return value
     raise DataError(f"{where}: wrong type of value", leaf=name, expected=kind, got=repr(value)[:80])
@@ -104,13 +104,13 @@ def get_value(table: dict, name: str, kind: str, where: str, default: Any = None
 
 def need_value(table: dict, name: str, kind: str, where: str) -> Any:
     if name not in table: raise DataError(f"{where}: a key is missing", expected=name, got=", ".join(table) or "nothing")
-    return get_value(table, name, kind, where, ...)    # JSON's null is no value
+    return get_value(table, name, kind, where, ...)    # with `...` as the default, JSON's null is refused, too
 
 # %% ../../nbs/results/00_spec.ipynb #71d0a002
-_SHARED = ("steps", "preset", "seeds", "every", "episodes", "final_episodes")  # of a row, or of all rows
+_SHARED = ("steps", "preset", "seeds", "every", "episodes", "final_episodes")  # keys of a row, or of the whole file for all rows
 _OF_A_ROW = ("algorithm", "env", "label", "options", "env_kwargs", "threshold", "scale", *_SHARED)
 _BY_KEYS: dict = dict(seed="seeds", steps="steps", preset="preset", eval_every="every", eval_steps="every", eval_episodes="episodes",
-                      final_episodes="final_episodes", name="label")  # option -> the key that says it; it does not stand among `options`
+                      final_episodes="final_episodes", name="label")  # option -> key that sets it, outside of `options`
 
 
 def _seeds(value: Any, where: str) -> list:
@@ -132,7 +132,7 @@ def _check_keys(options: dict, known: list, where: str) -> None:
 
 
 def _rows(table: dict, where: str) -> list:
-    "The rows of one table, one for each environment."
+    "The rows that one table of the file stands for: one for each environment."
     _check_names(table, _OF_A_ROW, where)
     algorithm = need_value(table, "algorithm", "a text", where)
     if algorithm not in ALGORITHMS:
@@ -174,7 +174,7 @@ def tables_of(values: dict, name: str, path: Any) -> list:
 
 
 def read_spec(path: str | Path) -> Spec:
-    """Read a specification. Raises `DataError`, which names the file, the table in it and what is wrong there.
+    """Read a specification. Raises `DataError`, which names the file, the table and the problem.
 
     Args:
         path: a TOML file

@@ -16,10 +16,10 @@ __all__ = ['iqm', 'resampled', 'interval', 'steps_to']
 
 # %% ../../nbs/results/02_statistics.ipynb #0907e6da
 def iqm(x: np.ndarray) -> np.ndarray:
-    """The mean of the middle half along the last axis. Raises `DataError` for `nan`, because it would spoil the others.
+    """The interquartile mean: the mean of the middle half along the last axis. Raises `DataError` for `nan`, which has no order.
 
     Args:
-        x: [..., n] with n >= 1; a result that is not a number is refused
+        x: [..., n] with n >= 1; `nan` is refused
 
     Returns:
         np.ndarray: [...]
@@ -31,12 +31,12 @@ def iqm(x: np.ndarray) -> np.ndarray:
 
 # %% ../../nbs/results/02_statistics.ipynb #c3386228
 def resampled(strata: list, n: int, seed: int = 0) -> np.ndarray:
-    """Draw the runs of each task with replacement, and join the tasks.
+    """Stratified bootstrap: draw the runs of each task with replacement, and concatenate the tasks.
 
     Args:
         strata: for each task its results, [n runs, ...]
         n: number of resamples
-        seed: of the draws
+        seed: seed of the draws
 
     Returns:
         np.ndarray: [n, ..., number of runs of all tasks]
@@ -47,11 +47,11 @@ def resampled(strata: list, n: int, seed: int = 0) -> np.ndarray:
 
 
 def interval(strata: list, level: float = .95, n: int = 10_000) -> tuple | None:
-    """The percentile bootstrap interval of the interquartile mean, the same at every call.
+    """The percentile bootstrap interval of the interquartile mean. Its draws are seeded, so each call gives the same result.
 
     Args:
         strata: for each task its results, [n runs, ...]
-        level: share of the resamples that the interval holds
+        level: fraction of the resamples that the interval contains
         n: number of resamples
 
     Returns:
@@ -63,11 +63,11 @@ def interval(strata: list, level: float = .95, n: int = 10_000) -> tuple | None:
 
 # %% ../../nbs/results/02_statistics.ipynb #ecd8069d
 def steps_to(steps: list, returns: list, threshold: float) -> float:
-    """The steps after which all evaluations reach the threshold; `inf` if the last one does not.
+    """The steps from which on all evaluations reach the threshold; `inf` if the last one does not.
 
     Args:
-        steps: of the evaluations, ascending
-        returns: their mean returns
+        steps: steps of the evaluations, ascending
+        returns: mean returns of the evaluations
     """
     below = [i for i, x in enumerate(returns) if not x >= threshold]
     first = below[-1] + 1 if below else 0

@@ -26,7 +26,7 @@ class Figure(NamedTuple):
     Args:
         n: number of complete runs
         iqm: interquartile mean
-        low: of the 95 % bootstrap interval; nan: one run has none
+        low: lower end of the 95 % bootstrap interval; nan: one run has none
         sd: sample standard deviation; nan: one run has none
         bad: seeds of the runs whose result is not a finite number
     """
@@ -45,7 +45,7 @@ class Figure(NamedTuple):
 
 # %% ../../nbs/results/04_tables.ipynb #a146786d
 def number(x: float) -> str:
-    "A return with so many digits as matter."
+    "A return as text, with about three digits."
     return "-" if math.isnan(x) else f"{x:.0f}" if abs(x) >= 100 else f"{x:.1f}" if abs(x) >= 10 else f"{x:.2f}"
 
 # %% ../../nbs/results/04_tables.ipynb #3f8b5a24
@@ -63,7 +63,7 @@ def figure_of(row: RowResult, kind: str) -> Figure:
 
 # %% ../../nbs/results/04_tables.ipynb #71cde4fa
 def steps_needed(row: RowResult) -> list:
-    "For each complete run the steps to the threshold, `inf` if it did not get there. Empty if there is no threshold."
+    "For each complete run, the steps to the threshold; `inf` if the run did not reach it. Empty if there is no threshold."
     return [] if row.threshold is None else [steps_to(run.curve[0], run.curve[1], row.threshold) for run in row.complete]
 
 
@@ -111,7 +111,7 @@ def together(results: Results) -> list:
 
 # %% ../../nbs/results/04_tables.ipynb #2e457810
 def notes_of(results: Results) -> list:
-    "Sentences about runs that are missing or not as they should be, and about the numbers."
+    "Notes about runs that are missing, damaged or different, and about the numbers."
     notes = []
     for row in results.rows:
         what = f"{row.label} on {row.env}"
@@ -139,7 +139,7 @@ ABOUT = ABOUT.replace("\n", " ")
 
 # %% ../../nbs/results/04_tables.ipynb #d8dbd936
 def _plain(text: Any) -> str:
-    "A text without meaning as Markdown or HTML."
+    "The text, with the special characters of Markdown and HTML escaped."
     return re.sub(r"([\\`*_\[\]|])", r"\\\1", html.escape(" ".join(str(text).split()), quote=False))
 
 
@@ -161,7 +161,7 @@ def markdown(results: Results) -> str:
 
 
 def csv_text(results: Results) -> str:
-    "A line for each run: what was trained, its state and its results."
+    "A CSV line for each run: algorithm and environment, state and results."
     names = ("environment", "label", "algorithm", "seed", "state", "steps", "last", "best_evaluation", "best", "steps_to_threshold",
              "seconds", "resumes")
     csv.writer(out := io.StringIO(), lineterminator="\n").writerows([names, *(_cells(row, run) for row in results.rows
@@ -178,7 +178,7 @@ def _cells(row: RowResult, run: Any) -> Iterable:
 
 
 def curves_text(results: Results) -> str:
-    "A line of JSON for each evaluation of each run: what was trained, when, and the mean and deviation of the returns; null if not finite."
+    "A JSON line for each evaluation of each run: the run, the steps, and mean and deviation of the returns (null if not finite)."
     lines = (dict(environment=row.env, label=row.label, algorithm=row.algorithm, seed=run.seed, kind=found["kind"]) |
              {name: x if math.isfinite(x := found.get(name, math.nan)) else None for name in ("steps", "seconds", "mean", "std")}
              for row in results.rows for run in row.results for found in run.evaluations)

@@ -48,7 +48,7 @@ ACTOR_REPLAY = "states [T, B, ...] in one call give the same as step by step, wi
 
 # %% ../../nbs/testing/02_actor_rules.ipynb #ac59fc3e
 def _random_states(space: gym.Space, act_space: gym.Space, T: int, B: int, seed: int) -> State:
-    "A `State` with rows `[T, B, ...]` in which some episodes end, and all end before row 0."
+    "A `State` with rows `[T, B, ...]` in which some episodes end. Row 0 begins new episodes."
     rng, spaces = np.random.default_rng(seed), deepcopy((space, act_space))
     def draw(space):
         space.seed(seed)
@@ -65,7 +65,7 @@ def _random_states(space: gym.Space, act_space: gym.Space, T: int, B: int, seed:
 
 # %% ../../nbs/testing/02_actor_rules.ipynb #625f914c
 class _Trial:
-    "Calls an actor with random numbers that can be repeated, and checks each answer."
+    "Calls an actor with reproducible random numbers, and checks each answer."
     def __init__(self, report: Report, actor: Any, spaces: tuple, n_envs: int, seed: int):
         self.report, self.actor, self.spaces, self.n_envs, self.seed = report, actor, spaces, n_envs, seed
         self.takes_noise = hasattr(actor, 'draw_noise')
@@ -132,7 +132,7 @@ def _reset_all(trial: _Trial, hx: Any, B: int) -> Any:
 
 
 def _check_reset(report: Report, trial: _Trial, used: Any, other: Any, B: int) -> None:
-    "`used` and `other` are recurrent states with different pasts."
+    "Check `reset` on two recurrent states with different pasts, `used` and `other`."
     column = lambda hx, b: nested.map(lambda x: x[:, b], hx)
     for b in range(B):
         new, new_too = trial.reset(used, [b]), trial.reset(other, [b])
@@ -142,7 +142,7 @@ def _check_reset(report: Report, trial: _Trial, used: Any, other: Any, B: int) -
 
 
 def _check_batch(report: Report, trial: _Trial, state: State, hx: Any, T: int, B: int, tolerance: float = 1e-4) -> None:
-    "The answer must not depend on how states are batched."
+    "Check that the answer does not depend on how states are batched."
     noise, cut = trial.noise((T, B), 6), lambda tree, t, b: nested.map(lambda x: x[t:t + 1, b:b + 1], tree)
     row = nested.getitem(state, slice(0, 1))
     whole = trial.step(row, hx, noise=nested.getitem(noise, slice(0, 1)))
@@ -165,9 +165,9 @@ def _check_batch(report: Report, trial: _Trial, state: State, hx: Any, T: int, B
 def check_actor(actor: Any, env: Any, *, n_steps: int = 6, n_envs: int = 3, seed: int = 0, raises: bool = True) -> list:
     """Check an actor by the `ACTOR_...` rules, on random states from the spaces of `env`.
 
-    The actor is asked in evaluation mode, as by all who collect. Some rules need the same random numbers for differently cut batches.
-    They are not checked for an actor that draws from torch's global generator. Raises `ContractError` with all broken rules, else
-    returns an empty list.
+    The actor is in evaluation mode, as in every collection. Some rules need the same random numbers for batches of different shapes.
+    They are not checked for an actor that draws from torch's global generator. Raises `ContractError` with all broken rules. Returns an
+    empty list if no rule is broken.
 
     Args:
         actor: anything with `step` and `reset`
@@ -190,7 +190,7 @@ def _check_actor(report: Report, actor: Any, spaces: tuple[gym.Space, gym.Space]
         if trial.takes_noise: _check_noise(report, trial, T, B)
         if report.violations: return
         _, hx, _ = trial.step(nested.getitem(states[0], slice(0, 1)), None, virtual=True)
-        before = _state_of(actor)   # what the first call computes and keeps does not count as a change
+        before = _state_of(actor)   # taken after a first call: a value that this call caches does not count as a change
         report.section(_check_answers, report, trial, *states, hx, T, B)
         after = _state_of(actor)
     changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
@@ -198,7 +198,7 @@ def _check_actor(report: Report, actor: Any, spaces: tuple[gym.Space, gym.Space]
 
 
 def _state_of(actor: Any) -> dict:
-    "name -> what to compare: parameters and buffers by value, and attributes."
+    "Name -> value to compare, for parameters, buffers and attributes."
     modules = modules_in(actor)
     named = [('parameter', modules, 'named_parameters'), ('buffer', modules, 'named_buffers')]
     tensors = {f"{kind} {name}": comparable(x.detach()) for kind, found, method in named for m in found for name, x in getattr(m, method)()}
@@ -206,7 +206,7 @@ def _state_of(actor: Any) -> dict:
 
 
 def _check_answers(report: Report, trial: _Trial, here: State, there: State, hx: Any, T: int, B: int) -> None:
-    "`hx` is any recurrent state of the actor."
+    "Check the answers of an actor. `hx` is any recurrent state of the actor."
     rows = lambda state, *index: nested.getitem(state, index)
     row, hx = rows(here, slice(0, 1)), _reset_all(trial, hx, B)
     answer = trial.step(row, hx, seed=1)
@@ -223,6 +223,6 @@ def _check_answers(report: Report, trial: _Trial, here: State, there: State, hx:
     if nested.leaves(hx):
         for t in range(T): _, used, _ = trial.step(rows(here, slice(t, t + 1)), used, seed=t)
         _check_reset(report, trial, used, other[1], B)
-    by_reset = {ACTOR_RESET, ACTOR_RESET_FORGETS} & {v.rule for v in report.violations}  # the replay check needs these two rules
+    by_reset = {ACTOR_RESET, ACTOR_RESET_FORGETS} & {v.rule for v in report.violations}  # `_check_batch` needs a correct `reset`
     if repeats and not by_reset and (trial.takes_noise or same(trial.step(row, hx, seed=4), again)):
         _check_batch(report, trial, here, hx, T, B)

@@ -25,13 +25,13 @@ class NarrowPath(gym.Env):
 
         V(place) = p q^(m-1) - p cost / length (1 - q^m) / (1 - q)
 
-    It is best to go on (p = 1) wherever that has a positive value, and to give up elsewhere. The best return is 1 - cost. The path is
+    The best policy goes on (p = 1) wherever that has a positive value, and gives up elsewhere. The best return is 1 - cost. The path is
     the rewarding line of the "deep sea" in Osband and others, *Behaviour suite for reinforcement learning*, 2019,
     https://arxiv.org/abs/1908.03568; leaving the line ends the episode here, because nothing can be earned any more.
 
     Args:
         length: number of steps to the end; a random policy gets there in one of 2**length episodes
-        cost: of the whole path, less than 1
+        cost: cost of the whole path, less than 1
     """
     action_space = Discrete(2)
 
@@ -60,7 +60,7 @@ class NarrowPath(gym.Env):
         """
         q, m = gamma * (1. if p is None else p), self.length - obs
         ahead = m > 0
-        m = m * ahead + (m <= 0)   # at the end no step is left; this avoids negative powers of 0
+        m = m * ahead + (m <= 0)   # replace m <= 0 (the end) by 1, which avoids negative powers of 0
         steps = m if q == 1 else (1 - q ** m) / (1 - q)
         v = (1. if p is None else p) * (q ** (m - 1) - self.cost / self.length * steps) * ahead
         return v * (v > 0) if p is None else v
@@ -112,12 +112,12 @@ class Steering(gym.Env):
         Args:
             obs: positions [..., 1], tensor or array
             gamma: discount factor
-            gain: of the policy a = -gain x; None: the best gain
+            gain: gain of the policy a = -gain x; None: the best gain
 
         Raises:
             DataError: the return of this policy is infinite; names `gain`.
         """
         if gain is None: gain = self.best_gain(gamma)
-        left = gamma * (1 - gain) ** 2   # what remains of x^2, and counts, after a step
+        left = gamma * (1 - gain) ** 2   # factor of the discounted x^2 from one step to the next
         if not left < 1: raise DataError('gain: infinite return', pipe=self, expected='gamma (1 - gain)^2 < 1', got=f'gain={gain}')
         return -(1 + self.effort * gain ** 2) / (1 - left) * obs[..., 0] ** 2

@@ -80,7 +80,7 @@ def same(a: Any, b: Any, tolerance: float = 0.) -> bool:
 
 
 def _same_leaf(x: Any, y: Any, tolerance: float) -> bool:
-    if callable(x) or isinstance(x, TickSource): return True  # each iteration has its own
+    if callable(x) or isinstance(x, TickSource): return True  # each iteration makes a new one, so they cannot be compared
     if not isinstance(x, (torch.Tensor, np.ndarray, np.generic)): return x is y or bool(x == y)
     x, y = (v.detach().cpu().numpy() if isinstance(v, torch.Tensor) else np.asarray(v) for v in (x, y))
     if (x.shape, x.dtype) != (y.shape, y.dtype): return False

@@ -68,7 +68,7 @@ def _as_sample(x: Any, space: gym.Space) -> Any:
 
 # %% ../../nbs/testing/01_env_rules.ipynb #15d03a3a
 def _check_info(report: Report, info: dict, forms: dict) -> None:
-    "Compare the infos with `forms`, key -> structure and shapes, or None if it is not numeric. Infos that are new are added to it."
+    "Compare the infos with `forms`, key -> structure and shapes, or None if it is not numeric. Add new infos to `forms`."
     def is_numeric(x): return bool(nested.leaves(x)) and all(np.asarray(leaf).dtype.kind in 'biuf' for leaf in nested.leaves(x))
     def form(x): return (nested.flatten(x)[1], [np.shape(leaf) for leaf in nested.leaves(x)]) if is_numeric(x) else None
     try:
@@ -79,7 +79,7 @@ def _check_info(report: Report, info: dict, forms: dict) -> None:
 
 # %% ../../nbs/testing/01_env_rules.ipynb #fa4a50b4
 def _play(report: Report, env: gym.Env, n_steps: int, seed: int) -> list:
-    "What the environment returns for random actions, step by step."
+    "Play random actions. Returns a list of the environment's answers, step by step."
     with report.demand(ENV_SPACES): spec = [space_spec(getattr(env, name), name) for name in ('observation_space', 'action_space')]
     spaces, actions, forms, trace = deepcopy((env.observation_space, env.action_space)), deepcopy(env.action_space), {}, []
     actions.seed(seed)
@@ -125,7 +125,7 @@ def _check_numbers(report: Report, batch: TensorBatch, out: TensorOutcome) -> No
 
 
 def _play_tensors(report: Report, env: Any, n_steps: int, seed: int) -> list:
-    "What a `TensorEnv` returns for random actions, step by step."
+    "Play random actions in a `TensorEnv`. Returns a list of its answers, step by step."
     with report.demand(TENSOR_ENV_MADE): batch = TensorBatch(env, np.random.SeedSequence(seed), closes=False)
     spaces, actions = deepcopy((env.observation_space, env.action_space)), deepcopy(env.action_space)
     actions.seed(seed)
@@ -141,7 +141,7 @@ def _play_tensors(report: Report, env: Any, n_steps: int, seed: int) -> list:
 
 def _check_tensor_env(report: Report, factory: TensorFactory, n_steps: int, seed: int) -> None:
     traces = []
-    for _ in range(2):  # twice, with the same seed
+    for _ in range(2):  # twice, because the same seed must give the same answers
         with report.demand(TENSOR_ENV_MADE): env = factory(seed)
         try: traces.append(_play_tensors(report, env, n_steps, seed))
         finally:
@@ -153,7 +153,7 @@ def _check_tensor_env(report: Report, factory: TensorFactory, n_steps: int, seed
 def check_env(env: Any, *, env_kwargs: dict | None = None, n_steps: int = 200, seed: int = 0, raises: bool = True) -> list:
     """Check an environment by the `ENV_...` rules, or a `TensorEnv` by the `TENSOR_ENV_...` rules.
 
-    Raises `ContractError` with all broken rules, else returns an empty list.
+    Raises `ContractError` with all broken rules. Returns an empty list if no rule is broken.
 
     Args:
         env: gymnasium id, factory, or an environment, which stays open; or a `TensorEnv`, or its class
@@ -172,7 +172,7 @@ def check_env(env: Any, *, env_kwargs: dict | None = None, n_steps: int = 200, s
 
 def _check_env(report: Report, env: Any, env_kwargs: dict | None, n_steps: int, seed: int, lent: bool) -> None:
     first = None
-    for _ in range(2):  # twice, with the same seed
+    for _ in range(2):  # twice, because the same seed must give the same answers
         with report.demand(ENV_MADE):
             made = env if lent else EnvFactory(env, env_kwargs)(seed)
             if not isinstance(made, gym.Env): raise TypeError(f"got {type(made).__name__}")

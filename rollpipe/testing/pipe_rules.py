@@ -43,7 +43,7 @@ FRAGMENT_STEPNO = "stepno is 0 at the first step of an episode, and increases by
 # %% ../../nbs/testing/03_pipe_rules.ipynb #9edf8cbf
 @contextmanager
 def _open(pipe: IterDataPipe) -> Iterator:
-    "An iterator of `pipe`, which is closed at the end if it can be."
+    "An iterator of `pipe`. At the end it is closed, if it has a method `close`."
     stream = iter(pipe)
     try: yield stream
     finally:
@@ -86,9 +86,9 @@ def _check_closes(report: Report, pipe: IterDataPipe) -> None:
             nonlocal n_open
             n_open += change
         def sources(): return find(pipe, lambda p: not inputs(p))
-        if not inputs(pipe): return  # there are no pipes above
+        if not inputs(pipe): return  # a source has no pipes above it to close
         for k in range(len(sources())):
-            source = sources()[k]  # an edit copies the graph, but keeps the order of the sources
+            source = sources()[k]  # look it up again: an edit copies the graph, but keeps the order of the sources
             pipe = insert_after(pipe, lambda p, source=source: p is source, partial(_Probe, notes=notes))
         with _open(pipe) as stream: next(stream, None)
         del stream
@@ -120,10 +120,10 @@ def _check_fragment(report: Report, fragment: Fragment) -> None:
 def check_pipe(make_pipe: Callable, *, n_items: int = 4, raises: bool = True) -> list:
     """Check a pipe by the `PIPE_...` rules, and by the `FRAGMENT_...` rules if it yields `Fragment`s.
 
-    Raises `ContractError` with all broken rules, else returns an empty list.
+    Raises `ContractError` with all broken rules. Returns an empty list if no rule is broken.
 
     Args:
-        make_pipe: function that makes the pipe with its sources; each call makes an equal one
+        make_pipe: function that makes the pipe with its sources; each call makes an equal pipe
         n_items: number of items to look at
         raises: False: return the violations instead of raising an error
     """

@@ -14,7 +14,7 @@ __all__ = ['SPACES', 'Range', 'Choice', 'space_for']
 
 # %% ../../nbs/tuning/00_spaces.ipynb #0f4b41f8
 class Range(NamedTuple):
-    "Numbers from `low` to `high`, with equal weight for each order of magnitude unless `log` is False; integers if `low` is one."
+    "Numbers from `low` to `high`, on a logarithmic scale unless `log` is False; integers if `low` is an integer."
     low: float
     high: float
     log: bool = True
@@ -26,7 +26,7 @@ class Range(NamedTuple):
 
 
 class Choice(tuple):
-    "Some values, none of which is nearer to another."
+    "Some values without an order."
     def ask(self, trial: Any, name: str) -> Any:
         "The value of the option `name` for a trial of Optuna."
         return trial.suggest_categorical(name, list(self))
@@ -59,8 +59,8 @@ def space_for(algorithm: str, fixed: dict, options: dict | None = None) -> dict:
 
     Args:
         algorithm: name of an algorithm
-        fixed: options that are given, and so are not searched
-        options: options of a trial that are not searched, also those of a preset; None: `fixed`
+        fixed: options that the user sets, which are not searched
+        options: all options of a trial that are not searched, also those of a preset; None: `fixed`
 
     Returns:
         dict: option -> `Range` or `Choice`
@@ -70,6 +70,6 @@ def space_for(algorithm: str, fixed: dict, options: dict | None = None) -> dict:
                         "`rollpipe.tuning.spaces.SPACES`, made by a module of --import")
     space = {name: x for name, x in SPACES[algorithm].items() if name not in fixed}
     others = fixed if options is None else options
-    if "tau" not in space and others.get("tau") is not None: space.pop("target_every", None)  # the target moves, and nothing is copied
+    if "tau" not in space and others.get("tau") is not None: space.pop("target_every", None)  # has no effect with `tau`
     if not space: raise DataError("nothing is left to search", expected="fewer options", got=", ".join(fixed))
     return space

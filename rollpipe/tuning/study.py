@@ -22,7 +22,7 @@ __all__ = ['FILE', 'import_optuna', 'connections', 'open_study', 'forget_running
 
 # %% ../../nbs/tuning/02_study.ipynb #1a19719f
 def import_optuna() -> Any:
-    "The package Optuna, which tells only of problems. Raises `ImportError`, which says what to install."
+    "The package Optuna, which then logs only problems. Raises `ImportError`, which says what to install."
     try: import optuna
     except ImportError as e: raise ImportError(f"the search needs Optuna: pip install 'rollpipe[tune]' ({e})") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -33,19 +33,19 @@ FILE = "study.db"
 
 
 def connections() -> dict:
-    "Options for Optuna's engine: a connection waits for other processes, and is closed when it has been used."
+    "Options for Optuna's engine: a connection waits for other processes, and is closed after its use."
     from sqlalchemy.pool import NullPool
     return dict(connect_args=dict(timeout=60), poolclass=NullPool)
 
 
 def open_study(folder: Path, settings: dict, seed: int, n: int) -> Any:
-    """The study in a folder, or a new one. Raises `DataError` if it was made with other settings, or if its file cannot be used.
+    """The study in a folder, or a new one. Raises `DataError` if its settings are different, or if its file cannot be used.
 
     Args:
-        folder: where the file is, or will be
-        settings: all that makes the values of trials comparable, for JSON
-        seed: of the proposals; together with the number of trials so far
-        n: evaluations of a trial before which it is not pruned
+        folder: folder of the file
+        settings: all settings that must be equal for trials to be comparable, as JSON values
+        seed: seed of the proposals, combined with the number of trials so far
+        n: number of evaluations of a trial before it can be pruned
 
     Returns:
         Any: an Optuna study
@@ -70,31 +70,31 @@ def open_study(folder: Path, settings: dict, seed: int, n: int) -> Any:
 
 # %% ../../nbs/tuning/02_study.ipynb #8bc28f27
 def _lost(study, number, params):
-    "End a trial that was interrupted, and let its options be tried again."
+    "End an interrupted trial, and put its options into the queue again."
     study.tell(number, state=import_optuna().trial.TrialState.FAIL)
     study.enqueue_trial(params)
 
 
 def forget_running(study: Any) -> None:
-    "End the trials of processes that were killed; their options are tried again."
+    "End the trials of killed processes. Their options are tried again."
     for x in study.trials:
         if x.state.name == "RUNNING": _lost(study, x.number, x.params)
 
 
 def finished(study: Any) -> list:
-    "The trials that are over: those that are complete, pruned, or failed with an error. Those that were interrupted have none."
+    "The trials that are over: complete, pruned, or failed with an error. An interrupted trial has no error."
     return [x for x in study.trials if x.state.name in ("COMPLETE", "PRUNED") or "error" in x.user_attrs]
 
 # %% ../../nbs/tuning/02_study.ipynb #ca940950
 def try_one(study: Any, space: dict, returns: Callable) -> str:
-    """One trial. Raises only what is no `Exception`, such as `KeyboardInterrupt`.
+    """Run one trial. Raises only exceptions that are not an `Exception`, such as `KeyboardInterrupt`.
 
     Args:
-        space: option -> what it may be, see `space_for`
+        space: option -> its range or choice, see `space_for`
         returns: returns(options, report) -> the last mean return of each seed, see `returns_of`
 
     Returns:
-        str: what came of it, a line
+        str: the result, as one line
     """
     optuna, trial = import_optuna(), study.ask()
 

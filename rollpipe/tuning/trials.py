@@ -20,16 +20,16 @@ from ..pipes.taps import count_steps
 __all__ = ['EPISODES', 'learning_curve', 'returns_of']
 
 # %% ../../nbs/tuning/01_trials.ipynb #1dd39c89
-EPISODES = 10       # of an evaluation
-_SEED = 1_000_000   # of their first one, plus that of the training: no run is ever evaluated with these
+EPISODES = 10       # number of episodes of an evaluation
+_SEED = 1_000_000   # plus the training's seed: seed of these episodes; no run is evaluated with these seeds
 
 
 def learning_curve(config: dict, n: int) -> Generator[float, None, None]:
-    """The mean returns of the policy while it trains in this process. Raises `DataError` for one that is not finite.
+    """Train in this process, and yield the mean return of each evaluation. Raises `DataError` if it is not finite.
 
     Args:
         config: see `make_config`
-        n: number of evaluations, after equal numbers of steps
+        n: number of evaluations, at equal distances in steps
     """
     agent, pipe = build(config)
     done, steps, seed = 0, 0, _SEED + config["seed"]
@@ -48,12 +48,12 @@ def learning_curve(config: dict, n: int) -> Generator[float, None, None]:
 
 # %% ../../nbs/tuning/01_trials.ipynb #3d8079b9
 def returns_of(configs: list, n: int, report: Callable) -> list:
-    """Train with each of the seeds. What is reported is the mean over the present evaluation and the last ones of the seeds before.
+    """Train with each of the seeds. The value reported is the mean of the present evaluation and the last ones of the earlier seeds.
 
     Args:
-        configs: one for each seed
-        n: evaluations of each
-        report: report(value, number): may raise an exception that ends the trial
+        configs: one configuration for each seed
+        n: number of evaluations of each training
+        report: report(value, number), which may raise an exception to end the trial
 
     Returns:
         list: the last mean return of each seed

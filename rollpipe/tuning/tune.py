@@ -31,21 +31,21 @@ _MARK = "# Found by rollpipe tune"
 
 
 def _toml(value: Any, key: str) -> str:
-    "A value of an option, or a part of one, in TOML."
+    "A value of an option, or a part of the value, in TOML."
     if value is None: raise DataError("TOML cannot say what is None within another value", leaf=key, expected="a value without None")
     if isinstance(value, dict): return "{" + ", ".join(f"{_toml(k, key)} = {_toml(x, key)}" for k, x in value.items()) + "}"
     if isinstance(value, (list, tuple)): return "[" + ", ".join(_toml(x, key) for x in value) + "]"
-    if isinstance(value, float): return repr(float(value))  # inf and nan are words of TOML
+    if isinstance(value, float): return repr(float(value))  # TOML writes inf and nan as Python does
     return json.dumps(value, ensure_ascii=False)
 
 
 def preset_text(env: str, values: dict, env_kwargs: dict, comments: list) -> str:
-    """A preset for an environment, in TOML. Raises `DataError` for None within another value: TOML has no word for it.
+    """A preset for an environment, in TOML. Raises `DataError` for None within another value, because TOML cannot express it.
 
     Args:
         env: gymnasium id
         values: option -> value
-        comments: lines
+        comments: lines of the comment
     """
     name = env.rpartition(":")[2]
     table = [f"[{name if re.fullmatch('[A-Za-z0-9_-]+', name) else json.dumps(name)}]"]
@@ -55,7 +55,7 @@ def preset_text(env: str, values: dict, env_kwargs: dict, comments: list) -> str
 
 # %% ../../nbs/tuning/03_tune.ipynb #a1c7e3f1
 def complete_values(config: dict, given: Iterable) -> dict:
-    """What a preset must say to give this configuration with any seed.
+    """The values that a preset needs to give this configuration, with any seed.
 
     Args:
         config: see `make_config`
@@ -71,27 +71,27 @@ def complete_values(config: dict, given: Iterable) -> dict:
 
 # %% ../../nbs/tuning/03_tune.ipynb #8219f28a
 def check_file(path: Path, overwrite: bool) -> None:
-    """Raise `DataError` if the file is there, unless an earlier search has written it, or it may be overwritten.
+    """Raise `DataError` if the file exists, unless an earlier search has written it, or `overwrite` is True.
 
     Args:
-        path: where the preset goes
+        path: file of the preset
     """
     if not path.exists() or overwrite: return
     if path.is_file() and path.read_bytes().startswith(_MARK.encode()): return
     raise DataError(f"{path} is there already", expected="another --out, or --overwrite")
 
 # %% ../../nbs/tuning/03_tune.ipynb #2783ed05
-_IN_PROCESS = dict(workers=0, reading="processes", address=None)  # all else would have no effect
+_IN_PROCESS = dict(workers=0, reading="processes", address=None)  # a trial trains in its own process, so other values would have no effect
 
 
 class Search:
-    "A search: its options, and the configurations of a trial."
+    "A search: its options, and the configurations of its trials."
     def __init__(self, args: Namespace):
         given = given_by(args)
         run = {name: x for name, x in given.run.items() if name != "seed"}
         self.args, self.seed, self.given = args, given.run.get("seed", 0), given._replace(run=run)
         self.seeds, self.n = parse_seeds(args.seeds), args.evaluations
-        self.free = max(1, self.n // 3)  # evaluations at the start of the first training that do not end a trial
+        self.free = max(1, self.n // 3)  # so many evaluations, at the start of the first training, cannot end a trial
 
         for name in ("trials", "jobs", "evaluations"):
             if getattr(args, name) < 1: raise UsageError(f"rollpipe tune: --{name} must be at least 1, got {getattr(args, name)}")
@@ -110,24 +110,24 @@ class Search:
                            imports=getattr(self.args, "imports", ()), **given.run)
 
     def settings(self) -> dict:
-        "All that makes the values of trials comparable."
+        "All settings that must be equal for trials to be comparable."
         config = self.config({}, 0)
         kept = {name: config[name] for name in ("algorithm", "env", "env_kwargs", "steps", "intrinsic", "preset")}
         return dict(kept, given=self.given.options, seeds=self.seeds, evaluations=self.n, space=repr(self.space))
 
     def returns(self, options: dict, report: Any) -> list:
         "The last returns of a trial, one for each seed."
-        place = f"{self.folder.resolve().name}-{(self.args.part or '0').partition(':')[0]}"  # each process has one
+        place = f"{self.folder.resolve().name}-{(self.args.part or '0').partition(':')[0]}"  # a folder for the replay files of each process
         return returns_of([{**self.config(options, seed), "place": place} for seed in self.seeds], self.n, report)
 
 # %% ../../nbs/tuning/03_tune.ipynb #1c178a19
 def _try(search, study, n):
-    "Try until `n` more trials are over."
+    "Run `n` more trials."
     for _ in range(n): print(try_one(study, search.space, search.returns), flush=True)
 
 
 def _in_processes(search, n):
-    "Share `n` trials among processes. Returns what has failed, and the number of the signal that has stopped them."
+    "Distribute `n` trials over processes. Returns the problems, and the number of the signal that stopped the processes."
     args, python = search.args, python_words()
     shares = [n // args.jobs + (k < n % args.jobs) for k in range(args.jobs)]
     words = without(args.words, ("--jobs",), ("--overwrite",))
@@ -136,7 +136,7 @@ def _in_processes(search, n):
 
 
 def _write(search, study) -> str:
-    "Write the best options so far; returns what was done. Raises `WorkerError` if no trial is complete."
+    "Write the best options so far. Returns a text about it. Raises `WorkerError` if all trials failed."
     best, over, args = best_of(study), finished(study), search.args
     failed = [x.user_attrs["error"] for x in over if "error" in x.user_attrs]
     if best is None and not over: return "no trial is complete"
@@ -160,8 +160,8 @@ def tune_command(args: Namespace) -> None:
     import_optuna()
     search = Search(args)
     config = search.config({}, search.seeds[0])
-    build(config)        # raises what every trial would raise
-    preset_text(args.env, complete_values(config, search.given.options), config["env_kwargs"], [])  # and this what the end would raise
+    build(config)        # raises here the error that every trial would raise
+    preset_text(args.env, complete_values(config, search.given.options), config["env_kwargs"], [])  # and the error of the end
     if args.part is not None:
         number, n = map(int, args.part.split(":"))
         return _try(search, open_study(search.folder, search.settings(), search.seed + 1000 * (number + 1), search.free), n)

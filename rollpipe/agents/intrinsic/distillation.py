@@ -28,7 +28,7 @@ class Features(Observer):
         hidden: sizes of the hidden layers
         n_out: number of features
         clip: largest magnitude of a normalised observation
-        encoder: options of `encoder_for`, or a function space -> module
+        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
     net: MLP
 
@@ -49,10 +49,10 @@ class Distillation(nn.Module):
 
     Args:
         observation_space: see `encoder_for`
-        hidden: sizes of the target's hidden layers; the predictor has the last one thrice
+        hidden: sizes of the target's hidden layers; the predictor has the last one three times
         n_out: number of features to predict
         clip: largest magnitude of a normalised observation
-        encoder: options of `encoder_for`, as {'images': 'conv'}, or a function space -> module
+        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
     def __init__(self, observation_space: gym.Space, hidden: tuple = (64, 64), n_out: int = 64, clip: float = 5.,
                  encoder: dict | Callable | None = None):

@@ -59,11 +59,11 @@ class Novelty:
 
     Args:
         network: the two networks
-        gamma: discount of the sum whose deviation is the scale
+        gamma: discount factor of the sum of errors, whose standard deviation is the scale of the rewards
         lr: learning rate of the predictor (Adam)
         epochs: passes over a fragment
-        minibatch: rows in a step of the optimiser, at most
-        fraction: part of the rows that a pass learns from; the paper has 0.25 for 128 environments
+        minibatch: largest number of rows in a step of the optimiser
+        fraction: fraction of the rows that a pass learns from; the paper has 0.25 for 128 environments
         seed: seed of the choice and the order of the rows
     """
     def __init__(self, network: Distillation, gamma: float = 0.99, lr: float = 1e-3, epochs: int = 4, minibatch: int = 256,
@@ -80,7 +80,7 @@ class Novelty:
         self.sums: dict = {}            # lane -> discounted sum of the errors so far, float64 [B]
 
     def __call__(self, fragment: Fragment) -> Tensor:
-        "The intrinsic rewards of the steps of a fragment, float32 `[T, B]`; the predictor learns. Raises as `observations_reached`."
+        "The intrinsic rewards of the steps of a fragment, float32 `[T, B]`. Then the predictor learns. Raises as `observations_reached`."
         device = next(self.network.parameters()).device
         rows = nested.map(lambda x: x.to(device), observations_reached(fragment))
         valid, errors = fragment.valid.cpu(), torch.zeros(fragment.valid.shape)
@@ -106,7 +106,7 @@ class Novelty:
         return rewards
 
     def scale(self) -> float:
-        "The standard deviation of the discounted sums; 1 as long as all sums are equal, and their scale is unknown."
+        "The standard deviation of the discounted sums; 1 as long as all sums are equal, because their scale is unknown."
         var, mean = float(self.norm.var), float(self.norm.mean)
         return var ** .5 if self.norm.count and var > 1e-12 * mean ** 2 else 1.
 
@@ -121,7 +121,7 @@ class Novelty:
                 self.optimizer.step()
 
     def state_dict(self) -> dict:
-        "All that an interrupted training needs to go on."
+        "All that is needed to resume training."
         return dict(network=self.network.state_dict(), optimizer=self.optimizer.state_dict(), norm=self.norm.state_dict(),
                     generator=self.generator.get_state(), sums={lane: x.clone() for lane, x in self.sums.items()})
 

@@ -24,23 +24,23 @@ from ...pipes.torchdata import IterDataPipe
 class RND(Pipe):
     """Add to the reward of each step of a `Fragment` the novelty of the observation that it led to.
 
-    The new reward is `env_weight * reward + weight * novelty`, where `Novelty` has the scale of a value, whatever the environment
-    pays. `env['rollpipe.reward']` keeps the reward of the environment, of which the returns of episodes are made. The networks learn
-    from each fragment after it was judged. Their state goes on from one iteration to the next, and with `state_dict` into the checkpoint
-    of a run.
+    The new reward is `env_weight * reward + weight * novelty`, where `Novelty` makes the scale independent of the environment's
+    rewards. `env['rollpipe.reward']` keeps the reward of the environment, from which the returns of episodes are computed. The networks
+    learn from each fragment after its novelty is computed. Their state is kept from one iteration to the next, and `state_dict` puts it
+    into the checkpoint of a run.
 
-    The pipe needs the true last observations of terminated episodes (`terminal_obs=True`), and stands below `Lanes`. Advantages are
+    The pipe needs the true last observations of terminated episodes (`terminal_obs=True`), and must be below `Lanes`. Advantages are
     estimated from the sum of both rewards, by one critic; the paper has two. Raises `DataError` if a last observation is missing or an
-    observation is not finite, and `GraphError` above `Lanes` or for an actor that sees its past rewards, because it would get others here.
+    observation is not finite, and `GraphError` above `Lanes` or for an actor that sees past rewards, which differ here.
 
     Source: Burda et al. 2018, Exploration by random network distillation, https://arxiv.org/abs/1810.12894.
 
     Args:
         pipe: yields `Fragment`s
         network: such as `Distillation.for_env(env)`
-        weight: of the novelty
-        env_weight: of the environment's reward
-        **options: of `Novelty`: gamma, lr, epochs, minibatch, fraction, seed
+        weight: weight of the novelty
+        env_weight: weight of the environment's reward
+        **options: options of `Novelty`: gamma, lr, epochs, minibatch, fraction, seed
     """
     reads, keeps_items, any_strides = 1, False, True
 
@@ -60,7 +60,7 @@ class RND(Pipe):
             yield self.with_novelty(fragment)
 
     def with_novelty(self, fragment: Fragment) -> Fragment:
-        "The fragment with the new rewards; the networks learn."
+        "The fragment with the new rewards. The networks learn from it."
         try: novelty = self.novelty(fragment)
         except PipeError as e:
             b = e.env if isinstance(e.env, int) else 0
@@ -77,12 +77,12 @@ class RND(Pipe):
                                  expected="an actor without `uses_past`", got=describe(type(stepper.actor)))
 
     def set_lane(self, lane: int, seed: np.random.SeedSequence) -> None:
-        "Raise `GraphError`: `Lanes` calls this on the pipes above, whose copies would each learn, unheard by one another."
+        "Raise `GraphError`: `Lanes` calls this on the pipes above it. Their copies would learn separately."
         raise GraphError("what learns cannot be copied for each lane", pipe=self, got=f"RND above it, in lane {lane}",
                          expected="RND below `Lanes`: `RND.inserter(after=Lanes, ...)`")
 
     def state_dict(self) -> dict:
-        "All that an interrupted training needs to go on."
+        "All that is needed to resume training."
         return self.novelty.state_dict()
 
     def load_state_dict(self, state: dict) -> None:

@@ -23,14 +23,14 @@ def states_of(pipe: IterDataPipe) -> dict:
 
 # %% ../../../nbs/agents/25_intrinsic/03_states.ipynb #fe4c3448
 def load_states(pipe: IterDataPipe, states: Any) -> dict:
-    """Let the pipes of a graph go on from their states. Raises `CheckpointError` for a state that does not fit its pipe.
+    """Restore the states of the pipes of a graph. Raises `CheckpointError` for a state that does not fit its pipe.
 
     Args:
         pipe: the last pipe of a graph
         states: what `states_of` returned; None: no states
 
     Returns:
-        dict: the states of pipes that the graph lacks
+        dict: the states whose pipes are not in the graph
     """
     if not isinstance(states, dict | None): raise CheckpointError("not the states of pipes", leaf='pipes', got=type(states).__name__)
     left = dict(states or {})
@@ -42,7 +42,7 @@ def load_states(pipe: IterDataPipe, states: Any) -> dict:
 
 # %% ../../../nbs/agents/25_intrinsic/03_states.ipynb #ee982f40
 def edited(run: Any, *edits: Callable) -> Any:
-    """The run with an edited pipeline, whose new pipes go on from the states in the checkpoint of the run.
+    """The run with an edited pipeline. The new pipes start from their states in the run's checkpoint.
 
     Raises the errors of the edits, and `CheckpointError` for a state that does not fit.
 
@@ -59,7 +59,7 @@ def edited(run: Any, *edits: Callable) -> Any:
 
 
 def kept_states(run: Any) -> dict:
-    """The states that a checkpoint of a run keeps: those of its pipes that learn, and those that still wait for their pipes.
+    """The states that a checkpoint of a run keeps: those of its pipes that learn, and those whose pipes are not yet in the pipeline.
 
     Args:
         run: a `Run`

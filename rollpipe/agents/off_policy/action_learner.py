@@ -28,17 +28,17 @@ from ...pipes.replay.memory import ReplayMemory, Sample
 class ActionLearner(ReplayLearner):
     """Base of learners of continuous actions from a replay memory.
 
-    A subclass writes `critic_target(fragment)` and `improve_policy(fragment)`. `descents` are its optimisers, by name.
+    A subclass writes `critic_target(fragment)` and `improve_policy(fragment)`. `descents` is a dict of name -> optimiser.
 
     Args:
         actor: the policy, with a buffer `is_random`
         critic: `critic(obs, act) -> [k, T, B]`, see `ActionCritic`
-        tau: fraction of the way that target networks move each time
-        multi_step: number of steps whose rewards are summed before a value; at most the length of the samples
+        tau: fraction of the way that the target networks move each time
+        multi_step: number of rewards that are summed before a value; at most the length of the samples
         policy_every: steps of the critic for each step of policy and target networks
         random_steps: environment steps with random actions, before the policy acts
         beta_steps: environment steps in which the memory's `beta` rises to 1; None: it stays constant
-        eta: weight of the greatest error in the priority of a longer sample; the mean error has the rest
+        eta: weight of the greatest TD error in the priority of a longer sample; the mean error has the rest
         **options: options that learners share, see `SharedOptions`
     """
     actor_needs = ('is_random',)
@@ -66,7 +66,7 @@ class ActionLearner(ReplayLearner):
         return dict(epsilon=float(self.actor.is_random))
 
     def count(self, fresh: Fragment) -> int:
-        "As `ReplayLearner.count`, and for the critic's normaliser too."
+        "As `ReplayLearner.count`; the critic's normaliser is updated, too."
         n = super().count(fresh)
         self.tell_critic(fresh)
         if not self.target_updates: self.copy_buffers()
@@ -74,11 +74,11 @@ class ActionLearner(ReplayLearner):
         return n
 
     def copy_buffers(self) -> None:
-        "As `ReplayLearner.copy_buffers`: the target network is one of the critic."
+        "As `ReplayLearner.copy_buffers`, from the critic: the target network is its copy."
         update_buffers(self.target, self.critic)
 
     def noise(self, fragment: Fragment) -> torch.Tensor:
-        "Standard normal noise for one action in each step, `[T, B, ...]`. Each rank draws that of the joined batch, and takes its columns."
+        "Standard normal noise for one action in each step, `[T, B, ...]`. Each rank draws that of the joined batch, and keeps its columns."
         n, mine = ranks.span(fragment.n_envs)
         return self.actor.draw_noise((fragment.n_steps, n), self.generator)[:, mine]
 
@@ -96,7 +96,7 @@ class ActionLearner(ReplayLearner):
         self.target_updates += 1
 
     def learn(self, sample: Sample, memory: ReplayMemory | None = None) -> dict:
-        "A step of the critic, and in its turn one of policy and targets. Errors become priorities. Returns metrics, some of them tensors."
+        "Improve the critic, and every `policy_every` steps policy and targets. Errors become priorities. Returns metrics, some as tensors."
         fragment, weight, index = sample
         self.check_length(fragment.n_steps)
         if nested.leaves(fragment.hx): raise DataError("actors with memory are not supported", pipe=self, leaf='hx', expected="()")
@@ -113,7 +113,7 @@ class ActionLearner(ReplayLearner):
         return metrics | dict(weight_min=weight.min())
 
     def least_lengths(self) -> dict[str, int]:
-        "Option -> the fewest steps of a sample with which it works."
+        "Option -> the smallest number of steps of a sample that it works with."
         return dict(multi_step=self.multi_step)
 
     def state_dict(self) -> dict:
@@ -127,7 +127,7 @@ class ActionLearner(ReplayLearner):
 
 # %% ../../../nbs/agents/15_off_policy/04_action_learner.ipynb #2452a072
 class DeterministicLearner(ActionLearner):
-    """Base of learners of deterministic policies. `target_actor` is the older copy of the policy; a subclass may write `shift(fragment)`.
+    """Base of learners of deterministic policies. `target_actor` is the policy's target network. A subclass may write `shift(fragment)`.
 
     Args:
         actor: a `DeterministicPolicy`, or another actor with `act`, `box` and `is_random`
@@ -141,7 +141,7 @@ class DeterministicLearner(ActionLearner):
         self.target_actor = copy.deepcopy(actor).requires_grad_(False)
 
     def copy_buffers(self) -> None:
-        "As `ActionLearner.copy_buffers`, and for the policy's target network."
+        "As `ActionLearner.copy_buffers`; the policy's target network gets its buffers, too."
         super().copy_buffers()
         update_buffers(self.target_actor, self.actor)
 

@@ -29,7 +29,7 @@ def reached(fragment: Fragment) -> Any:
 @torch.no_grad()
 def soft_target(fragment: Fragment, actor: Any, target: Any, noise: Tensor, temperature: Tensor | float, *, gamma: float = 0.99,
                 n_steps: int = 1) -> Tensor:
-    """Targets `[T, B]` of soft action values. The entropy is that of the position between the bounds, so that units do not matter.
+    """Targets `[T, B]` of soft action values. The entropy is that of actions scaled to -1 and 1, so that units do not matter.
 
     Source: Haarnoja et al. 2018, *Soft actor-critic algorithms and applications*, https://arxiv.org/abs/1812.05905
 
@@ -38,9 +38,9 @@ def soft_target(fragment: Fragment, actor: Any, target: Any, noise: Tensor, temp
         actor: `sample(obs, noise) -> (act, logp)` and `box`, see `SquashedPolicy`
         target: `target(obs, act) -> [k, T, B]`, an older copy of the critic
         noise: standard normal, for the actions [T, B, ...]
-        temperature: what a unit of entropy is worth
+        temperature: weight of the entropy, relative to the reward
         gamma: discount factor per step
-        n_steps: largest number of steps whose rewards are summed before a value; fewer at ends
+        n_steps: largest number of rewards that are summed before a value; fewer where an episode or the fragment ends
     """
     obs = reached(fragment)
     act, logp = actor.sample(obs, noise)
@@ -60,14 +60,14 @@ def smoothed_target(fragment: Fragment, actor: Any, target: Any, shift: Tensor |
         target: `target(obs, act) -> [k, T, B]`, an older copy of the critic
         shift: how far the actions are moved, in half ranges [T, B, ...]; None: not at all
         gamma: discount factor per step
-        n_steps: largest number of steps whose rewards are summed before a value; fewer at ends
+        n_steps: largest number of rewards that are summed before a value; fewer where an episode or the fragment ends
     """
     obs = reached(fragment)
     return td_targets(fragment, target(obs, actor.act(obs, shift)).amin(0), gamma, n_steps)
 
 # %% ../../../nbs/agents/15_off_policy/03_action_losses.ipynb #776a1820
 def _taken(fragment):
-    "Observations and actions of the steps, `[T, B, ...]`; where a row is not valid, those of a valid one."
+    "Observations and actions of the steps, `[T, B, ...]`. Rows that are not valid get those of a valid row."
     state = fill_invalid(fragment).state
     return nested.as_seen(nested.getitem(state.obs, slice(None, -1))), nested.getitem(state.act, slice(1, None))
 
@@ -110,7 +110,7 @@ def soft_policy_loss(fragment: Fragment, actor: Any, critic: Any, noise: Tensor,
         actor: `sample(obs, noise) -> (act, logp)` and `box`, see `SquashedPolicy`
         critic: `critic(obs, act) -> [k, T, B]`
         noise: standard normal, for the actions [T, B, ...]
-        temperature: what a unit of entropy is worth
+        temperature: weight of the entropy, relative to the reward
     """
     valid, obs = fragment.valid, _taken(fragment)[0]
     n, (act, logp) = valid.sum(), actor.sample(obs, noise)
@@ -124,7 +124,7 @@ def deterministic_policy_loss(fragment: Fragment, actor: Any, critic: Any) -> tu
     Args:
         fragment: [T, B]
         actor: `act(obs) -> [T, B, ...]`, see `DeterministicPolicy`
-        critic: `critic(obs, act) -> [k, T, B]`; the first one counts, which `first_value(obs, act)` gives alone, if it is there
+        critic: `critic(obs, act) -> [k, T, B]`; only the first value is used, from `first_value(obs, act)` if the critic has it
     """
     valid, obs = fragment.valid, _taken(fragment)[0]
     act = actor.act(obs)
@@ -134,11 +134,11 @@ def deterministic_policy_loss(fragment: Fragment, actor: Any, critic: Any) -> tu
 
 
 def temperature_loss(log_temperature: Tensor, entropy: Tensor | float, wanted: float) -> Tensor:
-    """`log_temperature (entropy - wanted)`: its descent raises the temperature while the policy has too little entropy.
+    """`log_temperature (entropy - wanted)`: gradient descent on it raises the temperature while the entropy of the policy is too small.
 
     Args:
         log_temperature: float32 []
-        entropy: of the policy
-        wanted: the entropy that the policy is to have
+        entropy: entropy of the policy
+        wanted: target of the entropy
     """
     return log_temperature * (entropy - wanted)

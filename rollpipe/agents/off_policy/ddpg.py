@@ -13,7 +13,7 @@ from ..shared_options import shared_options
 
 # %% ../../../nbs/agents/15_off_policy/07_ddpg.ipynb #70e5f683
 class DDPG(DeterministicLearner):
-    """Deep deterministic policy gradient. How much the policy explores is an option of the policy.
+    """Deep deterministic policy gradient. The amount of exploration is an option of the policy.
 
     Source: Lillicrap et al. 2015, *Continuous control with deep reinforcement learning*, https://arxiv.org/abs/1509.02971
 
@@ -21,7 +21,7 @@ class DDPG(DeterministicLearner):
         actor: a `DeterministicPolicy`, or another actor with `act`, `box` and `is_random`
         critic: an `ActionCritic`, or another module `critic(obs, act) -> [k, T, B]`
         tau: fraction of the way that the target networks move after each step
-        multi_step: number of steps whose rewards are summed before a value; at most the length of the samples
+        multi_step: number of rewards that are summed before a value; at most the length of the samples
         random_steps: environment steps with random actions, before the policy acts
         beta_steps: environment steps in which the memory's `beta` rises to 1; None: it stays constant
         **shared: options that learners share, see `SharedOptions`

@@ -24,7 +24,7 @@ class Descent:
     Args:
         params: parameters; those without gradients are left out
         lr: learning rate
-        max_norm: largest norm of the gradient, to which longer ones are shortened; None: no limit
+        max_norm: largest norm of the gradient (longer ones are clipped to it); None: no limit
     """
     def __init__(self, params: Iterable, lr: float, max_norm: float | None = None):
         self.params, self.max_norm = [p for p in params if p.requires_grad], inf if max_norm is None else max_norm
@@ -36,10 +36,10 @@ class Descent:
         Args:
             loss: 0-dim, with graph
             name: name of the loss, for messages
-            share: fraction of the step's rows that are this rank's, over whose part `loss` is a mean; see `ranks.share_of`
+            share: this rank's fraction of the step's rows; `loss` is the mean over this rank's rows; see `ranks.share_of`
 
         Returns:
-            float: norm of the gradient before it was shortened
+            float: norm of the gradient before clipping
         """
         part = share * loss if ranks.active() else loss
         for p, g in zip(self.params, torch.autograd.grad(part, self.params, allow_unused=True)): p.grad = g
@@ -51,9 +51,9 @@ class Descent:
         return norm
 
     def state_dict(self) -> dict:
-        "That of the optimiser."
+        "The state of the optimiser."
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
-        "Restore what `state_dict` returned. The tensors are copied, because torch's optimiser would go on with them."
+        "Restore what `state_dict` returned. The tensors are copied, because torch's optimiser would change them."
         self.optimizer.load_state_dict(copy.deepcopy(state))

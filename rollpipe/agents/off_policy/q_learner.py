@@ -24,12 +24,12 @@ from ...pipes.replay.memory import ReplayMemory, Sample
 
 # %% ../../../nbs/agents/15_off_policy/08_q_learner.ipynb #32e241a8
 class QNetworkLearner(ReplayLearner, GradientLearner):
-    """Base of learners of action values with a target network. It holds the target, explores, and counts.
+    """Base of learners of action values with a target network. It keeps the target network, sets the exploration, and counts steps.
 
     Args:
         actor: a `QPolicy` or `RecurrentQPolicy`, or another actor with `values` and `epsilon`
-        target_every: steps of the optimiser between two copies to the target network
-        tau: fraction of the way that the target network moves after each step instead; None: copies
+        target_every: steps of the optimiser between two copies of the weights to the target network
+        tau: Polyak averaging: fraction of the way that the target network moves after each step; None: copies, see `target_every`
         **options: options that learners share, see `SharedOptions`
     """
     actor_needs = ('values', 'epsilon')
@@ -43,7 +43,7 @@ class QNetworkLearner(ReplayLearner, GradientLearner):
         self.explore()
 
     def explore(self) -> None:
-        "Set the fraction of random actions that belongs to the environment steps so far."
+        "Set the fraction of random actions for the number of environment steps so far."
         set_epsilon(self.actor, linear_schedule(self.steps, self.options.eps_start, self.options.eps_end, self.options.eps_steps))
 
     def exploration(self) -> dict:
@@ -51,7 +51,7 @@ class QNetworkLearner(ReplayLearner, GradientLearner):
         return dict(epsilon=float(self.actor.epsilon))
 
     def count_step(self) -> None:
-        "Count a step of the optimiser, and update the target network if it is time."
+        "Count a step of the optimiser, and update the target network when it is due."
         self.gradient_steps += 1
         if self.tau is None and self.gradient_steps % self.target_every: return
         update_target(self.target, self.actor, 1. if self.tau is None else self.tau)
@@ -59,14 +59,14 @@ class QNetworkLearner(ReplayLearner, GradientLearner):
 
 # %% ../../../nbs/agents/15_off_policy/08_q_learner.ipynb #dc0038b7
 class DeepQLearner(QNetworkLearner):
-    """Base of deep Q-learners. A subclass writes `loss(fragment, weight)`, for which `td_options` has the options of `td_loss`.
+    """Base of deep Q-learners. A subclass writes `loss(fragment, weight)`; `td_options` has its options for `td_loss`.
 
     Args:
         actor: an actor with `values` and `epsilon`
         double: choose the best next action by the network, and value it by the target network
-        multi_step: number of steps whose rewards are summed before a value; at most the length of the samples
+        multi_step: number of rewards that are summed before a value; at most the length of the samples
         burn_in: first steps of a sample, which only update the memory of a recurrent network (not trained on)
-        huber: errors beyond this limit count linearly; None: all are squared
+        huber: errors beyond this limit count linearly; None: all errors are squared
         beta_steps: environment steps in which the memory's `beta` rises to 1; None: it stays constant
         eta: weight of the greatest TD error in the priority of a longer sample; the mean error has the rest
         **options: those of `QNetworkLearner`
@@ -83,7 +83,7 @@ class DeepQLearner(QNetworkLearner):
         self.eta, self.beta = eta, BetaSchedule(beta_steps)
 
     def least_lengths(self) -> dict[str, int]:
-        "Option -> the fewest steps of a sample with which it works. At least one step is left after the first `burn_in`."
+        "Option -> the smallest number of steps of a sample that it works with. At least one step is left after the first `burn_in`."
         return {'multi_step': self.td_options['n_steps'], 'burn_in + 1': self.td_options['burn_in'] + 1}
 
     def loss(self, fragment: Fragment, weight: torch.Tensor | None) -> tuple:

@@ -25,11 +25,11 @@ class QRDQN(DeepQLearner):
     Args:
         actor: a `QuantilePolicy`, or another actor with `quantiles`, `values` and `epsilon`
         double: choose the best next action by the network, and value it by the target network
-        multi_step: number of steps whose rewards are summed before a value; at most the length of the samples
+        multi_step: number of rewards that are summed before a value; at most the length of the samples
         burn_in: first steps of a sample, which only update the memory of a recurrent network (not trained on)
-        huber: differences beyond this limit count linearly; 0: all do
-        target_every: steps of the optimiser between two copies to the target network; 1: in effect there is none
-        tau: Polyak averaging: fraction of the way that the target network moves after each step; None: copies
+        huber: differences beyond this limit count linearly; 0: all count linearly
+        target_every: steps of the optimiser between two copies of the weights to the target network; 1: in effect, no target network
+        tau: Polyak averaging: fraction of the way that the target network moves after each step; None: copies, see `target_every`
         beta_steps: environment steps in which the memory's `beta` rises to 1; None: it stays constant
         eta: weight of the greatest TD error in the priority of a longer sample; the mean error has the rest
         **shared: options that learners share, see `SharedOptions`

@@ -31,12 +31,12 @@ def quantile_penalty(goal: Tensor, value: Tensor, huber: float = 1.0) -> Tensor:
     """The sum over quantiles `i` of the mean over samples `j` of `|τᵢ - [uᵢⱼ < 0]| size(uᵢⱼ)`, `[...]`, where `uᵢⱼ = goalⱼ - valueᵢ`.
 
     Source: Dabney et al. 2018, *Distributional reinforcement learning with quantile regression*, https://arxiv.org/abs/1710.10044,
-    equations 8 to 10. There the size is not divided by `huber`. This makes no difference for `huber=1`, and makes 0 the limit here.
+    equations 8 to 10. They do not divide `size` by `huber`. The division changes nothing for `huber=1`, and allows `huber=0`.
 
     Args:
         goal: samples of the return [..., M]
         value: quantiles [..., N]
-        huber: differences `u` below this limit count `u² / 2 huber`, greater ones `|u| - huber / 2`; 0: all count `|u|`
+        huber: size is `u² / 2 huber` for differences `u` below this limit, and `|u| - huber / 2` for greater ones; 0: always `|u|`
     """
     u = goal.unsqueeze(-2) - value.unsqueeze(-1)
     size = huber_penalty(u, huber) / (2 * huber) if huber else u.abs()
@@ -49,7 +49,7 @@ def quantile_td(fragment: Fragment, actor: Any, target: Any = None, *, huber: fl
 
         Gⱼₜ = rₜ₊₁ + γ rₜ₊₂ + ... + γᵐ θ̂ⱼ(sₜ₊ₘ, a*),    a* = argmaxₐ meanⱼ θ̂ⱼ(sₜ₊ₘ, a),   or argmaxₐ meanⱼ θⱼ(sₜ₊ₘ, a) if `double`
 
-    Ends, limits, memory, several steps and weights are as in `td`, and so is what is raised.
+    Terminal and truncated states, memory, several steps, weights and errors that are raised are as in `td`.
 
     Source: Dabney et al. 2018, https://arxiv.org/abs/1710.10044, algorithm 1.
 

@@ -45,7 +45,7 @@ class BetaSchedule:
 
 # %% ../../../nbs/agents/15_off_policy/01_replay_learner.ipynb #ec6c98e0
 class TimedIterator:
-    "An iterator over `items` that adds up the `seconds` spent on waiting for them."
+    "An iterator over `items` that measures the `seconds` spent waiting for them."
     def __init__(self, items: Iterable): self.items, self.seconds = iter(items), 0.
 
     def __iter__(self): return self
@@ -60,7 +60,7 @@ def means(records: list) -> dict[str, float]:
     """The mean of each metric over those records that have it.
 
     Args:
-        records: list of dicts metric -> number or 0-dim tensor
+        records: list of dicts of metric -> number or 0-dim tensor
     """
     found = {}
     for record in records:
@@ -71,7 +71,7 @@ def means(records: list) -> dict[str, float]:
 class ReplayLearner(Learner):
     """Base of learners from a replay memory. A subclass writes `learn(sample, memory)`, and `update` calls it for each sample.
 
-    It also makes `target`, and sets `beta`. If it explores less and less, it writes `explore` and `exploration`.
+    It also makes `target`, and sets `beta`. If its exploration decays, it writes `explore` and `exploration`.
     """
     target: Any            # the target network
     beta: BetaSchedule     # of the importance weights
@@ -82,7 +82,7 @@ class ReplayLearner(Learner):
         self.steps = self.gradient_steps = self.target_updates = 0
 
     def copy_buffers(self) -> None:
-        "Give the target network the normalisers of its network, until it is updated for the first time. At the start they know nothing."
+        "Copy the normalisers to the target network, until its first update. Its own normalisers have seen no data yet."
         update_buffers(self.target, self.actor)
 
     def explore(self) -> None:
@@ -119,11 +119,11 @@ class ReplayLearner(Learner):
                                      seconds_update=perf_counter() - start)
 
     def learn(self, sample: Sample, memory: ReplayMemory | None = None) -> dict:
-        "The algorithm: learn from a `Sample`, and tell a prioritised memory its errors. Returns metrics, some of them tensors."
+        "The algorithm: learn from a `Sample`, and tell a prioritised memory the errors. Returns metrics, some of them tensors."
         raise NotImplementedError(f"{type(self).__name__} must define learn(sample, memory)")
 
     def least_lengths(self) -> dict[str, int]:
-        "Option -> the fewest steps of a sample with which it works."
+        "Option -> the smallest number of steps of a sample that it works with."
         return {}
 
     def check_length(self, length: int) -> None:
@@ -146,7 +146,7 @@ class ReplayLearner(Learner):
     def state_dict(self) -> dict:
         """All networks, optimisers, version and counters.
 
-        The content of the memory is not part of it. A resumed training collects it anew, with the exploration that it had when it stopped.
+        The content of the memory is not part of it. Resumed training collects it anew, with the exploration of the time of the checkpoint.
         """
         counters = dict(steps=self.steps, gradient_steps=self.gradient_steps, target_updates=self.target_updates)
         return {**super().state_dict(), 'target': self.target.state_dict(), **counters}

@@ -28,11 +28,11 @@ class SAC(ActionLearner):
     Args:
         actor: a `SquashedPolicy`, or another actor with `sample`, `box` and `is_random`
         critic: an `ActionCritic`, or another module `critic(obs, act) -> [k, T, B]`
-        temperature: what a unit of entropy is worth; None: it is learnt
+        temperature: weight of the entropy, relative to the reward; None: it is learnt
         first_temperature: the temperature at the beginning, if it is learnt
-        target_entropy: entropy to be had, for bounds -1 and 1; None: minus the number of dimensions
+        target_entropy: target of the entropy, for actions within -1 and 1; None: minus the number of dimensions
         tau: fraction of the way that the target network moves after each step
-        multi_step: number of steps whose rewards are summed before a value; at most the length of the samples
+        multi_step: number of rewards that are summed before a value; at most the length of the samples
         random_steps: environment steps with random actions, before the policy acts
         beta_steps: environment steps in which the memory's `beta` rises to 1; None: it stays constant
         **shared: options that learners share, see `SharedOptions`
@@ -46,7 +46,7 @@ class SAC(ActionLearner):
         super().__init__(actor, critic, tau=tau, multi_step=multi_step, policy_every=1, random_steps=random_steps, beta_steps=beta_steps,
                          **shared)
         start = first_temperature if temperature is None else temperature
-        if temperature is None: check_range(self, 1e-9, first_temperature=start)      # it has a logarithm
+        if temperature is None: check_range(self, 1e-9, first_temperature=start)      # its logarithm is learnt
         else: check_range(self, 0, temperature=start)
         check_range(self, -float_info.max, target_entropy=target_entropy or 0)
         self.target_entropy = -float(actor.box.center.numel()) if target_entropy is None else target_entropy
@@ -57,7 +57,7 @@ class SAC(ActionLearner):
 
     @property
     def temperature(self) -> torch.Tensor:
-        "What a unit of entropy is worth now, float32 `[]`."
+        "The present weight of the entropy, relative to the reward, float32 `[]`."
         return self.fixed if self.is_fixed else self.log_temperature.detach().exp()
 
     def critic_target(self, fragment: Fragment) -> torch.Tensor:
@@ -66,7 +66,7 @@ class SAC(ActionLearner):
                            n_steps=self.multi_step)
 
     def improve_policy(self, fragment: Fragment) -> dict:
-        "A step of the policy, then one of the temperature."
+        "Take a step of the policy, then a step of the temperature."
         temperature, share = self.temperature, ranks.share_of(fragment.valid)
         loss, metrics = soft_policy_loss(fragment, self.actor, self.critic, self.noise(fragment), temperature)
         metrics |= dict(temperature=temperature, grad_norm=self.descents['policy'].step(loss, 'loss_policy', share))
@@ -81,6 +81,6 @@ class SAC(ActionLearner):
         return super().state_dict() | dict(log_temperature=self.log_temperature.detach().clone())
 
     def load_state_dict(self, state: dict) -> None:
-        "Restore what `state_dict` returned. A fixed temperature stays that of this learner."
+        "Restore what `state_dict` returned. A fixed temperature is not restored: it is an option of this learner."
         super().load_state_dict(state)
         with torch.no_grad(): self.log_temperature.copy_(state['log_temperature'])

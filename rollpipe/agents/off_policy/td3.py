@@ -17,7 +17,7 @@ from ...pipes.data import Fragment
 
 # %% ../../../nbs/agents/15_off_policy/06_td3.ipynb #19b362ad
 class TD3(DeterministicLearner):
-    """Twin delayed DDPG. How much the policy explores is an option of the policy; steps, segments and priorities are options of the memory.
+    """Twin delayed DDPG. The amount of exploration is an option of the policy; steps, segments and priorities are options of the memory.
 
     Source: Fujimoto et al. 2018, *Addressing function approximation error in actor-critic methods*, https://arxiv.org/abs/1802.09477
 
@@ -28,7 +28,7 @@ class TD3(DeterministicLearner):
         smoothing_limit: greatest noise of the target's actions; 1 is half the range of the action
         policy_every: steps of the critic for each step of policy and target networks
         tau: fraction of the way that the target networks move each time
-        multi_step: number of steps whose rewards are summed before a value; at most the length of the samples
+        multi_step: number of rewards that are summed before a value; at most the length of the samples
         random_steps: environment steps with random actions, before the policy acts
         beta_steps: environment steps in which the memory's `beta` rises to 1; None: it stays constant
         **shared: options that learners share, see `SharedOptions`
