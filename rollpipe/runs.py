@@ -167,7 +167,7 @@ def _check_stored(found: Checkpoint) -> None:
     n = {option.name: value for option, value in options.items()}
     batch = n.get("lanes", 1) * n.get("n_envs", 1) * (1 if n.get("sticky") else n.get("n_steps", 1))
     if counters["updates"] and batch > 2 * counters["steps"] / counters["updates"]:  # at least half of the rows of a batch are steps
-        raise DataError("more environments than the counters tell of", expected="{steps} steps in {updates} updates".format(**counters),
+        raise DataError("batch size and stored step counts disagree", expected="{steps} steps in {updates} updates".format(**counters),
                         got=", ".join(f"{name}={n.get(name)}" for name in ("lanes", "n_envs", "n_steps")))
     check_room(n)
 

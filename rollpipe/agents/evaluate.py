@@ -195,7 +195,7 @@ def evaluate(env: Any, actor: Any, n_episodes: int = 20, *, n_envs: int | None =
         on_limit: for an episode that reaches `max_steps`: 'raise' an `EnvError`, or 'cut' it off (see `Evaluation.cut_off`)
         trace: keep the reward of each step and the actor's reports, see `Trace`
         on_episode: is called with the return and the length of each episode, when it ends
-        close: False: leave the environments open that are made here
+        close: False: do not close the environments that are made here
         device: the actor's device, if not the host
     """
     check_limit(max_steps, on_limit)

@@ -199,7 +199,7 @@ class ParallelEvaluation:
         env_kwargs: keyword arguments for `gymnasium.make`
         max_steps: largest number of steps of an episode
         on_limit: for an episode that reaches `max_steps`: 'raise' an `EnvError`, or 'cut' it off
-        close: False: leave the environments open that the process makes
+        close: False: do not close the environments that are made here
         record: file for a film of the first episode; the version replaces `{version}` in its name, see `str.format`
         ray: evaluate in a Ray cluster; options `address`, `resources`, `runtime_env` of `RayReading`
         start_method: 'fork', 'forkserver' or 'spawn' [fork, if it is safe]

@@ -53,7 +53,7 @@ def rollouts(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 256
         vector: make one vector environment of an id: 'sync', 'async', 'vector_entry_point', 'envpool'
         sticky: environments whose episode ended rest until the end of the fragment
         terminal_obs: keep the last observations of terminated episodes too
-        close: False: leave environments open that the pipeline makes
+        close: False: do not close the environments that are made here
         device: the actor's device, if not the host; batches are on the host, `ToDevice` moves them
         engine: engine that runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if possible)
         optimize: fuse stages where this changes nothing but the speed, see `rollpipe.pipes.optimize`

@@ -177,7 +177,7 @@ class EnvStepper(FromSource, Seeded, Source):
         seed: determines environments and actions; only if `Lanes` has no seed
         explore: False: no noise, the actor's deterministic action
         clip_actions: clip float actions to the bounds of their Box
-        close: False: leave environments open that the stepper makes
+        close: False: do not close the environments that are made here
         device: the actor's device; the actor's input is copied there, and its answer back to the host
         engine: engine that runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if possible)
     """

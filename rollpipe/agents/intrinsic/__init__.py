@@ -1,1 +1,1 @@
-"""Rewards that come from the learner itself: what is new is worth a visit."""
+"""Rewards that come from the learner itself: novel observations are rewarded, so that the actor visits them."""

@@ -45,7 +45,7 @@ class TensorCollector(Acting, Seeded, Source):
         seed: determines environments and actions; only if `Lanes` has no seed
         explore: False: no noise, the actor's deterministic action
         clip_actions: clip float actions to the bounds of their Box
-        close: False: leave environments open that the collector makes
+        close: False: do not close the environments that are made here
     """
     keeps_items = drops_items = False
 
