@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def __getattr__(name):
     "Import a name at its first use, not with the package: so the command line can be interrupted before torch is imported."
     if name in __all__:
-        for room in ('pipes', 'layers', 'agents', 'runs', 'testing'):
+        for room in ('pipes', 'layers', 'agents', 'testing', 'runs'):
             module = import_module(f'.{room}', __name__)
             if hasattr(module, name): return globals().setdefault(name, getattr(module, name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

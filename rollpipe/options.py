@@ -170,6 +170,8 @@ def parse_env_kwargs(items: Iterable) -> dict:
     for key, equals, _ in pairs:
         if not equals or not key.isidentifier():
             raise DataError("not a keyword argument of the environment", expected="key=value", got=key + equals)
+    keys = [key for key, *_ in pairs]
+    if twice := sorted({key for key in keys if keys.count(key) > 1}): raise DataError("a keyword is there twice", got=", ".join(twice))
     return {key: _literal(value) for key, _, value in pairs}
 
 

@@ -23,7 +23,7 @@ from rollpipe.locks import lock, unlock
 from rollpipe.logs import read_metrics
 from rollpipe.algorithms import ALGORITHMS, options_for
 from rollpipe.config import build, make_config
-from rollpipe.options import parse_env_kwargs
+from rollpipe.options import parse_env_kwargs, parse_value
 from rollpipe.pipes.errors import DataError
 from rollpipe.runs import discard, load_run, restore, resume, start
 from rollpipe.train import train
@@ -350,6 +350,16 @@ def test_the_critic_has_the_encoder_of_the_actor_unless_it_has_its_own(words, en
     ("x=true", True), ("x=false", False), ("x=True", True), ("x='true'", "true"), ("x=truely", "truely")])
 def test_keyword_arguments_of_an_environment(word, value):
     assert parse_env_kwargs([word]) == dict(x=value)
+
+
+def test_a_keyword_that_is_there_twice_is_refused(capsys):
+    assert main("train ppo CartPole-v1 --env-kwargs g=1 h=2 g=3".split()) == 2
+    assert "a keyword is there twice" in (text := capsys.readouterr().err) and "Got g." in text
+
+
+@pytest.mark.parametrize("text", ["images=conv,images=flat", "images=conv,flat", "images=conv,", "conv=(16,32)"])
+def test_what_is_no_list_of_keywords_is_no_dict(text):
+    with pytest.raises(ValueError, match="is not dict or none"): parse_value(text, ("dict", "None"))
 
 
 @pytest.mark.parametrize("word, lag", [("none", None), ("1", 1)])

@@ -4,6 +4,7 @@ import configparser
 import json
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -161,3 +162,26 @@ def test_outside_imports_are_declared():
     outside = {(n.split(".")[0], m) for m in FILES for n, _ in imports(FILES[m], m, deep=False)}
     wrong = {(n, m) for n, m in outside if n not in sys.stdlib_module_names and n != TOP and n.lower() not in declared}
     assert not wrong, f"imported at the top of a module, but no requirement in settings.ini: {wrong}"
+
+
+def test_the_names_of_a_first_program_are_those_of_the_rooms():
+    "What a type checker reads, what `__all__` lists, and what is found, is the same. Nothing is imported before it is asked for."
+    tree = ast.parse(FILES[""].read_text(encoding="utf-8"))
+    listed = next(ast.literal_eval(x.value) for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "__all__")
+    homes = {name: place for x in tree.body if isinstance(x, ast.If) for place, names in imports_of(x) for name in names}
+    assert listed == sorted(set(listed)) and set(listed) == homes.keys()
+    code = ("import sys, rollpipe; assert 'torch' not in sys.modules and set(rollpipe.__all__) <= set(dir(rollpipe))\n"
+            "try: rollpipe.nothing\nexcept AttributeError as e: assert \"'nothing'\" in str(e)\n"
+            "from importlib import import_module\n"
+            f"for name, place in {homes}.items(): assert getattr(rollpipe, name) is getattr(import_module(place, 'rollpipe'), name), name\n"
+            "from rollpipe import *\nfrom rollpipe import pipes, PPO\nassert pipes.EnvStepper is EnvStepper")
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120, cwd=ROOT)
+
+
+def imports_of(node): return [("." * x.level + (x.module or ""), [a.name for a in x.names]) for x in node.body]
+
+
+def test_the_public_rooms_have_few_names():
+    lists = [re.search(r"__all__ = \[(.*?)\n?\]", FILES[room].read_text(encoding="utf-8"), re.S)[1]
+             for room in ("pipes", "layers", "agents", "testing")]
+    assert sum(len(re.findall(r"'\w+'", text)) for text in lists) < 110

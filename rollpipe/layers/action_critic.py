@@ -84,7 +84,7 @@ class ActionCritic(Observer):
         normalize: normalise observations by their running mean and standard deviation
         activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
         n_critics: number of networks; the smallest of their values counts
-        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
+        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module; in runs by default the policy's
     """
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple = (256, 256), normalize: bool = False,
                  activation: str | type = 'relu', n_critics: int = 2, encoder: dict | Callable | None = None):

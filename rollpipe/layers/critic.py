@@ -35,7 +35,7 @@ class Critic(Observer):
         hidden: sizes of the hidden layers
         normalize: normalise observations by their running mean and standard deviation
         activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
+        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module; in runs by default the policy's
     """
     net: MLP
     ret_count: Tensor
