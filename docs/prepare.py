@@ -66,11 +66,17 @@ def folded(cell, prompt):
     return cell
 
 
+def is_check(step):
+    "Is it an assertion, or a call of a test function such as `test_eq`?"
+    call = step.value if isinstance(step, ast.Expr) else None
+    return isinstance(step, ast.Assert) or isinstance(call, ast.Call) and ast.unparse(call.func).startswith("test_")
+
+
 def with_checks_folded(cell):
-    "The cell of a tutorial, and a folded one with the assertions at its end, if there are any."
+    "The cell of a tutorial, and a folded one with the checks at its end, if there are any."
     try: steps = ast.parse(cell.source).body
     except SyntaxError: return [cell]     # a magic command
-    checks = [*takewhile(lambda step: isinstance(step, ast.Assert), reversed(steps))]
+    checks = [*takewhile(is_check, reversed(steps))]
     if not checks: return [cell]
     if len(checks) == len(steps): return [folded(cell, "Checks")]
     lines, at = cell.source.split("\n"), checks[-1].lineno - 1

@@ -205,6 +205,7 @@ def test_the_site_has_every_public_name_and_its_pages_refer_to_pages_and_terms_t
 @pytest.mark.parametrize("source, shown, checks", [
     ("x = 1\nprint(x)\n# One\n# is one.\nassert x == 1\nassert x < 2, (\n  x)", "x = 1\nprint(x)",
      "# One\n# is one.\nassert x == 1\nassert x < 2, (\n  x)"),
+    ("f(x)\ntest_eq(x, 1)", "f(x)", "test_eq(x, 1)"),
     ("assert x", None, "assert x"), ("x = 1; assert x", "x = 1; assert x", None), ("assert x\nx = 2", "assert x\nx = 2", None),
     ("%time x", "%time x", None), ("if x:\n    assert x", "if x:\n    assert x", None), ("", "", None)])
 def test_the_checks_at_the_end_of_a_cell_are_folded(source, shown, checks):
