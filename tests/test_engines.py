@@ -31,6 +31,7 @@ from rollpipe.pipes.engines.pure import PureStep
 from rollpipe.pipes.envs.vector import env_batch
 from rollpipe.pipes.envs.factories import env_factories
 from rollpipe.pipes.errors import ActorError, DataError
+from rollpipe.pipes.envs.batch import Rows
 from rollpipe.pipes.stepper import Interaction
 from rollpipe.pipes.torchdata import DataLoader2
 
@@ -518,33 +519,36 @@ def test_an_engine_that_is_unknown_or_not_installed(monkeypatch, caplog):
 # Loops, workers, learners
 
 @pytest.mark.parametrize("name", ["mlp", "gauss", "gru with past", "lstm", "q", "convolution", "mixed"])
-def test_an_engine_for_many_rows_gives_the_bits_of_single_steps(name):
-    "A loop over staged rows, written here anew, gives the ticks of the stepper with the same engine."
+def test_an_engine_for_many_steps_gives_the_bits_of_single_steps(name):
+    "A loop over rows, written here anew, gives the ticks of the stepper with the same engine."
     make, obs, act = ACTORS[name]
     actor, where = make(), dict(pipe="loop", lane=0)
     for engine_name in ("torch", "onnxruntime"):
         def interaction(engine_name=engine_name):
             envs = env_batch(env_factories(lambda: Dreams(obs, act), 3), np.random.SeedSequence(1), **where)
-            return Interaction(actor, envs, np.random.SeedSequence(2), engine=engine_name)
-        ticks, loop = interaction(), interaction()
-        ticks = ticks.ticks(*ticks.start())
-        out, hx = loop.start()
-        engine = loop.engine(out, hx, 7)
+            return Interaction(actor, envs, np.random.SeedSequence(2), engine=engine_name).start()
+        ticks, loop = interaction().ticks(), interaction()
+        engine, last, hx, rows = loop.engine, loop.act, loop.hx, Rows(loop.state, 19)
         assert engine.name == engine_name
-        rows = engine.rows
-        for n in (7, 7, 4):
-            engine.begin(n)
+        rows.put(0, loop.state)
+        for begin, n in ((0, 7), (7, 7), (14, 4)):
+            where_to, at = engine.begin(rows, begin, n, last, hx)
+            found = []
             for t in range(n):
-                engine.run(t)
+                array, hx = engine.answer(t)
+                found.append((nested.map(np.copy, array), nested.map(torch.clone, hx)))
+                if begin + t == 0: loop.envs._at = rows, 0     # the interaction has reset these environments
+                out = loop.envs.step(nested.map(lambda x: torch.from_numpy(x.copy())[None], array))
+                where_to.put(at + t + 1, out.state, out.term)
+                if out.ended: engine.renew(t, loop.checked.reset(hx, out.ended))
+            reports, last, hx = engine.end(rows, begin, n)
+            for t, report in enumerate(nested.map(lambda x: x[None], [nested.getitem(nested.cat(reports), k) for k in range(n)])):
                 tick = next(ticks)
-                out = loop.envs.step(nested.map(lambda x, t=t: torch.from_numpy(x[t].copy()), rows.act))
-                answer = nested.map(lambda x, t=t: torch.from_numpy(x[t].copy()), rows.info)
-                assert_equal(answer, tick.actor)
-                hx = nested.map(lambda x, t=t: torch.from_numpy(x[t + 1].copy()), rows.hx)
-                rows.put(t + 1, out.state, loop.checked.reset(hx, out.ended) if out.ended else hx)
-                assert_equal(nested.map(torch.from_numpy, nested.getitem(rows.hx, t + 1)), tick.next_hx)
-                for x, y in zip(nested.leaves(out.state), nested.leaves(tick.next)): assert np.array_equal(x, y)
-            if n == rows.n: rows.wrap()
+                assert_equal(report, tick.actor)
+                for x, y in zip(nested.leaves(found[t][0]), nested.leaves(tick.next.act)): assert np.array_equal(x, y)
+                for x, y in zip(nested.leaves(nested.getitem(rows.state, begin + t + 1)), nested.leaves(tick.next)):
+                    assert np.array_equal(x, y)
+            assert_equal(hx, tick.next_hx)
 
 
 @pytest.mark.parametrize("cls", [MLPPolicy, RecurrentPolicy])
@@ -646,8 +650,7 @@ def test_convolutions_are_counted_and_large_ones_run_with_torch(caplog):
     names = {}
     for n_envs in (1, 4):
         envs = env_batch(env_factories(lambda: Dreams(obs, ACTS), n_envs), np.random.SeedSequence(1), pipe="loop", lane=0)
-        interaction = Interaction(actor, envs, np.random.SeedSequence(2), engine="auto")
-        engine = interaction.engine(*interaction.start(), 1)
+        engine = Interaction(actor, envs, np.random.SeedSequence(2), engine="auto").start().engine
         names[n_envs] = engine.name
         if n_envs == 1: assert engine.convolutions == 20 * 20 * 32 * 8 * 8 * 4 + 9 * 9 * 64 * 4 * 4 * 32 + 7 * 7 * 64 * 3 * 3 * 64
     assert names == {1: "onnxruntime", 4: "torch"} and "convolutions so large" in caplog.text

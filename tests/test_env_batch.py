@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from rollpipe.pipes import nested
 from rollpipe.pipes.envs.autoreset import final_observations
-from rollpipe.pipes.envs.batch import FiniteCheck, StepBuffers, last_obs
+from rollpipe.pipes.data import State
+from rollpipe.pipes.envs.batch import FiniteCheck, Rows, last_obs
 from rollpipe.pipes.envs.single import scalar_rewards
 from rollpipe.pipes.envs.sticky import Sticky
 from rollpipe.pipes.errors import DataError, EnvError
@@ -16,33 +17,25 @@ floats = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 
 @fast
-@given(n_envs=st.integers(1, 3), at_once=st.integers(1, 4), max_bytes=st.integers(1, 200), n=st.integers(1, 12), deep=st.booleans())
-def test_every_step_has_memory_of_its_own(n_envs, at_once, max_bytes, n, deep):
-    "And its arrays and tensors are the same memory."
+@given(n_envs=st.integers(1, 3), n=st.integers(1, 12), parts=st.tuples(st.integers(0, 11), st.integers(0, 11)), deep=st.booleans())
+def test_every_row_has_memory_of_its_own(n_envs, n, parts, deep):
+    "And its arrays and tensors are the same memory, also in a part of the rows."
     obs = np.zeros((n_envs, 2), np.float32)
-    buffers = StepBuffers({"a": obs, "b": (np.zeros((n_envs,), np.int64),)} if deep else obs, n_envs, at_once, max_bytes)
-    steps = [buffers.take() for _ in range(n)]
-    for k, step in enumerate(steps):
-        for x in (*step.leaves, step.rew, step.stepno): x[...] = k
-        assert not step.fin.any() and not step.term.any()
-    for k, step in enumerate(steps):
-        for x in (*step.leaves, step.rew, step.stepno): assert (x == k).all()
-        tensors = *nested.leaves(step.obs_tensors), step.rew_tensor, step.stepno_tensor, step.fin_tensor
-        arrays = *nested.leaves(step.obs), step.rew, step.stepno, step.fin
+    obs = {"a": obs, "b": (np.zeros((n_envs,), np.int64),)} if deep else obs
+    memory = Rows(State(np.zeros(n_envs, np.int64), obs, (), np.zeros(n_envs, np.float32), np.zeros(n_envs, bool)), n)
+    begin, end = sorted(k % n for k in parts)
+    assert len(memory) == len(memory.rows) == n and not memory.acts
+    for k, row in enumerate(memory.rows):
+        for x in (*row.leaves, row.rew, row.stepno): x[...] = k
+        assert not row.fin.any() and not row.term.any()
+    part = memory.part(begin, end + 1)
+    for k, row in [*enumerate(memory.rows), *enumerate(part.rows, begin), (end, memory.row(end)), (end, memory.copy(end))]:
+        for x in (*row.leaves, row.rew, row.stepno): assert (x == k).all()
+        tensors = *nested.leaves(row.obs_tensors), row.rew_tensor, row.stepno_tensor, row.fin_tensor
+        arrays = *nested.leaves(row.obs), row.rew, row.stepno, row.fin
         for x, y in zip(tensors, arrays): assert x.shape == (1, *y.shape) and x.data_ptr() == y.ctypes.data
-
-
-@fast
-@given(before=st.integers(0, 3), n=st.integers(0, 4), after=st.integers(0, 3), deep=st.booleans())
-def test_observations_are_written_where_they_are_wanted(before, n, after, deep):
-    given_memory, spec = np.full((n, 2, 3), -1.), np.zeros((2, 3))
-    buffers = StepBuffers({"x": spec} if deep else spec, 2, 2)
-    def write(k):
-        for x in buffers.take().leaves: x[...] = k
-    for k in range(before): write(k)
-    buffers.observe_into({"x": given_memory} if deep else given_memory)
-    for k in range(n + after): write(10 + k)
-    assert (given_memory == 10 + np.arange(n)[:, None, None]).all()
+    assert np.shares_memory(part.rows[0].rew, memory.rows[begin].rew)
+    assert not np.shares_memory(memory.copy(end).rew, memory.rows[end].rew)
 
 
 @fast

@@ -16,7 +16,8 @@ from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy, MLPPolicy
 from rollpipe.pipes import DataError, EnvStepper, Fragment, FragmentCollector, Lanes, Pipe, State
 from rollpipe.pipes.data import Final
 from rollpipe.pipes.data import TickSource
-from rollpipe.pipes.fragments import Destination, FragmentBuilder, RowBuffer, stack_rows
+from rollpipe.pipes.envs.batch import Rows
+from rollpipe.pipes.fragments import Destination, FragmentBuilder, stack_rows
 from rollpipe.pipes.nested import leaves
 
 fast = settings(deadline=None, max_examples=25)
@@ -307,40 +308,27 @@ class Changed(Pipe):
 def changed(change, n_steps=4): return next(iter(FragmentCollector(Changed(EnvStepper(Counting, Plain(), 2), change), n_steps)))
 
 
-@pytest.fixture(params=[0, 100, 2 ** 16], ids=lambda bytes: f"blocks of {bytes}")
-def block(request, monkeypatch):
-    "Rows are copied one by one, a few at once, all together."
-    monkeypatch.setattr(RowBuffer, "BLOCK", request.param)
-
-
-@pytest.fixture
-def large(monkeypatch):
-    "All rows count as large, so that they are made in the fragment where that is allowed."
-    monkeypatch.setattr(RowBuffer, "BLOCK", 0)
-
-
 @settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_rows(data):
-    "Any shapes, also without elements; any blocks; memory that has to grow, or lies beside that of others."
+    "Any shapes, also without elements; memory that has to grow, or lies beside that of others."
     B, n = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
     leaf = st.tuples(st.lists(st.integers(0, 3), max_size=2), st.sampled_from(["f4", "i8", "?"]))
     kinds = data.draw(st.lists(leaf, min_size=1, max_size=3))
     rng, strided = np.random.default_rng(0), data.draw(st.booleans())
-    made = [{f"{k}": (9 * rng.random((B, *shape))).astype(dtype) for k, (shape, dtype) in enumerate(kinds)} for _ in range(n)]
+    def random(): return {f"{k}": (9 * rng.random((B, *shape))).astype(dtype) for k, (shape, dtype) in enumerate(kinds)}
+    made = [State(np.full(B, t), random(), np.full(B, 2 * t), np.full(B, t, np.float32), np.full(B, t % 2 == 0)) for t in range(n)]
     def empty(shape, dtype): return np.empty((shape[0], 2 * shape[1], *shape[2:]), dtype)[:, B:] if strided else np.empty(shape, dtype)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RowBuffer, "BLOCK", data.draw(st.integers(0, 5)) * max(1, sum(x.nbytes for x in made[0].values())))     # 0 to 5 rows
-        patch.setattr(RowBuffer, "AT_ONCE", data.draw(st.integers(1, 10)))
-        rows = RowBuffer(made[0], data.draw(st.integers(n, 12)), empty)
-        for row in made: rows.add(row)
-        taken = rows.take()
-    for key, x in taken.items():
-        wanted = np.stack([row[key] for row in made])
+    rows = Rows(made[0], data.draw(st.integers(1, 12)), empty)
+    for t, row in enumerate(made): rows.put(t, row, row.fin)
+    taken = rows.tensors(n)
+    for x, *wanted in zip(leaves(taken), *map(leaves, made), strict=True):
+        wanted = np.stack(wanted)
         assert x.numpy().dtype == wanted.dtype and np.array_equal(x.numpy(), wanted) and x.shape == wanted.shape
+    assert np.array_equal(rows.term[:n], taken.fin)
 
 
-def test_a_dtype_that_changes_within_a_fragment_is_refused(block):
+def test_a_dtype_that_changes_within_a_fragment_is_refused():
     "Fractions are not cut off silently; another precision is cast to that of the first step."
     with pytest.raises(DataError, match="FragmentCollector, lane 0: the dtype changes within a fragment. Expected int64, got float"):
         changed(lambda k, obs: obs.astype(int) if k < 2 else obs + 0.5)
@@ -348,7 +336,7 @@ def test_a_dtype_that_changes_within_a_fragment_is_refused(block):
     assert cast.state.obs.dtype == torch.float32 and torch.equal(cast.state.obs, changed(lambda k, obs: obs).state.obs)
 
 
-def test_a_shape_that_changes_within_a_fragment_is_refused(block):
+def test_a_shape_that_changes_within_a_fragment_is_refused():
     "Nothing is repeated so that it fits."
     with pytest.raises(DataError, match="FragmentCollector, lane 0: the shape changes .* Expected .2, 4., got float32 .2, 1."):
         changed(lambda k, obs: obs if k < 2 else obs[:, :1])
@@ -356,22 +344,20 @@ def test_a_shape_that_changes_within_a_fragment_is_refused(block):
     with pytest.raises(DataError, match="the shape changes .* got .'a': float32"): changed(lambda k, obs: obs if k < 3 else {"a": obs})
 
 
-def test_a_structure_that_changes_within_a_fragment_is_refused(block):
+def test_a_structure_that_changes_within_a_fragment_is_refused():
     "Containers of another type that fit are taken."
     with pytest.raises(DataError, match="FragmentCollector, lane 0: the structure changes within a fragment"):
         changed(lambda k, obs: {"a": obs} if k else {"b": obs})
 
 
-def test_many_steps(block):
+def test_many_steps(monkeypatch):
     "More than are made room for at once, until the source ends."
     class Ends(Pipe):
         def stream(self, items): yield from islice(items, 7)
     def collect(n_steps): return next(iter(FragmentCollector(Ends(EnvStepper(Counting, Plain(), 2)), n_steps)))
     assert_same(snapshot(collect(10 ** 12)), snapshot(collect(7)))
-    try:
-        RowBuffer.AT_ONCE, before = 3, RowBuffer.AT_ONCE
-        assert_same(snapshot(collect(10 ** 12)), snapshot(collect(7)))
-    finally: RowBuffer.AT_ONCE = before
+    monkeypatch.setattr(FragmentBuilder, "AT_ONCE", 3)
+    assert_same(snapshot(collect(10 ** 12)), snapshot(collect(7)))
 
 
 # --- the source of ticks
@@ -389,7 +375,7 @@ class WithSource(Pipe):
 
 
 @pytest.mark.parametrize("actor", [Memory(), MLPPolicy.for_env(Counting, seed=0)])
-def test_a_source_need_only_react(actor, large):
+def test_a_source_need_only_react(actor):
     "Without `complete`, what the actor would add is missing; all else is the same."
     def stepper(): return EnvStepper(lambda: Counting([(2, "trunc"), (3, "term")]), actor, 2, seed=1)
     for f, g in zip(islice(FragmentCollector(WithSource(stepper()), 5), 3), FragmentCollector(stepper(), 5)):
@@ -410,7 +396,7 @@ def test_a_builder_gives_what_was_added(sizes, n_steps):
         f = cut.take()
         assert_same(f.state, apply(lambda x, rows=slice(begin, begin + size + 1): x[rows], whole.state))
         assert_same(f.term, whole.term[begin:begin + size + 1])
-        assert f.n_steps == size and f.seq.tolist() == [seq, seq] and not cut.ticks
+        assert f.n_steps == size and f.seq.tolist() == [seq, seq] and not cut.n
         begin += size
 
 
@@ -454,12 +440,12 @@ def in_place(fragment, shown):
 
 @pytest.mark.parametrize("env", [Counting, Nested])
 @pytest.mark.parametrize("n_steps", [1, 2, 3, 4, 9])
-def test_observations_are_made_in_the_fragment(env, n_steps, large):
-    "But for rows 0 and 1, when there was no memory yet, and the last two, on which the next one depends."
+def test_observations_are_made_in_the_fragment(env, n_steps):
+    "But for row 0, when there was no memory yet, and the last one, with which the next fragment begins."
     actor = Where.for_env(env)
     for k, fragment in enumerate(collect(env, actor, n_steps, 3, 2)):
         shown = actor.shown[k * n_steps:(k + 1) * n_steps + 1]
-        assert in_place(fragment, shown) == [2 <= t < n_steps - 1 for t in range(len(shown))]
+        assert in_place(fragment, shown) == [1 <= t < n_steps for t in range(len(shown))]
 
 
 class ReadsAhead(FragmentCollector):
@@ -482,29 +468,23 @@ class SameStepper(EnvStepper): "Overrides nothing, so the promises of its base h
 class SameCollector(FragmentCollector): "The same."
 
 
-def test_subclasses_that_override_nothing_keep_the_promises(large):
+def test_subclasses_that_override_nothing_keep_the_promises():
     actor = Where.for_env(Counting)
     fragment = next(iter(SameCollector(SameStepper(Counting, actor, 2), 6)))
-    assert in_place(fragment, actor.shown) == [2 <= t < 5 for t in range(len(actor.shown))]
+    assert in_place(fragment, actor.shown) == [1 <= t < 6 for t in range(len(actor.shown))]
 
 
 @pytest.mark.parametrize("kind, collector, stepper", [(Where, FragmentCollector, lambda *args: Passing(EnvStepper(*args))),
                                                       (Remembers, FragmentCollector, EnvStepper), (Where, ReadsAhead, EnvStepper),
                                                       (Where, FragmentCollector, Stepper)])
-def test_observations_that_somebody_may_keep_are_copied(kind, collector, stepper, large):
+def test_observations_that_somebody_may_keep_are_copied(kind, collector, stepper):
     actor = kind.for_env(Counting)
     fragment = next(iter(collector(stepper(Counting, actor, 2), 6)))
     assert not any(in_place(fragment, actor.shown))
     assert fragment.state.obs[:, 0, 2].tolist() == fragment.state.stepno[:, 0].tolist() == [0, 1, 2, 0, 1, 2, 3]
 
 
-def test_small_observations_are_copied():
-    "Many at once, which takes less than to make each where it will lie."
-    actor = Where.for_env(Counting)
-    assert not any(in_place(next(iter(FragmentCollector(EnvStepper(Counting, actor, 2), 6))), actor.shown))
-
-
-def test_a_fragment_that_nobody_has_is_gone(block):
+def test_a_fragment_that_nobody_has_is_gone():
     "Neither the stream nor the environments keep its memory, in which they made their observations."
     made, pipe = [], FragmentCollector(EnvStepper(Counting, Where.for_env(Counting), 2), 6)
 
@@ -528,18 +508,17 @@ def test_an_info_that_becomes_wider_or_narrower():
 
 
 @pytest.mark.parametrize("source, kwargs", [(Counting, {}), (Nested, {}), ("CartPole-v1", dict(vector="sync")), (Lively, dict(sticky=4))])
-def test_where_observations_are_made_changes_nothing(source, kwargs, block):
+def test_where_observations_are_made_changes_nothing(source, kwargs, monkeypatch):
     "Also if the memory of a fragment has to grow."
     actor = MLPPolicy.for_env(source, seed=0)
+    made = [snapshot(f) for f in collect(source, actor, 8, 4, 3, seed=1, **kwargs)]
     for at_once in (3, 2 ** 14):
-        RowBuffer.AT_ONCE, before = at_once, RowBuffer.AT_ONCE
-        try: made = collect(source, actor, 8, 4, 3, seed=1, **kwargs)
-        finally: RowBuffer.AT_ONCE = before
+        monkeypatch.setattr(FragmentBuilder, "AT_ONCE", at_once)
         copied = islice(FragmentCollector(Passing(EnvStepper(source, actor, 3, seed=1, **kwargs)), 8), 4)
-        for f, g in zip(made, copied, strict=True): assert_same(snapshot(f), snapshot(g))
+        for f, g in zip(made, copied, strict=True): assert_same(f, snapshot(g))
 
 
-def test_a_vector_environment_is_copied_into_the_fragment(large):
+def test_a_vector_environment_is_copied_into_the_fragment():
     actor = Where.for_env("CartPole-v1")
     fragment = next(iter(FragmentCollector(EnvStepper("CartPole-v1", actor, 2, vector="sync"), 6)))
-    assert in_place(fragment, actor.shown) == [False, False, True, True, True, False]
+    assert in_place(fragment, actor.shown) == [False, True, True, True, True, True]

@@ -23,7 +23,7 @@ from rollpipe.pipes import (
 )
 from rollpipe.pipes.modules import bump_version
 from rollpipe.pipes.batches import SideBySide
-from rollpipe.pipes.fusion.rewrites import BATCHED_ADVANTAGES, JOIN_IN_PLACE, FusedJoin
+from rollpipe.pipes.fusion.rewrites import REWRITES, FusedJoin
 from rollpipe.pipes.data import Fragment
 from rollpipe.pipes.pipe import Source
 from rollpipe.pipes.torchdata import DataLoader2
@@ -354,7 +354,7 @@ def fragments(kind=FragmentCollector): return kind(EnvStepper(Counting, Valued()
 def test_what_stands_in_the_way_is_reported(make, in_place, batched):
     pipe = make()
     fused, report = optimize(pipe, report=True, batch_advantages=True)
-    assert {x.rewrite: x.obstacle for x in report[-2:]} == {JOIN_IN_PLACE.name: in_place, BATCHED_ADVANTAGES.name: batched}
+    assert {x.rewrite: x.obstacle for x in report[-2:]} == {REWRITES['in_place'][0]: in_place, REWRITES['batch_advantages'][0]: batched}
     how = FusedJoin(in_place is None, batched is None)
     assert fusion_of(fused) == (how if any(how) else None) and fusion_of(pipe) is None
     assert ("in_place=True" in str(draw(fused)), "batch_advantages=True" in str(draw(fused))) == how

@@ -13,7 +13,9 @@ from toys import Constant, Counting, Ledger, Lively, Memory, Nested, NestedMemor
 from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy
 from rollpipe.pipes import EnvStepper, FragmentCollector, FragmentStacker, Lanes, ProcessReading
 from rollpipe.pipes.data import Tick
+from rollpipe.pipes.envs.batch import Rows
 from rollpipe.pipes.modules import bump_version
+from rollpipe.pipes.nested import leaves
 from rollpipe.pipes.torchdata import DataLoader2
 
 
@@ -81,18 +83,27 @@ def test_all_ticks_of_an_iteration_have_one_source():
     assert done["more"].tolist() == [[2, 2]] and not any(x.requires_grad for x in done.values())
 
 
-@pytest.mark.parametrize("source, leaf", [(Counting, lambda x: x), (Nested, lambda x: x["place"])])
-def test_observations_can_be_written_into_other_memory(source, leaf):
-    "As many as there is room for; then in memory of their own again."
-    actor = Plain() if source is Counting else NestedMemory()
+@pytest.mark.parametrize("source", [Counting, Nested])
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_steps_can_be_written_into_rows_of_others(source, n):
+    "Then ticks come again, as if nothing had happened, whatever becomes of those rows."
+    actor = Memory() if source is Counting else NestedMemory()
+    expected = ticks(source, actor, n + 4, 2)
     items = iter(EnvStepper(source, actor, 2))
     first = next(items)
-    ours = apply(lambda x: np.zeros((3, *x.shape), x.dtype), first.next.obs)
-    first.source.observe_into(ours)
-    made = list(islice(items, 4))
-    assert [np.shares_memory(leaf(tick.next.obs), leaf(ours)) for tick in made] == [True, True, True, False]
-    expected = [tick.next.obs for tick in ticks(source, actor, 5, 2)][1:4]
-    for t, obs in enumerate(expected): assert_same(apply(lambda x, t=t: x[t], ours), obs)
+    ours = Rows(first.next, n + 2)
+    ours.put(1, first.next)
+    found = first.source.collect(ours, 1, n)
+    for t, tick in enumerate(expected[:n + 1], 1):
+        assert_same(apply(lambda x, t=t: x[t], ours.state), tick.next)
+        assert_same(ours.term[t], tick.term if t > 1 else first.term & False)
+    assert_same((found.state, found.hx), (expected[n].next, expected[n].next_hx))
+    for t, x in enumerate(zip(found.reports, found.env, found.valid, strict=True), 1):
+        assert_same(x, (expected[t].actor, expected[t].env, expected[t].valid))
+    ends = [(t, b, *final) for t, tick in enumerate(expected[1:n + 1], 1) for b, final in tick.final.items()]
+    for end, (t, b, obs, hx) in zip(found.ends, ends, strict=True): assert_same((end.t, end.b, end.obs, end.hx), (t, b, obs, hx))
+    for x in leaves(ours.state): x.fill(0)
+    for tick, wanted in zip(islice(items, 3), expected[n + 1:], strict=True): assert_same(tick[:10], wanted[:10])
 
 
 def test_the_actor_is_shown_tensors_of_one_step():

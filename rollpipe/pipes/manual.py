@@ -9,7 +9,7 @@ __all__ = ['prepare', 'Context', 'startup', 'collect', 'rollout', 'EnvContext', 
 from collections.abc import Iterator
 from typing import Any
 
-from .data import Fragment
+from .data import Fragment, State
 from .envs.batch import Outcome
 from .errors import DataError, describe
 from .fragments import FragmentCollector
@@ -42,17 +42,15 @@ class Context:
     """
     def __init__(self, plan: FragmentCollector):
         self.plan, self._interaction = plan, plan.pipe.interact()
-        try: out, self.hx = self._interaction.start()
+        try: self._fragments = plan.stream(self._interaction.start().ticks())
         except BaseException:
             self.close()
             raise
-        self.state = out.state
-        self._fragments = plan.stream(self._ticks(out))
 
-    def _ticks(self, out):
-        for tick in self._interaction.ticks(out, self.hx):
-            self.state, self.hx = tick.next, tick.next_hx
-            yield tick
+    @property
+    def state(self) -> State: return self._interaction.state
+    @property
+    def hx(self) -> Any: return self._interaction.hx
 
     def __len__(self): return len(self._interaction.envs)
 

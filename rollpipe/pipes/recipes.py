@@ -56,7 +56,7 @@ def rollouts(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 256
         close: False: do not close the environments that are made here
         device: the actor's device, if not the host; batches are on the host, `ToDevice` moves them
         engine: engine that runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if possible)
-        optimize: fuse stages where this changes nothing but the speed, see `rollpipe.pipes.optimize`
+        optimize: rewrite stages where this changes nothing but the speed, see `rollpipe.pipes.optimize`
         edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
     """
     options = dict(terminal_obs=terminal_obs, info_keys=info_keys, close=close)

@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from . import nested
-from .data import State, Tick, TickSource
-from .engines.checked_actor import CheckedActor
-from .engines.choice import check_engine
-from .envs.batch import Batch, Outcome
+from .data import Collected, State, Tick, TickSource
+from .engines.checked_actor import CheckedActor, calling
+from .engines.choice import check_engine, instead
+from .envs.batch import Batch, Rows, arrays_of
 from .errors import DataError, EnvError, GraphError, PipeError, check_integer
+from .fragment_ops import End
 from .pipe import Seeded, Source
 from .reactions import as_input
 from .envs.factories import VectorFactory
@@ -30,7 +31,7 @@ from .torchdata import IterDataPipe, reads_ahead
 
 # %% ../../nbs/pipes/12_stepper.ipynb #f2402c98
 class Interaction(TickSource):
-    """The interaction of one actor with one batch of environments: `ticks(*start())` yields a `Tick` for each step after the first reset.
+    """The interaction of one actor with one batch of environments: after `start`, `ticks` yields a `Tick` for each step.
 
     Args:
         actor: the actor, held by reference
@@ -47,31 +48,85 @@ class Interaction(TickSource):
         self.checked = CheckedActor(actor, envs, seed, explore, device)
         self.counter = VersionCounter(actor, [p for module in modules_in(actor) for p in module.parameters()])
 
-    def start(self) -> tuple[Outcome, Any]:
-        "Reset the environments. Returns their first outcome and the initial recurrent state."
-        out = self.envs.reset()
+    @property
+    def state(self) -> State:
+        "The present state, numpy `[B, ...]`, as `Tick.state`."
+        return self.row.state(arrays_of(self.act))
+
+    def start(self) -> 'Interaction':
+        "Reset the environments and the recurrent state. Returns this interaction."
+        self.row = self.envs.rows().rows[0]
+        self.envs.reset_into(self.row)
         # One virtual call, because only the actor knows the structure of its recurrent state and the dtype of its actions.
-        act, hx, _ = self.checked.answer(out.seen, None, virtual=True)
-        act = nested.map(torch.zeros_like, act)
-        array = nested.map(lambda x: x[0].numpy(), act)
-        out = out._replace(state=out.state._replace(act=array), seen=out.seen._replace(act=act))
-        return out, self.checked.reset(hx, out.ended)
+        act, hx, _ = self.checked.answer(self.row.seen(self.envs.no_action()), None, virtual=True)
+        self.act, self.hx = nested.map(torch.zeros_like, act), self.checked.reset(hx, list(range(len(self.envs))))
+        self.engine = self.checked.engine(self.engine_choice, self.state, self.hx)
+        return self
 
-    def engine(self, out: Outcome, hx: Any, n_steps: int) -> Any:
-        "An engine for a loop over many steps, see `CheckedActor.engine`; `out` and `hx` come from `start`."
-        return self.checked.engine(self.engine_choice, out.state, hx, n_steps)
+    def run(self, rows: Rows, begin: int, n: int) -> Collected:
+        """Take `n` steps, and write the states into the rows that follow row `begin` of `rows`.
 
-    def ticks(self, out: Outcome, hx: Any) -> Iterator[Tick]:
-        "Yield a `Tick` for each step, without end; `out` and `hx` come from `start`."
-        self.checked.compile(self.engine_choice, out.state, hx)
+        When a step fails a check of its numbers, the environments may have taken all `n` steps; the error is that of the first one.
+        """
+        found, end = Collected([], [], [], []), begin + n
+        while begin < end:
+            n = min(end - begin, self.engine.most)
+            self._run(rows, begin, n, found)
+            begin += n
+        return found
+
+    def _run(self, rows, begin, n, found):
+        (where, at), engine, envs, fault = self._begun(rows, begin, n), self.engine, self.envs, None
+        try:
+            for t in range(n):
+                try: array, hx = engine.answer(t)
+                except Exception:
+                    with calling('step', self.checked.answers): raise
+                final, ended, env, valid = envs.step_into(where, at + t, array)
+                where.put_act(at + t + 1, array)
+                found.env.append(env)
+                found.valid.append(valid)
+                if not ended: continue
+                term = where.term[at + t + 1]
+                for b, obs in final.items():
+                    memory = nested.map(lambda x, b=b: x[:, b:b + 1].clone(), hx)
+                    found.ends.append(End(begin + t, b, obs, memory, bool(term[b])))
+                engine.renew(t, self.checked.reset(hx, ended))
+        except Exception as e: fault = e
+        envs.settle(where, at)     # this raises the error of an earlier step, if there is one
+        if fault is not None: raise fault
+        reports, self.act, self.hx = engine.end(rows, begin, n)
+        found.reports.extend(reports)
+        self.row = rows.row(begin + n)
+
+    def _begun(self, rows, begin, n):
+        "Let the engine begin. torch takes over if the engine is chosen freely, and the actor cannot be exported any more."
+        with calling('step', self.checked.answers):
+            try: return self.engine.begin(rows, begin, n, self.act, self.hx)
+            except Exception as e:
+                if self.engine_choice != 'auto' or self.engine.name == 'torch': raise
+                self.engine = instead(self.checked.answer, e)
+        return self.engine.begin(rows, begin, n, self.act, self.hx)
+
+    def ticks(self) -> Iterator[Tick]:
+        "Yield a `Tick` for each step, without end."
         while True:
-            version, before, hx_before = self.counter.version(), out, hx
-            act, hx, info = self.checked.answer(before.seen, hx)
-            out, final = self.envs.step(act), {}
-            if out.ended:
-                final = {b: (obs, nested.getitem(hx, (slice(None), slice(b, b + 1)))) for b, obs in out.final.items()}
-                hx = self.checked.reset(hx, out.ended)
-            yield Tick(before.state, hx_before, info, out.state, hx, out.term, final, out.info, out.valid, self.lane, version, self)
+            rows = self.envs.rows()
+            for t in range(len(rows) - 1):
+                rows.rows[t] = self.row     # it may be a row of other memory: at the first step, and after `collect`
+                version, state, hx = self.counter.version(), self.state, self.hx
+                found = self.run(rows, t, 1)
+                final = {b: (obs, memory) for _, b, obs, memory, _ in found.ends}
+                yield Tick(state, hx, found.reports[0], self.state, self.hx, self.row.term, final, found.env[0], found.valid[0],
+                           self.lane, version, self)
+
+    def collect(self, rows: Rows, begin: int, n: int) -> Collected | None:
+        "As `run`, and what the next step needs is copied, because `rows` may be reused. None if rows must be page-locked."
+        if self.envs.pinned: return None
+        found = self.run(rows, begin, n)
+        self.row = rows.copy(begin + n)
+        self.act, self.hx = nested.map(torch.clone, (self.act, self.hx))     # the actor's answers may be views of observations
+        return found._replace(state=self.state, hx=self.hx)
 
     def react(self, state: State, hx: Any) -> tuple[Any, Any]:
         "The actor's virtual reaction `(act, info)`: see `TickSource`."
@@ -81,10 +136,6 @@ class Interaction(TickSource):
     def complete(self, act: Any, info: Any) -> Any:
         "`info`, completed by the actor's `complete(act, info)` if it exists: see `TickSource`."
         return self.checked.complete(act, info)
-
-    def observe_into(self, obs: Any) -> None:
-        "Let the environments write their next observations into `obs`, unless they need page-locked memory: see `TickSource`."
-        self.envs.observe_into(obs)
 
 # %% ../../nbs/pipes/12_stepper.ipynb #c153fbb7
 def refuse_reading_ahead(pipe: IterDataPipe, holders: Iterable) -> None:
@@ -181,7 +232,7 @@ class EnvStepper(FromSource, Seeded, Source):
         device: the actor's device; the actor's input is copied there, and its answer back to the host
         engine: engine that runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if possible)
     """
-    keeps_items, fusible = False, True
+    keeps_items = False
 
     def __init__(self, source: Any, actor: Any, n_envs: int | None = None, *, vector: str | None = None, sticky: int | None = None,
                  terminal_obs: bool = False, env_kwargs: dict | None = None, info_keys: Sequence | None = None, seed: int | None = None,
@@ -214,7 +265,7 @@ class EnvStepper(FromSource, Seeded, Source):
         envs = env_batch(self._factories(items, **where), seed, sticky=self.sticky, info_keys=self.info_keys,
                          clip_actions=self.clip_actions, closes=self.close_made, **where)
         envs.terminal_obs = self.terminal_obs
-        if self.device is not None and self.device.type == 'cuda': envs.pin_memory()
+        envs.pinned = self.device is not None and self.device.type == 'cuda'
         return envs
 
     def interact(self, items: Iterator | None = None) -> Interaction:
@@ -229,5 +280,5 @@ class EnvStepper(FromSource, Seeded, Source):
 
     def stream(self, items: Iterator) -> Iterator[Tick]:
         interaction = self.interact(items)
-        try: yield from interaction.ticks(*interaction.start())
+        try: yield from interaction.start().ticks()
         finally: interaction.envs.close()

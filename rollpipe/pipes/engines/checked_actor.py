@@ -15,7 +15,6 @@ import torch
 import rollpipe.pipes.nested as nested
 from ..data import State
 from .choice import engine_for
-from .rows import Rows
 from ..envs.actions import in_containers
 from ..envs.batch import Batch
 from ..envs.factories import space_spec
@@ -61,7 +60,6 @@ class CheckedActor:
     def __init__(self, actor: Any, envs: Batch, seed: np.random.SeedSequence, explore: bool = True, device: torch.device | None = None):
         self.actor, self.envs, self.device, self.eval_mode = actor, envs, device, EvalMode(actor)
         self.actor_complete, self.looks_back = getattr(actor, 'complete', None), getattr(actor, 'uses_past', True)
-        self.compiled = None    # the engine that answers in place of the actor, except for virtual reactions
         self.seeded, self.answers = SeededActor(actor, len(envs), seed, explore, envs.device), AnswerCheck(actor, envs, envs.where)
 
     def answer(self, seen: State, hx: Any, virtual: bool = False) -> tuple:
@@ -75,7 +73,6 @@ class CheckedActor:
         Returns:
             tuple: (act, hx, info); leaves of `act` and `info` are on the host, [1, n, ...]
         """
-        if self.compiled is not None and not virtual: return self._answer_compiled(seen, hx)
         # With many environments an episode has nearly always ended, so no check is needed. On a device the check would make the host wait.
         many = len(self.envs) > 64 or not seen.fin.is_cpu
         if self.looks_back and (many or True in seen.fin.tolist()[0]): seen = seen.without_past()
@@ -93,60 +90,30 @@ class CheckedActor:
         self.answers.check(act, hx, info, seen.fin.shape[1])
         return act, hx, info
 
-    def engine(self, choice: str, state: State, hx: Any, n_steps: int) -> Any:
-        """An engine that runs the actor for many steps. The actor must have answered once before. Raises `ActorError`.
+    def engine(self, choice: str, state: State, hx: Any) -> Any:
+        """An engine that runs the actor. The actor must have answered once before. Raises `ActorError`.
 
         Args:
             choice: 'torch', 'onnxruntime' or 'auto'
             state: the state from which the actor goes on, numpy [B, ...]
             hx: the recurrent state in that state
-            n_steps: number of steps for which there are rows, see `Rows`
 
         Returns:
-            Any: an engine such as `TorchEngine`; row 0 of its rows is filled
+            Any: `TorchEngine` or `OnnxEngine`
         """
-        rows = Rows(state, (self.answers.first[1], hx, self.answers.first[2]), n_steps)
-        rows.put(0, state, nested.map(torch.Tensor.cpu, hx))
+        example = state, hx, (self.answers.first[1], hx, self.answers.first[2])
         draw = self.seeded.noises if self.seeded.explore else None
-        try: return engine_for(choice, self.actor, rows, self.answer, draw)
+        try: return engine_for(choice, self.actor, example, self.answer, draw)
         except PipeError as e:
             e.locate(**self.envs.where)
             raise
 
-    def compile(self, choice: str, state: State, hx: Any) -> None:
-        "From now on, answer with the engine of this `choice`; see `engine`."
-        if choice == 'torch': return
-        engine = self.engine(choice, state, hx, 1)
-        if engine.name == 'torch': return
-        self.compiled = engine
-        self.row = nested.leaves(nested.map(lambda x: torch.from_numpy(x[0]), (engine.rows.state, engine.rows.hx)))
-
-    def _answer_compiled(self, seen, hx):
-        engine = self.compiled
-        for x, y in zip(self.row, nested.leaves((seen, hx))): x.copy_(y)
-        with calling('step', self.answers):
-            engine.begin(1)
-            if engine.name != 'torch': engine.run(0)
-        if engine.name == 'torch':     # with 'auto', if the actor cannot be exported any more
-            self.compiled = None
-            return self.answer(seen, hx)
-        def copied(tree, t): return nested.map(lambda x: torch.from_numpy(x[t].copy()), tree)     # copies, because consumers keep ticks
-        return copied(engine.rows.act, 0), copied(engine.rows.hx, 1), copied(engine.rows.info, 0)
-
     def reset(self, hx: Any, at: list) -> Any:
         "`hx` with the initial recurrent state for the environments `at`, as new tensors without gradients."
         if not nested.leaves(hx): return hx
-        return nested.map(lambda x: x.detach().clone(), self._reset(hx, at))     # a learner changes parameters of the actor in place
-
-    def reset_in(self, hx: Any, at: list) -> None:
-        "As `reset`, but the new recurrent state is written into `hx`."
-        if not nested.leaves(hx): return
-        for out, x in zip(nested.leaves(hx), nested.leaves(self._reset(hx, at))): out.copy_(x.detach())
-
-    def _reset(self, hx, at):
         with self.eval_mode, calling('reset', self.answers): hx = self.actor.reset(hx, at)
         self.answers.check_memory(hx, len(self.envs), 'reset')
-        return hx
+        return nested.map(lambda x: x.detach().clone(), hx)     # a learner changes parameters of the actor in place
 
     def complete(self, act: Any, info: Any) -> Any:
         "`info` of many steps, completed by the actor's `complete(act, info)` if it exists; see `TickSource`. Raises `ActorError`."
@@ -180,8 +147,6 @@ def engine_used(choice: str, actor: Any, n_envs: int = 1) -> tuple:
     with EvalMode(actor), torch.random.fork_rng(devices=[]):
         act, hx, info = actor.step(*map(as_input, state), hx=None, virtual=True, **noise)
     state = state._replace(act=nested.map(lambda x: np.zeros_like(x[0].cpu().numpy()), act))
-    rows = Rows(state, (act, hx, info), 1)
-    rows.put(0, state, nested.map(torch.Tensor.cpu, hx))
     def draw(n): return actor.draw_noise((n, n_envs), torch.Generator())
-    engine = engine_for(choice, actor, rows, actor.step, draw)
+    engine = engine_for(choice, actor, (state, hx, (act, hx, info)), actor.step, draw)
     return engine.name, engine.why

@@ -20,7 +20,8 @@ from ..data import State
 from .constants import Constants
 from .onnx_graph import open_session, to_onnx
 from .pure import PureStep, Weights
-from .rows import Rows
+from .rows import StagedRows
+from ..envs.batch import Rows, arrays_of
 from ..errors import ActorError, describe
 from ..modules import EvalMode, weak_reference
 
@@ -47,17 +48,19 @@ def check_alike(name: str, came: tuple, wanted: tuple) -> None:
 def check_engine_alike(engine: Any) -> None:
     "Raise `ActorError` unless the graph of an `OnnxEngine` and its actor give equal answers in two states, the first one from row 0."
     actor, rows = engine.actor, engine.rows
-    kept = nested.map(np.copy, nested.getitem((rows.state, rows.hx), 0))
+    def row(tree, t): return nested.map(lambda x: x[t:t + 1].copy(), tree)     # `[1, B, ...]`
+    first = nested.map(np.copy, nested.getitem((rows.state, rows.hx), 0))
     for _ in range(2):
         noise = None if engine.draw is None else engine.example()
         if noise is not None: nested.setitem(engine.noise, 0, noise)
         engine.run(0)
-        state, hx = nested.map(lambda x: torch.from_numpy(x.copy()), nested.getitem((rows.state, rows.hx), 0))
+        state, hx = nested.map(torch.from_numpy, (row(rows.state, 0), nested.getitem(row(rows.hx, 0), 0)))
         with engine.eval_mode: act, hx, info = actor.step(*state.seen_by(actor), hx=hx, virtual=False, noise=noise)
-        came = *nested.getitem((rows.act, rows.info), 0), nested.getitem(rows.hx, 1)
+        came = *row((rows.act, rows.info), 0), nested.getitem(rows.hx, 1)
         check_alike(type(actor).__name__, came, (act, info, hx))
-        rows.put(0, State(state.stepno + 1, state.obs, came[0], state.rew + 0.5, state.fin & False), came[2])
-    rows.put(0, *kept)
+        x = nested.map(lambda x: x[0].numpy(), state)
+        rows.begin(State(x.stepno + 1, x.obs, nested.getitem(came[0], 0), x.rew + 0.5, x.fin & False), came[2])
+    rows.begin(*first)
 
 # %% ../../../nbs/pipes/11_engines/05_compiled.ipynb #c66caa9a
 class Graph(NamedTuple):
@@ -111,33 +114,49 @@ class OnnxEngine:
         actor: anything with `step` and `draw_noise`, on the host
         rows: memory for the actor's inputs and answers; row 0 is filled
         draw: n -> noise [n, B, ...] of the next steps; None: the actor's deterministic action
-        instead: exception -> the engine that takes over if the actor cannot be exported any more
+        gives_up: raise an error, too, if constants of the actor change again and again, so that torch can take over
     """
     name, why = 'onnxruntime', ''
-    MOST = 3             # changes of constants for which a new graph is made; at the next one torch takes over, if `instead` is given
+    MOST = 3             # changes of constants for which a new graph is made; at the next one it may give up
     reads: tuple         # fields of `State` that the graph reads
     shapes: dict         # shapes of inputs and outputs, without the time dimension if the graph does not need it
     convolutions: int    # multiplications in the convolutions of a step
     runs: list           # for each row, the function that runs the graph on it; None: the row is not bound yet
 
-    def __init__(self, actor: Any, rows: Rows, draw: Callable | None, instead: Callable | None = None):
-        self.actor, self.rows, self.draw, self.eval_mode, self.instead = actor, rows, draw, EvalMode(actor), instead
+    def __init__(self, actor: Any, rows: StagedRows, draw: Callable | None, gives_up: bool = False):
+        self.actor, self.rows, self.draw, self.eval_mode, self.gives_up, self.most = actor, rows, draw, EvalMode(actor), gives_up, rows.n
         self.example_noise, self.changes = torch.Generator().manual_seed(0), []     # examples must not draw the lane's own noise
         self.noise = None if draw is None else nested.map(lambda x: np.zeros((rows.n, *x.shape), x.numpy().dtype), self.example())
         self._compile()
 
-    def begin(self, n: int) -> None:
-        "Prepare for `n` rows: load the current weights, and draw noise."
+    def begin(self, rows: Rows, begin: int, n: int, act: Any, hx: Any) -> tuple:
+        "Prepare for `n` steps: load the current weights, and draw noise. See `TorchEngine`."
+        self.rows.begin(rows.row(begin).state(arrays_of(act)), hx)
+        self.prepare(n)
+        return self.rows, 0
+
+    def prepare(self, n: int) -> None:
+        "Load the current weights, and draw noise for `n` rows."
         with self.eval_mode: change = self.constants.changed()
-        if change or (where := self._where()) != self.where and not self._moved(where):
-            try: self._compile(change)
-            except Exception as e:
-                if self.instead is None: raise
-                other = self.instead(e)
-                self.name, self.why, self.reads, self.begin, self.run = other.name, other.why, other.reads, other.begin, other.run
-                return
+        if change or (where := self._where()) != self.where and not self._moved(where): self._compile(change)
         for x, y in self.copies: np.copyto(x, y.detach().numpy())
         if self.draw is not None: nested.setitem(self.noise, (slice(n), 0), self.draw(n))
+
+    def answer(self, t: int) -> tuple:
+        "The actor's answer `(action, hx)` in row `t`. Both are overwritten later."
+        self.run(t)
+        if 'act' in self.reads: nested.setitem(self.rows.state.act, t + 1, self.rows.arrays[t])
+        return self.rows.arrays[t], self.rows.hxs[t + 1]
+
+    def renew(self, t: int, hx: Any) -> None:
+        "Replace the recurrent state after step `t`."
+        nested.setitem(self.rows.hx, t + 1, hx)
+
+    def end(self, rows: Rows, begin: int, n: int) -> tuple:
+        "Copy the results to `rows`, and return `(reports, act, hx)`."
+        self.rows.copy_to(rows, begin, n)
+        def copied(tree, at): return nested.map(lambda x: torch.from_numpy(x[at].copy()), tree)
+        return [copied(self.rows.info, slice(n))], copied(self.rows.act, slice(n - 1, n)), copied(self.rows.hx, n)
 
     def run(self, t: int) -> None:
         "Run the actor on row `t`."
@@ -146,9 +165,10 @@ class OnnxEngine:
     def _compile(self, change=None, kept=True):
         "Use a graph of the actor's current form. `change` names what the previous graph treated as constant and what has changed."
         rows, weights, name = self.rows, Weights(self.actor), type(self.actor).__name__
-        if change and self.instead and len(self.changes) == self.MOST:
+        if change and self.gives_up and len(self.changes) == self.MOST:
             raise ActorError(f"{change} changes again and again, and each time {name} needs a new graph. A buffer may change")
-        graph = graph_of(self.actor, nested.map(torch.from_numpy, nested.getitem((rows.state, rows.hx, self.noise), 0)), weights, kept)
+        inputs = nested.getitem(rows.state, slice(1)), nested.getitem((rows.hx, self.noise), 0)
+        graph = graph_of(self.actor, nested.map(torch.from_numpy, (inputs[0], *inputs[1])), weights, kept)
         if change:
             if change not in self.changes: log.warning("%s changed, so ONNX Runtime has a new graph of %s.", change, name)
             self.changes.append(change)
@@ -199,4 +219,4 @@ class OnnxEngine:
 
     def example(self) -> Any:
         "An example of noise, from a generator that no lane uses."
-        return self.actor.draw_noise((1, self.rows.state.fin.shape[2]), self.example_noise)
+        return self.actor.draw_noise((1, self.rows.state.fin.shape[1]), self.example_noise)

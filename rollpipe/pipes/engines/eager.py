@@ -7,38 +7,38 @@ __all__ = ['TorchEngine']
 
 # %% ../../../nbs/pipes/11_engines/01_eager.ipynb #f7199e4d
 from collections.abc import Callable
+from typing import Any
 
-import torch
-
-import rollpipe.pipes.nested as nested
-from ..data import State
-from .rows import Rows
-from ..errors import ActorError, describe
+from ..envs.batch import Rows, arrays_of
 
 # %% ../../../nbs/pipes/11_engines/01_eager.ipynb #682f7c45
 class TorchEngine:
-    """Calls an actor, from inputs in staged rows to answers in staged rows. Raises `ActorError` if the actor changes a dtype.
+    """Calls an actor on the rows in which its environments step.
 
     Args:
         ask: (seen, hx) -> (act, hx, info): the actor with its noise and checks, torch [1, B, ...]
-        rows: memory for the actor's inputs and answers
     """
-    name, why = 'torch', ''
-    reads = State._fields
+    name, why, most = 'torch', '', Rows.MANY
 
-    def __init__(self, ask: Callable, rows: Rows):
-        self.ask, self.rows = ask, rows
-        states, hx, *answer = nested.map(torch.from_numpy, (rows.state, rows.hx, rows.act, rows.info))
-        self.inputs = [nested.getitem((states, hx), t) for t in range(rows.n)]
-        self.outputs = [nested.leaves((nested.getitem(answer, t), nested.getitem(hx, t + 1))) for t in range(rows.n)]
+    def __init__(self, ask: Callable): self.ask = ask
 
-    def begin(self, n: int) -> None:
-        "Prepare for `n` rows. torch needs no preparation."
+    def begin(self, rows: Rows, begin: int, n: int, act: Any, hx: Any) -> tuple:
+        "See the table above."
+        self.rows, self.at = (rows, begin) if len(rows) <= rows.MANY else (rows.part(begin, begin + n + 1), 0)
+        self.act, self.hx, self.reports = act, hx, []
+        return self.rows, self.at
 
-    def run(self, t: int) -> None:
-        "Let the actor answer in row `t`."
-        state, hx = self.inputs[t]
-        act, hx, info = self.ask(State(*nested.as_seen(state)), hx)
-        for out, x in zip(self.outputs[t], nested.leaves(((act, info), hx))):
-            if x.dtype is not out.dtype: raise ActorError("the actor changes a dtype", expected=describe(out), got=describe(x))
-            out.copy_(x.detach() if x.requires_grad else x)     # a report may be a parameter, which has gradients
+    def answer(self, t: int) -> tuple:
+        "The actor's answer `(action, hx)` in step `t`."
+        self.act, self.hx, info = self.ask(self.rows.rows[self.at + t].seen(self.act), self.hx)
+        self.reports.append(info)
+        return arrays_of(self.act), self.hx
+
+    def renew(self, t: int, hx: Any) -> None:
+        "Replace the recurrent state after step `t`."
+        self.hx = hx
+
+    def end(self, rows: Rows, begin: int, n: int) -> tuple:
+        "`(reports, act, hx)` after the last step."
+        del self.rows     # so that only the caller has its memory
+        return self.reports, self.act, self.hx

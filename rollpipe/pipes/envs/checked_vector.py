@@ -16,7 +16,7 @@ import numpy as np
 import rollpipe.pipes.nested as nested
 from ..errors import EnvError, PipeError, describe, describe_exception
 from .autoreset import autoreset_mode
-from .batch import StepBuffer, put_obs, read_obs
+from .batch import Row, put_obs, read_obs
 from .factories import Claim, env_seeds, space_spec, spaces_of
 
 # %% ../../../nbs/pipes/10_envs/08_checked_vector.ipynb #7d5a9ed2
@@ -82,18 +82,18 @@ class CheckedVector:
         each = isinstance(getattr(vec, 'unwrapped', vec), (gym.vector.SyncVectorEnv, gym.vector.AsyncVectorEnv))
         self.seed = {} if pool else dict(seed=seeds if each else seeds[0])
 
-    def reset(self, step: StepBuffer) -> None:
+    def reset(self, step: Row) -> None:
         "Reset all environments and write the first observations into `step`."
         obs, _ = self._call('reset', 2, **self.seed)
         self._put(obs, step.leaves)
 
-    def reset_some(self, mask: np.ndarray, step: StepBuffer) -> None:
+    def reset_some(self, mask: np.ndarray, step: Row) -> None:
         "Reset the environments in `mask` `[B]` and write their first observations into `step`. The other environments continue."
         obs, _ = self._call('reset', 2, options=dict(reset_mask=mask.copy()))
         obs = main_memory('obs', lambda: read_obs(obs, self.like, batch=True))
         for buffer, leaf in zip(step.leaves, nested.leaves(obs)): buffer[mask] = leaf[mask]
 
-    def step(self, actions: Any, step: StepBuffer) -> tuple:
+    def step(self, actions: Any, step: Row) -> tuple:
         """Step every environment with its action. Returns `(rewards, ends, infos)`, where `ends` `[B]` says where an episode ended.
 
         Args:

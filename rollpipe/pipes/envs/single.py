@@ -11,12 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 
 import rollpipe.pipes.nested as nested
 from ..errors import EnvError, PipeError, describe, describe_exception
 from .actions import action_rows
-from .batch import Batch, Outcome, StepBuffer, last_obs, put_obs
+from .batch import Batch, Row, Rows, last_obs, put_obs
 from .factories import Claim, env_seeds, is_vector, space_spec, spaces_of
 from .infos import SingleInfos
 from .sticky import Sticky
@@ -71,6 +70,7 @@ def scalar_rewards(rews: list) -> np.ndarray:
     raise EnvError("the reward is no scalar", env=b, leaf='rew', expected="one number", got=describe(rews[b]))
 
 
+
 # %% ../../../nbs/pipes/10_envs/06_single.ipynb #5b633772
 def is_end(terminated: Any, truncated: Any) -> bool:
     "Does an episode end? Raises `EnvError` unless each argument is True, False, or a number that equals True or False."
@@ -104,7 +104,7 @@ class SingleEnvs:
             raise
         self.sticky = Sticky(self.envs, sticky) if sticky else None
 
-    def reset(self, step: StepBuffer) -> None:
+    def reset(self, step: Row) -> None:
         "Reset all environments, each with its own seed, and write the first observations into `step`."
         self.claim.check()
         for b, (env, (_, seed, _)) in enumerate(zip(self.envs, self.seeds)):
@@ -113,7 +113,7 @@ class SingleEnvs:
                 put_obs(x, self.like, step.leaves, b)
         if self.sticky is not None: self.sticky.begin()
 
-    def step(self, actions: list, step: StepBuffer, terminal_obs: bool) -> tuple:
+    def step(self, actions: list, step: Row, terminal_obs: bool) -> tuple:
         """Step every environment with its action. Returns `(final, ended, rewards, infos)`.
 
         Args:
@@ -196,36 +196,51 @@ class EnvBatch(Batch):
             if isinstance(e, PipeError): self._locate(e)
             raise
         self._infos = SingleInfos(n, info_keys, str((seed.entropy, factories[0].name)))
+        self._unchecked = []     # the rewards of the steps that are not settled yet
 
     def name(self, b: int) -> str:
         "The name of environment `b` in error messages."
         return f"{b} ({self.factories[b].name})"
 
-    def reset(self) -> Outcome:
-        "Reset all environments. In the outcome `fin` is True, and `act` and `rew` are zero."
-        step = self.buffers.take()
-        try: self.single.reset(step)
+    def reset_into(self, row: Row) -> None:
+        try: self.single.reset(row)
         except PipeError as e:
             self._locate(e)
             raise
-        return self._reset_outcome(step)
+        self._begin(row)
 
-    def step(self, act: Any) -> Outcome:
-        "Step every environment with its action in `act`, torch `[1, B, ...]`, nested."
-        array = act[0].numpy() if isinstance(act, torch.Tensor) else nested.map(lambda x: x[0].numpy(), act)
-        actions, step = self.actions(array), self.buffers.take()
+    def step_into(self, rows: Rows, t: int, array: Any) -> tuple:
+        actions, row, single = self.actions(array), rows.rows[t + 1], self.single
         try:
-            final, ended, rews, infos = self.single.step(actions, step, self.terminal_obs)
-            self._check_obs(step)
-            step.rew[:] = scalar_rewards(rews)
-            self._check_rewards(step, rews)
-            valid = self._all if self.single.sticky is None else self.single.sticky.after_step(step.obs, ended)
+            final, ended, rews, infos = single.step(actions, row, self.terminal_obs)
+            self._unchecked.append(rews)
+            row.rew[:] = scalar_rewards(rews)
+            valid = self._all if single.sticky is None else single.sticky.after_step(row.obs, ended)
             info = self._infos.record(infos, valid)
             if ended and self._infos.awaited: self._infos.say_awaited()
         except PipeError as e:
             self._locate(e)
             raise
-        return self._step_outcome(step, act, array, final, ended, info, valid)
+        np.add(rows.rows[t].stepno, 1, out=row.stepno)
+        if ended: row.stepno[ended], row.fin[ended] = 0, True
+        if final: self._check_final(final)
+        return final, ended, info, valid
+
+    def settle(self, rows: Rows, begin: int) -> None:
+        came, self._unchecked = self._unchecked, []
+        if len(came) > 1 and self._all_fine(rows.state, slice(begin + 1, begin + 1 + len(came))): return
+        for t, rews in enumerate(came, begin + 1):
+            self._check_obs(row := rows.rows[t])
+            try: row.rew[:] = scalar_rewards(rews)
+            except PipeError as e:
+                self._locate(e)
+                raise
+            self._check_rewards(row, rews)
+
+    def _all_fine(self, state, at):
+        "Are all numbers of these rows finite and in range? One call for many rows is faster than one for each."
+        obs = [x[at] for x in nested.leaves(state.obs)]
+        return all(np.isfinite(x).all() for x in (*obs, state.rew[at]) if x.dtype.kind == 'f') and self._range_check.find(obs) is None
 
     def close(self) -> None:
         "Close every environment, also if the `close` of some fails."

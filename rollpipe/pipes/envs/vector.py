@@ -9,12 +9,11 @@ __all__ = ['VectorBatch', 'env_batch']
 from typing import Any
 
 import numpy as np
-import torch
 
 import rollpipe.pipes.nested as nested
 from ..errors import EnvError, PipeError
 from .autoreset import final_observations
-from .batch import Batch, Outcome, StepBuffer
+from .batch import Batch, Row, Rows
 from .checked_vector import CheckedVector, close_vector
 from .factories import Claim, EnvFactory, env_seeds, is_vector, spaces_of
 from .infos import VectorInfos
@@ -53,32 +52,16 @@ class VectorBatch(Batch):
         "The name of environment `b` in error messages."
         return f"{b} ({self.vec_name})"
 
-    def reset(self) -> Outcome:
-        "Reset all environments. In the outcome `fin` is True, and `act` and `rew` are zero."
-        step = self.buffers.take()
-        try: self.vector.reset(step)
+    def reset_into(self, row: Row) -> None:
+        try: self.vector.reset(row)
         except PipeError as e:
             self._locate(e, self.vec_name)
             raise
         self._resetting[:] = False
-        return self._reset_outcome(step)
+        self._begin(row)
 
-    def step(self, act: Any) -> Outcome:
-        "Step every environment with its action in `act`, torch `[1, B, ...]`, nested."
-        array = act[0].numpy() if isinstance(act, torch.Tensor) else nested.map(lambda x: x[0].numpy(), act)
-        actions, step = self.actions(array), self.buffers.take()
-        final, ended, info, valid = self.step_into(step, self._stepno, actions)
-        self._stepno = step.stepno
-        return self._outcome(step, act, array, final, ended, info, valid)
-
-    def step_into(self, step: StepBuffer, stepno: np.ndarray, actions: Any) -> tuple:
-        """Step every environment with its action, and write the results into `step`. Returns `(final, ended, info, valid)` of an `Outcome`.
-
-        Args:
-            step: memory for the results
-            stepno: `[B]`: step numbers before this step
-            actions: actions from `self.actions`
-        """
+    def step_into(self, rows: Rows, t: int, array: Any) -> tuple:
+        actions, step = self.actions(array), rows.rows[t + 1]
         try:
             rew, ends, infos = self.vector.step(actions, step)
             self._check_obs(step)
@@ -94,10 +77,10 @@ class VectorBatch(Batch):
         except PipeError as e:
             self._locate(e, self.vec_name)
             raise
-        np.add(stepno, 1, out=step.stepno)
+        np.add(rows.rows[t].stepno, 1, out=step.stepno)
         np.copyto(step.fin, over)
         if ended: step.stepno[over] = 0     # indexing with a mask is faster than with a list
-        if final and self._range_check.parts: self._check_final(final)
+        if final: self._check_final(final)
         return final, ended, info, valid
 
     def _without_resets(self, step, ends):
