@@ -423,15 +423,6 @@ class Where(MLPPolicy):
         return super().step(stepno, obs, act, rew, fin, hx=hx, virtual=virtual, noise=noise)
 
 
-class Remembers(Where):
-    "Its memory is the very observation that it saw."
-    def step(self, stepno, obs, *rest, hx, virtual, noise=None):
-        act, _, info = super().step(stepno, obs, *rest, hx=(), virtual=virtual, noise=noise)
-        return act, obs, info
-
-    def reset(self, hx, at): return hx
-
-
 def in_place(fragment, shown):
     "For each state that was acted in: were all leaves of its observation (but float64, shown as float32) where the fragment has them?"
     return [all(x[t].data_ptr() == at for x, at in zip(leaves(fragment.state.obs), row) if x.dtype != torch.float64)
@@ -475,8 +466,7 @@ def test_subclasses_that_override_nothing_keep_the_promises():
 
 
 @pytest.mark.parametrize("kind, collector, stepper", [(Where, FragmentCollector, lambda *args: Passing(EnvStepper(*args))),
-                                                      (Remembers, FragmentCollector, EnvStepper), (Where, ReadsAhead, EnvStepper),
-                                                      (Where, FragmentCollector, Stepper)])
+                                                      (Where, ReadsAhead, EnvStepper), (Where, FragmentCollector, Stepper)])
 def test_observations_that_somebody_may_keep_are_copied(kind, collector, stepper):
     actor = kind.for_env(Counting)
     fragment = next(iter(collector(stepper(Counting, actor, 2), 6)))
