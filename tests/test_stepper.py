@@ -91,17 +91,19 @@ def test_steps_can_be_written_into_rows_of_others(source, n):
     expected = ticks(source, actor, n + 4, 2)
     items = iter(EnvStepper(source, actor, 2))
     first = next(items)
-    ours = Rows(first.next, n + 2)
-    ours.put(1, first.next)
-    found = first.source.collect(ours, 1, n)
-    for t, tick in enumerate(expected[:n + 1], 1):
-        assert_same(apply(lambda x, t=t: x[t], ours.state), tick.next)
-        assert_same(ours.term[t], tick.term if t > 1 else first.term & False)
-    assert_same((found.state, found.hx), (expected[n].next, expected[n].next_hx))
-    for t, x in enumerate(zip(found.reports, found.env, found.valid, strict=True), 1):
-        assert_same(x, (expected[t].actor, expected[t].env, expected[t].valid))
-    ends = [(t, b, *final) for t, tick in enumerate(expected[1:n + 1], 1) for b, final in tick.final.items()]
-    for end, (t, b, obs, hx) in zip(found.ends, ends, strict=True): assert_same((end.t, end.b, end.obs, end.hx), (t, b, obs, hx))
+    ours = Rows(first.next, n + 1)
+    ours.put(0, first.next)
+    assert first.source.collect_into(ours)
+    tick, found = next(items), first.source.collected
+    for t, wanted in enumerate(expected[1:n + 1], 1):
+        assert_same(apply(lambda x, t=t: x[t], ours.state), wanted.next)
+        assert_same(ours.term[t], wanted.term)
+    assert_same((tick.state, tick.hx), (first.next, first.next_hx))
+    assert_same((tick.next, tick.next_hx, tick.term), (wanted.next, wanted.next_hx, wanted.term))
+    for x, wanted in zip(zip(found.reports, found.env, found.valid, strict=True), expected[1:n + 1], strict=True):
+        assert_same(x, (wanted.actor, wanted.env, wanted.valid))
+    ends = [(t, b, *final) for t, wanted in enumerate(expected[1:n + 1]) for b, final in wanted.final.items()]
+    for end, wanted in zip(found.ends, ends, strict=True): assert_same((end.t, end.b, end.obs, end.hx), wanted)
     for x in leaves(ours.state): x.fill(0)
     for tick, wanted in zip(islice(items, 3), expected[n + 1:], strict=True): assert_same(tick[:10], wanted[:10])
 

@@ -85,15 +85,11 @@ class Collected(NamedTuple):
         env: environment infos of each step, numpy `[B, ...]`
         valid: bool `[B]` of each step
         ends: list of `fragment_ops.End`, in the order of time
-        state: the state after the last step, numpy `[B, ...]`, in memory of its own
-        hx: recurrent state after the last step
     """
     reports: list
     env: list
     valid: list
     ends: list
-    state: Any = None
-    hx: Any = ()
 
 # %% ../../nbs/pipes/07_data.ipynb #8a022ad4
 class TickSource:
@@ -101,6 +97,8 @@ class TickSource:
 
     Pipes that change ticks pass the source on unchanged.
     """
+    collected: 'Collected'     # of the steps of `collect_into`
+
     def react(self, state: State, hx: Any) -> tuple[Any, Any]:
         """The actor's virtual reaction `(act, info)`, torch `[1, n, ...]`, to a `state`, numpy `[n, ...]`, with the recurrent state `hx`.
 
@@ -117,17 +115,16 @@ class TickSource:
         """
         return info
 
-    def collect(self, rows: Any, begin: int, n: int) -> 'Collected | None':
-        """Take the next `n` steps at once, and write the states into the rows that follow row `begin` of `rows`.
+    def collect_into(self, rows: Any) -> bool:
+        """Take the next `len(rows) - 1` steps at once, and write their states into `rows`, whose row 0 holds the present state.
 
-        A collector calls this after the first tick of a fragment, but only if it reads the stepper directly and neither keeps ticks. By
-        default nothing happens (None), and the collector reads ticks.
+        The next tick then stands for all of these steps, and `collected` has the rest. A collector calls this when a fragment begins, but
+        only if it reads the stepper directly and neither keeps ticks. By default nothing happens: False.
 
         Args:
-            rows: `pipes.envs.batch.Rows`; row `begin` holds the present state
-            begin: number of a row
-            n: number of steps
+            rows: `pipes.envs.batch.Rows`
         """
+        return False
 
 # %% ../../nbs/pipes/07_data.ipynb #f9f15660
 @with_field_docs

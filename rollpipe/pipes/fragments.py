@@ -102,7 +102,7 @@ class FragmentBuilder:
     Args:
         n_steps: the greatest number of steps in a fragment
         destination: memory for the states
-        direct: True: after the first tick of a fragment, its source writes the other steps into the fragment (`TickSource.collect`)
+        direct: True: the source may write the states into the fragment (`TickSource.collect_into`)
         **where: context for error messages: pipe
     """
     AT_ONCE = 2 ** 14       # rows for which memory is allocated at first, if nobody knows whether so many ticks will come
@@ -112,17 +112,29 @@ class FragmentBuilder:
 
     def __init__(self, n_steps: int, destination: Destination = ORDINARY_MEMORY, direct: bool = False, **where: Any):
         self.n_steps, self.destination, self.direct, self.where = n_steps, destination, direct, where
-        self.n, self.last, self.seq, self.found = 0, None, 0, Collected([], [], [], [])     # steps of this fragment, fragments taken
+        self.n, self.last, self.seq, self.is_asked = 0, None, 0, False     # steps of this fragment, the last tick, fragments taken
 
     def add(self, tick: Tick) -> None:
         "Add the next tick of the lane."
         if (last := self.last) and not (tick.lane == last.lane and tick.state.stepno is last.next.stepno): self._check_order(last, tick)
-        if not self.n: self._begin(last, tick)
+        self.last = tick
+        if self.is_asked: self.first, self.n, self.found, self.is_asked = tick, self.n_steps, tick.source.collected, False
+        else: self._add(tick, last)
+
+    def _add(self, tick, last):
+        if not self.n:
+            self._begin(tick.next, *(tick.state, False) if last is None else (last.next, last.term), tick.lane)
+            self.first, self.found = tick, Collected([], [], [], [])
         ends = [End(self.n, b, obs, hx, bool(tick.term[b])) for b, (obs, hx) in tick.final.items()]
-        self.n, self.last = self.n + 1, tick
+        for mine, new in zip(self.found, ([tick.actor], [tick.env], [tick.valid], ends)): mine.extend(new)
+        self.n += 1
         self.rows.put(self.n, tick.next, tick.term)
-        self._extend(Collected([tick.actor], [tick.env], [tick.valid], ends))
-        if self.direct and self.n < self.n_steps: self._collect(tick, self.n_steps - self.n)
+
+    def ask(self) -> None:
+        "If possible, let the source write the next fragment at once: then the next tick stands for all of it."
+        if self.direct and (last := self.last):
+            self._begin(last.next, last.next, last.term, last.lane)
+            self.is_asked = last.source.collect_into(self.rows)
 
     def take(self) -> Fragment:
         "The fragment of the steps that were added since the last one was taken."
@@ -133,28 +145,18 @@ class FragmentBuilder:
                       term=torch.from_numpy(self.rows.term[:n + 1]), valid=stack_rows(found.valid))
         fragment = complete(last.source, self.rows.tensors(n + 1), last.next, last.next_hx, found.reports, found.ends, fields,
                             dict(lane=last.lane, seq=self.seq, version=first.version), **self.where)
-        self.n, self.seq, self.found = 0, self.seq + 1, Collected([], [], [], [])
-        del self.rows
+        self.n, self.seq = 0, self.seq + 1
+        del self.rows, self.found
         return fragment
 
-    def _begin(self, last, tick):
+    def _begin(self, like, state, term, lane):
         "Begin a fragment. Its row 0 is the last row of the previous fragment, with the changes that pipes above the collector made."
-        where, n = self.where | dict(lane=tick.lane), self.n_steps + 1
-        try: self.rows = Rows(tick.next, n if self.direct else min(n, self.AT_ONCE), self.destination.empty, **where)
+        where, n = self.where | dict(lane=lane), self.n_steps + 1
+        try: self.rows = Rows(like, n if self.direct else min(n, self.AT_ONCE), self.destination.empty, **where)
         except MemoryError as e:
             raise DataError("a fragment takes more memory than there is", leaf='n_steps', expected="fewer steps", got=f"{n - 1} of them",
                             **where) from e
-        self.first = tick
-        self.rows.put(0, *(tick.state, False) if last is None else (last.next, last.term))
-
-    def _collect(self, tick, n):
-        if (found := tick.source.collect(self.rows, self.n, n)) is None: return
-        self._extend(found)
-        self.n += n
-        self.last = tick._replace(next=found.state, next_hx=found.hx, term=self.rows.term[self.n].copy())
-
-    def _extend(self, found):
-        for mine, new in zip(self.found[:4], found[:4]): mine.extend(new)
+        self.rows.put(0, state, term)
 
     def _check_order(self, last, tick):
         if tick.lane != last.lane:
@@ -169,8 +171,8 @@ class FragmentBuilder:
 class FragmentCollector(Pipe):
     """Join `n_steps` ticks into a `Fragment` of `T = n_steps` steps; the next fragment continues with its last state and recurrent state.
 
-    A collector that reads an `EnvStepper` directly reads one tick a fragment. The other steps are taken at once, in the memory of the
-    fragment. So when an environment fails a check of its numbers, it may have taken up to `n_steps` further steps.
+    A collector that reads an `EnvStepper` directly reads single ticks only for its first fragment. The steps of each other fragment are
+    taken at once, in its memory. So when an environment fails a check of its numbers, it may have taken up to `n_steps` further steps.
 
     Every fragment has its own memory. If the source ends within a fragment, the last fragment is shorter. Raises `DataError` if
     `n_steps < 1`, if an item is not a `Tick`, or if a fragment would begin where a sticky environment rests.
@@ -196,7 +198,9 @@ class FragmentCollector(Pipe):
         for tick in items:
             check_item(tick, Tick, self)
             builder.add(tick)
-            if builder.n == self.n_steps: yield builder.take()
+            if builder.n < self.n_steps: continue
+            yield builder.take()
+            builder.ask()
         if builder.n: yield builder.take()
 
     def _check_rests(self):

@@ -45,7 +45,7 @@ class Interaction(TickSource):
     def __init__(self, actor: Any, envs: Batch, seed: np.random.SeedSequence, *, lane: int = 0, explore: bool = True,
                  device: torch.device | None = None, engine: str = 'torch'):
         self.actor, self.envs, self.lane, self.engine_choice = actor, envs, lane, engine
-        self.checked = CheckedActor(actor, envs, seed, explore, device)
+        self.checked, self.wanted = CheckedActor(actor, envs, seed, explore, device), None     # rows for the next steps
         self.counter = VersionCounter(actor, [p for module in modules_in(actor) for p in module.parameters()])
 
     @property
@@ -76,7 +76,8 @@ class Interaction(TickSource):
         return found
 
     def _run(self, rows, begin, n, found):
-        (where, at), engine, envs, fault = self._begun(rows, begin, n), self.engine, self.envs, None
+        engine, envs, fault = self.engine, self.envs, None
+        with calling('step', self.checked.answers): where, at = engine.begin(rows, begin, n, self.act, self.hx)
         try:
             for t in range(n):
                 try: array, hx = engine.answer(t)
@@ -99,34 +100,37 @@ class Interaction(TickSource):
         found.reports.extend(reports)
         self.row = rows.row(begin + n)
 
-    def _begun(self, rows, begin, n):
-        "Let the engine begin. torch takes over if the engine is chosen freely, and the actor cannot be exported any more."
+    def _load(self):
+        "Let the engine take the weights of the moment. torch takes over if the actor cannot be exported any more, and 'auto' is chosen."
         with calling('step', self.checked.answers):
-            try: return self.engine.begin(rows, begin, n, self.act, self.hx)
+            try: self.engine.load()
             except Exception as e:
-                if self.engine_choice != 'auto' or self.engine.name == 'torch': raise
+                if self.engine_choice != 'auto': raise
                 self.engine = instead(self.checked.answer, e)
-        return self.engine.begin(rows, begin, n, self.act, self.hx)
 
     def ticks(self) -> Iterator[Tick]:
-        "Yield a `Tick` for each step, without end."
+        "Yield a `Tick` for each step, without end; or for the steps that `collect_into` asked for."
+        rows, t = self.envs.rows(), 0
         while True:
-            rows = self.envs.rows()
-            for t in range(len(rows) - 1):
-                rows.rows[t] = self.row     # it may be a row of other memory: at the first step, and after `collect`
-                version, state, hx = self.counter.version(), self.state, self.hx
+            version, state, hx, final = self.counter.version(), self.state, self.hx, {}
+            self._load()
+            if self.wanted is None:
+                if t + 1 == len(rows): rows, t = self.envs.rows(), 0
+                rows.rows[t] = self.row     # it may be a row of other memory
                 found = self.run(rows, t, 1)
-                final = {b: (obs, memory) for _, b, obs, memory, _ in found.ends}
-                yield Tick(state, hx, found.reports[0], self.state, self.hx, self.row.term, final, found.env[0], found.valid[0],
-                           self.lane, version, self)
+                final, t = {b: (obs, memory) for _, b, obs, memory, _ in found.ends}, t + 1
+            else:
+                self.collected = found = self.run(into := self.wanted, 0, len(self.wanted) - 1)
+                # Their memory may be reused, and the actor's answers may be views of observations in it.
+                self.row, (self.act, self.hx), self.wanted = into.copy(-1), nested.map(torch.clone, (self.act, self.hx)), None
+                del into
+            yield Tick(state, hx, found.reports[-1], self.state, self.hx, self.row.term, final, found.env[-1], found.valid[-1],
+                       self.lane, version, self)
 
-    def collect(self, rows: Rows, begin: int, n: int) -> Collected | None:
-        "As `run`, and what the next step needs is copied, because `rows` may be reused. None if rows must be page-locked."
-        if self.envs.pinned: return None
-        found = self.run(rows, begin, n)
-        self.row = rows.copy(begin + n)
-        self.act, self.hx = nested.map(torch.clone, (self.act, self.hx))     # the actor's answers may be views of observations
-        return found._replace(state=self.state, hx=self.hx)
+    def collect_into(self, rows: Rows) -> bool:
+        "See `TickSource`. Nothing happens if rows must be page-locked."
+        self.wanted = None if self.envs.pinned else rows
+        return not self.envs.pinned
 
     def react(self, state: State, hx: Any) -> tuple[Any, Any]:
         "The actor's virtual reaction `(act, info)`: see `TickSource`."

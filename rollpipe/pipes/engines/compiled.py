@@ -129,24 +129,28 @@ class OnnxEngine:
         self.noise = None if draw is None else nested.map(lambda x: np.zeros((rows.n, *x.shape), x.numpy().dtype), self.example())
         self._compile()
 
-    def begin(self, rows: Rows, begin: int, n: int, act: Any, hx: Any) -> tuple:
-        "Prepare for `n` steps: load the current weights, and draw noise. See `TorchEngine`."
-        self.rows.begin(rows.row(begin).state(arrays_of(act)), hx)
-        self.prepare(n)
-        return self.rows, 0
-
-    def prepare(self, n: int) -> None:
-        "Load the current weights, and draw noise for `n` rows."
+    def load(self) -> None:
+        "Take the weights of the moment. Raises `ActorError` if the actor has changed and cannot be exported any more."
         with self.eval_mode: change = self.constants.changed()
         if change or (where := self._where()) != self.where and not self._moved(where): self._compile(change)
         for x, y in self.copies: np.copyto(x, y.detach().numpy())
+
+    def begin(self, rows: Rows, begin: int, n: int, act: Any, hx: Any) -> tuple:
+        "Prepare for `n` steps, and draw their noise. See `TorchEngine`."
+        self.rows.begin(rows.row(begin).state(arrays_of(act)), hx)
+        self.draw_noise(n)
+        return self.rows, 0
+
+    def draw_noise(self, n: int) -> None:
+        "Draw noise for `n` rows."
         if self.draw is not None: nested.setitem(self.noise, (slice(n), 0), self.draw(n))
 
     def answer(self, t: int) -> tuple:
         "The actor's answer `(action, hx)` in row `t`. Both are overwritten later."
         self.run(t)
-        if 'act' in self.reads: nested.setitem(self.rows.state.act, t + 1, self.rows.arrays[t])
-        return self.rows.arrays[t], self.rows.hxs[t + 1]
+        rows = self.rows
+        if 'act' in self.reads: nested.setitem(rows.state.act, t + 1, rows.arrays[t])
+        return rows.arrays[t], rows.hxs[t + 1]
 
     def renew(self, t: int, hx: Any) -> None:
         "Replace the recurrent state after step `t`."
@@ -180,6 +184,7 @@ class OnnxEngine:
         self.inputs = {f"input_{k}": x for k, x in enumerate(staged) if f"input_{k}" in read}
         leaves = [id(x) for x in self.inputs.values()]
         self.reads = tuple(name for name, x in zip(State._fields, rows.state) if any(id(y) in leaves for y in nested.leaves(x)))
+        rows.reads = self.reads
         self.outputs = [*nested.leaves((rows.act, rows.info)), *(x[1:] for x in nested.leaves(rows.hx))]
         for rows_of_it, x in zip(self.outputs, graph.outs):
             if x.dtype is (out := torch.from_numpy(rows_of_it)[0]).dtype: continue

@@ -22,6 +22,9 @@ class TorchEngine:
 
     def __init__(self, ask: Callable): self.ask = ask
 
+    def load(self) -> None:
+        "torch uses the weights of the moment anyway."
+
     def begin(self, rows: Rows, begin: int, n: int, act: Any, hx: Any) -> tuple:
         "See the table above."
         self.rows, self.at = (rows, begin) if len(rows) <= rows.MANY else (rows.part(begin, begin + n + 1), 0)

@@ -49,8 +49,8 @@ class StagedRows(Rows):
             state: numpy [B, ...]
             hx: numpy or torch [layers, B, ...]
         """
-        self.put(0, state)
-        nested.setitem(self.hx, 0, hx)
+        for out, x in zip(self._leaves, nested.leaves(state)): out[0] = x
+        if self.hx != (): nested.setitem(self.hx, 0, hx)
         self.state.fin[1:], self.term[1:] = False, False
 
     def put_act(self, t: int, act: Any) -> None:

@@ -78,6 +78,7 @@ class Rows:
         empty: `empty(shape, dtype)` returns uninitialised memory for one leaf
         **where: context for error messages: pipe, lane
     """
+    reads = State._fields     # fields that the actor reads; the others may be written when the steps are settled
     MANY = 1024     # longer rows are read part by part, because there is an object for each row of a part
 
     def __init__(self, like: State, n: int, empty: Callable = np.empty, **where: Any):
@@ -137,7 +138,7 @@ class Rows:
 
     def copy(self, t: int) -> Row:
         "A copy of row `t`, in memory of its own."
-        part = self.part(t, t + 1)
+        part = self.part(t % len(self), t % len(self) + 1)
         part._share(nested.map(np.copy, part.state), part.term.copy())
         return part.rows[0]
 
