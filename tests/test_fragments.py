@@ -16,7 +16,7 @@ from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy, MLPPolicy
 from rollpipe.pipes import DataError, EnvStepper, Fragment, FragmentCollector, Lanes, Pipe, State
 from rollpipe.pipes.data import Final
 from rollpipe.pipes.data import TickSource
-from rollpipe.pipes.envs.batch import Rows
+from rollpipe.pipes.rows import Rows
 from rollpipe.pipes.fragments import Destination, FragmentBuilder, stack_rows
 from rollpipe.pipes.nested import leaves
 
@@ -471,7 +471,7 @@ def test_observations_that_somebody_may_keep_are_copied(kind, collector, stepper
     actor = kind.for_env(Counting)
     _, fragment = islice(collector(stepper(Counting, actor, 2), 6), 2)
     assert not any(in_place(fragment, actor.shown[6:12]))
-    assert fragment.state.obs[:, 0, 2].tolist() == fragment.state.stepno[:, 0].tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert fragment.state.obs[:, 0, 2].tolist() == fragment.state.stepno[:, 0].tolist() == [3, 0, 1, 2, 0, 1, 2]
 
 
 def test_a_fragment_that_nobody_has_is_gone():

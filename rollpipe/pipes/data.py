@@ -122,7 +122,7 @@ class TickSource:
         only if it reads the stepper directly and neither keeps ticks. By default nothing happens: False.
 
         Args:
-            rows: `pipes.envs.batch.Rows`
+            rows: `pipes.rows.Rows`
         """
         return False
 

@@ -17,7 +17,8 @@ from . import nested
 from .data import Collected, State, Tick, TickSource
 from .engines.checked_actor import CheckedActor, calling
 from .engines.choice import check_engine, instead
-from .envs.batch import Batch, Rows, arrays_of
+from .envs.batch import Batch
+from .rows import Rows, arrays_of
 from .errors import DataError, EnvError, GraphError, PipeError, check_integer
 from .fragment_ops import End
 from .pipe import Seeded, Source
@@ -63,21 +64,10 @@ class Interaction(TickSource):
         self.engine = self.checked.engine(self.engine_choice, self.state, self.hx)
         return self
 
-    def run(self, rows: Rows, begin: int, n: int) -> Collected:
-        """Take `n` steps, and write the states into the rows that follow row `begin` of `rows`.
-
-        When a step fails a check of its numbers, the environments may have taken all `n` steps; the error is that of the first one.
-        """
-        found, end = Collected([], [], [], []), begin + n
-        while begin < end:
-            n = min(end - begin, self.engine.most)
-            self._run(rows, begin, n, found)
-            begin += n
-        return found
-
     def _run(self, rows, begin, n, found):
+        "Take `n` steps, write the states into the rows that follow row `begin` of `rows`, and append the rest to `found`."
         engine, envs, fault = self.engine, self.envs, None
-        with calling('step', self.checked.answers): where, at = engine.begin(rows, begin, n, self.act, self.hx)
+        with calling('step', self.checked.answers): where, at = engine.begin(rows, begin, n, self.row, self.act, self.hx)
         try:
             for t in range(n):
                 try: array, hx = engine.answer(t)
@@ -98,7 +88,6 @@ class Interaction(TickSource):
         if fault is not None: raise fault
         reports, self.act, self.hx = engine.end(rows, begin, n)
         found.reports.extend(reports)
-        self.row = rows.row(begin + n)
 
     def _load(self):
         "Let the engine take the weights of the moment. torch takes over if the actor cannot be exported any more, and 'auto' is chosen."
@@ -113,19 +102,25 @@ class Interaction(TickSource):
         rows, t = self.envs.rows(), 0
         while True:
             version, state, hx, final = self.counter.version(), self.state, self.hx, {}
+            self.collected = found = Collected([], [], [], [])
             self._load()
-            if self.wanted is None:
+            if self.wanted is not None: self._collect(self.wanted, found)
+            else:
                 if t + 1 == len(rows): rows, t = self.envs.rows(), 0
                 rows.rows[t] = self.row     # it may be a row of other memory
-                found = self.run(rows, t, 1)
-                final, t = {b: (obs, memory) for _, b, obs, memory, _ in found.ends}, t + 1
-            else:
-                self.collected = found = self.run(into := self.wanted, 0, len(self.wanted) - 1)
-                # Their memory may be reused, and the actor's answers may be views of observations in it.
-                self.row, (self.act, self.hx), self.wanted = into.copy(-1), nested.map(torch.clone, (self.act, self.hx)), None
-                del into
+                self._run(rows, t, 1, found)
+                t += 1
+                self.row, final = rows.rows[t], {b: (obs, memory) for _, b, obs, memory, _ in found.ends}
             yield Tick(state, hx, found.reports[-1], self.state, self.hx, self.row.term, final, found.env[-1], found.valid[-1],
                        self.lane, version, self)
+
+    def _collect(self, rows, found):
+        "Take all steps for which there are rows. What the next step needs is copied: answers may be views of rows, which may be reused."
+        self.wanted, begin = None, 0
+        while n := min(len(rows) - 1 - begin, self.engine.most):
+            self._run(rows, begin, n, found)
+            begin += n
+            self.row, (self.act, self.hx) = rows.copy(begin), nested.map(torch.clone, (self.act, self.hx))
 
     def collect_into(self, rows: Rows) -> bool:
         "See `TickSource`. Nothing happens if rows must be page-locked."

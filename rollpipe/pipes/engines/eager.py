@@ -9,7 +9,7 @@ __all__ = ['TorchEngine']
 from collections.abc import Callable
 from typing import Any
 
-from ..envs.batch import Rows, arrays_of
+from ..rows import Row, Rows, arrays_of
 
 # %% ../../../nbs/pipes/11_engines/01_eager.ipynb #682f7c45
 class TorchEngine:
@@ -25,7 +25,7 @@ class TorchEngine:
     def load(self) -> None:
         "torch uses the weights of the moment anyway."
 
-    def begin(self, rows: Rows, begin: int, n: int, act: Any, hx: Any) -> tuple:
+    def begin(self, rows: Rows, begin: int, n: int, row: Row, act: Any, hx: Any) -> tuple:
         "See the table above."
         self.rows, self.at = (rows, begin) if len(rows) <= rows.MANY else (rows.part(begin, begin + n + 1), 0)
         self.act, self.hx, self.reports = act, hx, []

@@ -13,7 +13,7 @@ import torch
 
 import rollpipe.pipes.nested as nested
 from ..data import State
-from ..envs.batch import Rows
+from ..rows import Rows
 
 # %% ../../../nbs/pipes/11_engines/00_rows.ipynb #8b5e7db8
 class StagedRows(Rows):
@@ -50,7 +50,7 @@ class StagedRows(Rows):
             hx: numpy or torch [layers, B, ...]
         """
         for out, x in zip(self._leaves, nested.leaves(state)): out[0] = x
-        if self.hx != (): nested.setitem(self.hx, 0, hx)
+        for x, y in zip(nested.leaves(self.hxs[0]), nested.leaves(hx)): x.copy_(torch.as_tensor(y))
         self.state.fin[1:], self.term[1:] = False, False
 
     def put_act(self, t: int, act: Any) -> None:
@@ -60,5 +60,5 @@ class StagedRows(Rows):
         "Copy the results of `n` steps to the rows that follow row `begin`."
         into, own = slice(begin + 1, begin + n + 1), slice(1, n + 1)
         rows.term[into] = self.term[own]
-        for out, x in zip(nested.leaves(rows.state._replace(act=())), nested.leaves(self.state._replace(act=()))): out[into] = x[own]
+        for out, x in zip(rows.seen, self.seen): out[into] = x[own]
         for out, x in zip(rows.acts, nested.leaves(self.act)): out[into] = x[:n]

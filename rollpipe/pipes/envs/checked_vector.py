@@ -16,7 +16,8 @@ import numpy as np
 import rollpipe.pipes.nested as nested
 from ..errors import EnvError, PipeError, describe, describe_exception
 from .autoreset import autoreset_mode
-from .batch import Row, put_obs, read_obs
+from .batch import put_obs, read_obs
+from ..rows import Row
 from .factories import Claim, env_seeds, space_spec, spaces_of
 
 # %% ../../../nbs/pipes/10_envs/08_checked_vector.ipynb #7d5a9ed2

@@ -16,7 +16,8 @@ import numpy as np
 import rollpipe.pipes.nested as nested
 from ..errors import EnvError, PipeError, describe, describe_exception
 from .actions import action_rows
-from .batch import Batch, Row, Rows, last_obs, put_obs
+from .batch import Batch, last_obs, put_obs
+from ..rows import Row, Rows
 from .factories import Claim, env_seeds, is_vector, space_spec, spaces_of
 from .infos import SingleInfos
 from .sticky import Sticky
@@ -175,9 +176,11 @@ def count_steps(stepno: np.ndarray, fin: np.ndarray) -> None:
         stepno: int64 [n, B]
         fin: bool [n, B]; row 0 is not read
     """
-    t = np.arange(len(stepno))[:, None]
-    since = np.maximum.accumulate(np.where(fin, t, 0)[1:]) if fin[1:].any() else 0     # the last row with an end; 0 if there is none
-    stepno[1:] = t[1:] - since + np.where(since, 0, stepno[0])
+    t, fin = np.arange(1, len(stepno))[:, None], fin[1:]
+    stepno[1:] = stepno[0] + t
+    if not fin.any(): return
+    last = np.maximum.accumulate(np.where(fin, t, 0))     # the last row with an end; 0 if there is none
+    stepno[1:] -= np.where(last, stepno[0] + last, 0)
 
 
 def _put_all(rews, out):

@@ -13,7 +13,8 @@ import numpy as np
 import rollpipe.pipes.nested as nested
 from ..errors import EnvError, PipeError
 from .autoreset import final_observations
-from .batch import Batch, Row, Rows
+from .batch import Batch
+from ..rows import Row, Rows
 from .checked_vector import CheckedVector, close_vector
 from .factories import Claim, EnvFactory, env_seeds, is_vector, spaces_of
 from .infos import VectorInfos
