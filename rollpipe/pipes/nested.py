@@ -12,11 +12,11 @@ import numpy as np
 import optree
 import torch
 
-from .errors import DataError, describe
+from .errors import DataError, PipeError, describe
 
 # %% auto #0
-__all__ = ['map', 'leaves', 'flatten', 'paths', 'check_like', 'getitem', 'setitem', 'copy_', 'stack', 'cat', 'alloc', 'torchify',
-           'numpify', 'Aliased', 'aliased', 'as_seen', 'without_past']
+__all__ = ['map', 'leaves', 'flatten', 'paths', 'Form', 'check_like', 'getitem', 'setitem', 'copy_', 'stack', 'cat', 'alloc',
+           'torchify', 'numpify', 'Aliased', 'aliased', 'as_seen', 'without_past']
 
 # %% ../../nbs/pipes/01_nested.ipynb #fb2d67a2
 def map(fn: Callable, tree: Any, *rest: Any) -> Any:
@@ -37,52 +37,104 @@ def flatten(tree: Any) -> tuple[list, Any]:
 
 def paths(tree: Any, root: str = '') -> list[str]:
     "For each leaf, in the order of `leaves`, the Python expression that reaches it from `root`."
-    return [accessor.codify(root) for accessor in optree.tree_accessors(tree)]
+    return _paths(optree.tree_structure(tree), root)
+
+
+def _paths(structure, root) -> list: return [accessor.codify(root) for accessor in structure.accessors()]
 
 # %% ../../nbs/pipes/01_nested.ipynb #b8d36946
-def check_like(tree: Any, like: Any, name: str, **context: Any) -> None:
-    """Check that `tree` has the structure of `like`, and each leaf the shape and dtype of its counterpart.
+class Form:
+    """The form of a container: its structure, and the dtype and shape of each leaf. Forms are compared by `==`, and can be keys of a dict.
 
-    Numpy and torch dtypes with the same name count as equal. A Python scalar fits any dtype of its kind (bool, int, float).
+    Args:
+        like: container of arrays, tensors or Python scalars
+        name: what a container of this form is called, the root of the leaf paths in messages
+        error: class of the errors of `check`
+        **context: `pipe`, `lane`, `env` for the messages
+    """
+    def __init__(self, like: Any, name: str = '', error: type[PipeError] = DataError, **context: Any):
+        found, self.structure = flatten(like)
+        self.name, self.error, self.context, self.single = name, error, context, self.structure.is_leaf()
+        self.specs = [_spec(x) for x in found]                       # dtype and shape of each leaf
+        self.wrong_structure = f"{name} has the wrong structure"   # begins the message for another structure
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Form) and self.structure == other.structure and self.specs == other.specs
+
+    def __hash__(self) -> int: return hash((self.structure, *self.specs))
+
+    def texts(self) -> dict:
+        "Path -> dtype and shape of each leaf."
+        return {path: _text(*spec) for path, spec in zip(_paths(self.structure, self.name), self.specs)}
+
+    def check(self, tree: Any) -> list:
+        "The leaves of `tree`. Raises an error that names the first leaf that differs, its expected dtype and shape, and the actual ones."
+        if self.single and isinstance(tree, _ARRAYS): found = [tree]     # faster than flattening
+        else:
+            found, structure = flatten(tree)
+            if structure != self.structure: found = self.other_structure(tree)
+        for x, (dtype, shape) in zip(found, self.specs):
+            if not self.fits(x, dtype, shape): self._refuse_first(found)
+        return found
+
+    def _refuse_first(self, found):
+        for x, path, spec in zip(found, _paths(self.structure, self.name), self.specs):
+            if not self.fits(x, *spec): self.refuse(x, path, *spec)
+
+    def fits(self, x: Any, dtype: Any, shape: tuple) -> bool:
+        "Does the leaf `x` fit? The same dtype of numpy and torch counts as equal, and a Python scalar fits any dtype of its kind."
+        came, its_shape = _spec(x)
+        return its_shape == shape and (came is dtype or _is_alike(came, dtype))
+
+    def refuse(self, x: Any, path: str, dtype: Any, shape: tuple) -> None:
+        "Raise the error for a leaf that does not fit."
+        raise self.error('wrong shape' if _spec(x)[1] != shape else 'wrong dtype', leaf=path, expected=_text(dtype, shape), got=describe(x),
+                         **self.context)
+
+    def other_structure(self, tree: Any) -> list:
+        "The leaves of a `tree` of another structure. Raises the error for it, but a subclass may accept it."
+        came, wanted = optree.tree_structure(tree), self.structure
+        came_paths, wanted_paths = _paths(came, self.name), _paths(wanted, self.name)
+        parts = [f'missing {p}' for p in wanted_paths if p not in came_paths]
+        parts += [f'unexpected {p}' for p in came_paths if p not in wanted_paths]
+        raise self.error(f"{self.wrong_structure}{': ' if parts else ''}{', '.join(parts)}", expected=_sketch(wanted), got=_sketch(came),
+                         **self.context)
+
+
+_ARRAYS = np.ndarray, torch.Tensor
+
+
+def _spec(x) -> tuple:
+    "`(dtype, shape)` of a leaf. A Python scalar has a class as its dtype, which stands for all dtypes of its kind."
+    if isinstance(x, (bool, int, float)): return np.asarray(x).dtype.type, ()
+    if not isinstance(x, _ARRAYS): x = np.asarray(x)
+    return x.dtype, x.shape
+
+
+def _name(dtype) -> str: return str(dtype).removeprefix('torch.') if isinstance(dtype, torch.dtype) else np.dtype(dtype).name
+def _text(dtype, shape) -> str: return f'{_name(dtype)} {list(shape)}'
+
+
+def _is_alike(a, b) -> bool:
+    digits = '0123456789' if isinstance(a, type) or isinstance(b, type) else ''
+    return _name(a).rstrip(digits) == _name(b).rstrip(digits)
+
+
+def _sketch(structure) -> str:
+    "The containers as text, with a star for each leaf."
+    return str(structure).removeprefix('PyTreeSpec(').removesuffix(')')
+
+
+def check_like(tree: Any, like: Any, name: str, **context: Any) -> None:
+    """Raise `DataError` unless `tree` has the `Form` of `like`.
 
     Args:
         tree: the container to check
         like: container of example leaves
         name: what `tree` is called, the root of the leaf paths in the message
         **context: `pipe`, `lane`, `env` for the message
-
-    Raises:
-        DataError: names the first leaf that differs, its expected dtype and shape, and the actual ones.
     """
-    _check_structure(tree, like, name, **context)
-    for j, (x, y) in enumerate(zip(leaves(tree), leaves(like))):
-        (shape, dtype, weak), (shape_like, dtype_like, weak_like) = _spec(x), _spec(y)
-        if weak or weak_like: dtype, dtype_like = dtype.rstrip('0123456789'), dtype_like.rstrip('0123456789')
-        if shape != shape_like or dtype != dtype_like:
-            raise DataError('wrong shape' if shape != shape_like else 'wrong dtype', leaf=paths(like, name)[j],
-                            expected=f'{_spec(y)[1]} {list(shape_like)}', got=describe(x), **context)
-
-
-def _spec(x) -> tuple[tuple, str, bool]:
-    "The shape, the name of the dtype, and whether any dtype of that kind fits, as for Python scalars."
-    if isinstance(x, torch.Tensor): return tuple(x.shape), str(x.dtype).removeprefix('torch.'), False
-    return np.shape(x), np.asarray(x).dtype.name, isinstance(x, (bool, int, float))
-
-
-def _check_structure(tree, like, name, **context) -> None:
-    came, wanted = optree.tree_structure(tree), optree.tree_structure(like)
-    if came == wanted: return
-    came_paths, wanted_paths = paths(tree, name), paths(like, name)
-    missing = [p for p in wanted_paths if p not in came_paths]
-    unexpected = [p for p in came_paths if p not in wanted_paths]
-    text = ', '.join([f'missing {p}' for p in missing] + [f'unexpected {p}' for p in unexpected])
-    raise DataError(f'{name} has the wrong structure' + (f': {text}' if text else ''),
-                    expected=_sketch(wanted), got=_sketch(came), **context)
-
-
-def _sketch(structure) -> str:
-    "The containers as text, with a star for each leaf."
-    return str(structure).removeprefix('PyTreeSpec(').removesuffix(')')
+    Form(like, name, **context).check(tree)
 
 # %% ../../nbs/pipes/01_nested.ipynb #ca00dce8
 def getitem(tree: Any, index: Any) -> Any:
@@ -161,7 +213,8 @@ def _join(trees, dim, npy, pyt):
     def join(*xs): return pyt(xs, dim) if isinstance(xs[0], torch.Tensor) else npy(xs, dim)
     try: return optree.tree_map(join, *trees)
     except (ValueError, RuntimeError, TypeError, AttributeError) as error:    # `AttributeError`: a container where an array is expected
-        for j, tree in enumerate(trees): _check_structure(tree, trees[0], f'trees[{j}]')
+        for j, tree in enumerate(trees):
+            if flatten(tree)[1] != (form := Form(trees[0], f'trees[{j}]')).structure: form.other_structure(tree)
         for path, *xs in zip(paths(trees[0]), *(leaves(tree) for tree in trees)):
             try: join(*xs)
             except (ValueError, RuntimeError, TypeError):

@@ -105,7 +105,7 @@ class CheckedActor:
         Returns:
             Any: an engine such as `TorchEngine`; row 0 of its rows is filled
         """
-        rows = Rows(state, (self.answers.first[1], hx, self.answers.first[2]), n_steps)
+        rows = Rows(state, (self.answers.first['act'], hx, self.answers.first['info']), n_steps)
         rows.put(0, state, nested.map(torch.Tensor.cpu, hx))
         draw = self.seeded.noises if self.seeded.explore else None
         try: return engine_for(choice, self.actor, rows, self.answer, draw)
@@ -145,7 +145,7 @@ class CheckedActor:
 
     def _reset(self, hx, at):
         with self.eval_mode, calling('reset', self.answers): hx = self.actor.reset(hx, at)
-        self.answers.check_memory(hx, len(self.envs), 'reset')
+        self.answers.check_part('hx', hx, len(self.envs), 'reset')
         return hx
 
     def complete(self, act: Any, info: Any) -> Any:
