@@ -312,7 +312,7 @@ def test_gradients_are_no_hindrance():
 def test_changed_shapes_and_names():
     module = torch.nn.Sequential(torch.nn.Linear(2, 2))
     publisher, *_ = channel(module)
-    told = r"Sequential changed the form of its weights. Expected Sequential.0.weight float32 \[2, 2\], .*, got Sequential.0.weight float"
+    told = r"Sequential changed the form of its weights. Expected Sequential.0.bias float32 \[2\], .*, got Sequential.0.bias float"
     for spoil in (lambda: module.append(torch.nn.Linear(2, 2)), lambda: module.pop(1) and module.double(),
                   lambda: module.pop(0) and module.append(torch.nn.Linear(2, 3))):
         spoil()

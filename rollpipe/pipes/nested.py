@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import optree
@@ -15,8 +15,8 @@ import torch
 from .errors import DataError, PipeError, describe
 
 # %% auto #0
-__all__ = ['map', 'leaves', 'flatten', 'paths', 'Form', 'check_like', 'getitem', 'setitem', 'copy_', 'stack', 'cat', 'alloc',
-           'torchify', 'numpify', 'Aliased', 'aliased', 'as_seen', 'without_past']
+__all__ = ['map', 'leaves', 'flatten', 'paths', 'Form', 'form_text', 'getitem', 'setitem', 'copy_', 'stack', 'cat', 'alloc',
+           'torchify', 'numpify', 'as_seen', 'without_past']
 
 # %% ../../nbs/pipes/01_nested.ipynb #fb2d67a2
 def map(fn: Callable, tree: Any, *rest: Any) -> Any:
@@ -37,14 +37,11 @@ def flatten(tree: Any) -> tuple[list, Any]:
 
 def paths(tree: Any, root: str = '') -> list[str]:
     "For each leaf, in the order of `leaves`, the Python expression that reaches it from `root`."
-    return _paths(optree.tree_structure(tree), root)
-
-
-def _paths(structure, root) -> list: return [accessor.codify(root) for accessor in structure.accessors()]
+    return [accessor.codify(root) for accessor in optree.tree_accessors(tree)]
 
 # %% ../../nbs/pipes/01_nested.ipynb #b8d36946
 class Form:
-    """The form of a container: its structure, and the dtype and shape of each leaf. Forms are compared by `==`, and can be keys of a dict.
+    """The structure of a container, and the dtype and shape of each leaf. Forms are compared by `==`, and can be keys of a dict.
 
     Args:
         like: container of arrays, tensors or Python scalars
@@ -55,17 +52,17 @@ class Form:
     def __init__(self, like: Any, name: str = '', error: type[PipeError] = DataError, **context: Any):
         found, self.structure = flatten(like)
         self.name, self.error, self.context, self.single = name, error, context, self.structure.is_leaf()
-        self.specs = [_spec(x) for x in found]                       # dtype and shape of each leaf
-        self.wrong_structure = f"{name} has the wrong structure"   # begins the message for another structure
+        self.specs = [_spec(x) for x in found]     # dtype and shape of each leaf
+        self.problem: str | None = None            # begins the message for another structure; None: the name has the wrong structure
 
     def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Form) and self.structure == other.structure and self.specs == other.specs
+        return isinstance(other, Form) and (self.structure, self.specs) == (other.structure, other.specs)
 
     def __hash__(self) -> int: return hash((self.structure, *self.specs))
 
     def texts(self) -> dict:
         "Path -> dtype and shape of each leaf."
-        return {path: _text(*spec) for path, spec in zip(_paths(self.structure, self.name), self.specs)}
+        return {path: form_text(*spec) for path, spec in zip(self._paths(), self.specs)}
 
     def check(self, tree: Any) -> list:
         "The leaves of `tree`. Raises an error that names the first leaf that differs, its expected dtype and shape, and the actual ones."
@@ -77,32 +74,33 @@ class Form:
             if not self.fits(x, dtype, shape): self._refuse_first(found)
         return found
 
-    def _refuse_first(self, found):
-        for x, path, spec in zip(found, _paths(self.structure, self.name), self.specs):
-            if not self.fits(x, *spec): self.refuse(x, path, *spec)
-
     def fits(self, x: Any, dtype: Any, shape: tuple) -> bool:
         "Does the leaf `x` fit? The same dtype of numpy and torch counts as equal, and a Python scalar fits any dtype of its kind."
         came, its_shape = _spec(x)
-        return its_shape == shape and (came is dtype or _is_alike(came, dtype))
+        if its_shape != shape or came is dtype: return its_shape == shape
+        digits = '0123456789' if isinstance(came, type) or isinstance(dtype, type) else ''
+        return _name(came).rstrip(digits) == _name(dtype).rstrip(digits)
 
     def refuse(self, x: Any, path: str, dtype: Any, shape: tuple) -> None:
         "Raise the error for a leaf that does not fit."
-        raise self.error('wrong shape' if _spec(x)[1] != shape else 'wrong dtype', leaf=path, expected=_text(dtype, shape), got=describe(x),
-                         **self.context)
+        raise self.error('wrong shape' if _spec(x)[1] != shape else 'wrong dtype', leaf=path, expected=form_text(dtype, shape),
+                         got=describe(x), **self.context)
 
     def other_structure(self, tree: Any) -> list:
-        "The leaves of a `tree` of another structure. Raises the error for it, but a subclass may accept it."
-        came, wanted = optree.tree_structure(tree), self.structure
-        came_paths, wanted_paths = _paths(came, self.name), _paths(wanted, self.name)
-        parts = [f'missing {p}' for p in wanted_paths if p not in came_paths]
-        parts += [f'unexpected {p}' for p in came_paths if p not in wanted_paths]
-        raise self.error(f"{self.wrong_structure}{': ' if parts else ''}{', '.join(parts)}", expected=_sketch(wanted), got=_sketch(came),
-                         **self.context)
+        "Raise the error for a `tree` of another structure. A subclass may accept it, and return its leaves."
+        came, wanted = paths(tree, self.name), self._paths()
+        parts = [f'missing {p}' for p in wanted if p not in came] + [f'unexpected {p}' for p in came if p not in wanted]
+        raise self.error((self.problem or f'{self.name} has the wrong structure') + (f": {', '.join(parts)}" if parts else ''),
+                         expected=_sketch(self.structure), got=_sketch(optree.tree_structure(tree)), **self.context)
+
+    def _refuse_first(self, found):
+        for x, path, spec in zip(found, self._paths(), self.specs):
+            if not self.fits(x, *spec): self.refuse(x, path, *spec)
+
+    def _paths(self): return [accessor.codify(self.name) for accessor in self.structure.accessors()]
 
 
 _ARRAYS = np.ndarray, torch.Tensor
-
 
 def _spec(x) -> tuple:
     "`(dtype, shape)` of a leaf. A Python scalar has a class as its dtype, which stands for all dtypes of its kind."
@@ -111,30 +109,13 @@ def _spec(x) -> tuple:
     return x.dtype, x.shape
 
 
-def _name(dtype) -> str: return str(dtype).removeprefix('torch.') if isinstance(dtype, torch.dtype) else np.dtype(dtype).name
-def _text(dtype, shape) -> str: return f'{_name(dtype)} {list(shape)}'
+def form_text(dtype: Any, shape: tuple) -> str:
+    "A dtype and a shape, for messages."
+    return f'{_name(dtype)} {list(shape)}'
 
 
-def _is_alike(a, b) -> bool:
-    digits = '0123456789' if isinstance(a, type) or isinstance(b, type) else ''
-    return _name(a).rstrip(digits) == _name(b).rstrip(digits)
-
-
-def _sketch(structure) -> str:
-    "The containers as text, with a star for each leaf."
-    return str(structure).removeprefix('PyTreeSpec(').removesuffix(')')
-
-
-def check_like(tree: Any, like: Any, name: str, **context: Any) -> None:
-    """Raise `DataError` unless `tree` has the `Form` of `like`.
-
-    Args:
-        tree: the container to check
-        like: container of example leaves
-        name: what `tree` is called, the root of the leaf paths in the message
-        **context: `pipe`, `lane`, `env` for the message
-    """
-    Form(like, name, **context).check(tree)
+def _sketch(structure): return str(structure).removeprefix('PyTreeSpec(').removesuffix(')')     # the containers, with a star for each leaf
+def _name(dtype): return str(dtype).removeprefix('torch.') if isinstance(dtype, torch.dtype) else np.dtype(dtype).name
 
 # %% ../../nbs/pipes/01_nested.ipynb #ca00dce8
 def getitem(tree: Any, index: Any) -> Any:
@@ -214,7 +195,7 @@ def _join(trees, dim, npy, pyt):
     try: return optree.tree_map(join, *trees)
     except (ValueError, RuntimeError, TypeError, AttributeError) as error:    # `AttributeError`: a container where an array is expected
         for j, tree in enumerate(trees):
-            if flatten(tree)[1] != (form := Form(trees[0], f'trees[{j}]')).structure: form.other_structure(tree)
+            if flatten(tree)[1] != flatten(trees[0])[1]: Form(trees[0], f'trees[{j}]').other_structure(tree)
         for path, *xs in zip(paths(trees[0]), *(leaves(tree) for tree in trees)):
             try: join(*xs)
             except (ValueError, RuntimeError, TypeError):
@@ -297,18 +278,6 @@ def numpify(tree: Any, *leading: int, copy: bool = False) -> Any:
         out[...] = x
         return out
     return _map_named(to_array, tree)
-
-# %% ../../nbs/pipes/01_nested.ipynb #83c18b3b
-class Aliased(NamedTuple):
-    "Two views of the same memory: `npy` with numpy leaves, `pyt` with torch leaves."
-    npy: Any
-    pyt: Any
-
-
-def aliased(tree: Any, *, copy: bool = False, pinned: bool = False, shared: bool = False) -> Aliased:
-    "The tensors that `torchify` makes of `tree`, and numpy views of the same memory. Scalars become zero-dimensional."
-    pyt = torchify(tree, copy=copy, pinned=pinned, shared=shared)
-    return Aliased(numpify(pyt), pyt)
 
 # %% ../../nbs/pipes/01_nested.ipynb #be744145
 def as_seen(tree: Any) -> Any:

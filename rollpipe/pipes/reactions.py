@@ -97,7 +97,7 @@ class AnswerForm(nested.Form):
     def __init__(self, like: Any, name: str, n: int, method: str, space: Any = None, **where: Any):
         super().__init__(like, name, ActorError, **where)
         self.specs = [(dtype, (shape[0], n, *shape[2:])) for dtype, shape in self.specs]
-        self.wrong_structure, self.method, self.space = f"{method} changed the structure of {name}", method, space
+        self.problem, self.method, self.space = f"{method} changed the structure of {name}", method, space
 
     def fits(self, x: Any, dtype: Any, shape: tuple) -> bool: return isinstance(x, torch.Tensor) and x.shape == shape
 

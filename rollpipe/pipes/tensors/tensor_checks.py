@@ -61,7 +61,7 @@ class TensorForm(nested.Form):
         if not isinstance(x, Tensor): problem = "this is no tensor"
         else: problem = "wrong " + ('shape' if x.shape != shape else 'device' if x.device != self.device else 'dtype')
         raise self.error(problem, leaf=path, got=on_device(x),
-                         expected=f"{str(dtype).removeprefix('torch.')} {list(shape)} on {self.device}")
+                         expected=f"{nested.form_text(dtype, shape)} on {self.device}")
 
     def other_structure(self, tree: Any) -> list:
         found, structure = nested.flatten(in_containers(tree, self.like))

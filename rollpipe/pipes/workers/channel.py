@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+import rollpipe.pipes.nested as nested
 from ..errors import ActorError, describe
 from ..modules import VersionCounter, bump_version, comparable, modules_in, state_of, torch_threads, version_of
 from ..reactions import attribute_name, kept_in
@@ -93,8 +94,7 @@ class _Holder:
     "The published data of one holder. Names, dtypes and shapes of its tensors must not change."
     def __init__(self, holder):
         self.holder, self.modules, self.first_version = holder, modules_in(holder), version_of(holder)
-        state = state_of(self.modules)
-        self.names, self.specs = list(state), _specs(state)
+        self.form = nested.Form(state_of(self.modules))
         self.n_modes, self.attributes = len(self.modes()), {key: _Attribute(x) for key, x in kept_in(holder)}
 
     def version(self) -> int: return VersionCounter(self.holder, [p for module in self.modules for p in module.parameters()]).version()
@@ -105,11 +105,9 @@ class _Holder:
         state, name = state_of(self.modules), type(self.holder).__name__
         if not self.n_modes and version_of(self.holder) != self.first_version:
             raise ActorError(f"{name} was trained, but its weights cannot be sent to worker processes", expected="a torch module in it")
-        if list(state) != self.names or _specs(state) != self.specs or len(modes) != self.n_modes:
-            described = lambda names, specs: ', '.join(f"{n} {str(d).removeprefix('torch.')} {list(s)}" for n, (d, s) in zip(names, specs))
-            raise ActorError(f"{name} changed the form of its weights", expected=described(self.names, self.specs),
-                             got=described(state, _specs(state)))
-        return list(state.values())
+        if (form := nested.Form(state)) != self.form or len(modes) != self.n_modes:
+            raise ActorError(f"{name} changed the form of its weights", expected=_described(self.form), got=_described(form))
+        return nested.leaves(state)
 
     def warn_about_attributes(self):
         "Log a warning if an attribute other than a tensor has changed, once for each attribute."
@@ -130,7 +128,7 @@ class _Attribute:
 
 _CHANGEABLE = object()     # is identical to no value, so the attribute is always compared
 
-def _specs(state) -> list: return [(x.dtype, x.shape) for x in state.values()]
+def _described(form): return ', '.join(path.strip("[']") + f" {text}" for path, text in form.texts().items())
 
 # %% ../../../nbs/pipes/30_workers/02_channel.ipynb #9feaf44a
 class WeightPublisher:
@@ -146,7 +144,7 @@ class WeightPublisher:
     def __init__(self, holders: Iterable, depth: int = 2):
         self.holders = list(holders)
         self._holders = [_Holder(holder) for holder in self.holders]
-        self.block = _Block([h.specs for h in self._holders], [h.n_modes for h in self._holders], depth)
+        self.block = _Block([h.form.specs for h in self._holders], [h.n_modes for h in self._holders], depth)
         self.publication = -1     # number of the latest publication
 
     @torch_threads(1)
@@ -206,7 +204,7 @@ class WeightSubscriber:
         "From now on, update these `copies` of the holders. Copies in shared memory are moved to private memory."
         self.copies = list({id(copy): (index, copy) for index, copy in zip(self.indices, copies)}.values())
         self.modules = [modules_in(copy) for _, copy in self.copies]
-        self.tensors = [list(state_of(modules).values()) for modules in self.modules]
+        self.tensors = [nested.leaves(state_of(modules)) for modules in self.modules]
         for x in (x for tensors in self.tensors for x in tensors):
             if x.is_shared(): x.data = x.data.clone()
 
