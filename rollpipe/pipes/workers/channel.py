@@ -19,7 +19,7 @@ from ..errors import ActorError, describe
 from ..modules import VersionCounter, bump_version, comparable, modules_in, state_of, torch_threads, version_of
 from ..reactions import attribute_name, kept_in
 from .remote_errors import log
-from .shared import SharedMemory
+from .shared import SharedMemory, aligned
 
 # %% ../../../nbs/pipes/30_workers/02_channel.ipynb #0a972c7b
 class _Buffer(NamedTuple):
@@ -43,7 +43,7 @@ class _Block:
         self.specs = specs        # for each holder, `(dtype, shape)` of its tensors
         self.n_modes = n_modes    # for each holder, the number of its modules
         self.depth = depth
-        self.memory = SharedMemory(64 + depth * sum(map(_padded, self._sizes())))
+        self.memory = SharedMemory(64 + depth * sum(map(aligned, self._sizes())))
         self._map()
         for buffer in self.buffers: buffer.publication[0] = -1
 
@@ -61,7 +61,7 @@ class _Block:
         view, sizes, n = self.memory.view(), self._sizes(), len(self.specs)
         self.latest, self.buffers, end = view[:8].view(np.int64), [], 64
         for _ in range(self.depth):
-            *starts, end = accumulate(map(_padded, sizes), initial=end)
+            *starts, end = accumulate(map(aligned, sizes), initial=end)
             publication, versions, *rest = (view[a:a + size] for a, size in zip(starts, sizes))
             parts = iter(rest[n:])
             tensors = [[torch.from_numpy(next(parts)).view(dtype).view(shape) for dtype, shape in specs] for specs in self.specs]
@@ -69,7 +69,7 @@ class _Block:
 
     def bytes_of(self, publication):
         "The memory of the buffer for this publication."
-        size = sum(map(_padded, self._sizes()))
+        size = sum(map(aligned, self._sizes()))
         start = 64 + publication % self.depth * size
         return self.memory.view()[start:start + size]
 
@@ -78,9 +78,6 @@ class _Block:
     def __setstate__(self, state):
         vars(self).update(state)
         self._map()
-
-
-def _padded(size) -> int: return size + -size % 64
 
 
 _BARRIER = threading.Lock()
