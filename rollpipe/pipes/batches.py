@@ -101,10 +101,9 @@ class Arena(Destination):
         return place
 
     def find(self, x: Tensor) -> tuple:
-        "`(place, tensor)` if `x` is an array from `empty`, else `(-1, None)`."
-        place, there = self.made.get(x.data_ptr(), (-1, None))
-        found = place >= 0 and (there.dtype, there.shape, there.stride()) == (x.dtype, x.shape, x.stride())
-        return (place, there) if found else (-1, None)
+        "The number of the place in which `empty` made the array `x`, and the tensor there. For another array, -1 and `x` itself."
+        place, there = self.made.get(x.data_ptr(), (-1, x))
+        return (place, there) if (there.dtype, there.shape, there.stride()) == (x.dtype, x.shape, x.stride()) else (-1, x)
 
 
 class SideBySide(Arena):
@@ -131,20 +130,16 @@ class SideBySide(Arena):
 
     def tensor(self, place: int) -> Tensor:
         "The columns of the current fragment in the array at this place."
-        whole, (shape, _) = self.wholes[place], self.kinds[place]
-        return whole[:, self.position * shape[1]:(self.position + 1) * shape[1]]
+        width = self.kinds[place][0][1]
+        return self.wholes[place][:, self.position * width:(self.position + 1) * width]
 
     def completing(self) -> None: self.position, self.free = self.position + 1, list(range(len(self.kinds)))
 
     def placed(self, fragments: list) -> list:
         "The `fragments` of a batch with their arrays as columns of the joined ones, so that `join` finds them side by side."
-        if self.made: fragments = [f._replace(state=nested.map(self._column, f.state)) for f in fragments]
+        if self.made: fragments = [f._replace(state=nested.map(lambda x: self.find(x)[1], f.state)) for f in fragments]
         self._begin()
         return fragments
-
-    def _column(self, x):
-        place, column = self.find(x)
-        return x if place < 0 else column
 
 # %% ../../nbs/pipes/16_batches.ipynb #918e626b
 def minibatches(fragment: Fragment, size: int, epochs: int, rng: np.random.Generator) -> Iterator[Fragment]:

@@ -53,7 +53,6 @@ class Form:
         found, self.structure = flatten(like)
         self.name, self.error, self.context, self.single = name, error, context, self.structure.is_leaf()
         self.specs = [_spec(x) for x in found]     # dtype and shape of each leaf
-        self.problem: str | None = None            # begins the message for another structure; None: the name has the wrong structure
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, Form) and (self.structure, self.specs) == (other.structure, other.specs)
@@ -83,14 +82,15 @@ class Form:
 
     def refuse(self, x: Any, path: str, dtype: Any, shape: tuple) -> None:
         "Raise the error for a leaf that does not fit."
-        raise self.error('wrong shape' if _spec(x)[1] != shape else 'wrong dtype', leaf=path, expected=form_text(dtype, shape),
-                         got=describe(x), **self.context)
+        came, its_shape = _spec(x)
+        problem = "wrong shape" if its_shape != shape else "wrong dtype" if _name(came) != _name(dtype) else "this is no tensor"
+        raise self.error(problem, leaf=path, expected=form_text(dtype, shape), got=describe(x), **self.context)
 
     def other_structure(self, tree: Any) -> list:
         "Raise the error for a `tree` of another structure. A subclass may accept it, and return its leaves."
         came, wanted = paths(tree, self.name), self._paths()
         parts = [f'missing {p}' for p in wanted if p not in came] + [f'unexpected {p}' for p in came if p not in wanted]
-        raise self.error((self.problem or f'{self.name} has the wrong structure') + (f": {', '.join(parts)}" if parts else ''),
+        raise self.error(f'{self.name} has the wrong structure' + (f": {', '.join(parts)}" if parts else ''),
                          expected=_sketch(self.structure), got=_sketch(optree.tree_structure(tree)), **self.context)
 
     def _refuse_first(self, found):
