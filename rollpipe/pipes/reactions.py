@@ -84,6 +84,7 @@ def as_input(x: Any) -> Any:
 
 # %% ../../nbs/pipes/11_reactions.ipynb #04ca993e
 class TensorsOfAnyDtype(nested.Form):
+    "Tensors of certain shapes, whatever their dtypes."
     def fits(self, x: Any, dtype: Any, shape: tuple) -> bool: return isinstance(x, torch.Tensor) and x.shape == shape
 
 
