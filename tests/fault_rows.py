@@ -283,12 +283,12 @@ row("info in itself", "vector step", vec_error("leaf info['me']: an info contain
 row("None", "actor", actor_error("TouchyActor.step gave no triple. Expected (act, hx, info), got None"))
 row("a part is missing", "actor", actor_error("TouchyActor.step gave no triple. Expected (act, hx, info), got ("))
 row("NaN action", "actor", actor_error("environment 1 (touchy), leaf act['push']: non-finite action. Expected finite numbers, got"))
-row("action's shape", "actor", actor_error("leaf act['push']", "Expected float32 [1, 2, 2]", "got float32 [1, 2, 3]"))
+row("action's shape", "actor", actor_error("leaf act['push']", "Expected a tensor float32 [1, 2, 2]", "got float32 [1, 2, 3]"))
 row("action's dtype", "actor", actor_error("leaf act['gear']", "Discrete(3)", "got float32 [2]"))
 row("action out of range", "actor", actor_error("environment 1 (touchy), leaf act['gear']", "Discrete(3)", "got 7"))
 row("memory's shape", "actor", actor_error("leaf hx[0]", "TouchyActor.step changed the form of its answer: wrong shape",
-                                           "Expected float32 [1, 2], got float32 [1, 3]"))
-row("report's shape", "actor", actor_error("leaf info['seen']", "Expected float32 [1, 2]", "got float32 [1, 3]"))
+                                           "Expected a tensor float32 [1, 2], got float32 [1, 3]"))
+row("report's shape", "actor", actor_error("leaf info['seen']", "Expected a tensor float32 [1, 2]", "got float32 [1, 3]"))
 row("None", "actor reset", actor_error("TouchyActor.reset changed", "hx has the wrong structure: missing hx[0]", "Expected (*,), got None"))
 row("a part is missing", "actor reset", actor_error("TouchyActor.reset changed", "hx has the wrong structure: missing hx[0]",
                                                     "Expected (*,), got ()"))

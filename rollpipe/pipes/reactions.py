@@ -139,8 +139,9 @@ class AnswerCheck:
         like = nested.map(lambda x: x.new_empty((x.shape[0], n, *x.shape[2:]), device='meta'), self.first[name])
         try: TensorsOfAnyDtype(like, name, ActorError).check(tree)
         except ActorError as e:
-            raise ActorError(f"{self.name}.{method} changed the form of its answer: {e.problem}", leaf=e.leaf, expected=e.expected,
-                             got=e.got, **self.where) from None
+            space = f" for {self.envs.action_space}" if name == 'act' else ""
+            raise ActorError(f"{self.name}.{method} changed the form of its answer: {e.problem}", leaf=e.leaf, got=e.got,
+                             expected=f"a tensor {e.expected}{space}" if e.leaf else e.expected, **self.where) from None
 
     def _learn(self, act, hx, info):
         "Store the first answer, if it is valid."
