@@ -131,7 +131,7 @@ def test_jvp_is_a_difference_quotient_and_vjp_its_transpose(head, seed, n):
     v = torch.randn(flatten(params).numel(), generator=g, dtype=torch.double)
     c = nested.map(lambda y: torch.randn(y.shape, generator=g, dtype=torch.double), lin.outputs)
     got, theta, eps = lin.jvp(v), flatten(params), 1e-6
-    nested.check_like(got, lin.outputs, 'jvp')
+    nested.Form(lin.outputs, 'jvp').check(got)
     left = sum(float((a * b).sum()) for a, b in zip(nested.leaves(c), nested.leaves(got)))
     assert left == pytest.approx(float(lin.vjp(c) @ v), rel=1e-9, abs=1e-12)
     with torch.no_grad():
@@ -163,7 +163,7 @@ def test_blocks_of_rows_change_nothing(n, size, dim, seed):
         return net(rows['x'])
     whole, blocks = (Linearization(y, params) for y in (net(x), in_row_blocks(forward, {'x': x}, size, dim)))
     assert sum(calls) == n and max(calls) - min(calls) <= 1 and len(calls) == max(1, round(n / size))
-    nested.check_like(blocks.outputs, whole.outputs, 'outputs')
+    nested.Form(whole.outputs, 'outputs').check(blocks.outputs)
     v = torch.randn(flatten(params).numel(), dtype=torch.double)
     products = [fisher_product(lin, DISTS['nested'].fisher, 1 / n)(v) for lin in (whole, blocks)]
     torch.testing.assert_close(*products)

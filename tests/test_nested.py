@@ -139,13 +139,15 @@ def test_torchify_and_numpify_there_and_back(tree, unit, leading):
 
 def test_aliases_are_the_same_memory():
     tree = {'a': np.zeros(3, np.float32), 'b': (torch.zeros(2), None, 1.5)}
-    npy, pyt = nested.aliased(tree)
+    pyt = nested.torchify(tree)
+    npy = nested.numpify(pyt)
     assert pyt['b'][0] is tree['b'][0] and npy['b'][1] is pyt['b'][1] is None
     npy['a'][0], npy['b'][2][...] = 5, 6
     pyt['b'][0][1] = 7
     assert tree['a'][0] == pyt['a'][0] == 5 and pyt['b'][2] == 6 and npy['b'][0][1] == 7
     for kwargs in (dict(copy=True), dict(shared=True)):
-        npy, pyt = nested.aliased(tree, **kwargs)
+        pyt = nested.torchify(tree, **kwargs)
+        npy = nested.numpify(pyt)
         npy['a'][:] = 9
         assert (pyt['a'] == 9).all() and tree['a'][1] == 0
         assert pyt['a'].is_shared() == ('shared' in kwargs)
@@ -172,7 +174,8 @@ def add_one(tree): nested.map(lambda x: x.add_(1), tree)
 
 
 def test_shared_memory_is_seen_by_another_process_and_by_numpy():
-    npy, pyt = nested.aliased({'x': np.zeros(3), 'y': [np.int64(4)]}, shared=True)
+    pyt = nested.torchify({'x': np.zeros(3), 'y': [np.int64(4)]}, shared=True)
+    npy = nested.numpify(pyt)
     process = multiprocessing.get_context('spawn').Process(target=add_one, args=(pyt,))
     process.start(); process.join(60)
     assert process.exitcode == 0
@@ -185,8 +188,8 @@ def test_pinned_and_shared_exclude_one_another():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='pinned memory needs an accelerator')
 def test_pinned_memory():
-    npy, pyt = nested.aliased({'x': np.zeros(3)}, pinned=True)
-    npy['x'][1] = 2
+    pyt = nested.torchify({'x': np.zeros(3)}, pinned=True)
+    nested.numpify(pyt)['x'][1] = 2
     assert pyt['x'].is_pinned() and pyt['x'][1] == 2
     with pytest.raises(DataError, match=r"leaf \['x'\]: .*expected host memory, got a tensor on cuda"):
         nested.numpify({'x': pyt['x'].cuda()})
@@ -207,10 +210,10 @@ LIKE = {'x': np.zeros((2, 3), np.float32), 'y': Pair(torch.zeros(2, dtype=torch.
 
 
 @pytest.mark.parametrize('make', [lambda t: t, nested.torchify, nested.numpify])
-def test_check_like_accepts_both_kinds(make):
+def test_a_form_accepts_both_kinds(make):
     tree = make({**LIKE, 'y': Pair(LIKE['y'].z, [np.float32(2), None])})
-    nested.check_like(tree, LIKE, 'obs')
-    nested.check_like({**tree, 'y': Pair(tree['y'].z, [2., None])}, tree, 'obs')
+    nested.Form(LIKE, 'obs').check(tree)
+    nested.Form(tree, 'obs').check({**tree, 'y': Pair(tree['y'].z, [2., None])})
 
 
 @pytest.mark.parametrize('change, message', [
@@ -227,9 +230,20 @@ def test_check_like_accepts_both_kinds(make):
      "obs has the wrong structure. Expected {'x': *, 'y': Pair(z=*, a=[*, None])}, "
      "got {'x': *, 'y': Pair(z=*, a=(*, None))}."),
 ])
-def test_check_like_names_what_differs(change, message):
-    with pytest.raises(DataError) as info: nested.check_like({**LIKE, **change}, LIKE, 'obs', pipe='Stepper', lane=1)
+def test_a_form_names_what_differs(change, message):
+    with pytest.raises(DataError) as info: nested.Form(LIKE, 'obs', pipe='Stepper', lane=1).check({**LIKE, **change})
     assert str(info.value).startswith('Stepper, lane 1') and message in str(info.value)
+
+
+ARRAYS = nested.numpify(LIKE)
+OTHERS = [{**ARRAYS, 'x': np.zeros((2, 3))}, {**ARRAYS, 'x': np.zeros((3, 2), np.float32)}, {**ARRAYS, 'x': torch.zeros(2, 3)}, ARRAYS['x'],
+          {**ARRAYS, 'y': list(ARRAYS['y'])}, {**ARRAYS, 'z': None}]
+
+
+def test_equal_forms_differ_in_numbers_only():
+    form = nested.Form(ARRAYS)
+    assert form == nested.Form(nested.map(lambda x: x | True if x.dtype == bool else x + 1, ARRAYS), 'of another name')
+    assert len({form, nested.Form(ARRAYS), *[nested.Form(x) for x in OTHERS]}) == 1 + len(OTHERS) and form != ARRAYS
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16, torch.bool, torch.complex64])

@@ -6,17 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import optree
 import torch
 
-from .errors import DataError, describe
+from .errors import DataError, PipeError, describe
 
 # %% auto #0
-__all__ = ['map', 'leaves', 'flatten', 'paths', 'check_like', 'getitem', 'setitem', 'copy_', 'stack', 'cat', 'alloc', 'torchify',
-           'numpify', 'Aliased', 'aliased', 'as_seen', 'without_past']
+__all__ = ['map', 'leaves', 'flatten', 'paths', 'Form', 'form_text', 'getitem', 'setitem', 'copy_', 'stack', 'cat', 'alloc',
+           'torchify', 'numpify', 'as_seen', 'without_past']
 
 # %% ../../nbs/pipes/01_nested.ipynb #fb2d67a2
 def map(fn: Callable, tree: Any, *rest: Any) -> Any:
@@ -40,49 +40,82 @@ def paths(tree: Any, root: str = '') -> list[str]:
     return [accessor.codify(root) for accessor in optree.tree_accessors(tree)]
 
 # %% ../../nbs/pipes/01_nested.ipynb #b8d36946
-def check_like(tree: Any, like: Any, name: str, **context: Any) -> None:
-    """Check that `tree` has the structure of `like`, and each leaf the shape and dtype of its counterpart.
-
-    Numpy and torch dtypes with the same name count as equal. A Python scalar fits any dtype of its kind (bool, int, float).
+class Form:
+    """The structure of a container, and the dtype and shape of each leaf. Forms are compared by `==`, and can be keys of a dict.
 
     Args:
-        tree: the container to check
-        like: container of example leaves
-        name: what `tree` is called, the root of the leaf paths in the message
-        **context: `pipe`, `lane`, `env` for the message
-
-    Raises:
-        DataError: names the first leaf that differs, its expected dtype and shape, and the actual ones.
+        like: container of arrays, tensors or Python scalars
+        name: what a container of this form is called, the root of the leaf paths in messages
+        error: class of the errors of `check`
+        **context: `pipe`, `lane`, `env` for the messages
     """
-    _check_structure(tree, like, name, **context)
-    for j, (x, y) in enumerate(zip(leaves(tree), leaves(like))):
-        (shape, dtype, weak), (shape_like, dtype_like, weak_like) = _spec(x), _spec(y)
-        if weak or weak_like: dtype, dtype_like = dtype.rstrip('0123456789'), dtype_like.rstrip('0123456789')
-        if shape != shape_like or dtype != dtype_like:
-            raise DataError('wrong shape' if shape != shape_like else 'wrong dtype', leaf=paths(like, name)[j],
-                            expected=f'{_spec(y)[1]} {list(shape_like)}', got=describe(x), **context)
+    def __init__(self, like: Any, name: str = '', error: type[PipeError] = DataError, **context: Any):
+        found, self.structure = flatten(like)
+        self.name, self.error, self.context, self.single = name, error, context, self.structure.is_leaf()
+        self.specs = [_spec(x) for x in found]     # dtype and shape of each leaf
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Form) and (self.structure, self.specs) == (other.structure, other.specs)
+
+    def __hash__(self) -> int: return hash((self.structure, *self.specs))
+
+    def texts(self) -> dict:
+        "Path -> dtype and shape of each leaf."
+        return {path: form_text(*spec) for path, spec in zip(self._paths(), self.specs)}
+
+    def check(self, tree: Any) -> list:
+        "The leaves of `tree`. Raises an error that names the first leaf that differs, its expected dtype and shape, and the actual ones."
+        if self.single and isinstance(tree, _ARRAYS): found = [tree]     # faster than flattening
+        else:
+            found, structure = flatten(tree)
+            if structure != self.structure: found = self.other_structure(tree)
+        for x, (dtype, shape) in zip(found, self.specs):
+            if not self.fits(x, dtype, shape): self._refuse_first(found)
+        return found
+
+    def fits(self, x: Any, dtype: Any, shape: tuple) -> bool:
+        "Does the leaf `x` fit? The same dtype of numpy and torch counts as equal, and a Python scalar fits any dtype of its kind."
+        came, its_shape = _spec(x)
+        if its_shape != shape or came is dtype: return its_shape == shape
+        digits = '0123456789' if isinstance(came, type) or isinstance(dtype, type) else ''
+        return _name(came).rstrip(digits) == _name(dtype).rstrip(digits)
+
+    def refuse(self, x: Any, path: str, dtype: Any, shape: tuple) -> None:
+        "Raise the error for a leaf that does not fit."
+        came, its_shape = _spec(x)
+        problem = "wrong shape" if its_shape != shape else "wrong dtype" if _name(came) != _name(dtype) else "this is no tensor"
+        raise self.error(problem, leaf=path, expected=form_text(dtype, shape), got=describe(x), **self.context)
+
+    def other_structure(self, tree: Any) -> list:
+        "Raise the error for a `tree` of another structure. A subclass may accept it, and return its leaves."
+        came, wanted = paths(tree, self.name), self._paths()
+        parts = [f'missing {p}' for p in wanted if p not in came] + [f'unexpected {p}' for p in came if p not in wanted]
+        raise self.error(f'{self.name} has the wrong structure' + (f": {', '.join(parts)}" if parts else ''),
+                         expected=_sketch(self.structure), got=_sketch(optree.tree_structure(tree)), **self.context)
+
+    def _refuse_first(self, found):
+        for x, path, spec in zip(found, self._paths(), self.specs):
+            if not self.fits(x, *spec): self.refuse(x, path, *spec)
+
+    def _paths(self): return [accessor.codify(self.name) for accessor in self.structure.accessors()]
 
 
-def _spec(x) -> tuple[tuple, str, bool]:
-    "The shape, the name of the dtype, and whether any dtype of that kind fits, as for Python scalars."
-    if isinstance(x, torch.Tensor): return tuple(x.shape), str(x.dtype).removeprefix('torch.'), False
-    return np.shape(x), np.asarray(x).dtype.name, isinstance(x, (bool, int, float))
+_ARRAYS = np.ndarray, torch.Tensor
+
+def _spec(x) -> tuple:
+    "`(dtype, shape)` of a leaf. A Python scalar has a class as its dtype, which stands for all dtypes of its kind."
+    if isinstance(x, (bool, int, float)): return np.asarray(x).dtype.type, ()
+    if not isinstance(x, _ARRAYS): x = np.asarray(x)
+    return x.dtype, x.shape
 
 
-def _check_structure(tree, like, name, **context) -> None:
-    came, wanted = optree.tree_structure(tree), optree.tree_structure(like)
-    if came == wanted: return
-    came_paths, wanted_paths = paths(tree, name), paths(like, name)
-    missing = [p for p in wanted_paths if p not in came_paths]
-    unexpected = [p for p in came_paths if p not in wanted_paths]
-    text = ', '.join([f'missing {p}' for p in missing] + [f'unexpected {p}' for p in unexpected])
-    raise DataError(f'{name} has the wrong structure' + (f': {text}' if text else ''),
-                    expected=_sketch(wanted), got=_sketch(came), **context)
+def form_text(dtype: Any, shape: tuple) -> str:
+    "A dtype and a shape, for messages."
+    return f'{_name(dtype)} {list(shape)}'
 
 
-def _sketch(structure) -> str:
-    "The containers as text, with a star for each leaf."
-    return str(structure).removeprefix('PyTreeSpec(').removesuffix(')')
+def _sketch(structure): return str(structure).removeprefix('PyTreeSpec(').removesuffix(')')     # the containers, with a star for each leaf
+def _name(dtype): return str(dtype).removeprefix('torch.') if isinstance(dtype, torch.dtype) else np.dtype(dtype).name
 
 # %% ../../nbs/pipes/01_nested.ipynb #ca00dce8
 def getitem(tree: Any, index: Any) -> Any:
@@ -161,7 +194,8 @@ def _join(trees, dim, npy, pyt):
     def join(*xs): return pyt(xs, dim) if isinstance(xs[0], torch.Tensor) else npy(xs, dim)
     try: return optree.tree_map(join, *trees)
     except (ValueError, RuntimeError, TypeError, AttributeError) as error:    # `AttributeError`: a container where an array is expected
-        for j, tree in enumerate(trees): _check_structure(tree, trees[0], f'trees[{j}]')
+        for j, tree in enumerate(trees):
+            if flatten(tree)[1] != flatten(trees[0])[1]: Form(trees[0], f'trees[{j}]').other_structure(tree)
         for path, *xs in zip(paths(trees[0]), *(leaves(tree) for tree in trees)):
             try: join(*xs)
             except (ValueError, RuntimeError, TypeError):
@@ -244,18 +278,6 @@ def numpify(tree: Any, *leading: int, copy: bool = False) -> Any:
         out[...] = x
         return out
     return _map_named(to_array, tree)
-
-# %% ../../nbs/pipes/01_nested.ipynb #83c18b3b
-class Aliased(NamedTuple):
-    "Two views of the same memory: `npy` with numpy leaves, `pyt` with torch leaves."
-    npy: Any
-    pyt: Any
-
-
-def aliased(tree: Any, *, copy: bool = False, pinned: bool = False, shared: bool = False) -> Aliased:
-    "The tensors that `torchify` makes of `tree`, and numpy views of the same memory. Scalars become zero-dimensional."
-    pyt = torchify(tree, copy=copy, pinned=pinned, shared=shared)
-    return Aliased(numpify(pyt), pyt)
 
 # %% ../../nbs/pipes/01_nested.ipynb #be744145
 def as_seen(tree: Any) -> Any:

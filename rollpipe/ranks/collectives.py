@@ -170,9 +170,8 @@ def check_batches(batch: Any, learner: str) -> None:
 
 def _forms(batch):
     "Leaf -> its dtype and shape. Leaves in `final` count as empty, because their number varies. Infos and `restarts` are not compared."
-    found = ((path, x) for path, x in zip(nested.paths(batch, 'batch'), nested.leaves(batch))
-             if not path.startswith(('batch.env', 'batch.restarts')))
-    return {path: describe(x[:0] if path.startswith('batch.final.') else x) for path, x in found}
+    if isinstance(batch, Fragment): batch = batch._replace(env=(), restarts=None, final=nested.getitem(batch.final, slice(0)))
+    return nested.Form(batch, 'batch').texts()
 
 
 def _tell_of_copies(batch):

@@ -93,7 +93,7 @@ class _Trial:
         before = snapshot(hx)
         with self.report.demand(ACTOR_RESET):
             new = self.actor.reset(hx, at)
-            nested.check_like(new, before, 'hx')
+            nested.Form(before, 'hx').check(new)
         self.report.check(ACTOR_INPUTS_KEPT, same(hx, before), "reset changed hx")
         return new
 

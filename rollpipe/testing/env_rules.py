@@ -53,7 +53,7 @@ def _check_obs(report: Report, obs: Any, space: gym.Space, spec: Any) -> Any:
         x = np.array(x)
         return x.astype(like.dtype) if np.can_cast(x.dtype, like.dtype, 'same_kind') else x
     obs = in_containers(obs, spec, as_stored)
-    with report.demand(ENV_OBS_LIKE_SPACE): nested.check_like(obs, spec, 'obs')
+    with report.demand(ENV_OBS_LIKE_SPACE): nested.Form(spec, 'obs').check(obs)
     finite = all(np.isfinite(x).all() for x in nested.leaves(obs) if x.dtype.kind == 'f')
     report.check(ENV_OBS_FINITE, finite, describe(obs))
     report.check(ENV_OBS_WITHIN_BOUNDS, not finite or space.contains(_as_sample(obs, space)), f"{obs} is not in {space}")

@@ -101,7 +101,7 @@ class CheckedActor:
         Returns:
             Any: `TorchEngine` or `OnnxEngine`
         """
-        example = state, hx, (self.answers.first[1], hx, self.answers.first[2])
+        example = state, hx, (self.answers.first['act'], hx, self.answers.first['info'])
         draw = self.seeded.noises if self.seeded.explore else None
         try: return engine_for(choice, self.actor, example, self.answer, draw)
         except PipeError as e:
@@ -112,7 +112,7 @@ class CheckedActor:
         "`hx` with the initial recurrent state for the environments `at`, as new tensors without gradients."
         if not nested.leaves(hx): return hx
         with self.eval_mode, calling('reset', self.answers): hx = self.actor.reset(hx, at)
-        self.answers.check_memory(hx, len(self.envs), 'reset')
+        self.answers.check_part('hx', hx, len(self.envs), 'reset')
         return nested.map(lambda x: x.detach().clone(), hx)     # a learner changes parameters of the actor in place
 
     def complete(self, act: Any, info: Any) -> Any:

@@ -68,7 +68,7 @@ class Graph(NamedTuple):
 
     Args:
         actor: function that returns the actor, or None if it was garbage-collected
-        form: structure of the inputs; shapes and dtypes of inputs and weights; the process
+        form: the form of inputs and weights; the process
         outs: examples of the outputs: act, info, hx
         convolutions: multiplications in the convolutions of a step
     """
@@ -93,8 +93,7 @@ def graph_of(actor: Any, inputs: tuple, weights: Weights, kept: bool = True) -> 
         weights: weights of the actor
         kept: True: return an earlier graph if it is still valid; False: make a new graph
     """
-    leaves, spec = nested.flatten(inputs)
-    form = spec, [(x.shape, x.dtype) for x in (*leaves, *weights.tensors())], os.getpid()
+    form = nested.Form((inputs, weights.tensors())), os.getpid()
     with EvalMode(actor):
         for graph in reversed(_graphs) if kept else ():
             if graph.actor() is actor and graph.form == form and graph.constants.changed() is None: return graph

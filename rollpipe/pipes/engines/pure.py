@@ -156,12 +156,7 @@ class PureStep(torch.nn.Module):
         if changed: raise self.error(f"it changes while it answers ({', '.join(changed)})")
         if _global_states() != drawn: raise self.error("it draws from the global random numbers of Python or NumPy")
         new = self.structure.unflatten(self.outs)[2]
-        if _forms(new) != _forms(hx): raise self.error(f"its recurrent state changes from {describe(hx)} to {describe(new)}")
+        if nested.Form(new) != nested.Form(hx): raise self.error(f"its recurrent state changes from {describe(hx)} to {describe(new)}")
 
 
 def _global_states(): return random.getstate(), repr(np.random.get_state(legacy=False))
-
-
-def _forms(tree):
-    leaves, spec = nested.flatten(tree)
-    return spec, [(x.shape, x.dtype) for x in leaves]

@@ -47,7 +47,7 @@ def final_observations(infos: dict, at: list, like: Any) -> Any:
         else: rows = in_containers(nested.getitem(in_containers(rows, like), at), some, as_like)
     except Exception as e:
         raise EnvError(f"the final observations cannot be read: {describe_exception(e)}", leaf="info['final_obs']") from e
-    nested.check_like(rows, some, "final obs")
+    nested.Form(some, "final obs").check(rows)
     for x, path in zip(nested.leaves(rows), nested.paths(rows, 'final obs')):
         if x.dtype.kind == 'f' and not np.isfinite(x).all():
             k = int(np.argwhere(~np.isfinite(x))[0][0])

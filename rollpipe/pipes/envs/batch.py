@@ -33,7 +33,7 @@ def read_obs(x: Any, like: Any, batch: bool = False) -> Any:
     """
     try: x = in_containers(x, like, as_like)
     except OverflowError: _refuse_integers(x, like, batch)
-    nested.check_like(x, like, 'obs')
+    nested.Form(like, 'obs').check(x)
     return x
 
 

@@ -134,7 +134,7 @@ class StepStore:
         self.records = self.place.records(capacity, dtype)
         self.valid, self.links = self.records['fragment.valid'], StepLinks(self.ring, dtype)
         self.finals, self.hxs = SideTable(self.layout.final_type), SideTable(self.layout.hx_type)
-        self.checked, self.n_valid = set(), 0     # shapes and dtypes that have passed the check; number of valid steps
+        self.checked, self.n_valid = set(), 0     # forms that have passed the check; number of valid steps
 
     def add(self, fragment: Fragment) -> tuple[np.ndarray, list]:
         """Store a copy of a fragment. Returns the slots whose old steps were replaced (int64 `[n]`), and a list of `AddedSteps`.
@@ -177,10 +177,8 @@ class StepStore:
     def _check(self, fragment):
         if fragment.valid.numel() > self.capacity:
             raise DataError("a fragment does not fit in", expected=f"at most {self.capacity} steps", got=f"{fragment.valid.numel()}")
-        leaves, structure = nested.flatten(fragment)
-        spec = structure, tuple((x.dtype, x.shape) for x in leaves)
-        if spec not in self.checked: nested.check_like(unbatched(fragment), self.layout.example, 'fragment')
-        self.checked.add(spec)
+        if (form := nested.Form(fragment)) not in self.checked: nested.Form(self.layout.example, 'fragment').check(unbatched(fragment))
+        self.checked.add(form)
 
     def _release(self, slot):
         "Release the side-table records of the steps in these slots."

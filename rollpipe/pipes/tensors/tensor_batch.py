@@ -40,7 +40,7 @@ class ActionsForEnv:
     def __call__(self, act: Any) -> tuple[list, Any]:
         "`(leaves, actions)` of `act` `[1, B, ...]`: the leaves as the actor chose them, and copies `[B, ...]` for the environment."
         if self.form is None: self.form = TensorForm('act', act, self.device, ActorError)
-        leaves = self.form.leaves(act)
+        leaves = self.form.check(act)
         own = [self._converted(x[0], dtype, bounds) for x, dtype, bounds in zip(leaves, self.dtypes, self.bounds)]
         return leaves, own[0] if self.form.single else self.form.structure.unflatten(own)
 
@@ -69,12 +69,12 @@ class TensorInfos:
 
     def leaves(self, info: dict) -> list:
         "The leaves `[B, ...]` of the infos that are recorded."
-        if not info and self.form is not None and not self.form.forms: return []
+        if not info and self.form is not None and not self.form.specs: return []
         if not isinstance(info, dict):
             raise EnvError("the infos are no dict", leaf='info', expected="a dict of tensors", got=describe(info))
         if self.form is None: self.form = self._form_of(info)
         if self.keys is not None: info = {k: info[k] for k in self.keys if k in info}
-        return self.form.leaves(info)
+        return self.form.check(info)
 
     def _form_of(self, info):
         missing = [k for k in self.keys or () if k not in info]
@@ -158,7 +158,7 @@ class TensorBatch(Batch):
 
     def begin(self) -> Any:
         "Reset all environments. Returns their first observations, nested `[B, ...]`."
-        try: return self._obs_form.structure.unflatten(self._obs_form.leaves(self._call('reset', self._seed)))
+        try: return self._obs_form.structure.unflatten(self._obs_form.check(self._call('reset', self._seed)))
         except PipeError as e:
             self._locate(e, self.env_name)
             raise
@@ -175,8 +175,8 @@ class TensorBatch(Batch):
                 raise EnvError("step() gave no tuple of 6", got=describe(answer),
                                expected="(obs, rew, terminated, truncated, final_obs, info)")
             obs, *one_each, final, info = answer
-            rew, term, trunc = [form.leaves(x)[0] for form, x in zip(self._one_each, one_each)]
-            return TensorOutcome(self._obs_form.leaves(obs), rew, term, trunc, None if final is None else self._final_form.leaves(final),
+            rew, term, trunc = [form.check(x)[0] for form, x in zip(self._one_each, one_each)]
+            return TensorOutcome(self._obs_form.check(obs), rew, term, trunc, None if final is None else self._final_form.check(final),
                                  self.infos.leaves(info))
         except PipeError as e:
             self._locate(e, self.env_name)

@@ -40,8 +40,8 @@ def batch_form(space: gym.Space, n_envs: int, what: str) -> Any:
     return nested.map(form, space_spec(space, what))
 
 
-class TensorForm:
-    """The form that tensors must have: structure, shapes, dtypes and device. Floats may have another precision.
+class TensorForm(nested.Form):
+    """The form that tensors on one device must have. Floats may have another precision, and a list may stand for a tuple.
 
     Args:
         name: name of the tensors in messages
@@ -50,38 +50,22 @@ class TensorForm:
         error: class of the errors
     """
     def __init__(self, name: str, like: Any, device: torch.device, error: type[PipeError]):
-        leaves, self.structure = nested.flatten(like)
-        self.name, self.like, self.device, self.error, self.single = name, like, device, error, isinstance(like, Tensor)
-        self.forms = [(x.dtype, x.shape, path) for x, path in zip(leaves, nested.paths(like, name))]
+        super().__init__(like, name, error)
+        self.like, self.device = like, device
 
-    def leaves(self, x: Any) -> list:
-        "The leaves of `x`. Raises an error that names the first leaf that does not fit."
-        if self.single and isinstance(x, Tensor): found = [x]     # faster than flattening
-        else: found = self._flat(x)
-        for leaf, (dtype, shape, path) in zip(found, self.forms):
-            if not isinstance(leaf, Tensor) or leaf.shape != shape or leaf.device != self.device: self._refuse(leaf, dtype, shape, path)
-            if leaf.dtype is not dtype and not (leaf.dtype.is_floating_point and dtype.is_floating_point):
-                self._refuse(leaf, dtype, shape, path)
-        return found
+    def fits(self, x: Any, dtype: torch.dtype, shape: tuple) -> bool:
+        return isinstance(x, Tensor) and x.shape == shape and x.device == self.device and (
+            x.dtype is dtype or x.dtype.is_floating_point and dtype.is_floating_point)
 
-    def _flat(self, x):
-        found, structure = nested.flatten(x)
-        if structure != self.structure:
-            found, structure = nested.flatten(x := in_containers(x, self.like))     # a list may stand for a tuple
-            if structure != self.structure: self._refuse_structure(x)
-        return found
+    def refuse(self, x: Any, path: str, dtype: torch.dtype, shape: tuple) -> None:
+        if not isinstance(x, Tensor): problem = "this is no tensor"
+        else: problem = "wrong " + ('shape' if x.shape != shape else 'device' if x.device != self.device else 'dtype')
+        raise self.error(problem, leaf=path, got=on_device(x),
+                         expected=f"{nested.form_text(dtype, shape)} on {self.device}")
 
-    def _refuse(self, leaf, dtype, shape, path):
-        wrong = [name for name, differs in (('shape', lambda: leaf.shape != shape), ('device', lambda: leaf.device != self.device),
-                                            ('dtype', lambda: True)) if isinstance(leaf, Tensor) and differs()]
-        raise self.error(f"wrong {wrong[0]}" if wrong else "this is no tensor", leaf=path, got=on_device(leaf),
-                         expected=f"{str(dtype).removeprefix('torch.')} {list(shape)} on {self.device}")
-
-    def _refuse_structure(self, x):
-        came, wanted = nested.paths(x, self.name), [path for *_, path in self.forms]
-        parts = [f"missing {p}" for p in wanted if p not in came] + [f"unexpected {p}" for p in came if p not in wanted]
-        raise self.error(f"wrong structure{': ' if parts else ''}{', '.join(parts)}", leaf=self.name, got=describe(x),
-                         expected=', '.join(wanted) or 'nothing')
+    def other_structure(self, tree: Any) -> list:
+        found, structure = nested.flatten(in_containers(tree, self.like))
+        return found if structure == self.structure else super().other_structure(tree)
 
 # %% ../../../nbs/pipes/26_tensors/01_tensor_checks.ipynb #052a4cec
 class Finding(NamedTuple):

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+import rollpipe.pipes.nested as nested
 from ..errors import ActorError, describe
 from ..modules import VersionCounter, bump_version, comparable, modules_in, state_of, torch_threads, version_of
 from ..reactions import attribute_name, kept_in
 from .remote_errors import log
-from .shared import SharedMemory
+from .shared import SharedMemory, aligned
 
 # %% ../../../nbs/pipes/30_workers/02_channel.ipynb #0a972c7b
 class _Buffer(NamedTuple):
@@ -42,7 +43,7 @@ class _Block:
         self.specs = specs        # for each holder, `(dtype, shape)` of its tensors
         self.n_modes = n_modes    # for each holder, the number of its modules
         self.depth = depth
-        self.memory = SharedMemory(64 + depth * sum(map(_padded, self._sizes())))
+        self.memory = SharedMemory(64 + depth * sum(map(aligned, self._sizes())))
         self._map()
         for buffer in self.buffers: buffer.publication[0] = -1
 
@@ -60,7 +61,7 @@ class _Block:
         view, sizes, n = self.memory.view(), self._sizes(), len(self.specs)
         self.latest, self.buffers, end = view[:8].view(np.int64), [], 64
         for _ in range(self.depth):
-            *starts, end = accumulate(map(_padded, sizes), initial=end)
+            *starts, end = accumulate(map(aligned, sizes), initial=end)
             publication, versions, *rest = (view[a:a + size] for a, size in zip(starts, sizes))
             parts = iter(rest[n:])
             tensors = [[torch.from_numpy(next(parts)).view(dtype).view(shape) for dtype, shape in specs] for specs in self.specs]
@@ -68,7 +69,7 @@ class _Block:
 
     def bytes_of(self, publication):
         "The memory of the buffer for this publication."
-        size = sum(map(_padded, self._sizes()))
+        size = sum(map(aligned, self._sizes()))
         start = 64 + publication % self.depth * size
         return self.memory.view()[start:start + size]
 
@@ -77,9 +78,6 @@ class _Block:
     def __setstate__(self, state):
         vars(self).update(state)
         self._map()
-
-
-def _padded(size) -> int: return size + -size % 64
 
 
 _BARRIER = threading.Lock()
@@ -93,8 +91,7 @@ class _Holder:
     "The published data of one holder. Names, dtypes and shapes of its tensors must not change."
     def __init__(self, holder):
         self.holder, self.modules, self.first_version = holder, modules_in(holder), version_of(holder)
-        state = state_of(self.modules)
-        self.names, self.specs = list(state), _specs(state)
+        self.form = nested.Form(state_of(self.modules))
         self.n_modes, self.attributes = len(self.modes()), {key: _Attribute(x) for key, x in kept_in(holder)}
 
     def version(self) -> int: return VersionCounter(self.holder, [p for module in self.modules for p in module.parameters()]).version()
@@ -105,11 +102,9 @@ class _Holder:
         state, name = state_of(self.modules), type(self.holder).__name__
         if not self.n_modes and version_of(self.holder) != self.first_version:
             raise ActorError(f"{name} was trained, but its weights cannot be sent to worker processes", expected="a torch module in it")
-        if list(state) != self.names or _specs(state) != self.specs or len(modes) != self.n_modes:
-            described = lambda names, specs: ', '.join(f"{n} {str(d).removeprefix('torch.')} {list(s)}" for n, (d, s) in zip(names, specs))
-            raise ActorError(f"{name} changed the form of its weights", expected=described(self.names, self.specs),
-                             got=described(state, _specs(state)))
-        return list(state.values())
+        if (form := nested.Form(state)) != self.form or len(modes) != self.n_modes:
+            raise ActorError(f"{name} changed the form of its weights", expected=_described(self.form), got=_described(form))
+        return nested.leaves(state)
 
     def warn_about_attributes(self):
         "Log a warning if an attribute other than a tensor has changed, once for each attribute."
@@ -130,7 +125,7 @@ class _Attribute:
 
 _CHANGEABLE = object()     # is identical to no value, so the attribute is always compared
 
-def _specs(state) -> list: return [(x.dtype, x.shape) for x in state.values()]
+def _described(form): return ', '.join(path.strip("[']") + f" {text}" for path, text in form.texts().items())
 
 # %% ../../../nbs/pipes/30_workers/02_channel.ipynb #9feaf44a
 class WeightPublisher:
@@ -146,7 +141,7 @@ class WeightPublisher:
     def __init__(self, holders: Iterable, depth: int = 2):
         self.holders = list(holders)
         self._holders = [_Holder(holder) for holder in self.holders]
-        self.block = _Block([h.specs for h in self._holders], [h.n_modes for h in self._holders], depth)
+        self.block = _Block([h.form.specs for h in self._holders], [h.n_modes for h in self._holders], depth)
         self.publication = -1     # number of the latest publication
 
     @torch_threads(1)
@@ -206,7 +201,7 @@ class WeightSubscriber:
         "From now on, update these `copies` of the holders. Copies in shared memory are moved to private memory."
         self.copies = list({id(copy): (index, copy) for index, copy in zip(self.indices, copies)}.values())
         self.modules = [modules_in(copy) for _, copy in self.copies]
-        self.tensors = [list(state_of(modules).values()) for modules in self.modules]
+        self.tensors = [nested.leaves(state_of(modules)) for modules in self.modules]
         for x in (x for tensors in self.tensors for x in tensors):
             if x.is_shared(): x.data = x.data.clone()
 

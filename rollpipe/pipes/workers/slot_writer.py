@@ -7,15 +7,16 @@ __all__ = ['ItemHeader', 'format_of', 'LayoutEntries', 'SlotWriter']
 
 # %% ../../../nbs/pipes/30_workers/05_slot_writer.ipynb #5d0f1b03
 from collections.abc import Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 import rollpipe.pipes.nested as nested
-from .codec import (SMALL, ArraySpec, ItemFormat, aligned, check_sendable, copy_arrays, copy_tensor,
-                                          pickle_containers, pickle_item)
+from ..batches import Arena
+from .codec import (SMALL, ArraySpec, ItemFormat, check_sendable, copy_arrays, copy_tensor, pickle_containers,
+                                          pickle_item)
+from .shared import aligned
 from .slots import EMPTY_LAYOUT, Layout, Slot, ViewCache
 
 # %% ../../../nbs/pipes/30_workers/05_slot_writer.ipynb #5d0f1b05
@@ -78,42 +79,30 @@ def _signature(x):
     if type(x) is np.ndarray and not x.dtype.hasobject: return x.dtype, x.shape
 
 # %% ../../../nbs/pipes/30_workers/05_slot_writer.ipynb #5d0f1b0c
-class LayoutEntries:
-    "Finds entries in the layout for the large arrays of one item at a time."
+class LayoutEntries(Arena):
+    "The large arrays of one item at a time: their places are the entries of the layout."
+    LEAST = SMALL
+
     def begin(self, slot: Slot, position: int, layout: Layout) -> None:
         "Begin an item at this position of the slot."
         self.slot, self.position, self.layout = slot, position, layout
-        self.free = list(range(len(layout.arrays)))
-        self.made = {}             # address -> `(entry, tensor)` of arrays from `empty`
-        self.copied_bytes = 0
-        self.unplaced = []         # `(shape, dtype)` of tensors without an entry
+        self.copied_bytes, self.unplaced = 0, []     # `unplaced`: `(shape, dtype)` of tensors without an entry
+        self.reset(layout.arrays)
 
-    def empty(self, shape: tuple, dtype: Any) -> np.ndarray:
-        "As `np.empty`, but a large array is allocated in the slot if the layout has an entry for it."
-        if prod(shape) * np.dtype(dtype).itemsize < SMALL: return np.empty(shape, dtype)
-        try: entry, x = self._take(tuple(shape), torch.from_numpy(np.empty(0, dtype)).dtype)
-        except (TypeError, ValueError): return np.empty(shape, dtype)     # torch lacks this dtype
-        if entry < 0: return np.empty(shape, dtype)
-        self.made[x.data_ptr()] = entry, x
-        return x.numpy()
+    def tensor(self, place: int) -> torch.Tensor:
+        "The memory of an entry."
+        return self.layout.tensor(self.slot.layout_memory.view(self.layout.size), place, self.position)
 
     def place(self, x: torch.Tensor) -> int:
         "The entry of the large tensor `x`, or -1 if there is none. Copies `x` into the slot, unless `empty` made it there."
-        entry, there = self.made.get(x.data_ptr(), (-1, None))
-        if entry >= 0 and (there.dtype, there.shape, there.stride()) == (x.dtype, x.shape, x.stride()): return entry
-        entry, there = self._take(tuple(x.shape), x.dtype)
+        entry, _ = self.find(x)
+        if entry >= 0: return entry
+        entry = self.take(tuple(x.shape), x.dtype)
         if entry < 0: self.unplaced.append((tuple(x.shape), x.dtype))
         else:
-            copy_tensor(there, x)
+            copy_tensor(self.tensor(entry), x)
             self.copied_bytes += x.nbytes
         return entry
-
-    def _take(self, shape, dtype) -> tuple:
-        "`(entry, tensor)`: a free entry and its memory, or `(-1, None)` if there is none."
-        entry = next((k for k in self.free if self.layout.arrays[k] == (shape, dtype)), -1)
-        if entry < 0: return entry, None
-        self.free.remove(entry)
-        return entry, self.layout.tensor(self.slot.layout_memory.view(self.layout.size), entry, self.position)
 
 # %% ../../../nbs/pipes/30_workers/05_slot_writer.ipynb #5d0f1b0b
 class SlotWriter:

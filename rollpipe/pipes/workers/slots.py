@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .codec import SMALL, ItemFormat, aligned
-from .shared import SharedMemory
+from .codec import SMALL, ItemFormat
+from .shared import SharedMemory, aligned
 
 # %% ../../../nbs/pipes/30_workers/04_slots.ipynb #3094b3e2
 class Layout:
