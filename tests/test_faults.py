@@ -190,15 +190,6 @@ class Calls(Pipe):
             yield item
 
 
-def test_an_exception_in_the_learners_loop_ends_the_workers_at_once():
-    with pytest.raises(KeyError) as kept:
-        with DataLoader2(harmful("hang", "step", 9), reading_service=ProcessReading(2, lag=1, grace=1)) as loader:
-            for _ in loader:
-                pids = [w["pid"] for w in loader.reading_service.health()]
-                raise KeyError("a learner's")
-    assert kept.tb and not any(map(runs, pids))
-
-
 def test_after_a_fault_the_loader_is_shut_down_and_the_pipe_can_be_used_again():
     pipe = harmful("raise", "step", 7)
     with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
@@ -653,12 +644,6 @@ def test_a_worker_that_dies_before_it_is_told_all():
         seqs = [s for k, s in told if k == lane]
         begin = seqs.index(0, 1) if 0 in seqs[1:] else 0
         assert seqs[begin:] == list(range(len(seqs) - begin))
-
-
-def test_an_exception_is_no_death():
-    "It would come again; it is raised whatever `restart` says."
-    error, *_ = outcome(harmful("raise", "step", 7), num_workers=2, restart=3)
-    assert type(error) is EnvError
 
 
 def test_a_learner_says_which_lanes_began_anew():

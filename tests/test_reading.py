@@ -1,4 +1,7 @@
-"`ProcessReading`: the stream does not depend on who collects it; lag, order and memory as promised; a loader's whole life."
+"""`ProcessReading`: the stream does not depend on who collects it; lag, order and memory as promised; a loader's whole life.
+
+What a reading service for a cluster promises as well is in `test_contract.py`.
+"""
 import copy
 import gc
 import os
@@ -12,7 +15,7 @@ import pytest
 import torch
 from gymnasium.spaces import Box
 from reference import assert_same, snapshot
-from toys import Counting, Learning, Ledger, Lively, Plain, Shaky
+from toys import Counting, Learning, Lively, Plain, Shaky
 from worker_cases import SPACES, WORLDS, change, learned, learned_serially, script, serial, slack, stream
 
 from rollpipe.agents.trpo import TRPO
@@ -24,7 +27,7 @@ from rollpipe.pipes import (
 from rollpipe.pipes.modules import bump_version
 from rollpipe.pipes.graph import nodes
 from rollpipe.pipes.taps import EpisodeStats, Tap, Throughput
-from rollpipe.pipes.torchdata import DataLoader2, InProcessReadingService, ReadingServiceInterface
+from rollpipe.pipes.torchdata import DataLoader2, InProcessReadingService
 
 METHODS = "fork", "spawn", "forkserver"
 
@@ -163,23 +166,6 @@ def test_ready_order_gives_every_fragment_of_a_lane_once_and_in_its_order(lag):
         assert seqs == list(range(len(seqs))) and (lag != 0 or len(seqs) == 12)
 
 
-def test_ready_order_does_not_wait_for_a_slow_lane(tmp_path):
-    "Lane 1 waits for a file that is written when lane 0 has given three fragments."
-    gate = tmp_path/"gate"
-    class Waits(Counting):
-        def step(self, action):
-            from multiprocessing import current_process
-            from time import sleep
-            while current_process().name == "worker 1" and not gate.exists(): sleep(0.01)
-            return super().step(action)
-    pipe = Lanes(FragmentCollector(EnvStepper(lambda: Waits(), Plain()), 2), 2, 0)
-    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=None, order="ready", n_buffers=8)) as loader:
-        items = iter(loader)
-        assert [int(next(items).lane[0]) for _ in range(3)] == [0] * 3
-        gate.touch()
-        assert 1 in [int(next(items).lane[0]) for _ in range(20)]
-
-
 # --- memory
 
 def capacity(pool): return pool.width * len(pool.slots)
@@ -253,11 +239,6 @@ def test_two_seams_in_one_graph():
         assert len(loader.reading_service.health()) == 4
 
 
-def test_nothing_to_run_in_workers():
-    with pytest.raises(GraphError, match="nothing here can run in worker processes.*Lanes"):
-        next(iter(DataLoader2(EnvStepper(Counting, Plain()), reading_service=ProcessReading(1))))
-
-
 def test_the_users_modules_stay_their_own():
     "A worker's copy is private: not in shared memory, and nothing comes back. To change it there is an error."
     class Vain(Learning):
@@ -271,11 +252,9 @@ def test_the_users_modules_stay_their_own():
 
 
 def test_options_out_of_range():
-    for options in (dict(num_workers=-1), dict(num_workers=1.5), dict(num_workers=True), dict(num_workers=1, lag=-1),
-                    dict(num_workers=1, lag=0.5), dict(num_workers=1, order="any"), dict(num_workers=1, n_buffers=0),
-                    dict(num_workers=1, worker_threads=0), dict(num_workers=1, restart=-1), dict(num_workers=1, silence=0),
-                    dict(num_workers=1, on_silence="cry"), dict(num_workers=1, grace=-1), dict(num_workers=1, spin=-1)):
-        with pytest.raises(DataError, match=f"ProcessReading, leaf {list(options)[-1]}: out of range"): ProcessReading(**options)
+    "Those that only worker processes have."
+    for options in (dict(n_buffers=0), dict(spin=-1)):
+        with pytest.raises(DataError, match=f"ProcessReading, leaf {list(options)[-1]}: out of range"): ProcessReading(1, **options)
     with pytest.raises(WorkerError, match="unknown start method.*spawn.*'thread'"): ProcessReading(1, start_method="thread")
 
 
@@ -309,31 +288,11 @@ def test_affinity():
 
 # --- the life of a loader
 
-def test_it_is_a_reading_service(): assert isinstance(ProcessReading(1), ReadingServiceInterface)
-
-
-def test_a_second_iteration_is_a_fresh_start():
+def test_iterations_that_are_left_early():
     pipe, _ = WORLDS["global_generator"](3)
     expected = [snapshot(x) for x in islice(pipe, 3)]
     with DataLoader2(pipe, reading_service=ProcessReading(2, lag=1)) as loader:
         for n in (3, 1, 2, 3): assert_same([snapshot(x) for x in islice(loader, n)], expected[:n])
-        first = iter(loader)
-        next(first)
-        pids = {state["pid"] for state in loader.reading_service.health()}
-        second = iter(loader)
-        assert_same(snapshot(next(second)), expected[0])
-        assert pids.isdisjoint(state["pid"] for state in loader.reading_service.health())
-        with pytest.raises(RuntimeError): next(first)
-        del first
-        gc.collect()
-        assert_same(snapshot(next(second)), expected[1])        # the end of the first one does not concern the second
-
-
-def test_a_finite_stream_twice():
-    with DataLoader2(WORLDS["finite"](3)[0], reading_service=ProcessReading(2)) as loader:
-        for _ in range(2):
-            assert len(list(loader)) == 6
-            assert loader.reading_service.health() == []         # its workers end with it
 
 
 def test_two_loaders_at_once():
@@ -393,25 +352,6 @@ def test_without_a_seed_every_iteration_is_fresh():
     assert (a[0] != b[0]).any() and (a[0, 0] != a[0, 1]).any()
 
 
-@pytest.mark.parametrize("lag", [0, 1, None])
-def test_pause_resume_and_limit(lag):
-    "While paused, nothing is collected; then it goes on as if nothing had been."
-    pipe, _ = WORLDS["memory"](2)
-    expected = [snapshot(x) for x in islice(pipe, 6)]
-    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=lag)) as loader:
-        items = iter(loader)
-        items.limit(2)
-        assert_same([snapshot(x) for x in items], expected[:2])
-        service = loader.reading_service
-        assert sum(state["requests"] for state in service.health()) == 0
-        assert list(items) == []
-        items.resume()
-        assert_same([snapshot(x) for x in items], expected[2:4])
-        items.limit(None)
-        items.resume()
-        assert_same([snapshot(x) for x in islice(items, 2)], expected[4:])
-
-
 def test_pause_before_the_first_item():
     with DataLoader2(WORLDS["memory"](2)[0], reading_service=ProcessReading(2)) as loader:
         items = iter(loader)
@@ -419,18 +359,6 @@ def test_pause_before_the_first_item():
         assert list(items) == []
         items.resume()
         assert_same(snapshot(next(items)), snapshot(next(iter(WORLDS["memory"](2)[0]))))
-
-
-def test_shutdown_in_the_middle():
-    loader = DataLoader2(WORLDS["memory"](2)[0], reading_service=ProcessReading(2, lag=1))
-    items = iter(loader)
-    next(items)
-    pids = [state["pid"] for state in loader.reading_service.health()]
-    loader.shutdown()
-    assert loader.reading_service.health() == [] and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
-    with pytest.raises((StopIteration, TypeError, RuntimeError)): next(items)
-    loader.shutdown()
-    with pytest.raises(RuntimeError, match="shut down"): iter(loader)
 
 
 def test_a_generator_abandoned_half_way_and_collected():
@@ -493,33 +421,6 @@ def test_environments_are_closed_in_the_workers(tmp_path):
         with DataLoader2(pipe, reading_service=ProcessReading(2, lag=lag)) as loader:
             for _ in islice(loader, 3): pass
     assert len(list(tmp_path.iterdir())) == 12
-
-
-def test_no_worker_is_started_before_the_first_item():
-    pipe, _ = WORLDS["memory"](2)
-    with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
-        iter(loader)
-        assert loader.reading_service.health() == []
-    Ledger.clear()
-    stream("memory", ProcessReading(2), 1)
-    assert Ledger.made == []                                     # and the parent makes no environment
-
-
-def test_health():
-    with DataLoader2(WORLDS["memory"](3)[0], reading_service=ProcessReading(2)) as loader:
-        next(iter(loader))
-        told = loader.reading_service.health()
-        assert [(w["worker"], w["alive"], w["lanes"], w["requests"], w["restarted"]) for w in told] == [(0, True, [0, 2], 0, 0),
-                                                                                                     (1, True, [1], 0, 0)]
-        assert all(0 <= w["silent"] < 60 for w in told) and len({w["pid"] for w in told} | {os.getpid()}) == 3
-
-
-def test_records():
-    with DataLoader2(WORLDS["memory"](3)[0], reading_service=ProcessReading(2)) as loader:
-        list(islice(loader, 2))
-        records = list(loader.reading_service.records)
-    assert [(r.lane, r.worker, r.publication) for r in records] == [(0, 0, 0), (1, 1, 0), (2, 0, 0)] * 2
-    assert all(r.begin <= r.end <= r.received and r.copied_bytes > 0 for r in records)
 
 
 # --- programs of their own

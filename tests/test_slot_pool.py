@@ -84,7 +84,7 @@ class RemoteWorker(Worker):
     def write(self, slot, position, number, kind="plain"):
         layout, before = self.pool.states[slot].layout, self.layout
         self.layout, self.lane.make = layout, lambda: self.item(number, kind)
-        reply, data = self.server.serve(0, None, None if layout is before else layout.arrays)
+        reply, data = self.server.serve(0, 0, 0, None, None if layout is before else (layout.n, layout.arrays))
         reply, data = Reply(*reply), data.copy()
         data.flags.writeable = False
         assert reply.copied_bytes == data.nbytes
@@ -390,6 +390,6 @@ def test_a_layout_for_which_a_worker_of_a_cluster_has_no_memory():
     "The error is that of the lane that needs it."
     pool = ArrivalPool(2, 1, 1)
     worker = RemoteWorker(pool)
-    with pytest.raises(DataError, match="not enough memory"): worker.server.serve(0, None, (((2, 2 ** 45), torch.uint8),))
+    with pytest.raises(DataError, match="not enough memory"): worker.server.serve(0, 0, 0, None, (1, (((2, 2 ** 45), torch.uint8),)))
     assert worker.server.lane == 0
     pool.close()

@@ -85,9 +85,8 @@ class RemoteMember(Member):
         "The arguments of `WorkerActor.answer`."
         number, data = self.weights.of(request.publication)
         if number == self.number: data = None
-        layout, before = slot_states[request.destination[0]].layout, self.layout
-        self.number, self.layout = number, layout
-        return number, data, request.lane, request.publication, None if layout is before else layout.arrays
+        self.number = number
+        return number, data, *super().message(request, slot_states)
 
     def take_reply(self, message: tuple) -> tuple:
         "As `Member.take_reply`, but the format is an `Arrived`. Times are shifted to the clock of this process: clocks of machines differ."
@@ -141,12 +140,11 @@ class RayCrew:
         self.members = RemoteMembers(ray)
 
     def check(self, graphs: Iterable) -> None:
-        "Raise an error if a graph cannot be sent to workers, or if the nodes lack the resources that the workers need."
+        "Raise an error if a graph cannot be sent to workers."
         check_picklable(graphs, expected="what can be pickled")
-        self.service.place.check_room(self.ray, self.n)
 
     def start(self, index: int, graphs: dict, states: dict, publisher: WeightPublisher, holders: Sequence) -> Member:
-        """Start worker `index` where there is room, and return it as a member.
+        """Start worker `index`, and return it as a member. Raises `WorkerError` if the living nodes have no room for all workers.
 
         Args:
             graphs: number of the lane -> graph, for the lanes of this worker
@@ -154,7 +152,7 @@ class RayCrew:
             holders: indices, in the publisher, of the holders of weights in these graphs
         """
         service, place, name = self.service, self.service.place, f"worker {index}"
-        if len(self.members) == self.n: place.check_room(self.ray, self.n)     # this is a restart, and a node may have left
+        place.check_room(self.ray, self.n)     # before each start, because a node may leave between a start and a restart
         if self.weights is None: self.weights, self.members.group = Weights(self.ray, publisher), place.group(self.ray, self.n)
         packed = packed_for(f"the lanes of {name}", LaneServer, (graphs, states, service.device))
         args = packed, publisher.receiver(holders), service.worker_threads

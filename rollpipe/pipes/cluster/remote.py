@@ -151,13 +151,12 @@ def end_remote(workers: Iterable, failed: bool = False) -> list:
     try:
         if not workers or not workers[0].ray.is_initialized(): return errors
         ray = workers[0].ray
-        asked = [w for w in workers if w.has_started or not failed]     # a worker that is starting may soon have environments to close
-        last = {w.actor.close.remote(): w for w in asked}
-        for patience, push in ((0. if failed else 0.5, False), (max((w.grace for w in asked), default=0.), True)):
-            _, left = ray.wait(list(last), num_returns=len(last), timeout=0) if last else ([], [])
-            for w in (last[x] for x in left if push and last[x].has_started): w.on_node(partial(end_process, w.pid))
-            if left: _, left = ray.wait(left, num_returns=len(left), timeout=patience)
-            if not left: break
+        unanswered = lambda calls, timeout: ray.wait(calls, num_returns=len(calls), timeout=timeout)[1] if calls else []
+        # A worker that is starting may soon have environments to close.
+        last = {w.actor.close.remote(): w for w in workers if w.has_started or not failed}
+        left = unanswered(list(last), 0. if failed else 0.5)
+        for w in (last[x] for x in left if last[x].has_started): w.on_node(partial(end_process, w.pid))
+        left = unanswered(left, max(w.grace for w in workers))
         for answer, w in last.items(): errors += _errors_of(w, [*w.unanswered, answer])
         if not failed:
             for w in (last[x] for x in left):

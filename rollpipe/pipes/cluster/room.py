@@ -47,8 +47,8 @@ def _places(node, needs) -> float:
 def _text(amounts) -> str: return ', '.join(f"{x:g} {name}" for name, x in amounts.items()) or "nothing"
 
 
-def check_room(nodes: Iterable, resources: dict, n: int) -> None:
-    """Raise `WorkerError` if the nodes have no room for `n` workers, even if nothing else runs there.
+def check_room(nodes: Iterable, resources: dict, n: int, pipe: Any = None) -> None:
+    """Raise `WorkerError`, which names `pipe`, if the nodes have no room for `n` workers, even if nothing else runs there.
 
     Args:
         nodes: `(name, resources)` of each node: name of a resource -> total amount on the node
@@ -58,7 +58,7 @@ def check_room(nodes: Iterable, resources: dict, n: int) -> None:
     needs, nodes = needs_of(resources), list(nodes)
     if sum(_places(node, needs) for _, node in nodes) >= n: return
     here = '; '.join(f"node {name}: {_text({key: node.get(key, 0) for key in {'CPU': 0, **needs}})}" for name, node in nodes)
-    raise WorkerError(f"no room for {n} worker{'s' if n > 1 else ''} in the cluster, and Ray would wait for it for ever",
+    raise WorkerError(f"no room for {n} worker{'s' if n > 1 else ''} in the cluster, and Ray would wait for it for ever", pipe=pipe,
                       expected=f"room for {_text(needs)} for each worker", got=here or "no node")
 
 # %% ../../../nbs/pipes/32_cluster/01_room.ipynb #0da8682f
@@ -112,10 +112,7 @@ class Place:
     def check_room(self, ray: Any, n: int) -> None:
         "Raise `WorkerError` if the living nodes have no room for `n` workers."
         nodes = [(node['NodeManagerAddress'], node['Resources']) for node in ray.nodes() if node['Alive']]
-        try: check_room(nodes, self.needs(), n)
-        except WorkerError as e:
-            e.locate(pipe=self.pipe)
-            raise
+        check_room(nodes, self.needs(), n, self.pipe)
 
     def group(self, ray: Any, n: int) -> Any:
         "The placement group of `n` workers, which reserves room for them until it is removed; None if they need no group."

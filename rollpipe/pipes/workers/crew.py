@@ -11,8 +11,9 @@ from typing import Any
 
 from ..errors import DataError
 from .channel import WeightPublisher
-from .members import Member, Members, check_picklable, start_member
-from .process import start_method_for
+from .loop import run_lanes
+from .members import Member, Members, check_picklable, cores_and_device
+from .process import WorkerProcess, start_method_for
 from .schedule import pending_limit
 from .slot_pool import SlotPool, slots_spanned
 
@@ -29,7 +30,9 @@ def plan_buffers(n_lanes: int, group_size: int, lag: int | None, width: int, n_b
     """
     max_pending = pending_limit(n_lanes, group_size, lag)
     if n_buffers is None: n_buffers = max(max_pending + max(group_size, n_lanes), width * (slots_spanned(max_pending, width) + 2))
-    elif lag is None: max_pending = max(n_lanes, n_buffers - 3 * width + 1 if width > 1 else n_buffers - group_size)
+    elif lag is None and width > 1:     # `max_pending` items may span `max_pending + width - 1` positions, and two slots are left to lend
+        max_pending = max(n_lanes, n_buffers - 2 * width - (width - 1))
+    elif lag is None: max_pending = max(n_lanes, n_buffers - group_size)
     if n_buffers < max_pending:
         raise DataError("too few buffers", pipe='ProcessReading', got=f"n_buffers={n_buffers}", expected=f"n_buffers >= {max_pending} "
                         f"({group_size} fragments at once, lag={lag}, {n_lanes} lanes)")
@@ -76,4 +79,8 @@ class ProcessCrew:
             states: number of the lane -> its `GlobalRandomStates`
             holders: indices, in the publisher, of the holders of weights in these graphs
         """
-        return start_member(index, graphs, states, self.pool.slots, publisher.subscriber(holders), self.service)
+        service, name = self.service, f"worker {index}"
+        cores, device = cores_and_device(service.affinity, index)
+        process = WorkerProcess(name, run_lanes, (self.pool.slots, publisher.subscriber(holders)), (name, graphs, states, device),
+                                start_method=service.start_method, threads=service.worker_threads, cores=cores, grace=service.grace)
+        return Member(index, process, graphs, process.patience(service.silence))

@@ -21,7 +21,7 @@ from ..modules import modules_in
 from ..pipe import held_by
 from ..reactions import Unchanging
 from ..stepper import EnvStepper
-from .remote_errors import pack_exception, send_exception, send_warning
+from .remote_errors import send_exception, send_warning
 from .slot_writer import SlotWriter
 from .slots import EMPTY_LAYOUT, Layout
 
@@ -90,9 +90,7 @@ def _close(link, name, stream):
         try: getattr(stream, 'close', lambda: None)()
         except BaseException as e: errors.append(e)     # the other lanes must still be closed
     for x in caught: send_warning(link, f"{name}: {x.message}")
-    for x in errors:
-        if isinstance(x, SystemExit): send_warning(link, pack_exception(x, name)[0])     # as an error it would end the learner's program
-        else: send_exception(link, x, name)
+    for x in errors: send_exception(link, x, name)
 
 # %% ../../../nbs/pipes/30_workers/11_loop.ipynb #2881a946
 class LaneRunner:

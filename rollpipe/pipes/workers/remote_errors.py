@@ -68,6 +68,8 @@ _set = BaseException.__setattr__       # works also for exceptions whose attribu
 def send_exception(link: Any, e: BaseException, where: str) -> None:
     """Send an exception to the parent. Does nothing if the parent has ended.
 
+    A `SystemExit` is sent as a warning, which says who has called `sys.exit`. As an error it would end the learner's program.
+
     Only here the end of the parent is detected. Elsewhere an `EOFError` may also come from a connection or file of the user.
 
     Args:
@@ -75,7 +77,8 @@ def send_exception(link: Any, e: BaseException, where: str) -> None:
         e: exception caught in this process
         where: text that names this process and its task
     """
-    try: link.send(('error', *pack_exception(e, where)))
+    text, packed = pack_exception(e, where)
+    try: link.send(('warning', shortened(text)) if isinstance(e, SystemExit) else ('error', text, packed))
     except OSError: pass
 
 
