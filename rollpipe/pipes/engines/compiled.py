@@ -214,8 +214,8 @@ class OnnxEngine(BoundWeights):
         rows.reads = self.reads
         self.outputs = [*nested.leaves((rows.act, rows.info)), *(x[1:] for x in nested.leaves(rows.hx))]
         for rows_of_it, x in zip(self.outputs, graph.outs):
-            if x.dtype is (out := torch.from_numpy(rows_of_it)[0]).dtype: continue
-            raise ActorError("the actor changes a dtype", expected=describe(out), got=describe(x))
+            if x.dtype is (dtype := torch.from_numpy(rows_of_it).dtype): continue
+            raise ActorError("the actor changes a dtype", expected=describe(x.to(dtype)), got=describe(x))
         self._bind_weights(self._where())
         try: check_engine_alike(self)
         except ActorError:
