@@ -32,7 +32,7 @@ class Part(NamedTuple):
     rows: Fragment
     n: Tensor
 
-# %% ../../nbs/18_ranks/02_minibatches.ipynb #3317182e
+
 class _Joined(NamedTuple):
     """The items from which the minibatches of a joined batch are drawn: its valid rows, or its columns.
 
