@@ -6,6 +6,9 @@ CartPole-v1, one thread, processor time. Each row runs the same work with both f
 plain form gains. Where it gains nothing any more, it should go.
 
 adam     `gradient_learner.Adam` and `torch.optim.Adam(fused=True)`: a step, an update of PPO (64 rows in a minibatch), 32 steps of DQN
+clip     `clip_gradients` and torch's `clip_grad_norm_`, for actor and critic
+eval     `EvalMode`, and `eval`, `no_grad` and `train`: a block that is entered and left
+blocks   the policy on blocks of 25,000 rows, and on all rows at once: a product with its Fisher matrix
 numpy    numpy's global random state as bytes, and by `get_state` and `set_state`: once there and back, and in fragments of 8 steps
 """
 import argparse
@@ -15,17 +18,37 @@ import numpy as np
 import torch
 from report import header, spread, table
 
-from rollpipe import DQN, PPO, Critic, EnvStepper, FragmentCollector, Lanes, MLPPolicy, QPolicy, on_policy, replayed
-from rollpipe.agents import gradient_learner
-from rollpipe.pipes import lanes
+from rollpipe import DQN, PPO, TRPO, Critic, EnvStepper, FragmentCollector, Lanes, MLPPolicy, QPolicy, on_policy, replayed
+from rollpipe.agents import gradient_learner, natural_gradient
+from rollpipe.agents.linearization import Linearization, fisher_product
+from rollpipe.pipes import lanes, modules
 
 ENV = 'CartPole-v1'
+PARAMS = [p for net in (MLPPolicy, Critic) for p in net.for_env(ENV, seed=0).parameters()]
 
 
 class WholeState:
     "numpy's global random state by numpy's own functions."
     def take(self): self.full = np.random.get_state(legacy=False)
     def put(self, present=None): np.random.set_state(self.full)
+
+
+class PlainEval:
+    "What `EvalMode` does, by torch's own functions, for one module."
+    def __init__(self, holder): self.holder = holder
+    def __enter__(self):
+        self.was, self.gradients = self.holder.training, torch.no_grad()
+        self.holder.eval()
+        self.gradients.__enter__()
+    def __exit__(self, *exception):
+        self.gradients.__exit__(*exception)
+        self.holder.train(self.was)
+
+
+def plain_clip(grads, max_norm):
+    "torch wants parameters, whose gradients it clips."
+    for p, g in zip(PARAMS, grads): p.grad = g
+    return float(torch.nn.utils.clip_grad_norm_(PARAMS, max_norm))
 
 
 class Swapped:
@@ -54,6 +77,27 @@ def dqn():
     return lambda: learner.update(next(batches)), 30
 
 
+def clip():
+    grads = [torch.randn_like(p) for p in PARAMS]
+    return lambda: gradient_learner.clip_gradients(grads, 1e9), 500
+
+
+def eval_mode():
+    mode = modules.EvalMode(MLPPolicy.for_env(ENV, seed=0))
+
+    def work():
+        with mode: pass
+    return work, 2000
+
+
+def blocks():
+    learner = TRPO(actor := MLPPolicy.for_env(ENV, seed=0))
+    rows = natural_gradient.policy_rows(next(iter(on_policy(ENV, actor, Critic.for_env(ENV, seed=1), n_envs=50, n_steps=500, seed=0))))
+    lin = Linearization(natural_gradient.distribution_on(actor, rows), learner.params)
+    product, v = fisher_product(lin, actor.dist.fisher, rows.weight), torch.randn(sum(p.numel() for p in learner.params))
+    return lambda: product(v), 5
+
+
 def numpy_state():
     state = lanes.NumpyState()
 
@@ -72,6 +116,9 @@ FORMS = dict(  # row -> (what the plain form replaces, what makes the work and s
     adam_step=((gradient_learner, 'Adam', torch.optim.Adam), step),
     adam_ppo=((gradient_learner, 'Adam', torch.optim.Adam), ppo),
     adam_dqn=((gradient_learner, 'Adam', torch.optim.Adam), dqn),
+    clip=((gradient_learner, 'clip_gradients', plain_clip), clip),
+    eval=((modules, 'EvalMode', PlainEval), eval_mode),
+    blocks=((natural_gradient, 'in_row_blocks', lambda fn, tree, **_: fn(tree)), blocks),
     numpy_state=((lanes, 'NumpyState', WholeState), numpy_state),
     numpy_fragments=((lanes, 'NumpyState', WholeState), fragments))
 

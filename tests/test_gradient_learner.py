@@ -33,7 +33,7 @@ def test_steps_are_adams_with_the_gradient_clipped_and_every_parameter_counts_on
     x, rate = np.array([1., -2., 3., -1., .5]), np.array([.1] * 4 + [.02])
     m, v = np.zeros(5), np.zeros(5)
     for k in range(1, 6):
-        norm = agent.step(actor.total() + .5 * (critic.w ** 2).sum())
+        norm = agent.step(actor.total() + .5 * (critic.w ** 2).sum())['grad_norm']
         g = x * [2, 2, 2, 2, 1]
         assert norm == pytest.approx(np.linalg.norm(g))
         g = g * min(1, 2 / np.linalg.norm(g))
@@ -51,14 +51,14 @@ def test_what_is_not_finite_leaves_parameters_and_optimiser_alone(loss, word):
     before = copy.deepcopy(agent.state_dict())
     with pytest.raises(DataError, match=f'surrogate.*{word}|{word}.*surrogate'): agent.step(loss(actor.w), 'surrogate')
     torch.testing.assert_close(agent.state_dict(), before, rtol=0, atol=0)
-    assert agent.step(actor.total()) > 0 and torch.isfinite(actor.w).all()
+    assert agent.step(actor.total())['grad_norm'] > 0 and torch.isfinite(actor.w).all()
 
 
 def test_without_a_limit_nothing_is_clipped_and_frozen_parameters_stay():
     actor = Part(300., 400., shared=Part(7.))
     actor.shared.w.requires_grad_(False)
     agent = GradientLearner(actor, max_grad_norm=None)
-    assert agent.step(actor.total() / 2) == pytest.approx(500)
+    assert agent.step(actor.total() / 2)['grad_norm'] == pytest.approx(500)
     assert actor.w.grad.tolist() == [300, 400]
     assert actor.shared.w.item() == 7 and len(agent.params) == 1
 

@@ -44,10 +44,10 @@ class Descent(GradientLearner):
     "The least of an algorithm: raise the log-probability of what had an advantage, and fit the critic."
     def update(self, batch):
         self.check(batch, 'adv', 'ret', 'logp')
-        with torch.enable_grad(): norm = self.step(-(self.actor.replay(batch)['logp'] * batch.adv)[batch.valid].mean())
+        with torch.enable_grad(): metrics = self.step(-(self.actor.replay(batch)['logp'] * batch.adv)[batch.valid].mean())
         self.tell_actor(batch)
         bump_version(self.actor)
-        return self.fit(batch, 2) | dict(grad_norm=norm, lag=self.lag(batch))
+        return self.fit(batch, 2) | metrics | dict(lag=self.lag(batch))
 
 
 def make(seed=0, **kw): return Descent(MLPPolicy.for_env(ENV, seed=seed), Critic.for_env(ENV, seed=seed), seed=seed, **kw)

@@ -48,24 +48,23 @@ def valid_rows(tree: Any, valid: Tensor | None, dims: int) -> Any:
 
 # %% ../../nbs/agents/04_critics.ipynb #30b1d943
 @torch.enable_grad()
-def _step(critic, optimizer, params, obs, target, scale, n) -> None:
-    "One step of the optimiser on the `n` rows of all ranks. The rows of this rank are `obs` [M, ...] and `target` [M]."
-    for p in params: p.grad = None     # takes a fraction of the time of `zero_grad`
-    errors = ((critic(obs) - target) / scale).square()
-    loss = errors.sum() / n if ranks.active() else errors.mean()
+def _step(critic, optimizer, params, obs, target, scale) -> None:
+    "One step of the optimiser on the rows of all ranks. The rows of this rank are `obs` [M, ...] and `target` [M]."
+    optimizer.zero_grad()
+    loss = ((critic(obs) - target) / scale).square().mean()
     loss.backward()
-    ranks.add_gradients(params, loss)
+    ranks.mean_of_all(loss, len(target), params=params)
     optimizer.step()
 
 
 @torch.no_grad()
-def _measure(critic, obs, target, scale, place=None, n=0, rows: int = 8192) -> tuple[float, float]:
-    "Mean squared error and explained variance over all rows, a few thousand at a time to save memory. `place`, `n`: see `ranks.places`."
+def _measure(critic, obs, target, scale, rows: int = 8192) -> tuple[float, float]:
+    "Mean squared error and explained variance over the rows of all ranks, computed a few thousand at a time to save memory."
     parts = [slice(i, i + rows) for i in range(0, len(target), rows)]
     pred = torch.cat([critic(nested.getitem(obs, part)) for part in parts])
     if pred.shape != target.shape:
         raise DataError('critic: wrong shape', expected=f'one value per row {list(target.shape)}', got=describe(pred))
-    if place is not None: pred, target = ranks.spread(pred, place, n), ranks.spread(target, place, n)
+    pred, target = ranks.joined(pred, target)
     return float(((pred - target) / scale).square().mean()), explained_variance(pred, target)
 
 # %% ../../nbs/agents/04_critics.ipynb #3252c931
@@ -113,30 +112,22 @@ def fit_critic(critic: Callable[[Any], Tensor], optimizer: torch.optim.Optimizer
         DataError: if no row is valid, a valid target is not finite, the critic's answer is not [N], or its error or weights do not
             stay finite; then the critic keeps its old weights.
     """
-    place, n = _places(valid, target)
+    place, n = ranks.places(torch.ones_like(target, dtype=torch.bool) if valid is None else valid)
     obs, target = valid_rows(obs, valid, target.ndim), valid_rows(target, valid, target.ndim)
     if not len(target): raise DataError('no valid row to fit the critic on')
     if not target.isfinite().all(): raise DataError('non-finite value', leaf='target', expected='finite returns')
     scale = float(getattr(critic, 'ret_std', 1.0))
-    before, kept = _measure(critic, obs, target, scale, place, n), _Kept(optimizer)
+    before, kept = _measure(critic, obs, target, scale), _Kept(optimizer)
     if not isfinite(before[0]): raise kept.error(target, "before it is fitted")
     parts = max(1, round(n / (minibatch or min(max(n // 64, 128), 512))))
     for _ in range(epochs):
         order = torch.randperm(n, generator=generator).to(target.device)
         for rows in order.tensor_split(parts):
-            mine = rows if place is None else ranks.own(rows, place, n)[0]
-            _step(critic, optimizer, kept.params, nested.getitem(obs, mine), target[mine], scale, len(rows))
-    after = _measure(critic, obs, target, scale, place, n)
+            mine = ranks.own(rows, place, n)
+            _step(critic, optimizer, kept.params, nested.getitem(obs, mine), target[mine], scale)
+    after = _measure(critic, obs, target, scale)
     if not (isfinite(after[0]) and kept.is_finite()):
         kept.restore()
         raise kept.error(target, "while it is fitted; it has its former weights")
     return dict(critic_loss_before=before[0], critic_loss=after[0], explained_variance=before[1],
                 explained_variance_after=after[1], critic_steps=float(epochs * parts))
-
-
-def _places(valid, target):
-    "`(place [M], n)`: position of each valid row of this rank among the `n` valid rows of all ranks; `place` is None for a single rank."
-    if not ranks.active(): return None, target.numel() if valid is None else int(valid.sum())
-    if valid is None: valid = torch.ones_like(target, dtype=torch.bool)
-    place, n = ranks.places(valid)
-    return place[valid], n

@@ -67,18 +67,10 @@ def standardized(x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         x: float [T, B]
         valid: bool [T, B]
     """
-    kept = x[valid].double()
-    mean, std, largest = _moments_over_ranks(kept) if ranks.active() else (kept.mean(), kept.std(correction=0), kept.abs().max())
-    if std <= 1e-6 * largest: return torch.zeros_like(x)
+    kept = ranks.joined(x[valid])[0].double()
+    mean, std = kept.mean(), kept.std(correction=0)
+    if std <= 1e-6 * kept.abs().max(): return torch.zeros_like(x)
     return ((x - mean) / std).to(x.dtype)
-
-
-def _moments_over_ranks(kept):
-    "Mean, standard deviation and greatest magnitude of the numbers of all ranks. This rank may have no numbers."
-    count, sums = ranks.totals(torch.tensor(float(len(kept)), dtype=kept.dtype, device=kept.device), kept.sum())
-    mean = sums / count
-    largest = kept.abs().max() if len(kept) else mean.abs()
-    return mean, (ranks.total((kept - mean).square().sum()) / count).sqrt(), torch.stack(ranks.gathered(largest)).max()
 
 
 def with_standardized_adv(batch: Fragment, wanted: bool=True) -> Fragment:
@@ -163,21 +155,27 @@ class Learner(LearnerState):
         Raises `DataError` if the batch lacks something (see `check_batch`).
         """
         begun, start = self.begin(batch), perf_counter()
-        ranks.check_batches(batch, type(self).__name__)
         found = self.improve(batch)
         self.tell_actor(batch)
         metrics = self.report(found)
         bump_version(self.actor)
         policy_done = perf_counter()
         if self.critic is not None: metrics |= self.fit(batch, self.options.critic_epochs)
-        self.steps += int(ranks.total(batch.valid.sum()))
+        self.count_steps(batch)
         ranks.check_state(self)
         return metrics | begun | dict(seconds_policy=policy_done - start, seconds_critic=perf_counter() - policy_done)
 
     def begin(self, batch: Fragment) -> dict:
         "Check a batch, and set the learning rates for it. Returns metrics."
         self.check(batch, *self.batch_needs())
+        ranks.check_batches(batch, type(self).__name__)
         return self.provenance(batch) | self.set_rates()
+
+    def count_steps(self, batch: Fragment) -> int:
+        "Count the steps of a batch, of all ranks together. Returns their number."
+        n = int(ranks.total(batch.valid.sum()))
+        self.steps += n
+        return n
 
     def set_rates(self) -> dict:
         "Set the learning rates for the next update. Returns metrics."
@@ -225,11 +223,16 @@ class Learner(LearnerState):
             _tell(self.critic, 'observe', critic_inputs(self.critic, batch), batch.valid)
         if batch.ret is not None: _tell(self.critic, 'observe_returns', batch.ret, batch.valid)
 
+    def explained(self, batch: Fragment) -> dict:
+        "Metric: how well the values behind the advantages explain the returns."
+        ret, values = batch.ret[batch.valid], (batch.ret - batch.adv)[batch.valid]
+        return dict(explained_variance=explained_variance(*ranks.joined(values, ret)))
+
     def fit(self, batch: Fragment, epochs: int) -> dict:
         "Update the critic's normalisers, and regress it on `batch.ret` for `epochs` passes, with `optimizer`. Returns metrics."
-        explained = explained_variance(*ranks.joined(batch.valid, batch.ret - batch.adv, batch.ret))
+        explained = self.explained(batch)
         self.tell_critic(batch)
         fitted = fit_critic(self.critic, self.optimizer, critic_inputs(self.critic, batch), batch.ret, valid=batch.valid, epochs=epochs,
                             generator=self.generator)
         bump_version(self.critic)
-        return dict(critic_loss=fitted['critic_loss'], explained_variance=explained)
+        return dict(critic_loss=fitted['critic_loss']) | explained

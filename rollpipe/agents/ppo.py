@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .gradient_learner import ActorCriticLearner, mean_metrics
-from .learner import with_standardized_adv
+from .learner import standardized, with_standardized_adv
 from .losses import ppo, with_old_values
 from .shared_options import check_range, shared_options
 from ..pipes import nested
@@ -60,28 +60,26 @@ class PPO(ActorCriticLearner):
         "Take a step on each minibatch; returns the metrics of the loss, averaged over them."
         if self.clip_value is not None and 'value' not in batch.actor: batch = with_old_values(batch)
         batch = with_standardized_adv(batch, self.normalize_adv == 'batch')
-        records, shares, epochs, stop = [], [], 0, False
-        for epoch, (part, share) in self.minibatches(batch):
-            loss, metrics = self.loss(part) if share else (None, {})
-            stop = bool(records) and self.has_moved(metrics, share)
+        records, epochs, stop = [], 0, False
+        for epoch, (part, n) in self.minibatches(batch):
+            loss, metrics = self.loss(part)
+            stop = bool(records) and self.has_moved(metrics, n)
             if stop: break
-            records.append(metrics | dict(grad_norm=self.step(loss, share=share)))
-            shares.append(share)
+            records.append(self.step(loss, metrics=metrics, n=n))
             epochs = epoch + 1
-        found = mean_metrics(ranks.joined_metrics(records, shares))
-        return found | dict(minibatches=len(records), epochs=epochs, early_stop=float(stop))
+        return mean_metrics(records) | dict(minibatches=len(records), epochs=epochs, early_stop=float(stop))
 
-    def has_moved(self, metrics: dict, share: float) -> bool:
-        "Is the divergence from the policy that acted above `target_kl`? The `metrics` are those of this rank's `share` of a minibatch."
-        if self.target_kl is None: return False
-        return float(ranks.total(torch.tensor(share * float(metrics.get('approx_kl', 0.)), dtype=torch.float64))) > self.target_kl
+    def has_moved(self, metrics: dict, n: torch.Tensor) -> bool:
+        "Is the divergence from the policy that acted above `target_kl`? The `metrics` are those of `n` rows of a minibatch."
+        return self.target_kl is not None and float(ranks.mean_of_all(metrics['approx_kl'], n)[0]) > self.target_kl
 
     def minibatches(self, batch: Fragment) -> Iterator[tuple[int, ranks.Part]]:
         "`(epoch, part)` for each minibatch: `part` holds the rows of this rank; without other ranks, all rows."
         rng, batch = self.rng(), what_the_loss_needs(batch)
         for epoch in range(self.epochs):
-            for part in ranks.parts(batch, self.minibatch, 1, rng):
-                yield epoch, part._replace(rows=with_standardized_adv(part.rows, self.normalize_adv == 'minibatch'))
+            for rows, n in ranks.parts(batch, self.minibatch, 1, rng):
+                if self.normalize_adv == 'minibatch': rows = rows._replace(adv=standardized(rows.adv, rows.valid & (n > 0)))
+                yield epoch, ranks.Part(rows, n)
 
     def loss(self, batch: Fragment) -> tuple:
         "The loss of policy, values and entropy on a minibatch, and its metrics."

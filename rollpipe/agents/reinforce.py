@@ -13,7 +13,6 @@ from .gradient_learner import GradientLearner, mean_metrics
 from .learner import with_standardized_adv
 from .losses import reinforce
 from .shared_options import check_range, shared_options
-import rollpipe.ranks as ranks
 from ..pipes.data import Fragment
 from ..pipes.errors import check_integer
 
@@ -41,8 +40,8 @@ class REINFORCE(GradientLearner):
 
     def improve(self, batch: Fragment) -> dict:
         "Take `epochs` steps; returns the metrics, averaged over them."
-        scaled, records, share = with_standardized_adv(batch, self.options.normalize_adv), [], ranks.share_of(batch.valid)
+        scaled, n, records = with_standardized_adv(batch, self.options.normalize_adv), batch.valid.sum(), []
         for _ in range(self.epochs):
             loss, metrics = reinforce(scaled, self.actor, c_rho=self.c_rho, c_entropy=self.options.c_entropy)
-            records.append(metrics | dict(grad_norm=self.step(loss, share=share)))
-        return mean_metrics(ranks.joined_metrics(records, [share] * len(records)))
+            records.append(self.step(loss, metrics=metrics, n=n))
+        return mean_metrics(records)

@@ -238,7 +238,7 @@ class Lanes(Divided, Seeded, Pipe):
         "The same stream as `iter(self)`, but with the fragments in the memory of `destination`, if the lanes can make them there."
         return self._run(destination=destination)
 
-    def _run(self, destination=None) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]  lanes have no options
+    def _items(self, destination=None) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]  lanes have no options
         root = self.root()
         self.warn_of_old_weights()
         open_lane = opened if destination is None else partial(opened_into, destination=destination)

@@ -172,6 +172,7 @@ class Pipe(Traits, EditsByClass, IterDataPipe):
         TypeError: `pipe` is not an IterDataPipe; or, when a subclass is defined, its `stream` yields and returns nothing.
     """
     no_length = 'the stream of its source has none'     # reason in the error of `len`
+    timer: Any = None      # a profile sets it in its own copy of the graph: `timer.stream(begin)` gives the items of `begin()`
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -191,7 +192,12 @@ class Pipe(Traits, EditsByClass, IterDataPipe):
         watch, _waiting.watch = getattr(_waiting, 'watch', None), None
         return self._run() if watch is None else _counted_for(watch, self._run())
 
-    def _run(self, items=None, **options):
+    def _run(self, **options) -> Iterator:
+        "The stream, whose time is measured if there is a `timer`. `options` are those of `_items`."
+        begin = partial(self._items, **options)
+        return begin() if self.timer is None else self.timer.stream(begin)
+
+    def _items(self, items=None, **options):
         "The stream. `items` is the iterator of the input, if the caller has opened it already."
         items, stream, watch = self._open() if items is None else items, None, Watch(type(self).__name__)
         may_starve = self.reads is None and self.drops_items

@@ -274,8 +274,8 @@ class EnvStepper(FromSource, Seeded, Source):
         check_engine(self.engine, pipe=self)     # again, because an edit may have changed it
         env_seed, actor_seed = self.seed_sequence().spawn(2)
         envs = self.make_envs(env_seed, items)
-        return Interaction(self.actor, envs, actor_seed, lane=self.lane, explore=self.explore, device=self.device,
-                           engine=self.engine)
+        made = Interaction(self.actor, envs, actor_seed, lane=self.lane, explore=self.explore, device=self.device, engine=self.engine)
+        return made if self.timer is None else self.timer.interaction(made)
 
     def stream(self, items: Iterator) -> Iterator[Tick]:
         interaction = self.interact(items)

@@ -100,14 +100,13 @@ class ActionLearner(ReplayLearner):
         fragment, weight, index = sample
         self.check_length(fragment.n_steps)
         if nested.leaves(fragment.hx): raise DataError("actors with memory are not supported", pipe=self, leaf='hx', expected="()")
-        share = ranks.share_of(fragment.valid)
         loss, metrics, errors = action_value_loss(fragment, self.critic, self.critic_target(fragment), weight)
-        metrics['grad_norm_critic'] = self.descents['critic'].step(loss, 'loss_value', share)
+        metrics = self.descents['critic'].step(loss, 'loss_value', metrics, fragment.valid.sum())
+        metrics['grad_norm_critic'] = metrics.pop('grad_norm')
         self.gradient_steps += 1
         if self.gradient_steps % self.policy_every == 0:
             metrics |= self.improve_policy(fragment)
             self.move_targets()
-        metrics = ranks.joined_metrics([metrics], [share])[0]
         if not getattr(memory, 'prioritized', False): return metrics
         memory.prioritize(index, priorities(errors, fragment.valid, self.eta))
         return metrics | dict(weight_min=weight.min())
@@ -157,7 +156,7 @@ class DeterministicLearner(ActionLearner):
     def improve_policy(self, fragment: Fragment) -> dict:
         "A step of the policy, see `deterministic_policy_loss`."
         loss, metrics = deterministic_policy_loss(fragment, self.actor, self.critic)
-        return metrics | dict(grad_norm=self.descents['policy'].step(loss, 'loss_policy', ranks.share_of(fragment.valid)))
+        return self.descents['policy'].step(loss, 'loss_policy', metrics, fragment.valid.sum())
 
     def move_targets(self) -> None:
         "Move the target networks of critic and policy."

@@ -8,14 +8,11 @@ __all__ = ['Descent']
 # %% ../../../nbs/agents/15_off_policy/02_descent.ipynb #4b206a68
 import copy
 from collections.abc import Iterable
-from math import inf, isfinite
+from math import inf
 
 import torch
 
-import rollpipe.ranks as ranks
-
-from ..gradient_learner import Adam, clip_gradients
-from ...pipes.errors import DataError, describe
+from ..gradient_learner import Adam, descend
 
 # %% ../../../nbs/agents/15_off_policy/02_descent.ipynb #19364185
 class Descent:
@@ -30,25 +27,9 @@ class Descent:
         self.params, self.max_norm = [p for p in params if p.requires_grad], inf if max_norm is None else max_norm
         self.optimizer = Adam(self.params, lr=lr, fused=True)
 
-    def step(self, loss: torch.Tensor, name: str, share: float = 1.) -> float:
-        """Lower the loss by one step. Raises `DataError` if it or its gradient is not finite; then no parameter changes.
-
-        Args:
-            loss: 0-dim, with graph
-            name: name of the loss, for messages
-            share: this rank's fraction of the step's rows; `loss` is the mean over this rank's rows; see `ranks.share_of`
-
-        Returns:
-            float: norm of the gradient before clipping
-        """
-        part = share * loss if ranks.active() else loss
-        for p, g in zip(self.params, torch.autograd.grad(part, self.params, allow_unused=True)): p.grad = g
-        whole = ranks.add_gradients(self.params, part)
-        if not isfinite(whole.item()): raise DataError("non-finite loss", leaf=name, expected="a finite number", got=describe(whole))
-        norm = clip_gradients([p.grad for p in self.params if p.grad is not None], self.max_norm)
-        if not norm < inf: raise DataError("non-finite gradient", leaf=name, expected="finite numbers", got=f"norm {norm}")
-        self.optimizer.step()
-        return norm
+    def step(self, loss: torch.Tensor, name: str, metrics: dict | None = None, n: int | torch.Tensor | None = None) -> dict:
+        "Lower the loss by one step; returns the metrics and `grad_norm`. See `descend`."
+        return descend(self.params, self.optimizer, self.max_norm, loss, name, metrics, n)
 
     def state_dict(self) -> dict:
         "The state of the optimiser."

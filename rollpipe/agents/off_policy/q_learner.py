@@ -17,7 +17,6 @@ from .targets import update_target
 from ..schedules import linear_schedule, set_epsilon
 from ..shared_options import check_range
 from ..td import priorities
-import rollpipe.ranks as ranks
 from ...pipes.data import Fragment
 from ...pipes.errors import check_integer
 from ...pipes.replay.memory import ReplayMemory, Sample
@@ -96,8 +95,7 @@ class DeepQLearner(QNetworkLearner):
         self.check_length(fragment.n_steps)
         loss, metrics, errors = self.loss(fragment, weight)
         rows = slice(self.td_options['burn_in'], None)
-        share = ranks.share_of(fragment.valid[rows])
-        metrics = ranks.joined_metrics([metrics | dict(grad_norm=self.step(loss, share=share))], [share])[0]
+        metrics = self.step(loss, metrics=metrics, n=fragment.valid[rows].sum())
         self.count_step()
         if not getattr(memory, 'prioritized', False): return metrics
         memory.prioritize(index, priorities(errors[rows], fragment.valid[rows], self.eta))

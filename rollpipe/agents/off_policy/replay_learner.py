@@ -85,6 +85,10 @@ class ReplayLearner(Learner):
         "Copy the normalisers to the target network, until its first update. Its own normalisers have seen no data yet."
         update_buffers(self.target, self.actor)
 
+    def batch_needs(self) -> tuple[str, ...]:
+        "A fresh fragment needs no advantages, value targets and log-probabilities."
+        return ()
+
     def explore(self) -> None:
         "Set how much the actor explores after `steps` environment steps."
 
@@ -99,9 +103,7 @@ class ReplayLearner(Learner):
         """
         if isinstance(batch, Fragment): batch = Replayed(batch, iter([Sample(batch, None, None)]), None)
         fresh, memory, start = batch.fresh, batch.memory, perf_counter()
-        self.check(fresh)
-        ranks.check_batches(fresh, type(self).__name__)
-        begun, exploration = self.provenance(fresh), self.exploration() | self.set_rates()
+        begun, exploration = self.begin(fresh), self.exploration()
         prioritized = getattr(memory, 'prioritized', False)
         if prioritized and ranks.active():
             raise DataError("several ranks cannot learn from memories with priorities", pipe=self, leaf='prioritized', expected="False",
@@ -135,8 +137,7 @@ class ReplayLearner(Learner):
 
     def count(self, fresh: Fragment) -> int:
         "Count an update and the steps of the fresh fragment, which drive exploration and the normalisers; returns their number."
-        n = int(ranks.total(fresh.valid.sum()))
-        self.steps += n
+        n = self.count_steps(fresh)
         self.explore()
         self.tell_actor(fresh)
         if not self.target_updates: self.copy_buffers()

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-import rollpipe.ranks as ranks
 from .action_learner import ActionLearner
 from .action_losses import soft_policy_loss, soft_target, temperature_loss
 from .descent import Descent
@@ -67,13 +66,13 @@ class SAC(ActionLearner):
 
     def improve_policy(self, fragment: Fragment) -> dict:
         "Take a step of the policy, then a step of the temperature."
-        temperature, share = self.temperature, ranks.share_of(fragment.valid)
+        temperature, n = self.temperature, fragment.valid.sum()
         loss, metrics = soft_policy_loss(fragment, self.actor, self.critic, self.noise(fragment), temperature)
-        metrics |= dict(temperature=temperature, grad_norm=self.descents['policy'].step(loss, 'loss_policy', share))
+        entropy = metrics['entropy'] - self.actor.box.log_volume
+        metrics = self.descents['policy'].step(loss, 'loss_policy', metrics | dict(temperature=temperature), n)
         if not self.is_fixed:
-            entropy = metrics['entropy'] - self.actor.box.log_volume
             loss = temperature_loss(self.log_temperature, entropy, self.target_entropy)
-            self.descents['temperature'].step(loss, 'temperature', share)
+            self.descents['temperature'].step(loss, 'temperature', n=n)
         return metrics
 
     def state_dict(self) -> dict:

@@ -145,7 +145,7 @@ def profile(pipe: IterDataPipe, seconds: float = 3., *, reading_service: Any = N
     n_workers = sum(min(service.num_workers, len(seam.own_lanes())) for seam in service.seams)
     with tempfile.TemporaryDirectory(prefix='rollpipe-') as folder:
         clock = Clock(len(stages) + 2, folder, now)    # two further stages: the learner, and the code outside of all stages
-        put_clocks(graph, stages, clock)
+        graph = put_clocks(graph, stages, clock)
         window, items = Window(clock, seconds), iter(graph)
         try:
             window.run(items, _consumer(update, clock.here(), len(stages)))

@@ -79,7 +79,7 @@ class WorkerLanes(Lanes):
         "As `Lanes.global_random_states`, but a single lane that keeps its seeds continues from the states of this process."
         return super().global_random_states(lane, root, again) if self.seeded or again else GlobalRandomStates()
 
-    def _run(self) -> Iterator:  # pyright: ignore[reportIncompatibleMethodOverride]  no destination: fragments are in slots
+    def _items(self) -> Iterator:  # pyright: ignore[reportIncompatibleMethodOverride]  no destination: fragments are in slots
         self.close()
         refuse_reading_ahead(self, self.held_above())
         if not self.is_whole():
