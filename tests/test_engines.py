@@ -361,15 +361,17 @@ class Double(CategoricalPolicy):
     def params(self, obs, *args, **kwargs): return super().params(obs.to(self.head.logits.weight.dtype), *args, **kwargs)
 
 
-@pytest.mark.parametrize("engine", ["onnxruntime", "auto"])
-def test_an_actor_that_changes_to_another_dtype(engine):
+def test_an_actor_that_changes_to_another_dtype():
+    "ONNX Runtime would need other rows. With 'auto', torch takes over, and does what it does without the other engine."
     actor = Double()
-    stream, = streams(actor, engines=[engine])
-    next(stream)
+    stream, auto, torchs = streams(actor, engines=["onnxruntime", "auto", "torch"])
+    for items in (stream, auto, torchs): next(items)
     actor.double()
     with pytest.raises(ActorError, match=r"the actor changes a dtype. Expected float32 \[1, 3, 3\], got float64 \[1, 3, 3\]") as e:
         next(stream)
     assert e.value.lane == 0
+    came, wanted = next(auto), next(torchs)
+    assert came.actor["logp"].dtype == wanted.actor["logp"].dtype and (came.state.act == wanted.state.act).all()
 
 
 def test_training_mode_of_the_actor_does_not_matter():
@@ -532,7 +534,8 @@ def test_an_engine_for_many_steps_gives_the_bits_of_single_steps(name):
         assert engine.name == engine_name
         rows.put(0, loop.state)
         for begin, n in ((0, 7), (7, 7), (14, 4)):
-            where_to, at = engine.begin(rows, begin, n, last, hx)
+            engine.load()
+            where_to, at = engine.begin(rows, begin, n, rows.rows[begin], last, hx)
             found = []
             for t in range(n):
                 array, hx = engine.answer(t)

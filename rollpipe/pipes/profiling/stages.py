@@ -64,17 +64,16 @@ class Timer(NamedTuple):
     def interaction(self, made: Any) -> Any:
         "The `Interaction` of a stepper, changed so that its environments and its actor are measured separately."
         account, environments, actor = self.clock.here(), self.parts['environments'], self.parts['actor']
-        checked, envs, engine_of = made.checked, made.envs, made.engine
-        envs = getattr(envs, 'single', envs)     # a fused stage calls `envs.single.step`, not `envs.step`
+        checked, envs, engine_of = made.checked, made.envs, made.checked.engine
         checked.answer, checked.reset = account.timed(actor, checked.answer), account.timed(actor, checked.reset)
-        for name in ('step_into' if hasattr(envs, 'step_into') else 'step', 'reset'):     # fused stages call a vector's `step_into`
-            setattr(envs, name, account.timed(environments, getattr(envs, name)))
+        for name in ('step_into', 'reset_into'): setattr(envs, name, account.timed(environments, getattr(envs, name)))
 
         def engine(*args):
             found = engine_of(*args)
-            if found.name != 'torch': found.begin, found.run = account.timed(actor, found.begin), account.timed(actor, found.run)
+            for name in ('load', 'begin', 'answer', 'end') if found.name != 'torch' else ():
+                setattr(found, name, account.timed(actor, getattr(found, name)))
             return found     # a torch engine calls `checked.answer`, which is measured already
-        made.engine = engine
+        checked.engine = engine
         return made
 
 
