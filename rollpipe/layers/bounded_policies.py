@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 
 from .actor import Actor
 from .distributions import Gaussian, GaussianParams
-from .mlp import MLP
+from .mlp import MLP, shaped
 from .observer import Torso, takes
 from .squashed import SquashedGaussian
 from .unit_box import UnitBox
@@ -60,11 +60,6 @@ class BoundedActor(Torso, Actor):
         if noise is not None: at = torch.where(self._buffers['is_random'], torch.erf(noise * sqrt(0.5)), at)
         return self.box.forward(at), (), {}
 
-    def _shaped(self, x: Tensor) -> Tensor:
-        "Reshape `[*lead, n]` to `[*lead, *shape]`."
-        shape = self.box.shape
-        return x if len(shape) == 1 else x.unflatten(-1, shape) if shape else x.squeeze(-1)
-
 # %% ../../nbs/layers/20_bounded_policies.ipynb #3a299f14
 @takes(BoundedActor)
 class SquashedPolicy(BoundedActor):
@@ -82,7 +77,7 @@ class SquashedPolicy(BoundedActor):
     def params(self, features: Tensor) -> GaussianParams:
         "Mean and log standard deviation `[*lead, *shape]` before `tanh`; the latter lies between -20 and 2."
         mean, log_std = self._modules['head'].forward(features).chunk(2, -1)
-        return GaussianParams(self._shaped(mean), self._shaped(log_std.clamp(-20, 2)))
+        return GaussianParams(shaped(mean, self.box.shape), shaped(log_std.clamp(-20, 2), self.box.shape))
 
     def position(self, features: Tensor, noise: Tensor | None) -> Tensor:
         mean, log_std = self.params(features)
@@ -110,7 +105,7 @@ class DeterministicPolicy(BoundedActor):
         self.register_buffer('explore_std', torch.tensor(float(explore_std)))
 
     def position(self, features: Tensor, noise: Tensor | None) -> Tensor:
-        at = self._shaped(self._modules['head'].forward(features)).tanh()
+        at = shaped(self._modules['head'].forward(features), self.box.shape).tanh()
         return at if noise is None else torch.addcmul(at, self._buffers['explore_std'], noise).clamp(-1, 1)
 
     def act(self, obs: Any, shift: Tensor | None = None) -> Tensor:
