@@ -83,7 +83,7 @@ def takes(*makers: Callable, **defaults: Any) -> Callable[[C], C]:
                 raise TypeError(f'{cls.__name__}.__init__() got an unexpected keyword argument {wrong[0]!r}')
             init(self, *args, **{**more, **kwargs})
 
-        init_with_all.__signature__ = signature
+        vars(init_with_all).update(__signature__=signature)
         cls.__init__, cls.__doc__ = init_with_all, _explained(cls.__doc__, signature.parameters, makers)
         return cls
     return decorate
