@@ -48,7 +48,8 @@ class RecurrentTorso(Torso):
         """
         if cell not in self.cells: raise ValueError(f"Expected cell {' or '.join(map(repr, self.cells))}, got {cell!r}")
         self.uses_past, self.past_encoder = past, encoder_for(action_space, 'action_space') if past else None
-        self.trunk = self.make_torso(observation_space, n_out_of(self.past_encoder) + 1 if past else 0, **torso)
+        n_past = 0 if self.past_encoder is None else n_out_of(self.past_encoder) + 1
+        self.trunk = self.make_torso(observation_space, n_past, **torso)
         self.memory = self.cells[cell](self.trunk.n_out, memory, layers, span, method)
 
     def recurrent_features(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, hx: Any) -> tuple:
