@@ -1,6 +1,7 @@
 """Actors, perceptrons, normalisers, heads, encoders, policies and critics."""
 
 import copy
+import inspect
 import math
 import pickle
 import warnings
@@ -19,10 +20,11 @@ from toys import Nested
 
 import rollpipe.layers
 from rollpipe.layers import (
-    MLP, Actor, Categorical, CategoricalPolicy, Critic, Gaussian, GaussianPolicy, MLPPolicy, Policy, RecurrentPolicy, RunningNorm,
-    encoder_for, head_for,
+    MLP, ActionCritic, Actor, Categorical, CategoricalPolicy, Critic, DeterministicPolicy, Gaussian, GaussianPolicy, MemoryCritic,
+    MLPPolicy, Policy, QPolicy, QuantilePolicy, RecurrentPolicy, RecurrentQPolicy, RunningNorm, SquashedPolicy, encoder_for, head_for,
 )
 from rollpipe.layers.heads import GaussianHead
+from rollpipe.options import args_section
 from rollpipe.pipes import EnvStepper, FragmentCollector, nested
 from rollpipe.pipes.errors import SpaceError
 from rollpipe.testing import check_actor
@@ -86,6 +88,25 @@ def test_an_activation_by_name_is_the_function_of_that_name(name):
     mlp, x = MLP(3, (4,), activation=name), torch.randn(5, 3)
     function = getattr(torch, name, None) or getattr(torch.nn.functional, name)
     assert torch.equal(mlp(x), function(mlp.hidden[0](x)))
+
+
+# --- the arguments that many networks have
+
+TAKE = {'observation_space', 'hidden', 'normalize', 'activation', 'encoder'}
+
+
+@pytest.mark.parametrize('cls, others', [
+    (MLPPolicy, 'action_space std log_std'), (CategoricalPolicy, 'action_space'), (GaussianPolicy, 'action_space std log_std'),
+    (RecurrentPolicy, 'action_space std log_std report memory cell layers span past method'),
+    (QPolicy, 'action_space duelling epsilon'), (QuantilePolicy, 'action_space duelling epsilon n_quantiles'),
+    (RecurrentQPolicy, 'action_space duelling epsilon memory cell layers span past method'),
+    (SquashedPolicy, 'action_space'), (DeterministicPolicy, 'action_space explore_std'),
+    (Critic, ''), (MemoryCritic, 'memory'), (ActionCritic, 'action_space n_critics')])
+def test_networks_show_and_explain_what_they_take(cls, others):
+    taken = inspect.signature(cls).parameters
+    assert set(taken) == set(args_section(cls.__doc__)) == TAKE | set(others.split())
+    with pytest.raises(TypeError, match=rf"{cls.__name__}.__init__\(\) got an unexpected keyword argument 'hiden'"):
+        cls.for_env((BOX, BOX), hiden=(8,))
 
 
 # --- mlp

@@ -130,5 +130,10 @@ class Predicts:
         rew = _as_rewards(0. if reward is None else reward, n)
         hx = self.reset(state.hx, start[0]) if nested.leaves(state.hx) else state.hx
         seen = (state.stepno + 1).masked_fill(start, 0), nested.as_seen(nested.torchify(obs, 1)), state.act, rew, start
+        return self.to_own_device(seen), hx
+
+    def to_own_device(self, x: Any) -> Any:
+        "The nested tensors `x`, moved to the device of the parameters."
         weight = next(self.parameters(), None)
-        return (seen if weight is None else nested.map(lambda x: x.to(weight.device), seen)), hx
+        if weight is None or weight.device.type == 'cpu': return x
+        return nested.map(lambda x: x.to(weight.device, non_blocking=True), x)

@@ -5,7 +5,7 @@
 # %% ../../nbs/layers/21_action_critic.ipynb #9a6a3f94
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from math import sqrt
 from typing import Any
 
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from .mlp import activation_for, check_sizes
-from .observer import Observer, seeded
+from .observer import Torso, takes
 from .unit_box import UnitBox
-from ..pipes.envs.factories import spaces_of
 from ..pipes.errors import check_integer
 
 # %% auto #0
@@ -70,7 +69,8 @@ def _run(x, layers, activation, product):
     return product(bias, x, last)
 
 # %% ../../nbs/layers/21_action_critic.ipynb #490c20b4
-class ActionCritic(Observer):
+@takes(Torso.make_torso, hidden=(256, 256), normalize=False, activation='relu')
+class ActionCritic(Torso):
     """Values of actions: observations `[*lead, ...]` and actions `[*lead, *shape]` -> float32 `[n_critics, *lead]`.
 
     Raises `SpaceError` if there is no encoder for the observations, or the actions have no finite bounds.
@@ -78,26 +78,15 @@ class ActionCritic(Observer):
     Source: Fujimoto et al. 2018, *Addressing function approximation error in actor-critic methods*, https://arxiv.org/abs/1802.09477
 
     Args:
-        observation_space: see `encoder_for`
         action_space: Box of floats with finite bounds
-        hidden: sizes of the hidden layers
-        normalize: normalise observations by their running mean and standard deviation
-        activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
         n_critics: number of networks; the smallest of their values counts
         encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module; in runs by default the policy's
     """
-    def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple = (256, 256), normalize: bool = False,
-                 activation: str | type = 'relu', n_critics: int = 2, encoder: dict | Callable | None = None):
+    def __init__(self, observation_space: gym.Space, action_space: gym.Space, *, n_critics: int = 2, **torso: Any):
         super().__init__()
         check_integer('n_critics', n_critics, pipe=self)
         self.box = UnitBox(action_space, type(self).__name__)
-        n = self.make_encoder(observation_space, normalize, encoder)
-        self.net = StackedMLP(n_critics, n + self.box.center.numel(), hidden, 1, activation)
-
-    @classmethod
-    def for_env(cls, env: Any, *, env_kwargs: dict | None = None, seed: int | None = None, **kwargs: Any) -> Any:
-        "The critic for an environment; the parameters are those of `Policy.for_env`."
-        with seeded(seed): return cls(*spaces_of(env, env_kwargs), **kwargs)
+        self.net = self.make_torso(observation_space, self.box.center.numel(), 1, partial(StackedMLP, n_critics), **torso)
 
     def first_value(self, obs: Any, act: Tensor) -> Tensor:
         "The values `[*lead]` of the first network alone."

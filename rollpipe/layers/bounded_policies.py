@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import sqrt
 from sys import float_info
 from typing import Any
@@ -17,8 +17,8 @@ from torch import Generator, Tensor
 
 from .actor import Actor
 from .distributions import Gaussian, GaussianParams
-from .mlp import MLP
-from .observer import ForSpaces, Observer
+from .mlp import MLP, shaped
+from .observer import Torso, takes
 from .squashed import SquashedGaussian
 from .unit_box import UnitBox
 from ..pipes.errors import DataError, is_between
@@ -27,27 +27,26 @@ from ..pipes.errors import DataError, is_between
 __all__ = ['BoundedActor', 'SquashedPolicy', 'DeterministicPolicy']
 
 # %% ../../nbs/layers/20_bounded_policies.ipynb #e17fba77
-class BoundedActor(Observer, ForSpaces, Actor):
+@takes(Torso.make_torso, hidden=(256, 256), normalize=False, activation='relu')
+class BoundedActor(Torso, Actor):
     """Base of perceptrons for bounded Box actions: subclasses write `position(features, noise)`, which is between -1 and 1.
 
     `noise` is standard normal `[*lead, *shape]` or None. With noise, actions are uniform while the buffer `is_random`, bool `[]`, is True.
+
+    Args:
+        action_space: Box of floats with finite bounds
     """
     uses_past = False
-    box: UnitBox
+    n_params = 1    # how many numbers the head gives for each number of the action
     _modules: dict[str, Any]
     _buffers: dict[str, Any]
 
-    def make_trunk(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple, normalize: bool, activation: str | type,
-                   encoder: dict | Callable | None) -> int:
-        "Make encoder, normaliser and hidden layers, and keep the action space; returns the number of features."
-        n = self.make_encoder(observation_space, normalize, encoder)
-        self.trunk, self.action_space = MLP(n, hidden, activation=activation), copy.deepcopy(action_space)
+    def __init__(self, observation_space: gym.Space, action_space: gym.Space, **torso: Any):
+        super().__init__()
+        self.box, self.action_space = UnitBox(action_space, type(self).__name__), copy.deepcopy(action_space)
+        self.trunk = self.make_torso(observation_space, **torso)
+        self.head = MLP(self.trunk.n_out, (), self.n_params * self.box.center.numel(), gain=0.01)
         self.register_buffer('is_random', torch.tensor(False))
-        return self.trunk.n_out
-
-    def hidden_features(self, obs: Any) -> Tensor:
-        "The last hidden layer's output `[*lead, n]` for observations `[*lead, ...]`."
-        return self._modules['trunk'].forward(self.features(obs))
 
     def position(self, features: Tensor, noise: Tensor | None) -> Tensor:
         raise NotImplementedError(f'{type(self).__name__} must define position(features, noise)')
@@ -61,31 +60,14 @@ class BoundedActor(Observer, ForSpaces, Actor):
         if noise is not None: at = torch.where(self._buffers['is_random'], torch.erf(noise * sqrt(0.5)), at)
         return self.box.forward(at), (), {}
 
-    def _shaped(self, x: Tensor) -> Tensor:
-        "Reshape `[*lead, n]` to `[*lead, *shape]`."
-        shape = self.box.shape
-        return x if len(shape) == 1 else x.unflatten(-1, shape) if shape else x.squeeze(-1)
-
 # %% ../../nbs/layers/20_bounded_policies.ipynb #3a299f14
+@takes(BoundedActor)
 class SquashedPolicy(BoundedActor):
     """A squashed Gaussian policy for bounded Box actions, as SAC learns it: encoder, running normaliser, hidden layers, mean and deviation.
 
     Raises `SpaceError` if there is no encoder for the observations, or the actions have no finite bounds.
-
-    Args:
-        observation_space: see `encoder_for`
-        action_space: Box of floats with finite bounds
-        hidden: sizes of the hidden layers
-        normalize: normalise observations by their running mean and standard deviation
-        activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
-    def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple = (256, 256), normalize: bool = False,
-                 activation: str | type = 'relu', encoder: dict | Callable | None = None):
-        super().__init__()
-        self.box = UnitBox(action_space, type(self).__name__)
-        n = self.make_trunk(observation_space, action_space, hidden, normalize, activation, encoder)
-        self.head = MLP(n, (), 2 * self.box.center.numel(), gain=0.01)
+    n_params = 2
 
     @property
     def dist(self) -> SquashedGaussian:
@@ -95,7 +77,7 @@ class SquashedPolicy(BoundedActor):
     def params(self, features: Tensor) -> GaussianParams:
         "Mean and log standard deviation `[*lead, *shape]` before `tanh`; the latter lies between -20 and 2."
         mean, log_std = self._modules['head'].forward(features).chunk(2, -1)
-        return GaussianParams(self._shaped(mean), self._shaped(log_std.clamp(-20, 2)))
+        return GaussianParams(shaped(mean, self.box.shape), shaped(log_std.clamp(-20, 2), self.box.shape))
 
     def position(self, features: Tensor, noise: Tensor | None) -> Tensor:
         mean, log_std = self.params(features)
@@ -106,6 +88,7 @@ class SquashedPolicy(BoundedActor):
         return self.dist.sample_with_log_prob(self.params(self.hidden_features(obs)), noise)
 
 # %% ../../nbs/layers/20_bounded_policies.ipynb #760743da
+@takes(BoundedActor)
 class DeterministicPolicy(BoundedActor):
     """A deterministic policy for bounded Box actions, as TD3 and DDPG learn it: encoder, running normaliser, hidden layers, `tanh`.
 
@@ -113,26 +96,16 @@ class DeterministicPolicy(BoundedActor):
     `explore_std`.
 
     Args:
-        observation_space: see `encoder_for`
-        action_space: Box of floats with finite bounds
-        hidden: sizes of the hidden layers
-        normalize: normalise observations by their running mean and standard deviation
-        activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
         explore_std: deviation of the noise while exploring; 1 is half the range of the action
-        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
-    def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple = (256, 256), normalize: bool = False,
-                 activation: str | type = 'relu', explore_std: float = 0.1, encoder: dict | Callable | None = None):
-        super().__init__()
+    def __init__(self, observation_space: gym.Space, action_space: gym.Space, *, explore_std: float = 0.1, **torso: Any):
         if not is_between(explore_std, 0, float_info.max):
             raise DataError('out of range', leaf='explore_std', expected='a finite explore_std >= 0', got=repr(explore_std))
-        self.box = UnitBox(action_space, type(self).__name__)
-        n = self.make_trunk(observation_space, action_space, hidden, normalize, activation, encoder)
-        self.head = MLP(n, (), self.box.center.numel(), gain=0.01)
+        super().__init__(observation_space, action_space, **torso)
         self.register_buffer('explore_std', torch.tensor(float(explore_std)))
 
     def position(self, features: Tensor, noise: Tensor | None) -> Tensor:
-        at = self._shaped(self._modules['head'].forward(features)).tanh()
+        at = shaped(self._modules['head'].forward(features), self.box.shape).tanh()
         return at if noise is None else torch.addcmul(at, self._buffers['explore_std'], noise).clamp(-1, 1)
 
     def act(self, obs: Any, shift: Tensor | None = None) -> Tensor:

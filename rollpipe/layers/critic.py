@@ -5,7 +5,6 @@
 # %% ../../nbs/layers/13_critic.ipynb #f730e547
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
@@ -13,15 +12,15 @@ import torch
 from torch import Tensor
 
 from .mlp import MLP
-from .observer import Observer, seeded
+from .observer import Torso, takes
 from .running_norm import merge_moments, moments, over_ranks
-from ..pipes.envs.factories import spaces_of
 
 # %% auto #0
 __all__ = ['Critic']
 
 # %% ../../nbs/layers/13_critic.ipynb #fe773d9a
-class Critic(Observer):
+@takes(Torso.make_torso)
+class Critic(Torso):
     """State values: observations `[*lead, ...]` -> float32 `[*lead]`, `ret_mean + ret_std * net(features)`.
 
     A critic that needs more than observations has a method `inputs(obs, actor)`. It returns the argument of the critic: nested
@@ -31,12 +30,9 @@ class Critic(Observer):
     https://arxiv.org/abs/1602.07714; here the moments are those of all returns so far.
 
     Args:
-        observation_space: see `encoder_for`
-        hidden: sizes of the hidden layers
-        normalize: normalise observations by their running mean and standard deviation
-        activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
         encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module; in runs by default the policy's
     """
+    n_spaces = 1
     net: MLP
     ret_count: Tensor
     ret_mean: Tensor
@@ -44,18 +40,12 @@ class Critic(Observer):
     ret_std: Tensor
     _buffers: dict[str, Any]
 
-    def __init__(self, observation_space: gym.Space, hidden: tuple = (64, 64), normalize: bool = True, activation: str | type = 'tanh',
-                 encoder: dict | Callable | None = None):
+    def __init__(self, observation_space: gym.Space, **torso: Any):
         super().__init__()
-        self.net = MLP(self.make_encoder(observation_space, normalize, encoder), hidden, 1, activation)
+        self.net = self.make_torso(observation_space, n_out=1, **torso)
         self.register_buffer('ret_count', torch.zeros((), dtype=torch.float64))
         for name, value in dict(ret_mean=0., ret_var=0., ret_std=1.).items():
             self.register_buffer(name, torch.tensor(value))
-
-    @classmethod
-    def for_env(cls, env: Any, *, env_kwargs: dict | None = None, seed: int | None = None, **kwargs: Any) -> Any:
-        "The critic for an environment; the parameters are those of `Policy.for_env`."
-        with seeded(seed): return cls(spaces_of(env, env_kwargs)[0], **kwargs)
 
     def forward(self, obs: Any) -> Tensor:
         b = self._buffers

@@ -16,25 +16,24 @@ from torch import Tensor, nn
 
 from .distributions import Categorical, Gaussian, GaussianParams
 from .joint import Bernoulli, Joint, MultiCategorical, map_parts
-from .mlp import linear, orthogonal_linear
+from .mlp import linear, orthogonal_linear, shaped
 from ..pipes.envs.factories import space_spec
 from ..pipes.errors import DataError, SpaceError, is_between
 
 # %% auto #0
-__all__ = ['CategoricalHead', 'center_and_half_range', 'ClampedStd', 'check_std', 'GaussianHead', 'MultiCategoricalHead',
-           'BernoulliHead', 'JointHead', 'head_for']
+__all__ = ['LogitsHead', 'center_and_half_range', 'ClampedStd', 'check_std', 'GaussianHead', 'JointHead', 'head_for']
 
 # %% ../../nbs/layers/06_heads.ipynb #b7790219
-class CategoricalHead(nn.Module):
-    "Features `[..., n_in]` -> logits `[..., n]` of the actions `start ... start + n - 1`."
+class LogitsHead(nn.Module):
+    "Features `[..., n_in]` -> logits `[..., *shape]`, the parameters of `dist`."
     _modules: dict[str, Any]
 
-    def __init__(self, n_in: int, n: int, start: int = 0):
+    def __init__(self, n_in: int, dist: Categorical | MultiCategorical | Bernoulli, shape: tuple):
         super().__init__()
-        self.logits = orthogonal_linear(n_in, n, 0.01)
-        self.dist = Categorical(n, start)
+        self.logits = orthogonal_linear(n_in, prod(shape), 0.01)
+        self.dist, self.shape = dist, tuple(shape)
 
-    def forward(self, x: Tensor) -> Tensor: return linear(self._modules['logits'], x)
+    def forward(self, x: Tensor) -> Tensor: return shaped(linear(self._modules['logits'], x), self.shape)
 
 # %% ../../nbs/layers/06_heads.ipynb #341c2af2
 def center_and_half_range(shape: tuple, low: Any = None, high: Any = None) -> tuple[Tensor, Tensor]:
@@ -95,41 +94,11 @@ class GaussianHead(nn.Module):
 
     def forward(self, x: Tensor) -> GaussianParams:
         modules, buffers = self._modules, self._buffers
-        mean = self._shaped(linear(modules['mean'], x))
+        mean = shaped(linear(modules['mean'], x), self.dist.shape)
         if self.is_scaled: mean = torch.addcmul(buffers['center'], buffers['half_range'], mean)
         if 'std' in modules:
-            return GaussianParams(mean, (self._shaped(modules['std'](x)) * buffers['half_range']).log())
+            return GaussianParams(mean, (shaped(modules['std'](x), self.dist.shape) * buffers['half_range']).log())
         return GaussianParams(mean, self.log_std.expand_as(mean))
-
-    def _shaped(self, x: Tensor) -> Tensor:
-        shape = self.dist.shape
-        return x if len(shape) == 1 else x.unflatten(-1, shape) if shape else x.squeeze(-1)
-
-# %% ../../nbs/layers/06_heads.ipynb #e625a259
-class MultiCategoricalHead(nn.Module):
-    "Features `[..., n_in]` -> logits `[..., sum(n)]` of a `MultiCategorical`."
-    _modules: dict[str, Any]
-
-    def __init__(self, n_in: int, n: tuple, start: tuple = (), shape: tuple | None = None):
-        super().__init__()
-        self.logits = orthogonal_linear(n_in, sum(n), 0.01)
-        self.dist = MultiCategorical(n, start, shape)
-
-    def forward(self, x: Tensor) -> Tensor: return linear(self._modules['logits'], x)
-
-# %% ../../nbs/layers/06_heads.ipynb #c97aa63e
-class BernoulliHead(nn.Module):
-    "Features `[..., n_in]` -> logits `[..., *shape]` of a `Bernoulli`."
-    _modules: dict[str, Any]
-
-    def __init__(self, n_in: int, shape: tuple):
-        super().__init__()
-        self.logits = orthogonal_linear(n_in, prod(shape), 0.01)
-        self.dist = Bernoulli(shape)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, shape = linear(self._modules['logits'], x), self.dist.shape
-        return x if len(shape) == 1 else x.unflatten(-1, shape) if shape else x.squeeze(-1)
 
 # %% ../../nbs/layers/06_heads.ipynb #41f92ea6
 class JointHead(nn.Module):
@@ -161,12 +130,13 @@ def head_for(space: gym.Space, n_in: int, name: str = 'action_space', **gaussian
         return JointHead({k: head_for(s, n_in, f'{name}[{k!r}]', **gaussian) for k, s in space.spaces.items()})
     if isinstance(space, gym.spaces.Tuple):
         return JointHead(tuple(head_for(s, n_in, f'{name}[{i}]', **gaussian) for i, s in enumerate(space.spaces)))
-    if isinstance(space, gym.spaces.Discrete): return CategoricalHead(n_in, int(space.n), int(space.start))
+    if isinstance(space, gym.spaces.Discrete):
+        return LogitsHead(n_in, Categorical(int(space.n), int(space.start)), (int(space.n),))
     if isinstance(space, gym.spaces.MultiDiscrete):
         space_spec(space, name)     # raises `SpaceError` for an empty space
         n, start = (tuple(map(int, x.reshape(-1))) for x in (space.nvec, space.start))
-        return MultiCategoricalHead(n_in, n, start, space.shape)
-    if isinstance(space, gym.spaces.MultiBinary): return BernoulliHead(n_in, space.shape)
+        return LogitsHead(n_in, MultiCategorical(n, start, space.shape), (sum(n),))
+    if isinstance(space, gym.spaces.MultiBinary): return LogitsHead(n_in, Bernoulli(space.shape), space.shape)
     if isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating):
         return GaussianHead(n_in, space.shape, space.low, space.high, **gaussian)
     raise SpaceError('unsupported action space', leaf=name, got=repr(space),

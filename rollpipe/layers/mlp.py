@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from ..pipes.errors import DataError, check_integer, check_memory
 
 # %% auto #0
-__all__ = ['ACTIVATIONS', 'check_parameters', 'check_sizes', 'orthogonal_linear', 'linear', 'activation_for', 'MLP']
+__all__ = ['ACTIVATIONS', 'check_parameters', 'check_sizes', 'orthogonal_linear', 'linear', 'shaped', 'activation_for', 'MLP']
 
 # %% ../../nbs/layers/02_mlp.ipynb #e84a051a
 def check_parameters(n: int, *, pipe: Any = None, **sizes: Any) -> None:
@@ -59,6 +59,11 @@ def linear(layer: nn.Linear, x: Tensor) -> Tensor:
     "`layer(x)` for features `[..., n_in]`, without the cost of a module call (and without the layer's hooks)."
     parameters: dict[str, Any] = layer._parameters
     return F.linear(x, parameters['weight'], parameters['bias'])
+
+
+def shaped(x: Tensor, shape: tuple) -> Tensor:
+    "`x` `[..., n]` as `[..., *shape]`, where `n` is the product of `shape`."
+    return x if len(shape) == 1 else x.unflatten(-1, shape) if shape else x.squeeze(-1)
 
 # %% ../../nbs/layers/02_mlp.ipynb #2c25d31a
 ACTIVATIONS = dict(elu=nn.ELU, gelu=nn.GELU, leaky_relu=nn.LeakyReLU, relu=nn.ReLU, sigmoid=nn.Sigmoid, silu=nn.SiLU, tanh=nn.Tanh)

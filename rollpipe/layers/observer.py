@@ -5,24 +5,25 @@
 # %% ../../nbs/layers/11_observer.ipynb #23f3eaf6
 from __future__ import annotations
 
-import copy
+import copy, inspect, re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import gymnasium as gym
 import torch
 from torch import Tensor, nn
 
 from .encoders import encoder_for
+from .mlp import MLP
 from .module_dict import n_out_of
 from .running_norm import RunningNorm
-from ..pipes import nested
 from ..pipes.envs.factories import spaces_of
 from ..pipes.errors import DataError
 
 # %% auto #0
-__all__ = ['seeded', 'ForSpaces', 'Observer']
+__all__ = ['C', 'seeded', 'ForSpaces', 'takes', 'Torso']
 
 # %% ../../nbs/layers/11_observer.ipynb #82d1879d
 @contextmanager
@@ -37,12 +38,12 @@ def seeded(seed: int | None) -> Iterator[None]:
 
 # %% ../../nbs/layers/11_observer.ipynb #f762cf7e
 class ForSpaces:
-    "Mixin of actors that are made from `(observation_space, action_space, ...)`."
-    parameters: Callable    # of the module that this is mixed into
+    "Mixin of networks that are made from `(observation_space, action_space, ...)`, or from `(observation_space, ...)`."
+    n_spaces = 2    # how many of the spaces the network is made from
 
     @classmethod
     def for_env(cls: Any, env: Any, *, env_kwargs: dict | None = None, seed: int | None = None, **kwargs: Any) -> Any:
-        """The actor for an environment.
+        """The network for an environment.
 
         Args:
             env: gymnasium id, factory, environment, or a pair `(observation_space, action_space)`
@@ -51,45 +52,91 @@ class ForSpaces:
             **kwargs: further arguments of the class: `hidden`, `normalize`, ...
         """
         spaces = spaces_of(env, env_kwargs)
-        with seeded(seed): actor = cls(*spaces, **kwargs)
-        actor.observation_space, actor.action_space = copy.deepcopy(spaces)
-        return actor
-
-    def to_own_device(self, noise: Any) -> Any:
-        "Nested tensors `noise`, moved to the device of the parameters."
-        weight = next(self.parameters(), None)
-        if weight is None or weight.device.type == 'cpu': return noise
-        return nested.map(lambda x: x.to(weight.device, non_blocking=True), noise)
+        with seeded(seed): network = cls(*spaces[:cls.n_spaces], **kwargs)
+        network.observation_space, network.action_space = copy.deepcopy(spaces)
+        return network
 
 # %% ../../nbs/layers/11_observer.ipynb #5851580e
-class Observer(nn.Module):
-    "Base of modules that see observations through an encoder and, if wanted, a running normaliser `obs_norm` (else None)."
+C = TypeVar('C', bound=type)
+
+
+def takes(*makers: Callable, **defaults: Any) -> Callable[[C], C]:
+    """Decorator of a class whose `__init__(self, ..., **more)` passes `more` on to the `makers`: it also has their keyword-only parameters.
+
+    The signature shows these parameters, and the docstring of the class explains them, too. All of them are in `more`.
+
+    Args:
+        *makers: functions or classes whose docstrings explain each parameter in one line
+        **defaults: parameter -> its default in this class, if it differs from that of the maker
+    """
+    def decorate(cls):
+        init = cls.__init__
+        own = {name: p for name, p in inspect.signature(init).parameters.items() if p.kind is not p.VAR_KEYWORD}
+        added = {name: p.replace(default=defaults.get(name, p.default)) for maker in makers
+                 for name, p in inspect.signature(maker).parameters.items() if p.kind is p.KEYWORD_ONLY and name not in own}
+        signature = inspect.Signature(sorted((added | own).values(), key=lambda p: p.kind))
+        more = {name: p.default for name, p in added.items()}
+
+        @wraps(init)
+        def init_with_all(self, *args, **kwargs):
+            if wrong := [name for name in kwargs if name not in signature.parameters]:
+                raise TypeError(f'{cls.__name__}.__init__() got an unexpected keyword argument {wrong[0]!r}')
+            init(self, *args, **{**more, **kwargs})
+
+        vars(init_with_all).update(__signature__=signature)
+        cls.__init__, cls.__doc__ = init_with_all, _explained(cls.__doc__, signature.parameters, makers)
+        return cls
+    return decorate
+
+
+def _explained(doc, names, makers):
+    "The docstring with entries for those of the `names` that it does not explain, from the docstrings of the makers."
+    doc, *others = (inspect.cleandoc(x or '') for x in (doc, *(maker.__doc__ for maker in makers)))
+    known = {name: line for other in others for line, name in re.findall(r'^(    (\w+): .+)$', other, re.M)}
+    lines = [known[name] for name in names if name in known and not re.search(rf'^    {name}: ', doc, re.M)]
+    return '\n'.join([doc if '\nArgs:\n' in doc else f'{doc}\n\nArgs:', *lines])
+
+# %% ../../nbs/layers/11_observer.ipynb #9177a270
+class Torso(ForSpaces, nn.Module):
+    "Base of networks that see observations through an encoder, a running normaliser `obs_norm` (None if there is none), and a perceptron."
     observation_space: Any
     encoder: nn.Module
     obs_norm: RunningNorm | None
+    trunk: MLP
 
-    def make_encoder(self, observation_space: gym.Space, normalize: bool, encoder: dict | Callable | None = None) -> int:
-        """Make the encoder and the normaliser; returns the number of features.
+    def make_torso(self, observation_space: gym.Space, n_more: int = 0, n_out: int | None = None, mlp: Callable = MLP, *,
+                   hidden: tuple = (64, 64), normalize: bool = True, activation: str | type = 'tanh',
+                   encoder: dict | Callable | None = None) -> Any:
+        """Make the encoder and the normaliser; returns the perceptron behind them, which actors keep as `trunk`.
 
         The number of features of a module that `encoder` returns must be known (`n_out_of`). If the module has an attribute
         `is_normalized` that is False, the features are normalised.
 
         Args:
             observation_space: see `encoder_for`
-            normalize: normalise features that the encoder does not normalise
+            n_more: number of inputs of the perceptron besides the features of the observations
+            n_out: number of its outputs; None: it ends with the last hidden layer
+            mlp: class of the perceptron
+            hidden: sizes of the hidden layers
+            normalize: normalise observations by their running mean and standard deviation
+            activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
             encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
         """
         self.observation_space = copy.deepcopy(observation_space)     # a copy, because an environment draws from its own spaces
         self.encoder = encoder(observation_space) if callable(encoder) else encoder_for(observation_space, **_checked_options(encoder))
         n, is_normalized = n_out_of(self.encoder), getattr(self.encoder, 'is_normalized', True)
         self.register_module('obs_norm', RunningNorm(n) if normalize and not is_normalized else None)
-        return n
+        return mlp(n + n_more, hidden, n_out, activation)
 
     def features(self, obs: Any) -> Tensor:
         "Normalised features `[*lead, n]` of the observations `[*lead, ...]`."
         modules = self._modules
         x, norm = modules['encoder'].forward(obs), modules['obs_norm']
         return x if norm is None else norm.forward(x)
+
+    def hidden_features(self, obs: Any) -> Tensor:
+        "The output `[*lead, n]` of the last hidden layer of `trunk` for observations `[*lead, ...]`."
+        return self._modules['trunk'].forward(self.features(obs))
 
     @torch.no_grad()
     def observe(self, obs: Any, valid: Tensor | None = None) -> None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -15,8 +15,7 @@ from torch import Generator, Tensor
 
 from .actor import Actor, without_past
 from .heads import head_for
-from .mlp import MLP
-from .observer import ForSpaces, Observer
+from .observer import ForSpaces, Torso, takes
 from ..pipes import nested
 from ..pipes.errors import SpaceError
 
@@ -69,70 +68,53 @@ class Policy(ForSpaces, Actor):
         return {**info, 'logp': self.dist.log_prob(info['dist'], act)}
 
 # %% ../../nbs/layers/12_policies.ipynb #01e9102d
-class MLPPolicy(Observer, Policy):
+@takes(Torso.make_torso)
+class MLPPolicy(Torso, Policy):
     """A perceptron policy for any supported spaces: encoder, running normaliser, hidden layers, and the head of the
     action space.
 
     Raises `SpaceError` if there is no encoder for the observations or no head for the actions.
 
     Args:
-        observation_space: see `encoder_for`
         action_space: see `head_for`
-        hidden: sizes of the hidden layers
-        normalize: normalise observations by their running mean and standard deviation
-        activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
         std: standard deviation of Box actions: 'free', 'fixed' or 'state' (`GaussianHead`)
         log_std: log of the initial standard deviation; 0 means half the range of the action
-        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
     uses_past = False  # a subclass whose `params` looks at `act` or `rew` must set True
 
-    def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple = (64, 64), normalize: bool = True,
-                 activation: str | type = 'tanh', std: str = 'free', log_std: float = 0.0, encoder: dict | Callable | None = None):
+    def __init__(self, observation_space: gym.Space, action_space: gym.Space, *, std: str = 'free', log_std: float = 0.0, **torso: Any):
         super().__init__()
-        n = self.make_encoder(observation_space, normalize, encoder)
-        self.trunk, self.action_space = MLP(n, hidden, activation=activation), copy.deepcopy(action_space)
+        self.trunk, self.action_space = self.make_torso(observation_space, **torso), copy.deepcopy(action_space)
         self.head = head_for(action_space, self.trunk.n_out, std=std, log_std=log_std)
         self.dist = self.head.dist
 
     def params(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor) -> tuple:
-        modules = self._modules
-        return modules['head'].forward(modules['trunk'].forward(self.features(obs))), ()
+        return self._modules['head'].forward(self.hidden_features(obs)), ()
 
 # %% ../../nbs/layers/12_policies.ipynb #043d9d15
+@takes(Torso.make_torso)
 class CategoricalPolicy(MLPPolicy):
     """`MLPPolicy` for Discrete actions only; raises `SpaceError` for others.
 
     Args:
-        observation_space: see `encoder_for`
         action_space: Discrete
-        hidden: sizes of the hidden layers
-        normalize: normalise observations by their running mean and standard deviation
-        activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
     """
-    def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple = (64, 64), normalize: bool = True,
-                 activation: str | type = 'tanh'):
+    def __init__(self, observation_space: gym.Space, action_space: gym.Space, **torso: Any):
         if not isinstance(action_space, gym.spaces.Discrete):
             raise SpaceError('CategoricalPolicy: unsupported action space', leaf='action_space', expected='Discrete',
                              got=repr(action_space))
-        super().__init__(observation_space, action_space, hidden, normalize, activation)
+        super().__init__(observation_space, action_space, **torso)
 
 # %% ../../nbs/layers/12_policies.ipynb #167ceeb8
+@takes(MLPPolicy)
 class GaussianPolicy(MLPPolicy):
     """`MLPPolicy` for Box actions of floats only, scaled to their bounds; raises `SpaceError` for others.
 
     Args:
-        observation_space: see `encoder_for`
         action_space: Box of floats
-        hidden: sizes of the hidden layers
-        normalize: normalise observations by their running mean and standard deviation
-        activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-        std: standard deviation of the actions: 'free', 'fixed' or 'state' (`GaussianHead`)
-        log_std: log of the initial standard deviation; 0 means half the range of the action
     """
-    def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple = (64, 64), normalize: bool = True,
-                 activation: str | type = 'tanh', std: str = 'free', log_std: float = 0.0):
+    def __init__(self, observation_space: gym.Space, action_space: gym.Space, **torso: Any):
         if not (isinstance(action_space, gym.spaces.Box) and np.issubdtype(action_space.dtype, np.floating)):
             raise SpaceError('GaussianPolicy: unsupported action space', leaf='action_space', expected='Box of floats',
                              got=repr(action_space))
-        super().__init__(observation_space, action_space, hidden, normalize, activation, std, log_std)
+        super().__init__(observation_space, action_space, **torso)

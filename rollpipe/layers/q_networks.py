@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -16,8 +16,8 @@ from torch import Generator, Tensor, nn
 from .actor import Actor, without_past
 from .distributions import device_of
 from .mlp import MLP
-from .observer import ForSpaces, Observer
-from .recurrent_policies import RecurrentObserver
+from .observer import ForSpaces, Torso, takes
+from .recurrent_policies import RecurrentTorso
 from ..pipes.errors import SpaceError
 
 # %% auto #0
@@ -87,67 +87,52 @@ class EpsilonGreedy(ForSpaces, Actor):
         return self.q(obs, act, rew, fin, hx=None if isinstance(hx, tuple) and not hx else hx)
 
 # %% ../../nbs/layers/17_q_networks.ipynb #b5af11fb
-class QPolicy(Observer, EpsilonGreedy):
+@takes(Torso.make_torso, normalize=False)
+class QPolicy(Torso, EpsilonGreedy):
     """Values of Discrete actions by a perceptron: encoder, running normaliser, hidden layers, plain or duelling head.
 
     Raises `SpaceError` if there is no encoder for the observations or the actions are not Discrete.
 
     Args:
-        observation_space: see `encoder_for`
         action_space: Discrete
         hidden: sizes of the hidden layers; `()`: linear (a table if observations are Discrete)
         duelling: separate value and advantages, each with a last hidden layer of its own
-        normalize: normalise observations by their running mean and standard deviation
-        activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
         epsilon: fraction of the steps with a random action; a buffer that learners may change
-        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
     uses_past = False
 
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple = (64, 64), duelling: bool = False,
-                 normalize: bool = False, activation: str | type = 'relu', epsilon: float = 0.1, encoder: dict | Callable | None = None):
+                 activation: str | type = 'relu', epsilon: float = 0.1, **torso: Any):
         super().__init__()
         self.set_exploration(action_space, epsilon)
-        n = self.make_encoder(observation_space, normalize, encoder)
-        self.trunk = MLP(n, hidden[:-1] if duelling else hidden, activation=activation)
+        self.trunk = self.make_torso(observation_space, hidden=hidden[:-1] if duelling else hidden, activation=activation, **torso)
         if duelling: self.head = DuellingHead(self.trunk.n_out, self.n_actions, hidden[-1:], activation)
         else: self.head = MLP(self.trunk.n_out, (), self.n_actions, gain=0.01)
 
     def q(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any) -> tuple:
-        modules = self._modules
-        return modules['head'].forward(modules['trunk'].forward(self.features(obs))), ()
+        return self._modules['head'].forward(self.hidden_features(obs)), ()
 
 # %% ../../nbs/layers/17_q_networks.ipynb #116906a9
-class RecurrentQPolicy(RecurrentObserver, EpsilonGreedy):
+@takes(Torso.make_torso, RecurrentTorso.make_memory, hidden=(64,), normalize=False, activation='relu')
+class RecurrentQPolicy(RecurrentTorso, EpsilonGreedy):
     """Values of Discrete actions with memory: encoder, running normaliser, hidden layers, `GRU` or `LSTM`, plain or duelling head.
 
     Raises `SpaceError` if there is no encoder for the observations or the actions are not Discrete, `ValueError` for an unknown
     `cell` or `method`.
 
     Args:
-        observation_space: see `encoder_for`
         action_space: Discrete
         hidden: sizes of the layers before the memory
-        memory: size of the memory
-        cell: 'gru' or 'lstm'
-        layers: number of recurrent layers
-        span: number of steps for which the memory of an untrained network lasts
-        past: the network also sees the previous action and its reward
         duelling: separate value and advantages, by two linear layers behind the memory
-        normalize: normalise observations by their running mean and standard deviation
-        activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
         epsilon: fraction of the steps with a random action; a buffer that learners may change
-        method: how fragments are processed: 'step', 'packed' or None (`Recurrent`)
-        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
-    def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple = (64,), memory: int = 64, cell: str = 'gru',
-                 layers: int = 1, span: float = 32, past: bool = False, duelling: bool = False, normalize: bool = False,
-                 activation: str | type = 'relu', epsilon: float = 0.1, method: str | None = None, encoder: dict | Callable | None = None):
+    def __init__(self, observation_space: gym.Space, action_space: gym.Space, *, duelling: bool = False, epsilon: float = 0.1,
+                 **torso: Any):
         super().__init__()
         self.set_exploration(action_space, epsilon)
-        self.make_memory(observation_space, action_space, hidden=hidden, memory=memory, cell=cell, layers=layers, span=span, past=past,
-                         normalize=normalize, activation=activation, method=method, encoder=encoder)
-        self.head = DuellingHead(memory, self.n_actions) if duelling else MLP(memory, (), self.n_actions, gain=0.01)
+        self.make_memory(observation_space, action_space, **torso)
+        n = self.memory.n_out
+        self.head = DuellingHead(n, self.n_actions) if duelling else MLP(n, (), self.n_actions, gain=0.01)
 
     def q(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any) -> tuple:
         y, hx = self.recurrent_features(obs, act, rew, fin, hx)

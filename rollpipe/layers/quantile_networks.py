@@ -5,14 +5,13 @@
 # %% ../../nbs/layers/22_quantile_networks.ipynb #f52ebd05
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
 from torch import Tensor, nn
 
 from .mlp import MLP
-from .observer import Observer
+from .observer import Torso, takes
 from .q_networks import EpsilonGreedy
 from ..pipes.errors import check_integer
 
@@ -39,31 +38,27 @@ class QuantileHead(nn.Module):
         return modules['value'].forward(x).unsqueeze(-2) + (y - y.mean(-2, keepdim=True))
 
 # %% ../../nbs/layers/22_quantile_networks.ipynb #d9f58bbc
-class QuantilePolicy(Observer, EpsilonGreedy):
+@takes(Torso.make_torso, normalize=False)
+class QuantilePolicy(Torso, EpsilonGreedy):
     """Quantiles of the return of Discrete actions by a perceptron: encoder, running normaliser, hidden layers, plain or duelling head.
 
     Raises `SpaceError` if there is no encoder for the observations or the actions are not Discrete.
 
     Args:
-        observation_space: see `encoder_for`
         action_space: Discrete
         n_quantiles: number of quantiles that describe the return of an action
         hidden: sizes of the hidden layers; `()`: linear (a table if observations are Discrete)
         duelling: separate value and advantages, each with a last hidden layer of its own
-        normalize: normalise observations by their running mean and standard deviation
-        activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
         epsilon: fraction of the steps with a random action; a buffer that learners may change
-        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
     uses_past = False
 
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, n_quantiles: int = 50, hidden: tuple = (64, 64),
-                 duelling: bool = False, normalize: bool = False, activation: str | type = 'relu', epsilon: float = 0.1,
-                 encoder: dict | Callable | None = None):
+                 duelling: bool = False, activation: str | type = 'relu', epsilon: float = 0.1, **torso: Any):
         super().__init__()
         self.set_exploration(action_space, epsilon)
-        n, own = self.make_encoder(observation_space, normalize, encoder), hidden[-1:] if duelling else ()
-        self.trunk = MLP(n, hidden[:-1] if duelling else hidden, activation=activation)
+        before, own = (hidden[:-1], hidden[-1:]) if duelling else (hidden, ())
+        self.trunk = self.make_torso(observation_space, hidden=before, activation=activation, **torso)
         self.head = QuantileHead(self.trunk.n_out, self.n_actions, check_integer('n_quantiles', n_quantiles), own, activation, duelling)
 
     def quantiles(self, state: Any, hx: Any = None) -> tuple:
@@ -72,7 +67,6 @@ class QuantilePolicy(Observer, EpsilonGreedy):
 
     def quantiles_of(self, obs: Any) -> Tensor:
         "Quantiles `[*lead, n_actions, n_quantiles]` of the observations `[*lead, ...]`."
-        modules = self._modules
-        return modules['head'].forward(modules['trunk'].forward(self.features(obs)))
+        return self._modules['head'].forward(self.hidden_features(obs))
 
     def q(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any) -> tuple: return self.quantiles_of(obs).mean(-1), ()

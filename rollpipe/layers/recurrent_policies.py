@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
@@ -18,31 +17,39 @@ from .encoders import encoder_for
 from .heads import head_for
 from .mlp import MLP
 from .module_dict import n_out_of
-from .observer import Observer
+from .observer import Torso, takes
 from .policies import Policy
 from .recurrent import GRU, LSTM
 from ..pipes import nested
 from ..pipes.errors import DataError
 
 # %% auto #0
-__all__ = ['RecurrentObserver', 'RecurrentPolicy', 'MemoryCritic']
+__all__ = ['RecurrentTorso', 'RecurrentPolicy', 'MemoryCritic']
 
 # %% ../../nbs/layers/16_recurrent_policies.ipynb #0cf48dd8
-class RecurrentObserver(Observer):
+class RecurrentTorso(Torso):
     "Base of actors with memory: encoder, running normaliser, hidden layers `trunk`, and a `GRU` or `LSTM` `memory`."
     cells = dict(gru=GRU, lstm=LSTM)
 
-    def make_memory(self, observation_space: gym.Space, action_space: gym.Space, *, hidden: tuple, memory: int, cell: str,
-                    layers: int, span: float, past: bool, normalize: bool, activation: str | type, method: str | None,
-                    encoder: dict | Callable | None) -> None:
-        """Make all modules; the parameters are those of `RecurrentPolicy`.
+    def make_memory(self, observation_space: gym.Space, action_space: gym.Space, *, memory: int = 64, cell: str = 'gru',
+                    layers: int = 1, span: float = 32, past: bool = False, method: str | None = None, **torso: Any) -> None:
+        """Make all modules.
 
         Raises `SpaceError` if there is no encoder for the spaces, `ValueError` for an unknown `cell` or `method`.
+
+        Args:
+            memory: size of the memory
+            cell: 'gru' or 'lstm'
+            layers: number of recurrent layers
+            span: number of steps for which the memory of an untrained network lasts
+            past: the network also sees the previous action and its reward
+            method: how fragments are processed: 'step', 'packed' or None (`Recurrent`)
+            **torso: see `Torso.make_torso`; the hidden layers are those before the memory
         """
         if cell not in self.cells: raise ValueError(f"Expected cell {' or '.join(map(repr, self.cells))}, got {cell!r}")
-        n, self.uses_past = self.make_encoder(observation_space, normalize, encoder), past
-        self.past_encoder = encoder_for(action_space, 'action_space') if past else None
-        self.trunk = MLP(n if self.past_encoder is None else n + n_out_of(self.past_encoder) + 1, hidden, activation=activation)
+        self.uses_past, self.past_encoder = past, encoder_for(action_space, 'action_space') if past else None
+        n_past = 0 if self.past_encoder is None else n_out_of(self.past_encoder) + 1
+        self.trunk = self.make_torso(observation_space, n_past, **torso)
         self.memory = self.cells[cell](self.trunk.n_out, memory, layers, span, method)
 
     def recurrent_features(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, hx: Any) -> tuple:
@@ -55,37 +62,25 @@ class RecurrentObserver(Observer):
         return self.memory(self.trunk.forward(x), fin, hx)
 
 # %% ../../nbs/layers/16_recurrent_policies.ipynb #fd132edb
-class RecurrentPolicy(RecurrentObserver, Policy):
+@takes(Torso.make_torso, RecurrentTorso.make_memory, hidden=(64,))
+class RecurrentPolicy(RecurrentTorso, Policy):
     """A policy with memory for any supported spaces: encoder, running normaliser, hidden layers, `GRU` or `LSTM`, head.
 
     Raises `SpaceError` if there is no encoder for the observations or no head for the actions, `ValueError` for an
     unknown `cell` or `method`.
 
     Args:
-        observation_space: see `encoder_for`
         action_space: see `head_for`
         hidden: sizes of the layers before the memory
-        memory: size of the memory
-        cell: 'gru' or 'lstm'
-        layers: number of recurrent layers
-        span: number of steps for which the memory of an untrained network lasts
-        past: the network also sees the previous action and its reward
-        normalize: normalise observations by their running mean and standard deviation
-        activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
         std: standard deviation of Box actions: 'free', 'fixed' or 'state' (`GaussianHead`)
         log_std: log of the initial standard deviation; 0 means half the range of the action
-        method: how fragments are processed: 'step', 'packed' or None (`Recurrent`)
         report: report the memory, `memory` [T, B, memory], for a `MemoryCritic`
-        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
-    def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple = (64,), memory: int = 64, cell: str = 'gru',
-                 layers: int = 1, span: float = 32, past: bool = False, normalize: bool = True, activation: str | type = 'tanh',
-                 std: str = 'free', log_std: float = 0.0, method: str | None = None, report: bool = False,
-                 encoder: dict | Callable | None = None):
+    def __init__(self, observation_space: gym.Space, action_space: gym.Space, *, std: str = 'free', log_std: float = 0.0,
+                 report: bool = False, **torso: Any):
         super().__init__()
-        self.make_memory(observation_space, action_space, hidden=hidden, memory=memory, cell=cell, layers=layers, span=span, past=past,
-                         normalize=normalize, activation=activation, method=method, encoder=encoder)
-        self.head, self.action_space = head_for(action_space, memory, std=std, log_std=log_std), copy.deepcopy(action_space)
+        self.make_memory(observation_space, action_space, **torso)
+        self.head, self.action_space = head_for(action_space, self.memory.n_out, std=std, log_std=log_std), copy.deepcopy(action_space)
         self.dist, self.report = self.head.dist, report
 
     def params(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor) -> tuple:
@@ -99,23 +94,18 @@ class RecurrentPolicy(RecurrentObserver, Policy):
         return act, hx, {'dist': params, 'memory': y} if self.report else {'dist': params}
 
 # %% ../../nbs/layers/16_recurrent_policies.ipynb #ac233251
+@takes(Torso.make_torso)
 class MemoryCritic(Critic):
     """State values from observations and the memory that a `RecurrentPolicy` with `report=True` reported there.
 
     Its input is `dict(obs=[*lead, ...], memory=[*lead, memory])`, see `inputs`; its output is float32 `[*lead]`.
 
     Args:
-        observation_space: see `encoder_for`
         memory: size of the policy's memory
-        hidden: sizes of the hidden layers
-        normalize: normalise observations by their running mean and standard deviation
-        activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
-    def __init__(self, observation_space: gym.Space, memory: int = 64, hidden: tuple = (64, 64), normalize: bool = True,
-                 activation: str | type = 'tanh', encoder: dict | Callable | None = None):
-        super().__init__(observation_space, hidden, normalize, activation, encoder)
-        self.net = MLP(n_out_of(self.encoder) + memory, hidden, 1, activation)
+    def __init__(self, observation_space: gym.Space, memory: int = 64, **torso: Any):
+        super().__init__(observation_space, **torso)
+        self.net = MLP(self.net.n_in + memory, torso['hidden'], 1, torso['activation'])
 
     def inputs(self, obs: Any, actor: dict) -> dict:
         "The critic's input, made from observations and the actor's infos for them; no gradient flows into the memory."

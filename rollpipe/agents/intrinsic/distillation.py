@@ -12,15 +12,14 @@ import gymnasium as gym
 from torch import Tensor, nn
 
 from ...layers.mlp import MLP
-from ...layers.observer import Observer, seeded
-from ...pipes.envs.factories import spaces_of
+from ...layers.observer import ForSpaces, Torso
 from ...pipes.errors import check_integer
 
 # %% auto #0
 __all__ = ['Features', 'Distillation']
 
 # %% ../../../nbs/agents/25_intrinsic/00_distillation.ipynb #770b03db
-class Features(Observer):
+class Features(Torso):
     """Observations `[*lead, ...]` -> float32 features `[*lead, n_out]`, by an encoder, a normaliser and a perceptron.
 
     Args:
@@ -30,17 +29,18 @@ class Features(Observer):
         clip: largest magnitude of a normalised observation
         encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
+    n_spaces = 1
     net: MLP
 
     def __init__(self, observation_space: gym.Space, hidden: tuple, n_out: int, clip: float = 5., encoder: dict | Callable | None = None):
         super().__init__()
-        self.net = MLP(self.make_encoder(observation_space, True, encoder), hidden, n_out, 'relu')
+        self.net = self.make_torso(observation_space, n_out=n_out, hidden=hidden, activation='relu', encoder=encoder)
         if self.obs_norm is not None: self.obs_norm.clip = clip
 
     def forward(self, obs: Any) -> Tensor: return self.net(self.features(obs))
 
 # %% ../../../nbs/agents/25_intrinsic/00_distillation.ipynb #9180327b
-class Distillation(nn.Module):
+class Distillation(ForSpaces, nn.Module):
     """The error with which a trained network predicts a random one: observations `[*lead, ...]` -> float32 `[*lead]`.
 
     Only the `predictor` is trained. The `target` keeps its weights, but its normaliser of observations moves with that of the predictor.
@@ -54,17 +54,14 @@ class Distillation(nn.Module):
         clip: largest magnitude of a normalised observation
         encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
+    n_spaces = 1
+
     def __init__(self, observation_space: gym.Space, hidden: tuple = (64, 64), n_out: int = 64, clip: float = 5.,
                  encoder: dict | Callable | None = None):
         super().__init__()
         check_integer('n_out', n_out)
         self.target = Features(observation_space, tuple(hidden), n_out, clip, encoder).requires_grad_(False)
         self.predictor = Features(observation_space, (*hidden, *tuple(hidden)[-1:] * 2), n_out, clip, encoder)
-
-    @classmethod
-    def for_env(cls, env: Any, *, env_kwargs: dict | None = None, seed: int | None = None, **kwargs: Any) -> Any:
-        "The networks for an environment; the parameters are those of `Policy.for_env`."
-        with seeded(seed): return cls(spaces_of(env, env_kwargs)[0], **kwargs)
 
     def forward(self, obs: Any) -> Tensor: return (self.predictor(obs) - self.target(obs)).square().mean(-1)
 
