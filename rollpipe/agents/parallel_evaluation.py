@@ -292,7 +292,8 @@ class ParallelEvaluation(EvaluationProcess):
                        max_steps=max_steps, on_limit=on_limit, close=close, record=record)
         place = None if ray is None else service_place(ray, self)
         self.seed, publisher = seed, WeightPublisher([actor])
-        name, args, common = "evaluation", (_on_cpu(actor), options), dict(threads=worker_threads, grace=grace)
+        name, args = "evaluation", (_on_cpu(actor), options)
+        common: Any = dict(threads=worker_threads, grace=grace)
         worker = (RemoteService(name, Evaluator, args, publisher, place, **common) if place is not None else
                   WorkerProcess(name, serve, (publisher.subscriber([0]),), args, start_method=start_method, **common))
         super().__init__(publisher, worker, silence, on_silence)
