@@ -161,7 +161,7 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path, capsys):
     (tmp_path/"own.toml").write_text("eval_every = 3\neval_steps = 5\n")
     capsys.readouterr()
     assert rollpipe("train", "trpo", "CartPole-v1", "--config", tmp_path/"own.toml") == 2
-    assert "two kinds of evaluations. Expected eval_every alone" in capsys.readouterr().err
+    assert f"{tmp_path}/own.toml: two kinds of evaluations. Expected eval_every alone" in capsys.readouterr().err
 
 
 def test_a_run_with_evaluations_by_updates_of_an_earlier_version_goes_on(tmp_path):

@@ -82,10 +82,14 @@ class Every(NamedTuple):
         return self.n > 0 and now[self.unit] // self.n > last[self.unit] // self.n
 
 
-def with_eval_every(settings: dict) -> dict:
-    "Settings of today. Earlier versions had `eval_steps=N` where there is `eval_every='N steps'` now. Raises `DataError` for both at once."
+def with_eval_every(settings: dict, where: str = "") -> dict:
+    """Settings of today: `eval_every="N steps"` where earlier versions had `eval_steps=N`. Raises `DataError` for both at once.
+
+    Args:
+        where: beginning of the message, such as the file
+    """
     if "eval_steps" not in settings: return settings
     steps, found = settings["eval_steps"], {name: x for name, x in settings.items() if name != "eval_steps"}
     if not steps: return found
-    if found.get("eval_every"): raise DataError("two kinds of evaluations", expected="eval_every alone, such as '20_000 steps'")
+    if found.get("eval_every"): raise DataError(f"{where}two kinds of evaluations", expected="eval_every alone, such as '20_000 steps'")
     return {**found, "eval_every": f"{steps} steps"}

@@ -72,7 +72,8 @@ class Result(NamedTuple):
 
 def _check_config(config: dict, where: str) -> None:
     for name, kind in dict(algorithm="a text", env="a text", steps="a whole number").items(): need_value(config, name, kind, where)
-    Every.of(config.get("eval_every", 0), "eval_every")
+    try: Every.of(config.get("eval_every", 0))
+    except DataError as e: raise DataError(f"{where}: {e.problem}", leaf="eval_every", expected=e.expected, got=e.got) from None
     for name in ("seed", "ranks"): get_value(config, name, "a whole number", where, 0)
     for module in get_value(config, "imports", "a list", where, []): need_value(dict(imports=module), "imports", "a text", where)
 
@@ -84,7 +85,7 @@ def read_result(
     "Read the result of one run. `state` and `problem` tell what is wrong with it."
     if not (folder/"config.json").is_file(): return Result(seed, folder, "missing", "", {}, [], {})
     try:
-        config = with_eval_every(read_table(folder/"config.json"))
+        config = with_eval_every(read_table(folder/"config.json"), f"{folder/'config.json'}: ")
         _check_config(config, f"{folder/'config.json'}: not the configuration of a run")
         evaluations = read_evaluations(folder)
         metrics = read_metrics(folder) if (folder/"metrics.jsonl").is_file() else {}
