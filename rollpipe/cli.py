@@ -14,7 +14,7 @@ from .commands import (PLOT_OPTIONS, RUN_OPTIONS, Interrupted, UsageError, autot
                                export_command, graph_command, plot_command, profile_command, watch_command)
 from .experiments import train_or_experiment
 from .export import FORMATS
-from .options import Parser, add_options
+from .options import Parser, add_options, parse_value
 from .pipes.errors import PipeError
 from .presets.listing import list_command
 from .results.bench import bench_command
@@ -49,6 +49,8 @@ def add_algorithms(parser: argparse.ArgumentParser, common: argparse.ArgumentPar
         sub.add_argument("--env-kwargs", nargs="+", action="extend", default=[], metavar="key=value",
                          help="arguments for gymnasium.make")
         add_options(sub, [o for o in RUN_OPTIONS if o.name not in _COMMON] + options_for(name))
+        sub.add_argument("--eval-steps", dest="eval_every", type=lambda text: f"{parse_value(text, ('int',))} steps",
+                         default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # as in commands for earlier versions
 
 
 def _add_folders(parser: argparse.ArgumentParser) -> None:
@@ -176,7 +178,7 @@ def build_parser() -> Parser:
                    _timed(settings, 3, "how long it is measured", svg=True))
     _add_searches(command, debug, settings)
     _add_bench(command("bench", bench_command, [debug], "train what a specification names with several seeds, and go on"))
-    _add_report(command("report", report_command, [debug], "write table, curves and a page about a bench, or runs with --eval-steps"))
+    _add_report(command("report", report_command, [debug], "write table, curves and a page about a bench, or runs evaluated by steps"))
     _add_list(command("list", lambda args: list_command(args, RUN_OPTIONS), [debug], "print what can be trained, and what can be set"))
     _add_demo(command("demo", demo_command, [common], "train TRPO on Pendulum-v1 and compare it with a random policy: two minutes"))
     return parser

@@ -163,7 +163,7 @@ def run_to_end(run: Run, args: Namespace) -> None:
     finally:
         if not run.counters["updates"]: discard(run)
     print(f"{format_number(run.counters['steps'])} steps in {format_duration(run.counters['seconds'])}, saved in {run.checkpoint}")
-    if (config.get("eval_every") or config.get("eval_steps")) and run.best.exists():
+    if config.get("eval_every") and run.best.exists():
         best = load_run(run.folder, best=True)
         found = best.evaluated or {}
         print(f"best evaluation: return {found['eval_return_mean']:.1f} (mean of {found['episodes']} episodes) after "

@@ -19,6 +19,7 @@ import rollpipe
 from .agents.intrinsic.distillation import Distillation
 from .agents.intrinsic.rnd import RND
 from .agents.off_policy.replay_learner import ReplayLearner
+from .agents.schedules import Every
 from .algorithms import ALGORITHMS, options_for
 from .options import options_of
 from .pipes.advantage import AdvantageBuffer
@@ -56,12 +57,11 @@ def _check_at_least(low: int, **values: float) -> None:
             raise DataError("out of range", leaf=what, expected=f"at least {low}{most}", got=str(value))
 
 
-def _evaluations(eval_every: int, eval_steps: int, eval_episodes: int, final_episodes: int) -> dict:
-    "The entries of the configuration for evaluations in the process of the run; empty if there are none."
-    _check_at_least(0, eval_steps=eval_steps)
+def _episodes(every: Every, eval_episodes: int, final_episodes: int) -> dict:
+    "The entries of the configuration for the episodes of evaluations; empty if there are none."
     _check_at_least(1, eval_episodes=eval_episodes, final_episodes=final_episodes)
-    if eval_every and eval_steps: raise DataError("two kinds of evaluations", expected="either --eval-every or --eval-steps, not both")
-    return dict(eval_steps=eval_steps, eval_episodes=eval_episodes, final_episodes=final_episodes) if eval_steps else {}
+    if not every.n: return {}
+    return dict(eval_episodes=eval_episodes, **(dict(final_episodes=final_episodes) if every.unit == "steps" else {}))
 
 
 def _versions() -> dict:
@@ -166,7 +166,7 @@ def _with_preset(make: _Make) -> _Make:
 # %% ../nbs/07_config.ipynb #6417072b
 @_with_preset
 def make_config(algorithm: str, env: str, options: dict | None = None, env_kwargs: dict | None = None, *, steps: int = 100_000,
-                seed: int = 0, threads: int = 1, checkpoint_every: int = 20, keep: int = 0, eval_every: int = 0, eval_steps: int = 0,
+                seed: int = 0, threads: int = 1, checkpoint_every: int = 20, keep: int = 0, eval_every: int | str = 0,
                 eval_episodes: int = 20, final_episodes: int = 100, video_every: int = 0, workers: int = 0, lag: int | None = 0,
                 order: str = "canonical", restarts: int = 0, reading: str = "processes", address: str | None = None,
                 name: str | None = None, imports: Sequence[str] = (), device: str = "cpu", intrinsic: float = 0.,
@@ -183,10 +183,10 @@ def make_config(algorithm: str, env: str, options: dict | None = None, env_kwarg
         threads: number of torch threads; 1 is fastest for small networks
         checkpoint_every: updates between checkpoints
         keep: how many of the newest checkpoints to keep in the folder `checkpoints`; 0: only the last one
-        eval_every: updates between evaluations of the present policy, in a separate process; 0: none
-        eval_steps: steps between evaluations on fresh episodes, in this process, into evaluations.jsonl; 0: none
+        eval_every: updates between evaluations of the present policy, in a separate process, such as 10; or steps, such as '20_000 steps',
+            between evaluations on fresh episodes for which the training waits, into evaluations.jsonl; 0: none
         eval_episodes: number of episodes of each of these evaluations
-        final_episodes: number of episodes of the final evaluations of the last policy and the best one; with eval_steps
+        final_episodes: number of episodes of the final evaluations of the last policy and the best one, if eval_every is in steps
         video_every: updates between films of an episode of the present policy, in the folder videos; 0: none
         workers: processes that collect, at most one per lane; 0: collect in this process
         lag: updates between collecting a batch in workers and learning from it: 0, 1, ... or none (any number)
@@ -200,15 +200,15 @@ def make_config(algorithm: str, env: str, options: dict | None = None, env_kwarg
         intrinsic: weight of a reward for new observations, by random network distillation (`RND`); 0: none
         preset: settings for omitted options: auto (the preset for the environment), none, or the name of a preset
     """
-    options = _all_options(algorithm, options or {}, intrinsic)
+    options, every = _all_options(algorithm, options or {}, intrinsic), Every.of(eval_every, "eval_every")
     _check_at_least(1, steps=steps, threads=threads, checkpoint_every=checkpoint_every)
-    _check_at_least(0, seed=seed, keep=keep, eval_every=eval_every, video_every=video_every, intrinsic=intrinsic)
+    _check_at_least(0, seed=seed, keep=keep, video_every=video_every, intrinsic=intrinsic)
     reading_for(where := dict(workers=workers, lag=lag, order=order, restarts=restarts, reading=reading, address=address, device=device))
     _check_together(steps, workers, options)
     config = dict(algorithm=algorithm, env=env, env_kwargs=env_kwargs or {}, name=name, seed=seed, steps=steps, threads=threads,
-                  checkpoint_every=checkpoint_every, keep=keep, eval_every=eval_every, video_every=video_every, **where,
+                  checkpoint_every=checkpoint_every, keep=keep, eval_every=every.setting, video_every=video_every, **where,
                   preset=None if preset == "none" else preset, options=options, intrinsic=intrinsic, versions=_versions(),
-                  **_evaluations(eval_every, eval_steps, eval_episodes, final_episodes), **(dict(imports=imports) if imports else {}))
+                  **_episodes(every, eval_episodes, final_episodes), **(dict(imports=imports) if imports else {}))
     try: return json.loads(json.dumps(config))
     except TypeError as e: raise DataError(f"the configuration cannot be written as JSON: {e}") from None
 

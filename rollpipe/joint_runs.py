@@ -104,7 +104,7 @@ def _follower():
     agent.load_state_dict(state)
     load_states(pipe, states)
     divide(pipe, dist.get_rank(), dist.get_world_size(), config["workers"])
-    return Follower(folder, {**config, "eval_every": 0, "eval_steps": 0, "video_every": 0}, agent, pipe, counters)
+    return Follower(folder, {**config, "eval_every": 0, "video_every": 0}, agent, pipe, counters)
 
 # %% ../nbs/19_joint_runs.ipynb #18b299a0
 def follow(

@@ -15,6 +15,7 @@ import torch
 from .agents.checkpoint import (Checkpoint, Snapshot, checkpoint_bytes, keep_checkpoint, kept_checkpoints, load_checkpoint,
                                         save_checkpoint, write_atomically)
 from .agents.intrinsic.states import kept_states, load_states
+from .agents.schedules import Every, with_eval_every
 from .algorithms import ALGORITHMS, is_algorithm, options_for
 from .config import build, check_decay, check_room
 from .locks import lock, unlock
@@ -161,7 +162,7 @@ def _check_stored(found: Checkpoint) -> None:
         option.check(value)
         if option.kinds == ("int,...",) and option.param == "hidden" and not (set(value) <= sizes and len(value) <= len(shapes)):
             raise DataError("there are no such layers in the file", leaf=option.flag, got=str(value))
-    for name, low in dict(steps=1, seed=0, threads=1, checkpoint_every=1, keep=0, eval_every=0, eval_steps=0, eval_episodes=1,
+    for name, low in dict(steps=1, seed=0, threads=1, checkpoint_every=1, keep=0, eval_episodes=1,
                           final_episodes=1, video_every=0, workers=0, restarts=0).items():
         check_integer(name, config.get(name, low), low)
     n = {option.name: value for option, value in options.items()}
@@ -169,7 +170,14 @@ def _check_stored(found: Checkpoint) -> None:
     if counters["updates"] and batch > 2 * counters["steps"] / counters["updates"]:  # at least half of the rows of a batch are steps
         raise DataError("batch size and stored step counts disagree", expected="{steps} steps in {updates} updates".format(**counters),
                         got=", ".join(f"{name}={n.get(name)}" for name in ("lanes", "n_envs", "n_steps")))
+    Every.of(config.get("eval_every", 0), "eval_every")
     check_room(n)
+
+
+def _of_today(config: dict) -> dict:
+    "The configuration as it is written today."
+    config = with_eval_every(config)
+    return {"eval_episodes": 20, **config} if config.get("eval_every") else config  # it was not stored with evaluations by updates
 
 
 def needed_modules(config: dict) -> list:
@@ -200,7 +208,7 @@ def load_run(path: str | Path, best: bool = False) -> Checkpoint:
         missing = [x for x in imports if isinstance(x, str) and x not in sys.modules] if isinstance(imports, list) else []
         hint = " ".join(f"--import {module}" for module in missing) or "an installed package, or --import of a module, that registers it"
         raise CheckpointError(f"{path}: the algorithm {str(name)[:80]!r} is not known here", expected=f"{', '.join(ALGORITHMS)}, or {hint}")
-    try: _check_stored(found)
+    try: _check_stored(found := found._replace(config=_of_today(found.config)))
     except DataError as e: raise CheckpointError(f"{path}: not a configuration that was saved ({e})") from None
     missing = [module for module in needed_modules(found.config) if module not in sys.modules]
     if missing:
@@ -212,7 +220,7 @@ def load_run(path: str | Path, best: bool = False) -> Checkpoint:
 def _best_of(path: Path) -> Path:
     if not path.is_dir(): raise DataError("the best checkpoint is that of a run", expected="the folder of the run", got=f"the file {path}")
     if not (path/"best.safetensors").exists():
-        raise DataError(f"{path} has no best checkpoint", expected="a run with --eval-every or --eval-steps whose first evaluation is over")
+        raise DataError(f"{path} has no best checkpoint", expected="a run with --eval-every whose first evaluation is over")
     return path/"best.safetensors"
 
 

@@ -15,12 +15,10 @@ from typing import Any
 import torch
 
 from . import ranks
-from .agents.checkpoint import Snapshot
-from .agents.intrinsic.states import check_taken, kept_states
+from .agents.intrinsic.states import check_taken
 from .agents.metrics import METRICS, OF_THE_LOOP, EpisodeReturns, added
-from .agents.parallel_evaluation import ParallelEvaluation
 from .config import reading_for
-from .evaluations import StepEvaluations
+from .evaluations import evaluations_of
 from .films import Films
 from .locks import unlock
 from .logs import MetricWriter, metric_writer
@@ -29,7 +27,7 @@ from .pipes.errors import DataError, WorkerError
 from .pipes.graph import nodes
 from .pipes.taps import Meter
 from .progress import Progress
-from .runs import Run, best_return
+from .runs import Run
 
 # %% auto #0
 __all__ = ['STOP_SIGNALS', 'Stopped', 'stop_signals', 'uninterrupted', 'signals_wait_for_saving', 'train']
@@ -120,56 +118,6 @@ def _reading(run: Run) -> Iterator[tuple]:
             return dict(workers=sum(state["alive"] for state in states), restarts=max((state["restarted"] for state in states), default=0))
         yield iter(loader), health
 
-# %% ../nbs/10_train.ipynb #1205e71d
-class _Evaluations:
-    "Evaluations of a run in a separate process. The learner with the best mean return so far is kept in `run.best`."
-    def __init__(self, run: Run, process: ParallelEvaluation):
-        self.run, self.process, self.is_due, self.best = run, process, False, best_return(run.folder)
-        self.asked: Any = None  # the learner and the counters when the evaluation began
-
-    def request(self) -> None:
-        self.is_due, self.asked = False, (Snapshot(self.run.agent, kept_states(self.run)), dict(self.run.counters))
-        self.process.request()
-
-    def after_update(self) -> float:
-        "Ask for an evaluation if one is due and none is under way. This takes no time [s]."
-        self.is_due |= self.run.counters["updates"] % self.run.config["eval_every"] == 0
-        if self.is_due and not self.process.busy: self.request()
-        return 0.
-
-    def poll(self) -> list:
-        "The answers that have arrived, a list of `Evaluated`."
-        return [self._kept(answer) for answer in self.process.poll()]
-
-    def finish(self) -> list:
-        "Wait for the evaluation under way, and for a last one. Returns their answers."
-        answers = [self._kept(answer) for answer in self.process.wait()]
-        self.request()
-        return answers + [self._kept(answer) for answer in self.process.wait()]
-
-    def _kept(self, answer):
-        mean, config = answer.evaluation.mean, self.run.config
-        if mean > self.best:
-            learner, counters = self.asked
-            self.run.save_best(learner, counters, dict(answer.metrics, episodes=len(answer.evaluation.returns), seed=config["seed"]))
-            self.best = mean
-        return answer
-
-
-@contextmanager
-def _evaluation(run: Run) -> Iterator[_Evaluations | StepEvaluations | None]:
-    "The evaluations of a run, or None if it has none."
-    config = run.config
-    if config.get("eval_steps"):
-        evaluations = StepEvaluations(run)
-        evaluations.after_update()
-        yield evaluations
-    elif not config.get("eval_every"): yield None
-    else:
-        ray = dict(address=config["address"]) if config.get("reading") == "ray" else None
-        with ParallelEvaluation(config["env"], run.agent.actor, env_kwargs=config["env_kwargs"], seed=config["seed"], ray=ray) as process:
-            yield _Evaluations(run, process)
-
 # %% ../nbs/10_train.ipynb #b542d966
 class _Updates:
     "The updates of a run: each one learns from a batch, counts it, and makes a record."
@@ -251,19 +199,19 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
     torch.set_num_threads(config["threads"])
     try:
         with (ranks.distributed(run.agent, size=config.get("ranks", 1)), Progress(steps, counters["steps"], disable=not progress) as bar,
-              _films(run) as films, _evaluation(run) as evaluation, _reading(run) as (batches, health),  # films fork, Ray has threads
+              _films(run) as films, evaluations_of(run) as evaluations, _reading(run) as (batches, health),  # films fork, Ray has threads
               metric_writer(run.folder, tensorboard, counters["steps"], wandb=wandb, config=config) as writer):  # last: it starts threads
             updates.start_clock()
             for batch in batches:
                 with uninterrupted():
-                    record = updates.learn(batch, health, evaluation.poll() if evaluation else [], writer, bar)
+                    record = updates.learn(batch, health, evaluations.poll() if evaluations else [], writer, bar)
                     if counters["updates"] % config["checkpoint_every"] == 0: run.save()
                     updates.waiting = perf_counter()
                 is_last = counters["steps"] >= steps
                 if films: films.after(counters["updates"], is_last)
                 if is_last: break
-                if evaluation: updates.leave_out(evaluation.after_update())
-            for answer in evaluation.finish() if evaluation else ():
+                if evaluations: updates.leave_out(evaluations.after_update())
+            for answer in evaluations.finish() if evaluations else ():
                 _report(dict(steps=counters["steps"], updates=counters["updates"], **answer.metrics), writer, bar)
         if counters["steps"] < steps:
             raise DataError("the pipeline ended before the training did", expected=f"{steps} steps", got=f"{counters['steps']} steps")

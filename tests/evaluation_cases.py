@@ -51,6 +51,11 @@ class Fails(Pays):
         return super().step(action)
 
 
+class Locked(Pays):
+    "With a lock it cannot be pickled."
+    def __init__(self, lock): pass
+
+
 class Constant(Actor):
     "The action is the weight, which is there many times over; -1 if they differ."
     def __init__(self, n=1):
@@ -107,10 +112,10 @@ def until(condition):
 
 
 def begun(evaluation, gate=None):
-    "Wait until the request is under way; if a `Gated` environment waits for a `gate`, until it does so."
+    "Wait until the process has started; if a `Gated` environment waits for a `gate`, until it does so."
     def heard():
         assert evaluation.poll() == []
-        return not evaluation.process.pending and (gate is None or gate.with_suffix(".waits").exists())
+        return evaluation.worker.has_started and (gate is None or gate.with_suffix(".waits").exists())
     until(heard)
 
 

@@ -16,9 +16,10 @@ from command_line import alive, process, rollpipe, script, wait_for
 from gymnasium.wrappers import TimeLimit
 
 from rollpipe.algorithms import ALGORITHMS
+from rollpipe.commands import find_run
 from rollpipe.config import make_config
 from rollpipe.evaluations import evaluate_end, read_evaluations
-from rollpipe.locks import lock
+from rollpipe.locks import lock, unlock
 from rollpipe.layers import Critic, GaussianPolicy
 from rollpipe.logs import read_metrics
 from rollpipe.pipes import on_policy
@@ -33,7 +34,8 @@ TOML = "options = { n_envs = 2, n_steps = 32, hidden = [8], critic_hidden = [8] 
 
 
 def small(**run):
-    return make_config("trpo", "CartPole-v1", OPTIONS, **{**dict(steps=640, eval_steps=200, eval_episodes=2, final_episodes=3), **run})
+    run = {**dict(steps=640, eval_every="200 steps", eval_episodes=2, final_episodes=3), **run}
+    return make_config("trpo", "CartPole-v1", OPTIONS, **run)
 
 
 def learn(run): return train(run, progress=False, tensorboard=False)
@@ -54,7 +56,7 @@ WHOLE = [("training", 0), ("training", 256), ("training", 448), ("training", 640
 # -- evaluations of one run --------------------------------------------------------------------------------------------
 
 def test_the_training_does_not_notice_its_evaluations(tmp_path, whole):
-    seen, plain = whole, start(tmp_path/"b", small(eval_steps=0))
+    seen, plain = whole, start(tmp_path/"b", small(eval_every=0))
     learn(plain)
     assert points(seen.folder) == WHOLE and not points(plain.folder)
     ours, theirs = (load_run(run.folder).agent_state for run in (seen, plain))
@@ -79,18 +81,18 @@ class Killed(BaseException): "Stands for the end of the process: nothing is save
 @pytest.mark.parametrize("at", range(6))
 def test_a_run_that_ends_during_an_evaluation_makes_it_up(tmp_path, monkeypatch, at, whole):
     "The process ends after the checkpoint was saved, and before the evaluation is written."
-    from rollpipe import evaluations
-    real, calls = evaluations.evaluate, []
+    from rollpipe.agents import parallel_evaluation
+    real, calls = parallel_evaluation.evaluate, []
     def evaluate(*args, **kwargs):
         calls.append(1)
         if len(calls) == at + 1: raise Killed
         return real(*args, **kwargs)
-    monkeypatch.setattr(evaluations, "evaluate", evaluate)
+    monkeypatch.setattr(parallel_evaluation, "evaluate", evaluate)
     run = start(tmp_path/"b", small())
     with pytest.raises(Killed): learn(run)
     assert points(run.folder) == WHOLE[:at]
     before = results(run.folder)
-    monkeypatch.setattr(evaluations, "evaluate", real)
+    monkeypatch.setattr(parallel_evaluation, "evaluate", real)
     if at < 4 and load_run(run.folder).counters["steps"] < 640: learn(resume(run.folder))
     else: evaluate_end(run.folder)
     assert points(run.folder) == WHOLE and results(run.folder)[:at] == before
@@ -127,10 +129,50 @@ def test_a_run_that_is_trained_further_has_its_last_evaluations_at_its_end(tmp_p
     assert rollpipe("plot", run.folder, "--y", "eval_return_mean", "--out", tmp_path/"x.svg") == 0
 
 
-def test_two_kinds_of_evaluations_at_once_are_refused():
-    with pytest.raises(DataError, match="either --eval-every or --eval-steps"): small(eval_every=3)
+@pytest.mark.parametrize("text", ["200steps", "200 steps", "0_200 Steps"])
+def test_the_unit_says_whether_updates_or_steps_are_counted(text):
+    assert small(eval_every=text) == small() and small(eval_every="3 updates") == small(eval_every=3)
+    assert {name: x for name, x in small(eval_every=3).items() if name.startswith(("eval", "final"))} == dict(eval_every=3, eval_episodes=2)
+    assert not any("episodes" in name for name in small(eval_every=0))
+
+
+@pytest.mark.parametrize("value", ["3 hours", "steps", -1, 2.5, "-3 steps", True, None])
+def test_what_is_no_interval_is_refused(value):
+    with pytest.raises(DataError, match="eval_every: out of range. Expected updates, such as 10; or steps, such as '20_000 steps', got"):
+        small(eval_every=value)
     with pytest.raises(DataError, match="eval_episodes: out of range. Expected at least 1"): small(eval_episodes=0)
-    assert not any("episodes" in name for name in small(eval_steps=0))
+
+
+def test_a_run_of_an_earlier_version_goes_on(tmp_path, capsys):
+    "Its `eval_steps` stands in the checkpoint, in the configuration, and in a file of one's own. The option is understood as well."
+    config = small(steps=256)
+    old = {**{name: x for name, x in config.items() if name != "eval_every"}, "eval_every": 0, "eval_steps": 200}
+    run = start(tmp_path/"run", config)._replace(config=old)
+    run.save()
+    (run.folder/"config.json").write_text(json.dumps(old))
+    unlock(run.folder)
+    words = ["train", "trpo", "CartPole-v1", "--steps", 256, "--config", run.folder/"config.json", "--quiet", "--no-tensorboard"]
+    assert rollpipe(*words, "--out", run.folder, "--continue") == 0                          # so it is the same configuration
+    assert rollpipe(*words, "--out", tmp_path/"new", "--eval-steps", "0.2k") == 0
+    assert [r["returns"] for r in results(run.folder)] != [] and points(tmp_path/"new") == points(run.folder)
+    for folder in (run.folder, tmp_path/"new"):
+        for found in (load_run(folder).config, json.loads((folder/"config.json").read_text())):
+            assert found["eval_every"] == "200 steps" and "eval_steps" not in found
+    (tmp_path/"own.toml").write_text("eval_every = 3\neval_steps = 5\n")
+    capsys.readouterr()
+    assert rollpipe("train", "trpo", "CartPole-v1", "--config", tmp_path/"own.toml") == 2
+    assert f"{tmp_path}/own.toml: two kinds of evaluations. Expected eval_every alone" in capsys.readouterr().err
+
+
+def test_a_run_with_evaluations_by_updates_of_an_earlier_version_goes_on(tmp_path):
+    "The number of episodes was 20, and was not stored."
+    config = small(steps=128, eval_every=1, eval_episodes=20)
+    run = start(tmp_path/"run", config)._replace(config={name: x for name, x in config.items() if name != "eval_episodes"})
+    run.save()
+    unlock(run.folder)
+    assert find_run(run.folder, config).config == load_run(run.folder).config
+    learn(resume(run.folder))
+    assert load_run(run.folder, best=True).evaluated["episodes"] == 20
 
 
 # -- a bench -----------------------------------------------------------------------------------------------------------
@@ -231,7 +273,8 @@ def test_a_specification_does_not_make_us_import_a_module_and_goes_on_with_the_s
     asked = script(tmp_path, "bench", file, "--quiet")
     assert asked.returncode == 2 and re.search(f"{file}: isle:Isle-v0 needs the module 'isle'.*Expected --import isle", asked.stderr)
     assert not (tmp_path/"imported").exists() and not (tmp_path/"runs").exists()
-    words = "--n-envs 2 --n-steps 32 --hidden 8 --critic-hidden 8 --steps 256 --eval-steps 12 --eval-episodes 1 --final-episodes 1".split()
+    words = "--n-envs 2 --n-steps 32 --hidden 8 --critic-hidden 8 --steps 256 --eval-every 12steps --eval-episodes 1".split()
+    words += ["--final-episodes", 1]
     typed = script(tmp_path, "train", "trpo", "isle:Isle-v0", *words, "--seed", 1, "--out", "runs/a/trpo-isle-Isle-v0-s1")
     assert typed.returncode == 0, typed.stderr     # without `--import`, as by an earlier bench
     for complete in (1, 2):
@@ -265,10 +308,11 @@ def test_two_benches_in_one_folder_are_refused(tmp_path, capfd):
     ("steps = 256", "steps = 0", "steps"),
     ("[[row]]", "[[rows]]", "there is no key 'rows'. Expected row"), ("steps = 256", "preset = \"Pendulum-v1\"",
                                                                       "is for another action space"),
-    ("episodes = 2", "episodes = 0", "eval_episodes: out of range"), ("every = 100", "every = -1", "eval_steps: out of range"),
+    ("episodes = 2", "episodes = 0", "eval_episodes: out of range"), ("every = 100", "every = -1", "eval_every: out of range"),
     ("= [8]", "= [0]", "cannot be built|hidden"), ("steps = 256", "steps 256", "not TOML"),
     *(("options = { ", f"options = {{ {name} = 3, ", f"row 1: '{name}' stands among the options. Expected the key {key} of the row")
-      for name, key in dict(steps="steps", eval_steps="every", seed="seeds", eval_episodes="episodes", name="label").items()),
+      for name, key in dict(steps="steps", eval_every="every", eval_steps="every", seed="seeds", eval_episodes="episodes",
+                            name="label").items()),
     ("every = 100", 'every = 100\n[[published]]\nalgorithm = "ppo"\nenv = "CartPole-v1"\nname = "x"\nmean = 1\nsource = "y"',
      "no row to compare it")])
 def test_what_is_wrong_in_a_specification_is_told_before_anything_runs(tmp_path, capsys, old, new, told):

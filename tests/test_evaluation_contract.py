@@ -1,4 +1,4 @@
-"""What every evaluation beside the training promises, whoever evaluates: a process of this machine, or a worker of a Ray cluster.
+"""What every evaluation of a training promises, whoever evaluates: this process, another one, or a worker of a Ray cluster.
 
 What only processes have is in `test_parallel_evaluation.py`; what only a cluster has is at the end.
 """
@@ -16,12 +16,13 @@ from itertools import islice
 
 import pytest
 import torch
-from evaluation_cases import (PATIENCE, Constant, Counts, Fails, Gated, Pays, Plain, begun, boom, check_same_as_here, kill, odd, same,
-                              train, until)
+from evaluation_cases import (PATIENCE, Constant, Counts, Fails, Gated, Locked, Pays, Plain, begun, boom, check_same_as_here, kill, odd,
+                              same, train, until)
 from ray_cases import two_nodes
 from worker_cases import gone, slack
 
 from rollpipe.agents import TRPO, ParallelEvaluation, evaluate
+from rollpipe.agents.parallel_evaluation import SerialEvaluation
 from rollpipe.layers import CategoricalPolicy, Critic
 from rollpipe.pipes import on_policy
 from rollpipe.pipes.cluster.door import lease
@@ -41,30 +42,38 @@ def nodes():
         release()
 
 
-@pytest.fixture(scope="module", params=["process", "ray"])
-def Evaluation(request):
-    "The class, with the place where it evaluates."
-    if request.param == "process": return partial(ParallelEvaluation, start_method="fork")
+def evaluation_in(place, request):
+    "The class that evaluates in this place."
+    if place == "here": return SerialEvaluation
+    if place == "process": return partial(ParallelEvaluation, start_method="fork")
     return partial(ParallelEvaluation, ray=dict(address=request.getfixturevalue("nodes").address))
+
+
+@pytest.fixture(scope="module", params=["process", "ray"])
+def Evaluation(request): return evaluation_in(request.param, request)
+
+
+@pytest.fixture(scope="module", params=["here", "process", "ray"])
+def Anywhere(request): return evaluation_in(request.param, request)
 
 
 def started(evaluation):
     "The number of the process that evaluates, as soon as it is known."
-    until(lambda: not evaluation.poll() and evaluation.process.worker.has_started)
-    return evaluation.process.worker.pid
+    until(lambda: not evaluation.poll() and evaluation.worker.has_started)
+    return evaluation.worker.pid
 
 
 # --- what is evaluated
 
-def test_same_as_here(Evaluation): check_same_as_here(Evaluation)
+def test_same_as_here(Anywhere): check_same_as_here(Anywhere)
 
 
-def test_of_the_version_it_says_while_training_goes_on(Evaluation):
+def test_of_the_version_it_says_while_training_goes_on(Anywhere):
     "With a learner that never waits every answer still is the evaluation of its version."
     actor, critic = CategoricalPolicy.for_env("CartPole-v1", hidden=(8,)), Critic.for_env("CartPole-v1", hidden=(8,))
     trpo, then, answers = TRPO(actor, critic), {0: copy.deepcopy(actor)}, []
     options = dict(n_episodes=2, seed=3)
-    with Evaluation("CartPole-v1", actor, **options) as evaluation:
+    with Anywhere("CartPole-v1", actor, **options) as evaluation:
         for batch in islice(on_policy("CartPole-v1", actor, critic, n_envs=4, n_steps=32, seed=0), 8):
             trpo.update(batch)
             then[version_of(actor)] = copy.deepcopy(actor)
@@ -91,11 +100,11 @@ def test_never_half_of_one_version(Evaluation):
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_fresh_and_greedy(deterministic, Evaluation):
+def test_fresh_and_greedy(deterministic, Anywhere):
     "Neither environments nor recurrent states are carried over, and nothing explores unless it is asked to."
     actor = Counts().train()
     expected = evaluate(Pays, actor, 3, n_envs=1, deterministic=deterministic)
-    with Evaluation(Pays, actor, 3, n_envs=1, deterministic=deterministic) as evaluation:
+    with Anywhere(Pays, actor, 3, n_envs=1, deterministic=deterministic) as evaluation:
         for _ in range(2):
             evaluation.request()
             [answer] = evaluation.wait(PATIENCE)
@@ -104,8 +113,8 @@ def test_fresh_and_greedy(deterministic, Evaluation):
     assert actor.training
 
 
-def test_an_actor_without_weights(Evaluation):
-    with Evaluation(Pays, Plain(), 2, n_envs=1) as evaluation:
+def test_an_actor_without_weights(Anywhere):
+    with Anywhere(Pays, Plain(), 2, n_envs=1) as evaluation:
         evaluation.request()
         [answer] = evaluation.wait(PATIENCE)
     assert answer.version == 0 and answer.evaluation.returns.tolist() == [1, 2]
@@ -158,7 +167,7 @@ def test_a_death_is_told_with_the_version(Evaluation):
     with pytest.raises(WorkerError, match=r"^evaluation \(pid \d+\).* while it evaluated version 1"): evaluation.wait(PATIENCE)
 
 
-@pytest.mark.parametrize("call", ["request", "wait"])
+@pytest.mark.parametrize("call", ["request", "poll", "wait", "close"])
 def test_a_death_is_told_soon(tmp_path, call, Evaluation):
     "By the next call, and by one that waits while it happens."
     gate = tmp_path/"gate"
@@ -168,7 +177,7 @@ def test_a_death_is_told_soon(tmp_path, call, Evaluation):
     threading.Timer(.2 if call == "wait" else 0, os.kill, (pid := started(evaluation), signal.SIGKILL)).start()
     if call != "wait":
         assert gone([pid], 10) == []
-        until(lambda: evaluation.process.worker.poll(.1))
+        until(lambda: evaluation.worker.poll(.1))
     begin = time.monotonic()
     with pytest.raises(WorkerError, match=rf"evaluation \(pid {pid}\).* while it evaluated version 0"): getattr(evaluation, call)()
     assert time.monotonic() - begin < 2 * slack() and not evaluation.busy
@@ -178,8 +187,8 @@ def test_answers_from_before_are_not_lost(Evaluation):
     actor = Constant()
     evaluation = Evaluation(Pays, actor, 1)
     evaluation.request()
-    until(lambda: not evaluation.process.listen(.1) and evaluation.process.answers)
-    os.kill(pid := evaluation.process.worker.pid, signal.SIGKILL)
+    until(lambda: not evaluation._listen(.1) and evaluation.answers)
+    os.kill(pid := evaluation.worker.pid, signal.SIGKILL)
     assert gone([pid], 10) == []
     assert [a.version for a in evaluation.poll()] == [0]
     with pytest.raises(WorkerError, match=rf"evaluation \(pid {pid}\)"):
@@ -193,8 +202,7 @@ def test_close_raises_what_was_not_told(Evaluation):
         evaluation = Evaluation(partial(Fails, boom), Constant(), 2)
         started(evaluation)
         evaluation.request()
-        while evaluation.process.worker.take() != (0, 0): evaluation.process.worker.poll(1.)
-        assert evaluation.process.worker.poll(PATIENCE)
+        assert evaluation.worker.poll(PATIENCE)
         return evaluation
     with pytest.raises(EnvError, match="boom"): fail().close()
     with pytest.raises(KeyError), fail(): raise KeyError
@@ -224,6 +232,22 @@ def test_weights_that_change_their_form(Evaluation):
         with pytest.raises(ActorError, match="changed the form"): evaluation.request()
 
 
+@pytest.mark.parametrize("change, error, match", [
+    (dict(n_episodes=0), DataError, "n_episodes"), (dict(silence=0), DataError, "silence"), (dict(grace=-1), DataError, "grace"),
+    (dict(on_silence="stop"), DataError, "on_silence"), (dict(on_limit="stop"), DataError, "leaf on_limit"),
+    (dict(max_steps=0), DataError, "leaf max_steps"), (dict(env="CartPole-v99"), EnvError, "CartPole"),
+    (dict(actor=1), ActorError, "step"), (dict(start_method="thread"), WorkerError, "start method"),
+    (dict(ray=3), DataError, "leaf ray: out of range. Expected a dict with some of address, resources, runtime_env"),
+    (dict(ray=dict(adress="auto")), DataError, "leaf ray: out of range.*adress"),
+    (dict(ray=dict(address="head")), DataError, "leaf address: out of range"),
+    (dict(ray={}, start_method="fork"), DataError, "leaf start_method"),
+    (dict(ray={}, record="x.gif"), DataError, "leaf record.* it would stay"),
+    (dict(ray=dict(resources=dict(num_cpus=-1))), DataError, "leaf resources")])
+def test_options_that_do_not_fit(change, error, match):
+    whose = "ParallelEvaluation, .*" if error is DataError else ""
+    with pytest.raises(error, match=f"{whose}{match}"): ParallelEvaluation(**{"env": Pays, "actor": Constant(), **change})
+
+
 # --- life and death
 
 def test_close_in_the_middle(tmp_path, Evaluation):
@@ -233,7 +257,7 @@ def test_close_in_the_middle(tmp_path, Evaluation):
     evaluation.request()
     begun(evaluation, gate)
     pid = started(evaluation)
-    until(lambda: "in reset" in evaluation.process.worker.current_traceback())
+    until(lambda: "in reset" in evaluation.worker.current_traceback())
     evaluation.close()
     evaluation.close()
     assert gate.with_suffix(".closed").exists() and gone([pid], 10) == [] and not evaluation.busy
@@ -248,19 +272,6 @@ def test_one_that_is_forgotten_ends(Evaluation):
 
 
 # --- what only a cluster has
-
-@pytest.mark.parametrize("options, match", [
-    (dict(ray=3), "leaf ray: out of range. Expected a dict with some of address, resources, runtime_env"),
-    (dict(ray=dict(adress="auto")), "leaf ray: out of range.*adress"), (dict(ray=dict(address="head")), "leaf address: out of range"),
-    (dict(ray={}, start_method="fork"), "leaf start_method"), (dict(ray={}, record="x.gif"), "leaf record.* it would stay"),
-    (dict(ray=dict(resources=dict(num_cpus=-1))), "leaf resources")])
-def test_options_that_do_not_fit(options, match):
-    with pytest.raises(DataError, match=f"ParallelEvaluation, {match}"): ParallelEvaluation(Pays, Constant(), 1, **options)
-
-
-class Locked(Pays):
-    def __init__(self, lock): pass
-
 
 def test_what_cannot_be_had(nodes):
     "A lock in another process, a node of that kind, another cluster: all is told before anything starts."
@@ -279,12 +290,12 @@ def test_its_node_is_lost(nodes):
         for evaluation in (there, elsewhere): evaluation.request()
         begun(there, nodes.folder/"gate")
         started(there)
-        assert there.process.worker.node == third.node_id
+        assert there.worker.node == third.node_id
         nodes.kill(third)
         begin = time.monotonic()
         with pytest.raises(WorkerError, match=r"^evaluation \(pid \d+\) on node .* died \(.*\) while it evaluated version 0"):
             there.wait(PATIENCE)
         assert time.monotonic() - begin < 10 * slack()
         [answer] = elsewhere.wait(PATIENCE)
-        assert elsewhere.process.worker.node == nodes.far.node_id and answer.evaluation.returns == [0]
+        assert elsewhere.worker.node == nodes.far.node_id and answer.evaluation.returns == [0]
         assert re.search(r"evaluation \(pid \d+\) on node", repr(elsewhere))

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from evaluation_cases import PATIENCE, Constant, Fails, Gated, Pays, begun, check_same_as_here, kill, leave, same, train, until
+from evaluation_cases import PATIENCE, Constant, Fails, Locked, Pays, begun, check_same_as_here, kill, leave, same, train
 
 from rollpipe.agents import TRPO, ParallelEvaluation, evaluate
 from rollpipe.layers import CategoricalPolicy, Critic
 from rollpipe.pipes import ProcessReading, on_policy
-from rollpipe.pipes.errors import ActorError, DataError, EnvError, WorkerError
+from rollpipe.pipes.errors import ActorError, EnvError, WorkerError
 from rollpipe.pipes.torchdata import DataLoader2
 from rollpipe.pipes.modules import version_of
 
@@ -45,19 +45,17 @@ def test_without_a_seed_episodes_are_fresh():
 
 # who waits for what
 
-def test_a_request_that_crosses_the_beginning(monkeypatch):
-    "The process had begun with version 1, and this side did not know when version 2 was requested: it is not forgotten."
+def test_requests_that_come_before_it_begins_are_one():
+    "The process stands still meanwhile. It evaluates the weights of the latest request, once."
     actor = Constant()
     with ParallelEvaluation(Pays, actor, 1, start_method="fork") as evaluation:
-        until(lambda: evaluation.process.listen(.1) or evaluation.process.worker.has_started)
-        train(actor)
-        evaluation.request()
-        assert evaluation.process.worker.link.poll(PATIENCE)
-        train(actor)
-        with monkeypatch.context() as patch:
-            patch.setattr(evaluation.process, "listen", lambda: None)
+        begun(evaluation)
+        os.kill(evaluation.worker.pid, signal.SIGSTOP)
+        for _ in range(2):
+            train(actor)
             evaluation.request()
-        assert [a.version for a in evaluation.wait(PATIENCE)] == [1, 2]
+        os.kill(evaluation.worker.pid, signal.SIGCONT)
+        assert [a.version for a in evaluation.wait(PATIENCE)] == [2] and not evaluation.busy
 
 
 def test_two_at_once():
@@ -82,8 +80,8 @@ def test_beside_worker_lanes():
                 evaluation.request()
                 versions += [answer.version for answer in evaluation.wait(PATIENCE)]
             elif k == 3:
-                os.kill(evaluation.process.worker.pid, signal.SIGKILL)
-                evaluation.process.worker.process.join()
+                os.kill(evaluation.worker.pid, signal.SIGKILL)
+                evaluation.worker.process.join()
                 with pytest.raises(WorkerError, match="SIGKILL"): evaluation.request()
     assert versions == [1, 2, 3] and version_of(actor) == 6
 
@@ -135,23 +133,6 @@ def test_a_process_that_ends(function, told, method):
     with pytest.raises(WorkerError, match=f"evaluation .*{told} while it evaluated version 1"): evaluation.wait(PATIENCE)
 
 
-@pytest.mark.parametrize("call", ["request", "poll", "wait", "close"])
-def test_a_process_that_was_killed(tmp_path, call):
-    "The next call tells, and so does one that waits while it happens."
-    evaluation = ParallelEvaluation(partial(Gated, tmp_path/"gate"), Constant(), 1, start_method="fork")
-    evaluation.request()
-    begun(evaluation)
-    threading.Timer(.2 if call == "wait" else 0, os.kill, (evaluation.process.worker.pid, signal.SIGKILL)).start()
-    if call != "wait": os.waitid(os.P_PID, evaluation.process.worker.pid, os.WEXITED | os.WNOWAIT)
-    begin = time.monotonic()
-    with pytest.raises(WorkerError, match="was killed by SIGKILL"): getattr(evaluation, call)()
-    assert time.monotonic() - begin < (2 if call == "wait" else 1)
-
-
-class Locked(Pays):
-    def __init__(self, lock): pass
-
-
 def test_what_cannot_be_pickled():
     make = partial(Locked, threading.Lock())
     with pytest.raises(WorkerError, match="evaluation cannot be started by spawn"):
@@ -171,15 +152,6 @@ def test_episodes_that_are_cut_off():
     expected = evaluate("CartPole-v1", policy, 5, **options)
     assert (found.evaluation.returns == expected.returns).all() and (found.evaluation.cut_off == expected.cut_off).all()
     assert found.metrics.get("eval_cut_off", 0) == expected.cut_off.sum() > 0
-
-
-@pytest.mark.parametrize("change, error, match", [
-    (dict(n_episodes=0), DataError, "n_episodes"), (dict(silence=0), DataError, "silence"), (dict(grace=-1), DataError, "grace"),
-    (dict(on_silence="stop"), DataError, "on_silence"), (dict(on_limit="stop"), DataError, "ParallelEvaluation, leaf on_limit"),
-    (dict(max_steps=0), DataError, "ParallelEvaluation, leaf max_steps"), (dict(env="CartPole-v99"), EnvError, "CartPole"),
-    (dict(actor=1), ActorError, "step"), (dict(start_method="thread"), WorkerError, "start method")])
-def test_refused(change, error, match):
-    with pytest.raises(error, match=match): ParallelEvaluation(**{"env": Pays, "actor": Constant(), **change})
 
 
 # life and death
@@ -215,7 +187,7 @@ if __name__ == "__main__":
     for evaluation in evaluations:
         evaluation.request()
         begun(evaluation)
-    print(*[evaluation.process.worker.pid for evaluation in evaluations], flush=True)
+    print(*[evaluation.worker.pid for evaluation in evaluations], flush=True)
     if sys.argv[1] == "wait": evaluation.wait()
 """
 

@@ -29,7 +29,8 @@ HOSTILE = "_<script>alert('1')</script>&\"|`=[a](b)$\\frac$\\"
 def make_run(folder, means, seed=0, steps=20, **config):
     "A run with an evaluation every 10 steps. It is complete if it has come to its steps."
     folder.mkdir(parents=True)
-    config = dict(dict(algorithm="trpo", env="CartPole-v1", seed=seed, steps=steps, eval_steps=10, options=dict(max_kl=.01)), **config)
+    config = dict(dict(algorithm="trpo", env="CartPole-v1", seed=seed, steps=steps, eval_every="10 steps",
+                       options=dict(max_kl=.01)), **config)
     (folder/"config.json").write_text(json.dumps(config))
     (folder/"metrics.jsonl").write_text("".join(json.dumps(dict(steps=10*i, updates=i, kl=.01*i, accepted=1)) + "\n" for i in (1, 2)))
     about = dict(updates=1, seconds=2.5, std=0., returns=[0.], lengths=[1], seed=1, resumes=0)
@@ -245,7 +246,7 @@ def test_the_command_of_runs_over_ranks_begins_with_torchrun_and_names_one_run_e
     ({BENCH: '{"format": 2, "rows": []}'}, "made by another version of rollpipe. Expected format 1, got 2"),
     ({BENCH: '{"format": 1, "rows": [{"name": "a"}]}'}, "bench.json: damaged"),
     ({"x/config.json": '{"env": "CartPole-v1", "algorithm": "trpo", "steps": 3}'},
-     "its runs have no evaluations. Expected runs of .*--eval-steps"),
+     "its runs have no evaluations. Expected runs of .*--eval-every 'N steps'"),
     ({"x/config.json": "?"}, "config.json: damaged"),
     ({"x/config.json": '{"env": "CartPole-v1", "algorithm": "trpo", "steps": 3}', "x/evaluations.jsonl": '{"format": 3, "kind": "last"}\n'},
      "made by another version of rollpipe. Expected format 1, got 3")])
@@ -315,7 +316,7 @@ def charts_once(monkeypatch):
 
     def drawn(results, name):
         rows = [(row.label, row.env, row.threshold, row.published, [(run.seed, run.metrics) if name == "certificate" else
-                 (run.state, run.config.get("eval_steps"), run.curve) for run in row.results]) for row in results.rows]
+                 (run.state, run.config.get("eval_every"), run.curve) for run in row.results]) for row in results.rows]
         if (key := (name, repr(rows))) not in found: found[key] = (figure := figures[name](results)) and svg(figure, name)
         return found[key] or ""
 

@@ -219,7 +219,7 @@ def test_a_pipe_that_python_inserts_goes_on_from_the_checkpoint(tmp_path, caplog
 
 
 def test_a_last_evaluation_that_is_made_up_leaves_what_pipes_have_learned(tmp_path):
-    run = start(tmp_path/"run", configured(eval_steps=32, eval_episodes=1, final_episodes=1))
+    run = start(tmp_path/"run", configured(eval_every="32 steps", eval_episodes=1, final_episodes=1))
     train(run, progress=False, tensorboard=False)
     records, stored = read_evaluations(run.folder), load_checkpoint(run.checkpoint).pipes
     write_evaluations(run.folder, [r for r in records if r["kind"] == "training"])     # as if it was ended before
@@ -228,7 +228,7 @@ def test_a_last_evaluation_that_is_made_up_leaves_what_pipes_have_learned(tmp_pa
     same_states(load_checkpoint(run.checkpoint).pipes, stored)
 
 
-@pytest.mark.parametrize("how", [dict(eval_steps=16, eval_episodes=1, final_episodes=1), dict(eval_every=1)])
+@pytest.mark.parametrize("how", [dict(eval_every="16 steps", eval_episodes=1, final_episodes=1), dict(eval_every=1)])
 def test_the_best_checkpoint_has_the_states_of_its_moment(how, tmp_path, monkeypatch):
     states, run = {}, start(tmp_path/"run", configured(**how))
     def update(batch, update=run.agent.update):
@@ -245,7 +245,8 @@ def test_the_best_checkpoint_has_the_states_of_its_moment(how, tmp_path, monkeyp
 
 
 def test_a_run_that_is_refused_still_has_the_states_that_wait(tmp_path):
-    config = make_config("ppo", "CartPole-v1", dict(n_envs=2, n_steps=8, engine="torch", terminal_obs=True), steps=32, eval_steps=32,
+    config = make_config("ppo", "CartPole-v1", dict(n_envs=2, n_steps=8, engine="torch", terminal_obs=True),
+                         steps=32, eval_every="32 steps",
                          eval_episodes=1, final_episodes=1)
     run = edited(start(tmp_path/"run", config), RND.inserter(after=Lanes, network=networks("CartPole-v1")))
     train(run, progress=False, tensorboard=False)

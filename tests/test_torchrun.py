@@ -86,7 +86,7 @@ def run_alone(*words, cwd):
 
 @pytest.mark.parametrize("algorithm, more", [("ppo", []), ("trpo", ["--workers", "2"])])
 def test_ranks_learn_what_one_process_learns(algorithm, more, tmp_path):
-    words = ["train", algorithm, *SMALL, "--steps", "1024", "--eval-steps", "512", "--eval-episodes", "2", "--final-episodes", "2",
+    words = ["train", algorithm, *SMALL, "--steps", "1024", "--eval-every", "512 steps", "--eval-episodes", "2", "--final-episodes", "2",
              "--env-kwargs", "max_episode_steps=25"]      # so that ranks have different numbers of truncated episodes
     (code, out, err), (other, silence, noise) = run_ranks(*words, "--out", "both", *more, cwd=tmp_path)
     assert (code, other, silence) == (0, 0, ""), (err, noise)

@@ -7,7 +7,8 @@ __all__ = ['quotas', 'Evaluation', 'check_limit', 'evaluate', 'RandomActor']
 
 # %% ../../nbs/agents/10_evaluate.ipynb #4e6fa0f7
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,29 +127,26 @@ class _Cutter:
         return self.env
 
 # %% ../../nbs/agents/10_evaluate.ipynb #af036f9e
-def _play(ticks: EnvStepper, quota, max_steps, cutters=None, window=None, rows=None, on_episode=None):
-    "Play until every environment has finished its `quota` `[n_envs]` of episodes, or the window is closed. Returns an `Evaluation`."
-    sums, done = EpisodeSums(len(quota)), [[] for _ in quota]
-    stream = iter(ticks)
+def _play(ticks: Iterable, quota, max_steps, rows=None) -> Iterator:
+    "Yield `(environment, return, length, terminated)` of each episode, until every environment has finished its `quota` `[n_envs]`."
+    sums = EpisodeSums(len(quota))
+    for tick in ticks:
+        if rows: rows.add(tick, tick.valid & (sums.count < quota))
+        sums.add(tick.next.rew, tick.valid)
+        for b, ret, length in sums.end(tick.next.fin & tick.valid):
+            if sums.count[b] <= quota[b]: yield b, ret, length, bool(tick.term[b])
+        if (sums.count >= quota).all(): return
+        if (too_long := (sums.length >= max_steps) & (sums.count < quota)).any():
+            raise EnvError("the episode does not end", env=int(np.argmax(too_long)), got=f"{max_steps} steps",
+                           expected="a time limit in the environment, on_limit='cut', or a larger max_steps")
+
+
+def _until_closed(ticks: Iterator, window: Window) -> Iterator:
+    "The ticks until the user closes the window."
     try:
-        while (sums.count < quota).any() and not (window and window.closed):
-            try: tick = next(stream)
-            except EnvError:
-                if window and window.closed: break
-                raise
-            if rows: rows.add(tick, tick.valid & (sums.count < quota))
-            sums.add(tick.next.rew, tick.valid)
-            for b, ret, length in sums.end(tick.next.fin & tick.valid):
-                if len(done[b]) >= quota[b]: continue
-                done[b].append((ret, length, bool(tick.term[b]), cutters is not None and cutters[b].env.cut))
-                if on_episode: on_episode(ret, length)
-            if (too_long := (sums.length >= max_steps) & (sums.count < quota)).any():
-                raise EnvError("the episode does not end", env=int(np.argmax(too_long)), got=f"{max_steps} steps",
-                               expected="a time limit in the environment, on_limit='cut', or a larger max_steps")
-    finally: stream.close()
-    columns = list(zip(*(episode for episodes in done for episode in episodes))) or [()]*4
-    columns = [np.array(column, dtype) for column, dtype in zip(columns, (float, np.int64, bool, bool))]
-    return Evaluation(*columns, trace=rows.trace(sums.count < quota) if rows else None)
+        while not window.closed: yield next(ticks)
+    except EnvError:
+        if not window.closed: raise
 
 # %% ../../nbs/agents/10_evaluate.ipynb #a3d33c41
 def check_limit(max_steps: int, on_limit: str, pipe: Any = None) -> None:
@@ -210,10 +208,16 @@ def evaluate(env: Any, actor: Any, n_episodes: int = 20, *, n_envs: int | None =
         sources = recorders = [Recorder(factory, close, 0 if i else record_episodes) for i, factory in enumerate(sources)]
     elif render: sources = [window := Window(sources[0], close), *sources[1:]]
     if on_limit == "cut": sources = cutters = [_Cutter(factory, max_steps, close) for factory in sources]
-    ticks = EnvStepper(sources, actor, info_keys=(), seed=seed, explore=not deterministic, close=close, device=device)
-    with EvalMode(actor): result = _play(ticks, quota, max_steps, cutters, window, TraceRows(len(quota)) if trace else None, on_episode)
+    stepper = EnvStepper(sources, actor, info_keys=(), seed=seed, explore=not deterministic, close=close, device=device)
+    done, rows = [[] for _ in quota], TraceRows(len(quota)) if trace else None
+    with EvalMode(actor), closing(iter(stepper)) as ticks:
+        for b, *episode in _play(_until_closed(ticks, window) if window else ticks, quota, max_steps, rows):
+            done[b].append((*episode, cutters is not None and cutters[b].env.cut))
+            if on_episode: on_episode(*episode[:2])
     if record is not None: recorders[0].save(record)
-    return result
+    columns = list(zip(*(episode for episodes in done for episode in episodes))) or [()]*4
+    columns = [np.array(column, dtype) for column, dtype in zip(columns, (float, np.int64, bool, bool))]
+    return Evaluation(*columns, trace=rows.trace(quota > [len(episodes) for episodes in done]) if rows else None)
 
 # %% ../../nbs/agents/10_evaluate.ipynb #27bbf9e4
 class RandomActor(Actor):

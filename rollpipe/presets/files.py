@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
 
+from ..agents.schedules import with_eval_every
 from ..options import Option
 from ..pipes.envs.factories import spaces_of
 from ..pipes.errors import DataError
@@ -69,7 +70,7 @@ def checked(values: dict, known: Iterable[Option], where: str) -> dict:
         dict: the same, with None for "none" where an option may be None
     """
     options, found = {option.name: option for option in known}, {}
-    for name, value in values.items():
+    for name, value in with_eval_every(values, f"{where}: ").items():
         if name not in options:
             near = difflib.get_close_matches(name, options, 3)
             raise DataError(f"{where}: there is no option {name!r}", expected=", ".join(near or options))

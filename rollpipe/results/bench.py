@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..agents.checkpoint import write_atomically
+from ..agents.schedules import Every
 from ..algorithms import options_for
 from ..autotune import command_for
 from ..commands import Interrupted, UsageError, find_run
@@ -51,7 +52,7 @@ def run_options(row: Row, steps: int) -> dict:
     Args:
         steps: steps of the training
     """
-    return {**row.run, "eval_steps": row.every or max(1, steps//20)}
+    return {**row.run, "eval_every": Every(row.every or max(1, steps//20), "steps").setting}
 
 
 def jobs_of(rows: list, folder: Path, imports: tuple = ()) -> list:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from gymnasium.envs.registration import registry
 
+from ..agents.schedules import Every, with_eval_every
 from ..evaluations import is_evaluated, read_evaluations
 from ..logs import read_metrics
 from ..options import import_words, typed
@@ -71,7 +72,9 @@ class Result(NamedTuple):
 
 def _check_config(config: dict, where: str) -> None:
     for name, kind in dict(algorithm="a text", env="a text", steps="a whole number").items(): need_value(config, name, kind, where)
-    for name in ("seed", "eval_steps", "ranks"): get_value(config, name, "a whole number", where, 0)
+    try: Every.of(config.get("eval_every", 0))
+    except DataError as e: raise DataError(f"{where}: {e.problem}", leaf="eval_every", expected=e.expected, got=e.got) from None
+    for name in ("seed", "ranks"): get_value(config, name, "a whole number", where, 0)
     for module in get_value(config, "imports", "a list", where, []): need_value(dict(imports=module), "imports", "a text", where)
 
 
@@ -82,7 +85,8 @@ def read_result(
     "Read the result of one run. `state` and `problem` tell what is wrong with it."
     if not (folder/"config.json").is_file(): return Result(seed, folder, "missing", "", {}, [], {})
     try:
-        _check_config(config := read_table(folder/"config.json"), f"{folder/'config.json'}: not the configuration of a run")
+        config = with_eval_every(read_table(folder/"config.json"), f"{folder/'config.json'}: ")
+        _check_config(config, f"{folder/'config.json'}: not the configuration of a run")
         evaluations = read_evaluations(folder)
         metrics = read_metrics(folder) if (folder/"metrics.jsonl").is_file() else {}
     except (PipeError, ValueError, OSError) as e: return Result(seed, folder, "damaged", str(e), {}, [], {})
@@ -176,7 +180,7 @@ def _command(runs: list) -> str:
 
 
 def _of_runs(folder: Path, runs: list) -> Results:
-    "The results of plain runs of `rollpipe train --eval-steps`. Runs that differ only in the seed are in one row."
+    "The results of plain runs of `rollpipe train --eval-every 'N steps'`. Runs that differ only in the seed are in one row."
     rows = []
     for label, group in group_runs(runs).items():
         results = [read_result(path, 0) for path in group]
@@ -187,7 +191,7 @@ def _of_runs(folder: Path, runs: list) -> Results:
         rows.append(RowResult(label, config["algorithm"], config["env"], _command(results), threshold_of(config["env"]), None, [], results))
     if not any(x.evaluations for row in rows for x in row.results):
         raise DataError(f"{folder}: its runs have no evaluations",
-                        expected="runs of `rollpipe bench`, or of `rollpipe train --eval-steps N`")
+                        expected="runs of `rollpipe bench`, or of `rollpipe train --eval-every 'N steps'`")
     return Results(folder.resolve().name, rows)
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..agents.schedules import Every
 from ..plots import LABELS, plain, style
 from .collect import Result, Results, RowResult
 from .statistics import interval, iqm
@@ -41,8 +42,9 @@ class Curve(NamedTuple):
 
 def _points(run: Result) -> dict:
     "Step at which an evaluation was due -> its mean return."
-    every = run.config.get("eval_steps") or 1
-    return {steps//every*every: mean for steps, mean in zip(*run.curve)}
+    every = Every.of(run.config.get("eval_every", 0))
+    n = every.n if every.unit == "steps" and every.n else 1
+    return {steps//n*n: mean for steps, mean in zip(*run.curve)}
 
 
 def curve_of(row: RowResult) -> Curve | None:

@@ -37,10 +37,9 @@ class Served:
 
 # %% ../../../nbs/pipes/32_cluster/06_service.ipynb #1e282e0f
 class RemoteService(RemoteWorker):
-    """A worker in a cluster, with the methods of a `WorkerProcess`, for one object that learns.
+    """A worker in a cluster, with the methods of a `WorkerProcess`, for one object that learns. It answers one request after another.
 
-    Each request brings two messages: first `(publication, version)` of the weights that were sent with it, then the answer. Raises
-    `WorkerError` if there is no Ray, no cluster at the address or no room, or if `make` or `args` cannot be pickled.
+    Raises `WorkerError` if there is no Ray, no cluster at the address or no room, or if `make` or `args` cannot be pickled.
 
     Args:
         name: name in error messages
@@ -52,9 +51,7 @@ class RemoteService(RemoteWorker):
     """
     def __init__(self, name: str, make: Callable, args: tuple, publisher: WeightPublisher, place: Place, *, threads: int = 1,
                  grace: float = 5.0):
-        self.place, self.publisher = place, publisher
-        self.number, self.begun = None, None             # number of the worker's weights; first message, if not taken yet
-        self.waiting = self.under_way = False            # does a request wait? is one sent and not answered?
+        self.place, self.number = place, None             # `number` of the publication that the worker has
         try:
             packed = packed_for(name, Served, (make, *args))
             ray = place.connect()
@@ -67,32 +64,18 @@ class RemoteService(RemoteWorker):
             raise
 
     def send(self, message: Any) -> None:
-        "Send a request with the newest weights, at the latest when the answer to the previous one is taken. The message does not matter."
-        self.waiting = True
-        self._send_next()
-
-    def _send_next(self):
-        "Send the request that waits, unless another one is under way."
-        if not self.waiting or self.under_way: return
-        self.waiting, self.under_way = False, True
+        "Send a request with the newest weights. The message does not matter."
         number, data = self.weights.of(None)
         super().send((number, None if number == self.number else data))
-        self.number, self.begun = number, (number, *self.publisher.versions())
+        self.number = number
 
     def poll(self, timeout: float = 0.) -> bool:
         "Has something arrived, or has the worker ended? Waits at most `timeout` seconds."
-        if self.begun is not None: return True
         return bool(self.unanswered and self.ray.wait([self.unanswered[0]], timeout=timeout)[0])
 
     def take(self) -> Any:
         "The next message, or `NOTHING`. Raises the worker's own exception, or `WorkerDied`."
-        if self.begun is not None:
-            begun, self.begun = self.begun, None
-            return begun
-        if (answer := super().take()) is NOTHING: return NOTHING
-        self.under_way = False
-        self._send_next()
-        return pickle.loads(*answer)
+        return NOTHING if (answer := super().take()) is NOTHING else pickle.loads(*answer)
 
     def close(self) -> BaseException | None:
         "End the worker, and give the connection back. Returns the error that it sent at the end, or None."
