@@ -109,11 +109,19 @@ def options_of(parts: dict, skip: Iterable = ()) -> list:
     found = {}
     for part, function in parts.items():
         help_texts = meanings(function)
-        for param, x in inspect.signature(function).parameters.items():
+        for x in _parameters(function):
+            param = x.name
             if param in skip or not _is_plain(x.default): continue
             name = param if param not in found else f"{part}_{param}"
             found[name] = Option(name, part, param, x.default, help_texts.get(param, ""), kinds_of(x.annotation, x.default))
     return list(found.values())
+
+
+def _parameters(function: Callable) -> list:
+    "The parameters of a function or a class. What a class itself declares comes before what it inherits."
+    owners = function.__mro__ if inspect.isclass(function) else ()
+    first = {name: k for k, owner in enumerate(owners) for name in inspect.get_annotations(owner)}     # the number of the farthest base
+    return sorted(inspect.signature(function).parameters.values(), key=lambda x: first.get(x.name, 0))
 
 
 def _is_plain(default: Any) -> bool:
