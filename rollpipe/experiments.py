@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .commands import Interrupted, UsageError, config_from, default_folder, find_run, given_names, train_command
+from .commands import Interrupted, UsageError, check_counts, config_from, default_folder, find_run, given_names, train_command
 from .config import build
 from .logs import read_metrics
 from .options import parse_seeds, typed
@@ -198,7 +198,7 @@ def train_or_experiment(args: Namespace) -> None:
     seeds, jobs = getattr(args, "seeds", None), getattr(args, "jobs", None)
     if seeds is not None and hasattr(args, "seed"): raise UsageError("rollpipe train: either --seed or --seeds, not both")
     if jobs is not None and seeds is None: raise UsageError("rollpipe train: --jobs is the number of runs at a time, so it needs --seeds")
-    if jobs is not None and jobs < 1: raise UsageError(f"rollpipe train: --jobs must be at least 1, got {jobs}")
+    if jobs is not None: check_counts(args, "jobs")
     if getattr(args, "proceed", False) and args.overwrite: raise UsageError("rollpipe train: either --continue or --overwrite, not both")
     if seeds is not None and launched(): raise UsageError("rollpipe train: torchrun starts one run, so --seeds cannot be used")
     (train_command if seeds is None else experiment_command)(args)

@@ -129,7 +129,7 @@ def test_a_run_that_is_trained_further_has_its_last_evaluations_at_its_end(tmp_p
 
 def test_two_kinds_of_evaluations_at_once_are_refused():
     with pytest.raises(DataError, match="either --eval-every or --eval-steps"): small(eval_every=3)
-    with pytest.raises(DataError, match="eval_episodes: out of range. Expected at least 1"): small(eval_episodes=0)
+    with pytest.raises(DataError, match="out of range. Expected an integer eval_episodes >= 1"): small(eval_episodes=0)
     assert not any("episodes" in name for name in small(eval_steps=0))
 
 
@@ -265,7 +265,7 @@ def test_two_benches_in_one_folder_are_refused(tmp_path, capfd):
     ("steps = 256", "steps = 0", "steps"),
     ("[[row]]", "[[rows]]", "there is no key 'rows'. Expected row"), ("steps = 256", "preset = \"Pendulum-v1\"",
                                                                       "is for another action space"),
-    ("episodes = 2", "episodes = 0", "eval_episodes: out of range"), ("every = 100", "every = -1", "eval_steps: out of range"),
+    ("episodes = 2", "episodes = 0", "an integer eval_episodes >= 1"), ("every = 100", "every = -1", "an integer eval_steps >= 0"),
     ("= [8]", "= [0]", "cannot be built|hidden"), ("steps = 256", "steps 256", "not TOML"),
     *(("options = { ", f"options = {{ {name} = 3, ", f"row 1: '{name}' stands among the options. Expected the key {key} of the row")
       for name, key in dict(steps="steps", eval_steps="every", seed="seeds", eval_episodes="episodes", name="label").items()),

@@ -6,20 +6,30 @@
 __all__ = ['DQN']
 
 # %% ../../nbs/agents/22_dqn.ipynb #528b6fbf
+from dataclasses import dataclass
+from math import inf
+
 import torch
 
 from .off_policy.q_learner import DeepQLearner
+from .shared_options import number
 from .td import td
 from ..pipes.data import Fragment
 
 # %% ../../nbs/agents/22_dqn.ipynb #41d3b820
+@dataclass(eq=False, kw_only=True)
 class DQN(DeepQLearner):
     """Deep Q-learning, by default double. Duelling is an option of the network; segments and priorities are options of the memory.
 
     Sources: Mnih et al. 2015, https://doi.org/10.1038/nature14236; van Hasselt, Guez, Silver 2015, https://arxiv.org/abs/1509.06461
     (double); Schaul et al. 2015, https://arxiv.org/abs/1511.05952 (priorities); Kapturowski et al. 2019,
     https://openreview.net/forum?id=r1lyTjAqYX (memory, burn-in).
+
+    Args:
+        huber: TD errors beyond this limit count linearly; None: all errors are squared
     """
+    huber: float | None = number(1.0, 0, inf)
+
     def loss(self, fragment: Fragment, weight: torch.Tensor | None) -> tuple:
         "See `td`."
-        return td(fragment, self.actor, self.target, weight=weight, **self.td_options)
+        return td(fragment, self.actor, self.target, weight=weight, huber=self.huber, **self.td_options)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..agents.checkpoint import write_atomically
 from ..algorithms import options_for
 from ..autotune import command_for
-from ..commands import Interrupted, UsageError, find_run
+from ..commands import Interrupted, check_counts, find_run
 from ..config import RUN_OPTIONS, build, make_config
 from ..evaluations import is_evaluated, read_evaluations
 from ..experiments import python_words, run_all
@@ -179,7 +179,7 @@ def _check_imported(row: Row, path: str) -> None:
 
 def _plan(args: Namespace) -> tuple:
     "The specification with the seeds of the command line, and its jobs. Raises an error for everything that cannot work."
-    if args.jobs < 1: raise UsageError(f"rollpipe bench: --jobs must be at least 1, got {args.jobs}")
+    check_counts(args, "jobs")
     spec, folder, imports = read_spec(args.spec), Path(args.dir or f"runs/{Path(args.spec).stem}"), tuple(getattr(args, "imports", ()))
     if args.seeds is not None: spec = spec._replace(rows=[row._replace(seeds=parse_seeds(args.seeds)) for row in spec.rows])
     if folder.exists() and not folder.is_dir(): raise DataError(f"{folder}: not a folder", expected="a folder, or a path where none is")

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..agents.checkpoint import write_atomically
 from ..algorithms import options_for
-from ..commands import Given, Interrupted, UsageError, given_by
+from ..commands import Given, Interrupted, check_counts, given_by
 from ..config import RUN_OPTIONS, build, make_config
 from ..experiments import python_words, run_all, without
 from ..locks import lock, unlock
@@ -81,7 +81,7 @@ def check_file(path: Path, overwrite: bool) -> None:
     raise DataError(f"{path} is there already", expected="another --out, or --overwrite")
 
 # %% ../../nbs/tuning/03_tune.ipynb #2783ed05
-_IN_PROCESS = dict(workers=0, reading="processes", address=None)  # a trial trains in its own process, so other values would have no effect
+_IN_PROCESS = ("workers", "reading", "address")     # a trial trains in its own process, so these keep their defaults
 
 
 class Search:
@@ -93,12 +93,11 @@ class Search:
         self.seeds, self.n = parse_seeds(args.seeds), args.evaluations
         self.free = max(1, self.n // 3)  # so many evaluations, at the start of the first training, cannot end a trial
 
-        for name in ("trials", "jobs", "evaluations"):
-            if getattr(args, name) < 1: raise UsageError(f"rollpipe tune: --{name} must be at least 1, got {getattr(args, name)}")
-        for name, fixed in _IN_PROCESS.items():
-            if run.get(name, fixed) != fixed:
-                raise DataError("rollpipe tune trains in its own process", leaf=name, got=repr(run[name]),
-                                expected=f"{name}={fixed}, and --jobs N for N trials at a time")
+        check_counts(args, "trials", "jobs", "evaluations")
+        for option in RUN_OPTIONS:
+            if option.name in _IN_PROCESS and run.get(option.name, option.default) != option.default:
+                raise DataError("rollpipe tune trains in its own process", leaf=option.name, got=repr(run[option.name]),
+                                expected=f"{option.name}={option.default}, and --jobs N for N trials at a time")
         self.space = space_for(args.algorithm, given.options, self.config({}, 0)["options"])
         self.folder = Path(args.storage or f"tuning/{args.algorithm}-{args.env.replace('/', '-').replace(':', '-')}")
         self.out = Path(args.out) if args.out else self.folder/"preset.toml"

@@ -7,7 +7,6 @@ __all__ = ['DeepQLearner']
 
 # %% ../../../nbs/agents/15_off_policy/08_q_learner.ipynb #675eecf2
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 import torch
@@ -31,14 +30,12 @@ class DeepQLearner(DecayingEpsilon, ReplayLearner, GradientLearner):
         actor: a `QPolicy` or `RecurrentQPolicy`, or another actor with `values` and `epsilon`
         double: choose the best next action by the network, and value it by the target network
         burn_in: first steps of a sample, which only update the memory of a recurrent network (not trained on)
-        huber: TD errors beyond this limit count linearly; None: all errors are squared
         target_every: steps of the optimiser between two copies of the weights to the target network; 1: in effect, no target network
         tau: Polyak averaging: fraction of the way that the target network moves after each step; None: copies, see `target_every`
         eta: weight of the greatest TD error in the priority of a longer sample; the mean error has the rest
     """
     double: bool = True
     burn_in: int = integer(0, 0)
-    huber: float | None = number(1.0, 0, inf)
     target_every: int = integer(200)
     tau: float | None = number(None, 0, 1)
     eta: float = number(0.9, 0, 1)
@@ -51,8 +48,7 @@ class DeepQLearner(DecayingEpsilon, ReplayLearner, GradientLearner):
 
     def __post_init__(self):
         super().__post_init__()
-        self.td_options: dict[str, Any] = dict(gamma=self.gamma, double=self.double, n_steps=self.multi_step, burn_in=self.burn_in,
-                                               huber=self.huber)
+        self.td_options: dict[str, Any] = dict(gamma=self.gamma, double=self.double, n_steps=self.multi_step, burn_in=self.burn_in)
         self.make_target(self.actor)
         self.explore()
 

@@ -7,11 +7,13 @@ __all__ = ['QRDQN']
 
 # %% ../../../nbs/agents/15_off_policy/10_qr_dqn.ipynb #d5371a5a
 from dataclasses import dataclass
+from math import inf
 
 import torch
 
 from .q_learner import DeepQLearner
 from .quantile_td import quantile_td
+from ..shared_options import number
 from ...pipes.data import Fragment
 
 # %% ../../../nbs/agents/15_off_policy/10_qr_dqn.ipynb #98f181e5
@@ -26,10 +28,10 @@ class QRDQN(DeepQLearner):
         actor: a `QuantilePolicy`, or another actor with `quantiles`, `values` and `epsilon`
         huber: differences beyond this limit count linearly; 0: all count linearly
     """
-    huber: float = 1.0
+    huber: float = number(1.0, 0, inf)
     lr: float = 5e-4
     actor_needs = ('values', 'quantiles', 'epsilon')
 
     def loss(self, fragment: Fragment, weight: torch.Tensor | None) -> tuple:
         "See `quantile_td`."
-        return quantile_td(fragment, self.actor, self.target, weight=weight, **self.td_options)
+        return quantile_td(fragment, self.actor, self.target, weight=weight, huber=self.huber, **self.td_options)

@@ -43,7 +43,7 @@ class SAC(ActionLearner):
         super().__post_init__()
         if self.temperature is None: check_range(self, 1e-9, first_temperature=self.first_temperature)      # its logarithm is learnt
         start, box = self.first_temperature if self.temperature is None else self.temperature, self.actor.box
-        if self.target_entropy is None: self.target_entropy = -float(box.center.numel())
+        self.wanted_entropy = -float(box.center.numel()) if self.target_entropy is None else self.target_entropy
         self.is_fixed, device = self.temperature is not None, box.center.device
         self.fixed = torch.tensor(float(start)).to(device)
         self.log_temperature = torch.tensor(log(max(start, 1e-9))).to(device).requires_grad_(not self.is_fixed)
@@ -66,7 +66,7 @@ class SAC(ActionLearner):
         metrics |= dict(temperature=temperature, grad_norm=self.descents['policy'].step(loss, 'loss_policy', share))
         if not self.is_fixed:
             entropy = metrics['entropy'] - self.actor.box.log_volume
-            loss = temperature_loss(self.log_temperature, entropy, self.target_entropy)
+            loss = temperature_loss(self.log_temperature, entropy, self.wanted_entropy)
             self.descents['temperature'].step(loss, 'temperature', share)
         return metrics
 
