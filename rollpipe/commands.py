@@ -32,10 +32,9 @@ from .runs import RUN_FILES, Run, agent_of, discard, files_of_run, folder_of, lo
 from .train import train
 
 # %% auto #0
-__all__ = ['RUN_OPTIONS', 'PLOT_OPTIONS', 'UsageError', 'check_counts', 'Interrupted', 'Given', 'given_by', 'config_from',
-           'train_command', 'default_folder', 'find_run', 'given_names', 'run_to_end', 'evaluate_command',
-           'watch_command', 'export_command', 'plot_command', 'graph_command', 'demo_command', 'profile_command',
-           'autotune_command']
+__all__ = ['RUN_OPTIONS', 'PLOT_OPTIONS', 'UsageError', 'Interrupted', 'Given', 'given_by', 'config_from', 'train_command',
+           'default_folder', 'find_run', 'given_names', 'run_to_end', 'evaluate_command', 'watch_command',
+           'export_command', 'plot_command', 'graph_command', 'demo_command', 'profile_command', 'autotune_command']
 
 # %% ../nbs/13_commands.ipynb #9493a7f0
 RUN_OPTIONS = [option._replace(default="auto") if option.name == "preset" else option for option in RUN_OPTIONS]
@@ -44,12 +43,6 @@ PLOT_OPTIONS = options_of(dict(plot=learning_curve), skip=("path",))
 
 class UsageError(Exception):
     "The parts of the command line do not fit together."
-
-
-def check_counts(args: Namespace, *names: str) -> None:
-    "Raise `UsageError` for the first of these options of a command that is below 1."
-    for name in names:
-        if (n := getattr(args, name)) < 1: raise UsageError(f"rollpipe {args.command}: --{name} must be at least 1, got {n}")
 
 
 class Interrupted(Exception):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .commands import Interrupted, UsageError, check_counts, config_from, default_folder, find_run, given_names, train_command
+from .commands import Interrupted, UsageError, config_from, default_folder, find_run, given_names, train_command
 from .config import build
 from .logs import read_metrics
 from .options import parse_seeds, typed
@@ -25,7 +25,7 @@ from .train import uninterrupted
 
 # %% auto #0
 __all__ = ['without', 'words_for', 'python_words', 'RunProcess', 'run_all', 'last_return', 'summary', 'experiment_command',
-           'train_or_experiment']
+           'check_counts', 'train_or_experiment']
 
 # %% ../nbs/14_experiments.ipynb #4109b8a7
 def without(words: list, values: tuple, flags: tuple = ()) -> list:
@@ -191,6 +191,12 @@ def _folders(args: Namespace, seeds: list) -> dict:
     config = configs[seeds[0]]
     build(dict(config, device="cpu") if "device" in config else config)  # not on the device, which the runs need
     return folders
+
+
+def check_counts(args: Namespace, *names: str) -> None:
+    "Raise `UsageError` for the first of these options of a command that is below 1."
+    for name in names:
+        if (n := getattr(args, name)) < 1: raise UsageError(f"rollpipe {args.command}: --{name} must be at least 1, got {n}")
 
 
 def train_or_experiment(args: Namespace) -> None:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 from ..agents.checkpoint import write_atomically
 from ..algorithms import options_for
 from ..autotune import command_for
-from ..commands import Interrupted, check_counts, find_run
+from ..commands import Interrupted, find_run
 from ..config import RUN_OPTIONS, build, make_config
 from ..evaluations import is_evaluated, read_evaluations
-from ..experiments import python_words, run_all
+from ..experiments import check_counts, python_words, run_all
 from ..locks import lock, unlock
 from ..options import import_words, parse_seeds, typed
 from ..pipes.errors import CheckpointError, DataError, WorkerError

@@ -13,9 +13,9 @@ from typing import Any
 
 from ..agents.checkpoint import write_atomically
 from ..algorithms import options_for
-from ..commands import Given, Interrupted, check_counts, given_by
+from ..commands import Given, Interrupted, given_by
 from ..config import RUN_OPTIONS, build, make_config
-from ..experiments import python_words, run_all, without
+from ..experiments import check_counts, python_words, run_all, without
 from ..locks import lock, unlock
 from ..options import import_words, parse_seeds, typed
 from ..pipes.errors import DataError, WorkerError
