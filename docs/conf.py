@@ -2,6 +2,7 @@
 import importlib.metadata
 import inspect
 import sys
+from dataclasses import is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -47,12 +48,19 @@ def written_here(method):
 
 
 def add_passed_on(obj, lines):
-    "Put the parameters that a function passes on to another one in the place of its `**kwargs`."
+    """Put the parameters that a function passes on to another one in the place of its `**kwargs`.
+
+    A dataclass gets those that it inherits behind its own.
+    """
     at = next((i for i, line in enumerate(lines) if line.startswith("    **")), None)
-    if at is None: return
+    if at is None and not is_dataclass(obj): return
     known, own = meanings(obj), args_section("\n".join(lines))
     more = [f"    {name}: {known[name]}" for name in inspect.signature(obj).parameters if name in known and name not in own]
-    if more: lines[at:at + 1] = more
+    if at is None:
+        while not lines[-1].strip(): lines.pop()
+        if more and not own: lines += ["", "Args:"]
+        at = len(lines)
+    lines[at:at + 1] = more or lines[at:at + 1]
 
 
 def docstring(app, what, name, obj, options, lines):

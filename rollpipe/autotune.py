@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .algorithms import options_for
-from .config import build, make_config, reading_for
+from .config import RunOptions, build, make_config, reading_for
 from .options import Option
 from .pipes.errors import DataError
 from .pipes.profiling.profile import check_seconds, profile
@@ -65,7 +65,7 @@ def settings(algorithm: str, typed: dict, n_cores: int, preset: dict | None = No
         list: dicts of option -> value; the first one has the defaults
     """
     known = {option.name: option.default for option in options_for(algorithm)}
-    defaults = {**known, "workers": 0, **(preset or {}), **typed}
+    defaults = {**known, "workers": RunOptions.workers, **(preset or {}), **typed}
     names = [name for name in GRID if name in defaults]
     steps = defaults["n_steps"] * defaults["n_envs"] * defaults["lanes"]
     found, given = [], tuple(defaults[name] for name in names)
@@ -115,7 +115,7 @@ def autotune(algorithm: str, env: str, options: dict | None = None, env_kwargs: 
     """
     options = options or {}
     check_seconds(seconds, "autotune")
-    if (reading := run_options.get("reading", "processes")) != "processes":
+    if (reading := run_options.get("reading", RunOptions.reading)) != "processes":
         raise DataError("only worker processes are measured", pipe="autotune", leaf="reading", expected="processes", got=repr(reading))
     base = make_config(algorithm, env, options, env_kwargs, **{name: value for name, value in run_options.items() if name != "workers"})
     found, begun = settings(algorithm, {**options, **run_options}, cores(), base["options"]), time.monotonic()

@@ -5,7 +5,7 @@
 # %% ../nbs/07_config.ipynb #7f9673dc
 from __future__ import annotations
 
-import difflib, inspect, json, math, platform
+import inspect, json, math, platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +33,7 @@ from .pipes.batches import ToDevice
 from .pipes.cluster.reading import RayReading
 from .pipes.workers.reading import ProcessReading
 from .presets.choice import preset_for
+from .presets.files import checked
 
 # %% auto #0
 __all__ = ['RUN_OPTIONS', 'check_decay', 'check_room', 'device_of', 'reading_for', 'RunOptions', 'run_options', 'make_config',
@@ -42,11 +43,7 @@ __all__ = ['RUN_OPTIONS', 'check_decay', 'check_room', 'device_of', 'reading_for
 def _all_options(algorithm: str, options: dict, intrinsic: float) -> dict:
     "The options that are given, and the defaults of the others. The critic has the encoder of the actor, unless it has one of its own."
     known = {option.name: option for option in options_for(algorithm)}
-    for option, value in options.items():
-        if option in known: known[option].check(value)
-        else:
-            near = difflib.get_close_matches(option, known, 3)
-            raise DataError(f"{algorithm} has no option {option!r}", expected=", ".join(near or known))
+    options = checked(options, known.values(), algorithm)
     ends = dict(terminal_obs=True) if intrinsic and "terminal_obs" in known else {}      # for `RND`: last observations may be new, too
     alike = dict(critic_encoder=options["encoder"]) if "critic_encoder" in known and "encoder" in options else {}
     return {**{name: option.default for name, option in known.items()}, **ends, **alike, **options}
@@ -189,14 +186,12 @@ RUN_OPTIONS = options_of(dict(run=RunOptions))
 
 
 def run_options(values: dict) -> RunOptions:
-    """The options of a run. Raises `DataError` for a value of the wrong type or out of range.
+    """The options of a run. Raises `DataError` for an unknown name, and for a value of the wrong type or out of range.
 
     Args:
         values: option -> value; all others have their defaults
     """
-    for option in RUN_OPTIONS:
-        if option.name in values: option.check(values[option.name])
-    return RunOptions(**values)
+    return RunOptions(**checked(values, RUN_OPTIONS, "the run"))
 
 # %% ../nbs/07_config.ipynb #6417072b
 def make_config(algorithm: str, env: str, options: dict | None = None, env_kwargs: dict | None = None, *, imports: Sequence[str] = (),
@@ -211,20 +206,18 @@ def make_config(algorithm: str, env: str, options: dict | None = None, env_kwarg
         imports: modules that must be imported before the environment can be made
         **run: see `RunOptions`
     """
-    known, given = options_for(algorithm), {**(options or {}), **run}
+    known = options_for(algorithm)
     found = preset_for(algorithm, env, env_kwargs, run.get("preset", "none"), [o for o in known + RUN_OPTIONS if o.name != "preset"])
-    of_preset = {name: x for name, x in found.values.items() if name not in given}
-    names = {option.name for option in known}
-    of_run = run_options({**{name: x for name, x in of_preset.items() if name not in names}, **run})
-    options = _all_options(algorithm, {**{name: x for name, x in of_preset.items() if name in names}, **(options or {})}, of_run.intrinsic)
+    of_learning = {option.name: found.values[option.name] for option in known if option.name in found.values}
+    of_run = run_options({**{name: x for name, x in found.values.items() if name not in of_learning}, **run})
     config = {"algorithm": algorithm, "env": env, "env_kwargs": env_kwargs or {}, **vars(of_run), "preset": found.name,
-              "options": options, "versions": _versions()}
+              "options": _all_options(algorithm, {**of_learning, **(options or {})}, of_run.intrinsic), "versions": _versions()}
     if imports: config["imports"] = imports
-    if found.name: config["of_preset"] = list(of_preset)
+    if found.name: config["of_preset"] = [name for name in found.values if name not in {**(options or {}), **run}]
     reading_for(config)
-    check_decay(of_run.steps, options)
-    check_room(options)
-    _check_lanes(of_run.workers, options)
+    check_decay(config["steps"], config["options"])
+    check_room(config["options"])
+    _check_lanes(config["workers"], config["options"])
     try: return json.loads(json.dumps(config))
     except TypeError as e: raise DataError(f"the configuration cannot be written as JSON: {e}") from None
 

@@ -14,7 +14,7 @@ from typing import Any
 from ..agents.checkpoint import write_atomically
 from ..algorithms import options_for
 from ..commands import Given, Interrupted, given_by
-from ..config import RUN_OPTIONS, build, make_config
+from ..config import RUN_OPTIONS, RunOptions, build, make_config
 from ..experiments import check_counts, python_words, run_all, without
 from ..locks import lock, unlock
 from ..options import import_words, parse_seeds, typed
@@ -89,15 +89,15 @@ class Search:
     def __init__(self, args: Namespace):
         given = given_by(args)
         run = {name: x for name, x in given.run.items() if name != "seed"}
-        self.args, self.seed, self.given = args, given.run.get("seed", 0), given._replace(run=run)
+        self.args, self.seed, self.given = args, given.run.get("seed", RunOptions.seed), given._replace(run=run)
         self.seeds, self.n = parse_seeds(args.seeds), args.evaluations
         self.free = max(1, self.n // 3)  # so many evaluations, at the start of the first training, cannot end a trial
 
         check_counts(args, "trials", "jobs", "evaluations")
-        for option in RUN_OPTIONS:
-            if option.name in _IN_PROCESS and run.get(option.name, option.default) != option.default:
-                raise DataError("rollpipe tune trains in its own process", leaf=option.name, got=repr(run[option.name]),
-                                expected=f"{option.name}={option.default}, and --jobs N for N trials at a time")
+        for name in _IN_PROCESS:
+            if run.get(name, fixed := getattr(RunOptions, name)) != fixed:
+                raise DataError("rollpipe tune trains in its own process", leaf=name, got=repr(run[name]),
+                                expected=f"{name}={fixed}, and --jobs N for N trials at a time")
         self.space = space_for(args.algorithm, given.options, self.config({}, 0)["options"])
         self.folder = Path(args.storage or f"tuning/{args.algorithm}-{args.env.replace('/', '-').replace(':', '-')}")
         self.out = Path(args.out) if args.out else self.folder/"preset.toml"
