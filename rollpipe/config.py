@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect, json, math, platform
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import rollpipe
 from .agents.intrinsic.distillation import Distillation
 from .agents.intrinsic.rnd import RND
 from .agents.off_policy.replay_learner import ReplayLearner
-from .agents.shared_options import check_options, integer, number
+from .agents.shared_options import Options, check_options, integer, number
 from .algorithms import ALGORITHMS, options_for
 from .options import options_of
 from .pipes.advantage import AdvantageBuffer
@@ -129,8 +128,7 @@ def reading_for(config: dict) -> Any:
     return ProcessReading(*options, restart=config["restarts"], affinity=["cpu"] if on_host else None)
 
 # %% ../nbs/07_config.ipynb #ce52679f
-@dataclass(kw_only=True)
-class RunOptions:
+class RunOptions(Options):
     """The options of a run, whatever its algorithm is.
 
     Args:

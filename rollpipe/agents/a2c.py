@@ -6,8 +6,6 @@
 __all__ = ['A2C']
 
 # %% ../../nbs/agents/17_a2c.ipynb #4615dd58
-from dataclasses import dataclass
-
 from .gradient_learner import ActorCriticLearner
 from .learner import with_standardized_adv
 from .losses import a2c
@@ -15,7 +13,6 @@ from .shared_options import ScaledAdvantages
 from ..pipes.data import Fragment
 
 # %% ../../nbs/agents/17_a2c.ipynb #591ca3ac
-@dataclass(eq=False, kw_only=True)
 class A2C(ScaledAdvantages, ActorCriticLearner):
     """Synchronous advantage actor-critic.
 

@@ -6,7 +6,6 @@
 __all__ = ['DQN']
 
 # %% ../../nbs/agents/22_dqn.ipynb #528b6fbf
-from dataclasses import dataclass
 from math import inf
 
 import torch
@@ -17,7 +16,6 @@ from .td import td
 from ..pipes.data import Fragment
 
 # %% ../../nbs/agents/22_dqn.ipynb #41d3b820
-@dataclass(eq=False, kw_only=True)
 class DQN(DeepQLearner):
     """Deep Q-learning, by default double. Duelling is an option of the network; segments and priorities are options of the memory.
 

@@ -6,7 +6,6 @@
 __all__ = ['clip_gradients', 'Adam', 'adam_for', 'GradientLearner', 'mean_metrics', 'ActorCriticLearner']
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #a2978638
-from dataclasses import dataclass
 from math import inf, isfinite
 from operator import is_
 from time import perf_counter
@@ -167,7 +166,6 @@ def adam_for(actor: torch.nn.Module, critic: torch.nn.Module | None, lr: float, 
     return params, Adam([dict(params=group, lr=rate) for rate, group in groups.items()], lr=lr, fused=True)
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #10a5d892
-@dataclass(eq=False, kw_only=True)
 class GradientLearner(ByAdam, Learner):
     """Base of learners that minimise a loss of actor and critic by Adam.
 
@@ -227,7 +225,6 @@ def mean_metrics(records: list) -> dict[str, float]:
     return {name: sum(float(record[name]) for record in records) / len(records) for name in records[0]}
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #49a60a42
-@dataclass(eq=False, kw_only=True)
 class ActorCriticLearner(EntropyBonus, GradientLearner):
     """Base of learners whose policy and critic share a loss. A subclass writes `loss(batch)`, or `improve(batch)` for more than one step.
 

@@ -7,7 +7,7 @@ __all__ = ['LARGEST', 'check_batch', 'standardized', 'with_standardized_adv', 'c
 
 # %% ../../nbs/agents/08_learner.ipynb #69c8e550
 import copy
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import isfinite
 from time import perf_counter
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 
 from .critics import explained_variance, fit_critic
 from .policy_replay import lag_of, lane_restarts
-from .shared_options import check_options, integer, number
+from .shared_options import Options, check_options, integer, number
 from ..pipes import nested
 from ..pipes.data import Fragment
 from ..pipes.errors import ActorError, DataError, describe
@@ -111,8 +111,7 @@ def _tell(module, method, *args):
     if hasattr(module, method): getattr(module, method)(*args)
 
 # %% ../../nbs/agents/08_learner.ipynb #bad4f107
-@dataclass(eq=False, kw_only=True)
-class LearnerState:
+class LearnerState(Options):
     """The actor, the critic and the random generator of a learner, and the state that a checkpoint keeps of them.
 
     Args:
@@ -153,7 +152,6 @@ class LearnerState:
         bump_version(self.actor, to=state['version'])
 
 # %% ../../nbs/agents/08_learner.ipynb #91cfde47
-@dataclass(eq=False, kw_only=True)
 class Learner(LearnerState):
     """Base of learners. A subclass writes `improve(batch)`, and `update` calls it at the right moment.
 

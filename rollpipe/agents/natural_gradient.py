@@ -8,7 +8,6 @@ __all__ = ['SCORES', 'WORTH_IT', 'PolicyRows', 'policy_rows', 'subsample', 'rows
 
 # %% ../../nbs/agents/13_natural_gradient.ipynb #6eee71d7
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -135,7 +134,6 @@ class Direction(NamedTuple):
 SCORES, WORTH_IT = 512, 4096  # rows of the automatic preconditioner; fewest rows of the Fisher matrix with which it saves time
 
 
-@dataclass(eq=False, kw_only=True)
 class NaturalGradientLearner(ScaledAdvantages, Learner):
     """Base of learners that follow the natural gradient. A subclass writes `take_step(rows) -> (metrics, old)`.
 

@@ -7,7 +7,6 @@ __all__ = ['NPG']
 
 # %% ../../nbs/agents/20_npg.ipynb #786a58f7
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from .linearization import assign, flatten
@@ -16,7 +15,6 @@ from .shared_options import number
 from .trust_region import step_size
 
 # %% ../../nbs/agents/20_npg.ipynb #010f75fa
-@dataclass(eq=False, kw_only=True)
 class NPG(NaturalGradientLearner):
     """Natural policy gradient for categorical, Gaussian and nested policies.
 

@@ -7,7 +7,6 @@ __all__ = ['what_the_loss_needs', 'PPO']
 
 # %% ../../nbs/agents/18_ppo.ipynb #e3483f6d
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -27,7 +26,6 @@ def what_the_loss_needs(batch: Fragment) -> Fragment:
                           version=None, restarts=None, final=nested.getitem(batch.final, slice(0)))
 
 # %% ../../nbs/agents/18_ppo.ipynb #865fc2df
-@dataclass(eq=False, kw_only=True)
 class PPO(ActorCriticLearner):
     """Proximal policy optimisation with a clipped surrogate, for any `Policy`. Minibatches of a recurrent policy are whole columns.
 

@@ -6,7 +6,6 @@
 __all__ = ['REINFORCE']
 
 # %% ../../nbs/agents/16_reinforce.ipynb #81a4df60
-from dataclasses import dataclass
 from math import inf
 
 from .gradient_learner import GradientLearner, mean_metrics
@@ -17,7 +16,6 @@ import rollpipe.ranks as ranks
 from ..pipes.data import Fragment
 
 # %% ../../nbs/agents/16_reinforce.ipynb #023a37a9
-@dataclass(eq=False, kw_only=True)
 class REINFORCE(EntropyBonus, ScaledAdvantages, GradientLearner):
     """Policy gradient on whole batches with importance weights and an entropy bonus; a critic, fitted to the returns, is the baseline.
 

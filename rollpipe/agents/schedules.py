@@ -6,12 +6,11 @@
 __all__ = ['linear_schedule', 'set_epsilon', 'DecayingEpsilon']
 
 # %% ../../nbs/agents/15_schedules.ipynb #be8fdfbc
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .shared_options import number
+from .shared_options import Options, number
 from ..pipes.errors import ActorError, describe
 
 # %% ../../nbs/agents/15_schedules.ipynb #cb1a715a
@@ -46,8 +45,7 @@ def set_epsilon(actor: Any, value: float) -> float:
     return value
 
 # %% ../../nbs/agents/15_schedules.ipynb #325c73b8
-@dataclass(eq=False, kw_only=True)
-class DecayingEpsilon:
+class DecayingEpsilon(Options):
     """Options of a learner whose actor takes fewer and fewer random actions. `steps` counts the environment steps so far.
 
     Args:

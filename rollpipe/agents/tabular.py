@@ -7,7 +7,6 @@ __all__ = ['TabularQ', 'q_targets', 'move_towards', 'QLearning']
 
 # %% ../../nbs/agents/23_tabular.ipynb #0b8a1d5b
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 import gymnasium as gym
@@ -81,7 +80,6 @@ def move_towards(table: torch.Tensor, states: torch.Tensor, actions: torch.Tenso
     flat[at] += (1 - (1 - lr) ** count) * (mean - flat[at])
 
 # %% ../../nbs/agents/23_tabular.ipynb #9d3297bd
-@dataclass(eq=False, kw_only=True)
 class QLearning(Discounted, DecayingEpsilon, Learner):
     """Tabular Q-learning from fragments, each of which is used once.
 

@@ -6,7 +6,6 @@
 __all__ = ['TRPO']
 
 # %% ../../nbs/agents/19_trpo.ipynb #0892ac52
-from dataclasses import dataclass
 from typing import Any
 
 from .linearization import assign, flatten
@@ -15,7 +14,6 @@ from .shared_options import integer, number
 from .trust_region import backtrack_line_search, step_size
 
 # %% ../../nbs/agents/19_trpo.ipynb #165b7392
-@dataclass(eq=False, kw_only=True)
 class TRPO(NaturalGradientLearner):
     """Trust region policy optimisation for categorical, Gaussian and nested policies.
 

@@ -6,7 +6,6 @@
 __all__ = ['VTrace']
 
 # %% ../../nbs/agents/21_vtrace.ipynb #8dc15fc0
-from dataclasses import dataclass
 from math import inf
 
 import torch
@@ -19,7 +18,6 @@ from ..pipes.data import Fragment
 from ..pipes.returns import discounted_returns
 
 # %% ../../nbs/agents/21_vtrace.ipynb #f99af67d
-@dataclass(eq=False, kw_only=True)
 class VTrace(Discounted, ActorCriticLearner):
     """Actor-critic with V-trace targets, as in IMPALA: one step on every fragment, however old it is.
 

@@ -7,7 +7,7 @@ __all__ = ['ActionLearner', 'DeterministicLearner']
 
 # %% ../../../nbs/agents/15_off_policy/04_action_learner.ipynb #142fe605
 import copy
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from ...pipes.modules import bump_version
 from ...pipes.replay.memory import ReplayMemory, Sample
 
 # %% ../../../nbs/agents/15_off_policy/04_action_learner.ipynb #c9810b85
-@dataclass(eq=False, kw_only=True)
 class ActionLearner(ReplayLearner, ByAdam):
     """Base of learners of continuous actions from a replay memory.
 

@@ -6,12 +6,9 @@
 __all__ = ['DDPG']
 
 # %% ../../../nbs/agents/15_off_policy/07_ddpg.ipynb #68368e30
-from dataclasses import dataclass
-
 from .action_learner import DeterministicLearner
 
 # %% ../../../nbs/agents/15_off_policy/07_ddpg.ipynb #70e5f683
-@dataclass(eq=False, kw_only=True)
 class DDPG(DeterministicLearner):
     """Deep deterministic policy gradient. The amount of exploration is an option of the policy.
 

@@ -6,7 +6,6 @@
 __all__ = ['DeepQLearner']
 
 # %% ../../../nbs/agents/15_off_policy/08_q_learner.ipynb #675eecf2
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from ...pipes.data import Fragment
 from ...pipes.replay.memory import ReplayMemory, Sample
 
 # %% ../../../nbs/agents/15_off_policy/08_q_learner.ipynb #66c39ef4
-@dataclass(eq=False, kw_only=True)
 class DeepQLearner(DecayingEpsilon, ReplayLearner, GradientLearner):
     """Base of deep Q-learners. A subclass writes `loss(fragment, weight)`; `td_options` has its options for `td_loss`.
 

@@ -6,7 +6,6 @@
 __all__ = ['QRDQN']
 
 # %% ../../../nbs/agents/15_off_policy/10_qr_dqn.ipynb #d5371a5a
-from dataclasses import dataclass
 from math import inf
 
 import torch
@@ -17,7 +16,6 @@ from ..shared_options import number
 from ...pipes.data import Fragment
 
 # %% ../../../nbs/agents/15_off_policy/10_qr_dqn.ipynb #98f181e5
-@dataclass(eq=False, kw_only=True)
 class QRDQN(DeepQLearner):
     """Quantile regression DQN, by default double. Duelling and quantiles are options of the network; segments and priorities of the memory.
 

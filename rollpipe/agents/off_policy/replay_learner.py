@@ -8,7 +8,6 @@ __all__ = ['BetaSchedule', 'TimedIterator', 'means', 'ReplayLearner']
 # %% ../../../nbs/agents/15_off_policy/01_replay_learner.ipynb #ee7c4094
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -70,7 +69,6 @@ def means(records: list) -> dict[str, float]:
     return {name: float(torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in values]).mean()) for name, values in found.items()}
 
 # %% ../../../nbs/agents/15_off_policy/01_replay_learner.ipynb #8dd9aed1
-@dataclass(eq=False, kw_only=True)
 class ReplayLearner(Discounted, Learner):
     """Base of learners from a replay memory. A subclass writes `learn(sample, memory)`, and `update` calls it for each sample.
 

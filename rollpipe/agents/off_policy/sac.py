@@ -6,7 +6,6 @@
 __all__ = ['SAC']
 
 # %% ../../../nbs/agents/15_off_policy/05_sac.ipynb #feb927ff
-from dataclasses import dataclass
 from math import log
 from sys import float_info
 
@@ -20,7 +19,6 @@ from ..shared_options import check_range, number
 from ...pipes.data import Fragment
 
 # %% ../../../nbs/agents/15_off_policy/05_sac.ipynb #0684fc24
-@dataclass(eq=False, kw_only=True)
 class SAC(ActionLearner):
     """Soft actor-critic. Steps, segments and priorities are options of the memory.
 

@@ -6,7 +6,6 @@
 __all__ = ['TD3']
 
 # %% ../../../nbs/agents/15_off_policy/06_td3.ipynb #02d653b8
-from dataclasses import dataclass
 from math import inf
 
 import torch
@@ -16,7 +15,6 @@ from ..shared_options import integer, number
 from ...pipes.data import Fragment
 
 # %% ../../../nbs/agents/15_off_policy/06_td3.ipynb #19b362ad
-@dataclass(eq=False, kw_only=True)
 class TD3(DeterministicLearner):
     """Twin delayed DDPG. The amount of exploration is an option of the policy; steps, segments and priorities are options of the memory.
 
