@@ -2,7 +2,6 @@
 import importlib.metadata
 import inspect
 import sys
-from dataclasses import is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,7 +13,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 from prepare import NOTEBOOK, as_rst, page_of
 
-from rollpipe.options import args_section, meanings
+from rollpipe.agents.shared_options import args_section, meanings
 
 project, author, copyright = "rollpipe", "The rollpipe developers", "2026 onwards, the rollpipe developers"
 release = version = importlib.metadata.version("rollpipe")
@@ -48,19 +47,12 @@ def written_here(method):
 
 
 def add_passed_on(obj, lines):
-    """Put the parameters that a function passes on to another one in the place of its `**kwargs`.
-
-    A dataclass gets those that it inherits behind its own.
-    """
+    "Put the parameters that a function passes on to another one in the place of its `**kwargs`."
     at = next((i for i, line in enumerate(lines) if line.startswith("    **")), None)
-    if at is None and not is_dataclass(obj): return
+    if at is None: return
     known, own = meanings(obj), args_section("\n".join(lines))
     more = [f"    {name}: {known[name]}" for name in inspect.signature(obj).parameters if name in known and name not in own]
-    if at is None:
-        while not lines[-1].strip(): lines.pop()
-        if more and not own: lines += ["", "Args:"]
-        at = len(lines)
-    lines[at:at + 1] = more or lines[at:at + 1]
+    if more: lines[at:at + 1] = more
 
 
 def docstring(app, what, name, obj, options, lines):

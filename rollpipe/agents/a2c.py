@@ -18,10 +18,6 @@ class A2C(ScaledAdvantages, ActorCriticLearner):
 
     Source: Mnih et al. 2016, "Asynchronous Methods for Deep Reinforcement Learning", https://arxiv.org/abs/1602.01783; here with
     one learner for all environments, Adam, and generalised advantages.
-
-    Args:
-        actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
-        critic: `critic(obs) -> value` (see `Critic`); None: the `value` that the actor reports
     """
     normalize_adv: bool = False     # in a short batch, normalisation mostly amplifies noise
     lr: float = 1e-3

@@ -229,6 +229,8 @@ class ActorCriticLearner(EntropyBonus, GradientLearner):
     """Base of learners whose policy and critic share a loss. A subclass writes `loss(batch)`, or `improve(batch)` for more than one step.
 
     Args:
+        actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
+        critic: `critic(obs) -> value` (see `Critic`); None: the `value` that the actor reports
         c_value: weight of the critic's loss
     """
     c_value: float = number(0.5)

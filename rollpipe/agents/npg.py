@@ -22,8 +22,6 @@ class NPG(NaturalGradientLearner):
     Simplicity in Continuous Control", https://arxiv.org/abs/1703.02660 (their normalised step size is `2 max_kl`).
 
     Args:
-        actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
-        critic: `critic(obs) -> value` (see `Critic`) to be fitted to the returns, or None
         max_kl: target of the mean KL divergence of a step, to second order [nat]; it is not enforced
         lr: fixed learning rate of the natural gradient, used instead of max_kl; None: max_kl is used
     """

@@ -33,8 +33,6 @@ class PPO(ActorCriticLearner):
     estimated from the actions of each minibatch before the step on it; the first minibatch of an update is used in any case.
 
     Args:
-        actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
-        critic: `critic(obs) -> value` (see `Critic`); None: the `value` that the actor reports
         epochs: passes over each batch
         minibatch: approximate number of transitions per step of the optimiser
         clip: distance of the ratio of probabilities from 1 beyond which the surrogate does not grow

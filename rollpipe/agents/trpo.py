@@ -20,8 +20,6 @@ class TRPO(NaturalGradientLearner):
     Source: Schulman et al., "Trust Region Policy Optimization", https://arxiv.org/abs/1502.05477.
 
     Args:
-        actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
-        critic: `critic(obs) -> value` (see `Critic`) to be fitted to the returns, or None
         max_kl: trust region: largest mean KL divergence of an update [nat]
         backtrack: factor by which the line search shortens the step
         max_backtracks: number of step lengths that the line search tries

@@ -25,8 +25,6 @@ class VTrace(Discounted, ActorCriticLearner):
     https://arxiv.org/abs/1802.01561; here with Adam.
 
     Args:
-        actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
-        critic: `critic(obs) -> value` (see `Critic`); None: the `value` that the actor reports
         lam: exponential weight of longer estimates: 0 trusts the critic, 1 the rewards
         rho_clip: largest weight of a temporal difference, and of an action in the policy gradient
         c_clip: largest weight that carries a later temporal difference back by one step, at most rho_clip

@@ -33,7 +33,7 @@ class ActionLearner(ReplayLearner, ByAdam):
 
     Args:
         actor: the policy, with a buffer `is_random`
-        critic: `critic(obs, act) -> [k, T, B]`, see `ActionCritic`
+        critic: an `ActionCritic`, or another module `critic(obs, act) -> [k, T, B]`
         tau: fraction of the way that the target networks move each time
         random_steps: environment steps with random actions, before the policy acts
     """
@@ -123,6 +123,9 @@ class ActionLearner(ReplayLearner, ByAdam):
 # %% ../../../nbs/agents/15_off_policy/04_action_learner.ipynb #2452a072
 class DeterministicLearner(ActionLearner):
     """Base of learners of deterministic policies. `target_actor` is the policy's target network. A subclass may write `shift(fragment)`.
+
+    Args:
+        actor: a `DeterministicPolicy`, or another actor with `act`, `box` and `is_random`
     """
     actor_needs = ('act', 'is_random')
 

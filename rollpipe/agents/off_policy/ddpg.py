@@ -15,8 +15,6 @@ class DDPG(DeterministicLearner):
     Source: Lillicrap et al. 2015, *Continuous control with deep reinforcement learning*, https://arxiv.org/abs/1509.02971
 
     Args:
-        actor: a `DeterministicPolicy`, or another actor with `act`, `box` and `is_random`
-        critic: an `ActionCritic`, or another module `critic(obs, act) -> [k, T, B]`
         tau: fraction of the way that the target networks move after each step
     """
     lr: float = 1e-3

@@ -26,7 +26,6 @@ class SAC(ActionLearner):
 
     Args:
         actor: a `SquashedPolicy`, or another actor with `sample`, `box` and `is_random`
-        critic: an `ActionCritic`, or another module `critic(obs, act) -> [k, T, B]`
         temperature: weight of the entropy, relative to the reward; None: it is learnt
         first_temperature: the temperature at the beginning, if it is learnt
         target_entropy: target of the entropy, for actions within -1 and 1; None: minus the number of dimensions

@@ -21,8 +21,6 @@ class TD3(DeterministicLearner):
     Source: Fujimoto et al. 2018, *Addressing function approximation error in actor-critic methods*, https://arxiv.org/abs/1802.09477
 
     Args:
-        actor: a `DeterministicPolicy`, or another actor with `act`, `box` and `is_random`
-        critic: an `ActionCritic`, or another module `critic(obs, act) -> [k, T, B]`
         smoothing: standard deviation of the noise of the target's actions; 1 is half the range of the action
         smoothing_limit: greatest noise of the target's actions; 1 is half the range of the action
         policy_every: steps of the critic for each step of policy and target networks
