@@ -94,7 +94,7 @@ def check_options(owner: Any) -> None:
         if f.init and f.name in checks and not (value is None and 'None' in str(f.type)): checks[f.name](owner, f.name, value)
 
 
-@dataclass_transform(eq_default=False, kw_only_default=True, field_specifiers=(field, number, integer, not_offered))
+@dataclass_transform(eq_default=False, kw_only_default=True, field_specifiers=(field,))
 class Options:
     """Base of classes with options. Each subclass becomes a dataclass: an attribute with an annotation is an option, a keyword argument.
 
