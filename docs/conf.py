@@ -13,7 +13,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 from prepare import NOTEBOOK, as_rst, page_of
 
-from rollpipe.options import args_section, meanings
+from rollpipe.agents.shared_options import args_section, meanings
 
 project, author, copyright = "rollpipe", "The rollpipe developers", "2026 onwards, the rollpipe developers"
 release = version = importlib.metadata.version("rollpipe")

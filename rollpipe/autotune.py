@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .algorithms import options_for
-from .config import build, make_config, reading_for
-from .options import Option
+from .config import RUN_OPTIONS, RunOptions, build, make_config, reading_for
+from .options import Option, import_words
 from .pipes.errors import DataError
 from .pipes.profiling.profile import check_seconds, profile
 from .pipes.profiling.report import Profile, share_text
@@ -65,7 +65,7 @@ def settings(algorithm: str, typed: dict, n_cores: int, preset: dict | None = No
         list: dicts of option -> value; the first one has the defaults
     """
     known = {option.name: option.default for option in options_for(algorithm)}
-    defaults = {**known, "workers": 0, **(preset or {}), **typed}
+    defaults = {**known, "workers": RunOptions.workers, **(preset or {}), **typed}
     names = [name for name in GRID if name in defaults]
     steps = defaults["n_steps"] * defaults["n_envs"] * defaults["lanes"]
     found, given = [], tuple(defaults[name] for name in names)
@@ -115,7 +115,7 @@ def autotune(algorithm: str, env: str, options: dict | None = None, env_kwargs: 
     """
     options = options or {}
     check_seconds(seconds, "autotune")
-    if (reading := run_options.get("reading", "processes")) != "processes":
+    if (reading := run_options.get("reading", RunOptions.reading)) != "processes":
         raise DataError("only worker processes are measured", pipe="autotune", leaf="reading", expected="processes", got=repr(reading))
     base = make_config(algorithm, env, options, env_kwargs, **{name: value for name, value in run_options.items() if name != "workers"})
     found, begun = settings(algorithm, {**options, **run_options}, cores(), base["options"]), time.monotonic()
@@ -148,17 +148,20 @@ def trial_row(trial: Trial) -> str:
     return table_row(trial.setting, f"{trial.speed:,.0f}", share_text(1 - (found.learner or 0.)), name)
 
 
-def command_for(algorithm: str, env: str, values: dict, known: list, more: Iterable = ()) -> str:
+def command_for(algorithm: str, env: str, values: dict, env_kwargs: dict | None = None, imports: Iterable = ()) -> str:
     """The command line that trains with these options.
 
     Args:
-        values: option -> value
-        known: `Option`s of the algorithm and of the run
-        more: further words
+        values: option of the algorithm or of the run -> value
+        env_kwargs: keyword arguments for `gymnasium.make`
+        imports: modules that the environment needs
     """
-    words = ["rollpipe", "train", algorithm, env, *more]
-    for option in known:
-        if option.name in values: words += _words(option, values[option.name])
+    words = ["rollpipe", "train", algorithm, env]
+    if env_kwargs: words += ["--env-kwargs", *(f"{name}={x!r}" for name, x in env_kwargs.items())]
+    words += import_words(imports)
+    for option in options_for(algorithm) + RUN_OPTIONS:
+        is_default = option.name == "preset" and values.get("preset") == "auto"     # that of the command line
+        if option.name in values and not is_default: words += _words(option, values[option.name])
     return shlex.join(words)
 
 

@@ -266,13 +266,6 @@ def autotune_command(args: Namespace) -> None:
         if n := sum(x.error == NO_TIME for x in trials): print(f"{n} of {len(trials)} settings were not tried in {args.seconds:g} s")
     finally:
         if best := max((x for x in trials if x.speed), key=lambda x: x.speed, default=None):
-            print(f"best: {best.speed:,.0f} steps/s\n{_training(args, env_kwargs, {**options, **run, **best.setting})}", flush=True)
+            values, imports = {**options, **run, **best.setting}, getattr(args, "imports", ())
+            print(f"best: {best.speed:,.0f} steps/s\n{command_for(args.algorithm, args.env, values, env_kwargs, imports)}", flush=True)
     if best is None: raise UsageError("rollpipe autotune: no setting worked")
-
-
-def _training(args: Namespace, env_kwargs: dict, values: dict) -> str:
-    "The command line that trains with these options."
-    if values["preset"] == "auto": del values["preset"]
-    more = ["--env-kwargs", *(f"{name}={x!r}" for name, x in env_kwargs.items())] if env_kwargs else []
-    more += import_words(getattr(args, "imports", ()))
-    return command_for(args.algorithm, args.env, values, options_for(args.algorithm) + RUN_OPTIONS, more)

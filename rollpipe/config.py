@@ -5,11 +5,11 @@
 # %% ../nbs/07_config.ipynb #7f9673dc
 from __future__ import annotations
 
-import difflib, inspect, json, math, platform, sys
-from collections.abc import Callable, Sequence
-from functools import partial, wraps
+import inspect, json, math, platform
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -20,10 +20,11 @@ from .agents.intrinsic.distillation import Distillation
 from .agents.intrinsic.rnd import RND
 from .agents.off_policy.replay_learner import ReplayLearner
 from .agents.schedules import Every
+from .agents.shared_options import Options, check_options, integer, number
 from .algorithms import ALGORITHMS, options_for
 from .options import options_of
 from .pipes.advantage import AdvantageBuffer
-from .pipes.errors import LEAST_BYTES, DataError, check_memory, is_between
+from .pipes.errors import LEAST_BYTES, DataError, check_memory
 from .pipes.graph import find, insert_after, insert_before
 from .pipes.lanes import Lanes
 from .pipes.modules import checked_device
@@ -32,36 +33,20 @@ from .pipes.batches import ToDevice
 from .pipes.cluster.reading import RayReading
 from .pipes.workers.reading import ProcessReading
 from .presets.choice import preset_for
+from .presets.files import checked
 
 # %% auto #0
-__all__ = ['RUN_OPTIONS', 'check_decay', 'check_room', 'device_of', 'reading_for', 'make_config', 'build']
+__all__ = ['RUN_OPTIONS', 'check_decay', 'check_room', 'device_of', 'reading_for', 'RunOptions', 'run_options', 'make_config',
+           'build']
 
 # %% ../nbs/07_config.ipynb #62591ac2
 def _all_options(algorithm: str, options: dict, intrinsic: float) -> dict:
     "The options that are given, and the defaults of the others. The critic has the encoder of the actor, unless it has one of its own."
     known = {option.name: option for option in options_for(algorithm)}
-    for option, value in options.items():
-        if option in known: known[option].check(value)
-        else:
-            near = difflib.get_close_matches(option, known, 3)
-            raise DataError(f"{algorithm} has no option {option!r}", expected=", ".join(near or known))
+    options = checked(options, known.values(), algorithm)
     ends = dict(terminal_obs=True) if intrinsic and "terminal_obs" in known else {}      # for `RND`: last observations may be new, too
     alike = dict(critic_encoder=options["encoder"]) if "critic_encoder" in known and "encoder" in options else {}
     return {**{name: option.default for name, option in known.items()}, **ends, **alike, **options}
-
-
-def _check_at_least(low: int, **values: float) -> None:
-    for what, value in values.items():
-        if not is_between(value, low, sys.maxsize):
-            most = f" and at most {sys.maxsize}" * is_between(value, low, math.inf)
-            raise DataError("out of range", leaf=what, expected=f"at least {low}{most}", got=str(value))
-
-
-def _episodes(every: Every, eval_episodes: int, final_episodes: int) -> dict:
-    "The entries of the configuration for the episodes of evaluations; empty if there are none."
-    _check_at_least(1, eval_episodes=eval_episodes, final_episodes=final_episodes)
-    if not every.n: return {}
-    return dict(eval_episodes=eval_episodes, **(dict(final_episodes=final_episodes) if every.unit == "steps" else {}))
 
 
 def _versions() -> dict:
@@ -92,9 +77,7 @@ def check_room(options: dict) -> None:
         if rows: check_memory(", ".join(f"{name}={x:,}" for name, x in rows.items()), math.prod(rows.values()) * LEAST_BYTES)
 
 
-def _check_together(steps: int, workers: int, options: dict) -> None:
-    check_decay(steps, options)
-    check_room(options)
+def _check_lanes(workers: int, options: dict) -> None:
     if workers > (lanes := options.get("lanes", 1)):
         raise DataError(f"{workers} workers have too few lanes", leaf="workers", expected=f"--lanes {workers} or more "
                         "(a batch has lanes * n_envs * n_steps steps)", got=f"{lanes} lanes")
@@ -146,38 +129,10 @@ def reading_for(config: dict) -> Any:
     return ProcessReading(*options, restart=config["restarts"], affinity=["cpu"] if on_host else None)
 
 # %% ../nbs/07_config.ipynb #ce52679f
-_Make = TypeVar("_Make", bound=Callable)
-
-
-def _with_preset(make: _Make) -> _Make:
-    "Fill omitted arguments from the preset. The function itself cannot tell an omitted argument from its default."
-    @wraps(make)
-    def fill(algorithm, env, options=None, env_kwargs=None, *, preset="none", **run):
-        known = options_for(algorithm)
-        found = preset_for(algorithm, env, env_kwargs, preset, [o for o in known + RUN_OPTIONS if o.name != "preset"])
-        given, names = {**(options or {}), **run}, {option.name for option in known}
-        left = {name: x for name, x in found.values.items() if name not in given}
-        options = {**{name: x for name, x in left.items() if name in names}, **(options or {})}
-        run |= {name: x for name, x in left.items() if name not in names}
-        config = make(algorithm, env, options, env_kwargs, preset=found.name or "none", **run)
-        return {**config, "of_preset": list(left)} if found.name else config
-    return cast(_Make, fill)
-
-# %% ../nbs/07_config.ipynb #6417072b
-@_with_preset
-def make_config(algorithm: str, env: str, options: dict | None = None, env_kwargs: dict | None = None, *, steps: int = 100_000,
-                seed: int = 0, threads: int = 1, checkpoint_every: int = 20, keep: int = 0, eval_every: int | str = 0,
-                eval_episodes: int = 20, final_episodes: int = 100, video_every: int = 0, workers: int = 0, lag: int | None = 0,
-                order: str = "canonical", restarts: int = 0, reading: str = "processes", address: str | None = None,
-                name: str | None = None, imports: Sequence[str] = (), device: str = "cpu", intrinsic: float = 0.,
-                preset: str = "none") -> dict:
-    """The configuration of a run. Raises `DataError` for options that are unknown, do not fit together, or do not fit into JSON.
+class RunOptions(Options):
+    """The options of a run, whatever its algorithm is.
 
     Args:
-        algorithm: name in `ALGORITHMS`
-        env: gymnasium id
-        options: options of the algorithm, see `options_for`; all others keep their defaults
-        env_kwargs: keyword arguments for `gymnasium.make`
         steps: environment steps to train for
         seed: seed of networks, environments and actions
         threads: number of torch threads; 1 is fastest for small networks
@@ -195,25 +150,73 @@ def make_config(algorithm: str, env: str, options: dict | None = None, env_kwarg
         reading: where workers run: processes (of this machine) or ray (a Ray cluster)
         address: address of a Ray cluster: auto (that of this machine) or host:port [Ray for this run alone]
         name: name of the experiment in plots [algorithm and environment]
-        imports: modules that must be imported before the environment can be made
         device: where networks and batches are: cpu, cuda, cuda:1, mps, or auto (cuda or mps, if available)
         intrinsic: weight of a reward for new observations, by random network distillation (`RND`); 0: none
         preset: settings for omitted options: auto (the preset for the environment), none, or the name of a preset
     """
-    options, every = _all_options(algorithm, options or {}, intrinsic), Every.of(eval_every, "eval_every")
-    _check_at_least(1, steps=steps, threads=threads, checkpoint_every=checkpoint_every)
-    _check_at_least(0, seed=seed, keep=keep, video_every=video_every, intrinsic=intrinsic)
-    reading_for(where := dict(workers=workers, lag=lag, order=order, restarts=restarts, reading=reading, address=address, device=device))
-    _check_together(steps, workers, options)
-    config = dict(algorithm=algorithm, env=env, env_kwargs=env_kwargs or {}, name=name, seed=seed, steps=steps, threads=threads,
-                  checkpoint_every=checkpoint_every, keep=keep, eval_every=every.setting, video_every=video_every, **where,
-                  preset=None if preset == "none" else preset, options=options, intrinsic=intrinsic, versions=_versions(),
-                  **_episodes(every, eval_episodes, final_episodes), **(dict(imports=imports) if imports else {}))
+    steps: int = integer(100_000)
+    seed: int = integer(0, 0)
+    threads: int = integer(1)
+    checkpoint_every: int = integer(20)
+    keep: int = integer(0, 0)
+    eval_every: int | str = 0
+    eval_episodes: int = integer(20)
+    final_episodes: int = integer(100)
+    video_every: int = integer(0, 0)
+    workers: int = integer(0, 0)
+    lag: int | None = 0
+    order: str = "canonical"
+    restarts: int = integer(0, 0)
+    reading: str = "processes"
+    address: str | None = None
+    name: str | None = None
+    device: str = "cpu"
+    intrinsic: float = number(0.)
+    preset: str = "none"
+
+    def __post_init__(self):
+        check_options(self)
+        self.eval_every = Every.of(self.eval_every, "eval_every").setting
+
+
+RUN_OPTIONS = options_of(dict(run=RunOptions))
+
+
+def run_options(values: dict) -> RunOptions:
+    """The options of a run. Raises `DataError` for an unknown name, and for a value of the wrong type or out of range.
+
+    Args:
+        values: option -> value; all others have their defaults
+    """
+    return RunOptions(**checked(values, RUN_OPTIONS, "the run"))
+
+# %% ../nbs/07_config.ipynb #6417072b
+def make_config(algorithm: str, env: str, options: dict | None = None, env_kwargs: dict | None = None, *, imports: Sequence[str] = (),
+                **run: Any) -> dict:
+    """The configuration of a run. Raises `DataError` for options that are unknown, do not fit together, or do not fit into JSON.
+
+    Args:
+        algorithm: name in `ALGORITHMS`
+        env: gymnasium id
+        options: options of the algorithm, see `options_for`; all others keep their defaults
+        env_kwargs: keyword arguments for `gymnasium.make`
+        imports: modules that must be imported before the environment can be made
+        **run: see `RunOptions`
+    """
+    known = options_for(algorithm)
+    found = preset_for(algorithm, env, env_kwargs, run.get("preset", "none"), [o for o in known + RUN_OPTIONS if o.name != "preset"])
+    of_learning = {option.name: found.values[option.name] for option in known if option.name in found.values}
+    of_run = run_options({**{name: x for name, x in found.values.items() if name not in of_learning}, **run})
+    config = {"algorithm": algorithm, "env": env, "env_kwargs": env_kwargs or {}, **vars(of_run), "preset": found.name,
+              "options": _all_options(algorithm, {**of_learning, **(options or {})}, of_run.intrinsic), "versions": _versions()}
+    if imports: config["imports"] = imports
+    if found.name: config["of_preset"] = [name for name in found.values if name not in {**(options or {}), **run}]
+    reading_for(config)
+    check_decay(config["steps"], config["options"])
+    check_room(config["options"])
+    _check_lanes(config["workers"], config["options"])
     try: return json.loads(json.dumps(config))
     except TypeError as e: raise DataError(f"the configuration cannot be written as JSON: {e}") from None
-
-
-RUN_OPTIONS = options_of(dict(run=make_config), skip=("options", "env_kwargs", "imports"))
 
 # %% ../nbs/07_config.ipynb #05d2f348
 def _network(part, env, **kwargs):

@@ -25,7 +25,7 @@ from .train import uninterrupted
 
 # %% auto #0
 __all__ = ['without', 'words_for', 'python_words', 'RunProcess', 'run_all', 'last_return', 'summary', 'experiment_command',
-           'train_or_experiment']
+           'check_counts', 'train_or_experiment']
 
 # %% ../nbs/14_experiments.ipynb #4109b8a7
 def without(words: list, values: tuple, flags: tuple = ()) -> list:
@@ -193,12 +193,18 @@ def _folders(args: Namespace, seeds: list) -> dict:
     return folders
 
 
+def check_counts(args: Namespace, *names: str) -> None:
+    "Raise `UsageError` for the first of these options of a command that is below 1."
+    for name in names:
+        if (n := getattr(args, name)) < 1: raise UsageError(f"rollpipe {args.command}: --{name} must be at least 1, got {n}")
+
+
 def train_or_experiment(args: Namespace) -> None:
     "Train one run, or with --seeds several."
     seeds, jobs = getattr(args, "seeds", None), getattr(args, "jobs", None)
     if seeds is not None and hasattr(args, "seed"): raise UsageError("rollpipe train: either --seed or --seeds, not both")
     if jobs is not None and seeds is None: raise UsageError("rollpipe train: --jobs is the number of runs at a time, so it needs --seeds")
-    if jobs is not None and jobs < 1: raise UsageError(f"rollpipe train: --jobs must be at least 1, got {jobs}")
+    if jobs is not None: check_counts(args, "jobs")
     if getattr(args, "proceed", False) and args.overwrite: raise UsageError("rollpipe train: either --continue or --overwrite, not both")
     if seeds is not None and launched(): raise UsageError("rollpipe train: torchrun starts one run, so --seeds cannot be used")
     (train_command if seeds is None else experiment_command)(args)

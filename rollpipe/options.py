@@ -10,32 +10,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from .agents.shared_options import meanings
 from .pipes.errors import DataError
 
 # %% auto #0
-__all__ = ['args_section', 'meanings', 'kinds_of', 'Option', 'options_of', 'parse_value', 'parse_env_kwargs', 'import_words',
-           'typed', 'parse_seeds', 'Parser', 'add_options']
-
-# %% ../nbs/05_options.ipynb #a311826f
-def args_section(docstring: str | None) -> dict:
-    "Parameter -> meaning, from the `Args:` section of a docstring."
-    _, _, rest = inspect.cleandoc(docstring or "").partition("\nArgs:\n")
-    section = re.split(r"^\S", rest, maxsplit=1, flags=re.M)[0]  # the next line without indentation ends the section
-    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", section, re.M)
-    return {name: " ".join(text.split()) for name, text in entries}
-
-
-def meanings(function: Callable) -> dict:
-    """Parameter -> meaning, for a function or a class, from the `Args:` sections of docstrings.
-
-    A class has the meanings of its bases. A function that passes its keywords on (`__delwrap__`, as fastcore's `@delegates` leaves it) has
-    those of the other function. The function's or the class's own docstring has priority.
-    """
-    owners = reversed(function.__mro__) if inspect.isclass(function) else [function]
-    parts = [x for owner in owners for x in (owner, vars(owner).get("__init__")) if x is not None]
-    others = [other for x in parts if (other := getattr(x, "__delwrap__", None))]
-    sections = [meanings(other) for other in others] + [args_section(x.__doc__) for x in parts]
-    return {name: text for section in sections for name, text in section.items()}
+__all__ = ['kinds_of', 'Option', 'options_of', 'parse_value', 'parse_env_kwargs', 'import_words', 'typed', 'parse_seeds',
+           'Parser', 'add_options']
 
 # %% ../nbs/05_options.ipynb #5ce2e98c
 _TYPES: dict[str, Any] = dict(bool=bool, int=int, float=(int, float), str=str, dict=dict,
@@ -109,11 +89,19 @@ def options_of(parts: dict, skip: Iterable = ()) -> list:
     found = {}
     for part, function in parts.items():
         help_texts = meanings(function)
-        for param, x in inspect.signature(function).parameters.items():
+        for x in _parameters(function):
+            param = x.name
             if param in skip or not _is_plain(x.default): continue
             name = param if param not in found else f"{part}_{param}"
             found[name] = Option(name, part, param, x.default, help_texts.get(param, ""), kinds_of(x.annotation, x.default))
     return list(found.values())
+
+
+def _parameters(function: Callable) -> list:
+    "The parameters of a function or a class. What a class itself declares comes before what it inherits."
+    owners = function.__mro__ if inspect.isclass(function) else ()
+    first = {name: k for k, owner in enumerate(owners) for name in inspect.get_annotations(owner)}     # the number of the farthest base
+    return sorted(inspect.signature(function).parameters.values(), key=lambda x: first.get(x.name, 0))
 
 
 def _is_plain(default: Any) -> bool:

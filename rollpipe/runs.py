@@ -15,13 +15,13 @@ import torch
 from .agents.checkpoint import (Checkpoint, Snapshot, checkpoint_bytes, keep_checkpoint, kept_checkpoints, load_checkpoint,
                                         save_checkpoint, write_atomically)
 from .agents.intrinsic.states import kept_states, load_states
-from .agents.schedules import Every, with_eval_every
+from .agents.schedules import with_eval_every
 from .algorithms import ALGORITHMS, is_algorithm, options_for
-from .config import build, check_decay, check_room
+from .config import RUN_OPTIONS, RunOptions, build, check_decay, check_room, run_options
 from .locks import lock, unlock
 from .pipes import nested
 from .pipes.engines.checked_actor import engine_used
-from .pipes.errors import CheckpointError, DataError, PipeError, check_integer
+from .pipes.errors import CheckpointError, DataError, PipeError
 from .pipes.graph import find
 from .pipes.stepper import EnvStepper
 
@@ -152,7 +152,6 @@ def _check_stored(found: Checkpoint) -> None:
     if not all(type(x) in (int, float) and 0 <= x < math.inf for x in counters.values()): raise DataError("counters", got=str(counters))
     if not isinstance(config["env"], str): raise DataError("environment", expected="an id", got=repr(config["env"]))
     if not isinstance(config["env_kwargs"], dict): raise DataError("env_kwargs", got=repr(config["env_kwargs"]))
-    if not isinstance(config.get("device", "cpu"), str): raise DataError("device", got=repr(config["device"]))
     imports = config.get("imports", [])
     if not isinstance(imports, list) or not all(isinstance(x, str) for x in imports): raise DataError("imports", got=repr(imports))
     options = {option: config["options"].get(option.name, option.default) for option in options_for(config["algorithm"])}
@@ -162,22 +161,18 @@ def _check_stored(found: Checkpoint) -> None:
         option.check(value)
         if option.kinds == ("int,...",) and option.param == "hidden" and not (set(value) <= sizes and len(value) <= len(shapes)):
             raise DataError("there are no such layers in the file", leaf=option.flag, got=str(value))
-    for name, low in dict(steps=1, seed=0, threads=1, checkpoint_every=1, keep=0, eval_episodes=1,
-                          final_episodes=1, video_every=0, workers=0, restarts=0).items():
-        check_integer(name, config.get(name, low), low)
+    run_options({option.name: config[option.name] for option in RUN_OPTIONS if option.name != "preset"})
     n = {option.name: value for option, value in options.items()}
     batch = n.get("lanes", 1) * n.get("n_envs", 1) * (1 if n.get("sticky") else n.get("n_steps", 1))
     if counters["updates"] and batch > 2 * counters["steps"] / counters["updates"]:  # at least half of the rows of a batch are steps
         raise DataError("batch size and stored step counts disagree", expected="{steps} steps in {updates} updates".format(**counters),
                         got=", ".join(f"{name}={n.get(name)}" for name in ("lanes", "n_envs", "n_steps")))
-    Every.of(config.get("eval_every", 0), "eval_every")
     check_room(n)
 
 
 def _of_today(config: dict) -> dict:
-    "The configuration as it is written today."
-    config = with_eval_every(config)
-    return {"eval_episodes": 20, **config} if config.get("eval_every") else config  # it was not stored with evaluations by updates
+    "The configuration as it is written today. A run of earlier days lacks later options."
+    return {**vars(RunOptions()), "preset": None, **with_eval_every(config)}
 
 
 def needed_modules(config: dict) -> list:

@@ -171,4 +171,4 @@ def test_a_full_disk_leaves_the_earlier_checkpoints(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("n", [-1, -5])
 def test_a_negative_number_is_refused(n):
-    with pytest.raises(DataError, match=f"leaf keep: out of range. Expected at least 0, got {n}"): small(keep=n)
+    with pytest.raises(DataError, match=f"out of range. Expected an integer keep >= 0, got keep={n}"): small(keep=n)

@@ -6,9 +6,10 @@ from fastcore.meta import delegates
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollpipe.agents.shared_options import args_section, meanings
 from rollpipe.algorithms import ALGORITHMS
-from rollpipe.config import make_config
-from rollpipe.options import args_section, meanings, options_of
+from rollpipe.config import RunOptions
+from rollpipe.options import options_of
 from rollpipe.plots import learning_curve
 
 words = st.lists(st.text("abcXYZ019:`'()[]*,.%", min_size=1, max_size=12), min_size=1, max_size=40).map(" ".join)
@@ -71,6 +72,6 @@ def test_the_nearest_docstring_counts(function, expected):
 
 
 def test_every_part_of_every_algorithm_says_what_its_options_mean():
-    parts = [part for algorithm in ALGORITHMS.values() for part in algorithm.parts.values()] + [make_config, learning_curve]
+    parts = [part for algorithm in ALGORITHMS.values() for part in algorithm.parts.values()] + [RunOptions, learning_curve]
     for part in parts:
         assert all(option.help for option in options_of(dict(part=part)) if option.name not in ("options", "env_kwargs")), part

@@ -133,7 +133,7 @@ def test_a_run_keeps_its_values_when_the_preset_changes(presets, tmp_path, capsy
     assert before["of_preset"] == ["steps", "lr", "gamma", "checkpoint_every"]
     presets(**{"CartPole-v1": dict(lr=1., gamma=0., steps=300)})
     resumed = resume(run, steps=400)
-    assert resumed.config == {**before, "steps": 400} and resumed.agent.options.lr == .25
+    assert resumed.config == {**before, "steps": 400} and resumed.agent.lr == .25
     unlock(run)
     assert rollpipe(*words, "--steps", 500, "--continue") == 0
     assert load_run(run).config == {**before, "steps": 500}

@@ -1,5 +1,6 @@
-"Options that learners share: each learner has the options and defaults that it always had, and each option one meaning."
+"Options of learners: each learner has the options and defaults that it always had, and each option one meaning."
 import inspect
+from dataclasses import make_dataclass
 
 import pytest
 import torch
@@ -8,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from rollpipe.agents.shared_options import SharedOptions, shared_options
+from rollpipe.agents.gradient_learner import ActorCriticLearner
+from rollpipe.agents.learner import Learner
+from rollpipe.agents.schedules import DecayingEpsilon
+from rollpipe.agents.shared_options import ByAdam, Discounted, EntropyBonus, ScaledAdvantages, check_options, meanings
 from rollpipe.agents.tabular import QLearning
 from rollpipe.algorithms import ALGORITHMS, options_for
 from rollpipe.cli import build_parser
 from rollpipe.layers.unit_box import UnitBox
-from rollpipe.options import meanings
 from rollpipe.pipes.errors import DataError
 
 NATURAL = dict(damping=.1, cg_iters=10, cg_gain=0., fvp_subsample=1., precondition='auto', normalize_adv=True, critic_lr=1e-3,
@@ -37,7 +40,9 @@ DEFAULTS = dict(
     td3=dict(smoothing=.2, smoothing_limit=.5, policy_every=2, lr=1e-3, **ACTIONS),
     ddpg=dict(lr=1e-3, **ACTIONS))
 OWN_MEANING = dict(ppo={'normalize_adv'}, npg={'lr', 'critic_lr'}, trpo={'critic_lr'})  # what another learner calls by the same name
-SHARED = {name for name in SharedOptions.__dataclass_fields__}
+TOLD = {name: text for owner in (Discounted, ByAdam, EntropyBonus, ScaledAdvantages, DecayingEpsilon, Learner, ActorCriticLearner)
+        for name, text in meanings(owner).items() if name not in ('actor', 'critic')}
+SHARED = TOLD.keys()
 
 
 def learner_options(algorithm): return {o.param: o for o in options_for(algorithm) if o.part == 'learner'}
@@ -58,12 +63,11 @@ def test_the_signature_shows_every_option(algorithm):
 
 
 def test_an_option_means_the_same_everywhere():
-    told = meanings(SharedOptions)
-    assert told.keys() == SHARED and all(told.values())
+    assert len(SHARED) == 13 and all(TOLD.values())
     for algorithm in ALGORITHMS:
         for name, option in learner_options(algorithm).items():
             assert option.help, (algorithm, name)
-            if name in SHARED: assert (option.help == told[name]) == (name not in OWN_MEANING.get(algorithm, ())), (algorithm, name)
+            if name in SHARED: assert (option.help == TOLD[name]) == (name not in OWN_MEANING.get(algorithm, ())), (algorithm, name)
 
 
 @pytest.mark.parametrize('algorithm', ALGORITHMS)
@@ -105,7 +109,7 @@ def test_options_reach_the_learner_and_are_checked(cls):
     names = (SHARED & inspect.signature(cls).parameters.keys()) - {'seed'} - elsewhere
     values = {name: 3 if name in ('critic_epochs', 'eps_steps') else .25 for name in names}
     agent = learner_of(cls, **values)
-    assert {name: getattr(agent.options, name) for name in values} == values
+    assert {name: getattr(agent, name) for name in values} == values
     for name in names - {'normalize_adv'}:
         with pytest.raises(DataError, match=f'{cls.__name__}.*{name}|{name}.*{cls.__name__}'): learner_of(cls, **{name: -1})
 
@@ -124,16 +128,20 @@ def test_numbers_are_finite(algorithm):
             assert str(value) in e.value.got, name
 
 
-@given(st.dictionaries(st.sampled_from(sorted(SHARED)), st.floats(0, 1)), st.data())
-def test_defaults_of_the_learner_come_before_those_of_the_table(defaults, data):
-    class Learner:
-        @shared_options(**defaults)
-        def __init__(self, actor, *, own=7, **shared): self.own, self.options = own, SharedOptions(**shared)
+UNIT = {name: owner for owner in (Discounted, ByAdam, EntropyBonus, DecayingEpsilon) for name in owner.__dataclass_fields__}
 
+
+@given(st.dictionaries(st.sampled_from(sorted(UNIT)), st.floats(0, 1), min_size=1), st.data())
+def test_another_default_keeps_the_range_of_the_base_class(defaults, data):
+    "`make_dataclass` states the defaults as a learner does: the fields have no range of their own."
+    bases = tuple(dict.fromkeys(UNIT[name] for name in defaults))
+    cls = make_dataclass('Mine', [(name, float, default) for name, default in defaults.items()], bases=bases, kw_only=True)
     chosen = data.draw(st.fixed_dictionaries({}, optional={name: st.floats(0, 1) for name in defaults}))
-    want = vars(SharedOptions()) | defaults | chosen
-    assert vars(Learner('me', own=8, **chosen).options) == want
-    assert list(inspect.signature(Learner).parameters) == ['actor', 'own', *defaults]
+    made = cls(**chosen)
+    check_options(made)
+    assert {name: getattr(made, name) for name in defaults} == defaults | chosen
+    for name in defaults:
+        with pytest.raises(DataError, match=f'Mine.*{name}|{name}.*Mine'): check_options(cls(**{name: -1.}))
 
 
 @pytest.mark.parametrize("name", ["trpo", "npg"])

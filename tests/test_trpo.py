@@ -178,7 +178,7 @@ def updated(policy, f, **kw):
     "Metrics of one update, the change of the parameters [D], and the length of the step relative to a full one."
     agent, before = TRPO(policy, **dict(dict(max_kl=1e-4), **kw)), vector(policy)
     m = agent.update(f)
-    return m, vector(policy) - before, agent.search['backtrack'] ** m['backtracks']
+    return m, vector(policy) - before, agent.backtrack ** m['backtracks']
 
 
 # ---- gradient, Fisher matrix, natural gradient

@@ -6,32 +6,24 @@
 __all__ = ['A2C']
 
 # %% ../../nbs/agents/17_a2c.ipynb #4615dd58
-from typing import Any
-
 from .gradient_learner import ActorCriticLearner
 from .learner import with_standardized_adv
 from .losses import a2c
-from .shared_options import shared_options
+from .shared_options import ScaledAdvantages
 from ..pipes.data import Fragment
 
 # %% ../../nbs/agents/17_a2c.ipynb #591ca3ac
-class A2C(ActorCriticLearner):
+class A2C(ScaledAdvantages, ActorCriticLearner):
     """Synchronous advantage actor-critic.
 
     Source: Mnih et al. 2016, "Asynchronous Methods for Deep Reinforcement Learning", https://arxiv.org/abs/1602.01783; here with
     one learner for all environments, Adam, and generalised advantages.
-
-    Args:
-        actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
-        critic: `critic(obs) -> value` (see `Critic`); None: the `value` that the actor reports
-        **shared: options that learners share, see `SharedOptions`
     """
-    # By default, advantages are not normalised: in a short batch, normalisation mostly amplifies noise.
-    @shared_options(c_value=0.5, c_entropy=0.0, normalize_adv=False, lr=1e-3, critic_lr=1e-2, max_grad_norm=0.5, decay_steps=0, seed=0)
-    def __init__(self, actor: Any, critic: Any = None, **shared: Any):
-        super().__init__(actor, critic, **shared)
+    normalize_adv: bool = False     # in a short batch, normalisation mostly amplifies noise
+    lr: float = 1e-3
+    critic_lr: float | None = 1e-2
 
     def loss(self, batch: Fragment) -> tuple:
         "The loss of policy, values and entropy, and its metrics."
-        scaled = with_standardized_adv(batch, self.options.normalize_adv)
-        return a2c(scaled, self.actor, self.critic, c_value=self.options.c_value, c_entropy=self.options.c_entropy)
+        scaled = with_standardized_adv(batch, self.normalize_adv)
+        return a2c(scaled, self.actor, self.critic, c_value=self.c_value, c_entropy=self.c_entropy)

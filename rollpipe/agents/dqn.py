@@ -6,12 +6,12 @@
 __all__ = ['DQN']
 
 # %% ../../nbs/agents/22_dqn.ipynb #528b6fbf
-from typing import Any
+from math import inf
 
 import torch
 
 from .off_policy.q_learner import DeepQLearner
-from .shared_options import shared_options
+from .shared_options import number
 from .td import td
 from ..pipes.data import Fragment
 
@@ -24,23 +24,10 @@ class DQN(DeepQLearner):
     https://openreview.net/forum?id=r1lyTjAqYX (memory, burn-in).
 
     Args:
-        actor: a `QPolicy` or `RecurrentQPolicy`, or another actor with `values` and `epsilon`
-        double: choose the best next action by the network, and value it by the target network
-        multi_step: number of rewards that are summed before a value; at most the length of the samples
-        burn_in: first steps of a sample, which only update the memory of a recurrent network (not trained on)
         huber: TD errors beyond this limit count linearly; None: all errors are squared
-        target_every: steps of the optimiser between two copies of the weights to the target network; 1: in effect, no target network
-        tau: Polyak averaging: fraction of the way that the target network moves after each step; None: copies, see `target_every`
-        beta_steps: environment steps in which the memory's `beta` rises to 1; None: it stays constant
-        eta: weight of the greatest TD error in the priority of a longer sample; the mean error has the rest
-        **shared: options that learners share, see `SharedOptions`
     """
-    @shared_options(gamma=0.99, lr=1e-3, max_grad_norm=10.0, eps_start=1.0, eps_end=0.05, eps_steps=20_000, decay_steps=0, seed=0)
-    def __init__(self, actor: Any, *, double: bool = True, multi_step: int = 1, burn_in: int = 0, huber: float | None = 1.0,
-                 target_every: int = 200, tau: float | None = None, beta_steps: int | None = None, eta: float = 0.9, **shared: Any):
-        super().__init__(actor, double=double, multi_step=multi_step, burn_in=burn_in, huber=huber, target_every=target_every, tau=tau,
-                         beta_steps=beta_steps, eta=eta, **shared)
+    huber: float | None = number(1.0, 0, inf)
 
     def loss(self, fragment: Fragment, weight: torch.Tensor | None) -> tuple:
         "See `td`."
-        return td(fragment, self.actor, self.target, weight=weight, **self.td_options)
+        return td(fragment, self.actor, self.target, weight=weight, huber=self.huber, **self.td_options)

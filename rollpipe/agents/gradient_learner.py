@@ -16,13 +16,14 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from .learner import Learner
+from .shared_options import ByAdam, EntropyBonus, not_offered, number
 from ..pipes.data import Fragment
 from ..pipes.errors import DataError, describe
 import rollpipe.ranks as ranks
 from ..pipes.modules import bump_version
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #99fb1b82
-def clip_gradients(grads: list, max_norm: float) -> float:
+def clip_gradients(grads: list, max_norm: float | None) -> float:
     """Multiply all tensors by one number, so that their joint norm is at most `max_norm`. Returns the norm before scaling.
 
     The result is that of `torch.nn.utils.clip_grad_norm_`, in 30 us in place of 80 us for actor and critic of CartPole
@@ -30,12 +31,12 @@ def clip_gradients(grads: list, max_norm: float) -> float:
 
     Args:
         grads: tensors, changed in place
-        max_norm: largest norm of all of them together
+        max_norm: largest norm of all of them together; None: no limit
     """
     if not grads: return 0.
     norms = torch._foreach_norm(grads)
     norm = torch.linalg.vector_norm(torch.stack([x.to(norms[0].device) for x in norms])).item()
-    if max_norm < norm < inf: torch._foreach_mul_(grads, max_norm / (norm + 1e-6))
+    if max_norm is not None and max_norm < norm < inf: torch._foreach_mul_(grads, max_norm / (norm + 1e-6))
     return norm
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #3535ad03
@@ -164,7 +165,7 @@ def adam_for(actor: torch.nn.Module, critic: torch.nn.Module | None, lr: float, 
     return params, Adam([dict(params=group, lr=rate) for rate, group in groups.items()], lr=lr, fused=True)
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #10a5d892
-def descend(params: list, optimizer: torch.optim.Optimizer, max_norm: float, loss: torch.Tensor, name: str = 'loss',
+def descend(params: list, optimizer: torch.optim.Optimizer, max_norm: float | None, loss: torch.Tensor, name: str = 'loss',
             metrics: dict | None = None, n: int | torch.Tensor | None = None) -> dict:
     """One step of `optimizer` that lowers `loss`. Returns the metrics and `grad_norm`, the norm of the gradient before clipping.
 
@@ -173,7 +174,7 @@ def descend(params: list, optimizer: torch.optim.Optimizer, max_norm: float, los
 
     Args:
         params: the parameters of `optimizer`
-        max_norm: largest norm of the gradient; longer ones are clipped to it
+        max_norm: largest norm of the gradient; longer ones are clipped to it; None: no limit
         loss: mean over rows, 0-dim, with graph
         name: name of the loss, for messages
         metrics: dict of metric -> number or 0-dim tensor, over the same rows
@@ -188,21 +189,14 @@ def descend(params: list, optimizer: torch.optim.Optimizer, max_norm: float, los
     return metrics | dict(grad_norm=norm)
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #2bb77932
-class GradientLearner(Learner):
+class GradientLearner(ByAdam, Learner):
     """Base of learners that minimise a loss of actor and critic by Adam.
 
-    `params` are the trainable parameters of actor and critic, each once. `fit` uses the same optimiser. Options are `lr`, `critic_lr`,
-    `max_grad_norm` and `seed`.
-
-    Args:
-        actor: the module that acts and learns
-        critic: the module that values states, or None
-        **options: options that learners share, see `SharedOptions`
+    `params` are the trainable parameters of actor and critic, each once. `fit` uses the same optimiser.
     """
-    def __init__(self, actor: Any, critic: Any = None, **options: Any):
-        super().__init__(actor, critic, **options)
-        self.max_grad_norm = inf if self.options.max_grad_norm is None else self.options.max_grad_norm
-        self.params, self.optimizer = adam_for(actor, critic, self.options.lr, self.options.lr_of_critic)
+    def __post_init__(self):
+        super().__post_init__()
+        self.params, self.optimizer = adam_for(self.actor, self.critic, self.lr, self.lr_of_critic)
 
     def step(self, loss: torch.Tensor, name: str = 'loss', metrics: dict | None = None, n: int | torch.Tensor | None = None) -> dict:
         """Take a step that lowers `loss`, with the gradient clipped to `max_grad_norm`; see `descend`.
@@ -231,9 +225,18 @@ def mean_metrics(records: list) -> dict[str, float]:
     return {name: sum(float(record[name]) for record in records) / len(records) for name in records[0]}
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #49a60a42
-class ActorCriticLearner(GradientLearner):
-    "Base of learners whose policy and critic share a loss. A subclass writes `loss(batch)`, or `improve(batch)` for more than one step."
+class ActorCriticLearner(EntropyBonus, GradientLearner):
+    """Base of learners whose policy and critic share a loss. A subclass writes `loss(batch)`, or `improve(batch)` for more than one step.
+
+    Args:
+        actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
+        critic: `critic(obs) -> value` (see `Critic`); None: the `value` that the actor reports
+        c_value: weight of the critic's loss
+    """
+    c_value: float = number(0.5)
+    critic_epochs: int = not_offered(0)
     joins_ranks = True      # see `ranks.distributed`
+
     def batch_needs(self) -> tuple[str, ...]:
         "What a batch must have. Value targets are needed without a critic, too: the actor may report values."
         return 'adv', 'ret', 'logp'

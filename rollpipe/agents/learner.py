@@ -7,6 +7,7 @@ __all__ = ['LARGEST', 'check_batch', 'standardized', 'with_standardized_adv', 'c
 
 # %% ../../nbs/agents/08_learner.ipynb #69c8e550
 import copy
+from dataclasses import field
 from math import isfinite
 from time import perf_counter
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from .critics import explained_variance, fit_critic
 from .policy_replay import lag_of, lane_restarts
-from .shared_options import SharedOptions
+from .shared_options import Options, check_options, integer, number
 from ..pipes import nested
 from ..pipes.data import Fragment
 from ..pipes.errors import ActorError, DataError, describe
@@ -102,29 +103,29 @@ def _tell(module, method, *args):
     if hasattr(module, method): getattr(module, method)(*args)
 
 # %% ../../nbs/agents/08_learner.ipynb #bad4f107
-class LearnerState:
+class LearnerState(Options):
     """The actor, the critic and the random generator of a learner, and the state that a checkpoint keeps of them.
 
     Args:
         actor: the module that acts and learns
         critic: the module that values states, or None
-        **options: options that learners share, see `SharedOptions`
+        seed: seed of what an update draws, such as the order of minibatches
     """
-    actor: Any
-    critic: Any
-    actor_needs = ('replay',)  # methods that the actor must have
-    optimizer: Any = None      # a subclass sets it; it is part of the state
+    actor: Any = field(kw_only=False, repr=False)
+    critic: Any = field(default=None, kw_only=False, repr=False)
+    seed: int = 0
+    actor_needs = ('replay',)           # methods that the actor must have
 
-    def __init__(self, actor: Any, critic: Any = None, **options: Any):
-        name = type(self).__name__
+    def __post_init__(self):
+        name, actor, critic = type(self).__name__, self.actor, self.critic
         for method in self.actor_needs:
             if not hasattr(actor, method):
                 raise ActorError(f"{name} needs an actor with `{method}`", expected="a `rollpipe.layers.Policy`", got=describe(actor))
         if critic is not None and not isinstance(critic, torch.nn.Module):
             raise DataError(f"{name} fits its critic", leaf='critic', expected="a torch.nn.Module, or None", got=describe(critic))
-        self.actor, self.critic, self.options = actor, critic, SharedOptions(**options)
-        self.options.check(self)
-        self.generator, self.steps = torch.Generator().manual_seed(self.options.seed), 0
+        check_options(self)
+        self.generator, self.steps = torch.Generator().manual_seed(self.seed), 0
+        self.optimizer: Any = None      # a subclass sets it; it is part of the state
 
     def state_dict(self) -> dict:
         "All that is needed to resume training: weights, normalisers, optimiser, version, steps, random state."
@@ -144,7 +145,15 @@ class LearnerState:
 
 # %% ../../nbs/agents/08_learner.ipynb #91cfde47
 class Learner(LearnerState):
-    "Base of learners. A subclass writes `improve(batch)`, and `update` calls it at the right moment."
+    """Base of learners. A subclass writes `improve(batch)`, and `update` calls it at the right moment.
+
+    Args:
+        critic_epochs: passes of the critic over each batch
+        decay_steps: environment steps in which learning rates and trust regions fall linearly to 0; 0: they do not fall
+    """
+    critic_epochs: int = integer(4)
+    decay_steps: int = number(0)
+
     def batch_needs(self) -> tuple[str, ...]:
         "The leaves that a batch must have, out of 'adv', 'ret' and 'logp'."
         return ('adv', 'logp') if self.critic is None else ('adv', 'ret', 'logp')
@@ -160,7 +169,7 @@ class Learner(LearnerState):
         metrics = self.report(found)
         bump_version(self.actor)
         policy_done = perf_counter()
-        if self.critic is not None: metrics |= self.fit(batch, self.options.critic_epochs)
+        if self.critic is not None: metrics |= self.fit(batch, self.critic_epochs)
         self.count_steps(batch)
         ranks.check_state(self)
         return metrics | begun | dict(seconds_policy=policy_done - start, seconds_critic=perf_counter() - policy_done)
@@ -179,7 +188,7 @@ class Learner(LearnerState):
 
     def set_rates(self) -> dict:
         "Set the learning rates for the next update. Returns metrics."
-        if not self.options.decay_steps: return {}
+        if not self.decay_steps: return {}
         left = self.left()
         for group in self.optimizer.param_groups if self.optimizer else ():
             group['lr'] = group.setdefault('initial_lr', group['lr']) * left
@@ -187,7 +196,7 @@ class Learner(LearnerState):
 
     def left(self) -> float:
         "Present factor of the learning rates, which falls from 1 to 0. Raises `DataError` when it is 0."
-        if not (n := self.options.decay_steps): return 1.
+        if not (n := self.decay_steps): return 1.
         if self.steps < n: return 1 - self.steps / n
         raise DataError(f"{type(self).__name__}: the learning rates have fallen to 0", leaf='decay_steps',
                         expected=f"more than the {self.steps} steps that it has learned from, or 0", got=str(n))

@@ -15,7 +15,7 @@ import torch
 from .gradient_learner import Adam
 from .learner import Learner, with_standardized_adv
 from .linearization import Linearization, fisher_product, in_row_blocks, score_layers, score_preconditioner
-from .shared_options import check_range, shared_options
+from .shared_options import ScaledAdvantages, integer, number
 from .trust_region import CGResult, conjugate_gradients
 from ..pipes import nested
 from ..pipes.data import Fragment, State
@@ -132,7 +132,7 @@ class Direction(NamedTuple):
 SCORES, WORTH_IT = 512, 4096  # rows of the automatic preconditioner; fewest rows of the Fisher matrix with which it saves time
 
 
-class NaturalGradientLearner(Learner):
+class NaturalGradientLearner(ScaledAdvantages, Learner):
     """Base of learners that follow the natural gradient. A subclass writes `take_step(rows) -> (metrics, old)`.
 
     The Fisher-vector product is a Gauss-Newton product: the network is linearised once per update, and each product takes one
@@ -150,29 +150,25 @@ class NaturalGradientLearner(Learner):
         fvp_subsample: fraction of the rows that the Fisher matrix is estimated from; everything else uses all rows
         precondition: rows for the preconditioner; 0: none; auto: 512 if the Fisher matrix has at least 4096, with half of the iterations
         critic_lr: learning rate of the critic (Adam)
-        **shared: options that learners share, see `SharedOptions`
     """
+    damping: float = number(0.1)
+    cg_iters: int = integer(10)
+    cg_gain: float = number(0.0)
+    fvp_subsample: float = number(1.0, 1e-12, 1)
+    precondition: int | str = 'auto'
+    critic_lr: float = number(1e-3)
     actor_needs = ('params', 'dist', 'distribution')
     joins_ranks = True      # see `ranks.distributed`
 
-    @shared_options(normalize_adv=True, critic_epochs=4, decay_steps=0, seed=0)
-    def __init__(self, actor: Any, critic: Any = None, *, damping: float = 0.1, cg_iters: int = 10, cg_gain: float = 0.0,
-                 fvp_subsample: float = 1.0, precondition: int | str = 'auto', critic_lr: float = 1e-3, **shared: Any):
-        super().__init__(actor, critic, critic_lr=critic_lr, **shared)
-        check_range(self, 0, damping=damping, cg_gain=cg_gain)
-        check_range(self, 1e-12, 1, fvp_subsample=fvp_subsample)
-        self.damping, self.cg_gain, self.fvp_subsample = damping, cg_gain, fvp_subsample
-        self.cg_iters = check_integer('cg_iters', cg_iters, pipe=self)
-        self.precondition = 'auto' if precondition == 'auto' else check_integer("precondition (or 'auto')", precondition, 0, pipe=self)
-        self.params = [p for p in actor.parameters() if p.requires_grad]
-        if critic is not None:
-            if (lr := self.options.critic_lr) is None:
-                raise DataError(f"{type(self).__name__} fits its critic", leaf='critic_lr', expected="a learning rate", got="None")
-            self.optimizer = Adam(critic.parameters(), lr=lr, fused=True)
+    def __post_init__(self):
+        super().__post_init__()
+        if self.precondition != 'auto': check_integer("precondition (or 'auto')", self.precondition, 0, pipe=self)
+        self.params = [p for p in self.actor.parameters() if p.requires_grad]
+        if self.critic is not None: self.optimizer = Adam(self.critic.parameters(), lr=self.critic_lr, fused=True)
 
     def improve(self, batch: Fragment) -> tuple:
         "Update the policy. Returns `(metrics, old, rows)`, from which `report` makes the metrics."
-        rows = policy_rows(with_standardized_adv(batch, self.options.normalize_adv))
+        rows = policy_rows(with_standardized_adv(batch, self.normalize_adv))
         return *self.take_step(rows), rows
 
     def take_step(self, rows: PolicyRows) -> tuple[dict, Any]:

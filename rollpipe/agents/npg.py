@@ -9,11 +9,9 @@ __all__ = ['NPG']
 import math
 from typing import Any
 
-from fastcore.meta import delegates
-
 from .linearization import assign, flatten
 from .natural_gradient import NaturalGradientLearner, PolicyRows, effect
-from .shared_options import check_range
+from .shared_options import number
 from .trust_region import step_size
 
 # %% ../../nbs/agents/20_npg.ipynb #010f75fa
@@ -24,17 +22,11 @@ class NPG(NaturalGradientLearner):
     Simplicity in Continuous Control", https://arxiv.org/abs/1703.02660 (their normalised step size is `2 max_kl`).
 
     Args:
-        actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
-        critic: `critic(obs) -> value` (see `Critic`) to be fitted to the returns, or None
         max_kl: target of the mean KL divergence of a step, to second order [nat]; it is not enforced
         lr: fixed learning rate of the natural gradient, used instead of max_kl; None: max_kl is used
     """
-    @delegates(NaturalGradientLearner.__init__)
-    def __init__(self, actor: Any, critic: Any = None, *, max_kl: float = 0.01, lr: float | None = None, **kwargs: Any):
-        super().__init__(actor, critic, **kwargs)
-        check_range(self, 1e-12, max_kl=max_kl)
-        if lr is not None: check_range(self, 0, lr=lr)
-        self.max_kl, self.lr = max_kl, lr
+    max_kl: float = number(0.01, 1e-12)
+    lr: float | None = number(None)
 
     def take_step(self, rows: PolicyRows) -> tuple[dict, Any]:
         """A step along the natural gradient, its certificate, and the distribution before.

@@ -7,18 +7,17 @@ __all__ = ['what_the_loss_needs', 'PPO']
 
 # %% ../../nbs/agents/18_ppo.ipynb #e3483f6d
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from .gradient_learner import ActorCriticLearner, mean_metrics
 from .learner import standardized, with_standardized_adv
 from .losses import ppo, with_old_values
-from .shared_options import check_range, shared_options
+from .shared_options import integer, number
 from ..pipes import nested
 import rollpipe.ranks as ranks
 from ..pipes.data import Fragment
-from ..pipes.errors import DataError, check_integer
+from ..pipes.errors import DataError
 
 # %% ../../nbs/agents/18_ppo.ipynb #5030f1aa
 def what_the_loss_needs(batch: Fragment) -> Fragment:
@@ -34,27 +33,26 @@ class PPO(ActorCriticLearner):
     estimated from the actions of each minibatch before the step on it; the first minibatch of an update is used in any case.
 
     Args:
-        actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
-        critic: `critic(obs) -> value` (see `Critic`); None: the `value` that the actor reports
         epochs: passes over each batch
         minibatch: approximate number of transitions per step of the optimiser
         clip: distance of the ratio of probabilities from 1 beyond which the surrogate does not grow
         clip_value: largest change of a value from its old estimate, in units of `critic.ret_std`, if any; None: unlimited
         target_kl: estimated divergence beyond which an update ends, such as 0.05 [nat]; None: never
         normalize_adv: scale advantages to mean 0 and standard deviation 1: each 'batch', each 'minibatch', or 'never'
-        **shared: options that learners share, see `SharedOptions`
     """
-    @shared_options(c_value=0.5, c_entropy=0.0, lr=1e-3, critic_lr=None, max_grad_norm=0.5, decay_steps=0, seed=0)
-    def __init__(self, actor: Any, critic: Any = None, *, epochs: int = 10, minibatch: int = 256, clip: float = 0.2,
-                 clip_value: float | None = None, target_kl: float | None = None, normalize_adv: str = 'batch', **shared: Any):
-        super().__init__(actor, critic, **shared)
-        limits = dict(clip=clip, clip_value=clip_value, target_kl=target_kl)
-        check_range(self, 0, **{name: value for name, value in limits.items() if value is not None})
-        if normalize_adv not in ('batch', 'minibatch', 'never'):
+    epochs: int = integer(10)
+    minibatch: int = integer(256)
+    clip: float = number(0.2)
+    clip_value: float | None = number(None)
+    target_kl: float | None = number(None)
+    normalize_adv: str = 'batch'
+    lr: float = 1e-3
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.normalize_adv not in ('batch', 'minibatch', 'never'):
             raise DataError("PPO: unknown choice", leaf='normalize_adv', expected="'batch', 'minibatch' or 'never'",
-                            got=repr(normalize_adv))
-        self.epochs, self.minibatch = check_integer('epochs', epochs, pipe=self), check_integer('minibatch', minibatch, pipe=self)
-        self.clip, self.clip_value, self.target_kl, self.normalize_adv = clip, clip_value, target_kl, normalize_adv
+                            got=repr(self.normalize_adv))
 
     def improve(self, batch: Fragment) -> dict:
         "Take a step on each minibatch; returns the metrics of the loss, averaged over them."
@@ -83,5 +81,5 @@ class PPO(ActorCriticLearner):
 
     def loss(self, batch: Fragment) -> tuple:
         "The loss of policy, values and entropy on a minibatch, and its metrics."
-        return ppo(batch, self.actor, self.critic, clip=self.clip, clip_value=self.clip_value, c_value=self.options.c_value,
-                   c_entropy=self.options.c_entropy)
+        return ppo(batch, self.actor, self.critic, clip=self.clip, clip_value=self.clip_value, c_value=self.c_value,
+                   c_entropy=self.c_entropy)

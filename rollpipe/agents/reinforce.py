@@ -7,17 +7,15 @@ __all__ = ['REINFORCE']
 
 # %% ../../nbs/agents/16_reinforce.ipynb #81a4df60
 from math import inf
-from typing import Any
 
 from .gradient_learner import GradientLearner, mean_metrics
 from .learner import with_standardized_adv
 from .losses import reinforce
-from .shared_options import check_range, shared_options
+from .shared_options import EntropyBonus, ScaledAdvantages, integer, number
 from ..pipes.data import Fragment
-from ..pipes.errors import check_integer
 
 # %% ../../nbs/agents/16_reinforce.ipynb #023a37a9
-class REINFORCE(GradientLearner):
+class REINFORCE(EntropyBonus, ScaledAdvantages, GradientLearner):
     """Policy gradient on whole batches with importance weights and an entropy bonus; a critic, fitted to the returns, is the baseline.
 
     Advantages come with the batch: those of an `AdvantageBuffer` with `lam=1` are the return minus the baseline. Source: Williams 1992,
@@ -28,20 +26,18 @@ class REINFORCE(GradientLearner):
         critic: the baseline, `critic(obs) -> value` (see `Critic`), fitted to the returns; None: no critic is fitted
         epochs: steps of the optimiser on each batch; each step uses the whole batch
         c_rho: largest importance weight
-        **shared: options that learners share, see `SharedOptions`
     """
+    epochs: int = integer(1)
+    c_rho: float = number(1.0, 0, inf)
+    c_entropy: float = 0.01
+    lr: float = 5e-3
+    critic_lr: float | None = 1e-3
     joins_ranks = True      # see `ranks.distributed`
-
-    @shared_options(c_entropy=0.01, normalize_adv=True, lr=5e-3, critic_lr=1e-3, critic_epochs=4, max_grad_norm=0.5, decay_steps=0, seed=0)
-    def __init__(self, actor: Any, critic: Any = None, *, epochs: int = 1, c_rho: float = 1.0, **shared: Any):
-        super().__init__(actor, critic, **shared)
-        check_range(self, 0, inf, c_rho=c_rho)
-        self.epochs, self.c_rho = check_integer('epochs', epochs, pipe=self), c_rho
 
     def improve(self, batch: Fragment) -> dict:
         "Take `epochs` steps; returns the metrics, averaged over them."
-        scaled, n, records = with_standardized_adv(batch, self.options.normalize_adv), batch.valid.sum(), []
+        scaled, n, records = with_standardized_adv(batch, self.normalize_adv), batch.valid.sum(), []
         for _ in range(self.epochs):
-            loss, metrics = reinforce(scaled, self.actor, c_rho=self.c_rho, c_entropy=self.options.c_entropy)
+            loss, metrics = reinforce(scaled, self.actor, c_rho=self.c_rho, c_entropy=self.c_entropy)
             records.append(self.step(loss, metrics=metrics, n=n))
         return mean_metrics(records)

@@ -13,8 +13,8 @@ import gymnasium as gym
 import torch
 
 from .learner import Learner
-from .schedules import linear_schedule, set_epsilon
-from .shared_options import check_range, shared_options
+from .schedules import DecayingEpsilon
+from .shared_options import Discounted, not_offered, number
 from ..layers.q_networks import EpsilonGreedy
 from ..pipes.data import Fragment
 from ..pipes.errors import DataError, SpaceError, describe
@@ -80,34 +80,31 @@ def move_towards(table: torch.Tensor, states: torch.Tensor, actions: torch.Tenso
     flat[at] += (1 - (1 - lr) ** count) * (mean - flat[at])
 
 # %% ../../nbs/agents/23_tabular.ipynb #9d3297bd
-class QLearning(Learner):
+class QLearning(Discounted, DecayingEpsilon, Learner):
     """Tabular Q-learning from fragments, each of which is used once.
 
     Source: Watkins, Dayan 1992, Q-learning, https://doi.org/10.1007/BF00992698.
 
     Args:
         lr: fraction of the way to its target that a value moves; 1 suits deterministic environments
-        **shared: options that learners share, see `SharedOptions`
     """
+    lr: float = number(0.5, 0, 1)
+    critic: Any = not_offered(None)
+    critic_epochs: int = not_offered(0)
+    decay_steps: int = not_offered(0)
+    seed: int = not_offered(0)
     actor_needs = ('table', 'epsilon')
 
-    @shared_options(gamma=0.99, eps_start=1.0, eps_end=0.05, eps_steps=20_000)
-    def __init__(self, actor: TabularQ, *, lr: float = 0.5, **shared: Any):
-        super().__init__(actor, **shared)
-        check_range(self, 0, 1, lr=lr)
-        self.lr, self.steps = lr, 0
+    def __post_init__(self):
+        super().__post_init__()
         self.explore()
-
-    def explore(self) -> None:
-        "Set the fraction of random actions for the number of environment steps so far."
-        set_epsilon(self.actor, linear_schedule(self.steps, self.options.eps_start, self.options.eps_end, self.options.eps_steps))
 
     @torch.no_grad()
     def update(self, batch: Fragment) -> dict:
         "Learn from a `Fragment`; returns metrics (see `METRICS`)."
         self.check(batch)
         actor, valid, begun = self.actor, batch.valid, self.provenance(batch)
-        targets = q_targets(batch, actor.table, self.options.gamma, actor.first)[valid]
+        targets = q_targets(batch, actor.table, self.gamma, actor.first)[valid]
         states, actions = batch.state.obs[:-1][valid] - actor.first, batch.state.act[1:][valid] - actor.start
         errors = targets - (before := actor.table[states, actions])
         if not errors.isfinite().all():

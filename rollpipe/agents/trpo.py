@@ -8,13 +8,10 @@ __all__ = ['TRPO']
 # %% ../../nbs/agents/19_trpo.ipynb #0892ac52
 from typing import Any
 
-from fastcore.meta import delegates
-
 from .linearization import assign, flatten
 from .natural_gradient import NaturalGradientLearner, PolicyRows, effect
-from .shared_options import check_range
+from .shared_options import integer, number
 from .trust_region import backtrack_line_search, step_size
-from ..pipes.errors import check_integer
 
 # %% ../../nbs/agents/19_trpo.ipynb #165b7392
 class TRPO(NaturalGradientLearner):
@@ -23,23 +20,15 @@ class TRPO(NaturalGradientLearner):
     Source: Schulman et al., "Trust Region Policy Optimization", https://arxiv.org/abs/1502.05477.
 
     Args:
-        actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
-        critic: `critic(obs) -> value` (see `Critic`) to be fitted to the returns, or None
         max_kl: trust region: largest mean KL divergence of an update [nat]
         backtrack: factor by which the line search shortens the step
         max_backtracks: number of step lengths that the line search tries
         accept_ratio: least fraction of the predicted improvement that is accepted
     """
-    @delegates(NaturalGradientLearner.__init__)
-    def __init__(self, actor: Any, critic: Any = None, *, max_kl: float = 0.01, backtrack: float = 0.8, max_backtracks: int = 10,
-                 accept_ratio: float = 0.1, **kwargs: Any):
-        super().__init__(actor, critic, **kwargs)
-        check_range(self, 1e-12, max_kl=max_kl)
-        check_range(self, 1e-12, 1, backtrack=backtrack)
-        check_range(self, 0, accept_ratio=accept_ratio)
-        check_integer('max_backtracks', max_backtracks, pipe=self)
-        self.max_kl = max_kl
-        self.search: dict[str, Any] = dict(backtrack=backtrack, max_backtracks=max_backtracks, accept_ratio=accept_ratio)
+    max_kl: float = number(0.01, 1e-12)
+    backtrack: float = number(0.8, 1e-12, 1)
+    max_backtracks: int = integer(10)
+    accept_ratio: float = number(0.1)
 
     def take_step(self, rows: PolicyRows) -> tuple[dict, Any]:
         "The longest step along the natural gradient that the line search accepts, its certificate, and the distribution before."
@@ -47,8 +36,9 @@ class TRPO(NaturalGradientLearner):
         step = step_size(max_kl, at.cg.curvature) * at.cg.x
         rate = float(at.gradient @ step)
         found = backtrack_line_search(lambda theta: effect(self.actor, rows, at.old), flatten(self.params), step, rate, max_kl,
-                                      before=float(at.before), set_params=lambda theta: assign(self.params, theta), **self.search)
-        kept = self.search['backtrack'] ** found.backtracks if found.accepted else 0.
+                                      before=float(at.before), set_params=lambda theta: assign(self.params, theta),
+                                      backtrack=self.backtrack, max_backtracks=self.max_backtracks, accept_ratio=self.accept_ratio)
+        kept = self.backtrack ** found.backtracks if found.accepted else 0.
         return self.certificate(rows, at) | dict(
             surrogate_after=found.surrogate, predicted_improvement=kept * rate, actual_improvement=found.surrogate - found.before,
             kl=found.kl, backtracks=found.backtracks, accepted=float(found.accepted), step_size=kept * float(step.norm())), at.old

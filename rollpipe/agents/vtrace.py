@@ -7,39 +7,37 @@ __all__ = ['VTrace']
 
 # %% ../../nbs/agents/21_vtrace.ipynb #8dc15fc0
 from math import inf
-from typing import Any
 
 import torch
 
 from .gradient_learner import ActorCriticLearner
 from .losses import vtrace_actor_critic
-from .shared_options import check_range, shared_options
+from .shared_options import Discounted, check_range, number
 from ..pipes.advantage import values
 from ..pipes.data import Fragment
 from ..pipes.returns import discounted_returns
 
 # %% ../../nbs/agents/21_vtrace.ipynb #f99af67d
-class VTrace(ActorCriticLearner):
+class VTrace(Discounted, ActorCriticLearner):
     """Actor-critic with V-trace targets, as in IMPALA: one step on every fragment, however old it is.
 
     Source: Espeholt et al. 2018, "IMPALA: Scalable Distributed Deep-RL with Importance Weighted Actor-Learner Architectures",
     https://arxiv.org/abs/1802.01561; here with Adam.
 
     Args:
-        actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
-        critic: `critic(obs) -> value` (see `Critic`); None: the `value` that the actor reports
         lam: exponential weight of longer estimates: 0 trusts the critic, 1 the rewards
         rho_clip: largest weight of a temporal difference, and of an action in the policy gradient
         c_clip: largest weight that carries a later temporal difference back by one step, at most rho_clip
-        **shared: options that learners share, see `SharedOptions`
     """
-    @shared_options(gamma=0.99, c_value=0.5, c_entropy=0.0, lr=5e-4, critic_lr=1e-2, max_grad_norm=0.5, decay_steps=0, seed=0)
-    def __init__(self, actor: Any, critic: Any = None, *, lam: float = 1.0, rho_clip: float = 1.0, c_clip: float = 1.0, **shared: Any):
-        super().__init__(actor, critic, **shared)
-        check_range(self, 0, 1, lam=lam)
-        check_range(self, 0, inf, rho_clip=rho_clip)
-        check_range(self, 0, rho_clip, c_clip=c_clip)
-        self.trace = dict(gamma=self.options.gamma, lam=lam, rho_clip=rho_clip, c_clip=c_clip)
+    lam: float = number(1.0, 0, 1)
+    rho_clip: float = number(1.0, 0, inf)
+    c_clip: float = 1.0
+    lr: float = 5e-4
+    critic_lr: float | None = 1e-2
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_range(self, 0, self.rho_clip, c_clip=self.c_clip)
 
     def batch_needs(self) -> tuple[str, ...]:
         "What a batch must have. It needs no advantages and value targets, because they are computed here."
@@ -55,11 +53,11 @@ class VTrace(ActorCriticLearner):
 
     def loss(self, batch: Fragment) -> tuple:
         "The loss of policy, values and entropy, and its metrics."
-        return vtrace_actor_critic(batch, self.actor, self.critic, **self.trace, c_value=self.options.c_value,
-                                   c_entropy=self.options.c_entropy)
+        return vtrace_actor_critic(batch, self.actor, self.critic, gamma=self.gamma, lam=self.lam, rho_clip=self.rho_clip,
+                                   c_clip=self.c_clip, c_value=self.c_value, c_entropy=self.c_entropy)
 
     def returns(self, batch: Fragment) -> torch.Tensor:
         "Discounted returns `[T, B]`, bootstrapped by the critic. They update the scale of the returns, if the critic has one."
         _, v_tp1 = values(batch, self.critic)
-        discount = self.options.gamma * ~batch.term[1:]
+        discount = self.gamma * ~batch.term[1:]
         return discounted_returns(batch.state.rew[1:], discount, v_tp1[-1], batch.state.fin[1:], v_tp1)

@@ -12,14 +12,13 @@ from typing import NamedTuple
 
 from ..agents.checkpoint import write_atomically
 from ..agents.schedules import Every
-from ..algorithms import options_for
 from ..autotune import command_for
-from ..commands import Interrupted, UsageError, find_run
-from ..config import RUN_OPTIONS, build, make_config
+from ..commands import Interrupted, find_run
+from ..config import build, make_config
 from ..evaluations import is_evaluated, read_evaluations
-from ..experiments import python_words, run_all
+from ..experiments import check_counts, python_words, run_all
 from ..locks import lock, unlock
-from ..options import import_words, parse_seeds, typed
+from ..options import parse_seeds, typed
 from ..pipes.errors import CheckpointError, DataError, WorkerError
 from ..progress import format_number
 from ..presets.files import read_table
@@ -82,11 +81,7 @@ def words_for_row(row: Row, steps: int, imports: tuple = ()) -> list:
         steps: steps of the training
         imports: modules that the environments need
     """
-    more = ["--env-kwargs", *(f"{name}={x!r}" for name, x in row.env_kwargs.items())] if row.env_kwargs else []
-    more += import_words(imports)
-    values, known = {**row.options, **run_options(row, steps)}, options_for(row.algorithm) + RUN_OPTIONS
-    if values["preset"] == "auto": del values["preset"]  # the default, so the option is not needed
-    return shlex.split(command_for(row.algorithm, row.env, values, known, more))
+    return shlex.split(command_for(row.algorithm, row.env, {**row.options, **run_options(row, steps)}, row.env_kwargs, imports))
 
 # %% ../../nbs/results/01_bench.ipynb #26b7598d
 def state_of(job: Job) -> str:
@@ -180,7 +175,7 @@ def _check_imported(row: Row, path: str) -> None:
 
 def _plan(args: Namespace) -> tuple:
     "The specification with the seeds of the command line, and its jobs. Raises an error for everything that cannot work."
-    if args.jobs < 1: raise UsageError(f"rollpipe bench: --jobs must be at least 1, got {args.jobs}")
+    check_counts(args, "jobs")
     spec, folder, imports = read_spec(args.spec), Path(args.dir or f"runs/{Path(args.spec).stem}"), tuple(getattr(args, "imports", ()))
     if args.seeds is not None: spec = spec._replace(rows=[row._replace(seeds=parse_seeds(args.seeds)) for row in spec.rows])
     if folder.exists() and not folder.is_dir(): raise DataError(f"{folder}: not a folder", expected="a folder, or a path where none is")

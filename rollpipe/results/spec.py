@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..algorithms import ALGORITHMS, options_for
-from ..config import RUN_OPTIONS
+from ..config import RUN_OPTIONS, RunOptions
 from ..options import parse_seeds
 from ..pipes.errors import DataError
 from ..presets.files import checked, read_table
@@ -144,8 +144,8 @@ def _rows(table: dict, where: str) -> list:
     options = {option.name: values.pop(option.name) for option in known if option.name in values}
     kinds = dict(steps="a whole number", preset="a text")
     run = {name: get_value(table, name, kind, where) for name, kind in kinds.items() if name in table}
-    run |= dict(eval_episodes=get_value(table, "episodes", "a whole number", where, 20),
-                final_episodes=get_value(table, "final_episodes", "a whole number", where, 100))
+    run |= dict(eval_episodes=get_value(table, "episodes", "a whole number", where, RunOptions.eval_episodes),
+                final_episodes=get_value(table, "final_episodes", "a whole number", where, RunOptions.final_episodes))
     envs = table.get("env")
     envs = envs if isinstance(envs, list) and envs else [need_value(table, "env", "a text", where)]
     return [Row(algorithm, get_value(dict(env=env), "env", "a text", where), get_value(table, "label", "a text", where, algorithm), options,

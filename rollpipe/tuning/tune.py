@@ -13,9 +13,9 @@ from typing import Any
 
 from ..agents.checkpoint import write_atomically
 from ..algorithms import options_for
-from ..commands import Given, Interrupted, UsageError, given_by
-from ..config import RUN_OPTIONS, build, make_config
-from ..experiments import python_words, run_all, without
+from ..commands import Given, Interrupted, given_by
+from ..config import RUN_OPTIONS, RunOptions, build, make_config
+from ..experiments import check_counts, python_words, run_all, without
 from ..locks import lock, unlock
 from ..options import import_words, parse_seeds, typed
 from ..pipes.errors import DataError, WorkerError
@@ -81,7 +81,7 @@ def check_file(path: Path, overwrite: bool) -> None:
     raise DataError(f"{path} is there already", expected="another --out, or --overwrite")
 
 # %% ../../nbs/tuning/03_tune.ipynb #2783ed05
-_IN_PROCESS = dict(workers=0, reading="processes", address=None)  # a trial trains in its own process, so other values would have no effect
+_IN_PROCESS = ("workers", "reading", "address")     # a trial trains in its own process, so these keep their defaults
 
 
 class Search:
@@ -89,14 +89,13 @@ class Search:
     def __init__(self, args: Namespace):
         given = given_by(args)
         run = {name: x for name, x in given.run.items() if name != "seed"}
-        self.args, self.seed, self.given = args, given.run.get("seed", 0), given._replace(run=run)
+        self.args, self.seed, self.given = args, given.run.get("seed", RunOptions.seed), given._replace(run=run)
         self.seeds, self.n = parse_seeds(args.seeds), args.evaluations
         self.free = max(1, self.n // 3)  # so many evaluations, at the start of the first training, cannot end a trial
 
-        for name in ("trials", "jobs", "evaluations"):
-            if getattr(args, name) < 1: raise UsageError(f"rollpipe tune: --{name} must be at least 1, got {getattr(args, name)}")
-        for name, fixed in _IN_PROCESS.items():
-            if run.get(name, fixed) != fixed:
+        check_counts(args, "trials", "jobs", "evaluations")
+        for name in _IN_PROCESS:
+            if run.get(name, fixed := getattr(RunOptions, name)) != fixed:
                 raise DataError("rollpipe tune trains in its own process", leaf=name, got=repr(run[name]),
                                 expected=f"{name}={fixed}, and --jobs N for N trials at a time")
         self.space = space_for(args.algorithm, given.options, self.config({}, 0)["options"])

@@ -7,6 +7,7 @@ __all__ = ['ActionLearner', 'DeterministicLearner']
 
 # %% ../../../nbs/agents/15_off_policy/04_action_learner.ipynb #142fe605
 import copy
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -14,47 +15,45 @@ import torch
 import rollpipe.ranks as ranks
 from .action_losses import action_value_loss, deterministic_policy_loss, smoothed_target
 from .descent import Descent
-from .replay_learner import BetaSchedule, ReplayLearner
+from .replay_learner import ReplayLearner
 from .targets import update_buffers, update_target
-from ..shared_options import check_range
+from ..shared_options import ByAdam, not_offered, number
 from ..td import priorities
 from ...pipes import nested
 from ...pipes.data import Fragment
-from ...pipes.errors import DataError, check_integer
+from ...pipes.errors import DataError
 from ...pipes.modules import bump_version
 from ...pipes.replay.memory import ReplayMemory, Sample
 
 # %% ../../../nbs/agents/15_off_policy/04_action_learner.ipynb #c9810b85
-class ActionLearner(ReplayLearner):
+class ActionLearner(ReplayLearner, ByAdam):
     """Base of learners of continuous actions from a replay memory.
 
     A subclass writes `critic_target(fragment)` and `improve_policy(fragment)`. `descents` is a dict of name -> optimiser.
 
     Args:
         actor: the policy, with a buffer `is_random`
-        critic: `critic(obs, act) -> [k, T, B]`, see `ActionCritic`
+        critic: an `ActionCritic`, or another module `critic(obs, act) -> [k, T, B]`
         tau: fraction of the way that the target networks move each time
-        multi_step: number of rewards that are summed before a value; at most the length of the samples
-        policy_every: steps of the critic for each step of policy and target networks
         random_steps: environment steps with random actions, before the policy acts
-        beta_steps: environment steps in which the memory's `beta` rises to 1; None: it stays constant
-        eta: weight of the greatest TD error in the priority of a longer sample; the mean error has the rest
-        **options: options that learners share, see `SharedOptions`
     """
+    critic: Any = field(kw_only=False, repr=False)
+    tau: float = number(0.005, 0, 1)
+    random_steps: int = number(1000)
+    max_grad_norm: float | None = None
+    decay_steps: int = not_offered(0)
+    policy_every = 1        # steps of the critic for each step of policy and target networks
+    eta = 0.9               # weight of the greatest TD error in the priority of a longer sample; the mean error has the rest
     actor_needs = ('is_random',)
     joins_ranks = True      # see `ranks.distributed`
 
-    def __init__(self, actor: Any, critic: Any, *, tau: float, multi_step: int, policy_every: int, random_steps: int,
-                 beta_steps: int | None, eta: float = 0.9, **options: Any):
-        super().__init__(actor, critic, **options)
-        if critic is None: raise DataError(f"{type(self).__name__} needs a critic", leaf='critic', expected="an `ActionCritic`", got="None")
-        check_range(self, 0, 1, tau=tau, eta=eta)
-        check_range(self, 0, random_steps=random_steps, beta_steps=beta_steps or 0)
-        for name, x in (('multi_step', multi_step), ('policy_every', policy_every)): check_integer(name, x, pipe=self)
-        self.tau, self.multi_step, self.policy_every, self.random_steps, self.eta = tau, multi_step, policy_every, random_steps, eta
-        self.beta, limit, lr, critic_lr = BetaSchedule(beta_steps), self.options.max_grad_norm, self.options.lr, self.options.lr_of_critic
-        self.descents = dict(critic=Descent(critic.parameters(), critic_lr, limit), policy=Descent(actor.parameters(), lr, limit))
-        self.make_target(critic)
+    def __post_init__(self):
+        super().__post_init__()
+        if self.critic is None:
+            raise DataError(f"{type(self).__name__} needs a critic", leaf='critic', expected="an `ActionCritic`", got="None")
+        self.descents = dict(critic=Descent(self.critic.parameters(), self.lr_of_critic, self.max_grad_norm),
+                             policy=Descent(self.actor.parameters(), self.lr, self.max_grad_norm))
+        self.make_target(self.critic)
         self.explore()
 
     def explore(self) -> None:
@@ -111,10 +110,6 @@ class ActionLearner(ReplayLearner):
         memory.prioritize(index, priorities(errors, fragment.valid, self.eta))
         return metrics | dict(weight_min=weight.min())
 
-    def least_lengths(self) -> dict[str, int]:
-        "Option -> the smallest number of steps of a sample that it works with."
-        return dict(multi_step=self.multi_step)
-
     def state_dict(self) -> dict:
         "As `ReplayLearner.state_dict`, with the optimisers."
         return super().state_dict() | dict(descents={name: descent.state_dict() for name, descent in self.descents.items()})
@@ -130,14 +125,12 @@ class DeterministicLearner(ActionLearner):
 
     Args:
         actor: a `DeterministicPolicy`, or another actor with `act`, `box` and `is_random`
-        critic: `critic(obs, act) -> [k, T, B]`, see `ActionCritic`
-        **options: see `ActionLearner`
     """
     actor_needs = ('act', 'is_random')
 
-    def __init__(self, actor: Any, critic: Any, **options: Any):
-        super().__init__(actor, critic, **options)
-        self.target_actor = copy.deepcopy(actor).requires_grad_(False)
+    def __post_init__(self):
+        super().__post_init__()
+        self.target_actor = copy.deepcopy(self.actor).requires_grad_(False)
 
     def copy_buffers(self) -> None:
         "As `ActionLearner.copy_buffers`; the policy's target network gets its buffers, too."
@@ -150,7 +143,7 @@ class DeterministicLearner(ActionLearner):
 
     def critic_target(self, fragment: Fragment) -> torch.Tensor:
         "See `smoothed_target`."
-        return smoothed_target(fragment, self.target_actor, self.target, self.shift(fragment), gamma=self.options.gamma,
+        return smoothed_target(fragment, self.target_actor, self.target, self.shift(fragment), gamma=self.gamma,
                                n_steps=self.multi_step)
 
     def improve_policy(self, fragment: Fragment) -> dict:

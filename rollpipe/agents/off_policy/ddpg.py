@@ -6,10 +6,7 @@
 __all__ = ['DDPG']
 
 # %% ../../../nbs/agents/15_off_policy/07_ddpg.ipynb #68368e30
-from typing import Any
-
 from .action_learner import DeterministicLearner
-from ..shared_options import shared_options
 
 # %% ../../../nbs/agents/15_off_policy/07_ddpg.ipynb #70e5f683
 class DDPG(DeterministicLearner):
@@ -18,16 +15,6 @@ class DDPG(DeterministicLearner):
     Source: Lillicrap et al. 2015, *Continuous control with deep reinforcement learning*, https://arxiv.org/abs/1509.02971
 
     Args:
-        actor: a `DeterministicPolicy`, or another actor with `act`, `box` and `is_random`
-        critic: an `ActionCritic`, or another module `critic(obs, act) -> [k, T, B]`
         tau: fraction of the way that the target networks move after each step
-        multi_step: number of rewards that are summed before a value; at most the length of the samples
-        random_steps: environment steps with random actions, before the policy acts
-        beta_steps: environment steps in which the memory's `beta` rises to 1; None: it stays constant
-        **shared: options that learners share, see `SharedOptions`
     """
-    @shared_options(gamma=0.99, lr=1e-3, critic_lr=None, max_grad_norm=None, seed=0)
-    def __init__(self, actor: Any, critic: Any, *, tau: float = 0.005, multi_step: int = 1, random_steps: int = 1000,
-                 beta_steps: int | None = None, **shared: Any):
-        super().__init__(actor, critic, tau=tau, multi_step=multi_step, policy_every=1, random_steps=random_steps, beta_steps=beta_steps,
-                         **shared)
+    lr: float = 1e-3

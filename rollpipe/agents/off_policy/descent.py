@@ -8,7 +8,6 @@ __all__ = ['Descent']
 # %% ../../../nbs/agents/15_off_policy/02_descent.ipynb #4b206a68
 import copy
 from collections.abc import Iterable
-from math import inf
 
 import torch
 
@@ -24,7 +23,7 @@ class Descent:
         max_norm: largest norm of the gradient (longer ones are clipped to it); None: no limit
     """
     def __init__(self, params: Iterable, lr: float, max_norm: float | None = None):
-        self.params, self.max_norm = [p for p in params if p.requires_grad], inf if max_norm is None else max_norm
+        self.params, self.max_norm = [p for p in params if p.requires_grad], max_norm
         self.optimizer = Adam(self.params, lr=lr, fused=True)
 
     def step(self, loss: torch.Tensor, name: str, metrics: dict | None = None, n: int | torch.Tensor | None = None) -> dict:

@@ -6,13 +6,13 @@
 __all__ = ['QRDQN']
 
 # %% ../../../nbs/agents/15_off_policy/10_qr_dqn.ipynb #d5371a5a
-from typing import Any
+from math import inf
 
 import torch
 
 from .q_learner import DeepQLearner
 from .quantile_td import quantile_td
-from ..shared_options import shared_options
+from ..shared_options import number
 from ...pipes.data import Fragment
 
 # %% ../../../nbs/agents/15_off_policy/10_qr_dqn.ipynb #98f181e5
@@ -24,24 +24,12 @@ class QRDQN(DeepQLearner):
 
     Args:
         actor: a `QuantilePolicy`, or another actor with `quantiles`, `values` and `epsilon`
-        double: choose the best next action by the network, and value it by the target network
-        multi_step: number of rewards that are summed before a value; at most the length of the samples
-        burn_in: first steps of a sample, which only update the memory of a recurrent network (not trained on)
         huber: differences beyond this limit count linearly; 0: all count linearly
-        target_every: steps of the optimiser between two copies of the weights to the target network; 1: in effect, no target network
-        tau: Polyak averaging: fraction of the way that the target network moves after each step; None: copies, see `target_every`
-        beta_steps: environment steps in which the memory's `beta` rises to 1; None: it stays constant
-        eta: weight of the greatest TD error in the priority of a longer sample; the mean error has the rest
-        **shared: options that learners share, see `SharedOptions`
     """
+    huber: float = number(1.0, 0, inf)
+    lr: float = 5e-4
     actor_needs = ('values', 'quantiles', 'epsilon')
-
-    @shared_options(gamma=0.99, lr=5e-4, max_grad_norm=10.0, eps_start=1.0, eps_end=0.05, eps_steps=20_000, decay_steps=0, seed=0)
-    def __init__(self, actor: Any, *, double: bool = True, multi_step: int = 1, burn_in: int = 0, huber: float = 1.0,
-                 target_every: int = 200, tau: float | None = None, beta_steps: int | None = None, eta: float = 0.9, **shared: Any):
-        super().__init__(actor, double=double, multi_step=multi_step, burn_in=burn_in, huber=huber, target_every=target_every, tau=tau,
-                         beta_steps=beta_steps, eta=eta, **shared)
 
     def loss(self, fragment: Fragment, weight: torch.Tensor | None) -> tuple:
         "See `quantile_td`."
-        return quantile_td(fragment, self.actor, self.target, weight=weight, **self.td_options)
+        return quantile_td(fragment, self.actor, self.target, weight=weight, huber=self.huber, **self.td_options)

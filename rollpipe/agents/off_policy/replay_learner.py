@@ -16,6 +16,7 @@ import torch
 from ..learner import Learner
 from .targets import update_buffers
 from ..schedules import linear_schedule
+from ..shared_options import Discounted, integer, not_offered, number
 import rollpipe.ranks as ranks
 from ...pipes.data import Fragment
 from ...pipes.errors import DataError
@@ -68,17 +69,26 @@ def means(records: list) -> dict[str, float]:
     return {name: float(torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in values]).mean()) for name, values in found.items()}
 
 # %% ../../../nbs/agents/15_off_policy/01_replay_learner.ipynb #8dd9aed1
-class ReplayLearner(Learner):
+class ReplayLearner(Discounted, Learner):
     """Base of learners from a replay memory. A subclass writes `learn(sample, memory)`, and `update` calls it for each sample.
 
-    It also makes `target`, and sets `beta`. If its exploration decays, it writes `explore` and `exploration`.
+    It also makes `target`. If its exploration decays, it writes `explore` and `exploration`.
+
+    Args:
+        multi_step: number of rewards that are summed before a value; at most the length of the samples
+        beta_steps: environment steps in which the memory's `beta` rises to 1; None: it stays constant
     """
-    target: Any            # the target network
-    beta: BetaSchedule     # of the importance weights
+    multi_step: int = integer(1)
+    beta_steps: int | None = number(None)
+    critic_epochs: int = not_offered(0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.beta = BetaSchedule(self.beta_steps)
 
     def make_target(self, net: torch.nn.Module) -> None:
         "Make the target network, a copy of `net`, and set all counters to 0."
-        self.target = copy.deepcopy(net).requires_grad_(False)
+        self.target: Any = copy.deepcopy(net).requires_grad_(False)
         self.steps = self.gradient_steps = self.target_updates = 0
 
     def copy_buffers(self) -> None:
@@ -126,7 +136,7 @@ class ReplayLearner(Learner):
 
     def least_lengths(self) -> dict[str, int]:
         "Option -> the smallest number of steps of a sample that it works with."
-        return {}
+        return dict(multi_step=self.multi_step)
 
     def check_length(self, length: int) -> None:
         "Raise `DataError` if samples of `length` steps are too short for an option."

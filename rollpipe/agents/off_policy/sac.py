@@ -8,14 +8,13 @@ __all__ = ['SAC']
 # %% ../../../nbs/agents/15_off_policy/05_sac.ipynb #feb927ff
 from math import log
 from sys import float_info
-from typing import Any
 
 import torch
 
 from .action_learner import ActionLearner
 from .action_losses import soft_policy_loss, soft_target, temperature_loss
 from .descent import Descent
-from ..shared_options import check_range, shared_options
+from ..shared_options import check_range, number
 from ...pipes.data import Fragment
 
 # %% ../../../nbs/agents/15_off_policy/05_sac.ipynb #0684fc24
@@ -26,52 +25,44 @@ class SAC(ActionLearner):
 
     Args:
         actor: a `SquashedPolicy`, or another actor with `sample`, `box` and `is_random`
-        critic: an `ActionCritic`, or another module `critic(obs, act) -> [k, T, B]`
         temperature: weight of the entropy, relative to the reward; None: it is learnt
         first_temperature: the temperature at the beginning, if it is learnt
         target_entropy: target of the entropy, for actions within -1 and 1; None: minus the number of dimensions
         tau: fraction of the way that the target network moves after each step
-        multi_step: number of rewards that are summed before a value; at most the length of the samples
-        random_steps: environment steps with random actions, before the policy acts
-        beta_steps: environment steps in which the memory's `beta` rises to 1; None: it stays constant
-        **shared: options that learners share, see `SharedOptions`
     """
+    temperature: float | None = number(None)
+    first_temperature: float = 1.0
+    target_entropy: float | None = number(None, -float_info.max)
     actor_needs = ('sample', 'is_random')
 
-    @shared_options(gamma=0.99, lr=3e-4, critic_lr=None, max_grad_norm=None, seed=0)
-    def __init__(self, actor: Any, critic: Any, *, temperature: float | None = None, first_temperature: float = 1.0,
-                 target_entropy: float | None = None, tau: float = 0.005, multi_step: int = 1, random_steps: int = 1000,
-                 beta_steps: int | None = None, **shared: Any):
-        super().__init__(actor, critic, tau=tau, multi_step=multi_step, policy_every=1, random_steps=random_steps, beta_steps=beta_steps,
-                         **shared)
-        start = first_temperature if temperature is None else temperature
-        if temperature is None: check_range(self, 1e-9, first_temperature=start)      # its logarithm is learnt
-        else: check_range(self, 0, temperature=start)
-        check_range(self, -float_info.max, target_entropy=target_entropy or 0)
-        self.target_entropy = -float(actor.box.center.numel()) if target_entropy is None else target_entropy
-        self.is_fixed, device = temperature is not None, actor.box.center.device
+    def __post_init__(self):
+        super().__post_init__()
+        if self.temperature is None: check_range(self, 1e-9, first_temperature=self.first_temperature)      # its logarithm is learnt
+        start, box = self.first_temperature if self.temperature is None else self.temperature, self.actor.box
+        self.wanted_entropy = -float(box.center.numel()) if self.target_entropy is None else self.target_entropy
+        self.is_fixed, device = self.temperature is not None, box.center.device
         self.fixed = torch.tensor(float(start)).to(device)
         self.log_temperature = torch.tensor(log(max(start, 1e-9))).to(device).requires_grad_(not self.is_fixed)
-        if not self.is_fixed: self.descents['temperature'] = Descent([self.log_temperature], self.options.lr)
+        if not self.is_fixed: self.descents['temperature'] = Descent([self.log_temperature], self.lr)
 
     @property
-    def temperature(self) -> torch.Tensor:
+    def entropy_weight(self) -> torch.Tensor:
         "The present weight of the entropy, relative to the reward, float32 `[]`."
         return self.fixed if self.is_fixed else self.log_temperature.detach().exp()
 
     def critic_target(self, fragment: Fragment) -> torch.Tensor:
         "See `soft_target`."
-        return soft_target(fragment, self.actor, self.target, self.noise(fragment), self.temperature, gamma=self.options.gamma,
+        return soft_target(fragment, self.actor, self.target, self.noise(fragment), self.entropy_weight, gamma=self.gamma,
                            n_steps=self.multi_step)
 
     def improve_policy(self, fragment: Fragment) -> dict:
         "Take a step of the policy, then a step of the temperature."
-        temperature, n = self.temperature, fragment.valid.sum()
+        temperature, n = self.entropy_weight, fragment.valid.sum()
         loss, metrics = soft_policy_loss(fragment, self.actor, self.critic, self.noise(fragment), temperature)
         entropy = metrics['entropy'] - self.actor.box.log_volume
         metrics = self.descents['policy'].step(loss, 'loss_policy', metrics | dict(temperature=temperature), n)
         if not self.is_fixed:
-            loss = temperature_loss(self.log_temperature, entropy, self.target_entropy)
+            loss = temperature_loss(self.log_temperature, entropy, self.wanted_entropy)
             self.descents['temperature'].step(loss, 'temperature', n=n)
         return metrics
 

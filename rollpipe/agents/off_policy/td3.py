@@ -7,12 +7,11 @@ __all__ = ['TD3']
 
 # %% ../../../nbs/agents/15_off_policy/06_td3.ipynb #02d653b8
 from math import inf
-from typing import Any
 
 import torch
 
 from .action_learner import DeterministicLearner
-from ..shared_options import check_range, shared_options
+from ..shared_options import integer, number
 from ...pipes.data import Fragment
 
 # %% ../../../nbs/agents/15_off_policy/06_td3.ipynb #19b362ad
@@ -22,25 +21,14 @@ class TD3(DeterministicLearner):
     Source: Fujimoto et al. 2018, *Addressing function approximation error in actor-critic methods*, https://arxiv.org/abs/1802.09477
 
     Args:
-        actor: a `DeterministicPolicy`, or another actor with `act`, `box` and `is_random`
-        critic: an `ActionCritic`, or another module `critic(obs, act) -> [k, T, B]`
         smoothing: standard deviation of the noise of the target's actions; 1 is half the range of the action
         smoothing_limit: greatest noise of the target's actions; 1 is half the range of the action
         policy_every: steps of the critic for each step of policy and target networks
-        tau: fraction of the way that the target networks move each time
-        multi_step: number of rewards that are summed before a value; at most the length of the samples
-        random_steps: environment steps with random actions, before the policy acts
-        beta_steps: environment steps in which the memory's `beta` rises to 1; None: it stays constant
-        **shared: options that learners share, see `SharedOptions`
     """
-    @shared_options(gamma=0.99, lr=1e-3, critic_lr=None, max_grad_norm=None, seed=0)
-    def __init__(self, actor: Any, critic: Any, *, smoothing: float = 0.2, smoothing_limit: float = 0.5, policy_every: int = 2,
-                 tau: float = 0.005, multi_step: int = 1, random_steps: int = 1000, beta_steps: int | None = None, **shared: Any):
-        super().__init__(actor, critic, tau=tau, multi_step=multi_step, policy_every=policy_every, random_steps=random_steps,
-                         beta_steps=beta_steps, **shared)
-        check_range(self, 0, smoothing=smoothing)
-        check_range(self, 0, inf, smoothing_limit=smoothing_limit)
-        self.smoothing, self.smoothing_limit = smoothing, smoothing_limit
+    smoothing: float = number(0.2)
+    smoothing_limit: float = number(0.5, 0, inf)
+    policy_every: int = integer(2)
+    lr: float = 1e-3
 
     def shift(self, fragment: Fragment) -> torch.Tensor:
         "Clipped noise `[T, B, ...]` for the target's actions."
