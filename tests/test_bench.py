@@ -139,7 +139,7 @@ def test_the_unit_says_whether_updates_or_steps_are_counted(text):
 @pytest.mark.parametrize("value", ["3 hours", "steps", -1, 2.5, "-3 steps", True, None])
 def test_what_is_no_interval_is_refused(value):
     with pytest.raises(DataError, match="eval_every: (out of range. Expected updates, such as 10; or steps, such as '20_000 steps'|"
-                                        "wrong type of value. Expected int or str), got"):
+                                        "the run: wrong type of value. Expected int or str), got"):
         small(eval_every=value)
     with pytest.raises(DataError, match="out of range. Expected an integer eval_episodes >= 1"): small(eval_episodes=0)
 
