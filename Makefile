@@ -56,9 +56,7 @@ sync: $(STAMP)  ## notebooks and exported modules agree
 	@$(BIN)/python -m pytest -q tests/test_sync.py
 
 notebooks: $(STAMP)  ## run every notebook, each in a process of its own
-	@find nbs -name '*.ipynb' ! -path '*/.*' | sort | xargs -P $(JOBS) -I {} sh -c \
-	'out=$$(ROLLPIPE_SHORT=1 $(BIN)/nbdev_test --path {} --n_workers 0 --do_print 2>&1) && echo "notebook ok: {}" || { printf "%s\n" "$$out" "NOTEBOOK FAILED: {}"; exit 1; }' \
-	|| { echo "notebooks: not all passed; look for NOTEBOOK FAILED above" >&2; exit 1; }
+	@ROLLPIPE_SHORT=1 $(BIN)/python tests/notebooks.py --jobs $(JOBS)
 
 pytest: $(STAMP)  ## the tests, without the slow ones, two files at a time
 	@$(BIN)/python -m pytest -q --ignore=tests/test_sync.py --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
