@@ -9,7 +9,8 @@ from worker_cases import gone
 
 ROOT = Path(__file__).resolve().parent.parent
 CELLS = {
-    "passes": ["import os, sys\nassert __name__ == '__main__' and vars(sys.modules['__main__']) is globals() and 'rollpipe' not in sys.modules",
+    "passes": ["import os, sys",
+               "assert __name__ == '__main__' and vars(sys.modules['__main__']) is globals() and 'rollpipe' not in sys.modules",
                "import atexit, pathlib; atexit.register(pathlib.Path('passed').absolute().write_text, 'passed')"],
     "fails": ["print('said before')", "assert False, 'planted'"],
     "hangs": ["import time; time.sleep(600)"],
@@ -17,7 +18,8 @@ CELLS = {
     "leaves": ["import os; os._exit(0)"],
     "leaves a process": ["import subprocess; print(subprocess.Popen(['sleep', '600']).pid, file=open('pid', 'w'))"],
 }
-WANTED = {"passes": "ok", "leaves a process": "ok", "fails": "status 1", "leaves": "status 0", "is killed": "signal 9", "hangs": "more than 5.0 s"}
+WANTED = {"passes": "ok", "leaves a process": "ok", "fails": "status 1", "leaves": "status 0", "is killed": "signal 9",
+          "hangs": "more than 5.0 s"}
 
 
 def notebook(path, cells):
