@@ -5,14 +5,13 @@ this process and by forked workers, and a selection by spawn and by forkserver: 
 `python tests/test_fault_matrix.py` prints the table (`--all`: with all cells), and so does `pytest -s` at the end.
 """
 import gc
-import multiprocessing
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from multiprocessing import forkserver
 from typing import NamedTuple
 
+import forked
 import pytest
 import torch
 from command_line import SMALL, lines, process, script, wait_for
@@ -51,8 +50,7 @@ TABLE = {}     # (harm, place) -> {text of a column: word}
 def table():
     gc.collect()
     gc.freeze()     # looking for what is left collects garbage often
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["rollpipe.agents.learner"])
-    forkserver.ensure_running()
+    forked.ensure_running()
     run(lambda x: x, "nowhere", "fork")     # whatever is started once and lives as long as this process
     yield
     gc.unfreeze()
