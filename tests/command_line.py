@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from forked import Forked
+from forked import Forked, run_forked
 
 from rollpipe.cli import main
 
@@ -28,11 +28,15 @@ def process(*words, env=(), **kwargs):
     return Forked(["-m", "rollpipe", *words], {**os.environ, **settings(), **dict(env)}, **kwargs)
 
 
+def python(*words, **kwargs):
+    "Start a command with an interpreter of its own, for tests that look at its start or its end."
+    return subprocess.Popen([sys.executable, "-m", "rollpipe", *map(str, words)], env={**os.environ, **settings()}, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs)
+
+
 def run_command(folder, *words):
     "Run a command to its end in the current folder `folder`, which is not on its search path."
-    child = Forked(["-m", "rollpipe", *words], {**os.environ, **settings()}, folder, is_on_path=False)
-    with child: out, err = child.communicate(timeout=300)
-    return subprocess.CompletedProcess(words, child.returncode, out, err)
+    return run_forked(["-m", "rollpipe", *words], {**os.environ, **settings()}, folder, timeout=300, is_on_path=False)
 
 
 def script(folder, *words):

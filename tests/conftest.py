@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import forked  # noqa: F401  # says what the server imports that forks processes, before a test starts it
 import numpy as np
 import pytest
 import torch

@@ -40,12 +40,19 @@ def run_program(words, env, folder, is_on_path, streams, in_session, ignored):
         from rollpipe.entry import main as command
         sys.argv[:] = words[1:]
         sys.exit(command())
-    sys.argv[:], main.__file__ = words, words[0]
-    exec(compile(Path(words[0]).read_text(), words[0], "exec"), vars(main))
+    if words[0] == "-c": name, text, sys.argv[:] = "<string>", words[1], ["-c", *words[2:]]
+    else: name, text, sys.argv[:], main.__file__ = words[0], Path(words[0]).read_text(), words, words[0]
+    exec(compile(text, name, "exec"), vars(main))
+
+
+def run_forked(words, env=None, cwd=".", timeout=240, **kwargs):
+    "Run a `Forked` program to its end, as `subprocess.run` does, with what it prints."
+    with Forked(words, env, cwd, **kwargs) as child: out, err = child.communicate(timeout)
+    return subprocess.CompletedProcess(words, child.returncode, out, err)
 
 
 class Forked:
-    """`python -m rollpipe ...`, or `python FILE ...`, in a process of its own, with the methods of `subprocess.Popen`.
+    """`python -m rollpipe ...`, `python FILE ...` or `python -c ...` in a process of its own, with the methods of `subprocess.Popen`.
 
     Its folder is on its search path if `is_on_path`; the signals that are `ignored` are so from the start.
     """

@@ -6,8 +6,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command_line import SMALL, lines, process, rollpipe, run_command, wait_for
+from command_line import SMALL, lines, process, python, rollpipe, run_command, wait_for
 
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import METRICS
@@ -520,7 +518,7 @@ def test_what_schedulers_containers_and_terminals_send_saves_and_leaves(tmp_path
     run, numbers = tmp_path/"run", [getattr(signal, name) for name in numbers]
     words = ["train", "trpo", "CartPole-v1", "--steps", 10**8, "--out", run, "--checkpoint-every", 10**6, "--lanes", 2,
              "--workers", workers, *SMALL]
-    with process(*words, start_new_session=True) as child:
+    with python(*words, start_new_session=True) as child:     # the last signal comes while the interpreter ends
         wait_for(lambda: lines(run/"metrics.jsonl") >= 2, child)
         for number in numbers:  # a terminal sends it to the workers, too
             os.killpg(child.pid, number) if number != signal.SIGTERM else child.send_signal(number)
@@ -576,8 +574,7 @@ def test_killed_run_resumes_from_its_last_checkpoint(tmp_path):
 
 
 def test_output_that_nobody_reads():
-    words = [sys.executable, "-m", "rollpipe", "graph", "trpo", "CartPole-v1"]
-    with subprocess.Popen(words, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+    with python("graph", "trpo", "CartPole-v1") as child:
         child.stdout.close()
         assert child.stderr.read() == "" and child.wait() == 0
 

@@ -17,7 +17,7 @@ import torch
 from command_line import SMALL, lines, process, script, wait_for
 from conftest import started_by
 from fault_cases import IN_PARENT, Left, run
-from fault_rows import EVENTS, HARMS, ROWS
+from fault_rows import HARMS, ROWS
 from reference import assert_same, snapshot
 from toys import Counting, Plain
 from worker_cases import gone, slack
@@ -81,9 +81,13 @@ def covering(columns, *wanted):
     return found
 
 
+OF_SPAWN = {"an exception", "exception without pickle", "KeyboardInterrupt", "SystemExit", "os._exit", "SIGKILL", "SIGTERM", "SIGSTOP",
+            "a hang"}
+
+
 def spawned():
-    "Each harm that is raised, deadly or silent, and the places that only these workers have. At others they are as those of a server."
-    return covering(SPAWN, EVENTS, PLACES_OF_SPAWN)
+    "Harms of each kind (raised, deadly, silent), and the places that only these workers have. At others they are as those of a server."
+    return covering(SPAWN, OF_SPAWN, PLACES_OF_SPAWN)
 
 
 def served():

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from forked import Forked
+from forked import Forked, run_forked
 from reference import assert_same, snapshot
 
 from rollpipe.agents.checkpoint import load_checkpoint
@@ -77,12 +77,7 @@ def ended(processes):
 def run_ranks(*words, cwd, **more): return ended(begin(words, cwd, **more))
 
 
-def run_alone(*words, cwd): return run_program(["-m", "rollpipe", *words], cwd)
-
-
-def run_program(words, cwd):
-    with Forked(words, environment(), cwd) as child: out, err = child.communicate(timeout=180)
-    return subprocess.CompletedProcess(words, child.returncode, out, err)
+def run_alone(*words, cwd): return run_forked(["-m", "rollpipe", *words], environment(), cwd)
 
 
 # --- one run
@@ -150,7 +145,7 @@ def run_loop(path, batches="islice(divided(pipe), 4)", n=None):
     path.with_suffix(".py").write_text(LOOP.replace("BATCHES", batches))
     words = [path.with_suffix(".py"), path]
     if n is None:
-        done = run_program(words, path.parent)
+        done = run_forked(words, environment(), path.parent)
         assert done.returncode == 0, done.stderr
         return *torch.load(path), done.stderr
     found = ended(begin_words(words, path.parent, n))
