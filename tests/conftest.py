@@ -19,12 +19,13 @@ SHM = Path("/dev/shm")
 HELPERS = (b"resource_tracker", b"forkserver", b"torch_shm_manager")  # these live as long as the interpreter, by design
 
 
-LONG = {f"test_{name}" for name in ("bench", "cli", "contract", "evaluation_contract", "experiments", "fault_matrix", "faults",
-                                    "parallel_evaluation", "ranks", "ray", "reading", "signals", "torchrun", "tune")}
+LONG = {f"test_{name}" for name in ("bench", "cli", "contract", "device", "docs", "engines", "evaluation_contract", "experiments",
+                                    "fault_matrix", "faults", "parallel_evaluation", "ranks", "ray", "reading", "signals", "torchrun",
+                                    "tune")}
 
 
 def pytest_collection_modifyitems(items):
-    "The files with the most processes come first: then the short ones keep all processes of xdist busy until the end."
+    "The files that take longest come first: then the short ones keep all processes of xdist busy until the end."
     items.sort(key=lambda item: item.path.stem not in LONG)
 
 
