@@ -657,12 +657,6 @@ def test_a_worker_that_dies_before_it_is_told_all():
         assert seqs[begin:] == list(range(len(seqs) - begin))
 
 
-def test_an_exception_is_no_death():
-    "It would come again; it is raised whatever `restart` says."
-    error, *_ = outcome(harmful("raise", "step", 7), num_workers=2, restart=3)
-    assert type(error) is EnvError
-
-
 def test_a_learner_says_which_lanes_began_anew():
     "A metric says it from the first batch on that has data of such a lane; a memory takes them all; a joined batch can be taken apart."
     actor, found, batches = GaussianPolicy.for_env(Lively(), hidden=(4,), seed=0), [], []
