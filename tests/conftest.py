@@ -29,8 +29,14 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.stem not in LONG)
 
 
+def pytest_collection():
+    "Nothing of what collecting thousands of tests makes is garbage."
+    gc.disable()
+
+
 def pytest_collection_finish():
     "What is there before the first test stays: looking for what a test has left collects garbage often, and so do forked workers."
+    gc.enable()
     gc.collect()
     gc.freeze()
 
