@@ -5,24 +5,24 @@
 On-policy fragments with GAE, T = 128, separate actor and critic MLPs 2x64 tanh, one thread. There are three floors, all without GAE and
 without checks. Two are in eager torch: one calls the critic at every step, as most code does, the other once per fragment, as the pipeline
 does. The third one does its inference in numpy.
-The pipeline runs as it is written, fused, and fused with the actor in ONNX Runtime. All runs are interleaved. A GRU policy has no floor, so
-its ratios are those to the plain pipeline.
+The pipeline runs tick by tick, because a pipe stands between stepper and collector; as the recipe makes it; and with the actor in ONNX
+Runtime. All runs are interleaved. A GRU policy has no floor, so its ratios are those to the pipeline that runs tick by tick.
 """
 import argparse, gc
 from time import perf_counter
 
 import gymnasium as gym
 import torch
-from floor import Floor, NumpyFloor
+from floor import Floor, NumpyFloor, Passing
 from report import header, spread, table
 
 from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
-from rollpipe.pipes import on_policy, returns
+from rollpipe.pipes import EnvStepper, on_policy, returns
 
 T = 128
 
 
-PIPELINES = {'plain': dict(optimize=False), 'fused': {}, 'fused, ONNX Runtime': dict(engine='onnxruntime')}
+PIPELINES = {'tick by tick': dict(edits=[Passing.inserter(after=EnvStepper)]), 'pipeline': {}, 'ONNX Runtime': dict(engine='onnxruntime')}
 
 
 POLICIES = {'mlp': MLPPolicy, 'gru': RecurrentPolicy}
@@ -51,7 +51,7 @@ def gae_seconds(fragment, n=50):
 def rates_of(runs, n_envs, repeats, budget):
     "Steps per second of the `runs`, interleaved; a run takes about `budget` seconds."
     for collect in runs.values(): seconds(collect, 2)
-    n = max(1, round(budget / seconds(runs['plain'], 1)))
+    n = max(1, round(budget / seconds(runs['tick by tick'], 1)))
     rates = {name: [] for name in runs}
     for _ in range(repeats):
         for name, collect in runs.items():
@@ -61,9 +61,9 @@ def rates_of(runs, n_envs, repeats, budget):
 
 
 def measure_recurrent(env_id, n_envs, repeats, budget):
-    "A row for a GRU policy: steps/s, and the ratios to the plain pipeline."
+    "A row for a GRU policy: steps/s, and the ratios to the pipeline that runs tick by tick."
     rates = rates_of({name: pipeline(env_id, n_envs, 'gru', **options) for name, options in PIPELINES.items()}, n_envs, repeats, budget)
-    ratios = [spread([a / b for a, b in zip(x, rates['plain'])]) for name, x in rates.items() if name != 'plain']
+    ratios = [spread([a / b for a, b in zip(x, rates['tick by tick'])]) for name, x in rates.items() if name != 'tick by tick']
     return [env_id, n_envs, *(spread(x, '{:,.0f}') for x in rates.values()), *ratios]
 
 
@@ -74,7 +74,7 @@ def measure(env_id, n_envs, repeats, budget):
               'numpy': NumpyFloor(env_id, n_envs, T).collect}
     runs = {**floors, **{name: pipeline(env_id, n_envs, **options) for name, options in PIPELINES.items()}}
     rates = rates_of(runs, n_envs, repeats, budget)
-    share = [gae_seconds(runs['plain']()) * rate / (T * n_envs) for rate in rates['plain']]
+    share = [gae_seconds(runs['tick by tick']()) * rate / (T * n_envs) for rate in rates['tick by tick']]
     ratios = [spread([p / f for p, f in zip(rates[name], rates[floor])]) for floor in floors for name in PIPELINES]
     return [env_id, n_envs, *(spread(x, '{:,.0f}') for x in rates.values()), spread(share, '{:.1%}')], [env_id, n_envs, *ratios]
 
@@ -101,11 +101,11 @@ def main():
     envs = [env for env in args.envs if installed(env)]
     if args.policy == 'gru':
         rows = [measure_recurrent(env, B, args.repeats, args.seconds) for env in envs for B in args.sizes]
-        return print(table(['environment', 'B', *PIPELINES, *(f'{name} / plain' for name in list(PIPELINES)[1:])], rows))
+        return print(table(['environment', 'B', *PIPELINES, *(f'{name} / tick by tick' for name in list(PIPELINES)[1:])], rows))
     rates, ratios = zip(*(measure(env, B, args.repeats, args.seconds) for env in envs for B in args.sizes))
     floors = ['critic per step', 'critic per fragment', 'numpy']
     print("Steps per second:\n")
-    print(table(['environment', 'B', *(f'floor, {floor}' for floor in floors), *PIPELINES, 'GAE of collecting, plain'], rates))
+    print(table(['environment', 'B', *(f'floor, {floor}' for floor in floors), *PIPELINES, 'GAE of collecting, tick by tick'], rates))
     print("\nRatios to the floors:\n")
     print(table(['environment', 'B', *(f'{name} / {floor}' for floor in floors for name in PIPELINES)], ratios))
 

@@ -2,12 +2,13 @@
 
     python benchmarks/engines.py [--n-envs 1 8 64] [--n-steps 128] [--repeats 15] [--actors mlp gauss ...]
 
-Both engines answer in staged rows, block by block in turn. The floor is torch: `actor.step` with the noise of a lane, in evaluation
+Both engines answer for a block of rows, in turn. The floor is torch: `actor.step` with the noise of a lane, in evaluation
 mode and with the checks of answers. "Opening" is what the engine costs once per stream: exporting, opening a
 session, comparing with torch, and binding the rows.
 """
 import argparse
 import statistics
+from functools import partial
 from time import perf_counter
 
 import gymnasium as gym
@@ -18,6 +19,7 @@ from report import header, spread, table
 
 from rollpipe.layers import MLPPolicy, QPolicy, RecurrentPolicy
 from rollpipe.pipes.envs.factories import env_factories
+from rollpipe.pipes.envs.rows import Rows
 from rollpipe.pipes.envs.vector import env_batch
 from rollpipe.pipes.stepper import Interaction
 
@@ -42,23 +44,25 @@ class Still(gym.Env):
 
 
 def opened(engine, actor, spaces, n_envs, n_steps):
-    "An engine for `n_steps` rows that all hold a first observation, and the milliseconds until all rows have been run once."
+    "`block` for an engine, with rows that all hold a first observation, and the milliseconds until it has run once."
     envs = env_batch(env_factories(lambda: Still(spaces), n_envs), np.random.SeedSequence(0), pipe='benchmark', lane=0)
-    interaction = Interaction(actor, envs, np.random.SeedSequence(1), engine=engine)
-    out, hx = interaction.start()
     begin = perf_counter()
-    engine = interaction.engine(out, hx, n_steps)
-    for t in range(engine.rows.n): engine.rows.put(t, out.state, hx)
-    block(engine)
-    return engine, 1e3 * (perf_counter() - begin)
+    interaction = Interaction(actor, envs, np.random.SeedSequence(1), engine=engine).start()
+    rows = Rows(interaction.state, n_steps + 1)
+    for t in range(n_steps + 1): rows.put(t, interaction.state)
+    run = partial(block, interaction, rows)
+    run()
+    return run, 1e3 * (perf_counter() - begin)
 
 
-def block(engine):
+def block(interaction, rows):
     "Microseconds per step of one block of rows, with its noise."
-    n = engine.rows.n
+    engine, n = interaction.engine, min(interaction.engine.most, len(rows) - 1)
     begin = perf_counter()
-    engine.begin(n)
-    for t in range(n): engine.run(t)
+    engine.load()
+    engine.begin(rows, 0, n, interaction.row, interaction.act, interaction.hx)
+    for t in range(n): engine.answer(t)
+    engine.end(rows, 0, n)
     return 1e6 * (perf_counter() - begin) / n
 
 
@@ -77,7 +81,7 @@ def main():
             cls, spaces, kwargs = ACTORS[name]
             actor = cls.for_env(spaces, seed=0, **kwargs)
             (torchs, _), (compiled, opening) = (opened(e, actor, spaces, n_envs, args.n_steps) for e in ('torch', 'onnxruntime'))
-            pairs = [(block(torchs), block(compiled)) for _ in range(args.repeats)]
+            pairs = [(torchs(), compiled()) for _ in range(args.repeats)]
             torchs, compiled = zip(*pairs)
             rows.append([name, n_envs, spread(torchs, '{:.0f}'), spread(compiled, '{:.0f}'),
                          f"{statistics.median(a / b for a, b in pairs):.1f}", f"{opening:.0f}"])

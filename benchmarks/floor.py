@@ -4,12 +4,20 @@ import numpy as np
 import torch
 from torch import nn
 
+from rollpipe.pipes import Pipe
+
 HALF_LOG_2PI = 0.5 * float(np.log(2 * np.pi))
 
 
 def mlp(n_in, n_out, hidden=64):
     "A perceptron with two tanh layers."
     return nn.Sequential(nn.Linear(n_in, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, n_out))
+
+
+class Passing(Pipe):
+    "Ticks pass through it. So a collector behind it reads all of them, and its source cannot write into the fragment."
+    reads, keeps_items = 1, False
+    def stream(self, items): yield from items
 
 
 class Floor:

@@ -5,7 +5,8 @@
 Gymnasium's own vectorised CartPole (`vector_entry_point`, autoreset NEXT_STEP), MLPs 2x64 tanh, one thread. The loop records observation,
 action, reward, both ends, `valid`, log-probability and, once a fragment, the critic's values; it checks nothing. There are two
 comparisons: collecting alone, without a critic on either side, and the whole on-policy pipeline, whose GAE the loop does not have. The
-pipeline runs as it is written, and fused, which is the default of the recipes. Runs are interleaved, and times are processor time.
+pipeline runs tick by tick, because a pipe stands between stepper and collector, and as the recipe makes it. Runs are interleaved, and
+times are processor time.
 """
 import argparse, gc, sys
 from statistics import median
@@ -14,13 +15,14 @@ from time import process_time
 import gymnasium as gym
 import numpy as np
 import torch
-from floor import mlp
+from floor import Passing, mlp
 from report import header, spread, table
 
 from rollpipe.layers import Critic, MLPPolicy
-from rollpipe.pipes import EnvStepper, FragmentCollector, on_policy, optimize
+from rollpipe.pipes import EnvStepper, FragmentCollector, on_policy
 
 ENV = 'CartPole-v1'
+ticked = Passing.inserter(after=EnvStepper)
 
 
 class VectorFloor:
@@ -53,12 +55,12 @@ class VectorFloor:
 
 
 def runs(n_envs, n_steps):
-    "name -> functions that collect one fragment: by hand, through the plain pipeline, through the fused one"
+    "name -> functions that collect one fragment: by hand, through the pipeline tick by tick, and as it is"
     actor, critic = (c.for_env(ENV, normalize=False, seed=0) for c in (MLPPolicy, Critic))
     options = dict(vector='vector_entry_point')
     def collecting(): return FragmentCollector(EnvStepper(ENV, actor, n_envs, seed=0, **options), n_steps)
-    def whole(fused): return on_policy(ENV, actor, critic, n_envs=n_envs, n_steps=n_steps, seed=0, optimize=fused, **options)
-    pipelines = {'collecting': (collecting(), optimize(collecting())), 'on-policy, with GAE': (whole(False), whole(True))}
+    def whole(): return on_policy(ENV, actor, critic, n_envs=n_envs, n_steps=n_steps, seed=0, **options)
+    pipelines = {'collecting': (ticked(collecting()), collecting()), 'on-policy, with GAE': (ticked(whole()), whole())}
     return {name: (VectorFloor(n_envs, n_steps, name != 'collecting').collect, *(iter(pipe).__next__ for pipe in both))
             for name, both in pipelines.items()}
 
@@ -75,7 +77,7 @@ def main():
     parser.add_argument('--n-envs', type=int, default=1024)
     parser.add_argument('--n-steps', type=int, default=128)
     parser.add_argument('--repeats', type=int, default=5)
-    parser.add_argument('--max-overhead', type=float, default=None, help="fail if the fused pipeline adds more than this share")
+    parser.add_argument('--max-overhead', type=float, default=None, help="fail if the pipeline adds more than this share")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows, overheads = [], []
@@ -89,7 +91,8 @@ def main():
         rows.append([name, *(spread(r, '{:,.0f}') for r in rates), *map(spread, ratios)])
     print(header(('torch', 'gymnasium', 'numpy', 'rollpipe')))
     print(f"{ENV}, B = {args.n_envs}, T = {args.n_steps}; rows per second, median of {args.repeats} (range)\n")
-    print(table(['', 'hand-written loop', 'plain', 'fused', 'time of plain / time of the loop', 'time of fused / time of the loop'], rows))
+    ways = 'tick by tick', 'pipeline'
+    print(table(['', 'hand-written loop', *ways, *(f'time of {way} / time of the loop' for way in ways)], rows))
     if args.max_overhead is not None and max(overheads) > args.max_overhead: sys.exit(1)
 
 

@@ -113,7 +113,7 @@ def computed(pipe, service, seconds) -> tuple:
 
 
 def division(args):
-    "Eight environments of CartPole, all in this process or four in each of two workers, fused and with ONNX Runtime."
+    "Eight environments of CartPole, all in this process or four in each of two workers, with torch and with ONNX Runtime."
     rows, make = [], lambda n_envs, lanes: pipeline('CartPole-v1', n_envs, lanes, engine='onnxruntime')
     ways = {'8 here': (8, 1, None), '4 here': (4, 1, None), **{f'2 workers, lag {lag}': (4, 2, lag) for lag in (0, 1, None)}}
     service = lambda lanes, lag: ProcessReading(2, lag=lag) if lanes == 2 else None

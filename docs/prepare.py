@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PACKAGES = {"rollpipe.pipes": "Pipes", "rollpipe.layers": "Layers", "rollpipe.agents": "Agents", "rollpipe.testing": "Testing"}
 ROOMS = {"": "Command line", "pipes": "Pipes", "pipes/01_loading": "Loading", "pipes/10_envs": "Environments",
-         "pipes/11_engines": "Engines", "pipes/24_replay": "Replay", "pipes/25_fusion": "Fusion", "pipes/26_tensors": "Tensors",
+         "pipes/11_engines": "Engines", "pipes/24_replay": "Replay", "pipes/25_fusion": "Rewrites", "pipes/26_tensors": "Tensors",
          "pipes/30_workers": "Workers", "pipes/31_profiling": "Profiling", "pipes/32_cluster": "Clusters", "layers": "Layers",
          "agents": "Agents", "agents/15_off_policy": "Learners from a replay memory", "agents/25_intrinsic": "Rewards for what is new",
          "18_ranks": "Learning over several ranks", "presets": "Presets", "tuning": "Search for settings", "results": "Results",

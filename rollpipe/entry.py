@@ -6,7 +6,7 @@
 __all__ = ['main']
 
 # %% ../nbs/16_entry.ipynb #fad199de
-import os, signal
+import gc, os, signal
 
 # %% ../nbs/16_entry.ipynb #16944cbb
 def _leave(number, frame):
@@ -19,7 +19,13 @@ def main() -> int:
     numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
     for number in numbers:
         if signal.getsignal(number) not in (signal.SIG_IGN, None): signal.signal(number, _leave)
+    # What an import makes stays, so the garbage collector need not look for garbage there, neither now nor when the process ends.
+    gc.disable()
     from rollpipe.cli import main as run
-    if (code := run()) > 128:  # the process is about to end, and another signal must not change its exit code
+    gc.freeze()
+    gc.enable()
+    code = run()
+    gc.freeze()
+    if code > 128:  # the process is about to end, and another signal must not change its exit code
         for number in numbers: signal.signal(number, signal.SIG_IGN)
     return code

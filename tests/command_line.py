@@ -5,6 +5,8 @@ import sys
 import time
 from pathlib import Path
 
+from forked import Forked, run_forked
+
 from rollpipe.cli import main
 
 SMALL = "--n-envs 4 --n-steps 32 --hidden 8 --critic-hidden 8 --quiet --no-tensorboard".split()     # for learners on fragments
@@ -23,12 +25,25 @@ def settings():
 
 def process(*words, env=(), **kwargs):
     "Start a command in a process of its own, with these environment variables besides those that are set."
-    return subprocess.Popen([sys.executable, "-m", "rollpipe", *map(str, words)], env={**os.environ, **settings(), **dict(env)},
-                            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs)
+    return Forked(["-m", "rollpipe", *words], {**os.environ, **settings(), **dict(env)}, **kwargs)
+
+
+def python(*words, **kwargs):
+    "Start a command with an interpreter of its own, for tests that look at its start or its end."
+    return subprocess.Popen([sys.executable, "-m", "rollpipe", *map(str, words)], env={**os.environ, **settings()}, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs)
+
+
+def run_command(folder, *words):
+    "Run a command to its end in the current folder `folder`, which is not on its search path."
+    return run_forked(["-m", "rollpipe", *words], {**os.environ, **settings()}, folder, timeout=300, is_on_path=False)
 
 
 def script(folder, *words):
-    "Run a command to its end as an installed script does, whose own folder is on the path instead of the current one, `folder`."
+    """Run a command to its end as an installed script does, whose own folder is on the path instead of the current one, `folder`.
+
+    It has an interpreter of its own, and imports all that it needs.
+    """
     code = "import sys; sys.path.remove(''); from rollpipe.cli import main; sys.exit(main())"
     package = str(Path(__file__).resolve().parents[1])
     return subprocess.run([sys.executable, "-c", code, *map(str, words)], cwd=folder, text=True, capture_output=True, timeout=300,

@@ -1,4 +1,5 @@
 """Every test runs on one thread, with fixed seeds, and must leave no process, no shared memory and no signal handler behind."""
+import gc
 import multiprocessing
 import os
 import random
@@ -7,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import forked  # noqa: F401  # says what the server imports that forks processes, before a test starts it
 import numpy as np
 import pytest
 import torch
@@ -17,13 +19,26 @@ SHM = Path("/dev/shm")
 HELPERS = (b"resource_tracker", b"forkserver", b"torch_shm_manager")  # these live as long as the interpreter, by design
 
 
-LONG = {f"test_{name}" for name in ("bench", "cli", "contract", "evaluation_contract", "experiments", "fault_matrix", "faults",
-                                    "parallel_evaluation", "ranks", "ray", "reading", "signals", "torchrun", "tune")}
+LONG = {f"test_{name}" for name in ("bench", "cli", "contract", "device", "docs", "engines", "evaluation_contract", "experiments",
+                                    "fault_matrix", "faults", "parallel_evaluation", "ranks", "ray", "reading", "signals", "torchrun",
+                                    "tune")}
 
 
 def pytest_collection_modifyitems(items):
-    "The files with the most processes come first: then the short ones keep all processes of xdist busy until the end."
+    "The files that take longest come first: then the short ones keep all processes of xdist busy until the end."
     items.sort(key=lambda item: item.path.stem not in LONG)
+
+
+def pytest_collection():
+    "Nothing of what collecting thousands of tests makes is garbage."
+    gc.disable()
+
+
+def pytest_collection_finish():
+    "What is there before the first test stays: looking for what a test has left collects garbage often, and so do forked workers."
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -53,15 +68,18 @@ def no_signal_handlers():
 
 def started_by(pid):
     "Numbers of the processes that process `pid` has started, on systems with /proc: in whichever thread, as threads may end meanwhile."
-    def parent(stat):
-        try: return int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
+    def parent(name):
+        try:
+            with open(f"/proc/{name}/stat", "rb") as stat: return int(stat.read().rpartition(b")")[2].split()[1])
         except OSError: return None  # it ended while we looked
-    return {int(stat.parent.name) for stat in Path("/proc").glob("[0-9]*/stat") if parent(stat) == pid}
+    return {int(name) for name in os.listdir("/proc") if name.isdigit() and parent(name) == pid} if os.path.isdir("/proc") else set()
 
 
 def _children():
     "Child processes of this one; multiprocessing's own helpers are left out."
     multiprocessing.active_children()  # reaps those that have ended
+    try: os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError: return set()  # there is none, as after most tests
     return {p for p in started_by(os.getpid()) if not any(h in command_of(p) for h in HELPERS)}
 
 

@@ -12,7 +12,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from command_line import alive, process, rollpipe, script, wait_for
+from command_line import alive, process, rollpipe, run_command, wait_for
 from gymnasium.wrappers import TimeLimit
 
 from rollpipe.algorithms import ALGORITHMS
@@ -267,19 +267,19 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path, monkeypatch, capfd)
                      capfd.readouterr().err)
 
 
-def test_a_specification_does_not_make_us_import_a_module_and_goes_on_with_the_same_command(tmp_path, monkeypatch):
+def test_a_specification_does_not_make_us_import_a_module_and_goes_on_with_the_same_run_command(tmp_path, monkeypatch):
     (tmp_path/"isle.py").write_text("open('imported', 'a').close()\n" + HELD.replace("Held-v0", "Isle-v0"))
     file = tmp_path/"a.toml"
     file.write_text(f'[[row]]\nalgorithm = "trpo"\nenv = "isle:Isle-v0"\nsteps = 256\nepisodes = 1\nfinal_episodes = 1\n{TOML}')
-    asked = script(tmp_path, "bench", file, "--quiet")
+    asked = run_command(tmp_path, "bench", file, "--quiet")
     assert asked.returncode == 2 and re.search(f"{file}: isle:Isle-v0 needs the module 'isle'.*Expected --import isle", asked.stderr)
     assert not (tmp_path/"imported").exists() and not (tmp_path/"runs").exists()
     words = "--n-envs 2 --n-steps 32 --hidden 8 --critic-hidden 8 --steps 256 --eval-every 12steps --eval-episodes 1".split()
     words += ["--final-episodes", 1]
-    typed = script(tmp_path, "train", "trpo", "isle:Isle-v0", *words, "--seed", 1, "--out", "runs/a/trpo-isle-Isle-v0-s1")
+    typed = run_command(tmp_path, "train", "trpo", "isle:Isle-v0", *words, "--seed", 1, "--out", "runs/a/trpo-isle-Isle-v0-s1")
     assert typed.returncode == 0, typed.stderr     # without `--import`, as by an earlier bench
     for complete in (1, 2):
-        done = script(tmp_path, "bench", file, "--quiet", "--import", "isle", "--seeds", "0-1")
+        done = run_command(tmp_path, "bench", file, "--quiet", "--import", "isle", "--seeds", "0-1")
         assert done.returncode == 0 and f"{complete} of 2 runs are complete" in done.stdout, done.stderr
 
 

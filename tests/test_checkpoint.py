@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from forked import Forked, run_forked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save
@@ -212,7 +213,7 @@ def test_the_error_of_a_full_disk_names_the_file(tmp_path):
             "    try: write()\n"
             "    except OSError as e: print(e)\n"
             "sys.stdout.flush(); os._exit(0)\n")
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=120)
+    done = run_forked(["-c", code, tmp_path])
     of_checkpoint, of_metrics = done.stdout.splitlines()
     assert f"{tmp_path}/c'" in of_checkpoint and "File too large" in of_checkpoint
     assert f"{tmp_path}/metrics." in of_metrics and "File too large" in of_metrics
@@ -245,10 +246,10 @@ def test_killed_while_writing(tmp_path):
             "    save_checkpoint(sys.argv[1], A(), {}, dict(i=i))\n"
             "    if i == 2: print('ready', flush=True)")
     for delay in (0, .013, .027):
-        with subprocess.Popen([sys.executable, "-c", code, tmp_path/"c"], stdout=subprocess.PIPE) as process:
+        with Forked(["-c", code, tmp_path/"c"]) as process:
             process.stdout.readline()
             time.sleep(delay)
-            process.send_signal(signal.SIGKILL)
+            process.kill()
         found = load_checkpoint(tmp_path/"c")
         assert found.counters["i"] >= 2 and bool((found.agent_state["w"] == found.counters["i"]).all())
 
@@ -258,7 +259,7 @@ def killed_writer(path):
     code = ("import os, signal, sys; from rollpipe.agents.checkpoint import write_atomically\n"
             "os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)\n"
             "write_atomically(sys.argv[1], bytes(1000))")
-    assert subprocess.run([sys.executable, "-c", code, path]).returncode == -signal.SIGKILL
+    assert run_forked(["-c", code, path]).returncode == -signal.SIGKILL
 
 
 def test_what_a_killed_writer_left_is_removed_by_the_next_one(tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command_line import SMALL, lines, process, rollpipe, script, wait_for
+from command_line import SMALL, lines, process, python, rollpipe, run_command, wait_for
 
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import METRICS
@@ -518,7 +518,7 @@ def test_what_schedulers_containers_and_terminals_send_saves_and_leaves(tmp_path
     run, numbers = tmp_path/"run", [getattr(signal, name) for name in numbers]
     words = ["train", "trpo", "CartPole-v1", "--steps", 10**8, "--out", run, "--checkpoint-every", 10**6, "--lanes", 2,
              "--workers", workers, *SMALL]
-    with process(*words, start_new_session=True) as child:
+    with python(*words, start_new_session=True) as child:     # the last signal comes while the interpreter ends
         wait_for(lambda: lines(run/"metrics.jsonl") >= 2, child)
         for number in numbers:  # a terminal sends it to the workers, too
             os.killpg(child.pid, number) if number != signal.SIGTERM else child.send_signal(number)
@@ -550,7 +550,7 @@ def test_what_is_killed_before_its_first_update_can_be_resumed(tmp_path):
 def test_nohup_is_respected(tmp_path):
     run = tmp_path/"run"
     words = ["train", "trpo", "CartPole-v1", "--steps", 10**8, "--out", run, *SMALL]
-    with process(*words, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as child:
+    with process(*words, ignored=[signal.SIGHUP]) as child:
         wait_for(lambda: lines(run/"metrics.jsonl") >= 1, child)
         child.send_signal(signal.SIGHUP)
         n = lines(run/"metrics.jsonl")
@@ -574,7 +574,7 @@ def test_killed_run_resumes_from_its_last_checkpoint(tmp_path):
 
 
 def test_output_that_nobody_reads():
-    with process("graph", "trpo", "CartPole-v1") as child:
+    with python("graph", "trpo", "CartPole-v1") as child:
         child.stdout.close()
         assert child.stderr.read() == "" and child.wait() == 0
 
@@ -590,12 +590,12 @@ gymnasium.register("Island-v0", CartPoleEnv, max_episode_steps=20)
 def test_the_printed_command_evaluates_where_a_module_was_needed(words, tmp_path):
     "Also: the module is found in the current folder."
     (tmp_path/"island.py").write_text(ISLAND)
-    trained = script(tmp_path, "train", "trpo", *words, "--steps", 128, "--out", "my run", *SMALL)
+    trained = run_command(tmp_path, "train", "trpo", *words, "--steps", 128, "--out", "my run", *SMALL)
     assert trained.returncode == 0, trained.stderr
     command = trained.stdout.splitlines()[-1].partition("rollpipe ")[2]
-    evaluated = script(tmp_path, *shlex.split(command), "--episodes", 1)
+    evaluated = run_command(tmp_path, *shlex.split(command), "--episodes", 1)
     assert evaluated.returncode == 0 and evaluated.stdout.startswith("return "), evaluated.stderr
-    without = script(tmp_path, "evaluate", "my run")
+    without = run_command(tmp_path, "evaluate", "my run")
     assert without.returncode == 2 and "--import island" in without.stderr
 
 
@@ -605,7 +605,8 @@ def test_a_run_whose_environment_needs_a_module_goes_on(first, tmp_path):
     (tmp_path/"island.py").write_text(ISLAND)
     (tmp_path/"other.py").write_text("")
     def go_on(*words, steps):
-        return script(tmp_path, "train", *words, "--steps", steps, *(SMALL if "--resume" not in words else ["--quiet", "--no-tensorboard"]))
+        screen = SMALL if "--resume" not in words else ["--quiet", "--no-tensorboard"]
+        return run_command(tmp_path, "train", *words, "--steps", steps, *screen)
     begun = go_on("trpo", *first, "--out", "run", steps=128)
     assert begun.returncode == 0, begun.stderr
     again = [("trpo", *first)] if "--import" in first and ":" not in first[0] else [
@@ -626,14 +627,14 @@ def load_run_in(folder, run):
     return load_checkpoint(folder/run/"checkpoint.safetensors").counters["steps"] // 128
 
 
-def test_seeds_of_an_environment_in_a_module_go_on_by_the_printed_command(tmp_path):
+def test_seeds_of_an_environment_in_a_module_go_on_by_the_printed_run_command(tmp_path):
     (tmp_path/"island.py").write_text(ISLAND)
     (tmp_path/"run-s1").write_text("a file, where the folder should be")
     words = ["train", "trpo", "island:Island-v0", "--steps", 128, "--out", "run", "--seeds", "0-1", *SMALL]
-    failed = script(tmp_path, *words)
+    failed = run_command(tmp_path, *words)
     assert failed.returncode == 2 and "1 of 2 runs failed" in failed.stderr
     (tmp_path/"run-s1").unlink()
-    done = script(tmp_path, *shlex.split(failed.stderr.rpartition("continue with: rollpipe ")[2].rstrip(".\n")))
+    done = run_command(tmp_path, *shlex.split(failed.stderr.rpartition("continue with: rollpipe ")[2].rstrip(".\n")))
     assert done.returncode == 0 and load_run_in(tmp_path, "run-s0") == load_run_in(tmp_path, "run-s1") == 1, done.stderr
 
 

@@ -136,7 +136,8 @@ class PretendDevice(TorchDispatchMode):
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_a_training_on_a_device_mixes_nothing_and_gives_the_same_numbers(algorithm, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "_get_fused_kernels_supported_devices", lambda: ["cpu", "meta"])
-    tiny = dict(n_envs=4, n_steps=16, hidden=(8,), critic_hidden=(8,), epochs=2, minibatch=32, warmup=32, batch_size=16, prioritized=True)
+    tiny = dict(n_envs=4, n_steps=16, hidden=(8,), critic_hidden=(8,), epochs=2, minibatch=32, warmup=32, batch_size=16, prioritized=True,
+                samples_per_step=.25)
     has, env = {o.name for o in options_for(algorithm)}, "Pendulum-v1" if algorithm in ("sac", "td3", "ddpg") else "CartPole-v1"
     def metrics(device):
         config = make_config(algorithm, env, {k: v for k, v in tiny.items() if k in has}, steps=192, device=device)

@@ -8,12 +8,12 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from forked import run_forked
 
 ROOT = Path(__file__).resolve().parents[1]
 NBS = ROOT/"nbs"
@@ -66,8 +66,7 @@ def test_stored_drawings_are_what_the_code_draws(path):
     code = cells(path, "code")
     last = max(i for i, cell in enumerate(code) if drawings(shown(cell)))
     stored = [drawings(shown(cell)) for cell in code[:last + 1]]
-    res = subprocess.run([sys.executable, __file__, path, str(last)], cwd=path.parent, capture_output=True, text=True, timeout=240,
-                         env={**os.environ, "ROLLPIPE_SHORT": "1", "MPLBACKEND": "Agg"})
+    res = run_forked([__file__, path, last], {**os.environ, "ROLLPIPE_SHORT": "1", "MPLBACKEND": "Agg"}, path.parent)
     assert res.returncode == 0, res.stderr[-2000:]
     assert json.loads(res.stdout.splitlines()[-1]) == stored
 
@@ -121,7 +120,7 @@ def test_the_readme_works_from_top_to_bottom(tmp_path, monkeypatch, packages):
     for language, text in blocks:
         if language == "python":
             Path("snippet.py").write_text(shorter(text), encoding="utf-8")
-            res = subprocess.run([sys.executable, "snippet.py"], capture_output=True, text=True, timeout=240)
+            res = run_forked(["snippet.py"])
             assert res.returncode == 0, res.stderr[-2000:]
             printed = None if "trpo.update" in text else res.stdout
         elif language == "text":

@@ -31,7 +31,7 @@ from rollpipe.pipes.engines.pure import PureStep
 from rollpipe.pipes.envs.vector import env_batch
 from rollpipe.pipes.envs.factories import env_factories
 from rollpipe.pipes.errors import ActorError, DataError
-from rollpipe.pipes.rows import Rows
+from rollpipe.pipes.envs.rows import Rows
 from rollpipe.pipes.stepper import Interaction
 from rollpipe.pipes.torchdata import DataLoader2
 

@@ -8,7 +8,7 @@ from rollpipe.pipes import nested
 from rollpipe.pipes.envs.autoreset import final_observations
 from rollpipe.pipes.data import State
 from rollpipe.pipes.envs.batch import FiniteCheck, last_obs
-from rollpipe.pipes.rows import Rows
+from rollpipe.pipes.envs.rows import Rows
 from rollpipe.pipes.envs.single import scalar_rewards
 from rollpipe.pipes.envs.sticky import Sticky
 from rollpipe.pipes.errors import DataError, EnvError

@@ -5,20 +5,19 @@ this process and by forked workers, and a selection by spawn and by forkserver: 
 `python tests/test_fault_matrix.py` prints the table (`--all`: with all cells), and so does `pytest -s` at the end.
 """
 import gc
-import multiprocessing
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from multiprocessing import forkserver
 from typing import NamedTuple
 
+import forked
 import pytest
 import torch
 from command_line import SMALL, lines, process, script, wait_for
 from conftest import started_by
 from fault_cases import IN_PARENT, Left, run
-from fault_rows import EVENTS, HARMS, ROWS
+from fault_rows import HARMS, ROWS
 from reference import assert_same, snapshot
 from toys import Counting, Plain
 from worker_cases import gone, slack
@@ -51,8 +50,7 @@ TABLE = {}     # (harm, place) -> {text of a column: word}
 def table():
     gc.collect()
     gc.freeze()     # looking for what is left collects garbage often
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["rollpipe.agents.learner"])
-    forkserver.ensure_running()
+    forked.ensure_running()
     run(lambda x: x, "nowhere", "fork")     # whatever is started once and lives as long as this process
     yield
     gc.unfreeze()
@@ -83,9 +81,13 @@ def covering(columns, *wanted):
     return found
 
 
+OF_SPAWN = {"an exception", "exception without pickle", "KeyboardInterrupt", "SystemExit", "os._exit", "SIGKILL", "SIGTERM", "SIGSTOP",
+            "a hang"}
+
+
 def spawned():
-    "Each harm that is raised, deadly or silent, and the places that only these workers have. At others they are as those of a server."
-    return covering(SPAWN, EVENTS, PLACES_OF_SPAWN)
+    "Harms of each kind (raised, deadly, silent), and the places that only these workers have. At others they are as those of a server."
+    return covering(SPAWN, OF_SPAWN, PLACES_OF_SPAWN)
 
 
 def served():

@@ -16,6 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -82,10 +83,11 @@ def check_raised(found, case, worker):
 def test_exceptions_arrive_with_their_traceback(case, lag): check_raised(outcome(harmful(*case), num_workers=2, lag=lag), case, 1)
 
 
-def test_exceptions_in_spawned_workers():
-    "The same, of one worker each, two at a time; less often at the start, since starting takes its time."
+def test_exceptions_in_workers_that_got_a_pickle():
+    "The same, of one worker each, two at a time. They are children of a server, as to spawn takes seconds; see `test_fault_matrix.py`."
+    forked.ensure_running()
     cases = [case for case in RAISED if case[1:] not in (("step", 1), ("actor", 1), ("pipe", 1))]
-    run = lambda case: outcome(harmful(*case, lanes=1, worker="worker 0"), num_workers=1, start_method="spawn")
+    run = lambda case: outcome(harmful(*case, lanes=1, worker="worker 0"), num_workers=1, start_method="forkserver")
     with ThreadPoolExecutor(2) as pool:
         for case, found in zip(cases, pool.map(run, cases)): check_raised(found, case, 0)
 
@@ -107,7 +109,7 @@ def test_an_exception_that_cannot_be_pickled_or_read_again():
     class Own(Exception):
         def __init__(self, a, b): super().__init__(f"{a} and {b}")
     def fails(): raise Own(1, 2)
-    for method in ("fork", "spawn"):
+    for method in ("fork", "forkserver"):
         error, text, cause = outcome(Lanes(Calls(FragmentCollector(EnvStepper(Counting, Plain()), 2), fails), 1), num_workers=1,
                                      start_method=method)
         assert type(error) is WorkerError and "Own: 1 and 2" in text and "worker 0, lane 0, Calls" in cause and "in fails" in cause
@@ -126,7 +128,7 @@ class Leaves(Exception):
 class Silent(BaseException): "Not an `Exception`."
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 @pytest.mark.parametrize("raised, kind", [(Frozen, Frozen), (Leaves, WorkerError), (Silent, Silent)])
 @pytest.mark.parametrize("call", ["stream", "close"])
 def test_odd_exceptions_are_told_in_full(raised, kind, call, method):
@@ -161,7 +163,7 @@ def test_the_log_says_who_has_called_exit(caplog):
     assert re.search(r"(?s)in worker 0, Calls:\nTraceback .* in leaves\n.*SystemExit: enough", caplog.text)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 @pytest.mark.parametrize("raised", [SystemExit, Silent])
 def test_what_one_lane_raises_at_its_end_does_not_keep_the_others_open(raised, method, tmp_path, caplog):
     "Also if it is no `Exception`. To call `sys.exit` there does not end the learner's program."

@@ -16,7 +16,7 @@ from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy, MLPPolicy
 from rollpipe.pipes import DataError, EnvStepper, Fragment, FragmentCollector, Lanes, Pipe, State
 from rollpipe.pipes.data import Final
 from rollpipe.pipes.data import TickSource
-from rollpipe.pipes.rows import Rows
+from rollpipe.pipes.envs.rows import Rows
 from rollpipe.pipes.fragments import Destination, FragmentBuilder, stack_rows
 from rollpipe.pipes.nested import leaves
 

@@ -3,8 +3,6 @@ import copy
 import gc
 import os
 import pickle
-import subprocess
-import sys
 import weakref
 from dataclasses import dataclass
 from itertools import islice
@@ -12,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import run_forked
 from toys import Counting, Learning, Plain
 
 from rollpipe.agents import losses
@@ -61,8 +60,7 @@ def test_a_handle_or_its_pickle_does_not_keep_a_module_for_ever():
 
 def run(code, *args):
     path = os.pathsep.join([str(ROOT), str(ROOT/"tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run([sys.executable, "-c", code, *map(str, args)], env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-                          capture_output=True, text=True, timeout=120)
+    done = run_forked(["-c", code, *args], {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     return done.stdout
 

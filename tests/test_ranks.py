@@ -1,6 +1,5 @@
 "Two processes that learn together make the step of one process that has the joined batch; and what they say if they cannot."
 import copy
-import multiprocessing
 import os
 import signal
 from datetime import timedelta
@@ -10,6 +9,7 @@ import gymnasium as gym
 import pytest
 import torch
 import torch.distributed as dist
+from forked import SERVER
 from gymnasium.spaces import Discrete
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
@@ -69,9 +69,7 @@ def run(task, folder, *args):
 
     The ranks are children of a server without threads: other tests may have left threads in this process, which a fork does not take along.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["test_ranks"])
-    processes = [context.Process(target=one_rank, args=(rank, task, folder, *args)) for rank in range(N)]
+    processes = [SERVER.Process(target=one_rank, args=(rank, task, folder, *args)) for rank in range(N)]
     try:
         for process in processes: process.start()
         for process in processes: process.join(120)

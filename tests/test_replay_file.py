@@ -8,13 +8,13 @@ import pickle
 import shutil
 import signal
 import subprocess
-import sys
 from itertools import islice
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from forked import Forked, run_forked
 from toys import Counting, Plain
 
 from rollpipe.pipes import DataError, DataLoader2, EnvStepper, FragmentCollector, ProcessReading, ReplayMemory, replayed
@@ -37,8 +37,7 @@ except DataError as e: print(e)
 
 def filled(folder, capacity, limit=0):
     "What a process prints that fills a replay in `folder`; a bus error would end it."
-    command = [sys.executable, "-c", FILL, str(folder), str(capacity), str(limit)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ended = run_forked(["-c", FILL, folder, capacity, limit])
     assert ended.returncode == 0, (ended.returncode, ended.stderr)
     return ended.stdout
 
@@ -242,7 +241,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_the_file_of_a_killed_process_is_taken_while_a_fork_of_it_lives(tmp_path):
-    with subprocess.Popen([sys.executable, "-c", ORPHAN, tmp_path], stdout=subprocess.PIPE, text=True) as killed:
+    with Forked(["-c", ORPHAN, tmp_path]) as killed:
         orphan = int(killed.stdout.readline())
         assert killed.wait(60) == -signal.SIGKILL
         try: assert (tmp_path/"steps.npy").exists() and rewards(filled_memory(tmp_path, 2.)) == {2.}

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 from command_line import wait_for
+from forked import Forked
 
 from rollpipe.logs import read_metrics
 from rollpipe.runs import load_run
@@ -24,6 +25,9 @@ try: train(start("run", config), progress=False, tensorboard=False)
 finally: print("the script went on", flush=True)
 """
 OWN = "def own(number, frame): sys.exit(7)\nsignal.signal(signal.SIGTERM, own)"
+
+
+def script(folder, handler=""): return Forked(["-c", SCRIPT.format(handler=handler)], cwd=folder)
 
 
 @contextmanager
@@ -75,7 +79,7 @@ def test_the_entry_runs_the_command_line(tmp_path):
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_train_in_a_script_saves_before_the_signal_takes_effect(tmp_path, name):
     number = getattr(signal, name)
-    with python(tmp_path, "-c", SCRIPT.format(handler="")) as child:
+    with script(tmp_path) as child:
         wait_for(lambda: records(tmp_path) >= 3, child)
         child.send_signal(number)
         out, err = child.communicate(timeout=60)
@@ -84,7 +88,7 @@ def test_train_in_a_script_saves_before_the_signal_takes_effect(tmp_path, name):
 
 
 def test_a_script_that_handles_the_signal_itself_gets_it(tmp_path):
-    with python(tmp_path, "-c", SCRIPT.format(handler=OWN)) as child:
+    with script(tmp_path, OWN) as child:
         wait_for(lambda: records(tmp_path) >= 3, child)
         child.send_signal(signal.SIGTERM)
         out, err = child.communicate(timeout=60)

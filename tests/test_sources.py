@@ -1,7 +1,6 @@
 "Environments that exist already, and pipes of environments: lent and not copied, one iteration at a time, closed by whoever made them."
 import gc
 import pickle
-import subprocess
 import sys
 import weakref
 from itertools import islice, repeat
@@ -11,6 +10,7 @@ import cloudpickle
 import gymnasium as gym
 import pytest
 import torch
+from forked import run_forked
 from reference import assert_same
 from toys import Counting, Ledger, Lively, Memory, Noted, Plain, Shaky
 
@@ -280,7 +280,7 @@ def test_a_process_of_its_own_evaluates():
 def test_a_file_for_another_process(source, tmp_path):
     (tmp_path/"pipe").write_bytes(cloudpickle.dumps(collected(source(gym.make("CartPole-v1")))))
     code = f"import cloudpickle; next(iter(cloudpickle.load(open({str(tmp_path/'pipe')!r}, 'rb'))))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=HERE)
+    done = run_forked(["-c", code], cwd=HERE)
     assert done.returncode == 1 and "an environment instance cannot be copied. Expected a gymnasium id or a factory" in done.stderr
 
 

@@ -73,7 +73,7 @@ def test_a_filter_below_the_lanes(caplog):
 
 
 def test_episodes_that_never_end(caplog):
-    pipe = EpisodeCollector(EnvStepper(lambda: Counting([(10 ** 9, "term")]), Plain(), 1, seed=0), 1)
+    pipe = EpisodeCollector(EnvStepper(lambda: Counting([(10 ** 9, "term")]), Plain(), 1, seed=0, info_keys=()), 1)
     stream = iter(pipe)
     pipe.pipe.stream = lambda items: islice(type(pipe.pipe).stream(pipe.pipe, items), 600)
     assert list(stream) == []
@@ -102,7 +102,7 @@ def test_others_are_left_alone(pipe, n, caplog):
 
 
 def test_a_long_fragment_is_no_starvation(caplog):
-    pipe = FragmentCollector(EnvStepper(Counting, Plain(), 1, seed=0), 2000)
+    pipe = FragmentCollector(EnvStepper(Counting, Plain(), 1, seed=0, info_keys=()), 2000)
     assert next(iter(pipe)).n_steps == 2000 and told(caplog) == []
 
 

@@ -13,7 +13,7 @@ from toys import Constant, Counting, Ledger, Lively, Memory, Nested, NestedMemor
 from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy
 from rollpipe.pipes import EnvStepper, FragmentCollector, FragmentStacker, Lanes, ProcessReading
 from rollpipe.pipes.data import Tick
-from rollpipe.pipes.rows import Rows
+from rollpipe.pipes.envs.rows import Rows
 from rollpipe.pipes.modules import bump_version
 from rollpipe.pipes.nested import leaves
 from rollpipe.pipes.torchdata import DataLoader2

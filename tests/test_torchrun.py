@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forked import Forked, run_forked
 from reference import assert_same, snapshot
 
 from rollpipe.agents.checkpoint import load_checkpoint
@@ -56,14 +57,13 @@ def free_port():
 
 def begin(words, cwd, n=2, **more):
     "The processes of `n` ranks, started as a launcher that is not torchrun would."
-    return begin_words([sys.executable, "-m", "rollpipe", *map(str, words)], cwd, n, **more)
+    return begin_words(["-m", "rollpipe", *words], cwd, n, **more)
 
 
 def begin_words(words, cwd, n, others=(), **more):
     "`others` are words that the other ranks have besides those of rank 0."
     env = environment(WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), **more)
-    options = dict(cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
-    return [subprocess.Popen([*words, *others] if k else words, env={**env, "RANK": str(k), "LOCAL_RANK": str(k)}, **options)
+    return [Forked([*words, *others] if k else words, {**env, "RANK": str(k), "LOCAL_RANK": str(k)}, cwd, start_new_session=True)
             for k in range(n)]
 
 
@@ -77,9 +77,7 @@ def ended(processes):
 def run_ranks(*words, cwd, **more): return ended(begin(words, cwd, **more))
 
 
-def run_alone(*words, cwd):
-    return subprocess.run([sys.executable, "-m", "rollpipe", *map(str, words)], cwd=cwd, env=environment(), text=True, capture_output=True,
-                          timeout=180)
+def run_alone(*words, cwd): return run_forked(["-m", "rollpipe", *words], environment(), cwd)
 
 
 # --- one run
@@ -145,9 +143,9 @@ assert not torch.distributed.is_initialized()
 def run_loop(path, batches="islice(divided(pipe), 4)", n=None):
     "The state after the loop, the lanes of rank 0, and what was written to stderr."
     path.with_suffix(".py").write_text(LOOP.replace("BATCHES", batches))
-    words = [sys.executable, path.with_suffix(".py"), path]
+    words = [path.with_suffix(".py"), path]
     if n is None:
-        done = subprocess.run(words, env=environment(), text=True, capture_output=True, timeout=180)
+        done = run_forked(words, environment(), path.parent)
         assert done.returncode == 0, done.stderr
         return *torch.load(path), done.stderr
     found = ended(begin_words(words, path.parent, n))
@@ -204,11 +202,10 @@ def test_options_that_only_some_ranks_have_are_refused_by_all(others, told, tmp_
 
 
 def test_ranks_with_different_environments_or_runs_are_refused(tmp_path):
-    words = [sys.executable, "-m", "rollpipe", "train"]
     def told(mine, other):
         env = environment(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
-        return ended([subprocess.Popen([*words, *x.split()], env={**env, "RANK": str(k), "LOCAL_RANK": str(k)}, cwd=tmp_path, text=True,
-                                       stdout=subprocess.PIPE, stderr=subprocess.PIPE) for k, x in enumerate((mine, other))])
+        return ended([Forked(["-m", "rollpipe", "train", *x.split()], {**env, "RANK": str(k), "LOCAL_RANK": str(k)}, tmp_path)
+                      for k, x in enumerate((mine, other))])
     for mine, other, expected in (
             ("ppo CartPole-v1", "ppo Acrobot-v1", "leaf env: rank 1: .* Expected 'CartPole-v1', as on rank 0, got 'Acrobot-v1'"),
             ("--resume a --steps 7", "--resume a", "leaf steps: rank 1: .* Expected 7, as on rank 0, got nothing"),

@@ -1,10 +1,9 @@
 "`rollpipe tune`: the preset that it writes, what goes on after a kill, trials that fail, and what is refused."
 import shlex
-import signal
-import subprocess
 import sys
 
 import pytest
+from command_line import process
 
 from rollpipe.cli import build_parser, main
 from rollpipe.config import device_of
@@ -88,11 +87,10 @@ def test_the_preset_is_complete_whatever_the_package_has(here, curves, monkeypat
 
 @pytest.mark.timeout(120)
 def test_a_killed_search_goes_on(here):
-    command = [sys.executable, "-u", "-m", "rollpipe", *WORDS, "--trials", "1000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        first = next(line for line in process.stdout if line.startswith("trial 0"))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    with process(*WORDS, "--trials", "1000") as child:
+        first = next(line for line in child.stdout if line.startswith("trial 0"))
+        child.kill()
+        child.wait()
     before = {x.number: (x.value, x.params) for x in finished(study())}
     assert first and 0 in before and not (here/"tuning/ppo-CartPole-v1/preset.toml").exists()
     assert main([*WORDS, "--trials", str(len(before) + 1)]) == 0

@@ -122,7 +122,7 @@ class TickSource:
         only if it reads the stepper directly and neither keeps ticks. By default nothing happens: False.
 
         Args:
-            rows: `pipes.rows.Rows`
+            rows: `pipes.envs.rows.Rows`
         """
         return False
 

@@ -14,7 +14,7 @@ import torch
 
 from . import nested
 from .data import Collected, Final, Fragment, State, Tick, TickSource, check_item
-from .rows import Rows
+from .envs.rows import Rows
 from .errors import DataError, check_integer
 from .fragment_ops import End, stack_infos, stack_rows
 from .graph import find

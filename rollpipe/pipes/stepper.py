@@ -18,7 +18,7 @@ from .data import Collected, State, Tick, TickSource
 from .engines.checked_actor import CheckedActor, calling
 from .engines.choice import check_engine, instead
 from .envs.batch import Batch
-from .rows import Rows, arrays_of
+from .envs.rows import Rows, arrays_of
 from .errors import DataError, EnvError, GraphError, PipeError, check_integer
 from .fragment_ops import End
 from .pipe import Seeded, Source
@@ -67,7 +67,9 @@ class Interaction(TickSource):
     def _run(self, rows, begin, n, found):
         "Take `n` steps, write the states into the rows that follow row `begin` of `rows`, and append the rest to `found`."
         engine, envs, fault = self.engine, self.envs, None
-        with calling('step', self.checked.answers): where, at = engine.begin(rows, begin, n, self.row, self.act, self.hx)
+        try: where, at = engine.begin(rows, begin, n, self.row, self.act, self.hx)
+        except Exception:
+            with calling('step', self.checked.answers): raise
         try:
             for t in range(n):
                 try: array, hx = engine.answer(t)
@@ -99,11 +101,11 @@ class Interaction(TickSource):
 
     def ticks(self) -> Iterator[Tick]:
         "Yield a `Tick` for each step, without end; or for the steps that `collect_into` asked for."
-        rows, t = self.envs.rows(), 0
+        rows, t, now = self.envs.rows(), 0, self.state
         while True:
-            version, state, hx, final = self.counter.version(), self.state, self.hx, {}
+            version, state, hx, final = self.counter.version(), now, self.hx, {}
             self.collected = found = Collected([], [], [], [])
-            self._load()
+            if self.engine.name != 'torch': self._load()
             if self.wanted is not None: self._collect(self.wanted, found)
             else:
                 if t + 1 == len(rows): rows, t = self.envs.rows(), 0
@@ -111,7 +113,8 @@ class Interaction(TickSource):
                 self._run(rows, t, 1, found)
                 t += 1
                 self.row, final = rows.rows[t], {b: (obs, memory) for _, b, obs, memory, _ in found.ends}
-            yield Tick(state, hx, found.reports[-1], self.state, self.hx, self.row.term, final, found.env[-1], found.valid[-1],
+            now = self.state
+            yield Tick(state, hx, found.reports[-1], now, self.hx, self.row.term, final, found.env[-1], found.valid[-1],
                        self.lane, version, self)
 
     def _collect(self, rows, found):

@@ -21,7 +21,7 @@ from .constants import Constants
 from .onnx_graph import open_session, to_onnx
 from .pure import PureStep, Weights
 from .rows import StagedRows
-from ..rows import Row, Rows, arrays_of
+from ..envs.rows import Row, Rows, arrays_of
 from ..errors import ActorError, describe
 from ..modules import EvalMode, weak_reference
 

@@ -9,7 +9,7 @@ __all__ = ['TorchEngine']
 from collections.abc import Callable
 from typing import Any
 
-from ..rows import Row, Rows, arrays_of
+from ..envs.rows import Row, Rows, arrays_of
 
 # %% ../../../nbs/pipes/11_engines/01_eager.ipynb #682f7c45
 class TorchEngine:

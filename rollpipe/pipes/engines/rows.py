@@ -13,7 +13,7 @@ import torch
 
 import rollpipe.pipes.nested as nested
 from ..data import State
-from ..rows import Rows
+from ..envs.rows import Rows
 
 # %% ../../../nbs/pipes/11_engines/00_rows.ipynb #8b5e7db8
 class StagedRows(Rows):
