@@ -68,5 +68,5 @@ def alive(folder):
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try: words = Path(f"/proc/{pid}/cmdline").read_text()
         except OSError: continue
-        if str(folder) in words: found.append(int(pid))
+        if str(folder) in words and "multiprocessing.forkserver" not in words: found.append(int(pid))     # the server has our search path
     return found
