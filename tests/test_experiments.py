@@ -104,7 +104,7 @@ def test_what_cannot_work_is_refused_before_anything_begins(tmp_path, capsys, mo
             ("--seeds x", "such as 0-4 or 0,3,7, got x"), ("--seeds 0-1 --seed 3", "either --seed or --seeds, not both"),
             ("--seeds 0-1 --jobs 0", "--jobs must be at least 1, got 0"), ("--jobs 2", "so it needs --seeds"),
             ("--seeds 0 --overwrite --continue", "either --continue or --overwrite"), ("--seeds 0,5 --lanes 0", "n=0"),
-            ("--seeds 0,5 --steps 0", "steps.*at least 1"), ("--continue --seed 1 --out a-s1", "other options.*max_kl")]:
+            ("--seeds 0,5 --steps 0", "an integer steps >= 1"), ("--continue --seed 1 --out a-s1", "other options.*max_kl")]:
         line = ["--out", "a", *words.split()] if "--out" not in words else words.split()
         assert rollpipe("train", "trpo", "CartPole-v1", *SMALL, *line, "--max-kl", ".5") == 2, words
         out, err = capsys.readouterr()
