@@ -210,7 +210,7 @@ def evaluate(env: Any, actor: Any, n_episodes: int = 20, *, n_envs: int | None =
     if on_limit == "cut": sources = cutters = [_Cutter(factory, max_steps, close) for factory in sources]
     stepper = EnvStepper(sources, actor, info_keys=(), seed=seed, explore=not deterministic, close=close, device=device)
     done, rows = [[] for _ in quota], TraceRows(len(quota)) if trace else None
-    with EvalMode(actor), closing(iter(stepper)) as ticks:
+    with EvalMode(actor), closing(iter(stepper)) as ticks:  # pyright: ignore[reportArgumentType]  an iterator of a pipe can be closed
         for b, *episode in _play(_until_closed(ticks, window) if window else ticks, quota, max_steps, rows):
             done[b].append((*episode, cutters is not None and cutters[b].env.cut))
             if on_episode: on_episode(*episode[:2])

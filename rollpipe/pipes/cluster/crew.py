@@ -81,7 +81,7 @@ class RemoteMember(Member):
     weights: Weights
     number: int | None = None     # number of the weights that the worker got last
 
-    def message(self, request: Request, slot_states: Sequence) -> tuple:
+    def message(self, request: Request, slot_states: list) -> tuple:
         "The arguments of `WorkerActor.answer`."
         number, data = self.weights.of(request.publication)
         if number == self.number: data = None
