@@ -41,6 +41,12 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def what_other_files_left():
+    "Looking for garbage passes over it: some tests look hundreds of times, which takes a second each time at the end of a long run."
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def seeds():
     "Every test starts from the same global random state, whatever ran before it."

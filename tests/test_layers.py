@@ -24,7 +24,7 @@ from rollpipe.layers import (
     MLPPolicy, Policy, QPolicy, QuantilePolicy, RecurrentPolicy, RecurrentQPolicy, RunningNorm, SquashedPolicy, encoder_for, head_for,
 )
 from rollpipe.layers.heads import GaussianHead
-from rollpipe.options import args_section
+from rollpipe.agents.shared_options import args_section
 from rollpipe.pipes import EnvStepper, FragmentCollector, nested
 from rollpipe.pipes.errors import SpaceError
 from rollpipe.testing import check_actor
