@@ -174,7 +174,7 @@ class OnnxEngine(BoundWeights):
 
     def answer(self, t: int) -> tuple:
         "The actor's answer `(action, hx)` in row `t`. Both are overwritten later."
-        self.run(t)
+        (self.runs[t] or self._bind(t))()
         rows = self.rows
         if 'act' in self.reads: nested.setitem(rows.state.act, t + 1, rows.arrays[t])
         return rows.arrays[t], rows.hxs[t + 1]
