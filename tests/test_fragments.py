@@ -383,6 +383,24 @@ def test_a_source_need_only_react(actor):
         assert_same(f, g)
 
 
+def test_memory_is_asked_for_once_a_fragment():
+    "Whether the source writes into it or not."
+    class Own(EnvStepper):
+        keeps_items = False
+        def stream(self, items):
+            for tick in super().stream(items): yield tick._replace(source=Replayed(tick.source))
+    class Counts(Destination):
+        n = 0
+        def empty(self, shape, dtype):
+            self.n += 1
+            return super().empty(shape, dtype)
+    for kind in (EnvStepper, Own):
+        memory, found = Counts(), []
+        for fragment in islice(FragmentCollector(kind(Counting, Plain(), 2, seed=0), 3).into(memory), 4): found.append(snapshot(fragment))
+        assert memory.n == 4 * 5
+    for f, g in zip(found, FragmentCollector(EnvStepper(Counting, Plain(), 2, seed=0), 3)): assert_same(f, snapshot(g))
+
+
 @fast
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), n_steps=st.integers(1, 6))
 def test_a_builder_gives_what_was_added(sizes, n_steps):

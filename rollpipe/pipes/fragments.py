@@ -106,7 +106,7 @@ class FragmentBuilder:
         **where: context for error messages: pipe
     """
     AT_ONCE = 2 ** 14       # rows for which memory is allocated at first, if nobody knows whether so many ticks will come
-    rows: Rows              # the states of the fragment in progress
+    rows: Rows | None = None    # the states of the fragment in progress
     first: Tick             # its first tick
     last: Tick | None       # the last step, as a tick; None: there was none
 
@@ -122,41 +122,41 @@ class FragmentBuilder:
         else: self._add(tick, last)
 
     def _add(self, tick, last):
-        if not self.n:
-            self._begin(tick.next, *(tick.state, False) if last is None else (last.next, last.term), tick.lane)
-            self.first, self.found = tick, Collected([], [], [], [])
+        if (rows := self.rows) is None:
+            rows = self._begin(tick.next, *(tick.state, False) if last is None else (last.next, last.term), tick.lane)
+        if not self.n: self.first, self.found = tick, Collected([], [], [], [])
         ends = [End(self.n, b, obs, hx, bool(tick.term[b])) for b, (obs, hx) in tick.final.items()]
         for mine, new in zip(self.found, ([tick.actor], [tick.env], [tick.valid], ends)): mine.extend(new)
         self.n += 1
-        self.rows.put(self.n, tick.next, tick.term)
+        rows.put(self.n, tick.next, tick.term)
 
     def ask(self) -> None:
         "If possible, let the source write the next fragment at once: then the next tick stands for all of it."
         if self.direct and (last := self.last):
-            self._begin(last.next, last.next, last.term, last.lane)
-            self.is_asked = last.source.collect_into(self.rows)
+            self.is_asked = last.source.collect_into(self._begin(last.next, last.next, last.term, last.lane))
 
     def take(self) -> Fragment:
         "The fragment of the steps that were added since the last one was taken."
         self.destination.completing()
-        found, last, first, n = self.found, self.last, self.first, self.n
-        assert last is not None     # there was a tick
+        found, last, first, rows, n = self.found, self.last, self.first, self.rows, self.n
+        assert last is not None and rows is not None     # there was a tick
         fields = dict(env=stack_infos(found.env, found.valid), hx=nested.map(torch.Tensor.cpu, first.hx),
-                      term=torch.from_numpy(self.rows.term[:n + 1]), valid=stack_rows(found.valid))
-        fragment = complete(last.source, self.rows.tensors(n + 1), last.next, last.next_hx, found.reports, found.ends, fields,
+                      term=torch.from_numpy(rows.term[:n + 1]), valid=stack_rows(found.valid))
+        fragment = complete(last.source, rows.tensors(n + 1), last.next, last.next_hx, found.reports, found.ends, fields,
                             dict(lane=last.lane, seq=self.seq, version=first.version), **self.where)
-        self.n, self.seq = 0, self.seq + 1
-        del self.rows, self.found
+        self.n, self.seq, self.rows = 0, self.seq + 1, None
+        del self.found
         return fragment
 
     def _begin(self, like, state, term, lane):
         "Begin a fragment. Its row 0 is the last row of the previous fragment, with the changes that pipes above the collector made."
         where, n = self.where | dict(lane=lane), self.n_steps + 1
-        try: self.rows = Rows(like, n if self.direct else min(n, self.AT_ONCE), self.destination.empty, **where)
+        try: self.rows = rows = Rows(like, n if self.direct else min(n, self.AT_ONCE), self.destination.empty, **where)
         except MemoryError as e:
             raise DataError("a fragment takes more memory than there is", leaf='n_steps', expected="fewer steps", got=f"{n - 1} of them",
                             **where) from e
-        self.rows.put(0, state, term)
+        rows.put(0, state, term)
+        return rows
 
     def _check_order(self, last, tick):
         if tick.lane != last.lane:
