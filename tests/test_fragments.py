@@ -386,7 +386,7 @@ def test_a_source_need_only_react(actor):
 def test_memory_is_asked_for_once_a_fragment():
     "Whether the source writes into it or not."
     class Own(EnvStepper):
-        keeps_items = False
+        fusible = True
         def stream(self, items):
             for tick in super().stream(items): yield tick._replace(source=Replayed(tick.source))
     class Counts(Destination):

@@ -494,6 +494,16 @@ def test_most_ticks_are_made_only_where_somebody_may_see_them(make, direct):
     assert_same_streams(make)
 
 
+@pytest.mark.parametrize("promises", [{}, dict(keeps_items=False)])
+def test_a_stepper_that_changes_its_ticks_is_heard(promises):
+    "To keep no tick is no promise to change none."
+    def stream(self, items):
+        for tick in EnvStepper.stream(self, items): yield tick._replace(next=tick.next._replace(rew=-tick.next.rew))
+    kind = type("Negated", (EnvStepper,), dict(promises, stream=stream))
+    for a, b in zip(first(FragmentCollector(stepper(), 4)), first(FragmentCollector(stepper(kind), 4)), strict=True):
+        assert (a.state.rew == -b.state.rew).all() and a.state.rew[1:].any()
+
+
 def test_two_readers_of_the_same_ticks():
     "The newest iterator is the valid one, as with all datapipes."
     ticks = stepper()
@@ -559,7 +569,7 @@ def test_a_batch_with_its_own_way_of_actions_is_stepped_so():
     class Still(EnvBatch):
         def actions(self, array): return super().actions(array * 0)
     class Stepper(EnvStepper):
-        keeps_items = False
+        fusible = True
         def make_envs(self, *args, **kwargs):
             envs = super().make_envs(*args, **kwargs)
             envs.__class__ = Still

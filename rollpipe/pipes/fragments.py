@@ -182,6 +182,7 @@ class FragmentCollector(Pipe):
         n_steps: steps per fragment
     """
     keeps_items = drops_items = False
+    fusible = True
 
     def __init__(self, pipe: IterDataPipe, n_steps: int):
         super().__init__(pipe)
@@ -193,8 +194,8 @@ class FragmentCollector(Pipe):
 
     def stream(self, items: Iterator, destination: Destination = ORDINARY_MEMORY) -> Iterator[Fragment]:
         self._check_rests()
-        keeps = trait(self.pipe, 'keeps_items') or self.keeps_items     # if nobody keeps ticks, most of them need not be made
-        builder = FragmentBuilder(self.n_steps, destination, isinstance(self.pipe, Source) and not keeps, pipe=self)
+        direct = isinstance(self.pipe, Source) and trait(self.pipe, 'fusible') and self.fusible     # then nobody keeps or changes ticks
+        builder = FragmentBuilder(self.n_steps, destination, direct, pipe=self)
         for tick in items:
             check_item(tick, Tick, self)
             builder.add(tick)

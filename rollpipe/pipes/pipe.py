@@ -30,7 +30,7 @@ class Traits:
     keeps_items: bool = True      # may it hold an item, or an array of it, after it reads the next item?
     any_strides: bool = False     # can it work with arrays that are not contiguous?
     drops_items: bool = True      # may it read many items without yielding one? If so, a warning is logged when it does
-    fusible: bool = False         # may a `fusion` replace its work?
+    fusible: bool = False         # may another pipe do its work at once, such as a `fusion`, or the source of a collector's ticks?
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)

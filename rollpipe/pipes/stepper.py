@@ -234,7 +234,7 @@ class EnvStepper(FromSource, Seeded, Source):
         device: the actor's device; the actor's input is copied there, and its answer back to the host
         engine: engine that runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if possible)
     """
-    keeps_items = False
+    keeps_items, fusible = False, True
 
     def __init__(self, source: Any, actor: Any, n_envs: int | None = None, *, vector: str | None = None, sticky: int | None = None,
                  terminal_obs: bool = False, env_kwargs: dict | None = None, info_keys: Sequence | None = None, seed: int | None = None,
