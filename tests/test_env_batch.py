@@ -1,15 +1,18 @@
 "The parts of a batch of environments: memory for its steps, finite numbers, rewards, and who rests."
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toys import Counting
 
-from rollpipe.pipes import nested
+from rollpipe.pipes import context, nested
 from rollpipe.pipes.envs.autoreset import final_observations
 from rollpipe.pipes.data import State
 from rollpipe.pipes.envs.batch import FiniteCheck, last_obs
 from rollpipe.pipes.envs.rows import Rows
-from rollpipe.pipes.envs.single import scalar_rewards
+from rollpipe.pipes.envs.factories import env_factories
+from rollpipe.pipes.envs.single import EnvBatch, count_steps, scalar_rewards
 from rollpipe.pipes.envs.sticky import Sticky
 from rollpipe.pipes.errors import DataError, EnvError
 
@@ -37,6 +40,39 @@ def test_every_row_has_memory_of_its_own(n_envs, n, parts, deep):
         for x, y in zip(tensors, arrays): assert x.shape == (1, *y.shape) and x.data_ptr() == y.ctypes.data
     assert np.shares_memory(part.rows[0].rew, memory.rows[begin].rew)
     assert not np.shares_memory(memory.copy(end).rew, memory.rows[end].rew)
+
+
+@fast
+@given(fin=st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=2, max_size=9),
+       first=st.lists(st.integers(0, 9), min_size=3, max_size=3))
+def test_steps_are_counted(fin, first):
+    "As one step after the other counts them."
+    fin, found = np.array(fin), np.zeros((len(fin), 3), np.int64)
+    found[0] = wanted = np.array(first)
+    count_steps(found, fin)
+    for t in range(1, len(fin)):
+        wanted = np.where(fin[t], 0, wanted + 1)
+        assert found[t].tolist() == wanted.tolist()
+
+
+def test_a_step_that_was_interrupted_counts_once(monkeypatch):
+    "As after Ctrl-C in a notebook, between the step of the environments and the check of what they returned."
+    with context(Counting, n_envs=2, seed=0) as ctx:
+        act, settle = torch.zeros(1, 2, dtype=torch.int64), EnvBatch.settle
+        ctx.step(act)
+        def interrupt(*args): raise KeyboardInterrupt
+        monkeypatch.setattr(EnvBatch, "settle", interrupt)
+        with pytest.raises(KeyboardInterrupt): ctx.step(act)
+        monkeypatch.setattr(EnvBatch, "settle", settle)
+        rows, t = ctx.envs._at
+        rows.state.rew[t + 1:] = np.nan     # what nobody has written must not be read
+        for _ in range(100): assert np.isfinite(ctx.step(act).state.rew).all()
+
+
+def test_a_step_before_the_reset_is_refused():
+    batch = EnvBatch(env_factories(Counting, 2), np.random.SeedSequence(0), pipe="EnvStepper", lane=3)
+    with pytest.raises(EnvError, match="EnvStepper, lane 3: `step` before `reset`"): batch.step(torch.zeros(1, 2, dtype=torch.int64))
+    batch.close()
 
 
 @fast

@@ -101,12 +101,13 @@ class Outcome(NamedTuple):
 class Outcomes:
     "Mixin of batches: `reset` and `step` for callers that need no rows of their own. Nothing that they return is overwritten later."
     act_spec: Any
+    where: dict
     rows: Callable
     reset_into: Callable
     step_into: Callable
     settle: Callable
     _all: np.ndarray        # bool [B]: True
-    _at: tuple              # the rows, and the number of the present row
+    _at: tuple | None       # the rows, and the number of the present row; None: `reset` comes first
 
     def __len__(self): return len(self._all)
 
@@ -122,6 +123,7 @@ class Outcomes:
 
     def step(self, act: Any) -> Outcome:
         "Step every environment with its action in `act`, torch `[1, B, ...]`, nested."
+        if self._at is None: raise EnvError("`step` before `reset`", expected="`reset` first", **self.where)
         (rows, t), fault, found = self._at, None, ()
         if t + 1 == len(rows):
             before, rows, t = rows.rows[t], self.rows(), 0
@@ -154,7 +156,7 @@ class Batch(Outcomes):
         self._checked_actions = self._action_converter(act_space, clip_actions)
         self._obs_spec = nested.alloc(space_spec(obs_space, 'obs'), n_envs)
         self._obs_check, self._rew_zeros = FiniteCheck(self._obs_spec, 'obs'), np.zeros(n_envs, np.float32)
-        self._range_check, self._all, self._at = RangeCheck(obs_space, 'obs'), np.ones(n_envs, bool), (Rows.__new__(Rows), 0)
+        self._range_check, self._all, self._at = RangeCheck(obs_space, 'obs'), np.ones(n_envs, bool), None
 
     def name(self, b: int) -> str:
         "The name of environment `b` in error messages."

@@ -220,7 +220,7 @@ class EnvBatch(Batch):
             if isinstance(e, PipeError): self._locate(e)
             raise
         self._infos = SingleInfos(n, info_keys, str((seed.entropy, factories[0].name)))
-        self._unchecked = []     # the rewards of the steps that are not settled yet
+        self._unchecked = {}     # step -> rewards, where it is not settled yet
 
     def name(self, b: int) -> str:
         "The name of environment `b` in error messages."
@@ -237,7 +237,7 @@ class EnvBatch(Batch):
         actions, row, single = self.actions(array), rows.rows[t + 1], self.single
         try:
             final, ended, rews, infos = single.step(actions, row, self.terminal_obs)
-            self._unchecked.append(rews)
+            self._unchecked[t] = rews     # a step that was interrupted, and is taken again, counts once
             if 'rew' in rows.reads: self._put_rewards(row, rews)
             valid = self._all if single.sticky is None else single.sticky.after_step(row.obs, ended)
             info = self._infos.record(infos, valid)
@@ -251,7 +251,7 @@ class EnvBatch(Batch):
         return final, ended, info, valid
 
     def settle(self, rows: Rows, begin: int) -> None:
-        came, self._unchecked = self._unchecked, []
+        came, self._unchecked = list(self._unchecked.values()), {}
         end = begin + 1 + len(came)
         if 'stepno' not in rows.reads: count_steps(rows.state.stepno[begin:end], rows.state.fin[begin:end])
         if len(came) > 1 and ('rew' in rows.reads or _put_all(came, rows.state.rew[begin + 1:end])):
