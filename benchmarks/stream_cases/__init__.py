@@ -20,6 +20,9 @@ import torch
 # Old name -> new name, of fields, infos, metrics, classes, functions and options. Cases use the new names; `REV` is asked for the old ones,
 # and a path or a message of `REV` that has the old name counts as one with the new. Options go through `tools.named`.
 RENAMED: dict = {}
+# New module -> old module, of those that the cases import. `REV` is asked for the old one.
+MOVED: dict = {"cli.main": "cli", "pipes.data.fragment_ops": "pipes.fragment_ops", "pipes.graph.modules": "pipes.modules",
+               "pipes.graph.torchdata": "pipes.torchdata"}
 # Old phrase -> new phrase, of messages that were reworded on purpose.
 REWORDED: dict = {}
 # New fields, of which `REV` knows nothing. Where one of them is None, that is no difference.
@@ -78,7 +81,10 @@ def is_wanted(name, only) -> bool:
 
 
 def rename(package):
-    "Add the new names to the public modules of an old package, beside the old ones."
+    "Add the new names to the public modules of an old package, beside the old ones, and its modules under their new names."
+    for new, old in MOVED.items():
+        try: importlib.import_module(f"{package}.{new}")
+        except ModuleNotFoundError: sys.modules[f"{package}.{new}"] = importlib.import_module(f"{package}.{old}")
     for module in map(importlib.import_module, (f"{package}.pipes", f"{package}.layers", f"{package}.agents")):
         for old, new in RENAMED.items():
             if hasattr(module, old) and not hasattr(module, new): setattr(module, new, getattr(module, old))
