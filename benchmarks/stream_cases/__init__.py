@@ -80,11 +80,15 @@ def is_wanted(name, only) -> bool:
     return not only or any(re.fullmatch(rf"{re.escape(wanted)}(\..*)?", name) for wanted in only)
 
 
-def rename(package):
-    "Add the new names to the public modules of an old package, beside the old ones, and its modules under their new names."
+def move():
+    "Let the modules of an old package be imported by their new names, too."
     for new, old in MOVED.items():
-        try: importlib.import_module(f"{package}.{new}")
-        except ModuleNotFoundError: sys.modules[f"{package}.{new}"] = importlib.import_module(f"{package}.{old}")
+        try: importlib.import_module(f"rollpipe.{new}")
+        except ModuleNotFoundError: sys.modules[f"rollpipe.{new}"] = importlib.import_module(f"rollpipe.{old}")
+
+
+def rename(package):
+    "Add the new names to the public modules of an old package, beside the old ones."
     for module in map(importlib.import_module, (f"{package}.pipes", f"{package}.layers", f"{package}.agents")):
         for old, new in RENAMED.items():
             if hasattr(module, old) and not hasattr(module, new): setattr(module, new, getattr(module, old))
@@ -95,6 +99,7 @@ def run(root, out, groups, only):
     import rollpipe
     if Path(root).resolve() not in Path(rollpipe.__file__).resolve().parents:
         sys.exit(f"rollpipe was imported from {rollpipe.__file__}, and not from {root}")
+    move()
     rename("rollpipe")
     torch.set_num_threads(1)
     with open(out, "w") as file:
