@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .. import ranks
+import rollpipe.ranks as ranks
 from ..agents.intrinsic.states import check_taken
 from ..agents.metrics import METRICS, OF_THE_LOOP, EpisodeReturns, added
 from ..settings.config import reading_for
