@@ -98,7 +98,8 @@ def _run_for(args, launch):
     is_again = launch and launch.restarts
     if args.resume:
         if args.algorithm: raise UsageError("rollpipe train: either --resume RUN or ALGO ENV, not both")
-        return resume(folder_of(args.resume) if is_again else args.resume, getattr(args, "steps", None), getattr(args, "device", None))
+        given = [getattr(args, name, None) for name in ("steps", "device", "workers")]
+        return resume(folder_of(args.resume) if is_again else args.resume, *given)
     config = config_from(args) | (dict(ranks=launch.size) if launch else {})
     folder = Path(args.out or default_folder(config))
     found = find_run(folder, config, given_names(args)) if args.proceed or is_again else None
