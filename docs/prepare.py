@@ -21,7 +21,7 @@ ROOMS = {"": "Command line", "pipes": "Pipes", "pipes/01_loading": "Loading", "p
          "pipes/30_workers": "Workers", "pipes/31_profiling": "Profiling", "pipes/32_cluster": "Clusters", "layers": "Layers",
          "agents": "Agents", "agents/15_off_policy": "Learners from a replay memory", "agents/25_intrinsic": "Rewards for what is new",
          "18_ranks": "Learning over several ranks", "presets": "Presets", "tuning": "Search for settings", "results": "Results",
-         "testing": "Testing"}
+         "traces": "Traces", "testing": "Testing"}
 NOTEBOOK = re.compile(r"(?:nbs/)?((?:\w+/)*\d\d_\w+)(?:\.ipynb)?")
 DIRECTIVE = re.compile(r"^#\|.*\n?", re.M)
 
