@@ -148,7 +148,7 @@ def _add_agent(told, agent, networks):
     for name, x in found.items():
         if name not in networks: told.add('seeds/learner' if name == 'seed' else f"settings/{name}", x)
 
-# %% ../../nbs/traces/02_fingerprint.ipynb #e72494ea
+
 def _add_networks(told):
     "The networks that were met, and those in their attributes."
     done = set()
