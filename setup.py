@@ -47,7 +47,7 @@ setup(
     ],
     python_requires=f">={cfg['min_python']}",
     packages=find_packages(include=[cfg["lib_name"], f"{cfg['lib_name']}.*"]),
-    package_data={cfg["lib_name"]: ["py.typed", "presets/*.toml"]},  # the first tells type checkers to read the annotations
+    package_data={cfg["lib_name"]: ["py.typed", "settings/presets/*.toml"]},  # the first tells type checkers to read the annotations
     install_requires=shlex.split(cfg["requirements"]),
     extras_require={key[: -len(EXTRA)]: shlex.split(value) for key, value in cfg.items() if key.endswith(EXTRA)},
     entry_points={

@@ -7,9 +7,9 @@ the ablation are options of TRPO.
 """
 from fastcore.meta import delegates
 
-from rollpipe.algorithms import ALGORITHMS, register_algorithm
+from rollpipe.settings.algorithms import ALGORITHMS, register_algorithm
 from rollpipe.pipes import AdvantageBuffer, on_policy
-from rollpipe.pipes.pipe import Pipe
+from rollpipe.pipes.graph.pipe import Pipe
 
 
 class Terminating(Pipe):

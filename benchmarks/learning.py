@@ -2,7 +2,7 @@
 
     python benchmarks/learning.py [--only cartpole ppo ...] [--seeds 3] [--steps N] [--quick] [--jobs 2] [--out DIR] [--redraw]
 
-Every run is its own process with one torch thread, and trains through `rollpipe.train`, with the defaults of the command line unless
+Every run is its own process with one torch thread, and trains through `rollpipe.runs`, with the defaults of the command line unless
 `CASES` says otherwise. Between its updates the greedy policy plays the same fresh episodes, which its training never sees. "Steps needed"
 ends with the first evaluation that reaches the threshold and after which none falls below it; the last score is the mean of 100 other
 episodes after the training. DIR gets `learning.json` with the curves and `learning.png`. Runs that are in the JSON already are kept,
@@ -20,13 +20,13 @@ from report import header, table
 from rollpipe.agents import evaluate
 from rollpipe.agents.tabular import QLearning, TabularQ
 from rollpipe.layers import RecurrentPolicy
-from rollpipe.logs import read_metrics
+from rollpipe.runs.logs import read_metrics
 from rollpipe.pipes.recipes import rollouts
-from rollpipe.plots import align
-from rollpipe.algorithms import ALGORITHMS, Algorithm
-from rollpipe.config import make_config
-from rollpipe.runs import start
-from rollpipe.train import train
+from rollpipe.runs.plots import align
+from rollpipe.settings.algorithms import ALGORITHMS, Algorithm
+from rollpipe.settings.config import make_config
+from rollpipe.runs.folder import start
+from rollpipe.runs.training import train
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT/'tests'))

@@ -4,7 +4,7 @@
 
 TRPO has the settings of rl-baselines3-zoo and PPO those of Tianshou, as far as rollpipe has them; all of them are printed. Observations and
 advantages are normalised; rewards are divided by the deviation of their discounted return (`RewardScaler`, inserted into the pipeline that
-`rollpipe.train` has built). The greedy policy plays 10 fresh episodes every 50 000 steps, and 100 others at the end, all for the
+`rollpipe.runs.training` has built). The greedy policy plays 10 fresh episodes every 50 000 steps, and 100 others at the end, all for the
 environment's own rewards. DIR gets `mujoco.json` with the curves. Runs that are in it already are kept, unless they are run again: with
 `--only-seeds 1` a training can be spread over several calls.
 
@@ -21,7 +21,7 @@ from learning import ROOT, in_processes, learn
 from report import header, table
 
 from rollpipe.pipes import Lanes, RewardScaler
-from rollpipe.config import make_config
+from rollpipe.settings.config import make_config
 
 SHARED = dict(gamma=.99, lam=.95, hidden=(64, 64), critic_hidden=(64, 64), normalize=True, critic_normalize=True)
 OPTIONS = dict(

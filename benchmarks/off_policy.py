@@ -16,7 +16,7 @@ from peer_off_policy import add_options
 from report import header, spread, table
 
 from rollpipe.agents import evaluate
-from rollpipe.algorithms import ALGORITHMS
+from rollpipe.settings.algorithms import ALGORITHMS
 from rollpipe.pipes import replayed
 
 

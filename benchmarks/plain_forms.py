@@ -21,7 +21,8 @@ from report import header, spread, table
 from rollpipe import DQN, PPO, TRPO, Critic, EnvStepper, FragmentCollector, Lanes, MLPPolicy, QPolicy, on_policy, replayed
 from rollpipe.agents import gradient_learner, natural_gradient
 from rollpipe.agents.linearization import Linearization, fisher_product
-from rollpipe.pipes import lanes, modules
+from rollpipe.pipes import lanes
+from rollpipe.pipes.graph import modules
 
 ENV = 'CartPole-v1'
 PARAMS = [p for net in (MLPPolicy, Critic) for p in net.for_env(ENV, seed=0).parameters()]

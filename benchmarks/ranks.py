@@ -19,7 +19,7 @@ from report import header, spread, table
 from rollpipe import ranks
 from rollpipe.agents import PPO, TRPO
 from rollpipe.layers import Critic, GaussianPolicy
-from rollpipe.pipes.data import Fragment
+from rollpipe.pipes.data.fragment import Fragment
 
 N_OBS, N_ACT, T = 17, 6, 50
 LEARNERS = dict(trpo=lambda *nets: TRPO(*nets), ppo=lambda *nets: PPO(*nets, epochs=10, minibatch=256))

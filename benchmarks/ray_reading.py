@@ -16,8 +16,8 @@ from report import header, spread, table
 from workers import Images, fragments, name, pipeline, rate
 
 from rollpipe.pipes import DataLoader2, EnvStepper, FragmentCollector, Lanes, ProcessReading, RayReading
-from rollpipe.pipes.modules import bump_version
-from rollpipe.pipes.cluster.crew import Arrived
+from rollpipe.pipes.graph.modules import bump_version
+from rollpipe.pipes.cluster.ray_crew import Arrived
 from rollpipe.pipes.cluster.door import lease
 
 SERVICES = {'worker processes': ProcessReading, 'Ray': RayReading}

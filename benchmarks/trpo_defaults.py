@@ -20,10 +20,10 @@ import torch
 from report import header, table
 
 from rollpipe.agents import evaluate
-from rollpipe.config import make_config
-from rollpipe.logs import read_metrics
-from rollpipe.runs import start
-from rollpipe.train import train
+from rollpipe.settings.config import make_config
+from rollpipe.runs.logs import read_metrics
+from rollpipe.runs.folder import start
+from rollpipe.runs.training import train
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = {'CartPole-v1': 100_000, 'Pendulum-v1': 100_000, 'HalfCheetah-v5': 200_000}

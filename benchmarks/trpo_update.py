@@ -23,7 +23,7 @@ from rollpipe.agents.critics import explained_variance
 from rollpipe.agents.linearization import Linearization, fisher_product
 from rollpipe.agents.natural_gradient import distribution_on, policy_rows
 from rollpipe.layers import Critic, MLPPolicy
-from rollpipe.pipes.data import Fragment
+from rollpipe.pipes.data.fragment import Fragment
 
 B, N_OBS, N_ACT = 8, 17, 6
 MAX_KL, DAMPING, CG_ITERS = 0.01, 0.1, 10

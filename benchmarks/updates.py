@@ -17,7 +17,7 @@ from report import header, spread, table
 from torch import nn
 from torch.nn import functional as F
 
-from rollpipe.algorithms import ALGORITHMS
+from rollpipe.settings.algorithms import ALGORITHMS
 from rollpipe.pipes import nested
 
 ENV, GAMMA, CLIP, C_VALUE = 'CartPole-v1', 0.99, 0.2, 0.5

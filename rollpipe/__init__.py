@@ -1,6 +1,6 @@
 """Reinforcement learning whose rollouts are a streaming pipeline of datapipes.
 
-These are the names of a first program. The rooms `rollpipe.pipes`, `layers`, `agents` and `testing` have the others.
+These are the names of a first program. The rooms `rollpipe.pipes`, `layers`, `agents`, `testing` and `runs` have the others.
 """
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .layers import ActionCritic, Critic, MLPPolicy, QPolicy, RecurrentPolicy, SquashedPolicy
     from .pipes import (AdvantageBuffer, EnvStepper, FragmentCollector, FragmentStacker, Lanes, ProcessReading, RayReading, draw,
                         insert_after, on_policy, optimize, remove, replace, replayed)
-    from .pipes.torchdata import DataLoader2
+    from .pipes.graph.torchdata import DataLoader2
     from .runs import load_agent
     from .testing import check_env
 

@@ -1,6 +1,6 @@
 "`python -m rollpipe` is the command `rollpipe`."
 import sys
 
-from .entry import main
+from .cli.start import main
 
 if __name__ == "__main__": sys.exit(main())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from forked import Forked, run_forked
 
-from rollpipe.cli import main
+from rollpipe.cli.main import main
 
 SMALL = "--n-envs 4 --n-steps 32 --hidden 8 --critic-hidden 8 --quiet --no-tensorboard".split()     # for learners on fragments
 
@@ -44,7 +44,7 @@ def script(folder, *words):
 
     It has an interpreter of its own, and imports all that it needs.
     """
-    code = "import sys; sys.path.remove(''); from rollpipe.cli import main; sys.exit(main())"
+    code = "import sys; sys.path.remove(''); from rollpipe.cli.main import main; sys.exit(main())"
     package = str(Path(__file__).resolve().parents[1])
     return subprocess.run([sys.executable, "-c", code, *map(str, words)], cwd=folder, text=True, capture_output=True, timeout=300,
                           env=dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=package))

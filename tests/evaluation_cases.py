@@ -10,7 +10,7 @@ import torch
 
 from rollpipe.agents import evaluate
 from rollpipe.layers import Actor, GaussianPolicy
-from rollpipe.pipes.modules import bump_version, version_of
+from rollpipe.pipes.graph.modules import bump_version, version_of
 
 PATIENCE = 60  # seconds after which a test that waits has failed
 

@@ -27,7 +27,7 @@ from rollpipe.agents.learner import check_batch
 from rollpipe.layers import Actor
 from rollpipe.pipes import AdvantageBuffer, EnvStepper, FragmentCollector, Lanes, Pipe, ProcessReading
 from rollpipe.pipes.taps import Tap
-from rollpipe.pipes.torchdata import DataLoader2
+from rollpipe.pipes.graph.torchdata import DataLoader2
 
 
 # --- the pipeline

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["torch._dynamo", "gymnasium.envs.classic_control", "rollpipe.agents.learner", "rollpipe.cli"])
+SERVER.set_forkserver_preload(["torch._dynamo", "gymnasium.envs.classic_control", "rollpipe.agents.learner", "rollpipe.cli.main"])
 
 
 def ensure_running():
@@ -37,7 +37,7 @@ def run_program(words, env, folder, is_on_path, streams, in_session, ignored):
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", 1)))
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if words[:2] == ["-m", "rollpipe"]:
-        from rollpipe.entry import main as command
+        from rollpipe.cli.start import main as command
         sys.argv[:] = words[1:]
         sys.exit(command())
     if words[0] == "-c": name, text, sys.argv[:] = "<string>", words[1], ["-c", *words[2:]]

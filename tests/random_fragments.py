@@ -14,8 +14,8 @@ from rollpipe.agents.metrics import METRICS, check_metrics
 from rollpipe.layers import Critic, MemoryCritic, MLPPolicy, QPolicy, RecurrentPolicy, RecurrentQPolicy
 from rollpipe.layers.observer import seeded
 from rollpipe.pipes import nested
-from rollpipe.pipes.data import Final, Fragment, State
-from rollpipe.pipes.modules import bump_version
+from rollpipe.pipes.data.fragment import Final, Fragment, State
+from rollpipe.pipes.graph.modules import bump_version
 
 OBS = Dict(place=Box(-1, 1, (3,)), kind=Discrete(3))
 ACT = Dict(gear=Discrete(3, start=1), steer=Tuple((Box(-2, 2, (2,)),)))

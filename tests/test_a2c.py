@@ -9,7 +9,7 @@ from test_trpo import KINDS, Recurrent, Tiny, log_prob, torch_dists
 from rollpipe.agents.a2c import A2C
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes import nested, on_policy
-from rollpipe.pipes.errors import DataError
+from rollpipe.pipes.data.errors import DataError
 
 
 def slow_loss(policy, critic, f, c_value, c_entropy):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rollpipe.pipes import nested
 from rollpipe.pipes.envs.actions import action_batch, action_rows, in_containers
 from rollpipe.pipes.envs.factories import space_spec
-from rollpipe.pipes.errors import ActorError
+from rollpipe.pipes.data.errors import ActorError
 
 fast = settings(deadline=None, max_examples=60)
 leaves = st.sampled_from([Discrete(3), Discrete(4, start=-2), MultiDiscrete([2, 3]), MultiBinary(3), Box(-1, 1, (2,)), Box(-1, 1, ()),

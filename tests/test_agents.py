@@ -15,10 +15,10 @@ from rollpipe.agents.trpo import TRPO
 from rollpipe.agents.vtrace import VTrace
 from rollpipe.layers import Critic, MemoryCritic, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import nested, on_policy, rollouts
-from rollpipe.pipes.fragment_ops import columns
-from rollpipe.pipes.data import Fragment
-from rollpipe.pipes.errors import DataError
-from rollpipe.pipes.modules import bump_version, version_of
+from rollpipe.pipes.data.fragment_ops import columns
+from rollpipe.pipes.data.fragment import Fragment
+from rollpipe.pipes.data.errors import DataError
+from rollpipe.pipes.graph.modules import bump_version, version_of
 
 SMALL = dict(PPO=dict(epochs=2, minibatch=64))
 ALL, GRADIENT = (REINFORCE, A2C, PPO, VTrace, TRPO, NPG), (REINFORCE, A2C, PPO, VTrace)

@@ -12,8 +12,8 @@ from gymnasium.spaces import Box, Dict, Discrete, Graph, MultiBinary, MultiDiscr
 from tensor_worlds import Planned
 from toys import Constant, Counting, Failing, Ledger, Nested, NestedMemory, Plain, Valued
 
-from rollpipe.cli import main
-from rollpipe.config import make_config
+from rollpipe.cli.main import main
+from rollpipe.settings.config import make_config
 from rollpipe.layers import (
     GRU, MLP, ActionCritic, Actor, Critic, DeterministicPolicy, MLPPolicy, QPolicy, SquashedPolicy, encoder_for,
 )

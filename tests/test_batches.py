@@ -14,7 +14,7 @@ from toys import ENDS, Counting, Limit, Lively, Memory, Nested, NestedMemory, Pl
 from rollpipe.layers import Critic, GaussianPolicy, MLPPolicy
 from rollpipe.pipes import (AdvantageBuffer, DataError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Minibatcher,
                             Pipe, nested, on_policy)
-from rollpipe.pipes.torchdata import IterableWrapper
+from rollpipe.pipes.graph.torchdata import IterableWrapper
 
 PLAN = ((3, "trunc"), (2, "term"), (4, "both"), (1, "trunc"))
 fast = settings(deadline=None, max_examples=20)

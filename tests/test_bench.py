@@ -15,18 +15,18 @@ import torch
 from command_line import alive, process, rollpipe, run_command, wait_for
 from gymnasium.wrappers import TimeLimit
 
-from rollpipe.algorithms import ALGORITHMS
-from rollpipe.commands import find_run
-from rollpipe.config import make_config
-from rollpipe.evaluations import evaluate_end, read_evaluations
-from rollpipe.locks import lock, unlock
+from rollpipe.settings.algorithms import ALGORITHMS
+from rollpipe.runs.commands import find_run
+from rollpipe.settings.config import make_config
+from rollpipe.runs.evaluations import evaluate_end, read_evaluations
+from rollpipe.runs.locks import lock, unlock
 from rollpipe.layers import Critic, GaussianPolicy
-from rollpipe.logs import read_metrics
+from rollpipe.runs.logs import read_metrics
 from rollpipe.pipes import on_policy
-from rollpipe.pipes.errors import DataError
+from rollpipe.pipes.data.errors import DataError
 from rollpipe.results.bench import BENCH
-from rollpipe.runs import load_run, resume, start
-from rollpipe.train import train
+from rollpipe.runs.folder import load_run, resume, start
+from rollpipe.runs.training import train
 
 pytestmark = pytest.mark.usefixtures("packages")
 OPTIONS = dict(n_envs=2, n_steps=32, hidden=(8,), critic_hidden=(8,))

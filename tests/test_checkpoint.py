@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint, write_atomically
-from rollpipe.pipes.errors import CheckpointError
+from rollpipe.pipes.data.errors import CheckpointError
 
 
 class Agent:
@@ -205,7 +205,8 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch
 
 def test_the_error_of_a_full_disk_names_the_file(tmp_path):
     "A limit of the file size stands for the full disk: the system refuses to write."
-    code = ("import os, resource, sys; from rollpipe.agents.checkpoint import write_atomically; from rollpipe.logs import MetricWriter\n"
+    code = ("import os, resource, sys; from rollpipe.agents.checkpoint import write_atomically\n"
+            "from rollpipe.runs.logs import MetricWriter\n"
             "writer = MetricWriter(sys.argv[1], tensorboard=False)\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
             "for write in (lambda: write_atomically(sys.argv[1] + '/c', bytes(1000)),\n"

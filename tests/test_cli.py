@@ -17,16 +17,16 @@ from command_line import SMALL, lines, process, python, rollpipe, run_command, w
 
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import METRICS
-from rollpipe.cli import build_parser, main
-from rollpipe.commands import RUN_OPTIONS, config_from
-from rollpipe.locks import lock, unlock
-from rollpipe.logs import read_metrics
-from rollpipe.algorithms import ALGORITHMS, options_for
-from rollpipe.config import build, make_config
-from rollpipe.options import parse_env_kwargs, parse_value
-from rollpipe.pipes.errors import DataError
-from rollpipe.runs import discard, load_run, restore, resume, start
-from rollpipe.train import train
+from rollpipe.cli.main import build_parser, main
+from rollpipe.runs.commands import RUN_OPTIONS, config_from
+from rollpipe.runs.locks import lock, unlock
+from rollpipe.runs.logs import read_metrics
+from rollpipe.settings.algorithms import ALGORITHMS, options_for
+from rollpipe.settings.config import build, make_config
+from rollpipe.settings.options import parse_env_kwargs, parse_value
+from rollpipe.pipes.data.errors import DataError
+from rollpipe.runs.folder import discard, load_run, restore, resume, start
+from rollpipe.runs.training import train
 
 def task_of(algorithm): return "Pendulum-v1" if algorithm in ("sac", "td3", "ddpg") else "CartPole-v1"  # with actions that suit it
 
@@ -252,7 +252,7 @@ def test_a_folder_whose_name_is_not_utf8_is_refused(tmp_path, monkeypatch, capsy
 
 def test_a_lock_on_a_full_disk_is_named(tmp_path, monkeypatch):
     def full(*args, **options): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr("rollpipe.locks.print", full, raising=False)
+    monkeypatch.setattr("rollpipe.runs.locks.print", full, raising=False)
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/lock'"): lock(tmp_path)
     monkeypatch.undo()
     lock(tmp_path), unlock(tmp_path)

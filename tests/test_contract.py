@@ -27,9 +27,9 @@ from rollpipe.pipes import (
     ActorError, DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, ProcessReading, RayReading,
     WorkerError, rollouts,
 )
-from rollpipe.pipes.modules import bump_version
+from rollpipe.pipes.graph.modules import bump_version
 from rollpipe.pipes.taps import EpisodeStats
-from rollpipe.pipes.torchdata import DataLoader2, InProcessReadingService, ReadingServiceInterface
+from rollpipe.pipes.graph.torchdata import DataLoader2, InProcessReadingService, ReadingServiceInterface
 
 pytestmark = pytest.mark.timeout(600)
 LAGGED = []     # the stream of the first service with a lag

@@ -12,9 +12,9 @@ from reference import assert_same, snapshot
 from toys import Counting, Learning, Lively, Plain, Shaky
 
 from rollpipe.pipes import DataLoader2, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Minibatcher, ProcessReading, WorkerError
-from rollpipe.pipes.modules import bump_version
-from rollpipe.pipes.torchdata import InProcessReadingService, IterableWrapper
-from rollpipe.pipes.modules import modules_in
+from rollpipe.pipes.graph.modules import bump_version
+from rollpipe.pipes.graph.torchdata import InProcessReadingService, IterableWrapper
+from rollpipe.pipes.graph.modules import modules_in
 from rollpipe.pipes.workers.channel import WeightPublisher
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from rollpipe.agents.critics import explained_variance, fit_critic, valid_rows
 from rollpipe.pipes import nested
-from rollpipe.pipes.errors import DataError
+from rollpipe.pipes.data.errors import DataError
 
 
 def make(width=64, obs=17, seed=0):

@@ -13,15 +13,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from toys import Counting
 
 from rollpipe.agents.checkpoint import save_checkpoint
-from rollpipe.algorithms import ALGORITHMS, options_for
-from rollpipe.config import build, device_of, make_config
+from rollpipe.settings.algorithms import ALGORITHMS, options_for
+from rollpipe.settings.config import build, device_of, make_config
 from rollpipe.layers import MLPPolicy, RecurrentPolicy
-from rollpipe.logs import read_metrics
+from rollpipe.runs.logs import read_metrics
 from rollpipe.pipes import CheckpointError, DataError, EnvStepper, FragmentCollector, ToDevice, find, nested, on_policy, rollouts
-from rollpipe.pipes.graph import nodes
-from rollpipe.pipes.modules import checked_device
+from rollpipe.pipes.graph.edits import nodes
+from rollpipe.pipes.graph.modules import checked_device
 from rollpipe.runs import load_agent, load_run, restore, start
-from rollpipe.train import train
+from rollpipe.runs.training import train
 
 
 class Elsewhere:

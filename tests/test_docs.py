@@ -90,7 +90,7 @@ def shorter(text): return re.sub(r"range\(\d\d+\)", "range(2)", text)
 
 def command(line):
     "Run a command in this process, or that of each rank; `#` begins a comment. It is shortened, and workers are processes."
-    from rollpipe.cli import build_parser, main
+    from rollpipe.cli.main import build_parser, main
     first, *words = shlex.split(line.partition(" -m ")[2] or line, comments=True)
     assert first == "rollpipe", line
     if "--import" not in words: build_parser().parse_args(words)

@@ -17,7 +17,7 @@ from rollpipe.layers import ConvTrunk, Critic, MLPPolicy, QPolicy, RecurrentPoli
 from rollpipe.layers.integers import Bits, Embeddings, ToBits, to_bits
 from rollpipe.layers.module_dict import ModuleDict, n_out_of
 from rollpipe.pipes import nested
-from rollpipe.pipes.errors import DataError, SpaceError
+from rollpipe.pipes.data.errors import DataError, SpaceError
 from rollpipe.testing import check_actor
 
 fast = settings(deadline=None, max_examples=25)

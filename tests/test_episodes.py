@@ -12,7 +12,7 @@ from toys import ENDS, Counting, Limit, Lively, Memory, Nested, NestedMemory, Pl
 
 from rollpipe.layers import GaussianPolicy
 from rollpipe.pipes import AdvantageBuffer, DataError, EnvStepper, EpisodeCollector, FragmentCollector, Lanes, State, episodes
-from rollpipe.pipes.fragment_ops import pad_episodes
+from rollpipe.pipes.data.fragment_ops import pad_episodes
 
 fast = settings(deadline=None, max_examples=20)
 WORLDS = {"plain": (Counting, Plain), "memory": (Counting, Memory), "nested": (Nested, NestedMemory)}

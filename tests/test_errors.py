@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import IterDataPipe
 
-from rollpipe.pipes import errors
-from rollpipe.pipes.errors import DataError, EnvError, GraphError, PipeError, describe
+from rollpipe.pipes.data import errors
+from rollpipe.pipes.data.errors import DataError, EnvError, GraphError, PipeError, describe
 
 ALL = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.PipeError)]
 

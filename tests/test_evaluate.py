@@ -13,8 +13,8 @@ from rollpipe.agents.evaluate import Evaluation, RandomActor, evaluate, quotas
 from rollpipe.layers import Actor, GaussianPolicy, MLPPolicy
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading, nested
 from rollpipe.pipes.envs.watching import check_film
-from rollpipe.pipes.errors import DataError, EnvError
-from rollpipe.pipes.torchdata import DataLoader2
+from rollpipe.pipes.data.errors import DataError, EnvError
+from rollpipe.pipes.graph.torchdata import DataLoader2
 
 
 class Lengths(gym.Env):

@@ -26,8 +26,8 @@ from rollpipe.agents.parallel_evaluation import SerialEvaluation
 from rollpipe.layers import CategoricalPolicy, Critic
 from rollpipe.pipes import on_policy
 from rollpipe.pipes.cluster.door import lease
-from rollpipe.pipes.errors import ActorError, DataError, EnvError, WorkerError
-from rollpipe.pipes.modules import version_of
+from rollpipe.pipes.data.errors import ActorError, DataError, EnvError, WorkerError
+from rollpipe.pipes.graph.modules import version_of
 
 pytestmark = pytest.mark.timeout(600)
 

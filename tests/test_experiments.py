@@ -11,8 +11,8 @@ import pytest
 import torch
 from command_line import alive, lines, process, rollpipe, wait_for
 
-from rollpipe.logs import read_metrics
-from rollpipe.runs import load_run
+from rollpipe.runs.logs import read_metrics
+from rollpipe.runs.folder import load_run
 
 pytestmark = pytest.mark.usefixtures("packages")
 SMALL = "--n-envs 4 --n-steps 32 --hidden 8 --critic-hidden 8 --no-tensorboard".split()

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpipe.agents import evaluate
-from rollpipe.cli import main
-from rollpipe.export import FORMATS, PolicyFunction, export_policy
+from rollpipe.cli.main import main
+from rollpipe.runs.export import FORMATS, PolicyFunction, export_policy
 from rollpipe.layers import (
     Actor, ConvTrunk, DeterministicPolicy, MLPPolicy, QPolicy, QuantilePolicy, RecurrentPolicy, RecurrentQPolicy, SquashedPolicy,
 )
@@ -20,7 +20,7 @@ from rollpipe.layers.module_dict import ModuleDict
 from rollpipe.pipes import nested
 from rollpipe.pipes.envs.actions import in_containers
 from rollpipe.pipes.envs.factories import space_spec
-from rollpipe.pipes.errors import ActorError, DataError
+from rollpipe.pipes.data.errors import ActorError, DataError
 from rollpipe.runs import load_agent
 
 N = np.float64

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_report import make_run
 
-from rollpipe.pipes.errors import DataError
+from rollpipe.pipes.data.errors import DataError
 from rollpipe.results.bench import BENCH, bench_file, jobs_of
 from rollpipe.results.collect import read_results
 from rollpipe.results.report import write_report

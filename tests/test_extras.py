@@ -4,9 +4,9 @@ import sys
 import gymnasium as gym
 import pytest
 
-from rollpipe.cli import main
+from rollpipe.cli.main import main
 from rollpipe.pipes.envs.factories import EnvFactory, VectorFactory
-from rollpipe.pipes.errors import EnvError
+from rollpipe.pipes.data.errors import EnvError
 
 NEEDS = [("LunarLander-v3", "Box2D", "box2d"), ("BipedalWalker-v3", "Box2D", "box2d"), ("HalfCheetah-v5", "mujoco", "mujoco")]
 

@@ -44,7 +44,7 @@ def test_every_module_imports(newest):
     code = ("import importlib, pkgutil, rollpipe\n"
             "for m in pkgutil.walk_packages(rollpipe.__path__, 'rollpipe.'):\n"
             "    importlib.import_module(m.name); print(m.name)")
-    assert "rollpipe.pipes.nested" in python(newest, "-c", code).split()
+    assert "rollpipe.pipes.data.nested" in python(newest, "-c", code).split()
 
 
 def test_the_command_line_answers(newest):

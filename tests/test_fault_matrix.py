@@ -22,12 +22,12 @@ from reference import assert_same, snapshot
 from toys import Counting, Plain
 from worker_cases import gone, slack
 
-from rollpipe.logs import read_metrics
+from rollpipe.runs.logs import read_metrics
 from rollpipe.layers import CategoricalPolicy, Critic, MLPPolicy
 from rollpipe.pipes import AdvantageBuffer, EnvStepper, FragmentCollector, GraphError, Lanes, ProcessReading, WorkerError
-from rollpipe.locks import lock, unlock
-from rollpipe.pipes.torchdata import DataLoader2
-from rollpipe.runs import load_run
+from rollpipe.runs.locks import lock, unlock
+from rollpipe.pipes.graph.torchdata import DataLoader2
+from rollpipe.runs.folder import load_run
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -29,11 +29,11 @@ from rollpipe.agents import REINFORCE
 from rollpipe.layers import Critic, GaussianPolicy
 from rollpipe.pipes import (ActorError, DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Pipe,
                             ProcessReading, ReplayMemory, WorkerError, on_policy)
-from rollpipe.pipes.fragment_ops import unstacked
+from rollpipe.pipes.data.fragment_ops import unstacked
 from rollpipe.pipes.workers.process import WorkerDied
 from rollpipe.pipes.workers.shared import SharedMemory
 from rollpipe.pipes.taps import EpisodeStats
-from rollpipe.pipes.torchdata import DataLoader2
+from rollpipe.pipes.graph.torchdata import DataLoader2
 
 
 def outcome(pipe, n=6, **options):
@@ -498,7 +498,7 @@ import os, signal, sys, time
 from itertools import islice
 from worker_cases import harmful
 from rollpipe.pipes import ProcessReading
-from rollpipe.pipes.torchdata import DataLoader2
+from rollpipe.pipes.graph.torchdata import DataLoader2
 if __name__ == '__main__':
     method, doing = sys.argv[1:]
     harm = ('hang', 'step', 30) if doing == 'waits' else ('raise', 'step', 10 ** 9)

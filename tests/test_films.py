@@ -8,13 +8,13 @@ from gymnasium.envs.classic_control import CartPoleEnv
 from PIL import Image
 
 from rollpipe.agents.parallel_evaluation import ParallelEvaluation
-from rollpipe.cli import main
-from rollpipe.config import make_config
+from rollpipe.cli.main import main
+from rollpipe.settings.config import make_config
 from rollpipe.layers import MLPPolicy
-from rollpipe.logs import read_metrics
-from rollpipe.pipes.errors import DataError
-from rollpipe.runs import load_run, resume, start
-from rollpipe.train import train
+from rollpipe.runs.logs import read_metrics
+from rollpipe.pipes.data.errors import DataError
+from rollpipe.runs.folder import load_run, resume, start
+from rollpipe.runs.training import train
 
 SMALL = dict(n_envs=4, n_steps=16, hidden=(8,), critic_hidden=(8,))
 
@@ -39,7 +39,7 @@ class Pictures(CartPoleEnv):
 @pytest.fixture(autouse=True)
 def pictures(monkeypatch):
     gym.register("Pictures-v0", Pictures, max_episode_steps=12)
-    monkeypatch.setattr("rollpipe.films.importlib.util.find_spec", lambda name: None)  # .gif, which needs no extra
+    monkeypatch.setattr("rollpipe.runs.films.importlib.util.find_spec", lambda name: None)  # .gif, which needs no extra
     yield
     del gym.registry["Pictures-v0"]
 

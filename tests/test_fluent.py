@@ -12,7 +12,7 @@ from toys import Counting, Plain, judge
 import rollpipe.pipes.fluent as fluent
 from rollpipe import pipes
 from rollpipe.pipes import AdvantageBuffer, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, Pipe
-from rollpipe.pipes.torchdata import IterDataPipe
+from rollpipe.pipes.graph.torchdata import IterDataPipe
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -69,6 +69,7 @@ def test_refuses_the_names_of_others_and_leaves_the_table_as_it_was(name, proble
 
 
 def test_nothing_is_registered_before_it_is_imported():
-    code = ("import rollpipe.pipes as p; from rollpipe.pipes.torchdata import IterDataPipe as D; assert 'fragments' not in D.functions;"
+    code = ("import rollpipe.pipes as p; from rollpipe.pipes.graph.torchdata import IterDataPipe as D; "
+            "assert 'fragments' not in D.functions;"
             "import rollpipe.pipes.fluent; assert 'fragments' in D.functions")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=ROOT)

@@ -10,7 +10,7 @@ from reference import apply, array, assert_same, flatten
 from toys import ENDS, Counting, Nested, NestedMemory, Plain
 
 from rollpipe.pipes import DataError, EnvStepper, Fragment, FragmentCollector, nested
-from rollpipe.pipes.fragment_ops import (
+from rollpipe.pipes.data.fragment_ops import (
     columns, final_numbers, from_timesteps, join, pad_episodes, pieces, restart, strands, termination, transition, transitions, truncation,
 )
 from rollpipe.pipes.invariants import check_alignment

@@ -14,11 +14,11 @@ from toys import ENDS, Counting, Limit, Lively, Memory, Nested, NestedMemory, No
 
 from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy, MLPPolicy
 from rollpipe.pipes import DataError, EnvStepper, Fragment, FragmentCollector, Lanes, Pipe, State
-from rollpipe.pipes.data import Final
-from rollpipe.pipes.data import TickSource
+from rollpipe.pipes.data.fragment import Final
+from rollpipe.pipes.data.fragment import TickSource
 from rollpipe.pipes.envs.rows import Rows
 from rollpipe.pipes.fragments import Destination, FragmentBuilder, stack_rows
-from rollpipe.pipes.nested import leaves
+from rollpipe.pipes.data.nested import leaves
 
 fast = settings(deadline=None, max_examples=25)
 episodes = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)

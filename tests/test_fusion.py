@@ -25,12 +25,12 @@ from rollpipe.pipes import (
     EnvStepper, FragmentCollector, Lanes, Pipe, ProcessReading, copy_graph, find_one, insert_after, insert_before, on_policy,
     remove, replace, replayed, rollouts,
 )
-from rollpipe.pipes.modules import bump_version
+from rollpipe.pipes.graph.modules import bump_version
 from rollpipe.pipes.envs.single import EnvBatch
-from rollpipe.pipes.errors import DataError
+from rollpipe.pipes.data.errors import DataError
 from rollpipe.pipes.fragments import Destination, FragmentBuilder
-from rollpipe.pipes.nested import leaves
-from rollpipe.pipes.torchdata import DataLoader2
+from rollpipe.pipes.data.nested import leaves
+from rollpipe.pipes.graph.torchdata import DataLoader2
 
 fast = settings(deadline=None, max_examples=25)
 episodes = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)

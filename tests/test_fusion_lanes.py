@@ -21,12 +21,12 @@ from rollpipe.pipes import (
     AdvantageBuffer, DataError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Pipe, ProcessReading, Tap, copy_graph, draw,
     find_one, insert_after, nested, on_policy, optimize, profile, remove, returns,
 )
-from rollpipe.pipes.modules import bump_version
+from rollpipe.pipes.graph.modules import bump_version
 from rollpipe.pipes.batches import SideBySide
-from rollpipe.pipes.fusion.rewrites import REWRITES, FusedJoin
-from rollpipe.pipes.data import Fragment
-from rollpipe.pipes.pipe import Source
-from rollpipe.pipes.torchdata import DataLoader2
+from rollpipe.pipes.rewrites import REWRITES, FusedJoin
+from rollpipe.pipes.data.fragment import Fragment
+from rollpipe.pipes.graph.pipe import Source
+from rollpipe.pipes.graph.torchdata import DataLoader2
 
 fast = settings(deadline=None, max_examples=15)
 episodes = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)
@@ -112,7 +112,7 @@ class Noted(SideBySide):
 
 def test_images_are_not_copied_and_floats_lie_apart(monkeypatch):
     monkeypatch.setattr(SideBySide, "LEAST", 2**16)
-    monkeypatch.setattr("rollpipe.pipes.fusion.rewrites.SideBySide", Noted)
+    monkeypatch.setattr("rollpipe.pipes.rewrites.SideBySide", Noted)
     Noted.noted.clear()
     make = partial(joined, Pictures, Sees(), 4, 2, 2, lambda obs: obs["heat"].mean((-2, -1)), n_envs=2)
     pipe, seen = optimize(make()), []

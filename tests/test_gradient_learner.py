@@ -17,7 +17,7 @@ from rollpipe.agents import A2C
 from rollpipe.agents.gradient_learner import Adam, GradientLearner
 from rollpipe.layers import CategoricalPolicy, Critic
 from rollpipe.pipes import on_policy
-from rollpipe.pipes.errors import DataError
+from rollpipe.pipes.data.errors import DataError
 
 
 @pytest.mark.parametrize('name', ['lr', 'critic_lr', 'max_grad_norm'])
@@ -184,7 +184,8 @@ def test_torch_makes_only_steps_that_are_rare(monkeypatch):
 
 def test_a_training_does_not_import_torchs_compiler(tmp_path):
     "It takes a second of each command."
-    code = ("import sys; from rollpipe.cli import main; code = main(); main(['train', '--resume', 'run', '--steps', '192', '--quiet']); "
+    code = ("import sys; from rollpipe.cli.main import main; "
+            "code = main(); main(['train', '--resume', 'run', '--steps', '192', '--quiet']); "
             "sys.exit(code or 'torch._dynamo' in sys.modules)")
     words = "train trpo CartPole-v1 --n-envs 2 --n-steps 32 --steps 128 --out run --quiet".split()
     assert subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, env={**os.environ, **settings()}, timeout=200).returncode == 0

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch.utils.data.datapipes.iter import Mapper, Shuffler, Zipper
 
 from rollpipe.pipes import Lanes, Pipe
-from rollpipe.pipes.errors import GraphError
-from rollpipe.pipes.graph import (
+from rollpipe.pipes.data.errors import GraphError
+from rollpipe.pipes.graph.edits import (
     copy_graph, draw, find, find_one, inputs, insert_after, insert_before, nodes, remove, replace,
 )
-from rollpipe.pipes.torchdata import DataLoader2, IterableWrapper, IterDataPipe, traverse_dps
+from rollpipe.pipes.graph.torchdata import DataLoader2, IterableWrapper, IterDataPipe, traverse_dps
 
 Pair = namedtuple("Pair", "left right")
 

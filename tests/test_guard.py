@@ -16,7 +16,7 @@ from worker_cases import gone, harmful, runs, script, slack
 
 from rollpipe.pipes import EnvError, EnvStepper, FragmentCollector, Lanes, ProcessReading
 from rollpipe.pipes.cluster.door import descendants
-from rollpipe.pipes.torchdata import DataLoader2
+from rollpipe.pipes.graph.torchdata import DataLoader2
 from rollpipe.pipes.workers import guard as guard_module
 from rollpipe.pipes.workers.process import WorkerProcess
 
@@ -28,7 +28,7 @@ from multiprocessing import current_process
 from pathlib import Path
 from worker_cases import Harmful, Lively, Shaky
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading
-from rollpipe.pipes.torchdata import DataLoader2
+from rollpipe.pipes.graph.torchdata import DataLoader2
 
 class Tells(Harmful):
     "Notes that it was closed, as one does that has a simulator to end."

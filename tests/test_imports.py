@@ -17,7 +17,7 @@ TOP = "rollpipe"
 
 
 def name_of(path):
-    "`rollpipe/pipes/nested.py` -> `pipes.nested`; a package's `__init__` is the package; the top is ''"
+    "`rollpipe/pipes/data/nested.py` -> `pipes.nested`; a package's `__init__` is the package; the top is ''"
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -135,7 +135,7 @@ def test_no_folder_is_full():
 @pytest.mark.parametrize("module", sorted(FILES))
 def test_torchdata_has_one_door(module):
     found = {n for n, _ in imports(FILES[module], module) if n.split(".")[0] == "torchdata"}
-    assert not found or module == "pipes.torchdata", f"{module} imports {found}; go through pipes.torchdata"
+    assert not found or module == "pipes.graph.torchdata", f"{module} imports {found}; go through pipes.graph.torchdata"
 
 
 @pytest.mark.parametrize("module", sorted(FILES))
@@ -143,7 +143,7 @@ def test_the_datapipes_of_torch_have_one_door(module):
     pipes = {"IterDataPipe", "MapDataPipe", "DataLoader2"}
     found = {n for n, names in imports(FILES[module], module) if n.startswith(("torch.utils.data.datapipes", "torch.utils.data.graph"))
              or n == "torch.utils.data" and pipes & set(names)}
-    assert not found or module == "pipes.loading.datapipes", f"{module} imports {found}; go through pipes.torchdata"
+    assert not found or module == "pipes.loading.datapipes", f"{module} imports {found}; go through pipes.graph.torchdata"
 
 
 def test_algorithms_do_not_import_one_another():

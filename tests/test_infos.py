@@ -23,8 +23,8 @@ from rollpipe.pipes import (
 )
 from rollpipe.pipes.steps import Steps
 from rollpipe.pipes.envs.infos import SingleInfos, VectorInfos
-from rollpipe.pipes.fragment_ops import ENV_REWARD, columns, join, pad_episodes, same_keys, transitions
-from rollpipe.pipes.torchdata import DataLoader2
+from rollpipe.pipes.data.fragment_ops import ENV_REWARD, columns, join, pad_episodes, same_keys, transitions
+from rollpipe.pipes.graph.torchdata import DataLoader2
 
 fast = settings(deadline=None, max_examples=60)
 numbers = dict(int=st.integers(-9, 9), float=st.sampled_from([0., .5, -3.25, 7.]), bool=st.booleans(), text=st.sampled_from(["a", "b"]))

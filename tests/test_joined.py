@@ -17,9 +17,9 @@ from toys import Plain
 from rollpipe.pipes import (
     AdvantageBuffer, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Pipe, ProcessReading, Source, Tap,
 )
-from rollpipe.pipes.graph import nodes
+from rollpipe.pipes.graph.edits import nodes
 from rollpipe.pipes.workers.codec import SMALL
-from rollpipe.pipes.torchdata import DataLoader2
+from rollpipe.pipes.graph.torchdata import DataLoader2
 
 T, B = 4, 2
 

@@ -11,11 +11,11 @@ from command_line import SMALL, rollpipe
 from rollpipe.agents import parallel_evaluation
 from rollpipe.agents.checkpoint import Snapshot, kept_checkpoints, load_checkpoint
 from rollpipe.agents.evaluate import evaluate
-from rollpipe.config import make_config
-from rollpipe.logs import read_metrics
-from rollpipe.pipes.errors import CheckpointError, DataError
-from rollpipe.runs import best_return, load_agent, load_run, restore, resume, start
-from rollpipe.train import train
+from rollpipe.settings.config import make_config
+from rollpipe.runs.logs import read_metrics
+from rollpipe.pipes.data.errors import CheckpointError, DataError
+from rollpipe.runs.folder import best_return, load_agent, load_run, restore, resume, start
+from rollpipe.runs.training import train
 
 def small(steps=640, **run):
     options = dict(n_envs=4, n_steps=32, hidden=(8,), critic_hidden=(8,))

@@ -26,7 +26,7 @@ from rollpipe.layers import (
 from rollpipe.layers.heads import GaussianHead
 from rollpipe.agents.shared_options import args_section
 from rollpipe.pipes import EnvStepper, FragmentCollector, nested
-from rollpipe.pipes.errors import SpaceError
+from rollpipe.pipes.data.errors import SpaceError
 from rollpipe.testing import check_actor
 
 fast = settings(deadline=None, max_examples=25)

@@ -24,8 +24,8 @@ from rollpipe.agents.vtrace import VTrace
 from rollpipe.layers import Critic, MLPPolicy, QPolicy
 from rollpipe.layers.recurrent_policies import MemoryCritic, RecurrentPolicy
 from rollpipe.pipes import on_policy, replayed
-from rollpipe.pipes.errors import ActorError, DataError, check_integer
-from rollpipe.pipes.modules import bump_version, version_of
+from rollpipe.pipes.data.errors import ActorError, DataError, check_integer
+from rollpipe.pipes.graph.modules import bump_version, version_of
 
 ENV = 'CartPole-v1'
 

@@ -10,11 +10,11 @@ from rollpipe.agents.evaluate import evaluate
 from rollpipe.agents.ppo import PPO
 from rollpipe.agents.trpo import TRPO
 from rollpipe.layers import Critic, RecurrentPolicy
-from rollpipe.logs import read_metrics
+from rollpipe.runs.logs import read_metrics
 from rollpipe.pipes import on_policy
-from rollpipe.config import build, make_config
-from rollpipe.runs import start
-from rollpipe.train import train
+from rollpipe.settings.config import build, make_config
+from rollpipe.runs.folder import start
+from rollpipe.runs.training import train
 
 pytestmark = pytest.mark.slow
 SEEDS, EVERY = range(3), 5000

@@ -15,9 +15,9 @@ from toys import Counting, Failing, Learning, Ledger, Limit, Lively, Shaky
 
 from rollpipe.layers import Critic, GaussianPolicy
 from rollpipe.pipes import AdvantageBuffer, EnvError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Minibatcher, on_policy
-from rollpipe.pipes.data import Tick
-from rollpipe.pipes.torchdata import DataLoader2, InProcessReadingService, traverse_dps
-from rollpipe.pipes.modules import bump_version
+from rollpipe.pipes.data.fragment import Tick
+from rollpipe.pipes.graph.torchdata import DataLoader2, InProcessReadingService, traverse_dps
+from rollpipe.pipes.graph.modules import bump_version
 
 HERE = Path(__file__).parent
 
@@ -213,7 +213,7 @@ def test_the_end_closes(name):
 @each_pipe
 def test_a_finite_source_closes_when_it_ends(name):
     "Limited at the very top, each pipe comes to an end by itself."
-    from rollpipe.pipes.graph import insert_after
+    from rollpipe.pipes.graph.edits import insert_after
     if name == "EnvStepper": return
     assert list(insert_after(PIPES[name](), EnvStepper, partial(Limit, n=4)))
     assert Ledger.made and Ledger.open() == 0

@@ -17,9 +17,10 @@ from reference import assert_same, snapshot
 from toys import Lively, Shaky
 from torch.utils.data.datapipes.iter import ShardingFilter, Zipper
 
-from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading, rollouts, torchdata
+from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading, rollouts
+from rollpipe.pipes.graph import torchdata
 from rollpipe.pipes.loading.datapipes import IterableWrapper, IterDataPipe, MapDataPipe, Mapper
-from rollpipe.pipes.graph import nodes
+from rollpipe.pipes.graph.edits import nodes
 from rollpipe.pipes.loading import loader as own
 from rollpipe.pipes.loading.seeds import SeedGenerator, SeedStream, philox
 
@@ -385,7 +386,7 @@ if sys.argv[1] == "broken":
             if name == "torchdata.dataloader2": raise ModuleNotFoundError("No module named 'requests'", name="requests")
     sys.meta_path.insert(0, Finder())
 from rollpipe.pipes import DataLoader2, ProcessReading
-from rollpipe.pipes.torchdata import ReadingServiceInterface
+from rollpipe.pipes.graph.torchdata import ReadingServiceInterface
 print(DataLoader2.__module__, isinstance(ProcessReading(1), ReadingServiceInterface))
 """
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from types import SimpleNamespace
 
 from rollpipe.agents.metrics import METRICS, EpisodeReturns
-from rollpipe.logs import MetricWriter, read_metrics
-from rollpipe.pipes.errors import DataError
-from rollpipe.progress import Progress
+from rollpipe.runs.logs import MetricWriter, read_metrics
+from rollpipe.pipes.data.errors import DataError
+from rollpipe.runs.progress import Progress
 
 
 def write(folder, *records, **kwargs):

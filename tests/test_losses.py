@@ -14,11 +14,11 @@ from rollpipe.agents.policy_replay import approx_kl, lag_of, replay_policy
 from rollpipe.agents.unroll import answers_reached, fill_invalid, spliced, states_reached
 from rollpipe.layers import Critic, GaussianPolicy
 from rollpipe.pipes import AdvantageBuffer, nested, on_policy
-from rollpipe.pipes.fragment_ops import join, transitions
-from rollpipe.pipes.errors import DataError
+from rollpipe.pipes.data.fragment_ops import join, transitions
+from rollpipe.pipes.data.errors import DataError
 from rollpipe.pipes.invariants import check_alignment
-from rollpipe.pipes.torchdata import IterableWrapper
-from rollpipe.pipes.modules import bump_version, version_of
+from rollpipe.pipes.graph.torchdata import IterableWrapper
+from rollpipe.pipes.graph.modules import bump_version, version_of
 from toys import Lively
 
 KINDS = ('plain', 'memory', 'shared', 'shared memory')

@@ -11,8 +11,8 @@ from rollpipe.layers import GaussianPolicy
 from rollpipe.pipes import (
     ActorError, DataError, EnvError, EnvStepper, FragmentCollector, Lanes, collect, context, prepare, rollout, startup,
 )
-from rollpipe.pipes.modules import version_of
-from rollpipe.pipes.modules import bump_version
+from rollpipe.pipes.graph.modules import version_of
+from rollpipe.pipes.graph.modules import bump_version
 
 WORLDS = {"plain": (Counting, Plain), "memory": (Counting, Memory), "nested": (Nested, NestedMemory)}
 

@@ -6,18 +6,19 @@ from gymnasium.spaces import Box, Discrete
 from toys import Counting, Plain
 
 from rollpipe.agents.checkpoint import save_checkpoint
-from rollpipe.cli import main
-from rollpipe.config import make_config
+from rollpipe.cli.main import main
+from rollpipe.settings.config import make_config
 from rollpipe.layers import (
     GRU, LSTM, MLP, ActionCritic, ConvTrunk, Critic, MLPPolicy, QPolicy, QuantilePolicy, RecurrentPolicy, SquashedPolicy,
 )
 from rollpipe.layers.action_critic import StackedMLP
 from rollpipe.layers.integers import Embeddings
 from rollpipe.layers.q_networks import DuellingHead
-from rollpipe.pipes import DataError, EnvStepper, FragmentCollector, Replay, ReplayMemory, errors, replayed
-from rollpipe.pipes.errors import CheckpointError
-from rollpipe.runs import load_run, resume, start
-from rollpipe.train import train
+from rollpipe.pipes import DataError, EnvStepper, FragmentCollector, Replay, ReplayMemory, replayed
+from rollpipe.pipes.data import errors
+from rollpipe.pipes.data.errors import CheckpointError
+from rollpipe.runs.folder import load_run, resume, start
+from rollpipe.runs.training import train
 
 
 def fragments(): return FragmentCollector(EnvStepper(Counting, Plain(), 2, seed=0), 4)
@@ -125,7 +126,7 @@ def test_a_checkpoint_that_asks_for_too_much_is_refused_before_anything_is_built
     else: counters = dict(dqn.counters, steps=0, updates=0)
     config = dict(dqn.config, steps=10 ** 18, options={**dqn.config["options"], **harm})
     save_checkpoint(dqn.checkpoint, dqn.agent, config, counters)
-    monkeypatch.setattr("rollpipe.runs.build", lambda *args: pytest.fail("something was built"))
+    monkeypatch.setattr("rollpipe.runs.folder.build", lambda *args: pytest.fail("something was built"))
     for load in (load_run, resume):
         with pytest.raises(CheckpointError, match=f"not a configuration that was saved.*{next(iter(harm))}"): load(dqn.folder)
 

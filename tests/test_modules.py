@@ -16,8 +16,8 @@ from toys import Counting, Learning, Plain
 from rollpipe.agents import losses
 from rollpipe.layers import Actor, CategoricalPolicy
 from rollpipe.pipes import ActorError, AdvantageBuffer, EnvStepper, FragmentCollector, Lanes, ProcessReading, find_one, on_policy
-from rollpipe.pipes.torchdata import DataLoader2
-from rollpipe.pipes.modules import EvalMode, Handle, bump_version, version_of
+from rollpipe.pipes.graph.torchdata import DataLoader2
+from rollpipe.pipes.graph.modules import EvalMode, Handle, bump_version, version_of
 
 ROOT = Path(__file__).parents[1]
 

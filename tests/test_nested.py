@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpipe.pipes import nested
-from rollpipe.pipes.errors import DataError
+from rollpipe.pipes.data.errors import DataError
 
 Pair = namedtuple('Pair', 'z a')
 quick = settings(deadline=None, max_examples=25)

@@ -19,7 +19,7 @@ from rollpipe.layers.distributions import Categorical, Gaussian, GaussianParams
 from rollpipe.layers.policies import Policy
 from rollpipe.layers.recurrent_policies import RecurrentPolicy
 from rollpipe.pipes import on_policy
-from rollpipe.pipes.data import Fragment
+from rollpipe.pipes.data.fragment import Fragment
 
 N_OBS = 3
 

@@ -21,16 +21,16 @@ from rollpipe.agents.off_policy.action_losses import (
     soft_target,
 )
 from rollpipe.agents.td import td_targets
-from rollpipe.cli import main
-from rollpipe.config import build, make_config
-from rollpipe.export import export_policy
+from rollpipe.cli.main import main
+from rollpipe.settings.config import build, make_config
+from rollpipe.runs.export import export_policy
 from rollpipe.layers import ActionCritic, DeterministicPolicy, SquashedPolicy
 from rollpipe.layers.distributions import GaussianParams
 from rollpipe.layers.squashed import SquashedGaussian
 from rollpipe.layers.unit_box import UnitBox
 from rollpipe.layers.action_critic import StackedMLP
 from rollpipe.pipes import DataError, Fragment
-from rollpipe.pipes.errors import SpaceError
+from rollpipe.pipes.data.errors import SpaceError
 from rollpipe.pipes.recipes import replayed
 from rollpipe.pipes.replay.memory import Sample
 from rollpipe.runs import load_agent

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollpipe.agents.shared_options import args_section, meanings
-from rollpipe.algorithms import ALGORITHMS
-from rollpipe.config import RunOptions
-from rollpipe.options import options_of
-from rollpipe.plots import learning_curve
+from rollpipe.settings.algorithms import ALGORITHMS
+from rollpipe.settings.config import RunOptions
+from rollpipe.settings.options import options_of
+from rollpipe.runs.plots import learning_curve
 
 words = st.lists(st.text("abcXYZ019:`'()[]*,.%", min_size=1, max_size=12), min_size=1, max_size=40).map(" ".join)
 sections = st.dictionaries(st.from_regex(r"[a-z_]\w{0,9}", fullmatch=True).filter(str.isascii), words, max_size=6)

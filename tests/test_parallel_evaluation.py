@@ -23,9 +23,9 @@ from evaluation_cases import PATIENCE, Constant, Fails, Locked, Pays, begun, che
 from rollpipe.agents import TRPO, ParallelEvaluation, evaluate
 from rollpipe.layers import CategoricalPolicy, Critic
 from rollpipe.pipes import ProcessReading, on_policy
-from rollpipe.pipes.errors import ActorError, EnvError, WorkerError
-from rollpipe.pipes.torchdata import DataLoader2
-from rollpipe.pipes.modules import version_of
+from rollpipe.pipes.data.errors import ActorError, EnvError, WorkerError
+from rollpipe.pipes.graph.torchdata import DataLoader2
+from rollpipe.pipes.graph.modules import version_of
 
 
 # what is evaluated

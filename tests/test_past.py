@@ -13,7 +13,7 @@ from rollpipe.agents.losses import vtrace_actor_critic
 from rollpipe.layers import MLPPolicy
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading, context, rollout, rollouts
 from rollpipe.pipes.tensors.collector import TensorCollector
-from rollpipe.pipes.torchdata import DataLoader2
+from rollpipe.pipes.graph.torchdata import DataLoader2
 
 
 class Onlooker:

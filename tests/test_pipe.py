@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.utils.data.datapipes.iter import Mapper
 
-from rollpipe.pipes.errors import DataError, GraphError
-from rollpipe.pipes.graph import draw, find_one
-from rollpipe.pipes.pipe import Pipe, Source
-from rollpipe.pipes.torchdata import DataLoader2, InProcessReadingService, IterableWrapper, IterDataPipe
+from rollpipe.pipes.data.errors import DataError, GraphError
+from rollpipe.pipes.graph.edits import draw, find_one
+from rollpipe.pipes.graph.pipe import Pipe, Source
+from rollpipe.pipes.graph.torchdata import DataLoader2, InProcessReadingService, IterableWrapper, IterDataPipe
 
 ROOT = Path(__file__).parents[1]
 
@@ -272,9 +272,9 @@ def test_torchdata_has_one_door():
 
 
 def test_the_door_is_cheap_and_silent():
-    code = ("import sys, rollpipe.pipes.torchdata\n"
+    code = ("import sys, rollpipe.pipes.graph.torchdata\n"
             "assert not {'torchdata', 'rollpipe.pipes.loading.loader'} & set(sys.modules)\n"
-            "from rollpipe.pipes.torchdata import DataLoader2, ReadingServiceInterface\n"
+            "from rollpipe.pipes.graph.torchdata import DataLoader2, ReadingServiceInterface\n"
             "own = ReadingServiceInterface.__module__ == 'rollpipe.pipes.loading.loader'\n"
             "assert own == (sys.version_info >= (3, 13))\n"
             "assert own or 'rollpipe.pipes.loading.loader' not in sys.modules\n")

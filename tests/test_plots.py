@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from rollpipe.plots import learning_curve, svg
+from rollpipe.runs.plots import learning_curve, svg
 
 FIRST_CELL = """
 import sys
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
-found = shell.run_cell(f"from rollpipe.plots import learning_curve; learning_curve({sys.argv[1]!r})")
+found = shell.run_cell(f"from rollpipe.runs.plots import learning_curve; learning_curve({sys.argv[1]!r})")
 assert "matplotlib.pyplot" not in sys.modules
 shell.display_formatter.active_types = shell.display_formatter.format_types  # as in a notebook
 shell.display_formatter.active_types = shell.display_formatter.format_types  # as in a notebook

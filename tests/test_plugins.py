@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 from command_line import script
 
-from rollpipe import algorithms
+from rollpipe.settings import algorithms
 from rollpipe.agents import A2C
-from rollpipe.algorithms import ALGORITHMS, Algorithm, is_algorithm, load_plugins, options_for, register_algorithm
-from rollpipe.cli import main
+from rollpipe.settings.algorithms import ALGORITHMS, Algorithm, is_algorithm, load_plugins, options_for, register_algorithm
+from rollpipe.cli.main import main
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes import on_policy
-from rollpipe.pipes.errors import CheckpointError, DataError
-from rollpipe.runs import load_run
+from rollpipe.pipes.data.errors import CheckpointError, DataError
+from rollpipe.runs.folder import load_run
 
 SMALL = "--n-envs 4 --n-steps 16 --hidden 8 --critic-hidden 8 --steps 128 --quiet --no-tensorboard".split()
 MODULE = """
 from rollpipe.agents import A2C
-from rollpipe.algorithms import Algorithm
+from rollpipe.settings.algorithms import Algorithm
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes import on_policy
 
@@ -41,7 +41,7 @@ class Shy(A2C):
 
 algorithm = Algorithm(Shy, on_policy, MLPPolicy, Critic, dict(n_steps=16))
 """
-REGISTERS = MODULE + "\nfrom rollpipe.algorithms import register_algorithm\nregister_algorithm('shy', algorithm)\n"
+REGISTERS = MODULE + "\nfrom rollpipe.settings.algorithms import register_algorithm\nregister_algorithm('shy', algorithm)\n"
 
 
 class Mine(A2C): "An algorithm of the test's own."

@@ -11,7 +11,7 @@ from torch import nn
 from rollpipe.agents.ppo import PPO
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes import nested, on_policy
-from rollpipe.pipes.errors import DataError
+from rollpipe.pipes.data.errors import DataError
 
 
 class Value(nn.Module):

@@ -10,15 +10,15 @@ import pytest
 from command_line import rollpipe
 
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
-from rollpipe.algorithms import ALGORITHMS, options_for
-from rollpipe.autotune import autotune
-from rollpipe.cli import build_parser
-from rollpipe.commands import config_from
-from rollpipe.config import RUN_OPTIONS, build, make_config
-from rollpipe.locks import unlock
+from rollpipe.settings.algorithms import ALGORITHMS, options_for
+from rollpipe.runs.autotune import autotune
+from rollpipe.cli.main import build_parser
+from rollpipe.runs.commands import config_from
+from rollpipe.settings.config import RUN_OPTIONS, build, make_config
+from rollpipe.runs.locks import unlock
 from rollpipe.presets import choice, listing
-from rollpipe.presets.files import check_table, kind_of_actions, tables_in
-from rollpipe.runs import agent_of, load_run, resume
+from rollpipe.settings.files import check_table, kind_of_actions, tables_in
+from rollpipe.runs.folder import agent_of, load_run, resume
 
 FOLDER = Path(choice.__file__).parent
 SMALL = "--n-envs 4 --n-steps 8 --hidden 8 --warmup 32 --batch-size 16 --n-batches 1 --quiet --no-tensorboard".split()

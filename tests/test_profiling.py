@@ -14,14 +14,14 @@ from reference import assert_same, snapshot
 from toys import Counting, Failing, Ledger, Limit, Plain, Valued
 from worker_cases import WORLDS, change, harmful, stream
 
-from rollpipe.autotune import NO_TIME, Trial, profile_config
-from rollpipe.cli import build_parser, main
-from rollpipe.config import make_config
+from rollpipe.runs.autotune import NO_TIME, Trial, profile_config
+from rollpipe.cli.main import build_parser, main
+from rollpipe.settings.config import make_config
 from rollpipe.layers import MLPPolicy, QPolicy
 from rollpipe.pipes import (DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, Pipe, ProcessReading,
                             Source, Tap, on_policy, profile, replayed, rollouts)
-from rollpipe.pipes.graph import draw, find_one, nodes
-from rollpipe.pipes.torchdata import DataLoader2, InProcessReadingService, IterableWrapper, Mapper
+from rollpipe.pipes.graph.edits import draw, find_one, nodes
+from rollpipe.pipes.graph.torchdata import DataLoader2, InProcessReadingService, IterableWrapper, Mapper
 
 
 class Hands:
@@ -404,10 +404,10 @@ def test_autotune_after_ctrl_c_and_after_failures(capsys, monkeypatch):
         yield Trial(dict(n_envs=2, n_steps=16), profile_config(make_config("a2c", "CartPole-v1", dict(n_envs=2, n_steps=16)), 0.01))
         yield from trials
         raise KeyboardInterrupt
-    monkeypatch.setattr("rollpipe.commands.autotune", interrupted)
+    monkeypatch.setattr("rollpipe.runs.commands.autotune", interrupted)
     code, said = printed(capsys, "autotune", "a2c", "CartPole-v1")
     assert code == 130 and "EnvError: broken" in said.out and "interrupted" in said.err
     assert said.out.splitlines()[-1] == "rollpipe train a2c CartPole-v1 --n-envs 2 --n-steps 16"
-    monkeypatch.setattr("rollpipe.commands.autotune", lambda *args, **kwargs: [Trial(dict(n_envs=4), None, "EnvError: broken")])
+    monkeypatch.setattr("rollpipe.runs.commands.autotune", lambda *args, **kwargs: [Trial(dict(n_envs=4), None, "EnvError: broken")])
     code, said = printed(capsys, "autotune", "a2c", "CartPole-v1")
     assert code == 2 and "no setting worked" in said.err

@@ -14,7 +14,7 @@ from toys import Counting, Recall
 from rollpipe.layers import QPolicy, RecurrentQPolicy
 from rollpipe.layers.q_networks import DuellingHead
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, nested
-from rollpipe.pipes.errors import SpaceError
+from rollpipe.pipes.data.errors import SpaceError
 from rollpipe.testing import check_actor
 
 fast = settings(deadline=None, max_examples=25)

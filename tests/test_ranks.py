@@ -19,7 +19,7 @@ from rollpipe.agents.tabular import TabularQ
 from rollpipe.layers import (ActionCritic, Critic, DeterministicPolicy, GaussianPolicy, QPolicy, QuantilePolicy, RecurrentPolicy,
                              SquashedPolicy)
 from rollpipe.pipes import AdvantageBuffer, DataError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, WorkerError, nested
-from rollpipe.pipes.fragment_ops import join
+from rollpipe.pipes.data.fragment_ops import join
 from rollpipe.pipes.replay.memory import Sample
 from rollpipe.pipes.replay.pipe import Replay, Replayed
 

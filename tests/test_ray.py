@@ -22,10 +22,10 @@ from reference import assert_same, snapshot
 from toys import Counting, Lively, Plain, Shaky
 from worker_cases import gone, outcome, runs, script, slack
 
-from rollpipe.cli import main
+from rollpipe.cli.main import main
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, Pipe, RayReading, WorkerError
-from rollpipe.pipes.torchdata import DataLoader2
-from rollpipe.runs import load_run
+from rollpipe.pipes.graph.torchdata import DataLoader2
+from rollpipe.runs.folder import load_run
 
 pytestmark = pytest.mark.timeout(600)
 ray = pytest.importorskip("ray")
@@ -64,7 +64,7 @@ def test_nothing_imports_ray_until_it_is_asked_for(tmp_path):
     process = script(tmp_path, """
 import sys
 from rollpipe.pipes import RayReading
-from rollpipe.config import make_config
+from rollpipe.settings.config import make_config
 RayReading(2, address='10.0.0.7:6379')
 print('ray' in sys.modules)
 """)
@@ -82,8 +82,8 @@ from conftest import command_of
 from toys import Lively, Shaky
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, RayReading
 from rollpipe.pipes.cluster.door import descendants
-from rollpipe.pipes.torchdata import DataLoader2
-from rollpipe.runs import load_run
+from rollpipe.pipes.graph.torchdata import DataLoader2
+from rollpipe.runs.folder import load_run
 
 def ports(pids):
     "The addresses at which these processes listen, as hexadecimal numbers."

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from reference import assert_same
 
 from rollpipe.pipes import ActorError
-from rollpipe.pipes.reactions import AnswerCheck, SeededActor, as_input
+from rollpipe.pipes.engines.reactions import AnswerCheck, SeededActor, as_input
 
 fast = settings(deadline=None, max_examples=50)
 

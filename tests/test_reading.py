@@ -24,10 +24,10 @@ from rollpipe.pipes import (
     ActorError, DataError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, Minibatcher, ProcessReading, WorkerError,
     on_policy, rollouts,
 )
-from rollpipe.pipes.modules import bump_version
-from rollpipe.pipes.graph import nodes
+from rollpipe.pipes.graph.modules import bump_version
+from rollpipe.pipes.graph.edits import nodes
 from rollpipe.pipes.taps import EpisodeStats, Tap, Throughput
-from rollpipe.pipes.torchdata import DataLoader2, InProcessReadingService
+from rollpipe.pipes.graph.torchdata import DataLoader2, InProcessReadingService
 
 METHODS = "fork", "spawn", "forkserver"
 
@@ -430,7 +430,7 @@ from itertools import islice
 from toys import Counting
 from rollpipe.layers import Actor
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading, WorkerError
-from rollpipe.pipes.torchdata import DataLoader2
+from rollpipe.pipes.graph.torchdata import DataLoader2
 
 class Mine(Counting):
     def look(self): return super().look() + 1
@@ -475,7 +475,7 @@ cells = '''
 from itertools import islice
 from toys import Counting, Plain
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading
-from rollpipe.pipes.torchdata import DataLoader2
+from rollpipe.pipes.graph.torchdata import DataLoader2
 episodes = [(3, 'term')]
 class Mine(Counting):
     def look(self): return super().look() + 1
@@ -502,7 +502,7 @@ def test_the_interpreter_ends_with_a_live_loader(tmp_path):
 import sys, time
 from toys import Counting, Plain
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading
-from rollpipe.pipes.torchdata import DataLoader2
+from rollpipe.pipes.graph.torchdata import DataLoader2
 class Slow(Counting):
     def step(self, action):
         if self.episode: time.sleep(100)

@@ -12,7 +12,7 @@ from rollpipe.pipes import (
     AdvantageBuffer, DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, Minibatcher, Pipe,
     RewardScaler, find, find_one, insert_after, on_policy, remove, replace,
 )
-from rollpipe.pipes.torchdata import DataLoader2
+from rollpipe.pipes.graph.torchdata import DataLoader2
 
 
 class Scaled(Pipe):

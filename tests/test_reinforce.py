@@ -10,7 +10,7 @@ from test_trpo import KINDS, Recurrent, Tiny, log_prob, torch_dists
 from rollpipe.agents.reinforce import REINFORCE
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes import nested, on_policy
-from rollpipe.pipes.errors import DataError
+from rollpipe.pipes.data.errors import DataError
 
 
 def slow_reinforce(policy, f, *, epochs, c_rho, c_entropy, lr, max_norm):

@@ -19,7 +19,7 @@ from toys import Counting, Plain
 
 from rollpipe.pipes import DataError, DataLoader2, EnvStepper, FragmentCollector, ProcessReading, ReplayMemory, replayed
 from rollpipe.pipes.replay.pipe import Replay
-from rollpipe.pipes.graph import find_one
+from rollpipe.pipes.graph.edits import find_one
 
 FILL = """
 import resource, sys

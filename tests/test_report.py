@@ -12,9 +12,9 @@ from command_line import rollpipe
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollpipe.evaluations import evaluation_seed, write_evaluations
-from rollpipe.pipes.errors import DataError
-from rollpipe.plots import svg
+from rollpipe.runs.evaluations import evaluation_seed, write_evaluations
+from rollpipe.pipes.data.errors import DataError
+from rollpipe.runs.plots import svg
 from rollpipe.results.bench import BENCH
 from rollpipe.results.collect import read_results
 from rollpipe.results.curves import draw_curves

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollpipe.pipes.errors import DataError
-from rollpipe.pipes.returns import (
+from rollpipe.pipes.data.errors import DataError
+from rollpipe.pipes.data.returns import (
     backward_recursion, discounted_returns, gae, n_step_returns, running_returns, td_errors, vtrace,
 )
 

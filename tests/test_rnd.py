@@ -15,19 +15,19 @@ from rollpipe.agents import PPO, RND, TRPO, evaluate
 from rollpipe.agents.intrinsic.distillation import Distillation
 from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe.agents.intrinsic.states import edited, states_of
-from rollpipe.config import build, make_config
-from rollpipe.evaluations import evaluate_end, read_evaluations, write_evaluations
+from rollpipe.settings.config import build, make_config
+from rollpipe.runs.evaluations import evaluate_end, read_evaluations, write_evaluations
 from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import DataError, EpisodeStats, Fragment, FragmentCollector, GraphError, Lanes, ProcessReading, nested
 from rollpipe.pipes import on_policy, rollouts
-from rollpipe.pipes.errors import CheckpointError
-from rollpipe.pipes.fragment_ops import ENV_REWARD, env_rewards, pad_episodes
-from rollpipe.pipes.graph import find_one
-from rollpipe.pipes.torchdata import DataLoader2
-from rollpipe.locks import unlock
-from rollpipe.runs import discard, load_run, resume, start
+from rollpipe.pipes.data.errors import CheckpointError
+from rollpipe.pipes.data.fragment_ops import ENV_REWARD, env_rewards, pad_episodes
+from rollpipe.pipes.graph.edits import find_one
+from rollpipe.pipes.graph.torchdata import DataLoader2
+from rollpipe.runs.locks import unlock
+from rollpipe.runs.folder import discard, load_run, resume, start
 from rollpipe.testing.chains import NarrowPath
-from rollpipe.train import train
+from rollpipe.runs.training import train
 
 
 class Walk(gym.Env):

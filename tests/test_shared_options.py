@@ -14,10 +14,10 @@ from rollpipe.agents.learner import Learner
 from rollpipe.agents.schedules import DecayingEpsilon
 from rollpipe.agents.shared_options import ByAdam, Discounted, EntropyBonus, ScaledAdvantages, check_options, meanings
 from rollpipe.agents.tabular import QLearning
-from rollpipe.algorithms import ALGORITHMS, options_for
-from rollpipe.cli import build_parser
+from rollpipe.settings.algorithms import ALGORITHMS, options_for
+from rollpipe.cli.main import build_parser
 from rollpipe.layers.unit_box import UnitBox
-from rollpipe.pipes.errors import DataError
+from rollpipe.pipes.data.errors import DataError
 
 NATURAL = dict(damping=.1, cg_iters=10, cg_gain=0., fvp_subsample=1., precondition='auto', normalize_adv=True, critic_lr=1e-3,
                critic_epochs=4, decay_steps=0)

@@ -9,16 +9,16 @@ import pytest
 from command_line import wait_for
 from forked import Forked
 
-from rollpipe.logs import read_metrics
-from rollpipe.runs import load_run
-from rollpipe.train import STOP_SIGNALS, stop_signals
+from rollpipe.runs.logs import read_metrics
+from rollpipe.runs.folder import load_run
+from rollpipe.runs.training import STOP_SIGNALS, stop_signals
 
 SLOW = "import pathlib, time\npathlib.Path('importing').touch()\nfor _ in range(600): time.sleep(.05)\n"
 SCRIPT = """
 import signal, sys
-from rollpipe.config import make_config
-from rollpipe.runs import start
-from rollpipe.train import train
+from rollpipe.settings.config import make_config
+from rollpipe.runs.folder import start
+from rollpipe.runs.training import train
 {handler}
 config = make_config("trpo", "CartPole-v1", dict(n_steps=64, n_envs=2, hidden=(8,)), {{}}, steps=10**8, checkpoint_every=10**6)
 try: train(start("run", config), progress=False, tensorboard=False)
@@ -49,7 +49,7 @@ def records(folder):
 def test_a_signal_during_the_imports_ends_the_command(tmp_path, name, code, monkeypatch):
     (tmp_path/"slow"/"torch").mkdir(parents=True)
     (tmp_path/"slow"/"torch"/"__init__.py").write_text(SLOW)
-    program = "import sys; sys.path.insert(0, 'slow'); from rollpipe.entry import main; sys.exit(main())"
+    program = "import sys; sys.path.insert(0, 'slow'); from rollpipe.cli.start import main; sys.exit(main())"
     with python(tmp_path, "-c", program, "train", "trpo", "CartPole-v1") as child:
         wait_for((tmp_path/"importing").exists, child)
         child.send_signal(getattr(signal, name))
@@ -61,7 +61,7 @@ def test_a_signal_during_the_imports_ends_the_command(tmp_path, name, code, monk
 def test_nohup_is_respected_during_the_imports(tmp_path):
     (tmp_path/"slow"/"torch").mkdir(parents=True)
     (tmp_path/"slow"/"torch"/"__init__.py").write_text(SLOW)
-    program = "import sys; sys.path.insert(0, 'slow'); from rollpipe.entry import main; sys.exit(main())"
+    program = "import sys; sys.path.insert(0, 'slow'); from rollpipe.cli.start import main; sys.exit(main())"
     with python(tmp_path, "-c", program, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as child:
         wait_for((tmp_path/"importing").exists, child)
         child.send_signal(signal.SIGHUP)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from rollpipe.pipes import DataError, nested
 from rollpipe.pipes.cluster.actor import LaneServer, Outbox
-from rollpipe.pipes.cluster.crew import ArrivalPool, Arrived
+from rollpipe.pipes.cluster.ray_crew import ArrivalPool, Arrived
 from rollpipe.pipes.lanes import GlobalRandomStates
-from rollpipe.pipes.torchdata import IterDataPipe
+from rollpipe.pipes.graph.torchdata import IterDataPipe
 from rollpipe.pipes.workers.channel import WeightPublisher
 from rollpipe.pipes.workers.codec import SMALL
 from rollpipe.pipes.workers.loop import Reply

@@ -26,7 +26,7 @@ from rollpipe.pipes.frames import Stacks
 from rollpipe.pipes.workers.codec import SMALL, pickle_item
 from rollpipe.pipes.workers.slot_writer import ItemHeader, SlotWriter, format_of
 from rollpipe.pipes.workers.slots import EMPTY_LAYOUT, Layout, Slot
-from rollpipe.pipes.torchdata import DataLoader2
+from rollpipe.pipes.graph.torchdata import DataLoader2
 
 
 class Pair(NamedTuple):

@@ -22,9 +22,9 @@ from rollpipe.pipes import (
 )
 from rollpipe.pipes.envs.factories import Claim
 from rollpipe.pipes.envs.sources import instances_in
-from rollpipe.pipes.graph import nodes
-from rollpipe.pipes.pipe import Source
-from rollpipe.pipes.torchdata import DataLoader2, IterableWrapper
+from rollpipe.pipes.graph.edits import nodes
+from rollpipe.pipes.graph.pipe import Source
+from rollpipe.pipes.graph.torchdata import DataLoader2, IterableWrapper
 
 HERE = Path(__file__).parent
 SMALL = dict(n_envs=None, n_steps=6, seed=3)

@@ -8,8 +8,8 @@ from toys import Counting, Plain
 from rollpipe.pipes import (
     EnvStepper, EpisodeCollector, FragmentCollector, FragmentStacker, Lanes, Pipe, ProcessReading, pipe as pipe_module,
 )
-from rollpipe.pipes.pipe import Source
-from rollpipe.pipes.torchdata import DataLoader2, IterableWrapper
+from rollpipe.pipes.graph.pipe import Source
+from rollpipe.pipes.graph.torchdata import DataLoader2, IterableWrapper
 
 
 class DropsAll(Pipe):

@@ -12,11 +12,11 @@ from toys import Constant, Counting, Ledger, Lively, Memory, Nested, NestedMemor
 
 from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy
 from rollpipe.pipes import EnvStepper, FragmentCollector, FragmentStacker, Lanes, ProcessReading
-from rollpipe.pipes.data import Tick
+from rollpipe.pipes.data.fragment import Tick
 from rollpipe.pipes.envs.rows import Rows
-from rollpipe.pipes.modules import bump_version
-from rollpipe.pipes.nested import leaves
-from rollpipe.pipes.torchdata import DataLoader2
+from rollpipe.pipes.graph.modules import bump_version
+from rollpipe.pipes.data.nested import leaves
+from rollpipe.pipes.graph.torchdata import DataLoader2
 
 
 def f32(*x): return np.array(x, np.float32)

@@ -17,10 +17,10 @@ from rollpipe.pipes import (
     AdvantageBuffer, DataError, DataLoader2, EnvError, EnvStepper, EpisodeCollector, Fragment, FragmentCollector, FragmentStacker, Lanes,
     Minibatcher, NStep, State, StepMerger, WithImage,
 )
-from rollpipe.pipes.data import Final, Tick
+from rollpipe.pipes.data.fragment import Final, Tick
 from rollpipe.pipes.replay.merged_steps import MergedStep
 from rollpipe.pipes.steps import Fragments, Step, Steps
-from rollpipe.pipes.torchdata import IterableWrapper
+from rollpipe.pipes.graph.torchdata import IterableWrapper
 
 fast = settings(deadline=None, max_examples=20)
 episodes = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)

@@ -11,7 +11,7 @@ from toys import ENDS, Counting, Lively, Memory, Nested, NestedMemory, Plain, ju
 
 from rollpipe.layers import GaussianPolicy, MLPPolicy
 from rollpipe.pipes import DataError, EnvStepper, FragmentCollector, Lanes, State, find, on_policy
-from rollpipe.pipes.graph import replace
+from rollpipe.pipes.graph.edits import replace
 
 WORLDS = {"plain": (Counting, Plain), "memory": (Counting, Memory), "nested": (Nested, NestedMemory)}
 episodes = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)

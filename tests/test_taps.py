@@ -17,10 +17,10 @@ from rollpipe.pipes import (
     AdvantageBuffer, CheckInvariants, DataError, EnvStepper, EpisodeCollector, EpisodeStats, FragmentCollector, FragmentStacker,
     FrameStack, Lanes, NStep, ObservationCast, Pipe, RewardScaler, Tap, ToDevice, invariants,
 )
-from rollpipe.pipes.data import Tick
+from rollpipe.pipes.data.fragment import Tick
 from rollpipe.pipes.taps import EpisodeEnd, Rate, Throughput
-from rollpipe.pipes.torchdata import DataLoader2, InProcessReadingService, IterableWrapper, traverse_dps
-from rollpipe.pipes.modules import bump_version
+from rollpipe.pipes.graph.torchdata import DataLoader2, InProcessReadingService, IterableWrapper, traverse_dps
+from rollpipe.pipes.graph.modules import bump_version
 from rollpipe.pipes.taps import EpisodeSums
 from rollpipe.testing import check_pipe
 

@@ -10,8 +10,8 @@ from random_fragments import Count, assert_metrics, assert_same_loss, last_state
 
 from rollpipe.agents.td import burnt_in, double_dqn, dqn, priorities, q, td
 from rollpipe.pipes import nested
-from rollpipe.pipes.fragment_ops import transitions
-from rollpipe.pipes.errors import DataError
+from rollpipe.pipes.data.fragment_ops import transitions
+from rollpipe.pipes.data.errors import DataError
 
 KINDS = ('q', 'q memory')
 quick = settings(deadline=None, max_examples=25)

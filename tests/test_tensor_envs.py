@@ -20,7 +20,7 @@ from rollpipe.pipes import (
     ActorError, AdvantageBuffer, CheckInvariants, DataError, DataLoader2, EnvError, EnvStepper, EpisodeStats, FragmentCollector,
     FragmentStacker, GraphError, Lanes, Minibatcher, ProcessReading, TensorEnv, on_policy, rollouts,
 )
-from rollpipe.pipes.modules import bump_version
+from rollpipe.pipes.graph.modules import bump_version
 from rollpipe.pipes.tensors.collector import TensorCollector
 from rollpipe.testing import env_rules
 from rollpipe.testing import (ENV_SEED, TENSOR_ENV_FINAL, TENSOR_ENV_MADE, TENSOR_ENV_NUMBERS, TENSOR_ENV_RESET, TENSOR_ENV_STEP,

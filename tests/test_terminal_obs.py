@@ -10,7 +10,7 @@ from rollpipe.agents.td import td
 from rollpipe.layers import QPolicy
 from rollpipe.pipes import AdvantageBuffer, EnvStepper, FragmentCollector, FragmentStacker, Lanes, NStep, Replay, nested, replayed
 from rollpipe.pipes.steps import Fragments, Steps
-from rollpipe.pipes.torchdata import IterableWrapper
+from rollpipe.pipes.graph.torchdata import IterableWrapper
 
 MIXED, OTHER = ((3, "term"), (4, "trunc"), (1, "both"), (2, "term")), ((5, "term"), (2, "trunc"))
 LENGTHS = [[length for length, _ in plan] for plan in (MIXED, OTHER)]

@@ -10,7 +10,7 @@ from rollpipe import testing
 from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import AdvantageBuffer, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Minibatcher, Pipe, PipeError, on_policy
 from rollpipe.pipes.steps import Fragments, Steps
-from rollpipe.pipes.torchdata import IterableWrapper, IterDataPipe
+from rollpipe.pipes.graph.torchdata import IterableWrapper, IterDataPipe
 from rollpipe.testing import ContractError, check_actor, check_env, check_pipe
 
 RULES = {name: rule for name, rule in vars(testing).items() if name.isupper()}

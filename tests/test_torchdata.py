@@ -22,9 +22,9 @@ from toys import Counting, Learning, Lively, Shaky
 from rollpipe.pipes import (
     AdvantageBuffer, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, Minibatcher, ProcessReading,
 )
-from rollpipe.pipes.graph import copy_graph, nodes
-from rollpipe.pipes.pipe import Pipe
-from rollpipe.pipes.torchdata import DataLoader2, IterableWrapper, IterDataPipe, MapDataPipe, Mapper, traverse_dps
+from rollpipe.pipes.graph.edits import copy_graph, nodes
+from rollpipe.pipes.graph.pipe import Pipe
+from rollpipe.pipes.graph.torchdata import DataLoader2, IterableWrapper, IterDataPipe, MapDataPipe, Mapper, traverse_dps
 
 try:
     from torchdata.dataloader2 import MultiProcessingReadingService, SequentialReadingService

@@ -16,9 +16,9 @@ from forked import Forked, run_forked
 from reference import assert_same, snapshot
 
 from rollpipe.agents.checkpoint import load_checkpoint
-from rollpipe.algorithms import options_for
-from rollpipe.cli import main
-from rollpipe.logs import read_metrics
+from rollpipe.settings.algorithms import options_for
+from rollpipe.cli.main import main
+from rollpipe.runs.logs import read_metrics
 from rollpipe.pipes import DataError, nested
 from rollpipe.ranks import divided
 

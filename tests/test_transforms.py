@@ -21,8 +21,8 @@ from rollpipe.pipes import (
 )
 from rollpipe.pipes.advantage import values
 from rollpipe.pipes.frames import Stacks
-from rollpipe.pipes.fragment_ops import env_rewards
-from rollpipe.pipes.torchdata import DataLoader2
+from rollpipe.pipes.data.fragment_ops import env_rewards
+from rollpipe.pipes.graph.torchdata import DataLoader2
 from rollpipe.pipes.workers.reading import ProcessReading
 
 fast = settings(deadline=None, max_examples=20)

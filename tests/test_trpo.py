@@ -21,9 +21,9 @@ from rollpipe.layers.distributions import Categorical, Gaussian, GaussianParams
 from rollpipe.layers.joint import Joint
 from rollpipe.layers.policies import Policy
 from rollpipe.pipes import nested, on_policy
-from rollpipe.pipes.data import Final, Fragment, State
-from rollpipe.pipes.errors import ActorError, DataError
-from rollpipe.pipes.modules import bump_version, version_of
+from rollpipe.pipes.data.fragment import Final, Fragment, State
+from rollpipe.pipes.data.errors import ActorError, DataError
+from rollpipe.pipes.graph.modules import bump_version, version_of
 
 N_OBS, KINDS = 3, ('categorical', 'gaussian', 'nested')
 HERMITE = [(math.sqrt(2) * x, w / math.sqrt(math.pi)) for x, w in zip(*np.polynomial.hermite.hermgauss(3))]

@@ -5,10 +5,10 @@ import sys
 import pytest
 from command_line import process
 
-from rollpipe.cli import build_parser, main
-from rollpipe.config import device_of
-from rollpipe.presets import choice
-from rollpipe.presets.files import read_table
+from rollpipe.cli.main import build_parser, main
+from rollpipe.settings.config import device_of
+from rollpipe.settings import choice
+from rollpipe.settings.files import read_table
 from rollpipe.tuning import tune
 from rollpipe.tuning.study import connections, best_of, finished, open_study
 
@@ -71,7 +71,7 @@ def test_the_printed_command_trains_an_environment_that_a_module_registers(here,
 @pytest.mark.parametrize("words", [[], ["--preset", "none"]])
 def test_the_preset_is_complete_whatever_the_package_has(here, curves, monkeypatch, words):
     "What the search took from a preset of the package is in the file, and what it did not take is not added to it."
-    from rollpipe.commands import config_from
+    from rollpipe.runs.commands import config_from
     def shipped(**table): monkeypatch.setattr(choice, "presets_of", lambda algorithm: {"CartPole-v1": table})
     shipped(decay_steps=5_000, lr=.25, checkpoint_every=7)
     seen = []

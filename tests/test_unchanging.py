@@ -12,8 +12,8 @@ from toys import Counting, Plain
 
 from rollpipe.layers import GaussianPolicy, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import ActorError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Pipe, ProcessReading, rollouts
-from rollpipe.pipes.modules import bump_version
-from rollpipe.pipes.torchdata import DataLoader2
+from rollpipe.pipes.graph.modules import bump_version
+from rollpipe.pipes.graph.torchdata import DataLoader2
 from rollpipe.testing import ContractError, check_actor
 
 READINGS = [None, dict(num_workers=1), dict(num_workers=2, lag=1), dict(num_workers=1, start_method="spawn")]

@@ -11,8 +11,8 @@ from rollpipe.agents.a2c import A2C
 from rollpipe.agents.vtrace import VTrace
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes import nested, on_policy
-from rollpipe.pipes.data import Final
-from rollpipe.pipes.errors import DataError
+from rollpipe.pipes.data.fragment import Final
+from rollpipe.pipes.data.errors import DataError
 
 
 class Single(Value):

@@ -16,11 +16,11 @@ from command_line import process, rollpipe
 from PIL import Image
 
 from rollpipe.agents.evaluate import evaluate
-from rollpipe.config import make_config
+from rollpipe.settings.config import make_config
 from rollpipe.pipes.envs.factories import EnvFactory
 from rollpipe.pipes.envs.watching import Recorder
 from rollpipe.runs import load_agent, start
-from rollpipe.train import train
+from rollpipe.runs.training import train
 
 pygame = pytest.importorskip("pygame")
 

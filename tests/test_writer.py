@@ -10,16 +10,16 @@ import torch
 
 from rollpipe.agents import TRPO
 from rollpipe.agents.metrics import METRICS, OF_THE_LOOP, check_metrics
-from rollpipe.cli import main
-from rollpipe.config import make_config
-from rollpipe.logs import MetricWriter, read_metrics, read_records
+from rollpipe.cli.main import main
+from rollpipe.settings.config import make_config
+from rollpipe.runs.logs import MetricWriter, read_metrics, read_records
 from rollpipe.pipes import EpisodeStats, FragmentCollector, Lanes, Tap, insert_after
 from rollpipe.pipes.taps import Meter
-from rollpipe.pipes.errors import DataError
-from rollpipe.plots import learning_curve
-from rollpipe.runs import load_run, resume, start
-from rollpipe.sinks import WandB, wandb_run
-from rollpipe.train import train
+from rollpipe.pipes.data.errors import DataError
+from rollpipe.runs.plots import learning_curve
+from rollpipe.runs.folder import load_run, resume, start
+from rollpipe.runs.sinks import WandB, wandb_run
+from rollpipe.runs.training import train
 
 has = importlib.util.find_spec
 needs_tensorboard = pytest.mark.skipif(not has("tensorboard"), reason="TensorBoard is an extra")
@@ -166,7 +166,7 @@ def test_a_training_goes_on_without_a_sink(tmp_path, monkeypatch, caplog):
     class Fake:
         is_wanted = staticmethod(lambda folder, wanted: wanted)
         def __new__(cls, *args): return faulty
-    monkeypatch.setattr("rollpipe.logs.WandB", Fake)
+    monkeypatch.setattr("rollpipe.runs.logs.WandB", Fake)
     last = quietly(small(tmp_path/"run"), wandb=True)
     assert last["steps"] == 384 and faulty.got == [128] and caplog.text.count("network is down") == 1
     assert read_metrics(tmp_path/"run")["steps"].tolist() == [128, 256, 384]

@@ -54,5 +54,5 @@ class ShardingFilter(IterDataPipe): pass
 
 
 def traverse_dps(pipe):
-    from rollpipe.pipes.graph import inputs
+    from rollpipe.pipes.graph.edits import inputs
     return {id(pipe): (pipe, {key: row for source in inputs(pipe) for key, row in traverse_dps(source).items()})}

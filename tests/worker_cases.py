@@ -21,8 +21,8 @@ from toys import Counting, Limit, Lively, Memory, Nested, NestedMemory, Plain, S
 from rollpipe.agents.trpo import TRPO
 from rollpipe.layers import Critic, GaussianPolicy, RecurrentPolicy
 from rollpipe.pipes import EnvStepper, EpisodeCollector, FragmentCollector, FrameStack, Lanes, Pipe, on_policy, rollouts
-from rollpipe.pipes.modules import bump_version
-from rollpipe.pipes.torchdata import DataLoader2
+from rollpipe.pipes.graph.modules import bump_version
+from rollpipe.pipes.graph.torchdata import DataLoader2
 
 HERE = Path(__file__).parent
 SPACES = Lively.observation_space, Lively.action_space

@@ -18,6 +18,9 @@ import torch
 # Old name -> new name, of fields, infos, metrics, classes, functions and options. Cases use the new names; `REV` is asked for the old ones,
 # and a path or a message of `REV` that has the old name counts as one with the new. Options go through `tools.named`.
 RENAMED: dict = {}
+# New module -> old module, of those that the cases import. `REV` is asked for the old one.
+MOVED: dict = {"cli.main": "cli", "pipes.data.fragment_ops": "pipes.fragment_ops", "pipes.graph.modules": "pipes.modules",
+               "pipes.graph.torchdata": "pipes.torchdata"}
 # Old phrase -> new phrase, of messages that were reworded on purpose.
 REWORDED: dict = {}
 # New fields, of which `REV` knows nothing. Where one of them is None, that is no difference.
@@ -61,6 +64,13 @@ def is_wanted(name, only) -> bool:
     return not only or any(re.fullmatch(rf"{re.escape(wanted)}(\..*)?", name) for wanted in only)
 
 
+def move():
+    "Let the modules of an old package be imported by their new names, too."
+    for new, old in MOVED.items():
+        try: importlib.import_module(f"rollpipe.{new}")
+        except ModuleNotFoundError: sys.modules[f"rollpipe.{new}"] = importlib.import_module(f"rollpipe.{old}")
+
+
 def rename(package):
     "Add the new names to the public modules of an old package, beside the old ones."
     for module in map(importlib.import_module, (f"{package}.pipes", f"{package}.layers", f"{package}.agents")):
@@ -73,6 +83,7 @@ def run(root, out, groups, only):
     import rollpipe
     if Path(root).resolve() not in Path(rollpipe.__file__).resolve().parents:
         sys.exit(f"rollpipe was imported from {rollpipe.__file__}, and not from {root}")
+    move()
     rename("rollpipe")
     torch.set_num_threads(1)
     with open(out, "w") as file:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from rollpipe.cli import main
+from rollpipe.cli.main import main
 from rollpipe.pipes import rollouts
 
 

@@ -4,7 +4,7 @@ from rollpipe.layers import RecurrentPolicy
 from rollpipe.pipes import (
     AdvantageBuffer, EnvStepper, EpisodeCollector, EpisodeStats, FragmentCollector, Lanes, WithImage, on_policy, rollouts,
 )
-from rollpipe.pipes.fragment_ops import pad_episodes
+from rollpipe.pipes.data.fragment_ops import pad_episodes
 from rollpipe.pipes.steps import Fragments, Steps
 from rollpipe.pipes.taps import Throughput
 

@@ -9,7 +9,7 @@ from rollpipe.layers import RecurrentPolicy
 from rollpipe.pipes import (
     EnvStepper, EpisodeCollector, FragmentCollector, FragmentStacker, Lanes, ProcessReading, on_policy, remove, rollouts,
 )
-from rollpipe.pipes.modules import bump_version
+from rollpipe.pipes.graph.modules import bump_version
 
 from .tools import first, named, trained
 from .worlds import Broken, Hybrid, Images, Push, Walk, critic, glance, policy

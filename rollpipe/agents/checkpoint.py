@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from ..pipes.errors import CheckpointError
+from ..pipes.data.errors import CheckpointError
 
 # %% ../../nbs/agents/12_checkpoint.ipynb #5fb9d539
 DEPTH = 100     # most containers around a leaf: a limit of our own, because Python's differs between its versions

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..pipes import nested
-from ..pipes.errors import DataError, describe
+from ..pipes.data import nested
+from ..pipes.data.errors import DataError, describe
 import rollpipe.ranks as ranks
 
 # %% auto #0

@@ -17,16 +17,16 @@ import numpy as np
 import torch
 
 from ..layers.actor import Actor
-from ..pipes import nested
+from ..pipes.data import nested
 from ..pipes.episodes import Trace, TraceRows
-from ..pipes.errors import DataError, EnvError, check_integer, describe
+from ..pipes.data.errors import DataError, EnvError, check_integer, describe
 from ..pipes.envs.factories import is_vector, spaces_of
 from ..pipes.envs.single import is_end
 from ..pipes.envs.sources import env_sources, instances_in
 from ..pipes.envs.watching import Recorder, Window, check_film
 from ..pipes.stepper import EnvStepper
 from ..pipes.taps import EpisodeSums
-from ..pipes.modules import EvalMode
+from ..pipes.graph.modules import EvalMode
 
 # %% ../../nbs/agents/10_evaluate.ipynb #f1c395fb
 def quotas(n_episodes: int, n_envs: int) -> np.ndarray:

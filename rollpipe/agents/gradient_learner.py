@@ -17,10 +17,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from .learner import Learner
 from .shared_options import ByAdam, EntropyBonus, not_offered, number
-from ..pipes.data import Fragment
-from ..pipes.errors import DataError, describe
+from ..pipes.data.fragment import Fragment
+from ..pipes.data.errors import DataError, describe
 import rollpipe.ranks as ranks
-from ..pipes.modules import bump_version
+from ..pipes.graph.modules import bump_version
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #99fb1b82
 def clip_gradients(grads: list, max_norm: float | None) -> float:

@@ -17,11 +17,11 @@ import torch
 from .critics import explained_variance, fit_critic
 from .policy_replay import lag_of, lane_restarts
 from .shared_options import Options, check_options, integer, number
-from ..pipes import nested
-from ..pipes.data import Fragment
-from ..pipes.errors import ActorError, DataError, describe
+from ..pipes.data import nested
+from ..pipes.data.fragment import Fragment
+from ..pipes.data.errors import ActorError, DataError, describe
 import rollpipe.ranks as ranks
-from ..pipes.modules import bump_version, version_of
+from ..pipes.graph.modules import bump_version, version_of
 
 # %% ../../nbs/agents/08_learner.ipynb #a8950165
 LARGEST = torch.finfo(torch.float32).max ** 0.5     # the square of a larger number is infinite

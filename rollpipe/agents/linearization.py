@@ -15,7 +15,7 @@ from torch.linalg import solve_triangular
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ..pipes import nested
+from ..pipes.data import nested
 
 # %% auto #0
 __all__ = ['flatten', 'unflatten', 'assign', 'Linearization', 'fisher_product', 'in_row_blocks', 'LayerCall', 'LayerCalls',

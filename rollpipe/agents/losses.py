@@ -12,11 +12,11 @@ from torch import Tensor
 
 from .policy_replay import approx_kl, lag_of, replay_policy
 from .unroll import answers_reached
-from ..pipes import nested
+from ..pipes.data import nested
 from ..pipes.advantage import values
-from ..pipes.data import Fragment
-from ..pipes.errors import DataError, describe
-from ..pipes.returns import vtrace
+from ..pipes.data.fragment import Fragment
+from ..pipes.data.errors import DataError, describe
+from ..pipes.data.returns import vtrace
 
 # %% auto #0
 __all__ = ['reinforce', 'a2c', 'clipped_surrogate', 'with_old_values', 'ppo', 'vtrace_actor_critic']
@@ -190,7 +190,7 @@ def vtrace_actor_critic(fragment: Fragment, actor: Any, critic: Any = None, *, g
                         c_clip: float = 1.0, c_value: float = 0.5, c_entropy: float = 0.01) -> tuple[Tensor, dict]:
     """V-trace actor-critic: `mean[-advₜ log π(aₜ|sₜ)] + c_value * mean[(V(sₜ) - vsₜ)²] - c_entropy * mean entropy`.
 
-    `adv` and `vs` come from `rollpipe.pipes.returns.vtrace` for the present policy and values. No gradient flows through them. `adv`
+    `adv` and `vs` come from `rollpipe.pipes.data.returns.vtrace` for the present policy and values. No gradient flows through them. `adv`
     contains the factor `min(ρₜ, ρ̄)`. Source: Espeholt et al. 2018, *IMPALA*, https://arxiv.org/abs/1802.01561, section 4.2.
     Raises `DataError` if `actor['logp']` is missing, if there is neither a critic nor a reported value, or no row is valid.
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 import rollpipe.ranks as ranks
-from ..pipes.data import Fragment
-from ..pipes.errors import DataError
+from ..pipes.data.fragment import Fragment
+from ..pipes.data.errors import DataError
 from ..pipes.taps import EpisodeAccount
 
 # %% ../../nbs/agents/00_metrics.ipynb #4c9e415f

@@ -17,9 +17,9 @@ from .learner import Learner, with_standardized_adv
 from .linearization import Linearization, fisher_product, in_row_blocks, score_layers, score_preconditioner
 from .shared_options import ScaledAdvantages, integer, number
 from .trust_region import CGResult, conjugate_gradients
-from ..pipes import nested
-from ..pipes.data import Fragment, State
-from ..pipes.errors import DataError, check_integer
+from ..pipes.data import nested
+from ..pipes.data.fragment import Fragment, State
+from ..pipes.data.errors import DataError, check_integer
 import rollpipe.ranks as ranks
 
 # %% ../../nbs/agents/13_natural_gradient.ipynb #7c785a29

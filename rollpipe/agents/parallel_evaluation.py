@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from .evaluate import Evaluation, check_limit, evaluate
 from ..pipes.cluster.room import service_place
-from ..pipes.cluster.service import RemoteService
+from ..pipes.cluster.evaluation import RemoteService
 from ..pipes.envs.watching import check_film
-from ..pipes.errors import DataError, WorkerError, describe
+from ..pipes.data.errors import DataError, WorkerError, describe
 from ..pipes.stepper import EnvStepper
-from ..pipes.modules import modules_in, state_of, version_of
+from ..pipes.graph.modules import modules_in, state_of, version_of
 from ..pipes.workers.channel import WeightPublisher
 from ..pipes.workers.process import NOTHING, WorkerNotStarted, WorkerProcess
 from ..pipes.workers.supervision import report_silence

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from .unroll import fill_invalid
-from ..pipes import nested
-from ..pipes.data import Fragment
-from ..pipes.errors import DataError
-from ..pipes.modules import version_of
+from ..pipes.data import nested
+from ..pipes.data.fragment import Fragment
+from ..pipes.data.errors import DataError
+from ..pipes.graph.modules import version_of
 
 # %% auto #0
 __all__ = ['importance_ratios', 'approx_kl', 'lag_of', 'lane_restarts', 'PolicyReplay', 'replay_policy']

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .shared_options import Options, number
-from ..pipes.errors import ActorError, DataError, describe
+from ..pipes.data.errors import ActorError, DataError, describe
 
 # %% ../../nbs/agents/15_schedules.ipynb #cb1a715a
 def linear_schedule(step: float, start: float, end: float, steps: float) -> float:

@@ -14,7 +14,7 @@ from math import inf
 from sys import float_info
 from typing import TYPE_CHECKING, Any
 
-from ..pipes.errors import DataError, check_integer, is_between
+from ..pipes.data.errors import DataError, check_integer, is_between
 
 if TYPE_CHECKING: from typing_extensions import dataclass_transform
 else: dataclass_transform = lambda **kwargs: lambda cls: cls        # part of Python from 3.11 on

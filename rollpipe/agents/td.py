@@ -13,10 +13,10 @@ from torch import Tensor
 
 from .policy_replay import lag_of
 from .unroll import answers_reached, fill_invalid, timeshift, without_terminal_obs
-from ..pipes import nested
-from ..pipes.data import Fragment
-from ..pipes.errors import DataError, describe
-from ..pipes.returns import n_step_returns
+from ..pipes.data import nested
+from ..pipes.data.fragment import Fragment
+from ..pipes.data.errors import DataError, describe
+from ..pipes.data.returns import n_step_returns
 
 # %% auto #0
 __all__ = ['burnt_in', 'huber_penalty', 'td_targets', 'td_loss', 'td', 'q', 'dqn', 'double_dqn', 'priorities']

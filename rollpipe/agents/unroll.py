@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..pipes import nested
-from ..pipes.data import Fragment, State
-from ..pipes.errors import DataError, check_integer
+from ..pipes.data import nested
+from ..pipes.data.fragment import Fragment, State
+from ..pipes.data.errors import DataError, check_integer
 
 # %% auto #0
 __all__ = ['timeshift', 'without_terminal_obs', 'observations_reached', 'states_reached', 'spliced', 'answers_reached',

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..pipes import nested
+from ..pipes.data import nested
 from ..pipes.envs.actions import action_batch, action_rows, as_like, in_containers
 from ..pipes.envs.batch import read_obs
 from ..pipes.envs.checks import FiniteCheck, RangeCheck
 from ..pipes.envs.factories import space_spec
-from ..pipes.errors import ActorError, DataError, describe
-from ..pipes.modules import EvalMode
+from ..pipes.data.errors import ActorError, DataError, describe
+from ..pipes.graph.modules import EvalMode
 
 # %% ../../nbs/layers/00_acting.ipynb #ae08febd
 class ActingState(NamedTuple):

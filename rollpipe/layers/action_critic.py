@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .mlp import activation_for, check_sizes
 from .observer import Torso, takes
 from .unit_box import UnitBox
-from ..pipes.errors import check_integer
+from ..pipes.data.errors import check_integer
 
 # %% auto #0
 __all__ = ['StackedMLP', 'ActionCritic']

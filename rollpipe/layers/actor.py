@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .acting import Predicts
-from ..pipes import nested
-from ..pipes.nested import without_past
+from ..pipes.data import nested
+from ..pipes.data.nested import without_past
 
 # %% auto #0
 __all__ = ['check_signature', 'Actor']

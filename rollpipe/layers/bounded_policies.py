@@ -21,7 +21,7 @@ from .mlp import MLP, shaped
 from .observer import Torso, takes
 from .squashed import SquashedGaussian
 from .unit_box import UnitBox
-from ..pipes.errors import DataError, is_between
+from ..pipes.data.errors import DataError, is_between
 
 # %% auto #0
 __all__ = ['BoundedActor', 'SquashedPolicy', 'DeterministicPolicy']

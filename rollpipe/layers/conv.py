@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .mlp import linear, orthogonal_linear
-from ..pipes.errors import SpaceError
+from ..pipes.data.errors import SpaceError
 
 # %% auto #0
 __all__ = ['ConvTrunk']

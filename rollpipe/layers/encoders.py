@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .conv import ConvTrunk
 from .integers import Bits, Embeddings, OneHot
 from ..pipes.envs.factories import space_spec
-from ..pipes.errors import SpaceError, check_integer
+from ..pipes.data.errors import SpaceError, check_integer
 
 # %% auto #0
 __all__ = ['Flatten', 'Concatenate', 'encoder_for']

@@ -18,7 +18,7 @@ from .distributions import Categorical, Gaussian, GaussianParams
 from .joint import Bernoulli, Joint, MultiCategorical, map_parts
 from .mlp import linear, orthogonal_linear, shaped
 from ..pipes.envs.factories import space_spec
-from ..pipes.errors import DataError, SpaceError, is_between
+from ..pipes.data.errors import DataError, SpaceError, is_between
 
 # %% auto #0
 __all__ = ['LogitsHead', 'center_and_half_range', 'ClampedStd', 'check_std', 'GaussianHead', 'JointHead', 'head_for']

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .mlp import check_parameters
-from ..pipes.errors import check_integer, check_memory, describe
+from ..pipes.data.errors import check_integer, check_memory, describe
 
 # %% auto #0
 __all__ = ['to_bits', 'ToBits', 'OneHot', 'Bits', 'Embeddings']

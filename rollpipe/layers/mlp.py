@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..pipes.errors import DataError, check_integer, check_memory
+from ..pipes.data.errors import DataError, check_integer, check_memory
 
 # %% auto #0
 __all__ = ['ACTIVATIONS', 'check_parameters', 'check_sizes', 'orthogonal_linear', 'linear', 'shaped', 'activation_for', 'MLP']

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..pipes.errors import DataError, describe
+from ..pipes.data.errors import DataError, describe
 
 # %% auto #0
 __all__ = ['n_out_of', 'ModuleDict']

@@ -20,7 +20,7 @@ from .mlp import MLP
 from .module_dict import n_out_of
 from .running_norm import RunningNorm
 from ..pipes.envs.factories import spaces_of
-from ..pipes.errors import DataError
+from ..pipes.data.errors import DataError
 
 # %% auto #0
 __all__ = ['C', 'seeded', 'ForSpaces', 'takes', 'Torso']

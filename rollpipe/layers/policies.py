@@ -16,8 +16,8 @@ from torch import Generator, Tensor
 from .actor import Actor, without_past
 from .heads import head_for
 from .observer import ForSpaces, Torso, takes
-from ..pipes import nested
-from ..pipes.errors import SpaceError
+from ..pipes.data import nested
+from ..pipes.data.errors import SpaceError
 
 # %% auto #0
 __all__ = ['Policy', 'MLPPolicy', 'CategoricalPolicy', 'GaussianPolicy']

@@ -18,7 +18,7 @@ from .distributions import device_of
 from .mlp import MLP
 from .observer import ForSpaces, Torso, takes
 from .recurrent_policies import RecurrentTorso
-from ..pipes.errors import SpaceError
+from ..pipes.data.errors import SpaceError
 
 # %% auto #0
 __all__ = ['DuellingHead', 'EpsilonGreedy', 'QPolicy', 'RecurrentQPolicy']

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .mlp import MLP
 from .observer import Torso, takes
 from .q_networks import EpsilonGreedy
-from ..pipes.errors import check_integer
+from ..pipes.data.errors import check_integer
 
 # %% auto #0
 __all__ = ['QuantileHead', 'QuantilePolicy']

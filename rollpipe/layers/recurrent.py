@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .mlp import check_parameters
 from .packing import Packing, pack_episodes
-from ..pipes.errors import check_integer
+from ..pipes.data.errors import check_integer
 
 # %% auto #0
 __all__ = ['map_memory', 'cleared', 'scan', 'Recurrent', 'GRU', 'LSTM']

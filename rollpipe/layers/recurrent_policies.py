@@ -20,8 +20,8 @@ from .module_dict import n_out_of
 from .observer import Torso, takes
 from .policies import Policy
 from .recurrent import GRU, LSTM
-from ..pipes import nested
-from ..pipes.errors import DataError
+from ..pipes.data import nested
+from ..pipes.data.errors import DataError
 
 # %% auto #0
 __all__ = ['RecurrentTorso', 'RecurrentPolicy', 'MemoryCritic']

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..pipes.errors import SpaceError
+from ..pipes.data.errors import SpaceError
 
 # %% auto #0
 __all__ = ['UnitBox']

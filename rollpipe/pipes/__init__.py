@@ -1,26 +1,26 @@
 """What flows and where it runs: environments, fragments, advantages and batches as datapipes."""
-from . import nested, returns
+from .data import nested, returns
 from .advantage import AdvantageBuffer
 from .batches import FragmentStacker, Minibatcher, ToDevice
-from .data import Fragment, State
+from .data.fragment import Fragment, State
 from .envs.with_image import WithImage
 from .episodes import EpisodeCollector
-from .errors import ActorError, CheckpointError, DataError, EnvError, GraphError, PipeError, SpaceError, WorkerError
+from .data.errors import ActorError, CheckpointError, DataError, EnvError, GraphError, PipeError, SpaceError, WorkerError
 from .fragments import FragmentCollector
-from .fusion.rewrites import optimize
 from .frames import FrameStack
-from .graph import copy_graph, draw, find, find_one, insert_after, insert_before, remove, replace
+from .graph.edits import copy_graph, draw, find, find_one, insert_after, insert_before, remove, replace
 from .invariants import CheckInvariants
 from .lanes import Lanes
 from .manual import collect, context, prepare, rollout, startup
-from .pipe import Pipe, Source
+from .graph.pipe import Pipe, Source
 from .workers.reading import ProcessReading
-from .cluster.reading import RayReading
+from .cluster.ray_reading import RayReading
 from .profiling.profile import profile
 from .recipes import on_policy, replayed, rollouts
 from .replay.memory import ReplayMemory
 from .replay.merged_steps import StepMerger
 from .replay.pipe import Replay
+from .rewrites import optimize
 from .stepper import EnvStepper
 from .tensors.tensor_env import TensorEnv
 from .taps import EpisodeStats, Tap
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def __getattr__(name):
-    "Import `DataLoader2` from `torchdata.py` when it is first used, because importing torchdata is slow."
+    "Import `DataLoader2` from `graph/torchdata.py` when it is first used, because importing torchdata is slow."
     if name != 'DataLoader2': raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .torchdata import DataLoader2
+    from .graph.torchdata import DataLoader2
     return DataLoader2

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import nested, returns
-from .data import Fragment, check_item
-from .fragment_ops import unstacked
-from .errors import DataError, PipeError, check_fraction, describe, describe_exception
-from .pipe import Pipe
-from .modules import EvalMode
-from .torchdata import IterDataPipe
+from .data import nested, returns
+from .data.fragment import Fragment, check_item
+from .data.fragment_ops import unstacked
+from .data.errors import DataError, PipeError, check_fraction, describe, describe_exception
+from .graph.pipe import Pipe
+from .graph.modules import EvalMode
+from .graph.torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/15_advantage.ipynb #ecf504e5
 def _evaluate(critic, obs, actor):

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import nested
-from .data import Fragment, Tick, check_item
-from .errors import DataError, check_integer
-from .fragment_ops import columns, join, pieces, transitions
+from .data import nested
+from .data.fragment import Fragment, Tick, check_item
+from .data.errors import DataError, check_integer
+from .data.fragment_ops import columns, join, pieces, transitions
 from .fragments import Destination
-from .graph import short_repr
-from .pipe import Pipe, Seeded
-from .torchdata import IterDataPipe
+from .graph.edits import short_repr
+from .graph.pipe import Pipe, Seeded
+from .graph.torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/16_batches.ipynb #e63c6d92
 class FragmentStacker(Pipe):

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from . import nested
-from .data import Final, Fragment, State, Tick, check_item
-from .errors import DataError, check_integer
-from .fragment_ops import End, pad_episodes, same_keys
+from .data import nested
+from .data.fragment import Final, Fragment, State, Tick, check_item
+from .data.errors import DataError, check_integer
+from .data.fragment_ops import End, pad_episodes, same_keys
 from .fragments import final_rows
-from .pipe import Pipe
-from .torchdata import IterDataPipe
+from .graph.pipe import Pipe
+from .graph.torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/17_episodes.ipynb #d310efd1
 class RowQueue:

@@ -10,7 +10,7 @@ It may be imported and reloaded any number of times, in notebooks too.
 from .advantage import AdvantageBuffer
 from .batches import FragmentStacker, Minibatcher, ToDevice
 from .episodes import EpisodeCollector
-from .errors import GraphError
+from .data.errors import GraphError
 from .fragments import FragmentCollector
 from .frames import FrameStack
 from .invariants import CheckInvariants
@@ -18,7 +18,7 @@ from .lanes import Lanes
 from .replay.merged_steps import StepMerger
 from .steps import Fragments, Steps
 from .taps import EpisodeStats, Tap, Throughput
-from .torchdata import IterDataPipe
+from .graph.torchdata import IterDataPipe
 from .transforms import NStep, ObservationCast, RewardScaler
 
 __all__ = ['NAMES', 'register']

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import nested
-from .data import Collected, Final, Fragment, State, Tick, TickSource, check_item
+from .data import nested
+from .data.fragment import Collected, Final, Fragment, State, Tick, TickSource, check_item
 from .envs.rows import Rows
-from .errors import DataError, check_integer
-from .fragment_ops import End, stack_infos, stack_rows
-from .graph import find
-from .pipe import Pipe, Source, trait
-from .torchdata import IterDataPipe
+from .data.errors import DataError, check_integer
+from .data.fragment_ops import End, stack_infos, stack_rows
+from .graph.edits import find
+from .graph.pipe import Pipe, Source, trait
+from .graph.torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/13_fragments.ipynb #b8fa0e37
 def final_rows(ends: list, source: TickSource, state: State, actor: Any) -> Final:

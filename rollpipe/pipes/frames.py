@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import nested
-from .data import Fragment, check_item
-from .errors import DataError, check_integer, describe
-from .fragment_ops import strands
-from .pipe import Pipe
-from .torchdata import IterDataPipe
+from .data import nested
+from .data.fragment import Fragment, check_item
+from .data.errors import DataError, check_integer, describe
+from .data.fragment_ops import strands
+from .graph.pipe import Pipe
+from .graph.torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/22_frames.ipynb #ee71c15f
 class Stacks(torch.Tensor):

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import nested
+from .data import nested
 from .advantage import AdvantageBuffer
-from .data import Fragment, check_item
-from .errors import DataError, check_fraction, describe
-from .fragment_ops import strands
-from .graph import find
-from .pipe import Pipe
+from .data.fragment import Fragment, check_item
+from .data.errors import DataError, check_fraction, describe
+from .data.fragment_ops import strands
+from .graph.edits import find
+from .graph.pipe import Pipe
 from .envs.sources import Acting
-from .modules import EvalMode, version_of
-from .torchdata import IterDataPipe
+from .graph.modules import EvalMode, version_of
+from .graph.torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/20_invariants.ipynb #1421570e
 def _demand(mask, problem, leaf, got, row=0):

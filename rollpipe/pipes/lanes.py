@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from .errors import LEAST_BYTES, GraphError, check_integer, check_memory
+from .data.errors import LEAST_BYTES, GraphError, check_integer, check_memory
 from .fragments import Destination, is_placeable
-from .graph import copy_graph, find, nodes
-from .modules import modules_in, torch_threads
-from .pipe import Pipe, Seeded, held_by, opened
-from .reactions import Unchanging
+from .graph.edits import copy_graph, find, nodes
+from .graph.modules import modules_in, torch_threads
+from .graph.pipe import Pipe, Seeded, held_by, opened
+from .engines.reactions import Unchanging
 from .envs.sources import Acting
-from .torchdata import IterDataPipe
+from .graph.torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/14_lanes.ipynb #ed6d8fd5
 _MACHINES = 2     # the value of `SHARDING_PRIORITIES.DISTRIBUTED`

@@ -17,16 +17,16 @@ from fastcore.meta import delegates
 from .advantage import AdvantageBuffer
 from .batches import FragmentStacker
 from .engines.choice import check_engine
-from .errors import DataError, GraphError, describe, is_between
+from .data.errors import DataError, GraphError, describe, is_between
 from .fragments import FragmentCollector
-from .fusion import rewrites
-from .graph import find
+from . import rewrites
+from .graph.edits import find
 from .lanes import Lanes
 from .replay.pipe import Replay
 from .stepper import EnvStepper
 from .tensors.collector import TensorCollector
 from .tensors.tensor_env import is_tensor_source
-from .torchdata import IterDataPipe
+from .graph.torchdata import IterDataPipe
 from .transforms import RewardScaler
 
 # %% ../../nbs/pipes/27_recipes.ipynb #b6d2cc50

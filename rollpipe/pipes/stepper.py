@@ -13,22 +13,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import nested
-from .data import Collected, State, Tick, TickSource
+from .data import nested
+from .data.fragment import Collected, State, Tick, TickSource
 from .engines.checked_actor import CheckedActor, calling
 from .engines.choice import check_engine, instead
 from .envs.batch import Batch
 from .envs.rows import Rows, arrays_of
-from .errors import DataError, EnvError, GraphError, PipeError, check_integer
-from .fragment_ops import End
-from .pipe import Seeded, Source
-from .reactions import as_input
+from .data.errors import DataError, EnvError, GraphError, PipeError, check_integer
+from .data.fragment_ops import End
+from .graph.pipe import Seeded, Source
+from .engines.reactions import as_input
 from .envs.factories import VectorFactory
 from .envs.sources import Acting, env_sources, instances_in, refuse_copies, taken
 from .envs.vector import env_batch
-from .graph import nodes
-from .modules import VersionCounter, checked_device, modules_in
-from .torchdata import IterDataPipe, reads_ahead
+from .graph.edits import nodes
+from .graph.modules import VersionCounter, checked_device, modules_in
+from .graph.torchdata import IterDataPipe, reads_ahead
 
 # %% ../../nbs/pipes/12_stepper.ipynb #f2402c98
 class Interaction(TickSource):

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from . import nested
+from .data import nested
 from .envs.factories import space_spec, spaces_of
-from .data import Final, Fragment, State, check_item, with_field_docs
-from .errors import DataError, check_integer, describe
-from .fragment_ops import unstacked
-from .pipe import Pipe
+from .data.fragment import Final, Fragment, State, check_item, with_field_docs
+from .data.errors import DataError, check_integer, describe
+from .data.fragment_ops import unstacked
+from .graph.pipe import Pipe
 from .taps import EpisodeSums
-from .torchdata import IterDataPipe
+from .graph.torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/23_steps.ipynb #e97c94cb
 def _random_fields(rng, obs_space, act_space) -> dict:

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .data import Fragment, Tick, check_item
-from .errors import DataError, check_integer, describe
-from .fragment_ops import env_rewards, strands
-from .pipe import Pipe
-from .torchdata import IterDataPipe
+from .data.fragment import Fragment, Tick, check_item
+from .data.errors import DataError, check_integer, describe
+from .data.fragment_ops import env_rewards, strands
+from .graph.pipe import Pipe
+from .graph.torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/19_taps.ipynb #0563a4c7
 class Tap(Pipe):

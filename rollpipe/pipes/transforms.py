@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import nested
-from .data import Fragment, Tick, check_item
-from .errors import DataError, check_fraction, check_integer
-from .fragment_ops import final_numbers, strands, with_rewards
-from .pipe import Pipe
-from .returns import running_returns
-from .torchdata import IterDataPipe
+from .data import nested
+from .data.fragment import Fragment, Tick, check_item
+from .data.errors import DataError, check_fraction, check_integer
+from .data.fragment_ops import final_numbers, strands, with_rewards
+from .graph.pipe import Pipe
+from .data.returns import running_returns
+from .graph.torchdata import IterDataPipe
 
 # %% auto #0
 __all__ = ['RewardScaler', 'ObservationCast', 'NSteps', 'NStep']

@@ -13,13 +13,13 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from ..pipes import nested
-from ..pipes.data import State
+from ..pipes.data import nested
+from ..pipes.data.fragment import State
 from ..pipes.envs.actions import action_rows, in_containers
-from ..pipes.errors import ActorError, describe
+from ..pipes.data.errors import ActorError, describe
 from ..pipes.envs.factories import space_spec, spaces_of
-from ..pipes.modules import EvalMode, comparable, modules_in
-from ..pipes.reactions import attributes_of
+from ..pipes.graph.modules import EvalMode, comparable, modules_in
+from ..pipes.engines.reactions import attributes_of
 from .contract import Report, same, snapshot
 
 # %% auto #0

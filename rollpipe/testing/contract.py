@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..pipes import nested
-from ..pipes.data import TickSource
-from ..pipes.errors import PipeError
+from ..pipes.data import nested
+from ..pipes.data.fragment import TickSource
+from ..pipes.data.errors import PipeError
 
 # %% auto #0
 __all__ = ['Violation', 'ContractError', 'Report', 'same', 'snapshot']

@@ -13,9 +13,9 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from ..pipes import nested
+from ..pipes.data import nested
 from ..pipes.envs.actions import in_containers
-from ..pipes.errors import describe
+from ..pipes.data.errors import describe
 from ..pipes.envs.factories import EnvFactory, space_spec
 from ..pipes.tensors.tensor_batch import TensorBatch, TensorOutcome
 from ..pipes.tensors.tensor_env import TensorFactory, is_tensor_source

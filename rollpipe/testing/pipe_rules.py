@@ -14,12 +14,12 @@ from itertools import islice
 import cloudpickle
 import torch
 
-from ..pipes import nested
-from ..pipes.data import Fragment
-from ..pipes.errors import DataError, describe
-from ..pipes.graph import copy_graph, find, inputs, insert_after
-from ..pipes.pipe import Pipe
-from ..pipes.torchdata import IterDataPipe
+from ..pipes.data import nested
+from ..pipes.data.fragment import Fragment
+from ..pipes.data.errors import DataError, describe
+from ..pipes.graph.edits import copy_graph, find, inputs, insert_after
+from ..pipes.graph.pipe import Pipe
+from ..pipes.graph.torchdata import IterDataPipe
 from .contract import Report, same, snapshot
 
 # %% auto #0

@@ -17,8 +17,8 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from ..pipes.modules import comparable, content_of
-from ..pipes.torchdata import IterDataPipe
+from ..pipes.graph.modules import comparable, content_of
+from ..pipes.graph.torchdata import IterDataPipe
 from .compare import PLAIN, as_array, form_of
 
 # %% auto #0

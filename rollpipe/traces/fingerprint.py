@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 import rollpipe
-from ..pipes.errors import DataError
-from ..pipes.graph import inputs, nodes
-from ..pipes.pipe import Seeded
+from ..pipes.data.errors import DataError
+from ..pipes.graph.edits import inputs, nodes
+from ..pipes.graph.pipe import Seeded
 from .compare import differing
 from .description import UNKNOWN, Description, array_text, attributes, digest, version_of_package
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..pipes.errors import DataError
+from ..pipes.data.errors import DataError
 
 # %% auto #0
 __all__ = ['SPACES', 'Range', 'Choice', 'space_for']

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ..pipes.errors import DataError, describe_exception
-from ..train import uninterrupted
+from ..pipes.data.errors import DataError, describe_exception
+from ..runs.training import uninterrupted
 
 # %% auto #0
 __all__ = ['FILE', 'import_optuna', 'connections', 'open_study', 'forget_running', 'finished', 'try_one', 'best_of']

@@ -12,8 +12,8 @@ from contextlib import closing
 import torch
 
 from ..agents.evaluate import evaluate
-from ..config import build, device_of
-from ..pipes.errors import DataError
+from ..settings.config import build, device_of
+from ..pipes.data.errors import DataError
 from ..pipes.taps import count_steps
 
 # %% auto #0

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from ..agents.checkpoint import write_atomically
-from ..algorithms import options_for
-from ..commands import Given, Interrupted, given_by
-from ..config import RUN_OPTIONS, RunOptions, build, make_config
-from ..experiments import check_counts, python_words, run_all, without
-from ..locks import lock, unlock
-from ..options import import_words, parse_seeds, typed
-from ..pipes.errors import DataError, WorkerError
+from ..settings.algorithms import options_for
+from ..runs.commands import Given, Interrupted, given_by
+from ..settings.config import RUN_OPTIONS, RunOptions, build, make_config
+from ..results.experiments import check_counts, python_words, run_all, without
+from ..runs.locks import lock, unlock
+from ..settings.options import import_words, parse_seeds, typed
+from ..pipes.data.errors import DataError, WorkerError
 from .spaces import space_for
 from .study import best_of, finished, forget_running, import_optuna, open_study, try_one
 from .trials import EPISODES, returns_of

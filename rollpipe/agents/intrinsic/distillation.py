@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...layers.mlp import MLP
 from ...layers.observer import ForSpaces, Torso
-from ...pipes.errors import check_integer
+from ...pipes.data.errors import check_integer
 
 # %% auto #0
 __all__ = ['Features', 'Distillation']

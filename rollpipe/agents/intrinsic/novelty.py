@@ -16,12 +16,12 @@ from ..critics import valid_rows
 from .distillation import Distillation
 from ..unroll import states_reached
 from ...layers.running_norm import RunningNorm
-from ...pipes import nested
-from ...pipes.data import Fragment
-from ...pipes.errors import DataError, check_fraction, check_integer
-from ...pipes.fragment_ops import final_numbers, strands
-from ...pipes.modules import EvalMode
-from ...pipes.returns import running_returns
+from ...pipes.data import nested
+from ...pipes.data.fragment import Fragment
+from ...pipes.data.errors import DataError, check_fraction, check_integer
+from ...pipes.data.fragment_ops import final_numbers, strands
+from ...pipes.graph.modules import EvalMode
+from ...pipes.data.returns import running_returns
 
 # %% auto #0
 __all__ = ['observations_reached', 'Novelty']

@@ -13,12 +13,12 @@ import numpy as np
 
 from .distillation import Distillation
 from .novelty import Novelty
-from ...pipes.data import Fragment, check_item
-from ...pipes.errors import DataError, GraphError, PipeError, describe
-from ...pipes.fragment_ops import with_rewards
-from ...pipes.graph import find
-from ...pipes.pipe import Pipe
-from ...pipes.torchdata import IterDataPipe
+from ...pipes.data.fragment import Fragment, check_item
+from ...pipes.data.errors import DataError, GraphError, PipeError, describe
+from ...pipes.data.fragment_ops import with_rewards
+from ...pipes.graph.edits import find
+from ...pipes.graph.pipe import Pipe
+from ...pipes.graph.torchdata import IterDataPipe
 
 # %% ../../../nbs/agents/25_intrinsic/02_rnd.ipynb #77a50260
 class RND(Pipe):

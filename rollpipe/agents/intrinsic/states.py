@@ -9,9 +9,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from ...pipes.errors import CheckpointError, DataError, describe_exception
+from ...pipes.data.errors import CheckpointError, DataError, describe_exception
 from ...pipes.lanes import learning_pipes
-from ...pipes.torchdata import IterDataPipe
+from ...pipes.graph.torchdata import IterDataPipe
 
 # %% auto #0
 __all__ = ['states_of', 'load_states', 'edited', 'kept_states', 'check_taken']

@@ -1,0 +1,1 @@
+"""How the lanes of a pipeline run in a Ray cluster."""

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import WorkerError
+from ..data.errors import WorkerError
 from ..workers.guard import guard, unguard
 from ..workers.remote_errors import log
 

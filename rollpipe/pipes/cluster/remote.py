@@ -16,7 +16,7 @@ from typing import Any
 import cloudpickle
 
 from .actor import WorkerActor, node_of_this_process
-from ..errors import WorkerError
+from ..data.errors import WorkerError
 from ..workers.process import NOTHING, STARTING, WorkerDied, WorkerNotStarted
 from ..workers.remote_errors import TracebackFile, log, unpack_exception
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .door import import_ray, is_address, is_own, lease
-from ..errors import DataError, WorkerError, describe
+from ..data.errors import DataError, WorkerError, describe
 
 # %% ../../../nbs/pipes/32_cluster/01_room.ipynb #12b9a13b
 NAMES = dict(num_cpus='CPU', num_gpus='GPU', memory='memory')     # name in an actor's options -> name in a node's resources

@@ -13,7 +13,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from ..errors import ActorError, describe
+from ..data.errors import ActorError, describe
 
 # %% ../../../nbs/pipes/10_envs/01_actions.ipynb #25eee385
 def in_containers(x: Any, like: Any, leaf: Callable = lambda x, like: x) -> Any:

@@ -11,8 +11,8 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-import rollpipe.pipes.nested as nested
-from ..errors import EnvError, describe, describe_exception
+from ..data import nested
+from ..data.errors import EnvError, describe, describe_exception
 from .actions import as_like, in_containers
 
 # %% ../../../nbs/pipes/10_envs/08_autoreset.ipynb #30b5c3d1

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-import rollpipe.pipes.nested as nested
-from ..data import State
-from ..errors import ActorError, EnvError
+from ..data import nested
+from ..data.fragment import State
+from ..data.errors import ActorError, EnvError
 from .actions import action_batch, as_like, in_containers
 from .checks import FiniteCheck, RangeCheck
 from .factories import space_spec

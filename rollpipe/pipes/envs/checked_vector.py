@@ -13,8 +13,8 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-import rollpipe.pipes.nested as nested
-from ..errors import EnvError, PipeError, describe, describe_exception
+from ..data import nested
+from ..data.errors import EnvError, PipeError, describe, describe_exception
 from .autoreset import autoreset_mode
 from .batch import put_obs, read_obs
 from .rows import Row

@@ -11,7 +11,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-import rollpipe.pipes.nested as nested
+from ..data import nested
 
 # %% ../../../nbs/pipes/10_envs/02_checks.ipynb #802fe0fd
 class FiniteCheck:

@@ -15,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from ..errors import LEAST_BYTES, EnvError, SpaceError, check_memory, describe, describe_exception
+from ..data.errors import LEAST_BYTES, EnvError, SpaceError, check_memory, describe, describe_exception
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #0e4d2ea9
 def extra_for(env_id: str, error: Exception) -> str | None:

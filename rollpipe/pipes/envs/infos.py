@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-import rollpipe.pipes.nested as nested
-from ..errors import EnvError, describe
+from ..data import nested
+from ..data.errors import EnvError, describe
 
 # %% ../../../nbs/pipes/10_envs/05_infos.ipynb #173b72ed
 def filler(like: np.ndarray) -> np.ndarray:

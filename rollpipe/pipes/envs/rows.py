@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-import rollpipe.pipes.nested as nested
-from ..data import State
-from ..errors import DataError, describe
+from ..data import nested
+from ..data.fragment import State
+from ..data.errors import DataError, describe
 
 # %% ../../../nbs/pipes/10_envs/03_rows.ipynb #88e06269
 class Row(NamedTuple):

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-import rollpipe.pipes.nested as nested
-from ..errors import EnvError, PipeError, describe, describe_exception
+from ..data import nested
+from ..data.errors import EnvError, PipeError, describe, describe_exception
 from .actions import action_rows
 from .batch import Batch, last_obs, put_obs
 from .rows import Row, Rows

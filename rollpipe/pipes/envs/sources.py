@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import gymnasium as gym
 
-from ..errors import ActorError, EnvError, GraphError, describe
+from ..data.errors import ActorError, EnvError, GraphError, describe
 from .factories import env_factories
 
 # %% ../../../nbs/pipes/10_envs/12_sources.ipynb #00580c96

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-import rollpipe.pipes.nested as nested
+from ..data import nested
 
 # %% ../../../nbs/pipes/10_envs/06_sticky.ipynb #e8b1e78b
 class RestingEnv:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-import rollpipe.pipes.nested as nested
-from ..errors import EnvError, PipeError
+from ..data import nested
+from ..data.errors import EnvError, PipeError
 from .autoreset import final_observations
 from .batch import Batch
 from .rows import Row, Rows

@@ -14,7 +14,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.envs.registration import load_env_creator
 
-from ..errors import DataError, EnvError
+from ..data.errors import DataError, EnvError
 from .factories import EnvFactory, is_vector
 
 # %% ../../../nbs/pipes/10_envs/13_watching.ipynb #29bc1b51

@@ -11,7 +11,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from ..errors import EnvError
+from ..data.errors import EnvError
 
 # %% ../../../nbs/pipes/10_envs/11_with_image.ipynb #b7aa517a
 class WithImage(gym.Wrapper):

@@ -9,11 +9,11 @@ __all__ = ['LONG', 'Setting', 'setting_of', 'advice_for']
 import os
 from typing import NamedTuple
 
-from ..graph import find, nodes
+from ..graph.edits import find, nodes
 from ..lanes import Lanes
 from .report import LEARNER, Profile, share_text
 from ..stepper import EnvStepper
-from ..torchdata import IterDataPipe
+from ..graph.torchdata import IterDataPipe
 
 # %% ../../../nbs/pipes/31_profiling/03_advice.ipynb #f3fdb65b
 class Setting(NamedTuple):

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import rollpipe.pipes.nested as nested
-from ..pipe import close
+from ..data import nested
+from ..graph.pipe import close
 
 # %% ../../../nbs/pipes/31_profiling/00_clock.ipynb #1f7f0b97
 class Account:

@@ -11,17 +11,17 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from ..data import Fragment
-from ..errors import DataError, describe
-from ..graph import copy_graph, draw, find, nodes
-from ..pipe import close
+from ..data.fragment import Fragment
+from ..data.errors import DataError, describe
+from ..graph.edits import copy_graph, draw, find, nodes
+from ..graph.pipe import close
 from .advice import advice_for, setting_of
 from .clock import Clock, Reading
 from .report import LEARNER, Profile, StageFigures, WorkerFigures, stage_figures
 from .stages import put_clocks, stages_of
 from ..replay.pipe import Replayed
 from ..taps import count_steps
-from ..torchdata import IterDataPipe
+from ..graph.torchdata import IterDataPipe
 from ..workers.reading import ProcessReading, WorkerLanes
 
 # %% ../../../nbs/pipes/31_profiling/04_profile.ipynb #fa859d7e

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..drawing import Drawing
+from ..graph.drawing import Drawing
 from .clock import Reading
 
 # %% ../../../nbs/pipes/31_profiling/02_report.ipynb #9d659048

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..graph import draw, nodes, reconnect
-from ..pipe import Pipe, close
+from ..graph.edits import draw, nodes, reconnect
+from ..graph.pipe import Pipe, close
 from .clock import Clock
 from ..replay.pipe import Replay
 from ..stepper import EnvStepper
-from ..torchdata import IterDataPipe
+from ..graph.torchdata import IterDataPipe
 
 # %% ../../../nbs/pipes/31_profiling/01_stages.ipynb #d5318316
 _PARTS = {EnvStepper: ('environments', 'actor'), Replay: ('sampling',)}

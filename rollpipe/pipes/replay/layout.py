@@ -9,8 +9,8 @@ __all__ = ['unbatched', 'FragmentLayout']
 import numpy as np
 import torch
 
-import rollpipe.pipes.nested as nested
-from ..data import Final, Fragment
+from ..data import nested
+from ..data.fragment import Final, Fragment
 from .records import fields_of, record_type
 
 # %% ../../../nbs/pipes/24_replay/02_layout.ipynb #fc4a588c

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import rollpipe.pipes.nested as nested
-from ..data import Fragment, check_item
-from ..errors import LEAST_BYTES, DataError, check_fraction, check_integer, check_memory
+from ..data import nested
+from ..data.fragment import Fragment, check_item
+from ..data.errors import LEAST_BYTES, DataError, check_fraction, check_integer, check_memory
 from ..frames import Stacks
 from .layout import unbatched
 from .sampling import PrioritizedSampler, UniformSampler

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-import rollpipe.pipes.nested as nested
-from ..data import check_item, with_field_docs
-from ..errors import DataError, check_fraction, check_integer, describe
-from ..pipe import Pipe
+from ..data import nested
+from ..data.fragment import check_item, with_field_docs
+from ..data.errors import DataError, check_fraction, check_integer, describe
+from ..graph.pipe import Pipe
 from ..steps import Step, check_follows
-from ..torchdata import IterDataPipe
+from ..graph.torchdata import IterDataPipe
 
 # %% ../../../nbs/pipes/24_replay/09_merged_steps.ipynb #1f6f9b37
 @with_field_docs

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..data import Fragment
-from ..errors import LEAST_BYTES, DataError, GraphError, check_integer, check_memory, is_between
-from ..pipe import Pipe, Seeded
+from ..data.fragment import Fragment
+from ..data.errors import LEAST_BYTES, DataError, GraphError, check_integer, check_memory, is_between
+from ..graph.pipe import Pipe, Seeded
 from .memory import ReplayMemory, Sample
-from ..torchdata import IterDataPipe
+from ..graph.torchdata import IterDataPipe
 
 # %% ../../../nbs/pipes/24_replay/08_pipe.ipynb #bdc05f96
 _newest = weakref.WeakValueDictionary()  # id of a pipe -> the memory of its newest iterator

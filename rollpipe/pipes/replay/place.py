@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DataError, check_memory
+from ..data.errors import DataError, check_memory
 
 # %% ../../../nbs/pipes/24_replay/04_place.ipynb #d0927fe6
 def _in_use(file):

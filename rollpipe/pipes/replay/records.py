@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import rollpipe.pipes.nested as nested
+from ..data import nested
 
 # %% ../../../nbs/pipes/24_replay/00_records.ipynb #b4488ed4
 class Field:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-import rollpipe.pipes.nested as nested
-from ..data import Fragment
-from ..errors import DataError
-from ..fragment_ops import same_keys, strands
+from ..data import nested
+from ..data.fragment import Fragment
+from ..data.errors import DataError
+from ..data.fragment_ops import same_keys, strands
 from .layout import FragmentLayout, unbatched
 from .place import Place
 from .tables import Ring, SideTable

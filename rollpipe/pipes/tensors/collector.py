@@ -10,11 +10,11 @@ import multiprocessing, os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..data import Fragment
+from ..data.fragment import Fragment
 from ..envs.factories import env_seeds
 from ..envs.sources import Acting, no_copy
-from ..errors import DataError, EnvError, PipeError, check_integer
-from ..pipe import Seeded, Source
+from ..data.errors import DataError, EnvError, PipeError, check_integer
+from ..graph.pipe import Seeded, Source
 from ..stepper import refuse_reading_ahead
 from .tensor_batch import TensorBatch
 from .tensor_env import TensorFactory

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import rollpipe.pipes.nested as nested
+from ..data import nested
 from ..envs.actions import action_batch
 from ..envs.batch import Batch
 from ..envs.checks import single_spaces
 from ..envs.factories import env_seeds, space_spec
-from ..errors import ActorError, EnvError, PipeError, check_integer, describe, describe_exception
-from ..modules import checked_device
+from ..data.errors import ActorError, EnvError, PipeError, check_integer, describe, describe_exception
+from ..graph.modules import checked_device
 from .tensor_checks import BlockCheck, TensorForm, batch_form, on_device
 from .tensor_env import TensorEnv
 

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import rollpipe.pipes.nested as nested
+from ..data import nested
 from ..envs.actions import in_containers
 from ..envs.checks import RangeCheck
 from ..envs.factories import space_spec
-from ..errors import PipeError, describe
+from ..data.errors import PipeError, describe
 
 # %% ../../../nbs/pipes/26_tensors/01_tensor_checks.ipynb #6a7d25a2
 def on_device(x: Any) -> str:

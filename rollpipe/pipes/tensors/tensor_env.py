@@ -11,8 +11,8 @@ from typing import Any
 
 import gymnasium as gym
 
-from ..errors import EnvError, describe, describe_exception
-from ..modules import ByIdentity
+from ..data.errors import EnvError, describe, describe_exception
+from ..graph.modules import ByIdentity
 
 # %% ../../../nbs/pipes/26_tensors/00_tensor_env.ipynb #f7977764
 class TensorEnv:

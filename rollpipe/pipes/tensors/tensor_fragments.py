@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-import rollpipe.pipes.nested as nested
-from ..data import Final, Fragment, State
-from ..errors import ActorError, EnvError, PipeError
-from ..modules import VersionCounter, modules_in
+from ..data import nested
+from ..data.fragment import Final, Fragment, State
+from ..data.errors import ActorError, EnvError, PipeError
+from ..graph.modules import VersionCounter, modules_in
 from ..engines.checked_actor import CheckedActor
 from .tensor_batch import TensorBatch, TensorOutcome, refuse_first, refuse_last
 from .tensor_checks import on_device

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-import rollpipe.pipes.nested as nested
-from ..errors import ActorError, describe
-from ..modules import VersionCounter, bump_version, comparable, modules_in, state_of, torch_threads, version_of
-from ..reactions import attribute_name, kept_in
+from ..data import nested
+from ..data.errors import ActorError, describe
+from ..graph.modules import VersionCounter, bump_version, comparable, modules_in, state_of, torch_threads, version_of
+from ..engines.reactions import attribute_name, kept_in
 from .remote_errors import log
 from .shared import SharedMemory, aligned
 

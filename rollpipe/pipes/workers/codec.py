@@ -17,8 +17,8 @@ import numpy as np
 import optree
 import torch
 
-import rollpipe.pipes.nested as nested
-from ..errors import DataError
+from ..data import nested
+from ..data.errors import DataError
 from .shared import aligned
 
 # %% ../../../nbs/pipes/30_workers/03_codec.ipynb #87d5e4eb

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from ..fragment_ops import with_restarts
+from ..data.fragment_ops import with_restarts
 from .channel import WeightPublisher
 from .loop import holders_in
 from .members import Member, Members

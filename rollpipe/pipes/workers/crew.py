@@ -9,7 +9,7 @@ __all__ = ['plan_buffers', 'planned_pool', 'ProcessCrew']
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..errors import DataError
+from ..data.errors import DataError
 from .channel import WeightPublisher
 from .loop import run_lanes
 from .members import Member, Members, check_picklable, cores_and_device

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..errors import PipeError
+from ..data.errors import PipeError
 from ..fragments import Destination
-from ..graph import find, nodes
+from ..graph.edits import find, nodes
 from ..lanes import opened_into
-from ..modules import modules_in
-from ..pipe import held_by
-from ..reactions import Unchanging
+from ..graph.modules import modules_in
+from ..graph.pipe import held_by
+from ..engines.reactions import Unchanging
 from ..stepper import EnvStepper
 from .remote_errors import send_exception, send_warning
 from .slot_writer import SlotWriter

@@ -14,9 +14,9 @@ from typing import Any
 import cloudpickle
 import torch
 
-from ..errors import DataError, WorkerError
-from ..graph import nodes
-from ..pipe import held_by
+from ..data.errors import DataError, WorkerError
+from ..graph.edits import nodes
+from ..graph.pipe import held_by
 from .loop import Reply
 from .process import end_workers
 from .schedule import Request

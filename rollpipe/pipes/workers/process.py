@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from ..errors import WorkerError
+from ..data.errors import WorkerError
 from .entry import STARTED, run_worker
 from .guard import guard, unguard
 from .link import Link

@@ -6,8 +6,8 @@
 __all__ = ['ProcessReading']
 
 # %% ../../../nbs/pipes/30_workers/18_reading.ipynb #9164978a
-import rollpipe.pipes.torchdata as torchdata
-from ..errors import check_integer
+from ..graph import torchdata
+from ..data.errors import check_integer
 from .crew import ProcessCrew
 from .members import check_affinity
 from .process import start_method_for

@@ -12,8 +12,8 @@ from typing import Any
 
 import cloudpickle
 
-from ..errors import PipeError, WorkerError
-from ..torchdata import IterDataPipe
+from ..data.errors import PipeError, WorkerError
+from ..graph.torchdata import IterDataPipe
 from .shared import SharedMemory
 
 # %% ../../../nbs/pipes/30_workers/01_remote_errors.ipynb #5d0f1a06

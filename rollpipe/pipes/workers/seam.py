@@ -11,17 +11,17 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import rollpipe.pipes.torchdata as torchdata
+from ..graph import torchdata
 from ..batches import FragmentStacker
 from ..episodes import EpisodeCollector
-from ..errors import DataError, GraphError, check_integer, describe
+from ..data.errors import DataError, GraphError, check_integer, describe
 from ..fragments import FragmentCollector
-from ..graph import copy_graph, find, inputs, insert_after, nodes, replace
+from ..graph.edits import copy_graph, find, inputs, insert_after, nodes, replace
 from ..lanes import GlobalRandomStates, Lanes
-from ..pipe import trait
+from ..graph.pipe import trait
 from ..stepper import Acting, refuse_reading_ahead
 from ..taps import EpisodeStats, Tap, Throughput
-from ..torchdata import IterDataPipe
+from ..graph.torchdata import IterDataPipe
 from .coordinator import Coordinator
 
 # %% ../../../nbs/pipes/30_workers/17_seam.ipynb #a8508afe

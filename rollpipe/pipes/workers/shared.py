@@ -11,7 +11,7 @@ from multiprocessing.reduction import DupFd
 
 import numpy as np
 
-from ..errors import DataError, available_memory
+from ..data.errors import DataError, available_memory
 
 # %% ../../../nbs/pipes/30_workers/00_shared.ipynb #aead1125
 _FLAGS = mmap.MAP_SHARED | getattr(mmap, 'MAP_POPULATE', 0) if hasattr(mmap, 'MAP_SHARED') else 0   # all page faults happen in `mmap`

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-import rollpipe.pipes.nested as nested
+from ..data import nested
 from ..batches import Arena
 from .codec import (SMALL, ArraySpec, ItemFormat, check_sendable, copy_arrays, copy_tensor, pickle_containers,
                                           pickle_item)

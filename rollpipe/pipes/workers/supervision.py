@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from math import inf
 from typing import Any
 
-from ..errors import WorkerError
+from ..data.errors import WorkerError
 from .members import Member
 from .process import WorkerNotStarted
 from .remote_errors import log

@@ -1,0 +1,1 @@
+"""What flows: fragments and the arrays in them, their returns, and the errors that name a culprit."""

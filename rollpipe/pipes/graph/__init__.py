@@ -1,0 +1,1 @@
+"""The base of every pipe, and how a graph of pipes is edited and drawn."""
