@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .. import ranks
+import rollpipe.ranks as ranks
 from ..agents.intrinsic.states import load_states, states_of
 from ..settings.config import build
 from .locks import unlock

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import ranks
+import rollpipe.ranks as ranks
 from ..agents.checkpoint import names_file, write_atomically
 from ..agents.metrics import METRICS, check_metrics, near_metric
 from ..pipes.data.errors import DataError

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..agents.checkpoint import write_atomically
 from ..pipes.data.errors import DataError

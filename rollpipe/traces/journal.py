@@ -5,7 +5,7 @@
 # %% ../../nbs/traces/03_journal.ipynb #47ff8b34
 from __future__ import annotations
 
-import functools, json
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -23,20 +23,23 @@ from .compare import PLAIN, as_array, form_of
 __all__ = ['running', 'places', 'first_place', 'Entry', 'read_journal', 'cut', 'Journal']
 
 # %% ../../nbs/traces/03_journal.ipynb #55e91c61
-@functools.cache
-def _form_crc(kind, dtype, shape): return crc32(f"{kind.__name__} {dtype} {list(shape)}".encode())
-
-
-def running(crc: int, x: Any) -> int:
+def running(crc: int | None, x: Any) -> int:
     """The running checksum after one more value.
 
     Args:
-        crc: checksum of the values before
+        crc: checksum of the values before; None: there are none
         x: array, tensor, or plain data
     """
+    if crc is None: crc = crc32((form_of(x) if isinstance(x, _KNOWN) else '').encode())
+    if type(x) is torch.Tensor and not x.requires_grad:         # the usual case, at half the time
+        try: return crc32(x.numpy(), crc)
+        except (TypeError, ValueError, RuntimeError): pass      # another device, a dtype that numpy lacks, gaps in memory
     data = as_array(x)
-    if data is not None: return crc32(data, crc ^ _form_crc(type(x), x.dtype, tuple(x.shape)))
+    if data is not None: return crc32(data, crc)
     return crc32((form_of(x) if isinstance(x, PLAIN) else type(x).__name__).encode(), crc)
+
+
+_KNOWN = torch.Tensor, np.ndarray, np.generic
 
 # %% ../../nbs/traces/03_journal.ipynb #605e865a
 def _sums(trees) -> Any:
@@ -185,7 +188,7 @@ class Journal:
         leaves, structure = nested.flatten(fresh)
         if structure != self.structure: self.structure, self.paths = structure, nested.paths(fresh)
         before = self.entry.batch
-        self.batch = {**before, **{path: running(before.get(path, 0), x) for path, x in zip(self.paths, leaves)}}
+        self.batch = {**before, **{path: running(before.get(path), x) for path, x in zip(self.paths, leaves)}}
         self.is_regular, self.place, self.versions = steps // self.SPACING > self.entry.steps // self.SPACING, None, None
         if self.is_regular and isinstance(fresh, Fragment):
             self.place = places(fresh)
@@ -200,8 +203,8 @@ class Journal:
         self._write(self.entry._replace(place=self.place, versions=self.versions))
 
     def _weights(self, name, network):
-        crc = self.entry.weights.get(name, 0)
-        for x in (*network.parameters(), *network.buffers()): crc = running(crc, x)
+        crc = self.entry.weights.get(name)
+        for x in (*network.parameters(), *network.buffers()): crc = running(crc, x.detach())
         return crc
 
     def mark(self) -> None:
