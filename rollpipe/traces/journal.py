@@ -169,9 +169,9 @@ class Journal:
     def __init__(self, path: str | Path | None, counters: dict, networks: dict):
         self.networks, self.file, self.counters = networks, None, {name: counters[name] for name in ("updates", "steps", "resumes")}
         last, self.sum = (None, 0) if path is None else cut(path, counters["updates"])
-        is_whole = last is not None and last.updates == counters["updates"]
-        self.since, self.batch, self.weights = (last.since, last.batch, last.weights) if last and is_whole else (counters["updates"], {}, {})
-        self.written = counters["updates"]      # the update of the last line, or of the checkpoint
+        self.since = self.written = counters["updates"]      # `written`: the update of the last line, or of the checkpoint
+        self.batch, self.weights = {}, {}
+        if last is not None and last.updates == self.written: self.since, self.batch, self.weights = last.since, last.batch, last.weights
         self.known: dict = {}       # root -> structure of a batch, and the paths of its leaves
         self.next, self.more, self.is_regular = {}, {}, False       # what the present update adds
         if path is not None: self.file = open(path, "a", encoding="utf-8")
