@@ -63,6 +63,15 @@ def _add_folders(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, metavar="N", help="number of these runs at a time [1]")
 
 
+def _add_comparisons(command, debug: Parser) -> None:
+    "Add the commands that compare the numbers of trainings."
+    sub = command("diff", diff_command, [debug], "tell how two runs differ: settings, versions, code, and the first update")
+    sub.add_argument("runs", metavar="RUN", nargs=2, help="folders of runs")
+    sub = command("verify", verify_command, [debug], "repeat the first updates of a run, and compare them with its journal")
+    sub.add_argument("run", metavar="RUN", help="folder of a run")
+    sub.add_argument("--updates", type=int, default=20, metavar="N", help="number of updates to repeat [20]")
+
+
 def _parent_parsers() -> tuple:
     "Parsers of shared options: for all commands, for a trained policy, for playing it, for building a training, and for running it."
     debug = Parser(add_help=False)
@@ -117,15 +126,6 @@ def _add_searches(command, debug: Parser, settings: Parser) -> None:
                    _timed(settings, 60, "for all settings together"))
     add_algorithms(command("tune", tune_command, [debug], "search for the options that learn best (Optuna), and write them as a preset"),
                    _searching(settings))
-
-
-def _add_comparisons(command, debug: Parser) -> None:
-    "Add the commands that compare the numbers of trainings."
-    sub = command("diff", diff_command, [debug], "tell how two runs differ: settings, versions, code, and the first update")
-    sub.add_argument("runs", metavar="RUN", nargs=2, help="folders of runs")
-    sub = command("verify", verify_command, [debug], "repeat the first updates of a run, and compare them with its journal")
-    sub.add_argument("run", metavar="RUN", help="folder of a run")
-    sub.add_argument("--updates", type=int, default=20, metavar="N", help="number of updates to repeat [20]")
 
 
 def _add_list(parser: Parser) -> None:
