@@ -21,7 +21,7 @@ from report import header, spread, table
 from rollpipe import DQN, PPO, TRPO, Critic, EnvStepper, FragmentCollector, Lanes, MLPPolicy, QPolicy, on_policy, replayed
 from rollpipe.agents import gradient_learner, natural_gradient
 from rollpipe.agents.linearization import Linearization, fisher_product
-from rollpipe.pipes import lanes
+from rollpipe.pipes.data import random_states
 from rollpipe.pipes.graph import modules
 
 ENV = 'CartPole-v1'
@@ -100,7 +100,7 @@ def blocks():
 
 
 def numpy_state():
-    state = lanes.NumpyState()
+    state = random_states.NumpyState()
 
     def work():
         state.take()
@@ -120,8 +120,8 @@ FORMS = dict(  # row -> (what the plain form replaces, what makes the work and s
     clip=((gradient_learner, 'clip_gradients', plain_clip), clip),
     eval=((modules, 'EvalMode', PlainEval), eval_mode),
     blocks=((natural_gradient, 'in_row_blocks', lambda fn, tree, **_: fn(tree)), blocks),
-    numpy_state=((lanes, 'NumpyState', WholeState), numpy_state),
-    numpy_fragments=((lanes, 'NumpyState', WholeState), fragments))
+    numpy_state=((random_states, 'NumpyState', WholeState), numpy_state),
+    numpy_fragments=((random_states, 'NumpyState', WholeState), fragments))
 
 
 def seconds(make):

@@ -13,7 +13,7 @@ from worker_cases import Global
 
 from rollpipe.layers import CategoricalPolicy, GaussianPolicy
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, Minibatcher, ProcessReading, on_policy, rollouts
-from rollpipe.pipes.lanes import GlobalRandomStates
+from rollpipe.pipes.data.random_states import GlobalRandomStates
 from rollpipe.pipes.graph.torchdata import DataLoader2, InProcessReadingService
 
 ACTORS = {"explicit": lambda: GaussianPolicy.for_env(Lively, seed=0), "global": lambda: Shaky()}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rollpipe.pipes import DataError, nested
 from rollpipe.pipes.cluster.actor import LaneServer, Outbox
 from rollpipe.pipes.cluster.ray_crew import ArrivalPool, Arrived
-from rollpipe.pipes.lanes import GlobalRandomStates
+from rollpipe.pipes.data.random_states import GlobalRandomStates
 from rollpipe.pipes.graph.torchdata import IterDataPipe
 from rollpipe.pipes.workers.channel import WeightPublisher
 from rollpipe.pipes.workers.codec import SMALL

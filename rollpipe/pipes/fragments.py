@@ -132,8 +132,20 @@ class FragmentBuilder:
 
     def ask(self) -> None:
         "If possible, let the source write the next fragment at once: then the next tick stands for all of it."
-        if self.direct and (last := self.last):
+        if self.direct and (last := self.last) and last.source is not None:
             self.is_asked = last.source.collect_into(self._begin(last.next, last.next, last.term, last.lane))
+
+    def get_state(self) -> tuple:
+        "What the next fragment depends on: its number and, if there was a step, the state after the last one."
+        last = self.last
+        return self.seq, None if last is None else (*last.next, last.term, last.lane)
+
+    def set_state(self, state: tuple) -> None:
+        "Go on from what `get_state` returned."
+        self.seq, last = state
+        if last is None: return
+        *row, term, lane = last
+        self.last = Tick(*(None,) * len(Tick._fields))._replace(next=State(*row), term=term, lane=lane)
 
     def take(self) -> Fragment:
         "The fragment of the steps that were added since the last one was taken."
@@ -196,6 +208,7 @@ class FragmentCollector(Pipe):
         self._check_rests()
         direct = isinstance(self.pipe, Source) and trait(self.pipe, 'fusible') and self.fusible     # then nobody keeps or changes ticks
         builder = FragmentBuilder(self.n_steps, destination, direct, pipe=self)
+        self.keep(builder=builder)
         for tick in items:
             check_item(tick, Tick, self)
             builder.add(tick)

@@ -8,12 +8,14 @@ __all__ = ['Interaction', 'refuse_reading_ahead', 'FromSource', 'EnvStepper']
 # %% ../../nbs/pipes/12_stepper.ipynb #7d47c8c7
 import multiprocessing, os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
 from .data import nested
+from .data.random_states import GlobalRandomStates
 from .data.fragment import Collected, State, Tick, TickSource
 from .engines.checked_actor import CheckedActor, calling
 from .engines.choice import check_engine, instead
@@ -63,6 +65,19 @@ class Interaction(TickSource):
         self.act, self.hx = nested.map(torch.zeros_like, act), self.checked.reset(hx, list(range(len(self.envs))))
         self.engine = self.checked.engine(self.engine_choice, self.state, self.hx)
         return self
+
+    def get_state(self) -> dict:
+        "Everything on which the next steps depend, but for the weights of the actor. Raises `EnvError` if the environments are not kept."
+        return dict(row=self.row.state(()), term=self.row.term, act=self.act, hx=self.hx, noise=self.checked.seeded.get_state(),
+                    envs=self.envs.get_state())
+
+    def set_state(self, state: dict) -> None:
+        "Go on from what `get_state` returned, after `start`."
+        rows = self.envs.rows()
+        rows.put(0, state['row'], state['term'])
+        self.row, self.act, self.hx = rows.rows[0], state['act'], state['hx']
+        self.checked.seeded.set_state(state['noise'])
+        self.envs.set_state(state['envs'])
 
     def _run(self, rows, begin, n, found):
         "Take `n` steps, write the states into the rows that follow row `begin` of `rows`, and append the rest to `found`."
@@ -235,6 +250,7 @@ class EnvStepper(FromSource, Seeded, Source):
         engine: engine that runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if possible)
     """
     keeps_items, fusible = False, True
+    keeper: Any = None     # how the environments are kept, see `resumable`; None: they are not
 
     def __init__(self, source: Any, actor: Any, n_envs: int | None = None, *, vector: str | None = None, sticky: int | None = None,
                  terminal_obs: bool = False, env_kwargs: dict | None = None, info_keys: Sequence | None = None, seed: int | None = None,
@@ -256,6 +272,11 @@ class EnvStepper(FromSource, Seeded, Source):
         source = self.factories[0] if self.factories else 'a pipe'
         return f"EnvStepper({source}, {type(self.actor).__name__}, n_envs={self.n_envs})"
 
+    def not_kept(self) -> str | None:
+        "See `Pipe`."
+        if self.keeper is None: return "it was not tested whether its environments can be kept"
+        return f"its environments cannot be kept ({self.keeper.failed})" if self.keeper.name == 'none' else None
+
     def make_envs(self, seed: np.random.SeedSequence, items: Iterator | None = None) -> Batch:
         """The environments, not reset yet. The caller closes them.
 
@@ -265,7 +286,7 @@ class EnvStepper(FromSource, Seeded, Source):
         """
         where = dict(pipe=type(self).__name__, lane=self.lane)
         envs = env_batch(self._factories(items, **where), seed, sticky=self.sticky, info_keys=self.info_keys,
-                         clip_actions=self.clip_actions, closes=self.close_made, **where)
+                         clip_actions=self.clip_actions, closes=self.close_made, keeper=self.keeper, **where)
         envs.terminal_obs = self.terminal_obs
         envs.pinned = self.device is not None and self.device.type == 'cuda'
         return envs
@@ -282,5 +303,8 @@ class EnvStepper(FromSource, Seeded, Source):
 
     def stream(self, items: Iterator) -> Iterator[Tick]:
         interaction = self.interact(items)
-        try: yield from interaction.start().ticks()
+        try:
+            with nullcontext() if self.restored is None else GlobalRandomStates(): interaction.start()
+            self.keep(interaction=interaction)
+            yield from interaction.ticks()
         finally: interaction.envs.close()

@@ -1,4 +1,5 @@
-"""Trainings in folders, and the commands for one of them."""
-from .folder import load_agent
+"""Trainings in folders: they are started, continued, recorded, evaluated and exported."""
+from .folder import Run, load_agent, resume, start
+from .training import train
 
-__all__ = ["load_agent"]
+__all__ = ['Run', 'load_agent', 'resume', 'start', 'train']

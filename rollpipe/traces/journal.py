@@ -222,11 +222,7 @@ class Journal:
 
     def __enter__(self): return self
 
-    def __exit__(self, kind: Any, *exc: Any) -> None:
-        "Close the file, after an extra line for the last update that was whole."
-        try:
-            if kind is None or not issubclass(kind, OSError): self.mark()       # a full disk stays full
-        finally:
-            file, self.file = self.file, None
-            if file is not None:
-                with names_file(file.name): file.close()
+    def __exit__(self, *exc: Any) -> None:
+        file, self.file = self.file, None
+        if file is None: return
+        with names_file(file.name): file.close()

@@ -13,7 +13,7 @@ import cloudpickle
 import torch
 
 from ..workers.entry import Terminated
-from ..workers.loop import LaneRunner, Reply
+from ..workers.loop import STATE, LaneRunner, Reply
 from ..workers.remote_errors import TracebackFile, send_exception
 from ..workers.slots import Layout, Slot
 
@@ -122,10 +122,11 @@ class LaneServer(LaneRunner):
         lanes: number of the lane -> graph
         states: number of the lane -> its `GlobalRandomStates`
         device: device of the actors; None: they are not moved
+        tells: send the state of the lane with each item
     """
-    def __init__(self, outbox: Any, receiver: Any, name: str, lanes: dict, states: dict, device: Any):
+    def __init__(self, outbox: Any, receiver: Any, name: str, lanes: dict, states: dict, device: Any, tells: bool = False):
         self.slot = Slot()
-        super().__init__(outbox, [self.slot], receiver, name, lanes, states, device)
+        super().__init__(outbox, [self.slot], receiver, name, lanes, states, device, tells)
 
     def serve(self, *request: Any) -> tuple:
         """Collect the next item of a lane, with the latest weights that arrived, in memory for one item.
@@ -134,8 +135,10 @@ class LaneServer(LaneRunner):
             *request: a `WorkerRequest`
 
         Returns:
-            tuple: `(reply, bytes)`; the bytes begin with the arrays of the layout, unless the item has no such arrays
+            tuple: `(reply, bytes)`; the bytes begin with the arrays of the layout, unless the item has no such arrays; or `(state,)`
+                of a lane, for which `(STATE, lane)` asks
         """
+        if request[0] == STATE: return self.state(request[1]),
         self.lane, _, _, _, layout = request
         memory = self.slot.layout_memory
         if layout is not None:

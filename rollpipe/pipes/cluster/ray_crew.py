@@ -18,6 +18,7 @@ from .remote import RemoteWorker, end_remote, packed_for
 from ..workers.channel import WeightPublisher
 from ..workers.codec import ItemFormat
 from ..workers.crew import planned_pool
+from ..workers.loop import STATE
 from ..workers.members import Member, Members, check_picklable
 from ..workers.schedule import Request
 from ..workers.slot_pool import SlotPool
@@ -53,6 +54,11 @@ class ArrivalPool(SlotPool):
         item_format.put(self.slots[slot], position, self.states[slot].layout)
         return super().read(slot, position, item_format.item_format)
 
+    def copy(self, slot: int, position: int, item_format: Any) -> Any:
+        "As `SlotPool.copy`."
+        item_format.put(self.slots[slot], position, self.states[slot].layout)
+        return super().copy(slot, position, item_format.item_format)
+
 # %% ../../../nbs/pipes/32_cluster/04_ray_crew.ipynb #5ae6d508
 SMALL_WEIGHTS = 2 ** 16     # [bytes] smaller weights are sent with the request, larger ones through Ray's object store
 
@@ -87,6 +93,10 @@ class RemoteMember(Member):
         if number == self.number: data = None
         self.number = number
         return number, data, *super().message(request, slot_states)
+
+    def ask_state(self, lane: int) -> None:
+        "As `Member.ask_state`."
+        self.process.send((self.number, None, STATE, lane))
 
     def take_reply(self, message: tuple) -> tuple:
         "As `Member.take_reply`, but the format is an `Arrived`. Times are shifted to the clock of this process: clocks of machines differ."
@@ -143,18 +153,20 @@ class RayCrew:
         "Raise an error if a graph cannot be sent to workers."
         check_picklable(graphs, expected="what can be pickled")
 
-    def start(self, index: int, graphs: dict, states: dict, publisher: WeightPublisher, holders: Sequence) -> Member:
+    def start(self, index: int, graphs: dict, states: dict, publisher: WeightPublisher, holders: Sequence,
+              tells: bool = False) -> Member:
         """Start worker `index`, and return it as a member. Raises `WorkerError` if the living nodes have no room for all workers.
 
         Args:
             graphs: number of the lane -> graph, for the lanes of this worker
             states: number of the lane -> its `GlobalRandomStates`
             holders: indices, in the publisher, of the holders of weights in these graphs
+            tells: the worker sends the state of a lane with each item
         """
         service, place, name = self.service, self.service.place, f"worker {index}"
         place.check_room(self.ray, self.n)     # before each start, because a node may leave between a start and a restart
         if self.weights is None: self.weights, self.members.group = Weights(self.ray, publisher), place.group(self.ray, self.n)
-        packed = packed_for(f"the lanes of {name}", LaneServer, (graphs, states, service.device))
+        packed = packed_for(f"the lanes of {name}", LaneServer, (graphs, states, service.device, tells))
         args = packed, publisher.receiver(holders), service.worker_threads
         worker = RemoteWorker(self.ray, name, place.options(self.ray, self.members.group, index), args, service.grace)
         member = RemoteMember(index, worker, graphs, worker.patience(service.silence))

@@ -39,6 +39,7 @@ class SeededActor:
         self.generator = torch.Generator(device).manual_seed(int(seed.generate_state(1)[0]))
         self.global_state = self.generator.get_state()    # state of torch's global generator, for an actor that takes no noise
         self.block, self.rows, self.at = None, None, self.chunk    # noise of `chunk` steps; split into steps; next step
+        self.before = None     # state of the generator before the noise of this block was drawn; None: nothing was drawn
 
     def step(self, seen: State, hx: Any, virtual: bool) -> tuple:
         "Call `actor.step`. A virtual reaction draws no random numbers."
@@ -66,7 +67,20 @@ class SeededActor:
             self.at, n = self.at + k, n - k
         return found[0] if len(found) == 1 else nested.cat(found)
 
-    def _draw(self): self.block, self.rows, self.at = self.actor.draw_noise((self.chunk, self.n_envs), self.generator), None, 0
+    def _draw(self):
+        self.before = self.generator.get_state()
+        self.block, self.rows, self.at = self.actor.draw_noise((self.chunk, self.n_envs), self.generator), None, 0
+
+    def get_state(self) -> tuple:
+        "The state of the generators. The noise in store is drawn again."
+        return self.generator.get_state(), self.global_state, self.before, self.at
+
+    def set_state(self, state: tuple) -> None:
+        "Go on from what `get_state` returned."
+        now, self.global_state, before, at = state
+        self.generator.set_state(now if before is None else before)
+        if before is not None: self._draw()
+        self.at = at
 
     def _with_global_generator(self, seen, hx, virtual):
         outer = torch.get_rng_state()

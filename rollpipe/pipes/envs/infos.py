@@ -67,6 +67,14 @@ class InfoRecorder:
         self.like, self.masked = {}, set()     # key -> a column `[n, ...]` of fillers, in the recorded shape and dtype; keys with a mask
         self.known, self.begun = set(), False  # infos recorded or left out for good; has there been a step?
 
+    def get_state(self) -> dict:
+        "What is recorded so far, and how."
+        return {name: getattr(self, name) for name in ('awaited', 'like', 'masked', 'known', 'begun')}
+
+    def set_state(self, state: dict) -> None:
+        "Go on from what `get_state` returned."
+        vars(self).update(state)
+
     def is_news(self, names: Iterable) -> bool:
         "Is there a wanted info among `names` that has not appeared before?"
         if self.awaited is None: return not self.known.issuperset(names)

@@ -8,6 +8,7 @@ __all__ = ['make_envs', 'scalar_rewards', 'is_end', 'SingleEnvs', 'count_steps',
 # %% ../../../nbs/pipes/10_envs/07_single.ipynb #c9f28217
 import warnings
 from collections.abc import Callable
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from ..data import nested
 from ..data.errors import EnvError, PipeError, describe, describe_exception
 from .actions import action_rows
-from .batch import Batch, last_obs, put_obs
+from .batch import Batch, last_obs, played, put_obs
 from .rows import Row, Rows
 from .factories import Claim, env_seeds, is_vector, space_spec, spaces_of
 from .infos import SingleInfos
@@ -94,8 +95,10 @@ class SingleEnvs:
         first: the first environment, if its factory has been called already
         sticky: period in steps; an environment whose episode ended rests until the number of steps is a multiple of `sticky`
         closes: False: `close` leaves the environments open
+        keeper: a `Keeper`; None: their states cannot be told
     """
-    def __init__(self, factories: list, seeds: list, first: Any = None, sticky: int | None = None, closes: bool = True):
+    def __init__(self, factories: list, seeds: list, first: Any = None, sticky: int | None = None, closes: bool = True,
+                 keeper: Any = None):
         self.seeds, self.closes, self.envs, self.claim = seeds, closes, [] if first is None else [first], Claim()
         try:
             make_envs(factories, seeds, self.envs, self.claim)
@@ -104,12 +107,14 @@ class SingleEnvs:
         except BaseException:
             self.close()
             raise
-        self.sticky = Sticky(self.envs, sticky) if sticky else None
+        self.kept = [None if keeper is None else keeper.begin(env) for env in self.envs]
+        self.played = [played(env, kept, keeper) for env, kept in zip(self.envs, self.kept)]
+        self.sticky = Sticky(self.played, sticky) if sticky else None
 
     def reset(self, step: Row) -> None:
         "Reset all environments, each with its own seed, and write the first observations into `step`."
         self.claim.check()
-        for b, (env, (_, seed, _)) in enumerate(zip(self.envs, self.seeds)):
+        for b, (env, (_, seed, _)) in enumerate(zip(self.played, self.seeds)):
             with _naming(b, 'reset()'):
                 x, _ = env.reset(seed=seed)
                 put_obs(x, self.like, step.leaves, b)
@@ -127,7 +132,7 @@ class SingleEnvs:
         final, ended, rews, infos, call, b = {}, [], [], [], 'step()', 0
         (shape, dtype), buffer = self.form, step.leaves[0]
         try:
-            for b, (env, action) in enumerate(zip(self.envs if self.sticky is None else self.sticky.acting, actions)):
+            for b, (env, action) in enumerate(zip(self.played if self.sticky is None else self.sticky.acting, actions)):
                 x, r, terminated, truncated, info = env.step(action)
                 rews.append(r)
                 infos.append(info)
@@ -158,6 +163,7 @@ class SingleEnvs:
             **where: context for warnings: pipe, lane
         """
         self.claim.release()
+        self.played = self.kept = ()
         while self.envs:
             env = self.envs.pop()
             try:
@@ -205,15 +211,16 @@ class EnvBatch(Batch):
         sticky: period in steps; an environment whose episode ended rests until the number of steps is a multiple of `sticky`
         first: the first environment, if its factory has been called already
         closes: False: `close` leaves the environments open
+        keeper: a `Keeper`; None: the state cannot be told
         **where: context for error messages: pipe, lane
     """
     _action_converter = staticmethod(action_rows)
 
     def __init__(self, factories: list, seed: np.random.SeedSequence, info_keys: Any = None, clip_actions: bool = True,
-                 sticky: int | None = None, first: Any = None, closes: bool = True, **where: Any):
+                 sticky: int | None = None, first: Any = None, closes: bool = True, keeper: Any = None, **where: Any):
         self.factories, self.where, self.single, n = factories, where, None, len(factories)
         try:
-            self.single = SingleEnvs(factories, env_seeds(seed, n), first, sticky, closes)
+            self.single = SingleEnvs(factories, env_seeds(seed, n), first, sticky, closes, keeper)
             self._prepare(*spaces_of(self.single.envs[0]), n, clip_actions)
         except BaseException as e:
             self.close()
@@ -260,6 +267,31 @@ class EnvBatch(Batch):
             self._check_obs(row := rows.rows[t])
             if 'rew' not in rows.reads: self._put_rewards(row, rews)
             self._check_rewards(row, rews)
+
+    def get_state(self) -> dict:
+        "See `Batch`."
+        single, states = self.single, []
+        for b, one in enumerate(single.kept):
+            with self._naming(b): states.append(self._kept(one).state())
+        return dict(envs=states, infos=self._infos.get_state(), sticky=None if single.sticky is None else single.sticky.get_state())
+
+    def set_state(self, state: dict) -> None:
+        "See `Batch`."
+        single = self.single
+        if len(state['envs']) != len(self):
+            raise EnvError("the state is that of other environments", expected=f"{len(self)} of them", got=str(len(state['envs'])),
+                           **self.where)
+        for b, (one, kept) in enumerate(zip(single.kept, state['envs'])):
+            with self._naming(b): self._kept(one).restore(kept)
+        self._infos.set_state(state['infos'])
+        if single.sticky is not None: single.sticky.set_state(state['sticky'])
+
+    @contextmanager
+    def _naming(self, b):
+        try: yield
+        except PipeError as e:
+            self._locate(e, self.name(b))
+            raise
 
     def _put_rewards(self, row, rews):
         try: row.rew[:] = scalar_rewards(rews)

@@ -30,6 +30,17 @@ class Sticky:
         self.acting, self.resting = list(self.envs), []     # for each index, the environment or its `RestingEnv`; indices that rest
         self.count = 0
 
+    def get_state(self) -> tuple:
+        "Steps since the beginning, and the environments that rest with their observations."
+        return self.count, [(b, self.acting[b].obs) for b in self.resting]
+
+    def set_state(self, state: tuple) -> None:
+        "Go on from what `get_state` returned."
+        self.begin()
+        self.count, resting = state
+        self.resting = [b for b, _ in resting]
+        for b, obs in resting: self.acting[b] = RestingEnv(obs)
+
     def after_step(self, obs: Any, ended: list) -> np.ndarray:
         """Let `ended` environments rest; after a period all act again. Returns `valid` `[B]`: False for those that rested in this step.
 

@@ -13,7 +13,7 @@ import numpy as np
 from ..data import nested
 from ..data.errors import EnvError, PipeError
 from .autoreset import final_observations
-from .batch import Batch
+from .batch import Batch, played
 from .rows import Row, Rows
 from .checked_vector import CheckedVector, close_vector
 from .factories import Claim, EnvFactory, env_seeds, is_vector, spaces_of
@@ -34,13 +34,15 @@ class VectorBatch(Batch):
         clip_actions: clip float actions to their Box
         name: name in error messages
         closes: False: `close` leaves the environments open
+        keeper: a `Keeper`; None: the state cannot be told
         **where: context for error messages: pipe, lane
     """
     def __init__(self, vec: Any, seed: np.random.SeedSequence, info_keys: Any = None, clip_actions: bool = True, name: str | None = None,
-                 closes: bool = True, **where: Any):
+                 closes: bool = True, keeper: Any = None, **where: Any):
         self.vec, self.closes, self.where, self.vec_name, self.claim = vec, closes, where, name or type(vec).__name__, Claim()
+        self.one = None if keeper is None else keeper.begin(vec)
         try:
-            self.vector = CheckedVector(vec, seed, self.claim)
+            self.vector = CheckedVector(played(vec, self.one, keeper), seed, self.claim)
             self._prepare(*spaces_of(vec), self.vector.n, clip_actions)
         except PipeError as e:
             self.close()
@@ -84,6 +86,16 @@ class VectorBatch(Batch):
         if final: self._check_final(final)
         return final, ended, info, valid
 
+    def get_state(self) -> dict:
+        "See `Batch`."
+        return dict(env=self._kept(self.one).state(), resetting=self._resetting, infos=self._infos.get_state())
+
+    def set_state(self, state: dict) -> None:
+        "See `Batch`."
+        self._kept(self.one).restore(state['env'])
+        self._resetting = state['resetting']
+        self._infos.set_state(state['infos'])
+
     def _without_resets(self, step, ends):
         "`(valid, over)` of a step in which some environments were reset. These made no transition, and `fin` is True for them again."
         if np.count_nonzero(both := ends & self._resetting):
@@ -111,7 +123,7 @@ class VectorBatch(Batch):
 
 # %% ../../../nbs/pipes/10_envs/10_vector.ipynb #c45a7214
 def env_batch(factories: list, seed: np.random.SeedSequence, *, sticky: int | None = None, clip_actions: bool = True, info_keys: Any = None,
-              closes: bool = True, **where: Any) -> Batch:
+              closes: bool = True, keeper: Any = None, **where: Any) -> Batch:
     """The batch of the environments of `factories`: a `VectorBatch` if the first one makes a vector environment, else an `EnvBatch`.
 
     Raises `EnvError` if a vector environment has another number of environments, or if `sticky` is set for it.
@@ -123,9 +135,10 @@ def env_batch(factories: list, seed: np.random.SeedSequence, *, sticky: int | No
         clip_actions: clip float actions to their Box
         info_keys: infos to record; None: all numeric infos
         closes: False: the batch leaves its environments open
+        keeper: a `Keeper`, by which the batch can tell its state; None: it cannot
         **where: context for error messages: pipe, lane
     """
-    factory, options = factories[0], dict(info_keys=info_keys, clip_actions=clip_actions, closes=closes, **where)
+    factory, options = factories[0], dict(info_keys=info_keys, clip_actions=clip_actions, closes=closes, keeper=keeper, **where)
     if isinstance(factory, EnvFactory) and isinstance(factory.source, str): return EnvBatch(factories, seed, sticky=sticky, **options)
     try: first = factory(env_seeds(seed, 1)[0][0])
     except PipeError as e:

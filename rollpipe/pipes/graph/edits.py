@@ -119,7 +119,7 @@ def find_one(pipe: IterDataPipe, where: Where) -> Any:
     raise GraphError(f"{len(found) or 'no'} pipes match {name}, expected exactly one, in\n{draw(pipe, where)}\n")
 
 # %% ../../../nbs/pipes/02_graph/02_edits.ipynb #b062c3e3
-_ITERATION = ('_valid_iterator_id', '_number_of_samples_yielded', '_snapshot_state', '_fast_forward_iterator',
+_ITERATION = ('_valid_iterator_id', 'kept', 'running', '_number_of_samples_yielded', '_snapshot_state', '_fast_forward_iterator',
               '_profile_name')          # torch writes these attributes into a pipe while it runs
 
 def _mapped(value, memo):

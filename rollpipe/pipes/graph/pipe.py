@@ -18,7 +18,10 @@ import numpy as np
 import torch
 
 from . import edits
-from ..data.errors import GraphError
+from ..data.captures import capture, has_own_state
+from ..data.errors import CheckpointError, GraphError
+from ..data.random_states import GlobalRandomStates
+from ..data.restoring import restore
 from .edits import Where
 from .modules import Handle
 from .torchdata import IterDataPipe, Mapper, too_long
@@ -52,7 +55,8 @@ class _Held(Handle):
 def held_by(pipe: IterDataPipe) -> list:
     "The networks, actors and callables that `pipe` holds by reference, in the order of its attributes."
     found = []
-    _swapped({k: v for k, v in vars(pipe).items() if k != '_valid_iterator_id'}, lambda x: found.append(x) if _is_shared(x) else None)
+    own = {k: v for k, v in vars(pipe).items() if k not in ('_valid_iterator_id', 'kept', 'restored', 'running')}
+    _swapped(own, lambda x: found.append(x) if _is_shared(x) else None)
     return found
 
 
@@ -172,6 +176,8 @@ class Pipe(Traits, EditsByClass, IterDataPipe):
         TypeError: `pipe` is not an IterDataPipe; or, when a subclass is defined, its `stream` yields and returns nothing.
     """
     no_length = 'the stream of its source has none'     # reason in the error of `len`
+    kept: dict | None = None       # what the present iteration keeps from item to item, see `keep`; None: there is no iteration
+    restored: dict | None = None   # state of `kept` with which the next iteration begins
     timer: Any = None      # a profile sets it in its own copy of the graph: `timer.stream(begin)` gives the items of `begin()`
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -188,6 +194,28 @@ class Pipe(Traits, EditsByClass, IterDataPipe):
         "The items of this pipe, from the iterator `items` of its input."
         raise NotImplementedError(f'{type(self).__name__} must define stream(self, items)')
 
+    def keep(self, **fresh: Any) -> dict:
+        """What `stream` keeps from item to item: a dict with the values `fresh`, which it changes in place. A resumed iteration goes on
+        with the values of the interrupted one. A pipe that does not call this promises that each item depends on the items that it reads
+        for it alone. The values are plain data in containers, objects of classes in `may_be_new`, or have `get_state` and `set_state`.
+        """
+        if self.kept is None: self.kept = {}
+        self.kept.update(fresh)
+        state, self.restored = self.restored, None
+        if state is None: return self.kept
+        with GlobalRandomStates(): return restore(state, self.kept, type(self).__name__)
+
+    def get_state(self) -> dict | None:
+        "The state of what the present iteration keeps, which later items do not change; None if it keeps nothing."
+        return capture(self.kept, has_own_state) if self.kept else self.restored
+
+    def not_kept(self) -> str | None:
+        "Why `get_state` may lack something that the next items depend on; None if it lacks nothing."
+
+    def set_state(self, state: dict) -> None:
+        "Let the next iteration go on from what `get_state` of such a pipe returned."
+        self.restored = state
+
     def __iter__(self):
         watch, _waiting.watch = getattr(_waiting, 'watch', None), None
         return self._run() if watch is None else _counted_for(watch, self._run())
@@ -200,17 +228,21 @@ class Pipe(Traits, EditsByClass, IterDataPipe):
     def _items(self, items=None, **options):
         "The stream. `items` is the iterator of the input, if the caller has opened it already."
         items, stream, watch = self._open() if items is None else items, None, Watch(type(self).__name__)
-        may_starve = self.reads is None and self.drops_items
+        may_starve, kept = self.reads is None and self.drops_items, {}
+        self.kept = kept
         try:
             stream = self.stream(chain(watch.counted(items), items) if may_starve else items, **options)
             if not hasattr(stream, '__iter__'): raise TypeError(f'{type(self).__name__}.stream returned {stream!r}, expected an iterator')
-            yield from islice(stream := iter(stream), 1)
+            for item in islice(stream := iter(stream), 1):
+                if self.restored is not None: raise CheckpointError(f"{type(self).__name__} keeps nothing, and got a state to go on from")
+                yield item
             watch.has_yielded = True
             yield from stream
         except RecursionError as e:
             if len(edits.nodes(self)) > sys.getrecursionlimit() // 10: raise too_long() from e
             raise     # the error comes from one of the pipes
         finally:
+            if self.kept is kept: self.kept = None     # a newer iteration has a dict of its own
             try: close(stream)     # nothing else closes a stream that is left at its first item
             finally: close(items)
 
@@ -226,6 +258,7 @@ class Pipe(Traits, EditsByClass, IterDataPipe):
     def __getstate__(self):
         state = super().__getstate__()                  # while torch traverses the graph, it keeps only pipes in the state
         if not isinstance(state, dict): return state
+        state = {name: x for name, x in state.items() if name not in ('kept', 'running')}
         return _swapped(state, lambda x: _Held(x) if _is_shared(x) else x)
 
     def __setstate__(self, state): vars(self).update(_swapped(state, lambda x: x.module if isinstance(x, _Held) else x))

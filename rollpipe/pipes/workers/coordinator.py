@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from ..data.fragment_ops import with_restarts
+from ..data.captures import capture
+from ..data.restoring import restore
+from ..graph.states import unknown_states
 from .channel import WeightPublisher
 from .loop import holders_in
 from .members import Member, Members
@@ -41,9 +44,11 @@ class Listener:
     Args:
         pool: the memory for items, such as a `SlotPool`
         options: reading service with the options, such as `ProcessReading`
+        states: lane -> its newest state, as far as the members tell it
     """
-    def __init__(self, schedule: Schedule, pool: Any, members: Members, supervision: Supervision, options: Any):
+    def __init__(self, schedule: Schedule, pool: Any, members: Members, supervision: Supervision, options: Any, states: dict):
         self.schedule, self.pool, self.members, self.supervision, self.options = schedule, pool, members, supervision, options
+        self.states = states
 
     def listen(self, on_death: Callable) -> None:
         """Wait at most half a second for messages, and process them. Also look for silent and dead members.
@@ -73,6 +78,7 @@ class Listener:
         if message is None: return True     # `COMPLETING`
         if message is NOTHING: return False
         request, reply, item_format = member.take_reply(message)
+        if reply.state is not None: self.states[request.lane] = reply.state
         self.schedule.answer(request, (reply, item_format, self.supervision.starts[request.lane]), ended=reply.publication is None)
         if not request.ended: self.pool.propose_layout(reply.unplaced)
         member.send_queued(self.pool.states)
@@ -106,28 +112,31 @@ class Coordinator:
         service: reading service with the options; its method `crew(seam)` returns the workers
     """
     def __init__(self, seam: Any, service: Any):
-        self.seam, self.service, self.root, self.supervision = seam, service, seam.root(), Supervision(service)
+        self.seam, self.service, self.state, self.supervision = seam, service, seam.beginning(), Supervision(service)
         lanes = seam.own_lanes()
-        graphs = {lane: seam.copy(lane, self.root) for lane in lanes}
+        opened = {lane: seam.open_lane(lane, self.state) for lane in lanes}
+        graphs = {lane: graph for lane, (graph, _) in opened.items()}
+        self.tells = service.restart > 0 and not any(map(unknown_states, graphs.values()))     # so restarted lanes go on where they were
         self.crew = crew = service.crew(seam)
         self.pool, self.members = crew.pool, crew.members
         self.schedule = Schedule(len(lanes), seam.group_size, service.lag, service.order, crew.max_pending, lanes.start)
+        self.schedule.resume(self.state['turn'], self.state['n'], [(lane, (item,)) for lane, item in self.state['pending']])
         crew.check(graphs.values())
         self.publisher, self.holder_indices = publisher_for(graphs, depth=4 if self.schedule.latest_weights else service.lag + 1)
-        self.listener = Listener(self.schedule, self.pool, self.members, self.supervision, service)
+        self.listener = Listener(self.schedule, self.pool, self.members, self.supervision, service, self.state['lanes'])
         self.publisher.publish()
         try:
             n = min(service.num_workers, len(lanes))
-            for k in range(n): self.start_member(k, {lane: graph for lane, graph in graphs.items() if lane % n == k})
+            for k in range(n): self.start_member(k, {lane: both for lane, both in opened.items() if lane % n == k})
         except BaseException:
             self.close()
             raise
 
-    def start_member(self, index: int, graphs: dict) -> Member:
-        "Start worker `index` with its lanes."
-        holders = [i for lane in graphs for i in self.holder_indices[lane]]
-        states = {lane: self.seam.global_random_states(lane, self.root, self.supervision.starts[lane]) for lane in graphs}
-        self.members.add(member := self.crew.start(index, graphs, states, self.publisher, holders))
+    def start_member(self, index: int, opened: dict) -> Member:
+        "Start worker `index` with its lanes: number -> what `Lanes.open_lane` returned."
+        holders = [i for lane in opened for i in self.holder_indices[lane]]
+        graphs, states = ({lane: both[k] for lane, both in opened.items()} for k in range(2))
+        self.members.add(member := self.crew.start(index, graphs, states, self.publisher, holders, self.tells))
         return member
 
     def items(self) -> Iterator:
@@ -138,7 +147,8 @@ class Coordinator:
             while schedule.has_room() and pool.has_room(): self._send(schedule.request(pool.take()))
             while (request := schedule.next_done()) is None: self.listener.listen(self._restart)
             schedule.hand_out(request)
-            if request.ended: pool.give_back(request.destination[0])
+            if request.destination is None: yield restore(*request.answer)     # an item of the resumed stream
+            elif request.ended: pool.give_back(request.destination[0])
             else: yield self._read(request)
 
     def _send(self, request):
@@ -156,13 +166,33 @@ class Coordinator:
 
     def _restart(self, member, error):
         "Restart a member that has died, with its lanes and requests. Raises the error if no restart is allowed."
-        self.supervision.allow_restart(member, error)
+        self.supervision.allow_restart(member, error, self.tells)
         self.members.disconnect(member)
         member.process.close()
         starts = self.supervision.starts
-        new = self.start_member(member.index, {lane: self.seam.copy(lane, self.root, starts[lane]) for lane in member.lanes})
+        new = self.start_member(member.index, {lane: self.seam.open_lane(lane, self.state, starts[lane]) for lane in member.lanes})
         new.queued.extend([*member.sent, *member.queued])
         new.send_queued(self.pool.states)
+
+    def get_state(self) -> dict:
+        "See `Lanes.beginning`."
+        self.settle()
+        pending = [(request.lane, request.answer[0] if request.destination is None else capture(self._copy(request)))
+                   for request in self.schedule.pending if not request.ended]
+        if not self.tells: self._ask_states()
+        lanes = dict(self.state['lanes'])
+        return dict(root=self.state['root'], turn=list(self.schedule.turn), n=self.schedule.n_handed_out, lanes=lanes, pending=pending)
+
+    def _copy(self, request):
+        (slot, position), (_, item_format, _) = request.destination, request.answer
+        return self.pool.copy(slot, position, item_format)
+
+    def _ask_states(self):
+        for member in self.members:
+            for lane in member.lanes:
+                member.ask_state(lane)
+                while (message := member.process.take()) in (None, NOTHING): self.members.wait(0.5)
+                self.state['lanes'][lane], = message
 
     def settle(self) -> None:
         "Wait until all requests are answered."

@@ -71,16 +71,18 @@ class ProcessCrew:
         "Raise an error, before a worker is started, if a graph cannot be sent to workers."
         if start_method_for(self.service.start_method, self.service.worker_threads) != 'fork': check_picklable(graphs)
 
-    def start(self, index: int, graphs: dict, states: dict, publisher: WeightPublisher, holders: Sequence) -> Member:
+    def start(self, index: int, graphs: dict, states: dict, publisher: WeightPublisher, holders: Sequence,
+              tells: bool = False) -> Member:
         """Start worker `index`, and return it as a member.
 
         Args:
             graphs: number of the lane -> graph, for the lanes of this worker
             states: number of the lane -> its `GlobalRandomStates`
             holders: indices, in the publisher, of the holders of weights in these graphs
+            tells: the worker sends the state of a lane with each item
         """
         service, name = self.service, f"worker {index}"
         cores, device = cores_and_device(service.affinity, index)
-        process = WorkerProcess(name, run_lanes, (self.pool.slots, publisher.subscriber(holders)), (name, graphs, states, device),
+        process = WorkerProcess(name, run_lanes, (self.pool.slots, publisher.subscriber(holders)), (name, graphs, states, device, tells),
                                 start_method=service.start_method, threads=service.worker_threads, cores=cores, grace=service.grace)
         return Member(index, process, graphs, process.patience(service.silence))

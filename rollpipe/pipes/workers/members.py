@@ -17,7 +17,7 @@ import torch
 from ..data.errors import DataError, WorkerError
 from ..graph.edits import nodes
 from ..graph.pipe import held_by
-from .loop import Reply
+from .loop import STATE, Reply
 from .process import end_workers
 from .schedule import Request
 from .slot_writer import format_of
@@ -53,6 +53,10 @@ class Member:
         layout, before = slot_states[slot].layout, self.layout
         self.layout = layout
         return request.lane, slot, position, request.publication, None if layout is before else (layout.n, layout.arrays)
+
+    def ask_state(self, lane: int) -> None:
+        "Ask for the state of a lane. All requests are answered."
+        self.process.send((STATE, lane))
 
     def take_reply(self, message: tuple) -> tuple:
         "`(request, reply, format of the item)` of a message that answers the oldest request. The format is None if the lane has ended."

@@ -59,6 +59,19 @@ class Schedule:
     @property
     def finished(self) -> bool: return not self.turn
 
+    def resume(self, turn: list, n: int, pending: list) -> None:
+        """Go on where an earlier schedule was, between two groups.
+
+        Args:
+            turn: lanes that have not ended, the next one first
+            n: number of items that were handed out
+            pending: `(lane, item)` of the items that were collected and not handed out, oldest first
+        """
+        self.turn, self.n_handed_out = deque(turn), n
+        for lane, item in pending:
+            self.pending.append(request := Request(lane, self.group, None))
+            self.answer(request, item)
+
     def has_room(self) -> bool:
         "May another request be made? With a `lag`, only groups at most `lag` ahead are requested."
         consumed = 0 if self.lag is None else self.n_handed_out % self.group_size

@@ -17,7 +17,8 @@ from ..episodes import EpisodeCollector
 from ..data.errors import DataError, GraphError, check_integer, describe
 from ..fragments import FragmentCollector
 from ..graph.edits import copy_graph, find, inputs, insert_after, nodes, replace
-from ..lanes import GlobalRandomStates, Lanes
+from ..data.random_states import GlobalRandomStates
+from ..lanes import Lanes
 from ..graph.pipe import trait
 from ..stepper import Acting, refuse_reading_ahead
 from ..taps import EpisodeStats, Tap, Throughput
@@ -62,7 +63,7 @@ class WorkerLanes(Lanes):
     """
     def __init__(self, lanes: Lanes, service: Any, group_size: int, share_slots: bool, seeded: bool):
         super().__init__(lanes.pipe, lanes.n, lanes.seed, lanes.threads)
-        self.divisions = lanes.divisions
+        self.divisions, self.restored = lanes.divisions, lanes.restored
         self.service, self.group_size, self.share_slots, self.seeded, self.coordinator = service, group_size, share_slots, seeded, None
         # Without `set_seed`, torchdata draws no seed for this pipe. The graph without reading service draws none here either.
         if not seeded: self.set_seed = None     # pyright: ignore[reportAttributeAccessIssue]
@@ -96,6 +97,10 @@ class WorkerLanes(Lanes):
         finally:
             errors = self.close() if self.coordinator is coordinator and not failed else coordinator.close(failed)
             if errors and not failed: raise errors[0]
+
+    def get_state(self) -> dict | None:
+        "See `Lanes`."
+        return self.restored if self.coordinator is None else self.coordinator.get_state()
 
     def close(self) -> list:
         "End the workers if they run. Returns the errors that they sent at the end."

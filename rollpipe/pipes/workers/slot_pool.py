@@ -105,5 +105,9 @@ class SlotPool:
         if not state.lent: release()
         return item
 
+    def copy(self, slot: int, position: int, item_format: ItemFormat) -> Any:
+        "A copy of the item at this position, which is not lent, and stays to be read."
+        return self.slots[slot].read(item_format, position, self.states[slot].layout, None)
+
     def close(self) -> None:
         for slot in self.slots: slot.close()

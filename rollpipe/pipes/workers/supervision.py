@@ -58,11 +58,17 @@ class Supervision:
         self.looked = now
         return True
 
-    def allow_restart(self, member: Member, error: WorkerError) -> None:
-        "Count and log the restart of a member that died with this error. Raises the error if no further restart is allowed."
+    def allow_restart(self, member: Member, error: WorkerError, goes_on: bool = False) -> None:
+        """Count and log the restart of a member that died. Raises the error if no further restart is allowed.
+
+        Args:
+            error: how it died
+            goes_on: the lanes go on where they were, so that nobody can tell the restart from the stream
+        """
         if member.sent and not isinstance(error, WorkerNotStarted): error.problem += f" while it collected lane {member.sent[0].lane}"
         error.locate(lane=', '.join(map(str, member.lanes)))
         if self.restarts >= self.options.restart: raise error
         self.restarts += 1
-        for lane in member.lanes: self.starts[lane] += 1
-        log.warning(f"{error} Its lanes start anew (restart {self.restarts} of {self.options.restart}).")
+        for lane in member.lanes if not goes_on else (): self.starts[lane] += 1
+        begin = 'go on where they were' if goes_on else 'start anew'
+        log.warning(f"{error} Its lanes {begin} (restart {self.restarts} of {self.options.restart}).")
