@@ -16,13 +16,13 @@ import torch
 
 import rollpipe
 from rollpipe.agents import PPO
-from rollpipe.agents.intrinsic.states import edited
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes import Lanes, Pipe, ProcessReading, Tap, on_policy
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs import training
 from rollpipe.runs.folder import resume, start
 from rollpipe.runs.repeat import verify
+from rollpipe.runs.states import edited
 from rollpipe.runs.training import train
 from rollpipe.settings.config import make_config
 from rollpipe.traces import fingerprint as module
@@ -346,7 +346,7 @@ def test_small_batches_have_lines_by_steps_and_at_checkpoints(tmp_path):
     assert (at.after, at.by) == (0, 128) and str(at).startswith("between the updates 1 and 128: .state.") and "collection" not in str(at)
 
 
-def test_an_interrupted_journal_goes_on_and_tells_the_resume(whole, tmp_path):
+def test_an_interrupted_journal_goes_on_as_if_nothing_had_been(whole, tmp_path):
     run = start(tmp_path/"run", configured())
     def callback(run, record):
         if record["updates"] == 2: raise KeyboardInterrupt
@@ -356,8 +356,25 @@ def test_an_interrupted_journal_goes_on_and_tells_the_resume(whole, tmp_path):
     assert before == "".join((whole/JOURNAL).read_text().splitlines(True)[:2])
     path.write_text(before + before.splitlines()[0][:40])     # killed while it wrote a line
     train(resume(run.folder), progress=False, tensorboard=False)
-    lines = read_journal(path)
-    assert path.read_text().startswith(before) and [(e.updates, e.resumes) for e in lines] == [(1, 0), (2, 0), (3, 1), (4, 1)]
+    assert path.read_bytes() == (whole/JOURNAL).read_bytes() and verify(run.folder, 9).is_equal
+
+
+def test_small_batches_go_on_in_the_middle_of_a_line(tmp_path):
+    options = "a2c", 9000, dict(n_envs=4, n_steps=32)
+    whole, run = trained(tmp_path/"whole", *options), start(tmp_path/"run", configured(*options))
+    def callback(run, record):
+        if record["updates"] == 43: raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt): train(run, progress=False, tensorboard=False, callback=callback)
+    train(resume(run.folder), progress=False, tensorboard=False)
+    a, b = ({e.updates: e for e in read_journal(x/JOURNAL)} for x in (whole, run.folder))
+    assert b.keys() - a.keys() == {43} and all(a[n] == b[n] for n in a) and {32, 64} < a.keys()
+
+
+def test_new_episodes_are_told(whole, tmp_path):
+    run = start(tmp_path/"run", configured(steps=3072))
+    train(run._replace(stream=None), progress=False, tensorboard=False)      # the checkpoint has no state of the stream
+    train(resume(run.folder, 6000), progress=False, tensorboard=False)
+    assert [(e.updates, e.resumes) for e in read_journal(run.folder/JOURNAL)] == [(1, 0), (2, 0), (3, 1), (4, 1)]
     found = diff(whole, run.folder)
     assert found.parting.by == 3 and found.notes == [f"{run.folder} was resumed after update 2, with new episodes"]
     assert verify(run.folder, 9).common == 2
@@ -448,12 +465,15 @@ def test_an_update_that_fails_does_not_count(tmp_path):
     with pytest.raises(ValueError), Journal(tmp_path/JOURNAL, START, {}) as journal:
         journal.saw(dict(x=np.ones(3)), 10)
         journal.learned(dict(START, updates=1, steps=10))
-        journal.saw(dict(x=np.zeros(3)), 20)
-        raise ValueError
+        try:
+            journal.saw(dict(x=np.zeros(3)), 20)
+            raise ValueError
+        finally: journal.mark()
     entry, = read_journal(tmp_path/JOURNAL)
     with Journal(tmp_path/"other", START, {}) as journal:
         journal.saw(dict(x=np.ones(3)), 10)
         journal.learned(dict(START, updates=1, steps=10))
+        journal.mark()
     assert entry == read_journal(tmp_path/"other")[0] and entry.updates == 1
 
 

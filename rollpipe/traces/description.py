@@ -88,7 +88,7 @@ def globals_in(code: Any) -> Iterator:
         if inspect.iscode(const): yield from globals_in(const)
 
 # %% ../../nbs/traces/01_description.ipynb #0f85b0f0
-_APART = {'process', 'timer', 'given_seed', 'lane', 'divisions', 'path'}    # of a process, an iteration or a folder
+_APART = {'process', 'timer', 'given_seed', 'lane', 'divisions', 'path', 'keeper'}    # of a process, an iteration or a folder
 _NO_CODE = {'__module__', '__qualname__', '__dict__', '__weakref__', '__doc__', '__annotations__', '__slots__', '__firstlineno__',
             '__static_attributes__', '__abstractmethods__', '_abc_impl', '__parameters__', '__orig_bases__', '__match_args__',
             '__dataclass_fields__', '__dataclass_params__', '__type_class__', '__slotnames__', 'type',
