@@ -482,6 +482,6 @@ def test_places_and_checksums_of_every_dtype(dtype):
     x = torch.ones(4, 2, 3).to(dtype)
     y = x.clone()
     y[2, 1, 0] = 0
-    assert journals.running(0, x) != journals.running(0, y) and first_difference(x, y).index == (2, 1, 0)
+    assert journals.running(0, x) != journals.running(0, y) and first_difference(x, y).at == (2, 1, 0)
     sums = journals._sums(dict(x=x)) != journals._sums(dict(x=y))
     assert np.argwhere(sums).tolist() == [[2, 1]]

@@ -72,18 +72,18 @@ class Difference(NamedTuple):
 
     Args:
         path: path of the leaf
-        index: index of the first element that differs; None for plain data, other forms and missing leaves
+        at: index of the first element that differs; None for plain data, other forms and missing leaves
         a: the value in the first tree, or the form of the leaf
         b: the same of the second tree
     """
     path: str
-    index: tuple | None
+    at: tuple | None
     a: Any
     b: Any
 
     def __str__(self):
-        at = '' if self.index is None else f"[{', '.join(map(str, self.index))}]"
-        return f"{self.path}{at}: {self.a} != {self.b}"
+        place = '' if self.at is None else f"[{', '.join(map(str, self.at))}]"
+        return f"{self.path}{place}: {self.a} != {self.b}"
 
 
 def first_difference(a: Any, b: Any, root: str = '') -> Difference | None:
@@ -100,9 +100,9 @@ def first_difference(a: Any, b: Any, root: str = '') -> Difference | None:
         old, new = (form.get(path, 'no such leaf') for form in forms)
         if old != new: return Difference(path, None, old, new)
         x, y = as_array(a[path]), as_array(b[path])
-        if x is not None and y is not None and (at := _first_byte(x, y)) is not None:
-            index = tuple(map(int, np.unravel_index(at // a[path].itemsize, a[path].shape)))
-            return Difference(path, index, *(tree[path][index].item() for tree in (a, b)))
+        if x is not None and y is not None and (byte := _first_byte(x, y)) is not None:
+            at = tuple(map(int, np.unravel_index(byte // a[path].itemsize, a[path].shape)))
+            return Difference(path, at, *(tree[path][at].item() for tree in (a, b)))
     return None
 
 

@@ -32,7 +32,9 @@ UNKNOWN = 'unknown'     # what a leaf that equals nothing begins with
 def digest(*parts: Any) -> str:
     "Eight hexadecimal digits that stand for arrays, bytes and texts."
     found = blake2b(digest_size=4)
-    for part in parts: found.update(part if isinstance(part, (bytes, np.ndarray)) else str(part).encode() + b'\0')
+    for part in parts:
+        if isinstance(part, np.ndarray): part = part.data
+        found.update(part if isinstance(part, (bytes, memoryview)) else str(part).encode() + b'\0')
     return found.hexdigest()
 
 
@@ -197,7 +199,7 @@ class Description(CodeDescription):
         elif isinstance(x, (set, frozenset)): self.leaves[path] = self._set_text(x)
         elif isinstance(x, (list, tuple, deque)):
             same = len(x) > 1 and len({self._hash(dict(item=y)) for y in x}) == 1      # such as the factories of environments
-            self._parts(path, f"{type(x).__name__} of {len(x)}", {'all': x[0]} if same else dict(enumerate(x)))
+            self._parts(path, f"{type(x).__name__} of {len(x)}", {'all': next(iter(x))} if same else dict(enumerate(x)))
         elif hasattr(x, '__qualname__') and is_installed(getattr(x, '__module__', None) or ''):
             self._name(path, x.__module__, x.__qualname__)
         else: self._object(path, x)

@@ -13,6 +13,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
+from gymnasium.envs.registration import load_env_creator
 
 import rollpipe
 from ..pipes.data.errors import DataError
@@ -171,7 +172,7 @@ def _add_versions(told, pipe):
     for spec in (gym.registry[name] for name in ids if name in gym.registry):
         told.add(f"versions/{spec.id}", {name: x for name, x in vars(spec).items() if name not in ('namespace', 'name', 'version')})
         entry = spec.entry_point
-        if isinstance(entry, str): told.add(f"versions/{spec.id}/code", gym.envs.registration.load_env_creator(entry))
+        if isinstance(entry, str): told.add(f"versions/{spec.id}/code", load_env_creator(entry))
     for name, version in versions().items(): told.leaves[f"versions/{name}"] = version
     told.leaves['versions/rollpipe'] += f" {source_digest()}"
     for name in told.packages - versions().keys(): told.leaves[f"versions/{name}"] = version_of_package(name)

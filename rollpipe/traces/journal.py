@@ -32,10 +32,10 @@ def running(crc: int | None, x: Any) -> int:
     """
     if crc is None: crc = crc32((form_of(x) if isinstance(x, _KNOWN) else '').encode())
     if type(x) is torch.Tensor and not x.requires_grad:         # the usual case, at half the time
-        try: return crc32(x.numpy(), crc)
-        except (TypeError, ValueError, RuntimeError): pass      # another device, a dtype that numpy lacks, gaps in memory
+        try: return crc32(x.numpy().data, crc)
+        except (TypeError, ValueError, RuntimeError, BufferError): pass      # another device, a dtype that numpy lacks, gaps in memory
     data = as_array(x)
-    if data is not None: return crc32(data, crc)
+    if data is not None: return crc32(data.data, crc)
     return crc32((form_of(x) if isinstance(x, PLAIN) else type(x).__name__).encode(), crc)
 
 
