@@ -25,14 +25,15 @@ from ..pipes.envs.kept import Keeper
 from ..pipes.data.errors import CheckpointError, DataError, PipeError
 from ..pipes.graph.edits import find
 from ..pipes.stepper import EnvStepper
+from ..traces.differences import FINGERPRINTS, JOURNAL
 
 # %% auto #0
 __all__ = ['RUN_FILES', 'Run', 'folder_of', 'start', 'discard', 'files_of_run', 'needed_modules', 'load_run', 'best_return',
            'restore', 'agent_of', 'load_agent', 'resume']
 
 # %% ../../nbs/runs/07_folder.ipynb #318476a9
-RUN_FILES = ("config.json", "metrics.csv", "metrics.jsonl", "evaluations.jsonl", "checkpoint.safetensors", "best.safetensors", "curve.png",
-             "tensorboard", "wandb", "wandb.json", "videos")
+RUN_FILES = ("config.json", FINGERPRINTS, "metrics.csv", "metrics.jsonl", JOURNAL, "evaluations.jsonl", "checkpoint.safetensors",
+             "best.safetensors", "curve.png", "tensorboard", "wandb", "wandb.json", "videos")
 _log = logging.getLogger("rollpipe")
 _COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0., resumes=0)
 

@@ -5,7 +5,7 @@
 # %% ../../nbs/runs/09_training.ipynb #0117ae94
 from __future__ import annotations
 
-import os, signal, threading
+import logging, os, signal, threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from time import monotonic, perf_counter
@@ -16,6 +16,9 @@ import torch
 
 import rollpipe.ranks as ranks
 from .states import check_taken
+from ..traces.differences import JOURNAL, keep_fingerprint
+from ..traces.fingerprint import fingerprint
+from ..traces.journal import Journal
 from ..agents.metrics import METRICS, OF_THE_LOOP, EpisodeReturns, added
 from ..settings.config import reading_for
 from .evaluations import evaluations_of
@@ -146,6 +149,17 @@ def _reading(run: Run) -> Iterator[tuple]:
             return dict(workers=sum(state["alive"] for state in states), restarts=max((state["restarted"] for state in states), default=0))
         yield iter(loader), health, loader.datapipe
 
+
+def _journal(run: Run) -> Journal:
+    "The journal of a run, in rank 0. The fingerprint is kept before; if a resumed run has another one, the log says so."
+    if ranks.rank(): return Journal(None, run.counters, {})
+    config, networks = run.config, {name: x for name, x in vars(run.agent).items() if isinstance(x, torch.nn.Module)}
+    more = dict(ranks=config.get("ranks", 1), lag=config["lag"], order=config["order"])
+    if not config.get("workers"): more |= dict(lag=0, order="canonical")
+    changed = keep_fingerprint(run.folder, run.counters["updates"], fingerprint(run.pipe, run.agent, **more))
+    if changed: logging.getLogger("rollpipe").warning(f"{run.folder} goes on, but not as it was: {changed}")
+    return Journal(run.folder/JOURNAL, run.counters, networks)
+
 # %% ../../nbs/runs/09_training.ipynb #b542d966
 class _Updates:
     "The updates of a run: each one learns from a batch, counts it, and makes a record."
@@ -153,6 +167,7 @@ class _Updates:
         self.run, self.callback, self.episodes = run, callback, EpisodeReturns(run.counters["episodes"])
         sinks = [getattr(tap, name, None) for tap in nodes(run.pipe) for name in ("see", "sink")]
         self.meters = list({id(sink): sink for sink in sinks if isinstance(sink, Meter)}.values())
+        self.journal = Journal(None, run.counters, {})
         self.is_whole = False  # whether the last update is complete, so that the learner can be saved
 
     def start_clock(self) -> None: self.begun = self.waiting = perf_counter()
@@ -166,11 +181,13 @@ class _Updates:
         agent, counters = self.run.agent, self.run.counters
         collected = perf_counter() - self.waiting
         new_steps = self.episodes.add(getattr(batch, "fresh", batch))  # of a replayed batch, only the new steps count
+        self.journal.saw(batch, counters["steps"] + new_steps)
         metrics = agent.update(batch)
         now = perf_counter()
         duration, self.begun = now - self.begun, now
         counters.update(steps=counters["steps"] + new_steps, updates=counters["updates"] + 1,
                         episodes=self.episodes.episodes, seconds=counters["seconds"] + duration)
+        self.journal.learned(counters)
         record = {**counters, **self.episodes.metrics(), **health(), "seconds_collect": collected, "steps_per_s": new_steps/duration}
         for answer in evaluated: record.update(answer.metrics)  # the newest comes last, and replaces the others
         del record["resumes"]
@@ -198,6 +215,11 @@ class _Updates:
             self.is_whole = True
         return record
 
+    def save(self) -> None:
+        "Save a checkpoint, after a line of the journal, from which a resumed run goes on."
+        self.journal.mark()
+        self.run.save()
+
 
 def _report(record: dict, writer: MetricWriter, bar: Progress) -> None:
     "Write a record to the run's files, and show it."
@@ -212,7 +234,7 @@ def _saved(updates: _Updates, graph: Any) -> Iterator[None]:
     if run.stream: run.stream.begin(graph, updates.episodes)
     try: yield
     finally:
-        if updates.is_whole: run.save()
+        if updates.is_whole: updates.save()
         if run.stream: run.stream.end()
 
 
@@ -239,6 +261,7 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
     try:
         with (ranks.distributed(run.agent, size=config.get("ranks", 1)), Progress(steps, counters["steps"], disable=not progress) as bar,
               _films(run) as films, evaluations_of(run) as evaluations, _reading(run) as (batches, health, graph),  # films fork
+              _journal(run) as updates.journal,
               metric_writer(run.folder, tensorboard, counters["steps"], wandb=wandb, config=config) as writer,  # last: it starts threads
               _saved(updates, graph)):
             updates.start_clock()
@@ -252,7 +275,7 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
                         raise
                     delay.learning()
                     record = updates.learn(batch, health, evaluations.poll() if evaluations else [], writer, bar)
-                    if counters["updates"] % config["checkpoint_every"] == 0: run.save()
+                    if counters["updates"] % config["checkpoint_every"] == 0: updates.save()
                     updates.waiting = perf_counter()
                 is_last = counters["steps"] >= steps
                 if films: films.after(counters["updates"], is_last)
