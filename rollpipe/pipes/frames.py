@@ -127,7 +127,7 @@ class FrameStack(Pipe):
         self.n = check_integer('n', n, pipe=self)
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
-        lanes = {}   # lane -> (seq, the last n - 1 frames [n - 1, B, ...] of each image)
+        lanes = self.keep(lanes={})['lanes']   # lane -> (seq, the last n - 1 frames [n - 1, B, ...] of each image)
         for fragment in items:
             check_item(fragment, Fragment, self)
             yield self._stacked(fragment, lanes)
