@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from .errors import EnvError, PipeError, describe_exception
-from .captures import ITEMS, array_in, attributes_of, dtype_of, is_dense, memory_of, set_attribute
+from .captures import ITEMS, MADE, array_in, attributes_of, dtype_of, is_dense, memory_of, set_attribute
 from .simulators import name_of, through
 
 # %% ../../../nbs/pipes/00_data/07_restoring.ipynb #d80ff963
@@ -159,6 +159,8 @@ class _Restore(_Leaves):
         x = self.take(k, fresh, name, path, needed=how.new is None)
         if x is None: x = how.new()
         return self._put(path, how.put, x, self.value(code, _MISSING, path))
+
+    def _made(self, k, fresh, path, name, code): return MADE[name][0](*self.value(code, _MISSING, path))
 
     def _own(self, k, fresh, path, name, code):
         x = self._taken(k, fresh, path, name)
