@@ -209,7 +209,7 @@ class EpisodeCollector(Pipe):
         yield from self._batches(ready, least=1)
 
     def _batches(self, ready, least=None):
-        "The items from the episodes in `ready`, from which they are taken before. An item has at least `least` episodes, or all of a batch."
+        "The items from the episodes in `ready`, which lose them before. An item has at least `least` episodes; None: all of a batch."
         while len(ready) >= (least or self.batch):
             episodes = ready[:self.batch]
             del ready[:self.batch]

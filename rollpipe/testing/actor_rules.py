@@ -197,7 +197,8 @@ def _check_actor(report: Report, actor: Any, spaces: tuple[gym.Space, gym.Space]
         after = _state_of(actor)
     changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     report.check(ACTOR_UNCHANGED, not changed, f"{', '.join(changed)} changed")
-    if copies and not report.violations: report.section(_check_copies, report, [_Trial(report, x, spaces, B, seed) for x in copies], *states)
+    trials = [_Trial(report, x, spaces, B, seed) for x in copies]
+    if trials and not report.violations: report.section(_check_copies, report, trials, *states)
 
 
 def _copies(actor: Any) -> list:

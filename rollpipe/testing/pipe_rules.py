@@ -85,7 +85,7 @@ class _From(Pipe):
 
 
 def _with_inputs_from(pipe: IterDataPipe, firsts: list | None = None) -> tuple:
-    "`(graph, counts)`: the graph, whose last pipe reads each input from the item `firsts[i]` on, and the numbers of items that it has read."
+    "`(graph, counts)`: the graph, whose last pipe reads each input from the item `firsts[i]` on, and the numbers of items that it read."
     sources = [] if getattr(pipe, 'copies_above', False) else inputs(pipe)
     firsts = firsts or [0] * len(sources)
     counts = list(firsts)

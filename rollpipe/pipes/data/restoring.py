@@ -169,6 +169,7 @@ class _Restore(_Leaves):
     def _put(self, path, put, x, state):
         def finish():
             try: put(x, state)
+            except PipeError: raise
             except Exception as e: raise EnvError(f"the state does not fit this environment ({describe_exception(e)})", leaf=path) from e
         self.last.append(finish)
         return x

@@ -137,8 +137,8 @@ def _with_lanes(pipe, n) -> tuple:
     if not fragments:
         raise GraphError("nothing here can run in worker processes", pipe=pipe, expected="`Lanes`, or a `FragmentCollector`")
     if n > 1 and (found := find(pipe, lambda p: getattr(p, 'restored', None) is not None)):
-        raise CheckpointError("one state cannot be that of several lanes", pipe=found[0], expected="`Lanes`, as when it was kept, or one worker",
-                              got=f"num_workers={n}")
+        raise CheckpointError("one state cannot be that of several lanes", pipe=found[0], got=f"num_workers={n}",
+                              expected="`Lanes`, as when it was kept, or one worker")
     return insert_after(pipe, lambda p: p is fragments[-1], lambda p: Lanes(p, n)), n > 1
 
 # %% ../../../nbs/pipes/30_workers/17_seam.ipynb #682ff143
