@@ -327,6 +327,15 @@ class IgnoresEnds(Recurrent):
 class CountsRows(Base): step = answers(info=lambda info: {"value": info["value"] + torch.arange(len(info["value"]))[:, None]})
 
 
+@broken(check_actor, "ACTOR_RESUMABLE")
+class Anchored(Base):
+    "What it sees first stays with it."
+    def step(self, *args, **kwargs):
+        act, hx, info = super().step(*args, **kwargs)
+        self.anchor = getattr(self, "anchor", info["value"][0, 0].clone())
+        return act, hx, {**info, "value": info["value"] - self.anchor}
+
+
 # --- pipes
 
 def collector(seed=0): return FragmentCollector(EnvStepper(Sound, Base(), 2, seed=seed), 5)
@@ -407,6 +416,42 @@ class Clings(IterDataPipe):
 
 @broken(check_pipe, "PIPE_CLOSES")
 def holds_on_to_its_input(): return Clings(collector())
+
+
+class Sums(Pipe):
+    def stream(self, items):
+        total = 0.
+        for fragment in items:
+            total = total + fragment.state.rew.sum()
+            yield fragment._replace(env={"total": total.expand(5, 2)})
+
+
+@broken(check_pipe, "PIPE_RESUMABLE")
+def keeps_a_sum(): return Sums(collector())
+
+
+class HalfTold(Sums):
+    def stream(self, items):
+        kept, last = self.keep(total=0.), None
+        for fragment in items:
+            kept["total"] = kept["total"] + fragment.state.rew.sum()
+            yield fragment._replace(env={"total": kept["total"].expand(5, 2), "last": torch.full((5, 2), last is None)})
+            last = fragment
+
+
+@broken(check_pipe, "PIPE_RESUMABLE")
+def tells_a_part(): return HalfTold(collector())
+
+
+@broken(check_pipe, "PIPE_RESUMABLE")
+def keeps_an_iterator(): return KeepsAnIterator(collector())
+
+
+class KeepsAnIterator(Pipe):
+    "What it keeps is no plain data, so its state is refused."
+    def stream(self, items):
+        kept = self.keep(numbers=iter(range(9)))
+        for fragment in items: yield fragment._replace(env={"n": torch.full((5, 2), next(kept["numbers"]))})
 
 
 class Boasts(Finite):

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from math import prod
 from typing import Any
 
@@ -184,9 +184,16 @@ class Minibatcher(Seeded, Pipe):
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
         rng = np.random.default_rng(self.seed_sequence())
-        for fragment in items:
+        # The fragment in progress, `n` of whose minibatches were yielded, and the state of the generator before it
+        kept = self.keep(fragment=None, n=0, before=rng.bit_generator.state)
+        rng.bit_generator.state = kept['before']
+        for fragment in chain([] if kept['fragment'] is None else [kept['fragment']], items):
             check_item(fragment, Fragment, self)
-            yield from minibatches(fragment, self.size, self.epochs, rng)
+            kept['fragment'] = fragment
+            for minibatch in islice(minibatches(fragment, self.size, self.epochs, rng), kept['n'], None):
+                kept['n'] += 1
+                yield minibatch
+            kept.update(fragment=None, n=0, before=rng.bit_generator.state)
 
 # %% ../../nbs/pipes/16_batches.ipynb #b45ca730
 def _begin(item, device, side):
@@ -235,6 +242,10 @@ class ToDevice(Pipe):
         try: torch.device(device)
         except RuntimeError as e: raise DataError("unknown device", pipe=self, expected="such as 'cuda' or 'cpu'", got=str(device)) from e
         self.device, self.ahead = device, check_integer('ahead', ahead, 0, pipe=self)
+
+    def not_kept(self) -> str | None:
+        "See `Pipe`."
+        return f"it has read {self.ahead} items ahead, whose transfers have begun" if self.ahead else None
 
     def stream(self, items: Iterator) -> Iterator:
         device = torch.device(self.device)

@@ -16,11 +16,13 @@ from .data import nested
 from .data.fragment import Final, Fragment, State, Tick, check_item
 from .data.errors import DataError, check_integer
 from .data.fragment_ops import End, pad_episodes, same_keys
+from .data.restoring import may_be_new
 from .fragments import final_rows
 from .graph.pipe import Pipe
 from .graph.torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/17_episodes.ipynb #d310efd1
+@may_be_new
 class RowQueue:
     """A queue of rows: `append` adds at the end, `drop` removes at the beginning, `cut` copies a column. Rows are numbered from 0 for good.
 
@@ -47,6 +49,20 @@ class RowQueue:
     def change(self, convert: Callable) -> None:
         "Replace the container of the buffers, whose leaves are `[capacity, B, ...]`, by `convert(container)`."
         self.buffers, self.structure = nested.flatten(convert(self.structure.unflatten(self.buffers)))
+
+    def get_state(self) -> dict:
+        "The numbers of the rows that are kept, and copies of these rows."
+        rows = None
+        if self.buffers is not None:
+            live = nested.getitem(self.structure.unflatten(self.buffers), slice(self.first - self.start, self.end - self.start))
+            rows = nested.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x.clone(), live)
+        return dict(least=self.least, first=self.first, end=self.end, rows=rows)
+
+    def set_state(self, state: dict) -> None:
+        "Go on from what `get_state` returned."
+        self.__init__(state['least'])
+        self.first, self.end, self.start, self.capacity = state['first'], state['end'], state['first'], state['end'] - state['first']
+        if state['rows'] is not None: self.buffers, self.structure = nested.flatten(state['rows'])
 
     def drop(self, before: int) -> None:
         "Drop the rows with numbers below `before`."
@@ -76,6 +92,7 @@ def _row(x):
     return x.detach().numpy()[0]
 
 
+@may_be_new
 class EpisodeBuilder:
     "Takes the ticks of one lane, stores unfinished episodes, and returns the episodes that end."
     def __init__(self, n_envs: int):
@@ -109,7 +126,7 @@ class EpisodeBuilder:
             before, env = same_keys([rows[2], env], [np.ones((self.rows.capacity, len(valid)), bool), valid])
             return *rows[:2], before
         if self.infos is not None: self.rows.change(widen)
-        self.infos = env.keys()
+        self.infos = set(env)
         return env
 
     def _start(self, tick, began):
@@ -179,7 +196,8 @@ class EpisodeCollector(Pipe):
         self.pad = pad
 
     def stream(self, items: Iterator[Tick]) -> Iterator[list[Fragment] | Fragment]:
-        builders, ready = {}, []    # lane -> its `EpisodeBuilder`; episodes that wait for their batch
+        builders, ready = self.keep(builders={}, ready=[]).values()    # lane -> `EpisodeBuilder`; episodes that wait for their batch
+        yield from self._batches(ready)     # those that a resumed iteration begins with
         for tick in items:
             check_item(tick, Tick, self)
             if tick.lane not in builders: builders[tick.lane] = EpisodeBuilder(len(tick.valid))
@@ -187,12 +205,15 @@ class EpisodeCollector(Pipe):
             except DataError as e:
                 e.locate(pipe=self, lane=tick.lane)
                 raise
-            while len(ready) >= self.batch:
-                yield self._item(ready[:self.batch])
-                ready = ready[self.batch:]
-        if ready: yield self._item(ready)
+            yield from self._batches(ready)
+        yield from self._batches(ready, least=1)
 
-    def _item(self, episodes): return pad_episodes(episodes) if self.pad else episodes
+    def _batches(self, ready, least=None):
+        "The items from the episodes in `ready`, which lose them before. An item has at least `least` episodes; None: all of a batch."
+        while len(ready) >= (least or self.batch):
+            episodes = ready[:self.batch]
+            del ready[:self.batch]
+            yield pad_episodes(episodes) if self.pad else episodes
 
 # %% ../../nbs/pipes/17_episodes.ipynb #cc8d8a44
 class Trace(NamedTuple):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .data import nested
+from .data.captures import made_of
 from .data.fragment import Fragment, check_item
 from .data.errors import DataError, check_integer, describe
 from .data.fragment_ops import strands
@@ -20,6 +21,7 @@ from .graph.pipe import Pipe
 from .graph.torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/22_frames.ipynb #ee71c15f
+@made_of(lambda x: (x.frames, x.past, x.rows))
 class Stacks(torch.Tensor):
     """A tensor `[*lead, n, *frame]` that stores each frame once: element `i` is frame number `rows[i]`, with `rows` int64 `[*lead, n]`.
 
@@ -127,7 +129,7 @@ class FrameStack(Pipe):
         self.n = check_integer('n', n, pipe=self)
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
-        lanes = {}   # lane -> (seq, the last n - 1 frames [n - 1, B, ...] of each image)
+        lanes = self.keep(lanes={})['lanes']   # lane -> (seq, the last n - 1 frames [n - 1, B, ...] of each image)
         for fragment in items:
             check_item(fragment, Fragment, self)
             yield self._stacked(fragment, lanes)

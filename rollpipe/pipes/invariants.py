@@ -169,7 +169,8 @@ class CheckInvariants(Pipe):
 
     def stream(self, items: Iterator) -> Iterator[Fragment]:
         actor, advantage = self._lookup()
-        known = {}   # lanes of an item -> number of such items so far, and their last rows if the next item is due
+        # lanes of an item -> number of such items so far, and their last rows if the next item is due
+        known = self.keep(known={})['known']
         for fragment in items:
             check_item(fragment, Fragment, self)
             lanes = None if fragment.lane is None else (int(fragment.lane[0]), int(fragment.lane[-1]))

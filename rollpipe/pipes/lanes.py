@@ -104,8 +104,10 @@ class RunningLanes:
         turn: lanes that have not ended, the next one first
         n: items so far
         lanes: number of the lane -> its graph, its stream, and its `GlobalRandomStates`
+        pending: items that were collected ahead, each with its lane, before this iteration went on
     """
-    def __init__(self, root: int, turn: deque, n: int, lanes: dict): self.root, self.turn, self.n, self.lanes = root, turn, n, lanes
+    def __init__(self, root: int, turn: deque, n: int, lanes: dict, pending: deque):
+        self.root, self.turn, self.n, self.lanes, self.pending = root, turn, n, lanes, pending
 
 
 class Lanes(Divided, Seeded, Pipe):
@@ -168,21 +170,22 @@ class Lanes(Divided, Seeded, Pipe):
         return GlobalRandomStates(np.random.SeedSequence(root if own is None else own, spawn_key=(lane, 2 ** 17 + again)))
 
     def beginning(self) -> dict:
-        """The state with which an iteration begins: `root`; the lanes in `turn`; `n`, the items so far; `lanes`, number -> state; and
-        `pending`, the items that were collected ahead. Raises `CheckpointError` if it was restored and has other lanes.
+        """The state with which an iteration begins: `root`; the lanes in `turn`; `n`, the items so far; `lanes`, number -> state, or None
+        for one that has not begun; and `pending`, the items that were collected ahead. Raises `CheckpointError` if it was restored and has
+        other lanes.
         """
         state, self.restored = self.restored, None
-        own = list(self.own_lanes())
-        if state is None: return dict(root=self.root(), turn=own, n=0, lanes={}, pending=[])
-        if not set(state['turn']) <= set(own):
-            raise CheckpointError("the state has other lanes", pipe=self, expected=str(sorted(state['turn'])), got=str(own))
+        own = self.own_lanes()
+        if state is None: return dict(root=self.root(), turn=[*own], n=0, lanes=dict.fromkeys(own), pending=[])
+        if sorted(state['lanes']) != [*own] or not state['lanes'].keys() >= {*state['turn']}:
+            raise CheckpointError("the state has other lanes", pipe=self, expected=str([*own]), got=str(sorted(state['lanes'])))
         return state
 
     def get_state(self) -> dict | None:
         "See `beginning`; None if no item was asked for."
         if self.running is None: return self.restored
         now = self.running
-        return dict(root=now.root, turn=list(now.turn), n=now.n, pending=[],
+        return dict(root=now.root, turn=list(now.turn), n=now.n, pending=list(now.pending),
                     lanes={k: lane_state(graph, states) for k, (graph, _, states) in now.lanes.items()})
 
     def open_lane(self, lane: int, state: dict, again: int = 0) -> tuple:
@@ -194,7 +197,7 @@ class Lanes(Divided, Seeded, Pipe):
             again: see `copy`
         """
         graph, states = self.copy(lane, state['root'], again), self.global_random_states(lane, state['root'], again)
-        if lane in state['lanes']: restore_lane(graph, states, state['lanes'][lane])
+        if not again and (known := state['lanes'][lane]) is not None: restore_lane(graph, states, known)
         return graph, states
 
     def into(self, destination: Destination) -> Iterator:
@@ -205,16 +208,16 @@ class Lanes(Divided, Seeded, Pipe):
         state, lanes = self.beginning(), {}
         self.warn_of_old_weights()
         open_lane = opened if destination is None else partial(opened_into, destination=destination)
-        for lane in state['turn']:
+        for lane in state['lanes']:
             graph, states = self.open_lane(lane, state)
             lanes[lane] = graph, open_lane(graph), states
         unchanging = Unchanging(self.held_above(), logging.getLogger('rollpipe').warning)
-        self.running = now = RunningLanes(state['root'], deque(state['turn']), state['n'], lanes)
+        self.running = now = RunningLanes(state['root'], deque(state['turn']), state['n'], lanes, deque(state['pending']))
         turn = now.turn
         try:
-            for _, item in state['pending']:
+            while now.pending:
                 now.n += 1
-                yield restore(item)
+                yield restore(now.pending.popleft()[1])
             while turn:
                 lane = turn.popleft()
                 _, items, states = lanes[lane]

@@ -76,11 +76,15 @@ class Interaction(TickSource):
         "Go on from what `get_state` returned. This takes the place of `start`."
         self.envs.set_state(state['envs'])
         rows = self.envs.rows()
-        rows.put(0, state['row'], state['term'])
         self.row = rows.rows[0]
+        self._check(self.row.state(()), state['row'])
+        rows.put(0, state['row'], state['term'])
         self._begin()
+        self._check((self.act, self.hx), (state['act'], state['hx']))
         self.act, self.hx = state['act'], state['hx']
         self.checked.seeded.set_state(state['noise'])
+
+    def _check(self, like, kept): nested.Form(like, 'state', EnvError, **self.envs.where).check(kept)
 
     def _run(self, rows, begin, n, found):
         "Take `n` steps, write the states into the rows that follow row `begin` of `rows`, and append the rest to `found`."
@@ -253,7 +257,6 @@ class EnvStepper(FromSource, Seeded, Source):
         engine: engine that runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if possible)
     """
     keeps_items, fusible = False, True
-    keeper: Any = None     # how the environments are kept, see `resumable`; None: they are not
 
     def __init__(self, source: Any, actor: Any, n_envs: int | None = None, *, vector: str | None = None, sticky: int | None = None,
                  terminal_obs: bool = False, env_kwargs: dict | None = None, info_keys: Sequence | None = None, seed: int | None = None,
@@ -274,11 +277,6 @@ class EnvStepper(FromSource, Seeded, Source):
     def __repr__(self):
         source = self.factories[0] if self.factories else 'a pipe'
         return f"EnvStepper({source}, {type(self.actor).__name__}, n_envs={self.n_envs})"
-
-    def not_kept(self) -> str | None:
-        "See `Pipe`."
-        if self.keeper is None: return "it was not tested whether its environments can be kept"
-        return f"its environments cannot be kept ({self.keeper.failed})" if self.keeper.name == 'none' else None
 
     def make_envs(self, seed: np.random.SeedSequence, items: Iterator | None = None) -> Batch:
         """The environments, not reset yet. The caller closes them.

@@ -9,6 +9,7 @@ __all__ = ['Step', 'next_observations', 'episode_totals', 'Steps', 'check_follow
 from collections import deque
 from collections.abc import Iterator
 from copy import deepcopy
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -22,6 +23,7 @@ from .envs.factories import space_spec, spaces_of
 from .data.fragment import Final, Fragment, State, check_item, with_field_docs
 from .data.errors import DataError, check_integer, describe
 from .data.fragment_ops import unstacked
+from .data.restoring import may_be_new
 from .graph.pipe import Pipe
 from .taps import EpisodeSums
 from .graph.torchdata import IterDataPipe
@@ -164,13 +166,22 @@ class Steps(Pipe):
         self.image = image
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Step]:
-        lanes = {}  # lane -> the number of its next fragment, and its `EpisodeSums`
-        for fragment in items:
-            check_item(fragment, Fragment, self)
-            image = self._image(fragment)
-            # Fields that a `Step` does not have are dropped first, which saves time.
-            for part in unstacked(fragment._replace(actor=(), env=image, hx=(), final=fragment.final._replace(actor=()))):
-                yield from self._steps(part, lanes)
+        # The fragment in progress, `n` of whose steps were yielded, and before it: lane -> number of its next fragment, `EpisodeSums`
+        kept = self.keep(fragment=None, n=0, lanes={})
+        for fragment in chain([] if kept['fragment'] is None else [kept['fragment']], map(self._needed, items)):
+            kept['fragment'], lanes = fragment, deepcopy(kept['lanes'])
+            for step in islice(self._all_steps(fragment, lanes), kept['n'], None):
+                kept['n'] += 1
+                yield step
+            kept.update(fragment=None, n=0, lanes=lanes)
+
+    def _needed(self, fragment):
+        "The fragment with the fields of a `Step`. Without the others its parts are made faster."
+        check_item(fragment, Fragment, self)
+        return fragment._replace(actor=(), env=self._image(fragment), hx=(), final=fragment.final._replace(actor=()))
+
+    def _all_steps(self, fragment, lanes):
+        for part in unstacked(fragment): yield from self._steps(part, lanes)
 
     def _image(self, fragment):
         if self.image is None: return None, None
@@ -226,6 +237,7 @@ def check_follows(before: Step, step: Step, pipe: Pipe | None = None) -> None:
                         expected="step {1} of episode {0}".format(*wanted), got="step {1} of episode {0}".format(*came))
 
 # %% ../../nbs/pipes/23_steps.ipynb #6a39e43b
+@may_be_new
 class _LaneQueues:
     "The steps of one lane that wait for their fragment."
     def __init__(self, lane):
@@ -288,7 +300,7 @@ class Fragments(Pipe):
         self.n_steps = check_integer('n_steps', n_steps, pipe=self)
 
     def stream(self, items: Iterator[Step]) -> Iterator[Fragment]:
-        lanes, n = {}, self.n_steps  # lane -> _LaneQueues
+        lanes, n = self.keep(lanes={})['lanes'], self.n_steps  # lane -> _LaneQueues
         for step in items:
             check_item(step, Step, self)
             if getattr(step.env_id, 'ndim', 0):

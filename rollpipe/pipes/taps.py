@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .data.captures import has_own_state
 from .data.fragment import Fragment, Tick, check_item
-from .data.restoring import may_be_new
 from .data.errors import DataError, check_integer, describe
 from .data.fragment_ops import env_rewards, strands
+from .data.restoring import may_be_new
 from .graph.pipe import Pipe
 from .graph.torchdata import IterDataPipe
 
@@ -26,7 +27,7 @@ class Tap(Pipe):
 
     Args:
         pipe: any pipe
-        see: function of an item; its result is ignored
+        see: function of an item; its result is ignored; an object with `get_state` and `set_state` is part of the state of the stream
     """
     reads = 1
 
@@ -37,6 +38,7 @@ class Tap(Pipe):
         self.see = see
 
     def stream(self, items: Iterator) -> Iterator:
+        if has_own_state(self.see): self.keep(see=self.see)
         for item in items:
             self.see(item)
             yield item
@@ -70,6 +72,14 @@ class Meter:
         "The means since the last call; empty if nothing was seen."
         sums, self._sums = self._sums, {}
         return {name: total / n for name, (total, n) in sums.items()}
+
+    def get_state(self) -> dict:
+        "The sums since `metrics` was called last."
+        return self._sums
+
+    def set_state(self, state: dict) -> None:
+        "Go on from what `get_state` returned."
+        self._sums = state
 
 # %% ../../nbs/pipes/19_taps.ipynb #ab00e1bc
 def pieces_of(over: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -200,7 +210,7 @@ class EpisodeStats(Pipe):
 
     Args:
         pipe: yields `Tick`s or `Fragment`s
-        sink: function of an `EpisodeEnd`
+        sink: function of an `EpisodeEnd`; an object with `get_state` and `set_state` is part of the state of the stream
     """
     reads, keeps_items, any_strides = 1, False, True
 
@@ -211,7 +221,7 @@ class EpisodeStats(Pipe):
         self.sink = sink
 
     def stream(self, items: Iterator) -> Iterator:
-        account = EpisodeAccount()
+        account = self.keep(account=EpisodeAccount(), **({'sink': self.sink} if has_own_state(self.sink) else {}))['account']
         for item in items:
             if isinstance(item, Tick): ends = account.see_tick(item)
             else:
@@ -251,7 +261,7 @@ class Throughput(Pipe):
 
     Args:
         pipe: yields `Tick`s, `Fragment`s or lists of them
-        sink: function of a `Rate`
+        sink: function of a `Rate`; an object with `get_state` and `set_state` is part of the state of the stream
         every: number of items per report
         clock: returns the time in seconds
     """
@@ -264,17 +274,19 @@ class Throughput(Pipe):
         self.sink, self.every, self.clock = sink, every, clock
 
     def stream(self, items: Iterator) -> Iterator:
+        kept = self.keep(rate=Rate(0, 0, 0., 0.), **({'sink': self.sink} if has_own_state(self.sink) else {}))   # since the last report
         clock = self.clock
-        n, steps, waited, start = 0, 0, 0., clock()
+        start = clock() - kept['rate'].seconds
         while True:
             asked = clock()
             item = next(items, None)
             if item is None: break
-            waited += clock() - asked
-            n, steps = n + 1, steps + count_steps(item)
-            if n == self.every:
+            came, (n, steps, _, waited) = clock(), kept['rate']
+            rate = Rate(n + 1, steps + count_steps(item), came - start, waited + came - asked)
+            if rate.items == self.every:
                 now = clock()
-                self.sink(Rate(n, steps, now - start, waited))
-                n, steps, waited, start = 0, 0, 0., now
+                self.sink(rate._replace(seconds=now - start))
+                rate, start = Rate(0, 0, 0., 0.), now
+            kept['rate'] = rate
             yield item
-        if n: self.sink(Rate(n, steps, clock() - start, waited))
+        if kept['rate'].items: self.sink(kept['rate']._replace(seconds=clock() - start))

@@ -83,7 +83,8 @@ class RewardScaler(Pipe):
         self.scale, self.gamma, self.clip, self.begin = scale, gamma, clip, _Begin()
 
     def stream(self, items: Iterator) -> Iterator:
-        moments, lanes = self.begin(), {}   # lane -> _LaneRewards
+        kept = self.keep(moments=self.begin(), lanes={})   # lane -> _LaneRewards
+        moments, lanes = kept['moments'], kept['lanes']
         for item in items:
             if isinstance(item, Tick): yield self._scale_tick(item, moments, lanes)
             else:

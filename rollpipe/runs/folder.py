@@ -14,7 +14,8 @@ import torch
 
 from ..agents.checkpoint import (Checkpoint, Snapshot, checkpoint_bytes, keep_checkpoint, kept_checkpoints, load_checkpoint,
                                         save_checkpoint, write_atomically)
-from .states import Stream, keep_environments, kept_states, load_states, why_inexact
+from ..pipes.resumable import keep_environments
+from .states import Stream, kept_states, load_states, why_inexact
 from ..agents.schedules import with_eval_every
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
 from ..settings.config import RUN_OPTIONS, RunOptions, build, check_decay, check_room, run_options
@@ -22,6 +23,7 @@ from .locks import lock, unlock
 from ..pipes.data import nested
 from ..pipes.engines.checked_actor import engine_used
 from ..pipes.envs.kept import Keeper
+from ..pipes.envs.sources import Acting
 from ..pipes.data.errors import CheckpointError, DataError, PipeError
 from ..pipes.graph.edits import find
 from ..pipes.stepper import EnvStepper
@@ -125,7 +127,7 @@ def _with_engine(config: dict, agent: Any, pipe: Any) -> dict:
 
 def _with_exactness(config: dict, pipe: Any) -> tuple:
     "The configuration with the ways in which environments are kept, and the `Stream`. Raises `DataError` if `exact` is asked for in vain."
-    config = {**config, "kept": [keeper.name for keeper in keep_environments(pipe)]}
+    config = {**config, "kept": {name: keeper.name for name, keeper in keep_environments(pipe).items()}}
     reason = why_inexact(pipe, config)
     if reason and config.get("exact"):
         raise DataError("a resumed run could not go on exactly", leaf="exact", expected="no --exact, or other settings", got=reason)
@@ -321,7 +323,7 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
 
 def _resumed_stream(pipe, found) -> Stream:
     "The stream that goes on in `pipe`. Environments are kept as the run has tested it when it started."
-    for stepper, name in zip(find(pipe, EnvStepper), found.config.get("kept", ())): stepper.keeper = Keeper(name)
+    for source, name in zip(find(pipe, Acting), found.config.get("kept", {}).values()): source.keeper = Keeper(name)
     reason = found.config.get("inexact", "the run was started by an earlier version")
     if found.stream is None and found.counters["updates"]:
         _log.warning(f"The run begins new episodes: {reason or 'it was interrupted within a batch'}")

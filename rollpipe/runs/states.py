@@ -13,16 +13,12 @@ from ..pipes.data.captures import capture
 from ..pipes.data.errors import CheckpointError, DataError, describe_exception
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.data.restoring import restore
-from ..pipes.envs.keeping import keeper_for
-from ..pipes.envs.kept import Keeper
-from ..pipes.graph.edits import find
 from ..pipes.graph.states import restore_stream, stream_state, unknown_states
 from ..pipes.graph.torchdata import IterDataPipe
 from ..pipes.lanes import learning_pipes
-from ..pipes.stepper import EnvStepper
 
 # %% auto #0
-__all__ = ['states_of', 'load_states', 'edited', 'kept_states', 'check_taken', 'keep_environments', 'why_inexact', 'Stream']
+__all__ = ['states_of', 'load_states', 'edited', 'kept_states', 'check_taken', 'why_inexact', 'Stream']
 
 # %% ../../nbs/runs/06_states.ipynb #24bdead5
 def states_of(pipe: IterDataPipe) -> dict:
@@ -85,21 +81,6 @@ def check_taken(run: Any) -> None:
                     expected="in Python, `train(edited(resume(folder), ...))` with the edits that inserted them")
 
 # %% ../../nbs/runs/06_states.ipynb #b0a5d8ca
-_tested: dict = {}     # (source, its options) -> `Keeper`; a test plays some episodes
-
-
-def keep_environments(pipe: IterDataPipe) -> list:
-    "Test how the environments of each `EnvStepper` can be kept, and let it keep them so. Returns a `Keeper` for each."
-    for stepper in find(pipe, EnvStepper):
-        if not stepper.factories: stepper.keeper = Keeper('none', dict(pipe="its environments come from a pipe"))
-        elif stepper.keeper is None:
-            factory = stepper.factories[0]
-            key = (factory.source, repr(stepper.env_kwargs), stepper.vector) if isinstance(factory.source, str) else None
-            if key not in _tested or key is None: _tested[key] = keeper_for(lambda factory=factory: factory(0))
-            stepper.keeper = _tested[key]
-    return [stepper.keeper for stepper in find(pipe, EnvStepper)]
-
-
 def why_inexact(pipe: IterDataPipe, config: dict) -> str | None:
     """Why a resumed run begins new episodes; None: it goes on exactly. `keep_environments` comes first.
 

@@ -25,7 +25,7 @@ from .contract import Report, same, snapshot
 # %% auto #0
 __all__ = ['ACTOR_METHODS', 'ACTOR_STEP', 'ACTOR_ACT', 'ACTOR_ACT_IN_SPACE', 'ACTOR_INFO', 'ACTOR_HX', 'ACTOR_INPUTS_KEPT',
            'ACTOR_FRESH', 'ACTOR_NOISE', 'ACTOR_REPEATS', 'ACTOR_UNCHANGED', 'ACTOR_VIRTUAL', 'ACTOR_COLUMNS',
-           'ACTOR_NEW_EPISODE', 'ACTOR_RESET', 'ACTOR_RESET_FORGETS', 'ACTOR_REPLAY', 'check_actor']
+           'ACTOR_NEW_EPISODE', 'ACTOR_RESET', 'ACTOR_RESET_FORGETS', 'ACTOR_RESUMABLE', 'ACTOR_REPLAY', 'check_actor']
 
 # %% ../../nbs/testing/02_actor_rules.ipynb #0f2dc642
 ACTOR_METHODS = "an actor has the methods `step` and `reset`"
@@ -44,6 +44,7 @@ ACTOR_COLUMNS = "the environments of a batch do not influence one another"
 ACTOR_NEW_EPISODE = "where `fin`, the answer does not depend on the previous action and reward, which belong to another episode"
 ACTOR_RESET = "reset(hx, at), with a list of environments, keeps structure and shapes, and the memory of the other environments"
 ACTOR_RESET_FORGETS = "after reset(hx, at) the memory of the environments `at` does not depend on the past"
+ACTOR_RESUMABLE = "two copies of an actor give the same answer, also if one of them has answered before: what it remembers is in hx"
 ACTOR_REPLAY = "states [T, B, ...] in one call give the same as step by step, with the memory reset where `fin`"
 
 # %% ../../nbs/testing/02_actor_rules.ipynb #ac59fc3e
@@ -186,6 +187,7 @@ def _check_actor(report: Report, actor: Any, spaces: tuple[gym.Space, gym.Space]
     for method in ('step', 'reset'): report.check(ACTOR_METHODS, callable(getattr(actor, method, None)), f"no {method}")
     if report.violations: return
     trial, states = _Trial(report, actor, spaces, B, seed), [_random_states(*spaces, T, B, seed + k) for k in (0, 1)]
+    copies = _copies(actor)     # before it has answered
     with EvalMode(actor):
         if trial.takes_noise: _check_noise(report, trial, T, B)
         if report.violations: return
@@ -195,6 +197,22 @@ def _check_actor(report: Report, actor: Any, spaces: tuple[gym.Space, gym.Space]
         after = _state_of(actor)
     changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     report.check(ACTOR_UNCHANGED, not changed, f"{', '.join(changed)} changed")
+    trials = [_Trial(report, x, spaces, B, seed) for x in copies]
+    if trials and not report.violations: report.section(_check_copies, report, trials, *states)
+
+
+def _copies(actor: Any) -> list:
+    try: return [deepcopy(actor), deepcopy(actor)]
+    except Exception: return []     # nobody can copy it, so no copy can go on
+
+
+def _check_copies(report: Report, trials: list, here: State, there: State) -> None:
+    "Compare the answers of two copies of an actor, of which the first has answered the states `there` before."
+    def answer(trial, state):
+        with EvalMode(trial.actor): return trial.step(nested.getitem(state, slice(0, 1)), None, seed=1)
+    answer(trials[0], there)
+    used, fresh = (answer(trial, here) for trial in trials)
+    report.check(ACTOR_RESUMABLE, same(used, fresh), "one that has answered before gives another answer")
 
 
 def _state_of(actor: Any) -> dict:

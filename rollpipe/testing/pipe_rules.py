@@ -8,8 +8,10 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import cloudpickle
 import torch
@@ -19,12 +21,14 @@ from ..pipes.data.fragment import Fragment
 from ..pipes.data.errors import DataError, describe
 from ..pipes.graph.edits import copy_graph, find, inputs, insert_after
 from ..pipes.graph.pipe import Pipe
+from ..pipes.graph.states import unknown_states
 from ..pipes.graph.torchdata import IterDataPipe
 from .contract import Report, same, snapshot
 
 # %% auto #0
 __all__ = ['PIPE_MADE', 'PIPE_RUNS', 'PIPE_SEEDED', 'PIPE_BEGINS_ANEW', 'PIPE_COPIES', 'PIPE_ITEMS_KEPT', 'PIPE_CLOSES',
-           'PIPE_LENGTH', 'FRAGMENT_SHAPES', 'FRAGMENT_TERM', 'FRAGMENT_FINAL', 'FRAGMENT_STEPNO', 'check_pipe']
+           'PIPE_LENGTH', 'PIPE_RESUMABLE', 'FRAGMENT_SHAPES', 'FRAGMENT_TERM', 'FRAGMENT_FINAL', 'FRAGMENT_STEPNO',
+           'check_pipe']
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #451bcfde
 PIPE_MADE = "make_pipe() makes an IterDataPipe"
@@ -35,6 +39,7 @@ PIPE_COPIES = "a copy of the graph gives the same stream, also if it was pickled
 PIPE_ITEMS_KEPT = "a yielded item does not change later"
 PIPE_CLOSES = "breaking off an iteration closes the iterators of the pipes above"
 PIPE_LENGTH = "len() is the number of items, or raises TypeError"
+PIPE_RESUMABLE = "another pipe that gets the state goes on with the same items, or `not_kept` says why it cannot"
 FRAGMENT_SHAPES = "state and term have T+1 rows and B columns, valid, adv and ret T rows; lane, seq and version [B]"
 FRAGMENT_TERM = "where term is set, state.fin is set"
 FRAGMENT_FINAL = "final has one row for each truncated valid step, and rows of ended steps only"
@@ -65,6 +70,59 @@ def _check_length(report: Report, pipe: IterDataPipe) -> None:
     except Exception as e: return report.add(PIPE_LENGTH, f"{type(e).__name__}: {e}")
     with report.demand(PIPE_LENGTH), _open(pipe) as stream: came = sum(1 for _ in islice(stream, n + 1))
     report.check(PIPE_LENGTH, came == n, f"len() is {n}, but there are {'more' if came > n else came} items")
+
+# %% ../../nbs/testing/03_pipe_rules.ipynb #438bfbeb
+class _From(Pipe):
+    "Leaves out the first `first` items, and calls `note()` with each item that it passes on."
+    def __init__(self, pipe: IterDataPipe, first: int, note: Callable):
+        super().__init__(pipe)
+        self.first, self.note = first, note
+
+    def stream(self, items):
+        for item in islice(items, self.first, None):
+            self.note()
+            yield item
+
+
+def _with_inputs_from(pipe: IterDataPipe, firsts: list | None = None) -> tuple:
+    "`(graph, counts)`: the graph, whose last pipe reads each input from the item `firsts[i]` on, and the numbers of items that it read."
+    sources = [] if getattr(pipe, 'copies_above', False) else inputs(pipe)
+    firsts = firsts or [0] * len(sources)
+    counts = list(firsts)
+    for i, first in enumerate(firsts):
+        def note(i=i): counts[i] += 1
+        source = inputs(pipe)[i]     # each edit copies the graph
+        pipe = insert_after(pipe, lambda p, source=source: p is source, partial(_From, first=first, note=note))
+    return pipe, counts
+
+
+def _learns(pipe): return all(callable(getattr(pipe, name, None)) for name in ('state_dict', 'load_state_dict'))
+
+
+def _check_resumes(report: Report, make: Callable, k: int, expected: list) -> None:
+    "Cut the stream of a pipe after `k` items, and compare the rest of another one with the expected items."
+    pipe, counts = _with_inputs_from(make())
+    if not isinstance(pipe, Pipe) or pipe.not_kept() or getattr(pipe, 'copies_above', False) and unknown_states(pipe): return
+    with report.demand(PIPE_RESUMABLE):
+        with _open(pipe) as stream:
+            for _ in range(k): next(stream)
+            state, learned, read = pipe.get_state(), deepcopy(pipe.state_dict()) if _learns(pipe) else None, list(counts)
+            next(stream, None)     # this must not change the state
+        pipe, _ = _with_inputs_from(make(), read)
+        if learned is not None: pipe.load_state_dict(learned)
+        if state is not None: pipe.set_state(state)
+        with _open(pipe) as stream: came = [snapshot(item) for item in islice(stream, len(expected) - k)]
+    where = next((f"{path} of item {i} differs" for i, pair in enumerate(zip(expected[k:], came), k) if (path := _differs(*pair))), None)
+    if len(came) < len(expected) - k: where = where or f"{len(came)} items are left instead of {len(expected) - k}"
+    report.check(PIPE_RESUMABLE, where is None, f"after {k} items {where}. What {type(pipe).__name__} keeps from item to item belongs into "
+                                                "`self.keep(...)`")
+
+
+def _differs(a: Any, b: Any) -> str | None:
+    "The path of the first leaf in which two items differ; None if they are the same."
+    if same(a, b): return None
+    leaves = zip(nested.paths(a, 'item'), nested.leaves(a), nested.leaves(b))
+    return next((path for path, x, y in leaves if not same(x, y)), 'the structure')
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #039e11c3
 class _Probe(Pipe):
@@ -149,5 +207,6 @@ def _check_pipe(report: Report, make_pipe: Callable, n: int) -> None:
     for rule, make in again: report.section(_check_stream, report, rule, make, n, copies)
     report.section(_check_closes, report, make_pipe())
     report.section(_check_length, report, make_pipe())
+    for k in range(1, len(copies)) if not report.violations else (): report.section(_check_resumes, report, make_pipe, k, copies)
     for item in items:
         if isinstance(item, Fragment): report.section(_check_fragment, report, item)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from .errors import EnvError, PipeError, describe_exception
-from .captures import ITEMS, array_in, attributes_of, dtype_of, is_dense, label_of, memory_of, set_attribute
+from .captures import ITEMS, MADE, array_in, attributes_of, dtype_of, is_dense, label_of, memory_of, set_attribute
 from .simulators import name_of, through
 
 # %% ../../../nbs/pipes/00_data/07_restoring.ipynb #d80ff963
@@ -163,6 +163,8 @@ class _Restore(_Leaves):
         if x is None: x = how.new()
         return self._put(path, how.put, x, self.value(code, _MISSING, path))
 
+    def _made(self, k, fresh, path, name, code): return MADE[name][0](*self.value(code, _MISSING, path))
+
     def _own(self, k, fresh, path, name, code):
         x: Any = self._taken(k, fresh, path, name)
         return self._put(path, type(x).set_state, x, self.value(code, _MISSING, path))
@@ -170,6 +172,7 @@ class _Restore(_Leaves):
     def _put(self, path, put, x, state):
         def finish():
             try: put(x, state)
+            except PipeError: raise
             except Exception as e: raise EnvError(f"the state does not fit this environment ({describe_exception(e)})", leaf=path) from e
         self.last.append(finish)
         return x

@@ -143,6 +143,7 @@ class Acting:
     actor: Any
     lane, n_processes = 0, 1
     no_length = "environments can be stepped without end"
+    keeper: Any = None     # how the environments are kept, see `resumable`; None: they are not
 
     def _set_actor(self, actor):
         for method in ('step', 'reset'):
@@ -150,6 +151,11 @@ class Acting:
                 raise ActorError(f"an actor needs the method `{method}`", pipe=self, got=describe(actor),
                                  expected="an actor such as a `rollpipe.layers.Actor`")
         self.actor = actor
+
+    def not_kept(self) -> str | None:
+        "See `Pipe`."
+        if self.keeper is None: return "it was not tested whether its environments can be kept"
+        return f"its environments cannot be kept ({self.keeper.failed})" if self.keeper.name == 'none' else None
 
     def refuse_copies(self, owner: str, got: str, **where: Any) -> None:
         "Raise `EnvError` if there are instances of environments."

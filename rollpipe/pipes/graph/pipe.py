@@ -7,7 +7,7 @@ __all__ = ['PATIENCE', 'log', 'Traits', 'trait', 'held_by', 'EditsByClass', 'Wat
            'Seeded']
 
 # %% ../../../nbs/pipes/02_graph/04_pipe.ipynb #28b84d4c
-import dis, inspect, logging, sys, threading
+import dis, inspect, json, logging, sys, threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, islice
@@ -203,11 +203,17 @@ class Pipe(Traits, EditsByClass, IterDataPipe):
         self.kept.update(fresh)
         state, self.restored = self.restored, None
         if state is None: return self.kept
+        if state['keeps'] != [*fresh]:
+            raise CheckpointError("the state is that of another pipe", pipe=self, expected=', '.join(fresh), got=', '.join(state['keeps']))
         with GlobalRandomStates(): return restore(state, self.kept, type(self).__name__)
 
     def get_state(self) -> dict | None:
         "The state of what the present iteration keeps, which later items do not change; None if it keeps nothing."
-        return capture(self.kept, has_own_state) if self.kept else self.restored
+        if not self.kept: return self.restored
+        state = capture(self.kept, has_own_state)
+        stay = {entry[1] for entry in json.loads(state['graph'])[1] if entry[0] == 'stays'} if '["stays"' in state['graph'] else ()
+        if stay: raise CheckpointError("a pipe keeps what is no plain data", pipe=self, got=', '.join(sorted(stay)))
+        return dict(state, keeps=[*self.kept])
 
     def not_kept(self) -> str | None:
         "Why `get_state` may lack something that the next items depend on; None if it lacks nothing."

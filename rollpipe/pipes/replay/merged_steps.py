@@ -97,7 +97,9 @@ class StepMerger(Pipe):
         self.n, self.gamma = n, gamma
 
     def stream(self, items: Iterator[Step]) -> Iterator[MergedStep]:
-        waiting, newest = {}, {}   # (lane, environment) -> steps whose transition is not yielded yet; the last step
+        waiting, newest = self.keep(waiting={}, newest={}).values()   # (lane, environment) -> steps without a transition so far; last step
+        for steps in waiting.values():     # those that a resumed iteration begins with
+            if steps and (steps[-1].terminated or steps[-1].truncated): yield from self._rest(steps)
         for step in items:
             check_item(step, Step, self)
             if getattr(step.env_id, 'ndim', 0):

@@ -8,12 +8,14 @@ __all__ = ['TensorCollector']
 # %% ../../../nbs/pipes/26_tensors/04_collector.ipynb #492799dc
 import multiprocessing, os
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from ..data.fragment import Fragment
 from ..envs.factories import env_seeds
 from ..envs.sources import Acting, no_copy
 from ..data.errors import DataError, EnvError, PipeError, check_integer
+from ..data.random_states import GlobalRandomStates
 from ..graph.pipe import Seeded, Source
 from ..stepper import refuse_reading_ahead
 from .tensor_batch import TensorBatch
@@ -88,7 +90,7 @@ class TensorCollector(Acting, Seeded, Source):
             e.locate(**where)
             raise
         closes = self.close_made and not self.factory.lends
-        batch = TensorBatch(env, seed, self.info_keys, self.clip_actions, self.factory.name, closes, **where)
+        batch = TensorBatch(env, seed, self.info_keys, self.clip_actions, self.factory.name, closes, self.keeper, **where)
         if batch.device.type == 'cpu' or multiprocessing.parent_process() is None: return batch
         batch.close()
         raise EnvError("environments on an accelerator cannot be stepped by a worker", env=self.factory.name, got=str(batch.device),
@@ -102,7 +104,8 @@ class TensorCollector(Acting, Seeded, Source):
         try:
             interaction = TensorInteraction(self.actor, batch, actor_seed, lane=self.lane, explore=self.explore,
                                             terminal_obs=self.terminal_obs)
-            interaction.start()
+            with nullcontext() if self.restored is None else GlobalRandomStates(): interaction.start()
+            self.keep(interaction=interaction)
             while True:
                 try: self.factory.check_loan(loan)
                 except PipeError as e:

@@ -72,9 +72,9 @@ class TensorInfos:
         if not info and self.form is not None and not self.form.specs: return []
         if not isinstance(info, dict):
             raise EnvError("the infos are no dict", leaf='info', expected="a dict of tensors", got=describe(info))
-        if self.form is None: self.form = self._form_of(info)
+        form = self.form or self._form_of(info)
         if self.keys is not None: info = {k: info[k] for k in self.keys if k in info}
-        return self.form.check(info)
+        return form.check(info)
 
     def _form_of(self, info):
         missing = [k for k in self.keys or () if k not in info]
@@ -85,7 +85,12 @@ class TensorInfos:
             if not isinstance(x, Tensor) or x.shape[:1] != (self.n_envs,) or x.dtype.is_complex:
                 raise EnvError("an info of this form cannot be recorded (info_keys chooses what is recorded)", leaf=path,
                                expected=f"a tensor [{self.n_envs}, ...] on {self.device}", got=on_device(x))
-        return TensorForm('info', nested.map(lambda x: torch.empty_like(x, device='meta'), info), self.device, EnvError)
+        return self.expect(info)
+
+    def expect(self, infos: dict) -> TensorForm:
+        "From now on expect infos of the form of these."
+        self.form = TensorForm('info', nested.map(lambda x: torch.empty_like(x, device='meta'), infos), self.device, EnvError)
+        return self.form
 
 # %% ../../../nbs/pipes/26_tensors/02_tensor_batch.ipynb #da5e3d4b
 class TensorOutcome(NamedTuple):
@@ -118,11 +123,13 @@ class TensorBatch(Batch):
         clip_actions: clip float actions to the bounds of their `Box`
         name: name in error messages
         closes: False: `close` leaves the environments open
+        keeper: a `Keeper`; None: the state cannot be told
         **where: context for error messages: pipe, lane
     """
     def __init__(self, env: TensorEnv, seed: np.random.SeedSequence, info_keys: Any = None, clip_actions: bool = True,
-                 name: str | None = None, closes: bool = True, **where: Any):
+                 name: str | None = None, closes: bool = True, keeper: Any = None, **where: Any):
         self.env, self.closes, self.where, self.env_name = env, closes, where, name or type(env).__name__
+        self.one = None if keeper is None else keeper.begin(env)
         try: self._learn(seed, clip_actions)
         except PipeError as e:
             self.close()
@@ -158,6 +165,7 @@ class TensorBatch(Batch):
 
     def begin(self) -> Any:
         "Reset all environments. Returns their first observations, nested `[B, ...]`."
+        if self.one is not None: self.one.reset(seed=self._seed)
         try: return self._obs_form.structure.unflatten(self._obs_form.check(self._call('reset', self._seed)))
         except PipeError as e:
             self._locate(e, self.env_name)
@@ -169,6 +177,7 @@ class TensorBatch(Batch):
         Args:
             actions: actions from `actions_for_env`
         """
+        if self.one is not None: self.one.step(actions)
         try:
             answer = self._call('step', actions)
             if not isinstance(answer, (tuple, list)) or len(answer) != 6:
@@ -181,6 +190,17 @@ class TensorBatch(Batch):
         except PipeError as e:
             self._locate(e, self.env_name)
             raise
+
+    def get_state(self) -> dict:
+        "See `Batch`."
+        form = self.infos.form
+        infos = None if form is None else nested.map(lambda x: torch.zeros(x.shape, dtype=x.dtype), form.like)
+        return dict(env=self._kept(self.one).state(), infos=infos)
+
+    def set_state(self, state: dict) -> None:
+        "See `Batch`."
+        self._kept(self.one).restore(state['env'])
+        if state['infos'] is not None: self.infos.expect(state['infos'])
 
     def close(self) -> None:
         "Close the environment, if it belongs to the pipeline. May be called twice."

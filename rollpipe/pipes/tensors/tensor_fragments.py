@@ -218,6 +218,17 @@ class TensorInteraction(Completing):
 
     def _initial(self, hx): return self.checked.reset(hx, list(range(len(self.batch))))
 
+    def get_state(self) -> dict:
+        "Everything on which the next steps depend, but for the weights of the actor. Raises `EnvError` if the environments are not kept."
+        return dict(last=self.last, hx=self.hx, seq=self.seq, noise=self.checked.seeded.get_state(), envs=self.batch.get_state())
+
+    def set_state(self, state: dict) -> None:
+        "Go on from what `get_state` returned, after `start`."
+        self.batch.set_state(state['envs'])
+        nested.Form((self.last, self.hx), 'state', EnvError, **self.batch.where).check((state['last'], state['hx']))
+        self.last, self.hx, self.seq = state['last'], state['hx'], state['seq']
+        self.checked.seeded.set_state(state['noise'])
+
     @torch.no_grad()
     def fragment(self, n_steps: int) -> Fragment:
         """Take `n_steps` steps and return their fragment.

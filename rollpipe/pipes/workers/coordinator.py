@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from ..data.fragment_ops import with_restarts
 from ..data.captures import capture
+from ..data.errors import CheckpointError
 from ..data.restoring import restore
 from ..graph.states import unknown_states
 from .channel import WeightPublisher
@@ -116,7 +117,8 @@ class Coordinator:
         lanes = seam.own_lanes()
         opened = {lane: seam.open_lane(lane, self.state) for lane in lanes}
         graphs = {lane: graph for lane, (graph, _) in opened.items()}
-        self.tells = service.restart > 0 and not any(map(unknown_states, graphs.values()))     # so restarted lanes go on where they were
+        self.unknown = [why for graph in graphs.values() for why in unknown_states(graph)]
+        self.tells = service.restart > 0 and not self.unknown     # so restarted lanes go on where they were
         self.crew = crew = service.crew(seam)
         self.pool, self.members = crew.pool, crew.members
         self.schedule = Schedule(len(lanes), seam.group_size, service.lag, service.order, crew.max_pending, lanes.start)
@@ -175,7 +177,8 @@ class Coordinator:
         new.send_queued(self.pool.states)
 
     def get_state(self) -> dict:
-        "See `Lanes.beginning`."
+        "See `Lanes.beginning`. Raises `CheckpointError` if the lanes cannot tell their states."
+        if self.unknown: raise CheckpointError("the lanes cannot tell their states", pipe=self.seam, got=self.unknown[0])
         self.settle()
         pending = [(request.lane, request.answer[0] if request.destination is None else capture(self._copy(request)))
                    for request in self.schedule.pending if not request.ended]

@@ -14,7 +14,7 @@ from typing import Any
 from ..graph import torchdata
 from ..batches import FragmentStacker
 from ..episodes import EpisodeCollector
-from ..data.errors import DataError, GraphError, check_integer, describe
+from ..data.errors import CheckpointError, DataError, GraphError, check_integer, describe
 from ..fragments import FragmentCollector
 from ..graph.edits import copy_graph, find, inputs, insert_after, nodes, replace
 from ..data.random_states import GlobalRandomStates
@@ -98,6 +98,10 @@ class WorkerLanes(Lanes):
             errors = self.close() if self.coordinator is coordinator and not failed else coordinator.close(failed)
             if errors and not failed: raise errors[0]
 
+    def not_kept(self) -> str | None:
+        "See `Pipe`."
+        if self.service.lag is None or self.service.order == 'ready': return "its stream depends on the speed of its workers"
+
     def get_state(self) -> dict | None:
         "See `Lanes`."
         return self.restored if self.coordinator is None else self.coordinator.get_state()
@@ -132,6 +136,9 @@ def _with_lanes(pipe, n) -> tuple:
     fragments = find(pipe, lambda p: isinstance(p, (FragmentCollector, EpisodeCollector)))
     if not fragments:
         raise GraphError("nothing here can run in worker processes", pipe=pipe, expected="`Lanes`, or a `FragmentCollector`")
+    if n > 1 and (found := find(pipe, lambda p: getattr(p, 'restored', None) is not None)):
+        raise CheckpointError("one state cannot be that of several lanes", pipe=found[0], got=f"num_workers={n}",
+                              expected="`Lanes`, as when it was kept, or one worker")
     return insert_after(pipe, lambda p: p is fragments[-1], lambda p: Lanes(p, n)), n > 1
 
 # %% ../../../nbs/pipes/30_workers/17_seam.ipynb #682ff143
