@@ -16,11 +16,13 @@ import numpy as np
 
 from ..agents.checkpoint import Snapshot, write_atomically
 from .states import Stream, kept_states, load_states
-from ..agents.parallel_evaluation import ParallelEvaluation, SerialEvaluation
+from ..agents.evaluate import Evaluation
+from ..agents.parallel_evaluation import Evaluated, ParallelEvaluation, SerialEvaluation
 from ..agents.schedules import Every
 from ..settings.config import device_of
 from .locks import lock, unlock
 from ..pipes.data.errors import DataError
+from ..pipes.graph.modules import version_of
 from .folder import Run, agent_of, best_return, load_run, restore
 
 # %% auto #0
@@ -158,6 +160,8 @@ class StepEvaluations(Evaluations):
         steps = run.counters["steps"]
         self.records = [r for r in read_evaluations(run.folder) if r["steps"] <= steps and (r["kind"] == "training" or r["steps"] == steps)]
         self.last = dict(steps=max((r["steps"] for r in self.records if r["kind"] == "training"), default=-1))
+        # The next record tells of an evaluation at this step. If the run was resumed here, that record is not written yet.
+        self.news = [_of_record(r, version_of(run.agent.actor)) for r in self.records if r["kind"] == "training" and r["steps"] == steps]
 
     def finish(self) -> list:
         "Evaluate the last policy and the best one on `final_episodes` episodes each, unless that is done. Returns `poll()`."
@@ -189,6 +193,11 @@ class StepEvaluations(Evaluations):
         self.records.append(dict(kind=kind, steps=now["steps"], updates=updates, seconds=now["seconds"], mean=found.mean, std=found.std,
                                  returns=found.returns.tolist(), lengths=found.lengths.tolist(), seed=seed, resumes=now["resumes"]))
         write_evaluations(self.run.folder, self.records)
+
+
+def _of_record(record: dict, version: int) -> Evaluated:
+    returns, lengths = np.array(record["returns"]), np.array(record["lengths"])
+    return Evaluated(version, Evaluation(returns, lengths, np.zeros(len(returns), bool)), 0.)
 
 
 def _here(run: Run, kind: str, actor: Any) -> SerialEvaluation:
