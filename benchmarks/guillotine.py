@@ -58,7 +58,8 @@ CASES = {
     "dqn": Case("dqn", "CartPole-v1", dict(prioritized=True, warmup=200), dict(steps=2500)),
     "sac": Case("sac", "Pendulum-v1", dict(warmup=200), dict(steps=700)),
     "td3": Case("td3", "Pendulum-v1", dict(warmup=200), dict(steps=700)),
-    **{name.lower(): Case("ppo", f"{name}-v5", SMALL, dict(steps=5000), (0, 2)) for name in ("HalfCheetah", "Hopper", "Walker2d", "Ant", "Humanoid")},
+    **{name.lower(): Case("ppo", f"{name}-v5", SMALL, dict(steps=5000), (0, 2))
+       for name in ("HalfCheetah", "Hopper", "Walker2d", "Ant", "Humanoid")},
     "lunar": Case("ppo", "LunarLander-v3", SMALL, dict(steps=5000), (0, 2)),
     "bipedal": Case("ppo", "BipedalWalker-v3", SMALL, dict(steps=4000)),
     "ready": Case("vtrace", "CartPole-v1", SMALL, dict(steps=3000, workers=2, lag=1, order="ready"), (2,), "the clock"),
@@ -135,9 +136,11 @@ def numbers(folder) -> dict:
     return out
 
 
+def bits(x): return x.dtype, x.shape, x.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
 def same(x, y) -> bool:
-    if isinstance(x, torch.Tensor): return isinstance(y, torch.Tensor) and x.dtype == y.dtype and x.shape == y.shape and bool(
-        (x.view(torch.uint8) if x.ndim else x.reshape(1).view(torch.uint8)).equal(y.view(torch.uint8) if y.ndim else y.reshape(1).view(torch.uint8)))
+    if isinstance(x, torch.Tensor): return isinstance(y, torch.Tensor) and bits(x) == bits(y)
     return x == y or isinstance(x, float) and isinstance(y, float) and math.isnan(x) and math.isnan(y)
 
 
@@ -162,7 +165,7 @@ def make_twin(case, root, seed) -> Twin:
 
 def one_round(case, twin, folder, rng, kills, seed) -> tuple:
     "Kill and resume one training until it is complete. Returns the numbers that differ, and how often it was killed."
-    done, code, killed = False, None, 0
+    code, killed = None, 0
     while code != 0:
         exists = (Path(folder)/"config.json").exists()
         blow = None
@@ -197,7 +200,8 @@ def try_case(name, case, rounds, kills, seed) -> list:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=list(CASES))
-    for option, default in (("rounds", 3), ("kills", 3), ("jobs", 2), ("seed", 0)): parser.add_argument(f"--{option}", type=int, default=default)
+    for option, default in (("rounds", 3), ("kills", 3), ("jobs", 2), ("seed", 0)):
+        parser.add_argument(f"--{option}", type=int, default=default)
     args = parser.parse_args()
     logging.getLogger("rollpipe").setLevel(logging.ERROR)
     total = bad = 0
