@@ -181,7 +181,8 @@ class Description(CodeDescription):
         elif len(self.leaves) > self.MOST: self.leaves[path] = f"{UNKNOWN}: too many parts"
         else:
             self._open.add(id(x))
-            self._describe(path, x)
+            try: self._describe(path, x)
+            except Exception as e: self.leaves[path] = f"{UNKNOWN}: {type(e).__name__} while it was described"     # by code of the user
             self._open.discard(id(x))
 
     def _describe(self, path, x):
