@@ -178,7 +178,7 @@ class Lanes(Divided, Seeded, Pipe):
             raise CheckpointError("the state has other lanes", pipe=self, expected=str(sorted(state['turn'])), got=str(own))
         return state
 
-    def get_state(self) -> dict | None:
+    def get_state(self, chunks: Any = None) -> dict | None:
         "See `beginning`; None if no item was asked for."
         if self.running is None: return self.restored
         now = self.running

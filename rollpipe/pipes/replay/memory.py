@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from ..data import nested
+from ..data.captures import capture
+from ..data.chunks import ChunkFolder
 from ..data.fragment import Fragment, check_item
-from ..data.errors import LEAST_BYTES, DataError, check_fraction, check_integer, check_memory
+from ..data.errors import LEAST_BYTES, CheckpointError, DataError, check_fraction, check_integer, check_memory
+from ..data.restoring import restore
 from ..frames import Stacks
 from .layout import unbatched
 from .sampling import PrioritizedSampler, UniformSampler
@@ -113,7 +116,7 @@ class ReplayMemory:
             raise DataError("no segment fits in", pipe=self, expected=f"capacity >= length={length}", got=f"capacity={capacity}")
         check_memory(f"capacity={capacity:,}", capacity * (LEAST_BYTES * (path is None) + 16 * prioritized), pipe=self)
         self.capacity, self.length, self.prioritized, self.path = capacity, length, prioritized, path
-        self.alpha, self.beta, self.zero_state = alpha, beta, zero_state
+        self.alpha, self.beta, self.first_beta, self.zero_state = alpha, beta, beta, zero_state
         rng = np.random.default_rng(seed)
         self.sampler = PrioritizedSampler(capacity, rng, alpha) if prioritized else UniformSampler(capacity, rng)
         self.store = self.pending = None
@@ -133,9 +136,7 @@ class ReplayMemory:
         if any(isinstance(x, Stacks) for x in nested.leaves(fragment.state.obs)):
             raise DataError("stacks of frames are not kept", pipe=self, leaf='obs', expected="single frames, without `FrameStack`")
         try:
-            if self.store is None:
-                self.store = StepStore(self.capacity, unbatched(fragment), self.path, not self.zero_state)
-                self.pending = PendingSegments(self.length, at_borders=self.store.keep_hx)
+            if self.store is None: self._begin(unbatched(fragment))
             if self.length < fragment.n_steps and self.store.keep_hx:
                 raise DataError("no recurrent state is known where a segment would begin", got=f"length={self.length}",
                                 expected=f"length >= n_steps={fragment.n_steps}, or zero_state")
@@ -145,6 +146,44 @@ class ReplayMemory:
             raise
         self.sampler.remove(replaced)
         for steps in added: self._offer(self.pending.add(steps))
+
+    def get_state(self, chunks: ChunkFolder | None = None) -> dict:
+        """Everything that later samples depend on, as plain data. Raises `OSError` if a chunk cannot be written.
+
+        Args:
+            chunks: gets the parts of large arrays that changed since the last state; None: the state has a copy of the arrays
+        """
+        store = self.store and dict(self.store.get_state(), pending=self.pending.lanes)
+        kept = dict(settings=self._settings(), beta=self.beta, sampler=self.sampler.get_state(), store=store)
+        return capture(kept) | dict(rows={name: changes.save(rows, chunks) for name, (rows, changes) in self._rows().items()})
+
+    def set_state(self, state: dict, chunks: ChunkFolder | None = None) -> None:
+        """Let a memory that holds nothing yet go on from what `get_state` returned.
+
+        Raises `CheckpointError` if the state is that of a memory with other settings, or if a chunk is missing or damaged.
+
+        Args:
+            chunks: the folder that `get_state` got
+        """
+        kept = restore(state, name='memory')
+        if kept['settings'] != (mine := self._settings()):
+            raise CheckpointError("the state of another memory", pipe=self, expected=str(mine), got=str(kept['settings']))
+        if (store := kept['store']) is not None:
+            self._begin(store['example'])
+            self.store.set_state(store)
+            self.pending.lanes = store['pending']
+        for name, (rows, changes) in self._rows().items(): changes.load(rows, state['rows'][name], chunks)
+        self.sampler.set_state(kept['sampler'])
+        self.beta = kept['beta']
+
+    def _settings(self):
+        return {name: getattr(self, name) for name in ('capacity', 'length', 'prioritized', 'alpha', 'zero_state')}
+
+    def _rows(self): return self.sampler.rows() | ({} if self.store is None else self.store.rows())
+
+    def _begin(self, example):
+        self.store = StepStore(self.capacity, example, self.path, not self.zero_state)
+        self.pending = PendingSegments(self.length, at_borders=self.store.keep_hx)
 
     def close(self) -> None:
         "Release the folder for another memory. Stored steps can still be sampled."

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ..data import nested
+from ..data.chunks import RowChanges
 from ..data.fragment import Fragment
 from ..data.errors import DataError
 from ..data.fragment_ops import same_keys, strands
@@ -55,6 +56,7 @@ class StepLinks:
     def __init__(self, ring: Ring, dtype: np.dtype):
         self.ring, self.look_ahead, self.lanes = ring, SideTable(dtype), {}  # lane -> _LaneEnd
         self.next = np.zeros(ring.capacity, np.int64)  # slot of the next record, or -1 - (its number in `look_ahead`)
+        self.changes = RowChanges(self.next)
 
     def chain(self, slot: np.ndarray, n: int) -> np.ndarray:
         """The slots of `n` successive rows, int64 `[n, m]`. A row in `look_ahead` has -1 - (its number there).
@@ -83,6 +85,7 @@ class StepLinks:
         slot = self.ring.slot(serial)
         self.next[slot[:, :-1]] = slot[:, 1:]
         self.next[slot[:, -1]] = -1 - self.look_ahead.put(rows)
+        self.changes.mark(slot)
 
     def join(self, lane: int, seq: int | None, serial: np.ndarray, stepno: np.ndarray) -> AddedSteps:
         """Link the new steps of a lane to its older steps, if the new steps follow directly.
@@ -99,6 +102,7 @@ class StepLinks:
             last = self.ring.slot(end.serial[kept])
             self.release(last)
             self.next[last] = self.ring.slot(serial[kept, 0])
+            self.changes.mark(last)
         self.lanes[lane] = _LaneEnd(seq, stepno[-1], serial[:, -1])
         return AddedSteps(lane, serial, follows)
 
@@ -131,10 +135,14 @@ class StepStore:
         self.capacity, self.layout, self.ring = capacity, FragmentLayout(example), Ring(capacity)
         self.keep_hx, dtype = keep_hx and bool(nested.leaves(example.hx)), self.layout.step_type
         self.place = Place(path)
-        self.records = self.place.records(capacity, dtype)
-        self.valid, self.links = self.records['fragment.valid'], StepLinks(self.ring, dtype)
+        self._use(self.place.records(capacity, dtype))
+        self.links = StepLinks(self.ring, dtype)
         self.finals, self.hxs = SideTable(self.layout.final_type), SideTable(self.layout.hx_type)
         self.checked, self.n_valid = set(), 0     # forms that have passed the check; number of valid steps
+
+    def _use(self, records):
+        "Take `records` of zeros as the ring."
+        self.records, self.valid, self.changes = records, records['fragment.valid'], RowChanges(records)
 
     def add(self, fragment: Fragment) -> tuple[np.ndarray, list]:
         """Store a copy of a fragment. Returns the slots whose old steps were replaced (int64 `[n]`), and a list of `AddedSteps`.
@@ -172,7 +180,9 @@ class StepStore:
         records, ahead = self.place.records(self.capacity, layout.step_type), np.zeros(len(table.records), layout.step_type)
         before, self.layout = self.layout, layout    # only after the allocation has succeeded
         for into, old in ((records[:n], self.records[:n]), (ahead, table.records)): layout.take_over(into, old, before)
-        self.records, table.records, self.valid = records, ahead, records['fragment.valid']
+        self._use(records)
+        self.changes.mark(slice(0, n))
+        table.replace(ahead)
 
     def _check(self, fragment):
         if fragment.valid.numel() > self.capacity:
@@ -200,6 +210,7 @@ class StepStore:
         first, border = slot[0], self.capacity - slot[0]
         self.records[first:first + len(records)] = records[:border]
         self.records[:max(0, len(records) - border)] = records[border:]
+        self.changes.mark(slot)
         self.n_valid += int(self.valid[slot].sum())
 
     def read(self, slot: np.ndarray, n_steps: int) -> Fragment:
@@ -213,3 +224,22 @@ class StepStore:
         records, ahead = self.records.take(chain, mode='clip'), chain[-1] < 0
         if ahead.any(): records[-1, ahead] = self.links.look_ahead.records[-1 - chain[-1, ahead]]
         return self.layout.unpack(records, self.finals.records, self.hxs.records if self.keep_hx else None)
+
+    def rows(self) -> dict:
+        "Name -> large array and its `RowChanges`."
+        tables = {name: (table.records, table.changes) for name, table in self._tables().items()}
+        return dict(records=(self.records, self.changes), next=(self.links.next, self.links.changes)) | tables
+
+    def _tables(self):
+        return dict(finals=self.finals, look_ahead=self.links.look_ahead) | (dict(hxs=self.hxs) if self.keep_hx else {})
+
+    def get_state(self) -> dict:
+        "All but the `rows`. With `example`, a new store gets the same records, also after infos have appeared."
+        lanes = {lane: _LaneEnd(end.seq, end.stepno.copy(), end.serial.copy()) for lane, end in self.links.lanes.items()}
+        return dict(example=nested.map(torch.clone, self.layout.example), next_serial=self.ring.next_serial, n_valid=self.n_valid,
+                    lanes=lanes, tables={name: table.get_state() for name, table in self._tables().items()})
+
+    def set_state(self, state: dict) -> None:
+        "Go on from what `get_state` returned. Afterwards the `rows` have to be restored."
+        self.ring.next_serial, self.n_valid, self.links.lanes = state['next_serial'], state['n_valid'], state['lanes']
+        for name, table in self._tables().items(): table.set_state(state['tables'][name])

@@ -98,7 +98,7 @@ class WorkerLanes(Lanes):
             errors = self.close() if self.coordinator is coordinator and not failed else coordinator.close(failed)
             if errors and not failed: raise errors[0]
 
-    def get_state(self) -> dict | None:
+    def get_state(self, chunks: Any = None) -> dict | None:
         "See `Lanes`."
         return self.restored if self.coordinator is None else self.coordinator.get_state()
 
