@@ -26,7 +26,7 @@ from ..tuning.tune import tune_command
 __all__ = ['USER_ERRORS', 'add_algorithms', 'build_parser', 'main']
 
 # %% ../../nbs/cli/00_main.ipynb #4e3b64f2
-_COMMON = ("steps", "device")  # options of every command that trains
+_COMMON = ("steps", "device", "workers")  # options of every command that trains
 _OF_A_RUN = ("--out", "--overwrite", "--continue", "--seeds", "--jobs", "--quiet", "--tensorboard", "--wandb")  # only of `train`
 
 

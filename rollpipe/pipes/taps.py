@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .data.fragment import Fragment, Tick, check_item
+from .data.restoring import may_be_new
 from .data.errors import DataError, check_integer, describe
 from .data.fragment_ops import env_rewards, strands
 from .graph.pipe import Pipe
@@ -82,6 +83,7 @@ def pieces_of(over: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return last - ends[-1] + ends - over, last
 
 # %% ../../nbs/pipes/19_taps.ipynb #6254ccb1
+@may_be_new
 class EpisodeSums:
     """The return and the length so far of the current episode in each of `n` environments.
 

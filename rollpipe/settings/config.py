@@ -153,6 +153,7 @@ class RunOptions(Options):
         device: where networks and batches are: cpu, cuda, cuda:1, mps, or auto (cuda or mps, if available)
         intrinsic: weight of a reward for new observations, by random network distillation (`RND`); 0: none
         preset: settings for omitted options: auto (the preset for the environment), none, or the name of a preset
+        exact: do not start unless the run, when it is interrupted and resumed, gives the same numbers as without the interruption
     """
     steps: int = integer(100_000)
     seed: int = integer(0, 0)
@@ -173,6 +174,7 @@ class RunOptions(Options):
     device: str = "cpu"
     intrinsic: float = number(0.)
     preset: str = "none"
+    exact: bool = False
 
     def __post_init__(self):
         check_options(self)
