@@ -8,7 +8,7 @@ from reference import assert_same, snapshot
 from rollpipe.agents import A2C, DDPG, DQN, NPG, PPO, QRDQN, REINFORCE, RND, SAC, TD3, TRPO, QLearning, VTrace
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.intrinsic.distillation import Distillation
-from rollpipe.agents.intrinsic.states import load_states, states_of
+from rollpipe.runs.states import load_states, states_of
 from rollpipe.agents.tabular import TabularQ
 from rollpipe.layers import ActionCritic, Critic, DeterministicPolicy, MLPPolicy, QPolicy, QuantilePolicy, RecurrentPolicy, RecurrentQPolicy
 from rollpipe.layers import SquashedPolicy
@@ -68,7 +68,7 @@ CASES = {
     'td3': lambda: continuous(TD3, DeterministicPolicy, memory=dict(n_batches=3)),
     'ddpg': lambda: continuous(DDPG, DeterministicPolicy, memory=PRIORITIES),
     'trpo': lambda: policy_gradient(TRPO),
-    'trpo-decay': lambda: policy_gradient(TRPO, 'Pendulum-v1', decay_steps=1000, scale='learn'),
+    'trpo-decay': lambda: policy_gradient(TRPO, 'Pendulum-v1', decay_steps=1000, scale=.5),
     'npg': lambda: policy_gradient(NPG, 'Pendulum-v1'),
     'ppo': lambda: policy_gradient(PPO, decay_steps=1000),
     'ppo-recurrent': lambda: policy_gradient(PPO, policy=RecurrentPolicy, actor_options=dict(memory=6)),

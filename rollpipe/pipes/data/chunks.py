@@ -48,6 +48,13 @@ class ChunkFolder:
         self.names.add(name)
         return name
 
+    def sync(self) -> None:
+        "Wait until the names of the files that were written are on disk, too."
+        if os.name == 'nt' or not self.path.exists(): return     # Windows cannot open a folder
+        folder = os.open(self.path, os.O_RDONLY)
+        try: os.fsync(folder)
+        finally: os.close(folder)
+
     def check(self, names: Iterable[str]) -> None:
         "Raise `CheckpointError` for the first of these chunks that is not there."
         for name in names:

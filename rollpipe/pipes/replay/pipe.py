@@ -36,7 +36,7 @@ class Replayed(NamedTuple):
     samples: Iterator[Sample]
     memory: Any
 
-
+# %% ../../../nbs/pipes/24_replay/08_pipe.ipynb #03b2774e
 class Replay(Seeded, Pipe):
     """Put each `Fragment` into a `ReplayMemory`, and yield one `Replayed` for each fragment.
 
