@@ -21,6 +21,7 @@ from ..agents.parallel_evaluation import Evaluated, ParallelEvaluation, SerialEv
 from ..agents.schedules import Every
 from ..settings.config import device_of
 from .locks import lock, unlock
+from ..pipes.data.chunks import ChunkFolder
 from ..pipes.data.errors import DataError
 from ..pipes.graph.modules import version_of
 from .folder import Run, agent_of, best_return, load_run, restore
@@ -247,6 +248,6 @@ def evaluate_end(folder: str | Path) -> None:
         found = load_run(folder)
         if Every.of(found.config.get("eval_every", 0)).unit != "steps" or is_evaluated(folder, found.counters["steps"]): return
         agent, pipe = restore(found)
-        stream = Stream(restored=found.stream)
+        stream = Stream(restored=found.stream, chunks=ChunkFolder(folder/"replay"))
         StepEvaluations(Run(folder, found.config, agent, pipe, found.counters, load_states(pipe, found.pipes), stream)).finish()
     finally: unlock(folder)

@@ -21,6 +21,7 @@ from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
 from ..settings.config import RUN_OPTIONS, RunOptions, build, check_decay, check_room, run_options
 from .locks import lock, unlock
 from ..pipes.data import nested
+from ..pipes.data.chunks import ChunkFolder
 from ..pipes.engines.checked_actor import engine_used
 from ..pipes.envs.kept import Keeper
 from ..pipes.envs.sources import Acting
@@ -68,9 +69,12 @@ class Run(NamedTuple):
     def save(self) -> None:
         "Write the checkpoint. After the first update, also keep it among the newest `config['keep']` checkpoints."
         stream, n = None if self.stream is None else self.stream.state(), self.config.get("keep", 0)
+        chunks = self.stream.chunks if self.stream is not None and self.stream.chunks.names else None
         data = checkpoint_bytes(self.agent, self.config, self.counters, pipes=kept_states(self), stream=stream)
+        if chunks: chunks.sync()
         write_atomically(self.checkpoint, data)
         if n and self.counters["updates"]: keep_checkpoint(self.folder/"checkpoints", data, self.counters["steps"], n)
+        if chunks: chunks.sweep([self.checkpoint, *kept_checkpoints(self.folder/"checkpoints").values()])
 
     def save_best(self, snapshot: Snapshot, counters: dict, evaluated: dict) -> None:
         """Write the best checkpoint.
@@ -102,11 +106,11 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
     if files_of_run(folder) and not overwrite:
         raise DataError(f"{folder} has a run already", expected="another folder, --overwrite, or --resume")
     agent, pipe = build({**config, "place": folder.resolve().name})
-    config, stream = _with_exactness(_with_engine(config, agent, pipe), pipe)
+    config = _with_exactness(_with_engine(config, agent, pipe), pipe)
     folder.mkdir(parents=True, exist_ok=True)
     lock(folder)
     _remove_run(folder)
-    run = Run(folder, config, agent, pipe, dict(_COUNTERS), stream=stream)
+    run = Run(folder, config, agent, pipe, dict(_COUNTERS), stream=Stream(config["inexact"], chunks=ChunkFolder(folder/"replay")))
     try:
         run.save()  # before the configuration, so that each run in a folder can be resumed, whenever the process ends
         _write_config(folder, config)
@@ -125,14 +129,14 @@ def _with_engine(config: dict, agent: Any, pipe: Any) -> dict:
     return {**config, "options": {**options, "engine": name}}
 
 
-def _with_exactness(config: dict, pipe: Any) -> tuple:
-    "The configuration with the ways in which environments are kept, and the `Stream`. Raises `DataError` if `exact` is asked for in vain."
+def _with_exactness(config: dict, pipe: Any) -> dict:
+    "The configuration with the ways in which environments are kept. Raises `DataError` if `exact` is asked for in vain."
     config = {**config, "kept": {name: keeper.name for name, keeper in keep_environments(pipe).items()}}
     reason = why_inexact(pipe, config)
     if reason and config.get("exact"):
         raise DataError("a resumed run could not go on exactly", leaf="exact", expected="no --exact, or other settings", got=reason)
     if reason: _log.info(f"When this run is resumed, it begins new episodes: {reason}")
-    return {**config, "inexact": reason}, Stream(reason)
+    return {**config, "inexact": reason}
 
 
 def discard(run: Run) -> None:
@@ -312,7 +316,7 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
             raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
         check_decay(config["steps"], found.config["options"])
         agent, pipe = restore(found._replace(config={**config, "place": folder.resolve().name}), counters["resumes"])
-        waiting, stream = load_states(pipe, found.pipes), _resumed_stream(pipe, found)
+        waiting, stream = load_states(pipe, found.pipes), _resumed_stream(folder, pipe, found)
         _write_config(folder, config)
         _remove(path for steps, path in kept_checkpoints(folder/"checkpoints").items() if steps > counters["steps"])
         return Run(folder, config, agent, pipe, counters, waiting, stream)
@@ -321,12 +325,12 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
         raise
 
 
-def _resumed_stream(pipe, found) -> Stream:
+def _resumed_stream(folder, pipe, found) -> Stream:
     "The stream that goes on in `pipe`. Environments are kept as the run has tested it when it started."
     for source, name in zip(find(pipe, Acting), found.config.get("kept", {}).values()): source.keeper = Keeper(name)
     reason = found.config.get("inexact", "the run was started by an earlier version")
     if found.stream is None and found.counters["updates"]:
         _log.warning(f"The run begins new episodes: {reason or 'it was interrupted within a batch'}")
-    stream = Stream(reason, found.stream)
+    stream = Stream(reason, found.stream, ChunkFolder(folder/"replay"))
     stream.open(pipe)
     return stream

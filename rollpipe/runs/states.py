@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..pipes.data.captures import capture
+from ..pipes.data.chunks import ChunkFolder
 from ..pipes.data.errors import CheckpointError, DataError, describe_exception
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.data.restoring import restore
@@ -100,13 +101,14 @@ class Stream:
     Args:
         reason: why a resumed run begins new episodes; None: it goes on exactly
         restored: what `state` returned when the run was saved; None: the stream begins
+        chunks: gets the large arrays of a replay memory; None: they are part of the state
     """
-    def __init__(self, reason: str | None = None, restored: dict | None = None):
-        self.reason, self.restored, self.pipe, self.accounts = reason, restored, None, ()
+    def __init__(self, reason: str | None = None, restored: dict | None = None, chunks: ChunkFolder | None = None):
+        self.reason, self.restored, self.chunks, self.pipe, self.accounts = reason, restored, chunks, None, ()
 
     def open(self, pipe: IterDataPipe) -> IterDataPipe:
         "Let the next iteration of a graph go on from the restored state. Returns the graph."
-        return pipe if self.restored is None else restore_stream(pipe, self.restored['pipes'])
+        return pipe if self.restored is None else restore_stream(pipe, self.restored['pipes'], self.chunks)
 
     def begin(self, pipe: IterDataPipe, *accounts: Any) -> None:
         """The iteration begins.
@@ -129,4 +131,5 @@ class Stream:
     def state(self) -> dict | None:
         "The state between two batches, as plain data; None if a resumed run begins new episodes."
         if self.pipe is None or self.reason: return self.restored
-        return dict(pipes=stream_state(self.pipe), random=capture(GlobalRandomStates().get_state()), accounts=capture(list(self.accounts)))
+        return dict(pipes=stream_state(self.pipe, self.chunks), random=capture(GlobalRandomStates().get_state()),
+                    accounts=capture(list(self.accounts)))
