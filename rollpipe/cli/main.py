@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse, difflib, importlib, os, signal, sys
 from argparse import Namespace
+from functools import partial
 
 import rollpipe
 from ..settings.algorithms import ALGORITHMS, load_plugins, options_for
@@ -39,19 +40,34 @@ def add_algorithms(parser: argparse.ArgumentParser, common: argparse.ArgumentPar
         common: parser of the options that every such command has
         runs: whether the command makes runs, and so has the options about their folders
     """
-    algorithms = parser.add_subparsers(dest="algorithm", metavar="ALGO", title="algorithms")
+    algorithms = parser.add_subparsers(dest="algorithm", metavar="ALGO", title="algorithms", parser_class=_Later)
     for name, algorithm in ALGORITHMS.items():
         doc = (algorithm.learner.__doc__ or name).strip().split("\n")[0]
-        sub = algorithms.add_parser(name, parents=[common], help=doc, description=doc)
-        sub.add_argument("env", metavar="ENV", help="gymnasium id, such as Pendulum-v1")
-        if runs: _add_folders(sub)
-        sub.add_argument("--config", metavar="FILE",
-                         help="options in a TOML file, which go before the preset; or the config.json of a run, to which no preset adds")
-        sub.add_argument("--env-kwargs", nargs="+", action="extend", default=[], metavar="key=value",
-                         help="arguments for gymnasium.make")
-        add_options(sub, [o for o in RUN_OPTIONS if o.name not in _COMMON] + options_for(name))
-        sub.add_argument("--eval-steps", dest="eval_every", type=lambda text: f"{parse_value(text, ('int',))} steps",
-                         default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # as in commands for earlier versions
+        algorithms.add_parser(name, help=doc, make=partial(_parser_of, name, parents=[common], description=doc, runs=runs))
+
+
+class _Later(Parser):
+    "A parser that `make` makes when it is used. There is one for each algorithm of several commands, and a command line uses one of them."
+    def __init__(self, make, **kwargs):
+        super().__init__(add_help=False, **kwargs)
+        self.make = make
+
+    def parse_known_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]  it has overloads
+        return self.make(prog=self.prog).parse_known_args(args, namespace)
+
+
+def _parser_of(algorithm, runs, **kwargs):
+    "The parser of a command for one algorithm."
+    parser = Parser(**kwargs)
+    parser.add_argument("env", metavar="ENV", help="gymnasium id, such as Pendulum-v1")
+    if runs: _add_folders(parser)
+    parser.add_argument("--config", metavar="FILE",
+                        help="options in a TOML file, which go before the preset; or the config.json of a run, to which no preset adds")
+    parser.add_argument("--env-kwargs", nargs="+", action="extend", default=[], metavar="key=value", help="arguments for gymnasium.make")
+    add_options(parser, [o for o in RUN_OPTIONS if o.name not in _COMMON] + options_for(algorithm))
+    parser.add_argument("--eval-steps", dest="eval_every", type=lambda text: f"{parse_value(text, ('int',))} steps",
+                        default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # as in commands for earlier versions
+    return parser
 
 
 def _add_folders(parser: argparse.ArgumentParser) -> None:
