@@ -21,13 +21,15 @@ from gymnasium.spaces import Box
 from ray_cases import two_nodes
 from reference import assert_same, snapshot
 from toys import Counting, Learning, Ledger, Lively, Plain, Shaky
-from worker_cases import WORLDS, gone, harmful, learned, learned_serially, outcome, serial, slack, stream
+from worker_cases import WORLDS, change, gone, harmful, learned, learned_serially, outcome, serial, slack, stream
 
 from rollpipe.pipes import (
     ActorError, DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, ProcessReading, RayReading,
     WorkerError, rollouts,
 )
 from rollpipe.pipes.graph.modules import bump_version
+from rollpipe.pipes.graph.states import restore_stream, stream_state
+from rollpipe.pipes.resumable import keep_environments
 from rollpipe.pipes.taps import EpisodeStats
 from rollpipe.pipes.graph.torchdata import DataLoader2, InProcessReadingService, ReadingServiceInterface
 
@@ -136,6 +138,23 @@ def test_what_is_kept_stays_as_it_was_and_belongs_to_the_consumer(Reading):
             f.state.rew[:] = f.state.obs[0, 0, 0] = known.state.rew[:] = known.state.obs[0, 0, 0] = -1
             kept.append(f)
     for f, known in zip(kept, expected): assert_same(snapshot(f), known)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_another_iteration_goes_on_from_the_state(lag, Reading):
+    "Also with another number of workers."
+    def part(workers, start, n, state):
+        pipe, actor = WORLDS["recurrent"](3)
+        keep_environments(pipe)
+        for _ in range(start): change(actor)
+        with DataLoader2(restore_stream(pipe, state), reading_service=Reading(workers, lag=lag)) as loader:
+            items, found = iter(loader), []
+            for _ in range(n):
+                found.append(snapshot(next(items)))
+                change(actor)
+            return found, stream_state(loader.datapipe)
+    first, state = part(2, 0, 2, {})
+    assert_same(first + part(1, 2, 3, state)[0], stream("recurrent", Reading(2, lag=lag), 5))
 
 
 # --- graphs

@@ -39,6 +39,7 @@ from rollpipe.pipes.resumable import keep_environments
 from rollpipe.pipes.steps import Fragments, Steps
 from rollpipe.pipes.taps import Meter, Throughput
 from rollpipe.pipes.tensors.collector import TensorCollector
+from rollpipe.testing import check_pipe
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -168,6 +169,10 @@ def cart(): return CategoricalPolicy.for_env((CartPole.observation_space, CartPo
 
 @pytest.mark.parametrize("name", PIPES)
 def test_a_pipe_goes_on(name): resumes(PIPES[name], 7)
+
+
+@pytest.mark.parametrize("name", [name for name in PIPES if name != "novelty"])     # which goes on learning when it is iterated again
+def test_a_pipe_keeps_all_rules(name): check_pipe(lambda: PIPES[name](2)[0])
 
 
 @pytest.mark.parametrize("name", ["episodes", "merged", "steps_of_batches", "minibatches", "fragments"])

@@ -168,20 +168,15 @@ class Steps(Pipe):
     def stream(self, items: Iterator[Fragment]) -> Iterator[Step]:
         # The fragment in progress, `n` of whose steps were yielded, and before it: lane -> number of its next fragment, `EpisodeSums`
         kept = self.keep(fragment=None, n=0, lanes={})
-        for fragment in chain([] if kept['fragment'] is None else [kept['fragment']], map(self._needed, items)):
-            kept['fragment'], lanes = fragment, deepcopy(kept['lanes'])
-            for step in islice(self._all_steps(fragment, lanes), kept['n'], None):
+        for fragment in chain([] if kept['fragment'] is None else [kept['fragment']], items):
+            check_item(fragment, Fragment, self)
+            image, kept['fragment'], lanes = self._image(fragment), fragment, deepcopy(kept['lanes'])
+            # Fields that a `Step` does not have are dropped first, which saves time.
+            parts = unstacked(fragment._replace(actor=(), env=image, hx=(), final=fragment.final._replace(actor=())))
+            for step in islice(chain.from_iterable(self._steps(part, lanes) for part in parts), kept['n'], None):
                 kept['n'] += 1
                 yield step
             kept.update(fragment=None, n=0, lanes=lanes)
-
-    def _needed(self, fragment):
-        "The fragment with the fields of a `Step`. Without the others its parts are made faster."
-        check_item(fragment, Fragment, self)
-        return fragment._replace(actor=(), env=self._image(fragment), hx=(), final=fragment.final._replace(actor=()))
-
-    def _all_steps(self, fragment, lanes):
-        for part in unstacked(fragment): yield from self._steps(part, lanes)
 
     def _image(self, fragment):
         if self.image is None: return None, None
@@ -192,7 +187,7 @@ class Steps(Pipe):
     def _steps(self, fragment, lanes):
         "The steps of a fragment of one lane."
         (T, B), state, lane = fragment.valid.shape, fragment.state, 0 if fragment.lane is None else int(fragment.lane[0])
-        self._check_order(fragment, lane, lanes)
+        if lane in lanes: self._check_order(fragment, lane, *lanes[lane])
         _, sums = lanes.get(lane, (0, EpisodeSums(B)))
         total, episode_n = episode_totals(fragment, sums)
         lanes[lane] = 0 if fragment.seq is None else int(fragment.seq[0]) + 1, sums
@@ -204,10 +199,8 @@ class Steps(Pipe):
         *fields, images, told = (_unbound(field, T * B if keep is None else len(keep), keep) for field in (*step, fragment.env[1]))
         return map(Step, *fields, [image if there else None for image, there in zip(images, told)])
 
-    def _check_order(self, fragment, lane, lanes):
+    def _check_order(self, fragment, lane, seq, sums):
         "Raise `DataError` unless each fragment of a lane comes once, in order and with all environments. The totals require this."
-        if lane not in lanes: return
-        seq, sums = lanes[lane]
         came = seq if fragment.seq is None else int(fragment.seq[0])
         if (came, fragment.n_envs) != (seq, len(sums.ret)):
             raise DataError("fragments must come whole and in the order of collecting", pipe=self, lane=lane,

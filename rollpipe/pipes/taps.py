@@ -274,7 +274,7 @@ class Throughput(Pipe):
         self.sink, self.every, self.clock = sink, every, clock
 
     def stream(self, items: Iterator) -> Iterator:
-        kept = self.keep(rate=Rate(0, 0, 0., 0.), **({'sink': self.sink} if has_own_state(self.sink) else {}))   # since the last report
+        kept = self.keep(rate=Rate(0, 0, 0, 0.), **({'sink': self.sink} if has_own_state(self.sink) else {}))   # since the last report
         clock = self.clock
         start = clock() - kept['rate'].seconds
         while True:
@@ -286,7 +286,7 @@ class Throughput(Pipe):
             if rate.items == self.every:
                 now = clock()
                 self.sink(rate._replace(seconds=now - start))
-                rate, start = Rate(0, 0, 0., 0.), now
+                rate, start = Rate(0, 0, 0, 0.), now
             kept['rate'] = rate
             yield item
         if kept['rate'].items: self.sink(kept['rate']._replace(seconds=clock() - start))
