@@ -369,7 +369,7 @@ def too_large(folder):
     save(folder/'checkpoint', memory, chunks, dict(k=3))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     grown(memory, 3, 9)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400, limits[1]))
     try: save(folder/'checkpoint', memory, chunks, dict(k=9))
     except OSError as e: print(e.errno == errno.EFBIG, str(folder/'chunks') in str(e))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -165,10 +165,11 @@ class ReplayMemory:
         """
         restore_memory(self, state, chunks)
 
-    def begin(self, example: Fragment) -> None:
+    def begin(self, example: Fragment) -> StepStore:
         "Allocate memory for fragments like `example`, see `unbatched`."
         self.store = StepStore(self.capacity, example, self.path, not self.zero_state)
         self.pending = PendingSegments(self.length, at_borders=self.store.keep_hx)
+        return self.store
 
     def close(self) -> None:
         "Release the folder for another memory. Stored steps can still be sampled."
@@ -229,8 +230,7 @@ def restore_memory(memory: ReplayMemory, state: dict, chunks: ChunkFolder | None
     if kept['settings'] != (mine := _settings(memory)):
         raise CheckpointError("the state of another memory", pipe=memory, expected=str(mine), got=str(kept['settings']))
     if (store := kept['store']) is not None:
-        memory.begin(store['example'])
-        restore_store(memory.store, store)
+        restore_store(memory.begin(store['example']), store)
         memory.pending.lanes = store['pending']
     for name, (rows, changes) in _rows(memory).items(): changes.load(rows, state['rows'][name], chunks)
     memory.sampler.set_state(kept['sampler'])

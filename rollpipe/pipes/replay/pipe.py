@@ -113,7 +113,7 @@ class Replay(Seeded, Pipe):
     def get_state(self, chunks: ChunkFolder | None = None) -> dict | None:
         "As `Pipe.get_state`, with the state of the memory."
         memory, state = _newest.get(id(self)), super().get_state()
-        return state if memory is None or not self.kept else {**state, 'replay': memory.get_state(chunks)}
+        return state if memory is None or not self.kept else dict(state or {}, replay=memory.get_state(chunks))
 
     def set_state(self, state: dict, chunks: ChunkFolder | None = None) -> None:
         "As `Pipe.set_state`. Raises `CheckpointError` if chunks that the state names are not there."
