@@ -21,7 +21,7 @@ from rollpipe.layers import MLPPolicy, QPolicy, RecurrentPolicy
 from rollpipe.pipes.envs.factories import env_factories
 from rollpipe.pipes.envs.rows import Rows
 from rollpipe.pipes.envs.vector import env_batch
-from rollpipe.pipes.stepper import Interaction
+from rollpipe.pipes.engines.interaction import Interaction
 
 STATE = Box(-1, 1, (4,))
 MIXED = Dict(place=Box(-1, 1, (8,), np.float64), number=Discrete(5)), Dict(gear=Discrete(3), steer=Box(-1, 1, (2,)))

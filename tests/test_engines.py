@@ -32,7 +32,7 @@ from rollpipe.pipes.envs.vector import env_batch
 from rollpipe.pipes.envs.factories import env_factories
 from rollpipe.pipes.data.errors import ActorError, DataError
 from rollpipe.pipes.envs.rows import Rows
-from rollpipe.pipes.stepper import Interaction
+from rollpipe.pipes.engines.interaction import Interaction
 from rollpipe.pipes.graph.torchdata import DataLoader2
 
 onnxruntime = pytest.importorskip("onnxruntime")

@@ -11,7 +11,7 @@ from forked import Forked
 
 from rollpipe.runs.logs import read_metrics
 from rollpipe.runs.folder import load_run
-from rollpipe.runs.training import STOP_SIGNALS, stop_signals
+from rollpipe.runs.signals import STOP_SIGNALS, stop_signals
 
 SLOW = "import pathlib, time\npathlib.Path('importing').touch()\nfor _ in range(600): time.sleep(.05)\n"
 SCRIPT = """

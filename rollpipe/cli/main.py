@@ -21,7 +21,7 @@ from ..pipes.data.errors import PipeError
 from ..settings.listing import list_command
 from ..results.bench import bench_command
 from ..results.report import report_command
-from ..runs.training import stop_signals
+from ..runs.signals import stop_signals
 from ..tuning.tune import tune_command
 
 # %% auto #0

@@ -18,7 +18,8 @@ from .envs.rows import Rows
 from .data.errors import DataError, check_integer
 from .data.fragment_ops import End, stack_infos, stack_rows
 from .graph.edits import find
-from .graph.pipe import Pipe, Source, trait
+from .graph.mixins import trait
+from .graph.pipe import Pipe, Source
 from .graph.torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/13_fragments.ipynb #b8fa0e37

@@ -21,7 +21,8 @@ from .data.restoring import restore
 from .fragments import Destination, is_placeable
 from .graph.edits import copy_graph, find, nodes
 from .graph.modules import modules_in, torch_threads
-from .graph.pipe import Pipe, Seeded, held_by, opened
+from .graph.mixins import held_by
+from .graph.pipe import Pipe, Seeded, opened
 from .engines.reactions import Unchanging
 from .envs.sources import Acting
 from .graph.states import named_pipes, restore_stream, stream_state

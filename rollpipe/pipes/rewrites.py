@@ -20,7 +20,8 @@ from .data.fragment_ops import unstacked
 from .fragments import is_placeable
 from .graph.edits import find, inputs, nodes, replace, short_repr
 from .lanes import Lanes
-from .graph.pipe import Pipe, close, opened, trait
+from .graph.mixins import trait
+from .graph.pipe import Pipe, close, opened
 from .graph.torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/25_rewrites.ipynb #80eb2e18

@@ -21,7 +21,7 @@ from ..pipes.data.errors import DataError, WorkerError
 from ..pipes.workers.guard import guard, unguard
 from ..ranks import launched
 from ..runs.folder import files_of_run
-from ..runs.training import uninterrupted
+from ..runs.signals import uninterrupted
 
 # %% auto #0
 __all__ = ['without', 'words_for', 'python_words', 'RunProcess', 'run_all', 'last_return', 'summary', 'experiment_command',

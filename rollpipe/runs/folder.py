@@ -5,7 +5,7 @@
 # %% ../../nbs/runs/07_folder.ipynb #544bc97e
 from __future__ import annotations
 
-import difflib, json, logging, math, shutil, sys
+import difflib, json, math, shutil, sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +14,7 @@ import torch
 
 from ..agents.checkpoint import (Checkpoint, Snapshot, checkpoint_bytes, keep_checkpoint, kept_checkpoints, load_checkpoint,
                                         save_checkpoint, write_atomically)
-from ..pipes.resumable import keep_environments
-from .states import Stream, kept_states, load_states, why_inexact
+from .states import Stream, kept_states, load_states, resumed_stream, with_exactness
 from ..agents.schedules import with_eval_every
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
 from ..settings.config import RUN_OPTIONS, RunOptions, build, check_decay, check_room, run_options
@@ -23,8 +22,6 @@ from .locks import lock, unlock
 from ..pipes.data import nested
 from ..pipes.data.chunks import ChunkFolder
 from ..pipes.engines.checked_actor import engine_used
-from ..pipes.envs.kept import Keeper
-from ..pipes.envs.sources import Acting
 from ..pipes.data.errors import CheckpointError, DataError, PipeError
 from ..pipes.graph.edits import find
 from ..pipes.stepper import EnvStepper
@@ -37,7 +34,6 @@ __all__ = ['RUN_FILES', 'Run', 'folder_of', 'start', 'discard', 'files_of_run', 
 # %% ../../nbs/runs/07_folder.ipynb #318476a9
 RUN_FILES = ("config.json", FINGERPRINTS, "metrics.csv", "metrics.jsonl", JOURNAL, "evaluations.jsonl", "checkpoint.safetensors",
              "best.safetensors", "replay", "curve.png", "tensorboard", "wandb", "wandb.json", "videos")
-_log = logging.getLogger("rollpipe")
 _COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0., resumes=0)
 
 
@@ -69,12 +65,10 @@ class Run(NamedTuple):
     def save(self) -> None:
         "Write the checkpoint. After the first update, also keep it among the newest `config['keep']` checkpoints."
         stream, n = None if self.stream is None else self.stream.state(), self.config.get("keep", 0)
-        chunks = self.stream.chunks if self.stream is not None and self.stream.chunks.names else None
         data = checkpoint_bytes(self.agent, self.config, self.counters, pipes=kept_states(self), stream=stream)
-        if chunks: chunks.sync()
         write_atomically(self.checkpoint, data)
         if n and self.counters["updates"]: keep_checkpoint(self.folder/"checkpoints", data, self.counters["steps"], n)
-        if chunks: chunks.sweep([self.checkpoint, *kept_checkpoints(self.folder/"checkpoints").values()])
+        if stream: self.stream.sweep([self.checkpoint, *kept_checkpoints(self.folder/"checkpoints").values()])
 
     def save_best(self, snapshot: Snapshot, counters: dict, evaluated: dict) -> None:
         """Write the best checkpoint.
@@ -106,7 +100,7 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
     if files_of_run(folder) and not overwrite:
         raise DataError(f"{folder} has a run already", expected="another folder, --overwrite, or --resume")
     agent, pipe = build({**config, "place": folder.resolve().name})
-    config = _with_exactness(_with_engine(config, agent, pipe), pipe)
+    config = with_exactness(_with_engine(config, agent, pipe), pipe)
     folder.mkdir(parents=True, exist_ok=True)
     lock(folder)
     _remove_run(folder)
@@ -127,16 +121,6 @@ def _with_engine(config: dict, agent: Any, pipe: Any) -> dict:
     name = engine_used("auto", actor, options.get("n_envs", 1))[0] if on_host else "torch"
     for stepper in find(pipe, EnvStepper): stepper.engine = name
     return {**config, "options": {**options, "engine": name}}
-
-
-def _with_exactness(config: dict, pipe: Any) -> dict:
-    "The configuration with the ways in which environments are kept. Raises `DataError` if `exact` is asked for in vain."
-    config = {**config, "kept": {name: keeper.name for name, keeper in keep_environments(pipe).items()}}
-    reason = why_inexact(pipe, config)
-    if reason and config.get("exact"):
-        raise DataError("a resumed run could not go on exactly", leaf="exact", expected="no --exact, or other settings", got=reason)
-    if reason: _log.info(f"When this run is resumed, it begins new episodes: {reason}")
-    return {**config, "inexact": reason}
 
 
 def discard(run: Run) -> None:
@@ -310,27 +294,16 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
     try:
         found = load_run(path)
         given = {name: x for name, x in dict(device=device, workers=workers).items() if x is not None}
-        config = dict(found.config, steps=steps or found.config["steps"], **given)
+        config: dict[str, Any] = dict(found.config, steps=steps or found.config["steps"], **given)
         counters = dict(found.counters, resumes=found.counters["resumes"] + (found.stream is None))
         if counters["steps"] >= config["steps"]:
             raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
         check_decay(config["steps"], found.config["options"])
         agent, pipe = restore(found._replace(config={**config, "place": folder.resolve().name}), counters["resumes"])
-        waiting, stream = load_states(pipe, found.pipes), _resumed_stream(folder, pipe, found)
+        waiting, stream = load_states(pipe, found.pipes), resumed_stream(folder, pipe, found)
         _write_config(folder, config)
         _remove(path for steps, path in kept_checkpoints(folder/"checkpoints").items() if steps > counters["steps"])
         return Run(folder, config, agent, pipe, counters, waiting, stream)
     except BaseException:
         unlock(folder)
         raise
-
-
-def _resumed_stream(folder, pipe, found) -> Stream:
-    "The stream that goes on in `pipe`. Environments are kept as the run has tested it when it started."
-    for source, name in zip(find(pipe, Acting), found.config.get("kept", {}).values()): source.keeper = Keeper(name)
-    reason = found.config.get("inexact", "the run was started by an earlier version")
-    if found.stream is None and found.counters["updates"]:
-        _log.warning(f"The run begins new episodes: {reason or 'it was interrupted within a batch'}")
-    stream = Stream(reason, found.stream, ChunkFolder(folder/"replay"))
-    stream.open(pipe)
-    return stream

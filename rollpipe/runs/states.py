@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ..pipes.data.captures import capture
@@ -14,12 +15,19 @@ from ..pipes.data.chunks import ChunkFolder
 from ..pipes.data.errors import CheckpointError, DataError, describe_exception
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.data.restoring import restore
+from ..pipes.envs.kept import Keeper
+from ..pipes.envs.sources import Acting
+from ..pipes.graph.edits import find
 from ..pipes.graph.states import restore_stream, stream_state, unknown_states
 from ..pipes.graph.torchdata import IterDataPipe
 from ..pipes.lanes import learning_pipes
+from ..pipes.resumable import keep_environments
+
+_log = logging.getLogger("rollpipe")
 
 # %% auto #0
-__all__ = ['states_of', 'load_states', 'edited', 'kept_states', 'check_taken', 'why_inexact', 'Stream']
+__all__ = ['states_of', 'load_states', 'edited', 'kept_states', 'check_taken', 'why_inexact', 'Stream', 'with_exactness',
+           'resumed_stream']
 
 # %% ../../nbs/runs/06_states.ipynb #24bdead5
 def states_of(pipe: IterDataPipe) -> dict:
@@ -128,8 +136,42 @@ class Stream:
         "The iteration has ended, or an error has stopped it within a batch: it has no state any more."
         self.pipe = self.restored = None
 
+    def sweep(self, checkpoints: list) -> None:
+        "Remove the chunks that none of these checkpoints names. They are on disk."
+        if self.chunks is not None and self.chunks.names: self.chunks.sweep(checkpoints)
+
     def state(self) -> dict | None:
         "The state between two batches, as plain data; None if a resumed run begins new episodes."
         if self.pipe is None or self.reason: return self.restored
         return dict(pipes=stream_state(self.pipe, self.chunks), random=capture(GlobalRandomStates().get_state()),
                     accounts=capture(list(self.accounts)))
+
+# %% ../../nbs/runs/06_states.ipynb #cf32c5e0
+def with_exactness(config: dict, pipe: Any) -> dict:
+    "The configuration with the ways in which environments are kept. Raises `DataError` if `exact` is asked for in vain."
+    config = {**config, "kept": {name: keeper.name for name, keeper in keep_environments(pipe).items()}}
+    reason = why_inexact(pipe, config)
+    if reason and config.get("exact"):
+        raise DataError("a resumed run could not go on exactly", leaf="exact", expected="no --exact, or other settings", got=reason)
+    if reason: _log.info(f"When this run is resumed, it begins new episodes: {reason}")
+    return {**config, "inexact": reason}
+
+
+def resumed_stream(folder: Path, pipe: IterDataPipe, found: Any) -> Stream:
+    """The stream that goes on in a pipeline. Environments are kept as the run has tested it when it started.
+
+    Args:
+        folder: folder of the run
+        pipe: its pipeline, which is changed in place
+        found: its `Checkpoint`
+    """
+    kept = found.config.get("kept", {})
+    if not isinstance(kept, dict) or not all(isinstance(name, str) for name in kept.values()):
+        raise CheckpointError("not the ways in which environments are kept", leaf="kept", got=repr(kept)[:80])
+    for source, name in zip(find(pipe, Acting), kept.values()): source.keeper = Keeper(name)
+    reason = found.config.get("inexact", "the run was started by an earlier version")
+    if found.stream is None and found.counters["updates"]:
+        _log.warning(f"The run begins new episodes: {reason or 'it was interrupted within a batch'}")
+    stream = Stream(reason, found.stream, ChunkFolder(folder/"replay"))
+    stream.open(pipe)
+    return stream

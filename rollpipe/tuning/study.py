@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..pipes.data.errors import DataError, describe_exception
-from ..runs.training import uninterrupted
+from ..runs.signals import uninterrupted
 
 # %% auto #0
 __all__ = ['FILE', 'import_optuna', 'connections', 'open_study', 'forget_running', 'finished', 'try_one', 'best_of']

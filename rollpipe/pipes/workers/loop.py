@@ -18,7 +18,7 @@ from ..fragments import Destination
 from ..graph.edits import find, nodes
 from ..lanes import lane_state, opened_into
 from ..graph.modules import modules_in
-from ..graph.pipe import held_by
+from ..graph.mixins import held_by
 from ..engines.reactions import Unchanging
 from ..stepper import EnvStepper
 from .remote_errors import send_exception, send_warning

@@ -16,7 +16,7 @@ import torch
 
 from ..data.errors import DataError, WorkerError
 from ..graph.edits import nodes
-from ..graph.pipe import held_by
+from ..graph.mixins import held_by
 from .loop import STATE, Reply
 from .process import end_workers
 from .schedule import Request

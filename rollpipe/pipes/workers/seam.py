@@ -19,7 +19,7 @@ from ..fragments import FragmentCollector
 from ..graph.edits import copy_graph, find, inputs, insert_after, nodes, replace
 from ..data.random_states import GlobalRandomStates
 from ..lanes import Lanes
-from ..graph.pipe import trait
+from ..graph.mixins import trait
 from ..stepper import Acting, refuse_reading_ahead
 from ..taps import EpisodeStats, Tap, Throughput
 from ..graph.torchdata import IterDataPipe
