@@ -7,8 +7,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 JOBS ?= 2
 
-# The caller's environment must not leak into .venv, and small networks run fastest on one thread.
-unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PIP_USER PIP_TARGET PIP_PREFIX PIP_CONSTRAINT
+# The caller's environment must not leak into .venv, and small networks run fastest on one thread. Hundreds of processes import the modules,
+# so their bytecode is kept.
+unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PIP_USER PIP_TARGET PIP_PREFIX PIP_CONSTRAINT PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS ?= 1
 export MPLBACKEND := Agg
 

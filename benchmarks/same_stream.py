@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
-from stream_cases import ADDED, PROCESSES, RENAMED, REWORDED, is_wanted, run
+from stream_cases import ADDED, PROCESSES, RENAMED, REWORDED, compare as trees, is_wanted, run
 
 HERE = Path(__file__).resolve().parent.parent
 
@@ -43,9 +43,7 @@ def first_difference(there, here) -> str:
     "The first leaf that differs or is missing, of two lists of `[path, form, sha256]`; empty if they are the same."
     old, new = ({path: (form, sha) for path, form, sha in leaves} for leaves in (there, here))
     new = {path: leaf for path, leaf in new.items() if path in old or leaf[0] != "None" or path.rpartition(".")[2] not in ADDED}
-    for path in [*old, *(path for path in new if path not in old)]:
-        if old.get(path) != new.get(path): return f"{path}: {described(old.get(path))} there, {described(new.get(path))} here"
-    return ""
+    return next((f"{path}: {described(was)} there, {described(now)} here" for path, was, now in trees.differing(old, new)), "")
 
 
 def described(leaf) -> str:

@@ -22,7 +22,7 @@ ROOMS = {"cli": "Command line", "runs": "Runs", "settings": "Settings", "pipes":
          "pipes/30_workers": "Workers", "pipes/31_profiling": "Profiling", "pipes/32_cluster": "Clusters", "layers": "Layers",
          "agents": "Agents", "agents/16_off_policy": "Learners from a replay memory", "agents/25_intrinsic": "Rewards for what is new",
          "ranks": "Learning over several ranks", "tuning": "Search for settings", "results": "Results",
-         "testing": "Testing"}
+         "traces": "Traces", "testing": "Testing"}
 NOTEBOOK = re.compile(r"(?:nbs/)?((?:\w+/)*\d\d_\w+)(?:\.ipynb)?")
 DIRECTIVE = re.compile(r"^#\|.*\n?", re.M)
 

@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from forked import Forked, run_forked
@@ -62,11 +63,18 @@ def wait_for(condition, child=None, seconds=120):
 def lines(path): return path.read_text().count("\n") if path.is_file() else 0
 
 
+def opened(process):
+    "The files that a process has opened; `process` is its folder in /proc."
+    for file in (process/"fd").iterdir():
+        with suppress(FileNotFoundError): yield os.readlink(file)
+
+
 def alive(folder):
-    "The numbers of the processes whose command line names the folder."
+    "The numbers of the processes whose command line names the folder, or that have opened a file in it."
     found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try: words = Path(f"/proc/{pid}/cmdline").read_text()
-        except OSError: continue
-        if str(folder) in words and "multiprocessing.forkserver" not in words: found.append(int(pid))     # the server has our search path
+    for process in filter(lambda path: path.name.isdigit(), Path("/proc").iterdir()):
+        with suppress(OSError):     # it has ended
+            words = (process/"cmdline").read_text()
+            is_named = str(folder) in words and "multiprocessing.forkserver" not in words     # the server has our search path
+            if is_named or any(file.startswith(f"{folder}/") for file in opened(process)): found.append(int(process.name))
     return found

@@ -8,13 +8,14 @@ import signal
 import time
 from pathlib import Path
 
-import forked  # noqa: F401  # says what the server imports that forks processes, before a test starts it
+import forked  # noqa: F401  # before a test: says what the server imports that forks processes, and makes forks of the runs of experiments
 import numpy as np
 import pytest
 import torch
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # processes started in the background ignore it, with their children
+signal.signal(signal.SIGHUP, signal.SIG_DFL)              # and those of nohup ignore this one
 SHM = Path("/dev/shm")
 HELPERS = (b"resource_tracker", b"forkserver", b"torch_shm_manager")  # these live as long as the interpreter, by design
 

@@ -1,6 +1,7 @@
 """Programs in processes of their own, which a server forks that has imported torch and rollpipe: to start an interpreter takes seconds.
 
-Tests that look at the start itself, at its imports or at its search path use `subprocess`.
+The runs of an experiment, a bench or a search are forks, too. Tests that look at the start itself, at its imports or at its search path use
+`subprocess`, as `test_files_of_the_working_folder_have_the_names_of_modules_of_python` does for those runs.
 """
 import multiprocessing
 import os
@@ -11,9 +12,12 @@ import threading
 import types
 from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
+
+from rollpipe.results import experiments
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["torch._dynamo", "gymnasium.envs.classic_control", "rollpipe.agents.learner", "rollpipe.cli.main"])
@@ -27,7 +31,10 @@ def ensure_running():
 def run_program(words, env, folder, is_on_path, streams, in_session, ignored):
     "In the child: become `python` with these words."
     if in_session: os.setsid()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if callable(signal.getsignal(number)): signal.signal(number, signal.SIG_DFL)
     for number, stream in enumerate(streams, 1): os.dup2(stream.fileno(), number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))     # a thread of the parent may hold the locks
     for number in ignored: signal.signal(number, signal.SIG_IGN)
     os.chdir(folder)
     os.environ.clear()
@@ -56,14 +63,15 @@ class Forked:
 
     Its folder is on its search path if `is_on_path`; the signals that are `ignored` are so from the start.
     """
-    def __init__(self, words, env=None, cwd=".", *, start_new_session=False, is_on_path=True, ignored=()):
-        pipes = [SERVER.Pipe(duplex=False) for _ in range(2)]
-        self.process = SERVER.Process(target=run_program, args=(
-            [*map(str, words)], dict(os.environ if env is None else env), os.path.abspath(cwd), is_on_path, [w for _, w in pipes],
+    def __init__(self, words, env=None, cwd=".", *, start_new_session=False, is_on_path=True, ignored=(), n_streams=2):
+        context = SERVER if multiprocessing.parent_process() is None else multiprocessing.get_context("fork")
+        pipes = [context.Pipe(duplex=False) for _ in range(n_streams)]
+        self.process = context.Process(target=run_program, args=(
+            [*map(str, words)], dict(os.environ if env is None else env), os.path.abspath(cwd), is_on_path, [pipes[0][1], pipes[-1][1]],
             start_new_session, ignored))
         self.process.start()
         self.pid = self.process.pid
-        self.stdout, self.stderr = (os.fdopen(os.dup(r.fileno()), errors="replace") for r, _ in pipes)
+        self.stdout, self.stderr = (os.fdopen(os.dup(r.fileno()), errors="replace") for r, _ in (pipes[0], pipes[-1]))
         for ends in pipes:
             for end in ends: end.close()
 
@@ -99,3 +107,26 @@ class Forked:
         self.kill()
         self.wait()
         for stream in (self.stdout, self.stderr): stream.close()
+
+
+class ForkedRun(Forked):
+    "A run of an experiment, as `subprocess.Popen` starts it there, with one stream for all that it writes. Several threads wait for it."
+    def __init__(self, command, **_):
+        self.lock, self.code = threading.Lock(), None
+        super().__init__(command[1:], is_on_path=False, n_streams=1)
+        self.stderr.close()
+
+    @property
+    def returncode(self): return self.code
+
+    def wait(self):
+        with self.lock:
+            self.process.join()
+            self.code = self.process.exitcode
+        return self.code
+
+    def send_signal(self, number):
+        if self.code is None: os.kill(self.pid, number)
+
+
+experiments.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedRun})     # here and in forked programs

@@ -6,6 +6,8 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import ray_worker
+from forked import SERVER
 from worker_cases import environment
 
 from rollpipe.pipes.cluster.door import _read_settings, lease
@@ -13,7 +15,7 @@ from rollpipe.pipes.cluster.door import _read_settings, lease
 SETTINGS = dict(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_worker_niceness="0",
                 RAY_USAGE_STATS_ENABLED="0", RAY_health_check_initial_delay_ms="500", RAY_health_check_period_ms="500",
                 RAY_health_check_timeout_ms="1000", RAY_health_check_failure_threshold="3")
-STORE = 2 * 10 ** 8     # bytes
+NODE = dict(num_cpus=2, object_store_memory=2 * 10 ** 8, setup_worker_path=ray_worker.__file__)     # [bytes]
 # From Python 3.13 on, a process that multiprocessing forks drops the functions for its exit. Those of Ray may be the last that know a node,
 # whose connections can only be closed in the process that opened them: the child would crash.
 NODES: list = []
@@ -32,7 +34,7 @@ class TwoNodes:
     def __init__(self, cluster, folder): self.cluster, self.address, self.folder = cluster, cluster.address, Path(folder)
 
     def add(self, **resources):
-        with sigterm_kept(): node = self.cluster.add_node(num_cpus=2, object_store_memory=STORE, resources=resources)
+        with sigterm_kept(): node = self.cluster.add_node(**NODE, resources=resources)
         NODES.append(node)
         return node
 
@@ -60,14 +62,16 @@ class TwoNodes:
 @contextmanager
 def two_nodes(folder):
     "Start a cluster with two CPUs on each of two nodes, the second of which has two `far`; sessions are kept in `folder`."
-    before = dict(os.environ)
-    os.environ.update(SETTINGS, RAY_TMPDIR=str(folder), PYTHONPATH=environment()["PYTHONPATH"])
+    before, door = dict(os.environ), f"{folder}/server"
+    os.environ.update(SETTINGS, RAY_TMPDIR=str(folder), PYTHONPATH=environment()["PYTHONPATH"], RAY_CASES_SERVER=door)
+    server = SERVER.Process(target=ray_worker.serve, args=(door, dict(os.environ)))
+    server.start()
     import ray
     from ray.cluster_utils import Cluster
     _read_settings(ray)
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = False     # as the variable says; Ray may be imported already
     with sigterm_kept():
-        cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=2, include_dashboard=False, object_store_memory=STORE))
+        cluster = Cluster(initialize_head=True, head_node_args=dict(NODE, include_dashboard=False))
     try:
         NODES.append(cluster.head_node)
         nodes = TwoNodes(cluster, folder)
@@ -77,5 +81,7 @@ def two_nodes(folder):
     finally:
         ray.shutdown()
         cluster.shutdown()
+        server.kill()
+        server.join()
         os.environ.clear()
         os.environ.update(before)

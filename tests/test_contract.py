@@ -310,7 +310,7 @@ def test_exceptions_arrive_with_their_traceback(case, Reading):
 
 def test_an_exception_is_no_death(Reading):
     "It would come again; it is raised whatever `restart` says."
-    error, text, _ = outcome(harmful("raise", "step", 7), Reading(2, restart=3))
+    error, text, _ = outcome(harmful("raise", "step", 7), Reading(2, lag=None, restart=3))
     assert type(error) is EnvError and re.search(r"EnvStepper, lane 1, environment 0 .*: step\(\) raised ZeroDivisionError: an acc", text)
 
 

@@ -46,7 +46,7 @@ def fail_in_worker(_): raise make(DataError)
 
 
 def test_crosses_a_process():
-    with multiprocessing.get_context('spawn').Pool(1) as pool:
+    with multiprocessing.get_context('forkserver').Pool(1) as pool:
         with pytest.raises(DataError) as info: pool.map(fail_in_worker, [0])
         pool.close(); pool.join()
     assert str(info.value) == MESSAGE and info.value.lane == 2

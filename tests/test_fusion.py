@@ -119,7 +119,7 @@ def test_with_networks_whose_weights_change(kind, options, source, kwargs):
         actor = kind.for_env(source, env_kwargs=kwargs.get("env_kwargs"), seed=0, **options)
         pipe = FragmentCollector(EnvStepper(source, actor, 3, seed=1, **kwargs), 32)
         items, found = iter(pipe if direct else ticked(pipe)), []
-        for k in range(12):
+        for k in range(6):
             found.append(snapshot(fragment := next(items)))
             with torch.no_grad():
                 for p in actor.parameters(): p += .01 * k
@@ -142,7 +142,7 @@ def test_with_another_engine(kind, options, source, kwargs, n_steps):
         actor = kind.for_env(source, env_kwargs=kwargs.get("env_kwargs"), seed=0, **options)
         pipe = FragmentCollector(EnvStepper(source, actor, 3, seed=1, engine="onnxruntime", **kwargs), n_steps)
         items, found = iter(pipe if direct else ticked(pipe)), []
-        for k in range(5):
+        for k in range(3):
             found.append(snapshot(fragment := next(items)))
             with torch.no_grad():
                 for p in actor.parameters(): p += .01 * k

@@ -12,7 +12,7 @@ from threading import Event, Thread
 import pytest
 from conftest import command_of, started_by
 from toys import Counting, Plain
-from worker_cases import gone, harmful, runs, script, slack
+from worker_cases import forked_script, gone, harmful, runs, slack
 
 from rollpipe.pipes import EnvError, EnvStepper, FragmentCollector, Lanes, ProcessReading
 from rollpipe.pipes.cluster.door import descendants
@@ -48,11 +48,11 @@ def guards(pid=None):
     return [p for p in sorted(started_by(pid or os.getpid())) if b"rollpipe guard" in command_of(p) and runs(p)]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_the_parent_is_killed(method, tmp_path, monkeypatch):
     "One worker waits, one is in C code that holds the interpreter's lock, one is stopped: all end, and close environments if they can."
     monkeypatch.setenv("HARM", str(tmp_path/"holds"))
-    parent = script(tmp_path, LIVES, method, tmp_path)
+    parent = forked_script(tmp_path, LIVES, method, tmp_path)
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     try:
         assert len(pids) == 3, parent.communicate()
@@ -71,7 +71,7 @@ def test_the_parent_is_killed(method, tmp_path, monkeypatch):
     parent.communicate()
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_the_thread_that_started_a_worker_ends(method):
     "The worker goes on: a death signal of the kernel, for example, would have come."
     pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain()), 2), 1, 0)

@@ -83,7 +83,7 @@ def test_the_stream_is_that_of_one_process(lanes, joined, lag):
     for k, batch in kept: assert_same(snapshot(batch), expected[k])
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
 def test_images_are_joined_without_a_copy(start_method):
     "After the first batches, which settle the layout, a worker copies what is small, and the join nothing whole-numbered that is large."
     pipe = pipeline(2, 2)
@@ -247,7 +247,7 @@ def test_weights_that_change_meanwhile():
                 change(actor)
         return found
     expected = run(None)
-    for service in (ProcessReading(1), ProcessReading(2), ProcessReading(2, start_method="spawn")): assert_same(run(service), expected)
+    for service in (ProcessReading(1), ProcessReading(2), ProcessReading(2, start_method="forkserver")): assert_same(run(service), expected)
 
 
 class Learns(Sees):
@@ -318,7 +318,7 @@ class Endless(gym.Env):
         return np.full(3, self.n, np.float32), 1., False, False, {}
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
 def test_a_restart_leaves_the_other_workers_alone(start_method):
     "What the parent knows of their memory stays true while a process is started anew."
     pipe = FragmentStacker(Lanes(FragmentCollector(EnvStepper(Endless, Plain()), 4), 2, 0), 2)

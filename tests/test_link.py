@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from worker_cases import script, slack
+from worker_cases import forked_script, slack
 
 from rollpipe.pipes.workers.link import Link, _header
 from rollpipe.pipes.workers.members import Member, Members
@@ -143,7 +143,7 @@ def test_a_stopped_worker_with_a_full_connection_is_ended():
 
 def test_a_process_that_is_stopped_before_it_reads_its_arguments(tmp_path):
     "The parent starts it without waiting: here an interpreter that never runs, and arguments of ten megabytes."
-    parent = script(tmp_path, """
+    parent = forked_script(tmp_path, """
 import multiprocessing, sys, time
 from pathlib import Path
 from test_link import echo

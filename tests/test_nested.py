@@ -176,7 +176,7 @@ def add_one(tree): nested.map(lambda x: x.add_(1), tree)
 def test_shared_memory_is_seen_by_another_process_and_by_numpy():
     pyt = nested.torchify({'x': np.zeros(3), 'y': [np.int64(4)]}, shared=True)
     npy = nested.numpify(pyt)
-    process = multiprocessing.get_context('spawn').Process(target=add_one, args=(pyt,))
+    process = multiprocessing.get_context('forkserver').Process(target=add_one, args=(pyt,))
     process.start(); process.join(60)
     assert process.exitcode == 0
     assert npy['x'].tolist() == [1, 1, 1] and npy['y'][0] == 5

@@ -123,7 +123,7 @@ def segv():
 
 
 @pytest.mark.parametrize("function, told, method", [
-    (kill, "killed by SIGKILL", "fork"), (kill, "killed by SIGKILL", "spawn"), (segv, "killed by SIGSEGV", "fork"),
+    (kill, "killed by SIGKILL", "fork"), (kill, "killed by SIGKILL", "forkserver"), (segv, "killed by SIGSEGV", "fork"),
     (leave, "exit code 3", "fork")])
 def test_a_process_that_ends(function, told, method):
     actor = Constant()

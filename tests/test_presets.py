@@ -16,7 +16,7 @@ from rollpipe.cli.main import build_parser
 from rollpipe.runs.commands import config_from
 from rollpipe.settings.config import RUN_OPTIONS, build, make_config
 from rollpipe.runs.locks import unlock
-from rollpipe.presets import choice, listing
+from rollpipe.settings import choice, listing
 from rollpipe.settings.files import check_table, kind_of_actions, tables_in
 from rollpipe.runs.folder import agent_of, load_run, resume
 

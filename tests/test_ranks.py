@@ -89,7 +89,7 @@ def updates(rank, folder, kind, options, invalid):
     "The learner's state before each update, the batch of this rank, and the state and the metrics after it."
     agent, found = learner(kind, **options), []
     with ranks.distributed(agent):
-        for batch in islice(pipeline(agent, rank), 3):
+        for batch in islice(pipeline(agent, rank), 2):
             if invalid and rank: batch = holes(batch, "recurrent" in kind)
             before = copy.deepcopy(agent.state_dict())
             metrics = agent.update(batch)

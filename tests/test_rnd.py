@@ -14,7 +14,7 @@ from reference import assert_same, snapshot
 from rollpipe.agents import PPO, RND, TRPO, evaluate
 from rollpipe.agents.intrinsic.distillation import Distillation
 from rollpipe.agents.checkpoint import load_checkpoint
-from rollpipe.agents.intrinsic.states import edited, states_of
+from rollpipe.runs.states import edited, states_of
 from rollpipe.settings.config import build, make_config
 from rollpipe.runs.evaluations import evaluate_end, read_evaluations, write_evaluations
 from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy

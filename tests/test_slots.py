@@ -620,7 +620,7 @@ def fill(link, slot, position):
         link.send(tuple(line.writer.write({"x": x, "f": torch.full((3, 2, SMALL), 1. * number), "k": torch.tensor([number, position])})))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_two_processes_fill_one_slot(method):
     "The layout comes later than the processes, and the first of them is replaced. What is read is what was written last."
     slot, context = Slot(2), multiprocessing.get_context(method)

@@ -250,7 +250,7 @@ def test_several_lanes(make):
 
 
 @pytest.mark.parametrize("pipe", [collected, lambda env: Lanes(collected(env), 1), lambda env: collected(IterableWrapper([env]))])
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_worker_processes(pipe, method):
     with pytest.raises(EnvError, match=r"ProcessReading, environment Lively: " + REASON.format("worker", "num_workers=1")):
         next(iter(DataLoader2(pipe(Lively()), reading_service=ProcessReading(1, start_method=method))))

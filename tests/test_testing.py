@@ -149,6 +149,12 @@ class DoesNotClose(Sound):
     def close(self): raise OSError("still busy")
 
 
+@broken(check_env, "ENV_RESUMABLE")
+class ForgetsItsGenerator(Sound):
+    def get_state(self): return self.count
+    def set_state(self, count): self.count = count
+
+
 # --- actors
 
 class Base:

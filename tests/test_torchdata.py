@@ -135,7 +135,7 @@ def test_looking_at_a_graph_leaves_no_hooks_behind():
     for made in (pickle.loads(pickle.dumps(p)) for p in pipes()): assert list(made) == [10, 20, 30]
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+@pytest.mark.parametrize("start_method", ["forkserver", "fork"])
 def test_workers_start_whole_while_another_thread_looks_at_a_graph(start_method):
     pipe = Lanes(FragmentCollector(EnvStepper(Counting, Learning(), 2), 3), 2, seed=0)
     with DataLoader2(pipe, reading_service=ProcessReading(2, start_method=start_method)) as loader, another_thread_looks_at_a_graph():

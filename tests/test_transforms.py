@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from reference import apply, assert_same, snapshot
 from toys import ENDS, Counting, Limit, Memory, Nested, NestedMemory, Noted, Plain, judge
 
-from rollpipe.agents.intrinsic.states import load_states, states_of
+from rollpipe.runs.states import load_states, states_of
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes import (
     AdvantageBuffer, CheckInvariants, DataError, EnvStepper, FragmentCollector, FragmentStacker, FrameStack, Lanes, Minibatcher, NStep,

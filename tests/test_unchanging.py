@@ -16,8 +16,8 @@ from rollpipe.pipes.graph.modules import bump_version
 from rollpipe.pipes.graph.torchdata import DataLoader2
 from rollpipe.testing import ContractError, check_actor
 
-READINGS = [None, dict(num_workers=1), dict(num_workers=2, lag=1), dict(num_workers=1, start_method="spawn")]
-NAMES = ["here", "1 worker", "2 workers, lag", "spawn"]
+READINGS = [None, dict(num_workers=1), dict(num_workers=2, lag=1), dict(num_workers=1, start_method="forkserver")]
+NAMES = ["here", "1 worker", "2 workers, lag", "forkserver"]
 
 
 class Changing(Plain):

@@ -15,6 +15,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.spaces import Box, Discrete
+from forked import Forked
 from reference import snapshot
 from toys import Counting, Limit, Lively, Memory, Nested, NestedMemory, Plain, Shaky
 
@@ -256,8 +257,15 @@ def environment():
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
+def forked_script(tmp_path, text, *args):
+    "Start a program of its own, in a session of its own, without an interpreter of its own."
+    file = tmp_path/"script.py"
+    file.write_text(text)
+    return Forked([file, *args], environment(), start_new_session=True)
+
+
 def script(tmp_path, text, *args, name="script.py", **kwargs):
-    "Start a program of its own, in a session of its own."
+    "The same with an interpreter of its own, for tests that look at its start or its end."
     file = tmp_path/name
     file.write_text(text)
     return subprocess.Popen([sys.executable, str(file), *map(str, args)], env=environment(), text=True, stdout=subprocess.PIPE,

@@ -3,8 +3,7 @@
 A case is a generator function without parameters. It yields pairs of a label and a container: batches, metrics, weights. Every leaf
 is recorded by its path, its form (dtype and shape) and the sha256 of its bytes. Cases use only the public names of README and tutorials.
 """
-import hashlib
-import importlib
+import importlib.util
 import inspect
 import json
 import random
@@ -14,7 +13,6 @@ import traceback
 from pathlib import Path
 
 import numpy as np
-import optree
 import torch
 
 # Old name -> new name, of fields, infos, metrics, classes, functions and options. Cases use the new names; `REV` is asked for the old ones,
@@ -29,32 +27,18 @@ REWORDED: dict = {}
 ADDED: tuple = ("restarts",)
 # The groups, by the processes in which they run.
 PROCESSES = (("gradients", "replay", "commands"), ("streams", "episodes", "vector", "transforms", "faults"), ("fork",), ("spawn",))
-PLAIN = bool, int, float, complex, str, bytes, torch.dtype, np.dtype, type(None)
 
 
-def is_empty(x): return isinstance(x, (dict, list, tuple)) and not x
+def _compare():
+    "`rollpipe.traces.compare` of this working tree, whichever package the cases run against."
+    spec = importlib.util.spec_from_file_location("compare", Path(__file__).resolve().parents[2]/"rollpipe/traces/compare.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def leaf(x) -> tuple:
-    """`(form, sha256)` of a leaf; what is no array has its text as its form, and no hash.
-
-    Raises `TypeError` for objects whose text may change from process to process.
-    """
-    if isinstance(x, torch.Tensor):
-        plain = torch.empty(x.shape, dtype=x.dtype).copy_(x.detach())
-        form, data = f"torch {str(x.dtype).removeprefix('torch.')} {list(x.shape)}", plain.reshape(-1).view(torch.uint8).numpy()
-    elif isinstance(x, (np.ndarray, np.generic)) and x.dtype != object:
-        form, data = f"numpy {x.dtype} {list(x.shape)}", np.ascontiguousarray(x)
-    elif isinstance(x, PLAIN) or is_empty(x): return repr(x), ""
-    else: raise TypeError(f"a {type(x).__name__} is neither an array nor plain data")
-    return form, hashlib.sha256(data.tobytes()).hexdigest()
-
-
-def leaves(label, tree) -> list:
-    "`[path, form, sha256]` of every leaf of a container, empty containers and None included."
-    options = dict(is_leaf=is_empty, none_is_leaf=True)
-    places, values = optree.tree_accessors(tree, **options), optree.tree_leaves(tree, **options)
-    return [[f"{label}{place.codify('')}", *leaf(x)] for place, x in zip(places, values)]
+compare = _compare()
+leaf, leaves = compare.leaf, compare.leaves
 
 
 def record(case) -> dict:

@@ -148,7 +148,7 @@ _NO_CHECKSUM = b'"sha256":"' + b"0" * 64  # stands in the header in place of the
 
 
 def save_checkpoint(path: str | Path, agent: Any, config: dict, counters: dict, evaluated: dict | None = None,
-                    pipes: dict | None = None) -> None:
+                    pipes: dict | None = None, stream: dict | None = None) -> None:
     """Write one safetensors file, atomically. Raises `CheckpointError` for a leaf that cannot be stored, and `OSError`.
 
     Args:
@@ -158,13 +158,15 @@ def save_checkpoint(path: str | Path, agent: Any, config: dict, counters: dict, 
         counters: steps, updates, episodes, ... so far
         evaluated: result of an evaluation of exactly this agent; None: not evaluated
         pipes: name -> state of a pipe that learns; None: there is none
+        stream: state of the stream, with which a resumed training goes on exactly; None: it begins new episodes
     """
-    write_atomically(path, checkpoint_bytes(agent, config, counters, evaluated, pipes))
+    write_atomically(path, checkpoint_bytes(agent, config, counters, evaluated, pipes, stream))
 
 
-def checkpoint_bytes(agent: Any, config: dict, counters: dict, evaluated: dict | None = None, pipes: dict | None = None) -> bytes:
+def checkpoint_bytes(agent: Any, config: dict, counters: dict, evaluated: dict | None = None, pipes: dict | None = None,
+                     stream: dict | None = None) -> bytes:
     "The content of the file that `save_checkpoint` writes."
-    tensors, more = {}, {name: x for name, x in dict(evaluated=evaluated, pipes=pipes or None).items() if x is not None}
+    tensors, more = {}, {name: x for name, x in dict(evaluated=evaluated, pipes=pipes or None, stream=stream).items() if x is not None}
     parts = dict(config=config, counters=counters, agent=agent.state_dict(), **more)
     meta = {name: json.dumps(encode(part, tensors, name), allow_nan=False) for name, part in parts.items()}
     data = save(tensors, metadata=dict(rollpipe_checkpoint=str(FORMAT_VERSION), sha256="0" * 64, **meta))
@@ -185,12 +187,14 @@ class Checkpoint(NamedTuple):
         agent_state: for `agent.load_state_dict`; tensors on the CPU, bit for bit as they were
         evaluated: as given to `save_checkpoint`
         pipes: as given to `save_checkpoint`
+        stream: as given to `save_checkpoint`
     """
     config: dict
     counters: dict
     agent_state: dict
     evaluated: dict | None = None
     pipes: dict | None = None
+    stream: dict | None = None
 
 
 def load_checkpoint(path: str | Path) -> Checkpoint:
@@ -210,8 +214,9 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
         raise CheckpointError(f"{path}: there is no such checkpoint") from None
     except Exception as e:  # a damaged file can break the reader anywhere
         raise CheckpointError(f"{path}: damaged, or not a checkpoint ({e})", expected="a safetensors file") from None
-    meta = dict(evaluated="null", pipes="null") | meta
-    try: return Checkpoint(*(decode(json.loads(meta[name]), tensors) for name in ("config", "counters", "agent", "evaluated", "pipes")))
+    meta = dict(evaluated="null", pipes="null", stream="null") | meta
+    parts = "config", "counters", "agent", "evaluated", "pipes", "stream"
+    try: return Checkpoint(*(decode(json.loads(meta[name]), tensors) for name in parts))
     except Exception as e: raise CheckpointError(f"{path}: damaged metadata ({type(e).__name__}: {e})") from None
 
 

@@ -142,7 +142,7 @@ class LaneStates:
             raise CheckpointError("the state has other lanes", pipe=self, expected=str([*own]), got=str(sorted(state['lanes'])))
         return state
 
-    def get_state(self) -> dict | None:
+    def get_state(self, chunks: Any = None) -> dict | None:
         "See `beginning`; None if no item was asked for."
         if self.running is None: return self.restored
         now = self.running

@@ -8,14 +8,12 @@ __all__ = ['Interaction', 'refuse_reading_ahead', 'FromSource', 'EnvStepper']
 # %% ../../nbs/pipes/12_stepper.ipynb #7d47c8c7
 import multiprocessing, os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
 from .data import nested
-from .data.random_states import GlobalRandomStates
 from .data.fragment import Collected, State, Tick, TickSource
 from .engines.checked_actor import CheckedActor, calling
 from .engines.choice import check_engine, instead
@@ -60,6 +58,9 @@ class Interaction(TickSource):
         "Reset the environments and the recurrent state. Returns this interaction."
         self.row = self.envs.rows().rows[0]
         self.envs.reset_into(self.row)
+        return self._begin()
+
+    def _begin(self):
         # One virtual call, because only the actor knows the structure of its recurrent state and the dtype of its actions.
         act, hx, _ = self.checked.answer(self.row.seen(self.envs.no_action()), None, virtual=True)
         self.act, self.hx = nested.map(torch.zeros_like, act), self.checked.reset(hx, list(range(len(self.envs))))
@@ -72,14 +73,18 @@ class Interaction(TickSource):
                     envs=self.envs.get_state())
 
     def set_state(self, state: dict) -> None:
-        "Go on from what `get_state` returned, after `start`."
+        "Go on from what `get_state` returned. This takes the place of `start`."
         self.envs.set_state(state['envs'])
-        now = self.row.state(()), self.act, self.hx
-        nested.Form(now, 'state', EnvError, **self.envs.where).check((state['row'], state['act'], state['hx']))
         rows = self.envs.rows()
+        self.row = rows.rows[0]
+        self._check(self.row.state(()), state['row'])
         rows.put(0, state['row'], state['term'])
-        self.row, self.act, self.hx = rows.rows[0], state['act'], state['hx']
+        self._begin()
+        self._check((self.act, self.hx), (state['act'], state['hx']))
+        self.act, self.hx = state['act'], state['hx']
         self.checked.seeded.set_state(state['noise'])
+
+    def _check(self, like, kept): nested.Form(like, 'state', EnvError, **self.envs.where).check(kept)
 
     def _run(self, rows, begin, n, found):
         "Take `n` steps, write the states into the rows that follow row `begin` of `rows`, and append the rest to `found`."
@@ -300,7 +305,7 @@ class EnvStepper(FromSource, Seeded, Source):
     def stream(self, items: Iterator) -> Iterator[Tick]:
         interaction = self.interact(items)
         try:
-            with nullcontext() if self.restored is None else GlobalRandomStates(): interaction.start()
+            if self.restored is None: interaction.start()
             self.keep(interaction=interaction)
             yield from interaction.ticks()
         finally: interaction.envs.close()

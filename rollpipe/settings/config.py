@@ -5,17 +5,15 @@
 # %% ../../nbs/settings/05_config.ipynb #7f9673dc
 from __future__ import annotations
 
-import inspect, json, math, platform
+import inspect, json, math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
 
-import rollpipe
 from ..agents.intrinsic.distillation import Distillation
 from ..agents.intrinsic.rnd import RND
 from ..agents.off_policy.replay_learner import ReplayLearner
@@ -32,6 +30,7 @@ from ..pipes.replay.pipe import Replay
 from ..pipes.batches import ToDevice
 from ..pipes.cluster.ray_reading import RayReading
 from ..pipes.workers.reading import ProcessReading
+from ..traces.fingerprint import versions
 from .choice import preset_for
 from .files import checked
 
@@ -47,11 +46,6 @@ def _all_options(algorithm: str, options: dict, intrinsic: float) -> dict:
     ends = dict(terminal_obs=True) if intrinsic and "terminal_obs" in known else {}      # for `RND`: last observations may be new, too
     alike = dict(critic_encoder=options["encoder"]) if "critic_encoder" in known and "encoder" in options else {}
     return {**{name: option.default for name, option in known.items()}, **ends, **alike, **options}
-
-
-def _versions() -> dict:
-    modules = dict(rollpipe=rollpipe, torch=torch, gymnasium=gymnasium, numpy=np)
-    return dict(python=platform.python_version(), **{name: m.__version__ for name, m in modules.items()})
 
 
 def check_decay(steps: int, options: dict) -> None:
@@ -153,6 +147,7 @@ class RunOptions(Options):
         device: where networks and batches are: cpu, cuda, cuda:1, mps, or auto (cuda or mps, if available)
         intrinsic: weight of a reward for new observations, by random network distillation (`RND`); 0: none
         preset: settings for omitted options: auto (the preset for the environment), none, or the name of a preset
+        exact: do not start unless the run, when it is interrupted and resumed, gives the same numbers as without the interruption
     """
     steps: int = integer(100_000)
     seed: int = integer(0, 0)
@@ -173,6 +168,7 @@ class RunOptions(Options):
     device: str = "cpu"
     intrinsic: float = number(0.)
     preset: str = "none"
+    exact: bool = False
 
     def __post_init__(self):
         check_options(self)
@@ -208,7 +204,7 @@ def make_config(algorithm: str, env: str, options: dict | None = None, env_kwarg
     of_learning = {option.name: found.values[option.name] for option in known if option.name in found.values}
     of_run = run_options({**{name: x for name, x in found.values.items() if name not in of_learning}, **run})
     config = {"algorithm": algorithm, "env": env, "env_kwargs": env_kwargs or {}, **vars(of_run), "preset": found.name,
-              "options": _all_options(algorithm, {**of_learning, **(options or {})}, of_run.intrinsic), "versions": _versions()}
+              "options": _all_options(algorithm, {**of_learning, **(options or {})}, of_run.intrinsic), "versions": versions()}
     if imports: config["imports"] = imports
     if found.name: config["of_preset"] = [name for name in found.values if name not in {**(options or {}), **run}]
     reading_for(config)

@@ -5,7 +5,8 @@
 # %% ../../nbs/testing/01_env_rules.ipynb #1b096c21
 from __future__ import annotations
 
-import math
+import logging, math
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -17,14 +18,16 @@ from ..pipes.data import nested
 from ..pipes.envs.actions import in_containers
 from ..pipes.data.errors import describe
 from ..pipes.envs.factories import EnvFactory, space_spec
+from ..pipes.envs.keeping import keeper_for
 from ..pipes.tensors.tensor_batch import TensorBatch, TensorOutcome
 from ..pipes.tensors.tensor_env import TensorFactory, is_tensor_source
 from .contract import Report, same, snapshot
 
 # %% auto #0
 __all__ = ['ENV_SPACES', 'ENV_MADE', 'ENV_RESET', 'ENV_STEP', 'ENV_OBS_LIKE_SPACE', 'ENV_OBS_FINITE', 'ENV_OBS_WITHIN_BOUNDS',
-           'ENV_REWARD', 'ENV_FLAGS', 'ENV_INFO_STAYS', 'ENV_SPACES_STAY', 'ENV_SEED', 'ENV_CLOSE', 'TENSOR_ENV_MADE',
-           'TENSOR_ENV_RESET', 'TENSOR_ENV_STEP', 'TENSOR_ENV_NUMBERS', 'TENSOR_ENV_FINAL', 'check_env']
+           'ENV_REWARD', 'ENV_FLAGS', 'ENV_INFO_STAYS', 'ENV_SPACES_STAY', 'ENV_SEED', 'ENV_CLOSE', 'ENV_RESUMABLE',
+           'TENSOR_ENV_MADE', 'TENSOR_ENV_RESET', 'TENSOR_ENV_STEP', 'TENSOR_ENV_NUMBERS', 'TENSOR_ENV_FINAL',
+           'check_env']
 
 # %% ../../nbs/testing/01_env_rules.ipynb #fecd7417
 ENV_SPACES = "observation_space and action_space have a fixed-size array form (Box, Discrete, MultiBinary, MultiDiscrete, Dict, Tuple)"
@@ -40,6 +43,7 @@ ENV_INFO_STAYS = "an info that is numeric where it first appears keeps its struc
 ENV_SPACES_STAY = "the spaces do not change"
 ENV_SEED = "the same seed and the same actions give the same episodes"
 ENV_CLOSE = "close() does not fail"
+ENV_RESUMABLE = "a state from get_state() that is given to set_state(state) of a new environment continues exactly"
 TENSOR_ENV_MADE = "a TensorEnv is made, and says its n_envs, spaces and device"
 TENSOR_ENV_RESET = "reset(seed) returns tensors on the device, with the structure, shapes and dtypes of a batch of observations"
 TENSOR_ENV_STEP = "step(act) returns (obs, rew, terminated, truncated, final_obs, info): tensors on the device, in the forms of `TensorEnv`"
@@ -183,3 +187,11 @@ def _check_env(report: Report, env: Any, env_kwargs: dict | None, n_steps: int, 
         for t, (a, b) in enumerate(zip(first or (), trace)):
             report.check(ENV_SEED, same(a, b), f"step {t} of the second run differs")
         first = trace
+    if not lent and not report.violations: _check_resumable(report, lambda: EnvFactory(env, env_kwargs)(seed), seed)
+
+
+def _check_resumable(report: Report, make: Callable, seed: int) -> None:
+    keeper = keeper_for(make, seed)
+    report.check(ENV_RESUMABLE, 'own' not in keeper.failed, keeper.failed.get('own'))
+    logging.getLogger('rollpipe').info(f"a running environment is kept by: {keeper.name}" + ''.join(
+        f"; {name}: {problem}" for name, problem in keeper.failed.items()))

@@ -72,7 +72,7 @@ class Novelty:
         check_fraction('fraction', fraction, pipe=self)
         if not fraction: raise DataError("out of range", pipe=self, leaf='fraction', expected="more than 0", got='0')
         if not lr > 0: raise DataError("out of range", pipe=self, leaf='lr', expected="more than 0", got=str(lr))
-        self.network, self.gamma, self.fraction = network, gamma, fraction
+        self.network, self.gamma, self.lr, self.fraction, self.seed = network, gamma, lr, fraction, seed
         self.epochs, self.minibatch = check_integer('epochs', epochs, pipe=self), check_integer('minibatch', minibatch, pipe=self)
         self.optimizer = torch.optim.Adam(network.predictor.parameters(), lr)
         self.norm = RunningNorm(())     # its moments are those of the discounted sums

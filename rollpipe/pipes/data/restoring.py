@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from .errors import EnvError, PipeError, describe_exception
-from .captures import ITEMS, MADE, array_in, attributes_of, dtype_of, is_dense, memory_of, set_attribute
+from .captures import ITEMS, MADE, array_in, attributes_of, dtype_of, is_dense, label_of, memory_of, set_attribute
 from .simulators import name_of, through
 
 # %% ../../../nbs/pipes/00_data/07_restoring.ipynb #d80ff963
@@ -135,7 +135,10 @@ class _Restore(_Leaves):
         got = "nothing" if fresh is _MISSING else f"a {name_of(type(fresh))}" + ", which stands in two places" * fits
         raise EnvError("the state does not fit this environment", leaf=path, expected=f"a {name}, as when it was kept", got=got)
 
-    def _stays(self, k, fresh, path, name): return self.take(k, fresh, name, path)
+    def _stays(self, k, fresh, path, label):
+        if fresh is not _MISSING and label_of(fresh) == label: return fresh
+        raise EnvError("the state does not fit this environment", leaf=path, expected=f"{label}, as when it was kept",
+                       got="nothing" if fresh is _MISSING else label_of(fresh))
 
     def _taken(self, k, fresh, path, name):
         "The object `fresh`, or a new one if its class allows that."
@@ -163,7 +166,7 @@ class _Restore(_Leaves):
     def _made(self, k, fresh, path, name, code): return MADE[name][0](*self.value(code, _MISSING, path))
 
     def _own(self, k, fresh, path, name, code):
-        x = self._taken(k, fresh, path, name)
+        x: Any = self._taken(k, fresh, path, name)
         return self._put(path, type(x).set_state, x, self.value(code, _MISSING, path))
 
     def _put(self, path, put, x, state):

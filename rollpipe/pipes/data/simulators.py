@@ -6,11 +6,13 @@
 __all__ = ['Through', 'name_of', 'through', 'simulators']
 
 # %% ../../../nbs/pipes/00_data/05_simulators.ipynb #e3457329
+import importlib, random
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 # %% ../../../nbs/pipes/00_data/05_simulators.ipynb #e8ae0304
 class Through(NamedTuple):
@@ -21,11 +23,13 @@ class Through(NamedTuple):
         put: `put(x, state)` gives `x` this state
         new: `new()` makes an object whose state can be written; None: there has to be one
         label: name of a simulator; None: a random generator
+        lacks: `lacks(x)` returns what else the next steps depend on, or None
     """
     get: Callable
     put: Callable
     new: Callable | None = None
     label: str | None = None
+    lacks: Callable = lambda x: None
 
 
 def _put_bits(generator, state): generator.bit_generator.state = state
@@ -51,7 +55,7 @@ def _float_arrays(data):
 
 
 def _get_mujoco(data):
-    import mujoco  # pyright: ignore[reportMissingImports]  an extra
+    mujoco: Any = importlib.import_module('mujoco')     # an extra
     spec, arrays = int(mujoco.mjtState.mjSTATE_INTEGRATION), _float_arrays(data)
     state = np.empty(mujoco.mj_stateSize(data.model, spec))
     mujoco.mj_getState(data.model, data, state, spec)
@@ -59,31 +63,34 @@ def _get_mujoco(data):
 
 
 def _put_mujoco(data, kept):
-    import mujoco  # pyright: ignore[reportMissingImports]  an extra
+    mujoco: Any = importlib.import_module('mujoco')     # an extra
     (state, sizes, numbers), arrays, at = kept, _float_arrays(data), 0
     spec = int(mujoco.mjtState.mjSTATE_INTEGRATION)
     if state.size != mujoco.mj_stateSize(data.model, spec): raise ValueError("the state of another model of MuJoCo")
     mujoco.mj_setState(data.model, data, state, spec)
     for name, n in sizes.items():
-        if name in arrays and arrays[name].size == n: arrays[name].flat = numbers[at:at + n]
+        if name in arrays and arrays[name].size == n: arrays[name][...] = numbers[at:at + n].reshape(arrays[name].shape)
         at += n
 
 
 def _get_atari(ale): return ale.cloneState(include_rng=True).serialize()
 
 
+def _atari_lacks(ale):
+    return "the emulator does not tell its last action, which it may repeat" if ale.getFloat('repeat_action_probability') > 0 else None
+
+
 def _put_atari(ale, state):
-    from ale_py import ALEState  # pyright: ignore[reportMissingImports]  an extra
-    ale.restoreState(ALEState(state))
+    ale.restoreState(importlib.import_module('ale_py').ALEState(state))
 
 
 _NAMED = {     # by name, because nothing has to be imported to know that an object is of another kind
     'numpy.random._generator.Generator': Through(lambda x: x.bit_generator.state, _put_bits, lambda: np.random.default_rng(0)),
     'numpy.random.mtrand.RandomState': Through(lambda x: x.get_state(legacy=False), lambda x, s: x.set_state(s), np.random.RandomState),
-    'random.Random': Through(lambda x: list(x.getstate()), _put_python),
-    'torch._C.Generator': Through(lambda x: x.get_state(), lambda x, s: x.set_state(s)),
+    'random.Random': Through(lambda x: list(x.getstate()), _put_python, random.Random),
+    'torch._C.Generator': Through(lambda x: x.get_state(), lambda x, s: x.set_state(s), torch.Generator),
     'mujoco._structs.MjData': Through(_get_mujoco, _put_mujoco, label='MuJoCo'),
-    'ale_py._ale_py.ALEInterface': Through(_get_atari, _put_atari, label='ALE'),
+    'ale_py._ale_py.ALEInterface': Through(_get_atari, _put_atari, label='ALE', lacks=_atari_lacks),
 }
 
 

@@ -207,7 +207,7 @@ class Batch(Outcomes):
         raise EnvError("the state of these environments is not kept", **self.where)
 
     def set_state(self, state: dict) -> None:
-        "Go on from what `get_state` of such a batch returned, after a reset. Raises `EnvError`, which names what does not fit."
+        "Go on from what `get_state` of such a batch returned, without a reset. Raises `EnvError`, which names what does not fit."
         raise EnvError("the state of these environments is not kept", **self.where)
 
     def _kept(self, one):

@@ -78,8 +78,7 @@ class Trial:
         for left in range(n + more - 1, -1, -1):
             ended, forced = step(), self.single and left == more
             if self.single and (ended or forced): reset()
-            elif self.vector and autoreset_mode(self.env) == 'Disabled' and np.any(ended):
-                reset(options=dict(reset_mask=np.array(ended)))
+            elif self.vector and autoreset_mode(self.env) == 'Disabled' and np.any(ended): reset(options=dict(reset_mask=np.array(ended)))
             if left > more and bool(np.any(np.asarray(ended))): return done + self.play(draw, 0, more, deadline)
             if time.monotonic() > deadline: break
         return done
@@ -112,7 +111,7 @@ def _seed_all(seed):
 @contextmanager
 def _undisturbed():
     "Keeps the states of the global generators, and warnings of environments, out of the block's surroundings."
-    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    states: list[Any] = [random.getstate(), np.random.get_state(), torch.default_generator.get_state()]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')
@@ -129,12 +128,12 @@ def _try(make, keeper, seed, n_steps, seconds):
     trials, deadline, parts = [], time.monotonic() + seconds, []
     def begin(state=None):
         trials.append(trial := Trial(make(), keeper))
-        _seed_all(99)     # a lane restores the global generators itself, so `_seed_all` makes them the same where a part begins
+        _seed_all(99 + len(trials))     # a lane restores the global generators itself: they are the same where a part begins
         if state is not None: trial.kept.restore(state)
         return trial
     try:
         running = begin()
-        draw, state = _sampler(running.env, seed), None
+        draw, state = _sampler(running.env, seed), {}
         running.do('reset', dict(seed=seed))
         for i, more in enumerate(_EXTRA):
             _seed_all(i)
@@ -143,8 +142,9 @@ def _try(make, keeper, seed, n_steps, seconds):
         for i in range(1, len(parts)):     # each environment goes on from a state of the one before, and plays two parts
             trial = begin(state)
             for k in range(i, min(i + 2, len(parts))):
-                if k > i: state, before = trial.kept.state(), state
-                if k > i and 'graph' in state and objects_in(state) != objects_in(before): raise EnvError("it holds other objects at other times")
+                if k > i:
+                    before, state = objects_in(state), trial.kept.state()
+                    if objects_in(state) != before: raise EnvError("it holds other objects at other times")
                 _seed_all(k)
                 trial.repeat(parts[k])
         return state
@@ -153,8 +153,10 @@ def _try(make, keeper, seed, n_steps, seconds):
 
 # %% ../../../nbs/pipes/10_envs/15_keeping.ipynb #88b89b2c
 def _ways(env):
-    if isinstance(env, gym.vector.AsyncVectorEnv) or is_vector(env) and not isinstance(env, gym.vector.VectorEnv): return ()
-    own = ('own',) * any(has_state(x) for x in layers(env))
+    core = layers(env)[-1]
+    if isinstance(core, gym.vector.AsyncVectorEnv) or is_vector(core) and not isinstance(core, gym.vector.VectorEnv): return ()
+    inner = [y for x in getattr(core, 'envs', ()) for y in layers(x)]     # of a `SyncVectorEnv`
+    own = ('own',) * any(map(has_state, [*layers(env), *inner]))
     return *own, 'attributes', *('replay (episode)',) * isinstance(env, gym.Env), 'replay (all)'
 
 
@@ -174,7 +176,7 @@ def keeper_for(make: Callable, seed: int = 0, n_steps: int = 100, seconds: float
         if getattr(made[0], 'unwrapped', made[0]) is getattr(made[1], 'unwrapped', made[1]):
             return Keeper('none', dict(lent="the factory makes no environment of its own at each call"))
         ways, failed = _ways(made[0]), {}
-        if not ways: failed['processes'] = f"{type(made[0]).__name__} keeps its environments out of reach"
+        if not ways: failed['processes'] = f"{type(layers(made[0])[-1]).__name__} keeps its environments out of reach"
         try:
             for name in ways:
                 try: state = _try(lambda: made.pop() if made else make(), Keeper(name), seed, n_steps, seconds)

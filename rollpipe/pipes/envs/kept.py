@@ -30,9 +30,6 @@ def has_state(env: Any) -> bool:
     return (needs('get_state'), needs('set_state')) == (1, 2)
 
 
-def _is_opaque(x): return isinstance(x, (gym.Env, gym.vector.VectorEnv)) and has_state(x)
-
-
 def layers(env: Any) -> list:
     "The environment and what it wraps, outermost first."
     found = [env]
@@ -76,7 +73,8 @@ class Kept:
 
     def state(self) -> dict:
         "The state of the environment: texts, numbers and tensors, which later steps do not change. Raises `EnvError`."
-        return dict(keeper=self.name, **capture(self.env, _is_opaque if self.name == 'own' else lambda x: False))
+        def is_opaque(x): return (isinstance(x, (gym.Env, gym.vector.VectorEnv)) or x is self.env) and has_state(x)
+        return dict(keeper=self.name, **(capture(self.env, is_opaque) if self.name == 'own' else capture(self.env)))
 
     def restore(self, state: dict) -> None:
         """Give the environment a state, from which it goes on. Raises `EnvError`, which names what does not fit.
@@ -115,7 +113,7 @@ class Replay(Kept):
         self.episode, self.before, self.resets, self.log = episode, None, [], ActionLog()
 
     def reset(self, seed: Any = None, options: Any = None) -> None:
-        if self.episode and self.resets: self.before, self.resets, self.log = capture(self.env), [], ActionLog()
+        if self.episode and self.resets: self.before, self.resets, self.log = capture(self.env, complete=False), [], ActionLog()
         self.resets.append((len(self.log), seed, copy.deepcopy(options)))     # a vector changes its options
 
     def step(self, action: Any) -> None: self.log.add(action)

@@ -42,7 +42,8 @@ class VectorBatch(Batch):
         self.vec, self.closes, self.where, self.vec_name, self.claim = vec, closes, where, name or type(vec).__name__, Claim()
         self.one = None if keeper is None else keeper.begin(vec)
         try:
-            self.vector = CheckedVector(played(vec, self.one, keeper), seed, self.claim)
+            self.vector = CheckedVector(vec, seed, self.claim)
+            self.vector.vec = played(vec, self.one, keeper)
             self._prepare(*spaces_of(vec), self.vector.n, clip_actions)
         except PipeError as e:
             self.close()

@@ -19,6 +19,7 @@ import torch
 
 from . import edits
 from ..data.captures import capture, has_own_state
+from ..data.chunks import ChunkFolder
 from ..data.errors import CheckpointError, GraphError
 from ..data.random_states import GlobalRandomStates
 from ..data.restoring import restore
@@ -207,8 +208,12 @@ class Pipe(Traits, EditsByClass, IterDataPipe):
             raise CheckpointError("the state is that of another pipe", pipe=self, expected=', '.join(fresh), got=', '.join(state['keeps']))
         with GlobalRandomStates(): return restore(state, self.kept, type(self).__name__)
 
-    def get_state(self) -> dict | None:
-        "The state of what the present iteration keeps, which later items do not change; None if it keeps nothing."
+    def get_state(self, chunks: ChunkFolder | None = None) -> dict | None:
+        """The state of what the present iteration keeps, which later items do not change; None if it keeps nothing.
+
+        Args:
+            chunks: for the large arrays of a pipe that has such, see `ChunkFolder`; None: they are copied into the state
+        """
         if not self.kept: return self.restored
         state = capture(self.kept, has_own_state)
         stay = {entry[1] for entry in json.loads(state['graph'])[1] if entry[0] == 'stays'} if '["stays"' in state['graph'] else ()
@@ -218,8 +223,12 @@ class Pipe(Traits, EditsByClass, IterDataPipe):
     def not_kept(self) -> str | None:
         "Why `get_state` may lack something that the next items depend on; None if it lacks nothing."
 
-    def set_state(self, state: dict) -> None:
-        "Let the next iteration go on from what `get_state` of such a pipe returned."
+    def set_state(self, state: dict, chunks: ChunkFolder | None = None) -> None:
+        """Let the next iteration go on from what `get_state` of such a pipe returned.
+
+        Args:
+            chunks: the folder that `get_state` got
+        """
         self.restored = state
 
     def __iter__(self):

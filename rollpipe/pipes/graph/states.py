@@ -6,6 +6,7 @@
 __all__ = ['named_pipes', 'stream_state', 'restore_stream', 'unknown_states']
 
 # %% ../../../nbs/pipes/02_graph/05_states.ipynb #7be6ae42
+from ..data.chunks import ChunkFolder
 from ..data.errors import CheckpointError
 from .edits import nodes, short_repr
 from .pipe import Pipe
@@ -27,21 +28,29 @@ def named_pipes(pipe: IterDataPipe) -> dict:
     return found
 
 # %% ../../../nbs/pipes/02_graph/05_states.ipynb #892370a2
-def stream_state(pipe: IterDataPipe) -> dict:
-    "Name of a pipe -> what its present iteration keeps, as plain data, for the pipes that keep something."
-    states = {name: p.get_state() for name, p in named_pipes(pipe).items() if isinstance(p, Pipe)}
+def stream_state(pipe: IterDataPipe, chunks: ChunkFolder | None = None) -> dict:
+    """Name of a pipe -> what its present iteration keeps, as plain data, for the pipes that keep something.
+
+    Args:
+        chunks: gets those parts of large arrays, such as a replay memory, that changed since the last state; None: the state has copies
+    """
+    states = {name: p.get_state(chunks) for name, p in named_pipes(pipe).items() if isinstance(p, Pipe)}
     return {name: state for name, state in states.items() if state}
 
 
-def restore_stream(pipe: IterDataPipe, states: dict) -> IterDataPipe:
+def restore_stream(pipe: IterDataPipe, states: dict, chunks: ChunkFolder | None = None) -> IterDataPipe:
     """Let the next iteration of a graph go on from what `stream_state` returned. Returns `pipe`.
 
-    What the states do not fit is found when the iteration begins. Raises `CheckpointError` for states of pipes that the graph lacks.
+    What the states do not fit, and a damaged chunk, are found when the iteration begins. Raises `CheckpointError` for states of pipes that
+    the graph lacks, and for chunks that are missing.
+
+    Args:
+        chunks: the folder that `stream_state` got
     """
     pipes = named_pipes(pipe)
     if lacking := [name for name in states if not isinstance(pipes.get(name), Pipe)]:
         raise CheckpointError("the pipeline lacks pipes that kept something", expected=', '.join(lacking), got=', '.join(pipes))
-    for name, state in states.items(): pipes[name].set_state(state)
+    for name, state in states.items(): pipes[name].set_state(state, chunks)
     return pipe
 
 # %% ../../../nbs/pipes/02_graph/05_states.ipynb #e5c9ca26

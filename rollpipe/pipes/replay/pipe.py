@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..data.chunks import ChunkFolder
 from ..data.fragment import Fragment
 from ..data.errors import LEAST_BYTES, DataError, GraphError, check_integer, check_memory, is_between
 from ..graph.pipe import Pipe, Seeded
@@ -35,7 +36,7 @@ class Replayed(NamedTuple):
     samples: Iterator[Sample]
     memory: Any
 
-
+# %% ../../../nbs/pipes/24_replay/08_pipe.ipynb #03b2774e
 class Replay(Seeded, Pipe):
     """Put each `Fragment` into a `ReplayMemory`, and yield one `Replayed` for each fragment.
 
@@ -94,19 +95,31 @@ class Replay(Seeded, Pipe):
         raise GraphError("a memory of its own for each lane", pipe=self, expected="`Lanes` above `Replay`")
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Replayed]:
-        n_steps = n_drawn = 0
         with closing(self._new_memory()) as memory:
             _newest.pop(id(self), memory).close()  # an older iterator is invalid now, but may still hold its folder
             _newest[id(self)] = memory
+            if self.restored is not None: memory.set_state(self.restored['replay'], self.chunks)
+            kept = self.keep(n_steps=0, n_drawn=0)
             for k, fragment in enumerate(items):
                 memory.add(fragment)
                 if k == 0: self._check_samples(memory.bytes_of_step)
                 n = self.n_batches if self.samples_per_step is None else 0
                 if self.samples_per_step is not None and self._is_warm(memory):
-                    n_steps += int(fragment.valid.sum())
-                    n = int(self.samples_per_step * n_steps + 1e-6) - n_drawn     # rounding may make a product a little too small
-                    n_drawn += n
+                    kept['n_steps'] += int(fragment.valid.sum())
+                    n = int(self.samples_per_step * kept['n_steps'] + 1e-6) - kept['n_drawn']     # rounding may make a product too small
+                    kept['n_drawn'] += n
                 yield Replayed(fragment, self._samples(memory, n), memory)
+
+    def get_state(self, chunks: ChunkFolder | None = None) -> dict | None:
+        "As `Pipe.get_state`, with the state of the memory."
+        memory, state = _newest.get(id(self)), super().get_state()
+        return state if memory is None or not self.kept else dict(state or {}, replay=memory.get_state(chunks))
+
+    def set_state(self, state: dict, chunks: ChunkFolder | None = None) -> None:
+        "As `Pipe.set_state`. Raises `CheckpointError` if chunks that the state names are not there."
+        super().set_state(state)
+        self.chunks = chunks
+        if chunks is not None: chunks.check(x for rows in state['replay']['rows'].values() for x in rows['chunks'] if isinstance(x, str))
 
     def _check_samples(self, bytes_of_step):
         check_memory(f"batch_size={self.batch_size:,}", self.batch_size * (self.length + 1) * bytes_of_step, pipe=self)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .sum_tree import SumTree
+from ..data.chunks import RowChanges
 
 # %% ../../../nbs/pipes/24_replay/06_sampling.ipynb #635756a0
 class UniformSampler:
@@ -22,17 +23,20 @@ class UniformSampler:
     """
     def __init__(self, capacity: int, rng: np.random.Generator):
         self.starts, self.n_segments, self.rng = np.zeros(capacity, bool), 0, rng
+        self.changes = RowChanges(self.starts)
         self.listed = None                      # list of the slots in which segments begin; None: not listed
 
     def add(self, slot: np.ndarray) -> None:
         "Add the segments that begin in these slots, int64 `[n]`."
         self.starts[slot], self.listed = True, None
+        self.changes.mark(slot)
         self.n_segments += len(slot)
 
     def remove(self, slot: np.ndarray) -> None:
         "Remove the segments that begin in these slots."
         self.n_segments -= int(self.starts[slot].sum())
         self.starts[slot], self.listed = False, None
+        self.changes.mark(slot)
 
     def draw(self, n: int, n_filled: int) -> np.ndarray:
         """`n` slots in which segments begin, int64 `[n]`.
@@ -54,6 +58,18 @@ class UniformSampler:
             beta: has no effect here
         """
         return torch.ones(len(slot))
+
+    def rows(self) -> dict:
+        "Name -> large array and its `RowChanges`."
+        return dict(starts=(self.starts, self.changes))
+
+    def get_state(self) -> dict:
+        "All but the `rows`."
+        return dict(n_segments=self.n_segments, generator=self.rng.bit_generator.state)
+
+    def set_state(self, state: dict) -> None:
+        "Go on from what `get_state` returned. The `rows` have been restored already."
+        self.n_segments, self.rng.bit_generator.state, self.listed = state['n_segments'], state['generator'], None
 
     def _accepted(self, slot, draw):
         "`slot`, drawn again with `draw(n)` where no segment begins."
@@ -102,3 +118,17 @@ class PrioritizedSampler(UniformSampler):
         self.max_priority = max(self.max_priority, priority.max(initial=0.))
         here = self.starts[slot]
         self.tree[slot[here]] = priority[here] ** self.alpha
+
+    def rows(self) -> dict:
+        "As `UniformSampler.rows`, with the priorities."
+        return super().rows() | dict(priorities=(self.tree.leaves, self.tree.changes))
+
+    def get_state(self) -> dict:
+        "As `UniformSampler.get_state`, with the greatest priority."
+        return super().get_state() | dict(max_priority=self.max_priority)
+
+    def set_state(self, state: dict) -> None:
+        "As `UniformSampler.set_state`; the sums of the priorities are made anew."
+        super().set_state(state)
+        self.max_priority = state['max_priority']
+        self.tree.add_up()

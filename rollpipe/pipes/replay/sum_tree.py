@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from ..data.chunks import RowChanges
+
 # %% ../../../nbs/pipes/24_replay/01_sum_tree.ipynb #300b55a6
 class SumTree:
     """Priorities (float64, >= 0, initially 0) of the indices `0 ... size - 1`.
@@ -19,7 +21,13 @@ class SumTree:
     def __init__(self, size: int):
         self.depth = (size - 1).bit_length()
         self.first_leaf = 1 << self.depth            # node 1 is the root; the children of node i are the nodes 2 i and 2 i + 1
-        self.nodes = np.zeros(2 * self.first_leaf)
+        self.nodes, self.size = np.zeros(2 * self.first_leaf), size
+        self.changes = RowChanges(self.leaves)
+
+    @property
+    def leaves(self) -> np.ndarray:
+        "The priorities of all indices, a view `[size]`."
+        return self.nodes[self.first_leaf:self.first_leaf + self.size]
 
     @property
     def total(self) -> float:
@@ -32,7 +40,9 @@ class SumTree:
 
     def __setitem__(self, index: Any, priority: Any):
         "Set the priorities of the indices `[n]`; if an index occurs twice, the last priority counts."
-        node = self.first_leaf + np.asarray(index)
+        index = np.asarray(index)
+        self.changes.mark(index)
+        node = self.first_leaf + index
         self.nodes[node] = priority
         for _ in range(self.depth):
             node = node >> 1
@@ -40,6 +50,12 @@ class SumTree:
             if len(node) > 64: node = node[np.append(True, node[1:] != node[:-1])]
             left = node << 1
             self.nodes[node] = self.nodes[left] + self.nodes[left + 1]
+
+    def add_up(self) -> None:
+        "Make all sums anew, from `leaves`. They become what they were, bit for bit, because each one is the sum of its two children."
+        for k in reversed(range(self.depth)):
+            below = self.nodes[2 << k:4 << k]
+            self.nodes[1 << k:2 << k] = below[::2] + below[1::2]
 
     def find(self, sums: np.ndarray) -> np.ndarray:
         "For each of `sums` `[n]`, in [0, total), the index (int64 `[n]`) at which the running sum of the priorities exceeds it."

@@ -8,6 +8,8 @@ __all__ = ['Ring', 'SideTable']
 # %% ../../../nbs/pipes/24_replay/03_tables.ipynb #3cf49d43
 import numpy as np
 
+from ..data.chunks import RowChanges
+
 # %% ../../../nbs/pipes/24_replay/03_tables.ipynb #87a8b20a
 class Ring:
     "The arithmetic of serial numbers and slots. All methods work on arrays."
@@ -46,7 +48,23 @@ class Ring:
 # %% ../../../nbs/pipes/24_replay/03_tables.ipynb #0ebce6d9
 class SideTable:
     "A table of numbered records. `put` adds records, and `release` frees them. The table grows to the greatest number in use at one time."
-    def __init__(self, dtype: np.dtype): self.records, self.free = np.zeros(0, dtype), []
+    def __init__(self, dtype: np.dtype):
+        self.free = []
+        self.replace(np.zeros(0, dtype))
+
+    def replace(self, records: np.ndarray) -> None:
+        "Take other memory, with as many records or with more."
+        self.records, self.changes = records, RowChanges(records)
+        self.changes.mark(slice(0, len(records)))
+
+    def get_state(self) -> dict:
+        "All but the records."
+        return dict(n=len(self.records), free=np.array(self.free, np.int64))
+
+    def set_state(self, state: dict) -> None:
+        "Go on from what `get_state` returned, with records of zeros."
+        self.free = state['free'].tolist()
+        self.replace(np.zeros(state['n'], self.records.dtype))
 
     @property
     def n_used(self) -> int:
@@ -62,8 +80,10 @@ class SideTable:
             grown = np.zeros(size + more, self.records.dtype)  # `np.concatenate` would change the layout of the records
             grown[:size] = self.records
             self.records = grown
+            self.changes.resize(size, len(grown))
         numbers = np.array([self.free.pop() for _ in records], np.int64)
         self.records[numbers] = records
+        self.changes.mark(numbers)
         return numbers
 
     def release(self, numbers: np.ndarray) -> None:

@@ -102,7 +102,7 @@ class WorkerLanes(Lanes):
         "See `Pipe`."
         if self.service.lag is None or self.service.order == 'ready': return "its stream depends on the speed of its workers"
 
-    def get_state(self) -> dict | None:
+    def get_state(self, chunks: Any = None) -> dict | None:
         "See `Lanes`."
         return self.restored if self.coordinator is None else self.coordinator.get_state()
 

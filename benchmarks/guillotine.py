@@ -1,0 +1,224 @@
+"""Kill trainings at random instants, resume them, and compare every number with those of trainings that were never interrupted.
+
+    python benchmarks/guillotine.py [--only NAME ...] [--rounds 3] [--kills 3] [--jobs 2] [--seed 0]
+
+A case is a training that takes seconds. Its twin runs once without interruption. Then, in each round, the same training is killed
+(SIGKILL) several times and resumed each time, with another number of workers where the case has some: at a random instant, within the
+first batch after a resume, and while a checkpoint is written. The weights, the states of pipes, every metric but those of a clock, and
+the evaluations have to be the same, bit for bit. A case that is expected to be inexact has to say so when it starts, and when it goes on.
+One line is printed for each round. The exit status is 1 if a number differs.
+"""
+import argparse, json, logging, math, multiprocessing, os, random, shutil, signal, sys, tempfile, threading, time, traceback, warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from rollpipe.agents import checkpoint
+from rollpipe.agents.checkpoint import load_checkpoint
+from rollpipe.pipes.data import nested
+from rollpipe.runs import resume, start, train
+from rollpipe.settings.config import make_config
+
+CLOCKED = ("steps_per_s", "workers", "restarts")     # these, and what begins with "seconds", depend on time or on the number of workers
+
+
+class Case(NamedTuple):
+    """A training.
+
+    Args:
+        algorithm: see `rollpipe train`
+        env: gymnasium id
+        options: of the algorithm
+        run: options of the run
+        workers: numbers of workers that a resume may choose from
+        inexact: part of the reason for which it begins new episodes; None: it goes on exactly
+    """
+    algorithm: str
+    env: str
+    options: dict = {}
+    run: dict = {}
+    workers: tuple = (0,)
+    inexact: str | None = None
+
+
+SMALL = dict(n_steps=64, n_envs=2, lanes=2)
+CASES = {
+    "ppo": Case("ppo", "CartPole-v1", SMALL, dict(steps=6000), (0, 1, 2)),
+    "trpo": Case("trpo", "Pendulum-v1", SMALL, dict(steps=6000), (0, 1, 2)),
+    "a2c": Case("a2c", "Acrobot-v1", dict(n_steps=16, n_envs=2, lanes=2), dict(steps=4000)),
+    "ppo_mountain": Case("ppo", "MountainCarContinuous-v0", SMALL, dict(steps=5000)),
+    "reinforce": Case("reinforce", "MountainCar-v0", SMALL, dict(steps=5000)),
+    "vtrace_lag": Case("vtrace", "CartPole-v1", dict(n_steps=32, n_envs=2, lanes=2), dict(steps=5000, lag=1, workers=2), (1, 2)),
+    "rnd": Case("ppo", "CartPole-v1", SMALL, dict(steps=4000, intrinsic=0.1)),
+    "scaled": Case("ppo", "Pendulum-v1", dict(SMALL, reward_scale="learn"), dict(steps=5000), (0, 2)),
+    "evaluated": Case("ppo", "CartPole-v1", SMALL, dict(steps=5000, eval_every="1000 steps", eval_episodes=2, final_episodes=2)),
+    "taxi": Case("dqn", "Taxi-v4", {}, dict(steps=3000)),
+    "dqn": Case("dqn", "CartPole-v1", dict(prioritized=True, warmup=200), dict(steps=2500)),
+    "sac": Case("sac", "Pendulum-v1", dict(warmup=200), dict(steps=700)),
+    "td3": Case("td3", "Pendulum-v1", dict(warmup=200), dict(steps=700)),
+    **{name.lower(): Case("ppo", f"{name}-v5", SMALL, dict(steps=5000), (0, 2))
+       for name in ("HalfCheetah", "Hopper", "Walker2d", "Ant", "Humanoid")},
+    "lunar": Case("ppo", "LunarLander-v3", SMALL, dict(steps=5000), (0, 2)),
+    "bipedal": Case("ppo", "BipedalWalker-v3", SMALL, dict(steps=4000)),
+    "ready": Case("vtrace", "CartPole-v1", SMALL, dict(steps=3000, workers=2, lag=1, order="ready"), (2,), "the clock"),
+}
+
+
+def quietly(function, *args):
+    "Run a function in this process as a training of its own. Returns the exit code."
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    try: function(*args)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def begin(case, folder, seed):
+    config = make_config(case.algorithm, case.env, dict(case.options), **{"checkpoint_every": 3, "seed": seed, **case.run})
+    train(start(folder, config), progress=False, tensorboard=False)
+
+
+def go_on(folder, workers):
+    train(resume(folder, workers=workers), progress=False, tensorboard=False)
+
+
+def in_child(blow, function, *args):
+    """Run a function in a forked process, which `blow` may kill. Returns the exit code, negative if it was killed.
+
+    Args:
+        blow: ('time', seconds), ('saving', n: the n-th save), or None
+    """
+    def main():
+        if blow and blow[0] == "time":
+            def kill():
+                time.sleep(blow[1])
+                os.kill(os.getpid(), signal.SIGKILL)
+            threading.Thread(target=kill, daemon=True).start()
+        if blow and blow[0] == "saving": die_while_saving(blow[1])
+        os._exit(quietly(function, *args))
+    child = multiprocessing.get_context("fork").Process(target=main)
+    child.start()
+    child.join()
+    return child.exitcode
+
+
+def die_while_saving(n):
+    "Let this process be killed when it has written half of its `n`-th checkpoint."
+    left, opened = [n], checkpoint._open_beside
+
+    def open_beside(path):
+        file, beside = opened(path)
+        if path.name == "checkpoint.safetensors":
+            left[0] -= 1
+            if not left[0]: file.write = lambda data: (type(file).write(file, data[:len(data) // 2]), file.flush(),
+                                                       os.kill(os.getpid(), signal.SIGKILL))
+        return file, beside
+    checkpoint._open_beside = open_beside
+
+
+def is_exact(name): return not name.startswith("seconds") and name not in CLOCKED
+
+
+def numbers(folder) -> dict:
+    "Everything that has to be the same: path -> value."
+    found, out = load_checkpoint(Path(folder)/"checkpoint.safetensors"), {}
+    counters = {name: x for name, x in found.counters.items() if is_exact(name)}
+    for name, tree in dict(agent=found.agent_state, pipes=found.pipes or {}, counters=counters).items():
+        out.update(zip(nested.paths(tree, name), nested.leaves(tree)))
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        path = Path(folder)/name
+        for i, line in enumerate(path.read_text().splitlines() if path.exists() else ()):
+            out.update({f"{name}:{i + 1} {key}": x for key, x in json.loads(line).items() if is_exact(key)})
+    return out
+
+
+def bits(x): return x.dtype, x.shape, x.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+def same(x, y) -> bool:
+    if isinstance(x, torch.Tensor): return isinstance(y, torch.Tensor) and bits(x) == bits(y)
+    return x == y or isinstance(x, float) and isinstance(y, float) and math.isnan(x) and math.isnan(y)
+
+
+def differences(there, here) -> list:
+    "The names of numbers that differ, or that only one side has."
+    return [name for name in {**there, **here} if name not in there or name not in here or not same(there[name], here[name])]
+
+
+class Twin(NamedTuple):
+    folder: Path
+    seconds: float
+
+
+def make_twin(case, root, seed) -> Twin:
+    folder, begun = Path(root)/"twin", time.perf_counter()
+    if code := in_child(None, begin, case, folder, seed): raise RuntimeError(f"the training failed (exit code {code})")
+    inexact = load_checkpoint(folder/"checkpoint.safetensors").config["inexact"]
+    if (case.inexact is None) != (inexact is None) or case.inexact and case.inexact not in inexact:
+        raise RuntimeError(f"expected to be inexact: {case.inexact}; got: {inexact}")
+    return Twin(folder, time.perf_counter() - begun)
+
+
+def one_round(case, twin, folder, rng, kills, seed) -> tuple:
+    "Kill and resume one training until it is complete. Returns the numbers that differ, and how often it was killed."
+    code, killed = None, 0
+    while code != 0:
+        exists = (Path(folder)/"config.json").exists()
+        blow = None
+        if killed < kills:
+            kind = ("time", "first", "saving")[killed % 3] if exists else "time"
+            blow = {"time": ("time", rng.uniform(0.1, 0.8) * twin.seconds), "first": ("time", rng.uniform(0., 0.3)),
+                    "saving": ("saving", rng.randint(1, 2))}[kind]
+        code = in_child(blow, go_on, folder, rng.choice(case.workers)) if exists else in_child(blow, begin_again, case, folder, seed)
+        if code == -signal.SIGKILL: killed += 1
+        elif code: raise RuntimeError(f"a resumed training failed (exit code {code})")
+    return differences(numbers(twin.folder), numbers(folder)), killed
+
+
+def begin_again(case, folder, seed):
+    shutil.rmtree(folder, ignore_errors=True)     # it was killed before its configuration was written
+    begin(case, folder, seed)
+
+
+def try_case(name, case, rounds, kills, seed) -> list:
+    "A text for each round."
+    lines = []
+    with tempfile.TemporaryDirectory() as root:
+        twin = make_twin(case, root, seed)
+        for k in range(rounds):
+            rng = random.Random(f"{name} {seed} {k}")
+            differ, killed = one_round(case, twin, Path(root)/f"run{k}", rng, kills, seed)
+            if case.inexact: differ = []
+            lines.append((name, k, killed, differ))
+    return lines
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=list(CASES))
+    for option, default in (("rounds", 3), ("kills", 3), ("jobs", 2), ("seed", 0)):
+        parser.add_argument(f"--{option}", type=int, default=default)
+    args = parser.parse_args()
+    logging.getLogger("rollpipe").setLevel(logging.ERROR)
+    total = bad = 0
+    with ThreadPoolExecutor(args.jobs) as pool:
+        jobs = {name: pool.submit(try_case, name, CASES[name], args.rounds, args.kills, args.seed) for name in args.only}
+        for name, job in jobs.items():
+            try: lines = job.result()
+            except Exception as e:
+                print(f"FAIL  {name}: {e}", flush=True)
+                bad += 1
+                continue
+            for name, k, killed, differ in lines:
+                total, bad = total + killed, bad + bool(differ)
+                print(f"{'DIFFERS' if differ else 'same   '} {name} round {k}, killed {killed} times"
+                      + (f": {len(differ)} numbers, first {differ[0]}" if differ else ""), flush=True)
+    print(f"{total} kills, {bad} of the rounds or cases differ or fail")
+    return bool(bad)
+
+
+if __name__ == "__main__": sys.exit(main())

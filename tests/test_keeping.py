@@ -1,0 +1,484 @@
+"""The ways to keep a running environment: each is exact or refused, and what a capture says is never executed."""
+
+import enum
+import json
+import os
+import pickle
+import random
+import tempfile
+import threading
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from types import SimpleNamespace as Thing
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import wrappers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from rollpipe.agents.checkpoint import decode, encode
+from rollpipe.pipes import nested
+from rollpipe.pipes.data.captures import capture
+from rollpipe.pipes.envs.factories import EnvFactory, env_factories
+from rollpipe.pipes.envs.keeping import Keeper, Trial, bits_of, keeper_for
+from rollpipe.pipes.data.restoring import restore
+from rollpipe.pipes.envs.vector import env_batch
+from rollpipe.pipes.data.errors import EnvError
+from rollpipe.pipes.tensors.tensor_env import TensorEnv
+
+Point = namedtuple("Point", "x y")
+
+
+class Colour(enum.Enum):
+    RED, BLUE = 1, 2
+
+
+class Slim:
+    __slots__ = "a", "b"
+
+
+class World(gym.Env):
+    "Walks at random until it is far from 0. Subclasses hold their state in other ways."
+    observation_space, action_space = gym.spaces.Box(-np.inf, np.inf, (1,)), gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.x = 0.
+        self.begin()
+        return np.float32([self.x]), {}
+
+    def begin(self): pass
+    def noise(self): return self.np_random.normal()
+
+    def step(self, action):
+        self.x += 2 * action - 1 + self.noise()
+        return np.float32([self.x]), float(self.x), bool(abs(self.x) > 6), False, {"noise": self.x ** 2, "name": "x"}
+
+
+def stored(state):
+    "The state as it comes out of a checkpoint."
+    tensors = {}
+    return decode(json.loads(json.dumps(encode(state, tensors), allow_nan=False)), tensors)
+
+
+def check(make, *names, seed=0):
+    "Keep an environment, after more steps than the test of `keeper_for` takes, and go on in a new one, twice."
+    keeper = keeper_for(make, seed)
+    assert keeper.name in names, (keeper, keeper.failed)
+    running = Trial(make(), keeper)
+    running.do("reset", dict(seed=seed + 5))
+    running.env.action_space.seed(7)
+    running.play(running.env.action_space.sample, 300, 111, np.inf)
+    for _ in range(2):
+        state = stored(running.kept.state())
+        new = Trial(make(), keeper)
+        new.kept.restore(state)
+        done = running.play(running.env.action_space.sample, 100, 50, np.inf)
+        new.repeat(done)
+        running.env.close()
+        running = new
+    running.env.close()
+    return keeper
+
+
+CLASSIC = ["CartPole-v1", "Pendulum-v1", "Acrobot-v1", "MountainCar-v0", "MountainCarContinuous-v0", "Taxi-v4", "FrozenLake-v1",
+           "CliffWalking-v1", "Blackjack-v1"]
+MUJOCO = [f"{name}-v5" for name in ("HalfCheetah", "Hopper", "Walker2d", "Swimmer", "Ant", "Humanoid")]
+
+
+@pytest.mark.parametrize("name", CLASSIC)
+def test_classic_environments_are_kept_by_their_attributes(name):
+    assert check(lambda: gym.make(name), "attributes").failed == {}
+
+
+@pytest.mark.parametrize("name", MUJOCO)
+def test_mujoco_is_kept_by_its_arrays(name):
+    pytest.importorskip("mujoco")
+    assert check(lambda: gym.make(name), "MuJoCo").failed == {}
+
+
+def test_box2d_is_kept_by_what_was_done():
+    pytest.importorskip("Box2D")
+    assert "attributes" in check(lambda: gym.make("LunarLander-v3"), "replay (episode)").failed
+    assert "replay (episode)" in check(lambda: gym.make("BipedalWalker-v3"), "replay (all)").failed
+
+
+@pytest.mark.parametrize("sticky, name", [(0., "ALE"), (0.25, "replay (episode)")])
+def test_the_atari_emulator_is_kept_by_its_own_state_unless_it_may_repeat_an_action(sticky, name):
+    ale_py, _ = pytest.importorskip("ale_py"), pytest.importorskip("cv2")
+    gym.register_envs(ale_py)
+    def make(): return wrappers.AtariPreprocessing(gym.make("ALE/Breakout-v5", frameskip=1, repeat_action_probability=sticky))
+    check(lambda: wrappers.FrameStackObservation(make(), 4), name)
+
+
+WRAPPERS = [wrappers.NormalizeObservation, wrappers.NormalizeReward, wrappers.RecordEpisodeStatistics,
+            lambda env: wrappers.FrameStackObservation(env, 3), lambda env: wrappers.TimeLimit(env, 7), wrappers.TimeAwareObservation,
+            lambda env: wrappers.DelayObservation(env, 2), lambda env: wrappers.StickyAction(env, 0.3)]
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+@pytest.mark.parametrize("name", ["CartPole-v1", "Hopper-v5"])
+def test_wrappers_are_kept_too(wrap, name):
+    if name == "Hopper-v5": pytest.importorskip("mujoco")
+    check(lambda: wrap(gym.make(name)), "attributes", "MuJoCo")
+
+
+@pytest.mark.parametrize("mode", ["SameStep", "NextStep", "Disabled"])
+def test_a_vector_is_kept_as_one(mode):
+    check(lambda: gym.make_vec("CartPole-v1", 3, "sync", vector_kwargs=dict(autoreset_mode=mode)), "attributes")
+
+
+def test_vectors_of_their_own_class_are_kept_and_processes_are_not():
+    check(lambda: gym.make_vec("CartPole-v1", 3, "vector_entry_point"), "attributes")
+    keeper = keeper_for(lambda: wrappers.vector.RecordEpisodeStatistics(gym.make_vec("CartPole-v1", 2, "async")))
+    assert (keeper.name, keeper.failed) == ("none", {"processes": "AsyncVectorEnv keeps its environments out of reach"})
+
+
+class Tensors(TensorEnv):
+    n_envs, device = 3, "cpu"
+    observation_space, action_space = gym.spaces.Box(-np.inf, np.inf, (2,)), gym.spaces.Discrete(2)
+
+    def reset(self, seed):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.memory = torch.zeros(3, 3)
+        self.obs, self.age = self.memory[:, :2], self.memory[:, 2]
+        return self.obs
+
+    def step(self, act):
+        self.obs += act[:, None] + torch.randn(3, 2, generator=self.generator)
+        self.age += 1
+        trunc, final = self.age > 5, self.obs.clone()
+        self.memory[trunc] = 0
+        return self.obs, act.float(), torch.zeros(3, dtype=torch.bool), trunc, final, {"age": self.age}
+
+
+def test_tensors_are_kept_as_they_share_memory():
+    assert keeper_for(Tensors).name == "attributes"
+    env, new = Tensors(), Tensors()
+    env.reset(3)
+    env.step(torch.ones(3, dtype=torch.int64))
+    Keeper("attributes").begin(new).restore(stored(Keeper("attributes").begin(env).state()))
+    assert new.memory.untyped_storage().data_ptr() == new.obs.untyped_storage().data_ptr() == new.age.untyped_storage().data_ptr()
+    left = torch.zeros(3, dtype=torch.int64)
+    for x, y in zip(env.step(left)[:2], new.step(left)[:2]): assert torch.equal(x, y)
+
+
+# -- hostile environments ---------------------------------------------------------------------------------------------
+
+
+class GlobalNoise(World):
+    "Draws from the global generators, whose states each lane swaps in: they are not the environment's."
+    def noise(self): return np.random.normal() + random.random() + torch.rand(()).item()
+
+
+class OwnNoise(World):
+    "Has a generator of its own, which no seed reaches."
+    def __init__(self): self.generator, self.other, self.old = np.random.default_rng(), random.Random(), np.random.RandomState()
+    def noise(self): return self.generator.normal() + self.other.random() + self.old.normal()
+
+
+class LateNoise(World):
+    "Makes a new generator at each reset."
+    def begin(self): self.generator = np.random.Generator(np.random.PCG64(self.np_random.integers(100)))
+    def noise(self): return self.generator.normal()
+
+
+class Walk(World):
+    "Holds a Python generator, which goes on where it is."
+    def begin(self): self.steps = (self.np_random.normal() + i for i in range(10 ** 6))
+    def noise(self): return next(self.steps)
+
+
+class Thread(World):
+    def __init__(self): self.lock, self.thread = threading.Lock(), threading.Thread(target=print)
+
+
+class File(World):
+    "Reads its noise from an open file, whose position is not data."
+    def __init__(self):
+        self.file = tempfile.TemporaryFile("w+")     # noqa: SIM115  it stays open
+        self.file.write("".join(f"{i % 5 - 2}\n" for i in range(5_000)))
+        self.file.seek(0)
+
+    def noise(self): return float(self.file.readline()) + self.np_random.normal()
+    def close(self): self.file.close()
+
+
+class Entropy(World):
+    def noise(self): return os.urandom(1)[0] / 255
+
+
+class Level(World):
+    "What differs shows itself only in later episodes: a closure counts them."
+    def __init__(self):
+        n = 0
+        def count():
+            nonlocal n
+            n += 1
+            return n
+        self.count = count
+
+    def begin(self): self.level = self.count()
+    def noise(self): return self.np_random.normal() + self.level / 7
+
+
+class Beings(World):
+    "Its number of objects changes."
+    def begin(self): self.beings = [Thing(x=self.np_random.normal()) for _ in range(self.np_random.integers(1, 50))]
+
+    def noise(self):
+        for being in self.beings: being.x += self.np_random.normal()
+        return self.beings[-1].x / 3
+
+
+@pytest.mark.parametrize("make, name", [
+    (World, "attributes"), (GlobalNoise, "attributes"), (OwnNoise, "attributes"), (LateNoise, "attributes"), (Thread, "attributes"),
+    (Walk, "replay (episode)"), (File, "replay (all)"), (Level, "replay (all)"), (Beings, "replay (episode)"), (Entropy, "none")])
+def test_the_first_exact_way_is_taken(make, name):
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    keeper = keeper_for(make)
+    assert keeper.name == name, keeper.failed
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
+    again = keeper_for(make)
+    assert (again.name, list(again.failed)) == (keeper.name, list(keeper.failed))
+
+
+class Own(World):
+    hidden: dict = {}     # a place that attributes do not show
+    lost = 0              # what `get_state` forgets
+    def __init__(self): self.key = id(self)
+    def begin(self): self.hidden[self.key] = [0., self.np_random]
+
+    def noise(self):
+        self.hidden[self.key][0] += self.np_random.normal()
+        return self.hidden[self.key][0] / 9
+
+    def get_state(self): return {"x": self.x, "hidden": self.hidden[self.key][0], "noise": self.np_random.bit_generator.state}
+
+    def set_state(self, state):
+        self.x, self.hidden[self.key][0] = state["x"], state["hidden"] + self.lost
+        self.np_random.bit_generator.state = state["noise"]
+
+
+class Lossy(Own):
+    lost = 1e-12
+
+
+class Draws(Own):
+    "Keeping its state changes it."
+    def get_state(self):
+        self.np_random.normal()
+        return super().get_state()
+
+
+class OtherPair(Own):
+    def set_state(self, x, hidden): raise AssertionError
+
+
+def test_an_own_state_is_taken_if_it_is_exact():
+    check(lambda: wrappers.TimeLimit(Own(), 20), "own")
+    for make in (Lossy, Draws, OtherPair):
+        keeper = keeper_for(make)
+        assert keeper.name == "replay (episode)", keeper.failed
+        assert ("differs" in keeper.failed.get("own", "")) == (make is not OtherPair)
+
+
+def test_an_environment_that_is_lent_is_left_alone():
+    env = World()
+    assert keeper_for(lambda: env).name == keeper_for(lambda: gym.Wrapper(env)).name == "none"
+    assert not hasattr(env, "x")
+
+
+# -- whole batches ----------------------------------------------------------------------------------------------------
+
+
+def outcomes(batch, n, seed):
+    "The bits of what a batch answers to random actions."
+    space, found = batch.action_space, []
+    space.seed(seed)
+    for _ in range(n):
+        act = nested.map(lambda x: torch.as_tensor(x)[None], nested.stack([space.sample() for _ in range(len(batch))]))
+        out = batch.step(act)
+        if "episode" in out.info: del out.info["episode"]["t"]     # a duration on the clock
+        found.append(dict(bits_of([*out.state, out.term, out.final, out.ended, out.info, out.valid], "out")))
+    return found
+
+
+def begun(make, seed=3):
+    keeper = keeper_for(lambda: make[0](0))
+    return env_batch(make, np.random.SeedSequence(seed), sticky=None, keeper=keeper), keeper
+
+
+def state_of(batch):
+    rows, t = batch._at
+    row = rows.rows[t]
+    return stored(capture([batch.get_state(), row.state(()), row.term]))
+
+
+def go_on(batch, state):
+    own, row, term = restore(state)
+    batch.set_state(own)
+    batch._at = rows, _ = batch.rows(), 0
+    rows.put(0, row, term)
+
+
+BATCHES = {
+    "attributes": lambda: env_factories(lambda: wrappers.NormalizeObservation(wrappers.RecordEpisodeStatistics(World())), 3),
+    "replay (episode)": lambda: env_factories(Walk, 2), "replay (all)": lambda: env_factories(Level, 2),
+    **{mode: lambda mode=mode: [EnvFactory(lambda: gym.vector.SyncVectorEnv([World] * 3, autoreset_mode=mode))]
+       for mode in ("SameStep", "NextStep", "Disabled")},
+    **{f"Walk {mode}": lambda mode=mode: [EnvFactory(lambda: gym.vector.SyncVectorEnv([Walk] * 3, autoreset_mode=mode))]
+       for mode in ("SameStep", "NextStep", "Disabled")}}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_goes_on_where_it_was(name):
+    factories = BATCHES[name]()
+    batch, keeper = begun(factories)
+    batch.reset()
+    assert keeper.logs == ("replay" in name or "Walk" in name)
+    for n in (1, 40, 7):
+        outcomes(batch, n, 1)
+        new, _ = begun(factories)
+        go_on(new, state_of(batch))
+        expected, found = outcomes(batch, 60, 2), outcomes(new, 60, 2)
+        assert [set(x.items()) ^ set(y.items()) for x, y in zip(expected, found)] == [set()] * 60
+        batch.close()
+        batch = new
+    batch.close()
+
+
+# -- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def refused(text, make, state, name="attributes"):
+    with pytest.raises(EnvError, match=text): Keeper(name).begin(make()).restore(state)
+
+
+def test_states_that_do_not_fit_are_refused_by_name():
+    env = gym.make("CartPole-v1")
+    env.reset(seed=0)
+    state = Keeper("attributes").begin(env).state()
+    refused("leaf env.env.env.env: .*Expected a gymnasium.envs.classic_control.cartpole.CartPoleEnv, .*got a .*PendulumEnv",
+            lambda: gym.make("Pendulum-v1"), state)
+    refused("leaf env: .*TimeLimit, .* got a .*CartPoleEnv", lambda: gym.make("CartPole-v1").unwrapped, state)
+    refused("Expected the keeper 'own', got 'attributes'", World, state, "own")
+    refused("another way.*got 'int'", World, 3)
+    env.unwrapped.more = 1
+    lacking = {**state, "graph": state["graph"].replace('"gravity"', '"gravitas"')}
+    refused("leaf env.env.env.env.gravity: the state lacks an attribute", lambda: gym.make("CartPole-v1"), lacking)
+    three, two = (gym.make_vec("CartPole-v1", n, "sync") for n in (3, 2))
+    three.reset(seed=0)
+    with pytest.raises(EnvError, match=r"leaf env.envs\[2\]: .*got nothing"):
+        Keeper("attributes").begin(two).restore(Keeper("attributes").begin(three).state())
+    other = Keeper("replay (all)").begin(World())
+    other.reset(0)
+    refused("Expected test_keeping.World, got test_keeping.Level", Level, other.state(), "replay (all)")
+    with pytest.raises(EnvError, match="only in a new environment"): other.restore(other.state())
+
+
+class Metres(float):
+    "A number of a class of its own, which cannot be made without calling the class."
+
+
+@pytest.mark.parametrize("old, new", [(len, print), (Metres(1), Metres(2)), (dict, list), (json, pickle), ([1].append, [1].pop)])
+def test_what_stays_has_to_be_the_same(old, new):
+    assert restore(capture(Thing(x=old)), Thing(x=old)).x is old
+    with pytest.raises(EnvError, match="leaf env.x: the state does not fit"): restore(capture(Thing(x=old)), Thing(x=new))
+
+
+def test_a_model_of_other_size_is_refused():
+    pytest.importorskip("mujoco")
+    env, other = (gym.make(name, disable_env_checker=True).unwrapped for name in ("Hopper-v5", "Ant-v5"))
+    env.reset(seed=0)
+    with pytest.raises(EnvError, match="leaf env: .*another model"): restore(capture(env.data), other.data)
+
+
+DAMAGED = [
+    "", "{}", "[[0],[]]", "[[1],[]]", '[[0],[["object"]]]', '[[0],[["enum","os.system","RED"]]]', '[[0],[["system","ls"]]]',
+    '[[0],[["items","subprocess.Popen",["ls"],null]]]', '[[0],[["through","os.system",1]]]', '[[0],[["own","os.system",1]]]',
+    '[[0],[["items","builtins.tuple",[[0]],null]]]', '[[0],[["number","|O","00"]]]', '[[0],[["bytes","builtins.bytes",5,9]]]',
+    '[[0],[["array",[1],["|O"],[1],[8],0],["memory",0,8]]]', '[[0],[["array",[1],["<f8"],[9],[8],0],["memory",0,8]]]',
+    '[[0],[["array",[1],["<f8"],[1],[8],0],["memory",4,8]]]', '[[0],[["array",[1],["<f8"],[1],[8],-8],["memory",0,8]]]',
+    '[[0],[["array",[1],["float64","cpu"],[3],[1],0],["memory",0,8]]]', '[[0],[["array",[1],["load","cpu"],[1],[1],0],["memory",0,8]]]']
+
+
+@pytest.mark.parametrize("graph", DAMAGED)
+def test_a_damaged_state_is_an_error_and_executes_nothing(graph):
+    with pytest.raises(EnvError): restore(dict(graph=graph, memory=torch.zeros(8, dtype=torch.uint8)))
+
+
+# -- all kinds of data ------------------------------------------------------------------------------------------------
+
+numbers = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.complex_numbers() | st.sampled_from(Colour)
+some_arrays = arrays.arrays(arrays.scalar_dtypes() | arrays.array_dtypes(), arrays.array_shapes(min_dims=0, min_side=0, max_side=3))
+hashable = st.recursive(numbers, lambda x: st.tuples(x, x) | st.frozensets(x, max_size=3) | st.builds(Point, x, x), max_leaves=4)
+trees = st.recursive(numbers | some_arrays | some_arrays.map(lambda x: x.T) | hashable, lambda x: (
+    st.lists(x, max_size=3) | st.tuples(x, x) | st.dictionaries(hashable, x, max_size=3) | st.builds(Point, x, x)
+    | st.lists(x, max_size=3).map(lambda y: deque(y, 5)) | st.sets(hashable, max_size=3)
+    | st.dictionaries(st.text(), x, max_size=3).map(OrderedDict)), max_leaves=8)
+
+
+def text(x):
+    "Kinds, values and order, apart from the order of a set."
+    if isinstance(x, np.ndarray): return f"{x.dtype!r} {x.shape} {x.tobytes()!r}"
+    if isinstance(x, dict): return f"{type(x)} {[(text(k), text(y)) for k, y in x.items()]}"
+    if isinstance(x, (set, frozenset)): return f"{type(x)} {sorted(map(text, x))}"
+    if isinstance(x, (list, tuple, deque)): return f"{type(x)} {list(map(text, x))} {getattr(x, 'maxlen', 0)}"
+    return f"{type(x)} {x!r}"
+
+
+@settings(deadline=None, max_examples=150)
+@given(trees, trees)
+def test_plain_data_come_back(tree, other):
+    assert text(restore(stored(capture(tree)))) == text(tree)
+    a, b = Thing(tree=tree, both=[tree]), Thing(tree=other, both=[other])
+    restore(stored(capture(a)), b)
+    assert text(b.tree) == text(a.tree) and text(b.both) == text(a.both)
+    if isinstance(a.tree, (list, dict, np.ndarray)): assert b.tree is b.both[0]
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6), st.sampled_from([1, 2, -1])), min_size=1, max_size=4), st.booleans(),
+       st.data())
+def test_views_of_one_memory_stay_views_of_one_memory(cuts, torchy, data):
+    def world(seed, cuts):
+        base = np.random.default_rng(seed).normal(size=(6, 2))
+        base = torch.from_numpy(base) if torchy else base
+        return Thing(views=[base[i:j:abs(k)] if torchy else base[i:j:k].T for i, j, k in cuts], base=base)
+    a, b = world(0, cuts), world(1, data.draw(st.permutations(cuts)))
+    restore(stored(capture(a)), b)
+    for x in (a, b): x.base[data.draw(st.integers(0, 5)) if x is a else slice(None)] = a.base if x is b else 7.
+    assert all(np.array_equal(x, y) for x, y in zip([a.base, *a.views], [b.base, *b.views]))
+
+
+def test_names_of_one_object_stay_names_of_one_object():
+    def world(n):
+        x, slim = [n], Slim()
+        slim.a, slim.b = x, np.full(2, n)
+        w = Thing(x=x, y=x, slim=slim, array=slim.b, colour=Colour(n), count=Counter("ab" * n), more=defaultdict(list, {n: [n]}),
+                  tensor=torch.full((2,), n))
+        w.me, w.flat = w, w.tensor.view(2, 1)
+        w.apart = np.full(2, n) if n == 2 else slim.b     # one array in the new environment, and two in the old one
+        w.objects = np.array([x, w, None], object)
+        return w
+    old, new = world(2), world(1)
+    array, more = new.array, new.more
+    restore(stored(capture(old)), new)
+    assert new.x is new.y is new.slim.a is new.objects[0] and new.x == [2] and new.me is new.objects[1] is new
+    assert new.array is array is new.slim.b and new.more is more and more == {2: [2]} and more[5] == []
+    assert (new.colour, new.count) == (Colour.BLUE, Counter("abab"))
+    new.array[:] = 9
+    new.tensor[:] = 9
+    assert new.apart.tolist() == [2, 2] and new.flat.tolist() == [[9], [9]]
+
+
+def test_nothing_is_written_that_a_pickle_would_need():
+    env = gym.make("CartPole-v1")
+    env.reset(seed=0)
+    state = Keeper("attributes").begin(env).state()
+    assert set(state) == {"keeper", "graph", "memory"} and isinstance(json.loads(state["graph"]), list)
+    assert pickle.dumps(env) not in bytes(state["memory"].numpy())

@@ -1,0 +1,487 @@
+"Every planted change of a training is told at its leaf, equal trainings are equal everywhere, and a difference is found in its update."
+import errno
+import functools
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import rollpipe
+from rollpipe.agents import PPO
+from rollpipe.layers import Critic, MLPPolicy
+from rollpipe.pipes import Lanes, Pipe, ProcessReading, Tap, on_policy
+from rollpipe.pipes.data.errors import DataError
+from rollpipe.runs import training
+from rollpipe.runs.folder import resume, start
+from rollpipe.runs.repeat import verify
+from rollpipe.runs.states import edited
+from rollpipe.runs.training import train
+from rollpipe.settings.config import make_config
+from rollpipe.traces import fingerprint as module
+from rollpipe.traces import journal as journals
+from rollpipe.traces.compare import first_difference
+from rollpipe.traces.differences import FINGERPRINTS, JOURNAL, diff, read_fingerprints
+from rollpipe.traces.fingerprint import Fingerprint, fingerprint
+from rollpipe.traces.journal import Journal, cut, read_journal
+
+# -- planted changes ---------------------------------------------------------------------------------------------------
+
+
+def made(hidden=(8,), activation=torch.nn.Tanh, env_kwargs=None, nudge=None, edit=None, pipeline=None, **options):
+    "The fingerprint of a small training."
+    env = dict(env_kwargs=env_kwargs)
+    actor = MLPPolicy.for_env("CartPole-v1", seed=0, hidden=hidden, activation=activation, **env)
+    critic = Critic.for_env("CartPole-v1", seed=1, hidden=(8,), **env)
+    if nudge:
+        with torch.no_grad(): x = dict(actor.named_parameters(), **dict(critic.named_buffers()))[nudge].view(-1)
+        x.data[0] = torch.nextafter(x[0].detach(), torch.tensor(9.))
+    pipe = on_policy("CartPole-v1", actor, critic, **{"n_envs": 2, "n_steps": 8, "seed": 0, **(pipeline or {}), **env})
+    return fingerprint(pipe if edit is None else edit(pipe), PPO(actor, critic, **options))
+
+
+OPTIONS = dict(clip=.1, epochs=2, minibatch=8, lr=1e-4, critic_lr=1e-4, max_grad_norm=None, c_entropy=.01, c_value=.4, clip_value=.2,
+               target_kl=.1, normalize_adv="minibatch", decay_steps=1000)
+
+
+@pytest.fixture(scope="module")
+def base(): return made()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_of_the_learner_is_told(base, name):
+    assert list(base.differs(made(**{name: OPTIONS[name]}))) == [f"settings/{name}"]
+
+
+def test_options_and_their_values_are_shown(base):
+    assert str(base.differs(made(clip=.1))) == "settings/clip: 0.2 != 0.1"
+
+
+@pytest.mark.parametrize("change, leaf", [
+    (dict(seed=5), "seeds/learner"),
+    (dict(pipeline=dict(seed=1)), "seeds/Lanes"),
+    (dict(pipeline=dict(n_envs=3)), "graph/EnvStepper/n_envs"),
+    (dict(pipeline=dict(n_steps=9)), "graph/FragmentCollector/n_steps"),
+    (dict(pipeline=dict(lanes=2)), "graph/Lanes/n"),
+    (dict(pipeline=dict(gamma=.9)), "graph/AdvantageBuffer/gamma"),
+    (dict(pipeline=dict(lam=.9)), "graph/AdvantageBuffer/lam"),
+    (dict(pipeline=dict(sticky=2)), "graph/EnvStepper/sticky"),
+    (dict(pipeline=dict(terminal_obs=True)), "graph/EnvStepper/terminal_obs"),
+    (dict(pipeline=dict(engine="onnxruntime")), "graph/EnvStepper/engine"),
+    (dict(env_kwargs=dict(max_episode_steps=9)), "graph/EnvStepper/env_kwargs/max_episode_steps"),
+    (dict(hidden=(9,)), "networks/actor/trunk/n_out"),
+    (dict(hidden=(8, 8)), "networks/actor/trunk.hidden.1"),
+    (dict(activation=torch.nn.ReLU), "networks/actor/trunk.activation/class"),
+    (dict(nudge="trunk.hidden.0.weight"), "weights/actor/trunk.hidden.0.weight"),
+    (dict(nudge="head.logits.bias"), "weights/actor/head.logits.bias"),
+    (dict(nudge="ret_std"), "weights/critic/ret_std"),
+])
+def test_a_change_of_the_training_is_told(base, change, leaf):
+    assert leaf in base.differs(made(**change))
+
+
+def test_a_weight_is_the_only_leaf_that_is_told(base):
+    assert list(base.differs(made(nudge="head.logits.bias"))) == ["weights/actor/head.logits.bias"]
+
+
+@pytest.mark.parametrize("package", [rollpipe, torch, gym, np])
+def test_a_version_is_told(base, package, monkeypatch):
+    monkeypatch.setattr(package, "__version__", "0.0.1")
+    assert list(base.differs(made())) == [f"versions/{package.__name__}"]
+
+
+def test_python_the_source_the_spec_and_the_machine_are_told(base, monkeypatch):
+    targets = {"platform.python_version": "versions/python", "source_digest": "versions/rollpipe", "_processor": "machine/processor"}
+    for target, leaf in targets.items():
+        with monkeypatch.context() as m:
+            m.setattr(f"rollpipe.traces.fingerprint.{target}", lambda: "another")
+            assert list(base.differs(made())) == [leaf]
+    with monkeypatch.context() as m:
+        m.setattr(gym.registry["CartPole-v1"], "max_episode_steps", 9)
+        assert list(base.differs(made())) == ["versions/CartPole-v1/max_episode_steps"]
+    torch.set_num_threads(2)
+    try: assert list(base.differs(made())) == ["machine/threads"]
+    finally: torch.set_num_threads(1)
+
+
+def test_the_engine_of_an_environment_has_its_version(tmp_path, monkeypatch):
+    "A package as in site-packages, with an environment that imports another one."
+    place = tmp_path/"site-packages"
+    texts = dict(an_engine="__version__ = '1'", its_envs="import an_engine, gymnasium as g\n__version__ = '5'\nclass Env(g.Env): pass")
+    for name, text in texts.items():
+        (place/name).mkdir(parents=True)
+        (place/name/"__init__.py").write_text(text)
+    monkeypatch.syspath_prepend(str(place))
+    monkeypatch.setitem(gym.registry, "Its-v0", gym.envs.registration.EnvSpec("Its-v0", entry_point="its_envs:Env"))
+    pipe = Pretending()
+    found = fingerprint(pipe)
+    assert (found.leaves["versions/an_engine"], found.leaves["versions/its_envs"]) == ("1", "5")
+    monkeypatch.setattr(sys.modules["an_engine"], "__version__", "2")
+    module.version_of_package.cache_clear()
+    assert list(found.differs(fingerprint(pipe))) == ["versions/an_engine"]
+
+
+class Pretending(Pipe):
+    "A pipe that is said to make environments by their id."
+    def __init__(self): self.factories = [type("Factory", (), dict(source="Its-v0"))]
+    def stream(self, items): yield 1
+
+
+# -- planted changes of code -------------------------------------------------------------------------------------------
+
+FACTOR, TABLE = 2, {"a": 1}
+
+
+def helper(x): return x + 1
+def calls(item): return helper(item)
+def reads(item): return item * FACTOR
+def looks_up(item): return TABLE["a"]
+def default(item, by=2): return item * by
+def keyword(item, *, by=2): return item * by
+def closure(k): return lambda item: item * k
+def nested(k): return lambda item: [x * k for x in item]
+
+
+class Scale:
+    "Something that is called."
+    unit = 1
+    def __init__(self, by, of=None): self.by, self.of = by, of
+    def __call__(self, item): return item * self.by
+    def method(self, item): return item
+
+
+class Child(Scale):
+    def method(self, item): return item + 1
+
+
+def tap(see): return made(edit=lambda pipe: Tap.inserter(after=Lanes, see=see)(pipe))
+
+
+@pytest.mark.parametrize("a, b, leaf", [
+    (lambda item: item + 1, lambda item: item + 2, "graph/Tap/see"),
+    (lambda item: item + 1, lambda item: item - 1, "graph/Tap/see"),
+    (lambda item: "a", lambda item: "b", "graph/Tap/see"),
+    (lambda item: item.rew, lambda item: item.obs, "graph/Tap/see"),
+    (lambda item: item in {"a", "b"}, lambda item: item in {"a", "c"}, "graph/Tap/see"),
+    (lambda item: [x + 1 for x in item], lambda item: [x + 2 for x in item], "graph/Tap/see"),
+    (closure(1), closure(2), "graph/Tap/see/k"),
+    (closure(np.zeros(2)), closure(np.ones(2)), "graph/Tap/see/k"),
+    (closure({"a", "b"}), closure({"a", "c"}), "graph/Tap/see/k"),
+    (closure([1, 2]), closure([1, 3]), "graph/Tap/see/k/1"),
+    (closure(list(range(100))), closure([*range(99), 0]), "graph/Tap/see/k"),
+    (nested(1), nested(2), "graph/Tap/see/k"),
+    (functools.partial(default, by=3), functools.partial(default, by=4), "graph/Tap/see/keywords/by"),
+    (Scale(1), Scale(2), "graph/Tap/see/by"),
+    (Scale(1, {"x": 1.}), Scale(1, {"x": 2.}), "graph/Tap/see/of/x"),
+    (Scale(1, torch.tensor([1., 2.])), Scale(1, torch.tensor([1., 3.])), "graph/Tap/see/of"),
+    (Scale(1, Scale(1)), Scale(1, Scale(2)), "graph/Tap/see/of/by"),
+    (Scale(1, np.random.default_rng(1)), Scale(1, np.random.default_rng(2)), "seeds/Tap/see/of"),
+    (Scale(1, torch.float32), Scale(1, torch.float64), "graph/Tap/see/of"),
+    (Scale(1).method, Scale(2).method, "graph/Tap/see/of/by"),
+    (Scale(1), Child(1), "graph/Tap/see/class"),
+    (len, sum, "graph/Tap/see"),
+    (torch.sum, torch.mean, "graph/Tap/see"),
+    (1 .__add__, 2 .__add__, "graph/Tap/see/of"),
+])
+def test_a_change_of_an_edit_is_told(a, b, leaf):
+    one, other = (tap(a), tap(b)) if callable(a) else (a, b)
+    assert leaf in one.differs(other) and not one.differs(tap(a))
+
+
+@pytest.mark.parametrize("see, change, leaf", [
+    (calls, lambda m: m.setattr(sys.modules[__name__], "helper", lambda x: x + 2), "graph/Tap/see/helper"),
+    (reads, lambda m: m.setattr(sys.modules[__name__], "FACTOR", 3), "graph/Tap/see/FACTOR"),
+    (looks_up, lambda m: m.setitem(TABLE, "a", 2), "graph/Tap/see/TABLE/a"),
+    (default, lambda m: m.setattr(default, "__defaults__", (3,)), "graph/Tap/see/by"),
+    (keyword, lambda m: m.setattr(keyword, "__kwdefaults__", dict(by=3)), "graph/Tap/see/by"),
+    (Scale(1), lambda m: m.setattr(Scale, "__call__", lambda self, item: 0), "graph/Tap/see/class/__call__"),
+    (Scale(1), lambda m: m.setattr(Scale, "unit", 2), "graph/Tap/see/class/unit"),
+    (Child(1), lambda m: m.setattr(Scale, "__call__", lambda self, item: 0), "graph/Tap/see/class/Scale.__call__"),
+    (functools.lru_cache(helper), lambda m: m.setattr(helper, "__code__", (lambda x: x + 2).__code__), "graph/Tap/see"),
+])
+def test_a_change_of_code_and_of_what_it_reads_is_told(see, change, leaf, monkeypatch):
+    before = tap(see)
+    change(monkeypatch)
+    assert leaf in before.differs(tap(see))
+
+
+class First(Pipe):
+    def stream(self, items): yield from items
+
+
+class Second(First): pass
+
+
+def test_a_pipe_its_place_and_its_code_are_told(base, monkeypatch):
+    def both(*kinds):
+        def edit(pipe):
+            for kind in kinds: pipe = kind.inserter(after=Lanes)(pipe)
+            return pipe
+        return made(edit=edit)
+    assert str(base.differs(both(First))) == "graph/AdvantageBuffer/inputs: Lanes != First; graph/First: missing != First"
+    found = both(First, Second).differs(both(Second, First))
+    assert {"graph/First/inputs", "graph/Second/inputs"} <= set(found) and all(path.endswith("/inputs") for path in found)
+    before = both(First)
+    monkeypatch.setattr(First, "stream", lambda self, items: iter(items))
+    assert set(before.differs(both(First))) == {"graph/First/class/stream"}
+
+
+def test_what_cannot_be_known_never_equals(base):
+    found = tap(Scale(1, threading.Lock()))
+    assert list(found.differs(found)) == ["graph/Tap/see/of"] and found != found and "(unknown)" in repr(found)
+    unseeded = made(pipeline=dict(seed=None))
+    assert set(unseeded.differs(unseeded)) == {"seeds/EnvStepper", "seeds/Lanes"} and base == base
+    assert tap(Scale(1, {1, threading.Lock()})) != tap(Scale(1))
+
+
+def test_comments_addresses_and_the_order_of_sets_make_no_difference():
+    def one(item): return item + 1
+    def other(item):
+        return item + 1     # the same
+    other.__qualname__ = one.__qualname__
+    assert not tap(one).differs(tap(other))
+    assert not tap(Scale(1, object())).differs(tap(Scale(1, object())))
+    assert not tap(closure({"b", "a"})).differs(tap(closure({"a", "b"})))
+
+
+def test_a_fingerprint_is_stored_as_json(base):
+    again = Fingerprint(json.loads(json.dumps(base.leaves)))
+    assert again == base and repr(again) == repr(base) and len(repr(base)) < 140 and "\n" not in repr(base)
+    with pytest.raises(DataError, match="not the leaves of a fingerprint"): Fingerprint({"a": None})
+
+
+PROGRAM = "import json, torch; torch.set_num_threads(1); import test_traces as t; print(json.dumps([x.leaves for x in t.several()]))"
+
+
+def several():
+    edits = closure({"a", "b", "c", (1, "x")}), Scale(1, {Scale, Child}), calls
+    return made(), *map(tap, edits), made(edit=First.inserter(after=Lanes))
+
+
+def test_two_processes_agree():
+    "With another seed of hashes, and so another order of sets; and with other addresses."
+    found = []
+    for seed in "01":
+        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parent)}
+        done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        found.append([Fingerprint(leaves) for leaves in json.loads(done.stdout)])
+    for one, other, here in zip(*found, several()): assert not one.differs(other) and not one.differs(here)
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+SMALL = dict(lanes=2, n_envs=3, n_steps=256, epochs=1, engine="torch")
+
+
+def configured(algorithm="ppo", steps=6000, options=None, **run):
+    return make_config(algorithm, "CartPole-v1", SMALL if options is None else {"engine": "torch", **options}, steps=steps, **run)
+
+
+def trained(folder, *args, edits=(), **kwargs):
+    train(edited(start(folder, configured(*args, **kwargs)), *edits), progress=False, tensorboard=False)
+    return folder
+
+
+class Nudge(Pipe):
+    "Changes one number of one observation of an item by one unit in the last place."
+    reads = 1
+    def __init__(self, pipe, item, at):
+        super().__init__(pipe)
+        self.item, self.at = item, at
+
+    def stream(self, items):
+        for n, item in enumerate(items):
+            if n == self.item: item.state.obs[self.at] = torch.nextafter(item.state.obs[self.at], torch.tensor(9.))
+            yield item
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory): return trained(tmp_path_factory.mktemp("whole")/"run")
+
+
+def test_one_unit_in_the_last_place_is_found(whole, tmp_path):
+    "The sixth item is lane 1's part of the third update; its columns 3, 4 and 5 of the batch are the environments 0, 1 and 2."
+    other = trained(tmp_path/"run", edits=[Nudge.inserter(after=Lanes, item=5, at=(77, 2, 1))])
+    found = diff(whole, other)
+    at = found.parting
+    assert (at.after, at.by, at.leaves[0], at.place) == (2, 3, ".state.obs", (77, 5, 1, 2))
+    assert str(found).endswith("update 3: .state.obs differs first (row 77, column 5: lane 1, environment 2 of it), "
+                               "the weights were equal before: collection differs")
+    assert list(found.fingerprints) == ["graph/AdvantageBuffer/inputs", "graph/Nudge"]
+    assert str(verify(whole, 2)) == "fingerprints are equal\nall updates are equal up to 2"
+    assert verify(other, 3).parting.by == 3 and verify(other, 3, Nudge.inserter(after=Lanes, item=5, at=(77, 2, 1))).is_equal
+
+
+def test_a_change_in_learning_is_told_from_one_in_collection(whole, tmp_path):
+    run = start(tmp_path/"run", configured())
+    def callback(run, record):
+        if record["updates"] == 2: run.agent.lr = run.agent.optimizer.param_groups[0]["lr"] = .01
+    train(run, progress=False, tensorboard=False, callback=callback)
+    assert str(diff(whole, run.folder).parting) == "update 3: the weights of actor, critic differ, and the batches do not: learning differs"
+
+
+@pytest.mark.parametrize("workers, method", [(1, "fork"), (2, "fork"), (2, "spawn")])
+@pytest.mark.parametrize("algorithm, options", [("ppo", None), ("dqn", dict(lanes=2, n_envs=2, warmup=100))])
+def test_repeats_are_equal_with_any_workers(algorithm, options, workers, method, tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "reading_for", lambda config: ProcessReading(config["workers"], start_method=method))
+    a, b = (trained(tmp_path/name, algorithm, 3000, options, workers=n) for name, n in (("a", 0), ("b", workers)))
+    found = diff(a, b)
+    assert found.is_equal and not found.fingerprints and found.common > 1 and (a/JOURNAL).read_bytes() == (b/JOURNAL).read_bytes()
+
+
+def test_small_batches_have_lines_by_steps_and_at_checkpoints(tmp_path):
+    a = trained(tmp_path/"a", "dqn", 10_000, dict(warmup=100), checkpoint_every=1000)
+    lines = read_journal(a/JOURNAL)
+    assert [e.steps for e in lines if e.place] == [4096, 8192] and [e.updates for e in lines] == [128, 256, 313]
+    b = trained(tmp_path/"b", "dqn", 10_000, dict(warmup=100, lr=1e-4), checkpoint_every=50)
+    at = diff(a, b).parting
+    assert (at.after, at.by) == (0, 128) and str(at).startswith("between the updates 1 and 128: .state.") and "collection" not in str(at)
+
+
+def test_an_interrupted_journal_goes_on_as_if_nothing_had_been(whole, tmp_path):
+    run = start(tmp_path/"run", configured())
+    def callback(run, record):
+        if record["updates"] == 2: raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt): train(run, progress=False, tensorboard=False, callback=callback)
+    path = run.folder/JOURNAL
+    before = path.read_text()
+    assert before == "".join((whole/JOURNAL).read_text().splitlines(True)[:2])
+    path.write_text(before + before.splitlines()[0][:40])     # killed while it wrote a line
+    train(resume(run.folder), progress=False, tensorboard=False)
+    assert path.read_bytes() == (whole/JOURNAL).read_bytes() and verify(run.folder, 9).is_equal
+
+
+def test_small_batches_go_on_in_the_middle_of_a_line(tmp_path):
+    options = "a2c", 9000, dict(n_envs=4, n_steps=32)
+    whole, run = trained(tmp_path/"whole", *options), start(tmp_path/"run", configured(*options))
+    def callback(run, record):
+        if record["updates"] == 43: raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt): train(run, progress=False, tensorboard=False, callback=callback)
+    train(resume(run.folder), progress=False, tensorboard=False)
+    a, b = ({e.updates: e for e in read_journal(x/JOURNAL)} for x in (whole, run.folder))
+    assert b.keys() - a.keys() == {43} and all(a[n] == b[n] for n in a) and {32, 64} < a.keys()
+
+
+def test_new_episodes_are_told(whole, tmp_path):
+    run = start(tmp_path/"run", configured(steps=3072))
+    train(run._replace(stream=None), progress=False, tensorboard=False)      # the checkpoint has no state of the stream
+    train(resume(run.folder, 6000), progress=False, tensorboard=False)
+    assert [(e.updates, e.resumes) for e in read_journal(run.folder/JOURNAL)] == [(1, 0), (2, 0), (3, 1), (4, 1)]
+    found = diff(whole, run.folder)
+    assert found.parting.by == 3 and found.notes == [f"{run.folder} was resumed after update 2, with new episodes"]
+    assert verify(run.folder, 9).common == 2
+
+
+def test_a_resumed_run_says_what_changed(tmp_path, monkeypatch, caplog):
+    run = start(tmp_path/"run", configured(steps=1536))
+    train(run, progress=False, tensorboard=False)
+    with caplog.at_level(logging.WARNING, "rollpipe"):
+        train(resume(run.folder, 3072), progress=False, tensorboard=False)
+        assert not caplog.records and list(read_fingerprints(run.folder)) == [0]
+        monkeypatch.setattr(np, "__version__", "9.9")
+        train(resume(run.folder, 4608), progress=False, tensorboard=False)
+    assert f"{run.folder} goes on, but not as it was: versions/numpy: " in caplog.text and caplog.text.strip().endswith("!= 9.9")
+    assert list(read_fingerprints(run.folder)) == [0, 2]
+    (run.folder/FINGERPRINTS).write_text("{")
+    with pytest.raises(DataError, match="fingerprint.json: damaged"): read_fingerprints(run.folder)
+
+
+def test_a_run_without_a_journal_begins_one(whole, tmp_path):
+    run = start(tmp_path/"run", configured(steps=3072))
+    train(run, progress=False, tensorboard=False)
+    for name in (JOURNAL, FINGERPRINTS): (run.folder/name).unlink()
+    train(resume(run.folder, 4608), progress=False, tensorboard=False)
+    assert [(e.updates, e.since) for e in read_journal(run.folder/JOURNAL)] == [(3, 2)]
+    assert str(diff(whole, run.folder)) == "no fingerprint to compare\nthe journals have no line of the same update"
+    with pytest.raises(DataError, match="a journal from the first update on"): verify(run.folder)
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+START = dict(updates=0, steps=0, resumes=0)
+
+
+def written(path, n, begin=0):
+    with Journal(path, dict(START, updates=begin, steps=2048 * begin), dict(net=torch.nn.Identity())) as journal:
+        for k in range(begin + 1, begin + n + 1):
+            journal.saw(dict(x=np.full(3, k)), 2048 * k)
+            journal.learned(dict(START, updates=k, steps=2048 * k))
+    return path.read_text()
+
+
+def test_every_damage_is_named(tmp_path):
+    path = tmp_path/JOURNAL
+    text = written(path, 6)
+    lines = text.splitlines(True)
+    for k in range(0, len(lines[0]) - 1, 7):     # one letter of the third line
+        for letter in "5x":
+            bad = lines[2][:k] + (letter if lines[2][k] != letter else "6") + lines[2][k + 1:]
+            path.write_text("".join([*lines[:2], bad, *lines[3:]]))
+            with pytest.raises(DataError, match="journal.jsonl, line [34]: damaged"): read_journal(path)
+    path.write_text("".join(lines[:2] + lines[3:]))
+    with pytest.raises(DataError, match="line 3: damaged, or a line before it is missing"): read_journal(path)
+    for k in range(len(lines[2])):      # a kill at any byte
+        path.write_text("".join(lines[:2]) + lines[2][:k])
+        assert [e.updates for e in read_journal(path)] == [1, 2]
+    assert cut(path, 1)[0].updates == 1 and path.read_text() == lines[0]
+    assert written(path, 5, begin=1) == text
+
+
+def test_a_full_disk_ends_the_training_and_leaves_a_journal_that_goes_on(tmp_path):
+    path = tmp_path/JOURNAL
+    with pytest.raises(OSError, match="No space") as e, Journal(path, START, {}) as journal:
+        for k in (1, 2):
+            if k == 2: journal.file = Full(journal.file)
+            journal.saw(dict(x=np.full(3, k)), 2048 * k)
+            journal.learned(dict(START, updates=k, steps=2048 * k))
+    assert e.value.filename == str(path) and [e.updates for e in read_journal(path)] == [1]
+    text = path.read_text()
+    assert text != "".join(text.splitlines(True)[:1])      # a part of the second line was written
+    written(path, 2, begin=1)
+    assert [e.updates for e in read_journal(path)] == [1, 2, 3]
+
+
+class Full:
+    "A file that has room for a few more bytes."
+    def __init__(self, file): self.file, self.name = file, file.name
+    def write(self, text): self.file.write(text[:9])
+
+    def flush(self):
+        self.file.flush()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def close(self): self.file.close()
+
+
+def test_an_update_that_fails_does_not_count(tmp_path):
+    with pytest.raises(ValueError), Journal(tmp_path/JOURNAL, START, {}) as journal:
+        journal.saw(dict(x=np.ones(3)), 10)
+        journal.learned(dict(START, updates=1, steps=10))
+        try:
+            journal.saw(dict(x=np.zeros(3)), 20)
+            raise ValueError
+        finally: journal.mark()
+    entry, = read_journal(tmp_path/JOURNAL)
+    with Journal(tmp_path/"other", START, {}) as journal:
+        journal.saw(dict(x=np.ones(3)), 10)
+        journal.learned(dict(START, updates=1, steps=10))
+        journal.mark()
+    assert entry == read_journal(tmp_path/"other")[0] and entry.updates == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+def test_places_and_checksums_of_every_dtype(dtype):
+    x = torch.ones(4, 2, 3).to(dtype)
+    y = x.clone()
+    y[2, 1, 0] = 0
+    assert journals.running(0, x) != journals.running(0, y) and first_difference(x, y).at == (2, 1, 0)
+    sums = journals._sums(dict(x=x)) != journals._sums(dict(x=y))
+    assert np.argwhere(sums).tolist() == [[2, 1]]
