@@ -104,7 +104,7 @@ class ItemRecord(NamedTuple):
     received: float
     copied_bytes: int
 
-
+# %% ../../../nbs/pipes/30_workers/16_coordinator.ipynb #5b90f1f8
 class Coordinator:
     """The workers of one iteration of `seam`, and the objects that they share.
 
