@@ -104,7 +104,7 @@ class ItemRecord(NamedTuple):
     received: float
     copied_bytes: int
 
-
+# %% ../../../nbs/pipes/30_workers/16_coordinator.ipynb #b9df1cdb
 class Coordinator:
     """The workers of one iteration of `seam`, and the objects that they share.
 
