@@ -146,7 +146,7 @@ class FragmentBuilder:
         self.seq, last = state
         if last is None: return
         *row, term, lane = last
-        self.last = Tick(*(None,) * len(Tick._fields))._replace(next=State(*row), term=term, lane=lane)
+        self.last = Tick._make([None] * len(Tick._fields))._replace(next=State(*row), term=term, lane=lane)
 
     def take(self) -> Fragment:
         "The fragment of the steps that were added since the last one was taken."

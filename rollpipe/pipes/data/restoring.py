@@ -8,7 +8,6 @@ __all__ = ['may_be_new', 'restore']
 # %% ../../../nbs/pipes/00_data/07_restoring.ipynb #15236415
 import enum, json, sys
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -49,7 +48,14 @@ class _Leaves:
     memory: torch.Tensor
     made: dict
     used: dict
-    take: Callable
+
+    def take(self, k, fresh, name, path, needed=True):
+        "The object `fresh`, if it is of the class `name` and has not become another object already."
+        fits = fresh is not _MISSING and name_of(type(fresh)) == name
+        if fits and self.used.setdefault(id(fresh), (k, fresh))[0] == k: return fresh
+        if not needed: return None
+        got = "nothing" if fresh is _MISSING else f"a {name_of(type(fresh))}" + ", which stands in two places" * fits
+        raise EnvError("the state does not fit this environment", leaf=path, expected=f"a {name}, as when it was kept", got=got)
 
     def _array(self, k, fresh, path, block, form, shape, strides, offset):
         dtype = getattr(torch, form[0]) if len(form) == 2 else dtype_of(form[0])
@@ -90,6 +96,7 @@ class _Leaves:
         return array_in(np.frombuffer(bytes.fromhex(text), np.uint8), dtype_of(descr), [], [], 0)[()]
 
 # %% ../../../nbs/pipes/00_data/07_restoring.ipynb #de465836
+_NEW: dict = {name_of(kind): kind for kind in (list, set, deque, dict, OrderedDict)}     # containers that may be made anew
 _CLASSES: dict = {}     # name -> class of objects that `restore` may make
 
 
@@ -97,10 +104,7 @@ def may_be_new(cls: type) -> type:
     "A decorator of classes of plain data: `restore` may make such an object, without calling its `__init__`."
     return _CLASSES.setdefault(name_of(cls), cls)
 
-
-_NEW: dict = {name_of(kind): kind for kind in (list, set, deque, dict, OrderedDict)}     # containers that may be made anew
-
-
+# %% ../../../nbs/pipes/00_data/07_restoring.ipynb #8fc48fee
 class _Restore(_Leaves):
     "Gives the objects that `root` reaches the values of a capture. An entry is read by the method of its name."
     def __init__(self, graph, memory, root, name, strict):
@@ -126,14 +130,6 @@ class _Restore(_Leaves):
             kind, *entry = self.entries[k]
             self.made[k] = getattr(self, f'_{kind}')(k, fresh, path, *entry)
         return self.made[k]
-
-    def take(self, k, fresh, name, path, needed=True):
-        "The object `fresh`, if it is of the class `name` and has not become another object already."
-        fits = fresh is not _MISSING and name_of(type(fresh)) == name
-        if fits and self.used.setdefault(id(fresh), (k, fresh))[0] == k: return fresh
-        if not needed: return None
-        got = "nothing" if fresh is _MISSING else f"a {name_of(type(fresh))}" + ", which stands in two places" * fits
-        raise EnvError("the state does not fit this environment", leaf=path, expected=f"a {name}, as when it was kept", got=got)
 
     def _stays(self, k, fresh, path, label):
         if fresh is not _MISSING and label_of(fresh) == label: return fresh

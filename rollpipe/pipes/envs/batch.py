@@ -138,7 +138,7 @@ class Outcomes:
     def _outcome(self, row, act, final, ended, info, valid):
         return Outcome(row.state(arrays_of(act)), row.seen(act), row.term, final, ended, info, valid)
 
-# %% ../../../nbs/pipes/10_envs/04_batch.ipynb #99f21bcd
+# %% ../../../nbs/pipes/10_envs/04_batch.ipynb #f06085bc
 class Played:
     "An environment whose resets and steps are told to its `Kept` beforehand."
     def __init__(self, env: Any, kept: Any): self.env, self.kept = env, kept
@@ -158,7 +158,7 @@ def played(env: Any, kept: Any, keeper: Any) -> Any:
     "The environment as a batch plays it: a `Played`, if the `keeper` has to know what is done."
     return Played(env, kept) if keeper is not None and keeper.logs else env
 
-
+# %% ../../../nbs/pipes/10_envs/04_batch.ipynb #99f21bcd
 class Batch(Outcomes):
     """What all batches of `B` environments share. Subclasses call `_prepare` and define `name`, `reset_into`, `step_into` and `close`.
 

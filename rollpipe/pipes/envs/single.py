@@ -229,15 +229,10 @@ class EnvBatch(Batch):
         self._infos = SingleInfos(n, info_keys, str((seed.entropy, factories[0].name)))
         self._unchecked = {}     # step -> rewards, where it is not settled yet
 
-    def name(self, b: int) -> str:
-        "The name of environment `b` in error messages."
-        return f"{b} ({self.factories[b].name})"
+    def name(self, b: int) -> str: return f"{b} ({self.factories[b].name})"
 
     def reset_into(self, row: Row) -> None:
-        try: self.single.reset(row)
-        except PipeError as e:
-            self._locate(e)
-            raise
+        with self._naming(): self.single.reset(row)
         self._begin(row)
 
     def step_into(self, rows: Rows, t: int, array: Any) -> tuple:
@@ -269,14 +264,12 @@ class EnvBatch(Batch):
             self._check_rewards(row, rews)
 
     def get_state(self) -> dict:
-        "See `Batch`."
         single, states = self.single, []
         for b, one in enumerate(single.kept):
             with self._naming(b): states.append(self._kept(one).state())
         return dict(envs=states, infos=self._infos.get_state(), sticky=None if single.sticky is None else single.sticky.get_state())
 
     def set_state(self, state: dict) -> None:
-        "See `Batch`."
         single = self.single
         if len(state['envs']) != len(self):
             raise EnvError("the state is that of other environments", expected=f"{len(self)} of them", got=str(len(state['envs'])),
@@ -287,10 +280,10 @@ class EnvBatch(Batch):
         if single.sticky is not None: single.sticky.set_state(state['sticky'])
 
     @contextmanager
-    def _naming(self, b):
+    def _naming(self, b=None):
         try: yield
         except PipeError as e:
-            self._locate(e, self.name(b))
+            self._locate(e, None if b is None else self.name(b))
             raise
 
     def _put_rewards(self, row, rews):
