@@ -23,11 +23,13 @@ def _run(*commands):
         if not run.exists(): return  # the exit code is part of the record
         config = json.loads((run/"config.json").read_text())
         for option in ("optimize", "engine", "precondition", "cg_gain"): config["options"].pop(option, None)  # they are new
-        for name in ("exact", "kept", "inexact", "keep", "video_every", "device", "preset", "of_preset", "eval_episodes", "final_episodes"): config.pop(name, None)
+        for name in ("exact", "kept", "inexact"): config.pop(name, None)  # they are new, too
+        for name in ("keep", "video_every", "device", "preset", "of_preset", "eval_episodes", "final_episodes"): config.pop(name, None)
         yield "config", config
         for k, line in enumerate((run/"metrics.jsonl").read_text().splitlines()):
             yield f"record {k}", {name: x for name, x in json.loads(line).items() if "seconds" not in name and "_per_s" not in name}
-        yield "weights", load_file(run/"checkpoint.safetensors")
+        weights = load_file(run/"checkpoint.safetensors")
+        yield "weights", {name: x for name, x in weights.items() if not name.startswith("stream.")}  # the state of the stream is new
 
 
 ENGINE = " --engine torch" if "engine" in inspect.signature(rollouts).parameters else ""  # ONNX Runtime has other last bits
