@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from rollpipe import experiments
+from rollpipe.results import experiments
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["torch._dynamo", "gymnasium.envs.classic_control", "rollpipe.agents.learner", "rollpipe.cli.main"])
