@@ -24,7 +24,8 @@ POLE = "CartPole-v1"
 def ppo(hidden=8, env=POLE, lr=1e-3, **options):
     torch.manual_seed(0)
     actor, critic = MLPPolicy.for_env(POLE, hidden=(hidden,), seed=0), Critic.for_env(POLE, hidden=(hidden,), seed=1)
-    return on_policy(env, actor, critic, n_steps=16, n_envs=2, lanes=1 if env != POLE else 2, seed=0, **options), PPO(actor, critic, epochs=1, lr=lr)
+    pipe = on_policy(env, actor, critic, n_steps=16, n_envs=2, lanes=2 if env == POLE else 1, seed=0, **options)
+    return pipe, PPO(actor, critic, epochs=1, lr=lr)
 
 
 def dqn():
@@ -43,8 +44,8 @@ def go_on(path, make, until, workers=0, every=1, **options):
     pipe, agent = make()
     service = ProcessReading(workers, **options) if workers else None
     found = []
-    with resumed(path, pipe, agent, service) as (loader, update):
-        for update, batch in zip(range(update, until), loader):
+    with resumed(path, pipe, agent, service) as (loader, done):
+        for update, batch in zip(range(done, until), loader):
             seen = snapshot(getattr(batch, "fresh", batch)), [snapshot(x) for x in getattr(batch, "samples", ())]
             metrics = agent.update(batch)
             found.append((seen, {name: x for name, x in metrics.items() if not name.startswith("seconds")}))
@@ -177,7 +178,7 @@ def test_nothing_is_saved_after_an_error_within_a_batch_or_after_the_loop(tmp_pa
     path = tmp_path/"run.safetensors"
     pipe, agent = ppo(env=lambda: Failing(gym.make("CartPole-v1")))
     with resumed(path, pipe, agent) as (loader, update):
-        for update in range(2): agent.update(next(loader))
+        for _ in range(2): agent.update(next(loader))
         saved(path, loader, agent, 2)
         good = path.read_bytes()
         monkeypatch.setattr(Failing, "broken", True)

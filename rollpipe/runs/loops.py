@@ -89,7 +89,8 @@ def resumed(path: str | Path, pipe: Any, agent: Any, reading_service: Any = None
     else:
         for source, name in zip(sources, found.config["loop"]): source.keeper = Keeper(name)
     reason = why_inexact(pipe, ordered) if found is None else _why_other(found, pipe, ordered)
-    if reason and exact: raise DataError("the loop cannot go on exactly", leaf="exact", expected="exact=False, or other settings", got=reason)
+    if reason and exact:
+        raise DataError("the loop cannot go on exactly", leaf="exact", expected="exact=False, or other settings", got=reason)
     stream = Stream(reason, found.stream if found and not reason else None, ChunkFolder(path.with_name(f"{path.name}.replay")))
     if found is not None: _load(path, found, pipe, agent)
     mine = fingerprint(pipe, agent, lag=ordered["lag"], order=ordered["order"])
