@@ -1,0 +1,190 @@
+"A loop in Python that `resumed` and `saved` keep in a file: the whole equals a part and the rest, bit for bit."
+import re
+from functools import partial
+
+import gymnasium as gym
+import pytest
+import torch
+from reference import snapshot
+
+from rollpipe.agents import DQN, PPO
+from rollpipe.agents.checkpoint import decode, encode, save_checkpoint
+from rollpipe.agents.intrinsic.distillation import Distillation
+from rollpipe.agents.intrinsic.rnd import RND
+from rollpipe.layers import Critic, MLPPolicy, QPolicy
+from rollpipe.pipes import CheckpointError, DataError, EnvError, FragmentStacker, ProcessReading, on_policy, replayed
+from rollpipe.runs import resumed, saved
+from rollpipe.runs.folder import load_run
+from rollpipe.traces.compare import first_difference
+
+pytestmark = pytest.mark.timeout(300)
+POLE = "CartPole-v1"
+
+
+def ppo(hidden=8, env=POLE, lr=1e-3, **options):
+    torch.manual_seed(0)
+    actor, critic = MLPPolicy.for_env(POLE, hidden=(hidden,), seed=0), Critic.for_env(POLE, hidden=(hidden,), seed=1)
+    pipe = on_policy(env, actor, critic, n_steps=16, n_envs=2, lanes=2 if env == POLE else 1, seed=0, **options)
+    return pipe, PPO(actor, critic, epochs=1, lr=lr)
+
+
+def dqn():
+    torch.manual_seed(0)
+    actor = QPolicy.for_env(POLE, hidden=(8,), seed=0)
+    return replayed(POLE, actor, n_steps=4, n_envs=2, lanes=2, capacity=64, batch_size=8, warmup=16, seed=0), DQN(actor)
+
+
+def rnd():
+    add = RND.inserter(after=FragmentStacker, network=Distillation.for_env(POLE, hidden=(8,), seed=2))
+    return ppo(edits=[add], terminal_obs=True)
+
+
+def go_on(path, make, until, workers=0, every=1, **options):
+    "Batches, metrics and weights of a loop up to so many updates."
+    pipe, agent = make()
+    service = ProcessReading(workers, **options) if workers else None
+    found = []
+    with resumed(path, pipe, agent, service) as (loader, done):
+        for update, batch in zip(range(done, until), loader):
+            seen = snapshot(getattr(batch, "fresh", batch)), [snapshot(x) for x in getattr(batch, "samples", ())]
+            metrics = agent.update(batch)
+            found.append((seen, {name: x for name, x in metrics.items() if not name.startswith("seconds")}))
+            if update % every == every - 1: saved(path, loader, agent, update + 1)
+    return found, decode(encode(agent.state_dict(), tensors := {}), tensors)
+
+
+def assert_equal(a, b): assert (found := first_difference(a, b)) is None, found
+
+
+@pytest.mark.parametrize("workers", [(0, 0), (0, 2), (2, 0)])
+@pytest.mark.parametrize("make", [ppo, dqn, rnd])
+def test_the_whole_equals_a_part_and_the_rest(make, workers, tmp_path):
+    whole, weights = go_on(tmp_path/"whole.safetensors", make, 5)
+    first, _ = go_on(tmp_path/"run.safetensors", make, 2, workers[0])
+    rest, found = go_on(tmp_path/"run.safetensors", make, 5, workers[1])
+    assert_equal((whole, weights), (first + rest, found))
+
+
+@pytest.mark.parametrize("make", [ppo, dqn])
+def test_a_loop_goes_on_many_times(make, tmp_path):
+    whole, weights = go_on(tmp_path/"whole.safetensors", make, 5)
+    parts = [go_on(tmp_path/"run.safetensors", make, k + 1, k % 3) for k in range(5)]
+    assert_equal((whole, weights), ([x for found, _ in parts for x in found], parts[-1][1]))
+
+
+def test_what_came_after_the_file_is_repeated(tmp_path):
+    whole, _ = go_on(tmp_path/"run.safetensors", ppo, 5, every=3)
+    rest, _ = go_on(tmp_path/"run.safetensors", ppo, 5, every=3)
+    assert_equal(whole[3:], rest)
+
+
+def test_a_lagging_stream_goes_on_and_another_lag_is_refused(tmp_path):
+    whole, weights = go_on(tmp_path/"whole.safetensors", ppo, 5, 1, lag=1)
+    first, _ = go_on(tmp_path/"run.safetensors", ppo, 2, 2, lag=1)
+    with pytest.raises(DataError, match="lag=1 when it was saved, and now 0"): go_on(tmp_path/"run.safetensors", ppo, 5, 2)
+    rest, found = go_on(tmp_path/"run.safetensors", ppo, 5, 1, lag=1)
+    assert_equal((whole, weights), (first + rest, found))
+
+
+def test_chunks_that_no_file_names_are_removed(tmp_path):
+    for n in (3, 4, 5):
+        go_on(path := tmp_path/"run.safetensors", dqn, n)
+        named = {x for x in re.findall(rb"[0-9a-f]{64}\.chunk", path.read_bytes())}
+        assert named and {x.name.encode() for x in (tmp_path/"run.safetensors.replay").iterdir()} == named
+
+
+# --- what does not fit
+
+def test_files_that_do_not_fit_are_refused_and_stay(tmp_path):
+    path = tmp_path/"run.safetensors"
+    go_on(path, ppo, 2)
+    good = path.read_bytes()
+    with pytest.raises(CheckpointError, match="does not fit the agent"): go_on(path, partial(ppo, hidden=16), 3)
+    with pytest.raises(CheckpointError, match="does not fit the agent"): go_on(path, dqn, 3)
+    assert path.read_bytes() == good
+
+    path.write_bytes(good[:-9] + bytes(9))
+    with pytest.raises(CheckpointError, match="damaged"): go_on(path, ppo, 3)
+    path.write_bytes(good[:100])
+    with pytest.raises(CheckpointError, match="damaged"): go_on(path, ppo, 3)
+    save_checkpoint(path, ppo()[1], {}, dict(updates=1))
+    with pytest.raises(CheckpointError, match="not the file of a loop"): go_on(path, ppo, 3)
+    with pytest.raises(CheckpointError, match="not the checkpoint of a run"): load_run(path)
+
+
+def test_a_state_of_a_pipe_that_is_gone_is_refused(tmp_path):
+    go_on(tmp_path/"run.safetensors", rnd, 2)
+    with pytest.raises(CheckpointError, match="lacks pipes that learned"): go_on(tmp_path/"run.safetensors", ppo, 3)
+
+
+def test_missing_chunks_are_named(tmp_path):
+    go_on(tmp_path/"run.safetensors", dqn, 3)
+    chunk = next((tmp_path/"run.safetensors.replay").iterdir())
+    chunk.unlink()
+    with pytest.raises(CheckpointError, match=chunk.name): go_on(tmp_path/"run.safetensors", dqn, 4)
+
+
+def test_a_setting_that_changed_is_named_in_the_log(tmp_path, caplog):
+    go_on(tmp_path/"run.safetensors", ppo, 2)
+    with caplog.at_level("WARNING", "rollpipe"): go_on(tmp_path/"run.safetensors", ppo, 3)
+    assert not caplog.records
+    with caplog.at_level("WARNING", "rollpipe"): go_on(tmp_path/"run.safetensors", partial(ppo, lr=1e-5), 4)
+    assert "goes on, but not as it was: settings/lr" in caplog.text
+
+
+@pytest.mark.parametrize("options", [dict(lag=None), dict(lag=1, order="ready")])
+def test_the_clock_orders_no_exact_loop(options, tmp_path):
+    name = "lag=None" if options["lag"] is None else "order='ready'"
+    with pytest.raises(DataError, match=name): go_on(tmp_path/"run.safetensors", ppo, 2, 1, **options)
+    assert not [*tmp_path.iterdir()]
+
+
+def lent(): return ppo(env=[gym.make("CartPole-v1") for _ in range(2)])
+
+
+def test_an_inexact_loop_begins_new_episodes(tmp_path):
+    pipe, agent = lent()
+    path = tmp_path/"run.safetensors"
+    with pytest.raises(DataError, match="lent"):
+        with resumed(path, pipe, agent): pass
+    for k in range(2):
+        with resumed(path, pipe, agent, exact=False) as (loader, update):
+            assert update == k
+            batch = next(loader)
+            assert (batch.state.stepno[0] == 0).all()
+            agent.update(batch)
+            saved(path, loader, agent, update + 1)
+    with pytest.raises(DataError, match="lent"):
+        with resumed(path, pipe, agent): pass
+
+
+def test_an_inexact_file_does_not_go_on_exactly(tmp_path):
+    path = tmp_path/"run.safetensors"
+    pipe, agent = ppo()
+    with resumed(path, pipe, agent, ProcessReading(1, lag=None), exact=False) as (loader, update):
+        agent.update(next(loader))
+        saved(path, loader, agent, 1)
+    with pytest.raises(DataError, match="lag=None"): go_on(path, ppo, 2)
+
+
+class Failing(gym.Wrapper):
+    broken = False
+    def step(self, action):
+        if Failing.broken: raise OSError("no answer")
+        return super().step(action)
+
+
+def test_nothing_is_saved_after_an_error_within_a_batch_or_after_the_loop(tmp_path, monkeypatch):
+    path = tmp_path/"run.safetensors"
+    pipe, agent = ppo(env=lambda: Failing(gym.make("CartPole-v1")))
+    with resumed(path, pipe, agent) as (loader, update):
+        for _ in range(2): agent.update(next(loader))
+        saved(path, loader, agent, 2)
+        good = path.read_bytes()
+        monkeypatch.setattr(Failing, "broken", True)
+        with pytest.raises(EnvError): next(loader)
+        with pytest.raises(DataError, match="the stream has no state"): saved(path, loader, agent, 3)
+    pipe, agent = ppo()
+    with resumed(tmp_path/"other.safetensors", pipe, agent) as (loader, update): next(loader)
+    with pytest.raises(DataError, match="the stream has no state"): saved(path, loader, agent, 3)
+    assert path.read_bytes() == good and not (tmp_path/"other.safetensors").exists()
