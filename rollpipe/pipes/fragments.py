@@ -139,7 +139,8 @@ class FragmentBuilder:
     def get_state(self) -> tuple:
         "What the next fragment depends on: its number and, if there was a step, the state after the last one."
         last = self.last
-        return self.seq, None if last is None else (*last.next, last.term, last.lane)
+        # Copies, because the arrays are rows of larger memory.
+        return self.seq, None if last is None else (*nested.map(np.array, (*last.next, last.term)), last.lane)
 
     def set_state(self, state: tuple) -> None:
         "Go on from what `get_state` returned."

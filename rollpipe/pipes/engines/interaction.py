@@ -40,8 +40,8 @@ class KeptInteraction(TickSource):
 
     def get_state(self) -> dict:
         "Everything on which the next steps depend, but for the weights of the actor. Raises `EnvError` if the environments are not kept."
-        return dict(row=self.row.state(()), term=self.row.term, act=self.act, hx=self.hx, noise=self.checked.seeded.get_state(),
-                    envs=self.envs.get_state())
+        row, term = nested.map(np.array, (self.row.state(()), self.row.term))     # copies, because the arrays are rows of larger memory
+        return dict(row=row, term=term, act=self.act, hx=self.hx, noise=self.checked.seeded.get_state(), envs=self.envs.get_state())
 
     def set_state(self, state: dict) -> None:
         "Go on from what `get_state` returned. This takes the place of `start`."
