@@ -8,7 +8,7 @@ first batch after a resume, and while a checkpoint is written. The weights, the 
 the evaluations have to be the same, bit for bit. A case that is expected to be inexact has to say so when it starts, and when it goes on.
 One line is printed for each round. The exit status is 1 if a number differs.
 """
-import argparse, json, logging, math, multiprocessing, os, random, shutil, signal, sys, tempfile, threading, time, traceback, warnings
+import argparse, json, logging, multiprocessing, os, random, shutil, signal, sys, tempfile, threading, time, traceback, warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -141,7 +141,8 @@ def bits(x): return x.dtype, x.shape, x.contiguous().reshape(-1).view(torch.uint
 
 def same(x, y) -> bool:
     if isinstance(x, torch.Tensor): return isinstance(y, torch.Tensor) and bits(x) == bits(y)
-    return x == y or isinstance(x, float) and isinstance(y, float) and math.isnan(x) and math.isnan(y)
+    if isinstance(x, float) and isinstance(y, float): return x.hex() == y.hex()
+    return x == y
 
 
 def differences(there, here) -> list:
@@ -152,6 +153,13 @@ def differences(there, here) -> list:
 class Twin(NamedTuple):
     folder: Path
     seconds: float
+
+
+class Round(NamedTuple):
+    name: str
+    number: int
+    killed: int
+    differ: list
 
 
 def make_twin(case, root, seed) -> Twin:
@@ -185,7 +193,7 @@ def begin_again(case, folder, seed):
 
 
 def try_case(name, case, rounds, kills, seed) -> list:
-    "A text for each round."
+    "A `Round` for each round."
     lines = []
     with tempfile.TemporaryDirectory() as root:
         twin = make_twin(case, root, seed)
@@ -193,7 +201,7 @@ def try_case(name, case, rounds, kills, seed) -> list:
             rng = random.Random(f"{name} {seed} {k}")
             differ, killed = one_round(case, twin, Path(root)/f"run{k}", rng, kills, seed)
             if case.inexact: differ = []
-            lines.append((name, k, killed, differ))
+            lines.append(Round(name, k, killed, differ))
     return lines
 
 
