@@ -295,7 +295,8 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
         found = load_run(path)
         given = {name: x for name, x in dict(device=device, workers=workers).items() if x is not None}
         config: dict[str, Any] = dict(found.config, steps=steps or found.config["steps"], **given)
-        counters = dict(found.counters, resumes=found.counters["resumes"] + (found.stream is None))
+        begins_anew = found.stream is None and found.counters["updates"] > 0     # before the first update nothing can be told apart
+        counters = dict(found.counters, resumes=found.counters["resumes"] + begins_anew)
         if counters["steps"] >= config["steps"]:
             raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
         check_decay(config["steps"], found.config["options"])
