@@ -1,5 +1,8 @@
 "A loop in Python that `resumed` and `saved` keep in a file: the whole equals a part and the rest, bit for bit."
+import multiprocessing
+import os
 import re
+import signal
 from functools import partial
 
 import gymnasium as gym
@@ -7,7 +10,7 @@ import pytest
 import torch
 from reference import snapshot
 
-from rollpipe.agents import DQN, PPO
+from rollpipe.agents import DQN, PPO, checkpoint
 from rollpipe.agents.checkpoint import decode, encode, save_checkpoint
 from rollpipe.agents.intrinsic.distillation import Distillation
 from rollpipe.agents.intrinsic.rnd import RND
@@ -91,6 +94,43 @@ def test_chunks_that_no_file_names_are_removed(tmp_path):
         go_on(path := tmp_path/"run.safetensors", dqn, n)
         named = {x for x in re.findall(rb"[0-9a-f]{64}\.chunk", path.read_bytes())}
         assert named and {x.name.encode() for x in (tmp_path/"run.safetensors.replay").iterdir()} == named
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_save_that_fails_leaves_a_file_that_goes_on(every, tmp_path, monkeypatch):
+    whole, weights = go_on(tmp_path/"whole.safetensors", dqn, 6)
+    path = tmp_path/"run.safetensors"
+    first, _ = go_on(path, dqn, 4, every=every)
+    def full(*args, **kwargs): raise OSError(28, "No space left on device")
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr("rollpipe.runs.loops.save_checkpoint", full)
+        go_on(path, dqn, 6)
+    rest, found = go_on(path, dqn, 6)
+    assert_equal((whole, weights), (first + rest, found))
+
+
+def killed(path):
+    "In a process of its own, which is killed while it writes the file for the third time."
+    saves = []
+    def half(path, data):
+        saves.append(path)
+        if len(saves) < 3: return write(path, data)
+        path.with_name(f".{path.name}.{'0' * 16}.tmp").write_bytes(data[:len(data) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+    write, checkpoint.write_atomically = checkpoint.write_atomically, half
+    go_on(path, dqn, 6)
+
+
+def test_a_loop_that_is_killed_while_it_saves_goes_on(tmp_path):
+    whole, weights = go_on(tmp_path/"whole.safetensors", dqn, 6)
+    path = tmp_path/"run.safetensors"
+    child = multiprocessing.get_context("fork").Process(target=killed, args=(path,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    rest, found = go_on(path, dqn, 6)
+    assert_equal((whole[2:], weights), (rest, found))
+    assert {x.name for x in tmp_path.iterdir()} == {f"{name}.safetensors{end}" for name in ("whole", "run") for end in ("", ".replay")}
 
 
 # --- what does not fit

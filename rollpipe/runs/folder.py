@@ -17,7 +17,7 @@ from ..agents.checkpoint import (Checkpoint, Snapshot, checkpoint_bytes, keep_ch
 from .states import Stream, kept_states, load_states, resumed_stream, with_exactness
 from ..agents.schedules import with_eval_every
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
-from ..settings.config import RUN_OPTIONS, RunOptions, build, check_decay, check_room, run_options
+from ..settings.config import RUN_OPTIONS, RunOptions, build, check_decay, check_room, device_of, run_options
 from .locks import lock, unlock
 from ..pipes.data import nested
 from ..pipes.data.chunks import ChunkFolder
@@ -116,7 +116,7 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
 
 def _with_engine(config: dict, agent: Any, pipe: Any) -> dict:
     "The configuration with the engine that 'auto' selects on this machine. The pipeline gets the same engine."
-    options, actor, on_host = config["options"], agent.actor, config.get("device", "cpu") == "cpu"
+    options, actor, on_host = config["options"], agent.actor, device_of(config.get("device", "cpu")).type == "cpu"
     if options.get("engine") != "auto" or getattr(actor, "observation_space", None) is None: return config
     name = engine_used("auto", actor, options.get("n_envs", 1))[0] if on_host else "torch"
     for stepper in find(pipe, EnvStepper): stepper.engine = name

@@ -80,7 +80,7 @@ def resumed(path: str | Path, pipe: Any, agent: Any, reading_service: Any = None
         pipe: the last pipe of a graph
         agent: the learner of the loop
         reading_service: runs the graph; the number of its workers may be another one than before
-        exact: refuse a loop that cannot go on exactly; False: it begins new episodes
+        exact: refuse a loop that cannot go on exactly; False: such a loop begins new episodes
     """
     path, pipe, ordered = Path(path), copy_graph(pipe), _ordered(reading_service)
     sources = find(pipe, Acting)

@@ -153,7 +153,7 @@ def with_exactness(config: dict, pipe: Any) -> dict:
     reason = why_inexact(pipe, config)
     if reason and config.get("exact"):
         raise DataError("a resumed run could not go on exactly", leaf="exact", expected="no --exact, or other settings", got=reason)
-    if reason: _log.info(f"When this run is resumed, it begins new episodes: {reason}")
+    if reason: _log.warning(f"When this run is resumed, it will begin new episodes: {reason}")
     return {**config, "inexact": reason}
 
 

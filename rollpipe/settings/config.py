@@ -114,13 +114,13 @@ def reading_for(config: dict) -> Any:
     """
     kind, address = config.get("reading", "processes"), config.get("address")
     options = config["workers"], config["lag"], config["order"]
-    on_host = device_of(config.get("device", "cpu")).type != "cpu"  # the workers stay on the CPU, only the learner uses the device
+    learner_apart = device_of(config.get("device", "cpu")).type != "cpu"  # the workers stay on the CPU, only the learner uses the device
     if kind == "ray":
         if not config["workers"]: raise DataError("Ray, but no workers", leaf="workers", expected="--workers 1 or more", got="0")
-        return RayReading(*options, restart=config["restarts"], address=address, device="cpu" if on_host else None)
+        return RayReading(*options, restart=config["restarts"], address=address, device="cpu" if learner_apart else None)
     if kind != "processes": raise DataError("unknown reading service", leaf="reading", expected="processes or ray", got=repr(kind))
     if address is not None: raise DataError("an address, but no cluster", leaf="address", expected="--reading ray", got=repr(address))
-    return ProcessReading(*options, restart=config["restarts"], affinity=["cpu"] if on_host else None)
+    return ProcessReading(*options, restart=config["restarts"], affinity=["cpu"] if learner_apart else None)
 
 # %% ../../nbs/settings/05_config.ipynb #ce52679f
 class RunOptions(Options):

@@ -26,7 +26,7 @@ class TorchEngine:
         "torch uses the weights of the moment anyway."
 
     def begin(self, rows: Rows, begin: int, n: int, row: Row, act: Any, hx: Any) -> tuple:
-        "See the table above."
+        "Prepare `n` steps after row `begin`. Returns the rows in which the environments step, and the number of the present row there."
         self.rows, self.at = (rows, begin) if len(rows) <= rows.MANY else (rows.part(begin, begin + n + 1), 0)
         self.act, self.hx, self.reports = act, hx, []
         return self.rows, self.at

@@ -80,7 +80,7 @@ class Rows:
         empty: `empty(shape, dtype)` returns uninitialised memory for one leaf
         **where: context for error messages: pipe, lane
     """
-    reads = State._fields     # fields that the actor reads; the others may be written when the steps are settled
+    reads = State._fields     # fields that are written at each step, because the actor reads them; `settle` may write the others later
     MANY = 1024     # more rows are read part by part, because there is an object for each row of a part
 
     def __init__(self, like: State, n: int, empty: Callable = np.empty, **where: Any):

@@ -30,7 +30,7 @@ class Traits:
     keeps_items: bool = True      # may it hold an item, or an array of it, after it reads the next item?
     any_strides: bool = False     # can it work with arrays that are not contiguous?
     drops_items: bool = True      # may it read many items without yielding one? If so, a warning is logged when it does
-    fusible: bool = False         # may another pipe do its work at once, such as a `fusion`, or the source of a collector's ticks?
+    fusible: bool = False         # may a neighbour do its work: the `fusion` of a stacker, or the stepper for a collector?
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -96,8 +96,8 @@ class Keeps:
 
     def keep(self, **fresh: Any) -> dict:
         """What `stream` keeps from item to item: a dict with the values `fresh`, which it changes in place. A resumed iteration goes on
-        with the values of the interrupted one. A pipe that does not call this promises that each item depends on the items that it reads
-        for it alone. The values are plain data in containers, objects of classes in `may_be_new`, or have `get_state` and `set_state`.
+        with the values of the interrupted one. A pipe that never calls this has no memory: each item depends only on the items that are
+        read for it. The values are plain data in containers, objects of classes in `may_be_new`, or have `get_state` and `set_state`.
         """
         if self.kept is None: self.kept = {}
         self.kept.update(fresh)
