@@ -24,6 +24,7 @@ from ..pipes.data.chunks import ChunkFolder
 from ..pipes.engines.checked_actor import engine_used
 from ..pipes.data.errors import CheckpointError, DataError, PipeError
 from ..pipes.graph.edits import find
+from ..pipes.graph.modules import torch_threads
 from ..pipes.stepper import EnvStepper
 from ..traces.differences import FINGERPRINTS, JOURNAL
 
@@ -99,7 +100,8 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
     folder = Path(folder)
     if files_of_run(folder) and not overwrite:
         raise DataError(f"{folder} has a run already", expected="another folder, --overwrite, or --resume")
-    agent, pipe = build({**config, "place": folder.resolve().name})
+    # The number of threads decides the last bits of the first weights.
+    with torch_threads(config["threads"]): agent, pipe = build({**config, "place": folder.resolve().name})
     config = with_exactness(_with_engine(config, agent, pipe), pipe)
     folder.mkdir(parents=True, exist_ok=True)
     lock(folder)
