@@ -100,8 +100,7 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
     folder = Path(folder)
     if files_of_run(folder) and not overwrite:
         raise DataError(f"{folder} has a run already", expected="another folder, --overwrite, or --resume")
-    # The number of threads decides the last bits of the first weights.
-    with torch_threads(config["threads"]): agent, pipe = build({**config, "place": folder.resolve().name})
+    with torch_threads(config["threads"]): agent, pipe = build({**config, "place": folder.resolve().name})    # so weights repeat
     config = with_exactness(_with_engine(config, agent, pipe), pipe)
     folder.mkdir(parents=True, exist_ok=True)
     lock(folder)
@@ -297,8 +296,7 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
         found = load_run(path)
         given = {name: x for name, x in dict(device=device, workers=workers).items() if x is not None}
         config: dict[str, Any] = dict(found.config, steps=steps or found.config["steps"], **given)
-        begins_anew = found.stream is None and found.counters["updates"] > 0     # before the first update nothing can be told apart
-        counters = dict(found.counters, resumes=found.counters["resumes"] + begins_anew)
+        counters = dict(found.counters, resumes=found.counters["resumes"] + (found.stream is None and found.counters["updates"] > 0))
         if counters["steps"] >= config["steps"]:
             raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
         check_decay(config["steps"], found.config["options"])
