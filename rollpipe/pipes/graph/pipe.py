@@ -138,9 +138,10 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
         try:
             stream = self.stream(chain(watch.counted(items), items) if may_starve else items, **options)
             if not hasattr(stream, '__iter__'): raise TypeError(f'{type(self).__name__}.stream returned {stream!r}, expected an iterator')
-            for item in islice(stream := iter(stream), 1):
-                if self.restored is not None: raise CheckpointError(f"{type(self).__name__} keeps nothing, and got a state to go on from")
-                yield item
+            first = list(islice(stream := iter(stream), 1))
+            if first and self.restored is not None:
+                raise CheckpointError(f"{type(self).__name__} keeps nothing, and got a state to go on from")
+            if first: yield first.pop()     # nothing here keeps it
             watch.has_yielded = True
             yield from stream
         except RecursionError as e:
