@@ -84,7 +84,7 @@ def test_what_is_registered_can_be_used_by_name():
 @pytest.mark.parametrize("name, found, told", [
     ("ppo", mine, "name 'ppo' is taken.*rollpipe.agents.ppo.PPO"),
     ("Mine!", mine, "cannot be the name.*'Mine!'"), ("", mine, "cannot be the name"), (3, mine, "cannot be the name.*3"),
-    ("mine", A2C, "no algorithm.*instance of .*Algorithm"), ("mine", None, "no algorithm"), ("mine", tuple(mine), "no algorithm"),
+    ("mine", A2C, "no algorithm.*settings.algorithms.Algorithm"), ("mine", None, "no algorithm"), ("mine", tuple(mine), "no algorithm"),
     ("mine", mine._replace(learner=3), "learner"), ("mine", mine._replace(pipeline="x"), "pipeline"),
     ("mine", mine._replace(policy=object), "policy.*for_env"), ("mine", mine._replace(critic=3), "critic.*for_env"),
     ("mine", mine._replace(defaults=dict(n_step=3)), "n_step.*one of .*n_steps|default of 'mine'.*n_step"),

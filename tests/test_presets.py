@@ -20,7 +20,7 @@ from rollpipe.settings import choice, listing
 from rollpipe.settings.files import check_table, kind_of_actions, tables_in
 from rollpipe.runs.folder import agent_of, load_run, resume
 
-FOLDER = Path(choice.__file__).parent
+FOLDER = Path(choice.__file__).parent/"presets"
 SMALL = "--n-envs 4 --n-steps 8 --hidden 8 --warmup 32 --batch-size 16 --n-batches 1 --quiet --no-tensorboard".split()
 SHIPPED = [(path.stem, name) for path in sorted(FOLDER.glob("*.toml")) for name in choice.presets_of(path.stem)]
 

@@ -409,6 +409,8 @@ class Drawn(Pipe):
         for item in items:
             for sample in item.samples: yield sample.fragment
 
+    def not_kept(self): return "it yields several fragments for an item"
+
 
 @pytest.mark.parametrize("length", [1, 5])
 def test_the_contract_of_pipes(length):
