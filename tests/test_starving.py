@@ -5,9 +5,8 @@ from itertools import count, islice
 import pytest
 from toys import Counting, Plain
 
-from rollpipe.pipes import (
-    EnvStepper, EpisodeCollector, FragmentCollector, FragmentStacker, Lanes, Pipe, ProcessReading, pipe as pipe_module,
-)
+from rollpipe.pipes import EnvStepper, EpisodeCollector, FragmentCollector, FragmentStacker, Lanes, Pipe, ProcessReading
+from rollpipe.pipes.graph import pipe as pipe_module
 from rollpipe.pipes.graph.pipe import Source
 from rollpipe.pipes.graph.torchdata import DataLoader2, IterableWrapper
 

@@ -57,12 +57,12 @@ def held_by(pipe: IterDataPipe) -> list:
     return found
 
 
-def is_shared(x) -> bool:
+def is_shared(x: Any) -> bool:
     "Is `x` a network, actor or callable? A copy shares these with the original. Classes do not count: pickle never copies them."
     return not isinstance(x, (type, IterDataPipe)) and (isinstance(x, torch.nn.Module) or callable(x) or hasattr(x, 'step'))
 
 
-def swapped(x, swap):
+def swapped(x: Any, swap: Callable) -> Any:
     "`x` with `swap` applied to each value inside its dicts, lists and tuples."
     if type(x) is dict: return {k: swapped(v, swap) for k, v in x.items()}
     if type(x) in (list, tuple): return type(x)(swapped(v, swap) for v in x)
