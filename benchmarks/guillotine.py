@@ -18,7 +18,9 @@ import torch
 from rollpipe.agents import checkpoint
 from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe.pipes.data import nested
+from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs import resume, start, train
+from rollpipe.runs.evaluations import evaluate_end
 from rollpipe.settings.config import make_config
 
 CLOCKED = ("steps_per_s", "workers", "restarts")     # these, and what begins with "seconds", depend on time or on the number of workers
@@ -83,7 +85,11 @@ def begin(case, folder, seed):
 
 
 def go_on(folder, workers):
-    train(resume(folder, workers=workers), progress=False, tensorboard=False)
+    try: run = resume(folder, workers=workers)
+    except DataError as e:
+        if "is complete" not in str(e): raise
+        return evaluate_end(folder)     # it was killed when it had trained to its end
+    train(run, progress=False, tensorboard=False)
 
 
 def in_child(blow, function, *args):
@@ -173,18 +179,28 @@ def make_twin(case, root, seed) -> Twin:
 
 def one_round(case, twin, folder, rng, kills, seed) -> tuple:
     "Kill and resume one training until it is complete. Returns the numbers that differ, and how often it was killed."
+    killed, seconds = 0, twin.seconds
+    while not killed:
+        shutil.rmtree(folder, ignore_errors=True)
+        killed = kill_and_resume(case, seconds, folder, rng, kills, seed)
+        seconds /= 2     # if it was complete before it could be killed: the machine was busy when its twin ran
+    return differences(numbers(twin.folder), numbers(folder)), killed
+
+
+def kill_and_resume(case, seconds, folder, rng, kills, seed) -> int:
+    "Train until the end, with kills on the way. Returns how often the training was killed."
     code, killed = None, 0
     while code != 0:
         exists = (Path(folder)/"config.json").exists()
         blow = None
         if killed < kills:
             kind = ("time", "first", "saving")[killed % 3] if exists else "time"
-            blow = {"time": ("time", rng.uniform(0.1, 0.8) * twin.seconds), "first": ("time", rng.uniform(0., 0.3)),
+            blow = {"time": ("time", rng.uniform(0.1, 0.8) * seconds), "first": ("time", rng.uniform(0., 0.3)),
                     "saving": ("saving", rng.randint(1, 2))}[kind]
         code = in_child(blow, go_on, folder, rng.choice(case.workers)) if exists else in_child(blow, begin_again, case, folder, seed)
         if code == -signal.SIGKILL: killed += 1
         elif code: raise RuntimeError(f"a resumed training failed (exit code {code})")
-    return differences(numbers(twin.folder), numbers(folder)), killed
+    return killed
 
 
 def begin_again(case, folder, seed):

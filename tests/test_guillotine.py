@@ -9,7 +9,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]/"benchmarks"))
 import guillotine  # noqa: E402
 
-QUICK = ("ppo", "dqn", "evaluated", "ready")
+QUICK = ("ppo", "dqn", "ready")
 NEEDS = {**dict.fromkeys(("halfcheetah", "hopper", "walker2d", "ant", "humanoid"), "mujoco"),
          **dict.fromkeys(("lunar", "bipedal"), "Box2D")}
 
