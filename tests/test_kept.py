@@ -172,3 +172,15 @@ def test_a_full_disk_leaves_the_earlier_checkpoints(tmp_path, monkeypatch):
 @pytest.mark.parametrize("n", [-1, -5])
 def test_a_negative_number_is_refused(n):
     with pytest.raises(DataError, match=f"out of range. Expected an integer keep >= 0, got keep={n}"): small(keep=n)
+
+
+def test_a_number_of_workers_that_would_change_the_stream_is_refused(tmp_path):
+    "Lag and order count with workers alone. Nothing is written, and the run goes on with what does not change it."
+    config = make_config("vtrace", "CartPole-v1", dict(n_steps=32, n_envs=2, lanes=2, hidden=(8,)), steps=640, lag=1)
+    train(run := start(tmp_path/"run", config), progress=False, tensorboard=False)
+    before = (run.folder/"config.json").read_bytes()
+    with pytest.raises(DataError, match=r"workers: workers=2 would change the stream.*Expected .*'lag': 0.*got .*'lag': 1"):
+        resume(run.folder, steps=1280, workers=2)
+    with pytest.raises(DataError, match="workers: 3 workers have too few lanes"): resume(run.folder, steps=1280, workers=3)
+    assert (run.folder/"config.json").read_bytes() == before
+    assert train(resume(run.folder, steps=1280, workers=0), progress=False, tensorboard=False)["steps"] >= 1280

@@ -301,7 +301,7 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
             raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
         check_decay(config["steps"], found.config["options"])
         agent, pipe = restore(found._replace(config={**config, "place": folder.resolve().name}), counters["resumes"])
-        waiting, stream = load_states(pipe, found.pipes), resumed_stream(folder, pipe, found)
+        waiting, stream = load_states(pipe, found.pipes), resumed_stream(folder, pipe, found, config)
         _write_config(folder, config)
         _remove(path for steps, path in kept_checkpoints(folder/"checkpoints").items() if steps > counters["steps"])
         return Run(folder, config, agent, pipe, counters, waiting, stream)

@@ -19,7 +19,7 @@ from ..pipes.envs.sources import Acting
 from ..pipes.graph import torchdata
 from ..pipes.graph.edits import copy_graph, find
 from ..pipes.resumable import keep_environments
-from .states import Stream, load_states, states_of, why_inexact
+from .states import Stream, load_states, ordering, states_of, why_inexact
 from ..traces.fingerprint import Fingerprint, fingerprint
 
 # %% auto #0
@@ -51,8 +51,8 @@ class ResumedLoader:
 
 def _ordered(service: Any) -> dict:
     "What of a reading service decides the order of the stream."
-    if service is None or not service.num_workers: return dict(workers=0, lag=0, order="canonical")
-    return dict(workers=service.num_workers, lag=service.lag, order=service.order)
+    workers = 0 if service is None else service.num_workers
+    return dict(workers=workers, **ordering(dict(workers=workers, lag=getattr(service, "lag", 0), order=getattr(service, "order", None))))
 
 
 def _found(path: Path, kept: list) -> Checkpoint | None:
@@ -119,7 +119,7 @@ def _load(path: Path, found: Checkpoint, pipe: Any, agent: Any) -> None:
 
 def _warn(path: Path, before: Fingerprint, now: Fingerprint) -> None:
     "Say in the log what of a training is not as it was, but for its weights and seeds."
-    changed = before.differs(now, *(name for name in Fingerprint.PARTS if name not in ("weights", "seeds")))
+    changed = before.differs(now, *Fingerprint.FIXED)
     if changed: logging.getLogger("rollpipe").warning(f"{path} goes on, but not as it was: {changed}")
 
 

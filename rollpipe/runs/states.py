@@ -22,12 +22,13 @@ from ..pipes.graph.states import restore_stream, stream_state, unknown_states
 from ..pipes.graph.torchdata import IterDataPipe
 from ..pipes.lanes import learning_pipes
 from ..pipes.resumable import keep_environments
+from ..settings.config import check_lanes
 
 _log = logging.getLogger("rollpipe")
 
 # %% auto #0
-__all__ = ['states_of', 'load_states', 'edited', 'kept_states', 'check_taken', 'why_inexact', 'Stream', 'with_exactness',
-           'resumed_stream']
+__all__ = ['states_of', 'load_states', 'edited', 'kept_states', 'check_taken', 'ordering', 'why_inexact', 'Stream',
+           'with_exactness', 'resumed_stream']
 
 # %% ../../nbs/runs/06_states.ipynb #24bdead5
 def states_of(pipe: IterDataPipe) -> dict:
@@ -90,6 +91,16 @@ def check_taken(run: Any) -> None:
                     expected="in Python, `train(edited(resume(folder), ...))` with the edits that inserted them")
 
 # %% ../../nbs/runs/06_states.ipynb #b0a5d8ca
+def ordering(config: dict) -> dict:
+    """The `lag` and the `order` of the stream of a run. Without workers there is no lag, and the lanes come in turn.
+
+    Args:
+        config: `workers`, `lag` and `order`, see `make_config`
+    """
+    if not config.get('workers'): return dict(lag=0, order='canonical')
+    return dict(lag=config.get('lag'), order=config.get('order'))
+
+
 def why_inexact(pipe: IterDataPipe, config: dict) -> str | None:
     """Why a resumed run begins new episodes; None: it goes on exactly. `keep_environments` comes first.
 
@@ -98,8 +109,9 @@ def why_inexact(pipe: IterDataPipe, config: dict) -> str | None:
         config: see `make_config`
     """
     if config.get('ranks', 1) > 1: return "several ranks learn together"
-    if config.get('workers') and config.get('lag') is None: return "lag=None, with which the clock orders the stream"
-    if config.get('workers') and config.get('order') == 'ready': return "order='ready', with which the clock orders the stream"
+    lag, order = ordering(config).values()
+    if lag is None: return "lag=None, with which the clock orders the stream"
+    if order == 'ready': return "order='ready', with which the clock orders the stream"
     return '; '.join(unknown_states(pipe)) or None
 
 # %% ../../nbs/runs/06_states.ipynb #2c60f3a6
@@ -157,14 +169,21 @@ def with_exactness(config: dict, pipe: Any) -> dict:
     return {**config, "inexact": reason}
 
 
-def resumed_stream(folder: Path, pipe: IterDataPipe, found: Any) -> Stream:
+def resumed_stream(folder: Path, pipe: IterDataPipe, found: Any, config: dict) -> Stream:
     """The stream that goes on in a pipeline. Environments are kept as the run has tested it when it started.
+
+    Raises `DataError` for more workers than lanes, and if the number of workers would change an exact stream.
 
     Args:
         folder: folder of the run
         pipe: its pipeline, which is changed in place
         found: its `Checkpoint`
+        config: the configuration with which it goes on
     """
+    check_lanes(config["workers"], config["options"])
+    if found.stream is not None and (now := ordering(config)) != (before := ordering(found.config)):
+        raise DataError(f"workers={config['workers']} would change the stream, because lag and order count with workers alone",
+                        leaf="workers", expected=str(before), got=str(now))
     kept = found.config.get("kept", {})
     if not isinstance(kept, dict) or not all(isinstance(name, str) for name in kept.values()):
         raise CheckpointError("not the ways in which environments are kept", leaf="kept", got=repr(kept)[:80])

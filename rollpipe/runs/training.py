@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import rollpipe.ranks as ranks
-from .states import check_taken
+from .states import check_taken, ordering
 from ..traces.differences import JOURNAL, keep_fingerprint
 from ..traces.fingerprint import fingerprint
 from ..traces.journal import Journal
@@ -62,9 +62,8 @@ def _journal(run: Run) -> Journal:
     "The journal of a run, in rank 0. The fingerprint is kept before; if a resumed run has another one, the log says so."
     if ranks.rank(): return Journal(None, run.counters, {})
     config, networks = run.config, {name: x for name, x in vars(run.agent).items() if isinstance(x, torch.nn.Module)}
-    more = dict(ranks=config.get("ranks", 1), lag=config["lag"], order=config["order"])
-    if not config.get("workers"): more |= dict(lag=0, order="canonical")
-    changed = keep_fingerprint(run.folder, run.counters["updates"], fingerprint(run.pipe, run.agent, **more))
+    found = fingerprint(run.pipe, run.agent, ranks=config.get("ranks", 1), **ordering(config))
+    changed = keep_fingerprint(run.folder, run.counters["updates"], found)
     if changed: logging.getLogger("rollpipe").warning(f"{run.folder} goes on, but not as it was: {changed}")
     return Journal(run.folder/JOURNAL, run.counters, networks)
 

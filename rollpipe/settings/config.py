@@ -35,8 +35,8 @@ from .choice import preset_for
 from .files import checked
 
 # %% auto #0
-__all__ = ['RUN_OPTIONS', 'check_decay', 'check_room', 'device_of', 'reading_for', 'RunOptions', 'run_options', 'make_config',
-           'build']
+__all__ = ['RUN_OPTIONS', 'check_decay', 'check_room', 'check_lanes', 'device_of', 'reading_for', 'RunOptions', 'run_options',
+           'make_config', 'build']
 
 # %% ../../nbs/settings/05_config.ipynb #62591ac2
 def _all_options(algorithm: str, options: dict, intrinsic: float) -> dict:
@@ -71,7 +71,13 @@ def check_room(options: dict) -> None:
         if rows: check_memory(", ".join(f"{name}={x:,}" for name, x in rows.items()), math.prod(rows.values()) * LEAST_BYTES)
 
 
-def _check_lanes(workers: int, options: dict) -> None:
+def check_lanes(workers: int, options: dict) -> None:
+    """Raise `DataError` if there are fewer lanes than workers.
+
+    Args:
+        workers: number of processes that collect
+        options: options of the algorithm
+    """
     if workers > (lanes := options.get("lanes", 1)):
         raise DataError(f"{workers} workers have too few lanes", leaf="workers", expected=f"--lanes {workers} or more "
                         "(a batch has lanes * n_envs * n_steps steps)", got=f"{lanes} lanes")
@@ -210,7 +216,7 @@ def make_config(algorithm: str, env: str, options: dict | None = None, env_kwarg
     reading_for(config)
     check_decay(config["steps"], config["options"])
     check_room(config["options"])
-    _check_lanes(config["workers"], config["options"])
+    check_lanes(config["workers"], config["options"])
     try: return json.loads(json.dumps(config))
     except TypeError as e: raise DataError(f"the configuration cannot be written as JSON: {e}") from None
 

@@ -105,7 +105,7 @@ def keep_fingerprint(folder: str | Path, updates: int, found: Fingerprint) -> Di
     stored = read_fingerprints(folder)
     kept = {n: x for n, x in stored.items() if n < updates}
     last = kept[max(kept)] if kept else None
-    changed = last.differs(found, *(set(Fingerprint.PARTS) - {'weights', 'seeds'})) if last else Differences()
+    changed = last.differs(found, *Fingerprint.FIXED) if last else Differences()
     if last is None or changed: kept[updates] = found
     if kept.keys() != stored.keys() or changed:
         write_atomically(Path(folder)/FINGERPRINTS, (json.dumps({n: x.leaves for n, x in kept.items()}, indent=1) + "\n").encode())
@@ -150,7 +150,7 @@ def diff(a: str | Path, b: str | Path) -> RunDifference:
     journals, prints = [read_journal(Path(x)/JOURNAL) for x in (a, b)], [read_fingerprints(x) for x in (a, b)]
     known = all(0 in x for x in prints)
     at = parting(*journals)
-    notes = [f"{folder} went on with another fingerprint after update {n}: {found.differs(later)}"
+    notes = [f"{folder} went on with another fingerprint after update {n}: {found.differs(later, *Fingerprint.FIXED)}"
              for folder, x in zip((a, b), prints) for (_, found), (n, later) in zip(list(x.items()), list(x.items())[1:])]
     for folder, entries in zip((a, b), journals):
         notes += [f"{folder} was resumed after update {old.updates}, with new episodes" for old, new in zip(entries, entries[1:])

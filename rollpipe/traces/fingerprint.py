@@ -70,6 +70,7 @@ class Fingerprint:
         leaves: path -> text, such as 'graph/EnvStepper/n_envs' -> '8'; JSON can store it
     """
     PARTS = 'graph', 'settings', 'networks', 'weights', 'seeds', 'versions', 'machine'
+    FIXED = 'graph', 'settings', 'networks', 'versions', 'machine'     # parts that learning does not change
 
     def __init__(self, leaves: dict):
         if not isinstance(leaves, dict) or not all(isinstance(x, str) for pair in leaves.items() for x in pair):
