@@ -12,6 +12,7 @@ from .envs.keeping import keeper_for
 from .envs.kept import Keeper
 from .envs.sources import Acting, Lender
 from .graph.edits import find
+from .graph.states import numbered
 from .graph.torchdata import IterDataPipe
 from .tensors.collector import TensorCollector
 
@@ -44,12 +45,9 @@ def keep_environments(pipe: IterDataPipe, seconds: float = 2.) -> dict:
     Returns:
         dict: name of a source, its class and a number from the second one on -> `Keeper`; 'none': its environments cannot be kept
     """
-    found, tested = {}, {}
-    for source in find(pipe, Acting):
-        name = type(source).__name__
-        n = sum(key.partition(' ')[0] == name for key in found)
-        found[f'{name} {n + 1}' if n else name] = source.keeper = _keeper_of(source, tested, seconds)
-    return found
+    sources, tested = numbered(find(pipe, Acting)), {}
+    for source in sources.values(): source.keeper = _keeper_of(source, tested, seconds)
+    return {name: source.keeper for name, source in sources.items()}
 
 
 def _keeper_of(source: Any, tested: dict, seconds: float) -> Keeper:

@@ -5,9 +5,8 @@
 # %% ../../nbs/traces/01_description.ipynb #8f63f031
 from __future__ import annotations
 
-import copyreg, dis, functools, importlib.metadata, inspect, random, sys, types
+import copyreg, functools, importlib.metadata, inspect, random, sys, types
 from collections import deque
-from collections.abc import Iterator
 from enum import Enum
 from hashlib import blake2b
 from pathlib import Path
@@ -17,13 +16,13 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from ..pipes.graph.modules import comparable, content_of
+from ..pipes.graph.modules import comparable, content_of, globals_in
 from ..pipes.graph.torchdata import IterDataPipe
 from .compare import PLAIN, as_array, form_of
 
 # %% auto #0
-__all__ = ['UNKNOWN', 'digest', 'short', 'array_text', 'is_installed', 'version_of_package', 'code_digest', 'globals_in',
-           'attributes', 'CodeDescription', 'Description']
+__all__ = ['UNKNOWN', 'digest', 'short', 'array_text', 'is_installed', 'version_of_package', 'code_digest', 'attributes',
+           'CodeDescription', 'Description']
 
 # %% ../../nbs/traces/01_description.ipynb #8e0f8511
 UNKNOWN = 'unknown'     # what a leaf that equals nothing begins with
@@ -80,14 +79,6 @@ def code_digest(code: Any) -> str:
 
 
 def _ordered(x): return sorted(map(repr, x)) if isinstance(x, frozenset) else repr(x)
-
-
-def globals_in(code: Any) -> Iterator:
-    "The names of global variables that code reads, also in functions within it."
-    for step in dis.get_instructions(code):
-        if step.opname in ('LOAD_GLOBAL', 'LOAD_NAME'): yield step.argval
-    for const in code.co_consts:
-        if inspect.iscode(const): yield from globals_in(const)
 
 # %% ../../nbs/traces/01_description.ipynb #0f85b0f0
 _APART = {'process', 'timer', 'given_seed', 'lane', 'divisions', 'path', 'keeper'}    # of a process, an iteration or a folder

@@ -155,14 +155,7 @@ class RayCrew:
 
     def start(self, index: int, graphs: dict, states: dict, publisher: WeightPublisher, holders: Sequence,
               tells: bool = False) -> Member:
-        """Start worker `index`, and return it as a member. Raises `WorkerError` if the living nodes have no room for all workers.
-
-        Args:
-            graphs: number of the lane -> graph, for the lanes of this worker
-            states: number of the lane -> its `GlobalRandomStates`
-            holders: indices, in the publisher, of the holders of weights in these graphs
-            tells: the worker sends the state of a lane with each item
-        """
+        "As `ProcessCrew.start`. Raises `WorkerError` if the living nodes have no room for all workers."
         service, place, name = self.service, self.service.place, f"worker {index}"
         place.check_room(self.ray, self.n)     # before each start, because a node may leave between a start and a restart
         if self.weights is None: self.weights, self.members.group = Weights(self.ray, publisher), place.group(self.ray, self.n)

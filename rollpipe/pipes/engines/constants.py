@@ -6,7 +6,7 @@
 __all__ = ['Reads', 'Constants']
 
 # %% ../../../nbs/pipes/11_engines/05_constants.ipynb #0904c959
-import dis, inspect, sys
+import inspect, sys
 from argparse import Namespace
 from collections import deque
 from functools import partial
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from .pure import Weights
-from ..graph.modules import comparable, content_of, names_in
+from ..graph.modules import comparable, content_of, globals_in, names_in
 from .reactions import OF_TORCH
 
 # %% ../../../nbs/pipes/11_engines/05_constants.ipynb #584d6296
@@ -60,7 +60,7 @@ class Reads:
 
     def _function(self, f):
         if _home(f) == _OURS: return
-        for name in {*_globals_in(f.__code__)} & f.__globals__.keys(): self._value(f, name, partial(f.__globals__.get, name))
+        for name in {*globals_in(f.__code__)} & f.__globals__.keys(): self._value(f, name, partial(f.__globals__.get, name))
         for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ()): self._value(f, name, partial(content_of, cell))
 
     def _value(self, f, name, get):
@@ -71,12 +71,6 @@ class Reads:
         elif _home(value) not in _LIBRARIES and (known := (id(value), id(f))) not in self.seen:     # modules may import each other
             self.seen[known] = value
             for key in {*names_in(f.__code__)} & vars(value).keys(): self._value(f, key, partial(vars(value).get, key))
-
-
-def _globals_in(code):
-    "The names of globals that some code reads."
-    yield from (step.argval for step in dis.get_instructions(code) if step.opname in ('LOAD_GLOBAL', 'LOAD_NAME'))
-    for part in filter(inspect.iscode, code.co_consts): yield from _globals_in(part)
 
 # %% ../../../nbs/pipes/11_engines/05_constants.ipynb #0b260076
 class Constants:

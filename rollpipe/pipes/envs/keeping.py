@@ -22,6 +22,7 @@ from .autoreset import autoreset_mode
 from ..data.captures import objects_in
 from .factories import is_vector, space_spec
 from .kept import Keeper, has_state, layers
+from ..data.random_states import GlobalRandomStates
 from ..data.simulators import simulators
 
 # %% ../../../nbs/pipes/10_envs/15_keeping.ipynb #b13ef865
@@ -111,13 +112,9 @@ def _seed_all(seed):
 @contextmanager
 def _undisturbed():
     "Keeps the states of the global generators, and warnings of environments, out of the block's surroundings."
-    states: list[Any] = [random.getstate(), np.random.get_state(), torch.default_generator.get_state()]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter('ignore')
-            yield
-    finally:
-        for put, state in zip((random.setstate, np.random.set_state, torch.default_generator.set_state), states): put(state)
+    with GlobalRandomStates(), warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        yield
 
 
 _EXTRA = 20, 1, 7, 0, 3, 20     # steps after the end of an episode at which a state is kept; after the last ones the test ends

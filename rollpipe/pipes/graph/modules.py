@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['ByIdentity', 'weak_reference', 'Handle', 'version_of', 'bump_version', 'VersionCounter', 'modules_in', 'names_in',
-           'content_of', 'state_of', 'comparable', 'comparable_tensor', 'EvalMode', 'torch_threads', 'checked_device']
+           'globals_in', 'content_of', 'state_of', 'comparable', 'comparable_tensor', 'EvalMode', 'torch_threads',
+           'checked_device']
 
 # %% ../../../nbs/pipes/02_graph/03_modules.ipynb #2ea7f9ea
-import functools, inspect, operator, os, random, uuid, weakref
+import dis, functools, inspect, operator, os, random, uuid, weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ContextDecorator
@@ -175,6 +176,11 @@ def names_in(code: Any) -> Iterator:
     yield from code.co_names
     for const in code.co_consts:
         if inspect.iscode(const): yield from names_in(const)
+
+def globals_in(code: Any) -> Iterator:
+    "The names of global variables that code reads, also in functions within it."
+    yield from (step.argval for step in dis.get_instructions(code) if step.opname in ('LOAD_GLOBAL', 'LOAD_NAME'))
+    for const in filter(inspect.iscode, code.co_consts): yield from globals_in(const)
 
 def content_of(cell: Any) -> Any:
     "The value of a closure variable of a function; None if it has no value yet."
