@@ -92,7 +92,11 @@ def _children():
 
 def command_of(pid):
     "The command line of a process. One that has ended in the meantime counts as a helper."
-    try: return Path(f"/proc/{pid}/cmdline").read_bytes()
+    try:
+        for _ in range(1000):  # a process that has just been spawned has no command line for a moment; one that has ended has none at all
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if command or Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in b"ZX": break
+        return command
     except OSError: return HELPERS[0]
 
 
