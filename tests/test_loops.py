@@ -11,7 +11,8 @@ import torch
 from reference import snapshot
 
 from rollpipe.agents import DQN, PPO, checkpoint
-from rollpipe.agents.checkpoint import decode, encode, save_checkpoint
+from rollpipe.agents.checkpoint import save_checkpoint
+from rollpipe.pipes.data.encoding import decode, encode
 from rollpipe.agents.intrinsic.distillation import Distillation
 from rollpipe.agents.intrinsic.rnd import RND
 from rollpipe.layers import Critic, MLPPolicy, QPolicy

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..agents.checkpoint import (Checkpoint, Snapshot, checkpoint_bytes, keep_checkpoint, kept_checkpoints, load_checkpoint,
-                                        save_checkpoint, write_atomically)
+from ..agents.checkpoint import Checkpoint, Snapshot, checkpoint_bytes, keep_checkpoint, kept_checkpoints, load_checkpoint, save_checkpoint
+from ..pipes.data.files import write_atomically
 from .states import Stream, kept_states, load_states, resumed_stream, with_exactness
 from ..agents.schedules import with_eval_every
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for

@@ -13,7 +13,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from ..agents.checkpoint import names_file, write_atomically
+from ..pipes.data.files import names_file, write_atomically
 import rollpipe.pipes.data.nested as nested
 from ..pipes.data.errors import DataError
 from ..pipes.data.fragment import Fragment
