@@ -58,8 +58,7 @@ def _before(folder: Path, update: int) -> Checkpoint:
     config, counters = newest.config, newest.counters
     if reason := config.get("inexact", "a run of an earlier version"):
         raise DataError(f"{folder} cannot be repeated", expected="an exact run; or --crash, if an update of it failed", got=reason)
-    records = read_records(folder) if (folder/"metrics.jsonl").exists() else []
-    made = int(max(counters["updates"], *(e.updates for e in lines[-1:]), *(r["updates"] for r in records[-1:])))
+    made = int(max(counters["updates"], *(e.updates for e in lines[-1:]), *(r["updates"] for r in _records(folder)[-1:])))
     last = made + (counters["steps"] < config["steps"])     # the next update may be one that failed
     if not 1 <= update <= last: raise DataError(f"{folder} has no such update", leaf="update", expected=f"1 to {last}", got=str(update))
     resumes = next((e.resumes for e in lines if e.updates >= update), counters["resumes"])
@@ -94,15 +93,23 @@ def _collected(folder: Path, update: int, edits: tuple) -> Iterator[Moment]:
                     raise DataError(f"{folder} does not repeat here: then, update {update} did not fail")
                 updates.make = lambda _: metrics
                 if error is None: learn(batch)
-                return _compared(folder, run.folder)
+                return _compared(folder, run.folder, update, metrics or {})
             origin = f"the checkpoint of update {begun}" if found.stream else "the start"
             yield Moment(run.agent, batch, update, f"{update - 1 - begun} updates repeated from {origin}\n{diff(folder, run.folder)}", outcome)
 
 
-def _compared(folder, again):
+def _compared(folder, again, update, metrics):
+    "A text about the journals, if they and the metrics of an update are equal. Raises `DataError` otherwise."
     found = diff(folder, again)
-    if found.parting is None: return str(found)
-    raise DataError(f"{folder} does not repeat here\n{found}")
+    if found.parting is not None: raise DataError(f"{folder} does not repeat here\n{found}")
+    for record in _records(folder):
+        for name in metrics.keys() & record.keys() if record["updates"] == update else ():
+            if name.startswith("seconds") or repr(record[name]) == repr(float(metrics[name])): continue
+            raise DataError(f"{folder} does not repeat here", leaf=name, expected=repr(record[name]), got=repr(float(metrics[name])))
+    return str(found).splitlines()[-1]
+
+
+def _records(folder): return read_records(folder) if (folder/"metrics.jsonl").exists() else []
 
 
 @contextmanager
@@ -148,7 +155,10 @@ def replay_command(args: Namespace) -> None:
     "Make an update again. Its metrics or its error are printed. Raises `DataError` if it is not as it was."
     with replayed_run(args.run, args.update) as moment:
         agent, batch, n, known, outcome = moment
-        print(known, f"update {n}: a learner with checksum {checksum(agent.state_dict())} learns from", describe(batch), sep="\n", flush=True)
+        item = getattr(batch, "fresh", batch)
+        form = [f"  {name}: {describe(x)}" for name, x in zip(item._fields, item) if x is not None] if hasattr(item, "_fields") else []
+        print(known, f"update {n}: a learner with the checksum {checksum(agent.state_dict())} gets a {type(batch).__name__}", *form, sep="\n",
+              flush=True)
         try: metrics = pdb.runeval("agent.update(batch)", {}, dict(agent=agent, batch=batch)) if args.pdb else agent.update(batch)
         except Exception as e:
             print(f"update {n} raises {describe_exception(e)}", flush=True)
