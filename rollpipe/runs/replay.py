@@ -54,11 +54,12 @@ class Moment(NamedTuple):
 
 def _before(folder: Path, update: int) -> Checkpoint:
     "The newest exact checkpoint before an update of a run; one without a stream if there is none. Raises `DataError`."
-    newest, lines = load_run(folder), read_journal(folder/JOURNAL)
+    newest = load_run(folder)
     config, counters = newest.config, newest.counters
     if reason := config.get("inexact", "a run of an earlier version"):
         raise DataError(f"{folder} cannot be repeated", expected="an exact run; or --crash, if an update of it failed", got=reason)
-    made = int(max(counters["updates"], *(e.updates for e in lines[-1:]), *(r["updates"] for r in _records(folder)[-1:])))
+    lines = read_journal(folder/JOURNAL)
+    made = int(max([counters["updates"], *(e.updates for e in lines[-1:]), *(r["updates"] for r in _records(folder)[-1:])]))
     last = made + (counters["steps"] < config["steps"])     # the next update may be one that failed
     if not 1 <= update <= last: raise DataError(f"{folder} has no such update", leaf="update", expected=f"1 to {last}", got=str(update))
     resumes = next((e.resumes for e in lines if e.updates >= update), counters["resumes"])
