@@ -19,7 +19,7 @@ from rollpipe.layers import Critic, MLPPolicy, QPolicy
 from rollpipe.pipes import CheckpointError, DataError, EnvError, FragmentStacker, ProcessReading, on_policy, replayed
 from rollpipe.runs import resumed, saved
 from rollpipe.runs.folder import load_run
-from rollpipe.traces.compare import first_difference
+from rollpipe.pipes.data.compare import first_difference
 
 pytestmark = pytest.mark.timeout(300)
 POLE = "CartPole-v1"

@@ -38,8 +38,9 @@ def repetition(folder: Path, found: Checkpoint, *edits: Callable) -> Iterator[Ru
         if config["options"].get("path"): config["options"] = {**config["options"], "path": place}
         if found.stream is None: run = start(Path(place)/"run", config)
         else:
-            run = run_from(found, folder, config, dict(found.counters))._replace(folder=Path(place))
             for name in (JOURNAL, FINGERPRINTS): shutil.copy(folder/name, place)
+            Path(place, "replay").symlink_to((folder/"replay").resolve())     # chunks of a replay memory, which are only read
+            run = run_from(found, Path(place), config, dict(found.counters))
         try: yield edited(run, *edits)
         finally: unlock(run.folder)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ..pipes.data.files import write_atomically
 from ..pipes.data.errors import DataError
-from .compare import differing
+from ..pipes.data.compare import differing
 from .fingerprint import Differences, Fingerprint
 from .journal import Entry, first_place, read_journal
 

@@ -21,7 +21,7 @@ from ..pipes.data.errors import CheckpointError, WorkerError, describe_exception
 from ..pipes.data.files import pack, unpack, write_atomically
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.replay.past import noted
-from .compare import named_leaves
+from ..pipes.data.compare import named_leaves
 from .journal import running
 
 # %% ../../nbs/traces/05_recorder.ipynb #a22b2f49
