@@ -44,7 +44,7 @@ def _add_comparisons(command, debug: Parser) -> None:
     which = sub.add_mutually_exclusive_group(required=True)
     which.add_argument("--update", type=int, metavar="N", help="the N-th update: its batch is collected again")
     which.add_argument("--crash", dest="update", action="store_const", const=None, help="the update that failed: its batch is in RUN/crash")
-    sub.add_argument("--pdb", action="store_true", help="stop before the update, in the debugger: `s` steps into it, `c` goes on to its error")
+    sub.add_argument("--pdb", action="store_true", help="stop before the update, in pdb: `s` steps into it, `c` goes on to its error")
 
 
 def _parent_parsers() -> tuple:

@@ -95,19 +95,19 @@ def _collected(folder: Path, update: int, edits: tuple) -> Iterator[Moment]:
                 updates.make = lambda _: metrics
                 if error is None: learn(batch)
                 return _compared(folder, run.folder, update, metrics or {})
-            origin = f"the checkpoint of update {begun}" if found.stream else "the start"
-            yield Moment(run.agent, batch, update, f"{update - 1 - begun} updates repeated from {origin}\n{diff(folder, run.folder)}", outcome)
+            known = f"{update - 1 - begun} updates repeated from {f'the checkpoint of update {begun}' if found.stream else 'the start'}"
+            yield Moment(run.agent, batch, update, f"{known}\n{diff(folder, run.folder)}", outcome)
 
 
 def _compared(folder, again, update, metrics):
-    "A text about the journals, if they and the metrics of an update are equal. Raises `DataError` otherwise."
+    "A text about the journals, and the metrics of an update. Raises `DataError` if they are not equal."
     found = diff(folder, again)
     if found.parting is not None: raise DataError(f"{folder} does not repeat here\n{found}")
-    for record in _records(folder):
-        for name in metrics.keys() & record.keys() if record["updates"] == update else ():
-            if name.startswith("seconds") or repr(record[name]) == repr(float(metrics[name])): continue
-            raise DataError(f"{folder} does not repeat here", leaf=name, expected=repr(record[name]), got=repr(float(metrics[name])))
-    return str(found).splitlines()[-1]
+    known = {name: x for record in _records(folder) if record["updates"] == update for name, x in record.items()}
+    both = {name: (repr(known[name]), repr(float(x))) for name, x in metrics.items() if name in known and not name.startswith("seconds")}
+    for name, (then, now) in both.items():
+        if then != now: raise DataError(f"{folder} does not repeat here", leaf=name, expected=then, got=now)
+    return f"{str(found).splitlines()[-1]}, and so are {len(both)} metrics of update {update}" if both else str(found).splitlines()[-1]
 
 
 def _records(folder): return read_records(folder) if (folder/"metrics.jsonl").exists() else []
@@ -131,7 +131,7 @@ def _failed(folder: Path) -> Iterator[Moment]:
         def outcome(metrics=None, error=None):
             got = describe_exception(error) if error else "no error", checksum(agent.state_dict())
             if got == (then := (crash["error"], crash["state"])): return "the error and the learner after it are the same as then"
-            if ranks > 1: return f"{ranks} ranks learned together. This is the part of one of them, so its numbers are others: then {then[0]}"
+            if ranks > 1: return f"{ranks} ranks learned together, and this is the part of one, so its numbers are others: then {then[0]}"
             raise DataError(f"{folder}: the update does not repeat here", expected="{} (learner {})".format(*then),
                             got="{} (learner {})".format(*got))
         yield Moment(agent, last, crash["update"], f"the last {len(before) + 1} of {crash['update']} updates were in memory", outcome)
@@ -158,8 +158,8 @@ def replay_command(args: Namespace) -> None:
         agent, batch, n, known, outcome = moment
         item = getattr(batch, "fresh", batch)
         form = [f"  {name}: {describe(x)}" for name, x in zip(item._fields, item) if x is not None] if hasattr(item, "_fields") else []
-        print(known, f"update {n}: a learner with the checksum {checksum(agent.state_dict())} gets a {type(batch).__name__}", *form, sep="\n",
-              flush=True)
+        print(known, f"update {n}: a learner with the checksum {checksum(agent.state_dict())} gets a {type(batch).__name__}", *form,
+              sep="\n", flush=True)
         try: metrics = pdb.runeval("agent.update(batch)", {}, dict(agent=agent, batch=batch)) if args.pdb else agent.update(batch)
         except Exception as e:
             print(f"update {n} raises {describe_exception(e)}", flush=True)

@@ -132,9 +132,9 @@ def read_crash(folder: str | Path) -> dict:
         folder: the folder of a run
 
     Returns:
-        dict: `update` is its number, `steps` those before it, `error` a text, and `state` a checksum of the learner after it. `random` is the
-        state of the global generators before the first of the `batches`, of which the last one failed. The file is also a checkpoint,
-        of the learner before the first of them.
+        dict: `update` is its number, `steps` those before it, `error` a text, and `state` a checksum of the learner after it. `random` is
+        the state of the global generators before the first of the `batches`, of which the last one failed. The file is also a
+        checkpoint, of the learner before the first of them.
     """
     found = unpack(path := Path(folder, *CRASH), "checkpoint", FORMAT_VERSION).get("crash")
     if found is None: raise CheckpointError(f"{path}: no update that failed is in it", expected="the file that a training writes")
