@@ -20,7 +20,6 @@ from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.data.restoring import restore
 from ..pipes.graph.modules import torch_threads
 from ..pipes.graph.torchdata import IterableWrapper
-from ..pipes.replay.past import remade
 from ..settings.config import device_of
 from .folder import agent_of, folder_of, load_run
 from .logs import read_records
@@ -121,7 +120,7 @@ def _failed(folder: Path) -> Iterator[Moment]:
     found, crash, random = load_run(path), read_crash(folder), GlobalRandomStates()
     random.set_state(restore(crash["random"]))
     device, ranks = found.config.get("device", "cpu"), found.config.get("ranks", 1)
-    agent, batches = agent_of(found, device), IterableWrapper(map(remade, crash["batches"]), deepcopy=False)
+    agent, batches = agent_of(found, device), IterableWrapper(crash["batches"], deepcopy=False)
     if device_of(device).type != "cpu": batches = ToDevice(batches, device_of(device))
     with torch_threads(found.config["threads"]):
         random.put()

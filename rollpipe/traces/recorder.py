@@ -20,7 +20,7 @@ from ..pipes.data.captures import capture
 from ..pipes.data.errors import CheckpointError, WorkerError, describe_exception
 from ..pipes.data.files import pack, unpack, write_atomically
 from ..pipes.data.random_states import GlobalRandomStates
-from ..pipes.replay.past import noted
+from ..pipes.replay.past import noted, remade
 from ..pipes.data.compare import named_leaves
 from .journal import running
 
@@ -139,4 +139,4 @@ def read_crash(folder: str | Path) -> dict:
     found = unpack(path := Path(folder, *CRASH), "checkpoint", FORMAT_VERSION).get("crash")
     if found is None: raise CheckpointError(f"{path}: no update that failed is in it", expected="the file that a training writes")
     leaves, structure = nested.flatten(found["batches"])
-    return {**found, "batches": structure.unflatten(map(laid_out, leaves, found["layouts"]))}
+    return {**found, "batches": [*map(remade, structure.unflatten(map(laid_out, leaves, found["layouts"])))]}
