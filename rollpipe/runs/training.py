@@ -78,7 +78,7 @@ class Updates:
         self.meters = list({id(sink): sink for sink in sinks if isinstance(sink, Meter)}.values())
         self.journal = Journal(None, run.counters, {})
         again = typed(["rollpipe", "replay", run.folder, "--crash", *import_words(needed_modules(run.config))])
-        self.make = FlightRecorder(run.folder, run.config, run.counters, run.agent, shlex.join(again)).update
+        self.make: Callable = FlightRecorder(run.folder, run.config, run.counters, run.agent, shlex.join(again)).update
         self.is_whole = False  # whether the last update is complete, so that the learner can be saved
 
     def start_clock(self) -> None: self.begun = self.waiting = perf_counter()

@@ -100,7 +100,8 @@ class FlightRecorder:
         n = len(self.held)
         # To count the bytes of each batch would take 1 % of an update of DQN, so they are counted for some: 1, 2, 4, 8, ...
         if n and n & (n - 1) == 0: self.most = min(MOST, BYTES // max(1, _bytes_in(self.held[-1])))
-        return not n or n >= self.most or perf_counter() >= self.due
+        # One rank alone could not make the updates of several ranks again, so their snapshot is that before the last one.
+        return not n or n >= self.most or perf_counter() >= self.due or self.config.get("ranks", 1) > 1
 
     def _take_snapshot(self):
         begun = perf_counter()
