@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rollpipe.agents import DQN, PPO, SAC, TRPO
 from rollpipe.layers import ActionCritic, Critic, MLPPolicy, QPolicy, RecurrentPolicy, SquashedPolicy
 from rollpipe.pipes import (
-    CheckpointError, DataError, EnvStepper, FragmentCollector, Lanes, ProcessReading, Recorder, Replayer, Source, insert_after, on_policy,
+    CheckpointError, DataError, EnvStepper, FragmentCollector, FrameStack, Lanes, ProcessReading, Recorder, Replayer, Source, insert_after, on_policy,
     replace, replayed,
 )
 from rollpipe.pipes.data.compare import first_difference
@@ -45,6 +45,39 @@ def recurrent():
     return on_policy(POLE, actor, critic, n_steps=24, n_envs=2, lanes=2, seed=0), PPO(actor, critic, epochs=1)
 
 
+class Pictures(gym.Env):
+    "Shows random pictures."
+    observation_space, action_space = gym.spaces.Box(0, 255, (6, 6), np.uint8), gym.spaces.Discrete(2)
+
+    def look(self):
+        self.n = getattr(self, "n", 0) + 1
+        return self.np_random.integers(0, 256, (6, 6), np.uint8), {}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.look()
+
+    def step(self, action): return self.look()[0], float(action), False, self.n % 7 == 0, {}
+
+
+class Blind:
+    "An actor that always answers the same."
+    def step(self, stepno, *args, hx, virtual): return torch.ones_like(stepno), (), {}
+    def reset(self, hx, at): return hx
+
+
+class Sum:
+    "A learner that adds up what it sees."
+    total = 0.
+    def state_dict(self): return dict(total=self.total)
+    def update(self, batch):
+        self.total += batch.state.obs.float().square().sum().item()
+        return dict(total=self.total)
+
+
+def images(): return FrameStack(Lanes(FragmentCollector(EnvStepper(Pictures, Blind(), 2), 8), 2, seed=0), 3), Sum()
+
+
 def dqn():
     actor = QPolicy.for_env(POLE, hidden=(8,), seed=0)
     pipe = replayed(POLE, actor, n_steps=8, n_envs=2, lanes=2, capacity=64, batch_size=8, warmup=16, prioritized=True, seed=0)
@@ -57,7 +90,7 @@ def sac():
     return pipe, SAC(actor, critic, random_steps=8, seed=0)
 
 
-RECIPES = dict(trpo=trpo, tuples=partial(trpo, "Blackjack-v1"), recurrent=recurrent, dqn=dqn, sac=sac)
+RECIPES = dict(trpo=trpo, tuples=partial(trpo, "Blackjack-v1"), recurrent=recurrent, images=images, dqn=dqn, sac=sac)
 
 
 def weights(pipe, agent, n=4):

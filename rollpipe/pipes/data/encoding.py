@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .captures import array_in, dtype_of
+from .captures import MADE, array_in, dtype_of
 from .errors import CheckpointError
 from .restoring import loaded_class
 from .simulators import name_of
@@ -34,9 +34,11 @@ def encode(tree: Any, tensors: dict, name: str = "", depth: int = 0) -> Any:
     if depth > DEPTH: raise CheckpointError("nested too deep", leaf=name, expected=f"at most {DEPTH} containers, one in another")
     if tree is None or type(tree) in (bool, int, str): return tree
     if type(tree) is float: return tree if math.isfinite(tree) else {"float": repr(tree)}
+    below = lambda key, value: encode(value, tensors, f"{name}.{key}" if name else str(key), depth + 1)
+    if (made := MADE.get(name_of(type(tree)))) is not None:
+        return {"made": [name_of(type(tree)), [below(i, x) for i, x in enumerate(made[1](tree))]]}
     if isinstance(tree, torch.Tensor): return {"tensor": _store(tree, tensors, name)}
     if isinstance(tree, (np.ndarray, np.generic)) and not tree.dtype.hasobject: return _array(tree, tensors, name)
-    below = lambda key, value: encode(value, tensors, f"{name}.{key}" if name else str(key), depth + 1)
     if isinstance(tree, (list, tuple)) and type(tree) in (list, tuple):
         return {type(tree).__name__: [below(i, x) for i, x in enumerate(tree)]}
     if isinstance(tree, dict): return {"dict": [[_key(k, name), below(k, x)] for k, x in tree.items()]}
@@ -88,7 +90,7 @@ def _array(x, tensors, name):
 def decode(code: Any, tensors: dict, depth: int = 0) -> Any:
     """The tree that was encoded. Raises KeyError, TypeError or ValueError if `encode` did not make `code`.
 
-    The module of a named tuple has to be loaded, unless it is one of rollpipe's. No constructor is called.
+    The module of a named tuple has to be loaded, unless it is one of rollpipe's. Only what is `made_of` other values is constructed.
 
     Args:
         code: what `encode` returned
@@ -99,23 +101,25 @@ def decode(code: Any, tensors: dict, depth: int = 0) -> Any:
     (kind, value), = code.items()
     if kind == "float": return float(value)
     if kind == "tensor": return _stored(value, tensors)
-    if kind not in ("dict", "list", "tuple", "named", "array", "number"): raise ValueError(f"unknown tag {kind!r}")
+    if kind not in ("dict", "list", "tuple", "named", "made", "array", "number"): raise ValueError(f"unknown tag {kind!r}")
     if not isinstance(value, list): raise TypeError(f"{kind!r} holds no list")
     if kind == "array": return _stored_array(tensors, *value)
     if kind == "number": return array_in(np.frombuffer(bytes.fromhex(value[1]), np.uint8), dtype_of(value[0]), [], [], 0)[()]
     if depth >= DEPTH: raise ValueError(f"nested more than {DEPTH} deep")
     if kind == "dict": return {k: decode(x, tensors, depth + 1) for k, x in value}
-    found = [decode(x, tensors, depth + 1) for x in (value[1] if kind == "named" else value)]
-    if kind != "named": return found if kind == "list" else tuple(found)
-    if len(found) != len((cls := _named_class(value[0]))._fields): raise ValueError(f"{value[0]} has other fields")
+    found = [decode(x, tensors, depth + 1) for x in (value[1] if kind in ("named", "made") else value)]
+    if kind in ("list", "tuple"): return found if kind == "list" else tuple(found)
+    cls: Any = _known_class(value[0], tuple if kind == "named" else object)
+    if kind == "made": return MADE[name_of(cls)][0](*found)
+    if len(found) != len(cls._fields): raise ValueError(f"{value[0]} has other fields")
     return tuple.__new__(cls, found)
 
 
-def _named_class(name):
+def _known_class(name, base):
     module = name.rpartition('.')[0]
     if module.startswith(('rollpipe.pipes.', 'rollpipe.layers.')): importlib.import_module(module)
-    try: return loaded_class(name, tuple)
-    except ValueError: raise ValueError(f"a named tuple {name}, whose module has to be imported before") from None
+    try: return loaded_class(name, base)
+    except ValueError: raise ValueError(f"{name}, whose module has to be imported before") from None
 
 
 def _stored(place, tensors):
