@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from command_line import rollpipe, settings
@@ -14,7 +15,9 @@ from rollpipe.agents import DQN, PPO, SAC, TRPO
 from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe.layers import Critic, RecurrentPolicy
 from rollpipe.pipes import on_policy
+from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import CheckpointError, DataError, WorkerError, describe_exception
+from rollpipe.pipes.frames import Stacks
 from rollpipe.runs import replayed_run, resume, start, train
 from rollpipe.runs.repeat import verify
 from rollpipe.settings.config import make_config
@@ -175,14 +178,41 @@ def test_a_full_disk_hides_no_error(tmp_path, planted, monkeypatch):
     assert e.traceback[-1].name == "failing" and not (run.folder/"crash"/CRASH[1]).exists()
 
 
+class Failing:
+    "A learner without weights, whose updates fail from number `at` on."
+    def __init__(self, at=1): self.at, self.n = at, 0
+    def state_dict(self): return dict(n=self.n)
+
+    def update(self, batch):
+        self.n += 1
+        if self.n >= self.at: raise ValueError("planted")
+
+
+def recording(folder, at=1, **config): return recorder.FlightRecorder(folder, config, dict(updates=0, steps=0, resumes=0), Failing(at), "")
+
+
 def test_a_batch_that_cannot_be_stored_hides_no_error(tmp_path):
-    class Learner:
-        def state_dict(self): return {}
-        def update(self, batch): raise ValueError("planted")
-    made = recorder.FlightRecorder(tmp_path, {}, dict(updates=0, steps=0, resumes=0), Learner(), "command")
-    with pytest.raises(ValueError, match="planted") as e: made.update([object()])
+    with pytest.raises(ValueError, match="planted") as e: recording(tmp_path).update([object()])
     if hasattr(e.value, "__notes__"): assert "leaf crash.batches.0.0: cannot be stored without a pickle" in e.value.__notes__[0]
     assert not list(tmp_path.rglob("*.*"))
+
+
+def test_a_batch_may_hold_all_kinds_of_numbers(tmp_path):
+    stacks = Stacks(torch.arange(24.).reshape(6, 2, 2), torch.zeros(1, 2, 2), torch.tensor([[0, 1], [2, 3], [-1, 5]]))
+    batch = dict(stacks=stacks, wide=torch.ones(1, 3).expand(2, 3), turned=torch.arange(6).reshape(2, 3).T,
+                 array=np.arange(3, dtype="f4")[::2], none=torch.zeros(0, 3), more=[None, 1, "a", np.float32(2)])
+    with pytest.raises(ValueError, match="planted"): recording(tmp_path).update(batch)
+    (found,) = read_crash(tmp_path)["batches"]
+    assert isinstance(found["stacks"], Stacks) and torch.equal(found.pop("stacks").dense(), batch.pop("stacks").dense())
+    assert first_difference(found, batch) is None
+    assert all(found[name].stride() == batch[name].stride() for name in ("wide", "turned"))
+
+
+def test_a_rank_keeps_its_last_batch_alone(tmp_path):
+    made = recording(tmp_path, at=3, ranks=2)
+    with pytest.raises(ValueError, match="planted"):
+        for k in range(5): made.update(torch.tensor(k))
+    assert read_crash(tmp_path)["batches"] == [torch.tensor(2)]
 
 
 def test_a_second_failure_replaces_the_first_and_a_kill_in_between_leaves_one(tmp_path, planted):

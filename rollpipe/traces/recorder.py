@@ -46,7 +46,7 @@ LINE = 64     # bytes of a line of the processor's cache, at the border of which
 
 def layout_of(x: Any) -> tuple | None:
     "`(strides, address modulo LINE)` of a tensor, on which the last bits of what is computed from it depend. None for other values."
-    return (x.stride(), x.data_ptr() % LINE) if isinstance(x, torch.Tensor) else None
+    return (x.stride(), x.data_ptr() % LINE) if type(x) is torch.Tensor else None
 
 
 def laid_out(x: Any, layout: tuple | None) -> Any:
@@ -113,9 +113,8 @@ class FlightRecorder:
         "Write the file. Returns the text of a note."
         try:
             failed = dict(update=self.counters["updates"] + 1, steps=self.counters["steps"], error=describe_exception(error))
-            batches = nested.map(lambda x: x.dense() if hasattr(x, "dense") else x, self.held)      # stacks of frames
-            crash = dict(failed, state=checksum(self.agent.state_dict()), random=capture(self.random), batches=batches,
-                         layouts=[layout_of(x) for x in nested.leaves(batches)])
+            crash = dict(failed, state=checksum(self.agent.state_dict()), random=capture(self.random), batches=self.held,
+                         layouts=[layout_of(x) for x in nested.leaves(self.held)])
             self.path.parent.mkdir(exist_ok=True)
             write_atomically(self.path, pack("checkpoint", FORMAT_VERSION, dict(config=self.config, counters=self.before,
                                                                               agent=self.snapshot.state, crash=crash)))
