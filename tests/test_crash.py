@@ -256,6 +256,13 @@ def test_a_damaged_file_is_refused(damage, tmp_path, planted):
     with pytest.raises(CheckpointError, match="damaged"): replayed_run(run.folder).__enter__()
 
 
+def test_another_file_is_refused(tmp_path):
+    run = start(tmp_path/"run", config_of("ppo"))
+    run.folder.joinpath("crash").mkdir()
+    run.folder.joinpath(*CRASH).write_bytes(run.checkpoint.read_bytes())
+    with pytest.raises(CheckpointError, match="not of an update that failed"): replayed_run(run.folder).__enter__()
+
+
 # -- any update --------------------------------------------------------------------------------------------------------
 
 

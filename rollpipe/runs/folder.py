@@ -27,15 +27,14 @@ from ..pipes.graph.edits import find
 from ..pipes.graph.modules import torch_threads
 from ..pipes.stepper import EnvStepper
 from ..traces.differences import FINGERPRINTS, JOURNAL
-from ..traces.recorder import CRASH
 
 # %% auto #0
 __all__ = ['RUN_FILES', 'Run', 'folder_of', 'start', 'discard', 'files_of_run', 'needed_modules', 'load_run', 'best_return',
-           'restore', 'agent_of', 'load_agent', 'run_from', 'resume']
+           'restore', 'agent_of', 'load_agent', 'resume']
 
 # %% ../../nbs/runs/07_folder.ipynb #318476a9
 RUN_FILES = ("config.json", FINGERPRINTS, "metrics.csv", "metrics.jsonl", JOURNAL, "evaluations.jsonl", "checkpoint.safetensors",
-             "best.safetensors", "replay", "recording", CRASH[0], "curve.png", "tensorboard", "wandb", "wandb.json", "videos")
+             "best.safetensors", "replay", "recording", "crash", "curve.png", "tensorboard", "wandb", "wandb.json", "videos")
 _COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0., resumes=0)
 
 
@@ -278,20 +277,6 @@ def load_agent(run: str | Path, best: bool = False, device: str = "cpu") -> Any:
     return agent_of(load_run(run, best), device)
 
 # %% ../../nbs/runs/07_folder.ipynb #77254847
-def run_from(found: Checkpoint, folder: Path, config: dict, counters: dict) -> Run:
-    """The run that goes on from a checkpoint. Nothing is written. Raises as `restore`, `load_states` and `resumed_stream` do.
-
-    Args:
-        found: see `load_run`
-        folder: the folder of the run, with the chunks of its replay memory
-        config: the configuration with which it goes on
-        counters: those with which it goes on
-    """
-    agent, pipe = restore(found._replace(config={**config, "folder": folder}), counters["resumes"])
-    waiting, stream = load_states(pipe, found.pipes), resumed_stream(folder, pipe, found, config)
-    return Run(folder, config, agent, pipe, counters, waiting, stream)
-
-
 def resume(folder: str | Path, steps: int | None = None, device: str | None = None, workers: int | None = None) -> Run:
     """Continue a run from its checkpoint: exactly as it would have gone on, or with new episodes if its configuration says why.
 
@@ -315,10 +300,11 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
         if counters["steps"] >= config["steps"]:
             raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
         check_decay(config["steps"], found.config["options"])
-        run = run_from(found, folder, config, counters)
+        agent, pipe = restore(found._replace(config={**config, "folder": folder}), counters["resumes"])
+        waiting, stream = load_states(pipe, found.pipes), resumed_stream(folder, pipe, found, config)
         _write_config(folder, config)
         _remove(path for steps, path in kept_checkpoints(folder/"checkpoints").items() if steps > counters["steps"])
-        return run
+        return Run(folder, config, agent, pipe, counters, waiting, stream)
     except BaseException:
         unlock(folder)
         raise

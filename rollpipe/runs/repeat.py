@@ -10,11 +10,12 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 from .states import edited
-from ..agents.checkpoint import Checkpoint
+from ..agents.checkpoint import Checkpoint, save_checkpoint
 from ..pipes.data.errors import DataError
-from .folder import Run, load_run, run_from, start
+from .folder import Run, load_run, resume, start
 from .locks import unlock
 from .training import train
 from ..traces.differences import FINGERPRINTS, JOURNAL, RunDifference, diff
@@ -40,7 +41,11 @@ def repetition(folder: Path, found: Checkpoint, *edits: Callable) -> Iterator[Ru
         else:
             for name in (JOURNAL, FINGERPRINTS): shutil.copy(folder/name, place)
             Path(place, "replay").symlink_to((folder/"replay").resolve())     # chunks of a replay memory, which are only read
-            run = run_from(found, Path(place), config, dict(found.counters))
+            learner, pipes = SimpleNamespace(state_dict=lambda: found.agent_state), dict(found.stream["pipes"])
+            if config.get("record"): pipes.pop("Recorder", None)        # the repetition has a recording of its own
+            save_checkpoint(Path(place, "checkpoint.safetensors"), learner, config, found.counters, pipes=found.pipes,
+                            stream={**found.stream, "pipes": pipes})
+            run = resume(place)
         try: yield edited(run, *edits)
         finally: unlock(run.folder)
 

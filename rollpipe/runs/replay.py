@@ -32,7 +32,7 @@ from ..traces.recorder import CRASH, checksum, read_crash
 # %% auto #0
 __all__ = ['Moment', 'replayed_run', 'replay_command']
 
-# %% ../../nbs/runs/17_replay.ipynb #ac687858
+# %% ../../nbs/runs/17_replay.ipynb #5f71ad14
 class Moment(NamedTuple):
     """The moment before an update of a run.
 
@@ -69,7 +69,10 @@ def _before(folder: Path, update: int) -> Checkpoint:
     raise DataError(f"{folder} cannot be repeated from its start", expected="a checkpoint before the update (--keep)",
                     got=f"{resumes} times new episodes, when it was resumed")
 
-# %% ../../nbs/runs/17_replay.ipynb #4eecb56f
+
+def _records(folder): return read_records(folder) if (folder/"metrics.jsonl").exists() else []
+
+# %% ../../nbs/runs/17_replay.ipynb #3ddaec66
 @contextmanager
 def _collected(folder: Path, update: int, edits: tuple) -> Iterator[Moment]:
     "The moment before an update, to which the run is repeated."
@@ -108,10 +111,7 @@ def _compared(folder, again, update, metrics):
         if then != now: raise DataError(f"{folder} does not repeat here", leaf=name, expected=then, got=now)
     return f"{str(found).splitlines()[-1]}, and so are {len(both)} metrics of update {update}" if both else str(found).splitlines()[-1]
 
-
-def _records(folder): return read_records(folder) if (folder/"metrics.jsonl").exists() else []
-
-
+# %% ../../nbs/runs/17_replay.ipynb #9cb97dca
 @contextmanager
 def _failed(folder: Path) -> Iterator[Moment]:
     "The moment before the update that failed."

@@ -154,8 +154,7 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
           callback: Callable | None = None) -> dict:
     """Train until `config['steps']`, recording metrics and saving checkpoints in the run's folder. The best learner has a checkpoint, too.
 
-    If training is interrupted, also by SIGTERM or SIGHUP, or the environment fails, a checkpoint of the last update is saved first. If
-    an update fails, `replayed_run(folder)` makes it again.
+    If training is interrupted, also by SIGTERM or SIGHUP, or the environment fails, a checkpoint of the last update is saved first.
 
     Args:
         run: a run from `start` or `resume`; its counters are updated

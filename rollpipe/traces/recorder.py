@@ -137,6 +137,7 @@ def read_crash(folder: str | Path) -> dict:
         checkpoint, of the learner before the first of them.
     """
     found = unpack(path := Path(folder, *CRASH), "checkpoint", FORMAT_VERSION).get("crash")
-    if found is None: raise CheckpointError(f"{path}: no update that failed is in it", expected="the file that a training writes")
-    leaves, structure = nested.flatten(found["batches"])
-    return {**found, "batches": [*map(remade, structure.unflatten(map(laid_out, leaves, found["layouts"])))]}
+    try:
+        leaves, structure = nested.flatten(found["batches"])
+        return {**found, "batches": [*map(remade, structure.unflatten(map(laid_out, leaves, found["layouts"])))]}
+    except Exception as e: raise CheckpointError(f"{path}: damaged, or not of an update that failed ({describe_exception(e)})") from None
