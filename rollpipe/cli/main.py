@@ -17,6 +17,7 @@ from ..results.experiments import train_or_experiment
 from ..runs.export import FORMATS
 from ..runs.repeat import diff_command, verify_command
 from ..runs.replay import replay_command
+from ..runs.fork import fork_command
 from ..settings.options import Parser, add_options
 from ..pipes.data.errors import PipeError
 from ..settings.listing import list_command
@@ -45,6 +46,13 @@ def _add_comparisons(command, debug: Parser) -> None:
     which.add_argument("--update", type=int, metavar="N", help="the N-th update: its batch is collected again")
     which.add_argument("--crash", dest="update", action="store_const", const=None, help="the update that failed: its batch is in RUN/crash")
     sub.add_argument("--pdb", action="store_true", help="stop before the update, in pdb: `s` steps into it, `c` goes on to its error")
+    sub = command("fork", fork_command, [debug], "make a run that goes on from an update of another one, with other options if you like")
+    sub.add_argument("run", metavar="RUN", help="folder of a run, which is not changed")
+    sub.add_argument("--at", type=int, metavar="N", help="number of updates after which the fork begins [those of its newest checkpoint]")
+    sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option that is another one from there on")
+    sub.add_argument("--steps", metavar="N", help="environment steps of the fork, with those before [as in RUN]")
+    sub.add_argument("--out", metavar="RUN", required=True, help="folder of the fork")
+    sub.add_argument("--overwrite", action="store_true", help="replace the run in that folder")
 
 
 def _parent_parsers() -> tuple:
