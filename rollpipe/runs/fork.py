@@ -30,6 +30,7 @@ from .folder import FORKED, files_of_run, folder_of, load_run, needed_modules, r
 from .locks import lock, unlock
 from .logs import MetricWriter
 from .repeat import checkpoint_at, records_of, repeated, stored
+from .states import ordering
 from ..traces.differences import FINGERPRINTS, JOURNAL, diff, read_fingerprints
 from ..traces.fingerprint import Fingerprint, fingerprint
 from ..traces.journal import cut
@@ -102,6 +103,7 @@ def changed_run(folder: Path, found: Checkpoint, options: dict) -> tuple[Checkpo
         after = _made(config, found)
         try:
             if why := _refusal(before, after): raise DataError(why)
+            if (now := ordering(config)) != (then := ordering(found.config)): raise DataError(f"the stream of {now}, and not of {then}")
             state = _changed(state, before.state, after.state)
         except DataError as e:
             raise DataError(f"a fork of {folder} cannot have another {name}", leaf=name, got=str(e),
@@ -209,9 +211,9 @@ def fork(run: str | Path, out: str | Path, at: int | None = None, edits: Iterabl
     that does not fit its state; and `OSError`, which names the file, if the disk is full.
 
     Args:
-        run: folder of the run
+        run: folder of the run, or one of its checkpoints
         out: folder of the fork
-        at: number of updates after which the fork begins; None: those of the run's newest checkpoint
+        at: number of updates after which the fork begins; None: those of the checkpoint, or of the run's newest one
         edits: functions `pipe -> pipe` that changed the pipeline of the run in Python, in turn
         overwrite: replace the run in `out`
         **options: options that change from there on, of the algorithm or of the run, such as `max_kl=0.02` or `steps=100_000`
@@ -219,7 +221,8 @@ def fork(run: str | Path, out: str | Path, at: int | None = None, edits: Iterabl
     Returns:
         Path: `out`
     """
-    folder, out = folder_of(run), Path(out)
+    named, folder, out = load_run(run), folder_of(run), Path(out)
+    if at is None and Path(run).is_file(): at = int(named.counters["updates"])
     _check_place(folder, out, overwrite)
     with GlobalRandomStates(), _replacing(out) as home:
         found, at = _taken(folder, at, home)
