@@ -67,7 +67,7 @@ def laid_out(x: Any, layout: tuple | None) -> Any:
     return found
 
 # %% ../../nbs/traces/05_recorder.ipynb #c7c31017
-SHARE, BYTES, MOST = 0.005, 2**26, 1024    # share of the time for snapshots; bytes and number of the batches that are held, at most
+SHARE, BYTES, MOST = 0.005, 2**26, 256    # share of the time for snapshots; bytes and number of the batches that are held, at most
 
 
 class FlightRecorder:
