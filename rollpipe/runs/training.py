@@ -75,7 +75,8 @@ class _Updates:
         sinks = [getattr(tap, name, None) for tap in nodes(run.pipe) for name in ("see", "sink")]
         self.meters = list({id(sink): sink for sink in sinks if isinstance(sink, Meter)}.values())
         self.journal = Journal(None, run.counters, {})
-        self.is_whole = False  # whether the last update is complete, so that the learner can be saved
+        self.is_whole = False  # whether the last update is complete, and not saved yet
+        self.signals = []      # that have arrived, and that the ranks have not agreed on yet
 
     def start_clock(self) -> None: self.begun = self.waiting = perf_counter()
 
@@ -122,10 +123,17 @@ class _Updates:
             self.is_whole = True
         return record
 
+    def is_due(self, evaluations: Any) -> bool:
+        "Is a checkpoint due after this update?"
+        counters, config = self.run.counters, self.run.config
+        return (counters["steps"] >= config["steps"] or counters["updates"] % config["checkpoint_every"] == 0
+                or evaluations is not None and evaluations.waits())
+
     def save(self) -> None:
         "Save a checkpoint, after a line of the journal, from which a resumed run goes on."
         self.journal.mark()
         self.run.save()
+        self.is_whole = False
 
 
 def _report(record: dict, writer: MetricWriter, bar: Progress) -> None:
@@ -136,12 +144,15 @@ def _report(record: dict, writer: MetricWriter, bar: Progress) -> None:
 # %% ../../nbs/runs/10_training.ipynb #834b70b8
 @contextmanager
 def _saved(updates: _Updates, graph: Any) -> Iterator[None]:
-    "In the block the graph is iterated. At its end, the last complete update is saved, with the stream if that was not stopped in a batch."
+    """In the block the graph is iterated. At its end, the last complete update is saved, with the stream unless a batch was stopped.
+
+    Several ranks may be stopped at different moments, so what they saved together last is left as it is.
+    """
     run = updates.run
     if run.stream: run.stream.begin(graph, updates.episodes)
     try: yield
     finally:
-        if updates.is_whole: updates.save()
+        if updates.is_whole and not getattr(run.stream, "is_joint", False): updates.save()
         if run.stream: run.stream.end()
 
 
@@ -173,7 +184,7 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
               _saved(updates, graph)):
             updates.start_clock()
             while counters["steps"] < steps:
-                with uninterrupted() as delay:
+                with uninterrupted(updates.signals) as delay:
                     delay.collecting()
                     try: batch = next(batches)
                     except StopIteration: break
@@ -182,7 +193,7 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
                         raise
                     delay.learning()
                     record = updates.learn(batch, health, evaluations.poll() if evaluations else [], writer, bar)
-                    if counters["updates"] % config["checkpoint_every"] == 0: updates.save()
+                    if delay.agree(updates.is_due(evaluations)): updates.save()
                     updates.waiting = perf_counter()
                 is_last = counters["steps"] >= steps
                 if films: films.after(counters["updates"], is_last)
