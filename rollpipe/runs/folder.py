@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ..agents.checkpoint import (Checkpoint, Snapshot, checkpoint_bytes, keep_checkpoint, kept_checkpoints, load_checkpoint,
-                                        save_checkpoint, write_atomically)
+                                        save_checkpoint)
 from .states import Stream, kept_states, load_states, resumed_stream, with_exactness
 from ..agents.schedules import with_eval_every
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
 from ..settings.config import RUN_OPTIONS, RunOptions, build, check_decay, check_room, device_of, run_options
 from .locks import lock, unlock
-from ..pipes.data import nested
+from ..pipes.data import files, nested
 from ..pipes.data.chunks import ChunkFolder
 from ..pipes.engines.checked_actor import engine_used
 from ..pipes.data.errors import CheckpointError, DataError, PipeError
@@ -34,7 +34,7 @@ __all__ = ['RUN_FILES', 'Run', 'folder_of', 'start', 'discard', 'files_of_run', 
 
 # %% ../../nbs/runs/07_folder.ipynb #318476a9
 RUN_FILES = ("config.json", FINGERPRINTS, "metrics.csv", "metrics.jsonl", JOURNAL, "evaluations.jsonl", "checkpoint.safetensors",
-             "best.safetensors", "replay", "ranks", "curve.png", "tensorboard", "wandb", "wandb.json", "videos")
+             "best.safetensors", "replay", "ranks", "recording", "curve.png", "tensorboard", "wandb", "wandb.json", "videos")
 _COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0., resumes=0)
 
 
@@ -67,7 +67,7 @@ class Run(NamedTuple):
         "Write the checkpoint. After the first update, also keep it among the newest `config['keep']` checkpoints."
         stream, n = None if self.stream is None else self.stream.state(), self.config.get("keep", 0)
         data = checkpoint_bytes(self.agent, self.config, self.counters, pipes=kept_states(self), stream=stream)
-        write_atomically(self.checkpoint, data)
+        files.write_atomically(self.checkpoint, data)
         if n and self.counters["updates"]: keep_checkpoint(self.folder/"checkpoints", data, self.counters["steps"], n)
         if stream: self.stream.sweep([self.checkpoint, *kept_checkpoints(self.folder/"checkpoints").values()])
 
@@ -100,7 +100,7 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
     folder = Path(folder)
     if files_of_run(folder) and not overwrite:
         raise DataError(f"{folder} has a run already", expected="another folder, --overwrite, or --resume")
-    with torch_threads(config["threads"]): agent, pipe = build({**config, "place": folder.resolve().name})    # so weights repeat
+    with torch_threads(config["threads"]): agent, pipe = build({**config, "folder": folder})    # so weights repeat
     config = with_exactness(_with_engine(config, agent, pipe), pipe)
     folder.mkdir(parents=True, exist_ok=True)
     lock(folder)
@@ -133,8 +133,8 @@ def discard(run: Run) -> None:
 
 def files_of_run(folder: str | Path) -> list:
     "The paths of the files of a run that are in a folder."
-    files = [path for name in (*RUN_FILES, "curve-*.png") for path in Path(folder).glob(name)]
-    return [*files, *kept_checkpoints(Path(folder, "checkpoints")).values()]
+    found = [path for name in (*RUN_FILES, "curve-*.png") for path in Path(folder).glob(name)]
+    return [*found, *kept_checkpoints(Path(folder, "checkpoints")).values()]
 
 
 def _remove_run(folder: Path) -> None:
@@ -150,7 +150,7 @@ def _remove(paths: Iterable) -> None:
 
 
 def _write_config(folder: Path, config: dict) -> None:
-    write_atomically(folder/"config.json", (json.dumps(config, indent=2) + "\n").encode())
+    files.write_atomically(folder/"config.json", (json.dumps(config, indent=2) + "\n").encode())
 
 # %% ../../nbs/runs/07_folder.ipynb #c8b29057
 def _check_stored(found: Checkpoint) -> None:
@@ -300,7 +300,7 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
         if counters["steps"] >= config["steps"]:
             raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
         check_decay(config["steps"], found.config["options"])
-        agent, pipe = restore(found._replace(config={**config, "place": folder.resolve().name}), counters["resumes"])
+        agent, pipe = restore(found._replace(config={**config, "folder": folder}), counters["resumes"])
         waiting, stream = load_states(pipe, found.pipes), resumed_stream(folder, pipe, found, config)
         _write_config(folder, config)
         _remove(path for steps, path in kept_checkpoints(folder/"checkpoints").items() if steps > counters["steps"])

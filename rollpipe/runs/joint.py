@@ -6,19 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
 import rollpipe.ranks as ranks
-from ..agents.checkpoint import checkpoint_bytes, load_checkpoint
 from .states import Stream, load_states, states_of, with_exactness
 from ..settings.config import build
 from .locks import unlock
 from ..pipes.data.chunks import ChunkFolder, names_in
 from ..pipes.data.errors import DataError, WorkerError, describe_exception
+from ..pipes.data.files import pack, unpack
 from ..pipes.graph.edits import find
 from ..pipes.lanes import Lanes
 from ..pipes.resumable import keep_as
@@ -58,13 +57,13 @@ class RankStream(Stream):
         super().__init__(reason, chunks=chunks)
         self.is_joint = reason is None
         if restored is None: return
-        chunks.read(name := restored["ranks"][rank])     # which compares the content with the name
-        self.restored = load_checkpoint(chunks.path/name).stream
+        data = chunks.read(name := restored["ranks"][rank])     # which compares the content with the name
+        self.restored = unpack(chunks.path/name, "part", 1, data.tobytes())["stream"]
 
     def state(self) -> dict | None:
         "The names of the parts of all ranks, which are on disk; None if a resumed run begins new episodes."
         if self.pipe is None or self.reason: return None
-        data = checkpoint_bytes(SimpleNamespace(state_dict=dict), {}, {}, stream=super().state())
+        data = pack("part", 1, dict(stream=super().state()))
         name = self.chunks.write(np.frombuffer(data, np.uint8))
         self.chunks.sync()
         return dict(ranks=ranks.gathered_objects(name))
