@@ -70,6 +70,8 @@ CASES = {
     "bipedal": Case("ppo", "BipedalWalker-v3", SMALL, dict(steps=4000)),
     "ppo_ranks": Case("ppo", "CartPole-v1", dict(SMALL, lanes=4), dict(steps=6000), (0, 1, 2), ranks=2),
     "trpo_ranks": Case("trpo", "Pendulum-v1", SMALL, dict(steps=4000), (0, 1), ranks=2),
+    "vtrace_ranks": Case("vtrace", "CartPole-v1", dict(n_steps=32, n_envs=2, lanes=4), dict(steps=5000, lag=1, workers=1), (1, 2), ranks=2),
+    "sac_ranks": Case("sac", "Pendulum-v1", dict(warmup=200, lanes=2, samples_per_step=0.2), dict(steps=800), ranks=2),
     "dqn_ranks": Case("dqn", "CartPole-v1", dict(warmup=200, lanes=2), dict(steps=2500), ranks=2),
     "ready": Case("vtrace", "CartPole-v1", SMALL, dict(steps=3000, workers=2, lag=1, order="ready"), (2,), "the clock"),
 }

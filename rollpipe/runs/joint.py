@@ -117,7 +117,7 @@ def joint(make: Callable, typed: dict, configured: Callable) -> Run | None:
     """
     if not dist.is_initialized(): return make()
     _check_asked(typed, configured)
-    run, told = None, [None]
+    run, told = None, list[Any]([None])
     try:
         try:
             if dist.get_rank() == 0 and (run := make()) is not None:
