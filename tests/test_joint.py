@@ -11,7 +11,7 @@ from gymnasium.envs.classic_control import CartPoleEnv
 from test_ranks import run
 
 from rollpipe.agents.checkpoint import load_checkpoint
-from rollpipe.pipes import DataError, WorkerError, resumable
+from rollpipe.pipes import DataError, EnvError, WorkerError, resumable
 from rollpipe.pipes.data.chunks import ChunkFolder, names_in
 from rollpipe.pipes.envs.kept import Keeper
 from rollpipe.runs import folder as folders
@@ -138,6 +138,16 @@ def test_a_batch_that_breaks_in_one_rank_leaves_the_last_checkpoint(tmp_path):
     assert isinstance(lost, WorkerError) and "the environment is broken" in str(broken) and updates(one) == 4
     assert attempt(one, "fails") == [None, None]
     assert_twins(one, twin)
+
+
+@pytest.mark.parametrize("every, is_exact", [(3, False), (4, True)])
+def test_a_batch_that_breaks_in_one_process_leaves_the_last_update(every, is_exact, tmp_path, monkeypatch):
+    "It is saved without its stream, unless it was saved before with it."
+    alone = start(tmp_path/"one", config_of("fails", checkpoint_every=every) | dict(ranks=1))
+    monkeypatch.setattr(Fails, "left", 4 * 4 * 2 * 32 + 50)
+    with pytest.raises(EnvError, match="the environment is broken"): train(alone, progress=False, tensorboard=False)
+    found = load_checkpoint(alone.checkpoint)
+    assert (found.counters["updates"], found.stream is not None) == (4, is_exact)
 
 
 def test_a_run_that_is_not_exact_goes_on_with_new_episodes(tmp_path):
