@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from rollpipe.agents import checkpoint
 from rollpipe.agents.checkpoint import load_checkpoint
+from rollpipe.pipes.data import files
 from rollpipe.pipes.data import nested
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs import resume, start, train
@@ -114,7 +114,7 @@ def in_child(blow, function, *args):
 
 def die_while_saving(n):
     "Let this process be killed when it has written half of its `n`-th checkpoint."
-    left, opened = [n], checkpoint._open_beside
+    left, opened = [n], files._open_beside
 
     def open_beside(path):
         file, beside = opened(path)
@@ -123,7 +123,7 @@ def die_while_saving(n):
             if not left[0]: file.write = lambda data: (type(file).write(file, data[:len(data) // 2]), file.flush(),
                                                        os.kill(os.getpid(), signal.SIGKILL))
         return file, beside
-    checkpoint._open_beside = open_beside
+    files._open_beside = open_beside
 
 
 def is_exact(name): return not name.startswith("seconds") and name not in CLOCKED

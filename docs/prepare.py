@@ -18,7 +18,7 @@ ROOT = HERE.parent
 PACKAGES = {"rollpipe.pipes": "Pipes", "rollpipe.layers": "Layers", "rollpipe.agents": "Agents", "rollpipe.testing": "Testing"}
 ROOMS = {"cli": "Command line", "runs": "Runs", "settings": "Settings", "pipes": "Pipes", "pipes/00_data": "Data",
          "pipes/01_loading": "Loading", "pipes/02_graph": "Graphs", "pipes/10_envs": "Environments",
-         "pipes/11_engines": "Engines", "pipes/24_replay": "Replay", "pipes/26_tensors": "Tensors",
+         "pipes/11_engines": "Engines", "pipes/24_replay": "Replay", "pipes/26_tensors": "Tensors", "pipes/29_recording": "Recording",
          "pipes/30_workers": "Workers", "pipes/31_profiling": "Profiling", "pipes/32_cluster": "Clusters", "layers": "Layers",
          "agents": "Agents", "agents/16_off_policy": "Learners from a replay memory", "agents/25_intrinsic": "Rewards for what is new",
          "ranks": "Learning over several ranks", "tuning": "Search for settings", "results": "Results",

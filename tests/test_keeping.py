@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from rollpipe.agents.checkpoint import decode, encode
+from rollpipe.pipes.data.encoding import decode, encode
 from rollpipe.pipes import nested
 from rollpipe.pipes.data.captures import capture
 from rollpipe.pipes.envs.factories import EnvFactory, env_factories

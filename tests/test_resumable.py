@@ -22,7 +22,7 @@ from tensor_worlds import CartPole, Pendulum
 from toys import Counting, Lively, Memory, Plain, Shaky
 from worker_cases import SPACES, WORLDS, Images, _above, _recipe, change
 
-from rollpipe.agents.checkpoint import decode, encode
+from rollpipe.pipes.data.encoding import decode, encode
 from rollpipe.agents.intrinsic.distillation import Distillation
 from rollpipe.agents.intrinsic.rnd import RND
 from rollpipe.layers import CategoricalPolicy, Critic, GaussianPolicy, RecurrentPolicy

@@ -27,7 +27,7 @@ from rollpipe.runs.training import train
 from rollpipe.settings.config import make_config
 from rollpipe.traces import fingerprint as module
 from rollpipe.traces import journal as journals
-from rollpipe.traces.compare import first_difference
+from rollpipe.pipes.data.compare import first_difference
 from rollpipe.traces.differences import FINGERPRINTS, JOURNAL, diff, read_fingerprints
 from rollpipe.traces.fingerprint import Fingerprint, fingerprint
 from rollpipe.traces.journal import Journal, cut, read_journal

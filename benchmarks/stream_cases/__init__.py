@@ -30,8 +30,8 @@ PROCESSES = (("gradients", "replay", "commands"), ("streams", "episodes", "vecto
 
 
 def _compare():
-    "`rollpipe.traces.compare` of this working tree, whichever package the cases run against."
-    spec = importlib.util.spec_from_file_location("compare", Path(__file__).resolve().parents[2]/"rollpipe/traces/compare.py")
+    "`rollpipe.pipes.data.compare` of this working tree, whichever package the cases run against."
+    spec = importlib.util.spec_from_file_location("compare", Path(__file__).resolve().parents[2]/"rollpipe/pipes/data/compare.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -13,8 +13,6 @@ from .off_policy.ddpg import DDPG
 from .off_policy.qr_dqn import QRDQN
 from .off_policy.sac import SAC
 from .off_policy.td3 import TD3
-from .offline.bc import BC
-from .offline.iql import IQL
 from .parallel_evaluation import ParallelEvaluation
 from .ppo import PPO
 from .reinforce import REINFORCE
@@ -23,7 +21,7 @@ from .trpo import TRPO
 from .vtrace import VTrace
 
 __all__ = [
-    'A2C', 'ActorCriticLearner', 'BC', 'DDPG', 'DQN', 'EpisodeReturns', 'GradientLearner', 'IQL', 'Learner', 'NPG', 'PPO',
-    'ParallelEvaluation', 'QLearning', 'QRDQN', 'REINFORCE', 'RND', 'RandomActor', 'SAC', 'TD3', 'TRPO', 'VTrace', 'evaluate',
-    'load_checkpoint', 'save_checkpoint',
+    'A2C', 'ActorCriticLearner', 'DDPG', 'DQN', 'EpisodeReturns', 'GradientLearner', 'Learner', 'NPG', 'PPO', 'ParallelEvaluation',
+    'QLearning', 'QRDQN', 'REINFORCE', 'RND', 'RandomActor', 'SAC', 'TD3', 'TRPO', 'VTrace', 'evaluate', 'load_checkpoint',
+    'save_checkpoint',
 ]

@@ -16,6 +16,8 @@ from .graph.pipe import Pipe, Source
 from .workers.reading import ProcessReading
 from .cluster.ray_reading import RayReading
 from .profiling.profile import profile
+from .recording.recorder import Recorder
+from .recording.replayer import Replayer
 from .recipes import on_policy, replayed, rollouts
 from .replay.memory import ReplayMemory
 from .replay.merged_steps import StepMerger
@@ -29,10 +31,10 @@ from .transforms import NStep, ObservationCast, RewardScaler
 __all__ = [
     'ActorError', 'AdvantageBuffer', 'CheckInvariants', 'CheckpointError', 'DataError', 'EnvError', 'EnvStepper', 'EpisodeCollector',
     'EpisodeStats', 'Fragment', 'FragmentCollector', 'FragmentStacker', 'FrameStack', 'GraphError', 'Lanes', 'Minibatcher', 'NStep',
-    'ObservationCast', 'Pipe', 'PipeError', 'ProcessReading', 'RayReading', 'Replay', 'ReplayMemory', 'RewardScaler', 'Source',
-    'SpaceError', 'State', 'StepMerger', 'Tap', 'TensorEnv', 'ToDevice', 'WithImage', 'WorkerError', 'collect', 'context', 'copy_graph',
-    'draw', 'find', 'find_one', 'insert_after', 'insert_before', 'nested', 'on_policy', 'optimize', 'prepare', 'profile', 'remove',
-    'replace', 'replayed', 'returns', 'rollout', 'rollouts', 'startup',
+    'ObservationCast', 'Pipe', 'PipeError', 'ProcessReading', 'RayReading', 'Recorder', 'Replay', 'ReplayMemory', 'Replayer',
+    'RewardScaler', 'Source', 'SpaceError', 'State', 'StepMerger', 'Tap', 'TensorEnv', 'ToDevice', 'WithImage', 'WorkerError', 'collect',
+    'context', 'copy_graph', 'draw', 'find', 'find_one', 'insert_after', 'insert_before', 'nested', 'on_policy', 'optimize', 'prepare',
+    'profile', 'remove', 'replace', 'replayed', 'returns', 'rollout', 'rollouts', 'startup',
     'DataLoader2',  # pyright: ignore[reportUnsupportedDunderAll]  `__getattr__` finds it
 ]
 

@@ -10,7 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import NamedTuple
 
-from ..agents.checkpoint import write_atomically
+from ..pipes.data.files import write_atomically
 from ..agents.schedules import Every
 from ..runs.autotune import command_for
 from ..runs.commands import Interrupted, find_run

@@ -9,7 +9,7 @@ from argparse import Namespace
 from io import BytesIO
 from pathlib import Path
 
-from ..agents.checkpoint import write_atomically
+from ..pipes.data.files import write_atomically
 from ..pipes.data.errors import DataError
 from .collect import Results, read_results
 from .curves import draw_curves

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from ..agents.checkpoint import Checkpoint, write_atomically
+from ..agents.checkpoint import Checkpoint
+from ..pipes.data.files import write_atomically
 from ..agents.evaluate import RandomActor, evaluate
 from ..settings.algorithms import ALGORITHMS, options_for
 from .autotune import NO_TIME, autotune, command_for, profile_config, table_row, trial_row

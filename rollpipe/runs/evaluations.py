@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ..agents.checkpoint import Snapshot, write_atomically
+from ..agents.checkpoint import Snapshot
+from ..pipes.data.files import write_atomically
 from .states import Stream, kept_states, load_states
 from ..agents.evaluate import Evaluation
 from ..agents.parallel_evaluation import Evaluated, ParallelEvaluation, SerialEvaluation

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..agents.checkpoint import write_atomically
+from ..pipes.data.files import write_atomically
 from ..layers.actor import Actor
 from ..pipes.data import nested
 from ..pipes.envs.actions import in_containers

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ..agents.checkpoint import (Checkpoint, Snapshot, checkpoint_bytes, keep_checkpoint, kept_checkpoints, load_checkpoint,
-                                        save_checkpoint, write_atomically)
+                                        save_checkpoint)
 from .states import Stream, kept_states, load_states, resumed_stream, with_exactness
 from ..agents.schedules import with_eval_every
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
 from ..settings.config import RUN_OPTIONS, RunOptions, build, check_decay, check_room, device_of, run_options
 from .locks import lock, unlock
-from ..pipes.data import nested
+from ..pipes.data import files, nested
 from ..pipes.data.chunks import ChunkFolder
 from ..pipes.engines.checked_actor import engine_used
 from ..pipes.data.errors import CheckpointError, DataError, PipeError
@@ -67,7 +67,7 @@ class Run(NamedTuple):
         "Write the checkpoint. After the first update, also keep it among the newest `config['keep']` checkpoints."
         stream, n = None if self.stream is None else self.stream.state(), self.config.get("keep", 0)
         data = checkpoint_bytes(self.agent, self.config, self.counters, pipes=kept_states(self), stream=stream)
-        write_atomically(self.checkpoint, data)
+        files.write_atomically(self.checkpoint, data)
         if n and self.counters["updates"]: keep_checkpoint(self.folder/"checkpoints", data, self.counters["steps"], n)
         if stream: self.stream.sweep([self.checkpoint, *kept_checkpoints(self.folder/"checkpoints").values()])
 
@@ -133,8 +133,8 @@ def discard(run: Run) -> None:
 
 def files_of_run(folder: str | Path) -> list:
     "The paths of the files of a run that are in a folder."
-    files = [path for name in (*RUN_FILES, "curve-*.png") for path in Path(folder).glob(name)]
-    return [*files, *kept_checkpoints(Path(folder, "checkpoints")).values()]
+    found = [path for name in (*RUN_FILES, "curve-*.png") for path in Path(folder).glob(name)]
+    return [*found, *kept_checkpoints(Path(folder, "checkpoints")).values()]
 
 
 def _remove_run(folder: Path) -> None:
@@ -150,7 +150,7 @@ def _remove(paths: Iterable) -> None:
 
 
 def _write_config(folder: Path, config: dict) -> None:
-    write_atomically(folder/"config.json", (json.dumps(config, indent=2) + "\n").encode())
+    files.write_atomically(folder/"config.json", (json.dumps(config, indent=2) + "\n").encode())
 
 # %% ../../nbs/runs/07_folder.ipynb #c8b29057
 def _check_stored(found: Checkpoint) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import rollpipe.ranks as ranks
-from ..agents.checkpoint import names_file, write_atomically
+from ..pipes.data.files import names_file, write_atomically
 from ..agents.metrics import METRICS, check_metrics, near_metric
 from ..pipes.data.errors import DataError
 from .sinks import TensorBoard, WandB

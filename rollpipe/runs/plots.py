@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..agents.checkpoint import write_atomically
+from ..pipes.data.files import write_atomically
 from ..agents.metrics import METRICS
 from .logs import read_metrics
 from ..pipes.data.errors import DataError

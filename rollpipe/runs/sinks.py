@@ -9,7 +9,7 @@ import importlib.util, json, secrets
 from pathlib import Path
 from typing import Any
 
-from ..agents.checkpoint import write_atomically
+from ..pipes.data.files import write_atomically
 from ..pipes.data.errors import DataError
 
 # %% auto #0

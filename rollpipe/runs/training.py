@@ -28,7 +28,7 @@ from .logs import MetricWriter, metric_writer
 from ..pipes.graph import torchdata
 from ..pipes.data.errors import DataError
 from ..pipes.graph.edits import find, nodes
-from ..pipes.recorded import DataSampler
+from ..pipes.recording.data_sampler import DataSampler
 from ..pipes.taps import Meter
 from .progress import Progress
 from .signals import signals_wait_for_saving, uninterrupted

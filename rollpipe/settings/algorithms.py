@@ -34,7 +34,7 @@ from ..layers.quantile_networks import QuantilePolicy
 from .options import options_of
 from ..pipes.data.errors import DataError, describe
 from ..pipes.recipes import on_policy, replayed, rollouts
-from ..pipes.recorded import from_data
+from ..pipes.recording.data_sampler import from_data
 
 # %% ../../nbs/settings/01_algorithms.ipynb #77a64dae
 class Algorithm(NamedTuple):

@@ -25,7 +25,7 @@ from ..pipes.advantage import AdvantageBuffer
 from ..pipes.data.errors import LEAST_BYTES, DataError, check_memory
 from ..pipes.graph.edits import find, insert_after, insert_before
 from ..pipes.lanes import Lanes
-from ..pipes.recorded import DataSampler
+from ..pipes.recording.data_sampler import DataSampler
 from ..pipes.graph.modules import checked_device
 from ..pipes.replay.pipe import Replay
 from ..pipes.batches import ToDevice

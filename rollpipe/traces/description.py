@@ -18,7 +18,7 @@ import torch
 
 from ..pipes.graph.modules import comparable, content_of, globals_in
 from ..pipes.graph.torchdata import IterDataPipe
-from .compare import PLAIN, as_array, form_of
+from ..pipes.data.compare import PLAIN, as_array, form_of
 
 # %% auto #0
 __all__ = ['UNKNOWN', 'digest', 'short', 'array_text', 'is_installed', 'version_of_package', 'code_digest', 'attributes',

@@ -10,9 +10,9 @@ from bisect import bisect_left
 from pathlib import Path
 from typing import NamedTuple
 
-from ..agents.checkpoint import write_atomically
+from ..pipes.data.files import write_atomically
 from ..pipes.data.errors import DataError
-from .compare import differing
+from ..pipes.data.compare import differing
 from .fingerprint import Differences, Fingerprint
 from .journal import Entry, first_place, read_journal
 

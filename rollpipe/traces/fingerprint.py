@@ -19,7 +19,7 @@ import rollpipe
 from ..pipes.data.errors import DataError
 from ..pipes.graph.edits import inputs, nodes
 from ..pipes.graph.pipe import Seeded
-from .compare import differing
+from ..pipes.data.compare import differing
 from .description import UNKNOWN, Description, array_text, attributes, digest, version_of_package
 
 # %% auto #0

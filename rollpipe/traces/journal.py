@@ -13,11 +13,11 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from ..agents.checkpoint import names_file, write_atomically
+from ..pipes.data.files import names_file, write_atomically
 import rollpipe.pipes.data.nested as nested
 from ..pipes.data.errors import DataError
 from ..pipes.data.fragment import Fragment
-from .compare import PLAIN, as_array, form_of
+from ..pipes.data.compare import PLAIN, as_array, form_of
 
 # %% auto #0
 __all__ = ['running', 'places', 'first_place', 'Entry', 'read_journal', 'cut', 'Journal']

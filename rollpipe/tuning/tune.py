@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..agents.checkpoint import write_atomically
+from ..pipes.data.files import write_atomically
 from ..settings.algorithms import options_for
 from ..runs.commands import Given, Interrupted, given_by
 from ..settings.config import RUN_OPTIONS, RunOptions, build, make_config
