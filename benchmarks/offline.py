@@ -1,7 +1,7 @@
 """Learning from recorded steps: SAC records its training and then its last policy, and BC, IQL and TD3BC learn from these data alone.
 
-The table has mean returns: of the episodes in the data, of the last policy of SAC, and of what has learned from the data. The presets of the
-algorithms are used, if the environment has some."""
+The table has mean returns: of the episodes in the data, of the last policy of SAC, and of what has learned from the data. The presets of
+the algorithms are used, if the environment has some."""
 import argparse
 import time
 from itertools import islice

@@ -41,9 +41,10 @@ DEFAULTS = dict(
     td3=dict(smoothing=.2, smoothing_limit=.5, policy_every=2, lr=1e-3, **ACTIONS),
     ddpg=dict(lr=1e-3, **ACTIONS),
     bc=dict(lr=1e-3, max_grad_norm=None, decay_steps=0),
-    iql=dict(expectile=.7, beta=3., max_weight=100., lr=3e-4, **FROM_DATA),
+    iql=dict(expectile=.7, beta=3., max_weight=100., decay_steps=0, lr=3e-4, **FROM_DATA),
     td3bc=dict(alpha=2.5, smoothing=.2, smoothing_limit=.5, policy_every=2, lr=3e-4, **FROM_DATA))
-OWN_MEANING = dict(ppo={'normalize_adv'}, npg={'lr', 'critic_lr'}, trpo={'critic_lr'})  # what another learner calls by the same name
+# what another learner calls by the same name
+OWN_MEANING = dict(ppo={'normalize_adv'}, npg={'lr', 'critic_lr'}, trpo={'critic_lr'}, iql={'decay_steps'})
 TOLD = {name: text for owner in (Discounted, ByAdam, EntropyBonus, ScaledAdvantages, DecayingEpsilon, Learner, ActorCriticLearner)
         for name, text in meanings(owner).items() if name not in ('actor', 'critic')}
 SHARED = TOLD.keys()

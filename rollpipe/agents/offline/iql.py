@@ -5,6 +5,7 @@
 # %% ../../../nbs/agents/26_offline/01_iql.ipynb #7ab0b99b
 from __future__ import annotations
 
+from math import cos, pi
 from typing import Any
 
 import torch
@@ -74,8 +75,7 @@ def weighted_cloning_loss(fragment: Fragment, actor: Any, critic: Any, target: A
 class IQL(ActionLearner):
     """Implicit Q-learning, from recorded steps (`from_data`) or from a replay memory (`replayed`).
 
-    Source: Kostrikov et al. 2021, *Offline reinforcement learning with implicit Q-learning*, https://arxiv.org/abs/2110.06169. Here the
-    learning rate of the policy is constant; the authors let it fall by a cosine.
+    Source: Kostrikov et al. 2021, *Offline reinforcement learning with implicit Q-learning*, https://arxiv.org/abs/2110.06169
 
     Args:
         actor: a `Policy` for actions with finite bounds, such as `MLPPolicy`
@@ -83,10 +83,12 @@ class IQL(ActionLearner):
         expectile: which expectile of the action values is the value of a state; 0.5: their mean; near 1: the value of the best action
         beta: inverse temperature of the weights of actions, per unit of the return; 0: behaviour cloning
         max_weight: greatest weight of an action
+        decay_steps: steps in which the learning rate of the policy falls to 0 by a cosine, as in the authors' code; 0: it does not fall
     """
     expectile: float = number(0.7, 0, 1)
     beta: float = number(3.0)
     max_weight: float = number(100.0)
+    decay_steps: int = number(0)
     random_steps: int = not_offered(0)
     actor_needs = ('replay',)
 
@@ -101,6 +103,12 @@ class IQL(ActionLearner):
     def exploration(self) -> dict:
         "No metrics."
         return {}
+
+    def set_rates(self) -> dict:
+        "Set the learning rate of the policy for the next update. Returns metrics."
+        if metrics := super().set_rates():
+            self.descents['policy'].optimizer.param_groups[0]['lr'] = self.lr * (1 - cos(pi * metrics['rate_left'])) / 2
+        return metrics
 
     @torch.no_grad()
     def critic_target(self, fragment: Fragment) -> Tensor:

@@ -5,12 +5,14 @@
 # %% ../../../nbs/pipes/29_recording/03_data_sampler.ipynb #a48186e4
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import numpy as np
+from gymnasium.spaces import Box
 
 from ..data import nested
 from ..data.errors import CheckpointError, DataError, check_integer
@@ -35,15 +37,16 @@ def check_spaces(fragment: Fragment, spaces: tuple, pipe: Any = None) -> None:
         spaces: the observation space and the action space of one environment
         pipe: the pipe that reads the fragment, for messages
     """
-    for name, space, tree in zip(('obs', 'act'), spaces, (fragment.state.obs, nested.getitem(fragment.state.act, slice(1, None)))):
+    state = fragment.state
+    trees = nested.getitem(state.obs, slice(-1)), nested.getitem(state.act, slice(1, None))
+    for name, space, tree in zip(('obs', 'act'), spaces, trees):
         form, found = ({path: list(x.shape[n:]) for path, x in zip(nested.paths(tree, name), nested.leaves(tree))}
                        for tree, n in ((space_spec(space, name), 0), (tree, 2)))
         if form != found:
             raise DataError("the data are of another environment", pipe=pipe, leaf=name, expected=f"{form}, as in {space}", got=str(found))
-        lead = 1 + (name == 'obs')
-        rows = [x[:len(x) + 1 - lead][fragment.valid].numpy().astype(s.dtype)
-                for x, s in zip(nested.leaves(tree), nested.leaves(single_spaces(space)))]
-        if wrong := RangeCheck(space, name).find(rows):
+        parts = zip(nested.leaves(tree), nested.leaves(single_spaces(space)))
+        integers = [None if isinstance(s, Box) else x[fragment.valid].numpy().astype(s.dtype) for x, s in parts]
+        if wrong := RangeCheck(space, name).find(integers):
             raise DataError("the data are of another environment", pipe=pipe, leaf=wrong[1], expected=f"a number of {wrong[3]}",
                             got=str(wrong[2]))
 
@@ -72,7 +75,7 @@ class DataSampler(Seeded, Pipe):
         self.batch_size, self.length, self.spaces, self.seed = batch_size, length, spaces, seed
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
-        memory = self._filled(list(map(self._kept, items)))
+        memory = self._filled(deque(map(self._kept, items)))
         found = crc32(memory.store.records.view(np.uint8))
         if self.keep(sampler=memory.sampler, data=found)['data'] != found:
             raise CheckpointError("the data are not those that the stream began with", pipe=self, leaf='data', got="other steps")
@@ -86,12 +89,12 @@ class DataSampler(Seeded, Pipe):
         return fragment._replace(actor={}, env={}, hx=(), final=fragment.final._replace(actor={}), adv=None, ret=None, version=None,
                                  restarts=None)
 
-    def _filled(self, fragments: list) -> ReplayMemory:
+    def _filled(self, fragments: deque) -> ReplayMemory:
         n_steps = sum(fragment.valid.numel() for fragment in fragments)
         if n_steps < self.length:
             raise DataError("there are too few steps", pipe=self, expected=f"a source of {self.length} steps or more", got=str(n_steps))
         memory = ReplayMemory(n_steps, length=self.length, seed=self.seed_sequence())
-        for fragment in fragments: memory.add(fragment)
+        while fragments: memory.add(fragments.popleft())     # so that no step is there twice
         return memory
 
 # %% ../../../nbs/pipes/29_recording/03_data_sampler.ipynb #e482e75d
