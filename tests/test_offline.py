@@ -312,6 +312,11 @@ def test_mistakes_are_told_and_leave_nothing(words, told, tmp_path, capsys, monk
     assert [x.name for x in tmp_path.iterdir() if x.name != 'runs'] == ['data'] and not [*tmp_path.glob('runs/*')]
 
 
+def test_there_is_no_way_to_collect_faster(capsys):
+    assert rollpipe('autotune', 'bc', 'CartPole-v1', '--seconds', 1) == 2
+    assert 'bc collects nothing, so there is nothing to try' in capsys.readouterr().err
+
+
 def test_data_that_cannot_be_used_are_refused():
     fragments = collected('CartPole-v1', n=1)
     with pytest.raises(DataError, match='too few steps'): next(iter(DataSampler(Kept(fragments), length=151)))
