@@ -294,6 +294,14 @@ def test_a_run_from_data_goes_on_exactly_and_its_policy_needs_no_data(algorithm,
     with pytest.raises(DataError, match='no recording here'): train(resume(tmp_path/'whole', steps=640), progress=False, tensorboard=False)
 
 
+def test_a_run_learns_from_the_recording_of_another_run(tmp_path):
+    small = '--hidden 8 --critic-hidden 8 --batch-size 16 --quiet --preset none --no-tensorboard'.split()
+    assert rollpipe('train', 'sac', 'Pendulum-v1', '--record', '--steps', 64, '--warmup', 32, '--out', tmp_path/'sac', *small) == 0
+    assert rollpipe('train', 'iql', 'Pendulum-v1', '--data', tmp_path/'sac', '--steps', 64, '--out', tmp_path/'iql', *small) == 0
+    assert load_run(tmp_path/'iql').counters['updates'] == 4
+    assert rollpipe('train', 'iql', 'Pendulum-v1', '--data', tmp_path/'iql', '--steps', 64, '--out', tmp_path/'x', *small) == 2
+
+
 # --- mistakes
 
 @pytest.mark.parametrize('words, told', [

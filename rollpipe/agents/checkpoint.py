@@ -70,7 +70,7 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     found = unpack(path, "checkpoint", FORMAT_VERSION)
     if lacking := {"config", "counters", "agent"} - found.keys():
         raise CheckpointError(f"{path}: damaged metadata ({', '.join(sorted(lacking))} is missing)")
-    return Checkpoint(*(found.get(name) for name in ("config", "counters", "agent", "evaluated", "pipes", "stream")))
+    return Checkpoint(found["config"], found["counters"], found["agent"], *map(found.get, ("evaluated", "pipes", "stream")))
 
 # %% ../../nbs/agents/12_checkpoint.ipynb #0e6bc062
 class Snapshot:

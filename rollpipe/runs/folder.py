@@ -34,7 +34,7 @@ __all__ = ['RUN_FILES', 'Run', 'folder_of', 'start', 'discard', 'files_of_run', 
 
 # %% ../../nbs/runs/07_folder.ipynb #318476a9
 RUN_FILES = ("config.json", FINGERPRINTS, "metrics.csv", "metrics.jsonl", JOURNAL, "evaluations.jsonl", "checkpoint.safetensors",
-             "best.safetensors", "replay", "curve.png", "tensorboard", "wandb", "wandb.json", "videos")
+             "best.safetensors", "replay", "recording", "curve.png", "tensorboard", "wandb", "wandb.json", "videos")
 _COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0., resumes=0)
 
 
@@ -100,7 +100,7 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
     folder = Path(folder)
     if files_of_run(folder) and not overwrite:
         raise DataError(f"{folder} has a run already", expected="another folder, --overwrite, or --resume")
-    with torch_threads(config["threads"]): agent, pipe = build({**config, "place": folder.resolve().name})    # so weights repeat
+    with torch_threads(config["threads"]): agent, pipe = build({**config, "folder": folder})    # so weights repeat
     config = with_exactness(_with_engine(config, agent, pipe), pipe)
     folder.mkdir(parents=True, exist_ok=True)
     lock(folder)
@@ -300,7 +300,7 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
         if counters["steps"] >= config["steps"]:
             raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
         check_decay(config["steps"], found.config["options"])
-        agent, pipe = restore(found._replace(config={**config, "place": folder.resolve().name}), counters["resumes"])
+        agent, pipe = restore(found._replace(config={**config, "folder": folder}), counters["resumes"])
         waiting, stream = load_states(pipe, found.pipes), resumed_stream(folder, pipe, found, config)
         _write_config(folder, config)
         _remove(path for steps, path in kept_checkpoints(folder/"checkpoints").items() if steps > counters["steps"])

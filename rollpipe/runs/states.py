@@ -5,7 +5,7 @@
 # %% ../../nbs/runs/06_states.ipynb #fb57e4ae
 from __future__ import annotations
 
-import logging
+import logging, shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -181,6 +181,7 @@ def resumed_stream(folder: Path, pipe: IterDataPipe, found: Any, config: dict) -
         config: the configuration with which it goes on
     """
     check_lanes(config["workers"], config["options"])
+    if not found.counters["updates"]: shutil.rmtree(folder/"recording", ignore_errors=True)     # the run begins again
     if found.stream is not None and (now := ordering(config)) != (before := ordering(found.config)):
         raise DataError(f"workers={config['workers']} would change the stream, because lag and order count with workers alone",
                         leaf="workers", expected=str(before), got=str(now))

@@ -25,8 +25,10 @@ from ..pipes.advantage import AdvantageBuffer
 from ..pipes.data.errors import LEAST_BYTES, DataError, check_memory
 from ..pipes.graph.edits import find, insert_after, insert_before
 from ..pipes.lanes import Lanes
-from ..pipes.recording.data_sampler import DataSampler
 from ..pipes.graph.modules import checked_device
+from ..pipes.recording.data_sampler import DataSampler
+from ..pipes.recording.recorder import Recorder
+from ..pipes.recording.store import bytes_of
 from ..pipes.replay.pipe import Replay
 from ..pipes.batches import ToDevice
 from ..pipes.cluster.ray_reading import RayReading
@@ -109,6 +111,14 @@ def _curious(pipe: Any, config: dict, seed: int) -> Any:
     network = Distillation.for_env(config["env"], env_kwargs=config["env_kwargs"], seed=seed)
     return insert_after(pipe, Lanes, partial(RND, network=network, weight=weight, seed=seed))
 
+
+def _recorded(pipe: Any, config: dict) -> Any:
+    "The pipeline with a `Recorder` of the fragments of the lanes, if the configuration asks for it and names the `folder` of a run."
+    if not config.get("record") or "folder" not in config: return pipe
+    if (n := config.get("ranks", 1)) > 1: raise DataError("several ranks do not record", leaf="record", expected="1 rank", got=str(n))
+    make = partial(Recorder, path=Path(config["folder"], "recording"), limit=config.get("record_limit"), append=True)
+    return insert_after(pipe, Lanes, make)
+
 # %% ../../nbs/settings/05_config.ipynb #ce5267a0
 def reading_for(config: dict) -> Any:
     """The reading service of a run. Raises `DataError` for options that are out of range, or do not fit together.
@@ -154,6 +164,8 @@ class RunOptions(Options):
         device: where networks and batches are: cpu, cuda, cuda:1, mps, or auto (cuda or mps, if available)
         intrinsic: weight of a reward for new observations, by random network distillation (`RND`); 0: none
         preset: settings for omitted options: auto (the preset for the environment), none, or the name of a preset
+        record: write the fragments of the lanes into the folder `recording` of the run, for `Replayer`
+        record_limit: most bytes of the recording, such as '64 GB'; the oldest fragments are removed [no limit]
         exact: do not start unless the run, when it is interrupted and resumed, gives the same numbers as without the interruption
     """
     steps: int = integer(100_000)
@@ -175,10 +187,13 @@ class RunOptions(Options):
     device: str = "cpu"
     intrinsic: float = number(0.)
     preset: str = "none"
+    record: bool = False
+    record_limit: str | None = None
     exact: bool = False
 
     def __post_init__(self):
         check_options(self)
+        if self.record_limit is not None: bytes_of(self.record_limit, "record_limit")
         self.eval_every = Every.of(self.eval_every, "eval_every").setting
 
 
@@ -232,10 +247,9 @@ def _network(part, env, **kwargs):
 def build(config: dict, resumes: int = 0) -> tuple:
     """The learner and the pipeline that a configuration describes. Raises their errors, and `DataError` if they do not fit together.
 
-    `place` in the configuration is a subfolder of the replay's `path`, so parallel trainings with the same options use separate files.
-
     Args:
-        config: see `make_config`
+        config: see `make_config`; with `folder`, that of the run: there the pipeline records, if it does, and the replay's `path` has a
+            subfolder of its name, so that parallel trainings with the same options use separate files
         resumes: how often the run was resumed
 
     Returns:
@@ -263,6 +277,6 @@ def build(config: dict, resumes: int = 0) -> tuple:
     for memory in find(pipe, Replay) + find(pipe, DataSampler):  # an error comes before the memory is filled
         if isinstance(agent, ReplayLearner): agent.check_length(memory.length)
     for replay in find(pipe, Replay):
-        if replay.path is not None: replay.path = str(Path(replay.path, config.get("place", "")))
-    pipe = _curious(pipe, config, word)
+        if replay.path is not None and "folder" in config: replay.path = str(Path(replay.path, Path(config["folder"]).resolve().name))
+    pipe = _recorded(_curious(pipe, config, word), config)
     return agent, pipe if device.type == "cpu" else _moved(pipe, device)

@@ -102,13 +102,14 @@ class Recording(Source):
     """The items of a recording, which is looked for when the iteration begins.
 
     Args:
-        path: the folder of a `Recorder`; None: there is none, and a `DataError` says so
+        path: the folder of a `Recorder`, or that of a run that has recorded; None: there is none, and a `DataError` says so
     """
     def __init__(self, path: str | Path | None): self.path = path
 
     def stream(self, items: Iterator) -> Iterator[Fragment]:
         if self.path is None: raise DataError("there are no data to learn from", leaf='data', expected="a path (--data PATH)", got="None")
-        yield from Replayer(self.path)
+        of_run = Path(self.path, 'recording')
+        yield from Replayer(of_run if of_run.is_dir() else self.path)
 
 
 def from_data(env: Any, actor: Any = None, *, data: str | Path | IterDataPipe | None = None, batch_size: int = 256, length: int = 1,
@@ -120,7 +121,7 @@ def from_data(env: Any, actor: Any = None, *, data: str | Path | IterDataPipe | 
     Args:
         env: the environment whose spaces the data must fit, see `EnvStepper`; it is not stepped
         actor: the policy that learns; it does not act here
-        data: the folder of a `Recorder`, or a pipe of `Fragment`s that ends
+        data: the folder of a `Recorder`, or that of a run that has recorded, or a pipe of `Fragment`s that ends
         batch_size: transitions or segments in a sample
         length: steps of a segment; 1: single transitions
         seed: determines the samples

@@ -68,6 +68,7 @@ class ItemFolder:
     """
     def __init__(self, path: Path, n: int = 0, cut: bool = False, limit: int | None = None, compress: bool = False):
         self.path, self.limit, self.pool, self.waiting = path, limit, ThreadPoolExecutor(1) if compress else None, deque()
+        self.failed: Any = None     # the first error; no file may follow one that is not there
         with names_file(path): path.mkdir(parents=True, exist_ok=True)
         self.lock = open(path/'.lock', 'w')
         try:
@@ -111,14 +112,18 @@ class ItemFolder:
         self.waiting.append((path, self.pool.submit(self._write, path, codes, tensors)))
 
     def _write(self, path, codes, tensors):
+        if self.failed is not None: raise self.failed
         data = packed('recording', FORMAT, codes, tensors)
         if path.suffix == '.gz': data = gzip.compress(data, 1, mtime=0)
         beside = self.path/f'.{path.name}.tmp'
-        with names_file(path):
-            try:
+        try:
+            with names_file(path):
                 beside.write_bytes(data)
                 os.replace(beside, path)
-            finally: beside.unlink(missing_ok=True)
+        except OSError as e:
+            beside.unlink(missing_ok=True)
+            self.failed = e
+            raise
         return len(data)
 
     def _finish(self):
