@@ -23,7 +23,7 @@ from rollpipe.agents.offline.iql import IQL, expectile_penalty
 from rollpipe.agents.offline.td3_bc import TD3BC
 from rollpipe.layers import ActionCritic, Critic, DeterministicPolicy, MLPPolicy, RecurrentPolicy
 from rollpipe.layers.action_critic import QVCritic
-from rollpipe.pipes import DataError, Fragment, Lanes, Recorder, Source, on_policy, replayed, rollouts
+from rollpipe.pipes import DataError, Fragment, Lanes, Recorder, Source, nested, on_policy, replayed, rollouts
 from rollpipe.pipes.data.errors import CheckpointError
 from rollpipe.pipes.graph.states import restore_stream, stream_state
 from rollpipe.pipes.recording.data_sampler import DataSampler, from_data
@@ -152,6 +152,11 @@ def test_bc_makes_recorded_actions_of_any_kind_more_likely(act):
     before = agent.actor.replay(batch)['logp'].mean()
     for _ in range(30): metrics = agent.update(batch)
     assert agent.actor.replay(batch)['logp'].mean() > before + .02 and set(metrics) <= set(METRICS)
+    agent.update(next(iter(from_data(Env, data=Kept([batch]), batch_size=4, seed=0))))
+    if isinstance(act, Box): return
+    wrong = nested.map(lambda x: x if x.is_floating_point() else x + 9, batch.state.act)
+    with pytest.raises(DataError, match=r'leaf act.*the data are of another environment. Expected a number of'):
+        next(iter(from_data(Env, data=Kept([batch._replace(state=batch.state._replace(act=wrong))]))))
 
 
 def test_bc_learns_nothing_from_rows_that_are_no_steps():
