@@ -27,7 +27,8 @@ from .locks import unlock
 from .logs import MetricWriter, metric_writer
 from ..pipes.graph import torchdata
 from ..pipes.data.errors import DataError
-from ..pipes.graph.edits import nodes
+from ..pipes.graph.edits import find, nodes
+from ..pipes.recording.data_sampler import DataSampler
 from ..pipes.taps import Meter
 from .progress import Progress
 from .signals import signals_wait_for_saving, uninterrupted
@@ -75,6 +76,7 @@ class _Updates:
         sinks = [getattr(tap, name, None) for tap in nodes(run.pipe) for name in ("see", "sink")]
         self.meters = list({id(sink): sink for sink in sinks if isinstance(sink, Meter)}.values())
         self.journal = Journal(None, run.counters, {})
+        self.is_live = not find(run.pipe, DataSampler)  # rows of a sample of data make no episodes
         self.is_whole = False  # whether the last update is complete, and not saved yet
         self.signals = []      # that have arrived, and that the ranks have not agreed on yet
 
@@ -88,7 +90,8 @@ class _Updates:
         "Learn from a batch; returns the record, with the metrics of the workers and of the newest of the evaluations."
         agent, counters = self.run.agent, self.run.counters
         collected = perf_counter() - self.waiting
-        new_steps = self.episodes.add(getattr(batch, "fresh", batch))  # of a replayed batch, only the new steps count
+        fresh = getattr(batch, "fresh", batch)  # of a replayed batch, only the new steps count
+        new_steps = self.episodes.add(fresh) if self.is_live else int(ranks.total(fresh.valid.sum()))
         self.journal.saw(batch, counters["steps"] + new_steps)
         metrics = agent.update(batch)
         now = perf_counter()
