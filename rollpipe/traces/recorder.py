@@ -136,7 +136,7 @@ def read_crash(folder: str | Path) -> dict:
         the state of the global generators before the first of the `batches`, of which the last one failed. The file is also a
         checkpoint, of the learner before the first of them.
     """
-    found = unpack(path := Path(folder, *CRASH), "checkpoint", FORMAT_VERSION).get("crash")
+    found = unpack(path := Path(folder, *CRASH), "checkpoint", FORMAT_VERSION).get("crash") or {}
     try:
         leaves, structure = nested.flatten(found["batches"])
         return {**found, "batches": [*map(remade, structure.unflatten(map(laid_out, leaves, found["layouts"])))]}
