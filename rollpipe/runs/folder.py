@@ -35,7 +35,8 @@ __all__ = ['FORKED', 'RUN_FILES', 'Run', 'folder_of', 'start', 'discard', 'files
 # %% ../../nbs/runs/07_folder.ipynb #318476a9
 FORKED = "fork.safetensors"      # the checkpoint with which a fork of another run begins
 RUN_FILES = ("config.json", FINGERPRINTS, "metrics.csv", "metrics.jsonl", JOURNAL, "evaluations.jsonl", "checkpoint.safetensors",
-             "best.safetensors", FORKED, "replay", "recording", "crash", "curve.png", "tensorboard", "wandb", "wandb.json", "videos")
+             "best.safetensors", FORKED, "replay", "ranks", "recording", "crash", "curve.png", "tensorboard", "wandb", "wandb.json",
+             "videos")
 _COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0., resumes=0)
 
 

@@ -125,9 +125,9 @@ def _check_place(folder: Path, out: Path, overwrite: bool) -> None:
     if not os.path.lexists(out): return
     if not overwrite: raise DataError(f"{out} exists already", expected="another folder, or --overwrite")
     mine = {path.name for path in files_of_run(out)} | {"lock", "checkpoints"}
-    if not out.is_dir() or out.is_symlink() or (others := [path.name for path in out.iterdir() if path.name not in mine]):
-        raise DataError(f"{out} cannot be replaced", expected="the folder of a run, with nothing else in it",
-                        got=", ".join(others) if out.is_dir() and not out.is_symlink() else "no folder")
+    others = [path.name for path in out.iterdir() if path.name not in mine] if out.is_dir() and not out.is_symlink() else ["no folder"]
+    if others:
+        raise DataError(f"{out} cannot be replaced", expected="the folder of a run, with nothing else in it", got=", ".join(others))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from .states import edited
 from ..agents.checkpoint import Checkpoint, kept_checkpoints, save_checkpoint
@@ -29,12 +30,12 @@ __all__ = ['stored', 'repetition', 'beginning', 'checkpoint_at', 'records_of', '
            'verify_command']
 
 # %% ../../nbs/runs/16_repeat.ipynb #fa198961
-def stored(path: Path, found: Checkpoint, config: dict) -> None:
+def stored(path: Path, found: Any, config: dict) -> None:
     """Write a checkpoint with another configuration. The run that goes on from it has a recording of its own.
 
     Args:
         path: file to write
-        found: the checkpoint, with a stream
+        found: the `Checkpoint`, with a stream
         config: the configuration
     """
     learner, pipes = SimpleNamespace(state_dict=lambda: found.agent_state), dict(found.stream["pipes"])
@@ -89,7 +90,8 @@ def checkpoint_at(folder: Path, updates: int, after: bool = False) -> Checkpoint
     """
     newest = load_run(folder)
     config, counters = newest.config, newest.counters
-    if reason := config.get("inexact", "a run of an earlier version"):
+    ranks = "several ranks learn together" if config.get("ranks", 1) > 1 else None
+    if reason := ranks or config.get("inexact", "a run of an earlier version"):
         way = "an exact run; or --crash, if an update of it failed" if after else "an exact run"
         raise DataError(f"{folder} cannot be repeated", expected=way, got=reason)
     lines = read_journal(folder/JOURNAL)

@@ -29,7 +29,8 @@ from .locks import unlock
 from .logs import MetricWriter, metric_writer
 from ..pipes.graph import torchdata
 from ..pipes.data.errors import DataError
-from ..pipes.graph.edits import nodes
+from ..pipes.graph.edits import find, nodes
+from ..pipes.recording.data_sampler import DataSampler
 from ..pipes.taps import Meter
 from .progress import Progress
 from .signals import signals_wait_for_saving, uninterrupted
@@ -79,7 +80,9 @@ class Updates:
         self.journal = Journal(None, run.counters, {})
         again = typed(["rollpipe", "replay", run.folder, "--crash", *import_words(needed_modules(run.config))])
         self.make: Callable = FlightRecorder(run.folder, run.config, run.counters, run.agent, shlex.join(again)).update
-        self.is_whole = False  # whether the last update is complete, so that the learner can be saved
+        self.is_live = not find(run.pipe, DataSampler)  # rows of a sample of data make no episodes
+        self.is_whole = False  # whether the last update is complete, and not saved yet
+        self.signals = []      # that have arrived, and that the ranks have not agreed on yet
 
     def start_clock(self) -> None: self.begun = self.waiting = perf_counter()
 
@@ -91,7 +94,8 @@ class Updates:
         "Learn from a batch; returns the record, with the metrics of the workers and of the newest of the evaluations."
         counters = self.run.counters
         collected = perf_counter() - self.waiting
-        new_steps = self.episodes.add(getattr(batch, "fresh", batch))  # of a replayed batch, only the new steps count
+        fresh = getattr(batch, "fresh", batch)  # of a replayed batch, only the new steps count
+        new_steps = self.episodes.add(fresh) if self.is_live else int(ranks.total(fresh.valid.sum()))
         self.journal.saw(batch, counters["steps"] + new_steps)
         metrics = self.make(batch)
         now = perf_counter()
@@ -126,10 +130,17 @@ class Updates:
             self.is_whole = True
         return record
 
+    def is_due(self, evaluations: Any) -> bool:
+        "Is a checkpoint due after this update?"
+        counters, config = self.run.counters, self.run.config
+        return (counters["steps"] >= config["steps"] or counters["updates"] % config["checkpoint_every"] == 0
+                or evaluations is not None and evaluations.waits())
+
     def save(self) -> None:
         "Save a checkpoint, after a line of the journal, from which a resumed run goes on."
         self.journal.mark()
         self.run.save()
+        self.is_whole = False
 
 
 def _report(record: dict, writer: MetricWriter, bar: Progress) -> None:
@@ -140,12 +151,15 @@ def _report(record: dict, writer: MetricWriter, bar: Progress) -> None:
 # %% ../../nbs/runs/10_training.ipynb #834b70b8
 @contextmanager
 def _saved(updates: Updates, graph: Any) -> Iterator[None]:
-    "In the block the graph is iterated. At its end, the last complete update is saved, with the stream if that was not stopped in a batch."
+    """In the block the graph is iterated. At its end, the last complete update is saved, with the stream unless a batch was stopped.
+
+    Several ranks may be stopped at different moments, so what they saved together last is left as it is.
+    """
     run = updates.run
     if run.stream: run.stream.begin(graph, updates.episodes)
     try: yield
     finally:
-        if updates.is_whole: updates.save()
+        if updates.is_whole and not getattr(run.stream, "is_joint", False): updates.save()
         if run.stream: run.stream.end()
 
 
@@ -177,7 +191,7 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
               _saved(updates, graph)):
             updates.start_clock()
             while counters["steps"] < steps:
-                with uninterrupted() as delay:
+                with uninterrupted(updates.signals) as delay:
                     delay.collecting()
                     try: batch = next(batches)
                     except StopIteration: break
@@ -186,7 +200,7 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
                         raise
                     delay.learning()
                     record = updates.learn(batch, health, evaluations.poll() if evaluations else [], writer, bar)
-                    if counters["updates"] % config["checkpoint_every"] == 0: updates.save()
+                    if delay.agree(updates.is_due(evaluations)): updates.save()
                     updates.waiting = perf_counter()
                 is_last = counters["steps"] >= steps
                 if films: films.after(counters["updates"], is_last)
