@@ -104,6 +104,7 @@ def changed_run(folder: Path, found: Checkpoint, options: dict) -> tuple[Checkpo
         try:
             if why := _refusal(before, after): raise DataError(why)
             if (now := ordering(config)) != (then := ordering(found.config)): raise DataError(f"the stream of {now}, and not of {then}")
+            if name in config["options"] and not before.prints.differs(after.prints): raise DataError("it changes nothing in this run")
             state = _changed(state, before.state, after.state)
         except DataError as e:
             raise DataError(f"a fork of {folder} cannot have another {name}", leaf=name, got=str(e),
