@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import time
 
 import pytest
 from command_line import rollpipe
@@ -117,6 +118,21 @@ def test_the_parent_may_be_in_training(tmp_path):
     for n in (4, 13, 17):
         gone_on(tmp_path/f"at{n}")
         check_same(twin.folder, tmp_path/f"at{n}")
+
+
+def test_forks_beside_a_training_that_saves_all_the_time(tmp_path):
+    "In a process of its own, which removes checkpoints and chunks while they are read."
+    config = config_of("dqn", steps=1600, checkpoint_every=1, keep=2)
+    if not (pid := os.fork()):
+        try: train(start(tmp_path/"run", config), progress=False, tensorboard=False)
+        finally: os._exit(0)
+    while not (tmp_path/"run"/"metrics.jsonl").exists() or not read_records(tmp_path/"run"): time.sleep(.05)
+    outs = []
+    while os.waitpid(pid, os.WNOHANG)[0] == 0: outs.append(fork(tmp_path/"run", tmp_path/f"fork{len(outs)}"))
+    assert len(outs) > 2 and load_run(tmp_path/"run").counters["steps"] == 1600
+    for out in (outs[0], outs[len(outs) // 2]):
+        gone_on(out)
+        check_same(tmp_path/"run", out)
 
 
 def test_chunks_that_the_training_removes_meanwhile(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from typing import Any
 
 from .states import edited
 from ..agents.checkpoint import Checkpoint, kept_checkpoints, save_checkpoint
-from ..pipes.data.errors import DataError
+from ..pipes.data.errors import CheckpointError, DataError
 from ..pipes.graph.modules import torch_threads
 from .folder import FORKED, Run, load_run, resume, start
 from .locks import unlock
@@ -99,7 +99,7 @@ def checkpoint_at(folder: Path, updates: int, after: bool = False) -> Checkpoint
     n, last = updates + after, made + (after and counters["steps"] < config["steps"])
     if not 1 <= n <= last: raise DataError(f"{folder} has no such update", leaf="update", expected=f"1 to {last}", got=str(n))
     resumes, first = next((e.resumes for e in lines if e.updates >= n), counters["resumes"]), beginning(folder, newest)
-    for found in chain([newest], map(load_run, reversed(kept_checkpoints(folder/"checkpoints").values())), [first]):
+    for found in chain([newest], _kept(folder), [first]):
         if found.stream and found.counters["updates"] <= updates and found.counters["resumes"] == resumes: return found
     if forked := first.stream and first.config["forked"]:
         raise DataError(f"{folder} is a fork, and did not make this update itself", leaf="update", got=str(n),
@@ -107,6 +107,14 @@ def checkpoint_at(folder: Path, updates: int, after: bool = False) -> Checkpoint
     if not resumes: return first
     raise DataError(f"{folder} cannot be repeated from its start", expected="a checkpoint before the update (--keep)",
                     got=f"{resumes} times new episodes, when it was resumed")
+
+
+def _kept(folder):
+    "The checkpoints that a run has kept, the newest first, without those that its training removes meanwhile."
+    for path in reversed(kept_checkpoints(folder/"checkpoints").values()):
+        try: yield load_run(path)
+        except (DataError, CheckpointError):
+            if path.exists(): raise
 
 
 def records_of(folder: Path) -> list:
