@@ -185,7 +185,8 @@ def test_a_decaying_rate_begins_where_the_option_says(tmp_path):
     assert {g["initial_lr"] for g in run.agent.optimizer.param_groups} == {1e-2, parent.config["options"]["critic_lr"] or 1e-2}
     run = gone_on(fork(parent.folder, tmp_path/"b", 8, decay_steps=0))
     assert {g["lr"] for g in run.agent.optimizer.param_groups} == {g["initial_lr"] for g in parent.agent.optimizer.param_groups}
-    gone_on(out := fork(parent.folder, tmp_path/"c", 8, clip=.2))     # the clip that it has
+    gone_on(out := fork(parent.folder, tmp_path/"c", 8, steps=1200))     # the rates are those of the parent
+    gone_on(parent.folder, steps=1200)
     check_same(parent.folder, out)
 
 

@@ -138,8 +138,7 @@ def _replacing(out: Path) -> Iterator[Path]:
     place.mkdir(parents=True, exist_ok=True)
     lock(place)
     try:
-        for left in place.iterdir():
-            if left.is_dir(): shutil.rmtree(left)      # of a fork that was killed
+        _clear(place)      # of a fork that was killed
         (place/"run").mkdir()
         yield place/"run"
         if out.exists():
@@ -148,8 +147,14 @@ def _replacing(out: Path) -> Iterator[Path]:
             finally: unlock(out)
         os.replace(place/"run", out)
     finally:
+        _clear(place)
         unlock(place)
-        shutil.rmtree(place)
+        with suppress(OSError): place.rmdir()      # another fork may begin there
+
+
+def _clear(place):
+    for path in place.iterdir():
+        if path.is_dir(): shutil.rmtree(path)
 
 # %% ../../nbs/runs/18_fork.ipynb #97d4be29
 def _taken(folder: Path, at: int | None, home: Path) -> tuple[Checkpoint, int]:
