@@ -1,10 +1,10 @@
 """What recording costs: the time of a training's batches with and without a `Recorder` of the fragments.
 
-    python benchmarks/recording.py [ENV ... | pictures]
+    python benchmarks/recording.py [ENV ...]
 
-PPO's pipeline with 8 environments; `pictures` are random 84x84 frames in stacks of 4. Batches are collected in turn with and without a
-recorder; the processor time of both is compared, so that other programs disturb little. The table has the median ratio, its quartiles, and
-the size of a fragment.
+PPO's pipeline with 8 environments. The games of ALE show 84x84 images in stacks of 4 to a learner, and an actor always presses the same
+button. Batches are collected in turn with and without a recorder; the processor time of both is compared, so that other programs disturb
+little. The table has the median ratio, its quartiles, and the size of a fragment.
 """
 import statistics
 import sys
@@ -14,8 +14,9 @@ import warnings
 from contextlib import closing
 from pathlib import Path
 
+import gymnasium as gym
 import torch
-from images import Idle, Pictures
+from images import Idle
 
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes import EnvStepper, FragmentCollector, FrameStack, Lanes, Recorder, insert_after, on_policy
@@ -25,7 +26,9 @@ ROUNDS = 40
 
 
 def pipeline(env):
-    if env == "pictures": return FrameStack(Lanes(FragmentCollector(EnvStepper(Pictures, Idle(), 8), 128), 1, seed=0), 4)
+    if env.startswith("ALE/"):
+        def make(): return gym.wrappers.AtariPreprocessing(gym.make(env, frameskip=1))
+        return FrameStack(Lanes(FragmentCollector(EnvStepper(make, Idle(), 8), 128), 1, seed=0), 4)
     actor, critic = MLPPolicy.for_env(env, seed=0), Critic.for_env(env, seed=1)
     return on_policy(env, actor, critic, n_steps=256, n_envs=8, lanes=1, seed=0)
 
@@ -50,8 +53,8 @@ def main():
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     print("| environment | with a recorder / without | a fragment on disk [MB] |\n|---|---|---|")
-    for env in sys.argv[1:] or ["Pendulum-v1", "pictures"]:
-        for compress in (False, True) if env == "pictures" else (False,):
+    for env in sys.argv[1:] or ["Pendulum-v1"]:
+        for compress in (False, True) if env.startswith("ALE/") else (False,):
             with tempfile.TemporaryDirectory() as folder: print(measure(env, Path(folder), compress), flush=True)
 
 

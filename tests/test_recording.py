@@ -1,6 +1,7 @@
 "A recording gives the items again, bit for bit, on every edge of every recipe. Faults of disks, files and people lose nothing silently."
 import gzip
 import json
+import os
 import re
 import signal
 from functools import partial
@@ -19,8 +20,8 @@ from hypothesis import strategies as st
 from rollpipe.agents import DQN, PPO, SAC, TRPO
 from rollpipe.layers import ActionCritic, Critic, MLPPolicy, QPolicy, RecurrentPolicy, SquashedPolicy
 from rollpipe.pipes import (
-    CheckpointError, DataError, EnvStepper, FragmentCollector, FrameStack, Lanes, ProcessReading, Recorder, Replayer, Source, insert_after, on_policy,
-    replace, replayed,
+    CheckpointError, DataError, EnvStepper, FragmentCollector, FrameStack, Lanes, ProcessReading, Recorder, Replayer, Source, insert_after,
+    on_policy, replace, replayed,
 )
 from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.encoding import decode, encode
@@ -28,6 +29,7 @@ from rollpipe.pipes.graph.edits import nodes
 from rollpipe.pipes.graph.torchdata import DataLoader2
 from rollpipe.pipes.recording import store
 from rollpipe.pipes.recording.store import item_files, records_in
+from rollpipe.pipes.resumable import keep_environments
 from rollpipe.runs import resumed, saved
 
 pytestmark = pytest.mark.timeout(300)
@@ -192,6 +194,19 @@ def test_a_kill_loses_at_most_the_file_that_is_not_full(tmp_path):
     assert list(Replayer(tmp_path))[-2:] == [1, 2] and len(list(Replayer(tmp_path))) == len(found) + 2
 
 
+def test_a_worker_that_is_replaced_records_each_item_once(tmp_path):
+    found = recorded(tmp_path/"here", 10)
+    actor = MLPPolicy.for_env(POLE, hidden=(8,), seed=0)
+    pipe = Lanes(Recorder(FragmentCollector(EnvStepper(POLE, actor, n_envs=2), 8), tmp_path/"there"), 2, seed=0)
+    keep_environments(pipe)
+    with DataLoader2(pipe, reading_service=ProcessReading(2, restart=1)) as loader:
+        for k, _ in zip(range(10), loader):
+            if k == 4: os.kill(loader.reading_service.health()[1]["pid"], signal.SIGKILL)
+        assert max(state["restarted"] for state in loader.reading_service.health()) == 1
+    assert all(f.restarts is None for f in Replayer(tmp_path/"there"))
+    assert_equal(list(islice(Replayer(tmp_path/"there"), 10)), found)
+
+
 class IterList(Source):
     "Items of a list."
     def __init__(self, items): self.items = items
@@ -315,6 +330,14 @@ def test_a_new_iteration_ends_the_older_one_and_does_not_write_over_it(tmp_path)
     next(iter(pipe))
     with pytest.raises(DataError, match="has a recording already"): next(iter(pipe))
     assert list(Replayer(tmp_path)) == [1]
+
+
+def test_recordings_can_be_mixed(tmp_path):
+    for name, first in (("a", 0), ("b", 10)): list(Recorder(IterList(list(range(first, first + 4))), tmp_path/name))
+    assert list(Replayer(tmp_path/"a").mux(Replayer(tmp_path/"b"))) == [0, 10, 1, 11, 2, 12, 3, 13]
+    samples = pytest.importorskip("torchdata.datapipes.iter").SampleMultiplexer
+    found = list(samples({Replayer(tmp_path/"a"): .5, Replayer(tmp_path/"b"): .5}, seed=0))
+    assert sorted(found) == [0, 1, 2, 3, 10, 11, 12, 13] and [x for x in found if x < 10] == [0, 1, 2, 3]
 
 
 # --- comparing
