@@ -22,6 +22,7 @@ from ..pipes.recording.store import item_files
 from ..pipes.replay.pipe import Replayed
 from ..pipes.taps import EpisodeAccount
 from .plots import LABELS, finished, plain, style
+from .progress import format_number
 
 # %% auto #0
 __all__ = ['SHUFFLING', 'parts_of', 'leaf_rows', 'aligned', 'spread', 'histogram', 'bars', 'Contents', 'data_command']
@@ -139,8 +140,10 @@ class Contents:
         items = ", ".join(f"{n:,} {kind}" for kind, n in self.kinds.items()) or "none"
         where = f" in {n_lanes} lane{'s' * (n_lanes > 1)}" if n_lanes else ""
         how = "not compressed" if not packed else "compressed" if packed == len(self.sizes) else f"{packed} of them compressed"
-        rows = [("recording", str(self.folder)), ("items", items + where), ("steps", f"{self.steps:,}"), ("environments", ", ".join(self.envs)),
-                ("files", f"{len(self.sizes):,}, {sum(size for size, _ in self.sizes) / 1e6:,.3g} MB, {how}")]
+        rows = [("recording", str(self.folder)), ("items", items + where)]
+        if self.steps: rows.append(("steps", f"{self.steps:,}"))
+        if self.envs: rows.append(("environments", ", ".join(self.envs)))
+        rows.append(("files", f"{len(self.sizes):,}, {format_number(sum(size for size, _ in self.sizes))}B, {how}"))
         rows += [("fault", fault) for fault in self.faults[:9]] + [("fault", f"and {len(self.faults) - 9:,} more")] * (len(self.faults) > 9)
         return "\n\n".join(filter(None, map(aligned, (rows, leaf_rows(self.forms), self._of_episodes()))))
 
