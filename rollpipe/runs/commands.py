@@ -31,6 +31,7 @@ from .progress import format_duration, format_number
 from ..ranks import process_group
 from .folder import RUN_FILES, Run, agent_of, discard, files_of_run, folder_of, load_run, needed_modules, resume, start
 from .training import train
+from ..traces.recorder import CRASH
 
 # %% auto #0
 __all__ = ['RUN_OPTIONS', 'PLOT_OPTIONS', 'UsageError', 'Interrupted', 'Given', 'given_by', 'config_from', 'train_command',
@@ -164,7 +165,7 @@ def run_to_end(run: Run, args: Namespace) -> None:
         raise Interrupted(*e.args, f"interrupted after {steps} steps and saved{f' after {saved}' * (saved != steps)}; "
                           f"continue with: {_command_for('train --resume', run)}") from None
     finally:
-        if not run.counters["updates"]: discard(run)
+        if not run.counters["updates"] and not run.folder.joinpath(*CRASH).exists(): discard(run)
     print(f"{format_number(run.counters['steps'])} steps in {format_duration(run.counters['seconds'])}, saved in {run.checkpoint}")
     if config.get("eval_every") and run.best.exists():
         best = load_run(run.folder, best=True)
