@@ -12,7 +12,7 @@ import torch
 
 from rollpipe.runs import resume, start
 from rollpipe.runs.locks import unlock
-from rollpipe.runs.training import _reading
+from rollpipe.runs.training import reading
 from rollpipe.settings.config import make_config
 
 REPEATS = 7
@@ -30,7 +30,7 @@ def milliseconds(function) -> str:
 
 def measure(env, folder) -> str:
     run = start(Path(folder, "run"), make_config("ppo", env, dict(n_envs=8, n_steps=64), steps=10**6))
-    with _reading(run) as (batches, _, graph):
+    with reading(run) as (batches, _, graph):
         run.stream.begin(graph)
         for _ in range(3): run.agent.update(next(batches))
         run.counters.update(steps=1536, updates=3)
@@ -38,7 +38,7 @@ def measure(env, folder) -> str:
     unlock(run.folder)
     begun = time.perf_counter()
     again = resume(run.folder)
-    with _reading(again) as (batches, *_): next(batches)
+    with reading(again) as (batches, *_): next(batches)
     unlock(run.folder)
     return f"| {env} | {told} | {saved} | {run.checkpoint.stat().st_size / 1e6:.2f} | {time.perf_counter() - begun:.2f} |"
 

@@ -4,11 +4,11 @@
 
 A case is a training that takes seconds. Its twin runs once without interruption. Then, in each round, the same training is killed
 (SIGKILL) several times and resumed each time, with another number of workers where the case has some: at a random instant, within the
-first batch after a resume, and while a checkpoint is written. The weights, the states of pipes, every metric but those of a clock, and
-the evaluations have to be the same, bit for bit. A case that is expected to be inexact has to say so when it starts, and when it goes on.
-One line is printed for each round. The exit status is 1 if a number differs.
+first batch after a resume, and while a checkpoint is written. Of several ranks, all are killed as soon as one is. The weights, the states
+of pipes, every metric but those of a clock, and the evaluations have to be the same, bit for bit. A case that is expected to be inexact
+has to say so when it starts, and when it goes on. One line is printed for each round. The exit status is 1 if a number differs.
 """
-import argparse, json, logging, multiprocessing, os, random, shutil, signal, sys, tempfile, threading, time, traceback, warnings
+import argparse, json, logging, multiprocessing, os, random, shutil, signal, socket, sys, tempfile, threading, time, traceback, warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -19,8 +19,10 @@ from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe.pipes.data import files
 from rollpipe.pipes.data import nested
 from rollpipe.pipes.data.errors import DataError
+from rollpipe.ranks import process_group
 from rollpipe.runs import resume, start, train
 from rollpipe.runs.evaluations import evaluate_end
+from rollpipe.runs.joint import joint
 from rollpipe.settings.config import make_config
 
 CLOCKED = ("steps_per_s", "workers", "restarts")     # these, and what begins with "seconds", depend on time or on the number of workers
@@ -36,6 +38,7 @@ class Case(NamedTuple):
         run: options of the run
         workers: numbers of workers that a resume may choose from
         inexact: part of the reason for which it begins new episodes; None: it goes on exactly
+        ranks: number of processes that learn together
     """
     algorithm: str
     env: str
@@ -43,6 +46,7 @@ class Case(NamedTuple):
     run: dict = {}
     workers: tuple = (0,)
     inexact: str | None = None
+    ranks: int = 1
 
 
 SMALL = dict(n_steps=64, n_envs=2, lanes=2)
@@ -64,6 +68,11 @@ CASES = {
        for name in ("HalfCheetah", "Hopper", "Walker2d", "Ant", "Humanoid")},
     "lunar": Case("ppo", "LunarLander-v3", SMALL, dict(steps=5000), (0, 2)),
     "bipedal": Case("ppo", "BipedalWalker-v3", SMALL, dict(steps=4000)),
+    "ppo_ranks": Case("ppo", "CartPole-v1", dict(SMALL, lanes=4), dict(steps=6000), (0, 1, 2), ranks=2),
+    "trpo_ranks": Case("trpo", "Pendulum-v1", SMALL, dict(steps=4000), (0, 1), ranks=2),
+    "vtrace_ranks": Case("vtrace", "CartPole-v1", dict(n_steps=32, n_envs=2, lanes=4), dict(steps=5000, lag=1, workers=1), (1, 2), ranks=2),
+    "sac_ranks": Case("sac", "Pendulum-v1", dict(warmup=200, lanes=2, samples_per_step=0.2), dict(steps=800), ranks=2),
+    "dqn_ranks": Case("dqn", "CartPole-v1", dict(warmup=200, lanes=2), dict(steps=2500), ranks=2),
     "ready": Case("vtrace", "CartPole-v1", SMALL, dict(steps=3000, workers=2, lag=1, order="ready"), (2,), "the clock"),
 }
 
@@ -81,24 +90,35 @@ def quietly(function, *args):
 
 def begin(case, folder, seed):
     config = make_config(case.algorithm, case.env, dict(case.options), **{"checkpoint_every": 3, "seed": seed, **case.run})
-    train(start(folder, config), progress=False, tensorboard=False)
+    # It may have been killed before its configuration was written: then it is overwritten.
+    learn(lambda: start(folder, config | (dict(ranks=case.ranks) if case.ranks > 1 else {}), overwrite=True))
 
 
 def go_on(folder, workers):
-    try: run = resume(folder, workers=workers)
+    try: learn(lambda: resume(folder, workers=workers))
     except DataError as e:
         if "is complete" not in str(e): raise
-        return evaluate_end(folder)     # it was killed when it had trained to its end
-    train(run, progress=False, tensorboard=False)
+        evaluate_end(folder)     # it was killed when it had trained to its end
 
 
-def in_child(blow, function, *args):
-    """Run a function in a forked process, which `blow` may kill. Returns the exit code, negative if it was killed.
+def learn(make):
+    "Train the run that `make` starts or resumes, together with the other ranks if there are some."
+    with process_group():
+        run = joint(make, {}, dict)
+        if run is not None: train(run, progress=False, tensorboard=False)
+
+
+def in_child(blow, ranks, function, *args):
+    """Run a function in a forked process for each rank, which `blow` may kill. Returns the exit code, negative if they were killed.
 
     Args:
-        blow: ('time', seconds), ('saving', n: the n-th save), or None
+        blow: ('time', seconds), ('saving', n: the n-th save of rank 0), or None
     """
-    def main():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        common = dict(WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]), GLOO_SOCKET_IFNAME="lo")
+    def main(rank):
+        os.environ.update(common, RANK=str(rank))
         if blow and blow[0] == "time":
             def kill():
                 time.sleep(blow[1])
@@ -106,10 +126,13 @@ def in_child(blow, function, *args):
             threading.Thread(target=kill, daemon=True).start()
         if blow and blow[0] == "saving": die_while_saving(blow[1])
         os._exit(quietly(function, *args))
-    child = multiprocessing.get_context("fork").Process(target=main)
-    child.start()
-    child.join()
-    return child.exitcode
+    children = [multiprocessing.get_context("fork").Process(target=main, args=(rank,)) for rank in range(ranks)]
+    for child in children: child.start()
+    while not any(codes := [child.exitcode for child in children]) and None in codes: time.sleep(0.01)
+    for child in children:
+        if any(codes): child.kill()
+        child.join()
+    return -signal.SIGKILL if -signal.SIGKILL in codes else max(code or 0 for code in codes)
 
 
 def die_while_saving(n):
@@ -170,7 +193,7 @@ class Round(NamedTuple):
 
 def make_twin(case, root, seed) -> Twin:
     folder, begun = Path(root)/"twin", time.perf_counter()
-    if code := in_child(None, begin, case, folder, seed): raise RuntimeError(f"the training failed (exit code {code})")
+    if code := in_child(None, case.ranks, begin, case, folder, seed): raise RuntimeError(f"the training failed (exit code {code})")
     inexact = load_checkpoint(folder/"checkpoint.safetensors").config["inexact"]
     if (case.inexact is None) != (inexact is None) or case.inexact and case.inexact not in inexact:
         raise RuntimeError(f"expected to be inexact: {case.inexact}; got: {inexact}")
@@ -197,15 +220,11 @@ def kill_and_resume(case, seconds, folder, rng, kills, seed) -> int:
             kind = ("time", "first", "saving")[killed % 3] if exists else "time"
             blow = {"time": ("time", rng.uniform(0.1, 0.8) * seconds), "first": ("time", rng.uniform(0., 0.3)),
                     "saving": ("saving", rng.randint(1, 2))}[kind]
-        code = in_child(blow, go_on, folder, rng.choice(case.workers)) if exists else in_child(blow, begin_again, case, folder, seed)
+        what = (go_on, folder, rng.choice(case.workers)) if exists else (begin, case, folder, seed)
+        code = in_child(blow, case.ranks, *what)
         if code == -signal.SIGKILL: killed += 1
         elif code: raise RuntimeError(f"a resumed training failed (exit code {code})")
     return killed
-
-
-def begin_again(case, folder, seed):
-    shutil.rmtree(folder, ignore_errors=True)     # it was killed before its configuration was written
-    begin(case, folder, seed)
 
 
 def try_case(name, case, rounds, kills, seed) -> list:

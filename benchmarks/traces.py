@@ -32,12 +32,12 @@ def trained(folder, algorithm, env, options, steps, **run):
 
 
 class Clock:
-    "Measures the time in some methods of the journal."
-    def __init__(self): self.seconds = 0.
+    "Measures the time in some functions, and counts their calls."
+    def __init__(self): self.seconds, self.calls = 0., 0
 
     def timed(self, method):
         def wrapper(*args):
-            begin = time.perf_counter()
+            begin, self.calls = time.perf_counter(), self.calls + 1
             try: return method(*args)
             finally: self.seconds += time.perf_counter() - begin
         return wrapper

@@ -21,6 +21,7 @@ ROOMS = {"cli": "Command line", "runs": "Runs", "settings": "Settings", "pipes":
          "pipes/11_engines": "Engines", "pipes/24_replay": "Replay", "pipes/26_tensors": "Tensors", "pipes/29_recording": "Recording",
          "pipes/30_workers": "Workers", "pipes/31_profiling": "Profiling", "pipes/32_cluster": "Clusters", "layers": "Layers",
          "agents": "Agents", "agents/16_off_policy": "Learners from a replay memory", "agents/25_intrinsic": "Rewards for what is new",
+         "agents/26_offline": "Learners from recorded steps",
          "ranks": "Learning over several ranks", "tuning": "Search for settings", "results": "Results",
          "traces": "Traces", "testing": "Testing"}
 NOTEBOOK = re.compile(r"(?:nbs/)?((?:\w+/)*\d\d_\w+)(?:\.ipynb)?")

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import SMALL, lines, process, python, rollpipe, run_command, wait_for
+from recordings import recorded
 
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import METRICS
@@ -28,7 +29,9 @@ from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs.folder import discard, load_run, restore, resume, start
 from rollpipe.runs.training import train
 
-def task_of(algorithm): return "Pendulum-v1" if algorithm in ("sac", "td3", "ddpg") else "CartPole-v1"  # with actions that suit it
+def task_of(algorithm):
+    "An environment with actions that suit it."
+    return "Pendulum-v1" if algorithm in ("sac", "td3", "ddpg", "iql", "td3bc") else "CartPole-v1"
 
 
 def small_run(folder, *more):
@@ -147,10 +150,11 @@ def test_what_failed_before_its_first_update_leaves_nothing(tmp_path):
 TINY = dict(n_envs=4, n_steps=16, hidden=(8,), critic_hidden=(8,), epochs=2, minibatch=32, warmup=64, batch_size=16)
 
 
-def tiny(algorithm, checkpoint_every=2):
-    "The configuration of a very short run, with those options of `TINY` that the algorithm has."
+def tiny(algorithm, folder, checkpoint_every=2):
+    "The configuration of a very short run, with those options of `TINY` that the algorithm has, and with data if it needs them."
     has = {o.name for o in options_for(algorithm)}
     options = {k: v for k, v in TINY.items() if k in has}
+    if "data" in has: options |= dict(data=str(recorded(folder/"data", task_of(algorithm))), batch_size=64)
     return make_config(algorithm, task_of(algorithm), options, steps=256, checkpoint_every=checkpoint_every)
 
 
@@ -166,15 +170,16 @@ def assert_equal(a, b):
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_every_algorithm_trains_is_saved_goes_on_and_plays(algorithm, tmp_path, capsys):
     words = ["--preset", "none"]
-    words += [w for k, v in tiny(algorithm)["options"].items() if k in TINY
+    words += [w for k, v in tiny(algorithm, tmp_path)["options"].items() if k in (*TINY, "data")
               for w in (f"--{k.replace('_', '-')}", ",".join(map(str, v)) if isinstance(v, list) else v)]
     words += ["--steps", 256]
     assert rollpipe("train", algorithm, task_of(algorithm), *words, "--out", tmp_path/"a", "--quiet", "--no-tensorboard") == 0
     metrics, found = read_metrics(tmp_path/"a"), load_run(tmp_path/"a")
     assert set(metrics) <= set(METRICS) and metrics["steps"].tolist() == [64*i for i in range(1, 5)]
     assert (metrics["lag"] == 0).all() and found.counters["steps"] == 256
-    wanted = tiny(algorithm, checkpoint_every=20)
-    wanted["options"]["engine"] = "onnxruntime" if find_spec("onnxruntime") and find_spec("onnx") else "torch"  # the one that 'auto' was
+    wanted = tiny(algorithm, tmp_path, checkpoint_every=20)
+    if "engine" in wanted["options"]:      # the one that 'auto' was
+        wanted["options"]["engine"] = "onnxruntime" if find_spec("onnxruntime") and find_spec("onnx") else "torch"
     assert found.config == {**wanted, "kept": found.config["kept"], "inexact": found.config["inexact"]}
     assert rollpipe("train", "--resume", tmp_path/"a", "--steps", 384, "--quiet", "--no-tensorboard") == 0
     assert read_metrics(tmp_path/"a")["steps"].tolist() == [64*i for i in range(1, 7)]
@@ -184,7 +189,7 @@ def test_every_algorithm_trains_is_saved_goes_on_and_plays(algorithm, tmp_path, 
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_every_algorithm_is_restored_whole(algorithm, tmp_path):
-    run = start(tmp_path/"a", tiny(algorithm))
+    run = start(tmp_path/"a", tiny(algorithm, tmp_path))
     train(run, progress=False, tensorboard=False)
     found = load_run(tmp_path/"a")
     again, pipe = restore(found)
@@ -205,7 +210,8 @@ def test_defaults_of_an_algorithm_are_shown_and_used(algorithm, capsys):
     options = {o.name: o for o in options_for(algorithm)}
     assert set(defaults) <= set(options)
     for name, value in defaults.items():
-        assert f"{options[name].help} [{value}]" in text and make_config(algorithm, "CartPole-v1")["options"][name] == value
+        shown, kept = (",".join(map(str, value)), list(value)) if isinstance(value, tuple) else (value, value)
+        assert f"{options[name].help} [{shown}]" in text and make_config(algorithm, "CartPole-v1")["options"][name] == kept
 
 
 # -- evaluate, plot, graph, demo ---------------------------------------------------------------------------------------
@@ -543,7 +549,7 @@ def test_what_is_stopped_before_its_first_update_can_be_started_again(tmp_path, 
 
 
 def test_what_is_killed_before_its_first_update_can_be_resumed(tmp_path):
-    run = start(tmp_path/"run", tiny("trpo"))
+    run = start(tmp_path/"run", tiny("trpo", tmp_path))
     train(resume(run.folder), progress=False, tensorboard=False)
     assert load_run(run.folder).counters["steps"] == 256
 

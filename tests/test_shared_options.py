@@ -22,6 +22,7 @@ from rollpipe.pipes.data.errors import DataError
 NATURAL = dict(damping=.1, cg_iters=10, cg_gain=0., fvp_subsample=1., precondition='auto', normalize_adv=True, critic_lr=1e-3,
                critic_epochs=4, decay_steps=0)
 ACTIONS = dict(tau=.005, multi_step=1, random_steps=1000, beta_steps=None, gamma=.99, critic_lr=None, max_grad_norm=None)
+FROM_DATA = {name: x for name, x in ACTIONS.items() if name != 'random_steps'}
 DEFAULTS = dict(
     trpo=dict(max_kl=.01, backtrack=.8, max_backtracks=10, accept_ratio=.1, **NATURAL),
     npg=dict(max_kl=.01, lr=None, **NATURAL),
@@ -38,8 +39,12 @@ DEFAULTS = dict(
                 eps_start=1., eps_end=.05, eps_steps=20_000, beta_steps=None, eta=.9, decay_steps=0),
     sac=dict(temperature=None, first_temperature=1., target_entropy=None, lr=3e-4, **ACTIONS),
     td3=dict(smoothing=.2, smoothing_limit=.5, policy_every=2, lr=1e-3, **ACTIONS),
-    ddpg=dict(lr=1e-3, **ACTIONS))
-OWN_MEANING = dict(ppo={'normalize_adv'}, npg={'lr', 'critic_lr'}, trpo={'critic_lr'})  # what another learner calls by the same name
+    ddpg=dict(lr=1e-3, **ACTIONS),
+    bc=dict(lr=1e-3, max_grad_norm=None, decay_steps=0),
+    iql=dict(expectile=.7, beta=3., max_weight=100., decay_steps=0, lr=3e-4, **FROM_DATA),
+    td3bc=dict(alpha=2.5, smoothing=.2, smoothing_limit=.5, policy_every=2, lr=3e-4, **FROM_DATA))
+# what another learner calls by the same name
+OWN_MEANING = dict(ppo={'normalize_adv'}, npg={'lr', 'critic_lr'}, trpo={'critic_lr'}, iql={'decay_steps'})
 TOLD = {name: text for owner in (Discounted, ByAdam, EntropyBonus, ScaledAdvantages, DecayingEpsilon, Learner, ActorCriticLearner)
         for name, text in meanings(owner).items() if name not in ('actor', 'critic')}
 SHARED = TOLD.keys()
@@ -93,7 +98,9 @@ def learner_of(cls, **options):
     "A learner, with a critic if it needs one."
     critic = inspect.signature(cls).parameters.get('critic')
     needs_critic = critic is not None and critic.default is critic.empty
-    return cls(Actor(), *[nn.Linear(1, 1)] * needs_critic, **options)
+    critics = [nn.Linear(1, 1)] * needs_critic
+    for x in critics: x.value = None       # values of states, which some learners need
+    return cls(Actor(), *critics, **options)
 
 
 @pytest.mark.parametrize('cls', [*(a.learner for a in ALGORITHMS.values()), QLearning])

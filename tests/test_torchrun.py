@@ -91,7 +91,7 @@ def test_ranks_learn_what_one_process_learns(algorithm, more, tmp_path):
     assert "1.02k steps" in out and "rollpipe watch both" in out
     assert run_alone(*words, "--out", "one", cwd=tmp_path).returncode == 0
     found, expected = read_metrics(tmp_path/"both"), read_metrics(tmp_path/"one")
-    assert {p.name for p in (tmp_path/"both").iterdir()} == {p.name for p in (tmp_path/"one").iterdir()}
+    assert {p.name for p in (tmp_path/"both").iterdir()} == {p.name for p in (tmp_path/"one").iterdir()} | {"ranks"}
     assert found["steps"].tolist() == expected["steps"].tolist() == [256, 512, 768, 1024, 1024]      # the last one evaluates
     for name in found.keys() - {"workers", "restarts"}:
         if not name.startswith("seconds") and name not in ("steps_per_s", "cg_residual", "cg_iterations", "curvature", "step_size"):
@@ -259,6 +259,39 @@ def test_ctrl_c_saves_in_rank_0(tmp_path):
     assert load_checkpoint(tmp_path/"run/checkpoint.safetensors").counters["steps"] == read_metrics(tmp_path/"run")["steps"][-1]
 
 
+SLEEPS = """
+import os, time
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+
+class Sleeps(CartPoleEnv):
+    "Sleeps in rank 0, in the batch after three updates."
+    def step(self, action):
+        if os.environ.get("RANK") == "0" and os.path.exists("run/metrics.jsonl") and open("run/metrics.jsonl").read().count("\\n") == 3:
+            open("asleep", "w").close()
+            time.sleep(60)
+        return super().step(action)
+
+gymnasium.register("Sleeps-v0", Sleeps, max_episode_steps=500)
+"""
+
+
+def test_a_second_ctrl_c_leaves_the_last_checkpoint_of_all_ranks(tmp_path):
+    (tmp_path/"sleeps.py").write_text(SLEEPS)
+    words = ["train", "ppo", "Sleeps-v0", "--import", "sleeps", *SMALL[1:], "--steps", "10k", "--checkpoint-every", "2", "--out", "run"]
+    processes = begin(words, tmp_path)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (tmp_path/"asleep").exists(): time.sleep(0.1)
+    for _ in range(2):
+        processes[0].send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    (code, _, err), (other, _, noise) = ended(processes)
+    assert (code, other) == (130, 2) and "interrupted after 768 steps and saved after 512; continue with: torchrun" in err, err
+    assert "rank 1: another rank has ended" in noise
+    found = load_checkpoint(tmp_path/"run/checkpoint.safetensors")
+    assert found.counters["steps"] == 512 and found.stream["ranks"]
+
+
 def read_lines(path): return path.read_text().splitlines() if path.exists() else []
 
 
@@ -278,4 +311,4 @@ def test_torchrun_starts_all_ranks_anew(tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path/"died").exists()
     steps = read_metrics(tmp_path/"run")["steps"].tolist()
-    assert steps == list(range(256, 2049, 256)) and load_checkpoint(tmp_path/"run/checkpoint.safetensors").counters["resumes"] == 1
+    assert steps == list(range(256, 2049, 256)) and load_checkpoint(tmp_path/"run/checkpoint.safetensors").counters["resumes"] == 0

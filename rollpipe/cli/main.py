@@ -17,6 +17,7 @@ from ..results.experiments import train_or_experiment
 from ..runs.contents import data_command
 from ..runs.export import FORMATS
 from ..runs.repeat import diff_command, verify_command
+from ..runs.replay import replay_command
 from ..settings.options import Parser, add_options
 from ..pipes.data.errors import PipeError
 from ..settings.listing import list_command
@@ -39,6 +40,12 @@ def _add_comparisons(command, debug: Parser) -> None:
     sub = command("verify", verify_command, [debug], "repeat the first updates of a run, and compare them with its journal")
     sub.add_argument("run", metavar="RUN", help="folder of a run")
     sub.add_argument("--updates", type=int, default=20, metavar="N", help="number of updates to repeat [20]")
+    sub = command("replay", replay_command, [debug], "make an update of a run again, in the debugger if you like")
+    sub.add_argument("run", metavar="RUN", help="folder of a run")
+    which = sub.add_mutually_exclusive_group(required=True)
+    which.add_argument("--update", type=int, metavar="N", help="the N-th update: its batch is collected again")
+    which.add_argument("--crash", dest="update", action="store_const", const=None, help="the update that failed: its batch is in RUN/crash")
+    sub.add_argument("--pdb", action="store_true", help="stop before the update, in pdb: `s` steps into it, `c` goes on to its error")
 
 
 def _parent_parsers() -> tuple:
@@ -218,7 +225,8 @@ def _run(argv: list | None) -> int:
     except USER_ERRORS as e:
         if "--debug" in words: raise
         plain = isinstance(e, (UsageError, PipeError, OSError, ImportError))
-        print(f"error: {e}" if plain else f"error: {type(e).__name__}: {e} (--debug shows where)", file=sys.stderr)
+        text = f"error: {e}" if plain else f"error: {type(e).__name__}: {e} (--debug shows where)"
+        print(text, *getattr(e, "__notes__", ()), sep="\n", file=sys.stderr)
         return 2
 
 

@@ -13,13 +13,14 @@ import gymnasium as gym
 import torch
 from torch import Tensor, nn
 
-from .mlp import activation_for, check_sizes
+from .mlp import MLP, activation_for, check_sizes
+from .module_dict import n_out_of
 from .observer import Torso, takes
 from .unit_box import UnitBox
 from ..pipes.data.errors import check_integer
 
 # %% auto #0
-__all__ = ['StackedMLP', 'ActionCritic']
+__all__ = ['StackedMLP', 'ActionCritic', 'QVCritic']
 
 # %% ../../nbs/layers/21_action_critic.ipynb #ab323538
 class StackedMLP(nn.Module):
@@ -103,3 +104,23 @@ class ActionCritic(Torso):
         lead = features.shape[:-1]
         x = torch.cat([features, position.reshape(*lead, -1)], -1)
         return self.net(x.flatten(0, -2) if x.ndim > 2 else x, *[] if n is None else [n]).view(-1, *lead)
+
+# %% ../../nbs/layers/21_action_critic.ipynb #2fba9405
+@takes(ActionCritic, Torso.make_torso, hidden=(256, 256), normalize=False, activation='relu')
+class QVCritic(ActionCritic):
+    """Values of actions, as `ActionCritic`, and of states: `value(obs)` float32 `[*lead]`, by a perceptron with as many hidden layers.
+
+    Source: Kostrikov et al. 2021, *Offline reinforcement learning with implicit Q-learning*, https://arxiv.org/abs/2110.06169
+
+    Args:
+        action_space: Box of floats with finite bounds
+        n_critics: number of networks for actions; the smallest of their values counts
+        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module; in runs by default the policy's
+    """
+    def __init__(self, observation_space: gym.Space, action_space: gym.Space, *, n_critics: int = 2, **torso: Any):
+        super().__init__(observation_space, action_space, n_critics=n_critics, **torso)
+        self.value_net = MLP(n_out_of(self.encoder), torso['hidden'], 1, torso['activation'])
+
+    def value(self, obs: Any) -> Tensor:
+        "The values `[*lead]` of states."
+        return self.value_net(self.features(obs)).squeeze(-1)

@@ -67,6 +67,8 @@ def settings(algorithm: str, typed: dict, n_cores: int, preset: dict | None = No
     known = {option.name: option.default for option in options_for(algorithm)}
     defaults = {**known, "workers": RunOptions.workers, **(preset or {}), **typed}
     names = [name for name in GRID if name in defaults]
+    if "n_steps" not in defaults:
+        raise DataError(f"{algorithm} collects nothing, so there is nothing to try", expected="an algorithm that steps environments")
     steps = defaults["n_steps"] * defaults["n_envs"] * defaults["lanes"]
     found, given = [], tuple(defaults[name] for name in names)
     for values in (given, *itertools.product(*([typed[name]] if name in typed else GRID[name] for name in names))):

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from ..agents.checkpoint import Checkpoint
+from ..agents.checkpoint import Checkpoint, load_checkpoint
 from ..pipes.data.files import write_atomically
 from ..agents.evaluate import RandomActor, evaluate
 from ..settings.algorithms import ALGORITHMS, options_for
@@ -20,7 +20,7 @@ from .autotune import NO_TIME, autotune, command_for, profile_config, table_row,
 from ..settings.config import RUN_OPTIONS, build, device_of, make_config
 from .evaluations import evaluate_end
 from .export import FORMATS, PolicyFunction, export_policy
-from .joint import Follower, follow, joint
+from .joint import Follower, joint
 from ..settings.options import import_words, options_of, parse_env_kwargs, typed
 from ..pipes.envs.factories import spaces_of
 from ..pipes.data.errors import DataError
@@ -31,6 +31,7 @@ from .progress import format_duration, format_number
 from ..ranks import process_group
 from .folder import RUN_FILES, Run, agent_of, discard, files_of_run, folder_of, load_run, needed_modules, resume, start
 from .training import train
+from ..traces.recorder import CRASH
 
 # %% auto #0
 __all__ = ['RUN_OPTIONS', 'PLOT_OPTIONS', 'UsageError', 'Interrupted', 'Given', 'given_by', 'config_from', 'train_command',
@@ -87,7 +88,7 @@ def train_command(args: Namespace) -> None:
     "Start or continue a run; if torchrun has started this process, together with the other ranks."
     with process_group() as launch:
         run = joint(partial(_run_for, args, launch), vars(args), lambda: {} if args.resume else config_from(args))
-        if isinstance(run, Follower): follow(run)
+        if isinstance(run, Follower): train(run, progress=False, tensorboard=False)
         elif run:
             run_to_end(run, args)
             print(f"watch it:     {_command_for('watch', run)}")
@@ -160,10 +161,11 @@ def run_to_end(run: Run, args: Namespace) -> None:
                wandb=getattr(args, "wandb", None))
     except KeyboardInterrupt as e:
         if not run.counters["updates"]: raise
-        raise Interrupted(*e.args, f"interrupted after {run.counters['steps']} steps and saved; "
+        steps, saved = run.counters['steps'], load_checkpoint(run.checkpoint).counters['steps']
+        raise Interrupted(*e.args, f"interrupted after {steps} steps and saved{f' after {saved}' * (saved != steps)}; "
                           f"continue with: {_command_for('train --resume', run)}") from None
     finally:
-        if not run.counters["updates"]: discard(run)
+        if not run.counters["updates"] and not run.folder.joinpath(*CRASH).exists(): discard(run)
     print(f"{format_number(run.counters['steps'])} steps in {format_duration(run.counters['seconds'])}, saved in {run.checkpoint}")
     if config.get("eval_every") and run.best.exists():
         best = load_run(run.folder, best=True)

@@ -16,13 +16,12 @@ import numpy as np
 
 from ..agents.checkpoint import Snapshot
 from ..pipes.data.files import write_atomically
-from .states import Stream, kept_states, load_states
+from .states import kept_states, load_states
 from ..agents.evaluate import Evaluation
 from ..agents.parallel_evaluation import Evaluated, ParallelEvaluation, SerialEvaluation
 from ..agents.schedules import Every
 from ..settings.config import device_of
 from .locks import lock, unlock
-from ..pipes.data.chunks import ChunkFolder
 from ..pipes.data.errors import DataError
 from ..pipes.graph.modules import version_of
 from .folder import Run, agent_of, best_return, load_run, restore
@@ -112,6 +111,10 @@ class Evaluations:
         self.best = -math.inf if math.isnan(best) else best
         self.asked: Any = None  # the learner when the latest evaluation began; `last` are the counters of that moment
 
+    def waits(self) -> bool:
+        "Does the training wait for an evaluation after this update? Then it is saved before."
+        return False
+
     def after_update(self) -> float:
         "Ask for an evaluation if one is due and none is under way. Returns for how long the training waited [s]."
         if self.evaluator.busy or not self.every.is_due(self.last, self.run.counters): return 0.
@@ -165,11 +168,12 @@ class StepEvaluations(Evaluations):
         # The next record tells of an evaluation at this step. If the run was resumed here, that record is not written yet.
         self.news = [_of_record(r, version_of(run.agent.actor)) for r in self.records if r["kind"] == "training" and r["steps"] == steps]
 
+    def waits(self) -> bool: return self.every.is_due(self.last, self.run.counters)
+
     def finish(self) -> list:
         "Evaluate the last policy and the best one on `final_episodes` episodes each, unless that is done. Returns `poll()`."
         run = self.run
         self.after_update()
-        run.save()
         self.records = [r for r in self.records if r["kind"] == "training" or r["steps"] == run.counters["steps"]]
         made, best = {r["kind"] for r in self.records}, load_run(run.folder, best=True)
         for kind, counters in (("last", run.counters), ("best", best.counters)):
@@ -181,7 +185,6 @@ class StepEvaluations(Evaluations):
         return self.poll()
 
     def _ask(self):
-        self.run.save()
         self.records = [r for r in self.records if r["kind"] == "training"]  # training continues, so the final evaluations are outdated
         self.evaluator = _here(self.run, "training", self.run.agent.actor)
         super()._ask()
@@ -249,6 +252,5 @@ def evaluate_end(folder: str | Path) -> None:
         found = load_run(folder)
         if Every.of(found.config.get("eval_every", 0)).unit != "steps" or is_evaluated(folder, found.counters["steps"]): return
         agent, pipe = restore(found)
-        stream = Stream(restored=found.stream, chunks=ChunkFolder(folder/"replay"))
-        StepEvaluations(Run(folder, found.config, agent, pipe, found.counters, load_states(pipe, found.pipes), stream)).finish()
+        StepEvaluations(Run(folder, found.config, agent, pipe, found.counters, load_states(pipe, found.pipes))).finish()
     finally: unlock(folder)

@@ -34,7 +34,7 @@ __all__ = ['RUN_FILES', 'Run', 'folder_of', 'start', 'discard', 'files_of_run', 
 
 # %% ../../nbs/runs/07_folder.ipynb #318476a9
 RUN_FILES = ("config.json", FINGERPRINTS, "metrics.csv", "metrics.jsonl", JOURNAL, "evaluations.jsonl", "checkpoint.safetensors",
-             "best.safetensors", "replay", "recording", "curve.png", "tensorboard", "wandb", "wandb.json", "videos")
+             "best.safetensors", "replay", "ranks", "recording", "crash", "curve.png", "tensorboard", "wandb", "wandb.json", "videos")
 _COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0., resumes=0)
 
 
@@ -145,7 +145,7 @@ def _remove_run(folder: Path) -> None:
 
 def _remove(paths: Iterable) -> None:
     for path in paths:
-        if path.is_dir(): shutil.rmtree(path)
+        if path.is_dir() and not path.is_symlink(): shutil.rmtree(path)
         else: path.unlink(missing_ok=True)
 
 

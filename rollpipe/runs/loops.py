@@ -14,11 +14,10 @@ from typing import Any
 from ..agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from ..pipes.data.chunks import ChunkFolder
 from ..pipes.data.errors import CheckpointError, DataError, describe_exception
-from ..pipes.envs.kept import Keeper
 from ..pipes.envs.sources import Acting
 from ..pipes.graph import torchdata
 from ..pipes.graph.edits import copy_graph, find
-from ..pipes.resumable import keep_environments
+from ..pipes.resumable import keep_as, keep_environments
 from .states import Stream, load_states, ordering, states_of, why_inexact
 from ..traces.fingerprint import Fingerprint, fingerprint
 
@@ -86,8 +85,7 @@ def resumed(path: str | Path, pipe: Any, agent: Any, reading_service: Any = None
     sources = find(pipe, Acting)
     found = _found(path, sources)
     if found is None: keep_environments(pipe)
-    else:
-        for source, name in zip(sources, found.config["loop"]): source.keeper = Keeper(name)
+    else: keep_as(pipe, found.config["loop"])
     reason = why_inexact(pipe, ordered) if found is None else _why_other(found, pipe, ordered)
     if reason and exact:
         raise DataError("the loop cannot go on exactly", leaf="exact", expected="exact=False, or other settings", got=reason)

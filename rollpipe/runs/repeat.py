@@ -5,22 +5,51 @@
 # %% ../../nbs/runs/16_repeat.ipynb #8abe9655
 from __future__ import annotations
 
-import tempfile
+import shutil, tempfile
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 from .states import edited
+from ..agents.checkpoint import Checkpoint, save_checkpoint
 from ..pipes.data.errors import DataError
-from .folder import load_run, start
+from .folder import Run, load_run, resume, start
+from .locks import unlock
 from .training import train
-from ..traces.differences import JOURNAL, RunDifference, diff
+from ..traces.differences import FINGERPRINTS, JOURNAL, RunDifference, diff
 from ..traces.journal import read_journal
 
 # %% auto #0
-__all__ = ['verify', 'diff_command', 'verify_command']
+__all__ = ['repetition', 'verify', 'diff_command', 'verify_command']
 
 # %% ../../nbs/runs/16_repeat.ipynb #fa198961
+@contextmanager
+def repetition(folder: Path, found: Checkpoint, *edits: Callable) -> Iterator[Run]:
+    """A run in a temporary folder, which makes again what another run has made.
+
+    Args:
+        folder: folder of the other run, of which nothing is changed
+        found: its checkpoint, from which the repetition goes on exactly; one without a stream: it begins at the start
+        *edits: functions `pipe -> pipe` that changed its pipeline in Python, in turn
+    """
+    with tempfile.TemporaryDirectory() as place:
+        config = {**found.config, "eval_every": 0, "video_every": 0, "keep": 0, "reading": "processes", "address": None}
+        if config["options"].get("path"): config["options"] = {**config["options"], "path": place}
+        if found.stream is None: run = start(Path(place)/"run", config)
+        else:
+            for name in (JOURNAL, FINGERPRINTS): shutil.copy(folder/name, place)
+            Path(place, "replay").symlink_to((folder/"replay").resolve())     # chunks of a replay memory, which are only read
+            learner, pipes = SimpleNamespace(state_dict=lambda: found.agent_state), dict(found.stream["pipes"])
+            if config.get("record"): pipes.pop("Recorder", None)        # the repetition has a recording of its own
+            save_checkpoint(Path(place, "checkpoint.safetensors"), learner, config, found.counters, pipes=found.pipes,
+                            stream={**found.stream, "pipes": pipes})
+            run = resume(place)
+        try: yield edited(run, *edits)
+        finally: unlock(run.folder)
+
+
 def verify(folder: str | Path, updates: int = 20, *edits: Callable) -> RunDifference:
     """Train again what a run has trained, and compare. Raises `DataError` if the run cannot be repeated from its start.
 
@@ -33,16 +62,14 @@ def verify(folder: str | Path, updates: int = 20, *edits: Callable) -> RunDiffer
         RunDifference: of the run and its repetition
     """
     folder = Path(folder)
-    config, lines = load_run(folder).config, [e for e in read_journal(folder/JOURNAL) if not e.since and not e.resumes]
+    run, lines = load_run(folder), [e for e in read_journal(folder/JOURNAL) if not e.since and not e.resumes]
+    config = run.config
     if not lines: raise DataError(f"{folder} cannot be repeated", expected="a journal from the first update on")
     if config.get("ranks", 1) > 1:
         raise DataError(f"{folder} cannot be repeated in one process", expected="a run of one rank", got=f"ranks={config['ranks']}")
     last = next((e for e in lines if e.updates >= updates), lines[-1])
-    with tempfile.TemporaryDirectory() as place:
-        if config["options"].get("path"): config = {**config, "options": {**config["options"], "path": place}}
-        config = {**config, "steps": last.steps, "eval_every": 0, "video_every": 0, "keep": 0, "reading": "processes", "address": None}
-        run = start(Path(place)/"run", config)
-        train(edited(run, *edits), progress=False, tensorboard=False, wandb=False)
+    with repetition(folder, run._replace(config={**config, "steps": last.steps}, stream=None), *edits) as run:
+        train(run, progress=False, tensorboard=False, wandb=False)
         found = diff(folder, run.folder)
     if config.get("workers") and (config["lag"] is None or config["order"] == "ready"):
         found.notes.append(f"with lag={config['lag']} and order={config['order']}, the stream depends on the speed of the workers")

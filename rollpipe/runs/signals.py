@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 
+import rollpipe.ranks as ranks
 from ..pipes.data.errors import WorkerError
 
 # %% auto #0
@@ -63,8 +64,13 @@ PATIENCE = 5.   # seconds for which a signal waits for the end of a batch
 
 
 class _Delay:
-    "Delays signals until the end of a block."
-    def __init__(self): self.handlers, self.received, self.timer, self.waits = _handlers(callable), [], None, False
+    """Delays signals until the end of a block.
+
+    Args:
+        received: gets the signals: `(number, frame)`
+    """
+    def __init__(self, received: list):
+        self.handlers, self.received, self.timer, self.waits, self.agreed = _handlers(callable), received, None, False, None
 
     def collecting(self) -> None:
         "From now on a signal waits at most `PATIENCE`. A second one does not wait."
@@ -74,6 +80,15 @@ class _Delay:
         "From now on signals wait until the end of the block."
         self.waits = False
         if self.timer is not None: self.timer.cancel()
+
+    def agree(self, is_due: bool) -> bool:
+        """Whether it is time to save. Several ranks save together: if one of them has to, or has received a signal, which then ends the
+        block in all of them. A signal after this call waits for the next one.
+        """
+        if not ranks.active(): return is_due
+        found = ranks.gathered_objects(([number for number, _ in self.received[:1]], is_due))
+        self.agreed = [(number, None) for numbers, _ in found for number in numbers][:1]
+        return bool(self.agreed) or any(due for _, due in found)
 
     def receive(self, *args: Any) -> None:
         "The handler of signals."
@@ -87,17 +102,26 @@ class _Delay:
 
 
 @contextmanager
-def uninterrupted() -> Iterator[_Delay]:
-    "Delay Ctrl-C (SIGINT), SIGTERM and SIGHUP until the end of the block, if Python has handlers for them. Main thread only."
-    delay = _Delay()
+def uninterrupted(received: list | None = None) -> Iterator[_Delay]:
+    """Delay Ctrl-C (SIGINT), SIGTERM and SIGHUP until the end of the block, if Python has handlers for them. Main thread only.
+
+    Args:
+        received: the signals that no block has passed on yet
+    """
+    delay = _Delay([] if received is None else received)
     for s in delay.handlers: signal.signal(s, delay.receive)
     try: yield delay
     except WorkerError:  # after a signal, it has also ended the lost process: report the signal
         if not delay.received: raise
+        delay.agreed = None
     finally:
         delay.learning()
         for s, handler in delay.handlers.items(): signal.signal(s, handler)
-    if delay.received: delay.handlers[delay.received[0][0]](*delay.received[0])
+    if stop := delay.received[:1] if delay.agreed is None else delay.agreed:
+        (number, frame), *_ = stop
+        delay.received.clear()
+        if number not in delay.handlers: raise Stopped(number)     # another rank has received it
+        delay.handlers[number](number, frame)
 
 # %% ../../nbs/runs/09_signals.ipynb #d6e4c457
 @contextmanager

@@ -15,13 +15,10 @@ from ..pipes.data.chunks import ChunkFolder
 from ..pipes.data.errors import CheckpointError, DataError, describe_exception
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.data.restoring import restore
-from ..pipes.envs.kept import Keeper
-from ..pipes.envs.sources import Acting
-from ..pipes.graph.edits import find
 from ..pipes.graph.states import restore_stream, stream_state, unknown_states
 from ..pipes.graph.torchdata import IterDataPipe
 from ..pipes.lanes import learning_pipes
-from ..pipes.resumable import keep_environments
+from ..pipes.resumable import keep_as, keep_environments
 from ..settings.config import check_lanes
 
 _log = logging.getLogger("rollpipe")
@@ -108,7 +105,6 @@ def why_inexact(pipe: IterDataPipe, config: dict) -> str | None:
         pipe: the pipeline of the run
         config: see `make_config`
     """
-    if config.get('ranks', 1) > 1: return "several ranks learn together"
     lag, order = ordering(config).values()
     if lag is None: return "lag=None, with which the clock orders the stream"
     if order == 'ready': return "order='ready', with which the clock orders the stream"
@@ -118,11 +114,15 @@ def why_inexact(pipe: IterDataPipe, config: dict) -> str | None:
 class Stream:
     """The stream of a run: the iteration that trains, and its state between two batches.
 
+    If it `is_joint`, several ranks take its state together, all of them at the same moment.
+
     Args:
         reason: why a resumed run begins new episodes; None: it goes on exactly
         restored: what `state` returned when the run was saved; None: the stream begins
         chunks: gets the large arrays of a replay memory; None: they are part of the state
     """
+    is_joint = False
+
     def __init__(self, reason: str | None = None, restored: dict | None = None, chunks: ChunkFolder | None = None):
         self.reason, self.restored, self.chunks, self.pipe, self.accounts = reason, restored, chunks, None, ()
 
@@ -188,10 +188,10 @@ def resumed_stream(folder: Path, pipe: IterDataPipe, found: Any, config: dict) -
     kept = found.config.get("kept", {})
     if not isinstance(kept, dict) or not all(isinstance(name, str) for name in kept.values()):
         raise CheckpointError("not the ways in which environments are kept", leaf="kept", got=repr(kept)[:80])
-    for source, name in zip(find(pipe, Acting), kept.values()): source.keeper = Keeper(name)
+    keep_as(pipe, kept.values())
     reason = found.config.get("inexact", "the run was started by an earlier version")
     if found.stream is None and found.counters["updates"]:
         _log.warning(f"The run begins new episodes: {reason or 'it was interrupted within a batch'}")
     stream = Stream(reason, found.stream, ChunkFolder(folder/"replay"))
-    stream.open(pipe)
+    if config.get("ranks", 1) == 1: stream.open(pipe)     # each of several ranks opens its own part
     return stream

@@ -5,7 +5,7 @@
 # %% ../../nbs/runs/10_training.ipynb #0117ae94
 from __future__ import annotations
 
-import logging
+import logging, shlex
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from time import perf_counter
@@ -19,22 +19,25 @@ from .states import check_taken, ordering
 from ..traces.differences import JOURNAL, keep_fingerprint
 from ..traces.fingerprint import fingerprint
 from ..traces.journal import Journal
+from ..traces.recorder import FlightRecorder
 from ..agents.metrics import METRICS, OF_THE_LOOP, EpisodeReturns, added
 from ..settings.config import reading_for
+from ..settings.options import import_words, typed
 from .evaluations import evaluations_of
 from .films import Films
 from .locks import unlock
 from .logs import MetricWriter, metric_writer
 from ..pipes.graph import torchdata
 from ..pipes.data.errors import DataError
-from ..pipes.graph.edits import nodes
+from ..pipes.graph.edits import find, nodes
+from ..pipes.recording.data_sampler import DataSampler
 from ..pipes.taps import Meter
 from .progress import Progress
 from .signals import signals_wait_for_saving, uninterrupted
-from .folder import Run
+from .folder import Run, needed_modules
 
 # %% auto #0
-__all__ = ['train']
+__all__ = ['reading', 'journal_of', 'Updates', 'train']
 
 # %% ../../nbs/runs/10_training.ipynb #c1e054ea
 def _films(run: Run) -> AbstractContextManager:
@@ -44,7 +47,7 @@ def _films(run: Run) -> AbstractContextManager:
 
 
 @contextmanager
-def _reading(run: Run) -> Iterator[tuple]:
+def reading(run: Run) -> Iterator[tuple]:
     "The batches of a run, collected in this process or by workers, a function that returns metrics about the workers, and the graph."
     check_taken(run)
     config = run.config
@@ -58,7 +61,7 @@ def _reading(run: Run) -> Iterator[tuple]:
         yield iter(loader), health, loader.datapipe
 
 
-def _journal(run: Run) -> Journal:
+def journal_of(run: Run) -> Journal:
     "The journal of a run, in rank 0. The fingerprint is kept before; if a resumed run has another one, the log says so."
     if ranks.rank(): return Journal(None, run.counters, {})
     config, networks = run.config, {name: x for name, x in vars(run.agent).items() if isinstance(x, torch.nn.Module)}
@@ -68,14 +71,18 @@ def _journal(run: Run) -> Journal:
     return Journal(run.folder/JOURNAL, run.counters, networks)
 
 # %% ../../nbs/runs/10_training.ipynb #b542d966
-class _Updates:
+class Updates:
     "The updates of a run: each one learns from a batch, counts it, and makes a record."
     def __init__(self, run: Run, callback: Callable | None = None):
         self.run, self.callback, self.episodes = run, callback, EpisodeReturns(run.counters["episodes"])
         sinks = [getattr(tap, name, None) for tap in nodes(run.pipe) for name in ("see", "sink")]
         self.meters = list({id(sink): sink for sink in sinks if isinstance(sink, Meter)}.values())
         self.journal = Journal(None, run.counters, {})
-        self.is_whole = False  # whether the last update is complete, so that the learner can be saved
+        again = typed(["rollpipe", "replay", run.folder, "--crash", *import_words(needed_modules(run.config))])
+        self.make: Callable = FlightRecorder(run.folder, run.config, run.counters, run.agent, shlex.join(again)).update
+        self.is_live = not find(run.pipe, DataSampler)  # rows of a sample of data make no episodes
+        self.is_whole = False  # whether the last update is complete, and not saved yet
+        self.signals = []      # that have arrived, and that the ranks have not agreed on yet
 
     def start_clock(self) -> None: self.begun = self.waiting = perf_counter()
 
@@ -85,11 +92,12 @@ class _Updates:
 
     def update(self, batch: Any, health: Callable, evaluated: list) -> dict:
         "Learn from a batch; returns the record, with the metrics of the workers and of the newest of the evaluations."
-        agent, counters = self.run.agent, self.run.counters
+        counters = self.run.counters
         collected = perf_counter() - self.waiting
-        new_steps = self.episodes.add(getattr(batch, "fresh", batch))  # of a replayed batch, only the new steps count
+        fresh = getattr(batch, "fresh", batch)  # of a replayed batch, only the new steps count
+        new_steps = self.episodes.add(fresh) if self.is_live else int(ranks.total(fresh.valid.sum()))
         self.journal.saw(batch, counters["steps"] + new_steps)
-        metrics = agent.update(batch)
+        metrics = self.make(batch)
         now = perf_counter()
         duration, self.begun = now - self.begun, now
         counters.update(steps=counters["steps"] + new_steps, updates=counters["updates"] + 1,
@@ -122,10 +130,17 @@ class _Updates:
             self.is_whole = True
         return record
 
+    def is_due(self, evaluations: Any) -> bool:
+        "Is a checkpoint due after this update?"
+        counters, config = self.run.counters, self.run.config
+        return (counters["steps"] >= config["steps"] or counters["updates"] % config["checkpoint_every"] == 0
+                or evaluations is not None and evaluations.waits())
+
     def save(self) -> None:
         "Save a checkpoint, after a line of the journal, from which a resumed run goes on."
         self.journal.mark()
         self.run.save()
+        self.is_whole = False
 
 
 def _report(record: dict, writer: MetricWriter, bar: Progress) -> None:
@@ -135,13 +150,16 @@ def _report(record: dict, writer: MetricWriter, bar: Progress) -> None:
 
 # %% ../../nbs/runs/10_training.ipynb #834b70b8
 @contextmanager
-def _saved(updates: _Updates, graph: Any) -> Iterator[None]:
-    "In the block the graph is iterated. At its end, the last complete update is saved, with the stream if that was not stopped in a batch."
+def _saved(updates: Updates, graph: Any) -> Iterator[None]:
+    """In the block the graph is iterated. At its end, the last complete update is saved, with the stream unless a batch was stopped.
+
+    Several ranks may be stopped at different moments, so what they saved together last is left as it is.
+    """
     run = updates.run
     if run.stream: run.stream.begin(graph, updates.episodes)
     try: yield
     finally:
-        if updates.is_whole: updates.save()
+        if updates.is_whole and not getattr(run.stream, "is_joint", False): updates.save()
         if run.stream: run.stream.end()
 
 
@@ -162,18 +180,18 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
     Returns:
         dict: the last record
     """
-    counters, config, updates, record = run.counters, run.config, _Updates(run, callback), {}
+    counters, config, updates, record = run.counters, run.config, Updates(run, callback), {}
     threads, steps = torch.get_num_threads(), config["steps"]
     torch.set_num_threads(config["threads"])
     try:
         with (ranks.distributed(run.agent, size=config.get("ranks", 1)), Progress(steps, counters["steps"], disable=not progress) as bar,
-              _films(run) as films, evaluations_of(run) as evaluations, _reading(run) as (batches, health, graph),  # films fork
-              _journal(run) as updates.journal,
+              _films(run) as films, evaluations_of(run) as evaluations, reading(run) as (batches, health, graph),  # films fork
+              journal_of(run) as updates.journal,
               metric_writer(run.folder, tensorboard, counters["steps"], wandb=wandb, config=config) as writer,  # last: it starts threads
               _saved(updates, graph)):
             updates.start_clock()
             while counters["steps"] < steps:
-                with uninterrupted() as delay:
+                with uninterrupted(updates.signals) as delay:
                     delay.collecting()
                     try: batch = next(batches)
                     except StopIteration: break
@@ -182,7 +200,7 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
                         raise
                     delay.learning()
                     record = updates.learn(batch, health, evaluations.poll() if evaluations else [], writer, bar)
-                    if counters["updates"] % config["checkpoint_every"] == 0: updates.save()
+                    if delay.agree(updates.is_due(evaluations)): updates.save()
                     updates.waiting = perf_counter()
                 is_last = counters["steps"] >= steps
                 if films: films.after(counters["updates"], is_last)

@@ -18,11 +18,14 @@ from ..agents.off_policy.ddpg import DDPG
 from ..agents.off_policy.qr_dqn import QRDQN
 from ..agents.off_policy.sac import SAC
 from ..agents.off_policy.td3 import TD3
+from ..agents.offline.bc import BC
+from ..agents.offline.iql import IQL
+from ..agents.offline.td3_bc import TD3BC
 from ..agents.ppo import PPO
 from ..agents.reinforce import REINFORCE
 from ..agents.trpo import TRPO
 from ..agents.vtrace import VTrace
-from ..layers.action_critic import ActionCritic
+from ..layers.action_critic import ActionCritic, QVCritic
 from ..layers.bounded_policies import DeterministicPolicy, SquashedPolicy
 from ..layers.critic import Critic
 from ..layers.policies import MLPPolicy
@@ -31,6 +34,7 @@ from ..layers.quantile_networks import QuantilePolicy
 from .options import options_of
 from ..pipes.data.errors import DataError, describe
 from ..pipes.recipes import on_policy, replayed, rollouts
+from ..pipes.recording.data_sampler import from_data
 
 # %% ../../nbs/settings/01_algorithms.ipynb #77a64dae
 class Algorithm(NamedTuple):
@@ -57,6 +61,7 @@ class Algorithm(NamedTuple):
 
 # a single environment, and one sample for each new step; fragments of several steps reduce the overhead
 _CONTINUOUS: dict = dict(n_envs=1, n_steps=8, samples_per_step=1., capacity=1_000_000)
+_AS_PUBLISHED: dict = dict(hidden=(256, 256), activation="relu")      # the networks of the authors of IQL
 ALGORITHMS = dict(
     trpo=Algorithm(TRPO, on_policy, MLPPolicy, Critic),
     npg=Algorithm(NPG, on_policy, MLPPolicy, Critic),
@@ -69,6 +74,9 @@ ALGORITHMS = dict(
     sac=Algorithm(SAC, replayed, SquashedPolicy, ActionCritic, _CONTINUOUS),
     td3=Algorithm(TD3, replayed, DeterministicPolicy, ActionCritic, _CONTINUOUS),
     ddpg=Algorithm(DDPG, replayed, DeterministicPolicy, ActionCritic, dict(_CONTINUOUS, n_critics=1)),
+    bc=Algorithm(BC, from_data, MLPPolicy, defaults=_AS_PUBLISHED),
+    iql=Algorithm(IQL, from_data, MLPPolicy, QVCritic, dict(_AS_PUBLISHED, critic_normalize=True)),
+    td3bc=Algorithm(TD3BC, from_data, DeterministicPolicy, ActionCritic, dict(normalize=True, critic_normalize=True)),
 )
 _FIXED = ("actor", "critic", "env", "env_kwargs", "seed", "info_keys", "edits", "device", "close", "observation_space",
           "action_space", "epsilon")  # DQN sets epsilon from eps_start, eps_end and eps_steps

@@ -26,6 +26,7 @@ from ..pipes.data.errors import LEAST_BYTES, DataError, check_memory
 from ..pipes.graph.edits import find, insert_after, insert_before
 from ..pipes.lanes import Lanes
 from ..pipes.graph.modules import checked_device
+from ..pipes.recording.data_sampler import DataSampler
 from ..pipes.recording.recorder import Recorder
 from ..pipes.recording.store import bytes_of
 from ..pipes.replay.pipe import Replay
@@ -104,7 +105,7 @@ def _moved(pipe: Any, device: torch.device) -> Any:
 def _curious(pipe: Any, config: dict, seed: int) -> Any:
     "The pipeline with `RND`, if the configuration asks for it."
     if not (weight := config.get("intrinsic", 0.)): return pipe
-    if find(pipe, Replay):
+    if find(pipe, Replay) or find(pipe, DataSampler):
         raise DataError(f"{config['algorithm']} learns from a memory, whose rewards stay as they were when they were new", leaf="intrinsic",
                         expected="0, or an algorithm without a memory, such as ppo", got=str(weight))
     network = Distillation.for_env(config["env"], env_kwargs=config["env_kwargs"], seed=seed)
@@ -273,8 +274,9 @@ def build(config: dict, resumes: int = 0) -> tuple:
     agent = algorithm.learner(*modules, seed=seeds["learner"], **kwargs["learner"])
     if "critic" not in accepted: modules = modules[:1]
     pipe = algorithm.pipeline(env, *modules, seed=seeds["pipeline"], env_kwargs=env_kwargs, **kwargs["pipeline"])
+    for memory in find(pipe, Replay) + find(pipe, DataSampler):  # an error comes before the memory is filled
+        if isinstance(agent, ReplayLearner): agent.check_length(memory.length)
     for replay in find(pipe, Replay):
-        if isinstance(agent, ReplayLearner): agent.check_length(replay.length)  # an error comes before the memory is filled
         if replay.path is not None and "folder" in config: replay.path = str(Path(replay.path, Path(config["folder"]).resolve().name))
     pipe = _recorded(_curious(pipe, config, word), config)
     return agent, pipe if device.type == "cpu" else _moved(pipe, device)

@@ -17,8 +17,8 @@ from ...pipes.data.fragment import Fragment
 from ...pipes.data.errors import DataError, describe
 
 # %% auto #0
-__all__ = ['reached', 'soft_target', 'smoothed_target', 'action_value_loss', 'soft_policy_loss', 'deterministic_policy_loss',
-           'temperature_loss']
+__all__ = ['reached', 'soft_target', 'smoothed_target', 'taken', 'first_value', 'action_value_loss', 'soft_policy_loss',
+           'deterministic_policy_loss', 'temperature_loss']
 
 # %% ../../../nbs/agents/16_off_policy/03_action_losses.ipynb #9efacbee
 def reached(fragment: Fragment) -> Any:
@@ -66,10 +66,15 @@ def smoothed_target(fragment: Fragment, actor: Any, target: Any, shift: Tensor |
     return td_targets(fragment, target(obs, actor.act(obs, shift)).amin(0), gamma, n_steps)
 
 # %% ../../../nbs/agents/16_off_policy/03_action_losses.ipynb #776a1820
-def _taken(fragment):
+def taken(fragment: Fragment) -> tuple:
     "Observations and actions of the steps, `[T, B, ...]`. Rows that are not valid get those of a valid row."
     state = fill_invalid(fragment).state
     return nested.as_seen(nested.getitem(state.obs, slice(None, -1))), nested.getitem(state.act, slice(1, None))
+
+
+def first_value(critic: Any, obs: Any, act: Tensor) -> Tensor:
+    "The first of the values of `critic(obs, act)`, `[T, B]`, by its method `first_value` if it has one."
+    return critic.first_value(obs, act) if hasattr(critic, 'first_value') else critic(obs, act)[0]
 
 
 def _mean(x, valid, n): return x.masked_fill(~valid, 0.).sum() / n
@@ -91,7 +96,7 @@ def action_value_loss(fragment: Fragment, critic: Any, target: Tensor, weight: T
     if weight is not None and weight.shape not in (valid.shape, valid.shape[1:]):
         raise DataError("action_value_loss: wrong shape", leaf='weight', got=describe(weight),
                         expected=f"[B] or [T, B] = {list(valid.shape)}")
-    q = critic(*_taken(fragment))
+    q = critic(*taken(fragment))
     error, n = (target - q).masked_fill(~valid, 0.), valid.sum()
     square = error.square() if weight is None else weight * error.square()
     loss = 0.5 * square.sum() / n
@@ -112,7 +117,7 @@ def soft_policy_loss(fragment: Fragment, actor: Any, critic: Any, noise: Tensor,
         noise: standard normal, for the actions [T, B, ...]
         temperature: weight of the entropy, relative to the reward
     """
-    valid, obs = fragment.valid, _taken(fragment)[0]
+    valid, obs = fragment.valid, taken(fragment)[0]
     n, (act, logp) = valid.sum(), actor.sample(obs, noise)
     loss = _mean(temperature * (logp + actor.box.log_volume) - critic(obs, act).amin(0), valid, n)
     return loss, dict(loss_policy=loss.detach(), entropy=_mean(-logp.detach(), valid, n))
@@ -126,10 +131,8 @@ def deterministic_policy_loss(fragment: Fragment, actor: Any, critic: Any) -> tu
         actor: `act(obs) -> [T, B, ...]`, see `DeterministicPolicy`
         critic: `critic(obs, act) -> [k, T, B]`; only the first value is used, from `first_value(obs, act)` if the critic has it
     """
-    valid, obs = fragment.valid, _taken(fragment)[0]
-    act = actor.act(obs)
-    value = critic.first_value(obs, act) if hasattr(critic, 'first_value') else critic(obs, act)[0]
-    loss = -_mean(value, valid, valid.sum())
+    valid, obs = fragment.valid, taken(fragment)[0]
+    loss = -_mean(first_value(critic, obs, actor.act(obs)), valid, valid.sum())
     return loss, dict(loss_policy=loss.detach())
 
 

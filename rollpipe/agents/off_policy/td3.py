@@ -6,30 +6,12 @@
 __all__ = ['TD3']
 
 # %% ../../../nbs/agents/16_off_policy/06_td3.ipynb #02d653b8
-from math import inf
-
-import torch
-
-from .action_learner import DeterministicLearner
-from ..shared_options import integer, number
-from ...pipes.data.fragment import Fragment
+from .action_learner import SmoothedLearner
 
 # %% ../../../nbs/agents/16_off_policy/06_td3.ipynb #19b362ad
-class TD3(DeterministicLearner):
+class TD3(SmoothedLearner):
     """Twin delayed DDPG. The amount of exploration is an option of the policy; steps, segments and priorities are options of the memory.
 
     Source: Fujimoto et al. 2018, *Addressing function approximation error in actor-critic methods*, https://arxiv.org/abs/1802.09477
-
-    Args:
-        smoothing: standard deviation of the noise of the target's actions; 1 is half the range of the action
-        smoothing_limit: greatest noise of the target's actions; 1 is half the range of the action
-        policy_every: steps of the critic for each step of policy and target networks
     """
-    smoothing: float = number(0.2)
-    smoothing_limit: float = number(0.5, 0, inf)
-    policy_every: int = integer(2)
     lr: float = 1e-3
-
-    def shift(self, fragment: Fragment) -> torch.Tensor:
-        "Clipped noise `[T, B, ...]` for the target's actions."
-        return (self.smoothing * self.noise(fragment)).clamp(-self.smoothing_limit, self.smoothing_limit)

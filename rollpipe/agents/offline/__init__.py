@@ -1,0 +1,1 @@
+"""Learners from recorded steps, which need no environment."""
