@@ -34,7 +34,7 @@ _OF_A_RUN = ("--out", "--overwrite", "--continue", "--seeds", "--jobs", "--quiet
 
 
 def _add_comparisons(command, debug: Parser) -> None:
-    "Add the commands that compare the numbers of trainings."
+    "Add the commands that compare the numbers of trainings, and those that look into one."
     sub = command("diff", diff_command, [debug], "tell how two runs differ: settings, versions, code, and the first update")
     sub.add_argument("runs", metavar="RUN", nargs=2, help="folders of runs")
     sub = command("verify", verify_command, [debug], "repeat the first updates of a run, and compare them with its journal")
@@ -46,6 +46,9 @@ def _add_comparisons(command, debug: Parser) -> None:
     which.add_argument("--update", type=int, metavar="N", help="the N-th update: its batch is collected again")
     which.add_argument("--crash", dest="update", action="store_const", const=None, help="the update that failed: its batch is in RUN/crash")
     sub.add_argument("--pdb", action="store_true", help="stop before the update, in pdb: `s` steps into it, `c` goes on to its error")
+    sub = command("data", data_command, [debug], "tell what a recording holds, and how the returns of its episodes are distributed")
+    sub.add_argument("recording", metavar="RECORDING", help="folder of a recording, or of a run that records")
+    sub.add_argument("--plot", metavar="FILE", help="picture of the distribution to write, too, such as .svg or .png")
 
 
 def _parent_parsers() -> tuple:
@@ -124,11 +127,6 @@ def _add_report(parser: Parser) -> None:
     parser.add_argument("--out", metavar="DIR", help="folder for report.md, .csv, .jsonl, .png and .html [the same]")
 
 
-def _add_data(parser: Parser) -> None:
-    parser.add_argument("recording", metavar="RECORDING", help="folder of a recording, or of a run that records")
-    parser.add_argument("--plot", metavar="FILE", help="picture of the distribution of the returns to write, too, such as .svg or .png")
-
-
 def _add_demo(parser: Parser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of networks, environments and actions [0]")
     parser.add_argument("--out", metavar="RUN", default="runs/demo", help="folder; a run in it is replaced [runs/demo]")
@@ -171,7 +169,6 @@ def build_parser() -> Parser:
     _add_searches(command, debug, settings)
     _add_bench(command("bench", bench_command, [debug], "train what a specification names with several seeds, and go on"))
     _add_report(command("report", report_command, [debug], "write table, curves and a page about a bench, or runs evaluated by steps"))
-    _add_data(command("data", data_command, [debug], "tell what a recording holds, and how the returns are distributed"))
     _add_list(command("list", lambda args: list_command(args, RUN_OPTIONS), [debug], "print what can be trained, and what can be set"))
     _add_demo(command("demo", demo_command, [common], "train TRPO on Pendulum-v1 and compare it with a random policy: two minutes"))
     return parser
