@@ -480,7 +480,7 @@ except OSError as e: print("refused", e)
 """
 
 
-@pytest.mark.parametrize("wait", [0, .05, .2])
+@pytest.mark.parametrize("wait", [0, .1])
 def test_a_killed_writer_leaves_no_set(wait, tmp_path):
     with subprocess.Popen([sys.executable, "-c", WRITER, tmp_path], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "writes\n"
@@ -491,7 +491,7 @@ def test_a_killed_writer_leaves_no_set(wait, tmp_path):
     assert len(read(path)) == 1
 
 
-@pytest.mark.parametrize("limit", [2 ** 20, 2 ** 24 + 4321, 2 ** 25 + 77])
+@pytest.mark.parametrize("limit", [2 ** 20, 2 ** 25 + 77])
 def test_a_full_disk_is_an_error_and_leaves_nothing(limit, tmp_path):
     res = subprocess.run([sys.executable, "-c", WRITER, tmp_path, str(limit)], capture_output=True, text=True, timeout=120)
     assert (res.returncode, res.stderr) == (0, "") and "refused [Errno 27] File too large" in res.stdout and "main_data.hdf5" in res.stdout
