@@ -171,6 +171,7 @@ def test_the_snippets_of_a_page_run_and_print_what_the_page_shows(path, tmp_path
                 Path(file[1]).write_text(text, encoding="utf-8")
                 continue
             if "onnx" in text: pytest.importorskip("onnxruntime")
+            if "minari" in text: pytest.importorskip("h5py")
             printed, = run([shorter(text)], names)
         elif language == "sh": commands(text)
         elif language == "text":
