@@ -125,9 +125,10 @@ class Contents:
         for x in parts_of(item):
             self.steps += int(x.valid.sum())
             if self.is_shuffled: continue
-            fin, see = (x.next.fin, self.account.see_tick) if isinstance(x, Tick) else (x.state.fin[1:], self.account.see_fragment)
+            if isinstance(x, Tick): fin, ends = x.next.fin, self.account.see_tick(x)
+            else: fin, ends = x.state.fin[1:], self.account.see_fragment(x)
             self.n_ends += int((fin & x.valid).sum())
-            found += see(x)
+            found += ends
         return found
 
     @property
