@@ -67,7 +67,7 @@ def laid_out(x: Any, layout: tuple | None) -> Any:
     return found
 
 # %% ../../nbs/traces/05_recorder.ipynb #c7c31017
-SHARE, BYTES, MOST = 0.005, 2**26, 1024    # share of the time for snapshots; bytes and number of the batches that are held, at most
+SHARE, BYTES, MOST = 0.005, 2**26, 256    # share of the time for snapshots; bytes and number of the batches that are held, at most
 
 
 class FlightRecorder:
@@ -136,7 +136,7 @@ def read_crash(folder: str | Path) -> dict:
         the state of the global generators before the first of the `batches`, of which the last one failed. The file is also a
         checkpoint, of the learner before the first of them.
     """
-    found = unpack(path := Path(folder, *CRASH), "checkpoint", FORMAT_VERSION).get("crash")
+    found = unpack(path := Path(folder, *CRASH), "checkpoint", FORMAT_VERSION).get("crash") or {}
     try:
         leaves, structure = nested.flatten(found["batches"])
         return {**found, "batches": [*map(remade, structure.unflatten(map(laid_out, leaves, found["layouts"])))]}
