@@ -22,7 +22,7 @@ from rollpipe.runs import replayed_run, resume, start, train
 from rollpipe.runs.repeat import verify
 from rollpipe.settings.config import make_config
 from rollpipe.traces import recorder
-from rollpipe.traces.recorder import CRASH, checksum, read_crash
+from rollpipe.traces.crash import CRASH, checksum, read_crash
 
 POLE, PENDULUM = "CartPole-v1", "Pendulum-v1"
 SMALL = dict(n_steps=16, n_envs=2, hidden=(8,), engine="torch")

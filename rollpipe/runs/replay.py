@@ -27,7 +27,7 @@ from .repeat import repetition
 from .training import Updates, journal_of, reading
 from ..traces.differences import JOURNAL, diff
 from ..traces.journal import read_journal
-from ..traces.recorder import CRASH, checksum, read_crash
+from ..traces.crash import CRASH, checksum, read_crash
 
 # %% auto #0
 __all__ = ['Moment', 'replayed_run', 'replay_command']
