@@ -51,7 +51,7 @@ def what_other_files_left():
 @pytest.fixture(autouse=True)
 def seeds():
     "Every test starts from the same global random state, whatever ran before it."
-    random.seed(0); np.random.seed(0); torch.manual_seed(0)
+    random.seed(0); np.random.seed(0); torch.default_generator.manual_seed(0)     # `torch.manual_seed` prepares accelerators, too
 
 
 @pytest.fixture
