@@ -4,12 +4,10 @@ What only processes have is in `test_reading.py` and `test_faults.py`, what only
 over which Ray spreads the workers.
 """
 import gc
-import importlib.util
 import logging
 import os
 import re
 import signal
-import tempfile
 import time
 from functools import partial
 from itertools import islice
@@ -18,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box
-from ray_cases import two_nodes
 from reference import assert_same, snapshot
 from toys import Counting, Learning, Ledger, Lively, Plain, Shaky
 from worker_cases import WORLDS, change, gone, harmful, learned, learned_serially, outcome, serial, slack, stream
@@ -39,13 +36,9 @@ LAGGED = []     # the stream of the first service with a lag
 
 @pytest.fixture(scope="module", params=["processes", "ray"])
 def Reading(request):
-    "The class of the reading service. Nothing of a cluster is left behind."
-    if request.param == "processes":
-        yield ProcessReading
-        return
-    if importlib.util.find_spec("ray") is None: pytest.skip("Ray is not installed")
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder, two_nodes(folder) as nodes:
-        yield partial(RayReading, address=nodes.address)
+    "The class of the reading service."
+    if request.param == "processes": return ProcessReading
+    return partial(RayReading, address=request.getfixturevalue("cluster").address)
 
 
 def pids(loader): return [state["pid"] for state in loader.reading_service.health()]
