@@ -533,7 +533,7 @@ def test_what_schedulers_containers_and_terminals_send_saves_and_leaves(tmp_path
 @pytest.mark.parametrize("name, code", [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
 def test_what_is_stopped_before_its_first_update_can_be_started_again(tmp_path, name, code):
     run = tmp_path/"run"
-    words = ["train", "trpo", "CartPole-v1", "--n-steps", 10**6, "--out", run, "--quiet", "--no-tensorboard"]
+    words = ["train", "trpo", "CartPole-v1", "--n-steps", 10**5, "--out", run, "--quiet", "--no-tensorboard"]
     with process(*words) as child:
         wait_for((run/"metrics.jsonl").exists, child)
         child.send_signal(getattr(signal, name))
