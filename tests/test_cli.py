@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import SMALL, lines, process, python, rollpipe, run_command, wait_for
+from forked import Forked
 
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import METRICS
@@ -533,8 +534,9 @@ def test_what_schedulers_containers_and_terminals_send_saves_and_leaves(tmp_path
 @pytest.mark.parametrize("name, code", [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
 def test_what_is_stopped_before_its_first_update_can_be_started_again(tmp_path, name, code):
     run = tmp_path/"run"
+    impatient = "import sys; from rollpipe.cli.main import main; from rollpipe.runs import signals; signals.PATIENCE = .5; sys.exit(main())"
     words = ["train", "trpo", "CartPole-v1", "--n-steps", 10**5, "--out", run, "--quiet", "--no-tensorboard"]
-    with process(*words) as child:
+    with Forked(["-c", impatient, *words]) as child:
         wait_for((run/"metrics.jsonl").exists, child)
         child.send_signal(getattr(signal, name))
         out, err = child.communicate(timeout=120)
