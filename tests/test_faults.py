@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from itertools import islice
@@ -18,7 +17,9 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+import worker_cases
 from conftest import started_by
+from fault_rows import Silent
 from worker_cases import descriptors, forked_script, gone, harmful, runs, slack
 from reference import snapshot
 from toys import Counting, Lively, Plain, Shaky
@@ -33,15 +34,9 @@ from rollpipe.pipes.taps import EpisodeStats
 from rollpipe.pipes.graph.torchdata import DataLoader2
 
 
-def outcome(pipe, n=6, **options):
-    "What `n` items of `pipe` in worker processes raise, with the exception's text and that of its cause."
-    loader = DataLoader2(pipe, reading_service=ProcessReading(**options))
-    try:
-        for _ in islice(loader, n): pass
-        loader.shutdown()
-        return None, "", ""
-    except Exception as e: return e, str(e), str(e.__cause__)
-    finally: loader.shutdown()
+def outcome(pipe, **options):
+    "What items of `pipe` in worker processes raise, with the exception's text and that of its cause."
+    return worker_cases.outcome(pipe, ProcessReading(**options))
 
 
 # --- exceptions
@@ -57,34 +52,6 @@ def test_a_long_text_is_cut():
         error, text, cause = outcome(Lanes(Calls(FragmentCollector(EnvStepper(Counting, Plain()), 2), function), 1), num_workers=1)
         assert type(error) is kind and len(cause) < 40_000 and "beginxxx" in cause and "xxxend" in cause and "Traceback" in cause
         assert re.search(r"\d+ characters are left out", cause) and (kind is KeyError or len(text) < 40_000)
-
-
-class Frozen(Exception):
-    "As a frozen dataclass: nobody may change it."
-    def __setattr__(self, name, value): raise AttributeError("frozen")
-
-
-class Leaves(Exception):
-    "To read its pickle ends the process."
-    def __reduce__(self): return sys.exit, (9,)
-
-
-class Silent(BaseException): "Not an `Exception`."
-
-
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
-@pytest.mark.parametrize("raised, kind", [(Frozen, Frozen), (Leaves, WorkerError), (Silent, Silent)])
-@pytest.mark.parametrize("call", ["stream", "close"])
-def test_odd_exceptions_are_told_in_full(raised, kind, call, method):
-    "Whatever a user's exception does while it is packed, it arrives under its name, with the place where it was raised."
-    def fails(): raise raised("of two\nlines")
-    pipe = FragmentCollector(EnvStepper(Counting, Plain()), 2)
-    pipe = Lanes(Calls(pipe, fails) if call == "stream" else AtEnd(pipe, fails), 1)
-    try: error, text, cause = outcome(pipe, num_workers=1, start_method=method)
-    except BaseException as e: error, text, cause = e, str(e), str(e.__cause__)
-    name = "Calls" if call == "stream" else "AtEnd"
-    assert type(error) is kind and text.endswith("of two\nlines" if kind is raised else "Leaves: of two\nlines.")
-    assert f"in worker 0, lane 0, {name}:" in cause and "in fails" in cause and f"{raised.__name__}: of two\nlines" in cause
 
 
 class AtEnd(Pipe):

@@ -28,8 +28,6 @@ from rollpipe.pipes.graph.edits import nodes
 from rollpipe.pipes.taps import EpisodeStats, Tap, Throughput
 from rollpipe.pipes.graph.torchdata import DataLoader2, InProcessReadingService
 
-METHODS = "fork", "spawn", "forkserver"
-
 
 # --- whoever collects, it is the same stream
 
