@@ -10,7 +10,7 @@ import re
 import signal
 import time
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ from rollpipe.pipes.taps import EpisodeStats
 from rollpipe.pipes.graph.torchdata import DataLoader2, InProcessReadingService, ReadingServiceInterface
 
 pytestmark = pytest.mark.timeout(600)
-LAGGED = []     # the stream of the first service with a lag
+LAGGED = {}     # lag -> the stream of the first service with it
 
 
 @pytest.fixture(scope="module", params=["processes", "ray"])
@@ -47,32 +47,43 @@ def left(pids, Reading): return gone(pids, 0 if Reading is ProcessReading else 1
 
 # --- the stream
 
-def test_batches_and_weights_after_20_updates_are_bit_identical(Reading):
-    assert_same(learned(Reading(2)), learned_serially())
+def cases(processes, ray):
+    "Arguments of a test: more for processes, as workers of a cluster take long to start."
+    return [("processes", *case) for case in processes] + [("ray", *case) for case in ray]
 
 
-@pytest.mark.parametrize("world, workers", [("gaussian", 3), ("recurrent", 2), ("episode_lists", 1), ("global_env", 1)])
-def test_the_stream_is_that_of_the_serial_twin(world, workers, Reading):
+@pytest.mark.parametrize("Reading, workers", cases([(0,), (1,), (2,), (3,), (5,)], [(2,)]), indirect=["Reading"])
+def test_batches_and_weights_after_20_updates_are_bit_identical(Reading, workers):
+    "More workers than lanes are not started."
+    assert_same(learned(Reading(workers)), learned_serially())
+    assert [b.version.tolist() for b in learned_serially()[0]] == [[k] * 6 for k in range(20)]
+
+
+@pytest.mark.parametrize("Reading, world, workers", cases(
+    product(WORLDS, (1, 2, 3)), [("gaussian", 3), ("recurrent", 2), ("episode_lists", 1), ("global_env", 1)]), indirect=["Reading"])
+def test_the_stream_is_that_of_the_serial_twin(Reading, world, workers):
     assert_same(stream(world, Reading(workers)), serial(world))
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_a_lag_is_exactly_that(workers, Reading):
-    "Batch k was collected by the weights of k - 1 updates; the stream depends on the lag alone, and not on the kind of workers."
-    found = stream("gaussian", Reading(workers, lag=1), 6)
-    assert [b.version.tolist() for b in found] == [[max(0, k - 1)] * 6 for k in range(6)]
-    if not LAGGED: LAGGED.append(found)
-    assert_same(found, LAGGED[0])
+@pytest.mark.parametrize("Reading, lag, workers", cases(product((1, 2), (1, 2, 3)), [(1, 1), (1, 3)]), indirect=["Reading"])
+def test_a_lag_is_exactly_that(Reading, lag, workers):
+    "Batch k was collected by the weights of k - lag updates; the stream depends on the lag alone, and not on the kind of workers."
+    found = stream("gaussian", Reading(workers, lag=lag), 6)
+    assert [b.version.tolist() for b in found] == [[max(0, k - lag)] * 6 for k in range(6)]
+    assert_same(found, LAGGED.setdefault(lag, found))
     assert_same(found[0], serial("gaussian")[0])
+    assert (found[1].state.act != serial("gaussian")[1].state.act).any()
 
 
-@pytest.mark.parametrize("lag, order", [(1, "canonical"), (None, "ready")])
-def test_lanes_that_end(lag, order, Reading):
+@pytest.mark.parametrize("Reading, world, lag, order", cases(
+    product(("finite", "unequal"), (0, 1, None), ("canonical", "ready")), [("unequal", 1, "canonical"), ("unequal", None, "ready")]),
+    indirect=["Reading"])
+def test_lanes_that_end(Reading, world, lag, order):
     "All that they have arrives, once, whatever was asked for in advance."
-    found = stream("unequal", Reading(2, lag=lag, order=order), n=100)
+    found = stream(world, Reading(2, lag=lag, order=order), n=100)
     told = [(int(f.lane[0]), int(f.seq[0])) for f in found]
-    expected = [(int(f.lane[0]), int(f.seq[0])) for f in serial("unequal", 100)]
-    assert len(expected) == 9
+    expected = [(int(f.lane[0]), int(f.seq[0])) for f in serial(world, 100)]
+    assert len(expected) == {"finite": 6, "unequal": 9}[world]
     if order == "canonical": assert told == expected
     for lane in range(3): assert [s for k, s in told if k == lane] == sorted(s for k, s in expected if k == lane)
 

@@ -115,8 +115,8 @@ def check_death(found, harm, worker, lanes, busy):
     assert re.search(rf"lane {lanes}: worker {worker} \(pid \d+\).* {DEATHS[harm]} while it collected lane {busy}", text), text
 
 
-@pytest.mark.parametrize("harm", DEATHS)
-@pytest.mark.parametrize("call, at", [("factory", 1), ("step", 6), ("pipe", 2)])
+@pytest.mark.parametrize("harm, call, at", [
+    ("SIGKILL", "factory", 1), ("SIGSEGV", "step", 6), ("SIGABRT", "pipe", 2), ("exit", "step", 6), ("leave", "pipe", 2)])
 @pytest.mark.filterwarnings("ignore")
 def test_a_death_is_told_within_a_second(harm, call, at, tmp_path, monkeypatch):
     "While the parent waits; with worker, signal, all its lanes, and the one that it was busy with."
