@@ -21,7 +21,6 @@ import worker_cases
 from conftest import started_by
 from fault_rows import Silent
 from worker_cases import descriptors, forked_script, gone, harmful, runs, slack
-from reference import snapshot
 from toys import Counting, Lively, Plain, Shaky
 
 from rollpipe.agents import REINFORCE
@@ -233,32 +232,6 @@ class Cart(Plain):
 
 # --- silence
 
-def test_a_worker_that_hangs_is_reported(caplog, tmp_path):
-    "Which one, since when, in which call; again after twice the time; the run goes on when it comes back."
-    gate = tmp_path/"gate"
-    class Waits(Counting):
-        def step(self, action):
-            if self.count == 2 and not gate.exists(): self.wait_for_the_robot()
-            return super().step(action)
-        def wait_for_the_robot(self):
-            while not gate.exists(): time.sleep(1)
-    class Opens(logging.Handler):
-        def emit(self, record):
-            if len(caplog.records) >= 2: gate.touch()
-    opens = Opens()
-    logging.getLogger("rollpipe").addHandler(opens)
-    try:
-        with caplog.at_level(logging.WARNING, "rollpipe"):
-            pipe = Lanes(FragmentCollector(EnvStepper(lambda: Waits(), Plain()), 5), 1, 0)
-            with DataLoader2(pipe, reading_service=ProcessReading(1, silence=0.3)) as loader: assert len(list(islice(loader, 2))) == 2
-    finally: logging.getLogger("rollpipe").removeHandler(opens)
-    first, second = (r.getMessage() for r in caplog.records[:2])
-    for text in (first, second):
-        assert re.search(r"lane 0: worker 0 \(pid \d+\) has been silent for \d+ s; it is here:", text)
-        assert 'in wait_for_the_robot\n' in text and "in run_lanes" in text
-    assert all(r.levelname == "WARNING" for r in caplog.records)
-
-
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_the_start_of_a_worker_is_no_silence(method, caplog):
     "Also of one that is started again: an interpreter that loads torch takes longer than any step."
@@ -453,37 +426,6 @@ except Exception as e: print(type(e).__name__, e)
 
 
 # --- restart
-
-def test_restart(caplog):
-    "Two deaths are survived, the third is raised. What was lost starts anew; the other lane goes on as if nothing had been."
-    pipe = Lanes(FragmentCollector(EnvStepper(Lively, Shaky()), 4), 3, 0)
-    other = [snapshot(f) for f in islice(pipe, 30) if f.lane[0] == 1]
-    lost, told = [], {0: [], 1: [], 2: []}
-    with caplog.at_level(logging.WARNING, "rollpipe"), DataLoader2(pipe, reading_service=ProcessReading(2, restart=2)) as loader:
-        items = iter(loader)
-        for k in range(24):
-            f = next(items)
-            told[int(f.lane[0])].append(f)
-            if k in (8, 14):
-                state = loader.reading_service.health()[0]
-                assert state["lanes"] == [0, 2] and state["restarted"] == len(lost)
-                lost.append(state["pid"])
-                os.kill(state["pid"], signal.SIGKILL)
-                assert gone([state["pid"]], 5) == []
-        assert [w["restarted"] for w in loader.reading_service.health()] == [2, 2]
-        os.kill(loader.reading_service.health()[1]["pid"], signal.SIGKILL)
-        with pytest.raises(WorkerError, match="lane 1: worker 1 .*SIGKILL"):
-            for _ in items: pass
-    assert [f.seq.tolist() for f in told[1]] == [[k] for k in range(8)]
-    for f, g in zip(told[1], other): assert np.array_equal(f.state.obs, g.state.obs)
-    for lane in (0, 2):
-        assert [int(f.seq[0]) for f in told[lane]] == [0, 1, 2, 0, 1, 0, 1, 2]
-        starts = {tuple(f.state.obs[0, 0].tolist()) for f in told[lane] if f.seq[0] == 0}
-        assert len(starts) == 3                                  # other random numbers
-    text = [r.getMessage() for r in caplog.records]
-    assert len(text) == 2 and all(re.search(rf"worker 0 \(pid {pid}\).*SIGKILL.*Its lanes start anew \(restart {k} of 2\)", line)
-                                  for k, (pid, line) in enumerate(zip(lost, text), 1)), text
-
 
 def kill(loader, lane):
     "Kill the worker of a lane."
