@@ -63,10 +63,9 @@ def test_what_a_run_leaves(tmp_path, capsys):
     assert load_checkpoint(run/"checkpoint.safetensors").config == config
 
 
-def test_same_seed_same_run(tmp_path):
-    def weights(name, *more):
-        return load_checkpoint(small_run(tmp_path/name, *more)/"checkpoint.safetensors").agent_state["actor"]
-    a, b, c = weights("a"), weights("b"), weights("c", "--seed", 1)
+def test_same_seed_same_run(trained, tmp_path):
+    runs = trained, small_run(tmp_path/"b"), small_run(tmp_path/"c", "--seed", 1)
+    a, b, c = (load_checkpoint(run/"checkpoint.safetensors").agent_state["actor"] for run in runs)
     assert all(torch.equal(a[k], b[k]) for k in a) and not all(torch.equal(a[k], c[k]) for k in a)
 
 
