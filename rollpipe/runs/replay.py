@@ -27,7 +27,7 @@ from .repeat import repetition
 from .training import Updates, journal_of, reading
 from ..traces.differences import JOURNAL, diff
 from ..traces.journal import read_journal
-from ..traces.recorder import CRASH, checksum, read_crash
+from ..traces.crash import CRASH, checksum, read_crash
 
 # %% auto #0
 __all__ = ['Moment', 'replayed_run', 'replay_command']
@@ -55,7 +55,8 @@ def _before(folder: Path, update: int) -> Checkpoint:
     "The newest exact checkpoint before an update of a run; one without a stream if there is none. Raises `DataError`."
     newest = load_run(folder)
     config, counters = newest.config, newest.counters
-    if reason := config.get("inexact", "a run of an earlier version"):
+    ranks = "several ranks learn together" if config.get("ranks", 1) > 1 else None
+    if reason := ranks or config.get("inexact", "a run of an earlier version"):
         raise DataError(f"{folder} cannot be repeated", expected="an exact run; or --crash, if an update of it failed", got=reason)
     lines = read_journal(folder/JOURNAL)
     made = int(max([counters["updates"], *(e.updates for e in lines[-1:]), *(r["updates"] for r in _records(folder)[-1:])]))
