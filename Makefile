@@ -59,8 +59,8 @@ sync: $(STAMP)  ## notebooks and exported modules agree
 notebooks: $(STAMP)  ## run every notebook, each in a process of its own, forked by one that has imported torch
 	@ROLLPIPE_SHORT=1 $(BIN)/python tests/notebooks.py --jobs $(JOBS)
 
-pytest: $(STAMP)  ## the tests, without the slow ones, two files at a time
-	@$(BIN)/python -m pytest -q --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+pytest: $(STAMP)  ## the tests, without the slow ones, some files at a time: more than there are cores, as many tests wait
+	@$(BIN)/python -m pytest -q --numprocesses $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder
 
 slow: $(STAMP)  ## the learning tests, many minutes
 	@$(BIN)/python -m pytest -q -m slow --timeout 3600

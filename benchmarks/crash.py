@@ -12,7 +12,7 @@ import torch
 from traces import COSTS, Clock, trained
 
 from rollpipe.agents import PPO
-from rollpipe.traces import recorder
+from rollpipe.traces import crash as flight
 
 AT = 317
 improve = PPO.improve
@@ -26,12 +26,12 @@ def failing(agent, batch):
 
 def costs(steps=20_000):
     print(f"{'training':44}{'updates':>9}{'ms each':>9}{'snapshots':>11}{'us of the recorder':>20}{'share':>8}")
-    whole = [(recorder, "noted"), (recorder.FlightRecorder, "_is_due"), (recorder.FlightRecorder, "_take_snapshot")]
+    whole = [(flight, "noted"), (flight.FlightRecorder, "_is_due"), (flight.FlightRecorder, "_take_snapshot")]
     whole = [(place, name, getattr(place, name)) for place, name in whole]
     for algorithm, env, options in COSTS:
         clock, snapshots = Clock(), Clock()
         for place, name, function in whole: setattr(place, name, clock.timed(function))
-        recorder.FlightRecorder._take_snapshot = snapshots.timed(recorder.FlightRecorder._take_snapshot)
+        flight.FlightRecorder._take_snapshot = snapshots.timed(flight.FlightRecorder._take_snapshot)
         with tempfile.TemporaryDirectory() as folder:
             run = trained(Path(folder, "run"), algorithm, env, options, steps if algorithm != "sac" else 3000)
         for place, name, function in whole: setattr(place, name, function)

@@ -1,11 +1,14 @@
 """Every test runs on one thread, with fixed seeds, and must leave no process, no shared memory and no signal handler behind."""
 import gc
+import importlib.util
 import multiprocessing
 import os
 import random
 import re
 import signal
+import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import forked  # noqa: F401  # before a test: says what the server imports that forks processes, and makes forks of the runs of experiments
@@ -20,14 +23,50 @@ SHM = Path("/dev/shm")
 HELPERS = (b"resource_tracker", b"forkserver", b"torch_shm_manager")  # these live as long as the interpreter, by design
 
 
-LONG = {f"test_{name}" for name in ("bench", "cli", "contract", "device", "docs", "engines", "evaluation_contract", "experiments",
-                                    "fault_matrix", "faults", "parallel_evaluation", "ranks", "ray", "reading", "signals", "torchrun",
-                                    "tune")}
+ON_THE_CLUSTER = {"test_contract", "test_evaluation_contract", "test_ray"}
+LONG = {f"test_{name}" for name in ("bench", "cli", "device", "docs", "engines", "experiments", "export_policy", "fault_matrix", "faults",
+                                    "fusion", "infos", "own_ray", "parallel_evaluation", "ranks", "reading", "resumable", "signals",
+                                    "torchrun", "tune")}
 
 
 def pytest_collection_modifyitems(items):
     "The files that take longest come first: then the short ones keep all processes of xdist busy until the end."
-    items.sort(key=lambda item: item.path.stem not in LONG)
+    items.sort(key=lambda item: (item.path.stem not in ON_THE_CLUSTER, item.path.stem not in LONG))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    "Each process of xdist takes a file at a time, or all files of the cluster."
+    from xdist.scheduler import LoadFileScheduling
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "the cluster" if Path(file).stem in ON_THE_CLUSTER else file
+    return Files(config, log)
+
+
+STARTED, CLUSTER = ExitStack(), []
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    "A Ray cluster of two nodes. Its files run one after the other and share it, as it takes seconds to start one."
+    if importlib.util.find_spec("ray") is None: pytest.skip("Ray is not installed")
+    from ray_cases import two_nodes
+    if not CLUSTER:
+        STARTED.callback(CLUSTER.clear)
+        folder = STARTED.enter_context(tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp"))
+        CLUSTER.append(STARTED.enter_context(two_nodes(folder)))
+    return CLUSTER[0]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem):
+    "The cluster ends with the last of its tests, or with the session."
+    if nextitem is None or nextitem.path.stem not in ON_THE_CLUSTER: STARTED.close()
+
+
+def pytest_sessionfinish(): STARTED.close()
 
 
 def pytest_collection():
@@ -48,10 +87,14 @@ def what_other_files_left():
     gc.freeze()
 
 
+# `torch.manual_seed` prepares the seeds of all accelerators, which takes it a millisecond.
+seed_torch = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+
+
 @pytest.fixture(autouse=True)
 def seeds():
     "Every test starts from the same global random state, whatever ran before it."
-    random.seed(0); np.random.seed(0); torch.manual_seed(0)
+    random.seed(0); np.random.seed(0); seed_torch(0)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 import faulthandler
 import os
 import signal
+import sys
 import time
 from typing import NamedTuple
 
@@ -31,6 +32,21 @@ class Mute(Exception):
 
 class Stiff(Exception):
     def __reduce__(self): raise KeyError("no pickle")
+
+
+class Frozen(Exception):
+    "As a frozen dataclass: nobody may change it, but `contextlib` of the tests."
+    def __setattr__(self, name, value):
+        if name != "__traceback__": raise AttributeError("frozen")
+        super().__setattr__(name, value)
+
+
+class Leaves(Exception):
+    "To read its pickle ends the process."
+    def __reduce__(self): return sys.exit, (9,)
+
+
+class Silent(BaseException): "Not an `Exception`."
 
 
 def signalled(number):
@@ -71,6 +87,9 @@ EVENTS = {
     "unpicklable exception": raising(lambda: Unpicklable(1, 2)),
     "exception without text": raising(Mute),
     "exception without pickle": raising(lambda: Stiff("an accident")),
+    "exception that is frozen": raising(lambda: Frozen("of two\nlines")),
+    "exception whose pickle ends": raising(lambda: Leaves("of two\nlines")),
+    "no Exception": raising(lambda: Silent("of two\nlines")),
     "exception of 50 MB": raising(lambda: KeyError("begin" + "x" * 50_000_000 + "end")),
     "EOFError": raising(lambda: EOFError("a file of mine")),
     "BrokenPipeError": raising(lambda: BrokenPipeError("a pipe of mine")),
@@ -135,7 +154,7 @@ def raises(error, *parts, **kwargs): return Outcome(error.__name__, error, parts
 def below(error, *parts): return raises(error, *parts, is_remote=False)
 def warns(*parts): return Outcome("warned", log=(parts,))
 def dies(how, **kwargs): return raises(WorkerDied, "lane {lanes}: worker {worker} (pid ", f") {how} while it collected lane ", **kwargs)
-def silent(where=""): return raises(WorkerError, "lane {lane}: worker {worker} (pid ", "has been silent for", "it is here:", where)
+def silent(where=""): return below(WorkerError, "lane {lane}: worker {worker} (pid ", "has been silent for", "it is here:", where)
 
 
 FINE = Outcome("fine")
@@ -199,6 +218,13 @@ row("exception without text", "close", warns(WHO, "close() raised Mute: (its tex
 row("exception without text", "pipe above", raises(Mute))
 row("exception without pickle", "step", env_error("step() raised Stiff: an accident"))
 row("exception without pickle", "pipe above", raises(Stiff, "an accident"), raises(WorkerError, "Stiff: an accident"))
+row("exception that is frozen", "pipe above", raises(Frozen, "of two\nlines"))
+row("exception that is frozen", "end of pipe above", warns("ignored: Frozen: of two\nlines"), raises(Frozen, "of two\nlines"))
+row("exception whose pickle ends", "pipe above", raises(Leaves, "of two\nlines"), raises(WorkerError, "Leaves: of two\nlines"))
+row("exception whose pickle ends", "end of pipe above", warns("ignored: Leaves: of two\nlines"),
+    raises(WorkerError, "Leaves: of two\nlines"))
+row("no Exception", "pipe above", raises(Silent, "of two\nlines"))
+row("no Exception", "end of pipe above", warns("ignored: Silent: of two\nlines"), raises(Silent, "of two\nlines"))
 row("exception of 50 MB", "step", env_error("step() raised KeyError: 'begin", "characters are left out", "end'"))
 row("exception of 50 MB", "pipe above", raises(KeyError, "begin", "end"))
 row("EOFError", "step", env_error("step() raised EOFError: a file of mine"))

@@ -31,6 +31,8 @@ def ensure_running():
 def run_program(words, env, folder, is_on_path, streams, in_session, ignored):
     "In the child: become `python` with these words."
     if in_session: os.setsid()
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())     # the server may have been started while some signals waited
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if callable(signal.getsignal(number)): signal.signal(number, signal.SIG_DFL)
     for number, stream in enumerate(streams, 1): os.dup2(stream.fileno(), number)

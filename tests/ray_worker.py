@@ -9,6 +9,7 @@ import runpy
 import signal
 import socket
 import sys
+from importlib import import_module
 
 
 def main():
@@ -25,6 +26,7 @@ def serve(address, env):
     "Fork workers, until this process is ended."
     os.environ.update(env)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)     # nobody waits for them
+    for name in ("google.protobuf.internal.builder", "jsonschema", "requests", "yaml"): import_module(name)     # half of what Ray imports
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(address)
         door.listen(16)

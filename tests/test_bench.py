@@ -65,13 +65,13 @@ def test_the_training_does_not_notice_its_evaluations(tmp_path, whole):
     for name in ("kl", "steps", "return_mean"): np.testing.assert_array_equal(ours[name][:10], theirs[name])
 
 
-def test_the_same_run_has_the_same_evaluations_and_the_best_file_is_the_best_of_them(tmp_path):
-    for name in "ab": learn(start(tmp_path/name, small()))
-    assert results(tmp_path/"a") == results(tmp_path/"b")
-    means = {r["updates"]: r["mean"] for r in read_evaluations(tmp_path/"a") if r["kind"] == "training"}
-    best = load_run(tmp_path/"a", best=True)
+def test_the_same_run_has_the_same_evaluations_and_the_best_file_is_the_best_of_them(tmp_path, whole):
+    learn(start(tmp_path/"b", small()))
+    assert results(whole.folder) == results(tmp_path/"b")
+    means = {r["updates"]: r["mean"] for r in read_evaluations(whole.folder) if r["kind"] == "training"}
+    best = load_run(whole.folder, best=True)
     assert best.evaluated["eval_return_mean"] == means[best.counters["updates"]] == max(means.values())
-    of_best, = (r for r in read_evaluations(tmp_path/"a") if r["kind"] == "best")
+    of_best, = (r for r in read_evaluations(whole.folder) if r["kind"] == "best")
     assert of_best["updates"] == best.counters["updates"] and len(of_best["returns"]) == 3
 
 

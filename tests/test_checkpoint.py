@@ -5,8 +5,6 @@ import importlib
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -278,21 +276,25 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_one(tmp_path):
     assert all((tmp_path/name).exists() for name in others)
 
 
-def test_the_file_of_a_living_writer_is_left_alone(tmp_path, monkeypatch):
+def test_the_file_of_a_living_writer_is_left_alone(tmp_path):
     "Of one in another process, in the middle of writing, and of one in another thread."
-    code = ("import os, sys; from rollpipe.pipes.data.files import write_atomically\n"
-            "def fsync(fd): print('writing', flush=True); sys.stdin.read()\n"
+    code = ("import os, sys, time; from rollpipe.pipes.data.files import write_atomically\n"
+            "def fsync(fd):\n"
+            "    print('writing', flush=True)\n"
+            "    while not os.path.exists(sys.argv[2]): time.sleep(.01)\n"
             "os.fsync = fsync\n"
             "write_atomically(sys.argv[1], b'theirs')")
-    with subprocess.Popen([sys.executable, "-c", code, tmp_path/"a"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    folder, gate = tmp_path/"files", tmp_path/"gate"
+    folder.mkdir()
+    with Forked(["-c", code, folder/"a", gate]) as process:
         process.stdout.readline()
-        for k in range(3): write_atomically(tmp_path/"a", b"%d" % k)
-        assert len(list(tmp_path.iterdir())) == 2 and (tmp_path/"a").read_bytes() == b"2"
-        process.stdin.close()
+        for k in range(3): write_atomically(folder/"a", b"%d" % k)
+        assert len(list(folder.iterdir())) == 2 and (folder/"a").read_bytes() == b"2"
+        gate.touch()
         assert process.wait(60) == 0
-    assert [p.name for p in tmp_path.iterdir()] == ["a"] and (tmp_path/"a").read_bytes() == b"theirs"
-    with ThreadPoolExecutor(4) as pool: list(pool.map(lambda k: write_atomically(tmp_path/"a", b"%d" % k), range(200)))
-    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    assert [p.name for p in folder.iterdir()] == ["a"] and (folder/"a").read_bytes() == b"theirs"
+    with ThreadPoolExecutor(4) as pool: list(pool.map(lambda k: write_atomically(folder/"a", b"%d" % k), range(200)))
+    assert [p.name for p in folder.iterdir()] == ["a"]
 
 
 def test_a_file_that_is_removed_before_it_is_locked(tmp_path, monkeypatch):

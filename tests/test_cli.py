@@ -15,6 +15,7 @@ import pytest
 import torch
 from command_line import SMALL, lines, process, python, rollpipe, run_command, wait_for
 from recordings import recorded
+from forked import Forked
 
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import METRICS
@@ -65,10 +66,9 @@ def test_what_a_run_leaves(tmp_path, capsys):
     assert load_checkpoint(run/"checkpoint.safetensors").config == config
 
 
-def test_same_seed_same_run(tmp_path):
-    def weights(name, *more):
-        return load_checkpoint(small_run(tmp_path/name, *more)/"checkpoint.safetensors").agent_state["actor"]
-    a, b, c = weights("a"), weights("b"), weights("c", "--seed", 1)
+def test_same_seed_same_run(trained, tmp_path):
+    runs = trained, small_run(tmp_path/"b"), small_run(tmp_path/"c", "--seed", 1)
+    a, b, c = (load_checkpoint(run/"checkpoint.safetensors").agent_state["actor"] for run in runs)
     assert all(torch.equal(a[k], b[k]) for k in a) and not all(torch.equal(a[k], c[k]) for k in a)
 
 
@@ -539,8 +539,9 @@ def test_what_schedulers_containers_and_terminals_send_saves_and_leaves(tmp_path
 @pytest.mark.parametrize("name, code", [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
 def test_what_is_stopped_before_its_first_update_can_be_started_again(tmp_path, name, code):
     run = tmp_path/"run"
-    words = ["train", "trpo", "CartPole-v1", "--n-steps", 10**6, "--out", run, "--quiet", "--no-tensorboard"]
-    with process(*words) as child:
+    impatient = "import sys; from rollpipe.cli.main import main; from rollpipe.runs import signals; signals.PATIENCE = .5; sys.exit(main())"
+    words = ["train", "trpo", "CartPole-v1", "--n-steps", 10**5, "--out", run, "--quiet", "--no-tensorboard"]
+    with Forked(["-c", impatient, *words]) as child:
         wait_for((run/"metrics.jsonl").exists, child)
         child.send_signal(getattr(signal, name))
         out, err = child.communicate(timeout=120)

@@ -4,21 +4,18 @@ What only processes have is in `test_reading.py` and `test_faults.py`, what only
 over which Ray spreads the workers.
 """
 import gc
-import importlib.util
 import logging
 import os
 import re
 import signal
-import tempfile
 import time
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 
 import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box
-from ray_cases import two_nodes
 from reference import assert_same, snapshot
 from toys import Counting, Learning, Ledger, Lively, Plain, Shaky
 from worker_cases import WORLDS, change, gone, harmful, learned, learned_serially, outcome, serial, slack, stream
@@ -34,18 +31,14 @@ from rollpipe.pipes.taps import EpisodeStats
 from rollpipe.pipes.graph.torchdata import DataLoader2, InProcessReadingService, ReadingServiceInterface
 
 pytestmark = pytest.mark.timeout(600)
-LAGGED = []     # the stream of the first service with a lag
+LAGGED = {}     # lag -> the stream of the first service with it
 
 
 @pytest.fixture(scope="module", params=["processes", "ray"])
 def Reading(request):
-    "The class of the reading service. Nothing of a cluster is left behind."
-    if request.param == "processes":
-        yield ProcessReading
-        return
-    if importlib.util.find_spec("ray") is None: pytest.skip("Ray is not installed")
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder, two_nodes(folder) as nodes:
-        yield partial(RayReading, address=nodes.address)
+    "The class of the reading service."
+    if request.param == "processes": return ProcessReading
+    return partial(RayReading, address=request.getfixturevalue("cluster").address)
 
 
 def pids(loader): return [state["pid"] for state in loader.reading_service.health()]
@@ -54,32 +47,43 @@ def left(pids, Reading): return gone(pids, 0 if Reading is ProcessReading else 1
 
 # --- the stream
 
-def test_batches_and_weights_after_20_updates_are_bit_identical(Reading):
-    assert_same(learned(Reading(2)), learned_serially())
+def cases(processes, ray):
+    "Arguments of a test: more for processes, as workers of a cluster take long to start."
+    return [("processes", *case) for case in processes] + [("ray", *case) for case in ray]
 
 
-@pytest.mark.parametrize("world, workers", [("gaussian", 3), ("recurrent", 2), ("episode_lists", 1), ("global_env", 1)])
-def test_the_stream_is_that_of_the_serial_twin(world, workers, Reading):
+@pytest.mark.parametrize("Reading, workers", cases([(0,), (1,), (2,), (3,), (5,)], [(2,)]), indirect=["Reading"])
+def test_batches_and_weights_after_20_updates_are_bit_identical(Reading, workers):
+    "More workers than lanes are not started."
+    assert_same(learned(Reading(workers)), learned_serially())
+    assert [b.version.tolist() for b in learned_serially()[0]] == [[k] * 6 for k in range(20)]
+
+
+@pytest.mark.parametrize("Reading, world, workers", cases(
+    product(WORLDS, (1, 2, 3)), [("gaussian", 3), ("recurrent", 2), ("episode_lists", 1), ("global_env", 1)]), indirect=["Reading"])
+def test_the_stream_is_that_of_the_serial_twin(Reading, world, workers):
     assert_same(stream(world, Reading(workers)), serial(world))
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_a_lag_is_exactly_that(workers, Reading):
-    "Batch k was collected by the weights of k - 1 updates; the stream depends on the lag alone, and not on the kind of workers."
-    found = stream("gaussian", Reading(workers, lag=1), 6)
-    assert [b.version.tolist() for b in found] == [[max(0, k - 1)] * 6 for k in range(6)]
-    if not LAGGED: LAGGED.append(found)
-    assert_same(found, LAGGED[0])
+@pytest.mark.parametrize("Reading, lag, workers", cases(product((1, 2), (1, 2, 3)), [(1, 1), (1, 3)]), indirect=["Reading"])
+def test_a_lag_is_exactly_that(Reading, lag, workers):
+    "Batch k was collected by the weights of k - lag updates; the stream depends on the lag alone, and not on the kind of workers."
+    found = stream("gaussian", Reading(workers, lag=lag), 6)
+    assert [b.version.tolist() for b in found] == [[max(0, k - lag)] * 6 for k in range(6)]
+    assert_same(found, LAGGED.setdefault(lag, found))
     assert_same(found[0], serial("gaussian")[0])
+    assert (found[1].state.act != serial("gaussian")[1].state.act).any()
 
 
-@pytest.mark.parametrize("lag, order", [(1, "canonical"), (None, "ready")])
-def test_lanes_that_end(lag, order, Reading):
+@pytest.mark.parametrize("Reading, world, lag, order", cases(
+    product(("finite", "unequal"), (0, 1, None), ("canonical", "ready")), [("unequal", 1, "canonical"), ("unequal", None, "ready")]),
+    indirect=["Reading"])
+def test_lanes_that_end(Reading, world, lag, order):
     "All that they have arrives, once, whatever was asked for in advance."
-    found = stream("unequal", Reading(2, lag=lag, order=order), n=100)
+    found = stream(world, Reading(2, lag=lag, order=order), n=100)
     told = [(int(f.lane[0]), int(f.seq[0])) for f in found]
-    expected = [(int(f.lane[0]), int(f.seq[0])) for f in serial("unequal", 100)]
-    assert len(expected) == 9
+    expected = [(int(f.lane[0]), int(f.seq[0])) for f in serial(world, 100)]
+    assert len(expected) == {"finite": 6, "unequal": 9}[world]
     if order == "canonical": assert told == expected
     for lane in range(3): assert [s for k, s in told if k == lane] == sorted(s for k, s in expected if k == lane)
 
@@ -335,32 +339,42 @@ def test_a_death_is_told_with_all_lanes_of_the_worker(Reading):
 
 
 def test_lanes_start_anew_elsewhere(caplog, Reading):
-    "With `seq` 0 and other random numbers; the other lane goes on as if nothing had been; log and stream say so. Then it is enough."
-    expected = [snapshot(f) for f in islice(Lanes(FragmentCollector(EnvStepper(Lively, Shaky()), 3), 2, 0), 12)]
-    pipe = Lanes(FragmentCollector(EnvStepper(Lively, Shaky()), 3), 2, 0)
-    with caplog.at_level(logging.WARNING, "rollpipe"), DataLoader2(pipe, reading_service=Reading(2, lag=1, restart=1)) as loader:
+    """Two deaths are survived, the third is raised. What was lost starts anew, with `seq` 0 and other random numbers.
+
+    The other lane goes on as if nothing had been. The log and the stream say so.
+    """
+    pipe = Lanes(FragmentCollector(EnvStepper(Lively, Shaky()), 4), 3, 0)
+    other = [snapshot(f) for f in islice(pipe, 30) if f.lane[0] == 1]
+    lost, told = [], {0: [], 1: [], 2: []}
+    with caplog.at_level(logging.WARNING, "rollpipe"), DataLoader2(pipe, reading_service=Reading(2, restart=2)) as loader:
         items = iter(loader)
-        found = [next(items) for _ in range(4)]
-        os.kill(lost := pids(loader)[1], signal.SIGKILL)
-        found += [next(items) for _ in range(8)]
-        assert [int(f.lane[0]) for f in found] == [0, 1] * 6 and lost not in pids(loader)
-        for f, known in zip(found[::2], expected[::2]): assert np.array_equal(f.state.obs, known.state.obs)
-        anew = [f for f in found[1::2]]
-        seqs = [int(f.seq[0]) for f in anew]
-        begin = seqs.index(0, 1)
-        assert seqs == [*range(begin), *range(6 - begin)] and 2 <= begin <= 3
-        assert (anew[begin].state.obs[0] != anew[0].state.obs[0]).any()
-        assert {f.restarts for f in [*found[::2], *anew[:begin]]} == {None}
-        assert [f.restarts.tolist() for f in anew[begin:]] == [[1]] * (6 - begin)
-        assert re.search(rf"worker 1 \(pid {lost}\).*Its lanes start anew \(restart 1 of 1\)", caplog.text)
-        assert {state["restarted"] for state in loader.reading_service.health()} == {1}
-        os.kill(pids(loader)[0], signal.SIGKILL)
-        with pytest.raises(WorkerError, match="lane 0: worker 0"):
+        for k in range(24):
+            f = next(items)
+            told[int(f.lane[0])].append(f)
+            if k in (8, 14):
+                state = loader.reading_service.health()[0]
+                assert state["lanes"] == [0, 2] and state["restarted"] == len(lost)
+                lost.append(state["pid"])
+                os.kill(state["pid"], signal.SIGKILL)
+                assert gone([state["pid"]], 5) == []
+        assert [w["restarted"] for w in loader.reading_service.health()] == [2, 2] and lost[1] not in pids(loader)
+        os.kill(pids(loader)[1], signal.SIGKILL)
+        with pytest.raises(WorkerError, match="lane 1: worker 1 "):
             for _ in items: pass
+    assert [f.seq.tolist() for f in told[1]] == [[k] for k in range(8)] and {f.restarts for f in told[1]} == {None}
+    for f, g in zip(told[1], other): assert np.array_equal(f.state.obs, g.state.obs)
+    for lane in (0, 2):
+        assert [int(f.seq[0]) for f in told[lane]] == [0, 1, 2, 0, 1, 0, 1, 2]
+        assert [None if f.restarts is None else f.restarts.tolist() for f in told[lane]] == [None] * 3 + [[1]] * 2 + [[2]] * 3
+        starts = {tuple(f.state.obs[0, 0].tolist()) for f in told[lane] if f.seq[0] == 0}
+        assert len(starts) == 3                                  # other random numbers
+    text, how = [r.getMessage() for r in caplog.records], "SIGKILL" if Reading is ProcessReading else "died"
+    assert len(text) == 2 and all(re.search(rf"(?s)worker 0 \(pid {pid}\).*{how}.*Its lanes start anew \(restart {k} of 2\)", line)
+                                  for k, (pid, line) in enumerate(zip(lost, text), 1)), text
 
 
 def test_a_slow_worker_is_reported_with_its_place(caplog, tmp_path, Reading):
-    "And waited for. With `on_silence='raise'` it ends the run."
+    "Again after twice the time; and it is waited for. With `on_silence='raise'` it ends the run."
     gate = tmp_path/"gate"
     class Waits(Counting):
         def step(self, action):
@@ -369,7 +383,8 @@ def test_a_slow_worker_is_reported_with_its_place(caplog, tmp_path, Reading):
         def wait_for_the_robot(self):
             while not gate.exists(): time.sleep(0.2)
     class Opens(logging.Handler):
-        def emit(self, record): gate.touch()
+        def emit(self, record):
+            if len(caplog.records) >= 2: gate.touch()
     pipe = Lanes(FragmentCollector(EnvStepper(lambda: Waits(), Plain()), 5), 1, 0)
     told = r"(?s)lane 0: worker 0 \(pid \d+\).* has been silent for \d+ s; it is here:.*in wait_for_the_robot\n"
     logging.getLogger("rollpipe").addHandler(opens := Opens())
@@ -377,7 +392,7 @@ def test_a_slow_worker_is_reported_with_its_place(caplog, tmp_path, Reading):
         with caplog.at_level(logging.WARNING, "rollpipe"), DataLoader2(pipe, reading_service=Reading(1, silence=0.5)) as loader:
             assert len(list(islice(loader, 2))) == 2
     finally: logging.getLogger("rollpipe").removeHandler(opens)
-    assert re.search(told, caplog.text)
+    assert len(caplog.records) >= 2 and all(r.levelname == "WARNING" and re.search(told, r.getMessage()) for r in caplog.records)
     gate.unlink()
     with pytest.raises(WorkerError, match=told):
         with DataLoader2(pipe, reading_service=Reading(1, silence=0.5, on_silence="raise", grace=5)) as loader: list(islice(loader, 2))

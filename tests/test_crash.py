@@ -21,8 +21,8 @@ from rollpipe.pipes.frames import Stacks
 from rollpipe.runs import replayed_run, resume, start, train
 from rollpipe.runs.repeat import verify
 from rollpipe.settings.config import make_config
-from rollpipe.traces import recorder
-from rollpipe.traces.recorder import CRASH, checksum, read_crash
+from rollpipe.traces import crash as flight
+from rollpipe.traces.crash import CRASH, checksum, read_crash
 
 POLE, PENDULUM = "CartPole-v1", "Pendulum-v1"
 SMALL = dict(n_steps=16, n_envs=2, hidden=(8,), engine="torch")
@@ -84,7 +84,7 @@ def content(folder):
 @pytest.mark.parametrize("share", [0.005, 1e-9, 1e9], ids=["by the clock", "from the start", "the last batch alone"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_failed_update_is_made_again(name, share, tmp_path, planted, monkeypatch):
-    monkeypatch.setattr(recorder, "SHARE", share)
+    monkeypatch.setattr(flight, "SHARE", share)
     seen = planted(CASES[name][0], at=23)
     run, error = crashed(tmp_path, name)
     if hasattr(error, "__notes__"):
@@ -107,7 +107,7 @@ def test_a_recurrent_learner_is_made_again(tmp_path, planted):
         return actor, PPO(actor, critic := Critic.for_env(POLE, hidden=(8,), seed=1), epochs=2), critic
     actor, agent, critic = made()
     seen, counters = planted(PPO, at=5), dict(updates=0, steps=0, resumes=0)
-    recording = recorder.FlightRecorder(tmp_path, {}, counters, agent, "")
+    recording = flight.FlightRecorder(tmp_path, {}, counters, agent, "")
     with pytest.raises(DataError, match="planted"):
         for batch in on_policy(POLE, actor, critic, n_steps=8, n_envs=2, seed=0): recording.update(batch)
     crash, again = read_crash(tmp_path), made()[1]
@@ -119,11 +119,11 @@ def test_a_recurrent_learner_is_made_again(tmp_path, planted):
 
 
 def test_bytes_and_number_of_the_batches_are_bounded(tmp_path, planted, monkeypatch):
-    monkeypatch.setattr(recorder, "SHARE", 1e-9)
+    monkeypatch.setattr(flight, "SHARE", 1e-9)
     seen = planted(PPO, at=23)
     for name, least in dict(MOST=8, BYTES=30_000).items():
         with monkeypatch.context() as patch:
-            patch.setattr(recorder, name, least)
+            patch.setattr(flight, name, least)
             run, _ = crashed(tmp_path/name, "ppo")
         assert len(read_crash(run.folder)["batches"]) <= 16
         with replayed_run(run.folder) as moment: made_again(moment)
@@ -170,7 +170,7 @@ def test_an_interrupt_and_a_lost_process_are_no_failures(error, tmp_path, plante
 def test_a_full_disk_hides_no_error(tmp_path, planted, monkeypatch):
     planted(PPO, at=3, error=lambda loss: ZeroDivisionError("planted"))
     def full(path, data): raise OSError(errno.ENOSPC, "No space left on device", str(path))
-    monkeypatch.setattr(recorder, "write_atomically", full)
+    monkeypatch.setattr(flight, "write_atomically", full)
     run = start(tmp_path/"run", config_of("ppo"))
     with pytest.raises(ZeroDivisionError, match="^planted") as e: train(run, progress=False, tensorboard=False)
     if hasattr(e.value, "__notes__"):
@@ -188,7 +188,7 @@ class Failing:
         if self.n >= self.at: raise ValueError("planted")
 
 
-def recording(folder, at=1, **config): return recorder.FlightRecorder(folder, config, dict(updates=0, steps=0, resumes=0), Failing(at), "")
+def recording(folder, at=1, **config): return flight.FlightRecorder(folder, config, dict(updates=0, steps=0, resumes=0), Failing(at), "")
 
 
 def test_a_batch_that_cannot_be_stored_hides_no_error(tmp_path):
@@ -222,7 +222,7 @@ def test_a_second_failure_replaces_the_first_and_a_kill_in_between_leaves_one(tm
 
     def killed():
         os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
-        recorder.FlightRecorder(run.folder, run.config, run.counters, run.agent, "").update(None)
+        flight.FlightRecorder(run.folder, run.config, run.counters, run.agent, "").update(None)
     if not (pid := os.fork()): killed()
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
     assert run.folder.joinpath(*CRASH).read_bytes() == first and len(list((run.folder/"crash").iterdir())) == 2
@@ -373,5 +373,5 @@ def test_the_command_refuses_what_is_not_there(tmp_path, capsys):
 
 
 def test_errors_are_described_without_notes():
-    recorder.add_note(error := ValueError("a"), "b")
+    flight.add_note(error := ValueError("a"), "b")
     assert describe_exception(error) == "ValueError: a"

@@ -3,12 +3,10 @@
 What only processes have is in `test_parallel_evaluation.py`; what only a cluster has is at the end.
 """
 import copy
-import importlib.util
 import logging
 import os
 import re
 import signal
-import tempfile
 import threading
 import time
 from functools import partial
@@ -18,7 +16,6 @@ import pytest
 import torch
 from evaluation_cases import (PATIENCE, Constant, Counts, Fails, Gated, Locked, Pays, Plain, begun, boom, check_same_as_here, kill, odd,
                               same, train, until)
-from ray_cases import two_nodes
 from worker_cases import gone, slack
 
 from rollpipe.agents import TRPO, ParallelEvaluation, evaluate
@@ -33,13 +30,11 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def nodes():
-    "A cluster, to which this process stays connected. Nothing of it is left behind."
-    if importlib.util.find_spec("ray") is None: pytest.skip("Ray is not installed")
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder, two_nodes(folder) as nodes:
-        release = lease(nodes.address, nodes)
-        yield nodes
-        release()
+def nodes(cluster):
+    "The cluster, to which this process stays connected."
+    release = lease(cluster.address, cluster)
+    yield cluster
+    release()
 
 
 def evaluation_in(place, request):

@@ -47,5 +47,5 @@ def test_every_extra_that_is_named_exists():
     from configparser import ConfigParser
     from pathlib import Path
     (parser := ConfigParser()).read(Path(__file__).resolve().parents[1]/"settings.ini")
-    assert {"box2d", "mujoco", "atari", "envpool", "video", "tensorboard", "wandb", "onnx"} <= {
+    assert {"box2d", "mujoco", "atari", "envpool", "video", "tensorboard", "wandb", "onnx", "minari"} <= {
         name.removesuffix("_requirements") for name in parser["DEFAULT"] if name.endswith("_requirements")}

@@ -24,9 +24,10 @@ from worker_cases import gone, slack
 
 from rollpipe.runs.logs import read_metrics
 from rollpipe.layers import CategoricalPolicy, Critic, MLPPolicy
-from rollpipe.pipes import AdvantageBuffer, EnvStepper, FragmentCollector, GraphError, Lanes, ProcessReading, WorkerError
+from rollpipe.pipes import AdvantageBuffer, EnvStepper, FragmentCollector, GraphError, Lanes, ProcessReading
 from rollpipe.runs.locks import lock, unlock
 from rollpipe.pipes.graph.torchdata import DataLoader2
+from rollpipe.pipes.workers.process import WorkerDied
 from rollpipe.runs.folder import load_run
 
 pytestmark = pytest.mark.timeout(120)
@@ -160,7 +161,7 @@ def differences(found, wanted, names, cause):
     yield from missing(found.text, wanted.parts, names)
     if len(found.log) != len(wanted.log): yield f"the log says {found.log!r:.500}. "
     for text, parts in zip(found.log, wanted.log): yield from missing(text, parts, names)
-    if cause and found.error is not None and not isinstance(found.error, WorkerError):
+    if cause and found.error is not None and not isinstance(found.error, WorkerDied):
         yield from missing(str(found.error.__cause__)[:50_000], cause, names)
     if wanted.error is None and found.items != 6: yield f"{found.items} items. "
     anew = {int(lane): 1 for lane in names["lanes"].split(", ")} if wanted.word == "restarted" else {}

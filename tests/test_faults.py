@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from itertools import islice
@@ -18,9 +17,10 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+import worker_cases
 from conftest import started_by
+from fault_rows import Silent
 from worker_cases import descriptors, forked_script, gone, harmful, runs, slack
-from reference import snapshot
 from toys import Counting, Lively, Plain, Shaky
 
 from rollpipe.agents import REINFORCE
@@ -33,15 +33,9 @@ from rollpipe.pipes.taps import EpisodeStats
 from rollpipe.pipes.graph.torchdata import DataLoader2
 
 
-def outcome(pipe, n=6, **options):
-    "What `n` items of `pipe` in worker processes raise, with the exception's text and that of its cause."
-    loader = DataLoader2(pipe, reading_service=ProcessReading(**options))
-    try:
-        for _ in islice(loader, n): pass
-        loader.shutdown()
-        return None, "", ""
-    except Exception as e: return e, str(e), str(e.__cause__)
-    finally: loader.shutdown()
+def outcome(pipe, **options):
+    "What items of `pipe` in worker processes raise, with the exception's text and that of its cause."
+    return worker_cases.outcome(pipe, ProcessReading(**options))
 
 
 # --- exceptions
@@ -57,34 +51,6 @@ def test_a_long_text_is_cut():
         error, text, cause = outcome(Lanes(Calls(FragmentCollector(EnvStepper(Counting, Plain()), 2), function), 1), num_workers=1)
         assert type(error) is kind and len(cause) < 40_000 and "beginxxx" in cause and "xxxend" in cause and "Traceback" in cause
         assert re.search(r"\d+ characters are left out", cause) and (kind is KeyError or len(text) < 40_000)
-
-
-class Frozen(Exception):
-    "As a frozen dataclass: nobody may change it."
-    def __setattr__(self, name, value): raise AttributeError("frozen")
-
-
-class Leaves(Exception):
-    "To read its pickle ends the process."
-    def __reduce__(self): return sys.exit, (9,)
-
-
-class Silent(BaseException): "Not an `Exception`."
-
-
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
-@pytest.mark.parametrize("raised, kind", [(Frozen, Frozen), (Leaves, WorkerError), (Silent, Silent)])
-@pytest.mark.parametrize("call", ["stream", "close"])
-def test_odd_exceptions_are_told_in_full(raised, kind, call, method):
-    "Whatever a user's exception does while it is packed, it arrives under its name, with the place where it was raised."
-    def fails(): raise raised("of two\nlines")
-    pipe = FragmentCollector(EnvStepper(Counting, Plain()), 2)
-    pipe = Lanes(Calls(pipe, fails) if call == "stream" else AtEnd(pipe, fails), 1)
-    try: error, text, cause = outcome(pipe, num_workers=1, start_method=method)
-    except BaseException as e: error, text, cause = e, str(e), str(e.__cause__)
-    name = "Calls" if call == "stream" else "AtEnd"
-    assert type(error) is kind and text.endswith("of two\nlines" if kind is raised else "Leaves: of two\nlines.")
-    assert f"in worker 0, lane 0, {name}:" in cause and "in fails" in cause and f"{raised.__name__}: of two\nlines" in cause
 
 
 class AtEnd(Pipe):
@@ -148,8 +114,8 @@ def check_death(found, harm, worker, lanes, busy):
     assert re.search(rf"lane {lanes}: worker {worker} \(pid \d+\).* {DEATHS[harm]} while it collected lane {busy}", text), text
 
 
-@pytest.mark.parametrize("harm", DEATHS)
-@pytest.mark.parametrize("call, at", [("factory", 1), ("step", 6), ("pipe", 2)])
+@pytest.mark.parametrize("harm, call, at", [
+    ("SIGKILL", "factory", 1), ("SIGSEGV", "step", 6), ("SIGABRT", "pipe", 2), ("exit", "step", 6), ("leave", "pipe", 2)])
 @pytest.mark.filterwarnings("ignore")
 def test_a_death_is_told_within_a_second(harm, call, at, tmp_path, monkeypatch):
     "While the parent waits; with worker, signal, all its lanes, and the one that it was busy with."
@@ -265,32 +231,6 @@ class Cart(Plain):
 
 
 # --- silence
-
-def test_a_worker_that_hangs_is_reported(caplog, tmp_path):
-    "Which one, since when, in which call; again after twice the time; the run goes on when it comes back."
-    gate = tmp_path/"gate"
-    class Waits(Counting):
-        def step(self, action):
-            if self.count == 2 and not gate.exists(): self.wait_for_the_robot()
-            return super().step(action)
-        def wait_for_the_robot(self):
-            while not gate.exists(): time.sleep(1)
-    class Opens(logging.Handler):
-        def emit(self, record):
-            if len(caplog.records) >= 2: gate.touch()
-    opens = Opens()
-    logging.getLogger("rollpipe").addHandler(opens)
-    try:
-        with caplog.at_level(logging.WARNING, "rollpipe"):
-            pipe = Lanes(FragmentCollector(EnvStepper(lambda: Waits(), Plain()), 5), 1, 0)
-            with DataLoader2(pipe, reading_service=ProcessReading(1, silence=0.3)) as loader: assert len(list(islice(loader, 2))) == 2
-    finally: logging.getLogger("rollpipe").removeHandler(opens)
-    first, second = (r.getMessage() for r in caplog.records[:2])
-    for text in (first, second):
-        assert re.search(r"lane 0: worker 0 \(pid \d+\) has been silent for \d+ s; it is here:", text)
-        assert 'in wait_for_the_robot\n' in text and "in run_lanes" in text
-    assert all(r.levelname == "WARNING" for r in caplog.records)
-
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_the_start_of_a_worker_is_no_silence(method, caplog):
@@ -486,37 +426,6 @@ except Exception as e: print(type(e).__name__, e)
 
 
 # --- restart
-
-def test_restart(caplog):
-    "Two deaths are survived, the third is raised. What was lost starts anew; the other lane goes on as if nothing had been."
-    pipe = Lanes(FragmentCollector(EnvStepper(Lively, Shaky()), 4), 3, 0)
-    other = [snapshot(f) for f in islice(pipe, 30) if f.lane[0] == 1]
-    lost, told = [], {0: [], 1: [], 2: []}
-    with caplog.at_level(logging.WARNING, "rollpipe"), DataLoader2(pipe, reading_service=ProcessReading(2, restart=2)) as loader:
-        items = iter(loader)
-        for k in range(24):
-            f = next(items)
-            told[int(f.lane[0])].append(f)
-            if k in (8, 14):
-                state = loader.reading_service.health()[0]
-                assert state["lanes"] == [0, 2] and state["restarted"] == len(lost)
-                lost.append(state["pid"])
-                os.kill(state["pid"], signal.SIGKILL)
-                assert gone([state["pid"]], 5) == []
-        assert [w["restarted"] for w in loader.reading_service.health()] == [2, 2]
-        os.kill(loader.reading_service.health()[1]["pid"], signal.SIGKILL)
-        with pytest.raises(WorkerError, match="lane 1: worker 1 .*SIGKILL"):
-            for _ in items: pass
-    assert [f.seq.tolist() for f in told[1]] == [[k] for k in range(8)]
-    for f, g in zip(told[1], other): assert np.array_equal(f.state.obs, g.state.obs)
-    for lane in (0, 2):
-        assert [int(f.seq[0]) for f in told[lane]] == [0, 1, 2, 0, 1, 0, 1, 2]
-        starts = {tuple(f.state.obs[0, 0].tolist()) for f in told[lane] if f.seq[0] == 0}
-        assert len(starts) == 3                                  # other random numbers
-    text = [r.getMessage() for r in caplog.records]
-    assert len(text) == 2 and all(re.search(rf"worker 0 \(pid {pid}\).*SIGKILL.*Its lanes start anew \(restart {k} of 2\)", line)
-                                  for k, (pid, line) in enumerate(zip(lost, text), 1)), text
-
 
 def kill(loader, lane):
     "Kill the worker of a lane."

@@ -2,7 +2,7 @@
 import os
 import signal
 from collections import defaultdict
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 
 import gymnasium as gym
@@ -281,9 +281,16 @@ class Chatty(gym.Env):
 
 
 def told(story, tag, step):
-    "`(infos, end)` of the step after an observation: what each environment tells at each step, with its own probability for each key."
+    "`(infos, end)` of the step after an observation."
+    info, end = known(story, int(tag), int(step))
+    return {**info}, end
+
+
+@cache
+def known(story, tag, step):
+    "What each environment tells at each step, with its own probability for each key."
     often = np.random.default_rng(story).choice([0.03, 0.3, 0.9, 1.], 6)
-    rng = np.random.default_rng([story, int(tag), int(step)])
+    rng = np.random.default_rng([story, tag, step])
     values = dict(score=rng.normal(), n=int(rng.integers(-5, 5)), ok=bool(rng.integers(2)), at=rng.integers(9, size=2).astype(np.int16),
                   episode=dict(r=float(rng.integers(9)), l=int(rng.integers(9))), name="text")
     info = {key: value for (key, value), p in zip(values.items(), often) if rng.random() < p}

@@ -1,5 +1,6 @@
 "Some updates, a state and the rest in new objects make the same updates as all of them in one go, bit for bit, for every learner."
 import copy
+from functools import cache
 
 import gymnasium as gym
 import pytest
@@ -115,8 +116,12 @@ def stored(state, path):
     return dict(agent=found.agent_state, **found.pipes)
 
 
+@cache
+def uninterrupted(case, workers): return trained(case, N, workers)[:2]
+
+
 def check(case, workers, change=lambda state: state, chunks=lambda: None, then=None):
-    whole, weights, _ = trained(case, N, workers)
+    whole, weights = uninterrupted(case, workers)
     first, _, state = trained(case, SPLIT, workers, chunks=chunks())
     rest, again, _ = trained(case, N - SPLIT, workers if then is None else then, change(state), chunks())
     assert repr(first + rest) == repr(whole)

@@ -1,15 +1,13 @@
 "Every pipe, from its first item to its last: iterated twice, copied, pickled, traversed, broken off, failed, collected."
 import gc
-import os
 import pickle
-import subprocess
-import sys
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run_forked
 from reference import assert_same, snapshot
 from toys import Counting, Failing, Learning, Ledger, Limit, Lively, Shaky
 
@@ -149,9 +147,7 @@ def test_another_process_gets_a_working_copy(tmp_path):
     pipes["trained"] = FragmentCollector(EnvStepper(Lively, trained, 2, seed=4), 5)
     file = tmp_path/"pipes"
     file.write_bytes(pickle.dumps(pipes))
-    path = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", CHILD, str(file)], env=env, capture_output=True, text=True, timeout=120)
+    done = run_forked(["-c", CHILD, file], cwd=HERE)
     assert done.returncode == 0, done.stderr
     found = pickle.loads(file.read_bytes())
     for name, pipe in pipes.items(): assert_same(found[name], take(pipe))

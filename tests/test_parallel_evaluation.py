@@ -10,15 +10,14 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
 from evaluation_cases import PATIENCE, Constant, Fails, Locked, Pays, begun, check_same_as_here, kill, leave, same, train
+from worker_cases import descriptors, environment, gone, runs
 
 from rollpipe.agents import TRPO, ParallelEvaluation, evaluate
 from rollpipe.layers import CategoricalPolicy, Critic
@@ -163,12 +162,11 @@ def test_nothing_is_left():
         evaluation.request()
         evaluation.wait(PATIENCE)
         if close: evaluation.close()
-    def descriptors():
-        gc.collect()
-        return len(os.listdir("/proc/self/fd"))
     once(True)
+    gc.collect()
     before = descriptors()
     for close in (True, False): once(close)
+    gc.collect()
     assert descriptors() == before
 
 
@@ -196,9 +194,7 @@ if __name__ == "__main__":
 def program(tmp_path, then):
     "A program that evaluates in a forked and a spawned process: `(program, their pids)`."
     (tmp_path/"program.py").write_text(SCRIPT)
-    here = Path(__file__).parent
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(here), str(here.parent)]))
-    with subprocess.Popen([sys.executable, "program.py", then], cwd=tmp_path, env=env, text=True, start_new_session=True,
+    with subprocess.Popen([sys.executable, "program.py", then], cwd=tmp_path, env=environment(), text=True, start_new_session=True,
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE) as parent:
         try: yield parent, list(map(int, parent.stdout.readline().split()))
         finally:
@@ -206,28 +202,18 @@ def program(tmp_path, then):
             except ProcessLookupError: pass  # as it should be
 
 
-def alive(pids):
-    "Those that run."
-    def runs(pid):
-        try: return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        except OSError: return False
-    return [pid for pid in pids if runs(pid)]
-
-
 def test_the_end_of_the_program(tmp_path):
     with program(tmp_path, "end") as (parent, pids):
         _, err = parent.communicate(timeout=PATIENCE)
-        assert len(pids) == 2 and (parent.returncode, err, alive(pids)) == (0, "", [])
+        assert len(pids) == 2 and (parent.returncode, err, gone(pids, 0)) == (0, "", [])
 
 
 def test_a_parent_that_is_killed(tmp_path):
     with program(tmp_path, "wait") as (parent, pids):
-        assert alive(pids) == pids
+        assert all(map(runs, pids))
         parent.kill()
         parent.wait()
-        deadline = time.monotonic() + 2
-        while alive(pids) and time.monotonic() < deadline: time.sleep(.02)
-        assert not alive(pids)
+        assert gone(pids, 2) == []
 
 
 def test_ctrl_c(tmp_path):
@@ -236,4 +222,4 @@ def test_ctrl_c(tmp_path):
         os.killpg(parent.pid, signal.SIGINT)
         _, err = parent.communicate(timeout=PATIENCE)
         assert err.count("Traceback") == err.count("KeyboardInterrupt") == 1
-        assert parent.returncode == -signal.SIGINT and not alive(pids)
+        assert parent.returncode == -signal.SIGINT and gone(pids, 0) == []

@@ -7,7 +7,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-from command_line import script
+from command_line import run_command, script
 
 from rollpipe.settings import algorithms
 from rollpipe.agents import A2C
@@ -137,12 +137,12 @@ def test_an_imported_algorithm_is_trained_resumed_evaluated_and_exported(tmp_pat
     config = json.loads((tmp_path/"run"/"config.json").read_text())
     assert (config["algorithm"], config["imports"], config["options"]["shyness"]) == ("shy", ["shy"], .25)
     assert json.loads((tmp_path/"run"/"metrics.jsonl").read_text().splitlines()[-1])["shy/factor"] == .25
-    evaluated = script(tmp_path, *shlex.split(trained.stdout.splitlines()[-1].partition("rollpipe ")[2]), "--episodes", 1)
+    evaluated = run_command(tmp_path, *shlex.split(trained.stdout.splitlines()[-1].partition("rollpipe ")[2]), "--episodes", 1)
     assert evaluated.returncode == 0 and evaluated.stdout.startswith("return "), evaluated.stderr
     for words in (["train", "--resume", "run", "--steps", 192, "--quiet", "--no-tensorboard"], ["export", "run", "--to", "torchscript"]):
-        done = script(tmp_path, *words, "--import=shy")
+        done = run_command(tmp_path, *words, "--import=shy")
         assert done.returncode == 0, done.stderr
-    without = script(tmp_path, "evaluate", "run")
+    without = run_command(tmp_path, "evaluate", "run")
     assert without.returncode == 2 and "'shy' is not known here" in without.stderr and "--import shy" in without.stderr
     assert without.stderr.count("\n") == 1
 

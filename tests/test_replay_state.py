@@ -3,9 +3,6 @@ import errno
 import os
 import random
 import resource
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from forked import Forked, run_forked
 from random_fragments import fragments
 from reference import assert_same, snapshot
 from test_replay import collected
@@ -298,8 +296,7 @@ def train(folder, n=10_000):
 
 
 def started(folder):
-    code = f'import test_replay_state as t; t.train({str(folder)!r})'
-    process = subprocess.Popen([sys.executable, '-c', code], cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True)
+    process = Forked(['-c', f'import test_replay_state as t; t.train({str(folder)!r})'], cwd=Path(__file__).parent)
     assert process.stdout.readline() == 'ready\n'
     return process
 
@@ -308,11 +305,7 @@ def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(chunks_module, 'CHUNK', 512)
     rng, before, twin = random.Random(0), 0, made()
     for _ in range(6):
-        process = started(tmp_path)
-        time.sleep(.05 + rng.random() * .3)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        with started(tmp_path): time.sleep(.05 + rng.random() * .3)     # its end is a kill
         if not (tmp_path/'checkpoint').exists(): continue
         found, memory = load_checkpoint(tmp_path/'checkpoint'), made()
         memory.set_state(found.pipes['memory'], ChunkFolder(tmp_path/'chunks'))
@@ -381,6 +374,5 @@ def too_large(folder):
 
 
 def test_a_full_disk_leaves_the_old_state(tmp_path):
-    ended = subprocess.run([sys.executable, '-c', f'import test_replay_state as t; t.too_large({str(tmp_path)!r})'],
-                           cwd=Path(__file__).parent, capture_output=True, text=True)
+    ended = run_forked(['-c', f'import test_replay_state as t; t.too_large({str(tmp_path)!r})'], cwd=Path(__file__).parent)
     assert ended.stdout == "True True\n3 True []\nTrue\n", ended.stderr

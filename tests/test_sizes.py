@@ -3,9 +3,9 @@ import ast
 import json
 import re
 import statistics
+from collections import Counter
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULE, FUNCTION, CELL, USUAL_CELL = 250, 40, 100, 20  # lines; the last one is for the median
@@ -19,14 +19,17 @@ def exported(path):
     return [(s.split("\n", 1)[1].strip(), after) for s, after in cells]
 
 
-MODULES = {p.relative_to(ROOT/"nbs").with_suffix("").as_posix(): exported(p) for p in sorted((ROOT/"nbs").rglob("[0-9]*.ipynb"))}
-MODULES = {name: cells for name, cells in MODULES.items() if cells}
-each_module = pytest.mark.parametrize("name", MODULES)
+@cache
+def exported_cells():
+    "(notebook, cell, the cell after it)"
+    paths = sorted((ROOT/"nbs").rglob("[0-9]*.ipynb"))
+    return [(path.relative_to(ROOT/"nbs").with_suffix("").as_posix(), *cells) for path in paths for cells in exported(path)]
 
 
 SHOWN_WITH_NEXT = {"from_steps"}  # a constructor apart from its class, which is asserted with it
 
 
+@cache
 def length(text): return len(text.splitlines()) - in_sections(ast.parse(text))
 
 
@@ -39,26 +42,26 @@ def in_sections(node):
 def definitions(text): return [x for x in ast.walk(ast.parse(text)) if isinstance(x, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))]
 
 
-@each_module
-def test_a_module_is_short(name):
-    assert sum(length(cell) for cell, _ in MODULES[name]) <= MODULE
-
-
-@each_module
-def test_functions_are_short(name):
-    functions = [x for cell, _ in MODULES[name] for x in definitions(cell) if not isinstance(x, ast.ClassDef)]
-    long = {f.name: n for f in functions if (n := f.end_lineno - f.lineno + 1 - in_sections(f)) > FUNCTION}
+def test_modules_are_short():
+    lines = Counter()
+    for name, cell, _ in exported_cells(): lines[name] += length(cell)
+    long = {name: n for name, n in lines.items() if n > MODULE}
     assert not long
 
 
-@each_module
-def test_cells_are_short_and_what_they_define_is_asserted_next(name):
-    long = [(cell.splitlines()[0], length(cell)) for cell, _ in MODULES[name] if length(cell) > CELL]
+def test_functions_are_short():
+    functions = [(name, x) for name, cell, _ in exported_cells() for x in definitions(cell) if not isinstance(x, ast.ClassDef)]
+    long = {(name, f.name): n for name, f in functions if (n := f.end_lineno - f.lineno + 1 - in_sections(f)) > FUNCTION}
     assert not long
-    followed_by_none = [cell for cell, after in MODULES[name] if not after or re.match(r"#\|\s*export", after)]
-    bare = {found[0].name for cell in followed_by_none if (found := definitions(cell))}
-    assert bare <= SHOWN_WITH_NEXT, f"no cell of examples follows: {bare}"
+
+
+def test_cells_are_short_and_what_they_define_is_asserted_next():
+    long = {(name, cell.splitlines()[0]): n for name, cell, _ in exported_cells() if (n := length(cell)) > CELL}
+    assert not long
+    followed_by_none = [(name, cell) for name, cell, after in exported_cells() if not after or re.match(r"#\|\s*export", after)]
+    bare = {(name, found[0].name) for name, cell in followed_by_none if (found := definitions(cell))}
+    assert {name for _, name in bare} <= SHOWN_WITH_NEXT, f"no cell of examples follows: {bare}"
 
 
 def test_the_usual_cell_is_a_few_lines():
-    assert statistics.median(length(cell) for cells in MODULES.values() for cell, _ in cells) <= USUAL_CELL
+    assert statistics.median(length(cell) for _, cell, _ in exported_cells()) <= USUAL_CELL

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,14 @@ NOTEBOOKS = sorted(p for p in (ROOT/"nbs").rglob("*.ipynb") if ".ipynb_checkpoin
 AGGREGATORS = {"__init__.py", "__main__.py", "_modidx.py", "all.py", "fluent.py"}  # written by hand, or by nbdev itself
 TUTORIALS = ROOT/"nbs/tutorials"  # they show plots, and export nothing
 
-each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.relative_to(ROOT/"nbs").with_suffix("").as_posix())
+
+@cache
+def contents_of(path): return json.loads(path.read_text(encoding="utf-8"))
 
 
-def cells(path, kind="code"):
-    "The sources of one notebook's cells of one kind."
-    nb = json.loads(path.read_text(encoding="utf-8"))
-    return ["".join(c["source"]) for c in nb["cells"] if c["cell_type"] == kind]
+def cells(path):
+    "The sources of one notebook's cells with code."
+    return ["".join(c["source"]) for c in contents_of(path)["cells"] if c["cell_type"] == "code"]
 
 
 def default_exp(path):
@@ -114,40 +116,39 @@ def test_index_lists_the_modules():
     assert set(ast.literal_eval(index)["syms"]) - by_hand == {f"rollpipe.{m}" for m in exported()}
 
 
-@each_notebook
-def test_notebook_asserts_what_it_says(path):
-    checks = [c for c in cells(path) if not re.search(r"^#\|\s*export", c, re.M)
-              and re.search(r"^\s*(assert\b|test_\w+\(|with (expect_fail|ExceptionExpected)\b)", c, re.M)]
-    assert checks or path.parent == TUTORIALS, f"{path.name} explains and exports, but asserts nothing"
+def test_notebooks_assert_what_they_say():
+    def checks(path):
+        return [c for c in cells(path) if not re.search(r"^#\|\s*export", c, re.M)
+                and re.search(r"^\s*(assert\b|test_\w+\(|with (expect_fail|ExceptionExpected)\b)", c, re.M)]
+    bare = {p.name for p in NOTEBOOKS if p.parent != TUTORIALS and not checks(p)}
+    assert not bare, f"they explain and export, but assert nothing: {bare}"
 
 
-@each_notebook
-def test_notebook_holds_no_absolute_path(path):
-    text = path.read_text(encoding="utf-8")
+def test_notebooks_hold_no_absolute_path():
     places = "home|root|tmp|work|Users|usr|opt|mnt|var|private"
-    found = re.findall(rf"(?<![\w.:/])/(?:{places})/[\w.-]*|\b[A-Z]:\\\\\w+", text)
-    assert not found, f"{path.name}: {found}"
+    absolute = re.compile(rf"(?<![\w.:/])/(?:{places})/[\w.-]*|\b[A-Z]:\\\\\w+")
+    found = {p.name: paths for p in NOTEBOOKS if (paths := absolute.findall(p.read_text(encoding="utf-8")))}
+    assert not found
 
 
-@each_notebook
-def test_notebook_stores_no_image(path):
-    nb = json.loads(path.read_text(encoding="utf-8"))
-    kinds = {k for c in nb["cells"] for o in c.get("outputs", ()) for k in o.get("data", ())}
-    images = {k for k in kinds if k.startswith("image/")}
-    assert not images or path.parent == TUTORIALS, f"{path.name} stores {images}; plots are shown in the tutorials"
+def test_notebooks_store_no_image():
+    "Plots are shown in the tutorials."
+    def kinds(path): return {k for c in contents_of(path)["cells"] for o in c.get("outputs", ()) for k in o.get("data", ())}
+    images = {p.name: found for p in NOTEBOOKS if p.parent != TUTORIALS and (found := {k for k in kinds(p) if k.startswith("image/")})}
+    assert not images
 
 
-@each_notebook
-def test_notebook_does_not_import_its_own_module(path):
-    module = default_exp(path)
-    if module is None: return
-    room, _, name = f"rollpipe.{module}".rpartition(".")
-    own = re.compile(rf"^\s*(from rollpipe\.{re.escape(module)} import|import rollpipe\.{re.escape(module)}\b"
-                     rf"|from {re.escape(room)} import .*\b{re.escape(name)}\b)", re.M)
-    assert not own.search("\n".join(cells(path))), f"{path.name} would test a stale copy of itself"
+def test_notebooks_do_not_import_their_own_module():
+    "They would test a stale copy of themselves."
+    def imports_itself(module, path):
+        room, _, name = f"rollpipe.{module}".rpartition(".")
+        return re.search(rf"^\s*(from rollpipe\.{re.escape(module)} import|import rollpipe\.{re.escape(module)}\b"
+                         rf"|from {re.escape(room)} import .*\b{re.escape(name)}\b)", "\n".join(cells(path)), re.M)
+    wrong = {p.name for m, p in exported().items() if imports_itself(m, p)}
+    assert not wrong
 
 
-@each_notebook
-def test_no_pipe_is_registered_by_name(path):
+def test_no_pipe_is_registered_by_name():
     "The registry of torchdata is global to the process: a cell could run only once, and two notebooks would clash."
-    assert not re.search(r"^\s*@\s*(\w+\.)*functional_datapipe\b", "\n".join(cells(path)), re.M), path.name
+    wrong = {p.name for p in NOTEBOOKS if re.search(r"^\s*@\s*(\w+\.)*functional_datapipe\b", "\n".join(cells(p)), re.M)}
+    assert not wrong

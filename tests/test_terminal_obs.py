@@ -13,7 +13,6 @@ from rollpipe.pipes.steps import Fragments, Steps
 from rollpipe.pipes.graph.torchdata import IterableWrapper
 
 MIXED, OTHER = ((3, "term"), (4, "trunc"), (1, "both"), (2, "term")), ((5, "term"), (2, "trunc"))
-LENGTHS = [[length for length, _ in plan] for plan in (MIXED, OTHER)]
 ACTORS = [Plain, Memory, Valued]
 
 

@@ -2,10 +2,7 @@
 import copy
 import gc
 import multiprocessing
-import os
 import pickle
-import subprocess
-import sys
 import threading
 import warnings
 from contextlib import contextmanager
@@ -15,6 +12,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 import torch
+from forked import run_forked
 from reference import assert_same, snapshot
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from toys import Counting, Learning, Lively, Shaky
@@ -239,9 +237,7 @@ if which == "torchdata":
 
 @pytest.mark.parametrize("which, times", [("torch", 1), pytest.param("torchdata", 1, marks=needs_torchdata), ("in one process", 0)])
 def test_it_is_told_once_that_weights_do_not_reach_torchs_workers(which, times):
-    path = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run([sys.executable, "-c", WARNS, which], env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-                          capture_output=True, text=True, timeout=120)
+    done = run_forked(["-c", WARNS, which], cwd=HERE)
     assert (done.returncode, done.stdout) == (0, "8\n"), done.stderr
     assert done.stderr.count("`ProcessReading`") == times, done.stderr
 

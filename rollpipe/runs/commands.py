@@ -31,7 +31,7 @@ from .progress import format_duration, format_number
 from ..ranks import process_group
 from .folder import RUN_FILES, Run, agent_of, discard, files_of_run, folder_of, load_run, needed_modules, resume, start
 from .training import train
-from ..traces.recorder import CRASH
+from ..traces.crash import CRASH
 
 # %% auto #0
 __all__ = ['RUN_OPTIONS', 'PLOT_OPTIONS', 'UsageError', 'Interrupted', 'Given', 'given_by', 'config_from', 'train_command',

@@ -20,7 +20,7 @@ from .logs import read_metrics
 from ..pipes.data.errors import DataError
 
 # %% auto #0
-__all__ = ['LABELS', 'group_runs', 'align', 'smooth', 'plain', 'style', 'save_figure', 'svg', 'learning_curve']
+__all__ = ['LABELS', 'group_runs', 'align', 'smooth', 'plain', 'style', 'save_figure', 'finished', 'svg', 'learning_curve']
 
 # %% ../../nbs/runs/04_plots.ipynb #88c3ba0d
 def group_runs(runs: Iterable) -> dict:
@@ -164,6 +164,18 @@ def save_figure(figure: Any, path: str | Path) -> None:
     write_atomically(path, picture.getvalue())
 
 
+def finished(figure: Any, path: str | Path | None) -> Any:
+    """The figure, as a notebook shows it.
+
+    Args:
+        figure: a matplotlib `Figure`
+        path: picture to write, its suffix decides the format; None: none is written
+    """
+    setattr(figure, "_repr_png_", partial(_png, figure))     # noqa: B010  a `Figure` declares no such attribute
+    if path is not None: save_figure(figure, path)
+    return figure
+
+
 def svg(figure: Any, name: str) -> str:
     """The picture as a part of an HTML page. Texts stay texts, and the same figure always has the same markup.
 
@@ -204,6 +216,4 @@ def learning_curve(runs: Any, path: str | Path | None = None, *, x: str = "steps
     over = f"mean and {'range' if band == 'range' else 'standard deviation'} over seeds" if seeds > 1 else ""
     style(axes, ": ".join(filter(None, [title or plain(common), over])), xlabel=LABELS.get(x, x), ylabel=LABELS.get(y, y))
     if len(groups) > 1 or seeds > 1: axes.legend(frameon=False)
-    setattr(figure, "_repr_png_", partial(_png, figure))     # noqa: B010  a `Figure` declares no such attribute
-    if path is not None: save_figure(figure, path)
-    return figure
+    return finished(figure, path)

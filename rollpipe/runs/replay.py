@@ -23,7 +23,7 @@ from .folder import agent_of, folder_of, load_run
 from .repeat import checkpoint_at, records_of, repeated
 from ..traces.differences import JOURNAL, diff
 from ..traces.journal import read_journal
-from ..traces.recorder import CRASH, checksum, read_crash
+from ..traces.crash import CRASH, checksum, read_crash
 
 # %% auto #0
 __all__ = ['Moment', 'replayed_run', 'replay_command']
@@ -73,7 +73,8 @@ def _compared(folder, again, update, metrics):
     both = {name: (repr(known[name]), repr(float(x))) for name, x in metrics.items() if name in known and not name.startswith("seconds")}
     for name, (then, now) in both.items():
         if then != now: raise DataError(f"{folder} does not repeat here", leaf=name, expected=then, got=now)
-    return f"{str(found).splitlines()[-1]}, and so are {len(both)} metrics of update {update}" if both else str(found).splitlines()[-1]
+    equal = f"{len(both)} metrics of update {update} are equal"
+    return '\n'.join([str(found).splitlines()[-1], *[equal] * bool(both)])
 
 # %% ../../nbs/runs/17_replay.ipynb #9cb97dca
 @contextmanager

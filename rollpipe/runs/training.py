@@ -19,7 +19,7 @@ from .states import check_taken, ordering
 from ..traces.differences import JOURNAL, keep_fingerprint
 from ..traces.fingerprint import fingerprint
 from ..traces.journal import Journal
-from ..traces.recorder import FlightRecorder
+from ..traces.crash import FlightRecorder
 from ..agents.metrics import METRICS, OF_THE_LOOP, EpisodeReturns, added
 from ..settings.config import reading_for
 from ..settings.options import import_words, typed

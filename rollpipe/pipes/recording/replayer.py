@@ -33,13 +33,13 @@ def parts_in(path: str | Path) -> list[Path]:
                     got="nothing" if not Path(path).exists() else "a folder without items" if Path(path).is_dir() else "a file")
 
 
-def records_of(folder: Path, start: int | None = None, damaged: str = 'refuse') -> Iterator[Record]:
+def records_of(folder: Path, start: int | None = None, damaged: Any = 'refuse') -> Iterator[Record]:
     """The records of one folder. Raises `CheckpointError`, which names the file, for a damaged one and for a missing one.
 
     Args:
         folder: one of `parts_in`
         start: number of the first item; None: the first that is there
-        damaged: 'skip': leave out what is damaged or missing, and say so in the log
+        damaged: 'skip': leave out what is damaged or missing, and say so in the log; or a function that gets the error instead
     """
     for file in item_files(folder):
         if start is not None and file.end <= start: continue
@@ -54,6 +54,7 @@ def records_of(folder: Path, start: int | None = None, damaged: str = 'refuse') 
 
 
 def _tell(error, damaged):
+    if callable(damaged): return damaged(error)
     if damaged != 'skip': raise error
     _log.warning(f"left out of a recording: {error}")
 
