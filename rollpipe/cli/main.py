@@ -18,6 +18,7 @@ from ..runs.contents import data_command
 from ..runs.export import FORMATS
 from ..runs.repeat import diff_command, verify_command
 from ..runs.replay import replay_command
+from ..runs.fork import fork_command
 from ..settings.options import Parser, add_options
 from ..pipes.data.errors import PipeError
 from ..settings.listing import list_command
@@ -49,6 +50,13 @@ def _add_comparisons(command, debug: Parser) -> None:
     sub = command("data", data_command, [debug], "tell what a recording holds, and how the returns of its episodes are distributed")
     sub.add_argument("recording", metavar="RECORDING", help="folder of a recording, or of a run that records")
     sub.add_argument("--plot", metavar="FILE", help="picture of the distribution to write, too, such as .svg or .png")
+    sub = command("fork", fork_command, [debug], "make a run that goes on from an update of another one, with other options if you like")
+    sub.add_argument("run", metavar="RUN", help="folder of a run, which is not changed")
+    sub.add_argument("--at", type=int, metavar="N", help="number of updates after which the fork begins [those of its newest checkpoint]")
+    sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option that is another one from there on")
+    sub.add_argument("--steps", metavar="N", help="environment steps of the fork, with those before [as in RUN]")
+    sub.add_argument("--out", metavar="RUN", required=True, help="folder of the fork")
+    sub.add_argument("--overwrite", action="store_true", help="replace the run in that folder")
 
 
 def _parent_parsers() -> tuple:

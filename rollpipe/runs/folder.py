@@ -5,7 +5,7 @@
 # %% ../../nbs/runs/07_folder.ipynb #544bc97e
 from __future__ import annotations
 
-import difflib, json, math, shutil, sys
+import difflib, math, shutil, sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,12 +29,14 @@ from ..pipes.stepper import EnvStepper
 from ..traces.differences import FINGERPRINTS, JOURNAL
 
 # %% auto #0
-__all__ = ['RUN_FILES', 'Run', 'folder_of', 'start', 'discard', 'files_of_run', 'needed_modules', 'load_run', 'best_return',
-           'restore', 'agent_of', 'load_agent', 'resume']
+__all__ = ['FORKED', 'RUN_FILES', 'Run', 'folder_of', 'start', 'discard', 'files_of_run', 'needed_modules', 'load_run',
+           'best_return', 'restore', 'agent_of', 'load_agent', 'resume']
 
 # %% ../../nbs/runs/07_folder.ipynb #318476a9
+FORKED = "fork.safetensors"      # the checkpoint with which a fork of another run begins
 RUN_FILES = ("config.json", FINGERPRINTS, "metrics.csv", "metrics.jsonl", JOURNAL, "evaluations.jsonl", "checkpoint.safetensors",
-             "best.safetensors", "replay", "ranks", "recording", "crash", "curve.png", "tensorboard", "wandb", "wandb.json", "videos")
+             "best.safetensors", FORKED, "replay", "ranks", "recording", "crash", "curve.png", "tensorboard", "wandb", "wandb.json",
+             "videos")
 _COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0., resumes=0)
 
 
@@ -69,7 +71,7 @@ class Run(NamedTuple):
         data = checkpoint_bytes(self.agent, self.config, self.counters, pipes=kept_states(self), stream=stream)
         files.write_atomically(self.checkpoint, data)
         if n and self.counters["updates"]: keep_checkpoint(self.folder/"checkpoints", data, self.counters["steps"], n)
-        if stream: self.stream.sweep([self.checkpoint, *kept_checkpoints(self.folder/"checkpoints").values()])
+        if stream: self.stream.sweep([self.checkpoint, *self.folder.glob(FORKED), *kept_checkpoints(self.folder/"checkpoints").values()])
 
     def save_best(self, snapshot: Snapshot, counters: dict, evaluated: dict) -> None:
         """Write the best checkpoint.
@@ -108,7 +110,7 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
     run = Run(folder, config, agent, pipe, dict(_COUNTERS), stream=Stream(config["inexact"], chunks=ChunkFolder(folder/"replay")))
     try:
         run.save()  # before the configuration, so that each run in a folder can be resumed, whenever the process ends
-        _write_config(folder, config)
+        files.write_json(folder/"config.json", config)
     except BaseException:
         discard(run)
         raise
@@ -149,8 +151,6 @@ def _remove(paths: Iterable) -> None:
         else: path.unlink(missing_ok=True)
 
 
-def _write_config(folder: Path, config: dict) -> None:
-    files.write_atomically(folder/"config.json", (json.dumps(config, indent=2) + "\n").encode())
 
 # %% ../../nbs/runs/07_folder.ipynb #c8b29057
 def _check_stored(found: Checkpoint) -> None:
@@ -302,7 +302,7 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
         check_decay(config["steps"], found.config["options"])
         agent, pipe = restore(found._replace(config={**config, "folder": folder}), counters["resumes"])
         waiting, stream = load_states(pipe, found.pipes), resumed_stream(folder, pipe, found, config)
-        _write_config(folder, config)
+        files.write_json(folder/"config.json", config)
         _remove(path for steps, path in kept_checkpoints(folder/"checkpoints").items() if steps > counters["steps"])
         return Run(folder, config, agent, pipe, counters, waiting, stream)
     except BaseException:

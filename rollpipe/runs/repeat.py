@@ -9,68 +9,167 @@ import shutil, tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from .states import edited
-from ..agents.checkpoint import Checkpoint, save_checkpoint
-from ..pipes.data.errors import DataError
-from .folder import Run, load_run, resume, start
+from ..agents.checkpoint import Checkpoint, kept_checkpoints, save_checkpoint
+from ..pipes.data.errors import CheckpointError, DataError
+from ..pipes.graph.modules import torch_threads
+from .folder import FORKED, Run, load_run, resume, start
 from .locks import unlock
-from .training import train
+from .logs import read_records
+from .training import Updates, journal_of, reading
 from ..traces.differences import FINGERPRINTS, JOURNAL, RunDifference, diff
 from ..traces.journal import read_journal
 
 # %% auto #0
-__all__ = ['repetition', 'verify', 'diff_command', 'verify_command']
+__all__ = ['stored', 'repetition', 'beginning', 'checkpoint_at', 'records_of', 'repeated', 'verify', 'diff_command',
+           'verify_command']
 
 # %% ../../nbs/runs/16_repeat.ipynb #fa198961
-@contextmanager
-def repetition(folder: Path, found: Checkpoint, *edits: Callable) -> Iterator[Run]:
-    """A run in a temporary folder, which makes again what another run has made.
+def stored(path: Path, found: Any, config: dict) -> None:
+    """Write a checkpoint with another configuration. The run that goes on from it has a recording of its own.
 
     Args:
-        folder: folder of the other run, of which nothing is changed
+        path: file to write
+        found: the `Checkpoint`, with a stream
+        config: the configuration
+    """
+    learner, pipes = SimpleNamespace(state_dict=lambda: found.agent_state), dict(found.stream["pipes"])
+    if config.get("record"): pipes.pop("Recorder", None)
+    save_checkpoint(path, learner, config, found.counters, pipes=found.pipes, stream={**found.stream, "pipes": pipes})
+
+
+@contextmanager
+def repetition(folder: Path, found: Checkpoint, *edits: Callable, home: Path | None = None) -> Iterator[Run]:
+    """A run in another folder, which makes again what a run has made.
+
+    Args:
+        folder: folder of the run, of which nothing is changed
         found: its checkpoint, from which the repetition goes on exactly; one without a stream: it begins at the start
         *edits: functions `pipe -> pipe` that changed its pipeline in Python, in turn
+        home: the other folder, which has chunks of the replay memory of its own; None: a temporary one, in which it must not save
     """
     with tempfile.TemporaryDirectory() as place:
         config = {**found.config, "eval_every": 0, "video_every": 0, "keep": 0, "reading": "processes", "address": None}
         if config["options"].get("path"): config["options"] = {**config["options"], "path": place}
-        if found.stream is None: run = start(Path(place)/"run", config)
+        there = home or Path(place, "run")
+        if found.stream is None: run = start(there, config)
         else:
-            for name in (JOURNAL, FINGERPRINTS): shutil.copy(folder/name, place)
-            Path(place, "replay").symlink_to((folder/"replay").resolve())     # chunks of a replay memory, which are only read
-            learner, pipes = SimpleNamespace(state_dict=lambda: found.agent_state), dict(found.stream["pipes"])
-            if config.get("record"): pipes.pop("Recorder", None)        # the repetition has a recording of its own
-            save_checkpoint(Path(place, "checkpoint.safetensors"), learner, config, found.counters, pipes=found.pipes,
-                            stream={**found.stream, "pipes": pipes})
-            run = resume(place)
+            there.mkdir(exist_ok=True)
+            for name in (JOURNAL, FINGERPRINTS): shutil.copy(folder/name, there)
+            if home is None: Path(there, "replay").symlink_to((folder/"replay").resolve())     # chunks, which are only read
+            stored(there/"checkpoint.safetensors", found, config)
+            run = resume(there)
         try: yield edited(run, *edits)
         finally: unlock(run.folder)
 
+# %% ../../nbs/runs/16_repeat.ipynb #38c5e38f
+def beginning(folder: Path, found: Checkpoint) -> Checkpoint:
+    """The checkpoint with which a run begins: that of a fork, or one without a stream.
 
+    Args:
+        folder: folder of the run
+        found: its checkpoint
+    """
+    return load_run(folder/FORKED) if (folder/FORKED).exists() else found._replace(stream=None)
+
+
+def checkpoint_at(folder: Path, updates: int, after: bool = False) -> Checkpoint:
+    """The newest exact checkpoint of a run after so many updates, or before; one without a stream if the run has to begin at its start.
+
+    Raises `DataError`, which names the reason, if the run has not made so many updates, or cannot be repeated.
+
+    Args:
+        folder: folder of the run
+        updates: number of updates
+        after: whether the update after them is meant, which may be one that failed
+    """
+    newest = load_run(folder)
+    config, counters = newest.config, newest.counters
+    ranks = "several ranks learn together" if config.get("ranks", 1) > 1 else None
+    if reason := ranks or config.get("inexact", "a run of an earlier version"):
+        way = "an exact run; or --crash, if an update of it failed" if after else "an exact run"
+        raise DataError(f"{folder} cannot be repeated", expected=way, got=reason)
+    lines = read_journal(folder/JOURNAL)
+    made = int(max([counters["updates"], *(e.updates for e in lines[-1:]), *(r["updates"] for r in records_of(folder)[-1:])]))
+    n, last = updates + after, made + (after and counters["steps"] < config["steps"])
+    if not 1 <= n <= last: raise DataError(f"{folder} has no such update", leaf="update", expected=f"1 to {last}", got=str(n))
+    resumes, first = next((e.resumes for e in lines if e.updates >= n), counters["resumes"]), beginning(folder, newest)
+    for found in chain([newest], _kept(folder), [first]):
+        if found.stream and found.counters["updates"] <= updates and found.counters["resumes"] == resumes: return found
+    if forked := first.stream and first.config["forked"]:
+        raise DataError(f"{folder} is a fork, and did not make this update itself", leaf="update", got=str(n),
+                        expected=f"{forked['at'] + after} to {last}, or the run {forked['run']}")
+    if not resumes: return first
+    raise DataError(f"{folder} cannot be repeated from its start", expected="a checkpoint before the update (--keep)",
+                    got=f"{resumes} times new episodes, when it was resumed")
+
+
+def _kept(folder):
+    "The checkpoints that a run has kept, the newest first, without those that its training removes meanwhile."
+    for path in reversed(kept_checkpoints(folder/"checkpoints").values()):
+        try: yield load_run(path)
+        except (DataError, CheckpointError):
+            if path.exists(): raise
+
+
+def records_of(folder: Path) -> list:
+    "The records of the metrics of a run; none before its first update."
+    return read_records(folder) if (folder/"metrics.jsonl").exists() else []
+
+# %% ../../nbs/runs/16_repeat.ipynb #f9e2043f
+@contextmanager
+def repeated(folder: Path, found: Checkpoint, updates: int, *edits: Callable, home: Path | None = None) -> Iterator[tuple]:
+    """A run that has been made again up to an update: its `Updates`, the batches that follow, and a function that learns from one.
+
+    Args:
+        folder: see `repetition`
+        found: see `repetition`
+        updates: number of updates
+        *edits: see `repetition`
+        home: see `repetition`
+    """
+    with repetition(folder, found, *edits, home=home) as run, torch_threads(run.config["threads"]):
+        made = Updates(run)
+        made.make = run.agent.update
+        with reading(run) as (batches, _, graph), journal_of(run) as made.journal:
+            run.stream.begin(graph, made.episodes)
+            made.start_clock()
+            lines = {e.updates for e in read_journal(folder/JOURNAL)}
+
+            def learn(batch):
+                made.update(batch, dict, [])
+                if run.counters["updates"] in lines: made.journal.mark()
+            while run.counters["updates"] < updates: learn(next(batches))
+            yield made, batches, learn
+
+# %% ../../nbs/runs/16_repeat.ipynb #420561a4
 def verify(folder: str | Path, updates: int = 20, *edits: Callable) -> RunDifference:
     """Train again what a run has trained, and compare. Raises `DataError` if the run cannot be repeated from its start.
 
     Args:
         folder: folder of a run
-        updates: number of updates to repeat, or a few more: up to the next line of the journal, at most to where the run was resumed
+        updates: number of updates to repeat, in a fork of its own ones; or a few more: up to the next line of the journal, at most to
+            where the run was resumed
         *edits: functions `pipe -> pipe` that changed its pipeline in Python, in turn
 
     Returns:
         RunDifference: of the run and its repetition
     """
     folder = Path(folder)
-    run, lines = load_run(folder), [e for e in read_journal(folder/JOURNAL) if not e.since and not e.resumes]
-    config = run.config
+    run = load_run(folder)
+    config, first = run.config, beginning(folder, run)
+    begun, resumes = (first.counters["updates"], first.counters["resumes"]) if first.stream else (0, 0)
+    lines = [e for e in read_journal(folder/JOURNAL) if not e.since and e.resumes == resumes and e.updates > begun]
     if not lines: raise DataError(f"{folder} cannot be repeated", expected="a journal from the first update on")
     if config.get("ranks", 1) > 1:
         raise DataError(f"{folder} cannot be repeated in one process", expected="a run of one rank", got=f"ranks={config['ranks']}")
-    last = next((e for e in lines if e.updates >= updates), lines[-1])
-    with repetition(folder, run._replace(config={**config, "steps": last.steps}, stream=None), *edits) as run:
-        train(run, progress=False, tensorboard=False, wandb=False)
-        found = diff(folder, run.folder)
+    last = next((e for e in lines if e.updates >= begun + updates), lines[-1])
+    with repeated(folder, first, last.updates, *edits) as (made, *_): found = diff(folder, made.run.folder)
     if config.get("workers") and (config["lag"] is None or config["order"] == "ready"):
         found.notes.append(f"with lag={config['lag']} and order={config['order']}, the stream depends on the speed of the workers")
     return found

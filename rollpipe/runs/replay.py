@@ -9,11 +9,9 @@ import pdb
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..agents.checkpoint import Checkpoint, kept_checkpoints
 from ..pipes.batches import ToDevice
 from ..pipes.data.errors import DataError, describe, describe_exception
 from ..pipes.data.random_states import GlobalRandomStates
@@ -22,9 +20,7 @@ from ..pipes.graph.modules import torch_threads
 from ..pipes.graph.torchdata import IterableWrapper
 from ..settings.config import device_of
 from .folder import agent_of, folder_of, load_run
-from .logs import read_records
-from .repeat import repetition
-from .training import Updates, journal_of, reading
+from .repeat import checkpoint_at, records_of, repeated
 from ..traces.differences import JOURNAL, diff
 from ..traces.journal import read_journal
 from ..traces.crash import CRASH, checksum, read_crash
@@ -50,63 +46,30 @@ class Moment(NamedTuple):
     known: str
     outcome: Callable
 
-
-def _before(folder: Path, update: int) -> Checkpoint:
-    "The newest exact checkpoint before an update of a run; one without a stream if there is none. Raises `DataError`."
-    newest = load_run(folder)
-    config, counters = newest.config, newest.counters
-    ranks = "several ranks learn together" if config.get("ranks", 1) > 1 else None
-    if reason := ranks or config.get("inexact", "a run of an earlier version"):
-        raise DataError(f"{folder} cannot be repeated", expected="an exact run; or --crash, if an update of it failed", got=reason)
-    lines = read_journal(folder/JOURNAL)
-    made = int(max([counters["updates"], *(e.updates for e in lines[-1:]), *(r["updates"] for r in _records(folder)[-1:])]))
-    last = made + (counters["steps"] < config["steps"])     # the next update may be one that failed
-    if not 1 <= update <= last: raise DataError(f"{folder} has no such update", leaf="update", expected=f"1 to {last}", got=str(update))
-    resumes = next((e.resumes for e in lines if e.updates >= update), counters["resumes"])
-    kept = reversed(kept_checkpoints(folder/"checkpoints").values())
-    for found in chain([newest], map(load_run, kept)):
-        if found.stream and found.counters["updates"] < update and found.counters["resumes"] == resumes: return found
-    if not resumes: return newest._replace(stream=None)
-    raise DataError(f"{folder} cannot be repeated from its start", expected="a checkpoint before the update (--keep)",
-                    got=f"{resumes} times new episodes, when it was resumed")
-
-
-def _records(folder): return read_records(folder) if (folder/"metrics.jsonl").exists() else []
-
 # %% ../../nbs/runs/17_replay.ipynb #3ddaec66
 @contextmanager
 def _collected(folder: Path, update: int, edits: tuple) -> Iterator[Moment]:
     "The moment before an update, to which the run is repeated."
-    found = _before(folder, update)
-    with repetition(folder, found, *edits) as run, torch_threads(run.config["threads"]):
-        updates = Updates(run)
-        updates.make = run.agent.update
-        with reading(run) as (batches, _, graph), journal_of(run) as updates.journal:
-            run.stream.begin(graph, updates.episodes)
-            updates.start_clock()
-            begun, lines = run.counters["updates"], {e.updates for e in read_journal(folder/JOURNAL)}
+    found = checkpoint_at(folder, update - 1, after=True)
+    begun = found.counters["updates"] if found.stream else 0
+    with repeated(folder, found, update - 1, *edits) as (updates, batches, learn):
+        run, batch = updates.run, next(batches)
 
-            def learn(batch):
-                updates.update(batch, dict, [])
-                if run.counters["updates"] in lines: updates.journal.mark()
-            while run.counters["updates"] < update - 1: learn(next(batches))
-            batch = next(batches)
-
-            def outcome(metrics=None, error=None):
-                if error is not None and update <= max(lines, default=0):
-                    raise DataError(f"{folder} does not repeat here: then, update {update} did not fail")
-                updates.make = lambda _: metrics
-                if error is None: learn(batch)
-                return _compared(folder, run.folder, update, metrics or {})
-            known = f"{update - 1 - begun} updates repeated from {f'the checkpoint of update {begun}' if found.stream else 'the start'}"
-            yield Moment(run.agent, batch, update, f"{known}\n{diff(folder, run.folder)}", outcome)
+        def outcome(metrics=None, error=None):
+            if error is not None and update <= max((e.updates for e in read_journal(folder/JOURNAL)), default=0):
+                raise DataError(f"{folder} does not repeat here: then, update {update} did not fail")
+            updates.make = lambda _: metrics
+            if error is None: learn(batch)
+            return _compared(folder, run.folder, update, metrics or {})
+        known = f"{update - 1 - begun} updates repeated from {f'the checkpoint of update {begun}' if found.stream else 'the start'}"
+        yield Moment(run.agent, batch, update, f"{known}\n{diff(folder, run.folder)}", outcome)
 
 
 def _compared(folder, again, update, metrics):
     "A text about the journals, and the metrics of an update. Raises `DataError` if they are not equal."
     found = diff(folder, again)
     if found.parting is not None: raise DataError(f"{folder} does not repeat here\n{found}")
-    known = {name: x for record in _records(folder) if record["updates"] == update for name, x in record.items()}
+    known = {name: x for record in records_of(folder) if record["updates"] == update for name, x in record.items()}
     both = {name: (repr(known[name]), repr(float(x))) for name, x in metrics.items() if name in known and not name.startswith("seconds")}
     for name, (then, now) in both.items():
         if then != now: raise DataError(f"{folder} does not repeat here", leaf=name, expected=then, got=now)

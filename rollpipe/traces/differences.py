@@ -5,12 +5,12 @@
 # %% ../../nbs/traces/04_differences.ipynb #126d741f
 from __future__ import annotations
 
-import json
+import json, os
 from bisect import bisect_left
 from pathlib import Path
 from typing import NamedTuple
 
-from ..pipes.data.files import write_atomically
+from ..pipes.data.files import write_json
 from ..pipes.data.errors import DataError
 from ..pipes.data.compare import differing
 from .fingerprint import Differences, Fingerprint
@@ -108,7 +108,7 @@ def keep_fingerprint(folder: str | Path, updates: int, found: Fingerprint) -> Di
     changed = last.differs(found, *Fingerprint.FIXED) if last else Differences()
     if last is None or changed: kept[updates] = found
     if kept.keys() != stored.keys() or changed:
-        write_atomically(Path(folder)/FINGERPRINTS, (json.dumps({n: x.leaves for n, x in kept.items()}, indent=1) + "\n").encode())
+        write_json(Path(folder)/FINGERPRINTS, {n: x.leaves for n, x in kept.items()}, indent=1)
     return changed
 
 # %% ../../nbs/traces/04_differences.ipynb #a9934efe
@@ -155,5 +155,19 @@ def diff(a: str | Path, b: str | Path) -> RunDifference:
     for folder, entries in zip((a, b), journals):
         notes += [f"{folder} was resumed after update {old.updates}, with new episodes" for old, new in zip(entries, entries[1:])
                   if new.resumes > old.resumes]
+    for folder, other in ((a, b), (b, a)):
+        if (found := _origin(folder)) is None: continue
+        changed = ", ".join(f"{name}={x}" for name, x in found["set"].items()) or "no other option"
+        notes.append(f"{folder} is a fork of {found['run']} after update {found['at']}, with {changed}")
+        if at and at.after < found["at"] < at.by and os.path.realpath(found["run"]) == os.path.realpath(other):
+            at = at._replace(after=found["at"])
     common = max({(e.since, e.updates) for e in journals[0]} & {(e.since, e.updates) for e in journals[1]}, default=(0, 0))[1]
     return RunDifference(prints[0][0].differs(prints[1][0]) if known else None, at, common, notes)
+
+
+def _origin(folder):
+    "Where a fork comes from: `run`, `at` and `set`; None for another run."
+    try: found = json.loads(Path(folder, "config.json").read_bytes())["forked"]
+    except (OSError, ValueError, KeyError, TypeError): return None
+    is_whole = isinstance(found, dict) and isinstance(found.get("set"), dict) and isinstance(found.get("at"), int) and "run" in found
+    return found if is_whole else None

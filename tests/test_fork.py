@@ -1,0 +1,360 @@
+"A fork stands exactly where its parent stood. Without other options it equals it from there on; what its state does not fit is refused."
+import errno
+import json
+import os
+import re
+import signal
+import sys
+import time
+
+import pytest
+from command_line import rollpipe
+from test_crash import CASES, POLE, config_of, content
+
+from rollpipe.pipes import FragmentCollector, RewardScaler
+from rollpipe.pipes.data import files
+from rollpipe.pipes.data.compare import first_difference
+from rollpipe.pipes.data.errors import CheckpointError, DataError
+from rollpipe.runs import fork, load_agent, replayed_run, resume, start, train
+from rollpipe.runs.commands import find_run
+from rollpipe.runs.evaluations import read_evaluations
+from rollpipe.runs.folder import load_run
+from rollpipe.runs.logs import read_records
+from rollpipe.runs.repeat import verify
+from rollpipe.runs.states import edited
+from rollpipe.settings.config import make_config
+from rollpipe.traces.differences import diff
+from rollpipe.traces.journal import read_journal
+
+CASES["decay"] = CASES["ppo"][0], POLE, dict(CASES["ppo"][2], decay_steps=10_000)
+
+
+def trained(folder, name="ppo", steps=800, edits=(), **run):
+    made = start(folder, config_of(name, steps=steps, **run))
+    train(edited(made, *edits), progress=False, tensorboard=False)
+    return made
+
+
+def gone_on(folder, *edits, **given):
+    run = edited(resume(folder, **given), *edits)
+    train(run, progress=False, tensorboard=False)
+    return run
+
+
+def numbers(folder):
+    "The metrics of a run, without those of the clock and of the workers."
+    return [{name: x for name, x in r.items() if not name.startswith(("seconds", "steps_per_s", "workers"))} for r in read_records(folder)]
+
+
+def check_same(a, b):
+    "All numbers of two runs are equal: journal, metrics, learner, stream."
+    found, one, other = diff(a, b), load_run(a), load_run(b)
+    lines = [{e.updates: (e.batch, e.weights) for e in read_journal(x/"journal.jsonl")} for x in (a, b)]
+    assert found.is_equal and found.common == one.counters["updates"] == other.counters["updates"]
+    assert lines[0].keys() & lines[1].keys() and all(lines[1][n] == x for n, x in lines[0].items() if n in lines[1])
+    assert repr(numbers(a)) == repr(numbers(b))
+    assert first_difference(one.agent_state, other.agent_state) is None
+    for x in (one, other): x.stream["pipes"].pop("Recorder", None)     # each has a recording of its own
+    assert first_difference(one.stream, other.stream) is None
+
+
+# -- equal to the parent -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, run", [("ppo", dict(keep=2)), ("trpo", {}), ("dqn", {}), ("dqn", dict(keep=3, workers=2, lag=1)),
+                                       ("sac", {}), ("decay", {})])
+def test_a_fork_without_an_edit_equals_its_parent(name, run, tmp_path):
+    "From its newest checkpoint, a kept one, or the start; also a fork of a fork. The parent is not changed."
+    steps = 600 if CASES[name][2].get("n_steps") != 16 else 800
+    parent = trained(tmp_path/"run", name, steps, **run)
+    before, last = content(parent.folder), parent.counters["updates"]
+    for k, at in enumerate((1, 7, last - 3)):
+        out = fork(parent.folder, tmp_path/f"fork{k}", at)
+        found, records = load_run(out), read_records(out)
+        assert found.counters["updates"] == at == records[-1]["updates"] == read_journal(out/"journal.jsonl")[-1].updates
+        assert found.counters["steps"] == records[-1]["steps"] and found.counters["seconds"] == records[-1]["seconds"]
+        assert json.loads((out/"config.json").read_text()) == found.config
+        assert found.config["forked"] == dict(run=str(parent.folder), at=at, set={})
+        gone_on(out)
+        check_same(parent.folder, out)
+    again = fork(tmp_path/"fork1", tmp_path/"again", 9)
+    gone_on(again, workers=0 if "lag" not in run else 1)
+    check_same(parent.folder, again)
+    assert content(parent.folder) == before and verify(again, 3).is_equal
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_the_newest_checkpoint_is_where_a_fork_begins_if_nothing_is_said(tmp_path):
+    parent = trained(tmp_path/"run", steps=320)
+    out = fork(parent.folder, tmp_path/"fork", steps=640)
+    assert load_run(out).counters["updates"] == 10
+    with pytest.raises(DataError, match="is complete"): resume(fork(parent.folder, tmp_path/"end"))
+    gone_on(out)
+    gone_on(parent.folder, steps=640)
+    check_same(parent.folder, out)
+
+
+@pytest.mark.parametrize("path", [None, "memory"])
+def test_the_memories_of_parent_and_fork_are_apart(path, tmp_path, monkeypatch):
+    "Both go on, with chunks that have two names."
+    monkeypatch.chdir(tmp_path)
+    CASES["mapped"] = CASES["dqn"][0], POLE, dict(CASES["dqn"][2], path=path)
+    twin, parent = (trained(tmp_path/name, "mapped", 400) for name in ("twin", "run"))
+    out = fork(parent.folder, tmp_path/"fork", 22)
+    other = fork(parent.folder, tmp_path/"other", 24, lr=.01)
+    for folder in (parent.folder, out, other, twin.folder): gone_on(folder, steps=800)
+    check_same(twin.folder, parent.folder)
+    check_same(twin.folder, out)
+    assert first_difference(load_run(twin.folder).agent_state, load_run(other).agent_state) is not None
+
+
+def test_the_parent_may_be_in_training(tmp_path):
+    twin = trained(tmp_path/"twin", "dqn", 400)
+    def look(run, record):
+        if record["updates"] in (4, 13, 17): fork(run.folder, tmp_path/f"at{record['updates']}", record["updates"] - 2)
+    parent = start(tmp_path/"run", config_of("dqn", steps=400))
+    train(parent, progress=False, tensorboard=False, callback=look)
+    check_same(twin.folder, parent.folder)
+    for n in (4, 13, 17):
+        gone_on(tmp_path/f"at{n}")
+        check_same(twin.folder, tmp_path/f"at{n}")
+
+
+def test_forks_beside_a_training_that_saves_all_the_time(tmp_path):
+    "In a process of its own, which removes checkpoints and chunks while they are read."
+    config = config_of("dqn", steps=1600, checkpoint_every=1, keep=2)
+    if not (pid := os.fork()):
+        try: train(start(tmp_path/"run", config), progress=False, tensorboard=False)
+        finally: os._exit(0)
+    while not (tmp_path/"run"/"metrics.jsonl").exists() or not read_records(tmp_path/"run"): time.sleep(.05)
+    outs = []
+    while os.waitpid(pid, os.WNOHANG)[0] == 0: outs.append(fork(tmp_path/"run", tmp_path/f"fork{len(outs)}"))
+    assert len(outs) > 2 and load_run(tmp_path/"run").counters["steps"] == 1600
+    for out in (outs[0], outs[len(outs) // 2]):
+        gone_on(out)
+        check_same(tmp_path/"run", out)
+
+
+def test_chunks_that_the_training_removes_meanwhile(tmp_path, monkeypatch):
+    "The parent saves between the reading of its checkpoint and the naming of the chunks."
+    module, parent = sys.modules["rollpipe.runs.fork"], trained(tmp_path/"run", "dqn", 400)
+    linked, moved = module._linked, []
+    def moving(source, path):
+        if not moved:
+            moved.append(gone_on(parent.folder, steps=480))
+        linked(source, path)
+    monkeypatch.setattr(module, "_linked", moving)
+    out = fork(parent.folder, tmp_path/"fork")
+    assert load_run(out).counters["updates"] == parent.counters["updates"] + 5
+    gone_on(out, steps=800), gone_on(parent.folder, steps=800)
+    check_same(parent.folder, out)
+
+
+def test_a_fork_has_the_evaluations_up_to_there_and_a_recording_of_its_own(tmp_path):
+    parent = trained(tmp_path/"run", "ppo", 640, eval_every="160 steps", eval_episodes=2, final_episodes=2, record=True, keep=2)
+    for k, at in enumerate((7, 15)):
+        out = fork(parent.folder, tmp_path/f"fork{k}", at)
+        gone_on(out)
+        check_same(parent.folder, out)
+        lines = [[r | dict(seconds=0) for r in read_evaluations(x)] for x in (parent.folder, out)]
+        assert lines[0] == lines[1]
+        assert sorted((out/"recording").glob("0*"))[0].name.startswith("000000000-")
+
+
+# -- edits -------------------------------------------------------------------------------------------------------------
+
+
+def test_other_options_and_where_the_runs_part(tmp_path):
+    parent = trained(tmp_path/"run", "trpo", 800)
+    out = fork(parent.folder, tmp_path/"fork", 8, max_kl=.5, critic_lr=1e-4)
+    run = gone_on(out)
+    assert run.agent.max_kl == .5 and {g["lr"] for g in run.agent.optimizer.param_groups} == {1e-4}
+    text = str(found := diff(parent.folder, out))
+    assert found.parting.after >= 8 and str(found.parting).startswith("between the updates 9 and 10")
+    assert f"{out} is a fork of {parent.folder} after update 8, with max_kl=0.5, critic_lr=0.0001" in text
+    assert f"{out} went on with another fingerprint after update 8" in text and "settings/max_kl: 0.01 != 0.5" in text
+    again = fork(parent.folder, tmp_path/"again", 8, max_kl=.5, critic_lr=1e-4, critic_epochs=parent.config["options"]["critic_epochs"])
+    gone_on(again)
+    check_same(out, again)
+    assert load_run(again).config["forked"]["set"] == dict(max_kl=.5, critic_lr=1e-4)
+
+
+def test_a_decaying_rate_begins_where_the_option_says(tmp_path):
+    parent = trained(tmp_path/"run", "decay", 800)
+    run = gone_on(fork(parent.folder, tmp_path/"a", 8, lr=1e-2))
+    assert {g["initial_lr"] for g in run.agent.optimizer.param_groups} == {1e-2, parent.config["options"]["critic_lr"] or 1e-2}
+    run = gone_on(fork(parent.folder, tmp_path/"b", 8, decay_steps=0))
+    assert {g["lr"] for g in run.agent.optimizer.param_groups} == {g["initial_lr"] for g in parent.agent.optimizer.param_groups}
+    gone_on(out := fork(parent.folder, tmp_path/"c", 8, steps=1200))     # the rates are those of the parent
+    gone_on(parent.folder, steps=1200)
+    check_same(parent.folder, out)
+
+
+@pytest.mark.parametrize("name, options", [
+    ("ppo", dict(hidden=(16,), critic_hidden=(4,), activation="relu", n_envs=3, n_steps=8, lanes=2, seed=3, normalize=False, intrinsic=.1,
+                 sticky=True, terminal_obs=True)),
+    ("dqn", dict(capacity=128, batch_size=4, warmup=8, prioritized=False, alpha=.1, lanes=1, hidden=(4,), n_envs=1, seed=1, length=2)),
+    ("sac", dict(critic_hidden=(4,), capacity=100, n_steps=2, seed=2)),
+])
+def test_what_the_state_does_not_fit_is_refused_by_name(name, options, tmp_path):
+    parent = trained(tmp_path/"run", name, 320)
+    before = content(parent.folder)
+    for option, x in options.items():
+        assert x != {**parent.config, **parent.config["options"]}[option]
+        with pytest.raises(DataError, match=f"leaf {option}: a fork of .* cannot have another {option}"):
+            fork(parent.folder, tmp_path/"fork", 8, **{option: x})
+    assert os.listdir(tmp_path) == ["run"] and content(parent.folder) == before
+
+
+def test_what_has_been_learned_since_is_refused(tmp_path):
+    parent = trained(tmp_path/"run", "sac", 320)
+    for name in ("first_temperature", "temperature"):
+        with pytest.raises(DataError, match=f"leaf {name}: .*state.(log_temperature|descents) is what the run has made of it since"):
+            fork(parent.folder, tmp_path/"fork", 30, **{name: .5})
+    trpo = trained(tmp_path/"trpo", "trpo", 320)
+    with pytest.raises(DataError, match="leaf log_std: .*"): fork(trpo.folder, tmp_path/"fork", 5, log_std=.3)
+
+
+def test_impossible_values_are_refused(tmp_path):
+    parent = trained(tmp_path/"run", "ppo", 320)
+    cases = {"there is no option 'max_kl'": dict(max_kl=.1), "Expected clip": dict(clips=.1), "leaf clip": dict(clip="a"),
+             "lr": dict(lr=-1.), "leaf steps: .* would be complete. Expected more than 256, got 100": dict(steps=100),
+             "decay_steps": dict(decay_steps=300), "workers": dict(workers=3), "checkpoint_every": dict(checkpoint_every=0),
+             "eval_every": dict(eval_every="x"), "there is no option 'preset'": dict(preset="none")}
+    for text, options in cases.items():
+        with pytest.raises(DataError, match=text): fork(parent.folder, tmp_path/"fork", 8, **options)
+    lanes = trained(tmp_path/"lanes", "dqn", 320, workers=2, lag=1)
+    for options in (dict(lag=0), dict(workers=0), dict(order="ready")):
+        with pytest.raises(DataError, match=f"leaf {next(iter(options))}: .*the stream of"):
+            fork(lanes.folder, tmp_path/"fork", 8, **options)
+    assert sorted(os.listdir(tmp_path)) == ["lanes", "run"]
+
+
+def test_edits_of_the_graph(tmp_path):
+    "Those that the parent had are needed to repeat it; another one works from the update on."
+    edit = RewardScaler.inserter(after=FragmentCollector)
+    parent = trained(tmp_path/"run", "ppo", 640, edits=[edit])
+    out = fork(parent.folder, tmp_path/"fork", 8, edits=[edit])
+    gone_on(out, edit)
+    check_same(parent.folder, out)
+    plain = trained(tmp_path/"plain", "ppo", 640)
+    gone_on(out := fork(plain.folder, tmp_path/"other", 8), edit)
+    assert diff(plain.folder, out).parting.after >= 8 and "RewardScaler" in str(diff(plain.folder, out))
+
+
+# -- what cannot be forked ---------------------------------------------------------------------------------------------
+
+
+def test_refused_runs(tmp_path):
+    for name, x in dict(lag=None, order="ready").items():
+        run = start(tmp_path/name, config_of("dqn", workers=2, **{name: x}))
+        with pytest.raises(DataError, match=f"{name} cannot be repeated. Expected an exact run, got {name}={x!r}"):
+            fork(run.folder, tmp_path/"f", 1)
+    run = start(tmp_path/"ranks", {**config_of("ppo"), "ranks": 2})
+    with pytest.raises(DataError, match="several ranks learn together"): fork(run.folder, tmp_path/"f", 1)
+    run = trained(tmp_path/"run", steps=320)
+    for at in (0, -1, 11, 10**9):
+        with pytest.raises(DataError, match=f"leaf update: .* has no such update. Expected 1 to 10, got {at}"):
+            fork(run.folder, tmp_path/"f", at)
+    with pytest.raises(DataError, match="no such run"): fork(tmp_path/"nowhere", tmp_path/"f")
+    assert not (tmp_path/"f").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_a_fork_knows_what_it_did_not_make(tmp_path):
+    run = trained(tmp_path/"run", steps=640)
+    gone_on(out := fork(run.folder, tmp_path/"fork", 8, lr=.01))
+    with replayed_run(out, 9) as moment: moment.outcome(moment.agent.update(moment.batch))
+    with replayed_run(out, 17) as moment: moment.outcome(moment.agent.update(moment.batch))
+    assert verify(out, 5).common >= 13
+    with pytest.raises(DataError, match="leaf update: .*is a fork.*Expected 9 to 20, or the run .*/run, got 8"):
+        replayed_run(out, 8).__enter__()
+    with pytest.raises(DataError, match="leaf update: .*is a fork.*Expected 8 to 20, or the run .*/run, got 7"):
+        fork(out, tmp_path/"again", 7)
+    gone_on(again := fork(out, tmp_path/"again", 8))
+    check_same(out, again)
+    with pytest.raises(DataError, match="has other options"):
+        find_run(out, make_config("ppo", POLE, dict(CASES["ppo"][2]), steps=640, checkpoint_every=5))
+
+
+# -- the folder --------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_replaced_only_if_it_is_a_run(tmp_path):
+    parent, other = trained(tmp_path/"run", steps=320), trained(tmp_path/"other", steps=320)
+    with pytest.raises(DataError, match="other exists already. Expected another folder, or --over"): fork(parent.folder, other.folder, 4)
+    (other.folder/"mine.txt").touch()
+    with pytest.raises(DataError, match="with nothing else in it, got mine.txt"): fork(parent.folder, other.folder, 4, overwrite=True)
+    (other.folder/"mine.txt").unlink()
+    fork(parent.folder, other.folder, 4, overwrite=True)
+    assert load_run(other.folder).config["forked"]["at"] == 4 and sorted(os.listdir(tmp_path)) == ["other", "run"]
+    for out in (parent.folder, parent.folder/"sub"):
+        with pytest.raises(DataError, match="is the run itself, or in its folder"): fork(parent.folder, out, 4, overwrite=True)
+    (tmp_path/"link").symlink_to(other.folder)
+    with pytest.raises(DataError, match="cannot be replaced"): fork(parent.folder, tmp_path/"link", 4, overwrite=True)
+
+
+def test_a_kill_leaves_no_half_run(tmp_path):
+    parent = trained(tmp_path/"run", "dqn", 320)
+    before = content(parent.folder)
+    for n in range(1, 100):
+        if not (pid := os.fork()): _die_in_the_fork(n, parent.folder, tmp_path/"fork")
+        if not os.WIFSIGNALED(os.waitpid(pid, 0)[1]): break
+        assert not (tmp_path/"fork").exists()
+    assert n > 8 and load_run(tmp_path/"fork").counters["updates"] == 17
+    assert sorted(os.listdir(tmp_path)) == ["fork", "run"] and content(parent.folder) == before
+
+
+def _die_in_the_fork(n, folder, out):
+    "Kill this process when it has to wait for the disk the n-th time."
+    fsync, left = os.fsync, [None] * n
+
+    def dying(fd):
+        left.pop()
+        if not left: os.kill(os.getpid(), signal.SIGKILL)
+        fsync(fd)
+    os.fsync = dying
+    try: fork(folder, out, 17, lr=.01)
+    finally: os._exit(0)
+
+
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    parent = trained(tmp_path/"run", "dqn", 320)
+    def full(fd): raise OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device: '.*/.fork.fork/run/"): fork(parent.folder, tmp_path/"fork", 17)
+    assert os.listdir(tmp_path) == ["run"]
+
+
+def test_a_damaged_chunk_is_told(tmp_path):
+    parent = trained(tmp_path/"run", "dqn", 320)
+    for path in (parent.folder/"replay").glob("*.chunk"): path.write_bytes(path.read_bytes()[:-1] + b"?")
+    out = fork(parent.folder, tmp_path/"fork", steps=640)
+    with pytest.raises(CheckpointError, match="the chunk is damaged"): gone_on(out)
+
+
+def test_a_file_system_without_second_names(tmp_path, monkeypatch):
+    parent = trained(tmp_path/"run", "dqn", 320)
+    monkeypatch.setattr(os, "link", lambda *names: (_ for _ in ()).throw(OSError(errno.EXDEV, "Invalid cross-device link")))
+    gone_on(out := fork(parent.folder, tmp_path/"fork", 12))
+    check_same(parent.folder, out)
+    assert all(path.stat().st_nlink == 1 for path in (out/"replay").glob("*"))
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path, capsys):
+    parent, out = trained(tmp_path/"run", steps=640), tmp_path/"fork"
+    words = ["fork", parent.folder, "--at", 8, "--out", out]
+    assert rollpipe(*words, "--set", "lr=1e-2", "--set", "c-entropy=0.1", "--steps", "1k") == 0
+    assert capsys.readouterr().out.splitlines() == [f"{out} stands where {parent.folder} stood after update 8, and has lr=0.01, "
+                                                    "c_entropy=0.1, steps=1000", f"train it:     rollpipe train --resume {out}"]
+    assert load_run(out).config["forked"]["set"] == dict(lr=.01, c_entropy=.1, steps=1000) and load_agent(out).steps == 8 * 32
+    for more, text in [([], "exists already"), (["--overwrite", "--set", "n_envs=3"], "leaf n_envs: a fork of"),
+                       (["--overwrite", "--set", "max_kl=1"], "there is no option 'max_kl'"), (["--set", "lr"], "NAME=VALUE"),
+                       (["--set", "lr=x"], "leaf lr: wrong type of value")]:
+        assert rollpipe(*words, *more) == 2 and text in capsys.readouterr().err
+    assert rollpipe("train", "--resume", out, "--quiet", "--no-tensorboard") == 0
+    assert rollpipe("diff", parent.folder, out) == 0
+    told = capsys.readouterr().out
+    assert f"{out} is a fork of" in told and re.search("^between the updates (9|1[0-9]) and", told, re.M)
