@@ -47,6 +47,9 @@ def _add_comparisons(command, debug: Parser) -> None:
     which.add_argument("--update", type=int, metavar="N", help="the N-th update: its batch is collected again")
     which.add_argument("--crash", dest="update", action="store_const", const=None, help="the update that failed: its batch is in RUN/crash")
     sub.add_argument("--pdb", action="store_true", help="stop before the update, in pdb: `s` steps into it, `c` goes on to its error")
+    sub = command("data", data_command, [debug], "tell what a recording holds, and how the returns of its episodes are distributed")
+    sub.add_argument("recording", metavar="RECORDING", help="folder of a recording, or of a run that records")
+    sub.add_argument("--plot", metavar="FILE", help="picture of the distribution to write, too, such as .svg or .png")
     sub = command("fork", fork_command, [debug], "make a run that goes on from an update of another one, with other options if you like")
     sub.add_argument("run", metavar="RUN", help="folder of a run, which is not changed")
     sub.add_argument("--at", type=int, metavar="N", help="number of updates after which the fork begins [those of its newest checkpoint]")
@@ -54,9 +57,6 @@ def _add_comparisons(command, debug: Parser) -> None:
     sub.add_argument("--steps", metavar="N", help="environment steps of the fork, with those before [as in RUN]")
     sub.add_argument("--out", metavar="RUN", required=True, help="folder of the fork")
     sub.add_argument("--overwrite", action="store_true", help="replace the run in that folder")
-    sub = command("data", data_command, [debug], "tell what a recording holds, and how the returns of its episodes are distributed")
-    sub.add_argument("recording", metavar="RECORDING", help="folder of a recording, or of a run that records")
-    sub.add_argument("--plot", metavar="FILE", help="picture of the distribution to write, too, such as .svg or .png")
 
 
 def _parent_parsers() -> tuple:
