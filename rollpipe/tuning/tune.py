@@ -117,7 +117,7 @@ class Search:
     def returns(self, options: dict, report: Any) -> list:
         "The last returns of a trial, one for each seed."
         place = f"{self.folder.resolve().name}-{(self.args.part or '0').partition(':')[0]}"  # a folder for the replay files of each process
-        return returns_of([{**self.config(options, seed), "place": place} for seed in self.seeds], self.n, report)
+        return returns_of([{**self.config(options, seed), "folder": place, "record": False} for seed in self.seeds], self.n, report)
 
 # %% ../../nbs/tuning/03_tune.ipynb #1c178a19
 def _try(search, study, n):
