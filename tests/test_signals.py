@@ -11,7 +11,8 @@ from forked import Forked
 
 from rollpipe.runs.logs import read_metrics
 from rollpipe.runs.folder import load_run
-from rollpipe.runs.signals import STOP_SIGNALS, stop_signals
+from rollpipe.runs import signals
+from rollpipe.runs.signals import STOP_SIGNALS, stop_signals, uninterrupted
 
 SLOW = "import pathlib, time\npathlib.Path('importing').touch()\nfor _ in range(600): time.sleep(.05)\n"
 SCRIPT = """
@@ -111,3 +112,27 @@ def test_handlers_are_put_back():
         during = [signal.getsignal(s) for s in STOP_SIGNALS]
     assert [signal.getsignal(s) for s in STOP_SIGNALS] == before
     assert [x == y for x, y in zip(before, during)] == [x != signal.SIG_DFL for x in before]
+
+
+def collect(delays):
+    "Collect a batch for half a second, while signals come after these delays [s]. Returns what has happened."
+    told = []
+    try:
+        with uninterrupted() as delay:
+            delay.collecting()
+            begun = time.monotonic()
+            for seconds in (*delays, .5):
+                while time.monotonic() < begun + seconds: time.sleep(.01)
+                if seconds != .5: signal.raise_signal(signal.SIGINT)
+            told.append("the batch is complete")
+    except KeyboardInterrupt: told.append("interrupted")
+    return told
+
+
+def test_two_signals_in_a_moment_are_one_wish(monkeypatch):
+    "A terminal sends Ctrl-C to a run and to its parent, which passes it on. The run is not stopped within a batch by that."
+    assert collect([.1, .2]) == ["the batch is complete", "interrupted"]
+    monkeypatch.setattr(signals, "ONE_WISH", .05)
+    assert collect([.1, .2]) == ["interrupted"]
+    monkeypatch.setattr(signals, "PATIENCE", .1)
+    assert collect([.1]) == ["interrupted"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os, signal, threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -15,7 +16,7 @@ import rollpipe.ranks as ranks
 from ..pipes.data.errors import WorkerError
 
 # %% auto #0
-__all__ = ['STOP_SIGNALS', 'PATIENCE', 'Stopped', 'stop_signals', 'uninterrupted', 'signals_wait_for_saving']
+__all__ = ['STOP_SIGNALS', 'PATIENCE', 'ONE_WISH', 'Stopped', 'stop_signals', 'uninterrupted', 'signals_wait_for_saving']
 
 # %% ../../nbs/runs/09_signals.ipynb #1e181bad
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]    # Windows has no SIGHUP
@@ -61,6 +62,7 @@ def stop_signals(wanted: Callable = _is_noticed) -> Iterator[None]:
 
 
 PATIENCE = 5.   # seconds for which a signal waits for the end of a batch
+ONE_WISH = 2.   # seconds within which signals count as one: Ctrl-C in a terminal reaches a run, and its parent, which passes it on
 
 
 class _Delay:
@@ -71,9 +73,10 @@ class _Delay:
     """
     def __init__(self, received: list):
         self.handlers, self.received, self.timer, self.waits, self.agreed = _handlers(callable), received, None, False, None
+        self.begun = -inf     # when the first signal came
 
     def collecting(self) -> None:
-        "From now on a signal waits at most `PATIENCE`. A second one does not wait."
+        "From now on a signal waits at most `PATIENCE`. A second one, more than `ONE_WISH` later, does not wait."
         self.waits = True
 
     def learning(self) -> None:
@@ -93,8 +96,10 @@ class _Delay:
     def receive(self, *args: Any) -> None:
         "The handler of signals."
         self.received.append(args)
+        if len(self.received) == 1: self.begun = monotonic()
         if not self.waits: return
-        if len(self.received) > 1: self.handlers[args[0]](*args)
+        if len(self.received) > 1:
+            if monotonic() - self.begun > ONE_WISH: self.handlers[args[0]](*args)
         else:
             self.timer = threading.Timer(PATIENCE, lambda: os.kill(os.getpid(), args[0]) if self.waits else None)
             self.timer.daemon = True
