@@ -145,7 +145,7 @@ def unpack(path: str | Path, kind: str, version: int, data: bytes | None = None)
     except FileNotFoundError: raise CheckpointError(f"{path}: there is no such {kind}") from None
     except Exception as e:  # a damaged file can break the reader anywhere
         raise CheckpointError(f"{path}: damaged, or not a {kind} ({e})", expected="a safetensors file") from None
-    try: return {name: decode(json.loads(text), tensors) for name, text in meta.items()}
+    try: return {name: decode(json.loads(text), tensors) for name, text in sorted(meta.items())}     # the header has no order
     except Exception as e: raise CheckpointError(f"{path}: damaged metadata ({type(e).__name__}: {e})") from None
 
 
