@@ -126,7 +126,7 @@ def test_forks_beside_a_training_that_saves_all_the_time(tmp_path):
     if not (pid := os.fork()):
         try: train(start(tmp_path/"run", config), progress=False, tensorboard=False)
         finally: os._exit(0)
-    while not (tmp_path/"run"/"metrics.jsonl").exists() or not read_records(tmp_path/"run"): time.sleep(.05)
+    while not (tmp_path/"run"/"config.json").exists() or not load_run(tmp_path/"run").counters["updates"]: time.sleep(.05)
     outs = []
     while os.waitpid(pid, os.WNOHANG)[0] == 0: outs.append(fork(tmp_path/"run", tmp_path/f"fork{len(outs)}"))
     assert len(outs) > 2 and load_run(tmp_path/"run").counters["steps"] == 1600

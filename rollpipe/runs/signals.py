@@ -60,7 +60,7 @@ def stop_signals(wanted: Callable = _is_noticed) -> Iterator[None]:
     finally:
         for s, handler in before.items(): signal.signal(s, handler)
 
-
+# %% ../../nbs/runs/09_signals.ipynb #5a1c7e0c
 PATIENCE = 5.   # seconds for which a signal waits for the end of a batch
 ONE_WISH = 2.   # seconds within which signals count as one: Ctrl-C in a terminal reaches a run, and its parent, which passes it on
 
@@ -101,9 +101,14 @@ class _Delay:
         if len(self.received) > 1:
             if monotonic() - self.begun > ONE_WISH: self.handlers[args[0]](*args)
         else:
-            self.timer = threading.Timer(PATIENCE, lambda: os.kill(os.getpid(), args[0]) if self.waits else None)
+            self.timer = threading.Timer(PATIENCE, self._expire, args[:1])
             self.timer.daemon = True
             self.timer.start()
+
+    def _expire(self, number):
+        "The time to wait is over, so the signal comes once more, and counts."
+        self.begun = -inf
+        if self.waits: os.kill(os.getpid(), number)
 
 
 @contextmanager
