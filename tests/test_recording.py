@@ -3,6 +3,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import signal
 from functools import partial
 from itertools import islice
@@ -371,3 +372,31 @@ def test_samples_are_compared_as_they_are_drawn(tmp_path):
             if item.memory is not None: item.memory.sampler_seed = 1
             list(item.samples), list(item.memory.sample(8) for _ in range(1))
     with pytest.raises(DataError, match="what it was asked for differs"): wrong()
+
+
+def test_a_lane_that_is_missing_is_told(tmp_path):
+    for lane in (2, 3, 4): list(Recorder(IterList([lane]), tmp_path/f"lane-000{lane}"))      # a machine of several has such lanes
+    assert list(Replayer(tmp_path)) == [2, 3, 4]
+    shutil.rmtree(tmp_path/"lane-0003")
+    with pytest.raises(DataError, match="a lane is missing. Expected lane-0003, got lane-0004"): Replayer(tmp_path)
+
+
+def test_many_small_items_take_a_time_in_proportion(tmp_path, monkeypatch):
+    "Neither writing nor reading looks at all items of a file for each of them. Counted, because a clock would be noisy."
+    looked, nbytes = [0], torch.Tensor.nbytes
+    monkeypatch.setattr(torch.Tensor, "nbytes", property(lambda x: looked.__setitem__(0, looked[0] + 1) or nbytes.__get__(x)))
+    items = [np.arange(3, dtype=np.float32) + k for k in range(300)]
+    list(Recorder(IterList(items), tmp_path))
+    assert_equal(list(Replayer(tmp_path)), items)
+    assert len(item_files(tmp_path)) == 1 and looked[0] < 10 * len(items)
+
+
+def test_a_signal_while_a_file_is_written_loses_no_item(tmp_path, monkeypatch):
+    write, calls = Path.write_bytes, []
+    def interrupted(path, data):
+        calls.append(path)
+        if len(calls) == 3: raise KeyboardInterrupt
+        return write(path, data)
+    monkeypatch.setattr(Path, "write_bytes", interrupted)
+    with pytest.raises(KeyboardInterrupt): list(Recorder(IterList([1, 2, 3, 4, 5]), tmp_path, chunk=1))
+    assert list(Replayer(tmp_path)) == [1, 2, 3] and not [*tmp_path.glob("*.tmp")]

@@ -17,7 +17,7 @@ import numpy as np
 from ..pipes.data.errors import DataError
 from ..pipes.data.fragment import Fragment, Tick
 from ..pipes.data.nested import Form
-from ..pipes.recording.replayer import parts_in, records_of
+from ..pipes.recording.replayer import folder_in, parts_in, records_of
 from ..pipes.recording.store import item_files
 from ..pipes.replay.pipe import Replayed
 from ..pipes.taps import EpisodeAccount
@@ -101,9 +101,7 @@ class Contents:
         path: the folder of a `Recorder`, or of a run that records
     """
     def __init__(self, path: str | Path):
-        recording = Path(path)/"recording"
-        self.folder = recording if recording.is_dir() else Path(path)
-        parts = parts_in(self.folder)
+        self.folder, parts = folder_in(path), parts_in(path)
         self.faults = [f"{part}: no items" for part in parts if not item_files(part)]
         abouts = [_about(part, self.faults) for part in parts]
         self.envs = sorted({env for about in abouts for env in about["envs"]})

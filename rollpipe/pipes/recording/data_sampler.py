@@ -108,8 +108,7 @@ class Recording(Source):
 
     def stream(self, items: Iterator) -> Iterator[Fragment]:
         if self.path is None: raise DataError("there are no data to learn from", leaf='data', expected="a path (--data PATH)", got="None")
-        of_run = Path(self.path, 'recording')
-        yield from Replayer(of_run if of_run.is_dir() else self.path)
+        yield from Replayer(self.path)
 
 
 def from_data(env: Any, actor: Any = None, *, data: str | Path | IterDataPipe | None = None, batch_size: int = 256, length: int = 1,

@@ -120,9 +120,9 @@ class ItemFolder:
             with names_file(path):
                 beside.write_bytes(data)
                 os.replace(beside, path)
-        except OSError as e:
+        except BaseException as e:
             beside.unlink(missing_ok=True)
-            self.failed = e
+            if isinstance(e, OSError): self.failed = e
             raise
         return len(data)
 
@@ -172,7 +172,13 @@ class ItemWriter:
         self._clear()
 
     def _clear(self):
-        self.codes, self.tensors, self.size, self.counted = {}, {}, 0, 0
+        self.codes, self.tensors, self.size = {}, {}, 0
+
+    def _encoded(self, x, name):
+        code = encode(x, new := {}, name)
+        self.tensors |= new
+        self.size += sum(x.nbytes for x in new.values()) + 64
+        return code
 
     def add(self, item: Any) -> int:
         """Add the next item, which is copied. Returns its number. Raises `CheckpointError` if it cannot be stored, and `OSError`.
@@ -181,9 +187,7 @@ class ItemWriter:
             item: container of arrays, tensors and plain data
         """
         if self.size >= self.chunk: self.flush()
-        code = encode(item, self.tensors, f'{self.n}.item')
-        self.codes[str(self.n)] = dict(list=[code, dict(list=[])])
-        self._count()
+        self.codes[str(self.n)] = dict(list=[self._encoded(item, f'{self.n}.item'), dict(list=[])])
         self.n += 1
         return self.n - 1
 
@@ -191,18 +195,14 @@ class ItemWriter:
         "Add what item `n` was asked for, unless a newer item has come."
         if n != self.n - 1 or str(n) not in self.codes: return
         asked = self.codes[str(n)]['list'][1]['list']
-        asked.append(encode(answer, self.tensors, f'{n}.asked.{len(asked)}'))
-        self._count()
-
-    def _count(self):
-        new = list(self.tensors.values())[self.counted:]
-        self.size, self.counted = self.size + sum(x.nbytes for x in new) + 64, len(self.tensors)
+        asked.append(self._encoded(answer, f'{n}.asked.{len(asked)}'))
 
     def flush(self) -> None:
         "Write a file with the items that are in none yet."
-        codes, tensors, first, self.first = self.codes, self.tensors, self.first, self.n
+        if not self.codes: return
+        self.folder.write(self.first, self.n, self.codes, self.tensors)
+        self.first = self.n     # only now, so that a signal meanwhile loses nothing
         self._clear()
-        if codes: self.folder.write(first, self.n, codes, tensors)
 
     def sync(self) -> None:
         "Write the items so far, and wait until they are on disk."
