@@ -17,6 +17,7 @@ import torch
 from forked import Forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from rollpipe.agents import DQN, PPO, SAC, TRPO
 from rollpipe.layers import ActionCritic, Critic, MLPPolicy, QPolicy, RecurrentPolicy, SquashedPolicy
@@ -400,3 +401,23 @@ def test_a_signal_while_a_file_is_written_loses_no_item(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "write_bytes", interrupted)
     with pytest.raises(KeyboardInterrupt): list(Recorder(IterList([1, 2, 3, 4, 5]), tmp_path, chunk=1))
     assert list(Replayer(tmp_path)) == [1, 2, 3] and not [*tmp_path.glob("*.tmp")]
+
+
+def test_a_forked_process_does_not_write(tmp_path):
+    "It has the iteration of its parent, and ends it when it exits."
+    items = iter(Recorder(IterList([1, 2, 3, 4]), tmp_path, chunk=1))
+    assert [next(items), next(items)] == [1, 2]
+    if not (pid := os.fork()):
+        try: next(items)
+        except DataError as e: os._exit(5 if "a forked process does not record" in str(e) else 6)
+        finally: items.close()
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+    with pytest.raises(DataError, match="another pipeline records here"): next(iter(Recorder(IterList([1]), tmp_path, append=True)))
+    assert list(items) == [3, 4] and list(Replayer(tmp_path)) == [1, 2, 3, 4]
+
+
+def test_another_library_reads_the_tensors_by_name(tmp_path):
+    (fragment,) = recorded(tmp_path, 1)
+    found = load_file(item_files(tmp_path/"lane-0000")[0].path)
+    assert torch.equal(found["0.item.state.obs"], fragment.state.obs) and torch.equal(found["0.item.actor.logp"], fragment.actor["logp"])

@@ -69,6 +69,7 @@ class ItemFolder:
     def __init__(self, path: Path, n: int = 0, cut: bool = False, limit: int | None = None, compress: bool = False):
         self.path, self.limit, self.pool, self.waiting = path, limit, ThreadPoolExecutor(1) if compress else None, deque()
         self.failed: Any = None     # the first error; no file may follow one that is not there
+        self.owner = os.getpid()    # a process that was forked from this one has the objects, but does not write
         with names_file(path): path.mkdir(parents=True, exist_ok=True)
         self.lock = open(path/'.lock', 'w')
         try:
@@ -105,6 +106,7 @@ class ItemFolder:
             codes: text of a number -> item, see `encode`
             tensors: their tensors
         """
+        if os.getpid() != self.owner: raise DataError(f"{self.path}: a forked process does not record", expected="a folder of its own")
         path = self.path/f'{first:09}-{end:09}.safetensors'
         if self.pool is None: return self._written(path, self._write(path, codes, tensors))
         while len(self.waiting) > 1: self._finish()
@@ -151,7 +153,7 @@ class ItemFolder:
 
     def close(self) -> None:
         "Wait as `sync` does, and let other writers have the folder."
-        if self.lock.closed: return
+        if self.lock.closed or os.getpid() != self.owner: return
         try: self.sync()
         finally:
             if self.pool is not None: self.pool.shutdown()
@@ -210,7 +212,8 @@ class ItemWriter:
         self.folder.sync()
 
     def close(self) -> None:
-        "Write the items so far, and end."
+        "Write the items so far, and end. In a forked process, nothing is done."
+        if os.getpid() != self.folder.owner: return
         try: self.flush()
         finally: self.folder.close()
 
