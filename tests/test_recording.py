@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -207,6 +209,13 @@ def test_a_worker_that_is_replaced_records_each_item_once(tmp_path):
         assert max(state["restarted"] for state in loader.reading_service.health()) == 1
     assert all(f.restarts is None for f in Replayer(tmp_path/"there"))
     assert_equal(list(islice(Replayer(tmp_path/"there"), 10)), found)
+
+
+def test_a_script_that_ends_with_an_open_iteration_records_all_of_its_items(tmp_path):
+    code = KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", "break").replace("for k, _ in enumerate(", "items = enumerate(")
+    code = code.replace("chunk=4000)):\n    if k == 20: break", "chunk=4000))\nfor k, _ in items:\n    if k == 20: break")
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "") and len(list(Replayer(tmp_path))) == 21
 
 
 class IterList(Source):

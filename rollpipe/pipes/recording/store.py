@@ -6,7 +6,7 @@
 __all__ = ['FORMAT', 'MOST', 'ItemFile', 'item_files', 'bytes_of', 'ItemFolder', 'ItemWriter', 'Record', 'records_in']
 
 # %% ../../../nbs/pipes/29_recording/00_store.ipynb #90bc404b
-import gzip, os, re
+import atexit, gzip, os, re
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -172,6 +172,7 @@ class ItemWriter:
     def __init__(self, folder: ItemFolder, n: int = 0, chunk: int = 2**20):
         self.folder, self.first, self.n, self.chunk = folder, n, n, chunk
         self._clear()
+        atexit.register(self.close)     # a script may end with an open iteration, and is taken apart before its generators are closed
 
     def _clear(self):
         self.codes, self.tensors, self.size = {}, {}, 0
@@ -213,6 +214,7 @@ class ItemWriter:
 
     def close(self) -> None:
         "Write the items so far, and end. In a forked process, nothing is done."
+        atexit.unregister(self.close)
         if os.getpid() != self.folder.owner: return
         try: self.flush()
         finally: self.folder.close()
