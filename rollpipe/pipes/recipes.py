@@ -32,14 +32,14 @@ from .transforms import RewardScaler
 # %% ../../nbs/pipes/27_recipes.ipynb #b6d2cc50
 def rollouts(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 256, lanes: int = 1, seed: int | None = None,
              info_keys: Any = None, env_kwargs: dict | None = None, vector: str | None = None, sticky: bool = False,
-             terminal_obs: bool = False, close: bool = True, device: Any = None, engine: str = 'torch', optimize: bool = True,
-             edits: Sequence[Callable] = ()) -> IterDataPipe:
+             terminal_obs: bool = False, episode_seeds: bool = False, close: bool = True, device: Any = None, engine: str = 'torch',
+             optimize: bool = True, edits: Sequence[Callable] = ()) -> IterDataPipe:
     """A pipeline that yields batches: `Fragment`s of `n_steps` steps of `lanes * n_envs` environments.
 
     `EnvStepper -> FragmentCollector -> Lanes -> FragmentStacker`, then the `edits` and `optimize`. `GraphError`: an edit returns no pipe.
 
     For a `TensorEnv`, a `TensorCollector` replaces the first two, and batches are on the device of the environments. Then the options
-    `env_kwargs`, `vector`, `sticky` and `device`, and the engine 'onnxruntime', raise `DataError`.
+    `env_kwargs`, `vector`, `sticky`, `episode_seeds` and `device`, and the engine 'onnxruntime', raise `DataError`.
 
     Args:
         env: gymnasium id, factory, instance, a list or pipe of these, or a `TensorEnv` or a subclass of it
@@ -53,6 +53,7 @@ def rollouts(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 256
         vector: make one vector environment of an id: 'sync', 'async', 'vector_entry_point', 'envpool'
         sticky: environments whose episode ended rest until the end of the fragment
         terminal_obs: keep the last observations of terminated episodes too
+        episode_seeds: reset each episode with a seed of its own, which its last step reports as the info `episode_seed`
         close: False: do not close the environments that are made here
         device: the actor's device, if not the host; batches are on the host, `ToDevice` moves them
         engine: engine that runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if possible)
@@ -61,6 +62,7 @@ def rollouts(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 256
     """
     options = dict(terminal_obs=terminal_obs, info_keys=info_keys, close=close)
     only = dict(env_kwargs=env_kwargs, vector=vector, sticky=n_steps if sticky else None, device=device)
+    if episode_seeds: only['episode_seeds'] = True
     if is_tensor_source(env):
         only['engine'] = None if check_engine(engine) in ('torch', 'auto') else engine
         pipe = _of_tensors(env, actor, n_steps, n_envs, options, only)
