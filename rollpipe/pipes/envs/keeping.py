@@ -6,7 +6,7 @@
 __all__ = ['bits_of', 'Trial', 'keeper_for']
 
 # %% ../../../nbs/pipes/10_envs/15_keeping.ipynb #a5b027fc
-import copy, random, time, warnings
+import copy, time, warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -103,10 +103,7 @@ def _sampler(env, seed):
     return lambda: nested.map(lambda x: torch.from_numpy(x).to(env.device), nested.stack([row() for _ in range(env.n_envs)]))
 
 
-def _seed_all(seed):
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)
+def _seed_all(seed): GlobalRandomStates(np.random.SeedSequence(seed)).put()
 
 
 @contextmanager
