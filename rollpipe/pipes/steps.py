@@ -22,7 +22,7 @@ from .data import nested
 from .envs.factories import space_spec, spaces_of
 from .data.fragment import Final, Fragment, State, check_item, with_field_docs
 from .data.errors import DataError, check_integer, describe
-from .data.fragment_ops import unstacked
+from .data.fragment_ops import final_numbers, observations_reached, unstacked
 from .data.restoring import may_be_new
 from .graph.pipe import Pipe
 from .taps import EpisodeSums
@@ -113,13 +113,9 @@ def next_observations(fragment: Fragment) -> Any:
 
     Where an episode ended, this is the observation in `final`, or the one before the step if `final` did not keep a termination.
     """
-    t, b, ended = fragment.final.t, fragment.final.b, fragment.state.fin[1:]
-    def led_to(x, last):
-        y = x[1:].clone()
-        y[ended] = x[:-1][ended]
-        y[t, b] = last
-        return y
-    return nested.map(led_to, fragment.state.obs, fragment.final.obs)
+    unknown = fragment.state.fin[1:] & (final_numbers(fragment) < 0)
+    def known(x, before): return x.clone().index_put_((unknown,), before[:-1][unknown])
+    return nested.map(known, observations_reached(fragment), fragment.state.obs)
 
 # %% ../../nbs/pipes/23_steps.ipynb #1d11c3c0
 def episode_totals(fragment: Fragment, sums: EpisodeSums) -> tuple[Tensor, Tensor]:
