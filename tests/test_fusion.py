@@ -114,12 +114,16 @@ def test_with_vector_environments(mode, terminal_obs):
                                             ("CartPole-v1", dict(vector="sync")), ("Pendulum-v1", dict(device="cpu"))])
 def test_with_networks_whose_weights_change(kind, options, source, kwargs):
     "Versions, noise and the normaliser, too."
+    assert_same_while_it_learns(kind, options, source, 32, 6, **kwargs)
+
+
+def assert_same_while_it_learns(kind, options, source, n_steps, n_items, **kwargs):
     streams = []
     for direct in (False, True):
         actor = kind.for_env(source, env_kwargs=kwargs.get("env_kwargs"), seed=0, **options)
-        pipe = FragmentCollector(EnvStepper(source, actor, 3, seed=1, **kwargs), 32)
+        pipe = FragmentCollector(EnvStepper(source, actor, 3, seed=1, **kwargs), n_steps)
         items, found = iter(pipe if direct else ticked(pipe)), []
-        for k in range(6):
+        for k in range(n_items):
             found.append(snapshot(fragment := next(items)))
             with torch.no_grad():
                 for p in actor.parameters(): p += .01 * k
@@ -137,18 +141,7 @@ def test_with_networks_whose_weights_change(kind, options, source, kwargs):
 def test_with_another_engine(kind, options, source, kwargs, n_steps):
     "An engine gives the same numbers for many steps at once as step by step."
     pytest.importorskip("onnxruntime")
-    streams = []
-    for direct in (False, True):
-        actor = kind.for_env(source, env_kwargs=kwargs.get("env_kwargs"), seed=0, **options)
-        pipe = FragmentCollector(EnvStepper(source, actor, 3, seed=1, engine="onnxruntime", **kwargs), n_steps)
-        items, found = iter(pipe if direct else ticked(pipe)), []
-        for k in range(3):
-            found.append(snapshot(fragment := next(items)))
-            with torch.no_grad():
-                for p in actor.parameters(): p += .01 * k
-            actor.observe(fragment.state.obs)
-        streams.append(found)
-    for a, b in zip(*streams, strict=True): assert_same(a, b)
+    assert_same_while_it_learns(kind, options, source, n_steps, 3, engine="onnxruntime", **kwargs)
 
 
 class Changing(MLPPolicy):
