@@ -157,6 +157,33 @@ def last_state(fragment, k):
                  one(fragment.state.rew, (t + 1, b)), torch.zeros(1, 1, dtype=torch.bool))
 
 
+def answers(ask, fragment, burn_in=0):
+    """(t, b) -> (answer to the state, answer to the state reached) of the valid steps, asked one by one.
+
+    `ask(state [1, 1, ...], hx, virtual)` returns (answer, hx). No gradient goes through the memory before `burn_in`.
+    """
+    ends, out = {(int(t), int(b)): k for k, (t, b) in enumerate(zip(fragment.final.t, fragment.final.b))}, {}
+    for b in range(fragment.n_envs):
+        hx = fragment.hx[:, b:b + 1] if len(fragment.hx) else ()
+        at = lambda t, b=b: nested.map(lambda x: x[t:t + 1, b:b + 1], fragment.state)
+        for t in range(fragment.n_steps):
+            if not fragment.valid[t, b]: continue
+            if fragment.state.fin[t, b] and len(hx): hx = torch.zeros_like(hx)
+            now, hx = ask(at(t), hx, False)
+            if t < burn_in and len(hx): hx = hx.detach()
+            out[t, b] = now, ask(last_state(fragment, ends[t, b]) if (t, b) in ends else at(t + 1), hx, True)[0]
+    return out
+
+
+def rewards_of(fragment, gamma, n_steps, t, b):
+    "The sum of the rewards of step (t, b) and those after it, until values take over; and the last of these steps."
+    total, k = 0., t
+    while True:
+        total += gamma ** (k - t) * num(fragment.state.rew[k + 1, b])
+        if fragment.state.fin[k + 1, b] or k + 1 == fragment.n_steps or k + 1 == t + n_steps: return total, k
+        k += 1
+
+
 def spoilt(fragment, garbage):
     "`fragment` with nan in all that was seen, done and said in steps that were none, if `garbage`."
     if not garbage: return fragment

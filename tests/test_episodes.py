@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Solo, apply, assert_same, grid, snapshot
-from toys import ENDS, Counting, Limit, Lively, Memory, Nested, NestedMemory, Plain, judge
+from toys import ENDS, Counting, Limit, Lively, Memory, Nested, NestedMemory, Plain, Stepped, judge
 
 from rollpipe.layers import GaussianPolicy
 from rollpipe.pipes import AdvantageBuffer, DataError, EnvStepper, EpisodeCollector, FragmentCollector, Lanes, State, episodes
@@ -154,19 +154,18 @@ def test_environments_that_rest_leave_no_trace():
         assert_same((a.state.act[1:], a.state.rew[1:]), (b.state.act[1:], b.state.rew[1:]))
 
 
-class Timed(gym.Env):
+class Timed(Stepped):
     "Episodes of 3 and 5 steps in turn, the first kind cut off, the second terminated."
     observation_space, action_space = gym.spaces.Box(-np.inf, np.inf, (2,)), gym.spaces.Discrete(5)
     episode = -1
 
-    def reset(self, *, seed=None, options=None):
-        self.episode, self.count = self.episode + 1, 0
-        return np.array([self.episode, 0], np.float32), {}
+    def begin(self): self.episode += 1
+    def look(self): return np.array([self.episode, self.count], np.float32)
+    def pay(self, action): return 1. * self.count
 
-    def step(self, action):
-        self.count += 1
+    def ends(self):
         over, terminates = self.count == 3 + 2 * (self.episode % 2), self.episode % 2 == 1
-        return np.array([self.episode, self.count], np.float32), 1. * self.count, over and terminates, over and not terminates, {}
+        return over and terminates, over and not terminates
 
 
 class Look(Plain):

@@ -105,6 +105,24 @@ class Lively(Noted):
         return self.x.astype(np.float32), float(self.x.sum()), bool(chance < .1), bool(.05 < chance < .2), {}
 
 
+class Stepped(gym.Env):
+    "Subclasses say what is seen and paid in step `count` of an episode, and when it ends. Here 1 is paid, and there is no end."
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        self.begin()
+        return self.look(), {}
+
+    def step(self, action):
+        self.count += 1
+        return self.look(), self.pay(action), *self.ends(), {}
+
+    def begin(self): pass
+    def look(self): return np.full(self.observation_space.shape, self.count, np.float32)
+    def pay(self, action): return 1.
+    def ends(self): return False, False     # terminated, truncated
+
+
 class Recall(Noted):
     """A cue (one of `n_cues`) is shown at the first step only; `delay` steps later the actor is asked for it.
 
