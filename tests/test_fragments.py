@@ -492,9 +492,11 @@ def test_observations_that_somebody_may_keep_are_copied(kind, collector, stepper
     assert fragment.state.obs[:, 0, 2].tolist() == fragment.state.stepno[:, 0].tolist() == [3, 0, 1, 2, 0, 1, 2]
 
 
-def test_a_fragment_that_nobody_has_is_gone():
+@pytest.mark.parametrize("source, kind, kwargs", [(Counting, Where, {}), ("CartPole-v1", MLPPolicy, {}),
+                                                  ("CartPole-v1", MLPPolicy, dict(vector="sync"))])
+def test_a_fragment_that_nobody_has_is_gone(source, kind, kwargs):
     "Neither the stream nor the environments keep its memory, in which they made their observations."
-    made, pipe = [], FragmentCollector(EnvStepper(Counting, Where.for_env(Counting), 2), 6)
+    made, pipe = [], FragmentCollector(EnvStepper(source, kind.for_env(source), 2, **kwargs), 6)
 
     class Noted(Destination):
         def empty(self, shape, dtype):

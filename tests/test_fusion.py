@@ -1,8 +1,6 @@
 """A collector that lets its source write into the fragment yields what it makes of ticks, bit for bit, and fails as with ticks."""
-import gc
 import logging
 import pickle
-import weakref
 from functools import partial
 from itertools import islice
 
@@ -263,21 +261,6 @@ def test_memory_that_is_used_again_by_its_reader(shape):
             destination.memory.clear()
         streams.append(found)
     for a, b in zip(*streams, strict=True): assert_same(a, b)
-
-
-def test_a_fragment_that_nobody_has_is_gone():
-    for kwargs in ({}, dict(vector="sync")):
-        made = []
-        class Noted(Destination):
-            def empty(self, shape, dtype, made=made):
-                made.append(weakref.ref(x := np.empty(shape, dtype)))
-                return x
-        items = FragmentCollector(EnvStepper("CartPole-v1", MLPPolicy.for_env("CartPole-v1"), 2, **kwargs), 6).into(Noted())
-        for _ in range(3):
-            next(items)
-            gc.collect()
-            assert len(made) == 5 and not any(x() is not None for x in made)
-            made.clear()
 
 
 # --- where it runs
