@@ -26,7 +26,7 @@ from .spec import SpecRow, Spec, get_value, need_value, published_of, read_spec,
 from ..runs.folder import files_of_run, needed_modules
 
 # %% auto #0
-__all__ = ['BENCH', 'BENCH_FORMAT', 'Job', 'run_options', 'jobs_of', 'words_for_row', 'progress_of', 'read_bench', 'bench_file',
+__all__ = ['BENCH', 'BENCH_FORMAT', 'Job', 'row_options', 'jobs_of', 'words_for_row', 'progress_of', 'read_bench', 'bench_file',
            'bench_command']
 
 # %% ../../nbs/results/02_bench.ipynb #b8dbe372
@@ -45,7 +45,7 @@ class Job(NamedTuple):
     def name(self) -> str: return self.folder.name
 
 
-def run_options(row: SpecRow, steps: int) -> dict:
+def row_options(row: SpecRow, steps: int) -> dict:
     """The options of a run: those of the row, and those of the evaluations.
 
     Args:
@@ -70,7 +70,7 @@ def jobs_of(rows: list, folder: Path, imports: tuple = ()) -> list:
         make = lambda seed, row=row, **run: make_config(row.algorithm, row.env, row.options, row.env_kwargs, seed=seed, imports=imports,
                                                         **run)
         steps = make(0, **row.run)["steps"]
-        jobs += [Job(row, seed, folder/f"{row.name}-s{seed}", make(seed, **run_options(row, steps))) for seed in row.seeds]
+        jobs += [Job(row, seed, folder/f"{row.name}-s{seed}", make(seed, **row_options(row, steps))) for seed in row.seeds]
     return jobs
 
 # %% ../../nbs/results/02_bench.ipynb #ca04eaa7
@@ -81,7 +81,7 @@ def words_for_row(row: SpecRow, steps: int, imports: tuple = ()) -> list:
         steps: steps of the training
         imports: modules that the environments need
     """
-    return shlex.split(command_for(row.algorithm, row.env, {**row.options, **run_options(row, steps)}, row.env_kwargs, imports))
+    return shlex.split(command_for(row.algorithm, row.env, {**row.options, **row_options(row, steps)}, row.env_kwargs, imports))
 
 # %% ../../nbs/results/02_bench.ipynb #26b7598d
 def progress_of(job: Job) -> str:

@@ -55,7 +55,7 @@ class RemoteService(RemoteWorker):
         try:
             packed = packed_for(name, Served, (make, *args))
             ray = place.connect()
-            place.check_room(ray, 1)
+            place.check_capacity(ray, 1)
             super().__init__(ray, name, place.options(ray), (packed, publisher.receiver([0]), threads), grace)
             self.weights = SentWeights(ray, publisher)
         except BaseException as e:

@@ -157,7 +157,7 @@ class RayCrew:
               tells: bool = False) -> Member:
         "As `ProcessCrew.start`. Raises `WorkerError` if the living nodes have no room for all workers."
         service, place, name = self.service, self.service.place, f"worker {index}"
-        place.check_room(self.ray, self.n)     # before each start, because a node may leave between a start and a restart
+        place.check_capacity(self.ray, self.n)     # before each start, because a node may leave between a start and a restart
         if self.weights is None: self.weights, self.members.group = SentWeights(self.ray, publisher), place.group(self.ray, self.n)
         packed = packed_for(f"the lanes of {name}", LaneServer, (graphs, states, service.device, tells))
         args = packed, publisher.receiver(holders), service.worker_threads
