@@ -33,20 +33,24 @@ def collect(source, actor, n_steps, n, n_envs=None, **kwargs):
 def factories(env, plans): return [lambda tag=tag, plan=plan: env(plan, tag) for tag, plan in enumerate(plans)]
 
 
-def check(fragment, columns, infos):
-    "Compare a fragment with the columns of `Solo`."
+def check_columns(fragment, columns):
+    "Compare a fragment with the columns of `Solo`, but for infos and rows that are no step."
     stepno, obs, act, rew, fin = grid(columns, "states")
     assert_same(fragment.state, State(stepno, obs, act, rew.astype(np.float32), fin))
     assert_same(fragment.term, grid(columns, "terms"))
     assert_same(fragment.actor, grid(columns, "actors"))
-    assert_same(fragment.env, {key: grid([{"x": [i[key] for i in c["envs"]]} for c in columns], "x") for key in infos})
     assert_same(fragment.hx, apply_dim1([c["hx"] for c in columns]))
     expected = {(t, b): (obs, info) for b, c in enumerate(columns) for t, obs, info in c["finals"]}
     final = fragment.final
     where = list(zip(final.t.tolist(), final.b.tolist()))
     assert sorted(where) == sorted(expected) and final.t.dtype is final.b.dtype is torch.int64
     for k, at in enumerate(where): assert_same(apply(lambda x, k=k: x[k], (final.obs, final.actor)), expected[at])
-    assert fragment.valid.all() and fragment.valid.dtype is torch.bool and fragment.valid.shape == rew[1:].shape
+
+
+def check(fragment, columns, infos):
+    check_columns(fragment, columns)
+    assert_same(fragment.env, {key: grid([{"x": [i[key] for i in c["envs"]]} for c in columns], "x") for key in infos})
+    assert fragment.valid.all() and fragment.valid.dtype is torch.bool and fragment.valid.shape == fragment.state.rew[1:].shape
 
 
 def apply_dim1(hxs):
