@@ -9,6 +9,7 @@ from gymnasium.spaces import Box, Dict, Discrete, Tuple
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from toys import ENDS
 
 from rollpipe.agents.metrics import METRICS, check_metrics
 from rollpipe.layers import Critic, MemoryCritic, MLPPolicy, QPolicy, RecurrentPolicy, RecurrentQPolicy
@@ -22,6 +23,7 @@ ACT = Dict(gear=Discrete(3, start=1), steer=Tuple((Box(-2, 2, (2,)),)))
 CHOICE = Discrete(3, start=2)
 SMALL = dict(hidden=(5,), normalize=False)
 BOTH = st.booleans()
+episodes = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)     # of a `Counting`
 
 
 @st.composite

@@ -7,24 +7,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_fragments import episodes as plans
 from reference import Solo, apply, assert_same, grid, snapshot
-from toys import ENDS, Counting, Limit, Lively, Memory, Nested, NestedMemory, Plain, Stepped, judge
+from toys import WORLDS, Brief, Counting, Limit, Memory, Nested, NestedMemory, Plain, Stepped, factories, judge
 
 from rollpipe.layers import GaussianPolicy
 from rollpipe.pipes import AdvantageBuffer, DataError, EnvStepper, EpisodeCollector, FragmentCollector, Lanes, State, episodes
 from rollpipe.pipes.data.fragment_ops import pad_episodes
 
 fast = settings(deadline=None, max_examples=20)
-WORLDS = {"plain": (Counting, Plain), "memory": (Counting, Memory), "nested": (Nested, NestedMemory)}
 
 
 def stepper(*args, **kwargs): return EnvStepper(*args, **kwargs, terminal_obs=True)
-
-
-plans = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)
-
-
-def factories(env, each): return [lambda tag=tag, plan=plan: env(plan, tag) for tag, plan in enumerate(each)]
 
 
 def play(env, actor, n_steps):
@@ -179,13 +173,6 @@ def test_vector_environments_in_any_mode(mode):
     for a, b in zip(episodes_of(stepper(Timed, Look(), 2), 8), episodes_of(stepper(vector, Look()), 8)):
         assert_same((a.state.stepno, a.state.obs, a.state.fin), (b.state.stepno, b.state.obs, b.state.fin))
         assert_same((a.state.act[1:], a.state.rew[1:], a.actor, a.term), (b.state.act[1:], b.state.rew[1:], b.actor, b.term))
-
-
-class Brief(Lively):
-    "`Lively` whose episodes never terminate."
-    def step(self, action):
-        obs, rew, term, trunc, info = super().step(action)
-        return obs, rew, False, term or trunc, info
 
 
 def test_a_policy_repeats_what_it_recorded():

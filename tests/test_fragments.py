@@ -9,8 +9,9 @@ import torch
 from gymnasium.spaces import Box, Dict, Discrete, Tuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_fragments import episodes
 from reference import Solo, apply, assert_same, flatten, grid, snapshot
-from toys import ENDS, Counting, Limit, Lively, Memory, Nested, NestedMemory, Noted, Plain, Shaky
+from toys import WORLDS, Counting, Limit, Lively, Memory, Nested, NestedMemory, Noted, Plain, Shaky, factories
 
 from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy, MLPPolicy
 from rollpipe.pipes import DataError, EnvStepper, Fragment, FragmentCollector, Lanes, Pipe, State
@@ -21,16 +22,11 @@ from rollpipe.pipes.fragments import Destination, FragmentBuilder, stack_rows
 from rollpipe.pipes.data.nested import leaves
 
 fast = settings(deadline=None, max_examples=25)
-episodes = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)
-WORLDS = {"plain": (Counting, Plain), "memory": (Counting, Memory), "nested": (Nested, NestedMemory)}
 
 
 def collect(source, actor, n_steps, n, n_envs=None, **kwargs):
     "The first `n` fragments."
     return list(islice(FragmentCollector(EnvStepper(source, actor, n_envs, **kwargs), n_steps), n))
-
-
-def factories(env, plans): return [lambda tag=tag, plan=plan: env(plan, tag) for tag, plan in enumerate(plans)]
 
 
 def check_columns(fragment, columns):

@@ -14,9 +14,10 @@ from gymnasium.spaces import Box, Dict, Discrete
 from gymnasium.vector import AutoresetMode
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_fragments import episodes
 from reference import assert_same, snapshot
 from test_vector import PLANS, Vectorised
-from toys import ENDS, Counting, Lively, Memory, Nested, NestedMemory, Plain, Shaky
+from toys import WORLDS, Counting, Lively, Memory, Nested, Plain, Shaky, factories
 
 from rollpipe.layers import Actor, Critic, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import (
@@ -31,8 +32,6 @@ from rollpipe.pipes.data.nested import leaves
 from rollpipe.pipes.graph.torchdata import DataLoader2
 
 fast = settings(deadline=None, max_examples=25)
-episodes = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)
-WORLDS = {"plain": (Counting, Plain), "memory": (Counting, Memory), "nested": (Nested, NestedMemory)}
 
 
 class Passing(Pipe):
@@ -61,9 +60,6 @@ def first(pipe, n=4): return [snapshot(x) for x in islice(pipe, n)]
 def assert_same_streams(make, n=4):
     "`make()` makes a graph; its stream, and that of the graph in which ticks pass through a pipe."
     for a, b in zip(first(ticked(make()), n), first(make(), n), strict=True): assert_same(a, b)
-
-
-def factories(env, plans): return [partial(env, plan, tag) for tag, plan in enumerate(plans)]
 
 
 # --- the stream

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_fragments import episodes
 from reference import Solo, apply, assert_same, gae, grid
-from test_fragments import WORLDS, check_columns, episodes, factories
-from toys import Counting, Lively, Memory, Plain, judge
+from test_fragments import check_columns
+from toys import WORLDS, Counting, Lively, Memory, Plain, factories, judge
 
 from rollpipe.layers import GaussianPolicy, MLPPolicy
 from rollpipe.pipes import DataError, EnvStepper, FragmentCollector, Lanes, find, on_policy

@@ -105,6 +105,13 @@ class Lively(Noted):
         return self.x.astype(np.float32), float(self.x.sum()), bool(chance < .1), bool(.05 < chance < .2), {}
 
 
+class Brief(Lively):
+    "`Lively` whose episodes never terminate."
+    def step(self, action):
+        obs, rew, term, trunc, info = super().step(action)
+        return obs, rew, False, term or trunc, info
+
+
 class Stepped(gym.Env):
     "Subclasses say what is seen and paid in step `count` of an episode, and when it ends. Here 1 is paid, and there is no end."
     def reset(self, *, seed=None, options=None):
@@ -267,3 +274,9 @@ class Failing(Pipe):
         for k, item in enumerate(items):
             if k == self.n: raise ZeroDivisionError("downstream")
             yield item
+
+
+WORLDS = {"plain": (Counting, Plain), "memory": (Counting, Memory), "nested": (Nested, NestedMemory)}
+
+
+def factories(env, plans): return [lambda tag=tag, plan=plan: env(plan, tag) for tag, plan in enumerate(plans)]
