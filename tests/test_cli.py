@@ -27,7 +27,7 @@ from rollpipe.settings.algorithms import ALGORITHMS, options_for
 from rollpipe.settings.config import build, make_config
 from rollpipe.settings.options import parse_env_kwargs, parse_value
 from rollpipe.pipes.data.errors import DataError
-from rollpipe.runs.folder import discard, load_run, rebuild, resume, start
+from rollpipe.runs.folder import discard, load_run, restore, resume, start
 from rollpipe.runs.training import train
 
 def task_of(algorithm):
@@ -192,7 +192,7 @@ def test_every_algorithm_is_restored_whole(algorithm, tmp_path):
     run = start(tmp_path/"a", tiny(algorithm, tmp_path))
     train(run, progress=False, tensorboard=False)
     found = load_run(tmp_path/"a")
-    again, pipe = rebuild(found)
+    again, pipe = restore(found)
     assert_equal(run.agent.state_dict(), again.state_dict())
     batches = iter(pipe)
     for _, batch in zip(range(2), batches):  # the samples of a replayed batch can be drawn only once

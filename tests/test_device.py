@@ -21,7 +21,7 @@ from rollpipe.runs.logs import read_metrics
 from rollpipe.pipes import CheckpointError, DataError, EnvStepper, FragmentCollector, ToDevice, find, nested, on_policy, rollouts
 from rollpipe.pipes.graph.edits import nodes
 from rollpipe.pipes.graph.modules import checked_device
-from rollpipe.runs.folder import load_agent, load_run, rebuild, start
+from rollpipe.runs.folder import load_agent, load_run, restore, start
 from rollpipe.runs.training import train
 
 
@@ -205,7 +205,7 @@ def test_runs_from_before_the_option_are_on_the_host(tmp_path):
     run = start(tmp_path/"run", make_config("trpo", "CartPole-v1", steps=64))
     found = load_run(run.folder)
     del found.config["device"]
-    agent, _ = rebuild(found)
+    agent, _ = restore(found)
     assert {p.device.type for p in agent.actor.parameters()} == {"cpu"}
 
 

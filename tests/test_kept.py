@@ -14,7 +14,7 @@ from rollpipe.agents.evaluate import evaluate
 from rollpipe.settings.config import make_config
 from rollpipe.runs.logs import read_metrics
 from rollpipe.pipes.data.errors import CheckpointError, DataError
-from rollpipe.runs.folder import best_return, load_agent, load_run, rebuild, resume, start
+from rollpipe.runs.folder import best_return, load_agent, load_run, restore, resume, start
 from rollpipe.runs.training import train
 
 def small(steps=640, **run):
@@ -166,7 +166,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoints(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left on device: .*checkpoints/checkpoint-000000768.safetensors"):
         train(more, progress=False, tensorboard=False)
     assert {p.name: p.read_bytes() for p in (run.folder/"checkpoints").iterdir()} == before
-    assert rebuild(load_run(run.folder)) and not (run.folder/"lock").exists()
+    assert restore(load_run(run.folder)) and not (run.folder/"lock").exists()
 
 
 @pytest.mark.parametrize("n", [-1, -5])

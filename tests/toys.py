@@ -39,6 +39,24 @@ class Noted(gym.Env):
         Ledger.closed.append(self)
 
 
+class Stepped(gym.Env):
+    "Subclasses say what is seen and paid in step `count` of an episode, and when it ends. Here 1 is paid, and there is no end."
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        self.begin()
+        return self.look(), {}
+
+    def step(self, action):
+        self.count += 1
+        return self.look(), self.pay(action), *self.ends(), {}
+
+    def begin(self): pass
+    def look(self): return np.full(self.observation_space.shape, self.count, np.float32)
+    def pay(self, action): return 1.
+    def ends(self): return False, False     # terminated, truncated
+
+
 class Counting(Noted):
     """Plays the `episodes`, a list of (length, 'term' | 'trunc' | 'both'), over and over.
 
@@ -103,31 +121,6 @@ class Lively(Noted):
         self.x[:2] += action
         chance = self.np_random.random()
         return self.x.astype(np.float32), float(self.x.sum()), bool(chance < .1), bool(.05 < chance < .2), {}
-
-
-class Brief(Lively):
-    "`Lively` whose episodes never terminate."
-    def step(self, action):
-        obs, rew, term, trunc, info = super().step(action)
-        return obs, rew, False, term or trunc, info
-
-
-class Stepped(gym.Env):
-    "Subclasses say what is seen and paid in step `count` of an episode, and when it ends. Here 1 is paid, and there is no end."
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.count = 0
-        self.begin()
-        return self.look(), {}
-
-    def step(self, action):
-        self.count += 1
-        return self.look(), self.pay(action), *self.ends(), {}
-
-    def begin(self): pass
-    def look(self): return np.full(self.observation_space.shape, self.count, np.float32)
-    def pay(self, action): return 1.
-    def ends(self): return False, False     # terminated, truncated
 
 
 class Recall(Noted):
@@ -274,6 +267,13 @@ class Failing(Pipe):
         for k, item in enumerate(items):
             if k == self.n: raise ZeroDivisionError("downstream")
             yield item
+
+
+class Brief(Lively):
+    "`Lively` whose episodes never terminate."
+    def step(self, action):
+        obs, rew, term, trunc, info = super().step(action)
+        return obs, rew, False, term or trunc, info
 
 
 WORLDS = {"plain": (Counting, Plain), "memory": (Counting, Memory), "nested": (Nested, NestedMemory)}

@@ -14,10 +14,10 @@ import torch
 from torch import Generator, Tensor
 
 # %% auto #0
-__all__ = ['noise_device', 'Categorical', 'GaussianParams', 'Gaussian']
+__all__ = ['device_of', 'Categorical', 'GaussianParams', 'Gaussian']
 
 # %% ../../nbs/layers/04_distributions.ipynb #79102e6a
-def noise_device(generator: Generator | None) -> torch.device | None:
+def device_of(generator: Generator | None) -> torch.device | None:
     "The device on which noise is drawn: that of the generator. Without a generator it is None, torch's default."
     return None if generator is None else generator.device
 
@@ -33,7 +33,7 @@ class Categorical:
 
     def noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
         "Standard Gumbel noise `[*lead, n]` float32 (Maddison et al. 2014, https://arxiv.org/abs/1411.0030)."
-        x = torch.empty(*lead, self.n, device=noise_device(generator)).exponential_(generator=generator)
+        x = torch.empty(*lead, self.n, device=device_of(generator)).exponential_(generator=generator)
         return x.clamp_(min=torch.finfo(x.dtype).tiny).log_().neg_()   # a zero would become +inf, and +inf - inf is nan
 
     def sample(self, params: Tensor, noise: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class Gaussian:
 
     def noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
         "Standard normal noise `[*lead, *shape]` float32."
-        return torch.randn((*lead, *self.shape), generator=generator, device=noise_device(generator))
+        return torch.randn((*lead, *self.shape), generator=generator, device=device_of(generator))
 
     def sample(self, params: GaussianParams, noise: Tensor) -> Tensor: return torch.addcmul(params.mean, params.log_std.exp(), noise)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.functional import pad, softplus
 
-from .distributions import Categorical, noise_device
+from .distributions import Categorical, device_of
 
 # %% auto #0
 __all__ = ['MultiCategorical', 'Bernoulli', 'map_parts', 'Joint']
@@ -87,7 +87,7 @@ class Bernoulli:
 
     def noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
         "Standard logistic noise `[*lead, *shape]` float32."
-        return torch.rand((*lead, *self.shape), generator=generator, device=noise_device(generator)).logit_(eps=1e-7)
+        return torch.rand((*lead, *self.shape), generator=generator, device=device_of(generator)).logit_(eps=1e-7)
 
     def sample(self, params: Tensor, noise: Tensor) -> Tensor: return (params + noise > 0).long()
 

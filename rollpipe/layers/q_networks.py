@@ -14,7 +14,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from .actor import Actor, without_past
-from .distributions import noise_device
+from .distributions import device_of
 from .mlp import MLP
 from .observer import ForSpaces, Torso, takes
 from .recurrent_policies import RecurrentTorso
@@ -64,7 +64,7 @@ class EpsilonGreedy(ForSpaces, Actor):
 
     def draw_noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
         "Noise `[*lead, 2]` float32: a uniform number in [0, 1), and the number of an action, 0 ... n_actions - 1."
-        device = noise_device(generator)
+        device = device_of(generator)
         noise = torch.rand(*lead, 2, generator=generator, device=device)
         noise[..., 1] = torch.randint(self.n_actions, tuple(lead), generator=generator, device=device)
         return self.to_own_device(noise)

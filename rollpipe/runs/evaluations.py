@@ -24,7 +24,7 @@ from ..settings.config import device_of
 from .locks import lock, unlock
 from ..pipes.data.errors import DataError
 from ..pipes.graph.modules import version_of
-from .folder import Run, agent_of, best_return, load_run, rebuild
+from .folder import Run, agent_of, best_return, load_run, restore
 
 # %% auto #0
 __all__ = ['KINDS', 'EVALUATIONS', 'EVALUATIONS_FORMAT', 'evaluation_seed', 'read_evaluations', 'write_evaluations',
@@ -251,6 +251,6 @@ def evaluate_end(folder: str | Path) -> None:
     try:
         found = load_run(folder)
         if Every.of(found.config.get("eval_every", 0)).unit != "steps" or is_evaluated(folder, found.counters["steps"]): return
-        agent, pipe = rebuild(found)
+        agent, pipe = restore(found)
         StepEvaluations(Run(folder, found.config, agent, pipe, found.counters, load_states(pipe, found.pipes))).finish()
     finally: unlock(folder)

@@ -30,7 +30,7 @@ from ..traces.differences import FINGERPRINTS, JOURNAL
 
 # %% auto #0
 __all__ = ['FORKED', 'RUN_FILES', 'Run', 'folder_of', 'start', 'discard', 'files_of_run', 'needed_modules', 'load_run',
-           'best_return', 'rebuild', 'agent_of', 'load_agent', 'resume']
+           'best_return', 'restore', 'agent_of', 'load_agent', 'resume']
 
 # %% ../../nbs/runs/07_folder.ipynb #318476a9
 FORKED = "fork.safetensors"      # the checkpoint with which a fork of another run begins
@@ -234,7 +234,7 @@ def best_return(folder: Path) -> float:
     raise CheckpointError(f"{path}: does not say how its evaluation was", expected="the file that training has written, or none")
 
 
-def rebuild(checkpoint: Checkpoint, resumes: int = 0, device: str | None = None) -> tuple:
+def restore(checkpoint: Checkpoint, resumes: int = 0, device: str | None = None) -> tuple:
     """Build the learner and the pipeline, and load the learner's state. Raises `CheckpointError` if it does not fit.
 
     Args:
@@ -256,18 +256,18 @@ def rebuild(checkpoint: Checkpoint, resumes: int = 0, device: str | None = None)
 
 # %% ../../nbs/runs/07_folder.ipynb #bd6c05b6
 def agent_of(checkpoint: Checkpoint, device: str = "cpu") -> Any:
-    """The learner alone. It needs neither the device nor the engine of its training. Raises as `rebuild` does.
+    """The learner alone. It needs neither the device nor the engine of its training. Raises as `restore` does.
 
     Args:
         checkpoint: see `load_run`
         device: device of the learner, see `make_config`
     """
     config = dict(checkpoint.config, options={**checkpoint.config["options"], "engine": "torch"})
-    return rebuild(checkpoint._replace(config=config), device=device)[0]
+    return restore(checkpoint._replace(config=config), device=device)[0]
 
 
 def load_agent(run: str | Path, best: bool = False, device: str = "cpu") -> Any:
-    """The learner of a run as it was saved; `load_agent(run).actor.predict(obs)` is its policy. Raises as `load_run` and `rebuild` do.
+    """The learner of a run as it was saved; `load_agent(run).actor.predict(obs)` is its policy. Raises as `load_run` and `restore` do.
 
     Args:
         run: folder of a run, or a checkpoint file
@@ -300,7 +300,7 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
         if counters["steps"] >= config["steps"]:
             raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
         check_decay(config["steps"], found.config["options"])
-        agent, pipe = rebuild(found._replace(config={**config, "folder": folder}), counters["resumes"])
+        agent, pipe = restore(found._replace(config={**config, "folder": folder}), counters["resumes"])
         waiting, stream = load_states(pipe, found.pipes), resumed_stream(folder, pipe, found, config)
         files.write_json(folder/"config.json", config)
         _remove(path for steps, path in kept_checkpoints(folder/"checkpoints").items() if steps > counters["steps"])
