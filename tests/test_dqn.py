@@ -2,12 +2,11 @@
 import copy
 from itertools import islice
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
-from toys import Constant
+from toys import Constant, Stepped
 
 from rollpipe.agents import evaluate
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
@@ -48,27 +47,18 @@ def table_of(net):
     with torch.no_grad(): return net.q(torch.arange(n)[None], None, None, None, hx=None)[0][0]
 
 
-class Limited(gym.Env):
+class Limited(Stepped):
     "One state, one action that pays 1, no end but a limit of 3 steps. Worth 1 / (1 - gamma)."
     observation_space, action_space = Discrete(1), Discrete(1)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.count = 0
-        return 0, {}
-
-    def step(self, action):
-        self.count += 1
-        return 0, 1., False, self.count == 3, {}
+    def look(self): return 0
+    def ends(self): return False, self.count == 3
 
 
 class Ending(Limited):
     "The same, but the third step is the end. The state is the number of the step."
     observation_space = Discrete(4)
-
-    def step(self, action):
-        self.count += 1
-        return self.count, 1., self.count == 3, False, {}
+    def look(self): return self.count
+    def ends(self): return self.count == 3, False
 
 
 def stream(env, actor, n_envs=2, n_steps=4, seed=0, **kwargs):

@@ -39,6 +39,24 @@ class Noted(gym.Env):
         Ledger.closed.append(self)
 
 
+class Stepped(gym.Env):
+    "Subclasses say what is seen and paid in step `count` of an episode, and when it ends. Here 1 is paid, and there is no end."
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        self.begin()
+        return self.look(), {}
+
+    def step(self, action):
+        self.count += 1
+        return self.look(), self.pay(action), *self.ends(), {}
+
+    def begin(self): pass
+    def look(self): return np.full(self.observation_space.shape, self.count, np.float32)
+    def pay(self, action): return 1.
+    def ends(self): return False, False     # terminated, truncated
+
+
 class Counting(Noted):
     """Plays the `episodes`, a list of (length, 'term' | 'trunc' | 'both'), over and over.
 
@@ -249,3 +267,16 @@ class Failing(Pipe):
         for k, item in enumerate(items):
             if k == self.n: raise ZeroDivisionError("downstream")
             yield item
+
+
+class Brief(Lively):
+    "`Lively` whose episodes never terminate."
+    def step(self, action):
+        obs, rew, term, trunc, info = super().step(action)
+        return obs, rew, False, term or trunc, info
+
+
+WORLDS = {"plain": (Counting, Plain), "memory": (Counting, Memory), "nested": (Nested, NestedMemory)}
+
+
+def factories(env, plans): return [lambda tag=tag, plan=plan: env(plan, tag) for tag, plan in enumerate(plans)]

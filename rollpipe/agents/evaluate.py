@@ -23,7 +23,7 @@ from ..pipes.data.errors import DataError, EnvError, check_integer, describe
 from ..pipes.envs.factories import is_vector, spaces_of
 from ..pipes.envs.single import is_end
 from ..pipes.envs.sources import env_sources, instances_in
-from ..pipes.envs.watching import Recorder, Window, check_film
+from ..pipes.envs.watching import FilmRecorder, Window, check_film
 from ..pipes.stepper import EnvStepper
 from ..pipes.taps import EpisodeSums
 from ..pipes.graph.modules import EvalMode
@@ -205,7 +205,7 @@ def evaluate(env: Any, actor: Any, n_episodes: int = 20, *, n_envs: int | None =
     if record is not None:
         check_film(record)
         check_integer("record_episodes", record_episodes)
-        sources = recorders = [Recorder(factory, close, 0 if i else record_episodes) for i, factory in enumerate(sources)]
+        sources = recorders = [FilmRecorder(factory, close, 0 if i else record_episodes) for i, factory in enumerate(sources)]
     elif render: sources = [window := Window(sources[0], close), *sources[1:]]
     if on_limit == "cut": sources = cutters = [_Cutter(factory, max_steps, close) for factory in sources]
     stepper = EnvStepper(sources, actor, info_keys=(), seed=seed, explore=not deterministic, close=close, device=device)

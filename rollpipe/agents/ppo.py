@@ -10,9 +10,10 @@ from collections.abc import Iterator
 
 import torch
 
-from .gradient_learner import ActorCriticLearner, mean_metrics
+from .gradient_learner import ActorCriticLearner
 from .learner import standardized, with_standardized_adv
 from .losses import ppo, with_old_values
+from .metrics import mean_metrics
 from .shared_options import integer, number
 from ..pipes.data import nested
 import rollpipe.ranks as ranks

@@ -8,9 +8,10 @@ __all__ = ['REINFORCE']
 # %% ../../nbs/agents/17_reinforce.ipynb #81a4df60
 from math import inf
 
-from .gradient_learner import GradientLearner, mean_metrics
+from .gradient_learner import GradientLearner
 from .learner import with_standardized_adv
 from .losses import reinforce
+from .metrics import mean_metrics
 from .shared_options import EntropyBonus, ScaledAdvantages, integer, number
 from ..pipes.data.fragment import Fragment
 

@@ -23,7 +23,7 @@ from .bench import BENCH, read_bench
 from .spec import get_value, need_value
 
 # %% auto #0
-__all__ = ['Result', 'read_result', 'flat_config', 'differing', 'RowResult', 'Results', 'threshold_of', 'read_results']
+__all__ = ['Result', 'read_result', 'flat_config', 'differing_options', 'RowResult', 'Results', 'threshold_of', 'read_results']
 
 # %% ../../nbs/results/04_collect.ipynb #69b3cce6
 class Result(NamedTuple):
@@ -104,7 +104,7 @@ def flat_config(config: dict) -> dict:
     return {name: x if isinstance(x, str) else json.dumps(x) for name, x in found.items()}
 
 
-def differing(results: list) -> dict:
+def differing_options(results: list) -> dict:
     "Option -> list of its values as texts, for the options that differ between the configurations of some runs."
     configs = [flat_config(x.config) for x in results if x.config]
     values = {name: list(dict.fromkeys(config.get(name, "-") for config in configs)) for config in configs for name in config}

@@ -15,7 +15,7 @@ import rollpipe.ranks as ranks
 from .states import Stream, load_states, states_of, with_exactness
 from ..settings.config import build
 from .locks import unlock
-from ..pipes.data.chunks import ChunkFolder, names_in
+from ..pipes.data.chunks import ChunkFolder, chunk_names
 from ..pipes.data.errors import DataError, WorkerError, describe_exception
 from ..pipes.data.files import pack, unpack
 from ..pipes.graph.edits import find
@@ -70,7 +70,7 @@ class RankStream(Stream):
 
     def sweep(self, checkpoints: list) -> None:
         "Remove the parts and the chunks that the checkpoints of rank 0 do not need. They are on disk when it tells what they name."
-        named = ranks.gathered_objects([name for path in checkpoints for name in names_in(path)])[0]
+        named = ranks.gathered_objects([name for path in checkpoints for name in chunk_names(path)])[0]
         self.chunks.sweep([self.chunks.path/name for name in named if name in self.chunks.names], named)
 
 # %% ../../nbs/runs/11_joint.ipynb #2837e335
