@@ -8,6 +8,7 @@ __all__ = ['extra_for', 'check_id', 'is_vector', 'takes_seed', 'EnvFactory', 'en
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #fb036b2b
 import difflib, importlib, inspect, sys, weakref
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -15,6 +16,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
+from ..data.action_masks import masked_env
 from ..data.errors import LEAST_BYTES, EnvError, SpaceError, check_memory, describe, describe_exception
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #0e4d2ea9
@@ -72,7 +74,7 @@ class EnvFactory:
 
     Args:
         source: gymnasium id, or callable `source()` or `source(seed=...)`
-        env_kwargs: keyword arguments for `gymnasium.make`, if `source` is an id
+        env_kwargs: keyword arguments for `gymnasium.make`, if `source` is an id; `with_action_mask` is the key of a `WithActionMask`
     """
     n_envs = 1
     def __init__(self, source: Any, env_kwargs: dict | None = None):
@@ -96,7 +98,10 @@ class EnvFactory:
     def __call__(self, seed: int | None = None) -> Any:
         try:
             # gymnasium's own checker is off: it checks only the first step, and `EnvBatch` checks every step.
-            if isinstance(self.source, str): env = gym.make(self.source, **{'disable_env_checker': True, **self.env_kwargs})
+            if isinstance(self.source, str):
+                kwargs = {'disable_env_checker': True, **self.env_kwargs}
+                key = kwargs.pop('with_action_mask', None)
+                env = masked_env(gym.make(self.source, **kwargs), key)
             else: env = self.source(seed=seed) if self.takes_seed else self.source()
         except Exception as e:
             hint = extra_for(self.source, e) if isinstance(self.source, str) else None
@@ -169,12 +174,14 @@ class VectorFactory:
         return importlib.import_module('envpool').make_gymnasium(self.name, num_envs=self.n_envs, seed=seed or 0, **self.env_kwargs)
 
     def _gymnasium(self):
-        options: dict[str, Any] = {}
+        kwargs, options = dict(self.env_kwargs), {}
+        if (key := kwargs.pop('with_action_mask', None)) is not None:
+            options['wrappers'] = [partial(masked_env, key=key)]     # gymnasium refuses wrappers for a 'vector_entry_point'
         if self.vector != 'vector_entry_point':
-            options = dict(disable_env_checker=True)    # `VectorBatch` checks every step
+            options['disable_env_checker'] = True    # `VectorBatch` checks every step
             # Unlike NEXT_STEP this mode wastes no step, and unlike DISABLED it needs no second call.
             if hasattr(gym.vector, 'AutoresetMode'): options['vector_kwargs'] = dict(autoreset_mode='SameStep')
-        return gym.make_vec(self.name, self.n_envs, self.vector, **{**options, **self.env_kwargs})
+        return gym.make_vec(self.name, self.n_envs, self.vector, **{**options, **kwargs})
 
     def __repr__(self): return self.name
 
