@@ -83,7 +83,7 @@ class EpsilonGreedy(ForSpaces, Actor):
 
     def _allowed(self, x, obs):
         "One of the k allowed actions, with number `k x` of them for numbers `x` in [0, 1)."
-        count = self.action_mask.allowed(obs).cumsum(-1)
+        count = self.action_mask.allowed(obs).long().cumsum(-1)
         return (count <= (x * count[..., -1]).unsqueeze(-1)).sum(-1)
 
     def values(self, state: Any, hx: Any = None) -> tuple:

@@ -16,7 +16,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from ..data.action_masks import masked_env
+from ..data.action_masks import WithActionMask
 from ..data.errors import LEAST_BYTES, EnvError, SpaceError, check_memory, describe, describe_exception
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #0e4d2ea9
@@ -101,7 +101,8 @@ class EnvFactory:
             if isinstance(self.source, str):
                 kwargs = {'disable_env_checker': True, **self.env_kwargs}
                 key = kwargs.pop('with_action_mask', None)
-                env = masked_env(gym.make(self.source, **kwargs), key)
+                env = gym.make(self.source, **kwargs)
+                if key is not None: env = WithActionMask(env, key)
             else: env = self.source(seed=seed) if self.takes_seed else self.source()
         except Exception as e:
             hint = extra_for(self.source, e) if isinstance(self.source, str) else None
@@ -176,7 +177,7 @@ class VectorFactory:
     def _gymnasium(self):
         kwargs, options = dict(self.env_kwargs), {}
         if (key := kwargs.pop('with_action_mask', None)) is not None:
-            options['wrappers'] = [partial(masked_env, key=key)]     # gymnasium refuses wrappers for a 'vector_entry_point'
+            options['wrappers'] = [partial(WithActionMask, key=key)]     # gymnasium refuses wrappers for a 'vector_entry_point'
         if self.vector != 'vector_entry_point':
             options['disable_env_checker'] = True    # `VectorBatch` checks every step
             # Unlike NEXT_STEP this mode wastes no step, and unlike DISABLED it needs no second call.
