@@ -137,7 +137,7 @@ class Torso(ForSpaces, nn.Module):
         Raises `SpaceError` if the observations have no such mask.
 
         Args:
-            action_mask: which entry of the observations says which actions are allowed (`WithActionMask`); None: all of them are
+            action_mask: entry of the observations with the allowed actions, in runs also an info (`WithActionMask`); None: all are allowed
             **torso: see `make_torso`
         """
         if action_mask is None: return self.make_torso(observation_space, n_more, **torso)
