@@ -454,5 +454,5 @@ def test_a_vector_of_an_id(vector):
     actor = MLPPolicy.for_env("Gates-v0", env_kwargs=kwargs, seed=0, **KEYED)
     batch = next(iter(rollouts("Gates-v0", actor, n_envs=2, n_steps=16, vector=vector, env_kwargs=kwargs, seed=0)))
     assert set(batch.state.obs) == {"obs", "action_mask"} and "action_mask" not in batch.env
-    with pytest.raises(EnvError, match="could not be made"):
+    with pytest.raises(EnvError, match="such a vector takes no wrapper for the mask of the actions"):
         next(iter(rollouts("CartPole-v1", actor, vector="vector_entry_point", env_kwargs=kwargs)))

@@ -165,21 +165,27 @@ class VectorFactory:
         self.n_envs, self.vector, self.env_kwargs = n_envs, vector, dict(env_kwargs or {})
 
     def __call__(self, seed: int | None = None) -> Any:
-        try: return self._envpool(seed) if self.vector == 'envpool' else self._gymnasium()
+        kwargs = dict(self.env_kwargs)
+        key = kwargs.pop('with_action_mask', None)
+        try: vec = self._envpool(seed, kwargs) if self.vector == 'envpool' else self._gymnasium(kwargs, key)
         except Exception as e:
             hint = extra_for(self.name, e)
             if isinstance(e, ModuleNotFoundError) and self.vector == 'envpool': hint = "`pip install 'rollpipe[envpool]'`"
             raise EnvError(f"the vector environment could not be made: {describe_exception(e)}", env=self.name, expected=hint) from e
 
-    def _envpool(self, seed):
-        return importlib.import_module('envpool').make_gymnasium(self.name, num_envs=self.n_envs, seed=seed or 0, **self.env_kwargs)
+        if key is None or key in getattr(spaces_of(vec)[0], 'spaces', ()): return vec
+        vec.close()
+        raise EnvError("such a vector takes no wrapper for the mask of the actions", env=self.name, leaf=f"observation_space[{key!r}]",
+                       expected="vector='sync' or 'async', or a mask that is there already", got=f"vector={self.vector!r}")
 
-    def _gymnasium(self):
-        kwargs, options = dict(self.env_kwargs), {}
-        if (key := kwargs.pop('with_action_mask', None)) is not None:
-            options['wrappers'] = [partial(WithActionMask, key=key)]     # gymnasium refuses wrappers for a 'vector_entry_point'
+    def _envpool(self, seed, kwargs):
+        return importlib.import_module('envpool').make_gymnasium(self.name, num_envs=self.n_envs, seed=seed or 0, **kwargs)
+
+    def _gymnasium(self, kwargs, key):
+        options: dict[str, Any] = {}
         if self.vector != 'vector_entry_point':
-            options['disable_env_checker'] = True    # `VectorBatch` checks every step
+            options = dict(disable_env_checker=True)    # `VectorBatch` checks every step
+            if key is not None: options['wrappers'] = [partial(WithActionMask, key=key)]
             # Unlike NEXT_STEP this mode wastes no step, and unlike DISABLED it needs no second call.
             if hasattr(gym.vector, 'AutoresetMode'): options['vector_kwargs'] = dict(autoreset_mode='SameStep')
         return gym.make_vec(self.name, self.n_envs, self.vector, **{**options, **kwargs})
