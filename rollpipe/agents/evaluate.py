@@ -18,6 +18,7 @@ import torch
 
 from ..layers.actor import Actor
 from ..pipes.data import nested
+from ..pipes.data.action_masks import ActionMask
 from ..pipes.episodes import Trace, TraceRows
 from ..pipes.data.errors import DataError, EnvError, check_integer, describe
 from ..pipes.envs.factories import is_vector, spaces_of
@@ -228,23 +229,26 @@ class RandomActor(Actor):
     Args:
         action_space: any space whose samples are arrays
         seed: seed of the actor's own generator; None: torch's global generator, whose state differs between lanes
+        action_mask: where the observations say which actions are allowed; None: all are
     """
-    def __init__(self, action_space: gym.Space, seed: int | None = None):
+    def __init__(self, action_space: gym.Space, seed: int | None = None, action_mask: ActionMask | None = None):
         super().__init__()
+        self.action_mask = action_mask
         self.space, self.is_seeded = copy.deepcopy(action_space), seed is not None
         if self.is_seeded: self.space.seed(seed)
 
     @classmethod
-    def for_env(cls, env: Any, *, env_kwargs: dict | None = None, seed: int | None = None) -> "RandomActor":
+    def for_env(cls, env: Any, *, env_kwargs: dict | None = None, seed: int | None = None, action_mask: str | None = None) -> "RandomActor":
         """The random actor for an environment.
 
         Args:
             env: id, factory, environment, or pair of spaces
             env_kwargs: keyword arguments for `gymnasium.make`
             seed: seed of the actor's own generator; None: torch's global generator, whose state differs between lanes
+            action_mask: which entry of the observations says which actions are allowed; None: all are
         """
         spaces = spaces_of(env, env_kwargs)
-        actor = cls(spaces[1], seed)
+        actor = cls(spaces[1], seed, None if action_mask is None else ActionMask.of(action_mask, *spaces, cls.__name__))
         actor.observation_space, actor.action_space = copy.deepcopy(spaces)     # copies, because an environment draws from its own spaces
         return actor
 
@@ -253,5 +257,9 @@ class RandomActor(Actor):
         if not self.is_seeded:
             space = copy.deepcopy(space)    # a copy, because an actor must not change while it acts
             space.seed(int(torch.randint(2 ** 31, ())))
-        rows = nested.stack([nested.map(np.asarray, space.sample()) for _ in range(fin.numel())])
+        rows = [nested.map(np.asarray, space.sample()) for _ in range(fin.numel())]
+        if (mask := self.action_mask) is not None:
+            masks = mask.opened({mask.name: nested.map(lambda x: x.flatten(0, 1).cpu().numpy(), obs[mask.name])})
+            rows = [mask.draw(space, act, nested.getitem(masks, k)) for k, act in enumerate(rows)]
+        rows = nested.stack(rows)
         return nested.map(lambda x: torch.as_tensor(x).reshape(*fin.shape, *x.shape[1:]), rows), (), {}

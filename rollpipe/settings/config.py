@@ -225,8 +225,10 @@ def make_config(algorithm: str, env: str, options: dict | None = None, env_kwarg
     found = preset_for(algorithm, env, env_kwargs, run.get("preset", "none"), [o for o in known + RUN_OPTIONS if o.name != "preset"])
     of_learning = {option.name: found.values[option.name] for option in known if option.name in found.values}
     of_run = run_options({**{name: x for name, x in found.values.items() if name not in of_learning}, **run})
-    config = {"algorithm": algorithm, "env": env, "env_kwargs": env_kwargs or {}, **vars(of_run), "preset": found.name,
-              "options": _all_options(algorithm, {**of_learning, **(options or {})}, of_run.intrinsic), "versions": versions()}
+    chosen = _all_options(algorithm, {**of_learning, **(options or {})}, of_run.intrinsic)
+    masks = dict(with_action_mask=mask) if (mask := chosen.get("action_mask")) else {}     # an info has to become an observation
+    config = {"algorithm": algorithm, "env": env, "env_kwargs": {**masks, **(env_kwargs or {})}, **vars(of_run), "preset": found.name,
+              "options": chosen, "versions": versions()}
     if imports: config["imports"] = imports
     if found.name: config["of_preset"] = [name for name in found.values if name not in {**(options or {}), **run}]
     reading_for(config)

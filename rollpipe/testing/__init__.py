@@ -1,6 +1,7 @@
 """A contract kit for your own environments, actors and pipes: `check_env`, `check_actor`, `check_pipe`, and the rules by name.
 
 For algorithms of your own there are two environments whose values are known in closed form: `NarrowPath` and `Steering`.
+`chains.Gates` is a third one, with masks of actions.
 """
 from .actor_rules import *
 from .chains import NarrowPath, Steering

@@ -52,6 +52,9 @@ class VectorBatch(Batch):
         self._infos = VectorInfos(len(self), info_keys, str((seed.entropy, self.vec_name)))
         self._resetting = np.zeros(len(self), bool)     # True where the next step is a reset (mode NEXT_STEP)
 
+    @property
+    def acting(self) -> np.ndarray: return ~self._resetting
+
     def name(self, b: int) -> str:
         "The name of environment `b` in error messages."
         return f"{b} ({self.vec_name})"
