@@ -18,7 +18,7 @@ from ..agents.intrinsic.distillation import Distillation
 from ..agents.intrinsic.rnd import RND
 from ..agents.off_policy.replay_learner import ReplayLearner
 from ..agents.schedules import Every
-from ..agents.shared_options import Options, check_options, integer, number
+from ..agents.shared_options import Changing, Options, Schedule, check_options, integer, number
 from .algorithms import ALGORITHMS, options_for
 from .options import options_of
 from ..pipes.advantage import AdvantageBuffer
@@ -38,8 +38,8 @@ from .choice import preset_for
 from .files import checked
 
 # %% auto #0
-__all__ = ['RUN_OPTIONS', 'check_decay', 'check_room', 'check_lanes', 'device_of', 'reading_for', 'RunOptions', 'run_options',
-           'make_config', 'build']
+__all__ = ['RUN_OPTIONS', 'with_steps', 'check_decay', 'check_room', 'check_lanes', 'device_of', 'reading_for', 'RunOptions',
+           'run_options', 'make_config', 'build']
 
 # %% ../../nbs/settings/05_config.ipynb #62591ac2
 def _all_options(algorithm: str, options: dict, intrinsic: float) -> dict:
@@ -51,6 +51,16 @@ def _all_options(algorithm: str, options: dict, intrinsic: float) -> dict:
     return {**{name: option.default for name, option in known.items()}, **ends, **alike, **options}
 
 
+def with_steps(algorithm: str, options: dict, steps: int) -> dict:
+    """The options, with a number of steps for each schedule that has none.
+
+    Args:
+        steps: environment steps of the training
+    """
+    found = {option.name for option in options_for(algorithm) if "schedule" in option.kinds}
+    return {name: str(Schedule.of(x, steps)) if name in found and isinstance(x, str) else x for name, x in options.items()}
+
+
 def check_decay(steps: int, options: dict) -> None:
     """Raise `DataError` if the learning rates would fall to 0 before the training ends.
 
@@ -58,6 +68,10 @@ def check_decay(steps: int, options: dict) -> None:
         steps: environment steps to train for
         options: options of the algorithm
     """
+    for name in Changing.RATES:
+        if isinstance(text := options.get(name), str) and not (x := Schedule.of(text, steps)).end and x.steps < steps:
+            raise DataError("the schedule falls to 0 before the training ends", leaf=name, got=text,
+                            expected=f"an end above 0, or at least the steps of the training, {steps}")
     if not (n := options.get("decay_steps")) or n >= steps: return
     raise DataError("the learning rates fall to 0 before the training ends", leaf="decay_steps", got=str(n),
                     expected=f"0, or at least the steps of the training, as by --decay-steps {steps} for a new run")
@@ -227,6 +241,7 @@ def make_config(algorithm: str, env: str, options: dict | None = None, env_kwarg
     of_run = run_options({**{name: x for name, x in found.values.items() if name not in of_learning}, **run})
     config = {"algorithm": algorithm, "env": env, "env_kwargs": env_kwargs or {}, **vars(of_run), "preset": found.name,
               "options": _all_options(algorithm, {**of_learning, **(options or {})}, of_run.intrinsic), "versions": versions()}
+    config["options"] = with_steps(algorithm, config["options"], config["steps"])
     if imports: config["imports"] = imports
     if found.name: config["of_preset"] = [name for name in found.values if name not in {**(options or {}), **run}]
     reading_for(config)
