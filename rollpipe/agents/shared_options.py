@@ -209,8 +209,9 @@ class Changing(Options):
         for x in schedule[1:3] if isinstance(schedule, Schedule) else [value] * (schedule is None):
             if x or name not in self.RATES or schedule is None: check_option(self, name, x)      # a rate may end with 0, when training ends
         schedule = schedule or self.fall(name, value)
-        self.schedules = {k: x for k, x in self.schedules.items() if k != name} | ({name: schedule} if schedule else {})
         setattr(self, name, value if schedule is None else self._value(name, schedule))
+        self.schedules.pop(name, None)
+        if schedule: self.schedules[name] = schedule
 
     def _value(self, name, schedule):
         value = schedule(self.steps)

@@ -247,7 +247,8 @@ def _type_for(kinds: tuple) -> Callable:
         try: return parse_value(text, kinds)
         except ValueError:
             if not re.match(r"[a-z]+:", text): raise
-            problem = "this option takes no schedule" if "schedule" not in kinds else "not a schedule"
-            raise argparse.ArgumentTypeError(f"{problem}: {text!r}; expected linear:START:END or cosine:..., and :STEPS") from None
+            problem, form = "this option takes no schedule", _in_words(kinds)
+            if "schedule" in kinds: problem, form = "not a schedule", "linear:START:END or cosine:START:END, and perhaps :STEPS"
+            raise argparse.ArgumentTypeError(f"{problem}: {text!r}; expected {form}") from None
     parse.__name__ = _in_words(kinds)  # argparse shows this name in its errors
     return parse
