@@ -43,7 +43,7 @@ def kinds_of(annotation: Any, default: Any) -> tuple:
 
 def _is_kind(value: Any, kind: str) -> bool:
     if kind == "None": return value is None
-    if kind == "schedule": return isinstance(value, str) and Schedule.of(value, steps=1) is not None
+    if kind == "schedule": return isinstance(value, str) and ":" in value and Schedule.of(value, steps=1) is not None
     if kind.endswith(",..."): return isinstance(value, (tuple, list)) and all(_is_kind(x, kind[:-4]) for x in value)
     return isinstance(value, _TYPES[kind]) and (kind in ("bool", "value") or not isinstance(value, bool))
 
