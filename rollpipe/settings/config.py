@@ -20,7 +20,7 @@ from ..agents.intrinsic.rnd import RND
 from ..agents.off_policy.replay_learner import ReplayLearner
 from ..agents.schedules import Every, seconds_of
 from ..agents.shared_options import Changing, Options, Schedule, check_options, integer, number
-from .algorithms import ALGORITHMS, options_for
+from .algorithms import ALGORITHMS, options_for, with_memory
 from .options import options_of
 from ..pipes.advantage import AdvantageBuffer
 from ..pipes.data.errors import LEAST_BYTES, DataError, check_memory
@@ -305,13 +305,14 @@ def build(config: dict, resumes: int = 0) -> tuple:
     """
     algorithm = ALGORITHMS[config["algorithm"]]
     parts = algorithm.parts
-    kwargs = {part: {} for part in parts}
+    kwargs = {part: {} for part in (*parts, "recurrence")}
     for option in options_for(config["algorithm"]):
         value = config["options"].get(option.name, option.default)
         kwargs[option.part][option.param] = tuple(value) if isinstance(value, list) else value
     *words, word = map(int, np.random.SeedSequence([config["seed"], resumes]).generate_state(5))
     seeds = dict(zip(parts, words))
     env, env_kwargs = config["env"], config["env_kwargs"]
+    parts = with_memory(algorithm, kwargs)
     modules = [_network(parts[part], env, env_kwargs=env_kwargs, seed=seeds[part], **kwargs[part])
                for part in ("policy", "critic") if part in parts]
     device, accepted = device_of(config.get("device", "cpu")), inspect.signature(algorithm.pipeline).parameters
