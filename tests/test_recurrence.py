@@ -99,10 +99,11 @@ def test_a_fork_cannot_get_another_memory(tmp_path):
         with pytest.raises(DataError, match="cannot have another (recurrent|state_size)"): fork(run.folder, tmp_path/"fork", 2, **options)
 
 
-def test_the_command_line_the_preset_and_the_search_know_it(tmp_path, monkeypatch, capsys):
+def test_the_command_line_a_file_and_the_search_know_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = ["train", "ppo", RECALL, "--steps", "500", "--quiet", "--no-tensorboard", "--out"]
-    assert rollpipe(*words, "a") == 0 and "preset Recall-v0" in capsys.readouterr().out
+    words = ["train", "ppo", RECALL, "--steps", "500", "--quiet", "--no-tensorboard", "--config", "own.toml", "--out"]
+    (tmp_path/"own.toml").write_text('[Recall-v0]\nactions = "Discrete"\nrecurrent = "gru"\nstate_size = 32\nhidden = [8]\n')
+    assert rollpipe(*words, "a") == 0
     options = load_run("a").config["options"]
     assert (options["recurrent"], options["state_size"]) == ("gru", 32)
     assert rollpipe(*words, "b", "--recurrent", "lstm", "--state-size", "16", "--n-envs", "4") == 0
