@@ -381,7 +381,7 @@ def test_every_default_is_what_its_annotation_allows(algorithm):
 
 
 @pytest.mark.parametrize("algorithm, options, told", [
-    ("ppo", dict(target_kl="abc"), "target_kl.*float or none, got 'abc'"), ("ppo", dict(epochs=2.5), "epochs.*int, got 2.5"),
+    ("ppo", dict(target_kl="abc"), "target_kl.*float or none or schedule, got 'abc'"), ("ppo", dict(epochs=2.5), "epochs.*int, got 2.5"),
     ("dqn", dict(huber=True), "huber"), ("trpo", dict(hidden=(8, "x")), "hidden"), ("trpo", dict(hidden=8), "hidden")])
 def test_options_are_checked_without_a_command_line_as_well(algorithm, options, told):
     with pytest.raises(DataError, match=told): make_config(algorithm, "CartPole-v1", options)
@@ -398,9 +398,9 @@ MISTAKES = [
     ("train trpo Pendulum-v1 --gamma x", "--gamma: invalid float value: 'x'"),
     ("train trpo Pendulum-v1 --steps 1.5", "--steps: invalid int value: '1.5'"),
     ("train trpo Pendulum-v1 --hidden 8,x", "--hidden"),
-    ("train ppo Pendulum-v1 --target-kl abc", "--target-kl: invalid float or none value: 'abc'"),
-    ("train trpo Pendulum-v1 --critic-lr fast", "--critic-lr: invalid float value: 'fast'"),
-    ("train dqn CartPole-v1 --tau abc", "--tau: invalid float or none value: 'abc'"),
+    ("train ppo Pendulum-v1 --target-kl abc", "--target-kl: invalid float or none or schedule value: 'abc'"),
+    ("train trpo Pendulum-v1 --critic-lr fast", "--critic-lr: invalid float or schedule value: 'fast'"),
+    ("train dqn CartPole-v1 --tau abc", "--tau: invalid float or none or schedule value: 'abc'"),
     ("train dqn CartPole-v1 --epsilon 0.5", "unknown argument --epsilon; did you mean --eps-end"),   # DQN sets it itself
     ("train ppo CartPole-v1 --lag soon", "--lag: invalid int or none value: 'soon'"),
     ("train dqn CartPole-v1 --beta-steps many", "--beta-steps: invalid int or none value: 'many'"),

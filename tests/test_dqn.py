@@ -13,7 +13,8 @@ from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.dqn import DQN
 from rollpipe.agents.metrics import check_metrics
 from rollpipe.agents.off_policy.targets import update_target
-from rollpipe.agents.schedules import linear_schedule, set_epsilon
+from rollpipe.agents.schedules import set_epsilon
+from rollpipe.agents.shared_options import Schedule
 from rollpipe.agents.tabular import QLearning, TabularQ, move_towards, q_targets
 from rollpipe.layers import QPolicy, RecurrentQPolicy
 from rollpipe.pipes import DataError, EnvStepper, Fragment, FragmentCollector
@@ -162,7 +163,7 @@ def test_epsilon_follows_the_steps_consumed():
     agent = DQN(actor, eps_start=.8, eps_end=.2, eps_steps=60)
     seen = [agent.update(batch)['epsilon'] for batch in islice(replayed('CartPole-v1', actor, n_envs=4, n_steps=5, warmup=40), 5)]
     assert seen == pytest.approx([.8, .6, .4, .2, .2])
-    assert linear_schedule(30, .4, 1., 60) == pytest.approx(.7)
+    assert Schedule('linear', .4, 1., 60)(30) == pytest.approx(.7)
 
 
 def test_epsilon_is_in_the_weights():

@@ -6,6 +6,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, Tuple
 
 from rollpipe.layers import Actor
 from rollpipe.pipes import Pipe
+from rollpipe.testing import Recall as Remembered
 
 ENDS = ("term", "trunc", "both")
 
@@ -123,28 +124,8 @@ class Lively(Noted):
         return self.x.astype(np.float32), float(self.x.sum()), bool(chance < .1), bool(.05 < chance < .2), {}
 
 
-class Recall(Noted):
-    """A cue (one of `n_cues`) is shown at the first step only; `delay` steps later the actor is asked for it.
-
-    The observation is one-hot: nothing, the cues, the question. The answer earns 1 if it is right and -1 if not, and ends the
-    episode; actions before it have no effect.
-    """
-    def __init__(self, delay=20, n_cues=4):
-        super().__init__()
-        self.delay, self.n_cues = delay, n_cues
-        self.observation_space, self.action_space = Box(0, 1, (n_cues + 2,)), Discrete(n_cues)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.cue, self.count = int(self.np_random.integers(self.n_cues)), 0
-        return self.look(1 + self.cue), {}
-
-    def look(self, i): return np.eye(self.n_cues + 2, dtype=np.float32)[i]
-
-    def step(self, action):
-        if self.count == self.delay: return self.look(0), 1. if action == self.cue else -1., True, False, {}
-        self.count += 1
-        return self.look(self.n_cues + 1 if self.count == self.delay else 0), 0., False, False, {}
+class Recall(Remembered, Noted):
+    "That of `rollpipe.testing`, which writes into the `Ledger`."
 
 
 # --- actors; all arithmetic is on small integers, so results do not depend on how rows are batched

@@ -150,20 +150,22 @@ class Adam(torch.optim.Adam):
                    for group, known in zip(self.param_groups, self._groups))
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #cca0c256
-def adam_for(actor: torch.nn.Module, critic: torch.nn.Module | None, lr: float, critic_lr: float) -> tuple[list, Adam]:
+def adam_for(actor: torch.nn.Module, critic: torch.nn.Module | None, lr: float, critic_lr: float,
+             apart: bool = False) -> tuple[list, Adam]:
     """The trainable parameters of actor and critic, each once, and an `Adam` for them.
 
     Args:
         lr: learning rate of the actor's parameters
         critic_lr: learning rate of the parameters that only the critic has
+        apart: make two groups even if the two learning rates are equal, because they will not stay so
     """
     params, groups = [], {}
     for module, rate in ((actor, lr), (critic, critic_lr)):
         known = {id(p) for p in params}
         new = [p for p in module.parameters() if p.requires_grad and id(p) not in known] if module is not None else []
-        if new: groups.setdefault(rate, []).extend(new)
+        if new: groups.setdefault((rate, apart and module is critic), []).extend(new)
         params += new
-    return params, Adam([dict(params=group, lr=rate) for rate, group in groups.items()], lr=lr, fused=True)
+    return params, Adam([dict(params=group, lr=rate) for (rate, _), group in groups.items()], lr=lr, fused=True)
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #10a5d892
 def descend(params: list, optimizer: torch.optim.Optimizer, max_norm: float | None, loss: torch.Tensor, name: str = 'loss',
@@ -197,7 +199,13 @@ class GradientLearner(ByAdam, Learner):
     """
     def __post_init__(self):
         super().__post_init__()
-        self.params, self.optimizer = adam_for(self.actor, self.critic, self.lr, self.lr_of_critic)
+        apart = 'critic_lr' in self.schedules or 'lr' in self.schedules and self.critic_lr is not None
+        self.params, self.optimizer = adam_for(self.actor, self.critic, self.lr, self.lr_of_critic, apart)
+
+    def rates(self) -> list:
+        "The group of the actor, if it has something to learn, and that of a critic with a learning rate of its own."
+        names = ['lr'] * any(p.requires_grad for p in self.actor.parameters()) + ['lr' if self.critic_lr is None else 'critic_lr']
+        return [*zip(self.optimizer.param_groups, names)]
 
     def step(self, loss: torch.Tensor, name: str = 'loss', metrics: dict | None = None, n: int | torch.Tensor | None = None) -> dict:
         """Take a step that lowers `loss`, with the gradient clipped to `max_grad_norm`; see `descend`.
@@ -225,7 +233,7 @@ class ActorCriticLearner(EntropyBonus, GradientLearner):
         critic: `critic(obs) -> value` (see `Critic`); None: the `value` that the actor reports
         c_value: weight of the critic's loss
     """
-    c_value: float = number(0.5)
+    c_value: float = number(0.5, changes=True)
     critic_epochs: int = not_offered(0)
     joins_ranks = True      # see `ranks.distributed`
 

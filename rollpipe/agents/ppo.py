@@ -43,9 +43,9 @@ class PPO(ActorCriticLearner):
     """
     epochs: int = integer(10)
     minibatch: int = integer(256)
-    clip: float = number(0.2)
-    clip_value: float | None = number(None)
-    target_kl: float | None = number(None)
+    clip: float = number(0.2, changes=True)
+    clip_value: float | None = number(None, changes=True)
+    target_kl: float | None = number(None, changes=True)
     normalize_adv: str = 'batch'
     lr: float = 1e-3
 

@@ -3,6 +3,6 @@ from .folder import Run, load_agent, resume, start
 from .fork import fork
 from .loops import resumed, saved
 from .replay import replayed_run
-from .training import train
+from .training import Wish, train
 
-__all__ = ['Run', 'fork', 'load_agent', 'replayed_run', 'resume', 'resumed', 'saved', 'start', 'train']
+__all__ = ['Run', 'Wish', 'fork', 'load_agent', 'replayed_run', 'resume', 'resumed', 'saved', 'start', 'train']

@@ -17,7 +17,7 @@ from ..pipes.data.files import write_atomically
 from ..agents.evaluate import RandomActor, evaluate
 from ..settings.algorithms import ALGORITHMS, options_for
 from .autotune import NO_TIME, autotune, command_for, profile_config, table_row, trial_row
-from ..settings.config import RUN_OPTIONS, build, device_of, make_config
+from ..settings.config import RUN_OPTIONS, build, device_of, is_over, make_config
 from .evaluations import evaluate_end
 from .export import FORMATS, PolicyFunction, export_policy
 from .joint import Follower, joint
@@ -105,10 +105,11 @@ def _run_for(args, launch):
     config = config_from(args) | (dict(ranks=launch.size) if launch else {})
     folder = Path(args.out or default_folder(config))
     found = find_run(folder, config, given_names(args)) if args.proceed or is_again else None
-    if not found or found.counters["steps"] < config["steps"]:
+    if not found or not is_over({**found.config, "steps": config["steps"]}, found.counters):
         return resume(folder, config["steps"]) if found else start(folder, config, args.overwrite)
     evaluate_end(folder)
-    print(f"{folder} is complete, with {format_number(found.counters['steps'])} steps")
+    why = f", and was stopped: {found.config['stopped']}" if found.config.get("stopped") else ""
+    print(f"{folder} is complete, with {format_number(found.counters['steps'])} steps{why}")
 
 
 def default_folder(config: dict) -> Path:
@@ -127,7 +128,7 @@ def find_run(folder: Path, config: dict, given: Iterable | None = None, is_exact
     """
     if not files_of_run(folder): return None
     for module in needed_modules(config): importlib.import_module(module)  # naming the environment permits the import of its module
-    found, free = load_run(folder), {"steps", "versions", "preset", "of_preset", "kept", "inexact"}
+    found, free = load_run(folder), {"steps", "versions", "preset", "of_preset", "kept", "inexact", "stopped"}
     if {*needed_modules(found.config)} == {*needed_modules(config)}: free |= {"imports"}  # the environment's module may be listed or not
     if given is not None: free |= {*config.get("of_preset", ()), *found.config.get("of_preset", ())} - {*given}  # the run keeps its values
     if is_exact and found.config["steps"] > config["steps"]: free -= {"steps"}
@@ -166,6 +167,7 @@ def run_to_end(run: Run, args: Namespace) -> None:
                           f"continue with: {_command_for('train --resume', run)}") from None
     finally:
         if not run.counters["updates"] and not run.folder.joinpath(*CRASH).exists(): discard(run)
+    if config.get("stopped"): print(f"stopped: {config['stopped']}")
     print(f"{format_number(run.counters['steps'])} steps in {format_duration(run.counters['seconds'])}, saved in {run.checkpoint}")
     if config.get("eval_every") and run.best.exists():
         best = load_run(run.folder, best=True)

@@ -17,7 +17,7 @@ from ..agents.checkpoint import (Checkpoint, Snapshot, checkpoint_bytes, keep_ch
 from .states import Stream, kept_states, load_states, resumed_stream, with_exactness
 from ..agents.schedules import with_eval_every
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
-from ..settings.config import RUN_OPTIONS, RunOptions, build, check_decay, check_room, device_of, run_options
+from ..settings.config import RUN_OPTIONS, RunOptions, build, check_decay, check_room, device_of, is_over, run_options
 from .locks import lock, unlock
 from ..pipes.data import files, nested
 from ..pipes.data.chunks import ChunkFolder
@@ -280,7 +280,7 @@ def load_agent(run: str | Path, best: bool = False, device: str = "cpu") -> Any:
 def resume(folder: str | Path, steps: int | None = None, device: str | None = None, workers: int | None = None) -> Run:
     """Continue a run from its checkpoint: exactly as it would have gone on, or with new episodes if its configuration says why.
 
-    Raises `DataError` if it is complete.
+    Raises `DataError` if it is complete. A run that was stopped goes on if `steps` are given, without the rules that could stop it.
 
     From an earlier checkpoint, the training after it is repeated, and its records and checkpoints are replaced. The best checkpoint stays.
 
@@ -297,7 +297,8 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
         given = {name: x for name, x in dict(device=device, workers=workers).items() if x is not None}
         config: dict[str, Any] = dict(found.config, steps=steps or found.config["steps"], **given)
         counters = dict(found.counters, resumes=found.counters["resumes"] + (found.stream is None and found.counters["updates"] > 0))
-        if counters["steps"] >= config["steps"]:
+        if config.get("stopped") and steps: config |= dict(stopped=None, stop_at_return=None, patience=0, stop_after=None)
+        if is_over(config, counters):
             raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
         check_decay(config["steps"], found.config["options"])
         agent, pipe = restore(found._replace(config={**config, "folder": folder}), counters["resumes"])

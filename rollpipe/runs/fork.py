@@ -22,7 +22,8 @@ from ..pipes.graph.edits import nodes
 from ..pipes.graph.modules import torch_threads
 from ..pipes.graph.states import named_pipes, numbered
 from ..settings.algorithms import options_for
-from ..settings.config import RUN_OPTIONS, build, check_decay, check_lanes, check_room, reading_for, run_options
+from ..settings.config import (RUN_OPTIONS, build, check_decay, check_lanes, check_room, check_stops, reading_for, run_options,
+                                       with_steps)
 from ..settings.files import checked
 from ..settings.options import import_words, parse_value, typed
 from .evaluations import read_evaluations, write_evaluations
@@ -93,6 +94,7 @@ def changed_run(folder: Path, found: Checkpoint, options: dict) -> tuple[Checkpo
     """
     config, of_run = found.config, [x for x in RUN_OPTIONS if x.name != "preset"]
     options = json.loads(json.dumps(checked(options, [*options_for(config["algorithm"]), *of_run], f"a fork of {folder}")))
+    options = with_steps(config["algorithm"], options, options.get("steps", config["steps"]))
     config = {**config, "options": {**{x.name: x.default for x in options_for(config["algorithm"])}, **config["options"]}}
     changed = {name: x for name, x in options.items() if {**config, **config["options"]}.get(name) != x}
     if not changed: return found, {}
@@ -112,6 +114,7 @@ def changed_run(folder: Path, found: Checkpoint, options: dict) -> tuple[Checkpo
         before = after
     reading_for(config)
     check_decay(config["steps"], config["options"])
+    check_stops(config)
     check_room(config["options"])
     check_lanes(config["workers"], config["options"])
     if config["steps"] <= found.counters["steps"]:
@@ -234,7 +237,7 @@ def fork(run: str | Path, out: str | Path, at: int | None = None, edits: Iterabl
         found, at = _taken(folder, at, home)
         if found.stream is None or found.counters["updates"] < at: found = _repeated_to(at, folder, found, edits, home)
         found, changed = changed_run(folder, found, options)
-        config = {**found.config, "forked": {"run": str(folder), "at": at, "set": changed}}
+        config = {**found.config, "stopped": None, "forked": {"run": str(folder), "at": at, "set": changed}}
         for path in (home/"checkpoint.safetensors", home/FORKED): stored(path, found, config)
         write_json(home/"config.json", config)
         if changed: _check_resumed(folder, home, changed)

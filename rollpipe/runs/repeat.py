@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from .states import edited
+from ..settings.config import is_over
 from ..agents.checkpoint import Checkpoint, kept_checkpoints, save_checkpoint
 from ..pipes.data.errors import CheckpointError, DataError
 from ..pipes.graph.modules import torch_threads
@@ -96,7 +97,7 @@ def checkpoint_at(folder: Path, updates: int, after: bool = False) -> Checkpoint
         raise DataError(f"{folder} cannot be repeated", expected=way, got=reason)
     lines = read_journal(folder/JOURNAL)
     made = int(max([counters["updates"], *(e.updates for e in lines[-1:]), *(r["updates"] for r in records_of(folder)[-1:])]))
-    n, last = updates + after, made + (after and counters["steps"] < config["steps"])
+    n, last = updates + after, made + (after and not is_over(config, counters))
     if not 1 <= n <= last: raise DataError(f"{folder} has no such update", leaf="update", expected=f"1 to {last}", got=str(n))
     resumes, first = next((e.resumes for e in lines if e.updates >= n), counters["resumes"]), beginning(folder, newest)
     for found in chain([newest], _kept(folder), [first]):

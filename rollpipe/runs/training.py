@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from time import perf_counter
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,8 @@ from ..traces.fingerprint import fingerprint
 from ..traces.journal import Journal
 from ..traces.crash import FlightRecorder
 from ..agents.metrics import METRICS, OF_THE_LOOP, EpisodeReturns, added
+from ..pipes.data import files
+from ..agents.schedules import seconds_of
 from ..settings.config import reading_for
 from ..settings.options import import_words, typed
 from .evaluations import evaluations_of
@@ -37,7 +39,7 @@ from .signals import signals_wait_for_saving, uninterrupted
 from .folder import Run, needed_modules
 
 # %% auto #0
-__all__ = ['reading', 'journal_of', 'Updates', 'train']
+__all__ = ['reading', 'journal_of', 'Wish', 'Updates', 'train']
 
 # %% ../../nbs/runs/10_training.ipynb #c1e054ea
 def _films(run: Run) -> AbstractContextManager:
@@ -71,6 +73,21 @@ def journal_of(run: Run) -> Journal:
     return Journal(run.folder/JOURNAL, run.counters, networks)
 
 # %% ../../nbs/runs/10_training.ipynb #b542d966
+class Wish(NamedTuple):
+    """What a callback may return in place of metrics.
+
+    Args:
+        metrics: metrics of your own
+        save: save a checkpoint after this update
+        stop: why the training should stop after this update; None: it goes on
+    """
+    metrics: dict = {}
+    save: bool = False
+    stop: str | None = None
+
+
+
+# %% ../../nbs/runs/10_training.ipynb #f78a10e8
 class Updates:
     "The updates of a run: each one learns from a batch, counts it, and makes a record."
     def __init__(self, run: Run, callback: Callable | None = None):
@@ -82,6 +99,7 @@ class Updates:
         self.make: Callable = FlightRecorder(run.folder, run.config, run.counters, run.agent, shlex.join(again)).update
         self.is_live = not find(run.pipe, DataSampler)  # rows of a sample of data make no episodes
         self.is_whole = False  # whether the last update is complete, and not saved yet
+        self.wish = Wish()     # of the callback, after the last update
         self.signals = []      # that have arrived, and that the ranks have not agreed on yet
 
     def start_clock(self) -> None: self.begun = self.waiting = perf_counter()
@@ -116,7 +134,9 @@ class Updates:
     def with_callback(self, record: dict) -> dict:
         "A record with the metrics of the callback, if there is one."
         if self.callback is None: return record
-        return added(record, self.callback(self.run, MappingProxyType(record)), "the callback", METRICS)
+        found = self.callback(self.run, MappingProxyType(record))
+        self.wish = found if isinstance(found, Wish) else Wish(found)
+        return added(record, self.wish.metrics, "the callback", METRICS)
 
     def learn(self, batch: Any, health: Callable, evaluated: list, writer: MetricWriter, bar: Progress) -> dict:
         "Call `update`, then write and show the record, also if the callback fails."
@@ -133,8 +153,26 @@ class Updates:
     def is_due(self, evaluations: Any) -> bool:
         "Is a checkpoint due after this update?"
         counters, config = self.run.counters, self.run.config
-        return (counters["steps"] >= config["steps"] or counters["updates"] % config["checkpoint_every"] == 0
+        return (self.wish.save or counters["steps"] >= config["steps"] or counters["updates"] % config["checkpoint_every"] == 0
                 or evaluations is not None and evaluations.waits())
+
+    def why_stop(self, evaluations: Any) -> str | None:
+        "Why the training stops before it has made all of its steps; None: it goes on. Several ranks stop together."
+        config, counters = self.run.config, self.run.counters
+        if (why := self.wish.stop) is None and counters["updates"]:
+            why, limit = evaluations.why_enough() if evaluations else None, config.get("stop_after")
+            if why is None and limit and counters["seconds"] >= seconds_of(limit, "stop_after"): why = f"{limit} of training have passed"
+        return next((x for x in ranks.gathered_objects(why) if x is not None), None)
+
+    def goes_on(self, evaluations: Any) -> bool:
+        "Whether there is another update. A run that is stopped before it has made all of its steps is saved as complete, with the reason."
+        run = self.run
+        if run.counters["steps"] >= run.config["steps"]: return False
+        if (why := self.why_stop(evaluations)) is None: return True
+        run.config["stopped"] = why
+        self.save()
+        if not ranks.rank(): files.write_json(run.folder/"config.json", run.config)
+        return False
 
     def save(self) -> None:
         "Save a checkpoint, after a line of the journal, from which a resumed run goes on."
@@ -166,7 +204,7 @@ def _saved(updates: Updates, graph: Any) -> Iterator[None]:
 @signals_wait_for_saving()
 def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", wandb: bool | str | None = None,
           callback: Callable | None = None) -> dict:
-    """Train until `config['steps']`, recording metrics and saving checkpoints in the run's folder. The best learner has a checkpoint, too.
+    """Train until `config['steps']`, or until an option or the callback stops the run. Metrics and checkpoints are in its folder.
 
     If training is interrupted, also by SIGTERM or SIGHUP, or the environment fails, a checkpoint of the last update is saved first.
 
@@ -175,7 +213,7 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
         progress: show the progress on stderr
         tensorboard: write event files: True, False, or "auto": if TensorBoard is installed
         wandb: log to Weights & Biases: project, True ("rollpipe"), False, or None: only if the run is already there
-        callback: callback(run, record) after each update; returns a dict of metrics of your own, or None
+        callback: callback(run, record) after each update; returns a dict of metrics of your own, a `Wish` to save or to stop, or None
 
     Returns:
         dict: the last record
@@ -190,7 +228,7 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
               metric_writer(run.folder, tensorboard, counters["steps"], wandb=wandb, config=config) as writer,  # last: it starts threads
               _saved(updates, graph)):
             updates.start_clock()
-            while counters["steps"] < steps:
+            while updates.goes_on(evaluations):
                 with uninterrupted(updates.signals) as delay:
                     delay.collecting()
                     try: batch = next(batches)
@@ -207,7 +245,7 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
                 if evaluations and not is_last: updates.leave_out(evaluations.after_update())
             for answer in evaluations.finish() if evaluations else ():
                 _report(dict(steps=counters["steps"], updates=counters["updates"], **answer.metrics), writer, bar)
-        if counters["steps"] < steps:
+        if counters["steps"] < steps and not config.get("stopped"):
             raise DataError("the pipeline ended before the training did", expected=f"{steps} steps", got=f"{counters['steps']} steps")
         return record
     finally:

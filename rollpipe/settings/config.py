@@ -9,6 +9,7 @@ import inspect, json, math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from sys import float_info
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,9 @@ import torch
 from ..agents.intrinsic.distillation import Distillation
 from ..agents.intrinsic.rnd import RND
 from ..agents.off_policy.replay_learner import ReplayLearner
-from ..agents.schedules import Every
-from ..agents.shared_options import Options, check_options, integer, number
-from .algorithms import ALGORITHMS, options_for
+from ..agents.schedules import Every, seconds_of
+from ..agents.shared_options import Changing, Options, Schedule, check_options, integer, number
+from .algorithms import ALGORITHMS, options_for, with_memory
 from .options import options_of
 from ..pipes.advantage import AdvantageBuffer
 from ..pipes.data.errors import LEAST_BYTES, DataError, check_memory
@@ -38,8 +39,8 @@ from .choice import preset_for
 from .files import checked
 
 # %% auto #0
-__all__ = ['RUN_OPTIONS', 'check_decay', 'check_room', 'check_lanes', 'device_of', 'reading_for', 'RunOptions', 'run_options',
-           'make_config', 'build']
+__all__ = ['RUN_OPTIONS', 'with_steps', 'check_decay', 'check_stops', 'is_over', 'check_room', 'check_lanes', 'device_of',
+           'reading_for', 'RunOptions', 'run_options', 'make_config', 'build']
 
 # %% ../../nbs/settings/05_config.ipynb #62591ac2
 def _all_options(algorithm: str, options: dict, intrinsic: float) -> dict:
@@ -51,6 +52,16 @@ def _all_options(algorithm: str, options: dict, intrinsic: float) -> dict:
     return {**{name: option.default for name, option in known.items()}, **ends, **alike, **options}
 
 
+def with_steps(algorithm: str, options: dict, steps: int) -> dict:
+    """The options, with a number of steps for each schedule that has none.
+
+    Args:
+        steps: environment steps of the training
+    """
+    found = {option.name for option in options_for(algorithm) if "schedule" in option.kinds}
+    return {name: str(Schedule.of(x, steps)) if name in found and isinstance(x, str) else x for name, x in options.items()}
+
+
 def check_decay(steps: int, options: dict) -> None:
     """Raise `DataError` if the learning rates would fall to 0 before the training ends.
 
@@ -58,9 +69,37 @@ def check_decay(steps: int, options: dict) -> None:
         steps: environment steps to train for
         options: options of the algorithm
     """
+    for name in Changing.RATES:
+        if isinstance(text := options.get(name), str) and not (x := Schedule.of(text, steps)).end and x.steps < steps:
+            raise DataError("the schedule falls to 0 before the training ends", leaf=name, got=text,
+                            expected=f"an end above 0, or at least the steps of the training, {steps}")
     if not (n := options.get("decay_steps")) or n >= steps: return
     raise DataError("the learning rates fall to 0 before the training ends", leaf="decay_steps", got=str(n),
                     expected=f"0, or at least the steps of the training, as by --decay-steps {steps} for a new run")
+
+
+def check_stops(config: dict) -> None:
+    """Raise `DataError` if a training could not be stopped as its options say.
+
+    Evaluations that are counted in updates run beside the training, and their end depends on the clock. A resumed run would stop elsewhere.
+
+    Args:
+        config: see `make_config`
+    """
+    rules = [name for name, unset in (("stop_at_return", None), ("patience", 0)) if config.get(name, unset) != unset]
+    if rules and Every.of(config.get("eval_every", 0)).unit != "steps":
+        raise DataError("the training stops only by evaluations for which it waits", leaf=rules[0],
+                        expected="eval_every in steps, as by --eval-every '20_000 steps'", got=f"eval_every={config['eval_every']}")
+
+
+def is_over(config: dict, counters: dict) -> bool:
+    """Whether a run has made all of its steps, or was stopped before.
+
+    Args:
+        config: configuration of the run
+        counters: its counters
+    """
+    return counters["steps"] >= config["steps"] or bool(config.get("stopped"))
 
 
 def check_room(options: dict) -> None:
@@ -167,6 +206,9 @@ class RunOptions(Options):
         record: write the fragments of the lanes into the folder `recording` of the run, for `Replayer`
         record_limit: most bytes of the recording, such as '64 GB'; the oldest fragments are removed [no limit]
         exact: do not start unless the run, when it is interrupted and resumed, gives the same numbers as without the interruption
+        stop_at_return: mean return of an evaluation at which the training stops; needs eval_every in steps
+        patience: number of evaluations without a better mean return after which the training stops; needs eval_every in steps; 0: none
+        stop_after: time of training after which it stops, such as '90 min' or '2 h'; evaluations do not count
     """
     steps: int = integer(100_000)
     seed: int = integer(0, 0)
@@ -190,9 +232,13 @@ class RunOptions(Options):
     record: bool = False
     record_limit: str | None = None
     exact: bool = False
+    stop_at_return: float | None = number(None, -float_info.max)
+    patience: int = integer(0, 0)
+    stop_after: str | None = None
 
     def __post_init__(self):
         check_options(self)
+        if self.stop_after is not None: seconds_of(self.stop_after, "stop_after")
         if self.record_limit is not None: bytes_of(self.record_limit, "record_limit")
         self.eval_every = Every.of(self.eval_every, "eval_every").setting
 
@@ -229,10 +275,12 @@ def make_config(algorithm: str, env: str, options: dict | None = None, env_kwarg
     masks = dict(with_action_mask=mask) if (mask := chosen.get("action_mask")) else {}     # an info has to become an observation
     config = {"algorithm": algorithm, "env": env, "env_kwargs": {**masks, **(env_kwargs or {})}, **vars(of_run), "preset": found.name,
               "options": chosen, "versions": versions()}
+    config["options"] = with_steps(algorithm, config["options"], config["steps"])
     if imports: config["imports"] = imports
     if found.name: config["of_preset"] = [name for name in found.values if name not in {**(options or {}), **run}]
     reading_for(config)
     check_decay(config["steps"], config["options"])
+    check_stops(config)
     check_room(config["options"])
     check_lanes(config["workers"], config["options"])
     try: return json.loads(json.dumps(config))
@@ -259,13 +307,14 @@ def build(config: dict, resumes: int = 0) -> tuple:
     """
     algorithm = ALGORITHMS[config["algorithm"]]
     parts = algorithm.parts
-    kwargs = {part: {} for part in parts}
+    kwargs = {part: {} for part in (*parts, "recurrence")}
     for option in options_for(config["algorithm"]):
         value = config["options"].get(option.name, option.default)
         kwargs[option.part][option.param] = tuple(value) if isinstance(value, list) else value
     *words, word = map(int, np.random.SeedSequence([config["seed"], resumes]).generate_state(5))
     seeds = dict(zip(parts, words))
     env, env_kwargs = config["env"], config["env_kwargs"]
+    parts = with_memory(algorithm, kwargs)
     modules = [_network(parts[part], env, env_kwargs=env_kwargs, seed=seeds[part], **kwargs[part])
                for part in ("policy", "critic") if part in parts]
     device, accepted = device_of(config.get("device", "cpu")), inspect.signature(algorithm.pipeline).parameters

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ..agents.shared_options import meanings
+from ..agents.shared_options import Schedule, changing, meanings
 from ..pipes.data.errors import DataError
 
 # %% auto #0
@@ -30,7 +30,8 @@ def kinds_of(annotation: Any, default: Any) -> tuple:
         default: its default, which decides if there is no annotation
 
     Returns:
-        tuple: of "bool", "int", "float", "str", "dict", "None", "int,..." (a tuple of integers), or of "value": anything
+        tuple: of "bool", "int", "float", "str", "dict", "None", "int,..." (a tuple of integers), or of "value": anything. `options_of` adds
+            "schedule" for an option that may change
     """
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     items = f"{type(default[0]).__name__ if isinstance(default, tuple) and default else 'int'},..."
@@ -42,6 +43,7 @@ def kinds_of(annotation: Any, default: Any) -> tuple:
 
 def _is_kind(value: Any, kind: str) -> bool:
     if kind == "None": return value is None
+    if kind == "schedule": return isinstance(value, str) and ":" in value and Schedule.of(value, steps=1) is not None
     if kind.endswith(",..."): return isinstance(value, (tuple, list)) and all(_is_kind(x, kind[:-4]) for x in value)
     return isinstance(value, _TYPES[kind]) and (kind in ("bool", "value") or not isinstance(value, bool))
 
@@ -72,8 +74,10 @@ class Option(NamedTuple):
 
     def check(self, value: Any) -> None:
         "Raise `DataError`, which names the option, unless `value` is of one of its kinds."
-        if not any(_is_kind(value, kind) for kind in self.kinds):
-            raise DataError("wrong type of value", leaf=self.flag, expected=_in_words(self.kinds), got=repr(value))
+        try:
+            if any(_is_kind(value, kind) for kind in self.kinds): return
+        except DataError as e: raise DataError(e.problem, leaf=self.flag, expected=e.expected, got=e.got) from None
+        raise DataError("wrong type of value", leaf=self.flag, expected=_in_words(self.kinds), got=repr(value))
 
 
 def options_of(parts: dict, skip: Iterable = ()) -> list:
@@ -88,12 +92,13 @@ def options_of(parts: dict, skip: Iterable = ()) -> list:
     """
     found = {}
     for part, function in parts.items():
-        help_texts = meanings(function)
+        help_texts, may_change = meanings(function), changing(function)
         for x in _parameters(function):
             param = x.name
             if param in skip or not _is_plain(x.default): continue
             name = param if param not in found else f"{part}_{param}"
-            found[name] = Option(name, part, param, x.default, help_texts.get(param, ""), kinds_of(x.annotation, x.default))
+            kinds = kinds_of(x.annotation, x.default) + ("schedule",) * (param in may_change)
+            found[name] = Option(name, part, param, x.default, help_texts.get(param, ""), kinds)
     return list(found.values())
 
 
@@ -128,6 +133,7 @@ def _read(text: str, kind: str) -> Any:
     if kind == "float": return float(text)
     if kind == "int": return _integer(text)
     if kind == "str": return text
+    if kind == "schedule": return Schedule.of(text, steps=1) and text
     value = _literal(text)
     if kind == "dict" and re.match(r"\w+=", text): value = parse_env_kwargs(text.split(","))
     if not _is_kind(value, kind): raise ValueError(f"{text!r} is no {kind}")
@@ -237,6 +243,12 @@ def _help(option: Option) -> str:
 
 
 def _type_for(kinds: tuple) -> Callable:
-    def parse(text): return parse_value(text, kinds)
+    def parse(text):
+        try: return parse_value(text, kinds)
+        except ValueError:
+            if not re.match(r"[a-z]+:", text): raise
+            problem, form = "this option takes no schedule", _in_words(kinds)
+            if "schedule" in kinds: problem, form = "not a schedule", "linear:START:END or cosine:START:END, and perhaps :STEPS"
+            raise argparse.ArgumentTypeError(f"{problem}: {text!r}; expected {form}") from None
     parse.__name__ = _in_words(kinds)  # argparse shows this name in its errors
     return parse

@@ -16,8 +16,7 @@ import torch
 from ..learner import Learner
 from ..metrics import mean_metrics
 from .targets import update_buffers
-from ..schedules import linear_schedule
-from ..shared_options import Discounted, integer, not_offered, number
+from ..shared_options import Discounted, Schedule, integer, not_offered, number
 import rollpipe.ranks as ranks
 from ...pipes.data.fragment import Fragment
 from ...pipes.data.errors import DataError
@@ -83,7 +82,7 @@ class ReplayLearner(Discounted, Learner):
         if prioritized and ranks.active():
             raise DataError("several ranks cannot learn from memories with priorities", pipe=self, leaf='prioritized', expected="False",
                             got="True")
-        if prioritized and self.beta_steps: memory.beta = linear_schedule(self.steps, memory.first_beta, 1., self.beta_steps)
+        if prioritized and self.beta_steps: memory.beta = Schedule('linear', memory.first_beta, 1., self.beta_steps)(self.steps)
         records, drawn, samples = [], 0, TimedIterator(batch.samples)
         for sample in ranks.in_step(samples, 'samples'):
             records.append(self.learn(sample, memory))
