@@ -6,6 +6,8 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +31,9 @@ from rollpipe.settings.options import parse_env_kwargs, parse_value
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs.folder import discard, load_run, restore, resume, start
 from rollpipe.runs.training import train
+
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def task_of(algorithm):
     "An environment with actions that suit it."
@@ -309,6 +314,15 @@ def test_demo_twice(tmp_path, capsys, monkeypatch):
             assert re.search(name + r" +-\d+\.\d \+- ", out)
     assert {p.name for p in Path("runs/demo").iterdir()} == {
         "config.json", "fingerprint.json", "metrics.csv", "metrics.jsonl", "journal.jsonl", "checkpoint.safetensors", "curve.png"}
+
+
+@pytest.mark.parametrize("words", ["", "--help", "-h", "--version"])
+def test_the_list_of_commands_needs_no_torch_and_is_that_of_the_parser(words, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code = "import sys; from rollpipe.cli.start import main\ntry: main()\nfinally: print({'torch', 'numpy'} & {*sys.modules})"
+    found = subprocess.run([sys.executable, "-c", code, *words.split()], text=True, capture_output=True, timeout=60, cwd=ROOT)
+    with pytest.raises(SystemExit): build_parser().parse_args([words or "--help"])
+    assert (found.returncode, found.stdout) == (0, capsys.readouterr().out + "set()\n")
 
 
 # -- options -----------------------------------------------------------------------------------------------------------

@@ -8,14 +8,14 @@ from __future__ import annotations
 import argparse, ast, inspect, re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from ..agents.shared_options import meanings
 from ..pipes.data.errors import DataError
 
 # %% auto #0
 __all__ = ['kinds_of', 'Option', 'options_of', 'parse_value', 'parse_env_kwargs', 'import_words', 'typed', 'parse_seeds',
-           'Parser', 'add_options']
+           'add_options']
 
 # %% ../../nbs/settings/00_options.ipynb #5ce2e98c
 _TYPES: dict[str, Any] = dict(bool=bool, int=int, float=(int, float), str=str, dict=dict,
@@ -201,18 +201,6 @@ def parse_seeds(text: str) -> list:
     return seeds
 
 # %% ../../nbs/settings/00_options.ipynb #bbcce3fd
-class Parser(argparse.ArgumentParser):
-    "A parser whose errors are one line on stderr and exit code 2; names cannot be abbreviated."
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, allow_abbrev=False, formatter_class=_Formatter, **kwargs)
-
-    def error(self, message: str) -> NoReturn: self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
-class _Formatter(argparse.HelpFormatter):
-    def __init__(self, prog): super().__init__(prog, max_help_position=30)
-
-
 def add_options(parser: argparse.ArgumentParser, options: Iterable, grouped: bool = True) -> None:
     """Add the options to a parser. The result has no attribute for an option that was not typed, so the caller knows which ones were typed.
 
