@@ -445,6 +445,17 @@ MISTAKES = [
     ("graph trpo Pendulum", "Pendulum-v1"),
     ("graph trpo Pendulum-v1 --lamb 1", "did you mean --lam"),
     ("plto", "invalid choice: 'plto'"),
+    ("train ppo CartPole-v1 --learning-rate 1e-3", "did you mean --lr[?]"),
+    ("train ppo CartPole-v1 --total-timesteps=1000", "did you mean --steps[?]"),
+    ("train ppo CartPole-v1 --batch_size 64", "did you mean --minibatch[?]"),
+    ("train ppo CartPole-v1 --track", "did you mean --wandb[?]"),
+    ("train ppo CartPole-v1 --overwite", "did you mean --overwrite[?]"),
+    ("train sac Pendulum-v1 --ent-coef 0.1", "did you mean --temperature[?]"),
+    ("train sac CartPole-v1", r"Box of floats for sac, or an algorithm for it: trpo, .*dqn, qr_dqn, got Discrete\(2\)"),
+    ("train dqn Pendulum-v1", "Discrete for dqn, or an algorithm for it: .*ppo, vtrace, sac, td3, ddpg, got Box"),
+    ("train ppo Own-v0", "which a module registers .*--import MODULE.*'MODULE:Own-v0'"),
+    ("train --resume RUN --learning-rate 0.1", "so --learning-rate cannot stand .*which takes --steps, --device, --workers, --quiet"),
+    ("train --resume RUN --out other", "so --out cannot stand beside --resume"),
 ]
 
 

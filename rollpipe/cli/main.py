@@ -5,11 +5,11 @@
 # %% ../../nbs/cli/01_main.ipynb #26f465d6
 from __future__ import annotations
 
-import argparse, difflib, importlib, os, signal, sys
+import argparse, importlib, os, signal, sys
 from argparse import Namespace
 
 from .algorithms import COMMON, add_algorithms
-from ..settings.algorithms import ALGORITHMS, load_plugins, options_for
+from ..settings.algorithms import load_plugins, options_for
 from ..runs.commands import (PLOT_OPTIONS, RUN_OPTIONS, Interrupted, UsageError, autotune_command, demo_command, evaluate_command,
                                export_command, graph_command, plot_command, profile_command, watch_command)
 from ..results.experiments import train_or_experiment
@@ -18,7 +18,7 @@ from ..runs.export import FORMATS
 from ..runs.repeat import diff_command, verify_command
 from ..runs.replay import replay_command
 from ..runs.fork import fork_command
-from ..settings.options import add_options
+from ..settings.options import add_options, nearest
 from ..settings.overview import COMMANDS, Parser, general_options, top_parser
 from ..pipes.data.errors import PipeError
 from ..settings.listing import list_command
@@ -32,6 +32,7 @@ __all__ = ['USER_ERRORS', 'build_parser', 'main']
 
 # %% ../../nbs/cli/01_main.ipynb #4e3b64f2
 _OF_A_RUN = ("--out", "--overwrite", "--continue", "--seeds", "--jobs", "--quiet", "--tensorboard", "--wandb")  # only of `train`
+_OF_A_RESUME = (*(f"--{name}" for name in COMMON), "--quiet", "--tensorboard", "--wandb")
 
 
 def _add_comparisons(command, debug: Parser) -> None:
@@ -111,7 +112,7 @@ def _add_searches(command, debug: Parser, settings: Parser) -> None:
 
 
 def _add_list(parser: Parser) -> None:
-    parser.add_argument("what", choices=("algorithms", "envs", "presets", "options"), help="the list")
+    parser.add_argument("what", nargs="?", choices=("algorithms", "envs", "presets", "options"), help="the list [the first three]")
     parser.add_argument("of", nargs="?", metavar="ALGO", help="the algorithm whose environments, presets or options are meant")
 
 
@@ -231,17 +232,18 @@ def _refuse_changes(words: list) -> None:
     "Refuse options beside `--resume`: a resumed run keeps its own. The parser would mistake the value of an option for an algorithm."
     flags = [word.partition("=")[0].replace("--no-", "--") for word in words]
     if "train" not in words or "--resume" not in flags: return
-    kept = {o.flag for name in ALGORITHMS for o in options_for(name) + RUN_OPTIONS if o.name not in COMMON}
     for word, flag in zip(words, flags):
-        if flag in kept:
-            raise UsageError(f"rollpipe train: a run that goes on keeps its options, so {word} cannot stand beside --resume. A new run can "
-                             "take the others from it: rollpipe train ALGO ENV --config RUN/config.json")
+        if flag.startswith("--") and flag not in ("--resume", "--import", "--debug", "--help", *_OF_A_RESUME):
+            raise UsageError(f"rollpipe train: a run that goes on keeps its options, so {word} cannot stand beside --resume, which takes "
+                             f"{', '.join(_OF_A_RESUME)}. Other options are for a fork of the run (rollpipe fork RUN --set NAME=VALUE "
+                             "--out RUN2), or for a new run that takes the rest from it: rollpipe train ALGO ENV --config RUN/config.json")
 
 
 def _explain_unknown(args: Namespace, word: str) -> str:
     name = word.split("=")[0].replace("--no-", "--")
     if name in _OF_A_RUN: return f"{word} is an option of `rollpipe train`, and rollpipe {args.command} makes no run"
-    options = options_for(args.algorithm) + RUN_OPTIONS if getattr(args, "algorithm", None) else []
-    near = difflib.get_close_matches(name, [o.flag for o in options], 2)
+    flags = [o.flag for o in options_for(args.algorithm) + RUN_OPTIONS] if getattr(args, "algorithm", None) else []
+    known = {flag[2:].replace("-", "_"): flag for flag in (*flags, *(_OF_A_RUN if args.command == "train" else ()))}
+    near = [known[x] for x in nearest(name[2:].replace("-", "_"), known, 2)]
     return f"unknown argument {word}" + (f"; did you mean {' or '.join(near)}?" if near else
                                          f" (see rollpipe {args.command or ''} --help)".replace("  ", " "))
