@@ -15,6 +15,7 @@ import torch
 from ..agents.checkpoint import (Checkpoint, Snapshot, checkpoint_bytes, keep_checkpoint, kept_checkpoints, load_checkpoint,
                                         save_checkpoint)
 from .states import Stream, kept_states, load_states, resumed_stream, with_exactness
+from ..agents.learner import LearnerState
 from ..agents.schedules import with_eval_every
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
 from ..settings.config import RUN_OPTIONS, RunOptions, build, check_decay, check_room, device_of, run_options
@@ -269,12 +270,17 @@ def agent_of(checkpoint: Checkpoint, device: str = "cpu") -> Any:
 def load_agent(run: str | Path, best: bool = False, device: str = "cpu") -> Any:
     """The learner of a run as it was saved; `load_agent(run).actor.predict(obs)` is its policy. Raises as `load_run` and `restore` do.
 
+    Its `repr` tells the environment, the steps and the networks.
+
     Args:
         run: folder of a run, or a checkpoint file
         best: for a folder: the learner with the best evaluation, instead of the last one
         device: device of the learner, see `make_config`; the training may have used another one
     """
-    return agent_of(load_run(run, best), device)
+    found = load_run(run, best)
+    agent = agent_of(found, device)
+    if isinstance(agent, LearnerState): agent.trained = f"{found.config['env']}, {found.counters['steps']:,} steps"
+    return agent
 
 # %% ../../nbs/runs/07_folder.ipynb #77254847
 def resume(folder: str | Path, steps: int | None = None, device: str | None = None, workers: int | None = None) -> Run:
