@@ -21,7 +21,8 @@ from rollpipe.runs.logs import read_metrics
 from rollpipe.pipes import CheckpointError, DataError, EnvStepper, FragmentCollector, ToDevice, find, nested, on_policy, rollouts
 from rollpipe.pipes.graph.edits import nodes
 from rollpipe.pipes.graph.modules import checked_device
-from rollpipe.runs.folder import load_agent, load_run, restore, start
+from rollpipe.runs import load_agent
+from rollpipe.runs.folder import load_run, restore, start
 from rollpipe.runs.training import train
 
 

@@ -16,7 +16,8 @@ from rollpipe.cli.main import main
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes import on_policy
 from rollpipe.pipes.data.errors import CheckpointError, DataError
-from rollpipe.runs.folder import load_agent, load_run
+from rollpipe.runs import load_agent
+from rollpipe.runs.folder import load_run
 
 SMALL = "--n-envs 4 --n-steps 16 --hidden 8 --critic-hidden 8 --steps 128 --quiet --no-tensorboard".split()
 MODULE = """

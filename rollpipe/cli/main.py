@@ -15,6 +15,7 @@ from ..runs.commands import (PLOT_OPTIONS, RUN_OPTIONS, Interrupted, UsageError,
 from ..results.experiments import train_or_experiment
 from ..runs.contents import data_command
 from ..runs.export import FORMATS
+from ..runs.pack import local_copy, pack_command
 from ..runs.repeat import diff_command, verify_command
 from ..runs.replay import replay_command
 from ..runs.fork import fork_command
@@ -64,7 +65,7 @@ def _parent_parsers() -> tuple:
     "Parsers of shared options: for all commands, for a trained policy, for playing it, for building a training, and for running it."
     debug = general_options()
     policy = Parser(add_help=False, parents=[debug])
-    policy.add_argument("run", metavar="RUN", help="folder of a run, or a checkpoint")
+    policy.add_argument("run", metavar="RUN", help="folder of a run, a checkpoint, or hf://OWNER/NAME on the Hugging Face Hub")
     policy.add_argument("--best", action="store_true", help="the policy with the best evaluation, instead of the last one")
     settings = Parser(add_help=False, parents=[debug])
     add_options(settings, [o for o in RUN_OPTIONS if o.name in COMMON], grouped=False)
@@ -116,6 +117,13 @@ def _add_list(parser: Parser) -> None:
     parser.add_argument("of", nargs="?", metavar="ALGO", help="the algorithm whose environments, presets or options are meant")
 
 
+def _add_pack(parser: Parser) -> None:
+    parser.add_argument("--out", metavar="DIR", help="folder to write [pack in the folder of the run]")
+    parser.add_argument("--episodes", type=int, default=20, help="number of episodes of the evaluation on the card [20]")
+    parser.add_argument("--seed", type=int, help="seed of these episodes [different episodes each time]")
+    parser.add_argument("--push", metavar="OWNER/NAME", help="send the folder to the Hugging Face Hub under this name")
+
+
 def _add_bench(parser: Parser) -> None:
     parser.add_argument("spec", metavar="SPEC", help="TOML file with the rows, such as benchmarks/specs/classic.toml")
     parser.add_argument("--seeds", metavar="SEEDS", help="train each row with these seeds, such as 0-4 or 0,3,7 [those of the file]")
@@ -160,6 +168,7 @@ def build_parser() -> Parser:
     sub = command("export", export_command, [policy])
     sub.add_argument("--to", choices=FORMATS, default="onnx", help="format [onnx]")
     sub.add_argument("--out", metavar="FILE", help="file to write [policy.onnx, .pt or .pt2 in the folder of the run]")
+    _add_pack(command("pack", pack_command, [policy]))
     sub = command("plot", plot_command, [debug])
     sub.add_argument("runs", metavar="RUN", nargs="+", help="folders of runs")
     sub.add_argument("--out", metavar="FILE", help="picture to write [curve.png, or curve-Y.png, in the folder of a single run]")
@@ -210,6 +219,7 @@ def _run(argv: list | None) -> int:
         if not args.command:
             parser.print_help()
             return 0
+        if hasattr(args, "run"): args.run = local_copy(args.run)
         args.function(args)
         sys.stdout.flush()
         return 0

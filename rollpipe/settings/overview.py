@@ -32,6 +32,7 @@ COMMANDS = dict(
     evaluate="play whole episodes with a trained agent",
     watch="show a trained agent in a window, until it is closed or Ctrl-C is pressed",
     export="write a trained policy to a file that runs without rollpipe",
+    pack="put a trained policy into one folder for others, with a card that tells its evaluation",
     plot="draw learning curves, with a band for the seeds of an experiment",
     graph="draw the pipeline that `train` would run",
     profile="run the pipeline that `train` would run, and draw where the time goes",
