@@ -135,6 +135,9 @@ class Hub(BaseHTTPRequestHandler):
     "The few answers of a model hub that sending and fetching a small folder need."
     files, sha = {}, "a"*40
 
+    @property
+    def own(self): return f"http://{self.headers['Host']}/some/one"
+
     def answer(self, content=b"{}", code=200, **headers):
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(code)
@@ -150,8 +153,8 @@ class Hub(BaseHTTPRequestHandler):
         if self.path.endswith("/commit/main"):
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file": self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            return self.answer(dict(commitUrl="http://hub/commit", commitOid=self.sha, success=True))
-        self.answer(dict(url="http://hub/some/one", name="some/one", id="some/one"))
+            return self.answer(dict(commitUrl=f"{self.own}/commit/{self.sha}", commitOid=self.sha, success=True))
+        self.answer(dict(url=self.own, name="some/one", id="some/one"))
 
     def do_GET(self):
         name = self.path.rpartition("/")[2]
@@ -178,9 +181,11 @@ def test_the_client_of_the_hub_sends_and_fetches_it(run, tmp_path):
         assert done.returncode == 0, done.stderr
         return done.stdout
     try:
-        assert "http://hub/commit" in command("pack", run, "--episodes", 2, "--seed", 0, "--push", "some/one")
+        assert "/some/one/commit/aaa" in command("pack", run, "--episodes", 2, "--seed", 0, "--push", "some/one")
         assert {name: data for name, data in Hub.files.items()} == {p.name: p.read_bytes() for p in (run/"pack").iterdir()}
         Hub.files["evil.pkl"] = b"\x80"
         assert command("evaluate", "hf://some/one", "--episodes", 2, "--seed", 0) == command("evaluate", run, "--episodes", 2, "--seed", 0)
         assert not [*(tmp_path/"home").rglob("evil.pkl")] and [*(tmp_path/"home").rglob("README.md")]
-    finally: server.shutdown()
+    finally:
+        server.shutdown()
+        server.server_close()
