@@ -6,6 +6,8 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +31,9 @@ from rollpipe.settings.options import parse_env_kwargs, parse_value
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs.folder import discard, load_run, restore, resume, start
 from rollpipe.runs.training import train
+
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def task_of(algorithm):
     "An environment with actions that suit it."
@@ -311,6 +316,15 @@ def test_demo_twice(tmp_path, capsys, monkeypatch):
         "config.json", "fingerprint.json", "metrics.csv", "metrics.jsonl", "journal.jsonl", "checkpoint.safetensors", "curve.png"}
 
 
+@pytest.mark.parametrize("words", ["", "--help", "-h", "--version"])
+def test_the_list_of_commands_needs_no_torch_and_is_that_of_the_parser(words, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code = "import sys; from rollpipe.cli.start import main\ntry: main()\nfinally: print({'torch', 'numpy'} & {*sys.modules})"
+    found = subprocess.run([sys.executable, "-c", code, *words.split()], text=True, capture_output=True, timeout=60, cwd=ROOT)
+    with pytest.raises(SystemExit): build_parser().parse_args([words or "--help"])
+    assert (found.returncode, found.stdout) == (0, capsys.readouterr().out + "set()\n")
+
+
 # -- options -----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
@@ -431,6 +445,17 @@ MISTAKES = [
     ("graph trpo Pendulum", "Pendulum-v1"),
     ("graph trpo Pendulum-v1 --lamb 1", "did you mean --lam"),
     ("plto", "invalid choice: 'plto'"),
+    ("train ppo CartPole-v1 --learning-rate 1e-3", "did you mean --lr[?]"),
+    ("train ppo CartPole-v1 --total-timesteps=1000", "did you mean --steps[?]"),
+    ("train ppo CartPole-v1 --batch_size 64", "did you mean --minibatch[?]"),
+    ("train ppo CartPole-v1 --track", "did you mean --wandb[?]"),
+    ("train ppo CartPole-v1 --overwite", "did you mean --overwrite[?]"),
+    ("train sac Pendulum-v1 --ent-coef 0.1", "did you mean --temperature[?]"),
+    ("train sac CartPole-v1", r"Box of floats for sac, or an algorithm for it: trpo, .*dqn, qr_dqn, got Discrete\(2\)"),
+    ("train dqn Pendulum-v1", "Discrete for dqn, or an algorithm for it: .*ppo, vtrace, sac, td3, ddpg, got Box"),
+    ("train ppo Own-v0", "which a module registers .*--import MODULE.*'MODULE:Own-v0'"),
+    ("train --resume RUN --learning-rate 0.1", "so --learning-rate cannot stand .*which takes --steps, --device, --workers, --quiet"),
+    ("train --resume RUN --out other", "so --out cannot stand beside --resume"),
 ]
 
 

@@ -10,11 +10,12 @@ import torch
 from PIL import Image
 from toys import Stepped
 
+from rollpipe.agents import A2C
 from rollpipe.agents.evaluate import Evaluation, RandomActor, evaluate, quotas
 from rollpipe.layers import Actor, GaussianPolicy, MLPPolicy
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading, nested
 from rollpipe.pipes.envs.watching import check_film
-from rollpipe.pipes.data.errors import DataError, EnvError
+from rollpipe.pipes.data.errors import ActorError, DataError, EnvError
 from rollpipe.pipes.graph.torchdata import DataLoader2
 
 
@@ -396,3 +397,11 @@ def test_arguments_in_the_wrong_order(call):
     with pytest.raises(EnvError, match=r"^a network stands where an environment belongs. Expected the environment first and then the "
                                        r"actor, as in `evaluate\(env, actor\)`, got MLPPolicy.$"):
         call(MLPPolicy.for_env("CartPole-v1"), gym.make("CartPole-v1"))
+
+
+def test_an_agent_is_no_actor():
+    agent = A2C(MLPPolicy.for_env("CartPole-v1"))
+    with pytest.raises(EnvError, match=r"^an agent stands where an environment belongs. Expected the environment first.*got A2C.$"):
+        evaluate(agent, "CartPole-v1")
+    with pytest.raises(ActorError, match=r"an actor needs the method `reset`. Expected `agent.actor`, the actor of this agent"):
+        evaluate("CartPole-v1", agent)

@@ -116,6 +116,7 @@ class LearnerState(Changing):
     critic: Any = field(default=None, kw_only=False, repr=False)
     seed: int = 0
     actor_needs = ('replay',)           # methods that the actor must have
+    trained = ''                        # of a learner that was loaded: in what and for how long; `repr` shows it
 
     def __post_init__(self):
         name, actor, critic = type(self).__name__, self.actor, self.critic
@@ -143,6 +144,17 @@ class LearnerState(Changing):
         self.generator.set_state(state['generator'])
         self.steps = int(state.get('steps', 0))      # older checkpoints have no number of steps
         bump_version(self.actor, to=state['version'])
+
+    def __repr__(self):
+        if not self.trained: return super().__repr__()
+        networks = {name: network for name in ('actor', 'critic') if isinstance(network := getattr(self, name), torch.nn.Module)}
+        return "\n  ".join([super().__repr__(), f"trained: {self.trained}", *(f"{k}: {_network(x)}" for k, x in networks.items())])
+
+
+def _network(module):
+    "The class of a network, the number of its weights, and the shapes of its matrices."
+    shapes = ["x".join(map(str, x.shape)) for x in module.parameters() if x.ndim > 1]
+    return f"{type(module).__name__}, {sum(x.numel() for x in module.parameters()):,} weights ({', '.join(shapes)})"
 
 # %% ../../nbs/agents/08_learner.ipynb #9be8227e
 class ScheduledLearner(LearnerState):

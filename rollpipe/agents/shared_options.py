@@ -119,10 +119,14 @@ class Options:
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         doc, own = cls.__doc__, args_section(cls.__doc__)
-        dataclass(eq=False, kw_only=True)(cls)
+        dataclass(eq=False, kw_only=True, repr=False)(cls)
         taken = inspect.signature(cls).parameters
         more = [f"    {name}: {text}" for name, text in meanings(cls).items() if name in taken and name not in own]
         cls.__doc__ = doc and "\n".join([inspect.cleandoc(doc), *["", "Args:"] * (not own and bool(more)), *more])
+
+    def __repr__(self):
+        owner: Any = self
+        return f"{type(self).__qualname__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in fields(owner) if f.repr)})"
 
 # %% ../../nbs/agents/07_shared_options.ipynb #d217a010
 class Schedule(NamedTuple):

@@ -91,11 +91,11 @@ def differences(results: Results) -> tuple:
 # %% ../../nbs/results/07_page.ipynb #b4369ff2
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 1180px; margin: 2em auto;
-  padding: 0 1em; color: #1c2430; background: #fff; }
+  padding: 0 1em; color: #1c2430; background: #fff; overflow-wrap: anywhere; }
 h1 { font-size: 1.7em; }
 h2 { font-size: 1.25em; margin-top: 2em; }
 h3 { font-size: 1em; margin: 0 0 .3em; }
-table { border-collapse: collapse; font-size: 13px; }
+table { border-collapse: collapse; font-size: 13px; overflow-wrap: normal; }
 th, td { text-align: left; padding: .3em .7em;
   border-bottom: 1px solid #dde2ea; vertical-align: top; }
 th { background: #f2f5f9; }
@@ -104,7 +104,16 @@ th { background: #f2f5f9; }
 pre { background: #f2f5f9; padding: .7em; overflow-x: auto; font-size: 12px; }
 details { margin: .5em 0; }
 svg { max-width: 100%; height: auto; }
+@media (max-width: 700px) {
+  body { margin: .5em auto; padding: 0 .6em; }
+  h1 { font-size: 1.3em; }
+  .notes { padding: .6em .6em .6em 1.6em; }
+  svg { max-width: none; }
+}
 """
+
+
+def _wide(picture: str) -> str: return f'<div class="wide">{picture}</div>'     # a narrow window scrolls it, and its texts stay legible
 
 
 def _section(title: str, body: str) -> str: return f"<h2>{title}</h2>\n{body}\n" if body else ""
@@ -126,15 +135,15 @@ def page(results: Results) -> str:
     "The report as one HTML file."
     escape, table, notes, (names, options) = html.escape, table_of(results), notes_of(results), differences(results)
     columns = [name for name in table[0] if any(row[name] != "-" for row in table)]
-    graphs = "".join(f"<details><summary>{escape(f'{row.label}, {row.env}')}</summary>{pipeline_svg(row)}</details>"
+    graphs = "".join(f"<details><summary>{escape(f'{row.label}, {row.env}')}</summary>{_wide(pipeline_svg(row))}</details>"
                      for row in results.rows)
     commands = "".join(f"<h3>{escape(f'{row.label}, {row.env}')}</h3><pre>{escape(row.command)}</pre>" for row in results.rows)
     body = [f"<h1>{escape(results.title)}</h1>", table_html(columns, [[row[name] for name in columns] for row in table]),
             f"<p>{escape(ABOUT)}</p>",
             f'<ul class="notes">{"".join(f"<li>{escape(note)}</li>" for note in notes)}</ul>' if notes else "",
-            _section("Learning curves", svg(draw_curves(results), "curves")),
+            _section("Learning curves", _wide(svg(draw_curves(results), "curves"))),
             _section("All environments together", _together(results)), _section("Published figures", _sources(results)),
-            _section("The course of the certificate", svg(figure, "certificate") if (figure := certificate(results)) else ""),
+            _section("The course of the certificate", _wide(svg(figure, "certificate")) if (figure := certificate(results)) else ""),
             _section("What differs between the configurations", table_html(["option", *names], [(name, *x) for name, x in options])
                      if options else ""),
             _section("The pipelines", graphs), _section("The commands", commands)]

@@ -1,8 +1,9 @@
 """Trainings in folders: they are started, continued, recorded, evaluated and exported."""
-from .folder import Run, load_agent, resume, start
+from .folder import Run, resume, start
 from .fork import fork
 from .loops import resumed, saved
+from .pack import load_agent, pack
 from .replay import replayed_run
 from .training import Wish, train
 
-__all__ = ['Run', 'Wish', 'fork', 'load_agent', 'replayed_run', 'resume', 'resumed', 'saved', 'start', 'train']
+__all__ = ['Run', 'Wish', 'fork', 'load_agent', 'pack', 'replayed_run', 'resume', 'resumed', 'saved', 'start', 'train']

@@ -16,7 +16,7 @@ from ..agents.checkpoint import Checkpoint, load_checkpoint
 from ..pipes.data.files import write_atomically
 from ..agents.evaluate import RandomActor, evaluate
 from ..settings.algorithms import ALGORITHMS, options_for
-from .autotune import NO_TIME, autotune, command_for, profile_config, table_row, trial_row
+from .autotune import NO_TIME, autotune, command_for, profile_config, ranked, ranking, table_row, trial_row
 from ..settings.config import RUN_OPTIONS, build, device_of, is_over, make_config
 from .evaluations import evaluate_end
 from .export import FORMATS, PolicyFunction, export_policy
@@ -263,15 +263,16 @@ def profile_command(args: Namespace) -> None:
 def autotune_command(args: Namespace) -> None:
     "Try environments, lanes and workers, and print the fastest setting."
     (options, env_kwargs, run), trials = given_by(args), []
-    found = autotune(args.algorithm, args.env, options, env_kwargs, seconds=args.seconds, imports=getattr(args, "imports", ()), **run)
+    measuring = autotune(args.algorithm, args.env, options, env_kwargs, seconds=args.seconds, imports=getattr(args, "imports", ()), **run)
     try:
-        for trial in found:
+        for trial in measuring:
             if not trials: print(table_row({name: name for name in trial.setting}, "steps/s", "collecting", "slowest"))
             trials.append(trial)
             if trial.error != NO_TIME: print(trial_row(trial), flush=True)
-        if n := sum(x.error == NO_TIME for x in trials): print(f"{n} of {len(trials)} settings were not tried in {args.seconds:g} s")
+        if n := sum(x.error == NO_TIME for x in trials): print(f"{n} settings were not tried in {args.seconds:g} s")
     finally:
-        if best := max((x for x in trials if x.speed), key=lambda x: x.speed, default=None):
-            values, imports = {**options, **run, **best.setting}, getattr(args, "imports", ())
-            print(f"best: {best.speed:,.0f} steps/s\n{command_for(args.algorithm, args.env, values, env_kwargs, imports)}", flush=True)
-    if best is None: raise UsageError("rollpipe autotune: no setting worked")
+        if found := ranked(trials)[0]:
+            (setting, speed), imports = found[0], getattr(args, "imports", ())
+            command = command_for(args.algorithm, args.env, {**options, **run, **setting}, env_kwargs, imports)
+            print(f"{ranking(trials)}\nbest: {speed:,.0f} steps/s\n{command}", flush=True)
+    if not found: raise UsageError("rollpipe autotune: no setting worked")

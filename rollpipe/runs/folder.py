@@ -30,13 +30,13 @@ from ..traces.differences import FINGERPRINTS, JOURNAL
 
 # %% auto #0
 __all__ = ['FORKED', 'RUN_FILES', 'Run', 'folder_of', 'start', 'discard', 'files_of_run', 'needed_modules', 'load_run',
-           'best_return', 'restore', 'agent_of', 'load_agent', 'resume']
+           'best_return', 'restore', 'agent_of', 'resume']
 
 # %% ../../nbs/runs/07_folder.ipynb #318476a9
 FORKED = "fork.safetensors"      # the checkpoint with which a fork of another run begins
 RUN_FILES = ("config.json", FINGERPRINTS, "metrics.csv", "metrics.jsonl", JOURNAL, "evaluations.jsonl", "checkpoint.safetensors",
              "best.safetensors", FORKED, "replay", "ranks", "recording", "crash", "curve.png", "tensorboard", "wandb", "wandb.json",
-             "videos")
+             "videos", "pack")
 _COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0., resumes=0)
 
 
@@ -198,7 +198,7 @@ def load_run(path: str | Path, best: bool = False) -> Checkpoint:
     if not path.exists():
         siblings = [str(p.parent) for p in path.parent.glob("*/checkpoint.safetensors")]
         near = difflib.get_close_matches(str(path), siblings, 3)
-        raise DataError(f"{path}: there is no such run", expected=f"for example {', '.join(near)}" if near else None)
+        raise DataError(f"{path}: there is no such run", expected=f"for example {', '.join(near)}" if near else "a path, or hf://OWNER/NAME")
     if best: path = _best_of(path)
     found = load_checkpoint(path/"checkpoint.safetensors" if path.is_dir() else path)
     has = lambda part, *keys: isinstance(part, dict) and set(keys) <= set(part)
@@ -264,17 +264,6 @@ def agent_of(checkpoint: Checkpoint, device: str = "cpu") -> Any:
     """
     config = dict(checkpoint.config, options={**checkpoint.config["options"], "engine": "torch"})
     return restore(checkpoint._replace(config=config), device=device)[0]
-
-
-def load_agent(run: str | Path, best: bool = False, device: str = "cpu") -> Any:
-    """The learner of a run as it was saved; `load_agent(run).actor.predict(obs)` is its policy. Raises as `load_run` and `restore` do.
-
-    Args:
-        run: folder of a run, or a checkpoint file
-        best: for a folder: the learner with the best evaluation, instead of the last one
-        device: device of the learner, see `make_config`; the training may have used another one
-    """
-    return agent_of(load_run(run, best), device)
 
 # %% ../../nbs/runs/07_folder.ipynb #77254847
 def resume(folder: str | Path, steps: int | None = None, device: str | None = None, workers: int | None = None) -> Run:

@@ -23,7 +23,8 @@ from ..agents.shared_options import Changing, Options, Schedule, check_options, 
 from .algorithms import ALGORITHMS, options_for, with_memory
 from .options import options_of
 from ..pipes.advantage import AdvantageBuffer
-from ..pipes.data.errors import LEAST_BYTES, DataError, check_memory
+from ..pipes.data.errors import LEAST_BYTES, DataError, SpaceError, check_memory
+from ..pipes.envs.factories import spaces_of
 from ..pipes.graph.edits import find, insert_after, insert_before
 from ..pipes.lanes import Lanes
 from ..pipes.graph.modules import checked_device
@@ -37,6 +38,7 @@ from ..pipes.workers.reading import ProcessReading
 from ..traces.fingerprint import versions
 from .choice import preset_for
 from .files import checked
+from .listing import algorithms_for
 
 # %% auto #0
 __all__ = ['RUN_OPTIONS', 'with_steps', 'check_decay', 'check_stops', 'is_over', 'check_room', 'check_lanes', 'device_of',
@@ -287,10 +289,14 @@ def make_config(algorithm: str, env: str, options: dict | None = None, env_kwarg
     except TypeError as e: raise DataError(f"the configuration cannot be written as JSON: {e}") from None
 
 # %% ../../nbs/settings/05_config.ipynb #05d2f348
-def _network(part, env, **kwargs):
+def _network(part, env, algorithm, **kwargs):
     try: return part.for_env(env, **kwargs)
     except DataError as e:
         e.locate(pipe=part)     # name the part, because policy and critic have options of the same name
+        raise
+    except SpaceError as e:
+        others = algorithms_for(spaces_of(env, kwargs["env_kwargs"])[1], algorithm) if str(e.leaf).startswith("action_space") else []
+        if others and algorithm not in others: e.expected = f"{e.expected} for {algorithm}, or an algorithm for it: {', '.join(others)}"
         raise
 
 
@@ -315,7 +321,7 @@ def build(config: dict, resumes: int = 0) -> tuple:
     seeds = dict(zip(parts, words))
     env, env_kwargs = config["env"], config["env_kwargs"]
     parts = with_memory(algorithm, kwargs)
-    modules = [_network(parts[part], env, env_kwargs=env_kwargs, seed=seeds[part], **kwargs[part])
+    modules = [_network(parts[part], env, algorithm, env_kwargs=env_kwargs, seed=seeds[part], **kwargs[part])
                for part in ("policy", "critic") if part in parts]
     device, accepted = device_of(config.get("device", "cpu")), inspect.signature(algorithm.pipeline).parameters
     if device.type != "cpu":

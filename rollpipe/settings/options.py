@@ -5,17 +5,17 @@
 # %% ../../nbs/settings/00_options.ipynb #cddd2925
 from __future__ import annotations
 
-import argparse, ast, inspect, re
+import argparse, ast, difflib, inspect, re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from ..agents.shared_options import Schedule, changing, meanings
 from ..pipes.data.errors import DataError
 
 # %% auto #0
-__all__ = ['kinds_of', 'Option', 'options_of', 'parse_value', 'parse_env_kwargs', 'import_words', 'typed', 'parse_seeds',
-           'Parser', 'add_options']
+__all__ = ['kinds_of', 'Option', 'options_of', 'nearest', 'parse_value', 'parse_env_kwargs', 'import_words', 'typed',
+           'parse_seeds', 'add_options']
 
 # %% ../../nbs/settings/00_options.ipynb #5ce2e98c
 _TYPES: dict[str, Any] = dict(bool=bool, int=int, float=(int, float), str=str, dict=dict,
@@ -113,6 +113,34 @@ def _is_plain(default: Any) -> bool:
     plain = (bool, int, float, str, type(None))
     return isinstance(default, plain) or isinstance(default, tuple) and all(isinstance(x, plain) for x in default)
 
+# %% ../../nbs/settings/00_options.ipynb #1a32e825
+# ours -> the names of Stable-Baselines3 and CleanRL
+_ELSEWHERE = dict(
+    lr="learning_rate policy_lr", critic_lr="q_lr qf_lr", decay_steps="anneal_lr", steps="total_timesteps timesteps", n_envs="num_envs",
+    n_steps="num_steps train_freq train_frequency", minibatch="batch_size minibatch_size num_minibatches", epochs="n_epochs update_epochs",
+    lam="gae_lambda", clip="clip_range clip_coef", clip_value="clip_range_vf clip_vloss", c_entropy="ent_coef", c_value="vf_coef",
+    temperature="ent_coef autotune", max_kl="target_kl", normalize_adv="normalize_advantage norm_adv", critic_epochs="n_critic_updates",
+    cg_iters="cg_max_steps", damping="cg_damping", backtrack="line_search_shrinking_factor", capacity="buffer_size",
+    warmup="learning_starts", n_batches="gradient_steps", samples_per_step="gradient_steps", target_every="target_update_interval "
+    "target_network_frequency", tau="polyak", eps_start="exploration_initial_eps start_e", eps_end="exploration_final_eps end_e epsilon",
+    eps_steps="exploration_fraction", multi_step="n_step", policy_every="policy_delay policy_frequency", explore_std="action_noise "
+    "exploration_noise", smoothing="target_policy_noise policy_noise", smoothing_limit="target_noise_clip noise_clip", hidden="net_arch",
+    activation="activation_fn", log_std="log_std_init", normalize="normalize_obs norm_obs", reward_scale="norm_reward", device="cuda",
+    eval_every="eval_freq", eval_episodes="n_eval_episodes", checkpoint_every="save_freq", video_every="capture_video", name="exp_name",
+    tensorboard="tensorboard_log", wandb="track wandb_project_name", quiet="verbose")
+
+
+def nearest(name: str, known: Iterable[str], n: int = 3) -> list:
+    """The options that a user may mean by an unknown name: those that other libraries call so, or else the most similar names.
+
+    Args:
+        known: names of the options that there are
+        n: largest number of similar names
+    """
+    known = list(known)
+    found = [ours for ours, theirs in _ELSEWHERE.items() if name in theirs.split() and ours in known]
+    return found or difflib.get_close_matches(name, known, n)
+
 # %% ../../nbs/settings/00_options.ipynb #d9e5c44e
 def parse_value(text: str, kinds: tuple) -> Any:
     """The value that `text` stands for, read as the first kind that accepts it. Raises ValueError.
@@ -207,18 +235,6 @@ def parse_seeds(text: str) -> list:
     return seeds
 
 # %% ../../nbs/settings/00_options.ipynb #bbcce3fd
-class Parser(argparse.ArgumentParser):
-    "A parser whose errors are one line on stderr and exit code 2; names cannot be abbreviated."
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, allow_abbrev=False, formatter_class=_Formatter, **kwargs)
-
-    def error(self, message: str) -> NoReturn: self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
-class _Formatter(argparse.HelpFormatter):
-    def __init__(self, prog): super().__init__(prog, max_help_position=30)
-
-
 def add_options(parser: argparse.ArgumentParser, options: Iterable, grouped: bool = True) -> None:
     """Add the options to a parser. The result has no attribute for an option that was not typed, so the caller knows which ones were typed.
 

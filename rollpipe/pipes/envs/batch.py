@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
+import optree
 import torch
 
 from ..data import nested
 from ..data.fragment import State
-from ..data.errors import ActorError, EnvError
+from ..data.errors import ActorError, DataError, EnvError, describe
 from .actions import action_batch, as_like, in_containers
 from .checks import FiniteCheck, RangeCheck
 from .factories import space_spec
@@ -34,8 +35,21 @@ def read_obs(x: Any, like: Any, batch: bool = False) -> Any:
     """
     try: x = in_containers(x, like, as_like)
     except OverflowError: _refuse_integers(x, like, batch)
-    nested.Form(like, 'obs').check(x)
+    try: nested.Form(like, 'obs').check(x)
+    except DataError:
+        _refuse_lists(x, like)
+        raise
     return x
+
+
+def _refuse_lists(x, like):
+    "Raise `DataError` for a list or tuple of numbers in the place of an array."
+    for accessor, leaf in zip(optree.tree_accessors(like), nested.leaves(like)):
+        try: found = np.asarray(part := accessor(x))
+        except (LookupError, TypeError, ValueError): continue
+        if isinstance(part, (list, tuple)) and found.dtype.kind in 'biuf':
+            raise DataError(f"a {type(part).__name__} stands where an array belongs", leaf=accessor.codify('obs'),
+                            expected=f"{nested.form_text(leaf.dtype, leaf.shape)}: wrap it in np.array", got=describe(part))
 
 
 def _refuse_integers(x, like, batch):

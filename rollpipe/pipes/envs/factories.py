@@ -51,7 +51,8 @@ def check_id(env_id: str) -> str:
         by_name = {k.lower(): k for k in known}
         near = difflib.get_close_matches(str(env_id).lower(), by_name, n=3, cutoff=0.5)
         hint = f"one of the nearest known ids: {', '.join(by_name[k] for k in near)}" if near else "an id of gymnasium's registry"
-        hint = extra_for(env_id, e) or hint
+        hint = extra_for(env_id, e) or (f"{hint}; or one of your own, which a module registers (`gymnasium.register`) that is imported "
+                                        f"first: `import MODULE`, `--import MODULE`, or the id 'MODULE:{name}'")
         raise EnvError(f"unknown environment id {env_id!r}", expected=hint, got=f"{type(e).__name__}: {e}") from e
     return env_id
 
@@ -82,8 +83,9 @@ class EnvFactory:
         if isinstance(source, str):
             self.name, self.takes_seed = check_id(source), False
             return
-        if isinstance(source, torch.nn.Module) and not hasattr(source, 'n_envs'):     # a `TensorEnv` has `n_envs`
-            raise EnvError("a network stands where an environment belongs", got=type(source).__name__,
+        if isinstance(source, torch.nn.Module) and not hasattr(source, 'n_envs') or hasattr(source, 'actor'):   # a `TensorEnv` has `n_envs`
+            what = "an agent" if hasattr(source, 'actor') else "a network"
+            raise EnvError(f"{what} stands where an environment belongs", got=type(source).__name__,
                            expected="the environment first and then the actor, as in `evaluate(env, actor)`")
         if hasattr(source, 'step') and not isinstance(source, type):
             raise EnvError(f"{describe(source, 60)} is an instance that cannot be lent", got=type(source).__name__,

@@ -285,5 +285,6 @@ def checked_device(device: Any, **where: Any) -> torch.device:
         others = getattr(torch, found.type, None)   # module of another device type, such as `torch.xpu`
         if found.type in ('cpu', 'meta') or f'{found.type}:{found.index or 0}' in here or found.type in here: return found
         if found.type != 'cuda' and getattr(others, 'is_available', bool)() and (found.index or 0) < others.device_count(): return found
-    missing = ' (there is no CUDA here)' * (found is not None and found.type == 'cuda' and not torch.cuda.device_count())
+    why = ' (torch sees no GPU' + ', because this torch is made for CPUs' * (torch.version.cuda is None) + ')'
+    missing = why * (found is not None and found.type == 'cuda' and not torch.cuda.device_count())
     raise DataError("no such device here", leaf='device', expected=' or '.join(here) + missing, got=repr(device), **where)
