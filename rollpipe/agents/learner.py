@@ -188,8 +188,8 @@ class ScheduledLearner(LearnerState):
 
     def fall(self, name: str, value: Any) -> Schedule | None:
         "How another option falls by `decay_steps`; None: it stays."
-        falls = self.decay_steps and name in self.falling and value is not None
-        return Schedule('linear', value, 0., self.decay_steps) if falls else None
+        if not self.decay_steps or name not in self.falling or value is None: return None
+        return Schedule('linear', value, 0., self.decay_steps)
 
     def set_option(self, name: str, value: Any) -> None:
         "As `Changing.set_option`; a learning rate reaches its optimiser. Raises `DataError` for a critic without one of its own."
