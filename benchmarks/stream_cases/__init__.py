@@ -24,7 +24,7 @@ MOVED: dict = {"cli.main": "cli", "pipes.data.fragment_ops": "pipes.fragment_ops
 # Old phrase -> new phrase, of messages that were reworded on purpose.
 REWORDED: dict = {}
 # New fields, of which `REV` knows nothing. Where one of them is None, that is no difference.
-ADDED: tuple = ("restarts",)
+ADDED: tuple = ("restarts", "config['options']['action_mask']")
 # The groups, by the processes in which they run.
 PROCESSES = (("gradients", "replay", "commands"), ("streams", "episodes", "vector", "transforms", "faults"), ("fork",), ("spawn",))
 
