@@ -22,7 +22,7 @@ from ..runs.fork import fork_command
 from ..settings.options import Parser, add_options
 from ..pipes.data.errors import PipeError
 from ..settings.listing import list_command
-from ..results.ablation import ablate_command
+from ..results.ablation import ablate_command, add_ablate
 from ..results.bench import bench_command
 from ..results.report import report_command
 from ..runs.signals import stop_signals
@@ -59,19 +59,7 @@ def _add_comparisons(command, debug: Parser) -> None:
     sub.add_argument("--noise", type=int, default=0, metavar="N", help="1, 2, ...: other random numbers from there on [0: those of RUN]")
     sub.add_argument("--out", metavar="RUN", required=True, help="folder of the fork")
     sub.add_argument("--overwrite", action="store_true", help="replace the run in that folder")
-
-
-def _add_ablate(parser: Parser) -> None:
-    parser.add_argument("run", metavar="RUN", help="folder of a run, which is not changed")
-    parser.add_argument("--at", required=True, metavar="N,N", help="numbers of updates after which it is branched, such as 100,200,300")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE,VALUE", required=True,
-                        help="an option and its other values, each of which makes a branch of its own")
-    parser.add_argument("--updates", type=int, default=30, metavar="N", help="updates of each branch [30]")
-    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="pairs at each update and for each value, with other noise [1]")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="number of branches at a time [1]")
-    parser.add_argument("--metric", default="return_mean", metavar="NAME", help="what is compared [return_mean]")
-    parser.add_argument("--last", type=int, metavar="N", help="updates at the end of each branch whose mean is compared [a third of them]")
-    parser.add_argument("--out", metavar="DIR", help="folder of the branches and the report; what is complete is kept [RUN-ablation]")
+    add_ablate(command("ablate", ablate_command, [debug], "branch a run with other options, and tell by pairs what they change"))
 
 
 def _parent_parsers() -> tuple:
@@ -191,7 +179,6 @@ def build_parser() -> Parser:
     _add_comparisons(command, debug)
     _add_searches(command, debug, settings)
     _add_bench(command("bench", bench_command, [debug], "train what a specification names with several seeds, and go on"))
-    _add_ablate(command("ablate", ablate_command, [debug], "branch a run with other options, and tell by pairs what they change"))
     _add_report(command("report", report_command, [debug], "write table, curves and a page about a bench, or runs evaluated by steps"))
     _add_list(command("list", lambda args: list_command(args, RUN_OPTIONS), [debug], "print what can be trained, and what can be set"))
     _add_demo(command("demo", demo_command, [common], "train TRPO on Pendulum-v1 and compare it with a random policy: two minutes"))

@@ -21,14 +21,16 @@ from .pairs import Ablation, Pairs, course, draw_pairs, pairs_page, pairs_text
 from .report import write_files
 from ..runs.commands import Interrupted
 from ..runs.folder import files_of_run, folder_of, load_run, needed_modules
-from ..runs.fork import changed_run, fork, read_options
+from ..runs.fork import changed_run, fork
 from ..runs.locks import lock, unlock
 from ..runs.repeat import checkpoint_at, records_of
-from ..settings.options import import_words, parse_value, typed
+from ..settings.algorithms import options_for
+from ..settings.config import RUN_OPTIONS
+from ..settings.options import Parser, import_words, parse_options, parse_value, typed
 from ..traces.differences import diff
 
 # %% auto #0
-__all__ = ['Branch', 'branches_of', 'ablate', 'equal_up_to', 'ablate_command']
+__all__ = ['Branch', 'branches_of', 'ablate', 'equal_up_to', 'add_ablate', 'ablate_command']
 
 # %% ../../nbs/results/10_ablation.ipynb #6d45e353
 class Branch(NamedTuple):
@@ -103,7 +105,7 @@ def _checked(run: Path, at: list, options: dict) -> Checkpoint:
     if not options or not all(options.values()): raise DataError("nothing to compare", leaf="--set", expected="NAME=VALUE,VALUE")
     for name, values in options.items():
         for x in values if found.stream else ():
-            try: changed_run(run, found._replace(config={**found.config, "steps": 2**53}), {name: x})
+            try: changed_run(run, found._replace(counters={**found.counters, "steps": 0}), {name: x})     # which is over, perhaps
             except DataError as e: raise DataError(f"no branch with {name}={x}", got=str(e)) from None
     return found
 
@@ -200,10 +202,24 @@ def _compared(run: Path, branches: list, config: dict, metric: str, updates: int
     return Ablation(f"Branches of {run}: {config['algorithm']} on {config['env']}", metric, last, pairs, notes)
 
 # %% ../../nbs/results/10_ablation.ipynb #6565e2d4
+def add_ablate(parser: Parser) -> None:
+    "Add the options of the command."
+    parser.add_argument("run", metavar="RUN", help="folder of a run, which is not changed")
+    parser.add_argument("--at", required=True, metavar="N,N", help="numbers of updates after which it is branched, such as 100,200,300")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE,VALUE", required=True,
+                        help="an option and its other values, each of which makes a branch of its own")
+    parser.add_argument("--updates", type=int, default=30, metavar="N", help="updates of each branch [30]")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="pairs at each update and for each value, with other noise [1]")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="number of branches at a time [1]")
+    parser.add_argument("--metric", default="return_mean", metavar="NAME", help="what is compared [return_mean]")
+    parser.add_argument("--last", type=int, metavar="N", help="updates at the end of each branch whose mean is compared [a third of them]")
+    parser.add_argument("--out", metavar="DIR", help="folder of the branches and the report; what is complete is kept [RUN-ablation]")
+
+
 def ablate_command(args: Namespace) -> None:
     "Branch a run, and print what its options change."
     check_counts(args, "updates", "repeat", "jobs")
-    options = read_options(load_run(args.run).config["algorithm"], args.set, several=True)
+    options = parse_options(args.set, [*options_for(load_run(args.run).config["algorithm"]), *RUN_OPTIONS], several=True)
     try: at = parse_value(args.at, ("int,...",))
     except ValueError: raise DataError("not numbers of updates", leaf="--at", expected="such as 100,200", got=args.at) from None
     made = ablate(args.run, at, options, args.updates, args.repeat, args.jobs, args.out, args.metric, args.last)

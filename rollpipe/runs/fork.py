@@ -27,7 +27,7 @@ from ..pipes.graph.states import named_pipes, numbered
 from ..settings.algorithms import options_for
 from ..settings.config import RUN_OPTIONS, build, check_decay, check_lanes, check_room, device_of, reading_for, run_options
 from ..settings.files import checked
-from ..settings.options import import_words, parse_value, typed
+from ..settings.options import import_words, parse_options, typed
 from .evaluations import read_evaluations, write_evaluations
 from .folder import FORKED, files_of_run, folder_of, load_run, needed_modules, resume
 from .locks import lock, unlock
@@ -39,7 +39,7 @@ from ..traces.fingerprint import Fingerprint, fingerprint
 from ..traces.journal import cut
 
 # %% auto #0
-__all__ = ['changed_run', 'fork', 'read_options', 'fork_command']
+__all__ = ['changed_run', 'fork', 'fork_command']
 
 # %% ../../nbs/runs/18_fork.ipynb #ccc1af67
 class _Made(NamedTuple):
@@ -267,36 +267,10 @@ def _check_resumed(folder: Path, home: Path, changed: dict) -> None:
     finally: unlock(home)
 
 # %% ../../nbs/runs/18_fork.ipynb #a1ca2dd4
-def read_options(algorithm: str, words: Iterable, several: bool = False) -> dict:
-    """Options that are typed as `NAME=VALUE`. Raises `DataError` for one that cannot be read, or that is there twice.
-
-    Args:
-        algorithm: name in `ALGORITHMS`
-        words: the texts
-        several: whether there may be several values, with commas between them
-
-    Returns:
-        dict: name -> value, or a list of values
-    """
-    known = {option.name: option.kinds for option in [*options_for(algorithm), *RUN_OPTIONS]}
-    found: dict = {}
-    for word in words:
-        name, equals, text = word.partition("=")
-        name = name.strip().lstrip("-").replace("-", "_")
-        if not equals or name in found:
-            raise DataError("an option is there twice" if equals else "not an option", leaf="--set", expected="NAME=VALUE", got=word)
-        kinds = known.get(name, ("str",))
-        texts = text.split(",") if several and not any(kind.endswith(",...") for kind in kinds) else [text]
-        try: values = [parse_value(text, kinds) for text in texts]
-        except ValueError as e: raise DataError("wrong type of value", leaf=name, got=str(e)) from None
-        found[name] = values if several else values[0]
-    return found
-
-
 def fork_command(args: Namespace) -> None:
     "Make a fork, and print how to train it. Raises `DataError` for an option that cannot be read."
     words = [*args.set, *([] if args.steps is None else [f"steps={args.steps}"])]
-    options = read_options(load_run(args.run).config["algorithm"], words)
+    options = parse_options(words, [*options_for(load_run(args.run).config["algorithm"]), *RUN_OPTIONS])
     config = load_run(fork(args.run, args.out, args.at, overwrite=args.overwrite, noise=args.noise, **options)).config
     at, changed = config["forked"]["at"], ", ".join(f"{name}={x}" for name, x in config["forked"]["set"].items())
     other = f", with other noise ({args.noise})" * bool(args.noise)
