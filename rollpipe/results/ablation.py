@@ -27,7 +27,6 @@ from ..runs.repeat import checkpoint_at, records_of
 from ..settings.algorithms import options_for
 from ..settings.config import RUN_OPTIONS
 from ..settings.options import Parser, import_words, parse_options, parse_value, typed
-from ..traces.differences import diff
 
 # %% auto #0
 __all__ = ['Branch', 'branches_of', 'ablate', 'equal_up_to', 'add_ablate', 'ablate_command']
@@ -189,10 +188,8 @@ def _compared(run: Path, branches: list, config: dict, metric: str, updates: int
     "The differences. Raises `DataError` if the twins with the noise of the run do not equal it."
     notes, known = [], {x.folder: course(x.folder, metric, x.at, updates) for x in branches}
     for twin in (x for x in branches if not x.edit and not x.noise):
-        again, end = diff(run, twin.folder), equal_up_to(run, twin.folder)
-        if again.parting is not None or isinstance(end, str):
-            raise DataError(f"{twin.folder} does not equal {run}", expected="another --out, because the run has changed",
-                            got=f"{end}; {again}")
+        if isinstance(end := equal_up_to(run, twin.folder), str):
+            raise DataError(f"{twin.folder} does not equal {run}", expected="another --out, because the run has changed", got=end)
         notes.append(f"The unedited branch at update {twin.at} equals {run}: all metrics up to update {end} are the same, bit for bit.")
     pairs = []
     for label in dict.fromkeys(x.label for x in branches if x.edit):

@@ -90,6 +90,11 @@ class Pairs(NamedTuple):
             squares += [sum((x[1] - x[0]).var()*x.shape[1] for x in parts), sum(x.var(1).sum()*x.shape[1] for x in parts)]
         return float(np.sqrt(squares[0]/squares[1])) if squares[1] else float("nan")
 
+    def lasts(self, last: int) -> int:
+        "The number of updates of a branch until the noise of the differences is that of branches with noise of their own."
+        reached = [self.noise([window]) >= 1 for window in self.windows(last)]
+        return reached.index(True) if any(reached) else len(reached)
+
 # %% ../../nbs/results/09_pairs.ipynb #b45d90d1
 class Ablation(NamedTuple):
     """What options change in a run.
@@ -137,7 +142,9 @@ class Ablation(NamedTuple):
                 "twin, which began in the same state and met the same noise; IQM is the interquartile mean over the pairs, with the 95 % "
                 "interval of the stratified bootstrap.",
                 "Noise at some updates is the deviation of the differences as a part of that of two branches with noise of their own. An "
-                "interval by pairs is that much narrower; at 1, pairing has ended.", *few, *self.notes]
+                "interval by pairs is that much narrower; at 1, pairing has ended.",
+                f"Pairing lasts: {', '.join(f'{pairs.lasts(self.last)} of {k} updates with {pairs.label}' for pairs in self.pairs)}.",
+                *few, *self.notes]
 
     def __str__(self): return "\n\n".join([f"# {self.title}", table_text(*self.table()), *self.about()]) + "\n"
 
