@@ -186,7 +186,9 @@ _OTHER = "seconds", "steps_per_s", "workers", "restarts", "eval_"
 
 def _compared(run: Path, branches: list, config: dict, metric: str, updates: int, last: int) -> Ablation:
     "The differences. Raises `DataError` if the twins with the noise of the run do not equal it."
-    notes, known = [], {x.folder: course(x.folder, metric, x.at, updates) for x in branches}
+    replayed = any(keeper.startswith("replay") for keeper in config["kept"].values()) and any(x.noise for x in branches)
+    notes = ["Branches with other noise have the same noise within their environments, which are kept by a replay."] * replayed
+    known = {x.folder: course(x.folder, metric, x.at, updates) for x in branches}
     for twin in (x for x in branches if not x.edit and not x.noise):
         if isinstance(end := equal_up_to(run, twin.folder), str):
             raise DataError(f"{twin.folder} does not equal {run}", expected="another --out, because the run has changed", got=end)

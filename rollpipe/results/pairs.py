@@ -137,14 +137,14 @@ class Ablation(NamedTuple):
     def about(self) -> list:
         "Sentences that explain the table."
         k, n = self.pairs[0].base.shape[-1], min(len(pairs.at) for pairs in self.pairs)
-        few = [f"An interval from {n} pairs is narrower than it says."] * (1 < n < 5)
+        few = [f"An interval from {n} pairs is narrower than it says."] if n > 1 else ["One pair has no interval and no noise (--repeat)."]
+        lasting = ", ".join(f"{pairs.lasts(self.last)} of {k} updates with {pairs.label}" for pairs in self.pairs)
         return [f"{self.metric} over the last {self.last} of {k} updates of each branch. A difference is that of a branch to its unedited "
                 "twin, which began in the same state and met the same noise; IQM is the interquartile mean over the pairs, with the 95 % "
                 "interval of the stratified bootstrap.",
                 "Noise at some updates is the deviation of the differences as a part of that of two branches with noise of their own. An "
                 "interval by pairs is that much narrower; at 1, pairing has ended.",
-                f"Pairing lasts: {', '.join(f'{pairs.lasts(self.last)} of {k} updates with {pairs.label}' for pairs in self.pairs)}.",
-                *few, *self.notes]
+                *[f"Pairing lasts {lasting}."] * (n > 1), *few * (n < 5), *self.notes]
 
     def __str__(self): return "\n\n".join([f"# {self.title}", table_text(*self.table()), *self.about()]) + "\n"
 
