@@ -79,11 +79,11 @@ def test_noise_that_cannot_be(tmp_path, capsys):
 
 def test_twins_are_the_run_again_pairs_share_the_noise_and_no_effect_is_exactly_none(tmp_path):
     run = trained(tmp_path/"run")
-    before, clip = content(run), load_run(run).config["options"]["clip"]
-    found = ablate(run, [5, 12], dict(clip=[clip, .01]), updates=6, repeat=2, jobs=2, out=tmp_path/"out", last=3)
+    before, lr = content(run), load_run(run).config["options"]["lr"]
+    found = ablate(run, [5, 12], dict(lr=[lr, .1]), updates=6, repeat=2, jobs=2, out=tmp_path/"out", last=3)
     assert content(run) == before
     same, other = found.pairs
-    assert [same.label, other.label] == [f"clip={clip}", "clip=0.01"] and same.at.tolist() == [5, 5, 12, 12]
+    assert [same.label, other.label] == [f"lr={lr}", "lr=0.1"] and same.at.tolist() == [5, 5, 12, 12]
     assert found.difference(same)[:6] == (4, 0, 0, 0, 0, 0) and (same.base == same.edited).all()
     assert (other.base[..., 0] == other.edited[..., 0]).all() and (other.base != other.edited).any()
     assert (other.base == same.base).all() and (other.base[0] != other.base[1]).any()
@@ -95,12 +95,13 @@ def test_twins_are_the_run_again_pairs_share_the_noise_and_no_effect_is_exactly_
         assert all(ours[k] == theirs[k] for k in ours.keys() & theirs.keys())
         assert repr(numbers(twin)[:n + 6]) == repr(numbers(run)[:n + 6])
         for noise in (0, 1):
-            pair = [begun(tmp_path/"out"/f"at{n}-{noise}{edit}") for edit in ("", "-clip=0.01")]
-            assert first_difference(*(x.stream for x in pair)) is None and first_difference(*(x.agent_state for x in pair)) is None
-    assert "Pairing lasts 6 of 6 updates with clip=" in str(found) and "An interval from 4 pairs is narrower" in str(found)
+            pair = [begun(tmp_path/"out"/f"at{n}-{noise}{edit}") for edit in ("", "-lr=0.1")]
+            assert first_difference(*(x.stream for x in pair)) is None
+            for part in ("actor", "critic", "generator"): assert first_difference(*(x.agent_state[part] for x in pair)) is None
+    assert f"Pairing lasts 6 of 6 updates with lr={lr}" in str(found) and "An interval from 4 pairs is narrower" in str(found)
     assert (tmp_path/"out"/"report.md").read_text() == str(found)
     rows = (tmp_path/"out"/"report.csv").read_text().splitlines()
-    assert len(rows) == 9 and rows[1].startswith(f"clip={clip},5,") and rows[1].endswith(",0")
+    assert len(rows) == 9 and rows[1].startswith(f"lr={lr},5,") and rows[1].endswith(",0")
 
 
 def test_a_metric_and_more_of_the_same(tmp_path):
@@ -118,7 +119,7 @@ def test_a_metric_and_more_of_the_same(tmp_path):
     assert np.isclose(second.pairs[0].means(slice(-2, None))[1][3], mean) and second.pairs[0].at.tolist() == [4, 4, 9, 9]
     longer = ablate(run, [4], dict(lr=[.1]), updates=6)
     assert (longer.pairs[0].base[..., :4] == second.pairs[0].base[:1]).all() and longer.pairs[0].base.shape[-1] == 6
-    with pytest.raises(DataError, match=r"never has this metric.*leaf klo"): course(home/"at4-0", "klo", 4, 4)
+    with pytest.raises(DataError, match="leaf klo: .*never has this metric"): course(home/"at4-0", "klo", 4, 4)
 
 
 # -- interruptions and errors ------------------------------------------------------------------------------------------
@@ -146,18 +147,18 @@ def test_what_cannot_work_is_named_before_anything_is_made(tmp_path, capsys):
     run = trained(tmp_path/"run", steps=320)
     before = content(tmp_path)
     for words, text in {
-            ("--at", "11", "--set", "clip=0.1"): "has no such update, leaf update. Expected 1 to 10, got 11",
+            ("--at", "11", "--set", "clip=0.1"): "has no such update. Expected 1 to 10, got 11",
             ("--at", "0", "--set", "clip=0.1"): "has no such update",
-            ("--at", "x", "--set", "clip=0.1"): "not numbers of updates, leaf --at",
+            ("--at", "x", "--set", "clip=0.1"): "leaf --at: not numbers of updates",
             ("--at", "3", "--set", "clop=0.1"): "clop",
-            ("--at", "3", "--set", "clip=0.1,x"): "wrong type of value, leaf clip",
+            ("--at", "3", "--set", "clip=0.1,x"): "leaf clip: wrong type of value",
             ("--at", "3", "--set", "clip=-2"): "no branch with clip=-2.0",
             ("--at", "3", "--set", "hidden=8,8"): "cannot have another hidden",
             ("--at", "3", "--set", "n_envs=9"): "cannot have another n_envs",
             ("--at", "3", "--set", "clip"): "Expected NAME=VALUE",
             ("--at", "3", "--set", "clip=0.1", "--updates", "0"): "--updates must be at least 1",
             ("--at", "3", "--set", "clip=0.1", "--updates", "3", "--last", "4"): "Expected 1 to 3, the updates of a branch, got 4",
-            ("--at", "3", "--set", "clip=0.1", "--metric", "entropi"): "entropi",
+            ("--at", "3", "--set", "clip=0.1", "--metric", "entropi"): "has no such metric. Expected ",
             ("--at", "3"): "--set"}.items():
         assert rollpipe("ablate", run, *words) == 2, words
         err = capsys.readouterr().err

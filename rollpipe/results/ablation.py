@@ -96,9 +96,11 @@ def _steps_of(run: Path, found: Checkpoint, at: list, updates: int) -> dict:
     return {n: int(steps[n] + updates*most) for n in at}
 
 
-def _checked(run: Path, at: list, options: dict) -> Checkpoint:
-    "The newest checkpoint of a run. Raises `DataError` for updates that cannot be branched, and for options that a branch cannot have."
-    found = load_run(run)
+def _checked(run: Path, at: list, options: dict, metric: str) -> Checkpoint:
+    "The newest checkpoint of a run. Raises `DataError` for updates that cannot be branched, and what a branch cannot have."
+    found, known = load_run(run), {name for r in records_of(run) for name in r}
+    if metric not in known and not metric.startswith("eval_"):
+        raise DataError(f"{run} has no such metric", leaf="--metric", expected=", ".join(sorted(known)), got=metric)
     for n in at: checkpoint_at(run, n)
     if not at: raise DataError("nowhere to branch", leaf="--at", expected="numbers of updates, such as 100,200")
     if not options or not all(options.values()): raise DataError("nothing to compare", leaf="--set", expected="NAME=VALUE,VALUE")
@@ -148,7 +150,7 @@ def ablate(run: str | Path, at: Sequence, options: dict, updates: int = 30, repe
     out, last = Path(out or f"{run}-ablation"), max(1, updates//3) if last is None else last
     for name, n in dict(updates=updates, repeat=repeat, jobs=jobs, last=last).items(): check_integer(name, n)
     if last > updates: raise DataError("out of range", leaf="last", expected=f"1 to {updates}, the updates of a branch", got=str(last))
-    found = _checked(run, at, options)
+    found = _checked(run, at, options, metric)
     steps, branches = _steps_of(run, found, at, updates), branches_of(run, at, options, repeat, out)
     quiet = dict(keep=0, video_every=0, **({} if metric.startswith("eval_") else dict(eval_every=0)))
     out.mkdir(parents=True, exist_ok=True)
