@@ -111,13 +111,13 @@ def test_a_metric_and_more_of_the_same(tmp_path):
     home = tmp_path/"run-ablation"
     whole = content(home/"at4-0")
     assert len(first.pairs[0].at) == 1 and "One pair has no interval" in str(first) and "Pairing lasts" not in str(first)
-    second = ablate(run, [4, 9], dict(lr=[.1]), updates=4, repeat=2, last=2)
+    second = ablate(run, [4, 9], dict(lr=[.1]), updates=4, repeat=2, last=4)
     assert content(home/"at4-0") == whole
     records = {int(r["updates"]): r for r in read_records(home/"at9-1-lr=0.1")}
-    ended = [(records[n]["episodes"] - records[n - 1]["episodes"], records[n].get("return_mean", 0)) for n in (12, 13)]
+    ended = [(records[n]["episodes"] - records[n - 1]["episodes"], records[n].get("return_mean", 0)) for n in (10, 11, 12, 13)]
     mean = sum(n*x for n, x in ended)/sum(n for n, _ in ended)
-    assert np.isclose(second.pairs[0].means(slice(-2, None))[1][3], mean) and second.pairs[0].at.tolist() == [4, 4, 9, 9]
-    longer = ablate(run, [4], dict(lr=[.1]), updates=6)
+    assert np.isclose(second.pairs[0].means(slice(-4, None))[1][3], mean) and second.pairs[0].at.tolist() == [4, 4, 9, 9]
+    longer = ablate(run, [4], dict(lr=[.1]), updates=6, last=6)
     assert (longer.pairs[0].base[..., :4] == second.pairs[0].base[:1]).all() and longer.pairs[0].base.shape[-1] == 6
     with pytest.raises(DataError, match="leaf klo: .*never has this metric"): course(home/"at4-0", "klo", 4, 4)
 
@@ -169,19 +169,19 @@ def test_what_cannot_work_is_named_before_anything_is_made(tmp_path, capsys):
 
 def test_a_folder_of_other_branches_and_a_run_that_has_changed_are_refused(tmp_path):
     run, other = trained(tmp_path/"run"), trained(tmp_path/"other", seed=5)
-    ablate(run, [4], dict(clip=[.1]), updates=2, out=tmp_path/"out")
+    ablate(run, [4], dict(clip=[.1]), updates=2, out=tmp_path/"out", metric="entropy")
     with pytest.raises(DataError, match="is no such branch"): ablate(other, [4], dict(clip=[.1]), updates=2, out=tmp_path/"out")
     os.rename(run, tmp_path/"gone"), os.rename(other, run)
     with pytest.raises(DataError, match="does not equal .*another --out, because the run has changed, got update 1: "):
-        ablate(run, [4], dict(clip=[.1]), updates=2, out=tmp_path/"out")
+        ablate(run, [4], dict(clip=[.1]), updates=2, out=tmp_path/"out", metric="entropy")
 
 
 def test_a_branch_that_fails_is_named_and_the_others_are_trained(tmp_path):
     run = trained(tmp_path/"run")
-    ablate(run, [4], dict(clip=[.1]), updates=2, out=tmp_path/"out")
+    ablate(run, [4], dict(clip=[.1]), updates=2, out=tmp_path/"out", metric="entropy")
     (tmp_path/"out"/"at4-0-clip=0.1"/"journal.jsonl").write_text("{}\n")
     with pytest.raises(WorkerError, match=r"1 of 2 branches failed; at4-0-clip=0.1: .*damaged.*the same command goes on"):
-        ablate(run, [4], dict(clip=[.1]), updates=4, out=tmp_path/"out")
+        ablate(run, [4], dict(clip=[.1]), updates=4, out=tmp_path/"out", metric="entropy")
     assert load_run(tmp_path/"out"/"at4-0").counters["updates"] == 8
 
 
