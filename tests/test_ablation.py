@@ -156,6 +156,8 @@ def test_what_cannot_work_is_named_before_anything_is_made(tmp_path, capsys):
             ("--at", "3", "--set", "hidden=8,8"): "cannot have another hidden",
             ("--at", "3", "--set", "n_envs=9"): "cannot have another n_envs",
             ("--at", "3", "--set", "clip"): "Expected NAME=VALUE",
+            ("--at", "3", "--set", "clip=0.1,.1"): "leaf clip: a value is there twice",
+            ("--at", "3", "--set", "steps=1000"): "leaf steps: the steps of a branch are those of its updates",
             ("--at", "3", "--set", "clip=0.1", "--updates", "0"): "--updates must be at least 1",
             ("--at", "3", "--set", "clip=0.1", "--updates", "3", "--last", "4"): "Expected 1 to 3, the updates of a branch, got 4",
             ("--at", "3", "--set", "clip=0.1", "--metric", "entropi"): "has no such metric. Expected ",

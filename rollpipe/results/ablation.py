@@ -104,7 +104,9 @@ def _checked(run: Path, at: list, options: dict, metric: str) -> Checkpoint:
     for n in at: checkpoint_at(run, n)
     if not at: raise DataError("nowhere to branch", leaf="--at", expected="numbers of updates, such as 100,200")
     if not options or not all(options.values()): raise DataError("nothing to compare", leaf="--set", expected="NAME=VALUE,VALUE")
+    if "steps" in options: raise DataError("the steps of a branch are those of its updates", leaf="steps", expected="--updates")
     for name, values in options.items():
+        if len({*map(repr, values)}) < len(values): raise DataError("a value is there twice", leaf=name, got=str(values))
         for x in values if found.stream else ():
             try: changed_run(run, found._replace(counters={**found.counters, "steps": 0}), {name: x})     # which is over, perhaps
             except DataError as e: raise DataError(f"no branch with {name}={x}", got=str(e)) from None
