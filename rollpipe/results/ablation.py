@@ -9,7 +9,7 @@ import json, os, re, shlex
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -76,9 +76,9 @@ def branches_of(run: Path, at: Iterable, options: dict, repeat: int, out: Path) 
 # %% ../../nbs/results/10_ablation.ipynb #dc5d76c6
 def _fork(branch: Branch, steps: int, quiet: dict) -> None:
     "Make a branch, unless it is there. Raises `DataError` if another run is there."
-    edit = json.loads(json.dumps(branch.edit))
+    edit, options = json.loads(json.dumps(branch.edit)), dict[str, Any](branch.edit or dict(quiet, steps=steps))
     if not files_of_run(branch.folder):
-        fork(branch.parent, branch.folder, branch.at, noise=branch.noise, **(branch.edit or dict(quiet, steps=steps)))
+        fork(branch.parent, branch.folder, branch.at, noise=branch.noise, **options)
         return
     config = load_run(branch.folder).config
     origin, values = config.get("forked") or {}, {**config, **config["options"]}
