@@ -23,6 +23,7 @@ from ..settings.options import add_options, nearest
 from ..settings.overview import COMMANDS, Parser, general_options, top_parser
 from ..pipes.data.errors import PipeError
 from ..settings.listing import list_command
+from ..results.ablation import ablate_command, add_ablate
 from ..results.bench import bench_command
 from ..results.report import report_command
 from ..runs.signals import stop_signals
@@ -57,8 +58,10 @@ def _add_comparisons(command, debug: Parser) -> None:
     sub.add_argument("--at", type=int, metavar="N", help="number of updates after which the fork begins [those of its newest checkpoint]")
     sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option that is another one from there on")
     sub.add_argument("--steps", metavar="N", help="environment steps of the fork, with those before [as in RUN]")
+    sub.add_argument("--noise", type=int, default=0, metavar="N", help="1, 2, ...: other random numbers from there on [0: those of RUN]")
     sub.add_argument("--out", metavar="RUN", required=True, help="folder of the fork")
     sub.add_argument("--overwrite", action="store_true", help="replace the run in that folder")
+    add_ablate(command("ablate", ablate_command, [debug], "branch a run with other options, and tell by pairs what they change"))
 
 
 def _parent_parsers() -> tuple:

@@ -21,7 +21,8 @@ from .tables import ABOUT, notes_of, number, table_of, together
 from ..runs.folder import load_run
 
 # %% auto #0
-__all__ = ['CERTIFICATE', 'STYLE', 'table_html', 'certificate', 'pipeline_svg', 'differences', 'page']
+__all__ = ['CERTIFICATE', 'STYLE', 'table_html', 'certificate', 'pipeline_svg', 'differences', 'section', 'notes_html',
+           'document', 'page']
 
 # %% ../../nbs/results/07_page.ipynb #1591b209
 def table_html(columns: Iterable, rows: Iterable) -> str:
@@ -116,7 +117,28 @@ svg { max-width: 100%; height: auto; }
 def _wide(picture: str) -> str: return f'<div class="wide">{picture}</div>'     # a narrow window scrolls it, and its texts stay legible
 
 
-def _section(title: str, body: str) -> str: return f"<h2>{title}</h2>\n{body}\n" if body else ""
+def section(title: str, body: str) -> str:
+    "A part of a page with a heading; empty if there is nothing in it."
+    return f"<h2>{title}</h2>\n{body}\n" if body else ""
+
+
+def notes_html(notes: list) -> str:
+    "Notes as a list; empty if there are none. All texts are escaped."
+    return f'<ul class="notes">{"".join(f"<li>{html.escape(note)}</li>" for note in notes)}</ul>' if notes else ""
+
+
+def document(title: str, body: list) -> str:
+    """A whole page, which loads nothing.
+
+    Args:
+        title: a text, which is escaped
+        body: its parts in HTML; empty ones are left out
+    """
+    policy, title = "default-src 'none'; style-src 'unsafe-inline'", html.escape(title)
+    return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
+            f'<meta name="viewport" content="width=device-width"><title>{title}</title>'
+            f'<style>{STYLE}</style></head>\n<body>\n'
+            + "\n".join([f"<h1>{title}</h1>", *filter(None, body)]) + "\n</body></html>\n")
 
 
 def _sources(results: Results) -> str:
@@ -138,17 +160,11 @@ def page(results: Results) -> str:
     graphs = "".join(f"<details><summary>{escape(f'{row.label}, {row.env}')}</summary>{_wide(pipeline_svg(row))}</details>"
                      for row in results.rows)
     commands = "".join(f"<h3>{escape(f'{row.label}, {row.env}')}</h3><pre>{escape(row.command)}</pre>" for row in results.rows)
-    body = [f"<h1>{escape(results.title)}</h1>", table_html(columns, [[row[name] for name in columns] for row in table]),
-            f"<p>{escape(ABOUT)}</p>",
-            f'<ul class="notes">{"".join(f"<li>{escape(note)}</li>" for note in notes)}</ul>' if notes else "",
-            _section("Learning curves", _wide(svg(draw_curves(results), "curves"))),
-            _section("All environments together", _together(results)), _section("Published figures", _sources(results)),
-            _section("The course of the certificate", _wide(svg(figure, "certificate")) if (figure := certificate(results)) else ""),
-            _section("What differs between the configurations", table_html(["option", *names], [(name, *x) for name, x in options])
+    body = [table_html(columns, [[row[name] for name in columns] for row in table]), f"<p>{escape(ABOUT)}</p>", notes_html(notes),
+            section("Learning curves", _wide(svg(draw_curves(results), "curves"))),
+            section("All environments together", _together(results)), section("Published figures", _sources(results)),
+            section("The course of the certificate", _wide(svg(figure, "certificate")) if (figure := certificate(results)) else ""),
+            section("What differs between the configurations", table_html(["option", *names], [(name, *x) for name, x in options])
                      if options else ""),
-            _section("The pipelines", graphs), _section("The commands", commands)]
-    policy = "default-src 'none'; style-src 'unsafe-inline'"
-    return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
-            f'<meta name="viewport" content="width=device-width"><title>{escape(results.title)}</title>'
-            f'<style>{STYLE}</style></head>\n<body>\n'
-            + "\n".join(filter(None, body)) + "\n</body></html>\n")
+            section("The pipelines", graphs), section("The commands", commands)]
+    return document(results.title, body)

@@ -58,6 +58,7 @@ def repetition(folder: Path, found: Checkpoint, *edits: Callable, home: Path | N
         config = {**found.config, "eval_every": 0, "video_every": 0, "keep": 0, "reading": "processes", "address": None}
         if config["options"].get("path"): config["options"] = {**config["options"], "path": place}
         there = home or Path(place, "run")
+        config.pop("forked", None)     # where the run came from is not where its repetition comes from
         if found.stream is None: run = start(there, config)
         else:
             there.mkdir(exist_ok=True)

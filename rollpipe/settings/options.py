@@ -14,8 +14,8 @@ from ..agents.shared_options import Schedule, changing, meanings
 from ..pipes.data.errors import DataError
 
 # %% auto #0
-__all__ = ['kinds_of', 'Option', 'options_of', 'nearest', 'parse_value', 'parse_env_kwargs', 'import_words', 'typed',
-           'parse_seeds', 'add_options']
+__all__ = ['kinds_of', 'Option', 'options_of', 'nearest', 'parse_value', 'parse_options', 'parse_env_kwargs', 'import_words',
+           'typed', 'parse_seeds', 'add_options']
 
 # %% ../../nbs/settings/00_options.ipynb #5ce2e98c
 _TYPES: dict[str, Any] = dict(bool=bool, int=int, float=(int, float), str=str, dict=dict,
@@ -180,6 +180,31 @@ def _literal(text: str) -> Any:
     if text in ("true", "false"): return text == "true"     # as TOML and JSON write them
     try: return ast.literal_eval(text)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError): return text
+
+# %% ../../nbs/settings/00_options.ipynb #0e7fd1b5
+def parse_options(words: Iterable, known: Iterable, several: bool = False) -> dict:
+    """Options that are typed as `NAME=VALUE`. Raises `DataError` for one that cannot be read, or that is there twice.
+
+    Args:
+        words: the texts
+        known: list of `Option`; the value of any other one stays a text
+        several: whether there may be several values, with commas between them
+
+    Returns:
+        dict: name -> value, or a list of values
+    """
+    kinds_by_name, found = {option.name: option.kinds for option in known}, {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        name = name.strip().lstrip("-").replace("-", "_")
+        if not equals or name in found:
+            raise DataError("an option is there twice" if equals else "not an option", leaf="--set", expected="NAME=VALUE", got=word)
+        kinds = kinds_by_name.get(name, ("str",))
+        texts = text.split(",") if several and not any(kind.endswith(",...") for kind in kinds) else [text]
+        try: values = [parse_value(text, kinds) for text in texts]
+        except ValueError as e: raise DataError("wrong type of value", leaf=name, got=str(e)) from None
+        found[name] = values if several else values[0]
+    return found
 
 # %% ../../nbs/settings/00_options.ipynb #5e6b1873
 def parse_env_kwargs(items: Iterable) -> dict:
