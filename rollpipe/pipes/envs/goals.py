@@ -12,7 +12,6 @@ import numpy as np
 
 from ..data.errors import EnvError, describe, describe_exception
 from .factories import env_factories
-from .sources import is_instance
 
 # %% auto #0
 __all__ = ['GoalRules']
@@ -33,8 +32,9 @@ class GoalRules:
     """
     def __init__(self, source: Any, env_kwargs: dict | None = None):
         source = source[0] if isinstance(source, (list, tuple)) and source else source
-        self.source = source if is_instance(source) or hasattr(source, 'compute_reward') else env_factories(source, 1, env_kwargs)[0]
-        self._env = None
+        self.is_lent, self._env = hasattr(source, 'step') and not isinstance(source, type), None
+        self.source = source if self.is_lent else env_factories(source, 1, env_kwargs)[0]
+        self.name = type(getattr(source, 'unwrapped', source)).__name__ if self.is_lent else self.source.name
 
     def __call__(self, achieved: np.ndarray, desired: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """The rewards `[n]`, and whether the steps terminated their episodes, bool `[n]`; None: there is no `compute_terminated`.
@@ -45,18 +45,16 @@ class GoalRules:
         """
         reward, terminated = (self._answers(name, achieved, desired) for name in ('compute_reward', 'compute_terminated'))
         if reward is not None: return reward, None if terminated is None else terminated.astype(bool)
-        raise EnvError("the environment does not tell the reward of other goals", env=self._name(),
+        raise EnvError("the environment does not tell the reward of other goals", env=self.name,
                        expected="compute_reward(achieved_goal, desired_goal, info)", got="no such method")
 
     def close(self) -> None:
         "Close the environment that was made here, if there is one. The next call makes another one."
         env, self._env = self._env, None
-        if env is not None and env is not self.source: env.close()
-
-    def _name(self): return getattr(self.source, 'name', type(self.source).__name__)
+        if env is not None and not self.is_lent: env.close()
 
     def _method(self, name):
-        if self._env is None: self._env = self.source if is_instance(self.source) or not callable(self.source) else self.source()
+        if self._env is None: self._env = self.source if self.is_lent else self.source()
         env = self._env.envs[0] if isinstance(self._env, gym.vector.SyncVectorEnv) else self._env
         while not hasattr(env, name) and isinstance(env, gym.Wrapper): env = env.env
         return getattr(env, name, None)
@@ -67,5 +65,5 @@ class GoalRules:
             if (found := np.asarray(method(achieved, desired, {}))).shape == (len(achieved),): return found
             return np.array([method(a, d, {}) for a, d in zip(achieved, desired)]).reshape(len(achieved))
         except Exception as e:
-            raise EnvError(f"{name} failed: {describe_exception(e)}", env=self._name(), got=describe(desired),
+            raise EnvError(f"{name} failed: {describe_exception(e)}", env=self.name, got=describe(desired),
                            expected="a number for each goal") from e
