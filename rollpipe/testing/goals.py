@@ -17,59 +17,47 @@ from ..pipes.data.errors import check_integer
 __all__ = ['BitFlip', 'PointReach']
 
 # %% ../../nbs/testing/05_goals.ipynb #41c7994f
-class _Reaching(gym.Env):
-    "Base of environments in which `here` has to become `goal`. A subclass sets the spaces and writes `draw`, `move` and `is_reached`."
-    ends = False      # does an episode end where the goal is achieved?
-    max_steps: int
-
-    def draw(self) -> np.ndarray: raise NotImplementedError
-    def move(self, action: Any) -> np.ndarray: raise NotImplementedError
-    def is_reached(self, achieved: np.ndarray, desired: np.ndarray) -> np.ndarray: raise NotImplementedError
-
-    def compute_reward(self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info: Any) -> np.ndarray:
-        "0 where the goal is achieved, else -1, `[...]` for goals `[..., n]`."
-        return np.where(self.is_reached(achieved_goal, desired_goal), 0., -1.)
-
-    def compute_terminated(self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info: Any) -> np.ndarray:
-        "Whether the episode ends, `[...]` for goals `[..., n]`."
-        return self.is_reached(achieved_goal, desired_goal) & self.ends
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
-        super().reset(seed=seed)
-        self.here, self.goal, self.count = self.draw(), self.draw(), 0
-        return self._obs(), {}
-
-    def step(self, action: Any) -> tuple:
-        self.here, self.count = self.move(action), self.count + 1
-        pair = self.here, self.goal, {}
-        reward, info = float(self.compute_reward(*pair)), dict(is_success=float(self.is_reached(*pair[:2])))
-        return self._obs(), reward, bool(self.compute_terminated(*pair)), self.count == self.max_steps, info
-
-    def _obs(self): return dict(observation=self.here.copy(), achieved_goal=self.here.copy(), desired_goal=self.goal.copy())
-
-
-class BitFlip(_Reaching):
+class BitFlip(gym.Env):
     """`n` bits, of which each action flips one, until they are those of the goal, or `n` steps are over.
 
-    A random policy sees about `n` of the `2 ** n` states of bits in an episode. The best return is 1 minus the number of bits that differ. Source:
+    A random policy meets about `n` of the `2 ** n` states in an episode. The best return is 1 minus the number of bits that differ. Source:
     Andrychowicz et al. 2017, *Hindsight experience replay*, https://arxiv.org/abs/1707.01495, section 3.1.
 
     Args:
         n: number of bits
     """
-    ends = True
+    ends = True     # does an episode end where the goal is achieved?
 
     def __init__(self, n: int = 12):
         self.n = self.max_steps = check_integer('n', n, pipe=self)
-        bits, self.action_space = MultiBinary(n), Discrete(n)
-        self.observation_space = Dict(observation=bits, achieved_goal=bits, desired_goal=bits)
+        self._set_spaces(MultiBinary(n), Discrete(n))
 
-    def draw(self) -> np.ndarray: return self.np_random.integers(2, size=self.n).astype(np.int8)
-    def move(self, action: Any) -> np.ndarray: return self.here ^ (np.arange(self.n) == action)
-    def is_reached(self, achieved: np.ndarray, desired: np.ndarray) -> np.ndarray: return (achieved == desired).all(-1)
+    def _set_spaces(self, goals, actions):
+        self.observation_space, self.action_space = Dict(observation=goals, achieved_goal=goals, desired_goal=goals), actions
+
+    def _draw(self): return self.np_random.integers(2, size=self.n).astype(np.int8)
+    def _moved(self, action): return self.here ^ (np.arange(self.n) == action)
+    def _is_reached(self, achieved, desired): return (achieved == desired).all(-1)
+    def _obs(self): return dict(observation=self.here, achieved_goal=self.here, desired_goal=self.goal)
+
+    def compute_reward(self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info: Any) -> np.ndarray:
+        return np.where(self._is_reached(achieved_goal, desired_goal), 0., -1.)
+
+    def compute_terminated(self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info: Any) -> np.ndarray:
+        return self._is_reached(achieved_goal, desired_goal) & self.ends
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
+        super().reset(seed=seed)
+        self.here, self.goal, self.count = self._draw(), self._draw(), 0
+        return self._obs(), {}
+
+    def step(self, action: Any) -> tuple:
+        self.here, self.count = self._moved(action), self.count + 1
+        reward, over = (float(f(self.here, self.goal, {})) for f in (self.compute_reward, self.compute_terminated))
+        return self._obs(), reward, bool(over), self.count == self.max_steps, dict(is_success=reward + 1)
 
 
-class PointReach(_Reaching):
+class PointReach(BitFlip):
     """A point in the square from -1 to 1, which moves by a tenth of the action in each direction, and a place that it has to reach.
 
     Episodes have 50 steps, so it has to stay there, as in the Fetch tasks of gymnasium-robotics.
@@ -77,18 +65,15 @@ class PointReach(_Reaching):
     Args:
         radius: distance from the place that counts as reached
     """
-    max_steps = 50
-    action_space = Box(-1, 1, (2,))
+    ends, max_steps = False, 50
 
     def __init__(self, radius: float = 0.05):
-        self.radius, plane = radius, Box(-1, 1, (2,))
-        self.observation_space = Dict(observation=plane, achieved_goal=plane, desired_goal=plane)
+        self.radius = radius
+        self._set_spaces(Box(-1, 1, (2,)), Box(-1, 1, (2,)))
 
-    def draw(self) -> np.ndarray: return self.np_random.uniform(-1, 1, 2).astype(np.float32)
-    def move(self, action: Any) -> np.ndarray: return np.clip(self.here + np.float32(.1) * np.clip(action, -1, 1), -1, 1).astype(np.float32)
-
-    def is_reached(self, achieved: np.ndarray, desired: np.ndarray) -> np.ndarray:
-        return np.linalg.norm(achieved - desired, axis=-1) < self.radius
+    def _draw(self): return self.np_random.uniform(-1, 1, 2).astype(np.float32)
+    def _moved(self, action): return np.clip(self.here + .1 * np.clip(action, -1, 1), -1, 1).astype(np.float32)
+    def _is_reached(self, achieved, desired): return np.linalg.norm(achieved - desired, axis=-1) < self.radius
 
 
 for env in (BitFlip, PointReach):       # so that `rollpipe.testing:BitFlip-v0` is an id

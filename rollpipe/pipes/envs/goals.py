@@ -10,7 +10,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from ..data.errors import EnvError, describe, describe_exception
+from ..data.errors import EnvError, describe_exception
 from .factories import env_factories
 
 # %% auto #0
@@ -18,16 +18,15 @@ __all__ = ['GoalRules']
 
 # %% ../../../nbs/pipes/10_envs/16_goals.ipynb #4e1676bc
 class GoalRules:
-    """`rules(achieved, desired) -> (reward, terminated)` of steps that achieved these goals while those were wanted, without stepping.
+    """`rules(achieved, desired) -> (reward, terminated)` of steps that achieved some goals, if others had been wanted, without stepping.
 
-    The environment has `compute_reward(achieved_goal, desired_goal, info)`, and maybe `compute_terminated`, as a `GoalEnv` of
-    gymnasium-robotics has. Its wrappers may have these methods, too. They get all steps at once, and `info` is empty. If their answer is not
-    an array `[n]`, they get one step after the other. An id or a factory makes an environment at the first call.
-
-    Raises `EnvError`, which names the environment: it has no `compute_reward`, or a method fails.
+    The goals are numpy arrays `[n, ...]`, the answers `[n]`. They come from the methods of an environment, or of its wrappers,
+    `compute_reward(achieved_goal, desired_goal, info)` and `compute_terminated` (without it, `terminated` is None), as a `GoalEnv` of
+    gymnasium-robotics has. The methods get all steps at once, and `info` is empty. If the answer is no array `[n]`, they get one step after
+    the other. Raises `EnvError`, which names the environment: it has no `compute_reward`, or a method fails.
 
     Args:
-        source: gymnasium id, factory or instance; of a list the first; of a vector its first environment
+        source: gymnasium id or factory, which makes an environment at the first call, or instance; of a list or vector the first
         env_kwargs: keyword arguments for `gymnasium.make`
     """
     def __init__(self, source: Any, env_kwargs: dict | None = None):
@@ -37,33 +36,22 @@ class GoalRules:
         self.name = type(getattr(source, 'unwrapped', source)).__name__ if self.is_lent else self.source.name
 
     def __call__(self, achieved: np.ndarray, desired: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """The rewards `[n]`, and whether the steps terminated their episodes, bool `[n]`; None: there is no `compute_terminated`.
-
-        Args:
-            achieved: numpy [n, ...]: the goals that were achieved after the steps
-            desired: numpy [n, ...]: the goals that were wanted
-        """
+        if self._env is None: self._env = self.source if self.is_lent else self.source()
         reward, terminated = (self._answers(name, achieved, desired) for name in ('compute_reward', 'compute_terminated'))
-        if reward is not None: return reward, None if terminated is None else terminated.astype(bool)
+        if reward is not None: return reward, terminated
         raise EnvError("the environment does not tell the reward of other goals", env=self.name,
                        expected="compute_reward(achieved_goal, desired_goal, info)", got="no such method")
 
     def close(self) -> None:
         "Close the environment that was made here, if there is one. The next call makes another one."
-        env, self._env = self._env, None
-        if env is not None and not self.is_lent: env.close()
-
-    def _method(self, name):
-        if self._env is None: self._env = self.source if self.is_lent else self.source()
-        env = self._env.envs[0] if isinstance(self._env, gym.vector.SyncVectorEnv) else self._env
-        while not hasattr(env, name) and isinstance(env, gym.Wrapper): env = env.env
-        return getattr(env, name, None)
+        if self._env is not None and not self.is_lent: self._env.close()
+        self._env = None
 
     def _answers(self, name, achieved, desired):
-        if (method := self._method(name)) is None: return None
+        env = self._env.envs[0] if isinstance(self._env, gym.vector.SyncVectorEnv) else self._env
+        while not hasattr(env, name) and isinstance(env, gym.Wrapper): env = env.env
+        if (method := getattr(env, name, None)) is None: return None
         try:
             if (found := np.asarray(method(achieved, desired, {}))).shape == (len(achieved),): return found
             return np.array([method(a, d, {}) for a, d in zip(achieved, desired)]).reshape(len(achieved))
-        except Exception as e:
-            raise EnvError(f"{name} failed: {describe_exception(e)}", env=self.name, got=describe(desired),
-                           expected="a number for each goal") from e
+        except Exception as e: raise EnvError(f"{name} failed: {describe_exception(e)}", env=self.name) from e

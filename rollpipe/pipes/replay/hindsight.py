@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..data import nested
-from ..data.errors import DataError, check_integer, describe
+from ..data.errors import DataError, check_integer
 from ..data.fragment import Fragment, check_item
 from ..graph.pipe import Pipe, close
 from ..graph.torchdata import IterDataPipe
@@ -28,13 +27,7 @@ __all__ = ['steps_ahead', 'Hindsight']
 
 # %% ../../../nbs/pipes/24_replay/10_hindsight.ipynb #455af12f
 def steps_ahead(store: StepStore, slot: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """For each step one of the steps from it to the end of its episode, drawn uniformly: slots `[n]`.
-
-    Args:
-        store: of an episode that goes on, it has the steps so far
-        slot: int64 [n]: the slots of the steps
-        rng: source of random numbers
-    """
+    "For the steps in these slots, int64 `[n]`, slots of steps from them to the end of their episodes, or of what is known of them by now."
     following, began = store.links.next, store.records['fragment.state.fin']
     chain, count, live = [slot], np.ones(len(slot), np.int64), np.arange(len(slot))
     while len(live):
@@ -66,20 +59,18 @@ def _after(fragment: Fragment, name: str) -> Tensor:
 
 
 class Hindsight(Pipe):
-    """Replace the goals of a part of the sampled steps by goals that were achieved later in the same episode, with their rewards.
+    """Replace the goals of a part of the sampled steps by goals that were achieved later in the same episode, and so the rewards.
 
-    The others keep their goal. Source: Andrychowicz et al. 2017, *Hindsight experience replay*, https://arxiv.org/abs/1707.01495, strategy
-    "future". Observations are dicts with `achieved_goal` and `desired_goal`. A step after which the new goal is achieved terminates if
-    `rules` says so. If `rules` tells no terminations, they stay as they were. A step that ended an episode and does not
-    terminate with the new goal leads to the true last observation, so `terminal_obs` must be kept. Samples have no infos and no reports of
-    the actor, which are those of the old goal. A priority is that of a step, with the goal that it had last. The goals are drawn by the
-    generator of the memory.
+    Source: Andrychowicz et al. 2017, *Hindsight experience replay*, https://arxiv.org/abs/1707.01495, strategy "future". Of an episode that
+    has not ended yet, the steps so far count. If `rules` tells no terminations, they stay as they were. A step that ended an episode, and
+    does not terminate with its new goal, leads to the true last observation. Samples have no infos and no reports of the actor, which would
+    be those of the old goal. A priority is that of a step with the goal that it had last. The memory's generator draws the goals.
 
-    Raises `DataError` for steps without goals or true last observations, segments of more than one step, actors with memory, and if
-    `rules` gives other rewards or terminations than the environment gave. The first 100 fragments are compared.
+    Raises `DataError` for steps without goals or true last observations, for segments of more than one step, for actors with memory, and if
+    `rules` gives other rewards or terminations than the environment gave, in one of the first 100 fragments.
 
     Args:
-        pipe: yields `Replayed`s, see `Replay`
+        pipe: yields `Replayed`s, whose observations are dicts with `achieved_goal` and `desired_goal`
         rules: `rules(achieved, desired) -> (reward, terminated)`, such as `GoalRules(env)`; numpy [n, ...] to [n]; terminated may be None
         n_sampled_goal: number of steps with a new goal for each one that keeps its goal
     """
@@ -113,18 +104,16 @@ class Hindsight(Pipe):
 
     def _check(self, fragment, memory):
         "Raise `DataError` unless the steps can get other goals, and `rules` gives their own goals the rewards that the environment gave."
-        def refuse(problem, leaf, expected, got): raise DataError(problem, pipe=self, leaf=leaf, expected=expected, got=got)
-        if memory is None or memory.length != 1:
-            refuse("goals are replaced in single steps", 'length', "a memory with length=1", getattr(memory, 'length', "no memory"))
-        if nested.leaves(fragment.hx): refuse("actors with memory are not supported", 'hx', "()", fragment.hx)
-        goals = [obs.get(name) for obs in [fragment.state.obs] if isinstance(obs, dict) for name in ('achieved_goal', 'desired_goal')]
-        if not goals or not all(isinstance(x, Tensor) and (x.dtype, x.shape) == (goals[0].dtype, goals[0].shape) for x in goals):
-            refuse("the observations have no goals", 'obs', "a dict with arrays achieved_goal and desired_goal of one shape and dtype",
-                   describe(fragment.state.obs))
-        if len(fragment.final.t) < (fragment.state.fin[1:] & fragment.valid).sum():
-            refuse("a true last observation is missing", 'final', "terminal_obs=True", "False")
-        valid, own = fragment.valid, (fragment.state.rew[1:], fragment.term[1:])
-        found = self._judge(*(_after(fragment, name)[valid] for name in ('achieved_goal', 'desired_goal')))
-        for leaf, x, y in zip(('rew', 'term'), own, found):
-            if y is None or torch.allclose(x[valid].float(), y.float(), 1e-4, 1e-5): continue
-            refuse("the rules give what the environment did not give", leaf, f"{x[valid].tolist()}, as recorded", f"{y.tolist()}")
+        obs, length, ended = fragment.state.obs, getattr(memory, 'length', None), fragment.state.fin[1:] & fragment.valid
+        goals = [obs[name] for name in ('achieved_goal', 'desired_goal') if isinstance(obs, dict) and isinstance(obs.get(name), Tensor)]
+        for is_wrong, problem, leaf, expected, got in (
+                (length != 1, "goals are replaced in single steps", 'length', "a memory with length=1", length),
+                (nested.leaves(fragment.hx), "actors with memory are not supported", 'hx', "()", fragment.hx),
+                (len(goals) < 2 or goals[0].shape != goals[1].shape, "the observations have no goals", 'obs',
+                 "a dict with arrays achieved_goal and desired_goal of one shape", obs),
+                (len(fragment.final.t) < ended.sum(), "a true last observation is missing", 'final', "terminal_obs=True", "False")):
+            if is_wrong: raise DataError(problem, pipe=self, leaf=leaf, expected=expected, got=got)
+        found = self._judge(*(_after(fragment, name)[fragment.valid] for name in ('achieved_goal', 'desired_goal')))
+        for leaf, x, y in zip(('rew', 'term'), (fragment.state.rew[1:], fragment.term[1:]), found):
+            if y is None or torch.allclose((x := x[fragment.valid].cpu()).float(), y.float(), 1e-4, 1e-5): continue
+            raise DataError("the rules give what the environment did not give", pipe=self, leaf=leaf, expected=x.tolist(), got=y.tolist())
