@@ -280,11 +280,12 @@ def test_without_the_last_observations_of_terminated_episodes():
         list(islice(bits(n=1, terminal_obs=False), 9))
 
 
+@pytest.mark.slow
 def test_learning():
     "12 bits: 4,096 states. Without hindsight DQN never sees a reward; with it, it finds each goal by the shortest way."
     def train(k, steps=7000):
         actor = QPolicy.for_env(BitFlip, hidden=(256,), seed=0)
-        dqn = DQN(actor, gamma=.98, tau=.05, eps_start=.2, eps_end=.05, eps_steps=steps, seed=0)
+        dqn = DQN(actor, gamma=.98, tau=.05, eps_start=.2, eps_steps=20_000, seed=0)
         for batch in replayed(BitFlip, actor, warmup=500, batch_size=128, n_batches=8, seed=0, n_sampled_goal=k):
             dqn.update(batch)
             if dqn.steps >= steps: return evaluate(BitFlip, actor, n_episodes=50, seed=1)
