@@ -35,7 +35,7 @@ class BitFlip(gym.Env):
     def _set_spaces(self, goals, actions):
         self.observation_space, self.action_space = Dict(observation=goals, achieved_goal=goals, desired_goal=goals), actions
 
-    def _draw(self): return self.np_random.integers(2, size=self.n).astype(np.int8)
+    def _draw(self) -> Any: return self.np_random.integers(2, size=self.n).astype(np.int8)
     def _moved(self, action): return self.here ^ (np.arange(self.n) == action)
     def _is_reached(self, achieved, desired): return (achieved == desired).all(-1)
     def _obs(self): return dict(observation=self.here, achieved_goal=self.here, desired_goal=self.goal)
@@ -71,7 +71,7 @@ class PointReach(BitFlip):
         self.radius = radius
         self._set_spaces(Box(-1, 1, (2,)), Box(-1, 1, (2,)))
 
-    def _draw(self): return self.np_random.uniform(-1, 1, 2).astype(np.float32)
+    def _draw(self) -> Any: return self.np_random.uniform(-1, 1, 2).astype(np.float32)
     def _moved(self, action): return np.clip(self.here + .1 * np.clip(action, -1, 1), -1, 1).astype(np.float32)
     def _is_reached(self, achieved, desired): return np.linalg.norm(achieved - desired, axis=-1) < self.radius
 

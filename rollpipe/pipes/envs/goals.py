@@ -29,9 +29,11 @@ class GoalRules:
         source: gymnasium id or factory, which makes an environment at the first call, or instance; of a list or vector the first
         env_kwargs: keyword arguments for `gymnasium.make`
     """
+    _env: Any = None     # the environment, once it is there
+
     def __init__(self, source: Any, env_kwargs: dict | None = None):
         source = source[0] if isinstance(source, (list, tuple)) and source else source
-        self.is_lent, self._env = hasattr(source, 'step') and not isinstance(source, type), None
+        self.is_lent = hasattr(source, 'step') and not isinstance(source, type)
         self.source = source if self.is_lent else env_factories(source, 1, env_kwargs)[0]
         self.name = type(getattr(source, 'unwrapped', source)).__name__ if self.is_lent else self.source.name
 
