@@ -61,7 +61,7 @@ def _add_comparisons(command, debug: Parser) -> None:
     sub.add_argument("--noise", type=int, default=0, metavar="N", help="1, 2, ...: other random numbers from there on [0: those of RUN]")
     sub.add_argument("--out", metavar="RUN", required=True, help="folder of the fork")
     sub.add_argument("--overwrite", action="store_true", help="replace the run in that folder")
-    add_ablate(command("ablate", ablate_command, [debug], "branch a run with other options, and tell by pairs what they change"))
+    add_ablate(command("ablate", ablate_command, [debug]))
 
 
 def _parent_parsers() -> tuple:

@@ -18,10 +18,12 @@ from .advantage import AdvantageBuffer
 from .batches import FragmentStacker
 from .engines.choice import check_engine
 from .data.errors import DataError, GraphError, describe, is_between
+from .envs.goals import GoalRules
 from .fragments import FragmentCollector
 from . import rewrites
 from .graph.edits import find
 from .lanes import Lanes
+from .replay.hindsight import Hindsight
 from .replay.pipe import Replay
 from .stepper import EnvStepper
 from .tensors.collector import TensorCollector
@@ -128,11 +130,12 @@ def on_policy(env: Any, actor: Any, critic: Any = None, *, gamma: float = 0.99, 
 @delegates(rollouts)
 def replayed(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 4, capacity: int = 100_000, batch_size: int = 256,
              n_batches: int = 1, samples_per_step: float | None = None, warmup: int = 1000, length: int = 1, prioritized: bool = False,
-             alpha: float = 0.6, beta: float = 0.4, zero_state: bool = False, path: str | Path | None = None, terminal_obs: bool = True,
-             edits: Sequence[Callable] = (), **kwargs: Any) -> IterDataPipe:
+             alpha: float = 0.6, beta: float = 0.4, zero_state: bool = False, path: str | Path | None = None, n_sampled_goal: int = 0,
+             terminal_obs: bool = True, edits: Sequence[Callable] = (), **kwargs: Any) -> IterDataPipe:
     """A pipeline that yields a `Replayed` for every `n_steps` steps of `lanes * n_envs` environments: new steps, and samples of all steps.
 
-    `EnvStepper -> FragmentCollector -> Lanes -> FragmentStacker -> Replay`, then the `edits`. See `rollouts` and `Replay`.
+    `EnvStepper -> FragmentCollector -> Lanes -> FragmentStacker -> Replay`, then the `edits`. See `rollouts` and `Replay`. With
+    `n_sampled_goal`, a `Hindsight` comes before the `edits`.
 
     Args:
         env: gymnasium id, factory, instance, or a list or pipe of those, see `EnvStepper`
@@ -150,6 +153,7 @@ def replayed(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 4, 
         beta: exponent of the importance weights; 1: full correction of the bias of prioritized sampling
         zero_state: segments begin with a recurrent state of zeros, not with the stored ones
         path: a folder for the steps; None: in memory
+        n_sampled_goal: in samples, number of steps with a goal that was achieved later, for each one with its own goal (HER); 0: none
         terminal_obs: keep the last observations of terminated episodes too
         edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
         **kwargs: see `rollouts`
@@ -157,4 +161,6 @@ def replayed(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 4, 
     replay = partial(Replay, capacity=capacity, batch_size=batch_size, n_batches=n_batches, samples_per_step=samples_per_step,
                      warmup=warmup, length=length,
                      prioritized=prioritized, alpha=alpha, beta=beta, zero_state=zero_state, path=path)
-    return rollouts(env, actor, n_envs=n_envs, n_steps=n_steps, terminal_obs=terminal_obs, edits=[replay, *edits], **kwargs)
+    rules = GoalRules(env, kwargs.get('env_kwargs')) if n_sampled_goal else None
+    hindsight = [partial(Hindsight, rules=rules, n_sampled_goal=n_sampled_goal)] if rules else []
+    return rollouts(env, actor, n_envs=n_envs, n_steps=n_steps, terminal_obs=terminal_obs, edits=[replay, *hindsight, *edits], **kwargs)

@@ -41,6 +41,7 @@ COMMANDS = dict(
     replay="make an update of a run again, in the debugger if you like",
     data="tell what a recording holds, and how the returns of its episodes are distributed",
     fork="make a run that goes on from an update of another one, with other options if you like",
+    ablate="branch a run with other options, and tell by pairs what they change",
     autotune="try settings on this machine, and print the fastest",
     tune="search for the options that learn best (Optuna), and write them as a preset",
     bench="train what a specification names with several seeds, and go on",
