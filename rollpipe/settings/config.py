@@ -276,8 +276,7 @@ def make_config(algorithm: str, env: str, options: dict | None = None, env_kwarg
     chosen = _all_options(algorithm, {**of_learning, **(options or {})}, of_run.intrinsic)
     masks = dict(with_action_mask=mask) if (mask := chosen.get("action_mask")) else {}     # an info has to become an observation
     config = {"algorithm": algorithm, "env": env, "env_kwargs": {**masks, **(env_kwargs or {})}, **vars(of_run), "preset": found.name,
-              "options": chosen, "versions": versions()}
-    config["options"] = with_steps(algorithm, config["options"], config["steps"])
+              "options": with_steps(algorithm, chosen, of_run.steps), "versions": versions()}
     if imports: config["imports"] = imports
     if found.name: config["of_preset"] = [name for name in found.values if name not in {**(options or {}), **run}]
     reading_for(config)
@@ -311,15 +310,13 @@ def build(config: dict, resumes: int = 0) -> tuple:
     Returns:
         tuple: agent, pipe
     """
-    algorithm = ALGORITHMS[config["algorithm"]]
-    parts = algorithm.parts
-    kwargs = {part: {} for part in (*parts, "recurrence")}
+    algorithm, env, env_kwargs = ALGORITHMS[config["algorithm"]], config["env"], config["env_kwargs"]
+    kwargs = {part: {} for part in (*algorithm.parts, "recurrence")}
     for option in options_for(config["algorithm"]):
         value = config["options"].get(option.name, option.default)
         kwargs[option.part][option.param] = tuple(value) if isinstance(value, list) else value
     *words, word = map(int, np.random.SeedSequence([config["seed"], resumes]).generate_state(5))
-    seeds = dict(zip(parts, words))
-    env, env_kwargs = config["env"], config["env_kwargs"]
+    seeds = dict(zip(algorithm.parts, words))
     parts = with_memory(algorithm, kwargs)
     modules = [_network(parts[part], env, algorithm, env_kwargs=env_kwargs, seed=seeds[part], **kwargs[part])
                for part in ("policy", "critic") if part in parts]

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from ..data import nested
+from ..data.episode_seeds import EpisodeSeeds
 from ..data.errors import EnvError, PipeError, describe, describe_exception
 from .actions import action_rows
-from .batch import Batch, EpisodeSeeds, last_obs, played, put_obs
+from .batch import Batch, last_obs, played, put_obs
 from .rows import Row, Rows
 from .factories import Claim, env_seeds, is_vector, space_spec, spaces_of
 from .infos import SingleInfos
