@@ -26,7 +26,8 @@ from ..runs.locks import lock, unlock
 from ..runs.repeat import checkpoint_at, records_of
 from ..settings.algorithms import options_for
 from ..settings.config import RUN_OPTIONS
-from ..settings.options import Parser, import_words, parse_options, parse_value, typed
+from ..settings.options import import_words, parse_options, parse_value, typed
+from ..settings.overview import Parser
 
 # %% auto #0
 __all__ = ['Branch', 'branches_of', 'ablate', 'equal_up_to', 'add_ablate', 'ablate_command']
