@@ -116,7 +116,8 @@ class SingleEnvs:
         self.claim.check()
         for b, (env, (_, seed, _)) in enumerate(zip(self.played, self.seeds)):
             with _naming(b, 'reset()'):
-                put_obs(env.reset(seed=seed)[0], self.like, step.leaves, b)
+                x, _ = env.reset(seed=seed)
+                put_obs(x, self.like, step.leaves, b)
         if self.sticky is not None: self.sticky.begin()
 
     def step(self, actions: list, step: Row, terminal_obs: bool) -> tuple:
@@ -207,8 +208,8 @@ class EnvBatch(Batch):
         seed: seed of the whole batch
         info_keys: infos to record; None: all numeric infos
         clip_actions: clip float actions to their Box
-        sticky: period in steps; an environment whose episode ended rests until the number of steps is a multiple of `sticky`
         first: the first environment, if its factory has been called already
+        sticky: period in steps; an environment whose episode ended rests until the number of steps is a multiple of `sticky`
         closes: False: `close` leaves the environments open
         keeper: a `Keeper`; None: the state cannot be told
         episode_seeds: reset each episode with a seed of its own, which its last step reports as the info `episode_seed`
@@ -216,9 +217,8 @@ class EnvBatch(Batch):
     """
     _action_converter = staticmethod(action_rows)
 
-    def __init__(self, factories: list, seed: np.random.SeedSequence, info_keys: Any = None, clip_actions: bool = True,
-                 sticky: int | None = None, first: Any = None, closes: bool = True, keeper: Any = None,
-                 episode_seeds: bool = False, **where: Any):
+    def __init__(self, factories: list, seed: np.random.SeedSequence, info_keys: Any = None, clip_actions: bool = True, first: Any = None,
+                 sticky: int | None = None, closes: bool = True, keeper: Any = None, episode_seeds: bool = False, **where: Any):
         self.factories, self.where, self.single, n = factories, where, None, len(factories)
         try:
             self.single = SingleEnvs(factories, env_seeds(seed, n), first, sticky, closes, keeper, episode_seeds)
