@@ -19,6 +19,7 @@ from ..runs.export import FORMATS
 from ..runs.repeat import diff_command, verify_command
 from ..runs.replay import replay_command
 from ..runs.fork import fork_command
+from ..runs.asking import edit_command
 from ..settings.options import Parser, add_options
 from ..pipes.data.errors import PipeError
 from ..settings.listing import list_command
@@ -57,6 +58,18 @@ def _add_comparisons(command, debug: Parser) -> None:
     sub.add_argument("--steps", metavar="N", help="environment steps of the fork, with those before [as in RUN]")
     sub.add_argument("--out", metavar="RUN", required=True, help="folder of the fork")
     sub.add_argument("--overwrite", action="store_true", help="replace the run in that folder")
+    _add_edit(command("edit", edit_command, [debug], "ask a training that runs now for other options, a pause, a checkpoint, or its end"))
+
+
+def _add_edit(sub: Parser) -> None:
+    sub.add_argument("run", metavar="RUN", help="folder of a run that trains")
+    sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option that is another one from now on")
+    sub.add_argument("--insert", metavar="MODULE:EDIT[,NAME=VALUE]", help="a function pipe -> pipe, with arguments, of an --import MODULE")
+    sub.add_argument("--pause", action="store_true", help="wait after this update")
+    sub.add_argument("--go-on", action="store_true", help="end the pause")
+    sub.add_argument("--save", action="store_true", help="write a checkpoint")
+    sub.add_argument("--stop", action="store_true", help="write a checkpoint and end, as after Ctrl-C")
+    sub.add_argument("--timeout", type=float, default=60., metavar="SECONDS", help="how long to wait for an answer [60]")
 
 
 def _parent_parsers() -> tuple:

@@ -29,6 +29,7 @@ from .plots import learning_curve
 from ..settings.choice import Settings, settings_in
 from .progress import format_duration, format_number
 from ..ranks import process_group
+from .changes import before_edits
 from .folder import RUN_FILES, Run, agent_of, discard, files_of_run, folder_of, load_run, needed_modules, resume, start
 from .training import train
 from ..traces.crash import CRASH
@@ -127,7 +128,8 @@ def find_run(folder: Path, config: dict, given: Iterable | None = None, is_exact
     """
     if not files_of_run(folder): return None
     for module in needed_modules(config): importlib.import_module(module)  # naming the environment permits the import of its module
-    found, free = load_run(folder), {"steps", "versions", "preset", "of_preset", "kept", "inexact"}
+    found, free = load_run(folder), {"steps", "versions", "preset", "of_preset", "kept", "inexact", "edits", "due"}
+    found = found._replace(config=before_edits(found.config))
     if {*needed_modules(found.config)} == {*needed_modules(config)}: free |= {"imports"}  # the environment's module may be listed or not
     if given is not None: free |= {*config.get("of_preset", ()), *found.config.get("of_preset", ())} - {*given}  # the run keeps its values
     if is_exact and found.config["steps"] > config["steps"]: free -= {"steps"}

@@ -5,7 +5,7 @@
 # %% ../../nbs/runs/07_folder.ipynb #544bc97e
 from __future__ import annotations
 
-import difflib, math, shutil, sys
+import difflib, json, math, shutil, sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from ..agents.checkpoint import (Checkpoint, Snapshot, checkpoint_bytes, keep_ch
 from .states import Stream, kept_states, load_states, resumed_stream, with_exactness
 from ..agents.schedules import with_eval_every
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
-from ..settings.config import RUN_OPTIONS, RunOptions, build, check_decay, check_room, device_of, run_options
+from ..settings.config import RUN_OPTIONS, RunOptions, build, check_decay, check_edits, check_room, device_of, run_options
 from .locks import lock, unlock
 from ..pipes.data import files, nested
 from ..pipes.data.chunks import ChunkFolder
@@ -30,13 +30,13 @@ from ..traces.differences import FINGERPRINTS, JOURNAL
 
 # %% auto #0
 __all__ = ['FORKED', 'RUN_FILES', 'Run', 'folder_of', 'start', 'discard', 'files_of_run', 'needed_modules', 'load_run',
-           'best_return', 'restore', 'agent_of', 'load_agent', 'resume']
+           'best_return', 'restore', 'agent_of', 'load_agent', 'rebuilt', 'resume']
 
 # %% ../../nbs/runs/07_folder.ipynb #318476a9
 FORKED = "fork.safetensors"      # the checkpoint with which a fork of another run begins
 RUN_FILES = ("config.json", FINGERPRINTS, "metrics.csv", "metrics.jsonl", JOURNAL, "evaluations.jsonl", "checkpoint.safetensors",
-             "best.safetensors", FORKED, "replay", "ranks", "recording", "crash", "curve.png", "tensorboard", "wandb", "wandb.json",
-             "videos")
+             "best.safetensors", FORKED, "replay", "ranks", "recording", "crash", "inbox", "curve.png", "tensorboard", "wandb",
+             "wandb.json", "videos")
 _COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0., resumes=0)
 
 
@@ -161,6 +161,7 @@ def _check_stored(found: Checkpoint) -> None:
     if not isinstance(config["env_kwargs"], dict): raise DataError("env_kwargs", got=repr(config["env_kwargs"]))
     imports = config.get("imports", [])
     if not isinstance(imports, list) or not all(isinstance(x, str) for x in imports): raise DataError("imports", got=repr(imports))
+    for name in ("edits", "due"): check_edits(config.get(name, []))
     options = {option: config["options"].get(option.name, option.default) for option in options_for(config["algorithm"])}
     shapes = [x.shape for x in nested.leaves(found.agent_state) if isinstance(x, torch.Tensor)]
     sizes = {n for shape in shapes for n in shape}
@@ -277,6 +278,30 @@ def load_agent(run: str | Path, best: bool = False, device: str = "cpu") -> Any:
     return agent_of(load_run(run, best), device)
 
 # %% ../../nbs/runs/07_folder.ipynb #77254847
+def rebuilt(folder: Path, found: Checkpoint, config: dict, counters: dict) -> Run:
+    """The run that goes on from a checkpoint. Nothing is written. Raises the errors of `restore`, and `CheckpointError`.
+
+    Args:
+        folder: folder of the run
+        found: its checkpoint
+        config: the configuration with which it goes on
+        counters: see `Run`
+    """
+    agent, pipe = restore(found._replace(config={**config, "folder": folder}), counters["resumes"])
+    waiting, stream = load_states(pipe, found.pipes), resumed_stream(folder, pipe, found, config)
+    return Run(folder, config, agent, pipe, counters, waiting, stream)
+
+
+def _due(folder: Path, config: dict) -> list:
+    "The edits that a run has made after a checkpoint with this configuration. A training that repeats what followed makes them again."
+    try:
+        newest = json.loads((folder/"config.json").read_bytes())
+        edits = [*newest.get("edits", []), *newest.get("due", [])][len(config.get("edits", [])):]
+        check_edits(edits)
+        return edits
+    except (OSError, ValueError, AttributeError, TypeError): return config.get("due", [])     # a resume writes that file again
+
+# %% ../../nbs/runs/07_folder.ipynb #f9cb969c
 def resume(folder: str | Path, steps: int | None = None, device: str | None = None, workers: int | None = None) -> Run:
     """Continue a run from its checkpoint: exactly as it would have gone on, or with new episodes if its configuration says why.
 
@@ -300,11 +325,11 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
         if counters["steps"] >= config["steps"]:
             raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
         check_decay(config["steps"], found.config["options"])
-        agent, pipe = restore(found._replace(config={**config, "folder": folder}), counters["resumes"])
-        waiting, stream = load_states(pipe, found.pipes), resumed_stream(folder, pipe, found, config)
+        if due := _due(folder, found.config): config["due"] = due
+        run = rebuilt(folder, found, config, counters)
         files.write_json(folder/"config.json", config)
         _remove(path for steps, path in kept_checkpoints(folder/"checkpoints").items() if steps > counters["steps"])
-        return Run(folder, config, agent, pipe, counters, waiting, stream)
+        return run
     except BaseException:
         unlock(folder)
         raise

@@ -26,6 +26,7 @@ from ..settings.options import import_words, typed
 from .evaluations import evaluations_of
 from .films import Films
 from .locks import unlock
+from .mailbox import Mailbox, attended, is_due, made_again
 from .logs import MetricWriter, metric_writer
 from ..pipes.graph import torchdata
 from ..pipes.data.errors import DataError
@@ -68,7 +69,8 @@ def journal_of(run: Run) -> Journal:
     found = fingerprint(run.pipe, run.agent, ranks=config.get("ranks", 1), **ordering(config))
     changed = keep_fingerprint(run.folder, run.counters["updates"], found)
     if changed: logging.getLogger("rollpipe").warning(f"{run.folder} goes on, but not as it was: {changed}")
-    return Journal(run.folder/JOURNAL, run.counters, networks)
+    edits = [edit for edit in config.get("edits", []) if edit["at"] == run.counters["updates"]]
+    return Journal(run.folder/JOURNAL, run.counters, networks, edits)
 
 # %% ../../nbs/runs/14_training.ipynb #b542d966
 class Updates:
@@ -142,6 +144,14 @@ class Updates:
         self.run.save()
         self.is_whole = False
 
+    def attend(self, mailbox: Mailbox) -> Run:
+        "Make the edits that are due, or answer those who ask. Returns the run that goes on, see `attended`."
+        if not is_due(self.run): return attended(mailbox, self)
+        self.journal.mark()
+        run = made_again(self.run)
+        self.is_whole = False
+        return run
+
 
 def _report(record: dict, writer: MetricWriter, bar: Progress) -> None:
     "Write a record to the run's files, and show it."
@@ -163,10 +173,46 @@ def _saved(updates: Updates, graph: Any) -> Iterator[None]:
         if run.stream: run.stream.end()
 
 
+def _trained(run: Run, mailbox: Mailbox, callback: Callable | None, progress: bool, tensorboard: bool | str,
+             wandb: bool | str | None) -> tuple[dict, Run | None]:
+    "Train to the end, or to an edit. Returns the last record, and the edited run."
+    counters, config, updates, record = run.counters, run.config, Updates(run, callback), {}
+    steps = config["steps"]
+    with (ranks.distributed(run.agent, size=config.get("ranks", 1)), Progress(steps, counters["steps"], disable=not progress) as bar,
+          _films(run) as films, evaluations_of(run) as evaluations, reading(run) as (batches, health, graph),  # films fork
+          journal_of(run) as updates.journal,
+          metric_writer(run.folder, tensorboard, counters["steps"], wandb=wandb, config=config) as writer,  # last: it starts threads
+          _saved(updates, graph)):
+        updates.start_clock()
+        while counters["steps"] < steps:
+            with uninterrupted(updates.signals) as delay:
+                delay.collecting()
+                try: batch = next(batches)
+                except StopIteration: break
+                except BaseException:
+                    if run.stream: run.stream.end()
+                    raise
+                delay.learning()
+                record = updates.learn(batch, health, evaluations.poll() if evaluations else [], writer, bar)
+                if delay.agree(updates.is_due(evaluations)): updates.save()
+                updates.waiting = perf_counter()
+            is_last = counters["steps"] >= steps
+            if films: films.after(counters["updates"], is_last)
+            if evaluations and not is_last: updates.leave_out(evaluations.after_update())
+            if not is_last and (mailbox.waits() or is_due(run)) and (after := updates.attend(mailbox)) is not run: return record, after
+        for answer in evaluations.finish() if evaluations else ():
+            _report(dict(steps=counters["steps"], updates=counters["updates"], **answer.metrics), writer, bar)
+    if counters["steps"] < steps:
+        raise DataError("the pipeline ended before the training did", expected=f"{steps} steps", got=f"{counters['steps']} steps")
+    return record, None
+
+
 @signals_wait_for_saving()
 def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", wandb: bool | str | None = None,
           callback: Callable | None = None) -> dict:
     """Train until `config['steps']`, recording metrics and saving checkpoints in the run's folder. The best learner has a checkpoint, too.
+
+    Meanwhile it can be edited, see `ask`. Then `run` is not the run that goes on, but at the end its learner and its configuration are.
 
     If training is interrupted, also by SIGTERM or SIGHUP, or the environment fails, a checkpoint of the last update is saved first.
 
@@ -180,36 +226,19 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
     Returns:
         dict: the last record
     """
-    counters, config, updates, record = run.counters, run.config, Updates(run, callback), {}
-    threads, steps = torch.get_num_threads(), config["steps"]
-    torch.set_num_threads(config["threads"])
+    threads, first = torch.get_num_threads(), run
+    is_asked = ranks.rank() == 0
     try:
-        with (ranks.distributed(run.agent, size=config.get("ranks", 1)), Progress(steps, counters["steps"], disable=not progress) as bar,
-              _films(run) as films, evaluations_of(run) as evaluations, reading(run) as (batches, health, graph),  # films fork
-              journal_of(run) as updates.journal,
-              metric_writer(run.folder, tensorboard, counters["steps"], wandb=wandb, config=config) as writer,  # last: it starts threads
-              _saved(updates, graph)):
-            updates.start_clock()
-            while counters["steps"] < steps:
-                with uninterrupted(updates.signals) as delay:
-                    delay.collecting()
-                    try: batch = next(batches)
-                    except StopIteration: break
-                    except BaseException:
-                        if run.stream: run.stream.end()
-                        raise
-                    delay.learning()
-                    record = updates.learn(batch, health, evaluations.poll() if evaluations else [], writer, bar)
-                    if delay.agree(updates.is_due(evaluations)): updates.save()
-                    updates.waiting = perf_counter()
-                is_last = counters["steps"] >= steps
-                if films: films.after(counters["updates"], is_last)
-                if evaluations and not is_last: updates.leave_out(evaluations.after_update())
-            for answer in evaluations.finish() if evaluations else ():
-                _report(dict(steps=counters["steps"], updates=counters["updates"], **answer.metrics), writer, bar)
-        if counters["steps"] < steps:
-            raise DataError("the pipeline ended before the training did", expected=f"{steps} steps", got=f"{counters['steps']} steps")
-        return record
+        with Mailbox(run.folder if is_asked else None) as mailbox:
+            while True:
+                run = made_again(run)
+                torch.set_num_threads(run.config["threads"])
+                record, after = _trained(run, mailbox, callback, progress, tensorboard, wandb)
+                if after is None: return record
+                run = after
     finally:
         torch.set_num_threads(threads)
         unlock(run.folder)
+        if run is not first:     # the caller has the learner from before the edits
+            first.agent.load_state_dict(run.agent.state_dict())
+            first.config.update(run.config)

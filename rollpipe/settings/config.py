@@ -5,7 +5,7 @@
 # %% ../../nbs/settings/05_config.ipynb #7f9673dc
 from __future__ import annotations
 
-import inspect, json, math
+import inspect, json, math, sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from ..pipes.data.errors import LEAST_BYTES, DataError, check_memory
 from ..pipes.graph.edits import find, insert_after, insert_before
 from ..pipes.lanes import Lanes
 from ..pipes.graph.modules import checked_device
+from ..pipes.graph.torchdata import IterDataPipe
 from ..pipes.recording.data_sampler import DataSampler
 from ..pipes.recording.recorder import Recorder
 from ..pipes.recording.store import bytes_of
@@ -39,7 +40,7 @@ from .files import checked
 
 # %% auto #0
 __all__ = ['RUN_OPTIONS', 'check_decay', 'check_room', 'check_lanes', 'device_of', 'reading_for', 'RunOptions', 'run_options',
-           'make_config', 'build']
+           'make_config', 'check_edits', 'build']
 
 # %% ../../nbs/settings/05_config.ipynb #62591ac2
 def _all_options(algorithm: str, options: dict, intrinsic: float) -> dict:
@@ -237,6 +238,27 @@ def make_config(algorithm: str, env: str, options: dict | None = None, env_kwarg
     except TypeError as e: raise DataError(f"the configuration cannot be written as JSON: {e}") from None
 
 # %% ../../nbs/settings/05_config.ipynb #05d2f348
+def check_edits(edits: Any) -> None:
+    "Raise `DataError` unless these are edits, as the configuration of a run lists them."
+    plain = isinstance(edits, list) and all(isinstance(x, dict) and type(x.get("at")) is int and isinstance(x.get("was", {}), dict) and (
+        isinstance(x.get("set"), dict) or isinstance(x.get("insert"), str) and isinstance(x.get("kwargs"), dict)) for x in edits)
+    if not plain: raise DataError("not edits of a run", leaf="edits", got=repr(edits)[:80])
+
+
+def _inserted(pipe: Any, edits: list, imports: Sequence) -> Any:
+    "The pipeline with what the edits have inserted. A configuration alone makes us import nothing."
+    for edit in filter(lambda edit: "insert" in edit, edits):
+        module, _, name = edit["insert"].partition(":")
+        if module not in imports or module not in sys.modules:
+            raise DataError(f"the edit {edit['insert']!r} needs its module", expected=f"--import {module}", got="not imported")
+        function = getattr(sys.modules[module], name, None)
+        if not callable(function): raise DataError(f"there is no edit {edit['insert']!r}", expected="the name of a function", got=name)
+        pipe = function(pipe, **edit["kwargs"])
+        if not isinstance(pipe, IterDataPipe):
+            raise DataError(f"{edit['insert']!r} is no edit", expected="a function pipe -> pipe", got=type(pipe).__name__)
+    return pipe
+
+# %% ../../nbs/settings/05_config.ipynb #db28199a
 def _network(part, env, **kwargs):
     try: return part.for_env(env, **kwargs)
     except DataError as e:
@@ -279,4 +301,5 @@ def build(config: dict, resumes: int = 0) -> tuple:
     for replay in find(pipe, Replay):
         if replay.path is not None and "folder" in config: replay.path = str(Path(replay.path, Path(config["folder"]).resolve().name))
     pipe = _recorded(_curious(pipe, config, word), config)
-    return agent, pipe if device.type == "cpu" else _moved(pipe, device)
+    if device.type != "cpu": pipe = _moved(pipe, device)
+    return agent, _inserted(pipe, config.get("edits", []), config.get("imports", []))
