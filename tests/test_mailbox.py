@@ -27,7 +27,7 @@ from rollpipe.runs.mailbox import Mailbox, ask
 from rollpipe.runs.repeat import diff, verify
 from rollpipe.traces.journal import read_journal, told
 
-N = int(os.environ.get("ROLLPIPE_EDITS", 12))     # random edits for each number of workers
+N = int(os.environ.get("ROLLPIPE_EDITS", 6))     # random edits for each number of workers
 CASES["pair"] = PPO, POLE, dict(CASES["ppo"][2], lanes=2, decay_steps=4000)
 WORDS = "train ppo CartPole-v1 --n-steps 16 --n-envs 2 --hidden 8 --steps 10m --no-tensorboard --quiet --out".split()
 EDITS = '''
@@ -36,7 +36,7 @@ from rollpipe.pipes import FragmentCollector, RewardScaler
 from rollpipe.pipes.graph.edits import insert_after
 
 scaled = RewardScaler.inserter(after=FragmentCollector)
-def clipped(pipe, limit): return insert_after(pipe, FragmentCollector, partial(RewardScaler, limit=limit))
+def clipped(pipe, clip): return insert_after(pipe, FragmentCollector, partial(RewardScaler, clip=clip))
 def wrong(pipe): return 3
 '''
 
@@ -104,7 +104,7 @@ def plan_of(rng, n_edits, n_updates):
         name = rng.choice(list(POOL))
         if values.get(name) == (x := rng.choice(POOL[name])): continue
         wish = dict(set={name: x})
-        if not inserted and rng.random() < .1: wish, inserted = dict(insert="mailbox_edits:clipped", kwargs=dict(limit=5.)), True
+        if not inserted and rng.random() < .1: wish, inserted = dict(insert="mailbox_edits:clipped", kwargs=dict(clip=5.)), True
         else: values[name] = x
         plan.setdefault(rng.randrange(1, n_updates), []).append(wish)
     return dict(sorted(plan.items()))
@@ -125,16 +125,17 @@ def test_random_edits_repeat_bit_for_bit(workers, tmp_path):
         with GlobalRandomStates(): twin = trained(start(tmp_path/f"twin{seed}", config), plan)     # the other one begins from them, too
         deaths = sorted(rng.sample(range(2, n), rng.randrange(1, 3)))
         folder = killed(tmp_path/f"run{seed}", config, plan, deaths)
-        edits = load_run(folder).config["edits"]
-        assert edits == load_run(twin.folder).config["edits"] == [edit for e in lines(folder).values() for edit in e]
+        edits = load_run(folder).config.get("edits", [])
+        assert edits == load_run(twin.folder).config.get("edits", []) == [edit for e in lines(folder).values() for edit in e]
         check_same(twin.folder, folder)
         found = verify(folder, n)
         assert found.is_equal and found.common == n, found
+        made += len(edits)
+        if seed % 4: continue
         at = rng.randrange(1, n)
         out = fork(folder, tmp_path/f"fork{seed}", at)
         assert load_run(out).config.get("edits", []) == [edit for edit in edits if edit["at"] <= at]
         with replayed_run(folder, at + 1) as moment: moment.outcome(moment.agent.update(moment.batch))
-        made += len(edits)
         assert not (folder/"inbox").exists() or not list((folder/"inbox").glob("*.ask"))
 
 
@@ -268,7 +269,8 @@ def test_signals_end_a_pause_and_a_dead_training_does_not_answer(tmp_path):
         run = open_run(folder)
         n = int(run.ask("pause").rpartition(" ")[2])
         child.send_signal(number)
-        assert child.wait(60) in (code, -number)
+        child.communicate(timeout=60)
+        assert child.returncode in (code, -number)
         if number == signal.SIGTERM: assert load_run(folder).counters["updates"] == n
         with pytest.raises(DataError, match="no training in|did not answer within 0.2 s. .* it may be dead"): run.ask("save", timeout=.2)
         assert not (folder/"inbox").exists()

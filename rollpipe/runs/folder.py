@@ -5,7 +5,7 @@
 # %% ../../nbs/runs/07_folder.ipynb #544bc97e
 from __future__ import annotations
 
-import difflib, json, math, shutil, sys
+import difflib, math, shutil, sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import torch
 
 from ..agents.checkpoint import (Checkpoint, Snapshot, checkpoint_bytes, keep_checkpoint, kept_checkpoints, load_checkpoint,
                                         save_checkpoint)
-from .states import Stream, kept_states, load_states, resumed_stream, with_exactness
+from .states import Stream, edits_due, kept_states, load_states, resumed_stream, with_exactness
 from ..agents.schedules import with_eval_every
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
 from ..settings.config import RUN_OPTIONS, RunOptions, build, check_decay, check_edits, check_room, device_of, run_options
@@ -35,8 +35,7 @@ __all__ = ['FORKED', 'RUN_FILES', 'Run', 'folder_of', 'start', 'discard', 'files
 # %% ../../nbs/runs/07_folder.ipynb #318476a9
 FORKED = "fork.safetensors"      # the checkpoint with which a fork of another run begins
 RUN_FILES = ("config.json", FINGERPRINTS, "metrics.csv", "metrics.jsonl", JOURNAL, "evaluations.jsonl", "checkpoint.safetensors",
-             "best.safetensors", FORKED, "replay", "ranks", "recording", "crash", "inbox", "curve.png", "tensorboard", "wandb",
-             "wandb.json", "videos")
+             "best.safetensors", FORKED, *"replay ranks recording crash inbox curve.png tensorboard wandb wandb.json videos".split())
 _COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0., resumes=0)
 
 
@@ -292,16 +291,6 @@ def rebuilt(folder: Path, found: Checkpoint, config: dict, counters: dict) -> Ru
     return Run(folder, config, agent, pipe, counters, waiting, stream)
 
 
-def _due(folder: Path, config: dict) -> list:
-    "The edits that a run has made after a checkpoint with this configuration. A training that repeats what followed makes them again."
-    try:
-        newest = json.loads((folder/"config.json").read_bytes())
-        edits = [*newest.get("edits", []), *newest.get("due", [])][len(config.get("edits", [])):]
-        check_edits(edits)
-        return edits
-    except (OSError, ValueError, AttributeError, TypeError): return config.get("due", [])     # a resume writes that file again
-
-# %% ../../nbs/runs/07_folder.ipynb #f9cb969c
 def resume(folder: str | Path, steps: int | None = None, device: str | None = None, workers: int | None = None) -> Run:
     """Continue a run from its checkpoint: exactly as it would have gone on, or with new episodes if its configuration says why.
 
@@ -325,7 +314,7 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
         if counters["steps"] >= config["steps"]:
             raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
         check_decay(config["steps"], found.config["options"])
-        if due := _due(folder, found.config): config["due"] = due
+        if due := edits_due(folder, found.config): config["due"] = due
         run = rebuilt(folder, found, config, counters)
         files.write_json(folder/"config.json", config)
         _remove(path for steps, path in kept_checkpoints(folder/"checkpoints").items() if steps > counters["steps"])
