@@ -29,8 +29,8 @@ from ..pipes.stepper import EnvStepper
 from ..traces.differences import FINGERPRINTS, JOURNAL
 
 # %% auto #0
-__all__ = ['FORKED', 'RUN_FILES', 'Run', 'folder_of', 'start', 'discard', 'files_of_run', 'needed_modules', 'load_run',
-           'best_return', 'restore', 'agent_of', 'load_agent', 'rebuilt', 'resume']
+__all__ = ['FORKED', 'RUN_FILES', 'Run', 'folder_of', 'start', 'discard', 'files_of_run', 'needed_modules', 'load_run', 'restore',
+           'agent_of', 'load_agent', 'rebuilt', 'resume']
 
 # %% ../../nbs/runs/07_folder.ipynb #318476a9
 FORKED = "fork.safetensors"      # the checkpoint with which a fork of another run begins
@@ -224,14 +224,6 @@ def _best_of(path: Path) -> Path:
     if not (path/"best.safetensors").exists():
         raise DataError(f"{path} has no best checkpoint", expected="a run with --eval-every whose first evaluation is over")
     return path/"best.safetensors"
-
-
-def best_return(folder: Path) -> float:
-    "The best mean return of the evaluations of a run so far, `-inf` if there is none. Raises `CheckpointError`."
-    if not (path := folder/"best.safetensors").exists(): return -math.inf
-    evaluated = load_checkpoint(path).evaluated
-    if isinstance(evaluated, dict) and isinstance(found := evaluated.get("eval_return_mean"), (int, float)): return found
-    raise CheckpointError(f"{path}: does not say how its evaluation was", expected="the file that training has written, or none")
 
 
 def restore(checkpoint: Checkpoint, resumes: int = 0, device: str | None = None) -> tuple:
