@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from urllib.parse import urlencode
+from urllib.request import urlopen
 
 import pytest
 from command_line import process, rollpipe, wait_for
@@ -18,6 +20,7 @@ from rollpipe.agents import PPO
 from rollpipe.pipes.data import files
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.pipes.data.random_states import GlobalRandomStates
+from rollpipe.results.live import Live
 from rollpipe.runs import fork, open_run, replayed_run, resume, start, train
 from rollpipe.runs import mailbox as module
 from rollpipe.runs.commands import find_run
@@ -361,3 +364,22 @@ def test_a_look_costs_little(tmp_path):
     end = time.monotonic() + .2
     while time.monotonic() < end: mailbox.waits()
     assert 1 <= len(looks) <= 11
+
+
+def test_the_page_asks_a_training_and_shows_what_it_says(tmp_path):
+    run, found = start(tmp_path/"run", config_of("ppo", steps=10**7)), []
+    training = threading.Thread(target=train, args=(run,), kwargs=dict(progress=False, tensorboard=False))
+    training.start()
+    wait_for(lambda: run.counters["updates"] > 2)
+    with Live([run.folder]) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        for form in (dict(do="pause"), dict(set="clip=0.1"), dict(set="n_envs=3"), dict(set="steps=9k"), dict(set="nothing"), dict(do="go_on")):
+            with urlopen(f"{server.url}ask", urlencode(dict(run=0, **form)).encode(), timeout=60) as page: found.append(page.read().decode())
+        with urlopen(f"{server.url}view", timeout=60) as page: found.append(page.read().decode())
+        server.shutdown()
+        serving.join()
+    training.join()
+    texts = "is paused after", "has clip=0.1 after", "cannot have another n_envs", "has steps=9000", "NAME=VALUE", "goes on", "<svg"
+    assert [text in page for text, page in zip(texts, found)] == [True] * 7
+    assert run.counters["steps"] >= 9000 and run.config["options"]["clip"] == .1

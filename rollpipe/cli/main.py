@@ -24,6 +24,7 @@ from ..settings.options import Parser, add_options
 from ..pipes.data.errors import PipeError
 from ..settings.listing import list_command
 from ..results.bench import bench_command
+from ..results.live import live_command
 from ..results.report import report_command
 from ..runs.signals import stop_signals
 from ..tuning.tune import tune_command
@@ -190,6 +191,9 @@ def build_parser() -> Parser:
     _add_searches(command, debug, settings)
     _add_bench(command("bench", bench_command, [debug], "train what a specification names with several seeds, and go on"))
     _add_report(command("report", report_command, [debug], "write table, curves and a page about a bench, or runs evaluated by steps"))
+    sub = command("live", live_command, [debug], "show runs that train in a browser on this machine, with buttons that ask them")
+    sub.add_argument("runs", metavar="RUN", nargs="+", help="folders of runs")
+    sub.add_argument("--port", type=int, default=0, metavar="N", help="port of 127.0.0.1 [a free one]")
     _add_list(command("list", lambda args: list_command(args, RUN_OPTIONS), [debug], "print what can be trained, and what can be set"))
     _add_demo(command("demo", demo_command, [common], "train TRPO on Pendulum-v1 and compare it with a random policy: two minutes"))
     return parser

@@ -21,7 +21,7 @@ from .tables import ABOUT, notes_of, number, table_of, together
 from ..runs.folder import load_run
 
 # %% auto #0
-__all__ = ['CERTIFICATE', 'STYLE', 'table_html', 'certificate', 'pipeline_svg', 'differences', 'page']
+__all__ = ['CERTIFICATE', 'STYLE', 'table_html', 'certificate', 'pipeline_svg', 'differences', 'section', 'document', 'page']
 
 # %% ../../nbs/results/07_page.ipynb #1591b209
 def table_html(columns: Iterable, rows: Iterable) -> str:
@@ -107,7 +107,25 @@ svg { max-width: 100%; height: auto; }
 """
 
 
-def _section(title: str, body: str) -> str: return f"<h2>{title}</h2>\n{body}\n" if body else ""
+def section(title: str, body: str) -> str:
+    "A part of a page; none without a body, which is HTML."
+    return f"<h2>{title}</h2>\n{body}\n" if body else ""
+
+
+def document(title: str, body: Iterable, more: str = "", head: str = "") -> str:
+    """A page that loads nothing, and runs no script.
+
+    Args:
+        title: a text
+        body: parts of HTML; empty ones are left out
+        more: more of its `Content-Security-Policy`
+        head: more of its head
+    """
+    policy = f"default-src 'none'; style-src 'unsafe-inline'{more}"
+    return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
+            f'<meta name="viewport" content="width=device-width">{head}<title>{html.escape(title)}</title>'
+            f'<style>{STYLE}</style></head>\n<body>\n'
+            + "\n".join(filter(None, body)) + "\n</body></html>\n")
 
 
 def _sources(results: Results) -> str:
@@ -132,14 +150,10 @@ def page(results: Results) -> str:
     body = [f"<h1>{escape(results.title)}</h1>", table_html(columns, [[row[name] for name in columns] for row in table]),
             f"<p>{escape(ABOUT)}</p>",
             f'<ul class="notes">{"".join(f"<li>{escape(note)}</li>" for note in notes)}</ul>' if notes else "",
-            _section("Learning curves", svg(draw_curves(results), "curves")),
-            _section("All environments together", _together(results)), _section("Published figures", _sources(results)),
-            _section("The course of the certificate", svg(figure, "certificate") if (figure := certificate(results)) else ""),
-            _section("What differs between the configurations", table_html(["option", *names], [(name, *x) for name, x in options])
+            section("Learning curves", svg(draw_curves(results), "curves")),
+            section("All environments together", _together(results)), section("Published figures", _sources(results)),
+            section("The course of the certificate", svg(figure, "certificate") if (figure := certificate(results)) else ""),
+            section("What differs between the configurations", table_html(["option", *names], [(name, *x) for name, x in options])
                      if options else ""),
-            _section("The pipelines", graphs), _section("The commands", commands)]
-    policy = "default-src 'none'; style-src 'unsafe-inline'"
-    return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
-            f'<meta name="viewport" content="width=device-width"><title>{escape(results.title)}</title>'
-            f'<style>{STYLE}</style></head>\n<body>\n'
-            + "\n".join(filter(None, body)) + "\n</body></html>\n")
+            section("The pipelines", graphs), section("The commands", commands)]
+    return document(results.title, body)
