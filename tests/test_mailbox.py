@@ -25,6 +25,7 @@ from rollpipe.runs import fork, open_run, replayed_run, resume, start, train
 from rollpipe.runs import mailbox as module
 from rollpipe.runs.commands import find_run
 from rollpipe.runs.folder import load_run
+from rollpipe.runs.locks import unlock
 from rollpipe.runs.logs import read_records
 from rollpipe.runs.mailbox import Mailbox, ask
 from rollpipe.runs.repeat import diff, verify
@@ -281,13 +282,16 @@ def test_signals_end_a_pause_and_a_dead_training_does_not_answer(tmp_path):
 
 def test_what_was_asked_before_a_start_or_in_the_end_is_refused(tmp_path):
     run = start(tmp_path/"run", config_of("ppo", steps=160))
+    unlock(run.folder)
     old, taken = (post(run.folder, dict(set=dict(clip=.1))) for _ in range(2))
     os.rename(taken.with_suffix(".ask"), taken.with_suffix(".taken"))
-    answers: list = []
+    time.sleep(.05)
+    run, answers = resume(run.folder), []
+    new = post(run.folder, dict(set=dict(clip=.3)))     # its process has the lock, and does not look yet
     trained(run, {5: [dict(do="save")]}, answers)     # after the last update
     assert answer(old)["text"] == "it was asked before this training began" and "whether it was" in answer(taken)["text"]
     assert answer(answers[0])["text"] == "it was asked when the training had ended"
-    assert "edits" not in load_run(run.folder).config
+    assert answer(new)["made"] and [edit["set"] for edit in load_run(run.folder).config["edits"]] == [dict(clip=.3)]
 
 
 # -- hostile files, full disks -----------------------------------------------------------------------------------------
@@ -374,8 +378,10 @@ def test_the_page_asks_a_training_and_shows_what_it_says(tmp_path):
     with Live([run.folder]) as server:
         serving = threading.Thread(target=server.serve_forever)
         serving.start()
-        for form in (dict(do="pause"), dict(set="clip=0.1"), dict(set="n_envs=3"), dict(set="steps=9k"), dict(set="nothing"), dict(do="go_on")):
-            with urlopen(f"{server.url}ask", urlencode(dict(run=0, **form)).encode(), timeout=60) as page: found.append(page.read().decode())
+        options = "clip=0.1", "n_envs=3", "steps=9k", "nothing"
+        for form in (dict(do="pause"), *(dict(set=x) for x in options), dict(do="go_on")):
+            data = urlencode(dict(run=0, **form)).encode()
+            with urlopen(f"{server.url}ask", data, timeout=60) as page: found.append(page.read().decode())
         with urlopen(f"{server.url}view", timeout=60) as page: found.append(page.read().decode())
         server.shutdown()
         serving.join()

@@ -59,18 +59,18 @@ def _add_comparisons(command, debug: Parser) -> None:
     sub.add_argument("--steps", metavar="N", help="environment steps of the fork, with those before [as in RUN]")
     sub.add_argument("--out", metavar="RUN", required=True, help="folder of the fork")
     sub.add_argument("--overwrite", action="store_true", help="replace the run in that folder")
-    _add_edit(command("edit", edit_command, [debug], "ask a training that runs now for other options, a pause, a checkpoint, or its end"))
 
 
-def _add_edit(sub: Parser) -> None:
+def _add_asking(command, debug: Parser) -> None:
+    sub = command("edit", edit_command, [debug], "ask a training that runs now for other options, a pause, a checkpoint, or its end")
     sub.add_argument("run", metavar="RUN", help="folder of a run that trains")
     sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option that is another one from now on")
     sub.add_argument("--insert", metavar="MODULE:EDIT[,NAME=VALUE]", help="a function pipe -> pipe, with arguments, of an --import MODULE")
-    sub.add_argument("--pause", action="store_true", help="wait after this update")
-    sub.add_argument("--go-on", action="store_true", help="end the pause")
-    sub.add_argument("--save", action="store_true", help="write a checkpoint")
-    sub.add_argument("--stop", action="store_true", help="write a checkpoint and end, as after Ctrl-C")
+    for name, text in dict(pause="wait after this update", go_on="end the pause", save="write a checkpoint", stop="save and end").items():
+        sub.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
     sub.add_argument("--timeout", type=float, default=60., metavar="SECONDS", help="how long to wait for an answer [60]")
+    live = command("live", live_command, [debug], "show runs that train in a browser on this machine, with buttons that ask them")
+    live.add_argument("runs", metavar="RUN", nargs="+", help="folders of runs")
 
 
 def _parent_parsers() -> tuple:
@@ -187,13 +187,10 @@ def build_parser() -> Parser:
     add_algorithms(command("graph", graph_command, [debug], "draw the pipeline that `train` would run"), settings)
     add_algorithms(command("profile", profile_command, [debug], "run the pipeline that `train` would run, and draw where the time goes"),
                    _timed(settings, 3, "how long it is measured", svg=True))
-    _add_comparisons(command, debug)
+    for add in (_add_comparisons, _add_asking): add(command, debug)
     _add_searches(command, debug, settings)
     _add_bench(command("bench", bench_command, [debug], "train what a specification names with several seeds, and go on"))
     _add_report(command("report", report_command, [debug], "write table, curves and a page about a bench, or runs evaluated by steps"))
-    sub = command("live", live_command, [debug], "show runs that train in a browser on this machine, with buttons that ask them")
-    sub.add_argument("runs", metavar="RUN", nargs="+", help="folders of runs")
-    sub.add_argument("--port", type=int, default=0, metavar="N", help="port of 127.0.0.1 [a free one]")
     _add_list(command("list", lambda args: list_command(args, RUN_OPTIONS), [debug], "print what can be trained, and what can be set"))
     _add_demo(command("demo", demo_command, [common], "train TRPO on Pendulum-v1 and compare it with a random policy: two minutes"))
     return parser

@@ -25,8 +25,6 @@ from ..runs.logs import read_metrics
 from ..runs.mailbox import WISHES
 from ..runs.plots import LABELS, svg
 from ..settings.config import build
-from ..traces.differences import JOURNAL
-from ..traces.journal import read_journal, told
 from .curves import panels
 from .page import CERTIFICATE, document, section, table_html
 
@@ -81,10 +79,7 @@ def _costs(folder: Path) -> str:
 def _graph(folder: Path) -> str: return _pipeline(folder, json.dumps(load_run(folder).config["options"]))
 
 
-def _journal(folder: Path) -> str:
-    entries = read_journal(folder/JOURNAL)
-    edits = [(e.updates, e.steps, "; ".join(map(told, e.edits or []))) for e in entries if e.edits or e in entries[-5:]]
-    return table_html(("updates", "steps", "edits"), edits[-20:])
+def _journal(folder: Path) -> str: return table_html(("updates", "steps", "edits"), open_run(folder).journal())
 
 # %% ../../nbs/results/09_live.ipynb #e51887a0
 class Live(HTTPServer):
@@ -92,11 +87,10 @@ class Live(HTTPServer):
 
     Args:
         folders: folders of runs
-        port: 0: any free one
     """
-    def __init__(self, folders: Sequence, port: int = 0):
+    def __init__(self, folders: Sequence):
         self.folders, self.token, self.said = [open_run(path).folder for path in folders], secrets.token_urlsafe(24), ""
-        super().__init__(("127.0.0.1", port), _Handler)
+        super().__init__(("127.0.0.1", 0), _Handler)     # any free port
         self.host = f"127.0.0.1:{self.server_port}"
         self.url = f"http://{self.host}/{self.token}/"
 
@@ -165,7 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def live_command(args: Namespace) -> None:
     "Serve the page until Ctrl-C."
-    with Live(args.runs, args.port) as server:
+    with Live(args.runs) as server:
         print(f"{server.url}  (Ctrl-C ends it; the runs go on)", flush=True)
         try: server.serve_forever()
         except KeyboardInterrupt: pass

@@ -14,6 +14,8 @@ from ..settings.options import parse_env_kwargs
 from .changes import read_options
 from .folder import folder_of, load_run
 from .mailbox import WISHES, ask
+from ..traces.differences import JOURNAL
+from ..traces.journal import read_journal, told
 
 # %% auto #0
 __all__ = ['OpenRun', 'open_run', 'edit_command']
@@ -40,6 +42,16 @@ class OpenRun(NamedTuple):
         else: wish = dict(set=options) if options else {}
         if do is not None: wish["do"] = do
         return ask(self.folder, wish, timeout)
+
+    def journal(self, n: int = 5) -> list:
+        """The last lines of its journal, and those of edits, at most 20: updates, steps, and the edits in words.
+
+        Args:
+            n: number of last lines
+        """
+        lines = read_journal(self.folder/JOURNAL)
+        found = [(e.updates, e.steps, "; ".join(map(told, e.edits or []))) for k, e in enumerate(lines) if e.edits or k >= len(lines) - n]
+        return found[-20:]
 
 
 def open_run(path: str | Path) -> OpenRun:

@@ -67,7 +67,7 @@ def _checked(ask: dict) -> dict:
 
 # %% ../../nbs/runs/11_mailbox.ipynb #e983b69b
 class Mailbox:
-    """What others ask of a training. What was asked before it began, or after it ended, is refused.
+    """What others ask of a training. What was asked before it locked its folder, or after it ended, is refused.
 
     Args:
         folder: folder of the run; None: nobody can ask, as in a rank that keeps no run
@@ -117,17 +117,22 @@ class Mailbox:
         except OSError as e: logging.getLogger("rollpipe").warning(f"an answer could not be written ({e}): {text}")
         with suppress(OSError): (self.path/f"{name}.taken").unlink()
 
-    def _refuse_all(self, when):
+    def _refuse_all(self, when, since=None):
+        "Refuse what nobody has answered, but for what was asked `since` that time."
         for path in self._names("taken"):
             self.answer(path.stem, "the training ended while this was made; the journal of the run tells whether it was", False)
         for path in self._names("ask"):
-            with suppress(OSError): os.rename(path, path.with_suffix(".taken"))
+            with suppress(OSError):
+                if since is not None and os.lstat(path).st_mtime_ns >= since: continue
+                os.rename(path, path.with_suffix(".taken"))
             self.answer(path.stem, f"it was asked {when}", False)
         if self.path is not None:
             with suppress(OSError): self.path.rmdir()
 
     def __enter__(self) -> Mailbox:
-        self._refuse_all("before this training began")
+        if self.path is None: return self
+        lock = self.path.with_name("lock")
+        self._refuse_all("before this training began", os.lstat(lock).st_mtime_ns if lock.exists() else None)
         return self
 
     def __exit__(self, *exc: Any) -> None: self._refuse_all("when the training had ended")
