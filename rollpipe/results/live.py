@@ -48,11 +48,7 @@ def _pipeline(folder: Path, config: str) -> str:
 
 
 def view(folder: str | Path) -> str:
-    """A run as HTML: curves, the seconds of its last update, its pipeline, and its edits. Errors are told.
-
-    Args:
-        folder: folder of a run
-    """
+    "The run in a folder as HTML: curves, the seconds of its last update, its pipeline, and its edits. Errors are told."
     folder, parts = Path(folder), []
     for title, part in dict(Curves=_curves, Costs=_costs, Pipeline=_graph, Journal=_journal).items():
         try: parts.append(section(title, part(folder)))
@@ -161,5 +157,4 @@ def live_command(args: Namespace) -> None:
     "Serve the page until Ctrl-C."
     with Live(args.runs) as server:
         print(f"{server.url}  (Ctrl-C ends it; the runs go on)", flush=True)
-        try: server.serve_forever()
-        except KeyboardInterrupt: pass
+        server.serve_forever()

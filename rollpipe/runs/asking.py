@@ -44,11 +44,7 @@ class OpenRun(NamedTuple):
         return ask(self.folder, wish, timeout)
 
     def journal(self, n: int = 5) -> list:
-        """The last lines of its journal, and those of edits, at most 20: updates, steps, and the edits in words.
-
-        Args:
-            n: number of last lines
-        """
+        "The last `n` lines of its journal, and those of edits, at most 20: updates, steps, and the edits in words."
         lines = read_journal(self.folder/JOURNAL)
         found = [(e.updates, e.steps, "; ".join(map(told, e.edits or []))) for k, e in enumerate(lines) if e.edits or k >= len(lines) - n]
         return found[-20:]

@@ -170,23 +170,14 @@ def _check_pipes(before: Any, run: Run) -> None:
 
 
 def with_edit(config: dict, edit: dict) -> dict:
-    """The configuration of a run after one more edit.
-
-    Args:
-        config: the one before
-        edit: as the configuration lists it: `at` and `was`, and `set`, or `insert` and `kwargs`
-    """
+    "The configuration of a run after one more edit, which has `at` and `was`, and `set`, or `insert` and `kwargs`."
     imports = dict.fromkeys([*config.get("imports", []), edit["insert"].partition(":")[0]]) if "insert" in edit else ()
     for name, x in (dict(imports=[*imports]) if imports else edit["set"]).items(): config = _with(config, name, x)
     return {**config, "edits": [*config.get("edits", []), edit]}
 
 
 def before_edits(config: dict) -> dict:
-    """The configuration that a run had before all of its edits.
-
-    Args:
-        config: the present one
-    """
+    "The configuration that a run had before all of its edits."
     for edit in reversed(config.get("edits", [])):
         for name, x in edit["was"].items(): config = _with(config, name, x)
     return {name: x for name, x in config.items() if name not in ("edits", "due")}

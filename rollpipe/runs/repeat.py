@@ -124,13 +124,7 @@ def records_of(folder: Path) -> list:
 
 
 def edits_after(folder: Path, found: Checkpoint, updates: int) -> list:
-    """The edits that a run got while it trained, after a checkpoint and up to an update, which counts.
-
-    Args:
-        folder: folder of the run
-        found: the checkpoint
-        updates: number of updates
-    """
+    "The edits that the run in a folder got while it trained, after a checkpoint, and after this update at the latest."
     edits = load_run(folder).config.get("edits", [])
     return [edit for edit in edits[len(found.config.get("edits", [])):] if edit["at"] <= updates]
 

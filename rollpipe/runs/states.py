@@ -198,12 +198,7 @@ def resumed_stream(folder: Path, pipe: IterDataPipe, found: Any, config: dict) -
 
 # %% ../../nbs/runs/06_states.ipynb #4d45078b
 def edits_due(folder: Path, config: dict) -> list:
-    """The edits that a run has made after a checkpoint.
-
-    Args:
-        folder: folder of the run
-        config: the configuration in the checkpoint
-    """
+    "The edits that the run in a folder has made after a checkpoint with this configuration."
     try:
         newest = json.loads((folder/"config.json").read_bytes())
         edits = [*newest.get("edits", []), *newest.get("due", [])][len(config.get("edits", [])):]
