@@ -116,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: Live  # pyright: ignore[reportIncompatibleVariableOverride]
     timeout = 5     # seconds for which a connection may be silent, because there is one thread
 
-    def log_message(self, *args: Any) -> None: pass
+    def log_message(self, format: str, *args: Any) -> None: pass
 
     def _place(self) -> str | None:
         "What is asked for; None, after an answer, if it is refused."

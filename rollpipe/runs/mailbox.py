@@ -149,6 +149,7 @@ def ask(folder: Path, wish: dict, timeout: float = 60.) -> str:
         timeout: seconds to wait; the training looks between two batches
     """
     name, lock, inbox = secrets.token_hex(16), folder/"lock", folder/_INBOX
+    answer = inbox/f"{name}.answer"
     if not lock.exists() and os.name != "nt": raise DataError(f"no training in {folder}", expected="a run that trains now")
     for more in reversed(range(100)):
         with suppress(FileExistsError): os.mkdir(inbox, 0o700)
@@ -158,7 +159,7 @@ def ask(folder: Path, wish: dict, timeout: float = 60.) -> str:
         else: break
     deadline = monotonic() + timeout
     try:
-        while not (answer := inbox/f"{name}.answer").exists():
+        while not answer.exists():
             if monotonic() > deadline and not _still_taken(inbox/f"{name}.ask", deadline + max(timeout, 60)): break
             sleep(.02)
         else: return _answered(answer, folder)
