@@ -17,6 +17,7 @@ import gymnasium as gym
 import numpy as np
 from report import header, table
 
+import rollpipe.testing  # noqa: F401    registers Recall-v0
 from rollpipe.agents import evaluate
 from rollpipe.agents.tabular import QLearning, TabularQ
 from rollpipe.layers import RecurrentPolicy
@@ -29,10 +30,6 @@ from rollpipe.runs.folder import start
 from rollpipe.runs.training import train
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT/'tests'))
-from toys import Recall  # noqa: E402
-
-gym.register('Recall-v0', Recall)
 TAXI = max((name for name in gym.registry if name.startswith('Taxi-v')), key=lambda name: int(name.rpartition('v')[2]))
 
 
@@ -67,7 +64,7 @@ def q_table(actor, *, lr=.9, gamma=.9, eps_end=.05, eps_steps=50_000, seed=0):
     return QLearning(actor, lr=lr, gamma=gamma, eps_end=eps_end, eps_steps=eps_steps)
 
 
-ALGORITHMS |= {f'recurrent_{name}': ALGORITHMS[name]._replace(policy=RecurrentPolicy) for name in ('trpo', 'ppo')}
+ALGORITHMS |= {f'recurrent_{name}': ALGORITHMS[name]._replace(policy=RecurrentPolicy, recurrent=()) for name in ('trpo', 'ppo')}
 ALGORITHMS['q_table'] = Algorithm(q_table, rollouts, TabularQ, defaults=dict(n_envs=32, n_steps=8))
 NETWORK = dict(hidden=(64,), lr=1e-2, gamma=.9, huber=None, target_every=50, eps_end=.05, eps_steps=50_000, n_envs=32, n_steps=4,
                capacity=50_000, n_batches=4, prioritized=True)

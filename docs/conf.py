@@ -36,6 +36,7 @@ MATH_FONT = Path(find_spec("ziamath").origin).parent/"fonts"/"STIXTwoMath-Regula
 html_static_path, html_css_files = ["_static", str(MATH_FONT)], ["rollpipe.css"]
 html_sidebars = {page: [] for page in ("index", "quickstart", "glossary", "results", "architecture")}  # pages without siblings
 html_show_sourcelink = html_copy_source = False
+html_search_scorer = str(HERE/"scorer.js")     # guides above sources
 
 
 def written_here(method):

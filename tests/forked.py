@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import types
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -112,16 +112,22 @@ class Forked:
 
 
 class ForkedRun(Forked):
-    "A run of an experiment, as `subprocess.Popen` starts it there, with one stream for all that it writes. Several threads wait for it."
+    """A run of an experiment, as `subprocess.Popen` starts it there, with one stream for all that it writes. Several threads wait for it.
+
+    An exit code can be read once, and a process that starts reads those of all that have ended: so only one thread at a time may do either.
+    """
+    lock = threading.Lock()
+
     def __init__(self, command, **_):
-        self.lock, self.code = threading.Lock(), None
-        super().__init__(command[1:], is_on_path=False, n_streams=1)
+        self.code = None
+        with self.lock: super().__init__(command[1:], is_on_path=False, n_streams=1)
         self.stderr.close()
 
     @property
     def returncode(self): return self.code
 
     def wait(self):
+        connection.wait([self.process.sentinel])
         with self.lock:
             self.process.join()
             self.code = self.process.exitcode

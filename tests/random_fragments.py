@@ -9,6 +9,7 @@ from gymnasium.spaces import Box, Dict, Discrete, Tuple
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from toys import ENDS
 
 from rollpipe.agents.metrics import METRICS, check_metrics
 from rollpipe.layers import Critic, MemoryCritic, MLPPolicy, QPolicy, RecurrentPolicy, RecurrentQPolicy
@@ -22,6 +23,7 @@ ACT = Dict(gear=Discrete(3, start=1), steer=Tuple((Box(-2, 2, (2,)),)))
 CHOICE = Discrete(3, start=2)
 SMALL = dict(hidden=(5,), normalize=False)
 BOTH = st.booleans()
+episodes = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)     # of a `Counting`
 
 
 @st.composite
@@ -155,6 +157,33 @@ def last_state(fragment, k):
     one = lambda tree, at: nested.map(lambda x: x[at][None, None], tree)
     return State(fragment.state.stepno[t, b][None, None] + 1, one(fragment.final.obs, k), one(fragment.state.act, (t + 1, b)),
                  one(fragment.state.rew, (t + 1, b)), torch.zeros(1, 1, dtype=torch.bool))
+
+
+def answers(ask, fragment, burn_in=0):
+    """(t, b) -> (answer to the state, answer to the state reached) of the valid steps, asked one by one.
+
+    `ask(state [1, 1, ...], hx, virtual)` returns (answer, hx). No gradient goes through the memory before `burn_in`.
+    """
+    ends, out = {(int(t), int(b)): k for k, (t, b) in enumerate(zip(fragment.final.t, fragment.final.b))}, {}
+    for b in range(fragment.n_envs):
+        hx = fragment.hx[:, b:b + 1] if len(fragment.hx) else ()
+        at = lambda t, b=b: nested.map(lambda x: x[t:t + 1, b:b + 1], fragment.state)
+        for t in range(fragment.n_steps):
+            if not fragment.valid[t, b]: continue
+            if fragment.state.fin[t, b] and len(hx): hx = torch.zeros_like(hx)
+            now, hx = ask(at(t), hx, False)
+            if t < burn_in and len(hx): hx = hx.detach()
+            out[t, b] = now, ask(last_state(fragment, ends[t, b]) if (t, b) in ends else at(t + 1), hx, True)[0]
+    return out
+
+
+def rewards_of(fragment, gamma, n_steps, t, b):
+    "The sum of the rewards of step (t, b) and those after it, until values take over; and the last of these steps."
+    total, k = 0., t
+    while True:
+        total += gamma ** (k - t) * num(fragment.state.rew[k + 1, b])
+        if fragment.state.fin[k + 1, b] or k + 1 == fragment.n_steps or k + 1 == t + n_steps: return total, k
+        k += 1
 
 
 def spoilt(fragment, garbage):

@@ -7,14 +7,14 @@ import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_fragments import episodes
 from reference import assert_same, snapshot
-from toys import ENDS, Counting, Lively, Memory, Nested, NestedMemory, Plain, Shaky, Valued, judge
+from toys import Counting, Lively, Memory, Nested, NestedMemory, Plain, Shaky, Valued, judge
 from torch import nn
 
 from rollpipe.layers import Critic
 from rollpipe.pipes import AdvantageBuffer, DataError, EnvStepper, FragmentCollector, FragmentStacker, Lanes
 
-episodes = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)
 unit = st.sampled_from([0., .3, .9, .99, 1.])
 
 

@@ -6,6 +6,8 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +31,9 @@ from rollpipe.settings.options import parse_env_kwargs, parse_value
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs.folder import discard, load_run, restore, resume, start
 from rollpipe.runs.training import train
+
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def task_of(algorithm):
     "An environment with actions that suit it."
@@ -311,6 +316,15 @@ def test_demo_twice(tmp_path, capsys, monkeypatch):
         "config.json", "fingerprint.json", "metrics.csv", "metrics.jsonl", "journal.jsonl", "checkpoint.safetensors", "curve.png"}
 
 
+@pytest.mark.parametrize("words", ["", "--help", "-h", "--version"])
+def test_the_list_of_commands_needs_no_torch_and_is_that_of_the_parser(words, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code = "import sys; from rollpipe.cli.start import main\ntry: main()\nfinally: print({'torch', 'numpy'} & {*sys.modules})"
+    found = subprocess.run([sys.executable, "-c", code, *words.split()], text=True, capture_output=True, timeout=60, cwd=ROOT)
+    with pytest.raises(SystemExit): build_parser().parse_args([words or "--help"])
+    assert (found.returncode, found.stdout) == (0, capsys.readouterr().out + "set()\n")
+
+
 # -- options -----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
@@ -381,7 +395,7 @@ def test_every_default_is_what_its_annotation_allows(algorithm):
 
 
 @pytest.mark.parametrize("algorithm, options, told", [
-    ("ppo", dict(target_kl="abc"), "target_kl.*float or none, got 'abc'"), ("ppo", dict(epochs=2.5), "epochs.*int, got 2.5"),
+    ("ppo", dict(target_kl="abc"), "target_kl.*float or none or schedule, got 'abc'"), ("ppo", dict(epochs=2.5), "epochs.*int, got 2.5"),
     ("dqn", dict(huber=True), "huber"), ("trpo", dict(hidden=(8, "x")), "hidden"), ("trpo", dict(hidden=8), "hidden")])
 def test_options_are_checked_without_a_command_line_as_well(algorithm, options, told):
     with pytest.raises(DataError, match=told): make_config(algorithm, "CartPole-v1", options)
@@ -398,9 +412,9 @@ MISTAKES = [
     ("train trpo Pendulum-v1 --gamma x", "--gamma: invalid float value: 'x'"),
     ("train trpo Pendulum-v1 --steps 1.5", "--steps: invalid int value: '1.5'"),
     ("train trpo Pendulum-v1 --hidden 8,x", "--hidden"),
-    ("train ppo Pendulum-v1 --target-kl abc", "--target-kl: invalid float or none value: 'abc'"),
-    ("train trpo Pendulum-v1 --critic-lr fast", "--critic-lr: invalid float value: 'fast'"),
-    ("train dqn CartPole-v1 --tau abc", "--tau: invalid float or none value: 'abc'"),
+    ("train ppo Pendulum-v1 --target-kl abc", "--target-kl: invalid float or none or schedule value: 'abc'"),
+    ("train trpo Pendulum-v1 --critic-lr fast", "--critic-lr: invalid float or schedule value: 'fast'"),
+    ("train dqn CartPole-v1 --tau abc", "--tau: invalid float or none or schedule value: 'abc'"),
     ("train dqn CartPole-v1 --epsilon 0.5", "unknown argument --epsilon; did you mean --eps-end"),   # DQN sets it itself
     ("train ppo CartPole-v1 --lag soon", "--lag: invalid int or none value: 'soon'"),
     ("train dqn CartPole-v1 --beta-steps many", "--beta-steps: invalid int or none value: 'many'"),
@@ -431,6 +445,17 @@ MISTAKES = [
     ("graph trpo Pendulum", "Pendulum-v1"),
     ("graph trpo Pendulum-v1 --lamb 1", "did you mean --lam"),
     ("plto", "invalid choice: 'plto'"),
+    ("train ppo CartPole-v1 --learning-rate 1e-3", "did you mean --lr[?]"),
+    ("train ppo CartPole-v1 --total-timesteps=1000", "did you mean --steps[?]"),
+    ("train ppo CartPole-v1 --batch_size 64", "did you mean --minibatch[?]"),
+    ("train ppo CartPole-v1 --track", "did you mean --wandb[?]"),
+    ("train ppo CartPole-v1 --overwite", "did you mean --overwrite[?]"),
+    ("train sac Pendulum-v1 --ent-coef 0.1", "did you mean --temperature[?]"),
+    ("train sac CartPole-v1", r"Box of floats for sac, or an algorithm for it: trpo, .*dqn, qr_dqn, got Discrete\(2\)"),
+    ("train dqn Pendulum-v1", "Discrete for dqn, or an algorithm for it: .*ppo, vtrace, sac, td3, ddpg, got Box"),
+    ("train ppo Own-v0", "which a module registers .*--import MODULE.*'MODULE:Own-v0'"),
+    ("train --resume RUN --learning-rate 0.1", "so --learning-rate cannot stand .*which takes --steps, --device, --workers, --quiet"),
+    ("train --resume RUN --out other", "so --out cannot stand beside --resume"),
 ]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import rollpipe, settings
+from forked import run_forked
 
 from rollpipe.agents import DQN, PPO, SAC, TRPO
 from rollpipe.agents.checkpoint import load_checkpoint
@@ -344,8 +345,7 @@ def test_the_command_shows_what_failed(at, tmp_path):
     env = {**os.environ, **settings()}
     env["PYTHONPATH"] += os.pathsep + str(tmp_path)
 
-    def run(*words, **kwargs):
-        return subprocess.run([sys.executable, "-m", "rollpipe", *words], env=env, cwd=tmp_path, text=True, capture_output=True, **kwargs)
+    def run(*words): return run_forked(["-m", "rollpipe", *words], env, tmp_path)
     options = "--n-envs 2 --n-steps 16 --hidden 8 --critic-hidden 8 --quiet --no-tensorboard --checkpoint-every 3".split()
     failed = run(*"train ppo CartPole-v1 --steps 10k --out r --import planted".split(), *options)
     assert failed.returncode == 2 and failed.stderr.endswith("with: rollpipe replay r --crash --import planted\n")
@@ -355,7 +355,8 @@ def test_the_command_shows_what_failed(at, tmp_path):
     assert (again.returncode, again.stderr) == (0, "")
     assert again.stdout.endswith("the error and the learner after it are the same as then\n")
     assert f"update {at + 1} raises DataError: leaf loss: non-finite loss" in again.stdout
-    stepped = run("replay", "r", "--update", str(at + 1), "--pdb", "--import", "planted", input="s\nw\nc\np loss\nq\n")
+    debug = [sys.executable, "-m", "rollpipe", "replay", "r", "--update", str(at + 1), "--pdb", "--import", "planted"]
+    stepped = subprocess.run(debug, env=env, cwd=tmp_path, text=True, capture_output=True, input="s\nw\nc\np loss\nq\n")
     assert stepped.returncode == 0 and "--Call--" in stepped.stdout and "-> def update(self, batch" in stepped.stdout
     assert "tensor(nan)" in stepped.stdout.partition("raises DataError")[2]     # stopped where it was raised
 

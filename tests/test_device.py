@@ -21,7 +21,8 @@ from rollpipe.runs.logs import read_metrics
 from rollpipe.pipes import CheckpointError, DataError, EnvStepper, FragmentCollector, ToDevice, find, nested, on_policy, rollouts
 from rollpipe.pipes.graph.edits import nodes
 from rollpipe.pipes.graph.modules import checked_device
-from rollpipe.runs.folder import load_agent, load_run, restore, start
+from rollpipe.runs import load_agent
+from rollpipe.runs.folder import load_run, restore, start
 from rollpipe.runs.training import train
 
 
@@ -69,14 +70,18 @@ def test_a_device_that_is_not_there_is_named_at_construction(make, device):
     assert e.value.pipe == "EnvStepper" and e.value.leaf == "device" and repr(device) in e.value.got and e.value.expected.startswith("cpu")
 
 
-@pytest.mark.parametrize("n, expected", [(0, "cpu (there is no CUDA here)"), (1, "cpu or cuda:0"), (2, "cpu or cuda:0 or cuda:1")])
+@pytest.mark.parametrize("n, expected", [(0, "cpu (torch sees no GPU)"), (1, "cpu or cuda:0"), (2, "cpu or cuda:0 or cuda:1")])
 def test_what_is_there_is_said(n, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: n)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     with pytest.raises(DataError) as e: checked_device("cuda:99")
     assert e.value.expected == expected and e.value.got == "'cuda:99'"
     with pytest.raises(DataError) as e: checked_device("nonsense")
     assert e.value.expected == expected.split(" (")[0]
+    monkeypatch.setattr(torch.version, "cuda", None)
+    if n == 0:
+        with pytest.raises(DataError, match="because this torch is made for CPUs"): checked_device("cuda")
 
 
 def test_asking_for_a_device_does_not_begin_to_use_it():

@@ -8,6 +8,8 @@ import json
 import os
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -231,3 +233,13 @@ def test_the_site_is_refused_if_a_link_is_broken_or_something_is_loaded_from_els
 if __name__ == "__main__":
     found = run([source(c) for c in cells(Path(sys.argv[1]), "code")[:int(sys.argv[2]) + 1]])
     print("\n" + json.dumps([drawings(text) for text in found]))
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_search_of_the_site_puts_guides_above_sources():
+    pages = dict(guide=["howto/images", 5], reference=["api/rollpipe.pipes.frames", 5], literate=["literate/pipes/22_frames", 15],
+                 exact=["api/rollpipe.pipes.frames", 26])
+    code = f"{(ROOT/'docs'/'scorer.js').read_text()}; const score = ([page, n]) => Scorer.score([page, '', '', '', n, '', 'text']);" \
+           f"console.log(JSON.stringify(Object.entries({json.dumps(pages)}).sort((a, b) => score(b[1]) - score(a[1])).map(x => x[0])))"
+    assert json.loads(subprocess.run(["node", "-e", code], capture_output=True, text=True, check=True).stdout) == [
+        "exact", "guide", "reference", "literate"]

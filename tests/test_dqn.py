@@ -2,19 +2,19 @@
 import copy
 from itertools import islice
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
-from toys import Constant
+from toys import Constant, Stepped
 
 from rollpipe.agents import evaluate
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.dqn import DQN
 from rollpipe.agents.metrics import check_metrics
 from rollpipe.agents.off_policy.targets import update_target
-from rollpipe.agents.schedules import linear_schedule, set_epsilon
+from rollpipe.agents.schedules import set_epsilon
+from rollpipe.agents.shared_options import Schedule
 from rollpipe.agents.tabular import QLearning, TabularQ, move_towards, q_targets
 from rollpipe.layers import QPolicy, RecurrentQPolicy
 from rollpipe.pipes import DataError, EnvStepper, Fragment, FragmentCollector
@@ -48,27 +48,18 @@ def table_of(net):
     with torch.no_grad(): return net.q(torch.arange(n)[None], None, None, None, hx=None)[0][0]
 
 
-class Limited(gym.Env):
+class Limited(Stepped):
     "One state, one action that pays 1, no end but a limit of 3 steps. Worth 1 / (1 - gamma)."
     observation_space, action_space = Discrete(1), Discrete(1)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.count = 0
-        return 0, {}
-
-    def step(self, action):
-        self.count += 1
-        return 0, 1., False, self.count == 3, {}
+    def look(self): return 0
+    def ends(self): return False, self.count == 3
 
 
 class Ending(Limited):
     "The same, but the third step is the end. The state is the number of the step."
     observation_space = Discrete(4)
-
-    def step(self, action):
-        self.count += 1
-        return self.count, 1., self.count == 3, False, {}
+    def look(self): return self.count
+    def ends(self): return self.count == 3, False
 
 
 def stream(env, actor, n_envs=2, n_steps=4, seed=0, **kwargs):
@@ -172,7 +163,7 @@ def test_epsilon_follows_the_steps_consumed():
     agent = DQN(actor, eps_start=.8, eps_end=.2, eps_steps=60)
     seen = [agent.update(batch)['epsilon'] for batch in islice(replayed('CartPole-v1', actor, n_envs=4, n_steps=5, warmup=40), 5)]
     assert seen == pytest.approx([.8, .6, .4, .2, .2])
-    assert linear_schedule(30, .4, 1., 60) == pytest.approx(.7)
+    assert Schedule('linear', .4, 1., 60)(30) == pytest.approx(.7)
 
 
 def test_epsilon_is_in_the_weights():

@@ -7,24 +7,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_fragments import episodes as plans
 from reference import Solo, apply, assert_same, grid, snapshot
-from toys import ENDS, Counting, Limit, Lively, Memory, Nested, NestedMemory, Plain, judge
+from toys import WORLDS, Brief, Counting, Limit, Memory, Nested, NestedMemory, Plain, Stepped, factories, judge
 
 from rollpipe.layers import GaussianPolicy
 from rollpipe.pipes import AdvantageBuffer, DataError, EnvStepper, EpisodeCollector, FragmentCollector, Lanes, State, episodes
 from rollpipe.pipes.data.fragment_ops import pad_episodes
 
 fast = settings(deadline=None, max_examples=20)
-WORLDS = {"plain": (Counting, Plain), "memory": (Counting, Memory), "nested": (Nested, NestedMemory)}
 
 
 def stepper(*args, **kwargs): return EnvStepper(*args, **kwargs, terminal_obs=True)
-
-
-plans = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)
-
-
-def factories(env, each): return [lambda tag=tag, plan=plan: env(plan, tag) for tag, plan in enumerate(each)]
 
 
 def play(env, actor, n_steps):
@@ -154,19 +148,18 @@ def test_environments_that_rest_leave_no_trace():
         assert_same((a.state.act[1:], a.state.rew[1:]), (b.state.act[1:], b.state.rew[1:]))
 
 
-class Timed(gym.Env):
+class Timed(Stepped):
     "Episodes of 3 and 5 steps in turn, the first kind cut off, the second terminated."
     observation_space, action_space = gym.spaces.Box(-np.inf, np.inf, (2,)), gym.spaces.Discrete(5)
     episode = -1
 
-    def reset(self, *, seed=None, options=None):
-        self.episode, self.count = self.episode + 1, 0
-        return np.array([self.episode, 0], np.float32), {}
+    def begin(self): self.episode += 1
+    def look(self): return np.array([self.episode, self.count], np.float32)
+    def pay(self, action): return 1. * self.count
 
-    def step(self, action):
-        self.count += 1
+    def ends(self):
         over, terminates = self.count == 3 + 2 * (self.episode % 2), self.episode % 2 == 1
-        return np.array([self.episode, self.count], np.float32), 1. * self.count, over and terminates, over and not terminates, {}
+        return over and terminates, over and not terminates
 
 
 class Look(Plain):
@@ -180,13 +173,6 @@ def test_vector_environments_in_any_mode(mode):
     for a, b in zip(episodes_of(stepper(Timed, Look(), 2), 8), episodes_of(stepper(vector, Look()), 8)):
         assert_same((a.state.stepno, a.state.obs, a.state.fin), (b.state.stepno, b.state.obs, b.state.fin))
         assert_same((a.state.act[1:], a.state.rew[1:], a.actor, a.term), (b.state.act[1:], b.state.rew[1:], b.actor, b.term))
-
-
-class Brief(Lively):
-    "`Lively` whose episodes never terminate."
-    def step(self, action):
-        obs, rew, term, trunc, info = super().step(action)
-        return obs, rew, False, term or trunc, info
 
 
 def test_a_policy_repeats_what_it_recorded():
@@ -225,11 +211,14 @@ def test_rows_become_wider():
 
 def test_memory_follows_the_oldest_episode(monkeypatch):
     "One environment has long episodes in the beginning, then all are short."
-    kept = []
+    kept, moves = [], []
     class Watched(episodes.RowQueue):
         def __init__(self, *args):
             super().__init__(*args)
             kept.append(self)
+        def _compact(self, row):
+            moves.append(len(self))
+            super()._compact(row)
     monkeypatch.setattr(episodes, "RowQueue", Watched)
     plan = [[(300, "trunc")] + [(5, "trunc")] * 400, [(7, "trunc")]]
     sizes = []
@@ -239,7 +228,7 @@ def test_memory_follows_the_oldest_episode(monkeypatch):
     early, late = [x for x in sizes if x[0] < 300], [x for x in sizes if x[0] > 1000]
     assert max(n for _, n, _ in early) > 290 and max(size for *_, size in early) <= 600
     assert late and max(n for _, n, _ in late) <= 7 and max(size for *_, size in late) <= 32
-    assert rows.moves < 40
+    assert len(moves) <= 40
 
 
 def test_nothing_handed_out_is_overwritten():

@@ -8,28 +8,27 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from toys import Stepped
 
+from rollpipe.agents import A2C
 from rollpipe.agents.evaluate import Evaluation, RandomActor, evaluate, quotas
 from rollpipe.layers import Actor, GaussianPolicy, MLPPolicy
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading, nested
 from rollpipe.pipes.envs.watching import check_film
-from rollpipe.pipes.data.errors import DataError, EnvError
+from rollpipe.pipes.data.errors import ActorError, DataError, EnvError
 from rollpipe.pipes.graph.torchdata import DataLoader2
 
 
-class Lengths(gym.Env):
+class Lengths(Stepped):
     "Lasts as long as its random generator says; pays 1 a step; ends by a limit if even."
     observation_space, action_space = gym.spaces.Box(-1, 1, (1,)), gym.spaces.Discrete(2)
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.left = self.length = int(self.np_random.choice([2, 41]))
-        return np.zeros(1, np.float32), {}
+    def begin(self): self.length = int(self.np_random.choice([2, 41]))
+    def look(self): return np.zeros(1, np.float32)
 
-    def step(self, action):
-        self.left -= 1
-        over = self.left == 0
-        return np.zeros(1, np.float32), 1., over and self.length % 2 == 1, over and self.length % 2 == 0, {}
+    def ends(self):
+        over = self.count == self.length
+        return over and self.length % 2 == 1, over and self.length % 2 == 0
 
 
 class Zero(Actor):
@@ -276,23 +275,15 @@ def test_a_trace_costs_nothing_else():
     assert set(with_it.trace.actor) >= {"logp"} and all(len(x) == 201 for x in nested.leaves(with_it.trace.actor))
 
 
-class Fading(gym.Env):
+class Fading(Stepped):
     "The observation is the number of the step; the episode ends after `length` steps, truncated or terminated."
     observation_space, action_space = gym.spaces.Box(0, 99, (1,)), gym.spaces.Discrete(2)
 
     def __init__(self, length, truncated): self.length, self.truncated = length, truncated
 
-    def look(self): return np.full(1, self.n, np.float32)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.n = 0
-        return self.look(), {}
-
-    def step(self, action):
-        self.n += 1
-        over = self.n == self.length
-        return self.look(), 1., over and not self.truncated, over and self.truncated, {}
+    def ends(self):
+        over = self.count == self.length
+        return over and not self.truncated, over and self.truncated
 
 
 class Judge(Actor):
@@ -406,3 +397,11 @@ def test_arguments_in_the_wrong_order(call):
     with pytest.raises(EnvError, match=r"^a network stands where an environment belongs. Expected the environment first and then the "
                                        r"actor, as in `evaluate\(env, actor\)`, got MLPPolicy.$"):
         call(MLPPolicy.for_env("CartPole-v1"), gym.make("CartPole-v1"))
+
+
+def test_an_agent_is_no_actor():
+    agent = A2C(MLPPolicy.for_env("CartPole-v1"))
+    with pytest.raises(EnvError, match=r"^an agent stands where an environment belongs. Expected the environment first.*got A2C.$"):
+        evaluate(agent, "CartPole-v1")
+    with pytest.raises(ActorError, match=r"an actor needs the method `reset`. Expected `agent.actor`, the actor of this agent"):
+        evaluate("CartPole-v1", agent)

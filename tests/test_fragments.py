@@ -9,8 +9,9 @@ import torch
 from gymnasium.spaces import Box, Dict, Discrete, Tuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_fragments import episodes
 from reference import Solo, apply, assert_same, flatten, grid, snapshot
-from toys import ENDS, Counting, Limit, Lively, Memory, Nested, NestedMemory, Noted, Plain, Shaky
+from toys import WORLDS, Counting, Limit, Lively, Memory, Nested, NestedMemory, Noted, Plain, Shaky, factories
 
 from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy, MLPPolicy
 from rollpipe.pipes import DataError, EnvStepper, Fragment, FragmentCollector, Lanes, Pipe, State
@@ -21,8 +22,6 @@ from rollpipe.pipes.fragments import Destination, FragmentBuilder, stack_rows
 from rollpipe.pipes.data.nested import leaves
 
 fast = settings(deadline=None, max_examples=25)
-episodes = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)
-WORLDS = {"plain": (Counting, Plain), "memory": (Counting, Memory), "nested": (Nested, NestedMemory)}
 
 
 def collect(source, actor, n_steps, n, n_envs=None, **kwargs):
@@ -30,23 +29,24 @@ def collect(source, actor, n_steps, n, n_envs=None, **kwargs):
     return list(islice(FragmentCollector(EnvStepper(source, actor, n_envs, **kwargs), n_steps), n))
 
 
-def factories(env, plans): return [lambda tag=tag, plan=plan: env(plan, tag) for tag, plan in enumerate(plans)]
-
-
-def check(fragment, columns, infos):
-    "Compare a fragment with the columns of `Solo`."
+def check_columns(fragment, columns):
+    "Compare a fragment with the columns of `Solo`, but for infos and rows that are no step."
     stepno, obs, act, rew, fin = grid(columns, "states")
     assert_same(fragment.state, State(stepno, obs, act, rew.astype(np.float32), fin))
     assert_same(fragment.term, grid(columns, "terms"))
     assert_same(fragment.actor, grid(columns, "actors"))
-    assert_same(fragment.env, {key: grid([{"x": [i[key] for i in c["envs"]]} for c in columns], "x") for key in infos})
     assert_same(fragment.hx, apply_dim1([c["hx"] for c in columns]))
     expected = {(t, b): (obs, info) for b, c in enumerate(columns) for t, obs, info in c["finals"]}
     final = fragment.final
     where = list(zip(final.t.tolist(), final.b.tolist()))
     assert sorted(where) == sorted(expected) and final.t.dtype is final.b.dtype is torch.int64
     for k, at in enumerate(where): assert_same(apply(lambda x, k=k: x[k], (final.obs, final.actor)), expected[at])
-    assert fragment.valid.all() and fragment.valid.dtype is torch.bool and fragment.valid.shape == rew[1:].shape
+
+
+def check(fragment, columns, infos):
+    check_columns(fragment, columns)
+    assert_same(fragment.env, {key: grid([{"x": [i[key] for i in c["envs"]]} for c in columns], "x") for key in infos})
+    assert fragment.valid.all() and fragment.valid.dtype is torch.bool and fragment.valid.shape == fragment.state.rew[1:].shape
 
 
 def apply_dim1(hxs):
@@ -492,9 +492,11 @@ def test_observations_that_somebody_may_keep_are_copied(kind, collector, stepper
     assert fragment.state.obs[:, 0, 2].tolist() == fragment.state.stepno[:, 0].tolist() == [3, 0, 1, 2, 0, 1, 2]
 
 
-def test_a_fragment_that_nobody_has_is_gone():
+@pytest.mark.parametrize("source, kind, kwargs", [(Counting, Where, {}), ("CartPole-v1", MLPPolicy, {}),
+                                                  ("CartPole-v1", MLPPolicy, dict(vector="sync"))])
+def test_a_fragment_that_nobody_has_is_gone(source, kind, kwargs):
     "Neither the stream nor the environments keep its memory, in which they made their observations."
-    made, pipe = [], FragmentCollector(EnvStepper(Counting, Where.for_env(Counting), 2), 6)
+    made, pipe = [], FragmentCollector(EnvStepper(source, kind.for_env(source), 2, **kwargs), 6)
 
     class Noted(Destination):
         def empty(self, shape, dtype):

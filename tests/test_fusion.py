@@ -1,8 +1,6 @@
 """A collector that lets its source write into the fragment yields what it makes of ticks, bit for bit, and fails as with ticks."""
-import gc
 import logging
 import pickle
-import weakref
 from functools import partial
 from itertools import islice
 
@@ -16,9 +14,10 @@ from gymnasium.spaces import Box, Dict, Discrete
 from gymnasium.vector import AutoresetMode
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_fragments import episodes
 from reference import assert_same, snapshot
 from test_vector import PLANS, Vectorised
-from toys import ENDS, Counting, Lively, Memory, Nested, NestedMemory, Plain, Shaky
+from toys import WORLDS, Counting, Lively, Memory, Nested, Plain, Shaky, factories
 
 from rollpipe.layers import Actor, Critic, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import (
@@ -33,8 +32,6 @@ from rollpipe.pipes.data.nested import leaves
 from rollpipe.pipes.graph.torchdata import DataLoader2
 
 fast = settings(deadline=None, max_examples=25)
-episodes = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)
-WORLDS = {"plain": (Counting, Plain), "memory": (Counting, Memory), "nested": (Nested, NestedMemory)}
 
 
 class Passing(Pipe):
@@ -63,9 +60,6 @@ def first(pipe, n=4): return [snapshot(x) for x in islice(pipe, n)]
 def assert_same_streams(make, n=4):
     "`make()` makes a graph; its stream, and that of the graph in which ticks pass through a pipe."
     for a, b in zip(first(ticked(make()), n), first(make(), n), strict=True): assert_same(a, b)
-
-
-def factories(env, plans): return [partial(env, plan, tag) for tag, plan in enumerate(plans)]
 
 
 # --- the stream
@@ -114,12 +108,16 @@ def test_with_vector_environments(mode, terminal_obs):
                                             ("CartPole-v1", dict(vector="sync")), ("Pendulum-v1", dict(device="cpu"))])
 def test_with_networks_whose_weights_change(kind, options, source, kwargs):
     "Versions, noise and the normaliser, too."
+    assert_same_while_it_learns(kind, options, source, 32, 6, **kwargs)
+
+
+def assert_same_while_it_learns(kind, options, source, n_steps, n_items, **kwargs):
     streams = []
     for direct in (False, True):
         actor = kind.for_env(source, env_kwargs=kwargs.get("env_kwargs"), seed=0, **options)
-        pipe = FragmentCollector(EnvStepper(source, actor, 3, seed=1, **kwargs), 32)
+        pipe = FragmentCollector(EnvStepper(source, actor, 3, seed=1, **kwargs), n_steps)
         items, found = iter(pipe if direct else ticked(pipe)), []
-        for k in range(6):
+        for k in range(n_items):
             found.append(snapshot(fragment := next(items)))
             with torch.no_grad():
                 for p in actor.parameters(): p += .01 * k
@@ -137,18 +135,7 @@ def test_with_networks_whose_weights_change(kind, options, source, kwargs):
 def test_with_another_engine(kind, options, source, kwargs, n_steps):
     "An engine gives the same numbers for many steps at once as step by step."
     pytest.importorskip("onnxruntime")
-    streams = []
-    for direct in (False, True):
-        actor = kind.for_env(source, env_kwargs=kwargs.get("env_kwargs"), seed=0, **options)
-        pipe = FragmentCollector(EnvStepper(source, actor, 3, seed=1, engine="onnxruntime", **kwargs), n_steps)
-        items, found = iter(pipe if direct else ticked(pipe)), []
-        for k in range(3):
-            found.append(snapshot(fragment := next(items)))
-            with torch.no_grad():
-                for p in actor.parameters(): p += .01 * k
-            actor.observe(fragment.state.obs)
-        streams.append(found)
-    for a, b in zip(*streams, strict=True): assert_same(a, b)
+    assert_same_while_it_learns(kind, options, source, n_steps, 3, engine="onnxruntime", **kwargs)
 
 
 class Changing(MLPPolicy):
@@ -270,21 +257,6 @@ def test_memory_that_is_used_again_by_its_reader(shape):
             destination.memory.clear()
         streams.append(found)
     for a, b in zip(*streams, strict=True): assert_same(a, b)
-
-
-def test_a_fragment_that_nobody_has_is_gone():
-    for kwargs in ({}, dict(vector="sync")):
-        made = []
-        class Noted(Destination):
-            def empty(self, shape, dtype, made=made):
-                made.append(weakref.ref(x := np.empty(shape, dtype)))
-                return x
-        items = FragmentCollector(EnvStepper("CartPole-v1", MLPPolicy.for_env("CartPole-v1"), 2, **kwargs), 6).into(Noted())
-        for _ in range(3):
-            next(items)
-            gc.collect()
-            assert len(made) == 5 and not any(x() is not None for x in made)
-            made.clear()
 
 
 # --- where it runs

@@ -11,10 +11,11 @@ import torch
 from gymnasium.vector import AutoresetMode
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_fragments import episodes
 from reference import assert_same, snapshot
 from test_joined import Pictures, Sees
 from test_vector import PLANS, Vectorised
-from toys import ENDS, Counting, Ledger, Memory, Nested, NestedMemory, Plain, Valued, judge
+from toys import WORLDS, Counting, Ledger, Memory, Nested, NestedMemory, Plain, Valued, judge
 
 from rollpipe.layers import Critic, MemoryCritic, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import (
@@ -29,8 +30,6 @@ from rollpipe.pipes.graph.pipe import Source
 from rollpipe.pipes.graph.torchdata import DataLoader2
 
 fast = settings(deadline=None, max_examples=15)
-episodes = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)
-WORLDS = {"plain": (Counting, Plain), "memory": (Counting, Memory), "nested": (Nested, NestedMemory)}
 both = partial(optimize, batch_advantages=True)
 
 

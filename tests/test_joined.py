@@ -5,14 +5,13 @@ import os
 import signal
 from itertools import islice
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from worker_cases import change
 from gymnasium.spaces import Box, Dict, Discrete
 from reference import assert_same, snapshot
-from toys import Plain
+from toys import Plain, Stepped
 
 from rollpipe.pipes import (
     AdvantageBuffer, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Pipe, ProcessReading, Source, Tap,
@@ -24,22 +23,16 @@ from rollpipe.pipes.graph.torchdata import DataLoader2
 T, B = 4, 2
 
 
-class Pictures(gym.Env):
+class Pictures(Stepped):
     "Every picture differs from every other one; floats of the same size beside it. Episodes of 9 steps."
     observation_space = Dict(image=Box(0, 255, (96, 80), np.uint8), heat=Box(-np.inf, np.inf, (24, 80), np.float32))
     action_space = Discrete(5)
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.count = 0
-        return self.look(), {}
-
     def look(self):
         return dict(image=self.np_random.integers(0, 256, (96, 80), np.uint8), heat=self.np_random.normal(size=(24, 80)).astype(np.float32))
 
-    def step(self, action):
-        self.count += 1
-        return self.look(), float(action), False, self.count == 9, {}
+    def pay(self, action): return float(action)
+    def ends(self): return False, self.count == 9
 
 
 class Sees(Plain):
@@ -263,20 +256,11 @@ class Learns(Sees):
 
 # --- actors that answer with what they were shown, whose memory is used again
 
-class Numbers(gym.Env):
+class Numbers(Stepped):
     "Large observations that count on, from a random number."
     observation_space = action_space = Box(-np.inf, np.inf, (8000,), np.float32)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.count = self.np_random.integers(100_000)
-        return self.look(), {}
-
-    def look(self): return np.full(8000, self.count, np.float32)
-
-    def step(self, action):
-        self.count += 1
-        return self.look(), 0., False, False, {}
+    def begin(self): self.count = self.np_random.integers(100_000)
+    def pay(self, action): return 0.
 
 
 class Parrot:
@@ -304,18 +288,9 @@ def test_an_answer_that_is_a_view_of_an_observation(actor, n_steps, lag):
 
 # --- what nobody should notice
 
-class Endless(gym.Env):
+class Endless(Stepped):
     "Counts; items of one lane have one form for ever."
     observation_space, action_space = Box(-np.inf, np.inf, (3,)), Discrete(5)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.n = 0
-        return np.zeros(3, np.float32), {}
-
-    def step(self, action):
-        self.n += 1
-        return np.full(3, self.n, np.float32), 1., False, False, {}
 
 
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"])

@@ -12,7 +12,7 @@ from test_ranks import run
 
 from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe.pipes import DataError, EnvError, WorkerError, resumable
-from rollpipe.pipes.data.chunks import ChunkFolder, names_in
+from rollpipe.pipes.data.chunks import ChunkFolder, chunk_names
 from rollpipe.pipes.envs.kept import Keeper
 from rollpipe.runs import folder as folders
 from rollpipe.runs import resume, start, train
@@ -118,8 +118,8 @@ def test_a_run_that_is_killed_goes_on_exactly(case, where, workers, after, tmp_p
     assert_twins(one, twin)
     for rank in "01":     # nothing is left of other updates
         files = {p.name for p in (one/"ranks"/rank).iterdir()}
-        parts = {*names_in(one/"checkpoint.safetensors")} & files
-        assert len(parts) == 1 and files == parts | {x for part in parts for x in names_in(one/"ranks"/rank/part)}
+        parts = {*chunk_names(one/"checkpoint.safetensors")} & files
+        assert len(parts) == 1 and files == parts | {x for part in parts for x in chunk_names(one/"ranks"/rank/part)}
 
 
 def test_a_signal_to_one_rank_ends_all_of_them_after_the_same_update(tmp_path):
@@ -174,8 +174,8 @@ def kept(tmp_path_factory):
 def test_a_part_that_does_not_fit_is_refused_by_all_ranks(kept, how, text, rank, tmp_path):
     folder = tmp_path/"one"
     shutil.copytree(kept, folder)
-    older, newest = (folder/"ranks"/str(rank)/names_in(path)[rank] for path in sorted((folder/"checkpoints").iterdir()))
-    assert names_in(folder/"checkpoint.safetensors")[rank] == newest.name
+    older, newest = (folder/"ranks"/str(rank)/chunk_names(path)[rank] for path in sorted((folder/"checkpoints").iterdir()))
+    assert chunk_names(folder/"checkpoint.safetensors")[rank] == newest.name
     if how == "missing": newest.unlink()
     else: newest.write_bytes(older.read_bytes() if how == "older" else newest.read_bytes()[:-1] + b"?")
     for error in attempt(folder, "ppo", more=dict(n_updates=8)):

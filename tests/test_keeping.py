@@ -23,7 +23,7 @@ from rollpipe.pipes.data.encoding import decode, encode
 from rollpipe.pipes import nested
 from rollpipe.pipes.data.captures import capture
 from rollpipe.pipes.envs.factories import EnvFactory, env_factories
-from rollpipe.pipes.envs.keeping import Keeper, Trial, bits_of, keeper_for
+from rollpipe.pipes.envs.keeping import Keeper, KeptEnv, bits_of, keeper_for
 from rollpipe.pipes.data.restoring import restore
 from rollpipe.pipes.envs.vector import env_batch
 from rollpipe.pipes.data.errors import EnvError
@@ -68,13 +68,13 @@ def check(make, *names, seed=0):
     "Keep an environment, after more steps than the test of `keeper_for` takes, and go on in a new one, twice."
     keeper = keeper_for(make, seed)
     assert keeper.name in names, (keeper, keeper.failed)
-    running = Trial(make(), keeper)
+    running = KeptEnv(make(), keeper)
     running.do("reset", dict(seed=seed + 5))
     running.env.action_space.seed(7)
     running.play(running.env.action_space.sample, 300, 111, np.inf)
     for _ in range(2):
         state = stored(running.kept.state())
-        new = Trial(make(), keeper)
+        new = KeptEnv(make(), keeper)
         new.kept.restore(state)
         done = running.play(running.env.action_space.sample, 100, 50, np.inf)
         new.repeat(done)

@@ -96,10 +96,11 @@ TAKE = {'observation_space', 'hidden', 'normalize', 'activation', 'encoder'}
 
 
 @pytest.mark.parametrize('cls, others', [
-    (MLPPolicy, 'action_space std log_std'), (CategoricalPolicy, 'action_space'), (GaussianPolicy, 'action_space std log_std'),
-    (RecurrentPolicy, 'action_space std log_std report memory cell layers span past method'),
-    (QPolicy, 'action_space duelling epsilon'), (QuantilePolicy, 'action_space duelling epsilon n_quantiles'),
-    (RecurrentQPolicy, 'action_space duelling epsilon memory cell layers span past method'),
+    (MLPPolicy, 'action_space action_mask std log_std'), (CategoricalPolicy, 'action_space action_mask'),
+    (GaussianPolicy, 'action_space action_mask std log_std'),
+    (RecurrentPolicy, 'action_space action_mask std log_std report memory cell layers span past method'),
+    (QPolicy, 'action_space action_mask duelling epsilon'), (QuantilePolicy, 'action_space action_mask duelling epsilon n_quantiles'),
+    (RecurrentQPolicy, 'action_space action_mask duelling epsilon memory cell layers span past method'),
     (SquashedPolicy, 'action_space'), (DeterministicPolicy, 'action_space explore_std'),
     (Critic, ''), (MemoryCritic, 'memory'), (ActionCritic, 'action_space n_critics')])
 def test_networks_show_and_explain_what_they_take(cls, others):

@@ -19,6 +19,7 @@ from rollpipe.pipes.envs.keeping import keeper_for
 from rollpipe.pipes.graph.edits import find
 from rollpipe.pipes.graph.states import restore_stream, stream_state, unknown_states
 from rollpipe.pipes.graph.torchdata import DataLoader2
+import rollpipe.testing     # noqa: F401  registers environments with goals
 
 N, SPLIT = 7, 4     # updates in all, and before the state is taken
 
@@ -31,8 +32,7 @@ def deep_q(algorithm, policy, env='CartPole-v1', memory=None, actor_options=None
     return agent, replayed(env, actor, **stream | (memory or {}))
 
 
-def continuous(algorithm, policy, memory=None, **options):
-    env = 'Pendulum-v1'
+def continuous(algorithm, policy, env='Pendulum-v1', memory=None, **options):
     actor, critic = policy.for_env(env, hidden=(8,), seed=0), ActionCritic.for_env(env, hidden=(8,), n_critics=2, seed=0)
     agent = algorithm(actor, critic, random_steps=60, **options)
     stream = dict(n_envs=2, n_steps=5, lanes=2, batch_size=16, warmup=30, capacity=90, seed=0)
@@ -64,6 +64,8 @@ CASES = {
     'dqn-ratio': lambda: deep_q(DQN, QPolicy, memory=dict(samples_per_step=1 / 16)),
     'dqn-recurrent': lambda: deep_q(DQN, RecurrentQPolicy, actor_options=dict(memory=6), memory=PRIORITIES | dict(length=8), burn_in=2),
     'qr-dqn': lambda: deep_q(QRDQN, QuantilePolicy, memory=PRIORITIES, beta_steps=300, actor_options=dict(n_quantiles=5)),
+    'dqn-goals': lambda: deep_q(DQN, QPolicy, 'BitFlip-v0', memory=PRIORITIES | dict(n_sampled_goal=4)),
+    'sac-goals': lambda: continuous(SAC, SquashedPolicy, 'PointReach-v0', memory=dict(n_sampled_goal=4)),
     'sac': lambda: continuous(SAC, SquashedPolicy),
     'sac-priorities': lambda: continuous(SAC, SquashedPolicy, memory=PRIORITIES, beta_steps=300),
     'td3': lambda: continuous(TD3, DeterministicPolicy, memory=dict(n_batches=3)),
@@ -80,7 +82,8 @@ CASES = {
     'q-learning': tabular,
 }
 OPTIONS = {'vtrace': dict(lag=1)}
-ENVS = {case: 'Pendulum-v1' for case in ('sac', 'sac-priorities', 'td3', 'ddpg', 'trpo-decay', 'npg')} | {'q-learning': 'FrozenLake-v1'}
+ENVS = {case: 'Pendulum-v1' for case in ('sac', 'sac-priorities', 'td3', 'ddpg', 'trpo-decay', 'npg')} | {
+    'q-learning': 'FrozenLake-v1', 'dqn-goals': 'BitFlip-v0', 'sac-goals': 'PointReach-v0'}
 
 
 def trained(case, n, workers, state=None, chunks=None):
@@ -133,13 +136,13 @@ def test_the_rest_is_the_same_in_new_objects(case):
     check(case, workers=int(case == 'vtrace'))
 
 
-@pytest.mark.parametrize('case', ['dqn', 'sac', 'td3', 'ppo', 'rnd'])
+@pytest.mark.parametrize('case', ['dqn', 'dqn-goals', 'sac', 'td3', 'ppo', 'rnd'])
 @pytest.mark.parametrize('then', [0, 1])
 def test_through_a_file_and_with_another_number_of_workers(case, then, tmp_path):
     "The file of the checkpoint holds no row of the memory: these are in chunks."
     path, folder = tmp_path/'checkpoint.safetensors', tmp_path/'chunks'
     check(case, 1 - then, lambda state: stored(state, path), lambda: ChunkFolder(folder), then=then)
-    assert bool(list(folder.glob('*.chunk'))) == (case in ('dqn', 'sac', 'td3'))
+    assert bool(list(folder.glob('*.chunk'))) == (case in ('dqn', 'dqn-goals', 'sac', 'td3'))
     ChunkFolder(folder).sweep([path])
     check(case, 1 - then, lambda state: stored(state, path), then=then)     # without a folder, it does
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_fragments import OBS, Count, assert_metrics, assert_same_loss, last_state, make, mean, num, random_fragment, shaken
+from random_fragments import OBS, Count, answers, assert_metrics, assert_same_loss, last_state, make, mean, num, random_fragment, shaken
 
 from rollpipe.agents.unroll import timeshift
 from rollpipe.agents.losses import a2c, ppo, reinforce, vtrace_actor_critic, with_old_values
@@ -54,20 +54,12 @@ def slow_logp(params, act):
 
 def slow_steps(actor, fragment):
     "(t, b) -> (log-probability now, entropy, value now, value of the state reached), of the valid steps."
-    ends = {(int(t), int(b)): k for k, (t, b) in enumerate(zip(fragment.final.t, fragment.final.b))}
-    out = {}
-    for b in range(fragment.n_envs):
-        hx = fragment.hx[:, b:b + 1] if len(fragment.hx) else ()
-        at = lambda t, b=b: nested.map(lambda x: x[t:t + 1, b:b + 1], fragment.state)
-        for t in range(fragment.n_steps):
-            if fragment.state.fin[t, b]: hx = hx if not len(hx) else torch.zeros_like(hx)
-            if not fragment.valid[t, b]: continue
-            _, hx, info = actor.step(*at(t), hx=hx, virtual=False)
-            logp, entropy = slow_logp(info['dist'], at(t + 1).act)
-            after = last_state(fragment, ends[t, b]) if (t, b) in ends else at(t + 1)
-            reached = actor.step(*after, hx=hx, virtual=True)[2].get('value')
-            out[t, b] = logp, entropy, info.get('value'), reached
-    return out
+    def ask(state, hx, virtual):
+        _, hx, info = actor.step(*state, hx=hx, virtual=virtual)
+        return info, hx
+    def act(t, b): return nested.map(lambda x: x[t + 1:t + 2, b:b + 1], fragment.state.act)
+    return {at: (*slow_logp(now['dist'], act(*at)), now.get('value'), reached.get('value'))
+            for at, (now, reached) in answers(ask, fragment).items()}
 
 
 def slow_value(critic, fragment, t, b, k=None):

@@ -5,7 +5,7 @@ import gymnasium as gym
 import pytest
 import torch
 from reference import assert_same
-from toys import Counting, Ledger, Lively, Memory, Nested, NestedMemory, Plain, Shaky
+from toys import WORLDS, Counting, Ledger, Lively, Memory, Plain, Shaky
 
 from rollpipe.layers import GaussianPolicy
 from rollpipe.pipes import (
@@ -13,8 +13,6 @@ from rollpipe.pipes import (
 )
 from rollpipe.pipes.graph.modules import version_of
 from rollpipe.pipes.graph.modules import bump_version
-
-WORLDS = {"plain": (Counting, Plain), "memory": (Counting, Memory), "nested": (Nested, NestedMemory)}
 
 
 @pytest.fixture(autouse=True)

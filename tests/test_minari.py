@@ -5,7 +5,6 @@ h5py is enough for most of it. What needs Minari, or JAX, is skipped where that 
 import gc
 import json
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -15,6 +14,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from forked import Forked, run_forked
 from gymnasium import spaces
 
 from rollpipe.pipes import (AdvantageBuffer, CheckInvariants, EnvStepper, EpisodeCollector, FragmentCollector, FragmentStacker, Lanes,
@@ -482,7 +482,7 @@ except OSError as e: print("refused", e)
 
 @pytest.mark.parametrize("wait", [0, .1])
 def test_a_killed_writer_leaves_no_set(wait, tmp_path):
-    with subprocess.Popen([sys.executable, "-c", WRITER, tmp_path], stdout=subprocess.PIPE, text=True) as process:
+    with Forked(["-c", WRITER, tmp_path]) as process:
         assert process.stdout.readline() == "writes\n"
         time.sleep(wait)
         process.send_signal(signal.SIGKILL)
@@ -493,7 +493,7 @@ def test_a_killed_writer_leaves_no_set(wait, tmp_path):
 
 @pytest.mark.parametrize("limit", [2 ** 20, 2 ** 25 + 77])
 def test_a_full_disk_is_an_error_and_leaves_nothing(limit, tmp_path):
-    res = subprocess.run([sys.executable, "-c", WRITER, tmp_path, str(limit)], capture_output=True, text=True, timeout=120)
+    res = run_forked(["-c", WRITER, tmp_path, limit])
     assert (res.returncode, res.stderr) == (0, "") and "refused [Errno 27] File too large" in res.stdout and "main_data.hdf5" in res.stdout
     assert [*(tmp_path/"some").iterdir()] == []
 

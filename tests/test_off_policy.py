@@ -2,13 +2,13 @@
 import copy
 from itertools import islice
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Dict, Discrete
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toys import Stepped
 
 from rollpipe.agents import DDPG, SAC, TD3, evaluate
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
@@ -390,21 +390,20 @@ def test_delay_and_smoothing_of_td3():
 
 # --- from the stream
 
-class Ending(gym.Env):
+class Ending(Stepped):
     "The state is the number of the step; episodes of 3 steps end by termination, those of 4 by a limit, in turn."
     observation_space, action_space = Box(0, 9, (1,)), Box(-2, 6, (1,))
     episode = -1
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.count, self.episode = 0, self.episode + 1
-        return np.zeros(1, np.float32), {}
+    def begin(self): self.episode += 1
 
-    def step(self, action):
+    def pay(self, action):
         assert self.action_space.contains(action)
-        self.count += 1
+        return 1.
+
+    def ends(self):
         odd = self.episode % 2
-        return np.full(1, self.count, np.float32), 1., not odd and self.count == 3, bool(odd and self.count == 4), {}
+        return not odd and self.count == 3, bool(odd and self.count == 4)
 
 
 @each_algorithm
@@ -435,10 +434,7 @@ def test_random_actions_first_then_the_policy(algorithm):
 def test_steps_priorities_ratio_and_nested_observations(algorithm, options):
     class Nested(Ending):
         observation_space = Dict(place=Box(0, 9, (1,)), kind=Discrete(3))
-        def reset(self, **kwargs): return dict(place=super().reset(**kwargs)[0], kind=1), {}
-        def step(self, action):
-            obs, *rest = super().step(action)
-            return dict(place=obs, kind=2), *rest
+        def look(self): return dict(place=np.full(1, self.count, np.float32), kind=2 if self.count else 1)
 
     agent = make(algorithm, Nested, multi_step=options.get('length', 1), beta_steps=100)
     told = []
@@ -525,17 +521,13 @@ def test_command_line(name, tmp_path):
 
 # --- learning
 
-class Hill(gym.Env):
+class Hill(Stepped):
     "One step: the action is paid by how near it is to a place that the observation says, out of bounds of -2 and 6."
     observation_space, action_space = Box(-1, 1, (1,)), Box(-2, 6, (1,))
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.place = self.np_random.uniform(-1, 1, 1).astype(np.float32)
-        return self.place, {}
-
-    def step(self, action):
-        return self.place, -abs(float(action[0]) - (2 + 3 * float(self.place[0]))), True, False, {}
+    def begin(self): self.place = self.np_random.uniform(-1, 1, 1).astype(np.float32)
+    def look(self): return self.place
+    def pay(self, action): return -abs(float(action[0]) - (2 + 3 * float(self.place[0])))
+    def ends(self): return True, False
 
 
 @each_algorithm

@@ -10,12 +10,13 @@ import pytest
 from command_line import run_command, script
 
 from rollpipe.settings import algorithms
-from rollpipe.agents import A2C
+from rollpipe.agents import A2C, ActorCriticLearner
 from rollpipe.settings.algorithms import ALGORITHMS, Algorithm, is_algorithm, load_plugins, options_for, register_algorithm
 from rollpipe.cli.main import main
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes import on_policy
 from rollpipe.pipes.data.errors import CheckpointError, DataError
+from rollpipe.runs import load_agent
 from rollpipe.runs.folder import load_run
 
 SMALL = "--n-envs 4 --n-steps 16 --hidden 8 --critic-hidden 8 --steps 128 --quiet --no-tensorboard".split()
@@ -47,6 +48,15 @@ REGISTERS = MODULE + "\nfrom rollpipe.settings.algorithms import register_algori
 class Mine(A2C): "An algorithm of the test's own."
 mine = Algorithm(Mine, on_policy, MLPPolicy, Critic)
 no_algorithm = A2C
+
+
+class FromThePage(ActorCriticLearner):
+    "The learner of docs/howto/own_algorithm.md, without more than its loss and another default."
+    lr: float = 1e-3
+
+    def loss(self, batch):
+        policy = -(batch.adv*self.actor.replay(batch)["logp"])[batch.valid].mean()
+        return policy + self.c_value*(self.critic(batch.state.obs[:-1]) - batch.ret)[batch.valid].square().mean(), {}
 
 
 @pytest.fixture(autouse=True)
@@ -159,3 +169,12 @@ def test_a_module_that_does_not_register_is_one_clear_line(text, told, tmp_path,
     err = capsys.readouterr().err
     assert code == 2 and told in err and err.count("\n") == 1
     assert [p.suffix for p in tmp_path.iterdir() if p.is_file()] == [".py"]  # nothing was begun
+
+
+def test_a_learner_of_ones_own_has_the_options_of_its_base_on_the_command_line(tmp_path, capsys):
+    register_algorithm("page", Algorithm(FromThePage, on_policy, MLPPolicy, Critic))
+    assert {"lr": 1e-3, "c_value": .5, "decay_steps": 0}.items() <= {o.name: o.default for o in options_for("page")}.items()
+    words = "--lr 0.01 --c-value 0.25 --critic-lr 0.002 --decay-steps 256 --max-grad-norm none".split()
+    assert main(["train", "page", "CartPole-v1", *SMALL, *words, "--out", str(tmp_path/"run")]) == 0
+    agent = load_agent(tmp_path/"run")
+    assert (agent.lr, agent.c_value, agent.critic_lr, agent.decay_steps, agent.max_grad_norm) == (.01, .25, .002, 256, None)

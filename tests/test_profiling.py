@@ -4,6 +4,7 @@ import queue
 import tempfile
 import threading
 from itertools import islice
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -14,7 +15,7 @@ from reference import assert_same, snapshot
 from toys import Counting, Failing, Ledger, Limit, Plain, Valued
 from worker_cases import WORLDS, change, harmful, stream
 
-from rollpipe.runs.autotune import NO_TIME, Trial, profile_config
+from rollpipe.runs.autotune import NO_TIME, Trial, autotune, profile_config
 from rollpipe.cli.main import build_parser, main
 from rollpipe.settings.config import make_config
 from rollpipe.layers import MLPPolicy, QPolicy
@@ -394,7 +395,20 @@ def test_autotune_prints_a_command_that_gives_the_best_setting(capsys):
     lines = said.out.splitlines()
     args = build_parser().parse_args(lines[-1].split()[1:])
     assert code == 0 and (args.n_envs, args.n_steps, args.lanes, args.hidden, args.normalize) == (2, 16, 2, (4,), False)
-    assert args.workers in (0, 1, 2) and lines[-2].startswith("best: ")
+    assert args.workers in (0, 1, 2) and lines[-2].startswith("best: ") and lines[-3].startswith("noise: ")
+    head = max(k for k, line in enumerate(lines) if line.split()[:1] == ["lanes"] or "of the best" in line)
+    speeds = [float(line.split()[-3].replace(",", "")) for line in lines[head + 1:-3]]
+    assert speeds == sorted(speeds, reverse=True) and lines[-2] == f"best: {lines[head + 1].split()[-3]} steps/s"
+
+
+def test_autotune_measures_the_fastest_settings_twice(monkeypatch):
+    done = []
+    def measure(algorithm, env, options, env_kwargs, run_options, setting, seconds):
+        done.append(setting)
+        return Trial(setting, SimpleNamespace(steps_per_s=float(len(done))))
+    monkeypatch.setattr("rollpipe.runs.autotune._trial", measure)
+    n = len({str(trial.setting) for trial in autotune("a2c", "CartPole-v1", dict(n_envs=2), seconds=60)})
+    assert len(done) == n + 3 and done[n:] == done[n - 3:n][::-1]     # the later ones were the faster ones here
 
 
 def test_autotune_after_ctrl_c_and_after_failures(capsys, monkeypatch):

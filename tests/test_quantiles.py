@@ -7,7 +7,7 @@ import torch
 from gymnasium.spaces import Box, Dict, Discrete
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_fragments import CHOICE, OBS, SMALL, assert_metrics, assert_same_loss, last_state, num, random_fragment, shaken
+from random_fragments import CHOICE, OBS, SMALL, answers, assert_metrics, assert_same_loss, num, random_fragment, rewards_of, shaken
 
 from rollpipe.agents import QRDQN, evaluate
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
@@ -59,27 +59,15 @@ def setting(seed, n_steps, n_envs, memory, terminal_obs, garbage, burn_in):
 
 def slow_quantiles(net, fragment, burn_in):
     "(t, b) -> (quantiles of the state, quantiles of the state reached), each [n_actions, N], of the valid steps."
-    ends, out = {(int(t), int(b)): k for k, (t, b) in enumerate(zip(fragment.final.t, fragment.final.b))}, {}
-    for b in range(fragment.n_envs):
-        hx = fragment.hx[:, b:b + 1] if len(fragment.hx) else ()
-        at = lambda t, b=b: nested.as_seen(nested.map(lambda x: x[t:t + 1, b:b + 1], fragment.state))
-        for t in range(fragment.n_steps):
-            if not fragment.valid[t, b]: continue
-            if fragment.state.fin[t, b] and len(hx): hx = torch.zeros_like(hx)
-            now, hx = net.quantiles(at(t), hx)
-            if t < burn_in and len(hx): hx = hx.detach()
-            after = nested.as_seen(last_state(fragment, ends[t, b])) if (t, b) in ends else at(t + 1)
-            out[t, b] = now[0, 0], net.quantiles(after, hx)[0][0, 0].tolist()
-    return out
+    def ask(state, hx, virtual):
+        y, hx = net.quantiles(nested.as_seen(state), hx)
+        return y[0, 0], hx
+    return {at: (now, reached.tolist()) for at, (now, reached) in answers(ask, fragment, burn_in).items()}
 
 
 def slow_goals(fragment, own, other, double, gamma, n_steps, t, b):
     "The samples of the return of step (t, b): rewards one after the other, until quantiles take over."
-    total, k = 0., t
-    while True:
-        total += gamma ** (k - t) * num(fragment.state.rew[k + 1, b])
-        if fragment.state.fin[k + 1, b] or k + 1 == fragment.n_steps or k + 1 == t + n_steps: break
-        k += 1
+    total, k = rewards_of(fragment, gamma, n_steps, t, b)
     if fragment.term[k + 1, b]: return [total] * N
     means = [sum(x) / N for x in (own if double else other)[k, b][1]]
     return [total + gamma ** (k + 1 - t) * x for x in other[k, b][1][means.index(max(means))]]

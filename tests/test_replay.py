@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_fragments import fragments
 from reference import assert_same, snapshot
-from toys import Constant, Counting, Lively, Memory, Nested, NestedMemory, Plain, Shaky
+from toys import WORLDS, Constant, Counting, Lively, Memory, Plain, Shaky
 
 from rollpipe.pipes import (
     DataError, EnvStepper, EpisodeCollector, FragmentCollector, FragmentStacker, FrameStack, GraphError, Lanes, ObservationCast,
@@ -25,7 +25,6 @@ from rollpipe.pipes.graph.torchdata import DataLoader2
 from rollpipe.testing import check_pipe
 
 EPISODES = ((3, "term"), (4, "trunc"), (1, "both"), (2, "trunc"), (6, "term"))
-WORLDS = dict(plain=(Counting, Plain), memory=(Counting, Memory), nested=(Nested, NestedMemory))
 
 
 @cache

@@ -195,6 +195,17 @@ def test_a_page_needs_nothing_from_elsewhere_and_runs_nothing_of_its_names(tmp_p
     assert not any(cell[:1] in "=+@" for row in csv.reader((folder/"report.csv").read_text().splitlines()) for cell in row if cell)
 
 
+def test_what_is_wider_than_a_narrow_window_scrolls_by_itself(tmp_path):
+    page = write_report(read_results(make_bench(tmp_path/"a", [[0., 1., 2.], [0., 1., 3.]])), tmp_path/"b")[-1].read_text()
+    parts, depth = re.split(r'(<div class="wide">|</div>)', page), 0
+    for part in parts:
+        depth += part.startswith("<div") - (part == "</div>")
+        assert depth or not re.search("<svg|<table", part)
+    style = re.search("<style>(.*?)</style>", page, re.S)[1]
+    assert re.search(r"\.wide \{ overflow-x: auto", style) and re.search(r"pre \{[^}]*overflow-x: auto", style)
+    assert re.search(r"body \{[^}]*overflow-wrap: anywhere", style) and "max-width: 700px" in style     # paths and names break
+
+
 def test_the_same_runs_give_the_same_bytes_and_a_gap_where_a_return_is_not_a_number(tmp_path):
     folder = make_bench(tmp_path/"a", [[0., 1., math.nan, 2., 3.]], threshold=475., steps=40)
     once, again = ([path.read_bytes() for path in write_report(read_results(folder), tmp_path/name)] for name in "bc")

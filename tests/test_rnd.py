@@ -4,12 +4,12 @@ import csv
 import functools
 import math
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Dict, Discrete
 from reference import assert_same, snapshot
+from toys import Stepped
 
 from rollpipe.agents import PPO, RND, TRPO, evaluate
 from rollpipe.agents.intrinsic.distillation import Distillation
@@ -30,21 +30,15 @@ from rollpipe.testing.chains import NarrowPath
 from rollpipe.runs.training import train
 
 
-class Walk(gym.Env):
+class Walk(Stepped):
     "A random walk with episodes of all kinds of ends; the observation is nested, partly an integer, and tells the step."
     observation_space = Dict(place=Box(-np.inf, np.inf, (2,), np.float64), kind=Discrete(3, start=1))
     action_space = Discrete(2)
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.t, self.length = 0, int(self.np_random.integers(1, 6))
-        return self._obs(), {}
-
-    def step(self, action):
-        self.t += 1
-        return self._obs(), float(action), self.t == self.length and self.length % 2 == 0, self.t == self.length, {}
-
-    def _obs(self): return dict(place=self.np_random.normal(size=2) * 50 + 10 * self.t, kind=int(self.np_random.integers(1, 4)))
+    def begin(self): self.length = int(self.np_random.integers(1, 6))
+    def look(self): return dict(place=self.np_random.normal(size=2) * 50 + 10 * self.count, kind=int(self.np_random.integers(1, 4)))
+    def pay(self, action): return float(action)
+    def ends(self): return self.count == self.length and self.length % 2 == 0, self.count == self.length
 
 
 def networks(env=Walk, seed=2, **options): return Distillation.for_env(env, hidden=(6,), n_out=3, seed=seed, **options)

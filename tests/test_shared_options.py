@@ -154,5 +154,5 @@ def test_another_default_keeps_the_range_of_the_base_class(defaults, data):
 @pytest.mark.parametrize("name", ["trpo", "npg"])
 def test_a_learner_that_needs_a_learning_rate_of_the_critic_does_not_offer_none(name):
     option = next(o for o in options_for(name) if o.name == "critic_lr")
-    assert option.kinds == ("float",) and "None" not in option.help and option.default == 1e-3
+    assert option.kinds == ("float", "schedule") and "None" not in option.help and option.default == 1e-3
     assert "None" in next(o for o in options_for("ppo") if o.name == "critic_lr").kinds

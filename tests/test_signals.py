@@ -63,7 +63,7 @@ def test_nohup_is_respected_during_the_imports(tmp_path):
     (tmp_path/"slow"/"torch").mkdir(parents=True)
     (tmp_path/"slow"/"torch"/"__init__.py").write_text(SLOW)
     program = "import sys; sys.path.insert(0, 'slow'); from rollpipe.cli.start import main; sys.exit(main())"
-    with python(tmp_path, "-c", program, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as child:
+    with python(tmp_path, "-c", program, "train", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as child:
         wait_for((tmp_path/"importing").exists, child)
         child.send_signal(signal.SIGHUP)
         time.sleep(.5)

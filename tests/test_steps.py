@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_fragments import episodes
 from reference import Solo, apply, assert_same, flatten
-from toys import ENDS, Constant, Counting, Limit, Memory, Nested, NestedMemory, Plain, judge
+from toys import Constant, Counting, Limit, Memory, Nested, NestedMemory, Plain, judge
 
 from rollpipe.pipes import (
     AdvantageBuffer, DataError, DataLoader2, EnvError, EnvStepper, EpisodeCollector, Fragment, FragmentCollector, FragmentStacker, Lanes,
@@ -23,7 +24,6 @@ from rollpipe.pipes.steps import Fragments, Step, Steps
 from rollpipe.pipes.graph.torchdata import IterableWrapper
 
 fast = settings(deadline=None, max_examples=20)
-episodes = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)
 MIXED = ((3, "term"), (4, "trunc"), (1, "both"), (2, "trunc"))
 
 

@@ -3,21 +3,16 @@ from itertools import islice
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_fragments import episodes
 from reference import Solo, apply, assert_same, gae, grid
-from toys import ENDS, Counting, Lively, Memory, Nested, NestedMemory, Plain, judge
+from test_fragments import check_columns
+from toys import WORLDS, Counting, Lively, Memory, Plain, factories, judge
 
 from rollpipe.layers import GaussianPolicy, MLPPolicy
-from rollpipe.pipes import DataError, EnvStepper, FragmentCollector, Lanes, State, find, on_policy
+from rollpipe.pipes import DataError, EnvStepper, FragmentCollector, Lanes, find, on_policy
 from rollpipe.pipes.graph.edits import replace
-
-WORLDS = {"plain": (Counting, Plain), "memory": (Counting, Memory), "nested": (Nested, NestedMemory)}
-episodes = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)
-
-
-def factories(env, plans): return [lambda tag=tag, plan=plan: env(plan, tag) for tag, plan in enumerate(plans)]
 
 
 def collect(source, actor, n_steps, n, sticky=None, **kwargs):
@@ -25,23 +20,12 @@ def collect(source, actor, n_steps, n, sticky=None, **kwargs):
     return list(islice(FragmentCollector(stepper, n_steps), n))
 
 
-def side_by_side(hxs): return {k: torch.cat([hx[k] for hx in hxs], 1) for k in hxs[0]} if isinstance(hxs[0], dict) else ()
-
-
 def check(fragment, columns):
-    "Compare a fragment with the columns of `Solo`."
-    stepno, obs, act, rew, fin = grid(columns, "states")
-    assert_same(fragment.state, State(stepno, obs, act, rew.astype(np.float32), fin))
-    for name in ("term", "actor"): assert_same(getattr(fragment, name), grid(columns, {"term": "terms", "actor": "actors"}[name]))
+    check_columns(fragment, columns)
     assert_same(fragment.valid, grid(columns, "valid"))
-    assert_same(fragment.hx, side_by_side([c["hx"] for c in columns]))
     for b, c in enumerate(columns):
         for t, info in enumerate(c["envs"]):
             assert fragment.env["count"][t, b] == (0 if info is None else info["count"])
-    expected = {(t, b): (obs, info) for b, c in enumerate(columns) for t, obs, info in c["finals"]}
-    where = list(zip(fragment.final.t.tolist(), fragment.final.b.tolist()))
-    assert sorted(where) == sorted(expected)
-    for k, at in enumerate(where): assert_same(apply(lambda x, k=k: x[k], (fragment.final.obs, fragment.final.actor)), expected[at])
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_fragments import episodes as plans
 from reference import apply, assert_same, snapshot
-from toys import ENDS, Counting, Failing, Ledger, Limit, Lively, Memory, Nested, NestedMemory, Plain, judge
+from toys import Brief, Counting, Failing, Ledger, Limit, Lively, Memory, Nested, NestedMemory, Plain, factories, judge
 
 from rollpipe.layers import GaussianPolicy, RecurrentPolicy
 from rollpipe.pipes import (
@@ -25,10 +26,6 @@ from rollpipe.pipes.taps import EpisodeSums
 from rollpipe.testing import check_pipe
 
 fast = settings(deadline=None, max_examples=25)
-plans = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)
-
-
-def factories(env, each): return [lambda tag=tag, plan=plan: env(plan, tag) for tag, plan in enumerate(each)]
 
 
 def run(pipe, n):
@@ -342,13 +339,6 @@ def test_arguments_come_before_what_is_found_above():
 
 def stepper(): return EnvStepper(lambda: Lively(), GaussianPolicy.for_env(Lively, seed=0), 2, seed=1)
 def fragments(): return FragmentCollector(stepper(), 4)
-
-
-class Brief(Lively):
-    "`Lively` whose episodes never terminate."
-    def step(self, action):
-        obs, rew, term, trunc, info = super().step(action)
-        return obs, rew, False, term or trunc, info
 
 
 class Pictures(Lively):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_fragments import Count, assert_metrics, assert_same_loss, last_state, make, num, random_fragment, shaken
+from random_fragments import Count, answers, assert_metrics, assert_same_loss, make, num, random_fragment, rewards_of, shaken
 
 from rollpipe.agents.td import burnt_in, double_dqn, dqn, priorities, q, td
 from rollpipe.pipes import nested
@@ -30,18 +30,10 @@ def setting(seed, n_steps, n_envs, kind, terminal_obs=False, garbage=False, burn
 
 def slow_values(net, fragment, burn_in):
     "(t, b) -> (values of the state, values of the state reached), lists of tensors, of the valid steps; no gradient before `burn_in`."
-    ends, out = {(int(t), int(b)): k for k, (t, b) in enumerate(zip(fragment.final.t, fragment.final.b))}, {}
-    for b in range(fragment.n_envs):
-        hx = fragment.hx[:, b:b + 1] if len(fragment.hx) else ()
-        at = lambda t, b=b: nested.map(lambda x: x[t:t + 1, b:b + 1], fragment.state)
-        for t in range(fragment.n_steps):
-            if not fragment.valid[t, b]: continue
-            if fragment.state.fin[t, b] and len(hx): hx = torch.zeros_like(hx)
-            _, hx, info = net.step(*at(t), hx=hx, virtual=True)
-            if t < burn_in and len(hx): hx = hx.detach()
-            after = last_state(fragment, ends[t, b]) if (t, b) in ends else at(t + 1)
-            out[t, b] = info['q'][0, 0], net.step(*after, hx=hx, virtual=True)[2]['q'][0, 0].tolist()
-    return out
+    def ask(state, hx, virtual):
+        _, hx, info = net.step(*state, hx=hx, virtual=True)
+        return info['q'][0, 0], hx
+    return {at: (now, reached.tolist()) for at, (now, reached) in answers(ask, fragment, burn_in).items()}
 
 
 def slow_td(fragment, own, other, double, gamma, n_steps, burn_in):
@@ -49,11 +41,7 @@ def slow_td(fragment, own, other, double, gamma, n_steps, burn_in):
     out = {}
     for t, b in own:
         if t < burn_in: continue
-        total, k = 0., t
-        while True:
-            total += gamma ** (k - t) * num(fragment.state.rew[k + 1, b])
-            if fragment.state.fin[k + 1, b] or k + 1 == fragment.n_steps or k + 1 == t + n_steps: break
-            k += 1
+        total, k = rewards_of(fragment, gamma, n_steps, t, b)
         if not fragment.term[k + 1, b]:
             chosen, judged = (own if double else other)[k, b][1], other[k, b][1]
             total += gamma ** (k + 1 - t) * judged[chosen.index(max(chosen))]

@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_fragments import episodes as plans
 from reference import apply, assert_same, snapshot
-from toys import ENDS, Counting, Limit, Memory, Nested, NestedMemory, Noted, Plain, judge
+from toys import Counting, Limit, Memory, Nested, NestedMemory, Noted, Plain, judge, factories
 
 from rollpipe.runs.states import load_states, states_of
 from rollpipe.layers import Critic, MLPPolicy
@@ -26,10 +27,8 @@ from rollpipe.pipes.graph.torchdata import DataLoader2
 from rollpipe.pipes.workers.reading import ProcessReading
 
 fast = settings(deadline=None, max_examples=20)
-plans = st.lists(st.tuples(st.integers(1, 6), st.sampled_from(ENDS)), min_size=1, max_size=3)
 
 
-def factories(env, each): return [lambda tag=tag, plan=plan: env(plan, tag) for tag, plan in enumerate(each)]
 def fragments(each, n_steps, sticky=None, actor=None):
     return FragmentCollector(EnvStepper(factories(Counting, each), actor or Plain(), sticky=sticky), n_steps)
 

@@ -18,7 +18,7 @@ from PIL import Image
 from rollpipe.agents.evaluate import evaluate
 from rollpipe.settings.config import make_config
 from rollpipe.pipes.envs.factories import EnvFactory
-from rollpipe.pipes.envs.watching import Recorder
+from rollpipe.pipes.envs.watching import FilmRecorder
 from rollpipe.runs import load_agent, start
 from rollpipe.runs.training import train
 
@@ -194,7 +194,7 @@ def test_a_window_on_a_real_display(tmp_path):
 
 
 def test_a_film_on_a_full_disk_is_named_and_the_one_before_it_stays(tmp_path, monkeypatch):
-    film = Recorder(EnvFactory("CartPole-v1"))
+    film = FilmRecorder(EnvFactory("CartPole-v1"))
     film.frames = [np.zeros((4, 4, 3), np.uint8)]
     film.save(tmp_path/"film.gif")
     before = (tmp_path/"film.gif").read_bytes()

@@ -6,6 +6,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, Tuple
 
 from rollpipe.layers import Actor
 from rollpipe.pipes import Pipe
+from rollpipe.testing import Recall as Remembered
 
 ENDS = ("term", "trunc", "both")
 
@@ -37,6 +38,24 @@ class Noted(gym.Env):
         assert not self.is_closed, "closed twice"
         self.is_closed = True
         Ledger.closed.append(self)
+
+
+class Stepped(gym.Env):
+    "Subclasses say what is seen and paid in step `count` of an episode, and when it ends. Here 1 is paid, and there is no end."
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        self.begin()
+        return self.look(), {}
+
+    def step(self, action):
+        self.count += 1
+        return self.look(), self.pay(action), *self.ends(), {}
+
+    def begin(self): pass
+    def look(self): return np.full(self.observation_space.shape, self.count, np.float32)
+    def pay(self, action): return 1.
+    def ends(self): return False, False     # terminated, truncated
 
 
 class Counting(Noted):
@@ -105,28 +124,8 @@ class Lively(Noted):
         return self.x.astype(np.float32), float(self.x.sum()), bool(chance < .1), bool(.05 < chance < .2), {}
 
 
-class Recall(Noted):
-    """A cue (one of `n_cues`) is shown at the first step only; `delay` steps later the actor is asked for it.
-
-    The observation is one-hot: nothing, the cues, the question. The answer earns 1 if it is right and -1 if not, and ends the
-    episode; actions before it have no effect.
-    """
-    def __init__(self, delay=20, n_cues=4):
-        super().__init__()
-        self.delay, self.n_cues = delay, n_cues
-        self.observation_space, self.action_space = Box(0, 1, (n_cues + 2,)), Discrete(n_cues)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.cue, self.count = int(self.np_random.integers(self.n_cues)), 0
-        return self.look(1 + self.cue), {}
-
-    def look(self, i): return np.eye(self.n_cues + 2, dtype=np.float32)[i]
-
-    def step(self, action):
-        if self.count == self.delay: return self.look(0), 1. if action == self.cue else -1., True, False, {}
-        self.count += 1
-        return self.look(self.n_cues + 1 if self.count == self.delay else 0), 0., False, False, {}
+class Recall(Remembered, Noted):
+    "That of `rollpipe.testing`, which writes into the `Ledger`."
 
 
 # --- actors; all arithmetic is on small integers, so results do not depend on how rows are batched
@@ -249,3 +248,16 @@ class Failing(Pipe):
         for k, item in enumerate(items):
             if k == self.n: raise ZeroDivisionError("downstream")
             yield item
+
+
+class Brief(Lively):
+    "`Lively` whose episodes never terminate."
+    def step(self, action):
+        obs, rew, term, trunc, info = super().step(action)
+        return obs, rew, False, term or trunc, info
+
+
+WORLDS = {"plain": (Counting, Plain), "memory": (Counting, Memory), "nested": (Nested, NestedMemory)}
+
+
+def factories(env, plans): return [lambda tag=tag, plan=plan: env(plan, tag) for tag, plan in enumerate(plans)]

@@ -17,7 +17,7 @@ import torch
 from gymnasium.spaces import Box, Discrete
 from forked import Forked
 from reference import snapshot
-from toys import Counting, Limit, Lively, Memory, Nested, NestedMemory, Plain, Shaky
+from toys import Counting, Limit, Lively, Memory, Nested, NestedMemory, Plain, Shaky, Stepped
 
 from rollpipe.agents.trpo import TRPO
 from rollpipe.layers import Critic, GaussianPolicy, RecurrentPolicy
@@ -29,35 +29,21 @@ HERE = Path(__file__).parent
 SPACES = Lively.observation_space, Lively.action_space
 
 
-class Images(gym.Env):
+class Images(Stepped):
     "8 x 8 images whose pixels count the steps."
     observation_space, action_space = Box(0, 255, (8, 8), np.uint8), Discrete(5)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.count, self.first = 0, int(self.np_random.integers(50))
-        return self.look(), {}
-
+    def begin(self): self.first = int(self.np_random.integers(50))
     def look(self): return np.full((8, 8), self.first + self.count, np.uint8)
-
-    def step(self, action):
-        self.count += 1
-        return self.look(), float(action), False, self.count == 7, {}
+    def pay(self, action): return float(action)
+    def ends(self): return False, self.count == 7
 
 
-class Global(gym.Env):
+class Global(Stepped):
     "An environment of the kind that draws from the global generators of Python, numpy and torch."
     observation_space, action_space = Box(-np.inf, np.inf, (4,)), Discrete(5)
-
-    def reset(self, *, seed=None, options=None):
-        self.count = 0
-        return self.look(), {}
-
     def look(self): return np.float32([random.random(), np.random.random(), float(torch.rand(())), self.count])
-
-    def step(self, action):
-        self.count += 1
-        return self.look(), random.random(), np.random.random() < .1, False, {}
+    def pay(self, action): return random.random()
+    def ends(self): return np.random.random() < .1, False
 
 
 class Dim(Plain):

@@ -22,9 +22,10 @@ RENAMED: dict = {}
 MOVED: dict = {"cli.main": "cli", "pipes.data.fragment_ops": "pipes.fragment_ops", "pipes.graph.modules": "pipes.modules",
                "pipes.graph.torchdata": "pipes.torchdata"}
 # Old phrase -> new phrase, of messages that were reworded on purpose.
-REWORDED: dict = {}
+REWORDED: dict = {"an id of gymnasium's registry, got": "an id of gymnasium's registry; or one of your own, which a module registers "
+                  "(`gymnasium.register`) that is imported first: `import MODULE`, `--import MODULE`, or the id 'MODULE:NoSuchEnv-v0', got"}
 # New fields, of which `REV` knows nothing. Where one of them is None, that is no difference.
-ADDED: tuple = ("restarts",)
+ADDED: tuple = ("restarts", "config['options']['action_mask']")
 # The groups, by the processes in which they run.
 PROCESSES = (("gradients", "replay", "commands"), ("streams", "episodes", "vector", "transforms", "faults"), ("fork",), ("spawn",))
 

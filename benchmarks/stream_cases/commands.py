@@ -22,8 +22,10 @@ def _run(*commands):
         run = Path(folder, "run")
         if not run.exists(): return  # the exit code is part of the record
         config = json.loads((run/"config.json").read_text())
-        for option in ("optimize", "engine", "precondition", "cg_gain"): config["options"].pop(option, None)  # they are new
-        for name in ("exact", "kept", "inexact", "record", "record_limit"): config.pop(name, None)  # they are new, too
+        new = ("optimize", "engine", "precondition", "cg_gain", "recurrent", "state_size", "span", "past")
+        for option in new: config["options"].pop(option, None)
+        for name in ("exact", "kept", "inexact", "record", "record_limit", "stop_at_return", "patience", "stop_after"):
+            config.pop(name, None)      # they are new, too
         for name in ("keep", "video_every", "device", "preset", "of_preset", "eval_episodes", "final_episodes"): config.pop(name, None)
         yield "config", config
         for k, line in enumerate((run/"metrics.jsonl").read_text().splitlines()):

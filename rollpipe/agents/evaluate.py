@@ -18,12 +18,13 @@ import torch
 
 from ..layers.actor import Actor
 from ..pipes.data import nested
+from ..pipes.data.action_masks import ActionMask
 from ..pipes.episodes import Trace, TraceRows
 from ..pipes.data.errors import DataError, EnvError, check_integer, describe
 from ..pipes.envs.factories import is_vector, spaces_of
 from ..pipes.envs.single import is_end
 from ..pipes.envs.sources import env_sources, instances_in
-from ..pipes.envs.watching import Recorder, Window, check_film
+from ..pipes.envs.watching import FilmRecorder, Window, check_film
 from ..pipes.stepper import EnvStepper
 from ..pipes.taps import EpisodeSums
 from ..pipes.graph.modules import EvalMode
@@ -205,7 +206,7 @@ def evaluate(env: Any, actor: Any, n_episodes: int = 20, *, n_envs: int | None =
     if record is not None:
         check_film(record)
         check_integer("record_episodes", record_episodes)
-        sources = recorders = [Recorder(factory, close, 0 if i else record_episodes) for i, factory in enumerate(sources)]
+        sources = recorders = [FilmRecorder(factory, close, 0 if i else record_episodes) for i, factory in enumerate(sources)]
     elif render: sources = [window := Window(sources[0], close), *sources[1:]]
     if on_limit == "cut": sources = cutters = [_Cutter(factory, max_steps, close) for factory in sources]
     stepper = EnvStepper(sources, actor, info_keys=(), seed=seed, explore=not deterministic, close=close, device=device)
@@ -228,23 +229,26 @@ class RandomActor(Actor):
     Args:
         action_space: any space whose samples are arrays
         seed: seed of the actor's own generator; None: torch's global generator, whose state differs between lanes
+        action_mask: where the observations say which actions are allowed; None: all are
     """
-    def __init__(self, action_space: gym.Space, seed: int | None = None):
+    def __init__(self, action_space: gym.Space, seed: int | None = None, action_mask: ActionMask | None = None):
         super().__init__()
+        self.action_mask = action_mask
         self.space, self.is_seeded = copy.deepcopy(action_space), seed is not None
         if self.is_seeded: self.space.seed(seed)
 
     @classmethod
-    def for_env(cls, env: Any, *, env_kwargs: dict | None = None, seed: int | None = None) -> "RandomActor":
+    def for_env(cls, env: Any, *, env_kwargs: dict | None = None, seed: int | None = None, action_mask: str | None = None) -> "RandomActor":
         """The random actor for an environment.
 
         Args:
             env: id, factory, environment, or pair of spaces
             env_kwargs: keyword arguments for `gymnasium.make`
             seed: seed of the actor's own generator; None: torch's global generator, whose state differs between lanes
+            action_mask: which entry of the observations says which actions are allowed; None: all are
         """
         spaces = spaces_of(env, env_kwargs)
-        actor = cls(spaces[1], seed)
+        actor = cls(spaces[1], seed, None if action_mask is None else ActionMask.of(action_mask, *spaces, cls.__name__))
         actor.observation_space, actor.action_space = copy.deepcopy(spaces)     # copies, because an environment draws from its own spaces
         return actor
 
@@ -253,5 +257,9 @@ class RandomActor(Actor):
         if not self.is_seeded:
             space = copy.deepcopy(space)    # a copy, because an actor must not change while it acts
             space.seed(int(torch.randint(2 ** 31, ())))
-        rows = nested.stack([nested.map(np.asarray, space.sample()) for _ in range(fin.numel())])
+        rows = [nested.map(np.asarray, space.sample()) for _ in range(fin.numel())]
+        if (mask := self.action_mask) is not None:
+            masks = mask.opened({mask.name: nested.map(lambda x: x.flatten(0, 1).cpu().numpy(), obs[mask.name])})
+            rows = [mask.draw(space, act, nested.getitem(masks, k)) for k, act in enumerate(rows)]
+        rows = nested.stack(rows)
         return nested.map(lambda x: torch.as_tensor(x).reshape(*fin.shape, *x.shape[1:]), rows), (), {}

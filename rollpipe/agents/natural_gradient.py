@@ -151,12 +151,13 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
         precondition: rows for the preconditioner; 0: none; auto: 512 if the Fisher matrix has at least 4096, with half of the iterations
         critic_lr: learning rate of the critic (Adam)
     """
-    damping: float = number(0.1)
+    damping: float = number(0.1, changes=True)
     cg_iters: int = integer(10)
-    cg_gain: float = number(0.0)
-    fvp_subsample: float = number(1.0, 1e-12, 1)
+    cg_gain: float = number(0.0, changes=True)
+    fvp_subsample: float = number(1.0, 1e-12, 1, changes=True)
     precondition: int | str = 'auto'
-    critic_lr: float = number(1e-3)
+    critic_lr: float = number(1e-3, changes=True)
+    falling = ('max_kl', 'lr')
     actor_needs = ('params', 'dist', 'distribution')
     joins_ranks = True      # see `ranks.distributed`
 
@@ -165,6 +166,10 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
         if self.precondition != 'auto': check_integer("precondition (or 'auto')", self.precondition, 0, pipe=self)
         self.params = [p for p in self.actor.parameters() if p.requires_grad]
         if self.critic is not None: self.optimizer = Adam(self.critic.parameters(), lr=self.critic_lr, fused=True)
+
+    def rates(self) -> list:
+        "The critic's group. The step of the policy has no optimiser."
+        return [(group, 'critic_lr') for group, _ in super().rates()]
 
     def improve(self, batch: Fragment) -> tuple:
         "Update the policy. Returns `(metrics, old, rows)`, from which `report` makes the metrics."

@@ -25,8 +25,8 @@ class NPG(NaturalGradientLearner):
         max_kl: target of the mean KL divergence of a step, to second order [nat]; it is not enforced
         lr: fixed learning rate of the natural gradient, used instead of max_kl; None: max_kl is used
     """
-    max_kl: float = number(0.01, 1e-12)
-    lr: float | None = number(None)
+    max_kl: float = number(0.01, 1e-12, changes=True)
+    lr: float | None = number(None, changes=True)
 
     def take_step(self, rows: PolicyRows) -> tuple[dict, Any]:
         """A step along the natural gradient, its certificate, and the distribution before.
@@ -34,8 +34,7 @@ class NPG(NaturalGradientLearner):
         A step after which surrogate or divergence are not finite is undone.
         """
         at, theta = self.direction(rows), flatten(self.params)
-        left = self.left()
-        step = at.cg.x * (step_size(self.max_kl * left, at.cg.curvature) if self.lr is None else self.lr * left)
+        step = at.cg.x * (step_size(self.max_kl, at.cg.curvature) if self.lr is None else self.lr)
         assign(self.params, theta + step)
         after, kl = map(float, effect(self.actor, rows, at.old))
         taken = math.isfinite(after) and math.isfinite(kl)

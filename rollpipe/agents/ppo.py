@@ -10,9 +10,10 @@ from collections.abc import Iterator
 
 import torch
 
-from .gradient_learner import ActorCriticLearner, mean_metrics
+from .gradient_learner import ActorCriticLearner
 from .learner import standardized, with_standardized_adv
 from .losses import ppo, with_old_values
+from .metrics import mean_metrics
 from .shared_options import integer, number
 from ..pipes.data import nested
 import rollpipe.ranks as ranks
@@ -42,9 +43,9 @@ class PPO(ActorCriticLearner):
     """
     epochs: int = integer(10)
     minibatch: int = integer(256)
-    clip: float = number(0.2)
-    clip_value: float | None = number(None)
-    target_kl: float | None = number(None)
+    clip: float = number(0.2, changes=True)
+    clip_value: float | None = number(None, changes=True)
+    target_kl: float | None = number(None, changes=True)
     normalize_adv: str = 'batch'
     lr: float = 1e-3
 

@@ -8,9 +8,10 @@ __all__ = ['REINFORCE']
 # %% ../../nbs/agents/17_reinforce.ipynb #81a4df60
 from math import inf
 
-from .gradient_learner import GradientLearner, mean_metrics
+from .gradient_learner import GradientLearner
 from .learner import with_standardized_adv
 from .losses import reinforce
+from .metrics import mean_metrics
 from .shared_options import EntropyBonus, ScaledAdvantages, integer, number
 from ..pipes.data.fragment import Fragment
 
@@ -28,7 +29,7 @@ class REINFORCE(EntropyBonus, ScaledAdvantages, GradientLearner):
         c_rho: largest importance weight
     """
     epochs: int = integer(1)
-    c_rho: float = number(1.0, 0, inf)
+    c_rho: float = number(1.0, 0, inf, changes=True)
     c_entropy: float = 0.01
     lr: float = 5e-3
     critic_lr: float | None = 1e-3

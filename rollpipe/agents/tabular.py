@@ -88,7 +88,7 @@ class QLearning(Discounted, DecayingEpsilon, Learner):
     Args:
         lr: fraction of the way to its target that a value moves; 1 suits deterministic environments
     """
-    lr: float = number(0.5, 0, 1)
+    lr: float = number(0.5, 0, 1, changes=True)
     critic: Any = not_offered(None)
     critic_epochs: int = not_offered(0)
     decay_steps: int = not_offered(0)
@@ -103,7 +103,7 @@ class QLearning(Discounted, DecayingEpsilon, Learner):
     def update(self, batch: Fragment) -> dict:
         "Learn from a `Fragment`; returns metrics (see `METRICS`)."
         self.check(batch)
-        actor, valid, begun = self.actor, batch.valid, self.provenance(batch)
+        actor, valid, begun = self.actor, batch.valid, self.provenance(batch) | self.set_rates()
         targets = q_targets(batch, actor.table, self.gamma, actor.first)[valid]
         states, actions = batch.state.obs[:-1][valid] - actor.first, batch.state.act[1:][valid] - actor.start
         errors = targets - (before := actor.table[states, actions])

@@ -25,17 +25,17 @@ class TRPO(NaturalGradientLearner):
         max_backtracks: number of step lengths that the line search tries
         accept_ratio: least fraction of the predicted improvement that is accepted
     """
-    max_kl: float = number(0.01, 1e-12)
-    backtrack: float = number(0.8, 1e-12, 1)
+    max_kl: float = number(0.01, 1e-12, changes=True)
+    backtrack: float = number(0.8, 1e-12, 1, changes=True)
     max_backtracks: int = integer(10)
-    accept_ratio: float = number(0.1)
+    accept_ratio: float = number(0.1, changes=True)
 
     def take_step(self, rows: PolicyRows) -> tuple[dict, Any]:
         "The longest step along the natural gradient that the line search accepts, its certificate, and the distribution before."
-        at, max_kl = self.direction(rows), self.max_kl * self.left()
-        step = step_size(max_kl, at.cg.curvature) * at.cg.x
+        at = self.direction(rows)
+        step = step_size(self.max_kl, at.cg.curvature) * at.cg.x
         rate = float(at.gradient @ step)
-        found = backtrack_line_search(lambda theta: effect(self.actor, rows, at.old), flatten(self.params), step, rate, max_kl,
+        found = backtrack_line_search(lambda theta: effect(self.actor, rows, at.old), flatten(self.params), step, rate, self.max_kl,
                                       before=float(at.before), set_params=lambda theta: assign(self.params, theta),
                                       backtrack=self.backtrack, max_backtracks=self.max_backtracks, accept_ratio=self.accept_ratio)
         kept = self.backtrack ** found.backtracks if found.accepted else 0.

@@ -14,10 +14,10 @@ from torch import Tensor
 from ..pipes.data import nested
 from ..pipes.data.fragment import Fragment, State
 from ..pipes.data.errors import DataError, check_integer
+from ..pipes.data.fragment_ops import observations_reached
 
 # %% auto #0
-__all__ = ['timeshift', 'without_terminal_obs', 'observations_reached', 'states_reached', 'spliced', 'answers_reached',
-           'fill_invalid']
+__all__ = ['timeshift', 'without_terminal_obs', 'states_reached', 'spliced', 'answers_reached', 'fill_invalid']
 
 # %% ../../nbs/agents/03_unroll.ipynb #1bb90c57
 def timeshift(state: Any, shift: int = 1) -> tuple[Any, Any]:
@@ -36,13 +36,6 @@ def without_terminal_obs(fragment: Fragment) -> Fragment:
     final = fragment.final
     if not len(final.t) or not (over := fragment.term[final.t + 1, final.b]).any(): return fragment
     return fragment._replace(final=nested.getitem(final, ~over))
-
-
-def observations_reached(fragment: Fragment) -> Any:
-    "The observations of `states_reached`, nested `[T, B, ...]`."
-    after, final = nested.getitem(fragment.state.obs, slice(1, None)), fragment.final
-    if not len(final.t): return after
-    return nested.map(lambda x, last: x.index_put((final.t, final.b), last), after, final.obs)
 
 
 def states_reached(fragment: Fragment) -> State:

@@ -29,7 +29,7 @@ class VTrace(Discounted, ActorCriticLearner):
         rho_clip: largest weight of a temporal difference, and of an action in the policy gradient
         c_clip: largest weight that carries a later temporal difference back by one step, at most rho_clip
     """
-    lam: float = number(1.0, 0, 1)
+    lam: float = number(1.0, 0, 1, changes=True)
     rho_clip: float = number(1.0, 0, inf)
     c_clip: float = 1.0
     lr: float = 5e-4

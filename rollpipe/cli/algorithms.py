@@ -10,7 +10,8 @@ from functools import partial
 
 from ..settings.algorithms import ALGORITHMS, options_for
 from ..runs.commands import RUN_OPTIONS
-from ..settings.options import Parser, add_options, parse_value
+from ..settings.options import add_options, parse_value
+from ..settings.overview import Parser
 
 # %% auto #0
 __all__ = ['COMMON', 'add_algorithms']

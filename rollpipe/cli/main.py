@@ -5,24 +5,26 @@
 # %% ../../nbs/cli/01_main.ipynb #26f465d6
 from __future__ import annotations
 
-import argparse, difflib, importlib, os, signal, sys
+import argparse, importlib, os, signal, sys
 from argparse import Namespace
 
-import rollpipe
 from .algorithms import COMMON, add_algorithms
-from ..settings.algorithms import ALGORITHMS, load_plugins, options_for
+from ..settings.algorithms import load_plugins, options_for
 from ..runs.commands import (PLOT_OPTIONS, RUN_OPTIONS, Interrupted, UsageError, autotune_command, demo_command, evaluate_command,
                                export_command, graph_command, plot_command, profile_command, watch_command)
 from ..results.experiments import train_or_experiment
 from ..runs.contents import data_command
 from ..runs.export import FORMATS
+from ..runs.pack import local_copy, pack_command
 from ..runs.repeat import diff_command, verify_command
 from ..runs.replay import replay_command
 from ..runs.fork import fork_command
-from ..runs.asking import edit_command
-from ..settings.options import Parser, add_options
+from ..runs.asking import add_edit, edit_command
+from ..settings.options import add_options, nearest
+from ..settings.overview import COMMANDS, Parser, general_options, top_parser
 from ..pipes.data.errors import PipeError
 from ..settings.listing import list_command
+from ..results.ablation import ablate_command, add_ablate
 from ..results.bench import bench_command
 from ..results.live import live_command
 from ..results.report import report_command
@@ -34,53 +36,43 @@ __all__ = ['USER_ERRORS', 'build_parser', 'main']
 
 # %% ../../nbs/cli/01_main.ipynb #4e3b64f2
 _OF_A_RUN = ("--out", "--overwrite", "--continue", "--seeds", "--jobs", "--quiet", "--tensorboard", "--wandb")  # only of `train`
+_OF_A_RESUME = (*(f"--{name}" for name in COMMON), "--quiet", "--tensorboard", "--wandb")
 
 
 def _add_comparisons(command, debug: Parser) -> None:
     "Add the commands that compare the numbers of trainings, and those that look into one."
-    sub = command("diff", diff_command, [debug], "tell how two runs differ: settings, versions, code, and the first update")
+    sub = command("diff", diff_command, [debug])
     sub.add_argument("runs", metavar="RUN", nargs=2, help="folders of runs")
-    sub = command("verify", verify_command, [debug], "repeat the first updates of a run, and compare them with its journal")
+    sub = command("verify", verify_command, [debug])
     sub.add_argument("run", metavar="RUN", help="folder of a run")
     sub.add_argument("--updates", type=int, default=20, metavar="N", help="number of updates to repeat [20]")
-    sub = command("replay", replay_command, [debug], "make an update of a run again, in the debugger if you like")
+    sub = command("replay", replay_command, [debug])
     sub.add_argument("run", metavar="RUN", help="folder of a run")
     which = sub.add_mutually_exclusive_group(required=True)
     which.add_argument("--update", type=int, metavar="N", help="the N-th update: its batch is collected again")
     which.add_argument("--crash", dest="update", action="store_const", const=None, help="the update that failed: its batch is in RUN/crash")
     sub.add_argument("--pdb", action="store_true", help="stop before the update, in pdb: `s` steps into it, `c` goes on to its error")
-    sub = command("data", data_command, [debug], "tell what a recording holds, and how the returns of its episodes are distributed")
+    sub = command("data", data_command, [debug])
     sub.add_argument("recording", metavar="RECORDING", help="folder of a recording, or of a run that records")
     sub.add_argument("--plot", metavar="FILE", help="picture of the distribution to write, too, such as .svg or .png")
-    sub = command("fork", fork_command, [debug], "make a run that goes on from an update of another one, with other options if you like")
+    sub = command("fork", fork_command, [debug])
     sub.add_argument("run", metavar="RUN", help="folder of a run, which is not changed")
     sub.add_argument("--at", type=int, metavar="N", help="number of updates after which the fork begins [those of its newest checkpoint]")
     sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option that is another one from there on")
     sub.add_argument("--steps", metavar="N", help="environment steps of the fork, with those before [as in RUN]")
+    sub.add_argument("--noise", type=int, default=0, metavar="N", help="1, 2, ...: other random numbers from there on [0: those of RUN]")
     sub.add_argument("--out", metavar="RUN", required=True, help="folder of the fork")
     sub.add_argument("--overwrite", action="store_true", help="replace the run in that folder")
-
-
-def _add_asking(command, debug: Parser) -> None:
-    sub = command("edit", edit_command, [debug], "ask a training that runs now for other options, a pause, a checkpoint, or its end")
-    sub.add_argument("run", metavar="RUN", help="folder of a run that trains")
-    sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option that is another one from now on")
-    sub.add_argument("--insert", metavar="MODULE:EDIT[,NAME=VALUE]", help="a function pipe -> pipe, with arguments, of an --import MODULE")
-    for name, text in dict(pause="wait after this update", go_on="end the pause", save="write a checkpoint", stop="save and end").items():
-        sub.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
-    sub.add_argument("--timeout", type=float, default=60., metavar="SECONDS", help="how long to wait for an answer [60]")
-    live = command("live", live_command, [debug], "show runs that train in a browser on this machine, with buttons that ask them")
-    live.add_argument("runs", metavar="RUN", nargs="+", help="folders of runs")
+    add_ablate(command("ablate", ablate_command, [debug]))
+    add_edit(command("edit", edit_command, [debug]))
+    command("live", live_command, [debug]).add_argument("runs", metavar="RUN", nargs="+", help="folders of runs")
 
 
 def _parent_parsers() -> tuple:
     "Parsers of shared options: for all commands, for a trained policy, for playing it, for building a training, and for running it."
-    debug = Parser(add_help=False)
-    debug.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
-    debug.add_argument("--import", dest="imports", action="append", default=argparse.SUPPRESS, metavar="MODULE",
-                       help="import a module first, such as one that registers environments or algorithms")
+    debug = general_options()
     policy = Parser(add_help=False, parents=[debug])
-    policy.add_argument("run", metavar="RUN", help="folder of a run, or a checkpoint")
+    policy.add_argument("run", metavar="RUN", help="folder of a run, a checkpoint, or hf://OWNER/NAME on the Hugging Face Hub")
     policy.add_argument("--best", action="store_true", help="the policy with the best evaluation, instead of the last one")
     settings = Parser(add_help=False, parents=[debug])
     add_options(settings, [o for o in RUN_OPTIONS if o.name in COMMON], grouped=False)
@@ -123,15 +115,20 @@ def _searching(settings: Parser) -> Parser:
 
 def _add_searches(command, debug: Parser, settings: Parser) -> None:
     "Add the commands that try settings."
-    add_algorithms(command("autotune", autotune_command, [debug], "try settings on this machine, and print the fastest"),
-                   _timed(settings, 60, "for all settings together"))
-    add_algorithms(command("tune", tune_command, [debug], "search for the options that learn best (Optuna), and write them as a preset"),
-                   _searching(settings))
+    add_algorithms(command("autotune", autotune_command, [debug]), _timed(settings, 60, "for all settings together"))
+    add_algorithms(command("tune", tune_command, [debug]), _searching(settings))
 
 
 def _add_list(parser: Parser) -> None:
-    parser.add_argument("what", choices=("algorithms", "envs", "presets", "options"), help="the list")
+    parser.add_argument("what", nargs="?", choices=("algorithms", "envs", "presets", "options"), help="the list [the first three]")
     parser.add_argument("of", nargs="?", metavar="ALGO", help="the algorithm whose environments, presets or options are meant")
+
+
+def _add_pack(parser: Parser) -> None:
+    parser.add_argument("--out", metavar="DIR", help="folder to write [pack in the folder of the run]")
+    parser.add_argument("--episodes", type=int, default=20, help="number of episodes of the evaluation on the card [20]")
+    parser.add_argument("--seed", type=int, help="seed of these episodes [different episodes each time]")
+    parser.add_argument("--push", metavar="OWNER/NAME", help="send the folder to the Hugging Face Hub under this name")
 
 
 def _add_bench(parser: Parser) -> None:
@@ -158,41 +155,39 @@ def build_parser() -> Parser:
     "The parser of the whole command line."
     load_plugins()
     debug, policy, playing, settings, common = _parent_parsers()
-    parser = Parser(prog="rollpipe", description="Reinforcement learning as a pipeline.", parents=[debug])
-    parser.add_argument("--version", action="version", version=f"rollpipe {rollpipe.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    parser, commands = top_parser(debug)
 
-    def command(name, function, parents, doc):
-        sub = commands.add_parser(name, parents=parents, help=doc, description=doc)
+    def command(name, function, parents):
+        sub = commands.add_parser(name, parents=parents, help=COMMANDS[name], description=COMMANDS[name])
         sub.set_defaults(function=function)
         return sub
 
-    sub = command("train", train_or_experiment, [common], "train an agent, or continue a run")
+    sub = command("train", train_or_experiment, [common])
     sub.add_argument("--resume", metavar="RUN", help="continue the run in this folder, instead of ALGO ENV")
     add_algorithms(sub, common, runs=True)
-    sub = command("evaluate", evaluate_command, [playing], "play whole episodes with a trained agent")
+    sub = command("evaluate", evaluate_command, [playing])
     sub.add_argument("--episodes", type=int, default=20, help="number of episodes [20]")
     sub.add_argument("--record", metavar="FILE", help="record a film of the first episode, .gif or .mp4")
     sub.add_argument("--device", default="cpu", help="where the policy is: cpu, cuda, cuda:1, mps or auto [cpu]")
-    sub = command("watch", watch_command, [playing], "show a trained agent in a window, until it is closed or Ctrl-C is pressed")
+    sub = command("watch", watch_command, [playing])
     sub.add_argument("--episodes", type=int, help="number of episodes [no end; 1 with --record]")
     sub.add_argument("--record", metavar="FILE", help="write a film of these episodes, .gif or .mp4, instead; this needs no display")
-    sub = command("export", export_command, [policy], "write a trained policy to a file that runs without rollpipe")
+    sub = command("export", export_command, [policy])
     sub.add_argument("--to", choices=FORMATS, default="onnx", help="format [onnx]")
     sub.add_argument("--out", metavar="FILE", help="file to write [policy.onnx, .pt or .pt2 in the folder of the run]")
-    sub = command("plot", plot_command, [debug], "draw learning curves, with a band for the seeds of an experiment")
+    _add_pack(command("pack", pack_command, [policy]))
+    sub = command("plot", plot_command, [debug])
     sub.add_argument("runs", metavar="RUN", nargs="+", help="folders of runs")
     sub.add_argument("--out", metavar="FILE", help="picture to write [curve.png, or curve-Y.png, in the folder of a single run]")
     add_options(sub, PLOT_OPTIONS)
-    add_algorithms(command("graph", graph_command, [debug], "draw the pipeline that `train` would run"), settings)
-    add_algorithms(command("profile", profile_command, [debug], "run the pipeline that `train` would run, and draw where the time goes"),
-                   _timed(settings, 3, "how long it is measured", svg=True))
-    for add in (_add_comparisons, _add_asking): add(command, debug)
+    add_algorithms(command("graph", graph_command, [debug]), settings)
+    add_algorithms(command("profile", profile_command, [debug]), _timed(settings, 3, "how long it is measured", svg=True))
+    _add_comparisons(command, debug)
     _add_searches(command, debug, settings)
-    _add_bench(command("bench", bench_command, [debug], "train what a specification names with several seeds, and go on"))
-    _add_report(command("report", report_command, [debug], "write table, curves and a page about a bench, or runs evaluated by steps"))
-    _add_list(command("list", lambda args: list_command(args, RUN_OPTIONS), [debug], "print what can be trained, and what can be set"))
-    _add_demo(command("demo", demo_command, [common], "train TRPO on Pendulum-v1 and compare it with a random policy: two minutes"))
+    _add_bench(command("bench", bench_command, [debug]))
+    _add_report(command("report", report_command, [debug]))
+    _add_list(command("list", lambda args: list_command(args, RUN_OPTIONS), [debug]))
+    _add_demo(command("demo", demo_command, [common]))
     return parser
 
 # %% ../../nbs/cli/01_main.ipynb #6247b603
@@ -231,6 +226,7 @@ def _run(argv: list | None) -> int:
         if not args.command:
             parser.print_help()
             return 0
+        if hasattr(args, "run"): args.run = local_copy(args.run)
         args.function(args)
         sys.stdout.flush()
         return 0
@@ -253,17 +249,18 @@ def _refuse_changes(words: list) -> None:
     "Refuse options beside `--resume`: a resumed run keeps its own. The parser would mistake the value of an option for an algorithm."
     flags = [word.partition("=")[0].replace("--no-", "--") for word in words]
     if "train" not in words or "--resume" not in flags: return
-    kept = {o.flag for name in ALGORITHMS for o in options_for(name) + RUN_OPTIONS if o.name not in COMMON}
     for word, flag in zip(words, flags):
-        if flag in kept:
-            raise UsageError(f"rollpipe train: a run that goes on keeps its options, so {word} cannot stand beside --resume. A new run can "
-                             "take the others from it: rollpipe train ALGO ENV --config RUN/config.json")
+        if flag.startswith("--") and flag not in ("--resume", "--import", "--debug", "--help", *_OF_A_RESUME):
+            raise UsageError(f"rollpipe train: a run that goes on keeps its options, so {word} cannot stand beside --resume, which takes "
+                             f"{', '.join(_OF_A_RESUME)}. Other options are for a fork of the run (rollpipe fork RUN --set NAME=VALUE "
+                             "--out RUN2), or for a new run that takes the rest from it: rollpipe train ALGO ENV --config RUN/config.json")
 
 
 def _explain_unknown(args: Namespace, word: str) -> str:
     name = word.split("=")[0].replace("--no-", "--")
     if name in _OF_A_RUN: return f"{word} is an option of `rollpipe train`, and rollpipe {args.command} makes no run"
-    options = options_for(args.algorithm) + RUN_OPTIONS if getattr(args, "algorithm", None) else []
-    near = difflib.get_close_matches(name, [o.flag for o in options], 2)
+    flags = [o.flag for o in options_for(args.algorithm) + RUN_OPTIONS] if getattr(args, "algorithm", None) else []
+    known = {flag[2:].replace("-", "_"): flag for flag in (*flags, *(_OF_A_RUN if args.command == "train" else ()))}
+    near = [known[x] for x in nearest(name[2:].replace("-", "_"), known, 2)]
     return f"unknown argument {word}" + (f"; did you mean {' or '.join(near)}?" if near else
                                          f" (see rollpipe {args.command or ''} --help)".replace("  ", " "))

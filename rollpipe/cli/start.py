@@ -6,7 +6,9 @@
 __all__ = ['main']
 
 # %% ../../nbs/cli/02_start.ipynb #fad199de
-import gc, os, signal
+import gc, os, signal, sys
+
+from ..settings.overview import is_overview, overview
 
 # %% ../../nbs/cli/02_start.ipynb #16944cbb
 def _leave(number, frame):
@@ -19,6 +21,7 @@ def main() -> int:
     numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
     for number in numbers:
         if signal.getsignal(number) not in (signal.SIG_IGN, None): signal.signal(number, _leave)
+    if is_overview(sys.argv[1:]): return overview(sys.argv[1:])
     # What an import makes stays, so the garbage collector need not look for garbage there, neither now nor when the process ends.
     gc.disable()
     from rollpipe.cli.main import main as run

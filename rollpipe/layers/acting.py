@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..pipes.data import nested
+from ..pipes.data.action_masks import ActionMask, no_action
 from ..pipes.envs.actions import action_batch, action_rows, as_like, in_containers
 from ..pipes.envs.batch import read_obs
 from ..pipes.envs.checks import FiniteCheck, RangeCheck
@@ -80,6 +81,7 @@ class Predicts:
     "Mixin of `Actor`: act without a pipeline."
     observation_space: Any = None    # the spaces of a single environment; `for_env` sets both
     action_space: Any = None
+    action_mask: ActionMask | None = None    # where the observations say which actions are allowed
     uses_past: bool
     parameters: Callable             # a method of the actor
     reset: Callable
@@ -102,7 +104,8 @@ class Predicts:
 
         Raises:
             ActorError: the actor has no spaces, or it uses the last reward, which is missing.
-            DataError: the observation does not fit its space, or `state` or `reward` does not fit the observation; names the leaf.
+            DataError: the observation does not fit its space, its mask allows no action, or `state` or `reward` does not fit the
+                observation; names the leaf.
                 `EnvError` for integers that do not fit.
         """
         if self.observation_space is None or self.action_space is None:
@@ -110,6 +113,7 @@ class Predicts:
                              "with the attributes `observation_space` and `action_space`")
         obs, single = _as_batch(obs, self.observation_space)
         n = len(nested.leaves(obs)[0])
+        if self.action_mask is not None and (found := self.action_mask.find(obs)) is not None: raise no_action(DataError, *found)
         seen, hx = self._seen(obs, n, state, episode_start, reward)
         with EvalMode(self):
             noise = {'noise': None if deterministic else self.draw_noise((1, n))} if hasattr(self, 'draw_noise') else {}

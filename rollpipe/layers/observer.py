@@ -19,6 +19,7 @@ from .encoders import encoder_for
 from .mlp import MLP
 from .module_dict import n_out_of
 from .running_norm import RunningNorm
+from ..pipes.data.action_masks import ActionMask
 from ..pipes.envs.factories import spaces_of
 from ..pipes.data.errors import DataError
 
@@ -103,6 +104,7 @@ class Torso(ForSpaces, nn.Module):
     encoder: nn.Module
     obs_norm: RunningNorm | None
     trunk: MLP
+    action_mask: ActionMask | None = None
 
     def make_torso(self, observation_space: gym.Space, n_more: int = 0, n_out: int | None = None, mlp: Callable = MLP, *,
                    hidden: tuple = (64, 64), normalize: bool = True, activation: str | type = 'tanh',
@@ -128,9 +130,30 @@ class Torso(ForSpaces, nn.Module):
         self.register_module('obs_norm', RunningNorm(n) if normalize and not is_normalized else None)
         return mlp(n + n_more, hidden, n_out, activation)
 
+    def make_masked_torso(self, observation_space: gym.Space, action_space: gym.Space, n_more: int = 0, *, action_mask: str | None = None,
+                          **torso: Any) -> Any:
+        """As `make_torso`, for an actor whose actions may have a mask, which the network does not see.
+
+        Raises `SpaceError` if the observations have no such mask.
+
+        Args:
+            action_mask: entry of the observations with the allowed actions, in runs also an info (`WithActionMask`); None: all are allowed
+            **torso: see `make_torso`
+        """
+        if action_mask is None: return self.make_torso(observation_space, n_more, **torso)
+        self.action_mask = mask = ActionMask.of(action_mask, observation_space, action_space, self)
+        trunk = self.make_torso(mask.rest_of_space(observation_space), n_more, **torso)
+        self.observation_space = copy.deepcopy(observation_space)
+        return trunk
+
+    def masked(self, x: Any, obs: Any) -> Any:
+        "The logits or values `x` of actions, `[*lead, n]`, nested as the actions are, with -inf for those that are not allowed."
+        return x if self.action_mask is None else self.action_mask.masked(x, obs)
+
     def features(self, obs: Any) -> Tensor:
         "Normalised features `[*lead, n]` of the observations `[*lead, ...]`."
         modules = self._modules
+        if self.action_mask is not None: obs = self.action_mask.rest(obs)
         x, norm = modules['encoder'].forward(obs), modules['obs_norm']
         return x if norm is None else norm.forward(x)
 
@@ -141,6 +164,7 @@ class Torso(ForSpaces, nn.Module):
     @torch.no_grad()
     def observe(self, obs: Any, valid: Tensor | None = None) -> None:
         "Update the normaliser with observations `[*lead, ...]`, except those where `valid` `[*lead]` is False; for learners."
+        if self.action_mask is not None: obs = self.action_mask.rest(obs)
         if self.obs_norm is not None: self.obs_norm.update(self.encoder(obs), valid)
 
 

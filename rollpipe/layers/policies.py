@@ -68,7 +68,7 @@ class Policy(ForSpaces, Actor):
         return {**info, 'logp': self.dist.log_prob(info['dist'], act)}
 
 # %% ../../nbs/layers/12_policies.ipynb #01e9102d
-@takes(Torso.make_torso)
+@takes(Torso.make_torso, Torso.make_masked_torso)
 class MLPPolicy(Torso, Policy):
     """A perceptron policy for any supported spaces: encoder, running normaliser, hidden layers, and the head of the
     action space.
@@ -84,15 +84,15 @@ class MLPPolicy(Torso, Policy):
 
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, *, std: str = 'free', log_std: float = 0.0, **torso: Any):
         super().__init__()
-        self.trunk, self.action_space = self.make_torso(observation_space, **torso), copy.deepcopy(action_space)
+        self.trunk, self.action_space = self.make_masked_torso(observation_space, action_space, **torso), copy.deepcopy(action_space)
         self.head = head_for(action_space, self.trunk.n_out, std=std, log_std=log_std)
         self.dist = self.head.dist
 
     def params(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor) -> tuple:
-        return self._modules['head'].forward(self.hidden_features(obs)), ()
+        return self.masked(self._modules['head'].forward(self.hidden_features(obs)), obs), ()
 
 # %% ../../nbs/layers/12_policies.ipynb #043d9d15
-@takes(Torso.make_torso)
+@takes(Torso.make_torso, Torso.make_masked_torso)
 class CategoricalPolicy(MLPPolicy):
     """`MLPPolicy` for Discrete actions only; raises `SpaceError` for others.
 

@@ -46,7 +46,7 @@ class EpsilonGreedy(ForSpaces, Actor):
 
     `q` maps `[T, B, ...]` to values `[T, B, n_actions]` float32 and the new recurrent state. The actor reports `dict(q=q)`.
     Without noise it takes the first of the best actions. With noise it takes a random action with probability `epsilon`, which is a
-    buffer `[]` float32.
+    buffer `[]` float32. With an `action_mask`, `q` is -inf where the mask forbids the action, which then is neither the best nor random.
     """
     _contract = {**Actor._contract, 'q': (('obs', 'act', 'rew', 'fin'), ('hx',))}
 
@@ -63,10 +63,13 @@ class EpsilonGreedy(ForSpaces, Actor):
         raise NotImplementedError(f'{type(self).__name__} must define q(obs, act, rew, fin, *, hx)')
 
     def draw_noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
-        "Noise `[*lead, 2]` float32: a uniform number in [0, 1), and the number of an action, 0 ... n_actions - 1."
+        """Noise `[*lead, 2]` float32: a uniform number in [0, 1), and the number of an action, 0 ... n_actions - 1.
+
+        With an `action_mask`, the second number is uniform in [0, 1), too.
+        """
         device = device_of(generator)
         noise = torch.rand(*lead, 2, generator=generator, device=device)
-        noise[..., 1] = torch.randint(self.n_actions, tuple(lead), generator=generator, device=device)
+        if self.action_mask is None: noise[..., 1] = torch.randint(self.n_actions, tuple(lead), generator=generator, device=device)
         return self.to_own_device(noise)
 
     def forward(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor, virtual: bool, noise: Any = None) -> tuple:
@@ -74,8 +77,14 @@ class EpsilonGreedy(ForSpaces, Actor):
         act = q.argmax(-1)
         if noise is not None:
             chance, other = noise.unbind(-1)
-            act = torch.where(chance < self._buffers['epsilon'], other.long(), act)
+            other = other.long() if self.action_mask is None else self._allowed(other, obs)
+            act = torch.where(chance < self._buffers['epsilon'], other, act)
         return act + self.start if self.start else act, hx, {'q': q}
+
+    def _allowed(self, x, obs):
+        "One of the k allowed actions, with number `k x` of them for numbers `x` in [0, 1)."
+        count = self.action_mask.allowed(obs).long().cumsum(-1)
+        return (count <= (x * count[..., -1]).unsqueeze(-1)).sum(-1)
 
     def values(self, state: Any, hx: Any = None) -> tuple:
         """Values `[T, B, n_actions]` of the states `[T, B, ...]` (a `State` in float32) with gradients, and the new recurrent state.
@@ -87,7 +96,7 @@ class EpsilonGreedy(ForSpaces, Actor):
         return self.q(obs, act, rew, fin, hx=None if isinstance(hx, tuple) and not hx else hx)
 
 # %% ../../nbs/layers/17_q_networks.ipynb #b5af11fb
-@takes(Torso.make_torso, normalize=False)
+@takes(Torso.make_torso, Torso.make_masked_torso, normalize=False)
 class QPolicy(Torso, EpsilonGreedy):
     """Values of Discrete actions by a perceptron: encoder, running normaliser, hidden layers, plain or duelling head.
 
@@ -105,15 +114,16 @@ class QPolicy(Torso, EpsilonGreedy):
                  activation: str | type = 'relu', epsilon: float = 0.1, **torso: Any):
         super().__init__()
         self.set_exploration(action_space, epsilon)
-        self.trunk = self.make_torso(observation_space, hidden=hidden[:-1] if duelling else hidden, activation=activation, **torso)
+        before = hidden[:-1] if duelling else hidden
+        self.trunk = self.make_masked_torso(observation_space, action_space, hidden=before, activation=activation, **torso)
         if duelling: self.head = DuellingHead(self.trunk.n_out, self.n_actions, hidden[-1:], activation)
         else: self.head = MLP(self.trunk.n_out, (), self.n_actions, gain=0.01)
 
     def q(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any) -> tuple:
-        return self._modules['head'].forward(self.hidden_features(obs)), ()
+        return self.masked(self._modules['head'].forward(self.hidden_features(obs)), obs), ()
 
 # %% ../../nbs/layers/17_q_networks.ipynb #116906a9
-@takes(Torso.make_torso, RecurrentTorso.make_memory, hidden=(64,), normalize=False, activation='relu')
+@takes(Torso.make_torso, Torso.make_masked_torso, RecurrentTorso.make_memory, hidden=(64,), normalize=False, activation='relu')
 class RecurrentQPolicy(RecurrentTorso, EpsilonGreedy):
     """Values of Discrete actions with memory: encoder, running normaliser, hidden layers, `GRU` or `LSTM`, plain or duelling head.
 
@@ -136,4 +146,4 @@ class RecurrentQPolicy(RecurrentTorso, EpsilonGreedy):
 
     def q(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any) -> tuple:
         y, hx = self.recurrent_features(obs, act, rew, fin, hx)
-        return self.head.forward(y), hx
+        return self.masked(self.head.forward(y), obs), hx

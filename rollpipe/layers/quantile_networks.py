@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import gymnasium as gym
+import torch
 from torch import Tensor, nn
 
 from .mlp import MLP
@@ -38,7 +39,7 @@ class QuantileHead(nn.Module):
         return modules['value'].forward(x).unsqueeze(-2) + (y - y.mean(-2, keepdim=True))
 
 # %% ../../nbs/layers/22_quantile_networks.ipynb #d9f58bbc
-@takes(Torso.make_torso, normalize=False)
+@takes(Torso.make_torso, Torso.make_masked_torso, normalize=False)
 class QuantilePolicy(Torso, EpsilonGreedy):
     """Quantiles of the return of Discrete actions by a perceptron: encoder, running normaliser, hidden layers, plain or duelling head.
 
@@ -58,7 +59,7 @@ class QuantilePolicy(Torso, EpsilonGreedy):
         super().__init__()
         self.set_exploration(action_space, epsilon)
         before, own = (hidden[:-1], hidden[-1:]) if duelling else (hidden, ())
-        self.trunk = self.make_torso(observation_space, hidden=before, activation=activation, **torso)
+        self.trunk = self.make_masked_torso(observation_space, action_space, hidden=before, activation=activation, **torso)
         self.head = QuantileHead(self.trunk.n_out, self.n_actions, check_integer('n_quantiles', n_quantiles), own, activation, duelling)
 
     def quantiles(self, state: Any, hx: Any = None) -> tuple:
@@ -67,6 +68,7 @@ class QuantilePolicy(Torso, EpsilonGreedy):
 
     def quantiles_of(self, obs: Any) -> Tensor:
         "Quantiles `[*lead, n_actions, n_quantiles]` of the observations `[*lead, ...]`."
-        return self._modules['head'].forward(self.hidden_features(obs))
+        x = self._modules['head'].forward(self.hidden_features(obs))
+        return x if self.action_mask is None else x.masked_fill(~self.action_mask.allowed(obs).unsqueeze(-1), -torch.inf)
 
     def q(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any) -> tuple: return self.quantiles_of(obs).mean(-1), ()

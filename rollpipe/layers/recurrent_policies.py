@@ -44,12 +44,12 @@ class RecurrentTorso(Torso):
             span: number of steps for which the memory of an untrained network lasts
             past: the network also sees the previous action and its reward
             method: how fragments are processed: 'step', 'packed' or None (`Recurrent`)
-            **torso: see `Torso.make_torso`; the hidden layers are those before the memory
+            **torso: see `Torso.make_masked_torso`; the hidden layers are those before the memory
         """
         if cell not in self.cells: raise ValueError(f"Expected cell {' or '.join(map(repr, self.cells))}, got {cell!r}")
         self.uses_past, self.past_encoder = past, encoder_for(action_space, 'action_space') if past else None
         n_past = 0 if self.past_encoder is None else n_out_of(self.past_encoder) + 1
-        self.trunk = self.make_torso(observation_space, n_past, **torso)
+        self.trunk = self.make_masked_torso(observation_space, action_space, n_past, **torso)
         self.memory = self.cells[cell](self.trunk.n_out, memory, layers, span, method)
 
     def recurrent_features(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, hx: Any) -> tuple:
@@ -62,7 +62,7 @@ class RecurrentTorso(Torso):
         return self.memory(self.trunk.forward(x), fin, hx)
 
 # %% ../../nbs/layers/16_recurrent_policies.ipynb #fd132edb
-@takes(Torso.make_torso, RecurrentTorso.make_memory, hidden=(64,))
+@takes(Torso.make_torso, Torso.make_masked_torso, RecurrentTorso.make_memory, hidden=(64,))
 class RecurrentPolicy(RecurrentTorso, Policy):
     """A policy with memory for any supported spaces: encoder, running normaliser, hidden layers, `GRU` or `LSTM`, head.
 
@@ -85,11 +85,11 @@ class RecurrentPolicy(RecurrentTorso, Policy):
 
     def params(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor) -> tuple:
         y, hx = self.recurrent_features(obs, act, rew, fin, hx)
-        return self.head.forward(y), hx
+        return self.masked(self.head.forward(y), obs), hx
 
     def forward(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor, virtual: bool, noise: Any = None) -> tuple:
         y, hx = self.recurrent_features(obs, act, rew, fin, hx)
-        params, dist = self.head.forward(y), self.dist
+        params, dist = self.masked(self.head.forward(y), obs), self.dist
         act = dist.mode(params) if noise is None else dist.sample(params, noise)
         return act, hx, {'dist': params, 'memory': y} if self.report else {'dist': params}
 

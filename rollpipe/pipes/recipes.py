@@ -18,10 +18,12 @@ from .advantage import AdvantageBuffer
 from .batches import FragmentStacker
 from .engines.choice import check_engine
 from .data.errors import DataError, GraphError, describe, is_between
+from .envs.goals import GoalRules
 from .fragments import FragmentCollector
 from . import rewrites
 from .graph.edits import find
 from .lanes import Lanes
+from .replay.hindsight import Hindsight
 from .replay.pipe import Replay
 from .stepper import EnvStepper
 from .tensors.collector import TensorCollector
@@ -32,14 +34,14 @@ from .transforms import RewardScaler
 # %% ../../nbs/pipes/27_recipes.ipynb #b6d2cc50
 def rollouts(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 256, lanes: int = 1, seed: int | None = None,
              info_keys: Any = None, env_kwargs: dict | None = None, vector: str | None = None, sticky: bool = False,
-             terminal_obs: bool = False, close: bool = True, device: Any = None, engine: str = 'torch', optimize: bool = True,
-             edits: Sequence[Callable] = ()) -> IterDataPipe:
+             terminal_obs: bool = False, episode_seeds: bool = False, close: bool = True, device: Any = None, engine: str = 'torch',
+             optimize: bool = True, edits: Sequence[Callable] = ()) -> IterDataPipe:
     """A pipeline that yields batches: `Fragment`s of `n_steps` steps of `lanes * n_envs` environments.
 
     `EnvStepper -> FragmentCollector -> Lanes -> FragmentStacker`, then the `edits` and `optimize`. `GraphError`: an edit returns no pipe.
 
     For a `TensorEnv`, a `TensorCollector` replaces the first two, and batches are on the device of the environments. Then the options
-    `env_kwargs`, `vector`, `sticky` and `device`, and the engine 'onnxruntime', raise `DataError`.
+    `env_kwargs`, `vector`, `sticky`, `episode_seeds` and `device`, and the engine 'onnxruntime', raise `DataError`.
 
     Args:
         env: gymnasium id, factory, instance, a list or pipe of these, or a `TensorEnv` or a subclass of it
@@ -53,6 +55,7 @@ def rollouts(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 256
         vector: make one vector environment of an id: 'sync', 'async', 'vector_entry_point', 'envpool'
         sticky: environments whose episode ended rest until the end of the fragment
         terminal_obs: keep the last observations of terminated episodes too
+        episode_seeds: reset each episode with a seed of its own, which its last step reports as the info `episode_seed`
         close: False: do not close the environments that are made here
         device: the actor's device, if not the host; batches are on the host, `ToDevice` moves them
         engine: engine that runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if possible)
@@ -61,6 +64,7 @@ def rollouts(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 256
     """
     options = dict(terminal_obs=terminal_obs, info_keys=info_keys, close=close)
     only = dict(env_kwargs=env_kwargs, vector=vector, sticky=n_steps if sticky else None, device=device)
+    if episode_seeds: only['episode_seeds'] = True
     if is_tensor_source(env):
         only['engine'] = None if check_engine(engine) in ('torch', 'auto') else engine
         pipe = _of_tensors(env, actor, n_steps, n_envs, options, only)
@@ -126,11 +130,12 @@ def on_policy(env: Any, actor: Any, critic: Any = None, *, gamma: float = 0.99, 
 @delegates(rollouts)
 def replayed(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 4, capacity: int = 100_000, batch_size: int = 256,
              n_batches: int = 1, samples_per_step: float | None = None, warmup: int = 1000, length: int = 1, prioritized: bool = False,
-             alpha: float = 0.6, beta: float = 0.4, zero_state: bool = False, path: str | Path | None = None, terminal_obs: bool = True,
-             edits: Sequence[Callable] = (), **kwargs: Any) -> IterDataPipe:
+             alpha: float = 0.6, beta: float = 0.4, zero_state: bool = False, path: str | Path | None = None, n_sampled_goal: int = 0,
+             terminal_obs: bool = True, edits: Sequence[Callable] = (), **kwargs: Any) -> IterDataPipe:
     """A pipeline that yields a `Replayed` for every `n_steps` steps of `lanes * n_envs` environments: new steps, and samples of all steps.
 
-    `EnvStepper -> FragmentCollector -> Lanes -> FragmentStacker -> Replay`, then the `edits`. See `rollouts` and `Replay`.
+    `EnvStepper -> FragmentCollector -> Lanes -> FragmentStacker -> Replay`, then the `edits`. See `rollouts` and `Replay`. With
+    `n_sampled_goal`, a `Hindsight` comes before the `edits`.
 
     Args:
         env: gymnasium id, factory, instance, or a list or pipe of those, see `EnvStepper`
@@ -148,6 +153,7 @@ def replayed(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 4, 
         beta: exponent of the importance weights; 1: full correction of the bias of prioritized sampling
         zero_state: segments begin with a recurrent state of zeros, not with the stored ones
         path: a folder for the steps; None: in memory
+        n_sampled_goal: in samples, number of steps with a goal that was achieved later, for each one with its own goal (HER); 0: none
         terminal_obs: keep the last observations of terminated episodes too
         edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
         **kwargs: see `rollouts`
@@ -155,4 +161,6 @@ def replayed(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 4, 
     replay = partial(Replay, capacity=capacity, batch_size=batch_size, n_batches=n_batches, samples_per_step=samples_per_step,
                      warmup=warmup, length=length,
                      prioritized=prioritized, alpha=alpha, beta=beta, zero_state=zero_state, path=path)
-    return rollouts(env, actor, n_envs=n_envs, n_steps=n_steps, terminal_obs=terminal_obs, edits=[replay, *edits], **kwargs)
+    rules = GoalRules(env, kwargs.get('env_kwargs')) if n_sampled_goal else None
+    hindsight = [partial(Hindsight, rules=rules, n_sampled_goal=n_sampled_goal)] if rules else []
+    return rollouts(env, actor, n_envs=n_envs, n_steps=n_steps, terminal_obs=terminal_obs, edits=[replay, *hindsight, *edits], **kwargs)

@@ -111,6 +111,7 @@ class EnvStepper(FromSource, Seeded, Source):
         vector: one vector environment of an id: 'sync', 'async', 'vector_entry_point', 'envpool'
         sticky: period in steps; an environment whose episode ended rests until the number of steps is a multiple of `sticky`
         terminal_obs: keep the last observations of terminated episodes too: `Final`, `Step.next_state`
+        episode_seeds: reset each episode with a seed of its own, which its last step reports as the info `episode_seed`
         env_kwargs: keyword arguments for `gymnasium.make` or `make_vec`
         info_keys: environment infos to record; None: all numeric infos
         seed: determines environments and actions; only if `Lanes` has no seed
@@ -124,7 +125,8 @@ class EnvStepper(FromSource, Seeded, Source):
 
     def __init__(self, source: Any, actor: Any, n_envs: int | None = None, *, vector: str | None = None, sticky: int | None = None,
                  terminal_obs: bool = False, env_kwargs: dict | None = None, info_keys: Sequence | None = None, seed: int | None = None,
-                 explore: bool = True, clip_actions: bool = True, close: bool = True, device: Any = None, engine: str = 'torch'):
+                 explore: bool = True, clip_actions: bool = True, close: bool = True, device: Any = None, engine: str = 'torch',
+                 episode_seeds: bool = False):
         super().__init__()
         self._set_actor(actor)
         if sticky is not None: check_integer('sticky', sticky, pipe=self)
@@ -133,6 +135,7 @@ class EnvStepper(FromSource, Seeded, Source):
                            got=f"sticky={sticky}, vector={vector!r}")
         self._set_source(source, n_envs, vector, env_kwargs)
         self.vector, self.sticky, self.terminal_obs, self.close_made = vector, sticky, terminal_obs, close
+        self.episode_seeds = episode_seeds
         if isinstance(info_keys, str):
             raise DataError("names are wanted, not one name", pipe=self, leaf='info_keys', expected=f"[{info_keys!r}]", got=repr(info_keys))
         self.info_keys, self.seed, self.explore, self.clip_actions = info_keys, seed, explore, clip_actions
@@ -151,7 +154,8 @@ class EnvStepper(FromSource, Seeded, Source):
         """
         where = dict(pipe=type(self).__name__, lane=self.lane)
         envs = env_batch(self._factories(items, **where), seed, sticky=self.sticky, info_keys=self.info_keys,
-                         clip_actions=self.clip_actions, closes=self.close_made, keeper=self.keeper, **where)
+                         clip_actions=self.clip_actions, closes=self.close_made, keeper=self.keeper,
+                         episode_seeds=self.episode_seeds, **where)
         envs.terminal_obs = self.terminal_obs
         envs.pinned = self.device is not None and self.device.type == 'cuda'
         return envs

@@ -14,6 +14,7 @@ from ..pipes.data.files import write_atomically
 from ..agents.schedules import Every
 from ..runs.autotune import command_for
 from ..runs.commands import Interrupted, find_run
+from ..settings.checks import is_over
 from ..settings.config import build, make_config
 from ..runs.evaluations import is_evaluated, read_evaluations
 from .experiments import check_counts, python_words, run_all
@@ -22,11 +23,11 @@ from ..settings.options import parse_seeds, typed
 from ..pipes.data.errors import CheckpointError, DataError, WorkerError
 from ..runs.progress import format_number
 from ..settings.files import read_table
-from .spec import Row, Spec, get_value, need_value, published_of, read_spec, scale_of, tables_of
+from .spec import SpecRow, Spec, get_value, need_value, published_of, read_spec, scale_of, tables_of
 from ..runs.folder import files_of_run, needed_modules
 
 # %% auto #0
-__all__ = ['BENCH', 'BENCH_FORMAT', 'Job', 'run_options', 'jobs_of', 'words_for_row', 'state_of', 'read_bench', 'bench_file',
+__all__ = ['BENCH', 'BENCH_FORMAT', 'Job', 'row_options', 'jobs_of', 'words_for_row', 'progress_of', 'read_bench', 'bench_file',
            'bench_command']
 
 # %% ../../nbs/results/02_bench.ipynb #b8dbe372
@@ -36,7 +37,7 @@ class Job(NamedTuple):
     Args:
         config: see `make_config`
     """
-    row: Row
+    row: SpecRow
     seed: int
     folder: Path
     config: dict
@@ -45,7 +46,7 @@ class Job(NamedTuple):
     def name(self) -> str: return self.folder.name
 
 
-def run_options(row: Row, steps: int) -> dict:
+def row_options(row: SpecRow, steps: int) -> dict:
     """The options of a run: those of the row, and those of the evaluations.
 
     Args:
@@ -58,7 +59,7 @@ def jobs_of(rows: list, folder: Path, imports: tuple = ()) -> list:
     """The runs of some rows. Raises the errors of `make_config`, such as for a preset for another kind of actions.
 
     Args:
-        rows: list of `Row`
+        rows: list of `SpecRow`
         folder: folder of the bench
         imports: modules that the environments need
 
@@ -70,21 +71,21 @@ def jobs_of(rows: list, folder: Path, imports: tuple = ()) -> list:
         make = lambda seed, row=row, **run: make_config(row.algorithm, row.env, row.options, row.env_kwargs, seed=seed, imports=imports,
                                                         **run)
         steps = make(0, **row.run)["steps"]
-        jobs += [Job(row, seed, folder/f"{row.name}-s{seed}", make(seed, **run_options(row, steps))) for seed in row.seeds]
+        jobs += [Job(row, seed, folder/f"{row.name}-s{seed}", make(seed, **row_options(row, steps))) for seed in row.seeds]
     return jobs
 
 # %% ../../nbs/results/02_bench.ipynb #ca04eaa7
-def words_for_row(row: Row, steps: int, imports: tuple = ()) -> list:
+def words_for_row(row: SpecRow, steps: int, imports: tuple = ()) -> list:
     """The words of the command line that trains a row, without seeds and folder.
 
     Args:
         steps: steps of the training
         imports: modules that the environments need
     """
-    return shlex.split(command_for(row.algorithm, row.env, {**row.options, **run_options(row, steps)}, row.env_kwargs, imports))
+    return shlex.split(command_for(row.algorithm, row.env, {**row.options, **row_options(row, steps)}, row.env_kwargs, imports))
 
 # %% ../../nbs/results/02_bench.ipynb #26b7598d
-def state_of(job: Job) -> str:
+def progress_of(job: Job) -> str:
     """The progress of a run. Raises `DataError` if the folder has a run with other options, and `CheckpointError` for a damaged one.
 
     Returns:
@@ -92,15 +93,15 @@ def state_of(job: Job) -> str:
     """
     found = find_run(job.folder, job.config, is_exact=True)
     if found is None: return "missing"
-    is_over = found.counters["steps"] >= job.config["steps"] and is_evaluated(job.folder, found.counters["steps"])
-    return "complete" if is_over else "unfinished"
+    is_over_now = is_over({**found.config, "steps": job.config["steps"]}, found.counters)
+    return "complete" if is_over_now and is_evaluated(job.folder, found.counters["steps"]) else "unfinished"
 
 
 def _states(jobs: list) -> tuple:
     "`(states, damaged)`: job -> state, and job -> problem for a damaged run. A damaged run must not stop the others."
     states, damaged = {}, {}
     for job in jobs:
-        try: states[job.name] = state_of(job)
+        try: states[job.name] = progress_of(job)
         except CheckpointError as e: damaged[job.name] = str(e)
         else:
             try: read_evaluations(job.folder)
@@ -167,7 +168,7 @@ def _check_rows(folder: Path, before: dict | None, spec: Spec) -> None:
                              got=", ".join(lost))
 
 # %% ../../nbs/results/02_bench.ipynb #6bc0c8ab
-def _check_imported(row: Row, path: str) -> None:
+def _check_imported(row: SpecRow, path: str) -> None:
     missing = [module for module in needed_modules(row._asdict()) if module not in sys.modules]
     if missing: raise DataError(f"{path}: {row.env} needs the module {missing[0]!r}, which a file alone cannot make us import",
                                 expected=f"--import {missing[0]}")

@@ -15,6 +15,7 @@ from gymnasium.envs.registration import registry
 from ..agents.schedules import Every, with_eval_every
 from ..runs.evaluations import is_evaluated, read_evaluations
 from ..runs.logs import read_metrics
+from ..settings.checks import is_over
 from ..settings.options import import_words, typed
 from ..pipes.data.errors import DataError, PipeError
 from ..runs.plots import group_runs
@@ -23,7 +24,7 @@ from .bench import BENCH, read_bench
 from .spec import get_value, need_value
 
 # %% auto #0
-__all__ = ['Result', 'read_result', 'flat_config', 'differing', 'RowResult', 'Results', 'threshold_of', 'read_results']
+__all__ = ['Result', 'read_result', 'flat_config', 'differing_options', 'RowResult', 'Results', 'threshold_of', 'read_results']
 
 # %% ../../nbs/results/04_collect.ipynb #69b3cce6
 class Result(NamedTuple):
@@ -91,20 +92,21 @@ def read_result(
         metrics = read_metrics(folder) if (folder/"metrics.jsonl").is_file() else {}
     except (PipeError, ValueError, OSError) as e: return Result(seed, folder, "damaged", str(e), {}, [], {})
     steps = max((r["steps"] for r in evaluations), default=0)
-    is_over = steps >= config["steps"] and is_evaluated(folder, steps)
-    return Result(seed, folder, "complete" if is_over else "unfinished", "", config, evaluations, metrics)
+    is_complete = is_over(config, dict(steps=steps)) and is_evaluated(folder, steps)
+    return Result(seed, folder, "complete" if is_complete else "unfinished", "", config, evaluations, metrics)
 
 # %% ../../nbs/results/04_collect.ipynb #b2d8f4a1
 def flat_config(config: dict) -> dict:
     "Option -> text, for the algorithm, the run, the environment and the versions of packages. Seed-dependent entries are left out."
-    found = {name: x for name, x in config.items() if name not in ("options", "seed", "of_preset", "versions", "name", "env_kwargs")}
+    found = {name: x for name, x in config.items() if name not in ("options", "seed", "of_preset", "versions", "name", "env_kwargs",
+                                                                "stopped")}
     for name in ("options", "env_kwargs", "versions"):
         part = config.get(name)
         found |= {f"{name} {key}" if name == "versions" else key: x for key, x in part.items()} if isinstance(part, dict) else {}
     return {name: x if isinstance(x, str) else json.dumps(x) for name, x in found.items()}
 
 
-def differing(results: list) -> dict:
+def differing_options(results: list) -> dict:
     "Option -> list of its values as texts, for the options that differ between the configurations of some runs."
     configs = [flat_config(x.config) for x in results if x.config]
     values = {name: list(dict.fromkeys(config.get(name, "-") for config in configs)) for config in configs for name in config}

@@ -19,7 +19,7 @@ from .statistics import interval, iqm
 from .tables import number
 
 # %% auto #0
-__all__ = ['Curve', 'curve_of', 'panels', 'color_of', 'draw_curves']
+__all__ = ['Curve', 'curve_over', 'curve_of', 'panels', 'color_of', 'draw_curve', 'draw_curves']
 
 # %% ../../nbs/results/06_curves.ipynb #7b892e1d
 class Curve(NamedTuple):
@@ -47,18 +47,29 @@ def _points(run: Result) -> dict:
     return {steps//n*n: mean for steps, mean in zip(*run.curve)}
 
 
+def curve_over(label: str, steps: np.ndarray, strata: list) -> Curve:
+    """The curve over several runs.
+
+    Args:
+        label: see `Curve`
+        steps: see `Curve`
+        strata: for each task its results, float64 `[n runs, k]`
+    """
+    y = np.concatenate(strata)
+    middle, low, high = np.full((3, len(steps)), np.nan)
+    ok = np.isfinite(y).all(0)
+    middle[ok] = low[ok] = high[ok] = iqm(y[:, ok].T)
+    if len(y) > 1 and ok.any(): low[ok], high[ok] = interval([x[:, ok] for x in strata], n=2000) or (low[ok], high[ok])
+    return Curve(label, len(y), steps, middle, low, high)
+
+
 def curve_of(row: RowResult) -> Curve | None:
     "The curve of the complete runs of a row, or of the unfinished runs if none is complete. None if there is nothing to draw."
     runs = row.complete or [run for run in row.results if run.evaluations]
     points = [_points(run) for run in runs]
     steps = sorted(set.intersection(*map(set, points))) if points else []
     if not steps: return None
-    y = np.array([[found[x] for x in steps] for found in points])    # [runs, k]
-    middle, low, high = np.full((3, len(steps)), np.nan)
-    ok = np.isfinite(y).all(0)
-    middle[ok] = low[ok] = high[ok] = iqm(y[:, ok].T)
-    if len(runs) > 1 and ok.any(): low[ok], high[ok] = interval([y[:, ok]], n=2000) or (low[ok], high[ok])
-    return Curve(row.label, len(runs), np.array(steps), middle, low, high)
+    return curve_over(row.label, np.array(steps), [np.array([[found[x] for x in steps] for found in points])])
 
 # %% ../../nbs/results/06_curves.ipynb #bcc0830b
 def panels(charts: dict, xlabel: str, ylabel: str = "", title: str = "") -> Any:
@@ -98,15 +109,18 @@ def color_of(results: Results, label: str) -> str:
 _STYLES = "--", "-.", (0, (1, 1.5, 6, 1.5))  # line styles of published figures; dotted lines are thresholds
 
 
+def draw_curve(axes: Any, curve: Curve, color: str, label: str) -> None:
+    "Draw a curve with its band."
+    axes.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=.2, linewidth=0)
+    axes.plot(curve.steps, curve.middle, color=color, linewidth=1.6, label=plain(label), marker="." if len(curve.steps) < 3 else None)
+
+
 def _draw(axes: Any, results: Results, env: str) -> None:
     "Draw the curves of an environment, with published figures and thresholds as horizontal lines."
     rows = [row for row in results.rows if row.env == env]
     for row in rows:
         color, curve = color_of(results, row.label), curve_of(row)
-        if curve is not None:
-            label, marker = plain(f"{row.label} ({curve.n} run{'s'*(curve.n > 1)})"), "." if len(curve.steps) < 3 else None
-            axes.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=.2, linewidth=0)
-            axes.plot(curve.steps, curve.middle, color=color, linewidth=1.6, label=label, marker=marker)
+        if curve is not None: draw_curve(axes, curve, color, f"{row.label} ({curve.n} run{'s'*(curve.n > 1)})")
         for x, dashes in zip(row.published, cycle(_STYLES)):
             axes.axhline(x.mean, color=color, linewidth=.9, linestyle=dashes, label=plain(f"{x.name}: {row.label}, {x.of}"))
     for x in sorted({row.threshold for row in rows if row.threshold is not None}):

@@ -21,7 +21,8 @@ from .tables import ABOUT, notes_of, number, table_of, together
 from ..runs.folder import load_run
 
 # %% auto #0
-__all__ = ['CERTIFICATE', 'STYLE', 'table_html', 'certificate', 'pipeline_svg', 'differences', 'section', 'document', 'page']
+__all__ = ['CERTIFICATE', 'STYLE', 'table_html', 'certificate', 'pipeline_svg', 'differences', 'section', 'notes_html',
+           'document', 'page']
 
 # %% ../../nbs/results/07_page.ipynb #1591b209
 def table_html(columns: Iterable, rows: Iterable) -> str:
@@ -91,11 +92,11 @@ def differences(results: Results) -> tuple:
 # %% ../../nbs/results/07_page.ipynb #b4369ff2
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 1180px; margin: 2em auto;
-  padding: 0 1em; color: #1c2430; background: #fff; }
+  padding: 0 1em; color: #1c2430; background: #fff; overflow-wrap: anywhere; }
 h1 { font-size: 1.7em; }
 h2 { font-size: 1.25em; margin-top: 2em; }
 h3 { font-size: 1em; margin: 0 0 .3em; }
-table { border-collapse: collapse; font-size: 13px; }
+table { border-collapse: collapse; font-size: 13px; overflow-wrap: normal; }
 th, td { text-align: left; padding: .3em .7em;
   border-bottom: 1px solid #dde2ea; vertical-align: top; }
 th { background: #f2f5f9; }
@@ -104,28 +105,42 @@ th { background: #f2f5f9; }
 pre { background: #f2f5f9; padding: .7em; overflow-x: auto; font-size: 12px; }
 details { margin: .5em 0; }
 svg { max-width: 100%; height: auto; }
+@media (max-width: 700px) {
+  body { margin: .5em auto; padding: 0 .6em; }
+  h1 { font-size: 1.3em; }
+  .notes { padding: .6em .6em .6em 1.6em; }
+  svg { max-width: none; }
+}
 """
 
 
+def _wide(picture: str) -> str: return f'<div class="wide">{picture}</div>'     # a narrow window scrolls it, and its texts stay legible
+
+
 def section(title: str, body: str) -> str:
-    "A part of a page; none without a body, which is HTML."
+    "A part of a page with a heading; empty if there is nothing in it."
     return f"<h2>{title}</h2>\n{body}\n" if body else ""
 
 
-def document(title: str, body: Iterable, more: str = "", head: str = "") -> str:
-    """A page that loads nothing, and runs no script.
+def notes_html(notes: list) -> str:
+    "Notes as a list; empty if there are none. All texts are escaped."
+    return f'<ul class="notes">{"".join(f"<li>{html.escape(note)}</li>" for note in notes)}</ul>' if notes else ""
+
+
+def document(title: str, body: list, more: str = "", head: str = "") -> str:
+    """A whole page, which loads nothing, and runs no script.
 
     Args:
-        title: a text
-        body: parts of HTML; empty ones are left out
+        title: a text, which is escaped
+        body: its parts in HTML; empty ones are left out
         more: more of its `Content-Security-Policy`
-        head: more of its head
+        head: more of its head in HTML
     """
-    policy = f"default-src 'none'; style-src 'unsafe-inline'{more}"
+    policy, title = f"default-src 'none'; style-src 'unsafe-inline'{more}", html.escape(title)
     return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
-            f'<meta name="viewport" content="width=device-width">{head}<title>{html.escape(title)}</title>'
+            f'<meta name="viewport" content="width=device-width">{head}<title>{title}</title>'
             f'<style>{STYLE}</style></head>\n<body>\n'
-            + "\n".join(filter(None, body)) + "\n</body></html>\n")
+            + "\n".join([f"<h1>{title}</h1>", *filter(None, body)]) + "\n</body></html>\n")
 
 
 def _sources(results: Results) -> str:
@@ -144,15 +159,13 @@ def page(results: Results) -> str:
     "The report as one HTML file."
     escape, table, notes, (names, options) = html.escape, table_of(results), notes_of(results), differences(results)
     columns = [name for name in table[0] if any(row[name] != "-" for row in table)]
-    graphs = "".join(f"<details><summary>{escape(f'{row.label}, {row.env}')}</summary>{pipeline_svg(row)}</details>"
+    graphs = "".join(f"<details><summary>{escape(f'{row.label}, {row.env}')}</summary>{_wide(pipeline_svg(row))}</details>"
                      for row in results.rows)
     commands = "".join(f"<h3>{escape(f'{row.label}, {row.env}')}</h3><pre>{escape(row.command)}</pre>" for row in results.rows)
-    body = [f"<h1>{escape(results.title)}</h1>", table_html(columns, [[row[name] for name in columns] for row in table]),
-            f"<p>{escape(ABOUT)}</p>",
-            f'<ul class="notes">{"".join(f"<li>{escape(note)}</li>" for note in notes)}</ul>' if notes else "",
-            section("Learning curves", svg(draw_curves(results), "curves")),
+    body = [table_html(columns, [[row[name] for name in columns] for row in table]), f"<p>{escape(ABOUT)}</p>", notes_html(notes),
+            section("Learning curves", _wide(svg(draw_curves(results), "curves"))),
             section("All environments together", _together(results)), section("Published figures", _sources(results)),
-            section("The course of the certificate", svg(figure, "certificate") if (figure := certificate(results)) else ""),
+            section("The course of the certificate", _wide(svg(figure, "certificate")) if (figure := certificate(results)) else ""),
             section("What differs between the configurations", table_html(["option", *names], [(name, *x) for name, x in options])
                      if options else ""),
             section("The pipelines", graphs), section("The commands", commands)]

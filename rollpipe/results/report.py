@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 from ..pipes.data.files import write_atomically
 from ..pipes.data.errors import DataError
@@ -17,19 +19,20 @@ from .page import page
 from .tables import csv_text, curves_text, markdown
 
 # %% auto #0
-__all__ = ['REPORT_FILES', 'write_report', 'report_command']
+__all__ = ['REPORT_FILES', 'write_files', 'write_report', 'report_command']
 
 # %% ../../nbs/results/08_report.ipynb #f4cf1c98
 REPORT_FILES = ("report.md", "report.csv", "report.jsonl", "report.png", "report.html")
 
 
-def write_report(results: Results, folder: str | Path) -> list:
-    """Write the report as Markdown, CSV, JSON lines with all curves, a picture and a page; each file is replaced as a whole.
+def write_files(folder: str | Path, made: Callable) -> list:
+    """Write the files of a report; each one is replaced as a whole.
 
-    Raises `DataError`, before anything is drawn, if the folder is a file or would be in one.
+    Raises `DataError`, before anything is made, if the folder is a file or would be in one.
 
     Args:
         folder: created if needed
+        made: returns name -> text, or matplotlib `Figure`
 
     Returns:
         list: the paths of the files
@@ -37,13 +40,28 @@ def write_report(results: Results, folder: str | Path) -> list:
     folder = Path(folder)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir(): raise DataError(f"{there}: not a folder", expected="a folder, or a path where none is", got="a file")
-    draw_curves(results, results.title).savefig(picture := BytesIO(), format="png")
-    texts = markdown(results), csv_text(results), curves_text(results)
-    contents = (*(text.encode() for text in texts), picture.getvalue(), page(results).encode())
+    contents = {folder/name: x.encode() if isinstance(x, str) else _picture(x) for name, x in made().items()}
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder/name for name in REPORT_FILES]
-    for path, content in zip(paths, contents): write_atomically(path, content)
-    return paths
+    for path, content in contents.items(): write_atomically(path, content)
+    return [*contents]
+
+
+def _picture(figure: Any) -> bytes:
+    figure.savefig(picture := BytesIO(), format="png")
+    return picture.getvalue()
+
+
+def write_report(results: Results, folder: str | Path) -> list:
+    """Write the report as Markdown, CSV, JSON lines with all curves, a picture and a page. Raises as `write_files`.
+
+    Args:
+        folder: created if needed
+
+    Returns:
+        list: the paths of the files
+    """
+    return write_files(folder, lambda: dict(zip(REPORT_FILES, (markdown(results), csv_text(results), curves_text(results), draw_curves(
+        results, results.title), page(results)))))
 
 
 def report_command(args: Namespace) -> None:

@@ -16,10 +16,10 @@ from ..pipes.data.errors import DataError
 from ..settings.files import checked, read_table
 
 # %% auto #0
-__all__ = ['Row', 'Published', 'Spec', 'get_value', 'need_value', 'scale_of', 'published_of', 'tables_of', 'read_spec']
+__all__ = ['SpecRow', 'Published', 'Spec', 'get_value', 'need_value', 'scale_of', 'published_of', 'tables_of', 'read_spec']
 
 # %% ../../nbs/results/01_spec.ipynb #18cbf930
-class Row(NamedTuple):
+class SpecRow(NamedTuple):
     """One row of the table.
 
     Args:
@@ -73,7 +73,7 @@ class Spec(NamedTuple):
     """The content of a specification.
 
     Args:
-        rows: list of `Row`
+        rows: list of `SpecRow`
         published: list of `Published`
     """
     title: str
@@ -148,10 +148,10 @@ def _rows(table: dict, where: str) -> list:
                 final_episodes=get_value(table, "final_episodes", "a whole number", where, RunOptions.final_episodes))
     envs = table.get("env")
     envs = envs if isinstance(envs, list) and envs else [need_value(table, "env", "a text", where)]
-    return [Row(algorithm, get_value(dict(env=env), "env", "a text", where), get_value(table, "label", "a text", where, algorithm), options,
-                {**values, "preset": "auto", **run}, get_value(table, "env_kwargs", "a table", where, {}),
-                _seeds(table.get("seeds", "0"), where), get_value(table, "every", "a whole number", where),
-                get_value(table, "threshold", "a number", where), scale_of(table, where)) for env in envs]
+    return [SpecRow(algorithm, get_value(dict(env=env), "env", "a text", where), get_value(table, "label", "a text", where, algorithm),
+                    options, {**values, "preset": "auto", **run}, get_value(table, "env_kwargs", "a table", where, {}),
+                    _seeds(table.get("seeds", "0"), where), get_value(table, "every", "a whole number", where),
+                    get_value(table, "threshold", "a number", where), scale_of(table, where)) for env in envs]
 
 # %% ../../nbs/results/01_spec.ipynb #cee072f9
 def published_of(table: dict, rows: list, where: str) -> Published:

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..runs.progress import format_duration, format_number
-from .collect import Results, RowResult, differing
+from .collect import Results, RowResult, differing_options
 from .statistics import interval, iqm, steps_to
 
 # %% auto #0
-__all__ = ['ABOUT', 'Figure', 'number', 'figure_of', 'steps_needed', 'table_of', 'together', 'notes_of', 'markdown', 'csv_text',
-           'curves_text']
+__all__ = ['ABOUT', 'Figure', 'number', 'figure_over', 'figure_of', 'steps_needed', 'spread', 'table_of', 'together', 'notes_of',
+           'table_text', 'markdown', 'csv_text', 'curves_text']
 
 # %% ../../nbs/results/05_tables.ipynb #431c0252
 class Figure(NamedTuple):
@@ -45,10 +45,22 @@ class Figure(NamedTuple):
 
 # %% ../../nbs/results/05_tables.ipynb #a146786d
 def number(x: float) -> str:
-    "A return as text, with about three digits."
+    "A number as text, with about three digits."
+    if 0 < abs(x) < .1: return f"{x:.2g}"
     return "-" if math.isnan(x) else f"{x:.0f}" if abs(x) >= 100 else f"{x:.1f}" if abs(x) >= 10 else f"{x:.2f}"
 
 # %% ../../nbs/results/05_tables.ipynb #3f8b5a24
+def figure_over(x: np.ndarray, strata: list | None = None) -> Figure:
+    """A result over finite numbers, one for each run.
+
+    Args:
+        x: [n] with n >= 1
+        strata: the same numbers, those of each task apart; None: there is one task
+    """
+    low, high = interval(strata or [x]) or (math.nan, math.nan)
+    return Figure(len(x), float(iqm(x)), float(low), float(high), float(x.mean()), float(x.std(ddof=1)) if len(x) > 1 else math.nan, ())
+
+
 def figure_of(row: RowResult, kind: str) -> Figure:
     """A result of a row over its seeds.
 
@@ -57,9 +69,7 @@ def figure_of(row: RowResult, kind: str) -> Figure:
     """
     x, nan = row.finals(kind), math.nan
     bad = tuple(run.seed for run, value in zip(row.complete, x) if not np.isfinite(value))
-    if bad or not len(x): return Figure(len(x), nan, nan, nan, nan, nan, bad)
-    low, high = interval([x]) or (nan, nan)
-    return Figure(len(x), float(iqm(x)), float(low), float(high), float(x.mean()), float(x.std(ddof=1)) if len(x) > 1 else nan, ())
+    return Figure(len(x), nan, nan, nan, nan, nan, bad) if bad or not len(x) else figure_over(x)
 
 # %% ../../nbs/results/05_tables.ipynb #71cde4fa
 def steps_needed(row: RowResult) -> list:
@@ -79,7 +89,8 @@ def _published(row: RowResult, of: str) -> str:
     return "; ".join(found) or "-"
 
 # %% ../../nbs/results/05_tables.ipynb #71a4af3f
-def _spread(figure: Figure) -> str:
+def spread(figure: Figure) -> str:
+    "The mean and the deviation of a result as text."
     return "-" if figure.bad or not figure.n else number(figure.mean) + (f" +- {number(figure.sd)}" if figure.n > 1 else "")
 
 
@@ -92,8 +103,8 @@ def table_of(results: Results) -> list:
         rows.append({
             "environment": row.env, "algorithm": row.label, "runs": f"{len(row.complete)} of {len(row.results)}",
             "steps": format_number(max((run.config["steps"] for run in row.complete), default=0)),
-            "last policy, IQM": str(last), "mean +- sd": _spread(last), "published": _published(row, "last"),
-            "best evaluation, IQM": str(evaluation), "mean +- sd of it": _spread(evaluation), "published best": _published(row, "best"),
+            "last policy, IQM": str(last), "mean +- sd": spread(last), "published": _published(row, "last"),
+            "best evaluation, IQM": str(evaluation), "mean +- sd of it": spread(evaluation), "published best": _published(row, "best"),
             "best policy, IQM": str(best), "steps to threshold": _needed(row) if row.threshold is None else
             f"{number(row.threshold)}: {_needed(row)}", "wall time": format_duration(float(np.median(seconds))) if seconds else "-"})
     return rows
@@ -123,7 +134,7 @@ def notes_of(results: Results) -> list:
         elif 1 < len(row.complete) < 5: notes.append(f"{what}: an interval from {len(row.complete)} runs is narrower than it says.")
         bad = figure_of(row, "last").bad + figure_of(row, "best evaluation").bad
         if bad: notes.append(f"{what}: a return is not a number, so there is no mean: seed {', '.join(map(str, sorted(set(bad))))}.")
-        others = [f"{name} ({' | '.join(texts)})" for name, texts in differing(row.results).items()]
+        others = [f"{name} ({' | '.join(texts)})" for name, texts in differing_options(row.results).items()]
         if others: notes.append(f"{what}: its runs do not have the same options: {', '.join(others)}.")
         resumed = [run.seed for run in row.results if run.resumes]
         if resumed: notes.append(f"{what}: went on after an interruption, with new episodes: seed {', '.join(map(str, resumed))}.")
@@ -143,12 +154,21 @@ def _plain(text: Any) -> str:
     return re.sub(r"([\\`*_\[\]|])", r"\\\1", html.escape(" ".join(str(text).split()), quote=False))
 
 
+def table_text(columns: list, rows: list) -> str:
+    """A table as Markdown. All texts are escaped.
+
+    Args:
+        rows: rows, each a list of the texts of its cells
+    """
+    lines = [columns, ["---"]*len(columns), *([_plain(text) for text in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
 def markdown(results: Results) -> str:
     "The report as Markdown."
     table, lines = table_of(results), [f"# {_plain(results.title)}", ""]
     columns = [name for name in table[0] if any(row[name] != "-" for row in table)]
-    lines += ["| " + " | ".join(columns) + " |", "|" + " --- |"*len(columns)]
-    lines += ["| " + " | ".join(_plain(row[name]) for name in columns) + " |" for row in table]
+    lines += [table_text(columns, [[row[name] for name in columns] for row in table])]
     for label, n, middle, bounds in together(results):
         told = f" [{bounds[0]:.2f}, {bounds[1]:.2f}]" if bounds else ""
         lines += ["", f"{_plain(label)}, {n} environments together on their scales: IQM {middle:.2f}{told}."]

@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..pipes.data.errors import DataError
-from ..settings.options import parse_env_kwargs
-from .changes import read_options
+from ..settings.algorithms import options_for
+from ..settings.config import RUN_OPTIONS
+from ..settings.options import parse_env_kwargs, parse_options
+from ..settings.overview import Parser
 from .folder import folder_of, load_run
 from .mailbox import WISHES, ask
 from ..traces.differences import JOURNAL
 from ..traces.journal import read_journal, told
 
 # %% auto #0
-__all__ = ['OpenRun', 'open_run', 'edit_command']
+__all__ = ['OpenRun', 'open_run', 'add_edit', 'edit_command']
 
 # %% ../../nbs/runs/21_asking.ipynb #4a983ce4
 class OpenRun(NamedTuple):
@@ -60,6 +62,17 @@ def open_run(path: str | Path) -> OpenRun:
     return OpenRun(folder)
 
 # %% ../../nbs/runs/21_asking.ipynb #ddf6c782
+def add_edit(parser: Parser) -> None:
+    "Add the options of the command."
+    parser.add_argument("run", metavar="RUN", help="folder of a run that trains")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option that is another one from now on")
+    parser.add_argument("--insert", metavar="MODULE:EDIT[,NAME=VALUE]",
+                        help="a function pipe -> pipe, with arguments, of an --import MODULE")
+    for name, text in dict(pause="wait after this update", go_on="end the pause", save="write a checkpoint", stop="save and end").items():
+        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
+    parser.add_argument("--timeout", type=float, default=60., metavar="SECONDS", help="how long to wait for an answer [60]")
+
+
 def edit_command(args: Namespace) -> None:
     "Ask a training, and print its answers. Raises `DataError` for the first wish that is refused."
     run, wishes = open_run(args.run), [dict(do=name) for name in WISHES if getattr(args, name)]
@@ -68,6 +81,6 @@ def edit_command(args: Namespace) -> None:
         if (module := name.partition(":")[0]) not in getattr(args, "imports", ()):
             raise DataError(f"the edit {name!r} needs its module", leaf="--insert", expected=f"--import {module}", got="no such --import")
         wishes.insert(0, dict(insert=name, **parse_env_kwargs(words)))
-    if args.set: wishes.insert(0, read_options(args.set, load_run(args.run).config["algorithm"]))
+    if args.set: wishes.insert(0, parse_options(args.set, [*options_for(load_run(args.run).config["algorithm"]), *RUN_OPTIONS]))
     if not wishes: raise DataError("nothing is asked", expected="--set, --insert, --pause, --go-on, --save or --stop")
     for wish in wishes: print(run.ask(timeout=args.timeout, **wish), flush=True)

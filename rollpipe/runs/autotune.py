@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools, os, random, shlex, time
 from collections.abc import Iterable, Iterator
+from functools import partial
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +21,8 @@ from ..pipes.profiling.profile import check_seconds, profile
 from ..pipes.profiling.report import Profile, share_text
 
 # %% auto #0
-__all__ = ['GRID', 'SHORTEST', 'NO_TIME', 'profile_config', 'cores', 'settings', 'Trial', 'autotune', 'table_row', 'trial_row',
-           'command_for']
+__all__ = ['GRID', 'SHORTEST', 'AGAIN', 'NO_TIME', 'profile_config', 'cores', 'settings', 'Trial', 'autotune', 'table_row',
+           'trial_row', 'ranked', 'ranking', 'command_for']
 
 # %% ../../nbs/runs/13_autotune.ipynb #0c121235
 def profile_config(config: dict, seconds: float) -> Profile:
@@ -45,6 +47,7 @@ GRID: dict = dict(
     engine=("auto", "torch"),
 )
 SHORTEST = 16     # fewest steps of a fragment, unless the algorithm has fewer: advantages look ahead only within a fragment
+AGAIN = 3         # number of the fastest settings that are measured a second time, in the last quarter of the time
 
 
 def cores() -> int:
@@ -105,7 +108,9 @@ class Trial(NamedTuple):
 
 def autotune(algorithm: str, env: str, options: dict | None = None, env_kwargs: dict | None = None, *, seconds: float = 60.,
              **run_options: Any) -> Iterator[Trial]:
-    """Yield a `Trial` for each setting, as soon as it is measured. Raises `DataError` for options that are wrong in every setting.
+    """Yield a `Trial` for each setting, as soon as it is measured, and then a second one for the fastest settings, for `ranked`.
+
+    Raises `DataError` for options that are wrong in every setting.
 
     Args:
         algorithm: name in `ALGORITHMS`
@@ -121,10 +126,15 @@ def autotune(algorithm: str, env: str, options: dict | None = None, env_kwargs: 
         raise DataError("only worker processes are measured", pipe="autotune", leaf="reading", expected="processes", got=repr(reading))
     base = make_config(algorithm, env, options, env_kwargs, **{name: value for name, value in run_options.items() if name != "workers"})
     found, begun = settings(algorithm, {**options, **run_options}, cores(), base["options"]), time.monotonic()
+    trial, trials = partial(_trial, algorithm, env, options, env_kwargs, run_options), []
     for k, setting in enumerate(found):
-        left = begun + seconds - time.monotonic()
-        if k and left <= 0: yield Trial(setting, error=NO_TIME)
-        else: yield _trial(algorithm, env, options, env_kwargs, run_options, setting, max(left, 0.1) / (len(found) - k))
+        left = begun + seconds * 3 / 4 - time.monotonic()
+        if k and left <= 0: trials.append(Trial(setting, error=NO_TIME))
+        else: trials.append(trial(setting, max(left, 0.1) / (len(found) - k)))
+        yield trials[-1]
+    fastest = sorted((x for x in trials if x.speed), key=lambda x: -x.speed)[:AGAIN]
+    for k, x in enumerate(fastest):
+        if (left := begun + seconds - time.monotonic()) > 0: yield trial(x.setting, left / (len(fastest) - k))
 
 
 def _trial(algorithm, env, options, env_kwargs, run_options, setting, seconds) -> Trial:
@@ -148,6 +158,36 @@ def trial_row(trial: Trial) -> str:
     if found is None: return table_row(trial.setting, "-", "-", trial.error.splitlines()[0])
     name = "" if found.slowest is None else found.stages[found.slowest].label.partition("(")[0]
     return table_row(trial.setting, f"{trial.speed:,.0f}", share_text(1 - (found.learner or 0.)), name)
+
+
+def ranked(trials: Iterable) -> tuple:
+    """The settings that work, the fastest first, and the noise of the measurements.
+
+    Returns:
+        tuple: list of `(setting, mean speed)`, and the largest difference between two speeds of the same setting, as a part of their
+            mean; None: no setting was measured twice
+    """
+    speeds = {}
+    for x in trials:
+        if x.speed: speeds.setdefault(tuple(x.setting.items()), []).append(x.speed)
+    noise = [(max(x) - min(x)) / fmean(x) for x in speeds.values() if len(x) > 1]
+    found = [(dict(setting), fmean(x)) for setting, x in speeds.items()]
+    return sorted(found, key=lambda x: -x[1]), max(noise, default=None)
+
+
+def ranking(trials: Iterable, n: int = 5) -> str:
+    """The fastest settings as a table, with what the noise of the measurements means for them.
+
+    Args:
+        n: number of settings to show
+    """
+    found, noise = ranked(trials)
+    alike = sum(speed >= found[0][1] * (1 - (noise or 0)) for _, speed in found)
+    rows = [table_row(setting, f"{speed:,.0f}", share_text(speed / found[0][1])) for setting, speed in found[:n]]
+    which = f"the {alike} fastest settings are alike" if alike > 1 else "the fastest setting is faster than the others"
+    told = (f"two measurements of one setting are up to {share_text(noise)} apart, so {which}" if noise is not None
+            else "unknown, because no setting was measured twice")
+    return "\n".join(["", table_row({name: name for name in found[0][0]}, "steps/s", "of the best"), *rows, f"noise: {told}"])
 
 
 def command_for(algorithm: str, env: str, values: dict, env_kwargs: dict | None = None, imports: Iterable = ()) -> str:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ..agents.checkpoint import Checkpoint, Snapshot
@@ -17,15 +16,15 @@ from ..pipes.graph.edits import nodes
 from ..pipes.graph.modules import torch_threads
 from ..pipes.graph.states import named_pipes, numbered
 from ..settings.algorithms import options_for
-from ..settings.config import RUN_OPTIONS, build, check_decay, check_lanes, check_room, reading_for, run_options
+from ..settings.checks import check_decay, check_lanes, check_room, check_stops, with_steps
+from ..settings.config import RUN_OPTIONS, build, reading_for, run_options
 from ..settings.files import checked
-from ..settings.options import parse_value
 from .folder import Run, rebuilt
 from .states import kept_states, ordering, why_inexact
 from ..traces.fingerprint import Fingerprint, fingerprint
 
 # %% auto #0
-__all__ = ['changed_run', 'read_options', 'edited_run', 'with_edit', 'before_edits']
+__all__ = ['changed_run', 'edited_run', 'with_edit', 'before_edits']
 
 # %% ../../nbs/runs/10_changes.ipynb #8c52bf5e
 class _Made(NamedTuple):
@@ -82,6 +81,7 @@ def changed_run(who: str, found: Checkpoint, options: dict) -> tuple[Checkpoint,
     """
     config, of_run = found.config, [x for x in RUN_OPTIONS if x.name != "preset"]
     options = json.loads(json.dumps(checked(options, [*options_for(config["algorithm"]), *of_run], who)))
+    options = with_steps(config["algorithm"], options, options.get("steps", config["steps"]))
     config = {**config, "options": {**{x.name: x.default for x in options_for(config["algorithm"])}, **config["options"]}}
     changed = {name: x for name, x in options.items() if {**config, **config["options"]}.get(name) != x}
     if not changed: return found, {}
@@ -101,30 +101,13 @@ def changed_run(who: str, found: Checkpoint, options: dict) -> tuple[Checkpoint,
         before = after
     reading_for(config)
     check_decay(config["steps"], config["options"])
+    check_stops(config)
     check_room(config["options"])
     check_lanes(config["workers"], config["options"])
     if config["steps"] <= found.counters["steps"]:
         raise DataError(f"{who} would be complete", leaf="steps", expected=f"more than {found.counters['steps']}",
                         got=str(config["steps"]))
     return found._replace(config=config, agent_state=state), changed
-
-# %% ../../nbs/runs/10_changes.ipynb #ff01a664
-def read_options(words: Iterable, algorithm: str) -> dict:
-    """The values of options that are typed as `NAME=VALUE`. Raises `DataError` for a word that cannot be read, and for an option twice.
-
-    Args:
-        words: the words
-        algorithm: its options and those of a run are known; an unknown option keeps its text
-    """
-    known, found = {option.name: option for option in [*options_for(algorithm), *RUN_OPTIONS]}, {}
-    for word in words:
-        name, equals, text = word.partition("=")
-        name = name.strip().lstrip("-").replace("-", "_")
-        if not equals or name in found:
-            raise DataError("an option is there twice" if equals else "not an option", leaf="--set", expected="NAME=VALUE", got=word)
-        try: found[name] = parse_value(text, known[name].kinds) if name in known else text
-        except ValueError as e: raise DataError("wrong type of value", leaf=name, got=str(e)) from None
-    return found
 
 # %% ../../nbs/runs/10_changes.ipynb #f5c8acc4
 def edited_run(run: Run, edit: dict) -> Run:

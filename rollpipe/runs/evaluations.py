@@ -28,7 +28,8 @@ from .folder import Run, agent_of, load_run, restore
 
 # %% auto #0
 __all__ = ['KINDS', 'EVALUATIONS', 'EVALUATIONS_FORMAT', 'evaluation_seed', 'read_evaluations', 'write_evaluations',
-           'best_return', 'Evaluations', 'StepEvaluations', 'evaluations_of', 'is_evaluated', 'evaluate_end']
+           'best_return', 'why_enough', 'Evaluations', 'StepEvaluations', 'evaluations_of', 'is_evaluated',
+           'evaluate_end']
 
 # %% ../../nbs/runs/08_evaluations.ipynb #d6eb9513
 KINDS = ("training", "last", "best")  # evaluations while the run learns, of the last policy, and of the best one
@@ -106,6 +107,20 @@ def best_return(folder: Path) -> float:
     raise CheckpointError(f"{path}: does not say how its evaluation was", expected="the file that training has written, or none")
 
 # %% ../../nbs/runs/08_evaluations.ipynb #6ec26202
+def why_enough(config: dict, means: list) -> str | None:
+    """Why a training ends after these evaluations; None: it goes on.
+
+    Args:
+        config: `stop_at_return` and `patience`, see `RunOptions`
+        means: the mean return of each evaluation so far
+    """
+    goal, patience = config.get("stop_at_return"), config.get("patience")
+    if means and goal is not None and means[-1] >= goal: return f"the mean return {means[-1]:g} has reached stop_at_return={goal:g}"
+    best = max(range(len(means)), key=lambda k: -math.inf if math.isnan(means[k]) else means[k], default=0)      # the first of equal ones
+    if not patience or len(means) - 1 - best < patience: return None
+    return f"patience={patience}: no evaluation since the mean return {means[best]:g} was better"
+
+
 class Evaluations:
     """The evaluations of a run. The learner with the best mean return so far is kept in `run.best`.
 
@@ -122,6 +137,10 @@ class Evaluations:
     def waits(self) -> bool:
         "Does the training wait for an evaluation after this update? Then it is saved before."
         return False
+
+    def why_enough(self) -> str | None:
+        "Why the training ends; None: it goes on."
+        return None
 
     def after_update(self) -> float:
         "Ask for an evaluation if one is due and none is under way. Returns for how long the training waited [s]."
@@ -177,6 +196,8 @@ class StepEvaluations(Evaluations):
         self.news = [_of_record(r, version_of(run.agent.actor)) for r in self.records if r["kind"] == "training" and r["steps"] == steps]
 
     def waits(self) -> bool: return self.every.is_due(self.last, self.run.counters)
+
+    def why_enough(self) -> str | None: return why_enough(self.run.config, [r["mean"] for r in self.records if r["kind"] == "training"])
 
     def finish(self) -> list:
         "Evaluate the last policy and the best one on `final_episodes` episodes each, unless that is done. Returns `poll()`."

@@ -40,11 +40,13 @@ def _names(tree, root):
     return list(found)
 
 
-def _samples(space, n):
-    "Endless batches of observations [n, ...], drawn from their space. Each call gives the same sequence."
+def _samples(space, n, mask=None):
+    "Endless batches of observations [n, ...], drawn from their space; a mask allows some action. Each call gives the same sequence."
     space, spec = copy.deepcopy(space), space_spec(space, 'obs')
     space.seed(0)
-    while True: yield nested.stack([nested.map(np.asarray, in_containers(space.sample(), spec)) for _ in range(n)])
+    while True:
+        obs = nested.stack([nested.map(np.asarray, in_containers(space.sample(), spec)) for _ in range(n)])
+        yield obs if mask is None else mask.opened(obs)
 
 
 def _bounded(space, act):
@@ -68,7 +70,7 @@ class PolicyFunction(torch.nn.Module):
         super().__init__()
         if actor.observation_space is None or actor.action_space is None:
             raise ActorError(f"{type(actor).__name__} does not know its environment", expected="an actor made by `for_env`")
-        obs, act = next(_samples(actor.observation_space, 2)), space_spec(actor.action_space, 'act')
+        obs, act = next(_samples(actor.observation_space, 2, actor.action_mask)), space_spec(actor.action_space, 'act')
         state = actor.predict(obs)[1]
         parts = {'obs': nested.torchify(obs)}
         if actor.uses_past or nested.leaves(state.hx): parts['start'] = torch.ones(2, dtype=torch.bool)
@@ -179,7 +181,7 @@ FORMATS = {'onnx': Format('.onnx', _to_onnx, _run_onnx), 'torchscript': Format('
 # %% ../../nbs/runs/12_export.ipynb #9a994fc0
 def _check(actor, policy, run, n=3, steps=3):
     "Raise `DataError` unless `run` answers as `actor.predict` does."
-    state, samples = None, _samples(actor.observation_space, n)
+    state, samples = None, _samples(actor.observation_space, n, actor.action_mask)
     n_act, memory = len(_names(space_spec(actor.action_space, 'act'), 'act')), ()
     for t in range(steps):
         obs = next(samples)

@@ -17,7 +17,8 @@ from ..agents.checkpoint import (Checkpoint, Snapshot, checkpoint_bytes, keep_ch
 from .states import Stream, edits_due, kept_states, load_states, resumed_stream, with_exactness
 from ..agents.schedules import with_eval_every
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
-from ..settings.config import RUN_OPTIONS, RunOptions, build, check_decay, check_edits, check_room, device_of, run_options
+from ..settings.checks import check_decay, check_edits, check_room, is_over
+from ..settings.config import RUN_OPTIONS, RunOptions, build, device_of, run_options
 from .locks import lock, unlock
 from ..pipes.data import files, nested
 from ..pipes.data.chunks import ChunkFolder
@@ -30,12 +31,12 @@ from ..traces.differences import FINGERPRINTS, JOURNAL
 
 # %% auto #0
 __all__ = ['FORKED', 'RUN_FILES', 'Run', 'folder_of', 'start', 'discard', 'files_of_run', 'needed_modules', 'load_run', 'restore',
-           'agent_of', 'load_agent', 'rebuilt', 'resume']
+           'agent_of', 'rebuilt', 'resume']
 
 # %% ../../nbs/runs/07_folder.ipynb #318476a9
 FORKED = "fork.safetensors"      # the checkpoint with which a fork of another run begins
 RUN_FILES = ("config.json", FINGERPRINTS, "metrics.csv", "metrics.jsonl", JOURNAL, "evaluations.jsonl", "checkpoint.safetensors",
-             "best.safetensors", FORKED, *"replay ranks recording crash inbox curve.png tensorboard wandb wandb.json videos".split())
+             "best.safetensors", FORKED, *"replay ranks recording crash inbox curve.png tensorboard wandb wandb.json videos pack".split())
 _COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0., resumes=0)
 
 
@@ -198,7 +199,7 @@ def load_run(path: str | Path, best: bool = False) -> Checkpoint:
     if not path.exists():
         siblings = [str(p.parent) for p in path.parent.glob("*/checkpoint.safetensors")]
         near = difflib.get_close_matches(str(path), siblings, 3)
-        raise DataError(f"{path}: there is no such run", expected=f"for example {', '.join(near)}" if near else None)
+        raise DataError(f"{path}: there is no such run", expected=f"for example {', '.join(near)}" if near else "a path, or hf://OWNER/NAME")
     if best: path = _best_of(path)
     found = load_checkpoint(path/"checkpoint.safetensors" if path.is_dir() else path)
     has = lambda part, *keys: isinstance(part, dict) and set(keys) <= set(part)
@@ -257,17 +258,6 @@ def agent_of(checkpoint: Checkpoint, device: str = "cpu") -> Any:
     config = dict(checkpoint.config, options={**checkpoint.config["options"], "engine": "torch"})
     return restore(checkpoint._replace(config=config), device=device)[0]
 
-
-def load_agent(run: str | Path, best: bool = False, device: str = "cpu") -> Any:
-    """The learner of a run as it was saved; `load_agent(run).actor.predict(obs)` is its policy. Raises as `load_run` and `restore` do.
-
-    Args:
-        run: folder of a run, or a checkpoint file
-        best: for a folder: the learner with the best evaluation, instead of the last one
-        device: device of the learner, see `make_config`; the training may have used another one
-    """
-    return agent_of(load_run(run, best), device)
-
 # %% ../../nbs/runs/07_folder.ipynb #77254847
 def rebuilt(folder: Path, found: Checkpoint, config: dict, counters: dict) -> Run:
     """The run that goes on from a checkpoint. Nothing is written. Raises the errors of `restore`, and `CheckpointError`.
@@ -286,7 +276,7 @@ def rebuilt(folder: Path, found: Checkpoint, config: dict, counters: dict) -> Ru
 def resume(folder: str | Path, steps: int | None = None, device: str | None = None, workers: int | None = None) -> Run:
     """Continue a run from its checkpoint: exactly as it would have gone on, or with new episodes if its configuration says why.
 
-    Raises `DataError` if it is complete.
+    Raises `DataError` if it is complete. A run that was stopped goes on if `steps` are given, without the rules that could stop it.
 
     From an earlier checkpoint, the training after it is repeated, and its records and checkpoints are replaced. The best checkpoint stays.
 
@@ -303,7 +293,8 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
         given = {name: x for name, x in dict(device=device, workers=workers).items() if x is not None}
         config: dict[str, Any] = dict(found.config, steps=steps or found.config["steps"], **given)
         counters = dict(found.counters, resumes=found.counters["resumes"] + (found.stream is None and found.counters["updates"] > 0))
-        if counters["steps"] >= config["steps"]:
+        if config.get("stopped") and steps: config |= dict(stopped=None, stop_at_return=None, patience=0, stop_after=None)
+        if is_over(config, counters):
             raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
         check_decay(config["steps"], found.config["options"])
         if due := edits_due(folder, found.config): config["due"] = due

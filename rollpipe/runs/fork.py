@@ -13,13 +13,18 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..agents.checkpoint import Checkpoint, load_checkpoint
 from ..pipes.data.chunks import ChunkFolder
-from ..pipes.data.errors import DataError, PipeError
+from ..pipes.data.errors import DataError, PipeError, check_integer
 from ..pipes.data.files import names_file, write_atomically, write_json
 from ..pipes.data.random_states import GlobalRandomStates
-from ..settings.options import import_words, typed
-from .changes import changed_run, read_options, with_edit
+from ..pipes.data.reseeding import reseeded
+from ..settings.algorithms import options_for
+from ..settings.config import RUN_OPTIONS, device_of
+from ..settings.options import import_words, parse_options, typed
+from .changes import changed_run, with_edit
 from .evaluations import read_evaluations, write_evaluations
 from .folder import FORKED, files_of_run, folder_of, load_run, needed_modules, resume
 from .locks import lock, unlock
@@ -120,7 +125,7 @@ def _copy_past(folder: Path, home: Path, counters: dict) -> None:
 
 # %% ../../nbs/runs/18_fork.ipynb #e218e38f
 def fork(run: str | Path, out: str | Path, at: int | None = None, edits: Iterable[Callable] = (), overwrite: bool = False,
-         **options: Any) -> Path:
+         noise: int = 0, **options: Any) -> Path:
     """Make a run that stands exactly where another one stood after an update. `train(resume(out))` goes on from there.
 
     Without other options it equals the other run from there on, bit for bit. That run is not changed, and may be in training meanwhile.
@@ -135,6 +140,8 @@ def fork(run: str | Path, out: str | Path, at: int | None = None, edits: Iterabl
         at: number of updates after which the fork begins; None: those of the checkpoint, or of the run's newest one
         edits: functions `pipe -> pipe` that changed the pipeline of the run in Python, in turn
         overwrite: replace the run in `out`
+        noise: 0: the run's own random numbers from there on; 1, 2, ...: others, of the environments, the exploration, the replay memory and
+            the learner. Two forks with the same number have the same ones
         **options: options that change from there on, of the algorithm or of the run, such as `max_kl=0.02` or `steps=100_000`
 
     Returns:
@@ -142,18 +149,30 @@ def fork(run: str | Path, out: str | Path, at: int | None = None, edits: Iterabl
     """
     named, folder, out = load_run(run), folder_of(run), Path(out)
     if at is None and Path(run).is_file(): at = int(named.counters["updates"])
+    check_integer("noise", noise, 0)
     _check_place(folder, out, overwrite)
     with GlobalRandomStates(), _replacing(out) as home:
         found, at = _taken(folder, at, home)
         if found.stream is None or found.counters["updates"] < at: found = _repeated_to(at, folder, found, edits, home)
-        found, changed = changed_run(f"a fork of {folder}", found, options)
-        config = {**found.config, "forked": {"run": str(folder), "at": at, "set": changed}}
+        found, changed = changed_run(f"a fork of {folder}", _with_noise(found, folder, noise), options)
+        config = {**found.config, "stopped": None, "forked": {"run": str(folder), "at": at, "set": changed,
+                                                            **({"noise": noise} if noise else {})}}
         for path in (home/"checkpoint.safetensors", home/FORKED): stored(path, found, config)
         write_json(home/"config.json", config)
         if changed: _check_resumed(folder, home, changed)
         ChunkFolder(home/"replay").sweep([home/FORKED])
         _copy_past(folder, home, found.counters)
     return out
+
+
+def _with_noise(found: Checkpoint, folder: Path, noise: int) -> Checkpoint:
+    "The checkpoint with other states of all random generators; 0: with the same ones."
+    if not noise: return found
+    if (device := device_of(found.config["device"])).type != "cpu":
+        raise DataError(f"a fork of {folder} cannot have other noise", leaf="noise", expected="a run on the CPU", got=str(device))
+    seed = np.random.SeedSequence([found.config["seed"], int(found.counters["updates"]), noise])
+    stream, agent_state, pipes = reseeded([found.stream, found.agent_state, found.pipes], seed)
+    return found._replace(stream=stream, agent_state=agent_state, pipes=pipes)
 
 
 def _check_resumed(folder: Path, home: Path, changed: dict) -> None:
@@ -167,8 +186,9 @@ def _check_resumed(folder: Path, home: Path, changed: dict) -> None:
 def fork_command(args: Namespace) -> None:
     "Make a fork, and print how to train it. Raises `DataError` for an option that cannot be read."
     words = [*args.set, *([] if args.steps is None else [f"steps={args.steps}"])]
-    options = read_options(words, load_run(args.run).config["algorithm"])
-    config = load_run(fork(args.run, args.out, args.at, overwrite=args.overwrite, **options)).config
+    options = parse_options(words, [*options_for(load_run(args.run).config["algorithm"]), *RUN_OPTIONS])
+    config = load_run(fork(args.run, args.out, args.at, overwrite=args.overwrite, noise=args.noise, **options)).config
     at, changed = config["forked"]["at"], ", ".join(f"{name}={x}" for name, x in config["forked"]["set"].items())
-    print(f"{args.out} stands where {args.run} stood after update {at}" + f", and has {changed}" * bool(changed))
+    other = f", with other noise ({args.noise})" * bool(args.noise)
+    print(f"{args.out} stands where {args.run} stood after update {at}{other}" + f", and has {changed}" * bool(changed))
     print("train it:     " + shlex.join(typed(["rollpipe", "train", "--resume", Path(args.out), *import_words(needed_modules(config))])))

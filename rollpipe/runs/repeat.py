@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from .states import edited
+from ..settings.checks import is_over
 from ..agents.checkpoint import Checkpoint, kept_checkpoints, save_checkpoint
 from ..pipes.data.errors import CheckpointError, DataError
 from ..pipes.graph.modules import torch_threads
@@ -58,6 +59,7 @@ def repetition(folder: Path, found: Checkpoint, *edits: Callable, home: Path | N
         config = {**found.config, "eval_every": 0, "video_every": 0, "keep": 0, "reading": "processes", "address": None}
         if config["options"].get("path"): config["options"] = {**config["options"], "path": place}
         there = home or Path(place, "run")
+        config.pop("forked", None)     # where the run came from is not where its repetition comes from
         if found.stream is None: run = start(there, config)
         else:
             there.mkdir(exist_ok=True)
@@ -97,7 +99,7 @@ def checkpoint_at(folder: Path, updates: int, after: bool = False) -> Checkpoint
         raise DataError(f"{folder} cannot be repeated", expected=way, got=reason)
     lines = read_journal(folder/JOURNAL)
     made = int(max([counters["updates"], *(e.updates for e in lines[-1:]), *(r["updates"] for r in records_of(folder)[-1:])]))
-    n, last = updates + after, made + (after and counters["steps"] < config["steps"])
+    n, last = updates + after, made + (after and not is_over(config, counters))
     if not 1 <= n <= last: raise DataError(f"{folder} has no such update", leaf="update", expected=f"1 to {last}", got=str(n))
     resumes, first = next((e.resumes for e in lines if e.updates >= n), counters["resumes"]), beginning(folder, newest)
     for found in chain([newest], _kept(folder), [first]):

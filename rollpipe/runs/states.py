@@ -19,7 +19,7 @@ from ..pipes.graph.states import restore_stream, stream_state, unknown_states
 from ..pipes.graph.torchdata import IterDataPipe
 from ..pipes.lanes import learning_pipes
 from ..pipes.resumable import keep_as, keep_environments
-from ..settings.config import check_edits, check_lanes
+from ..settings.checks import check_edits, check_lanes
 
 _log = logging.getLogger("rollpipe")
 

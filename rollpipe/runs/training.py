@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from time import perf_counter
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,8 @@ from ..traces.fingerprint import fingerprint
 from ..traces.journal import Journal
 from ..traces.crash import FlightRecorder
 from ..agents.metrics import METRICS, OF_THE_LOOP, EpisodeReturns, added
+from ..pipes.data import files
+from ..agents.schedules import seconds_of
 from ..settings.config import reading_for
 from ..settings.options import import_words, typed
 from .evaluations import evaluations_of
@@ -38,7 +40,7 @@ from .signals import signals_wait_for_saving, uninterrupted
 from .folder import Run, needed_modules
 
 # %% auto #0
-__all__ = ['reading', 'journal_of', 'Updates', 'train']
+__all__ = ['reading', 'journal_of', 'Wish', 'Updates', 'train']
 
 # %% ../../nbs/runs/14_training.ipynb #c1e054ea
 def _films(run: Run) -> AbstractContextManager:
@@ -73,6 +75,25 @@ def journal_of(run: Run) -> Journal:
     return Journal(run.folder/JOURNAL, run.counters, networks, edits)
 
 # %% ../../nbs/runs/14_training.ipynb #b542d966
+class Wish(NamedTuple):
+    """What a callback may return in place of metrics.
+
+    Args:
+        metrics: metrics of your own
+        save: save a checkpoint after this update
+        stop: why the training should stop after this update; None: it goes on
+    """
+    metrics: dict = {}
+    save: bool = False
+    stop: str | None = None
+
+
+def _report(record: dict, writer: MetricWriter, bar: Progress) -> None:
+    "Write a record to the run's files, and show it."
+    writer.write(record)
+    bar.update(record)
+
+# %% ../../nbs/runs/14_training.ipynb #f78a10e8
 class Updates:
     "The updates of a run: each one learns from a batch, counts it, and makes a record."
     def __init__(self, run: Run, callback: Callable | None = None):
@@ -84,6 +105,7 @@ class Updates:
         self.make: Callable = FlightRecorder(run.folder, run.config, run.counters, run.agent, shlex.join(again)).update
         self.is_live = not find(run.pipe, DataSampler)  # rows of a sample of data make no episodes
         self.is_whole = False  # whether the last update is complete, and not saved yet
+        self.wish = Wish()     # of the callback, after the last update
         self.signals = []      # that have arrived, and that the ranks have not agreed on yet
 
     def start_clock(self) -> None: self.begun = self.waiting = perf_counter()
@@ -118,7 +140,9 @@ class Updates:
     def with_callback(self, record: dict) -> dict:
         "A record with the metrics of the callback, if there is one."
         if self.callback is None: return record
-        return added(record, self.callback(self.run, MappingProxyType(record)), "the callback", METRICS)
+        found = self.callback(self.run, MappingProxyType(record))
+        self.wish = found if isinstance(found, Wish) else Wish(found)
+        return added(record, self.wish.metrics, "the callback", METRICS)
 
     def learn(self, batch: Any, health: Callable, evaluated: list, writer: MetricWriter, bar: Progress) -> dict:
         "Call `update`, then write and show the record, also if the callback fails."
@@ -135,8 +159,26 @@ class Updates:
     def is_due(self, evaluations: Any) -> bool:
         "Is a checkpoint due after this update?"
         counters, config = self.run.counters, self.run.config
-        return (counters["steps"] >= config["steps"] or counters["updates"] % config["checkpoint_every"] == 0
+        return (self.wish.save or counters["steps"] >= config["steps"] or counters["updates"] % config["checkpoint_every"] == 0
                 or evaluations is not None and evaluations.waits())
+
+    def why_stop(self, evaluations: Any) -> str | None:
+        "Why the training stops before it has made all of its steps; None: it goes on. Several ranks stop together."
+        config, counters = self.run.config, self.run.counters
+        if (why := self.wish.stop) is None and counters["updates"]:
+            why, limit = evaluations.why_enough() if evaluations else None, config.get("stop_after")
+            if why is None and limit and counters["seconds"] >= seconds_of(limit, "stop_after"): why = f"{limit} of training have passed"
+        return next((x for x in ranks.gathered_objects(why) if x is not None), None)
+
+    def goes_on(self, evaluations: Any) -> bool:
+        "Whether there is another update. A run that is stopped before it has made all of its steps is saved as complete, with the reason."
+        run = self.run
+        if run.counters["steps"] >= run.config["steps"]: return False
+        if (why := self.why_stop(evaluations)) is None: return True
+        run.config["stopped"] = why
+        self.save()
+        if not ranks.rank(): files.write_json(run.folder/"config.json", run.config)
+        return False
 
     def save(self) -> None:
         "Save a checkpoint, after a line of the journal, from which a resumed run goes on."
@@ -151,12 +193,6 @@ class Updates:
         run = made_again(self.run)
         self.is_whole = False
         return run
-
-
-def _report(record: dict, writer: MetricWriter, bar: Progress) -> None:
-    "Write a record to the run's files, and show it."
-    writer.write(record)
-    bar.update(record)
 
 # %% ../../nbs/runs/14_training.ipynb #834b70b8
 @contextmanager
@@ -176,15 +212,15 @@ def _saved(updates: Updates, graph: Any) -> Iterator[None]:
 def _trained(run: Run, mailbox: Mailbox, callback: Callable | None, progress: bool, tensorboard: bool | str,
              wandb: bool | str | None) -> tuple[dict, Run | None]:
     "Train to the end, or to an edit. Returns the last record, and the edited run."
-    counters, config, updates, record = run.counters, run.config, Updates(run, callback), {}
-    steps = config["steps"]
+    counters, config, updates, record, steps = run.counters, run.config, Updates(run, callback), {}, run.config["steps"]
     with (ranks.distributed(run.agent, size=config.get("ranks", 1)), Progress(steps, counters["steps"], disable=not progress) as bar,
           _films(run) as films, evaluations_of(run) as evaluations, reading(run) as (batches, health, graph),  # films fork
           journal_of(run) as updates.journal,
           metric_writer(run.folder, tensorboard, counters["steps"], wandb=wandb, config=config) as writer,  # last: it starts threads
           _saved(updates, graph)):
         updates.start_clock()
-        while counters["steps"] < steps:
+        while updates.goes_on(evaluations):
+            if record and (mailbox.waits() or is_due(run)) and (after := updates.attend(mailbox)) is not run: return record, after
             with uninterrupted(updates.signals) as delay:
                 delay.collecting()
                 try: batch = next(batches)
@@ -199,10 +235,9 @@ def _trained(run: Run, mailbox: Mailbox, callback: Callable | None, progress: bo
             is_last = counters["steps"] >= steps
             if films: films.after(counters["updates"], is_last)
             if evaluations and not is_last: updates.leave_out(evaluations.after_update())
-            if not is_last and (mailbox.waits() or is_due(run)) and (after := updates.attend(mailbox)) is not run: return record, after
         for answer in evaluations.finish() if evaluations else ():
             _report(dict(steps=counters["steps"], updates=counters["updates"], **answer.metrics), writer, bar)
-    if counters["steps"] < steps:
+    if counters["steps"] < steps and not config.get("stopped"):
         raise DataError("the pipeline ended before the training did", expected=f"{steps} steps", got=f"{counters['steps']} steps")
     return record, None
 
@@ -210,7 +245,7 @@ def _trained(run: Run, mailbox: Mailbox, callback: Callable | None, progress: bo
 @signals_wait_for_saving()
 def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", wandb: bool | str | None = None,
           callback: Callable | None = None) -> dict:
-    """Train until `config['steps']`, recording metrics and saving checkpoints in the run's folder. The best learner has a checkpoint, too.
+    """Train until `config['steps']`, or until an option or the callback stops the run. Metrics and checkpoints are in its folder.
 
     Meanwhile it can be edited, see `ask`. Then `run` is not the run that goes on, but at the end its learner and its configuration are.
 
@@ -221,19 +256,19 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
         progress: show the progress on stderr
         tensorboard: write event files: True, False, or "auto": if TensorBoard is installed
         wandb: log to Weights & Biases: project, True ("rollpipe"), False, or None: only if the run is already there
-        callback: callback(run, record) after each update; returns a dict of metrics of your own, or None
+        callback: callback(run, record) after each update; returns a dict of metrics of your own, a `Wish` to save or to stop, or None
 
     Returns:
         dict: the last record
     """
-    threads, first = torch.get_num_threads(), run
-    is_asked = ranks.rank() == 0
+    threads, first, record = torch.get_num_threads(), run, {}
     try:
-        with Mailbox(run.folder if is_asked else None) as mailbox:
+        with Mailbox(None if ranks.rank() else run.folder) as mailbox:
             while True:
                 run = made_again(run)
                 torch.set_num_threads(run.config["threads"])
-                record, after = _trained(run, mailbox, callback, progress, tensorboard, wandb)
+                last, after = _trained(run, mailbox, callback, progress, tensorboard, wandb)
+                record = last or record      # an edited run may stop at once
                 if after is None: return record
                 run = after
     finally:

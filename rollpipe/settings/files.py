@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from ..agents.schedules import with_eval_every
-from .options import Option
+from .options import Option, nearest
 from ..pipes.envs.factories import spaces_of
 from ..pipes.data.errors import DataError
 
@@ -72,7 +72,7 @@ def checked(values: dict, known: Iterable[Option], where: str) -> dict:
     options, found = {option.name: option for option in known}, {}
     for name, value in with_eval_every(values, f"{where}: ").items():
         if name not in options:
-            near = difflib.get_close_matches(name, options, 3)
+            near = nearest(name, options)
             raise DataError(f"{where}: there is no option {name!r}", expected=", ".join(near or options))
         kinds = options[name].kinds
         found[name] = None if "None" in kinds and isinstance(value, str) and value.lower() == "none" else value

@@ -9,17 +9,18 @@ from argparse import Namespace
 from importlib.util import find_spec
 
 from gymnasium.envs.registration import EnvSpec, registry
-from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
+from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete, Space
 
 from .algorithms import ALGORITHMS, load_plugins, options_for
 from .options import Option
 from ..pipes.envs.factories import spaces_of
 from ..pipes.data.errors import DataError, PipeError
+from ..pipes.recording.data_sampler import from_data
 from .choice import presets_of
 
 # %% auto #0
-__all__ = ['KINDS', 'QUICK', 'NEEDS', 'BOX_OF_BOX2D', 'kinds_for', 'latest', 'actions_of', 'missing_for', 'algorithm_lines',
-           'env_lines', 'preset_lines', 'option_lines', 'list_command']
+__all__ = ['KINDS', 'QUICK', 'NEEDS', 'BOX_OF_BOX2D', 'kinds_for', 'algorithms_for', 'latest', 'actions_of', 'missing_for',
+           'algorithm_lines', 'env_lines', 'preset_lines', 'option_lines', 'list_command']
 
 # %% ../../nbs/settings/04_listing.ipynb #10a8ca78
 KINDS = dict(Discrete=Discrete(2), Box=Box(-1., 1., (1,)), MultiDiscrete=MultiDiscrete([2, 2]), MultiBinary=MultiBinary(2))
@@ -35,6 +36,18 @@ def kinds_for(algorithm: str) -> list:
         list: names of classes of spaces
     """
     return [name for name, space in KINDS.items() if _can_be_built(ALGORITHMS[algorithm].policy, space)]
+
+
+def algorithms_for(space: Space, like: str) -> list:
+    """The algorithms whose policies can be built for an action space, and that learn from the same kind of data as another one.
+
+    Args:
+        space: an action space
+        like: name in `ALGORITHMS`; if this one learns from recorded steps, so do the others
+    """
+    is_offline = lambda algorithm: algorithm.pipeline is from_data
+    return [name for name, found in ALGORITHMS.items()
+            if is_offline(found) == is_offline(ALGORITHMS[like]) and _can_be_built(found.policy, space)]
 
 
 def _can_be_built(policy, space):
@@ -123,8 +136,13 @@ def option_lines(algorithm: str, known: list) -> list:
 
 # %% ../../nbs/settings/04_listing.ipynb #c37c2a3f
 def list_command(args: Namespace, run_options: list) -> None:
-    "Print one of the lists. Raises `DataError` for an unknown algorithm, or if a list needs an algorithm and none is given."
+    "Print one list, or all. Raises `DataError` for an unknown algorithm, or if a list needs an algorithm and none is given."
     load_plugins()
+    if args.what is None:
+        for what, lines in dict(algorithms=algorithm_lines(), environments=env_lines(), presets=preset_lines()).items():
+            print(f"{what}:", *(f"  {line}" for line in lines), "", sep="\n")
+        print("options: rollpipe list options ALGO")
+        return
     if args.of is not None: options_for(args.of)
     if args.of is None and args.what == "options": raise DataError("options of which algorithm?", expected=", ".join(ALGORITHMS))
     if args.what == "algorithms" and args.of is not None: raise DataError("the list of algorithms takes no name", got=args.of)

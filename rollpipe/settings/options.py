@@ -5,17 +5,17 @@
 # %% ../../nbs/settings/00_options.ipynb #cddd2925
 from __future__ import annotations
 
-import argparse, ast, inspect, re
+import argparse, ast, difflib, inspect, re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-from ..agents.shared_options import meanings
+from ..agents.shared_options import Schedule, changing, meanings
 from ..pipes.data.errors import DataError
 
 # %% auto #0
-__all__ = ['kinds_of', 'Option', 'options_of', 'parse_value', 'parse_env_kwargs', 'import_words', 'typed', 'parse_seeds',
-           'Parser', 'add_options']
+__all__ = ['kinds_of', 'Option', 'options_of', 'nearest', 'parse_value', 'parse_options', 'parse_env_kwargs', 'import_words',
+           'typed', 'parse_seeds', 'add_options']
 
 # %% ../../nbs/settings/00_options.ipynb #5ce2e98c
 _TYPES: dict[str, Any] = dict(bool=bool, int=int, float=(int, float), str=str, dict=dict,
@@ -30,7 +30,8 @@ def kinds_of(annotation: Any, default: Any) -> tuple:
         default: its default, which decides if there is no annotation
 
     Returns:
-        tuple: of "bool", "int", "float", "str", "dict", "None", "int,..." (a tuple of integers), or of "value": anything
+        tuple: of "bool", "int", "float", "str", "dict", "None", "int,..." (a tuple of integers), or of "value": anything. `options_of` adds
+            "schedule" for an option that may change
     """
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     items = f"{type(default[0]).__name__ if isinstance(default, tuple) and default else 'int'},..."
@@ -42,6 +43,7 @@ def kinds_of(annotation: Any, default: Any) -> tuple:
 
 def _is_kind(value: Any, kind: str) -> bool:
     if kind == "None": return value is None
+    if kind == "schedule": return isinstance(value, str) and ":" in value and Schedule.of(value, steps=1) is not None
     if kind.endswith(",..."): return isinstance(value, (tuple, list)) and all(_is_kind(x, kind[:-4]) for x in value)
     return isinstance(value, _TYPES[kind]) and (kind in ("bool", "value") or not isinstance(value, bool))
 
@@ -72,8 +74,10 @@ class Option(NamedTuple):
 
     def check(self, value: Any) -> None:
         "Raise `DataError`, which names the option, unless `value` is of one of its kinds."
-        if not any(_is_kind(value, kind) for kind in self.kinds):
-            raise DataError("wrong type of value", leaf=self.flag, expected=_in_words(self.kinds), got=repr(value))
+        try:
+            if any(_is_kind(value, kind) for kind in self.kinds): return
+        except DataError as e: raise DataError(e.problem, leaf=self.flag, expected=e.expected, got=e.got) from None
+        raise DataError("wrong type of value", leaf=self.flag, expected=_in_words(self.kinds), got=repr(value))
 
 
 def options_of(parts: dict, skip: Iterable = ()) -> list:
@@ -88,12 +92,13 @@ def options_of(parts: dict, skip: Iterable = ()) -> list:
     """
     found = {}
     for part, function in parts.items():
-        help_texts = meanings(function)
+        help_texts, may_change = meanings(function), changing(function)
         for x in _parameters(function):
             param = x.name
             if param in skip or not _is_plain(x.default): continue
             name = param if param not in found else f"{part}_{param}"
-            found[name] = Option(name, part, param, x.default, help_texts.get(param, ""), kinds_of(x.annotation, x.default))
+            kinds = kinds_of(x.annotation, x.default) + ("schedule",) * (param in may_change)
+            found[name] = Option(name, part, param, x.default, help_texts.get(param, ""), kinds)
     return list(found.values())
 
 
@@ -107,6 +112,34 @@ def _parameters(function: Callable) -> list:
 def _is_plain(default: Any) -> bool:
     plain = (bool, int, float, str, type(None))
     return isinstance(default, plain) or isinstance(default, tuple) and all(isinstance(x, plain) for x in default)
+
+# %% ../../nbs/settings/00_options.ipynb #1a32e825
+# ours -> the names of Stable-Baselines3 and CleanRL
+_ELSEWHERE = dict(
+    lr="learning_rate policy_lr", critic_lr="q_lr qf_lr", decay_steps="anneal_lr", steps="total_timesteps timesteps", n_envs="num_envs",
+    n_steps="num_steps train_freq train_frequency", minibatch="batch_size minibatch_size num_minibatches", epochs="n_epochs update_epochs",
+    lam="gae_lambda", clip="clip_range clip_coef", clip_value="clip_range_vf clip_vloss", c_entropy="ent_coef", c_value="vf_coef",
+    temperature="ent_coef autotune", max_kl="target_kl", normalize_adv="normalize_advantage norm_adv", critic_epochs="n_critic_updates",
+    cg_iters="cg_max_steps", damping="cg_damping", backtrack="line_search_shrinking_factor", capacity="buffer_size",
+    warmup="learning_starts", n_batches="gradient_steps", samples_per_step="gradient_steps", target_every="target_update_interval "
+    "target_network_frequency", tau="polyak", eps_start="exploration_initial_eps start_e", eps_end="exploration_final_eps end_e epsilon",
+    eps_steps="exploration_fraction", multi_step="n_step", policy_every="policy_delay policy_frequency", explore_std="action_noise "
+    "exploration_noise", smoothing="target_policy_noise policy_noise", smoothing_limit="target_noise_clip noise_clip", hidden="net_arch",
+    activation="activation_fn", log_std="log_std_init", normalize="normalize_obs norm_obs", reward_scale="norm_reward", device="cuda",
+    eval_every="eval_freq", eval_episodes="n_eval_episodes", checkpoint_every="save_freq", video_every="capture_video", name="exp_name",
+    tensorboard="tensorboard_log", wandb="track wandb_project_name", quiet="verbose")
+
+
+def nearest(name: str, known: Iterable[str], n: int = 3) -> list:
+    """The options that a user may mean by an unknown name: those that other libraries call so, or else the most similar names.
+
+    Args:
+        known: names of the options that there are
+        n: largest number of similar names
+    """
+    known = list(known)
+    found = [ours for ours, theirs in _ELSEWHERE.items() if name in theirs.split() and ours in known]
+    return found or difflib.get_close_matches(name, known, n)
 
 # %% ../../nbs/settings/00_options.ipynb #d9e5c44e
 def parse_value(text: str, kinds: tuple) -> Any:
@@ -128,6 +161,7 @@ def _read(text: str, kind: str) -> Any:
     if kind == "float": return float(text)
     if kind == "int": return _integer(text)
     if kind == "str": return text
+    if kind == "schedule": return Schedule.of(text, steps=1) and text
     value = _literal(text)
     if kind == "dict" and re.match(r"\w+=", text): value = parse_env_kwargs(text.split(","))
     if not _is_kind(value, kind): raise ValueError(f"{text!r} is no {kind}")
@@ -146,6 +180,31 @@ def _literal(text: str) -> Any:
     if text in ("true", "false"): return text == "true"     # as TOML and JSON write them
     try: return ast.literal_eval(text)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError): return text
+
+# %% ../../nbs/settings/00_options.ipynb #0e7fd1b5
+def parse_options(words: Iterable, known: Iterable, several: bool = False) -> dict:
+    """Options that are typed as `NAME=VALUE`. Raises `DataError` for one that cannot be read, or that is there twice.
+
+    Args:
+        words: the texts
+        known: list of `Option`; the value of any other one stays a text
+        several: whether there may be several values, with commas between them
+
+    Returns:
+        dict: name -> value, or a list of values
+    """
+    kinds_by_name, found = {option.name: option.kinds for option in known}, {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        name = name.strip().lstrip("-").replace("-", "_")
+        if not equals or name in found:
+            raise DataError("an option is there twice" if equals else "not an option", leaf="--set", expected="NAME=VALUE", got=word)
+        kinds = kinds_by_name.get(name, ("str",))
+        texts = text.split(",") if several and not any(kind.endswith(",...") for kind in kinds) else [text]
+        try: values = [parse_value(text, kinds) for text in texts]
+        except ValueError as e: raise DataError("wrong type of value", leaf=name, got=str(e)) from None
+        found[name] = values if several else values[0]
+    return found
 
 # %% ../../nbs/settings/00_options.ipynb #5e6b1873
 def parse_env_kwargs(items: Iterable) -> dict:
@@ -201,18 +260,6 @@ def parse_seeds(text: str) -> list:
     return seeds
 
 # %% ../../nbs/settings/00_options.ipynb #bbcce3fd
-class Parser(argparse.ArgumentParser):
-    "A parser whose errors are one line on stderr and exit code 2; names cannot be abbreviated."
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, allow_abbrev=False, formatter_class=_Formatter, **kwargs)
-
-    def error(self, message: str) -> NoReturn: self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
-class _Formatter(argparse.HelpFormatter):
-    def __init__(self, prog): super().__init__(prog, max_help_position=30)
-
-
 def add_options(parser: argparse.ArgumentParser, options: Iterable, grouped: bool = True) -> None:
     """Add the options to a parser. The result has no attribute for an option that was not typed, so the caller knows which ones were typed.
 
@@ -237,6 +284,12 @@ def _help(option: Option) -> str:
 
 
 def _type_for(kinds: tuple) -> Callable:
-    def parse(text): return parse_value(text, kinds)
+    def parse(text):
+        try: return parse_value(text, kinds)
+        except ValueError:
+            if not re.match(r"[a-z]+:", text): raise
+            problem, form = "this option takes no schedule", _in_words(kinds)
+            if "schedule" in kinds: problem, form = "not a schedule", "linear:START:END or cosine:START:END, and perhaps :STEPS"
+            raise argparse.ArgumentTypeError(f"{problem}: {text!r}; expected {form}") from None
     parse.__name__ = _in_words(kinds)  # argparse shows this name in its errors
     return parse

@@ -18,7 +18,7 @@ from ..pipes.data import nested
 from ..pipes.envs.actions import in_containers
 from ..pipes.data.errors import describe
 from ..pipes.envs.factories import EnvFactory, space_spec
-from ..pipes.envs.keeping import keeper_for
+from ..pipes.envs.keeping import keeper_for, sampler
 from ..pipes.tensors.tensor_batch import TensorBatch, TensorOutcome
 from ..pipes.tensors.tensor_env import TensorFactory, is_tensor_source
 from .contract import Report, same, snapshot
@@ -85,8 +85,7 @@ def _check_info(report: Report, info: dict, forms: dict) -> None:
 def _play(report: Report, env: gym.Env, n_steps: int, seed: int) -> list:
     "Play random actions. Returns a list of the environment's answers, step by step."
     with report.demand(ENV_SPACES): spec = [space_spec(getattr(env, name), name) for name in ('observation_space', 'action_space')]
-    spaces, actions, forms, trace = deepcopy((env.observation_space, env.action_space)), deepcopy(env.action_space), {}, []
-    actions.seed(seed)
+    spaces, draw, forms, trace = deepcopy((env.observation_space, env.action_space)), sampler(env, seed), {}, []
 
     def reset(**kwargs):
         with report.demand(ENV_RESET):
@@ -96,7 +95,7 @@ def _play(report: Report, env: gym.Env, n_steps: int, seed: int) -> list:
     trace.append(reset(seed=seed))
     for _ in range(n_steps):
         with report.demand(ENV_STEP):
-            obs, rew, term, trunc, info = env.step(actions.sample())
+            obs, rew, term, trunc, info = env.step(draw())
             if not isinstance(info, dict): raise TypeError(f"info is {describe(info)}")
         obs = _check_obs(report, obs, env.observation_space, spec[0])
         number = np.asarray(rew)

@@ -18,6 +18,7 @@ import torch
 
 from ..pipes.graph.modules import comparable, content_of, globals_in
 from ..pipes.graph.torchdata import IterDataPipe
+from ..pipes.data.captures import all_attributes
 from ..pipes.data.compare import PLAIN, as_array, form_of
 
 # %% auto #0
@@ -96,17 +97,13 @@ def attributes(x: Any) -> dict:
     A pipe, and what has a `state_dict` or is rollpipe's, keeps its configuration under the names of its constructor's arguments. If some
     of these are missing, and for any other object, all attributes count.
     """
-    slots = [name for cls in type(x).__mro__ for name in _names(vars(cls).get('__slots__', ()))]
-    found = {**getattr(x, '__dict__', {}), **{name: getattr(x, name) for name in slots if hasattr(x, name)}}
+    found = all_attributes(x)
     is_known = isinstance(x, IterDataPipe) or hasattr(x, 'state_dict') or type(x).__module__.partition('.')[0] == 'rollpipe'
     if not is_known: return {name: y for name, y in found.items() if not (isinstance(x, gym.Space) and name == '_np_random')}
     found = {name: y for name, y in found.items() if not name.startswith('_') and name not in _APART}
     try: wanted = inspect.signature(type(x)).parameters.keys() - _APART
     except (TypeError, ValueError): return found
     return {name: y for name, y in found.items() if name in wanted} if wanted <= found.keys() else found
-
-
-def _names(slots): return [slots] if isinstance(slots, str) else slots
 
 # %% ../../nbs/traces/01_description.ipynb #a3a346e3
 class CodeDescription:

@@ -159,6 +159,7 @@ def diff(a: str | Path, b: str | Path) -> RunDifference:
     for folder, other in ((a, b), (b, a)):
         if (found := _origin(folder)) is None: continue
         changed = ", ".join(f"{name}={x}" for name, x in found["set"].items()) or "no other option"
+        if found.get("noise"): changed += f", and with other noise ({found['noise']})"
         notes.append(f"{folder} is a fork of {found['run']} after update {found['at']}, with {changed}")
         if at and at.after < found["at"] < at.by and os.path.realpath(found["run"]) == os.path.realpath(other):
             at = at._replace(after=found["at"])

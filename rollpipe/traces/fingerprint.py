@@ -16,6 +16,7 @@ import torch
 from gymnasium.envs.registration import load_env_creator
 
 import rollpipe
+from ..agents.shared_options import Schedule
 from ..pipes.data.errors import DataError
 from ..pipes.graph.edits import inputs, nodes
 from ..pipes.graph.pipe import Seeded
@@ -147,7 +148,8 @@ def _add_pipe(told, name, node, above):
 def _add_agent(told, agent, networks):
     told.add('settings/class', type(agent))
     found = {f.name: getattr(agent, f.name) for f in fields(agent)} if is_dataclass(agent) else attributes(agent)
-    for name, x in found.items():
+    schedules = {name: str(x) if isinstance(x, Schedule) else x for name, x in getattr(agent, 'schedules', {}).items()}
+    for name, x in {**found, **schedules}.items():
         if name not in networks: told.add('seeds/learner' if name == 'seed' else f"settings/{name}", x)
 
 

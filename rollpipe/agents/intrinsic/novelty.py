@@ -14,20 +14,19 @@ from torch import Tensor
 
 from ..critics import valid_rows
 from .distillation import Distillation
-from ..unroll import states_reached
 from ...layers.running_norm import RunningNorm
 from ...pipes.data import nested
 from ...pipes.data.fragment import Fragment
 from ...pipes.data.errors import DataError, check_fraction, check_integer
-from ...pipes.data.fragment_ops import final_numbers, strands
+from ...pipes.data.fragment_ops import final_numbers, observations_reached, strands
 from ...pipes.graph.modules import EvalMode
 from ...pipes.data.returns import running_returns
 
 # %% auto #0
-__all__ = ['observations_reached', 'Novelty']
+__all__ = ['finite_observations', 'Novelty']
 
 # %% ../../../nbs/agents/25_intrinsic/01_novelty.ipynb #f14f543a
-def observations_reached(fragment: Fragment) -> Any:
+def finite_observations(fragment: Fragment) -> Any:
     """The observations that the valid steps led to, float64 as float32.
 
     Raises `DataError` if a last observation is missing, or if an observation is not finite.
@@ -43,7 +42,7 @@ def observations_reached(fragment: Fragment) -> Any:
         t, b = missing.nonzero()[0].tolist()
         raise DataError("the last observation of an episode was not kept", env=b, leaf=f"final of step [{t}, {b}]", got="none",
                         expected="`terminal_obs=True`, of the recipe or the `EnvStepper`")
-    rows = valid_rows(nested.as_seen(states_reached(fragment).obs), fragment.valid, 2)
+    rows = valid_rows(nested.as_seen(observations_reached(fragment)), fragment.valid, 2)
     for x, path in zip(nested.leaves(rows), nested.paths(rows, 'obs')):
         if not x.is_floating_point() or x.isfinite().all(): continue
         n, *_ = (~x.isfinite()).nonzero()[0].tolist()
@@ -80,9 +79,9 @@ class Novelty:
         self.sums: dict = {}            # lane -> discounted sum of the errors so far, float64 [B]
 
     def __call__(self, fragment: Fragment) -> Tensor:
-        "The intrinsic rewards of the steps of a fragment, float32 `[T, B]`. Then the predictor learns. Raises as `observations_reached`."
+        "The intrinsic rewards of the steps of a fragment, float32 `[T, B]`. Then the predictor learns. Raises as `finite_observations`."
         device = next(self.network.parameters()).device
-        rows = nested.map(lambda x: x.to(device), observations_reached(fragment))
+        rows = nested.map(lambda x: x.to(device), finite_observations(fragment))
         valid, errors = fragment.valid.cpu(), torch.zeros(fragment.valid.shape)
         if not valid.any(): return errors.to(fragment.valid.device)
         self.network.observe(rows)

@@ -39,7 +39,7 @@ class ActionLearner(ReplayLearner, ByAdam):
         random_steps: environment steps with random actions, before the policy acts
     """
     critic: Any = field(kw_only=False, repr=False)
-    tau: float = number(0.005, 0, 1)
+    tau: float = number(0.005, 0, 1, changes=True)
     random_steps: int = number(1000)
     max_grad_norm: float | None = None
     decay_steps: int = not_offered(0)
@@ -56,6 +56,11 @@ class ActionLearner(ReplayLearner, ByAdam):
                              policy=Descent(self.actor.parameters(), self.lr, self.max_grad_norm))
         self.make_target(self.critic)
         self.explore()
+
+    def rates(self) -> list:
+        "The groups of all descents. All but the critic have the policy's learning rate."
+        own = dict(critic='lr' if self.critic_lr is None else 'critic_lr')
+        return [(group, own.get(name, 'lr')) for name, x in self.descents.items() for group in x.optimizer.param_groups]
 
     def explore(self) -> None:
         "Let the actor act at random for the first `random_steps` steps."
@@ -179,8 +184,8 @@ class SmoothedLearner(DeterministicLearner):
         smoothing_limit: greatest noise of the target's actions; 1 is half the range of the action
         policy_every: steps of the critic for each step of policy and target networks
     """
-    smoothing: float = number(0.2)
-    smoothing_limit: float = number(0.5, 0, inf)
+    smoothing: float = number(0.2, changes=True)
+    smoothing_limit: float = number(0.5, 0, inf, changes=True)
     policy_every: int = integer(2)
 
     def shift(self, fragment: Fragment) -> torch.Tensor:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ..td import td_targets
-from ..unroll import fill_invalid, observations_reached, without_terminal_obs
+from ..unroll import fill_invalid, without_terminal_obs
 from ...pipes.data import nested
 from ...pipes.data.fragment import Fragment
 from ...pipes.data.errors import DataError, describe
+from ...pipes.data.fragment_ops import observations_reached
 
 # %% auto #0
 __all__ = ['reached', 'soft_target', 'smoothed_target', 'taken', 'first_value', 'action_value_loss', 'soft_policy_loss',

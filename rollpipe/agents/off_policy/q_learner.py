@@ -34,8 +34,8 @@ class DeepQLearner(DecayingEpsilon, ReplayLearner, GradientLearner):
     double: bool = True
     burn_in: int = integer(0, 0)
     target_every: int = integer(200)
-    tau: float | None = number(None, 0, 1)
-    eta: float = number(0.9, 0, 1)
+    tau: float | None = number(None, 0, 1, changes=True)
+    eta: float = number(0.9, 0, 1, changes=True)
     lr: float = 1e-3
     max_grad_norm: float | None = 10.0
     critic: Any = not_offered(None)
@@ -45,9 +45,13 @@ class DeepQLearner(DecayingEpsilon, ReplayLearner, GradientLearner):
 
     def __post_init__(self):
         super().__post_init__()
-        self.td_options: dict[str, Any] = dict(gamma=self.gamma, double=self.double, n_steps=self.multi_step, burn_in=self.burn_in)
         self.make_target(self.actor)
         self.explore()
+
+    @property
+    def td_options(self) -> dict[str, Any]:
+        "Present options for `td_loss`."
+        return dict(gamma=self.gamma, double=self.double, n_steps=self.multi_step, burn_in=self.burn_in)
 
     def count_step(self) -> None:
         "Count a step of the optimiser, and update the target network when it is due."

@@ -26,7 +26,7 @@ class QRDQN(DeepQLearner):
         actor: a `QuantilePolicy`, or another actor with `quantiles`, `values` and `epsilon`
         huber: differences beyond this limit count linearly; 0: all count linearly
     """
-    huber: float = number(1.0, 0, inf)
+    huber: float = number(1.0, 0, inf, changes=True)
     lr: float = 5e-4
     actor_needs = ('values', 'quantiles', 'epsilon')
 

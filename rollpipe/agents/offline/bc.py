@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ..gradient_learner import GradientLearner, mean_metrics
+from ..gradient_learner import GradientLearner
+from ..metrics import mean_metrics
 from ..shared_options import not_offered
 from ..unroll import fill_invalid
 from ...pipes.data import nested

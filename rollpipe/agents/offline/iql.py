@@ -5,7 +5,6 @@
 # %% ../../../nbs/agents/26_offline/01_iql.ipynb #7ab0b99b
 from __future__ import annotations
 
-from math import cos, pi
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from ..off_policy.action_learner import ActionLearner
 from ..off_policy.action_losses import reached, taken
-from ..shared_options import not_offered, number
+from ..shared_options import Schedule, not_offered, number
 from ..td import td_targets
 from ..unroll import fill_invalid
 from ...pipes.data.fragment import Fragment
@@ -85,9 +84,9 @@ class IQL(ActionLearner):
         max_weight: greatest weight of an action
         decay_steps: steps in which the learning rate of the policy falls to 0 by a cosine, as in the authors' code; 0: it does not fall
     """
-    expectile: float = number(0.7, 0, 1)
-    beta: float = number(3.0)
-    max_weight: float = number(100.0)
+    expectile: float = number(0.7, 0, 1, changes=True)
+    beta: float = number(3.0, changes=True)
+    max_weight: float = number(100.0, changes=True)
     decay_steps: int = number(0)
     random_steps: int = not_offered(0)
     actor_needs = ('replay',)
@@ -104,11 +103,10 @@ class IQL(ActionLearner):
         "No metrics."
         return {}
 
-    def set_rates(self) -> dict:
-        "Set the learning rate of the policy for the next update. Returns metrics."
-        if metrics := super().set_rates():
-            self.descents['policy'].optimizer.param_groups[0]['lr'] = self.lr * (1 - cos(pi * metrics['rate_left'])) / 2
-        return metrics
+    def fall_of(self, group: dict) -> Schedule | None:
+        "How the learning rate of the policy falls by `decay_steps`. That of the critic stays."
+        is_policy = group is self.descents['policy'].optimizer.param_groups[0]
+        return Schedule('cosine', self.lr, 0., self.decay_steps) if is_policy else None
 
     @torch.no_grad()
     def critic_target(self, fragment: Fragment) -> Tensor:

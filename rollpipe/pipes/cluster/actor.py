@@ -132,7 +132,7 @@ class LaneServer(LaneRunner):
         """Collect the next item of a lane, with the latest weights that arrived, in memory for one item.
 
         Args:
-            *request: a `WorkerRequest`
+            *request: what `LaneRunner.answer` takes
 
         Returns:
             tuple: `(reply, bytes)`; the bytes begin with the arrays of the layout, unless the item has no such arrays; or `(state,)`

@@ -10,9 +10,9 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-from .ray_crew import Weights
+from .ray_crew import SentWeights
 from .remote import RemoteWorker, packed_for
-from .room import Place
+from .room import ClusterPlace
 from ..data.errors import WorkerError
 from ..workers.channel import WeightPublisher
 from ..workers.process import NOTHING
@@ -49,15 +49,15 @@ class RemoteService(RemoteWorker):
         threads: torch threads in the worker
         grace: seconds from SIGTERM until the worker is killed
     """
-    def __init__(self, name: str, make: Callable, args: tuple, publisher: WeightPublisher, place: Place, *, threads: int = 1,
+    def __init__(self, name: str, make: Callable, args: tuple, publisher: WeightPublisher, place: ClusterPlace, *, threads: int = 1,
                  grace: float = 5.0):
         self.place, self.number = place, None             # `number` of the publication that the worker has
         try:
             packed = packed_for(name, Served, (make, *args))
             ray = place.connect()
-            place.check_room(ray, 1)
+            place.check_capacity(ray, 1)
             super().__init__(ray, name, place.options(ray), (packed, publisher.receiver([0]), threads), grace)
-            self.weights = Weights(ray, publisher)
+            self.weights = SentWeights(ray, publisher)
         except BaseException as e:
             place.release()
             if isinstance(e, WorkerError): e.locate(pipe=place.pipe)

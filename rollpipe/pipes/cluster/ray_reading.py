@@ -12,7 +12,7 @@ import torch
 
 from ..graph import torchdata
 from .ray_crew import RayCrew
-from .room import Place
+from .room import ClusterPlace
 from ..data.errors import DataError
 from ..workers.seam import WorkerLanes, WorkerReading, check_option
 
@@ -62,7 +62,7 @@ class RayReading(WorkerReading):
         self.num_workers, self.lag, self.order, self.device, self.worker_threads = num_workers, lag, order, device, worker_threads
         self.restart, self.silence, self.on_silence, self.grace = restart, silence, on_silence, grace
         self.begin()
-        self.place = Place(self, address, resources, runtime_env, placement)
+        self.place = ClusterPlace(self, address, resources, runtime_env, placement)
         if address is not None and not num_workers:
             raise DataError("an address, but no workers", pipe=self, leaf='address', expected="num_workers > 0, or no address", got=address)
         try: torch.device('cpu' if device is None else device)

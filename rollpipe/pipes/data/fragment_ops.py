@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ENV_REWARD', 'TimeStep', 'restart', 'transition', 'termination', 'truncation', 'from_timesteps', 'same_keys',
            'stack_rows', 'stack_infos', 'End', 'with_restarts', 'join', 'pad_episodes', 'strands', 'columns', 'pieces',
-           'unstacked', 'final_numbers', 'transitions', 'with_rewards', 'env_rewards']
+           'unstacked', 'final_numbers', 'observations_reached', 'transitions', 'with_rewards', 'env_rewards']
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #5899a8ef
 from collections.abc import Iterable, Iterator
@@ -245,6 +245,13 @@ def final_numbers(fragment: Fragment) -> Tensor:
     numbers = torch.full(fragment.valid.shape, -1, device=final.t.device)
     numbers[final.t, final.b] = torch.arange(len(final.t), device=final.t.device)
     return numbers
+
+
+def observations_reached(fragment: Fragment) -> Any:
+    "The observations `[T, B, ...]` after each step: of the next row, or of `final`."
+    after, final = nested.getitem(fragment.state.obs, slice(1, None)), fragment.final
+    if not len(final.t): return after
+    return nested.map(lambda x, last: x.index_put((final.t, final.b), last), after, final.obs)
 
 
 def transitions(fragment: Fragment, index: Tensor) -> Fragment:

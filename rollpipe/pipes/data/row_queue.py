@@ -21,10 +21,10 @@ class RowQueue:
     """A queue of rows: `append` adds at the end, `drop` removes at the beginning, `cut` copies a column. Rows are numbered from 0 for good.
 
     When the buffer is full, the rows that are still needed move to a new buffer of twice their number (compaction). `capacity` is
-    its current length, at least the initial one, and `moves` counts compactions.
+    its current length, at least the initial one.
     """
     def __init__(self, capacity: int = 32):
-        self.least, self.capacity, self.moves = capacity, 0, 0
+        self.least, self.capacity = capacity, 0
         self.first = self.end = self.start = 0  # numbers of the first row kept, the next row, the row at index 0
         self.buffers: Any = None  # leaves `[capacity, B, ...]`; None: there was no row yet
 
@@ -73,7 +73,6 @@ class RowQueue:
         self.capacity = max(self.least, 2 * len(self))
         self.buffers = nested.leaves(nested.alloc(row, self.capacity))
         if old is not None:
-            self.moves += 1
             # rows keep a dtype that was widened
             self.buffers = [new.astype(x.dtype) if isinstance(x, np.ndarray) else new for new, x in zip(self.buffers, old)]
             for new, x in zip(self.buffers, old): new[:len(self)] = x[live]

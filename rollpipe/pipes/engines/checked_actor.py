@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from ..data import nested
+from ..data.action_masks import ActionMask, no_action
 from ..data.fragment import State
 from .choice import engine_for
 from ..envs.actions import in_containers
 from ..envs.batch import Batch
 from ..envs.factories import space_spec
-from ..data.errors import ActorError, PipeError, describe_exception
+from ..data.errors import ActorError, EnvError, PipeError, describe_exception
 from ..graph.modules import EvalMode
 from .reactions import AnswerCheck, SeededActor, as_input
 
@@ -60,6 +61,7 @@ class CheckedActor:
     def __init__(self, actor: Any, envs: Batch, seed: np.random.SeedSequence, explore: bool = True, device: torch.device | None = None):
         self.actor, self.envs, self.device, self.eval_mode = actor, envs, device, EvalMode(actor)
         self.actor_complete, self.looks_back = getattr(actor, 'complete', None), getattr(actor, 'uses_past', True)
+        self.action_mask = mask if isinstance(mask := getattr(actor, 'action_mask', None), ActionMask) else None
         self.seeded, self.answers = SeededActor(actor, len(envs), seed, explore, envs.device), AnswerCheck(actor, envs, envs.where)
 
     def answer(self, seen: State, hx: Any, virtual: bool = False) -> tuple:
@@ -89,6 +91,16 @@ class CheckedActor:
         if not isinstance(act, torch.Tensor): act = in_containers(act, self.envs.act_spec)
         self.answers.check(act, hx, info, seen.fin.shape[1])
         return act, hx, info
+
+    def check_mask(self, obs: Any, acting: Any = True) -> None:
+        """Raise `EnvError` for an environment that needs an action, and whose mask allows none.
+
+        Args:
+            obs: the observations of the actor with an `action_mask`, numpy [B, ...]
+            acting: bool [B]: False where no action will be taken
+        """
+        if (found := self.action_mask.find(obs, acting)) is None: return
+        raise no_action(EnvError, self.envs.name(found[0]), *found[1:]).locate(**self.envs.where)
 
     def engine(self, choice: str, state: State, hx: Any) -> Any:
         """An engine that runs the actor. The actor must have answered once before. Raises `ActorError`.

@@ -97,6 +97,7 @@ class Interaction(KeptInteraction):
             with calling('step', self.checked.answers): raise
         try:
             for t in range(n):
+                if self.checked.action_mask is not None: self.checked.check_mask(where.rows[at + t].obs, envs.acting)
                 try: array, hx = engine.answer(t)
                 except Exception:
                     with calling('step', self.checked.answers): raise

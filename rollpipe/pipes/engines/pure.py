@@ -18,7 +18,7 @@ from ..data import nested
 from ..data.fragment import State
 from ..data.errors import ActorError, describe, describe_exception
 from ..graph.modules import EvalMode, modules_in
-from .reactions import attributes_of
+from .reactions import compared_attributes
 
 # %% ../../../nbs/pipes/11_engines/03_pure.ipynb #2d9304aa
 class Weights:
@@ -142,7 +142,7 @@ class PureStep(torch.nn.Module):
         "Run the actor once, and check each operator."
         example = tuple(x.clone() for x in self.example)
         self._put(example[:self.n_weights])
-        before, drawn = attributes_of(self._actor(), states=True), _global_states()
+        before, drawn = compared_attributes(self._actor(), states=True), _global_states()
         try:
             operators = Operators(self.calls, example)
             with torch.random.fork_rng(devices=[]), self._eval_mode, operators, self.calls:
@@ -150,7 +150,7 @@ class PureStep(torch.nn.Module):
                 self.outs, self.convolutions = [x.clone() for x in outs], operators.convolutions
         except Impure as e: raise self.error(str(e)) from None
         except Exception as e: raise self.error(describe_exception(e)) from e
-        after = attributes_of(self._actor(), states=True)
+        after = compared_attributes(self._actor(), states=True)
         changed = [name for name, x in zip(self.names, example) if x._version]
         changed += [name for name, (value, _) in after.items() if before.get(name, (None,))[0] != value]
         if changed: raise self.error(f"it changes while it answers ({', '.join(changed)})")

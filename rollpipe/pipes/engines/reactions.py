@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['OF_TORCH', 'SeededActor', 'as_input', 'TensorsOfAnyDtype', 'AnswerCheck', 'kept_in', 'attribute_name',
-           'attributes_of', 'Unchanging']
+           'compared_attributes', 'Unchanging']
 
 # %% ../../../nbs/pipes/11_engines/00_reactions.ipynb #82945338
 import operator
@@ -213,7 +213,7 @@ def attribute_name(k: int, name: str, key: str) -> str:
     return f"attribute {key}" + (f" in {name}" if name else '') + (f" of module {k}" if k else '')
 
 
-def attributes_of(holder: Any, states: bool = False) -> dict:
+def compared_attributes(holder: Any, states: bool = False) -> dict:
     """Name -> (object to compare, text) of all attributes that are `kept_in` the holder.
 
     Args:
@@ -248,7 +248,7 @@ class Unchanging:
 
     def __enter__(self) -> None:
         self.closely = bool(self.n_items and not self.n_items & (self.n_items - 1))
-        self.attributes = [attributes_of(x, states=True) for x in self.actors] if self.closely else []
+        self.attributes = [compared_attributes(x, states=True) for x in self.actors] if self.closely else []
         self.before = self._look(self.closely)
 
     def __exit__(self, kind: Any, *exception: Any) -> None:
@@ -278,7 +278,7 @@ class Unchanging:
 
     def _compare(self, actor, was):
         "Warn of each attribute whose value differs from the earlier one."
-        for key, (value, text) in attributes_of(actor, states=True).items():
+        for key, (value, text) in compared_attributes(actor, states=True).items():
             old, old_text = was.get(key, (None, 'nothing'))
             if key in self.warned or value == old: continue
             self.warned.add(key)

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import optree
 import torch
 
 from ..data import nested
 from ..data.fragment import State
-from ..data.errors import ActorError, EnvError
+from ..data.errors import ActorError, DataError, EnvError, describe
 from .actions import action_batch, as_like, in_containers
 from .checks import FiniteCheck, RangeCheck
 from .factories import space_spec
@@ -33,8 +34,21 @@ def read_obs(x: Any, like: Any, batch: bool = False) -> Any:
     """
     try: x = in_containers(x, like, as_like)
     except OverflowError: _refuse_integers(x, like, batch)
-    nested.Form(like, 'obs').check(x)
+    try: nested.Form(like, 'obs').check(x)
+    except DataError:
+        _refuse_lists(x, like)
+        raise
     return x
+
+
+def _refuse_lists(x, like):
+    "Raise `DataError` for a list or tuple of numbers in the place of an array."
+    for accessor, leaf in zip(optree.tree_accessors(like), nested.leaves(like)):
+        try: found = np.asarray(part := accessor(x))
+        except (LookupError, TypeError, ValueError): continue
+        if isinstance(part, (list, tuple)) and found.dtype.kind in 'biuf':
+            raise DataError(f"a {type(part).__name__} stands where an array belongs", leaf=accessor.codify('obs'),
+                            expected=f"{nested.form_text(leaf.dtype, leaf.shape)}: wrap it in np.array", got=describe(part))
 
 
 def _refuse_integers(x, like, batch):
@@ -169,6 +183,7 @@ class Batch(Outcomes):
     device = torch.device('cpu')                          # device of the tensors
     pinned = False                                        # True: rows are page-locked, so that transfers to an accelerator need not wait
     _action_converter = staticmethod(action_batch)     # makes the function behind `actions`
+    acting: Any = True                                    # bool [B], or for all: False where the next step is no transition
     terminal_obs = False                                  # True: `Outcome.final` holds the last observations of terminated episodes too
 
     def _prepare(self, obs_space, act_space, n_envs, clip_actions):

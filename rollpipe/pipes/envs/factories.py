@@ -8,6 +8,7 @@ __all__ = ['extra_for', 'check_id', 'is_vector', 'takes_seed', 'EnvFactory', 'en
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #fb036b2b
 import difflib, importlib, inspect, sys, weakref
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -15,6 +16,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
+from ..data.action_masks import WithActionMask
 from ..data.errors import LEAST_BYTES, EnvError, SpaceError, check_memory, describe, describe_exception
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #0e4d2ea9
@@ -49,7 +51,8 @@ def check_id(env_id: str) -> str:
         by_name = {k.lower(): k for k in known}
         near = difflib.get_close_matches(str(env_id).lower(), by_name, n=3, cutoff=0.5)
         hint = f"one of the nearest known ids: {', '.join(by_name[k] for k in near)}" if near else "an id of gymnasium's registry"
-        hint = extra_for(env_id, e) or hint
+        hint = extra_for(env_id, e) or (f"{hint}; or one of your own, which a module registers (`gymnasium.register`) that is imported "
+                                        f"first: `import MODULE`, `--import MODULE`, or the id 'MODULE:{name}'")
         raise EnvError(f"unknown environment id {env_id!r}", expected=hint, got=f"{type(e).__name__}: {e}") from e
     return env_id
 
@@ -72,7 +75,7 @@ class EnvFactory:
 
     Args:
         source: gymnasium id, or callable `source()` or `source(seed=...)`
-        env_kwargs: keyword arguments for `gymnasium.make`, if `source` is an id
+        env_kwargs: keyword arguments for `gymnasium.make`, if `source` is an id; `with_action_mask` is the key of a `WithActionMask`
     """
     n_envs = 1
     def __init__(self, source: Any, env_kwargs: dict | None = None):
@@ -80,8 +83,9 @@ class EnvFactory:
         if isinstance(source, str):
             self.name, self.takes_seed = check_id(source), False
             return
-        if isinstance(source, torch.nn.Module) and not hasattr(source, 'n_envs'):     # a `TensorEnv` has `n_envs`
-            raise EnvError("a network stands where an environment belongs", got=type(source).__name__,
+        if isinstance(source, torch.nn.Module) and not hasattr(source, 'n_envs') or hasattr(source, 'actor'):   # a `TensorEnv` has `n_envs`
+            what = "an agent" if hasattr(source, 'actor') else "a network"
+            raise EnvError(f"{what} stands where an environment belongs", got=type(source).__name__,
                            expected="the environment first and then the actor, as in `evaluate(env, actor)`")
         if hasattr(source, 'step') and not isinstance(source, type):
             raise EnvError(f"{describe(source, 60)} is an instance that cannot be lent", got=type(source).__name__,
@@ -96,7 +100,11 @@ class EnvFactory:
     def __call__(self, seed: int | None = None) -> Any:
         try:
             # gymnasium's own checker is off: it checks only the first step, and `EnvBatch` checks every step.
-            if isinstance(self.source, str): env = gym.make(self.source, **{'disable_env_checker': True, **self.env_kwargs})
+            if isinstance(self.source, str):
+                kwargs = {'disable_env_checker': True, **self.env_kwargs}
+                key = kwargs.pop('with_action_mask', None)
+                env = gym.make(self.source, **kwargs)
+                if key is not None: env = WithActionMask(env, key)
             else: env = self.source(seed=seed) if self.takes_seed else self.source()
         except Exception as e:
             hint = extra_for(self.source, e) if isinstance(self.source, str) else None
@@ -159,22 +167,30 @@ class VectorFactory:
         self.n_envs, self.vector, self.env_kwargs = n_envs, vector, dict(env_kwargs or {})
 
     def __call__(self, seed: int | None = None) -> Any:
-        try: return self._envpool(seed) if self.vector == 'envpool' else self._gymnasium()
+        kwargs = dict(self.env_kwargs)
+        key = kwargs.pop('with_action_mask', None)
+        try: vec = self._envpool(seed, kwargs) if self.vector == 'envpool' else self._gymnasium(kwargs, key)
         except Exception as e:
             hint = extra_for(self.name, e)
             if isinstance(e, ModuleNotFoundError) and self.vector == 'envpool': hint = "`pip install 'rollpipe[envpool]'`"
             raise EnvError(f"the vector environment could not be made: {describe_exception(e)}", env=self.name, expected=hint) from e
 
-    def _envpool(self, seed):
-        return importlib.import_module('envpool').make_gymnasium(self.name, num_envs=self.n_envs, seed=seed or 0, **self.env_kwargs)
+        if key is None or key in getattr(spaces_of(vec)[0], 'spaces', ()): return vec
+        vec.close()
+        raise EnvError("such a vector takes no wrapper for the mask of the actions", env=self.name, leaf=f"observation_space[{key!r}]",
+                       expected="vector='sync' or 'async', or a mask that is there already", got=f"vector={self.vector!r}")
 
-    def _gymnasium(self):
+    def _envpool(self, seed, kwargs):
+        return importlib.import_module('envpool').make_gymnasium(self.name, num_envs=self.n_envs, seed=seed or 0, **kwargs)
+
+    def _gymnasium(self, kwargs, key):
         options: dict[str, Any] = {}
         if self.vector != 'vector_entry_point':
             options = dict(disable_env_checker=True)    # `VectorBatch` checks every step
+            if key is not None: options['wrappers'] = [partial(WithActionMask, key=key)]
             # Unlike NEXT_STEP this mode wastes no step, and unlike DISABLED it needs no second call.
             if hasattr(gym.vector, 'AutoresetMode'): options['vector_kwargs'] = dict(autoreset_mode='SameStep')
-        return gym.make_vec(self.name, self.n_envs, self.vector, **{**options, **self.env_kwargs})
+        return gym.make_vec(self.name, self.n_envs, self.vector, **{**options, **kwargs})
 
     def __repr__(self): return self.name
 

@@ -9,12 +9,12 @@ __all__ = ['make_envs', 'scalar_rewards', 'is_end', 'SingleEnvs', 'count_steps',
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from ..data import nested
+from ..data.episode_seeds import EpisodeSeeds
 from ..data.errors import EnvError, PipeError, describe, describe_exception
 from .actions import action_rows
 from .batch import Batch, last_obs, played, put_obs
@@ -72,8 +72,6 @@ def scalar_rewards(rews: list) -> np.ndarray:
     b = next(b for b, r in enumerate(rews) if np.shape(r) or np.asarray(r).dtype.kind not in 'biuf')
     raise EnvError("the reward is no scalar", env=b, leaf='rew', expected="one number", got=describe(rews[b]))
 
-
-
 # %% ../../../nbs/pipes/10_envs/07_single.ipynb #5b633772
 def is_end(terminated: Any, truncated: Any) -> bool:
     "Does an episode end? Raises `EnvError` unless each argument is True, False, or a number that equals True or False."
@@ -96,12 +94,14 @@ class SingleEnvs:
         sticky: period in steps; an environment whose episode ended rests until the number of steps is a multiple of `sticky`
         closes: False: `close` leaves the environments open
         keeper: a `Keeper`; None: their states cannot be told
+        episode_seeds: reset each episode with a seed of its own, which its last step reports as the info `episode_seed`
     """
-    def __init__(self, factories: list, seeds: list, first: Any = None, sticky: int | None = None, closes: bool = True,
-                 keeper: Any = None):
+    def __init__(self, factories: list, seeds: list, first: Any = None, sticky: int | None = None, closes: bool = True, keeper: Any = None,
+                 episode_seeds: bool = False):
         self.seeds, self.closes, self.envs, self.claim = seeds, closes, [] if first is None else [first], Claim()
         try:
             make_envs(factories, seeds, self.envs, self.claim)
+            if episode_seeds: self.envs[:] = map(EpisodeSeeds, self.envs)
             self.like = like = space_spec(self.envs[0].observation_space, 'obs')
             self.form = (like.shape, like.dtype) if isinstance(like, np.ndarray) else (None, None)
         except BaseException:
@@ -116,8 +116,7 @@ class SingleEnvs:
         self.claim.check()
         for b, (env, (_, seed, _)) in enumerate(zip(self.played, self.seeds)):
             with _naming(b, 'reset()'):
-                x, _ = env.reset(seed=seed)
-                put_obs(x, self.like, step.leaves, b)
+                put_obs(env.reset(seed=seed)[0], self.like, step.leaves, b)
         if self.sticky is not None: self.sticky.begin()
 
     def step(self, actions: list, step: Row, terminal_obs: bool) -> tuple:
@@ -191,7 +190,7 @@ def count_steps(stepno: np.ndarray, fin: np.ndarray) -> None:
 
 def _put_all(rews, out):
     "Write the rewards of all steps at once if all are Python floats. Returns whether they are."
-    flat = list(chain.from_iterable(rews))
+    flat = [r for step in rews for r in step]
     if {*map(type, flat)} - {float}: return False     # `scalar_rewards` converts other kinds step by step
     out[:] = np.array(flat).reshape(out.shape)
     return True
@@ -212,15 +211,17 @@ class EnvBatch(Batch):
         first: the first environment, if its factory has been called already
         closes: False: `close` leaves the environments open
         keeper: a `Keeper`; None: the state cannot be told
+        episode_seeds: reset each episode with a seed of its own, which its last step reports as the info `episode_seed`
         **where: context for error messages: pipe, lane
     """
     _action_converter = staticmethod(action_rows)
 
     def __init__(self, factories: list, seed: np.random.SeedSequence, info_keys: Any = None, clip_actions: bool = True,
-                 sticky: int | None = None, first: Any = None, closes: bool = True, keeper: Any = None, **where: Any):
+                 sticky: int | None = None, first: Any = None, closes: bool = True, keeper: Any = None,
+                 episode_seeds: bool = False, **where: Any):
         self.factories, self.where, self.single, n = factories, where, None, len(factories)
         try:
-            self.single = SingleEnvs(factories, env_seeds(seed, n), first, sticky, closes, keeper)
+            self.single = SingleEnvs(factories, env_seeds(seed, n), first, sticky, closes, keeper, episode_seeds)
             self._prepare(*spaces_of(self.single.envs[0]), n, clip_actions)
         except BaseException as e:
             self.close()

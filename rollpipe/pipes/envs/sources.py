@@ -148,8 +148,8 @@ class Acting:
     def _set_actor(self, actor):
         for method in ('step', 'reset'):
             if not callable(getattr(actor, method, None)):
-                raise ActorError(f"an actor needs the method `{method}`", pipe=self, got=describe(actor),
-                                 expected="an actor such as a `rollpipe.layers.Actor`")
+                hint = "`agent.actor`, the actor of this agent" if hasattr(actor, 'actor') else "an actor such as a `rollpipe.layers.Actor`"
+                raise ActorError(f"an actor needs the method `{method}`", pipe=self, got=describe(actor), expected=hint)
         self.actor = actor
 
     def not_kept(self) -> str | None:

@@ -52,6 +52,9 @@ class VectorBatch(Batch):
         self._infos = VectorInfos(len(self), info_keys, str((seed.entropy, self.vec_name)))
         self._resetting = np.zeros(len(self), bool)     # True where the next step is a reset (mode NEXT_STEP)
 
+    @property
+    def acting(self) -> np.ndarray: return ~self._resetting
+
     def name(self, b: int) -> str:
         "The name of environment `b` in error messages."
         return f"{b} ({self.vec_name})"
@@ -124,10 +127,10 @@ class VectorBatch(Batch):
 
 # %% ../../../nbs/pipes/10_envs/10_vector.ipynb #c45a7214
 def env_batch(factories: list, seed: np.random.SeedSequence, *, sticky: int | None = None, clip_actions: bool = True, info_keys: Any = None,
-              closes: bool = True, keeper: Any = None, **where: Any) -> Batch:
+              closes: bool = True, keeper: Any = None, episode_seeds: bool = False, **where: Any) -> Batch:
     """The batch of the environments of `factories`: a `VectorBatch` if the first one makes a vector environment, else an `EnvBatch`.
 
-    Raises `EnvError` if a vector environment has another number of environments, or if `sticky` is set for it.
+    Raises `EnvError` if a vector environment has another number of environments, or if `sticky` or `episode_seeds` is set for it.
 
     Args:
         factories: list of `EnvFactory`, or one `VectorFactory`
@@ -137,21 +140,24 @@ def env_batch(factories: list, seed: np.random.SeedSequence, *, sticky: int | No
         info_keys: infos to record; None: all numeric infos
         closes: False: the batch leaves its environments open
         keeper: a `Keeper`, by which the batch can tell its state; None: it cannot
+        episode_seeds: reset each episode with a seed of its own, which its last step reports as the info `episode_seed`
         **where: context for error messages: pipe, lane
     """
     factory, options = factories[0], dict(info_keys=info_keys, clip_actions=clip_actions, closes=closes, keeper=keeper, **where)
-    if isinstance(factory, EnvFactory) and isinstance(factory.source, str): return EnvBatch(factories, seed, sticky=sticky, **options)
+    single = dict(options, sticky=sticky, episode_seeds=episode_seeds)
+    if isinstance(factory, EnvFactory) and isinstance(factory.source, str): return EnvBatch(factories, seed, **single)
     try: first = factory(env_seeds(seed, 1)[0][0])
     except PipeError as e:
         e.env = f"0 ({factory.name})"
         e.locate(**where)
         raise
-    if not is_vector(first): return EnvBatch(factories, seed, sticky=sticky, first=first, **options)
+    if not is_vector(first): return EnvBatch(factories, seed, first=first, **single)
     batch = VectorBatch(first, seed, name=factory.name, **options)
     problem = None
     if any(f is not factory for f in factories): problem = "several sources, and vector environments among them", "one source"
     elif len(factories) not in (1, len(batch)): problem = f"n_envs={len(factories)}", f"n_envs=None or {len(batch)}, as in the vector"
     elif sticky: problem = "the environments of a vector cannot rest", "sticky=None, or single environments"
+    elif episode_seeds: problem = "a vector resets its environments itself", "episode_seeds=False, or single environments"
     if problem is None: return batch
     batch.close()
     raise EnvError(problem[0], expected=problem[1], got=type(first).__name__, env=factory.name, **where)

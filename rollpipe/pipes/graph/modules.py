@@ -19,6 +19,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
+from ..data.captures import all_attributes
 from ..data.errors import ActorError, DataError, describe_exception
 
 # %% ../../../nbs/pipes/02_graph/03_modules.ipynb #548aad1b
@@ -163,13 +164,7 @@ def _parts(x):
         used = (x.__globals__.get(name) for name in names_in(x.__code__))
         return [*closed, x.__defaults__, x.__kwdefaults__, *(y for y in used if not inspect.ismodule(y))]
     if inspect.ismodule(x) or isinstance(x, (int, float)): return ()
-    return _attributes(x).values()
-
-def _attributes(x):
-    "Name -> value of all attributes of an object, also those in slots."
-    slots = [vars(cls).get('__slots__', ()) for cls in type(x).__mro__]
-    names = [name for some in slots for name in ([some] if isinstance(some, str) else some)]
-    return {**getattr(x, '__dict__', {}), **{name: getattr(x, name, None) for name in names}}
+    return all_attributes(x).values()
 
 def names_in(code: Any) -> Iterator:
     "The names that the code of a function uses, also in nested functions and comprehensions."
@@ -224,7 +219,7 @@ def comparable(value: Any, depth: int = 3, states: bool = False) -> Any:
     if isinstance(value, dict): return [(repr(k), comparable(x, depth - 1, states)) for k, x in value.items()]
     if isinstance(value, (list, tuple, deque)): return [comparable(x, depth - 1, states) for x in value]
     if isinstance(value, (set, frozenset)): return sorted(map(repr, value))
-    found = _attributes(value)
+    found = all_attributes(value)
     return [(k, comparable(x, depth - 1, states)) for k, x in found.items()] if found or hasattr(value, '__dict__') else None
 
 
@@ -290,5 +285,6 @@ def checked_device(device: Any, **where: Any) -> torch.device:
         others = getattr(torch, found.type, None)   # module of another device type, such as `torch.xpu`
         if found.type in ('cpu', 'meta') or f'{found.type}:{found.index or 0}' in here or found.type in here: return found
         if found.type != 'cuda' and getattr(others, 'is_available', bool)() and (found.index or 0) < others.device_count(): return found
-    missing = ' (there is no CUDA here)' * (found is not None and found.type == 'cuda' and not torch.cuda.device_count())
+    why = ' (torch sees no GPU' + ', because this torch is made for CPUs' * (torch.version.cuda is None) + ')'
+    missing = why * (found is not None and found.type == 'cuda' and not torch.cuda.device_count())
     raise DataError("no such device here", leaf='device', expected=' or '.join(here) + missing, got=repr(device), **where)

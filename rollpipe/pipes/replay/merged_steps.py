@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from ..data import nested
-from ..data.fragment import check_item, with_field_docs
-from ..data.errors import DataError, check_fraction, check_integer, describe
+from ..data.fragment import with_field_docs
+from ..data.errors import check_fraction, check_integer
 from ..graph.pipe import Pipe
-from ..steps import Step, check_follows
+from ..steps import Step, check_follows, check_step
 from ..graph.torchdata import IterDataPipe
 
 # %% ../../../nbs/pipes/24_replay/09_merged_steps.ipynb #1f6f9b37
@@ -101,10 +101,7 @@ class StepMerger(Pipe):
         for steps in waiting.values():     # those that a resumed iteration begins with
             if steps and (steps[-1].terminated or steps[-1].truncated): yield from self._rest(steps)
         for step in items:
-            check_item(step, Step, self)
-            if getattr(step.env_id, 'ndim', 0):
-                raise DataError("single steps are wanted here, not a batch", pipe=self, leaf='env_id', expected="int64 []",
-                                got=describe(step.env_id))
+            check_step(step, self)
             key = int(step.proc_id), int(step.env_id)
             if key in newest: check_follows(newest[key], step, self)
             newest[key], steps = step, waiting.setdefault(key, deque())

@@ -136,6 +136,9 @@ class Completing:
         counts = ends.wanted(rows.state.fin[1:], rows.term[1:]).sum(1)
         suspicious, *counts = torch.cat([torch.stack(suspects).any().long()[None], counts]).tolist()
         if suspicious: refuse_first(batch, obs, act, rew)
+        if (mask := self.checked.action_mask) is not None:
+            found = nested.map(lambda x: x.cpu().numpy(), rows.state.obs[mask.name])
+            for t in range(rows.n): self.checked.check_mask({mask.name: nested.getitem(found, t)})
         return counts
 
     def _completed(self, act, reports):

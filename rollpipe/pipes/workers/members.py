@@ -48,7 +48,7 @@ class Member:
             self.process.send(self.message(request, slot_states))
 
     def message(self, request: Request, slot_states: list) -> tuple:
-        "A `WorkerRequest` as a tuple, which is faster."
+        "What `LaneRunner.answer` takes."
         slot, position = request.destination
         layout, before = slot_states[slot].layout, self.layout
         self.layout = layout
