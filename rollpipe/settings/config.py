@@ -260,7 +260,7 @@ def build(config: dict, resumes: int = 0) -> tuple:
     *words, word = map(int, np.random.SeedSequence([config["seed"], resumes]).generate_state(5))
     seeds = dict(zip(algorithm.parts, words))
     parts = with_memory(algorithm, kwargs)
-    modules = [_network(parts[part], env, algorithm, env_kwargs=env_kwargs, seed=seeds[part], **kwargs[part])
+    modules = [_network(parts[part], env, config["algorithm"], env_kwargs=env_kwargs, seed=seeds[part], **kwargs[part])
                for part in ("policy", "critic") if part in parts]
     device, accepted = device_of(config.get("device", "cpu")), inspect.signature(algorithm.pipeline).parameters
     if device.type != "cpu":
