@@ -21,7 +21,7 @@ from rollpipe.pipes.data import files
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.pipes.data.random_states import GlobalRandomStates
 from rollpipe.results.live import Live
-from rollpipe.runs import fork, open_run, replayed_run, resume, start, train
+from rollpipe.runs import Wish, fork, open_run, replayed_run, resume, start, train
 from rollpipe.runs import mailbox as module
 from rollpipe.runs.commands import find_run
 from rollpipe.runs.folder import load_run
@@ -181,6 +181,44 @@ def test_edits_are_made_again_if_a_run_goes_back(tmp_path):
     check_same(twin.folder, run.folder)
     assert load_run(run.folder).config["edits"] == load_run(twin.folder).config["edits"]
     assert lines(run.folder) == lines(twin.folder)
+
+
+def test_an_edit_of_a_schedule_gives_what_a_fork_gives(tmp_path):
+    "The value depends on the steps of the learner alone, from the start."
+    config, new = config_of("ppo", steps=640), dict(clip="linear:.4:.1", lr="cosine:1e-2:1e-3")
+    answers: list = []
+    run = trained(start(tmp_path/"run", config), {5: [dict(set=new)], 9: [dict(set=dict(lr=1e-4))]}, answers)
+    assert all(answer(path)["made"] for path in answers) and run.config["options"]["clip"] == "linear:0.4:0.1:640"
+    plain = trained(start(tmp_path/"plain", config), {})
+    first = trained(resume(fork(plain.folder, tmp_path/"first", 5, **new)), {})
+    second = trained(resume(fork(first.folder, tmp_path/"second", 9, lr=1e-4)), {})
+    check_same(second.folder, run.folder)
+    assert verify(run.folder, 20).is_equal
+
+
+def test_a_run_that_stops_is_not_edited_and_an_edit_may_stop_it(tmp_path):
+    answers: list = []
+
+    def callback(run, record):
+        if record["updates"] != 5: return None
+        answers.append(post(run.folder, dict(set=dict(clip=.5))))
+        return Wish(stop="enough")
+    run = start(tmp_path/"run", config_of("ppo", steps=640))
+    assert train(run, progress=False, tensorboard=False, callback=callback)["updates"] == 5
+    assert "when the training had ended" in answer(answers[0])["text"]
+    assert load_run(run.folder).config["stopped"] == "enough" and not lines(run.folder)
+
+    run = start(tmp_path/"edited", config_of("ppo", steps=640))
+    def asks(run, record):
+        if record["updates"] == 5: answers.append(post(run.folder, dict(set=dict(stop_after="0.001 s"))))
+    record = train(run, progress=False, tensorboard=False, callback=asks)
+    assert answer(answers[1])["made"], answer(answers[1])
+    assert record["updates"] == 5 and run.config["stopped"] == "0.001 s of training have passed"
+    assert [*lines(run.folder)] == [5] and load_run(run.folder).config["stopped"] and verify(run.folder, 5).is_equal
+    with pytest.raises(DataError, match="is complete"): resume(run.folder)
+    again = trained(resume(run.folder, 640), {})
+    plain = trained(start(tmp_path/"plain", config_of("ppo", steps=640)), {})
+    assert diff(plain.folder, again.folder).is_equal and again.config["stop_after"] is None
 
 
 @pytest.mark.parametrize("name", ["dqn", "sac", "trpo"])
