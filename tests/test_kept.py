@@ -14,8 +14,9 @@ from rollpipe.agents.evaluate import evaluate
 from rollpipe.settings.config import make_config
 from rollpipe.runs.logs import read_metrics
 from rollpipe.pipes.data.errors import CheckpointError, DataError
+from rollpipe.runs.evaluations import best_return
+from rollpipe.runs.folder import load_run, restore, resume, start
 from rollpipe.runs import load_agent
-from rollpipe.runs.folder import best_return, load_run, restore, resume, start
 from rollpipe.runs.training import train
 
 def small(steps=640, **run):

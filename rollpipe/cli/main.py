@@ -19,12 +19,14 @@ from ..runs.pack import local_copy, pack_command
 from ..runs.repeat import diff_command, verify_command
 from ..runs.replay import replay_command
 from ..runs.fork import fork_command
+from ..runs.asking import add_edit, edit_command
 from ..settings.options import add_options, nearest
 from ..settings.overview import COMMANDS, Parser, general_options, top_parser
 from ..pipes.data.errors import PipeError
 from ..settings.listing import list_command
 from ..results.ablation import ablate_command, add_ablate
 from ..results.bench import bench_command
+from ..results.live import live_command
 from ..results.report import report_command
 from ..runs.signals import stop_signals
 from ..tuning.tune import tune_command
@@ -62,6 +64,8 @@ def _add_comparisons(command, debug: Parser) -> None:
     sub.add_argument("--out", metavar="RUN", required=True, help="folder of the fork")
     sub.add_argument("--overwrite", action="store_true", help="replace the run in that folder")
     add_ablate(command("ablate", ablate_command, [debug]))
+    add_edit(command("edit", edit_command, [debug]))
+    command("live", live_command, [debug]).add_argument("runs", metavar="RUN", nargs="+", help="folders of runs")
 
 
 def _parent_parsers() -> tuple:

@@ -19,9 +19,10 @@ from ..pipes.data.errors import DataError, WorkerError, check_integer
 from .experiments import check_counts, python_words, run_all
 from .pairs import Ablation, Pairs, course, draw_pairs, pairs_page, pairs_text
 from .report import write_files
+from ..runs.changes import changed_run
 from ..runs.commands import Interrupted
 from ..runs.folder import files_of_run, folder_of, load_run, needed_modules
-from ..runs.fork import changed_run, fork
+from ..runs.fork import fork
 from ..runs.locks import lock, unlock
 from ..runs.repeat import checkpoint_at, records_of
 from ..settings.algorithms import options_for
@@ -108,8 +109,8 @@ def _checked(run: Path, at: list, options: dict, metric: str) -> Checkpoint:
     if "steps" in options: raise DataError("the steps of a branch are those of its updates", leaf="steps", expected="--updates")
     for name, values in options.items():
         if len({*map(repr, values)}) < len(values): raise DataError("a value is there twice", leaf=name, got=str(values))
-        for x in values if found.stream else ():
-            try: changed_run(run, found._replace(counters={**found.counters, "steps": 0}), {name: x})     # which is over, perhaps
+        for x in values if found.stream else ():      # the run is over, perhaps
+            try: changed_run(f"a fork of {run}", found._replace(counters={**found.counters, "steps": 0}), {name: x})
             except DataError as e: raise DataError(f"no branch with {name}={x}", got=str(e)) from None
     return found
 

@@ -14,7 +14,8 @@ from ..pipes.data.files import write_atomically
 from ..agents.schedules import Every
 from ..runs.autotune import command_for
 from ..runs.commands import Interrupted, find_run
-from ..settings.config import build, is_over, make_config
+from ..settings.checks import is_over
+from ..settings.config import build, make_config
 from ..runs.evaluations import is_evaluated, read_evaluations
 from .experiments import check_counts, python_words, run_all
 from ..runs.locks import lock, unlock

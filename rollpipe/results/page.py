@@ -127,16 +127,18 @@ def notes_html(notes: list) -> str:
     return f'<ul class="notes">{"".join(f"<li>{html.escape(note)}</li>" for note in notes)}</ul>' if notes else ""
 
 
-def document(title: str, body: list) -> str:
-    """A whole page, which loads nothing.
+def document(title: str, body: list, more: str = "", head: str = "") -> str:
+    """A whole page, which loads nothing, and runs no script.
 
     Args:
         title: a text, which is escaped
         body: its parts in HTML; empty ones are left out
+        more: more of its `Content-Security-Policy`
+        head: more of its head in HTML
     """
-    policy, title = "default-src 'none'; style-src 'unsafe-inline'", html.escape(title)
+    policy, title = f"default-src 'none'; style-src 'unsafe-inline'{more}", html.escape(title)
     return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
-            f'<meta name="viewport" content="width=device-width"><title>{title}</title>'
+            f'<meta name="viewport" content="width=device-width">{head}<title>{title}</title>'
             f'<style>{STYLE}</style></head>\n<body>\n'
             + "\n".join([f"<h1>{title}</h1>", *filter(None, body)]) + "\n</body></html>\n")
 

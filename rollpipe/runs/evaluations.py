@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..agents.checkpoint import Snapshot
+from ..agents.checkpoint import Snapshot, load_checkpoint
 from ..pipes.data.files import write_atomically
 from .states import kept_states, load_states
 from ..agents.evaluate import Evaluation
@@ -22,13 +22,14 @@ from ..agents.parallel_evaluation import Evaluated, ParallelEvaluation, SerialEv
 from ..agents.schedules import Every
 from ..settings.config import device_of
 from .locks import lock, unlock
-from ..pipes.data.errors import DataError
+from ..pipes.data.errors import CheckpointError, DataError
 from ..pipes.graph.modules import version_of
-from .folder import Run, agent_of, best_return, load_run, restore
+from .folder import Run, agent_of, load_run, restore
 
 # %% auto #0
-__all__ = ['KINDS', 'EVALUATIONS', 'EVALUATIONS_FORMAT', 'evaluation_seed', 'read_evaluations', 'write_evaluations', 'why_enough',
-           'Evaluations', 'StepEvaluations', 'evaluations_of', 'is_evaluated', 'evaluate_end']
+__all__ = ['KINDS', 'EVALUATIONS', 'EVALUATIONS_FORMAT', 'evaluation_seed', 'read_evaluations', 'write_evaluations',
+           'best_return', 'why_enough', 'Evaluations', 'StepEvaluations', 'evaluations_of', 'is_evaluated',
+           'evaluate_end']
 
 # %% ../../nbs/runs/08_evaluations.ipynb #d6eb9513
 KINDS = ("training", "last", "best")  # evaluations while the run learns, of the last policy, and of the best one
@@ -96,6 +97,14 @@ def write_evaluations(folder: str | Path, records: list) -> None:
 def _plain(x: Any) -> Any:
     if isinstance(x, list): return [_plain(item) for item in x]
     return x if not isinstance(x, float) or math.isfinite(x) else None if math.isnan(x) else str(x)
+
+# %% ../../nbs/runs/08_evaluations.ipynb #e88f6c71
+def best_return(folder: Path) -> float:
+    "The best mean return of the evaluations of a run so far, `-inf` if there is none. Raises `CheckpointError`."
+    if not (path := folder/"best.safetensors").exists(): return -math.inf
+    evaluated = load_checkpoint(path).evaluated
+    if isinstance(evaluated, dict) and isinstance(found := evaluated.get("eval_return_mean"), (int, float)): return found
+    raise CheckpointError(f"{path}: does not say how its evaluation was", expected="the file that training has written, or none")
 
 # %% ../../nbs/runs/08_evaluations.ipynb #6ec26202
 def why_enough(config: dict, means: list) -> str | None:

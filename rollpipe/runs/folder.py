@@ -14,10 +14,11 @@ import torch
 
 from ..agents.checkpoint import (Checkpoint, Snapshot, checkpoint_bytes, keep_checkpoint, kept_checkpoints, load_checkpoint,
                                         save_checkpoint)
-from .states import Stream, kept_states, load_states, resumed_stream, with_exactness
+from .states import Stream, edits_due, kept_states, load_states, resumed_stream, with_exactness
 from ..agents.schedules import with_eval_every
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
-from ..settings.config import RUN_OPTIONS, RunOptions, build, check_decay, check_room, device_of, is_over, run_options
+from ..settings.checks import check_decay, check_edits, check_room, is_over
+from ..settings.config import RUN_OPTIONS, RunOptions, build, device_of, run_options
 from .locks import lock, unlock
 from ..pipes.data import files, nested
 from ..pipes.data.chunks import ChunkFolder
@@ -29,14 +30,13 @@ from ..pipes.stepper import EnvStepper
 from ..traces.differences import FINGERPRINTS, JOURNAL
 
 # %% auto #0
-__all__ = ['FORKED', 'RUN_FILES', 'Run', 'folder_of', 'start', 'discard', 'files_of_run', 'needed_modules', 'load_run',
-           'best_return', 'restore', 'agent_of', 'resume']
+__all__ = ['FORKED', 'RUN_FILES', 'Run', 'folder_of', 'start', 'discard', 'files_of_run', 'needed_modules', 'load_run', 'restore',
+           'agent_of', 'rebuilt', 'resume']
 
 # %% ../../nbs/runs/07_folder.ipynb #318476a9
 FORKED = "fork.safetensors"      # the checkpoint with which a fork of another run begins
 RUN_FILES = ("config.json", FINGERPRINTS, "metrics.csv", "metrics.jsonl", JOURNAL, "evaluations.jsonl", "checkpoint.safetensors",
-             "best.safetensors", FORKED, "replay", "ranks", "recording", "crash", "curve.png", "tensorboard", "wandb", "wandb.json",
-             "videos", "pack")
+             "best.safetensors", FORKED, *"replay ranks recording crash inbox curve.png tensorboard wandb wandb.json videos pack".split())
 _COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0., resumes=0)
 
 
@@ -161,6 +161,7 @@ def _check_stored(found: Checkpoint) -> None:
     if not isinstance(config["env_kwargs"], dict): raise DataError("env_kwargs", got=repr(config["env_kwargs"]))
     imports = config.get("imports", [])
     if not isinstance(imports, list) or not all(isinstance(x, str) for x in imports): raise DataError("imports", got=repr(imports))
+    for name in ("edits", "due"): check_edits(config.get(name, []))
     options = {option: config["options"].get(option.name, option.default) for option in options_for(config["algorithm"])}
     shapes = [x.shape for x in nested.leaves(found.agent_state) if isinstance(x, torch.Tensor)]
     sizes = {n for shape in shapes for n in shape}
@@ -226,14 +227,6 @@ def _best_of(path: Path) -> Path:
     return path/"best.safetensors"
 
 
-def best_return(folder: Path) -> float:
-    "The best mean return of the evaluations of a run so far, `-inf` if there is none. Raises `CheckpointError`."
-    if not (path := folder/"best.safetensors").exists(): return -math.inf
-    evaluated = load_checkpoint(path).evaluated
-    if isinstance(evaluated, dict) and isinstance(found := evaluated.get("eval_return_mean"), (int, float)): return found
-    raise CheckpointError(f"{path}: does not say how its evaluation was", expected="the file that training has written, or none")
-
-
 def restore(checkpoint: Checkpoint, resumes: int = 0, device: str | None = None) -> tuple:
     """Build the learner and the pipeline, and load the learner's state. Raises `CheckpointError` if it does not fit.
 
@@ -266,6 +259,20 @@ def agent_of(checkpoint: Checkpoint, device: str = "cpu") -> Any:
     return restore(checkpoint._replace(config=config), device=device)[0]
 
 # %% ../../nbs/runs/07_folder.ipynb #77254847
+def rebuilt(folder: Path, found: Checkpoint, config: dict, counters: dict) -> Run:
+    """The run that goes on from a checkpoint. Nothing is written. Raises the errors of `restore`, and `CheckpointError`.
+
+    Args:
+        folder: folder of the run
+        found: its checkpoint
+        config: the configuration with which it goes on
+        counters: see `Run`
+    """
+    agent, pipe = restore(found._replace(config={**config, "folder": folder}), counters["resumes"])
+    waiting, stream = load_states(pipe, found.pipes), resumed_stream(folder, pipe, found, config)
+    return Run(folder, config, agent, pipe, counters, waiting, stream)
+
+
 def resume(folder: str | Path, steps: int | None = None, device: str | None = None, workers: int | None = None) -> Run:
     """Continue a run from its checkpoint: exactly as it would have gone on, or with new episodes if its configuration says why.
 
@@ -290,11 +297,11 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
         if is_over(config, counters):
             raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
         check_decay(config["steps"], found.config["options"])
-        agent, pipe = restore(found._replace(config={**config, "folder": folder}), counters["resumes"])
-        waiting, stream = load_states(pipe, found.pipes), resumed_stream(folder, pipe, found, config)
+        if due := edits_due(folder, found.config): config["due"] = due
+        run = rebuilt(folder, found, config, counters)
         files.write_json(folder/"config.json", config)
         _remove(path for steps, path in kept_checkpoints(folder/"checkpoints").items() if steps > counters["steps"])
-        return Run(folder, config, agent, pipe, counters, waiting, stream)
+        return run
     except BaseException:
         unlock(folder)
         raise

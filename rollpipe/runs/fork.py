@@ -5,125 +5,36 @@
 # %% ../../nbs/runs/18_fork.ipynb #6faf87b9
 from __future__ import annotations
 
-import json, os, shlex, shutil
+import os, shlex, shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ..agents.checkpoint import Checkpoint, load_checkpoint
 from ..pipes.data.chunks import ChunkFolder
-from ..pipes.data.compare import first_difference
 from ..pipes.data.errors import DataError, PipeError, check_integer
 from ..pipes.data.files import names_file, write_atomically, write_json
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.data.reseeding import reseeded
-from ..pipes.graph.edits import nodes
-from ..pipes.graph.modules import torch_threads
-from ..pipes.graph.states import named_pipes, numbered
 from ..settings.algorithms import options_for
-from ..settings.config import (RUN_OPTIONS, build, check_decay, check_lanes, check_room, check_stops, device_of, reading_for,
-                                       run_options, with_steps)
-from ..settings.files import checked
+from ..settings.config import RUN_OPTIONS, device_of
 from ..settings.options import import_words, parse_options, typed
+from .changes import changed_run, with_edit
 from .evaluations import read_evaluations, write_evaluations
 from .folder import FORKED, files_of_run, folder_of, load_run, needed_modules, resume
 from .locks import lock, unlock
 from .logs import MetricWriter
-from .repeat import checkpoint_at, records_of, repeated, stored
-from .states import ordering
+from .repeat import checkpoint_at, edits_after, records_of, repeated, stored
 from ..traces.differences import FINGERPRINTS, JOURNAL, diff, read_fingerprints
-from ..traces.fingerprint import Fingerprint, fingerprint
 from ..traces.journal import cut
 
 # %% auto #0
-__all__ = ['changed_run', 'fork', 'fork_command']
-
-# %% ../../nbs/runs/18_fork.ipynb #ccc1af67
-class _Made(NamedTuple):
-    "What a configuration makes: its `Fingerprint`, the state of a new learner, and the names of the pipes that keep something."
-    prints: Fingerprint
-    state: dict
-    keeping: set
-
-
-def _made(config: dict, found: Checkpoint) -> _Made:
-    with torch_threads(config["threads"]): agent, pipe = build(config, found.counters["resumes"])
-    quiet = {id(p) for name, p in named_pipes(pipe).items() if name not in found.stream["pipes"]}
-    keeping = {name for name, p in numbered(nodes(pipe)).items() if id(p) not in quiet}
-    return _Made(fingerprint(pipe, agent), agent.state_dict(), keeping)
-
-
-def _undecayed(x: Any) -> Any:
-    "A state with learning rates as they are before they decay."
-    if isinstance(x, list): return [_undecayed(y) for y in x]
-    if not isinstance(x, dict): return x
-    return {name: _undecayed(x.get("initial_lr", y) if name == "lr" else y) for name, y in x.items() if name != "initial_lr"}
-
-
-def _changed(state: Any, old: Any, new: Any, path: str = "state") -> Any:
-    """The state of a learner, where `new` takes the place of what has been `old` from the start.
-
-    Raises `DataError`, which names the leaf, if it is not any more.
-    """
-    if first_difference(old, new) is None: return state
-    if first_difference(old, state) is None: return new
-    if all(isinstance(x, dict) and x.keys() == old.keys() for x in (state, old, new)):
-        return {name: _changed(x, old[name], new[name], f"{path}.{name}") for name, x in state.items()}
-    raise DataError(f"{path} is what the run has made of it since")
-
-
-def _with(config: dict, name: str, value: Any) -> dict:
-    return {**config, "options": {**config["options"], name: value}} if name in config["options"] else {**config, name: value}
-
-
-def _refusal(before: _Made, after: _Made) -> str | None:
-    "The leaf of the fingerprint that a run cannot change; None: there is none."
-    for path, (a, b) in before.prints.differs(after.prints, "graph", "networks", "seeds").items():
-        if not path.startswith("graph/") or path.split("/")[1] in before.keeping: return f"{path}: {b}, and the state has {a}"
-    return None
-
-# %% ../../nbs/runs/18_fork.ipynb #299b0f14
-def changed_run(folder: Path, found: Checkpoint, options: dict) -> tuple[Checkpoint, dict]:
-    """The checkpoint of a run with other options, and those that are others. Raises `DataError` for one that does not fit its state.
-
-    Args:
-        folder: folder of the run, for messages
-        found: its checkpoint, with a stream
-        options: name -> value, of the algorithm or of the run
-    """
-    config, of_run = found.config, [x for x in RUN_OPTIONS if x.name != "preset"]
-    options = json.loads(json.dumps(checked(options, [*options_for(config["algorithm"]), *of_run], f"a fork of {folder}")))
-    options = with_steps(config["algorithm"], options, options.get("steps", config["steps"]))
-    config = {**config, "options": {**{x.name: x.default for x in options_for(config["algorithm"])}, **config["options"]}}
-    changed = {name: x for name, x in options.items() if {**config, **config["options"]}.get(name) != x}
-    if not changed: return found, {}
-    before, state = _made(config, found), _undecayed(found.agent_state)
-    for name, x in changed.items():
-        config = _with(config, name, x)
-        run_options({option.name: config[option.name] for option in of_run})
-        after = _made(config, found)
-        try:
-            if why := _refusal(before, after): raise DataError(why)
-            if (now := ordering(config)) != (then := ordering(found.config)): raise DataError(f"the stream of {now}, and not of {then}")
-            if name in config["options"] and not before.prints.differs(after.prints): raise DataError("it changes nothing in this run")
-            state = _changed(state, before.state, after.state)
-        except DataError as e:
-            raise DataError(f"a fork of {folder} cannot have another {name}", leaf=name, got=str(e),
-                            expected="an option that leaves networks, seeds, collecting and memory as they are; or a new run") from None
-        before = after
-    reading_for(config)
-    check_decay(config["steps"], config["options"])
-    check_stops(config)
-    check_room(config["options"])
-    check_lanes(config["workers"], config["options"])
-    if config["steps"] <= found.counters["steps"]:
-        raise DataError(f"a fork of {folder} would be complete", leaf="steps", expected=f"more than {found.counters['steps']}",
-                        got=str(config["steps"]))
-    return found._replace(config=config, agent_state=state), changed
+__all__ = ['fork', 'fork_command']
 
 # %% ../../nbs/runs/18_fork.ipynb #faedf131
 def _check_place(folder: Path, out: Path, overwrite: bool) -> None:
@@ -195,7 +106,8 @@ def _repeated_to(at: int, folder: Path, found: Checkpoint, edits: Iterable, home
     if (home/"recording").exists(): shutil.rmtree(home/"recording")
     made = load_run(home)
     counters = {**made.counters, "seconds": spent[0] if spent else made.counters["seconds"]}
-    return made._replace(config={**found.config, "kept": kept}, counters=counters)
+    config = reduce(with_edit, edits_after(folder, found, at), found.config)
+    return made._replace(config={**config, "kept": kept}, counters=counters)
 
 
 def _copy_past(folder: Path, home: Path, counters: dict) -> None:
@@ -242,7 +154,7 @@ def fork(run: str | Path, out: str | Path, at: int | None = None, edits: Iterabl
     with GlobalRandomStates(), _replacing(out) as home:
         found, at = _taken(folder, at, home)
         if found.stream is None or found.counters["updates"] < at: found = _repeated_to(at, folder, found, edits, home)
-        found, changed = changed_run(folder, _with_noise(found, folder, noise), options)
+        found, changed = changed_run(f"a fork of {folder}", _with_noise(found, folder, noise), options)
         config = {**found.config, "stopped": None, "forked": {"run": str(folder), "at": at, "set": changed,
                                                             **({"noise": noise} if noise else {})}}
         for path in (home/"checkpoint.safetensors", home/FORKED): stored(path, found, config)

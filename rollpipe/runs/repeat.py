@@ -15,10 +15,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from .states import edited
-from ..settings.config import is_over
+from ..settings.checks import is_over
 from ..agents.checkpoint import Checkpoint, kept_checkpoints, save_checkpoint
 from ..pipes.data.errors import CheckpointError, DataError
 from ..pipes.graph.modules import torch_threads
+from .changes import before_edits, edited_run
 from .folder import FORKED, Run, load_run, resume, start
 from .locks import unlock
 from .logs import read_records
@@ -27,8 +28,8 @@ from ..traces.differences import FINGERPRINTS, JOURNAL, RunDifference, diff
 from ..traces.journal import read_journal
 
 # %% auto #0
-__all__ = ['stored', 'repetition', 'beginning', 'checkpoint_at', 'records_of', 'repeated', 'verify', 'diff_command',
-           'verify_command']
+__all__ = ['stored', 'repetition', 'beginning', 'checkpoint_at', 'records_of', 'edits_after', 'repeated', 'verify',
+           'diff_command', 'verify_command']
 
 # %% ../../nbs/runs/16_repeat.ipynb #fa198961
 def stored(path: Path, found: Any, config: dict) -> None:
@@ -77,7 +78,7 @@ def beginning(folder: Path, found: Checkpoint) -> Checkpoint:
         folder: folder of the run
         found: its checkpoint
     """
-    return load_run(folder/FORKED) if (folder/FORKED).exists() else found._replace(stream=None)
+    return load_run(folder/FORKED) if (folder/FORKED).exists() else found._replace(stream=None, config=before_edits(found.config))
 
 
 def checkpoint_at(folder: Path, updates: int, after: bool = False) -> Checkpoint:
@@ -123,6 +124,12 @@ def records_of(folder: Path) -> list:
     "The records of the metrics of a run; none before its first update."
     return read_records(folder) if (folder/"metrics.jsonl").exists() else []
 
+
+def edits_after(folder: Path, found: Checkpoint, updates: int) -> list:
+    "The edits that the run in a folder got while it trained, after a checkpoint, and after this update at the latest."
+    edits = load_run(folder).config.get("edits", [])
+    return [edit for edit in edits[len(found.config.get("edits", [])):] if edit["at"] <= updates]
+
 # %% ../../nbs/runs/16_repeat.ipynb #f9e2043f
 @contextmanager
 def repeated(folder: Path, found: Checkpoint, updates: int, *edits: Callable, home: Path | None = None) -> Iterator[tuple]:
@@ -135,19 +142,24 @@ def repeated(folder: Path, found: Checkpoint, updates: int, *edits: Callable, ho
         *edits: see `repetition`
         home: see `repetition`
     """
-    with repetition(folder, found, *edits, home=home) as run, torch_threads(run.config["threads"]):
-        made = Updates(run)
-        made.make = run.agent.update
-        with reading(run) as (batches, _, graph), journal_of(run) as made.journal:
-            run.stream.begin(graph, made.episodes)
-            made.start_clock()
-            lines = {e.updates for e in read_journal(folder/JOURNAL)}
+    lines = {e.updates for e in read_journal(folder/JOURNAL)}
+    with repetition(folder, found, *edits, home=home) as run:
+        for edit in [*edits_after(folder, found, updates), None]:
+            made = Updates(run)
+            made.make = run.agent.update
+            if home is None: run.stream.chunks = None     # those of the run are only read
+            with torch_threads(run.config["threads"]), reading(run) as (batches, _, graph), journal_of(run) as made.journal:
+                run.stream.begin(graph, made.episodes)
+                made.start_clock()
 
-            def learn(batch):
-                made.update(batch, dict, [])
-                if run.counters["updates"] in lines: made.journal.mark()
-            while run.counters["updates"] < updates: learn(next(batches))
-            yield made, batches, learn
+                def learn(batch, made=made):
+                    made.update(batch, dict, [])
+                    if made.run.counters["updates"] in lines: made.journal.mark()
+                while run.counters["updates"] < (edit["at"] if edit else updates): learn(next(batches))
+                if edit is None: yield made, batches, learn
+                else:
+                    made.journal.mark()
+                    run = edited_run(run, edit)
 
 # %% ../../nbs/runs/16_repeat.ipynb #420561a4
 def verify(folder: str | Path, updates: int = 20, *edits: Callable) -> RunDifference:

@@ -5,7 +5,7 @@
 # %% ../../nbs/runs/06_states.ipynb #fb57e4ae
 from __future__ import annotations
 
-import logging, shutil
+import json, logging, shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,13 @@ from ..pipes.graph.states import restore_stream, stream_state, unknown_states
 from ..pipes.graph.torchdata import IterDataPipe
 from ..pipes.lanes import learning_pipes
 from ..pipes.resumable import keep_as, keep_environments
-from ..settings.config import check_lanes
+from ..settings.checks import check_edits, check_lanes
 
 _log = logging.getLogger("rollpipe")
 
 # %% auto #0
 __all__ = ['states_of', 'load_states', 'edited', 'kept_states', 'check_taken', 'ordering', 'why_inexact', 'Stream',
-           'with_exactness', 'resumed_stream']
+           'with_exactness', 'resumed_stream', 'edits_due']
 
 # %% ../../nbs/runs/06_states.ipynb #24bdead5
 def states_of(pipe: IterDataPipe) -> dict:
@@ -195,3 +195,13 @@ def resumed_stream(folder: Path, pipe: IterDataPipe, found: Any, config: dict) -
     stream = Stream(reason, found.stream, ChunkFolder(folder/"replay"))
     if config.get("ranks", 1) == 1: stream.open(pipe)     # each of several ranks opens its own part
     return stream
+
+# %% ../../nbs/runs/06_states.ipynb #4d45078b
+def edits_due(folder: Path, config: dict) -> list:
+    "The edits that the run in a folder has made after a checkpoint with this configuration."
+    try:
+        newest = json.loads((folder/"config.json").read_bytes())
+        edits = [*newest.get("edits", []), *newest.get("due", [])][len(config.get("edits", [])):]
+        check_edits(edits)
+        return edits
+    except (OSError, ValueError, AttributeError, TypeError): return config.get("due", [])     # a resume writes that file again

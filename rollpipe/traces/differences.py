@@ -14,7 +14,7 @@ from ..pipes.data.files import write_json
 from ..pipes.data.errors import DataError
 from ..pipes.data.compare import differing
 from .fingerprint import Differences, Fingerprint
-from .journal import Entry, first_place, read_journal
+from .journal import Entry, first_place, read_journal, told
 
 # %% auto #0
 __all__ = ['FINGERPRINTS', 'JOURNAL', 'Parting', 'parting', 'read_fingerprints', 'keep_fingerprint', 'RunDifference', 'diff']
@@ -155,6 +155,7 @@ def diff(a: str | Path, b: str | Path) -> RunDifference:
     for folder, entries in zip((a, b), journals):
         notes += [f"{folder} was resumed after update {old.updates}, with new episodes" for old, new in zip(entries, entries[1:])
                   if new.resumes > old.resumes]
+        notes += [f"{folder} was edited after update {e.updates}: {'; '.join(map(told, e.edits))}" for e in entries if e.edits]
     for folder, other in ((a, b), (b, a)):
         if (found := _origin(folder)) is None: continue
         changed = ", ".join(f"{name}={x}" for name, x in found["set"].items()) or "no other option"

@@ -20,7 +20,7 @@ from ..pipes.data.fragment import Fragment
 from ..pipes.data.compare import PLAIN, as_array, form_of
 
 # %% auto #0
-__all__ = ['running', 'places', 'first_place', 'Entry', 'read_journal', 'cut', 'Journal']
+__all__ = ['running', 'places', 'first_place', 'Entry', 'read_journal', 'cut', 'told', 'Journal']
 
 # %% ../../nbs/traces/03_journal.ipynb #55e91c61
 def running(crc: int | None, x: Any) -> int:
@@ -94,6 +94,7 @@ class Entry(NamedTuple):
         weights: network -> running checksum of its weights after the updates of the regular lines
         versions: lowest and highest version of the weights that collected the last batch; None: unknown
         place: `places` of the last batch; None in the extra line at a checkpoint, and for batches that are no fragments
+        edits: what was changed after this update, in turn, see `runs.changes`; None: nothing, and then the line lacks it
     """
     updates: int
     steps: int
@@ -103,13 +104,14 @@ class Entry(NamedTuple):
     weights: dict
     versions: list | None = None
     place: dict | None = None
+    edits: list | None = None
 
 
 _END = ', "sum": "'
 
 
 def _line(entry, before):
-    text = json.dumps(entry._asdict())[:-1]
+    text = json.dumps({k: x for k, x in entry._asdict().items() if k != "edits" or x is not None})[:-1]
     total = crc32(text.encode(), before)
     return f'{text}{_END}{total:08x}"}}\n', total
 
@@ -153,6 +155,12 @@ def cut(path: str | Path, updates: int) -> tuple[Entry | None, int]:
     write_atomically(path, "".join(f"{line}\n" for _, line, _ in rows).encode())
     return (rows[-1][0], rows[-1][2]) if rows else (None, 0)
 
+# %% ../../nbs/traces/03_journal.ipynb #83503ed6
+def told(edit: dict) -> str:
+    "An edit in words: `max_kl=0.01`, or `my_edits:scaled(by=0.1)`."
+    named = ", ".join(f"{name}={x}" for name, x in (edit["kwargs"] if "insert" in edit else edit["set"]).items())
+    return f"{edit['insert']}({named})" if "insert" in edit else named
+
 # %% ../../nbs/traces/03_journal.ipynb #b855ae4c
 class Journal:
     """The journal of a run that is being trained.
@@ -163,10 +171,11 @@ class Journal:
         path: file, which is cut to the updates so far; None: nothing is written, as in a rank that keeps no run
         counters: steps, updates and resumes so far
         networks: name -> network whose weights are recorded
+        edits: what was changed after the last update, in turn; it gets a line, unless it has one
     """
     LARGE, SPACING = 1024, 4096      # steps of a batch that gets a line, and between the lines of smaller batches
 
-    def __init__(self, path: str | Path | None, counters: dict, networks: dict):
+    def __init__(self, path: str | Path | None, counters: dict, networks: dict, edits: list | None = None):
         self.networks, self.file, self.counters = networks, None, {name: counters[name] for name in ("updates", "steps", "resumes")}
         last, self.sum = (None, 0) if path is None else cut(path, counters["updates"])
         self.since = self.written = counters["updates"]      # `written`: the update of the last line, or of the checkpoint
@@ -174,7 +183,9 @@ class Journal:
         if last is not None and last.updates == self.written: self.since, self.batch, self.weights = last.since, last.batch, last.weights
         self.known: dict = {}       # root -> structure of a batch, and the paths of its leaves
         self.next, self.more, self.is_regular = {}, {}, False       # what the present update adds
-        if path is not None: self.file = open(path, "a", encoding="utf-8")
+        if path is None: return
+        self.file = open(path, "a", encoding="utf-8")
+        if edits and (last is None or last.edits != edits): self._write(edits=edits)
 
     def saw(self, batch: Any, steps: int) -> None:
         """Add a batch, before an update learns from it. If the update fails, the batch does not count.
