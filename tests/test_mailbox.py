@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from types import ModuleType, SimpleNamespace
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
@@ -17,11 +18,12 @@ from test_crash import CASES, POLE, config_of
 from test_fork import check_same
 
 from rollpipe.agents import PPO
+from rollpipe.agents.checkpoint import checkpoint_bytes
 from rollpipe.pipes.data import files
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.pipes.data.random_states import GlobalRandomStates
 from rollpipe.results.live import Live
-from rollpipe.runs import Wish, fork, open_run, replayed_run, resume, start, train
+from rollpipe.runs import Wish, fork, load_agent, open_run, replayed_run, resume, start, train
 from rollpipe.runs import mailbox as module
 from rollpipe.runs.commands import find_run
 from rollpipe.runs.folder import load_run
@@ -29,6 +31,7 @@ from rollpipe.runs.locks import unlock
 from rollpipe.runs.logs import read_records
 from rollpipe.runs.mailbox import Mailbox, ask
 from rollpipe.runs.repeat import diff, verify
+from rollpipe.settings.config import allow_edits
 from rollpipe.traces.journal import read_journal, told
 
 N = int(os.environ.get("ROLLPIPE_EDITS", 6))     # random edits for each number of workers
@@ -118,7 +121,7 @@ def plan_of(rng, n_edits, n_updates):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_random_edits_repeat_bit_for_bit(workers, tmp_path):
     "A training that is killed and resumed equals one that is not; and both repeat from their journal, from any place."
-    import mailbox_edits  # noqa: F401  a resumed run, and a repeated one, need it
+    allow_edits("mailbox_edits")     # a resumed run, and a repeated one, need it
     made = 0
     for seed in range(10**6):
         if made >= N: break
@@ -427,3 +430,29 @@ def test_the_page_asks_a_training_and_shows_what_it_says(tmp_path):
     texts = "is paused after", "has clip=0.1 after", "cannot have another n_envs", "has steps=9000", "NAME=VALUE", "goes on", "<svg"
     assert [text in page for text, page in zip(texts, found)] == [True] * 7
     assert run.counters["steps"] >= 9000 and run.config["options"]["clip"] == .1
+
+
+def test_the_configuration_of_a_stranger_calls_nothing(tmp_path, monkeypatch):
+    "It names any function, and modules that are imported anyway. Only the user names modules whose functions are called."
+    called, module = [], ModuleType("anything")
+    monkeypatch.setitem(sys.modules, "anything", module)
+    def touch(pipe, **kwargs): called.append(kwargs)
+    touch.__module__, module.touch = "anything", touch
+    train(run := start(tmp_path/"run", config_of("ppo", steps=320)), progress=False, tensorboard=False)
+    found = load_run(run.folder)
+    edits = [dict(at=0, insert="anything:touch", kwargs=dict(x=1), was={})]
+    config = {**found.config, "steps": 10 ** 6, "imports": ["anything"], "edits": edits}
+    agent = SimpleNamespace(state_dict=lambda: found.agent_state)
+    files.write_atomically(run.folder/"checkpoint.safetensors", checkpoint_bytes(agent, config, found.counters, found.evaluated))
+    load_agent(run.folder)
+    with pytest.raises(DataError, match="the edit 'anything:touch' needs its module. Expected --import anything"): resume(run.folder)
+    assert rollpipe("pack", run.folder, "--episodes", 1) == 0 and not called
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no umask")
+def test_a_group_of_the_user_does_not_matter(tmp_path):
+    before = os.umask(0o002)
+    answers: list = []
+    try: trained(start(tmp_path/"run", config_of("ppo", steps=320)), {2: [dict(do="save")]}, answers)
+    finally: os.umask(before)
+    assert [answer(path)["made"] for path in answers] == [True]

@@ -5,11 +5,12 @@
 # %% ../../nbs/cli/01_main.ipynb #26f465d6
 from __future__ import annotations
 
-import argparse, importlib, os, signal, sys
+import argparse, os, signal, sys
 from argparse import Namespace
 
 from .algorithms import COMMON, add_algorithms
 from ..settings.algorithms import load_plugins, options_for
+from ..settings.config import allow_edits
 from ..runs.commands import (PLOT_OPTIONS, RUN_OPTIONS, Interrupted, UsageError, autotune_command, demo_command, evaluate_command,
                                export_command, graph_command, plot_command, profile_command, watch_command)
 from ..results.experiments import train_or_experiment
@@ -211,7 +212,7 @@ def _import_modules(words: list) -> None:
     parser = Parser(prog="rollpipe", add_help=False)
     parser.add_argument("--import", dest="imports", action="append", default=[])
     if (here := os.getcwd()) not in sys.path: sys.path.append(here)  # an installed script does not search the current folder
-    for module in parser.parse_known_args(words)[0].imports: importlib.import_module(module)
+    for module in parser.parse_known_args(words)[0].imports: allow_edits(module)
 
 
 def _run(argv: list | None) -> int:

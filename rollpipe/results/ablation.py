@@ -26,6 +26,7 @@ from ..runs.fork import fork
 from ..runs.locks import lock, unlock
 from ..runs.repeat import checkpoint_at, records_of
 from ..settings.algorithms import options_for
+from ..settings.checks import ENDLESS, with_steps
 from ..settings.config import RUN_OPTIONS
 from ..settings.options import import_words, parse_options, parse_value, typed
 from ..settings.overview import Parser
@@ -79,6 +80,9 @@ def branches_of(run: Path, at: Iterable, options: dict, repeat: int, out: Path) 
 def _fork(branch: Branch, steps: int, quiet: dict) -> None:
     "Make a branch, unless it is there. Raises `DataError` if another run is there."
     edit, options = json.loads(json.dumps(branch.edit)), dict[str, Any](branch.edit or dict(quiet, steps=steps))
+    now = load_run(branch.parent).config if edit else {"options": {}}     # of the twin
+    if any({**now, **now["options"]}.get(name) == x for name, x in edit.items()):
+        raise DataError(f"no branch with {branch.label}", got=f"what the run has after update {branch.at}", expected="another value")
     if not files_of_run(branch.folder):
         fork(branch.parent, branch.folder, branch.at, noise=branch.noise, **options)
         return
@@ -155,8 +159,11 @@ def ablate(run: str | Path, at: Sequence, options: dict, updates: int = 30, repe
     for name, n in dict(updates=updates, repeat=repeat, jobs=jobs, last=last).items(): check_integer(name, n)
     if last > updates: raise DataError("out of range", leaf="last", expected=f"1 to {updates}, the updates of a branch", got=str(last))
     found = _checked(run, at, options, metric)
+    def filled(name, x): return with_steps(found.config["algorithm"], {name: x}, found.config["steps"])[name]
+    options = {name: [filled(name, x) for x in values] for name, values in options.items()}     # a schedule spans the run
     steps, branches = _steps_of(run, found, at, updates), branches_of(run, at, options, repeat, out)
-    quiet = dict(keep=0, video_every=0, **({} if metric.startswith("eval_") else dict(eval_every=0)))
+    quiet = dict(keep=0, video_every=0, **{name: x for name, x in ENDLESS.items() if name != "stopped"})
+    if not metric.startswith("eval_"): quiet["eval_every"] = 0
     out.mkdir(parents=True, exist_ok=True)
     lock(out)
     try:
@@ -196,6 +203,9 @@ def _compared(run: Path, branches: list, config: dict, metric: str, updates: int
     notes = ["Branches with other noise have the same noise within their environments, which are kept by a replay."] * replayed
     known = {x.folder: course(x.folder, metric, x.at, updates) for x in branches}
     for twin in (x for x in branches if not x.edit and not x.noise):
+        if any(edit["at"] >= twin.at for edit in config.get("edits", ())):     # the branches do not have that edit
+            notes.append(f"{run} was edited after update {twin.at}, so the unedited branch there is not compared with it.")
+            continue
         if isinstance(end := equal_up_to(run, twin.folder), str):
             raise DataError(f"{twin.folder} does not equal {run}", expected="another --out, because the run has changed", got=end)
         notes.append(f"The unedited branch at update {twin.at} equals {run}: all metrics up to update {end} are the same, bit for bit.")

@@ -16,7 +16,7 @@ from urllib.parse import parse_qs
 
 import numpy as np
 
-from ..pipes.data.errors import DataError, describe_exception
+from ..pipes.data.errors import PipeError, describe_exception
 from ..pipes.graph.edits import draw
 from ..runs.asking import open_run
 from ..runs.folder import load_run
@@ -73,7 +73,9 @@ def _costs(folder: Path) -> str:
     return table_html(("of the last update", ""), shown) + note
 
 
-def _graph(folder: Path) -> str: return _pipeline(folder, json.dumps(load_run(folder).config["options"]))
+def _graph(folder: Path) -> str:
+    config = load_run(folder).config
+    return _pipeline(folder, json.dumps([config["options"], config.get("edits")]))
 
 
 def _journal(folder: Path) -> str: return table_html(("updates", "steps", "edits"), open_run(folder).journal())
@@ -111,7 +113,7 @@ class Live(HTTPServer):
             known = [*options_for(load_run(folder).config["algorithm"]), *RUN_OPTIONS]
             wish = dict(do=form["do"]) if form.get("do") else parse_options([form.get("set", "")], known)
             self.said = open_run(folder).ask(timeout=_PATIENCE, **wish)
-        except (DataError, OSError, ValueError, LookupError, TypeError) as e: self.said = str(e)
+        except (PipeError, OSError, ValueError, LookupError, TypeError) as e: self.said = str(e)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -147,7 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         if (place := self._place()) is None: return
         length = self.headers.get("Content-Length", "")
-        if place != "ask" or not length.isdigit() or int(length) > 4096: return self.send_error(404)
+        if place != "ask" or not (length.isascii() and length.isdigit()) or int(length) > 4096: return self.send_error(404)
         form = parse_qs(self.rfile.read(int(length)).decode(errors="replace"))
         self.server.ask({name: x[-1] for name, x in form.items()})
         self.send_response(303)

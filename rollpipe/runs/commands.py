@@ -102,11 +102,11 @@ def _run_for(args, launch):
     is_again = launch and launch.restarts
     if args.resume:
         if args.algorithm: raise UsageError("rollpipe train: either --resume RUN or ALGO ENV, not both")
-        given = [getattr(args, name, None) for name in ("steps", "device", "workers")]
-        return resume(folder_of(args.resume) if is_again else args.resume, *given)
+        return resume(folder_of(args.resume) if is_again else args.resume, *map(vars(args).get, ("steps", "device", "workers")))
     config = config_from(args) | (dict(ranks=launch.size) if launch else {})
     folder = Path(args.out or default_folder(config))
     found = find_run(folder, config, given_names(args)) if args.proceed or is_again else None
+    if found and found.config["steps"] == config["steps"]: config["steps"] = load_run(folder).config["steps"]     # edits may set them
     if not found or not is_over({**found.config, "steps": config["steps"]}, found.counters):
         return resume(folder, config["steps"]) if found else start(folder, config, args.overwrite)
     evaluate_end(folder)

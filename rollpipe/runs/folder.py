@@ -17,7 +17,7 @@ from ..agents.checkpoint import (Checkpoint, Snapshot, checkpoint_bytes, keep_ch
 from .states import Stream, edits_due, kept_states, load_states, resumed_stream, with_exactness
 from ..agents.schedules import with_eval_every
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
-from ..settings.checks import check_decay, check_edits, check_room, is_over
+from ..settings.checks import ENDLESS, check_decay, check_edits, check_room, is_over
 from ..settings.config import RUN_OPTIONS, RunOptions, build, device_of, run_options
 from .locks import lock, unlock
 from ..pipes.data import files, nested
@@ -249,13 +249,13 @@ def restore(checkpoint: Checkpoint, resumes: int = 0, device: str | None = None)
 
 # %% ../../nbs/runs/07_folder.ipynb #bd6c05b6
 def agent_of(checkpoint: Checkpoint, device: str = "cpu") -> Any:
-    """The learner alone. It needs neither the device nor the engine of its training. Raises as `restore` does.
+    """The learner alone. It needs neither the device, the engine nor the edits of its training. Raises as `restore` does.
 
     Args:
         checkpoint: see `load_run`
         device: device of the learner, see `make_config`
     """
-    config = dict(checkpoint.config, options={**checkpoint.config["options"], "engine": "torch"})
+    config = dict(checkpoint.config, edits=[], options={**checkpoint.config["options"], "engine": "torch"})
     return restore(checkpoint._replace(config=config), device=device)[0]
 
 # %% ../../nbs/runs/07_folder.ipynb #77254847
@@ -293,7 +293,7 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
         given = {name: x for name, x in dict(device=device, workers=workers).items() if x is not None}
         config: dict[str, Any] = dict(found.config, steps=steps or found.config["steps"], **given)
         counters = dict(found.counters, resumes=found.counters["resumes"] + (found.stream is None and found.counters["updates"] > 0))
-        if config.get("stopped") and steps: config |= dict(stopped=None, stop_at_return=None, patience=0, stop_after=None)
+        if config.get("stopped") and steps: config |= ENDLESS
         if is_over(config, counters):
             raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
         check_decay(config["steps"], found.config["options"])

@@ -22,6 +22,7 @@ from ..pipes.data.files import names_file, write_atomically, write_json
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.data.reseeding import reseeded
 from ..settings.algorithms import options_for
+from ..settings.checks import ENDLESS
 from ..settings.config import RUN_OPTIONS, device_of
 from ..settings.options import import_words, parse_options, typed
 from .changes import changed_run, with_edit
@@ -155,8 +156,9 @@ def fork(run: str | Path, out: str | Path, at: int | None = None, edits: Iterabl
         found, at = _taken(folder, at, home)
         if found.stream is None or found.counters["updates"] < at: found = _repeated_to(at, folder, found, edits, home)
         found, changed = changed_run(f"a fork of {folder}", _with_noise(found, folder, noise), options)
-        config = {**found.config, "stopped": None, "forked": {"run": str(folder), "at": at, "set": changed,
-                                                            **({"noise": noise} if noise else {})}}
+        rules = ENDLESS if found.config.get("stopped") else {}     # they would stop the fork at once, as they stopped the run
+        origin = {"run": str(folder), "at": at, "set": changed, **({"noise": noise} if noise else {})}
+        config = {**found.config, **{name: x for name, x in rules.items() if name not in options}, "stopped": None, "forked": origin}
         for path in (home/"checkpoint.safetensors", home/FORKED): stored(path, found, config)
         write_json(home/"config.json", config)
         if changed: _check_resumed(folder, home, changed)

@@ -132,7 +132,8 @@ def pack(run: str | Path, out: str | Path | None = None, best: bool = False, epi
     is_other = there and "README.md" not in there and out != folder/"pack"      # such as a run that has just begun
     if others := sorted(there if is_other or out.resolve() == folder.resolve() else there - {*PACK_FILES}):
         raise DataError(f"{out} has other files", expected="a new folder, or one that `rollpipe pack` has written", got=others[0])
-    agent, pipe = restore(found._replace(config=dict(found.config, options={**found.config["options"], "engine": "torch"})), device="cpu")
+    plain = dict(found.config, edits=[], options={**found.config["options"], "engine": "torch"})
+    agent, pipe = restore(found._replace(config=plain), device="cpu")
     config, state = found.config, SimpleNamespace(state_dict=lambda: found.agent_state)
     scores = evaluate(config["env"], agent.actor, episodes, seed=seed, env_kwargs=config["env_kwargs"])
     out.mkdir(parents=True, exist_ok=True)
@@ -141,7 +142,7 @@ def pack(run: str | Path, out: str | Path | None = None, best: bool = False, epi
     write_json(out/"config.json", config)
     films = sorted(folder.glob("videos/update-*.*"))
     for path, name in [(folder/FINGERPRINTS, FINGERPRINTS), *((film, f"replay{film.suffix}") for film in films[-1:])]:
-        if path.is_file(): write_atomically(out/name, path.read_bytes())
+        if path.is_file() and not path.is_symlink(): write_atomically(out/name, path.read_bytes())
     note = {name: config[name] for name in ("algorithm", "env", "env_kwargs")}
     for write in (lambda: export_policy(agent.actor, out/"policy.onnx", note=note), lambda: learning_curve(folder, out/"curve.png")):
         try: write()

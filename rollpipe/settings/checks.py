@@ -14,7 +14,7 @@ from ..pipes.data.errors import LEAST_BYTES, DataError, check_memory
 from .algorithms import options_for
 
 # %% auto #0
-__all__ = ['with_steps', 'check_decay', 'check_stops', 'is_over', 'check_room', 'check_lanes', 'check_edits']
+__all__ = ['ENDLESS', 'with_steps', 'check_decay', 'check_stops', 'is_over', 'check_room', 'check_lanes', 'check_edits']
 
 # %% ../../nbs/settings/05_checks.ipynb #c05223d2
 def with_steps(algorithm: str, options: dict, steps: int) -> dict:
@@ -41,6 +41,10 @@ def check_decay(steps: int, options: dict) -> None:
     if not (n := options.get("decay_steps")) or n >= steps: return
     raise DataError("the learning rates fall to 0 before the training ends", leaf="decay_steps", got=str(n),
                     expected=f"0, or at least the steps of the training, as by --decay-steps {steps} for a new run")
+
+
+# What a configuration has without the rules that may stop a training.
+ENDLESS = dict(stopped=None, stop_at_return=None, patience=0, stop_after=None)
 
 
 def check_stops(config: dict) -> None:

@@ -93,7 +93,7 @@ def settings_in(path: str | Path, algorithm: str, env: str, env_kwargs: dict | N
     _check_imports(path, values.pop("imports", []))
     if about["versions"]: values.pop("ranks", None)  # the number of ranks is not an option: the launcher sets it
     own = {name: x for name, x in values.items() if name not in ("algorithm", "env", "of_preset", "kept", "inexact", "forked",
-                                                                   "stopped")
+                                                                   "stopped", "edits", "due")
            and (name, x) != ("preset", None)}  # the configuration of a run without a preset has "preset": null
     tables = tables_in(own, known)
     of_table = {name: check_table(name, table, known, str(path)) for name, table in tables.items()}

@@ -5,7 +5,7 @@
 # %% ../../nbs/settings/07_config.ipynb #7f9673dc
 from __future__ import annotations
 
-import inspect, json, sys
+import importlib, inspect, json, sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ from .files import checked
 from .listing import algorithms_for
 
 # %% auto #0
-__all__ = ['RUN_OPTIONS', 'device_of', 'reading_for', 'RunOptions', 'run_options', 'make_config', 'build']
+__all__ = ['RUN_OPTIONS', 'device_of', 'reading_for', 'RunOptions', 'run_options', 'make_config', 'allow_edits', 'build']
 
 # %% ../../nbs/settings/07_config.ipynb #62591ac2
 def _all_options(algorithm: str, options: dict, intrinsic: float) -> dict:
@@ -216,14 +216,34 @@ def make_config(algorithm: str, env: str, options: dict | None = None, env_kwarg
     except TypeError as e: raise DataError(f"the configuration cannot be written as JSON: {e}") from None
 
 # %% ../../nbs/settings/07_config.ipynb #05d2f348
-def _inserted(pipe: Any, edits: list, imports: Sequence) -> Any:
-    "The pipeline with what the edits have inserted. A configuration alone makes us import nothing."
+_ALLOWED: set[str] = set()     # modules that the user of this process has named
+
+
+def allow_edits(module: str) -> None:
+    """Import a module whose edits a run may have. `--import` does the same.
+
+    A configuration may come from a stranger, and it names any function. So only functions of such a module are called.
+
+    Args:
+        module: name of a module
+    """
+    importlib.import_module(module)
+    _ALLOWED.add(module)
+
+
+def _inserted(pipe: Any, edits: list) -> Any:
+    "The pipeline with what the edits have inserted."
     for edit in filter(lambda edit: "insert" in edit, edits):
         module, _, name = edit["insert"].partition(":")
-        if module not in imports or module not in sys.modules:
-            raise DataError(f"the edit {edit['insert']!r} needs its module", expected=f"--import {module}", got="not imported")
+        if module not in _ALLOWED or module not in sys.modules:
+            raise DataError(f"the edit {edit['insert']!r} needs its module", got="not named by you",
+                            expected=f"--import {module}, or in Python allow_edits({module!r}) of rollpipe.settings.config")
         function = getattr(sys.modules[module], name, None)
-        if not callable(function): raise DataError(f"there is no edit {edit['insert']!r}", expected="the name of a function", got=name)
+        core = function
+        while isinstance(core, partial): core = core.func     # such as an `inserter`, which is ours
+        owner = str(getattr(core, "__module__", ""))
+        if not callable(function) or owner != module and not owner.startswith("rollpipe.pipes."):     # it is only imported there
+            raise DataError(f"there is no edit {edit['insert']!r}", expected="the name of a function of this module", got=name)
         pipe = function(pipe, **edit["kwargs"])
         if not isinstance(pipe, IterDataPipe):
             raise DataError(f"{edit['insert']!r} is no edit", expected="a function pipe -> pipe", got=type(pipe).__name__)
@@ -276,4 +296,4 @@ def build(config: dict, resumes: int = 0) -> tuple:
         if replay.path is not None and "folder" in config: replay.path = str(Path(replay.path, Path(config["folder"]).resolve().name))
     pipe = _recorded(_curious(pipe, config, word), config)
     if device.type != "cpu": pipe = _moved(pipe, device)
-    return agent, _inserted(pipe, config.get("edits", []), config.get("imports", []))
+    return agent, _inserted(pipe, config.get("edits", []))

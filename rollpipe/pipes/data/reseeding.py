@@ -56,6 +56,7 @@ class _Reseeding:
                 version, words, waits = random.Random(self.word()).getstate()
                 entries[entry[2][0]] = ['items', 'builtins.list', [version, {'tuple': [*words]}, waits], None]
             elif 'bit_generator' in found: _put(entries, k, self.numpy_state(found), memory)
+            elif entry[:2] == ['object', 'rollpipe.pipes.data.episode_seeds.EpisodeSeeds']: entry[2]['first'] = self.word()
             elif 'keeper' in found and not found['keeper'].startswith('replay'):     # a replay needs the old numbers
                 text = self.graph(found['graph'], _bytes_of(entries, found['memory'][0], memory))
                 entry[2] = [[key, text if key == 'graph' else x] for key, x in entry[2]]
