@@ -80,9 +80,6 @@ def branches_of(run: Path, at: Iterable, options: dict, repeat: int, out: Path) 
 def _fork(branch: Branch, steps: int, quiet: dict) -> None:
     "Make a branch, unless it is there. Raises `DataError` if another run is there."
     edit, options = json.loads(json.dumps(branch.edit)), dict[str, Any](branch.edit or dict(quiet, steps=steps))
-    now = load_run(branch.parent).config if edit else {"options": {}}     # of the twin
-    if any({**now, **now["options"]}.get(name) == x for name, x in edit.items()):
-        raise DataError(f"no branch with {branch.label}", got=f"what the run has after update {branch.at}", expected="another value")
     if not files_of_run(branch.folder):
         fork(branch.parent, branch.folder, branch.at, noise=branch.noise, **options)
         return

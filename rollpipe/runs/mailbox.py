@@ -46,8 +46,8 @@ def _read(path: Path) -> dict:
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     with open(path, "rb", opener=lambda path, _: os.open(path, flags)) as file:
         found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode) or os.name != "nt" and found.st_uid != os.geteuid():     # its folder keeps others out
-            raise DataError("not a file of the user who trains")
+        is_open = os.name != "nt" and (found.st_uid != os.geteuid() or found.st_mode & 0o002)     # the folder keeps a group out
+        if not stat.S_ISREG(found.st_mode) or is_open: raise DataError("not a file of the user who trains")
         text = file.read(_MOST + 1)
     if len(text) > _MOST: raise DataError("too long", expected=f"at most {_MOST} bytes")
     try: content = json.loads(text.decode(), parse_constant=lambda name: _no_number(name))
