@@ -1,4 +1,5 @@
 "`episode_seeds`: an episode can be played again from its seed alone, with workers, from a saved run and in any way that states are kept."
+import copy
 from itertools import islice
 
 import gymnasium as gym
@@ -12,6 +13,7 @@ from test_keeping import Tensors, World
 from rollpipe.layers import MLPPolicy
 from rollpipe.pipes import DataLoader2, ProcessReading, rollouts
 from rollpipe.pipes.data.errors import DataError, EnvError
+from rollpipe.pipes.data.reseeding import reseeded
 from rollpipe.pipes.envs.factories import env_factories
 from rollpipe.pipes.envs.keeping import Keeper
 from rollpipe.pipes.envs.vector import env_batch
@@ -74,3 +76,19 @@ def test_a_resumed_run_goes_on_with_the_same_seeds(tmp_path, capfd):
         return rollpipe("train", "ppo", "CartPole-v1", "--out", tmp_path/out, "--steps", steps, "--episode-seeds", *SMALL, *words)
     assert train("a", 1024) == train("b", 512) == train("b", 1024, "--continue") == 0
     assert rollpipe("diff", tmp_path/"a", tmp_path/"b") == 0, capfd.readouterr()
+
+
+def test_other_noise_gives_other_episodes():
+    def make(): return env_batch(env_factories(World, 2), np.random.SeedSequence(1), keeper=Keeper("attributes"), episode_seeds=True)
+    def seeds(batch):
+        batch._at = batch._at or ours._at
+        return {int(s) for t in range(300) for s in batch.step(torch.full((1, 2), t % 2)).info.get("episode_seed", ()) if s}
+    ours = make()
+    ours.reset()
+    begun = {env.seed for env in ours.single.envs}
+    state, found = ours.get_state(), []
+    for noise in (1, 2):
+        batch = make()
+        batch.set_state(reseeded(copy.deepcopy(state), np.random.SeedSequence(noise)))
+        found.append(seeds(batch) - begun)
+    assert all(len(x) > 2 for x in found) and not found[0] & found[1] and not (seeds(ours) - begun) & (found[0] | found[1])
