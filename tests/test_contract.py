@@ -389,13 +389,13 @@ def test_a_slow_worker_is_reported_with_its_place(caplog, tmp_path, Reading):
     told = r"(?s)lane 0: worker 0 \(pid \d+\).* has been silent for \d+ s; it is here:.*in wait_for_the_robot\n"
     logging.getLogger("rollpipe").addHandler(opens := Opens())
     try:
-        with caplog.at_level(logging.WARNING, "rollpipe"), DataLoader2(pipe, reading_service=Reading(1, silence=0.5)) as loader:
+        with caplog.at_level(logging.WARNING, "rollpipe"), DataLoader2(pipe, reading_service=Reading(1, silence=1.5)) as loader:     # a busy machine starts slowly
             assert len(list(islice(loader, 2))) == 2
     finally: logging.getLogger("rollpipe").removeHandler(opens)
     assert len(caplog.records) >= 2 and all(r.levelname == "WARNING" and re.search(told, r.getMessage()) for r in caplog.records)
     gate.unlink()
     with pytest.raises(WorkerError, match=told):
-        with DataLoader2(pipe, reading_service=Reading(1, silence=0.5, on_silence="raise", grace=5)) as loader: list(islice(loader, 2))
+        with DataLoader2(pipe, reading_service=Reading(1, silence=2, on_silence="raise", grace=5)) as loader: list(islice(loader, 2))
 
 
 def test_what_cannot_be_sent_is_told_before_anything_starts(Reading):
