@@ -389,7 +389,7 @@ def test_a_slow_worker_is_reported_with_its_place(caplog, tmp_path, Reading):
     told = r"(?s)lane 0: worker 0 \(pid \d+\).* has been silent for \d+ s; it is here:.*in wait_for_the_robot\n"
     logging.getLogger("rollpipe").addHandler(opens := Opens())
     try:
-        with caplog.at_level(logging.WARNING, "rollpipe"), DataLoader2(pipe, reading_service=Reading(1, silence=1.5)) as loader:     # a busy machine starts slowly
+        with caplog.at_level(logging.WARNING, "rollpipe"), DataLoader2(pipe, reading_service=Reading(1, silence=1.5)) as loader:
             assert len(list(islice(loader, 2))) == 2
     finally: logging.getLogger("rollpipe").removeHandler(opens)
     assert len(caplog.records) >= 2 and all(r.levelname == "WARNING" and re.search(told, r.getMessage()) for r in caplog.records)
