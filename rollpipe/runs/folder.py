@@ -31,7 +31,7 @@ from ..traces.differences import FINGERPRINTS, JOURNAL
 
 # %% auto #0
 __all__ = ['FORKED', 'RUN_FILES', 'Run', 'folder_of', 'start', 'discard', 'files_of_run', 'needed_modules', 'load_run', 'restore',
-           'agent_of', 'rebuilt', 'resume']
+           'for_policy', 'agent_of', 'rebuilt', 'resume']
 
 # %% ../../nbs/runs/07_folder.ipynb #318476a9
 FORKED = "fork.safetensors"      # the checkpoint with which a fork of another run begins
@@ -248,6 +248,12 @@ def restore(checkpoint: Checkpoint, resumes: int = 0, device: str | None = None)
     return agent, pipe
 
 # %% ../../nbs/runs/07_folder.ipynb #bd6c05b6
+def for_policy(checkpoint: Checkpoint) -> Checkpoint:
+    "The checkpoint without what only a training needs: its engine, and its edits, which may be a stranger's."
+    options = {**checkpoint.config["options"], "engine": "torch"}
+    return checkpoint._replace(config=dict(checkpoint.config, edits=[], options=options))
+
+
 def agent_of(checkpoint: Checkpoint, device: str = "cpu") -> Any:
     """The learner alone. It needs neither the device, the engine nor the edits of its training. Raises as `restore` does.
 
@@ -255,8 +261,7 @@ def agent_of(checkpoint: Checkpoint, device: str = "cpu") -> Any:
         checkpoint: see `load_run`
         device: device of the learner, see `make_config`
     """
-    config = dict(checkpoint.config, edits=[], options={**checkpoint.config["options"], "engine": "torch"})
-    return restore(checkpoint._replace(config=config), device=device)[0]
+    return restore(for_policy(checkpoint), device=device)[0]
 
 # %% ../../nbs/runs/07_folder.ipynb #77254847
 def rebuilt(folder: Path, found: Checkpoint, config: dict, counters: dict) -> Run:

@@ -18,7 +18,7 @@ from ..pipes.data.errors import DataError, describe_exception
 from ..pipes.data.files import write_atomically, write_json
 from ..pipes.graph.edits import draw
 from .export import export_policy
-from .folder import agent_of, folder_of, load_run, needed_modules, restore
+from .folder import agent_of, folder_of, for_policy, load_run, needed_modules, restore
 from .plots import learning_curve
 from ..settings.options import import_words, typed
 from ..traces.differences import FINGERPRINTS
@@ -132,8 +132,7 @@ def pack(run: str | Path, out: str | Path | None = None, best: bool = False, epi
     is_other = there and "README.md" not in there and out != folder/"pack"      # such as a run that has just begun
     if others := sorted(there if is_other or out.resolve() == folder.resolve() else there - {*PACK_FILES}):
         raise DataError(f"{out} has other files", expected="a new folder, or one that `rollpipe pack` has written", got=others[0])
-    plain = dict(found.config, edits=[], options={**found.config["options"], "engine": "torch"})
-    agent, pipe = restore(found._replace(config=plain), device="cpu")
+    agent, pipe = restore(for_policy(found), device="cpu")
     config, state = found.config, SimpleNamespace(state_dict=lambda: found.agent_state)
     scores = evaluate(config["env"], agent.actor, episodes, seed=seed, env_kwargs=config["env_kwargs"])
     out.mkdir(parents=True, exist_ok=True)
