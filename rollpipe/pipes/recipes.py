@@ -100,8 +100,8 @@ def _seeded(pipe, seed):
 def _scaler(scale, gamma):
     "The edits that insert a `RewardScaler` if `reward_scale` asks for one."
     if scale is None: return []
-    if scale != 'learn' and not is_between(scale, 1e-30, 1e30):
-        raise DataError("no scale of rewards", leaf='reward_scale', expected="a number above 0, 'learn' or None", got=repr(scale))
+    if scale not in ('learn', 'sign') and not is_between(scale, 1e-30, 1e30):
+        raise DataError("no scale of rewards", leaf='reward_scale', expected="a number above 0, 'learn', 'sign' or None", got=repr(scale))
     return [RewardScaler.inserter(after=Lanes, scale=None if scale == 'learn' else scale, gamma=gamma)]
 
 # %% ../../nbs/pipes/27_recipes.ipynb #fe1641a6
@@ -119,7 +119,7 @@ def on_policy(env: Any, actor: Any, critic: Any = None, *, gamma: float = 0.99, 
         critic: the critic, `critic(obs) -> value`; None: the `value` that the actor reports
         gamma: discount factor per step
         lam: exponential weight of longer advantage estimates
-        reward_scale: factor of the rewards; 'learn': divide them by the standard deviation of the return; None: 1
+        reward_scale: factor of the rewards; 'learn': divide them by the standard deviation of the return; 'sign': keep signs only; None: 1
         edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
         **kwargs: see `rollouts`
     """
