@@ -57,7 +57,7 @@ class _LaneRewards(NamedTuple):
 
 
 class RewardScaler(Pipe):
-    """Scale the rewards of `Tick`s or `Fragment`s by a constant, or by the standard deviation of the discounted return so far; or keep signs.
+    """Scale the rewards of `Tick`s or `Fragment`s by a constant, or by the standard deviation of the discounted return; or keep the signs.
 
     The learnt scale follows `VecNormalize` of stable-baselines3: `R <- gamma R + r` per environment, from 0 in each episode, and
     `r / sqrt(var(R) + 1e-8)`, clipped. Each tick is scaled with the variance up to this tick. All rows of a fragment are scaled
@@ -69,7 +69,7 @@ class RewardScaler(Pipe):
 
     Args:
         pipe: yields `Tick`s or `Fragment`s
-        scale: constant factor; 'sign': a reward becomes its sign, -1, 0 or 1, as for games of Atari; None: learn the scale
+        scale: constant factor; 'sign': rewards become -1, 0 or 1, as is usual for games of Atari; None: learn the scale
         gamma: discount of the return whose standard deviation is learnt
         clip: greatest size of a reward after learnt scaling; None: no limit
     """

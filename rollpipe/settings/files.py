@@ -127,5 +127,6 @@ def check_table(name: str, table: dict, known: Iterable[Option], where: str) -> 
     if not isinstance(actions, str):
         raise DataError(f"{where}, table {name}: wrong type of value", leaf="actions", expected="such as \"Discrete\"", got=repr(actions))
     if not isinstance(env_kwargs, dict):
-        raise DataError(f"{where}, table {name}: wrong type of value", leaf="env_kwargs", expected="names with values", got=repr(env_kwargs))
+        raise DataError(f"{where}, table {name}: wrong type of value", leaf="env_kwargs", expected="names with values",
+                        got=repr(env_kwargs))
     return checked({key: x for key, x in table.items() if key not in ("envs", "actions", "env_kwargs")}, known, f"{where}, table {name}")
