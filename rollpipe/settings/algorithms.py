@@ -100,7 +100,7 @@ def _without_critic(algorithm, kwargs):
     "The parts with a policy that reports values. Raises `DataError` for an option that would have no effect."
     defaults = {name: p.default for name, p in inspect.signature(algorithm.critic).parameters.items()}
     given = {f"critic_{name}": x for name, x in kwargs["critic"].items() if name != "encoder" and x != defaults[name]}
-    if kwargs["learner"].get("critic_lr") is not None: given["critic_lr"] = kwargs["learner"]["critic_lr"]
+    if (rate := kwargs["learner"].get("critic_lr")) not in (None, getattr(algorithm.learner, "critic_lr", None)): given["critic_lr"] = rate
     if kwargs["recurrence"]["recurrent"] is not None: given["recurrent"] = kwargs["recurrence"]["recurrent"]
     for name, x in given.items():
         raise DataError("this option is of a critic apart from the policy", leaf=name, expected="its default, or no `shared`", got=str(x))
