@@ -14,7 +14,7 @@ from rollpipe.pipes.data.errors import DataError, EnvError
 from rollpipe.pipes.data.fragment_ops import env_rewards
 from rollpipe.pipes.envs.factories import EnvFactory, VectorFactory
 from rollpipe.pipes.graph.edits import find
-from rollpipe.runs.folder import load_run
+from rollpipe.runs.folder import agent_of, load_run
 from rollpipe.settings.config import build, make_config
 
 
@@ -128,7 +128,7 @@ def test_a_shared_network_learns_resumes_and_is_evaluated(algorithm, tmp_path):
     for out, steps in (("whole", 256), ("halves", 128)):
         assert rollpipe("train", algorithm, "CartPole-v1", "--steps", steps, "--out", tmp_path/out, *words) == 0
     assert rollpipe("train", "--resume", tmp_path/"halves", "--steps", 256, "--quiet") == 0
-    weights = [load_run(tmp_path/out).modules["actor"] for out in ("whole", "halves")]
+    weights = [agent_of(load_run(tmp_path/out)).actor.state_dict() for out in ("whole", "halves")]
     first = build(load_run(tmp_path/"whole").config)[0].actor.state_dict()
     for name, x in weights[0].items(): assert torch.equal(x, weights[1][name]), name
     for name in ("value.weight", "head.linear.weight", "trunk.hidden.0.weight"): assert name in first, list(first)
