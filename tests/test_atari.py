@@ -131,7 +131,6 @@ def test_a_shared_network_learns_resumes_and_is_evaluated(algorithm, tmp_path):
     weights = [agent_of(load_run(tmp_path/out)).actor.state_dict() for out in ("whole", "halves")]
     first = build(load_run(tmp_path/"whole").config)[0].actor.state_dict()
     for name, x in weights[0].items(): assert torch.equal(x, weights[1][name]), name
-    for name in ("value.weight", "head.linear.weight", "trunk.hidden.0.weight"): assert name in first, list(first)
     assert all(not torch.equal(weights[0][name], first[name]) for name in ("value.weight", "trunk.hidden.0.weight"))
     assert rollpipe("evaluate", tmp_path/"whole", "--episodes", 2) == 0
 
