@@ -10,7 +10,7 @@ import gymnasium as gym
 import pytest
 from command_line import rollpipe
 
-import rollpipe.testing  # noqa: F401    registers Recall-v0
+from rollpipe import testing  # noqa: F401    registers Recall-v0
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.settings.algorithms import ALGORITHMS, options_for
 from rollpipe.runs.autotune import autotune

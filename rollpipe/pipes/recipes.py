@@ -131,7 +131,7 @@ def on_policy(env: Any, actor: Any, critic: Any = None, *, gamma: float = 0.99, 
 def replayed(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 4, capacity: int = 100_000, batch_size: int = 256,
              n_batches: int = 1, samples_per_step: float | None = None, warmup: int = 1000, length: int = 1, prioritized: bool = False,
              alpha: float = 0.6, beta: float = 0.4, zero_state: bool = False, path: str | Path | None = None, n_sampled_goal: int = 0,
-             reward_scale: float | str | None = None, terminal_obs: bool = True, edits: Sequence[Callable] = (),
+             frames: int = 1, reward_scale: float | str | None = None, terminal_obs: bool = True, edits: Sequence[Callable] = (),
              **kwargs: Any) -> IterDataPipe:
     """A pipeline that yields a `Replayed` for every `n_steps` steps of `lanes * n_envs` environments: new steps, and samples of all steps.
 
@@ -155,6 +155,7 @@ def replayed(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 4, 
         zero_state: segments begin with a recurrent state of zeros, not with the stored ones
         path: a folder for the steps; None: in memory
         n_sampled_goal: in samples, number of steps with a goal that was achieved later, for each one with its own goal (HER); 0: none
+        frames: images in each stack of the observations; the memory keeps each of them once; 1: no stacks
         reward_scale: factor of the rewards; 'sign': keep signs only; None: 1
         terminal_obs: keep the last observations of terminated episodes too
         edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
@@ -165,7 +166,7 @@ def replayed(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 4, 
                         expected="a number or 'sign', without n_sampled_goal", got=repr(reward_scale))
     replay = partial(Replay, capacity=capacity, batch_size=batch_size, n_batches=n_batches, samples_per_step=samples_per_step,
                      warmup=warmup, length=length,
-                     prioritized=prioritized, alpha=alpha, beta=beta, zero_state=zero_state, path=path)
+                     prioritized=prioritized, alpha=alpha, beta=beta, zero_state=zero_state, path=path, frames=frames)
     rules = GoalRules(env, kwargs.get('env_kwargs')) if n_sampled_goal else None
     hindsight = [partial(Hindsight, rules=rules, n_sampled_goal=n_sampled_goal)] if rules else []
     edits = [*_scaler(reward_scale, 1.), replay, *hindsight, *edits]
