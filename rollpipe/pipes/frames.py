@@ -168,12 +168,13 @@ def newest_frames(fragment: Fragment, n: int) -> Fragment:
     """The fragment with the newest image of each stack in the observations, leaves `[T+1, B, height, width, ...]`.
 
     Raises `DataError` if no leaf `[T+1, B, n, height, width, ...]` holds stacks as `gymnasium.wrappers.FrameStackObservation` makes them,
-    or another one holds images that are no such stacks.
+    or another one holds images that are no such stacks, or the actor has a memory.
 
     Args:
         fragment: observations with stacks
         n: images in a stack
     """
+    if nested.leaves(fragment.hx): raise DataError("stacks of frames for an actor with memory", leaf='frames', expected="1")
     leaves, structure = nested.flatten(fragment.state.obs)
     finals, (t, b) = nested.leaves(fragment.final.obs), fragment.final[:2]
     for i, x in enumerate(leaves):

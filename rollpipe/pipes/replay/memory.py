@@ -197,9 +197,7 @@ class ReplayMemory(KeptMemory):
         if any(isinstance(x, Stacks) for x in nested.leaves(fragment.state.obs)):
             raise DataError("stacks of frames are not kept", pipe=self, leaf='obs', expected="single frames, without `FrameStack`")
         try:
-            if self.frames > 1:
-                if nested.leaves(fragment.hx): raise DataError("stacks of frames for an actor with memory", leaf='frames', expected="1")
-                fragment = newest_frames(fragment, self.frames)
+            if self.frames > 1: fragment = newest_frames(fragment, self.frames)
             if self.store is None: self.begin(unbatched(fragment))
             if self.length < fragment.n_steps and self.store.keep_hx:
                 raise DataError("no recurrent state is known where a segment would begin", got=f"length={self.length}",
