@@ -17,6 +17,7 @@ from rollpipe.runs.autotune import autotune
 from rollpipe.cli.main import build_parser
 from rollpipe.runs.commands import config_from
 from rollpipe.settings.config import RUN_OPTIONS, build, make_config
+from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs.locks import unlock
 from rollpipe.settings import choice, listing
 from rollpipe.settings.files import check_table, kind_of_actions, tables_in
@@ -115,6 +116,19 @@ def test_python_gets_the_bare_defaults_unless_it_asks(presets):
                                        "CartPole-v0": None, "Taxi-v4": None}.items())
 def test_the_preset_is_that_of_the_environment_or_its_family(presets, env, name):
     assert config(f"train dqn {env}")["preset"] == name
+
+
+def test_a_preset_and_a_table_may_have_keywords_for_the_environment(presets, tmp_path):
+    presets(**{"CartPole-v1": dict(actions="Discrete", lr=.25, env_kwargs=dict(sutton_barto_reward=True))})
+    (tmp_path/"own.toml").write_text("[CartPole-v1]\nlr = 0.5\nenv_kwargs = {sutton_barto_reward = false, max_episode_steps = 9}\n")
+    def kwargs(words): return config(f"train dqn CartPole-v1 {words}")["env_kwargs"]
+    assert kwargs("") == dict(sutton_barto_reward=True) and kwargs("--preset none") == {}
+    assert kwargs("--env-kwargs sutton_barto_reward=False") == dict(sutton_barto_reward=False)
+    assert kwargs(f"--config {tmp_path/'own.toml'}") == dict(sutton_barto_reward=False, max_episode_steps=9)
+    assert kwargs(f"--config {tmp_path/'own.toml'} --env-kwargs max_episode_steps=5")["max_episode_steps"] == 5
+    (tmp_path/"own.toml").write_text("[CartPole-v1]\nenv_kwargs = 3\n")
+    with pytest.raises(DataError, match="own.toml, table CartPole-v1: wrong type of value.* names with values, got 3"):
+        kwargs(f"--config {tmp_path/'own.toml'}")
 
 
 def test_auto_passes_over_another_kind_of_actions_and_a_name_does_not(presets):
