@@ -51,7 +51,7 @@ def _shared_space(envs, kind, pad):
 
 # %% ../../../nbs/pipes/10_envs/17_agents.ipynb #f97ed710
 class Agents(gym.vector.VectorEnv):
-    """The agents of parallel environments (PettingZoo) as one vector environment `[copies * n_agents]`: all agents of the first copy come first.
+    """The agents of parallel environments (PettingZoo) as one vector environment `[copies * n_agents]`, all agents of the first copy first.
 
     Copies are reset when none of their agents is left. Each copy gets a seed of its own at the first reset. Raises `EnvError`, which names
     the agent and the part of the answer that is wrong: a turn-based environment, agents with different spaces, a living agent without
@@ -85,7 +85,7 @@ class Agents(gym.vector.VectorEnv):
         space = _shared_space(self.copies, 'observation_space', 'pad_observations_v0')
         if self.ids:
             parts = dict(space.spaces) if isinstance(space, gym.spaces.Dict) else dict(obs=space)
-            if AGENT in parts: raise EnvError("there is such an entry already", leaf=f"obs[{AGENT!r}]", expected="ids=False", got=str(space))
+            if AGENT in parts: raise EnvError("there is such an entry", leaf=f"obs[{AGENT!r}]", expected="ids=False", got=str(space))
             space = gym.spaces.Dict({**parts, AGENT: gym.spaces.Discrete(len(self.agents))})
         self.single_observation_space, self.num_envs = space, len(self.copies) * len(self.agents)
         self.single_action_space = act = _shared_space(self.copies, 'action_space', 'pad_action_space_v0')
@@ -170,7 +170,8 @@ class Agents(gym.vector.VectorEnv):
     def _part(self, answer, leaf, agent, b):
         try: return answer[agent]
         except (LookupError, TypeError):
-            raise EnvError("an agent is missing in the answer", env=b, leaf=leaf, expected=f"an entry {agent!r}", got=describe(answer)) from None
+            raise EnvError("an agent is missing in the answer", env=b, leaf=leaf, expected=f"an entry {agent!r}",
+                           got=describe(answer)) from None
 
     def _is_end(self, b, terminated, truncated):
         try: return is_end(terminated, truncated)
