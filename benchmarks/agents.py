@@ -2,8 +2,8 @@
 
     python benchmarks/agents.py rollpipe|sb3 --out FILE [--steps 200000] [--seed 0]
 
-Both step 8 environments, whose 24 agents share one policy, with the same settings. After each tenth of the steps, the greedy policy plays 100
-episodes, which a plain loop over PettingZoo counts, and one line of JSON is added to the file: environment steps, mean return of an agent,
+Both step 8 environments, whose 24 agents share one policy, with the same settings. After each tenth of the steps, the greedy policy plays
+100 episodes, which a plain loop over PettingZoo counts. A line of JSON is added to the file: environment steps, mean return of an agent,
 its standard error, seconds of training. Random actions are measured first. Stable-Baselines3 and SuperSuit are not among the extras.
 """
 import argparse, json
