@@ -40,9 +40,9 @@ class _Groups(nn.Module):
         raise DataError("the observations do not say whose they are", leaf=f"obs[{AGENT!r}]", expected="`Agents(make, ids=True)`",
                         got=describe(obs))
 
-    def own(self, obs: Any, answers: dict) -> Any:
-        "The answer, of each member nested `[*lead, ...]`, that belongs to the group of each observation `[*lead, ...]`."
-        group, (found, *others) = self.groups_of(obs), answers.values()
+    def own(self, group: Tensor, answers: dict) -> Any:
+        "The answer, of each member nested `[*lead, ...]`, that belongs to the number of the group `[*lead]`."
+        found, *others = answers.values()
         for k, other in enumerate(others, 1):
             def pick(x, y, is_k=group == k): return torch.where(is_k.reshape(*is_k.shape, *[1] * (x.ndim - is_k.ndim)), y, x)
             found = nested.map(pick, found, other)
@@ -69,12 +69,12 @@ class ActorByGroup(_Groups, Actor):
         return {name: actor.draw_noise(lead, generator) for name, actor in self.members.items() if hasattr(actor, 'draw_noise')}
 
     def forward(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor, virtual: bool, noise: Any = None) -> tuple:
-        acts, memory, reports = {}, {}, {}
+        group, acts, memory, reports = self.groups_of(obs), {}, {}, {}
         for name, actor in self.members.items():
             own = {'noise': None if noise is None else noise[name]} if hasattr(actor, 'draw_noise') else {}
             acts[name], memory[name], reports[name] = actor.step(
                 stepno, obs, act, rew, fin, hx=None if hx is None else hx[name], virtual=virtual, **own)
-        return self.own(obs, acts), memory, reports
+        return self.own(group, acts), memory, reports
 
     def reset(self, hx: Any, at: Any) -> Any:
         "See `Actor`."
@@ -82,7 +82,7 @@ class ActorByGroup(_Groups, Actor):
 
     def complete(self, act: Any, info: dict) -> dict:
         "What each member adds to its own report."
-        return {name: actor.complete(act, info[name]) if hasattr(actor, 'complete') else info[name] for name, actor in self.members.items()}
+        return {name: getattr(actor, 'complete', lambda act, info: info)(act, info[name]) for name, actor in self.members.items()}
 
     def parts(self, fragment: Fragment) -> dict[str, Fragment]:
         """The fragments of the groups, by name: the columns of their agents, with what their own actor reported and remembered.
@@ -104,4 +104,4 @@ class CriticByGroup(_Groups):
         members: name of the group -> critic of observations
         of: for each agent, in the order of `Agents.agents`, the name of its group
     """
-    def forward(self, obs: Any) -> Tensor: return self.own(obs, {name: critic(obs) for name, critic in self.members.items()})
+    def forward(self, obs: Any) -> Tensor: return self.own(self.groups_of(obs), {name: critic(obs) for name, critic in self.members.items()})
