@@ -19,7 +19,7 @@ from ..pipes.data.fragment_ops import columns
 from ..pipes.envs.agents import AGENT
 
 # %% auto #0
-__all__ = ['ActorByGroup', 'CriticByGroup']
+__all__ = ['CriticByGroup', 'ActorByGroup']
 
 # %% ../../nbs/layers/23_by_group.ipynb #5f710700
 class _Groups(nn.Module):
@@ -47,6 +47,17 @@ class _Groups(nn.Module):
             def pick(x, y, is_k=group == k): return torch.where(is_k.reshape(*is_k.shape, *[1] * (x.ndim - is_k.ndim)), y, x)
             found = nested.map(pick, found, other)
         return found
+
+# %% ../../nbs/layers/23_by_group.ipynb #912dc6fd
+class CriticByGroup(_Groups):
+    """A critic for each group of agents: observations `[*lead, ...]` -> float32 `[*lead]`.
+
+    Args:
+        members: name of the group -> critic of observations
+        of: for each agent, in the order of `Agents.agents`, the name of its group
+    """
+    def forward(self, obs: Any) -> Tensor:
+        return self.own(self.groups_of(obs), {name: critic(obs) for name, critic in self.members.items()})
 
 # %% ../../nbs/layers/23_by_group.ipynb #ad2706e2
 class ActorByGroup(_Groups, Actor):
@@ -93,15 +104,6 @@ class ActorByGroup(_Groups, Actor):
         found, group = {}, self.groups_of(nested.map(lambda x: x[0], fragment.state.obs))
         for k, name in enumerate(self.members):
             part = columns(fragment, (group.cpu() == k).nonzero()[:, 0])
-            found[name] = part._replace(actor=part.actor[name], hx=part.hx[name], final=part.final._replace(actor=part.final.actor[name]))
+            final = part.final._replace(actor=part.final.actor[name])
+            found[name] = part._replace(actor=part.actor[name], hx=part.hx[name], final=final)
         return found
-
-# %% ../../nbs/layers/23_by_group.ipynb #912dc6fd
-class CriticByGroup(_Groups):
-    """A critic for each group of agents: observations `[*lead, ...]` -> float32 `[*lead]`.
-
-    Args:
-        members: name of the group -> critic of observations
-        of: for each agent, in the order of `Agents.agents`, the name of its group
-    """
-    def forward(self, obs: Any) -> Tensor: return self.own(self.groups_of(obs), {name: critic(obs) for name, critic in self.members.items()})

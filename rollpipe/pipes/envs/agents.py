@@ -7,6 +7,7 @@ __all__ = ['AGENT', 'Agents']
 
 # %% ../../../nbs/pipes/10_envs/17_agents.ipynb #f7cb55a3
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import gymnasium as gym
@@ -49,6 +50,39 @@ def _shared_space(envs, kind, pad):
                                expected=f"{space} as agent {first!r}; the wrapper `{pad}` of SuperSuit pads them")
     return space
 
+
+def _names(envs):
+    "The names of the agents. Raises `EnvError` if the environments are not several ones of one kind."
+    if len({*map(id, envs)}) < len(envs):
+        raise EnvError("the maker made no environment of its own", expected="a new environment at each call", got="the same one")
+    names = [*envs[0].possible_agents]
+    for env in envs:
+        if not names or [*env.possible_agents] != names:
+            raise EnvError("the copies have other agents", leaf='possible_agents', expected=str(names or "at least one agent"),
+                           got=str(env.possible_agents))
+    return names
+
+
+def _with_id(space, n):
+    "The space of observations with the number of one of `n` agents."
+    parts = dict(space.spaces) if isinstance(space, gym.spaces.Dict) else dict(obs=space)
+    if AGENT in parts: raise EnvError("there is such an entry", leaf=f"obs[{AGENT!r}]", expected="ids=False", got=str(space))
+    return gym.spaces.Dict({**parts, AGENT: gym.spaces.Discrete(n)})
+
+# %% ../../../nbs/pipes/10_envs/17_agents.ipynb #38615eac
+def _answer(env, method, n, *args, **kwargs):
+    "What a method of a parallel environment returns, a tuple of `n`. Raises `EnvError`."
+    answer = getattr(env, method)(*args, **kwargs)
+    if isinstance(answer, (tuple, list)) and len(answer) == n: return answer
+    raise EnvError(f"{method}() gave no tuple of {n}", expected=f"what `{method}` of PettingZoo returns", got=describe(answer))
+
+
+def _part(answer, leaf, agent):
+    "The entry of an agent. Raises `EnvError`."
+    try: return answer[agent]
+    except (LookupError, TypeError):
+        raise EnvError("an agent is missing in the answer", leaf=leaf, expected=f"an entry {agent!r}", got=describe(answer)) from None
+
 # %% ../../../nbs/pipes/10_envs/17_agents.ipynb #f97ed710
 class Agents(gym.vector.VectorEnv):
     """The agents of parallel environments (PettingZoo) as one vector environment `[copies * n_agents]`, all agents of the first copy first.
@@ -68,31 +102,18 @@ class Agents(gym.vector.VectorEnv):
         self.copies, self.ids = [], ids
         try:
             for _ in range(check_integer('copies', copies)): self.copies.append(_parallel(make))
-            self._set_spaces()
+            self.agents = _names(self.copies)
+            obs = _shared_space(self.copies, 'observation_space', 'pad_observations_v0')
+            act = _shared_space(self.copies, 'action_space', 'pad_action_space_v0')
+            if ids: obs = _with_id(obs, len(self.agents))
+            self._like = space_spec(obs, 'obs')
         except BaseException:
             self.close_extras()
             raise
+        self.single_observation_space, self.single_action_space, self.num_envs = obs, act, copies * len(self.agents)
+        self.observation_space, self.action_space = (batch_space(space, self.num_envs) for space in (obs, act))
+        self._obs, self._rows = nested.alloc(self._like, self.num_envs), action_rows(act, clip=False)     # the present observations
         self.resting = np.zeros(self.num_envs, bool)     # True where an agent takes no part in the next step
-
-    def _set_spaces(self):
-        if len({*map(id, self.copies)}) < len(self.copies):
-            raise EnvError("the maker made no environment of its own", expected="a new environment at each call", got="the same one")
-        self.agents = [*self.copies[0].possible_agents]
-        for env in self.copies:
-            if not env.possible_agents or [*env.possible_agents] != self.agents:
-                raise EnvError("the copies have other agents", leaf='possible_agents', expected=str(self.agents or "at least one agent"),
-                               got=str(env.possible_agents))
-        space = _shared_space(self.copies, 'observation_space', 'pad_observations_v0')
-        if self.ids:
-            parts = dict(space.spaces) if isinstance(space, gym.spaces.Dict) else dict(obs=space)
-            if AGENT in parts: raise EnvError("there is such an entry", leaf=f"obs[{AGENT!r}]", expected="ids=False", got=str(space))
-            space = gym.spaces.Dict({**parts, AGENT: gym.spaces.Discrete(len(self.agents))})
-        self.single_observation_space, self.num_envs = space, len(self.copies) * len(self.agents)
-        self.single_action_space = act = _shared_space(self.copies, 'action_space', 'pad_action_space_v0')
-        self.observation_space, self.action_space = (batch_space(x, self.num_envs) for x in (space, act))
-        self._like = space_spec(space, 'obs')
-        self._obs = nested.alloc(self._like, self.num_envs)     # the present observations
-        self._rows, self._leaves = action_rows(act, clip=False), nested.leaves(self._obs)
 
     def agent(self, b: int) -> str:
         "The name of the agent in column `b`, with the number of its copy if there are several."
@@ -106,7 +127,7 @@ class Agents(gym.vector.VectorEnv):
             seed: an int, or one for each column, of which a copy gets that of its first agent; None: the copies go on with their generators
             options: for the `reset` of each copy
         """
-        seeds = [None if seed is None else seed + b for b in range(self.num_envs)] if seed is None or isinstance(seed, int) else seed
+        seeds = seed if isinstance(seed, list) else [None if seed is None else seed + b for b in range(self.num_envs)]
         given = {} if options is None else dict(options=options)
         for c in range(len(self.copies)): self._begin(c, seed=seeds[c * len(self.agents)], **given)
         return nested.map(np.copy, self._obs), {}
@@ -120,79 +141,53 @@ class Agents(gym.vector.VectorEnv):
             actions: `[copies * n_agents, ...]`, in the containers of the action space
         """
         acts, n = self._rows(actions), self.num_envs
-        rew, ends, infos = [0.] * n, np.zeros((2, n), bool), [{} for _ in range(n)]
-        final = np.full(n, None, object)
+        rew, ends, infos, final = [0.] * n, np.zeros((2, n), bool), [{} for _ in range(n)], np.full(n, None, object)
         for c, env in enumerate(self.copies):
             acting = {agent: b for b, agent in self._columns(c) if not self.resting[b]}
-            answer = env.step({agent: acts[b] for agent, b in acting.items()})
-            if not isinstance(answer, (tuple, list)) or len(answer) != 5:
-                raise EnvError("step() gave no tuple of 5", expected="what PettingZoo's `step` returns", got=describe(answer))
+            answer = _answer(env, 'step', 5, {agent: acts[b] for agent, b in acting.items()})
             for agent, b in acting.items():
-                x, rew[b], *over = (self._part(*part, agent, b) for part in zip(answer, ('obs', 'rew', 'terminated', 'truncated')))
-                infos[b], ended = self._part(answer[4], 'info', agent, b) if answer[4] else {}, self._is_end(b, *over)
-                if ended == (agent in env.agents):
-                    raise EnvError("`agents` does not fit the ends of episodes", env=b, leaf='agents', got=str(env.agents),
-                                   expected=f"{agent!r} there if and only if its episode goes on")
-                self._put(x, b)
-                if ended: ends[:, b], final[b] = over, nested.map(np.array, nested.getitem(self._obs, b))
-            self._go_on(c, env, acting, answer[0])
+                self._put(answer[0], agent, b)
+                try:
+                    rew[b], *over = (_part(*x, agent) for x in zip(answer[1:4], ('rew', 'terminated', 'truncated')))
+                    if answer[4]: infos[b] = _part(answer[4], 'info', agent)
+                    if is_end(*over): ends[:, b], final[b] = over, nested.map(np.array, nested.getitem(self._obs, b))
+                    if is_end(*over) == (agent in env.agents):
+                        raise EnvError("`agents` does not fit the ends of episodes", leaf='agents', got=str(env.agents),
+                                       expected=f"{agent!r} there if and only if its episode goes on")
+                except PipeError as e:
+                    e.env = b
+                    raise
+            if env.agents: self._seat(c, answer[0], acting)
+            else: self._begin(c)
         infos = dict(agents=infos, final_obs=final) if ends.any() else dict(agents=infos)
         return nested.map(np.copy, self._obs), scalar_rewards(rew), ends[0], ends[1], infos
 
     def _columns(self, c): return enumerate(self.agents, c * len(self.agents))
 
-    def _go_on(self, c, env, acting, obs):
-        "Reset copy `c` if no agent is left; else those that are new begin, and those that are gone rest."
-        if not env.agents: return self._begin(c)
-        resting = self.resting.copy()     # earlier masks stay as they are
+    def _begin(self, c, **given): self._seat(c, _answer(self.copies[c], 'reset', 2, **given)[0])
+
+    def _seat(self, c, obs, acting=()):
+        "Agents of copy `c` that are new begin, and those that are gone rest. After a reset, they show the observation of another one."
+        env, resting = self.copies[c], self.resting.copy()      # earlier masks stay as they are
+        if not env.agents or not {*env.agents} <= {*self.agents}:
+            raise EnvError("these are other agents", env=f"copy {c}", leaf='agents', expected=f"some of {self.agents}", got=str(env.agents))
         for b, agent in self._columns(c):
             resting[b] = agent not in env.agents
-            if not resting[b] and agent not in acting: self._put(self._part(obs, 'obs', agent, b), b)
-        self._check_names(c, env)
+            if agent in acting or resting[b] and acting: continue
+            self._put(obs, env.agents[0] if resting[b] else agent, b)
         self.resting = resting
 
-    def _begin(self, c, **given):
-        "Reset copy `c`. An agent that is not there shows the observation of another one."
-        answer, env, resting = self.copies[c].reset(**given), self.copies[c], self.resting.copy()
-        if not isinstance(answer, (tuple, list)) or len(answer) != 2:
-            raise EnvError("reset() gave no tuple of 2", expected="what PettingZoo's `reset` returns", got=describe(answer))
-        self._check_names(c, env)
-        for b, agent in self._columns(c):
-            resting[b] = agent not in env.agents
-            shown = env.agents[0] if resting[b] else agent
-            self._put(self._part(answer[0], 'obs', shown, b), b)
-        self.resting = resting
-
-    def _check_names(self, c, env):
-        if env.agents and {*env.agents} <= {*self.agents}: return
-        raise EnvError("these are other agents", env=f"copy {c}", leaf='agents', expected=f"some of {self.agents}", got=str(env.agents))
-
-    def _part(self, answer, leaf, agent, b):
-        try: return answer[agent]
-        except (LookupError, TypeError):
-            raise EnvError("an agent is missing in the answer", env=b, leaf=leaf, expected=f"an entry {agent!r}",
-                           got=describe(answer)) from None
-
-    def _is_end(self, b, terminated, truncated):
-        try: return is_end(terminated, truncated)
-        except PipeError as e:
-            e.env = b
-            raise
-
-    def _put(self, x, b):
-        "Store an observation of column `b`."
+    def _put(self, obs, agent, b):
+        "Store the observation of an agent in column `b`."
         try:
+            x = _part(obs, 'obs', agent)
             if self.ids: x = {**(x if isinstance(x, dict) else dict(obs=x)), AGENT: b % len(self.agents)}
-            put_obs(x, self._like, self._leaves, b)
+            put_obs(x, self._like, nested.leaves(self._obs), b)
         except PipeError as e:
             e.env = b
             raise
 
     def close_extras(self, **kwargs: Any) -> None:
         "Close all copies, also if the `close` of some fails."
-        copies, self.copies = self.copies, []
-        fault = None
-        for env in copies:
-            try: getattr(env, 'close', lambda: None)()
-            except Exception as e: fault = e
-        if fault is not None: raise fault
+        with ExitStack() as stack:
+            while self.copies: stack.callback(getattr(self.copies.pop(), 'close', lambda: None))
