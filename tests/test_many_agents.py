@@ -12,7 +12,7 @@ from toys import Counting, Lively, Memory, Plain
 from rollpipe.agents import PPO, RandomActor, evaluate
 from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
 from rollpipe.layers.by_group import ActorByGroup, CriticByGroup
-from rollpipe.pipes import AdvantageBuffer, DataError, EnvError, Fragment, ProcessReading, on_policy, rollouts
+from rollpipe.pipes import AdvantageBuffer, CheckInvariants, DataError, EnvError, Fragment, Lanes, ProcessReading, on_policy, rollouts
 from rollpipe.pipes.envs.agents import Agents
 from rollpipe.pipes.envs.keeping import keeper_for
 from rollpipe.pipes.graph.torchdata import DataLoader2
@@ -102,7 +102,7 @@ def test_equals_a_plain_loop(plans, copies, n_steps):
         tags = iter(range(copies))
         return Agents(lambda: Play(plans[0], next(tags)), copies)
     k = len(plans[0][0])
-    f = next(iter(rollouts(make, Plain(), n_envs=None, n_steps=n_steps, seed=0)))
+    f, = collect(make, Plain(), n_steps, edits=[CheckInvariants.inserter(after=Lanes, rate=1.)])
     assert f.n_envs == copies * k
     n_final = 0
     for c in range(copies):
@@ -138,11 +138,10 @@ class Alone:
         return tuple({"it": x} for x in answer)
 
 
-@pytest.mark.parametrize("env, actor", [(Lively, GaussianLike := "policy"), (Counting, Memory())], ids=["Lively", "Counting"])
+@pytest.mark.parametrize("env, actor", [(Lively, MLPPolicy.for_env(Lively, seed=0)), (Counting, Memory())], ids=["Lively", "Counting"])
 @pytest.mark.parametrize("terminal_obs", [False, True])
 def test_one_agent_is_a_single_environment(env, actor, terminal_obs):
     "The same seeds, infos, ends and last observations as in a batch of single environments, bit for bit."
-    if actor is GaussianLike: actor = MLPPolicy.for_env(env, seed=0)
     a = collect(lambda: Agents(lambda: Alone(env()), 3), actor, 20, 3, terminal_obs=terminal_obs, seed=5)
     b = list(islice(rollouts(env, actor, n_envs=3, n_steps=20, terminal_obs=terminal_obs, seed=5), 3))
     assert_same(a, b)
@@ -267,6 +266,14 @@ def test_parts_are_what_their_own_actors_collect(kind):
         PPO(actors[name], critics[name], seed=0).update(part)
         moved = {n for n, a in actors.items() if any((x != y).any() for x, y in zip(before[n], a.parameters()))}
         assert moved == {name}
+
+
+@pytest.mark.parametrize("kind", [MLPPolicy, RecurrentPolicy])
+def test_another_engine_answers_the_same(kind):
+    pytest.importorskip("onnxruntime")
+    actor = groups(kind)[2]
+    a, b = (collect(make_play, actor, 9, 2, engine=engine) for engine in ("torch", "onnxruntime"))
+    assert_same([x.state for x in a], [x.state for x in b])
 
 
 def test_an_actor_that_draws_by_itself_has_a_place():

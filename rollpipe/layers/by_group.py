@@ -36,7 +36,7 @@ class _Groups(nn.Module):
 
     def groups_of(self, obs: Any) -> Tensor:
         "The number of the group for each observation `[*lead, ...]`, int64 `[*lead]`."
-        if isinstance(obs, dict) and AGENT in obs: return self.group[obs[AGENT].long()]
+        if isinstance(obs, dict) and AGENT in obs: return self.group.index_select(0, obs[AGENT].long().flatten()).reshape(obs[AGENT].shape)
         raise DataError("the observations do not say whose they are", leaf=f"obs[{AGENT!r}]", expected="`Agents(make, ids=True)`",
                         got=describe(obs))
 
