@@ -288,6 +288,7 @@ def test_an_actor_that_draws_by_itself_has_a_place():
 def test_groups_are_checked():
     actors, *_ = groups()
     with pytest.raises(DataError, match="each group needs a member"): ActorByGroup(actors, ["one", "few", "few"])
+    with pytest.raises(DataError, match="leaf of: each agent needs a group. Expected 3 names"): ActorByGroup(actors, ["one", "many"])
     actor = ActorByGroup(actors, ["one", "many", "many"])
     with pytest.raises(RuntimeError, match="whose they are.*ids=True"): collect(lambda: Agents(Play), actor)
 

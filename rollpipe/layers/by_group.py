@@ -25,6 +25,7 @@ __all__ = ['CriticByGroup', 'ActorByGroup']
 class _Groups(nn.Module):
     "One member for each group. `of[i]` is the group of agent number `i`."
     group: Tensor
+    members: Any     # a `ModuleDict`, whose items are actors or critics
 
     def __init__(self, members: dict, of: Sequence):
         super().__init__()
@@ -74,6 +75,9 @@ class ActorByGroup(_Groups, Actor):
         first = next(iter(members.values()))
         self.uses_past = any(getattr(actor, 'uses_past', True) for actor in members.values())
         self.observation_space, self.action_space = first.observation_space, first.action_space
+        known = getattr(self.observation_space, 'spaces', {}).get(AGENT)
+        if known is not None and known.n != len(of):
+            raise DataError("each agent needs a group", leaf='of', expected=f"{known.n} names", got=describe([*of]))
 
     def draw_noise(self, lead: Sequence[int], generator: Generator | None = None) -> dict:
         "The noise of each member that takes noise."

@@ -51,7 +51,7 @@ class VectorBatch(Batch):
             self.close()
             self._locate(e, self.vec_name)
             raise
-        self._infos = (VectorInfos if self.agents is None else SingleInfos)(len(self), info_keys, str((seed.entropy, self.vec_name)))
+        self._infos: Any = (VectorInfos if self.agents is None else SingleInfos)(len(self), info_keys, str((seed.entropy, self.vec_name)))
         self._resetting = np.zeros(len(self), bool)     # True where the next step is a reset (mode NEXT_STEP), or an agent rests
 
     @property
