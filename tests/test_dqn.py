@@ -6,20 +6,19 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
-from toys import Constant, Stepped
+from toys import Stepped
 
 from rollpipe.agents import evaluate
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.dqn import DQN
 from rollpipe.agents.metrics import check_metrics
 from rollpipe.agents.off_policy.targets import update_target
-from rollpipe.agents.schedules import set_epsilon
 from rollpipe.agents.shared_options import Schedule
 from rollpipe.agents.tabular import QLearning, TabularQ, move_towards, q_targets
 from rollpipe.layers import QPolicy, RecurrentQPolicy
 from rollpipe.pipes import DataError, EnvStepper, Fragment, FragmentCollector
 from rollpipe.pipes.graph.modules import version_of
-from rollpipe.pipes.data.errors import ActorError, SpaceError
+from rollpipe.pipes.data.errors import SpaceError
 from rollpipe.pipes.replay.memory import Sample
 from rollpipe.pipes.replay.pipe import Replay
 
@@ -168,11 +167,10 @@ def test_epsilon_follows_the_steps_consumed():
 
 def test_epsilon_is_in_the_weights():
     actor = QPolicy.for_env('CartPole-v1', hidden=(4,), seed=0)
-    set_epsilon(actor, .375)
+    actor.epsilon.fill_(.375)
     other = QPolicy.for_env('CartPole-v1', hidden=(4,), seed=1)
     other.load_state_dict(actor.state_dict())
     assert float(other.epsilon) == .375
-    with pytest.raises(ActorError, match='epsilon'): set_epsilon(Constant(0), .1)
 
 
 @pytest.mark.parametrize('make', [QPolicy, TabularQ])
@@ -180,7 +178,7 @@ def test_evaluation_is_greedy_whatever_epsilon_is(make):
     actor = make.for_env(Ending) if make is TabularQ else make.for_env('CartPole-v1', hidden=(8,), seed=0)
     env, results = Ending if make is TabularQ else 'CartPole-v1', []
     for epsilon in (0., 1.):
-        set_epsilon(actor, epsilon)
+        actor.epsilon.fill_(epsilon)
         results.append(evaluate(env, actor, 6, seed=0).returns.tolist())
     assert results[0] == results[1]
     noisy = [evaluate('CartPole-v1', actor, 6, seed=0, deterministic=False).returns.tolist() for _ in range(1)] if make is QPolicy else None

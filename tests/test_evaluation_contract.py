@@ -1,4 +1,4 @@
-"""What every evaluation of a training promises, whoever evaluates: this process, another one, or a worker of a Ray cluster.
+"""What every evaluation of a training promises, whoever evaluates: another process, or a worker of a Ray cluster.
 
 What only processes have is in `test_parallel_evaluation.py`; what only a cluster has is at the end.
 """
@@ -19,7 +19,6 @@ from evaluation_cases import (PATIENCE, Constant, Counts, Fails, Gated, Locked, 
 from worker_cases import gone, slack
 
 from rollpipe.agents import TRPO, ParallelEvaluation, evaluate
-from rollpipe.agents.parallel_evaluation import SerialEvaluation
 from rollpipe.layers import CategoricalPolicy, Critic
 from rollpipe.pipes import on_policy
 from rollpipe.pipes.cluster.door import lease
@@ -39,17 +38,12 @@ def nodes(cluster):
 
 def evaluation_in(place, request):
     "The class that evaluates in this place."
-    if place == "here": return SerialEvaluation
     if place == "process": return partial(ParallelEvaluation, start_method="fork")
     return partial(ParallelEvaluation, ray=dict(address=request.getfixturevalue("nodes").address))
 
 
 @pytest.fixture(scope="module", params=["process", "ray"])
 def Evaluation(request): return evaluation_in(request.param, request)
-
-
-@pytest.fixture(scope="module", params=["here", "process", "ray"])
-def Anywhere(request): return evaluation_in(request.param, request)
 
 
 def started(evaluation):
@@ -60,15 +54,15 @@ def started(evaluation):
 
 # --- what is evaluated
 
-def test_same_as_here(Anywhere): check_same_as_here(Anywhere)
+def test_same_as_here(Evaluation): check_same_as_here(Evaluation)
 
 
-def test_of_the_version_it_says_while_training_goes_on(Anywhere):
+def test_of_the_version_it_says_while_training_goes_on(Evaluation):
     "With a learner that never waits every answer still is the evaluation of its version."
     actor, critic = CategoricalPolicy.for_env("CartPole-v1", hidden=(8,)), Critic.for_env("CartPole-v1", hidden=(8,))
     trpo, then, answers = TRPO(actor, critic), {0: copy.deepcopy(actor)}, []
     options = dict(n_episodes=2, seed=3)
-    with Anywhere("CartPole-v1", actor, **options) as evaluation:
+    with Evaluation("CartPole-v1", actor, **options) as evaluation:
         for batch in islice(on_policy("CartPole-v1", actor, critic, n_envs=4, n_steps=32, seed=0), 8):
             trpo.update(batch)
             then[version_of(actor)] = copy.deepcopy(actor)
@@ -95,11 +89,11 @@ def test_never_half_of_one_version(Evaluation):
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_fresh_and_greedy(deterministic, Anywhere):
+def test_fresh_and_greedy(deterministic, Evaluation):
     "Neither environments nor recurrent states are carried over, and nothing explores unless it is asked to."
     actor = Counts().train()
     expected = evaluate(Pays, actor, 3, n_envs=1, deterministic=deterministic)
-    with Anywhere(Pays, actor, 3, n_envs=1, deterministic=deterministic) as evaluation:
+    with Evaluation(Pays, actor, 3, n_envs=1, deterministic=deterministic) as evaluation:
         for _ in range(2):
             evaluation.request()
             [answer] = evaluation.wait(PATIENCE)
@@ -108,8 +102,8 @@ def test_fresh_and_greedy(deterministic, Anywhere):
     assert actor.training
 
 
-def test_an_actor_without_weights(Anywhere):
-    with Anywhere(Pays, Plain(), 2, n_envs=1) as evaluation:
+def test_an_actor_without_weights(Evaluation):
+    with Evaluation(Pays, Plain(), 2, n_envs=1) as evaluation:
         evaluation.request()
         [answer] = evaluation.wait(PATIENCE)
     assert answer.version == 0 and answer.evaluation.returns.tolist() == [1, 2]

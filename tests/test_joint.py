@@ -64,7 +64,7 @@ def ask(): os.kill(os.getpid(), signal.SIGTERM)
 
 def prepare(rank, where):
     "What happens to a rank, at the second checkpoint or in the fifth batch."
-    if where == "manifest" and rank == 0: folders.checkpoint_bytes = nth(2, die, folders.checkpoint_bytes)     # all parts are written
+    if where == "manifest" and rank == 0: folders.Checkpoint.data = nth(2, die, folders.Checkpoint.data)     # all parts are written
     if where == "part" and rank == 1: ChunkFolder.write = nth(2, die, ChunkFolder.write)
     if where == "sweep" and rank == 1: ChunkFolder.sweep = nth(2, die, ChunkFolder.sweep)     # the checkpoint is written
     if where == "signal" and rank == 1: ChunkFolder.sweep = nth(2, ask, ChunkFolder.sweep)

@@ -16,6 +16,7 @@ from rollpipe.agents.gradient_learner import ActorCriticLearner, GradientLearner
 from rollpipe.agents.learner import Learner, standardized
 from rollpipe.agents.natural_gradient import policy_rows
 from rollpipe.agents.npg import NPG
+from rollpipe.agents.policy_replay import lag_of
 from rollpipe.agents.ppo import PPO
 from rollpipe.agents.reinforce import REINFORCE
 from rollpipe.agents.shared_options import check_range
@@ -47,7 +48,7 @@ class Descent(GradientLearner):
         with torch.enable_grad(): metrics = self.step(-(self.actor.replay(batch)['logp'] * batch.adv)[batch.valid].mean())
         self.tell_actor(batch)
         bump_version(self.actor)
-        return self.fit(batch, 2) | metrics | dict(lag=self.lag(batch))
+        return self.fit(batch, 2) | metrics | dict(lag=lag_of(batch, self.actor))
 
 
 def make(seed=0, **kw): return Descent(MLPPolicy.for_env(ENV, seed=seed), Critic.for_env(ENV, seed=seed), seed=seed, **kw)
@@ -163,7 +164,8 @@ def test_lag_is_that_of_the_oldest_column():
     f = batch_for(agent)
     for _ in range(3): bump_version(agent.actor)
     now = version_of(agent.actor)
-    assert agent.lag(f._replace(version=torch.tensor([now, now - 2, now, now - 1]))) == 2 and agent.lag(f._replace(version=None)) == 0
+    assert lag_of(f._replace(version=torch.tensor([now, now - 2, now, now - 1])), agent.actor) == 2
+    assert lag_of(f._replace(version=None), agent.actor) == 0
 
 
 # ---- normalisers and the critic

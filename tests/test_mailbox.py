@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
@@ -18,7 +18,6 @@ from test_crash import CASES, POLE, config_of
 from test_fork import check_same
 
 from rollpipe.agents import PPO
-from rollpipe.agents.checkpoint import checkpoint_bytes
 from rollpipe.pipes.data import files
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.pipes.data.random_states import GlobalRandomStates
@@ -442,8 +441,7 @@ def test_the_configuration_of_a_stranger_calls_nothing(tmp_path, monkeypatch):
     found = load_run(run.folder)
     edits = [dict(at=0, insert="anything:touch", kwargs=dict(x=1), was={})]
     config = {**found.config, "steps": 10 ** 6, "imports": ["anything"], "edits": edits}
-    agent = SimpleNamespace(state_dict=lambda: found.agent_state)
-    files.write_atomically(run.folder/"checkpoint.safetensors", checkpoint_bytes(agent, config, found.counters, found.evaluated))
+    files.write_atomically(run.folder/"checkpoint.safetensors", found._replace(config=config, pipes=None, stream=None).data())
     load_agent(run.folder)
     with pytest.raises(DataError, match="the edit 'anything:touch' needs its module. Expected --import anything"): resume(run.folder)
     assert rollpipe("pack", run.folder, "--episodes", 1) == 0 and not called

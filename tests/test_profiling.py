@@ -403,7 +403,7 @@ def test_autotune_prints_a_command_that_gives_the_best_setting(capsys):
 
 def test_autotune_measures_the_fastest_settings_twice(monkeypatch):
     done = []
-    def measure(algorithm, env, options, env_kwargs, run_options, setting, seconds):
+    def measure(algorithm, env, env_kwargs, typed, setting, seconds):
         done.append(setting)
         return Trial(setting, SimpleNamespace(steps_per_s=float(len(done))))
     monkeypatch.setattr("rollpipe.runs.autotune._trial", measure)

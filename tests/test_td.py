@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_fragments import Count, answers, assert_metrics, assert_same_loss, make, num, random_fragment, rewards_of, shaken
 
-from rollpipe.agents.td import burnt_in, double_dqn, dqn, priorities, q, td
+from rollpipe.agents.td import burnt_in, priorities, td
 from rollpipe.pipes import nested
 from rollpipe.pipes.data.fragment_ops import transitions
 from rollpipe.pipes.data.errors import DataError
@@ -75,14 +75,10 @@ def test_td(seed, n_steps, n_envs, kind, terminal_obs, garbage, method, n, burn_
 
 
 @pytest.mark.parametrize('kind', KINDS)
-def test_the_three_choices(kind):
-    actor, target, fragment = setting(0, 6, 3, kind)
-    for named, options in ((q(fragment, actor, gamma=.9), dict()), (dqn(fragment, actor, target, gamma=.9), dict(target=target)),
-                           (double_dqn(fragment, actor, target, gamma=.9), dict(target=target, double=True))):
-        other = td(fragment, actor, gamma=.9, **options)
-        assert torch.equal(named[0], other[0]) and torch.equal(named[2], other[2]) and named[1] == other[1]
-    same = copy.deepcopy(actor)
-    for loss in (dqn, double_dqn): torch.testing.assert_close(loss(fragment, actor, same)[2], q(fragment, actor)[2])
+def test_a_copy_as_the_target_changes_nothing(kind):
+    actor, _, fragment = setting(0, 6, 3, kind)
+    for double in (False, True):
+        torch.testing.assert_close(td(fragment, actor, copy.deepcopy(actor), double=double)[2], td(fragment, actor)[2])
 
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -90,7 +86,7 @@ def test_the_action_of_another_is_never_worth_more_than_the_best_one(kind):
     differ = 0
     for seed in range(5):
         actor, target, fragment = setting(seed, 8, 4, kind)
-        one, two = dqn(fragment, actor, target)[2], double_dqn(fragment, actor, target)[2]
+        one, two = td(fragment, actor, target)[2], td(fragment, actor, target, double=True)[2]
         assert (two <= one + 1e-6).all()
         differ += int((two < one - 1e-6).sum())
     assert differ
@@ -99,8 +95,8 @@ def test_the_action_of_another_is_never_worth_more_than_the_best_one(kind):
 def test_single_transitions_are_the_whole_fragment():
     actor, target, fragment = setting(1, 7, 4, 'q', terminal_obs=True)
     index = fragment.valid.flatten().nonzero()[:, 0]
-    loss, metrics, errors = double_dqn(fragment, actor, target)
-    flat, flat_metrics, flat_errors = double_dqn(transitions(fragment, index), actor, target)
+    loss, metrics, errors = td(fragment, actor, target, double=True)
+    flat, flat_metrics, flat_errors = td(transitions(fragment, index), actor, target, double=True)
     assert_same_loss(loss, flat, [actor])
     torch.testing.assert_close(errors[fragment.valid], flat_errors[0])
     assert_metrics(flat_metrics, **metrics)
@@ -108,9 +104,9 @@ def test_single_transitions_are_the_whole_fragment():
 
 def test_many_steps_of_a_fragment_without_ends_are_its_return():
     actor, target, fragment = setting(2, 6, 3, 'q', p_end=0.)
-    errors = dqn(fragment, actor, target, gamma=.9, n_steps=6)[2]
+    errors = td(fragment, actor, target, gamma=.9, n_steps=6)[2]
     last = transitions(fragment, torch.arange(3) + 5 * 3)
-    tail = dqn(last, actor, target, gamma=.9)[2][0] + actor.values(fragment.state)[0][5].gather(
+    tail = td(last, actor, target, gamma=.9)[2][0] + actor.values(fragment.state)[0][5].gather(
         -1, fragment.state.act[6][:, None] - 2).squeeze(-1).detach()
     goal = sum(.9 ** k * fragment.state.rew[k + 1] for k in range(5)) + .9 ** 5 * tail
     value = actor.values(fragment.state)[0][0].gather(-1, fragment.state.act[1][:, None] - 2).squeeze(-1)
@@ -124,17 +120,17 @@ def test_burn_in_finds_a_memory_and_sends_no_gradient():
     torch.testing.assert_close(late.hx, hx.detach())
     assert not late.hx.requires_grad and late.n_steps == 3
     own = fragment._replace(hx=fragment.hx.clone().requires_grad_())
-    assert torch.autograd.grad(dqn(own, actor, target)[0], own.hx)[0].any()
-    loss = dqn(own, actor, target, burn_in=1)[0]
+    assert torch.autograd.grad(td(own, actor, target)[0], own.hx)[0].any()
+    loss = td(own, actor, target, burn_in=1)[0]
     assert torch.autograd.grad(loss, own.hx, allow_unused=True)[0] is None
-    torch.testing.assert_close(q(fragment, actor, burn_in=5)[0], q(late, actor)[0])
+    torch.testing.assert_close(td(fragment, actor, None, burn_in=5)[0], td(late, actor, None)[0])
 
 
 def test_huber_limits_the_gradient_and_inf_is_the_square():
     actor, target, fragment = setting(4, 8, 3, 'q')
-    torch.testing.assert_close(dqn(fragment, actor, target, huber=math.inf)[0], dqn(fragment, actor, target)[0])
-    errors = dqn(fragment, actor, target)[2].abs()[fragment.valid]
-    small = dqn(fragment, actor, target, huber=1e-4)[0]
+    torch.testing.assert_close(td(fragment, actor, target, huber=math.inf)[0], td(fragment, actor, target)[0])
+    errors = td(fragment, actor, target)[2].abs()[fragment.valid]
+    small = td(fragment, actor, target, huber=1e-4)[0]
     assert num(small) == pytest.approx(num((2e-4 * errors).mean()), rel=1e-2)
 
 
@@ -142,14 +138,14 @@ def test_huber_limits_the_gradient_and_inf_is_the_square():
 def test_nothing_is_changed(kind):
     actor, target, fragment = setting(5, 8, 3, kind)
     before = copy.deepcopy((fragment, actor.state_dict(), target.state_dict()))
-    double_dqn(fragment, actor, target, burn_in=2, n_steps=3)[0].backward()
+    td(fragment, actor, target, burn_in=2, n_steps=3, double=True)[0].backward()
     for x, y in zip(nested.leaves(before), nested.leaves((fragment, actor.state_dict(), target.state_dict()))): assert torch.equal(x, y)
 
 
 def test_work_is_done_for_all_rows_at_once():
     def operations(n_steps, n_envs):
         actor, target, fragment = setting(6, n_steps, n_envs, 'q', p_end=.1)
-        with Count() as count: double_dqn(fragment, actor, target, n_steps=3)
+        with Count() as count: td(fragment, actor, target, n_steps=3, double=True)
         return count.n
     assert operations(8, 3) == operations(64, 9)
 

@@ -20,15 +20,13 @@ import rollpipe.ranks as ranks
 __all__ = ['explained_variance', 'valid_rows', 'fit_critic']
 
 # %% ../../nbs/agents/04_critics.ipynb #92825df8
-def explained_variance(pred: Tensor, target: Tensor, valid: Tensor | None = None) -> float:
+def explained_variance(pred: Tensor, target: Tensor) -> float:
     """`1 - Var[target - pred] / Var[target]`; nan where the target does not vary or is empty.
 
     Args:
-        pred: values [*lead]
-        target: returns [*lead]
-        valid: which rows count, bool [*lead]; None: all
+        pred: values [N]
+        target: returns [N]
     """
-    if valid is not None: pred, target = pred[valid], target[valid]
     if not target.numel(): return float('nan')
     pred, target = pred.detach().double(), target.double()
     spread = float(target.var(correction=0))

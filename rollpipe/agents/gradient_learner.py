@@ -213,16 +213,7 @@ class GradientLearner(ByAdam, Learner):
         return [*zip(self.optimizer.param_groups, names)]
 
     def step(self, loss: torch.Tensor, name: str = 'loss', metrics: dict | None = None, n: int | torch.Tensor | None = None) -> dict:
-        """Take a step that lowers `loss`, with the gradient clipped to `max_grad_norm`; see `descend`.
-
-        Returns the metrics and `grad_norm`, the norm before clipping. If several ranks learn together, they are those of all rows.
-
-        Args:
-            loss: mean over rows, 0-dim, with graph
-            name: name of the loss, for messages
-            metrics: dict of metric -> number or 0-dim tensor, over the same rows
-            n: number of these rows; only several ranks need it
-        """
+        "Lower `loss` by one step, with the gradient clipped to `max_grad_norm`. Arguments and result are those of `descend`."
         return descend(self.params, self.optimizer, self.max_grad_norm, loss, name, metrics, n)
 
     def rng(self) -> np.random.Generator:
@@ -241,16 +232,10 @@ class ActorCriticLearner(EntropyBonus, GradientLearner):
     c_value: float = number(0.5, changes=True)
     critic_epochs: int = not_offered(0)
     joins_ranks = True      # see `ranks.distributed`
-
-    def batch_needs(self) -> tuple[str, ...]:
-        "What a batch must have. Value targets are needed without a critic, too: the actor may report values."
-        return 'adv', 'ret', 'logp'
+    batch_needs = ('adv', 'ret', 'logp')        # value targets without a critic, too: the actor may report values
 
     def update(self, batch: Fragment) -> dict:
-        """One update of policy and critic from a batch; returns metrics (see `METRICS`).
-
-        Raises `DataError` if the batch lacks something (see `check_batch`).
-        """
+        "One update of policy and critic from a batch; returns metrics (see `METRICS`). Raises `DataError` as `check_batch` does."
         begun, start = self.begin(batch), perf_counter()
         metrics = self.explained(batch)
         self.tell_critic(batch)

@@ -104,6 +104,21 @@ def _tell(module, method, *args):
     if hasattr(module, method): getattr(module, method)(*args)
 
 # %% ../../nbs/agents/08_learner.ipynb #bad4f107
+def _state(x: Any) -> Any:
+    "The state of a part of a learner."
+    if isinstance(x, dict): return {name: _state(y) for name, y in x.items()}
+    return x.state_dict() if hasattr(x, 'state_dict') else x.detach().clone() if isinstance(x, torch.Tensor) else x
+
+
+@torch.no_grad()
+def _restored(x: Any, state: Any) -> Any:
+    "The part with this state. Modules, optimisers and tensors are changed in place."
+    if isinstance(x, dict): return {name: _restored(y, state[name]) for name, y in x.items()}
+    if not hasattr(x, 'load_state_dict'): return x.copy_(state) if isinstance(x, torch.Tensor) else type(x)(state)
+    x.load_state_dict(copy.deepcopy(state))     # because an optimiser would change these tensors
+    return x
+
+
 class LearnerState(Changing):
     """The actor, the critic and the random generator of a learner, and the state that a checkpoint keeps of them.
 
@@ -116,6 +131,7 @@ class LearnerState(Changing):
     critic: Any = field(default=None, kw_only=False, repr=False)
     seed: int = 0
     actor_needs = ('replay',)           # methods that the actor must have
+    keeps = ('critic', 'optimizer')     # attributes that are part of the state: modules, optimisers, tensors, numbers, dicts of them
     trained = ''                        # of a learner that was loaded: in what and for how long; `repr` shows it
 
     def __post_init__(self):
@@ -132,18 +148,16 @@ class LearnerState(Changing):
     def state_dict(self) -> dict:
         "All that is needed to resume training: weights, normalisers, optimiser, version, steps, random state."
         state = dict(actor=self.actor.state_dict(), version=version_of(self.actor), steps=self.steps, generator=self.generator.get_state())
-        if self.critic is not None: state['critic'] = self.critic.state_dict()
-        if self.optimizer is not None: state['optimizer'] = self.optimizer.state_dict()
-        return state
+        return state | {name: _state(x) for name in self.keeps if (x := getattr(self, name)) is not None}
 
     def load_state_dict(self, state: dict) -> None:
         "Restore what `state_dict` returned."
         self.actor.load_state_dict(state['actor'])
-        if self.critic is not None: self.critic.load_state_dict(state['critic'])
-        if self.optimizer is not None: self.optimizer.load_state_dict(copy.deepcopy(state['optimizer']))
         self.generator.set_state(state['generator'])
         self.steps = int(state.get('steps', 0))      # older checkpoints have no number of steps
         bump_version(self.actor, to=state['version'])
+        for name in self.keeps:
+            if (x := getattr(self, name)) is not None: setattr(self, name, _restored(x, state[name]))
 
     def __repr__(self):
         if not self.trained: return super().__repr__()
@@ -208,16 +222,10 @@ class Learner(ScheduledLearner):
         critic_epochs: passes of the critic over each batch
     """
     critic_epochs: int = integer(4)
-
-    def batch_needs(self) -> tuple[str, ...]:
-        "The leaves that a batch must have, out of 'adv', 'ret' and 'logp'."
-        return ('adv', 'logp') if self.critic is None else ('adv', 'ret', 'logp')
+    batch_needs = ('adv', 'logp')       # leaves that a batch must have; with 'adv' and a critic, 'ret', too
 
     def update(self, batch: Fragment) -> dict:
-        """One update of actor and critic from a batch; returns metrics (see `METRICS`).
-
-        Raises `DataError` if the batch lacks something (see `check_batch`).
-        """
+        "One update of actor and critic from a batch; returns metrics (see `METRICS`). Raises `DataError` as `check_batch` does."
         begun, start = self.begin(batch), perf_counter()
         found = self.improve(batch)
         self.tell_actor(batch)
@@ -231,7 +239,7 @@ class Learner(ScheduledLearner):
 
     def begin(self, batch: Fragment) -> dict:
         "Check a batch, and set the learning rates for it. Returns metrics."
-        self.check(batch, *self.batch_needs())
+        self.check(batch, *self.batch_needs, *['ret'] * ('adv' in self.batch_needs and self.critic is not None))
         ranks.check_batches(batch, type(self).__name__)
         return self.provenance(batch) | self.set_rates()
 
@@ -253,13 +261,9 @@ class Learner(ScheduledLearner):
         "Raise `DataError` if a batch lacks one of `needs` ('adv', 'ret', 'logp'), or breaks another rule of `check_batch`."
         check_batch(batch, needs, type(self).__name__)
 
-    def lag(self, batch: Fragment) -> int:
-        "Number of updates of the actor since the oldest column of the batch was collected; 0 if that is not known."
-        return lag_of(batch, self.actor)
-
     def provenance(self, batch: Fragment) -> dict:
         "Metrics of where a batch comes from: `lag`, and `lane_restarts` if a lane was lost."
-        return dict(lag=self.lag(batch)) | lane_restarts(batch)
+        return dict(lag=lag_of(batch, self.actor)) | lane_restarts(batch)
 
     def tell_actor(self, batch: Fragment) -> None:
         "Update the actor's normaliser, if it has one, with the observations of a batch. Called once per batch, after its last use."

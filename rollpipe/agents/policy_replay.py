@@ -17,14 +17,9 @@ from ..pipes.data.errors import DataError
 from ..pipes.graph.modules import version_of
 
 # %% auto #0
-__all__ = ['importance_ratios', 'approx_kl', 'lag_of', 'lane_restarts', 'PolicyReplay', 'replay_policy']
+__all__ = ['approx_kl', 'lag_of', 'lane_restarts', 'PolicyReplay', 'replay_policy']
 
 # %% ../../nbs/agents/05_policy_replay.ipynb #432a39e0
-def importance_ratios(logp: Tensor, logp_old: Tensor) -> Tensor:
-    "Likelihood of each action under the new policy divided by that under the old one, from log-probabilities of one shape."
-    return (logp - logp_old).exp()
-
-
 def approx_kl(logp: Tensor, logp_old: Tensor) -> Tensor:
     """KL(old || new), 0-dim, estimated from actions of the old policy: the mean of `ratio - 1 - log ratio`.
 
@@ -71,8 +66,8 @@ class PolicyReplay(NamedTuple):
         return tree if self.valid is None else nested.getitem(tree, self.valid)
 
     def ratios(self) -> Tensor:
-        "The importance ratio of each action, float32 `[N]`, with gradients."
-        return importance_ratios(self.logp, self.logp_old)
+        "The importance ratio of each action, its likelihood now divided by that when it was taken, float32 `[N]`, with gradients."
+        return (self.logp - self.logp_old).exp()
 
 
 def replay_policy(fragment: Fragment, actor: Any) -> PolicyReplay:

@@ -116,12 +116,3 @@ class QLearning(Discounted, DecayingEpsilon, Learner):
         bump_version(actor)
         return dict(loss=float(errors.square().mean()), td_error=float(errors.abs().mean()), q_mean=float(before.mean()),
                     q_target=float(targets.mean()), epsilon=epsilon, **begun)
-
-    def state_dict(self) -> dict:
-        "The table with its epsilon, the steps consumed, the version."
-        return {**super().state_dict(), 'steps': self.steps}
-
-    def load_state_dict(self, state: dict) -> None:
-        "Restore what `state_dict` returned."
-        super().load_state_dict(state)
-        self.steps = int(state['steps'])

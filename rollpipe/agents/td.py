@@ -19,7 +19,7 @@ from ..pipes.data.errors import DataError, describe
 from ..pipes.data.returns import n_step_returns
 
 # %% auto #0
-__all__ = ['burnt_in', 'huber_penalty', 'td_targets', 'td_loss', 'td', 'q', 'dqn', 'double_dqn', 'priorities']
+__all__ = ['burnt_in', 'huber_penalty', 'td_targets', 'td_loss', 'td', 'priorities']
 
 # %% ../../nbs/agents/14_td.ipynb #5da679da
 def burnt_in(fragment: Fragment, net: Any, n: int) -> Fragment:
@@ -113,7 +113,7 @@ def td_loss(fragment: Fragment, actor: Any, target: Any, penalty: Callable, *, m
             double: bool = False, n_steps: int = 1, burn_in: int = 0, weight: Tensor | None = None) -> tuple[Tensor, dict, Tensor]:
     """`(loss, metrics, errors)`: loss `mean[weightₜ penalty(Gₜ, Q(sₜ, aₜ))]` over valid rows, and `errors` `[T, B]`.
 
-    The errors are the means of `Gₜ - Q(sₜ, aₜ)`. See `td` for the options and the errors.
+    The errors are the means of `Gₜ - Q(sₜ, aₜ)`. See `td` for the errors that are raised.
 
     Args:
         fragment: [T, B]
@@ -150,8 +150,7 @@ def _mean_value(x, n_dims):
     return x.flatten(n_dims).mean(-1) if x.ndim > n_dims else x
 
 # %% ../../nbs/agents/14_td.ipynb #1b556f2b
-def td(fragment: Fragment, actor: Any, target: Any = None, *, gamma: float = 0.99, double: bool = False, n_steps: int = 1, burn_in: int = 0,
-       weight: Tensor | None = None, huber: float | None = None) -> tuple[Tensor, dict, Tensor]:
+def td(fragment: Fragment, actor: Any, target: Any = None, *, huber: float | None = None, **options: Any) -> tuple[Tensor, dict, Tensor]:
     """`(loss, metrics, errors)`: loss `mean[weightₜ (Gₜ - Q(sₜ, aₜ))²]` over valid rows, and the errors `Gₜ - Q(sₜ, aₜ)`, float32 `[T, B]`.
 
         Gₜ = rₜ₊₁ + γ rₜ₊₂ + ... + γᵐ Q̂(sₜ₊ₘ, a*),    a* = argmaxₐ Q̂(sₜ₊ₘ, a),   or argmaxₐ Q(sₜ₊ₘ, a) if `double`
@@ -169,30 +168,11 @@ def td(fragment: Fragment, actor: Any, target: Any = None, *, gamma: float = 0.9
         fragment: [T, B]: transitions [1, B], segments of trajectories, or fresh fragments
         actor: `values(state, hx) -> (q [T, B, n_actions], hx)`, see `QPolicy`; actions count from its `start`, or 0
         target: an older copy of `actor`, which values the states that were reached; None: `actor`
-        gamma: discount factor per step
-        double: `actor` chooses the best next action, and `target` values it
-        n_steps: largest number of rewards that are summed before a value; fewer where an episode or the fragment ends
-        burn_in: number of first rows that only build up the memory and are not trained on
-        weight: importance weights of prioritised replay, float32 [B] or [T, B]
         huber: errors beyond this limit count linearly; None: all errors are squared
+        **options: gamma, double, n_steps, burn_in, weight, see `td_loss`
     """
     def penalty(goal, value): return huber_penalty(goal - value, huber)
-    return td_loss(fragment, actor, target, penalty, gamma=gamma, double=double, n_steps=n_steps, burn_in=burn_in, weight=weight)
-
-# %% ../../nbs/agents/14_td.ipynb #83a2c0b0
-def q(fragment: Fragment, actor: Any, **options: Any) -> tuple[Tensor, dict, Tensor]:
-    "Q-learning: `td` without a target network. `options` are those of `td`."
-    return td(fragment, actor, None, **options)
-
-
-def dqn(fragment: Fragment, actor: Any, target: Any, **options: Any) -> tuple[Tensor, dict, Tensor]:
-    "`td` with a target network. `options` are those of `td`."
-    return td(fragment, actor, target, **options)
-
-
-def double_dqn(fragment: Fragment, actor: Any, target: Any, **options: Any) -> tuple[Tensor, dict, Tensor]:
-    "`td` with a target network for the value of the action that `actor` chooses. `options` are those of `td`."
-    return td(fragment, actor, target, double=True, **options)
+    return td_loss(fragment, actor, target, penalty, **options)
 
 # %% ../../nbs/agents/14_td.ipynb #ea2ffae5
 def priorities(errors: Tensor, valid: Tensor, eta: float = 0.9) -> Tensor:

@@ -13,22 +13,16 @@ from torch import Tensor
 
 from ..pipes.data import nested
 from ..pipes.data.fragment import Fragment, State
-from ..pipes.data.errors import DataError, check_integer
+from ..pipes.data.errors import DataError
 from ..pipes.data.fragment_ops import observations_reached
 
 # %% auto #0
 __all__ = ['timeshift', 'without_terminal_obs', 'states_reached', 'spliced', 'answers_reached', 'fill_invalid']
 
 # %% ../../nbs/agents/03_unroll.ipynb #1bb90c57
-def timeshift(state: Any, shift: int = 1) -> tuple[Any, Any]:
-    """`(rows t, rows t + shift)` of `state`, both `[T - shift, ...]`, as views. Raises `DataError` if `shift` is no integer >= 1.
-
-    Args:
-        state: nested leaves [T, ...]; None stays None
-        shift: number of rows between the two, 1 to T
-    """
-    check_integer('shift', shift)
-    return nested.getitem(state, slice(None, -shift)), nested.getitem(state, slice(shift, None))
+def timeshift(state: Any) -> tuple[Any, Any]:
+    "`(rows t, rows t + 1)` of nested leaves `[T + 1, ...]`, both `[T, ...]`, as views; None stays None."
+    return nested.getitem(state, slice(None, -1)), nested.getitem(state, slice(1, None))
 
 # %% ../../nbs/agents/03_unroll.ipynb #dffa5bad
 def without_terminal_obs(fragment: Fragment) -> Fragment:

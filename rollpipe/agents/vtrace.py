@@ -34,14 +34,11 @@ class VTrace(Discounted, ActorCriticLearner):
     c_clip: float = 1.0
     lr: float = 5e-4
     critic_lr: float | None = 1e-2
+    batch_needs = ('logp',)     # advantages and value targets are computed here
 
     def __post_init__(self):
         super().__post_init__()
         check_range(self, 0, self.rho_clip, c_clip=self.c_clip)
-
-    def batch_needs(self) -> tuple[str, ...]:
-        "What a batch must have. It needs no advantages and value targets, because they are computed here."
-        return 'logp',
 
     def explained(self, batch: Fragment) -> dict:
         "No metrics, because the batch has no advantages."

@@ -195,6 +195,15 @@ def build_parser() -> Parser:
 USER_ERRORS = (UsageError, PipeError, OSError, ImportError, ValueError)
 
 
+def _import_modules(words: list) -> None:
+    "Import what `--import` names, before the parser is made, because a module may register an algorithm."
+    parser = Parser(prog="rollpipe", add_help=False)
+    parser.add_argument("--import", dest="imports", action="append", default=[])
+    if (here := os.getcwd()) not in sys.path: sys.path.append(here)  # an installed script does not search the current folder
+    for module in parser.parse_known_args(words)[0].imports: allow_edits(module)
+
+
+@stop_signals()
 def main(argv: list | None = None) -> int:
     """Run one command.
 
@@ -204,18 +213,6 @@ def main(argv: list | None = None) -> int:
     Returns:
         int: exit code: 0, 2 for an error, 128 and the number of the signal after Ctrl-C (130), SIGTERM (143) or SIGHUP (129)
     """
-    with stop_signals(): return _run(argv)
-
-
-def _import_modules(words: list) -> None:
-    "Import what `--import` names, before the parser is made, because a module may register an algorithm."
-    parser = Parser(prog="rollpipe", add_help=False)
-    parser.add_argument("--import", dest="imports", action="append", default=[])
-    if (here := os.getcwd()) not in sys.path: sys.path.append(here)  # an installed script does not search the current folder
-    for module in parser.parse_known_args(words)[0].imports: allow_edits(module)
-
-
-def _run(argv: list | None) -> int:
     words = sys.argv[1:] if argv is None else argv
     try:
         _import_modules(words)

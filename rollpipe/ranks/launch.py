@@ -51,16 +51,12 @@ def process_group() -> Iterator[Launch | None]:
     if launch is None:
         yield None
         return
-    _take_device()
+    if torch.cuda.is_available():     # each rank of a machine has a device of its own, as far as there are enough
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=_store(launch), rank=launch.rank, world_size=launch.size)
     try: yield launch
     finally: dist.destroy_process_group()
-
-
-def _take_device():
-    "Give each rank of a machine a CUDA device of its own, as far as there are enough."
-    if torch.cuda.is_available(): torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
 
 
 def _store(launch):

@@ -19,16 +19,14 @@ from ..pipes.data.errors import DataError, WorkerError, check_integer
 from .experiments import check_counts, python_words, run_all
 from .pairs import Ablation, Pairs, course, draw_pairs, pairs_page, pairs_text
 from .report import write_files
-from ..runs.changes import changed_run
+from ..runs.changes import changed_run, options_in
 from ..runs.commands import Interrupted
 from ..runs.folder import files_of_run, folder_of, load_run, needed_modules
 from ..runs.fork import fork
 from ..runs.locks import lock, unlock
 from ..runs.repeat import checkpoint_at, records_of
-from ..settings.algorithms import options_for
 from ..settings.checks import ENDLESS, with_steps
-from ..settings.config import RUN_OPTIONS
-from ..settings.options import import_words, parse_options, parse_value, typed
+from ..settings.options import import_words, parse_value, typed
 from ..settings.overview import Parser
 
 # %% auto #0
@@ -55,7 +53,7 @@ class Branch(NamedTuple):
     def label(self) -> str: return ", ".join(f"{name}={x}" for name, x in self.edit.items())
 
 
-def branches_of(run: Path, at: Iterable, options: dict, repeat: int, out: Path) -> list:
+def branches_of(run: Path, at: Iterable, options: dict, repeat: int, out: Path) -> list[Branch]:
     """The branches of an ablation, twins before their edited branches.
 
     Args:
@@ -64,9 +62,6 @@ def branches_of(run: Path, at: Iterable, options: dict, repeat: int, out: Path) 
         options: option -> values
         repeat: number of twins, each with its own noise, at each of them
         out: folder of the branches
-
-    Returns:
-        list: of `Branch`
     """
     found = []
     for n in at:
@@ -231,7 +226,7 @@ def add_ablate(parser: Parser) -> None:
 def ablate_command(args: Namespace) -> None:
     "Branch a run, and print what its options change."
     check_counts(args, "updates", "repeat", "jobs")
-    options = parse_options(args.set, [*options_for(load_run(args.run).config["algorithm"]), *RUN_OPTIONS], several=True)
+    options = options_in(args.set, args.run, several=True)
     try: at = parse_value(args.at, ("int,...",))
     except ValueError: raise DataError("not numbers of updates", leaf="--at", expected="such as 100,200", got=args.at) from None
     made = ablate(args.run, at, options, args.updates, args.repeat, args.jobs, args.out, args.metric, args.last)

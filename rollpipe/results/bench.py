@@ -55,16 +55,13 @@ def row_options(row: SpecRow, steps: int) -> dict:
     return {**row.run, "eval_every": Every(row.every or max(1, steps//20), "steps").setting}
 
 
-def jobs_of(rows: list, folder: Path, imports: tuple = ()) -> list:
+def jobs_of(rows: list, folder: Path, imports: tuple = ()) -> list[Job]:
     """The runs of some rows. Raises the errors of `make_config`, such as for a preset for another kind of actions.
 
     Args:
         rows: list of `SpecRow`
         folder: folder of the bench
         imports: modules that the environments need
-
-    Returns:
-        list: of `Job`
     """
     jobs = []
     for row in rows:
@@ -112,9 +109,7 @@ def _states(jobs: list) -> tuple:
 BENCH, BENCH_FORMAT = "bench.json", 1
 
 
-def read_bench(
-    folder: Path,
-) -> dict | None:
+def read_bench(folder: Path) -> dict | None:
     "The content of `bench.json`; None if there is no such file. Raises `DataError` for a damaged file, or another format version."
     path = folder/BENCH
     if not path.is_file(): return None

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json, math, shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,10 +80,7 @@ def _check_config(config: dict, where: str) -> None:
     for module in get_value(config, "imports", "a list", where, []): need_value(dict(imports=module), "imports", "a text", where)
 
 
-def read_result(
-    folder: Path,
-    seed: int,
-) -> Result:
+def read_result(folder: Path, seed: int) -> Result:
     "Read the result of one run. `state` and `problem` tell what is wrong with it."
     if not (folder/"config.json").is_file(): return Result(seed, folder, "missing", "", {}, [], {})
     try:
@@ -106,11 +104,16 @@ def flat_config(config: dict) -> dict:
     return {name: x if isinstance(x, str) else json.dumps(x) for name, x in found.items()}
 
 
-def differing_options(results: list) -> dict:
-    "Option -> list of its values as texts, for the options that differ between the configurations of some runs."
-    configs = [flat_config(x.config) for x in results if x.config]
-    values = {name: list(dict.fromkeys(config.get(name, "-") for config in configs)) for config in configs for name in config}
-    return {name: texts for name, texts in values.items() if len(texts) > 1}
+def differing_options(groups: Iterable) -> list:
+    """The options that are not the same in all runs: `(option, its value in each group)`, or all values where the runs of a group differ.
+
+    Args:
+        groups: lists of `Result`
+    """
+    flat = [[flat_config(run.config) for run in runs if run.config] for runs in groups]
+    options = dict.fromkeys(name for configs in flat for config in configs for name in config)
+    table = {name: [tuple(dict.fromkeys(config.get(name, "-") for config in configs)) for configs in flat] for name in options}
+    return [(name, [*map(" | ".join, values)]) for name, values in table.items() if len({*values}) > 1 or len(values[0]) > 1]
 
 # %% ../../nbs/results/04_collect.ipynb #97364635
 class RowResult(NamedTuple):

@@ -24,8 +24,8 @@ from ..runs.folder import files_of_run
 from ..runs.signals import uninterrupted
 
 # %% auto #0
-__all__ = ['without', 'words_for', 'python_words', 'RunProcess', 'run_all', 'last_return', 'summary', 'experiment_command',
-           'check_counts', 'train_or_experiment']
+__all__ = ['without', 'python_words', 'RunProcess', 'run_all', 'summary', 'experiment_command', 'check_counts',
+           'train_or_experiment']
 
 # %% ../../nbs/results/00_experiments.ipynb #4109b8a7
 def without(words: list, values: tuple, flags: tuple = ()) -> list:
@@ -42,16 +42,6 @@ def without(words: list, values: tuple, flags: tuple = ()) -> list:
         if not skips and name not in values and word not in flags: kept.append(word)
         skips = not skips and name in values and not equals
     return kept
-
-# %% ../../nbs/results/00_experiments.ipynb #98778530
-def words_for(words: list, seed: int, folder: Path) -> list:
-    """The command line of one run.
-
-    Args:
-        words: the command line of the experiment
-        folder: folder of the run
-    """
-    return [*without(words, ("--seeds", "--jobs", "--out")), *typed(["--seed", seed, "--out", folder])]
 
 # %% ../../nbs/results/00_experiments.ipynb #9ba79271
 def python_words() -> list:
@@ -138,20 +128,10 @@ def run_all(commands: dict, jobs: int) -> tuple:
         for run in runs.values(): run.process.wait()
 
 # %% ../../nbs/results/00_experiments.ipynb #2f8a7374
-def last_return(folder: Path) -> float:
-    """The last mean return in the records of a run; `nan` if no episode has ended.
-
-    Args:
-        folder: folder of a run
-    """
-    returns = read_metrics(folder).get("return_mean", np.zeros(0))
-    finite = returns[np.isfinite(returns)]
-    return float(finite[-1]) if len(finite) else float("nan")
-
-
 def summary(folders: list) -> str:
     "A text with the last return of each complete run, their mean and deviation, and the command that draws them."
-    returns = np.array([last_return(folder) for folder in folders])
+    known = [read_metrics(folder).get("return_mean", np.zeros(0)) for folder in folders]
+    returns = np.array([x[np.isfinite(x)][-1] if np.isfinite(x).any() else np.nan for x in known])
     told = ["none, for no episode has ended" if np.isnan(x) else f"{x:.1f}" for x in returns]
     lines = [f"{folder}: last return {text}" for folder, text in zip(folders, told)]
     found = returns[np.isfinite(returns)]
@@ -164,8 +144,8 @@ def experiment_command(args: Namespace) -> None:
     "Train one run for each of several seeds."
     seeds = parse_seeds(args.seeds)
     folders = _folders(args, seeds)
-    python = python_words()
-    commands = {f"s{seed}": python + words_for(args.words, seed, folder) for seed, folder in folders.items()}
+    words = without(args.words, ("--seeds", "--jobs", "--out"))
+    commands = {f"s{seed}": [*python_words(), *words, *typed(["--seed", seed, "--out", folder])] for seed, folder in folders.items()}
     print(f"{args.algorithm} on {args.env}, seeds {', '.join(map(str, seeds))}, {args.jobs or 1} at a time", flush=True)
     runs, stopped = run_all(commands, args.jobs or 1)
     goes_on = shlex.join(["rollpipe", *without(args.words, (), ("--overwrite", "--continue")), "--continue"])

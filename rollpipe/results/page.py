@@ -15,14 +15,13 @@ import numpy as np
 from ..settings.config import build
 from ..pipes.graph.edits import draw
 from ..runs.plots import LABELS, plain, svg
-from .collect import Result, Results, RowResult, flat_config
+from .collect import Result, Results, RowResult, differing_options
 from .curves import color_of, draw_curves, panels
 from .tables import ABOUT, notes_of, number, table_of, together
 from ..runs.folder import load_run
 
 # %% auto #0
-__all__ = ['CERTIFICATE', 'STYLE', 'table_html', 'certificate', 'pipeline_svg', 'differences', 'section', 'notes_html',
-           'document', 'page']
+__all__ = ['CERTIFICATE', 'STYLE', 'table_html', 'certificate', 'pipeline_svg', 'section', 'notes_html', 'document', 'page']
 
 # %% ../../nbs/results/07_page.ipynb #1591b209
 def table_html(columns: Iterable, rows: Iterable) -> str:
@@ -75,19 +74,6 @@ def pipeline_svg(row: RowResult) -> str:
     if run is None: return "<p>No run of this row has begun.</p>"
     try: return draw(build(load_run(run.folder).config)[1])._repr_svg_()
     except Exception as e: return f"<p>{html.escape(f'It cannot be drawn here: {type(e).__name__}: {e}')}</p>"
-
-
-def differences(results: Results) -> tuple:
-    """The options that are not the same in all configurations. Where the runs of a row differ, the table shows all their values.
-
-    Returns:
-        tuple: names of the rows, and `(option, its value in each row)` for the options that differ
-    """
-    names = [f"{row.label}, {row.env}" for row in results.rows]
-    flat = [[flat_config(run.config) for run in row.results if run.config] for row in results.rows]
-    options = dict.fromkeys(name for configs in flat for config in configs for name in config)
-    table = [(name, [" | ".join(dict.fromkeys(config.get(name, "-") for config in configs)) for configs in flat]) for name in options]
-    return names, [(name, values) for name, values in table if len(set(values)) > 1 or " | " in values[0]]
 
 # %% ../../nbs/results/07_page.ipynb #b4369ff2
 STYLE = """
@@ -157,13 +143,14 @@ def _together(results: Results) -> str:
 
 def page(results: Results) -> str:
     "The report as one HTML file."
-    escape, table, notes, (names, options) = html.escape, table_of(results), notes_of(results), differences(results)
+    escape, table, options = html.escape, table_of(results), differing_options(row.results for row in results.rows)
+    names = [f"{row.label}, {row.env}" for row in results.rows]
     columns = [name for name in table[0] if any(row[name] != "-" for row in table)]
-    graphs = "".join(f"<details><summary>{escape(f'{row.label}, {row.env}')}</summary>{_wide(pipeline_svg(row))}</details>"
-                     for row in results.rows)
-    commands = "".join(f"<h3>{escape(f'{row.label}, {row.env}')}</h3><pre>{escape(row.command)}</pre>" for row in results.rows)
-    body = [table_html(columns, [[row[name] for name in columns] for row in table]), f"<p>{escape(ABOUT)}</p>", notes_html(notes),
-            section("Learning curves", _wide(svg(draw_curves(results), "curves"))),
+    graphs = "".join(f"<details><summary>{escape(name)}</summary>{_wide(pipeline_svg(row))}</details>"
+                     for name, row in zip(names, results.rows))
+    commands = "".join(f"<h3>{escape(name)}</h3><pre>{escape(row.command)}</pre>" for name, row in zip(names, results.rows))
+    body = [table_html(columns, [[row[name] for name in columns] for row in table]), f"<p>{escape(ABOUT)}</p>",
+            notes_html(notes_of(results)), section("Learning curves", _wide(svg(draw_curves(results), "curves"))),
             section("All environments together", _together(results)), section("Published figures", _sources(results)),
             section("The course of the certificate", _wide(svg(figure, "certificate")) if (figure := certificate(results)) else ""),
             section("What differs between the configurations", table_html(["option", *names], [(name, *x) for name, x in options])

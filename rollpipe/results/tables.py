@@ -134,7 +134,7 @@ def notes_of(results: Results) -> list:
         elif 1 < len(row.complete) < 5: notes.append(f"{what}: an interval from {len(row.complete)} runs is narrower than it says.")
         bad = figure_of(row, "last").bad + figure_of(row, "best evaluation").bad
         if bad: notes.append(f"{what}: a return is not a number, so there is no mean: seed {', '.join(map(str, sorted(set(bad))))}.")
-        others = [f"{name} ({' | '.join(texts)})" for name, texts in differing_options(row.results).items()]
+        others = [f"{name} ({text})" for name, (text,) in differing_options([row.results])]
         if others: notes.append(f"{what}: its runs do not have the same options: {', '.join(others)}.")
         resumed = [run.seed for run in row.results if run.resumes]
         if resumed: notes.append(f"{what}: went on after an interruption, with new episodes: seed {', '.join(map(str, resumed))}.")

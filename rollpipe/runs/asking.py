@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..pipes.data.errors import DataError
-from ..settings.algorithms import options_for
-from ..settings.config import RUN_OPTIONS
-from ..settings.options import parse_env_kwargs, parse_options
+from ..settings.options import parse_env_kwargs
 from ..settings.overview import Parser
+from .changes import options_in
 from .folder import folder_of, load_run
 from .mailbox import WISHES, ask
 from ..traces.differences import JOURNAL
@@ -81,6 +80,6 @@ def edit_command(args: Namespace) -> None:
         if (module := name.partition(":")[0]) not in getattr(args, "imports", ()):
             raise DataError(f"the edit {name!r} needs its module", leaf="--insert", expected=f"--import {module}", got="no such --import")
         wishes.insert(0, dict(insert=name, **parse_env_kwargs(words)))
-    if args.set: wishes.insert(0, parse_options(args.set, [*options_for(load_run(args.run).config["algorithm"]), *RUN_OPTIONS]))
+    if args.set: wishes.insert(0, options_in(args.set, args.run))
     if not wishes: raise DataError("nothing is asked", expected="--set, --insert, --pause, --go-on, --save or --stop")
     for wish in wishes: print(run.ask(timeout=args.timeout, **wish), flush=True)

@@ -11,12 +11,11 @@ from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import torch
-
 from ..settings.algorithms import options_for
 from ..settings.config import RUN_OPTIONS, RunOptions, build, make_config, reading_for
 from ..settings.options import Option, import_words
 from ..pipes.data.errors import DataError
+from ..pipes.graph.modules import torch_threads
 from ..pipes.profiling.profile import check_seconds, profile
 from ..pipes.profiling.report import Profile, share_text
 
@@ -34,10 +33,7 @@ def profile_config(config: dict, seconds: float) -> Profile:
     """
     agent, pipe = build(config)
     service = reading_for(config) if config["workers"] else None
-    threads = torch.get_num_threads()
-    torch.set_num_threads(config["threads"])
-    try: return profile(pipe, seconds, reading_service=service, update=agent.update)
-    finally: torch.set_num_threads(threads)
+    with torch_threads(config["threads"]): return profile(pipe, seconds, reading_service=service, update=agent.update)
 
 # %% ../../nbs/runs/13_autotune.ipynb #2506afc8
 GRID: dict = dict(
@@ -107,7 +103,7 @@ class Trial(NamedTuple):
 
 
 def autotune(algorithm: str, env: str, options: dict | None = None, env_kwargs: dict | None = None, *, seconds: float = 60.,
-             **run_options: Any) -> Iterator[Trial]:
+             **given: Any) -> Iterator[Trial]:
     """Yield a `Trial` for each setting, as soon as it is measured, and then a second one for the fastest settings, for `ranked`.
 
     Raises `DataError` for options that are wrong in every setting.
@@ -118,15 +114,15 @@ def autotune(algorithm: str, env: str, options: dict | None = None, env_kwargs: 
         options: options of the algorithm that the user sets; others are tried, or have their defaults
         env_kwargs: keyword arguments for `gymnasium.make`
         seconds: time for all settings together
-        **run_options: see `make_config`
+        **given: see `make_config`
     """
-    options = options or {}
     check_seconds(seconds, "autotune")
-    if (reading := run_options.get("reading", RunOptions.reading)) != "processes":
+    if (reading := given.get("reading", RunOptions.reading)) != "processes":
         raise DataError("only worker processes are measured", pipe="autotune", leaf="reading", expected="processes", got=repr(reading))
-    base = make_config(algorithm, env, options, env_kwargs, **{name: value for name, value in run_options.items() if name != "workers"})
-    found, begun = settings(algorithm, {**options, **run_options}, cores(), base["options"]), time.monotonic()
-    trial, trials = partial(_trial, algorithm, env, options, env_kwargs, run_options), []
+    base = make_config(algorithm, env, options, env_kwargs, **{name: value for name, value in given.items() if name != "workers"})
+    typed = {**(options or {}), **given}
+    found, begun = settings(algorithm, typed, cores(), base["options"]), time.monotonic()
+    trial, trials = partial(_trial, algorithm, env, env_kwargs, typed), []
     for k, setting in enumerate(found):
         left = begun + seconds * 3 / 4 - time.monotonic()
         if k and left <= 0: trials.append(Trial(setting, error=NO_TIME))
@@ -137,11 +133,9 @@ def autotune(algorithm: str, env: str, options: dict | None = None, env_kwargs: 
         if (left := begun + seconds - time.monotonic()) > 0: yield trial(x.setting, left / (len(fastest) - k))
 
 
-def _trial(algorithm, env, options, env_kwargs, run_options, setting, seconds) -> Trial:
+def _trial(algorithm, env, env_kwargs, typed, setting, seconds) -> Trial:
     "The trial of one setting. It measures for half of the time; the start takes about the other half."
-    run = {**run_options, "workers": setting["workers"]}
-    options = {**options, **{name: value for name, value in setting.items() if name != "workers"}}
-    try: found = profile_config(make_config(algorithm, env, options, env_kwargs, **run), seconds / 2)
+    try: found = profile_config(make_config(algorithm, env, None, env_kwargs, **{**typed, **setting}), seconds / 2)
     except Exception as e: return Trial(setting, error=f"{type(e).__name__}: {e}")
     if found.error is not None: return Trial(setting, error=f"{type(found.error).__name__}: {found.error}")
     return Trial(setting, found)

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..agents.checkpoint import Checkpoint, Snapshot
@@ -16,15 +18,16 @@ from ..pipes.graph.edits import nodes
 from ..pipes.graph.modules import torch_threads
 from ..pipes.graph.states import named_pipes, numbered
 from ..settings.algorithms import options_for
-from ..settings.checks import check_decay, check_lanes, check_room, check_stops, with_steps
-from ..settings.config import RUN_OPTIONS, build, reading_for, run_options
+from ..settings.checks import with_steps
+from ..settings.config import RUN_OPTIONS, build, check_config, run_options
 from ..settings.files import checked
-from .folder import Run, rebuilt
+from ..settings.options import parse_options
+from .folder import Run, load_run, rebuilt
 from .states import kept_states, ordering, why_inexact
 from ..traces.fingerprint import Fingerprint, fingerprint
 
 # %% auto #0
-__all__ = ['changed_run', 'edited_run', 'with_edit', 'before_edits']
+__all__ = ['options_in', 'changed_run', 'edited_run', 'with_edit', 'before_edits']
 
 # %% ../../nbs/runs/10_changes.ipynb #8c52bf5e
 class _Made(NamedTuple):
@@ -64,6 +67,9 @@ def _with(config: dict, name: str, value: Any) -> dict:
     return {**config, "options": {**config["options"], name: value}} if name in config["options"] else {**config, name: value}
 
 
+def _all_options(config: dict) -> dict: return {**{x.name: x.default for x in options_for(config["algorithm"])}, **config["options"]}
+
+
 def _refusal(before: _Made, after: _Made) -> str | None:
     "The leaf of the fingerprint that a run cannot change; None: there is none."
     for path, (a, b) in before.prints.differs(after.prints, "graph", "networks", "seeds").items():
@@ -71,6 +77,17 @@ def _refusal(before: _Made, after: _Made) -> str | None:
     return None
 
 # %% ../../nbs/runs/10_changes.ipynb #e5c59295
+def options_in(words: Iterable, run: str | Path, several: bool = False) -> dict:
+    """The options that are typed for a run, see `parse_options`. Raises `DataError` for one that cannot be read.
+
+    Args:
+        words: texts `NAME=VALUE`
+        run: folder of the run
+        several: whether there may be several values, with commas between them
+    """
+    return parse_options(words, [*options_for(load_run(run).config["algorithm"]), *RUN_OPTIONS], several)
+
+
 def changed_run(who: str, found: Checkpoint, options: dict) -> tuple[Checkpoint, dict]:
     """The checkpoint of a run with other options, and those that are others. Raises `DataError` for one that does not fit its state.
 
@@ -82,7 +99,7 @@ def changed_run(who: str, found: Checkpoint, options: dict) -> tuple[Checkpoint,
     config, of_run = found.config, [x for x in RUN_OPTIONS if x.name != "preset"]
     options = json.loads(json.dumps(checked(options, [*options_for(config["algorithm"]), *of_run], who)))
     options = with_steps(config["algorithm"], options, options.get("steps", config["steps"]))
-    config = {**config, "options": {**{x.name: x.default for x in options_for(config["algorithm"])}, **config["options"]}}
+    config = {**config, "options": _all_options(config)}
     changed = {name: x for name, x in options.items() if {**config, **config["options"]}.get(name) != x}
     if not changed: return found, {}
     before, state = _made(config, found), _undecayed(found.agent_state)
@@ -99,11 +116,7 @@ def changed_run(who: str, found: Checkpoint, options: dict) -> tuple[Checkpoint,
             raise DataError(f"{who} cannot have another {name}", leaf=name, got=str(e),
                             expected="an option that leaves networks, seeds, collecting and memory as they are; or a new run") from None
         before = after
-    reading_for(config)
-    check_decay(config["steps"], config["options"])
-    check_stops(config)
-    check_room(config["options"])
-    check_lanes(config["workers"], config["options"])
+    check_config(config)
     if config["steps"] <= found.counters["steps"]:
         raise DataError(f"{who} would be complete", leaf="steps", expected=f"more than {found.counters['steps']}",
                         got=str(config["steps"]))
@@ -138,9 +151,6 @@ def edited_run(run: Run, edit: dict) -> Run:
         after = rebuilt(run.folder, found, found.config, run.counters)
         _check_pipes(before, after)
     return after
-
-
-def _all_options(config: dict) -> dict: return {**{x.name: x.default for x in options_for(config["algorithm"])}, **config["options"]}
 
 
 def _check_pipes(before: Any, run: Run) -> None:

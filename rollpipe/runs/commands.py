@@ -10,7 +10,6 @@ from argparse import Namespace
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from ..agents.checkpoint import Checkpoint, load_checkpoint
 from ..pipes.data.files import write_atomically
@@ -27,7 +26,7 @@ from ..pipes.envs.factories import spaces_of
 from ..pipes.data.errors import DataError
 from ..pipes.graph.edits import draw
 from .plots import learning_curve
-from ..settings.choice import Settings, settings_in
+from ..settings.choice import settings_in
 from .progress import format_duration, format_number
 from ..ranks import process_group
 from .changes import before_edits
@@ -36,7 +35,7 @@ from .training import train
 from ..traces.crash import CRASH
 
 # %% auto #0
-__all__ = ['RUN_OPTIONS', 'PLOT_OPTIONS', 'UsageError', 'Interrupted', 'Given', 'given_by', 'config_from', 'train_command',
+__all__ = ['RUN_OPTIONS', 'PLOT_OPTIONS', 'UsageError', 'Interrupted', 'given_by', 'config_from', 'train_command',
            'default_folder', 'find_run', 'given_names', 'run_to_end', 'evaluate_command', 'watch_command',
            'export_command', 'plot_command', 'graph_command', 'demo_command', 'profile_command', 'autotune_command']
 
@@ -53,37 +52,22 @@ class Interrupted(Exception):
     "A signal has ended the training, and everything has been saved. `args` are the number of the signal and a text."
 
 
-class Given(NamedTuple):
-    """The settings of the command line, and below them those of the `--config` file. Both have priority over the preset.
+def given_by(args: Namespace) -> tuple[dict, dict]:
+    """The settings of the command line, and below them those of the `--config` file: option -> value, and arguments of the environment.
 
-    Args:
-        options: option of the algorithm -> value
-        run: option of the run -> value
+    Both have priority over the preset.
     """
-    options: dict
-    env_kwargs: dict
-    run: dict
-
-
-def given_by(args: Namespace) -> Given:
-    "The settings of the command line and its file."
     if not args.algorithm: raise UsageError(f"rollpipe {args.command}: which algorithm? {', '.join(ALGORITHMS)}")
-    known, env_kwargs, file = options_for(args.algorithm), parse_env_kwargs(args.env_kwargs), getattr(args, "config", None)
-    of_file = settings_in(file, args.algorithm, args.env, env_kwargs, known + RUN_OPTIONS) if file else Settings(None, {}, {})
-    values = {"preset": "auto", **of_file.values, **_typed(args, [*known, *RUN_OPTIONS])}
-    options = {option.name: values.pop(option.name) for option in known if option.name in values}
-    return Given(options, {**of_file.env_kwargs, **env_kwargs}, values)
+    known, env_kwargs, file = options_for(args.algorithm) + RUN_OPTIONS, parse_env_kwargs(args.env_kwargs), getattr(args, "config", None)
+    of_file, kwargs_of_file = settings_in(file, args.algorithm, args.env, env_kwargs, known) if file else ({}, {})
+    typed = {option.name: getattr(args, option.name) for option in known if hasattr(args, option.name)}
+    return {"preset": "auto", **of_file, **typed}, {**kwargs_of_file, **env_kwargs}
 
 
 def config_from(args: Namespace) -> dict:
     "The configuration that the command line asks for."
-    given = given_by(args)
-    return make_config(args.algorithm, args.env, given.options, given.env_kwargs, imports=getattr(args, "imports", ()), **given.run)
-
-
-def _typed(args: Namespace, options: Iterable) -> dict:
-    "The values of those options that were typed."
-    return {option.name: getattr(args, option.name) for option in options if hasattr(args, option.name)}
+    values, env_kwargs = given_by(args)
+    return make_config(args.algorithm, args.env, None, env_kwargs, imports=getattr(args, "imports", ()), **values)
 
 # %% ../../nbs/runs/23_commands.ipynb #0bf8944d
 def train_command(args: Namespace) -> None:
@@ -144,8 +128,7 @@ def find_run(folder: Path, config: dict, given: Iterable | None = None, is_exact
 
 def given_names(args: Namespace) -> list | None:
     "The options that the command line and its file set; None if the command line names a preset, because then all options are set."
-    given = given_by(args)
-    return None if hasattr(args, "preset") else [*given.options, *given.run]
+    return None if hasattr(args, "preset") else [*given_by(args)[0]]
 
 
 def _command_for(command: str, run: Run) -> str:
@@ -226,7 +209,7 @@ def export_command(args: Namespace) -> None:
 
 def plot_command(args: Namespace) -> None:
     "Draw learning curves."
-    options = _typed(args, PLOT_OPTIONS)
+    options = {option.name: getattr(args, option.name) for option in PLOT_OPTIONS if hasattr(args, option.name)}
     of = [x.replace("/", "-") for k in "yx" if (x := options.get(k, "steps")) not in ("return_mean", "steps")]
     out = args.out or str(Path(args.runs[0] if len(args.runs) == 1 else "")/f"{'-'.join(['curve', *of])}.png")
     learning_curve(args.runs, out, **options)
@@ -263,8 +246,8 @@ def profile_command(args: Namespace) -> None:
 
 def autotune_command(args: Namespace) -> None:
     "Try environments, lanes and workers, and print the fastest setting."
-    (options, env_kwargs, run), trials = given_by(args), []
-    measuring = autotune(args.algorithm, args.env, options, env_kwargs, seconds=args.seconds, imports=getattr(args, "imports", ()), **run)
+    (values, env_kwargs), trials, imports = given_by(args), [], getattr(args, "imports", ())
+    measuring = autotune(args.algorithm, args.env, None, env_kwargs, seconds=args.seconds, imports=imports, **values)
     try:
         for trial in measuring:
             if not trials: print(table_row({name: name for name in trial.setting}, "steps/s", "collecting", "slowest"))
@@ -273,7 +256,7 @@ def autotune_command(args: Namespace) -> None:
         if n := sum(x.error == NO_TIME for x in trials): print(f"{n} settings were not tried in {args.seconds:g} s")
     finally:
         if found := ranked(trials)[0]:
-            (setting, speed), imports = found[0], getattr(args, "imports", ())
-            command = command_for(args.algorithm, args.env, {**options, **run, **setting}, env_kwargs, imports)
+            setting, speed = found[0]
+            command = command_for(args.algorithm, args.env, {**values, **setting}, env_kwargs, imports)
             print(f"{ranking(trials)}\nbest: {speed:,.0f} steps/s\n{command}", flush=True)
     if not found: raise UsageError("rollpipe autotune: no setting worked")

@@ -21,11 +21,12 @@ from ..pipes.recording.replayer import folder_in, parts_in, records_of
 from ..pipes.recording.store import item_files
 from ..pipes.replay.pipe import Replayed
 from ..pipes.taps import EpisodeAccount
+from ..settings.listing import aligned
 from .plots import LABELS, finished, plain, style
 from .progress import format_number
 
 # %% auto #0
-__all__ = ['SHUFFLING', 'parts_of', 'leaf_rows', 'aligned', 'spread', 'histogram', 'bars', 'Contents', 'data_command']
+__all__ = ['SHUFFLING', 'parts_of', 'leaf_rows', 'spread', 'histogram', 'bars', 'Contents', 'data_command']
 
 # %% ../../nbs/runs/19_contents.ipynb #ee0094d9
 def parts_of(item: Any) -> list:
@@ -56,13 +57,6 @@ def _about(part: Path, faults: list) -> dict:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         faults.append(f"{part/'about.json'}: damaged or missing ({type(e).__name__})")
         return dict(pipes=[], envs=[])
-
-# %% ../../nbs/runs/19_contents.ipynb #1763eaea
-def aligned(rows: Iterable[tuple[str, str]]) -> str:
-    "Lines with a name and a text, and the texts below one another."
-    rows = list(rows)
-    width = max((len(name) for name, _ in rows), default=0)
-    return "\n".join(f"{name:<{width}}  {text}".rstrip() for name, text in rows)
 
 # %% ../../nbs/runs/19_contents.ipynb #f4b9df64
 def spread(x: np.ndarray) -> str:
@@ -144,7 +138,7 @@ class Contents:
         if self.envs: rows.append(("environments", ", ".join(self.envs)))
         rows.append(("files", f"{len(self.sizes):,}, {format_number(sum(size for size, _ in self.sizes))}B, {how}"))
         rows += [("fault", fault) for fault in self.faults[:9]] + [("fault", f"and {len(self.faults) - 9:,} more")] * (len(self.faults) > 9)
-        return "\n\n".join(filter(None, map(aligned, (rows, leaf_rows(self.forms), self._of_episodes()))))
+        return "\n\n".join("\n".join(lines) for x in (rows, leaf_rows(self.forms), self._of_episodes()) if (lines := aligned(x)))
 
     def _of_episodes(self) -> Iterator:
         "The rows about episodes: `(name, text)`."

@@ -18,7 +18,7 @@ from ..agents.checkpoint import Snapshot, load_checkpoint
 from ..pipes.data.files import write_atomically
 from .states import kept_states, load_states
 from ..agents.evaluate import Evaluation
-from ..agents.parallel_evaluation import Evaluated, ParallelEvaluation, SerialEvaluation
+from ..agents.parallel_evaluation import Evaluated, ParallelEvaluation, evaluated
 from ..agents.schedules import Every
 from ..settings.config import device_of
 from .locks import lock, unlock
@@ -126,12 +126,13 @@ class Evaluations:
 
     Args:
         run: a run whose configuration has `eval_every`
-        evaluator: a `ParallelEvaluation` or a `SerialEvaluation` of its actor
+        evaluator: a `ParallelEvaluation` of its actor; None: this process evaluates
     """
     def __init__(self, run: Run, evaluator: Any):
         self.run, self.evaluator, self.every = run, evaluator, Every.of(run.config["eval_every"])
         self.last, self.news, best = dict(run.counters), [], best_return(run.folder)
         self.best = -math.inf if math.isnan(best) else best
+        self.seed = getattr(evaluator, "seed", None)
         self.asked: Any = None  # the learner when the latest evaluation began; `last` are the counters of that moment
 
     def waits(self) -> bool:
@@ -151,7 +152,7 @@ class Evaluations:
 
     def poll(self) -> list:
         "The evaluations that have ended since the last call, a list of `Evaluated`."
-        self._take(self.evaluator.poll())
+        if self.evaluator is not None: self._take(self.evaluator.poll())
         news, self.news = self.news, []
         return news
 
@@ -176,7 +177,7 @@ class Evaluations:
         "Keep the learner that was evaluated if it is the best so far."
         mean, run = answer.evaluation.mean, self.run
         if mean > self.best or not run.best.exists():
-            found = dict(answer.metrics, episodes=len(answer.evaluation.returns), seed=self.evaluator.seed)
+            found = dict(answer.metrics, episodes=len(answer.evaluation.returns), seed=self.seed)
             run.save_best(self.asked, self.last, found)
             self.best = -math.inf if math.isnan(mean) else mean
 
@@ -188,7 +189,7 @@ class StepEvaluations(Evaluations):
         run: a run whose `eval_every` is in steps
     """
     def __init__(self, run: Run):
-        super().__init__(run, _here(run, "training", run.agent.actor))
+        super().__init__(run, None)
         steps = run.counters["steps"]
         self.records = [r for r in read_evaluations(run.folder) if r["steps"] <= steps and (r["kind"] == "training" or r["steps"] == steps)]
         self.last = dict(steps=max((r["steps"] for r in self.records if r["kind"] == "training"), default=-1))
@@ -199,6 +200,17 @@ class StepEvaluations(Evaluations):
 
     def why_enough(self) -> str | None: return why_enough(self.run.config, [r["mean"] for r in self.records if r["kind"] == "training"])
 
+    def after_update(self) -> float:
+        "Evaluate if it is due. Returns for how long the training waited [s]."
+        if not self.waits(): return 0.
+        begun, run = perf_counter(), self.run
+        self.records = [r for r in self.records if r["kind"] == "training"]  # training continues, so the final evaluations are outdated
+        self.last, self.asked = dict(run.counters), Snapshot(run.agent, kept_states(run))
+        answer = self._evaluated("training", run.agent.actor)
+        self._take([answer])
+        self._record("training", self.last["updates"], answer.evaluation)
+        return perf_counter() - begun
+
     def finish(self) -> list:
         "Evaluate the last policy and the best one on `final_episodes` episodes each, unless that is done. Returns `poll()`."
         run = self.run
@@ -208,38 +220,26 @@ class StepEvaluations(Evaluations):
         for kind, counters in (("last", run.counters), ("best", best.counters)):
             if kind in made: continue
             agent = run.agent if kind == "last" else agent_of(best, run.config.get("device", "cpu"))
-            with _here(run, kind, agent.actor) as evaluator:
-                evaluator.request()
-                for answer in evaluator.wait(): self._record(kind, counters["updates"], evaluator.seed, answer.evaluation)
+            self._record(kind, counters["updates"], self._evaluated(kind, agent.actor).evaluation)
         return self.poll()
 
-    def _ask(self):
-        self.records = [r for r in self.records if r["kind"] == "training"]  # training continues, so the final evaluations are outdated
-        self.evaluator = _here(self.run, "training", self.run.agent.actor)
-        super()._ask()
+    def _evaluated(self, kind, actor) -> Evaluated:
+        "Evaluate a policy in this process, after the present number of steps."
+        config = self.run.config
+        self.seed = evaluation_seed(config["seed"], kind, self.run.counters["steps"])
+        return evaluated(actor, dict(env=config["env"], n_episodes=config["eval_episodes" if kind == "training" else "final_episodes"],
+                                     seed=self.seed, env_kwargs=config["env_kwargs"], device=device_of(config.get("device", "cpu"))))
 
-    def _keep(self, answer):
-        super()._keep(answer)
-        self._record("training", self.last["updates"], self.evaluator.seed, answer.evaluation)
-
-    def _record(self, kind, updates, seed, found):
+    def _record(self, kind, updates, found):
         now = self.run.counters
         self.records.append(dict(kind=kind, steps=now["steps"], updates=updates, seconds=now["seconds"], mean=found.mean, std=found.std,
-                                 returns=found.returns.tolist(), lengths=found.lengths.tolist(), seed=seed, resumes=now["resumes"]))
+                                 returns=found.returns.tolist(), lengths=found.lengths.tolist(), seed=self.seed, resumes=now["resumes"]))
         write_evaluations(self.run.folder, self.records)
 
 
 def _of_record(record: dict, version: int) -> Evaluated:
     returns, lengths = np.array(record["returns"]), np.array(record["lengths"])
     return Evaluated(version, Evaluation(returns, lengths, np.zeros(len(returns), bool)), 0.)
-
-
-def _here(run: Run, kind: str, actor: Any) -> SerialEvaluation:
-    "What evaluates a policy of a run in this process, after the present number of steps."
-    config = run.config
-    return SerialEvaluation(config["env"], actor, config["eval_episodes" if kind == "training" else "final_episodes"],
-                            seed=evaluation_seed(config["seed"], kind, run.counters["steps"]), env_kwargs=config["env_kwargs"],
-                            device=device_of(config.get("device", "cpu")))
 
 # %% ../../nbs/runs/08_evaluations.ipynb #0dfecad0
 @contextmanager

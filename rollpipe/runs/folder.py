@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..agents.checkpoint import (Checkpoint, Snapshot, checkpoint_bytes, keep_checkpoint, kept_checkpoints, load_checkpoint,
-                                        save_checkpoint)
+from ..agents.checkpoint import Checkpoint, Snapshot, keep_checkpoint, kept_checkpoints, load_checkpoint, save_checkpoint
 from .states import Stream, edits_due, kept_states, load_states, resumed_stream, with_exactness
 from ..agents.schedules import with_eval_every
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
@@ -68,7 +67,7 @@ class Run(NamedTuple):
     def save(self) -> None:
         "Write the checkpoint. After the first update, also keep it among the newest `config['keep']` checkpoints."
         stream, n = None if self.stream is None else self.stream.state(), self.config.get("keep", 0)
-        data = checkpoint_bytes(self.agent, self.config, self.counters, pipes=kept_states(self), stream=stream)
+        data = Checkpoint(self.config, self.counters, self.agent.state_dict(), None, kept_states(self), stream).data()
         files.write_atomically(self.checkpoint, data)
         if n and self.counters["updates"]: keep_checkpoint(self.folder/"checkpoints", data, self.counters["steps"], n)
         if stream: self.stream.sweep([self.checkpoint, *self.folder.glob(FORKED), *kept_checkpoints(self.folder/"checkpoints").values()])

@@ -21,11 +21,10 @@ from ..pipes.data.errors import DataError, PipeError, check_integer
 from ..pipes.data.files import names_file, write_atomically, write_json
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.data.reseeding import reseeded
-from ..settings.algorithms import options_for
 from ..settings.checks import ENDLESS
-from ..settings.config import RUN_OPTIONS, device_of
-from ..settings.options import import_words, parse_options, typed
-from .changes import changed_run, with_edit
+from ..settings.config import device_of
+from ..settings.options import import_words, typed
+from .changes import changed_run, options_in, with_edit
 from .evaluations import read_evaluations, write_evaluations
 from .folder import FORKED, files_of_run, folder_of, load_run, needed_modules, resume
 from .locks import lock, unlock
@@ -187,8 +186,7 @@ def _check_resumed(folder: Path, home: Path, changed: dict) -> None:
 # %% ../../nbs/runs/18_fork.ipynb #a1ca2dd4
 def fork_command(args: Namespace) -> None:
     "Make a fork, and print how to train it. Raises `DataError` for an option that cannot be read."
-    words = [*args.set, *([] if args.steps is None else [f"steps={args.steps}"])]
-    options = parse_options(words, [*options_for(load_run(args.run).config["algorithm"]), *RUN_OPTIONS])
+    options = options_in([*args.set, *([] if args.steps is None else [f"steps={args.steps}"])], args.run)
     config = load_run(fork(args.run, args.out, args.at, overwrite=args.overwrite, noise=args.noise, **options)).config
     at, changed = config["forked"]["at"], ", ".join(f"{name}={x}" for name, x in config["forked"]["set"].items())
     other = f", with other noise ({args.noise})" * bool(args.noise)

@@ -8,19 +8,18 @@ from __future__ import annotations
 import csv, io, json, logging, math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-import rollpipe.ranks as ranks
 from ..pipes.data.files import names_file, write_atomically
 from ..agents.metrics import METRICS, check_metrics, near_metric
 from ..pipes.data.errors import DataError
 from .sinks import TensorBoard, WandB
 
 # %% auto #0
-__all__ = ['read_records', 'read_metrics', 'MetricWriter', 'NoWriter', 'metric_writer']
+__all__ = ['read_records', 'read_metrics', 'MetricWriter']
 
 # %% ../../nbs/runs/01_logs.ipynb #258786bb
 def read_records(folder: str | Path) -> list:
@@ -134,8 +133,10 @@ class MetricWriter:
         self._failed = []
         try:
             self._sinks.append(_Table(self.folder/"metrics.csv", lambda: read_records(folder)))
-            if TensorBoard.is_wanted(tensorboard): self._sinks.append(TensorBoard(folder, old[-1].get("steps", 0) if old else 0))
-            if WandB.is_wanted(folder, wandb): self._sinks.append(WandB(folder, wandb if isinstance(wandb, str) else None, config))
+            if find_spec("tensorboard") if tensorboard == "auto" else tensorboard:
+                self._sinks.append(TensorBoard(folder, old[-1].get("steps", 0) if old else 0))
+            if (self.folder/"wandb.json").is_file() if wandb is None else wandb:
+                self._sinks.append(WandB(folder, wandb if isinstance(wandb, str) else None, config))
         except BaseException:
             self.close()
             raise
@@ -176,19 +177,3 @@ class MetricWriter:
 
     def __enter__(self): return self
     def __exit__(self, *exc): self.close()
-
-# %% ../../nbs/runs/01_logs.ipynb #7af28dc8
-class NoWriter(MetricWriter):
-    "The writer of a rank that writes nothing."
-    def __init__(self): pass
-    def write(self, metrics: dict) -> None: "Do nothing."
-    def close(self) -> None: "Do nothing."
-
-
-def metric_writer(*args: Any, **kwargs: Any) -> MetricWriter:
-    """A `MetricWriter` in rank 0, or if this process learns alone.
-
-    Args:
-        *args: options of `MetricWriter`
-    """
-    return NoWriter() if ranks.rank() else MetricWriter(*args, **kwargs)

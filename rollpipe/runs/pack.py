@@ -8,10 +8,9 @@ from __future__ import annotations
 import importlib, json, shlex
 from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from ..agents.checkpoint import Checkpoint, checkpoint_bytes
+from ..agents.checkpoint import Checkpoint
 from ..agents.evaluate import Evaluation, evaluate
 from ..agents.learner import LearnerState
 from ..pipes.data.errors import DataError, describe_exception
@@ -133,11 +132,11 @@ def pack(run: str | Path, out: str | Path | None = None, best: bool = False, epi
     if others := sorted(there if is_other or out.resolve() == folder.resolve() else there - {*PACK_FILES}):
         raise DataError(f"{out} has other files", expected="a new folder, or one that `rollpipe pack` has written", got=others[0])
     agent, pipe = restore(for_policy(found), device="cpu")
-    config, state = found.config, SimpleNamespace(state_dict=lambda: found.agent_state)
+    config = found.config
     scores = evaluate(config["env"], agent.actor, episodes, seed=seed, env_kwargs=config["env_kwargs"])
     out.mkdir(parents=True, exist_ok=True)
     for name in PACK_FILES[1:]: (out/name).unlink(missing_ok=True)
-    write_atomically(out/"checkpoint.safetensors", checkpoint_bytes(state, config, found.counters, found.evaluated))
+    write_atomically(out/"checkpoint.safetensors", found._replace(pipes=None, stream=None).data())
     write_json(out/"config.json", config)
     films = sorted(folder.glob("videos/update-*.*"))
     for path, name in [(folder/FINGERPRINTS, FINGERPRINTS), *((film, f"replay{film.suffix}") for film in films[-1:])]:

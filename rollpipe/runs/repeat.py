@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from .states import edited
 from ..settings.checks import is_over
-from ..agents.checkpoint import Checkpoint, kept_checkpoints, save_checkpoint
+from ..agents.checkpoint import Checkpoint, kept_checkpoints
 from ..pipes.data.errors import CheckpointError, DataError
+from ..pipes.data.files import write_atomically
 from ..pipes.graph.modules import torch_threads
 from .changes import before_edits, edited_run
 from .folder import FORKED, Run, load_run, resume, start
@@ -40,9 +40,9 @@ def stored(path: Path, found: Any, config: dict) -> None:
         found: the `Checkpoint`, with a stream
         config: the configuration
     """
-    learner, pipes = SimpleNamespace(state_dict=lambda: found.agent_state), dict(found.stream["pipes"])
+    pipes = dict(found.stream["pipes"])
     if config.get("record"): pipes.pop("Recorder", None)
-    save_checkpoint(path, learner, config, found.counters, pipes=found.pipes, stream={**found.stream, "pipes": pipes})
+    write_atomically(path, found._replace(config=config, evaluated=None, stream={**found.stream, "pipes": pipes}).data())
 
 
 @contextmanager
@@ -170,9 +170,6 @@ def verify(folder: str | Path, updates: int = 20, *edits: Callable) -> RunDiffer
         updates: number of updates to repeat, in a fork of its own ones; or a few more: up to the next line of the journal, at most to
             where the run was resumed
         *edits: functions `pipe -> pipe` that changed its pipeline in Python, in turn
-
-    Returns:
-        RunDifference: of the run and its repetition
     """
     folder = Path(folder)
     run = load_run(folder)

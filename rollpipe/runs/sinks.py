@@ -5,7 +5,7 @@
 # %% ../../nbs/runs/00_sinks.ipynb #50f32a66
 from __future__ import annotations
 
-import importlib.util, json, secrets
+import json, secrets
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,6 @@ class TensorBoard:
         try: from torch.utils.tensorboard import SummaryWriter
         except ImportError: raise ImportError("TensorBoard is not installed: pip install 'rollpipe[tensorboard]'") from None
         self._writer = SummaryWriter(str(Path(folder)/"tensorboard"), purge_step=int(steps) + 1 if steps else None)
-
-    @classmethod
-    def is_wanted(cls, wanted: bool | str) -> bool:
-        """Whether this sink is wanted.
-
-        Args:
-            wanted: True, False, or "auto": if TensorBoard is installed
-        """
-        return importlib.util.find_spec("tensorboard") is not None if wanted == "auto" else bool(wanted)
 
     def write(self, record: dict) -> None:
         "Add the metrics of a record at its `steps`."
@@ -80,16 +71,6 @@ class WandB:
         self._run = wandb.init(**wandb_run(folder, project), resume="allow", dir=str(folder), name=Path(folder).resolve().name,
                                config=config, settings=wandb.Settings(console="off"))
         self._run.define_metric("*", step_metric="steps")
-
-    @classmethod
-    def is_wanted(cls, folder: str | Path, wanted: bool | str | None) -> bool:
-        """Whether this sink is wanted.
-
-        Args:
-            folder: folder of the run
-            wanted: True or a project, False, or None: only if the run is already there
-        """
-        return (Path(folder)/"wandb.json").is_file() if wanted is None else bool(wanted)
 
     def write(self, record: dict) -> None:
         "Add the metrics of a record."

@@ -29,10 +29,11 @@ from .evaluations import evaluations_of
 from .films import Films
 from .locks import unlock
 from .mailbox import Mailbox, attended, is_due, made_again
-from .logs import MetricWriter, metric_writer
+from .logs import MetricWriter
 from ..pipes.graph import torchdata
 from ..pipes.data.errors import DataError
 from ..pipes.graph.edits import find, nodes
+from ..pipes.graph.modules import torch_threads
 from ..pipes.recording.data_sampler import DataSampler
 from ..pipes.taps import Meter
 from .progress import Progress
@@ -88,9 +89,9 @@ class Wish(NamedTuple):
     stop: str | None = None
 
 
-def _report(record: dict, writer: MetricWriter, bar: Progress) -> None:
-    "Write a record to the run's files, and show it."
-    writer.write(record)
+def _report(record: dict, writer: MetricWriter | None, bar: Progress) -> None:
+    "Write a record to the run's files, if this rank has them, and show it."
+    if writer: writer.write(record)
     bar.update(record)
 
 # %% ../../nbs/runs/14_training.ipynb #f78a10e8
@@ -144,7 +145,7 @@ class Updates:
         self.wish = found if isinstance(found, Wish) else Wish(found)
         return added(record, self.wish.metrics, "the callback", METRICS)
 
-    def learn(self, batch: Any, health: Callable, evaluated: list, writer: MetricWriter, bar: Progress) -> dict:
+    def learn(self, batch: Any, health: Callable, evaluated: list, writer: MetricWriter | None, bar: Progress) -> dict:
         "Call `update`, then write and show the record, also if the callback fails."
         self.is_whole = False
         record = self.update(batch, health, evaluated)
@@ -216,7 +217,8 @@ def _trained(run: Run, mailbox: Mailbox, callback: Callable | None, progress: bo
     with (ranks.distributed(run.agent, size=config.get("ranks", 1)), Progress(steps, counters["steps"], disable=not progress) as bar,
           _films(run) as films, evaluations_of(run) as evaluations, reading(run) as (batches, health, graph),  # films fork
           journal_of(run) as updates.journal,
-          metric_writer(run.folder, tensorboard, counters["steps"], wandb=wandb, config=config) as writer,  # last: it starts threads
+          nullcontext() if ranks.rank() else MetricWriter(run.folder, tensorboard, counters["steps"], wandb=wandb,
+                                                          config=config) as writer,      # last: it starts threads
           _saved(updates, graph)):
         updates.start_clock()
         while updates.goes_on(evaluations):
@@ -261,18 +263,16 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
     Returns:
         dict: the last record
     """
-    threads, first, record = torch.get_num_threads(), run, {}
+    first, record = run, {}
     try:
         with Mailbox(None if ranks.rank() else run.folder) as mailbox:
             while True:
                 run = made_again(run)
-                torch.set_num_threads(run.config["threads"])
-                last, after = _trained(run, mailbox, callback, progress, tensorboard, wandb)
+                with torch_threads(run.config["threads"]): last, after = _trained(run, mailbox, callback, progress, tensorboard, wandb)
                 record = last or record      # an edited run may stop at once
                 if after is None: return record
                 run = after
     finally:
-        torch.set_num_threads(threads)
         unlock(run.folder)
         if run is not first:     # the caller has the learner from before the edits
             first.agent.load_state_dict(run.agent.state_dict())

@@ -33,7 +33,7 @@ from ..layers.policies import MLPPolicy, SharedPolicy
 from ..layers.q_networks import QPolicy, RecurrentQPolicy
 from ..layers.quantile_networks import QuantilePolicy
 from ..layers.recurrent_policies import MemoryCritic, RecurrentPolicy, RecurrentTorso
-from .options import options_of
+from .options import Option, options_of
 from ..pipes.data.errors import DataError, describe
 from ..pipes.recipes import on_policy, replayed, rollouts
 from ..pipes.recording.data_sampler import from_data
@@ -212,14 +212,11 @@ def is_algorithm(name: Any) -> bool:
     return name in ALGORITHMS
 
 
-def options_for(algorithm: str) -> list:
+def options_for(algorithm: str) -> list[Option]:
     """The options of an algorithm. Raises `DataError` for an unknown one.
 
     Args:
         algorithm: name in `ALGORITHMS`
-
-    Returns:
-        list: of `Option`
     """
     if not is_algorithm(algorithm):
         raise DataError("unknown algorithm", expected=f"{', '.join(ALGORITHMS)}, or one of --import", got=str(algorithm))

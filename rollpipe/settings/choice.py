@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib, sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import rollpipe
 from .options import Option
@@ -16,22 +15,9 @@ from ..pipes.data.errors import DataError
 from .files import belongs_to, check_table, checked, kind_of_actions, read_table, tables_in
 
 # %% auto #0
-__all__ = ['Settings', 'presets_of', 'preset_for', 'settings_in']
+__all__ = ['presets_of', 'preset_for', 'settings_in']
 
 # %% ../../nbs/settings/03_choice.ipynb #4a4d9173
-class Settings(NamedTuple):
-    """The content of a preset or of a file.
-
-    Args:
-        name: name of the preset; None: no preset, or a file
-        values: option of the algorithm or of the run -> value
-        env_kwargs: keyword arguments for `gymnasium.make`
-    """
-    name: str | None
-    values: dict
-    env_kwargs: dict
-
-
 def presets_of(algorithm: str) -> dict:
     """The presets of an algorithm; empty if the package has no file for it.
 
@@ -53,8 +39,10 @@ def _first(tables: dict, env: str, env_kwargs: dict | None) -> str | None:
         if not wanted or wanted == kind_of_actions(env, env_kwargs): return name
 
 
-def preset_for(algorithm: str, env: str, env_kwargs: dict | None, name: str, known: Iterable[Option]) -> Settings:
-    """The preset of an algorithm. Raises `DataError` for an unknown name, or for a preset for another kind of action space.
+def preset_for(algorithm: str, env: str, env_kwargs: dict | None, name: str, known: Iterable[Option]) -> tuple[str | None, dict, dict]:
+    """The name of a preset of an algorithm, or None, option -> value, and arguments of the environment.
+
+    Raises `DataError` for an unknown name, or for a preset for another kind of action space.
 
     Args:
         algorithm: name of an algorithm
@@ -65,18 +53,20 @@ def preset_for(algorithm: str, env: str, env_kwargs: dict | None, name: str, kno
     """
     tables = presets_of(algorithm) if name != "none" else {}
     found = _first(tables, env, env_kwargs) if name == "auto" else None if name == "none" else name
-    if found is None: return Settings(None, {}, {})
+    if found is None: return None, {}, {}
     if found not in tables:
         near = difflib.get_close_matches(found, tables, 3) or list(tables)
         raise DataError(f"{algorithm} has no preset {found!r}", expected=", ".join([*near, "auto or none"]))
     wanted, given = tables[found].get("actions"), name != "auto"
     if given and wanted and wanted != (kind := kind_of_actions(env, env_kwargs)):
         raise DataError(f"the preset {found!r} of {algorithm} is for another action space", env=env, expected=wanted, got=kind)
-    return Settings(found, check_table(found, tables[found], known, f"presets of {algorithm}"), tables[found].get("env_kwargs", {}))
+    return found, check_table(found, tables[found], known, f"presets of {algorithm}"), tables[found].get("env_kwargs", {})
 
 # %% ../../nbs/settings/03_choice.ipynb #cc6c4847
-def settings_in(path: str | Path, algorithm: str, env: str, env_kwargs: dict | None, known: Iterable[Option]) -> Settings:
-    """The settings in a file for an environment. Raises `DataError`, which names the file and the problem.
+def settings_in(path: str | Path, algorithm: str, env: str, env_kwargs: dict | None, known: Iterable[Option]) -> tuple[dict, dict]:
+    """The settings in a file for an environment: option -> value, and arguments of the environment.
+
+    Raises `DataError`, which names the file and the problem.
 
     Args:
         path: a TOML file, or the `config.json` of a run
@@ -103,7 +93,7 @@ def settings_in(path: str | Path, algorithm: str, env: str, env_kwargs: dict | N
     if name is None and (not (found or about["env_kwargs"]) or any(belongs_to(env, name, table) for name, table in tables.items())):
         raise DataError(f"{path}: has nothing for {env}", expected="a table for it and its actions, or options for all environments",
                         got=", ".join(tables) or "an empty file")
-    return Settings(None, {**found, **of_table.get(name, {})}, {**about["env_kwargs"], **tables.get(name, {}).get("env_kwargs", {})})
+    return {**found, **of_table.get(name, {})}, {**about["env_kwargs"], **tables.get(name, {}).get("env_kwargs", {})}
 
 
 def _check_dicts(path, tables):

@@ -43,16 +43,8 @@ from .files import checked
 from .listing import algorithms_for
 
 # %% auto #0
-__all__ = ['RUN_OPTIONS', 'device_of', 'reading_for', 'RunOptions', 'run_options', 'make_config', 'allow_edits', 'build']
-
-# %% ../../nbs/settings/07_config.ipynb #62591ac2
-def _all_options(algorithm: str, options: dict, intrinsic: float) -> dict:
-    "The options that are given, and the defaults of the others. The critic has the encoder of the actor, unless it has one of its own."
-    known = {option.name: option for option in options_for(algorithm)}
-    options = checked(options, known.values(), algorithm)
-    ends = dict(terminal_obs=True) if intrinsic and "terminal_obs" in known else {}      # for `RND`: last observations may be new, too
-    alike = dict(critic_encoder=options["encoder"]) if "critic_encoder" in known and "encoder" in options else {}
-    return {**{name: option.default for name, option in known.items()}, **ends, **alike, **options}
+__all__ = ['RUN_OPTIONS', 'device_of', 'reading_for', 'RunOptions', 'run_options', 'check_config', 'make_config', 'allow_edits',
+           'build']
 
 # %% ../../nbs/settings/07_config.ipynb #210c1c22
 def device_of(name: str) -> torch.device:
@@ -94,9 +86,6 @@ def reading_for(config: dict) -> Any:
 
     Args:
         config: see `make_config`
-
-    Returns:
-        Any: a reading service
     """
     kind, address = config.get("reading", "processes"), config.get("address")
     options = config["workers"], config["lag"], config["order"]
@@ -185,8 +174,17 @@ def run_options(values: dict) -> RunOptions:
     return RunOptions(**checked(values, RUN_OPTIONS, "the run"))
 
 # %% ../../nbs/settings/07_config.ipynb #6417072b
+def check_config(config: dict) -> None:
+    "Raise `DataError` if the options of a run and those of its algorithm are out of range together."
+    reading_for(config)
+    check_decay(config["steps"], config["options"])
+    check_stops(config)
+    check_room(config["options"])
+    check_lanes(config["workers"], config["options"])
+
+
 def make_config(algorithm: str, env: str, options: dict | None = None, env_kwargs: dict | None = None, *, imports: Sequence[str] = (),
-                **run: Any) -> dict:
+                **settings: Any) -> dict:
     """The configuration of a run. Raises `DataError` for options that are unknown, do not fit together, or do not fit into JSON.
 
     Args:
@@ -195,23 +193,25 @@ def make_config(algorithm: str, env: str, options: dict | None = None, env_kwarg
         options: options of the algorithm, see `options_for`; all others keep their defaults
         env_kwargs: keyword arguments for `gymnasium.make`
         imports: modules that must be imported before the environment can be made
-        **run: see `RunOptions`
+        **settings: options of the run, see `RunOptions`, or more of the algorithm
     """
     known = options_for(algorithm)
-    found = preset_for(algorithm, env, env_kwargs, run.get("preset", "none"), [o for o in known + RUN_OPTIONS if o.name != "preset"])
-    of_learning = {option.name: found.values[option.name] for option in known if option.name in found.values}
-    of_run = run_options({**{name: x for name, x in found.values.items() if name not in of_learning}, **run})
-    chosen = _all_options(algorithm, {**of_learning, **(options or {})}, of_run.intrinsic)
+    may_be_set = [option for option in known + RUN_OPTIONS if option.name != "preset"]
+    preset, of_preset, kwargs_of_preset = preset_for(algorithm, env, env_kwargs, settings.get("preset", "none"), may_be_set)
+    values = {**of_preset, **settings}
+    of_learning = {option.name: values.pop(option.name) for option in known if option.name in values}
+    of_run = run_options(values)
+    chosen = checked({**of_learning, **(options or {})}, known, algorithm)
+    defaults = {option.name: option.default for option in known}
+    if of_run.intrinsic and "terminal_obs" in defaults: defaults["terminal_obs"] = True     # for `RND`: last observations may be new, too
+    if "critic_encoder" in defaults and "encoder" in chosen: defaults["critic_encoder"] = chosen["encoder"]      # that of the actor
+    chosen = {**defaults, **chosen}
     masks = dict(with_action_mask=mask) if (mask := chosen.get("action_mask")) else {}     # an info has to become an observation
-    config = {"algorithm": algorithm, "env": env, "env_kwargs": {**masks, **found.env_kwargs, **(env_kwargs or {})}, **vars(of_run),
-              "preset": found.name, "options": with_steps(algorithm, chosen, of_run.steps), "versions": versions()}
+    config = {"algorithm": algorithm, "env": env, "env_kwargs": {**masks, **kwargs_of_preset, **(env_kwargs or {})},
+              **vars(of_run), "preset": preset, "options": with_steps(algorithm, chosen, of_run.steps), "versions": versions()}
     if imports: config["imports"] = imports
-    if found.name: config["of_preset"] = [name for name in found.values if name not in {**(options or {}), **run}]
-    reading_for(config)
-    check_decay(config["steps"], config["options"])
-    check_stops(config)
-    check_room(config["options"])
-    check_lanes(config["workers"], config["options"])
+    if preset: config["of_preset"] = [name for name in of_preset if name not in {**(options or {}), **settings}]
+    check_config(config)
     try: return json.loads(json.dumps(config))
     except TypeError as e: raise DataError(f"the configuration cannot be written as JSON: {e}") from None
 

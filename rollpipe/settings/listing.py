@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterable
 from importlib.util import find_spec
 
 from gymnasium.envs.registration import EnvSpec, registry
@@ -20,20 +21,17 @@ from .choice import presets_of
 
 # %% auto #0
 __all__ = ['KINDS', 'QUICK', 'NEEDS', 'BOX_OF_BOX2D', 'kinds_for', 'algorithms_for', 'latest', 'actions_of', 'missing_for',
-           'algorithm_lines', 'env_lines', 'preset_lines', 'option_lines', 'list_command']
+           'aligned', 'algorithm_lines', 'env_lines', 'preset_lines', 'option_lines', 'list_command']
 
 # %% ../../nbs/settings/04_listing.ipynb #10a8ca78
 KINDS = dict(Discrete=Discrete(2), Box=Box(-1., 1., (1,)), MultiDiscrete=MultiDiscrete([2, 2]), MultiBinary=MultiBinary(2))
 
 
-def kinds_for(algorithm: str) -> list:
+def kinds_for(algorithm: str) -> list[str]:
     """The kinds of action spaces that the policy of an algorithm can be built for.
 
     Args:
         algorithm: name in `ALGORITHMS`
-
-    Returns:
-        list: names of classes of spaces
     """
     return [name for name, space in KINDS.items() if _can_be_built(ALGORITHMS[algorithm].policy, space)]
 
@@ -89,8 +87,9 @@ def missing_for(spec: EnvSpec) -> str:
     return extra if package and find_spec(package) is None else ""
 
 # %% ../../nbs/settings/04_listing.ipynb #36e89802
-def _rows(rows: list) -> list:
+def aligned(rows: Iterable) -> list:
     "Lines of a table with aligned columns. The last column is not padded."
+    rows = list(rows)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)] if rows else []
     return ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[-1]]).rstrip() for row in rows]
 
@@ -98,7 +97,7 @@ def _rows(rows: list) -> list:
 def algorithm_lines() -> list:
     "Each algorithm with its description and the kinds of actions that it can learn."
     def about(algorithm): return (algorithm.learner.__doc__ or "").strip().split("\n")[0]
-    return _rows([(name, ", ".join(kinds_for(name)), about(algorithm)) for name, algorithm in ALGORITHMS.items()])
+    return aligned([(name, ", ".join(kinds_for(name)), about(algorithm)) for name, algorithm in ALGORITHMS.items()])
 
 
 def env_lines(algorithm: str | None = None) -> list:
@@ -109,7 +108,7 @@ def env_lines(algorithm: str | None = None) -> list:
     """
     kinds = [*kinds_for(algorithm), "?"] if algorithm else None
     found = [(spec, actions_of(spec)) for spec in latest()]
-    return _rows([(spec.id, kind, f"needs {missing}" if (missing := missing_for(spec)) else "") for spec, kind in found
+    return aligned([(spec.id, kind, f"needs {missing}" if (missing := missing_for(spec)) else "") for spec, kind in found
                   if kinds is None or kind in kinds])
 
 
@@ -121,7 +120,7 @@ def preset_lines(algorithm: str | None = None) -> list:
     """
     found = [(name, preset, table) for name in ([algorithm] if algorithm else ALGORITHMS)
              for preset, table in presets_of(name).items()]
-    return _rows([(name, preset, ", ".join(table.get("envs", [])),
+    return aligned([(name, preset, ", ".join(table.get("envs", [])),
                    " ".join(f"{key}={x}" for key, x in table.items() if key not in ("envs", "actions"))) for name, preset, table in found])
 
 
@@ -132,7 +131,7 @@ def option_lines(algorithm: str, known: list) -> list:
         known: `Option`s of a run, which every algorithm has
     """
     def shown(option: Option): return ",".join(map(str, option.default)) if isinstance(option.default, tuple) else str(option.default)
-    return _rows([(option.flag, "|".join(option.kinds).lower(), shown(option), option.help) for option in options_for(algorithm) + known])
+    return aligned([(option.flag, "|".join(option.kinds).lower(), shown(option), option.help) for option in options_for(algorithm) + known])
 
 # %% ../../nbs/settings/04_listing.ipynb #c37c2a3f
 def list_command(args: Namespace, run_options: list) -> None:

@@ -80,15 +80,12 @@ class Option(NamedTuple):
         raise DataError("wrong type of value", leaf=self.flag, expected=_in_words(self.kinds), got=repr(value))
 
 
-def options_of(parts: dict, skip: Iterable = ()) -> list:
+def options_of(parts: dict, skip: Iterable = ()) -> list[Option]:
     """An option for every parameter with a plain default. If its name is taken, the name of the part precedes it: `critic_hidden`.
 
     Args:
         parts: part -> function or class; if two parts have a parameter of the same name, the first one gets the plain name
         skip: parameters that do not become options
-
-    Returns:
-        list: of `Option`
     """
     found = {}
     for part, function in parts.items():
@@ -240,14 +237,11 @@ def typed(words: Iterable) -> list:
     return [f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word) for word in words]
 
 # %% ../../nbs/settings/00_options.ipynb #091c0aaa
-def parse_seeds(text: str) -> list:
+def parse_seeds(text: str) -> list[int]:
     """The seeds that `text` stands for. Raises `DataError` for what is neither a number nor a range, and for a repeated seed.
 
     Args:
         text: numbers and ranges, such as `0-4`, `0,3,7` or `0-2,7`
-
-    Returns:
-        list: of int, in the order in which they are typed
     """
     seeds = []
     for part in text.split(","):

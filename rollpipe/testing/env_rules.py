@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging, math
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -142,13 +143,14 @@ def _play_tensors(report: Report, env: Any, n_steps: int, seed: int) -> list:
     return trace
 
 
-def _check_tensor_env(report: Report, factory: TensorFactory, n_steps: int, seed: int) -> None:
+def _play_twice(report: Report, rule: str, make: Callable, play: Callable, closes: bool) -> None:
+    "Make an environment and play, twice, because the same seed must give the same answers."
     traces = []
-    for _ in range(2):  # twice, because the same seed must give the same answers
-        with report.demand(TENSOR_ENV_MADE): env = factory(seed)
-        try: traces.append(_play_tensors(report, env, n_steps, seed))
+    for _ in range(2):
+        with report.demand(rule): env = make()
+        try: traces.append(play(env))
         finally:
-            if not factory.lends:
+            if closes:
                 with report.demand(ENV_CLOSE): env.close()
     for t, (a, b) in enumerate(zip(*traces)): report.check(ENV_SEED, same(a, b), f"step {t} of the second run differs")
 
@@ -167,25 +169,20 @@ def check_env(env: Any, *, env_kwargs: dict | None = None, n_steps: int = 200, s
     """
     report, lent = Report(), isinstance(env, gym.Env)
     if is_tensor_source(env):
-        report.section(_check_tensor_env, report, factory := TensorFactory(env), n_steps, seed)
+        factory = TensorFactory(env)
+        report.section(_play_twice, report, TENSOR_ENV_MADE, partial(factory, seed),
+                       partial(_play_tensors, report, n_steps=n_steps, seed=seed), not factory.lends)
         return report.close(factory, raises)
     report.section(_check_env, report, env, env_kwargs, n_steps, seed, lent)
     return report.close(env if lent else EnvFactory(env, env_kwargs), raises)
 
 
 def _check_env(report: Report, env: Any, env_kwargs: dict | None, n_steps: int, seed: int, lent: bool) -> None:
-    first = None
-    for _ in range(2):  # twice, because the same seed must give the same answers
-        with report.demand(ENV_MADE):
-            made = env if lent else EnvFactory(env, env_kwargs)(seed)
-            if not isinstance(made, gym.Env): raise TypeError(f"got {type(made).__name__}")
-        try: trace = _play(report, made, n_steps, seed)
-        finally:
-            if not lent:
-                with report.demand(ENV_CLOSE): made.close()
-        for t, (a, b) in enumerate(zip(first or (), trace)):
-            report.check(ENV_SEED, same(a, b), f"step {t} of the second run differs")
-        first = trace
+    def make():
+        made = env if lent else EnvFactory(env, env_kwargs)(seed)
+        if not isinstance(made, gym.Env): raise TypeError(f"got {type(made).__name__}")
+        return made
+    _play_twice(report, ENV_MADE, make, partial(_play, report, n_steps=n_steps, seed=seed), not lent)
     if not lent and not report.violations: _check_resumable(report, lambda: EnvFactory(env, env_kwargs)(seed), seed)
 
 

@@ -20,6 +20,7 @@ from ..agents.shared_options import Schedule
 from ..pipes.data.errors import DataError
 from ..pipes.graph.edits import inputs, nodes
 from ..pipes.graph.pipe import Seeded
+from ..pipes.graph.states import numbered
 from ..pipes.data.compare import differing
 from .description import UNKNOWN, Description, array_text, attributes, digest, version_of_package
 
@@ -116,7 +117,7 @@ def fingerprint(pipe: Any, agent: Any = None, **settings: Any) -> Fingerprint:
         **settings: more that decides the numbers, such as `lag=1` of a reading service
     """
     networks = {} if agent is None else {name: x for name, x in vars(agent).items() if isinstance(x, torch.nn.Module)}
-    told, named = Description(networks), _named(nodes(pipe))
+    told, named = Description(networks), numbered(nodes(pipe))
     for name, node in named.items(): _add_pipe(told, name, node, [k for k, x in named.items() if any(x is y for y in inputs(node))])
     if agent is not None: _add_agent(told, agent, networks)
     for name, x in settings.items(): told.add(f"settings/{name}", x)
@@ -127,15 +128,6 @@ def fingerprint(pipe: Any, agent: Any = None, **settings: Any) -> Fingerprint:
     _add_versions(told, pipe)
     for name, text in machine().items(): told.leaves[f"machine/{name}"] = text
     return Fingerprint(told.leaves)
-
-
-def _named(pipes):
-    "Name -> pipe: the class, and from the second pipe of a class on its number."
-    found = {}
-    for x in pipes:
-        name, n = type(x).__name__, 1 + sum(type(y) is type(x) for y in found.values())
-        found[name if n == 1 else f"{name} {n}"] = x
-    return found
 
 
 def _add_pipe(told, name, node, above):

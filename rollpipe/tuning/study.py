@@ -46,9 +46,6 @@ def open_study(folder: Path, settings: dict, seed: int, n: int) -> Any:
         settings: all settings that must be equal for trials to be comparable, as JSON values
         seed: seed of the proposals, combined with the number of trials so far
         n: number of evaluations of a trial before it can be pruned
-
-    Returns:
-        Any: an Optuna study
     """
     optuna, path, settings = import_optuna(), folder/FILE, json.loads(json.dumps(settings))
     try:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..pipes.data.files import write_atomically
 from ..settings.algorithms import options_for
-from ..runs.commands import Given, Interrupted, given_by
+from ..runs.commands import Interrupted, given_by
 from ..settings.config import RUN_OPTIONS, RunOptions, build, make_config
 from ..results.experiments import check_counts, python_words, run_all, without
 from ..runs.locks import lock, unlock
@@ -87,32 +87,32 @@ _IN_PROCESS = ("workers", "reading", "address")     # a trial trains in its own 
 class Search:
     "A search: its options, and the configurations of its trials."
     def __init__(self, args: Namespace):
-        given = given_by(args)
-        run = {name: x for name, x in given.run.items() if name != "seed"}
-        self.args, self.seed, self.given = args, given.run.get("seed", RunOptions.seed), given._replace(run=run)
+        self.args, (self.given, self.env_kwargs) = args, given_by(args)
+        self.seed = self.given.pop("seed", RunOptions.seed)
         self.seeds, self.n = parse_seeds(args.seeds), args.evaluations
         self.free = max(1, self.n // 3)  # so many evaluations, at the start of the first training, cannot end a trial
 
         check_counts(args, "trials", "jobs", "evaluations")
         for name in _IN_PROCESS:
-            if run.get(name, fixed := getattr(RunOptions, name)) != fixed:
-                raise DataError("rollpipe tune trains in its own process", leaf=name, got=repr(run[name]),
+            if self.given.get(name, fixed := getattr(RunOptions, name)) != fixed:
+                raise DataError("rollpipe tune trains in its own process", leaf=name, got=repr(self.given[name]),
                                 expected=f"{name}={fixed}, and --jobs N for N trials at a time")
-        self.space = space_for(args.algorithm, given.options, self.config({}, 0)["options"])
+        options = self.config({}, 0)["options"]
+        self.fixed = {name: x for name, x in self.given.items() if name in options}
+        self.space = space_for(args.algorithm, self.fixed, options)
         self.folder = Path(args.storage or f"tuning/{args.algorithm}-{args.env.replace('/', '-').replace(':', '-')}")
         self.out = Path(args.out) if args.out else self.folder/"preset.toml"
 
     def config(self, options: dict, seed: int) -> dict:
         "The configuration of one training."
-        given: Given = self.given
-        return make_config(self.args.algorithm, self.args.env, {**given.options, **options}, given.env_kwargs, seed=seed,
-                           imports=getattr(self.args, "imports", ()), **given.run)
+        return make_config(self.args.algorithm, self.args.env, options, self.env_kwargs, seed=seed,
+                           imports=getattr(self.args, "imports", ()), **self.given)
 
     def settings(self) -> dict:
         "All settings that must be equal for trials to be comparable."
         config = self.config({}, 0)
         kept = {name: config[name] for name in ("algorithm", "env", "env_kwargs", "steps", "intrinsic", "preset")}
-        return dict(kept, given=self.given.options, seeds=self.seeds, evaluations=self.n, space=repr(self.space))
+        return dict(kept, given=self.fixed, seeds=self.seeds, evaluations=self.n, space=repr(self.space))
 
     def returns(self, options: dict, report: Any) -> list:
         "The last returns of a trial, one for each seed."
@@ -141,7 +141,7 @@ def _write(search, study) -> str:
     if best is None and not over: return "no trial is complete"
     if best is None: raise WorkerError(f"no trial is complete, {len(failed)} failed{'; the first error: ' + failed[0] if failed else ''}")
     config = search.config(best.params, 0)
-    values = complete_values(config, [*search.given.run, *search.given.options, *best.params, "steps"])
+    values = complete_values(config, [*search.given, *best.params, "steps"])
     train = shlex.join(typed(["rollpipe", "train", args.algorithm, args.env, "--config", search.out, "--seeds", "0-4",
                               *import_words(getattr(args, "imports", ()))]))
     returns = " ".join(f"{x:.0f}" for x in best.user_attrs["returns"])
@@ -160,7 +160,7 @@ def tune_command(args: Namespace) -> None:
     search = Search(args)
     config = search.config({}, search.seeds[0])
     build(config)        # raises here the error that every trial would raise
-    preset_text(args.env, complete_values(config, search.given.options), config["env_kwargs"], [])  # and the error of the end
+    preset_text(args.env, complete_values(config, search.fixed), config["env_kwargs"], [])  # and the error of the end
     if args.part is not None:
         number, n = map(int, args.part.split(":"))
         return _try(search, open_study(search.folder, search.settings(), search.seed + 1000 * (number + 1), search.free), n)

@@ -46,6 +46,7 @@ class ActionLearner(ReplayLearner, ByAdam):
     policy_every = 1        # steps of the critic for each step of policy and target networks
     eta = 0.9               # weight of the greatest TD error in the priority of a longer sample; the mean error has the rest
     actor_needs = ('is_random',)
+    keeps = (*ReplayLearner.keeps, 'descents')
     joins_ranks = True      # see `ranks.distributed`
 
     def __post_init__(self):
@@ -120,15 +121,6 @@ class ActionLearner(ReplayLearner, ByAdam):
         memory.prioritize(index, priorities(errors, fragment.valid, self.eta))
         return metrics | dict(weight_min=weight.min())
 
-    def state_dict(self) -> dict:
-        "As `ReplayLearner.state_dict`, with the optimisers."
-        return super().state_dict() | dict(descents={name: descent.state_dict() for name, descent in self.descents.items()})
-
-    def load_state_dict(self, state: dict) -> None:
-        "Restore what `state_dict` returned."
-        super().load_state_dict(state)
-        for name, descent in self.descents.items(): descent.load_state_dict(state['descents'][name])
-
 # %% ../../../nbs/agents/16_off_policy/04_action_learner.ipynb #2452a072
 class DeterministicLearner(ActionLearner):
     """Base of learners of deterministic policies. `target_actor` is the policy's target network. A subclass may write `shift(fragment)`.
@@ -137,6 +129,7 @@ class DeterministicLearner(ActionLearner):
         actor: a `DeterministicPolicy`, or another actor with `act`, `box` and `is_random`
     """
     actor_needs = ('act', 'is_random')
+    keeps = (*ActionLearner.keeps, 'target_actor')
 
     def __post_init__(self):
         super().__post_init__()
@@ -165,15 +158,6 @@ class DeterministicLearner(ActionLearner):
         "Move the target networks of critic and policy."
         super().move_targets()
         update_target(self.target_actor, self.actor, self.tau)
-
-    def state_dict(self) -> dict:
-        "As `ActionLearner.state_dict`, with the target network of the policy."
-        return super().state_dict() | dict(target_actor=self.target_actor.state_dict())
-
-    def load_state_dict(self, state: dict) -> None:
-        "Restore what `state_dict` returned."
-        super().load_state_dict(state)
-        self.target_actor.load_state_dict(state['target_actor'])
 
 # %% ../../../nbs/agents/16_off_policy/04_action_learner.ipynb #ec1bf18f
 class SmoothedLearner(DeterministicLearner):

@@ -58,7 +58,7 @@ def quantile_td(fragment: Fragment, actor: Any, target: Any = None, *, huber: fl
         actor: `quantiles(state, hx) -> (quantiles [T, B, n_actions, N], hx)`, see `QuantilePolicy`
         target: an older copy of `actor`, which values the states that were reached; None: `actor`
         huber: see `quantile_penalty`
-        **options: gamma, double, n_steps, burn_in, weight, see `td`
+        **options: gamma, double, n_steps, burn_in, weight, see `td_loss`
     """
     def penalty(goal, value): return quantile_penalty(goal, value, huber)
     return td_loss(fragment, actor, target, penalty, method='quantiles', **options)

@@ -42,6 +42,9 @@ class ReplayLearner(Discounted, Learner):
 
     It also makes `target`. If its exploration decays, it writes `explore` and `exploration`.
 
+    The memory is not part of the learner's state, but of that of the stream (see `stream_state`). Without that, it is filled anew, with
+    the exploration of the time of the checkpoint.
+
     Args:
         multi_step: number of rewards that are summed before a value; at most the length of the samples
         beta_steps: environment steps in which the memory's `beta` rises to 1; None: it stays constant
@@ -49,6 +52,8 @@ class ReplayLearner(Discounted, Learner):
     multi_step: int = integer(1)
     beta_steps: int | None = number(None)
     critic_epochs: int = not_offered(0)
+    keeps = (*Learner.keeps, 'target', 'gradient_steps', 'target_updates')
+    batch_needs = ()        # a fresh fragment needs no advantages, value targets and log-probabilities
 
     def make_target(self, net: torch.nn.Module) -> None:
         "Make the target network, a copy of `net`, and set all counters to 0."
@@ -58,10 +63,6 @@ class ReplayLearner(Discounted, Learner):
     def copy_buffers(self) -> None:
         "Copy the normalisers to the target network, until its first update. Its own normalisers have seen no data yet."
         update_buffers(self.target, self.actor)
-
-    def batch_needs(self) -> tuple[str, ...]:
-        "A fresh fragment needs no advantages, value targets and log-probabilities."
-        return ()
 
     def explore(self) -> None:
         "Set how much the actor explores after `steps` environment steps."
@@ -117,18 +118,3 @@ class ReplayLearner(Discounted, Learner):
         if not self.target_updates: self.copy_buffers()
         bump_version(self.actor)
         return n
-
-    def state_dict(self) -> dict:
-        """All networks, optimisers, version and counters.
-
-        The memory is not part of it, but of the state of the stream (see `stream_state`). Without that, it is filled anew, with
-        the exploration of the time of the checkpoint.
-        """
-        counters = dict(steps=self.steps, gradient_steps=self.gradient_steps, target_updates=self.target_updates)
-        return {**super().state_dict(), 'target': self.target.state_dict(), **counters}
-
-    def load_state_dict(self, state: dict) -> None:
-        "Restore what `state_dict` returned."
-        super().load_state_dict(state)
-        self.target.load_state_dict(state['target'])
-        for name in ('steps', 'gradient_steps', 'target_updates'): setattr(self, name, int(state[name]))

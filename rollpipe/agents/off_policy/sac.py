@@ -34,6 +34,7 @@ class SAC(ActionLearner):
     first_temperature: float = 1.0
     target_entropy: float | None = number(None, -float_info.max)
     actor_needs = ('sample', 'is_random')
+    keeps = (*ActionLearner.keeps, 'log_temperature')       # a fixed temperature is `fixed`, which is an option
 
     def __post_init__(self):
         super().__post_init__()
@@ -65,12 +66,3 @@ class SAC(ActionLearner):
             loss = temperature_loss(self.log_temperature, entropy, self.wanted_entropy)
             self.descents['temperature'].step(loss, 'temperature', n=n)
         return metrics
-
-    def state_dict(self) -> dict:
-        "As `ActionLearner.state_dict`, with the temperature."
-        return super().state_dict() | dict(log_temperature=self.log_temperature.detach().clone())
-
-    def load_state_dict(self, state: dict) -> None:
-        "Restore what `state_dict` returned. A fixed temperature is not restored: it is an option of this learner."
-        super().load_state_dict(state)
-        with torch.no_grad(): self.log_temperature.copy_(state['log_temperature'])

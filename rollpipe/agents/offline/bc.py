@@ -49,10 +49,7 @@ class BC(GradientLearner):
     critic_lr: float | None = not_offered(None)
     critic_epochs: int = not_offered(0)
     joins_ranks = True      # see `ranks.distributed`
-
-    def batch_needs(self) -> tuple[str, ...]:
-        "Recorded steps need no advantages, value targets and log-probabilities."
-        return ()
+    batch_needs = ()
 
     def improve(self, batch: Fragment) -> dict:
         "Take a step; returns the metrics."
