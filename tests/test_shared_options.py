@@ -38,6 +38,8 @@ DEFAULTS = dict(
     qr_dqn=dict(lr=5e-4, gamma=.99, double=True, multi_step=1, burn_in=0, huber=1., target_every=200, tau=None, max_grad_norm=10.,
                 eps_start=1., eps_end=.05, eps_steps=20_000, beta_steps=None, eta=.9, decay_steps=0),
     sac=dict(temperature=None, first_temperature=1., target_entropy=None, lr=3e-4, **ACTIONS),
+    crossq=dict(temperature=None, first_temperature=1., target_entropy=None, policy_every=3, beta1=.5, lr=1e-3,
+                **{name: x for name, x in ACTIONS.items() if name != 'tau'}),
     td3=dict(smoothing=.2, smoothing_limit=.5, policy_every=2, lr=1e-3, **ACTIONS),
     ddpg=dict(lr=1e-3, **ACTIONS),
     bc=dict(lr=1e-3, max_grad_norm=None, decay_steps=0),
@@ -91,7 +93,8 @@ class Actor(nn.Module):
         self.register_buffer('epsilon', torch.tensor(1.))
         self.register_buffer('is_random', torch.tensor(True))
         self.box = UnitBox(Box(-1, 1))
-        for name in ('replay', 'params', 'dist', 'distribution', 'values', 'quantiles', 'sample', 'act'): setattr(self, name, None)
+        for name in ('replay', 'params', 'dist', 'distribution', 'values', 'quantiles', 'sample', 'act', 'by_batch'):
+            setattr(self, name, None)
 
 
 def learner_of(cls, **options):
@@ -99,7 +102,7 @@ def learner_of(cls, **options):
     critic = inspect.signature(cls).parameters.get('critic')
     needs_critic = critic is not None and critic.default is critic.empty
     critics = [nn.Linear(1, 1)] * needs_critic
-    for x in critics: x.value = None       # values of states, which some learners need
+    for x in critics: x.value = x.by_batch = None       # what some learners need
     return cls(Actor(), *critics, **options)
 
 
