@@ -58,19 +58,20 @@ def learner_options(algorithm): return {o.param: o for o in options_for(algorith
 @pytest.mark.parametrize('algorithm', ALGORITHMS)
 def test_names_and_defaults_have_not_changed(algorithm):
     found = {name: option.default for name, option in learner_options(algorithm).items()}
-    assert found == DEFAULTS[algorithm]
-    assert {name: type(x) for name, x in found.items()} == {name: type(x) for name, x in DEFAULTS[algorithm].items()}
+    expected = dict(DEFAULTS[algorithm], average_policy=0)
+    assert found == expected
+    assert {name: type(x) for name, x in found.items()} == {name: type(x) for name, x in expected.items()}
 
 
 @pytest.mark.parametrize('algorithm', ALGORITHMS)
 def test_the_signature_shows_every_option(algorithm):
     parameters = inspect.signature(ALGORITHMS[algorithm].learner).parameters
-    assert set(parameters) - {'actor', 'critic'} == DEFAULTS[algorithm].keys() | {'seed'}
+    assert set(parameters) - {'actor', 'critic'} == DEFAULTS[algorithm].keys() | {'seed', 'average_policy'}
     assert all(p.kind is p.KEYWORD_ONLY and p.annotation is not p.empty for p in parameters.values() if p.name not in ('actor', 'critic'))
 
 
 def test_an_option_means_the_same_everywhere():
-    assert len(SHARED) == 13 and all(TOLD.values())
+    assert len(SHARED) == 14 and all(TOLD.values())
     for algorithm in ALGORITHMS:
         for name, option in learner_options(algorithm).items():
             assert option.help, (algorithm, name)
@@ -117,7 +118,7 @@ def test_options_that_a_learner_does_not_have_are_refused(cls):
 def test_options_reach_the_learner_and_are_checked(cls):
     elsewhere = {x for own in OWN_MEANING.values() for x in own} - {'critic_lr'}     # which is one of the options all the same
     names = (SHARED & inspect.signature(cls).parameters.keys()) - {'seed'} - elsewhere
-    values = {name: 3 if name in ('critic_epochs', 'eps_steps') else .25 for name in names}
+    values = {name: 3 if name in ('critic_epochs', 'eps_steps', 'average_policy') else .25 for name in names}
     agent = learner_of(cls, **values)
     assert {name: getattr(agent, name) for name in values} == values
     for name in names - {'normalize_adv'}:

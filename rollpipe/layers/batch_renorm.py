@@ -34,6 +34,7 @@ class BatchRenorm(nn.Module):
         d_max: greatest difference of their means, in deviations
         warm_up: number of batches that are normalised by their own moments
     """
+    averaged = 'mean', 'var'       # they belong to the weights, so an average of networks averages them, too
     mean: Tensor
     var: Tensor
     n_batches: Tensor
