@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .data.errors import DataError, EnvError, GraphError, PipeError, check_integer
+from .data.errors import DataError, EnvError, GraphError, check_integer, located
 from .data.fragment import Tick
 from .engines.choice import check_engine
 from .engines.interaction import Interaction
@@ -75,10 +75,7 @@ class FromSource(Acting):
         if self.factories: return self.factories
         if items is None:
             raise GraphError("a pipe of environments is open only within an iteration", **where, expected="environments, or a pipeline")
-        try: return taken(items, self.n_envs, self.env_kwargs)
-        except PipeError as e:
-            e.locate(**where)
-            raise
+        with located(**where): return taken(items, self.n_envs, self.env_kwargs)
 
 # %% ../../nbs/pipes/12_stepper.ipynb #d6cdd076
 class EnvStepper(FromSource, Seeded, Source):

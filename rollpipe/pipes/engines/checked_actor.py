@@ -19,7 +19,7 @@ from .choice import engine_for
 from ..envs.actions import in_containers
 from ..envs.batch import Batch
 from ..envs.factories import space_spec
-from ..data.errors import ActorError, EnvError, PipeError, describe_exception
+from ..data.errors import ActorError, EnvError, PipeError, describe_exception, located
 from ..graph.modules import EvalMode
 from .reactions import AnswerCheck, SeededActor, as_input
 
@@ -63,6 +63,7 @@ class CheckedActor:
         self.actor_complete, self.looks_back = getattr(actor, 'complete', None), getattr(actor, 'uses_past', True)
         self.action_mask = mask if isinstance(mask := getattr(actor, 'action_mask', None), ActionMask) else None
         self.seeded, self.answers = SeededActor(actor, len(envs), seed, explore, envs.device), AnswerCheck(actor, envs, envs.where)
+        self.calling_step = calling('step', self.answers)
 
     def answer(self, seen: State, hx: Any, virtual: bool = False) -> tuple:
         """Call the actor. Raises `ActorError` if it fails, or if its answer is invalid.
@@ -79,13 +80,7 @@ class CheckedActor:
         many = len(self.envs) > 64 or not seen.fin.is_cpu
         if self.looks_back and (many or True in seen.fin.tolist()[0]): seen = seen.without_past()
         if self.device is not None: seen = nested.map(lambda x: x.to(self.device, non_blocking=True), seen)
-        try:
-            with self.eval_mode: answer = self.seeded.step(seen, hx, virtual)
-        except PipeError as e:
-            e.locate(**self.envs.where)
-            raise
-        except Exception as e:
-            raise ActorError(f"{self.answers.step} raised {describe_exception(e)}", **self.envs.where) from e
+        with self.calling_step, self.eval_mode: answer = self.seeded.step(seen, hx, virtual)
         act, hx, info = self.answers.triple(answer)
         if self.device is not None: act, info = nested.map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, (act, info))
         if not isinstance(act, torch.Tensor): act = in_containers(act, self.envs.act_spec)
@@ -115,10 +110,7 @@ class CheckedActor:
         """
         example = state, hx, (self.answers.first['act'], hx, self.answers.first['info'])
         draw = self.seeded.noises if self.seeded.explore else None
-        try: return engine_for(choice, self.actor, example, self.answer, draw)
-        except PipeError as e:
-            e.locate(**self.envs.where)
-            raise
+        with located(**self.envs.where): return engine_for(choice, self.actor, example, self.answer, draw)
 
     def reset(self, hx: Any, at: list) -> Any:
         "`hx` with the initial recurrent state for the environments `at`, as new tensors without gradients."

@@ -60,16 +60,13 @@ class VectorBatch(Batch):
         return f"{b} ({self.vec_name})"
 
     def reset_into(self, row: Row) -> None:
-        try: self.vector.reset(row)
-        except PipeError as e:
-            self._locate(e, self.vec_name)
-            raise
+        with self._naming(self.vec_name): self.vector.reset(row)
         self._resetting[:] = False
         self._begin(row)
 
     def step_into(self, rows: Rows, t: int, array: Any) -> tuple:
         actions, step = self.actions(array), rows.rows[t + 1]
-        try:
+        with self._naming(self.vec_name):
             rew, ends, infos = self.vector.step(actions, step)
             self._check_obs(step)
             self._check_rewards(step, rew)
@@ -81,9 +78,6 @@ class VectorBatch(Batch):
             if ended: final = self._final(step, ends, infos)
             info = self._infos.record(infos, ends, valid)
             if ended and self._infos.awaited: self._infos.say_awaited()
-        except PipeError as e:
-            self._locate(e, self.vec_name)
-            raise
         np.add(rows.rows[t].stepno, 1, out=step.stepno)
         np.copyto(step.fin, over)
         if ended: step.stepno[over] = 0     # indexing with a mask is faster than with a list

@@ -14,7 +14,7 @@ from typing import Any
 from ..data.fragment import Fragment
 from ..envs.factories import env_seeds
 from ..envs.sources import Acting, no_copy
-from ..data.errors import DataError, EnvError, PipeError, check_integer
+from ..data.errors import DataError, EnvError, check_integer, located
 from ..data.random_states import GlobalRandomStates
 from ..graph.pipe import Seeded, Source
 from ..stepper import refuse_reading_ahead
@@ -85,10 +85,7 @@ class TensorCollector(Acting, Seeded, Source):
         """
         where: dict[str, Any] = dict(pipe=type(self).__name__, lane=self.lane)
         if os.getpid() != self.process: self.refuse_copies("each process", "another process", **where)
-        try: env = self.factory(env_seeds(seed, 1)[0][0])
-        except PipeError as e:
-            e.locate(**where)
-            raise
+        with located(**where): env = self.factory(env_seeds(seed, 1)[0][0])
         closes = self.close_made and not self.factory.lends
         batch = TensorBatch(env, seed, self.info_keys, self.clip_actions, self.factory.name, closes, self.keeper, **where)
         if batch.device.type == 'cpu' or multiprocessing.parent_process() is None: return batch
@@ -107,9 +104,6 @@ class TensorCollector(Acting, Seeded, Source):
             with nullcontext() if self.restored is None else GlobalRandomStates(): interaction.start()
             self.keep(interaction=interaction)
             while True:
-                try: self.factory.check_loan(loan)
-                except PipeError as e:
-                    e.locate(pipe=type(self).__name__, lane=self.lane)
-                    raise
+                with located(pipe=self, lane=self.lane): self.factory.check_loan(loan)
                 yield interaction.fragment(self.n_steps)
         finally: batch.close()

@@ -166,10 +166,8 @@ class TensorBatch(Batch):
     def begin(self) -> Any:
         "Reset all environments. Returns their first observations, nested `[B, ...]`."
         if self.one is not None: self.one.reset(seed=self._seed)
-        try: return self._obs_form.structure.unflatten(self._obs_form.check(self._call('reset', self._seed)))
-        except PipeError as e:
-            self._locate(e, self.env_name)
-            raise
+        with self._naming(self.env_name):
+            return self._obs_form.structure.unflatten(self._obs_form.check(self._call('reset', self._seed)))
 
     def advance(self, actions: Any) -> TensorOutcome:
         """Step every environment with its action.
@@ -178,7 +176,7 @@ class TensorBatch(Batch):
             actions: actions from `actions_for_env`
         """
         if self.one is not None: self.one.step(actions)
-        try:
+        with self._naming(self.env_name):
             answer = self._call('step', actions)
             if not isinstance(answer, (tuple, list)) or len(answer) != 6:
                 raise EnvError("step() gave no tuple of 6", got=describe(answer),
@@ -187,9 +185,6 @@ class TensorBatch(Batch):
             rew, term, trunc = [form.check(x)[0] for form, x in zip(self._one_each, one_each)]
             return TensorOutcome(self._obs_form.check(obs), rew, term, trunc, None if final is None else self._final_form.check(final),
                                  self.infos.leaves(info))
-        except PipeError as e:
-            self._locate(e, self.env_name)
-            raise
 
     def get_state(self) -> dict:
         "See `Batch`."
@@ -239,6 +234,4 @@ def refuse_last(batch: TensorBatch, leaves: list, b: Tensor) -> None:
         b: int64 [K]: environments of these observations
     """
     if (found := batch.obs_check.find([x[None] for x in leaves])) is None: return
-    problem, wanted = ("non-finite value", "finite numbers") if found.space is None else ("out of range", f"as in {found.space}")
-    raise EnvError(problem, env=batch.name(int(b[found.b])), leaf=f"final {found.leaf}", expected=wanted, got=str(found.value.tolist()),
-                   **batch.where)
+    batch.refuse(int(b[found.b]), f"final {found.leaf}", found.value.tolist(), found.space)

@@ -14,7 +14,7 @@ import torch
 
 from ..data import nested
 from ..data.fragment import Final, Fragment, State
-from ..data.errors import ActorError, EnvError, PipeError
+from ..data.errors import ActorError, EnvError, PipeError, located
 from ..graph.modules import VersionCounter, modules_in
 from ..engines.checked_actor import CheckedActor
 from .tensor_batch import TensorBatch, TensorOutcome, refuse_first, refuse_last
@@ -142,10 +142,7 @@ class Completing:
         return counts
 
     def _completed(self, act, reports):
-        try: actor = self.checked.complete(act, nested.cat(reports))
-        except PipeError as e:
-            e.locate(**self.batch.where)
-            raise
+        with located(**self.batch.where): actor = self.checked.complete(act, nested.cat(reports))
         for k, x in enumerate(nested.leaves(actor)):
             if x.device != self.batch.device:
                 raise ActorError("the actor's report is elsewhere than the environments", leaf=nested.paths(actor, 'info')[k],
