@@ -19,7 +19,7 @@ from .engines.interaction import Interaction
 from .envs.batch import Batch
 from .graph.pipe import Seeded, Source
 from .envs.factories import VectorFactory
-from .envs.sources import Acting, env_sources, instances_in, refuse_copies, taken
+from .envs.sources import Acting, Lender, env_sources, instances_in, no_copy, taken
 from .envs.vector import env_batch
 from .graph.edits import nodes
 from .graph.modules import checked_device, modules_in
@@ -59,15 +59,9 @@ class FromSource(Acting):
     def _open(self): return iter(()) if self.factories else iter(self.pipe)
 
     def refuse_copies(self, owner: str, got: str, **where: Any) -> None:
-        """Raise `EnvError` if there are instances, given directly or in an attribute of a pipe above.
-
-        Args:
-            owner: owner that needs environments of its own, such as 'each lane'
-            got: cause of the copies, such as 'Lanes(n=2)'
-            **where: pipe, lane
-        """
+        "See `Acting`."
         above = [] if self.factories else [x for pipe in nodes(self.pipe) for x in vars(pipe).values()]
-        refuse_copies(instances_in([*self.factories, *above]), owner, got, **where)
+        for env in instances_in([*self.factories, *above]): raise no_copy(Lender(env).name, owner, got, **where)
 
     def _factories(self, items, **where):
         "The factories for one iteration. The environments of a pipe come from its iterator `items`."

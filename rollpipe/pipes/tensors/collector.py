@@ -68,13 +68,7 @@ class TensorCollector(Acting, Seeded, Source):
         return f"TensorCollector({self.factory}, {type(self.actor).__name__}, n_steps={self.n_steps}, n_envs={self.n_envs})"
 
     def refuse_copies(self, owner: str, got: str, **where: Any) -> None:
-        """Raise `EnvError` if the source is an instance.
-
-        Args:
-            owner: owner that needs environments of its own, such as 'each lane'
-            got: cause of the copies, such as 'Lanes(n=2)'
-            **where: pipe, lane
-        """
+        "See `Acting`."
         if self.factory.lends: raise no_copy(self.factory.name, owner, got, **where)
 
     def make_batch(self, seed: Any) -> TensorBatch:
@@ -97,13 +91,11 @@ class TensorCollector(Acting, Seeded, Source):
         self.refuse_processes()
         refuse_reading_ahead(self, [self.actor])
         env_seed, actor_seed = self.seed_sequence().spawn(2)
-        batch, loan = self.make_batch(env_seed), self.factory.lend()
+        batch = self.make_batch(env_seed)
         try:
             interaction = TensorInteraction(self.actor, batch, actor_seed, lane=self.lane, explore=self.explore,
                                             terminal_obs=self.terminal_obs)
             with nullcontext() if self.restored is None else GlobalRandomStates(): interaction.start()
             self.keep(interaction=interaction)
-            while True:
-                with located(pipe=self, lane=self.lane): self.factory.check_loan(loan)
-                yield interaction.fragment(self.n_steps)
+            while True: yield interaction.fragment(self.n_steps)
         finally: batch.close()

@@ -17,7 +17,7 @@ from ..data import nested
 from ..envs.actions import action_batch
 from ..envs.batch import Batch
 from ..envs.checks import single_spaces
-from ..envs.factories import env_seeds, space_spec
+from ..envs.factories import Claim, env_seeds, space_spec
 from ..data.errors import ActorError, EnvError, PipeError, check_integer, describe, describe_exception
 from ..graph.modules import checked_device
 from .tensor_checks import BlockCheck, TensorForm, batch_form, on_device
@@ -128,7 +128,8 @@ class TensorBatch(Batch):
     """
     def __init__(self, env: TensorEnv, seed: np.random.SeedSequence, info_keys: Any = None, clip_actions: bool = True,
                  name: str | None = None, closes: bool = True, keeper: Any = None, **where: Any):
-        self.env, self.closes, self.where, self.env_name = env, closes, where, name or type(env).__name__
+        self.env, self.closes, self.where, self.env_name, self.claim = env, closes, where, name or type(env).__name__, Claim()
+        self.claim.take(env)
         self.one = None if keeper is None else keeper.begin(env)
         try: self._learn(seed, clip_actions)
         except PipeError as e:
@@ -177,6 +178,7 @@ class TensorBatch(Batch):
         """
         if self.one is not None: self.one.step(actions)
         with self._naming(self.env_name):
+            self.claim.check()
             answer = self._call('step', actions)
             if not isinstance(answer, (tuple, list)) or len(answer) != 6:
                 raise EnvError("step() gave no tuple of 6", got=describe(answer),
@@ -198,9 +200,10 @@ class TensorBatch(Batch):
         if state['infos'] is not None: self.infos.expect(state['infos'])
 
     def close(self) -> None:
-        "Close the environment, if it belongs to the pipeline. May be called twice."
+        "Close the environment, if it belongs to the pipeline, unless another batch has claimed it. May be called twice."
         env, self.env = self.env, None
-        if env is not None and self.closes: env.close()
+        self.claim.release()
+        if env is not None and self.closes and not self.claim.lost: env.close()
 
     def _call(self, method, *args):
         try: return getattr(self.env, method)(*args)
