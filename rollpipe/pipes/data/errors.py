@@ -105,14 +105,22 @@ def _restore(cls, problem):
 
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #d677d9aa
 class located:
-    "A `with` block in which a `PipeError` gets the fields `where` (pipe, lane, env, leaf) that are still unknown, see `PipeError.locate`."
-    def __init__(self, **where: Any): self.where = where
+    """A `with` block in which a `PipeError` gets the fields that are still unknown, see `PipeError.locate`.
+
+    Args:
+        call: what the block calls; other exceptions then become a `kind`, which says that the call has raised them
+        kind: class of these errors
+        **where: pipe, lane, env, leaf
+    """
+    def __init__(self, call: str = '', kind: type[PipeError] = PipeError, **where: Any):
+        self.call, self.kind, self.where = call, kind, where
 
     def __enter__(self) -> None: pass
 
-    # `@contextmanager` would turn a `StopIteration` of the block into another error.
+    # `@contextmanager` would turn a `StopIteration` of the block into a `RuntimeError`.
     def __exit__(self, kind: Any, e: Any, traceback: Any) -> None:
         if isinstance(e, PipeError): e.locate(**self.where)
+        elif self.call and isinstance(e, Exception): raise self.kind(f"{self.call} raised {describe_exception(e)}", **self.where) from e
 
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #b64a54c0
 class EnvError(PipeError):

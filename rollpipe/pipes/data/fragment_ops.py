@@ -202,10 +202,11 @@ def columns(fragment: Fragment, index: Tensor) -> Fragment:
     """
     position = torch.full((fragment.n_envs,), -1)
     position[index] = torch.arange(len(index))
+    def wide(x): return x[:, index]
     def kept(final):
         final = nested.getitem(final, position[final.b] >= 0)
         return final._replace(b=position[final.b])
-    return _columns(fragment, index, kept)
+    return fragment.map(rows=wide, steps=wide, hx=wide, columns=lambda x: x[index], final=kept)
 
 
 def pieces(fragment: Fragment, size: int) -> Iterator[Fragment]:
@@ -224,11 +225,6 @@ def pieces(fragment: Fragment, size: int) -> Iterator[Fragment]:
             final = nested.getitem(final, final.b // size == part.start // size)
             final = final._replace(b=final.b - part.start)
         yield structure.unflatten(leaves)._replace(final=final, **{name: x[part] for name, x in narrow.items()})
-
-
-def _columns(fragment, index, final):
-    def wide(x): return x[:, index]
-    return fragment.map(rows=wide, steps=wide, hx=wide, columns=lambda x: x[index], final=final)
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #25c2c0b5
 def unstacked(fragment: Fragment) -> list:

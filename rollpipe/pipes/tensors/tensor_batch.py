@@ -18,7 +18,7 @@ from ..envs.actions import action_batch
 from ..envs.batch import Batch
 from ..envs.checks import single_spaces
 from ..envs.factories import Claim, env_seeds, space_spec
-from ..data.errors import ActorError, EnvError, PipeError, check_integer, describe, describe_exception
+from ..data.errors import ActorError, EnvError, PipeError, check_integer, describe, located
 from ..graph.modules import checked_device
 from .tensor_checks import BlockCheck, TensorForm, batch_form, on_device
 from .tensor_env import TensorEnv
@@ -126,6 +126,8 @@ class TensorBatch(Batch):
         keeper: a `Keeper`; None: the state cannot be told
         **where: context for error messages: pipe, lane
     """
+    env: Any     # None after `close`
+
     def __init__(self, env: TensorEnv, seed: np.random.SeedSequence, info_keys: Any = None, clip_actions: bool = True,
                  name: str | None = None, closes: bool = True, keeper: Any = None, **where: Any):
         self.env, self.closes, self.where, self.env_name, self.claim = env, closes, where, name or type(env).__name__, Claim()
@@ -168,7 +170,8 @@ class TensorBatch(Batch):
         "Reset all environments. Returns their first observations, nested `[B, ...]`."
         if self.one is not None: self.one.reset(seed=self._seed)
         with self._naming(self.env_name):
-            return self._obs_form.structure.unflatten(self._obs_form.check(self._call('reset', self._seed)))
+            with located('reset()', EnvError): obs = self.env.reset(self._seed)
+            return self._obs_form.structure.unflatten(self._obs_form.check(obs))
 
     def advance(self, actions: Any) -> TensorOutcome:
         """Step every environment with its action.
@@ -179,7 +182,7 @@ class TensorBatch(Batch):
         if self.one is not None: self.one.step(actions)
         with self._naming(self.env_name):
             self.claim.check()
-            answer = self._call('step', actions)
+            with located('step()', EnvError): answer = self.env.step(actions)
             if not isinstance(answer, (tuple, list)) or len(answer) != 6:
                 raise EnvError("step() gave no tuple of 6", got=describe(answer),
                                expected="(obs, rew, terminated, truncated, final_obs, info)")
@@ -205,10 +208,7 @@ class TensorBatch(Batch):
         self.claim.release()
         if env is not None and self.closes and not self.claim.lost: env.close()
 
-    def _call(self, method, *args):
-        try: return getattr(self.env, method)(*args)
-        except PipeError: raise
-        except Exception as e: raise EnvError(f"{method}() raised {describe_exception(e)}") from e
+
 
 # %% ../../../nbs/pipes/26_tensors/02_tensor_batch.ipynb #3044ea93
 def refuse_first(batch: TensorBatch, obs: list, act: list, rew: Tensor) -> None:

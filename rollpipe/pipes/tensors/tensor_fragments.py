@@ -191,7 +191,7 @@ class TensorInteraction(Completing):
         self.actor, self.batch, self.lane, self.terminal_obs, self.seq = actor, batch, lane, terminal_obs, 0
         self._check_actor(explore)
         self.checked = CheckedActor(actor, batch, seed, explore)
-        self.counter = VersionCounter(actor, [p for module in modules_in(actor) for p in module.parameters()])
+        self.counter = VersionCounter(actor, modules_in(actor))
 
     def _check_actor(self, explore):
         device, where = self.batch.device, self.batch.where
