@@ -39,12 +39,11 @@ def check_numbers(info: Any, answers: AnswerCheck) -> None:
 class CheckedActor:
     """Calls an actor on its device, with the lane's own random numbers, and checks its answers.
 
+    Arguments without an entry are those of `Interaction`.
+
     Args:
         actor: the actor, held by reference
         envs: the environments that take its actions
-        seed: seed of the actor's random numbers
-        explore: False: take the actor's deterministic action
-        device: the actor's device; None: the host
     """
     def __init__(self, actor: Any, envs: Batch, seed: np.random.SeedSequence, explore: bool = True, device: torch.device | None = None):
         self.actor, self.envs, self.device, self.eval_mode = actor, envs, device, EvalMode(actor)

@@ -86,14 +86,10 @@ def is_end(terminated: Any, truncated: Any) -> bool:
 class SingleEnvs:
     """Single environments, stepped one after the other. Their errors have the index of the environment.
 
+    Arguments without an entry are those of `EnvBatch`.
+
     Args:
-        factories: list of `EnvFactory`
         seeds: seeds from `env_seeds`
-        first: the first environment, if its factory has been called already
-        sticky: period in steps; an environment whose episode ended rests until the number of steps is a multiple of `sticky`
-        closes: False: `close` leaves the environments open
-        keeper: a `Keeper`; None: their states cannot be told
-        episode_seeds: reset each episode with a seed of its own, which its last step reports as the info `episode_seed`
     """
     def __init__(self, factories: list, seeds: list, first: Any = None, sticky: int | None = None, closes: bool = True, keeper: Any = None,
                  episode_seeds: bool = False):

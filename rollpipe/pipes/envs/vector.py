@@ -25,17 +25,12 @@ class VectorBatch(Batch):
     """The environments of one vector environment. Its results are checked against the spaces of one environment.
 
     Observations are stored in the dtype of the space. Raises `EnvError`, `ActorError` or `DataError` with the leaf and, where it is
-    known, the index of the environment, and `SpaceError` for a space without a fixed-size array form.
+    known, the index of the environment, and `SpaceError` for a space without a fixed-size array form. Arguments without an entry are
+    those of `EnvBatch`.
 
     Args:
         vec: gymnasium `VectorEnv`, or synchronous EnvPool
-        seed: seed of the whole batch
-        info_keys: infos to record; None: all numeric infos
-        clip_actions: clip float actions to their Box
         name: name in error messages
-        closes: False: `close` leaves the environments open
-        keeper: a `Keeper`; None: the state cannot be told
-        **where: context for error messages: pipe, lane
     """
     def __init__(self, vec: Any, seed: np.random.SeedSequence, info_keys: Any = None, clip_actions: bool = True, name: str | None = None,
                  closes: bool = True, keeper: Any = None, **where: Any):
@@ -125,17 +120,10 @@ def env_batch(factories: list, seed: np.random.SeedSequence, *, sticky: int | No
     """The batch of the environments of `factories`: a `VectorBatch` if the first one makes a vector environment, else an `EnvBatch`.
 
     Raises `EnvError` if a vector environment has another number of environments, or if `sticky` or `episode_seeds` is set for it.
+    Arguments without an entry are those of `EnvBatch`.
 
     Args:
         factories: list of `EnvFactory`, or one `VectorFactory`
-        seed: seed of the whole batch
-        sticky: period in steps; an environment whose episode ended rests until the number of steps is a multiple of `sticky`
-        clip_actions: clip float actions to their Box
-        info_keys: infos to record; None: all numeric infos
-        closes: False: the batch leaves its environments open
-        keeper: a `Keeper`, by which the batch can tell its state; None: it cannot
-        episode_seeds: reset each episode with a seed of its own, which its last step reports as the info `episode_seed`
-        **where: context for error messages: pipe, lane
     """
     factory, options = factories[0], dict(info_keys=info_keys, clip_actions=clip_actions, closes=closes, keeper=keeper, **where)
     single = dict(options, sticky=sticky, episode_seeds=episode_seeds)

@@ -115,16 +115,10 @@ class TensorOutcome(NamedTuple):
 class TensorBatch(Batch):
     """The environments of one `TensorEnv`. Raises `EnvError` or `ActorError` with the leaf, the expected and the actual value.
 
-    `begin` and `advance` replace `reset` and `step`, because their results are tensors.
+    `begin` and `advance` replace `reset` and `step`, because their results are tensors. Arguments without an entry are those of `EnvBatch`.
 
     Args:
-        seed: seed of the whole batch
-        info_keys: infos to record; None: all
-        clip_actions: clip float actions to the bounds of their `Box`
         name: name in error messages
-        closes: False: `close` leaves the environments open
-        keeper: a `Keeper`; None: the state cannot be told
-        **where: context for error messages: pipe, lane
     """
     env: Any     # None after `close`
 

@@ -177,13 +177,11 @@ class TensorInteraction(Completing):
     """One actor in one `TensorEnv`: call `start` once, then `fragment` repeatedly. The last row of a fragment is row 0 of the next one.
 
     Raises `EnvError` and `ActorError`. They name environment, leaf and row where these are known.
+    Arguments without an entry are those of `Interaction`.
 
     Args:
         actor: the actor, held by reference, on the device of the environments
         batch: batch of environments, not reset yet; the caller closes it
-        seed: seed of the actor's random numbers
-        lane: number of the lane, for its fragments
-        explore: False: take the actor's deterministic action
         terminal_obs: keep the last observations of terminated episodes too
     """
     def __init__(self, actor: Any, batch: TensorBatch, seed: np.random.SeedSequence, *, lane: int = 0, explore: bool = True,
