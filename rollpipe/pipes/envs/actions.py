@@ -56,9 +56,9 @@ def action_batch(space: gym.Space, clip: bool = True, copy: bool = True) -> Call
         copy: return new arrays, because the environment may keep or change its action
     """
     if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)): return _container_batch(space, clip, copy)
-    shape, kinds, is_box = space.shape, 'f' if space.dtype.kind == 'f' else 'iub', isinstance(space, gym.spaces.Box)
-    low, high = (None, None) if is_box else limits(space)
-    bounds = (space.low, space.high) if clip and kinds == 'f' and is_box else None
+    shape, kinds = space.shape, 'f' if space.dtype.kind == 'f' else 'iub'
+    low, high = (None, None) if isinstance(space, gym.spaces.Box) else limits(space)
+    bounds = (space.low, space.high) if clip and kinds == 'f' and isinstance(space, gym.spaces.Box) else None
     if bounds and not any(np.isfinite(x).any() for x in bounds): bounds = None
     def batch(act, leaf='act'):
         if not isinstance(act, np.ndarray) or act.shape[1:] != shape or act.dtype.kind not in kinds:
