@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -14,32 +13,16 @@ import numpy as np
 
 from ..settings.config import build
 from ..pipes.graph.edits import draw
-from ..runs.plots import LABELS, plain, svg
+from ..runs.plots import CERTIFICATE, LABELS, plain, section, svg, table_html
 from .collect import Result, Results, RowResult, flat_config
 from .curves import color_of, draw_curves, panels
 from .tables import ABOUT, notes_of, number, table_of, together
 from ..runs.folder import load_run
 
 # %% auto #0
-__all__ = ['CERTIFICATE', 'STYLE', 'table_html', 'certificate', 'pipeline_svg', 'differences', 'section', 'notes_html',
-           'document', 'page']
-
-# %% ../../nbs/results/07_page.ipynb #1591b209
-def table_html(columns: Iterable, rows: Iterable) -> str:
-    """A table. All texts are escaped.
-
-    Args:
-        rows: rows, each a list of the texts of its cells
-    """
-    cells = lambda tag, texts: "<tr>" + "".join(f"<{tag}>{html.escape(str(x))}</{tag}>" for x in texts) + "</tr>"
-    return (f'<div class="wide"><table><thead>{cells("th", columns)}</thead>'
-            f'<tbody>{"".join(cells("td", row) for row in rows)}</tbody></table></div>')
+__all__ = ['STYLE', 'certificate', 'pipeline_svg', 'differences', 'notes_html', 'document', 'page']
 
 # %% ../../nbs/results/07_page.ipynb #dec4c98d
-CERTIFICATE = dict(kl="KL(old || new) of each step [nat]", accepted="share of steps that the line search kept", explained_variance=
-                   "explained variance of the critic")
-
-
 def certificate(results: Results) -> Any:
     "A `Figure` of the certificate, a panel for each environment and metric; None if no run has one. A single row has a colour per seed."
     charts = {f"{env}\n{meaning}": partial(_draw, results=results, env=env, name=name)
@@ -109,17 +92,12 @@ svg { max-width: 100%; height: auto; }
   body { margin: .5em auto; padding: 0 .6em; }
   h1 { font-size: 1.3em; }
   .notes { padding: .6em .6em .6em 1.6em; }
-  svg { max-width: none; }
+  .wide svg { max-width: none; }
 }
 """
 
 
 def _wide(picture: str) -> str: return f'<div class="wide">{picture}</div>'     # a narrow window scrolls it, and its texts stay legible
-
-
-def section(title: str, body: str) -> str:
-    "A part of a page with a heading; empty if there is nothing in it."
-    return f"<h2>{title}</h2>\n{body}\n" if body else ""
 
 
 def notes_html(notes: list) -> str:
