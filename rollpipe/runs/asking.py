@@ -17,11 +17,12 @@ import numpy as np
 
 from ..pipes.data.errors import DataError, describe_exception
 from ..pipes.graph.edits import draw
+from ..pipes.profiling.report import Profile
 from ..settings.algorithms import options_for
 from ..settings.config import RUN_OPTIONS, build
 from ..settings.options import parse_env_kwargs, parse_options
 from ..settings.overview import Parser
-from .folder import folder_of, load_run
+from .folder import COSTS, folder_of, load_run
 from .logs import read_metrics, read_records
 from .mailbox import WISHES, ask
 from .progress import format_duration
@@ -75,6 +76,8 @@ def _chart(folder: Path, metrics: dict, name: str, text: str) -> str:
 
 # %% ../../nbs/runs/21_asking.ipynb #26e632c7
 def _graph(folder: Path) -> str:
+    "The pipeline, with what its stages cost, if a training has written that."
+    if (folder/COSTS).exists(): return f'<div class="wide">{Profile.load(folder/COSTS).svg()}</div>'
     config = load_run(folder).config
     return f'<div class="wide">{_drawn_graph(folder, json.dumps([config["options"], config.get("edits")]))}</div>'
 
@@ -89,7 +92,10 @@ def _numbers(folder: Path) -> str:
     "The newest numbers about speed, processes and memory."
     names = "steps_per_s", "seconds", "lag", "workers", "restarts", "replay_"
     last = {name: x[np.isfinite(x)][-1] for name, x in read_metrics(folder).items() if name.startswith(names) and np.isfinite(x).any()}
-    return table_html(("newest", ""), [(name, f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.4g}") for name, x in last.items()])
+    rows = {name: f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.4g}" for name, x in last.items()}
+    capacity = load_run(folder).config["options"].get("capacity")
+    if capacity and "replay_size" in rows: rows["replay_size"] += f" of {capacity:,}"
+    return table_html(("newest", ""), rows.items())
 
 
 def _journal(folder: Path) -> str: return table_html(("updates", "steps", "edits"), OpenRun(folder).journal())
