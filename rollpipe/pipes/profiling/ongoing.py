@@ -34,7 +34,7 @@ class Ongoing:
     def __init__(self, graph: IterDataPipe, items: Iterator, path: Path | None, seconds: float = 10., now: Callable = time.perf_counter):
         self.places, self.edges = places_of(graph), [*(edges := draw(graph).edges), [(len(edges) - 1, True)]]
         self.stages = [stage for stage in stages_of(graph) if stage.part_of is None or stage.label == 'sampling']
-        self.clock = Clock(len(self.stages) + 2, now=now)    # two further stages: the learner, and the code outside of all stages
+        self.clock = Clock(len(self.stages) + 2, now=now, rare=20_000)    # with the learner, and the code outside of all stages
         self.seams, self.path, self.timed, self.items = find(graph, WorkerLanes), path, [], items
         for pipe, timer, is_ours in timers_for(graph, self.stages, self.clock):
             if pipe is graph: self.items = timer.stream(lambda: items)     # it is open already

@@ -62,7 +62,8 @@ class Timer(NamedTuple):
         finally: close(items)
 
     def interaction(self, made: Any) -> Any:
-        "The `Interaction` of a stepper, changed so that its environments and its actor are measured separately."
+        "The `Interaction` of a stepper, changed so that its environments and its actor are measured separately, if these are `parts`."
+        if 'actor' not in self.parts: return made
         account, environments, actor = self.clock.here(), self.parts['environments'], self.parts['actor']
         checked, envs, engine_of = made.checked, made.envs, made.checked.engine
         checked.answer, checked.reset = account.timed(actor, checked.answer), account.timed(actor, checked.reset)
