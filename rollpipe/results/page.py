@@ -13,7 +13,7 @@ import numpy as np
 
 from ..settings.config import build
 from ..pipes.graph.edits import draw
-from ..runs.plots import CERTIFICATE, LABELS, plain, section, svg, table_html
+from ..runs.plots import CERTIFICATE, LABELS, plain, section, svg, table_html, wide
 from .collect import Result, Results, RowResult, flat_config
 from .curves import color_of, draw_curves, panels
 from .tables import ABOUT, notes_of, number, table_of, together
@@ -97,9 +97,6 @@ svg { max-width: 100%; height: auto; }
 """
 
 
-def _wide(picture: str) -> str: return f'<div class="wide">{picture}</div>'     # a narrow window scrolls it, and its texts stay legible
-
-
 def notes_html(notes: list) -> str:
     "Notes as a list; empty if there are none. All texts are escaped."
     return f'<ul class="notes">{"".join(f"<li>{html.escape(note)}</li>" for note in notes)}</ul>' if notes else ""
@@ -137,13 +134,13 @@ def page(results: Results) -> str:
     "The report as one HTML file."
     escape, table, notes, (names, options) = html.escape, table_of(results), notes_of(results), differences(results)
     columns = [name for name in table[0] if any(row[name] != "-" for row in table)]
-    graphs = "".join(f"<details><summary>{escape(f'{row.label}, {row.env}')}</summary>{_wide(pipeline_svg(row))}</details>"
+    graphs = "".join(f"<details><summary>{escape(f'{row.label}, {row.env}')}</summary>{wide(pipeline_svg(row))}</details>"
                      for row in results.rows)
     commands = "".join(f"<h3>{escape(f'{row.label}, {row.env}')}</h3><pre>{escape(row.command)}</pre>" for row in results.rows)
     body = [table_html(columns, [[row[name] for name in columns] for row in table]), f"<p>{escape(ABOUT)}</p>", notes_html(notes),
-            section("Learning curves", _wide(svg(draw_curves(results), "curves"))),
+            section("Learning curves", wide(svg(draw_curves(results), "curves"))),
             section("All environments together", _together(results)), section("Published figures", _sources(results)),
-            section("The course of the certificate", _wide(svg(figure, "certificate")) if (figure := certificate(results)) else ""),
+            section("The course of the certificate", wide(svg(figure, "certificate")) if (figure := certificate(results)) else ""),
             section("What differs between the configurations", table_html(["option", *names], [(name, *x) for name, x in options])
                      if options else ""),
             section("The pipelines", graphs), section("The commands", commands)]

@@ -26,7 +26,7 @@ from .folder import COSTS, folder_of, load_run
 from .logs import read_metrics, read_records
 from .mailbox import WISHES, ask
 from .progress import format_duration
-from .plots import CERTIFICATE, LABELS, section, style, svg, table_html
+from .plots import CERTIFICATE, LABELS, section, style, svg, table_html, wide
 from ..traces.differences import JOURNAL
 from ..traces.journal import read_journal, told
 
@@ -77,9 +77,9 @@ def _chart(folder: Path, metrics: dict, name: str, text: str) -> str:
 # %% ../../nbs/runs/21_asking.ipynb #26e632c7
 def _graph(folder: Path) -> str:
     "The pipeline, with what its stages cost, if a training has written that."
-    if (folder/COSTS).exists(): return f'<div class="wide">{Profile.load(folder/COSTS).svg()}</div>'
+    if (folder/COSTS).exists(): return wide(Profile.load(folder/COSTS).svg())
     config = load_run(folder).config
-    return f'<div class="wide">{_drawn_graph(folder, json.dumps([config["options"], config.get("edits")]))}</div>'
+    return wide(_drawn_graph(folder, json.dumps([config["options"], config.get("edits")])))
 
 
 @lru_cache(16)

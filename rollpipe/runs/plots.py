@@ -21,7 +21,7 @@ from ..pipes.data.errors import DataError
 
 # %% auto #0
 __all__ = ['LABELS', 'CERTIFICATE', 'group_runs', 'align', 'smooth', 'plain', 'style', 'save_figure', 'finished', 'svg',
-           'table_html', 'section', 'learning_curve']
+           'table_html', 'wide', 'section', 'learning_curve']
 
 # %% ../../nbs/runs/04_plots.ipynb #88c3ba0d
 def group_runs(runs: Iterable) -> dict:
@@ -200,8 +200,10 @@ def table_html(columns: Iterable, rows: Iterable) -> str:
         rows: rows, each a list of the texts of its cells
     """
     cells = lambda tag, texts: "<tr>" + "".join(f"<{tag}>{html.escape(str(x))}</{tag}>" for x in texts) + "</tr>"
-    return (f'<div class="wide"><table><thead>{cells("th", columns)}</thead>'
-            f'<tbody>{"".join(cells("td", row) for row in rows)}</tbody></table></div>')
+    return wide(f'<table><thead>{cells("th", columns)}</thead><tbody>{"".join(cells("td", row) for row in rows)}</tbody></table>')
+
+
+def wide(part: str) -> str: return f'<div class="wide">{part}</div>'     # a narrow window scrolls it, and its texts stay legible
 
 
 def section(title: str, body: str, level: int = 2) -> str:
