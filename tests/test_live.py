@@ -10,8 +10,11 @@ from browser import WHY_NONE, browser
 from command_line import wait_for
 
 from rollpipe.pipes.data.errors import DataError
+from rollpipe.pipes.graph.edits import nodes
+from rollpipe.pipes.profiling.report import LEARNER, Profile
 from rollpipe.results.live import Live
 from rollpipe.runs import Wish, open_run, start
+from rollpipe.runs.asking import view
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.mailbox import Mailbox
 from rollpipe.runs.training import train
@@ -146,3 +149,34 @@ def test_a_long_request_is_refused(over, size):
     with serving(over) as server, pytest.raises(HTTPError, match="404") as refused:
         urlopen(f"{server.url}ask", data=b"x" * size, timeout=20)
     refused.value.close()
+
+
+@pytest.mark.parametrize("algorithm, workers", [("dqn", 0), ("ppo", 0), ("ppo", 2)])
+def test_a_training_writes_what_its_stages_cost(tmp_path, algorithm, workers):
+    "Without workers the shares of all stages, of the learner and of the rest are the whole time."
+    options = dict(n_envs=2, n_steps=32, lanes=2, hidden=(8,), engine="torch", **(dict(warmup=64) if algorithm == "dqn" else {}))
+    run = start(tmp_path/"run", make_config(algorithm, "CartPole-v1", options, steps=1280, workers=workers))
+    train(run, progress=False, tensorboard=False)
+    found = Profile.load(run.folder/"costs.json")
+    assert found.stages[-1].label == LEARNER and found.n_items == run.counters["updates"] - 1 and found.steps_per_s > 0
+    assert not any("timer" in vars(pipe) for pipe in nodes(run.pipe))
+    measured = [x for x in found.stages if x.place != "workers"]
+    assert sum(x.share for x in measured) + found.other == pytest.approx(1, abs=.02)
+    assert len(found.workers) == workers and all(0 < x.busy <= 1 for x in found.workers)
+    assert all(text in view(run.folder) for text in ("the learner", "items/s", *[f"worker {k}: busy" for k in range(workers)]))
+
+
+def test_a_notebook_draws_a_run_until_it_ends(going, monkeypatch):
+    display = pytest.importorskip("IPython.display")
+    shown, cleared = [], []
+    monkeypatch.setattr(display, "display", lambda x: shown.append(x.data))
+    monkeypatch.setattr(display, "clear_output", lambda wait: cleared.append(wait))
+    def interrupt(seconds):
+        if len(shown) == 2: raise KeyboardInterrupt
+    monkeypatch.setattr("rollpipe.runs.asking.sleep", interrupt)
+    open_run(going.folder).live()
+    assert len(shown) == len(cleared) == 2 and all("a process trains it" in x and "<svg" in x for x in shown)
+    open_run(going.folder).ask(steps=1)
+    wait_for(lambda: not (going.folder/"lock").exists())
+    open_run(going.folder).live()
+    assert "no process trains it" in shown[2] and len(shown) == 3

@@ -42,6 +42,17 @@ html h3 { margin: 1em 0 .3em; }
 </style>"""
 
 
+def _form(k: int, folder: Path) -> str:
+    "The buttons for a run, and a field that suggests its options."
+    try: options = load_run(folder).config["options"]
+    except (PipeError, OSError): options = {}     # the folder is gone
+    known = "".join(f'<option value="{html.escape(f"{name}={x}")}">' for name, x in options.items() if isinstance(x, (int, float, str)))
+    buttons = "".join(f'<button name="do" value="{do}">{do.replace("_", " ")}</button>' for do in WISHES)
+    return (f'<form method="post" action="ask"><b>{html.escape(str(folder))}</b><input type="hidden" name="run" value="{k}">{buttons}'
+            f'<input name="set" list="known{k}" aria-label="an option" placeholder="option=value" autocomplete="off"><button>set</button>'
+            f'<datalist id="known{k}">{known}</datalist></form>')
+
+# %% ../../nbs/results/11_live.ipynb #9fcd5854
 class Live(ThreadingHTTPServer):
     """Serves the page of runs on this machine. `url` is its address, with the word that one needs to know.
 
@@ -76,17 +87,6 @@ class Live(ThreadingHTTPServer):
             wish = dict(do=form["do"]) if form.get("do") else parse_options([form.get("set", "")], known)
             self.said = open_run(folder).ask(timeout=_PATIENCE, **wish)
         except (PipeError, OSError, ValueError, LookupError, TypeError) as e: self.said = str(e)
-
-
-def _form(k: int, folder: Path) -> str:
-    "The buttons for a run, and a field that suggests its options."
-    try: options = load_run(folder).config["options"]
-    except (PipeError, OSError): options = {}     # the folder is gone
-    known = "".join(f'<option value="{html.escape(f"{name}={x}")}">' for name, x in options.items() if isinstance(x, (int, float, str)))
-    buttons = "".join(f'<button name="do" value="{do}">{do.replace("_", " ")}</button>' for do in WISHES)
-    return (f'<form method="post" action="ask"><b>{html.escape(str(folder))}</b><input type="hidden" name="run" value="{k}">{buttons}'
-            f'<input name="set" list="known{k}" aria-label="an option" placeholder="option=value" autocomplete="off"><button>set</button>'
-            f'<datalist id="known{k}">{known}</datalist></form>')
 
 
 class _Handler(BaseHTTPRequestHandler):
