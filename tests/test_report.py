@@ -157,7 +157,7 @@ def test_numbers_of_a_report_are_those_of_its_runs(tmp_path, capsys):
     out = capsys.readouterr().out
     line = next(line for line in out.splitlines() if line.startswith("| CartPole-v1"))
     low, high = interval([[r[-1] for r in runs]])
-    assert f"| 420 \\[{low:.0f}, {high:.0f}\\] | 420 +- 15.8 | Somebody: 450 +- 20.0 | 480 \\[480, 480\\] |" in line
+    assert f"| 420 [{low:.0f}, {high:.0f}] | 420 +- 15.8 | Somebody: 450 +- 20.0 | 480 [480, 480] |" in line
     assert "475: never (0 of 5)" in line
     assert sorted(p.name for p in (tmp_path/"out").iterdir()) == [f"report.{x}" for x in ("csv", "html", "jsonl", "md", "png")]
     rows = list(csv.DictReader((tmp_path/"out"/"report.csv").read_text().splitlines()))
@@ -278,7 +278,7 @@ def test_plain_runs_are_reported_by_what_they_differ_in(tmp_path, capsys):
     make_run(tmp_path/"y-s0", [0., 1., 9.], options=dict(max_kl=.5))
     assert rollpipe("report", tmp_path) == 0
     out = capsys.readouterr().out
-    assert re.search(r"trpo CartPole-v1, max\\_kl=0.01 \| 2 of 2", out) and re.search(r"trpo CartPole-v1, max\\_kl=0.5 \| 1 of 1", out)
+    assert re.search(r"trpo CartPole-v1, max_kl=0.01 \| 2 of 2", out) and re.search(r"trpo CartPole-v1, max_kl=0.5 \| 1 of 1", out)
     assert "What differs" in (tmp_path/"report.html").read_text() and rollpipe("report", tmp_path/"y-s0") == 0
 
 

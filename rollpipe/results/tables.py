@@ -174,8 +174,9 @@ ABOUT = ABOUT.replace("\n", " ")
 
 # %% ../../nbs/results/05_tables.ipynb #d8dbd936
 def _plain(text: Any) -> str:
-    "The text, with the special characters of Markdown and HTML escaped."
-    return re.sub(r"([\\`*_\[\]|])", r"\\\1", html.escape(" ".join(str(text).split()), quote=False))
+    "The text, in which what Markdown and HTML would not show as it stands is escaped. So a terminal shows names and intervals as they are."
+    special = r"([\\`*|]|(?<!\w)_|_(?!\w)|\](?=[(\[:]))"      # `a_b` is no emphasis, and `[1, 2]` no link
+    return re.sub(special, r"\\\1", html.escape(" ".join(str(text).split()), quote=False))
 
 
 def table_text(columns: list, rows: list) -> str:

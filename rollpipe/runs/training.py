@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging, shlex
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,29 +26,24 @@ from ..agents.schedules import seconds_of
 from ..settings.config import reading_for
 from ..settings.options import import_words, typed
 from .evaluations import evaluations_of
-from .films import Films
+from .films import films_of
 from .locks import unlock
 from .mailbox import Mailbox, attended, is_due, made_again
 from .logs import MetricWriter, metric_writer
 from ..pipes.graph import torchdata
 from ..pipes.data.errors import DataError
 from ..pipes.graph.edits import find, nodes
+from ..pipes.profiling.ongoing import Ongoing
 from ..pipes.recording.data_sampler import DataSampler
 from ..pipes.taps import Meter
 from .progress import Progress
 from .signals import signals_wait_for_saving, uninterrupted
-from .folder import Run, needed_modules
+from .folder import COSTS, Run, needed_modules
 
 # %% auto #0
 __all__ = ['reading', 'journal_of', 'Wish', 'Updates', 'train']
 
 # %% ../../nbs/runs/14_training.ipynb #c1e054ea
-def _films(run: Run) -> AbstractContextManager:
-    "A context with the `Films` of a run, or with None if it has none."
-    if not (config := run.config).get("video_every"): return nullcontext()
-    return Films(run.folder, config["env"], run.agent.actor, config["video_every"], env_kwargs=config["env_kwargs"], seed=config["seed"])
-
-
 @contextmanager
 def reading(run: Run) -> Iterator[tuple]:
     "The batches of a run, collected in this process or by workers, a function that returns metrics about the workers, and the graph."
@@ -214,16 +209,17 @@ def _trained(run: Run, mailbox: Mailbox, callback: Callable | None, progress: bo
     "Train to the end, or to an edit. Returns the last record, and the edited run."
     counters, config, updates, record, steps = run.counters, run.config, Updates(run, callback), {}, run.config["steps"]
     with (ranks.distributed(run.agent, size=config.get("ranks", 1)), Progress(steps, counters["steps"], disable=not progress) as bar,
-          _films(run) as films, evaluations_of(run) as evaluations, reading(run) as (batches, health, graph),  # films fork
-          journal_of(run) as updates.journal,
+          films_of(run) as films, evaluations_of(run) as evaluations, reading(run) as (batches, health, graph),  # films fork
+          Ongoing(graph, batches, None if ranks.rank() else run.folder/COSTS) as measured, journal_of(run) as updates.journal,
           metric_writer(run.folder, tensorboard, counters["steps"], wandb=wandb, config=config) as writer,  # last: it starts threads
           _saved(updates, graph)):
+        updates.make = measured.learner(updates.make)
         updates.start_clock()
         while updates.goes_on(evaluations):
             if record and (mailbox.waits() or is_due(run)) and (after := updates.attend(mailbox)) is not run: return record, after
             with uninterrupted(updates.signals) as delay:
                 delay.collecting()
-                try: batch = next(batches)
+                try: batch = next(measured.items)
                 except StopIteration: break
                 except BaseException:
                     if run.stream: run.stream.end()
@@ -231,6 +227,7 @@ def _trained(run: Run, mailbox: Mailbox, callback: Callable | None, progress: bo
                 delay.learning()
                 record = updates.learn(batch, health, evaluations.poll() if evaluations else [], writer, bar)
                 if delay.agree(updates.is_due(evaluations)): updates.save()
+                measured.after(counters["steps"])
                 updates.waiting = perf_counter()
             is_last = counters["steps"] >= steps
             if films: films.after(counters["updates"], is_last)
