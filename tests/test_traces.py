@@ -3,7 +3,9 @@ import errno
 import functools
 import json
 import logging
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +23,7 @@ from rollpipe.pipes import Lanes, Pipe, ProcessReading, Tap, on_policy
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs import training
 from rollpipe.runs.folder import resume, start
+from rollpipe.runs.logs import read_records
 from rollpipe.runs.repeat import verify
 from rollpipe.runs.states import edited
 from rollpipe.runs.training import train
@@ -391,6 +394,53 @@ def test_a_resumed_run_says_what_changed(tmp_path, monkeypatch, caplog):
     assert list(read_fingerprints(run.folder)) == [0, 2]
     (run.folder/FINGERPRINTS).write_text("{")
     with pytest.raises(DataError, match="fingerprint.json: damaged"): read_fingerprints(run.folder)
+
+
+class OfAProcess(gym.Wrapper):
+    "Observations that depend on the process, which no test within one process can find."
+    def step(self, action):
+        obs, *rest = self.env.step(action)
+        return obs * np.float32(1 + os.getpid() % 1000 / 1e6), *rest
+
+
+gym.register("OfAProcess-v0", lambda **_: OfAProcess(gym.make("CartPole-v1").unwrapped), max_episode_steps=500)
+
+
+def killed(folder, **run):
+    "A training in another process, which is killed in its fifth update and has a checkpoint after the second one, and after the fourth."
+    def main():
+        def callback(run, record):
+            if record["updates"] == 5: os.kill(os.getpid(), signal.SIGKILL)
+        config = make_config("ppo", "OfAProcess-v0", SMALL, steps=12_000, checkpoint_every=2, keep=9, **run)
+        train(start(folder, config), progress=False, tensorboard=False, callback=callback)
+    child = multiprocessing.get_context("fork").Process(target=main)
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL and [e.updates for e in read_journal(folder/JOURNAL)] == [1, 2, 3, 4, 5]
+    return folder
+
+
+def test_what_goes_on_otherwise_in_a_new_process_is_told(tmp_path, caplog):
+    "The fifth update is made once more, and its numbers are others, in the first row after the state that was restored."
+    run = resume(killed(tmp_path/"run"))
+    assert run.config["inexact"] is None
+    with caplog.at_level(logging.WARNING, "rollpipe"): train(run, progress=False, tensorboard=False)
+    (record,) = caplog.records
+    assert record.message == (f"{run.folder} does not go on as it did before: update 5: .state.obs differs first (row 1, column 0: lane 0, "
+                              "environment 0 of it), the weights were equal before: collection differs")
+    assert [r.get("inexact", 0) for r in read_records(run.folder)] == [0] * 4 + [1] * 4
+
+
+def test_an_exact_run_does_not_go_on_otherwise(tmp_path):
+    run = killed(tmp_path/"run", exact=True)
+    before = (run/JOURNAL).read_bytes(), (run/"checkpoint.safetensors").read_bytes()
+    for _ in range(2):
+        with pytest.raises(DataError, match="leaf exact: .* does not go on as it did before: update 5: .state.obs differs first .row 1"):
+            train(resume(run), progress=False, tensorboard=False)
+        assert ((run/JOURNAL).read_bytes(), (run/"checkpoint.safetensors").read_bytes()) == before
+    again = resume(run)
+    again.config["exact"] = False
+    assert train(again, progress=False, tensorboard=False)["inexact"] == 1
 
 
 def test_a_run_without_a_journal_begins_one(whole, tmp_path):

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from .states import edited
+from .states import edited, journal_of
 from ..settings.checks import is_over
 from ..agents.checkpoint import Checkpoint, kept_checkpoints, save_checkpoint
 from ..pipes.data.errors import CheckpointError, DataError
@@ -23,9 +23,9 @@ from .changes import before_edits, edited_run
 from .folder import FORKED, Run, load_run, resume, start
 from .locks import unlock
 from .logs import read_records
-from .training import Updates, journal_of, reading
+from .training import Updates, reading
 from ..traces.differences import FINGERPRINTS, JOURNAL, RunDifference, diff
-from ..traces.journal import read_journal
+from ..traces.journal import cut, read_journal
 
 # %% auto #0
 __all__ = ['stored', 'repetition', 'beginning', 'checkpoint_at', 'records_of', 'edits_after', 'repeated', 'verify',
@@ -64,6 +64,7 @@ def repetition(folder: Path, found: Checkpoint, *edits: Callable, home: Path | N
         else:
             there.mkdir(exist_ok=True)
             for name in (JOURNAL, FINGERPRINTS): shutil.copy(folder/name, there)
+            cut(there/JOURNAL, found.counters["updates"])     # `verify` and others compare, and say what differs
             if home is None: Path(there, "replay").symlink_to((folder/"replay").resolve())     # chunks, which are only read
             stored(there/"checkpoint.safetensors", found, config)
             run = resume(there)
