@@ -5,6 +5,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs import training
 from rollpipe.runs.folder import resume, start
 from rollpipe.runs.logs import read_records
-from rollpipe.runs.repeat import verify
+from rollpipe.runs.repeat import numbers, verify
 from rollpipe.runs.states import edited
 from rollpipe.runs.training import train
 from rollpipe.settings.config import make_config
@@ -327,6 +328,23 @@ def test_a_change_in_learning_is_told_from_one_in_collection(whole, tmp_path):
         if record["updates"] == 2: run.agent.lr = run.agent.optimizer.param_groups[0]["lr"] = .01
     train(run, progress=False, tensorboard=False, callback=callback)
     assert str(diff(whole, run.folder).parting) == "update 3: the weights of actor, critic differ, and the batches do not: learning differs"
+    with pytest.raises(DataError, match="does not repeat here"): numbers(whole, run.folder, diff(whole, run.folder).parting)
+
+
+@pytest.mark.parametrize("algorithm, options, told", [
+    ("ppo", dict(seed=3), r"update 1: batch\.state\.obs\[0, 0, 0\]"),
+    ("ppo", dict(lr=1e-4), r"the weights after it: \['actor'\]\['head\.logits\.bias'\]\[0\]"),
+    ("dqn", dict(lr=1e-4), r"update \d+: batch\.actor\['q'\]\[0, 0, 0\]"),
+])
+def test_both_numbers_are_told_when_both_runs_make_them_once_more(algorithm, options, told, tmp_path):
+    base = dict(SMALL) if algorithm == "ppo" else dict(warmup=100)
+    steps, seed = (1536 if algorithm == "ppo" else 4200), dict(seed=options.get("seed", 0))
+    options = {name: x for name, x in options.items() if name != "seed"}
+    a, b = trained(tmp_path/"a", algorithm, steps, base), trained(tmp_path/"b", algorithm, steps, {**base, **options}, **seed)
+    at = diff(a, b).parting
+    found = re.fullmatch(told + r": (\S+) != (\S+)", numbers(a, b, at))
+    assert found and float(found[1]) != float(found[2])
+    assert numbers(a, a, at) == "the updates are equal when they are made once more"
 
 
 @pytest.mark.parametrize("algorithm, options", [("ppo", None), ("dqn", dict(lanes=2, n_envs=2, warmup=100))])
