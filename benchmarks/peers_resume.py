@@ -5,8 +5,8 @@
 PATH is the interpreter of a virtual environment with `stable-baselines3`, `tianshou` and `torchrl`. Each training is made three times, in
 three processes: 2N updates; N updates, after which it is saved as the documentation of the library says, with everything that it names; and
 N updates of what was loaded from there. The environments are those of gymnasium, in a wrapper that sums up their observations (CRC-32).
-After each update there is a record: the sum of the observations since the last one, and that of the weights. The second training has to have
-the first records of the first one, or else the library does not repeat itself here. One that continues exactly has its last records, too.
+After each update there is a record: the sum of the observations since the last one, and that of the weights. The second training has to
+have the first records of the first one, or else the library does not repeat itself here. One that continues exactly has its last ones.
 
 Options that would change with the planned number of updates, such as rates that fall, are constant. CleanRL has no checkpoints; its page on
 resuming saves the weights of the agent, which is done here with the loop of `peer_cleanrl.py`, written anew in its style.
@@ -26,14 +26,18 @@ SEED, N_ENVS = 0, 2
 
 class Ledger:
     "The records of a training."
-    def __init__(self): self.records, self.crc = [], 0
+    def __init__(self): self.records, self.crc, self.begun = [], 0, None
     def saw(self, obs): self.crc = crc32(np.ascontiguousarray(obs), self.crc)
+    def begin(self, parameters): self.records, self.crc, self.begun = [], 0, self.sum(parameters)
 
     def line(self, parameters):
+        self.records.append((self.crc, self.sum(parameters)))
+        self.crc = 0
+
+    def sum(self, parameters):
         weights = 0
         for x in parameters: weights = crc32(x.detach().numpy().tobytes(), weights)
-        self.records.append((self.crc, weights))
-        self.crc = 0
+        return weights
 
 
 ledger = Ledger()
@@ -63,9 +67,10 @@ def rollpipe(algorithm, env, n, old, new, steps=256):
     size = options["n_envs"] * options["n_steps"]
     if old: run = resume(old, steps=2 * n * size)
     else: run = start(new, make_config(algorithm, env, options, steps=n * size, seed=SEED))
-    ledger.__init__()     # without the steps of the test at the start
     networks = [x for x in vars(run.agent).values() if isinstance(x, torch.nn.Module)]
-    def callback(run, record): ledger.line(x for network in networks for x in network.parameters())
+    def weights(): return (x for network in networks for x in network.parameters())
+    def callback(run, record): ledger.line(weights())
+    ledger.begin(weights())     # without the steps of the test at the start
     train(run, progress=False, tensorboard=False, callback=callback)
 
 
@@ -84,6 +89,7 @@ def sb3(algorithm, env, n, old, new, normalize=False):
     if old: model = kind.load(old/"model.zip", env=vec, device="cpu")
     else: model = kind("MlpPolicy", vec, seed=SEED, device="cpu", **more)
     if old and algorithm != "ppo": model.load_replay_buffer(old/"replay_buffer.pkl")
+    ledger.begin(model.policy.parameters())
 
     class Line(BaseCallback):
         def _on_step(self): return True
@@ -122,6 +128,7 @@ def tianshou(algorithm, env, n, old, new):
     if old:
         learner.load_state_dict(torch.load(old/"checkpoint.pt", weights_only=False))
         buffer = pickle.loads((old/"buffer.pkl").read_bytes())
+    ledger.begin(learner.parameters())
     def line(epoch, step): step and ledger.line(learner.parameters())
     collector = Collector(learner, envs, buffer, exploration_noise=True)
     learner.run_training(params(training_collector=collector, max_epochs=1, epoch_num_steps=n * size, collection_step_num_env_steps=size,
@@ -152,8 +159,9 @@ def torchrl(algorithm, env, n, old, new):
         loss = ClipPPOLoss(policy, ValueOperator(mlp(out_features=1), in_keys=["observation"]))
         loss.make_value_estimator()
     else:
-        greedy = QValueActor(mlp(out_features=n_actions), spec=envs.action_spec, action_space="categorical")
-        explore = EGreedyModule(envs.action_spec, eps_init=.1, eps_end=.1)
+        spec = make().action_spec
+        greedy = QValueActor(mlp(out_features=n_actions), spec=spec, action_space="categorical")
+        explore = EGreedyModule(spec, eps_init=.1, eps_end=.1)
         policy, loss = TensorDictSequential(greedy, explore), DQNLoss(greedy, action_space="categorical", delay_value=True)
         loss.make_value_estimator()
         more = dict(replay_buffer=TensorDictReplayBuffer(storage=LazyTensorStorage(4096), batch_size=32))
@@ -164,6 +172,7 @@ def torchrl(algorithm, env, n, old, new):
     if old:
         checkpoint.load(old/"checkpoint")
         collector.total_frames += n * size     # the count of frames goes on
+    ledger.begin(loss.parameters())
     def step(x):
         sum(value for key, value in loss(x).items() if key.startswith("loss")).backward()
         optimizer.step()
@@ -189,6 +198,7 @@ def cleanrl(algorithm, env, n, old, new):
     from peer_cleanrl import Loop
     loop = Loop(env, SEED)
     if old: loop.agent.load_state_dict(torch.load(old/"agent.pt"))
+    ledger.begin(loop.agent.parameters())
     for _ in range(n):
         loop.update(loop.collect())
         ledger.line(loop.agent.parameters())
@@ -238,19 +248,19 @@ def make_all(phase, root, names):
         old = root/f"first {name}" if phase == "rest" else None
         new = old if old and package == "rollpipe" else root/f"{phase} {name}"     # a run goes on in its folder
         new.mkdir(exist_ok=True)
-        ledger.__init__()
         try: function(2 * n if phase == "whole" else n, old, new)
         except Exception as e: found[name] = dict(error=f"{type(e).__name__}: {e}")
-        else: found[name] = dict(records=ledger.records, version="" if " " in package else version(package))
+        else: found[name] = dict(records=ledger.records, begun=ledger.begun, version="" if " " in package else version(package))
     print(json.dumps(found))
 
 
 def row(name, whole, first, rest):
     "A row of the table."
     n, saves = CASES[name][1], CASES[name][3]
-    if errors := [x["error"] for x in (whole, first, rest) if "error" in x]: return [name, "", saves, "failed", errors[0]]
-    whole, first, rest, number = *(x["records"] for x in (whole, first, rest)), whole["version"]
-    return [name, number, saves, first_difference(whole[:n], first), first_difference(whole[n:], rest)]
+    if errors := [x["error"] for x in (whole, first, rest) if "error" in x]: return [name, "", saves, "failed", errors[0], ""]
+    before, after = whole["records"][:n], whole["records"][n:]
+    loaded = "the same" if rest["begun"] == before[-1][1] else "others"
+    return [name, whole["version"], saves, first_difference(before, first["records"]), loaded, first_difference(after, rest["records"])]
 
 
 def main():
@@ -260,7 +270,8 @@ def main():
     parser.add_argument("--phase", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.phase: return make_all(args.phase[0], Path(args.phase[1]), args.only)
-    print("| training | version | what is saved | differs before it is saved | differs first after loading |\n|---|---|---|---|---|", flush=True)
+    titles = "training", "version", "what is saved", "differs before it is saved", "loaded weights", "differs first after loading"
+    print("|", " | ".join(titles), "|\n" + "|---" * len(titles) + "|", flush=True)
     here = [name for name in args.only if name.startswith(HERE)]
     for python, names in ((sys.executable, here), (args.peer_python, [name for name in args.only if name not in here])):
         with tempfile.TemporaryDirectory() as place:
