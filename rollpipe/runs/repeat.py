@@ -228,9 +228,9 @@ def numbers(a: str | Path, b: str | Path, at: Parting) -> str:
 # %% ../../nbs/runs/16_repeat.ipynb #e2710823
 def diff_command(args: Namespace) -> None:
     "Print how two runs differ."
-    found = diff(*args.runs)
-    print(found)
-    if args.numbers and found.parting is not None: print(numbers(*args.runs, found.parting))
+    a, b = args.runs
+    print(found := diff(a, b))
+    if args.numbers and found.parting is not None: print(numbers(a, b, found.parting))
 
 
 def verify_command(args: Namespace) -> None:
