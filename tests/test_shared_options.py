@@ -15,7 +15,6 @@ from rollpipe.agents.schedules import DecayingEpsilon
 from rollpipe.agents.shared_options import ByAdam, Discounted, EntropyBonus, ScaledAdvantages, check_options, meanings
 from rollpipe.agents.tabular import QLearning
 from rollpipe.settings.algorithms import ALGORITHMS, options_for
-from rollpipe.cli.main import build_parser
 from rollpipe.layers.unit_box import UnitBox
 from rollpipe.pipes.data.errors import DataError
 
@@ -73,14 +72,6 @@ def test_an_option_means_the_same_everywhere():
         for name, option in learner_options(algorithm).items():
             assert option.help, (algorithm, name)
             if name in SHARED: assert (option.help == TOLD[name]) == (name not in OWN_MEANING.get(algorithm, ())), (algorithm, name)
-
-
-@pytest.mark.parametrize('algorithm', ALGORITHMS)
-def test_the_help_of_the_command_line_lists_them(algorithm, capsys):
-    with pytest.raises(SystemExit): build_parser().parse_args(['train', algorithm, '--help'])
-    text = ' '.join(capsys.readouterr().out.split())
-    for name, option in learner_options(algorithm).items():
-        assert option.flag in text and option.help in text, name
 
 
 class Actor(nn.Module):
