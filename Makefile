@@ -64,7 +64,7 @@ notebooks: $(STAMP)  ## run every notebook, each in a process of its own, forked
 	@ROLLPIPE_SHORT=1 exec $(BIN)/python tests/notebooks.py --jobs $(JOBS)
 
 pytest: $(STAMP)  ## the tests, without the slow ones, some files at a time: more than there are cores, as many tests wait
-	@$(BIN)/python -m pytest -q --numprocesses $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -q --numprocesses $$(($(JOBS) + 2)) --dist loadfile --no-loadscope-reorder
 
 slow: $(STAMP)  ## the learning tests, many minutes
 	@$(BIN)/python -m pytest -q -m slow --timeout 3600
