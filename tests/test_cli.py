@@ -580,6 +580,7 @@ def test_killed_run_resumes_from_its_last_checkpoint(tmp_path):
 
 
 def test_output_that_nobody_reads():
+    "Of `python -m rollpipe`."
     with python("graph", "trpo", "CartPole-v1") as child:
         child.stdout.close()
         assert child.stderr.read() == "" and child.wait() == 0
