@@ -28,6 +28,7 @@ from rollpipe.runs.logs import read_metrics
 from rollpipe.settings.algorithms import ALGORITHMS, options_for
 from rollpipe.settings.config import build, make_config
 from rollpipe.settings.options import parse_env_kwargs, parse_value
+from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs.folder import discard, load_run, restore, resume, start
 from rollpipe.runs.training import train
@@ -163,15 +164,6 @@ def tiny(algorithm, folder, checkpoint_every=2):
     return make_config(algorithm, task_of(algorithm), options, steps=256, checkpoint_every=checkpoint_every)
 
 
-def assert_equal(a, b):
-    "Nested states are equal, bit for bit."
-    if isinstance(a, torch.Tensor): assert torch.equal(a, b)
-    elif isinstance(a, (dict, list, tuple)):
-        assert type(a) is type(b) and len(a) == len(b)
-        for key in a if isinstance(a, dict) else range(len(a)): assert_equal(a[key], b[key])
-    else: assert a == b
-
-
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_every_algorithm_trains_is_saved_goes_on_and_plays(algorithm, tmp_path, capsys):
     words = ["--preset", "none"]
@@ -186,26 +178,11 @@ def test_every_algorithm_trains_is_saved_goes_on_and_plays(algorithm, tmp_path, 
     if "engine" in wanted["options"]:      # the one that 'auto' was
         wanted["options"]["engine"] = "onnxruntime" if find_spec("onnxruntime") and find_spec("onnx") else "torch"
     assert found.config == {**wanted, "kept": found.config["kept"], "inexact": found.config["inexact"]}
+    assert first_difference(restore(found)[0].state_dict(), found.agent_state) is None
     assert rollpipe("train", "--resume", tmp_path/"a", "--steps", 384, "--quiet", "--no-tensorboard") == 0
     assert read_metrics(tmp_path/"a")["steps"].tolist() == [64*i for i in range(1, 7)]
     assert rollpipe("evaluate", tmp_path/"a", "--episodes", 2, "--seed", 0) == 0
     assert "mean, standard error of 2 episodes" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
-def test_every_algorithm_is_restored_whole(algorithm, tmp_path):
-    run = start(tmp_path/"a", tiny(algorithm, tmp_path))
-    train(run, progress=False, tensorboard=False)
-    found = load_run(tmp_path/"a")
-    again, pipe = restore(found)
-    assert_equal(run.agent.state_dict(), again.state_dict())
-    batches = iter(pipe)
-    for _, batch in zip(range(2), batches):  # the samples of a replayed batch can be drawn only once
-        if hasattr(batch, "fresh"): batch = batch._replace(samples=list(batch.samples))
-        one, two = run.agent.update(batch), again.update(batch)
-        assert {k: v for k, v in one.items() if "seconds" not in k} == {k: v for k, v in two.items() if "seconds" not in k}
-    assert_equal(run.agent.state_dict(), again.state_dict())
-    batches.close()
 
 
 # -- evaluate, plot, graph, demo ---------------------------------------------------------------------------------------
