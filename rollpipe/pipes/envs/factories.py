@@ -110,6 +110,9 @@ class EnvFactory:
             hint = extra_for(self.source, e) if isinstance(self.source, str) else None
             raise EnvError(f"the environment could not be made: {describe_exception(e)}", env=self.name, expected=hint) from e
         if isinstance(env, gym.Env) or is_vector(env): return env
+        if hasattr(env, 'possible_agents'):
+            raise EnvError("an environment of many agents is no single one", env=self.name, got=type(env).__name__,
+                           expected="a factory that returns `Agents(make)` of `rollpipe.pipes.envs.agents`")
         raise EnvError("the factory returned no environment", env=self.name, got=type(env).__name__,
                        expected="a gymnasium.VectorEnv or gymnasium.Env; a `TensorEnv` goes to `TensorCollector`")
 

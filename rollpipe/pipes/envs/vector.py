@@ -17,7 +17,7 @@ from .batch import Batch, played
 from .rows import Row, Rows
 from .checked_vector import CheckedVector, close_vector
 from .factories import Claim, EnvFactory, env_seeds, is_vector, spaces_of
-from .infos import VectorInfos
+from .infos import SingleInfos, VectorInfos
 from .single import EnvBatch
 
 # %% ../../../nbs/pipes/10_envs/10_vector.ipynb #72759db7
@@ -25,7 +25,8 @@ class VectorBatch(Batch):
     """The environments of one vector environment. Its results are checked against the spaces of one environment.
 
     Observations are stored in the dtype of the space. Raises `EnvError`, `ActorError` or `DataError` with the leaf and, where it is
-    known, the index of the environment, and `SpaceError` for a space without a fixed-size array form.
+    known, the index of the environment, and `SpaceError` for a space without a fixed-size array form. Those that an `Agents` names in
+    `resting` make no transition.
 
     Args:
         vec: gymnasium `VectorEnv`, or synchronous EnvPool
@@ -41,6 +42,7 @@ class VectorBatch(Batch):
                  closes: bool = True, keeper: Any = None, **where: Any):
         self.vec, self.closes, self.where, self.vec_name, self.claim = vec, closes, where, name or type(vec).__name__, Claim()
         self.one = None if keeper is None else keeper.begin(vec)
+        self.agents = core if hasattr(core := getattr(vec, 'unwrapped', vec), 'resting') else None      # an `Agents`
         try:
             self.vector = CheckedVector(vec, seed, self.claim)
             self.vector.vec = played(vec, self.one, keeper)
@@ -49,22 +51,22 @@ class VectorBatch(Batch):
             self.close()
             self._locate(e, self.vec_name)
             raise
-        self._infos = VectorInfos(len(self), info_keys, str((seed.entropy, self.vec_name)))
-        self._resetting = np.zeros(len(self), bool)     # True where the next step is a reset (mode NEXT_STEP)
+        self._infos: Any = (VectorInfos if self.agents is None else SingleInfos)(len(self), info_keys, str((seed.entropy, self.vec_name)))
+        self._resetting = np.zeros(len(self), bool)     # True where the next step is a reset (mode NEXT_STEP), or an agent rests
 
     @property
     def acting(self) -> np.ndarray: return ~self._resetting
 
     def name(self, b: int) -> str:
         "The name of environment `b` in error messages."
-        return f"{b} ({self.vec_name})"
+        return f"{b} ({self.vec_name if self.agents is None else f'{self.agents.agent(b)} of {self.vec_name}'})"
 
     def reset_into(self, row: Row) -> None:
         try: self.vector.reset(row)
         except PipeError as e:
             self._locate(e, self.vec_name)
             raise
-        self._resetting[:] = False
+        self._resetting = np.zeros(len(self), bool) if self.agents is None else self.agents.resting
         self._begin(row)
 
     def step_into(self, rows: Rows, t: int, array: Any) -> tuple:
@@ -74,12 +76,12 @@ class VectorBatch(Batch):
             self._check_obs(step)
             self._check_rewards(step, rew)
             valid, over, final = self._all, ends, {}
-            if self.vector.mode == 'NextStep':
+            if self.vector.mode == 'NextStep' or self.agents is not None:
                 if np.count_nonzero(self._resetting): valid, over = self._without_resets(step, ends)
-                self._resetting = ends
+                self._resetting = ends if self.agents is None else self.agents.resting
             ended = over.nonzero()[0].tolist()
             if ended: final = self._final(step, ends, infos)
-            info = self._infos.record(infos, ends, valid)
+            info = self._infos.record(infos, ends, valid) if self.agents is None else self._infos.record(infos['agents'], valid)
             if ended and self._infos.awaited: self._infos.say_awaited()
         except PipeError as e:
             self._locate(e, self.vec_name)
