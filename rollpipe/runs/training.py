@@ -20,6 +20,7 @@ from ..traces.differences import JOURNAL, keep_fingerprint
 from ..traces.fingerprint import fingerprint
 from ..traces.journal import Journal
 from ..traces.crash import FlightRecorder
+from ..agents.learner import policy_of
 from ..agents.metrics import METRICS, OF_THE_LOOP, EpisodeReturns, added
 from ..pipes.data import files
 from ..agents.schedules import seconds_of
@@ -46,7 +47,8 @@ __all__ = ['reading', 'journal_of', 'Wish', 'Updates', 'train']
 def _films(run: Run) -> AbstractContextManager:
     "A context with the `Films` of a run, or with None if it has none."
     if not (config := run.config).get("video_every"): return nullcontext()
-    return Films(run.folder, config["env"], run.agent.actor, config["video_every"], env_kwargs=config["env_kwargs"], seed=config["seed"])
+    return Films(run.folder, config["env"], policy_of(run.agent), config["video_every"], env_kwargs=config["env_kwargs"],
+                 seed=config["seed"])
 
 
 @contextmanager
