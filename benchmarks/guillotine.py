@@ -8,7 +8,8 @@ first batch after a resume, and while a checkpoint is written. Of several ranks,
 of pipes, every metric but those of a clock, and the evaluations have to be the same, bit for bit. A case that is expected to be inexact
 has to say so when it starts, and when it goes on. One line is printed for each round. The exit status is 1 if a number differs.
 """
-import argparse, functools, json, logging, multiprocessing, os, random, shutil, signal, socket, sys, tempfile, threading, time, traceback, warnings
+import argparse, functools, json, logging, multiprocessing, os, random
+import shutil, signal, socket, sys, tempfile, threading, time, traceback, warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple

@@ -243,7 +243,7 @@ class ActorCriticLearner(EntropyBonus, GradientLearner):
         self.tell_actor(batch)
         self.count()
         self.count_steps(batch)
-        ranks.check_state(self)
+        self.end()
         return metrics | begun | dict(seconds_update=perf_counter() - start)
 
     def improve(self, batch: Fragment) -> dict:

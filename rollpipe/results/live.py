@@ -5,106 +5,79 @@
 # %% ../../nbs/results/11_live.ipynb #ec98a190
 from __future__ import annotations
 
-import html, json, secrets, time
+import html, secrets, socket, time
 from argparse import Namespace
 from collections.abc import Sequence
-from functools import lru_cache, partial
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Lock, Timer
 from typing import Any
 from urllib.parse import parse_qs
 
-import numpy as np
-
-from ..pipes.data.errors import PipeError, describe_exception
-from ..pipes.graph.edits import draw
-from ..runs.asking import open_run
+from ..pipes.data.errors import PipeError
+from ..runs.asking import open_run, view
 from ..runs.folder import load_run
-from ..runs.logs import read_metrics
 from ..runs.mailbox import WISHES
-from ..runs.plots import LABELS, svg
 from ..settings.algorithms import options_for
-from ..settings.config import RUN_OPTIONS, build
+from ..settings.config import RUN_OPTIONS
 from ..settings.options import parse_options
-from .curves import panels
-from .page import CERTIFICATE, document, section, table_html
+from .page import document
 
 # %% auto #0
-__all__ = ['view', 'Live', 'live_command']
-
-# %% ../../nbs/results/11_live.ipynb #68082ed6
-_EVERY, _PATIENCE = 10, 20.     # seconds between pictures, and for which a button waits for its answer
-
-
-def _course(axes: Any, metrics: dict, name: str) -> None:
-    ok = np.isfinite(metrics[name])
-    parts = [np.array_split(metrics[of][ok], min(300, int(ok.sum()))) for of in ("steps", name)]
-    axes.plot(*([x.mean() for x in part] for part in parts), linewidth=1.2)
-
-
-@lru_cache(16)
-def _pipeline(folder: Path, config: str) -> str:
-    "The drawing of the pipeline of a run with this configuration."
-    return draw(build(load_run(folder).config)[1])._repr_svg_()
-
-
-def view(folder: str | Path) -> str:
-    "The run in a folder as HTML: curves, the seconds of its last update, its pipeline, and its edits. Errors are told."
-    folder, parts = Path(folder), []
-    for title, part in dict(Curves=_curves, Costs=_costs, Pipeline=_graph, Journal=_journal).items():
-        try: parts.append(section(title, part(folder)))
-        except Exception as e: parts.append(section(title, f"<p>{html.escape(describe_exception(e))}</p>"))     # perhaps not yet written
-    return "".join(parts)
-
-
-def _curves(folder: Path) -> str:
-    metrics = read_metrics(folder)
-    names = {"return_mean": LABELS["return_mean"], "eval_return_mean": LABELS["eval_return_mean"], **CERTIFICATE}
-    charts = {text: partial(_course, metrics=metrics, name=name) for name, text in names.items()
-              if name in metrics and np.isfinite(metrics[name]).any()}
-    return svg(panels(charts, LABELS["steps"]), str(folder)) if charts else "<p>No episode has ended.</p>"
-
-
-def _costs(folder: Path) -> str:
-    last = {name: x[-1] for name, x in read_metrics(folder).items()}
-    names = "steps", "updates", "seconds", "lag", "workers", "restarts"
-    shown = [(name, f"{x:,.4g}") for name, x in last.items() if name.startswith(names)]
-    note = "<p>What each stage costs is not written by a training: rollpipe profile measures it.</p>"
-    return table_html(("of the last update", ""), shown) + note
-
-
-def _graph(folder: Path) -> str:
-    config = load_run(folder).config
-    return _pipeline(folder, json.dumps([config["options"], config.get("edits")]))
-
-
-def _journal(folder: Path) -> str: return table_html(("updates", "steps", "edits"), open_run(folder).journal())
+__all__ = ['Live', 'live_command']
 
 # %% ../../nbs/results/11_live.ipynb #e51887a0
-class Live(HTTPServer):
+_EVERY, _PATIENCE, _LONGEST = 10, 20., 30.    # seconds between pictures, for which a button waits for its answer, and of a connection
+_LAYOUT = """<style>
+html body { margin: 0 auto; padding: .6em; height: 100vh; box-sizing: border-box; display: flex; flex-direction: column; }
+form { display: flex; flex-wrap: wrap; gap: .3em; align-items: center; margin: 0 0 .5em; }
+form b { margin-right: .5em; }
+iframe { flex: 1; min-height: 20em; border: 0; border-top: 1px solid #dde2ea; }
+</style>"""
+_FRAME = """<style>
+html body { margin: 0; padding: 0; max-width: none; }
+html h1 { display: none; }
+html h3 { margin: 1em 0 .3em; }
+</style>"""
+
+
+def _form(k: int, folder: Path) -> str:
+    "The buttons for a run, and a field that suggests its options."
+    try: options = load_run(folder).config["options"]
+    except (PipeError, OSError): options = {}     # the folder is gone
+    known = "".join(f'<option value="{html.escape(f"{name}={x}")}">' for name, x in options.items() if isinstance(x, (int, float, str)))
+    buttons = "".join(f'<button name="do" value="{do}">{do.replace("_", " ")}</button>' for do in WISHES)
+    return (f'<form method="post" action="ask"><b>{html.escape(str(folder))}</b><input type="hidden" name="run" value="{k}">{buttons}'
+            f'<input name="set" list="known{k}" aria-label="an option" placeholder="option=value" autocomplete="off"><button>set</button>'
+            f'<datalist id="known{k}">{known}</datalist></form>')
+
+# %% ../../nbs/results/11_live.ipynb #9fcd5854
+class Live(ThreadingHTTPServer):
     """Serves the page of runs on this machine. `url` is its address, with the word that one needs to know.
 
     Args:
         folders: folders of runs
     """
+    daemon_threads = True
+
     def __init__(self, folders: Sequence):
         self.folders, self.token, self.said = [open_run(path).folder for path in folders], secrets.token_urlsafe(24), ""
+        self.drawing = Lock()     # matplotlib draws one picture at a time
         super().__init__(("127.0.0.1", 0), _Handler)     # any free port
         self.host = f"127.0.0.1:{self.server_port}"
         self.url = f"http://{self.host}/{self.token}/"
 
     def controls(self) -> str:
         "The page, whose frame is loaded anew by itself."
-        forms = "".join(f'<form method="post" action="ask"><b>{html.escape(str(path))}</b> <input type="hidden" name="run" value="{k}">'
-                        + "".join(f'<button name="do" value="{do}">{do.replace("_", " ")}</button> ' for do in WISHES)
-                        + '<input name="set" placeholder="max_kl=0.01"><button>set</button></form>' for k, path in enumerate(self.folders))
-        frame = '<iframe src="view" title="runs" style="width:100%;height:80vh;border:0"></iframe>'
-        return document("rollpipe live", [forms, f"<p>{html.escape(self.said)}</p>", frame], "; form-action 'self'; frame-src 'self'")
+        frame, said = '<iframe src="view" title="runs"></iframe>', f'<div role="status">{html.escape(self.said)}</div>'
+        body = [*(_form(k, path) for k, path in enumerate(self.folders)), said, frame]
+        return document("rollpipe live", body, "; form-action 'self'; frame-src 'self'", _LAYOUT)
 
     def pictures(self) -> str:
         "The content of the frame."
-        body = [f"<h1>{html.escape(str(path))}</h1>{view(path)}" for path in self.folders]
-        return document(f"Runs at {time.strftime('%X')}", body, head=f'<meta http-equiv="refresh" content="{_EVERY}">')
+        with self.drawing: body = [f"<h2>{html.escape(str(path))}</h2>{view(path)}" for path in self.folders]
+        return document(f"Runs at {time.strftime('%X')}", body, head=f'<meta http-equiv="refresh" content="{_EVERY}">{_FRAME}')
 
     def ask(self, form: dict) -> None:
         "Do what a button says. `said` is the answer."
@@ -118,7 +91,18 @@ class Live(HTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: Live  # pyright: ignore[reportIncompatibleVariableOverride]
-    timeout = 5     # seconds for which a connection may be silent, because there is one thread
+    timeout = 5     # seconds for which a connection may be silent
+
+    def handle(self) -> None:
+        "One request, whose thread ends in time, however slowly it arrives."
+        limit = Timer(_LONGEST, self._end)
+        limit.daemon = True
+        limit.start()
+        try: super().handle()
+        finally: limit.cancel()
+
+    def _end(self) -> None:
+        with suppress(OSError): self.connection.shutdown(socket.SHUT_RDWR)
 
     def log_message(self, format: str, *args: Any) -> None: pass
 

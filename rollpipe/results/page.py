@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -14,31 +13,16 @@ import numpy as np
 
 from ..settings.config import build
 from ..pipes.graph.edits import draw
-from ..runs.plots import LABELS, plain, svg
+from ..runs.plots import CERTIFICATE, LABELS, plain, section, svg, table_html, wide
 from .collect import Result, Results, RowResult, differing_options
-from .curves import color_of, draw_curves, panels
-from .tables import ABOUT, notes_of, number, table_of, together
+from .curves import color_of, draw_curves, draw_profiles, panels
+from .tables import ABOUT, improvements, notes_of, number, table_of, together
 from ..runs.folder import load_run
 
 # %% auto #0
-__all__ = ['CERTIFICATE', 'STYLE', 'table_html', 'certificate', 'pipeline_svg', 'section', 'notes_html', 'document', 'page']
-
-# %% ../../nbs/results/07_page.ipynb #1591b209
-def table_html(columns: Iterable, rows: Iterable) -> str:
-    """A table. All texts are escaped.
-
-    Args:
-        rows: rows, each a list of the texts of its cells
-    """
-    cells = lambda tag, texts: "<tr>" + "".join(f"<{tag}>{html.escape(str(x))}</{tag}>" for x in texts) + "</tr>"
-    return (f'<div class="wide"><table><thead>{cells("th", columns)}</thead>'
-            f'<tbody>{"".join(cells("td", row) for row in rows)}</tbody></table></div>')
+__all__ = ['STYLE', 'certificate', 'pipeline_svg', 'notes_html', 'document', 'page']
 
 # %% ../../nbs/results/07_page.ipynb #dec4c98d
-CERTIFICATE = dict(kl="KL(old || new) of each step [nat]", accepted="share of steps that the line search kept", explained_variance=
-                   "explained variance of the critic")
-
-
 def certificate(results: Results) -> Any:
     "A `Figure` of the certificate, a panel for each environment and metric; None if no run has one. A single row has a colour per seed."
     charts = {f"{env}\n{meaning}": partial(_draw, results=results, env=env, name=name)
@@ -95,17 +79,9 @@ svg { max-width: 100%; height: auto; }
   body { margin: .5em auto; padding: 0 .6em; }
   h1 { font-size: 1.3em; }
   .notes { padding: .6em .6em .6em 1.6em; }
-  svg { max-width: none; }
+  .wide svg { max-width: none; }
 }
 """
-
-
-def _wide(picture: str) -> str: return f'<div class="wide">{picture}</div>'     # a narrow window scrolls it, and its texts stay legible
-
-
-def section(title: str, body: str) -> str:
-    "A part of a page with a heading; empty if there is nothing in it."
-    return f"<h2>{title}</h2>\n{body}\n" if body else ""
 
 
 def notes_html(notes: list) -> str:
@@ -141,18 +117,26 @@ def _together(results: Results) -> str:
     return table_html(["algorithm", "environments", "last policy on the scales, IQM"], rows) if rows else ""
 
 
+def _improvements(results: Results) -> str:
+    rows = [(f"P({label} > {other})", n, f"{middle:.3f}" + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else ""))
+            for label, other, n, middle, bounds in improvements(results)]
+    return table_html(["better last policy", "environments", "probability"], rows) if rows else ""
+
+
 def page(results: Results) -> str:
     "The report as one HTML file."
     escape, table, options = html.escape, table_of(results), differing_options(row.results for row in results.rows)
     names = [f"{row.label}, {row.env}" for row in results.rows]
     columns = [name for name in table[0] if any(row[name] != "-" for row in table)]
-    graphs = "".join(f"<details><summary>{escape(name)}</summary>{_wide(pipeline_svg(row))}</details>"
+    graphs = "".join(f"<details><summary>{escape(name)}</summary>{wide(pipeline_svg(row))}</details>"
                      for name, row in zip(names, results.rows))
     commands = "".join(f"<h3>{escape(name)}</h3><pre>{escape(row.command)}</pre>" for name, row in zip(names, results.rows))
     body = [table_html(columns, [[row[name] for name in columns] for row in table]), f"<p>{escape(ABOUT)}</p>",
-            notes_html(notes_of(results)), section("Learning curves", _wide(svg(draw_curves(results), "curves"))),
-            section("All environments together", _together(results)), section("Published figures", _sources(results)),
-            section("The course of the certificate", _wide(svg(figure, "certificate")) if (figure := certificate(results)) else ""),
+            notes_html(notes_of(results)), section("Learning curves", wide(svg(draw_curves(results), "curves"))),
+            section("All environments together", _together(results)
+                    + (wide(svg(figure, "profiles")) if (figure := draw_profiles(results)) else "")),
+            section("Probability of improvement", _improvements(results)), section("Published figures", _sources(results)),
+            section("The course of the certificate", wide(svg(figure, "certificate")) if (figure := certificate(results)) else ""),
             section("What differs between the configurations", table_html(["option", *names], [(name, *x) for name, x in options])
                      if options else ""),
             section("The pipelines", graphs), section("The commands", commands)]

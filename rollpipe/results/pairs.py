@@ -13,10 +13,10 @@ import numpy as np
 
 from ..pipes.data.errors import DataError
 from .curves import curve_over, draw_curve, panels
-from .page import document, notes_html, section, table_html
+from .page import document, notes_html
 from .tables import Figure, figure_over, number, spread, table_text
 from ..runs.logs import read_records
-from ..runs.plots import LABELS, plain, svg
+from ..runs.plots import LABELS, plain, section, svg, table_html, wide
 
 # %% auto #0
 __all__ = ['course', 'Pairs', 'Ablation', 'draw_pairs', 'pairs_text', 'pairs_page']
@@ -180,4 +180,4 @@ def pairs_page(ablation: Ablation) -> str:
     "The report as one HTML file."
     about, *notes = ablation.about()
     return document(ablation.title, [table_html(*ablation.table()), f"<p>{about}</p>", notes_html(notes),
-                                     section("Over the updates", svg(draw_pairs(ablation), "pairs"))])
+                                     section("Over the updates", wide(svg(draw_pairs(ablation), "pairs")))])

@@ -17,7 +17,7 @@ import numpy as np
 from ..agents.checkpoint import Snapshot, load_checkpoint
 from ..pipes.data.files import write_atomically
 from .states import kept_states, load_states
-from ..agents.evaluate import Evaluation
+from ..agents.evaluate import Evaluation, policy_of
 from ..agents.parallel_evaluation import Evaluated, ParallelEvaluation, evaluated
 from ..agents.schedules import Every
 from ..settings.config import device_of
@@ -206,7 +206,7 @@ class StepEvaluations(Evaluations):
         begun, run = perf_counter(), self.run
         self.records = [r for r in self.records if r["kind"] == "training"]  # training continues, so the final evaluations are outdated
         self.last, self.asked = dict(run.counters), Snapshot(run.agent, kept_states(run))
-        answer = self._evaluated("training", run.agent.actor)
+        answer = self._evaluated("training", policy_of(run.agent))
         self._take([answer])
         self._record("training", self.last["updates"], answer.evaluation)
         return perf_counter() - begun
@@ -220,7 +220,7 @@ class StepEvaluations(Evaluations):
         for kind, counters in (("last", run.counters), ("best", best.counters)):
             if kind in made: continue
             agent = run.agent if kind == "last" else agent_of(best, run.config.get("device", "cpu"))
-            self._record(kind, counters["updates"], self._evaluated(kind, agent.actor).evaluation)
+            self._record(kind, counters["updates"], self._evaluated(kind, policy_of(agent)).evaluation)
         return self.poll()
 
     def _evaluated(self, kind, actor) -> Evaluated:
@@ -254,7 +254,7 @@ def evaluations_of(run: Run) -> Iterator[Evaluations | None]:
         yield evaluations
     else:
         ray = dict(address=config["address"]) if config.get("reading") == "ray" else None
-        with ParallelEvaluation(config["env"], run.agent.actor, config["eval_episodes"], env_kwargs=config["env_kwargs"],
+        with ParallelEvaluation(config["env"], policy_of(run.agent), config["eval_episodes"], env_kwargs=config["env_kwargs"],
                                 seed=config["seed"], ray=ray) as evaluator:
             yield Evaluations(run, evaluator)
 

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import importlib.util, logging
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from ..agents.parallel_evaluation import ParallelEvaluation
 
 # %% auto #0
-__all__ = ['Films']
+__all__ = ['Films', 'films_of']
 
 # %% ../../nbs/runs/02_films.ipynb #ef508a8c
 class Films:
@@ -59,3 +60,9 @@ class Films:
     def __exit__(self, kind, *rest):
         if self._evaluation is not None and kind is None: self._try(self._evaluation.wait)
         if self._evaluation is not None: self._try(self._evaluation.close)
+
+
+def films_of(run: Any) -> AbstractContextManager:
+    "A context with the `Films` of a run, or with None if it has none."
+    if not (config := run.config).get("video_every"): return nullcontext()
+    return Films(run.folder, config["env"], run.agent.actor, config["video_every"], env_kwargs=config["env_kwargs"], seed=config["seed"])

@@ -29,12 +29,13 @@ from ..pipes.stepper import EnvStepper
 from ..traces.differences import FINGERPRINTS, JOURNAL
 
 # %% auto #0
-__all__ = ['FORKED', 'RUN_FILES', 'Run', 'folder_of', 'start', 'discard', 'files_of_run', 'needed_modules', 'load_run', 'restore',
-           'for_policy', 'agent_of', 'rebuilt', 'resume']
+__all__ = ['FORKED', 'COSTS', 'RUN_FILES', 'Run', 'folder_of', 'start', 'discard', 'files_of_run', 'needed_modules', 'load_run',
+           'restore', 'for_policy', 'agent_of', 'rebuilt', 'resume']
 
 # %% ../../nbs/runs/07_folder.ipynb #318476a9
 FORKED = "fork.safetensors"      # the checkpoint with which a fork of another run begins
-RUN_FILES = ("config.json", FINGERPRINTS, "metrics.csv", "metrics.jsonl", JOURNAL, "evaluations.jsonl", "checkpoint.safetensors",
+COSTS = "costs.json"             # a `Profile` of the last seconds of the training
+RUN_FILES = ("config.json", FINGERPRINTS, "metrics.csv", "metrics.jsonl", JOURNAL, COSTS, "evaluations.jsonl", "checkpoint.safetensors",
              "best.safetensors", FORKED, *"replay ranks recording crash inbox curve.png tensorboard wandb wandb.json videos pack".split())
 _COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0., resumes=0)
 
@@ -250,8 +251,7 @@ def restore(checkpoint: Checkpoint, resumes: int = 0, device: str | None = None)
 # %% ../../nbs/runs/07_folder.ipynb #bd6c05b6
 def for_policy(checkpoint: Checkpoint) -> Checkpoint:
     "The checkpoint without what only a training needs: its engine, and its edits, which may be a stranger's."
-    options = {**checkpoint.config["options"], "engine": "torch"}
-    return checkpoint._replace(config=dict(checkpoint.config, edits=[], options=options))
+    return checkpoint._replace(config={**checkpoint.config, "edits": [], "options": {**checkpoint.config["options"], "engine": "torch"}})
 
 
 def agent_of(checkpoint: Checkpoint, device: str = "cpu") -> Any:

@@ -5,7 +5,7 @@
 # %% ../../nbs/runs/04_plots.ipynb #4772e5d1
 from __future__ import annotations
 
-import json, re
+import html, json, re
 from collections.abc import Iterable
 from functools import partial
 from io import BytesIO, StringIO
@@ -20,7 +20,8 @@ from .logs import read_metrics
 from ..pipes.data.errors import DataError
 
 # %% auto #0
-__all__ = ['LABELS', 'group_runs', 'align', 'smooth', 'plain', 'style', 'save_figure', 'finished', 'svg', 'learning_curve']
+__all__ = ['LABELS', 'CERTIFICATE', 'group_runs', 'align', 'smooth', 'plain', 'style', 'save_figure', 'finished', 'svg',
+           'table_html', 'wide', 'section', 'learning_curve']
 
 # %% ../../nbs/runs/04_plots.ipynb #88c3ba0d
 def group_runs(runs: Iterable) -> dict:
@@ -124,6 +125,9 @@ LABELS = dict(steps="environment steps", seconds="wall time [s]", updates="updat
               eval_return_mean="return of evaluations, mean", eval_return_median="return of evaluations, median",
               eval_return_min="return of evaluations, smallest", eval_return_max="return of evaluations, largest",
               eval_return_std="return of evaluations, deviation")
+CERTIFICATE = dict(kl="KL(old || new) of each step [nat]", accepted="share of steps that the line search kept", approx_kl=
+                   "KL(old || new), estimated from the actions [nat]", clip_fraction="share of rows beyond the clip", explained_variance=
+                   "explained variance of the critic")    # what shows whether the steps of a learner were sound
 
 
 def _common_name(labels: Iterable) -> str:
@@ -187,6 +191,24 @@ def svg(figure: Any, name: str) -> str:
         figure.savefig(picture := StringIO(), format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     markup = picture.getvalue()
     return re.sub('<g id="[^"]*"', "<g", markup[markup.index("<svg"):])     # without doctype and unused ids of groups
+
+
+def table_html(columns: Iterable, rows: Iterable) -> str:
+    """A table as a part of an HTML page. All texts are escaped.
+
+    Args:
+        rows: rows, each a list of the texts of its cells
+    """
+    cells = lambda tag, texts: "<tr>" + "".join(f"<{tag}>{html.escape(str(x))}</{tag}>" for x in texts) + "</tr>"
+    return wide(f'<table><thead>{cells("th", columns)}</thead><tbody>{"".join(cells("td", row) for row in rows)}</tbody></table>')
+
+
+def wide(part: str) -> str: return f'<div class="wide">{part}</div>'     # a narrow window scrolls it, and its texts stay legible
+
+
+def section(title: str, body: str, level: int = 2) -> str:
+    "A part of a page with a heading; empty if there is nothing in it."
+    return f"<h{level}>{title}</h{level}>\n{body}\n" if body else ""
 
 # %% ../../nbs/runs/04_plots.ipynb #2bf4ab27
 def learning_curve(runs: Any, path: str | Path | None = None, *, x: str = "steps", y: str = "return_mean", band: str = "range",

@@ -5,19 +5,15 @@
 # %% ../../nbs/runs/14_training.ipynb #0117ae94
 from __future__ import annotations
 
-import logging, shlex
+import shlex
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
-
 import rollpipe.ranks as ranks
-from .states import check_taken, ordering
-from ..traces.differences import JOURNAL, keep_fingerprint
-from ..traces.fingerprint import fingerprint
+from .states import check_taken, journal_of
 from ..traces.journal import Journal
 from ..traces.crash import FlightRecorder
 from ..agents.metrics import METRICS, OF_THE_LOOP, EpisodeReturns, added
@@ -26,7 +22,7 @@ from ..agents.schedules import seconds_of
 from ..settings.config import reading_for
 from ..settings.options import import_words, typed
 from .evaluations import evaluations_of
-from .films import Films
+from .films import films_of
 from .locks import unlock
 from .mailbox import Mailbox, attended, is_due, made_again
 from .logs import MetricWriter
@@ -34,22 +30,17 @@ from ..pipes.graph import torchdata
 from ..pipes.data.errors import DataError
 from ..pipes.graph.edits import find, nodes
 from ..pipes.graph.modules import torch_threads
+from ..pipes.profiling.ongoing import Ongoing
 from ..pipes.recording.data_sampler import DataSampler
 from ..pipes.taps import Meter
 from .progress import Progress
 from .signals import signals_wait_for_saving, uninterrupted
-from .folder import Run, needed_modules
+from .folder import COSTS, Run, needed_modules
 
 # %% auto #0
-__all__ = ['reading', 'journal_of', 'Wish', 'Updates', 'train']
+__all__ = ['reading', 'Wish', 'Updates', 'train']
 
 # %% ../../nbs/runs/14_training.ipynb #c1e054ea
-def _films(run: Run) -> AbstractContextManager:
-    "A context with the `Films` of a run, or with None if it has none."
-    if not (config := run.config).get("video_every"): return nullcontext()
-    return Films(run.folder, config["env"], run.agent.actor, config["video_every"], env_kwargs=config["env_kwargs"], seed=config["seed"])
-
-
 @contextmanager
 def reading(run: Run) -> Iterator[tuple]:
     "The batches of a run, collected in this process or by workers, a function that returns metrics about the workers, and the graph."
@@ -63,17 +54,6 @@ def reading(run: Run) -> Iterator[tuple]:
             states = loader.reading_service.health()
             return dict(workers=sum(state["alive"] for state in states), restarts=max((state["restarted"] for state in states), default=0))
         yield iter(loader), health, loader.datapipe
-
-
-def journal_of(run: Run) -> Journal:
-    "The journal of a run, in rank 0. The fingerprint is kept before; if a resumed run has another one, the log says so."
-    if ranks.rank(): return Journal(None, run.counters, {})
-    config, networks = run.config, {name: x for name, x in vars(run.agent).items() if isinstance(x, torch.nn.Module)}
-    found = fingerprint(run.pipe, run.agent, ranks=config.get("ranks", 1), **ordering(config))
-    changed = keep_fingerprint(run.folder, run.counters["updates"], found)
-    if changed: logging.getLogger("rollpipe").warning(f"{run.folder} goes on, but not as it was: {changed}")
-    edits = [edit for edit in config.get("edits", []) if edit["at"] == run.counters["updates"]]
-    return Journal(run.folder/JOURNAL, run.counters, networks, edits)
 
 # %% ../../nbs/runs/14_training.ipynb #b542d966
 class Wish(NamedTuple):
@@ -215,17 +195,18 @@ def _trained(run: Run, mailbox: Mailbox, callback: Callable | None, progress: bo
     "Train to the end, or to an edit. Returns the last record, and the edited run."
     counters, config, updates, record, steps = run.counters, run.config, Updates(run, callback), {}, run.config["steps"]
     with (ranks.distributed(run.agent, size=config.get("ranks", 1)), Progress(steps, counters["steps"], disable=not progress) as bar,
-          _films(run) as films, evaluations_of(run) as evaluations, reading(run) as (batches, health, graph),  # films fork
-          journal_of(run) as updates.journal,
+          films_of(run) as films, evaluations_of(run) as evaluations, reading(run) as (batches, health, graph),  # films fork
+          Ongoing(graph, batches, None if ranks.rank() else run.folder/COSTS) as measured, journal_of(run) as updates.journal,
           nullcontext() if ranks.rank() else MetricWriter(run.folder, tensorboard, counters["steps"], wandb=wandb,
                                                           config=config) as writer,      # last: it starts threads
           _saved(updates, graph)):
+        updates.make = measured.learner(updates.make)
         updates.start_clock()
         while updates.goes_on(evaluations):
             if record and (mailbox.waits() or is_due(run)) and (after := updates.attend(mailbox)) is not run: return record, after
             with uninterrupted(updates.signals) as delay:
                 delay.collecting()
-                try: batch = next(batches)
+                try: batch = next(measured.items)
                 except StopIteration: break
                 except BaseException:
                     if run.stream: run.stream.end()
@@ -233,6 +214,7 @@ def _trained(run: Run, mailbox: Mailbox, callback: Callable | None, progress: bo
                 delay.learning()
                 record = updates.learn(batch, health, evaluations.poll() if evaluations else [], writer, bar)
                 if delay.agree(updates.is_due(evaluations)): updates.save()
+                measured.after(counters["steps"])
                 updates.waiting = perf_counter()
             is_last = counters["steps"] >= steps
             if films: films.after(counters["updates"], is_last)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ..agents.a2c import A2C
 from ..agents.dqn import DQN
 from ..agents.npg import NPG
+from ..agents.off_policy.crossq import CrossQ
 from ..agents.off_policy.ddpg import DDPG
 from ..agents.off_policy.qr_dqn import QRDQN
 from ..agents.off_policy.sac import SAC
@@ -27,6 +28,7 @@ from ..agents.reinforce import REINFORCE
 from ..agents.trpo import TRPO
 from ..agents.vtrace import VTrace
 from ..layers.action_critic import ActionCritic, QVCritic
+from ..agents.off_policy.batch_renorm import RenormCritic, RenormPolicy
 from ..layers.bounded_policies import DeterministicPolicy, SquashedPolicy
 from ..layers.critic import Critic
 from ..layers.policies import MLPPolicy, SharedPolicy
@@ -139,6 +141,7 @@ ALGORITHMS = dict(
     dqn=Algorithm(DQN, replayed, QPolicy, recurrent=(RecurrentQPolicy,)),
     qr_dqn=Algorithm(QRDQN, replayed, QuantilePolicy),
     sac=Algorithm(SAC, replayed, SquashedPolicy, ActionCritic, _CONTINUOUS),
+    crossq=Algorithm(CrossQ, replayed, RenormPolicy, RenormCritic, _CONTINUOUS),
     td3=Algorithm(TD3, replayed, DeterministicPolicy, ActionCritic, _CONTINUOUS),
     ddpg=Algorithm(DDPG, replayed, DeterministicPolicy, ActionCritic, dict(_CONTINUOUS, n_critics=1)),
     bc=Algorithm(BC, from_data, MLPPolicy, defaults=_AS_PUBLISHED),

@@ -26,17 +26,11 @@ class VectorBatch(Batch):
 
     Observations are stored in the dtype of the space. Raises `EnvError`, `ActorError` or `DataError` with the leaf and, where it is
     known, the index of the environment, and `SpaceError` for a space without a fixed-size array form. Those that an `Agents` names in
-    `resting` make no transition.
+    `resting` make no transition. Arguments without an entry are those of `EnvBatch`.
 
     Args:
         vec: gymnasium `VectorEnv`, or synchronous EnvPool
-        seed: seed of the whole batch
-        info_keys: infos to record; None: all numeric infos
-        clip_actions: clip float actions to their Box
         name: name in error messages
-        closes: False: `close` leaves the environments open
-        keeper: a `Keeper`; None: the state cannot be told
-        **where: context for error messages: pipe, lane
     """
     def __init__(self, vec: Any, seed: np.random.SeedSequence, info_keys: Any = None, clip_actions: bool = True, name: str | None = None,
                  closes: bool = True, keeper: Any = None, **where: Any):
@@ -62,16 +56,13 @@ class VectorBatch(Batch):
         return f"{b} ({self.vec_name if self.agents is None else f'{self.agents.agent(b)} of {self.vec_name}'})"
 
     def reset_into(self, row: Row) -> None:
-        try: self.vector.reset(row)
-        except PipeError as e:
-            self._locate(e, self.vec_name)
-            raise
+        with self._naming(self.vec_name): self.vector.reset(row)
         self._resetting = np.zeros(len(self), bool) if self.agents is None else self.agents.resting
         self._begin(row)
 
     def step_into(self, rows: Rows, t: int, array: Any) -> tuple:
         actions, step = self.actions(array), rows.rows[t + 1]
-        try:
+        with self._naming(self.vec_name):
             rew, ends, infos = self.vector.step(actions, step)
             self._check_obs(step)
             self._check_rewards(step, rew)
@@ -83,9 +74,6 @@ class VectorBatch(Batch):
             if ended: final = self._final(step, ends, infos)
             info = self._infos.record(infos, ends, valid) if self.agents is None else self._infos.record(infos['agents'], valid)
             if ended and self._infos.awaited: self._infos.say_awaited()
-        except PipeError as e:
-            self._locate(e, self.vec_name)
-            raise
         np.add(rows.rows[t].stepno, 1, out=step.stepno)
         np.copyto(step.fin, over)
         if ended: step.stepno[over] = 0     # indexing with a mask is faster than with a list
@@ -133,17 +121,10 @@ def env_batch(factories: list, seed: np.random.SeedSequence, *, sticky: int | No
     """The batch of the environments of `factories`: a `VectorBatch` if the first one makes a vector environment, else an `EnvBatch`.
 
     Raises `EnvError` if a vector environment has another number of environments, or if `sticky` or `episode_seeds` is set for it.
+    Arguments without an entry are those of `EnvBatch`.
 
     Args:
         factories: list of `EnvFactory`, or one `VectorFactory`
-        seed: seed of the whole batch
-        sticky: period in steps; an environment whose episode ended rests until the number of steps is a multiple of `sticky`
-        clip_actions: clip float actions to their Box
-        info_keys: infos to record; None: all numeric infos
-        closes: False: the batch leaves its environments open
-        keeper: a `Keeper`, by which the batch can tell its state; None: it cannot
-        episode_seeds: reset each episode with a seed of its own, which its last step reports as the info `episode_seed`
-        **where: context for error messages: pipe, lane
     """
     factory, options = factories[0], dict(info_keys=info_keys, clip_actions=clip_actions, closes=closes, keeper=keeper, **where)
     single = dict(options, sticky=sticky, episode_seeds=episode_seeds)

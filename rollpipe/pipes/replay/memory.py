@@ -17,7 +17,7 @@ from ..data import nested
 from ..data.captures import capture
 from ..data.chunks import ChunkFolder
 from ..data.fragment import Fragment, check_item
-from ..data.errors import LEAST_BYTES, CheckpointError, DataError, check_fraction, check_integer, check_memory
+from ..data.errors import LEAST_BYTES, CheckpointError, DataError, check_fraction, check_integer, check_memory, located
 from ..data.restoring import restore
 from ..frames import Stacks, newest_frames, with_stacks
 from .layout import unbatched
@@ -196,16 +196,13 @@ class ReplayMemory(KeptMemory):
         fragment = fragment._replace(restarts=None)     # dropped, because most lanes have no restarts and all records need the same fields
         if any(isinstance(x, Stacks) for x in nested.leaves(fragment.state.obs)):
             raise DataError("stacks of frames are not kept", pipe=self, leaf='obs', expected="single frames, without `FrameStack`")
-        try:
+        with located(pipe=self):
             if self.frames > 1: fragment = newest_frames(fragment, self.frames)
             if self.store is None: self.begin(unbatched(fragment))
             if self.length < fragment.n_steps and self.store.keep_hx:
                 raise DataError("no recurrent state is known where a segment would begin", got=f"length={self.length}",
                                 expected=f"length >= n_steps={fragment.n_steps}, or zero_state")
             replaced, added = self.store.add(fragment)
-        except DataError as e:
-            e.locate(pipe=self)
-            raise
         self.sampler.remove(replaced)
         for steps in added: self._offer(self.pending.add(steps))
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..data.chunks import ChunkFolder
 from ..data.fragment import Fragment
-from ..data.errors import LEAST_BYTES, DataError, GraphError, check_integer, check_memory, is_between
+from ..data.errors import LEAST_BYTES, DataError, GraphError, check_integer, check_memory, is_between, located
 from ..graph.pipe import Pipe, Seeded
 from .memory import ReplayMemory, Sample
 from ..graph.torchdata import IterDataPipe
@@ -126,12 +126,9 @@ class Replay(Seeded, Pipe):
         check_memory(f"batch_size={self.batch_size:,}", self.batch_size * (self.length + self.frames) * bytes_of_step, pipe=self)
 
     def _new_memory(self):
-        try: return ReplayMemory(
+        with located(pipe=self): return ReplayMemory(
             self.capacity, length=self.length, prioritized=self.prioritized, alpha=self.alpha, beta=self.beta, path=self.path,
             zero_state=self.zero_state, seed=self.seed_sequence(), frames=self.frames)
-        except DataError as e:
-            e.locate(pipe=self)
-            raise
 
     def _check_ratio(self):
         ratio = self.samples_per_step

@@ -1,0 +1,182 @@
+"The page of runs that train, in a real browser, and its server."
+import contextlib
+import socket
+import threading
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import pytest
+from browser import WHY_NONE, browser
+from command_line import wait_for
+
+from rollpipe.pipes.data.errors import DataError
+from rollpipe.pipes.graph.edits import nodes
+from rollpipe.pipes.profiling.report import LEARNER, Profile
+from rollpipe.results.live import Live
+from rollpipe.runs import Wish, open_run, start
+from rollpipe.runs.asking import view
+from rollpipe.runs.folder import load_run
+from rollpipe.runs.mailbox import Mailbox
+from rollpipe.runs.training import train
+from rollpipe.settings.config import make_config
+
+LONG = "a <run> whose name is so long that a narrow window has to break it"
+
+
+@contextlib.contextmanager
+def serving(*runs):
+    with Live([run.folder for run in runs]) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try: yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def new_run(folder, algorithm, steps):
+    return start(folder, make_config(algorithm, "CartPole-v1", dict(n_envs=2, n_steps=32, hidden=(8,), engine="torch"), steps=steps))
+
+
+@pytest.fixture
+def over(tmp_path):
+    "A run that has ended."
+    run = new_run(tmp_path/"over", "trpo", 640)
+    train(run, progress=False, tensorboard=False)
+    return run
+
+
+@pytest.fixture
+def going(tmp_path, monkeypatch):
+    "A run that trains in a thread."
+    monkeypatch.setattr(Mailbox, "EVERY", 0.)
+    run, enough = new_run(tmp_path/LONG, "ppo", 10**9), threading.Event()
+    options = dict(progress=False, tensorboard=False, callback=lambda run, record: Wish(stop="enough" if enough.is_set() else None))
+    training = threading.Thread(target=train, args=(run,), kwargs=options)
+    training.start()
+    try:
+        wait_for(lambda: run.counters["updates"] > 2)
+        yield run
+    finally:
+        enough.set()
+        with contextlib.suppress(DataError): open_run(run.folder).ask("go_on")
+        training.join()
+
+
+
+@pytest.fixture(scope="module")
+def page():
+    if WHY_NONE: pytest.skip(WHY_NONE)
+    with browser() as found: yield found
+
+
+def is_narrow(page): return page.script("return document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_the_buttons_ask_a_training(going, over, page):
+    records = going.folder/"metrics.jsonl"
+    with serving(going, over) as server:
+        def has_said(text):
+            with contextlib.suppress(HTTPError): return text in page.script("return document.querySelector('[role=status]').textContent")
+        def click(button, answer, k=1):
+            page.click(f"form:nth-of-type({k}) {button}")
+            wait_for(lambda: has_said(answer))
+        page.open(server.url)
+        assert page.script("return document.querySelectorAll('form').length") == 2
+        click("[value=pause]", "is paused after update")
+        size = records.stat().st_size
+        page.type("form:nth-of-type(1) input[name=set]", "clip=0.05")
+        click("button:not([value])", "has clip=0.05 after update")
+        assert records.stat().st_size == size
+        click("[value=save]", "is saved")
+        assert load_run(going.folder).config["options"]["clip"] == .05
+        click("[value=go_on]", "goes on")
+        wait_for(lambda: records.stat().st_size > size)
+        click("[value=save]", f"no training in {over.folder}", 2)
+        page.frame("iframe")
+        text = page.script("return document.body.textContent")
+        for word in ("ppo on CartPole-v1", "a process trains it", "estimated from the actions", "clip=0.05", "trpo on CartPole-v1",
+                     "no process trains it", "share of steps that the line search kept"): assert word in text, word
+
+
+@pytest.mark.parametrize("width", [320, 400, 1280])
+def test_a_window_of_any_width_has_no_sideways_scrolling(over, page, width):
+    with serving(over, over) as server:
+        page.size(width, 700)
+        page.open(server.url)
+        assert is_narrow(page)
+        page.frame("iframe")
+        assert is_narrow(page) and page.script("return document.querySelectorAll('svg').length") >= 8
+
+
+def test_the_page_asks_nobody_else(over, page):
+    "It has no script, and what somebody would insert into it is not loaded."
+    with serving(over) as server, serving(over) as other:
+        page.seen()
+        page.open(server.url)
+        asked = [url for url in page.seen() if not url.startswith(("chrome", "data:"))]
+        assert set(asked) <= {server.url, f"{server.url}view", f"http://{server.host}/favicon.ico"} and f"{server.url}view" in asked
+        assert page.script("return document.scripts.length + document.querySelectorAll('[src]:not(iframe)').length") == 0
+        page.logs("browser")
+        page.script(f"let x = new Image(); x.src = '{other.url}view'; document.body.append(x)")
+        wait_for(lambda: any("Content Security Policy" in line["message"] for line in page.logs("browser")), seconds=20)
+        page.open(f"http://{server.host}/wrong/")
+        assert page.script("return document.querySelector('form')") is None and "403" in page.script("return document.body.textContent")
+        page.open(server.url.replace("127.0.0.1", "localhost"))     # another name of the same address, as of a page that rebinds its own
+        assert page.script("return document.querySelector('form')") is None
+
+
+def test_a_silent_connection_keeps_nobody_waiting(over):
+    with serving(over) as server, contextlib.ExitStack() as stack:
+        for _ in range(20): stack.enter_context(socket.create_connection(("127.0.0.1", server.server_port))).sendall(b"GET / HT")
+        with urlopen(server.url, timeout=4) as page: assert b"<form" in page.read()
+
+
+def test_a_connection_has_an_end(over, monkeypatch):
+    "Also one that sends a byte now and then."
+    monkeypatch.setattr("rollpipe.results.live._LONGEST", .5)
+    with serving(over) as server, socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as connection:
+        def is_cut():
+            with contextlib.suppress(OSError):
+                connection.sendall(b"x")
+                return False
+            return True
+        wait_for(is_cut)
+
+
+@pytest.mark.parametrize("size", [4097, 100_000])
+def test_a_long_request_is_refused(over, size):
+    with serving(over) as server, pytest.raises(HTTPError, match="404") as refused:
+        urlopen(f"{server.url}ask", data=b"x" * size, timeout=20)
+    refused.value.close()
+
+
+@pytest.mark.parametrize("algorithm, workers", [("dqn", 0), ("ppo", 0), ("ppo", 2)])
+def test_a_training_writes_what_its_stages_cost(tmp_path, algorithm, workers):
+    "Without workers the shares of all stages, of the learner and of the rest are the whole time."
+    options = dict(n_envs=2, n_steps=32, lanes=2, hidden=(8,), engine="torch", **(dict(warmup=64) if algorithm == "dqn" else {}))
+    run = start(tmp_path/"run", make_config(algorithm, "CartPole-v1", options, steps=1280, workers=workers))
+    train(run, progress=False, tensorboard=False)
+    found = Profile.load(run.folder/"costs.json")
+    assert found.stages[-1].label == LEARNER and found.n_items == run.counters["updates"] - 1 and found.steps_per_s > 0
+    assert not any("timer" in vars(pipe) for pipe in nodes(run.pipe))
+    measured = [x for x in found.stages if x.place != "workers"]
+    assert sum(x.share for x in measured) + found.other == pytest.approx(1, abs=.02)
+    assert len(found.workers) == workers and all(0 < x.busy <= 1 for x in found.workers)
+    assert all(text in view(run.folder) for text in ("the learner", "items/s", *[f"worker {k}: busy" for k in range(workers)]))
+
+
+def test_a_notebook_draws_a_run_until_it_ends(going, monkeypatch):
+    display = pytest.importorskip("IPython.display")
+    shown, cleared = [], []
+    monkeypatch.setattr(display, "display", lambda x: shown.append(x.data))
+    monkeypatch.setattr(display, "clear_output", lambda wait: cleared.append(wait))
+    def interrupt(seconds):
+        if len(shown) == 2: raise KeyboardInterrupt
+    monkeypatch.setattr("rollpipe.runs.asking.sleep", interrupt)
+    open_run(going.folder).live()
+    assert len(shown) == len(cleared) == 2 and all("a process trains it" in x and "<svg" in x for x in shown)
+    open_run(going.folder).ask(steps=1)
+    wait_for(lambda: not (going.folder/"lock").exists())
+    open_run(going.folder).live()
+    assert "no process trains it" in shown[2] and len(shown) == 3
