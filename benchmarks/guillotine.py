@@ -8,11 +8,14 @@ first batch after a resume, and while a checkpoint is written. Of several ranks,
 of pipes, every metric but those of a clock, and the evaluations have to be the same, bit for bit. A case that is expected to be inexact
 has to say so when it starts, and when it goes on. One line is printed for each round. The exit status is 1 if a number differs.
 """
-import argparse, json, logging, multiprocessing, os, random, shutil, signal, socket, sys, tempfile, threading, time, traceback, warnings
+import argparse, functools, json, logging, multiprocessing, os, random
+import shutil, signal, socket, sys, tempfile, threading, time, traceback, warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import gymnasium as gym
+import numpy as np
 import torch
 
 from rollpipe.agents.checkpoint import load_checkpoint
@@ -23,6 +26,7 @@ from rollpipe.ranks import process_group
 from rollpipe.runs import resume, start, train
 from rollpipe.runs.evaluations import evaluate_end
 from rollpipe.runs.joint import joint
+from rollpipe.settings import config as settings
 from rollpipe.settings.config import make_config
 
 CLOCKED = ("steps_per_s", "workers", "restarts")     # these, and what begins with "seconds", depend on time or on the number of workers
@@ -39,6 +43,7 @@ class Case(NamedTuple):
         workers: numbers of workers that a resume may choose from
         inexact: part of the reason for which it begins new episodes; None: it goes on exactly
         ranks: number of processes that learn together
+        start_method: of the workers; None: the usual one
     """
     algorithm: str
     env: str
@@ -47,7 +52,37 @@ class Case(NamedTuple):
     workers: tuple = (0,)
     inexact: str | None = None
     ranks: int = 1
+    start_method: str | None = None
 
+
+class Luck(gym.Env):
+    "An environment that draws from the global generators of Python, numpy and torch."
+    observation_space, action_space = gym.spaces.Box(-np.inf, np.inf, (4,)), gym.spaces.Discrete(3)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.look(), {}
+
+    def step(self, action): return self.look(), random.random() * action, bool(np.random.random() < 0.1), False, {}
+    def look(self): return np.float32([random.random(), np.random.random(), float(torch.rand(())), self.np_random.normal()])
+
+
+class Clock(Luck):
+    "An environment that cannot be kept: it shows the time."
+    def look(self): return np.float32([time.perf_counter(), 0, 0, 0])
+
+
+def normalized(**kwargs): return gym.wrappers.NormalizeObservation(gym.make("Pendulum-v1", **kwargs))
+
+
+def pong():
+    import ale_py
+    gym.register_envs(ale_py)
+    return gym.wrappers.AtariPreprocessing(gym.make("ALE/Pong-v5", frameskip=1, repeat_action_probability=0.))
+
+
+for name, make in dict(Luck=Luck, Clock=Clock, Normalized=normalized, Pong=pong).items():
+    gym.register(f"guillotine/{name}-v0", make, max_episode_steps=200)
 
 SMALL = dict(n_steps=64, n_envs=2, lanes=2)
 CASES = {
@@ -73,13 +108,23 @@ CASES = {
     "vtrace_ranks": Case("vtrace", "CartPole-v1", dict(n_steps=32, n_envs=2, lanes=4), dict(steps=5000, lag=1, workers=1), (1, 2), ranks=2),
     "sac_ranks": Case("sac", "Pendulum-v1", dict(warmup=200, lanes=2, samples_per_step=0.2), dict(steps=800), ranks=2),
     "dqn_ranks": Case("dqn", "CartPole-v1", dict(warmup=200, lanes=2), dict(steps=2500), ranks=2),
+    "recurrent": Case("ppo", "CartPole-v1", dict(SMALL, recurrent="gru", state_size=16), dict(steps=5000), (0, 1, 2)),
+    "recurrent_dqn": Case("dqn", "CartPole-v1", dict(recurrent="lstm", state_size=16, length=8, warmup=200), dict(steps=1500)),
+    "masked": Case("ppo", "Taxi-v4", dict(SMALL, action_mask="action_mask"), dict(steps=4000), (0, 2)),
+    "normalized": Case("ppo", "guillotine/Normalized-v0", SMALL, dict(steps=5000), (0, 2)),
+    "global": Case("ppo", "guillotine/Luck-v0", SMALL, dict(steps=5000), (0, 2)),
+    "pong": Case("ppo", "guillotine/Pong-v0", dict(SMALL, n_steps=16, lanes=1), dict(steps=320), (0, 1)),
+    "spawn": Case("ppo", "Pendulum-v1", SMALL, dict(steps=5000, workers=2), (1, 2), start_method="spawn"),
+    "ray": Case("ppo", "CartPole-v1", SMALL, dict(steps=5000, workers=1, reading="ray"), (1, 2)),
+    "clock": Case("ppo", "guillotine/Clock-v0", SMALL, dict(steps=3000), inexact="replay"),
     "ready": Case("vtrace", "CartPole-v1", SMALL, dict(steps=3000, workers=2, lag=1, order="ready"), (2,), "the clock"),
 }
 
 
-def quietly(function, *args):
+def quietly(case, function, *args):
     "Run a function in this process as a training of its own. Returns the exit code."
     warnings.simplefilter("ignore")
+    if case.start_method: settings.ProcessReading = functools.partial(settings.ProcessReading, start_method=case.start_method)
     torch.set_num_threads(1)
     try: function(*args)
     except BaseException:
@@ -108,7 +153,7 @@ def learn(make):
         if run is not None: train(run, progress=False, tensorboard=False)
 
 
-def in_child(blow, ranks, function, *args):
+def in_child(blow, case, function, *args):
     """Run a function in a forked process for each rank, which `blow` may kill. Returns the exit code, negative if they were killed.
 
     Args:
@@ -116,7 +161,7 @@ def in_child(blow, ranks, function, *args):
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        common = dict(WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]), GLOO_SOCKET_IFNAME="lo")
+        common = dict(WORLD_SIZE=str(case.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]), GLOO_SOCKET_IFNAME="lo")
     def main(rank):
         os.environ.update(common, RANK=str(rank))
         if blow and blow[0] == "time":
@@ -125,8 +170,8 @@ def in_child(blow, ranks, function, *args):
                 os.kill(os.getpid(), signal.SIGKILL)
             threading.Thread(target=kill, daemon=True).start()
         if blow and blow[0] == "saving": die_while_saving(blow[1])
-        os._exit(quietly(function, *args))
-    children = [multiprocessing.get_context("fork").Process(target=main, args=(rank,)) for rank in range(ranks)]
+        os._exit(quietly(case, function, *args))
+    children = [multiprocessing.get_context("fork").Process(target=main, args=(rank,)) for rank in range(case.ranks)]
     for child in children: child.start()
     while not any(codes := [child.exitcode for child in children]) and None in codes: time.sleep(0.01)
     for child in children:
@@ -193,7 +238,7 @@ class Round(NamedTuple):
 
 def make_twin(case, root, seed) -> Twin:
     folder, begun = Path(root)/"twin", time.perf_counter()
-    if code := in_child(None, case.ranks, begin, case, folder, seed): raise RuntimeError(f"the training failed (exit code {code})")
+    if code := in_child(None, case, begin, case, folder, seed): raise RuntimeError(f"the training failed (exit code {code})")
     inexact = load_checkpoint(folder/"checkpoint.safetensors").config["inexact"]
     if (case.inexact is None) != (inexact is None) or case.inexact and case.inexact not in inexact:
         raise RuntimeError(f"expected to be inexact: {case.inexact}; got: {inexact}")
@@ -221,7 +266,7 @@ def kill_and_resume(case, seconds, folder, rng, kills, seed) -> int:
             blow = {"time": ("time", rng.uniform(0.1, 0.8) * seconds), "first": ("time", rng.uniform(0., 0.3)),
                     "saving": ("saving", rng.randint(1, 2))}[kind]
         what = (go_on, folder, rng.choice(case.workers)) if exists else (begin, case, folder, seed)
-        code = in_child(blow, case.ranks, *what)
+        code = in_child(blow, case, *what)
         if code == -signal.SIGKILL: killed += 1
         elif code: raise RuntimeError(f"a resumed training failed (exit code {code})")
     return killed

@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def task_of(algorithm):
     "An environment with actions that suit it."
-    return "Pendulum-v1" if algorithm in ("sac", "td3", "ddpg", "iql", "td3bc") else "CartPole-v1"
+    return "Pendulum-v1" if algorithm in ("sac", "crossq", "td3", "ddpg", "iql", "td3bc") else "CartPole-v1"
 
 
 def small_run(folder, *more):
@@ -452,7 +452,7 @@ MISTAKES = [
     ("train ppo CartPole-v1 --overwite", "did you mean --overwrite[?]"),
     ("train sac Pendulum-v1 --ent-coef 0.1", "did you mean --temperature[?]"),
     ("train sac CartPole-v1", r"Box of floats for sac, or an algorithm for it: trpo, .*dqn, qr_dqn, got Discrete\(2\)"),
-    ("train dqn Pendulum-v1", "Discrete for dqn, or an algorithm for it: .*ppo, vtrace, sac, td3, ddpg, got Box"),
+    ("train dqn Pendulum-v1", "Discrete for dqn, or an algorithm for it: .*ppo, vtrace, sac, crossq, td3, ddpg, got Box"),
     ("train ppo Own-v0", "which a module registers .*--import MODULE.*'MODULE:Own-v0'"),
     ("train --resume RUN --learning-rate 0.1", "so --learning-rate cannot stand .*which takes --steps, --device, --workers, --quiet"),
     ("train --resume RUN --out other", "so --out cannot stand beside --resume"),

@@ -145,7 +145,7 @@ def test_a_training_on_a_device_mixes_nothing_and_gives_the_same_numbers(algorit
     tiny = dict(n_envs=4, n_steps=16, hidden=(8,), critic_hidden=(8,), epochs=2, minibatch=32, warmup=32, batch_size=16, prioritized=True,
                 samples_per_step=.25)
     has, env = {o.name for o in options_for(algorithm)}, "CartPole-v1"
-    if algorithm in ("sac", "td3", "ddpg", "iql", "td3bc"): env = "Pendulum-v1"
+    if algorithm in ("sac", "crossq", "td3", "ddpg", "iql", "td3bc"): env = "Pendulum-v1"
     if "data" in has: tiny |= dict(data=str(recorded(tmp_path/"data", env)), batch_size=64)
     def metrics(device):
         config = make_config(algorithm, env, {k: v for k, v in tiny.items() if k in has}, steps=192, device=device)

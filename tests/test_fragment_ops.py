@@ -1,6 +1,7 @@
 "Making, joining, cutting and picking fragments, against slow indexing and against what is collected."
 from itertools import islice
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,9 +11,7 @@ from reference import apply, array, assert_same, flatten
 from toys import ENDS, Counting, Nested, NestedMemory, Plain
 
 from rollpipe.pipes import DataError, EnvStepper, Fragment, FragmentCollector, nested
-from rollpipe.pipes.data.fragment_ops import (
-    columns, final_numbers, from_timesteps, join, pad_episodes, pieces, restart, strands, termination, transition, transitions, truncation,
-)
+from rollpipe.pipes.data.fragment_ops import columns, final_numbers, join, pad_episodes, pieces, strands, transitions
 from rollpipe.pipes.invariants import check_alignment
 
 fast = settings(deadline=None, max_examples=50)
@@ -74,24 +73,17 @@ def test_the_wrong_argument_is_named(wrong, leaf):
 @given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from(ENDS)), min_size=1, max_size=3), st.integers(1, 9))
 def test_what_is_told_is_what_is_collected(plan, n_steps):
     collected = next(iter(FragmentCollector(EnvStepper(lambda: Counting(plan), Plain()), n_steps)))
-    env, acts, steps = Counting(plan), collected.state.act[1:, 0].tolist(), []
-    told = [restart(env.reset()[0])]
+    env, acts = Counting(plan), collected.state.act[1:, 0].tolist()
+    rows, steps, last = [env.reset()[0]], [], []
     for act in acts:
         obs, rew, terminated, truncated, _ = env.step(act)
-        steps += [termination(act, rew, obs) if terminated else truncation(act, rew, obs) if truncated else transition(act, rew, obs)]
-        told.append(steps[-1])
-        if steps[-1].ends: told.append(restart(env.reset()[0]))
-    told = from_timesteps(told)
+        steps.append((act, rew, terminated, truncated))
+        if truncated and not terminated: last.append(obs)
+        rows.append(env.reset()[0] if terminated or truncated else obs)
+    obs, act, rew, *ends = (torch.as_tensor(np.array(x))[:, None] for x in (rows, *zip(*steps)))
+    told = Fragment.from_steps(obs, act, rew.float(), *ends, last_obs=torch.as_tensor(np.array(last)) if last else None)
     for name in ("state", "term", "valid"): assert_same(getattr(told, name), getattr(collected, name))
     assert_same(told.final._replace(actor=None), collected.final._replace(actor=None))
-
-
-@pytest.mark.parametrize("story", [
-    [], [transition(1, 0., 0.)], [restart(0.), restart(0.)], [restart(0.), termination(0, 1.), transition(0, 1., 0.)],
-    [restart(0.), termination(0, 1.), termination(0, 1.), restart(0.)], [restart(0.), truncation(0, 1., 0.)],
-])
-def test_stories_that_cannot_be(story):
-    with pytest.raises(DataError, match="restart"): from_timesteps(story)
 
 
 # --- the three kinds of fields

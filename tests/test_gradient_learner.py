@@ -14,8 +14,8 @@ from test_learner import Part
 from torch import nn
 
 from rollpipe.agents import A2C
-from rollpipe.agents.gradient_learner import Adam, GradientLearner
-from rollpipe.layers import CategoricalPolicy, Critic
+from rollpipe.agents.gradient_learner import Adam, GradientLearner, descend
+from rollpipe.layers import CategoricalPolicy, ConvTrunk, Critic
 from rollpipe.pipes import on_policy
 from rollpipe.pipes.data.errors import DataError
 
@@ -23,6 +23,20 @@ from rollpipe.pipes.data.errors import DataError
 @pytest.mark.parametrize('name', ['lr', 'critic_lr', 'max_grad_norm'])
 def test_a_gradient_learner_refuses_negative_numbers(name):
     with pytest.raises(DataError, match=name): GradientLearner(Part(1.), **{name: -1.})
+
+
+@pytest.mark.parametrize('shape', [(10, 10, 4), (4, 10, 10), (36, 36, 3), (2, 36, 36)])
+def test_steps_are_adams_whatever_the_layout_of_a_gradient_is(shape):
+    "The gradient of a convolution has the layout of its input, and torch's fused kernel would take it for that of the weights."
+    net, x, target = ConvTrunk(shape, 8), torch.randint(0, 256, (4, *shape), dtype=torch.uint8), torch.rand(4, 8)
+    twin = copy.deepcopy(net)
+    fused, plain = (kind([*part.parameters()], lr=.01, fused=kind is Adam) for kind, part in ((Adam, net), (torch.optim.Adam, twin)))
+    for _ in range(3):
+        descend([*net.parameters()], fused, None, (net(x) - target).square().mean())
+        plain.zero_grad()
+        (twin(x) - target).square().mean().backward()
+        plain.step()
+    for p, like in zip(net.parameters(), twin.parameters()): torch.testing.assert_close(p, like, rtol=1e-4, atol=1e-5)
 
 
 def test_steps_are_adams_with_the_gradient_clipped_and_every_parameter_counts_once():

@@ -23,6 +23,7 @@ from rollpipe.layers import (
     MLP, ActionCritic, Actor, Categorical, CategoricalPolicy, Critic, DeterministicPolicy, Gaussian, GaussianPolicy, MemoryCritic,
     MLPPolicy, Policy, QPolicy, QuantilePolicy, RecurrentPolicy, RecurrentQPolicy, RunningNorm, SquashedPolicy, encoder_for, head_for,
 )
+from rollpipe.layers.batch_renorm import RenormCritic, RenormPolicy
 from rollpipe.layers.heads import GaussianHead
 from rollpipe.agents.shared_options import args_section
 from rollpipe.pipes import EnvStepper, FragmentCollector, nested
@@ -101,7 +102,8 @@ TAKE = {'observation_space', 'hidden', 'normalize', 'activation', 'encoder'}
     (RecurrentPolicy, 'action_space action_mask std log_std report memory cell layers span past method'),
     (QPolicy, 'action_space action_mask duelling epsilon'), (QuantilePolicy, 'action_space action_mask duelling epsilon n_quantiles'),
     (RecurrentQPolicy, 'action_space action_mask duelling epsilon memory cell layers span past method'),
-    (SquashedPolicy, 'action_space'), (DeterministicPolicy, 'action_space explore_std'),
+    (SquashedPolicy, 'action_space'), (RenormPolicy, 'action_space'), (RenormCritic, 'action_space n_critics'),
+    (DeterministicPolicy, 'action_space explore_std'),
     (Critic, ''), (MemoryCritic, 'memory'), (ActionCritic, 'action_space n_critics')])
 def test_networks_show_and_explain_what_they_take(cls, others):
     taken = inspect.signature(cls).parameters

@@ -8,11 +8,13 @@ from reference import assert_same, snapshot
 
 from rollpipe.agents import A2C, DDPG, DQN, NPG, PPO, QRDQN, REINFORCE, RND, SAC, TD3, TRPO, QLearning, VTrace
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
+from rollpipe.agents.off_policy.crossq import CrossQ
 from rollpipe.agents.intrinsic.distillation import Distillation
 from rollpipe.runs.states import load_states, states_of
 from rollpipe.agents.tabular import TabularQ
 from rollpipe.layers import ActionCritic, Critic, DeterministicPolicy, MLPPolicy, QPolicy, QuantilePolicy, RecurrentPolicy, RecurrentQPolicy
 from rollpipe.layers import SquashedPolicy
+from rollpipe.layers.batch_renorm import RenormCritic, RenormPolicy
 from rollpipe.pipes import EnvStepper, EpisodeStats, Lanes, ProcessReading, on_policy, replayed, rollouts
 from rollpipe.pipes.data.chunks import ChunkFolder
 from rollpipe.pipes.envs.keeping import keeper_for
@@ -32,8 +34,8 @@ def deep_q(algorithm, policy, env='CartPole-v1', memory=None, actor_options=None
     return agent, replayed(env, actor, **stream | (memory or {}))
 
 
-def continuous(algorithm, policy, env='Pendulum-v1', memory=None, **options):
-    actor, critic = policy.for_env(env, hidden=(8,), seed=0), ActionCritic.for_env(env, hidden=(8,), n_critics=2, seed=0)
+def continuous(algorithm, policy, env='Pendulum-v1', memory=None, critic=ActionCritic, **options):
+    actor, critic = policy.for_env(env, hidden=(8,), seed=0), critic.for_env(env, hidden=(8,), n_critics=2, seed=0)
     agent = algorithm(actor, critic, random_steps=60, **options)
     stream = dict(n_envs=2, n_steps=5, lanes=2, batch_size=16, warmup=30, capacity=90, seed=0)
     return agent, replayed(env, actor, **stream | (memory or {}))
@@ -68,12 +70,14 @@ CASES = {
     'sac-goals': lambda: continuous(SAC, SquashedPolicy, 'PointReach-v0', memory=dict(n_sampled_goal=4)),
     'sac': lambda: continuous(SAC, SquashedPolicy),
     'sac-priorities': lambda: continuous(SAC, SquashedPolicy, memory=PRIORITIES, beta_steps=300),
+    'crossq': lambda: continuous(CrossQ, RenormPolicy, critic=RenormCritic, average_policy=3),
     'td3': lambda: continuous(TD3, DeterministicPolicy, memory=dict(n_batches=3)),
     'ddpg': lambda: continuous(DDPG, DeterministicPolicy, memory=PRIORITIES),
     'trpo': lambda: policy_gradient(TRPO),
     'trpo-decay': lambda: policy_gradient(TRPO, 'Pendulum-v1', decay_steps=1000, scale=.5),
     'npg': lambda: policy_gradient(NPG, 'Pendulum-v1'),
     'ppo': lambda: policy_gradient(PPO, decay_steps=1000),
+    'ppo-average': lambda: policy_gradient(PPO, average_policy=3),
     'ppo-recurrent': lambda: policy_gradient(PPO, policy=RecurrentPolicy, actor_options=dict(memory=6)),
     'a2c': lambda: policy_gradient(A2C, edits=[EpisodeStats.inserter(after=Lanes, sink=lambda record: None)]),
     'reinforce': lambda: policy_gradient(REINFORCE),
@@ -82,7 +86,7 @@ CASES = {
     'q-learning': tabular,
 }
 OPTIONS = {'vtrace': dict(lag=1)}
-ENVS = {case: 'Pendulum-v1' for case in ('sac', 'sac-priorities', 'td3', 'ddpg', 'trpo-decay', 'npg')} | {
+ENVS = {case: 'Pendulum-v1' for case in ('sac', 'sac-priorities', 'crossq', 'td3', 'ddpg', 'trpo-decay', 'npg')} | {
     'q-learning': 'FrozenLake-v1', 'dqn-goals': 'BitFlip-v0', 'sac-goals': 'PointReach-v0'}
 
 

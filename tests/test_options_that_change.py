@@ -17,14 +17,14 @@ from rollpipe.settings.config import build, make_config
 from rollpipe.traces.differences import diff
 
 ONLINE = {name: "CartPole-v1" for name in ("trpo", "npg", "reinforce", "a2c", "ppo", "vtrace", "dqn", "qr_dqn")} | {
-    name: "Pendulum-v1" for name in ("sac", "td3", "ddpg")}
+    name: "Pendulum-v1" for name in ("sac", "crossq", "td3", "ddpg")}
 SMALL = dict(n_envs=2, n_steps=16)
 MEMORY = dict(SMALL, warmup=32, batch_size=8)
 
 
 def config_for(algorithm, steps=512, options=None, **run):
     small = MEMORY if ONLINE[algorithm] == "Pendulum-v1" or "dqn" in algorithm else SMALL
-    random = dict(random_steps=0) if algorithm in ("sac", "td3", "ddpg") else {}
+    random = dict(random_steps=0) if algorithm in ("sac", "crossq", "td3", "ddpg") else {}
     return make_config(algorithm, ONLINE[algorithm], {**small, **random, **(options or {})}, steps=steps, checkpoint_every=3, **run)
 
 
@@ -111,7 +111,7 @@ CASES = [(algorithm, name) for algorithm in ONLINE for name in changing(ALGORITH
 @pytest.mark.parametrize("algorithm, name", CASES)
 def test_an_option_that_is_set_acts_as_one_that_the_learner_was_made_with(algorithm, name):
     "So no learner keeps an older value anywhere."
-    if algorithm in ("ppo", "dqn", "qr_dqn", "sac", "td3", "ddpg") and name == "critic_lr": return      # it is None, see below
+    if algorithm in ("ppo", "dqn", "qr_dqn", "sac", "crossq", "td3", "ddpg") and name == "critic_lr": return      # it is None, see below
     value, (agent, pipe) = VALUES.get(name, .25), build(config_for(algorithm))
     agent.set_option(name, value)
     other, stream = build(config_for(algorithm, options={name: value}))

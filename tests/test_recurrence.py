@@ -22,7 +22,7 @@ SMALL = dict(n_envs=4, n_steps=24, hidden=(8,), state_size=6)
 ON_POLICY = dict(SMALL, critic_hidden=(8,))
 CASES = dict(trpo=ON_POLICY, npg=ON_POLICY, reinforce=ON_POLICY, a2c=ON_POLICY, ppo=dict(ON_POLICY, minibatch=48), vtrace=ON_POLICY,
              dqn=dict(SMALL, n_steps=8, length=8, burn_in=2, warmup=96, batch_size=4, capacity=960))
-OTHERS = {"qr_dqn", "sac", "td3", "ddpg", "bc", "iql", "td3bc"}
+OTHERS = {"qr_dqn", "sac", "crossq", "td3", "ddpg", "bc", "iql", "td3bc"}
 
 
 def config_for(name, recurrent="gru", steps=400, env=RECALL, **options):

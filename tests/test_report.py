@@ -17,11 +17,11 @@ from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs.plots import svg
 from rollpipe.results.bench import BENCH
 from rollpipe.results.collect import read_results
-from rollpipe.results.curves import draw_curves
+from rollpipe.results.curves import draw_curves, draw_profiles, profile_of
 from rollpipe.results.page import certificate, page
 from rollpipe.results.report import write_report
-from rollpipe.results.statistics import interval, iqm, resampled, steps_to
-from rollpipe.results.tables import csv_text, curves_text, markdown
+from rollpipe.results.statistics import improvement, improvement_interval, interval, iqm, resampled, steps_to
+from rollpipe.results.tables import csv_text, curves_text, improvements, markdown
 
 HOSTILE = "_<script>alert('1')</script>&\"|`=[a](b)$\\frac$\\"
 
@@ -97,6 +97,39 @@ def test_the_interval_covers_the_true_value_about_as_often_as_it_says():
     assert .88 <= np.mean(inside) <= .98, np.mean(inside)
 
 
+TASKS = st.lists(st.tuples(*[st.lists(st.integers(-3, 3), min_size=1, max_size=6)]*2), min_size=1, max_size=4)
+
+
+@given(TASKS)
+def test_the_probability_of_improvement_against_a_count_of_pairs(tasks):
+    each = [sum((x > y) + .5*(x == y) for x in xs for y in ys)/(len(xs)*len(ys)) for xs, ys in tasks]
+    xs, ys = ([np.array(task[k], float) for task in tasks] for k in (0, 1))
+    assert improvement(xs, ys) == pytest.approx(np.mean(each)) and improvement(ys, xs) == pytest.approx(1 - np.mean(each))
+
+
+BOTH = [np.array([[3., -1, 4, 1, 5, 9], [2, 6, 5, 3.5, 8, 6]]), np.array([[1., 2, 4, 0, 3, 1], [5, 5, 7, 3.5, 1, 0]])]
+
+
+def test_what_rliable_computes():
+    "rliable 1.2.0, 50 000 resamples, two tasks of six runs: `probability_of_improvement`, and `create_performance_profile` of the first."
+    (xs, ys), taus = map(list, BOTH), np.array([0., 2, 3.5, 5, 8])
+    assert improvement(xs, ys) == pytest.approx(.6736111111) and improvement(xs[:1], ys[:1]) == pytest.approx(2/3)
+    np.testing.assert_allclose(improvement_interval(xs, ys, n=50_000), [.4375, .88194444], atol=.008)
+    curve = profile_of("x", xs, taus)
+    np.testing.assert_allclose(curve.middle, [.91666667, .75, .58333333, .33333333, .08333333])
+    np.testing.assert_allclose(curve.low, [.75, .5, .33333333, .08333333, 0], atol=1e-6)
+    np.testing.assert_allclose(curve.high, [1, 1, .83333333, .58333333, .25], atol=1e-6)
+
+
+def test_the_interval_of_the_improvement_is_that_of_all_pairs_of_resamples():
+    "Two runs against two: X and Y are drawn apart, so 16 pairs of resamples have equal probability."
+    x, y = np.array([1., 3.]), np.array([2., 2.5])
+    pairs = itertools.product(itertools.product(x, repeat=2), itertools.product(y, repeat=2))
+    every = [np.mean([(a > b) + .5*(a == b) for a in xs for b in ys]) for xs, ys in pairs]
+    np.testing.assert_allclose(improvement_interval([x], [y], n=20_000), np.quantile(every, [.025, .975]))
+    assert improvement_interval([x], [y[:1]]) is None
+
+
 @given(st.lists(st.integers(0, 4), max_size=8), st.integers(0, 4))
 def test_steps_to_a_threshold_against_a_loop(returns, threshold):
     found = math.inf
@@ -132,6 +165,33 @@ def test_numbers_of_a_report_are_those_of_its_runs(tmp_path, capsys):
     lines = [json.loads(line) for line in (tmp_path/"out"/"report.jsonl").read_text().splitlines()]
     for seed, returns in enumerate(runs): assert [x["mean"] for x in lines if x["seed"] == seed and x["kind"] == "training"] == returns
     assert (tmp_path/"out"/"report.md").read_text() in out and "Somebody" in (tmp_path/"out"/"report.html").read_text()
+
+
+def labelled(folder, rows):
+    "A bench of two environments on scales; `rows` are the means of the runs of each label in each."
+    make_bench(folder, [])
+    bench = json.loads((folder/BENCH).read_text())
+    about, bench["rows"] = bench["rows"][0], []
+    for k, (label, env, means) in enumerate(rows):
+        bench["rows"].append(dict(about, name=f"r{k}", label=label, env=env, seeds=list(range(len(means))), scale=[0, 100]))
+        for seed, mean in enumerate(means): make_run(folder/f"r{k}-s{seed}", [0., 0., mean], seed, env=env)
+    (folder/BENCH).write_text(json.dumps(bench))
+    return read_results(folder)
+
+
+def test_labels_are_compared_in_the_environments_that_both_have(tmp_path):
+    rows = [("A", "CartPole-v1", [10., 20.]), ("A", "Acrobot-v1", [30., 40.]), ("B", "CartPole-v1", [20., 5.]), ("C", "Pendulum-v1", [1.])]
+    results = labelled(tmp_path/"a", rows)
+    (label, other, n, middle, bounds), = improvements(results)
+    assert (label, other, n, middle) == ("A", "B", 1, (1 + 1 + .5)/4) and bounds[0] < middle < bounds[1]
+    told = f"P(A > B) = 0.62 [{bounds[0]:.2f}, {bounds[1]:.2f}] over 1 environment."
+    assert told in markdown(results) and "P(A &gt; B)" in page(results) and 'share of runs above it' in page(results)
+    lines = draw_profiles(results).axes[0].lines
+    assert [x.get_label() for x in lines] == ["A (4 runs)"]
+    at = dict(zip(lines[0].get_xdata().round(6), lines[0].get_ydata()))
+    assert (at[0], at[10], at[15], at[35], at[100]) == (1, .75, .75, .25, 0)
+    bad = labelled(tmp_path/"b", [*rows[:2], ("B", "CartPole-v1", [20., math.nan])])
+    assert not improvements(bad) and "P(A" not in markdown(bad).split("IQM is")[0]
 
 
 def test_what_is_missing_unfinished_damaged_or_alone_is_said(tmp_path, capsys):

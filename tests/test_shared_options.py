@@ -38,6 +38,8 @@ DEFAULTS = dict(
     qr_dqn=dict(lr=5e-4, gamma=.99, double=True, multi_step=1, burn_in=0, huber=1., target_every=200, tau=None, max_grad_norm=10.,
                 eps_start=1., eps_end=.05, eps_steps=20_000, beta_steps=None, eta=.9, decay_steps=0),
     sac=dict(temperature=None, first_temperature=1., target_entropy=None, lr=3e-4, **ACTIONS),
+    crossq=dict(temperature=None, first_temperature=1., target_entropy=None, policy_every=3, beta1=.5, lr=1e-3,
+                **{name: x for name, x in ACTIONS.items() if name != 'tau'}),
     td3=dict(smoothing=.2, smoothing_limit=.5, policy_every=2, lr=1e-3, **ACTIONS),
     ddpg=dict(lr=1e-3, **ACTIONS),
     bc=dict(lr=1e-3, max_grad_norm=None, decay_steps=0),
@@ -56,19 +58,20 @@ def learner_options(algorithm): return {o.param: o for o in options_for(algorith
 @pytest.mark.parametrize('algorithm', ALGORITHMS)
 def test_names_and_defaults_have_not_changed(algorithm):
     found = {name: option.default for name, option in learner_options(algorithm).items()}
-    assert found == DEFAULTS[algorithm]
-    assert {name: type(x) for name, x in found.items()} == {name: type(x) for name, x in DEFAULTS[algorithm].items()}
+    expected = dict(DEFAULTS[algorithm], average_policy=0)
+    assert found == expected
+    assert {name: type(x) for name, x in found.items()} == {name: type(x) for name, x in expected.items()}
 
 
 @pytest.mark.parametrize('algorithm', ALGORITHMS)
 def test_the_signature_shows_every_option(algorithm):
     parameters = inspect.signature(ALGORITHMS[algorithm].learner).parameters
-    assert set(parameters) - {'actor', 'critic'} == DEFAULTS[algorithm].keys() | {'seed'}
+    assert set(parameters) - {'actor', 'critic'} == DEFAULTS[algorithm].keys() | {'seed', 'average_policy'}
     assert all(p.kind is p.KEYWORD_ONLY and p.annotation is not p.empty for p in parameters.values() if p.name not in ('actor', 'critic'))
 
 
 def test_an_option_means_the_same_everywhere():
-    assert len(SHARED) == 13 and all(TOLD.values())
+    assert len(SHARED) == 14 and all(TOLD.values())
     for algorithm in ALGORITHMS:
         for name, option in learner_options(algorithm).items():
             assert option.help, (algorithm, name)
@@ -91,7 +94,8 @@ class Actor(nn.Module):
         self.register_buffer('epsilon', torch.tensor(1.))
         self.register_buffer('is_random', torch.tensor(True))
         self.box = UnitBox(Box(-1, 1))
-        for name in ('replay', 'params', 'dist', 'distribution', 'values', 'quantiles', 'sample', 'act'): setattr(self, name, None)
+        for name in ('replay', 'params', 'dist', 'distribution', 'values', 'quantiles', 'sample', 'act', 'by_batch'):
+            setattr(self, name, None)
 
 
 def learner_of(cls, **options):
@@ -99,7 +103,7 @@ def learner_of(cls, **options):
     critic = inspect.signature(cls).parameters.get('critic')
     needs_critic = critic is not None and critic.default is critic.empty
     critics = [nn.Linear(1, 1)] * needs_critic
-    for x in critics: x.value = None       # values of states, which some learners need
+    for x in critics: x.value = x.by_batch = None       # what some learners need
     return cls(Actor(), *critics, **options)
 
 
@@ -114,7 +118,7 @@ def test_options_that_a_learner_does_not_have_are_refused(cls):
 def test_options_reach_the_learner_and_are_checked(cls):
     elsewhere = {x for own in OWN_MEANING.values() for x in own} - {'critic_lr'}     # which is one of the options all the same
     names = (SHARED & inspect.signature(cls).parameters.keys()) - {'seed'} - elsewhere
-    values = {name: 3 if name in ('critic_epochs', 'eps_steps') else .25 for name in names}
+    values = {name: 3 if name in ('critic_epochs', 'eps_steps', 'average_policy') else .25 for name in names}
     agent = learner_of(cls, **values)
     assert {name: getattr(agent, name) for name in values} == values
     for name in names - {'normalize_adv'}:

@@ -24,7 +24,7 @@ from reference import assert_same, snapshot
 from rollpipe.pipes import DataError, Lanes, ProcessReading, Source, nested
 from rollpipe.pipes.frames import Stacks
 from rollpipe.pipes.workers.codec import SMALL, pickle_item
-from rollpipe.pipes.workers.slot_writer import ItemHeader, SlotWriter, format_of
+from rollpipe.pipes.workers.slot_writer import Reply, SlotWriter, format_of
 from rollpipe.pipes.workers.slots import EMPTY_LAYOUT, Layout, Slot
 from rollpipe.pipes.graph.torchdata import DataLoader2
 
@@ -116,7 +116,7 @@ class Line:
         self.writer.begin(slot, position, layout)
         return self.written(item)
 
-    def written(self, item): return ItemHeader(*pickle.loads(pickle.dumps(tuple(self.writer.write(item)))))
+    def written(self, item): return Reply(*pickle.loads(pickle.dumps(tuple(self.writer.write(item)))))
 
     def send(self, item, on_release=None, slot=0, position=0, layout=EMPTY_LAYOUT):
         "What the reader finds of the item."
@@ -596,11 +596,11 @@ def test_slots_of_other_processes():
     def child(link):
         line, formats = Line(slot), {}
         for k in range(1, 8): link.send(tuple(line.write({"x": torch.full((10 ** k // 4,), k), "k": k if k % 2 else torch.tensor(k)})))
-        link.send(int(slot.read(format_of(ItemHeader(*link.recv()), formats)).sum()))
+        link.send(int(slot.read(format_of(Reply(*link.recv()), formats)).sum()))
     process, ours = start(fork, child)
     formats = {}
     for k in range(1, 8):
-        form = format_of(ItemHeader(*ours.recv()), formats)
+        form = format_of(Reply(*ours.recv()), formats)
         if k == 7:
             found = slot.read(form)
             assert found["k"] == 7 and (found["x"] == 7).all() and len(found["x"]) == 10 ** 7 // 4
@@ -635,7 +635,7 @@ def test_two_processes_fill_one_slot(method):
             for _, link, _ in workers: link.send((number, (layout.n, layout.arrays)))
             found = []
             for position, (_, link, formats) in enumerate(workers):
-                written = ItemHeader(*link.recv())
+                written = Reply(*link.recv())
                 assert written.unplaced == tuple(large[len(layout.arrays):][::-1])
                 found.append(slot.read(format_of(written, formats), position, layout, lambda: None))
             for position, item in enumerate(found):

@@ -25,7 +25,7 @@ MOVED: dict = {"cli.main": "cli", "pipes.data.fragment_ops": "pipes.fragment_ops
 REWORDED: dict = {"an id of gymnasium's registry, got": "an id of gymnasium's registry; or one of your own, which a module registers "
                   "(`gymnasium.register`) that is imported first: `import MODULE`, `--import MODULE`, or the id 'MODULE:NoSuchEnv-v0', got"}
 # New fields, of which `REV` knows nothing. Where one of them is None, that is no difference.
-ADDED: tuple = ("restarts", "config['options']['action_mask']")
+ADDED: tuple = ("restarts", *(f"config['options']['{name}']" for name in ("action_mask", "reward_scale")))
 # The groups, by the processes in which they run.
 PROCESSES = (("gradients", "replay", "commands"), ("streams", "episodes", "vector", "transforms", "faults"), ("fork",), ("spawn",))
 

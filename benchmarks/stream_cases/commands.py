@@ -23,7 +23,7 @@ def _run(*commands):
         if not run.exists(): return  # the exit code is part of the record
         config = json.loads((run/"config.json").read_text())
         new = ("optimize", "engine", "precondition", "cg_gain", "recurrent", "state_size", "span", "past", "episode_seeds",
-               "n_sampled_goal")
+               "n_sampled_goal", "shared", "frames", "average_policy")
         for option in new: config["options"].pop(option, None)
         for name in ("exact", "kept", "inexact", "record", "record_limit", "stop_at_return", "patience", "stop_after"):
             config.pop(name, None)      # they are new, too

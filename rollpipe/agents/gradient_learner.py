@@ -168,6 +168,11 @@ def adam_for(actor: torch.nn.Module, critic: torch.nn.Module | None, lr: float, 
     return params, Adam([dict(params=group, lr=rate) for (rate, _), group in groups.items()], lr=lr, fused=True)
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #10a5d892
+def _laid_out(g, p):
+    "The gradient in the memory layout of its parameter, which torch's fused kernels do not check. That of a convolution may have another."
+    return g if g is None or g.is_sparse or g.stride() == p.stride() else torch.empty_like(p).copy_(g)
+
+
 def descend(params: list, optimizer: torch.optim.Optimizer, max_norm: float | None, loss: torch.Tensor, name: str = 'loss',
             metrics: dict | None = None, n: int | torch.Tensor | None = None) -> dict:
     """One step of `optimizer` that lowers `loss`. Returns the metrics and `grad_norm`, the norm of the gradient before clipping.
@@ -183,7 +188,7 @@ def descend(params: list, optimizer: torch.optim.Optimizer, max_norm: float | No
         metrics: dict of metric -> number or 0-dim tensor, over the same rows
         n: number of these rows; only several ranks need it
     """
-    for p, g in zip(params, torch.autograd.grad(loss, params, allow_unused=True)): p.grad = g
+    for p, g in zip(params, torch.autograd.grad(loss, params, allow_unused=True)): p.grad = _laid_out(g, p)
     loss, metrics = ranks.mean_of_all(loss.detach(), n, metrics, params)
     if not isfinite(loss.item()): raise DataError("non-finite loss", leaf=name, expected="a finite number", got=describe(loss))
     norm = clip_gradients([p.grad for p in params if p.grad is not None], max_norm)
@@ -253,7 +258,7 @@ class ActorCriticLearner(EntropyBonus, GradientLearner):
         self.tell_actor(batch)
         self.count()
         self.count_steps(batch)
-        ranks.check_state(self)
+        self.end()
         return metrics | begun | dict(seconds_update=perf_counter() - start)
 
     def improve(self, batch: Fragment) -> dict:

@@ -93,6 +93,7 @@ class QLearning(Discounted, DecayingEpsilon, Learner):
     critic_epochs: int = not_offered(0)
     decay_steps: int = not_offered(0)
     seed: int = not_offered(0)
+    average_policy: int = not_offered(0)
     actor_needs = ('table', 'epsilon')
 
     def __post_init__(self):

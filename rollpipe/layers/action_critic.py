@@ -83,11 +83,13 @@ class ActionCritic(Torso):
         n_critics: number of networks; the smallest of their values counts
         encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module; in runs by default the policy's
     """
+    perceptron = StackedMLP     # class of the networks
+
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, *, n_critics: int = 2, **torso: Any):
         super().__init__()
         check_integer('n_critics', n_critics, pipe=self)
         self.box = UnitBox(action_space, type(self).__name__)
-        self.net = self.make_torso(observation_space, self.box.center.numel(), 1, partial(StackedMLP, n_critics), **torso)
+        self.net = self.make_torso(observation_space, self.box.center.numel(), 1, partial(self.perceptron, n_critics), **torso)
 
     def first_value(self, obs: Any, act: Tensor) -> Tensor:
         "The values `[*lead]` of the first network alone."

@@ -38,13 +38,14 @@ class BoundedActor(Torso, Actor):
     """
     uses_past = False
     n_params = 1    # how many numbers the head gives for each number of the action
+    perceptron = MLP    # class of the trunk
     _modules: dict[str, Any]
     _buffers: dict[str, Any]
 
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, **torso: Any):
         super().__init__()
         self.box, self.action_space = UnitBox(action_space, type(self).__name__), copy.deepcopy(action_space)
-        self.trunk = self.make_torso(observation_space, **torso)
+        self.trunk = self.make_torso(observation_space, mlp=self.perceptron, **torso)
         self.head = MLP(self.trunk.n_out, (), self.n_params * self.box.center.numel(), gain=0.01)
         self.register_buffer('is_random', torch.tensor(False))
 

@@ -73,5 +73,7 @@ class ConvTrunk(nn.Module):
         if self.channels_last: x = x.movedim(-1, -3)
         x = x.reshape(-1, *self.planes)     # not `len(x)`: an exported network would accept only the batch size of its example
         x = x.float() / 255 if x.dtype is torch.uint8 else x.float()
+        # On a CPU the gradients of large images take a quarter less time in this layout.
+        if len(self.layers) > 1 and x.device.type == 'cpu' and torch.is_grad_enabled(): x = x.contiguous(memory_format=torch.channels_last)
         for layer in self.layers: x = layer(x).relu()
         return linear(self.last, x.flatten(1)).relu().view(*lead, self.n_out)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .conv import ConvTrunk
 from .integers import Bits, Embeddings, OneHot
 from ..pipes.envs.factories import space_spec
-from ..pipes.data.errors import SpaceError, check_integer
+from ..pipes.data.errors import SpaceError, check_integer, located
 
 # %% auto #0
 __all__ = ['Flatten', 'Concatenate', 'encoder_for']
@@ -87,9 +87,6 @@ def encoder_for(space: gym.Space, name: str = 'observation_space', *, images: st
 
 def _box_encoder(space: gym.spaces.Box, name: str, images: str, n_out: int | None) -> nn.Module:
     if images == 'conv' and space.dtype in (np.uint8, bool) and 2 <= len(space.shape) <= 4:
-        try: return ConvTrunk(space.shape, n_out)
-        except SpaceError as e:
-            e.locate(leaf=name)
-            raise
+        with located(leaf=name): return ConvTrunk(space.shape, n_out)
     is_image = space.dtype == np.uint8 and len(space.shape) == 3
     return Flatten(space.shape, 255. if is_image else 1., is_normalized=is_image)

@@ -15,12 +15,13 @@ from torch import Generator, Tensor
 
 from .actor import Actor, without_past
 from .heads import head_for
+from .mlp import linear, orthogonal_linear
 from .observer import ForSpaces, Torso, takes
 from ..pipes.data import nested
 from ..pipes.data.errors import SpaceError
 
 # %% auto #0
-__all__ = ['Policy', 'MLPPolicy', 'CategoricalPolicy', 'GaussianPolicy']
+__all__ = ['Policy', 'MLPPolicy', 'SharedPolicy', 'CategoricalPolicy', 'GaussianPolicy']
 
 # %% ../../nbs/layers/12_policies.ipynb #abbccbad
 class Policy(ForSpaces, Actor):
@@ -90,6 +91,24 @@ class MLPPolicy(Torso, Policy):
 
     def params(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor) -> tuple:
         return self.masked(self._modules['head'].forward(self.hidden_features(obs)), obs), ()
+
+# %% ../../nbs/layers/12_policies.ipynb #994eca7d
+@takes(MLPPolicy)
+class SharedPolicy(MLPPolicy):
+    """An `MLPPolicy` that reports values of the states, `value` [T, B], too, by a last layer of their own, and so needs no critic.
+
+    Args:
+        action_space: see `head_for`
+    """
+    def __init__(self, observation_space: gym.Space, action_space: gym.Space, **more: Any):
+        super().__init__(observation_space, action_space, **more)
+        self.value = orthogonal_linear(self.trunk.n_out, 1)
+
+    def forward(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor, virtual: bool, noise: Any = None) -> tuple:
+        y, modules, dist = self.hidden_features(obs), self._modules, self.dist
+        params = self.masked(modules['head'].forward(y), obs)
+        act = dist.mode(params) if noise is None else dist.sample(params, noise)
+        return act, (), {'dist': params, 'value': linear(modules['value'], y).squeeze(-1)}
 
 # %% ../../nbs/layers/12_policies.ipynb #043d9d15
 @takes(Torso.make_torso, Torso.make_masked_torso)

@@ -15,7 +15,7 @@ from torch import Tensor
 from .data import nested, returns
 from .data.fragment import Fragment, check_item
 from .data.fragment_ops import unstacked
-from .data.errors import DataError, PipeError, check_fraction, describe, describe_exception
+from .data.errors import DataError, PipeError, check_fraction, describe, describe_exception, located
 from .graph.pipe import Pipe
 from .graph.modules import EvalMode
 from .graph.torchdata import IterDataPipe
@@ -109,10 +109,7 @@ class AdvantageBuffer(Pipe):
 
     def _estimate(self, fragment):
         lane = None if fragment.lane is None else int(fragment.lane[0])
-        try: v_t, v_tp1 = values(fragment, self.critic)
-        except DataError as e:
-            e.locate(pipe=self, lane=lane)
-            raise
+        with located(pipe=self, lane=lane): v_t, v_tp1 = values(fragment, self.critic)
         rew, fin, term = fragment.state.rew[1:], fragment.state.fin[1:], fragment.term[1:]
         adv = returns.gae(rew, v_t, v_tp1, self.gamma * (~term), self.lam, cut=fin)
         if not torch.isfinite(adv).all():

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .data import nested
 from .data.fragment import Fragment, Tick, check_item
-from .data.errors import DataError, check_integer
+from .data.errors import DataError, check_integer, located
 from .data.fragment_ops import columns, join, pieces, transitions
 from .fragments import Destination
 from .graph.edits import short_repr
@@ -65,10 +65,8 @@ class FragmentStacker(Pipe):
 
     def _join(self, fragments, placed):
         for fragment in fragments: check_item(fragment, Fragment, self)
-        try: return join(placed(fragments))
-        except DataError as e:
-            e.locate(pipe=self)
-            raise
+        try:
+            with located(pipe=self): return join(placed(fragments))
         finally: fragments.clear()     # their memory is then free while the next fragments are collected
 
 # %% ../../nbs/pipes/16_batches.ipynb #e97a1927

@@ -14,7 +14,7 @@ import torch
 
 from .data import nested
 from .data.fragment import Final, Fragment, State, Tick, check_item
-from .data.errors import DataError, check_integer
+from .data.errors import DataError, check_integer, located
 from .data.fragment_ops import End, pad_episodes, same_keys
 from .data.restoring import may_be_new
 from .data.row_queue import RowQueue
@@ -138,10 +138,7 @@ class EpisodeCollector(Pipe):
         for tick in items:
             check_item(tick, Tick, self)
             if tick.lane not in builders: builders[tick.lane] = EpisodeBuilder(len(tick.valid))
-            try: ready += builders[tick.lane].add(tick)
-            except DataError as e:
-                e.locate(pipe=self, lane=tick.lane)
-                raise
+            with located(pipe=self, lane=tick.lane): ready += builders[tick.lane].add(tick)
             yield from self._batches(ready)
         yield from self._batches(ready, least=1)
 

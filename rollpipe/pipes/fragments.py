@@ -15,7 +15,7 @@ import torch
 from .data import nested
 from .data.fragment import Collected, Final, Fragment, State, Tick, TickSource, check_item
 from .envs.rows import Rows
-from .data.errors import DataError, check_integer
+from .data.errors import DataError, check_integer, located
 from .data.fragment_ops import End, stack_infos, stack_rows
 from .graph.edits import find
 from .graph.mixins import trait
@@ -86,10 +86,7 @@ def complete(source: TickSource, state: State, last: State, hx: Any, reports: li
         **where: context for error messages: pipe
     """
     act_ahead, ahead = source.react(last, hx)
-    try: actor = nested.cat([*reports, ahead])
-    except DataError as e:
-        e.locate(**where, lane=numbers['lane'])
-        raise
+    with located(**where, lane=numbers['lane']): actor = nested.cat([*reports, ahead])
     actor = source.complete(nested.cat([nested.getitem(state.act, slice(1, None)), act_ahead]), actor)
     columns = {name: torch.full((state.fin.shape[1],), value) for name, value in numbers.items()}
     return Fragment(state=state, actor=actor, final=final_rows(ends, source, state, actor), **fields, **columns)

@@ -15,7 +15,7 @@ import torch
 from .data import nested
 from .advantage import AdvantageBuffer
 from .data.fragment import Fragment, check_item
-from .data.errors import DataError, check_fraction, describe
+from .data.errors import DataError, check_fraction, describe, located
 from .data.fragment_ops import strands
 from .graph.edits import find
 from .graph.pipe import Pipe
@@ -191,13 +191,10 @@ class CheckInvariants(Pipe):
         return actor, None if gamma is None or lam is None else (critic, gamma, lam)
 
     def _check(self, fragment, before, actor, advantage):
-        try:
+        with located(pipe=self, lane=None if fragment.lane is None else sorted(set(fragment.lane.tolist()))):
             check_alignment(fragment)
             check_continued(fragment, before)
             if actor is not None:
                 check_hx(fragment, actor)
                 check_ratio(fragment, actor, self.tolerance)
             if advantage is not None: check_advantages(fragment, *advantage, tolerance=self.tolerance)
-        except DataError as e:
-            e.locate(pipe=self, lane=None if fragment.lane is None else sorted(set(fragment.lane.tolist())))
-            raise

@@ -100,8 +100,8 @@ def _seeded(pipe, seed):
 def _scaler(scale, gamma):
     "The edits that insert a `RewardScaler` if `reward_scale` asks for one."
     if scale is None: return []
-    if scale != 'learn' and not is_between(scale, 1e-30, 1e30):
-        raise DataError("no scale of rewards", leaf='reward_scale', expected="a number above 0, 'learn' or None", got=repr(scale))
+    if scale not in ('learn', 'sign') and not is_between(scale, 1e-30, 1e30):
+        raise DataError("no scale of rewards", leaf='reward_scale', expected="a number above 0, 'learn', 'sign' or None", got=repr(scale))
     return [RewardScaler.inserter(after=Lanes, scale=None if scale == 'learn' else scale, gamma=gamma)]
 
 # %% ../../nbs/pipes/27_recipes.ipynb #fe1641a6
@@ -119,7 +119,7 @@ def on_policy(env: Any, actor: Any, critic: Any = None, *, gamma: float = 0.99, 
         critic: the critic, `critic(obs) -> value`; None: the `value` that the actor reports
         gamma: discount factor per step
         lam: exponential weight of longer advantage estimates
-        reward_scale: factor of the rewards; 'learn': divide them by the standard deviation of the return; None: 1
+        reward_scale: factor of the rewards; 'learn': divide them by the standard deviation of the return; 'sign': keep signs only; None: 1
         edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
         **kwargs: see `rollouts`
     """
@@ -131,11 +131,12 @@ def on_policy(env: Any, actor: Any, critic: Any = None, *, gamma: float = 0.99, 
 def replayed(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 4, capacity: int = 100_000, batch_size: int = 256,
              n_batches: int = 1, samples_per_step: float | None = None, warmup: int = 1000, length: int = 1, prioritized: bool = False,
              alpha: float = 0.6, beta: float = 0.4, zero_state: bool = False, path: str | Path | None = None, n_sampled_goal: int = 0,
-             terminal_obs: bool = True, edits: Sequence[Callable] = (), **kwargs: Any) -> IterDataPipe:
+             frames: int = 1, reward_scale: float | str | None = None, terminal_obs: bool = True, edits: Sequence[Callable] = (),
+             **kwargs: Any) -> IterDataPipe:
     """A pipeline that yields a `Replayed` for every `n_steps` steps of `lanes * n_envs` environments: new steps, and samples of all steps.
 
     `EnvStepper -> FragmentCollector -> Lanes -> FragmentStacker -> Replay`, then the `edits`. See `rollouts` and `Replay`. With
-    `n_sampled_goal`, a `Hindsight` comes before the `edits`.
+    `n_sampled_goal`, a `Hindsight` comes before the `edits`, and with a `reward_scale`, a `RewardScaler` after `Lanes`.
 
     Args:
         env: gymnasium id, factory, instance, or a list or pipe of those, see `EnvStepper`
@@ -154,13 +155,19 @@ def replayed(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 4, 
         zero_state: segments begin with a recurrent state of zeros, not with the stored ones
         path: a folder for the steps; None: in memory
         n_sampled_goal: in samples, number of steps with a goal that was achieved later, for each one with its own goal (HER); 0: none
+        frames: images in each stack of the observations; the memory keeps each of them once; 1: no stacks
+        reward_scale: factor of the rewards; 'sign': keep signs only; None: 1
         terminal_obs: keep the last observations of terminated episodes too
         edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
         **kwargs: see `rollouts`
     """
+    if reward_scale == 'learn' or reward_scale is not None and n_sampled_goal:
+        raise DataError("a memory keeps rewards for good, and those of other goals are computed anew", leaf='reward_scale',
+                        expected="a number or 'sign', without n_sampled_goal", got=repr(reward_scale))
     replay = partial(Replay, capacity=capacity, batch_size=batch_size, n_batches=n_batches, samples_per_step=samples_per_step,
                      warmup=warmup, length=length,
-                     prioritized=prioritized, alpha=alpha, beta=beta, zero_state=zero_state, path=path)
+                     prioritized=prioritized, alpha=alpha, beta=beta, zero_state=zero_state, path=path, frames=frames)
     rules = GoalRules(env, kwargs.get('env_kwargs')) if n_sampled_goal else None
     hindsight = [partial(Hindsight, rules=rules, n_sampled_goal=n_sampled_goal)] if rules else []
-    return rollouts(env, actor, n_envs=n_envs, n_steps=n_steps, terminal_obs=terminal_obs, edits=[replay, *hindsight, *edits], **kwargs)
+    edits = [*_scaler(reward_scale, 1.), replay, *hindsight, *edits]
+    return rollouts(env, actor, n_envs=n_envs, n_steps=n_steps, terminal_obs=terminal_obs, edits=edits, **kwargs)

@@ -57,7 +57,7 @@ class _LaneRewards(NamedTuple):
 
 
 class RewardScaler(Pipe):
-    """Scale the rewards of `Tick`s or `Fragment`s by a constant, or by the standard deviation of the discounted return so far.
+    """Scale the rewards of `Tick`s or `Fragment`s by a constant, or by the standard deviation of the discounted return; or keep the signs.
 
     The learnt scale follows `VecNormalize` of stable-baselines3: `R <- gamma R + r` per environment, from 0 in each episode, and
     `r / sqrt(var(R) + 1e-8)`, clipped. Each tick is scaled with the variance up to this tick. All rows of a fragment are scaled
@@ -69,14 +69,14 @@ class RewardScaler(Pipe):
 
     Args:
         pipe: yields `Tick`s or `Fragment`s
-        scale: constant factor; None: learn the scale
+        scale: constant factor; 'sign': rewards become -1, 0 or 1, as is usual for games of Atari; None: learn the scale
         gamma: discount of the return whose standard deviation is learnt
         clip: greatest size of a reward after learnt scaling; None: no limit
     """
     reads = 1
     gathered: Any = staticmethod(lambda values: [values])   # values -> list of the values of all processes that share the scale
 
-    def __init__(self, pipe: IterDataPipe, scale: float | None = None, gamma: float = 0.99, clip: float | None = 10.0):
+    def __init__(self, pipe: IterDataPipe, scale: float | str | None = None, gamma: float = 0.99, clip: float | None = 10.0):
         super().__init__(pipe)
         check_fraction('gamma', gamma, pipe=self)
         if clip is not None and not clip > 0: raise DataError("out of range", pipe=self, expected="clip > 0", got=f"clip={clip}")
@@ -114,7 +114,7 @@ class RewardScaler(Pipe):
 
     def _scaled(self, rew, moments, ret=None):
         "`rew` in float32, scaled after the returns `ret` `[n]` have been included in the variance."
-        if self.scale is not None: return (rew * self.scale).astype(np.float32)
+        if self.scale is not None: return (np.sign(rew) if self.scale == 'sign' else rew * self.scale).astype(np.float32)
         for values in () if ret is None else self.gathered(ret): moments.update(values)
         rew = rew / np.sqrt(moments.var + 1e-8)
         return (rew if self.clip is None else rew.clip(-self.clip, self.clip)).astype(np.float32)

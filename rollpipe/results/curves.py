@@ -16,10 +16,10 @@ from ..agents.schedules import Every
 from ..runs.plots import LABELS, plain, style
 from .collect import Result, Results, RowResult
 from .statistics import interval, iqm
-from .tables import number
+from .tables import number, on_scales
 
 # %% auto #0
-__all__ = ['Curve', 'curve_over', 'curve_of', 'panels', 'color_of', 'draw_curve', 'draw_curves']
+__all__ = ['Curve', 'curve_over', 'curve_of', 'panels', 'color_of', 'draw_curve', 'draw_curves', 'profile_of', 'draw_profiles']
 
 # %% ../../nbs/results/06_curves.ipynb #7b892e1d
 class Curve(NamedTuple):
@@ -131,3 +131,31 @@ def draw_curves(results: Results, title: str = "") -> Any:
     "A `Figure` with the curves of all rows, a panel for each environment."
     charts = {row.env: partial(_draw, results=results, env=row.env) for row in results.rows}
     return panels(charts, LABELS["steps"], "return of evaluations, interquartile mean", title)
+
+# %% ../../nbs/results/06_curves.ipynb #b23724d5
+def profile_of(label: str, strata: list, taus: np.ndarray) -> Curve:
+    """The performance profile, as a curve over percent of the scale. Source: Agarwal et al. 2021, https://arxiv.org/abs/2108.13264
+
+    Args:
+        label: see `Curve`
+        strata: for each task the results on its scale, float64 `[n runs]`
+        taus: numbers on the scale, ascending, float64 `[k]`
+    """
+    above = [x[:, None] > taus for x in strata]
+    middle = np.concatenate(above).mean(0)
+    low, high = interval(above, n=2000, of=lambda x: x.mean(-1)) or (middle, middle)
+    return Curve(label, sum(map(len, strata)), 100*taus, middle, low, high)
+
+
+def draw_profiles(results: Results) -> Any:
+    "A `Figure` with the performance profiles of the labels of `on_scales`; None if there are none."
+    if not (found := on_scales(results)): return None
+    every = np.concatenate([x for strata in found.values() for x in strata])
+    taus = np.linspace(min(0., every.min()), max(1., every.max()), 201)
+
+    def draw(axes):
+        for label, strata in found.items():
+            curve = profile_of(label, strata, taus)
+            draw_curve(axes, curve, color_of(results, label), f"{label} ({curve.n} runs)")
+        axes.set_ylim(-.02, 1.02)
+    return panels({"": draw}, "return on the scales of the environments [%]", "share of runs above it")

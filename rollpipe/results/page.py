@@ -15,8 +15,8 @@ from ..settings.config import build
 from ..pipes.graph.edits import draw
 from ..runs.plots import CERTIFICATE, LABELS, plain, section, svg, table_html, wide
 from .collect import Result, Results, RowResult, flat_config
-from .curves import color_of, draw_curves, panels
-from .tables import ABOUT, notes_of, number, table_of, together
+from .curves import color_of, draw_curves, draw_profiles, panels
+from .tables import ABOUT, improvements, notes_of, number, table_of, together
 from ..runs.folder import load_run
 
 # %% auto #0
@@ -130,6 +130,12 @@ def _together(results: Results) -> str:
     return table_html(["algorithm", "environments", "last policy on the scales, IQM"], rows) if rows else ""
 
 
+def _improvements(results: Results) -> str:
+    rows = [(f"P({label} > {other})", n, f"{middle:.3f}" + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else ""))
+            for label, other, n, middle, bounds in improvements(results)]
+    return table_html(["better last policy", "environments", "probability"], rows) if rows else ""
+
+
 def page(results: Results) -> str:
     "The report as one HTML file."
     escape, table, notes, (names, options) = html.escape, table_of(results), notes_of(results), differences(results)
@@ -139,7 +145,9 @@ def page(results: Results) -> str:
     commands = "".join(f"<h3>{escape(f'{row.label}, {row.env}')}</h3><pre>{escape(row.command)}</pre>" for row in results.rows)
     body = [table_html(columns, [[row[name] for name in columns] for row in table]), f"<p>{escape(ABOUT)}</p>", notes_html(notes),
             section("Learning curves", wide(svg(draw_curves(results), "curves"))),
-            section("All environments together", _together(results)), section("Published figures", _sources(results)),
+            section("All environments together", _together(results)
+                    + (wide(svg(figure, "profiles")) if (figure := draw_profiles(results)) else "")),
+            section("Probability of improvement", _improvements(results)), section("Published figures", _sources(results)),
             section("The course of the certificate", wide(svg(figure, "certificate")) if (figure := certificate(results)) else ""),
             section("What differs between the configurations", table_html(["option", *names], [(name, *x) for name, x in options])
                      if options else ""),

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import csv, html, io, json, math, re
 from collections.abc import Iterable
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..runs.progress import format_duration, format_number
 from .collect import Results, RowResult, differing_options
-from .statistics import interval, iqm, steps_to
+from .statistics import improvement, improvement_interval, interval, iqm, steps_to
 
 # %% auto #0
-__all__ = ['ABOUT', 'Figure', 'number', 'figure_over', 'figure_of', 'steps_needed', 'spread', 'table_of', 'together', 'notes_of',
-           'table_text', 'markdown', 'csv_text', 'curves_text']
+__all__ = ['ABOUT', 'Figure', 'number', 'figure_over', 'figure_of', 'steps_needed', 'spread', 'table_of', 'on_scales', 'together',
+           'improvements', 'notes_of', 'table_text', 'markdown', 'csv_text', 'curves_text']
 
 # %% ../../nbs/results/05_tables.ipynb #431c0252
 class Figure(NamedTuple):
@@ -110,14 +111,36 @@ def table_of(results: Results) -> list:
     return rows
 
 # %% ../../nbs/results/05_tables.ipynb #d669d738
+def on_scales(results: Results) -> dict:
+    """Label -> for each of its environments with a scale, the last returns of its runs on that scale.
+
+    Labels with fewer than two such environments, or with a return that is not a number, are left out.
+    """
+    found: dict = {}
+    for row in results.rows:
+        if not row.scale or not row.complete: continue
+        found.setdefault(row.label, []).append((row.finals("last") - row.scale[0])/(row.scale[1] - row.scale[0]))
+    return {label: strata for label, strata in found.items() if len(strata) > 1 and np.isfinite(np.concatenate(strata)).all()}
+
+
 def together(results: Results) -> list:
-    "For each label that has at least two environments with a scale: `(label, number of environments, IQM, (low, high) or None)`."
-    found = []
-    for label in dict.fromkeys(row.label for row in results.rows):
-        rows = [row for row in results.rows if row.label == label and row.scale and row.complete]
-        strata = [(row.finals("last") - row.scale[0])/(row.scale[1] - row.scale[0]) for row in rows if row.scale]
-        if len(rows) < 2 or not all(np.isfinite(x).all() for x in strata): continue
-        found.append((label, len(rows), float(iqm(np.concatenate(strata))), interval(strata)))
+    "For each label of `on_scales`: `(label, number of environments, IQM, (low, high) or None)`."
+    return [(label, len(strata), float(iqm(np.concatenate(strata))), interval(strata)) for label, strata in on_scales(results).items()]
+
+# %% ../../nbs/results/05_tables.ipynb #5c44a750
+def improvements(results: Results) -> list:
+    """For each two labels `(label, other, number of environments, probability of improvement over the other, (low, high) or None)`.
+
+    Labels without a common environment, or with a return there that is not a number, are left out.
+    """
+    found, finals = [], {}
+    for row in results.rows:
+        if row.complete: finals.setdefault(row.label, {})[row.env] = row.finals("last")
+    for (label, x), (other, y) in combinations(finals.items(), 2):
+        envs = [env for env in x if env in y]
+        xs, ys = [x[env] for env in envs], [y[env] for env in envs]
+        if not envs or not np.isfinite(np.concatenate(xs + ys)).all(): continue
+        found.append((label, other, len(envs), float(improvement(xs, ys)), improvement_interval(xs, ys)))
     return found
 
 # %% ../../nbs/results/05_tables.ipynb #2e457810
@@ -145,7 +168,8 @@ ABOUT = """IQM is the interquartile mean over runs, with the 95 % interval of th
 https://arxiv.org/abs/2108.13264). Each run counts with the mean return of its greedy policy over fresh episodes: of the last policy; the
 largest of all evaluations, which flatters; and of the policy that had it, over other episodes.
 Steps to threshold are the median over runs of the
-steps after which no evaluation is below it, with the number of runs that got there. Wall time is the median, without evaluations."""
+steps after which no evaluation is below it, with the number of runs that got there. Wall time is the median, without evaluations.
+P(X > Y) is the probability that the last policy of a run of X is better than that of a run of Y, where a tie counts half."""
 ABOUT = ABOUT.replace("\n", " ")
 
 # %% ../../nbs/results/05_tables.ipynb #d8dbd936
@@ -173,6 +197,9 @@ def markdown(results: Results) -> str:
     for label, n, middle, bounds in together(results):
         told = f" [{bounds[0]:.2f}, {bounds[1]:.2f}]" if bounds else ""
         lines += ["", f"{_plain(label)}, {n} environments together on their scales: IQM {middle:.2f}{told}."]
+    for label, other, n, middle, bounds in improvements(results):
+        told = f" [{bounds[0]:.2f}, {bounds[1]:.2f}]" if bounds else ""
+        lines += ["", f"P({_plain(label)} > {_plain(other)}) = {middle:.2f}{told} over {n} environment{'s'*(n > 1)}."]
     lines += ["", ABOUT, *(f"\n- {_plain(note)}" for note in notes_of(results))]
     lines += ["", "Published figures:", "", *(f"- {_plain(x.name)}, {_plain(x.algorithm)} on {_plain(x.env)}: {_plain(x.source)}"
                                               for row in results.rows

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ..agents.checkpoint import Checkpoint, load_checkpoint
 from ..pipes.data.files import write_atomically
 from ..agents.evaluate import RandomActor, evaluate
+from ..agents.learner import policy_of
 from ..settings.algorithms import ALGORITHMS, options_for
 from .autotune import NO_TIME, autotune, command_for, profile_config, ranked, ranking, table_row, trial_row
 from ..settings.checks import is_over
@@ -182,7 +183,7 @@ def run_to_end(run: Run, args: Namespace) -> None:
 def evaluate_command(args: Namespace) -> None:
     "Evaluate a checkpoint."
     checkpoint = load_run(args.run, args.best)
-    print(evaluate(checkpoint.config["env"], agent_of(checkpoint, args.device).actor, args.episodes, deterministic=not args.sample,
+    print(evaluate(checkpoint.config["env"], policy_of(agent_of(checkpoint, args.device)), args.episodes, deterministic=not args.sample,
                    seed=args.seed, record=args.record, env_kwargs=checkpoint.config["env_kwargs"], device=device_of(args.device)))
     if args.record: print(f"film: {args.record}")
 
@@ -204,7 +205,7 @@ def watch_command(args: Namespace) -> None:
     n_episodes = args.episodes if args.episodes is not None else 1 if args.record else _FOREVER
     if args.record: options.update(record=args.record, record_episodes=n_episodes)
     else: options.update(render="human", max_steps=_FOREVER)
-    try: evaluate(env, agent.actor, n_episodes, **options)
+    try: evaluate(env, policy_of(agent), n_episodes, **options)
     except KeyboardInterrupt as e:
         if args.record or e.args and e.args[0] != signal.SIGINT: raise
     plural = "s" * (len(returns) != 1)
@@ -215,7 +216,7 @@ def watch_command(args: Namespace) -> None:
 def export_command(args: Namespace) -> None:
     "Write the policy of a run to a file that runs without rollpipe."
     checkpoint = load_run(args.run, args.best)
-    actor = agent_of(checkpoint).actor
+    actor = policy_of(agent_of(checkpoint))
     path = Path(args.out or folder_of(args.run)/f"policy{FORMATS[args.to].suffix}")
     note = {name: checkpoint.config[name] for name in ("algorithm", "env", "env_kwargs")}
     is_checked = export_policy(actor, path, args.to, note)

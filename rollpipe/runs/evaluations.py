@@ -18,6 +18,7 @@ from ..agents.checkpoint import Snapshot, load_checkpoint
 from ..pipes.data.files import write_atomically
 from .states import kept_states, load_states
 from ..agents.evaluate import Evaluation
+from ..agents.learner import policy_of
 from ..agents.parallel_evaluation import Evaluated, ParallelEvaluation, SerialEvaluation
 from ..agents.schedules import Every
 from ..settings.config import device_of
@@ -188,7 +189,7 @@ class StepEvaluations(Evaluations):
         run: a run whose `eval_every` is in steps
     """
     def __init__(self, run: Run):
-        super().__init__(run, _here(run, "training", run.agent.actor))
+        super().__init__(run, _here(run, "training", policy_of(run.agent)))
         steps = run.counters["steps"]
         self.records = [r for r in read_evaluations(run.folder) if r["steps"] <= steps and (r["kind"] == "training" or r["steps"] == steps)]
         self.last = dict(steps=max((r["steps"] for r in self.records if r["kind"] == "training"), default=-1))
@@ -208,14 +209,14 @@ class StepEvaluations(Evaluations):
         for kind, counters in (("last", run.counters), ("best", best.counters)):
             if kind in made: continue
             agent = run.agent if kind == "last" else agent_of(best, run.config.get("device", "cpu"))
-            with _here(run, kind, agent.actor) as evaluator:
+            with _here(run, kind, policy_of(agent)) as evaluator:
                 evaluator.request()
                 for answer in evaluator.wait(): self._record(kind, counters["updates"], evaluator.seed, answer.evaluation)
         return self.poll()
 
     def _ask(self):
         self.records = [r for r in self.records if r["kind"] == "training"]  # training continues, so the final evaluations are outdated
-        self.evaluator = _here(self.run, "training", self.run.agent.actor)
+        self.evaluator = _here(self.run, "training", policy_of(self.run.agent))
         super()._ask()
 
     def _keep(self, answer):
@@ -254,7 +255,7 @@ def evaluations_of(run: Run) -> Iterator[Evaluations | None]:
         yield evaluations
     else:
         ray = dict(address=config["address"]) if config.get("reading") == "ray" else None
-        with ParallelEvaluation(config["env"], run.agent.actor, config["eval_episodes"], env_kwargs=config["env_kwargs"],
+        with ParallelEvaluation(config["env"], policy_of(run.agent), config["eval_episodes"], env_kwargs=config["env_kwargs"],
                                 seed=config["seed"], ray=ray) as evaluator:
             yield Evaluations(run, evaluator)
 

@@ -5,9 +5,8 @@
 # %% ../../nbs/runs/12_export.ipynb #0314b29a
 from __future__ import annotations
 
-import copy, io, json, logging, re, warnings
+import copy, io, json, re
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +18,10 @@ from torch import Tensor
 from ..pipes.data.files import write_atomically
 from ..layers.actor import Actor
 from ..pipes.data import nested
+from ..pipes.engines.onnx_graph import hushed
 from ..pipes.envs.actions import in_containers
 from ..pipes.envs.factories import space_spec
 from ..pipes.data.errors import ActorError, DataError, describe
-
 
 # %% auto #0
 __all__ = ['FORMATS', 'PolicyFunction', 'Format', 'export_policy']
@@ -110,24 +109,11 @@ def _dynamic(policy):
     n = torch.export.Dim('n', min=1)
     return {'inputs': tuple({1 if name.startswith('hx') else 0: n} for name in policy.inputs)}
 
-
-@contextmanager
-def _hushed():
-    "Suppress torch's messages about its exporters, such as that TorchScript is an old format."
-    log = logging.getLogger('torch.onnx')
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter('ignore')
-            yield
-    finally: log.setLevel(level)
-
 # %% ../../nbs/runs/12_export.ipynb #371ba80e
 def _to_onnx(policy, inputs, note):
     try: import onnx, onnxscript  # noqa: F401
     except ImportError: raise ImportError("writing ONNX needs onnx and onnxscript: pip install 'rollpipe[onnx]'") from None
-    with _hushed():
+    with hushed():
         program = torch.onnx.export(policy, inputs, input_names=list(policy.inputs), output_names=policy.outputs,
                                     dynamic_shapes=_dynamic(policy), dynamo=True, verbose=False)
     model = program.model_proto
@@ -145,13 +131,13 @@ def _run_onnx(data):
 # %% ../../nbs/runs/12_export.ipynb #e742ea90
 def _to_torchscript(policy, inputs, note):
     file = io.BytesIO()
-    with _hushed():
+    with hushed():
         torch.jit.save(torch.jit.trace(policy, inputs), file, _extra_files={'rollpipe.json': note})
     return file.getvalue()
 
 
 def _run_torchscript(data):
-    with _hushed(): return torch.jit.load(io.BytesIO(data))
+    with hushed(): return torch.jit.load(io.BytesIO(data))
 
 # %% ../../nbs/runs/12_export.ipynb #91c5343d
 def _to_pt2(policy, inputs, note):

@@ -34,8 +34,7 @@ __all__ = ['FORKED', 'COSTS', 'RUN_FILES', 'Run', 'folder_of', 'start', 'discard
            'restore', 'for_policy', 'agent_of', 'rebuilt', 'resume']
 
 # %% ../../nbs/runs/07_folder.ipynb #318476a9
-FORKED = "fork.safetensors"      # the checkpoint with which a fork of another run begins
-COSTS = "costs.json"             # a `Profile` of the last seconds of the training
+FORKED, COSTS = "fork.safetensors", "costs.json"     # the checkpoint with which a fork begins; a `Profile` of the last seconds of training
 RUN_FILES = ("config.json", FINGERPRINTS, "metrics.csv", "metrics.jsonl", JOURNAL, COSTS, "evaluations.jsonl", "checkpoint.safetensors",
              "best.safetensors", FORKED, *"replay ranks recording crash inbox curve.png tensorboard wandb wandb.json videos pack".split())
 _COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0., resumes=0)
@@ -165,10 +164,11 @@ def _check_stored(found: Checkpoint) -> None:
     for name in ("edits", "due"): check_edits(config.get(name, []))
     options = {option: config["options"].get(option.name, option.default) for option in options_for(config["algorithm"])}
     shapes = [x.shape for x in nested.leaves(found.agent_state) if isinstance(x, torch.Tensor)]
-    sizes = {n for shape in shapes for n in shape}
+    sizes, absent = {n for shape in shapes for n in shape}, "critic" if config["options"].get("shared") else ""
     for option, value in options.items():
         option.check(value)
-        if option.kinds == ("int,...",) and option.param == "hidden" and not (set(value) <= sizes and len(value) <= len(shapes)):
+        if option.kinds != ("int,...",) or option.param != "hidden" or option.part == absent: continue
+        if not (set(value) <= sizes and len(value) <= len(shapes)):
             raise DataError("there are no such layers in the file", leaf=option.flag, got=str(value))
     run_options({option.name: config[option.name] for option in RUN_OPTIONS if option.name != "preset"})
     n = {option.name: value for option, value in options.items()}

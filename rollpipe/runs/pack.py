@@ -13,7 +13,7 @@ from typing import Any
 
 from ..agents.checkpoint import Checkpoint, checkpoint_bytes
 from ..agents.evaluate import Evaluation, evaluate
-from ..agents.learner import LearnerState
+from ..agents.learner import LearnerState, policy_of
 from ..pipes.data.errors import DataError, describe_exception
 from ..pipes.data.files import write_atomically, write_json
 from ..pipes.graph.edits import draw
@@ -56,7 +56,7 @@ def local_copy(run: Any) -> Any:
 def load_agent(run: str | Path, best: bool = False, device: str = "cpu") -> Any:
     """The learner of a run as it was saved; `load_agent(run).actor.predict(obs)` is its policy. Raises as `load_run` and `restore` do.
 
-    Its `repr` tells the environment, the steps and the networks.
+    Its `repr` tells the environment, the steps and the networks. With `average_policy` its policy is `average` (`policy_of`).
 
     Args:
         run: folder of a run, a checkpoint file, a folder that `pack` has made, or `hf://OWNER/NAME` on the Hugging Face Hub
@@ -92,9 +92,10 @@ def card(checkpoint: Checkpoint, found: Evaluation, pipeline: str, has: set, rep
     """
     config, modules = checkpoint.config, needed_modules(checkpoint.config)
     name, env = config["algorithm"], config["env"]
+    actor = "average" if config["options"].get("average_policy") else "actor"
     command = shlex.join(["rollpipe", "evaluate", f"{HUB}{repo}", *import_words(modules)])
     code = [*(f"import {module}" for module in modules), "from rollpipe.runs import load_agent", "",
-            f'actor = load_agent("{HUB}{repo}").actor      # or the path of this folder', "action, state = actor.predict(obs)"]
+            f'actor = load_agent("{HUB}{repo}").{actor}      # or the path of this folder', "action, state = actor.predict(obs)"]
     pictures = [f"![{what}]({file})" for what, file in (("an episode", "replay.gif"), ("the learning curve", "curve.png")) if file in has]
     preset = f", with the preset {config['preset']}" if config.get("preset") else ""
     return "\n".join([
@@ -134,7 +135,7 @@ def pack(run: str | Path, out: str | Path | None = None, best: bool = False, epi
         raise DataError(f"{out} has other files", expected="a new folder, or one that `rollpipe pack` has written", got=others[0])
     agent, pipe = restore(for_policy(found), device="cpu")
     config, state = found.config, SimpleNamespace(state_dict=lambda: found.agent_state)
-    scores = evaluate(config["env"], agent.actor, episodes, seed=seed, env_kwargs=config["env_kwargs"])
+    scores = evaluate(config["env"], policy_of(agent), episodes, seed=seed, env_kwargs=config["env_kwargs"])
     out.mkdir(parents=True, exist_ok=True)
     for name in PACK_FILES[1:]: (out/name).unlink(missing_ok=True)
     write_atomically(out/"checkpoint.safetensors", checkpoint_bytes(state, config, found.counters, found.evaluated))
@@ -143,7 +144,7 @@ def pack(run: str | Path, out: str | Path | None = None, best: bool = False, epi
     for path, name in [(folder/FINGERPRINTS, FINGERPRINTS), *((film, f"replay{film.suffix}") for film in films[-1:])]:
         if path.is_file() and not path.is_symlink(): write_atomically(out/name, path.read_bytes())
     note = {name: config[name] for name in ("algorithm", "env", "env_kwargs")}
-    for write in (lambda: export_policy(agent.actor, out/"policy.onnx", note=note), lambda: learning_curve(folder, out/"curve.png")):
+    for write in (lambda: export_policy(policy_of(agent), out/"policy.onnx", note=note), lambda: learning_curve(folder, out/"curve.png")):
         try: write()
         except Exception as e: print(f"left out: {describe_exception(e, 300)}")
     has = {path.name for path in out.iterdir()}

@@ -72,7 +72,7 @@ def preset_for(algorithm: str, env: str, env_kwargs: dict | None, name: str, kno
     wanted, given = tables[found].get("actions"), name != "auto"
     if given and wanted and wanted != (kind := kind_of_actions(env, env_kwargs)):
         raise DataError(f"the preset {found!r} of {algorithm} is for another action space", env=env, expected=wanted, got=kind)
-    return Settings(found, check_table(found, tables[found], known, f"presets of {algorithm}"), {})
+    return Settings(found, check_table(found, tables[found], known, f"presets of {algorithm}"), tables[found].get("env_kwargs", {}))
 
 # %% ../../nbs/settings/03_choice.ipynb #cc6c4847
 def settings_in(path: str | Path, algorithm: str, env: str, env_kwargs: dict | None, known: Iterable[Option]) -> Settings:
@@ -103,7 +103,7 @@ def settings_in(path: str | Path, algorithm: str, env: str, env_kwargs: dict | N
     if name is None and (not (found or about["env_kwargs"]) or any(belongs_to(env, name, table) for name, table in tables.items())):
         raise DataError(f"{path}: has nothing for {env}", expected="a table for it and its actions, or options for all environments",
                         got=", ".join(tables) or "an empty file")
-    return Settings(None, {**found, **of_table.get(name, {})}, about["env_kwargs"])
+    return Settings(None, {**found, **of_table.get(name, {})}, {**about["env_kwargs"], **tables.get(name, {}).get("env_kwargs", {})})
 
 
 def _check_dicts(path, tables):

@@ -203,8 +203,8 @@ def make_config(algorithm: str, env: str, options: dict | None = None, env_kwarg
     of_run = run_options({**{name: x for name, x in found.values.items() if name not in of_learning}, **run})
     chosen = _all_options(algorithm, {**of_learning, **(options or {})}, of_run.intrinsic)
     masks = dict(with_action_mask=mask) if (mask := chosen.get("action_mask")) else {}     # an info has to become an observation
-    config = {"algorithm": algorithm, "env": env, "env_kwargs": {**masks, **(env_kwargs or {})}, **vars(of_run), "preset": found.name,
-              "options": with_steps(algorithm, chosen, of_run.steps), "versions": versions()}
+    config = {"algorithm": algorithm, "env": env, "env_kwargs": {**masks, **found.env_kwargs, **(env_kwargs or {})}, **vars(of_run),
+              "preset": found.name, "options": with_steps(algorithm, chosen, of_run.steps), "versions": versions()}
     if imports: config["imports"] = imports
     if found.name: config["of_preset"] = [name for name in found.values if name not in {**(options or {}), **run}]
     reading_for(config)
@@ -273,7 +273,7 @@ def build(config: dict, resumes: int = 0) -> tuple:
         tuple: agent, pipe
     """
     algorithm, env, env_kwargs = ALGORITHMS[config["algorithm"]], config["env"], config["env_kwargs"]
-    kwargs = {part: {} for part in (*algorithm.parts, "recurrence")}
+    kwargs = {part: {} for part in (*algorithm.parts, "recurrence", "sharing")}
     for option in options_for(config["algorithm"]):
         value = config["options"].get(option.name, option.default)
         kwargs[option.part][option.param] = tuple(value) if isinstance(value, list) else value
@@ -289,7 +289,8 @@ def build(config: dict, resumes: int = 0) -> tuple:
         modules, kwargs["pipeline"]["device"] = [module.to(device) for module in modules], device
     agent = algorithm.learner(*modules, seed=seeds["learner"], **kwargs["learner"])
     if "critic" not in accepted: modules = modules[:1]
-    pipe = algorithm.pipeline(env, *modules, seed=seeds["pipeline"], env_kwargs=env_kwargs, **kwargs["pipeline"])
+    played = {**env_kwargs, "atari": "lives"} if "atari" in env_kwargs else env_kwargs      # evaluations play whole games
+    pipe = algorithm.pipeline(env, *modules, seed=seeds["pipeline"], env_kwargs=played, **kwargs["pipeline"])
     for memory in find(pipe, Replay) + find(pipe, DataSampler):  # an error comes before the memory is filled
         if isinstance(agent, ReplayLearner): agent.check_length(memory.length)
     for replay in find(pipe, Replay):

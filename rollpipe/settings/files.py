@@ -119,11 +119,14 @@ def check_table(name: str, table: dict, known: Iterable[Option], where: str) -> 
         where: beginning of the message, such as the file
 
     Returns:
-        dict: the values, without `envs` and `actions`
+        dict: the values, without `envs`, `actions` and `env_kwargs`
     """
-    envs, actions = table.get("envs", []), table.get("actions", "")
+    envs, actions, env_kwargs = table.get("envs", []), table.get("actions", ""), table.get("env_kwargs", {})
     if not isinstance(envs, list) or not all(isinstance(env, str) for env in envs):
         raise DataError(f"{where}, table {name}: wrong type of value", leaf="envs", expected="a list of ids or patterns", got=repr(envs))
     if not isinstance(actions, str):
         raise DataError(f"{where}, table {name}: wrong type of value", leaf="actions", expected="such as \"Discrete\"", got=repr(actions))
-    return checked({key: x for key, x in table.items() if key not in ("envs", "actions")}, known, f"{where}, table {name}")
+    if not isinstance(env_kwargs, dict):
+        raise DataError(f"{where}, table {name}: wrong type of value", leaf="env_kwargs", expected="names with values",
+                        got=repr(env_kwargs))
+    return checked({key: x for key, x in table.items() if key not in ("envs", "actions", "env_kwargs")}, known, f"{where}, table {name}")

@@ -43,7 +43,8 @@ _REPLAY = dict(_GAMMA, lr=Range(1e-5, 3e-3), batch_size=Choice([64, 128, 256, 51
 _DEEP_Q = dict(_REPLAY, n_envs=Choice([1, 4, 8]), n_steps=Choice([1, 4, 8]), n_batches=Choice([1, 2, 4, 8]), eps_end=Range(.01, .1),
                eps_steps=Range(1_000, 50_000), target_every=Range(50, 2_000))
 _DATA = dict(lr=Range(1e-5, 3e-3), batch_size=Choice([64, 128, 256, 512]))
-_ACTIONS = dict(_REPLAY, tau=Range(1e-3, .1), samples_per_step=Choice([.25, .5, 1., 2.]))
+_ACTIONS = dict(_REPLAY, samples_per_step=Choice([.25, .5, 1., 2.]))
+_TARGETS = dict(_ACTIONS, tau=Range(1e-3, .1))
 
 SPACES: dict = dict(
     trpo=_TRUST, npg=_TRUST,
@@ -52,7 +53,7 @@ SPACES: dict = dict(
     ppo=dict(_GAE, **_BATCH, **_LR, **_ENTROPY, minibatch=Choice([64, 128, 256, 512]), epochs=Range(3, 20), clip=Choice([.1, .2, .3])),
     vtrace=dict(_GAMMA, **_SHORT, **_LR, **_ENTROPY, critic_lr=Range(1e-4, 3e-2)),
     dqn=_DEEP_Q, qr_dqn=dict(_DEEP_Q, n_quantiles=Choice([16, 32, 64, 200])),
-    sac=_ACTIONS, td3=dict(_ACTIONS, smoothing=Range(.05, .5)), ddpg=_ACTIONS,
+    sac=_TARGETS, crossq=_ACTIONS, td3=dict(_TARGETS, smoothing=Range(.05, .5)), ddpg=_TARGETS,
     bc=_DATA, iql=dict(_DATA, **_GAMMA, expectile=Choice([.5, .7, .8, .9]), beta=Range(.1, 10.)),
     td3bc=dict(_DATA, **_GAMMA, alpha=Range(.5, 10.)))
 

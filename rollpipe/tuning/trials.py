@@ -12,6 +12,7 @@ from contextlib import closing
 import torch
 
 from ..agents.evaluate import evaluate
+from ..agents.learner import policy_of
 from ..settings.config import build, device_of
 from ..pipes.data.errors import DataError
 from ..pipes.taps import count_steps
@@ -38,7 +39,7 @@ def learning_curve(config: dict, n: int) -> Generator[float, None, None]:
             agent.update(batch)
             steps += count_steps(getattr(batch, "fresh", batch))
             while done < n and steps >= (done + 1) * config["steps"] / n:
-                mean = evaluate(config["env"], agent.actor, EPISODES, seed=seed, env_kwargs=config["env_kwargs"],
+                mean = evaluate(config["env"], policy_of(agent), EPISODES, seed=seed, env_kwargs=config["env_kwargs"],
                                 device=device_of(config["device"])).mean
                 if not math.isfinite(mean): raise DataError("the mean return is not finite", got=str(mean))
                 done += 1

@@ -90,7 +90,7 @@ class ReplayLearner(Discounted, Learner):
         n_fresh, n_kept, drawn = self.count(fresh), *map(int, ranks.totals(torch.tensor([len(memory or ()), drawn]))[0])
         if memory is not None: records.append(dict(replay_size=n_kept, replay_ratio=drawn / n_fresh))
         if prioritized: records.append(dict(beta=memory.beta))
-        ranks.check_state(self)
+        self.end()
         return mean_metrics(records) | dict(begun, **exploration, target_updates=self.target_updates, seconds_sample=samples.seconds,
                                             seconds_update=perf_counter() - start)
 

@@ -6,71 +6,14 @@
 __all__ = ['SAC']
 
 # %% ../../../nbs/agents/16_off_policy/05_sac.ipynb #feb927ff
-from math import log
-from sys import float_info
-
-import torch
-
-from .action_learner import ActionLearner
-from .action_losses import soft_policy_loss, soft_target, temperature_loss
-from .descent import Descent
-from ..shared_options import check_range, number
-from ...pipes.data.fragment import Fragment
+from .action_learner import SoftLearner
 
 # %% ../../../nbs/agents/16_off_policy/05_sac.ipynb #0684fc24
-class SAC(ActionLearner):
+class SAC(SoftLearner):
     """Soft actor-critic. Steps, segments and priorities are options of the memory.
 
     Source: Haarnoja et al. 2018, *Soft actor-critic algorithms and applications*, https://arxiv.org/abs/1812.05905
 
     Args:
-        actor: a `SquashedPolicy`, or another actor with `sample`, `box` and `is_random`
-        temperature: weight of the entropy, relative to the reward; None: it is learnt
-        first_temperature: the temperature at the beginning, if it is learnt
-        target_entropy: target of the entropy, for actions within -1 and 1; None: minus the number of dimensions
         tau: fraction of the way that the target network moves after each step
     """
-    temperature: float | None = number(None)
-    first_temperature: float = 1.0
-    target_entropy: float | None = number(None, -float_info.max)
-    actor_needs = ('sample', 'is_random')
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.temperature is None: check_range(self, 1e-9, first_temperature=self.first_temperature)      # its logarithm is learnt
-        start, box = self.first_temperature if self.temperature is None else self.temperature, self.actor.box
-        self.wanted_entropy = -float(box.center.numel()) if self.target_entropy is None else self.target_entropy
-        self.is_fixed, device = self.temperature is not None, box.center.device
-        self.fixed = torch.tensor(float(start)).to(device)
-        self.log_temperature = torch.tensor(log(max(start, 1e-9))).to(device).requires_grad_(not self.is_fixed)
-        if not self.is_fixed: self.descents['temperature'] = Descent([self.log_temperature], self.lr)
-
-    @property
-    def entropy_weight(self) -> torch.Tensor:
-        "The present weight of the entropy, relative to the reward, float32 `[]`."
-        return self.fixed if self.is_fixed else self.log_temperature.detach().exp()
-
-    def critic_target(self, fragment: Fragment) -> torch.Tensor:
-        "See `soft_target`."
-        return soft_target(fragment, self.actor, self.target, self.noise(fragment), self.entropy_weight, gamma=self.gamma,
-                           n_steps=self.multi_step)
-
-    def improve_policy(self, fragment: Fragment) -> dict:
-        "Take a step of the policy, then a step of the temperature."
-        temperature, n = self.entropy_weight, fragment.valid.sum()
-        loss, metrics = soft_policy_loss(fragment, self.actor, self.critic, self.noise(fragment), temperature)
-        entropy = metrics['entropy'] - self.actor.box.log_volume
-        metrics = self.descents['policy'].step(loss, 'loss_policy', metrics | dict(temperature=temperature), n)
-        if not self.is_fixed:
-            loss = temperature_loss(self.log_temperature, entropy, self.wanted_entropy)
-            self.descents['temperature'].step(loss, 'temperature', n=n)
-        return metrics
-
-    def state_dict(self) -> dict:
-        "As `ActionLearner.state_dict`, with the temperature."
-        return super().state_dict() | dict(log_temperature=self.log_temperature.detach().clone())
-
-    def load_state_dict(self, state: dict) -> None:
-        "Restore what `state_dict` returned. A fixed temperature is not restored: it is an option of this learner."
-        super().load_state_dict(state)
-        with torch.no_grad(): self.log_temperature.copy_(state['log_temperature'])

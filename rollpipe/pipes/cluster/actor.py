@@ -118,15 +118,11 @@ class LaneServer(LaneRunner):
     Args:
         outbox: takes warnings and errors
         receiver: a `WeightReceiver` for the networks in the graphs
-        name: name of the worker in error messages
-        lanes: number of the lane -> graph
-        states: number of the lane -> its `GlobalRandomStates`
-        device: device of the actors; None: they are not moved
-        tells: send the state of the lane with each item
+        *args: the other arguments of `LaneRunner`
     """
-    def __init__(self, outbox: Any, receiver: Any, name: str, lanes: dict, states: dict, device: Any, tells: bool = False):
+    def __init__(self, outbox: Any, receiver: Any, *args: Any):
         self.slot = Slot()
-        super().__init__(outbox, [self.slot], receiver, name, lanes, states, device, tells)
+        super().__init__(outbox, [self.slot], receiver, *args)
 
     def serve(self, *request: Any) -> tuple:
         """Collect the next item of a lane, with the latest weights that arrived, in memory for one item.

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from ..data.errors import WorkerError
 from ..workers.guard import guard, unguard
@@ -77,18 +78,6 @@ def _environment(settings: dict) -> Iterator[None]:
         for name, x in before.items(): os.environ.pop(name, None) if x is None else os.environ.update({name: x})
 
 
-@contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    "Replace an attribute of a module for the block. Does nothing if the module has no such attribute."
-    if not hasattr(module, name):
-        yield
-        return
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try: yield
-    finally: setattr(module, name, before)
-
-
 def _read_settings(ray: Any) -> None:
     "Make Ray read its environment variables again, because its code for tokens read them at import."
     raylet = ray._raylet
@@ -127,7 +116,8 @@ def descendants(pid: int) -> list:
 def _start(ray, ending: ExitStack) -> None:
     "Start Ray on this machine, for this process alone."
     ending.enter_context(_environment(_own_settings()))
-    ending.enter_context(_replaced(ray._private.ray_constants, 'ENABLE_RAY_CLUSTER', False))     # an imported Ray ignores the variable
+    # An imported Ray ignores the variable.
+    ending.enter_context(patch.object(ray._private.ray_constants, 'ENABLE_RAY_CLUSTER', False, create=True))
     _read_settings(ray)
     # The path of a socket in this folder may have at most 107 characters, so the folder needs a short name.
     folder = tempfile.mkdtemp(prefix='ray-', dir='/tmp' if len(tempfile.gettempdir()) > 30 and os.path.isdir('/tmp') else None)
@@ -137,7 +127,8 @@ def _start(ray, ending: ExitStack) -> None:
     ending.callback(lambda: [_kill(pid, folder) for pid in descendants(os.getpid())])     # after a failed start, some may still run
     ending.callback(ray.shutdown)
     modules = dict(PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))     # workers can import the same modules
-    alone = _replaced(ray.job_config.JobConfig, '_runtime_env_has_working_dir', lambda self: True)  # else Ray puts the current folder first
+    # Otherwise Ray puts the current folder first.
+    alone = patch.object(ray.job_config.JobConfig, '_runtime_env_has_working_dir', lambda self: True, create=True)
     with _process_kept(), _environment(modules), alone:
         ray.init('local', include_dashboard=False, log_to_driver=False, logging_level='ERROR', _temp_dir=folder)
     guarded |= set(descendants(os.getpid())) - before
@@ -185,7 +176,7 @@ class _Connection:
         self.own = False
         self.ending.close()     # the user may have shut down the Ray that was started here
         try:
-            self.ending.enter_context(_replaced(ray._private.worker, 'print_to_stdstream', _told))
+            self.ending.enter_context(patch.object(ray._private.worker, 'print_to_stdstream', _told, create=True))
             if address is None: _start(ray, self.ending)
             else: _connect(ray, address, self.ending)
             self.own = address is None

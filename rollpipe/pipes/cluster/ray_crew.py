@@ -140,7 +140,6 @@ class RayCrew:
     """Workers in a cluster for one iteration of `seam`.
 
     Args:
-        seam: `WorkerLanes`; everything above this pipe runs in workers
         service: the `RayReading` with the options
         ray: the module
     """

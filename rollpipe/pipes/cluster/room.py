@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .door import import_ray, is_address, is_own, lease
-from ..data.errors import DataError, WorkerError, describe
+from ..data.errors import DataError, WorkerError, describe, located
 
 # %% ../../../nbs/pipes/32_cluster/01_room.ipynb #12b9a13b
 NAMES = dict(num_cpus='CPU', num_gpus='GPU', memory='memory')     # name in an actor's options -> name in a node's resources
@@ -94,11 +94,8 @@ class ClusterPlace:
 
     def connect(self) -> Any:
         "The module `ray`. The first call connects this process. Raises `WorkerError` if there is no Ray, or none at the address."
-        try:
+        with located(pipe=self.pipe):
             if self.lease is None or not self.lease.alive: self.lease = lease(self.address, self)
-        except WorkerError as e:
-            e.locate(pipe=self.pipe)
-            raise
         return import_ray()
 
     def release(self) -> None:

@@ -11,9 +11,9 @@ from math import inf
 from typing import Any
 
 # %% auto #0
-__all__ = ['LEAST_BYTES', 'describe', 'describe_exception', 'PipeError', 'EnvError', 'ActorError', 'DataError', 'GraphError',
-           'CheckpointError', 'SpaceError', 'WorkerError', 'check_integer', 'is_between', 'check_fraction',
-           'available_memory', 'check_memory']
+__all__ = ['LEAST_BYTES', 'describe', 'shortened', 'describe_exception', 'PipeError', 'located', 'EnvError', 'ActorError',
+           'DataError', 'GraphError', 'CheckpointError', 'SpaceError', 'WorkerError', 'check_integer', 'is_between',
+           'check_fraction', 'available_memory', 'check_memory']
 
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #74c0db68
 def describe(value: Any, width: int = 120, depth: int = 6) -> str:
@@ -38,13 +38,18 @@ def _describe_items(value, width, depth) -> str | None:
     return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
 
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #a7bd921a
+def shortened(text: str, limit: int = 20_000) -> str:
+    "`text`; if it has more than `limit` characters, its middle is left out."
+    left_out = len(text) - limit
+    if left_out <= 0: return text
+    return f"{text[:limit // 2]} ... ({left_out} characters are left out) ... {text[-(limit // 2):]}"
+
+
 def describe_exception(e: BaseException, width: int = 2_000) -> str:
     "The class and text of an exception, for messages. The middle of a text of more than `width` characters is left out."
     try: text = str(e)
     except Exception as other: text = f"(its text cannot be made: {type(other).__name__})"
-    if (left_out := len(text) - width) > 0:
-        text = f"{text[:width // 2]} ... ({left_out} characters are left out) ... {text[-(width // 2):]}"
-    return f"{type(e).__name__}: {text}"
+    return f"{type(e).__name__}: {shortened(text, width)}"
 
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #71d2222b
 class PipeError(RuntimeError):
@@ -97,6 +102,25 @@ def _restore(cls, problem):
     error = cls.__new__(cls, problem)
     error.args = (problem,)
     return error
+
+# %% ../../../nbs/pipes/00_data/00_errors.ipynb #d677d9aa
+class located:
+    """A `with` block in which a `PipeError` gets the fields that are still unknown, see `PipeError.locate`.
+
+    Args:
+        call: what the block calls; other exceptions then become a `kind`, which says that the call has raised them
+        kind: class of these errors
+        **where: pipe, lane, env, leaf
+    """
+    def __init__(self, call: str = '', kind: type[PipeError] = PipeError, **where: Any):
+        self.call, self.kind, self.where = call, kind, where
+
+    def __enter__(self) -> None: pass
+
+    # `@contextmanager` would turn a `StopIteration` of the block into a `RuntimeError`.
+    def __exit__(self, kind: Any, e: Any, traceback: Any) -> None:
+        if isinstance(e, PipeError): e.locate(**self.where)
+        elif self.call and isinstance(e, Exception): raise self.kind(f"{self.call} raised {describe_exception(e)}", **self.where) from e
 
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #b64a54c0
 class EnvError(PipeError):

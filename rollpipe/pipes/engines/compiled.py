@@ -53,7 +53,7 @@ def check_engine_alike(engine: Any) -> None:
     for _ in range(2):
         noise = None if engine.draw is None else engine.example()
         if noise is not None: nested.setitem(engine.noise, 0, noise)
-        engine.run(0)
+        engine.answer(0)
         state, hx = nested.map(torch.from_numpy, (row(rows.state, 0), nested.getitem(row(rows.hx, 0), 0)))
         with engine.eval_mode: act, hx, info = actor.step(*state.seen_by(actor), hx=hx, virtual=False, noise=noise)
         came = *row((rows.act, rows.info), 0), nested.getitem(rows.hx, 1)
@@ -165,12 +165,8 @@ class OnnxEngine(BoundWeights):
     def begin(self, rows: Rows, begin: int, n: int, row: Row, act: Any, hx: Any) -> tuple:
         "Prepare for `n` steps, and draw their noise. See `TorchEngine`."
         self.rows.begin(row.state(arrays_of(act)), hx)
-        self.draw_noise(n)
-        return self.rows, 0
-
-    def draw_noise(self, n: int) -> None:
-        "Draw noise for `n` rows."
         if self.draw is not None: nested.setitem(self.noise, (slice(n), 0), self.draw(n))
+        return self.rows, 0
 
     def answer(self, t: int) -> tuple:
         "The actor's answer `(action, hx)` in row `t`. Both are overwritten later."
@@ -188,10 +184,6 @@ class OnnxEngine(BoundWeights):
         self.rows.copy_to(rows, begin, n)
         def copied(tree, at): return nested.map(lambda x: torch.from_numpy(x[at].copy()), tree)
         return [copied(self.rows.info, slice(n))], copied(self.rows.act, slice(n - 1, n)), copied(self.rows.hx, n)
-
-    def run(self, t: int) -> None:
-        "Run the actor on row `t`."
-        (self.runs[t] or self._bind(t))()
 
     def _compile(self, change=None, kept=True):
         "Use a graph of the actor's current form. `change` names what the previous graph treated as constant and what has changed."

@@ -16,7 +16,7 @@ from ..data import nested
 from ..data.errors import EnvError
 from ..data.fragment import Collected, State, Tick, TickSource
 from ..data.fragment_ops import End
-from .checked_actor import CheckedActor, calling
+from .checked_actor import CheckedActor
 from .choice import instead
 from .reactions import as_input
 from ..envs.batch import Batch
@@ -74,7 +74,7 @@ class Interaction(KeptInteraction):
                  device: torch.device | None = None, engine: str = 'torch'):
         self.actor, self.envs, self.lane, self.engine_choice = actor, envs, lane, engine
         self.checked, self.wanted = CheckedActor(actor, envs, seed, explore, device), None     # rows for the next steps
-        self.counter = VersionCounter(actor, [p for module in modules_in(actor) for p in module.parameters()])
+        self.counter = VersionCounter(actor, modules_in(actor))
 
     def start(self) -> 'Interaction':
         "Reset the environments and the recurrent state. Returns this interaction."
@@ -94,13 +94,13 @@ class Interaction(KeptInteraction):
         engine, envs, fault = self.engine, self.envs, None
         try: where, at = engine.begin(rows, begin, n, self.row, self.act, self.hx)
         except Exception:
-            with calling('step', self.checked.answers): raise
+            with self.checked.calling_step: raise
         try:
             for t in range(n):
                 if self.checked.action_mask is not None: self.checked.check_mask(where.rows[at + t].obs, envs.acting)
                 try: array, hx = engine.answer(t)
                 except Exception:
-                    with calling('step', self.checked.answers): raise
+                    with self.checked.calling_step: raise
                 final, ended, env, valid = envs.step_into(where, at + t, array)
                 where.put_act(at + t + 1, array)
                 found.env.append(env)
@@ -119,7 +119,7 @@ class Interaction(KeptInteraction):
 
     def _load(self):
         "Let the engine take the weights of the moment. torch takes over if the actor cannot be exported any more, and 'auto' is chosen."
-        with calling('step', self.checked.answers):
+        with self.checked.calling_step:
             try: self.engine.load()
             except Exception as e:
                 if self.engine_choice != 'auto': raise

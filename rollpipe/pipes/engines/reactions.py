@@ -7,7 +7,6 @@ __all__ = ['OF_TORCH', 'SeededActor', 'as_input', 'TensorsOfAnyDtype', 'AnswerCh
            'compared_attributes', 'Unchanging']
 
 # %% ../../../nbs/pipes/11_engines/00_reactions.ipynb #82945338
-import operator
 from collections.abc import Callable, Iterable, Iterator
 from itertools import zip_longest
 from typing import Any
@@ -17,8 +16,8 @@ import torch
 
 from ..data import nested
 from ..data.fragment import State
-from ..data.errors import ActorError, describe
-from ..graph.modules import comparable, comparable_tensor, modules_in
+from ..data.errors import ActorError, describe, located
+from ..graph.modules import comparable, comparable_tensor, in_place_changes, modules_in
 
 # %% ../../../nbs/pipes/11_engines/00_reactions.ipynb #448ad896
 class SeededActor:
@@ -118,6 +117,10 @@ class AnswerCheck:
         self.name, self.envs, self.where = type(actor).__name__, envs, where
         self.step = f"{self.name}.step"
         self.first, self.structure, self.shapes = None, None, {}    # n -> shapes of the leaves in an answer for `n` environments
+
+    def calling(self, method: str) -> located:
+        "A `with` block in which an exception of the actor's `method` becomes an `ActorError`."
+        return located(f"{self.name}.{method}", ActorError, **self.where)
 
     def triple(self, answer: Any) -> tuple:
         "Return `answer`. Raises `ActorError` unless it is a triple `(act, hx, info)`."
@@ -261,8 +264,8 @@ class Unchanging:
     def _look(self, closely) -> tuple:
         "All parameters and buffers, the number of in-place changes of each, and with `closely` objects that compare their values."
         tensors = [x for slots in self.slots for x in slots.values() if x is not None]
-        try: changes = list(map(_changes, tensors))
-        except RuntimeError: changes = [0 if x.is_inference() else _changes(x) for x in tensors]     # torch has no count for them
+        try: changes = list(map(in_place_changes, tensors))
+        except RuntimeError: changes = [0 if x.is_inference() else in_place_changes(x) for x in tensors]     # torch has no count for them
         return tensors, changes, [comparable_tensor(x) for x in tensors] if closely else []
 
     def _refuse(self, before, after, lane):
@@ -287,4 +290,3 @@ class Unchanging:
                       "of one process share this change, so the stream may depend on the number of workers. An actor remembers in `hx`.")
 
 
-_changes = operator.attrgetter('_version')     # torch counts in-place changes of each tensor

@@ -15,7 +15,7 @@ import torch
 
 from ..data import nested
 from ..data.fragment import State
-from ..data.errors import ActorError, DataError, EnvError, describe
+from ..data.errors import ActorError, DataError, EnvError, PipeError, describe
 from .actions import action_batch, as_like, in_containers
 from .checks import FiniteCheck, RangeCheck
 from .factories import space_spec
@@ -153,6 +153,16 @@ class Outcomes:
         return Outcome(row.state(arrays_of(act)), row.seen(act), row.term, final, ended, info, valid)
 
 # %% ../../../nbs/pipes/10_envs/04_batch.ipynb #f06085bc
+class _Naming:
+    "A `with` block whose errors `Batch._locate` completes."
+    def __init__(self, batch, env): self.batch, self.env = batch, env
+
+    def __enter__(self): pass
+
+    def __exit__(self, kind, e, traceback):
+        if isinstance(e, PipeError): self.batch._locate(e, self.env)
+
+
 class Played:
     "An environment whose resets and steps are told to its `Kept` beforehand."
     def __init__(self, env: Any, kept: Any): self.env, self.kept = env, kept
@@ -253,24 +263,25 @@ class Batch(Outcomes):
         row.rew[:], row.stepno[:], row.fin[:] = 0, 0, True
 
     def _check_obs(self, row):
-        if (found := self._obs_check.find(row.leaves)) is not None: self._refuse(*found)
-        if self._range_check.parts and (found := self._range_check.find(row.leaves)) is not None: self._refuse_range(*found)
+        if (found := self._obs_check.find(row.leaves)) is not None: self.refuse(*found)
+        if self._range_check.parts and (found := self._range_check.find(row.leaves)) is not None: self.refuse(*found)
 
     def _check_final(self, final):
         for b, obs in final.items() if self._range_check.parts else ():
             found = self._range_check.find([x[None] for x in nested.leaves(obs)])
-            if found is not None: self._refuse_range(b, f'final {found[1]}', *found[2:])
+            if found is not None: self.refuse(b, f'final {found[1]}', *found[2:])
 
     def _check_rewards(self, row, came):
         if np.vdot(row.rew, self._rew_zeros) != 0:
             b = int(np.argwhere(~np.isfinite(row.rew))[0][0])
-            self._refuse(b, 'rew', came[b])
+            self.refuse(b, 'rew', came[b])
 
-    def _refuse(self, b, leaf, got):
-        raise EnvError("non-finite value", env=self.name(b), leaf=leaf, expected="finite numbers", got=str(got), **self.where)
+    def refuse(self, b: int, leaf: str, got: Any, space: Any = None) -> None:
+        "Raise `EnvError` for a number that is not finite, or that is outside of its `space`."
+        problem, wanted = ("non-finite value", "finite numbers") if space is None else ("out of range", f"as in {space}")
+        raise EnvError(problem, env=self.name(b), leaf=leaf, expected=wanted, got=str(got), **self.where)
 
-    def _refuse_range(self, b, leaf, got, space):
-        raise EnvError("out of range", env=self.name(b), leaf=leaf, expected=f"as in {space}", got=str(got), **self.where)
+    def _naming(self, env=None): return _Naming(self, env)
 
     def _locate(self, e, env=None):
         "Complete the error `e`: replace the index of an environment by its name, and fill in missing `env`, pipe and lane."

@@ -80,7 +80,8 @@ class CheckedVector:
             raise EnvError("an asynchronous EnvPool has no common steps", expected="batch_size=num_envs", got=f"num_envs={self.n}")
         self.like = nested.alloc(space_spec(spaces_of(vec)[0], 'obs'), self.n)
         seeds = [reset for _, reset, _ in env_seeds(seed, self.n)]
-        each = isinstance(getattr(vec, 'unwrapped', vec), (gym.vector.SyncVectorEnv, gym.vector.AsyncVectorEnv))
+        core = getattr(vec, 'unwrapped', vec)
+        each = isinstance(core, (gym.vector.SyncVectorEnv, gym.vector.AsyncVectorEnv)) or hasattr(core, 'resting')     # an `Agents`
         self.seed = {} if pool else dict(seed=seeds if each else seeds[0])
 
     def reset(self, step: Row) -> None:
@@ -112,6 +113,7 @@ class CheckedVector:
         "Call a method of the vector environment and return its answer, which must be a tuple of `n`."
         self.claim.check()
         try: answer = getattr(self.vec, method)(*args, **kwargs)
+        except PipeError: raise
         except Exception as e: raise EnvError(f"{method}() raised {describe_exception(e)}") from e
         if isinstance(answer, (tuple, list)) and len(answer) == n: return answer
         raise EnvError(f"{method}() gave no tuple of {n}", expected=f"what gymnasium's `{method}` returns", got=describe(answer))

@@ -8,7 +8,7 @@ __all__ = ['extra_for', 'check_id', 'is_vector', 'takes_seed', 'EnvFactory', 'en
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #fb036b2b
 import difflib, importlib, inspect, sys, weakref
-from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import cloudpickle
@@ -16,7 +16,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from ..data.action_masks import WithActionMask
+from ..data.atari import wrappers_in
 from ..data.errors import LEAST_BYTES, EnvError, SpaceError, check_memory, describe, describe_exception
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #0e4d2ea9
@@ -28,7 +28,7 @@ def extra_for(env_id: str, error: Exception) -> str | None:
         error: exception raised when the environment was looked up or made
     """
     if isinstance(error, gym.error.NamespaceNotFound) and str(env_id).startswith('ALE/'):
-        return f"`pip install 'rollpipe[atari]'` and the id 'ale_py:{env_id}'"
+        return "`pip install 'rollpipe[atari]'`"
     if not isinstance(error, gym.error.DependencyNotInstalled): return None
     package = str(gym.spec(str(env_id).rpartition(':')[2]).entry_point).split(':')[0]
     found = next((extra for extra in ('box2d', 'mujoco') if package.startswith(f'gymnasium.envs.{extra}.')), None)
@@ -38,9 +38,10 @@ def extra_for(env_id: str, error: Exception) -> str | None:
 def check_id(env_id: str) -> str:
     """Return `env_id` if gymnasium knows it, else raise `EnvError` with the most similar known ids.
 
-    For an id `module:Name-v0`, the module is imported first; it must register the environment.
+    For an id `module:Name-v0`, the module is imported first; it must register the environment. That of `ALE/...` is `ale_py`.
     """
     module, _, name = str(env_id).rpartition(':')
+    if name.startswith('ALE/') and find_spec('ale_py'): module = 'ale_py'
     try:
         if module: importlib.import_module(module)
         gym.spec(name)
@@ -67,7 +68,7 @@ def takes_seed(fn: Any) -> bool:
     try: return 'seed' in inspect.signature(fn).parameters
     except (TypeError, ValueError): return False
 
-# %% ../../../nbs/pipes/10_envs/00_factories.ipynb #056b403e
+# %% ../../../nbs/pipes/10_envs/00_factories.ipynb #9d945be6
 class EnvFactory:
     """`factory(seed) -> gymnasium.Env` (or `VectorEnv`), made from a gymnasium id (with keyword arguments) or from a callable.
 
@@ -75,7 +76,7 @@ class EnvFactory:
 
     Args:
         source: gymnasium id, or callable `source()` or `source(seed=...)`
-        env_kwargs: keyword arguments for `gymnasium.make`, if `source` is an id; `with_action_mask` is the key of a `WithActionMask`
+        env_kwargs: keyword arguments for `gymnasium.make`, if `source` is an id, and those of `wrappers_in`
     """
     n_envs = 1
     def __init__(self, source: Any, env_kwargs: dict | None = None):
@@ -101,15 +102,17 @@ class EnvFactory:
         try:
             # gymnasium's own checker is off: it checks only the first step, and `EnvBatch` checks every step.
             if isinstance(self.source, str):
-                kwargs = {'disable_env_checker': True, **self.env_kwargs}
-                key = kwargs.pop('with_action_mask', None)
-                env = gym.make(self.source, **kwargs)
-                if key is not None: env = WithActionMask(env, key)
+                kwargs, wrappers = wrappers_in(self.env_kwargs)
+                env = gym.make(check_id(self.source), **{'disable_env_checker': True, **kwargs})  # a worker may lack the module of the id
+                for wrapper in wrappers: env = wrapper(env)
             else: env = self.source(seed=seed) if self.takes_seed else self.source()
         except Exception as e:
             hint = extra_for(self.source, e) if isinstance(self.source, str) else None
             raise EnvError(f"the environment could not be made: {describe_exception(e)}", env=self.name, expected=hint) from e
         if isinstance(env, gym.Env) or is_vector(env): return env
+        if hasattr(env, 'possible_agents'):
+            raise EnvError("an environment of many agents is no single one", env=self.name, got=type(env).__name__,
+                           expected="a factory that returns `Agents(make)` of `rollpipe.pipes.envs.agents`")
         raise EnvError("the factory returned no environment", env=self.name, got=type(env).__name__,
                        expected="a gymnasium.VectorEnv or gymnasium.Env; a `TensorEnv` goes to `TensorCollector`")
 
@@ -167,27 +170,28 @@ class VectorFactory:
         self.n_envs, self.vector, self.env_kwargs = n_envs, vector, dict(env_kwargs or {})
 
     def __call__(self, seed: int | None = None) -> Any:
-        kwargs = dict(self.env_kwargs)
-        key = kwargs.pop('with_action_mask', None)
-        try: vec = self._envpool(seed, kwargs) if self.vector == 'envpool' else self._gymnasium(kwargs, key)
+        kwargs, wrappers = wrappers_in(self.env_kwargs)
+        try: vec = self._envpool(seed, kwargs) if self.vector == 'envpool' else self._gymnasium(kwargs, wrappers)
         except Exception as e:
             hint = extra_for(self.name, e)
             if isinstance(e, ModuleNotFoundError) and self.vector == 'envpool': hint = "`pip install 'rollpipe[envpool]'`"
             raise EnvError(f"the vector environment could not be made: {describe_exception(e)}", env=self.name, expected=hint) from e
 
-        if key is None or key in getattr(spaces_of(vec)[0], 'spaces', ()): return vec
+        key = self.env_kwargs.get('with_action_mask')
+        if self.vector in ('sync', 'async') or 'atari' not in self.env_kwargs and (
+                key is None or key in getattr(spaces_of(vec)[0], 'spaces', ())): return vec
         vec.close()
-        raise EnvError("such a vector takes no wrapper for the mask of the actions", env=self.name, leaf=f"observation_space[{key!r}]",
+        what, leaf = ("the mask of the actions", f"observation_space[{key!r}]") if key else ("games of Atari", "atari")
+        raise EnvError(f"such a vector takes no wrapper for {what}", env=self.name, leaf=leaf,
                        expected="vector='sync' or 'async', or a mask that is there already", got=f"vector={self.vector!r}")
 
     def _envpool(self, seed, kwargs):
         return importlib.import_module('envpool').make_gymnasium(self.name, num_envs=self.n_envs, seed=seed or 0, **kwargs)
 
-    def _gymnasium(self, kwargs, key):
+    def _gymnasium(self, kwargs, wrappers):
         options: dict[str, Any] = {}
         if self.vector != 'vector_entry_point':
-            options = dict(disable_env_checker=True)    # `VectorBatch` checks every step
-            if key is not None: options['wrappers'] = [partial(WithActionMask, key=key)]
+            options = dict(disable_env_checker=True, wrappers=wrappers)    # `VectorBatch` checks every step
             # Unlike NEXT_STEP this mode wastes no step, and unlike DISABLED it needs no second call.
             if hasattr(gym.vector, 'AutoresetMode'): options['vector_kwargs'] = dict(autoreset_mode='SameStep')
         return gym.make_vec(self.name, self.n_envs, self.vector, **{**options, **kwargs})

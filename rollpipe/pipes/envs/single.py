@@ -8,7 +8,6 @@ __all__ = ['make_envs', 'scalar_rewards', 'is_end', 'SingleEnvs', 'count_steps',
 # %% ../../../nbs/pipes/10_envs/07_single.ipynb #c9f28217
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -87,14 +86,10 @@ def is_end(terminated: Any, truncated: Any) -> bool:
 class SingleEnvs:
     """Single environments, stepped one after the other. Their errors have the index of the environment.
 
+    Arguments without an entry are those of `EnvBatch`.
+
     Args:
-        factories: list of `EnvFactory`
         seeds: seeds from `env_seeds`
-        first: the first environment, if its factory has been called already
-        sticky: period in steps; an environment whose episode ended rests until the number of steps is a multiple of `sticky`
-        closes: False: `close` leaves the environments open
-        keeper: a `Keeper`; None: their states cannot be told
-        episode_seeds: reset each episode with a seed of its own, which its last step reports as the info `episode_seed`
     """
     def __init__(self, factories: list, seeds: list, first: Any = None, sticky: int | None = None, closes: bool = True, keeper: Any = None,
                  episode_seeds: bool = False):
@@ -267,7 +262,7 @@ class EnvBatch(Batch):
     def get_state(self) -> dict:
         single, states = self.single, []
         for b, one in enumerate(single.kept):
-            with self._naming(b): states.append(self._kept(one).state())
+            with self._naming(self.name(b)): states.append(self._kept(one).state())
         return dict(envs=states, infos=self._infos.get_state(), sticky=None if single.sticky is None else single.sticky.get_state())
 
     def set_state(self, state: dict) -> None:
@@ -276,16 +271,9 @@ class EnvBatch(Batch):
             raise EnvError("the state is that of other environments", expected=f"{len(self)} of them", got=str(len(state['envs'])),
                            **self.where)
         for b, (one, kept) in enumerate(zip(single.kept, state['envs'])):
-            with self._naming(b): self._kept(one).restore(kept)
+            with self._naming(self.name(b)): self._kept(one).restore(kept)
         self._infos.set_state(state['infos'])
         if single.sticky is not None: single.sticky.set_state(state['sticky'])
-
-    @contextmanager
-    def _naming(self, b=None):
-        try: yield
-        except PipeError as e:
-            self._locate(e, None if b is None else self.name(b))
-            raise
 
     def _put_rewards(self, row, rews):
         try: row.rew[:] = scalar_rewards(rews)

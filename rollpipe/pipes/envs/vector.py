@@ -17,7 +17,7 @@ from .batch import Batch, played
 from .rows import Row, Rows
 from .checked_vector import CheckedVector, close_vector
 from .factories import Claim, EnvFactory, env_seeds, is_vector, spaces_of
-from .infos import VectorInfos
+from .infos import SingleInfos, VectorInfos
 from .single import EnvBatch
 
 # %% ../../../nbs/pipes/10_envs/10_vector.ipynb #72759db7
@@ -25,22 +25,18 @@ class VectorBatch(Batch):
     """The environments of one vector environment. Its results are checked against the spaces of one environment.
 
     Observations are stored in the dtype of the space. Raises `EnvError`, `ActorError` or `DataError` with the leaf and, where it is
-    known, the index of the environment, and `SpaceError` for a space without a fixed-size array form.
+    known, the index of the environment, and `SpaceError` for a space without a fixed-size array form. Those that an `Agents` names in
+    `resting` make no transition. Arguments without an entry are those of `EnvBatch`.
 
     Args:
         vec: gymnasium `VectorEnv`, or synchronous EnvPool
-        seed: seed of the whole batch
-        info_keys: infos to record; None: all numeric infos
-        clip_actions: clip float actions to their Box
         name: name in error messages
-        closes: False: `close` leaves the environments open
-        keeper: a `Keeper`; None: the state cannot be told
-        **where: context for error messages: pipe, lane
     """
     def __init__(self, vec: Any, seed: np.random.SeedSequence, info_keys: Any = None, clip_actions: bool = True, name: str | None = None,
                  closes: bool = True, keeper: Any = None, **where: Any):
         self.vec, self.closes, self.where, self.vec_name, self.claim = vec, closes, where, name or type(vec).__name__, Claim()
         self.one = None if keeper is None else keeper.begin(vec)
+        self.agents = core if hasattr(core := getattr(vec, 'unwrapped', vec), 'resting') else None      # an `Agents`
         try:
             self.vector = CheckedVector(vec, seed, self.claim)
             self.vector.vec = played(vec, self.one, keeper)
@@ -49,41 +45,35 @@ class VectorBatch(Batch):
             self.close()
             self._locate(e, self.vec_name)
             raise
-        self._infos = VectorInfos(len(self), info_keys, str((seed.entropy, self.vec_name)))
-        self._resetting = np.zeros(len(self), bool)     # True where the next step is a reset (mode NEXT_STEP)
+        self._infos: Any = (VectorInfos if self.agents is None else SingleInfos)(len(self), info_keys, str((seed.entropy, self.vec_name)))
+        self._resetting = np.zeros(len(self), bool)     # True where the next step is a reset (mode NEXT_STEP), or an agent rests
 
     @property
     def acting(self) -> np.ndarray: return ~self._resetting
 
     def name(self, b: int) -> str:
         "The name of environment `b` in error messages."
-        return f"{b} ({self.vec_name})"
+        return f"{b} ({self.vec_name if self.agents is None else f'{self.agents.agent(b)} of {self.vec_name}'})"
 
     def reset_into(self, row: Row) -> None:
-        try: self.vector.reset(row)
-        except PipeError as e:
-            self._locate(e, self.vec_name)
-            raise
-        self._resetting[:] = False
+        with self._naming(self.vec_name): self.vector.reset(row)
+        self._resetting = np.zeros(len(self), bool) if self.agents is None else self.agents.resting
         self._begin(row)
 
     def step_into(self, rows: Rows, t: int, array: Any) -> tuple:
         actions, step = self.actions(array), rows.rows[t + 1]
-        try:
+        with self._naming(self.vec_name):
             rew, ends, infos = self.vector.step(actions, step)
             self._check_obs(step)
             self._check_rewards(step, rew)
             valid, over, final = self._all, ends, {}
-            if self.vector.mode == 'NextStep':
+            if self.vector.mode == 'NextStep' or self.agents is not None:
                 if np.count_nonzero(self._resetting): valid, over = self._without_resets(step, ends)
-                self._resetting = ends
+                self._resetting = ends if self.agents is None else self.agents.resting
             ended = over.nonzero()[0].tolist()
             if ended: final = self._final(step, ends, infos)
-            info = self._infos.record(infos, ends, valid)
+            info = self._infos.record(infos, ends, valid) if self.agents is None else self._infos.record(infos['agents'], valid)
             if ended and self._infos.awaited: self._infos.say_awaited()
-        except PipeError as e:
-            self._locate(e, self.vec_name)
-            raise
         np.add(rows.rows[t].stepno, 1, out=step.stepno)
         np.copyto(step.fin, over)
         if ended: step.stepno[over] = 0     # indexing with a mask is faster than with a list
@@ -131,17 +121,10 @@ def env_batch(factories: list, seed: np.random.SeedSequence, *, sticky: int | No
     """The batch of the environments of `factories`: a `VectorBatch` if the first one makes a vector environment, else an `EnvBatch`.
 
     Raises `EnvError` if a vector environment has another number of environments, or if `sticky` or `episode_seeds` is set for it.
+    Arguments without an entry are those of `EnvBatch`.
 
     Args:
         factories: list of `EnvFactory`, or one `VectorFactory`
-        seed: seed of the whole batch
-        sticky: period in steps; an environment whose episode ended rests until the number of steps is a multiple of `sticky`
-        clip_actions: clip float actions to their Box
-        info_keys: infos to record; None: all numeric infos
-        closes: False: the batch leaves its environments open
-        keeper: a `Keeper`, by which the batch can tell its state; None: it cannot
-        episode_seeds: reset each episode with a seed of its own, which its last step reports as the info `episode_seed`
-        **where: context for error messages: pipe, lane
     """
     factory, options = factories[0], dict(info_keys=info_keys, clip_actions=clip_actions, closes=closes, keeper=keeper, **where)
     single = dict(options, sticky=sticky, episode_seeds=episode_seeds)

@@ -96,9 +96,9 @@ def check_film(path: str | Path) -> None:
 class FilmRecorder:
     """A factory of one environment that keeps the frames of its first episodes. Raises `EnvError` as `check_modes` and `rendering` do.
 
+    Arguments without an entry are those of `rendering`.
+
     Args:
-        factory: `EnvFactory` or `Lender`
-        closes: close an environment that is refused
         n_episodes: number of episodes that are filmed; 0: none
     """
     def __init__(self, factory: Any, closes: bool = True, n_episodes: int = 1):
@@ -173,11 +173,7 @@ class Window:
     """A factory of one environment with `render_mode='human'`. `closed` is True once the user has closed its window.
 
     Only windows of pygame are watched; other environments react to a closed window in their own way. Raises `EnvError` as
-    `check_modes` and `rendering` do, and if there is no display.
-
-    Args:
-        factory: `EnvFactory` or `Lender`
-        closes: close an environment that is refused
+    `check_modes` and `rendering` do, and if there is no display. The arguments are those of `rendering`.
     """
     def __init__(self, factory: Any, closes: bool = True):
         check_modes(factory, "human")

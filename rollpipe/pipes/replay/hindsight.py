@@ -107,6 +107,7 @@ class Hindsight(Pipe):
         obs, length, ended = fragment.state.obs, getattr(memory, 'length', None), fragment.state.fin[1:] & fragment.valid
         goals = [obs[name] for name in ('achieved_goal', 'desired_goal') if isinstance(obs, dict) and isinstance(obs.get(name), Tensor)]
         for is_wrong, problem, leaf, expected, got in (
+                (getattr(memory, 'frames', 1) > 1, "goals are replaced in whole observations", 'frames', "1", "stacks"),
                 (length != 1, "goals are replaced in single steps", 'length', "a memory with length=1", length),
                 (nested.leaves(fragment.hx), "actors with memory are not supported", 'hx', "()", fragment.hx),
                 (len(goals) < 2 or goals[0].shape != goals[1].shape, "the observations have no goals", 'obs',

@@ -96,3 +96,4 @@ class FragmentLayout:
             for field in nested.leaves(fields) if key not in before.example.env else ():
                 into[field.name] = records['fragment.valid'] if key in masks else np.nan if field.format[0].kind == 'f' else 0
 
+

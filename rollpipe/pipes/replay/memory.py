@@ -17,9 +17,9 @@ from ..data import nested
 from ..data.captures import capture
 from ..data.chunks import ChunkFolder
 from ..data.fragment import Fragment, check_item
-from ..data.errors import LEAST_BYTES, CheckpointError, DataError, check_fraction, check_integer, check_memory
+from ..data.errors import LEAST_BYTES, CheckpointError, DataError, check_fraction, check_integer, check_memory, located
 from ..data.restoring import restore
-from ..frames import Stacks
+from ..frames import Stacks, newest_frames, with_stacks
 from .layout import unbatched
 from .sampling import PrioritizedSampler, UniformSampler
 from .store import AddedSteps, StepStore, restore_store, store_rows, store_state
@@ -67,7 +67,7 @@ class Sample(NamedTuple):
     Args:
         fragment: [length, n]
         weight: float32 [n]: importance weights, at most 1; all 1 if sampling is uniform
-        index: int64 [n]: serial numbers of the first steps, for `prioritize`
+        index: int64 [n]: serial numbers of the first steps, for `prioritize`; with `frames`, of those with the first frames
     """
     fragment: Fragment
     weight: Any
@@ -99,6 +99,7 @@ class KeptMemory:
     alpha: float
     beta: float
     zero_state: bool
+    frames: int
     sampler: Any
     store: Any
     pending: Any
@@ -125,7 +126,7 @@ class KeptMemory:
             chunks: the folder that `get_state` got
         """
         kept = restore(state, name='memory')
-        if kept['settings'] != (mine := self._settings()):
+        if dict(frames=1) | kept['settings'] != (mine := self._settings()):     # older states do not know `frames`
             raise CheckpointError("the state of another memory", pipe=self, expected=str(mine), got=str(kept['settings']))
         if (store := kept['store']) is not None:
             restore_store(self.begin(store['example']), store)
@@ -134,7 +135,8 @@ class KeptMemory:
         self.sampler.set_state(kept['sampler'])
         self.beta = kept['beta']
 
-    def _settings(self): return {name: getattr(self, name) for name in ('capacity', 'length', 'prioritized', 'alpha', 'zero_state')}
+    def _settings(self):
+        return {name: getattr(self, name) for name in ('capacity', 'length', 'prioritized', 'alpha', 'zero_state', 'frames')}
 
     def _rows(self): return self.sampler.rows() | ({} if self.store is None else store_rows(self.store))
 
@@ -163,12 +165,15 @@ class ReplayMemory(KeptMemory):
         zero_state: begin segments with a recurrent state of zeros, not with the stored ones
         seed: determines the samples; None: fresh entropy
         path: a folder for the steps; None: in memory
+        frames: images in each stack of the observations; the memory keeps each of them once; 1: no stacks
     """
     def __init__(self, capacity: int, *, length: int = 1, prioritized: bool = False, alpha: float = 0.6, beta: float = 0.4,
-                 zero_state: bool = False, seed: Any = None, path: Any = None):
-        for name, x in (('capacity', capacity), ('length', length)): check_integer(name, x, pipe=self)
+                 zero_state: bool = False, seed: Any = None, path: Any = None, frames: int = 1):
+        for name, x in (('capacity', capacity), ('length', length), ('frames', frames)): check_integer(name, x, pipe=self)
         for name, x in (('alpha', alpha), ('beta', beta)): check_fraction(name, x, pipe=self)
-        if length > capacity:
+        # With stacks, a segment begins with the steps of the earlier frames. Samples are without these steps.
+        self.frames, self.span = frames, length + frames - 1
+        if self.span > capacity:
             raise DataError("no segment fits in", pipe=self, expected=f"capacity >= length={length}", got=f"capacity={capacity}")
         check_memory(f"capacity={capacity:,}", capacity * (LEAST_BYTES * (path is None) + 16 * prioritized), pipe=self)
         self.capacity, self.length, self.prioritized, self.path = capacity, length, prioritized, path
@@ -191,22 +196,20 @@ class ReplayMemory(KeptMemory):
         fragment = fragment._replace(restarts=None)     # dropped, because most lanes have no restarts and all records need the same fields
         if any(isinstance(x, Stacks) for x in nested.leaves(fragment.state.obs)):
             raise DataError("stacks of frames are not kept", pipe=self, leaf='obs', expected="single frames, without `FrameStack`")
-        try:
+        with located(pipe=self):
+            if self.frames > 1: fragment = newest_frames(fragment, self.frames)
             if self.store is None: self.begin(unbatched(fragment))
             if self.length < fragment.n_steps and self.store.keep_hx:
                 raise DataError("no recurrent state is known where a segment would begin", got=f"length={self.length}",
                                 expected=f"length >= n_steps={fragment.n_steps}, or zero_state")
             replaced, added = self.store.add(fragment)
-        except DataError as e:
-            e.locate(pipe=self)
-            raise
         self.sampler.remove(replaced)
         for steps in added: self._offer(self.pending.add(steps))
 
     def begin(self, example: Fragment) -> StepStore:
         "Allocate memory for fragments like `example`, see `unbatched`."
         self.store = StepStore(self.capacity, example, self.path, not self.zero_state)
-        self.pending = PendingSegments(self.length, at_borders=self.store.keep_hx)
+        self.pending = PendingSegments(self.span, at_borders=self.store.keep_hx)
         return self.store
 
     def close(self) -> None:
@@ -218,17 +221,19 @@ class ReplayMemory(KeptMemory):
         store = self.store
         slot = store.ring.slot(serial[serial >= store.ring.oldest])
         # A segment that may begin anywhere must begin with a valid step. One that begins at row 0 of a fragment needs any valid step.
-        valid = store.valid[store.links.chain(slot, self.length)].any(0) if store.keep_hx else store.valid[slot]
+        valid = store.valid[store.links.chain(slot, self.length)].any(0) if store.keep_hx else \
+            store.valid[store.links.chain(slot, self.frames)[-1]]
         self.sampler.add(slot[valid])
 
     def sample(self, n: int) -> Sample:
         "Draw `n` segments, with replacement. Raises `DataError` if there is none yet."
         check_integer('n', n, pipe=self)
         if not self.sampler.n_segments:
-            raise DataError("nothing to sample from", pipe=self, expected=f"{self.length} valid steps in a row", got=f"{len(self)} steps")
+            raise DataError("nothing to sample from", pipe=self, expected=f"{self.span} valid steps in a row", got=f"{len(self)} steps")
         ring = self.store.ring
         slot = self.sampler.draw(n, ring.n_filled)
-        fragment = self.store.read(slot, self.length)
+        fragment = self.store.read(slot, self.span)
+        if self.frames > 1: fragment = with_stacks(fragment, self.frames)
         return Sample(fragment, self.sampler.weights(slot, self.beta), torch.from_numpy(ring.serial(slot)))
 
     def prioritize(self, index: Any, td_abs: Any) -> None:

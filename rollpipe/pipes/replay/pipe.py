@@ -15,7 +15,7 @@ import numpy as np
 
 from ..data.chunks import ChunkFolder
 from ..data.fragment import Fragment
-from ..data.errors import LEAST_BYTES, DataError, GraphError, check_integer, check_memory, is_between
+from ..data.errors import LEAST_BYTES, DataError, GraphError, check_integer, check_memory, is_between, located
 from ..graph.pipe import Pipe, Seeded
 from .memory import ReplayMemory, Sample
 from ..graph.torchdata import IterDataPipe
@@ -57,18 +57,19 @@ class Replay(Seeded, Pipe):
         path: a folder for the steps; None: in memory
         seed: determines the samples; None: fresh entropy for each iteration
         samples_per_step: samples for each new step (update-to-data ratio); None: `n_batches` for each fragment
+        frames: images in each stack of the observations; the memory keeps each of them once; 1: no stacks
     """
     reads = 1
 
     def __init__(self, pipe: IterDataPipe, capacity: int, batch_size: int = 256, n_batches: int = 1, warmup: int = 1000, length: int = 1,
                  prioritized: bool = False, alpha: float = 0.6, beta: float = 0.4, zero_state: bool = False, path: Any = None,
-                 seed: int | None = None, samples_per_step: float | None = None):
+                 seed: int | None = None, samples_per_step: float | None = None, frames: int = 1):
         super().__init__(pipe)
         for name, x, least in (('batch_size', batch_size, 1), ('n_batches', n_batches, 0), ('warmup', warmup, 0)):
             check_integer(name, x, least, pipe=self)
         self.capacity, self.batch_size, self.n_batches, self.warmup, self.length = capacity, batch_size, n_batches, warmup, length
         self.prioritized, self.alpha, self.beta, self.zero_state, self.path = prioritized, alpha, beta, zero_state, path
-        self.seed, self.samples_per_step = seed, samples_per_step
+        self.seed, self.samples_per_step, self.frames = seed, samples_per_step, frames
         self._check_ratio()
         self._new_memory()  # checks the arguments
         self._check_samples(LEAST_BYTES)
@@ -122,15 +123,12 @@ class Replay(Seeded, Pipe):
         if chunks is not None: chunks.check(x for rows in state['replay']['rows'].values() for x in rows['chunks'] if isinstance(x, str))
 
     def _check_samples(self, bytes_of_step):
-        check_memory(f"batch_size={self.batch_size:,}", self.batch_size * (self.length + 1) * bytes_of_step, pipe=self)
+        check_memory(f"batch_size={self.batch_size:,}", self.batch_size * (self.length + self.frames) * bytes_of_step, pipe=self)
 
     def _new_memory(self):
-        try: return ReplayMemory(
+        with located(pipe=self): return ReplayMemory(
             self.capacity, length=self.length, prioritized=self.prioritized, alpha=self.alpha, beta=self.beta, path=self.path,
-            zero_state=self.zero_state, seed=self.seed_sequence())
-        except DataError as e:
-            e.locate(pipe=self)
-            raise
+            zero_state=self.zero_state, seed=self.seed_sequence(), frames=self.frames)
 
     def _check_ratio(self):
         ratio = self.samples_per_step

@@ -14,7 +14,7 @@ from typing import Any
 from ..data.fragment import Fragment
 from ..envs.factories import env_seeds
 from ..envs.sources import Acting, no_copy
-from ..data.errors import DataError, EnvError, PipeError, check_integer
+from ..data.errors import DataError, EnvError, check_integer, located
 from ..data.random_states import GlobalRandomStates
 from ..graph.pipe import Seeded, Source
 from ..stepper import refuse_reading_ahead
@@ -68,13 +68,7 @@ class TensorCollector(Acting, Seeded, Source):
         return f"TensorCollector({self.factory}, {type(self.actor).__name__}, n_steps={self.n_steps}, n_envs={self.n_envs})"
 
     def refuse_copies(self, owner: str, got: str, **where: Any) -> None:
-        """Raise `EnvError` if the source is an instance.
-
-        Args:
-            owner: owner that needs environments of its own, such as 'each lane'
-            got: cause of the copies, such as 'Lanes(n=2)'
-            **where: pipe, lane
-        """
+        "See `Acting`."
         if self.factory.lends: raise no_copy(self.factory.name, owner, got, **where)
 
     def make_batch(self, seed: Any) -> TensorBatch:
@@ -85,10 +79,7 @@ class TensorCollector(Acting, Seeded, Source):
         """
         where: dict[str, Any] = dict(pipe=type(self).__name__, lane=self.lane)
         if os.getpid() != self.process: self.refuse_copies("each process", "another process", **where)
-        try: env = self.factory(env_seeds(seed, 1)[0][0])
-        except PipeError as e:
-            e.locate(**where)
-            raise
+        with located(**where): env = self.factory(env_seeds(seed, 1)[0][0])
         closes = self.close_made and not self.factory.lends
         batch = TensorBatch(env, seed, self.info_keys, self.clip_actions, self.factory.name, closes, self.keeper, **where)
         if batch.device.type == 'cpu' or multiprocessing.parent_process() is None: return batch
@@ -100,16 +91,11 @@ class TensorCollector(Acting, Seeded, Source):
         self.refuse_processes()
         refuse_reading_ahead(self, [self.actor])
         env_seed, actor_seed = self.seed_sequence().spawn(2)
-        batch, loan = self.make_batch(env_seed), self.factory.lend()
+        batch = self.make_batch(env_seed)
         try:
             interaction = TensorInteraction(self.actor, batch, actor_seed, lane=self.lane, explore=self.explore,
                                             terminal_obs=self.terminal_obs)
             with nullcontext() if self.restored is None else GlobalRandomStates(): interaction.start()
             self.keep(interaction=interaction)
-            while True:
-                try: self.factory.check_loan(loan)
-                except PipeError as e:
-                    e.locate(pipe=type(self).__name__, lane=self.lane)
-                    raise
-                yield interaction.fragment(self.n_steps)
+            while True: yield interaction.fragment(self.n_steps)
         finally: batch.close()

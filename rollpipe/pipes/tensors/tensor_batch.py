@@ -17,8 +17,8 @@ from ..data import nested
 from ..envs.actions import action_batch
 from ..envs.batch import Batch
 from ..envs.checks import single_spaces
-from ..envs.factories import env_seeds, space_spec
-from ..data.errors import ActorError, EnvError, PipeError, check_integer, describe, describe_exception
+from ..envs.factories import Claim, env_seeds, space_spec
+from ..data.errors import ActorError, EnvError, PipeError, check_integer, describe, located
 from ..graph.modules import checked_device
 from .tensor_checks import BlockCheck, TensorForm, batch_form, on_device
 from .tensor_env import TensorEnv
@@ -115,20 +115,17 @@ class TensorOutcome(NamedTuple):
 class TensorBatch(Batch):
     """The environments of one `TensorEnv`. Raises `EnvError` or `ActorError` with the leaf, the expected and the actual value.
 
-    `begin` and `advance` replace `reset` and `step`, because their results are tensors.
+    `begin` and `advance` replace `reset` and `step`, because their results are tensors. Arguments without an entry are those of `EnvBatch`.
 
     Args:
-        seed: seed of the whole batch
-        info_keys: infos to record; None: all
-        clip_actions: clip float actions to the bounds of their `Box`
         name: name in error messages
-        closes: False: `close` leaves the environments open
-        keeper: a `Keeper`; None: the state cannot be told
-        **where: context for error messages: pipe, lane
     """
+    env: Any     # None after `close`
+
     def __init__(self, env: TensorEnv, seed: np.random.SeedSequence, info_keys: Any = None, clip_actions: bool = True,
                  name: str | None = None, closes: bool = True, keeper: Any = None, **where: Any):
-        self.env, self.closes, self.where, self.env_name = env, closes, where, name or type(env).__name__
+        self.env, self.closes, self.where, self.env_name, self.claim = env, closes, where, name or type(env).__name__, Claim()
+        self.claim.take(env)
         self.one = None if keeper is None else keeper.begin(env)
         try: self._learn(seed, clip_actions)
         except PipeError as e:
@@ -166,10 +163,9 @@ class TensorBatch(Batch):
     def begin(self) -> Any:
         "Reset all environments. Returns their first observations, nested `[B, ...]`."
         if self.one is not None: self.one.reset(seed=self._seed)
-        try: return self._obs_form.structure.unflatten(self._obs_form.check(self._call('reset', self._seed)))
-        except PipeError as e:
-            self._locate(e, self.env_name)
-            raise
+        with self._naming(self.env_name):
+            with located('reset()', EnvError): obs = self.env.reset(self._seed)
+            return self._obs_form.structure.unflatten(self._obs_form.check(obs))
 
     def advance(self, actions: Any) -> TensorOutcome:
         """Step every environment with its action.
@@ -178,8 +174,9 @@ class TensorBatch(Batch):
             actions: actions from `actions_for_env`
         """
         if self.one is not None: self.one.step(actions)
-        try:
-            answer = self._call('step', actions)
+        with self._naming(self.env_name):
+            self.claim.check()
+            with located('step()', EnvError): answer = self.env.step(actions)
             if not isinstance(answer, (tuple, list)) or len(answer) != 6:
                 raise EnvError("step() gave no tuple of 6", got=describe(answer),
                                expected="(obs, rew, terminated, truncated, final_obs, info)")
@@ -187,9 +184,6 @@ class TensorBatch(Batch):
             rew, term, trunc = [form.check(x)[0] for form, x in zip(self._one_each, one_each)]
             return TensorOutcome(self._obs_form.check(obs), rew, term, trunc, None if final is None else self._final_form.check(final),
                                  self.infos.leaves(info))
-        except PipeError as e:
-            self._locate(e, self.env_name)
-            raise
 
     def get_state(self) -> dict:
         "See `Batch`."
@@ -203,14 +197,12 @@ class TensorBatch(Batch):
         if state['infos'] is not None: self.infos.expect(state['infos'])
 
     def close(self) -> None:
-        "Close the environment, if it belongs to the pipeline. May be called twice."
+        "Close the environment, if it belongs to the pipeline, unless another batch has claimed it. May be called twice."
         env, self.env = self.env, None
-        if env is not None and self.closes: env.close()
+        self.claim.release()
+        if env is not None and self.closes and not self.claim.lost: env.close()
 
-    def _call(self, method, *args):
-        try: return getattr(self.env, method)(*args)
-        except PipeError: raise
-        except Exception as e: raise EnvError(f"{method}() raised {describe_exception(e)}") from e
+
 
 # %% ../../../nbs/pipes/26_tensors/02_tensor_batch.ipynb #3044ea93
 def refuse_first(batch: TensorBatch, obs: list, act: list, rew: Tensor) -> None:
@@ -239,6 +231,4 @@ def refuse_last(batch: TensorBatch, leaves: list, b: Tensor) -> None:
         b: int64 [K]: environments of these observations
     """
     if (found := batch.obs_check.find([x[None] for x in leaves])) is None: return
-    problem, wanted = ("non-finite value", "finite numbers") if found.space is None else ("out of range", f"as in {found.space}")
-    raise EnvError(problem, env=batch.name(int(b[found.b])), leaf=f"final {found.leaf}", expected=wanted, got=str(found.value.tolist()),
-                   **batch.where)
+    batch.refuse(int(b[found.b]), f"final {found.leaf}", found.value.tolist(), found.space)

@@ -94,9 +94,8 @@ class BlockCheck:
     """
     def __init__(self, name: str, space: gym.Space, device: torch.device):
         self.names, self.ranges = nested.paths(space_spec(space, name), name), {}
-        for i, start, top, _, part in RangeCheck(space, name).parts:
-            low = np.asarray(start).astype(np.int64)
-            self.ranges[i] = *(torch.as_tensor(x, device=device) for x in (low, low + np.asarray(top).astype(np.int64))), part
+        for i, low, high, _, part in RangeCheck(space, name).parts:
+            self.ranges[i] = *(torch.as_tensor(x.astype(np.int64), device=device) for x in (low, high)), part
 
     def suspects(self, leaves: list) -> list:
         "One bool tensor for each leaf: may the leaf have invalid numbers?"

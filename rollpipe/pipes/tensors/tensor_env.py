@@ -12,7 +12,6 @@ from typing import Any
 import gymnasium as gym
 
 from ..data.errors import EnvError, describe, describe_exception
-from ..graph.modules import ByIdentity
 
 # %% ../../../nbs/pipes/26_tensors/00_tensor_env.ipynb #f7977764
 class TensorEnv:
@@ -58,9 +57,6 @@ def is_tensor_source(source: Any) -> bool:
     return isinstance(source, TensorEnv) or isinstance(source, type) and issubclass(source, TensorEnv)
 
 
-_loans = ByIdentity()   # environment of the user -> object that identifies its latest loan
-
-
 class TensorFactory:
     """Makes the `TensorEnv` for an iteration, or lends a given one. Raises `EnvError`.
 
@@ -84,18 +80,6 @@ class TensorFactory:
         try: env = self.source(**wanted)
         except Exception as e: raise EnvError(f"the environment could not be made: {describe_exception(e)}", env=self.name) from e
         return self._check(env)
-
-    def lend(self) -> Any:
-        "Begin a loan of the environment, which ends an earlier loan. Returns an object that identifies the loan."
-        if self.lends: _loans[self.source] = (loan := object())
-        else: loan = None
-        return loan
-
-    def check_loan(self, loan: Any) -> None:
-        "Raise `EnvError` if the environment was lent again after this loan."
-        if self.lends and _loans.get(self.source) is not loan:
-            raise EnvError("the environment has since been lent to another iteration, loop, or lane", env=self.name, got="a second one",
-                           expected="one at a time for each instance")
 
     def _check(self, env):
         if not isinstance(env, TensorEnv):

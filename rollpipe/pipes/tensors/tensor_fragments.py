@@ -14,7 +14,7 @@ import torch
 
 from ..data import nested
 from ..data.fragment import Final, Fragment, State
-from ..data.errors import ActorError, EnvError, PipeError
+from ..data.errors import ActorError, EnvError, PipeError, located
 from ..graph.modules import VersionCounter, modules_in
 from ..engines.checked_actor import CheckedActor
 from .tensor_batch import TensorBatch, TensorOutcome, refuse_first, refuse_last
@@ -142,10 +142,7 @@ class Completing:
         return counts
 
     def _completed(self, act, reports):
-        try: actor = self.checked.complete(act, nested.cat(reports))
-        except PipeError as e:
-            e.locate(**self.batch.where)
-            raise
+        with located(**self.batch.where): actor = self.checked.complete(act, nested.cat(reports))
         for k, x in enumerate(nested.leaves(actor)):
             if x.device != self.batch.device:
                 raise ActorError("the actor's report is elsewhere than the environments", leaf=nested.paths(actor, 'info')[k],
@@ -180,13 +177,11 @@ class TensorInteraction(Completing):
     """One actor in one `TensorEnv`: call `start` once, then `fragment` repeatedly. The last row of a fragment is row 0 of the next one.
 
     Raises `EnvError` and `ActorError`. They name environment, leaf and row where these are known.
+    Arguments without an entry are those of `Interaction`.
 
     Args:
         actor: the actor, held by reference, on the device of the environments
         batch: batch of environments, not reset yet; the caller closes it
-        seed: seed of the actor's random numbers
-        lane: number of the lane, for its fragments
-        explore: False: take the actor's deterministic action
         terminal_obs: keep the last observations of terminated episodes too
     """
     def __init__(self, actor: Any, batch: TensorBatch, seed: np.random.SeedSequence, *, lane: int = 0, explore: bool = True,
@@ -194,7 +189,7 @@ class TensorInteraction(Completing):
         self.actor, self.batch, self.lane, self.terminal_obs, self.seq = actor, batch, lane, terminal_obs, 0
         self._check_actor(explore)
         self.checked = CheckedActor(actor, batch, seed, explore)
-        self.counter = VersionCounter(actor, [p for module in modules_in(actor) for p in module.parameters()])
+        self.counter = VersionCounter(actor, modules_in(actor))
 
     def _check_actor(self, explore):
         device, where = self.batch.device, self.batch.where

@@ -94,7 +94,7 @@ class _Holder:
         self.form = nested.Form(state_of(self.modules))
         self.n_modes, self.attributes = len(self.modes()), {key: _Attribute(x) for key, x in kept_in(holder)}
 
-    def version(self) -> int: return VersionCounter(self.holder, [p for module in self.modules for p in module.parameters()]).version()
+    def version(self) -> int: return VersionCounter(self.holder, self.modules).version()
     def modes(self) -> list: return [m.training for module in self.modules for m in module.modules()]
 
     def tensors(self, modes) -> list:

@@ -59,7 +59,6 @@ class ProcessCrew:
     """Worker processes for one iteration of `seam`, and slots for their items.
 
     Args:
-        seam: `WorkerLanes`; everything above this pipe runs in workers
         service: the `ProcessReading` with the options
     """
     def __init__(self, seam: Any, service: Any):

@@ -1,0 +1,135 @@
+"Batch renormalisation and CrossQ against torch's batch normalisation, against sums by hand, and against a plain form of the loss."
+import copy
+
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box
+from test_off_policy import random_fragment, successor
+from torch import nn
+
+from rollpipe.agents.off_policy.crossq import CrossQ
+from rollpipe.layers import ActionCritic, SquashedPolicy
+from rollpipe.layers.batch_renorm import BatchRenorm, RenormCritic, RenormPolicy
+from rollpipe.pipes import DataError
+from rollpipe.pipes.data.errors import ActorError
+from rollpipe.pipes.replay.memory import Sample
+
+SPACES = Box(-1, 1, (3,)), Box(np.float32([-1, 2]), np.float32([3, 2.5]))
+
+
+def networks(seed=0, hidden=(8, 6)): return tuple(cls.for_env(SPACES, hidden=hidden, seed=seed) for cls in (RenormPolicy, RenormCritic))
+
+
+# --- the layer
+
+@pytest.mark.parametrize('bounds', [dict(warm_up=10), dict(warm_up=0, r_max=1., d_max=0.)])
+def test_without_a_correction_it_is_batch_normalisation(bounds):
+    "torch's running variance is that of a sample, ours that of the batch."
+    norm, other, n = BatchRenorm(4, momentum=.9, **bounds), nn.BatchNorm1d(4, eps=1e-3, momentum=.1), 16
+    norm.learns = True
+    with torch.no_grad():
+        for mine, its in ((norm.weight, other.weight), (norm.bias, other.bias)): mine.copy_(its.copy_(torch.randn(4)))
+    mean, var = torch.zeros(4), torch.ones(4)
+    for seed in range(5):
+        x = (3 + 2 * torch.randn(n, 4, generator=torch.Generator().manual_seed(seed))).requires_grad_()
+        y, z, slope = norm(x), other(x), torch.randn(n, 4)
+        torch.testing.assert_close(y, z, rtol=1e-4, atol=1e-5)
+        found, expected = (torch.autograd.grad((out * slope).sum(), [x, part.weight, part.bias]) for out, part in ((y, norm), (z, other)))
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        mean, var = .9 * mean + .1 * x.detach().mean(0), .9 * var + .1 * x.detach().var(0, correction=0)
+        torch.testing.assert_close((norm.mean, norm.var), (mean, var))
+        torch.testing.assert_close(norm.mean, other.running_mean)
+    norm.learns = False
+    other.running_var.copy_(norm.var)
+    torch.testing.assert_close(norm(x), other.eval()(x))
+    assert int(norm.n_batches) == 5
+
+
+def test_a_trace_of_batches_by_hand():
+    "Ioffe's algorithm 1 in float64, with batches that reach both bounds, and gradients that do not know of the correction."
+    norm, mean, var, reached = BatchRenorm(2, momentum=.8, r_max=1.5, d_max=.5, warm_up=2), np.zeros(2), np.ones(2), []
+    norm.learns = True
+    for k, rng in enumerate(map(np.random.default_rng, range(8))):
+        x = rng.normal(size=(6, 2)) * [1., 3.] + [.3 * k, 0.]
+        m, s, past = x.mean(0), np.sqrt(x.var(0) + 1e-3), np.sqrt(var + 1e-3)
+        r, d = (np.clip(s / past, 1 / 1.5, 1.5), np.clip((m - mean) / past, -.5, .5)) if k >= 2 else (np.ones(2), np.zeros(2))
+        reached.append([(r == 1.5).any(), (d == .5).any()])
+        tensor = torch.tensor(x, dtype=torch.float32, requires_grad=True)
+        y = norm(tensor)
+        np.testing.assert_allclose(y.detach(), (x - m) / s * r + d, rtol=1e-4, atol=1e-5)
+        slope = torch.from_numpy(rng.normal(size=(6, 2)).astype(np.float32))
+        plain = torch.tensor(x, requires_grad=True)
+        nn.functional.batch_norm(plain, None, None, training=True, eps=1e-3).backward(slope.double() * torch.from_numpy(r))
+        np.testing.assert_allclose(torch.autograd.grad(y, tensor, slope)[0], plain.grad, rtol=1e-3, atol=1e-4)
+        mean, var = .8 * mean + .2 * m, .8 * var + .2 * x.var(0)
+        np.testing.assert_allclose((norm.mean, norm.var), (mean, var), rtol=1e-4, atol=1e-6)
+    assert np.any(reached, 0).all() and not np.all(reached, 0).any()
+
+
+# --- the networks and the loss
+
+def plain(weights, biases):
+    "The same perceptron of torch's layers."
+    layers = []
+    for i, (w, b) in enumerate(zip(weights, biases)):
+        linear = nn.Linear(*w.shape)
+        linear.weight.data, linear.bias.data = w.detach().T.clone(), b.detach().flatten().clone()
+        layers += [nn.ReLU()] * (i > 0) + [nn.BatchNorm1d(w.shape[0], eps=1e-3, momentum=.01), linear]
+    return nn.Sequential(*layers)
+
+
+def test_the_loss_is_that_of_one_batch_of_both_ends():
+    actor, critic = networks()
+    agent, fragment = CrossQ(actor, critic, gamma=.9, temperature=.3), random_fragment(1, 40, invalid=False)
+    nets = [plain([x[k] for x in critic.net.weights], [x[k] for x in critic.net.biases]) for k in range(2)]
+    state = agent.generator.get_state()
+    noise = agent.noise(fragment)
+    agent.generator.set_state(state)
+    with torch.no_grad():
+        after = torch.stack([successor(fragment, 0, b) for b in range(40)])
+        term = fragment.term[1]
+        after[term] = fragment.state.obs[1][term]
+        act, logp = actor.sample(after, noise[0])
+    pairs = torch.cat([torch.cat([fragment.state.obs[0], after]),
+                       critic.box.position(torch.cat([fragment.state.act[1], act]))], -1)
+    q = [net(pairs).squeeze(-1) for net in nets]
+    low = torch.minimum(*(x[40:] for x in q)).detach()
+    target = fragment.state.rew[1] + .9 * ~term * (low - .3 * (logp + actor.box.log_volume))
+    expected = sum(.5 * (target - x[:40]).square().mean() for x in q)
+    loss, _, errors = agent.critic_loss(fragment, None)
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+    grads = torch.autograd.grad(loss, [*critic.net.weights])
+    for k, net in enumerate(nets):
+        theirs = torch.autograd.grad(expected, [x.weight for x in net if isinstance(x, nn.Linear)], retain_graph=True)
+        for mine, x in zip(grads, theirs): torch.testing.assert_close(mine[k], x.T, rtol=1e-3, atol=1e-4)
+        means = [x.running_mean for x in net if isinstance(x, nn.BatchNorm1d)]
+        torch.testing.assert_close([norm.mean[k, 0] for norm in critic.net.norms], means)
+    torch.testing.assert_close(errors[0], sum((target - x[:40]).abs() for x in q).detach() / 2, rtol=1e-4, atol=1e-4)
+
+
+def test_moments_move_with_the_network_that_learns_only():
+    actor, critic = networks()
+    agent = CrossQ(actor, critic)
+    before = [copy.deepcopy(net.state_dict()) for net in (actor, critic)]
+    fragment, counts = random_fragment(), []
+    actor.predict(np.zeros(3, np.float32))
+    for seed in range(4):
+        agent.learn(Sample(random_fragment(seed=seed), None, None))
+        counts.append((int(critic.net.norms[0].n_batches), int(actor.trunk.norms[0].n_batches)))
+    assert counts == [(1, 0), (2, 0), (3, 1), (4, 1)] and not agent.target_updates and not agent.target.state_dict()
+    assert all(any((x != net.state_dict()[name]).any() for name, x in old.items()) for net, old in zip((actor, critic), before))
+    assert not any(part.learns for net in (actor, critic) for part in net.modules() if isinstance(part, BatchRenorm))
+    with pytest.raises(DataError): agent.learn(Sample(fragment._replace(valid=~fragment.valid & False), None, None))
+    assert not any(part.learns for part in critic.modules() if isinstance(part, BatchRenorm))
+    assert {name: group['betas'] for name, x in agent.descents.items() for group in x.optimizer.param_groups} == dict(
+        critic=(.5, .999), policy=(.5, .999), temperature=(.9, .999))
+
+
+def test_what_it_cannot_learn_with_is_refused():
+    actor, critic = networks()
+    with pytest.raises(DataError, match='a `RenormCritic`'): CrossQ(actor, ActionCritic.for_env(SPACES))
+    with pytest.raises(ActorError, match='by_batch'): CrossQ(SquashedPolicy.for_env(SPACES), critic)
+    with pytest.raises(DataError, match='beta1'): CrossQ(actor, critic, beta1=1.)
+    with pytest.raises(TypeError, match='tau'): CrossQ(actor, critic, tau=.1)
+    assert not CrossQ.joins_ranks
