@@ -8,7 +8,7 @@ STAMP := $(VENV)/.complete
 JOBS ?= 2
 
 # The caller's environment must not leak into .venv, and small networks run fastest on one thread. Hundreds of processes import the modules,
-# so their bytecode is kept.
+# so their bytecode is kept; `pip` does not compile what it installs, half of which nobody ever imports.
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PIP_USER PIP_TARGET PIP_PREFIX PIP_CONSTRAINT PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS ?= 1
 export MPLBACKEND := Agg
@@ -41,13 +41,17 @@ $(STAMP): setup.py settings.ini pyproject.toml constraints.txt
 	else echo "Setting up $(VENV) with $$("$(PYTHON)" -V) and the versions in constraints.txt, which takes some minutes"; \
 	"$(PYTHON)" -m venv --clear $(VENV); fi
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt setuptools wheel
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt --no-build-isolation -e '.[dev]'
 	@echo "$(CURDIR)" > $(STAMP)
 
 demo: $(STAMP)  ## train TRPO on Pendulum-v1, compare it with a random policy, leave runs/demo
 	@$(BIN)/rollpipe demo
 
-test: lint notebooks pytest  ## lint, notebooks, pytest with the sync check: what the gate runs
+# The lint needs one core for half a minute, so the notebooks run beside it. If it fails, they end; the tests begin when both have passed.
+test: $(STAMP)  ## lint, notebooks, pytest with the sync check: what the gate runs
+	@$(MAKE) --no-print-directory notebooks & notebooks=$$!; trap 'kill $$notebooks 2>/dev/null' EXIT INT TERM; \
+	$(MAKE) --no-print-directory lint && wait $$notebooks
+	@$(MAKE) --no-print-directory pytest
 
 lint: $(STAMP)  ## ruff, notebooks included, and the types of the package
 	@$(BIN)/ruff check --quiet .
@@ -57,10 +61,10 @@ sync: $(STAMP)  ## notebooks and exported modules agree
 	@$(BIN)/python -m pytest -q tests/test_sync.py
 
 notebooks: $(STAMP)  ## run every notebook, each in a process of its own, forked by one that has imported torch
-	@ROLLPIPE_SHORT=1 $(BIN)/python tests/notebooks.py --jobs $(JOBS)
+	@ROLLPIPE_SHORT=1 exec $(BIN)/python tests/notebooks.py --jobs $(JOBS)
 
 pytest: $(STAMP)  ## the tests, without the slow ones, some files at a time: more than there are cores, as many tests wait
-	@$(BIN)/python -m pytest -q --numprocesses $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -q --numprocesses $$(($(JOBS) + 2)) --dist loadfile --no-loadscope-reorder
 
 slow: $(STAMP)  ## the learning tests, many minutes
 	@$(BIN)/python -m pytest -q -m slow --timeout 3600

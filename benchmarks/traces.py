@@ -1,11 +1,12 @@
 """What the journal of a run costs, and whether repeated runs ever differ.
 
-    python benchmarks/traces.py [--repeats 100]
+    python benchmarks/traces.py [--only costs repeats] [--repeats 100]
 
-The first table has the share of a training's time that its journal takes. Then the same trainings are repeated with 0, 1 and 2 workers, by
-fork and by spawn, and the fingerprints and journals of all are compared with those of the first.
+`costs`: the share of a training's time that its journal takes. `repeats`: two trainings of 4 lanes are repeated with 0 to 4 workers, by
+fork and by spawn, and the fingerprints and journals of all are compared with those of the first ones. The exit status is 1 if one of them
+differs.
 """
-import argparse, os, tempfile, time
+import argparse, os, sys, tempfile, time
 from functools import partial
 from pathlib import Path
 
@@ -60,12 +61,12 @@ def costs(steps=20_000):
 
 
 def repeats(n):
-    "Repeat a training, with other workers each time; prints every difference."
-    ways = [(0, None), (1, "fork"), (2, "fork"), (1, "spawn"), (2, "spawn")]
+    "Repeat two trainings, with other workers each time; prints every difference, and returns how many there were."
+    ways = [(0, None), *((workers, method) for method in ("fork", "spawn") for workers in (1, 2, 3, 4))]
     reading_for, alarms = training.reading_for, 0
-    cases = [("ppo", "CartPole-v1", dict(lanes=2, n_envs=2, n_steps=32)), ("dqn", "CartPole-v1", dict(lanes=2, n_envs=2, warmup=100))]
+    cases = [("ppo", "CartPole-v1", dict(lanes=4, n_envs=2, n_steps=32)), ("dqn", "CartPole-v1", dict(lanes=4, n_envs=2, warmup=100))]
     with tempfile.TemporaryDirectory() as folder:
-        for k in range(n):
+        for k in range(n + 2):     # the first two are those that the others repeat
             algorithm, env, options = cases[k % 2]
             workers, method = ways[k // 2 % len(ways)]
             training.reading_for = partial(lambda method, config: ProcessReading(config["workers"], start_method=method), method)
@@ -76,13 +77,16 @@ def repeats(n):
                 alarms += 1
                 print(f"{algorithm}, {workers} workers by {method}: {found}", flush=True)
     training.reading_for = reading_for
-    print(f"{alarms} false alarms in {n} repeats with 0, 1 and 2 workers, by fork and spawn")
+    print(f"{alarms} false alarms in {n} repeats with 0 to 4 workers, by fork and spawn")
+    return alarms
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=("costs", "repeats"), default=("costs", "repeats"))
     parser.add_argument("--repeats", type=int, default=100)
+    args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
-    costs()
-    repeats(parser.parse_args().repeats)
+    if "costs" in args.only: costs()
+    sys.exit("repeats" in args.only and repeats(args.repeats) > 0)

@@ -8,7 +8,7 @@ import re
 import signal
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import forked  # noqa: F401  # before a test: says what the server imports that forks processes, and makes forks of the runs of experiments
@@ -117,12 +117,16 @@ def no_signal_handlers():
 
 
 def started_by(pid):
-    "Numbers of the processes that process `pid` has started, on systems with /proc: in whichever thread, as threads may end meanwhile."
-    def parent(name):
-        try:
-            with open(f"/proc/{name}/stat", "rb") as stat: return int(stat.read().rpartition(b")")[2].split()[1])
-        except OSError: return None  # it ended while we looked
-    return {int(name) for name in os.listdir("/proc") if name.isdigit() and parent(name) == pid} if os.path.isdir("/proc") else set()
+    """Numbers of the processes that process `pid` has started, on systems with /proc.
+
+    The kernel lists those of each thread. A thread or a process that ends meanwhile may hide others, so two lists in a row must be equal.
+    """
+    def listed():
+        for file in Path(f"/proc/{pid}/task").glob("*/children"):
+            with suppress(OSError): yield from map(int, file.read_text().split())
+    found, before = {*listed()}, None
+    while found != before: found, before = {*listed()}, found
+    return found
 
 
 def _children():

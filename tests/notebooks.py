@@ -36,6 +36,7 @@ class Child:
         self.output, self.why = tempfile.TemporaryFile(), None
         self.pid = os.fork()
         if self.pid == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             for stream in (1, 2): os.dup2(self.output.fileno(), stream)
             faulthandler.enable(self.output)
@@ -100,6 +101,8 @@ def main():
     args = parser.parse_args()
     found = [p for p in (ROOT / "nbs").rglob("*.ipynb") if not any(part.startswith(".") for part in p.relative_to(ROOT).parts)]
     paths = args.notebooks or sorted(found, key=lambda p: (p.parent.name not in FIRST, p))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts this in the background lets it ignore Ctrl-C, with the notebooks
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))   # no notebook goes on alone
     preload()
     failed = run_all(paths, args.jobs, args.limit)
     if failed: sys.exit(f"notebooks: {failed} of {len(paths)} have not passed; look for NOTEBOOK FAILED above")

@@ -41,7 +41,7 @@ def begun(folder): return load_run(folder/"fork.safetensors")
                                        ("dqn", dict(workers=2, lag=1))])
 def test_forks_with_the_same_noise_are_equal_and_others_are_not(name, run, tmp_path):
     "Only generators differ where they begin. A fork with other noise can be verified, and branched again."
-    steps = 600 if CASES[name][2].get("n_steps") != 16 else 800
+    steps = 320 if CASES[name][2].get("n_steps") != 16 else 480
     parent = trained(tmp_path/"run", name, steps, **run)
     one, two, other = (fork(parent, tmp_path/out, 6, noise=noise) for out, noise in dict(one=1, two=1, other=2).items())
     plain = fork(parent, tmp_path/"plain", 6)

@@ -31,7 +31,7 @@ CASES = {
     "trpo": (TRPO, PENDULUM, dict(SMALL, critic_hidden=(8,))),
     "ppo": (PPO, POLE, dict(SMALL, critic_hidden=(8,), epochs=2)),
     "dqn": (DQN, POLE, dict(SMALL, n_steps=4, warmup=32, capacity=64, batch_size=8, prioritized=True, beta_steps=200, lanes=2)),
-    "sac": (SAC, PENDULUM, dict(SMALL, n_steps=4, warmup=32, random_steps=32, batch_size=8, critic_hidden=(8,))),
+    "sac": (SAC, PENDULUM, dict(SMALL, n_steps=4, warmup=32, random_steps=32, batch_size=8, samples_per_step=.25, critic_hidden=(8,))),
 }
 
 

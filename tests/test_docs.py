@@ -74,8 +74,9 @@ def test_stored_drawings_are_what_the_code_draws(path):
 
 README = ROOT/"README.md"
 SHORTER = dict(train="--steps 600 --n-steps 32 --quiet --no-tensorboard", resume="--steps 1200 --quiet --no-tensorboard",
-               seeds="--seeds 0-1", ray="--reading processes --workers 1", watch="--record film.gif", profile="--seconds .1",
-               autotune="--seconds .1", tune="--trials 1 --jobs 1 --seeds 0 --evaluations 1 --steps 600 --n-steps 32")
+               evaluate="--episodes 2", seeds="--seeds 0-1", ray="--reading processes --workers 1", watch="--record film.gif",
+               profile="--seconds .1", autotune="--seconds .1",
+               tune="--trials 1 --jobs 1 --seeds 0 --evaluations 1 --steps 600 --n-steps 32")
 NEEDS = dict(export="onnx", tune="optuna", watch="pygame")
 RUNS = dict(README=3, command_line=7, scale=1)  # the folders that the commands of a text leave in `runs`
 

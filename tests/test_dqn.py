@@ -245,12 +245,6 @@ def test_checkpoint_restores_what_matters(tmp_path):
     assert same(again.actor, agent.actor)
 
 
-@pytest.mark.parametrize('options', [dict(gamma=1.5), dict(tau=2.), dict(target_every=0), dict(multi_step=0), dict(burn_in=-1),
-                                     dict(eps_end=-1.), dict(huber=-1.), dict(lr=-1.)])
-def test_options_out_of_range(options):
-    with pytest.raises(DataError, match=next(iter(options))): DQN(network([[0.]]), **options)
-
-
 # --- the table
 
 def test_repeated_pairs_move_as_one_by_one_if_targets_agree():

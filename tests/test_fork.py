@@ -65,7 +65,7 @@ def check_same(a, b):
                                        ("sac", {}), ("decay", {})])
 def test_a_fork_without_an_edit_equals_its_parent(name, run, tmp_path):
     "From its newest checkpoint, a kept one, or the start; also a fork of a fork. The parent is not changed."
-    steps = 600 if CASES[name][2].get("n_steps") != 16 else 800
+    steps = 320 if CASES[name][2].get("n_steps") != 16 else 480
     parent = trained(tmp_path/"run", name, steps, **run)
     before, last = content(parent.folder), parent.counters["updates"]
     for k, at in enumerate((1, 7, last - 3)):

@@ -158,14 +158,6 @@ def test_what_is_not_finite_is_named_where_it_counts_only(what, bad):
             assert what in e.value.leaf
 
 
-def test_lag_is_that_of_the_oldest_column():
-    agent = make()
-    f = batch_for(agent)
-    for _ in range(3): bump_version(agent.actor)
-    now = version_of(agent.actor)
-    assert agent.lag(f._replace(version=torch.tensor([now, now - 2, now, now - 1]))) == 2 and agent.lag(f._replace(version=None)) == 0
-
-
 # ---- normalisers and the critic
 
 def test_normalisers_have_seen_the_rows_that_count_once():
@@ -255,12 +247,3 @@ def test_rates_fall_for_learners_from_a_memory(tmp_path):
     assert [agent.update(next(batches))['rate_left'] for _ in range(4)] == [1., .75, .5, .25]
     assert agent.optimizer.param_groups[0]['lr'] == .01 * .25
     with pytest.raises(DataError, match='more than the 64 steps'): agent.update(next(batches))
-
-
-def test_an_update_leaves_the_batch_and_the_global_random_state_alone():
-    agent = make()
-    f = batch_for(agent)
-    copied, state = copy.deepcopy(f), torch.get_rng_state()
-    with torch.no_grad(): agent.update(f)
-    torch.testing.assert_close((f.state, f.actor, f.adv, f.ret), (copied.state, copied.actor, copied.adv, copied.ret), rtol=0, atol=0)
-    assert torch.equal(torch.get_rng_state(), state)

@@ -134,6 +134,28 @@ def test_a_loop_that_is_killed_while_it_saves_goes_on(tmp_path):
     assert {x.name for x in tmp_path.iterdir()} == {f"{name}.safetensors{end}" for name in ("whole", "run") for end in ("", ".replay")}
 
 
+def second(path, answers):
+    try: go_on(path, ppo, 1)
+    except DataError as e: answers.put(str(e))
+    else: answers.put("went on")
+
+
+def test_two_processes_do_not_go_on_with_one_file(tmp_path):
+    "The second one is refused, also while the file does not exist yet, and goes on as soon as the first one is over."
+    context, path = multiprocessing.get_context("fork"), tmp_path/"run.safetensors"
+    answers = context.SimpleQueue()
+    def other():
+        child = context.Process(target=second, args=(path, answers))
+        child.start()
+        answer = answers.get()
+        child.join(60)
+        return answer
+    pipe, agent = ppo()
+    with resumed(path, pipe, agent):
+        assert other() == f"another process is training with {path}. Expected another file, got process {os.getpid()}."
+    assert other() == "went on" and [x.name for x in tmp_path.glob("*.lock")] == []
+
+
 # --- what does not fit
 
 def test_files_that_do_not_fit_are_refused_and_stay(tmp_path):

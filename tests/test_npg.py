@@ -1,4 +1,4 @@
-"NPG against dense Fisher matrices (Hessians of torch.distributions' divergence), against theory, and beside TRPO."
+"NPG against dense Fisher matrices, which `test_trpo.py` makes by sums over actions, against theory, and beside TRPO."
 import copy
 import itertools
 import math
@@ -7,94 +7,35 @@ import numpy as np
 import pytest
 import torch
 import torch.distributions as td
+from test_trpo import KINDS, Tiny, clean, close, make_fragment, oracle, vector
 from torch import nn
-from torch.func import functional_call
 
 from rollpipe.agents import evaluate
-from rollpipe.agents.metrics import METRICS, check_metrics
 from rollpipe.agents.npg import NPG
 from rollpipe.agents.trpo import TRPO
 from rollpipe.layers import Critic, MLPPolicy
-from rollpipe.layers.distributions import Categorical, Gaussian, GaussianParams
+from rollpipe.layers.distributions import Gaussian, GaussianParams
 from rollpipe.layers.policies import Policy
 from rollpipe.layers.recurrent_policies import RecurrentPolicy
 from rollpipe.pipes import on_policy
 from rollpipe.pipes.data.fragment import Fragment
 
-N_OBS = 3
 
-
-class Net(nn.Module):
-    "Observations [..., 3] -> parameters of a distribution, float64, two or three dozen weights."
-    def __init__(self, kind):
-        super().__init__()
-        self.kind, self.body = kind, nn.Sequential(nn.Linear(N_OBS, 3), nn.Tanh(), nn.Linear(3, 2)).double()
-        if kind == 'gaussian': self.log_std = nn.Parameter(torch.tensor([-.4, .2], dtype=torch.double))
-
-    def forward(self, obs):
-        y = self.body(obs.double())
-        return y if self.kind == 'categorical' else GaussianParams(y, self.log_std.expand_as(y))
-
-
-class Tiny(Policy):
-    def __init__(self, kind):
-        super().__init__()
-        self.net, self.dist = Net(kind), Categorical(2) if kind == 'categorical' else Gaussian((2,))
-
-    def params(self, obs, act, rew, fin, *, hx, stepno): return self.net(obs), ()
-
-
-def torch_dist(kind, p):
-    return td.Categorical(logits=p) if kind == 'categorical' else td.Independent(td.Normal(p.mean, p.log_std.exp()), 1)
-
-
-def fragment_of(obs, act, adv, logp, valid=None):
-    "A fragment of T steps from observations [T, B, ...], the actions taken in them, advantages and log-probabilities [T, B]."
-    T, B = adv.shape
-    return Fragment.from_steps(torch.cat([obs, obs[-1:]]), act, torch.zeros(T, B), actor=dict(logp=torch.cat([logp, logp[-1:]])),
-                               valid=valid, adv=adv, ret=adv)
-
-
-def example(kind, T=6, B=4, seed=0):
-    "A policy, and data of another one."
-    torch.manual_seed(seed)
+def example(kind, T=6):
+    "A policy, always the same one, and data of another one."
+    torch.manual_seed(0)
     policy, other = Tiny(kind), Tiny(kind)
-    obs, adv, valid = torch.randn(T, B, N_OBS), torch.randn(T, B).double(), torch.rand(T, B) < .8
-    with torch.no_grad():
-        d = torch_dist(kind, other.net(obs))
-        act = d.sample()
-        return policy, fragment_of(obs, act, adv, d.log_prob(act), valid)
-
-
-def dense(policy, f):
-    "Gradient [D] and Fisher matrix [D, D] of `policy`, as derivatives of functions of one vector of all parameters."
-    kind, names = policy.net.kind, [n for n, _ in policy.net.named_parameters()]
-    like = list(policy.net.parameters())
-    obs, act, adv, old = f.state.obs[:-1][f.valid], f.state.act[1:][f.valid], f.adv[f.valid], f.actor['logp'][:-1][f.valid]
-    adv = (adv - adv.mean()) / adv.std(correction=0)
-
-    def at(theta):
-        parts = [x.view_as(p) for x, p in zip(theta.split([p.numel() for p in like]), like)]
-        return torch_dist(kind, functional_call(policy.net, dict(zip(names, parts)), (obs,)))
-    theta = torch.cat([p.detach().flatten() for p in like])
-    here = at(theta)
-    g = torch.autograd.functional.jacobian(lambda theta: ((at(theta).log_prob(act) - old).exp() * adv).mean(), theta)
-    return g, torch.autograd.functional.hessian(lambda theta: td.kl_divergence(here, at(theta)).mean(), theta)
-
-
-def vector(module): return torch.cat([p.detach().flatten() for p in module.parameters()])
-def clean(m): return {k: v for k, v in m.items() if not k.startswith('seconds')}
-def close(a, b, tol=1e-6): torch.testing.assert_close(a, b, rtol=tol, atol=tol * float(b.abs().max()))
+    return policy, make_fragment(policy, T, share=.8, behaviour=other)
 
 
 # ---- the step
 
-@pytest.mark.parametrize('kind', ['categorical', 'gaussian'])
+@pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('damping', [.1, 1.])
 @pytest.mark.parametrize('lr', [None, .01])
 def test_the_step_solves_the_dense_system(kind, damping, lr):
     policy, f = example(kind)
-    g, F = dense(policy, f)
+    g, F = oracle(policy, f)
     damped = F + damping * torch.eye(len(g), dtype=torch.double)
     x = torch.linalg.solve(damped, g)
     before = vector(policy)
@@ -134,7 +75,8 @@ def test_on_a_quadratic_it_follows_the_recursion_of_theory_whatever_the_paramete
             off = act.numpy() - c
             adv = torch.from_numpy(-np.einsum('ni,ij,nj->n', off, Q, off) / 2)
             logp = td.Normal(policy.mean, std).log_prob(act).sum(-1)
-            agent.update(fragment_of(torch.zeros(1, 4, 1), act[None], adv[None], logp[None]))
+            agent.update(Fragment.from_steps(torch.zeros(2, 4, 1), act[None], torch.zeros(1, 4), adv=adv[None], ret=adv[None],
+                                             actor=dict(logp=torch.stack([logp, logp]))))
             mean = mean - lr * std ** 2 * Q @ (mean - c)
             np.testing.assert_allclose(policy.mean.numpy(), mean, atol=1e-8)
     assert np.abs(mean - c).max() < .01
@@ -184,24 +126,6 @@ def test_constant_advantages_teach_nothing(lr):
     before = vector(policy)
     m = NPG(policy, lr=lr).update(f._replace(adv=torch.full_like(f.adv, 3.)))
     assert torch.equal(vector(policy), before) and m['step_size'] == m['kl'] == 0
-
-
-def test_metrics_are_documented_numbers_and_state_continues_bit_for_bit():
-    def make(seed):
-        return NPG(MLPPolicy.for_env('CartPole-v1', seed=seed), Critic.for_env('CartPole-v1', seed=seed), fvp_subsample=.5, seed=seed)
-
-    a, b = make(0), make(1)
-    batch = next(iter(on_policy('CartPole-v1', a.actor, a.critic, n_envs=4, n_steps=32, seed=0)))
-    m = a.update(batch)
-    assert set(m) <= set(METRICS) and check_metrics(m) == m
-    b.load_state_dict(copy.deepcopy(a.state_dict()))
-    for _ in range(2): assert clean(a.update(batch)) == clean(b.update(batch))
-
-
-@pytest.mark.parametrize('name, value', [('max_kl', 0.), ('max_kl', -1.), ('lr', -.1), ('lr', math.nan), ('damping', -.1), ('cg_iters', 0),
-                                         ('cg_iters', 2.), ('fvp_subsample', 0.), ('critic_epochs', 0)])
-def test_hyperparameters_out_of_range_are_refused_when_the_agent_is_made(name, value):
-    with pytest.raises(ValueError, match=f'(?s)(?=.*NPG)(?=.*out of range)(?=.*{name})'): NPG(Tiny('gaussian'), **{name: value})
 
 
 # ---- learning

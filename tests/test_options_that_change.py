@@ -24,7 +24,7 @@ MEMORY = dict(SMALL, warmup=32, batch_size=8)
 
 def config_for(algorithm, steps=512, options=None, **run):
     small = MEMORY if ONLINE[algorithm] == "Pendulum-v1" or "dqn" in algorithm else SMALL
-    random = dict(random_steps=0) if algorithm in ("sac", "crossq", "td3", "ddpg") else {}
+    random = dict(random_steps=0, samples_per_step=.25) if algorithm in ("sac", "crossq", "td3", "ddpg") else {}
     return make_config(algorithm, ONLINE[algorithm], {**small, **random, **(options or {})}, steps=steps, checkpoint_every=3, **run)
 
 

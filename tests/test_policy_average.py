@@ -7,7 +7,7 @@ import torch
 from test_options_that_change import ONLINE, config_for, quietly
 
 from rollpipe.agents import evaluate
-from rollpipe.agents.learner import policy_of
+from rollpipe.agents.evaluate import policy_of
 from rollpipe.cli.main import main
 from rollpipe.runs import load_agent, start
 from rollpipe.runs.evaluations import read_evaluations
@@ -34,13 +34,13 @@ def test_each_learner_keeps_the_mean_that_is_promised(algorithm):
         shares *= 1 - newest
         shares[t] = newest
     np.testing.assert_allclose(shares, np.array([9, 9, 9, 9, 12, 16]) / 64)
-    torch.testing.assert_close(weights(agent.average), sum(s * x for s, x in zip(shares, seen)), rtol=1e-4, atol=1e-6)
-    assert not any(p.requires_grad for p in agent.average.parameters()) and policy_of(agent) is agent.average
+    torch.testing.assert_close(weights(agent.average.policy), sum(s * x for s, x in zip(shares, seen)), rtol=1e-4, atol=1e-6)
+    assert not any(p.requires_grad for p in agent.average.policy.parameters()) and policy_of(agent) is agent.average.policy
     assert seen[0].ne(seen[-1]).any()
-    own = [part for part in agent.average.modules() if hasattr(part, "averaged")]
+    own = [part for part in agent.average.policy.modules() if hasattr(part, "averaged")]
     for k, part in enumerate(own):
         torch.testing.assert_close(part.mean, sum(float(s) * x[k] for s, x in zip(shares, moments)), rtol=1e-4, atol=1e-6)
-    if not own: assert all(torch.equal(x, y) for x, y in zip(agent.average.buffers(), agent.actor.buffers(), strict=True))
+    if not own: assert all(torch.equal(x, y) for x, y in zip(agent.average.policy.buffers(), agent.actor.buffers(), strict=True))
 
 
 def test_it_is_evaluated_exported_and_in_the_journal_and_collects_nothing(tmp_path, capsys):
@@ -49,9 +49,9 @@ def test_it_is_evaluated_exported_and_in_the_journal_and_collects_nothing(tmp_pa
     assert main([*words, *more, "--average-policy", "4", "--out", str(tmp_path/"a")]) in (0, None)
     assert main([*words, *more, "--out", str(tmp_path/"b")]) in (0, None)
     one, other = (load_agent(tmp_path/name) for name in "ab")
-    assert torch.equal(weights(one.actor), weights(other.actor)) and not torch.equal(weights(one.actor), weights(one.average))
+    assert torch.equal(weights(one.actor), weights(other.actor)) and not torch.equal(weights(one.actor), weights(one.average.policy))
     last = next(r for r in read_evaluations(tmp_path/"a") if r["kind"] == "last")
-    assert last["returns"] == evaluate("CartPole-v1", one.average, 5, seed=last["seed"]).returns.tolist()
+    assert last["returns"] == evaluate("CartPole-v1", one.average.policy, 5, seed=last["seed"]).returns.tolist()
     entry, plain = (read_journal(tmp_path/name/"journal.jsonl")[-1] for name in "ab")
     assert set(entry.weights) == {*plain.weights, "average"} and entry.weights["actor"] == plain.weights["actor"]
     capsys.readouterr()
@@ -60,7 +60,7 @@ def test_it_is_evaluated_exported_and_in_the_journal_and_collects_nothing(tmp_pa
     assert main(["export", str(tmp_path/"a"), "--to", "torchscript", "--out", str(tmp_path/"x.pt")]) in (0, None)
     obs = torch.randn(200, 4)
     answers = torch.jit.load(tmp_path/"x.pt")(obs)
-    expected = [policy.predict(obs.numpy())[0] for policy in (one.average, one.actor)]
+    expected = [policy.predict(obs.numpy())[0] for policy in (one.average.policy, one.actor)]
     found = (answers[0] if isinstance(answers, tuple) else answers).numpy()
     assert (found == expected[0]).all() and (expected[0] != expected[1]).any()
     assert json.loads((tmp_path/"a"/"config.json").read_text())["options"]["average_policy"] == 4
@@ -71,6 +71,6 @@ def test_without_an_average_in_the_checkpoint_it_begins_with_the_weights_of_the_
     quietly(run)
     agent, pipe = build(config_for("a2c", options=dict(average_policy=9)))
     agent.load_state_dict(load_run(tmp_path/"run").agent_state)
-    assert torch.equal(weights(agent.average), weights(run.agent.actor)) and agent.n_averaged == 0
+    assert torch.equal(weights(agent.average.policy), weights(run.agent.actor)) and int(agent.average.count) == 0
     agent.update(next(iter(pipe)))
-    assert torch.equal(weights(agent.average), weights(agent.actor)) and agent.n_averaged == 1
+    assert torch.equal(weights(agent.average.policy), weights(agent.actor)) and int(agent.average.count) == 1

@@ -146,18 +146,6 @@ def test_long_traces_in_single_precision(T):
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_hand_computed_return():
-    rew, discount = torch.tensor([1., 2., 3.]), torch.full((3,), 0.1)
-    torch.testing.assert_close(discounted_returns(rew, discount), torch.tensor([1.23, 2.3, 3.]))
-
-
-def test_hand_computed_advantage():
-    # gamma 0.5, lambda 0.5: deltas 1 + 2 - 2 = 1, 2 + 0 - 4 = -2 (terminal), 4 + 4 - 6 = 2
-    rew, v_t, v_tp1 = torch.tensor([1., 2., 4.]), torch.tensor([2., 4., 6.]), torch.tensor([4., 99., 8.])
-    discount, cut = torch.tensor([.5, 0., .5]), torch.tensor([False, True, False])
-    torch.testing.assert_close(gae(rew, v_t, v_tp1, discount, .5, cut), torch.tensor([1 - .25 * 2, -2., 2.]))
-
-
 @pytest.mark.parametrize('seed', range(5))
 def test_gae_at_the_ends_of_lambda(seed):
     rew, v_t, v_tp1, discount, _, cut = make_trace(seed, (30, 2))

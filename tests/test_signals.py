@@ -70,39 +70,21 @@ def test_nohup_is_respected_during_the_imports(tmp_path):
         assert child.poll() is None
 
 
-def test_the_entry_runs_the_command_line(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "rollpipe", "--version"], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout.split()[0]) == (0, "rollpipe")
-    done = subprocess.run([sys.executable, "-m", "rollpipe", "train", "nothing"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
+def interpreter(folder): return python(folder, "-c", SCRIPT.format(handler=""))
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_train_in_a_script_saves_before_the_signal_takes_effect(tmp_path, name):
-    number = getattr(signal, name)
-    with script(tmp_path) as child:
+@pytest.mark.parametrize("name, begin, code, told", [
+    ("SIGTERM", script, -signal.SIGTERM, None), ("SIGHUP", script, -signal.SIGHUP, None),
+    ("SIGTERM", lambda folder: script(folder, OWN), 7, ""), ("SIGINT", interpreter, -signal.SIGINT, "KeyboardInterrupt")],
+    ids=["ends", "hangs up", "has a handler of its own", "Ctrl-C"])
+def test_train_in_a_script_saves_before_the_signal_takes_effect(name, begin, code, told, tmp_path):
+    "A script that handles it goes on: by a function of its own, or as by any `KeyboardInterrupt`, which the interpreter tells at the end."
+    with begin(tmp_path) as child:
         wait_for(lambda: records(tmp_path) >= 3, child)
-        child.send_signal(number)
+        child.send_signal(getattr(signal, name))
         out, err = child.communicate(timeout=60)
-    assert child.returncode == -number and "Traceback" not in err, err
-    assert load_run(tmp_path/"run").counters["steps"] == read_metrics(tmp_path/"run")["steps"][-1]
-
-
-def test_a_script_that_handles_the_signal_itself_gets_it(tmp_path):
-    with script(tmp_path, OWN) as child:
-        wait_for(lambda: records(tmp_path) >= 3, child)
-        child.send_signal(signal.SIGTERM)
-        out, err = child.communicate(timeout=60)
-    assert child.returncode == 7 and "the script went on" in out, err
-    assert load_run(tmp_path/"run").counters["steps"] == read_metrics(tmp_path/"run")["steps"][-1]
-
-
-def test_ctrl_c_in_a_script_is_a_keyboard_interrupt(tmp_path):
-    with python(tmp_path, "-c", SCRIPT.format(handler="")) as child:
-        wait_for(lambda: records(tmp_path) >= 3, child)
-        child.send_signal(signal.SIGINT)
-        out, err = child.communicate(timeout=60)
-    assert child.returncode == -signal.SIGINT and "KeyboardInterrupt" in err and "the script went on" in out
+    assert child.returncode == code, err
+    assert "Traceback" not in err if told is None else "the script went on" in out and told in err
     assert load_run(tmp_path/"run").counters["steps"] == read_metrics(tmp_path/"run")["steps"][-1]
 
 

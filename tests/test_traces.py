@@ -3,7 +3,10 @@ import errno
 import functools
 import json
 import logging
+import multiprocessing
 import os
+import re
+import signal
 import subprocess
 import sys
 import threading
@@ -21,7 +24,8 @@ from rollpipe.pipes import Lanes, Pipe, ProcessReading, Tap, on_policy
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs import training
 from rollpipe.runs.folder import resume, start
-from rollpipe.runs.repeat import verify
+from rollpipe.runs.logs import read_records
+from rollpipe.runs.repeat import numbers, verify
 from rollpipe.runs.states import edited
 from rollpipe.runs.training import train
 from rollpipe.settings.config import make_config
@@ -324,6 +328,23 @@ def test_a_change_in_learning_is_told_from_one_in_collection(whole, tmp_path):
         if record["updates"] == 2: run.agent.lr = run.agent.optimizer.param_groups[0]["lr"] = .01
     train(run, progress=False, tensorboard=False, callback=callback)
     assert str(diff(whole, run.folder).parting) == "update 3: the weights of actor, critic differ, and the batches do not: learning differs"
+    with pytest.raises(DataError, match="does not repeat here"): numbers(whole, run.folder, diff(whole, run.folder).parting)
+
+
+@pytest.mark.parametrize("algorithm, options, told", [
+    ("ppo", dict(seed=3), r"update 1: batch\.state\.obs\[0, 0, 0\]"),
+    ("ppo", dict(lr=1e-4), r"the weights after it: \['actor'\]\['head\.logits\.bias'\]\[0\]"),
+    ("dqn", dict(lr=1e-4), r"update \d+: batch\.actor\['q'\]\[0, 0, 0\]"),
+])
+def test_both_numbers_are_told_when_both_runs_make_them_once_more(algorithm, options, told, tmp_path):
+    base = dict(SMALL) if algorithm == "ppo" else dict(warmup=100)
+    steps, seed = (1536 if algorithm == "ppo" else 4200), dict(seed=options.get("seed", 0))
+    options = {name: x for name, x in options.items() if name != "seed"}
+    a, b = trained(tmp_path/"a", algorithm, steps, base), trained(tmp_path/"b", algorithm, steps, {**base, **options}, **seed)
+    at = diff(a, b).parting
+    found = re.fullmatch(told + r": (\S+) != (\S+)", numbers(a, b, at))
+    assert found and float(found[1]) != float(found[2])
+    assert numbers(a, a, at) == "the updates are equal when they are made once more"
 
 
 @pytest.mark.parametrize("algorithm, options", [("ppo", None), ("dqn", dict(lanes=2, n_envs=2, warmup=100))])
@@ -391,6 +412,53 @@ def test_a_resumed_run_says_what_changed(tmp_path, monkeypatch, caplog):
     assert list(read_fingerprints(run.folder)) == [0, 2]
     (run.folder/FINGERPRINTS).write_text("{")
     with pytest.raises(DataError, match="fingerprint.json: damaged"): read_fingerprints(run.folder)
+
+
+class OfAProcess(gym.Wrapper):
+    "Observations that depend on the process, which no test within one process can find."
+    def step(self, action):
+        obs, *rest = self.env.step(action)
+        return obs * np.float32(1 + os.getpid() % 1000 / 1e6), *rest
+
+
+gym.register("OfAProcess-v0", lambda **_: OfAProcess(gym.make("CartPole-v1").unwrapped), max_episode_steps=500)
+
+
+def killed(folder, **run):
+    "A training in another process, which is killed in its fifth update and has a checkpoint after the second one, and after the fourth."
+    def main():
+        def callback(run, record):
+            if record["updates"] == 5: os.kill(os.getpid(), signal.SIGKILL)
+        config = make_config("ppo", "OfAProcess-v0", SMALL, steps=12_000, checkpoint_every=2, keep=9, **run)
+        train(start(folder, config), progress=False, tensorboard=False, callback=callback)
+    child = multiprocessing.get_context("fork").Process(target=main)
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL and [e.updates for e in read_journal(folder/JOURNAL)] == [1, 2, 3, 4, 5]
+    return folder
+
+
+def test_what_goes_on_otherwise_in_a_new_process_is_told(tmp_path, caplog):
+    "The fifth update is made once more, and its numbers are others, in the first row after the state that was restored."
+    run = resume(killed(tmp_path/"run"))
+    assert run.config["inexact"] is None
+    with caplog.at_level(logging.WARNING, "rollpipe"): train(run, progress=False, tensorboard=False)
+    (record,) = caplog.records
+    assert record.message == (f"{run.folder} does not go on as it did before: update 5: .state.obs differs first (row 1, column 0: lane 0, "
+                              "environment 0 of it), the weights were equal before: collection differs")
+    assert [r.get("inexact", 0) for r in read_records(run.folder)] == [0] * 4 + [1] * 4
+
+
+def test_an_exact_run_does_not_go_on_otherwise(tmp_path):
+    run = killed(tmp_path/"run", exact=True)
+    before = (run/JOURNAL).read_bytes(), (run/"checkpoint.safetensors").read_bytes()
+    for _ in range(2):
+        with pytest.raises(DataError, match="leaf exact: .* does not go on as it did before: update 5: .state.obs differs first .row 1"):
+            train(resume(run), progress=False, tensorboard=False)
+        assert ((run/JOURNAL).read_bytes(), (run/"checkpoint.safetensors").read_bytes()) == before
+    again = resume(run)
+    again.config["exact"] = False
+    assert train(again, progress=False, tensorboard=False)["inexact"] == 1
 
 
 def test_a_run_without_a_journal_begins_one(whole, tmp_path):

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ..pipes.data import nested
 from ..pipes.data.errors import DataError, describe
+from ..pipes.data.fragment import Fragment
 import rollpipe.ranks as ranks
 
 # %% auto #0
-__all__ = ['explained_variance', 'valid_rows', 'fit_critic']
+__all__ = ['explained_variance', 'valid_rows', 'fit_critic', 'critic_inputs', 'observations']
 
 # %% ../../nbs/agents/04_critics.ipynb #92825df8
 def explained_variance(pred: Tensor, target: Tensor, valid: Tensor | None = None) -> float:
@@ -131,3 +132,19 @@ def fit_critic(critic: Callable[[Any], Tensor], optimizer: torch.optim.Optimizer
         raise kept.error(target, "while it is fitted; it has its former weights")
     return dict(critic_loss_before=before[0], critic_loss=after[0], explained_variance=before[1],
                 explained_variance_after=after[1], critic_steps=float(epochs * parts))
+
+# %% ../../nbs/agents/04_critics.ipynb #90bf5c53
+def critic_inputs(critic: Any, batch: Fragment) -> Any:
+    """The input of the critic for the states of a batch, nested `[T, B, ...]`: observations, or the result of its `inputs`.
+
+    Args:
+        critic: `critic(obs)`, perhaps with a method `inputs(obs, actor)`
+        batch: [T, B]
+    """
+    obs = observations(batch)
+    return critic.inputs(obs, nested.getitem(batch.actor, slice(-1))) if hasattr(critic, 'inputs') else obs
+
+
+def observations(batch: Fragment) -> Any:
+    "The observations of the states of a batch, nested `[T, B, ...]`."
+    return nested.as_seen(nested.getitem(batch.state.obs, slice(-1)))

@@ -25,6 +25,7 @@ METRICS = dict(
     updates="calls of agent.update since the start of the run",
     episodes="episodes finished since the start of the run",
     seconds="wall time of the run [s], including the time before a resume",
+    inexact="1 from the update on that a resumed run had made before with other numbers; absent if there was none",
     steps_per_s="steps since the previous record, per second of wall time [1/s]",
     # episodes that finished since the previous record, with the exploration of the policy; absent if none finished
     return_mean="mean undiscounted return of those episodes",

@@ -44,6 +44,7 @@ def _add_comparisons(command, debug: Parser) -> None:
     "Add the commands that compare the numbers of trainings, and those that look into one."
     sub = command("diff", diff_command, [debug])
     sub.add_argument("runs", metavar="RUN", nargs=2, help="folders of runs")
+    sub.add_argument("--numbers", action="store_true", help="make the first update that differs once more in both, and tell both numbers")
     sub = command("verify", verify_command, [debug])
     sub.add_argument("run", metavar="RUN", help="folder of a run")
     sub.add_argument("--updates", type=int, default=20, metavar="N", help="number of updates to repeat [20]")

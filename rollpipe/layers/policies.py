@@ -105,10 +105,10 @@ class SharedPolicy(MLPPolicy):
         self.value = orthogonal_linear(self.trunk.n_out, 1)
 
     def forward(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor, virtual: bool, noise: Any = None) -> tuple:
-        y, modules, dist = self.hidden_features(obs), self._modules, self.dist
-        params = self.masked(modules['head'].forward(y), obs)
+        y, dist = self.hidden_features(obs), self.dist
+        params = self.masked(self.head.forward(y), obs)
         act = dist.mode(params) if noise is None else dist.sample(params, noise)
-        return act, (), {'dist': params, 'value': linear(modules['value'], y).squeeze(-1)}
+        return act, (), {'dist': params, 'value': linear(self.value, y).squeeze(-1)}
 
 # %% ../../nbs/layers/12_policies.ipynb #043d9d15
 @takes(Torso.make_torso, Torso.make_masked_torso)

@@ -5,15 +5,17 @@
 # %% ../../nbs/layers/03_running_norm.ipynb #e2a4b470
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import rollpipe.ranks as ranks
+from ..pipes.graph.modules import bump_version, version_of
 
 # %% auto #0
-__all__ = ['merge_moments', 'moments', 'over_ranks', 'RunningNorm']
+__all__ = ['merge_moments', 'moments', 'over_ranks', 'RunningNorm', 'PolicyAverage']
 
 # %% ../../nbs/layers/03_running_norm.ipynb #6883cc65
 def merge_moments(count_a: float | Tensor, mean_a: float | Tensor, var_a: float | Tensor,
@@ -96,3 +98,37 @@ class RunningNorm(nn.Module):
         for name, value in new.items(): self._buffers[name].copy_(value)
         self.low.fill_(-self.clip)
         self.high.fill_(self.clip)
+
+# %% ../../nbs/layers/03_running_norm.ipynb #295f495f
+class PolicyAverage(nn.Module):
+    """The exponential mean of the weights of a policy over its updates: `policy`, a copy that acts and does not learn.
+
+    Args:
+        actor: the policy that learns
+        n: about how many updates the mean is over
+    """
+    count: Tensor
+
+    def __init__(self, actor: nn.Module, n: int):
+        super().__init__()
+        self.policy, self.n = copy.deepcopy(actor).requires_grad_(False), n
+        self.register_buffer('count', torch.zeros((), dtype=torch.int64))
+
+    @torch.no_grad()
+    def update(self, actor: nn.Module) -> None:
+        "Take in the weights of `actor` after one more update."
+        self.count += 1
+        weight = max(1 / int(self.count), 2 / (self.n + 1))
+        for mine, its in zip(self.policy.parameters(), actor.parameters()): mine.lerp_(its, weight)
+        for mine, its in zip(self.policy.modules(), actor.modules()):
+            for name, x in mine.named_buffers(recurse=False):
+                if name in getattr(mine, 'averaged', ()): x.lerp_(its.get_buffer(name), weight)
+                else: x.copy_(its.get_buffer(name))
+        bump_version(self.policy, to=version_of(actor))
+
+    def restore(self, state: dict | None, actor: nn.Module) -> None:
+        "Restore what `state_dict` returned for `actor`; None: begin anew, with its present weights."
+        self.policy.load_state_dict(actor.state_dict())
+        self.count.zero_()
+        if state is not None: self.load_state_dict(state)
+        bump_version(self.policy, to=version_of(actor))

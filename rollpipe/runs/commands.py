@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from ..agents.checkpoint import Checkpoint, load_checkpoint
 from ..pipes.data.files import write_atomically
-from ..agents.evaluate import RandomActor, evaluate
-from ..agents.learner import policy_of
+from ..agents.evaluate import RandomActor, evaluate, policy_of
 from ..settings.algorithms import ALGORITHMS, options_for
 from .autotune import NO_TIME, autotune, command_for, profile_config, ranked, ranking, table_row, trial_row
 from ..settings.checks import is_over

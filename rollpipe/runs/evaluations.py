@@ -17,8 +17,7 @@ import numpy as np
 from ..agents.checkpoint import Snapshot, load_checkpoint
 from ..pipes.data.files import write_atomically
 from .states import kept_states, load_states
-from ..agents.evaluate import Evaluation
-from ..agents.learner import policy_of
+from ..agents.evaluate import Evaluation, policy_of
 from ..agents.parallel_evaluation import Evaluated, ParallelEvaluation, SerialEvaluation
 from ..agents.schedules import Every
 from ..settings.config import device_of

@@ -6,16 +6,20 @@
 from __future__ import annotations
 
 import errno, os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..pipes.data.errors import DataError
 
 # %% auto #0
-__all__ = ['lock', 'unlock']
+__all__ = ['lock', 'unlock', 'locked']
 
 # %% ../../nbs/runs/05_locks.ipynb #cc5f633b
 _locks = {}  # (process, folder) -> the open lock file
+
+
+def _lock_file(folder): return Path(folder)/"lock" if Path(folder).is_dir() else Path(f"{folder}.lock")
 
 
 def lock(folder: Path) -> None:
@@ -23,7 +27,7 @@ def lock(folder: Path) -> None:
     not UTF-8, because checkpoints in it could not be read. The same process may lock it again.
 
     Args:
-        folder: folder of a run; it must exist
+        folder: folder of a run; or the file of a loop, which need not exist: then the lock is beside it
     """
     try: str(folder).encode()
     except UnicodeEncodeError:
@@ -32,7 +36,7 @@ def lock(folder: Path) -> None:
     except ImportError: return  # this system has no such locks
     key = os.getpid(), Path(folder).resolve()
     if key in _locks: return
-    path = Path(folder)/"lock"
+    path = _lock_file(folder)
     while True:
         file = open(path, "a+")
         try: fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -41,7 +45,8 @@ def lock(folder: Path) -> None:
             owner = file.read().strip() or "unknown"
             file.close()
             if e.errno not in (errno.EACCES, errno.EAGAIN): raise OSError(e.errno, f"{e.strerror} (to lock the folder)", str(path)) from e
-            raise DataError(f"another process is training in {folder}", expected="another folder", got=f"process {owner}") from None
+            where, other = ("in", "folder") if path.name == "lock" else ("with", "file")
+            raise DataError(f"another process is training {where} {folder}", expected=f"another {other}", got=f"process {owner}") from None
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()): break
         file.close()  # its owner has just removed the file: try again
     file.truncate(0)
@@ -56,5 +61,19 @@ def unlock(folder: Path) -> None:
     "Let others train in the folder; does nothing if this process has not locked it."
     file = _locks.pop((os.getpid(), Path(folder).resolve()), None)
     if file is None: return
-    (Path(folder)/"lock").unlink(missing_ok=True)
+    _lock_file(folder).unlink(missing_ok=True)
     file.close()
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """A context in which no other process trains in the folder. Raises as `lock` does. Contexts may be nested.
+
+    Args:
+        folder: see `lock`
+    """
+    is_outer = (os.getpid(), Path(folder).resolve()) not in _locks
+    lock(folder)
+    try: yield
+    finally:
+        if is_outer: unlock(folder)

@@ -18,6 +18,7 @@ from ..pipes.envs.sources import Acting
 from ..pipes.graph import torchdata
 from ..pipes.graph.edits import copy_graph, find
 from ..pipes.resumable import keep_as, keep_environments
+from .locks import locked
 from .states import Stream, load_states, ordering, states_of, why_inexact
 from ..traces.fingerprint import Fingerprint, fingerprint
 
@@ -72,7 +73,7 @@ def resumed(path: str | Path, pipe: Any, agent: Any, reading_service: Any = None
     The graph is copied. If there is a file, the learner, the pipes that learn, the stream and the global generators go on from it.
 
     If the pipeline or a setting has changed, the log names it. Raises `DataError`, which names the reason, for a loop that cannot go on
-    exactly, and `CheckpointError` for a damaged file, or one that does not fit.
+    exactly, and if another process goes on with the file; and `CheckpointError` for a damaged file, or one that does not fit.
 
     Args:
         path: the file that `saved` writes; the chunks of a replay memory are in a folder beside it, with `.replay` after its name
@@ -81,8 +82,12 @@ def resumed(path: str | Path, pipe: Any, agent: Any, reading_service: Any = None
         reading_service: runs the graph; the number of its workers may be another one than before
         exact: refuse a loop that cannot go on exactly; False: such a loop begins new episodes
     """
-    path, pipe, ordered = Path(path), copy_graph(pipe), _ordered(reading_service)
-    sources = find(pipe, Acting)
+    path = Path(path)
+    with locked(path): yield from _opened(path, copy_graph(pipe), agent, reading_service, exact)
+
+
+def _opened(path, pipe, agent, reading_service, exact):
+    ordered, sources = _ordered(reading_service), find(pipe, Acting)
     found = _found(path, sources)
     if found is None: keep_environments(pipe)
     else: keep_as(pipe, found.config["loop"])

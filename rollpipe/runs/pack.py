@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..agents.checkpoint import Checkpoint, checkpoint_bytes
-from ..agents.evaluate import Evaluation, evaluate
-from ..agents.learner import LearnerState, policy_of
+from ..agents.evaluate import Evaluation, evaluate, policy_of
+from ..agents.learner import LearnerState
 from ..pipes.data.errors import DataError, describe_exception
 from ..pipes.data.files import write_atomically, write_json
 from ..pipes.graph.edits import draw
@@ -56,7 +56,7 @@ def local_copy(run: Any) -> Any:
 def load_agent(run: str | Path, best: bool = False, device: str = "cpu") -> Any:
     """The learner of a run as it was saved; `load_agent(run).actor.predict(obs)` is its policy. Raises as `load_run` and `restore` do.
 
-    Its `repr` tells the environment, the steps and the networks. With `average_policy` its policy is `average` (`policy_of`).
+    Its `repr` tells the environment, the steps and the networks. With `average_policy` its policy is `average.policy` (`policy_of`).
 
     Args:
         run: folder of a run, a checkpoint file, a folder that `pack` has made, or `hf://OWNER/NAME` on the Hugging Face Hub
@@ -92,7 +92,7 @@ def card(checkpoint: Checkpoint, found: Evaluation, pipeline: str, has: set, rep
     """
     config, modules = checkpoint.config, needed_modules(checkpoint.config)
     name, env = config["algorithm"], config["env"]
-    actor = "average" if config["options"].get("average_policy") else "actor"
+    actor = "average.policy" if config["options"].get("average_policy") else "actor"
     command = shlex.join(["rollpipe", "evaluate", f"{HUB}{repo}", *import_words(modules)])
     code = [*(f"import {module}" for module in modules), "from rollpipe.runs import load_agent", "",
             f'actor = load_agent("{HUB}{repo}").{actor}      # or the path of this folder', "action, state = actor.predict(obs)"]

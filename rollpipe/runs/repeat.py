@@ -5,7 +5,7 @@
 # %% ../../nbs/runs/16_repeat.ipynb #8abe9655
 from __future__ import annotations
 
-import shutil, tempfile
+import copy, shutil, tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,21 +14,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from .states import edited
+import torch
+
+from .states import edited, journal_of
 from ..settings.checks import is_over
 from ..agents.checkpoint import Checkpoint, kept_checkpoints, save_checkpoint
+from ..pipes.data.compare import first_difference, named_leaves
 from ..pipes.data.errors import CheckpointError, DataError
+from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.graph.modules import torch_threads
 from .changes import before_edits, edited_run
 from .folder import FORKED, Run, load_run, resume, start
 from .locks import unlock
 from .logs import read_records
-from .training import Updates, journal_of, reading
-from ..traces.differences import FINGERPRINTS, JOURNAL, RunDifference, diff
-from ..traces.journal import read_journal
+from .training import Updates, reading
+from ..traces.differences import FINGERPRINTS, JOURNAL, Parting, RunDifference, diff
+from ..traces.journal import cut, read_journal
 
 # %% auto #0
-__all__ = ['stored', 'repetition', 'beginning', 'checkpoint_at', 'records_of', 'edits_after', 'repeated', 'verify',
+__all__ = ['stored', 'repetition', 'beginning', 'checkpoint_at', 'records_of', 'edits_after', 'repeated', 'verify', 'numbers',
            'diff_command', 'verify_command']
 
 # %% ../../nbs/runs/16_repeat.ipynb #fa198961
@@ -64,6 +68,7 @@ def repetition(folder: Path, found: Checkpoint, *edits: Callable, home: Path | N
         else:
             there.mkdir(exist_ok=True)
             for name in (JOURNAL, FINGERPRINTS): shutil.copy(folder/name, there)
+            cut(there/JOURNAL, found.counters["updates"])     # `verify` and others compare, and say what differs
             if home is None: Path(there, "replay").symlink_to((folder/"replay").resolve())     # chunks, which are only read
             stored(there/"checkpoint.safetensors", found, config)
             run = resume(there)
@@ -188,10 +193,44 @@ def verify(folder: str | Path, updates: int = 20, *edits: Callable) -> RunDiffer
         found.notes.append(f"with lag={config['lag']} and order={config['order']}, the stream depends on the speed of the workers")
     return found
 
+# %% ../../nbs/runs/16_repeat.ipynb #7eb18738
+def _again(folder: Path, at: Parting) -> list:
+    "What a run has in the updates in which two journals part, made once more: the batch of each, and then the weights."
+    found = []
+    with repeated(folder, checkpoint_at(folder, at.after, after=True), at.after) as (made, batches, learn):
+        for _ in range(at.after, at.by):
+            batch = next(batches)
+            found.append(copy.deepcopy(getattr(batch, "fresh", batch)))
+            learn(batch)
+        again = diff(folder, made.run.folder)
+        if again.parting is not None: raise DataError(f"{folder} does not repeat here\n{again}")
+        return [*found, {name: dict(x.state_dict()) for name, x in vars(made.run.agent).items() if isinstance(x, torch.nn.Module)}]
+
+
+def numbers(a: str | Path, b: str | Path, at: Parting) -> str:
+    """The first number of their batches in which two runs differ, and both of its values; or of the weights, if the batches are equal.
+
+    Both make the updates once more in which their journals part. Raises `DataError`, which names the reason, if one cannot be repeated.
+
+    Args:
+        a: folder of a run
+        b: folder of another one
+        at: where they part, see `diff`
+    """
+    with GlobalRandomStates(): found = [_again(Path(x), at) for x in (a, b)]
+    for n, pair in enumerate(zip(*found), at.after + 1):
+        x, y = map(named_leaves, pair)
+        for path in dict.fromkeys([*at.leaves, *x, *y]):
+            if (first := first_difference(x.get(path), y.get(path), path)) is None: continue
+            return f"update {n}: batch{first}" if n <= at.by else f"the weights after it: {first}"
+    return "the updates are equal when they are made once more"
+
 # %% ../../nbs/runs/16_repeat.ipynb #e2710823
 def diff_command(args: Namespace) -> None:
     "Print how two runs differ."
-    print(diff(*args.runs))
+    a, b = args.runs
+    print(found := diff(a, b))
+    if args.numbers and found.parting is not None: print(numbers(a, b, found.parting))
 
 
 def verify_command(args: Namespace) -> None:

@@ -10,6 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import rollpipe.ranks as ranks
 from ..pipes.data.captures import capture
 from ..pipes.data.chunks import ChunkFolder
 from ..pipes.data.errors import CheckpointError, DataError, describe_exception
@@ -20,12 +23,15 @@ from ..pipes.graph.torchdata import IterDataPipe
 from ..pipes.lanes import learning_pipes
 from ..pipes.resumable import keep_as, keep_environments
 from ..settings.checks import check_edits, check_lanes
+from ..traces.differences import JOURNAL, keep_fingerprint, parting
+from ..traces.fingerprint import fingerprint
+from ..traces.journal import Journal
 
 _log = logging.getLogger("rollpipe")
 
 # %% auto #0
 __all__ = ['states_of', 'load_states', 'edited', 'kept_states', 'check_taken', 'ordering', 'why_inexact', 'Stream',
-           'with_exactness', 'resumed_stream', 'edits_due']
+           'with_exactness', 'resumed_stream', 'edits_due', 'journal_of']
 
 # %% ../../nbs/runs/06_states.ipynb #24bdead5
 def states_of(pipe: IterDataPipe) -> dict:
@@ -205,3 +211,26 @@ def edits_due(folder: Path, config: dict) -> list:
         check_edits(edits)
         return edits
     except (OSError, ValueError, AttributeError, TypeError): return config.get("due", [])     # a resume writes that file again
+
+# %% ../../nbs/runs/06_states.ipynb #bd50d897
+def journal_of(run: Any) -> Journal:
+    """The journal of a run, in rank 0. The fingerprint is kept before; if a resumed run has another one, the log says so.
+
+    It compares the updates that an exact resume makes once more. If their numbers are others, `train` raises `DataError` for a run that is
+    to be `exact` and has the same fingerprint; otherwise the log says so, and the metric `inexact`.
+    """
+    if ranks.rank(): return Journal(None, run.counters, {})
+    config, networks = run.config, {name: x for name, x in vars(run.agent).items() if isinstance(x, torch.nn.Module)}
+    found = fingerprint(run.pipe, run.agent, ranks=config.get("ranks", 1), **ordering(config))
+    changed = keep_fingerprint(run.folder, run.counters["updates"], found)
+    if changed: _log.warning(f"{run.folder} goes on, but not as it was: {changed}")
+    edits = [edit for edit in config.get("edits", []) if edit["at"] == run.counters["updates"]]
+
+    def differs(before, now, after):
+        at = parting([before], [now])
+        what = f"{run.folder} does not go on as it did before: {'' if at is None else at._replace(after=after)}"
+        if config.get("exact") and not changed:
+            raise DataError(what, leaf="exact", expected="the numbers of its journal; or in Python, a run with config['exact'] = False")
+        _log.warning(what)
+        run.counters["inexact"] = 1
+    return Journal(run.folder/JOURNAL, run.counters, networks, edits, differs)

@@ -5,7 +5,7 @@
 # %% ../../nbs/runs/14_training.ipynb #0117ae94
 from __future__ import annotations
 
-import logging, shlex
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from time import perf_counter
@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 import rollpipe.ranks as ranks
-from .states import check_taken, ordering
-from ..traces.differences import JOURNAL, keep_fingerprint
-from ..traces.fingerprint import fingerprint
+from .states import check_taken, journal_of
 from ..traces.journal import Journal
 from ..traces.crash import FlightRecorder
 from ..agents.metrics import METRICS, OF_THE_LOOP, EpisodeReturns, added
@@ -41,7 +39,7 @@ from .signals import signals_wait_for_saving, uninterrupted
 from .folder import COSTS, Run, needed_modules
 
 # %% auto #0
-__all__ = ['reading', 'journal_of', 'Wish', 'Updates', 'train']
+__all__ = ['reading', 'Wish', 'Updates', 'train']
 
 # %% ../../nbs/runs/14_training.ipynb #c1e054ea
 @contextmanager
@@ -57,17 +55,6 @@ def reading(run: Run) -> Iterator[tuple]:
             states = loader.reading_service.health()
             return dict(workers=sum(state["alive"] for state in states), restarts=max((state["restarted"] for state in states), default=0))
         yield iter(loader), health, loader.datapipe
-
-
-def journal_of(run: Run) -> Journal:
-    "The journal of a run, in rank 0. The fingerprint is kept before; if a resumed run has another one, the log says so."
-    if ranks.rank(): return Journal(None, run.counters, {})
-    config, networks = run.config, {name: x for name, x in vars(run.agent).items() if isinstance(x, torch.nn.Module)}
-    found = fingerprint(run.pipe, run.agent, ranks=config.get("ranks", 1), **ordering(config))
-    changed = keep_fingerprint(run.folder, run.counters["updates"], found)
-    if changed: logging.getLogger("rollpipe").warning(f"{run.folder} goes on, but not as it was: {changed}")
-    edits = [edit for edit in config.get("edits", []) if edit["at"] == run.counters["updates"]]
-    return Journal(run.folder/JOURNAL, run.counters, networks, edits)
 
 # %% ../../nbs/runs/14_training.ipynb #b542d966
 class Wish(NamedTuple):

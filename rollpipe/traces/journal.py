@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -172,20 +173,33 @@ class Journal:
         counters: steps, updates and resumes so far
         networks: name -> network whose weights are recorded
         edits: what was changed after the last update, in turn; it gets a line, unless it has one
+        differs: `differs(before, now, after)` is called if the file has lines of updates that are made once more, and the first one of
+            them is another one now: both entries, and the last update before them; if it raises an error, the file stays as it is
     """
     LARGE, SPACING = 1024, 4096      # steps of a batch that gets a line, and between the lines of smaller batches
 
-    def __init__(self, path: str | Path | None, counters: dict, networks: dict, edits: list | None = None):
-        self.networks, self.file, self.counters = networks, None, {name: counters[name] for name in ("updates", "steps", "resumes")}
-        last, self.sum = (None, 0) if path is None else cut(path, counters["updates"])
+    def __init__(self, path: str | Path | None, counters: dict, networks: dict, edits: list | None = None,
+                 differs: Callable | None = None):
+        self.networks, self.path, self.file = networks, None if path is None else Path(path), None
+        self.differs: Any = differs
+        self.counters = {name: counters[name] for name in ("updates", "steps", "resumes")}
         self.since = self.written = counters["updates"]      # `written`: the update of the last line, or of the checkpoint
-        self.batch, self.weights = {}, {}
+        self.batch, self.weights, self.again = {}, {}, {}    # `again`: update -> its line, for updates that are made once more
+        rows = [] if self.path is None or not self.path.exists() else _entries(self.path)
+        last, self.sum = next(((e, total) for e, _, total in reversed(rows) if e.updates <= self.written), (None, 0))
         if last is not None and last.updates == self.written: self.since, self.batch, self.weights = last.since, last.batch, last.weights
+        if differs: self.again = {e.updates: e for e, *_ in rows if e.updates > self.written and self._continues(e)}
         self.known: dict = {}       # root -> structure of a batch, and the paths of its leaves
         self.next, self.more, self.is_regular = {}, {}, False       # what the present update adds
-        if path is None: return
-        self.file = open(path, "a", encoding="utf-8")
-        if edits and (last is None or last.edits != edits): self._write(edits=edits)
+        if self.path is not None and not self.again: self._open()     # or else with the first line, so that a kill before it loses none
+        if self.path is not None and edits and (last is None or last.edits != edits): self._write(edits=edits)
+
+    def _continues(self, entry): return (entry.since, entry.resumes) == (self.since, self.counters["resumes"])
+
+    def _open(self):
+        assert self.path is not None
+        cut(self.path, self.written)
+        self.file = open(self.path, "a", encoding="utf-8")
 
     def saw(self, batch: Any, steps: int) -> None:
         """Add a batch, before an update learns from it. If the update fails, the batch does not count.
@@ -194,7 +208,7 @@ class Journal:
             batch: the batch; of a replayed one, its fresh steps count
             steps: environment steps after it
         """
-        if self.file is None: return
+        if self.path is None: return
         fresh, before = getattr(batch, "fresh", batch), self.counters["steps"]
         self.is_regular = steps - before >= self.LARGE or steps // self.SPACING > before // self.SPACING
         is_fragment = isinstance(fresh, Fragment)
@@ -208,7 +222,7 @@ class Journal:
 
     def learned(self, counters: dict) -> None:
         "Count the update that has learned from the batch."
-        if self.file is None: return
+        if self.path is None: return
         self.batch.update(self.next)
         self.counters = {name: counters[name] for name in self.counters}
         if not self.is_regular: return
@@ -222,10 +236,16 @@ class Journal:
 
     def mark(self) -> None:
         "Write an extra line, unless the last update has one. A checkpoint is saved after it, so that its journal can go on."
-        if self.file is not None and self.written != self.counters["updates"]: self._write()
+        if self.path is not None and self.written != self.counters["updates"]: self._write()
 
     def _write(self, **more):
-        line, self.sum = _line(Entry(**self.counters, since=self.since, batch=self.batch, weights=self.weights, **more), self.sum)
+        entry = Entry(**self.counters, since=self.since, batch=self.batch, weights=self.weights, **more)
+        before = self.again.pop(entry.updates, None)
+        if before is not None and (before.batch, before.weights) != (entry.batch, entry.weights):
+            self.again.clear()      # running checksums differ from here on
+            self.differs(before, entry, self.written)
+        if self.file is None: self._open()
+        line, self.sum = _line(entry, self.sum)
         with names_file(self.file.name):
             self.file.write(line)
             self.file.flush()
@@ -234,6 +254,6 @@ class Journal:
     def __enter__(self): return self
 
     def __exit__(self, *exc: Any) -> None:
-        file, self.file = self.file, None
+        file, self.file, self.path = self.file, None, None
         if file is None: return
         with names_file(file.name): file.close()

@@ -11,8 +11,7 @@ from contextlib import closing
 
 import torch
 
-from ..agents.evaluate import evaluate
-from ..agents.learner import policy_of
+from ..agents.evaluate import evaluate, policy_of
 from ..settings.config import build, device_of
 from ..pipes.data.errors import DataError
 from ..pipes.taps import count_steps

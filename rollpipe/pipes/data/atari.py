@@ -27,22 +27,23 @@ class Lives(gym.Wrapper):
     def __init__(self, env: Any, end_episodes: bool):
         super().__init__(env)
         self.end_episodes, self.lives, self.going = end_episodes, 0, None    # `going`: first observation and info of the next life
-        self.start = int('FIRE' in env.unwrapped.get_action_meanings())      # number of the action: NOOP is 0 and FIRE is 1 in all games
+        self.game: Any = env.unwrapped
+        self.start = int('FIRE' in self.game.get_action_meanings())      # number of the action: NOOP is 0 and FIRE is 1 in all games
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple:
         (obs, info), self.going = self.going or (None, None), None
         if obs is None or seed is not None:
             self.env.reset(seed=seed, options=options)
             obs, _, _, _, info = self.env.step(self.start)
-        self.lives = self.env.unwrapped.ale.lives()
+        self.lives = self.game.ale.lives()
         return obs, info
 
     def step(self, action: Any) -> tuple:
         obs, reward, terminated, truncated, info = self.env.step(action)
-        before, self.lives = self.lives, self.env.unwrapped.ale.lives()
+        before, self.lives = self.lives, self.game.ale.lives()
         if self.lives < before and not (terminated or truncated):
             obs, more, terminated, truncated, info = self.env.step(self.start)
-            reward += more
+            reward = float(reward) + float(more)
             if self.end_episodes and not (terminated or truncated): self.going, terminated = (obs, info), True
         return obs, reward, terminated, truncated, info
 
