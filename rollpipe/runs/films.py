@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from ..agents.learner import policy_of
+from ..agents.evaluate import policy_of
 from ..agents.parallel_evaluation import ParallelEvaluation
 
 # %% auto #0
