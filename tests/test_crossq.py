@@ -10,7 +10,7 @@ from torch import nn
 
 from rollpipe.agents.off_policy.crossq import CrossQ
 from rollpipe.layers import ActionCritic, SquashedPolicy
-from rollpipe.layers.batch_renorm import BatchRenorm, RenormCritic, RenormPolicy
+from rollpipe.agents.off_policy.batch_renorm import BatchRenorm, RenormCritic, RenormPolicy
 from rollpipe.pipes import DataError
 from rollpipe.pipes.data.errors import ActorError
 from rollpipe.pipes.replay.memory import Sample

@@ -23,7 +23,7 @@ from rollpipe.layers import (
     MLP, ActionCritic, Actor, Categorical, CategoricalPolicy, Critic, DeterministicPolicy, Gaussian, GaussianPolicy, MemoryCritic,
     MLPPolicy, Policy, QPolicy, QuantilePolicy, RecurrentPolicy, RecurrentQPolicy, RunningNorm, SquashedPolicy, encoder_for, head_for,
 )
-from rollpipe.layers.batch_renorm import RenormCritic, RenormPolicy
+from rollpipe.agents.off_policy.batch_renorm import RenormCritic, RenormPolicy
 from rollpipe.layers.heads import GaussianHead
 from rollpipe.agents.shared_options import args_section
 from rollpipe.pipes import EnvStepper, FragmentCollector, nested

@@ -14,7 +14,7 @@ from rollpipe.runs.states import load_states, states_of
 from rollpipe.agents.tabular import TabularQ
 from rollpipe.layers import ActionCritic, Critic, DeterministicPolicy, MLPPolicy, QPolicy, QuantilePolicy, RecurrentPolicy, RecurrentQPolicy
 from rollpipe.layers import SquashedPolicy
-from rollpipe.layers.batch_renorm import RenormCritic, RenormPolicy
+from rollpipe.agents.off_policy.batch_renorm import RenormCritic, RenormPolicy
 from rollpipe.pipes import EnvStepper, EpisodeStats, Lanes, ProcessReading, on_policy, replayed, rollouts
 from rollpipe.pipes.data.chunks import ChunkFolder
 from rollpipe.pipes.envs.keeping import keeper_for

@@ -26,7 +26,7 @@ from rollpipe.cli.main import main
 from rollpipe.settings.config import build, make_config
 from rollpipe.runs.export import export_policy
 from rollpipe.layers import ActionCritic, DeterministicPolicy, SquashedPolicy
-from rollpipe.layers.batch_renorm import RenormCritic, RenormPolicy
+from rollpipe.agents.off_policy.batch_renorm import RenormCritic, RenormPolicy
 from rollpipe.layers.distributions import GaussianParams
 from rollpipe.layers.squashed import SquashedGaussian
 from rollpipe.layers.unit_box import UnitBox

@@ -251,8 +251,7 @@ def restore(checkpoint: Checkpoint, resumes: int = 0, device: str | None = None)
 # %% ../../nbs/runs/07_folder.ipynb #bd6c05b6
 def for_policy(checkpoint: Checkpoint) -> Checkpoint:
     "The checkpoint without what only a training needs: its engine, and its edits, which may be a stranger's."
-    options = {**checkpoint.config["options"], "engine": "torch"}
-    return checkpoint._replace(config=dict(checkpoint.config, edits=[], options=options))
+    return checkpoint._replace(config={**checkpoint.config, "edits": [], "options": {**checkpoint.config["options"], "engine": "torch"}})
 
 
 def agent_of(checkpoint: Checkpoint, device: str = "cpu") -> Any:

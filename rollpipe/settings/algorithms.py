@@ -28,7 +28,7 @@ from ..agents.reinforce import REINFORCE
 from ..agents.trpo import TRPO
 from ..agents.vtrace import VTrace
 from ..layers.action_critic import ActionCritic, QVCritic
-from ..layers.batch_renorm import RenormCritic, RenormPolicy
+from ..agents.off_policy.batch_renorm import RenormCritic, RenormPolicy
 from ..layers.bounded_policies import DeterministicPolicy, SquashedPolicy
 from ..layers.critic import Critic
 from ..layers.policies import MLPPolicy, SharedPolicy
