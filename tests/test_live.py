@@ -176,7 +176,7 @@ def test_a_notebook_draws_a_run_until_it_ends(going, monkeypatch):
     monkeypatch.setattr("rollpipe.runs.asking.sleep", interrupt)
     open_run(going.folder).live()
     assert len(shown) == len(cleared) == 2 and all("a process trains it" in x and "<svg" in x for x in shown)
-    open_run(going.folder).ask(steps=1)
+    open_run(going.folder).ask(steps=going.counters["steps"] + 6400)
     wait_for(lambda: not (going.folder/"lock").exists())
     open_run(going.folder).live()
     assert "no process trains it" in shown[2] and len(shown) == 3

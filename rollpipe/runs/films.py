@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from ..agents.evaluate import policy_of
 from ..agents.parallel_evaluation import ParallelEvaluation
 
 # %% auto #0
@@ -65,4 +66,5 @@ class Films:
 def films_of(run: Any) -> AbstractContextManager:
     "A context with the `Films` of a run, or with None if it has none."
     if not (config := run.config).get("video_every"): return nullcontext()
-    return Films(run.folder, config["env"], run.agent.actor, config["video_every"], env_kwargs=config["env_kwargs"], seed=config["seed"])
+    return Films(run.folder, config["env"], policy_of(run.agent), config["video_every"], env_kwargs=config["env_kwargs"],
+                 seed=config["seed"])
