@@ -120,14 +120,14 @@ def phases(cls, names, **kw):
 
 
 def test_a_critic_is_fitted_after_the_policys_step():
-    called, metrics = phases(Learner, ['check', 'lag', 'improve', 'tell_actor', 'report', 'fit', 'tell_critic'])
-    assert called == ['check', 'lag', 'improve', 'tell_actor', 'report', 'fit', 'tell_critic']
+    called, metrics = phases(Learner, ['check', 'provenance', 'improve', 'tell_actor', 'report', 'fit', 'tell_critic'])
+    assert called == ['check', 'provenance', 'improve', 'tell_actor', 'report', 'fit', 'tell_critic']
     assert metrics.keys() == {'lag', 'critic_loss', 'explained_variance', 'seconds_policy', 'seconds_critic'}
 
 
 def test_a_critic_that_shares_the_loss_is_told_before_the_step():
-    called, metrics = phases(ActorCriticLearner, ['check', 'lag', 'explained', 'tell_critic', 'improve', 'tell_actor', 'count'])
-    assert called == ['check', 'lag', 'explained', 'tell_critic', 'improve', 'tell_actor', 'count']
+    called, metrics = phases(ActorCriticLearner, ['check', 'provenance', 'explained', 'tell_critic', 'improve', 'tell_actor', 'count'])
+    assert called == ['check', 'provenance', 'explained', 'tell_critic', 'improve', 'tell_actor', 'count']
     assert metrics.keys() == {'lag', 'explained_variance', 'seconds_update'}
 
 
