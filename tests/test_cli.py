@@ -61,8 +61,8 @@ def run(trained, tmp_path):
 def test_what_a_run_leaves(tmp_path, capsys):
     run = small_run(tmp_path/"run")
     assert str(run) in capsys.readouterr().out
-    assert {p.name for p in run.iterdir()} == {"checkpoint.safetensors", "config.json", "fingerprint.json", "journal.jsonl", "metrics.csv",
-                                               "metrics.jsonl"}
+    assert {p.name for p in run.iterdir()} == {"checkpoint.safetensors", "config.json", "costs.json", "fingerprint.json", "journal.jsonl",
+                                               "metrics.csv", "metrics.jsonl"}
     metrics = read_metrics(run)
     assert metrics["steps"].tolist() == [128, 256, 384] and set(metrics) <= set(METRICS)
     assert {"kl", "accepted", "entropy", "explained_variance", "seconds_policy", "seconds_collect"} <= set(metrics)

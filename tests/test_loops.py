@@ -3,6 +3,7 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 from functools import partial
 
 import gymnasium as gym
@@ -19,6 +20,7 @@ from rollpipe.layers import Critic, MLPPolicy, QPolicy
 from rollpipe.pipes import CheckpointError, DataError, EnvError, FragmentStacker, ProcessReading, on_policy, replayed
 from rollpipe.runs import resumed, saved
 from rollpipe.runs.folder import load_run
+from rollpipe.runs.locks import is_training, locked
 from rollpipe.pipes.data.compare import first_difference
 
 pytestmark = pytest.mark.timeout(300)
@@ -251,3 +253,19 @@ def test_nothing_is_saved_after_an_error_within_a_batch_or_after_the_loop(tmp_pa
     with resumed(tmp_path/"other.safetensors", pipe, agent) as (loader, update): next(loader)
     with pytest.raises(DataError, match="the stream has no state"): saved(path, loader, agent, 3)
     assert path.read_bytes() == good and not (tmp_path/"other.safetensors").exists()
+
+
+def test_the_lock_of_a_killed_process_does_not_count(tmp_path):
+    context, child = multiprocessing.get_context("fork"), subprocess.Popen(["sleep", "0"])
+    child.wait()
+    assert not is_training(tmp_path)
+    (tmp_path/"lock").write_text(f"{child.pid}\n")
+    assert not is_training(tmp_path)
+    with locked(tmp_path):
+        assert is_training(tmp_path)
+        answers = context.SimpleQueue()
+        other = context.Process(target=lambda: answers.put(is_training(tmp_path)))
+        other.start()
+        assert answers.get()
+        other.join(60)
+    assert not is_training(tmp_path)

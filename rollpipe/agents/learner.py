@@ -93,7 +93,7 @@ def _tell(module, method, *args):
 def _state(x: Any) -> Any:
     "The state of a part of a learner."
     if isinstance(x, dict): return {name: _state(y) for name, y in x.items()}
-    return x.state_dict() if hasattr(x, 'state_dict') else x.detach().clone() if isinstance(x, torch.Tensor) else x
+    return dict(x.state_dict()) if hasattr(x, 'state_dict') else x.detach().clone() if isinstance(x, torch.Tensor) else x
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from ..settings.options import parse_env_kwargs
 from ..settings.overview import Parser
 from .changes import options_in
 from .folder import COSTS, folder_of, load_run
+from .locks import is_training
 from .logs import read_metrics, read_records
 from .mailbox import WISHES, ask
 from .progress import format_duration
@@ -41,7 +42,7 @@ def _state(folder: Path) -> str:
     algorithm, env, most = (found.config[name] for name in ("algorithm", "env", "steps"))
     words = [f"{algorithm} on {env}", f"{steps:,} of {most:,} steps", f"{updates:,} updates"]
     if found.config.get("stopped"): words.append(f"stopped: {found.config['stopped']}")
-    words.append("a process trains it" if (folder/"lock").exists() else "no process trains it")
+    words.append("a process trains it" if is_training(folder) else "no process trains it")
     age = time() - (folder/"metrics.jsonl").stat().st_mtime
     return f"<p>{html.escape('; '.join(words))}; last record {format_duration(max(age, 0))} ago</p>"
 
@@ -149,7 +150,7 @@ class OpenRun(NamedTuple):
         from IPython.display import HTML, clear_output, display
         with suppress(KeyboardInterrupt):
             while True:
-                is_over = not (self.folder/"lock").exists()
+                is_over = not is_training(self.folder)
                 clear_output(wait=True)
                 display(HTML(view(self.folder)))
                 if is_over: return

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..pipes.data.errors import DataError
 
 # %% auto #0
-__all__ = ['lock', 'unlock', 'locked']
+__all__ = ['lock', 'unlock', 'locked', 'is_training']
 
 # %% ../../nbs/runs/05_locks.ipynb #cc5f633b
 _locks = {}  # (process, folder) -> the open lock file
@@ -37,6 +37,7 @@ def lock(folder: Path) -> None:
     key = os.getpid(), Path(folder).resolve()
     if key in _locks: return
     path = _lock_file(folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         file = open(path, "a+")
         try: fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -77,3 +78,18 @@ def locked(folder: Path) -> Iterator[None]:
     try: yield
     finally:
         if is_outer: unlock(folder)
+
+
+def is_training(folder: Path) -> bool:
+    "Whether a process trains in the folder. The lock that a killed one has left does not count."
+    if (os.getpid(), Path(folder).resolve()) in _locks: return True      # to close the file would end this lock
+    try:
+        with open(_lock_file(folder)) as file:
+            try: os.kill(int(file.read()), 0)
+            except ProcessLookupError:      # it was killed, or it runs on another machine
+                import fcntl
+                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return False
+    except FileNotFoundError: return False
+    except (OSError, ValueError): return True     # it is locked, or its owner is another user, or is about to write its number
+    return True

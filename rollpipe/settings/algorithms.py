@@ -103,7 +103,7 @@ def _without_critic(algorithm, kwargs):
     defaults = {name: p.default for name, p in inspect.signature(algorithm.critic).parameters.items()}
     given = {f"critic_{name}": x for name, x in kwargs["critic"].items() if name != "encoder" and x != defaults[name]}
     if (rate := kwargs["learner"].get("critic_lr")) not in (None, getattr(algorithm.learner, "critic_lr", None)): given["critic_lr"] = rate
-    if kwargs["recurrence"]["recurrent"] is not None: given["recurrent"] = kwargs["recurrence"]["recurrent"]
+    if (memory := kwargs["recurrence"].get("recurrent")) is not None: given["recurrent"] = memory
     for name, x in given.items():
         raise DataError("this option is of a critic apart from the policy", leaf=name, expected="its default, or no `shared`", got=str(x))
     return {**{name: part for name, part in algorithm.parts.items() if name != "critic"}, "policy": algorithm.shared}

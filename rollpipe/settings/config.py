@@ -289,7 +289,8 @@ def build(config: dict, resumes: int = 0) -> tuple:
         modules, kwargs["pipeline"]["device"] = [module.to(device) for module in modules], device
     agent = algorithm.learner(*modules, seed=seeds["learner"], **kwargs["learner"])
     if "critic" not in accepted: modules = modules[:1]
-    played = {**env_kwargs, "atari": "lives"} if "atari" in env_kwargs else env_kwargs      # evaluations play whole games
+    is_game = env_kwargs.get("atari") is not None
+    played = {**env_kwargs, "atari": "lives"} if is_game else env_kwargs      # evaluations play whole games
     pipe = algorithm.pipeline(env, *modules, seed=seeds["pipeline"], env_kwargs=played, **kwargs["pipeline"])
     for memory in find(pipe, Replay) + find(pipe, DataSampler):  # an error comes before the memory is filled
         if isinstance(agent, ReplayLearner): agent.check_length(memory.length)

@@ -41,7 +41,7 @@ def check_id(env_id: str) -> str:
     For an id `module:Name-v0`, the module is imported first; it must register the environment. That of `ALE/...` is `ale_py`.
     """
     module, _, name = str(env_id).rpartition(':')
-    if name.startswith('ALE/') and find_spec('ale_py'): module = 'ale_py'
+    if not module and name.startswith('ALE/') and find_spec('ale_py'): module = 'ale_py'
     try:
         if module: importlib.import_module(module)
         gym.spec(name)
@@ -194,7 +194,7 @@ class VectorFactory:
             options = dict(disable_env_checker=True, wrappers=wrappers)    # `VectorBatch` checks every step
             # Unlike NEXT_STEP this mode wastes no step, and unlike DISABLED it needs no second call.
             if hasattr(gym.vector, 'AutoresetMode'): options['vector_kwargs'] = dict(autoreset_mode='SameStep')
-        return gym.make_vec(self.name, self.n_envs, self.vector, **{**options, **kwargs})
+        return gym.make_vec(check_id(self.name), self.n_envs, self.vector, **{**options, **kwargs})
 
     def __repr__(self): return self.name
 
