@@ -194,9 +194,7 @@ def _are_stacks(fragment, x):
     "Does each stack hold the frames of the one before, or, where an episode begins, copies of one frame?"
     begins, copies = fragment.state.stepno == 0, (x == x[:, :, -1:]).flatten(2).all(-1)
     follows = (x[1:, :, :-1] == x[:-1, :, 1:]).flatten(2).all(-1) | ~fragment.valid
-    starts = copies | ~begins
-    starts[:-1] |= ~fragment.valid      # a row from which no step begins may still show the end of the episode before
-    return bool(starts.all() and (follows | begins[1:]).all())
+    return bool((copies | ~begins).all() and (follows | begins[1:]).all())
 
 
 def with_stacks(fragment: Fragment, n: int) -> Fragment:
