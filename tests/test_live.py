@@ -95,7 +95,7 @@ def test_the_buttons_ask_a_training(going, over, page):
         click("[value=save]", f"no training in {over.folder}", 2)
         page.frame("iframe")
         text = page.script("return document.body.textContent")
-        for word in ("ppo on CartPole-v1", "a process trains it", "estimated from the actions", "clip=0.05", "trpo on CartPole-v1",
+        for word in ("ppo on CartPole-v1", "a process trains it", "estimated KL", "clip=0.05", "trpo on CartPole-v1",
                      "no process trains it", "share of steps that the line search kept"): assert word in text, word
 
 

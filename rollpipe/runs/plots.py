@@ -126,7 +126,7 @@ LABELS = dict(steps="environment steps", seconds="wall time [s]", updates="updat
               eval_return_min="return of evaluations, smallest", eval_return_max="return of evaluations, largest",
               eval_return_std="return of evaluations, deviation")
 CERTIFICATE = dict(kl="KL(old || new) of each step [nat]", accepted="share of steps that the line search kept", approx_kl=
-                   "KL(old || new), estimated from the actions [nat]", clip_fraction="share of rows beyond the clip", explained_variance=
+                   "estimated KL(old || new) [nat]", clip_fraction="share of rows beyond the clip", explained_variance=
                    "explained variance of the critic")    # what shows whether the steps of a learner were sound
 
 
