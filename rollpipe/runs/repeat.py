@@ -13,8 +13,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .states import edited, journal_of
 from ..settings.checks import is_over
 from ..agents.checkpoint import Checkpoint, kept_checkpoints
@@ -29,6 +27,7 @@ from .locks import unlock
 from .logs import read_records
 from .training import Updates, reading
 from ..traces.differences import FINGERPRINTS, JOURNAL, Parting, RunDifference, diff
+from ..traces.fingerprint import networks_of
 from ..traces.journal import cut, read_journal
 
 # %% auto #0
@@ -201,7 +200,7 @@ def _again(folder: Path, at: Parting) -> list:
             learn(batch)
         again = diff(folder, made.run.folder)
         if again.parting is not None: raise DataError(f"{folder} does not repeat here\n{again}")
-        return [*found, {name: dict(x.state_dict()) for name, x in vars(made.run.agent).items() if isinstance(x, torch.nn.Module)}]
+        return [*found, {name: dict(x.state_dict()) for name, x in networks_of(made.run.agent).items()}]
 
 
 def numbers(a: str | Path, b: str | Path, at: Parting) -> str:

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import rollpipe.ranks as ranks
 from ..pipes.data.captures import capture
 from ..pipes.data.chunks import ChunkFolder
@@ -24,7 +22,7 @@ from ..pipes.lanes import learning_pipes
 from ..pipes.resumable import keep_as, keep_environments
 from ..settings.checks import check_edits, check_lanes
 from ..traces.differences import JOURNAL, keep_fingerprint, parting
-from ..traces.fingerprint import fingerprint
+from ..traces.fingerprint import fingerprint, networks_of
 from ..traces.journal import Journal
 
 _log = logging.getLogger("rollpipe")
@@ -220,7 +218,7 @@ def journal_of(run: Any) -> Journal:
     to be `exact` and has the same fingerprint; otherwise the log says so, and the metric `inexact`.
     """
     if ranks.rank(): return Journal(None, run.counters, {})
-    config, networks = run.config, {name: x for name, x in vars(run.agent).items() if isinstance(x, torch.nn.Module)}
+    config = run.config
     found = fingerprint(run.pipe, run.agent, ranks=config.get("ranks", 1), **ordering(config))
     changed = keep_fingerprint(run.folder, run.counters["updates"], found)
     if changed: _log.warning(f"{run.folder} goes on, but not as it was: {changed}")
@@ -233,4 +231,4 @@ def journal_of(run: Any) -> Journal:
             raise DataError(what, leaf="exact", expected="the numbers of its journal; or in Python, a run with config['exact'] = False")
         _log.warning(what)
         run.counters["inexact"] = 1
-    return Journal(run.folder/JOURNAL, run.counters, networks, edits, differs)
+    return Journal(run.folder/JOURNAL, run.counters, networks_of(run.agent), edits, differs)

@@ -20,7 +20,7 @@ from ..agents.intrinsic.rnd import RND
 from ..agents.off_policy.replay_learner import ReplayLearner
 from ..agents.schedules import Every, seconds_of
 from ..agents.shared_options import Options, check_options, integer, number
-from .algorithms import ALGORITHMS, options_for, with_memory
+from .algorithms import ALGORITHMS, options_for, parts_for
 from .options import options_of
 from ..pipes.advantage import AdvantageBuffer
 from ..pipes.data.errors import DataError, SpaceError
@@ -279,7 +279,7 @@ def build(config: dict, resumes: int = 0) -> tuple:
         kwargs[option.part][option.param] = tuple(value) if isinstance(value, list) else value
     *words, word = map(int, np.random.SeedSequence([config["seed"], resumes]).generate_state(5))
     seeds = dict(zip(algorithm.parts, words))
-    parts = with_memory(algorithm, kwargs)
+    parts = parts_for(algorithm, kwargs)
     modules = [_network(parts[part], env, config["algorithm"], env_kwargs=env_kwargs, seed=seeds[part], **kwargs[part])
                for part in ("policy", "critic") if part in parts]
     device, accepted = device_of(config.get("device", "cpu")), inspect.signature(algorithm.pipeline).parameters

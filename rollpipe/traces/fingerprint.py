@@ -25,7 +25,7 @@ from ..pipes.data.compare import differing
 from .description import UNKNOWN, Description, array_text, attributes, digest, version_of_package
 
 # %% auto #0
-__all__ = ['versions', 'source_digest', 'machine', 'Differences', 'Fingerprint', 'fingerprint']
+__all__ = ['versions', 'source_digest', 'machine', 'Differences', 'Fingerprint', 'networks_of', 'fingerprint']
 
 # %% ../../nbs/traces/02_fingerprint.ipynb #89fdaf7b
 def versions() -> dict:
@@ -108,6 +108,11 @@ class Fingerprint:
 def _above(path): return {path[:i] for i, letter in enumerate(path) if letter == '/'}
 
 # %% ../../nbs/traces/02_fingerprint.ipynb #5f545a99
+def networks_of(agent: Any) -> dict[str, torch.nn.Module]:
+    "The networks of a learner, by the names of its attributes."
+    return {name: x for name, x in vars(agent).items() if isinstance(x, torch.nn.Module)}
+
+
 def fingerprint(pipe: Any, agent: Any = None, **settings: Any) -> Fingerprint:
     """The fingerprint of a training, before its first update. It takes some milliseconds, and as long as reading the weights once.
 
@@ -116,7 +121,7 @@ def fingerprint(pipe: Any, agent: Any = None, **settings: Any) -> Fingerprint:
         agent: the learner; None: only a stream is meant
         **settings: more that decides the numbers, such as `lag=1` of a reading service
     """
-    networks = {} if agent is None else {name: x for name, x in vars(agent).items() if isinstance(x, torch.nn.Module)}
+    networks = {} if agent is None else networks_of(agent)
     told, named = Description(networks), numbered(nodes(pipe))
     for name, node in named.items(): _add_pipe(told, name, node, [k for k, x in named.items() if any(x is y for y in inputs(node))])
     if agent is not None: _add_agent(told, agent, networks)

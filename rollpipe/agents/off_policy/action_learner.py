@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 import rollpipe.ranks as ranks
-from rollpipe.agents.off_policy.action_losses import (
-    action_value_loss, deterministic_policy_loss, smoothed_target, soft_policy_loss, soft_target, temperature_loss,
-)
+from .action_losses import action_value_loss, deterministic_policy_loss, smoothed_target
+from .action_losses import soft_policy_loss, soft_target, temperature_loss
 from .descent import Descent
 from .replay_learner import ReplayLearner
 from .targets import update_buffers, update_target

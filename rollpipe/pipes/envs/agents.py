@@ -150,8 +150,8 @@ class Agents(gym.vector.VectorEnv):
                 try:
                     rew[b], *over = (_part(*x, agent) for x in zip(answer[1:4], ('rew', 'terminated', 'truncated')))
                     if answer[4]: infos[b] = _part(answer[4], 'info', agent)
-                    if is_end(*over): ends[:, b], final[b] = over, nested.map(np.array, nested.getitem(self._obs, b))
-                    if is_end(*over) == (agent in env.agents):
+                    if ended := is_end(*over): ends[:, b], final[b] = over, nested.map(np.array, nested.getitem(self._obs, b))
+                    if ended == (agent in env.agents):
                         raise EnvError("`agents` does not fit the ends of episodes", leaf='agents', got=str(env.agents),
                                        expected=f"{agent!r} there if and only if its episode goes on")
                 except PipeError as e:
