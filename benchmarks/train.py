@@ -1,10 +1,11 @@
 """Wall time of whole trainings with TRPO by phase, and the same with Stable-Baselines3-contrib.
 
-    python benchmarks/train.py [--envs CartPole-v1 Pendulum-v1] [--repeats 5] [--peer-python PATH]
+    python benchmarks/train.py [--envs CartPole-v1 Pendulum-v1] [--engines torch onnxruntime] [--repeats 5] [--peer-python PATH]
 
 100 000 steps, 8 environments, 256 steps each per update, one thread, and otherwise the defaults of each side. 20 greedy episodes follow,
-which are not timed. Every run is its own process, and its time begins after the imports. What torch imports late, with the first
-optimiser, counts as "set up" on both sides. The two libraries alternate, and repeat number i has seed i.
+which are not timed. The recipes act with the engine torch, and the command line with ONNX Runtime if it is installed. Every run is its
+own process, and its time begins after the imports. What torch imports late, with the first optimiser, counts as "set up" on both sides.
+The two libraries alternate, and repeat number i has seed i.
 PATH is the interpreter of an environment with `sb3-contrib`
 (`python -m venv DIR; DIR/bin/pip install sb3-contrib`).
 """
@@ -22,12 +23,12 @@ from rollpipe.pipes import on_policy
 PHASES = ('set up', 'collect', 'policy', 'critic')
 
 
-def train(env, seed, steps, n_envs, n_steps, episodes) -> dict:
+def train(env, seed, steps, n_envs, n_steps, episodes, engine='torch') -> dict:
     "Seconds by phase of one training, and the mean return of the greedy policy."
     start, done, seconds = perf_counter(), 0, dict.fromkeys(PHASES, 0.)
     actor, critic = MLPPolicy.for_env(env, seed=seed), Critic.for_env(env, seed=seed + 1000)
     agent = TRPO(actor, critic, seed=seed)
-    batches = iter(on_policy(env, actor, critic, n_envs=n_envs, n_steps=n_steps, seed=seed))
+    batches = iter(on_policy(env, actor, critic, n_envs=n_envs, n_steps=n_steps, seed=seed, engine=engine))
     seconds['set up'] = perf_counter() - start
     while done < steps:
         waiting = perf_counter()
@@ -38,7 +39,7 @@ def train(env, seed, steps, n_envs, n_steps, episodes) -> dict:
         for phase in ('policy', 'critic'): seconds[phase] += metrics[f'seconds_{phase}']
     wall = perf_counter() - start
     batches.close()
-    return dict(wall=wall, **seconds, score=evaluate(env, actor, episodes, seed=seed + 2000).mean, steps=done, name='rollpipe')
+    return dict(wall=wall, **seconds, score=evaluate(env, actor, episodes, seed=seed + 2000).mean, steps=done, name=f'rollpipe, {engine}')
 
 
 def run(command, env, seed, args) -> dict:
@@ -53,7 +54,7 @@ def run(command, env, seed, args) -> dict:
 def rows_of(env, args):
     "Rows of the table for one environment."
     here = Path(__file__).parent
-    commands = [[sys.executable, __file__, '--one']]
+    commands = [[sys.executable, __file__, '--engines', engine, '--one'] for engine in args.engines]
     if args.peer_python: commands.append([args.peer_python, here/'peer_contrib.py'])
     runs = [[] for _ in commands]
     for seed in range(args.repeats):
@@ -67,6 +68,7 @@ def rows_of(env, args):
 def main():
     args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     args.add_argument('--envs', nargs='+', default=['CartPole-v1', 'Pendulum-v1'])
+    args.add_argument('--engines', nargs='+', default=['torch'], help="what acts while collecting: torch, onnxruntime")
     args.add_argument('--repeats', type=int, default=5)
     args.add_argument('--steps', type=int, default=100_000)
     args.add_argument('--n-envs', type=int, default=8)
@@ -78,11 +80,11 @@ def main():
     args = args.parse_args()
     torch.set_num_threads(1)
     if args.one:
-        print(json.dumps(train(args.one, args.seed, args.steps, args.n_envs, args.n_steps, args.episodes)))
+        print(json.dumps(train(args.one, args.seed, args.steps, args.n_envs, args.n_steps, args.episodes, args.engines[0])))
         return
     print(header())
     print(f"{args.steps} steps, {args.n_envs} environments x {args.n_steps} steps, one thread; s, median (range) of {args.repeats} seeds; "
-          "ratio: wall time to that of rollpipe with the same seed.\n")
+          "ratio: wall time to that of the first line with the same seed.\n")
     rows = [row for env in args.envs for row in rows_of(env, args)]
     print(table(['environment', '', *PHASES, 'wall', 'ratio', f'greedy return of {args.episodes} episodes, by seed'], rows))
 
