@@ -1,7 +1,10 @@
-"""Learning from recorded steps: SAC records its training and then its last policy, and BC, IQL and TD3BC learn from these data alone.
+"""Learning from recorded steps: SAC records its training and its policies, and BC, IQL and TD3BC learn from these data alone.
 
-The table has mean returns: of the episodes in the data, of the last policy of SAC, and of what has learned from the data. The presets of
-the algorithms are used, if the environment has some."""
+    python benchmarks/offline.py [--env Pendulum-v1] [--steps 8000] [--medium STEPS] [--updates 5000] [--seeds 0-2]
+
+The data are the steps of the training (`training`), and as many of the last policy (`last`) and of that after `--medium` steps (`medium`).
+The table has mean returns: of the episodes in the data, of the policy of SAC that made them (for `training`, of the last one), and of what
+has learned from the data. The presets of the algorithms are used, if the environment has some."""
 import argparse
 import time
 from itertools import islice
@@ -21,17 +24,21 @@ from rollpipe.settings.options import parse_seeds
 ALGORITHMS = 'bc', 'iql', 'td3bc'
 
 
-def record(env, folder, steps, seed):
-    "Train SAC; the folder gets its steps (`training`), and steps of its last policy (`last`). Returns the last policy."
+def record(env, folder, steps, medium, seed):
+    "Train SAC and yield the name of a set of data in the folder, and the policy whose steps it has."
     agent, pipe = build(make_config('sac', env, seed=seed, preset='auto'))
     pipe = Recorder.inserter(after=Lanes, path=folder/'training')(pipe)
+    wanted = {'medium': medium, 'last': steps} if medium else {'last': steps}
     for batch in pipe:
         agent.update(batch)
-        if agent.steps >= steps: break
-    n = 200
-    last = Recorder(rollouts(env, agent.actor, n_envs=4, n_steps=n, seed=seed + 1000, terminal_obs=True), folder/'last')
-    for _ in islice(last, steps // (4 * n)): pass
-    return agent.actor
+        for name in [name for name, at in wanted.items() if agent.steps >= at]:
+            del wanted[name]
+            n = 200
+            data = Recorder(rollouts(env, agent.actor, n_envs=4, n_steps=n, seed=seed + 1000, terminal_obs=True), folder/name)
+            for _ in islice(data, steps // (4 * n)): pass
+            yield name, agent.actor
+        if not wanted: break
+    yield 'training', agent.actor
 
 
 def return_in(data):
@@ -53,6 +60,7 @@ def main():
     args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     args.add_argument('--env', default='Pendulum-v1')
     args.add_argument('--steps', type=int, default=8000, help='steps in each set of data')
+    args.add_argument('--medium', type=int, help='steps after which a policy is recorded as well')
     args.add_argument('--updates', type=int, default=5000, help='updates of each learner')
     args.add_argument('--seeds', default='0-2')
     args.add_argument('--episodes', type=int, default=50)
@@ -65,8 +73,8 @@ def main():
     for seed in parse_seeds(args.seeds):
         with TemporaryDirectory() as folder:
             def mean(actor): return evaluate(args.env, actor, args.episodes, seed=1000).mean
-            sac = mean(record(args.env, Path(folder), args.steps, seed))
-            for data in ('training', 'last'):
+            policies = [(name, mean(actor)) for name, actor in record(args.env, Path(folder), args.steps, args.medium, seed)]
+            for data, sac in policies:
                 found = [learned(name, args.env, Path(folder)/data, args.updates, seed) for name in args.algorithms]
                 returns = [return_in(Path(folder)/data), sac, *(mean(actor) for actor, _ in found)]
                 print(f"{seed:>4} {data:<10}" + ''.join(f"{x:>9.0f}" for x in returns) + '   '

@@ -49,6 +49,12 @@ def _replace_leaves(tree: Any, values) -> Any:
         return torch.zeros_like(x) if value is None else value
     return nested.map(replace, tree)
 
+
+def _grad(outputs, cotangents, inputs, **options):
+    "The gradients of the inner product of two lists of tensors. With `grad_outputs`, torch would import sympy, which takes 0.35 s."
+    with torch.enable_grad(): product = sum(torch.dot(x.reshape(-1), c.reshape(-1)) for x, c in zip(outputs, cotangents))
+    return grad(product, inputs, allow_unused=True, **options)
+
 # %% ../../nbs/agents/01_linearization.ipynb #cf499da6
 class Linearization:
     """Products with the Jacobian J of `outputs` with respect to `params`. The graph is recorded once and used often.
@@ -75,27 +81,25 @@ class Linearization:
     def vjp(self, cotangent: Any) -> Tensor:
         "J'c [D] for the `cotangent` c, which has the structure and the shapes of `outputs`."
         cs = nested.leaves(cotangent)
-        gs = grad(self._graph, self._params, [cs[i] for i in self._live], retain_graph=True, allow_unused=True)
+        gs = _grad(self._graph, [cs[i] for i in self._live], self._params, retain_graph=True)
         return flatten([torch.zeros_like(p) if g is None else g for p, g in zip(self._params, gs)])
 
     def jvp(self, tangent: Tensor) -> Any:
         "Jv for the `tangent` v [D], with the structure and the shapes of `outputs`."
-        at, gs = self._transposed()
-        used = [(g, v) for g, v in zip(gs, unflatten(tangent, self._params)) if g is not None and g.requires_grad]
+        at, pulled = self._transposed()
         values: list[Tensor | None] = [None] * len(nested.leaves(self.outputs))
-        if used:
-            outs, vs = zip(*used)
-            ts = grad(outs, at, vs, retain_graph=True, allow_unused=True)
-            for i, t in zip(self._live, ts): values[i] = t
+        if pulled.requires_grad:
+            for i, t in zip(self._live, _grad([pulled], [tangent], at, retain_graph=True)): values[i] = t
         return _replace_leaves(self.outputs, values)
 
     def _transposed(self):
-        "`(c, J'c)` at c = 0, with a graph. It is recorded at the first use, because a gradient alone does not need it."
+        "`(c, J'c [D])` at c = 0, with a graph. It is recorded at the first use, because a gradient alone does not need it."
         if self._transpose is None:
             with torch.enable_grad():
                 at = [torch.zeros_like(x, requires_grad=True) for x in self._graph]
-                gs = grad(self._graph, self._params, at, create_graph=True, allow_unused=True)
-            self._transpose = at, gs
+                gs = _grad(self._graph, at, self._params, create_graph=True)
+                gs = [torch.zeros_like(p) if g is None else g for p, g in zip(self._params, gs)]
+                self._transpose = at, torch.cat([g.reshape(-1) for g in gs])
         return self._transpose
 
     def gradient(self, objective: Callable[[Any], Tensor]) -> tuple[Tensor, Tensor]:

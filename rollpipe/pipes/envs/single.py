@@ -185,9 +185,9 @@ def count_steps(stepno: np.ndarray, fin: np.ndarray) -> None:
 
 
 def _put_all(rews, out):
-    "Write the rewards of all steps at once if all are Python floats. Returns whether they are."
+    "Write the rewards of all steps at once if all are floats of Python or numpy. Returns whether they are."
     flat = [r for step in rews for r in step]
-    if {*map(type, flat)} - {float}: return False     # `scalar_rewards` converts other kinds step by step
+    if not all(issubclass(kind, (float, np.floating)) for kind in {*map(type, flat)}): return False     # `scalar_rewards` converts others
     out[:] = np.array(flat).reshape(out.shape)
     return True
 
