@@ -16,6 +16,7 @@ from rollpipe.runs.logs import read_metrics
 from rollpipe.pipes.data.errors import CheckpointError, DataError
 from rollpipe.runs.evaluations import best_return
 from rollpipe.runs.folder import load_run, restore, resume, start
+from rollpipe.runs.repeat import verify
 from rollpipe.runs import load_agent
 from rollpipe.runs.training import train
 
@@ -127,6 +128,17 @@ def test_a_run_goes_on_from_an_earlier_checkpoint(tmp_path):
     assert read_metrics(run.folder)["steps"].tolist() == [128, 256, 384, 512, 640]
     assert kept(run.folder) == [384, 512, 640]
     assert [load_checkpoint(p).counters["resumes"] for p in kept_checkpoints(run.folder/"checkpoints").values()] == [0, 0, 0]
+
+
+def test_a_run_that_goes_back_stays_there_if_it_ends_before_its_first_update(tmp_path, monkeypatch):
+    run = train_small(tmp_path/"run", keep=9, checkpoint_every=1, record=True)
+    more = resume(run.folder/"checkpoints"/"checkpoint-000000256.safetensors")
+    def end(batch): raise KeyboardInterrupt
+    monkeypatch.setattr(more.agent, "update", end)
+    with pytest.raises(KeyboardInterrupt): train(more, progress=False, tensorboard=False)
+    assert load_run(run.folder).counters["steps"] == 256 and kept(run.folder) == [128, 256]
+    train(resume(run.folder), progress=False, tensorboard=False)
+    assert read_metrics(run.folder)["steps"].tolist() == [128, 256, 384, 512, 640] and verify(run.folder).common == 5
 
 
 def test_a_run_goes_on_from_its_best(tmp_path):

@@ -303,6 +303,8 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
         check_decay(config["steps"], found.config["options"])
         if due := edits_due(folder, found.config): config["due"] = due
         run = rebuilt(folder, found, config, counters)
+        # First, so that a run which ends before it is saved does not go on from a later checkpoint.
+        if path.is_file(): files.write_atomically(folder/"checkpoint.safetensors", path.read_bytes())
         files.write_json(folder/"config.json", config)
         _remove(path for steps, path in kept_checkpoints(folder/"checkpoints").items() if steps > counters["steps"])
         return run
