@@ -16,14 +16,15 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 
 import rollpipe
 from rollpipe.agents import PPO
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes import Lanes, Pipe, ProcessReading, Tap, on_policy
-from rollpipe.pipes.data.errors import DataError
+from rollpipe.pipes.data.errors import DataError, EnvError
 from rollpipe.runs import training
-from rollpipe.runs.folder import resume, start
+from rollpipe.runs.folder import load_run, resume, start
 from rollpipe.runs.logs import read_records
 from rollpipe.runs.repeat import numbers, verify
 from rollpipe.runs.states import edited
@@ -459,6 +460,23 @@ def test_an_exact_run_does_not_go_on_otherwise(tmp_path):
     again = resume(run)
     again.config["exact"] = False
     assert train(again, progress=False, tensorboard=False)["inexact"] == 1
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_an_exact_run_that_is_stopped_within_a_batch_keeps_its_checkpoint(whole, tmp_path, monkeypatch, exact):
+    "Then it goes on from there. Others begin new episodes after the last complete update."
+    run, broken = start(tmp_path/"run", configured(checkpoint_every=2, exact=exact)), []
+    def step(self, action, step=CartPoleEnv.step):
+        if broken: raise RuntimeError("planted")
+        return step(self, action)
+    def callback(run, record): broken.extend([1] * (record["updates"] == 3))
+    monkeypatch.setattr(CartPoleEnv, "step", step)
+    with pytest.raises(EnvError, match="planted"): train(run, progress=False, tensorboard=False, callback=callback)
+    monkeypatch.undo()
+    found = load_run(run.folder)
+    assert (found.stream is not None, found.counters["updates"]) == ((True, 2) if exact else (False, 3))
+    train(resume(run.folder), progress=False, tensorboard=False)
+    assert (diff(whole, run.folder).parting is None) == exact
 
 
 def test_a_run_without_a_journal_begins_one(whole, tmp_path):

@@ -210,6 +210,7 @@ def _trained(run: Run, mailbox: Mailbox, callback: Callable | None, progress: bo
                 except StopIteration: break
                 except BaseException:
                     if run.stream: run.stream.end()
+                    updates.is_whole = updates.is_whole and not config.get("exact")    # an inexact checkpoint would replace an exact one
                     raise
                 delay.learning()
                 record = updates.learn(batch, health, evaluations.poll() if evaluations else [], writer, bar)
