@@ -380,6 +380,18 @@ def test_an_interrupted_journal_goes_on_as_if_nothing_had_been(whole, tmp_path):
     assert path.read_bytes() == (whole/JOURNAL).read_bytes() and verify(run.folder, 9).is_equal
 
 
+@pytest.mark.parametrize("lacks", [{}, dict(RND={})])
+def test_a_training_that_has_ended_is_resumed_and_not_trained_again(lacks, tmp_path):
+    "Its folder is not locked any more. It was interrupted, or it could not begin."
+    run = start(tmp_path/"run", configured(steps=3072))
+    def callback(run, record): raise KeyboardInterrupt
+    with pytest.raises(DataError if lacks else KeyboardInterrupt):
+        train(run._replace(waiting=lacks), progress=False, tensorboard=False, callback=callback)
+    with pytest.raises(DataError, match="this training has ended. Expected .*resume"): train(run, progress=False, tensorboard=False)
+    train(resume(run.folder), progress=False, tensorboard=False)
+    assert verify(run.folder, 9).common == 2
+
+
 def test_small_batches_go_on_in_the_middle_of_a_line(tmp_path):
     options = "a2c", 9000, dict(n_envs=4, n_steps=32)
     whole, run = trained(tmp_path/"whole", *options), start(tmp_path/"run", configured(*options))

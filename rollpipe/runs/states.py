@@ -125,7 +125,7 @@ class Stream:
         restored: what `state` returned when the run was saved; None: the stream begins
         chunks: gets the large arrays of a replay memory; None: they are part of the state
     """
-    is_joint = False
+    is_joint = has_ended = False
 
     def __init__(self, reason: str | None = None, restored: dict | None = None, chunks: ChunkFolder | None = None):
         self.reason, self.restored, self.chunks, self.pipe, self.accounts = reason, restored, chunks, None, ()
@@ -150,7 +150,7 @@ class Stream:
 
     def end(self) -> None:
         "The iteration has ended, or an error has stopped it within a batch: it has no state any more."
-        self.pipe = self.restored = None
+        self.pipe, self.restored, self.has_ended = None, None, True
 
     def sweep(self, checkpoints: list) -> None:
         "Remove the chunks that none of these checkpoints names. They are on disk."

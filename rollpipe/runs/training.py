@@ -237,7 +237,7 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
     If training is interrupted, also by SIGTERM or SIGHUP, or the environment fails, a checkpoint of the last update is saved first.
 
     Args:
-        run: a run from `start` or `resume`; its counters are updated
+        run: a run from `start` or `resume`, which is trained once; its counters are updated
         progress: show the progress on stderr
         tensorboard: write event files: True, False, or "auto": if TensorBoard is installed
         wandb: log to Weights & Biases: project, True ("rollpipe"), False, or None: only if the run is already there
@@ -246,6 +246,8 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
     Returns:
         dict: the last record
     """
+    if run.stream and run.stream.has_ended:
+        raise DataError(f"{run.folder}: this training has ended", expected="train(resume(folder)), which goes on from the checkpoint")
     first, record = run, {}
     try:
         with Mailbox(None if ranks.rank() else run.folder) as mailbox:
@@ -256,6 +258,7 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
                 if after is None: return record
                 run = after
     finally:
+        if run.stream: run.stream.end()
         unlock(run.folder)
         if run is not first:     # the caller has the learner from before the edits
             first.agent.load_state_dict(run.agent.state_dict())
