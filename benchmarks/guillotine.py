@@ -24,7 +24,6 @@ from rollpipe.pipes.data import nested
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.ranks import process_group
 from rollpipe.runs import resume, start, train
-from rollpipe.runs.evaluations import evaluate_end
 from rollpipe.runs.joint import joint
 from rollpipe.settings import config as settings
 from rollpipe.settings.config import make_config
@@ -142,8 +141,7 @@ def begin(case, folder, seed):
 def go_on(folder, workers):
     try: learn(lambda: resume(folder, workers=workers))
     except DataError as e:
-        if "is complete" not in str(e): raise
-        evaluate_end(folder)     # it was killed when it had trained to its end
+        if "is complete" not in str(e): raise     # it was killed when it had come to its end
 
 
 def learn(make):

@@ -18,7 +18,7 @@ from gymnasium.wrappers import TimeLimit
 from rollpipe.settings.algorithms import ALGORITHMS
 from rollpipe.runs.commands import find_run
 from rollpipe.settings.config import make_config
-from rollpipe.runs.evaluations import evaluate_end, read_evaluations
+from rollpipe.runs.evaluations import read_evaluations, write_evaluations
 from rollpipe.runs.locks import lock, unlock
 from rollpipe.layers import Critic, GaussianPolicy
 from rollpipe.runs.logs import read_metrics
@@ -93,10 +93,25 @@ def test_a_run_that_ends_during_an_evaluation_makes_it_up(tmp_path, monkeypatch,
     assert points(run.folder) == WHOLE[:at]
     before = results(run.folder)
     monkeypatch.setattr(parallel_evaluation, "evaluate", real)
-    if at < 4 and load_run(run.folder).counters["steps"] < 640: learn(resume(run.folder))
-    else: evaluate_end(run.folder)
+    learn(resume(run.folder))
     assert points(run.folder) == WHOLE and results(run.folder)[:at] == before
-    if at >= 3: assert [r["mean"] for r in results(run.folder)] == [r["mean"] for r in results(whole.folder)]
+    if at < 3: return
+    assert [r["mean"] for r in results(run.folder)] == [r["mean"] for r in results(whole.folder)]
+    ours, theirs = (read_metrics(x.folder)["eval_return_mean"] for x in (run, whole))
+    np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("words", [
+    ["--resume"], [*"trpo CartPole-v1 --n-envs 2 --n-steps 32 --hidden 8 --critic-hidden 8 --steps 640 --eval-episodes 2 --final-episodes 3"
+                   " --preset none --continue".split(), "--eval-every", "200 steps", "--out"]])
+def test_a_command_makes_the_last_evaluations_up(tmp_path, words, capsys):
+    learn(run := start(tmp_path/"run", small()))
+    before = results(run.folder)
+    for n, code in ((4, 0), (5, 0), (6, 2 if words[0] == "--resume" else 0)):
+        write_evaluations(run.folder, read_evaluations(run.folder)[:n])
+        assert rollpipe("train", *words, run.folder, "--quiet", "--no-tensorboard") == code
+        assert results(run.folder) == before and load_run(run.folder).counters == run.counters
+        assert ("is complete" in "".join(capsys.readouterr())) == (n == 6)
 
 
 def test_a_full_disk_leaves_whole_lines_and_the_run_goes_on_later(tmp_path, monkeypatch):

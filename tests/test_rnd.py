@@ -16,7 +16,7 @@ from rollpipe.agents.intrinsic.distillation import Distillation
 from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe.runs.states import edited, states_of
 from rollpipe.settings.config import build, make_config
-from rollpipe.runs.evaluations import evaluate_end, read_evaluations, write_evaluations
+from rollpipe.runs.evaluations import read_evaluations, write_evaluations
 from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import DataError, EpisodeStats, Fragment, FragmentCollector, GraphError, Lanes, ProcessReading, nested
 from rollpipe.pipes import on_policy, rollouts
@@ -217,7 +217,7 @@ def test_a_last_evaluation_that_is_made_up_leaves_what_pipes_have_learned(tmp_pa
     train(run, progress=False, tensorboard=False)
     records, stored = read_evaluations(run.folder), load_checkpoint(run.checkpoint).pipes
     write_evaluations(run.folder, [r for r in records if r["kind"] == "training"])     # as if it was ended before
-    evaluate_end(run.folder)
+    train(resume(run.folder), progress=False, tensorboard=False)
     assert len(read_evaluations(run.folder)) == len(records) > 3
     same_states(load_checkpoint(run.checkpoint).pipes, stored)
 

@@ -7,9 +7,11 @@ from command_line import rollpipe
 from test_crash import content
 from test_fork import check_same
 
+from rollpipe.pipes.data import files
 from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import DataError
-from rollpipe.runs import Wish, fork, resume, start, train
+from rollpipe.results.collect import read_result
+from rollpipe.runs import Run, Wish, fork, resume, start, train
 from rollpipe.runs.evaluations import read_evaluations, why_enough
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.logs import read_records
@@ -120,6 +122,24 @@ def test_patience(tmp_path):
     best = found.index(max(found))
     assert len(found) == best + 3 and run.config["stopped"].startswith("patience=2: no evaluation since the mean return")
     assert verify(run.folder, 5).is_equal
+
+
+class Killed(BaseException): "Stands for the end of the process."
+
+
+@pytest.mark.parametrize("place, name", [(Run, "save"), (files, "write_json")])
+def test_a_run_that_is_killed_while_its_stop_is_saved_is_complete_later(tmp_path, monkeypatch, place, name):
+    real = getattr(place, name)
+    def end(*args):
+        if (args[0].config if place is Run else args[1]).get("stopped"): raise Killed
+        return real(*args)
+    run = made(tmp_path/"run", patience=2, steps=10_000, **EVERY)
+    with monkeypatch.context() as context:
+        context.setattr(place, name, end)
+        with pytest.raises(Killed): quietly(run)
+    assert rollpipe("train", "--resume", run.folder, "--quiet", "--no-tensorboard") == 0
+    found = read_result(run.folder, 1)
+    assert found.state == "complete" and load_run(run.folder).config["stopped"] == found.config["stopped"] == run.config["stopped"]
 
 
 def test_after_some_time_it_stops(tmp_path, monkeypatch):

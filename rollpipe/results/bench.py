@@ -14,9 +14,8 @@ from ..pipes.data.files import write_atomically
 from ..agents.schedules import Every
 from ..runs.autotune import command_for
 from ..runs.commands import Interrupted, find_run
-from ..settings.checks import is_over
 from ..settings.config import build, make_config
-from ..runs.evaluations import is_evaluated, read_evaluations
+from ..runs.logs import is_complete, read_evaluations
 from .experiments import check_counts, python_words, run_all
 from ..runs.locks import lock, unlock
 from ..settings.options import parse_seeds, typed
@@ -90,8 +89,8 @@ def progress_of(job: Job) -> str:
     """
     found = find_run(job.folder, job.config, is_exact=True)
     if found is None: return "missing"
-    is_over_now = is_over({**found.config, "steps": job.config["steps"]}, found.counters)
-    return "complete" if is_over_now and is_evaluated(job.folder, found.counters["steps"]) else "unfinished"
+    config = {**found.config, "steps": job.config["steps"]}
+    return "complete" if is_complete(job.folder, config, found.counters) else "unfinished"
 
 
 def _states(jobs: list) -> tuple:

@@ -14,8 +14,7 @@ import numpy as np
 from gymnasium.envs.registration import registry
 
 from ..agents.schedules import Every, with_eval_every
-from ..runs.evaluations import is_evaluated, read_evaluations
-from ..runs.logs import read_metrics
+from ..runs.logs import is_evaluated, read_evaluations, read_metrics
 from ..settings.checks import is_over
 from ..settings.options import import_words, typed
 from ..pipes.data.errors import DataError, PipeError

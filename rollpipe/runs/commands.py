@@ -16,15 +16,14 @@ from ..pipes.data.files import write_atomically
 from ..agents.evaluate import RandomActor, evaluate, policy_of
 from ..settings.algorithms import ALGORITHMS, options_for
 from .autotune import NO_TIME, autotune, command_for, profile_config, ranked, ranking, table_row, trial_row
-from ..settings.checks import is_over
 from ..settings.config import RUN_OPTIONS, build, device_of, make_config
-from .evaluations import evaluate_end
 from .export import FORMATS, PolicyFunction, export_policy
 from .joint import Follower, joint
 from ..settings.options import import_words, options_of, parse_env_kwargs, typed
 from ..pipes.envs.factories import spaces_of
 from ..pipes.data.errors import DataError
 from ..pipes.graph.edits import draw
+from .logs import is_complete
 from .plots import learning_curve
 from ..settings.choice import settings_in
 from .progress import format_duration, format_number
@@ -91,9 +90,9 @@ def _run_for(args, launch):
     folder = Path(args.out or default_folder(config))
     found = find_run(folder, config, given_names(args)) if args.proceed or is_again else None
     if found and found.config["steps"] == config["steps"]: config["steps"] = load_run(folder).config["steps"]     # edits may set them
-    if not found or not is_over({**found.config, "steps": config["steps"]}, found.counters):
-        return resume(folder, config["steps"]) if found else start(folder, config, args.overwrite)
-    evaluate_end(folder)
+    if not found: return start(folder, config, args.overwrite)
+    if not is_complete(folder, {**found.config, "steps": config["steps"]}, found.counters):
+        return resume(folder, None if found.config.get("stopped") else config["steps"])     # what was stopped stays so
     why = f", and was stopped: {found.config['stopped']}" if found.config.get("stopped") else ""
     print(f"{folder} is complete, with {format_number(found.counters['steps'])} steps{why}")
 

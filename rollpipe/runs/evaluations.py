@@ -5,7 +5,7 @@
 # %% ../../nbs/runs/08_evaluations.ipynb #071bff08
 from __future__ import annotations
 
-import json, math
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,26 +15,20 @@ from typing import Any
 import numpy as np
 
 from ..agents.checkpoint import Snapshot, load_checkpoint
-from ..pipes.data.files import write_atomically
-from .states import kept_states, load_states
+from .states import kept_states
 from ..agents.evaluate import Evaluation, policy_of
 from ..agents.parallel_evaluation import Evaluated, ParallelEvaluation, evaluated
 from ..agents.schedules import Every
 from ..settings.config import device_of
-from .locks import lock, unlock
-from ..pipes.data.errors import CheckpointError, DataError
+from .logs import KINDS, read_evaluations, write_evaluations
+from ..pipes.data.errors import CheckpointError
 from ..pipes.graph.modules import version_of
-from .folder import Run, agent_of, load_run, restore
+from .folder import Run, agent_of, load_run
 
 # %% auto #0
-__all__ = ['KINDS', 'EVALUATIONS', 'EVALUATIONS_FORMAT', 'evaluation_seed', 'read_evaluations', 'write_evaluations',
-           'best_return', 'why_enough', 'Evaluations', 'StepEvaluations', 'evaluations_of', 'is_evaluated',
-           'evaluate_end']
+__all__ = ['evaluation_seed', 'best_return', 'why_enough', 'Evaluations', 'StepEvaluations', 'evaluations_of']
 
 # %% ../../nbs/runs/08_evaluations.ipynb #d6eb9513
-KINDS = ("training", "last", "best")  # evaluations while the run learns, of the last policy, and of the best one
-
-
 def evaluation_seed(seed: int, kind: str, steps: int) -> int:
     """The seed of the episodes of an evaluation.
 
@@ -44,59 +38,6 @@ def evaluation_seed(seed: int, kind: str, steps: int) -> int:
         steps: steps of training before the evaluation
     """
     return int(np.random.SeedSequence(seed, spawn_key=(KINDS.index(kind), steps)).generate_state(1)[0])
-
-# %% ../../nbs/runs/08_evaluations.ipynb #2373c53e
-EVALUATIONS, EVALUATIONS_FORMAT = "evaluations.jsonl", 1
-_NUMBERS = ("steps", "updates", "seconds", "mean", "std")
-
-
-def read_evaluations(folder: str | Path) -> list:
-    """The evaluations of a run, none if there is no file. Raises `DataError` for a damaged line, and for a file of another version.
-
-    Args:
-        folder: folder of a run
-
-    Returns:
-        list: dicts with `kind`, `steps` and `seconds` of training, `updates` of the policy, `mean`, `std`, `returns`, `lengths`, `seed`
-    """
-    path = Path(folder)/EVALUATIONS
-    if not path.is_file(): return []
-    lines = path.read_bytes().decode(errors="replace").split("\n")
-    return [_record(line, f"{path}, line {i}") for i, line in enumerate(lines[:-1], 1)]
-
-
-def _record(line: str, where: str) -> dict:
-    try:
-        found = json.loads(line)
-        int(found.get("resumes", 0))
-        if found["format"] == EVALUATIONS_FORMAT and found["kind"] in KINDS:
-            return {**found, **{name: _number(found[name]) for name in _NUMBERS}, "returns": [_number(x) for x in found["returns"]]}
-        version = found["format"]
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        raise DataError(f"{where}: damaged", got=line[:80]) from None
-    raise DataError(f"{where}: made by another version of rollpipe", expected=f"format {EVALUATIONS_FORMAT}", got=repr(version)[:80])
-
-
-def _number(x: Any) -> float | int:
-    if x is None: return math.nan
-    if isinstance(x, bool) or isinstance(x, int) and abs(x) >= 2**63: raise ValueError("no number")
-    return x if isinstance(x, (int, float)) else {"inf": math.inf, "-inf": -math.inf}[x]
-
-# %% ../../nbs/runs/08_evaluations.ipynb #d2d63c35
-def write_evaluations(folder: str | Path, records: list) -> None:
-    """Replace the evaluations of a run. Raises `OSError`, which names the file; then the old file is unchanged.
-
-    Args:
-        folder: folder of a run
-        records: see `read_evaluations`
-    """
-    lines = [json.dumps({"format": EVALUATIONS_FORMAT, **{name: _plain(x) for name, x in record.items()}}) + "\n" for record in records]
-    write_atomically(Path(folder)/EVALUATIONS, "".join(lines).encode())
-
-
-def _plain(x: Any) -> Any:
-    if isinstance(x, list): return [_plain(item) for item in x]
-    return x if not isinstance(x, float) or math.isfinite(x) else None if math.isnan(x) else str(x)
 
 # %% ../../nbs/runs/08_evaluations.ipynb #e88f6c71
 def best_return(folder: Path) -> float:
@@ -257,29 +198,3 @@ def evaluations_of(run: Run) -> Iterator[Evaluations | None]:
         with ParallelEvaluation(config["env"], policy_of(run.agent), config["eval_episodes"], env_kwargs=config["env_kwargs"],
                                 seed=config["seed"], ray=ray) as evaluator:
             yield Evaluations(run, evaluator)
-
-# %% ../../nbs/runs/08_evaluations.ipynb #c9fef6f4
-def is_evaluated(folder: str | Path, steps: int) -> bool:
-    """Whether the final evaluations of the last policy and of the best one exist, after `steps` steps.
-
-    Args:
-        folder: folder of a run
-        steps: number of steps that the run has made
-    """
-    return {r["kind"] for r in read_evaluations(folder) if r["steps"] == steps} >= {"last", "best"}
-
-
-def evaluate_end(folder: str | Path) -> None:
-    """Make the evaluations that a run lacks at its end, if its `eval_every` is in steps.
-
-    Args:
-        folder: folder of a run that has made all of its steps
-    """
-    folder = Path(folder)
-    lock(folder)
-    try:
-        found = load_run(folder)
-        if Every.of(found.config.get("eval_every", 0)).unit != "steps" or is_evaluated(folder, found.counters["steps"]): return
-        agent, pipe = restore(found)
-        StepEvaluations(Run(folder, found.config, agent, pipe, found.counters, load_states(pipe, found.pipes))).finish()
-    finally: unlock(folder)

@@ -16,9 +16,10 @@ from ..agents.checkpoint import Checkpoint, Snapshot, keep_checkpoint, kept_chec
 from .states import Stream, edits_due, kept_states, load_states, resumed_stream, with_exactness
 from ..agents.schedules import with_eval_every
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
-from ..settings.checks import ENDLESS, check_decay, check_edits, check_room, is_over
+from ..settings.checks import ENDLESS, check_decay, check_edits, check_room
 from ..settings.config import RUN_OPTIONS, RunOptions, build, device_of, run_options
 from .locks import lock, unlock
+from .logs import is_complete
 from ..pipes.data import files, nested
 from ..pipes.data.chunks import ChunkFolder
 from ..pipes.engines.checked_actor import engine_used
@@ -298,13 +299,12 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
         config: dict[str, Any] = dict(found.config, steps=steps or found.config["steps"], **given)
         counters = dict(found.counters, resumes=found.counters["resumes"] + (found.stream is None and found.counters["updates"] > 0))
         if config.get("stopped") and steps: config |= ENDLESS
-        if is_over(config, counters):
+        if is_complete(folder, config, counters):
             raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
         check_decay(config["steps"], found.config["options"])
         if due := edits_due(folder, found.config): config["due"] = due
         run = rebuilt(folder, found, config, counters)
-        # First, so that a run which ends before it is saved does not go on from a later checkpoint.
-        if path.is_file(): files.write_atomically(folder/"checkpoint.safetensors", path.read_bytes())
+        if path.is_file(): files.write_atomically(folder/"checkpoint.safetensors", path.read_bytes())     # a kill from here on keeps it
         files.write_json(folder/"config.json", config)
         _remove(path for steps, path in kept_checkpoints(folder/"checkpoints").items() if steps > counters["steps"])
         return run

@@ -10,16 +10,20 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..pipes.data.files import names_file, write_atomically
 from ..agents.metrics import METRICS, check_metrics, near_metric
+from ..agents.schedules import Every
 from ..pipes.data.errors import DataError
+from ..settings.checks import is_over
 from .sinks import TensorBoard, WandB
 
 # %% auto #0
-__all__ = ['read_records', 'read_metrics', 'MetricWriter']
+__all__ = ['KINDS', 'EVALUATIONS', 'EVALUATIONS_FORMAT', 'read_records', 'read_metrics', 'MetricWriter', 'read_evaluations',
+           'write_evaluations', 'is_evaluated', 'is_complete']
 
 # %% ../../nbs/runs/01_logs.ipynb #258786bb
 def read_records(folder: str | Path) -> list:
@@ -57,7 +61,12 @@ def read_metrics(folder: str | Path) -> dict:
 
 # %% ../../nbs/runs/01_logs.ipynb #6b1a1a35
 def _json_line(record: dict) -> str:
-    return json.dumps({k: v if math.isfinite(v) else None if v != v else str(v) for k, v in record.items()}) + "\n"
+    return json.dumps({name: _plain(x) for name, x in record.items()}) + "\n"
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, list): return [_plain(item) for item in x]
+    return x if not isinstance(x, float) or math.isfinite(x) else None if math.isnan(x) else str(x)
 
 
 def _csv_row(record: dict, columns: Iterable) -> str:
@@ -177,3 +186,75 @@ class MetricWriter:
 
     def __enter__(self): return self
     def __exit__(self, *exc): self.close()
+
+# %% ../../nbs/runs/01_logs.ipynb #f6ac5633
+KINDS = ("training", "last", "best")  # evaluations while the run learns, of the last policy, and of the best one
+EVALUATIONS, EVALUATIONS_FORMAT = "evaluations.jsonl", 1
+_NUMBERS = ("steps", "updates", "seconds", "mean", "std")
+
+
+def read_evaluations(folder: str | Path) -> list:
+    """The evaluations of a run, none if there is no file. Raises `DataError` for a damaged line, and for a file of another version.
+
+    Args:
+        folder: folder of a run
+
+    Returns:
+        list: dicts with `kind`, `steps` and `seconds` of training, `updates` of the policy, `mean`, `std`, `returns`, `lengths`, `seed`
+    """
+    path = Path(folder)/EVALUATIONS
+    if not path.is_file(): return []
+    lines = path.read_bytes().decode(errors="replace").split("\n")
+    return [_record(line, f"{path}, line {i}") for i, line in enumerate(lines[:-1], 1)]
+
+
+def _record(line: str, where: str) -> dict:
+    try:
+        found = json.loads(line)
+        int(found.get("resumes", 0))
+        if found["format"] == EVALUATIONS_FORMAT and found["kind"] in KINDS:
+            return {**found, **{name: _number(found[name]) for name in _NUMBERS}, "returns": [_number(x) for x in found["returns"]]}
+        version = found["format"]
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        raise DataError(f"{where}: damaged", got=line[:80]) from None
+    raise DataError(f"{where}: made by another version of rollpipe", expected=f"format {EVALUATIONS_FORMAT}", got=repr(version)[:80])
+
+
+def _number(x: Any) -> float | int:
+    if x is None: return math.nan
+    if isinstance(x, bool) or isinstance(x, int) and abs(x) >= 2**63: raise ValueError("no number")
+    return x if isinstance(x, (int, float)) else {"inf": math.inf, "-inf": -math.inf}[x]
+
+# %% ../../nbs/runs/01_logs.ipynb #9e68475d
+def write_evaluations(folder: str | Path, records: list) -> None:
+    """Replace the evaluations of a run. Raises `OSError`, which names the file; then the old file is unchanged.
+
+    Args:
+        folder: folder of a run
+        records: see `read_evaluations`
+    """
+    lines = [_json_line({"format": EVALUATIONS_FORMAT, **record}) for record in records]
+    write_atomically(Path(folder)/EVALUATIONS, "".join(lines).encode())
+
+# %% ../../nbs/runs/01_logs.ipynb #bab9bc2b
+def is_evaluated(folder: str | Path, steps: int) -> bool:
+    """Whether the final evaluations of the last policy and of the best one exist, after `steps` steps.
+
+    Args:
+        folder: folder of a run
+        steps: number of steps that the run has made
+    """
+    return {r["kind"] for r in read_evaluations(folder) if r["steps"] == steps} >= {"last", "best"}
+
+
+def is_complete(folder: str | Path, config: dict, counters: dict) -> bool:
+    """Whether a run has come to its end, and has made its last evaluations, if it evaluates by steps.
+
+    Args:
+        folder: folder of the run
+        config: its configuration
+        counters: its counters
+    """
+    if not is_over(config, counters): return False
+    every = Every.of(config.get("eval_every", 0))
+    return not every.n or every.unit != "steps" or is_evaluated(folder, counters["steps"])

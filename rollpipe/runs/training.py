@@ -19,6 +19,7 @@ from ..traces.crash import FlightRecorder
 from ..agents.metrics import METRICS, OF_THE_LOOP, EpisodeReturns, added
 from ..pipes.data import files
 from ..agents.schedules import seconds_of
+from ..settings.checks import is_over
 from ..settings.config import reading_for
 from ..settings.options import import_words, typed
 from .evaluations import evaluations_of
@@ -154,11 +155,11 @@ class Updates:
     def goes_on(self, evaluations: Any) -> bool:
         "Whether there is another update. A run that is stopped before it has made all of its steps is saved as complete, with the reason."
         run = self.run
-        if run.counters["steps"] >= run.config["steps"]: return False
+        if is_over(run.config, run.counters): return False
         if (why := self.why_stop(evaluations)) is None: return True
         run.config["stopped"] = why
+        if not ranks.rank(): files.write_json(run.folder/"config.json", run.config)     # first, because what is saved is not trained again
         self.save()
-        if not ranks.rank(): files.write_json(run.folder/"config.json", run.config)
         return False
 
     def save(self) -> None:
@@ -222,7 +223,7 @@ def _trained(run: Run, mailbox: Mailbox, callback: Callable | None, progress: bo
             if evaluations and not is_last: updates.leave_out(evaluations.after_update())
         for answer in evaluations.finish() if evaluations else ():
             _report(dict(steps=counters["steps"], updates=counters["updates"], **answer.metrics), writer, bar)
-    if counters["steps"] < steps and not config.get("stopped"):
+    if not is_over(config, counters):
         raise DataError("the pipeline ended before the training did", expected=f"{steps} steps", got=f"{counters['steps']} steps")
     return record, None
 
