@@ -183,6 +183,9 @@ def test_edits_are_made_again_if_a_run_goes_back(tmp_path):
     check_same(twin.folder, run.folder)
     assert load_run(run.folder).config["edits"] == load_run(twin.folder).config["edits"]
     assert lines(run.folder) == lines(twin.folder)
+    undone = trained(resume(fork(run.folder, tmp_path/"undone", 5)), {})     # from a checkpoint that knows the edits to come
+    plain = trained(start(tmp_path/"plain", config_of("ppo", steps=480)), {})
+    check_same(plain.folder, undone.folder)
 
 
 def test_an_edit_of_a_schedule_gives_what_a_fork_gives(tmp_path):

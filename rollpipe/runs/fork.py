@@ -154,6 +154,7 @@ def fork(run: str | Path, out: str | Path, at: int | None = None, edits: Iterabl
     with GlobalRandomStates(), _replacing(out) as home:
         found, at = _taken(folder, at, home)
         if found.stream is None or found.counters["updates"] < at: found = _repeated_to(at, folder, found, edits, home)
+        found = found._replace(config={**found.config, "due": []})     # edits that the run makes again are not those of the fork
         found, changed = changed_run(f"a fork of {folder}", _with_noise(found, folder, noise), options)
         rules = ENDLESS if found.config.get("stopped") else {}     # they would stop the fork at once, as they stopped the run
         origin = {"run": str(folder), "at": at, "set": changed, **({"noise": noise} if noise else {})}
