@@ -26,7 +26,7 @@ from rollpipe.runs import Wish, fork, load_agent, open_run, replayed_run, resume
 from rollpipe.runs import mailbox as module
 from rollpipe.runs.commands import find_run
 from rollpipe.runs.folder import load_run
-from rollpipe.runs.locks import unlock
+from rollpipe.runs.locks import lock, unlock
 from rollpipe.runs.logs import read_records
 from rollpipe.runs.mailbox import Mailbox, ask
 from rollpipe.runs.repeat import diff, verify
@@ -335,6 +335,17 @@ def test_what_was_asked_before_a_start_or_in_the_end_is_refused(tmp_path):
     assert answer(old)["text"] == "it was asked before this training began" and "whether it was" in answer(taken)["text"]
     assert answer(answers[0])["text"] == "it was asked when the training had ended"
     assert answer(new)["made"] and [edit["set"] for edit in load_run(run.folder).config["edits"]] == [dict(clip=.3)]
+
+
+def test_an_ask_that_nobody_answers_leaves_the_lock(tmp_path):
+    "A process that closes any descriptor of a file loses its locks on it."
+    run = start(tmp_path/"run", config_of("ppo"))
+    with pytest.raises(DataError, match=f"process {os.getpid()}: it may be dead"): ask(run.folder, dict(do="save"), timeout=.01)
+    if not (pid := os.fork()):
+        try: lock(run.folder)
+        except DataError: os._exit(3)
+        finally: os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
 
 
 # -- hostile files, full disks -----------------------------------------------------------------------------------------
