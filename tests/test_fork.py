@@ -19,6 +19,7 @@ from rollpipe.runs import fork, load_agent, replayed_run, resume, start, train
 from rollpipe.runs.commands import find_run
 from rollpipe.runs.evaluations import read_evaluations
 from rollpipe.runs.folder import load_run
+from rollpipe.runs.locks import unlock
 from rollpipe.runs.logs import read_records
 from rollpipe.runs.repeat import verify
 from rollpipe.runs.states import edited
@@ -291,6 +292,20 @@ def test_a_folder_is_replaced_only_if_it_is_a_run(tmp_path):
         with pytest.raises(DataError, match="is the run itself, or in its folder"): fork(parent.folder, out, 4, overwrite=True)
     (tmp_path/"link").symlink_to(other.folder)
     with pytest.raises(DataError, match="cannot be replaced"): fork(parent.folder, tmp_path/"link", 4, overwrite=True)
+
+
+@pytest.mark.parametrize("overwrite, text", [(False, "fork exists already"), (True, "with nothing else in it, got mine.txt")])
+def test_what_appears_in_the_folder_meanwhile_stays(overwrite, text, tmp_path, monkeypatch):
+    parent, module = trained(tmp_path/"run", steps=160), sys.modules["rollpipe.runs.fork"]
+    copy_past = module._copy_past
+
+    def late(*args):
+        copy_past(*args)
+        unlock(start(tmp_path/"fork", config_of("ppo")).folder)
+        if overwrite: (tmp_path/"fork"/"mine.txt").touch()
+    monkeypatch.setattr(module, "_copy_past", late)
+    with pytest.raises(DataError, match=text): fork(parent.folder, tmp_path/"fork", 4, overwrite=overwrite)
+    assert load_run(tmp_path/"fork").counters["updates"] == 0 and sorted(os.listdir(tmp_path)) == ["fork", "run"]
 
 
 def test_a_kill_leaves_no_half_run(tmp_path):
