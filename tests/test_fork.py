@@ -162,6 +162,18 @@ def test_a_fork_has_the_evaluations_up_to_there_and_a_recording_of_its_own(tmp_p
         assert sorted((out/"recording").glob("0*"))[0].name.startswith("000000000-")
 
 
+def test_a_run_that_was_extended(tmp_path):
+    "The checkpoint of its old end says that it is complete, as does that with which a fork of this end begins."
+    parent, twin = (trained(tmp_path/name, steps=320, keep=9) for name in ("run", "twin"))
+    late = fork(parent.folder, tmp_path/"late")
+    for folder in (parent.folder, late): gone_on(folder, steps=640)
+    assert verify(late, 3).common >= 13
+    for k, (folder, at) in enumerate([(parent.folder, 10), (parent.folder, 12), (late, 10), (late, 12)]):
+        with replayed_run(folder, at + 1) as moment: moment.outcome(moment.agent.update(moment.batch))
+        gone_on(out := fork(folder, tmp_path/f"fork{k}", at))
+        check_same(parent.folder, out)
+
+
 # -- edits -------------------------------------------------------------------------------------------------------------
 
 

@@ -188,6 +188,15 @@ def test_edits_are_made_again_if_a_run_goes_back(tmp_path):
     check_same(plain.folder, undone.folder)
 
 
+def test_steps_that_are_edited_and_set_by_a_resume(tmp_path):
+    "A repetition goes past the end that the edit has set, and a fork from before the edit has the steps from before it."
+    run = trained(start(tmp_path/"run", config_of("ppo", steps=320)), {3: [dict(set=dict(steps=480))]})
+    trained(resume(run.folder, 640), {18: [dict(set=dict(clip=.5))]})
+    assert verify(run.folder, 20).common == 20
+    for at, steps in ((2, 320), (4, 640), (15, 640), (19, 640)):
+        assert load_run(fork(run.folder, tmp_path/str(at), at)).config["steps"] == steps
+
+
 def test_an_edit_of_a_schedule_gives_what_a_fork_gives(tmp_path):
     "The value depends on the steps of the learner alone, from the start."
     config, new = config_of("ppo", steps=640), dict(clip="linear:.4:.1", lr="cosine:1e-2:1e-3")
@@ -213,7 +222,7 @@ def test_a_run_that_stops_is_not_edited_and_an_edit_may_stop_it(tmp_path):
     assert "when the training had ended" in answer(answers[0])["text"]
     assert load_run(run.folder).config["stopped"] == "enough" and not lines(run.folder)
 
-    run = start(tmp_path/"edited", config_of("ppo", steps=640))
+    run = start(tmp_path/"edited", config_of("ppo", steps=640, keep=9))
     def asks(run, record):
         if record["updates"] == 5: answers.append(post(run.folder, dict(set=dict(stop_after="0.001 s"))))
     record = train(run, progress=False, tensorboard=False, callback=asks)
@@ -224,6 +233,8 @@ def test_a_run_that_stops_is_not_edited_and_an_edit_may_stop_it(tmp_path):
     again = trained(resume(run.folder, 640), {})
     plain = trained(start(tmp_path/"plain", config_of("ppo", steps=640)), {})
     assert diff(plain.folder, again.folder).is_equal and again.config["stop_after"] is None
+    with replayed_run(run.folder, 7) as moment: moment.outcome(moment.agent.update(moment.batch))     # from where it stopped
+    assert load_run(fork(run.folder, tmp_path/"fork", 7)).config["stop_after"] is None
 
 
 @pytest.mark.parametrize("name", ["dqn", "sac", "trpo"])

@@ -29,7 +29,7 @@ from .evaluations import read_evaluations, write_evaluations
 from .folder import FORKED, files_of_run, folder_of, load_run, needed_modules, resume
 from .locks import lock, locked, unlock
 from .logs import MetricWriter
-from .repeat import checkpoint_at, edits_after, records_of, repeated, stored
+from .repeat import checkpoint_at, edits_after, records_of, repeated, steps_after, stored
 from ..traces.differences import FINGERPRINTS, JOURNAL, diff, read_fingerprints
 from ..traces.journal import cut
 
@@ -153,7 +153,8 @@ def fork(run: str | Path, out: str | Path, at: int | None = None, edits: Iterabl
     with GlobalRandomStates(), _replacing(folder, out, overwrite) as home:
         found, at = _taken(folder, at, home)
         if found.stream is None or found.counters["updates"] < at: found = _repeated_to(at, folder, found, edits, home)
-        found = found._replace(config={**found.config, "due": []})     # edits that the run makes again are not those of the fork
+        # the steps of the run, also if it was extended since; the edits that it makes again are not those of the fork
+        found = found._replace(config={**found.config, "steps": steps_after(folder, found.config), "due": []})
         found, changed = changed_run(f"a fork of {folder}", _with_noise(found, folder, noise), options)
         rules = ENDLESS if found.config.get("stopped") else {}     # they would stop the fork at once, as they stopped the run
         origin = {"run": str(folder), "at": at, "set": changed, **({"noise": noise} if noise else {})}
