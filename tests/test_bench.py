@@ -18,10 +18,9 @@ from gymnasium.wrappers import TimeLimit
 from rollpipe.settings.algorithms import ALGORITHMS
 from rollpipe.runs.commands import find_run
 from rollpipe.settings.config import make_config
-from rollpipe.runs.evaluations import read_evaluations, write_evaluations
+from rollpipe.runs.logs import read_evaluations, read_metrics, write_evaluations
 from rollpipe.runs.locks import lock, unlock
 from rollpipe.layers import Critic, GaussianPolicy
-from rollpipe.runs.logs import read_metrics
 from rollpipe.pipes import on_policy
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.results.bench import BENCH

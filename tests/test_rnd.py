@@ -16,7 +16,7 @@ from rollpipe.agents.intrinsic.distillation import Distillation
 from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe.runs.states import edited, states_of
 from rollpipe.settings.config import build, make_config
-from rollpipe.runs.evaluations import read_evaluations, write_evaluations
+from rollpipe.runs.logs import read_evaluations, write_evaluations
 from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import DataError, EpisodeStats, Fragment, FragmentCollector, GraphError, Lanes, ProcessReading, nested
 from rollpipe.pipes import on_policy, rollouts
