@@ -170,6 +170,16 @@ def configured(**options):
     return make_config("ppo", "CartPole-v1", dict(n_envs=2, n_steps=8, engine="torch"), steps=64, intrinsic=.5, **options)
 
 
+@pytest.mark.parametrize("scale", ["sign", .1, "learn"])
+def test_the_scale_of_rewards_is_not_that_of_the_novelty(scale):
+    def rewards(**options):
+        config = make_config("ppo", "Pendulum-v1", dict(n_envs=2, n_steps=8, engine="torch"), **options)
+        return next(iter(build(config)[1])).state.rew[1:]
+    novelty = rewards(intrinsic=.5) - rewards()
+    assert (novelty > 0).all()
+    torch.testing.assert_close(rewards(intrinsic=.5, reward_scale=scale) - rewards(reward_scale=scale), novelty, rtol=1e-3, atol=1e-4)
+
+
 def test_a_run_keeps_what_its_pipe_has_learned(tmp_path):
     run = start(tmp_path/"run", configured(checkpoint_every=2))
     train(run, progress=False, tensorboard=False)
