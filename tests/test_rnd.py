@@ -19,7 +19,7 @@ from rollpipe.settings.config import build, make_config
 from rollpipe.runs.evaluations import evaluate_end, read_evaluations, write_evaluations
 from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import DataError, EpisodeStats, Fragment, FragmentCollector, GraphError, Lanes, ProcessReading, nested
-from rollpipe.pipes import on_policy, rollouts
+from rollpipe.pipes import on_policy, replayed, rollouts
 from rollpipe.pipes.data.errors import CheckpointError
 from rollpipe.pipes.data.fragment_ops import ENV_REWARD, env_rewards, pad_episodes
 from rollpipe.pipes.graph.edits import find_one
@@ -162,6 +162,15 @@ def test_what_goes_on_from_a_state_gives_the_same_numbers():
     two.load_state_dict(copy.deepcopy(one.state_dict()))
     for fragment in source[3:]: assert torch.equal(one.with_novelty(fragment).state.rew, two.with_novelty(fragment).state.rew)
     same_states(one.state_dict(), two.state_dict())
+
+
+def test_a_memory_has_the_novelty_of_every_step():
+    "Row 0 of a fragment repeats the reward of the step before without its novelty."
+    edits = [RND.inserter(after=Lanes, network=networks())]
+    pipe = replayed(Walk, MLPPolicy.for_env(Walk, seed=0), n_envs=2, n_steps=1, lanes=2, warmup=0, seed=0, edits=edits)
+    batch = [x for _, x in zip(range(6), pipe)][-1]
+    sample = batch.memory.sample(200).fragment
+    assert (sample.state.rew[1:] > env_rewards(sample)).all()
 
 
 # --- in a run
