@@ -74,7 +74,7 @@ class ReplayLearner(Discounted, Learner):
     def update(self, batch: Replayed | Fragment) -> dict:
         """Learn from each sample of a `Replayed`, or from a `Fragment` as the only sample; returns metrics (see `METRICS`).
 
-        As long as there are no samples, it only counts. Fresh steps that went into a memory need not have a valid row. Raises `DataError` if
+        As long as there are no samples, it only counts. Fresh steps that are in a memory need not have a valid row. Raises `DataError` if
         something is not finite, or no row of a `Fragment` is valid.
         """
         if isinstance(batch, Fragment): batch = Replayed(batch, iter([Sample(batch, None, None)]), None)
