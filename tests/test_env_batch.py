@@ -12,7 +12,7 @@ from rollpipe.pipes.data.fragment import State
 from rollpipe.pipes.envs.batch import FiniteCheck, last_obs
 from rollpipe.pipes.envs.rows import Rows
 from rollpipe.pipes.envs.factories import env_factories
-from rollpipe.pipes.envs.single import EnvBatch, count_steps, scalar_rewards
+from rollpipe.pipes.envs.single import EnvBatch, _put_all, count_steps, scalar_rewards
 from rollpipe.pipes.envs.sticky import Sticky
 from rollpipe.pipes.data.errors import DataError, EnvError
 
@@ -110,6 +110,19 @@ def test_rewards_are_numbers(rews, bad, at):
     rews[at] = bad
     with pytest.raises(EnvError, match="the reward is no scalar") as caught: scalar_rewards(rews)
     assert caught.value.env == at and caught.value.leaf == "rew"
+
+
+@fast
+@given(data=st.data(), kinds=st.lists(st.sampled_from([float, np.float32, np.float64, np.float16, int, bool]), min_size=1, max_size=3))
+def test_rewards_of_all_steps_at_once_are_those_of_each_step(data, kinds):
+    "Whatever kinds of numbers the environments give, in any mixture; only floats are written at once."
+    small = st.floats(-100, 100, width=16)
+    steps = [[data.draw(st.sampled_from(kinds))(data.draw(small)) for _ in range(2)] for _ in range(3)]
+    each, at_once = np.zeros((2, 3, 2), np.float32)
+    for row, rews in zip(each, steps): row[:] = scalar_rewards(rews)
+    fits = all(isinstance(r, (float, np.floating)) for rews in steps for r in rews)
+    assert _put_all(steps, at_once) == fits
+    np.testing.assert_array_equal(at_once, each if fits else np.zeros_like(each))
 
 
 @fast

@@ -36,12 +36,12 @@ numbers = dict(int=st.integers(-9, 9), float=st.sampled_from([0., .5, -3.25, 7.]
 def stories(draw, change=True):
     """Infos of some steps, `[step][environment]` a dict of numbers and texts, in which any may be missing, with `valid`, `[step]` arrays.
 
-    With `change`, an info that begins as an integer may go on as a float.
+    With `change`, an info that begins as an integer or a float may go on as the other.
     """
     kinds = {key: draw(st.sampled_from(sorted(numbers))) for key in draw(st.sets(st.sampled_from("abcd"), min_size=1))}
     def value(key, step):
         kind = kinds[key]
-        if change and kind == "int" and step: kind = draw(st.sampled_from(["int", "float"]))
+        if change and kind in ("int", "float") and step: kind = draw(st.sampled_from(["int", "float"]))
         return draw(numbers[kind])
     n, n_steps = draw(st.integers(1, 4)), draw(st.integers(1, 6))
     often = draw(st.sampled_from([1, 3, 20]))
