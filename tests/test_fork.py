@@ -19,6 +19,7 @@ from rollpipe.runs import fork, load_agent, replayed_run, resume, start, train
 from rollpipe.runs.commands import find_run
 from rollpipe.runs.evaluations import read_evaluations
 from rollpipe.runs.folder import load_run
+from rollpipe.runs.locks import unlock
 from rollpipe.runs.logs import read_records
 from rollpipe.runs.repeat import verify
 from rollpipe.runs.states import edited
@@ -161,6 +162,18 @@ def test_a_fork_has_the_evaluations_up_to_there_and_a_recording_of_its_own(tmp_p
         assert sorted((out/"recording").glob("0*"))[0].name.startswith("000000000-")
 
 
+def test_a_run_that_was_extended(tmp_path):
+    "The checkpoint of its old end says that it is complete, as does that with which a fork of this end begins."
+    parent, twin = (trained(tmp_path/name, steps=320, keep=9) for name in ("run", "twin"))
+    late = fork(parent.folder, tmp_path/"late")
+    for folder in (parent.folder, late): gone_on(folder, steps=640)
+    assert verify(late, 3).common >= 13
+    for k, (folder, at) in enumerate([(parent.folder, 10), (parent.folder, 12), (late, 10), (late, 12)]):
+        with replayed_run(folder, at + 1) as moment: moment.outcome(moment.agent.update(moment.batch))
+        gone_on(out := fork(folder, tmp_path/f"fork{k}", at))
+        check_same(parent.folder, out)
+
+
 # -- edits -------------------------------------------------------------------------------------------------------------
 
 
@@ -291,6 +304,20 @@ def test_a_folder_is_replaced_only_if_it_is_a_run(tmp_path):
         with pytest.raises(DataError, match="is the run itself, or in its folder"): fork(parent.folder, out, 4, overwrite=True)
     (tmp_path/"link").symlink_to(other.folder)
     with pytest.raises(DataError, match="cannot be replaced"): fork(parent.folder, tmp_path/"link", 4, overwrite=True)
+
+
+@pytest.mark.parametrize("overwrite, text", [(False, "fork exists already"), (True, "with nothing else in it, got mine.txt")])
+def test_what_appears_in_the_folder_meanwhile_stays(overwrite, text, tmp_path, monkeypatch):
+    parent, module = trained(tmp_path/"run", steps=160), sys.modules["rollpipe.runs.fork"]
+    copy_past = module._copy_past
+
+    def late(*args):
+        copy_past(*args)
+        unlock(start(tmp_path/"fork", config_of("ppo")).folder)
+        if overwrite: (tmp_path/"fork"/"mine.txt").touch()
+    monkeypatch.setattr(module, "_copy_past", late)
+    with pytest.raises(DataError, match=text): fork(parent.folder, tmp_path/"fork", 4, overwrite=overwrite)
+    assert load_run(tmp_path/"fork").counters["updates"] == 0 and sorted(os.listdir(tmp_path)) == ["fork", "run"]
 
 
 def test_a_kill_leaves_no_half_run(tmp_path):

@@ -26,7 +26,7 @@ from rollpipe.runs import Wish, fork, load_agent, open_run, replayed_run, resume
 from rollpipe.runs import mailbox as module
 from rollpipe.runs.commands import find_run
 from rollpipe.runs.folder import load_run
-from rollpipe.runs.locks import unlock
+from rollpipe.runs.locks import lock, unlock
 from rollpipe.runs.logs import read_records
 from rollpipe.runs.mailbox import Mailbox, ask
 from rollpipe.runs.repeat import diff, verify
@@ -183,6 +183,18 @@ def test_edits_are_made_again_if_a_run_goes_back(tmp_path):
     check_same(twin.folder, run.folder)
     assert load_run(run.folder).config["edits"] == load_run(twin.folder).config["edits"]
     assert lines(run.folder) == lines(twin.folder)
+    undone = trained(resume(fork(run.folder, tmp_path/"undone", 5)), {})     # from a checkpoint that knows the edits to come
+    plain = trained(start(tmp_path/"plain", config_of("ppo", steps=480)), {})
+    check_same(plain.folder, undone.folder)
+
+
+def test_steps_that_are_edited_and_set_by_a_resume(tmp_path):
+    "A repetition goes past the end that the edit has set, and a fork from before the edit has the steps from before it."
+    run = trained(start(tmp_path/"run", config_of("ppo", steps=320)), {3: [dict(set=dict(steps=480))]})
+    trained(resume(run.folder, 640), {18: [dict(set=dict(clip=.5))]})
+    assert verify(run.folder, 20).common == 20
+    for at, steps in ((2, 320), (4, 640), (15, 640), (19, 640)):
+        assert load_run(fork(run.folder, tmp_path/str(at), at)).config["steps"] == steps
 
 
 def test_an_edit_of_a_schedule_gives_what_a_fork_gives(tmp_path):
@@ -210,7 +222,7 @@ def test_a_run_that_stops_is_not_edited_and_an_edit_may_stop_it(tmp_path):
     assert "when the training had ended" in answer(answers[0])["text"]
     assert load_run(run.folder).config["stopped"] == "enough" and not lines(run.folder)
 
-    run = start(tmp_path/"edited", config_of("ppo", steps=640))
+    run = start(tmp_path/"edited", config_of("ppo", steps=640, keep=9))
     def asks(run, record):
         if record["updates"] == 5: answers.append(post(run.folder, dict(set=dict(stop_after="0.001 s"))))
     record = train(run, progress=False, tensorboard=False, callback=asks)
@@ -221,6 +233,8 @@ def test_a_run_that_stops_is_not_edited_and_an_edit_may_stop_it(tmp_path):
     again = trained(resume(run.folder, 640), {})
     plain = trained(start(tmp_path/"plain", config_of("ppo", steps=640)), {})
     assert diff(plain.folder, again.folder).is_equal and again.config["stop_after"] is None
+    with replayed_run(run.folder, 7) as moment: moment.outcome(moment.agent.update(moment.batch))     # from where it stopped
+    assert load_run(fork(run.folder, tmp_path/"fork", 7)).config["stop_after"] is None
 
 
 @pytest.mark.parametrize("name", ["dqn", "sac", "trpo"])
@@ -332,6 +346,17 @@ def test_what_was_asked_before_a_start_or_in_the_end_is_refused(tmp_path):
     assert answer(old)["text"] == "it was asked before this training began" and "whether it was" in answer(taken)["text"]
     assert answer(answers[0])["text"] == "it was asked when the training had ended"
     assert answer(new)["made"] and [edit["set"] for edit in load_run(run.folder).config["edits"]] == [dict(clip=.3)]
+
+
+def test_an_ask_that_nobody_answers_leaves_the_lock(tmp_path):
+    "A process that closes any descriptor of a file loses its locks on it."
+    run = start(tmp_path/"run", config_of("ppo"))
+    with pytest.raises(DataError, match=f"process {os.getpid()}: it may be dead"): ask(run.folder, dict(do="save"), timeout=.01)
+    if not (pid := os.fork()):
+        try: lock(run.folder)
+        except DataError: os._exit(3)
+        finally: os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
 
 
 # -- hostile files, full disks -----------------------------------------------------------------------------------------

@@ -14,10 +14,11 @@ from rollpipe.layers import (
 from rollpipe.layers.action_critic import StackedMLP
 from rollpipe.layers.integers import Embeddings
 from rollpipe.layers.q_networks import DuellingHead
-from rollpipe.pipes import DataError, EnvStepper, FragmentCollector, Replay, ReplayMemory, replayed
+from rollpipe.pipes import DataError, EnvStepper, FragmentCollector, FragmentStacker, Minibatcher, Replay, ReplayMemory, replayed
 from rollpipe.pipes.data import errors
 from rollpipe.pipes.data.errors import CheckpointError
 from rollpipe.runs.folder import load_run, resume, start
+from rollpipe.runs.states import edited
 from rollpipe.runs.training import train
 
 
@@ -134,6 +135,12 @@ def test_a_checkpoint_that_asks_for_too_much_is_refused_before_anything_is_built
 def test_the_file_itself_is_accepted(dqn):
     save_checkpoint(dqn.checkpoint, dqn.agent, dqn.config, dqn.counters)
     assert load_run(dqn.folder).config["options"]["capacity"] == 1000
+
+
+def test_a_run_whose_batches_are_cut_is_accepted(tmp_path):
+    run = start(tmp_path/"run", make_config("ppo", "CartPole-v1", dict(n_envs=2, n_steps=32, hidden=(8,)), {}, steps=100))
+    train(edited(run, Minibatcher.inserter(after=FragmentStacker, size=8)), progress=False, tensorboard=False)
+    assert load_run(run.folder).counters["steps"] == 104
 
 
 FILES = {"/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 8000 kB\n"}

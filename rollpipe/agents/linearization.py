@@ -52,7 +52,7 @@ def _replace_leaves(tree: Any, values) -> Any:
 
 def _grad(outputs, cotangents, inputs, **options):
     "The gradients of the inner product of two lists of tensors. With `grad_outputs`, torch would import sympy, which takes 0.35 s."
-    with torch.enable_grad(): product = sum(torch.dot(x.reshape(-1), c.reshape(-1)) for x, c in zip(outputs, cotangents))
+    with torch.enable_grad(): product: Any = sum(torch.dot(x.reshape(-1), c.reshape(-1)) for x, c in zip(outputs, cotangents))
     return grad(product, inputs, allow_unused=True, **options)
 
 # %% ../../nbs/agents/01_linearization.ipynb #cf499da6

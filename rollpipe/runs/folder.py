@@ -170,12 +170,7 @@ def _check_stored(found: Checkpoint) -> None:
         if not (set(value) <= sizes and len(value) <= len(shapes)):
             raise DataError("there are no such layers in the file", leaf=option.flag, got=str(value))
     run_options({option.name: config[option.name] for option in RUN_OPTIONS if option.name != "preset"})
-    n = {option.name: value for option, value in options.items()}
-    batch = n.get("lanes", 1) * n.get("n_envs", 1) * (1 if n.get("sticky") else n.get("n_steps", 1))
-    if counters["updates"] and batch > 2 * counters["steps"] / counters["updates"]:  # at least half of the rows of a batch are steps
-        raise DataError("batch size and stored step counts disagree", expected="{steps} steps in {updates} updates".format(**counters),
-                        got=", ".join(f"{name}={n.get(name)}" for name in ("lanes", "n_envs", "n_steps")))
-    check_room(n)
+    check_room({option.name: value for option, value in options.items()})
 
 
 def _of_today(config: dict) -> dict:

@@ -27,9 +27,9 @@ from ..settings.options import import_words, typed
 from .changes import changed_run, options_in, with_edit
 from .evaluations import read_evaluations, write_evaluations
 from .folder import FORKED, files_of_run, folder_of, load_run, needed_modules, resume
-from .locks import lock, unlock
+from .locks import lock, locked, unlock
 from .logs import MetricWriter
-from .repeat import checkpoint_at, edits_after, records_of, repeated, stored
+from .repeat import checkpoint_at, edits_after, records_of, repeated, steps_after, stored
 from ..traces.differences import FINGERPRINTS, JOURNAL, diff, read_fingerprints
 from ..traces.journal import cut
 
@@ -49,8 +49,9 @@ def _check_place(folder: Path, out: Path, overwrite: bool) -> None:
 
 
 @contextmanager
-def _replacing(out: Path) -> Iterator[Path]:
-    "A path for a folder, which takes the place of `out` when the block has ended."
+def _replacing(folder: Path, out: Path, overwrite: bool) -> Iterator[Path]:
+    "A path for a fork of the run in `folder`. It takes the place of `out` when the block has ended."
+    _check_place(folder, out, overwrite)
     place = out.with_name(f".{out.name}.fork")
     place.mkdir(parents=True, exist_ok=True)
     lock(place)
@@ -58,10 +59,9 @@ def _replacing(out: Path) -> Iterator[Path]:
         _clear(place)      # of a fork that was killed
         (place/"run").mkdir()
         yield place/"run"
+        _check_place(folder, out, overwrite)      # another run may have begun there meanwhile
         if out.exists():
-            lock(out)
-            try: os.replace(out, place/"old")
-            finally: unlock(out)
+            with locked(out): os.replace(out, place/"old")
         os.replace(place/"run", out)
     finally:
         _clear(place)
@@ -150,10 +150,11 @@ def fork(run: str | Path, out: str | Path, at: int | None = None, edits: Iterabl
     named, folder, out = load_run(run), folder_of(run), Path(out)
     if at is None and Path(run).is_file(): at = int(named.counters["updates"])
     check_integer("noise", noise, 0)
-    _check_place(folder, out, overwrite)
-    with GlobalRandomStates(), _replacing(out) as home:
+    with GlobalRandomStates(), _replacing(folder, out, overwrite) as home:
         found, at = _taken(folder, at, home)
         if found.stream is None or found.counters["updates"] < at: found = _repeated_to(at, folder, found, edits, home)
+        # the steps of the run, also if it was extended since; the edits that it makes again are not those of the fork
+        found = found._replace(config={**found.config, "steps": steps_after(folder, found.config), "due": []})
         found, changed = changed_run(f"a fork of {folder}", _with_noise(found, folder, noise), options)
         rules = ENDLESS if found.config.get("stopped") else {}     # they would stop the fork at once, as they stopped the run
         origin = {"run": str(folder), "at": at, "set": changed, **({"noise": noise} if noise else {})}

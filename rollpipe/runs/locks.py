@@ -13,7 +13,7 @@ from pathlib import Path
 from ..pipes.data.errors import DataError
 
 # %% auto #0
-__all__ = ['lock', 'unlock', 'locked', 'is_training']
+__all__ = ['lock', 'unlock', 'locked', 'owner_of', 'is_training']
 
 # %% ../../nbs/runs/05_locks.ipynb #cc5f633b
 _locks = {}  # (process, folder) -> the open lock file
@@ -78,6 +78,13 @@ def locked(folder: Path) -> Iterator[None]:
     try: yield
     finally:
         if is_outer: unlock(folder)
+
+
+def owner_of(folder: Path) -> str:
+    "The number of the process that has locked the folder, which may have been killed; empty if there is no lock."
+    if (os.getpid(), Path(folder).resolve()) in _locks: return str(os.getpid())     # to close the file would end this lock
+    try: return _lock_file(folder).read_text().strip()
+    except FileNotFoundError: return ""
 
 
 def is_training(folder: Path) -> bool:

@@ -17,6 +17,7 @@ from ..pipes.data.errors import DataError, PipeError, describe_exception
 from ..pipes.data.files import write_atomically, write_json
 from .changes import edited_run
 from .folder import Run
+from .locks import owner_of
 from .signals import Stopped, uninterrupted
 from ..settings.config import allow_edits
 from ..traces.journal import told
@@ -169,9 +170,8 @@ def ask(folder: Path, wish: dict, timeout: float = 60.) -> str:
         for path in (inbox/f"{name}.ask", answer):
             with suppress(OSError): path.unlink()
         with suppress(OSError): inbox.rmdir()
-    owner = lock.read_text().strip() if lock.exists() else "which has ended"
     raise DataError(f"{folder} did not answer within {timeout:g} s", expected="a training, or a longer --timeout",
-                    got=f"process {owner}: it may be dead, or within a long update")
+                    got=f"process {owner_of(folder) or 'which has ended'}: it may be dead, or within a long update")
 
 
 def _still_taken(path: Path, latest: float) -> bool:

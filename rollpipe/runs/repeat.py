@@ -31,8 +31,8 @@ from ..traces.fingerprint import networks_of
 from ..traces.journal import cut, read_journal
 
 # %% auto #0
-__all__ = ['stored', 'repetition', 'beginning', 'checkpoint_at', 'records_of', 'edits_after', 'repeated', 'verify', 'numbers',
-           'diff_command', 'verify_command']
+__all__ = ['stored', 'repetition', 'beginning', 'checkpoint_at', 'records_of', 'edits_after', 'steps_after', 'repeated', 'verify',
+           'numbers', 'diff_command', 'verify_command']
 
 # %% ../../nbs/runs/16_repeat.ipynb #fa198961
 def stored(path: Path, found: Any, config: dict) -> None:
@@ -59,7 +59,8 @@ def repetition(folder: Path, found: Checkpoint, *edits: Callable, home: Path | N
         home: the other folder, which has chunks of the replay memory of its own; None: a temporary one, in which it must not save
     """
     with tempfile.TemporaryDirectory() as place:
-        config = {**found.config, "eval_every": 0, "video_every": 0, "keep": 0, "reading": "processes", "address": None}
+        config = {**found.config, "eval_every": 0, "video_every": 0, "keep": 0, "reading": "processes", "address": None,
+                  "steps": steps_after(folder, found.config), "stopped": None}      # the run may have been over there, and extended since
         if config["options"].get("path"): config["options"] = {**config["options"], "path": place}
         there = home or Path(place, "run")
         config.pop("forked", None)     # where the run came from is not where its repetition comes from
@@ -134,6 +135,13 @@ def edits_after(folder: Path, found: Checkpoint, updates: int) -> list:
     edits = load_run(folder).config.get("edits", [])
     return [edit for edit in edits[len(found.config.get("edits", [])):] if edit["at"] <= updates]
 
+
+def steps_after(folder: Path, config: dict) -> int:
+    "The steps that the run in a folder was to make when it had the edits of a configuration, also if it was extended since."
+    newest = load_run(folder).config
+    later = newest.get("edits", [])[len(config.get("edits", [])):]
+    return next((edit["was"]["steps"] for edit in later if "steps" in edit["was"]), newest["steps"])
+
 # %% ../../nbs/runs/16_repeat.ipynb #f9e2043f
 @contextmanager
 def repeated(folder: Path, found: Checkpoint, updates: int, *edits: Callable, home: Path | None = None) -> Iterator[tuple]:
@@ -164,6 +172,7 @@ def repeated(folder: Path, found: Checkpoint, updates: int, *edits: Callable, ho
                 else:
                     made.journal.mark()
                     run = edited_run(run, edit)
+                    run.config["steps"] = steps_after(folder, run.config)
 
 # %% ../../nbs/runs/16_repeat.ipynb #420561a4
 def verify(folder: str | Path, updates: int = 20, *edits: Callable) -> RunDifference:

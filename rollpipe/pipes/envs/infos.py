@@ -144,9 +144,6 @@ class InfoRecorder:
                  "episode: %s. They are recorded from the step on at which they appear.")
 
 # %% ../../../nbs/pipes/10_envs/05_infos.ipynb #e7dc09f7
-_FLOAT = np.dtype(float)
-
-
 class SingleInfos(InfoRecorder):
     "Records the infos of single environments."
     def record(self, infos: list, valid: np.ndarray) -> dict:
@@ -159,19 +156,9 @@ class SingleInfos(InfoRecorder):
         if {*map(type, infos)} != {dict}: infos = self._dicts(infos)
         # `any` is fast, and most infos are empty.
         if any(infos) and self.is_news(chain.from_iterable(infos)): self._begin(infos)
-        self.begun, found = True, self._numbers(infos)
-        if found is not None: return found
-        found = {}
+        self.begun, found = True, {}
         for key in self.like: self._read(found, key, infos, valid)
         return found
-
-    def _numbers(self, infos):
-        "The columns, if each is one float64 for an environment: one call for all of them is faster. Otherwise None."
-        like = self.like.values()
-        if self.masked or not like or not all(type(x) is np.ndarray and x.dtype is _FLOAT and x.ndim == 1 for x in like): return None
-        try: table = np.array([[info[key] for key in self.like] for info in infos])
-        except (KeyError, TypeError, ValueError): return None
-        return dict(zip(self.like, table.T)) if table.dtype is _FLOAT and table.ndim == 2 else None
 
     def _dicts(self, infos):
         for b, info in enumerate(infos):
