@@ -12,6 +12,7 @@ from rollpipe.agents.off_policy.crossq import CrossQ
 from rollpipe.layers import ActionCritic, SquashedPolicy
 from rollpipe.agents.off_policy.batch_renorm import BatchRenorm, RenormCritic, RenormPolicy
 from rollpipe.pipes import DataError
+from rollpipe.pipes.data.fragment import Final
 from rollpipe.pipes.data.errors import ActorError
 from rollpipe.pipes.replay.memory import Sample
 
@@ -79,9 +80,14 @@ def plain(weights, biases):
     return nn.Sequential(*layers)
 
 
-def test_the_loss_is_that_of_one_batch_of_both_ends():
+@pytest.mark.parametrize('terminal_obs', [False, True])
+def test_the_loss_is_that_of_one_batch_of_both_ends(terminal_obs):
+    "The last observation of a terminated episode counts in the moments, if it is known, and not that of the next episode."
     actor, critic = networks()
     agent, fragment = CrossQ(actor, critic, gamma=.9, temperature=.3), random_fragment(1, 40, invalid=False)
+    if terminal_obs:
+        t, b = fragment.state.fin[1:].nonzero(as_tuple=True)
+        fragment = fragment._replace(final=Final(t, b, torch.randn(len(t), 3), {}))
     nets = [plain([x[k] for x in critic.net.weights], [x[k] for x in critic.net.biases]) for k in range(2)]
     state = agent.generator.get_state()
     noise = agent.noise(fragment)
@@ -89,7 +95,6 @@ def test_the_loss_is_that_of_one_batch_of_both_ends():
     with torch.no_grad():
         after = torch.stack([successor(fragment, 0, b) for b in range(40)])
         term = fragment.term[1]
-        after[term] = fragment.state.obs[1][term]
         act, logp = actor.sample(after, noise[0])
     pairs = torch.cat([torch.cat([fragment.state.obs[0], after]),
                        critic.box.position(torch.cat([fragment.state.act[1], act]))], -1)

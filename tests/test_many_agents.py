@@ -276,6 +276,12 @@ def test_another_engine_answers_the_same(kind):
     assert_same([x.state for x in a], [x.state for x in b])
 
 
+def test_a_group_that_rests_has_no_part():
+    "Agent 0 is there for two steps of five."
+    actor = groups()[2]
+    assert [[*actor.parts(batch)] for batch in collect(make_play, actor, 2, 3)] == [["one", "many"], ["many"], ["one", "many"]]
+
+
 def test_an_actor_that_draws_by_itself_has_a_place():
     actors = dict(one=RandomActor.for_env(make_play), many=MLPPolicy.for_env(make_play, seed=0))
     actor = ActorByGroup(actors, ["one", "many", "many"])

@@ -2,6 +2,7 @@
 import copy
 from itertools import islice
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -418,6 +419,22 @@ def test_samples_have_the_true_last_observations(algorithm):
     assert ends.all() and len(f.final.b) == int(f.state.fin[1].sum())
     assert torch.equal(f.final.obs[:, 0], f.state.obs[0, f.final.b, 0] + 1)
     assert set(f.final.obs[f.term[1, f.final.b], 0].tolist()) == {3.} and set(f.final.obs[~f.term[1, f.final.b], 0].tolist()) == {4.}
+
+
+@each_algorithm
+def test_fresh_steps_that_are_none_are_only_counted(algorithm):
+    "Both environments end together, and their vector resets them in a step of its own."
+    class Cut(Ending):
+        def ends(self): return False, self.count == 3
+
+    agent, n_fresh = make(algorithm, Cut, random_steps=0), []
+    def vector(): return gym.vector.SyncVectorEnv([Cut] * 2, autoreset_mode='NextStep')
+    for batch in islice(replayed(vector, agent.actor, n_envs=None, n_steps=1, warmup=0, batch_size=4, seed=0), 9):
+        metrics = check_metrics(agent.update(batch))
+        n_fresh.append(int(batch.fresh.valid.sum()))
+        assert np.isfinite([*metrics.values()]).all()
+    assert n_fresh == [2, 2, 2, 0] * 2 + [2] and (agent.steps, agent.gradient_steps) == (14, 9)
+    with pytest.raises(DataError, match='no valid row in the batch'): agent.update(batch.fresh._replace(valid=~batch.fresh.valid))
 
 
 @each_algorithm

@@ -109,6 +109,19 @@ def test_a_step_of_td3bc_is_that_of_the_equations(alpha):
         torch.testing.assert_close(list(mine.parameters()), list(other.parameters()), rtol=1e-4, atol=1e-5)
 
 
+@each_algorithm
+def test_a_critic_values_the_action_that_was_executed(algorithm):
+    "An environment gets an action clipped to its bounds. Only the likelihood of a policy is that of the action that it drew."
+    fragment, (low, high) = random_fragment(seed=1), map(torch.from_numpy, (SPACES[1].low, SPACES[1].high))
+    drawn, metrics = 2 * fragment.state.act - (low + high) / 2, []
+    for act in (drawn, drawn.clamp(low, high)):
+        agent = make(algorithm, **(dict(policy_every=1) if algorithm is TD3BC else {}))
+        metrics.append(agent.learn(Sample(fragment._replace(state=fragment.state._replace(act=act)), None, None)))
+    own = dict.fromkeys(['loss_policy', 'grad_norm'] if algorithm is IQL else [], True)
+    assert not torch.equal(drawn, act)
+    for name, x in metrics[0].items(): assert (float(x) != pytest.approx(float(metrics[1][name]), rel=1e-4)) == own.get(name, False), name
+
+
 def test_an_episode_that_was_cut_off_goes_on_and_one_that_ended_does_not():
     agent, zeros, ends = make(IQL, gamma=.5), torch.zeros(1, 2, dtype=torch.bool), torch.tensor([[True, False]])
     with torch.no_grad(): agent.critic.value_net.last.weight.zero_(), agent.critic.value_net.last.bias.fill_(8.)

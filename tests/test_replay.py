@@ -13,7 +13,7 @@ from reference import assert_same, snapshot
 from toys import WORLDS, Constant, Counting, Lively, Memory, Plain, Shaky
 
 from rollpipe.pipes import (
-    DataError, EnvStepper, EpisodeCollector, FragmentCollector, FragmentStacker, FrameStack, GraphError, Lanes, ObservationCast,
+    DataError, EnvStepper, EpisodeCollector, Fragment, FragmentCollector, FragmentStacker, FrameStack, GraphError, Lanes, ObservationCast,
     Pipe, Replay, ReplayMemory, find_one, nested, replayed, rollouts,
 )
 from rollpipe.pipes.data.fragment_ops import columns, join
@@ -159,6 +159,25 @@ def test_fragments_without_provenance_stand_alone():
         naive.add(f)
     check(memory, naive)
     assert memory.sample(2).fragment.lane is None
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_fragments_made_of_steps_keep_what_led_to_their_borders(length):
+    "`from_steps` knows no action, reward or termination before row 0. The fragment before does."
+    def part(k, over=False):
+        "Steps 2 k and 2 k + 1: step `t` is at `t`, takes action `t + 1`, and is paid `10 t`; the last one may terminate."
+        t, ends = torch.arange(2 * k, 2 * k + 3.), torch.tensor([[False], [over]])
+        return Fragment.from_steps(t[:, None, None], t[:2, None].long() + 1, 10 * t[:2, None], ends, stepno=2 * k % 6,
+                                   lane=torch.tensor([0]), seq=torch.tensor([k]))
+    memory = ReplayMemory(6, length=length, seed=0)
+    for k in range(5):
+        memory.add(part(k, over=k == 2))
+        if not k: continue
+        f = memory.sample(100).fragment
+        at = f.state.obs[:-1, :, 0]
+        assert len({*at[0].tolist()}) == min(6, 2 * k + 2) + 1 - length
+        assert torch.equal(f.state.act[1:], at.long() + 1) and torch.equal(f.state.rew[1:], 10 * at)
+        assert torch.equal(f.term[1:], at == 5) and torch.equal(f.state.fin[1:], at == 5)
 
 
 def test_advantages_are_kept_if_there_are_any():

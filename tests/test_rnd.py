@@ -19,7 +19,7 @@ from rollpipe.settings.config import build, make_config
 from rollpipe.runs.logs import read_evaluations, write_evaluations
 from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import DataError, EpisodeStats, Fragment, FragmentCollector, GraphError, Lanes, ProcessReading, nested
-from rollpipe.pipes import on_policy, rollouts
+from rollpipe.pipes import on_policy, replayed, rollouts
 from rollpipe.pipes.data.errors import CheckpointError
 from rollpipe.pipes.data.fragment_ops import ENV_REWARD, env_rewards, pad_episodes
 from rollpipe.pipes.graph.edits import find_one
@@ -164,10 +164,29 @@ def test_what_goes_on_from_a_state_gives_the_same_numbers():
     same_states(one.state_dict(), two.state_dict())
 
 
+def test_a_memory_has_the_novelty_of_every_step():
+    "Row 0 of a fragment repeats the reward of the step before without its novelty."
+    edits = [RND.inserter(after=Lanes, network=networks())]
+    pipe = replayed(Walk, MLPPolicy.for_env(Walk, seed=0), n_envs=2, n_steps=1, lanes=2, warmup=0, seed=0, edits=edits)
+    batch = [x for _, x in zip(range(6), pipe)][-1]
+    sample = batch.memory.sample(200).fragment
+    assert (sample.state.rew[1:] > env_rewards(sample)).all()
+
+
 # --- in a run
 
 def configured(**options):
     return make_config("ppo", "CartPole-v1", dict(n_envs=2, n_steps=8, engine="torch"), steps=64, intrinsic=.5, **options)
+
+
+@pytest.mark.parametrize("scale", ["sign", .1, "learn"])
+def test_the_scale_of_rewards_is_not_that_of_the_novelty(scale):
+    def rewards(**options):
+        config = make_config("ppo", "Pendulum-v1", dict(n_envs=2, n_steps=8, engine="torch"), **options)
+        return next(iter(build(config)[1])).state.rew[1:]
+    novelty = rewards(intrinsic=.5) - rewards()
+    assert (novelty > 0).all()
+    torch.testing.assert_close(rewards(intrinsic=.5, reward_scale=scale) - rewards(reward_scale=scale), novelty, rtol=1e-3, atol=1e-4)
 
 
 def test_a_run_keeps_what_its_pipe_has_learned(tmp_path):

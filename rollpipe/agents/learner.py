@@ -227,9 +227,14 @@ class Learner(ScheduledLearner):
         self.end()
         return metrics | begun | dict(seconds_policy=policy_done - start, seconds_critic=perf_counter() - policy_done)
 
-    def begin(self, batch: Fragment) -> dict:
-        "Check a batch, and set the learning rates for it. Returns metrics."
-        self.check(batch, *self.batch_needs, *['ret'] * ('adv' in self.batch_needs and self.critic is not None))
+    def begin(self, batch: Fragment, may_rest: bool = False) -> dict:
+        """Check a batch, and set the learning rates for it. Returns metrics.
+
+        Args:
+            may_rest: True: a batch without a valid row is accepted, because it is only counted
+        """
+        needs = *self.batch_needs, *['ret'] * ('adv' in self.batch_needs and self.critic is not None)
+        if not may_rest or batch.valid.any(): self.check(batch, *needs)
         ranks.check_batches(batch, type(self).__name__)
         return self.provenance(batch) | self.set_rates()
 

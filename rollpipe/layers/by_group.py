@@ -102,12 +102,15 @@ class ActorByGroup(_Groups, Actor):
     def parts(self, fragment: Fragment) -> dict[str, Fragment]:
         """The fragments of the groups, by name: the columns of their agents, with what their own actor reported and remembered.
 
+        A group whose agents all rest has none, because no learner could learn from it.
+
         Args:
             fragment: of a pipeline with this actor
         """
         found, group = {}, self.groups_of(nested.map(lambda x: x[0], fragment.state.obs))
         for k, name in enumerate(self.members):
             part = columns(fragment, (group.cpu() == k).nonzero()[:, 0])
+            if not part.valid.any(): continue
             final = part.final._replace(actor=part.final.actor[name])
             found[name] = part._replace(actor=part.actor[name], hx=part.hx[name], final=final)
         return found

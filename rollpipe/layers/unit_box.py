@@ -70,6 +70,6 @@ class UnitBox(nn.Module):
         return torch.addcmul(b['center'], b['half_range'], position)
 
     def position(self, act: Tensor) -> Tensor:
-        "The positions `[*lead, *shape]` of actions; those beyond the bounds have positions outside of the cube."
+        "The positions `[*lead, *shape]` of actions. Environments get actions clipped to their bounds, so these have positions in the cube."
         b = self._buffers
-        return (act.float() - b['center']) / b['half_range']
+        return ((act.float() - b['center']) / b['half_range']).clamp(-1, 1)

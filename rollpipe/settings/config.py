@@ -33,6 +33,7 @@ from ..pipes.recording.data_sampler import DataSampler
 from ..pipes.recording.recorder import Recorder
 from ..pipes.recording.store import bytes_of
 from ..pipes.replay.pipe import Replay
+from ..pipes.transforms import RewardScaler
 from ..pipes.batches import ToDevice
 from ..pipes.cluster.ray_reading import RayReading
 from ..pipes.workers.reading import ProcessReading
@@ -70,7 +71,8 @@ def _curious(pipe: Any, config: dict, seed: int) -> Any:
         raise DataError(f"{config['algorithm']} learns from a memory, whose rewards stay as they were when they were new", leaf="intrinsic",
                         expected="0, or an algorithm without a memory, such as ppo", got=str(weight))
     network = Distillation.for_env(config["env"], env_kwargs=config["env_kwargs"], seed=seed)
-    return insert_after(pipe, Lanes, partial(RND, network=network, weight=weight, seed=seed))
+    after = RewardScaler if find(pipe, RewardScaler) else Lanes     # its scale is for the rewards of the environment alone
+    return insert_after(pipe, after, partial(RND, network=network, weight=weight, seed=seed))
 
 
 def _recorded(pipe: Any, config: dict) -> Any:

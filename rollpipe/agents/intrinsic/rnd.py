@@ -25,9 +25,10 @@ class RND(Pipe):
     """Add to the reward of each step of a `Fragment` the novelty of the observation that it led to.
 
     The new reward is `env_weight * reward + weight * novelty`, where `Novelty` makes the scale independent of the environment's
-    rewards. `env['rollpipe.reward']` keeps the reward of the environment, from which the returns of episodes are computed. The networks
-    learn from each fragment after its novelty is computed. Their state is kept from one iteration to the next, and `state_dict` puts it
-    into the checkpoint of a run.
+    rewards. The reward in row 0 has no novelty, because its step belongs to the fragment before. `env['rollpipe.reward']` keeps the reward
+    of the environment, from which the returns of episodes are computed. The networks learn from each fragment after its novelty is
+    computed. Their state is kept from one iteration to the next, and `state_dict` puts it into the checkpoint of a run. A `RewardScaler`
+    has to be above this pipe, because it would scale the novelty, too.
 
     The pipe needs the true last observations of terminated episodes (`terminal_obs=True`), and must be below `Lanes`. Advantages are
     estimated from the sum of both rewards, by one critic; the paper has two. Raises `DataError` if a last observation is missing or an

@@ -9,12 +9,13 @@ __all__ = ['CrossQ']
 import torch
 
 from .action_learner import SoftLearner
-from .action_losses import action_value_loss, reached, taken
+from .action_losses import action_value_loss, taken
 from ..shared_options import integer, not_offered, number
 from ..td import td_targets
 from ...pipes.data import nested
 from ...pipes.data.errors import DataError, describe
 from ...pipes.data.fragment import Fragment
+from ...pipes.data.fragment_ops import observations_reached
 
 # %% ../../../nbs/agents/16_off_policy/11_crossq.ipynb #fc207bab
 class CrossQ(SoftLearner):
@@ -52,7 +53,7 @@ class CrossQ(SoftLearner):
 
     def critic_loss(self, fragment: Fragment, weight: torch.Tensor | None) -> tuple:
         "As `action_value_loss`, with soft targets from the same batch of the critic as the values."
-        obs = reached(fragment)
+        obs = nested.as_seen(observations_reached(fragment))
         with torch.no_grad(): act, logp = self.actor.sample(obs, self.noise(fragment))
         pairs = nested.map(lambda x, y: torch.cat([x, y]), taken(fragment), (obs, act))
         with self.critic.by_batch(): q, q_next = self.critic(*pairs).chunk(2, 1)

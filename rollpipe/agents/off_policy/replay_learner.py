@@ -74,11 +74,12 @@ class ReplayLearner(Discounted, Learner):
     def update(self, batch: Replayed | Fragment) -> dict:
         """Learn from each sample of a `Replayed`, or from a `Fragment` as the only sample; returns metrics (see `METRICS`).
 
-        As long as there are no samples, it only counts. Raises `DataError` if something is not finite or no row is valid.
+        As long as there are no samples, it only counts. Fresh steps that are in a memory need not have a valid row. Raises `DataError` if
+        something is not finite, or no row of a `Fragment` is valid.
         """
         if isinstance(batch, Fragment): batch = Replayed(batch, iter([Sample(batch, None, None)]), None)
         fresh, memory, start = batch.fresh, batch.memory, perf_counter()
-        begun, exploration = self.begin(fresh), self.exploration()
+        begun, exploration = self.begin(fresh, may_rest=memory is not None), self.exploration()
         prioritized = getattr(memory, 'prioritized', False)
         if prioritized and ranks.active():
             raise DataError("several ranks cannot learn from memories with priorities", pipe=self, leaf='prioritized', expected="False",
@@ -89,7 +90,7 @@ class ReplayLearner(Discounted, Learner):
             records.append(self.learn(sample, memory))
             drawn += sample.fragment.valid.numel()
         n_fresh, n_kept, drawn = self.count(fresh), *map(int, ranks.totals(torch.tensor([len(memory or ()), drawn]))[0])
-        if memory is not None: records.append(dict(replay_size=n_kept, replay_ratio=drawn / n_fresh))
+        if memory is not None: records.append(dict(replay_size=n_kept, replay_ratio=drawn / max(n_fresh, 1)))
         if prioritized: records.append(dict(beta=memory.beta))
         self.end()
         return mean_metrics(records) | dict(begun, **exploration, target_updates=self.target_updates, seconds_sample=samples.seconds,

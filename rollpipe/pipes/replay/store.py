@@ -52,9 +52,10 @@ class StepLinks:
     Args:
         ring: the ring of the records
         dtype: dtype of a record
+        past: fields of a record that tell of the step before
     """
-    def __init__(self, ring: Ring, dtype: np.dtype):
-        self.ring, self.look_ahead, self.lanes = ring, SideTable(dtype), {}  # lane -> _LaneEnd
+    def __init__(self, ring: Ring, dtype: np.dtype, past: list):
+        self.ring, self.look_ahead, self.past, self.lanes = ring, SideTable(dtype), past, {}  # lane -> _LaneEnd
         self.next = np.zeros(ring.capacity, np.int64)  # slot of the next record, or -1 - (its number in `look_ahead`)
         self.changes = RowChanges(self.next)
 
@@ -87,21 +88,26 @@ class StepLinks:
         self.next[slot[:, -1]] = -1 - self.look_ahead.put(rows)
         self.changes.mark(slot)
 
-    def join(self, lane: int, seq: int | None, serial: np.ndarray, stepno: np.ndarray) -> AddedSteps:
+    def join(self, lane: int, seq: int | None, serial: np.ndarray, stepno: np.ndarray, records: np.ndarray) -> AddedSteps:
         """Link the new steps of a lane to its older steps, if the new steps follow directly.
+
+        Then their first record gets the `past` of the look-ahead row that it replaces. Its own may be another one: `Fragment.from_steps`
+        does not know it, and a pipe that changes rewards may not have changed that of row 0.
 
         Args:
             seq: number of the fragment; None: unknown, so it follows no other
             serial: int64 [B, T]: serial numbers of its steps
             stepno: int64 [T+1, B]: step numbers of its rows
+            records: the records in the slots
         """
         end = self.lanes.get(lane)
         follows = end is not None and seq is not None and seq == end.seq + 1 and np.array_equal(end.stepno, stepno[0])
         if follows:
             kept = end.serial >= self.ring.oldest
-            last = self.ring.slot(end.serial[kept])
+            last, first = self.ring.slot(end.serial[kept]), self.ring.slot(serial[kept, 0])
+            records[self.past][first] = self.look_ahead.records[self.past][-1 - self.next[last]]
             self.release(last)
-            self.next[last] = self.ring.slot(serial[kept, 0])
+            self.next[last] = first
             self.changes.mark(last)
         self.lanes[lane] = _LaneEnd(seq, stepno[-1], serial[:, -1])
         return AddedSteps(lane, serial, follows)
@@ -136,7 +142,8 @@ class StepStore:
         self.keep_hx, dtype = keep_hx and bool(nested.leaves(example.hx)), self.layout.step_type
         self.place = Place(path)
         self._use(self.place.records(capacity, dtype))
-        self.links = StepLinks(self.ring, dtype)
+        state, term = self.layout.fields.state, self.layout.fields.term
+        self.links = StepLinks(self.ring, dtype, [field.name for field in nested.leaves((state.act, state.rew, state.fin, term))])
         self.finals, self.hxs = SideTable(self.layout.final_type), SideTable(self.layout.hx_type)
         self.checked, self.n_valid = set(), 0     # forms that have passed the check; number of valid steps
 
@@ -163,7 +170,8 @@ class StepStore:
         self.links.add(serial, records[:, -1])
         stepno, sizes = fragment.state.stepno.cpu().numpy()[:, order], [columns.stop - columns.start for _, _, columns in lanes]
         mine = np.split(np.arange(len(order)), np.cumsum(sizes)[:-1])
-        return replaced, [self.links.join(lane, seq, serial[env], stepno[:, env]) for (lane, seq, _), env in zip(lanes, mine)]
+        return replaced, [self.links.join(lane, seq, serial[env], stepno[:, env], self.records)
+                          for (lane, seq, _), env in zip(lanes, mine)]
 
     def _with_all_infos(self, fragment):
         "`fragment` with all infos that are stored, in their dtypes. New infos and wider dtypes become those of all records."
