@@ -461,7 +461,7 @@ def test_checkpoint_that_does_not_fit_the_agent(run, capsys):
 
 
 @pytest.mark.parametrize("harm", [
-    dict(options=dict(n_envs=10**9)), dict(options=dict(lanes=10**6)),
+    dict(options=dict(n_envs=10**9)), dict(options=dict(lanes=10**8)),
     dict(options=dict(n_steps=10**9)), dict(options=dict(hidden=[300_000])),
     dict(options=dict(hidden=[-1])), dict(options=dict(gamma="x")), dict(options=dict(encoder=dict(a=1))), dict(options=dict(n_envs=None)),
     dict(seed="x"), dict(seed=-1), dict(steps=None), dict(threads=0), dict(env=5), dict(env_kwargs=[1]), dict(env_kwargs=dict(nonsense=1)),

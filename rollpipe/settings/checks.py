@@ -71,15 +71,19 @@ def is_over(config: dict, counters: dict) -> bool:
     return counters["steps"] >= config["steps"] or bool(config.get("stopped"))
 
 
+_LANE = 100_000      # bytes, at least, of a lane that runs; one with CartPole takes ten times as many
+
+
 def check_room(options: dict) -> None:
-    """Raise `DataError` if there is no memory for the batches or the replay memory that the options ask for.
+    """Raise `DataError` if there is no memory for the lanes, the batches or the replay memory that the options ask for.
 
     Args:
         options: all options of the algorithm
     """
-    for names in (("lanes", "n_envs", "n_steps"), ("batch_size", "length"), ("capacity",) * (options.get("path") is None)):
-        rows = {name: x for name in names if isinstance(x := options.get(name), int)}
-        if rows: check_memory(", ".join(f"{name}={x:,}" for name, x in rows.items()), math.prod(rows.values()) * LEAST_BYTES)
+    rows = ("lanes", "n_envs", "n_steps"), ("batch_size", "length"), ("capacity",) * (options.get("path") is None)
+    for names, size in (("lanes",), _LANE), *((names, LEAST_BYTES) for names in rows):
+        found = {name: x for name in names if isinstance(x := options.get(name), int)}
+        if found: check_memory(", ".join(f"{name}={x:,}" for name, x in found.items()), math.prod(found.values()) * size)
 
 
 def check_lanes(workers: int, options: dict) -> None:
