@@ -31,10 +31,17 @@ from ..traces.fingerprint import networks_of
 from ..traces.journal import cut, read_journal
 
 # %% auto #0
-__all__ = ['stored', 'repetition', 'beginning', 'checkpoint_at', 'records_of', 'edits_after', 'steps_after', 'repeated', 'verify',
+__all__ = ['steps_after', 'stored', 'repetition', 'beginning', 'checkpoint_at', 'records_of', 'edits_after', 'repeated', 'verify',
            'numbers', 'diff_command', 'verify_command']
 
 # %% ../../nbs/runs/16_repeat.ipynb #fa198961
+def steps_after(folder: Path, config: dict) -> int:
+    "The steps that the run in a folder was to make when it had the edits of a configuration, also if it was extended since."
+    newest = load_run(folder).config
+    later = newest.get("edits", [])[len(config.get("edits", [])):]
+    return next((edit["was"]["steps"] for edit in later if "steps" in edit["was"]), newest["steps"])
+
+
 def stored(path: Path, found: Any, config: dict) -> None:
     """Write a checkpoint with another configuration. The run that goes on from it has a recording of its own.
 
@@ -134,13 +141,6 @@ def edits_after(folder: Path, found: Checkpoint, updates: int) -> list:
     "The edits that the run in a folder got while it trained, after a checkpoint, and after this update at the latest."
     edits = load_run(folder).config.get("edits", [])
     return [edit for edit in edits[len(found.config.get("edits", [])):] if edit["at"] <= updates]
-
-
-def steps_after(folder: Path, config: dict) -> int:
-    "The steps that the run in a folder was to make when it had the edits of a configuration, also if it was extended since."
-    newest = load_run(folder).config
-    later = newest.get("edits", [])[len(config.get("edits", [])):]
-    return next((edit["was"]["steps"] for edit in later if "steps" in edit["was"]), newest["steps"])
 
 # %% ../../nbs/runs/16_repeat.ipynb #f9e2043f
 @contextmanager
