@@ -174,6 +174,18 @@ def test_a_run_that_was_extended(tmp_path):
         check_same(parent.folder, out)
 
 
+def test_an_old_end_does_not_end_a_run_that_was_extended(tmp_path):
+    "Its checkpoint lacks the last evaluations, which the longer run has dropped. To make them is no reason to lose what came after it."
+    run = trained(tmp_path/"run", "ppo", 320, eval_every="160 steps", eval_episodes=1, final_episodes=1, keep=9)
+    gone_on(run.folder, steps=640)
+    before = (run.folder/"checkpoint.safetensors").read_bytes()
+    old, = (run.folder/"checkpoints").glob("*320.safetensors")
+    with pytest.raises(DataError, match="is complete"): resume(old)
+    assert (run.folder/"checkpoint.safetensors").read_bytes() == before and load_run(run.folder).counters["steps"] == 640
+    train(resume(old, steps=480), progress=False, tensorboard=False)
+    assert load_run(run.folder).counters["steps"] == 480
+
+
 # -- edits -------------------------------------------------------------------------------------------------------------
 
 

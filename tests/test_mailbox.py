@@ -357,6 +357,7 @@ def test_an_ask_that_nobody_answers_leaves_the_lock(tmp_path):
         except DataError: os._exit(3)
         finally: os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+    unlock(run.folder)
 
 
 # -- hostile files, full disks -----------------------------------------------------------------------------------------

@@ -89,9 +89,10 @@ def _run_for(args, launch):
     config = config_from(args) | (dict(ranks=launch.size) if launch else {})
     folder = Path(args.out or default_folder(config))
     found = find_run(folder, config, given_names(args)) if args.proceed or is_again else None
-    if found and found.config["steps"] == config["steps"]: config["steps"] = load_run(folder).config["steps"]     # edits may set them
     if not found: return start(folder, config, args.overwrite)
-    if not is_complete(folder, {**found.config, "steps": config["steps"]}, found.counters):
+    now = load_run(folder).config     # with the edits of the run, which may set its steps and its evaluations
+    if found.config["steps"] == config["steps"]: config["steps"] = now["steps"]
+    if not is_complete(folder, {**now, "steps": config["steps"]}, found.counters):
         return resume(folder, None if found.config.get("stopped") else config["steps"])     # what was stopped stays so
     why = f", and was stopped: {found.config['stopped']}" if found.config.get("stopped") else ""
     print(f"{folder} is complete, with {format_number(found.counters['steps'])} steps{why}")

@@ -16,7 +16,7 @@ from ..agents.checkpoint import Checkpoint, Snapshot, keep_checkpoint, kept_chec
 from .states import Stream, edits_due, kept_states, load_states, resumed_stream, with_exactness
 from ..agents.schedules import with_eval_every
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
-from ..settings.checks import ENDLESS, check_decay, check_edits, check_room
+from ..settings.checks import ENDLESS, check_decay, check_edits, check_room, is_over
 from ..settings.config import RUN_OPTIONS, RunOptions, build, device_of, run_options
 from .locks import lock, unlock
 from .logs import is_complete
@@ -294,7 +294,8 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
         config: dict[str, Any] = dict(found.config, steps=steps or found.config["steps"], **given)
         counters = dict(found.counters, resumes=found.counters["resumes"] + (found.stream is None and found.counters["updates"] > 0))
         if config.get("stopped") and steps: config |= ENDLESS
-        if is_complete(folder, config, counters):
+        # An earlier checkpoint lacks last evaluations if the run was extended since. To make these would end the training after it.
+        if is_over(config, counters) if path.is_file() else is_complete(folder, config, counters):
             raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
         check_decay(config["steps"], found.config["options"])
         if due := edits_due(folder, found.config): config["due"] = due
