@@ -163,13 +163,15 @@ def main():
     parser.add_argument('--out', type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if any(record['kind'] == 'best' for record in read_evaluations(args.out)): return
-    args.out.mkdir(parents=True, exist_ok=True)
     packages = {'contrib': 'sb3-contrib', 'sb3': 'stable-baselines3', 'tianshou': 'tianshou'}
     config = dict(algorithm='ppo' if args.who == 'sb3' else 'trpo', env=args.env, name=f'{packages[args.who]} {args.env}', options={},
                   env_kwargs={}, steps=args.steps, seed=args.seed, eval_every=f'{EVERY} steps',
                   versions={name: version(name) for name in (packages[args.who], 'torch', 'gymnasium', 'mujoco')})
-    (args.out/'config.json').write_text(json.dumps(config, indent=2) + '\n')
+    file = args.out/'config.json'
+    if file.exists() and json.loads(file.read_text()) != config: parser.error(f"{args.out} has a run with other settings or versions")
+    if any(record['kind'] == 'best' for record in read_evaluations(args.out)): return
+    args.out.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(config, indent=2) + '\n')
     diary, kinds = Diary(args.env, args.seed, args.steps, args.out), ZOO.get(args.who, {})
     settings = kinds.get(args.env.rpartition('-')[0], kinds.get('Ant'))
     if args.who == 'tianshou': return of_tianshou(diary)
