@@ -25,7 +25,7 @@ endif
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint sync notebooks pytest slow bench docs export update hooks clean
+.PHONY: help setup demo test lint sync notebooks pytest slow gpu bench docs export update hooks clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -68,6 +68,9 @@ pytest: $(STAMP)  ## the tests, without the slow ones, some files at a time: mor
 
 slow: $(STAMP)  ## the learning tests, many minutes
 	@$(BIN)/python -m pytest -q -m slow --timeout 3600
+
+gpu: $(STAMP)  ## the tests that use a GPU
+	@$(BIN)/python -m pytest -q -m gpu --timeout 900
 
 bench: $(STAMP)  ## every benchmark, each beside its floor
 	@for f in collect engines plain_forms profiling tensor_envs vector trpo_update updates recurrent images invariants footprint train workers replay ppo; do echo "== $$f"; $(BIN)/python benchmarks/$$f.py || exit 1; done

@@ -1,6 +1,6 @@
 """Kill trainings at random instants, resume them, and compare every number with those of trainings that were never interrupted.
 
-    python benchmarks/guillotine.py [--only NAME ...] [--rounds 3] [--kills 3] [--jobs 2] [--seed 0]
+    python benchmarks/guillotine.py [--only NAME ...] [--rounds 3] [--kills 3] [--jobs 2] [--seed 0] [--device cpu]
 
 A case is a training that takes seconds. Its twin runs once without interruption. Then, in each round, the same training is killed
 (SIGKILL) several times and resumed each time, with another number of workers where the case has some: at a random instant, within the
@@ -112,6 +112,7 @@ CASES = {
     "masked": Case("ppo", "Taxi-v4", dict(SMALL, action_mask="action_mask"), dict(steps=4000), (0, 2)),
     "normalized": Case("ppo", "guillotine/Normalized-v0", SMALL, dict(steps=5000), (0, 2)),
     "global": Case("ppo", "guillotine/Luck-v0", SMALL, dict(steps=5000), (0, 2)),
+    "global_spawn": Case("ppo", "guillotine/Luck-v0", SMALL, dict(steps=3000), (0, 1), start_method="spawn"),
     "pong": Case("ppo", "guillotine/Pong-v0", dict(SMALL, n_steps=16, lanes=1), dict(steps=320), (0, 1)),
     "spawn": Case("ppo", "Pendulum-v1", SMALL, dict(steps=5000, workers=2), (1, 2), start_method="spawn"),
     "ray": Case("ppo", "CartPole-v1", SMALL, dict(steps=5000, workers=1, reading="ray"), (1, 2)),
@@ -171,7 +172,10 @@ def in_child(blow, case, function, *args):
         os._exit(quietly(case, function, *args))
     children = [multiprocessing.get_context("fork").Process(target=main, args=(rank,)) for rank in range(case.ranks)]
     for child in children: child.start()
-    while not any(codes := [child.exitcode for child in children]) and None in codes: time.sleep(0.01)
+    end = None     # a rank whose memory takes long to free ends after one that has noticed its end
+    while None in (codes := [child.exitcode for child in children]) and (end is None or time.monotonic() < end):
+        if end is None and any(codes): end = time.monotonic() + 5
+        time.sleep(0.01)
     for child in children:
         if any(codes): child.kill()
         child.join()
@@ -288,11 +292,13 @@ def main():
     parser.add_argument("--only", nargs="*", default=list(CASES))
     for option, default in (("rounds", 3), ("kills", 3), ("jobs", 2), ("seed", 0)):
         parser.add_argument(f"--{option}", type=int, default=default)
+    parser.add_argument("--device", default="cpu", help="where the networks are, such as cuda")
     args = parser.parse_args()
+    cases = {name: case._replace(run=dict(case.run, device=args.device)) for name, case in CASES.items()}
     logging.getLogger("rollpipe").setLevel(logging.ERROR)
     total = bad = 0
     with ThreadPoolExecutor(args.jobs) as pool:
-        jobs = {name: pool.submit(try_case, name, CASES[name], args.rounds, args.kills, args.seed) for name in args.only}
+        jobs = {name: pool.submit(try_case, name, cases[name], args.rounds, args.kills, args.seed) for name in args.only}
         for name, job in jobs.items():
             try: lines = job.result()
             except Exception as e:

@@ -49,7 +49,7 @@ def test_inputs_and_memory_are_where_the_actor_is():
 
 
 @pytest.mark.parametrize("policy", [MLPPolicy, RecurrentPolicy])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_device_does_not_change_the_record(policy, device):
     actor = policy.for_env("Pendulum-v1", seed=0)
     plain = list(islice(FragmentCollector(EnvStepper("Pendulum-v1", actor, 3, seed=1), 7), 3))

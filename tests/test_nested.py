@@ -186,7 +186,7 @@ def test_pinned_and_shared_exclude_one_another():
     with pytest.raises(ValueError, match='exclude one another'): nested.torchify(np.zeros(1), pinned=True, shared=True)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='pinned memory needs an accelerator')
+@pytest.mark.gpu
 def test_pinned_memory():
     pyt = nested.torchify({'x': np.zeros(3)}, pinned=True)
     nested.numpify(pyt)['x'][1] = 2

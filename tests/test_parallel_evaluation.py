@@ -85,7 +85,7 @@ def test_beside_worker_lanes():
     assert versions == [1, 2, 3] and version_of(actor) == 6
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no such device")
+@pytest.mark.gpu
 def test_an_actor_on_a_device():
     "It is evaluated in host memory, in a process that does not touch the device."
     actor = CategoricalPolicy.for_env("CartPole-v1", hidden=(8,))

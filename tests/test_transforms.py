@@ -386,7 +386,7 @@ def test_ticks_stay():
     with pytest.raises(DataError, match="ToDevice: ticks cannot be moved"): next(iter(ToDevice(EnvStepper(Counting, Plain()), "cpu")))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.gpu
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_to_cuda(ahead):
     each = [[(2, "trunc"), (5, "term")]]

@@ -37,6 +37,7 @@ from ..pipes.transforms import RewardScaler
 from ..pipes.batches import ToDevice
 from ..pipes.cluster.ray_reading import RayReading
 from ..pipes.workers.reading import ProcessReading
+from ..ranks.launch import device_of_rank
 from ..traces.fingerprint import versions
 from .checks import check_decay, check_lanes, check_room, check_stops, with_steps
 from .choice import preset_for
@@ -49,13 +50,15 @@ __all__ = ['RUN_OPTIONS', 'device_of', 'reading_for', 'RunOptions', 'run_options
 
 # %% ../../nbs/settings/07_config.ipynb #210c1c22
 def device_of(name: str) -> torch.device:
-    """The device of this name; `auto` is cuda or mps if available, else cpu. Raises `DataError` for a device that is not available.
+    """The device of this name; `auto` is cuda or mps if available, else cpu. Each rank has a GPU of its own.
+
+    Raises `DataError` for a device that is not available.
 
     Args:
         name: such as cpu, cuda:1, mps, or auto
     """
-    if name != "auto": return checked_device(name)
-    return torch.device("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
+    found = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    return device_of_rank(checked_device(found if name == "auto" else name))
 
 
 def _moved(pipe: Any, device: torch.device) -> Any:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools, platform
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,12 @@ def source_digest() -> str:
     return digest(*(file.read_bytes() for file in files))
 
 
-def machine() -> dict:
-    "What the last bits may depend on: system, processor, its features that torch and numpy use, and torch's threads."
+def machine(networks: Iterable = ()) -> dict:
+    """What the last bits may depend on: system, processor, its features that torch and numpy use, torch's threads, and the GPUs in use.
+
+    Args:
+        networks: modules, whose parameters may be on a GPU; one that nobody uses is not touched, because CUDA forbids to fork after it
+    """
     show: Any = np.show_config
     try: built = show(mode='dicts')
     except TypeError: built = {}        # numpy below 1.26
@@ -50,7 +55,8 @@ def machine() -> dict:
     return dict(system=f"{platform.system()} {platform.machine()}", processor=_processor(), threads=str(torch.get_num_threads()),
                 torch=torch.backends.cpu.get_cpu_capability(), blas=f"{blas.get('name')} {blas.get('version')}",
                 numpy=' '.join(built.get('SIMD Extensions', {}).get('found', [])),
-                accelerator=torch.cuda.get_device_name() if torch.cuda.is_available() else 'None')
+                accelerator=', '.join(sorted({torch.cuda.get_device_name(x.device) for network in networks for x in network.parameters()
+                                              if x.is_cuda})) or 'None')
 
 
 def _processor():
@@ -131,7 +137,7 @@ def fingerprint(pipe: Any, agent: Any = None, **settings: Any) -> Fingerprint:
     if set(seeds.values()) == {'None'}: seeds = dict.fromkeys(seeds, f"{UNKNOWN}: fresh entropy in each iteration")
     told.leaves.update(seeds)
     _add_versions(told, pipe)
-    for name, text in machine().items(): told.leaves[f"machine/{name}"] = text
+    for name, text in machine(told.networks.values()).items(): told.leaves[f"machine/{name}"] = text
     return Fingerprint(told.leaves)
 
 

@@ -39,8 +39,9 @@ def _put_python(generator, state): generator.setstate((state[0], tuple(state[1])
 
 
 def name_of(kind: type) -> str:
-    "Module and name of a class."
-    return f"{getattr(kind, '__module__', '')}.{kind.__qualname__}"     # SWIG makes classes without a module
+    "Module and name of a class. A spawned worker calls the module of the script that was started `__mp_main__`."
+    module = getattr(kind, '__module__', '')     # SWIG makes classes without one
+    return f"{'__main__' if module == '__mp_main__' else module}.{kind.__qualname__}"
 
 # %% ../../../nbs/pipes/00_data/05_simulators.ipynb #6d8adb0a
 @lru_cache

@@ -12,6 +12,7 @@ from functools import wraps
 
 from ..data.errors import GraphError
 from ..loading.datapipes import IterableWrapper, IterDataPipe, MapDataPipe, Mapper, traverse_dps
+from ..loading.seeds import torchs_seed
 
 # %% ../../../nbs/pipes/02_graph/00_torchdata.ipynb #a7e4279d
 def _of_torchdata():
@@ -22,6 +23,8 @@ def _of_torchdata():
         except ModuleNotFoundError as error:
             if error.name not in ("torchdata", "torchdata.dataloader2"): raise     # torchdata exists, but lacks a module that it needs
             return None
+    # torchdata draws the same number, but saves the generators of all GPUs before it: then CUDA is in use, and workers cannot be forked.
+    importlib.import_module("torchdata.dataloader2.random.seed_generator")._get_torch_random_seed = torchs_seed
     return {**vars(graph), **vars(loader)}
 
 def _our_own():
