@@ -32,7 +32,8 @@ OFF = "--warmup 200".split()
 KINDS = dict(
     trpo=["trpo", "Pendulum-v1", *SMALL], npg=["npg", "CartPole-v1", *SMALL], reinforce=["reinforce", "CartPole-v1", *SMALL],
     a2c=["a2c", "Pendulum-v1", *SMALL], ppo=["ppo", "CartPole-v1", *SMALL], vtrace=["vtrace", "CartPole-v1", *SMALL],
-    gru=["ppo", "CartPole-v1", *SMALL, "--recurrent", "gru"], lstm=["dqn", "CartPole-v1", *OFF, "--recurrent", "lstm", "--preset", "none", "--length", "8"],
+    gru=["ppo", "CartPole-v1", *SMALL, "--recurrent", "gru"],
+    lstm=["dqn", "CartPole-v1", *OFF, "--recurrent", "lstm", "--preset", "none", "--length", "8"],
     workers=["ppo", "Pendulum-v1", *SMALL, "--workers", "2"], rnd=["ppo", "CartPole-v1", *SMALL, "--intrinsic", "0.1"],
     masked=["ppo", "Taxi-v4", *SMALL, "--action-mask", "action_mask"],
     dqn=["dqn", "CartPole-v1", *OFF, "--prioritized"], qr_dqn=["qr_dqn", "CartPole-v1", *OFF], sac=["sac", "Pendulum-v1", *OFF],
@@ -74,8 +75,8 @@ def test_killed_on_a_gpu(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_two_ranks_and_one_gpu(device, tmp_path):
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "rollpipe", "train", "ppo", "CartPole-v1", *SMALL,
-             "--steps", "512", "--device", device, "--out", "run", "--quiet", "--no-tensorboard"]
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "rollpipe", "train", "ppo", "CartPole-v1",
+             *SMALL, "--steps", "512", "--device", device, "--out", "run", "--quiet", "--no-tensorboard"]
     done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=os.environ | settings(), timeout=300, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0 or device == "cuda" and torch.cuda.device_count() < 2 and "GPU" in done.stdout, done.stdout
@@ -86,7 +87,8 @@ def test_a_training_on_the_host_touches_no_gpu(tmp_path):
     code = """if True:
         import torch
         from rollpipe.cli.main import main
-        assert main("train ppo CartPole-v1 --steps 512 --workers 2 --n-envs 2 --n-steps 64 --lanes 2 --quiet --no-tensorboard --out r".split()) == 0
+        words = "train ppo CartPole-v1 --steps 512 --workers 2 --n-envs 2 --n-steps 64 --lanes 2 --quiet --no-tensorboard --out r"
+        assert main(words.split()) == 0
         assert not torch.cuda.is_initialized()"""
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | settings(), timeout=300, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, text=True)

@@ -85,6 +85,7 @@ def test_the_buttons_ask_a_training(going, over, page):
         assert page.script("return document.querySelectorAll('form').length") == 2
         click("[value=pause]", "is paused after update")
         size = records.stat().st_size
+        assert "a process trains it, and is paused" in view(going.folder)
         page.type("form:nth-of-type(1) input[name=set]", "clip=0.05")
         click("button:not([value])", "has clip=0.05 after update")
         assert records.stat().st_size == size

@@ -24,6 +24,7 @@ from rollpipe.pipes.data.random_states import GlobalRandomStates
 from rollpipe.results.live import Live
 from rollpipe.runs import Wish, fork, load_agent, open_run, replayed_run, resume, start, train
 from rollpipe.runs import mailbox as module
+from rollpipe.runs.asking import view
 from rollpipe.runs.commands import find_run
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.locks import lock, unlock
@@ -302,7 +303,7 @@ def test_a_training_waits_is_edited_goes_on_and_stops(tmp_path, capsys):
     text = run.ask("pause")
     n = int(text.rpartition(" ")[2])
     time.sleep(.3)
-    assert read_records(folder)[-1]["updates"] == n
+    assert read_records(folder)[-1]["updates"] == n and "a process trains it, and is paused;" in view(folder)
     found: list = []
     threads = [threading.Thread(target=lambda k=k: found.append(run.ask(clip=.1 + k / 100))) for k in range(4)]
     for x in threads: x.start()
@@ -312,6 +313,7 @@ def test_a_training_waits_is_edited_goes_on_and_stops(tmp_path, capsys):
     assert rollpipe("edit", folder, "--set", "lr=1e-4", "--set", "epochs=1", "--save", "--go-on") == 0
     assert f"has lr=0.0001, epochs=1 after update {n}" in capsys.readouterr().out
     assert rollpipe("edit", folder, "--set", "n-envs=3") == 2 and "refuses. Got leaf n_envs: " in capsys.readouterr().err
+    assert "paused" not in view(folder)
     assert rollpipe("edit", folder, "--stop") == 0
     assert child.wait(60) == 130 and "continue with: rollpipe train --resume" in child.communicate()[1]
     assert load_run(folder).counters["updates"] == read_records(folder)[-1]["updates"] > n and not (folder/"inbox").exists()
@@ -331,7 +333,10 @@ def test_signals_end_a_pause_and_a_dead_training_does_not_answer(tmp_path):
         assert child.returncode in (code, -number)
         if number == signal.SIGTERM: assert load_run(folder).counters["updates"] == n
         with pytest.raises(DataError, match="no training in|did not answer within 0.2 s. .* it may be dead"): run.ask("save", timeout=.2)
-        assert not (folder/"inbox").exists()
+        assert not (folder/"inbox").exists() and "paused" not in view(folder)
+    assert (folder/"paused").exists()                       # it was killed
+    train(resume(folder, steps=load_run(folder).counters["steps"] + 64), progress=False, tensorboard=False)
+    assert not (folder/"paused").exists()
 
 
 def test_what_was_asked_before_a_start_or_in_the_end_is_refused(tmp_path):

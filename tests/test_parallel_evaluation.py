@@ -15,7 +15,6 @@ from functools import partial
 from itertools import islice
 
 import pytest
-import torch
 from evaluation_cases import PATIENCE, Constant, Fails, Locked, Pays, begun, check_same_as_here, kill, leave, same, train
 from worker_cases import descriptors, environment, gone, runs
 

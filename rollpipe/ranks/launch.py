@@ -56,7 +56,8 @@ def device_of_rank(device: torch.device, env: Mapping = os.environ) -> torch.dev
     if device.type != "cuda" or device.index is not None or launched(env) is None: return device
     rank, n = int(env.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if rank < n: return torch.device("cuda", rank)
-    raise DataError("this rank has no GPU of its own", expected=f"at most {n} ranks on this machine, or the device cpu", got=f"rank {rank} of it")
+    raise DataError("this rank has no GPU of its own", expected=f"at most {n} ranks on this machine, or the device cpu",
+                    got=f"rank {rank} of it")
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from .changes import options_in
 from .folder import COSTS, folder_of, load_run
 from .locks import is_training
 from .logs import read_metrics, read_records
-from .mailbox import WISHES, ask
+from .mailbox import PAUSED, WISHES, ask
 from .progress import format_duration
 from .plots import CERTIFICATE, LABELS, section, style, svg, table_html, wide
 from ..traces.differences import JOURNAL
@@ -42,7 +42,8 @@ def _state(folder: Path) -> str:
     algorithm, env, most = (found.config[name] for name in ("algorithm", "env", "steps"))
     words = [f"{algorithm} on {env}", f"{steps:,} of {most:,} steps", f"{updates:,} updates"]
     if found.config.get("stopped"): words.append(f"stopped: {found.config['stopped']}")
-    words.append("a process trains it" if is_training(folder) else "no process trains it")
+    process = "a process trains it" + ", and is paused" * (folder/PAUSED).exists()
+    words.append(process if is_training(folder) else "no process trains it")
     age = time() - (folder/"metrics.jsonl").stat().st_mtime
     return f"<p>{html.escape('; '.join(words))}; last record {format_duration(max(age, 0))} ago</p>"
 

@@ -36,7 +36,8 @@ __all__ = ['FORKED', 'COSTS', 'RUN_FILES', 'Run', 'folder_of', 'start', 'discard
 # %% ../../nbs/runs/07_folder.ipynb #318476a9
 FORKED, COSTS = "fork.safetensors", "costs.json"     # the checkpoint with which a fork begins; a `Profile` of the last seconds of training
 RUN_FILES = ("config.json", FINGERPRINTS, "metrics.csv", "metrics.jsonl", JOURNAL, COSTS, "evaluations.jsonl", "checkpoint.safetensors",
-             "best.safetensors", FORKED, *"replay ranks recording crash inbox curve.png tensorboard wandb wandb.json videos pack".split())
+             "best.safetensors", FORKED, "paused",
+             *"replay ranks recording crash inbox curve.png tensorboard wandb wandb.json videos pack".split())
 _COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0., resumes=0)
 
 

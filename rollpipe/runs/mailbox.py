@@ -23,10 +23,10 @@ from ..settings.config import allow_edits
 from ..traces.journal import told
 
 # %% auto #0
-__all__ = ['WISHES', 'Mailbox', 'ask', 'attended', 'keep', 'is_due', 'made_again']
+__all__ = ['WISHES', 'PAUSED', 'Mailbox', 'ask', 'attended', 'keep', 'is_due', 'made_again']
 
 # %% ../../nbs/runs/11_mailbox.ipynb #8324e206
-WISHES = "pause", "go_on", "save", "stop"
+WISHES, PAUSED = ("pause", "go_on", "save", "stop"), "paused"     # what can be asked for; a file that exists during a pause
 _MOST, _STALE = 1 << 16, 600     # bytes of an ask; seconds after which nobody waits for an answer
 _ASK, _INBOX = re.compile(r"([0-9a-f]{32})\.(ask|taken|answer)"), "inbox"
 
@@ -120,8 +120,14 @@ class Mailbox:
         except OSError as e: logging.getLogger("rollpipe").warning(f"an answer could not be written ({e}): {text}")
         with suppress(OSError): (self.path/f"{name}.taken").unlink()
 
+    def show(self, is_paused: bool) -> None:
+        "Show others whether the training is paused."
+        if self.path is None: return
+        with suppress(OSError): (Path.touch if is_paused else Path.unlink)(self.path.with_name(PAUSED))
+
     def _refuse_all(self, when, since=None):
-        "Refuse what nobody has answered, but for what was asked `since` that time."
+        "Refuse what nobody has answered, but for what was asked `since` that time. A training that was killed may have left a pause."
+        self.show(False)
         for path in self._names("taken"):
             self.answer(path.stem, "the training ended while this was made; the journal of the run tells whether it was", False)
         for path in self._names("ask"):
@@ -211,6 +217,7 @@ def attended(mailbox: Mailbox, updates: Any) -> Run:
                     mailbox.answer(name, str(e), False)
                     continue
                 run, state = after, do if do in ("pause", "go_on", "stop") else state
+                mailbox.show(state == "pause")
                 mailbox.answer(name, _told(run, do), True)
             if state == "stop": raise Stopped(signal.SIGINT)
         if state == "go_on": break

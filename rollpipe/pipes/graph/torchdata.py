@@ -24,7 +24,7 @@ def _of_torchdata():
             if error.name not in ("torchdata", "torchdata.dataloader2"): raise     # torchdata exists, but lacks a module that it needs
             return None
     # torchdata draws the same number, but saves the generators of all GPUs before it: then CUDA is in use, and workers cannot be forked.
-    importlib.import_module("torchdata.dataloader2.random.seed_generator")._get_torch_random_seed = torchs_seed
+    vars(importlib.import_module("torchdata.dataloader2.random.seed_generator")).update(_get_torch_random_seed=torchs_seed)
     return {**vars(graph), **vars(loader)}
 
 def _our_own():
