@@ -161,6 +161,18 @@ def test_fragments_without_provenance_stand_alone():
     assert memory.sample(2).fragment.lane is None
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_columns_of_other_environments_do_not_follow_though_their_numbers_do(swapped):
+    "As the columns of shuffled minibatches, or of another recording with the same lane."
+    makes = [partial(Counting, [(9, "term")], tag=tag) for tag in (0, 1)]
+    first, second = islice(FragmentCollector(EnvStepper(makes, Plain(), seed=0), 3), 2)
+    memory = ReplayMemory(100, length=3, seed=0)
+    for f in first, (columns(second, torch.tensor([1, 0])) if swapped else second): memory.add(f)
+    sample = memory.sample(200).fragment
+    assert (sample.state.obs[:, :, 0] == sample.state.obs[0, :, 0]).all()
+    assert (sample.state.stepno[0] == 1).any() != swapped      # the segment of steps 1, 2 and 3 lies across the border
+
+
 @pytest.mark.parametrize("length", [1, 3])
 def test_fragments_made_of_steps_keep_what_led_to_their_borders(length):
     "`from_steps` knows no action, reward or termination before row 0. The fragment before does."

@@ -53,9 +53,10 @@ class StepLinks:
         ring: the ring of the records
         dtype: dtype of a record
         past: fields of a record that tell of the step before
+        obs: fields of its observation
     """
-    def __init__(self, ring: Ring, dtype: np.dtype, past: list):
-        self.ring, self.look_ahead, self.past, self.lanes = ring, SideTable(dtype), past, {}  # lane -> _LaneEnd
+    def __init__(self, ring: Ring, dtype: np.dtype, past: list, obs: list):
+        self.ring, self.look_ahead, self.past, self.obs, self.lanes = ring, SideTable(dtype), past, obs, {}  # lane -> _LaneEnd
         self.next = np.zeros(ring.capacity, np.int64)  # slot of the next record, or -1 - (its number in `look_ahead`)
         self.changes = RowChanges(self.next)
 
@@ -89,7 +90,8 @@ class StepLinks:
         self.changes.mark(slot)
 
     def join(self, lane: int, seq: int | None, serial: np.ndarray, stepno: np.ndarray, records: np.ndarray) -> AddedSteps:
-        """Link the new steps of a lane to its older steps, if the new steps follow directly.
+        """Link the new steps of a lane to its older steps, if the new steps follow directly: in number and step, and with the observation
+        that the older ones led to. A lane whose columns were shuffled, or one of another recording, may have the right numbers by chance.
 
         Then their first record gets the `past` of the look-ahead row that it replaces. Its own may be another one: `Fragment.from_steps`
         does not know it, and a pipe that changes rewards may not have changed that of row 0.
@@ -105,7 +107,10 @@ class StepLinks:
         if follows:
             kept = end.serial >= self.ring.oldest
             last, first = self.ring.slot(end.serial[kept]), self.ring.slot(serial[kept, 0])
-            records[self.past][first] = self.look_ahead.records[self.past][-1 - self.next[last]]
+            ahead = self.look_ahead.records[-1 - self.next[last]]
+            follows = all(records[name][first].tobytes() == ahead[name].tobytes() for name in self.obs)
+        if follows:
+            records[self.past][first] = ahead[self.past]
             self.release(last)
             self.next[last] = first
             self.changes.mark(last)
@@ -143,7 +148,8 @@ class StepStore:
         self.place = Place(path)
         self._use(self.place.records(capacity, dtype))
         state, term = self.layout.fields.state, self.layout.fields.term
-        self.links = StepLinks(self.ring, dtype, [field.name for field in nested.leaves((state.act, state.rew, state.fin, term))])
+        past, obs = ([field.name for field in nested.leaves(x)] for x in ((state.act, state.rew, state.fin, term), state.obs))
+        self.links = StepLinks(self.ring, dtype, past, obs)
         self.finals, self.hxs = SideTable(self.layout.final_type), SideTable(self.layout.hx_type)
         self.checked, self.n_valid = set(), 0     # forms that have passed the check; number of valid steps
 
