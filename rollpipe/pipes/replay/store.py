@@ -147,9 +147,8 @@ class StepStore:
         self.keep_hx, dtype = keep_hx and bool(nested.leaves(example.hx)), self.layout.step_type
         self.place = Place(path)
         self._use(self.place.records(capacity, dtype))
-        state, term = self.layout.fields.state, self.layout.fields.term
-        past, obs = ([field.name for field in nested.leaves(x)] for x in ((state.act, state.rew, state.fin, term), state.obs))
-        self.links = StepLinks(self.ring, dtype, past, obs)
+        state, names = self.layout.fields.state, lambda *tree: [field.name for field in nested.leaves(tree)]
+        self.links = StepLinks(self.ring, dtype, names(state.act, state.rew, state.fin, self.layout.fields.term), names(state.obs))
         self.finals, self.hxs = SideTable(self.layout.final_type), SideTable(self.layout.hx_type)
         self.checked, self.n_valid = set(), 0     # forms that have passed the check; number of valid steps
 
