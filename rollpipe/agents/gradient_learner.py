@@ -188,8 +188,9 @@ def descend(params: list, optimizer: torch.optim.Optimizer, max_norm: float | No
         metrics: dict of metric -> number or 0-dim tensor, over the same rows
         n: number of these rows; only several ranks need it
     """
-    for p, g in zip(params, torch.autograd.grad(loss, params, allow_unused=True)): p.grad = _laid_out(g, p)
+    for p, g in zip(params, torch.autograd.grad(loss, params, allow_unused=True)): p.grad = g
     loss, metrics = ranks.mean_of_all(loss.detach(), n, metrics, params)
+    for p in params: p.grad = _laid_out(p.grad, p)
     if not isfinite(loss.item()): raise DataError("non-finite loss", leaf=name, expected="a finite number", got=describe(loss))
     norm = clip_gradients([p.grad for p in params if p.grad is not None], max_norm)
     if not norm < inf: raise DataError("non-finite gradient", leaf=name, expected="finite numbers", got=f"norm {norm}")

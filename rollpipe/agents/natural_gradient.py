@@ -70,7 +70,7 @@ def subsample(rows: PolicyRows, fraction: float, generator: torch.Generator) -> 
         mine = ranks.own(index, rows.place, n)
         picked = nested.map(lambda x: ranks.joined(x[0, mine])[0][None], rows._replace(weight=None, place=None))
         return picked._replace(weight=1 / len(index))
-    pool = torch.arange(rows.adv.shape[1])[(rows.weight > 0).any(0)]
+    pool = (rows.weight > 0).any(0).nonzero()[:, 0]
     index = pool[torch.randperm(len(pool), generator=generator)[:max(1, round(fraction * len(pool)))].sort()[0]]
     picked = nested.map(lambda x: x[:, index], rows._replace(weight=None))
     weight = rows.weight[:, index]

@@ -50,7 +50,7 @@ class _Joined(NamedTuple):
 
 def _rows(fragment, size):
     (place, n), rows = places(fragment.valid), fragment.valid.flatten().nonzero()[:, 0]
-    return _Joined(lambda mine: transitions(fragment, rows[mine]), place, torch.ones(n, dtype=torch.int64), size)
+    return _Joined(lambda mine: transitions(fragment, rows[mine]), place.cpu(), torch.ones(n, dtype=torch.int64), size)
 
 
 def _columns(fragment, size):

@@ -135,8 +135,9 @@ def columns(fragment: Fragment, index: Tensor) -> Fragment:
     Args:
         index: int64 [n]: indices of environments, each at most once
     """
-    position = torch.full((fragment.n_envs,), -1)
-    position[index] = torch.arange(len(index))
+    index = index.to(device := fragment.valid.device)     # a tensor of the host takes no indices of a GPU
+    position = torch.full((fragment.n_envs,), -1, device=device)
+    position[index] = torch.arange(len(index), device=device)
     def wide(x): return x[:, index]
     def kept(final):
         final = nested.getitem(final, position[final.b] >= 0)
