@@ -41,14 +41,16 @@ class Replay(Seeded, Pipe):
     """Put each `Fragment` into a `ReplayMemory`, and yield one `Replayed` for each fragment.
 
     Each iteration has a new memory. Raises `DataError` for arguments that are out of range or too large for the available memory, and
-    `GraphError` if this pipe is above `Lanes`, because all lanes share one memory. See `ReplayMemory` for its arguments.
+    when a memory has been filled twice without a segment, and `GraphError` if this pipe is above `Lanes`, because all lanes share one
+    memory. See `ReplayMemory` for its arguments.
 
     Args:
         pipe: yields `Fragment`s
         capacity: greatest number of steps in the memory
         batch_size: transitions or segments in a sample
         n_batches: samples for each fragment
-        warmup: number of steps in the memory before the first sample
+        warmup: number of steps in the memory before the first sample; a memory that is full with fewer, because some rows are no steps,
+            does as well
         length: steps of a segment; 1: single transitions
         prioritized: sample in proportion to priorities
         alpha: exponent of the priorities; 0: uniform
@@ -88,7 +90,8 @@ class Replay(Seeded, Pipe):
         if self.batch_size % n:
             raise DataError(f"samples cannot be divided among {n} ranks", pipe=self, leaf='batch_size', expected=f"a multiple of {n}",
                             got=str(self.batch_size))
-        self.batch_size, self.capacity, self.warmup = self.batch_size // n, self.capacity // n, -(-self.warmup // n)
+        self.batch_size, self.capacity = self.batch_size // n, self.capacity // n
+        self.warmup = min(-(-self.warmup // n), self.capacity)
         if self.samples_per_step is not None: self.samples_per_step *= n
 
     def set_lane(self, lane: int, seed: np.random.SeedSequence) -> None:
@@ -139,7 +142,13 @@ class Replay(Seeded, Pipe):
             raise DataError("two numbers of samples", pipe=self, expected="n_batches, or samples_per_step",
                             got=f"n_batches={self.n_batches}, samples_per_step={ratio}")
 
-    def _is_warm(self, memory): return len(memory) >= self.warmup and memory.sampler.n_segments
+    def _is_warm(self, memory):
+        n = memory.store.ring.next_serial     # of all rows so far, also of those that are no steps
+        if memory.sampler.n_segments: return len(memory) >= self.warmup or n >= self.capacity
+        if len(memory) and n >= 2 * self.capacity:
+            raise DataError("no segment is complete before its first step is replaced", pipe=self, leaf='capacity',
+                            expected=f"room for more than {memory.span} steps of each environment", got=str(self.capacity))
+        return False
 
     def _samples(self, memory, n):
         for _ in range(n):
