@@ -19,7 +19,7 @@ from tensor_worlds import CartPole, Pendulum
 
 from rollpipe.agents import PPO, evaluate
 from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
-from rollpipe.pipes import AdvantageBuffer, DataError, DataLoader2, ProcessReading, nested, rollouts
+from rollpipe.pipes import AdvantageBuffer, DataError, DataLoader2, ProcessReading, nested, on_policy, rollouts
 from rollpipe.pipes.graph import modules
 from rollpipe.pipes.invariants import check_advantages, check_ratio
 from rollpipe.pipes.tensors.collector import TensorCollector
@@ -222,3 +222,20 @@ def test_a_worker_on_the_host_gets_networks_in_host_memory(monkeypatch):
     for device, found in ((None, "meta"), ("meta", "meta"), ("cpu", "cpu")):
         with pickled_for(device): assert sent().weight.device.type == found
     assert sent().weight.device.type == layer.weight.device.type == "meta"
+
+
+def test_the_global_generators_of_gpus_go_on(tmp_path, monkeypatch):
+    "A learner may draw from them, as by dropout."
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [torch.arange(3, dtype=torch.uint8) + k for k in range(2)])
+    put: dict = {}
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda x, device: put.update({device: x.tolist()}))
+    for begun in range(2):
+        actor, critic = (c.for_env("CartPole-v1", seed=0) for c in (MLPPolicy, Critic))
+        agent = PPO(actor, critic, epochs=1, seed=0)
+        with resumed(tmp_path/"loop", on_policy("CartPole-v1", actor, critic, n_envs=2, n_steps=8, seed=0), agent) as (loader, updates):
+            assert updates == begun
+            agent.update(next(iter(loader)))
+            saved(tmp_path/"loop", loader, agent, updates + 1)
+        assert put == ({0: [0, 1, 2], 1: [1, 2, 3]} if begun else {})

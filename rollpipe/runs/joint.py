@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 import rollpipe.ranks as ranks
@@ -16,6 +17,7 @@ from .states import Stream, load_states, states_of, with_exactness
 from ..settings.config import build
 from .locks import unlock
 from ..pipes.data.chunks import ChunkFolder, chunk_names
+from ..pipes.data import nested
 from ..pipes.data.errors import DataError, WorkerError, describe_exception
 from ..pipes.data.files import pack, unpack
 from ..pipes.graph.edits import find
@@ -108,6 +110,11 @@ def _check_asked(typed: dict, configured: Callable) -> None:
                 missing="nothing")
 
 
+def _on_host(state: Any) -> Any:
+    "The state of a learner in host memory: the other ranks would begin to use the GPU of rank 0."
+    return nested.map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, state)
+
+
 def joint(make: Callable, typed: dict, configured: Callable) -> Run | None:
     """The run that `make` starts or resumes, with this rank's part of its pipeline and stream; a `Follower` in ranks other than 0.
 
@@ -129,7 +136,8 @@ def joint(make: Callable, typed: dict, configured: Callable) -> Run | None:
                 check_size(run.config.get("ranks", 1), dist.get_world_size())
                 divide(run.pipe, 0, dist.get_world_size(), run.config["workers"])
                 config = {**run.config, "inexact": run.stream.reason}
-                told[0] = run.folder.resolve(), config, run.counters, run.agent.state_dict(), states_of(run.pipe), run.stream.restored
+                states = _on_host(run.agent.state_dict()), states_of(run.pipe), run.stream.restored
+                told[0] = run.folder.resolve(), config, run.counters, *states
         finally: _call(dist.broadcast_object_list, told, src=0)
         return None if told[0] is None else _agreed(run, *told[0])
     except BaseException:
