@@ -1,12 +1,18 @@
 """The ways to keep a running environment: each is exact or refused, and what a capture says is never executed."""
 
+import array
+import datetime
 import enum
+import functools
+import itertools
 import json
 import os
 import pickle
+import queue
 import random
 import tempfile
 import threading
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from types import SimpleNamespace as Thing
 
@@ -235,8 +241,8 @@ class Beings(World):
 
 
 @pytest.mark.parametrize("make, name", [
-    (World, "attributes"), (GlobalNoise, "attributes"), (OwnNoise, "attributes"), (LateNoise, "attributes"), (Thread, "attributes"),
-    (Walk, "replay (episode)"), (File, "replay (all)"), (Level, "replay (all)"), (Beings, "replay (episode)"), (Entropy, "none")])
+    (World, "attributes"), (GlobalNoise, "attributes"), (OwnNoise, "attributes"), (LateNoise, "attributes"), (Thread, "replay (all)"),
+    (Walk, "replay (all)"), (File, "replay (all)"), (Level, "attributes"), (Beings, "replay (episode)"), (Entropy, "none")])
 def test_the_first_exact_way_is_taken(make, name):
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     keeper = keeper_for(make)
@@ -327,7 +333,7 @@ def go_on(batch, state):
 
 BATCHES = {
     "attributes": lambda: env_factories(lambda: wrappers.NormalizeObservation(wrappers.RecordEpisodeStatistics(World())), 3),
-    "replay (episode)": lambda: env_factories(Walk, 2), "replay (all)": lambda: env_factories(Level, 2),
+    "replay (episode)": lambda: env_factories(Beings, 2), "replay (all)": lambda: env_factories(Walk, 2),
     **{mode: lambda mode=mode: [EnvFactory(lambda: gym.vector.SyncVectorEnv([World] * 3, autoreset_mode=mode))]
        for mode in ("SameStep", "NextStep", "Disabled")},
     **{f"Walk {mode}": lambda mode=mode: [EnvFactory(lambda: gym.vector.SyncVectorEnv([Walk] * 3, autoreset_mode=mode))]
@@ -384,10 +390,47 @@ class Metres(float):
     "A number of a class of its own, which cannot be made without calling the class."
 
 
-@pytest.mark.parametrize("old, new", [(len, print), (Metres(1), Metres(2)), (dict, list), (json, pickle), ([1].append, [1].pop)])
+@pytest.mark.parametrize("old, new", [(len, print), (Metres(1), Metres(2)), (dict, list), (json, pickle), (lambda x: x, lambda x: 2 * x)])
 def test_what_stays_has_to_be_the_same(old, new):
     assert restore(capture(Thing(x=old)), Thing(x=old)).x is old
     with pytest.raises(EnvError, match="leaf env.x: the state does not fit"): restore(capture(Thing(x=old)), Thing(x=new))
+
+
+def test_methods_are_those_of_the_objects_that_had_them():
+    "Also of an object that the state names later."
+    first, second, new = ([1], [2], [3], [4]), Thing(), Thing()
+    second.call, second.all, second.later = first[1].append, first, first[3].pop
+    new.call, new.all, new.later = first[0].append, ([], [], [], []), [].pop
+    assert restore(capture(second), new) is new and new.all == ([1], [2], [3], [4])
+    assert new.call.__self__ is new.all[1] and new.call.__name__ == "append" and new.later.__self__ is new.all[3]
+
+
+def test_functions_are_found_though_another_one_was_in_their_place():
+    def rules(): return [lambda x: x, lambda x: -x, lambda x: 2 * x]
+    old, new = Thing(), Thing()
+    old.all = rules()
+    new.all = rules()
+    old.rule, new.rule = old.all[2], new.all[0]
+    assert restore(capture(Thing(rule=old.rule, all=old.all)), Thing(rule=new.rule, all=new.all)).rule is new.all[2]
+
+
+class Sub(np.ndarray): pass
+
+
+@pytest.mark.parametrize("x", [
+    (i for i in range(3)), itertools.count(), array.array("l", [0]), queue.Queue(), np.zeros(1).view(Sub), np.ma.masked_array([0.]),
+    functools.partial(print, 1), weakref.ref(World), datetime.datetime(2024, 1, 1), threading.Thread(target=print)])
+def test_what_may_change_and_cannot_be_written_down_is_refused(x):
+    with pytest.raises(EnvError, match="cannot be written down. Got .*" + type(x).__name__): capture(Thing(x=x))
+
+
+class Late(World):
+    "Differs from a new one only after many steps, where a test at the start does not see it."
+    def __init__(self): self.total = itertools.count()
+    def noise(self): return self.np_random.normal() * (1 if (n := next(self.total)) < 1000 else 2 + n % 7)
+
+
+def test_an_environment_that_differs_late_is_not_kept_by_its_attributes(): assert begun(env_factories(Late, 2))[1].name == "replay (all)"
 
 
 def test_a_model_of_other_size_is_refused():

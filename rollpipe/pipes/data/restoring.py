@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from .errors import EnvError, PipeError, describe_exception
-from .captures import ITEMS, MADE, array_in, attributes_of, dtype_of, is_dense, label_of, memory_of, set_attribute
+from .captures import (ITEMS, MADE, array_in, attributes_of, cells_of, dtype_of, is_bound, is_dense, label_of, memory_of,
+                       set_attribute)
 from .simulators import name_of, through
 
 # %% ../../../nbs/pipes/00_data/07_restoring.ipynb #d80ff963
@@ -106,18 +107,50 @@ def may_be_new(cls: type) -> type:
     "A decorator of classes of plain data: `restore` may make such an object, without calling its `__init__`."
     return _CLASSES.setdefault(name_of(cls), cls)
 
+# %% ../../../nbs/pipes/00_data/07_restoring.ipynb #5f0c1a02
+class _Functions:
+    "Restores functions and methods, which are those of the new environment."
+    todo: deque
+    made: dict
+    value: Any
+    is_second: bool
+
+    def _stays(self, k, fresh, path, label):
+        if fresh is not _MISSING and label_of(fresh) == label: return fresh
+        raise EnvError("the state does not fit this environment", leaf=path, expected=f"{label}, as when it was kept",
+                       got="nothing" if fresh is _MISSING else label_of(fresh))
+
+    def _function(self, k, fresh, path, label, variables):
+        f: Any = self._stays(k, fresh, path, label)
+        def fill(cell, code): cell.cell_contents = self.value(code, cell.cell_contents, path)
+        cells = cells_of(f)
+        if cells.keys() != variables.keys(): raise ValueError(f"{label} has other variables")
+        self.todo.extend(partial(fill, cells[name], code) for name, code in variables.items())
+        return f
+
+    def _method(self, k, fresh, path, name, code):
+        if not self.is_second and code[0] not in self.made: raise EnvError("the object of a method is not known yet", leaf=path)
+        owner = self.value(code, getattr(fresh, '__self__', _MISSING), path)
+        if is_bound(fresh) and fresh.__name__ == name and fresh.__self__ is owner: return fresh
+        if is_bound(found := getattr(owner, name, None)): return found
+        raise EnvError("the state does not fit this environment", leaf=path, expected=f"an object with the method {name}",
+                       got=name_of(type(owner)))
+
 # %% ../../../nbs/pipes/00_data/07_restoring.ipynb #8fc48fee
-class _Restore(_Leaves):
+class _Restore(_Leaves, _Functions):
     "Gives the objects that `root` reaches the values of a capture. An entry is read by the method of its name."
     def __init__(self, graph, memory, root, name, strict):
         self.strict = strict
         (code, self.entries), self.memory, self.made, self.used = graph, memory, {}, {}
-        self.todo, self.refills, self.last = deque(), [], []
+        self.todo, self.refills, self.last, waiting, self.is_second = deque(), [], [], [], False
         self.result = self.value(code, root, name)
-        while self.todo:
-            try: self.todo.popleft()()
+        while self.todo or waiting:
+            if not self.todo: self.todo, waiting, self.is_second = deque(waiting), [], True
+            step = self.todo.popleft()
+            try: step()
             except EnvError:
-                if strict: raise
+                if not self.is_second: waiting.append(step)     # the object may be found in another place
+                elif strict: raise
         for x, items in self.refills: _refill(x, items)     # now, because what is hashed has to be complete
         for put in self.last: put()
 
@@ -132,11 +165,6 @@ class _Restore(_Leaves):
             kind, *entry = self.entries[k]
             self.made[k] = getattr(self, f'_{kind}')(k, fresh, path, *entry)
         return self.made[k]
-
-    def _stays(self, k, fresh, path, label):
-        if fresh is not _MISSING and label_of(fresh) == label: return fresh
-        raise EnvError("the state does not fit this environment", leaf=path, expected=f"{label}, as when it was kept",
-                       got="nothing" if fresh is _MISSING else label_of(fresh))
 
     def _taken(self, k, fresh, path, name):
         "The object `fresh`, or a new one if its class allows that."

@@ -15,7 +15,7 @@ import torch
 
 from ..data.captures import capture, has_own_state
 from ..data.chunks import ChunkFolder
-from ..data.errors import CheckpointError, GraphError
+from ..data.errors import CheckpointError, EnvError, GraphError
 from ..data.random_states import GlobalRandomStates
 from ..data.restoring import restore
 from . import edits
@@ -114,8 +114,9 @@ class Keeps:
             chunks: for the large arrays of a pipe that has such, see `ChunkFolder`; None: they are copied into the state
         """
         if not self.kept: return self.restored
-        state = capture(self.kept, has_own_state)
-        stay = {entry[1] for entry in json.loads(state['graph'])[1] if entry[0] == 'stays'} if '["stays"' in state['graph'] else ()
+        try: state = capture(self.kept, has_own_state)
+        except EnvError as e: raise CheckpointError("a pipe keeps what is no plain data", pipe=self, got=e.got) from e
+        stay = {entry[1] for entry in json.loads(state['graph'])[1] if entry[0] in ('stays', 'function', 'method')}
         if stay: raise CheckpointError("a pipe keeps what is no plain data", pipe=self, got=', '.join(sorted(stay)))
         return dict(state, keeps=[*self.kept])
 
