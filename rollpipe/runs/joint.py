@@ -85,11 +85,16 @@ class Follower(Run):
 _OF_ONE = ("quiet", "debug", "function", "words", "options", "versions", "of_preset")  # settings that may differ between ranks
 
 
-def _gathered(x: Any) -> list:
-    "The `x` of each rank, before the run begins. Raises `WorkerError` if a rank has ended."
-    found: list = [None] * dist.get_world_size()
-    try: dist.all_gather_object(found, x)
+def _call(collective: Callable, *args: Any, **kwargs: Any) -> None:
+    "Call a collective before the run begins. Raises `WorkerError` if a rank has ended."
+    try: collective(*args, **kwargs)
     except RuntimeError as e: raise WorkerError(f"rank {dist.get_rank()}: another rank has ended; its own message says why") from e
+
+
+def _gathered(x: Any) -> list:
+    "The `x` of each rank, before the run begins."
+    found: list = [None] * dist.get_world_size()
+    _call(dist.all_gather_object, found, x)
     return found
 
 
@@ -125,7 +130,7 @@ def joint(make: Callable, typed: dict, configured: Callable) -> Run | None:
                 divide(run.pipe, 0, dist.get_world_size(), run.config["workers"])
                 config = {**run.config, "inexact": run.stream.reason}
                 told[0] = run.folder.resolve(), config, run.counters, run.agent.state_dict(), states_of(run.pipe), run.stream.restored
-        finally: dist.broadcast_object_list(told, src=0)
+        finally: _call(dist.broadcast_object_list, told, src=0)
         return None if told[0] is None else _agreed(run, *told[0])
     except BaseException:
         if run is not None: (unlock(run.folder) if run.counters["updates"] else discard(run))

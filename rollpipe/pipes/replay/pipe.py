@@ -62,6 +62,7 @@ class Replay(Seeded, Pipe):
         frames: images in each stack of the observations; the memory keeps each of them once; 1: no stacks
     """
     reads = 1
+    gathered: Any = staticmethod(lambda x: [x])   # x -> list of the x of all ranks, which draw equally often
 
     def __init__(self, pipe: IterDataPipe, capacity: int, batch_size: int = 256, n_batches: int = 1, warmup: int = 1000, length: int = 1,
                  prioritized: bool = False, alpha: float = 0.6, beta: float = 0.4, zero_state: bool = False, path: Any = None,
@@ -92,7 +93,6 @@ class Replay(Seeded, Pipe):
                             got=str(self.batch_size))
         self.batch_size, self.capacity = self.batch_size // n, self.capacity // n
         self.warmup = min(-(-self.warmup // n), self.capacity)
-        if self.samples_per_step is not None: self.samples_per_step *= n
 
     def set_lane(self, lane: int, seed: np.random.SeedSequence) -> None:
         "Raise `GraphError`: `Lanes` calls this on its copies, and `Replay` must not be one of them."
@@ -107,9 +107,10 @@ class Replay(Seeded, Pipe):
             for k, fragment in enumerate(items):
                 memory.add(fragment)
                 if k == 0: self._check_samples(memory.bytes_of_step)
-                n = self.n_batches if self.samples_per_step is None else 0
-                if self.samples_per_step is not None and self._is_warm(memory):
-                    kept['n_steps'] += int(fragment.valid.sum())
+                found = self.gathered((int(fragment.valid.sum()), self._is_warm(memory)))
+                n = self.n_batches if all(is_warm for _, is_warm in found) else 0
+                if self.samples_per_step is not None and n:
+                    kept['n_steps'] += sum(n_steps for n_steps, _ in found)
                     n = int(self.samples_per_step * kept['n_steps'] + 1e-6) - kept['n_drawn']     # rounding may make a product too small
                     kept['n_drawn'] += n
                 yield Replayed(fragment, self._samples(memory, n), memory)
