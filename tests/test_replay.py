@@ -22,7 +22,7 @@ from rollpipe.pipes.invariants import check_alignment
 from rollpipe.pipes.replay.layout import FragmentLayout, unbatched
 from rollpipe.pipes.replay.sum_tree import SumTree
 from rollpipe.pipes.replay.tables import Ring, SideTable
-from rollpipe.pipes.graph.torchdata import DataLoader2
+from rollpipe.pipes.graph.torchdata import DataLoader2, IterableWrapper
 from rollpipe.testing import check_pipe
 
 EPISODES = ((3, "term"), (4, "trunc"), (1, "both"), (2, "trunc"), (6, "term"))
@@ -544,6 +544,12 @@ def test_a_memory_in_which_no_segment_fits_is_told(more):
     pipe = replayed(Counting, Plain(), **options(n_envs=8, length=40, capacity=280, n_batches=1) | more)
     with pytest.raises(DataError, match="Replay, leaf capacity: no segment.*more than 40 steps of each environment, got 280"):
         for item in islice(pipe, 20): list(item.samples)
+
+
+def test_agents_that_rest_for_long_are_no_error():
+    fragments = [f._replace(valid=f.valid & (k >= 9)) for k, f in enumerate(collected())]
+    pipe = Replay(IterableWrapper(fragments, deepcopy=False), 32, 4, warmup=0, length=6, seed=0)
+    assert [len(list(item.samples)) for item in pipe] == [0] * 10 + [1] * 2
 
 
 @pytest.mark.parametrize("capacity, warmup, n", [(1001, 1001, 2), (1000, 1000, 3), (100, 98, 3), (100, 90, 3)])

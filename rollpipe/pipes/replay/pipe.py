@@ -146,7 +146,7 @@ class Replay(Seeded, Pipe):
     def _is_warm(self, memory):
         n = memory.store.ring.next_serial     # of all rows so far, also of those that are no steps
         if memory.sampler.n_segments: return len(memory) >= self.warmup or n >= self.capacity
-        if len(memory) and n >= 2 * self.capacity:
+        if n >= 2 * self.capacity and 2 * len(memory) >= self.capacity:     # fewer steps may be agents that have rested so far
             raise DataError("no segment is complete before its first step is replaced", pipe=self, leaf='capacity',
                             expected=f"room for more than {memory.span} steps of each environment", got=str(self.capacity))
         return False
