@@ -240,9 +240,32 @@ class Beings(World):
         return self.beings[-1].x / 3
 
 
+class History(World):
+    "A list that each episode makes longer, which a new environment does not have."
+    def __init__(self): self.log = []
+    def begin(self): self.log.append(Thing(total=0.))
+
+    def noise(self):
+        self.log[-1].total += (found := self.np_random.normal() * (1 if len(self.log) < 20 else 2))
+        return found
+
+
+class Tally(World):
+    "Counts episodes where no environment can keep them."
+    episodes = 0
+    def begin(self): Tally.episodes += 1
+    def noise(self): return self.np_random.normal() + Tally.episodes / 7
+
+
+def test_no_way_is_trusted_that_has_not_gone_over_an_end():
+    "However slow the environment is."
+    assert keeper_for(Tally).name == keeper_for(Tally, seconds=0.).name == "none"
+
+
 @pytest.mark.parametrize("make, name", [
     (World, "attributes"), (GlobalNoise, "attributes"), (OwnNoise, "attributes"), (LateNoise, "attributes"), (Thread, "replay (all)"),
-    (Walk, "replay (all)"), (File, "replay (all)"), (Level, "attributes"), (Beings, "replay (episode)"), (Entropy, "none")])
+    (Walk, "replay (all)"), (File, "replay (all)"), (Level, "attributes"), (Beings, "replay (episode)"), (History, "replay (all)"),
+    (Entropy, "none")])
 def test_the_first_exact_way_is_taken(make, name):
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     keeper = keeper_for(make)

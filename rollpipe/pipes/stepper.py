@@ -8,12 +8,14 @@ __all__ = ['refuse_reading_ahead', 'EnvStepper']
 # %% ../../nbs/pipes/12_stepper.ipynb #7d47c8c7
 import multiprocessing, os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
 from .data.errors import DataError, EnvError, GraphError, check_integer, located
 from .data.fragment import Tick
+from .data.random_states import GlobalRandomStates
 from .engines.choice import check_engine
 from .engines.interaction import Interaction
 from .envs.batch import Batch
@@ -153,7 +155,8 @@ class EnvStepper(Acting, Seeded, Source):
         return made if self.timer is None else self.timer.interaction(made)
 
     def stream(self, items: Iterator) -> Iterator[Tick]:
-        interaction = self.interact(items)
+        # Environments may draw from the global generators when they are made, which those of a restored lane have done already.
+        with nullcontext() if self.restored is None else GlobalRandomStates(): interaction = self.interact(items)
         try:
             if self.restored is None: interaction.start()
             self.keep(interaction=interaction)

@@ -78,11 +78,14 @@ class KeptEnv:
             return found[1]
         def reset(**given): done.append(('reset', given, self.do('reset', given)[0]))
         for left in range(n + more - 1, -1, -1):
-            ended, forced = step(), self.single and left == more
+            ended, late = step(), time.monotonic() > deadline
+            forced = self.single and (left == more or late)     # no way is trusted that has not gone over an end
             if self.single and (ended or forced): reset()
             elif self.vector and autoreset_mode(self.env) == 'Disabled' and np.any(ended): reset(options=dict(reset_mask=np.array(ended)))
             if left > more and bool(np.any(np.asarray(ended))): return done + self.play(draw, 0, more, deadline)
-            if time.monotonic() > deadline: break
+            if late:
+                if forced: step()
+                break
         return done
 
     def repeat(self, done: list) -> None:

@@ -7,6 +7,7 @@ __all__ = ['has_state', 'layers', 'ActionLog', 'Kept', 'NotKept', 'KeptActions',
 
 # %% ../../../nbs/pipes/10_envs/14_kept.ipynb #cc3cd433
 import copy, inspect
+from collections import deque
 from typing import Any
 
 import gymnasium as gym
@@ -16,7 +17,7 @@ import torch
 from ..data import nested
 from ..data.errors import EnvError
 from .actions import action_rows
-from ..data.captures import capture
+from ..data.captures import capture, objects_in
 from ..data.restoring import restore
 from ..data.simulators import name_of
 
@@ -119,7 +120,7 @@ class KeptActions(Kept):
     def step(self, action: Any) -> None: self.log.add(action)
 
     def state(self) -> dict:
-        return dict(keeper=self.name, before=self.before, **capture((self._classes(), self.resets, self.log.pack())))
+        return dict(keeper=self.name, before=self.before, holds=self._holds(), **capture((self._classes(), self.resets, self.log.pack())))
 
     def _restore(self, state):
         if self.resets: raise EnvError("actions can be repeated only in a new environment", got="one that was reset before")
@@ -130,13 +131,21 @@ class KeptActions(Kept):
             self.env.reset(seed=0)
             restore(state['before'], self.env, strict=False)     # the reset makes anew what does not fit
         self.before, self.resets = state['before'], list(resets)
+        left = deque(resets)
         for t, action in enumerate([*self._actions(actions), None]):
-            for when, seed, options in resets:
+            while left and left[0][0] == t:
+                _, seed, options = left.popleft()
                 given = dict(seed=seed, options=copy.deepcopy(options))
-                if when == t: self.env.reset(**{name: x for name, x in given.items() if x is not None})
+                self.env.reset(**{name: x for name, x in given.items() if x is not None})
             if action is not None:
                 self.log.add(action)
                 self.env.step(action)
+        if state.get('holds', holds := self._holds()) != holds:
+            raise EnvError("the state does not fit this environment", expected="the objects that it held", got="others after the replay")
+
+    def _holds(self):
+        "The classes of the objects in an environment whose episode is replayed, which may have more of them than a new one."
+        return None if self.before is None else objects_in(capture(self.env, complete=False))
 
     def _classes(self): return [name_of(type(x)) for x in layers(self.env)]
 

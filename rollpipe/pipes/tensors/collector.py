@@ -91,7 +91,7 @@ class TensorCollector(Acting, Seeded, Source):
         self.refuse_processes()
         refuse_reading_ahead(self, [self.actor])
         env_seed, actor_seed = self.seed_sequence().spawn(2)
-        batch = self.make_batch(env_seed)
+        with nullcontext() if self.restored is None else GlobalRandomStates(): batch = self.make_batch(env_seed)
         try:
             interaction = TensorInteraction(self.actor, batch, actor_seed, lane=self.lane, explore=self.explore,
                                             terminal_obs=self.terminal_obs)
