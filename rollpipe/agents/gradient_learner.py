@@ -213,6 +213,19 @@ class GradientLearner(ByAdam, Learner):
         names = ['lr'] * any(p.requires_grad for p in self.actor.parameters()) + ['lr' if self.critic_lr is None else 'critic_lr']
         return [*zip(self.optimizer.param_groups, names)]
 
+    def set_option(self, name: str, value: Any) -> None:
+        "As `ScheduledLearner.set_option`. Raises `DataError` for `lr` if it is `critic_lr`, too, in one group of the optimiser."
+        if name == 'lr' and self.critic_lr is not None and self.shares_group:
+            raise DataError(f"{type(self).__name__}: lr and critic_lr were equal when it was made, so they cannot part", leaf=name,
+                            expected="a learner with another critic_lr, or with None for one that follows lr", got=repr(value))
+        super().set_option(name, value)
+
+    @property
+    def shares_group(self) -> bool:
+        "Have the actor and a critic with parameters of its own one group of the optimiser?"
+        known, groups = {id(p) for p in self.actor.parameters()}, self.optimizer.param_groups
+        return len(groups) == 1 and len({id(p) in known for p in groups[0]['params']}) == 2
+
     def step(self, loss: torch.Tensor, name: str = 'loss', metrics: dict | None = None, n: int | torch.Tensor | None = None) -> dict:
         "Lower `loss` by one step, with the gradient clipped to `max_grad_norm`. Arguments and result are those of `descend`."
         return descend(self.params, self.optimizer, self.max_grad_norm, loss, name, metrics, n)
