@@ -77,7 +77,7 @@ class RewardScaler(Pipe):
     the last row of the previous fragment. Below `Lanes` all lanes share one scale; above `Lanes` each lane has its own. Each iteration
     starts with a new scale, or with the scale from `load_state_dict`: a resumed run continues with the scale of its checkpoint.
 
-    The actor sees the unscaled rewards. If it uses them (`uses_past`), the environment has to scale them, and this pipe raises `GraphError`,
+    The actor sees the unscaled rewards. If it uses them (`uses_past`), the environment has to scale them: this pipe raises `GraphError`,
     unless its scale is 1.
 
     Args:
