@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from .learner import Learner
@@ -82,6 +83,11 @@ def _unwrapped(method: Any) -> Any:
     return getattr(method, '__wrapped__', method)
 
 
+def _count_change(params) -> None:
+    "Count a change of each parameter, which torch's fused kernels leave out. A `VersionCounter` relies on it."
+    for p in params: increment_version(p)
+
+
 def _same(xs, ys) -> bool:
     "Are these the same objects in the same order?"
     return len(xs) == len(ys) and all(map(is_, xs, ys))
@@ -111,6 +117,7 @@ class Adam(torch.optim.Adam):
             torch._fused_adam_(
                 params, grads, [x['exp_avg'] for x in states], [x['exp_avg_sq'] for x in states], [], counts, lr=group['lr'], beta1=beta1,
                 beta2=beta2, weight_decay=group['weight_decay'], eps=group['eps'], amsgrad=False, maximize=False)
+            _count_change(params)
 
     # torch would wrap `step` in a record for the profiler, which takes longer than the step itself.
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
@@ -125,7 +132,9 @@ class Adam(torch.optim.Adam):
 
     def _step_of_torch(self, closure):
         step = torch.optim.Adam.step
-        return (step if hasattr(step, 'hooked') else torch.optim.Optimizer.profile_hook_step(step))(self, closure)
+        found = (step if hasattr(step, 'hooked') else torch.optim.Optimizer.profile_hook_step(step))(self, closure)
+        for group in self.param_groups: _count_change(p for p in group['params'] if p.grad is not None)
+        return found
 
     def _work(self) -> list | None:
         "`(group, _Known, [(parameter, gradient, averages), ...])` for each group with gradients; None if torch must do the step."

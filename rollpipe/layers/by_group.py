@@ -17,6 +17,7 @@ from ..pipes.data.errors import DataError, describe
 from ..pipes.data.fragment import Fragment
 from ..pipes.data.fragment_ops import columns
 from ..pipes.envs.agents import AGENT
+from ..pipes.graph.modules import version_of
 
 # %% auto #0
 __all__ = ['CriticByGroup', 'ActorByGroup']
@@ -102,7 +103,8 @@ class ActorByGroup(_Groups, Actor):
     def parts(self, fragment: Fragment) -> dict[str, Fragment]:
         """The fragments of the groups, by name: the columns of their agents, with what their own actor reported and remembered.
 
-        A group whose agents all rest has none, because no learner could learn from it.
+        A group whose agents all rest has none, because no learner could learn from it. The version is that of the group's own actor: it was
+        as many updates ago as that of this actor was, or fewer.
 
         Args:
             fragment: of a pipeline with this actor
@@ -112,5 +114,6 @@ class ActorByGroup(_Groups, Actor):
             part = columns(fragment, (group.cpu() == k).nonzero()[:, 0])
             if not part.valid.any(): continue
             final = part.final._replace(actor=part.final.actor[name])
-            found[name] = part._replace(actor=part.actor[name], hx=part.hx[name], final=final)
+            version = None if part.version is None else part.version + (version_of(self.members[name]) - version_of(self))
+            found[name] = part._replace(actor=part.actor[name], hx=part.hx[name], final=final, version=version)
         return found
