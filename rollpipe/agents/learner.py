@@ -21,6 +21,7 @@ from ..pipes.data import nested
 from ..pipes.data.fragment import Fragment
 from ..pipes.data.errors import ActorError, DataError, describe
 import rollpipe.ranks as ranks
+from ..layers.policies import SharedPolicy
 from ..layers.running_norm import PolicyAverage
 from ..pipes.graph.modules import bump_version, version_of
 
@@ -170,8 +171,7 @@ class ScheduledLearner(LearnerState):
 
     def fall(self, name: str, value: Any) -> Schedule | None:
         "How another option falls by `decay_steps`; None: it stays."
-        if not self.decay_steps or name not in self.falling or value is None: return None
-        return Schedule(self.way_down, value, 0., self.decay_steps)
+        if self.decay_steps and name in self.falling and value is not None: return Schedule(self.way_down, value, 0., self.decay_steps)
 
     def set_option(self, name: str, value: Any) -> None:
         "As `Changing.set_option`; a learning rate reaches its optimiser. Raises `DataError` for a critic without one of its own."
@@ -185,8 +185,7 @@ class ScheduledLearner(LearnerState):
     def load_state_dict(self, state: dict) -> None:
         "As `LearnerState.load_state_dict`. The learning rates are those of this learner: they are options, and no state."
         super().load_state_dict(state)
-        for group, name in self.rates():
-            if name is None: continue
+        for group, name in [x for x in self.rates() if x[1]]:
             if not (name in self.schedules or self.decay_steps and self.fall_of(group)): group.pop('initial_lr', None)
             if 'initial_lr' not in group: group['lr'] = getattr(self, name)
             elif name not in self.schedules: group['initial_lr'] = getattr(self, name)
@@ -200,6 +199,12 @@ class Learner(ScheduledLearner):
     """
     critic_epochs: int = integer(4)
     batch_needs = ('adv', 'logp')       # leaves that a batch must have; with 'adv' and a critic, 'ret', too
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.critic is None and {'adv', 'ret'} & {*self.batch_needs} == {'adv'} and isinstance(self.actor, SharedPolicy):
+            raise DataError(f"{type(self).__name__} would never fit the values that this policy reports", leaf='actor',
+                            expected="a critic, or a policy without values", got=describe(self.actor))
 
     def update(self, batch: Fragment) -> dict:
         "One update of actor and critic from a batch; returns metrics (see `METRICS`). Raises `DataError` as `check_batch` does."

@@ -61,6 +61,12 @@ class CriticByGroup(_Groups):
     def forward(self, obs: Any) -> Tensor:
         return self.own(self.groups_of(obs), {name: critic(obs) for name, critic in self.members.items()})
 
+    def observe(self, obs: Any, valid: Tensor | None = None) -> None:
+        "Update the normaliser of each critic that has one, with the observations `[*lead, ...]` of its agents; for learners."
+        group = self.groups_of(obs)
+        for k, critic in enumerate(self.members.values()):
+            if hasattr(critic, 'observe'): critic.observe(obs, group == k if valid is None else valid & (group == k))
+
 # %% ../../nbs/layers/23_by_group.ipynb #ad2706e2
 class ActorByGroup(_Groups, Actor):
     """An actor for each group of agents. An actor with `draw_noise` gets noise of its own.
