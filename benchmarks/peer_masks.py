@@ -1,8 +1,8 @@
-"""PPO with masks of actions beside `MaskablePPO` of Stable-Baselines3-contrib, on that package's own environments, with its default settings.
+"""PPO with masks of actions beside `MaskablePPO` of Stable-Baselines3-contrib, on its own environments and with its default settings.
 
     python benchmarks/peer_masks.py [--steps 20000] [--seeds 3]
 
-An episode has 100 steps, and a step is worth 1 if the action is the observed one, of which some others are forbidden. Without masks a random
+An episode has 100 steps. A step is worth 1 if the action is the observed one; some of the others are forbidden. Without masks a random
 policy gets 5 in an episode of the first environment. The greedy policy of each side plays 20 episodes. The interpreter has both packages.
 """
 import argparse

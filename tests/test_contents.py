@@ -129,6 +129,12 @@ def test_the_command_tells_of_a_run_and_draws(tmp_path, capsys):
     assert rollpipe("data", tmp_path/"nothing") == 2 and "no recording here" in capsys.readouterr().err
 
 
+def test_returns_that_differ_by_rounding_only_have_one_bar():
+    for low, high, n in ((.1 + .2 + .3, .3 + .2 + .1, 1), (-1e9, -1e9 + 1e-6, 1), (1., 1., 1), (0., 1., 10), (1e9, 1e9 + 1, 10)):
+        found = contents.bars(np.array([low, high, high]))
+        assert len(found) == n and sum(int(line.rsplit(" ", 1)[1]) for line in found) == 3
+
+
 def test_ctrl_c_is_clean(tmp_path, monkeypatch, capsys):
     list(Recorder(IterList([1, 2, 3]), tmp_path))
     def interrupted(*args):

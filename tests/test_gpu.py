@@ -2,12 +2,14 @@
 """
 import math
 import os
+import pickle
 import subprocess
 import sys
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -17,9 +19,12 @@ from tensor_worlds import CartPole, Pendulum
 
 from rollpipe.agents import PPO, evaluate
 from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
-from rollpipe.pipes import AdvantageBuffer, DataError, DataLoader2, ProcessReading, nested, rollouts
+from rollpipe.pipes import AdvantageBuffer, DataError, DataLoader2, ProcessReading, nested, on_policy, rollouts
+from rollpipe.pipes.graph import modules
 from rollpipe.pipes.invariants import check_advantages, check_ratio
 from rollpipe.pipes.tensors.collector import TensorCollector
+from rollpipe.pipes.workers import members
+from rollpipe.pipes.workers.members import pickled_for
 from rollpipe.runs import load_agent
 from rollpipe.runs.loops import resumed, saved
 from rollpipe.settings.config import device_of
@@ -195,7 +200,42 @@ def test_each_rank_of_a_machine_has_a_gpu_of_its_own(a_gpu, monkeypatch):
         assert device_of("cuda") == device_of("auto") == torch.device(device)
         assert device_of("cuda:1") == torch.device("cuda:1") and device_of("cpu") == torch.device("cpu")
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(DataError, match="no GPU of its own. Expected at most 2 ranks on this machine, or the device cpu, got rank 2"):
-        device_of("cuda")
+    with pytest.raises(DataError, match="no GPU of its own. Expected at most 2 ranks on .* got LOCAL_RANK=2"): device_of("cuda")
+    monkeypatch.delenv("LOCAL_RANK")
+    with pytest.raises(DataError, match="got LOCAL_RANK="): device_of("cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)     # the launcher shows each rank one GPU
+    assert device_of("cuda") == torch.device("cuda:0")
     monkeypatch.delenv("RANK")
     assert device_of("cuda") == torch.device("cuda")
+
+
+class There(torch.nn.Linear):
+    "A layer on another device, which the host takes back without its numbers."
+    def cpu(self): return self.to_empty(device="cpu")
+
+
+def test_a_worker_on_the_host_gets_networks_in_host_memory(monkeypatch):
+    "Its machine may have no GPU, and one that has one need not begin to use it."
+    layer = There(2, 3, device="meta")
+    monkeypatch.setattr(members, "state_of", lambda found: dict(layer.named_parameters()))      # which refuses tensors without numbers
+    def sent(): return cloudpickle.loads(pickle.loads(pickle.dumps(modules._Payload(layer))).content)
+    for device, found in ((None, "meta"), ("meta", "meta"), ("cpu", "cpu")):
+        with pickled_for(device): assert sent().weight.device.type == found
+    assert sent().weight.device.type == layer.weight.device.type == "meta"
+
+
+def test_the_global_generators_of_gpus_go_on(tmp_path, monkeypatch):
+    "A learner may draw from them, as by dropout."
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [torch.arange(3, dtype=torch.uint8) + k for k in range(2)])
+    put: dict = {}
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda x, device: put.update({device: x.tolist()}))
+    for begun in range(2):
+        actor, critic = (c.for_env("CartPole-v1", seed=0) for c in (MLPPolicy, Critic))
+        agent = PPO(actor, critic, epochs=1, seed=0)
+        with resumed(tmp_path/"loop", on_policy("CartPole-v1", actor, critic, n_envs=2, n_steps=8, seed=0), agent) as (loader, updates):
+            assert updates == begun
+            agent.update(next(iter(loader)))
+            saved(tmp_path/"loop", loader, agent, updates + 1)
+        assert put == ({0: [0, 1, 2], 1: [1, 2, 3]} if begun else {})

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -317,7 +318,7 @@ def test_infos_that_appear_later_are_marked_as_missing(tmp_path):
     assert total == sum(len(e["rewards"]) for e in found if e.get("infos/_episode", np.zeros(1))[-1])
     few = next(iter(from_minari("some/stats-v0", 16, folder=tmp_path, info_keys=[])))
     assert few.env == {}
-    with pytest.raises(DataError, match="no such info.*speed"):
+    with pytest.raises(DataError, match="no such info. Expected _episode, episode, got speed"):
         next(iter(from_minari("some/stats-v0", 16, folder=tmp_path, info_keys=["speed"])))
 
 
@@ -371,7 +372,37 @@ def test_a_lane_that_was_lost_with_its_worker_begins_anew():
         return steps(3, lane=torch.tensor([0]), seq=torch.tensor([seq]), restarts=torch.tensor([restarts]), stepno=stepno)
     found = list(whole_episodes([part(0, 0), part(0, 1, 3), part(1, 0), part(1, 1, 3)]))
     assert [(len(e.rew), e.term) for e in found] == [(6, False), (6, False)]
+    assert list(whole_episodes([part(0, 0), part(0, 1, 3), part(1, 0)], unfinished=False)) == []     # nor the one that was lost
     with pytest.raises(DataError, match="does not continue"): list(whole_episodes([part(0, 0), part(0, 0)]))
+
+
+def test_a_fragment_that_is_missing_between_two_episodes_is_told():
+    def part(seq, lane=0, restarts=0):
+        end = dict(truncated=torch.tensor([[0], [0], [1]]).bool(), last_obs=torch.zeros(1, 2))
+        return steps(3, lane=torch.tensor([lane]), seq=torch.tensor([seq]), restarts=torch.tensor([restarts]), **end)
+    with pytest.raises(DataError, match="lane 0: a fragment does not continue the one before. Expected seq=2, got seq=3"):
+        list(whole_episodes([part(0), part(0, 1), part(1), part(1, 1), part(3)]))
+    late, lost, other = [part(5), part(6)], [part(0), part(1), part(0, restarts=1)], [part(0), part(1), part(0)]
+    for stream in (late, lost, other): assert len(list(whole_episodes(stream))) == len(stream)
+
+
+def test_an_info_with_a_slash_is_refused_by_name(tmp_path):
+    for env in ({"reward/forward": torch.ones(3, 1)}, {"a": {"b/c": torch.ones(3, 1)}}):
+        with pytest.raises(DataError, match=r"leaf infos\[.*'\]: .*nested one. Expected a name without /"):
+            to_minari([steps(3, env=env)], "some/slash-v0", folder=tmp_path, **SPACES)
+
+
+def test_an_interrupt_leaves_the_older_set_under_its_name(tmp_path, monkeypatch):
+    path, rename, n = to_minari([steps(3)], "some/set-v0", folder=tmp_path, **SPACES), Path.rename, Counter()
+    def interrupted(self, to):
+        n["renamed"] += 1
+        if n["renamed"] == 2: raise KeyboardInterrupt
+        return rename(self, to)
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt): to_minari([steps(4)], "some/set-v0", folder=tmp_path, replace=True, **SPACES)
+    assert [len(e["rewards"]) for e in read(path)] == [3] and [*path.parent.iterdir()] == [path]
+    to_minari([steps(4)], "some/set-v0", folder=tmp_path, replace=True, **SPACES)
+    assert [len(e["rewards"]) for e in read(path)] == [4] and [*path.parent.iterdir()] == [path]
 
 
 # -- damage, kills, full disks --------------------------------------------------------------------------------------------

@@ -250,6 +250,20 @@ def test_a_stream_of_data_goes_on_from_a_checkpoint_and_only_with_the_same_data(
     with pytest.raises(CheckpointError, match='not those that the stream began with'): next(iter(restore_stream(pipe(Kept(less)), state)))
 
 
+def test_true_last_observations_and_the_rows_ahead_are_part_of_the_data():
+    fragments = collected()
+    def pipe(data): return from_data('Pendulum-v1', data=Kept(data), batch_size=8, seed=3)
+    next(items := iter(first := pipe(fragments)))
+    state = stream_state(first)
+    items.close()
+    ended = next(k for k, f in enumerate(fragments) if len(f.final.t))
+    last, ahead = fragments[ended], fragments[-1]
+    last = last._replace(final=last.final._replace(obs=last.final.obs + 1))
+    ahead = ahead._replace(state=ahead.state._replace(obs=ahead.state.obs + torch.eye(51)[-1, :, None, None]))
+    for other in ([*fragments[:ended], last, *fragments[ended + 1:]], [*fragments[:-1], ahead]):
+        with pytest.raises(CheckpointError, match='not those that the stream began with'): next(iter(restore_stream(pipe(other), state)))
+
+
 # --- learners and runs
 
 @pytest.mark.parametrize('algorithm', [BC, IQL, TD3BC])

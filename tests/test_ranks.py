@@ -15,12 +15,15 @@ from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
 from rollpipe import ranks
 from rollpipe.agents import A2C, DDPG, DQN, NPG, PPO, QLearning, QRDQN, REINFORCE, SAC, TD3, TRPO, VTrace
+from rollpipe.agents.gradient_learner import adam_for, descend
 from rollpipe.agents.offline.td3_bc import TD3BC
 from rollpipe.agents.tabular import TabularQ
 from rollpipe.layers import (ActionCritic, Critic, DeterministicPolicy, GaussianPolicy, QPolicy, QuantilePolicy, RecurrentPolicy,
                              SquashedPolicy)
 from rollpipe.pipes import AdvantageBuffer, DataError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, WorkerError, nested
-from rollpipe.pipes.data.fragment_ops import join
+from rollpipe.pipes.data.fragment_ops import join, with_restarts
+from rollpipe.pipes.graph.modules import bump_version
+from rollpipe.runs.joint import joint
 from rollpipe.pipes.replay.memory import Sample
 from rollpipe.pipes.replay.pipe import Replay, Replayed
 
@@ -307,19 +310,64 @@ def test_a_rank_that_dies_ends_the_others(tmp_path):
     assert gone is None and isinstance(left, WorkerError) and "rank 0: another rank has ended" in str(left)
 
 
+def making(rank, folder): joint(lambda: os.kill(os.getpid(), signal.SIGKILL), {}, dict)
+
+
+def test_a_rank_that_dies_while_it_makes_the_run_ends_the_others(tmp_path):
+    gone, left = run(making, tmp_path)
+    assert gone is None and isinstance(left, WorkerError) and "rank 1: another rank has ended" in str(left)
+
+
+def older(rank, folder):
+    "The batch of rank 1 is of three updates ago, and lost its lane twice."
+    batch = next(iter(pipeline(agent := learner(), rank)))
+    bump_version(agent.actor, to=3)
+    batch = with_restarts(batch, 2) if rank else batch._replace(version=batch.version + 3)
+    with ranks.distributed(agent): return agent.update(batch)
+
+
+def test_lag_and_lost_lanes_are_those_of_all_ranks(tmp_path):
+    for metrics in run(older, tmp_path): assert metrics["lag"] == 3 and metrics["lane_restarts"] == 4      # two lanes of rank 1
+
+
 def refused(rank, folder):
     found = []
     for agent in (QLearning(TabularQ(Discrete(3), Discrete(2))), learner(fvp_subsample=0.5)):
         with pytest.raises(DataError) as error, ranks.distributed(agent): pass
         found.append(str(error.value))
+    batch = next(iter(pipeline(agent := learner(), rank)))
+    with pytest.raises(DataError) as error, ranks.distributed(agent):
+        agent.set_option("fvp_subsample", 0.5)
+        agent.update(batch)
+    found.append(str(error.value))
     assert not ranks.active()
     return found
 
 
 def test_learners_that_cannot_are_refused(tmp_path):
-    for table, subsampled in run(refused, tmp_path):
+    for table, *subsampled in run(refused, tmp_path):
         assert "cannot learn over several ranks" in table and "joins_ranks" in table and "QLearning" in table
-        assert "fvp_subsample" in subsampled
+        assert len(subsampled) == 2 and all("leaf fvp_subsample: cannot estimate the Fisher matrix" in text for text in subsampled)
+
+
+def channels_last(rank, folder):
+    with ranks.distributed(learner()): return stepped(8)
+
+
+def stepped(n=None):
+    "The weights of a convolution after two steps of Adam, in the memory layout that torch advises for images."
+    torch.manual_seed(0)
+    net = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    params, optimizer = adam_for(net, None, .1, .1)
+    for group in optimizer.param_groups: group["eps"] = 1.
+    images = torch.randn(8, 3, 6, 6)
+    for _ in range(2): descend(params, optimizer, None, net(images).square().mean(), n=n)
+    return net.weight.detach()
+
+
+def test_gradients_of_several_ranks_have_the_layout_of_their_parameters(tmp_path):
+    "Which torch's fused Adam does not check."
+    for found in run(channels_last, tmp_path): torch.testing.assert_close(found, stepped(), rtol=0, atol=1e-6)
 
 
 def test_without_a_process_group_nothing_changes():

@@ -1,5 +1,6 @@
 "A recording gives the items again, bit for bit, on every edge of every recipe. Faults of disks, files and people lose nothing silently."
 import gzip
+import inspect
 import json
 import os
 import re
@@ -24,12 +25,13 @@ from safetensors.torch import load_file
 from rollpipe.agents import DQN, PPO, SAC, TRPO
 from rollpipe.layers import ActionCritic, Critic, MLPPolicy, QPolicy, RecurrentPolicy, SquashedPolicy
 from rollpipe.pipes import (
-    CheckpointError, DataError, EnvStepper, FragmentCollector, FrameStack, Lanes, ProcessReading, Recorder, Replayer, Source, insert_after,
-    on_policy, replace, replayed,
+    CheckpointError, DataError, EnvStepper, FragmentCollector, FrameStack, Lanes, ProcessReading, Recorder, Replayer, Source, ToDevice,
+    insert_after, on_policy, replace, replayed,
 )
 from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.encoding import decode, encode
 from rollpipe.pipes.graph.edits import nodes
+from rollpipe.pipes.graph.states import restore_stream, stream_state
 from rollpipe.pipes.graph.torchdata import DataLoader2
 from rollpipe.pipes.recording import store
 from rollpipe.pipes.recording.store import item_files, records_in
@@ -262,6 +264,20 @@ def test_the_oldest_files_make_room(tmp_path):
     assert_equal(list(Replayer(tmp_path)), items[files[0].first:])
 
 
+def test_a_recording_goes_on_though_the_limit_has_left_nothing_of_it(tmp_path):
+    "It has removed all items from before a checkpoint, a resume those after it, and that one is killed before it writes a file."
+    pipe = Recorder(IterList(list(range(9))), tmp_path, limit=900, chunk=1)
+    for k, _ in enumerate(pipe):
+        if k == 2: state = stream_state(pipe)
+    assert item_files(tmp_path)[0].first > 3
+    def resumed(limit): return restore_stream(Recorder(IterList([3, 4]), tmp_path, limit=limit), state)
+    for _ in range(2):
+        store.ItemFolder(tmp_path, 3, True, 900).close()
+        assert not item_files(tmp_path)
+    with pytest.raises(DataError, match="lacks items. Expected 3 items, got 0"): list(resumed(None))
+    assert list(resumed(900)) == [3, 4] == list(Replayer(tmp_path))
+
+
 # --- files of strangers, and damaged ones
 
 def test_what_is_no_recording(tmp_path):
@@ -384,6 +400,20 @@ def test_samples_are_compared_as_they_are_drawn(tmp_path):
     with pytest.raises(DataError, match="what it was asked for differs"): wrong()
 
 
+def test_what_is_asked_for_after_the_next_item_has_come_is_recorded(tmp_path):
+    actor = QPolicy.for_env(POLE, hidden=(8,), seed=0)
+    pipe = replayed(POLE, actor, n_steps=4, n_envs=2, lanes=1, capacity=64, batch_size=8, warmup=8, n_batches=2, seed=0)
+    items = iter(ToDevice(Recorder(pipe, tmp_path/"a"), "cpu", ahead=1))
+    live = [list(item.samples) for item in islice(items, 6)]
+    items.close()
+    again = [list(item.samples) for item in Replayer(tmp_path/"a")]
+    assert list(map(len, live)) == [2] * 6
+    assert_equal(again[:6], live)
+    late = islice(ToDevice(Recorder(pipe, tmp_path/"b", chunk=1), "cpu", ahead=1), 6)
+    with pytest.raises(DataError, match="Recorder.*item 0 was asked for more after it was written.*greater `chunk`"):
+        for item in late: list(item.samples)
+
+
 def test_a_lane_that_is_missing_is_told(tmp_path):
     for lane in (2, 3, 4): list(Recorder(IterList([lane]), tmp_path/f"lane-000{lane}"))      # a machine of several has such lanes
     assert list(Replayer(tmp_path)) == [2, 3, 4]
@@ -410,6 +440,24 @@ def test_a_signal_while_a_file_is_written_loses_no_item(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "write_bytes", interrupted)
     with pytest.raises(KeyboardInterrupt): list(Recorder(IterList([1, 2, 3, 4, 5]), tmp_path, chunk=1))
     assert list(Replayer(tmp_path)) == [1, 2, 3] and not [*tmp_path.glob("*.tmp")]
+
+
+@pytest.mark.parametrize("method, place", [("add", "self.n += 1"), ("flush", "self._clear()")])
+def test_a_signal_between_two_lines_leaves_a_recording_that_can_be_read(method, place, tmp_path):
+    lines, first = inspect.getsourcelines(function := getattr(store.ItemWriter, method))
+    at = first + next(i for i, line in enumerate(lines) if place in line)
+    def local(frame, event, _):
+        if event != "line" or frame.f_lineno != at or frame.f_locals["self"].n < 6: return local
+        sys.settrace(before)
+        raise KeyboardInterrupt
+    before, found = sys.gettrace(), []
+    sys.settrace(lambda frame, *_: local if frame.f_code is function.__code__ else None)
+    try:
+        with pytest.raises(KeyboardInterrupt): found.extend(Recorder(IterList(list(range(10))), tmp_path, chunk=300))
+    finally: sys.settrace(before)
+    got = list(Replayer(tmp_path))
+    assert all(file.first < file.end for file in item_files(tmp_path))
+    assert got == [*range(len(got))] and len(found) >= 6 and got[:len(found)] == found
 
 
 def test_a_forked_process_does_not_write(tmp_path):

@@ -2,6 +2,7 @@
 from functools import cache, partial
 from itertools import chain, islice, pairwise
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -370,6 +371,12 @@ def test_sum_tree(size, seed):
         np.testing.assert_array_equal(tree.find(sums), np.searchsorted(priority.cumsum(), sums, side="right"))
 
 
+def test_a_sum_beyond_all_priorities_by_rounding_finds_one_of_them():
+    tree = SumTree(5)
+    tree[np.arange(5)] = [.1, .2, .3, 1e-6, 1e-6]
+    assert (tree.find(np.full(3, tree.total * (1 + 1e-15))) == 4).all()
+
+
 @pytest.mark.parametrize("options", [{}, dict(prioritized=True), dict(length=4), dict(prioritized=True, length=4)])
 def test_a_seed_fixes_the_samples(options, tmp_path):
     def drawn(seed, path=None):
@@ -522,6 +529,28 @@ def test_priorities_that_are_none():
 def test_above_lanes():
     pipe = Replay(FragmentCollector(EnvStepper(Counting, Plain()), 4), 100, warmup=0)
     with pytest.raises(GraphError, match="`Lanes` above `Replay`"): next(iter(Lanes(pipe)))
+
+
+def test_a_full_memory_is_warm_though_not_all_of_its_rows_are_steps():
+    "A vector has rows in which it resets."
+    make = lambda: gym.vector.SyncVectorEnv([partial(Counting, EPISODES)] * 2)
+    pipe = replayed(make, Plain(), n_envs=None, n_steps=4, capacity=80, warmup=79, batch_size=8, seed=0)
+    drawn = [(len(list(item.samples)), len(item.memory)) for item in islice(pipe, 20)]
+    assert [n for n, _ in drawn] == [0] * 9 + [1] * 11 and max(n for _, n in drawn) < 79
+
+
+@pytest.mark.parametrize("more", [dict(n_batches=2), dict(samples_per_step=.1)])
+def test_a_memory_in_which_no_segment_fits_is_told(more):
+    pipe = replayed(Counting, Plain(), **options(n_envs=8, length=40, capacity=280, n_batches=1) | more)
+    with pytest.raises(DataError, match="Replay, leaf capacity: no segment.*more than 40 steps of each environment, got 280"):
+        for item in islice(pipe, 20): list(item.samples)
+
+
+@pytest.mark.parametrize("capacity, warmup, n", [(1001, 1001, 2), (1000, 1000, 3), (100, 98, 3), (100, 90, 3)])
+def test_a_rank_can_be_as_warm_as_it_is_large(capacity, warmup, n):
+    pipe = Replay(FragmentCollector(EnvStepper(Counting, Plain()), 4), capacity, 12, warmup=warmup)
+    pipe.divide(n)
+    assert (pipe.capacity, pipe.warmup) == (capacity // n, min(capacity // n, -(-warmup // n)))
 
 
 def test_samples_of_warm_up_are_not_drawn_late():

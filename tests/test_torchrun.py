@@ -221,6 +221,12 @@ def test_what_only_shows_may_differ_between_ranks(tmp_path):
     assert [code for code, *_ in found] == [0, 0], found
 
 
+def test_ranks_whose_memories_get_rows_that_are_no_steps_draw_equally_often(tmp_path):
+    "The rows after ends of sticky environments differ from rank to rank."
+    words = "--preset none --lanes 2 --n-envs 2 --sticky --n-steps 16 --hidden 8 --warmup 400 --steps 1500 --quiet --no-tensorboard".split()
+    for code, _, err in run_ranks("train", "dqn", "CartPole-v1", *words, "--out", "run", cwd=tmp_path): assert code == 0, err
+
+
 def test_several_runs_are_not_started_by_torchrun(monkeypatch, capsys):
     for name, value in dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1").items(): monkeypatch.setenv(name, value)
     assert main(["train", "ppo", "CartPole-v1", "--seeds", "0-1"]) == 2 and "torchrun starts one run" in capsys.readouterr().err

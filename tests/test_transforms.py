@@ -21,6 +21,7 @@ from rollpipe.pipes import (
     NStep, ObservationCast, Pipe, RewardScaler, ToDevice, find_one, on_policy, rollouts,
 )
 from rollpipe.pipes.advantage import values
+from rollpipe.pipes import frames
 from rollpipe.pipes.frames import Stacks
 from rollpipe.pipes.data.fragment_ops import env_rewards
 from rollpipe.pipes.graph.torchdata import DataLoader2
@@ -415,3 +416,10 @@ def test_transforms_keep_the_rules():
     pipe = ObservationCast(RewardScaler(fragments(each, 4)), torch.float64)
     for _ in islice(CheckInvariants(AdvantageBuffer(pipe, lambda obs: obs.float()[..., 2]), rate=1), 6): pass
     for _ in islice(CheckInvariants(FrameStack(film(each, 4), 3), rate=1), 6): pass
+
+
+def test_the_memory_of_all_parts_of_stacks_is_protected():
+    "A CUDA stream that made them must not use their memory again while another one reads. Only a GPU has the operation itself."
+    stacks, recorded = next(iter(FrameStack(film([[(5, "term")]], 16), 4))).state.obs, []
+    assert frames._LAZY[torch.ops.aten.record_stream.default](lambda x, stream: recorded.append(x), stacks, None) is stacks
+    assert [x.data_ptr() for x in recorded] == [x.data_ptr() for x in (stacks.frames, stacks.past, stacks.rows)]

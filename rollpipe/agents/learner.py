@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .critics import critic_inputs, explained_variance, fit_critic, observations
-from .policy_replay import lag_of, lane_restarts
+from .policy_replay import provenance_of
 from .shared_options import Changing, Schedule, integer, number
 from ..pipes.data import nested
 from ..pipes.data.fragment import Fragment
@@ -254,8 +254,8 @@ class Learner(ScheduledLearner):
         check_batch(batch, needs, type(self).__name__)
 
     def provenance(self, batch: Fragment) -> dict:
-        "Metrics of where a batch comes from: `lag`, and `lane_restarts` if a lane was lost."
-        return dict(lag=lag_of(batch, self.actor)) | lane_restarts(batch)
+        "Metrics of where the batches of all ranks come from: the largest `lag`, and the sum of `lane_restarts` if a lane was lost."
+        return provenance_of(batch, self.actor)
 
     def tell_actor(self, batch: Fragment) -> None:
         "Update the actor's normaliser, if it has one, with the observations of a batch. Called once per batch, after its last use."

@@ -187,9 +187,16 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
         if getattr(self.actor, 'obs_norm', None) is not None: metrics['kl_next'] = float(effect(self.actor, rows, old)[1])
         return metrics
 
+    def check_ranks(self) -> None:
+        "Raise `DataError` if several ranks learn together and the Fisher matrix is estimated from some rows."
+        if self.fvp_subsample < 1 and ranks.active():
+            raise DataError("cannot estimate the Fisher matrix from some rows over several ranks", leaf='fvp_subsample', expected="1",
+                            got=str(self.fvp_subsample))
+
     @torch.enable_grad()
     def direction(self, rows: PolicyRows) -> Direction:
         "Gradient and natural gradient at the present parameters."
+        self.check_ranks()     # the fraction may have changed since the block `distributed` began
         lin = curved = Linearization(distribution_on(self.actor, rows), self.params)
         before, g = ranks.totals(*lin.gradient(lambda params: surrogate(self.actor.dist, params, rows)))
         for name, x in (('surrogate', before), ('gradient of the surrogate', g)):

@@ -6,7 +6,7 @@
 __all__ = ['Evaluated', 'evaluated', 'Evaluator', 'serve', 'EvaluationProcess', 'ParallelEvaluation']
 
 # %% ../../nbs/agents/11_parallel_evaluation.ipynb #4536922a
-import copy, math, os, time, weakref
+import math, os, time, weakref
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,8 @@ from ..pipes.cluster.evaluation import RemoteService
 from ..pipes.envs.watching import check_film
 from ..pipes.data.errors import DataError, WorkerError, describe
 from ..pipes.stepper import EnvStepper
-from ..pipes.graph.modules import modules_in, state_of, version_of
+from ..pipes.graph.modules import version_of
+from ..pipes.workers.members import on_host
 from ..pipes.workers.channel import WeightPublisher
 from ..pipes.workers.process import NOTHING, WorkerNotStarted, WorkerProcess
 from ..pipes.workers.supervision import report_silence
@@ -93,12 +94,6 @@ def serve(link: Any, *args: Any) -> None:
     while link.recv() is not None: link.send(evaluator())
 
 
-def _on_cpu(actor):
-    "The actor, or if it is on a device, a copy in host memory, so that two processes do not compete for the device."
-    if all(x.is_cpu for x in state_of(modules_in(actor)).values()): return actor
-    actor = copy.deepcopy(actor)
-    for module in modules_in(actor): module.cpu()
-    return actor
 
 # %% ../../nbs/agents/11_parallel_evaluation.ipynb #4b31ce31
 class EvaluationProcess:
@@ -261,7 +256,7 @@ class ParallelEvaluation(EvaluationProcess):
                        max_steps=max_steps, on_limit=on_limit, close=close, record=record)
         place = None if ray is None else service_place(ray, self)
         self.seed, publisher = seed, WeightPublisher([actor])
-        name, args = "evaluation", (_on_cpu(actor), options)
+        name, args = "evaluation", (on_host(actor), options)     # two processes do not compete for a device
         common: Any = dict(threads=worker_threads, grace=grace)
         worker = (RemoteService(name, Evaluator, args, publisher, place, **common) if place is not None else
                   WorkerProcess(name, serve, (publisher.subscriber([0]),), args, start_method=start_method, **common))

@@ -78,6 +78,12 @@ def _each_part(func, x, *args, dtype=None, **kwargs):
     return Stacks(*(func(part, *args, **kwargs) for part in (x.frames, x.past, x.rows)))
 
 
+def _record(func, x, stream):
+    "The memory of each part is in use in a CUDA stream."
+    for part in (x.frames, x.past, x.rows): func(part, stream)
+    return x
+
+
 def _join_parts(func, parts, dim=0):
     "Join stacks along a leading dimension: join their frames and pasts, and renumber the rows."
     if not all(isinstance(x, Stacks) for x in parts) or dim % parts[0].ndim >= parts[0].rows.ndim - 1: return None
@@ -92,7 +98,8 @@ def _join_parts(func, parts, dim=0):
 
 _LAZY = {aten.slice.Tensor: _index_rows, aten.select.int: _index_rows, aten.index.Tensor: _index_rows, aten.unsqueeze.default: _index_rows,
          aten.detach.default: _each_part, aten.alias.default: _each_part, aten.clone.default: _each_part,
-         aten._to_copy.default: _each_part, aten._pin_memory.default: _each_part, aten.cat.default: _join_parts}
+         aten._to_copy.default: _each_part, aten._pin_memory.default: _each_part, aten.cat.default: _join_parts,
+         aten.record_stream.default: _record}
 
 # %% ../../nbs/pipes/22_frames.ipynb #ed20a39c
 def _frame_numbers(fragment, n):

@@ -236,12 +236,10 @@ def _block(agent, group):
     if not getattr(agent, 'joins_ranks', False):
         raise DataError("cannot learn over several ranks", leaf='agent', got=type(agent).__name__,
                         expected="a learner with `joins_ranks`, such as TRPO, PPO, DQN or SAC")
-    if getattr(agent, 'fvp_subsample', 1.) < 1:
-        raise DataError("cannot estimate the Fisher matrix from some rows over several ranks", leaf='fvp_subsample', expected="1",
-                        got=str(agent.fvp_subsample))
     _group.append(group)
     try:
         check_state(agent)
+        getattr(agent, 'check_ranks', bool)()
         yield
     finally:
         _group.clear()

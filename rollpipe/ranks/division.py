@@ -42,8 +42,8 @@ def divide(pipe: IterDataPipe, k: int, size: int) -> None:
                         expected="a pipeline without them (no `--intrinsic`)")
     lanes[0].divide(size, k)
     for stacker in stackers: stacker.n = max(1, stacker.n // size)
-    for replay in find(pipe, Replay): replay.divide(size)
-    for scaler in scalers.values(): scaler.gathered = gathered_objects
+    for replay in (replays := find(pipe, Replay)): replay.divide(size)
+    for joint in (*replays, *scalers.values()): joint.gathered = gathered_objects
 
 
 def divided(pipe: IterDataPipe) -> IterDataPipe:

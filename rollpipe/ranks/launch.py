@@ -47,17 +47,17 @@ def launched(env: Mapping = os.environ) -> Launch | None:
 def device_of_rank(device: torch.device, env: Mapping = os.environ) -> torch.device:
     """The device of this process, if `device` is meant for all ranks: cuda alone is another GPU for each rank of a machine.
 
-    Raises `DataError` for more ranks on a machine than GPUs, because NCCL refuses two on one.
+    Raises `DataError` for more ranks on a machine than GPUs, because NCCL refuses two on one, and if the launcher does not count them.
 
     Args:
         device: a device
         env: environment variables, of which `LOCAL_RANK` counts the ranks of a machine
     """
     if device.type != "cuda" or device.index is not None or launched(env) is None: return device
-    rank, n = int(env.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-    if rank < n: return torch.device("cuda", rank)
-    raise DataError("this rank has no GPU of its own", expected=f"at most {n} ranks on this machine, or the device cpu",
-                    got=f"rank {rank} of it")
+    rank, n = env.get("LOCAL_RANK", "0" if torch.cuda.device_count() == 1 else ""), torch.cuda.device_count()
+    if rank.isdecimal() and int(rank) < n: return torch.device("cuda", int(rank))
+    raise DataError("this rank has no GPU of its own", got=f"LOCAL_RANK={rank}",
+                    expected=f"at most {n} ranks on this machine; or a device by number, such as cuda:0 if each rank sees one; or cpu")
 
 
 @contextmanager

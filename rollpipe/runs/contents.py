@@ -67,12 +67,12 @@ def spread(x: np.ndarray) -> str:
 
 
 def histogram(x: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """How many of the numbers are in each of `n` bins, and the borders of the bins. Equal numbers have one bin.
+    """How many of the numbers are in each of `n` bins, and the borders of the bins. Numbers that are equal but for rounding have one bin.
 
     Args:
         x: at least one number
     """
-    return np.histogram(x, n if x.min() < x.max() else 1)
+    return np.histogram(x, n if x.max() - x.min() > 2 * n * np.spacing(np.abs(x).max()) else 1)
 
 
 def bars(x: np.ndarray, n: int = 10) -> list[str]:

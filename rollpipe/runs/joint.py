@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 import rollpipe.ranks as ranks
@@ -16,6 +17,7 @@ from .states import Stream, load_states, states_of, with_exactness
 from ..settings.config import build
 from .locks import unlock
 from ..pipes.data.chunks import ChunkFolder, chunk_names
+from ..pipes.data import nested
 from ..pipes.data.errors import DataError, WorkerError, describe_exception
 from ..pipes.data.files import pack, unpack
 from ..pipes.graph.edits import find
@@ -85,11 +87,16 @@ class Follower(Run):
 _OF_ONE = ("quiet", "debug", "function", "words", "options", "versions", "of_preset")  # settings that may differ between ranks
 
 
-def _gathered(x: Any) -> list:
-    "The `x` of each rank, before the run begins. Raises `WorkerError` if a rank has ended."
-    found: list = [None] * dist.get_world_size()
-    try: dist.all_gather_object(found, x)
+def _call(collective: Callable, *args: Any, **kwargs: Any) -> None:
+    "Call a collective before the run begins. Raises `WorkerError` if a rank has ended."
+    try: collective(*args, **kwargs)
     except RuntimeError as e: raise WorkerError(f"rank {dist.get_rank()}: another rank has ended; its own message says why") from e
+
+
+def _gathered(x: Any) -> list:
+    "The `x` of each rank, before the run begins."
+    found: list = [None] * dist.get_world_size()
+    _call(dist.all_gather_object, found, x)
     return found
 
 
@@ -101,6 +108,11 @@ def _check_asked(typed: dict, configured: Callable) -> None:
     mine = {**typed, **config, **config.get("options", {})}
     check_alike(_gathered({name: repr(x) for name, x in mine.items() if name not in _OF_ONE}), "another option than on rank 0",
                 missing="nothing")
+
+
+def _on_host(state: Any) -> Any:
+    "The state of a learner in host memory: the other ranks would begin to use the GPU of rank 0."
+    return nested.map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, state)
 
 
 def joint(make: Callable, typed: dict, configured: Callable) -> Run | None:
@@ -124,8 +136,9 @@ def joint(make: Callable, typed: dict, configured: Callable) -> Run | None:
                 check_size(run.config.get("ranks", 1), dist.get_world_size())
                 divide(run.pipe, 0, dist.get_world_size(), run.config["workers"])
                 config = {**run.config, "inexact": run.stream.reason}
-                told[0] = run.folder.resolve(), config, run.counters, run.agent.state_dict(), states_of(run.pipe), run.stream.restored
-        finally: dist.broadcast_object_list(told, src=0)
+                states = _on_host(run.agent.state_dict()), states_of(run.pipe), run.stream.restored
+                told[0] = run.folder.resolve(), config, run.counters, *states
+        finally: _call(dist.broadcast_object_list, told, src=0)
         return None if told[0] is None else _agreed(run, *told[0])
     except BaseException:
         if run is not None: (unlock(run.folder) if run.counters["updates"] else discard(run))

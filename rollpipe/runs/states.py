@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import rollpipe.ranks as ranks
 from ..pipes.data.captures import capture
 from ..pipes.data.chunks import ChunkFolder
@@ -147,6 +149,7 @@ class Stream:
         states.set_state(restore(restored['random']))
         restore(restored['accounts'], list(accounts), 'accounts')
         states.put()
+        for k, x in enumerate(restored.get('gpus', [])[:torch.cuda.device_count()]): torch.cuda.set_rng_state(x, k)
 
     def end(self) -> None:
         "The iteration has ended, or an error has stopped it within a batch: it has no state any more."
@@ -159,8 +162,9 @@ class Stream:
     def state(self) -> dict | None:
         "The state between two batches, as plain data; None if a resumed run begins new episodes."
         if self.pipe is None or self.reason: return self.restored
+        gpus = dict(gpus=torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else {}     # for dropout in a learner, say
         return dict(pipes=stream_state(self.pipe, self.chunks), random=capture(GlobalRandomStates().get_state()),
-                    accounts=capture(list(self.accounts)))
+                    accounts=capture(list(self.accounts)), **gpus)
 
 # %% ../../nbs/runs/06_states.ipynb #cf32c5e0
 def with_exactness(config: dict, pipe: Any) -> dict:

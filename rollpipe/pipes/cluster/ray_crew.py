@@ -19,7 +19,7 @@ from ..workers.channel import WeightPublisher
 from ..workers.codec import ItemFormat
 from ..workers.crew import planned_pool
 from ..workers.loop import STATE
-from ..workers.members import Member, Members, check_picklable
+from ..workers.members import Member, Members, check_picklable, pickled_for
 from ..workers.schedule import Request
 from ..workers.slot_pool import SlotPool
 from ..workers.slots import Layout, Slot
@@ -158,7 +158,7 @@ class RayCrew:
         service, place, name = self.service, self.service.place, f"worker {index}"
         place.check_capacity(self.ray, self.n)     # before each start, because a node may leave between a start and a restart
         if self.weights is None: self.weights, self.members.group = SentWeights(self.ray, publisher), place.group(self.ray, self.n)
-        packed = packed_for(f"the lanes of {name}", LaneServer, (graphs, states, service.device, tells))
+        with pickled_for(service.device): packed = packed_for(f"the lanes of {name}", LaneServer, (graphs, states, service.device, tells))
         args = packed, publisher.receiver(holders), service.worker_threads
         worker = RemoteWorker(self.ray, name, place.options(self.ray, self.members.group, index), args, service.grace)
         member = RemoteMember(index, worker, graphs, worker.patience(service.silence))

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-import numpy as np
 from gymnasium.spaces import Box
 
 from ..data import nested
@@ -24,6 +23,7 @@ from ..graph.torchdata import IterDataPipe
 from .replayer import Replayer
 from ..replay.memory import ReplayMemory
 from ..replay.pipe import Replayed
+from ..replay.store import store_rows
 
 # %% auto #0
 __all__ = ['check_spaces', 'DataSampler', 'Recording', 'from_data']
@@ -76,7 +76,8 @@ class DataSampler(Seeded, Pipe):
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
         memory = self._filled(deque(map(self._kept, items)))
-        found = crc32(memory.store.records.view(np.uint8))
+        found = 0
+        for rows, _ in store_rows(memory.store).values(): found = crc32(rows, found)
         if self.keep(sampler=memory.sampler, data=found)['data'] != found:
             raise CheckpointError("the data are not those that the stream began with", pipe=self, leaf='data', got="other steps")
         while True: yield memory.sample(self.batch_size).fragment

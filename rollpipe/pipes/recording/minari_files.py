@@ -42,7 +42,8 @@ def set_folder(name: str, folder: Any = None) -> Path:
 # %% ../../../nbs/pipes/29_recording/06_minari_files.ipynb #076023ce
 @contextmanager
 def whole_folder(path: Path, replace: bool = False) -> Iterator[Path]:
-    """A new hidden folder, which becomes `path` if the block succeeds and is removed if it fails. A killed writer leaves `.name.*.tmp`.
+    """A new hidden folder, which becomes `path` if the block succeeds and is removed if it fails. A killed writer leaves `.name.*.tmp`, and
+    at the worst instant the older folder as `.name.*.old`.
 
     Raises `DataError` if there is such a folder.
 
@@ -54,17 +55,18 @@ def whole_folder(path: Path, replace: bool = False) -> Iterator[Path]:
         if path.exists() and not replace: raise DataError(f"{path}: there is such a data set", expected="another name, or `replace=True`")
     refuse()
     beside = path.with_name(f'.{path.name}.{secrets.token_hex(4)}.tmp')
+    old = beside.with_suffix('.old')
     beside.mkdir(parents=True)
     try:
         yield beside
         for file in filter(Path.is_file, beside.rglob('*')):
             with open(file, 'rb+') as f: os.fsync(f.fileno())
         refuse()
-        old = beside.with_suffix('.old')
         if path.exists(): path.rename(old)      # a folder that is not empty cannot be replaced in one step
         beside.rename(path)
-        shutil.rmtree(old, ignore_errors=True)
-    finally: shutil.rmtree(beside, ignore_errors=True)
+    finally:
+        if old.exists() and not path.exists(): old.rename(path)     # an error, or Ctrl-C, between the two steps
+        for left in (beside, old): shutil.rmtree(left, ignore_errors=True)
 
 # %% ../../../nbs/pipes/29_recording/06_minari_files.ipynb #09a19ac1
 _FIELDS = {'Box': ('dtype', 'shape', 'low', 'high'), 'Discrete': ('dtype', 'start', 'n'), 'MultiDiscrete': ('dtype', 'nvec', 'start'),

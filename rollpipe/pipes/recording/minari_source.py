@@ -57,17 +57,18 @@ class StoredEpisodes:
     def __init__(self, file: Any, n: int, likes: tuple, info_keys: Sequence | None):
         self.file, self.likes, self.lengths, self.infos, self.is_wide = file, likes, [], {}, False
         if len(file) != n: raise DataError("episodes are missing, or too many", expected=f"{n}, as in metadata.json", got=str(len(file)))
-        counts = Counter()
+        counts, names = Counter(), set()
         for k in range(n):
             group = file[f'episode_{k}']
             self.lengths.append(check_integer(f'steps of episode_{k}', len(group['rewards'])))
             self.is_wide |= group['rewards'].dtype != np.float32
             for key, node in group.get('infos', {}).items():
+                names.add(key)
                 if info_keys is not None and key.removeprefix('_') not in info_keys: continue
                 self.infos[key] = _form(node, f'episode_{k}/infos[{key!r}]', self.infos.get(key))
                 counts[key] += 1
         if lacking := {*(info_keys or ())} - {*counts}:
-            raise DataError("no such info", leaf='info_keys', expected=', '.join(counts), got=', '.join(sorted(lacking)))
+            raise DataError("no such info", leaf='info_keys', expected=', '.join(sorted(names)) or "none", got=', '.join(sorted(lacking)))
         self.unmasked = [key for key in counts if counts[key] < n and key[0] != '_' and f'_{key}' not in counts]
         self.infos |= {f'_{key}': np.zeros((), bool) for key in self.unmasked}
 

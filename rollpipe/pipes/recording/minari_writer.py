@@ -56,6 +56,7 @@ def _write(file, room, n, episode, likes, forms):
     end = np.arange(n_steps) == n_steps - 1
     infos = nested.cat(same_keys([{}, episode.env], [np.zeros(1, bool), np.ones(n_steps, bool)])) if episode.env else {}
     for x, path in zip(nested.leaves(infos), nested.paths(infos, 'infos')):
+        if '/' in path: raise DataError("a set of Minari would read this info as a nested one", leaf=path, expected="a name without /")
         if forms.setdefault(path, x.shape[1:]) != x.shape[1:]:
             raise DataError("an info has several shapes", leaf=path, expected=f"{list(forms[path])}", got=f"{list(x.shape[1:])}")
     tree = dict(observations=_conforming(episode.obs, likes[0], 'observations'),
@@ -76,7 +77,8 @@ def to_minari(fragments: Iterable, name: str, env: Any = None, *, observation_sp
 
     The set appears when it is complete. Actions are written as the actor chose them; the environment may have got them clipped.
     Raises `DataError` if the name is taken, for a missing fragment or last observation (see `whole_episodes`), for arrays that do not fit
-    the spaces, for infos that change their shape, and if there is no episode. Raises `OSError` if the disk is full.
+    the spaces, for infos that change their shape or have a slash in their name, and if there is no episode. Raises `OSError` if the disk
+    is full.
 
     Args:
         fragments: see `whole_episodes`; `itertools.islice(pipe, n)` takes `n` fragments of an endless pipe
@@ -84,7 +86,7 @@ def to_minari(fragments: Iterable, name: str, env: Any = None, *, observation_sp
         env: gymnasium id, `EnvSpec`, environment, or a function that makes one; None: the set does not say how to make it
         observation_space: of the recorded observations; None: that of `env`
         action_space: of the recorded actions; None: that of `env`
-        unfinished: True: write the episodes that have not ended, as if they were truncated there; False: leave them out
+        unfinished: see `whole_episodes`
         repeat_last: True: where the last observation of a terminated episode is not known, repeat the one before it. The attribute
             `repeated_last_observation` of the episode says so
         metadata: further facts, such as `author`, `algorithm_name` or `description`

@@ -112,7 +112,8 @@ class Replayer(Source):
 
     Args:
         path: the folder of a `Recorder`, or that of a run that records
-        against: a pipe to compare with the recording, item by item, bit for bit; it has to have as many items
+        against: a pipe to compare with the recording, item by item, bit for bit; it has to have as many items, or more. What its items
+            are not asked for is not compared
         damaged: 'refuse', or 'skip': leave out the items of damaged and missing files, and say so in the log
     """
     lane: int | None = None     # the number of the lane, if this is a copy of `Lanes`

@@ -90,7 +90,9 @@ class ItemFolder:
         for left in self.path.glob('.*.tmp'): left.unlink(missing_ok=True)     # of a writer that was killed
         found = item_files(self.path)
         later, end = [f for f in found if f.end > n], found[-1].end if found else 0
-        if end < n: raise DataError(f"{self.path}: the recording lacks items", expected=f"{n} items", got=f"{end} items")
+        # The limit may have removed all items from before a checkpoint, and an earlier resume those after it.
+        if end < n and (found or self.limit is None):
+            raise DataError(f"{self.path}: the recording lacks items", expected=f"{n} items", got=f"{end} items")
         if later and not cut:
             raise DataError(f"{self.path} has a recording already", expected="a new folder, or `append=True`", got=f"{end} items")
         for first, end, path in reversed(later):     # the newest first, so that a kill leaves no gap
@@ -195,15 +197,19 @@ class ItemWriter:
         return self.n - 1
 
     def ask(self, n: int, answer: Any) -> None:
-        "Add what item `n` was asked for, unless a newer item has come."
-        if n != self.n - 1 or str(n) not in self.codes: return
+        "Add what item `n` was asked for. Raises `DataError` if its file is written already."
+        if n < self.first:
+            raise DataError(f"item {n} was asked for more after it was written", got=f"a file with the items up to {self.first - 1}",
+                            expected="a greater `chunk`, or no pipe that fetches items early, such as `ToDevice(ahead=1)`")
         asked = self.codes[str(n)]['list'][1]['list']
         asked.append(self._encoded(answer, f'{n}.asked.{len(asked)}'))
 
     def flush(self) -> None:
         "Write a file with the items that are in none yet."
-        if not self.codes: return
-        self.folder.write(self.first, self.n, self.codes, self.tensors)
+        # A signal may have come within `add`, before its item counted, or below, after the file was written.
+        codes = {str(n): self.codes[str(n)] for n in range(self.first, self.n)}
+        if not codes: return
+        self.folder.write(self.first, self.n, codes, self.tensors)
         self.first = self.n     # only now, so that a signal meanwhile loses nothing
         self._clear()
 

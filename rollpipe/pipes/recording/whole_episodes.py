@@ -38,11 +38,11 @@ class Episode(NamedTuple):
 # %% ../../../nbs/pipes/29_recording/05_whole_episodes.ipynb #c9aaceb6
 class _Open:
     "An episode that has not ended: its pieces `(obs, act, rew, env)`, and the observation after the last one."
-    def __init__(self, restarts): self.pieces, self.n, self.restarts = [], 0, restarts
+    def __init__(self): self.pieces, self.n = [], 0
 
-    def add(self, piece, ahead, seq):
+    def add(self, piece, ahead):
         self.pieces.append(piece)
-        self.n, self.ahead, self.seq = self.n + len(piece[2]), ahead, seq
+        self.n, self.ahead = self.n + len(piece[2]), ahead
 
     def episode(self, term=False, repeated=False):
         obs, act, rew, env = zip(*self.pieces)
@@ -53,7 +53,9 @@ class _Open:
 
 class EpisodeCutter:
     "Takes fragments in the order of the stream, and returns the episodes that end in them. See `whole_episodes`."
-    def __init__(self, repeat_last: bool = False): self.repeat_last, self.open = repeat_last, {}     # (lane, column) -> `_Open`
+    def __init__(self, repeat_last: bool = False, unfinished: bool = True):
+        self.repeat_last, self.unfinished = repeat_last, unfinished
+        self.open, self.newest = {}, {}     # (lane, column) -> `_Open`; lane -> `seq` and `restarts` of its last fragment
 
     def add(self, fragment: Fragment) -> Iterator[Episode]:
         "The episodes that end in `fragment`, in the order of time. Raises `DataError` if it does not continue those that have not ended."
@@ -67,20 +69,28 @@ class EpisodeCutter:
 
     def rest(self) -> Iterator[Episode]:
         "The episodes that have not ended, which are given up."
-        while self.open: yield self.open.pop(next(iter(self.open))).episode()
+        while self.open: yield from self._given_up(next(iter(self.open)))
+
+    def _given_up(self, key):
+        episode = self.open.pop(key).episode()
+        if self.unfinished: yield episode
 
     def _cut(self, part, rows, number):
         lane, seq, restarts = (None if x is None else int(x[0]) for x in (part.lane, part.seq, part.restarts))
+        before, n_lost = self.newest.get(lane, (None, 0))
+        self.newest[lane], was_lost, follows = (seq, restarts or 0), (restarts or 0) > n_lost, before is None or seq == before + 1
         begin = [0] * part.n_envs     # of each column's episode
         for b, stepno in enumerate(part.state.stepno[0]):
             if (now := self.open.get((lane, b))) is None: continue
-            if stepno == 0 and (restarts or 0) > (now.restarts or 0): yield self.open.pop((lane, b)).episode()     # lost with its worker
-            elif stepno != now.n or seq is not None and seq != now.seq + 1:
+            if stepno == 0 and was_lost: yield from self._given_up((lane, b))     # lost with its worker
+            elif stepno != now.n or not follows:
                 raise DataError("a fragment does not continue the one before", lane=lane, env=b,
-                                expected=f"step {now.n}, after seq={now.seq}", got=f"step {stepno}, seq={seq}")
+                                expected=f"step {now.n}, after seq={before}", got=f"step {stepno}, seq={seq}")
+        if not (follows or was_lost or seq == 0):     # 0: another stream begins
+            raise DataError("a fragment does not continue the one before", lane=lane, expected=f"seq={before + 1}", got=f"seq={seq}")
         for t, b in np.argwhere(part.state.fin[1:]).tolist():      # `fin` is True after rows that are no steps, too
             is_step, k = bool(part.valid[t, b]), number[t, b]
-            self._take(lane, b, part, rows, slice(begin[b], t + is_step), seq, restarts)
+            self._take(lane, b, part, rows, slice(begin[b], t + is_step))
             begin[b], now = t + 1, self.open.pop((lane, b), None)
             if now is None: continue
             if k >= 0: now.ahead = nested.getitem(part.final.obs, k)
@@ -89,18 +99,18 @@ class EpisodeCutter:
                 raise DataError("the last observation of an episode is not known", lane=lane, env=b, leaf=f"step {t} in `final`",
                                 expected="`EnvStepper(..., terminal_obs=True)`, which keeps it, or `repeat_last=True`", got="no entry")
             yield now.episode(is_step and bool(part.term[t + 1, b]), is_step and k < 0)
-        for b, first in enumerate(begin): self._take(lane, b, part, rows, slice(first, part.n_steps), seq, restarts)
+        for b, first in enumerate(begin): self._take(lane, b, part, rows, slice(first, part.n_steps))
 
-    def _take(self, lane, b, part, rows, steps, seq, restarts):
+    def _take(self, lane, b, part, rows, steps):
         "Add `steps` of column `b` to its episode, which begins if there is none."
         if steps.start == steps.stop: return
         if (lane, b) not in self.open:
             if (stepno := part.state.stepno[steps.start, b]) != 0:
                 raise DataError("the beginning of an episode is missing", lane=lane, env=b, leaf=f'state.stepno[{steps.start}]',
                                 expected="0", got=str(stepno))
-            self.open[lane, b] = _Open(restarts)
+            self.open[lane, b] = _Open()
         rows, ahead = nested.map(np.copy, (nested.getitem(rows, (steps, b)), nested.getitem(part.state.obs, (steps.stop, b))))
-        self.open[lane, b].add(rows, ahead, seq)
+        self.open[lane, b].add(rows, ahead)
 
 # %% ../../../nbs/pipes/29_recording/05_whole_episodes.ipynb #98dc3f11
 def whole_episodes(fragments: Iterable, *, unfinished: bool = True, repeat_last: bool = False) -> Iterator[Episode]:
@@ -111,12 +121,13 @@ def whole_episodes(fragments: Iterable, *, unfinished: bool = True, repeat_last:
 
     Args:
         fragments: `Fragment`s in the order of the stream, of any lanes, single or joined, or whole episodes from `EpisodeCollector`
-        unfinished: True: at the end yield the episodes that have not ended, as if they were truncated there; False: leave them out
+        unfinished: True: yield the episodes that have not ended, at the end or with a lost worker, as if they were truncated there; False:
+            leave them out
         repeat_last: True: where the last observation of a terminated episode is not known, repeat the one before it
     """
-    cutter = EpisodeCutter(repeat_last)
+    cutter = EpisodeCutter(repeat_last, unfinished)
     for item in fragments:
         for fragment in item if type(item) is list else [item]:
             check_item(fragment, Fragment, 'whole_episodes')
             yield from cutter.add(fragment)
-    if unfinished: yield from cutter.rest()
+    yield from cutter.rest()

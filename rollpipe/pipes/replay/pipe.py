@@ -41,14 +41,16 @@ class Replay(Seeded, Pipe):
     """Put each `Fragment` into a `ReplayMemory`, and yield one `Replayed` for each fragment.
 
     Each iteration has a new memory. Raises `DataError` for arguments that are out of range or too large for the available memory, and
-    `GraphError` if this pipe is above `Lanes`, because all lanes share one memory. See `ReplayMemory` for its arguments.
+    when a memory has been filled twice without a segment, and `GraphError` if this pipe is above `Lanes`, because all lanes share one
+    memory. See `ReplayMemory` for its arguments.
 
     Args:
         pipe: yields `Fragment`s
         capacity: greatest number of steps in the memory
         batch_size: transitions or segments in a sample
         n_batches: samples for each fragment
-        warmup: number of steps in the memory before the first sample
+        warmup: number of steps in the memory before the first sample; a memory that is full with fewer, because some rows are no steps,
+            does as well
         length: steps of a segment; 1: single transitions
         prioritized: sample in proportion to priorities
         alpha: exponent of the priorities; 0: uniform
@@ -60,6 +62,7 @@ class Replay(Seeded, Pipe):
         frames: images in each stack of the observations; the memory keeps each of them once; 1: no stacks
     """
     reads = 1
+    gathered: Any = staticmethod(lambda x: [x])   # x -> list of the x of all ranks, which draw equally often
 
     def __init__(self, pipe: IterDataPipe, capacity: int, batch_size: int = 256, n_batches: int = 1, warmup: int = 1000, length: int = 1,
                  prioritized: bool = False, alpha: float = 0.6, beta: float = 0.4, zero_state: bool = False, path: Any = None,
@@ -88,8 +91,8 @@ class Replay(Seeded, Pipe):
         if self.batch_size % n:
             raise DataError(f"samples cannot be divided among {n} ranks", pipe=self, leaf='batch_size', expected=f"a multiple of {n}",
                             got=str(self.batch_size))
-        self.batch_size, self.capacity, self.warmup = self.batch_size // n, self.capacity // n, -(-self.warmup // n)
-        if self.samples_per_step is not None: self.samples_per_step *= n
+        self.batch_size, self.capacity = self.batch_size // n, self.capacity // n
+        self.warmup = min(-(-self.warmup // n), self.capacity)
 
     def set_lane(self, lane: int, seed: np.random.SeedSequence) -> None:
         "Raise `GraphError`: `Lanes` calls this on its copies, and `Replay` must not be one of them."
@@ -104,9 +107,10 @@ class Replay(Seeded, Pipe):
             for k, fragment in enumerate(items):
                 memory.add(fragment)
                 if k == 0: self._check_samples(memory.bytes_of_step)
-                n = self.n_batches if self.samples_per_step is None else 0
-                if self.samples_per_step is not None and self._is_warm(memory):
-                    kept['n_steps'] += int(fragment.valid.sum())
+                found = self.gathered((int(fragment.valid.sum()), self._is_warm(memory)))
+                n = self.n_batches if all(is_warm for _, is_warm in found) else 0
+                if self.samples_per_step is not None and n:
+                    kept['n_steps'] += sum(n_steps for n_steps, _ in found)
                     n = int(self.samples_per_step * kept['n_steps'] + 1e-6) - kept['n_drawn']     # rounding may make a product too small
                     kept['n_drawn'] += n
                 yield Replayed(fragment, self._samples(memory, n), memory)
@@ -139,7 +143,13 @@ class Replay(Seeded, Pipe):
             raise DataError("two numbers of samples", pipe=self, expected="n_batches, or samples_per_step",
                             got=f"n_batches={self.n_batches}, samples_per_step={ratio}")
 
-    def _is_warm(self, memory): return len(memory) >= self.warmup and memory.sampler.n_segments
+    def _is_warm(self, memory):
+        n = memory.store.ring.next_serial     # of all rows so far, also of those that are no steps
+        if memory.sampler.n_segments: return len(memory) >= self.warmup or n >= self.capacity
+        if len(memory) and n >= 2 * self.capacity:
+            raise DataError("no segment is complete before its first step is replaced", pipe=self, leaf='capacity',
+                            expected=f"room for more than {memory.span} steps of each environment", got=str(self.capacity))
+        return False
 
     def _samples(self, memory, n):
         for _ in range(n):

@@ -102,18 +102,16 @@ class StepLinks:
             stepno: int64 [T+1, B]: step numbers of its rows
             records: the records in the slots
         """
-        end = self.lanes.get(lane)
-        follows = end is not None and seq is not None and seq == end.seq + 1 and np.array_equal(end.stepno, stepno[0])
-        if follows:
+        follows, end = False, self.lanes.get(lane)
+        if end is not None and seq is not None and seq == end.seq + 1 and np.array_equal(end.stepno, stepno[0]):
             kept = end.serial >= self.ring.oldest
             last, first = self.ring.slot(end.serial[kept]), self.ring.slot(serial[kept, 0])
             ahead = self.look_ahead.records[-1 - self.next[last]]
-            follows = all(records[name][first].tobytes() == ahead[name].tobytes() for name in self.obs)
-        if follows:
-            records[self.past][first] = ahead[self.past]
-            self.release(last)
-            self.next[last] = first
-            self.changes.mark(last)
+            if follows := all(records[name][first].tobytes() == ahead[name].tobytes() for name in self.obs):
+                records[self.past][first] = ahead[self.past]
+                self.release(last)
+                self.next[last] = first
+                self.changes.mark(last)
         self.lanes[lane] = _LaneEnd(seq, stepno[-1], serial[:, -1])
         return AddedSteps(lane, serial, follows)
 

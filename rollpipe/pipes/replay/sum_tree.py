@@ -66,4 +66,4 @@ class SumTree:
             right = sums >= left
             sums -= left * right
             node += right
-        return node - self.first_leaf
+        return np.minimum(node - self.first_leaf, self.size - 1)     # rounding may lead beyond the last one

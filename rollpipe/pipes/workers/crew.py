@@ -12,7 +12,7 @@ from typing import Any
 from ..data.errors import DataError
 from .channel import WeightPublisher
 from .loop import run_lanes
-from .members import Member, Members, check_picklable, cores_and_device
+from .members import Member, Members, check_picklable, cores_and_device, pickled_for
 from .process import WorkerProcess, start_method_for
 from .schedule import pending_limit
 from .slot_pool import SlotPool, slots_spanned
@@ -82,6 +82,8 @@ class ProcessCrew:
         """
         service, name = self.service, f"worker {index}"
         cores, device = cores_and_device(service.affinity, index)
-        process = WorkerProcess(name, run_lanes, (self.pool.slots, publisher.subscriber(holders)), (name, graphs, states, device, tells),
-                                start_method=service.start_method, threads=service.worker_threads, cores=cores, grace=service.grace)
+        shared, args = (self.pool.slots, publisher.subscriber(holders)), (name, graphs, states, device, tells)
+        with pickled_for(device):
+            process = WorkerProcess(name, run_lanes, shared, args, start_method=service.start_method, threads=service.worker_threads,
+                                    cores=cores, grace=service.grace)
         return Member(index, process, graphs, process.patience(service.silence))
