@@ -14,6 +14,7 @@ from rollpipe.agents.reinforce import REINFORCE
 from rollpipe.agents.trpo import TRPO
 from rollpipe.agents.vtrace import VTrace
 from rollpipe.layers import Critic, MemoryCritic, MLPPolicy, RecurrentPolicy
+from rollpipe.layers.policies import SharedPolicy
 from rollpipe.pipes import nested, on_policy, rollouts
 from rollpipe.pipes.data.fragment_ops import columns
 from rollpipe.pipes.data.fragment import Fragment
@@ -150,6 +151,13 @@ def test_a_policy_may_judge_itself(cls):
     f = next(stream)
     agent.update(f), second.update(f)
     assert all(torch.equal(p, q) for p, q in zip(weights(agent), weights(second)))
+
+
+@pytest.mark.parametrize('cls', [TRPO, NPG, REINFORCE])
+def test_values_that_nobody_would_fit_are_refused(cls):
+    actor, critic = SharedPolicy.for_env('CartPole-v1', hidden=(8,)), networks()[1]
+    with pytest.raises(DataError, match=f'leaf actor: {cls.__name__} would never fit the values .*Expected a critic'): make(cls, actor)
+    make(cls, actor, critic), make(PPO, actor)
 
 
 @pytest.mark.parametrize('cls', ALL)

@@ -13,6 +13,7 @@ from rollpipe.layers import ActionCritic, SquashedPolicy
 from rollpipe.agents.off_policy.batch_renorm import BatchRenorm, RenormCritic, RenormPolicy
 from rollpipe.pipes import DataError
 from rollpipe.pipes.data.fragment import Final
+from rollpipe.pipes.data.fragment_ops import transitions
 from rollpipe.pipes.data.errors import ActorError
 from rollpipe.pipes.replay.memory import Sample
 
@@ -111,6 +112,32 @@ def test_the_loss_is_that_of_one_batch_of_both_ends(terminal_obs):
         means = [x.running_mean for x in net if isinstance(x, nn.BatchNorm1d)]
         torch.testing.assert_close([norm.mean[k, 0] for norm in critic.net.norms], means)
     torch.testing.assert_close(errors[0], sum((target - x[:40]).abs() for x in q).detach() / 2, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_that_are_no_transitions_are_not_in_the_moments():
+    "So a segment and the transitions in it make the same update, and what rests may be anything."
+    fragment = random_fragment(3, 12)
+    fragment = fragment._replace(state=fragment.state._replace(obs=fragment.state.obs.clone()))
+    rest = ~fragment.valid & torch.cat([~fragment.valid[:1], ~fragment.valid[:-1]])
+    fragment.state.obs[:-1][rest] = 1e3
+    assert rest.any() and not fragment.valid.all()
+    agents = []
+    for batch in (fragment, transitions(fragment, fragment.valid.flatten().nonzero()[:, 0])):
+        agent = CrossQ(*networks(), policy_every=1)
+        agent.noise = lambda f, shape=(2,): torch.zeros(*f.valid.shape, *shape)
+        agent.update(batch)
+        agents.append(agent)
+    for name in ('actor', 'critic'):
+        one, two = (getattr(agent, name).state_dict() for agent in agents)
+        assert all(x.abs().max() < 20 for key, x in one.items() if key.endswith('mean'))
+        for key, x in one.items(): torch.testing.assert_close(x, two[key], rtol=1e-4, atol=1e-5, msg=f'{name} {key}')
+
+
+def test_beta1_is_an_option_and_no_state():
+    agent = CrossQ(*networks(), beta1=.7)
+    agent.load_state_dict(CrossQ(*networks()).state_dict())
+    betas = {name: x.optimizer.param_groups[0]['betas'][0] for name, x in agent.descents.items()}
+    assert betas == dict(critic=.7, policy=.7, temperature=.9)
 
 
 def test_moments_move_with_the_network_that_learns_only():

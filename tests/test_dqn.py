@@ -199,6 +199,13 @@ def test_priorities_are_told_and_beta_rises():
     assert len(told) == 5 and all(len(index) == 32 and (td_abs >= 0).all() for index, td_abs in told)
 
 
+def test_without_steps_beta_is_1_at_once():
+    actor = QPolicy.for_env('CartPole-v1', hidden=(8,), seed=0)
+    for beta_steps, beta in ((0, 1.), (None, .4)):
+        batch = next(iter(replayed('CartPole-v1', actor, n_envs=4, n_steps=5, warmup=20, prioritized=True)))
+        assert DQN(actor, beta_steps=beta_steps).update(batch)['beta'] == beta
+
+
 def test_several_steps_need_longer_samples_and_value_alike():
     "Ending pays 1 three times: sums of rewards must agree with the values of one step."
     actor = QPolicy.for_env(Ending, hidden=(), seed=0)
@@ -273,9 +280,12 @@ def test_table_leaves_out_what_is_not_valid():
     assert actor.table.tolist() == [[0., 5.], [0., 0.]] and agent.steps == 1
 
 
-def test_table_counts_states_and_actions_from_their_start():
-    actor = TabularQ(Discrete(3, start=10), Discrete(2, start=5))
+@pytest.mark.parametrize('dtype', [np.int64, np.int32, np.uint8, np.int8])
+def test_table_counts_states_and_actions_from_their_start(dtype):
+    actor = TabularQ(Discrete(3, start=10, dtype=dtype), Discrete(2, start=5, dtype=dtype))
     fragment = transitions((10, 6, 1., 12, False))
+    fragment = fragment._replace(state=fragment.state._replace(obs=torch.from_numpy(fragment.state.obs.numpy().astype(dtype))))
+    assert actor.predict(dtype(11))[0] in (5, 6)
     with torch.no_grad(): actor.table[2] = torch.tensor([4., 8.])
     assert q_targets(fragment, actor.table.detach(), .5, 10).tolist() == [[5.]]
     QLearning(actor, lr=1., gamma=.5).update(fragment)

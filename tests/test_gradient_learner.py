@@ -106,8 +106,10 @@ BOTH, FIRST, SECOND = (True, True), (True, False), (False, True)
                                      dict(maximize=True), dict(fused=False), dict(lr=torch.tensor(.1))])
 def test_adam_makes_the_steps_of_torchs(present, options):
     mine, other = weights(Adam, **options), weights(torch.optim.Adam, **options)
+    before = [p._version for p in mine[0]]
     for each in (mine, other): steps(*each, present)
     same_state(mine, other)
+    assert all(p._version >= old + sum(there) for p, old, there in zip(mine[0], before, zip(*present)))
 
 
 @pytest.mark.parametrize('kinds', [(Adam, torch.optim.Adam), (torch.optim.Adam, Adam), (Adam, Adam)])

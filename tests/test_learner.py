@@ -13,7 +13,8 @@ from rollpipe.agents.a2c import A2C
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.dqn import DQN
 from rollpipe.agents.gradient_learner import ActorCriticLearner, GradientLearner
-from rollpipe.agents.learner import Learner, standardized
+from rollpipe.agents.learner import Learner
+from rollpipe.agents.losses import standardized
 from rollpipe.agents.natural_gradient import policy_rows
 from rollpipe.agents.npg import NPG
 from rollpipe.agents.policy_replay import lag_of

@@ -282,6 +282,31 @@ def test_a_group_that_rests_has_no_part():
     assert [[*actor.parts(batch)] for batch in collect(make_play, actor, 2, 3)] == [["one", "many"], ["many"], ["one", "many"]]
 
 
+def test_the_normalisers_of_critics_by_group_see_their_own_agents():
+    critic = groups()[3]
+    actor = MLPPolicy.for_env(make_play, hidden=(8,), seed=0)
+    batch = next(iter(on_policy(make_play, actor, critic, n_envs=None, n_steps=11, seed=0)))
+    PPO(actor, critic, epochs=1).update(batch)
+    valid, group = batch.valid, critic.groups_of(batch.state.obs)[:-1]
+    assert [member.obs_norm.count for member in critic.members.values()] == [(valid & (group == k)).sum() for k in range(2)]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_the_lag_of_a_part_is_that_of_its_own_actor(late):
+    "Agent 0 rests now and then, and then its actor is not updated."
+    actors, critics, actor, critic = groups()
+    agents, done = {name: PPO(actors[name], critics[name], seed=0, epochs=1) for name in actors}, dict(one=0, many=0)
+    pipe = on_policy(make_play, actor, critic, n_envs=None, n_steps=2, seed=0)
+    with DataLoader2(pipe, reading_service=ProcessReading(1, lag=1) if late else None) as loader:
+        for k, batch in enumerate(islice(loader, 6)):
+            lag = min(k, late)
+            assert set(batch.version.tolist()) == {k - lag}
+            for name, part in actor.parts(batch).items():
+                assert agents[name].update(part)["lag"] == lag and set(part.version.tolist()) == {done[name] - lag}
+                done[name] += 1
+    assert done["one"] < done["many"] == 6
+
+
 def test_an_actor_that_draws_by_itself_has_a_place():
     actors = dict(one=RandomActor.for_env(make_play), many=MLPPolicy.for_env(make_play, seed=0))
     actor = ActorByGroup(actors, ["one", "many", "many"])

@@ -35,7 +35,8 @@ from rollpipe.layers.action_critic import StackedMLP
 from rollpipe.pipes import DataError, Fragment
 from rollpipe.pipes.data.errors import SpaceError
 from rollpipe.pipes.recipes import replayed
-from rollpipe.pipes.replay.memory import Sample
+from rollpipe.pipes.replay.memory import ReplayMemory, Sample
+from rollpipe.pipes.replay.pipe import Replayed
 from rollpipe.runs import load_agent
 
 SPACES = Box(-1, 1, (3,)), Box(np.float32([-1, 2]), np.float32([3, 2.5]))
@@ -465,6 +466,15 @@ def test_steps_priorities_ratio_and_nested_observations(algorithm, options):
     assert np.isfinite(list(metrics.values())).all()
     assert len(told) == (6 if 'length' in options else 0)
     assert agent.gradient_steps == (6 if 'length' in options else 60)
+
+
+def test_the_replay_ratio_counts_transitions():
+    fresh = random_fragment(8, 5)._replace(lane=torch.zeros(5, dtype=torch.int64), seq=torch.zeros(5, dtype=torch.int64))
+    memory = ReplayMemory(100, length=3, seed=0)
+    memory.add(fresh)
+    sample, agent = memory.sample(64), SAC(SquashedPolicy.for_env(SPACES, hidden=(4,)), ActionCritic.for_env(SPACES, hidden=(4,)))
+    n, n_fresh = int(sample.fragment.valid.sum()), int(fresh.valid.sum())
+    assert n < sample.fragment.valid.numel() and agent.update(Replayed(fresh, iter([sample]), memory))['replay_ratio'] == n / n_fresh
 
 
 @pytest.mark.parametrize('algorithm, env, words, told', [

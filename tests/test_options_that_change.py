@@ -135,6 +135,40 @@ def test_what_cannot_be_set_is_refused():
         assert {k: getattr(agent, k) for k in before} == before and not agent.schedules
 
 
+def test_a_rate_that_policy_and_critic_share_is_changed_for_both_or_not_at_all():
+    def made(**options): return PPO(MLPPolicy.for_env("CartPole-v1"), Critic.for_env("CartPole-v1"), lr=1e-3, **options)
+    both, apart, equal = made(), made(critic_lr=2e-3), made(critic_lr=1e-3)
+    for agent, expected in ((both, [1e-5]), (apart, [1e-5, 2e-3])):
+        agent.set_option("lr", 1e-5)
+        assert [g["lr"] for g in agent.optimizer.param_groups] == expected
+    with pytest.raises(DataError, match="leaf lr: PPO: lr and critic_lr were equal .*Expected a learner with another critic_lr"):
+        equal.set_option("lr", "linear:1e-3:0:1000")
+    assert equal.lr == 1e-3 and not equal.schedules and equal.set_rates() == {}
+
+
+RATES = [(1e-3, 0), (1e-4, 0), (1e-3, 90), (1e-4, 90), ("linear:1e-3:1e-4:90", 0)]     # lr, decay_steps
+
+
+@pytest.mark.parametrize("new", RATES)
+@pytest.mark.parametrize("old", RATES)
+def test_a_loaded_learner_has_its_own_learning_rates(old, new):
+    "The state has those of the learner that was saved, and with the same options the next update has the same ones, bit for bit."
+    def made(rate, algorithm=PPO, **options):
+        options = dict(lr=rate[0]) if algorithm is PPO else dict(critic_lr=rate[0])
+        return algorithm(MLPPolicy.for_env("CartPole-v1"), Critic.for_env("CartPole-v1"), decay_steps=rate[1], **options)
+    for algorithm in (PPO, TRPO):
+        saved, fresh, loaded = made(old, algorithm), made(new, algorithm), made(new, algorithm)
+        for saved.steps in (0, 30): saved.set_rates()
+        loaded.load_state_dict(saved.state_dict())
+        if old == new: assert first_difference(saved.state_dict(), loaded.state_dict()) is None
+        fresh.set_rates()           # as one that learned with these options from the start
+        for agent in (fresh, loaded):
+            agent.steps = 60
+            agent.set_rates()
+        assert loaded.optimizer.param_groups[0]["lr"] == fresh.optimizer.param_groups[0]["lr"] == (
+            pytest.approx(4e-4) if isinstance(new[0], str) else pytest.approx(new[0] / (3 if new[1] else 1)))
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("options, text", [
@@ -181,7 +215,7 @@ def test_the_schedule_of_iql_for_decay_steps_is_that_of_its_authors():
     actor, critic = MLPPolicy.for_env("Pendulum-v1", seed=0), QVCritic.for_env("Pendulum-v1", seed=1)
     agent = IQL(actor, critic, lr=3e-4, decay_steps=1000)
     agent.steps = 300
-    assert agent.set_rates() == dict(rate_left=.7)
+    assert agent.set_rates() == dict(rate_left=(1 - cos(pi * .7)) / 2)
     rates = {name: x.optimizer.param_groups[0]["lr"] for name, x in agent.descents.items()}
     assert rates == dict(policy=3e-4 * (1 - cos(pi * .7)) / 2, critic=3e-4)
 

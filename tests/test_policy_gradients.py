@@ -14,6 +14,7 @@ from torch import nn
 from rollpipe.agents import A2C, PPO, REINFORCE, VTrace
 from rollpipe.agents.losses import a2c, ppo, reinforce, vtrace_actor_critic
 from rollpipe.layers import Critic, MLPPolicy
+from rollpipe.layers.policies import SharedPolicy
 from rollpipe.pipes import nested, on_policy
 from rollpipe.pipes.data.fragment import Final
 from rollpipe.pipes.data.errors import DataError
@@ -176,8 +177,10 @@ def test_advantages_of_each_minibatch_or_of_the_batch():
     assert not torch.allclose(gradient('never', 99)[1], same[0])
 
 
-def test_the_old_values_of_value_clipping_are_those_of_the_advantages():
-    actor, critic = MLPPolicy.for_env('CartPole-v1', seed=0), Critic.for_env('CartPole-v1', seed=0, normalize=False)
+@pytest.mark.parametrize('policy', [MLPPolicy, SharedPolicy])
+def test_the_old_values_of_value_clipping_are_those_of_the_advantages(policy):
+    "A policy may report values of its own, which are not those of the critic."
+    actor, critic = policy.for_env('CartPole-v1', seed=0), Critic.for_env('CartPole-v1', seed=0, normalize=False)
     f = next(iter(on_policy('CartPole-v1', actor, critic, n_envs=4, n_steps=32, seed=0)))
     still = dict(lr=0., epochs=1, minibatch=32)
     m = PPO(actor, critic, clip_value=1e-3, **still).update(f)

@@ -16,6 +16,7 @@ from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from rollpipe import ranks
 from rollpipe.agents import A2C, DDPG, DQN, NPG, PPO, QLearning, QRDQN, REINFORCE, SAC, TD3, TRPO, VTrace
 from rollpipe.agents.gradient_learner import adam_for, descend
+from rollpipe.agents.offline.td3_bc import TD3BC
 from rollpipe.agents.tabular import TabularQ
 from rollpipe.layers import (ActionCritic, Critic, DeterministicPolicy, GaussianPolicy, QPolicy, QuantilePolicy, RecurrentPolicy,
                              SquashedPolicy)
@@ -29,7 +30,7 @@ from rollpipe.pipes.replay.pipe import Replay, Replayed
 ENV, N = "Pendulum-v1", 2
 
 
-OFF_POLICY = dict(SAC=SAC, TD3=TD3, DDPG=DDPG)
+OFF_POLICY = dict(SAC=SAC, TD3=TD3, DDPG=DDPG, TD3BC=TD3BC)
 KINDS = dict(TRPO=TRPO, NPG=NPG, PPO=PPO, A2C=A2C, REINFORCE=REINFORCE, VTrace=VTrace)
 
 
@@ -143,7 +144,7 @@ def off_policy_learner(kind):
     if kind in OFF_POLICY:
         policy = SquashedPolicy if kind == "SAC" else DeterministicPolicy
         networks = (cls.for_env(ENV, hidden=(16,), normalize=True, seed=0) for cls in (policy, ActionCritic))
-        agent = OFF_POLICY[kind](*networks, seed=0, lr=1e-2, multi_step=2, random_steps=100)
+        agent = OFF_POLICY[kind](*networks, seed=0, lr=1e-2, multi_step=2, **dict(random_steps=100) if kind != "TD3BC" else {})
     else:
         policy = QuantilePolicy if kind == "QRDQN" else QPolicy
         agent = (QRDQN if kind == "QRDQN" else DQN)(policy.for_env("CartPole-v1", hidden=(16,), seed=0), seed=0, lr=1e-2, target_every=2,
@@ -189,7 +190,7 @@ def replay_updates(rank, folder, kind, n_extra=0):
     return found
 
 
-@pytest.mark.parametrize("kind", ["DQN", "QRDQN", "SAC", "TD3", "DDPG"])
+@pytest.mark.parametrize("kind", ["DQN", "QRDQN", "SAC", "TD3", "DDPG", "TD3BC"])
 def test_memories_of_several_ranks_are_one(kind, tmp_path):
     a, b = run(replay_updates, tmp_path, kind)
     for found in (a, b):

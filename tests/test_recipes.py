@@ -5,12 +5,12 @@ import gymnasium as gym
 import pytest
 import torch
 from reference import assert_same, snapshot
-from toys import Counting, Lively, Plain, Valued, judge
+from toys import Counting, Lively, Plain, Present, Valued, judge
 
-from rollpipe.layers import CategoricalPolicy, Critic, GaussianPolicy
+from rollpipe.layers import CategoricalPolicy, Critic, GaussianPolicy, RecurrentPolicy
 from rollpipe.pipes import (
     AdvantageBuffer, DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, Minibatcher, Pipe,
-    RewardScaler, find, find_one, insert_after, on_policy, remove, replace,
+    RewardScaler, find, find_one, insert_after, on_policy, remove, replace, replayed,
 )
 from rollpipe.pipes.graph.torchdata import DataLoader2
 
@@ -41,7 +41,7 @@ def chain(pipe):
 STANDARD = ["EnvStepper", "FragmentCollector", "Lanes", "AdvantageBuffer", "FragmentStacker"]
 
 
-def recipe(**kwargs): return on_policy(Counting, Plain(), judge, **{"n_envs": 2, "n_steps": 5, "seed": 0, **kwargs})
+def recipe(**kwargs): return on_policy(Counting, Present(), judge, **{"n_envs": 2, "n_steps": 5, "seed": 0, **kwargs})
 
 
 def test_it_is_the_pipeline_built_by_hand():
@@ -80,6 +80,16 @@ def test_scaled_rewards_are_those_of_a_scaler_before_the_advantages(scale, made)
 @pytest.mark.parametrize("scale", ["fit", 0, -1., float("nan"), float("inf"), [1.]])
 def test_a_scale_that_is_none_is_refused(scale):
     with pytest.raises(DataError, match="reward_scale"): recipe(reward_scale=scale)
+
+
+@pytest.mark.parametrize("recipe", [on_policy, replayed])
+def test_a_scale_is_refused_for_an_actor_that_sees_its_past_rewards(recipe):
+    def pipe(scale, past=True):
+        return recipe("CartPole-v1", RecurrentPolicy.for_env("CartPole-v1", hidden=(4,), memory=4, past=past), reward_scale=scale)
+    for scale in ("sign", .5):
+        pipe(scale, past=False)
+        with pytest.raises(DataError, match="reward_scale: the policy sees its past.*Expected None"): pipe(scale)
+    for scale in (None, 1): pipe(scale)
 
 
 def test_env_kwargs_and_info_keys():

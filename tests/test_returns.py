@@ -268,6 +268,17 @@ def test_swapped_and_unmasked_errors_are_told_apart():
     assert wrong_errors(one, v, v, GAMMA * one).abs().min() > 0.5
 
 
+@pytest.mark.parametrize('ends', [[], [63], [19, 39, 59]])
+def test_products_of_weights_that_overflow_do_not_hide_a_finite_return(ends):
+    rho, cut, rew = torch.full((64, 2), 20.), torch.zeros(64, 2, dtype=torch.bool), torch.zeros(64, 2)
+    cut[ends], rew[[0, *(t + 1 for t in ends if t < 63)]] = True, 1.
+    out = discounted_returns(rew, GAMMA, 0., cut, None, rho)
+    torch.testing.assert_close(out, 20 * rew)       # what comes later in an episode is worth nothing
+    rew[5], one = 3., torch.zeros(64, 2, dtype=torch.float64)
+    for t in reversed(range(64)): one[t] = 20 * (rew[t] + (GAMMA * one[t + 1] if t < 63 and not cut[t, 0] else 0))
+    torch.testing.assert_close(discounted_returns(rew, GAMMA, 0., cut, None, rho), one.float(), rtol=1e-4, atol=0)
+
+
 def test_gradients_are_those_of_the_loop():
     gen = torch.Generator().manual_seed(0)
     a = torch.rand(9, 2, generator=gen, dtype=torch.float64, requires_grad=True)

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_fragments import episodes as plans
 from reference import apply, assert_same, snapshot
-from toys import Counting, Limit, Memory, Nested, NestedMemory, Noted, Plain, judge, factories
+from toys import Counting, Limit, Memory, Nested, NestedMemory, Noted, Plain, Present, judge, factories
 
 from rollpipe.runs.states import load_states, states_of
-from rollpipe.layers import Critic, MLPPolicy
+from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import (
-    AdvantageBuffer, CheckInvariants, DataError, EnvStepper, FragmentCollector, FragmentStacker, FrameStack, Lanes, Minibatcher, NStep,
-    ObservationCast, Pipe, RewardScaler, ToDevice, find_one, on_policy,
+    AdvantageBuffer, CheckInvariants, DataError, EnvStepper, FragmentCollector, FragmentStacker, FrameStack, GraphError, Lanes, Minibatcher,
+    NStep, ObservationCast, Pipe, RewardScaler, ToDevice, find_one, on_policy, rollouts,
 )
 from rollpipe.pipes.advantage import values
 from rollpipe.pipes import frames
@@ -31,7 +31,7 @@ fast = settings(deadline=None, max_examples=20)
 
 
 def fragments(each, n_steps, sticky=None, actor=None):
-    return FragmentCollector(EnvStepper(factories(Counting, each), actor or Plain(), sticky=sticky), n_steps)
+    return FragmentCollector(EnvStepper(factories(Counting, each), actor or Present(), sticky=sticky), n_steps)
 
 
 # --- rewards
@@ -59,7 +59,7 @@ class Normalizer:
 @fast
 @given(each=st.lists(plans, min_size=1, max_size=3), gamma=st.sampled_from([0., .5, .99, 1.]), sticky=st.sampled_from([None, 3]))
 def test_ticks_are_scaled_as_by_vec_normalize(each, gamma, sticky):
-    def source(): return EnvStepper(factories(Counting, each), Plain(), sticky=sticky)
+    def source(): return EnvStepper(factories(Counting, each), Present(), sticky=sticky)
     naive, before = Normalizer(gamma), np.zeros(len(each), np.float32)
     for raw, tick in zip(islice(source(), 25), RewardScaler(source(), gamma=gamma)):
         expected = naive.step(raw.next.rew, raw.next.fin, raw.valid)
@@ -97,7 +97,7 @@ def test_lanes_share_a_scale_below_and_not_above():
 
 @pytest.mark.parametrize("unit", ["ticks", "fragments"])
 def test_a_constant_scale(unit):
-    def source(): return EnvStepper(lambda: Counting([(3, "trunc")]), Plain())
+    def source(): return EnvStepper(lambda: Counting([(3, "trunc")]), Present())
     scaled = FragmentCollector(RewardScaler(source(), .25), 5) if unit == "ticks" else RewardScaler(FragmentCollector(source(), 5), .25)
     for raw, f in zip(islice(FragmentCollector(source(), 5), 4), scaled):
         assert torch.equal(f.state.rew, raw.state.rew * .25)
@@ -105,12 +105,24 @@ def test_a_constant_scale(unit):
         assert_same(rest(f), rest(raw))
 
 
+@pytest.mark.parametrize("scale", [None, "sign", .5, 1])
+def test_an_actor_never_sees_other_rewards_than_its_learner(scale):
+    memory = RecurrentPolicy.for_env("CartPole-v1", hidden=(4,), memory=4, past=True)
+    for above in (False, True):
+        lanes = [RewardScaler.inserter(**{"before" if above else "after": Lanes}, scale=scale)]
+        pipe = rollouts("CartPole-v1", memory, n_envs=2, n_steps=4, lanes=2, seed=0, edits=lanes)
+        if scale == 1: next(iter(pipe))
+        else:
+            with pytest.raises(GraphError, match="RewardScaler: the actor sees its past rewards.*Expected .*scale=1"): next(iter(pipe))
+        next(iter(rollouts("CartPole-v1", MLPPolicy.for_env("CartPole-v1"), n_envs=2, n_steps=4, lanes=2, seed=0, edits=lanes)))
+
+
 def test_limits():
     class Jackpot(Counting):
         def step(self, action):
             obs, _, *rest = super().step(action)
             return obs, 1e6 if self.count == 3 and self.episode > 20 else 1e-3, *rest
-    def greatest(clip): return max(t.next.rew.max() for t in islice(RewardScaler(EnvStepper(Jackpot, Plain()), clip=clip), 400))
+    def greatest(clip): return max(t.next.rew.max() for t in islice(RewardScaler(EnvStepper(Jackpot, Present()), clip=clip), 400))
     assert greatest(3.) == 3 and greatest(None) > 5
 
 
@@ -344,7 +356,8 @@ def test_frames_that_are_missing():
 
 @pytest.mark.parametrize("make", [
     lambda p: FrameStack(p, 0), lambda p: NStep(p, 0), lambda p: NStep(p, 1.5), lambda p: NStep(p, 3, 2),
-    lambda p: RewardScaler(p, gamma=-1), lambda p: RewardScaler(p, clip=0), lambda p: ToDevice(p, "abacus"),
+    lambda p: RewardScaler(p, gamma=-1), lambda p: RewardScaler(p, clip=0), lambda p: RewardScaler(p, "sing"),
+    lambda p: RewardScaler(p, math.nan), lambda p: RewardScaler(p, math.inf), lambda p: ToDevice(p, "abacus"),
     lambda p: ToDevice(p, "cpu", ahead=-1)])
 def test_arguments(make):
     with pytest.raises(DataError, match=r"(FrameStack|NStep|RewardScaler|ToDevice): .*Expected"): make(film([[(1, "term")]], 2))

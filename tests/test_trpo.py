@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from rollpipe.agents.learner import with_standardized_adv
+from rollpipe.agents.losses import with_standardized_adv
 from rollpipe.agents.natural_gradient import policy_rows, subsample
 from rollpipe.agents.trpo import TRPO
 from rollpipe.layers import Critic, MLPPolicy

@@ -143,6 +143,13 @@ class Plain(Actor):
         return new, (), _report(stepno, obs, act, rew, fin, virtual)
 
 
+class Present(Plain):
+    "As `Plain`, but past actions and rewards do not matter to it."
+    uses_past = False
+
+    def forward(self, obs, act, rew, fin, **context): return super().forward(obs, act, torch.zeros_like(rew), fin, **context)
+
+
 class Memory(Actor):
     """Discrete(5) actions from a running sum and a counter, which begin at 7 and 1, not at zero.
 

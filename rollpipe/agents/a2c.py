@@ -7,8 +7,7 @@ __all__ = ['A2C']
 
 # %% ../../nbs/agents/18_a2c.ipynb #4615dd58
 from .gradient_learner import ActorCriticLearner
-from .learner import with_standardized_adv
-from .losses import a2c
+from .losses import a2c, with_standardized_adv
 from .shared_options import ScaledAdvantages
 from ..pipes.data.fragment import Fragment
 

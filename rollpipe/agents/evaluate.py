@@ -236,6 +236,8 @@ class RandomActor(Actor):
         seed: seed of the actor's own generator; None: torch's global generator, whose state differs between lanes
         action_mask: where the observations say which actions are allowed; None: all are
     """
+    uses_past = False
+
     def __init__(self, action_space: gym.Space, seed: int | None = None, action_mask: ActionMask | None = None):
         super().__init__()
         self.action_mask = action_mask

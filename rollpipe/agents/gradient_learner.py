@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from .learner import Learner
@@ -82,6 +83,11 @@ def _unwrapped(method: Any) -> Any:
     return getattr(method, '__wrapped__', method)
 
 
+def _count_change(params) -> None:
+    "Count a change of each parameter, which torch's fused kernels leave out. A `VersionCounter` relies on it."
+    for p in params: increment_version(p)
+
+
 def _same(xs, ys) -> bool:
     "Are these the same objects in the same order?"
     return len(xs) == len(ys) and all(map(is_, xs, ys))
@@ -111,6 +117,7 @@ class Adam(torch.optim.Adam):
             torch._fused_adam_(
                 params, grads, [x['exp_avg'] for x in states], [x['exp_avg_sq'] for x in states], [], counts, lr=group['lr'], beta1=beta1,
                 beta2=beta2, weight_decay=group['weight_decay'], eps=group['eps'], amsgrad=False, maximize=False)
+            _count_change(params)
 
     # torch would wrap `step` in a record for the profiler, which takes longer than the step itself.
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
@@ -125,7 +132,9 @@ class Adam(torch.optim.Adam):
 
     def _step_of_torch(self, closure):
         step = torch.optim.Adam.step
-        return (step if hasattr(step, 'hooked') else torch.optim.Optimizer.profile_hook_step(step))(self, closure)
+        found = (step if hasattr(step, 'hooked') else torch.optim.Optimizer.profile_hook_step(step))(self, closure)
+        for group in self.param_groups: _count_change(p for p in group['params'] if p.grad is not None)
+        return found
 
     def _work(self) -> list | None:
         "`(group, _Known, [(parameter, gradient, averages), ...])` for each group with gradients; None if torch must do the step."
@@ -212,6 +221,19 @@ class GradientLearner(ByAdam, Learner):
         "The group of the actor, if it has something to learn, and that of a critic with a learning rate of its own."
         names = ['lr'] * any(p.requires_grad for p in self.actor.parameters()) + ['lr' if self.critic_lr is None else 'critic_lr']
         return [*zip(self.optimizer.param_groups, names)]
+
+    def set_option(self, name: str, value: Any) -> None:
+        "As `ScheduledLearner.set_option`. Raises `DataError` for `lr` if it is `critic_lr`, too, in one group of the optimiser."
+        if name == 'lr' and self.critic_lr is not None and self.shares_group:
+            raise DataError(f"{type(self).__name__}: lr and critic_lr were equal when it was made, so they cannot part", leaf=name,
+                            expected="a learner with another critic_lr, or with None for one that follows lr", got=repr(value))
+        super().set_option(name, value)
+
+    @property
+    def shares_group(self) -> bool:
+        "Have the actor and a critic with parameters of its own one group of the optimiser?"
+        known, groups = {id(p) for p in self.actor.parameters()}, self.optimizer.param_groups
+        return len(groups) == 1 and len({id(p) in known for p in groups[0]['params']}) == 2
 
     def step(self, loss: torch.Tensor, name: str = 'loss', metrics: dict | None = None, n: int | torch.Tensor | None = None) -> dict:
         "Lower `loss` by one step, with the gradient clipped to `max_grad_norm`. Arguments and result are those of `descend`."

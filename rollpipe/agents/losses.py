@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .policy_replay import approx_kl, lag_of, replay_policy
 from .unroll import answers_reached
+import rollpipe.ranks as ranks
 from ..pipes.data import nested
 from ..pipes.advantage import values
 from ..pipes.data.fragment import Fragment
@@ -19,7 +20,8 @@ from ..pipes.data.errors import DataError, describe
 from ..pipes.data.returns import vtrace
 
 # %% auto #0
-__all__ = ['reinforce', 'a2c', 'clipped_surrogate', 'with_old_values', 'ppo', 'vtrace_actor_critic']
+__all__ = ['reinforce', 'a2c', 'clipped_surrogate', 'standardized', 'with_standardized_adv', 'with_old_values', 'ppo',
+           'vtrace_actor_critic']
 
 # %% ../../nbs/agents/06_losses.ipynb #8c8c59b7
 def _given(fragment, leaf, replay, loss):
@@ -118,6 +120,29 @@ def clipped_surrogate(ratio: Tensor, adv: Tensor, clip: float) -> tuple[Tensor, 
     """
     clipped = ratio.clamp(1 - clip, 1 + clip)
     return -torch.minimum(ratio * adv, clipped * adv).mean(), (clipped != ratio).mean(dtype=ratio.dtype)
+
+# %% ../../nbs/agents/06_losses.ipynb #609d96b8
+def standardized(x: Tensor, valid: Tensor) -> Tensor:
+    """`x` with mean 0 and standard deviation 1 over the valid rows; zeros if these are all the same and so express no preference.
+
+    Args:
+        x: float [T, B]
+        valid: bool [T, B]
+    """
+    kept = ranks.joined(x[valid])[0].double()
+    mean, std = kept.mean(), kept.std(correction=0)
+    if std <= 1e-6 * kept.abs().max(): return torch.zeros_like(x)
+    return ((x - mean) / std).to(x.dtype)
+
+
+def with_standardized_adv(batch: Fragment, wanted: bool = True) -> Fragment:
+    """The batch with `standardized` advantages.
+
+    Args:
+        batch: with `adv` float [T, B]
+        wanted: False: return the batch unchanged
+    """
+    return batch._replace(adv=standardized(batch.adv, batch.valid)) if wanted else batch
 
 # %% ../../nbs/agents/06_losses.ipynb #73760cb7
 def with_old_values(fragment: Fragment) -> Fragment:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .gradient_learner import Adam
-from .learner import Learner, with_standardized_adv
+from .learner import Learner
+from .losses import with_standardized_adv
 from .linearization import Linearization, fisher_product, in_row_blocks, score_layers, score_preconditioner
 from .shared_options import ScaledAdvantages, integer, number
 from .trust_region import CGResult, conjugate_gradients

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from .gradient_learner import ActorCriticLearner
-from .learner import standardized, with_standardized_adv
-from .losses import ppo, with_old_values
+from .losses import ppo, standardized, with_old_values, with_standardized_adv
 from .metrics import mean_metrics
 from .shared_options import integer, number
 from ..pipes.data import nested
@@ -57,7 +56,7 @@ class PPO(ActorCriticLearner):
 
     def improve(self, batch: Fragment) -> dict:
         "Take a step on each minibatch; returns the metrics of the loss, averaged over them."
-        if self.clip_value is not None and 'value' not in batch.actor: batch = with_old_values(batch)
+        if self.clip_value is not None and (self.critic is not None or 'value' not in batch.actor): batch = with_old_values(batch)
         batch = with_standardized_adv(batch, self.normalize_adv == 'batch')
         records, epochs, stop = [], 0, False
         for epoch, (part, n) in self.minibatches(batch):

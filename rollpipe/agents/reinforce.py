@@ -9,8 +9,7 @@ __all__ = ['REINFORCE']
 from math import inf
 
 from .gradient_learner import GradientLearner
-from .learner import with_standardized_adv
-from .losses import reinforce
+from .losses import reinforce, with_standardized_adv
 from .metrics import mean_metrics
 from .shared_options import EntropyBonus, ScaledAdvantages, integer, number
 from ..pipes.data.fragment import Fragment

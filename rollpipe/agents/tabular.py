@@ -46,7 +46,7 @@ class TabularQ(EpsilonGreedy):
 
     def q(self, obs: Any, act: Any, rew: Any, fin: Any, *, hx: Any) -> tuple:
         "The rows of the table `[*lead, n_actions]` for the observations `[*lead]`, and no recurrent state."
-        return self.table[obs - self.first], ()
+        return self.table[obs.long() - self.first], ()
 
 # %% ../../nbs/agents/24_tabular.ipynb #b0626843
 def q_targets(fragment: Fragment, table: torch.Tensor, gamma: float, start: int = 0) -> torch.Tensor:
@@ -58,8 +58,8 @@ def q_targets(fragment: Fragment, table: torch.Tensor, gamma: float, start: int 
         gamma: discount factor per step
         start: number of the first state
     """
-    after, final = fragment.state.obs[1:].clone(), fragment.final
-    after[final.t, final.b] = final.obs
+    after, final = fragment.state.obs[1:].long(), fragment.final
+    after = after.index_put((final.t, final.b), final.obs.long())
     going_on = gamma * (~fragment.term[1:]).to(table.dtype)
     return fragment.state.rew[1:] + going_on * table[after - start].amax(-1)
 
@@ -106,7 +106,7 @@ class QLearning(Discounted, DecayingEpsilon, Learner):
         self.check(batch)
         actor, valid, begun = self.actor, batch.valid, self.provenance(batch) | self.set_rates()
         targets = q_targets(batch, actor.table, self.gamma, actor.first)[valid]
-        states, actions = batch.state.obs[:-1][valid] - actor.first, batch.state.act[1:][valid] - actor.start
+        states, actions = batch.state.obs[:-1][valid].long() - actor.first, batch.state.act[1:][valid].long() - actor.start
         errors = targets - (before := actor.table[states, actions])
         if not errors.isfinite().all():
             raise DataError("QLearning: non-finite TD error", leaf='table', expected="finite rewards and values", got=describe(errors))

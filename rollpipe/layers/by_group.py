@@ -17,6 +17,7 @@ from ..pipes.data.errors import DataError, describe
 from ..pipes.data.fragment import Fragment
 from ..pipes.data.fragment_ops import columns
 from ..pipes.envs.agents import AGENT
+from ..pipes.graph.modules import version_of
 
 # %% auto #0
 __all__ = ['CriticByGroup', 'ActorByGroup']
@@ -60,6 +61,12 @@ class CriticByGroup(_Groups):
     def forward(self, obs: Any) -> Tensor:
         return self.own(self.groups_of(obs), {name: critic(obs) for name, critic in self.members.items()})
 
+    def observe(self, obs: Any, valid: Tensor | None = None) -> None:
+        "Update the normaliser of each critic that has one, with the observations `[*lead, ...]` of its agents; for learners."
+        group = self.groups_of(obs)
+        for k, critic in enumerate(self.members.values()):
+            if hasattr(critic, 'observe'): critic.observe(obs, group == k if valid is None else valid & (group == k))
+
 # %% ../../nbs/layers/23_by_group.ipynb #ad2706e2
 class ActorByGroup(_Groups, Actor):
     """An actor for each group of agents. An actor with `draw_noise` gets noise of its own.
@@ -102,7 +109,8 @@ class ActorByGroup(_Groups, Actor):
     def parts(self, fragment: Fragment) -> dict[str, Fragment]:
         """The fragments of the groups, by name: the columns of their agents, with what their own actor reported and remembered.
 
-        A group whose agents all rest has none, because no learner could learn from it.
+        A group whose agents all rest has none, because no learner could learn from it. The version is that of the group's own actor: it was
+        as many updates ago as that of this actor was, or fewer.
 
         Args:
             fragment: of a pipeline with this actor
@@ -112,5 +120,6 @@ class ActorByGroup(_Groups, Actor):
             part = columns(fragment, (group.cpu() == k).nonzero()[:, 0])
             if not part.valid.any(): continue
             final = part.final._replace(actor=part.final.actor[name])
-            found[name] = part._replace(actor=part.actor[name], hx=part.hx[name], final=final)
+            version = None if part.version is None else part.version + (version_of(self.members[name]) - version_of(self))
+            found[name] = part._replace(actor=part.actor[name], hx=part.hx[name], final=final, version=version)
         return found

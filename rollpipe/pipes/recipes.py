@@ -97,11 +97,14 @@ def _seeded(pipe, seed):
     return pipe
 
 # %% ../../nbs/pipes/27_recipes.ipynb #21762989
-def _scaler(scale, gamma):
+def _scaler(scale, gamma, actor):
     "The edits that insert a `RewardScaler` if `reward_scale` asks for one."
     if scale is None: return []
     if scale not in ('learn', 'sign') and not is_between(scale, 1e-30, 1e30):
         raise DataError("no scale of rewards", leaf='reward_scale', expected="a number above 0, 'learn', 'sign' or None", got=repr(scale))
+    if scale != 1 and getattr(actor, 'uses_past', False):
+        raise DataError("the policy sees its past rewards (`past`, `uses_past`), and they would not be those that it learns from",
+                        leaf='reward_scale', expected="None for such a policy; the environment may scale its rewards", got=repr(scale))
     return [RewardScaler.inserter(after=Lanes, scale=None if scale == 'learn' else scale, gamma=gamma)]
 
 # %% ../../nbs/pipes/27_recipes.ipynb #fe1641a6
@@ -124,7 +127,7 @@ def on_policy(env: Any, actor: Any, critic: Any = None, *, gamma: float = 0.99, 
         **kwargs: see `rollouts`
     """
     advantage = AdvantageBuffer.inserter(after=Lanes, critic=critic, gamma=gamma, lam=lam)
-    return rollouts(env, actor, edits=[advantage, *_scaler(reward_scale, gamma), *edits], **kwargs)
+    return rollouts(env, actor, edits=[advantage, *_scaler(reward_scale, gamma, actor), *edits], **kwargs)
 
 # %% ../../nbs/pipes/27_recipes.ipynb #d53f8f65
 @delegates(rollouts)
@@ -169,5 +172,5 @@ def replayed(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 4, 
                      prioritized=prioritized, alpha=alpha, beta=beta, zero_state=zero_state, path=path, frames=frames)
     rules = GoalRules(env, kwargs.get('env_kwargs')) if n_sampled_goal else None
     hindsight = [partial(Hindsight, rules=rules, n_sampled_goal=n_sampled_goal)] if rules else []
-    edits = [*_scaler(reward_scale, 1.), replay, *hindsight, *edits]
+    edits = [*_scaler(reward_scale, 1., actor), replay, *hindsight, *edits]
     return rollouts(env, actor, n_envs=n_envs, n_steps=n_steps, terminal_obs=terminal_obs, edits=edits, **kwargs)

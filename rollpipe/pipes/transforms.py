@@ -15,14 +15,15 @@ from torch import Tensor
 
 from .data import nested
 from .data.fragment import Fragment, Tick, check_item
-from .data.errors import DataError, check_fraction, check_integer
+from .data.errors import DataError, GraphError, check_fraction, check_integer, describe, is_between
 from .data.fragment_ops import final_numbers, strands, with_rewards
+from .graph.edits import find
 from .graph.pipe import Pipe
 from .data.returns import running_returns
 from .graph.torchdata import IterDataPipe
 
 # %% auto #0
-__all__ = ['RewardScaler', 'ObservationCast', 'NSteps', 'NStep']
+__all__ = ['check_no_past', 'RewardScaler', 'ObservationCast', 'NSteps', 'NStep']
 
 # %% ../../nbs/pipes/21_transforms.ipynb #8c69c780
 class _Moments:
@@ -56,6 +57,17 @@ class _LaneRewards(NamedTuple):
     last: Any
 
 
+def check_no_past(pipe: IterDataPipe, more: str = '') -> None:
+    """Raise `GraphError` if an actor below `pipe`, which changes rewards, sees past ones (`uses_past`): a learner would show it others.
+
+    Args:
+        more: what else would do, for the message
+    """
+    for source in find(pipe, lambda p: getattr(getattr(p, 'actor', None), 'uses_past', False)):
+        raise GraphError("the actor sees its past rewards, and the learner would show it others", pipe=pipe,
+                         expected=f"an actor without `uses_past`{more}", got=describe(type(source.actor)))
+
+
 class RewardScaler(Pipe):
     """Scale the rewards of `Tick`s or `Fragment`s by a constant, or by the standard deviation of the discounted return; or keep the signs.
 
@@ -65,7 +77,8 @@ class RewardScaler(Pipe):
     the last row of the previous fragment. Below `Lanes` all lanes share one scale; above `Lanes` each lane has its own. Each iteration
     starts with a new scale, or with the scale from `load_state_dict`: a resumed run continues with the scale of its checkpoint.
 
-    The actor sees the unscaled rewards. If it uses them (`uses_past`), scale them in the environment instead.
+    The actor sees the unscaled rewards. If it uses them (`uses_past`), the environment has to scale them: this pipe raises `GraphError`,
+    unless its scale is 1.
 
     Args:
         pipe: yields `Tick`s or `Fragment`s
@@ -80,9 +93,12 @@ class RewardScaler(Pipe):
         super().__init__(pipe)
         check_fraction('gamma', gamma, pipe=self)
         if clip is not None and not clip > 0: raise DataError("out of range", pipe=self, expected="clip > 0", got=f"clip={clip}")
+        if scale not in (None, 'sign') and not is_between(scale, -1e30, 1e30):
+            raise DataError("no scale of rewards", pipe=self, expected="a finite number, 'sign' or None", got=f"scale={scale!r}")
         self.scale, self.gamma, self.clip, self.begin = scale, gamma, clip, _Begin()
 
     def stream(self, items: Iterator) -> Iterator:
+        if self.scale != 1: check_no_past(self, ", or scale=1")
         kept = self.keep(moments=self.begin(), lanes={})   # lane -> _LaneRewards
         moments, lanes = kept['moments'], kept['lanes']
         for item in items:

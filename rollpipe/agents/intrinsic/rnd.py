@@ -16,9 +16,9 @@ from .novelty import Novelty
 from ...pipes.data.fragment import Fragment, check_item
 from ...pipes.data.errors import DataError, GraphError, PipeError, describe
 from ...pipes.data.fragment_ops import with_rewards
-from ...pipes.graph.edits import find
 from ...pipes.graph.pipe import Pipe
 from ...pipes.graph.torchdata import IterDataPipe
+from ...pipes.transforms import check_no_past
 
 # %% ../../../nbs/agents/25_intrinsic/02_rnd.ipynb #77a50260
 class RND(Pipe):
@@ -55,7 +55,7 @@ class RND(Pipe):
         self.novelty = Novelty(network, **options)
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
-        self._check_actors()
+        check_no_past(self)
         for fragment in items:
             check_item(fragment, Fragment, self)
             yield self.with_novelty(fragment)
@@ -70,12 +70,6 @@ class RND(Pipe):
         rew = self.env_weight * fragment.state.rew
         rew[1:] += self.weight * novelty
         return with_rewards(fragment, rew)
-
-    def _check_actors(self):
-        for stepper in find(self.pipe, lambda pipe: hasattr(pipe, 'actor')):
-            if getattr(stepper.actor, 'uses_past', False):
-                raise GraphError("the actor sees its past rewards, and the learner would show it others", pipe=self,
-                                 expected="an actor without `uses_past`", got=describe(type(stepper.actor)))
 
     def set_lane(self, lane: int, seed: np.random.SeedSequence) -> None:
         "Raise `GraphError`: `Lanes` calls this on the pipes above it. Their copies would learn separately."

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import rollpipe.ranks as ranks
 from ..td import td_targets
 from ..unroll import fill_invalid, without_terminal_obs
 from ...pipes.data import nested
@@ -18,8 +19,8 @@ from ...pipes.data.errors import DataError, describe
 from ...pipes.data.fragment_ops import observations_reached
 
 # %% auto #0
-__all__ = ['reached', 'soft_target', 'smoothed_target', 'taken', 'first_value', 'action_value_loss', 'soft_policy_loss',
-           'deterministic_policy_loss', 'temperature_loss']
+__all__ = ['reached', 'soft_target', 'smoothed_target', 'taken', 'first_value', 'mean_size', 'action_value_loss',
+           'soft_policy_loss', 'deterministic_policy_loss', 'temperature_loss']
 
 # %% ../../../nbs/agents/16_off_policy/03_action_losses.ipynb #9efacbee
 def reached(fragment: Fragment) -> Any:
@@ -76,6 +77,11 @@ def taken(fragment: Fragment) -> tuple:
 def first_value(critic: Any, obs: Any, act: Tensor) -> Tensor:
     "The first of the values of `critic(obs, act)`, `[T, B]`, by its method `first_value` if it has one."
     return critic.first_value(obs, act) if hasattr(critic, 'first_value') else critic(obs, act)[0]
+
+
+def mean_size(value: Tensor) -> Tensor:
+    "The mean of `|value|` `[N]` over the rows of all ranks, 0-dim, without gradients."
+    return ranks.mean_of_all(value.detach().abs().mean(), len(value))[0]
 
 
 def _mean(x, valid, n): return x.masked_fill(~valid, 0.).sum() / n

@@ -15,7 +15,7 @@ from ..td import td_targets
 from ...pipes.data import nested
 from ...pipes.data.errors import DataError, describe
 from ...pipes.data.fragment import Fragment
-from ...pipes.data.fragment_ops import observations_reached
+from ...pipes.data.fragment_ops import observations_reached, transitions
 
 # %% ../../../nbs/agents/16_off_policy/11_crossq.ipynb #fc207bab
 class CrossQ(SoftLearner):
@@ -41,8 +41,17 @@ class CrossQ(SoftLearner):
         super().__post_init__()
         if not hasattr(self.critic, 'by_batch'):
             raise DataError("CrossQ needs batch renormalisation", leaf='critic', expected="a `RenormCritic`", got=describe(self.critic))
+        self.set_betas()
+
+    def set_betas(self) -> None:
+        "Give `beta1` to the optimisers of policy and critic."
         for name in ('critic', 'policy'):
             for group in self.descents[name].optimizer.param_groups: group['betas'] = self.beta1, group['betas'][1]
+
+    def load_state_dict(self, state: dict) -> None:
+        "As `ScheduledLearner.load_state_dict`; `beta1` is an option, too."
+        super().load_state_dict(state)
+        self.set_betas()
 
     def make_target(self, net: torch.nn.Module) -> None:
         "As `ReplayLearner.make_target`, without a network."
@@ -55,12 +64,16 @@ class CrossQ(SoftLearner):
         "As `action_value_loss`, with soft targets from the same batch of the critic as the values."
         obs = nested.as_seen(observations_reached(fragment))
         with torch.no_grad(): act, logp = self.actor.sample(obs, self.noise(fragment))
-        pairs = nested.map(lambda x, y: torch.cat([x, y]), taken(fragment), (obs, act))
-        with self.critic.by_batch(): q, q_next = self.critic(*pairs).chunk(2, 1)
+        valid = fragment.valid      # other rows are no part of the moments
+        pairs = nested.map(lambda x, y: torch.cat([x[valid], y[valid]]), taken(fragment), (obs, act))
+        with self.critic.by_batch(): of_valid = self.critic(*pairs).unflatten(1, (2, -1))
+        q, q_next = of_valid.new_zeros(len(of_valid), 2, *valid.shape).masked_scatter(valid, of_valid).unbind(1)
         target = td_targets(fragment, q_next.detach().amin(0), self.gamma, self.multi_step,
                             -self.entropy_weight * (logp + self.actor.box.log_volume))
         return action_value_loss(fragment, lambda *_: q, target, weight)
 
     def improve_policy(self, fragment: Fragment) -> dict:
         "As `SoftLearner.improve_policy`; the policy normalises by the batch, and the critic by its running moments."
-        with self.actor.by_batch(): return super().improve_policy(fragment)
+        valid = fragment.valid
+        steps = fragment if valid.all() else transitions(fragment, valid.flatten().nonzero()[:, 0])
+        with self.actor.by_batch(): return super().improve_policy(steps)

@@ -47,7 +47,7 @@ class ReplayLearner(Discounted, Learner):
 
     Args:
         multi_step: number of rewards that are summed before a value; at most the length of the samples
-        beta_steps: environment steps in which the memory's `beta` rises to 1; None: it stays constant
+        beta_steps: environment steps in which the memory's `beta` rises to 1; 0: it is 1; None: it stays constant
     """
     multi_step: int = integer(1)
     beta_steps: int | None = number(None)
@@ -84,12 +84,12 @@ class ReplayLearner(Discounted, Learner):
         if prioritized and ranks.active():
             raise DataError("several ranks cannot learn from memories with priorities", pipe=self, leaf='prioritized', expected="False",
                             got="True")
-        if prioritized and self.beta_steps: memory.beta = Schedule('linear', memory.first_beta, 1., self.beta_steps)(self.steps)
+        if prioritized and self.beta_steps is not None: memory.beta = Schedule('linear', memory.first_beta, 1., self.beta_steps)(self.steps)
         records, drawn, samples = [], 0, TimedIterator(batch.samples)
         for sample in ranks.in_step(samples, 'samples'):
             records.append(self.learn(sample, memory))
-            drawn += sample.fragment.valid.numel()
-        n_fresh, n_kept, drawn = self.count(fresh), *map(int, ranks.totals(torch.tensor([len(memory or ()), drawn]))[0])
+            drawn += sample.fragment.valid.sum()
+        n_fresh, n_kept, drawn = self.count(fresh), *map(int, ranks.totals(torch.tensor([len(memory or ()), int(drawn)]))[0])
         if memory is not None: records.append(dict(replay_size=n_kept, replay_ratio=drawn / max(n_fresh, 1)))
         if prioritized: records.append(dict(beta=memory.beta))
         self.end()

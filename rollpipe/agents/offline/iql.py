@@ -90,6 +90,7 @@ class IQL(ActionLearner):
     decay_steps: int = number(0)
     random_steps: int = not_offered(0)
     actor_needs = ('replay',)
+    way_down = 'cosine'
 
     def __post_init__(self):
         super().__post_init__()
@@ -106,7 +107,7 @@ class IQL(ActionLearner):
     def fall_of(self, group: dict) -> Schedule | None:
         "How the learning rate of the policy falls by `decay_steps`. That of the critic stays."
         is_policy = group is self.descents['policy'].optimizer.param_groups[0]
-        return Schedule('cosine', self.lr, 0., self.decay_steps) if is_policy else None
+        return super().fall_of(group) if is_policy else None
 
     @torch.no_grad()
     def critic_target(self, fragment: Fragment) -> Tensor:

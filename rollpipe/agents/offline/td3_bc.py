@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..off_policy.action_learner import SmoothedLearner
-from ..off_policy.action_losses import first_value, taken
+from ..off_policy.action_losses import first_value, mean_size, taken
 from ..shared_options import not_offered, number
 from ...pipes.data.fragment import Fragment
 
@@ -32,7 +32,7 @@ def tied_policy_loss(fragment: Fragment, actor: Any, critic: Any, alpha: float) 
     (obs, act), valid, box = taken(fragment), fragment.valid, actor.box
     own = actor.act(obs)
     value, distance = first_value(critic, obs, own)[valid], (box.position(own) - box.position(act))[valid].square().mean()
-    loss = distance - alpha / value.detach().abs().mean().clamp(min=1e-8) * value.mean()
+    loss = distance - alpha / mean_size(value).clamp(min=1e-8) * value.mean()
     return loss, dict(loss_policy=loss.detach(), distance=distance.detach())
 
 # %% ../../../nbs/agents/26_offline/02_td3_bc.ipynb #1f240efe

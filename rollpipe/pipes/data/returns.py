@@ -120,6 +120,14 @@ def _solve(a: Tensor, b: Tensor) -> Tensor:
         stride *= 2
     return x
 
+def _solve_in_order(a: Tensor, b: Tensor) -> Tensor:
+    "As `_solve`, row by row. No products of coefficients are formed, which might overflow."
+    x, found = torch.zeros_like(b[0]), []
+    for a_t, b_t in zip(reversed(a.unbind()), reversed(b.unbind())):
+        x = torch.where(a_t == 0, b_t, torch.addcmul(b_t, a_t, x))
+        found.append(x)
+    return torch.stack(found[::-1])
+
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #4ce70f20
 def discounted_returns(rew: Array, discount: Array | float, bootstrap: Array | float = 0., cut: Array | None = None,
                        v_tp1: Array | float | None = None, rho: Array | float | None = None) -> Array:
@@ -148,7 +156,9 @@ def discounted_returns(rew: Array, discount: Array | float, bootstrap: Array | f
     last = _edge('bootstrap', bootstrap, r)
     tail = torch.cat([tail[:-1], (tail[-1] + (last if end is None else last * ~end[-1]))[None]])
     a, b = _carry(g, end), r + g * tail
-    return back(_solve(a, b) if rho is None else _solve(later['rho'] * a, later['rho'] * b))
+    if rho is None: return back(_solve(a, b))
+    x = _solve(a := later['rho'] * a, b := later['rho'] * b)
+    return back(x if x.isfinite().all() else _solve_in_order(a, b))
 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #5724fbca
 def n_step_returns(rew: Array, v_tp1: Array | float, discount: Array | float, n: int, cut: Array | None = None) -> Array:

@@ -123,7 +123,8 @@ in_place_changes = operator.attrgetter('_version')     # torch counts in-place c
 class VersionCounter:
     """Returns the version of `holder`. A change of its parameters that `bump_version` has not counted is one more update.
 
-    A change through `parameter.data` is missed, because torch does not count it.
+    A change through `parameter.data` is missed, and so is one by a fused optimiser of torch (`torch.optim.Adam(..., fused=True)`), because
+    torch does not count them. Then call `bump_version`.
 
     Args:
         holder: an actor
