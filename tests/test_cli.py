@@ -23,13 +23,14 @@ from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import METRICS
 from rollpipe.cli.main import build_parser, main
 from rollpipe.runs.commands import RUN_OPTIONS, config_from
-from rollpipe.runs.locks import lock, unlock
+from rollpipe.runs.locks import is_training, lock, owner_of, unlock
 from rollpipe.runs.logs import read_metrics
 from rollpipe.settings.algorithms import ALGORITHMS, options_for
 from rollpipe.settings.config import build, make_config
 from rollpipe.settings.options import parse_env_kwargs, parse_value
 from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import DataError
+from rollpipe.pipes.recording.store import ItemFolder
 from rollpipe.runs.folder import discard, load_run, restore, resume, start
 from rollpipe.runs.training import train
 
@@ -234,6 +235,30 @@ def test_a_lock_on_a_full_disk_is_named(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/lock'"): lock(tmp_path)
     monkeypatch.undo()
     lock(tmp_path), unlock(tmp_path)
+
+
+def test_a_link_in_the_folder_of_a_run_leads_nowhere(run, tmp_path):
+    "The folder may come from a stranger. A link to the whole folder is the user's own."
+    mine, other = tmp_path/"mine", small_run(tmp_path/"other", "--keep", "3", "--checkpoint-every", "1")
+    mine.write_text("years of work")
+    (tmp_path/"link").symlink_to(run)
+    lock(tmp_path/"link"), unlock(tmp_path/"link")
+    for plant in ((lambda path: path.symlink_to(mine)), os.mkfifo, (lambda path: path.symlink_to(tmp_path/"nothing"))):
+        plant(run/"lock")
+        with pytest.raises(DataError, match=f"{run}/lock is no lock. Expected a plain file, or none"): lock(run)
+        assert not is_training(run) and owner_of(run) == ""     # at once
+        (run/"lock").unlink()
+    assert mine.read_text() == "years of work" and not (tmp_path/"nothing").exists()
+    for name in ("checkpoints", "replay", "recording"):
+        (run/name).symlink_to(other/"checkpoints")
+        with pytest.raises(DataError, match=f"{run}/{name} is a link. Expected a folder"): resume(run, 10 ** 6)
+        assert main(["train", "ppo", "CartPole-v1", "--out", str(run), "--overwrite", "--quiet", "--steps", "64"]) == 2
+        (run/name).unlink()
+    assert len([*(other/"checkpoints").iterdir()]) == 3
+    (run/"recording").mkdir()
+    (run/"recording"/".lock").symlink_to(mine)
+    with pytest.raises(OSError, match=".lock"): ItemFolder(run/"recording")
+    assert mine.read_text() == "years of work"
 
 
 @pytest.mark.parametrize("words", ["plot RUN", "plot RUN --out PICTURE.svg", "profile ppo CartPole-v1 --seconds 0.1 --svg PICTURE.svg"])

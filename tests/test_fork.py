@@ -391,7 +391,8 @@ def test_the_command(tmp_path, capsys):
     assert load_run(out).config["forked"]["set"] == dict(lr=.01, c_entropy=.1, steps=1000) and load_agent(out).steps == 8 * 32
     for more, text in [([], "exists already"), (["--overwrite", "--set", "n_envs=3"], "leaf n_envs: a fork of"),
                        (["--overwrite", "--set", "max_kl=1"], "there is no option 'max_kl'"), (["--set", "lr"], "NAME=VALUE"),
-                       (["--set", "lr=x"], "leaf lr: wrong type of value")]:
+                       (["--set", "lr=x"], "leaf lr: wrong type of value"), (["--overwrite", "--set", "at=3"], "there is no option 'at'"),
+                       (["--overwrite", "--set", "edits=ab"], "there is no option 'edits'")]:
         assert rollpipe(*words, *more) == 2 and text in capsys.readouterr().err
     assert rollpipe("train", "--resume", out, "--quiet", "--no-tensorboard") == 0
     assert rollpipe("diff", parent.folder, out) == 0

@@ -100,6 +100,16 @@ def test_the_buttons_ask_a_training(going, over, page):
                      "no process trains it", "share of steps that the line search kept"): assert word in text, word
 
 
+def test_the_field_sets_options_and_nothing_else(going, monkeypatch):
+    with serving(going) as server:
+        def said(**form): return (server.ask(dict(form, run="0")), server.said)[1]
+        for word in ("insert=rollpipe.testing:check_pipe", "do=stop", "timeout=3"):
+            assert f"there is no option '{word.partition('=')[0]}'" in said(set=word)
+        assert "has clip=0.05" in said(set="clip=0.05")
+        monkeypatch.setattr("rollpipe.runs.changes.load_run", lambda *args: 1/0)     # the buttons need no module of the run
+        assert "is saved after update" in said(do="save")
+
+
 @pytest.mark.parametrize("width", [320, 400, 1280])
 def test_a_window_of_any_width_has_no_sideways_scrolling(over, page, width):
     with serving(over, over) as server:

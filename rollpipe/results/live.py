@@ -17,11 +17,9 @@ from urllib.parse import parse_qs
 
 from ..pipes.data.errors import PipeError
 from ..runs.asking import open_run, view
+from ..runs.changes import options_in
 from ..runs.folder import load_run
-from ..runs.mailbox import WISHES
-from ..settings.algorithms import options_for
-from ..settings.config import RUN_OPTIONS
-from ..settings.options import parse_options
+from ..runs.mailbox import WISHES, ask
 from .page import document
 
 # %% auto #0
@@ -83,9 +81,8 @@ class Live(ThreadingHTTPServer):
         "Do what a button says. `said` is the answer."
         try:
             folder = self.folders[int(form["run"])]
-            known = [*options_for(load_run(folder).config["algorithm"]), *RUN_OPTIONS]
-            wish = dict(do=form["do"]) if form.get("do") else parse_options([form.get("set", "")], known)
-            self.said = open_run(folder).ask(timeout=_PATIENCE, **wish)
+            wish = dict(do=form["do"]) if form.get("do") else dict(set=options_in([form.get("set", "")], folder))
+            self.said = ask(folder, wish, _PATIENCE)
         except (PipeError, OSError, ValueError, LookupError, TypeError) as e: self.said = str(e)
 
 
