@@ -179,7 +179,8 @@ def test_a_fork_has_the_best_policy_of_its_time(keep, tmp_path):
     assert [r["updates"] for r in read_evaluations(out) if r["kind"] == "best"] == [best.counters["updates"]]
     out = fork(parent.folder, tmp_path/"worse", at, lr=1.)
     gone_on(out)
-    found, made = load_run(out, best=True), [r for r in read_evaluations(out) if r["kind"] == "training" and r["updates"] > (0 if keep else at)]
+    found, since = load_run(out, best=True), 0 if keep else at
+    made = [r for r in read_evaluations(out) if r["kind"] == "training" and r["updates"] > since]
     assert found.evaluated["eval_return_mean"] == max(r["mean"] for r in made)
     assert found.counters["updates"] == max(made, key=lambda r: r["mean"])["updates"]
     gone_on(out := fork(parent.folder, tmp_path/"same", at))

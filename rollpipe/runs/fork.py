@@ -122,7 +122,8 @@ def _copy_past(folder: Path, home: Path, found: Checkpoint) -> None:
         write_atomically(home/best.name, best.read_bytes())
         if load_checkpoint(home/best.name).counters["updates"] <= at: return
         (home/best.name).unlink()
-        if made := [r for r in evaluations if r["kind"] == "training"]: write_atomically(home/best.name, _best_of(folder, found, made).data())
+        made = [r for r in evaluations if r["kind"] == "training"]
+        if made: write_atomically(home/best.name, _best_of(folder, found, made).data())
 
 
 def _best_of(folder: Path, found: Checkpoint, made: list) -> Checkpoint:
