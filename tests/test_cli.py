@@ -25,11 +25,13 @@ from rollpipe.cli.main import build_parser, main
 from rollpipe.runs.commands import RUN_OPTIONS, config_from
 from rollpipe.runs.locks import is_training, lock, owner_of, unlock
 from rollpipe.runs.logs import read_metrics
+from rollpipe.runs.pack import load_agent
 from rollpipe.settings.algorithms import ALGORITHMS, options_for
 from rollpipe.settings.config import build, make_config
 from rollpipe.settings.options import parse_env_kwargs, parse_value
 from rollpipe.pipes.data.compare import first_difference
-from rollpipe.pipes.data.errors import DataError
+from rollpipe.pipes.data.errors import CheckpointError, DataError
+from rollpipe.pipes.data.files import write_atomically
 from rollpipe.pipes.recording.store import ItemFolder
 from rollpipe.runs.folder import discard, load_run, restore, resume, start
 from rollpipe.runs.training import train
@@ -487,7 +489,7 @@ def test_checkpoint_that_does_not_fit_the_agent(run, capsys):
 
 @pytest.mark.parametrize("harm", [
     dict(options=dict(n_envs=10**9)), dict(options=dict(lanes=10**8)),
-    dict(options=dict(n_steps=10**9)), dict(options=dict(hidden=[300_000])),
+    dict(options=dict(n_steps=10**9)), dict(options=dict(hidden=[300_000])), dict(options=dict(recurrent="gru", state_size=8000)),
     dict(options=dict(hidden=[-1])), dict(options=dict(gamma="x")), dict(options=dict(encoder=dict(a=1))), dict(options=dict(n_envs=None)),
     dict(seed="x"), dict(seed=-1), dict(steps=None), dict(threads=0), dict(env=5), dict(env_kwargs=[1]), dict(env_kwargs=dict(nonsense=1)),
     dict(imports=5), dict(algorithm=[1]), dict(options=None)], ids=str)
@@ -500,6 +502,27 @@ def test_a_stored_configuration_is_checked_before_anything_is_built(harm, run, m
         assert rollpipe(*words) == 2
         err = capsys.readouterr().err
         assert "Traceback" not in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("algorithm, env, options, harm", [
+    ("ppo", "CartPole-v1", dict(recurrent="gru", state_size=8), dict(state_size=8000)), ("dqn", "CartPole-v1", dict(recurrent="lstm", length=4),
+     dict(state_size=-1)), ("qr_dqn", "CartPole-v1", dict(n_quantiles=7), dict(n_quantiles=2_000_000)),
+    ("qr_dqn", "CartPole-v1", dict(duelling=True), dict(n_quantiles=0)), ("sac", "Pendulum-v1", dict(n_critics=3), dict(n_critics=3000))])
+def test_a_strangers_sizes_are_compared_with_the_file(algorithm, env, options, harm, tmp_path, monkeypatch):
+    "Networks that are larger than those of the file would take memory and time before they do not fit."
+    folder = start(tmp_path/"run", make_config(algorithm, env, options)).folder
+    unlock(folder)
+    found = load_run(folder)
+    unused = {} if "state_size" in harm else dict(state_size=8000)     # without memory it decides nothing
+    config = {**found.config, "options": {**found.config["options"], **unused}}
+    assert load_run(folder).config["options"].items() >= options.items()
+    write_atomically(folder/"checkpoint.safetensors", found._replace(config=config, stream=None).data())
+    load_agent(folder)
+    config["options"] |= harm
+    write_atomically(folder/"checkpoint.safetensors", found._replace(config=config, stream=None).data())
+    monkeypatch.setattr("rollpipe.runs.folder.build", lambda *args: pytest.fail("it is built"))
+    name, = harm
+    with pytest.raises(CheckpointError, match=f"leaf --{name.replace('_', '-')}: there are no such layers in the file"): load_agent(folder)
 
 
 # -- a process of its own ----------------------------------------------------------------------------------------------

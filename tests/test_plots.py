@@ -84,7 +84,8 @@ def test_points_without_x_and_an_x_that_goes_back(tmp_path):
 
 
 def test_the_last_evaluation_has_its_time(tmp_path):
-    config = make_config("ppo", "CartPole-v1", dict(n_envs=2, n_steps=32), steps=256, eval_every="128 steps", eval_episodes=1, final_episodes=1)
+    evaluating = dict(eval_every="128 steps", eval_episodes=1, final_episodes=1)
+    config = make_config("ppo", "CartPole-v1", dict(n_envs=2, n_steps=32), steps=256, **evaluating)
     train(start(tmp_path/"run", config), progress=False, tensorboard=False)
     found, steps = (np.array(drawn([tmp_path/"run"], x=x, y="eval_return_mean")) for x in ("seconds", "steps"))
     assert np.isfinite(found).all() and found.shape == steps.shape == (3, 2) and found[:, 1].tolist() == steps[:, 1].tolist()
