@@ -1,7 +1,9 @@
 "The page of runs that train, in a real browser, and its server."
 import contextlib
 import socket
+import struct
 import threading
+import time
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -153,6 +155,27 @@ def test_a_connection_has_an_end(over, monkeypatch):
                 return False
             return True
         wait_for(is_cut)
+
+
+def test_a_late_answer_arrives(over, monkeypatch, capfd):
+    "A training may need longer for an answer than a request may take to arrive. A browser that has gone leaves no traceback."
+    monkeypatch.setattr("rollpipe.results.live._LONGEST", .3)
+    answered = threading.Event()
+
+    def late(server, form):
+        time.sleep(1)
+        server.said = "late, but there"
+        answered.set()
+    monkeypatch.setattr(Live, "ask", late)
+    with serving(over) as server:
+        with urlopen(f"{server.url}ask", data=b"run=0&do=save", timeout=20) as page: assert b"late, but there" in page.read()
+        answered.clear()
+        with socket.create_connection(("127.0.0.1", server.server_port)) as gone:
+            gone.sendall(f"POST /{server.token}/ask HTTP/1.1\r\nHost: {server.host}\r\nContent-Length: 1\r\n\r\nx".encode())
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))     # its end resets the connection
+        assert answered.wait(20)
+        time.sleep(.2)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("size", [4097, 100_000])

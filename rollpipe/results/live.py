@@ -92,11 +92,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def handle(self) -> None:
         "One request, whose thread ends in time, however slowly it arrives."
-        limit = Timer(_LONGEST, self._end)
-        limit.daemon = True
-        limit.start()
-        try: super().handle()
-        finally: limit.cancel()
+        self.limit = Timer(_LONGEST, self._end)
+        self.limit.daemon = True
+        self.limit.start()
+        try:
+            with suppress(ConnectionError): super().handle()     # the browser has gone
+        finally: self.limit.cancel()
 
     def _end(self) -> None:
         with suppress(OSError): self.connection.shutdown(socket.SHUT_RDWR)
@@ -132,6 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if place != "ask" or not (length.isascii() and length.isdigit()) or int(length) > 4096: return self.send_error(404)
         form = parse_qs(self.rfile.read(int(length)).decode(errors="replace"))
+        self.limit.cancel()     # the request is there, and a training may take longer to answer
         self.server.ask({name: x[-1] for name, x in form.items()})
         self.send_response(303)
         self.send_header("Location", f"/{self.server.token}/")
