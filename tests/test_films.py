@@ -73,7 +73,8 @@ def test_the_last_update_has_a_film_also_if_a_rule_ends_the_run(tmp_path, monkey
     monkeypatch.setattr(ParallelEvaluation, "request", lambda self: (asked.append(1), request(self)))
     for stop, films in ((3, ["update-000002.gif", "update-000003.gif"]), (4, ["update-000002.gif", "update-000004.gif"])):
         run = start(tmp_path/str(stop), make_config("trpo", "Pictures-v0", SMALL, {}, steps=320, video_every=2))
-        train(run, progress=False, tensorboard=False, callback=lambda run, r, stop=stop: Wish(stop="enough" if r["updates"] == stop else None))
+        def enough(run, record, stop=stop): return Wish(stop="enough" if record["updates"] == stop else None)
+        train(run, progress=False, tensorboard=False, callback=enough)
         assert names(run) == films
     assert len(asked) == 4     # each film is made once
 

@@ -179,7 +179,8 @@ def _command(runs: list) -> str:
         return shlex.join(typed([*launcher, "rollpipe", "train", config["algorithm"], config["env"], "--config", run.folder/"config.json",
                                  *more, *import_words(config.get("imports", ()))]))
 
-    if any(run.config.get("ranks", 1) > 1 for run in runs): return " && ".join(dict.fromkeys(words(run, "--seed", str(run.seed)) for run in runs))
+    if any(run.config.get("ranks", 1) > 1 for run in runs):
+        return " && ".join(dict.fromkeys(words(run, "--seed", str(run.seed)) for run in runs))
     return words(runs[0], "--seeds", ",".join(dict.fromkeys(str(run.seed) for run in runs)))
 
 

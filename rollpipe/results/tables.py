@@ -161,7 +161,7 @@ def notes_of(results: Results) -> list:
         others = [f"{name} ({text})" for name, (text,) in differing_options([row.results])]
         if others: notes.append(f"{what}: its runs do not have the same options: {', '.join(others)}.")
         twice = [seed for seed, n in Counter(run.seed for run in row.results).items() if n > 1]
-        if twice: notes.append(f"{what}: counts the same seed more than once, as if its runs were independent: {', '.join(map(str, twice))}.")
+        if twice: notes.append(f"{what}: counts a seed more than once, as if its runs were independent: {', '.join(map(str, twice))}.")
         resumed = [run.seed for run in row.results if run.resumes]
         if resumed: notes.append(f"{what}: went on after an interruption, with new episodes: seed {', '.join(map(str, resumed))}.")
     return notes
