@@ -506,7 +506,8 @@ def test_a_stored_configuration_is_checked_before_anything_is_built(harm, run, m
 
 @pytest.mark.parametrize("algorithm, env, options, harm", [
     ("ppo", "CartPole-v1", dict(recurrent="gru", state_size=8), dict(state_size=8000)),
-    ("dqn", "CartPole-v1", dict(recurrent="lstm", length=4), dict(state_size=-1)), ("qr_dqn", "CartPole-v1", dict(n_quantiles=7), dict(n_quantiles=2_000_000)),
+    ("dqn", "CartPole-v1", dict(recurrent="lstm", length=4), dict(state_size=-1)),
+    ("qr_dqn", "CartPole-v1", dict(n_quantiles=7), dict(n_quantiles=2_000_000)),
     ("qr_dqn", "CartPole-v1", dict(duelling=True), dict(n_quantiles=0)), ("sac", "Pendulum-v1", dict(n_critics=3), dict(n_critics=3000))])
 def test_a_strangers_sizes_are_compared_with_the_file(algorithm, env, options, harm, tmp_path, monkeypatch):
     "Networks that are larger than those of the file would take memory and time before they do not fit."
