@@ -181,7 +181,7 @@ def add_edit(parser: Parser) -> None:
 
 def edit_command(args: Namespace) -> None:
     "Ask a training, and print its answers. Raises `DataError` for the first wish that is refused."
-    run, wishes = open_run(args.run), [dict(do=name) for name in WISHES if getattr(args, name)]
+    run, wishes = open_run(args.run), [dict[str, Any](do=name) for name in WISHES if getattr(args, name)]
     if args.insert:
         name, *words = args.insert.split(",")
         if (module := name.partition(":")[0]) not in getattr(args, "imports", ()):
