@@ -17,7 +17,7 @@ from rollpipe.results.ablation import ablate, equal_up_to
 from rollpipe.results.pairs import course
 from rollpipe.runs import fork, start, train
 from rollpipe.runs.folder import load_run
-from rollpipe.runs.logs import read_records
+from rollpipe.runs.logs import read_evaluations, read_records
 from rollpipe.runs.repeat import verify
 from rollpipe.traces.differences import diff
 from rollpipe.traces.journal import read_journal
@@ -120,6 +120,13 @@ def test_a_metric_and_more_of_the_same(tmp_path):
     longer = ablate(run, [4], dict(lr=[.1]), updates=6, last=6)
     assert (longer.pairs[0].base[..., :4] == second.pairs[0].base[:1]).all() and longer.pairs[0].base.shape[-1] == 6
     with pytest.raises(DataError, match="leaf klo: .*never has this metric"): course(home/"at4-0", "klo", 4, 4)
+
+
+def test_each_evaluation_counts_once(tmp_path):
+    "That of a policy is in the record of the next update, and that of the last one in a record of its own."
+    run = trained(tmp_path/"run", steps=320, eval_every="32 steps", eval_episodes=2, final_episodes=1)
+    means = [r["mean"] for r in read_evaluations(run) if r["kind"] == "training"]
+    assert len(means) == 11 and course(run, "eval_return_mean", 2, 8).tolist() == [[*means[2:9], means[9] + means[10]], [1]*7 + [2]]
 
 
 # -- interruptions and errors ------------------------------------------------------------------------------------------

@@ -23,13 +23,16 @@ from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import METRICS
 from rollpipe.cli.main import build_parser, main
 from rollpipe.runs.commands import RUN_OPTIONS, config_from
-from rollpipe.runs.locks import lock, unlock
+from rollpipe.runs.locks import is_training, lock, owner_of, unlock
 from rollpipe.runs.logs import read_metrics
+from rollpipe.runs.pack import load_agent
 from rollpipe.settings.algorithms import ALGORITHMS, options_for
 from rollpipe.settings.config import build, make_config
 from rollpipe.settings.options import parse_env_kwargs, parse_value
 from rollpipe.pipes.data.compare import first_difference
-from rollpipe.pipes.data.errors import DataError
+from rollpipe.pipes.data.errors import CheckpointError, DataError
+from rollpipe.pipes.data.files import write_atomically
+from rollpipe.pipes.recording.store import ItemFolder
 from rollpipe.runs.folder import discard, load_run, restore, resume, start
 from rollpipe.runs.training import train
 
@@ -234,6 +237,30 @@ def test_a_lock_on_a_full_disk_is_named(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/lock'"): lock(tmp_path)
     monkeypatch.undo()
     lock(tmp_path), unlock(tmp_path)
+
+
+def test_a_link_in_the_folder_of_a_run_leads_nowhere(run, tmp_path):
+    "The folder may come from a stranger. A link to the whole folder is the user's own."
+    mine, other = tmp_path/"mine", small_run(tmp_path/"other", "--keep", "3", "--checkpoint-every", "1")
+    mine.write_text("years of work")
+    (tmp_path/"link").symlink_to(run)
+    lock(tmp_path/"link"), unlock(tmp_path/"link")
+    for plant in ((lambda path: path.symlink_to(mine)), os.mkfifo, (lambda path: path.symlink_to(tmp_path/"nothing"))):
+        plant(run/"lock")
+        with pytest.raises(DataError, match=f"{run}/lock is no lock. Expected a plain file, or none"): lock(run)
+        assert not is_training(run) and owner_of(run) == ""     # at once
+        (run/"lock").unlink()
+    assert mine.read_text() == "years of work" and not (tmp_path/"nothing").exists()
+    for name in ("checkpoints", "replay", "recording"):
+        (run/name).symlink_to(other/"checkpoints")
+        with pytest.raises(DataError, match=f"{run}/{name} is a link. Expected a folder"): resume(run, 10 ** 6)
+        assert main(["train", "ppo", "CartPole-v1", "--out", str(run), "--overwrite", "--quiet", "--steps", "64"]) == 2
+        (run/name).unlink()
+    assert len([*(other/"checkpoints").iterdir()]) == 3
+    (run/"recording").mkdir()
+    (run/"recording"/".lock").symlink_to(mine)
+    with pytest.raises(OSError, match=".lock"): ItemFolder(run/"recording")
+    assert mine.read_text() == "years of work"
 
 
 @pytest.mark.parametrize("words", ["plot RUN", "plot RUN --out PICTURE.svg", "profile ppo CartPole-v1 --seconds 0.1 --svg PICTURE.svg"])
@@ -462,7 +489,7 @@ def test_checkpoint_that_does_not_fit_the_agent(run, capsys):
 
 @pytest.mark.parametrize("harm", [
     dict(options=dict(n_envs=10**9)), dict(options=dict(lanes=10**8)),
-    dict(options=dict(n_steps=10**9)), dict(options=dict(hidden=[300_000])),
+    dict(options=dict(n_steps=10**9)), dict(options=dict(hidden=[300_000])), dict(options=dict(recurrent="gru", state_size=8000)),
     dict(options=dict(hidden=[-1])), dict(options=dict(gamma="x")), dict(options=dict(encoder=dict(a=1))), dict(options=dict(n_envs=None)),
     dict(seed="x"), dict(seed=-1), dict(steps=None), dict(threads=0), dict(env=5), dict(env_kwargs=[1]), dict(env_kwargs=dict(nonsense=1)),
     dict(imports=5), dict(algorithm=[1]), dict(options=None)], ids=str)
@@ -475,6 +502,28 @@ def test_a_stored_configuration_is_checked_before_anything_is_built(harm, run, m
         assert rollpipe(*words) == 2
         err = capsys.readouterr().err
         assert "Traceback" not in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("algorithm, env, options, harm", [
+    ("ppo", "CartPole-v1", dict(recurrent="gru", state_size=8), dict(state_size=8000)),
+    ("dqn", "CartPole-v1", dict(recurrent="lstm", length=4), dict(state_size=-1)),
+    ("qr_dqn", "CartPole-v1", dict(n_quantiles=7), dict(n_quantiles=2_000_000)),
+    ("qr_dqn", "CartPole-v1", dict(duelling=True), dict(n_quantiles=0)), ("sac", "Pendulum-v1", dict(n_critics=3), dict(n_critics=3000))])
+def test_a_strangers_sizes_are_compared_with_the_file(algorithm, env, options, harm, tmp_path, monkeypatch):
+    "Networks that are larger than those of the file would take memory and time before they do not fit."
+    folder = start(tmp_path/"run", make_config(algorithm, env, options)).folder
+    unlock(folder)
+    found = load_run(folder)
+    unused = {} if "state_size" in harm else dict(state_size=8000)     # without memory it decides nothing
+    config = {**found.config, "options": {**found.config["options"], **unused}}
+    assert load_run(folder).config["options"].items() >= options.items()
+    write_atomically(folder/"checkpoint.safetensors", found._replace(config=config, stream=None).data())
+    load_agent(folder)
+    config["options"] |= harm
+    write_atomically(folder/"checkpoint.safetensors", found._replace(config=config, stream=None).data())
+    monkeypatch.setattr("rollpipe.runs.folder.build", lambda *args: pytest.fail("it is built"))
+    name, = harm
+    with pytest.raises(CheckpointError, match=f"leaf --{name.replace('_', '-')}: there are no such layers in the file"): load_agent(folder)
 
 
 # -- a process of its own ----------------------------------------------------------------------------------------------

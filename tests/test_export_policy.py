@@ -284,11 +284,9 @@ def test_a_file_answers_any_number_of_environments(name, to):
         for t in range(3):
             obs = nested.stack([nested.map(np.asarray, in_containers(obs_space.sample(), space_spec(obs_space, "obs"))) for _ in range(n)])
             start, rew = (t == 0) | (rng.random(n) < .5) & (t == 2), rng.normal(size=n).astype(np.float32)
-            last = [] if state is None else [x[0] for x in nested.leaves(state.act)]
             known = {"start": torch.from_numpy(start), "last_rew": torch.from_numpy(rew), **memory}
             inputs = policy.beginning(n)
             inputs.update(zip(inputs, nested.leaves(nested.torchify(obs))))     # they are the first ones
-            inputs.update(zip([k for k in inputs if k.startswith("last_act")], last))
             inputs.update({k: known[k] for k in inputs if k in known})
             found = dict(zip(policy.outputs, run(*inputs.values())))
             memory = {k.removeprefix("next_"): x for k, x in found.items() if k.startswith("next_")}
@@ -297,7 +295,30 @@ def test_a_file_answers_any_number_of_environments(name, to):
             acts = [x for k, x in found.items() if k.startswith("act")]
             assert len(acts) == len(wanted)
             for x, y in zip(acts, wanted): np.testing.assert_allclose(np.asarray(x), y, rtol=1e-4, atol=1e-5)
-            for x, y in zip(memory.values(), nested.leaves(state.hx), strict=True): torch.testing.assert_close(torch.as_tensor(x), y)
+            past = [x[0] for x in nested.leaves(state.act)] if actor.uses_past else []     # before it is clipped to the bounds
+            carried = [*past, *nested.leaves(state.hx)]
+            for x, y in zip(memory.values(), carried, strict=True): torch.testing.assert_close(torch.as_tensor(x), y)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_policy_that_sees_its_past_needs_nothing_but_its_file(to, tmp_path):
+    "It sees the actions that it wanted, of which the environment gets the clipped ones."
+    actor = RecurrentPolicy.for_env("Pendulum-v1", past=True, seed=0).requires_grad_(False)
+    for name, x in actor.named_parameters(): x.mul_(4 if x.ndim > 1 else 1).add_(1.5 * ("bias" in name))
+    assert export_policy(actor, tmp_path/"policy", to) or to == "onnx"
+    run, policy = FORMATS[to].run((tmp_path/"policy").read_bytes()), PolicyFunction(actor)
+    if run is None: pytest.skip("there is no onnxruntime")
+    raw, obs, inputs, state = [], np.array([[.3, -.2, 4.]], np.float32), policy.beginning(1), None
+    for t in range(6):
+        inputs["obs"], inputs["start"] = torch.from_numpy(obs), torch.tensor([t == 0])
+        found = dict(zip(policy.outputs, run(*inputs.values()), strict=True))
+        act, state = actor.predict(obs, state, reward=np.zeros(1))
+        np.testing.assert_allclose(np.asarray(found["act"]), act, rtol=1e-4)
+        inputs.update({name.removeprefix("next_"): torch.as_tensor(x) for name, x in found.items() if name.startswith("next_")})
+        raw.append(float(np.asarray(found["next_last_act"])[0, 0]))
+        assert np.clip(raw[-1], -2, 2) == pytest.approx(act[0, 0], rel=1e-4)
+        obs = obs * -.7
+    assert np.abs(raw).max() > 2
 
 
 def test_a_file_that_answers_differently_is_not_written(tmp_path):

@@ -14,7 +14,7 @@ from rollpipe.layers import MLPPolicy
 from rollpipe.runs.logs import read_metrics
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs.folder import load_run, resume, start
-from rollpipe.runs.training import train
+from rollpipe.runs.training import Wish, train
 
 SMALL = dict(n_envs=4, n_steps=16, hidden=(8,), critic_hidden=(8,))
 
@@ -66,6 +66,17 @@ def test_a_film_every_so_many_updates_and_of_the_last_one(tmp_path):
         np.testing.assert_allclose(shades, 4.*np.arange(film.n_frames), atol=2)  # one picture a step, from the reset on
     train(resume(run.folder, steps=448), progress=False, tensorboard=False)
     assert names(run) == [f"update-{k:06}.gif" for k in (2, 4, 5, 6, 7)]
+
+
+def test_the_last_update_has_a_film_also_if_a_rule_ends_the_run(tmp_path, monkeypatch):
+    asked, request = [], ParallelEvaluation.request
+    monkeypatch.setattr(ParallelEvaluation, "request", lambda self: (asked.append(1), request(self)))
+    for stop, films in ((3, ["update-000002.gif", "update-000003.gif"]), (4, ["update-000002.gif", "update-000004.gif"])):
+        run = start(tmp_path/str(stop), make_config("trpo", "Pictures-v0", SMALL, {}, steps=320, video_every=2))
+        def enough(run, record, stop=stop): return Wish(stop="enough" if record["updates"] == stop else None)
+        train(run, progress=False, tensorboard=False, callback=enough)
+        assert names(run) == films
+    assert len(asked) == 4     # each film is made once
 
 
 def test_the_training_is_the_same_with_and_without(tmp_path):

@@ -162,6 +162,32 @@ def test_a_fork_has_the_evaluations_up_to_there_and_a_recording_of_its_own(tmp_p
         assert sorted((out/"recording").glob("0*"))[0].name.startswith("000000000-")
 
 
+@pytest.mark.parametrize("keep", [30, 0])
+def test_a_fork_has_the_best_policy_of_its_time(keep, tmp_path):
+    "That of the run may be a later one. If the run has not kept it, the policy of the fork is the best one until the next evaluation."
+    parent = trained(tmp_path/"run", "ppo", 960, eval_every="128 steps", eval_episodes=3, final_episodes=2, keep=keep, checkpoint_every=1)
+    last = load_run(parent.folder, best=True)
+    at = int(last.counters["updates"]) - 2
+    made = [r for r in read_evaluations(parent.folder) if r["kind"] == "training" and r["updates"] <= at]
+    then = max(made, key=lambda r: r["mean"])
+    assert 0 < then["updates"] < at
+    out = fork(parent.folder, tmp_path/"short", at, lr=1., steps=(at + 1) * 32)     # it ends before its first evaluation
+    best = load_run(out, best=True)
+    assert best.counters["updates"] == (then["updates"] if keep else at)
+    if keep: assert best.evaluated["eval_return_mean"] == then["mean"]
+    gone_on(out)
+    assert [r["updates"] for r in read_evaluations(out) if r["kind"] == "best"] == [best.counters["updates"]]
+    out = fork(parent.folder, tmp_path/"worse", at, lr=1.)
+    gone_on(out)
+    found, since = load_run(out, best=True), 0 if keep else at
+    made = [r for r in read_evaluations(out) if r["kind"] == "training" and r["updates"] > since]
+    assert found.evaluated["eval_return_mean"] == max(r["mean"] for r in made)
+    assert found.counters["updates"] == max(made, key=lambda r: r["mean"])["updates"]
+    gone_on(out := fork(parent.folder, tmp_path/"same", at))
+    assert first_difference(load_run(out, best=True).agent_state, last.agent_state) is None
+    check_same(parent.folder, out)
+
+
 def test_a_run_that_was_extended(tmp_path):
     "The checkpoint of its old end says that it is complete, as does that with which a fork of this end begins."
     parent, twin = (trained(tmp_path/name, steps=320, keep=9) for name in ("run", "twin"))
@@ -391,7 +417,8 @@ def test_the_command(tmp_path, capsys):
     assert load_run(out).config["forked"]["set"] == dict(lr=.01, c_entropy=.1, steps=1000) and load_agent(out).steps == 8 * 32
     for more, text in [([], "exists already"), (["--overwrite", "--set", "n_envs=3"], "leaf n_envs: a fork of"),
                        (["--overwrite", "--set", "max_kl=1"], "there is no option 'max_kl'"), (["--set", "lr"], "NAME=VALUE"),
-                       (["--set", "lr=x"], "leaf lr: wrong type of value")]:
+                       (["--set", "lr=x"], "leaf lr: wrong type of value"), (["--overwrite", "--set", "at=3"], "there is no option 'at'"),
+                       (["--overwrite", "--set", "edits=ab"], "there is no option 'edits'")]:
         assert rollpipe(*words, *more) == 2 and text in capsys.readouterr().err
     assert rollpipe("train", "--resume", out, "--quiet", "--no-tensorboard") == 0
     assert rollpipe("diff", parent.folder, out) == 0

@@ -1,7 +1,9 @@
 "The page of runs that train, in a real browser, and its server."
 import contextlib
 import socket
+import struct
 import threading
+import time
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -100,6 +102,16 @@ def test_the_buttons_ask_a_training(going, over, page):
                      "no process trains it", "share of steps that the line search kept"): assert word in text, word
 
 
+def test_the_field_sets_options_and_nothing_else(going, monkeypatch):
+    with serving(going) as server:
+        def said(**form): return (server.ask(dict(form, run="0")), server.said)[1]
+        for word in ("insert=rollpipe.testing:check_pipe", "do=stop", "timeout=3"):
+            assert f"there is no option '{word.partition('=')[0]}'" in said(set=word)
+        assert "has clip=0.05" in said(set="clip=0.05")
+        monkeypatch.setattr("rollpipe.runs.changes.load_run", lambda *args: 1/0)     # the buttons need no module of the run
+        assert "is saved after update" in said(do="save")
+
+
 @pytest.mark.parametrize("width", [320, 400, 1280])
 def test_a_window_of_any_width_has_no_sideways_scrolling(over, page, width):
     with serving(over, over) as server:
@@ -143,6 +155,27 @@ def test_a_connection_has_an_end(over, monkeypatch):
                 return False
             return True
         wait_for(is_cut)
+
+
+def test_a_late_answer_arrives(over, monkeypatch, capfd):
+    "A training may need longer for an answer than a request may take to arrive. A browser that has gone leaves no traceback."
+    monkeypatch.setattr("rollpipe.results.live._LONGEST", .3)
+    answered = threading.Event()
+
+    def late(server, form):
+        time.sleep(1)
+        server.said = "late, but there"
+        answered.set()
+    monkeypatch.setattr(Live, "ask", late)
+    with serving(over) as server:
+        with urlopen(f"{server.url}ask", data=b"run=0&do=save", timeout=20) as page: assert b"late, but there" in page.read()
+        answered.clear()
+        with socket.create_connection(("127.0.0.1", server.server_port)) as gone:
+            gone.sendall(f"POST /{server.token}/ask HTTP/1.1\r\nHost: {server.host}\r\nContent-Length: 1\r\n\r\nx".encode())
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))     # its end resets the connection
+        assert answered.wait(20)
+        time.sleep(.2)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("size", [4097, 100_000])

@@ -313,6 +313,9 @@ def test_a_training_waits_is_edited_goes_on_and_stops(tmp_path, capsys):
     assert rollpipe("edit", folder, "--set", "lr=1e-4", "--set", "epochs=1", "--save", "--go-on") == 0
     assert f"has lr=0.0001, epochs=1 after update {n}" in capsys.readouterr().out
     assert rollpipe("edit", folder, "--set", "n-envs=3") == 2 and "refuses. Got leaf n_envs: " in capsys.readouterr().err
+    for word in ("insert=mailbox_edits:scaled", "timeout=5", "do=stop"):     # `--set` sets options only
+        assert rollpipe("edit", folder, "--set", word) == 2
+        assert f"{folder}: there is no option '{word.partition('=')[0]}'" in capsys.readouterr().err
     assert "paused" not in view(folder)
     assert rollpipe("edit", folder, "--stop") == 0
     assert child.wait(60) == 130 and "continue with: rollpipe train --resume" in child.communicate()[1]

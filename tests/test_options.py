@@ -3,13 +3,13 @@ from textwrap import indent, wrap
 
 import pytest
 from fastcore.meta import delegates
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rollpipe.agents.shared_options import args_section, meanings
 from rollpipe.settings.algorithms import ALGORITHMS
 from rollpipe.settings.config import RunOptions
-from rollpipe.settings.options import options_of
+from rollpipe.settings.options import options_of, parse_value
 from rollpipe.runs.plots import learning_curve
 
 words = st.lists(st.text("abcXYZ019:`'()[]*,.%", min_size=1, max_size=12), min_size=1, max_size=40).map(" ".join)
@@ -24,6 +24,19 @@ def test_what_is_written_is_read(found, head, width, depth, after):
                               break_on_hyphens=False)) for k, v in found.items()]
     body = "\n\n".join(filter(None, ["Args:\n" + "\n".join(entries) if entries else "", after]))
     assert args_section(f"{head}\n\n" + indent(body, " "*4*depth)) == found
+
+
+@example(n=161, digits=1, unit="k")
+@given(n=st.integers(0, 10**9), digits=st.integers(0, 3), unit=st.sampled_from("kM"))
+def test_a_number_with_a_unit_is_exact(n, digits, unit):
+    "16.1 * 1000 is not whole in floats."
+    text = f"{n // 10**digits}.{n % 10**digits:0{digits}}" if digits else str(n)
+    assert parse_value(text + unit, ("int",)) == n * dict(k=1000, M=10**6)[unit] // 10**digits
+
+
+@pytest.mark.parametrize("text", ["1.2345k", "k", "1kk", "infk", "nank", "1e400m"])
+def test_what_is_no_number_with_a_unit(text):
+    with pytest.raises(ValueError, match="is not int"): parse_value(text, ("int",))
 
 
 @pytest.mark.parametrize("docstring", [None, "", "One line.", "Args: what they are", "One line.\n\n    Returns:\n        x: what it is"])

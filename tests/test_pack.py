@@ -21,7 +21,9 @@ from command_line import SMALL, rollpipe, settings
 
 from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe.pipes.data.errors import DataError
+from rollpipe.pipes.data.files import write_atomically
 from rollpipe.runs import load_agent, pack
+from rollpipe.runs.folder import load_run
 from rollpipe.runs.pack import PACK_FILES, local_copy
 
 OBS = np.array([[.1, 0., -.1, .2], [-.2, .3, .1, 0.]], np.float32)
@@ -75,9 +77,19 @@ def test_no_file_of_a_pack_is_a_pickle(run):
 
 def test_a_pack_is_made_again_and_trained_again(run, capsys, tmp_path):
     (run/"videos").mkdir()
-    for name in ("update-000002.gif", "update-000010.gif"): (run/"videos"/name).write_bytes(name.encode())
-    folder = pack(run, tmp_path/"shared", best=True, episodes=1)
-    assert (folder/"replay.gif").read_bytes() == b"update-000010.gif" and "![an episode](replay.gif)" in (folder/"README.md").read_text()
+    last, found = int(load_run(run).counters["updates"]), load_run(run, best=True)
+    best = last - 2
+    write_atomically(run/"best.safetensors", found._replace(counters={**found.counters, "updates": best}).data())
+    for n in (best, last, 1_000_000, 2_000_000): (run/"videos"/f"update-{n:06}.gif").write_bytes(b"%d" % n)
+    for n, is_best in ((last, False), (best, True)):     # the film is one of this policy
+        folder = pack(run, tmp_path/"shared", best=is_best, episodes=1)
+        assert (folder/"replay.gif").read_bytes() == b"%d" % n and "![an episode](replay.gif)" in (folder/"README.md").read_text()
+    (run/"videos"/f"update-{best:06}.gif").unlink()     # or of an earlier one, or of the first one; then the card says so
+    for n in (last, best - 1):
+        (run/"videos"/f"update-{n:06}.gif").write_bytes(b"%d" % n)
+        folder = pack(run, tmp_path/"shared", best=True, episodes=1)
+        text = (folder/"README.md").read_text()
+        assert (folder/"replay.gif").read_bytes() == b"%d" % n and f"![an episode of the policy after update {n}](replay.gif)" in text
     assert same_policy(load_agent(folder), load_agent(run, best=True))
     shutil.rmtree(run/"videos")
     assert pack(run, tmp_path/"shared", episodes=1) == folder and not (folder/"replay.gif").exists()

@@ -4,9 +4,13 @@ import pickle
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
-from rollpipe.runs.plots import learning_curve, svg
+from rollpipe.pipes.data.errors import DataError
+from rollpipe.runs import start, train
+from rollpipe.runs.plots import group_runs, learning_curve, svg
+from rollpipe.settings.config import make_config
 
 FIRST_CELL = """
 import sys
@@ -46,3 +50,42 @@ def test_names_are_no_formulas_and_none_is_left_out(run):
         (run/name/"metrics.jsonl").write_text((run/"metrics.jsonl").read_text())
     text = svg(learning_curve([run/"_a", run/"b $\\frac$"]), "x")
     assert "> _a</text>" in text and ">b $\\frac$</text>" in text
+
+
+def planted(folder, records, **config):
+    folder.mkdir()
+    (folder/"config.json").write_text(json.dumps(dict(dict(algorithm="ppo", env="Toy", options={}), **config)))
+    (folder/"metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return folder
+
+
+def test_what_is_no_seed_is_a_line_of_its_own(tmp_path):
+    "A name of one's own says nothing about environment and algorithm, and options of the run may change what is learned."
+    cases = [dict(env="Toy"), dict(env="Other"), dict(algorithm="trpo"), dict(intrinsic=.1), dict(intrinsic=.5), dict(intrinsic=0., seed=1)]
+    runs = [planted(tmp_path/str(k), [dict(steps=1, return_mean=k)], name="mine", **x) for k, x in enumerate(cases)]
+    assert [[path.name for path in group] for group in group_runs(runs).values()] == [["0", "5"], ["1"], ["2"], ["3"], ["4"]]
+    assert [*group_runs(runs[:2])] == ["mine, env=Toy", "mine, env=Other"] and [*group_runs([runs[0], runs[5]])] == ["mine"]
+
+
+def drawn(runs, **options):
+    line, = learning_curve(runs, **options).axes[0].lines
+    return np.array(line.get_data()).T.tolist()
+
+
+def test_points_without_x_and_an_x_that_goes_back(tmp_path):
+    "An average is over records in turn, and the line is drawn from left to right."
+    records = [dict(steps=k, seconds=10 * k, length=x, y=y) for k, (x, y) in enumerate([(3, 30), (1, 10), (2, 20), (2, 40)])]
+    a, b = (planted(tmp_path/name, [*records, dict(steps=9, y=99)]) for name in "ab")
+    for runs in ([a], [a, b]): assert drawn(runs, x="seconds", y="y")[0::len(drawn(runs, x="seconds", y="y")) - 1] == [[0, 30], [30, 40]]
+    assert drawn([a], x="length", y="y") == [[1, 10], [2, 20], [2, 40], [3, 30]]
+    assert drawn([a], x="length", y="y", window=2) == [[1, 20], [2, 15], [2, 30], [3, 30]]
+    for n in (0, -1):
+        with pytest.raises(DataError, match=f"an integer window >= 1, got window={n}"): learning_curve([a], y="y", window=n)
+
+
+def test_the_last_evaluation_has_its_time(tmp_path):
+    evaluating = dict(eval_every="128 steps", eval_episodes=1, final_episodes=1)
+    config = make_config("ppo", "CartPole-v1", dict(n_envs=2, n_steps=32), steps=256, **evaluating)
+    train(start(tmp_path/"run", config), progress=False, tensorboard=False)
+    found, steps = (np.array(drawn([tmp_path/"run"], x=x, y="eval_return_mean")) for x in ("seconds", "steps"))
+    assert np.isfinite(found).all() and found.shape == steps.shape == (3, 2) and found[:, 1].tolist() == steps[:, 1].tolist()

@@ -273,6 +273,15 @@ def test_the_same_runs_give_the_same_bytes_and_a_gap_where_a_return_is_not_a_num
     assert len(re.findall(rb'<path d="M [^M]*M [^M]*" clip-path="[^"]*" style="fill: none; stroke: #1f77b4', once[-1])) == 1
 
 
+def test_a_seed_that_is_there_twice_is_said(tmp_path):
+    "A copy of a run, or a fork without an edit, is no run of its own."
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)): make_run(tmp_path/"runs"/name, [5, 6], seed)
+    text = markdown(read_results(tmp_path/"runs"))
+    assert "counts a seed more than once, as if its runs were independent: 1." in text and "--seeds 1,2\n" in text
+    make_run(tmp_path/"other"/"a", [5, 6], 1), make_run(tmp_path/"other"/"b", [5, 6], 2)
+    assert "more than once" not in markdown(read_results(tmp_path/"other"))
+
+
 def test_plain_runs_are_reported_by_what_they_differ_in(tmp_path, capsys):
     for seed in (0, 1): make_run(tmp_path/f"x-s{seed}", [0., 1., 2. + seed], seed)
     make_run(tmp_path/"y-s0", [0., 1., 9.], options=dict(max_kl=.5))

@@ -179,8 +179,9 @@ def _command(runs: list) -> str:
         return shlex.join(typed([*launcher, "rollpipe", "train", config["algorithm"], config["env"], "--config", run.folder/"config.json",
                                  *more, *import_words(config.get("imports", ()))]))
 
-    if any(run.config.get("ranks", 1) > 1 for run in runs): return " && ".join(words(run, "--seed", str(run.seed)) for run in runs)
-    return words(runs[0], "--seeds", ",".join(str(run.seed) for run in runs))
+    if any(run.config.get("ranks", 1) > 1 for run in runs):
+        return " && ".join(dict.fromkeys(words(run, "--seed", str(run.seed)) for run in runs))
+    return words(runs[0], "--seeds", ",".join(dict.fromkeys(str(run.seed) for run in runs)))
 
 
 def _of_runs(folder: Path, runs: list) -> Results:

@@ -17,11 +17,9 @@ from urllib.parse import parse_qs
 
 from ..pipes.data.errors import PipeError
 from ..runs.asking import open_run, view
+from ..runs.changes import options_in
 from ..runs.folder import load_run
-from ..runs.mailbox import WISHES
-from ..settings.algorithms import options_for
-from ..settings.config import RUN_OPTIONS
-from ..settings.options import parse_options
+from ..runs.mailbox import WISHES, ask
 from .page import document
 
 # %% auto #0
@@ -83,9 +81,8 @@ class Live(ThreadingHTTPServer):
         "Do what a button says. `said` is the answer."
         try:
             folder = self.folders[int(form["run"])]
-            known = [*options_for(load_run(folder).config["algorithm"]), *RUN_OPTIONS]
-            wish = dict(do=form["do"]) if form.get("do") else parse_options([form.get("set", "")], known)
-            self.said = open_run(folder).ask(timeout=_PATIENCE, **wish)
+            wish = dict(do=form["do"]) if form.get("do") else dict(set=options_in([form.get("set", "")], folder))
+            self.said = ask(folder, wish, _PATIENCE)
         except (PipeError, OSError, ValueError, LookupError, TypeError) as e: self.said = str(e)
 
 
@@ -95,11 +92,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def handle(self) -> None:
         "One request, whose thread ends in time, however slowly it arrives."
-        limit = Timer(_LONGEST, self._end)
-        limit.daemon = True
-        limit.start()
-        try: super().handle()
-        finally: limit.cancel()
+        self.limit = Timer(_LONGEST, self._end)
+        self.limit.daemon = True
+        self.limit.start()
+        try:
+            with suppress(ConnectionError): super().handle()     # the browser has gone
+        finally: self.limit.cancel()
 
     def _end(self) -> None:
         with suppress(OSError): self.connection.shutdown(socket.SHUT_RDWR)
@@ -135,6 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if place != "ask" or not (length.isascii() and length.isdigit()) or int(length) > 4096: return self.send_error(404)
         form = parse_qs(self.rfile.read(int(length)).decode(errors="replace"))
+        self.limit.cancel()     # the request is there, and a training may take longer to answer
         self.server.ask({name: x[-1] for name, x in form.items()})
         self.send_response(303)
         self.send_header("Location", f"/{self.server.token}/")

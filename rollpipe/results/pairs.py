@@ -33,19 +33,23 @@ def course(folder: Path, metric: str, at: int, updates: int) -> np.ndarray:
         at: number of updates before the branch
         updates: number of updates after it
     """
-    records: dict = {}
-    for record in read_records(folder): records.setdefault(int(record["updates"]), {}).update(record)
+    records, found = {}, {}     # the last update may have two records with an evaluation
+    for record in read_records(folder):
+        records.setdefault(n := int(record["updates"]), {}).update(record)
+        if np.isfinite(x := record.get(metric, np.nan)): found.setdefault(n, []).append(x)
     if lacking := [n for n in range(at, at + updates + 1) if n not in records]:
         raise DataError(f"{folder} has no record of an update", leaf="update", expected=f"{at} to {at + updates}",
                         got=f"none of {lacking[0]}")
     now, before = ([records[at + k + more] for k in range(updates)] for more in (1, 0))
-    values = np.array([record.get(metric, np.nan) for record in now])
-    counts = np.array([x["episodes"] - y["episodes"] if metric in _OF_EPISODES else 1 for x, y in zip(now, before)], float)
-    counts[~np.isfinite(values)] = 0
+    values = [found.get(at + k + 1, []) for k in range(updates)]
+    sums, counts = (np.array([*map(f, values)], float) for f in (sum, len))
+    if metric in _OF_EPISODES:
+        counts *= [x["episodes"] - y["episodes"] for x, y in zip(now, before)]
+        sums *= counts
     if not counts.any():
         known = sorted({name for record in now for name, x in record.items() if np.isfinite(x)})
         raise DataError(f"{folder} never has this metric", leaf=metric, expected=", ".join(known), got=f"none in {updates} updates")
-    return np.stack([np.where(counts > 0, values, 0)*counts, counts])
+    return np.stack([sums, counts])
 
 
 _OF_EPISODES = "return_mean", "length_mean"

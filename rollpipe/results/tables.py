@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import csv, html, io, json, math, re
+from collections import Counter
 from collections.abc import Iterable
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -159,6 +160,8 @@ def notes_of(results: Results) -> list:
         if bad: notes.append(f"{what}: a return is not a number, so there is no mean: seed {', '.join(map(str, sorted(set(bad))))}.")
         others = [f"{name} ({text})" for name, (text,) in differing_options([row.results])]
         if others: notes.append(f"{what}: its runs do not have the same options: {', '.join(others)}.")
+        twice = [seed for seed, n in Counter(run.seed for run in row.results).items() if n > 1]
+        if twice: notes.append(f"{what}: counts a seed more than once, as if its runs were independent: {', '.join(map(str, twice))}.")
         resumed = [run.seed for run in row.results if run.resumes]
         if resumed: notes.append(f"{what}: went on after an interruption, with new episodes: seed {', '.join(map(str, resumed))}.")
     return notes

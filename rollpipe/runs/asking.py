@@ -181,12 +181,12 @@ def add_edit(parser: Parser) -> None:
 
 def edit_command(args: Namespace) -> None:
     "Ask a training, and print its answers. Raises `DataError` for the first wish that is refused."
-    run, wishes = open_run(args.run), [dict(do=name) for name in WISHES if getattr(args, name)]
+    run, wishes = open_run(args.run), [dict[str, Any](do=name) for name in WISHES if getattr(args, name)]
     if args.insert:
         name, *words = args.insert.split(",")
         if (module := name.partition(":")[0]) not in getattr(args, "imports", ()):
             raise DataError(f"the edit {name!r} needs its module", leaf="--insert", expected=f"--import {module}", got="no such --import")
-        wishes.insert(0, dict(insert=name, **parse_env_kwargs(words)))
-    if args.set: wishes.insert(0, options_in(args.set, args.run))
+        wishes.insert(0, dict(insert=name, kwargs=parse_env_kwargs(words)))
+    if args.set: wishes.insert(0, dict(set=options_in(args.set, args.run)))
     if not wishes: raise DataError("nothing is asked", expected="--set, --insert, --pause, --go-on, --save or --stop")
-    for wish in wishes: print(run.ask(timeout=args.timeout, **wish), flush=True)
+    for wish in wishes: print(ask(run.folder, wish, args.timeout), flush=True)

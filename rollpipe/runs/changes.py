@@ -78,14 +78,17 @@ def _refusal(before: _Made, after: _Made) -> str | None:
 
 # %% ../../nbs/runs/10_changes.ipynb #e5c59295
 def options_in(words: Iterable, run: str | Path, several: bool = False) -> dict:
-    """The options that are typed for a run, see `parse_options`. Raises `DataError` for one that cannot be read.
+    """The options that are typed for a run, see `parse_options`. Raises `DataError` for one that cannot be read, or is not there.
 
     Args:
         words: texts `NAME=VALUE`
         run: folder of the run
         several: whether there may be several values, with commas between them
     """
-    return parse_options(words, [*options_for(load_run(run).config["algorithm"]), *RUN_OPTIONS], several)
+    known = [*options_for(load_run(run).config["algorithm"]), *RUN_OPTIONS]
+    found = parse_options(words, known, several)
+    checked({name: x[0] if several else x for name, x in found.items()}, known, str(run))
+    return found
 
 
 def changed_run(who: str, found: Checkpoint, options: dict) -> tuple[Checkpoint, dict]:

@@ -61,9 +61,12 @@ class PolicyFunction(torch.nn.Module):
 
     The first dimension of a tensor is the number of observations `n`. For the recurrent state it is the second. Raises `ActorError`
     if the actor does not know its spaces, and `DataError` if two leaves would have the same name.
+
+    What `next_NAME` gives is what the input NAME has to get with the next observation. `next_last_act` of an actor that sees its past is
+    the action before it is clipped to the bounds of its space.
     """
     inputs: dict    # name -> example with n=2. At the beginning of an episode all but the observation and `start` are zeros.
-    outputs: list   # names: the action, then the new recurrent state
+    outputs: list   # names: the action, then the new recurrent state, and the action that an actor sees as its past
 
     def __init__(self, actor: Any):
         super().__init__()
@@ -78,7 +81,7 @@ class PolicyFunction(torch.nn.Module):
         self.actor, self.parts = actor, {name: nested.flatten(tree) for name, tree in parts.items()}
         self.no_act = nested.map(lambda x: torch.zeros_like(x[0, 0]), state.act)
         self.inputs = {k: x for part, tree in parts.items() for k, x in zip(_names(tree, part), nested.leaves(tree))}
-        self.outputs = _names(act, 'act') + [f'next_{name}' for name in _names(state.hx, 'hx')]
+        self.outputs = _names(act, 'act') + [f'next_{name}' for name in self.inputs if name.startswith(('hx', 'last_act'))]
 
     def beginning(self, n: int) -> dict:
         "The inputs for `n` environments at the beginning of their episodes, by name. The caller fills in the observation, which is zeros."
@@ -95,8 +98,9 @@ class PolicyFunction(torch.nn.Module):
         noise = {'noise': None} if hasattr(actor, 'draw_noise') else {}
         stepno = torch.zeros(1, n, dtype=torch.int64)
         act, hx, _ = actor.step(stepno, *nested.map(lambda x: x.unsqueeze(0), seen), hx=hx, virtual=False, **noise)
-        act = _bounded(actor.action_space, nested.map(lambda x: x[0], act))
-        return (*nested.leaves(act), *nested.leaves(hx))
+        bounded = _bounded(actor.action_space, nested.map(lambda x: x[0], act))
+        seen_next = nested.leaves(nested.map(lambda x: x[0].clone(), act)) if actor.uses_past else ()
+        return (*nested.leaves(bounded), *seen_next, *nested.leaves(hx))     # the order of the inputs
 
     def _begun(self, hx, start):
         if type(self.actor).reset is not Actor.reset: return self.actor.reset(hx, start)
@@ -174,9 +178,7 @@ def _check(actor, policy, run, n=3, steps=3):
         inputs = policy.beginning(n)
         inputs.update(zip(inputs, nested.leaves(nested.torchify(obs))))
         if state is not None:
-            acts = nested.leaves(nested.map(lambda x: x[0], state.act))
-            inputs.update(zip([k for k in inputs if k.startswith('last_act')], acts))
-            inputs.update(zip([k for k in inputs if k.startswith('hx')], memory))
+            inputs.update(zip([name.removeprefix('next_') for name in policy.outputs[n_act:]], memory))
             if 'start' in inputs: inputs['start'][:] = False
         act, state = actor.predict(obs, state, reward=np.zeros(n))
         answer = list(run(*inputs.values()))

@@ -31,7 +31,7 @@ class Films:
         seed: seed of the episode, the same for each film
     """
     def __init__(self, folder: str | Path, env: str, actor: Any, every: int, *, env_kwargs: dict | None = None, seed: int | None = None):
-        self.every, self.folder, self._evaluation = every, Path(folder)/"videos", None
+        self.every, self.folder, self._evaluation, self._newest = every, Path(folder)/"videos", None, -1
         kind = "mp4" if importlib.util.find_spec("imageio_ffmpeg") else "gif"
         def begin():
             self.folder.mkdir(exist_ok=True)
@@ -46,13 +46,14 @@ class Films:
             self._evaluation = None
 
     def after(self, updates: int, is_last: bool) -> None:
-        """Begin a film if one is due. It first waits for the previous film, so that none is left out.
+        """Begin a film if one is due, and not begun already. It first waits for the previous film, so that none is left out.
 
         Args:
             updates: number of updates of the run so far
             is_last: whether the training ends here
         """
-        if self._evaluation is None or not (is_last or updates % self.every == 0): return
+        if self._evaluation is None or updates == self._newest or not (is_last or updates % self.every == 0): return
+        self._newest = updates
         self._try(self._evaluation.wait)
         if self._evaluation is not None: self._try(self._evaluation.request)
 

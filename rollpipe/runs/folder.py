@@ -38,6 +38,7 @@ FORKED, COSTS = "fork.safetensors", "costs.json"     # the checkpoint with which
 RUN_FILES = ("config.json", FINGERPRINTS, "metrics.csv", "metrics.jsonl", JOURNAL, COSTS, "evaluations.jsonl", "checkpoint.safetensors",
              "best.safetensors", FORKED, "paused",
              *"replay ranks recording crash inbox curve.png tensorboard wandb wandb.json videos pack".split())
+_SIZES = "hidden", "state_size", "n_critics", "n_quantiles"     # options that decide how much memory networks take
 _COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0., resumes=0)
 
 
@@ -151,8 +152,6 @@ def _remove(paths: Iterable) -> None:
         if path.is_dir() and not path.is_symlink(): shutil.rmtree(path)
         else: path.unlink(missing_ok=True)
 
-
-
 # %% ../../nbs/runs/07_folder.ipynb #c8b29057
 def _check_stored(found: Checkpoint) -> None:
     "Raise `DataError` for values of the wrong type, and for sizes that do not agree with the rest of the file."
@@ -165,11 +164,13 @@ def _check_stored(found: Checkpoint) -> None:
     for name in ("edits", "due"): check_edits(config.get(name, []))
     options = {option: config["options"].get(option.name, option.default) for option in options_for(config["algorithm"])}
     shapes = [x.shape for x in nested.leaves(found.agent_state) if isinstance(x, torch.Tensor)]
-    sizes, absent = {n for shape in shapes for n in shape}, "critic" if config["options"].get("shared") else ""
+    sizes, has = {n for shape in shapes for n in shape}, config["options"].get
+    absent = {"critic" if has("shared") else "", "" if has("recurrent") else "recurrence"}
     for option, value in options.items():
         option.check(value)
-        if option.kinds != ("int,...",) or option.param != "hidden" or option.part == absent: continue
-        if not (set(value) <= sizes and len(value) <= len(shapes)):
+        if option.param not in _SIZES or option.kinds not in (("int,...",), ("int",)) or option.part in absent: continue
+        layers = value if option.param == "hidden" else [n for n in sizes if 0 < value <= n and n % value == 0][:1] or [value]
+        if not (set(layers) <= sizes and len(layers) <= len(shapes)):
             raise DataError("there are no such layers in the file", leaf=option.flag, got=str(value))
     run_options({option.name: config[option.name] for option in RUN_OPTIONS if option.name != "preset"})
     check_room({option.name: value for option, value in options.items()})

@@ -5,7 +5,7 @@
 # %% ../../nbs/runs/18_fork.ipynb #6faf87b9
 from __future__ import annotations
 
-import os, shlex, shutil
+import math, os, shlex, shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,7 +28,7 @@ from .changes import changed_run, options_in, with_edit
 from .folder import FORKED, files_of_run, folder_of, load_run, needed_modules, resume
 from .locks import lock, locked, unlock
 from .logs import MetricWriter, read_evaluations, write_evaluations
-from .repeat import checkpoint_at, edits_after, records_of, repeated, steps_after, stored
+from .repeat import checkpoint_at, edits_after, kept_of, records_of, repeated, steps_after, stored
 from ..traces.differences import FINGERPRINTS, JOURNAL, diff, read_fingerprints
 from ..traces.journal import cut
 
@@ -109,9 +109,9 @@ def _repeated_to(at: int, folder: Path, found: Checkpoint, edits: Iterable, home
     return made._replace(config={**config, "kept": kept}, counters=counters)
 
 
-def _copy_past(folder: Path, home: Path, counters: dict) -> None:
-    "Copy what a run has written up to an update: journal, fingerprints, metrics, evaluations, and the best checkpoint if it was there."
-    at, steps = counters["updates"], counters["steps"]
+def _copy_past(folder: Path, home: Path, found: Checkpoint) -> None:
+    "Copy what a run has written up to a checkpoint: journal, fingerprints, metrics, evaluations, and the best checkpoint of that time."
+    at, steps = found.counters["updates"], found.counters["steps"]
     for name in ("metrics.jsonl", JOURNAL)[:1 if (home/JOURNAL).exists() else 2]: write_atomically(home/name, (folder/name).read_bytes())
     cut(home/JOURNAL, at)
     write_json(home/FINGERPRINTS, {n: x.leaves for n, x in read_fingerprints(folder).items() if n < at}, indent=1)
@@ -120,7 +120,19 @@ def _copy_past(folder: Path, home: Path, counters: dict) -> None:
     if evaluations: write_evaluations(home, evaluations)
     if (best := folder/"best.safetensors").exists():
         write_atomically(home/best.name, best.read_bytes())
-        if load_checkpoint(home/best.name).counters["updates"] > at: (home/best.name).unlink()
+        if load_checkpoint(home/best.name).counters["updates"] <= at: return
+        (home/best.name).unlink()
+        made = [r for r in evaluations if r["kind"] == "training"]
+        if made: write_atomically(home/best.name, _best_of(folder, found, made).data())
+
+
+def _best_of(folder: Path, found: Checkpoint, made: list) -> Checkpoint:
+    "The policy that was best in these evaluations, if the run has kept it; or else that of `found`, which the next evaluation replaces."
+    best = max(made, key=lambda r: -math.inf if math.isnan(r["mean"]) else r["mean"])     # the first of equal ones
+    known = dict(eval_return_mean=best["mean"], episodes=len(best["returns"]), seed=best["seed"])
+    for x in (found, *kept_of(folder)):
+        if x.counters["updates"] == best["updates"]: return x._replace(evaluated=known, stream=None)
+    return found._replace(evaluated=dict(eval_return_mean=math.nan, episodes=0), stream=None)
 
 # %% ../../nbs/runs/18_fork.ipynb #e218e38f
 def fork(run: str | Path, out: str | Path, at: int | None = None, edits: Iterable[Callable] = (), overwrite: bool = False,
@@ -162,7 +174,7 @@ def fork(run: str | Path, out: str | Path, at: int | None = None, edits: Iterabl
         write_json(home/"config.json", config)
         if changed: _check_resumed(folder, home, changed)
         ChunkFolder(home/"replay").sweep([home/FORKED])
-        _copy_past(folder, home, found.counters)
+        _copy_past(folder, home, found._replace(config=config))
     return out
 
 

@@ -5,11 +5,12 @@
 # %% ../../nbs/runs/05_locks.ipynb #e4c16c09
 from __future__ import annotations
 
-import errno, os
+import errno, os, stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..pipes.data import files
 from ..pipes.data.errors import DataError
 
 # %% auto #0
@@ -22,9 +23,21 @@ _locks = {}  # (process, folder) -> the open lock file
 def _lock_file(folder): return Path(folder)/"lock" if Path(folder).is_dir() else Path(f"{folder}.lock")
 
 
+def _plain(path: str, flags: int) -> int:
+    "An opener for a plain file alone. The folder may be a stranger's: a link leads to any file, and a named pipe waits for ever."
+    try: number = files._no_wait(path, flags)
+    except OSError as e:
+        if e.errno != errno.ELOOP: raise
+    else:
+        if stat.S_ISREG(os.fstat(number).st_mode): return number
+        os.close(number)
+    raise DataError(f"{path} is no lock", expected="a plain file, or none", got="a link, or another kind of file")
+
+
 def lock(folder: Path) -> None:
-    """Keep other processes from training in the folder. Raises `DataError` if another process trains there, and if the folder's name is
-    not UTF-8, because checkpoints in it could not be read. The same process may lock it again.
+    """Keep other processes from training in the folder. Raises `DataError` if another process trains there, if the folder's name is
+    not UTF-8, because checkpoints in it could not be read, and if a link would lead the training to the files of another folder.
+    The same process may lock it again.
 
     Args:
         folder: folder of a run; or the file of a loop, which need not exist: then the lock is beside it
@@ -32,6 +45,8 @@ def lock(folder: Path) -> None:
     try: str(folder).encode()
     except UnicodeEncodeError:
         raise DataError("the name of a folder is not UTF-8", expected="another name", got=ascii(str(folder))) from None
+    for path in (Path(folder, name) for name in ("checkpoints", "replay", "recording")):
+        if path.is_symlink(): raise DataError(f"{path} is a link", expected="a folder, because a training removes files in it")
     try: import fcntl
     except ImportError: return  # this system has no such locks
     key = os.getpid(), Path(folder).resolve()
@@ -39,7 +54,7 @@ def lock(folder: Path) -> None:
     path = _lock_file(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        file = open(path, "a+")
+        file = open(path, "a+", opener=_plain)
         try: fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
             file.seek(0)
@@ -83,20 +98,21 @@ def locked(folder: Path) -> Iterator[None]:
 def owner_of(folder: Path) -> str:
     "The number of the process that has locked the folder, which may have been killed; empty if there is no lock."
     if (os.getpid(), Path(folder).resolve()) in _locks: return str(os.getpid())     # to close the file would end this lock
-    try: return _lock_file(folder).read_text().strip()
-    except FileNotFoundError: return ""
+    try:
+        with open(_lock_file(folder), opener=_plain) as file: return file.read().strip()
+    except (FileNotFoundError, DataError): return ""
 
 
 def is_training(folder: Path) -> bool:
     "Whether a process trains in the folder. The lock that a killed one has left does not count."
     if (os.getpid(), Path(folder).resolve()) in _locks: return True      # to close the file would end this lock
     try:
-        with open(_lock_file(folder)) as file:
+        with open(_lock_file(folder), opener=_plain) as file:
             try: os.kill(int(file.read()), 0)
             except ProcessLookupError:      # it was killed, or it runs on another machine
                 import fcntl
                 fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return False
-    except FileNotFoundError: return False
+    except (FileNotFoundError, DataError): return False     # there is none, or what no training can have locked
     except (OSError, ValueError): return True     # it is locked, or its owner is another user, or is about to write its number
     return True

@@ -79,7 +79,7 @@ def _front_matter(config: dict, found: Evaluation) -> list:
     return ["---", *(f"{name}: {json.dumps(x)}" for name, x in about.items()), "---"]
 
 
-def card(checkpoint: Checkpoint, found: Evaluation, pipeline: str, has: set, repo: str = "OWNER/NAME") -> str:
+def card(checkpoint: Checkpoint, found: Evaluation, pipeline: str, has: set, repo: str = "OWNER/NAME", film: str = "an episode") -> str:
     """The text of README.md.
 
     Args:
@@ -88,6 +88,7 @@ def card(checkpoint: Checkpoint, found: Evaluation, pipeline: str, has: set, rep
         pipeline: drawing of the pipeline of the training
         has: names of the files in the folder
         repo: where the folder will be on the hub
+        film: what the film shows
     """
     config, modules = checkpoint.config, needed_modules(checkpoint.config)
     name, env = config["algorithm"], config["env"]
@@ -95,7 +96,7 @@ def card(checkpoint: Checkpoint, found: Evaluation, pipeline: str, has: set, rep
     command = shlex.join(["rollpipe", "evaluate", f"{HUB}{repo}", *import_words(modules)])
     code = [*(f"import {module}" for module in modules), "from rollpipe.runs import load_agent", "",
             f'actor = load_agent("{HUB}{repo}").{actor}      # or the path of this folder', "action, state = actor.predict(obs)"]
-    pictures = [f"![{what}]({file})" for what, file in (("an episode", "replay.gif"), ("the learning curve", "curve.png")) if file in has]
+    pictures = [f"![{what}]({file})" for what, file in ((film, "replay.gif"), ("the learning curve", "curve.png")) if file in has]
     preset = f", with the preset {config['preset']}" if config.get("preset") else ""
     return "\n".join([
         *_front_matter(config, found), f"# {name} on {env}", "",
@@ -139,15 +140,18 @@ def pack(run: str | Path, out: str | Path | None = None, best: bool = False, epi
     for name in PACK_FILES[1:]: (out/name).unlink(missing_ok=True)
     write_atomically(out/"checkpoint.safetensors", found._replace(pipes=None, stream=None).data())
     write_json(out/"config.json", config)
-    films = sorted(folder.glob("videos/update-*.*"))
-    for path, name in [(folder/FINGERPRINTS, FINGERPRINTS), *((film, f"replay{film.suffix}") for film in films[-1:])]:
+    films = {int(path.stem[7:]): path for path in folder.glob("videos/update-*.*") if path.stem[7:].isdecimal()}
+    at = found.counters["updates"]
+    filmed = max((n for n in films if n <= at), default=min(films, default=at))     # of this policy, or else of one before it
+    for path, name in [(folder/FINGERPRINTS, FINGERPRINTS), *((films[n], f"replay{films[n].suffix}") for n in films if n == filmed)]:
         if path.is_file() and not path.is_symlink(): write_atomically(out/name, path.read_bytes())
     note = {name: config[name] for name in ("algorithm", "env", "env_kwargs")}
     for write in (lambda: export_policy(policy_of(agent), out/"policy.onnx", note=note), lambda: learning_curve(folder, out/"curve.png")):
         try: write()
         except Exception as e: print(f"left out: {describe_exception(e, 300)}")
     has = {path.name for path in out.iterdir()}
-    write_atomically(out/"README.md", card(found, scores, str(draw(pipe)), has, repo).encode())
+    film = "an episode" + f" of the policy after update {filmed:,}" * (filmed != at)
+    write_atomically(out/"README.md", card(found, scores, str(draw(pipe)), has, repo, film).encode())
     return out
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from ..pipes.data.files import write_atomically
 from ..agents.metrics import METRICS
 from .logs import read_metrics
-from ..pipes.data.errors import DataError
+from ..pipes.data.errors import DataError, check_integer
 
 # %% auto #0
 __all__ = ['LABELS', 'CERTIFICATE', 'group_runs', 'align', 'smooth', 'plain', 'style', 'save_figure', 'finished', 'svg',
@@ -57,7 +57,8 @@ def _config(run: str | Path) -> dict:
     for name, kind in kinds.items():
         if config.get(name) is not None and not isinstance(config[name], kind):
             raise DataError(f"{path}: damaged", leaf=name, expected=kind.__name__, got=repr(config[name])[:80])
-    return dict(config, options={**(config.get("options") or {}), **(config.get("env_kwargs") or {})})
+    more = dict(algorithm=config.get("algorithm"), env=config.get("env"), intrinsic=config.get("intrinsic") or 0.)
+    return dict(config, options={**(config.get("options") or {}), **(config.get("env_kwargs") or {}), **more})
 
 
 def _plain(value: Any) -> str:
@@ -68,17 +69,18 @@ def align(curves: Iterable, n_points: int = 200) -> tuple:
     """Interpolate curves onto a common grid, over the range that every curve covers. Raises `DataError` if there is no such range.
 
     Args:
-        curves: (x [n], y [n]) for each curve, with ascending x; points where y is nan are left out
+        curves: (x [n], y [n]) for each curve, with ascending x; points that are not finite are left out
         n_points: number of points of the common grid
 
     Returns:
         tuple: x [n_points], y [len(curves), n_points]
     """
-    curves = [(np.asarray(x)[ok], np.asarray(y)[ok]) for x, y in curves for ok in [np.isfinite(y)]]
+    curves = [(np.asarray(x)[ok], np.asarray(y)[ok]) for x, y in curves for ok in [np.isfinite(x) & np.isfinite(y)]]
     if any(len(x) == 0 for x, _ in curves): raise DataError("a curve without a finite value cannot be drawn")
     low, high = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
     if low > high: raise DataError("the curves have no common range of steps", got=[(x[0], x[-1]) for x, _ in curves])
-    grid = curves[0][0] if len(curves) == 1 else np.linspace(low, high, n_points)
+    if len(curves) == 1: return curves[0][0], curves[0][1][None]     # also where several points have the same x
+    grid = np.linspace(low, high, n_points)
     return grid, np.stack([np.interp(grid, x, y) for x, y in curves])
 
 # %% ../../nbs/runs/04_plots.ipynb #692c0a9d
@@ -99,15 +101,16 @@ def smooth(y: np.ndarray, window: int) -> np.ndarray:
 
 # %% ../../nbs/runs/04_plots.ipynb #78eb91d7
 def _curve(folder: Path, x: str, y: str, window: int) -> tuple:
-    "The metrics `x` and `y` of a run where `y` is finite, with `y` averaged over `window` records."
+    "The metrics `x` and `y` of a run where both are finite, with `y` averaged over `window` records, and then ascending `x`."
     metrics = read_metrics(folder)
     missing = [name for name in (x, y) if name not in metrics]
     if missing:
         known = "" if missing[0] in METRICS or not metrics else "a name of `METRICS`, or a metric of your own that is in the run: "
         raise DataError(f"{folder}: no such metric in this run", leaf=missing[0],
                         expected=known + (", ".join(metrics) or "records"))
-    ok = np.isfinite(metrics[y])
-    return metrics[x][ok], smooth(metrics[y][ok], window)
+    ok = np.isfinite(metrics[x]) & np.isfinite(metrics[y])
+    order = np.argsort(metrics[x][ok], kind="stable")
+    return metrics[x][ok][order], smooth(metrics[y][ok], window)[order]
 
 
 def _draw_group(axes: Any, curves: list, label: str, color: str, band: str) -> None:
@@ -225,6 +228,7 @@ def learning_curve(runs: Any, path: str | Path | None = None, *, x: str = "steps
         title: title of the picture [the experiment, if there is only one]
     """
     from matplotlib.figure import Figure
+    check_integer("window", window)
     if band not in ("range", "std"): raise DataError("unknown band", expected="range or std", got=band)
     groups = group_runs([runs] if isinstance(runs, (str, Path)) else list(runs))
     if not groups: raise DataError("no runs to draw", expected="at least one folder")

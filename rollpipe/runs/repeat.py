@@ -31,8 +31,8 @@ from ..traces.fingerprint import networks_of
 from ..traces.journal import cut, read_journal
 
 # %% auto #0
-__all__ = ['steps_after', 'stored', 'repetition', 'beginning', 'checkpoint_at', 'records_of', 'edits_after', 'repeated', 'verify',
-           'numbers', 'diff_command', 'verify_command']
+__all__ = ['steps_after', 'stored', 'repetition', 'beginning', 'checkpoint_at', 'kept_of', 'records_of', 'edits_after',
+           'repeated', 'verify', 'numbers', 'diff_command', 'verify_command']
 
 # %% ../../nbs/runs/16_repeat.ipynb #fa198961
 def steps_after(folder: Path, config: dict) -> int:
@@ -114,7 +114,7 @@ def checkpoint_at(folder: Path, updates: int, after: bool = False) -> Checkpoint
     n, last = updates + after, made + (after and not is_over(config, counters))
     if not 1 <= n <= last: raise DataError(f"{folder} has no such update", leaf="update", expected=f"1 to {last}", got=str(n))
     resumes, first = next((e.resumes for e in lines if e.updates >= n), counters["resumes"]), beginning(folder, newest)
-    for found in chain([newest], _kept(folder), [first]):
+    for found in chain([newest], kept_of(folder), [first]):
         if found.stream and found.counters["updates"] <= updates and found.counters["resumes"] == resumes: return found
     if forked := first.stream and first.config["forked"]:
         raise DataError(f"{folder} is a fork, and did not make this update itself", leaf="update", got=str(n),
@@ -124,7 +124,7 @@ def checkpoint_at(folder: Path, updates: int, after: bool = False) -> Checkpoint
                     got=f"{resumes} times new episodes, when it was resumed")
 
 
-def _kept(folder):
+def kept_of(folder: Path) -> Iterator[Checkpoint]:
     "The checkpoints that a run has kept, the newest first, without those that its training removes meanwhile."
     for path in reversed(kept_checkpoints(folder/"checkpoints").values()):
         try: yield load_run(path)

@@ -218,11 +218,11 @@ def _trained(run: Run, mailbox: Mailbox, callback: Callable | None, progress: bo
                 if delay.agree(updates.is_due(evaluations)): updates.save()
                 measured.after(counters["steps"])
                 updates.waiting = perf_counter()
-            is_last = counters["steps"] >= steps
-            if films: films.after(counters["updates"], is_last)
-            if evaluations and not is_last: updates.leave_out(evaluations.after_update())
+            if films: films.after(counters["updates"], False)
+            if evaluations and counters["steps"] < steps: updates.leave_out(evaluations.after_update())
+        if films: films.after(counters["updates"], True)
         for answer in evaluations.finish() if evaluations else ():
-            _report(dict(steps=counters["steps"], updates=counters["updates"], **answer.metrics), writer, bar)
+            _report({name: counters[name] for name in ("steps", "updates", "seconds")} | answer.metrics, writer, bar)
     if not is_over(config, counters):
         raise DataError("the pipeline ended before the training did", expected=f"{steps} steps", got=f"{counters['steps']} steps")
     return record, None

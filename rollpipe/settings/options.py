@@ -168,9 +168,10 @@ def _read(text: str, kind: str) -> Any:
 def _integer(text: str) -> int:
     "An int, which may be written as 1e6, 1m or 100k, in small or capital letters."
     text = text.lower()
-    scaled = float(text[:-1])*{"k": 1e3, "m": 1e6}[text[-1]] if text[-1:] in ("k", "m") else float(text)
+    if text[-1:] in ("k", "m"): text = text[:-1] + dict(k="e3", m="e6")[text[-1]]     # 16.1 * 1000 would not be whole
+    scaled = float(text)
     if not scaled.is_integer(): raise ValueError(f"{text} is not whole")
-    return int(scaled) if "e" in text or text[-1] in "km" else int(text)
+    return int(scaled) if "e" in text else int(text)
 
 
 def _literal(text: str) -> Any:

@@ -82,7 +82,7 @@ def _remove_stale(path):
         except OSError: pass
 
 
-def _no_wait(path, flags) -> int: return _no_follow(path, flags | os.O_NONBLOCK)
+def _no_wait(path, flags) -> int: return _no_follow(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _no_follow(path, flags) -> int:
