@@ -35,7 +35,7 @@ from rollpipe.pipes.envs.sources import Acting
 from rollpipe.pipes.graph.states import restore_stream, stream_state, unknown_states
 from rollpipe.pipes.graph.torchdata import DataLoader2, IterableWrapper
 from rollpipe.pipes.lanes import learning_pipes
-from rollpipe.pipes.resumable import keep_environments
+from rollpipe.pipes.resumable import keep_as, keep_environments
 from rollpipe.pipes.steps import Fragments, Steps
 from rollpipe.pipes.taps import Meter, Throughput
 from rollpipe.pipes.tensors.collector import TensorCollector
@@ -368,6 +368,17 @@ def test_a_state_of_another_class_is_refused():
         state_name = "RewardScaler"
         def stream(self, items): yield from items
     refused(lanes_of(wrap=Silent), state, CheckpointError, "Silent keeps nothing, and got a state to go on from")
+
+
+def test_what_an_environment_draws_when_it_is_made_is_not_drawn_again():
+    "By a lane that goes on: its generators have the state after that."
+    def world(): return Lanes(FragmentCollector(EnvStepper(FromNumpy, Plain(), 2), 5), 1, seed=0)
+    pipe, new = world(), world()
+    ways = [keeper.name for keeper in keep_environments(pipe).values()]
+    next(stream := iter(pipe))
+    state, expected = stream_state(pipe), next(stream)
+    keep_as(new, ways)
+    assert_same(next(iter(restore_stream(new, state))), expected)
 
 
 def test_what_is_no_plain_data_is_refused_when_it_is_told():
