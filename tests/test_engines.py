@@ -297,6 +297,37 @@ OUTSIDE = {"a class attribute": lambda actor: (Reader, "scale"), "in a class att
            "in a closure": lambda actor: (actor.by, 0)}
 
 
+class Slots(torch.nn.Module):
+    "Has a weight that is filled later, or emptied."
+    uses_past = False
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.bare = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2, bias=False)
+        self.register_buffer("mean", None)
+
+    def draw_noise(self, lead, generator): return torch.rand(*lead, generator=generator)
+    def reset(self, hx, at): return hx
+
+    def step(self, stepno, obs, act, rew, fin, hx=None, virtual=False, noise=None):
+        obs = obs if self.mean is None else obs - self.mean
+        logits = self.layer(obs) + self.bare(obs)
+        return (noise < logits.softmax(-1)[..., 0]).long() if noise is not None else logits.argmax(-1), (), dict(logits=logits)
+
+
+@pytest.mark.parametrize("change", [lambda a: setattr(a, "mean", torch.ones(4)), lambda a: setattr(a.layer, "bias", None),
+                                    lambda a: setattr(a.bare, "bias", torch.nn.Parameter(torch.ones(2)))])
+def test_a_weight_that_is_filled_or_emptied_is_noticed(change):
+    found = {}
+    for engine in "torch", "onnxruntime":
+        torch.manual_seed(0)
+        stream = iter(FragmentCollector(EnvStepper("CartPole-v1", actor := Slots(), 2, seed=0, engine=engine), 8))
+        before = next(stream).actor["logits"]
+        change(actor)
+        found[engine] = before, next(stream).actor["logits"]
+    torch.testing.assert_close(*found.values(), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("optimize", [True, False])
 @pytest.mark.parametrize("where", OUTSIDE)
 def test_what_an_actor_reads_besides_its_weights(where, optimize, caplog):

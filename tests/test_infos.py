@@ -523,7 +523,7 @@ def test_the_statistics_of_gymnasium(source, keys):
     assert found == expected and len(found) > 15
 
 
-@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP])
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 def test_the_statistics_of_a_vector(mode):
     def source():
         carts = SyncVectorEnv([partial(gym.make, "CartPole-v1")] * 2, autoreset_mode=mode)

@@ -155,8 +155,7 @@ class EnvStepper(Acting, Seeded, Source):
         return made if self.timer is None else self.timer.interaction(made)
 
     def stream(self, items: Iterator) -> Iterator[Tick]:
-        # Environments may draw from the global generators when they are made, which those of a restored lane have done already.
-        with nullcontext() if self.restored is None else GlobalRandomStates(): interaction = self.interact(items)
+        with nullcontext() if self.restored is None else GlobalRandomStates(): interaction = self.interact(items)     # drawn before
         try:
             if self.restored is None: interaction.start()
             self.keep(interaction=interaction)

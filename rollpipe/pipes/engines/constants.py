@@ -84,11 +84,14 @@ class Constants:
         self.texts, self.tables, self.before = zip(*((text, table, dict(table)) for text, table in reads.tables))
         self.values = [(text, get, get()) for text, get in reads.values]
         self.within = [(text, get, comparable(get())) for text, get in (*reads.within, *reads.values) if _may_change(get())]
+        self.filled = [(name, slots, _filled(slots)) for m, name in weights.parts.items() for slots in (m._parameters, m._buffers)]
         self.tied = [[(slots, key) for slots, key, _ in places] for places in weights.places if len(places) > 1]
 
     def changed(self) -> str | None:
         "A text that names a constant that has changed, or None. Call this in evaluation mode."
         if not _is_equal(self.tables, self.before) and (found := self._attribute()): return found
+        for name, slots, before in self.filled:
+            if (now := _filled(slots)) != before: return f"weight {min(now ^ before)} of {name}"
         for text, get, before in self.values:
             if not _is_equal(get(), before): return text
         for text, get, before in self.within:
@@ -103,6 +106,9 @@ class Constants:
             before.update({k: now[k] for k in now.keys() & {'__slotnames__'}})     # Python adds it when an object is copied
             for k in {**now, **before}:
                 if not _is_equal(now.get(k, _is_equal), before.get(k, _is_equal)): return f"attribute {k} {text}"
+
+
+def _filled(slots): return {name for name, x in slots.items() if x is not None}
 
 
 def _is_equal(x, y) -> bool:

@@ -241,6 +241,8 @@ def _column(leaf, value, said):
 # %% ../../../nbs/pipes/10_envs/05_infos.ipynb #5db3365d
 class VectorInfos(InfoRecorder):
     "Records the infos of a vector environment."
+    of_ends: Any = ()     # infos of the episodes that end, which stand beside those of resets
+
     def record(self, infos: dict, ended: np.ndarray, valid: np.ndarray) -> dict:
         """The infos of a step, key -> nested `[n, ...]`. Raises `EnvError`.
 
@@ -250,7 +252,9 @@ class VectorInfos(InfoRecorder):
             valid: bool `[n]`: where a step took place
         """
         sources = [(infos, valid)]
-        if 'final_info' in infos: sources = [(infos, valid & ~ended), (infos['final_info'], valid & ended)]
+        if 'final_info' in infos:
+            late = {k: infos[k] for key in self.of_ends for k in (key, f'_{key}') if k in infos}
+            sources = [(infos, valid & ~ended), (infos['final_info'], valid & ended), (late, valid & ended)]
         for source, among in sources:
             if self.is_news(source): self._begin(source, among)
         self.begun, found = True, {}

@@ -8,6 +8,7 @@ __all__ = ['VectorBatch', 'env_batch']
 # %% ../../../nbs/pipes/10_envs/10_vector.ipynb #863dd667
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 
 from ..data import nested
@@ -21,6 +22,13 @@ from .infos import SingleInfos, VectorInfos
 from .single import EnvBatch
 
 # %% ../../../nbs/pipes/10_envs/10_vector.ipynb #72759db7
+def _infos_of_ends(vec):
+    "The names of the infos that wrappers add where an episode ends; with SAME_STEP they stand beside the infos of the reset."
+    while isinstance(vec, gym.vector.VectorWrapper):
+        if isinstance(vec, gym.wrappers.vector.RecordEpisodeStatistics): yield vec._stats_key
+        vec = vec.env
+
+
 class VectorBatch(Batch):
     """The environments of one vector environment. Its results are checked against the spaces of one environment.
 
@@ -46,6 +54,7 @@ class VectorBatch(Batch):
             self._locate(e, self.vec_name)
             raise
         self._infos: Any = (VectorInfos if self.agents is None else SingleInfos)(len(self), info_keys, str((seed.entropy, self.vec_name)))
+        self._infos.of_ends = [*_infos_of_ends(vec)]
         self._resetting = np.zeros(len(self), bool)     # True where the next step is a reset (mode NEXT_STEP), or an agent rests
 
     @property
