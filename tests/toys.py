@@ -200,6 +200,8 @@ class Valued(Plain):
 
 class Shaky(Actor):
     "Draws from torch's global generator, for Box(2) actions; reports what it drew."
+    uses_past = False
+
     def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
         new = torch.randn(*fin.shape, 2)
         return new, (), {"drawn": new.clone()}

@@ -76,7 +76,9 @@ def repetition(folder: Path, found: Checkpoint, *edits: Callable, home: Path | N
             there.mkdir(exist_ok=True)
             for name in (JOURNAL, FINGERPRINTS): shutil.copy(folder/name, there)
             cut(there/JOURNAL, found.counters["updates"])     # `verify` and others compare, and say what differs
-            if home is None: Path(there, "replay").symlink_to((folder/"replay").resolve())     # chunks, which are only read
+            if home is None and (folder/"replay").is_dir():
+                (there/"replay").mkdir()
+                for path in (folder/"replay").resolve().iterdir(): (there/"replay"/path.name).symlink_to(path)     # they are only read
             stored(there/"checkpoint.safetensors", found, config)
             run = resume(there)
         try: yield edited(run, *edits)

@@ -11,10 +11,14 @@ __all__ = ['MADE', 'MOST', 'ITEMS', 'label_of', 'cells_of', 'is_bound', 'all_att
 import enum, json, logging, re, sys, threading, zlib
 from collections import deque
 from collections.abc import Callable
+from datetime import date, time, timedelta, tzinfo
+from functools import partial
 from numbers import Number
-from types import (BuiltinFunctionType, CellType, EllipsisType, FunctionType, MemberDescriptorType, MethodType, ModuleType,
-                   NotImplementedType, SimpleNamespace)
+from pathlib import PurePath
+from types import (BuiltinFunctionType, CellType, EllipsisType, FunctionType, GetSetDescriptorType, MemberDescriptorType,
+                   MethodDescriptorType, MethodType, ModuleType, NotImplementedType, SimpleNamespace, WrapperDescriptorType)
 from typing import Any, NamedTuple
+from uuid import UUID
 
 import gymnasium as gym
 import numpy as np
@@ -25,10 +29,11 @@ from .errors import EnvError, PipeError, describe_exception
 from .simulators import name_of, through
 
 # %% ../../../nbs/pipes/00_data/06_captures.ipynb #5bc9a117
-_STAY = type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, EnvSpec
+_STAY = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MemberDescriptorType,
+         GetSetDescriptorType, EnvSpec)
 
 
-_VALUES = Number, str, bytes, range, slice, enum.Enum
+_VALUES = Number, str, bytes, range, slice, enum.Enum, PurePath, date, time, timedelta, tzinfo, UUID
 
 
 # Objects of these classes cannot change, or no environment's next step depends on their state.
@@ -191,6 +196,7 @@ class _Capture:
         if is_bound(x) and getattr(x.__self__, x.__name__, None) == x: return ['method', x.__name__, self.value(x.__self__)]
         if kind is FunctionType and (found := cells_of(x)):
             return ['function', label_of(x), {k: self.value(cell.cell_contents) for k, cell in found.items()}]
+        if kind is partial: return ['partial', *(self.value(y) for y in (x.func, x.args, x.keywords))]
         if isinstance(x, ITEMS): return ['items', name, [self.value(y) for y in x], getattr(x, 'maxlen', None)]
         if isinstance(x, dict): return ['dict', name, [[self.value(k), self.value(y)] for k, y in x.items()]]
         if isinstance(x, np.generic): return ['number', np.lib.format.dtype_to_descr(x.dtype), x.tobytes().hex()]

@@ -128,6 +128,13 @@ class _Functions:
         self.todo.extend(partial(fill, cells[name], code) for name, code in variables.items())
         return f
 
+    def _partial(self, k, fresh, path, *codes):
+        func, args, keywords = (self.value(code, getattr(fresh, part, _MISSING), f'{path}.{part}')
+                                for code, part in zip(codes, ('func', 'args', 'keywords')))
+        if not (callable(func) and type(args) is tuple and type(keywords) is dict): raise ValueError(f"{path} is no partial function")
+        (found := partial(func)).__setstate__((func, args, keywords, None))     # the keywords are filled later
+        return found
+
     def _method(self, k, fresh, path, name, code):
         if not self.is_second and code[0] not in self.made: raise EnvError("the object of a method is not known yet", leaf=path)
         owner = self.value(code, getattr(fresh, '__self__', _MISSING), path)
