@@ -132,7 +132,8 @@ class _Functions:
         func, args, keywords = (self.value(code, getattr(fresh, part, _MISSING), f'{path}.{part}')
                                 for code, part in zip(codes, ('func', 'args', 'keywords')))
         if not (callable(func) and type(args) is tuple and type(keywords) is dict): raise ValueError(f"{path} is no partial function")
-        (found := partial(func)).__setstate__((func, args, keywords, None))     # the keywords are filled later
+        found: Any = partial(func)
+        found.__setstate__((func, args, keywords, None))     # the keywords are filled later
         return found
 
     def _method(self, k, fresh, path, name, code):
