@@ -27,7 +27,7 @@ from .states import kept_states, ordering, why_inexact
 from ..traces.fingerprint import Fingerprint, fingerprint
 
 # %% auto #0
-__all__ = ['options_in', 'changed_run', 'edited_run', 'with_edit', 'before_edits']
+__all__ = ['options_in', 'changed_run', 'adopt', 'edited_run', 'with_edit', 'before_edits']
 
 # %% ../../nbs/runs/10_changes.ipynb #8c52bf5e
 class _Made(NamedTuple):
@@ -126,6 +126,19 @@ def changed_run(who: str, found: Checkpoint, options: dict) -> tuple[Checkpoint,
     return found._replace(config=config, agent_state=state), changed
 
 # %% ../../nbs/runs/10_changes.ipynb #f5c8acc4
+def adopt(run: Any, edited: Any) -> None:
+    """Give the learner of a run the options and the state of that of its edited run, and the run its configuration.
+
+    Args:
+        run: a `Run`, such as the one that the caller of `train` has
+        edited: the `Run` that has gone on with its edits
+    """
+    mine, new = vars(run.agent), vars(edited.agent)
+    mine.update({name: new[name] for name in ("schedules", *edited.config["options"]) if name in mine and name in new})
+    run.agent.load_state_dict(edited.agent.state_dict())
+    run.config.update(edited.config)
+
+
 def edited_run(run: Run, edit: dict) -> Run:
     """The run with an edit after its last update. Nothing is written, and `run` may go on as it was.
 

@@ -25,6 +25,7 @@ from ..settings.options import import_words, typed
 from .evaluations import evaluations_of
 from .films import films_of
 from .locks import unlock
+from .changes import adopt
 from .mailbox import Mailbox, attended, is_due, made_again
 from .logs import MetricWriter
 from ..pipes.graph import torchdata
@@ -261,6 +262,4 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
     finally:
         if run.stream: run.stream.end()
         unlock(run.folder)
-        if run is not first:     # the caller has the learner from before the edits
-            first.agent.load_state_dict(run.agent.state_dict())
-            first.config.update(run.config)
+        if run is not first: adopt(first, run)     # the caller has the learner from before the edits
