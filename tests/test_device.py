@@ -146,8 +146,9 @@ def test_a_training_on_a_device_mixes_nothing_and_gives_the_same_numbers(algorit
     tiny = dict(n_envs=4, n_steps=16, hidden=(8,), critic_hidden=(8,), epochs=2, minibatch=32, warmup=32, batch_size=16, prioritized=True,
                 samples_per_step=.25)
     algorithm, _, recurrent = algorithm.partition(" ")
-    if recurrent: monkeypatch.setattr("rollpipe.runs.states.Stream.state", lambda self: None)     # it only pretends
-    if recurrent: tiny |= dict(recurrent=recurrent, state_size=8, n_envs=4, lanes=2, fvp_subsample=.5, length=8, n_steps=8)
+    if recurrent:
+        tiny |= dict(recurrent=recurrent, state_size=8, lanes=2, fvp_subsample=.5, length=8, n_steps=8)
+        monkeypatch.setattr("rollpipe.runs.states.Stream.state", lambda self: None)     # it cannot write down what only pretends
     has, env = {o.name for o in options_for(algorithm)}, "CartPole-v1"
     if algorithm in ("sac", "crossq", "td3", "ddpg", "iql", "td3bc"): env = "Pendulum-v1"
     if "data" in has: tiny |= dict(data=str(recorded(tmp_path/"data", env)), batch_size=64)

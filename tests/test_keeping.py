@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from pathlib import Path
-from types import SimpleNamespace as Thing
+from types import ModuleType, SimpleNamespace as Thing
 
 import gymnasium as gym
 import numpy as np
@@ -442,6 +442,32 @@ def test_functions_are_found_though_another_one_was_in_their_place():
     new.all = rules()
     old.rule, new.rule = old.all[2], new.all[0]
     assert restore(capture(Thing(rule=old.rule, all=old.all)), Thing(rule=new.rule, all=new.all)).rule is new.all[2]
+
+
+def hidden(f):
+    def wrapper(self): return f(self)
+    return wrapper
+
+
+class Hidden:
+    @hidden
+    def one(self): return 1
+    @hidden
+    def two(self): return 2
+
+
+def test_a_method_that_hides_its_name_is_refused():
+    "Two of them look alike."
+    with pytest.raises(EnvError, match="does not have it under its name. Got .*hidden.<locals>.wrapper"): capture(Thing(f=Hidden().one))
+
+
+@pytest.mark.parametrize("code", ["def rule(): return 1", "class rule: pass"])
+def test_functions_and_classes_of_two_modules_differ_though_their_names_do_not(code):
+    modules = [ModuleType(name) for name in ("easy", "hard")]
+    for module in modules: exec(code, vars(module))
+    old, new = (module.rule for module in modules)
+    told = "Expected builtins.* easy.rule.* got builtins.* hard.rule"
+    with pytest.raises(EnvError, match=told): restore(capture(Thing(f=old)), Thing(f=new))
 
 
 def test_a_partial_function_has_the_arguments_that_it_had():

@@ -155,7 +155,7 @@ class EnvStepper(Acting, Seeded, Source):
         return made if self.timer is None else self.timer.interaction(made)
 
     def stream(self, items: Iterator) -> Iterator[Tick]:
-        with nullcontext() if self.restored is None else GlobalRandomStates(): interaction = self.interact(items)     # drawn before
+        with nullcontext() if self.restored is None else GlobalRandomStates(): interaction = self.interact(items)     # which may draw
         try:
             if self.restored is None: interaction.start()
             self.keep(interaction=interaction)

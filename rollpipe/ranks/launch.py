@@ -54,7 +54,8 @@ def device_of_rank(device: torch.device, env: Mapping = os.environ) -> torch.dev
         env: environment variables, of which `LOCAL_RANK` counts the ranks of a machine
     """
     if device.type != "cuda" or device.index is not None or launched(env) is None: return device
-    rank, n = env.get("LOCAL_RANK", "0" if torch.cuda.device_count() == 1 else ""), torch.cuda.device_count()
+    n = torch.cuda.device_count()
+    rank = env.get("LOCAL_RANK", "0" if n == 1 else "")
     if rank.isdecimal() and int(rank) < n: return torch.device("cuda", int(rank))
     raise DataError("this rank has no GPU of its own", got=f"LOCAL_RANK={rank}",
                     expected=f"at most {n} ranks on this machine; or a device by number, such as cuda:0 if each rank sees one; or cpu")

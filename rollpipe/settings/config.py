@@ -57,8 +57,8 @@ def device_of(name: str) -> torch.device:
     Args:
         name: such as cpu, cuda:1, mps, or auto
     """
-    found = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    return device_of_rank(checked_device(found if name == "auto" else name))
+    if name == "auto": name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    return device_of_rank(checked_device(name))
 
 
 def _moved(pipe: Any, device: torch.device) -> Any:

@@ -44,6 +44,7 @@ _CONSTANT = (*_STAY, *_VALUES, np.dtype, np.ufunc, torch.dtype, torch.device, re
 def label_of(x: Any) -> str:
     "The class of an object that stays, and which of its class it is, if that can be told."
     which = getattr(x, '__qualname__', getattr(x, '__name__', '')) if isinstance(x, _STAY) else repr(x) if isinstance(x, _VALUES) else ''
+    if isinstance(x, (type, FunctionType)): which = name_of(x)     # several modules may have one of this name
     if isinstance(x, FunctionType) and '<' in which: which += f':{x.__code__.co_firstlineno}:{_checksum(x.__code__)}'
     return f'{name_of(type(x))} {which}'.rstrip()
 
@@ -58,7 +59,7 @@ def cells_of(f: FunctionType) -> dict:
 
 
 def is_bound(x: Any) -> bool:
-    "Is `x` a method of an object, which has it under its name?"
+    "Is `x` a method of an object, and not a function of a module?"
     owner = getattr(x, '__self__', None)
     return isinstance(x, (MethodType, BuiltinFunctionType)) and not isinstance(owner, (ModuleType, type(None)))
 
@@ -193,7 +194,9 @@ class _Capture:
         if kind is np.ndarray or is_dense(x): return self._array(x)
         if isinstance(x, enum.Enum): return ['enum', name, x.name] if x.name in kind.__members__ else ['stays', label_of(x)]
         if isinstance(x, (np.ndarray, torch.Tensor)): raise EnvError("numbers of this kind cannot be written down", got=name)
-        if is_bound(x) and getattr(x.__self__, x.__name__, None) == x: return ['method', x.__name__, self.value(x.__self__)]
+        if is_bound(x):
+            if getattr(x.__self__, x.__name__, None) == x: return ['method', x.__name__, self.value(x.__self__)]
+            raise EnvError("the object of a method does not have it under its name", got=label_of(x))
         if kind is FunctionType and (found := cells_of(x)):
             return ['function', label_of(x), {k: self.value(cell.cell_contents) for k, cell in found.items()}]
         if kind is partial: return ['partial', *(self.value(y) for y in (x.func, x.args, x.keywords))]

@@ -38,8 +38,8 @@ def _put_bits(generator, state): generator.bit_generator.state = state
 def _put_python(generator, state): generator.setstate((state[0], tuple(state[1]), state[2]))
 
 
-def name_of(kind: type) -> str:
-    "Module and name of a class. A spawned worker calls the module of the script that was started `__mp_main__`."
+def name_of(kind: Any) -> str:
+    "Module and name of a class or function. A spawned worker calls the module of the script that was started `__mp_main__`."
     module = getattr(kind, '__module__', '')     # SWIG makes classes without one
     return f"{'__main__' if module == '__mp_main__' else module}.{kind.__qualname__}"
 
