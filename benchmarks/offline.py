@@ -1,11 +1,12 @@
 """Learning from recorded steps: SAC records its training and its policies, and BC, IQL and TD3BC learn from these data alone.
 
-    python benchmarks/offline.py [--env Pendulum-v1] [--steps 8000] [--medium STEPS] [--updates 5000] [--seeds 0-2]
+    python benchmarks/offline.py [--env Pendulum-v1] [--steps 8000] [--medium STEPS] [--updates 5000] [--seeds 0-2] [--options JSON]
 
 The data are the steps of the training (`training`), and as many of the last policy (`last`) and of that after `--medium` steps (`medium`).
 The table has mean returns: of the episodes in the data, of the policy of SAC that made them (for `training`, of the last one), and of what
 has learned from the data. The presets of the algorithms are used, if the environment has some."""
 import argparse
+import json
 import time
 from itertools import islice
 from pathlib import Path
@@ -24,9 +25,9 @@ from rollpipe.settings.options import parse_seeds
 ALGORITHMS = 'bc', 'iql', 'td3bc'
 
 
-def record(env, folder, steps, medium, seed):
+def record(env, folder, steps, medium, seed, options):
     "Train SAC and yield the name of a set of data in the folder, and the policy whose steps it has."
-    agent, pipe = build(make_config('sac', env, seed=seed, preset='auto'))
+    agent, pipe = build(make_config('sac', env, options, seed=seed, preset='auto'))
     pipe = Recorder.inserter(after=Lanes, path=folder/'training')(pipe)
     wanted = {'medium': medium, 'last': steps} if medium else {'last': steps}
     for batch in pipe:
@@ -63,6 +64,7 @@ def main():
     args.add_argument('--medium', type=int, help='steps after which a policy is recorded as well')
     args.add_argument('--updates', type=int, default=5000, help='updates of each learner')
     args.add_argument('--seeds', default='0-2')
+    args.add_argument('--options', type=json.loads, default={}, help='options of SAC, as JSON')
     args.add_argument('--episodes', type=int, default=50)
     args.add_argument('--algorithms', nargs='+', default=ALGORITHMS)
     args = args.parse_args()
@@ -73,7 +75,7 @@ def main():
     for seed in parse_seeds(args.seeds):
         with TemporaryDirectory() as folder:
             def mean(actor): return evaluate(args.env, actor, args.episodes, seed=1000).mean
-            policies = [(name, mean(actor)) for name, actor in record(args.env, Path(folder), args.steps, args.medium, seed)]
+            policies = [(name, mean(actor)) for name, actor in record(args.env, Path(folder), args.steps, args.medium, seed, args.options)]
             for data, sac in policies:
                 found = [learned(name, args.env, Path(folder)/data, args.updates, seed) for name in args.algorithms]
                 returns = [return_in(Path(folder)/data), sac, *(mean(actor) for actor, _ in found)]

@@ -241,10 +241,12 @@ def test_a_learner_that_cannot_is_refused_by_all_ranks(tmp_path):
 def test_a_run_goes_on_with_as_many_ranks_as_it_had(tmp_path):
     words = ["train", "a2c", *SMALL, "--reward-scale", "learn", "--out", "run"]
     assert [code for code, *_ in run_ranks(*words, "--steps", "512", cwd=tmp_path)] == [0, 0]
+    before = (tmp_path/"run/config.json").read_bytes()
     alone = run_alone("train", "--resume", "run", "--steps", "1024", cwd=tmp_path)
     assert alone.returncode == 2 and "another number of ranks. Expected 2, as by torchrun --nproc-per-node 2" in alone.stderr
     (code, _, err), *_ = run_ranks("train", "--resume", "run", "--steps", "1024", cwd=tmp_path, n=3)
     assert code == 2 and "another number of ranks. Expected 2" in err and "lanes cannot be divided" not in err
+    assert (tmp_path/"run/config.json").read_bytes() == before
     assert [code for code, *_ in run_ranks("train", "--resume", "run", "--steps", "1024", cwd=tmp_path)] == [0, 0]
     assert read_metrics(tmp_path/"run")["steps"].tolist() == [256, 512, 768, 1024]
     assert load_checkpoint(tmp_path/"run/checkpoint.safetensors").pipes["RewardScaler"]["count"] == pytest.approx(1024, abs=1)

@@ -27,6 +27,7 @@ from ..pipes.data.errors import CheckpointError, DataError, PipeError
 from ..pipes.graph.edits import find
 from ..pipes.graph.modules import torch_threads
 from ..pipes.stepper import EnvStepper
+from ..ranks.collectives import check_size
 from ..traces.differences import FINGERPRINTS, JOURNAL
 
 # %% auto #0
@@ -35,9 +36,8 @@ __all__ = ['FORKED', 'COSTS', 'RUN_FILES', 'Run', 'folder_of', 'start', 'discard
 
 # %% ../../nbs/runs/07_folder.ipynb #318476a9
 FORKED, COSTS = "fork.safetensors", "costs.json"     # the checkpoint with which a fork begins; a `Profile` of the last seconds of training
-RUN_FILES = ("config.json", FINGERPRINTS, "metrics.csv", "metrics.jsonl", JOURNAL, COSTS, "evaluations.jsonl", "checkpoint.safetensors",
-             "best.safetensors", FORKED, "paused",
-             *"replay ranks recording crash inbox curve.png tensorboard wandb wandb.json videos pack".split())
+RUN_FILES = (FINGERPRINTS, JOURNAL, COSTS, FORKED, "config.json", "metrics.csv", "metrics.jsonl", "evaluations.jsonl", "best.safetensors",
+             *"checkpoint.safetensors paused replay ranks recording crash inbox curve.png tensorboard wandb wandb.json videos pack".split())
 _SIZES = "hidden", "state_size", "n_critics", "n_quantiles"     # options that decide how much memory networks take
 _COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0., resumes=0)
 
@@ -195,8 +195,7 @@ def load_run(path: str | Path, best: bool = False) -> Checkpoint:
     """
     path = Path(path)
     if not path.exists():
-        siblings = [str(p.parent) for p in path.parent.glob("*/checkpoint.safetensors")]
-        near = difflib.get_close_matches(str(path), siblings, 3)
+        near = difflib.get_close_matches(str(path), [str(p.parent) for p in path.parent.glob("*/checkpoint.safetensors")], 3)
         raise DataError(f"{path}: there is no such run", expected=f"for example {', '.join(near)}" if near else "a path, or hf://OWNER/NAME")
     if best: path = _best_of(path)
     found = load_checkpoint(path/"checkpoint.safetensors" if path.is_dir() else path)
@@ -299,6 +298,7 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
         # An earlier checkpoint lacks last evaluations if the run was extended since. To make these would end the training after it.
         if is_over(config, counters) if path.is_file() else is_complete(folder, config, counters):
             raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
+        check_size(config.get("ranks", 1), torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1)
         check_decay(config["steps"], found.config["options"])
         if due := edits_due(folder, found.config): config["due"] = due
         run = rebuilt(folder, found, config, counters)

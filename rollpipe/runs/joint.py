@@ -23,7 +23,7 @@ from ..pipes.data.files import pack, unpack
 from ..pipes.graph.edits import find
 from ..pipes.lanes import Lanes
 from ..pipes.resumable import keep_as
-from ..ranks.collectives import check_alike, check_size
+from ..ranks.collectives import check_alike
 from .folder import Run, discard
 
 # %% auto #0
@@ -133,7 +133,6 @@ def joint(make: Callable, typed: dict, configured: Callable) -> Run | None:
     try:
         try:
             if dist.get_rank() == 0 and (run := make()) is not None:
-                check_size(run.config.get("ranks", 1), dist.get_world_size())
                 divide(run.pipe, 0, dist.get_world_size(), run.config["workers"])
                 config = {**run.config, "inexact": run.stream.reason}
                 states = _on_host(run.agent.state_dict()), states_of(run.pipe), run.stream.restored
