@@ -149,6 +149,20 @@ def test_an_edit_that_matches_nothing_prints_the_graph():
     with pytest.raises(GraphError, match="(?s)Minibatcher.*FragmentCollector"): recipe(edits=[Scaled.inserter(after=Minibatcher)])
 
 
+@pytest.mark.parametrize("gamma, lam", [(0, 1), (1, 0)])
+def test_a_discount_may_be_an_integer(gamma, lam):
+    made = [recipe(gamma=kind(gamma), lam=kind(lam), reward_scale="learn") for kind in (int, float)]
+    assert_same(*(snapshot(next(iter(pipe))) for pipe in made))
+
+
+def test_a_random_pipe_of_torch_gets_a_seed_unless_it_has_one():
+    def order(edit, **kwargs): return [int(f.seq[0]) for f in islice(recipe(edits=[edit], **kwargs), 9)]
+    def shuffled(pipe): return pipe.shuffle(buffer_size=20)
+    first = order(shuffled)
+    assert first == order(shuffled) and first != order(shuffled, seed=1) and first != sorted(first)
+    assert order(lambda pipe: shuffled(pipe).set_seed(4)) == order(lambda pipe: shuffled(pipe).set_seed(4), seed=1) != first
+
+
 def test_under_data_loader():
     expected = [snapshot(f) for f in islice(recipe(lanes=2), 3)]
     with DataLoader2(recipe(lanes=2)) as loader: assert_same([snapshot(f) for f in islice(loader, 3)], expected)

@@ -499,7 +499,10 @@ def test_numbers_of_numpy_count_as_numbers(number):
     if not isinstance(number, np.ndarray): assert discounted_returns(torch.ones(3), number).tolist() == [1.75, 1.5, 1.]
 
 
-def test_integers_count_as_numbers(): assert gae(torch.ones(3), 0, 0, 1, 1).tolist() == [3., 2., 1.]
+def test_integers_count_as_numbers():
+    assert gae(torch.ones(3), 0, 0, 1, 1).tolist() == [3., 2., 1.]
+    for x, term in ((torch.ones(3), torch.tensor([False, True, False])), (np.ones(3, np.float32), np.array([False, True, False]))):
+        assert discounted_returns(x, 1 * ~term).tolist() == [2., 1., 1.]
 
 
 def test_a_number_that_is_none_is_seen_in_the_result():

@@ -91,9 +91,10 @@ def _seeded(pipe, seed):
     "Give each random pipe between `Lanes` and the end a seed of its own, derived from `seed`. `Lanes` seeds itself and its sources."
     if seed is None: return pipe
     by_lanes = {id(p) for lanes in find(pipe, Lanes) for p in find(lanes, lambda p: True)}
-    random = find(pipe, lambda p: id(p) not in by_lanes and hasattr(p, 'set_seed') and p.seed is None)
+    own = lambda p: getattr(p, 'seed', getattr(p, '_seed', None))     # torch's pipes have a `_seed`, for their next iteration alone
+    random = find(pipe, lambda p: id(p) not in by_lanes and hasattr(p, 'set_seed') and own(p) is None)
     for p, child in zip(random, np.random.SeedSequence(seed, spawn_key=(2 ** 16,)).spawn(len(random))):
-        p.seed = int(child.generate_state(1)[0])
+        setattr(p, 'seed' if hasattr(p, 'seed') else '_seed', int(child.generate_state(1)[0]))
     return pipe
 
 # %% ../../nbs/pipes/27_recipes.ipynb #21762989

@@ -25,7 +25,7 @@ Array = TypeVar('Array', Tensor, np.ndarray)
 def _as_tensor(x: Any, numpy: bool) -> Tensor | None:
     "`x` as a tensor, or None if `x` is not one. If `numpy`, `x` must be an array, and the tensor shares its memory where possible."
     if not numpy: return x if isinstance(x, Tensor) else None
-    if type(x) not in (np.ndarray, np.memmap) or x.dtype not in (np.float16, np.float32, np.float64, np.bool_): return None
+    if type(x) not in (np.ndarray, np.memmap) or x.dtype not in (np.float16, np.float32, np.float64, np.int64, np.bool_): return None
     return torch.from_numpy(x if x.flags.writeable and min(x.strides, default=0) >= 0 else np.array(x))
 
 
@@ -58,10 +58,11 @@ def _rows(cut: Any = None, **args: Any) -> Any:
 
 def _row(name: str, arg: Any, first: str, like: Tensor, numpy: bool) -> Tensor:
     "The argument `name` as a tensor of the shape and dtype of `like`, which is the argument `first`."
-    x = _as_tensor(arg, numpy)
+    x, rate = _as_tensor(arg, numpy), name in ('discount', 'a')
+    if rate and x is not None and x.dtype == torch.int64: x = x.to(like.dtype)     # a mask times a gamma of 0 or 1
     if x is not None and x.shape == like.shape and x.dtype == like.dtype: return x
     if isinstance(arg, Real) and not isinstance(arg, bool): return torch.full_like(like, float(arg))
-    rate, wanted = name in ('discount', 'a'), _describe(like.numpy() if numpy else like)
+    wanted = _describe(like.numpy() if numpy else like)
     if x is None or not x.is_floating_point():
         raise DataError(f'{name}: not a time-major tensor', expected=f'a number, or {wanted}, like {first}', got=_describe(arg))
     ways = _padded(x, like.shape, right=rate) if x.dtype == like.dtype and (rate or x.shape[:1] in ((), like.shape[:1])) else []
