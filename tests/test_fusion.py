@@ -476,6 +476,20 @@ def test_a_stepper_that_changes_its_ticks_is_heard(promises):
         assert (a.state.rew == -b.state.rew).all() and a.state.rew[1:].any()
 
 
+def test_a_mixin_before_a_stepper_that_changes_its_ticks_is_heard():
+    class Negating:
+        def stream(self, items):
+            for tick in super().stream(items): yield tick._replace(next=tick.next._replace(rew=-tick.next.rew))
+    class Promising(Negating): fusible = False
+    class Negated(Negating, EnvStepper): pass
+    class Same(Promising, EnvStepper): fusible = True     # what the class itself says counts
+    assert [kind.fusible for kind in (EnvStepper, Negated, Same)] == [True, False, True]
+    for a, b in zip(first(FragmentCollector(stepper(), 4)), first(FragmentCollector(stepper(Negated), 4)), strict=True):
+        assert (a.state.rew == -b.state.rew).all() and a.state.rew[1:].any()
+    class Later(Negating, FragmentCollector): pass
+    assert (Later.keeps_items, Later.fusible) == (True, False) != (FragmentCollector.keeps_items, FragmentCollector.fusible)
+
+
 def test_two_readers_of_the_same_ticks():
     "The newest iterator is the valid one, as with all datapipes."
     ticks = stepper()

@@ -25,7 +25,10 @@ from .torchdata import IterDataPipe, Mapper
 
 # %% ../../../nbs/pipes/02_graph/04_mixins.ipynb #cf978720
 class Traits:
-    "Mixin of pipes: properties that a class promises. A subclass that overrides a method loses these promises and declares its own."
+    """Mixin of pipes: properties that a class promises.
+
+    A subclass that overrides a method, itself or by a mixin before the class, loses these promises and declares its own.
+    """
     reads: int | None = None      # number of input items for each item that it yields; None: unknown
     keeps_items: bool = True      # may it hold an item, or an array of it, after it reads the next item?
     any_strides: bool = False     # can it work with arrays that are not contiguous?
@@ -34,10 +37,14 @@ class Traits:
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        methods = {name for name, x in vars(cls).items() if callable(x) and (name == '__iter__' or not name.startswith('__'))}
-        if any(methods & vars(base).keys() for base in cls.__mro__[1:]):
-            for name in ('reads', 'keeps_items', 'any_strides', 'drops_items', 'fusible'):
-                if name not in vars(cls): setattr(cls, name, getattr(Traits, name))
+        known, promised = set(), set()
+        for base in reversed(cls.__mro__):
+            methods = {name for name, x in vars(base).items() if callable(x) and (name == '__iter__' or not name.startswith('__'))}
+            if methods & known: promised = set()
+            promised |= vars(base).keys()
+            known |= vars(base).keys()
+        for name in ('reads', 'keeps_items', 'any_strides', 'drops_items', 'fusible'):
+            if name not in promised: setattr(cls, name, getattr(Traits, name))
 
 
 def trait(pipe: IterDataPipe, name: str) -> Any:
