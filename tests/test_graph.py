@@ -1,5 +1,6 @@
 """Graph edits: on small graphs by hand, and on random graphs against an oracle that edits nested tuples."""
 import pickle
+import random
 import sys
 from collections import defaultdict, deque, namedtuple
 from xml.etree import ElementTree
@@ -177,6 +178,28 @@ def test_a_copy_of_a_random_pipe_has_its_own_generator():
     pipe.set_seed(7)
     first = list(copy_graph(pipe))
     assert first == list(copy_graph(pipe)) and sorted(first) == list(range(20)) and first == list(pipe)
+
+
+class Drawn(IterDataPipe):
+    "Draws from the generator that it was made with, as torchdata's `SampleMultiplexer`."
+    def __init__(self, pipe): self.pipe, self.rng = pipe, random.Random(0)
+    def __iter__(self): yield from (self.rng.random() for _ in self.pipe)
+
+
+def test_a_copy_draws_as_the_original_does_and_changes_nothing_there():
+    expected = list(Drawn(Source("a")))
+    pipe = Drawn(Source("a"))
+    for _ in range(2): assert list(copy_graph(pipe)) == list(insert_after(pipe, Source, lambda old: Mapper(old, double))) == expected
+    assert list(copy_graph(Lanes(pipe, 2))) == [x for x in expected for _ in range(2)]
+    assert list(pipe) == expected
+
+
+def test_a_copy_that_is_deleted_takes_nothing_from_a_running_pipe():
+    pipe = Shuffler(IterableWrapper(range(20)), buffer_size=8)
+    items = iter(pipe)
+    found = [next(items)]
+    copy_graph(pipe)
+    assert sorted(found + list(items)) == list(range(20))
 
 
 def test_singular_verbs_draw_the_graph():

@@ -7,12 +7,13 @@ __all__ = ['Where', 'inputs', 'nodes', 'short_repr', 'draw', 'find', 'find_one',
            'insert_before', 'insert_after']
 
 # %% ../../../nbs/pipes/02_graph/02_edits.ipynb #594dac8a
-import copy, inspect, reprlib, textwrap
+import copy, inspect, random, reprlib, textwrap
 from collections import deque
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 
 from .drawing import Drawing
@@ -121,6 +122,7 @@ def find_one(pipe: IterDataPipe, where: Where) -> Any:
 # %% ../../../nbs/pipes/02_graph/02_edits.ipynb #b062c3e3
 _ITERATION = ('_valid_iterator_id', 'kept', 'running', '_number_of_samples_yielded', '_snapshot_state', '_fast_forward_iterator',
               '_profile_name')          # torch writes these attributes into a pipe while it runs
+_GENERATORS = random.Random, np.random.Generator, np.random.RandomState, torch.Generator
 
 def _mapped(value, memo):
     "`value` with every pipe replaced by `memo[id(pipe)]`. A value that holds no pipe is returned unchanged."
@@ -142,6 +144,9 @@ def _copied(pipe, memo):
     if hasattr(type(pipe), '__setstate__'): new.__setstate__(_mapped(copy.copy(state), memo))
     else: vars(new).update(_mapped(state, memo))
     for name in _ITERATION: vars(new).pop(name, None)
+    for name, x in vars(new).items():
+        if isinstance(x, _GENERATORS): vars(new)[name] = copy.deepcopy(x)
+        elif hasattr(cls, '__del__') and isinstance(x, _CONTAINERS): vars(new)[name] = copy.copy(x)   # torch empties it in `__del__`
     return new
 
 def _copied_graph(pipe, memo):
@@ -150,7 +155,7 @@ def _copied_graph(pipe, memo):
     return memo[id(pipe)]
 
 def copy_graph(pipe: IterDataPipe) -> IterDataPipe:
-    "A copy of the graph that ends in `pipe`, ready for a first iteration; attributes that hold no pipe are shared."
+    "A copy of the graph that ends in `pipe`, for a first iteration; attributes that are random generators or hold pipes are copied."
     return _copied_graph(pipe, {})
 
 # %% ../../../nbs/pipes/02_graph/02_edits.ipynb #c2618734
