@@ -18,7 +18,7 @@ from rollpipe.runs.states import load_states, states_of
 from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import (
     AdvantageBuffer, CheckInvariants, DataError, EnvStepper, FragmentCollector, FragmentStacker, FrameStack, GraphError, Lanes, Minibatcher,
-    NStep, ObservationCast, Pipe, RewardScaler, ToDevice, find_one, on_policy, rollouts,
+    NStep, ObservationCast, Pipe, RewardScaler, Tap, ToDevice, find_one, insert_after, on_policy, profile, rollouts,
 )
 from rollpipe.pipes.advantage import values
 from rollpipe.pipes import frames
@@ -143,6 +143,18 @@ def test_the_scale_of_a_pipeline_is_known_whoever_iterates_it(workers):
     assert states_of(other)["RewardScaler"]["count"] == state["count"] + 32      # both iterations begin at the same place
     torch.testing.assert_close(first.state.rew, again.state.rew, rtol=0, atol=0)
     torch.testing.assert_close(env_rewards(first), rewards[0], rtol=0, atol=0)
+
+
+def test_the_scale_is_that_of_the_iteration_that_goes_on():
+    pipe = learning()
+    items = iter(pipe)
+    next(items)
+    before = states_of(pipe)
+    profile(pipe, 1e-3)
+    assert states_of(pipe) == before
+    next(iter(insert_after(pipe, FragmentStacker, lambda old: Tap(old, print))))
+    next(items)
+    assert states_of(pipe)["RewardScaler"]["count"] == before["RewardScaler"]["count"] + 32
 
 
 @pytest.mark.parametrize("state", [{}, dict(count=1., mean=0.), *(dict(count=1., mean=0., var=x) for x in (math.nan, math.inf))])

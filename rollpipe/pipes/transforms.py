@@ -39,7 +39,7 @@ class _Moments:
 
 
 class _Begin:
-    "Makes the moments of an iteration. Copies of a pipe share this object, as they share every callable, so it has the newest moments."
+    "Makes the moments of an iteration. Copies of a pipe share this object, as they share every callable, so it has the moments in use."
     def __init__(self): self.first, self.newest = {}, _Moments()
     def __call__(self): self.newest = _Moments(**self.first); return self.newest
 
@@ -102,6 +102,7 @@ class RewardScaler(Pipe):
         kept = self.keep(moments=self.begin(), lanes={})   # lane -> _LaneRewards
         moments, lanes = kept['moments'], kept['lanes']
         for item in items:
+            self.begin.newest = moments     # if another copy has begun meanwhile, the state is that of the one that goes on
             if isinstance(item, Tick): yield self._scale_tick(item, moments, lanes)
             else:
                 check_item(item, Fragment, self)

@@ -22,6 +22,7 @@ from .stages import put_clocks, stages_of
 from ..replay.pipe import Replayed
 from ..taps import count_steps
 from ..graph.torchdata import IterDataPipe
+from ..transforms import RewardScaler
 from ..workers.reading import ProcessReading, WorkerLanes
 
 # %% ../../../nbs/pipes/31_profiling/04_profile.ipynb #fa859d7e
@@ -141,6 +142,7 @@ def profile(pipe: IterDataPipe, seconds: float = 3., *, reading_service: Any = N
     _check(pipe, seconds, reading_service, update)
     graph, service = copy_graph(pipe), _own_service(reading_service or ProcessReading(0))
     graph = service.initialize(graph)
+    for scaler in find(graph, RewardScaler): scaler.begin = copy.deepcopy(scaler.begin)     # a training may go on with its own scale
     stages, places, drawing = stages_of(graph), places_of(graph), draw(graph)
     n_workers = sum(min(service.num_workers, len(seam.own_lanes())) for seam in service.seams)
     with tempfile.TemporaryDirectory(prefix='rollpipe-') as folder:
