@@ -214,6 +214,15 @@ def test_what_is_left_makes_shorter_last_fragments():
     assert list(Fragments(IterableWrapper([]), 4)) == []
 
 
+@pytest.mark.parametrize("plan, n_steps", [([(2, "term")], 5), ([(2, "term"), (3, "term")], 50)])
+def test_refuses_environments_that_take_unequal_numbers_of_steps(plan, n_steps):
+    "With `sticky`, the steps of others would wait for an environment that rests, and be dropped at the end."
+    envs = [lambda plan=plan: Counting(plan) for plan in ([(100, "term")], plan)]
+    pipe = FragmentCollector(EnvStepper(envs, Plain(), sticky=5), 5)
+    text = r"Fragments, lane 0, environment 1: it takes fewer steps than others, .* Expected \d+ steps since the last fragment, got \d+"
+    with pytest.raises(DataError, match=text): list(Fragments(Steps(Limit(pipe, 9)), n_steps))
+
+
 def test_regained_fragments_are_fit_for_the_pipes_below():
     again = FragmentStacker(AdvantageBuffer(Fragments(Steps(Lanes(collector([MIXED] * 2), 2)), 5), judge), 2)
     direct = FragmentStacker(AdvantageBuffer(Lanes(collector([MIXED] * 2), 2), judge), 2)

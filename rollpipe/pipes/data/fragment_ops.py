@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ENV_REWARD', 'same_keys', 'stack_rows', 'stack_infos', 'End', 'with_restarts', 'join', 'pad_episodes', 'strands',
-           'columns', 'pieces', 'unstacked', 'final_numbers', 'observations_reached', 'transitions', 'with_rewards',
-           'env_rewards']
+           'columns', 'pieces', 'unstacked', 'final_numbers', 'observations_reached', 'next_observations',
+           'transitions', 'with_rewards', 'env_rewards']
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #5899a8ef
 from collections.abc import Iterable, Iterator
@@ -184,6 +184,16 @@ def observations_reached(fragment: Fragment) -> Any:
     after, final = nested.getitem(fragment.state.obs, slice(1, None)), fragment.final
     if not len(final.t): return after
     return nested.map(lambda x, last: x.index_put((final.t, final.b), last), after, final.obs)
+
+
+def next_observations(fragment: Fragment) -> Any:
+    """The observations `[T, B, ...]` after each step, never one of the next episode.
+
+    Where an episode ended, this is the observation in `final`, or the one before the step if `final` did not keep a termination.
+    """
+    unknown = fragment.state.fin[1:] & (final_numbers(fragment) < 0)
+    def known(x, before): return x.clone().index_put_((unknown,), before[:-1][unknown])
+    return nested.map(known, observations_reached(fragment), fragment.state.obs)
 
 
 def transitions(fragment: Fragment, index: Tensor) -> Fragment:

@@ -20,7 +20,7 @@ from ..graph.torchdata import IterDataPipe
 from .memory import ReplayMemory, Sample
 from .pipe import Replayed
 from .store import StepStore
-from ..steps import next_observations
+from ..data.fragment_ops import next_observations
 
 # %% auto #0
 __all__ = ['steps_ahead', 'Hindsight']
