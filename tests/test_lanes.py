@@ -1,4 +1,5 @@
 "Lanes: their turns, their independence and their errors."
+from functools import partial
 from itertools import islice
 
 import pytest
@@ -8,8 +9,9 @@ from toys import Counting, Ledger, Limit, Lively, Memory, Plain, Shaky
 
 from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy
 from rollpipe.pipes import (
-    AdvantageBuffer, DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, Pipe, find_one,
+    AdvantageBuffer, DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, Pipe, ProcessReading, find_one,
 )
+from rollpipe.pipes.graph.torchdata import DataLoader2, IterableWrapper
 
 
 def pipeline(source, actor, n, seed=0, n_steps=4, n_envs=2):
@@ -85,6 +87,18 @@ def test_the_seed_may_be_given_to_the_stepper():
     a, b, c = (by_lane(make(seed), 6) for seed in (0, 0, 1))
     assert_same(a, b)
     assert len({lanes[k][0].state.obs[0, e].tobytes() for lanes in (a, c) for k in range(3) for e in range(2)}) == 12
+
+
+@pytest.mark.parametrize("seed, own", [(0, None), (0, 3), (None, 3)])
+def test_a_random_pipe_of_torch_gets_a_seed_of_its_own_in_each_lane(seed, own):
+    def make():
+        envs = IterableWrapper([partial(Counting, tag=tag) for tag in range(20)]).shuffle()
+        return pipeline(envs if own is None else envs.set_seed(own), Plain(), 3, seed, n_envs=4)
+    def tags(stream): return [tuple(f.state.obs[0, :, 0].tolist()) for f in islice(stream, 3)]
+    first = tags(make())
+    assert first == tags(make()) and len({*first}) == 3
+    for workers in (0, 2) if seed is not None else ():
+        with DataLoader2(make(), reading_service=ProcessReading(workers)) as loader: assert tags(loader) == first
 
 
 def test_the_graph_above_is_not_used_itself():

@@ -154,7 +154,8 @@ class Lanes(Divided, LaneStates, Seeded, Pipe):
     """`n` independent copies of the graph above, which yield one item each in turn.
 
     `Lanes` calls `set_lane(lane, seed_sequence)` of each pipe above that has this method, with the number of the lane and a seed for this
-    pipe. That seed is derived from `seed`, or from the pipe's own seed if `Lanes` has none. When a lane ends, the others continue. Raises
+    pipe. That seed is derived from `seed`, or from the pipe's own seed if `Lanes` has none. Pipes of torch get theirs by `set_seed`; those
+    that lack it, such as `SampleMultiplexer`, draw the same in all lanes. When a lane ends, the others continue. Raises
     `DataError` if `n < 1`, `GraphError` if there are `Lanes` above, or if both `Lanes` and a pipe above have a seed, `EnvError` if
     several lanes would share an instance of an environment, and `ActorError` if a parameter or buffer of an actor changes while a lane
     collects (see `Unchanging`).
@@ -195,7 +196,12 @@ class Lanes(Divided, LaneStates, Seeded, Pipe):
         key = (lane, 2 ** 16 + again) if again else (lane,)   # the keys of a lane's pipes are below 2 ** 16
         copy = copy_graph(self.pipe)
         seeded = find(copy, lambda pipe: hasattr(pipe, 'set_lane'))
-        for pipe, seed in zip(seeded, np.random.SeedSequence(root, spawn_key=key).spawn(len(seeded))):
+        torchs = find(copy, lambda pipe: not hasattr(pipe, 'set_lane') and callable(getattr(pipe, 'set_seed', None)))
+        seeds = np.random.SeedSequence(root, spawn_key=key).spawn(len(seeded) + len(torchs))
+        for pipe, seed in zip(torchs, seeds[len(seeded):]):
+            own = getattr(pipe, '_seed', None) if self.seed is None else None
+            pipe.set_seed(int((seed if own is None else np.random.SeedSequence(own, spawn_key=key)).generate_state(1)[0]))
+        for pipe, seed in zip(seeded, seeds):
             own = getattr(pipe, 'seed', None)
             if own is not None and self.seed is not None:
                 raise GraphError(f"{type(pipe).__name__} and Lanes both have a seed", pipe=self, expected="one of them",

@@ -155,7 +155,7 @@ def _copied_graph(pipe, memo):
     return memo[id(pipe)]
 
 def copy_graph(pipe: IterDataPipe) -> IterDataPipe:
-    "A copy of the graph that ends in `pipe`, for a first iteration; attributes that are random generators or hold pipes are copied."
+    "A copy of the graph that ends in `pipe`, for a first iteration. Pipes and their random generators are copied, other objects shared."
     return _copied_graph(pipe, {})
 
 # %% ../../../nbs/pipes/02_graph/02_edits.ipynb #c2618734
