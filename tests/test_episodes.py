@@ -244,6 +244,16 @@ def test_sizes_of_a_batch(batch):
     with pytest.raises(DataError, match="EpisodeCollector: .*batch >= 1.*batch="): EpisodeCollector(EnvStepper(Counting, Plain()), batch)
 
 
+def is_no_second(tick): return bool(tick.state.stepno[0] != 1)
+
+
+def test_ticks_that_do_not_follow_one_another():
+    "Of two steppers in turn, and with a gap."
+    for ticks in (stepper(Counting, Plain()).mux(stepper(Counting, Plain())), stepper(Counting, Plain()).filter(is_no_second)):
+        with pytest.raises(DataError, match="EpisodeCollector, lane 0, leaf stepno: ticks that do not follow one another"):
+            next(iter(EpisodeCollector(ticks)))
+
+
 def test_fragments_are_refused():
     with pytest.raises(DataError, match="EpisodeCollector: .*Expected Tick, got Fragment"):
         next(iter(EpisodeCollector(FragmentCollector(EnvStepper(Counting, Plain()), 3))))

@@ -13,7 +13,7 @@ from random_fragments import episodes as plans
 from reference import apply, assert_same, snapshot
 from toys import Brief, Counting, Failing, Ledger, Limit, Lively, Memory, Nested, NestedMemory, Plain, factories, judge
 
-from rollpipe.layers import GaussianPolicy, RecurrentPolicy
+from rollpipe.layers import GaussianPolicy, MemoryCritic, RecurrentPolicy
 from rollpipe.pipes import (
     AdvantageBuffer, CheckInvariants, DataError, EnvStepper, EpisodeCollector, EpisodeStats, FragmentCollector, FragmentStacker,
     FrameStack, Lanes, NStep, ObservationCast, Pipe, RewardScaler, Tap, ToDevice, invariants,
@@ -236,10 +236,11 @@ def nested_judge(obs): return obs["place"][..., 2] / 8 - obs["exact"]
 
 @pytest.mark.parametrize("sticky", [None, 8])
 def test_sound_policies_with_memory_pass(sticky):
-    "And their stale memory is found, where `hx` is shown and where it is only felt."
-    policy = RecurrentPolicy.for_env(Lively, seed=0)
+    "Also with a critic that judges the memory. And their stale memory is found, where `hx` is shown and where it is only felt."
+    policy = RecurrentPolicy.for_env(Lively, seed=0, report=True)
     def source(): return FragmentCollector(EnvStepper(Lively, policy, 3, seed=0, sticky=sticky), 8)
     run(CheckInvariants(source(), rate=1), 10)
+    run(CheckInvariants(AdvantageBuffer(source(), MemoryCritic.for_env(Lively, seed=0)), rate=1), 10)
     class Stale(Pipe):
         def stream(self, items):
             for f in items: yield f._replace(hx=apply(lambda x: torch.where(f.state.fin[0][:, None], x, x + 1), f.hx))  # noqa: B023

@@ -39,10 +39,13 @@ class EpisodeBuilder:
         self.hx = [()] * n_envs                         # the environment's recurrent state at that row
         self.waiting = True                             # does an environment wait for its episode to begin?
         self.infos = None                               # the keys of the infos in the rows; None: there was no row yet
+        self.stepno = None                              # step numbers after the last tick; None: there was no tick yet
 
     def add(self, tick: Tick) -> list[Fragment]:
         "The episodes that end with `tick`, in the order of their environments."
         now, fin, valid = self.rows.end, tick.next.fin, tick.valid
+        if self.stepno is not None and tick.state.stepno is not self.stepno: self._check_order(tick)
+        self.stepno = tick.next.stepno
         if self.waiting: self._start(tick, valid & (self.begin == now))
         env = tick.env
         if isinstance(env, dict) and env.keys() != self.infos: env = self._with_all_infos(env, valid)
@@ -54,6 +57,11 @@ class EpisodeBuilder:
         self.begin[fin] = now + 1
         self.rows.drop(int(self.begin.min()))
         return episodes
+
+    def _check_order(self, tick):
+        if np.array_equal(tick.state.stepno, self.stepno): return
+        raise DataError("ticks that do not follow one another", lane=tick.lane, leaf='stepno', expected=str(self.stepno),
+                        got=str(tick.state.stepno))
 
     def _with_all_infos(self, env, valid):
         "`env` with the infos of all rows. A new info is filled in for the earlier rows, which lack it."

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from .data import nested
-from .advantage import AdvantageBuffer
+from .advantage import AdvantageBuffer, _evaluate
 from .data.fragment import Fragment, check_item
 from .data.errors import DataError, check_fraction, describe, located
 from .data.fragment_ops import strands
@@ -126,7 +126,7 @@ def check_advantages(fragment: Fragment, critic: Callable | None, gamma: float, 
     if fragment.adv is None: return
     final, array = fragment.final, lambda x: x.double().cpu().numpy()
     with EvalMode(critic):
-        value = lambda obs, actor: array(actor['value'] if critic is None else critic(nested.as_seen(obs)))
+        value = lambda obs, actor: array(actor['value'] if critic is None else _evaluate(critic, nested.as_seen(obs), actor))
         v, last = value(fragment.state.obs, fragment.actor), {}
         if len(final.t): last = dict(zip(zip(final.t.tolist(), final.b.tolist()), value(final.obs, final.actor)))
     rew, fin, term = array(fragment.state.rew), fragment.state.fin.cpu().numpy(), fragment.term.cpu().numpy()
