@@ -232,6 +232,27 @@ def test_ends_that_the_goal_does_not_decide_stay():
         for sample in item.samples: assert sample.fragment.term[1].tolist() == [ended[i] for i in sample.index.tolist()]
 
 
+def test_an_answer_that_is_used_again():
+    "By an environment that judges one step after the other, and by one that judges all at once."
+    goals = np.random.default_rng(0).random((2, 5, 2))
+    class Each(PointReach):
+        answer = np.zeros(())
+        def compute_reward(self, achieved_goal, desired_goal, info):
+            self.answer[...] = np.abs(achieved_goal - desired_goal).sum()
+            return self.answer
+        def compute_terminated(self, *args): return self.compute_reward(*args) < 1
+    class All(Each):
+        answer = np.zeros(5)
+        def compute_reward(self, achieved_goal, desired_goal, info):
+            self.answer[:] = np.abs(achieved_goal - desired_goal).sum(-1)
+            return self.answer
+        def compute_terminated(self, *args):
+            self.answer[:] = self.compute_reward(*args) < 1
+            return self.answer
+    wanted = np.abs(goals[0] - goals[1]).sum(-1)
+    for env in (Each(), All()): assert_same(GoalRules(env)(*goals)[0], wanted)
+
+
 # --- mistakes
 
 class Moody(PointReach):

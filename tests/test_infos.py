@@ -14,9 +14,10 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import assert_same, snapshot
-from toys import Plain
+from toys import Counting, Plain, Thrifty
 
 from rollpipe.agents import evaluate
+from rollpipe.layers import MLPPolicy
 from rollpipe.pipes import (
     DataError, EnvError, EnvStepper, EpisodeCollector, EpisodeStats, FragmentCollector, FragmentStacker, Lanes, Minibatcher,
     ProcessReading, ReplayMemory, RewardScaler, collect, context, nested, on_policy, prepare, startup,
@@ -174,6 +175,31 @@ def test_the_record_has_memory_of_its_own():
     mask[:] = False
     assert second["_x"].tolist() == [True, False] and recorder.record(infos, ~every, every)["_x"].tolist() == [True, True]
     assert every.all()
+
+
+@pytest.mark.parametrize("engine", ["torch", "onnxruntime"])
+@pytest.mark.parametrize("paid", [np.zeros(()), torch.zeros((), dtype=torch.double)], ids=["array", "tensor"])
+@pytest.mark.parametrize("keys", [None, ["n"]])
+def test_what_environments_use_again_is_recorded_as_it_was(engine, paid, keys):
+    def fragments(fresh):
+        makes = [partial(Thrifty, paid, fresh, tag=tag) for tag in range(2)]
+        stepper = EnvStepper(makes, MLPPolicy.for_env(Counting, seed=0), seed=0, engine=engine, info_keys=keys)
+        return list(islice(FragmentCollector(stepper, 5), 3))
+    found = fragments(False)
+    assert_same(found, fragments(True))
+    for f in found:
+        assert torch.equal(f.env["n"], f.state.stepno[:-1] + 1) and (f.state.rew[1:] % 100 >= f.env["n"]).all()
+        assert f.env.keys() == {"n", "place", "parts"} if keys is None else {"n"}
+
+
+def test_an_info_that_is_not_recorded_may_be_anything():
+    "It is not copied, and nothing is read in it."
+    endless = {}
+    endless["me"] = [endless, endless]
+    class Odd(Counting):
+        def step(self, action): return *super().step(action)[:4], {"n": self.count, 7: object(), "endless": endless, "lock": signal}
+    f = next(iter(FragmentCollector(EnvStepper(Odd, Plain(), seed=0, info_keys=["n"]), 5)))
+    assert f.env["n"][:, 0].tolist() == [1, 2, 3, 1, 2]
 
 
 def test_a_dict_that_invents_what_is_asked_for_invents_nothing():

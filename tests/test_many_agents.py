@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from itertools import islice
 from reference import assert_same
-from toys import Counting, Lively, Memory, Plain
+from toys import Counting, Lively, Memory, Plain, Thrifty
 
 from rollpipe.agents import PPO, RandomActor, evaluate
 from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
@@ -145,6 +145,25 @@ def test_one_agent_is_a_single_environment(env, actor, terminal_obs):
     a = collect(lambda: Agents(lambda: Alone(env()), 3), actor, 20, 3, terminal_obs=terminal_obs, seed=5)
     b = list(islice(rollouts(env, actor, n_envs=3, n_steps=20, terminal_obs=terminal_obs, seed=5), 3))
     assert_same(a, b)
+
+
+def test_what_environments_use_again_is_recorded_as_it_was():
+    def fragments(fresh): return collect(lambda: Agents(lambda: Alone(Thrifty(fresh=fresh)), 2), Plain(), 20, 2)
+    found = fragments(False)
+    assert_same(found, fragments(True))
+    assert all(torch.equal(f.env["n"], f.state.stepno[:-1] + 1) for f in found)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_game_is_in_one_batch_at_a_time(copies):
+    "Also if each batch has an `Agents` of its own around it."
+    game = Play()
+    def make():
+        made = iter([Play(), game][-copies:])
+        return Agents(lambda: next(made), copies)
+    where = r"lane 0, environment 0 \(agent_0 of" if copies == 1 else r"lane 0, environment 2 \(agent_0 in copy 1 of"
+    with pytest.raises(EnvError, match=where + ".*: the environment has since been lent to another iteration"):
+        collect(make, Plain(), n=2, lanes=2)
 
 
 def test_seeds_are_given_once_and_differ():

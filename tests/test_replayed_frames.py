@@ -5,6 +5,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from rollpipe.layers import QPolicy
 from rollpipe.pipes import DataError, ReplayMemory, nested, replayed, rollouts
@@ -44,19 +45,25 @@ class Stacking(gym.ObservationWrapper):
         return dict(obs, image=np.stack(self.frames))
 
 
-@pytest.mark.parametrize("n_steps, length, prioritized", [(4, 1, False), (5, 3, True), (16, 2, False)])
-def test_a_memory_of_frames_samples_what_a_memory_of_stacks_has(n_steps, length, prioritized):
-    "Each sampled segment is found among those of a memory that keeps the stacks whole, also where it crosses episodes."
+@pytest.mark.parametrize("n_steps, length, prioritized, mode", [
+    (4, 1, False, None), (5, 3, True, None), (16, 2, False, None), (4, 1, False, "NEXT_STEP"), (5, 3, True, "NEXT_STEP")])
+def test_a_memory_of_frames_samples_what_a_memory_of_stacks_has(n_steps, length, prioritized, mode):
+    """Each sampled segment is found among those of a memory that keeps the stacks whole, also where it crosses episodes.
+
+    A vector that resets with the next step shows the last stack once more, before a step that is none. Its older frames are lost.
+    """
+    env = (lambda: Stacking(3)) if mode is None else lambda: SyncVectorEnv([lambda: Stacking(3)] * 2, autoreset_mode=AutoresetMode[mode])
     actor = QPolicy.for_env(lambda: Stacking(3), hidden=(4,), seed=0)
     def pipe(frames):
-        return replayed(lambda: Stacking(3), actor, n_envs=2, n_steps=n_steps, lanes=2, capacity=80, batch_size=64, warmup=0, seed=0,
+        return replayed(env, actor, n_envs=2, n_steps=n_steps, lanes=2, capacity=80, batch_size=64, warmup=0, seed=0,
                         length=length, prioritized=prioritized, frames=frames)
     seen, n, saved = {}, 0, []
     for single, whole in islice(zip(pipe(3), pipe(1)), 14):
         def key(f, b): return tuple(x[:, b].numpy().tobytes() for x in (f.state.obs["x"], f.state.obs["image"][:, :, -1], f.state.rew))
         def rest(f, b):
             ends = (f.final.b == b).nonzero()[:, 0]
-            return [x[:, b] for x in (*nested.leaves(f.state.obs), f.state.act, f.state.fin, f.term, f.valid)] + [
+            shown = torch.cat([f.valid[:, b], ~f.state.fin[-1:, b]]) if mode else slice(None)
+            return [x[shown, b] for x in nested.leaves(f.state.obs)] + [x[:, b] for x in (f.state.act, f.state.fin, f.term, f.valid)] + [
                 x[ends] for x in (f.final.t, *nested.leaves(f.final.obs))]
         for item in [*whole.samples] + [whole.memory.sample(200)]:
             for b in range(item.fragment.n_envs): seen.setdefault(key(item.fragment, b), []).append(rest(item.fragment, b))

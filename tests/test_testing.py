@@ -144,6 +144,16 @@ class IgnoresItsSeed(Sound):
     def look(self): return np.random.uniform(-1, 1, 2).astype(np.float32)
 
 
+@broken(check_env, "ENV_SEED")
+class PaysByChance(Sound):
+    "In one array, which both runs use again."
+    paid = np.zeros(())
+    def step(self, action):
+        obs, _, *rest = super().step(action)
+        self.paid[...] = np.random.uniform()
+        return obs, self.paid, *rest
+
+
 @broken(check_env, "ENV_CLOSE")
 class DoesNotClose(Sound):
     def close(self): raise OSError("still busy")

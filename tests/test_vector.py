@@ -66,7 +66,8 @@ class Vectorised(VectorEnv):
         kind = self.kind[self.tag, which]
         rewards = np.where(busy, 0., 100 * self.episode + self.count + self.last / 10)
         self.begin(busy)
-        infos = {"count": self.count.copy(), "parts": {"half": self.count / 2, "at": np.stack([self.tag, self.last], 1)}}
+        count = self.count.copy() if mode is AutoresetMode.SAME_STEP else self.count
+        infos = {"count": count, "parts": {"half": self.count / 2, "at": np.stack([self.tag, self.last], 1)}}
         if mode is AutoresetMode.SAME_STEP and over.any():
             final_obs, now = self.look().copy(), {"count": np.where(over, 0, self.count)}
             self.begin(over)

@@ -201,7 +201,10 @@ def _are_stacks(fragment, x):
     "Does each stack hold the frames of the one before, or, where an episode begins, copies of one frame?"
     begins, copies = fragment.state.stepno == 0, (x == x[:, :, -1:]).flatten(2).all(-1)
     follows = (x[1:, :, :-1] == x[:-1, :, 1:]).flatten(2).all(-1) | ~fragment.valid
-    return bool((copies | ~begins).all() and (follows | begins[1:]).all())
+    # Before a step that is none, such as the reset of a vector, a row shows the last stack of its episode; so may the last row.
+    one, valid = torch.ones_like(fragment.valid[:1]), fragment.valid
+    last = torch.cat([one, follows]) & torch.cat([~valid, one])
+    return bool((copies | last | ~begins).all() and (follows | begins[1:]).all())
 
 
 def with_stacks(fragment: Fragment, n: int) -> Fragment:

@@ -105,7 +105,7 @@ def _play(report: Report, env: gym.Env, n_steps: int, seed: int) -> list:
         for name, flag in (('terminated', term), ('truncated', trunc)):
             report.check(ENV_FLAGS, isinstance(flag, (bool, np.bool_)), f"{name} is {describe(flag)}")
         _check_info(report, info, forms)
-        trace.append((obs, np.asarray(rew), bool(np.any(term)), bool(np.any(trunc))))
+        trace.append((obs, np.array(rew), bool(np.any(term)), bool(np.any(trunc))))
         if np.any(term) or np.any(trunc): trace.append(reset())
     report.check(ENV_SPACES_STAY, spaces == (env.observation_space, env.action_space), "they changed while it was stepped")
     return trace

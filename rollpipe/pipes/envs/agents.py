@@ -18,6 +18,7 @@ from ..data import nested
 from ..data.errors import EnvError, PipeError, check_integer, describe, describe_exception
 from .actions import action_rows
 from .batch import put_obs
+from .rows import own
 from .factories import space_spec
 from .single import is_end, scalar_rewards
 
@@ -148,8 +149,8 @@ class Agents(gym.vector.VectorEnv):
             for agent, b in acting.items():
                 self._put(answer[0], agent, b)
                 try:
-                    rew[b], *over = (_part(*x, agent) for x in zip(answer[1:4], ('rew', 'terminated', 'truncated')))
-                    if answer[4]: infos[b] = _part(answer[4], 'info', agent)
+                    rew[b], *over = (own(_part(*x, agent)) for x in zip(answer[1:4], ('rew', 'terminated', 'truncated')))
+                    if answer[4]: infos[b] = own(_part(answer[4], 'info', agent))
                     if ended := is_end(*over): ends[:, b], final[b] = over, nested.map(np.array, nested.getitem(self._obs, b))
                     if ended == (agent in env.agents):
                         raise EnvError("`agents` does not fit the ends of episodes", leaf='agents', got=str(env.agents),

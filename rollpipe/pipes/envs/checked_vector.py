@@ -81,7 +81,9 @@ class CheckedVector:
         self.like = nested.alloc(space_spec(spaces_of(vec)[0], 'obs'), self.n)
         seeds = [reset for _, reset, _ in env_seeds(seed, self.n)]
         core = getattr(vec, 'unwrapped', vec)
-        each = isinstance(core, (gym.vector.SyncVectorEnv, gym.vector.AsyncVectorEnv)) or hasattr(core, 'resting')     # an `Agents`
+        copies = core.copies if hasattr(core, 'resting') else ()     # of an `Agents`
+        for k, copy in enumerate(copies): claim.take(copy, k * self.n // len(copies))     # its first column
+        each = copies or isinstance(core, (gym.vector.SyncVectorEnv, gym.vector.AsyncVectorEnv))
         self.seed = {} if pool else dict(seed=seeds if each else seeds[0])
 
     def reset(self, step: Row) -> None:

@@ -54,6 +54,6 @@ class GoalRules:
         while not hasattr(env, name) and isinstance(env, gym.Wrapper): env = env.env
         if (method := getattr(env, name, None)) is None: return None
         try:
-            if (found := np.asarray(method(achieved, desired, {}))).shape == (len(achieved),): return found
-            return np.array([method(a, d, {}) for a, d in zip(achieved, desired)]).reshape(len(achieved))
+            if (found := np.array(method(achieved, desired, {}))).shape == (len(achieved),): return found
+            return np.array([np.array(method(a, d, {})) for a, d in zip(achieved, desired)]).reshape(len(achieved))
         except Exception as e: raise EnvError(f"{name} failed: {describe_exception(e)}", env=self.name) from e

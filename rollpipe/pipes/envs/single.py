@@ -17,7 +17,7 @@ from ..data.episode_seeds import EpisodeSeeds
 from ..data.errors import EnvError, PipeError, describe, describe_exception
 from .actions import action_rows
 from .batch import Batch, last_obs, played, put_obs
-from .rows import Row, Rows
+from .rows import CONSTANT, Row, Rows, own
 from .factories import Claim, env_seeds, is_vector, space_spec, spaces_of
 from .infos import SingleInfos
 from .sticky import Sticky
@@ -129,8 +129,9 @@ class SingleEnvs:
         try:
             for b, (env, action) in enumerate(zip(self.played if self.sticky is None else self.sticky.acting, actions)):
                 x, r, terminated, truncated, info = env.step(action)
-                rews.append(r)
-                infos.append(info)
+                # Copies, because both are read later. Most rewards are plain numbers, and most infos are empty.
+                rews.append(r if isinstance(r, CONSTANT) else own(r))
+                infos.append({} if type(info) is dict and not info else own(info))
                 # A fast path, because at nearly all steps both are the object `False`.
                 if (terminated is not False or truncated is not False) and is_end(terminated, truncated):
                     ended.append(b)

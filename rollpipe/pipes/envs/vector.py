@@ -80,8 +80,8 @@ class VectorBatch(Batch):
                 if np.count_nonzero(self._resetting): valid, over = self._without_resets(step, ends)
                 self._resetting = ends if self.agents is None else self.agents.resting
             ended = over.nonzero()[0].tolist()
-            if ended: final = self._final(step, ends, infos)
             info = self._infos.record(infos, ends, valid) if self.agents is None else self._infos.record(infos['agents'], valid)
+            if ended: final = self._final(step, ends, infos)     # after the infos, because it may reset
             if ended and self._infos.awaited: self._infos.say_awaited()
         np.add(rows.rows[t].stepno, 1, out=step.stepno)
         np.copyto(step.fin, over)
