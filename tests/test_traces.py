@@ -25,6 +25,7 @@ from rollpipe.pipes import Lanes, Pipe, ProcessReading, Tap, on_policy
 from rollpipe.pipes.data.errors import DataError, EnvError
 from rollpipe.runs import training
 from rollpipe.runs.folder import load_run, resume, start
+from rollpipe.runs.fork import fork
 from rollpipe.runs.logs import read_records
 from rollpipe.runs.repeat import numbers, verify
 from rollpipe.runs.states import edited
@@ -33,7 +34,7 @@ from rollpipe.settings.config import make_config
 from rollpipe.traces import fingerprint as module
 from rollpipe.traces import journal as journals
 from rollpipe.pipes.data.compare import first_difference
-from rollpipe.traces.differences import FINGERPRINTS, JOURNAL, diff, read_fingerprints
+from rollpipe.traces.differences import FINGERPRINTS, JOURNAL, diff, parting, read_fingerprints
 from rollpipe.traces.fingerprint import Fingerprint, fingerprint
 from rollpipe.traces.journal import Journal, cut, read_journal
 
@@ -365,6 +366,41 @@ def test_small_batches_have_lines_by_steps_and_at_checkpoints(tmp_path):
     b = trained(tmp_path/"b", "dqn", 10_000, dict(warmup=100, lr=1e-4), checkpoint_every=50)
     at = diff(a, b).parting
     assert (at.after, at.by) == (0, 128) and str(at).startswith("between the updates 1 and 128: .state.") and "collection" not in str(at)
+
+
+def test_the_weights_after_the_last_of_small_batches_are_compared(tmp_path):
+    "They are in no batch that follows. A run of so few steps has no regular line."
+    options = dict(n_envs=2, n_steps=16)
+    a = trained(tmp_path/"a", "ppo", 320, options)
+    b = fork(a, tmp_path/"b", 9, lr=.5)
+    assert [(e.updates, e.place) for e in read_journal(a/JOURNAL)] == [(10, None)]
+    train(resume(b), progress=False, tensorboard=False)
+    assert not diff(a, b).is_equal and str(diff(a, b)).endswith(
+        "update 10: the weights of actor, critic differ, and the batches do not: learning differs")
+    other = trained(tmp_path/"other", "ppo", 320, {**options, "lr": 1e-2}, checkpoint_every=1)
+    same = trained(tmp_path/"same", "ppo", 320, options, checkpoint_every=1)
+    assert str(diff(same, other).parting) == "update 1: the weights of actor, critic differ, and the batches do not: learning differs"
+    assert verify(a, 10).is_equal and diff(a, same).is_equal
+
+
+def test_what_differs_is_blamed_only_where_the_weights_before_are_known(tmp_path):
+    "A journal of earlier days has no weights in the extra lines of small batches."
+    def written(name, weight, obs, old):
+        net = torch.nn.Linear(1, 1)
+        with Journal(tmp_path/name, START, dict(net=net)) as journal:
+            for n in (1, 2):
+                torch.nn.init.constant_(net.weight, 0 if n == 2 else weight)
+                torch.nn.init.constant_(net.bias, 0)
+                journal.saw(dict(x=np.full(3, obs * (n == 2))), 10 * n)
+                journal.learned(dict(START, updates=n, steps=10 * n))
+                journal.mark()
+        entries = read_journal(tmp_path/name)
+        return [e._replace(now=None) for e in entries] if old else entries
+    lines = {key: written("x", *key) for key in [(0, 0, False), (0, 1, False), (1, 1, False), (0, 0, True), (1, 1, True)]}
+    collection = "update 2: ['x'] differs first, the weights were equal before: collection differs"
+    assert str(parting(lines[0, 0, False], lines[0, 1, False])) == collection
+    assert str(parting(lines[0, 0, False], lines[1, 1, False])).startswith("update 1: the weights of net differ")
+    for key in ((0, 0, True), (0, 0, False)): assert str(parting(lines[key], lines[1, 1, True])) == "update 2: ['x'] differs first"
 
 
 def test_an_interrupted_journal_goes_on_as_if_nothing_had_been(whole, tmp_path):

@@ -230,7 +230,7 @@ def journal_of(run: Any) -> Journal:
 
     def differs(before, now, after):
         at = parting([before], [now])
-        what = f"{run.folder} does not go on as it did before: {'' if at is None else at._replace(after=after)}"
+        what = f"{run.folder} does not go on as it did before: {'' if at is None else at._replace(after=after, is_known=True)}"
         if config.get("exact") and not changed:
             raise DataError(what, leaf="exact", expected="the numbers of its journal; or in Python, a run with config['exact'] = False")
         _log.warning(what)

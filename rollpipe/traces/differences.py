@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json, os
-from bisect import bisect_left
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ from ..pipes.data.files import write_json
 from ..pipes.data.errors import DataError
 from ..pipes.data.compare import differing
 from .fingerprint import Differences, Fingerprint
-from .journal import Entry, first_place, read_journal, told
+from .journal import Entry, differing_networks, first_place, read_journal, told
 
 # %% auto #0
 __all__ = ['FINGERPRINTS', 'JOURNAL', 'Parting', 'parting', 'read_fingerprints', 'keep_fingerprint', 'RunDifference', 'diff']
@@ -32,19 +31,21 @@ class Parting(NamedTuple):
         leaves: leaves of the batches that differ, the first one first
         networks: networks whose weights differ after it
         place: `(row, column, lane, environment)` in the batch of this update; None: unknown
+        is_known: whether the weights after the last update that is equal are known to be equal, too
     """
     after: int
     by: int
     leaves: list
     networks: list
     place: tuple | None
+    is_known: bool = False
 
     def __str__(self):
         update = f"update {self.by}" if self.by == self.after + 1 else f"between the updates {self.after + 1} and {self.by}"
         if not self.leaves:
             return f"{update}: the weights of {', '.join(self.networks)} differ, and the batches do not: learning differs"
         where = "" if self.place is None else " (row {}, column {}: lane {}, environment {} of it)".format(*self.place)
-        cause = ", the weights were equal before: collection differs" if self.by == self.after + 1 else ""
+        cause = ", the weights were equal before: collection differs" if self.is_known and self.by == self.after + 1 else ""
         return f"{update}: {self.leaves[0]} differs first{where}{cause}"
 
 
@@ -57,15 +58,15 @@ def parting(a: list[Entry], b: list[Entry]) -> Parting | None:
     """
     mine, other = ({(e.since, e.updates): e for e in entries} for entries in (a, b))
     both = [(e, other[key]) for key, e in mine.items() if key in other]
-    n = bisect_left(both, True, key=lambda pair: (pair[0].batch, pair[0].weights) != (pair[1].batch, pair[1].weights))
-    if n == len(both): return None
+    n = next((k for k, (x, y) in enumerate(both) if x.batch != y.batch or differing_networks(x, y)), None)
+    if n is None: return None
     x, y = both[n]
     leaves = [path for path, *_ in differing(x.batch, y.batch)]
     place = first_place(x.place, y.place) if leaves and x.place and y.place else None
     is_actors = place is not None and place[2] == 'actor'
     leaves.sort(key=lambda path: _rank(path, is_actors))
-    networks = [name for name, *_ in differing(x.weights, y.weights)]
-    return Parting(both[n - 1][0].updates if n else x.since, x.updates, leaves, networks, place and _located(place, x.place['lane']))
+    located, is_known = place and _located(place, x.place['lane']), n > 0 and all(e.has_weights for e in both[n - 1])
+    return Parting(both[n - 1][0].updates if n else x.since, x.updates, leaves, differing_networks(x, y), located, is_known)
 
 
 def _rank(path, is_actors):
@@ -162,7 +163,7 @@ def diff(a: str | Path, b: str | Path) -> RunDifference:
         if found.get("noise"): changed += f", and with other noise ({found['noise']})"
         notes.append(f"{folder} is a fork of {found['run']} after update {found['at']}, with {changed}")
         if at and at.after < found["at"] < at.by and os.path.realpath(found["run"]) == os.path.realpath(other):
-            at = at._replace(after=found["at"])
+            at = at._replace(after=found["at"], is_known=True)
     common = max({(e.since, e.updates) for e in journals[0]} & {(e.since, e.updates) for e in journals[1]}, default=(0, 0))[1]
     return RunDifference(prints[0][0].differs(prints[1][0]) if known else None, at, common, notes)
 

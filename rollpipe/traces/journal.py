@@ -18,10 +18,10 @@ from ..pipes.data.files import names_file, write_atomically
 import rollpipe.pipes.data.nested as nested
 from ..pipes.data.errors import DataError
 from ..pipes.data.fragment import Fragment
-from ..pipes.data.compare import PLAIN, as_array, form_of
+from ..pipes.data.compare import PLAIN, as_array, differing, form_of
 
 # %% auto #0
-__all__ = ['running', 'places', 'first_place', 'Entry', 'read_journal', 'cut', 'told', 'Journal']
+__all__ = ['running', 'places', 'first_place', 'Entry', 'differing_networks', 'read_journal', 'cut', 'told', 'Journal']
 
 # %% ../../nbs/traces/03_journal.ipynb #55e91c61
 def running(crc: int | None, x: Any) -> int:
@@ -96,6 +96,7 @@ class Entry(NamedTuple):
         versions: lowest and highest version of the weights that collected the last batch; None: unknown
         place: `places` of the last batch; None in the extra line at a checkpoint, and for batches that are no fragments
         edits: what was changed after this update, in turn, see `runs.changes`; None: nothing, and then the line lacks it
+        now: network -> checksum of its weights after this update, in the extra lines; None in regular lines, which then lack it
     """
     updates: int
     steps: int
@@ -106,13 +107,25 @@ class Entry(NamedTuple):
     versions: list | None = None
     place: dict | None = None
     edits: list | None = None
+    now: dict | None = None
+
+    @property
+    def has_weights(self) -> bool:
+        "Does the line tell the weights after this update, and not only those after an update before it?"
+        return self.now is not None or self.place is not None
+
+
+def differing_networks(a: Entry, b: Entry) -> list:
+    "The networks whose weights differ in two lines of the same update."
+    both = [(a.weights, b.weights), *([] if a.now is None or b.now is None else [(a.now, b.now)])]
+    return list(dict.fromkeys(name for x, y in both for name, *_ in differing(x, y)))
 
 
 _END = ', "sum": "'
 
 
 def _line(entry, before):
-    text = json.dumps({k: x for k, x in entry._asdict().items() if k != "edits" or x is not None})[:-1]
+    text = json.dumps({k: x for k, x in entry._asdict().items() if k not in ("edits", "now") or x is not None})[:-1]
     total = crc32(text.encode(), before)
     return f'{text}{_END}{total:08x}"}}\n', total
 
@@ -192,7 +205,7 @@ class Journal:
         self.known: dict = {}       # root -> structure of a batch, and the paths of its leaves
         self.next, self.more, self.is_regular = {}, {}, False       # what the present update adds
         if self.path is not None and not self.again: self._open()     # or else with the first line, so that a kill before it loses none
-        if self.path is not None and edits and (last is None or last.edits != edits): self._write(edits=edits)
+        if self.path is not None and edits and (last is None or last.edits != edits): self._write(edits=edits, now=self._after({}))
 
     def _continues(self, entry): return (entry.since, entry.resumes) == (self.since, self.counters["resumes"])
 
@@ -226,22 +239,24 @@ class Journal:
         self.batch.update(self.next)
         self.counters = {name: counters[name] for name in self.counters}
         if not self.is_regular: return
-        self.weights = {name: self._weights(name, x) for name, x in self.networks.items()}
+        self.weights = self._after(self.weights)
         self._write(**self.more)
 
-    def _weights(self, name, network):
-        crc = self.weights.get(name)
-        for x in (*network.parameters(), *network.buffers()): crc = running(crc, x.detach())
-        return crc
+    def _after(self, weights):
+        "The running checksums of the weights, if these are those before."
+        found = dict(weights)
+        for name, network in self.networks.items():
+            for x in (*network.parameters(), *network.buffers()): found[name] = running(found.get(name), x.detach())
+        return found
 
     def mark(self) -> None:
         "Write an extra line, unless the last update has one. A checkpoint is saved after it, so that its journal can go on."
-        if self.path is not None and self.written != self.counters["updates"]: self._write()
+        if self.path is not None and self.written != self.counters["updates"]: self._write(now=self._after({}))
 
     def _write(self, **more):
         entry = Entry(**self.counters, since=self.since, batch=self.batch, weights=self.weights, **more)
         before = self.again.pop(entry.updates, None)
-        if before is not None and (before.batch, before.weights) != (entry.batch, entry.weights):
+        if before is not None and (before.batch != entry.batch or differing_networks(before, entry)):
             self.again.clear()      # running checksums differ from here on
             self.differs(before, entry, self.written)
         if self.file is None: self._open()
