@@ -21,7 +21,8 @@ from rollpipe.results import experiments
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["torch._dynamo", "gymnasium.envs.classic_control", "rollpipe.agents.learner", "rollpipe.cli.main",
-                               "pytest", "worker_cases", "fault_cases"])     # the last ones are what workers of tests import
+                               "onnx",                                      # for most trainings, if it is there; onnxruntime has a thread
+                               "pytest", "worker_cases", "fault_cases"])    # for workers of tests
 
 
 def ensure_running(start=forkserver.ensure_running):
