@@ -1,7 +1,7 @@
 """Programs in processes of their own, which a server forks that has imported torch and rollpipe: to start an interpreter takes seconds.
 
 The runs of an experiment, a bench or a search are forks, too. Tests that look at the start itself, at its imports or at its search path use
-`subprocess`, as `test_files_of_the_working_folder_have_the_names_of_modules_of_python` does for those runs.
+`subprocess`, as `test_files_of_the_working_folder_have_the_names_of_modules_of_python` does for such a run.
 """
 import multiprocessing
 import os
@@ -20,12 +20,22 @@ import torch
 from rollpipe.results import experiments
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["torch._dynamo", "gymnasium.envs.classic_control", "rollpipe.agents.learner", "rollpipe.cli.main"])
+SERVER.set_forkserver_preload(["torch._dynamo", "gymnasium.envs.classic_control", "rollpipe.agents.learner", "rollpipe.cli.main",
+                               "onnx",                                      # for most trainings, if it is there; onnxruntime has a thread
+                               "pytest", "worker_cases", "fault_cases"])    # for workers of tests
 
 
-def ensure_running():
-    "Start the server, if there is none. It lives as long as this process."
-    forkserver.ensure_running()
+def ensure_running(start=forkserver.ensure_running):
+    "Start the server, if there is none. It lives as long as this process, and finds the modules beside this one."
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), before]))
+    try: start()
+    finally:
+        if before is None: del os.environ["PYTHONPATH"]
+        else: os.environ["PYTHONPATH"] = before
+
+
+forkserver._forkserver.ensure_running = ensure_running     # whoever starts it
 
 
 def run_program(words, env, folder, is_on_path, streams, in_session, ignored):
@@ -114,12 +124,15 @@ class Forked:
 class ForkedRun(Forked):
     """A run of an experiment, as `subprocess.Popen` starts it there, with one stream for all that it writes. Several threads wait for it.
 
+    Its interpreter would have the search path of this process: one test shows what comes of this, here it is seen of all commands.
+
     An exit code can be read once, and a process that starts reads those of all that have ended: so only one thread at a time may do either.
     """
     lock = threading.Lock()
 
     def __init__(self, command, **_):
-        self.code = None
+        self.code, python = None, experiments.python_words()
+        assert command[:len(python)] == python, command
         with self.lock: super().__init__(command[1:], is_on_path=False, n_streams=1)
         self.stderr.close()
 

@@ -1,14 +1,16 @@
 """Runs notebooks as `nbdev_test` does, each in a process of its own: `python tests/notebooks.py [--jobs 2] [NOTEBOOK...]`.
 
 To import torch takes longer than most notebooks do. So one process imports what is heavy, and forks a child for each notebook. The children
-share nothing. The modules of rollpipe are left to them: each notebook shows that its own imports suffice.
+share nothing. The modules of rollpipe are left to them: each notebook shows that its own imports suffice. The drawings of graphs that a
+cell shows must be those that are stored with it.
 """
-import argparse, faulthandler, gc, os, signal, sys, tempfile, threading, time
+import argparse, faulthandler, gc, os, re, signal, sys, tempfile, threading, time
 from pathlib import Path
 
 sys.path.pop(0)  # notebooks do not see the helpers of the tests
 ROOT = Path(__file__).resolve().parent.parent
 FIRST = ("tutorials",)  # folders of slow notebooks: at the end nothing could run beside them
+DRAWN = re.compile(r"^[ │├┌]*[○→└↑] \w+.*", re.M)  # a line of a drawing
 
 
 def preload():
@@ -18,11 +20,27 @@ def preload():
     assert threading.active_count() == 1, f"a module has started threads: {threading.enumerate()}"
 
 
+def drawings(cell):
+    "The lines of drawings in what a code cell shows."
+    texts = (o.get("text") or o.get("data", {}).get("text/plain", "") for o in cell.outputs)
+    return DRAWN.findall("\n".join("".join(text) for text in texts))
+
+
 def run(path):
     "Run the notebook at `path`, in this process; True if it passed."
+    import nbdev.test
     import numpy as np
     from nbdev.config import get_config
     from nbdev.test import test_nb
+
+    class Compares(nbdev.test.CaptureShell):
+        def cell(self, cell, **options):
+            if cell.cell_type != "code": return
+            stored, cell.outputs = drawings(cell), []
+            super().cell(cell, **options)
+            if not self.exc and (found := drawings(cell)) != stored: self.exc = AssertionError(f"it drew {found}, but stored is {stored}")
+
+    nbdev.test.CaptureShell = Compares
     np.random.seed()  # as in a process that has just begun; `random` does so itself
     config = get_config()
     os.chdir(config.nbs_path)

@@ -156,7 +156,8 @@ def test_what_failed_before_its_first_update_leaves_nothing(tmp_path):
 
 # -- every algorithm ---------------------------------------------------------------------------------------------------
 
-TINY = dict(n_envs=4, n_steps=16, hidden=(8,), critic_hidden=(8,), epochs=2, minibatch=32, warmup=64, batch_size=16)
+TINY = dict(n_envs=4, n_steps=16, hidden=(8,), critic_hidden=(8,), epochs=2, minibatch=32, warmup=64, batch_size=16,
+            samples_per_step=.25)
 
 
 def tiny(algorithm, folder, checkpoint_every=2):

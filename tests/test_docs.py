@@ -1,5 +1,4 @@
-"What the texts show is what the code does: references lead somewhere, and stored drawings are those that the code draws."
-import ast
+"What the texts show is what the code does, and references lead somewhere."
 import contextlib
 import importlib
 import inspect
@@ -10,7 +9,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,54 +20,26 @@ NBS = ROOT/"nbs"
 NOTEBOOKS = sorted(p for p in NBS.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
 PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("docs/howto/*.md")])  # of the site
 TEXTS = [*NOTEBOOKS, *ROOT.glob("*.md"), *ROOT.glob("benchmarks/*.md"), *PAGES]
-DRAWN = re.compile(r"^[ │├┌]*[○→└↑] \w+.*", re.M)  # a line of a drawing
-
-
-def cells(path, kind): return [c for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == kind]
-def source(cell): return "".join(cell["source"])
 
 
 def prose(path):
     "The text of a Markdown file, or of the Markdown cells of a notebook."
-    return "\n".join(map(source, cells(path, "markdown"))) if path.suffix == ".ipynb" else path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".ipynb": return text
+    return "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown")
 
 
-def shown(cell):
-    "What a cell printed, and the text of its value."
-    texts = (o.get("text") or o.get("data", {}).get("text/plain", "") for o in cell["outputs"])
-    return "\n".join("".join(text) for text in texts)
-
-
-def drawings(text): return DRAWN.findall(text)
-
-
-def run(sources, names=None):
-    "What each of the cells shows, run in turn in this process with their global `names`; an assertion or error stops it."
-    names, out = {"__name__": "__main__"} if names is None else names, []
-    for text in sources:
-        tree, value = ast.parse(text), None
-        if tree.body and isinstance(tree.body[-1], ast.Expr): value = ast.Expression(tree.body.pop().value)
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            exec(compile(tree, "<cell>", "exec"), names)
-            result = eval(compile(value, "<cell>", "eval"), names) if value else None
-        out.append(printed.getvalue() + ("" if result is None else repr(result)))
-    return out
+def run(text, names=None):
+    "What the code prints in this process, with its global `names`; an assertion or error stops it."
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(text, "<snippet>", "exec"), {"__name__": "__main__"} if names is None else names)
+    return printed.getvalue()
 
 
 def test_references_to_notebooks_lead_to_one():
     named = {(path.name, name) for path in TEXTS for name in re.findall(r"`(?:nbs/)?((?:\w+/)*\d\d_\w+)(?:\.ipynb)?`", prose(path))}
     missing = {(text, name) for text, name in named if not (NBS/f"{name}.ipynb").is_file() and not (NBS/name).is_dir()}
     assert not missing
-
-
-@pytest.mark.parametrize("path", [p for p in NOTEBOOKS if any(drawings(shown(c)) for c in cells(p, "code"))], ids=lambda p: p.stem)
-def test_stored_drawings_are_what_the_code_draws(path):
-    code = cells(path, "code")
-    last = max(i for i, cell in enumerate(code) if drawings(shown(cell)))
-    stored = [drawings(shown(cell)) for cell in code[:last + 1]]
-    res = run_forked([__file__, path, last], {**os.environ, "ROLLPIPE_SHORT": "1", "MPLBACKEND": "Agg"}, path.parent)
-    assert res.returncode == 0, res.stderr[-2000:]
-    assert json.loads(res.stdout.splitlines()[-1]) == stored
 
 
 README = ROOT/"README.md"
@@ -139,7 +109,7 @@ def test_a_text_of_the_root_is_one_page(name): assert len((ROOT/name).read_text(
 
 def test_the_readme_has_a_drawing_and_leads_to_every_how_to_page():
     text = README.read_text(encoding="utf-8")
-    assert drawings(text)
+    assert re.search(r"^ *○ \w+", text, re.M)     # a drawing
     targets = {target for target in re.findall(r"\]\(([^)#]+)", text) if "://" not in target}
     assert not {target for target in targets if not (ROOT/target).is_file()}
     assert {f"docs/howto/{page.name}" for page in PAGES if page.parent.name == "howto" and page.stem != "index"} <= targets
@@ -150,7 +120,7 @@ def test_the_readme_has_a_drawing_and_leads_to_every_how_to_page():
 def test_the_first_training_of_the_readme_is_solved_with_every_seed(seed):
     blocks = snippets(README)
     first = next(i for i, (language, text) in enumerate(blocks) if language == "python" and "trpo.update" in text)
-    printed, = run([re.sub(r"seed=(\d)", lambda match: f"seed={seed + int(match[1])}", blocks[first][1])])
+    printed = run(re.sub(r"seed=(\d)", lambda match: f"seed={seed + int(match[1])}", blocks[first][1]))
     last, shown = printed.splitlines()[-1], blocks[first + 1][1].strip()
     assert float(re.match(r"return (\S+) \+- ", last)[1]) >= 475     # the threshold of gymnasium's registry
     if seed == 0: assert last == shown
@@ -174,7 +144,7 @@ def test_the_snippets_of_a_page_run_and_print_what_the_page_shows(path, tmp_path
                 continue
             if "onnx" in text: pytest.importorskip("onnxruntime")
             if "minari" in text: pytest.importorskip("h5py")
-            printed, = run([shorter(text)], names)
+            printed = run(shorter(text), names)
         elif language == "sh": commands(text)
         elif language == "text":
             assert printed is not None and printed.strip() == text.strip()
@@ -229,11 +199,6 @@ def test_the_site_is_refused_if_a_link_is_broken_or_something_is_loaded_from_els
     assert not check_links.main(tmp_path)
     (tmp_path/"a.html").write_text(good + bad)
     assert check_links.main(tmp_path) and "a.html: " in capsys.readouterr().out
-
-
-if __name__ == "__main__":
-    found = run([source(c) for c in cells(Path(sys.argv[1]), "code")[:int(sys.argv[2]) + 1]])
-    print("\n" + json.dumps([drawings(text) for text in found]))
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")

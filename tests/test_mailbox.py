@@ -126,7 +126,7 @@ def test_random_edits_repeat_bit_for_bit(workers, tmp_path):
     for seed in range(10**6):
         if made >= N: break
         rng = random.Random(f"{seed} {workers}")
-        n = rng.randrange(8, 40)
+        n = rng.randrange(8, 24)
         plan = plan_of(rng, rng.randrange(1, min(20, N - made) + 1), n)
         config = config_of("pair", steps=64 * n, workers=workers, seed=seed)
         with GlobalRandomStates(): twin = trained(start(tmp_path/f"twin{seed}", config), plan)     # the other one begins from them, too
