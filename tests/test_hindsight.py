@@ -253,6 +253,18 @@ def test_an_answer_that_is_used_again():
     for env in (Each(), All()): assert_same(GoalRules(env)(*goals)[0], wanted)
 
 
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 4, 5])
+def test_a_method_for_one_step_is_known_by_its_answer(n):
+    "Also with as many steps as there are numbers in a goal, where its answer for all of them could be one for each."
+    class One(Silent):
+        def compute_reward(self, achieved_goal, desired_goal, info): return abs(achieved_goal[0] - desired_goal[0]) + 0
+    class All(Silent):
+        def compute_reward(self, achieved_goal, desired_goal, info): return np.linalg.norm(achieved_goal - desired_goal, axis=1)
+    achieved, desired = np.random.default_rng(0).random((2, n, 3))
+    assert_same(GoalRules(One())(achieved, desired)[0], abs(achieved - desired)[:, 0])
+    assert_same(GoalRules(All())(achieved, desired)[0], np.linalg.norm(achieved - desired, axis=1))
+
+
 # --- mistakes
 
 class Moody(PointReach):

@@ -192,6 +192,16 @@ def test_what_environments_use_again_is_recorded_as_it_was(engine, paid, keys):
         assert f.env.keys() == {"n", "place", "parts"} if keys is None else {"n"}
 
 
+def test_numbers_that_a_network_computed():
+    "They are recorded without their graph."
+    class Graphed(Counting):
+        def step(self, action):
+            obs, reward, *rest, info = super().step(action)
+            return obs, torch.tensor(reward, requires_grad=True) * 2, *rest, {"n": torch.tensor(1., requires_grad=True) * self.count}
+    f = next(iter(FragmentCollector(EnvStepper(Graphed, Plain(), seed=0), 5)))
+    assert f.env["n"][:, 0].tolist() == [1, 2, 3, 1, 2] and (f.state.rew[1:] % 100 > 2 * f.env["n"] - .1).all()
+
+
 def test_an_info_that_is_not_recorded_may_be_anything():
     "It is not copied, and nothing is read in it."
     endless = {}

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Dict, Discrete
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from itertools import islice
@@ -152,6 +153,15 @@ def test_what_environments_use_again_is_recorded_as_it_was():
     found = fragments(False)
     assert_same(found, fragments(True))
     assert all(torch.equal(f.env["n"], f.state.stepno[:-1] + 1) for f in found)
+
+
+@pytest.mark.parametrize("keys", [None, ["episode", "count"]])
+def test_infos_of_wrappers_belong_to_their_agents(keys):
+    def make(): return RecordEpisodeStatistics(Agents(lambda: Alone(Counting()), 2))
+    for f in collect(make, Plain(), 20, 2, info_keys=keys):
+        ended = f.state.fin[1:]
+        assert torch.equal(f.env["_episode"], ended) and torch.equal(f.env["count"], f.state.stepno[:-1] + 1)
+        assert torch.equal(f.env["episode"]["l"][ended], f.env["count"][ended])
 
 
 @pytest.mark.parametrize("copies", [1, 2])

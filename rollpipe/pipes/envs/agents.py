@@ -88,7 +88,8 @@ def _part(answer, leaf, agent):
 class Agents(gym.vector.VectorEnv):
     """The agents of parallel environments (PettingZoo) as one vector environment `[copies * n_agents]`, all agents of the first copy first.
 
-    Copies are reset when none of their agents is left. Each copy gets a seed of its own at the first reset. Raises `EnvError`, which names
+    Copies are reset when none of their agents is left. Each copy gets a seed of its own at the first reset. A wrapper that counts steps,
+    such as `RecordEpisodeStatistics`, also counts those in which an agent rests. Raises `EnvError`, which names
     the agent and the part of the answer that is wrong: a turn-based environment, agents with different spaces, a living agent without
     observation, or one that is gone although its episode did not end.
 

@@ -76,7 +76,7 @@ def own(x: Any) -> Any:
 
 
 def _own(x):
-    def copied(x): return x.copy() if isinstance(x, np.ndarray) else x.clone() if isinstance(x, torch.Tensor) else x
+    def copied(x): return x.copy() if isinstance(x, np.ndarray) else x.detach().clone() if isinstance(x, torch.Tensor) else x
     try: return nested.map(copied, x)
     except Exception: return x     # what cannot be read is an error only if it is to be recorded
 

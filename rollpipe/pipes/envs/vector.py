@@ -18,7 +18,7 @@ from .batch import Batch, played
 from .rows import Row, Rows
 from .checked_vector import CheckedVector, close_vector
 from .factories import Claim, EnvFactory, env_seeds, is_vector, spaces_of
-from .infos import SingleInfos, VectorInfos
+from .infos import FINAL, SingleInfos, VectorInfos, column_of, is_mask, reporters
 from .single import EnvBatch
 
 # %% ../../../nbs/pipes/10_envs/10_vector.ipynb #72759db7
@@ -80,7 +80,8 @@ class VectorBatch(Batch):
                 if np.count_nonzero(self._resetting): valid, over = self._without_resets(step, ends)
                 self._resetting = ends if self.agents is None else self.agents.resting
             ended = over.nonzero()[0].tolist()
-            info = self._infos.record(infos, ends, valid) if self.agents is None else self._infos.record(infos['agents'], valid)
+            if self.agents is None: info = self._infos.record(infos, ends, valid)
+            else: info = self._infos.record(self._by_agent(infos, valid), valid)
             if ended: final = self._final(step, ends, infos)     # after the infos, because it may reset
             if ended and self._infos.awaited: self._infos.say_awaited()
         np.add(rows.rows[t].stepno, 1, out=step.stepno)
@@ -88,6 +89,15 @@ class VectorBatch(Batch):
         if ended: step.stepno[over] = 0     # indexing with a mask is faster than with a list
         if final: self._check_final(final)
         return final, ended, info, valid
+
+    def _by_agent(self, infos, valid):
+        "The infos of the agents, each with its part of those that wrappers have added, such as the statistics of an episode."
+        found = [*infos['agents']]
+        for key, value in infos.items():
+            if key in ('agents', *FINAL) or is_mask(key, infos): continue
+            column = column_of(f"info[{key!r}]", value, said := reporters(infos, key, valid))
+            for b in said.nonzero()[0].tolist(): found[b] = {**found[b], key: value if column is None else nested.getitem(column, b)}
+        return found
 
     def get_state(self) -> dict:
         "See `Batch`."
@@ -147,7 +157,7 @@ def env_batch(factories: list, seed: np.random.SeedSequence, *, sticky: int | No
     batch = VectorBatch(first, seed, name=factory.name, **options)
     problem = None
     if any(f is not factory for f in factories): problem = "several sources, and vector environments among them", "one source"
-    elif len(factories) not in (1, len(batch)): problem = f"n_envs={len(factories)}", f"n_envs=None or {len(batch)}, as in the vector"
+    elif len(factories) not in (1, len(batch)): problem = f"n_envs={len(factories)}", f"n_envs={len(batch)}, as in the vector"
     elif sticky: problem = "the environments of a vector cannot rest", "sticky=None, or single environments"
     elif episode_seeds: problem = "a vector resets its environments itself", "episode_seeds=False, or single environments"
     if problem is None: return batch
