@@ -207,6 +207,14 @@ def test_numbers_whose_squares_overflow_are_refused_by_name(cls, what):
     assert agent.update(batch)['lag'] == 0
 
 
+def test_observations_that_are_infinite_as_float16_are_refused():
+    actor, critic = networks('Pendulum-v1')
+    agent, batch = make(PPO, actor, critic), next(batches(PPO, 'Pendulum-v1', actor, critic))
+    def half(batch): return batch._replace(state=batch.state._replace(obs=batch.state.obs.half()))     # as `ObservationCast` does
+    with pytest.raises(DataError, match='leaf obs.*non-finite value'): agent.update(half(with_value(batch, 'obs', 1e5)))
+    agent.update(half(with_value(batch, 'obs', 6e4)))
+
+
 @pytest.mark.parametrize('scale', [1e5, 1e10, 1e15, 1e18])
 @pytest.mark.parametrize('cls', ALL)
 def test_what_a_learner_keeps_stays_finite_whatever_the_rewards(cls, scale):

@@ -644,6 +644,17 @@ def test_an_actor_without_numbers():
             failure(ActorError, pipe, "EnvStepper, lane 0", f"info['{leaf}", "NaN at [0, 0]")
 
 
+def test_an_observation_that_is_infinite_for_the_actor():
+    space = Box(-inf, inf, (2,), np.float64)
+    class Far(gym.Env):
+        observation_space, action_space = space, Discrete(2)
+        def reset(self, *, seed=None, options=None): return np.array([1e39, 0]), {}
+        def step(self, action): return np.zeros(2), 0., False, False, {}
+    pipe = replayed(Far, QPolicy.for_env(Far), n_envs=1, n_steps=4)
+    error = failure(ActorError, pipe, "EnvStepper, lane 0", "info['q']", "NaN at [0, 0]")
+    assert "observation that float32 cannot hold" in str(error)
+
+
 def test_an_action_with_a_gradient():
     class Fixed(Constant):
         def __init__(self):

@@ -537,6 +537,16 @@ def test_a_graph_that_answers_differently_is_refused(monkeypatch):
     with pytest.raises(ActorError, match=r"leaf info\['dist'\]: Slow.step answers differently in ONNX Runtime"): next(streams(actor)[1])
 
 
+def test_small_numbers_beside_large_ones_may_differ_by_the_rounding_of_these():
+    "Values of some thousand, as after a training, have a rounding of 1e-4; infinite ones stand for forbidden actions."
+    q, other = torch.tensor([[3000., -math.inf, .01], [math.nan, -2000., 4.]]), torch.tensor([[0., 0., 2e-3], [0., 0., 0.]])
+    def check(came, wanted=q): compiled.check_answers("Some", (came.numpy(), (), ()), (wanted, (), ()))
+    check(q + other)
+    for came in (q + 30 * other, q[:, :2], torch.where(q == -math.inf, -3e38, q), q.double(), q.nan_to_num(nan=4.)):
+        with pytest.raises(ActorError, match="Some.step answers differently"): check(came)
+    with pytest.raises(ActorError, match="differently"): check(torch.tensor([900_000, 1]), torch.tensor([900_000, 2]))
+
+
 def test_an_engine_that_is_unknown_or_not_installed(monkeypatch, caplog):
     actor = MLPPolicy.for_env("CartPole-v1")
     with pytest.raises(DataError, match=r"EnvStepper, leaf engine: unknown engine. Expected 'torch' or 'onnxruntime' or 'auto', got 'jit'"):

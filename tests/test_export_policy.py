@@ -130,6 +130,8 @@ class NoSpaces(Actor):
     (lambda: ACTORS["mlp"](Odd).predict({}), DataError, "obs has the wrong structure"),
     (lambda: QPolicy.for_env("Taxi-v4").predict(500), DataError, "leaf obs: this observation has no action.*got 500"),
     (lambda: ACTORS["mlp"]("CartPole-v1").predict(np.full(4, np.nan)), DataError, "leaf obs: this observation has no action"),
+    (lambda: ACTORS["mlp"]((Box(-np.inf, np.inf, (2,), N), Discrete(3))).predict(np.array([[0, 0], [0, 1e39]])), DataError,
+     r"leaf obs: this observation has no action.*which float32 can hold, got \[ 0. inf\]"),
     (lambda: ACTORS["mlp"]("CartPole-v1").predict(np.zeros(4), episode_start=[True, False]), DataError, "episode_start"),
 ])
 def test_what_cannot_be_right_is_refused(call, error, text):

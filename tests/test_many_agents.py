@@ -2,10 +2,11 @@
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box, Dict, Discrete
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from functools import partial
 from itertools import islice
 from reference import assert_same
 from toys import Counting, Lively, Memory, Plain, Thrifty
@@ -18,6 +19,7 @@ from rollpipe.pipes.envs.agents import Agents
 from rollpipe.pipes.envs.keeping import keeper_for
 from rollpipe.pipes.graph.torchdata import DataLoader2
 from rollpipe.runs import resumed, saved
+from rollpipe.runs.export import FORMATS, export_policy
 
 KINDS = "term", "trunc", "both"
 
@@ -351,6 +353,37 @@ def test_groups_are_checked():
     with pytest.raises(DataError, match="leaf of: each agent needs a group. Expected 3 names"): ActorByGroup(actors, ["one", "many"])
     actor = ActorByGroup(actors, ["one", "many", "many"])
     with pytest.raises(RuntimeError, match="whose they are.*ids=True"): collect(lambda: Agents(Play), actor)
+
+
+class Forbidding(Play):
+    "Its mask allows the action 3, and at the step `stuck` none."
+    space, stuck = Dict(see=Play.space, action_mask=MultiBinary(5)), None
+    def look(self, agent): return dict(see=super().look(agent), action_mask=np.eye(5, dtype=np.int8)[3] * (self.n != self.stuck))
+
+
+class Stuck(Forbidding): stuck = 2
+
+
+def test_a_mask_that_allows_nothing_is_an_error_for_groups_too():
+    good, bad = (partial(Agents, cls, ids=True) for cls in (Forbidding, Stuck))
+    masked = MLPPolicy.for_env(good, hidden=(8,), action_mask="action_mask")
+    members = dict(one=masked, many=RandomActor.for_env(good, action_mask="action_mask"))
+    actor = ActorByGroup(members, ["one", "many"])
+    for batch in collect(good, actor, 8): assert (batch.state.act[1:][batch.valid] == 3).all()
+    with pytest.raises(EnvError, match=r"agent_0.*leaf obs\['action_mask'\]: the mask allows no action"): collect(bad, actor, 8)
+    obs = dict(see=np.zeros((2, 4), np.float32), action_mask=np.eye(5, dtype=np.int8)[[3, 1]], agent=np.arange(2))
+    assert actor.predict(obs)[0].tolist() == [3, 1]
+    obs["action_mask"][1] = 0
+    with pytest.raises(DataError, match="environment 1, .*the mask allows no action"): actor.predict(obs)
+    members["many"] = MLPPolicy.for_env(good, hidden=(8,))
+    with pytest.raises(DataError, match="leaf members: the masks of the members differ.*got {'one': ActionMask.*'many': None}"):
+        ActorByGroup(members, ["one", "many"])
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_groups_are_exported_with_their_memories(to, tmp_path):
+    if to == "onnx": pytest.importorskip("onnxruntime"), pytest.importorskip("onnxscript")
+    assert export_policy(groups(RecurrentPolicy)[2], tmp_path/"policy", to)     # compared with `predict` for three steps
 
 
 def test_workers_collect_the_same():

@@ -313,6 +313,8 @@ def test_what_cannot_be_right_is_refused():
     for bad in (math.nan, math.inf):
         with pytest.raises(DataError, match=r"RND.*obs after step \[1, 0\].*non-finite observation"):
             RND(walks(), line).with_novelty(fragment_of([0., 1., bad, 2.]))
+    with pytest.raises(DataError, match=r"obs after step \[1, 0\]: too large an observation. Expected at most 1.8e\+19, .*got tensor\(\[1"):
+        RND(walks(), line).with_novelty(fragment_of([0., 1., 1e20, 2.]))     # as the learners say it
     with pytest.raises(DataError, match="Expected a dict"): RND(walks(), line).with_novelty(fragment_of([0., 1., 2.])._replace(env=()))
     for options, culprit in ((dict(network=actor), "network"), (dict(weight=-1), "weight"), (dict(env_weight=math.nan), "env_weight"),
                              (dict(fraction=0), "fraction"), (dict(lr=0), "lr"), (dict(epochs=0), "epochs"), (dict(gamma=2), "gamma")):

@@ -26,7 +26,7 @@ from ..layers.running_norm import PolicyAverage
 from ..pipes.graph.modules import bump_version, version_of
 
 # %% ../../nbs/agents/08_learner.ipynb #a8950165
-LARGEST = torch.finfo(torch.float32).max ** 0.5     # the square of a larger number is infinite
+LARGEST = torch.finfo(torch.float32).max ** 0.5     # the square of a larger number is infinite; as float16 it is infinite itself
 
 
 def check_batch(batch: Fragment, needs: tuple[str, ...], name: str) -> None:
@@ -52,8 +52,8 @@ def check_batch(batch: Fragment, needs: tuple[str, ...], name: str) -> None:
             'rew': batch.state.rew[1:], 'adv': batch.adv, 'ret': batch.ret, "actor['logp']": None if logp is None else logp[:-1]}
     for what, tree in rows.items():
         for k, leaf in enumerate(nested.leaves(tree)):
-            if not leaf.is_floating_point() or not leaf.numel() or leaf.abs().amax() <= LARGEST: continue
-            wrong = ~(leaf.abs() <= LARGEST) & batch.valid.reshape(*batch.valid.shape, *[1] * (leaf.ndim - 2))
+            if not leaf.is_floating_point() or not leaf.numel() or leaf.abs().amax() < LARGEST: continue
+            wrong = ~(leaf.abs() < LARGEST) & batch.valid.reshape(*batch.valid.shape, *[1] * (leaf.ndim - 2))
             if not wrong.any(): continue
             t, b, *rest = wrong.nonzero()[0].tolist()
             got, lane = leaf[(t, b, *rest)].item(), None if batch.lane is None else int(batch.lane[b])

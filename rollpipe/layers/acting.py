@@ -37,14 +37,16 @@ class ActingState(NamedTuple):
 
 
 def _as_batch(obs, space):
-    "`obs` in arrays `[n, ...]` with the shapes and dtypes of `space`, and whether it was the observation of a single environment."
+    "`obs` as an actor sees it, arrays `[n, ...]`, and whether it was the observation of a single environment."
     like = space_spec(space, 'obs')
     shapes = [np.shape(x) for x in nested.leaves(in_containers(obs, like, as_like))]
     single = not shapes or len(shapes[0]) != nested.leaves(like)[0].ndim + 1
     obs = nested.map(lambda x: x[None], read_obs(obs, like)) if single else read_obs(obs, nested.alloc(like, shapes[0][0]), batch=True)
+    obs = nested.numpify(nested.as_seen(nested.torchify(obs)))     # float64 may become infinite
     found = FiniteCheck(obs, 'obs').find(nested.leaves(obs)) or RangeCheck(space, 'obs').find(nested.leaves(obs))
     if found is not None:
-        raise DataError("this observation has no action", leaf=found[1], expected=f"finite numbers of {space}", got=str(found[2]))
+        raise DataError("this observation has no action", leaf=found[1], expected=f"finite numbers of {space}, which float32 can hold",
+                        got=str(found[2]))
     return obs, single
 
 
@@ -133,7 +135,7 @@ class Predicts:
             raise ActorError(f"{type(self).__name__} looks at the reward of the last step", leaf='reward', expected=f"[{n}]")
         rew = _as_rewards(0. if reward is None else reward, n)
         hx = self.reset(state.hx, start[0]) if nested.leaves(state.hx) else state.hx
-        seen = (state.stepno + 1).masked_fill(start, 0), nested.as_seen(nested.torchify(obs, 1)), state.act, rew, start
+        seen = (state.stepno + 1).masked_fill(start, 0), nested.torchify(obs, 1), state.act, rew, start
         return self.to_own_device(seen), hx
 
     def to_own_device(self, x: Any) -> Any:

@@ -97,6 +97,8 @@ class Actor(Predicts, torch.nn.Module):
         `at` is an int, a list of ints, a slice, or a bool mask `[B]`. `()` and `None` are returned unchanged.
         """
         def zeroed(x):
+            if isinstance(at, Tensor) and at.dtype == torch.bool:     # ONNX knows no assignment to a mask
+                return x.masked_fill(at.to(x.device).reshape(x.shape[1], *[1] * (x.ndim - 2)), 0)
             x = x.clone()
             x[:, at] = 0
             return x

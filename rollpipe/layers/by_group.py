@@ -71,7 +71,8 @@ class CriticByGroup(_Groups):
 class ActorByGroup(_Groups, Actor):
     """An actor for each group of agents. An actor with `draw_noise` gets noise of its own.
 
-    Raises `DataError` if the groups do not fit, or if the observations lack the number of the agent.
+    Raises `DataError` if the groups do not fit, if the members do not have the same `action_mask`, or if the observations lack the
+    number of the agent.
 
     Args:
         members: name of the group -> actor
@@ -82,6 +83,10 @@ class ActorByGroup(_Groups, Actor):
         first = next(iter(members.values()))
         self.uses_past = any(getattr(actor, 'uses_past', True) for actor in members.values())
         self.observation_space, self.action_space = first.observation_space, first.action_space
+        masks = {name: getattr(actor, 'action_mask', None) for name, actor in members.items()}
+        self.action_mask, *others = masks.values()
+        if any(mask != self.action_mask for mask in others):
+            raise DataError("the masks of the members differ", leaf='members', expected="one `action_mask` for all", got=describe(masks))
         known = getattr(self.observation_space, 'spaces', {}).get(AGENT)
         if known is not None and known.n != len(of):
             raise DataError("each agent needs a group", leaf='of', expected=f"{known.n} names", got=describe([*of]))

@@ -58,7 +58,7 @@ class RunningNorm(nn.Module):
     first update.
 
     Maps `[*lead, *shape]` float32 to the same shape. `count` is float64 `[]`; `mean`, `var` and the buffers derived from
-    them are float32.
+    them are float32. So a mean that is some thousand deviations away from 0 stops following the samples when `count` is large.
 
     Args:
         shape: shape of one sample

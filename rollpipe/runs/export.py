@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..pipes.data.files import write_atomically
-from ..layers.actor import Actor
 from ..pipes.data import nested
 from ..pipes.engines.onnx_graph import hushed
 from ..pipes.envs.actions import in_containers
@@ -93,7 +92,7 @@ class PolicyFunction(torch.nn.Module):
         given: dict = {part: spec.unflatten([next(left) for _ in leaves]) for part, (leaves, spec) in self.parts.items()}
         start = given.get('start', torch.ones(n, dtype=torch.bool))
         act = given.get('last_act', nested.map(lambda x: torch.zeros(n, *x.shape, dtype=x.dtype), self.no_act))
-        hx = self._begun(given['hx'], start) if 'hx' in given else None
+        hx = actor.reset(given['hx'], start) if 'hx' in given else None
         seen = nested.as_seen(given['obs']), act, given.get('last_rew', torch.zeros(n)), start
         noise = {'noise': None} if hasattr(actor, 'draw_noise') else {}
         stepno = torch.zeros(1, n, dtype=torch.int64)
@@ -101,11 +100,6 @@ class PolicyFunction(torch.nn.Module):
         bounded = _bounded(actor.action_space, nested.map(lambda x: x[0], act))
         seen_next = nested.leaves(nested.map(lambda x: x[0].clone(), act)) if actor.uses_past else ()
         return (*nested.leaves(bounded), *seen_next, *nested.leaves(hx))     # the order of the inputs
-
-    def _begun(self, hx, start):
-        if type(self.actor).reset is not Actor.reset: return self.actor.reset(hx, start)
-        # `Actor.reset` assigns to a mask, which ONNX does not know.
-        return nested.map(lambda h: h.masked_fill(start.reshape(1, -1, *(1,) * (h.ndim - 2)), 0), hx)
 
 # %% ../../nbs/runs/12_export.ipynb #43e7b88f
 def _dynamic(policy):

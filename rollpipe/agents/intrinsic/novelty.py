@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..critics import valid_rows
+from ..learner import LARGEST
 from .distillation import Distillation
 from ...layers.running_norm import RunningNorm
 from ...pipes.data import nested
@@ -29,7 +30,7 @@ __all__ = ['finite_observations', 'Novelty']
 def finite_observations(fragment: Fragment) -> Any:
     """The observations that the valid steps led to, float64 as float32.
 
-    Raises `DataError` if a last observation is missing, or if an observation is not finite.
+    Raises `DataError` if a last observation is missing, or if an observation or its square is not finite.
 
     Args:
         fragment: [T, B]; has a row of `final` for each end of an episode
@@ -44,10 +45,12 @@ def finite_observations(fragment: Fragment) -> Any:
                         expected="`terminal_obs=True`, of the recipe or the `EnvStepper`")
     rows = valid_rows(nested.as_seen(observations_reached(fragment)), fragment.valid, 2)
     for x, path in zip(nested.leaves(rows), nested.paths(rows, 'obs')):
-        if not x.is_floating_point() or x.isfinite().all(): continue
-        n, *_ = (~x.isfinite()).nonzero()[0].tolist()
+        if not x.is_floating_point() or (fits := x.abs() < LARGEST).all(): continue
+        n, *_ = (~fits).nonzero()[0].tolist()
         t, b = fragment.valid.nonzero()[n].tolist()
-        raise DataError("non-finite observation", env=b, leaf=f"{path} after step [{t}, {b}]", expected="finite numbers", got=str(x[n]))
+        problem, expected = ("too large an", f"at most {LARGEST:.1e}, whose square is finite") if x[n].isfinite().all() else (
+                             "non-finite", "finite numbers")
+        raise DataError(f"{problem} observation", env=b, leaf=f"{path} after step [{t}, {b}]", expected=expected, got=str(x[n]))
     return rows
 
 # %% ../../../nbs/agents/25_intrinsic/01_novelty.ipynb #afadcff3

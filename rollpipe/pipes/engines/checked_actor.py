@@ -33,7 +33,8 @@ def check_numbers(info: Any, answers: AnswerCheck) -> None:
         if not x.isnan().any(): continue
         t, b = x.isnan().nonzero()[0, :2].tolist()
         raise ActorError(f"{answers.name} reported what is not a number", leaf=nested.paths(info, 'info')[k], **answers.where,
-                         expected="numbers; an actor whose weights are NaN has none", got=f"NaN at [{t}, {b}]")
+                         got=f"NaN at [{t}, {b}]",
+                         expected="numbers; weights that are NaN have none, nor has an observation that float32 cannot hold")
 
 # %% ../../../nbs/pipes/11_engines/08_checked_actor.ipynb #edcfa0ba
 class CheckedActor:
