@@ -16,7 +16,7 @@ from rollpipe.results.ablation import ablate
 from rollpipe.results.experiments import python_words, run_all
 from rollpipe.results.pairs import course
 from rollpipe.runs.folder import load_run
-from rollpipe.runs.repeat import records_of
+from rollpipe.runs.logs import records_of
 from rollpipe.settings.options import typed
 
 

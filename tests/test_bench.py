@@ -18,13 +18,14 @@ from gymnasium.wrappers import TimeLimit
 from rollpipe.settings.algorithms import ALGORITHMS
 from rollpipe.runs.commands import find_run
 from rollpipe.settings.config import make_config
-from rollpipe.runs.logs import read_evaluations, read_metrics, write_evaluations
+from rollpipe.runs.logs import read_evaluations, read_metrics, read_records, write_evaluations
 from rollpipe.runs.locks import lock, unlock
 from rollpipe.layers import Critic, GaussianPolicy
 from rollpipe.pipes import on_policy
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.results.bench import BENCH
 from rollpipe.runs.folder import load_run, resume, start
+from rollpipe.runs.fork import fork
 from rollpipe.runs.training import train
 
 pytestmark = pytest.mark.usefixtures("packages")
@@ -141,6 +142,16 @@ def test_a_run_that_is_trained_further_has_its_last_evaluations_at_its_end(tmp_p
     learn(resume(run.folder, 700))
     assert points(run.folder) == [*WHOLE[:4], ("last", 704), ("best", 704)]
     assert rollpipe("plot", run.folder, "--y", "eval_return_mean", "--out", tmp_path/"x.svg") == 0
+
+
+def test_the_last_evaluation_is_recorded_once_if_the_run_goes_on(tmp_path, whole):
+    "At the end of a run it has a record of its own. A fork of the end has this record, too."
+    learn(run := start(tmp_path/"run", small(steps=256)))
+    learn(resume(fork(run.folder, tmp_path/"fork", steps=640)))
+    learn(resume(run.folder, 640))
+    for folder in (run.folder, tmp_path/"fork"):
+        found = [[r["eval_return_mean"] for r in read_records(x) if "eval_return_mean" in r] for x in (whole.folder, folder)]
+        assert found[0] == found[1] and len(found[0]) == 4 and len(read_records(folder)) == len(read_records(whole.folder)) + 1
 
 
 @pytest.mark.parametrize("text", ["200steps", "200 steps", "0_200 Steps"])

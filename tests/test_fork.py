@@ -212,6 +212,35 @@ def test_an_old_end_does_not_end_a_run_that_was_extended(tmp_path):
     assert load_run(run.folder).counters["steps"] == 480
 
 
+def test_what_a_resume_changes_is_not_lost_by_a_kill_before_the_next_checkpoint(tmp_path):
+    run = trained(tmp_path/"run", steps=320, keep=9)
+    before = load_run(run.folder)
+    unlock(resume(run.folder, steps=640, workers=1).folder)
+    for found in (load_run(run.folder), resume(run.folder)):
+        assert (found.config["steps"], found.config["workers"], found.counters) == (640, 1, before.counters)
+    found = load_run(run.folder)
+    assert first_difference([found.agent_state, found.stream], [before.agent_state, before.stream]) is None
+    unlock(run.folder)
+    old = run.folder/"checkpoints"/"checkpoint-000000320.safetensors"
+    unlock(resume(old, steps=480).folder)
+    assert load_run(run.folder).config["steps"] == 480
+    assert gone_on(run.folder).counters["steps"] == 480
+
+
+def test_updates_without_a_step_are_recorded_once(tmp_path):
+    "They have the number of steps of the checkpoint before them. Vectors reset in a step that is no transition."
+    options = dict(n_envs=1, n_steps=1, vector="vector_entry_point", warmup=8, capacity=64, batch_size=8, hidden=(8,))
+    def config(steps): return make_config("dqn", "CartPole-v1", options, steps=steps, checkpoint_every=1, keep=99)
+    parent = start(tmp_path/"run", config(60))
+    train(parent, progress=False, tensorboard=False)
+    records = read_records(parent.folder)
+    at = next(int(x["updates"]) for x, y in zip(records, records[1:]) if x["steps"] == y["steps"])
+    out = fork(parent.folder, tmp_path/"fork", at)
+    assert [r["updates"] for r in read_records(out)] == [*range(1, at + 1)]
+    gone_on(out)
+    check_same(parent.folder, out)
+
+
 # -- edits -------------------------------------------------------------------------------------------------------------
 
 

@@ -54,6 +54,9 @@ def test_records_after_the_checkpoint_are_dropped(tmp_path):
     write(tmp_path, *(dict(steps=s) for s in (10, 20, 30)))
     write(tmp_path, dict(steps=25), after=20)
     assert read_metrics(tmp_path)["steps"].tolist() == [10, 20, 25]
+    write(tmp_path, *(dict(steps=25, updates=n) for n in (3, 4, 5)))      # updates without a fresh step
+    write(tmp_path, dict(steps=25, updates=4), updates=3)
+    assert read_metrics(tmp_path)["updates"].tolist()[3:] == [3, 4]
 
 
 def test_columns_of_an_older_version_are_brought_up_to_date(tmp_path):

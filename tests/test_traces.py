@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 
 import rollpipe
 from rollpipe.agents import PPO
+from rollpipe.cli.main import main
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes import Lanes, Pipe, ProcessReading, Tap, on_policy
 from rollpipe.pipes.data.errors import DataError, EnvError
@@ -525,6 +527,22 @@ def test_an_exact_run_that_is_stopped_within_a_batch_keeps_its_checkpoint(whole,
     assert (found.stream is not None, found.counters["updates"]) == ((True, 2) if exact else (False, 3))
     train(resume(run.folder), progress=False, tensorboard=False)
     assert (diff(whole, run.folder).parting is None) == exact
+
+
+def test_an_exact_run_is_not_resumed_from_its_best_checkpoint(tmp_path, caplog):
+    "It has no state of the stream. What the message names goes on from there."
+    folders = [tmp_path/"exact", tmp_path/"other"]
+    for x in folders: trained(x, steps=1600, exact=x == folders[0], eval_every="1536 steps", eval_episodes=1, final_episodes=1)
+    before = (folders[0]/"checkpoint.safetensors").read_bytes()
+    with pytest.raises(DataError, match="exact: .* cannot go on exactly.* `rollpipe fork .*best.* got the best checkpoint has no") as e:
+        resume(folders[0]/"best.safetensors", steps=3000)
+    words = shlex.split(re.search("`rollpipe (.* --out) OUT`", str(e.value))[1])
+    assert (folders[0]/"checkpoint.safetensors").read_bytes() == before
+    assert main([*words, str(tmp_path/"out"), "--steps", "3000"]) == 0
+    train(resume(tmp_path/"out"), progress=False, tensorboard=False)
+    assert load_run(tmp_path/"out").stream and diff(folders[0], tmp_path/"out").is_equal
+    resume(folders[1]/"best.safetensors", steps=3000)
+    assert caplog.messages[-1] == "The run begins new episodes: the best checkpoint has no state of the stream"
 
 
 def test_a_run_without_a_journal_begins_one(whole, tmp_path):

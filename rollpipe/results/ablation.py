@@ -24,7 +24,8 @@ from ..runs.commands import Interrupted
 from ..runs.folder import files_of_run, folder_of, load_run, needed_modules
 from ..runs.fork import fork
 from ..runs.locks import lock, unlock
-from ..runs.repeat import checkpoint_at, records_of
+from ..runs.logs import records_of
+from ..runs.repeat import checkpoint_at
 from ..settings.checks import ENDLESS, with_steps
 from ..settings.options import import_words, parse_value, typed
 from ..settings.overview import Parser

@@ -20,7 +20,7 @@ from ..agents.evaluate import Evaluation, policy_of
 from ..agents.parallel_evaluation import Evaluated, ParallelEvaluation, evaluated
 from ..agents.schedules import Every
 from ..settings.config import device_of
-from .logs import KINDS, read_evaluations, write_evaluations
+from .logs import KINDS, read_evaluations, records_of, write_evaluations
 from ..pipes.data.errors import CheckpointError
 from ..pipes.graph.modules import version_of
 from .folder import Run, agent_of, load_run
@@ -134,8 +134,11 @@ class StepEvaluations(Evaluations):
         steps = run.counters["steps"]
         self.records = [r for r in read_evaluations(run.folder) if r["steps"] <= steps and (r["kind"] == "training" or r["steps"] == steps)]
         self.last = dict(steps=max((r["steps"] for r in self.records if r["kind"] == "training"), default=-1))
-        # The next record tells of an evaluation at this step. If the run was resumed here, that record is not written yet.
-        self.news = [_of_record(r, version_of(run.agent.actor)) for r in self.records if r["kind"] == "training" and r["steps"] == steps]
+        # The next record tells of an evaluation at this step, so it is not written yet. At the end of a run, a second record of the
+        # last update has told it.
+        is_told = sum(r.get("updates") == run.counters["updates"] for r in records_of(run.folder)) > 1
+        now = [r for r in self.records if r["kind"] == "training" and r["steps"] == steps]
+        self.news = [] if is_told else [_of_record(r, version_of(run.agent.actor)) for r in now]
 
     def waits(self) -> bool: return self.every.is_due(self.last, self.run.counters)
 

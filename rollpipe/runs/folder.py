@@ -210,8 +210,7 @@ def load_run(path: str | Path, best: bool = False) -> Checkpoint:
         raise CheckpointError(f"{path}: the algorithm {str(name)[:80]!r} is not known here", expected=f"{', '.join(ALGORITHMS)}, or {hint}")
     try: _check_stored(found := found._replace(config=_of_today(found.config)))
     except DataError as e: raise CheckpointError(f"{path}: not a configuration that was saved ({e})") from None
-    missing = [module for module in needed_modules(found.config) if module not in sys.modules]
-    if missing:
+    if missing := [module for module in needed_modules(found.config) if module not in sys.modules]:
         raise CheckpointError(f"{path}: its environment needs the module {missing[0]!r}, which a file alone cannot make us import",
                               expected=" ".join(f"--import {module}" for module in missing))
     return found
@@ -302,7 +301,8 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
         check_decay(config["steps"], found.config["options"])
         if due := edits_due(folder, found.config): config["due"] = due
         run = rebuilt(folder, found, config, counters)
-        if path.is_file(): files.write_atomically(folder/"checkpoint.safetensors", path.read_bytes())     # a kill from here on keeps it
+        if path.is_file() or config != found.config:      # or else a kill before the next checkpoint would lose it
+            files.write_atomically(folder/"checkpoint.safetensors", found._replace(config=config).data())
         files.write_json(folder/"config.json", config)
         _remove(path for steps, path in kept_checkpoints(folder/"checkpoints").items() if steps > counters["steps"])
         return run

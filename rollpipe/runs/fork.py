@@ -27,8 +27,8 @@ from ..settings.options import import_words, typed
 from .changes import changed_run, options_in, with_edit
 from .folder import FORKED, files_of_run, folder_of, load_run, needed_modules, resume
 from .locks import lock, locked, unlock
-from .logs import MetricWriter, read_evaluations, write_evaluations
-from .repeat import checkpoint_at, edits_after, kept_of, records_of, repeated, steps_after, stored
+from .logs import MetricWriter, read_evaluations, records_of, write_evaluations
+from .repeat import checkpoint_at, edits_after, kept_of, repeated, steps_after, stored
 from ..traces.differences import FINGERPRINTS, JOURNAL, diff, read_fingerprints
 from ..traces.journal import cut
 
@@ -115,7 +115,7 @@ def _copy_past(folder: Path, home: Path, found: Checkpoint) -> None:
     for name in ("metrics.jsonl", JOURNAL)[:1 if (home/JOURNAL).exists() else 2]: write_atomically(home/name, (folder/name).read_bytes())
     cut(home/JOURNAL, at)
     write_json(home/FINGERPRINTS, {n: x.leaves for n, x in read_fingerprints(folder).items() if n < at}, indent=1)
-    MetricWriter(home, tensorboard=False, after=steps, wandb=False).close()
+    MetricWriter(home, tensorboard=False, wandb=False, updates=at).close()
     evaluations = [r for r in read_evaluations(folder) if r["steps"] < steps or r["steps"] == steps and r["kind"] == "training"]
     if evaluations: write_evaluations(home, evaluations)
     if (best := folder/"best.safetensors").exists():

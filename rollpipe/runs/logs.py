@@ -22,8 +22,8 @@ from ..settings.checks import is_over
 from .sinks import TensorBoard, WandB
 
 # %% auto #0
-__all__ = ['KINDS', 'EVALUATIONS', 'EVALUATIONS_FORMAT', 'read_records', 'read_metrics', 'MetricWriter', 'read_evaluations',
-           'write_evaluations', 'is_evaluated', 'is_complete']
+__all__ = ['KINDS', 'EVALUATIONS', 'EVALUATIONS_FORMAT', 'read_records', 'records_of', 'read_metrics', 'MetricWriter',
+           'read_evaluations', 'write_evaluations', 'is_evaluated', 'is_complete']
 
 # %% ../../nbs/runs/01_logs.ipynb #258786bb
 def read_records(folder: str | Path) -> list:
@@ -43,6 +43,11 @@ def read_records(folder: str | Path) -> list:
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             raise DataError(f"{path}, line {i + 1}: damaged", got=line[:80]) from None
     return records
+
+
+def records_of(folder: str | Path) -> list:
+    "The records of the metrics of a run; none before its first update."
+    return read_records(folder) if Path(folder, "metrics.jsonl").exists() else []
 
 
 def read_metrics(folder: str | Path) -> dict:
@@ -121,8 +126,8 @@ _log = logging.getLogger('rollpipe')
 class MetricWriter:
     """Append records to `metrics.jsonl`, and give them to the sinks: `metrics.csv` and, if wanted, TensorBoard and Weights & Biases.
 
-    A folder that already has records keeps those with `steps <= after` (by default all of them), loses an incomplete last line, and
-    gets a CSV file with the present columns. Raises the error of a sink that cannot be started.
+    A folder that already has records keeps those up to `after` and `updates` (by default all of them), loses an incomplete last line,
+    and gets a CSV file with the present columns. Raises the error of a sink that cannot be started.
 
     Args:
         folder: created if needed
@@ -130,13 +135,13 @@ class MetricWriter:
         after: keep earlier records up to this many steps
         wandb: log to Weights & Biases: project, True ("rollpipe"), False, or None: only if the run is already there
         config: configuration that Weights & Biases shows
+        updates: keep earlier records up to this many updates, some of which may have made no steps
     """
     def __init__(self, folder: str | Path, tensorboard: bool | str = "auto", after: float = math.inf, *, wandb: bool | str | None = None,
-                 config: dict | None = None):
+                 config: dict | None = None, updates: float = math.inf):
         self.folder, self._told = Path(folder), set()
         self.folder.mkdir(parents=True, exist_ok=True)
-        has_old = (self.folder/"metrics.jsonl").exists()
-        old = [r for r in read_records(folder) if r.get("steps", 0) <= after] if has_old else []
+        old = [r for r in records_of(folder) if r.get("steps", 0) <= after and r.get("updates", 0) <= updates]
         write_atomically(self.folder/"metrics.jsonl", "".join(map(_json_line, old)).encode())
         self._record, self._sinks = open(self.folder/"metrics.jsonl", "a", encoding="utf-8"), []
         self._failed = []

@@ -24,15 +24,15 @@ from ..pipes.graph.modules import torch_threads
 from .changes import before_edits, edited_run
 from .folder import FORKED, Run, load_run, resume, start
 from .locks import unlock
-from .logs import read_records
+from .logs import records_of
 from .training import Updates, reading
 from ..traces.differences import FINGERPRINTS, JOURNAL, Parting, RunDifference, diff
 from ..traces.fingerprint import networks_of
 from ..traces.journal import cut, read_journal
 
 # %% auto #0
-__all__ = ['steps_after', 'stored', 'repetition', 'beginning', 'checkpoint_at', 'kept_of', 'records_of', 'edits_after',
-           'repeated', 'verify', 'numbers', 'diff_command', 'verify_command']
+__all__ = ['steps_after', 'stored', 'repetition', 'beginning', 'checkpoint_at', 'kept_of', 'edits_after', 'repeated', 'verify',
+           'numbers', 'diff_command', 'verify_command']
 
 # %% ../../nbs/runs/16_repeat.ipynb #fa198961
 def steps_after(folder: Path, config: dict) -> int:
@@ -132,11 +132,6 @@ def kept_of(folder: Path) -> Iterator[Checkpoint]:
         try: yield load_run(path)
         except (DataError, CheckpointError):
             if path.exists(): raise
-
-
-def records_of(folder: Path) -> list:
-    "The records of the metrics of a run; none before its first update."
-    return read_records(folder) if (folder/"metrics.jsonl").exists() else []
 
 
 def edits_after(folder: Path, found: Checkpoint, updates: int) -> list:

@@ -20,7 +20,8 @@ from ..pipes.graph.modules import torch_threads
 from ..pipes.graph.torchdata import IterableWrapper
 from ..settings.config import device_of
 from .folder import agent_of, folder_of, load_run
-from .repeat import checkpoint_at, records_of, repeated
+from .logs import records_of
+from .repeat import checkpoint_at, repeated
 from ..traces.differences import JOURNAL, diff
 from ..traces.journal import read_journal
 from ..traces.crash import CRASH, checksum, read_crash

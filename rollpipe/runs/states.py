@@ -5,7 +5,7 @@
 # %% ../../nbs/runs/06_states.ipynb #fb57e4ae
 from __future__ import annotations
 
-import json, logging, shutil
+import json, logging, shlex, shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,7 +180,8 @@ def with_exactness(config: dict, pipe: Any) -> dict:
 def resumed_stream(folder: Path, pipe: IterDataPipe, found: Any, config: dict) -> Stream:
     """The stream that goes on in a pipeline. Environments are kept as the run has tested it when it started.
 
-    Raises `DataError` for more workers than lanes, and if the number of workers would change an exact stream.
+    Raises `DataError` for more workers than lanes, if the number of workers would change an exact stream, and if a run that is to be
+    `exact` would begin new episodes.
 
     Args:
         folder: folder of the run
@@ -199,7 +200,12 @@ def resumed_stream(folder: Path, pipe: IterDataPipe, found: Any, config: dict) -
     keep_as(pipe, kept.values())
     reason = found.config.get("inexact", "the run was started by an earlier version")
     if found.stream is None and found.counters["updates"]:
-        _log.warning(f"The run begins new episodes: {reason or 'it was interrupted within a batch'}")
+        why = reason or ("the best checkpoint has no state of the stream" if found.evaluated else "it was interrupted within a batch")
+        if config.get("exact"):
+            words = shlex.join(["rollpipe", "fork", str(folder/"best.safetensors"), "--out", "OUT"])
+            raise DataError(f"{folder} cannot go on exactly from this checkpoint", leaf="exact", got=why,
+                            expected=f"another one; or `{words}`, to go on from the best one")
+        _log.warning(f"The run begins new episodes: {why}")
     stream = Stream(reason, found.stream, ChunkFolder(folder/"replay"))
     if config.get("ranks", 1) == 1: stream.open(pipe)     # each of several ranks opens its own part
     return stream

@@ -199,8 +199,8 @@ def _trained(run: Run, mailbox: Mailbox, callback: Callable | None, progress: bo
     with (ranks.distributed(run.agent, size=config.get("ranks", 1)), Progress(steps, counters["steps"], disable=not progress) as bar,
           films_of(run) as films, evaluations_of(run) as evaluations, reading(run) as (batches, health, graph),  # films fork
           Ongoing(graph, batches, None if ranks.rank() else run.folder/COSTS) as measured, journal_of(run) as updates.journal,
-          nullcontext() if ranks.rank() else MetricWriter(run.folder, tensorboard, counters["steps"], wandb=wandb,
-                                                          config=config) as writer,      # last: it starts threads
+          nullcontext() if ranks.rank() else MetricWriter(run.folder, tensorboard, wandb=wandb, config=config,
+                                                          updates=counters["updates"]) as writer,      # last: it starts threads
           _saved(updates, graph)):
         updates.make = measured.learner(updates.make)
         updates.start_clock()
