@@ -419,7 +419,7 @@ MISTAKES = [
     ("train trpo CartPole-v1 --critic-activation ReLU", "unknown activation.*got 'ReLU'"),
     ("train trpo CartPole-v1 --std wrong", "'free', 'fixed' or 'state', got 'wrong'"),
     ("train trpo Pendulum-v1 --steps 1x", "--steps: invalid int value"),
-    ("train trpo Pendulum-v1 --steps 0", "an integer steps >= 1, got steps=0"),
+    ("train trpo Pendulum-v1 --steps 0", "^error: out of range. Expected an integer steps >= 1, got steps=0"),
     ("train trpo Pendulum-v1 --seed -1", "an integer seed >= 0, got seed=-1"),
     ("train trpo Pendulum-v1 --n-steps 0", "n_steps >= 1"),
     ("train trpo Pendulum-v1 --n-envs 0", "environments"),
@@ -452,6 +452,21 @@ MISTAKES = [
     ("train ppo Own-v0", "which a module registers .*--import MODULE.*'MODULE:Own-v0'"),
     ("train --resume RUN --learning-rate 0.1", "so --learning-rate cannot stand .*which takes --steps, --device, --workers, --quiet"),
     ("train --resume RUN --out other", "so --out cannot stand beside --resume"),
+    ("train trpo CartPole-v1 --resume RUN", "either --resume RUN or ALGO ENV, not both"),
+    ("train --resume RUN/config.json", "config.json: not a checkpoint. Expected the folder of the run, .*run"),
+    ("train --resume RUN/..", "there is no run in this folder. Expected for example .*run"),
+    ("evaluate RUN/..", "there is no run in this folder. Expected for example .*run"),
+    ("evaluate RUN --seed -1", "leaf seed: not a seed. Expected an integer >= 0, got -1"),
+    ("watch RUN --record film.gif --seed -1", "leaf seed: not a seed"),
+    ("pack RUN --out packed --seed -1", "leaf seed: not a seed"),
+    ("plot RUN --out curve.foo", "unknown kind of picture. Expected a path ending in .png, .svg or .pdf, got curve.foo"),
+    ("train trpo CartPole-v1 --out BROKEN", "broken: this is a file. Expected a folder"),
+    ("pack RUN --out BROKEN", "broken: this is a file. Expected a folder"),
+    ("train trpo CartPole-v1 --record-limit 5GB", "leaf record_limit: a limit, but no recording. Expected --record, got '5GB'"),
+    ("train trpo CartPole-v1 --std abc", "^error: .*leaf std: unknown kind. Expected 'free', 'fixed' or 'state', got 'abc'"),
+    ("train trpo CartPole-v1 --hidden 8,0", r"an integer hidden\[1\] >= 1, got hidden\[1\]=0"),
+    ("train trpo CartPole-v1 --hidden 64.5", "--hidden: invalid int or int,int value: '64.5'"),
+    ("train ppo Pendulum-v1 --action-mask m", "^error: environment Pendulum-v1, leaf action_space: WithActionMask: there are no masks"),
 ]
 
 
@@ -700,6 +715,13 @@ def train_to(folder, *words, screen=("--quiet",)):
 def test_lag_and_workers_are_recorded(tmp_path):
     records = read_metrics(train_to(tmp_path/"a", "--workers", "2", "--lag", "1"))
     assert set(records["workers"]) == {2} and records["lag"][0] == 0 and set(records["lag"][1:]) == {1} and set(records["restarts"]) == {0}
+
+
+def test_options_of_workers_that_change_nothing_are_told(tmp_path, capsys):
+    train_to(tmp_path/"a", "--restarts", "3", "--lag", "2")
+    assert "no workers (--workers N), so these options change nothing: lag=2, restarts=3" in capsys.readouterr().out
+    train_to(tmp_path/"b", "--workers", "1", "--lag", "1")
+    assert "no workers" not in capsys.readouterr().out
 
 
 def test_evaluations_are_recorded_while_training_and_the_last_one_is_shown(tmp_path, capsys):

@@ -20,7 +20,7 @@ from rollpipe.settings.config import RUN_OPTIONS, build, make_config
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs.locks import unlock
 from rollpipe.settings import choice, listing
-from rollpipe.settings.files import check_table, kind_of_actions, tables_in
+from rollpipe.settings.files import check_table, kind_of_actions, read_table, tables_in
 from rollpipe.runs.folder import agent_of, load_run, resume
 
 FOLDER = Path(choice.__file__).parent/"presets"
@@ -244,6 +244,12 @@ def test_a_file_that_is_wrong_is_refused(text, told, tmp_path, capsys):
     assert rollpipe("train", "dqn", "CartPole-v1", "--config", tmp_path/"own.toml", "--out", tmp_path/"run") == 2
     err = capsys.readouterr().err
     assert re.search(told, err) and err.count("\n") == 1 and not (tmp_path/"run").exists()
+
+
+@pytest.mark.parametrize("name, text", [("own.toml", "lr = 1\r\n"), ("own.json", '{"lr": 1}')])
+def test_a_file_may_begin_with_a_byte_order_mark(name, text, tmp_path):
+    (tmp_path/name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert read_table(tmp_path/name) == {"lr": 1}
 
 
 @pytest.mark.parametrize("name, content, told", [

@@ -449,7 +449,7 @@ def test_what_does_not_fit_is_refused():
     fails(EnvError, silent, "metadata['autoreset_mode']", "must say when")
     fails(EnvError, asynchronous, "asynchronous EnvPool", "batch_size")
     fails(SpaceError, lambda: SyncVectorEnv([Talking]), "['says']")
-    fails(EnvError, vec, "n_envs=None or 3", n_envs=2)
+    fails(EnvError, vec, "n_envs=3, as in the vector", n_envs=2)
     fails(EnvError, vec, "cannot rest", sticky=4)
     fails(EnvError, [Counting, vec], "a batch by itself", "environment 1")
     fails(EnvError, [vec, Counting], "several sources")

@@ -257,6 +257,7 @@ def _refuse_changes(words: list) -> None:
 
 def _explain_unknown(args: Namespace, word: str) -> str:
     name = word.split("=")[0].replace("--no-", "--")
+    if args.command == "train" and name == "--resume": return "rollpipe train: either --resume RUN or ALGO ENV, not both"
     if name in _OF_A_RUN: return f"{word} is an option of `rollpipe train`, and rollpipe {args.command} makes no run"
     flags = [o.flag for o in options_for(args.algorithm) + RUN_OPTIONS] if getattr(args, "algorithm", None) else []
     known = {flag[2:].replace("-", "_"): flag for flag in (*flags, *(_OF_A_RUN if args.command == "train" else ()))}

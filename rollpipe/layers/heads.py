@@ -57,10 +57,11 @@ class ClampedStd(nn.Module):
 
 # %% ../../nbs/layers/06_heads.ipynb #b4f36744
 def check_std(std: str, log_std: float = 0.) -> None:
-    "Raise `ValueError` for an unknown kind of standard deviation, `DataError` if its log is no finite number."
+    "Raise `DataError` for an unknown kind of standard deviation, or if its log is no finite number."
     if not is_between(log_std, -float_info.max, float_info.max):
         raise DataError('out of range', leaf='log_std', expected='a finite number', got=repr(log_std))
-    if std not in ('free', 'fixed', 'state'): raise ValueError(f"Expected std 'free', 'fixed' or 'state', got {std!r}")
+    if std not in ('free', 'fixed', 'state'):
+        raise DataError('unknown kind', leaf='std', expected="'free', 'fixed' or 'state'", got=repr(std))
 
 
 class GaussianHead(nn.Module):

@@ -40,7 +40,7 @@ def check_sizes(n_in: int, hidden: tuple, n_out: int | None = None, **more: int)
         n_out: number of outputs; None: no output layer
         **more: `k`: number of perceptrons, if there are several
     """
-    for n in hidden: check_integer('size in hidden', n)
+    for k, n in enumerate(hidden): check_integer(f'hidden[{k}]', n)
     sizes, outs = [n_in, *hidden], dict() if n_out is None else dict(n_out=n_out)
     n = sum((n + 1) * m for n, m in zip(sizes, [*hidden, *outs.values()]))
     check_parameters(n * prod(more.values()), hidden=tuple(hidden), **outs, **more)

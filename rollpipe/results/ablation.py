@@ -16,6 +16,7 @@ import numpy as np
 from ..agents.checkpoint import Checkpoint
 from ..pipes.data.compare import first_difference
 from ..pipes.data.errors import DataError, WorkerError, check_integer
+from ..pipes.data.files import make_folder
 from .experiments import check_counts, python_words, run_all
 from .pairs import Ablation, Pairs, course, draw_pairs, pairs_page, pairs_text
 from .report import write_files
@@ -157,7 +158,7 @@ def ablate(run: str | Path, at: Sequence, options: dict, updates: int = 30, repe
     steps, branches = _steps_of(run, found, at, updates), branches_of(run, at, options, repeat, out)
     quiet = dict(keep=0, video_every=0, **{name: x for name, x in ENDLESS.items() if name != "stopped"})
     if not metric.startswith("eval_"): quiet["eval_every"] = 0
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     lock(out)
     try:
         for branch in branches: _fork(branch, steps[branch.at], quiet)

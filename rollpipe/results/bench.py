@@ -10,7 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import NamedTuple
 
-from ..pipes.data.files import write_atomically
+from ..pipes.data.files import make_folder, write_atomically
 from ..agents.schedules import Every
 from ..runs.autotune import command_for
 from ..runs.commands import Interrupted, find_run
@@ -199,7 +199,7 @@ def bench_command(args: Namespace) -> None:
     spec, folder, jobs, imports = _plan(args)
     states, damaged = _states(jobs)
     _check_buildable([job for job in jobs if states.get(job.name) in ("missing", "unfinished")])
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     lock(folder)
     try:
         states, damaged = _states(jobs)  # again, because another bench may have ended before we had the lock

@@ -11,7 +11,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from ..pipes.data.files import write_atomically
+from ..pipes.data.files import make_folder, write_atomically
 from ..pipes.data.errors import DataError
 from .collect import Results, read_results
 from .curves import draw_curves
@@ -41,7 +41,7 @@ def write_files(folder: str | Path, made: Callable) -> list:
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir(): raise DataError(f"{there}: not a folder", expected="a folder, or a path where none is", got="a file")
     contents = {folder/name: x.encode() if isinstance(x, str) else _picture(x) for name, x in made().items()}
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for path, content in contents.items(): write_atomically(path, content)
     return [*contents]
 

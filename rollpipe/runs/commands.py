@@ -16,7 +16,7 @@ from ..pipes.data.files import write_atomically
 from ..agents.evaluate import RandomActor, evaluate, policy_of
 from ..settings.algorithms import ALGORITHMS, options_for
 from .autotune import NO_TIME, autotune, command_for, profile_config, ranked, ranking, table_row, trial_row
-from ..settings.config import RUN_OPTIONS, build, device_of, make_config
+from ..settings.config import RUN_OPTIONS, RunOptions, build, device_of, make_config
 from .export import FORMATS, PolicyFunction, export_policy
 from .joint import Follower, joint
 from ..settings.options import import_words, options_of, parse_env_kwargs, typed
@@ -144,6 +144,8 @@ def run_to_end(run: Run, args: Namespace) -> None:
     preset = f", preset {config['preset']}" if config.get("preset") else ""
     print(f"{config['algorithm']} on {config['env']}, seed {config['seed']}{preset}: "
           f"{format_number(run.counters['steps'])} -> {format_number(config['steps'])} steps in {run.folder}", flush=True)
+    idle = [] if config["workers"] else [f"{x}={config[x]}" for x in ("lag", "order", "restarts") if config[x] != getattr(RunOptions, x)]
+    if idle: print(f"no workers (--workers N), so these options change nothing: {', '.join(idle)}", flush=True)
     try: train(run, progress=not hasattr(args, "quiet"), tensorboard=getattr(args, "tensorboard", "auto"),
                wandb=getattr(args, "wandb", None))
     except KeyboardInterrupt as e:

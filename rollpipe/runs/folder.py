@@ -5,7 +5,7 @@
 # %% ../../nbs/runs/07_folder.ipynb #544bc97e
 from __future__ import annotations
 
-import difflib, math, shutil, sys
+import math, shutil, sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
 from ..settings.checks import ENDLESS, check_decay, check_edits, check_room, is_over
 from ..settings.config import RUN_OPTIONS, RunOptions, build, device_of, run_options
 from .locks import lock, unlock
-from .logs import is_complete
+from .logs import is_complete, no_run
 from ..pipes.data import files, nested
 from ..pipes.data.chunks import ChunkFolder
 from ..pipes.engines.checked_actor import engine_used
@@ -106,7 +106,7 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
         raise DataError(f"{folder} has a run already", expected="another folder, --overwrite, or --resume")
     with torch_threads(config["threads"]): agent, pipe = build({**config, "folder": folder})    # so weights repeat
     config = with_exactness(_with_engine(config, agent, pipe), pipe)
-    folder.mkdir(parents=True, exist_ok=True)
+    files.make_folder(folder)
     lock(folder)
     _remove_run(folder)
     run = Run(folder, config, agent, pipe, dict(_COUNTERS), stream=Stream(config["inexact"], chunks=ChunkFolder(folder/"replay")))
@@ -194,11 +194,10 @@ def load_run(path: str | Path, best: bool = False) -> Checkpoint:
         best: for a folder: the checkpoint with the best evaluation, instead of the last one
     """
     path = Path(path)
-    if not path.exists():
-        near = difflib.get_close_matches(str(path), [str(p.parent) for p in path.parent.glob("*/checkpoint.safetensors")], 3)
-        raise DataError(f"{path}: there is no such run", expected=f"for example {', '.join(near)}" if near else "a path, or hf://OWNER/NAME")
-    if best: path = _best_of(path)
-    found = load_checkpoint(path/"checkpoint.safetensors" if path.is_dir() else path)
+    if best and path.exists(): path = _best_of(path)
+    file = path/"checkpoint.safetensors" if path.is_dir() else path
+    if not file.exists() or file.name in RUN_FILES and file.suffix != ".safetensors": raise no_run(path)
+    found = load_checkpoint(file)
     has = lambda part, *keys: isinstance(part, dict) and set(keys) <= set(part)
     if not has(found.config, "algorithm", "env", "env_kwargs", "seed", "steps", "threads", "checkpoint_every", "options") or not has(
             found.counters, *_COUNTERS) or not has(found.config["options"]):

@@ -5,7 +5,7 @@
 # %% ../../nbs/runs/01_logs.ipynb #4e1be83c
 from __future__ import annotations
 
-import csv, io, json, logging, math
+import csv, difflib, io, json, logging, math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib.util import find_spec
@@ -23,7 +23,7 @@ from .sinks import TensorBoard, WandB
 
 # %% auto #0
 __all__ = ['KINDS', 'EVALUATIONS', 'EVALUATIONS_FORMAT', 'read_records', 'records_of', 'read_metrics', 'MetricWriter',
-           'read_evaluations', 'write_evaluations', 'is_evaluated', 'is_complete']
+           'read_evaluations', 'write_evaluations', 'is_evaluated', 'is_complete', 'no_run']
 
 # %% ../../nbs/runs/01_logs.ipynb #258786bb
 def read_records(folder: str | Path) -> list:
@@ -263,3 +263,12 @@ def is_complete(folder: str | Path, config: dict, counters: dict) -> bool:
     if not is_over(config, counters): return False
     every = Every.of(config.get("eval_every", 0))
     return not every.n or every.unit != "steps" or is_evaluated(folder, counters["steps"])
+
+
+def no_run(path: Path) -> DataError:
+    "The error for a path without a run. It names some that are in this folder, or beside it with a similar name."
+    if path.is_file(): return DataError(f"{path}: not a checkpoint", expected=f"the folder of the run, {path.parent}")
+    inside, beside = ([str(file.parent) for file in sorted(x.glob("*/checkpoint.safetensors"))] for x in (path, path.parent))
+    near = inside[:3] or difflib.get_close_matches(str(path), beside, 3)
+    return DataError(f"{path}: {'there is no run in this folder' if path.is_dir() else 'there is no such run'}",
+                     expected=f"for example {', '.join(near)}" if near else "a path, or hf://OWNER/NAME")

@@ -14,7 +14,7 @@ from ..agents.checkpoint import Checkpoint
 from ..agents.evaluate import Evaluation, evaluate, policy_of
 from ..agents.learner import LearnerState
 from ..pipes.data.errors import DataError, describe_exception
-from ..pipes.data.files import write_atomically, write_json
+from ..pipes.data.files import make_folder, write_atomically, write_json
 from ..pipes.graph.edits import draw
 from .export import export_policy
 from .folder import agent_of, folder_of, for_policy, load_run, needed_modules, restore
@@ -136,7 +136,7 @@ def pack(run: str | Path, out: str | Path | None = None, best: bool = False, epi
     agent, pipe = restore(for_policy(found), device="cpu")
     config = found.config
     scores = evaluate(config["env"], policy_of(agent), episodes, seed=seed, env_kwargs=config["env_kwargs"])
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     for name in PACK_FILES[1:]: (out/name).unlink(missing_ok=True)
     write_atomically(out/"checkpoint.safetensors", found._replace(pipes=None, stream=None).data())
     write_json(out/"config.json", config)

@@ -166,7 +166,10 @@ def _png(figure: Any) -> bytes:
 
 def save_figure(figure: Any, path: str | Path) -> None:
     "Write the picture atomically; the suffix of `path` decides the format. Raises `OSError`, which names the file."
+    from matplotlib.backend_bases import FigureCanvasBase
     path = Path(path) if Path(path).suffix else Path(f"{path}.png")
+    if path.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
+        raise DataError("unknown kind of picture", expected="a path ending in .png, .svg or .pdf", got=str(path))
     figure.savefig(picture := BytesIO(), format=path.suffix[1:])
     write_atomically(path, picture.getvalue())
 

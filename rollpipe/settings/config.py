@@ -176,7 +176,8 @@ def run_options(values: dict) -> RunOptions:
     Args:
         values: option -> value; all others have their defaults
     """
-    return RunOptions(**checked(values, RUN_OPTIONS, "the run"))
+    try: return RunOptions(**checked(values, RUN_OPTIONS, "the run"))
+    except DataError as e: raise DataError(e.problem.removeprefix("RunOptions: "), leaf=e.leaf, expected=e.expected, got=e.got) from None
 
 # %% ../../nbs/settings/07_config.ipynb #6417072b
 def check_config(config: dict) -> None:
@@ -184,6 +185,8 @@ def check_config(config: dict) -> None:
     reading_for(config)
     check_decay(config["steps"], config["options"])
     check_stops(config)
+    if (limit := config["record_limit"]) is not None and not config["record"]:
+        raise DataError("a limit, but no recording", leaf="record_limit", expected="--record", got=repr(limit))
     check_room(config["options"])
     check_lanes(config["workers"], config["options"])
 

@@ -32,7 +32,7 @@ def read_table(path: str | Path) -> dict:
     kind = "JSON" if path.suffix == ".json" else "TOML"
     text = ""
     try:
-        text = path.read_bytes().decode()
+        text = path.read_bytes().decode("utf-8-sig")      # some editors begin a file with a byte-order mark
         found = json.loads(text) if kind == "JSON" else _toml(text)
         json.dumps(found, default=str, ensure_ascii=False).encode()    # refuse half a surrogate pair, which JSON allows and UTF-8 does not
     except UnicodeDecodeError as e: raise DataError(f"{path}: not a text in UTF-8", expected=f"a file of {kind}", got=str(e)) from None

@@ -49,6 +49,7 @@ def _is_kind(value: Any, kind: str) -> bool:
 
 
 def _in_words(kinds: Iterable) -> str: return " or ".join(kind.lower() for kind in kinds)
+def _as_typed(kinds: Iterable) -> str: return re.sub(r"(\w+),\.\.\.", r"\1 or \1,\1", _in_words(kinds))
 
 # %% ../../nbs/settings/00_options.ipynb #d709e161
 class Option(NamedTuple):
@@ -150,7 +151,7 @@ def parse_value(text: str, kinds: tuple) -> Any:
     for kind in kinds:
         try: return _read(text, kind)
         except (ValueError, OverflowError): pass
-    raise ValueError(f"{text!r} is not {_in_words(kinds)}")
+    raise ValueError(f"{text!r} is not {_as_typed(kinds)}")
 
 
 def _read(text: str, kind: str) -> Any:
@@ -283,8 +284,8 @@ def _type_for(kinds: tuple) -> Callable:
         try: return parse_value(text, kinds)
         except ValueError:
             if not re.match(r"[a-z]+:", text): raise
-            problem, form = "this option takes no schedule", _in_words(kinds)
+            problem, form = "this option takes no schedule", _as_typed(kinds)
             if "schedule" in kinds: problem, form = "not a schedule", "linear:START:END or cosine:START:END, and perhaps :STEPS"
             raise argparse.ArgumentTypeError(f"{problem}: {text!r}; expected {form}") from None
-    parse.__name__ = _in_words(kinds)  # argparse shows this name in its errors
+    parse.__name__ = _as_typed(kinds)  # argparse shows this name in its errors
     return parse

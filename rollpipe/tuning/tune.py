@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..pipes.data.files import write_atomically
+from ..pipes.data.files import make_folder, write_atomically
 from ..settings.algorithms import options_for
 from ..runs.commands import Interrupted, given_by
 from ..settings.config import RUN_OPTIONS, RunOptions, build, make_config
@@ -148,7 +148,7 @@ def _write(search, study) -> str:
     comments = [f"{returns}: mean returns of {EPISODES} episodes after {config['steps']} steps, seeds {' '.join(map(str, search.seeds))}, "
                 f"the best of {len(over)} trials of {args.algorithm}.", f"Measure it afresh, with other seeds: {train}"]
     said = "replaced" if search.out.exists() else "written"
-    search.out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(search.out.parent)
     write_atomically(search.out, preset_text(args.env, values, config["env_kwargs"], comments).encode())
     text = f"{len(over)} trials, {len(failed)} failed; best: trial {best.number}, return {best.value:.1f}; {search.out} {said}"
     return f"{text}\ntrain with it:  {train}"
@@ -165,7 +165,7 @@ def tune_command(args: Namespace) -> None:
         number, n = map(int, args.part.split(":"))
         return _try(search, open_study(search.folder, search.settings(), search.seed + 1000 * (number + 1), search.free), n)
     check_file(search.out, args.overwrite)
-    search.folder.mkdir(parents=True, exist_ok=True)
+    make_folder(search.folder)
     lock(search.folder)
     try: _search(search)
     finally: unlock(search.folder)

@@ -106,6 +106,7 @@ class EnvFactory:
                 env = gym.make(check_id(self.source), **{'disable_env_checker': True, **kwargs})  # a worker may lack the module of the id
                 for wrapper in wrappers: env = wrapper(env)
             else: env = self.source(seed=seed) if self.takes_seed else self.source()
+        except SpaceError as e: raise e.locate(env=self.name) from None     # such as `WithActionMask`, which names what it expects
         except Exception as e:
             hint = extra_for(self.source, e) if isinstance(self.source, str) else None
             raise EnvError(f"the environment could not be made: {describe_exception(e)}", env=self.name, expected=hint) from e

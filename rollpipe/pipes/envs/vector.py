@@ -21,7 +21,7 @@ from .factories import Claim, EnvFactory, env_seeds, is_vector, spaces_of
 from .infos import FINAL, SingleInfos, VectorInfos, column_of, is_mask, reporters
 from .single import EnvBatch
 
-# %% ../../../nbs/pipes/10_envs/10_vector.ipynb #72759db7
+# %% ../../../nbs/pipes/10_envs/10_vector.ipynb #6ce35259
 def _infos_of_ends(vec):
     "The names of the infos that wrappers add where an episode ends; with SAME_STEP they stand beside the infos of the reset."
     while isinstance(vec, gym.vector.VectorWrapper):
@@ -29,6 +29,16 @@ def _infos_of_ends(vec):
         vec = vec.env
 
 
+def _by_agent(infos, valid):
+    "The infos of the agents, each with its part of those that wrappers have added, such as the statistics of an episode."
+    found = [*infos['agents']]
+    for key, value in infos.items():
+        if key in ('agents', *FINAL) or is_mask(key, infos): continue
+        column = column_of(f"info[{key!r}]", value, said := reporters(infos, key, valid))
+        for b in said.nonzero()[0].tolist(): found[b] = {**found[b], key: value if column is None else nested.getitem(column, b)}
+    return found
+
+# %% ../../../nbs/pipes/10_envs/10_vector.ipynb #72759db7
 class VectorBatch(Batch):
     """The environments of one vector environment. Its results are checked against the spaces of one environment.
 
@@ -81,7 +91,7 @@ class VectorBatch(Batch):
                 self._resetting = ends if self.agents is None else self.agents.resting
             ended = over.nonzero()[0].tolist()
             if self.agents is None: info = self._infos.record(infos, ends, valid)
-            else: info = self._infos.record(self._by_agent(infos, valid), valid)
+            else: info = self._infos.record(_by_agent(infos, valid), valid)
             if ended: final = self._final(step, ends, infos)     # after the infos, because it may reset
             if ended and self._infos.awaited: self._infos.say_awaited()
         np.add(rows.rows[t].stepno, 1, out=step.stepno)
@@ -89,15 +99,6 @@ class VectorBatch(Batch):
         if ended: step.stepno[over] = 0     # indexing with a mask is faster than with a list
         if final: self._check_final(final)
         return final, ended, info, valid
-
-    def _by_agent(self, infos, valid):
-        "The infos of the agents, each with its part of those that wrappers have added, such as the statistics of an episode."
-        found = [*infos['agents']]
-        for key, value in infos.items():
-            if key in ('agents', *FINAL) or is_mask(key, infos): continue
-            column = column_of(f"info[{key!r}]", value, said := reporters(infos, key, valid))
-            for b in said.nonzero()[0].tolist(): found[b] = {**found[b], key: value if column is None else nested.getitem(column, b)}
-        return found
 
     def get_state(self) -> dict:
         "See `Batch`."

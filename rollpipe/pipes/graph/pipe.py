@@ -17,7 +17,7 @@ import numpy as np
 
 from . import edits
 from .mixins import EditsByClass, Held, Keeps, Traits, is_shared, swapped, trait
-from ..data.errors import CheckpointError
+from ..data.errors import CheckpointError, DataError, describe
 from .torchdata import IterDataPipe, too_long
 
 # %% ../../../nbs/pipes/02_graph/05_pipe.ipynb #43f4a45a
@@ -206,6 +206,9 @@ class Seeded:
     def seed_sequence(self) -> np.random.SeedSequence:
         "The seed for one iteration. If nobody gave a seed, it has fresh entropy."
         seed = self.seed if self.given_seed is None else self.given_seed
-        if not isinstance(seed, np.random.SeedSequence): return np.random.SeedSequence(seed)
+        if not isinstance(seed, np.random.SeedSequence):
+            try: return np.random.SeedSequence(seed)
+            except (ValueError, TypeError):
+                raise DataError('not a seed', pipe=self, leaf='seed', expected='an integer >= 0', got=describe(seed)) from None
         # Spawning changes a sequence, so each iteration gets its own copy.
         return np.random.SeedSequence(seed.entropy, spawn_key=seed.spawn_key)

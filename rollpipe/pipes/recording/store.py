@@ -18,7 +18,7 @@ except ImportError: fcntl = None     # this system has no such locks
 
 from ..data.encoding import encode
 from ..data.errors import CheckpointError, DataError
-from ..data.files import _no_follow, names_file, packed, unpack
+from ..data.files import _no_follow, make_folder, names_file, packed, unpack
 
 # %% ../../../nbs/pipes/29_recording/00_store.ipynb #2bccceec
 FORMAT = 2              # as of checkpoints, whose version 1 had no checksum
@@ -70,7 +70,7 @@ class ItemFolder:
         self.path, self.limit, self.pool, self.waiting = path, limit, ThreadPoolExecutor(1) if compress else None, deque()
         self.failed: Any = None     # the first error; no file may follow one that is not there
         self.owner = os.getpid()    # a process that was forked from this one has the objects, but does not write
-        with names_file(path): path.mkdir(parents=True, exist_ok=True)
+        with names_file(path): make_folder(path)
         self.lock = open(path/'.lock', 'w', opener=_no_follow)
         try:
             self._take()
