@@ -14,7 +14,7 @@ from torch.func import functional_call, jvp, vjp
 from torch.nn.functional import one_hot
 
 from rollpipe.layers import ConvTrunk, Critic, MLPPolicy, QPolicy, RecurrentPolicy, encoder_for
-from rollpipe.layers.integers import Bits, Embeddings, ToBits, to_bits
+from rollpipe.layers.integers import Bits, Embeddings
 from rollpipe.layers.module_dict import ModuleDict, n_out_of
 from rollpipe.pipes import nested
 from rollpipe.pipes.data.errors import DataError, SpaceError
@@ -28,25 +28,18 @@ TAXI = Dict(where=MultiDiscrete([5, 5]), passenger=Discrete(5), goal=Discrete(4,
 # --- bits
 
 @fast
-@given(x=st.lists(st.integers(0, 2 ** 62), min_size=1, max_size=6), n_bits=st.integers(1, 63))
+@given(x=st.lists(st.integers(0, 2 ** 62), min_size=1, max_size=6), n_bits=st.integers(1, 62))
 def test_bits_are_those_python_writes(x, n_bits):
     expected = [[float(digit) for digit in f'{k:063b}'[::-1][:n_bits]] for k in x]
-    assert to_bits(torch.tensor(x), n_bits).tolist() == expected
-    assert ToBits(n_bits)(torch.tensor([x])).tolist() == [expected]
+    bits = Bits((), 1 << n_bits)
+    assert bits(torch.tensor([x])).tolist() == [expected] and bits.n_out == n_bits
 
 
 @pytest.mark.parametrize('dtype', [torch.uint8, torch.int16, torch.int32, torch.int64])
 def test_bits_are_those_numpy_unpacks(dtype):
     x = torch.arange(128, dtype=dtype).view(2, 64)
     expected = np.unpackbits(x.numpy().astype(np.uint8)[..., None], axis=-1, bitorder='little').astype(np.float32)
-    np.testing.assert_array_equal(to_bits(x, 8).numpy(), expected)
-
-
-def test_bad_bits():
-    for x in (torch.ones(2), torch.ones(2, dtype=torch.complex64)):
-        with pytest.raises(TypeError, match='to_bits: expected integers'): to_bits(x)
-    for n_bits in (0, 64):
-        with pytest.raises(ValueError, match=f'n_bits in 1 ... 63, as int64 has a sign, got {n_bits}'): ToBits(n_bits)
+    np.testing.assert_array_equal(Bits((), 256)(x).numpy(), expected)
 
 
 # --- the integers of a space
@@ -72,7 +65,7 @@ def one_by_one(space, x):
 def test_bits_of_a_space_count_from_its_start(case):
     space, x = case
     bits = encoder_for(space, discrete='bits')
-    expected = torch.cat([to_bits(k, max(1, math.ceil(math.log2(n)))) for n, k in one_by_one(space, x)], -1)
+    expected = torch.cat([(k[..., None] >> torch.arange(max(1, math.ceil(math.log2(n)))) & 1).float() for n, k in one_by_one(space, x)], -1)
     assert isinstance(bits, Bits) and bits.is_normalized
     assert torch.equal(bits(x), expected) and bits.n_out == expected.shape[-1]
 
@@ -203,7 +196,7 @@ def test_an_encoder_that_knows_its_numbers_are_to_be_normalised():
 # --- dicts of modules
 
 def test_module_dict_joins_in_declared_order():
-    net = ModuleDict({'b': nn.Linear(2, 3), 'a': {'y': nn.Linear(1, 2), 'x': (nn.Embedding(4, 1), ToBits(2))}})
+    net = ModuleDict({'b': nn.Linear(2, 3), 'a': {'y': nn.Linear(1, 2), 'x': (nn.Embedding(4, 1), Bits((), 4))}})
     x = {'a': {'x': (torch.tensor([1, 3]), torch.tensor([2, 1])), 'y': torch.randn(2, 1)}, 'b': torch.randn(2, 2)}
     y = nested.map(lambda x: x, x)
     a, digits = net['a'], torch.tensor([[0., 1], [1, 0]])

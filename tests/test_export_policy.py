@@ -17,7 +17,7 @@ from rollpipe.runs.export import FORMATS, PolicyFunction, export_policy
 from rollpipe.layers import (
     Actor, ConvTrunk, DeterministicPolicy, MLPPolicy, QPolicy, QuantilePolicy, RecurrentPolicy, RecurrentQPolicy, SquashedPolicy,
 )
-from rollpipe.layers.integers import Bits, ToBits
+from rollpipe.layers.integers import Bits
 from rollpipe.layers.module_dict import ModuleDict
 from rollpipe.pipes import nested
 from rollpipe.pipes.envs.actions import in_containers
@@ -236,7 +236,7 @@ CONV, WIDE, GRID = dict(images="conv", n_out=6), MultiDiscrete([3, 2, 4], start=
 def image(*shape, dtype=np.uint8): return Box(0, 255 if dtype is np.uint8 else 1, shape, dtype)
 
 
-def own_encoder(space): return ModuleDict(dict(a=ConvTrunk((6, 5, 3), 4), b=(Bits((2,), [3, 4]), ToBits(3))))
+def own_encoder(space): return ModuleDict(dict(a=ConvTrunk((6, 5, 3), 4), b=(Bits((2,), [3, 4]), Bits((), 8))))
 
 
 # Each encoder, head, policy and recurrent cell is in one of these at least: observations, actions, class, its options.

@@ -74,7 +74,7 @@ class GaussianHead(nn.Module):
         shape: shape of one action
         low: lower bounds, a number or an array of `shape`; None or -inf: unbounded
         high: upper bounds, a number or an array of `shape`; None or inf: unbounded
-        log_std: log of the initial (or fixed) standard deviation; 0 means half the range
+        log_std: log of the initial (or fixed) standard deviation; 0 means half the range; not for 'state'
         std: standard deviation: 'free' (a parameter), 'fixed', or 'state' (from the features, by `ClampedStd`)
     """
     _modules: dict[str, Any]

@@ -12,44 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from .mlp import check_parameters
-from ..pipes.data.errors import check_integer, check_memory, describe
+from ..pipes.data.errors import check_integer, check_memory
 
 # %% auto #0
-__all__ = ['to_bits', 'ToBits', 'OneHot', 'Bits', 'Embeddings']
-
-# %% ../../nbs/layers/07_integers.ipynb #02185877
-def to_bits(x: Tensor, n_bits: int = 63, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The lowest `n_bits` bits of integers, `[*lead, n_bits]`, the least significant first.
-
-    Negative numbers have the bits of their two's complement. Raises `TypeError` if `x` is not an integer tensor, `ValueError`
-    unless `n_bits` is in 1 ... 63.
-
-    Args:
-        x: integers `[*lead]`
-        n_bits: number of bits, 1 ... 63
-        dtype: of the result
-    """
-    if x.dtype.is_floating_point or x.dtype.is_complex: raise TypeError(f"to_bits: expected integers, got {describe(x)}")
-    return (x.unsqueeze(-1) & (1 << torch.arange(_checked(n_bits), device=x.device)) != 0).to(dtype)
-
-
-def _checked(n_bits: int) -> int:
-    if not 1 <= n_bits <= 63: raise ValueError(f"Expected n_bits in 1 ... 63, as int64 has a sign, got {n_bits!r}")
-    return n_bits
-
-
-class ToBits(nn.Module):
-    "`to_bits` as a module."
-    is_normalized = True
-
-    def __init__(self, n_bits: int = 63, dtype: torch.dtype = torch.float32):
-        super().__init__()
-        self.n_bits = self.n_out = _checked(n_bits)
-        self.dtype = dtype
-
-    def forward(self, x: Tensor) -> Tensor: return to_bits(x, self.n_bits, self.dtype)
-
-    def extra_repr(self) -> str: return f'n_bits={self.n_bits}'
+__all__ = ['OneHot', 'Bits', 'Embeddings']
 
 # %% ../../nbs/layers/07_integers.ipynb #9348ede6
 def _numbers(shape: tuple, n: Any, start: Any) -> tuple:

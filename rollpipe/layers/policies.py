@@ -79,7 +79,7 @@ class MLPPolicy(Torso, Policy):
     Args:
         action_space: see `head_for`
         std: standard deviation of Box actions: 'free', 'fixed' or 'state' (`GaussianHead`)
-        log_std: log of the initial standard deviation; 0 means half the range of the action
+        log_std: log of the initial standard deviation; 0 means half the range of the action; not for std 'state'
     """
     uses_past = False  # a subclass whose `params` looks at `act` or `rew` must set True
 

@@ -73,7 +73,7 @@ class RecurrentPolicy(RecurrentTorso, Policy):
         action_space: see `head_for`
         hidden: sizes of the layers before the memory
         std: standard deviation of Box actions: 'free', 'fixed' or 'state' (`GaussianHead`)
-        log_std: log of the initial standard deviation; 0 means half the range of the action
+        log_std: log of the initial standard deviation; 0 means half the range of the action; not for std 'state'
         report: report the memory, `memory` [T, B, memory], for a `MemoryCritic`
     """
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, *, std: str = 'free', log_std: float = 0.0,
