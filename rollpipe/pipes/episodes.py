@@ -39,7 +39,7 @@ class EpisodeBuilder:
         self.hx = [()] * n_envs                         # the environment's recurrent state at that row
         self.waiting = True                             # does an environment wait for its episode to begin?
         self.infos = None                               # the keys of the infos in the rows; None: there was no row yet
-        self.stepno = None                              # step numbers after the last tick; None: there was no tick yet
+        self.stepno: Any = None                         # step numbers after the last tick; None: there was no tick yet
 
     def add(self, tick: Tick) -> list[Fragment]:
         "The episodes that end with `tick`, in the order of their environments."
