@@ -23,7 +23,7 @@ from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import METRICS
 from rollpipe.cli.main import build_parser, main
 from rollpipe.runs.commands import RUN_OPTIONS, config_from
-from rollpipe.runs.locks import is_training, lock, owner_of, unlock
+from rollpipe.runs.locks import lock, owner_of, unlock
 from rollpipe.runs.logs import read_metrics
 from rollpipe.runs.pack import load_agent
 from rollpipe.settings.algorithms import ALGORITHMS, options_for
@@ -249,7 +249,7 @@ def test_a_link_in_the_folder_of_a_run_leads_nowhere(run, tmp_path):
     for plant in ((lambda path: path.symlink_to(mine)), os.mkfifo, (lambda path: path.symlink_to(tmp_path/"nothing"))):
         plant(run/"lock")
         with pytest.raises(DataError, match=f"{run}/lock is no lock. Expected a plain file, or none"): lock(run)
-        assert not is_training(run) and owner_of(run) == ""     # at once
+        assert owner_of(run) == ""     # at once
         (run/"lock").unlink()
     assert mine.read_text() == "years of work" and not (tmp_path/"nothing").exists()
     for name in ("checkpoints", "replay", "recording"):

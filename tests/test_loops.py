@@ -2,8 +2,8 @@
 import multiprocessing
 import os
 import re
+import shutil
 import signal
-import subprocess
 from functools import partial
 
 import gymnasium as gym
@@ -20,7 +20,7 @@ from rollpipe.layers import Critic, MLPPolicy, QPolicy
 from rollpipe.pipes import CheckpointError, DataError, EnvError, FragmentStacker, ProcessReading, on_policy, replayed
 from rollpipe.runs import resumed, saved
 from rollpipe.runs.folder import load_run
-from rollpipe.runs.locks import is_training, locked
+from rollpipe.runs.locks import locked, owner_of
 from rollpipe.pipes.data.compare import first_difference
 
 pytestmark = pytest.mark.timeout(300)
@@ -256,16 +256,17 @@ def test_nothing_is_saved_after_an_error_within_a_batch_or_after_the_loop(tmp_pa
 
 
 def test_the_lock_of_a_killed_process_does_not_count(tmp_path):
-    context, child = multiprocessing.get_context("fork"), subprocess.Popen(["sleep", "0"])
-    child.wait()
-    assert not is_training(tmp_path)
-    (tmp_path/"lock").write_text(f"{child.pid}\n")
-    assert not is_training(tmp_path)
-    with locked(tmp_path):
-        assert is_training(tmp_path)
+    "Another process may have its number since, in a container above all. Nor does that of the run of which this one is a copy."
+    context, run = multiprocessing.get_context("fork"), tmp_path/"run"
+    run.mkdir()
+    assert owner_of(run) == ""
+    (run/"lock").write_text(f"{os.getppid()}\n")
+    assert owner_of(run) == ""
+    with locked(run):
+        assert owner_of(run) == str(os.getpid())
         answers = context.SimpleQueue()
-        other = context.Process(target=lambda: answers.put(is_training(tmp_path)))
+        other = context.Process(target=lambda: answers.put([owner_of(run), owner_of(shutil.copytree(run, tmp_path/"copy"))]))
         other.start()
-        assert answers.get()
+        assert answers.get() == [str(os.getpid()), ""]
         other.join(60)
-    assert not is_training(tmp_path)
+    assert owner_of(run) == ""

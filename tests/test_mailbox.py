@@ -211,6 +211,16 @@ def test_an_edit_of_a_schedule_gives_what_a_fork_gives(tmp_path):
     assert verify(run.folder, 20).is_equal
 
 
+def test_an_edit_and_a_stop_in_one_look_leave_a_line(tmp_path):
+    "The run that goes on does not write it once more."
+    run, made = start(tmp_path/"run", config_of("ppo", steps=320)), [dict(clip=.1), dict(lr=1e-4)]
+    with pytest.raises(KeyboardInterrupt): trained(run, {5: [*(dict(set=x) for x in made), dict(do="stop")]})
+    for _ in range(2):
+        assert [(e.updates, [x["set"] for x in e.edits]) for e in read_journal(run.folder/"journal.jsonl") if e.edits] == [(5, made)]
+        if load_run(run.folder).counters["updates"] == 5: trained(resume(run.folder), {})
+    assert verify(run.folder, 10).is_equal
+
+
 def test_a_run_that_stops_is_not_edited_and_an_edit_may_stop_it(tmp_path):
     answers: list = []
 

@@ -23,7 +23,7 @@ from ..settings.options import parse_env_kwargs
 from ..settings.overview import Parser
 from .changes import options_in
 from .folder import COSTS, folder_of, load_run
-from .locks import is_training
+from .locks import owner_of
 from .logs import read_metrics, read_records
 from .mailbox import PAUSED, WISHES, ask
 from .progress import format_duration
@@ -43,7 +43,7 @@ def _state(folder: Path) -> str:
     words = [f"{algorithm} on {env}", f"{steps:,} of {most:,} steps", f"{updates:,} updates"]
     if found.config.get("stopped"): words.append(f"stopped: {found.config['stopped']}")
     process = "a process trains it" + ", and is paused" * (folder/PAUSED).exists()
-    words.append(process if is_training(folder) else "no process trains it")
+    words.append(process if owner_of(folder) else "no process trains it")
     age = time() - (folder/"metrics.jsonl").stat().st_mtime
     return f"<p>{html.escape('; '.join(words))}; last record {format_duration(max(age, 0))} ago</p>"
 
@@ -151,7 +151,7 @@ class OpenRun(NamedTuple):
         from IPython.display import HTML, clear_output, display
         with suppress(KeyboardInterrupt):
             while True:
-                is_over = not is_training(self.folder)
+                is_over = not owner_of(self.folder)
                 clear_output(wait=True)
                 display(HTML(view(self.folder)))
                 if is_over: return

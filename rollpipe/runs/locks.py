@@ -5,7 +5,7 @@
 # %% ../../nbs/runs/05_locks.ipynb #e4c16c09
 from __future__ import annotations
 
-import errno, os, stat
+import errno, os, stat, struct, sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,7 +14,7 @@ from ..pipes.data import files
 from ..pipes.data.errors import DataError
 
 # %% auto #0
-__all__ = ['lock', 'unlock', 'locked', 'owner_of', 'is_training']
+__all__ = ['lock', 'unlock', 'locked', 'owner_of']
 
 # %% ../../nbs/runs/05_locks.ipynb #cc5f633b
 _locks = {}  # (process, folder) -> the open lock file
@@ -95,24 +95,17 @@ def locked(folder: Path) -> Iterator[None]:
         if is_outer: unlock(folder)
 
 
+_FLOCK, _TYPE = ("qqihh4x", 3) if sys.platform == "darwin" or "bsd" in sys.platform else ("hhqqi4x", 0)      # `struct flock`, its `l_type`
+
+
 def owner_of(folder: Path) -> str:
-    "The number of the process that has locked the folder, which may have been killed; empty if there is no lock."
+    "The number of the process that trains in the folder; empty if none does. The lock that a killed one has left does not count."
     if (os.getpid(), Path(folder).resolve()) in _locks: return str(os.getpid())     # to close the file would end this lock
     try:
-        with open(_lock_file(folder), opener=_plain) as file: return file.read().strip()
-    except (FileNotFoundError, DataError): return ""
-
-
-def is_training(folder: Path) -> bool:
-    "Whether a process trains in the folder. The lock that a killed one has left does not count."
-    if (os.getpid(), Path(folder).resolve()) in _locks: return True      # to close the file would end this lock
-    try:
+        import fcntl
         with open(_lock_file(folder), opener=_plain) as file:
-            try: os.kill(int(file.read()), 0)
-            except ProcessLookupError:      # it was killed, or it runs on another machine
-                import fcntl
-                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return False
-    except (FileNotFoundError, DataError): return False     # there is none, or what no training can have locked
-    except (OSError, ValueError): return True     # it is locked, or its owner is another user, or is about to write its number
-    return True
+            asked = struct.pack(_FLOCK, *[fcntl.F_WRLCK if k == _TYPE else 0 for k in range(5)])     # of the whole file
+            found = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))      # a lock of ours could refuse a training
+            return "" if found[_TYPE] == fcntl.F_UNLCK else file.read().strip() or "unknown"
+    except (ImportError, FileNotFoundError, DataError): return ""     # there is none, or what no training can have locked
+    except OSError: return "unknown"     # another user, say

@@ -212,14 +212,20 @@ def attended(mailbox: Mailbox, updates: Any) -> Run:
                     mailbox.answer(name, str(e) if isinstance(e, (PipeError, OSError)) else describe_exception(e), False)
                     continue
                 if do in (None, "save", "stop"): updates.journal.mark()
-                try: _save(updates, run, after, do)
+                try:
+                    if after is not run:
+                        keep(after)
+                        updates.is_whole = False
+                    elif do in ("save", "stop") and run is updates.run: updates.save()     # an edited run has been saved
                 except (PipeError, OSError) as e:
                     mailbox.answer(name, str(e), False)
                     continue
                 run, state = after, do if do in ("pause", "go_on", "stop") else state
                 mailbox.show(state == "pause")
                 mailbox.answer(name, _told(run, do), True)
-            if state == "stop": raise Stopped(signal.SIGINT)
+            if state == "stop":
+                updates.journal.edited(run.config.get("edits", []))
+                raise Stopped(signal.SIGINT)
         if state == "go_on": break
         sleep(.1)
     updates.leave_out(perf_counter() - begun)
@@ -235,14 +241,6 @@ def _edited(run: Run, wish: Any) -> Run:
     after = edited_run(run, wish)
     if not after.config["edits"][-1].get("set", True): raise DataError("it changes nothing", got=told(wish))
     return after
-
-
-def _save(updates: Any, run: Run, after: Run, do: str | None) -> None:
-    "Save what a wish wants to be saved."
-    if after is not run:
-        keep(after)
-        updates.is_whole = False
-    elif do in ("save", "stop") and run is updates.run: updates.save()     # an edited run has been saved
 
 
 def _told(run: Run, do: str | None) -> str:

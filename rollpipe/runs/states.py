@@ -232,7 +232,6 @@ def journal_of(run: Any) -> Journal:
     found = fingerprint(run.pipe, run.agent, ranks=config.get("ranks", 1), **ordering(config))
     changed = keep_fingerprint(run.folder, run.counters["updates"], found)
     if changed: _log.warning(f"{run.folder} goes on, but not as it was: {changed}")
-    edits = [edit for edit in config.get("edits", []) if edit["at"] == run.counters["updates"]]
 
     def differs(before, now, after):
         at = parting([before], [now])
@@ -241,4 +240,4 @@ def journal_of(run: Any) -> Journal:
             raise DataError(what, leaf="exact", expected="the numbers of its journal; or in Python, a run with config['exact'] = False")
         _log.warning(what)
         run.counters["inexact"] = 1
-    return Journal(run.folder/JOURNAL, run.counters, networks_of(run.agent), edits, differs)
+    return Journal(run.folder/JOURNAL, run.counters, networks_of(run.agent), config.get("edits", []), differs)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -185,13 +185,13 @@ class Journal:
         path: file, which is cut to the updates so far; None: nothing is written, as in a rank that keeps no run
         counters: steps, updates and resumes so far
         networks: name -> network whose weights are recorded
-        edits: what was changed after the last update, in turn; it gets a line, unless it has one
+        edits: what was changed so far, see `edited`
         differs: `differs(before, now, after)` is called if the file has lines of updates that are made once more, and the first one of
             them is another one now: both entries, and the last update before them; if it raises an error, the file stays as it is
     """
     LARGE, SPACING = 1024, 4096      # steps of a batch that gets a line, and between the lines of smaller batches
 
-    def __init__(self, path: str | Path | None, counters: dict, networks: dict, edits: list | None = None,
+    def __init__(self, path: str | Path | None, counters: dict, networks: dict, edits: Sequence = (),
                  differs: Callable | None = None):
         self.networks, self.path, self.file = networks, None if path is None else Path(path), None
         self.differs: Any = differs
@@ -205,7 +205,8 @@ class Journal:
         self.known: dict = {}       # root -> structure of a batch, and the paths of its leaves
         self.next, self.more, self.is_regular = {}, {}, False       # what the present update adds
         if self.path is not None and not self.again: self._open()     # or else with the first line, so that a kill before it loses none
-        if self.path is not None and edits and (last is None or last.edits != edits): self._write(edits=edits, now=self._after({}))
+        self.edits = None if last is None else last.edits
+        self.edited(edits)
 
     def _continues(self, entry): return (entry.since, entry.resumes) == (self.since, self.counters["resumes"])
 
@@ -252,6 +253,17 @@ class Journal:
     def mark(self) -> None:
         "Write an extra line, unless the last update has one. A checkpoint is saved after it, so that its journal can go on."
         if self.path is not None and self.written != self.counters["updates"]: self._write(now=self._after({}))
+
+    def edited(self, edits: Sequence) -> None:
+        """Write an extra line for what was changed after the last update, unless it has one.
+
+        Args:
+            edits: what was changed so far, in turn, each with the update after which it was, `at`
+        """
+        found = [edit for edit in edits if edit["at"] == self.counters["updates"]]
+        if self.path is None or not found or found == self.edits: return
+        self._write(now=self._after({}), edits=found)
+        self.edits = found
 
     def _write(self, **more):
         entry = Entry(**self.counters, since=self.since, batch=self.batch, weights=self.weights, **more)
