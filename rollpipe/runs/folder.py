@@ -89,7 +89,7 @@ class Run(NamedTuple):
 def folder_of(path: str | Path) -> Path:
     "The folder of the run that a path stands for: the path itself, or the folder of the run with this checkpoint."
     path = Path(path)
-    if path.is_dir() or not path.exists() and path.parent.name != "checkpoints": return path
+    if path.is_dir(): return path
     return path.parents[1] if path.parent.name == "checkpoints" and path.name not in RUN_FILES else path.parent
 
 # %% ../../nbs/runs/07_folder.ipynb #c4515767
