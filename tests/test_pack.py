@@ -116,7 +116,8 @@ def test_without_the_client_the_extra_is_named(run, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     for words in (("evaluate", "hf://some/one"), ("pack", run, "--episodes", 1, "--push", "some/one")):
         assert rollpipe(*words) == 2
-        assert "pip install 'rollpipe[hub]'" in capsys.readouterr().err
+        out, err = capsys.readouterr()
+        assert "pip install 'rollpipe[hub]'" in err and not out     # before any work
     assert local_copy("some/one") == "some/one"     # a path asks no hub
     with pytest.raises(DataError, match="some/one: there is no such run. Expected a path, or hf://OWNER/NAME"): load_agent("some/one")
 

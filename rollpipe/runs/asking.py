@@ -164,7 +164,8 @@ def open_run(path: str | Path) -> OpenRun:
     Args:
         path: folder of the run
     """
-    if not (folder := folder_of(path)).joinpath("config.json").exists(): load_run(path)     # which names similar folders
+    folder = folder_of(path)
+    if not (Path(path).exists() and (folder/"config.json").exists()): load_run(path)     # which names similar folders
     return OpenRun(folder)
 
 # %% ../../nbs/runs/21_asking.ipynb #ddf6c782

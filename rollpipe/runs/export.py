@@ -199,6 +199,8 @@ def export_policy(actor: Any, path: str | Path, to: str = 'onnx', note: dict | N
         bool: whether the file was run and compared with the actor; False: onnxruntime is missing
     """
     if to not in FORMATS: raise DataError("unknown format", expected=', '.join(FORMATS), got=repr(to))
+    if not (path := Path(path)).absolute().parent.is_dir(): raise DataError(f"{path}: there is no such folder")
+    if path.is_dir(): raise DataError(f"{path}: this is a folder", expected="a file to write")
     actor = copy.deepcopy(actor).cpu().requires_grad_(False)
     policy = PolicyFunction(actor).eval()
     names = dict(inputs={k: [str(x.dtype).removeprefix('torch.'), *x.shape] for k, x in policy.inputs.items()}, outputs=policy.outputs)
@@ -206,5 +208,5 @@ def export_policy(actor: Any, path: str | Path, to: str = 'onnx', note: dict | N
         data = FORMATS[to].write(policy, tuple(policy.inputs.values()), json.dumps({**(note or {}), **names}))
         run = FORMATS[to].run(data)
         if run is not None: _check(actor, policy, run)
-    write_atomically(Path(path), data)
+    write_atomically(path, data)
     return run is not None

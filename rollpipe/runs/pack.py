@@ -170,6 +170,7 @@ def push(folder: str | Path, name: str) -> str:
 
 def pack_command(args: Namespace) -> None:
     "Pack a run, and push it if a name on the hub is given."
+    if args.push: _client()     # which may be missing
     out = pack(args.run, args.out, args.best, args.episodes, args.seed, args.push or "OWNER/NAME")
     print(f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
     print(push(out, args.push) if args.push else f"push it: {shlex.join(typed(['hf', 'upload', 'OWNER/NAME', out]))}")

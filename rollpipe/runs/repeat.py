@@ -17,7 +17,7 @@ from .states import edited, journal_of
 from ..settings.checks import is_over
 from ..agents.checkpoint import Checkpoint, kept_checkpoints
 from ..pipes.data.compare import first_difference, named_leaves
-from ..pipes.data.errors import CheckpointError, DataError
+from ..pipes.data.errors import CheckpointError, DataError, check_integer
 from ..pipes.data.files import write_atomically
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.graph.modules import torch_threads
@@ -182,6 +182,7 @@ def verify(folder: str | Path, updates: int = 20, *edits: Callable) -> RunDiffer
         *edits: functions `pipe -> pipe` that changed its pipeline in Python, in turn
     """
     folder = Path(folder)
+    check_integer("updates", updates)
     run = load_run(folder)
     config, first = run.config, beginning(folder, run)
     begun, resumes = (first.counters["updates"], first.counters["resumes"]) if first.stream else (0, 0)

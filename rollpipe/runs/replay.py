@@ -113,6 +113,7 @@ def replayed_run(folder: str | Path, update: int | None = None, *edits: Callable
         update: number of the update, from 1 on; None: the one that failed, which works for runs that cannot be repeated, too
         *edits: functions `pipe -> pipe` that changed its pipeline in Python, in turn
     """
+    if not Path(folder).exists(): load_run(folder)     # which says so
     folder = folder_of(folder)
     with GlobalRandomStates(), _failed(folder) if update is None else _collected(folder, update, edits) as moment: yield moment
 

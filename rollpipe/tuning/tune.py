@@ -148,7 +148,6 @@ def _write(search, study) -> str:
     comments = [f"{returns}: mean returns of {EPISODES} episodes after {config['steps']} steps, seeds {' '.join(map(str, search.seeds))}, "
                 f"the best of {len(over)} trials of {args.algorithm}.", f"Measure it afresh, with other seeds: {train}"]
     said = "replaced" if search.out.exists() else "written"
-    make_folder(search.out.parent)
     write_atomically(search.out, preset_text(args.env, values, config["env_kwargs"], comments).encode())
     text = f"{len(over)} trials, {len(failed)} failed; best: trial {best.number}, return {best.value:.1f}; {search.out} {said}"
     return f"{text}\ntrain with it:  {train}"
@@ -165,7 +164,7 @@ def tune_command(args: Namespace) -> None:
         number, n = map(int, args.part.split(":"))
         return _try(search, open_study(search.folder, search.settings(), search.seed + 1000 * (number + 1), search.free), n)
     check_file(search.out, args.overwrite)
-    make_folder(search.folder)
+    for folder in (search.out.parent, search.folder): make_folder(folder)
     lock(search.folder)
     try: _search(search)
     finally: unlock(search.folder)
