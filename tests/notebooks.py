@@ -38,7 +38,8 @@ def run(path):
             if cell.cell_type != "code": return
             stored, cell.outputs = drawings(cell), []
             super().cell(cell, **options)
-            if not self.exc and (found := drawings(cell)) != stored: self.exc = AssertionError(f"it drew {found}, but stored is {stored}")
+            if stored and not self.exc and (found := drawings(cell)) != stored:
+                self.exc = AssertionError(f"it drew {found}, but stored is {stored}")
 
     nbdev.test.CaptureShell = Compares
     np.random.seed()  # as in a process that has just begun; `random` does so itself
