@@ -377,7 +377,7 @@ def test_from_a_run_to_a_loop_without_rollpipe(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("words, text", [("export RUNN", "there is no such run"),
-                                         ("export RUN --out RUN/no/policy.pt2 --to pt2", "No such file")])
+                                         ("export RUN --out RUN/no/policy.pt2 --to pt2", "there is no such folder")])
 def test_export_of_what_is_not_there(words, text, tmp_path, capsys):
     train = "train ppo CartPole-v1 --steps 64 --n-envs 2 --n-steps 32 --quiet --no-tensorboard --out"
     assert main([*train.split(), str(tmp_path/"RUN")]) == 0
