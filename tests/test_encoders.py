@@ -117,6 +117,20 @@ def test_the_layers_of_the_papers():
     assert len(ConvTrunk((35, 84)).layers) == 1 and len(ConvTrunk((36, 84)).layers) == 3
 
 
+def test_layers_that_a_user_chooses():
+    "The network of Mnih et al. 2013, as a preset or a command line tells it, and what is no convolution."
+    space = gym.spaces.Dict(image=gym.spaces.Box(0, 255, (4, 84, 84), np.uint8))
+    net = encoder_for(space, images='conv', n_out=256, layers=[[16, 8, 4], [32, 4, 2]])
+    assert sum(p.numel() for p in net.parameters()) == (64 * 4 + 1) * 16 + (16 * 16 + 1) * 32 + (9 * 9 * 32 + 1) * 256
+    planes = torch.randint(256, (3, 4, 84, 84), dtype=torch.uint8)
+    (trunk,) = [m for m in net.modules() if isinstance(m, ConvTrunk)]
+    torch.testing.assert_close(net(dict(image=planes)), by_torch(trunk, planes / 255), rtol=1e-4, atol=1e-5)
+    for layers, message in [(5, "not a list of convolutions. Got 5"), ([(16, 8)], r"layers\[0\]: not a convolution"), ([(16, 0, 1)], "an integer kernel >= 1"),
+                            ([(16, 8, 4), (32, 21, 2)], r"layers\[1\]: the kernel is larger than its images. Expected at most 20, got 21"),
+                            ([(10 ** 9, 3, 1)], "not enough memory")]:
+        with pytest.raises(DataError, match=message): encoder_for(space, images='conv', layers=layers)
+
+
 def test_initial_weights_of_a_trunk_are_orthogonal():
     trunk = ConvTrunk((4, 84, 84))
     for layer in (*trunk.layers, trunk.last):

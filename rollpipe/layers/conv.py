@@ -5,13 +5,14 @@
 # %% ../../nbs/layers/08_conv.ipynb #bb7fdc99
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod, sqrt
 
 import torch
 from torch import Tensor, nn
 
-from .mlp import linear, orthogonal_linear
-from ..pipes.data.errors import SpaceError
+from .mlp import check_parameters, linear, orthogonal_linear
+from ..pipes.data.errors import DataError, SpaceError, check_integer
 
 # %% auto #0
 __all__ = ['ConvTrunk']
@@ -31,6 +32,22 @@ def _layout(shape: tuple) -> tuple[tuple, bool]:
                          got=str(shape))
     return (prod(stack) * image[0], *image[1:]), channels_last
 
+
+def _checked(layers: Sequence, planes: tuple) -> list:
+    "The layers, if images `planes` have room for them. Raises `DataError`."
+    (n, *size), found = planes, []
+    if not isinstance(layers, (tuple, list)): raise DataError('not a list of convolutions', leaf='layers', got=repr(layers))
+    for k, layer in enumerate(layers):
+        if not isinstance(layer, (tuple, list)) or len(layer) != 3:
+            raise DataError('not a convolution', leaf=f'layers[{k}]', expected='(channels, size of the kernel, stride)', got=repr(layer))
+        channels, kernel, stride = (check_integer(name, x, leaf=f'layers[{k}]') for name, x in zip(('channels', 'kernel', 'stride'), layer))
+        if kernel > min(size):
+            raise DataError('the kernel is larger than its images', leaf=f'layers[{k}]', expected=f'at most {min(size)}', got=kernel)
+        check_parameters((n * kernel ** 2 + 1) * channels, layers=layers)
+        n, size = channels, [(s - kernel) // stride + 1 for s in size]
+        found.append((channels, kernel, stride))
+    return found
+
 # %% ../../nbs/layers/08_conv.ipynb #3b7385f8
 class ConvTrunk(nn.Module):
     """Images `[*lead, *shape]` -> float32 `[*lead, n_out]`, by convolutions and one linear layer, each followed by a ReLU.
@@ -40,30 +57,31 @@ class ConvTrunk(nn.Module):
     divided by 255.
     Raises `SpaceError` for other shapes, and for images smaller than 3 x 3.
 
-    Images of at least 36 x 36 pixels get the layers of Mnih et al. 2015, Human-level control through deep reinforcement learning,
-    https://doi.org/10.1038/nature14236. Smaller ones get those of Young, Tian 2019, MinAtar, https://arxiv.org/abs/1903.03176. The initial
-    weights are orthogonal with gain sqrt(2), biases are zero.
+    By default, images of at least 36 x 36 pixels get the layers of Mnih et al. 2015, Human-level control through deep reinforcement
+    learning, https://doi.org/10.1038/nature14236. Smaller ones get those of Young, Tian 2019, MinAtar, https://arxiv.org/abs/1903.03176.
+    The initial weights are orthogonal with gain sqrt(2), biases are zero.
 
     Args:
         shape: shape of one image or stack
         n_out: number of features; None: 512 for large images, else 128
+        layers: (channels, size of the kernel, stride) of each convolution; None: as above
     """
     is_normalized = True
-    large, small = ((32, 8, 4), (64, 4, 2), (64, 3, 1)), ((16, 3, 1),)  # (channels, size of the kernel, stride)
+    large, small = ((32, 8, 4), (64, 4, 2), (64, 3, 1)), ((16, 3, 1),)
 
-    def __init__(self, shape: tuple, n_out: int | None = None):
+    def __init__(self, shape: tuple, n_out: int | None = None, layers: Sequence | None = None):
         super().__init__()
         self.shape = tuple(shape)
         self.planes, self.channels_last = _layout(self.shape)
         n, size, is_large = self.planes[0], self.planes[1:], min(self.planes[1:]) >= 36
-        layers = []
-        for channels, kernel, stride in self.large if is_large else self.small:
-            layers.append(nn.Conv2d(n, channels, kernel, stride))
+        sizes = _checked(layers, self.planes) if layers is not None else self.large if is_large else self.small
+        self.layers = nn.ModuleList()
+        for channels, kernel, stride in sizes:
+            self.layers.append(nn.Conv2d(n, channels, kernel, stride))
             n, size = channels, [(k - kernel) // stride + 1 for k in size]
-        for layer in layers:
+        for layer in self.layers:
             nn.init.orthogonal_(layer.weight, sqrt(2))
             nn.init.zeros_(layer.bias)
-        self.layers = nn.ModuleList(layers)
         self.n_out = n_out or (512 if is_large else 128)
         self.last = orthogonal_linear(n * prod(size), self.n_out, sqrt(2))
 

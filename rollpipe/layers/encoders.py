@@ -5,6 +5,7 @@
 # %% ../../nbs/layers/10_encoders.ipynb #6c5178ff
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -48,7 +49,7 @@ class Concatenate(nn.Module):
 
 # %% ../../nbs/layers/10_encoders.ipynb #ab87689b
 def encoder_for(space: gym.Space, name: str = 'observation_space', *, images: str = 'flat', discrete: str = 'onehot', size: int = 16,
-                n_out: int | None = None) -> nn.Module:
+                n_out: int | None = None, layers: Sequence | None = None) -> nn.Module:
     """A module that maps observations `[*lead, ...]` of `space` to float32 features `[*lead, n_out]`.
 
     A Box is flattened (and divided by 255 if it is an image, uint8 with 3 dimensions), Discrete and MultiDiscrete become one-hot,
@@ -65,9 +66,10 @@ def encoder_for(space: gym.Space, name: str = 'observation_space', *, images: st
         discrete: encoding of Discrete and MultiDiscrete: 'onehot', 'bits' or 'embed' (`Embeddings`)
         size: number of learned features of each integer, if `discrete` is 'embed'
         n_out: number of features of each `ConvTrunk`; None: its default
+        layers: (channels, size of the kernel, stride) of each convolution of a `ConvTrunk`; None: its default
     """
     s = gym.spaces
-    options: dict[str, Any] = dict(images=images, discrete=discrete, size=size, n_out=n_out)
+    options: dict[str, Any] = dict(images=images, discrete=discrete, size=size, n_out=n_out, layers=layers)
     if images not in ('flat', 'conv'): raise ValueError(f"Expected images 'flat' or 'conv', got {images!r}")
     if discrete not in ('onehot', 'bits', 'embed'): raise ValueError(f"Expected discrete 'onehot', 'bits' or 'embed', got {discrete!r}")
     for key, n in dict(size=size, n_out=1 if n_out is None else n_out).items(): check_integer(key, n)
@@ -80,13 +82,13 @@ def encoder_for(space: gym.Space, name: str = 'observation_space', *, images: st
         numbers = (space.shape or (), space.nvec if isinstance(space, s.MultiDiscrete) else int(space.n), space.start)
         return dict(onehot=OneHot, bits=Bits)[discrete](*numbers) if discrete != 'embed' else Embeddings(*numbers, size)
     if isinstance(space, s.MultiBinary): return Flatten(space.shape, is_normalized=True)
-    if isinstance(space, s.Box): return _box_encoder(space, name, images, n_out)
+    if isinstance(space, s.Box): return _box_encoder(space, name, images, n_out, layers)
     raise SpaceError('unsupported observation space', leaf=name, got=repr(space),
                      expected='Box, Discrete, MultiBinary, MultiDiscrete, or Dict and Tuple of them')
 
 
-def _box_encoder(space: gym.spaces.Box, name: str, images: str, n_out: int | None) -> nn.Module:
+def _box_encoder(space: gym.spaces.Box, name: str, images: str, n_out: int | None, layers: Sequence | None) -> nn.Module:
     if images == 'conv' and space.dtype in (np.uint8, bool) and 2 <= len(space.shape) <= 4:
-        with located(leaf=name): return ConvTrunk(space.shape, n_out)
+        with located(leaf=name): return ConvTrunk(space.shape, n_out, layers)
     is_image = space.dtype == np.uint8 and len(space.shape) == 3
     return Flatten(space.shape, 255. if is_image else 1., is_normalized=is_image)
