@@ -119,7 +119,7 @@ def test_the_layers_of_the_papers():
 
 def test_layers_that_a_user_chooses():
     "The network of Mnih et al. 2013, as a preset or a command line tells it, and what is no convolution."
-    space = gym.spaces.Dict(image=gym.spaces.Box(0, 255, (4, 84, 84), np.uint8))
+    space = Dict(image=Box(0, 255, (4, 84, 84), np.uint8))
     net = encoder_for(space, images='conv', n_out=256, layers=[[16, 8, 4], [32, 4, 2]])
     assert sum(p.numel() for p in net.parameters()) == (64 * 4 + 1) * 16 + (16 * 16 + 1) * 32 + (9 * 9 * 32 + 1) * 256
     planes = torch.randint(256, (3, 4, 84, 84), dtype=torch.uint8)
