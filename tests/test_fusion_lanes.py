@@ -1,4 +1,4 @@
-"Fragments that lanes make where they are joined, and advantages that are estimated for all of them at once."
+"Fragments that lanes make where they are joined."
 import gc
 import pickle
 import weakref
@@ -17,20 +17,16 @@ from test_joined import Pictures, Sees
 from test_vector import PLANS, Vectorised
 from toys import WORLDS, Counting, Ledger, Memory, Nested, NestedMemory, Plain, Valued, judge
 
-from rollpipe.layers import Critic, MemoryCritic, MLPPolicy, RecurrentPolicy
+from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import (
     AdvantageBuffer, DataError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Pipe, ProcessReading, Tap, copy_graph, draw,
     find_one, insert_after, nested, on_policy, optimize, profile, remove, returns,
 )
 from rollpipe.pipes.graph.modules import bump_version
 from rollpipe.pipes.batches import SideBySide
-from rollpipe.pipes.rewrites import REWRITES, FusedJoin
-from rollpipe.pipes.data.fragment import Fragment
-from rollpipe.pipes.graph.pipe import Source
 from rollpipe.pipes.graph.torchdata import DataLoader2
 
 fast = settings(deadline=None, max_examples=15)
-both = partial(optimize, batch_advantages=True)
 
 
 @pytest.fixture(autouse=True)
@@ -48,9 +44,9 @@ def first(pipe, n=4): return [snapshot(x) for x in islice(pipe, n)]
 def fusion_of(pipe): return find_one(pipe, FragmentStacker).fusion
 
 
-def assert_same_streams(make, n=4, **how):
+def assert_same_streams(make, n=4):
     "`make()` makes a graph; its stream, and that of the optimized graph."
-    fused = optimize(make(), **how)
+    fused = optimize(make())
     assert fusion_of(fused) is not None
     for a, b in zip(first(make(), n), first(fused, n), strict=True): assert_same(a, b)
 
@@ -77,7 +73,7 @@ def test_lanes_that_write_into_the_batch_yield_the_same(world, plans, n_steps, l
 def test_every_kind_of_reset(mode, kwargs, source):
     if source == "vector" and "sticky" in kwargs: kwargs = {}
     envs = partial(Vectorised, PLANS, mode) if source == "vector" else [partial(Counting, plan, k) for k, plan in enumerate(PLANS)]
-    assert_same_streams(lambda: joined(envs, Memory(), 5, 3, 3, judge, **kwargs), batch_advantages=True)
+    assert_same_streams(lambda: joined(envs, Memory(), 5, 3, 3, judge, **kwargs))
 
 
 @pytest.mark.parametrize("engine", ["torch", "onnxruntime"])
@@ -153,12 +149,11 @@ def test_lanes_that_end(n):
 
 def test_environments_are_closed_when_the_batches_are_left():
     Ledger.clear()
-    for how in ({}, dict(batch_advantages=True)):
-        items = iter(optimize(joined(Counting, Plain(), 3, 3, 3, judge, n_envs=2), **how))
-        next(items)
-        assert Ledger.open()
-        items.close()
-        assert not Ledger.open()
+    items = iter(optimize(joined(Counting, Plain(), 3, 3, 3, judge, n_envs=2)))
+    next(items)
+    assert Ledger.open()
+    items.close()
+    assert not Ledger.open()
 
 
 def test_who_holds_a_fragment_never_sees_it_change():
@@ -174,70 +169,12 @@ def test_who_holds_a_fragment_never_sees_it_change():
         for fragment, was in kept: assert_same(snapshot(fragment), was)
 
 
-# --- advantages of joined fragments
-
-@pytest.mark.parametrize("world", WORLDS)
-@fast
-@given(plans=st.lists(episodes, min_size=1, max_size=3), n_steps=st.integers(1, 9), lanes=st.integers(1, 4), n=st.integers(2, 5))
-def test_estimates_of_the_same_values_are_the_same(world, plans, n_steps, lanes, n):
-    "To the last bit, for a critic that computes every row alone."
-    env, actor = WORLDS[world]
-    envs = [partial(env, plan, tag) for tag, plan in enumerate(plans)]
-    critic = judge if env is Counting else lambda obs: obs["place"][..., 2] + obs["exact"]
-    assert_same_streams(lambda: joined(envs, actor(), n_steps, lanes, n, critic), batch_advantages=True)
-
-
-def test_reported_values():
-    plans = [partial(Counting, [(3, "trunc"), (2, "term"), (4, "both")]), partial(Counting, [(2, "trunc")])]
-    assert_same_streams(lambda: joined(plans, Valued(), 5, 3, 3), batch_advantages=True)
-
-
-@pytest.mark.parametrize("kind", ["mlp", "memory", "nested"])
-def test_networks_agree_to_the_last_bits(kind):
-    env = Nested if kind == "nested" else "CartPole-v1"
-    critic = (MemoryCritic if kind == "memory" else Critic).for_env(env, seed=0)
-    for n_envs, n_steps in ((1, 7), (3, 32)):
-        def make(n_envs=n_envs, n_steps=n_steps):
-            actor = RecurrentPolicy.for_env(env, seed=0, report=True) if kind == "memory" else MLPPolicy.for_env(env, seed=0)
-            return joined(env, actor, n_steps, 4, 4, critic, n_envs=n_envs)
-        for a, b in zip(islice(make(), 4), islice(both(make()), 4), strict=True):
-            assert_same(snapshot(a._replace(adv=None, ret=None)), snapshot(b._replace(adv=None, ret=None)))
-            scale = a.ret.abs().max()
-            for x, y in ((a.adv, b.adv), (a.ret, b.ret), (a.ret - a.adv, b.ret - b.adv)): assert (x - y).abs().max() <= 1e-6 * scale
-
-
-class Counted:
-    "Counts its calls, and notes how many environments it was shown."
-    def __init__(self): self.shown = []
-    def __call__(self, obs):
-        self.shown.append(obs.shape[-2])
-        return judge(obs)
-
-
-def test_the_critic_is_called_once_for_a_batch():
-    critic = Counted()
-    items = iter(both(joined(lambda: Counting([(99, "term")]), Plain(), 4, 3, 3, critic, n_envs=2)))
-    next(items)
-    assert sorted(critic.shown) == [2, 2, 2, 6, 6]     # the values of the first batch are compared
-    critic.shown.clear()
-    for _ in range(5): next(items)
-    assert critic.shown == [6] * 5
-
-
-def test_the_newest_critic_judges():
-    critic = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Flatten(-2))
-    torch.nn.init.zeros_(critic[0].weight)
-    for k, batch in enumerate(islice(both(joined(lambda: Counting([(9, "term")]), Plain(), 2, 2, 2, critic)), 4)):
-        if k: assert torch.allclose(batch.ret - batch.adv, torch.full((2, 2), 7. * k))
-        with torch.no_grad(): critic[0].bias.fill_(7. * (k + 1))
-
-
 @pytest.mark.parametrize("n_workers, lag", [(0, 0), (1, 0), (2, 0), (2, 1)])
 def test_the_same_with_any_number_of_workers(n_workers, lag):
     "The learner's process estimates, with the weights that it has then."
     def pipeline():
         actor, critic = MLPPolicy.for_env("CartPole-v1", seed=0), Critic.for_env("CartPole-v1", seed=0)
-        return both(on_policy("CartPole-v1", actor, critic, n_envs=2, n_steps=40, lanes=4, seed=3))
+        return on_policy("CartPole-v1", actor, critic, n_envs=2, n_steps=40, lanes=4, seed=3)
     wanted, critics = [], []
     for service in (None, ProcessReading(n_workers, lag=lag)):
         pipe, found = pipeline(), []
@@ -245,8 +182,7 @@ def test_the_same_with_any_number_of_workers(n_workers, lag):
         with DataLoader2(pipe, reading_service=service) as loader:
             for batch in islice(loader, 4):
                 if service:
-                    drawn = str(draw(loader.reading_service.end))
-                    assert "batch_advantages=True" in drawn and ("in_place" in drawn) == (n_workers == 0)
+                    assert ("in_place" in str(draw(loader.reading_service.end))) == (n_workers == 0)
                 found.append(snapshot(batch))
                 with torch.no_grad(): critic.net.last.bias += .5
         wanted.append(found)
@@ -290,35 +226,16 @@ def test_a_fault_names_its_lane(lane, then):
         return joined(partial(Lane, [(2, "term"), (3, "trunc")]), Plain(), 4, 3, 3, only(lane, then), n_envs=2)
     wanted = told(make())
     assert wanted[1] == lane and wanted[0].startswith(f"AdvantageBuffer, lane {lane}")
-    assert told(both(make())) == wanted
+    assert told(optimize(make())) == wanted
     behind = make()
     assert told(AdvantageBuffer(FragmentStacker(behind.pipe.pipe, 3), behind.pipe.critic, .9, .8)) == wanted
 
 
-def test_a_critic_that_fails_only_when_fragments_are_joined():
-    def critic(obs):
-        if obs.shape[-2] > 2: raise ValueError("too many")
-        return judge(obs)
-    text, lanes, cause = told(both(joined(lambda: Counting([(99, "term")]), Plain(), 4, 3, 3, critic, n_envs=2)))
-    assert lanes == "0, 1, 2" and "the critic raised ValueError: too many" in text and "float32 [5, 6, 4]" in text and "too many" in cause
-
-
-def test_a_critic_that_mixes_environments_is_refused():
-    def make():
-        Lane.numbers = iter(range(4))
-        return joined(partial(Lane, [(2, "term")]), Plain(), 4, 2, 2, lambda obs: judge(obs) - judge(obs).mean(), n_envs=2)
-    text, *_ = told(both(make()))
-    assert text.startswith("AdvantageBuffer: the critic judges fragments otherwise when they are joined. Expected values that differ by")
-    assert "or no `batch_advantages`, got a difference of " in text
-    assert len(first(make())) == 4     # without batches it is the user's affair
-
-
-@pytest.mark.parametrize("how", [{}, dict(batch_advantages=True)])
-def test_fragments_that_do_not_fit_together(how):
+def test_fragments_that_do_not_fit_together():
     "The error is that of the join."
     def make(): return insert_after(joined(Counting, Plain(), 3, 2, 2, judge), EnvStepper, Some)
     text = told(make())
-    assert text[0].startswith("FragmentStacker: fragments of different lengths") and told(optimize(make(), **how)) == text
+    assert text[0].startswith("FragmentStacker: fragments of different lengths") and told(optimize(make())) == text
 
 
 # --- the graph
@@ -338,25 +255,24 @@ class Keeps(FragmentCollector):
 def fragments(kind=FragmentCollector): return kind(EnvStepper(Counting, Valued(), 2), 4)
 
 
-@pytest.mark.parametrize("make, in_place, batched", [
-    (lambda: FragmentStacker(AdvantageBuffer(Lanes(fragments(), 2)), 2), None, None),
-    (lambda: FragmentStacker(Lanes(fragments(), 2), 2), None, "it reads Lanes, which estimates no advantages"),
-    (lambda: FragmentStacker(AdvantageBuffer(Lanes(fragments(), 2)), 1), "it joins one fragment", "it joins one fragment"),
-    (lambda: Stacks(AdvantageBuffer(Lanes(fragments(), 2)), 2), "Stacks has methods of its own", "Stacks has methods of its own"),
+@pytest.mark.parametrize("make, why", [
+    (lambda: FragmentStacker(AdvantageBuffer(Lanes(fragments(), 2)), 2), None),
+    (lambda: FragmentStacker(Lanes(fragments(), 2), 2), None),
+    (lambda: FragmentStacker(AdvantageBuffer(Lanes(fragments(), 2)), 1), "it joins one fragment"),
+    (lambda: Stacks(AdvantageBuffer(Lanes(fragments(), 2)), 2), "Stacks has methods of its own"),
     (lambda: FragmentStacker(Buffers(Lanes(fragments(), 2)), 2),
-     "it reads Buffers, which may keep fragments or wants them to be contiguous", "Buffers has methods of its own"),
-    (lambda: FragmentStacker(AdvantageBuffer(Lanes(fragments(Keeps), 2)), 2), "the fragments of Keeps have memory of their own", None),
+     "it reads Buffers, which may keep fragments or wants them to be contiguous"),
+    (lambda: FragmentStacker(AdvantageBuffer(Lanes(fragments(Keeps), 2)), 2), "the fragments of Keeps have memory of their own"),
     (lambda: FragmentStacker(AdvantageBuffer(fragments()), 2),
-     "it reads FragmentCollector, which may keep fragments or wants them to be contiguous", None),
+     "it reads FragmentCollector, which may keep fragments or wants them to be contiguous"),
     (lambda: FragmentStacker(Passing(AdvantageBuffer(Lanes(fragments(), 2))), 2),
-     "it reads Passing, which may keep fragments or wants them to be contiguous", "it reads Passing, which estimates no advantages")])
-def test_what_stands_in_the_way_is_reported(make, in_place, batched):
+     "it reads Passing, which may keep fragments or wants them to be contiguous")])
+def test_what_stands_in_the_way_is_reported(make, why):
     pipe = make()
-    fused, report = optimize(pipe, report=True, batch_advantages=True)
-    assert {x.rewrite: x.obstacle for x in report[-2:]} == {REWRITES['in_place'][0]: in_place, REWRITES['batch_advantages'][0]: batched}
-    how = FusedJoin(in_place is None, batched is None)
-    assert fusion_of(fused) == (how if any(how) else None) and fusion_of(pipe) is None
-    assert ("in_place=True" in str(draw(fused)), "batch_advantages=True" in str(draw(fused))) == how
+    fused, report = optimize(pipe, report=True)
+    assert [x.obstacle for x in report] == [why]
+    assert (fusion_of(fused) is None) == (why is not None) and fusion_of(pipe) is None
+    assert ("in_place=True" in str(draw(fused))) == (why is None)
     assert [x.n_envs for x in islice(make(), 3)] == [x.n_envs for x in islice(fused, 3)]
 
 
@@ -364,39 +280,35 @@ def test_other_readers_of_the_same_fragments():
     class Both(Pipe):
         def __init__(self, pipe, other): super().__init__(pipe); self.other = other
         def stream(self, items): yield from items
-    buffer = AdvantageBuffer(Lanes(fragments(), 2))
-    _, report = optimize(Both(FragmentStacker(buffer, 2), buffer), report=True, batch_advantages=True)
-    assert [x.obstacle for x in report] == ["other pipes read AdvantageBuffer, too"] * 2
-    lanes = Lanes(fragments(), 2)
-    _, report = optimize(Both(FragmentStacker(AdvantageBuffer(lanes), 2), lanes), report=True, batch_advantages=True)
-    assert [x.obstacle for x in report] == ["other pipes read Lanes, too", None]
+    buffer, lanes = AdvantageBuffer(Lanes(fragments(), 2)), Lanes(fragments(), 2)
+    for pipe, name in ((Both(FragmentStacker(buffer, 2), buffer), "AdvantageBuffer"),
+                       (Both(FragmentStacker(AdvantageBuffer(lanes), 2), lanes), "Lanes")):
+        assert [x.obstacle for x in optimize(pipe, report=True)[1]] == [f"other pipes read {name}, too"]
 
 
-def test_batches_must_be_asked_for():
+def test_recipes_optimize():
     pipe = on_policy(Counting, Plain(), judge, n_envs=2, lanes=2, n_steps=4, seed=0)
-    assert fusion_of(pipe) == FusedJoin(in_place=True)
+    assert fusion_of(pipe) is not None
     assert fusion_of(on_policy(Counting, Plain(), judge, lanes=2, optimize=False)) is None
-    again = both(pipe)
-    assert fusion_of(again) == FusedJoin(True, True) and str(draw(both(again))) == str(draw(again)) == str(draw(optimize(again)))
+    assert str(draw(optimize(pipe))) == str(draw(pipe))
 
 
 def test_an_edit_takes_it_apart_where_it_must():
-    plain = joined(Counting, Plain(), 4, 2, 2, judge, n_envs=2)
+    plain, there = joined(Counting, Plain(), 4, 2, 2, judge, n_envs=2), "FragmentStacker(n=2, in_place=True)"
     for edit, text in ((lambda pipe: insert_after(pipe, AdvantageBuffer, Passing), "FragmentStacker(n=2)"),
-                       (lambda pipe: insert_after(pipe, Lanes, Passing), "FragmentStacker(n=2, batch_advantages=True)"),
-                       (lambda pipe: insert_after(pipe, FragmentCollector, Passing), "FragmentStacker(n=2, batch_advantages=True)"),
-                       (lambda pipe: remove(pipe, AdvantageBuffer), "FragmentStacker(n=2, in_place=True)"),
-                       (lambda pipe: insert_after(pipe, EnvStepper, Passing),
-                        "FragmentStacker(n=2, in_place=True, batch_advantages=True)")):
-        edited = edit(both(plain))
+                       (lambda pipe: insert_after(pipe, Lanes, Passing), "FragmentStacker(n=2)"),
+                       (lambda pipe: insert_after(pipe, FragmentCollector, Passing), "FragmentStacker(n=2)"),
+                       (lambda pipe: remove(pipe, AdvantageBuffer), there),
+                       (lambda pipe: insert_after(pipe, EnvStepper, Passing), there)):
+        edited = edit(optimize(plain))
         assert repr(find_one(edited, FragmentStacker)) == text
         for a, b in zip(first(edit(plain)), first(edited), strict=True): assert_same(a, b)
 
 
 def test_it_can_be_pickled_and_copied():
-    pipe = both(joined(Counting, Plain(), 4, 2, 2, judge, n_envs=2))
+    pipe = optimize(joined(Counting, Plain(), 4, 2, 2, judge, n_envs=2))
     for copy in (pickle.loads(pickle.dumps(pipe)), copy_graph(pipe)):
-        assert fusion_of(copy) == FusedJoin(True, True)
+        assert fusion_of(copy) is not None
         for a, b in zip(first(pipe), first(copy), strict=True): assert_same(a, b)
 
 
@@ -415,7 +327,7 @@ def test_gae_of_joined_columns_is_that_of_each():
 
 def test_it_can_be_profiled():
     "The stages that a fused join stands for have times of their own."
-    told = profile(both(joined("CartPole-v1", MLPPolicy.for_env("CartPole-v1"), 16, 2, 2, Critic.for_env("CartPole-v1"))), seconds=.5)
+    told = profile(optimize(joined("CartPole-v1", MLPPolicy.for_env("CartPole-v1"), 16, 2, 2, Critic.for_env("CartPole-v1"))), seconds=.5)
     shares = {stage.label.partition("(")[0]: stage.share for stage in told.stages}
     assert told.error is None and told.steps_per_s > 0
     assert all(shares[name] > 0 for name in ("EnvStepper", "Lanes", "AdvantageBuffer", "FragmentStacker")), shares
@@ -438,23 +350,4 @@ class Deaf(AdvantageBuffer):
 def test_a_pipe_with_an_iteration_of_its_own_is_iterated_so():
     lanes = FragmentCollector(EnvStepper(Counting, Plain(), 2), 4)
     for pipe in (FragmentStacker(Blind(lanes, 2, seed=0), 2), FragmentStacker(Deaf(Lanes(lanes, 2, seed=0), judge), 2)):
-        for a, b in zip(first(pipe), first(both(pipe)), strict=True): assert_same(a, b)
-
-
-class Given(Source):
-    "Fragments that come from elsewhere."
-    def __init__(self, *items): self.items = items
-    def stream(self, items): yield from self.items
-
-
-def test_advantages_of_fragments_that_cannot_be_told_apart_are_not_batched():
-    "The values of a batch are compared with those of its fragments, which are known by `lane` and `seq`."
-    def made(**numbers):
-        rows = torch.rand(5, 2, 3), torch.zeros(4, 2).long(), torch.rand(4, 2), torch.zeros(4, 2).bool(), torch.zeros(4, 2).bool()
-        return Fragment.from_steps(*rows)._replace(**{k: torch.full((2,), x) for k, x in numbers.items()})
-    def critic(obs): return obs.mean(-1) - obs.mean()
-    for items in ([made(), made()], [made(lane=0, seq=0, version=0) for _ in range(2)],
-                  [made(lane=0, seq=k % 2, version=0) for k in range(4)]):
-        pipe = FragmentStacker(AdvantageBuffer(Given(*items), critic), len(items))
-        assert len(list(pipe)) == 1
-        with pytest.raises(DataError, match="AdvantageBuffer.*cannot be told apart"): list(both(pipe))
+        for a, b in zip(first(pipe), first(optimize(pipe)), strict=True): assert_same(a, b)

@@ -51,7 +51,7 @@ class FragmentStacker(Pipe):
 
     def fits(self, pipe: IterDataPipe) -> bool:
         "Does the `fusion` work in the graph that ends in `pipe`? If not, an edit of the graph removes it."
-        return self.fusion is None or bool(self.fusion.fitting(self, pipe))
+        return self.fusion is None or self.fusion.fits(self, pipe)
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
         return self._joined(items) if self._is_plain() else self.fusion.stream(self)
