@@ -91,7 +91,7 @@ def model_mark(model: Any) -> int:
     mujoco: Any = importlib.import_module('mujoco')     # an extra
     flat = np.empty(mujoco.mj_sizeModel(model), np.uint8)
     mujoco.mj_saveModel(model, None, flat)
-    return zlib.crc32(flat)
+    return zlib.crc32(flat.data)
 
 
 def _get_atari(ale): return ale.cloneState(include_rng=True).serialize()
