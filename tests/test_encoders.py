@@ -125,10 +125,13 @@ def test_layers_that_a_user_chooses():
     planes = torch.randint(256, (3, 4, 84, 84), dtype=torch.uint8)
     (trunk,) = [m for m in net.modules() if isinstance(m, ConvTrunk)]
     torch.testing.assert_close(net(dict(image=planes)), by_torch(trunk, planes / 255), rtol=1e-4, atol=1e-5)
-    for layers, message in [(5, "not a list of convolutions. Got 5"), ([(16, 8)], r"layers\[0\]: not a convolution"), ([(16, 0, 1)], "an integer kernel >= 1"),
+    for layers, message in [(5, "not a list of convolutions. Got 5"), ([(16, 8)], r"layers\[0\]: not a convolution"),
+                            ([(16, 0, 1)], r"an integer layers\[0\].kernel >= 1"),
                             ([(16, 8, 4), (32, 21, 2)], r"layers\[1\]: the kernel is larger than its images. Expected at most 20, got 21"),
                             ([(10 ** 9, 3, 1)], "not enough memory")]:
-        with pytest.raises(DataError, match=message): encoder_for(space, images='conv', layers=layers)
+        with pytest.raises(DataError, match=r"leaf observation_space\['image'\]: .*" + message):
+            encoder_for(space, images='conv', layers=layers)
+    with pytest.raises(DataError, match="leaf layers: .*images='conv'. Got images='flat'"): encoder_for(space, layers=[[16, 8, 4]])
 
 
 def test_initial_weights_of_a_trunk_are_orthogonal():

@@ -335,6 +335,24 @@ def test_a_file_that_answers_differently_is_not_written(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+class Told(Actor):
+    "Acts on what a file is not told: `look(rew, fin, stepno)`."
+    observation_space, action_space, uses_past = gym.spaces.Box(-1, 1, (3,)), gym.spaces.Discrete(2), False
+    def __init__(self, look):
+        super().__init__()
+        self.look = look
+
+    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual): return (obs[..., 0] * 0 + self.look(rew, fin, stepno) > 0).long(), (), {}
+
+
+@pytest.mark.parametrize("look, t", [(lambda rew, fin, stepno: stepno >= 100, 2), (lambda rew, fin, stepno: (stepno == 0).float(), 1),
+                                     (lambda rew, fin, stepno: rew, 1), (lambda rew, fin, stepno: ~fin, 1)])
+def test_an_actor_that_looks_at_what_a_file_is_not_told_is_refused(look, t, tmp_path):
+    with pytest.raises(DataError, match=f"the exported policy answers differently at step {t}"):
+        export_policy(Told(look), tmp_path/"policy", "torchscript")
+    assert not list(tmp_path.iterdir())
+
+
 class Spaced(Actor):
     "An actor of spaces whose keys differ only in a character that no name in a file may have."
     uses_past = False

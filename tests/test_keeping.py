@@ -10,6 +10,7 @@ import os
 import pickle
 import queue
 import random
+import re
 import tempfile
 import threading
 import weakref
@@ -28,6 +29,7 @@ from hypothesis.extra import numpy as arrays
 
 from rollpipe.pipes.data.encoding import decode, encode
 from rollpipe.pipes import nested
+from rollpipe.pipes.data import simulators
 from rollpipe.pipes.data.captures import capture
 from rollpipe.pipes.envs.factories import EnvFactory, env_factories
 from rollpipe.pipes.envs.keeping import Keeper, KeptEnv, bits_of, keeper_for
@@ -495,6 +497,99 @@ class Late(World):
 
 
 def test_an_environment_that_differs_late_is_not_kept_by_its_attributes(): assert begun(env_factories(Late, 2))[1].name == "replay (all)"
+
+
+class OwnRandom(random.Random): pass
+
+
+class Bag(dict): drawn = 0
+
+
+class Draws50(World):
+    "Draws a new level in each 50th episode from the state that `make` returns."
+    n, level = 0, 0.
+    def __init__(self, make, draw): self.held, self.draw = make(), draw
+
+    def begin(self):
+        self.n += 1
+        if self.n % 50 == 2: self.level = self.draw(self, self.held)
+        self.x = self.level
+
+
+def from_bag(env, bag):
+    bag.drawn += 1
+    return bag.drawn
+
+
+def from_spawn(env, _): return env.np_random.spawn(1)[0].normal()
+def from_seeds(env, seeds): return np.random.default_rng(seeds.spawn(1)[0]).normal()
+def from_bits(env, bits): return bits.random_raw() % 1000
+def from_random(env, rng): return rng.random()
+def from_default(env, numbers): return numbers[len(numbers)]
+
+
+@pytest.mark.parametrize("name, make, draw", [
+    ("attributes", lambda: None, from_spawn), ("attributes", lambda: np.random.SeedSequence([1, 2]), from_seeds),
+    *(("attributes", functools.partial(kind, 1), from_bits) for kind in (np.random.PCG64, np.random.MT19937, np.random.Philox)),
+    ("attributes", Bag, from_bag), ("replay (all)", lambda: OwnRandom(1), from_random),
+    ("replay (all)", lambda: defaultdict(itertools.count().__next__), from_default)])
+def test_a_state_that_matters_late_is_kept_or_refused(name, make, draw):
+    old, new = Draws50(make, draw), Draws50(make, draw)
+    keeper = keeper_for(lambda: Draws50(make, draw), seconds=.1)
+    assert keeper.name == name, keeper.failed
+    if keeper.logs: return
+    kept, told = keeper.begin(old), []
+    old.reset(seed=5)
+    for _ in range(160): old.reset()
+    keeper.begin(new).restore(stored(kept.state()))
+    for env in (old, new): told.append([float(env.reset()[0][0]) for _ in range(120)])
+    assert told[0] == told[1] and len(set(told[0])) == 3
+
+
+def test_generators_share_what_they_shared():
+    "Those that spawn from one sequence of seeds draw different children."
+    def world(seed):
+        seeds = np.random.SeedSequence(seed)
+        bits = np.random.Philox(seeds)
+        return Thing(seeds=seeds, bits=bits, one=np.random.Generator(bits), two=np.random.Generator(bits))
+    old, new = world(3), world(4)
+    old.one.spawn(2)
+    assert restore(stored(capture(old)), new) is new
+    for x in (old, new):
+        drawn = [x.one.random(), x.two.random(), x.bits.random_raw(), *(g.random() for g in x.two.spawn(2)), x.seeds.n_children_spawned]
+        if x is old: expected = drawn
+    assert drawn == expected and new.one.bit_generator is new.two.bit_generator is new.bits
+
+
+def test_a_generator_of_an_earlier_version_is_read(monkeypatch):
+    old, new = (Thing(rng=np.random.default_rng(seed)) for seed in (3, 4))
+    name = "numpy.random._generator.Generator"
+    monkeypatch.setitem(simulators._NAMED, name, simulators.through(name)._replace(get=lambda x: x.bit_generator.state))
+    state = stored(capture(old))
+    monkeypatch.undo()
+    assert restore(state, new).rng.random() == old.rng.random()
+
+
+def test_a_model_that_was_changed_is_refused():
+    "Its numbers are no part of the state."
+    pytest.importorskip("mujoco")
+    class Heavier(gym.Wrapper):
+        n = 0
+        def reset(self, **kwargs):
+            self.n += 1
+            if self.n == 12: self.unwrapped.model.body_mass[1] *= 1.5
+            return self.env.reset(**kwargs)
+    def make(): return Heavier(gym.make("InvertedPendulum-v5", disable_env_checker=True))
+    env, keeper = make(), keeper_for(make, seconds=.1)
+    assert keeper.name == "MuJoCo"
+    kept = keeper.begin(env)
+    for _ in range(11): env.reset(seed=3)
+    state = stored(kept.state())
+    keeper.begin(make()).restore(state)
+    env.reset()
+    with pytest.raises(EnvError, match=r"leaf .*model: .*Expected mujoco._structs.MjModel \d+, as when"):
+        keeper.begin(make()).restore(kept.state())
+    keeper.begin(make()).restore({**state, "graph": re.sub(r'MjModel \d+"', 'MjModel"', state["graph"])})     # an earlier version
 
 
 def test_a_model_of_other_size_is_refused():

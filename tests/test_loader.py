@@ -178,7 +178,7 @@ def test_the_end_releases_a_stream_that_was_left(lib):
         stream = iter(loader)
         assert next(stream) == 0 and notes == []
     assert notes == ["closed"]
-    with pytest.raises(TypeError): next(stream)
+    assert next(stream, "the end") == "the end"
     loader = lib.DataLoader2(Noted())
     assert next(iter(loader)) == 0
     gc.disable()
@@ -186,6 +186,15 @@ def test_the_end_releases_a_stream_that_was_left(lib):
         del loader
         assert notes == ["closed"] * 2, "nothing but the user's name held it"
     finally: gc.enable()
+
+
+@pytest.mark.parametrize("service", [None, Service])
+def test_a_shutdown_within_the_loop_ends_it(lib, service):
+    loader, found = lib.DataLoader2(Noted(), reading_service=service and service()), []
+    for x in loader:
+        found.append(x)
+        if x == 1: loader.shutdown()
+    assert found == [0, 1] and "closed" in notes
 
 
 def test_a_constructor_that_fails_leaves_nothing_to_end(lib):
@@ -316,8 +325,10 @@ def test_without_a_seed_it_comes_from_torchs_generator(lib):
     state = torch.get_rng_state()
     a, b = (lib.SeedGenerator().generate_seed() for _ in range(2))
     assert a == b and torch.equal(torch.get_rng_state(), state)
+    loader = lib.DataLoader2(Random(), reading_service=lib.InProcessReadingService())
+    assert list(loader) == list(loader) == list(lib.DataLoader2(Random(), reading_service=lib.InProcessReadingService())) == [a]
     torch.randn(1)
-    assert lib.SeedGenerator().generate_seed() != a
+    assert lib.SeedGenerator().generate_seed() != a != next(iter(loader))
 
 
 def branches():

@@ -1,6 +1,6 @@
 """Environments whose batch is made of tensors: the same fragments as from the ordinary path, and clear errors."""
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 
 import gymnasium as gym
 import numpy as np
@@ -22,6 +22,7 @@ from rollpipe.pipes import (
 )
 from rollpipe.pipes.graph.modules import bump_version
 from rollpipe.pipes.tensors.collector import TensorCollector
+from rollpipe.pipes.tensors.tensor_batch import ActionsForEnv
 from rollpipe.testing import env_rules
 from rollpipe.testing import (ENV_SEED, TENSOR_ENV_FINAL, TENSOR_ENV_MADE, TENSOR_ENV_NUMBERS, TENSOR_ENV_RESET, TENSOR_ENV_STEP,
                               check_env, check_pipe)
@@ -305,6 +306,15 @@ class From(Constant):
 @pytest.mark.parametrize("other, parts", [(7, ["leaf act: out of range", "an action of Discrete(5)", "got 7 in row 3"]),
                                           (-1, ["out of range"])])
 def test_actions_out_of_range(other, parts): fails(ActorError, Odd, "environment 0 (Odd)", *parts, actor=From(3, other))
+
+
+@pytest.mark.parametrize("dtype, high", [(np.float64, .1), (np.float64, np.array([.1, .2])), (np.float32, .1)])
+def test_clipped_actions_lie_in_their_space(dtype, high):
+    "Also if the bounds are rounded outwards in the dtype of the actor."
+    box = Box(-high, high, (2,), dtype)
+    for x, like in product((-5., 5.), (torch.float32, torch.float64)):
+        _, (row,) = ActionsForEnv(box, torch.device("cpu"), True)(torch.full((1, 1, 2), x, dtype=like))
+        assert row.numpy() in box and np.array_equal(row, box.low if x < 0 else box.high)
 
 
 def test_actions_that_are_not_finite():

@@ -36,13 +36,13 @@ def _layout(shape: tuple) -> tuple[tuple, bool]:
 def _checked(layers: Sequence, planes: tuple) -> list:
     "The layers, if images `planes` have room for them. Raises `DataError`."
     (n, *size), found = planes, []
-    if not isinstance(layers, (tuple, list)): raise DataError('not a list of convolutions', leaf='layers', got=repr(layers))
+    if not isinstance(layers, (tuple, list)): raise DataError('layers: not a list of convolutions', got=repr(layers))
     for k, layer in enumerate(layers):
         if not isinstance(layer, (tuple, list)) or len(layer) != 3:
-            raise DataError('not a convolution', leaf=f'layers[{k}]', expected='(channels, size of the kernel, stride)', got=repr(layer))
-        channels, kernel, stride = (check_integer(name, x, leaf=f'layers[{k}]') for name, x in zip(('channels', 'kernel', 'stride'), layer))
+            raise DataError(f'layers[{k}]: not a convolution', expected='(channels, size of the kernel, stride)', got=repr(layer))
+        channels, kernel, stride = (check_integer(f'layers[{k}].{name}', x) for name, x in zip(('channels', 'kernel', 'stride'), layer))
         if kernel > min(size):
-            raise DataError('the kernel is larger than its images', leaf=f'layers[{k}]', expected=f'at most {min(size)}', got=kernel)
+            raise DataError(f'layers[{k}]: the kernel is larger than its images', expected=f'at most {min(size)}', got=kernel)
         check_parameters((n * kernel ** 2 + 1) * channels, layers=layers)
         n, size = channels, [(s - kernel) // stride + 1 for s in size]
         found.append((channels, kernel, stride))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .conv import ConvTrunk
 from .integers import Bits, Embeddings, OneHot
 from ..pipes.envs.factories import space_spec
-from ..pipes.data.errors import SpaceError, check_integer, located
+from ..pipes.data.errors import DataError, SpaceError, check_integer, located
 
 # %% auto #0
 __all__ = ['Flatten', 'Concatenate', 'encoder_for']
@@ -57,7 +57,7 @@ def encoder_for(space: gym.Space, name: str = 'observation_space', *, images: st
     `n_out` and `is_normalized`: whether all features lie in [0, 1] or are learned, so that they need no running normaliser.
 
     Raises `SpaceError`, which names the part of the space that is not supported (Text, Graph, Sequence, ...), and `ValueError` for an
-    unknown choice of `images` or `discrete`.
+    unknown choice of `images` or `discrete`, and for `layers` without `images='conv'`.
 
     Args:
         space: observation space
@@ -71,6 +71,7 @@ def encoder_for(space: gym.Space, name: str = 'observation_space', *, images: st
     s = gym.spaces
     options: dict[str, Any] = dict(images=images, discrete=discrete, size=size, n_out=n_out, layers=layers)
     if images not in ('flat', 'conv'): raise ValueError(f"Expected images 'flat' or 'conv', got {images!r}")
+    if layers is not None and images != 'conv': raise DataError("layers need images='conv'", leaf='layers', got=f'images={images!r}')
     if discrete not in ('onehot', 'bits', 'embed'): raise ValueError(f"Expected discrete 'onehot', 'bits' or 'embed', got {discrete!r}")
     for key, n in dict(size=size, n_out=1 if n_out is None else n_out).items(): check_integer(key, n)
     if isinstance(space, s.Dict):

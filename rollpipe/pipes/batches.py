@@ -174,7 +174,7 @@ class Minibatcher(Seeded, Pipe):
         pipe: yields `Fragment`s
         size: transitions per minibatch
         epochs: how often each fragment is used
-        seed: determines the order; None: fresh entropy for each iteration
+        seed: determines the order; None: that of a loader, or fresh entropy for each iteration
     """
     def __init__(self, pipe: IterDataPipe, size: int, epochs: int = 1, seed: int | None = None):
         super().__init__(pipe)

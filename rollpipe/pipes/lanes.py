@@ -167,7 +167,7 @@ class Lanes(Divided, LaneStates, Seeded, Pipe):
     Args:
         pipe: the graph to copy
         n: number of lanes
-        seed: determines everything random above; None: fresh entropy for each iteration
+        seed: determines everything random above; None: that of a loader, or fresh entropy for each iteration
         threads: torch threads while a lane collects; None: torch's setting, on which the last bits may depend
     """
     fusible = copies_above = True

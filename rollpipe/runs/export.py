@@ -163,18 +163,19 @@ FORMATS = {'onnx': Format('.onnx', _to_onnx, _run_onnx), 'torchscript': Format('
            'pt2': Format('.pt2', _to_pt2, _run_pt2)}
 
 # %% ../../nbs/runs/12_export.ipynb #9a994fc0
-def _check(actor, policy, run, n=3, steps=3):
-    "Raise `DataError` unless `run` answers as `actor.predict` does."
+def _check(actor, policy, run, n=3, steps=4):
+    "Raise `DataError` unless `run` answers as `actor.predict` does, also late in an episode, for rewards, and where one begins."
     state, samples = None, _samples(actor.observation_space, n, actor.action_mask)
     n_act, memory = len(_names(space_spec(actor.action_space, 'act'), 'act')), ()
     for t in range(steps):
-        obs = next(samples)
+        obs, rew, start = next(samples), np.linspace(-t, t, n), np.arange(n) < {0: n, 3: 1}.get(t, 0)
+        if t == 2: state = state._replace(stepno=torch.tensor([[30, 1000, 1_000_000]]))
         inputs = policy.beginning(n)
         inputs.update(zip(inputs, nested.leaves(nested.torchify(obs))))
-        if state is not None:
-            inputs.update(zip([name.removeprefix('next_') for name in policy.outputs[n_act:]], memory))
-            if 'start' in inputs: inputs['start'][:] = False
-        act, state = actor.predict(obs, state, reward=np.zeros(n))
+        inputs.update(zip([name.removeprefix('next_') for name in policy.outputs[n_act:]], memory))
+        known = dict(start=torch.from_numpy(start), last_rew=torch.from_numpy(rew).float())
+        inputs.update({name: x for name, x in known.items() if name in inputs})
+        act, state = actor.predict(obs, state, episode_start=start, reward=rew)
         answer = list(run(*inputs.values()))
         memory = answer[n_act:]
         for name, x, y in zip(policy.outputs, answer, nested.leaves(in_containers(act, space_spec(actor.action_space, 'act')))):

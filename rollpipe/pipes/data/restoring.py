@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from .errors import EnvError, PipeError, describe_exception
-from .captures import (ITEMS, MADE, array_in, attributes_of, cells_of, dtype_of, is_bound, is_dense, label_of, memory_of,
-                       set_attribute)
+from .captures import (ITEMS, MADE, all_attributes, array_in, attributes_of, cells_of, dtype_of, is_bound, is_dense,
+                       label_of, memory_of, set_attribute)
 from .simulators import name_of, through
 
 # %% ../../../nbs/pipes/00_data/07_restoring.ipynb #d80ff963
@@ -116,7 +116,7 @@ class _Functions:
     is_second: bool
 
     def _stays(self, k, fresh, path, label):
-        if fresh is not _MISSING and label_of(fresh) == label: return fresh
+        if fresh is not _MISSING and label in (label_of(fresh), name_of(type(fresh))): return fresh     # an earlier version told no more
         raise EnvError("the state does not fit this environment", leaf=path, expected=f"{label}, as when it was kept",
                        got="nothing" if fresh is _MISSING else label_of(fresh))
 
@@ -180,8 +180,10 @@ class _Restore(_Leaves, _Functions):
         return _CLASSES[name].__new__(_CLASSES[name]) if x is None else x
 
     def _object(self, k, fresh, path, name, attributes):
-        x = self._taken(k, fresh, path, name)
-        present = attributes_of(x) or {}
+        return self._fill(self._taken(k, fresh, path, name), path, attributes, attributes_of)
+
+    def _fill(self, x, path, attributes, present_of):
+        present = present_of(x) or {}
         if self.strict and (lacking := sorted(present.keys() - attributes.keys())):
             raise EnvError("the state lacks an attribute that this environment has", leaf=f'{path}.{lacking[0]}')
 
@@ -211,18 +213,18 @@ class _Restore(_Leaves, _Functions):
         self.last.append(finish)
         return x
 
-    def _items(self, k, fresh, path, name, codes, more):
+    def _items(self, k, fresh, path, name, codes, more, attributes=None):
         old = list(fresh) if isinstance(fresh, ITEMS) and type(fresh) is not set else []     # a set has no order
         def items(): return [self.value(code, *_beside(old, i, path)) for i, code in enumerate(codes)]
         if name == 'builtins.frozenset': return frozenset(items())
         x, kind = self.take(k, fresh, name, path, needed=False), _NEW.get(name)
-        if isinstance(x, tuple) or x is None and kind is None: return tuple.__new__(loaded_class(name, tuple), items())    # a named tuple
-        if x is None or getattr(x, 'maxlen', None) != more: x = deque((), more) if kind is deque else kind()
+        if isinstance(x, tuple) or x is None and kind is None: x = tuple.__new__(loaded_class(name, tuple), items())    # a named tuple
+        else:
+            if x is None or getattr(x, 'maxlen', None) != more: x = deque((), more) if kind is deque else kind()
+            self.todo.append(lambda: self.refills.append((x, items())))
+        return x if attributes is None else self._fill(x, path, attributes, all_attributes)
 
-        self.todo.append(lambda: self.refills.append((x, items())))
-        return x
-
-    def _dict(self, k, fresh, path, name, pairs):
+    def _dict(self, k, fresh, path, name, pairs, attributes=None):
         x, old = self.take(k, fresh, name, path, needed=name not in _NEW), dict(fresh) if isinstance(fresh, dict) else {}
         x, keys = _NEW[name]() if x is None else x, list(old)
 
@@ -231,7 +233,7 @@ class _Restore(_Leaves, _Functions):
             found = [(key, self.value(code, old.get(key, _MISSING), f'{path}[{key!r}]')) for key, (_, code) in zip(found, pairs)]
             self.refills.append((x, found))
         self.todo.append(fill)
-        return x
+        return x if attributes is None else self._fill(x, path, attributes, all_attributes)
 
     def _objects(self, k, fresh, path, shape, codes):
         x, old = np.empty(shape, object), fresh.ravel() if isinstance(fresh, np.ndarray) else []

@@ -190,7 +190,9 @@ class Source(Pipe):
 class Seeded:
     """Mixin for a pipe that draws random numbers; the pipe keeps the user's `seed` (an integer, or None) as an attribute.
 
-    `given_seed` comes from `Lanes` (a numpy `SeedSequence`) or from `DataLoader2` (an integer). It is None if neither gave one.
+    `given_seed` comes from `Lanes` (a numpy `SeedSequence`) or from `DataLoader2` (an integer). It is None if neither gave one. A loader
+    with a reading service always gives one: without `loader.seed`, that of torch's generator, which is the same in each iteration until
+    something draws from that generator.
     """
     seed = given_seed = None
 
@@ -204,7 +206,7 @@ class Seeded:
         return self
 
     def seed_sequence(self) -> np.random.SeedSequence:
-        "The seed for one iteration. If nobody gave a seed, it has fresh entropy."
+        "The seed for one iteration. If nobody gave a seed, not even a `DataLoader2`, it has fresh entropy."
         seed = self.seed if self.given_seed is None else self.given_seed
         if not isinstance(seed, np.random.SeedSequence):
             try: return np.random.SeedSequence(seed)

@@ -46,7 +46,7 @@ def _mended(base):
 
         def shutdown(self):
             super().shutdown()
-            if getattr(self, '_datapipe_iter', None) is not None: self._datapipe_iter = None
+            if hasattr(self, '_datapipe_iter'): self._datapipe_iter = iter(())     # so that a loop that runs ends
     return DataLoader2
 
 def too_long() -> GraphError:

@@ -145,7 +145,8 @@ class DataLoader2:
     """Run a graph of pipes where its reading service decides: `with DataLoader2(pipe) as loader: for item in loader: ...`.
 
     The loader copies the graph and the service. Only the newest iterator is valid. After a call of `seed`, the first iteration begins with
-    that seed, and later iterations continue its random numbers. Otherwise each iteration takes a seed from torch's generator. An error,
+    that seed, and later iterations continue its random numbers. Otherwise each iteration takes a seed from torch's generator, which stays
+    as it is: iterations are the same until something else draws from it, or seeds it (`torch.seed()` for fresh entropy). An error,
     `shutdown` or the end of the `with` block ends the service and releases the stream, and so the environments.
 
     Args:
@@ -201,7 +202,7 @@ class DataLoader2:
         try:
             self._tell('finalize_iteration')
             self._tell('finalize')
-        finally: self.stream, self.waiting = None, False
+        finally: self.stream, self.waiting = iter(()), False     # so that a loop that runs ends
 
     def __del__(self): self.shutdown()
     def __enter__(self) -> "DataLoader2": return self

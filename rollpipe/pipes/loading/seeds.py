@@ -84,5 +84,5 @@ class SeedGenerator:
         return new
 
 def torchs_seed() -> int:
-    "A fresh seed of 64 bits from torch's generator of the host, which stays as it is."
+    "A seed of 64 bits from torch's generator of the host, which stays as it is: the next call gives the same."
     with torch.random.fork_rng(devices=[]): return 2**63 + int(torch.randint(-2**63, 2**63 - 1, ()))

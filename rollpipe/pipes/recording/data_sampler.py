@@ -65,7 +65,7 @@ class DataSampler(Seeded, Pipe):
         batch_size: transitions or segments in a sample
         length: steps of a segment; 1: single transitions
         spaces: the observation space and the action space of the environment that the data must fit; None: any data
-        seed: determines the samples; None: fresh entropy for each iteration
+        seed: determines the samples; None: that of a loader, or fresh entropy for each iteration
     """
     no_length = 'its samples have no end'
 

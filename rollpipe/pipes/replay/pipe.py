@@ -57,7 +57,7 @@ class Replay(Seeded, Pipe):
         beta: exponent of the importance weights; 1: full correction of the bias of prioritized sampling
         zero_state: begin segments with a recurrent state of zeros, not with the stored ones
         path: a folder for the steps; None: in memory
-        seed: determines the samples; None: fresh entropy for each iteration
+        seed: determines the samples; None: that of a loader, or fresh entropy for each iteration
         samples_per_step: samples for each new step (update-to-data ratio); None: `n_batches` for each fragment
         frames: images in each stack of the observations; the memory keeps each of them once; 1: no stacks
     """

@@ -46,7 +46,7 @@ class ActionsForEnv:
 
     def _converted(self, x, dtype, bounds):
         if bounds is None: return x.to(dtype, copy=True)
-        return torch.clamp(x, *bounds).to(dtype)
+        return torch.clamp(x.to(dtype), *bounds)     # the bounds in float32 may lie outside of them
 
     def _bounds(self, space):
         if not isinstance(space, gym.spaces.Box) or space.dtype.kind != 'f': return None
