@@ -125,6 +125,14 @@ def random_fragment(seed, n_steps, n_envs, actor, *, old=None, p_end=.3, termina
     return spoilt(record(fragment, old or actor), garbage)
 
 
+def padded(fragment, n):
+    "The fragment of whose rows the last `n` are no steps, though nothing has ended before them, and its other rows alone."
+    T, valid, fin, rew = fragment.n_steps - n, fragment.valid.clone(), fragment.state.fin.clone(), fragment.state.rew.clone()
+    valid[T:], fin[T + 1:], rew[T + 1:] = False, True, 0.
+    alone = fragment.map(rows=lambda x: x[:T + 1], steps=lambda x: x[:T])
+    return fragment._replace(state=fragment.state._replace(fin=fin, rew=rew), valid=valid), alone
+
+
 def sample(space, *lead):
     "Random tensors `[*lead, ...]`."
     rows = nested.stack([nested.stack([space.sample() for _ in range(lead[1])]) for _ in range(lead[0])])

@@ -13,7 +13,8 @@ from toys import Counting, Lively, Memory, Nested, NestedMemory, Plain, Shaky, V
 from torch import nn
 
 from rollpipe.layers import Critic
-from rollpipe.pipes import AdvantageBuffer, DataError, EnvStepper, FragmentCollector, FragmentStacker, Lanes
+from rollpipe.pipes import AdvantageBuffer, CheckInvariants, DataError, EnvStepper, Fragment, FragmentCollector, FragmentStacker, Lanes
+from rollpipe.pipes.graph.torchdata import IterableWrapper
 
 unit = st.sampled_from([0., .3, .9, .99, 1.])
 
@@ -52,6 +53,14 @@ def test_equals_the_oracle_on_random_worlds():
         with torch.no_grad(): adv, ret = oracle(f, critic, .97, .9)
         np.testing.assert_allclose(f.adv, adv, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(f.ret, ret, rtol=1e-4, atol=1e-4)
+
+
+def test_a_row_that_is_no_step_says_nothing_about_the_step_before():
+    "Nothing has ended there: the column is padded."
+    obs, pays, critic = torch.arange(6.).reshape(6, 1, 1), torch.ones(5, 1), lambda obs: 100 + 10 * obs[..., 0]
+    short, long = (Fragment.from_steps(obs[:n + 1], pays[:n], pays[:n], valid=torch.arange(n)[:, None] < 3) for n in (3, 5))
+    alone, padded = (next(iter(CheckInvariants(AdvantageBuffer(IterableWrapper([f]), critic, .9, .95), 1.))) for f in (short, long))
+    assert torch.equal(padded.adv[:3], alone.adv) and torch.equal(padded.ret[:3], alone.ret) and not padded.adv[3:].any()
 
 
 def test_by_hand():

@@ -15,7 +15,7 @@ from test_replay import Drawn
 
 from rollpipe.agents import DQN, evaluate
 from rollpipe.agents.unroll import observations_reached
-from rollpipe.layers import MLPPolicy, QPolicy, RecurrentQPolicy
+from rollpipe.layers import DeterministicPolicy, MLPPolicy, QPolicy, RecurrentQPolicy
 from rollpipe.pipes import (
     DataError, EnvError, ProcessReading, Replay, Replayer, Recorder, ReplayMemory,
     RewardScaler, find, replayed, rollouts,
@@ -281,6 +281,28 @@ class Silent(gym.Env):
     def step(self, action): return self.reset()[0], -1., False, False, {}
 
 
+class Typed(PointReach):
+    "Its goals have the dtypes `achieved` and `desired`."
+    def __init__(self, achieved, desired):
+        super().__init__()
+        self.dtypes = dict(achieved_goal=achieved, desired_goal=desired)
+        self.observation_space = Dict(observation=Box(-1, 1, (2,)), **{name: Box(-1, 1, (2,), x) for name, x in self.dtypes.items()})
+
+    def _obs(self): return dict(super()._obs(), **{name: super(Typed, self)._obs()[name].astype(x) for name, x in self.dtypes.items()})
+    def compute_reward(self, achieved_goal, desired_goal, info): return -np.abs(achieved_goal - desired_goal).sum(-1)
+
+
+@pytest.mark.parametrize('dtypes', [(np.float32, np.float64), (np.float64, np.float32)])
+def test_goals_may_be_floats_of_two_sizes(dtypes):
+    actor = DeterministicPolicy.for_env(lambda: Typed(*dtypes), hidden=(4,), seed=0)
+    pipe = replayed(lambda: Typed(*dtypes), actor, n_envs=2, n_steps=4, n_sampled_goal=4, capacity=90, batch_size=20, warmup=9, seed=0)
+    samples = [sample.fragment for item in islice(pipe, 6) for sample in item.samples]
+    for f in samples:
+        reached, desired = observations_reached(f)['achieved_goal'][0], f.state.obs['desired_goal'][0]
+        torch.testing.assert_close(f.state.rew[1], -(reached - desired).abs().sum(-1).float())
+    assert samples
+
+
 class Broken(PointReach):
     broken = False
     def compute_reward(self, achieved_goal, desired_goal, info): return info['missing']
@@ -295,6 +317,7 @@ def first(env, policy=MLPPolicy, **options):
 
 @pytest.mark.parametrize('make, error, text', [
     (lambda: first('CartPole-v1'), DataError, "Hindsight, leaf obs: the observations have no goals. Expected a dict with arrays"),
+    (lambda: first(lambda: Typed(np.float32, np.int64), DeterministicPolicy), DataError, "leaf obs.*one shape, both of floats or of one"),
     (lambda: first(Silent), EnvError, "environment Silent: the environment does not tell the reward of other goals"),
     (lambda: first(Broken), EnvError, "environment Broken: compute_reward failed: KeyError: 'missing'"),
     (lambda: first(Moody), DataError, r"Hindsight, leaf rew: the rules give what the environment did not give. Expected \[-2.0"),

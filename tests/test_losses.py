@@ -6,12 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_fragments import OBS, Count, answers, assert_metrics, assert_same_loss, last_state, make, mean, num, random_fragment, shaken
+from random_fragments import (
+    OBS, Count, answers, assert_metrics, assert_same_loss, last_state, make, mean, num, padded, random_fragment, shaken,
+)
 
 from rollpipe.agents.unroll import timeshift
 from rollpipe.agents.losses import a2c, ppo, reinforce, vtrace_actor_critic, with_old_values
 from rollpipe.agents.policy_replay import approx_kl, lag_of, replay_policy
 from rollpipe.agents.unroll import answers_reached, fill_invalid, spliced, states_reached
+from rollpipe.agents.vtrace import VTrace
 from rollpipe.layers import Critic, GaussianPolicy
 from rollpipe.pipes import AdvantageBuffer, nested, on_policy
 from rollpipe.pipes.data.fragment_ops import join, transitions
@@ -158,6 +161,15 @@ def test_vtrace(seed, n_steps, n_envs, kind, terminal_obs, garbage, lam, clips):
     assert_same_loss(loss, policy + .5 * value, [actor, critic])
     assert_metrics(metrics, loss_value=value, adv_mean=mean([a for _, a in trace.values()]),
                    value_mean=mean([num(v) for v in values.values()]), **common(steps, fragment, actor))
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_rows_that_are_no_steps_change_nothing_before_them(kind):
+    actor, critic, fragment = setting(4, 7, 3, kind, p_end=0.)
+    whole, alone = padded(fragment._replace(adv=None, ret=None), 3)
+    assert_same_loss(*(vtrace_actor_critic(f, actor, critic, gamma=.9)[0] for f in (whole, alone)), [actor, critic])
+    agent = VTrace(actor, critic, gamma=.9)
+    torch.testing.assert_close(agent.returns(whole)[:4], agent.returns(alone))
 
 
 # ---- identities

@@ -23,9 +23,12 @@ from rollpipe.agents.offline.iql import IQL, expectile_penalty
 from rollpipe.agents.offline.td3_bc import TD3BC
 from rollpipe.layers import ActionCritic, Critic, DeterministicPolicy, MLPPolicy, RecurrentPolicy
 from rollpipe.layers.action_critic import QVCritic
-from rollpipe.pipes import DataError, Fragment, Lanes, Recorder, Source, nested, on_policy, replayed, rollouts
+from rollpipe.pipes import (
+    DataError, EnvStepper, EpisodeCollector, Fragment, Lanes, Recorder, Source, nested, on_policy, replayed, rollouts,
+)
 from rollpipe.pipes.data.errors import CheckpointError
 from rollpipe.pipes.graph.states import restore_stream, stream_state
+from rollpipe.pipes.invariants import check_alignment
 from rollpipe.pipes.recording.data_sampler import DataSampler, from_data
 from rollpipe.pipes.recording.replayer import Replayer
 from rollpipe.pipes.replay.memory import Sample
@@ -222,6 +225,37 @@ def test_true_last_observations_and_ends_come_through():
             assert (sample.state.rew[1, b], sample.term[1, b], sample.state.fin[1, b]) == (rew, term, fin)
             ends += int(fin)
         assert ends
+
+
+def rows_of(fragment):
+    "Observation, reward and termination of each valid step, as a set."
+    s = fragment.state
+    return {*map(tuple, torch.cat([s.obs[:-1], s.rew[1:, :, None], fragment.term[1:, :, None]], 2)[fragment.valid].tolist())}
+
+
+@pytest.mark.parametrize('batch', [1, 4])
+def test_segments_go_on_from_one_whole_episode_to_the_next(batch, caplog):
+    "So each step can be drawn, although most episodes are shorter than a segment."
+    actor = MLPPolicy.for_env('CartPole-v1', seed=0)
+    pipe = EpisodeCollector(EnvStepper('CartPole-v1', actor, 2, seed=0, terminal_obs=True), batch=batch, pad=True)
+    episodes = list(islice(pipe, 12 // batch))
+    assert sum(f.valid.sum(0).lt(32).sum() for f in episodes) > 9
+    drawn = list(islice(DataSampler(Kept(episodes), 64, length=32, seed=0), 60))
+    for sample in drawn[:9]: check_alignment(sample)
+    assert set.union(*map(rows_of, drawn)) == set.union(*map(rows_of, episodes))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize('ends', [True, False])
+def test_the_log_says_how_many_steps_can_be_drawn(ends, caplog):
+    "Fragments without numbers follow one another only where an episode has ended."
+    def steps(n):
+        over = torch.tensor([[False]] * (n - 1) + [[ends]])
+        return Fragment.from_steps(torch.randn(n + 1, 1, 4), torch.zeros(n, 1, dtype=torch.int64), torch.ones(n, 1), over)
+    data = [steps(5), steps(2), steps(4)]
+    drawn = list(islice(DataSampler(Kept(data), 64, length=3, seed=0), 4))
+    assert len(set.union(*map(rows_of, drawn))) == (11 if ends else 9)
+    assert [r.message.partition(',')[0] for r in caplog.records] == ([] if ends else ["DataSampler: only 9 of 11 steps can be drawn"])
 
 
 @pytest.mark.parametrize('record', ['lanes', 'batches', 'replayed'])

@@ -386,6 +386,29 @@ def test_a_live_pipeline_that_differs_is_told_at_the_item_and_the_leaf(tmp_path)
         list(Replayer(tmp_path, against=IterList(list(Replayer(tmp_path))[:5])))
 
 
+@pytest.mark.parametrize("stop", [None, 3])
+def test_items_that_the_recording_lacks_are_not_compared(stop, tmp_path, caplog):
+    "The limit has removed the first items of the lanes, and others are damaged or lost. All items of the pipe come, and keep their places."
+    actor = MLPPolicy.for_env(POLE, hidden=(8,), seed=0)
+    def lanes(seed=0, edit=lambda p: p): return Lanes(edit(FragmentCollector(EnvStepper(POLE, actor), 4)), 2, seed=seed)
+    wanted = list(islice(items := iter(lanes(edit=lambda p: Recorder(p, tmp_path, chunk=1))), 12))
+    items.close()
+    one, two = (item_files(tmp_path/f"lane-000{k}") for k in (0, 1))
+    for file in (*one[:2], *two[:1], one[4]): file.path.unlink()
+    two[-1].path.write_bytes(b"")
+    def replayer(seed=0):
+        keep_environments(pipe := Replayer(tmp_path, against=lanes(seed), damaged="skip"))
+        return pipe
+    pipe = replayer()
+    found, state = list(islice(items := iter(pipe), stop)), None if stop is None else stream_state(pipe)
+    items.close()
+    if stop is not None: found += restore_stream(replayer(), state)
+    assert_equal(found, wanted)
+    assert "lane-0000: items 0 to 1 are not recorded, so they are not compared" in caplog.text
+    with pytest.raises(DataError, match="lane-0001, item 1 differs from the recording"):
+        list(replayer(seed=1))
+
+
 def test_samples_are_compared_as_they_are_drawn(tmp_path):
     def make(seed):
         actor = QPolicy.for_env(POLE, hidden=(8,), seed=0)
@@ -419,6 +442,16 @@ def test_a_lane_that_is_missing_is_told(tmp_path):
     assert list(Replayer(tmp_path)) == [2, 3, 4]
     shutil.rmtree(tmp_path/"lane-0003")
     with pytest.raises(DataError, match="a lane is missing. Expected lane-0003, got lane-0004"): Replayer(tmp_path)
+
+
+def test_no_lane_is_left_out_in_silence(tmp_path, caplog):
+    for lane in range(3): list(Recorder(IterList([lane]), tmp_path/f"lane-000{lane}"))
+    with pytest.raises(DataError, match="has more lanes. Expected Lanes.*3.*got 2 lanes"): list(Lanes(Replayer(tmp_path), 2))
+    item_files(tmp_path/"lane-0001")[0].path.unlink()
+    for pipe in (Replayer(tmp_path), Lanes(Replayer(tmp_path), 3)):
+        with pytest.raises(DataError, match="lane-0001: no items of this lane"): list(pipe)
+    assert list(Replayer(tmp_path, damaged="skip")) == [0, 2]
+    assert "left out of a recording" in caplog.text and "lane-0001: no items of this lane" in caplog.text
 
 
 def test_many_small_items_take_a_time_in_proportion(tmp_path, monkeypatch):

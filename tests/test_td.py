@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_fragments import Count, answers, assert_metrics, assert_same_loss, make, num, random_fragment, rewards_of, shaken
+from random_fragments import Count, answers, assert_metrics, assert_same_loss, make, num, padded, random_fragment, rewards_of, shaken
 
 from rollpipe.agents.td import burnt_in, priorities, td
 from rollpipe.pipes import nested
@@ -111,6 +111,16 @@ def test_many_steps_of_a_fragment_without_ends_are_its_return():
     goal = sum(.9 ** k * fragment.state.rew[k + 1] for k in range(5)) + .9 ** 5 * tail
     value = actor.values(fragment.state)[0][0].gather(-1, fragment.state.act[1][:, None] - 2).squeeze(-1)
     torch.testing.assert_close(errors[0], (goal - value).detach())
+
+
+@pytest.mark.parametrize('n', [1, 2, 9])
+@pytest.mark.parametrize('kind', KINDS)
+def test_the_step_before_rows_that_are_no_steps_keeps_the_value_of_its_state(kind, n):
+    actor, target, fragment = setting(5, 7, 3, kind, p_end=0.)
+    whole, alone = padded(fragment, 3)
+    errors, wanted = (td(f, actor, target, gamma=.9, n_steps=n)[2] for f in (whole, alone))
+    torch.testing.assert_close(errors[:4], wanted)
+    assert not errors[4:].any()
 
 
 def test_burn_in_finds_a_memory_and_sends_no_gradient():

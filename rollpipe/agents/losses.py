@@ -16,6 +16,7 @@ import rollpipe.ranks as ranks
 from ..pipes.data import nested
 from ..pipes.advantage import values
 from ..pipes.data.fragment import Fragment
+from ..pipes.data.fragment_ops import is_cut
 from ..pipes.data.errors import DataError, describe
 from ..pipes.data.returns import vtrace
 
@@ -232,10 +233,10 @@ def vtrace_actor_critic(fragment: Fragment, actor: Any, critic: Any = None, *, g
     """
     replay = replay_policy(fragment, actor)
     rho, (v, v_tp1) = replay.ratios().detach(), _values_of_both_ends(fragment, actor, critic, replay)
-    # Rows that are not valid hold 0. `fin` is set there, so they do not affect their neighbours.
+    # Rows that are not valid hold 0, and `is_cut` keeps them from the rows before them.
     def spread(x): return torch.zeros_like(v_tp1).masked_scatter(fragment.valid, x.detach())
     targets = vtrace(fragment.state.rew[1:], spread(v), v_tp1, gamma * ~fragment.term[1:], spread(rho), lam, c_clip, rho_clip,
-                     fragment.state.fin[1:])
+                     is_cut(fragment))
     vs, adv = replay.pick(tuple(targets))
     loss, terms = _total(-(adv * replay.logp).mean(), _mean_entropy(replay, actor.dist, c_entropy), c_entropy,
                          _square_error(v, vs, critic).mean(), c_value)

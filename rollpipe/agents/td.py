@@ -15,6 +15,7 @@ from .policy_replay import lag_of
 from .unroll import answers_reached, fill_invalid, timeshift, without_terminal_obs
 from ..pipes.data import nested
 from ..pipes.data.fragment import Fragment
+from ..pipes.data.fragment_ops import is_cut
 from ..pipes.data.errors import DataError, describe
 from ..pipes.data.returns import n_step_returns
 
@@ -105,7 +106,7 @@ def td_targets(fragment: Fragment, v_tp1: Tensor, gamma: float, n_steps: int = 1
     """
     rew, over, discount = fragment.state.rew[1:], fragment.term[1:] | ~fragment.valid, gamma * ~fragment.term[1:]
     if bonus is not None: rew = rew + discount * bonus.masked_fill(over, 0.)
-    rew, over, discount, cut = (_spread(x, v_tp1) for x in (rew, over, discount, fragment.state.fin[1:]))
+    rew, over, discount, cut = (_spread(x, v_tp1) for x in (rew, over, discount, is_cut(fragment)))
     return n_step_returns(rew, v_tp1.masked_fill(over, 0.), discount, n_steps, cut=cut)
 
 # %% ../../nbs/agents/14_td.ipynb #e4a7b915

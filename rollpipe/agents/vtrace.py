@@ -15,6 +15,7 @@ from .losses import vtrace_actor_critic
 from .shared_options import Discounted, check_range, number
 from ..pipes.advantage import values
 from ..pipes.data.fragment import Fragment
+from ..pipes.data.fragment_ops import is_cut
 from ..pipes.data.returns import discounted_returns
 
 # %% ../../nbs/agents/22_vtrace.ipynb #f99af67d
@@ -57,4 +58,4 @@ class VTrace(Discounted, ActorCriticLearner):
         "Discounted returns `[T, B]`, bootstrapped by the critic. They update the scale of the returns, if the critic has one."
         _, v_tp1 = values(batch, self.critic)
         discount = self.gamma * ~batch.term[1:]
-        return discounted_returns(batch.state.rew[1:], discount, v_tp1[-1], batch.state.fin[1:], v_tp1)
+        return discounted_returns(batch.state.rew[1:], discount, v_tp1[-1], is_cut(batch), v_tp1)

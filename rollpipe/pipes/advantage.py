@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .data import nested, returns
 from .data.fragment import Fragment, check_item
-from .data.fragment_ops import unstacked
+from .data.fragment_ops import is_cut, unstacked
 from .data.errors import DataError, PipeError, check_fraction, describe, describe_exception, located
 from .graph.pipe import Pipe
 from .graph.modules import EvalMode
@@ -110,14 +110,13 @@ class AdvantageBuffer(Pipe):
     def _estimate(self, fragment):
         lane = None if fragment.lane is None else int(fragment.lane[0])
         with located(pipe=self, lane=lane): v_t, v_tp1 = values(fragment, self.critic)
-        rew, fin, term = fragment.state.rew[1:], fragment.state.fin[1:], fragment.term[1:]
-        adv = returns.gae(rew, v_t, v_tp1, self.gamma * (~term), self.lam, cut=fin)
+        rew = fragment.state.rew[1:]
+        adv = returns.gae(rew, v_t, v_tp1, self.gamma * ~fragment.term[1:], self.lam, cut=is_cut(fragment))
         if not torch.isfinite(adv).all():
             culprits = ~(torch.isfinite(rew) & torch.isfinite(v_t) & torch.isfinite(v_tp1)) & ~torch.isfinite(adv)
             t, b = (culprits if culprits.any() else ~torch.isfinite(adv)).nonzero()[0].tolist()     # a nan spreads to the rows before it
             raise DataError("non-finite advantage", pipe=self, lane=lane, env=b, leaf=f"adv[{t}, {b}]",
                             expected="finite rewards and values",
                             got=f"reward {rew[t, b]}, value {v_t[t, b]}, next value {v_tp1[t, b]}")
-        # `fin` is True where a row is not valid, so that row has no influence on the rows before it.
         if not fragment.valid.all(): adv = adv.masked_fill(~fragment.valid, 0.)
         return fragment._replace(adv=adv, ret=adv + v_t)

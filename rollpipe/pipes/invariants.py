@@ -16,7 +16,7 @@ from .data import nested
 from .advantage import AdvantageBuffer, _evaluate
 from .data.fragment import Fragment, check_item
 from .data.errors import DataError, check_fraction, describe, located
-from .data.fragment_ops import strands
+from .data.fragment_ops import is_cut, strands
 from .graph.edits import find
 from .graph.pipe import Pipe
 from .envs.sources import Acting
@@ -129,11 +129,11 @@ def check_advantages(fragment: Fragment, critic: Callable | None, gamma: float, 
         value = lambda obs, actor: array(actor['value'] if critic is None else _evaluate(critic, nested.as_seen(obs), actor))
         v, last = value(fragment.state.obs, fragment.actor), {}
         if len(final.t): last = dict(zip(zip(final.t.tolist(), final.b.tolist()), value(final.obs, final.actor)))
-    rew, fin, term = array(fragment.state.rew), fragment.state.fin.cpu().numpy(), fragment.term.cpu().numpy()
+    rew, cut, term = array(fragment.state.rew), is_cut(fragment).cpu().numpy(), fragment.term.cpu().numpy()
     adv, later = np.zeros_like(v[1:]), np.zeros_like(v[0])
     for t in reversed(range(len(adv))):
         after = np.array([last.get((t, b), v[t + 1, b]) for b in range(len(later))]) * ~term[t + 1]
-        later = adv[t] = rew[t + 1] + gamma * after - v[t] + gamma * lam * ~fin[t + 1] * later
+        later = adv[t] = rew[t + 1] + gamma * after - v[t] + gamma * lam * ~cut[t] * later
     for name, x, y in (('adv', fragment.adv, adv), ('ret', fragment.ret, adv + v[:-1])):
         x, y = x.double().cpu(), torch.from_numpy(y)
         _demand(((x - y).abs() <= tolerance * (1 + y.abs())) | ~fragment.valid.cpu(), "wrong advantage or value target", name, x)

@@ -183,6 +183,7 @@ class Lanes(Divided, LaneStates, Seeded, Pipe):
         if find(self.pipe, Lanes): raise GraphError("lanes within lanes", pipe=self, expected="one `Lanes` in a pipeline")
         for stepper in find(self.pipe, Acting) if self.n > 1 else []:
             stepper.refuse_copies("each lane", repr(self), pipe=self)
+        for pipe in find(self.pipe, lambda pipe: hasattr(pipe, 'check_lanes')): pipe.check_lanes(self.n)
         return self.seed_sequence().entropy  # pyright: ignore[reportReturnType]  it is an int, as all seeds are
 
     def copy(self, lane: int, root: int, again: int = 0) -> IterDataPipe:

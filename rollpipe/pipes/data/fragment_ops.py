@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ENV_REWARD', 'same_keys', 'stack_rows', 'stack_infos', 'End', 'with_restarts', 'join', 'pad_episodes', 'strands',
-           'columns', 'pieces', 'unstacked', 'final_numbers', 'observations_reached', 'next_observations',
+           'columns', 'pieces', 'unstacked', 'is_cut', 'final_numbers', 'observations_reached', 'next_observations',
            'transitions', 'with_rewards', 'env_rewards']
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #5899a8ef
@@ -171,6 +171,13 @@ def unstacked(fragment: Fragment) -> list:
     return [fragment] if len(groups) == 1 else [columns(fragment, torch.tensor(group)) for group in groups.values()]
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #485b2ff6
+def is_cut(fragment: Fragment) -> Tensor:
+    "Where a step is not continued by the next row, bool `[T, B]`: its episode ended, or the next row is not `valid`."
+    over = fragment.state.fin[1:].clone()
+    over[:-1] |= ~fragment.valid[1:]
+    return over
+
+
 def final_numbers(fragment: Fragment) -> Tensor:
     "For each step, the number of its row in `final`, int64 `[T, B]`; -1 if it has no row there."
     final = fragment.final

@@ -5,12 +5,14 @@
 # %% ../../../nbs/pipes/29_recording/03_data_sampler.ipynb #a48186e4
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 from gymnasium.spaces import Box
 
 from ..data import nested
@@ -21,9 +23,12 @@ from ..envs.factories import space_spec, spaces_of
 from ..graph.pipe import Pipe, Seeded, Source
 from ..graph.torchdata import IterDataPipe
 from .replayer import Replayer
+from ..replay.layout import unbatched
 from ..replay.memory import ReplayMemory
 from ..replay.pipe import Replayed
 from ..replay.store import store_rows
+
+_log = logging.getLogger("rollpipe")
 
 # %% auto #0
 __all__ = ['check_spaces', 'DataSampler', 'Recording', 'from_data']
@@ -55,6 +60,8 @@ class DataSampler(Seeded, Pipe):
     """Put all steps of a source into a memory, and yield samples of it without end: `Fragment`s `[length, batch_size]`.
 
     What only the actor of the recording means is left out: its reports, recurrent states and versions; and so are infos and advantages.
+    The rewards are those that the source yields: behind a `RewardScaler` the scaled ones, also if the scale changed meanwhile. The log says
+    how many steps can be drawn if some are in no segment.
 
     Each iteration reads the source from its beginning. So the state of the stream is only that of the generator, and a resumed
     iteration raises `CheckpointError` if the steps are others than before. Raises `DataError` for data that are empty or do not fit the
@@ -95,7 +102,13 @@ class DataSampler(Seeded, Pipe):
         if n_steps < self.length:
             raise DataError("there are too few steps", pipe=self, expected=f"a source of {self.length} steps or more", got=str(n_steps))
         memory = ReplayMemory(n_steps, length=self.length, seed=self.seed_sequence())
+        memory.begin(unbatched(fragments[0])).links.episodes_follow = self.length > 1
         while fragments: memory.add(fragments.popleft())     # so that no step is there twice
+        drawn, slot = np.zeros(n_steps, bool), memory.sampler.starts.nonzero()[0]
+        for _ in range(self.length): drawn[slot], slot = True, memory.store.links.next[slot]
+        if (n := int((drawn & memory.store.valid).sum())) < len(memory):
+            _log.warning(f"{type(self).__name__}: only {n:,} of {len(memory):,} steps can be drawn, because the others are in no segment "
+                         f"of {self.length} steps that follow one another")
         return memory
 
 # %% ../../../nbs/pipes/29_recording/03_data_sampler.ipynb #e482e75d

@@ -94,7 +94,7 @@ class Hindsight(Pipe):
         fragment = fragment._replace(final=fragment.final._replace(actor={}))
         b = (rng.random(fragment.n_envs) * (self.n_sampled_goal + 1) >= 1).nonzero()[0]
         slot = steps_ahead(store, store.ring.slot(sample.index.numpy()[b]), rng)
-        goal = _after(store.read(slot, 1), 'achieved_goal')[0]
+        goal = _after(store.read(slot, 1), 'achieved_goal')[0].to(fragment.state.obs['desired_goal'].dtype)
         rew, term = self._judge(_after(fragment, 'achieved_goal')[0, b], goal)
         return sample._replace(fragment=_with_goal(fragment, torch.from_numpy(b), goal, rew, term))
 
@@ -110,8 +110,8 @@ class Hindsight(Pipe):
                 (getattr(memory, 'frames', 1) > 1, "goals are replaced in whole observations", 'frames', "1", "stacks"),
                 (length != 1, "goals are replaced in single steps", 'length', "a memory with length=1", length),
                 (nested.leaves(fragment.hx), "actors with memory are not supported", 'hx', "()", fragment.hx),
-                (len(goals) < 2 or goals[0].shape != goals[1].shape, "the observations have no goals", 'obs',
-                 "a dict with arrays achieved_goal and desired_goal of one shape", obs),
+                (len(goals) < 2 or len({(x.shape, x.is_floating_point() or x.dtype) for x in goals}) > 1, "the observations have no goals",
+                 'obs', "a dict with arrays achieved_goal and desired_goal of one shape, both of floats or of one dtype", obs),
                 (len(fragment.final.t) < ended.sum(), "a true last observation is missing", 'final', "terminal_obs=True", "False")):
             if is_wrong: raise DataError(problem, pipe=self, leaf=leaf, expected=expected, got=got)
         found = self._judge(*(_after(fragment, name)[fragment.valid] for name in ('achieved_goal', 'desired_goal')))

@@ -41,8 +41,8 @@ class Replay(Seeded, Pipe):
     """Put each `Fragment` into a `ReplayMemory`, and yield one `Replayed` for each fragment.
 
     Each iteration has a new memory. Raises `DataError` for arguments that are out of range or too large for the available memory, and
-    when a memory has been filled twice without a segment, and `GraphError` if this pipe is above `Lanes`, because all lanes share one
-    memory. See `ReplayMemory` for its arguments.
+    when a memory, half of whose rows are steps, has been filled twice without a segment, and `GraphError` if this pipe is above `Lanes`,
+    because all lanes share one memory. While more rows are agents at rest, it waits for them. See `ReplayMemory` for its arguments.
 
     Args:
         pipe: yields `Fragment`s

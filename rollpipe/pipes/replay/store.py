@@ -49,14 +49,20 @@ class _LaneEnd(NamedTuple):
 class StepLinks:
     """For the record in each slot, the slot of the next record. Also stores the look-ahead rows, after which no step has arrived yet.
 
+    `episodes_follow`: an episode that ended is followed by the next one of its lane, also if they are whole episodes of their own.
+
     Args:
         ring: the ring of the records
         dtype: dtype of a record
         past: fields of a record that tell of the step before
         obs: fields of its observation
+        fin: the field that tells whether the step before ended an episode
     """
-    def __init__(self, ring: Ring, dtype: np.dtype, past: list, obs: list):
-        self.ring, self.look_ahead, self.past, self.obs, self.lanes = ring, SideTable(dtype), past, obs, {}  # lane -> _LaneEnd
+    episodes_follow = False
+
+    def __init__(self, ring: Ring, dtype: np.dtype, past: list, obs: list, fin: str):
+        self.ring, self.look_ahead, self.past, self.obs, self.fin = ring, SideTable(dtype), past, obs, fin
+        self.lanes: dict = {}     # lane -> _LaneEnd
         self.next = np.zeros(ring.capacity, np.int64)  # slot of the next record, or -1 - (its number in `look_ahead`)
         self.changes = RowChanges(self.next)
 
@@ -92,6 +98,7 @@ class StepLinks:
     def join(self, lane: int, seq: int | None, serial: np.ndarray, stepno: np.ndarray, records: np.ndarray) -> AddedSteps:
         """Link the new steps of a lane to its older steps, if the new steps follow directly: in number and step, and with the observation
         that the older ones led to. A lane whose columns were shuffled, or one of another recording, may have the right numbers by chance.
+        With `episodes_follow`, another episode follows where the older steps ended one.
 
         Then their first record gets the `past` of the look-ahead row that it replaces. Its own may be another one: `Fragment.from_steps`
         does not know it, and a pipe that changes rewards may not have changed that of row 0.
@@ -103,11 +110,15 @@ class StepLinks:
             records: the records in the slots
         """
         follows, end = False, self.lanes.get(lane)
-        if end is not None and seq is not None and seq == end.seq + 1 and np.array_equal(end.stepno, stepno[0]):
+        if end is not None and len(end.stepno) == len(serial) and seq == (None if end.seq is None else end.seq + 1):
             kept = end.serial >= self.ring.oldest
             last, first = self.ring.slot(end.serial[kept]), self.ring.slot(serial[kept, 0])
             ahead = self.look_ahead.records[-1 - self.next[last]]
-            if follows := all(records[name][first].tobytes() == ahead[name].tobytes() for name in self.obs):
+            same = ~(ahead[self.fin] & (stepno[0, kept] == 0) & self.episodes_follow)
+            counted = np.ones(len(serial), bool)
+            counted[kept] = same
+            follows = (seq is not None or not counted.any()) and np.array_equal(end.stepno[counted], stepno[0, counted])
+            if follows := follows and all(records[x][first[same]].tobytes() == ahead[x][same].tobytes() for x in self.obs):
                 records[self.past][first] = ahead[self.past]
                 self.release(last)
                 self.next[last] = first
@@ -146,7 +157,7 @@ class StepStore:
         self.place = Place(path)
         self._use(self.place.records(capacity, dtype))
         state, names = self.layout.fields.state, lambda *tree: [field.name for field in nested.leaves(tree)]
-        self.links = StepLinks(self.ring, dtype, names(state.act, state.rew, state.fin, self.layout.fields.term), names(state.obs))
+        self.links = StepLinks(self.ring, dtype, names(*state[2:], self.layout.fields.term), names(state.obs), names(state.fin)[0])
         self.finals, self.hxs = SideTable(self.layout.final_type), SideTable(self.layout.hx_type)
         self.checked, self.n_valid = set(), 0     # forms that have passed the check; number of valid steps
 
