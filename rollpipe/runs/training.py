@@ -29,7 +29,7 @@ from .changes import adopt
 from .mailbox import Mailbox, attended, is_due, made_again
 from .logs import MetricWriter
 from ..pipes.graph import torchdata
-from ..pipes.data.errors import DataError
+from ..pipes.data.errors import DataError, WorkerError
 from ..pipes.graph.edits import find, nodes
 from ..pipes.graph.modules import torch_threads
 from ..pipes.profiling.ongoing import Ongoing
@@ -169,6 +169,11 @@ class Updates:
         self.run.save()
         self.is_whole = False
 
+    def without_stream(self) -> None:
+        "The stream was stopped within a batch, or has lost a worker. An inexact checkpoint must not replace an exact one."
+        if self.run.stream: self.run.stream.end()
+        self.is_whole = self.is_whole and not self.run.config.get("exact")
+
     def attend(self, mailbox: Mailbox) -> Run:
         "Make the edits that are due, or answer those who ask. Returns the run that goes on, see `attended`."
         if not is_due(self.run): return attended(mailbox, self)
@@ -180,7 +185,8 @@ class Updates:
 # %% ../../nbs/runs/14_training.ipynb #834b70b8
 @contextmanager
 def _saved(updates: Updates, graph: Any) -> Iterator[None]:
-    """In the block the graph is iterated. At its end, the last complete update is saved, with the stream unless a batch was stopped.
+    """In the block the graph is iterated. At its end, the last complete update is saved, with the stream unless a batch was stopped
+    or a worker, which a signal may have reached as well, has ended.
 
     Several ranks may be stopped at different moments, so what they saved together last is left as it is.
     """
@@ -188,7 +194,11 @@ def _saved(updates: Updates, graph: Any) -> Iterator[None]:
     if run.stream: run.stream.begin(graph, updates.episodes)
     try: yield
     finally:
-        if updates.is_whole and not getattr(run.stream, "is_joint", False): updates.save()
+        if updates.is_whole and not getattr(run.stream, "is_joint", False):
+            try: updates.save()
+            except WorkerError:
+                updates.without_stream()
+                if updates.is_whole: updates.save()
         if run.stream: run.stream.end()
 
 
@@ -207,15 +217,16 @@ def _trained(run: Run, mailbox: Mailbox, callback: Callable | None, progress: bo
         while updates.goes_on(evaluations):
             if record and (mailbox.waits() or is_due(run)) and (after := updates.attend(mailbox)) is not run: return record, after
             with uninterrupted(updates.signals) as delay:
+                evaluated = evaluations.poll() if evaluations else []    # before the batch, because it may raise
                 delay.collecting()
-                try: batch = next(measured.items)
+                try:
+                    batch = next(measured.items)
+                    delay.learning()
                 except StopIteration: break
                 except BaseException:
-                    if run.stream: run.stream.end()
-                    updates.is_whole = updates.is_whole and not config.get("exact")    # an inexact checkpoint would replace an exact one
+                    updates.without_stream()
                     raise
-                delay.learning()
-                record = updates.learn(batch, health, evaluations.poll() if evaluations else [], writer, bar)
+                record = updates.learn(batch, health, evaluated, writer, bar)
                 if delay.agree(updates.is_due(evaluations)): updates.save()
                 measured.after(counters["steps"])
                 updates.waiting = perf_counter()
