@@ -111,8 +111,7 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
     files.make_folder(folder)
     lock(folder)
     _remove_run(folder)
-    stream = Stream(config["inexact"], chunks=ChunkFolder(folder/"replay"))
-    run = Run(folder, config, agent, pipe, dict(_COUNTERS), stream=stream, is_new=True)
+    run = Run(folder, config, agent, pipe, dict(_COUNTERS), {}, Stream(config["inexact"], None, ChunkFolder(folder/"replay")), is_new=True)
     try:
         run.save()  # before the configuration, so that each run in a folder can be resumed, whenever the process ends
         files.write_json(folder/"config.json", config)

@@ -169,11 +169,6 @@ class Updates:
         self.run.save()
         self.is_whole = False
 
-    def without_stream(self) -> None:
-        "The stream was stopped within a batch, or has lost a worker. An inexact checkpoint must not replace an exact one."
-        if self.run.stream: self.run.stream.end()
-        self.is_whole = self.is_whole and not self.run.config.get("exact")
-
     def attend(self, mailbox: Mailbox) -> Run:
         "Make the edits that are due, or answer those who ask. Returns the run that goes on, see `attended`."
         if not is_due(self.run): return attended(mailbox, self)
@@ -185,8 +180,8 @@ class Updates:
 # %% ../../nbs/runs/14_training.ipynb #834b70b8
 @contextmanager
 def _saved(updates: Updates, graph: Any) -> Iterator[None]:
-    """In the block the graph is iterated. At its end, the last complete update is saved, with the stream unless a batch was stopped
-    or a worker, which a signal may have reached as well, has ended.
+    """In the block the graph is iterated. At its end, the last complete update is saved, with the stream unless a batch was stopped,
+    or a worker has ended.
 
     Several ranks may be stopped at different moments, so what they saved together last is left as it is.
     """
@@ -197,8 +192,8 @@ def _saved(updates: Updates, graph: Any) -> Iterator[None]:
         if updates.is_whole and not getattr(run.stream, "is_joint", False):
             try: updates.save()
             except WorkerError:
-                updates.without_stream()
-                if updates.is_whole: updates.save()
+                if run.stream: run.stream.end()
+                if not run.config.get("exact"): updates.save()
         if run.stream: run.stream.end()
 
 
@@ -224,7 +219,8 @@ def _trained(run: Run, mailbox: Mailbox, callback: Callable | None, progress: bo
                     delay.learning()
                 except StopIteration: break
                 except BaseException:
-                    updates.without_stream()
+                    if run.stream: run.stream.end()
+                    updates.is_whole = updates.is_whole and not config.get("exact")    # an inexact checkpoint would replace an exact one
                     raise
                 record = updates.learn(batch, health, evaluated, writer, bar)
                 if delay.agree(updates.is_due(evaluations)): updates.save()
