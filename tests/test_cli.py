@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from forked import Forked
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import METRICS
 from rollpipe.cli.main import build_parser, main
+from rollpipe.runs import commands
 from rollpipe.runs.commands import RUN_OPTIONS, config_from
 from rollpipe.runs.locks import lock, owner_of, unlock
 from rollpipe.runs.logs import read_metrics
@@ -597,6 +599,15 @@ def test_what_is_killed_before_its_first_update_can_be_resumed(tmp_path):
     run = start(tmp_path/"run", tiny("trpo", tmp_path))
     train(resume(run.folder), progress=False, tensorboard=False)
     assert load_run(run.folder).counters["steps"] == 256
+
+
+def test_a_run_that_fails_before_its_first_update_is_removed_only_if_it_is_new(tmp_path, monkeypatch):
+    run, left = start(tmp_path/"run", tiny("trpo", tmp_path)), []
+    monkeypatch.setattr(commands, "train", lambda *args, **kwargs: 1 / 0)
+    for again in (resume(run.folder), run):
+        with pytest.raises(ZeroDivisionError): commands.run_to_end(again, Namespace())
+        left.append(run.checkpoint.exists())
+    assert left == [True, False]
 
 
 def test_nohup_is_respected(tmp_path):

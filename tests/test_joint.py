@@ -17,6 +17,7 @@ from rollpipe.pipes.envs.kept import Keeper
 from rollpipe.runs import folder as folders
 from rollpipe.runs import resume, start, train
 from rollpipe.runs.joint import joint
+from rollpipe.runs.locks import unlock
 from rollpipe.runs.signals import Stopped, stop_signals
 from rollpipe.settings.config import make_config
 
@@ -188,3 +189,11 @@ def test_a_rank_that_cannot_keep_its_environments_is_told_by_all(tmp_path):
         assert isinstance(error, DataError) and "leaf inexact: rank 1: environments that are kept in another way" in str(error), error
         assert "Expected None, as on rank 0, got " in str(error) and "no way" in str(error)
     assert not (tmp_path/"one").exists()
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_survives_a_resume_that_fails(tmp_path):
+    run = start(tmp_path/"one", config_of("ppo"))
+    run.best.write_text("the best checkpoint")
+    unlock(run.folder)
+    for error in attempt(run.folder, "ppo", "test"): assert isinstance(error, DataError) and "no way" in str(error), error
+    assert run.best.exists() and updates(run.folder) == 0 and not (run.folder/"lock").exists()

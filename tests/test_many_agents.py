@@ -320,6 +320,8 @@ def test_the_normalisers_of_critics_by_group_see_their_own_agents():
     PPO(actor, critic, epochs=1).update(batch)
     valid, group = batch.valid, critic.groups_of(batch.state.obs)[:-1]
     assert [member.obs_norm.count for member in critic.members.values()] == [(valid & (group == k)).sum() for k in range(2)]
+    assert [member.ret_count for member in critic.members.values()] == [valid.sum()] * 2     # because the loss has one unit
+    torch.testing.assert_close(critic.ret_std, batch.ret[valid].std(correction=0))
 
 
 @pytest.mark.parametrize("late", [0, 1])

@@ -1,18 +1,28 @@
 "Signals outside of `main`: while the command line is imported, and in scripts that call `train`."
+import multiprocessing
+import os
 import signal
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from functools import partial
 
+import gymnasium
 import pytest
 from command_line import wait_for
 from forked import Forked
+from gymnasium.envs.classic_control import CartPoleEnv
 
+from rollpipe.agents.checkpoint import load_checkpoint
+from rollpipe.pipes import WorkerError
+from rollpipe.pipes.data.compare import first_difference
 from rollpipe.runs.logs import read_metrics
-from rollpipe.runs.folder import load_run
+from rollpipe.runs.folder import load_run, resume, start
+from rollpipe.runs.training import train
 from rollpipe.runs import signals
-from rollpipe.runs.signals import STOP_SIGNALS, stop_signals, uninterrupted
+from rollpipe.runs.signals import STOP_SIGNALS, Stopped, stop_signals, uninterrupted
+from rollpipe.settings.config import make_config
 
 SLOW = "import pathlib, time\npathlib.Path('importing').touch()\nfor _ in range(600): time.sleep(.05)\n"
 SCRIPT = """
@@ -118,3 +128,55 @@ def test_two_signals_in_a_moment_are_one_wish(monkeypatch):
     assert collect([.1, .2]) == ["interrupted"]
     monkeypatch.setattr(signals, "PATIENCE", .1)
     assert collect([.1]) == ["interrupted"]
+
+
+# -- the processes of a training end -----------------------------------------------------------------------------------
+
+PLANNED = []     # what happens in the next step of an environment of this process
+
+
+class Eventful(CartPoleEnv):
+    def step(self, action):
+        while PLANNED: PLANNED.pop()()
+        return super().step(action)
+
+
+gymnasium.register("Eventful-v0", Eventful, max_episode_steps=500)
+
+
+def small_run(folder, **run):
+    "A run of 12 updates, with checkpoints after 4, 8 and 12."
+    options = dict(n_steps=16, n_envs=2, hidden=(8,), critic_hidden=(8,), epochs=1, engine="torch")
+    return start(folder, make_config("ppo", "Eventful-v0", options, steps=12 * 32, checkpoint_every=4, eval_episodes=1, **run))
+
+
+def strike(number, reaches_all=True):
+    "A signal ends the processes that this one has started, and may reach this one next."
+    for child in multiprocessing.active_children():
+        os.kill(child.pid, number)
+        child.join(10)
+    if reaches_all: signal.raise_signal(number)
+
+
+def struck(run, event, error):
+    "Train, with an event in update 6. Returns the checkpoint."
+    def callback(run, record): return event() if record["updates"] == 6 else None
+    with stop_signals(), pytest.raises(error): train(run, progress=False, tensorboard=False, callback=callback)
+    return load_checkpoint(run.checkpoint)
+
+
+@pytest.mark.parametrize("number, reaches_all, error", [(signal.SIGKILL, False, WorkerError), (signal.SIGTERM, True, Stopped)])
+def test_an_evaluation_that_ends_within_a_batch_leaves_learner_and_stream_together(number, reaches_all, error, tmp_path):
+    twin, one = small_run(tmp_path/"twin", exact=True), small_run(tmp_path/"one", exact=True, eval_every=1)
+    train(twin, progress=False, tensorboard=False)
+    found = struck(one, lambda: PLANNED.append(partial(strike, number, reaches_all)), error)
+    assert (found.counters["updates"], found.stream is not None) == (7, True)
+    train(resume(one.folder), progress=False, tensorboard=False)
+    assert first_difference(*(load_checkpoint(run.checkpoint).agent_state for run in (twin, one))) is None
+
+
+@pytest.mark.parametrize("is_exact, updates", [(True, 4), (False, 6)])
+def test_a_signal_that_has_ended_the_workers_while_the_learner_learned_is_reported_as_a_signal(is_exact, updates, tmp_path):
+    "The states of their environments are lost. The last update is saved without them, unless that would replace an exact checkpoint."
+    found = struck(small_run(tmp_path/"run", exact=is_exact, workers=1), partial(strike, signal.SIGTERM), Stopped)
+    assert (found.counters["updates"], found.stream is not None) == (updates, is_exact)

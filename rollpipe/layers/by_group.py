@@ -54,6 +54,9 @@ class _Groups(nn.Module):
 class CriticByGroup(_Groups):
     """A critic for each group of agents: observations `[*lead, ...]` -> float32 `[*lead]`.
 
+    A learner with this critic scales the returns of all groups alike, because its loss has one unit. Where their sizes differ much,
+    each group needs a learner of its own, with its own critic.
+
     Args:
         members: name of the group -> critic of observations
         of: for each agent, in the order of `Agents.agents`, the name of its group
@@ -66,6 +69,17 @@ class CriticByGroup(_Groups):
         group = self.groups_of(obs)
         for k, critic in enumerate(self.members.values()):
             if hasattr(critic, 'observe'): critic.observe(obs, group == k if valid is None else valid & (group == k))
+
+    def observe_returns(self, ret: Tensor, valid: Tensor | None = None) -> None:
+        "Update the scale of the returns of each critic that has one, with the returns `[*lead]` of all agents; for learners."
+        for critic in self.members.values():
+            if hasattr(critic, 'observe_returns'): critic.observe_returns(ret, valid)
+
+    @property
+    def ret_std(self) -> Any:
+        "The unit of a loss: the largest `ret_std` of the critics, which only other learners make differ; 1 if they have none."
+        found = [critic.ret_std for critic in self.members.values() if hasattr(critic, 'ret_std')]
+        return torch.stack(found).amax() if found else 1.
 
 # %% ../../nbs/layers/23_by_group.ipynb #ad2706e2
 class ActorByGroup(_Groups, Actor):

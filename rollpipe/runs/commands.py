@@ -149,12 +149,12 @@ def run_to_end(run: Run, args: Namespace) -> None:
     try: train(run, progress=not hasattr(args, "quiet"), tensorboard=getattr(args, "tensorboard", "auto"),
                wandb=getattr(args, "wandb", None))
     except KeyboardInterrupt as e:
-        if not run.counters["updates"]: raise
+        if run.is_new and not run.counters["updates"]: raise
         steps, saved = run.counters['steps'], load_checkpoint(run.checkpoint).counters['steps']
         raise Interrupted(*e.args, f"interrupted after {steps} steps and saved{f' after {saved}' * (saved != steps)}; "
                           f"continue with: {_command_for('train --resume', run)}") from None
     finally:
-        if not run.counters["updates"] and not run.folder.joinpath(*CRASH).exists(): discard(run)
+        if run.is_new and not run.counters["updates"] and not run.folder.joinpath(*CRASH).exists(): discard(run)
     if config.get("stopped"): print(f"stopped: {config['stopped']}")
     print(f"{format_number(run.counters['steps'])} steps in {format_duration(run.counters['seconds'])}, saved in {run.checkpoint}")
     if config.get("eval_every") and run.best.exists():

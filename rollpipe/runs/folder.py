@@ -52,6 +52,7 @@ class Run(NamedTuple):
         counters: steps, updates, episodes, seconds and resumes since the start of the run
         waiting: states in the checkpoint, of pipes that are not in the pipeline yet
         stream: the `Stream`; None: a checkpoint has no state of it
+        is_new: `start` has made it; False: it goes on, and what its folder has must stay
     """
     folder: Path
     config: dict
@@ -60,6 +61,7 @@ class Run(NamedTuple):
     counters: dict
     waiting: dict = {}
     stream: Any = None
+    is_new: bool = False
 
     @property
     def checkpoint(self) -> Path: return self.folder/"checkpoint.safetensors"
@@ -109,7 +111,7 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
     files.make_folder(folder)
     lock(folder)
     _remove_run(folder)
-    run = Run(folder, config, agent, pipe, dict(_COUNTERS), stream=Stream(config["inexact"], chunks=ChunkFolder(folder/"replay")))
+    run = Run(folder, config, agent, pipe, dict(_COUNTERS), {}, Stream(config["inexact"], None, ChunkFolder(folder/"replay")), is_new=True)
     try:
         run.save()  # before the configuration, so that each run in a folder can be resumed, whenever the process ends
         files.write_json(folder/"config.json", config)

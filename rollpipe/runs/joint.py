@@ -140,7 +140,7 @@ def joint(make: Callable, typed: dict, configured: Callable) -> Run | None:
         finally: _call(dist.broadcast_object_list, told, src=0)
         return None if told[0] is None else _agreed(run, *told[0])
     except BaseException:
-        if run is not None: (unlock(run.folder) if run.counters["updates"] else discard(run))
+        if run is not None: (discard(run) if run.is_new else unlock(run.folder))
         raise
 
 

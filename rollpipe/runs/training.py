@@ -29,7 +29,7 @@ from .changes import adopt
 from .mailbox import Mailbox, attended, is_due, made_again
 from .logs import MetricWriter
 from ..pipes.graph import torchdata
-from ..pipes.data.errors import DataError
+from ..pipes.data.errors import DataError, WorkerError
 from ..pipes.graph.edits import find, nodes
 from ..pipes.graph.modules import torch_threads
 from ..pipes.profiling.ongoing import Ongoing
@@ -180,7 +180,8 @@ class Updates:
 # %% ../../nbs/runs/14_training.ipynb #834b70b8
 @contextmanager
 def _saved(updates: Updates, graph: Any) -> Iterator[None]:
-    """In the block the graph is iterated. At its end, the last complete update is saved, with the stream unless a batch was stopped.
+    """In the block the graph is iterated. At its end, the last complete update is saved, with the stream unless a batch was stopped,
+    or a worker has ended.
 
     Several ranks may be stopped at different moments, so what they saved together last is left as it is.
     """
@@ -188,7 +189,11 @@ def _saved(updates: Updates, graph: Any) -> Iterator[None]:
     if run.stream: run.stream.begin(graph, updates.episodes)
     try: yield
     finally:
-        if updates.is_whole and not getattr(run.stream, "is_joint", False): updates.save()
+        if updates.is_whole and not getattr(run.stream, "is_joint", False):
+            try: updates.save()
+            except WorkerError:
+                if run.stream: run.stream.end()
+                if not run.config.get("exact"): updates.save()
         if run.stream: run.stream.end()
 
 
@@ -207,15 +212,17 @@ def _trained(run: Run, mailbox: Mailbox, callback: Callable | None, progress: bo
         while updates.goes_on(evaluations):
             if record and (mailbox.waits() or is_due(run)) and (after := updates.attend(mailbox)) is not run: return record, after
             with uninterrupted(updates.signals) as delay:
+                evaluated = evaluations.poll() if evaluations else []    # before the batch, because it may raise
                 delay.collecting()
-                try: batch = next(measured.items)
+                try:
+                    batch = next(measured.items)
+                    delay.learning()
                 except StopIteration: break
                 except BaseException:
                     if run.stream: run.stream.end()
                     updates.is_whole = updates.is_whole and not config.get("exact")    # an inexact checkpoint would replace an exact one
                     raise
-                delay.learning()
-                record = updates.learn(batch, health, evaluations.poll() if evaluations else [], writer, bar)
+                record = updates.learn(batch, health, evaluated, writer, bar)
                 if delay.agree(updates.is_due(evaluations)): updates.save()
                 measured.after(counters["steps"])
                 updates.waiting = perf_counter()
