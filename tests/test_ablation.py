@@ -3,6 +3,7 @@ import json
 import os
 import re
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from test_fork import check_same, gone_on, numbers
 
 from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import DataError, WorkerError
-from rollpipe.results.ablation import ablate, equal_up_to
+from rollpipe.results.ablation import _beside, ablate, equal_up_to
 from rollpipe.results.pairs import course
 from rollpipe.runs import fork, start, train
 from rollpipe.runs.folder import load_run
@@ -174,6 +175,14 @@ def test_what_cannot_work_is_named_before_anything_is_made(tmp_path, capsys):
         assert text in err, (words, err)
     assert content(tmp_path) == before
     assert rollpipe("ablate", tmp_path/"no", "--at", 3, "--set", "clip=0.1") == 2 and "there is no such run" in capsys.readouterr().err
+
+
+def test_a_run_that_is_the_working_folder_has_its_branches_beside_it(tmp_path, monkeypatch):
+    (tmp_path/"run"/"more").mkdir(parents=True)
+    for place, name in (("run", "."), ("run/more", "..")):
+        monkeypatch.chdir(tmp_path/place)
+        assert _beside(Path(name)) == f"{tmp_path}/run-ablation"
+    assert _beside(Path("runs/x")) == "runs/x-ablation"
 
 
 def test_a_folder_of_other_branches_and_a_run_that_has_changed_are_refused(tmp_path):

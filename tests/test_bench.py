@@ -335,7 +335,8 @@ def test_two_benches_in_one_folder_are_refused(tmp_path, capfd):
     ("steps = 256", "steps = 0", "steps"),
     ("[[row]]", "[[rows]]", "there is no key 'rows'. Expected row"), ("steps = 256", "preset = \"Pendulum-v1\"",
                                                                       "is for another action space"),
-    ("episodes = 2", "episodes = 0", "an integer eval_episodes >= 1"), ("every = 100", "every = -1", "eval_every: out of range"),
+    ("episodes = 2", "episodes = 0", "an integer eval_episodes >= 1"),
+    *(("every = 100", f"every = {n}", f"leaf every: .*row 1: out of range. Expected at least 1, got {n}") for n in (0, -1)),
     ("= [8]", "= [0]", "cannot be built|hidden"), ("steps = 256", "steps 256", "not TOML"),
     *(("options = { ", f"options = {{ {name} = 3, ", f"row 1: '{name}' stands among the options. Expected the key {key} of the row")
       for name, key in dict(steps="steps", eval_every="every", eval_steps="every", seed="seeds", eval_episodes="episodes",

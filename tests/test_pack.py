@@ -20,11 +20,12 @@ import pytest
 from command_line import SMALL, rollpipe, settings
 
 from rollpipe.agents.checkpoint import load_checkpoint
+from rollpipe.agents.evaluate import Evaluation
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.pipes.data.files import write_atomically
 from rollpipe.runs import load_agent, pack
 from rollpipe.runs.folder import load_run
-from rollpipe.runs.pack import PACK_FILES, local_copy
+from rollpipe.runs.pack import PACK_FILES, card, local_copy
 
 OBS = np.array([[.1, 0., -.1, .2], [-.2, .3, .1, 0.]], np.float32)
 
@@ -95,6 +96,15 @@ def test_a_pack_is_made_again_and_trained_again(run, capsys, tmp_path):
     assert pack(run, tmp_path/"shared", episodes=1) == folder and not (folder/"replay.gif").exists()
     assert rollpipe("train", "a2c", "CartPole-v1", "--config", folder/"config.json", "--out", tmp_path/"again", "--quiet") == 0
     assert same_policy(load_agent(tmp_path/"again"), load_agent(folder))
+
+
+def test_the_card_of_a_fork_and_of_an_edited_run_says_so(run, tmp_path):
+    found = load_run(run)
+    edit = dict(at=2, insert="m:scaled", kwargs=dict(by=2), was=dict(imports=[]))
+    for more, told in ((dict(forked=dict(run="base", at=1, set=dict(lr=.1))), "a fork of base after update 1, with lr=0.1"),
+                       (dict(edits=[edit]), "m:scaled(by=2) after update 2")):
+        text = card(found._replace(config={**found.config, **more}), Evaluation(*np.ones((2, 1)), np.ones(1, bool)), "", set())
+        assert f"These options alone do not train it again: {told}." in text and "trains it again" not in text
 
 
 def test_a_pack_takes_the_place_of_nothing_else(run, tmp_path):

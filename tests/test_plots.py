@@ -67,6 +67,16 @@ def test_what_is_no_seed_is_a_line_of_its_own(tmp_path):
     assert [*group_runs(runs[:2])] == ["mine, env=Toy", "mine, env=Other"] and [*group_runs([runs[0], runs[5]])] == ["mine"]
 
 
+def test_an_inserted_pipe_and_other_noise_make_no_seeds(tmp_path):
+    edit = dict(at=1, insert="my:scaled", kwargs=dict(by=.1), was=dict(imports=[]))
+    origin = dict(run="0", at=1, set={})
+    cases = [{}, dict(seed=1), dict(edits=[edit]), dict(forked=dict(origin, noise=1)), dict(forked=origin)]
+    runs = [planted(tmp_path/str(k), [], **x) for k, x in enumerate(cases)]
+    assert [[path.name for path in group] for group in group_runs(runs).values()] == [["0", "1", "4"], ["2"], ["3"]]
+    assert [*group_runs([runs[0], runs[2]])] == ["ppo Toy, inserted=none", "ppo Toy, inserted=my:scaled(by=0.1)"]
+    with pytest.raises(DataError, match="leaf edits: .*config.json: damaged"): group_runs([planted(tmp_path/"bad", [], edits=[3])])
+
+
 def drawn(runs, **options):
     line, = learning_curve(runs, **options).axes[0].lines
     return np.array(line.get_data()).T.tolist()

@@ -1,8 +1,11 @@
 "`profile`: known costs are found exactly, the stream and the graph stay as they are, and every end is told."
+import math
 import os
 import queue
+import shlex
 import tempfile
 import threading
+from datetime import date
 from itertools import islice
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -15,9 +18,11 @@ from reference import assert_same, snapshot
 from toys import Counting, Failing, Ledger, Limit, Plain, Valued
 from worker_cases import WORLDS, change, harmful, stream
 
-from rollpipe.runs.autotune import NO_TIME, Trial, autotune, profile_config
+from rollpipe.runs.autotune import NO_TIME, Trial, autotune, command_for, profile_config
+from rollpipe.runs.autotune import settings as settings_to_try
 from rollpipe.cli.main import build_parser, main
 from rollpipe.settings.config import make_config
+from rollpipe.settings.options import parse_env_kwargs
 from rollpipe.layers import MLPPolicy, QPolicy
 from rollpipe.pipes import (DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, Pipe, ProcessReading,
                             Source, Tap, on_policy, profile, replayed, rollouts)
@@ -409,6 +414,22 @@ def test_autotune_measures_the_fastest_settings_twice(monkeypatch):
     monkeypatch.setattr("rollpipe.runs.autotune._trial", measure)
     n = len({str(trial.setting) for trial in autotune("a2c", "CartPole-v1", dict(n_envs=2), seconds=60)})
     assert len(done) == n + 3 and done[n:] == done[n - 3:n][::-1]     # the later ones were the faster ones here
+
+
+def test_autotune_keeps_the_steps_of_a_fragment_that_were_typed():
+    found = settings_to_try("ppo", dict(n_steps=128, n_envs=8), 4)
+    assert {x["n_steps"] for x in found} == {128} and len(found) > 1
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, dict(x=math.inf), [1, math.inf, "a b"], "inf", "5", None, True])
+def test_a_command_has_the_keyword_arguments_of_the_environment(value):
+    *_, word = shlex.split(command_for("ppo", "Pendulum-v1", {}, dict(g=value)))
+    assert parse_env_kwargs([word]) == dict(g=value)
+
+
+@pytest.mark.parametrize("value", [math.nan, ["inf", math.inf], date(2020, 1, 1)])
+def test_a_keyword_argument_that_no_command_can_have_is_named(value):
+    with pytest.raises(DataError, match="leaf g: cannot be typed on a command line"): command_for("ppo", "Pendulum-v1", {}, dict(g=value))
 
 
 def test_autotune_after_ctrl_c_and_after_failures(capsys, monkeypatch):

@@ -16,12 +16,12 @@ from rollpipe.runs.evaluations import evaluation_seed, write_evaluations
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs.plots import svg
 from rollpipe.results.bench import BENCH
-from rollpipe.results.collect import read_results
-from rollpipe.results.curves import draw_curves, draw_profiles, profile_of
+from rollpipe.results.collect import differing_options, read_results
+from rollpipe.results.curves import curve_of, draw_curves, draw_profiles, profile_of
 from rollpipe.results.page import certificate, page
 from rollpipe.results.report import write_report
 from rollpipe.results.statistics import improvement, improvement_interval, interval, iqm, resampled, steps_to
-from rollpipe.results.tables import csv_text, curves_text, improvements, markdown
+from rollpipe.results.tables import csv_text, curves_text, improvements, markdown, notes_of
 
 HOSTILE = "_<script>alert('1')</script>&\"|`=[a](b)$\\frac$\\"
 
@@ -309,6 +309,42 @@ def test_runs_of_a_row_that_were_trained_otherwise_are_named(tmp_path, capsys):
     assert told in capsys.readouterr().out.replace("\\", "") and told in Page((folder/"report.html").read_text()).text
 
 
+def test_a_row_that_has_not_begun_differs_in_nothing(tmp_path):
+    folder = make_bench(tmp_path/"a", [[0., 1., 2.]])
+    bench = json.loads((folder/BENCH).read_text())
+    bench["rows"].append(dict(bench["rows"][0], name="b", label="OTHER"))
+    (folder/BENCH).write_text(json.dumps(bench))
+    rows = read_results(folder).rows
+    assert [x.state for row in rows for x in row.results] == ["complete", "missing"] and not differing_options(x.results for x in rows)
+
+
+def test_what_was_edited_or_forked_is_said_beside_its_command(tmp_path):
+    folder = make_bench(tmp_path/"a", [None])
+    make_run(folder/"a-s0", [0., 1., 2.], options=dict(max_kl=.5), edits=[dict(at=1, set=dict(max_kl=.5), was=dict(max_kl=.01))])
+    make_run(tmp_path/"b"/"x", [0., 1., 2.], forked=dict(run="base", at=3, set=dict(max_kl=.01)))
+    told = "was edited while it trained, or is a fork, so the command does not train it again: seed 0"
+    for name, why in dict(a="max_kl=0.5 after update 1", b="a fork of base after update 3, with max_kl=0.01").items():
+        assert any(note.endswith(f"{told} ({why}).") for note in notes_of(read_results(tmp_path/name)))
+    make_run(tmp_path/"c"/"x", [0., 1., 2.])
+    assert not any(told in note for note in notes_of(read_results(tmp_path/"c")))
+
+
+def test_runs_that_stopped_early_have_the_steps_that_they_made(tmp_path):
+    folder = make_bench(tmp_path/"a", [None, None])
+    for seed in (0, 1): make_run(folder/f"a-s{seed}", [0., 1., 500.], seed, stopped="the mean return 500 has reached stop_at_return=450")
+    for config in folder.glob("*/config.json"): config.write_text(json.dumps(dict(json.loads(config.read_text()), steps=50_000)))
+    text = markdown(results := read_results(folder))
+    assert "| 2 of 2 | 20 |" in text and {x["steps"] for x in csv.DictReader(csv_text(results).splitlines())} == {"20"}
+    assert "stopped before its last step: seed 0 (the mean return 500 has reached stop_at_return=450), 1 (" in text.replace("\\", "")
+
+
+def test_a_curve_keeps_the_evaluations_of_an_interval_that_became_longer(tmp_path):
+    "Within an interval of today, the first evaluation is the one that was due."
+    make_run(tmp_path/"x", [float(10*k) for k in range(7)], steps=60, eval_every="30 steps")
+    curve, = map(curve_of, read_results(tmp_path).rows)
+    assert curve.steps.tolist() == curve.middle.tolist() == [0, 30, 60]
+
+
 def test_the_command_of_runs_over_ranks_begins_with_torchrun_and_names_one_run_each(tmp_path, capsys):
     for seed in (0, 1): make_run(tmp_path/f"x-s{seed}", [0., 1., 2.], seed, ranks=2)
     make_run(tmp_path/"y-s3", [0., 1., 2.], 3, name="alone")
@@ -409,7 +445,9 @@ def test_whatever_is_damaged_a_report_is_made_or_an_error_names_the_file(tmp_pat
     who = dict(algorithm="trpo", env="CartPole-v1", name="Somebody", mean=450., sd=20., of="last", source="a book")
     folder = make_bench(tmp_path/"a", [[0., 1., 2.]], [who], scale=[0, 1], threshold=3.)
     config = json.loads((folder/"a-s0"/"config.json").read_text())
-    (folder/"a-s0"/"config.json").write_text(json.dumps(dict(config, name="n", imports=["rollpipe"], env_kwargs=dict(g=1), ranks=1)))
+    (folder/"a-s0"/"config.json").write_text(json.dumps(dict(config, name="n", imports=["rollpipe"], env_kwargs=dict(g=1), ranks=1,
+                                                             stopped="x", edits=[dict(at=1, insert="m:f", kwargs=dict(k=1))],
+                                                             forked=dict(run="r", at=1, set=dict(k=1)))))
     if not is_bench: (folder/BENCH).unlink()
     path = folder/name
     first, *more = [path.read_text()] if name.endswith(".json") else path.read_text().splitlines()

@@ -126,6 +126,9 @@ def _trained(branches: list, steps: dict, updates: int, jobs: int, words: list) 
     if failed: raise WorkerError(f"{why}. When this is mended, the same command goes on")
 
 
+def _beside(run: Path) -> str: return f"{run.resolve() if run.name in ('', '..') else run}-ablation"
+
+
 def ablate(run: str | Path, at: Sequence, options: dict, updates: int = 30, repeat: int = 1, jobs: int = 1, out: str | Path | None = None,
            metric: str = "return_mean", last: int | None = None) -> Ablation:
     """Branch a run with other values of options, each beside an unedited twin with the same noise, and compare them by pairs.
@@ -149,7 +152,7 @@ def ablate(run: str | Path, at: Sequence, options: dict, updates: int = 30, repe
         Ablation: the differences; `print` shows its table
     """
     run, at = folder_of(run), sorted(set(at))
-    out, last = Path(out or f"{run}-ablation"), max(1, updates//3) if last is None else last
+    out, last = Path(out or _beside(run)), max(1, updates//3) if last is None else last
     for name, n in dict(updates=updates, repeat=repeat, jobs=jobs, last=last).items(): check_integer(name, n)
     if last > updates: raise DataError("out of range", leaf="last", expected=f"1 to {updates}, the updates of a branch", got=str(last))
     found = _checked(run, at, options, metric)
@@ -232,5 +235,5 @@ def ablate_command(args: Namespace) -> None:
     try: at = parse_value(args.at, ("int,...",))
     except ValueError: raise DataError("not numbers of updates", leaf="--at", expected="such as 100,200", got=args.at) from None
     made = ablate(args.run, at, options, args.updates, args.repeat, args.jobs, args.out, args.metric, args.last)
-    out = Path(args.out or f"{folder_of(args.run)}-ablation")
+    out = Path(args.out or _beside(folder_of(args.run)))
     print(made, shlex.join(typed([out/name for name in ("report.md", "report.csv", "report.png", "report.html")])), sep="\n")

@@ -51,7 +51,7 @@ def row_options(row: SpecRow, steps: int) -> dict:
     Args:
         steps: steps of the training
     """
-    return {**row.run, "eval_every": Every(row.every or max(1, steps//20), "steps").setting}
+    return {**row.run, "eval_every": Every(max(1, steps//20) if row.every is None else row.every, "steps").setting}
 
 
 def jobs_of(rows: list, folder: Path, imports: tuple = ()) -> list[Job]:

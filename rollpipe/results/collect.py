@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json, math, shlex
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from gymnasium.envs.registration import registry
 
 from ..agents.schedules import Every, with_eval_every
 from ..runs.logs import is_evaluated, read_evaluations, read_metrics
-from ..settings.checks import is_over
+from ..settings.checks import check_edits, is_over
 from ..settings.options import import_words, typed
 from ..pipes.data.errors import DataError, PipeError
 from ..runs.plots import group_runs
@@ -61,6 +62,11 @@ class Result(NamedTuple):
         return float(np.max(self.curve[1])) if self.evaluations else math.nan
 
     @property
+    def steps(self) -> int:
+        "Environment steps up to the last evaluation; 0 if there is none."
+        return self.evaluations[-1]["steps"] if self.evaluations else 0
+
+    @property
     def seconds(self) -> float:
         "Duration of the training, without evaluations [s]."
         return float(self.evaluations[-1]["seconds"]) if self.evaluations else math.nan
@@ -73,8 +79,10 @@ class Result(NamedTuple):
 
 def _check_config(config: dict, where: str) -> None:
     for name, kind in dict(algorithm="a text", env="a text", steps="a whole number").items(): need_value(config, name, kind, where)
-    try: Every.of(config.get("eval_every", 0))
-    except DataError as e: raise DataError(f"{where}: {e.problem}", leaf="eval_every", expected=e.expected, got=e.got) from None
+    try:
+        Every.of(config.get("eval_every", 0), "eval_every")
+        check_edits(config.get("edits", []))
+    except DataError as e: raise DataError(f"{where}: {e.problem}", leaf=e.leaf, expected=e.expected, got=e.got) from None
     for name in ("seed", "ranks"): get_value(config, name, "a whole number", where, 0)
     for module in get_value(config, "imports", "a list", where, []): need_value(dict(imports=module), "imports", "a text", where)
 
@@ -96,7 +104,7 @@ def read_result(folder: Path, seed: int) -> Result:
 def flat_config(config: dict) -> dict:
     "Option -> text, for the algorithm, the run, the environment and the versions of packages. Seed-dependent entries are left out."
     found = {name: x for name, x in config.items() if name not in ("options", "seed", "of_preset", "versions", "name", "env_kwargs",
-                                                                "stopped")}
+                                                                "stopped", "forked", "edits")}
     for name in ("options", "env_kwargs", "versions"):
         part = config.get(name)
         found |= {f"{name} {key}" if name == "versions" else key: x for key, x in part.items()} if isinstance(part, dict) else {}
@@ -112,7 +120,7 @@ def differing_options(groups: Iterable) -> list:
     flat = [[flat_config(run.config) for run in runs if run.config] for runs in groups]
     options = dict.fromkeys(name for configs in flat for config in configs for name in config)
     table = {name: [tuple(dict.fromkeys(config.get(name, "-") for config in configs)) for configs in flat] for name in options}
-    return [(name, [*map(" | ".join, values)]) for name, values in table.items() if len({*values}) > 1 or len(values[0]) > 1]
+    return [(name, [*map(" | ".join, values)]) for name, values in table.items() if len({*chain(*values)}) > 1]
 
 # %% ../../nbs/results/04_collect.ipynb #97364635
 class RowResult(NamedTuple):

@@ -44,7 +44,9 @@ def _points(run: Result) -> dict:
     "Step at which an evaluation was due -> its mean return."
     every = Every.of(run.config.get("eval_every", 0))
     n = every.n if every.unit == "steps" and every.n else 1
-    return {steps//n*n: mean for steps, mean in zip(*run.curve)}
+    found: dict = {}
+    for steps, mean in zip(*run.curve): found.setdefault(steps//n*n, mean)     # the run may have had other intervals before
+    return found
 
 
 def curve_over(label: str, steps: np.ndarray, strata: list) -> Curve:

@@ -146,11 +146,13 @@ def _rows(table: dict, where: str) -> list:
     run = {name: get_value(table, name, kind, where) for name, kind in kinds.items() if name in table}
     run |= dict(eval_episodes=get_value(table, "episodes", "a whole number", where, RunOptions.eval_episodes),
                 final_episodes=get_value(table, "final_episodes", "a whole number", where, RunOptions.final_episodes))
+    every = get_value(table, "every", "a whole number", where)
+    if every is not None and every < 1: raise DataError(f"{where}: out of range", leaf="every", expected="at least 1", got=str(every))
     envs = table.get("env")
     envs = envs if isinstance(envs, list) and envs else [need_value(table, "env", "a text", where)]
     return [SpecRow(algorithm, get_value(dict(env=env), "env", "a text", where), get_value(table, "label", "a text", where, algorithm),
                     options, {**values, "preset": "auto", **run}, get_value(table, "env_kwargs", "a table", where, {}),
-                    _seeds(table.get("seeds", "0"), where), get_value(table, "every", "a whole number", where),
+                    _seeds(table.get("seeds", "0"), where), every,
                     get_value(table, "threshold", "a number", where), scale_of(table, where)) for env in envs]
 
 # %% ../../nbs/results/01_spec.ipynb #cee072f9

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..runs.progress import format_duration, format_number
+from ..traces.journal import told_past
 from .collect import Results, RowResult, differing_options
 from .statistics import improvement, improvement_interval, interval, iqm, steps_to
 
@@ -104,7 +105,7 @@ def table_of(results: Results) -> list:
         seconds = [run.seconds for run in row.complete]
         rows.append({
             "environment": row.env, "algorithm": row.label, "runs": f"{len(row.complete)} of {len(row.results)}",
-            "steps": format_number(max((run.config["steps"] for run in row.complete), default=0)),
+            "steps": format_number(max((run.steps for run in row.complete), default=0)),
             "last policy, IQM": str(last), "mean +- sd": spread(last), "published": _published(row, "last"),
             "best evaluation, IQM": str(evaluation), "mean +- sd of it": spread(evaluation), "published best": _published(row, "best"),
             "best policy, IQM": str(best), "steps to threshold": _needed(row) if row.threshold is None else
@@ -162,6 +163,11 @@ def notes_of(results: Results) -> list:
         if others: notes.append(f"{what}: its runs do not have the same options: {', '.join(others)}.")
         twice = [seed for seed, n in Counter(run.seed for run in row.results).items() if n > 1]
         if twice: notes.append(f"{what}: counts a seed more than once, as if its runs were independent: {', '.join(map(str, twice))}.")
+        changed = [f"{run.seed} ({'; '.join(past)})" for run in row.results if (past := told_past(run.config))]
+        if changed: notes.append(f"{what}: was edited while it trained, or is a fork, so the command does not train it again: "
+                                 f"seed {', '.join(changed)}.")
+        stopped = [f"{run.seed} ({run.config['stopped']})" for run in row.results if run.config.get("stopped")]
+        if stopped: notes.append(f"{what}: stopped before its last step: seed {', '.join(stopped)}.")
         resumed = [run.seed for run in row.results if run.resumes]
         if resumed: notes.append(f"{what}: went on after an interruption, with new episodes: seed {', '.join(map(str, resumed))}.")
     return notes
@@ -224,8 +230,7 @@ def _cells(row: RowResult, run: Any) -> Iterable:
     texts = [f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text for text in (row.env, row.label, row.algorithm)]
     over, needed = run.state == "complete", steps_to(run.curve[0], run.curve[1], row.threshold) if row.threshold is not None else math.nan
     numbers = [run.mean("last"), run.best, run.mean("best"), needed, run.seconds] if over else [math.nan]*5
-    steps = run.evaluations[-1]["steps"] if run.evaluations else 0
-    return [*texts, run.seed, run.state, steps, *(f"{x:.10g}" for x in numbers), run.resumes]
+    return [*texts, run.seed, run.state, run.steps, *(f"{x:.10g}" for x in numbers), run.resumes]
 
 
 def curves_text(results: Results) -> str:

@@ -5,7 +5,7 @@
 # %% ../../nbs/runs/13_autotune.ipynb #bea68fcd
 from __future__ import annotations
 
-import itertools, os, random, shlex, time
+import itertools, os, random, re, shlex, time
 from collections.abc import Iterable, Iterator
 from functools import partial
 from statistics import fmean
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..settings.algorithms import options_for
 from ..settings.config import RUN_OPTIONS, RunOptions, build, make_config, reading_for
-from ..settings.options import Option, import_words
+from ..settings.options import Option, import_words, parse_env_kwargs
 from ..pipes.data.errors import DataError
 from ..pipes.graph.modules import torch_threads
 from ..pipes.profiling.profile import check_seconds, profile
@@ -74,6 +74,7 @@ def settings(algorithm: str, typed: dict, n_cores: int, preset: dict | None = No
         setting = dict(zip(names, values))
         n_envs, lanes, workers = (setting[name] for name in ("n_envs", "lanes", "workers"))
         setting["n_steps"], rest = divmod(steps, n_envs * lanes)
+        if setting["n_steps"] != typed.get("n_steps", setting["n_steps"]): continue
         if rest or setting["n_steps"] < min(SHORTEST, defaults["n_steps"]) or workers > min(lanes, n_cores): continue
         if setting not in found: found.append(setting)
     others = found[1:]
@@ -185,7 +186,7 @@ def ranking(trials: Iterable, n: int = 5) -> str:
 
 
 def command_for(algorithm: str, env: str, values: dict, env_kwargs: dict | None = None, imports: Iterable = ()) -> str:
-    """The command line that trains with these options.
+    """The command line that trains with these options. Raises `DataError` for a keyword argument that it cannot have.
 
     Args:
         values: option of the algorithm or of the run -> value
@@ -193,12 +194,19 @@ def command_for(algorithm: str, env: str, values: dict, env_kwargs: dict | None 
         imports: modules that the environment needs
     """
     words = ["rollpipe", "train", algorithm, env]
-    if env_kwargs: words += ["--env-kwargs", *(f"{name}={x!r}" for name, x in env_kwargs.items())]
+    if env_kwargs: words += ["--env-kwargs", *(_kwarg(name, x) for name, x in env_kwargs.items())]
     words += import_words(imports)
     for option in options_for(algorithm) + RUN_OPTIONS:
         is_default = option.name == "preset" and values.get("preset") == "auto"     # that of the command line
         if option.name in values and not is_default: words += _words(option, values[option.name])
     return shlex.join(words)
+
+
+def _kwarg(name, x) -> str:
+    "The word that `parse_env_kwargs` reads as this value. Raises `DataError` if there is none, as for `nan`."
+    for text in (repr(x), re.sub(r"\binf\b", "1e999", repr(x))):     # `inf` is no literal
+        if parse_env_kwargs([word := f"{name}={text}"]) == {name: x}: return word
+    raise DataError("cannot be typed on a command line", leaf=name, expected="numbers, texts, lists, ...", got=repr(x)[:80])
 
 
 def _words(option: Option, value) -> list:

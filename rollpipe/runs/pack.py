@@ -21,6 +21,7 @@ from .folder import agent_of, folder_of, for_policy, load_run, needed_modules, r
 from .plots import learning_curve
 from ..settings.options import import_words, typed
 from ..traces.differences import FINGERPRINTS
+from ..traces.journal import told_past
 
 # %% auto #0
 __all__ = ['PACK_FILES', 'HUB', 'local_copy', 'load_agent', 'card', 'pack', 'push', 'pack_command']
@@ -97,6 +98,8 @@ def card(checkpoint: Checkpoint, found: Evaluation, pipeline: str, has: set, rep
     code = [*(f"import {module}" for module in modules), "from rollpipe.runs import load_agent", "",
             f'actor = load_agent("{HUB}{repo}").{actor}      # or the path of this folder', "action, state = actor.predict(obs)"]
     pictures = [f"![{what}]({file})" for what, file in ((film, "replay.gif"), ("the learning curve", "curve.png")) if file in has]
+    again = f"`rollpipe train {name} {env} --config config.json` trains it again."
+    if past := told_past(config): again = f"These options alone do not train it again: {'; '.join(past)}."
     preset = f", with the preset {config['preset']}" if config.get("preset") else ""
     return "\n".join([
         *_front_matter(config, found), f"# {name} on {env}", "",
@@ -107,7 +110,7 @@ def card(checkpoint: Checkpoint, found: Evaluation, pipeline: str, has: set, rep
         "versions, code, seeds, the machine."
         + " `policy.onnx` is the policy from observation to action, for ONNX Runtime." * ("policy.onnx" in has),
         "", "## How it was trained", "", "```", pipeline, "```", "",
-        f"`rollpipe train {name} {env} --config config.json` trains it again.", "", "| option | value |", "| --- | --- |",
+        again, "", "| option | value |", "| --- | --- |",
         *(f"| `{option}` | `{json.dumps(value)}` |" for option, value in config["options"].items())]) + "\n"
 
 # %% ../../nbs/runs/20_pack.ipynb #9a406328

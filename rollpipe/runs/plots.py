@@ -17,6 +17,8 @@ import numpy as np
 from ..pipes.data.files import write_atomically
 from ..agents.metrics import METRICS
 from .logs import read_metrics
+from ..settings.checks import check_edits
+from ..traces.journal import origin_of, told
 from ..pipes.data.errors import DataError, check_integer
 
 # %% auto #0
@@ -57,7 +59,11 @@ def _config(run: str | Path) -> dict:
     for name, kind in kinds.items():
         if config.get(name) is not None and not isinstance(config[name], kind):
             raise DataError(f"{path}: damaged", leaf=name, expected=kind.__name__, got=repr(config[name])[:80])
-    more = dict(algorithm=config.get("algorithm"), env=config.get("env"), intrinsic=config.get("intrinsic") or 0.)
+    try: check_edits(edits := config.get("edits", []))
+    except DataError as e: raise DataError(f"{path}: damaged", leaf="edits", expected="edits of a run", got=e.got) from None
+    more = dict(algorithm=config.get("algorithm"), env=config.get("env"), intrinsic=config.get("intrinsic") or 0.,
+                inserted=", ".join(told(edit) for edit in edits if "insert" in edit) or "none",
+                noise=(origin_of(config) or {}).get("noise", 0))
     return dict(config, options={**(config.get("options") or {}), **(config.get("env_kwargs") or {}), **more})
 
 

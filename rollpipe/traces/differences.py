@@ -13,7 +13,7 @@ from ..pipes.data.files import write_json
 from ..pipes.data.errors import DataError
 from ..pipes.data.compare import differing
 from .fingerprint import Differences, Fingerprint
-from .journal import Entry, differing_networks, first_place, read_journal, told
+from .journal import Entry, differing_networks, first_place, origin_of, read_journal, told, told_origin
 
 # %% auto #0
 __all__ = ['FINGERPRINTS', 'JOURNAL', 'Parting', 'parting', 'read_fingerprints', 'keep_fingerprint', 'RunDifference', 'diff']
@@ -159,9 +159,7 @@ def diff(a: str | Path, b: str | Path) -> RunDifference:
         notes += [f"{folder} was edited after update {e.updates}: {'; '.join(map(told, e.edits))}" for e in entries if e.edits]
     for folder, other in ((a, b), (b, a)):
         if (found := _origin(folder)) is None: continue
-        changed = ", ".join(f"{name}={x}" for name, x in found["set"].items()) or "no other option"
-        if found.get("noise"): changed += f", and with other noise ({found['noise']})"
-        notes.append(f"{folder} is a fork of {found['run']} after update {found['at']}, with {changed}")
+        notes.append(f"{folder} is {told_origin(found)}")
         if at and at.after < found["at"] < at.by and os.path.realpath(found["run"]) == os.path.realpath(other):
             at = at._replace(after=found["at"], is_known=True)
     common = max({(e.since, e.updates) for e in journals[0]} & {(e.since, e.updates) for e in journals[1]}, default=(0, 0))[1]
@@ -169,8 +167,5 @@ def diff(a: str | Path, b: str | Path) -> RunDifference:
 
 
 def _origin(folder):
-    "Where a fork comes from: `run`, `at` and `set`; None for another run."
-    try: found = json.loads(Path(folder, "config.json").read_bytes())["forked"]
-    except (OSError, ValueError, KeyError, TypeError): return None
-    is_whole = isinstance(found, dict) and isinstance(found.get("set"), dict) and isinstance(found.get("at"), int) and "run" in found
-    return found if is_whole else None
+    try: return origin_of(json.loads(Path(folder, "config.json").read_bytes()))
+    except (OSError, ValueError): return None
