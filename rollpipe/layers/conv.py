@@ -75,13 +75,14 @@ class ConvTrunk(nn.Module):
         self.planes, self.channels_last = _layout(self.shape)
         n, size, is_large = self.planes[0], self.planes[1:], min(self.planes[1:]) >= 36
         sizes = _checked(layers, self.planes) if layers is not None else self.large if is_large else self.small
-        self.layers = nn.ModuleList()
+        found = []
         for channels, kernel, stride in sizes:
-            self.layers.append(nn.Conv2d(n, channels, kernel, stride))
+            found.append(nn.Conv2d(n, channels, kernel, stride))
             n, size = channels, [(k - kernel) // stride + 1 for k in size]
-        for layer in self.layers:
+        for layer in found:
             nn.init.orthogonal_(layer.weight, sqrt(2))
             nn.init.zeros_(layer.bias)
+        self.layers = nn.ModuleList(found)
         self.n_out = n_out or (512 if is_large else 128)
         self.last = orthogonal_linear(n * prod(size), self.n_out, sqrt(2))
 
