@@ -154,7 +154,7 @@ def array_in(flat: Any, dtype: Any, shape: list, strides: list, offset: int) -> 
     try: return whole.as_strided(shape, strides, offset // size)
     except RuntimeError as e: raise ValueError(str(e)) from e
 
-# %% ../../../nbs/pipes/00_data/06_captures.ipynb #f6dae7f4
+# %% ../../../nbs/pipes/00_data/06_captures.ipynb #46a0218e
 def has_own_state(x: Any) -> bool:
     "Does the class of `x` say itself what its state is, by methods `get_state()` and `set_state(state)`?"
     return all(callable(getattr(type(x), name, None)) for name in ('get_state', 'set_state'))
@@ -171,7 +171,7 @@ def made_of(arguments: Callable) -> Callable:
     """
     return lambda cls: MADE.setdefault(name_of(cls), (cls, arguments))[0]
 
-
+# %% ../../../nbs/pipes/00_data/06_captures.ipynb #f6dae7f4
 MOST = 1_000_000     # objects in a capture; an environment with more of them probably holds something that is not its own
 ITEMS = list, tuple, deque, set, frozenset
 _REDRAWN = 'mujoco._structs.MjModel', 'pygame.surface.Surface', 'pygame.time.Clock', 'pygame.font.Font'     # or told by their label
