@@ -1,4 +1,4 @@
-"Fragments that lanes make where they are joined."
+"Fragments that lanes make where they are joined, and advantages that are estimated behind the join, for all of them at once."
 import gc
 import pickle
 import weakref
@@ -17,7 +17,7 @@ from test_joined import Pictures, Sees
 from test_vector import PLANS, Vectorised
 from toys import WORLDS, Counting, Ledger, Memory, Nested, NestedMemory, Plain, Valued, judge
 
-from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
+from rollpipe.layers import Critic, MemoryCritic, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import (
     AdvantageBuffer, DataError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Pipe, ProcessReading, Tap, copy_graph, draw,
     find_one, insert_after, nested, on_policy, optimize, profile, remove, returns,
@@ -36,6 +36,11 @@ def _small_arrays_too(monkeypatch): monkeypatch.setattr(SideBySide, "LEAST", 1)
 def joined(source, actor, n_steps, lanes, n, critic=None, advantages=True, **kwargs):
     pipe = Lanes(FragmentCollector(EnvStepper(source, actor, **kwargs), n_steps), lanes, seed=0)
     return FragmentStacker(AdvantageBuffer(pipe, critic, .9, .8) if advantages else pipe, n)
+
+
+def behind(pipe):
+    "The graph with the `AdvantageBuffer` behind the join."
+    return AdvantageBuffer(FragmentStacker(pipe.pipe.pipe, pipe.n), pipe.pipe.critic, .9, .8)
 
 
 def first(pipe, n=4): return [snapshot(x) for x in islice(pipe, n)]
@@ -169,6 +174,62 @@ def test_who_holds_a_fragment_never_sees_it_change():
         for fragment, was in kept: assert_same(snapshot(fragment), was)
 
 
+# --- advantages of joined fragments
+
+@pytest.mark.parametrize("world", WORLDS)
+@fast
+@given(plans=st.lists(episodes, min_size=1, max_size=3), n_steps=st.integers(1, 9), lanes=st.integers(1, 4), n=st.integers(2, 5))
+def test_estimates_of_the_same_values_are_the_same(world, plans, n_steps, lanes, n):
+    "To the last bit, for a critic that computes every row alone."
+    env, actor = WORLDS[world]
+    envs = [partial(env, plan, tag) for tag, plan in enumerate(plans)]
+    critic = judge if env is Counting else lambda obs: obs["place"][..., 2] + obs["exact"]
+    def make(): return joined(envs, actor(), n_steps, lanes, n, critic)
+    for a, b in zip(first(make()), first(behind(make())), strict=True): assert_same(a, b)
+
+
+def test_reported_values():
+    plans = [partial(Counting, [(3, "trunc"), (2, "term"), (4, "both")]), partial(Counting, [(2, "trunc")])]
+    def make(): return joined(plans, Valued(), 5, 3, 3)
+    for a, b in zip(first(make()), first(behind(make())), strict=True): assert_same(a, b)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "memory", "nested"])
+def test_networks_agree_to_the_last_bits(kind):
+    env = Nested if kind == "nested" else "CartPole-v1"
+    critic = (MemoryCritic if kind == "memory" else Critic).for_env(env, seed=0)
+    for n_envs, n_steps in ((1, 7), (3, 32)):
+        def make(n_envs=n_envs, n_steps=n_steps):
+            actor = RecurrentPolicy.for_env(env, seed=0, report=True) if kind == "memory" else MLPPolicy.for_env(env, seed=0)
+            return joined(env, actor, n_steps, 4, 4, critic, n_envs=n_envs)
+        for a, b in zip(islice(make(), 4), islice(behind(make()), 4), strict=True):
+            assert_same(snapshot(a._replace(adv=None, ret=None)), snapshot(b._replace(adv=None, ret=None)))
+            scale = a.ret.abs().max()
+            for x, y in ((a.adv, b.adv), (a.ret, b.ret), (a.ret - a.adv, b.ret - b.adv)): assert (x - y).abs().max() <= 1e-6 * scale
+
+
+class Counted:
+    "Counts its calls, and notes how many environments it was shown."
+    def __init__(self): self.shown = []
+    def __call__(self, obs):
+        self.shown.append(obs.shape[-2])
+        return judge(obs)
+
+
+def test_the_critic_is_called_once_for_a_batch():
+    critic = Counted()
+    list(islice(behind(joined(lambda: Counting([(99, "term")]), Plain(), 4, 3, 3, critic, n_envs=2)), 6))
+    assert critic.shown == [6] * 6
+
+
+def test_the_newest_critic_judges():
+    critic = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Flatten(-2))
+    torch.nn.init.zeros_(critic[0].weight)
+    for k, batch in enumerate(islice(behind(joined(lambda: Counting([(9, "term")]), Plain(), 2, 2, 2, critic)), 4)):
+        if k: assert torch.allclose(batch.ret - batch.adv, torch.full((2, 2), 7. * k))
+        with torch.no_grad(): critic[0].bias.fill_(7. * (k + 1))
+
+
 @pytest.mark.parametrize("n_workers, lag", [(0, 0), (1, 0), (2, 0), (2, 1)])
 def test_the_same_with_any_number_of_workers(n_workers, lag):
     "The learner's process estimates, with the weights that it has then."
@@ -227,8 +288,15 @@ def test_a_fault_names_its_lane(lane, then):
     wanted = told(make())
     assert wanted[1] == lane and wanted[0].startswith(f"AdvantageBuffer, lane {lane}")
     assert told(optimize(make())) == wanted
-    behind = make()
-    assert told(AdvantageBuffer(FragmentStacker(behind.pipe.pipe, 3), behind.pipe.critic, .9, .8)) == wanted
+    assert told(behind(make())) == wanted
+
+
+def test_a_critic_that_fails_only_when_fragments_are_joined():
+    def critic(obs):
+        if obs.shape[-2] > 2: raise ValueError("too many")
+        return judge(obs)
+    text, lanes, cause = told(behind(joined(lambda: Counting([(99, "term")]), Plain(), 4, 3, 3, critic, n_envs=2)))
+    assert lanes == "0, 1, 2" and "the critic raised ValueError: too many" in text and "float32 [5, 6, 4]" in text and "too many" in cause
 
 
 def test_fragments_that_do_not_fit_together():

@@ -77,7 +77,7 @@ class CriticByGroup(_Groups):
 
     @property
     def ret_std(self) -> Any:
-        "The unit of a loss: the largest `ret_std` of the critics, which only other learners make differ; 1 if they have none."
+        "The unit of a loss: the `ret_std` of the critics, the largest one if they differ; 1 if they have none."
         found = [critic.ret_std for critic in self.members.values() if hasattr(critic, 'ret_std')]
         return torch.stack(found).amax() if found else 1.
 

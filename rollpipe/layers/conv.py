@@ -33,20 +33,13 @@ def _layout(shape: tuple) -> tuple[tuple, bool]:
     return (prod(stack) * image[0], *image[1:]), channels_last
 
 
-def _checked(layers: Sequence, planes: tuple) -> list:
-    "The layers, if images `planes` have room for them. Raises `DataError`."
-    (n, *size), found = planes, []
-    if not isinstance(layers, (tuple, list)): raise DataError('layers: not a list of convolutions', got=repr(layers))
-    for k, layer in enumerate(layers):
-        if not isinstance(layer, (tuple, list)) or len(layer) != 3:
-            raise DataError(f'layers[{k}]: not a convolution', expected='(channels, size of the kernel, stride)', got=repr(layer))
-        channels, kernel, stride = (check_integer(f'layers[{k}].{name}', x) for name, x in zip(('channels', 'kernel', 'stride'), layer))
-        if kernel > min(size):
-            raise DataError(f'layers[{k}]: the kernel is larger than its images', expected=f'at most {min(size)}', got=kernel)
-        check_parameters((n * kernel ** 2 + 1) * channels, layers=layers)
-        n, size = channels, [(s - kernel) // stride + 1 for s in size]
-        found.append((channels, kernel, stride))
-    return found
+def _check_layer(layer: tuple | list, n: int, size: list, name: str) -> None:
+    "Raise `DataError`, which says `name`, unless `layer` is a convolution of images `[n, *size]` for which there is memory."
+    if not isinstance(layer, (tuple, list)) or len(layer) != 3:
+        raise DataError(f'{name}: not a convolution', expected='(channels, size of the kernel, stride)', got=repr(layer))
+    channels, kernel, _ = (check_integer(f'{name}.{what}', x) for what, x in zip(('channels', 'kernel', 'stride'), layer))
+    if kernel > min(size): raise DataError(f'{name}: the kernel is larger than its images', expected=f'at most {min(size)}', got=kernel)
+    check_parameters((n * kernel ** 2 + 1) * channels, layers=layer)
 
 # %% ../../nbs/layers/08_conv.ipynb #3b7385f8
 class ConvTrunk(nn.Module):
@@ -73,12 +66,15 @@ class ConvTrunk(nn.Module):
         super().__init__()
         self.shape = tuple(shape)
         self.planes, self.channels_last = _layout(self.shape)
-        n, size, is_large = self.planes[0], self.planes[1:], min(self.planes[1:]) >= 36
-        sizes = _checked(layers, self.planes) if layers is not None else self.large if is_large else self.small
+        (n, *size), is_large = self.planes, min(self.planes[1:]) >= 36
+        if layers is None: layers = self.large if is_large else self.small
+        if not isinstance(layers, (tuple, list)): raise DataError('layers: not a list of convolutions', got=repr(layers))
         found = []
-        for channels, kernel, stride in sizes:
+        for k, layer in enumerate(layers):
+            _check_layer(layer, n, size, f'layers[{k}]')
+            channels, kernel, stride = layer
             found.append(nn.Conv2d(n, channels, kernel, stride))
-            n, size = channels, [(k - kernel) // stride + 1 for k in size]
+            n, size = channels, [(pixels - kernel) // stride + 1 for pixels in size]
         for layer in found:
             nn.init.orthogonal_(layer.weight, sqrt(2))
             nn.init.zeros_(layer.bias)
