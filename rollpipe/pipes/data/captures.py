@@ -12,7 +12,7 @@ import enum, json, logging, re, sys, threading, zlib
 from collections import defaultdict, deque
 from collections.abc import Callable
 from datetime import date, time, timedelta, tzinfo
-from functools import partial
+from functools import lru_cache, partial
 from numbers import Number
 from pathlib import PurePath
 from types import (BuiltinFunctionType, CellType, EllipsisType, FunctionType, GetSetDescriptorType, MemberDescriptorType,
@@ -65,12 +65,14 @@ def is_bound(x: Any) -> bool:
     return isinstance(x, (MethodType, BuiltinFunctionType)) and not isinstance(owner, (ModuleType, type(None)))
 
 
+@lru_cache(maxsize=1000)
 def _slots(kind):
     "Name -> descriptor of the attributes that a class keeps outside of `__dict__`."
     return {name: x for c in kind.__mro__ if '__slots__' in vars(c) or c is defaultdict
             for name, x in vars(c).items() if isinstance(x, MemberDescriptorType)}
 
 
+@lru_cache(maxsize=1000)     # most objects of an environment are of few classes
 def hides_state(kind: type) -> bool:
     "Has a class fields of C, which no attribute need show, of its own or of a base?"
     def shown(c): return sum(name in ('__dict__', '__weakref__') or '__slots__' in vars(c) and isinstance(x, MemberDescriptorType)

@@ -156,9 +156,8 @@ class StepStore:
         self.keep_hx, dtype = keep_hx and bool(nested.leaves(example.hx)), self.layout.step_type
         self.place = Place(path)
         self._use(self.place.records(capacity, dtype))
-        state, names = self.layout.fields.state, lambda *tree: [field.name for field in nested.leaves(tree)]
-        past = names(state.act, state.rew, state.fin, self.layout.fields.term)
-        self.links = StepLinks(self.ring, dtype, past, names(state.obs), state.fin.name)
+        state, term, names = self.layout.fields.state, self.layout.fields.term, lambda *tree: [field.name for field in nested.leaves(tree)]
+        self.links = StepLinks(self.ring, dtype, names(state.act, state.rew, state.fin, term), names(state.obs), state.fin.name)
         self.finals, self.hxs = SideTable(self.layout.final_type), SideTable(self.layout.hx_type)
         self.checked, self.n_valid = set(), 0     # forms that have passed the check; number of valid steps
 
