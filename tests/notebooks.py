@@ -1,7 +1,8 @@
 """Runs notebooks as `nbdev_test` does, each in a process of its own: `python tests/notebooks.py [--jobs 2] [NOTEBOOK...]`.
 
-To import torch and rollpipe takes longer than most notebooks do. So one process imports them, and forks a child for each notebook. The
-children share nothing, and begin without a name. The drawings of graphs that a cell shows must be those that are stored with it.
+To import torch takes longer than most notebooks do. So one process imports what is heavy, and forks a child for each notebook. The children
+share nothing. The modules of rollpipe are left to them: each notebook shows that its own imports suffice. The drawings of graphs that a
+cell shows must be those that are stored with it.
 """
 import argparse, faulthandler, gc, os, re, signal, sys, tempfile, threading, time
 from pathlib import Path
@@ -15,7 +16,6 @@ DRAWN = re.compile(r"^[ │├┌]*[○→└↑] \w+.*", re.M)  # a line of a d
 def preload():
     "Import what many notebooks need and what starts no thread: a lock that another thread holds would stay locked in the children."
     import gymnasium, matplotlib.pyplot, nbdev.test, torch, torch._dynamo  # noqa: F401  # the first optimizer imports torch._dynamo
-    import rollpipe.cli.main, rollpipe.results.report, rollpipe.runs.training  # noqa: F401
     gc.freeze()  # no child looks through all this when it ends, which would take it a second
     assert threading.active_count() == 1, f"a module has started threads: {threading.enumerate()}"
 

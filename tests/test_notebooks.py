@@ -10,8 +10,7 @@ from worker_cases import gone
 ROOT = Path(__file__).resolve().parent.parent
 CELLS = {
     "passes": ["import os, sys",
-               "assert __name__ == '__main__' and vars(sys.modules['__main__']) is globals()",
-               "assert not {'rollpipe', 'torch', 'np'} & {*globals()}",
+               "assert __name__ == '__main__' and vars(sys.modules['__main__']) is globals() and 'rollpipe' not in sys.modules",
                "import atexit, pathlib; atexit.register(pathlib.Path('passed').absolute().write_text, 'passed')"],
     "fails": ["print('said before')", "assert False, 'planted'"],
     "hangs": ["import time; time.sleep(600)"],
