@@ -99,10 +99,10 @@ def test_a_column_that_appears_later_loses_no_row(tmp_path):
 
 
 def test_resume_keeps_own_columns_of_the_records_that_are_kept(tmp_path):
-    write(tmp_path, {"steps": 1, "my/a": 1}, {"steps": 2, "my/b": 2})
-    write(tmp_path, {"steps": 2, "my/c": 3}, after=1)
+    write(tmp_path, {"steps": 1, "updates": 1, "my/a": 1}, {"steps": 2, "updates": 2, "my/b": 2})
+    write(tmp_path, {"steps": 2, "updates": 2, "my/c": 3}, updates=1)
     assert [list(r)[len(METRICS):] for r in rows(tmp_path)] == [["my/a", "my/c"]]*2
-    assert read_records(tmp_path) == [{"steps": 1, "my/a": 1}, {"steps": 2, "my/c": 3}]
+    assert read_records(tmp_path) == [{"steps": 1, "updates": 1, "my/a": 1}, {"steps": 2, "updates": 2, "my/c": 3}]
 
 
 # -- sinks that fail ---------------------------------------------------------------------------------------------------

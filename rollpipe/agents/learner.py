@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .critics import critic_inputs, explained_variance, fit_critic, observations
-from .policy_replay import provenance_of
+from .policy_replay import lag_of, lane_restarts
 from .shared_options import Changing, Schedule, integer, number
 from ..pipes.data import nested
 from ..pipes.data.fragment import Fragment
@@ -255,7 +255,8 @@ class Learner(ScheduledLearner):
 
     def provenance(self, batch: Fragment) -> dict:
         "Metrics of where the batches of all ranks come from: the largest `lag`, and the sum of `lane_restarts` if a lane was lost."
-        return provenance_of(batch, self.actor)
+        lag, lost = zip(*ranks.gathered_objects((lag_of(batch, self.actor), lane_restarts(batch))))
+        return dict(lag=max(lag)) | (dict(lane_restarts=sum(x.get('lane_restarts', 0) for x in lost)) if any(lost) else {})
 
     def tell_actor(self, batch: Fragment) -> None:
         "Update the actor's normaliser, if it has one, with the observations of a batch. Called once per batch, after its last use."

@@ -15,10 +15,9 @@ from ..pipes.data import nested
 from ..pipes.data.fragment import Fragment
 from ..pipes.data.errors import DataError
 from ..pipes.graph.modules import version_of
-import rollpipe.ranks as ranks
 
 # %% auto #0
-__all__ = ['approx_kl', 'lag_of', 'lane_restarts', 'provenance_of', 'PolicyReplay', 'replay_policy']
+__all__ = ['approx_kl', 'lag_of', 'lane_restarts', 'PolicyReplay', 'replay_policy']
 
 # %% ../../nbs/agents/05_policy_replay.ipynb #432a39e0
 def approx_kl(logp: Tensor, logp_old: Tensor) -> Tensor:
@@ -47,11 +46,6 @@ def lane_restarts(fragment: Fragment) -> dict:
     newest = dict(sorted(zip(lanes, fragment.restarts.tolist())))
     return dict(lane_restarts=sum(newest.values()))
 
-
-def provenance_of(fragment: Fragment, actor: torch.nn.Module) -> dict:
-    "The largest `lag_of` of all ranks, as `lag`, and the sum of their `lane_restarts`, if there is one."
-    lag, lost = zip(*ranks.gathered_objects((lag_of(fragment, actor), lane_restarts(fragment))))
-    return dict(lag=max(lag)) | (dict(lane_restarts=sum(x.get('lane_restarts', 0) for x in lost)) if any(lost) else {})
 
 # %% ../../nbs/agents/05_policy_replay.ipynb #01ce7551
 class PolicyReplay(NamedTuple):

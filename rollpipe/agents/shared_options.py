@@ -220,8 +220,8 @@ class Changing(Options):
     def _value(self, name, schedule):
         value = schedule(self.steps)
         if isinstance(schedule, Schedule) and name in self.RATES and not value:
-            raise DataError(f"{type(self).__name__}: the schedule has fallen to 0", leaf=name, got=str(schedule),
-                            expected=f"more than the {self.steps} steps that it has learned from, or another end than 0")
+            raise DataError(f"{type(self).__name__}: the schedule is 0 at {self.steps} steps", leaf=name, got=str(schedule),
+                            expected="a number above 0, until the training ends")
         check_option(self, name, value)
         return value
 

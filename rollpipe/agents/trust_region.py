@@ -26,20 +26,18 @@ class CGResult(NamedTuple):
         iterations: iterations that went into x
         residual: ||b - (A + damping I)x|| / ||b||, by the recursion; 0 for b = 0
         curvature: x'(A + damping I)x
-        undamped: x'Ax
         status: why it stopped
     """
     x: Tensor
     iterations: int
     residual: float
     curvature: float
-    undamped: float
     status: str
 
     @classmethod
     def nothing(cls, b: Tensor, residual: float) -> CGResult:
         "The answer to a right-hand side `b` that is zero, or not finite: x is zero."
-        return cls(torch.zeros_like(b), 0, residual, 0.0, 0.0, 'converged' if residual == 0 else 'non-finite')
+        return cls(torch.zeros_like(b), 0, residual, 0.0, 'converged' if residual == 0 else 'non-finite')
 
 # %% ../../nbs/agents/02_trust_region.ipynb #1336d6a7
 def conjugate_gradients(matvec: Callable[[Tensor], Tensor], b: Tensor, iters: int = 10, tol: float = 1e-10, damping: float = 0.0, *,
@@ -81,8 +79,8 @@ def conjugate_gradients(matvec: Callable[[Tensor], Tensor], b: Tensor, iters: in
         if done == iters: break
         z = solve(r)
         rz, p = (rz_next := r @ z), z + (rz_next / rz) * p
-    damped = float((x64 := x.double()) @ (b - r).double())  # (A + damping I)x is b - r, so the curvature needs no further product
-    return CGResult(x, done, math.sqrt(residual / bb), damped, damped - damping * float(x64 @ x64), status)
+    curvature = float(x.double() @ (b - r).double())  # (A + damping I)x is b - r, so the curvature needs no further product
+    return CGResult(x, done, math.sqrt(residual / bb), curvature, status)
 
 # %% ../../nbs/agents/02_trust_region.ipynb #6d322cce
 def step_size(max_kl: float, curvature: float) -> float:

@@ -67,7 +67,7 @@ def check_std(std: str, log_std: float = 0.) -> None:
 class GaussianHead(nn.Module):
     """Features `[..., n_in]` -> `GaussianParams` `[..., *shape]` in the units of the action.
 
-    Raises `ValueError` for an unknown `std`.
+    Raises `DataError` for an unknown `std`.
 
     Args:
         n_in: number of features
@@ -118,7 +118,7 @@ class JointHead(nn.Module):
 def head_for(space: gym.Space, n_in: int, name: str = 'action_space', **gaussian: Any) -> nn.Module:
     """A head for an action space: Discrete, MultiDiscrete, MultiBinary, Box of floats (any shape), or Dict and Tuple of them.
 
-    Raises `SpaceError`, which names the part of the space that is not supported, and `ValueError` for an unknown `std`.
+    Raises `SpaceError`, which names the part of the space that is not supported, and `DataError` for an unknown `std`.
 
     Args:
         space: action space

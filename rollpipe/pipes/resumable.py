@@ -34,20 +34,19 @@ def common_keeper(found: dict) -> Keeper:
     return Keeper('own' if 'own' in names else '+'.join(sorted(names - {'attributes'})))
 
 # %% ../../nbs/pipes/28_resumable.ipynb #bed7dcff
-def keep_environments(pipe: IterDataPipe, seconds: float = 2.) -> dict:
+def keep_environments(pipe: IterDataPipe) -> dict:
     """Test how the environments of a graph can be kept, and let its sources keep them so. The graph is changed in place.
 
     Call it before an iteration, and before the graph is copied, as loaders do.
 
     Args:
         pipe: the last pipe of the graph
-        seconds: for the test of one environment
 
     Returns:
         dict: name of a source, its class and a number from the second one on -> `Keeper`; 'none': its environments cannot be kept
     """
     sources, tested = numbered(find(pipe, Acting)), {}
-    for source in sources.values(): source.keeper = _keeper_of(source, tested, seconds)
+    for source in sources.values(): source.keeper = _keeper_of(source, tested)
     return {name: source.keeper for name, source in sources.items()}
 
 
@@ -60,19 +59,19 @@ def keep_as(pipe: IterDataPipe, names: Iterable[str]) -> None:
     for source, name in zip(find(pipe, Acting), names): source.keeper = Keeper(name)
 
 
-def _keeper_of(source: Any, tested: dict, seconds: float) -> Keeper:
+def _keeper_of(source: Any, tested: dict) -> Keeper:
     factories = [source.factory] if isinstance(source, TensorCollector) else source.factories
     if not factories: return Keeper('none', dict(pipe="a pipe yields the environments, and cannot yield them a second time"))
     if any(isinstance(factory, Lender) or getattr(factory, 'lends', False) for factory in factories):
         return Keeper('none', dict(lent="the environments are lent, and cannot be made a second time"))
     if not source.close_made: return Keeper('none', dict(close="close=False, and a test would close its environments"))
-    return common_keeper({f'{b} ({factory.name})': _tested(factory, tested, seconds) for b, factory in enumerate(factories)})
+    return common_keeper({f'{b} ({factory.name})': _tested(factory, tested) for b, factory in enumerate(factories)})
 
 
-def _tested(factory, tested, seconds):
+def _tested(factory, tested):
     "The keeper for the environments of a factory."
     made_of = getattr(factory, 'source', factory.name)     # a vector is made from an id, which is its name
     key = (type(factory), made_of if isinstance(made_of, str) else id(made_of), factory.n_envs, getattr(factory, 'vector', None),
            repr(getattr(factory, 'env_kwargs', None)))
-    if key not in tested: tested[key] = keeper_for(lambda: factory(0), seconds=seconds)
+    if key not in tested: tested[key] = keeper_for(lambda: factory(0))
     return tested[key]

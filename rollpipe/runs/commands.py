@@ -115,6 +115,8 @@ def find_run(folder: Path, config: dict, given: Iterable | None = None, is_exact
     if not files_of_run(folder): return None
     for module in needed_modules(config): importlib.import_module(module)  # naming the environment permits the import of its module
     found, free = load_run(folder), {"steps", "versions", "preset", "of_preset", "kept", "inexact", "stopped", "edits", "due"}
+    if origin := found.config.get("forked"):
+        raise DataError(f"{folder}: its run is a fork of {origin['run']}", expected=f"rollpipe train --resume {folder}, or another folder")
     found = found._replace(config=before_edits(found.config))
     if {*needed_modules(found.config)} == {*needed_modules(config)}: free |= {"imports"}  # the environment's module may be listed or not
     if given is not None: free |= {*config.get("of_preset", ()), *found.config.get("of_preset", ())} - {*given}  # the run keeps its values

@@ -125,7 +125,7 @@ def _with_engine(config: dict, agent: Any, pipe: Any) -> dict:
     "The configuration with the engine that 'auto' selects on this machine. The pipeline gets the same engine."
     options, actor, on_host = config["options"], agent.actor, device_of(config.get("device", "cpu")).type == "cpu"
     if options.get("engine") != "auto" or getattr(actor, "observation_space", None) is None: return config
-    name = engine_used("auto", actor, options.get("n_envs", 1))[0] if on_host else "torch"
+    name = engine_used(actor, options.get("n_envs", 1)) if on_host else "torch"
     for stepper in find(pipe, EnvStepper): stepper.engine = name
     return {**config, "options": {**options, "engine": name}}
 

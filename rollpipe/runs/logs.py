@@ -126,22 +126,21 @@ _log = logging.getLogger('rollpipe')
 class MetricWriter:
     """Append records to `metrics.jsonl`, and give them to the sinks: `metrics.csv` and, if wanted, TensorBoard and Weights & Biases.
 
-    A folder that already has records keeps those up to `after` and `updates` (by default all of them), loses an incomplete last line,
+    A folder that already has records keeps those up to `updates` (by default all of them), loses an incomplete last line,
     and gets a CSV file with the present columns. Raises the error of a sink that cannot be started.
 
     Args:
         folder: created if needed
         tensorboard: write event files: True, False, or "auto": if TensorBoard is installed
-        after: keep earlier records up to this many steps
         wandb: log to Weights & Biases: project, True ("rollpipe"), False, or None: only if the run is already there
         config: configuration that Weights & Biases shows
         updates: keep earlier records up to this many updates, some of which may have made no steps
     """
-    def __init__(self, folder: str | Path, tensorboard: bool | str = "auto", after: float = math.inf, *, wandb: bool | str | None = None,
+    def __init__(self, folder: str | Path, tensorboard: bool | str = "auto", *, wandb: bool | str | None = None,
                  config: dict | None = None, updates: float = math.inf):
         self.folder, self._told = Path(folder), set()
         self.folder.mkdir(parents=True, exist_ok=True)
-        old = [r for r in records_of(folder) if r.get("steps", 0) <= after and r.get("updates", 0) <= updates]
+        old = [r for r in records_of(folder) if r.get("updates", 0) <= updates]
         write_atomically(self.folder/"metrics.jsonl", "".join(map(_json_line, old)).encode())
         self._record, self._sinks = open(self.folder/"metrics.jsonl", "a", encoding="utf-8"), []
         self._failed = []

@@ -155,7 +155,6 @@ def repeated(folder: Path, found: Checkpoint, updates: int, *edits: Callable, ho
     with repetition(folder, found, *edits, home=home) as run:
         for edit in [*edits_after(folder, found, updates), None]:
             made = Updates(run)
-            made.make = run.agent.update
             if home is None: run.stream.chunks = None     # those of the run are only read
             with torch_threads(run.config["threads"]), reading(run) as (batches, _, graph), journal_of(run) as made.journal:
                 run.stream.begin(graph, made.episodes)

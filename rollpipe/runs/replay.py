@@ -75,7 +75,7 @@ def _compared(folder, again, update, metrics):
     for name, (then, now) in both.items():
         if then != now: raise DataError(f"{folder} does not repeat here", leaf=name, expected=then, got=now)
     equal = f"{len(both)} metrics of update {update} are equal"
-    return '\n'.join([str(found).splitlines()[-1], *[equal] * bool(both)])
+    return '\n'.join([*str(found).splitlines()[-1:] * bool(found.common or not both), *[equal] * bool(both)])
 
 # %% ../../nbs/runs/17_replay.ipynb #9cb97dca
 @contextmanager

@@ -84,8 +84,7 @@ class Updates:
         sinks = [getattr(tap, name, None) for tap in nodes(run.pipe) for name in ("see", "sink")]
         self.meters = list({id(sink): sink for sink in sinks if isinstance(sink, Meter)}.values())
         self.journal = Journal(None, run.counters, {})
-        again = typed(["rollpipe", "replay", run.folder, "--crash", *import_words(needed_modules(run.config))])
-        self.make: Callable = FlightRecorder(run.folder, run.config, run.counters, run.agent, shlex.join(again)).update
+        self.make: Callable = run.agent.update
         self.is_live = not find(run.pipe, DataSampler)  # rows of a sample of data make no episodes
         self.is_whole = False  # whether the last update is complete, and not saved yet
         self.wish = Wish()     # of the callback, after the last update
@@ -207,7 +206,8 @@ def _trained(run: Run, mailbox: Mailbox, callback: Callable | None, progress: bo
           nullcontext() if ranks.rank() else MetricWriter(run.folder, tensorboard, wandb=wandb, config=config,
                                                           updates=counters["updates"]) as writer,      # last: it starts threads
           _saved(updates, graph)):
-        updates.make = measured.learner(updates.make)
+        again = typed(["rollpipe", "replay", run.folder, "--crash", *import_words(needed_modules(config))])
+        updates.make = measured.learner(FlightRecorder(run.folder, config, counters, run.agent, shlex.join(again)).update)
         updates.start_clock()
         while updates.goes_on(evaluations):
             if record and (mailbox.waits() or is_due(run)) and (after := updates.attend(mailbox)) is not run: return record, after

@@ -220,7 +220,7 @@ def _state_of(actor: Any) -> dict:
     modules = modules_in(actor)
     named = [('parameter', modules, 'named_parameters'), ('buffer', modules, 'named_buffers')]
     tensors = {f"{kind} {name}": comparable(x.detach()) for kind, found, method in named for m in found for name, x in getattr(m, method)()}
-    return {**tensors, **{name: value for name, (value, _) in compared_attributes(actor, states=True).items()}}
+    return {**tensors, **{name: value for name, (value, _) in compared_attributes(actor).items()}}
 
 
 def _check_answers(report: Report, trial: _Trial, here: State, there: State, hx: Any, T: int, B: int) -> None:

@@ -117,18 +117,13 @@ class CheckedActor:
         return info
 
 # %% ../../../nbs/pipes/11_engines/08_checked_actor.ipynb #1d640e31
-def engine_used(choice: str, actor: Any, n_envs: int = 1) -> tuple:
-    """The engine that will run `actor`. Raises `ActorError` if 'onnxruntime' is chosen and cannot run it.
+def engine_used(actor: Any, n_envs: int = 1) -> str:
+    """The name of the engine that 'auto' is for `actor`.
 
     Args:
-        choice: 'torch', 'onnxruntime' or 'auto'
         actor: an actor made by `for_env`, or with `observation_space` and `action_space`
         n_envs: environments in a step
-
-    Returns:
-        tuple: (name of the engine, why 'auto' is torch or an empty text)
     """
-    if choice == 'torch': return choice, ''
     space = copy.deepcopy(actor.observation_space)
     space.seed(0)
     like, act = space_spec(space, 'obs'), space_spec(actor.action_space, 'act')
@@ -140,5 +135,4 @@ def engine_used(choice: str, actor: Any, n_envs: int = 1) -> tuple:
         act, hx, info = actor.step(*map(as_input, state), hx=None, virtual=True, **noise)
     state = state._replace(act=nested.map(lambda x: np.zeros_like(x[0].cpu().numpy()), act))
     def draw(n): return actor.draw_noise((n, n_envs), torch.Generator())
-    engine = engine_for(choice, actor, (state, hx, (act, hx, info)), actor.step, draw)
-    return engine.name, engine.why
+    return engine_for('auto', actor, (state, hx, (act, hx, info)), actor.step, draw).name

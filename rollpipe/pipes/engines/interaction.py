@@ -72,7 +72,7 @@ class Interaction(KeptInteraction):
     """
     def __init__(self, actor: Any, envs: Batch, seed: np.random.SeedSequence, *, lane: int = 0, explore: bool = True,
                  device: torch.device | None = None, engine: str = 'torch'):
-        self.actor, self.envs, self.lane, self.engine_choice = actor, envs, lane, engine
+        self.envs, self.lane, self.engine_choice = envs, lane, engine
         self.checked, self.wanted = CheckedActor(actor, envs, seed, explore, device), None     # rows for the next steps
         self.counter = VersionCounter(actor, modules_in(actor))
 

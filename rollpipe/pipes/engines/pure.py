@@ -142,7 +142,7 @@ class PureStep(torch.nn.Module):
         "Run the actor once, and check each operator."
         example = tuple(x.clone() for x in self.example)
         self._put(example[:self.n_weights])
-        before, drawn = compared_attributes(self._actor(), states=True), _global_states()
+        before, drawn = compared_attributes(self._actor()), _global_states()
         try:
             operators = Operators(self.calls, example)
             with torch.random.fork_rng(devices=[]), self._eval_mode, operators, self.calls:
@@ -150,7 +150,7 @@ class PureStep(torch.nn.Module):
                 self.outs, self.convolutions = [x.clone() for x in outs], operators.convolutions
         except Impure as e: raise self.error(str(e)) from None
         except Exception as e: raise self.error(describe_exception(e)) from e
-        after = compared_attributes(self._actor(), states=True)
+        after = compared_attributes(self._actor())
         changed = [name for name, x in zip(self.names, example) if x._version]
         changed += [name for name, (value, _) in after.items() if before.get(name, (None,))[0] != value]
         if changed: raise self.error(f"it changes while it answers ({', '.join(changed)})")

@@ -37,7 +37,7 @@ class SeededActor:
         self.takes_noise = hasattr(actor, 'draw_noise')
         self.generator = torch.Generator(device).manual_seed(int(seed.generate_state(1)[0]))
         self.global_state = self.generator.get_state()    # state of torch's global generator, for an actor that takes no noise
-        self.block, self.rows, self.at = None, None, self.chunk    # noise of `chunk` steps; split into steps; next step
+        self.block, self.rows, self.at = None, None, self.chunk    # noise of `chunk` steps in one block, and step by step; the next step
         self.before = None     # state of the generator before the noise of this block was drawn; None: nothing was drawn
 
     def step(self, seen: State, hx: Any, virtual: bool) -> tuple:
@@ -216,14 +216,13 @@ def attribute_name(k: int, name: str, key: str) -> str:
     return f"attribute {key}" + (f" in {name}" if name else '') + (f" of module {k}" if k else '')
 
 
-def compared_attributes(holder: Any, states: bool = False) -> dict:
-    """Name -> (object to compare, text) of all attributes that are `kept_in` the holder.
+def compared_attributes(holder: Any) -> dict:
+    """Name -> (object to compare, text) of all attributes that are `kept_in` the holder, with the states of random generators.
 
     Args:
         holder: an actor, a critic, or a function that uses a network
-        states: include the states of random generators
     """
-    return {attribute_name(*key): (comparable(value, states=states), describe(value, 60)) for key, value in kept_in(holder)}
+    return {attribute_name(*key): (comparable(value, states=True), describe(value, 60)) for key, value in kept_in(holder)}
 
 # %% ../../../nbs/pipes/11_engines/00_reactions.ipynb #710db387
 class Unchanging:
@@ -251,7 +250,7 @@ class Unchanging:
 
     def __enter__(self) -> None:
         self.closely = bool(self.n_items and not self.n_items & (self.n_items - 1))
-        self.attributes = [compared_attributes(x, states=True) for x in self.actors] if self.closely else []
+        self.attributes = [compared_attributes(x) for x in self.actors] if self.closely else []
         self.before = self._look(self.closely)
 
     def __exit__(self, kind: Any, *exception: Any) -> None:
@@ -281,7 +280,7 @@ class Unchanging:
 
     def _compare(self, actor, was):
         "Warn of each attribute whose value differs from the earlier one."
-        for key, (value, text) in compared_attributes(actor, states=True).items():
+        for key, (value, text) in compared_attributes(actor).items():
             old, old_text = was.get(key, (None, 'nothing'))
             if key in self.warned or value == old: continue
             self.warned.add(key)

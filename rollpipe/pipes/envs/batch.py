@@ -194,7 +194,7 @@ class Batch(Outcomes):
     pinned = False                                        # True: rows are page-locked, so that transfers to an accelerator need not wait
     _action_converter = staticmethod(action_batch)     # makes the function behind `actions`
     acting: Any = True                                    # bool [B], or for all: False where the next step is no transition
-    terminal_obs = False                                  # True: `Outcome.final` holds the last observations of terminated episodes too
+    terminal_obs = False                                  # True: the final observations of an outcome hold those of terminated episodes too
 
     def _prepare(self, obs_space, act_space, n_envs, clip_actions):
         self.action_space, self.act_spec = act_space, space_spec(act_space, 'act')

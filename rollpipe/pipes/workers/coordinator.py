@@ -121,7 +121,7 @@ class Coordinator:
         self.tells = service.restart > 0 and not self.unknown     # so restarted lanes go on where they were
         self.crew = crew = service.crew(seam)
         self.pool, self.members = crew.pool, crew.members
-        self.schedule = Schedule(len(lanes), seam.group_size, service.lag, service.order, crew.max_pending, lanes.start)
+        self.schedule = Schedule(len(lanes), seam.group_size, service.lag, service.order, crew.max_pending)
         self.schedule.resume(self.state['turn'], self.state['n'], [(lane, (item,)) for lane, item in self.state['pending']])
         crew.check(graphs.values())
         self.publisher, self.holder_indices = publisher_for(graphs, depth=4 if self.schedule.latest_weights else service.lag + 1)

@@ -38,14 +38,12 @@ class Schedule:
         lag: number of groups that are requested ahead; None: as many as `max_pending` allows
         order: 'canonical': lanes in turn; 'ready': first answered, first handed out
         max_pending: greatest number of open requests [1 + lag groups; two per lane if lag is None]
-        first: number of the first lane
     """
-    def __init__(self, n_lanes: int, group_size: int = 1, lag: int | None = 0, order: str = 'canonical', max_pending: int | None = None,
-                 first: int = 0):
+    def __init__(self, n_lanes: int, group_size: int = 1, lag: int | None = 0, order: str = 'canonical', max_pending: int | None = None):
         self.group_size, self.lag, self.order = group_size, lag, order
         self.max_pending = pending_limit(n_lanes, group_size, lag) if max_pending is None else max_pending
         self.latest_weights = lag is None or lag > 0 and order == 'ready'     # True: every item is collected with the latest weights
-        self.turn = deque(range(first, first + n_lanes))    # lanes that have not ended, the next one first
+        self.turn = deque(range(n_lanes))    # lanes that have not ended, the next one first
         self.pending, self.answered = deque(), deque()      # open requests, oldest first; answered ones, in the order of answers
         self.n_handed_out = 0
         self.publication = None                             # number of this group's weights; the coordinator sets it if `group_begins`

@@ -62,7 +62,7 @@ class WorkerLanes(Lanes):
         seeded: False: the graph had no `Lanes`, and its single lane keeps its seeds
     """
     def __init__(self, lanes: Lanes, service: Any, group_size: int, share_slots: bool, seeded: bool):
-        super().__init__(lanes.pipe, lanes.n, lanes.seed, lanes.threads)
+        super().__init__(lanes.pipe, lanes.n, lanes.seed)
         self.divisions, self.restored = lanes.divisions, lanes.restored
         self.service, self.group_size, self.share_slots, self.seeded, self.coordinator = service, group_size, share_slots, seeded, None
         # Without `set_seed`, torchdata draws no seed for this pipe. The graph without reading service draws none here either.
