@@ -216,7 +216,7 @@ def glossary(text):
 def pages(out):
     "Copy the pages of this folder, and the pictures. A link that leaves the folder stays within the site's."
     for path in sorted([*HERE.glob("*.md"), *HERE.glob("howto/*.md")]):
-        text = path.read_text(encoding="utf-8").replace("](../benchmarks/", "](benchmarks/")
+        text = path.read_text(encoding="utf-8").replace("](../benchmarks/", "](benchmarks/").replace("../nbs/tutorials/", "tutorials/")
         out.write(path.relative_to(HERE).as_posix(), glossary(text) if path.name == "glossary.md" else text)
     for picture in ("learning.png", "pipeline.svg"): out.write(picture, (HERE/picture).read_bytes())
     picture = "benchmarks/results/mujoco/report.png"

@@ -24,7 +24,7 @@ from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import METRICS
 from rollpipe.cli.main import build_parser, main
 from rollpipe.runs import commands
-from rollpipe.runs.commands import RUN_OPTIONS, config_from
+from rollpipe.runs.commands import TYPED_OPTIONS, config_from
 from rollpipe.runs.locks import lock, owner_of, unlock
 from rollpipe.runs.logs import read_metrics
 from rollpipe.runs.pack import load_agent
@@ -389,7 +389,7 @@ def test_a_lag_may_be_a_number_or_none(word, lag):
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_every_default_is_what_its_annotation_allows(algorithm):
-    for option in options_for(algorithm) + RUN_OPTIONS: option.check(option.default)
+    for option in options_for(algorithm) + TYPED_OPTIONS: option.check(option.default)
 
 
 @pytest.mark.parametrize("algorithm, options, told", [

@@ -48,7 +48,7 @@ SHORTER = dict(train="--steps 600 --n-steps 32 --quiet --no-tensorboard", resume
                profile="--seconds .1", autotune="--seconds .1",
                tune="--trials 1 --jobs 1 --seeds 0 --evaluations 1 --steps 600 --n-steps 32")
 NEEDS = dict(export="onnx", tune="optuna", watch="pygame")
-RUNS = dict(README=3, command_line=7, scale=1)  # the folders that the commands of a text leave in `runs`
+RUNS = dict(README=2, command_line=7, scale=1)  # the folders that the commands of a text leave in `runs`
 
 
 def snippets(path):
@@ -170,6 +170,8 @@ def test_the_site_has_every_public_name_and_its_pages_refer_to_pages_and_terms_t
         targets = re.findall(r"\{doc\}`([^`]+)`", text) + re.findall(r"^:link: (.+)$", text, re.M)
         found = [os.path.normpath(t[1:] if t[0] == "/" else page.parent/t) for t in targets]
         assert set(found) <= set(pages), path
+        links = re.findall(r"\]\(([^)#:\s]+)", re.sub(r"```.*?```", "", text, flags=re.S))
+        assert all((path.parent/link).exists() for link in links), path
         terms = [re.sub(r".*<(.*)>", r"\1", term) for term in re.findall(r"\{term\}`([^`]+)`", text)]
         assert all(re.search(rf"^   {term}$", pages["glossary"], re.M) for term in terms), path
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollpipe.pipes.workers.schedule import Schedule, pending_limit
+from rollpipe.pipes.workers.schedule import LaneSchedule, pending_limit
 
 
 class Oracle:
@@ -46,7 +46,7 @@ class Oracle:
 class Run:
     "A schedule and its oracle; lane k has `lengths[k]` items."
     def __init__(self, lengths, group_size, lag, order):
-        self.schedule = Schedule(len(lengths), group_size, lag, order)
+        self.schedule = LaneSchedule(len(lengths), group_size, lag, order)
         self.oracle, self.left, self.made = Oracle(len(lengths), group_size, lag, order), list(lengths), []
 
     def ask(self):
@@ -166,6 +166,6 @@ def test_ready_order_waits_for_what_is_too_old(lag):
 
 def test_how_many_requests_are_under_way():
     assert [pending_limit(3, 4, lag) for lag in (0, 1, None)] == [4, 8, 6]
-    schedule = Schedule(3, 4, lag=None, max_pending=5)
+    schedule = LaneSchedule(3, 4, lag=None, max_pending=5)
     while schedule.has_room(): schedule.request()
     assert len(schedule.pending) == 5

@@ -35,7 +35,7 @@ class PPO(ActorCriticLearner):
     Args:
         epochs: passes over each batch
         minibatch: approximate number of transitions per step of the optimiser
-        clip: distance of the ratio of probabilities from 1 beyond which the surrogate does not grow
+        clip: clip range: the surrogate does not grow where the ratio of probabilities is further than this from 1
         clip_value: largest change of a value from its old estimate, in units of `critic.ret_std`, if any; None: unlimited
         target_kl: estimated divergence beyond which an update ends, such as 0.05 [nat]; None: never
         normalize_adv: scale advantages to mean 0 and standard deviation 1: each 'batch', each 'minibatch', or 'never'

@@ -9,7 +9,7 @@ import argparse
 from functools import partial
 
 from ..settings.algorithms import ALGORITHMS, options_for
-from ..runs.commands import RUN_OPTIONS
+from ..runs.commands import TYPED_OPTIONS
 from ..settings.options import add_options, parse_value
 from ..settings.overview import Parser
 
@@ -29,6 +29,7 @@ def add_algorithms(parser: argparse.ArgumentParser, common: argparse.ArgumentPar
         runs: whether the command makes runs, and so has the options about their folders
     """
     algorithms = parser.add_subparsers(dest="algorithm", metavar="ALGO", title="algorithms", parser_class=_Later)
+    parser.epilog = f"All options of an algorithm, such as --seed, --lanes and --lr: {parser.prog} ppo --help"
     for name, algorithm in ALGORITHMS.items():
         doc = (algorithm.learner.__doc__ or name).strip().split("\n")[0]
         algorithms.add_parser(name, help=doc, make=partial(_parser_of, name, parents=[common], description=doc, runs=runs))
@@ -50,9 +51,9 @@ def _parser_of(algorithm, runs, **kwargs):
     parser.add_argument("env", metavar="ENV", help="gymnasium id, such as Pendulum-v1")
     if runs: _add_folders(parser)
     parser.add_argument("--config", metavar="FILE",
-                        help="options in a TOML file, which go before the preset; or the config.json of a run, to which no preset adds")
+                        help="options in a TOML file, which override the preset; or the config.json of a run, to which no preset adds")
     parser.add_argument("--env-kwargs", nargs="+", action="extend", default=[], metavar="key=value", help="arguments for gymnasium.make")
-    add_options(parser, [o for o in RUN_OPTIONS if o.name not in COMMON] + options_for(algorithm))
+    add_options(parser, [o for o in TYPED_OPTIONS if o.name not in COMMON] + options_for(algorithm))
     parser.add_argument("--eval-steps", dest="eval_every", type=lambda text: f"{parse_value(text, ('int',))} steps",
                         default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # as in commands for earlier versions
     return parser

@@ -11,7 +11,7 @@ from argparse import Namespace
 from .algorithms import COMMON, add_algorithms
 from ..settings.algorithms import load_plugins, options_for
 from ..settings.config import allow_edits
-from ..runs.commands import (PLOT_OPTIONS, RUN_OPTIONS, Interrupted, UsageError, autotune_command, demo_command, evaluate_command,
+from ..runs.commands import (PLOT_OPTIONS, TYPED_OPTIONS, Interrupted, UsageError, autotune_command, demo_command, evaluate_command,
                                export_command, graph_command, plot_command, profile_command, watch_command)
 from ..results.experiments import train_or_experiment
 from ..runs.contents import data_command
@@ -77,7 +77,7 @@ def _parent_parsers() -> tuple:
     policy.add_argument("run", metavar="RUN", help="folder of a run, a checkpoint, or hf://OWNER/NAME on the Hugging Face Hub")
     policy.add_argument("--best", action="store_true", help="the policy with the best evaluation, instead of the last one")
     settings = Parser(add_help=False, parents=[debug])
-    add_options(settings, [o for o in RUN_OPTIONS if o.name in COMMON], grouped=False)
+    add_options(settings, [o for o in TYPED_OPTIONS if o.name in COMMON], grouped=False)
     common = Parser(add_help=False, parents=[settings])
     common.add_argument("--quiet", action="store_true", default=argparse.SUPPRESS, help="show no progress")
     common.add_argument("--tensorboard", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS,
@@ -139,7 +139,7 @@ def _add_bench(parser: Parser) -> None:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="number of runs at a time [1]")
     parser.add_argument("--dir", metavar="DIR", help="folder of the runs; what is complete in it is not run again [runs/SPEC]")
     parser.add_argument("--restart", action="store_true", help="begin unfinished runs anew, instead of going on from their checkpoints: "
-                        "then the results are, bit for bit, those of a bench that was never interrupted")
+                        "for runs that cannot go on exactly")
     parser.add_argument("--quiet", action="store_true", help="show no progress of the runs")
 
 
@@ -188,7 +188,7 @@ def build_parser() -> Parser:
     _add_searches(command, debug, settings)
     _add_bench(command("bench", bench_command, [debug]))
     _add_report(command("report", report_command, [debug]))
-    _add_list(command("list", lambda args: list_command(args, RUN_OPTIONS), [debug]))
+    _add_list(command("list", lambda args: list_command(args, TYPED_OPTIONS), [debug]))
     _add_demo(command("demo", demo_command, [common]))
     return parser
 
@@ -259,7 +259,7 @@ def _explain_unknown(args: Namespace, word: str) -> str:
     name = word.split("=")[0].replace("--no-", "--")
     if args.command == "train" and name == "--resume": return "rollpipe train: either --resume RUN or ALGO ENV, not both"
     if name in _OF_A_RUN: return f"{word} is an option of `rollpipe train`, and rollpipe {args.command} makes no run"
-    flags = [o.flag for o in options_for(args.algorithm) + RUN_OPTIONS] if getattr(args, "algorithm", None) else []
+    flags = [o.flag for o in options_for(args.algorithm) + TYPED_OPTIONS] if getattr(args, "algorithm", None) else []
     known = {flag[2:].replace("-", "_"): flag for flag in (*flags, *(_OF_A_RUN if args.command == "train" else ()))}
     near = [known[x] for x in nearest(name[2:].replace("-", "_"), known, 2)]
     return f"unknown argument {word}" + (f"; did you mean {' or '.join(near)}?" if near else

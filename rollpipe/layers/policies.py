@@ -78,7 +78,7 @@ class MLPPolicy(Torso, Policy):
 
     Args:
         action_space: see `head_for`
-        std: standard deviation of Box actions: 'free', 'fixed' or 'state' (`GaussianHead`)
+        std: standard deviation of Box actions: 'free' (learned, the same in all states), 'fixed', or 'state' (computed from the state)
         log_std: log of the initial standard deviation; 0 means half the range of the action; not for std 'state'
     """
     uses_past = False  # a subclass whose `params` looks at `act` or `rew` must set True

@@ -72,7 +72,7 @@ class RecurrentPolicy(RecurrentTorso, Policy):
     Args:
         action_space: see `head_for`
         hidden: sizes of the layers before the memory
-        std: standard deviation of Box actions: 'free', 'fixed' or 'state' (`GaussianHead`)
+        std: standard deviation of Box actions: 'free' (learned, the same in all states), 'fixed', or 'state' (computed from the state)
         log_std: log of the initial standard deviation; 0 means half the range of the action; not for std 'state'
         report: report the memory, `memory` [T, B, memory], for a `MemoryCritic`
     """

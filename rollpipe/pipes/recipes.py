@@ -47,13 +47,13 @@ def rollouts(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 256
         env: gymnasium id, factory, instance, a list or pipe of these, or a `TensorEnv` or a subclass of it
         actor: the actor, held by reference
         n_envs: environments stepped together in a lane; None: all instances, or all of a vector or pipe
-        n_steps: steps per fragment
+        n_steps: steps of each environment in a fragment
         lanes: independent copies of environment and collector, joined in one batch
         seed: determines environments and actions
         info_keys: environment infos to record; None: all numeric infos
         env_kwargs: keyword arguments for `gymnasium.make` or `make_vec`
         vector: make one vector environment of an id: 'sync', 'async', 'vector_entry_point', 'envpool'
-        sticky: environments whose episode ended rest until the end of the fragment
+        sticky: do not reset an environment whose episode has ended before the end of the fragment
         terminal_obs: keep the last observations of terminated episodes too
         episode_seeds: reset each episode with a seed of its own, which its last step reports as the info `episode_seed`
         close: False: do not close the environments that are made here
@@ -122,7 +122,7 @@ def on_policy(env: Any, actor: Any, critic: Any = None, *, gamma: float = 0.99, 
         actor: the actor, held by reference
         critic: the critic, `critic(obs) -> value`; None: the `value` that the actor reports
         gamma: discount factor per step
-        lam: exponential weight of longer advantage estimates
+        lam: lambda of generalised advantage estimation: exponential weight of longer estimates
         reward_scale: factor of the rewards; 'learn': divide them by the standard deviation of the return; 'sign': keep signs only; None: 1
         edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
         **kwargs: see `rollouts`
@@ -146,7 +146,7 @@ def replayed(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 4, 
         env: gymnasium id, factory, instance, or a list or pipe of those, see `EnvStepper`
         actor: the actor, held by reference
         n_envs: environments stepped together in a lane; None: all instances, or all of a vector or pipe
-        n_steps: steps per fragment
+        n_steps: steps of each environment in a fragment
         capacity: greatest number of steps in the memory
         batch_size: transitions or segments in a sample
         n_batches: samples for each batch of new steps

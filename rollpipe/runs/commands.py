@@ -34,12 +34,12 @@ from .training import train
 from ..traces.crash import CRASH
 
 # %% auto #0
-__all__ = ['RUN_OPTIONS', 'PLOT_OPTIONS', 'UsageError', 'Interrupted', 'given_by', 'config_from', 'train_command',
+__all__ = ['TYPED_OPTIONS', 'PLOT_OPTIONS', 'UsageError', 'Interrupted', 'given_by', 'config_from', 'train_command',
            'default_folder', 'find_run', 'given_names', 'run_to_end', 'evaluate_command', 'watch_command',
            'export_command', 'plot_command', 'graph_command', 'demo_command', 'profile_command', 'autotune_command']
 
 # %% ../../nbs/runs/23_commands.ipynb #9493a7f0
-RUN_OPTIONS = [option._replace(default="auto") if option.name == "preset" else option for option in RUN_OPTIONS]
+TYPED_OPTIONS = [option._replace(default="auto") if option.name == "preset" else option for option in RUN_OPTIONS]
 PLOT_OPTIONS = options_of(dict(plot=learning_curve), skip=("path",))
 
 
@@ -57,7 +57,7 @@ def given_by(args: Namespace) -> tuple[dict, dict]:
     Both have priority over the preset.
     """
     if not args.algorithm: raise UsageError(f"rollpipe {args.command}: which algorithm? {', '.join(ALGORITHMS)}")
-    known, env_kwargs, file = options_for(args.algorithm) + RUN_OPTIONS, parse_env_kwargs(args.env_kwargs), getattr(args, "config", None)
+    known, env_kwargs, file = options_for(args.algorithm) + TYPED_OPTIONS, parse_env_kwargs(args.env_kwargs), getattr(args, "config", None)
     of_file, kwargs_of_file = settings_in(file, args.algorithm, args.env, env_kwargs, known) if file else ({}, {})
     typed = {option.name: getattr(args, option.name) for option in known if hasattr(args, option.name)}
     return {"preset": "auto", **of_file, **typed}, {**kwargs_of_file, **env_kwargs}

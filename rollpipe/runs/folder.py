@@ -213,7 +213,7 @@ def load_run(path: str | Path, best: bool = False) -> Checkpoint:
     except DataError as e: raise CheckpointError(f"{path}: not a configuration that was saved ({e})") from None
     if missing := [module for module in needed_modules(found.config) if module not in sys.modules]:
         raise CheckpointError(f"{path}: its environment needs the module {missing[0]!r}, which a file alone cannot make us import",
-                              expected=" ".join(f"--import {module}" for module in missing))
+                              expected=" ".join(f"--import {module}" for module in missing) + " (in Python: import it)")
     return found
 
 

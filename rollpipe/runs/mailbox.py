@@ -23,7 +23,7 @@ from ..settings.config import allow_edits
 from ..traces.journal import told
 
 # %% auto #0
-__all__ = ['WISHES', 'PAUSED', 'Mailbox', 'ask', 'attended', 'keep', 'is_due', 'made_again']
+__all__ = ['WISHES', 'PAUSED', 'Mailbox', 'ask', 'attended', 'save_edited', 'edit_is_due', 'made_again']
 
 # %% ../../nbs/runs/11_mailbox.ipynb #8324e206
 WISHES, PAUSED = ("pause", "go_on", "save", "stop"), "paused"     # what can be asked for; a file that exists during a pause
@@ -214,7 +214,7 @@ def attended(mailbox: Mailbox, updates: Any) -> Run:
                 if do in (None, "save", "stop"): updates.journal.mark()
                 try:
                     if after is not run:
-                        keep(after)
+                        save_edited(after)
                         updates.is_whole = False
                     elif do in ("save", "stop") and run is updates.run: updates.save()     # an edited run has been saved
                 except (PipeError, OSError) as e:
@@ -250,7 +250,7 @@ def _told(run: Run, do: str | None) -> str:
     return f"{folder} {done[do]} after update {n}"
 
 
-def keep(run: Run) -> None:
+def save_edited(run: Run) -> None:
     "Save an edited run. Raises `OSError` if its edit is not on disk."
     try: run.save()
     except OSError:     # perhaps only the copy in `checkpoints` is lacking
@@ -258,16 +258,16 @@ def keep(run: Run) -> None:
     with suppress(OSError): write_json(run.folder/"config.json", run.config)     # a resume writes it again
 
 
-def is_due(run: Run) -> bool:
+def edit_is_due(run: Run) -> bool:
     "Did a run that is repeated get an edit after its last update?"
     return bool(run.config.get("due")) and run.config["due"][0]["at"] <= run.counters["updates"]
 
 
 def made_again(run: Run) -> Run:
     "The run with the edits that are due, which is saved if there are any."
-    while is_due(run):
+    while edit_is_due(run):
         edit, *left = run.config["due"]
         run = edited_run(run, edit)
         run.config["due"] = left
-        keep(run)
+        save_edited(run)
     return run

@@ -26,7 +26,7 @@ from .evaluations import evaluations_of
 from .films import films_of
 from .locks import unlock
 from .changes import adopt
-from .mailbox import Mailbox, attended, is_due, made_again
+from .mailbox import Mailbox, attended, edit_is_due, made_again
 from .logs import MetricWriter
 from ..pipes.graph import torchdata
 from ..pipes.data.errors import DataError, WorkerError
@@ -170,7 +170,7 @@ class Updates:
 
     def attend(self, mailbox: Mailbox) -> Run:
         "Make the edits that are due, or answer those who ask. Returns the run that goes on, see `attended`."
-        if not is_due(self.run): return attended(mailbox, self)
+        if not edit_is_due(self.run): return attended(mailbox, self)
         self.journal.mark()
         run = made_again(self.run)
         self.is_whole = False
@@ -210,7 +210,7 @@ def _trained(run: Run, mailbox: Mailbox, callback: Callable | None, progress: bo
         updates.make = measured.learner(FlightRecorder(run.folder, config, counters, run.agent, shlex.join(again)).update)
         updates.start_clock()
         while updates.goes_on(evaluations):
-            if record and (mailbox.waits() or is_due(run)) and (after := updates.attend(mailbox)) is not run: return record, after
+            if record and (mailbox.waits() or edit_is_due(run)) and (after := updates.attend(mailbox)) is not run: return record, after
             with uninterrupted(updates.signals) as delay:
                 evaluated = evaluations.poll() if evaluations else []    # before the batch, because it may raise
                 delay.collecting()

@@ -285,7 +285,7 @@ def build(config: dict, resumes: int = 0) -> tuple:
     for option in options_for(config["algorithm"]):
         value = config["options"].get(option.name, option.default)
         kwargs[option.part][option.param] = tuple(value) if isinstance(value, list) else value
-    *words, word = map(int, np.random.SeedSequence([config["seed"], resumes]).generate_state(5))
+    *words, novelty_seed = map(int, np.random.SeedSequence([config["seed"], resumes]).generate_state(5))
     seeds = dict(zip(algorithm.parts, words))
     parts = parts_for(algorithm, kwargs)
     modules = [_network(parts[part], env, config["algorithm"], env_kwargs=env_kwargs, seed=seeds[part], **kwargs[part])
@@ -304,6 +304,6 @@ def build(config: dict, resumes: int = 0) -> tuple:
         if isinstance(agent, ReplayLearner): agent.check_length(memory.length)
     for replay in find(pipe, Replay):
         if replay.path is not None and "folder" in config: replay.path = str(Path(replay.path, Path(config["folder"]).resolve().name))
-    pipe = _recorded(_curious(pipe, config, word), config)
+    pipe = _recorded(_curious(pipe, config, novelty_seed), config)
     if device.type != "cpu": pipe = _moved(pipe, device)
     return agent, _inserted(pipe, config.get("edits", []))

@@ -276,7 +276,7 @@ def add_options(parser: argparse.ArgumentParser, options: Iterable, grouped: boo
 
 def _help(option: Option) -> str:
     shown = ",".join(map(str, option.default)) if isinstance(option.default, tuple) else option.default
-    return (option.help + ("" if shown is None else f" [{shown}]")).replace("%", "%%")
+    return (option.help.replace("None:", "none:") + ("" if shown is None else f" [{shown}]")).replace("%", "%%")
 
 
 def _type_for(kinds: tuple) -> Callable:

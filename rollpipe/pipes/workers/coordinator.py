@@ -19,7 +19,7 @@ from .channel import WeightPublisher
 from .loop import holders_in
 from .members import Member, Members
 from .process import NOTHING, WorkerDied
-from .schedule import Schedule
+from .schedule import LaneSchedule
 from .supervision import Supervision
 
 # %% ../../../nbs/pipes/30_workers/16_coordinator.ipynb #3564481d
@@ -47,7 +47,7 @@ class Listener:
         options: reading service with the options, such as `ProcessReading`
         states: lane -> its newest state, as far as the members tell it
     """
-    def __init__(self, schedule: Schedule, pool: Any, members: Members, supervision: Supervision, options: Any, states: dict):
+    def __init__(self, schedule: LaneSchedule, pool: Any, members: Members, supervision: Supervision, options: Any, states: dict):
         self.schedule, self.pool, self.members, self.supervision, self.options = schedule, pool, members, supervision, options
         self.states = states
 
@@ -121,7 +121,7 @@ class Coordinator:
         self.tells = service.restart > 0 and not self.unknown     # so restarted lanes go on where they were
         self.crew = crew = service.crew(seam)
         self.pool, self.members = crew.pool, crew.members
-        self.schedule = Schedule(len(lanes), seam.group_size, service.lag, service.order, crew.max_pending)
+        self.schedule = LaneSchedule(len(lanes), seam.group_size, service.lag, service.order, crew.max_pending)
         self.schedule.resume(self.state['turn'], self.state['n'], [(lane, (item,)) for lane, item in self.state['pending']])
         crew.check(graphs.values())
         self.publisher, self.holder_indices = publisher_for(graphs, depth=4 if self.schedule.latest_weights else service.lag + 1)
