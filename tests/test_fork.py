@@ -352,7 +352,7 @@ def test_a_fork_knows_what_it_did_not_make(tmp_path):
         fork(out, tmp_path/"again", 7)
     gone_on(again := fork(out, tmp_path/"again", 8))
     check_same(out, again)
-    with pytest.raises(DataError, match="its run is a fork of .*/fork. Expected rollpipe train --resume .*again, or another folder"):
+    with pytest.raises(DataError, match="its run is a fork of .*/run. Expected rollpipe train --resume .*/fork, or another folder"):
         find_run(out, make_config("ppo", POLE, dict(CASES["ppo"][2]), steps=640, checkpoint_every=5))
 
 

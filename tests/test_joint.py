@@ -77,7 +77,7 @@ def trained(rank, group, folder, case, where=None, workers=None, **more):
     def make():
         if not (folder/"config.json").exists(): return start(folder, config_of(case, workers=workers or 0, **more))
         return resume(folder, workers=workers, steps=config_of(case, **more)["steps"])
-    if where == "test" and rank == 1: resumable.keeper_for = lambda make, seconds: Keeper("none", dict(own="no way"))
+    if where == "test" and rank == 1: resumable.keeper_for = lambda make: Keeper("none", dict(own="no way"))
     try:
         with stop_signals():
             joined = joint(make, {}, dict)

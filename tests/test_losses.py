@@ -256,7 +256,7 @@ def test_a_fresh_stream_has_ratio_one():
     for loss, args in ((reinforce, ()), (a2c, (critic,)), (ppo, (critic,)), (vtrace_actor_critic, (critic,))):
         assert_metrics(loss(batch, actor, *args)[1], rho_mean=1., approx_kl=0., lag=0)
     bump_version(actor)
-    assert lag_of(batch, actor) == 1 and lag_of(batch._replace(version=None), actor) == 0
+    assert lag_of(batch, actor) == 1 and ppo(batch, actor)[1]['lag'] == 1 and lag_of(batch._replace(version=None), actor) == 0
 
 
 # ---- both ends of a step

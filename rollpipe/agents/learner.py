@@ -237,8 +237,7 @@ class Learner(ScheduledLearner):
 
     def count_steps(self, batch: Fragment) -> int:
         "Count the steps of a batch, of all ranks together. Returns their number."
-        n = int(ranks.total(batch.valid.sum()))
-        self.steps += n
+        self.steps += (n := int(ranks.total(batch.valid.sum())))
         return n
 
     def improve(self, batch: Fragment) -> Any:

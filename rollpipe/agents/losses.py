@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .policy_replay import approx_kl, replay_policy
+from .policy_replay import approx_kl, lag_of, replay_policy
 from .unroll import answers_reached
 import rollpipe.ranks as ranks
 from ..pipes.data import nested
@@ -51,10 +51,10 @@ def _total(loss_policy, entropy, c_entropy, loss_value=None, c_value=0.):
     return loss, dict(loss=loss, **terms)
 
 
-def _metrics(replay, terms, **others) -> dict:
+def _metrics(fragment, actor, replay, terms, **others) -> dict:
     "The `terms` of a loss and the `others` without gradients, and how far the policy has moved from the one that acted."
     with torch.no_grad(): moved = approx_kl(replay.logp, replay.logp_old)
-    return {name: x.detach() for name, x in (others | terms).items()} | {'approx_kl': moved}
+    return {name: x.detach() for name, x in (others | terms).items()} | {'approx_kl': moved, 'lag': float(lag_of(fragment, actor))}
 
 # %% ../../nbs/agents/06_losses.ipynb #3f22e589
 def reinforce(fragment: Fragment, actor: Any, *, c_rho: float = 1.0, c_entropy: float = 0.01) -> tuple[Tensor, dict]:
@@ -74,7 +74,7 @@ def reinforce(fragment: Fragment, actor: Any, *, c_rho: float = 1.0, c_entropy: 
     adv, rho = _given(fragment, 'adv', replay, 'reinforce'), replay.ratios().detach()
     loss_policy = -(rho.clamp(max=c_rho) * adv * replay.logp).mean()
     loss, terms = _total(loss_policy, _mean_entropy(replay, actor.dist, c_entropy), c_entropy)
-    return loss, _metrics(replay, terms, adv_mean=adv.mean(), rho_mean=rho.mean(), rho_max=rho.max(),
+    return loss, _metrics(fragment, actor, replay, terms, adv_mean=adv.mean(), rho_mean=rho.mean(), rho_max=rho.max(),
                           rho_clipped=(rho > c_rho).float().mean())
 
 # %% ../../nbs/agents/06_losses.ipynb #3cb782d4
@@ -111,7 +111,7 @@ def a2c(fragment: Fragment, actor: Any, critic: Any = None, *, c_value: float = 
     adv, v = _given(fragment, 'adv', replay, 'a2c'), _present_values(fragment, replay, critic)
     loss_value = None if v is None else _square_error(v, _given(fragment, 'ret', replay, 'a2c'), critic).mean()
     loss, terms = _total(-(adv * replay.logp).mean(), _mean_entropy(replay, actor.dist, c_entropy), c_entropy, loss_value, c_value)
-    return loss, _metrics(replay, terms, rho_mean=replay.ratios().detach().mean())
+    return loss, _metrics(fragment, actor, replay, terms, rho_mean=replay.ratios().detach().mean())
 
 # %% ../../nbs/agents/06_losses.ipynb #32041aaa
 def clipped_surrogate(ratio: Tensor, adv: Tensor, clip: float) -> tuple[Tensor, Tensor]:
@@ -183,7 +183,7 @@ def ppo(fragment: Fragment, actor: Any, critic: Any = None, *, clip: float = 0.2
         fragment: [T, B] with `adv`, and `ret` if there are values to be fitted; advantages are used as they are
         actor: a `Policy`
         critic: `critic(obs) -> value`; None: the `value` that the actor reports, if any
-        clip: ε: distance of the ratio of probabilities from 1 beyond which the surrogate does not grow
+        clip: ε, the clip range: the surrogate does not grow where the ratio of probabilities is further than this from 1
         clip_value: largest change of a value from its old estimate, in units of `critic.ret_std`, if any; None: unlimited
         c_value: weight of the squared error of the values
         c_entropy: weight of the entropy [1/nat]
@@ -198,7 +198,7 @@ def ppo(fragment: Fragment, actor: Any, critic: Any = None, *, clip: float = 0.2
         else: error, others['clip_fraction_value'] = _clipped_square_error(v, _old_values(fragment, replay), ret, critic, clip_value)
         loss_value = error.mean()
     loss, terms = _total(loss_policy, _mean_entropy(replay, actor.dist, c_entropy), c_entropy, loss_value, c_value)
-    return loss, _metrics(replay, terms, rho_mean=ratio.detach().mean(), clip_fraction=clip_fraction, **others)
+    return loss, _metrics(fragment, actor, replay, terms, rho_mean=ratio.detach().mean(), clip_fraction=clip_fraction, **others)
 
 # %% ../../nbs/agents/06_losses.ipynb #945688e3
 def _values_of_both_ends(fragment, actor, critic, replay):
@@ -240,5 +240,5 @@ def vtrace_actor_critic(fragment: Fragment, actor: Any, critic: Any = None, *, g
     vs, adv = replay.pick(tuple(targets))
     loss, terms = _total(-(adv * replay.logp).mean(), _mean_entropy(replay, actor.dist, c_entropy), c_entropy,
                          _square_error(v, vs, critic).mean(), c_value)
-    return loss, _metrics(replay, terms, adv_mean=adv.mean(), value_mean=v.detach().mean(), rho_mean=rho.mean(),
+    return loss, _metrics(fragment, actor, replay, terms, adv_mean=adv.mean(), value_mean=v.detach().mean(), rho_mean=rho.mean(),
                           rho_max=rho.max(), rho_clipped=(rho > rho_clip).float().mean())

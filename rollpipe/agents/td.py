@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .policy_replay import lag_of
 from .unroll import answers_reached, fill_invalid, timeshift, without_terminal_obs
 from ..pipes.data import nested
 from ..pipes.data.fragment import Fragment
@@ -142,7 +143,7 @@ def td_loss(fragment: Fragment, actor: Any, target: Any, penalty: Callable, *, m
     error = goal - value
     kept = dict(loss=loss, loss_value=loss, q_mean=value.sum() / n, td_error=error.abs().sum() / n, q_target=goal.sum() / n)
     errors = torch.cat([torch.zeros_like(error[:1]).expand(burn_in, -1), error]).detach()
-    return loss, {k: x.detach() for k, x in kept.items()}, errors
+    return loss, {k: x.detach() for k, x in kept.items()} | {'lag': float(lag_of(fragment, actor))}, errors
 
 
 def _mean_value(x, n_dims):

@@ -80,7 +80,7 @@ def gathered_objects(x: Any) -> list:
     return found
 
 # %% ../../nbs/ranks/01_collectives.ipynb #05b1283a
-MAXIMA = ('rho_max',)   # for these metrics, the maximum over the ranks is reported
+MAXIMA = ('rho_max', 'lag')   # for these metrics, the maximum over the ranks is reported
 
 
 def mean_of_all(loss: Tensor, n: int | Tensor | None, metrics: dict | None = None, params: Iterable = ()) -> tuple:
