@@ -35,7 +35,8 @@ def check_decay(steps: int, options: dict) -> None:
         options: options of the algorithm
     """
     for name in Changing.RATES:
-        if isinstance(text := options.get(name), str) and not (x := Schedule.of(text, steps)).end and x.steps < steps:
+        x = Schedule.of(text, steps) if isinstance(text := options.get(name), str) else None
+        if x is not None and not x.end and x.steps < steps:
             raise DataError("the schedule falls to 0 before the training ends", leaf=name, got=text,
                             expected=f"an end above 0, or at least the steps of the training, {steps}")
     if not (n := options.get("decay_steps")) or n >= steps: return
