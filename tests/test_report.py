@@ -356,6 +356,13 @@ def test_the_command_of_runs_over_ranks_begins_with_torchrun_and_names_one_run_e
     assert f"    rollpipe train trpo CartPole-v1 --config {tmp_path}/y-s3/config.json --seeds 3\n" in out
 
 
+def test_runs_of_another_program_tell_their_own_command(tmp_path, capsys):
+    for seed in (0, 1): make_run(tmp_path/f"x-s{seed}", [0., 1., 2.], seed, command="python peer.py --seed SEED")
+    assert rollpipe("report", tmp_path) == 0
+    out = capsys.readouterr().out
+    assert out.count("    python peer.py --seed SEED\n") == 1 and "rollpipe train" not in out
+
+
 @pytest.mark.parametrize("files, told", [
     ({}, "has no results. Expected bench.json"),
     ({BENCH: "{"}, "bench.json: damaged, or not made by"),

@@ -180,13 +180,15 @@ def _of_bench(folder: Path, bench: dict) -> Results:
 
 
 def _command(runs: list) -> str:
-    "The command line that trains some plain runs. torchrun starts one run at a time, with the number of ranks that the run had."
+    """The command line that trains some plain runs. torchrun starts one run at a time, with the number of ranks that the run had.
+    A run that another program made tells its command in its configuration."""
     def words(run, *more):
         config, n = run.config, run.config.get("ranks", 1)
         launcher = f"torchrun --standalone --nproc-per-node {n} -m".split() if n > 1 else []
         return shlex.join(typed([*launcher, "rollpipe", "train", config["algorithm"], config["env"], "--config", run.folder/"config.json",
                                  *more, *import_words(config.get("imports", ()))]))
 
+    if told := runs[0].config.get("command"): return str(told)
     if any(run.config.get("ranks", 1) > 1 for run in runs):
         return " && ".join(dict.fromkeys(words(run, "--seed", str(run.seed)) for run in runs))
     return words(runs[0], "--seeds", ",".join(dict.fromkeys(str(run.seed) for run in runs)))
