@@ -405,6 +405,7 @@ def test_options_are_checked_without_a_command_line_as_well(algorithm, options, 
 MISTAKES = [
     ("train trpo Pendulm-v1", "Pendulm-v1.*Pendulum-v1"),
     ("train trop Pendulum-v1", "invalid choice: 'trop'.*trpo"),
+    ("train --seed 2 trpo Pendulum-v1", "invalid choice: .2.*options such as --seed stand after ALGO ENV"),
     ("train", "which algorithm.*trpo"),
     ("train trpo", "required: ENV"),
     ("train trpo Pendulum-v1 --max-lk 1", "--max-lk.*did you mean --max-kl"),

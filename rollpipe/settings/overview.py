@@ -20,7 +20,9 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, allow_abbrev=False, formatter_class=_Formatter, **kwargs)
 
-    def error(self, message: str) -> NoReturn: self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("argument ALGO"): message += "; options such as --seed stand after ALGO ENV"
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 class _Formatter(argparse.HelpFormatter):
