@@ -364,10 +364,7 @@ def measured(algorithm, env, label):
 MEASURED = [(a, env) for a in ("ddpg", "dqn", "ppo", "sac", "td3", "trpo") for env in choice.presets_of(a) if env != "atari"]
 
 
-MEASURED_LATER = {("trpo", "Ant-v5"): "trpo Ant-v5"}      # the labels of presets that changed after their bench
-
-
-@pytest.mark.parametrize("algorithm, env, table, label", [*((a, env, env, MEASURED_LATER.get((a, env), a.upper())) for a, env in MEASURED),
+@pytest.mark.parametrize("algorithm, env, table, label", [*((a, env, env, a.upper()) for a, env in MEASURED),
                                                           ("qr_dqn", "CartPole-v1", "rainbow", "QR-DQN, rainbow")])
 def test_the_comments_are_those_of_the_results(algorithm, env, table, label):
     "Every preset that ships has a row, of five seeds, and of three for PPO on MuJoCo; but for games, which take days each."
