@@ -2,6 +2,7 @@
 import copy
 import os
 import signal
+import warnings
 from datetime import timedelta
 from itertools import islice
 
@@ -55,6 +56,7 @@ def pipeline(agent, rank, n_steps=48):
 def begin(rank, folder):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    warnings.simplefilter("error")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=N, timeout=timedelta(seconds=60))
 
 

@@ -98,7 +98,7 @@ def mean_of_all(loss: Tensor, n: int | Tensor | None, metrics: dict | None = Non
     if not _group: return loss, metrics
     if n is None: raise DataError("a step over several ranks needs the number of its rows", leaf='n', got="None",
                                   expected="a number, such as `batch.valid.sum()`")
-    n, params = int(n), list(params)
+    n, params, loss = int(n), list(params), loss.detach()
     grads = [p.grad * n if n and p.grad is not None else torch.zeros_like(p) for p in params]
     has = torch.tensor([p.grad is not None for p in params], dtype=loss.dtype, device=loss.device)
     table = loss.new_zeros(dist.get_world_size(_group[0]), 2 + len(metrics))      # a row for each rank
