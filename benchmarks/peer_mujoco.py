@@ -164,7 +164,7 @@ def main():
     args = parser.parse_args()
     torch.set_num_threads(1)
     packages = {'contrib': 'sb3-contrib', 'sb3': 'stable-baselines3', 'tianshou': 'tianshou'}
-    config = dict(algorithm='ppo' if args.who == 'sb3' else 'trpo', env=args.env, name=f'{packages[args.who]} {args.env}', options={},
+    config = dict(algorithm='ppo' if args.who == 'sb3' else 'trpo', env=args.env, name=packages[args.who], options={},
                   env_kwargs={}, steps=args.steps, seed=args.seed, eval_every=f'{EVERY} steps',
                   command=f'python benchmarks/peer_mujoco.py {args.who} {args.env} --seed SEED --steps {args.steps} --out RUN',
                   versions={name: version(name) for name in (packages[args.who], 'torch', 'gymnasium', 'mujoco')})

@@ -287,8 +287,19 @@ def test_plain_runs_are_reported_by_what_they_differ_in(tmp_path, capsys):
     make_run(tmp_path/"y-s0", [0., 1., 9.], options=dict(max_kl=.5))
     assert rollpipe("report", tmp_path) == 0
     out = capsys.readouterr().out
-    assert re.search(r"trpo CartPole-v1, max_kl=0.01 \| 2 of 2", out) and re.search(r"trpo CartPole-v1, max_kl=0.5 \| 1 of 1", out)
+    assert re.search(r"trpo, max_kl=0.01 \| 2 of 2", out) and re.search(r"trpo, max_kl=0.5 \| 1 of 1", out)
     assert "What differs" in (tmp_path/"report.html").read_text() and rollpipe("report", tmp_path/"y-s0") == 0
+
+
+def test_plain_runs_of_several_environments_are_compared_over_all_of_them(tmp_path):
+    "Settings that differ between environments, as presets do, do not make other experiments."
+    for k, env in enumerate(("CartPole-v1", "Acrobot-v1")):
+        for seed, better in ((0, 2.), (1, 4.)):
+            make_run(tmp_path/f"{env}-a{seed}", [0., 1., 3. + better], seed, env=env, options=dict(max_kl=.1 + k))
+            make_run(tmp_path/f"{env}-b{seed}", [0., 1., 3.], seed, env=env, name="other", algorithm="ppo", options=dict(clip=.2))
+    results = read_results(tmp_path)
+    assert sorted((row.env, row.label) for row in results.rows) == [(env, x) for env in ("Acrobot-v1", "CartPole-v1") for x in ("other", "trpo")]
+    assert "P(trpo > other) = 1.00 [1.00, 1.00] over 2 environments." in markdown(results)
 
 
 @pytest.mark.parametrize("out", ["file", "file/more"])

@@ -195,9 +195,10 @@ def _command(runs: list) -> str:
 
 
 def _of_runs(folder: Path, runs: list) -> Results:
-    "The results of plain runs of `rollpipe train --eval-every 'N steps'`. Runs that differ only in the seed are in one row."
+    """The results of plain runs of `rollpipe train --eval-every 'N steps'`. Runs that differ only in the seed are in one row, and an
+    experiment has one label in all environments."""
     rows = []
-    for label, group in group_runs(runs).items():
+    for (_, label), group in group_runs(runs, per_env=True).items():
         results = [read_result(path, 0) for path in group]
         results = [x._replace(seed=x.config.get("seed", 0)) for x in results]
         bad = next((x for x in results if x.state == "damaged"), None)

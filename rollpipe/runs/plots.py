@@ -26,17 +26,20 @@ __all__ = ['LABELS', 'CERTIFICATE', 'group_runs', 'align', 'smooth', 'plain', 's
            'table_html', 'wide', 'section', 'learning_curve']
 
 # %% ../../nbs/runs/04_plots.ipynb #88c3ba0d
-def group_runs(runs: Iterable) -> dict:
+def group_runs(runs: Iterable, per_env: bool = False) -> dict:
     """Group the runs that differ only in the seed. The label of a group is its name and the options that differ. Raises `DataError`.
 
     Args:
         runs: folders of runs, each with `config.json`
+        per_env: compare the runs of each environment by themselves. So one label can stand for several environments
 
     Returns:
-        dict: label -> list of folders
+        dict: label -> list of folders; with `per_env`, (environment, label) -> list of folders
     """
     configs = [_config(run) for run in runs]
-    names = [c.get("name") or f"{c.get('algorithm', '?')} {c.get('env', '?')}" for c in configs]
+    parts = [(str(c.get("algorithm", "?")), str(c.get("env", "?"))) for c in configs]
+    names = [(env if per_env else "", c.get("name") or (algorithm if per_env else f"{algorithm} {env}"))
+             for c, (algorithm, env) in zip(configs, parts)]
     differing = {}  # name -> options that are not the same in all runs of this name
     for name in dict.fromkeys(names):
         same_name = [c["options"] for n, c in zip(names, configs) if n == name]
@@ -44,8 +47,8 @@ def group_runs(runs: Iterable) -> dict:
                            if any(o.get(k) != same_name[0].get(k) for o in same_name)]
     groups = {}
     for run, name, config in zip(runs, names, configs):
-        label = ", ".join([name] + [f"{k}={_plain(config['options'].get(k))}" for k in differing[name]])
-        groups.setdefault(label, []).append(Path(run))
+        label = ", ".join([name[1]] + [f"{k}={_plain(config['options'].get(k))}" for k in differing[name]])
+        groups.setdefault((name[0], label) if per_env else label, []).append(Path(run))
     return groups
 
 
