@@ -218,9 +218,8 @@ def pages(out):
     for path in sorted([*HERE.glob("*.md"), *HERE.glob("howto/*.md")]):
         text = path.read_text(encoding="utf-8").replace("](../benchmarks/", "](benchmarks/").replace("../nbs/tutorials/", "tutorials/")
         out.write(path.relative_to(HERE).as_posix(), glossary(text) if path.name == "glossary.md" else text)
-    for picture in ("learning.png", "pipeline.svg"): out.write(picture, (HERE/picture).read_bytes())
-    picture = "benchmarks/results/mujoco/report.png"
-    out.write(picture, (ROOT/picture).read_bytes())
+    out.write("pipeline.svg", (HERE/"pipeline.svg").read_bytes())
+    for name in ("learning", "mujoco"): out.write(picture := f"benchmarks/results/{name}/report.png", (ROOT/picture).read_bytes())
 
 
 def architecture(out):
