@@ -81,7 +81,7 @@ def panels(charts: dict, xlabel: str, ylabel: str = "", title: str = "") -> Any:
         charts: title of a panel -> function that draws into its axes
     """
     from matplotlib.figure import Figure
-    columns, below = min(3, len(charts)), 0
+    columns, below = 2 if len(charts) == 4 else min(3, len(charts)), 0
     lines = -(-len(charts)//columns)
     figure = Figure(dpi=150, layout="constrained")
     places = figure.subplots(lines, columns, squeeze=False).ravel()
