@@ -1,10 +1,10 @@
 """Milliseconds of one update on one process and on two ranks, each with one thread; what they send; and what one reduction costs.
 
-    python benchmarks/ranks.py [--cases trpo:25000x256 trpo:2500x64 ppo:2048x64] [--ranks 2] [--repeats 5] [--updates 3]
+    python benchmarks/ranks.py [--cases trpo:25000x256 trpo:2500x64 ppo:2048x64] [--ranks 2] [--repeats 5] [--updates 3] [--gloo]
 
 A case is the learner, the number of rows in the joined batch, and the width of two tanh layers; observation 17, Gaussian action 6. The
 batches are random numbers, and nothing is collected. Each rank has its share of the columns, and learns with `ranks.distributed`. The runs
-alternate: one process, then the ranks. The ranks talk by gloo over the loopback interface.
+alternate: one process, then the ranks. The ranks sum through shared memory, or all by gloo over the loopback interface.
 """
 import argparse, math, os, statistics, tempfile
 from contextlib import nullcontext
@@ -62,18 +62,20 @@ def timed(agent, batch, n):
     return [1000 * statistics.median(times) for times in zip(*found)]
 
 
-def one_rank(rank, folder, n_ranks, kind, n_rows, width, n_updates):
+def one_rank(rank, folder, n_ranks, kind, n_rows, width, n_updates, gloo):
     "What rank 0 tells: times, calls and bytes of an update, and the milliseconds of reductions."
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     if n_ranks > 1: dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n_ranks)
     agent = learner(kind, width)
     batch = batch_of(agent, n_rows // T // n_ranks, rank)
+    if gloo: ranks.collectives.shared_sums = lambda *_: None
     counted = ranks.collectives._call = Counted(ranks.collectives._call)
     with ranks.distributed(agent) if n_ranks > 1 else nullcontext():
         times = timed(agent, batch, n_updates)
+        calls, n_bytes = (x / (n_updates + 1) for x in (counted.calls, counted.bytes))
         sizes = {n: reduction(n) for n in (1, 10_000, 100_000, 1_000_000)} if n_ranks > 1 else {}
-    if rank == 0: torch.save((times, counted.calls / (n_updates + 1), counted.bytes / (n_updates + 1), sizes), f"{folder}/found")
+    if rank == 0: torch.save((times, calls, n_bytes, sizes), f"{folder}/found")
     if n_ranks > 1: dist.destroy_process_group()
 
 
@@ -82,7 +84,7 @@ def reduction(n, repeats=20):
     x, out = torch.ones(n), []
     for _ in range(repeats):
         start = perf_counter()
-        dist.all_reduce(x)
+        ranks.collectives.total(x)
         out.append(1000 * (perf_counter() - start))
     return statistics.median(out)
 
@@ -100,6 +102,7 @@ def main():
     args.add_argument('--ranks', type=int, default=2)
     args.add_argument('--repeats', type=int, default=5)
     args.add_argument('--updates', type=int, default=3)
+    args.add_argument('--gloo', action='store_true', help="sum by gloo, as ranks of several machines do")
     args = args.parse_args()
     rows, sums = [], {}
     for case in args.cases:
@@ -107,8 +110,8 @@ def main():
         n_rows, width = map(int, sizes.split('x'))
         alone, together = [], []
         for _ in range(args.repeats):
-            alone.append(measure(1, kind, n_rows, width, args.updates)[0])
-            times, calls, n_bytes, found = measure(args.ranks, kind, n_rows, width, args.updates)
+            alone.append(measure(1, kind, n_rows, width, args.updates, args.gloo)[0])
+            times, calls, n_bytes, found = measure(args.ranks, kind, n_rows, width, args.updates, args.gloo)
             together.append(times)
             for n, x in found.items(): sums.setdefault(n, []).append(x)
         whole, policy = ([x / y for x, y in zip(*times)] for times in zip(zip(*alone), zip(*together)))

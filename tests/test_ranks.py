@@ -176,6 +176,20 @@ def test_twenty_updates_are_those_of_one_process(kind, tmp_path):
         assert torch.allclose(torch.as_tensor(x).double(), torch.as_tensor(y).double(), rtol=1e-5, atol=1e-5), path
 
 
+def by_gloo(rank, folder, task, *args):
+    "As on several machines, where ranks have no memory in common."
+    ranks.collectives.shared_sums = lambda *_: None
+    return task(rank, folder, *args)
+
+
+@pytest.mark.parametrize("kind", ["TRPO", "PPO"])
+def test_gloo_sums_as_shared_memory_does(kind, tmp_path):
+    for name in ("memory", "gloo"): (tmp_path/name).mkdir()
+    (_, memory), _ = run(many_updates, tmp_path/"memory", kind)
+    (_, gloo), _ = run(by_gloo, tmp_path/"gloo", many_updates, kind)
+    for path, x, y in zip(nested.paths(memory), *map(nested.leaves, (memory, gloo))): assert torch.equal(torch.as_tensor(x), torch.as_tensor(y)), path
+
+
 def replay_updates(rank, folder, kind, n_extra=0):
     "As `updates`, with a memory in each rank; the last samples of rank 1 may be more."
     agent, found = off_policy_learner(kind), []
@@ -307,8 +321,10 @@ def killed(rank, folder):
             agent.update(batch)
 
 
-def test_a_rank_that_dies_ends_the_others(tmp_path):
-    left, gone = run(killed, tmp_path)
+@pytest.mark.parametrize("task", [[killed], [by_gloo, killed]], ids=["memory", "gloo"])
+def test_a_rank_that_dies_ends_the_others(task, tmp_path):
+    first, *more = task
+    left, gone = run(first, tmp_path, *more)
     assert gone is None and isinstance(left, WorkerError) and "rank 0: another rank has ended" in str(left)
 
 

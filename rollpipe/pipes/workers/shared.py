@@ -28,18 +28,19 @@ class SharedMemory:
 
     `view()` is the memory as a uint8 array. `reserve(size)` makes the memory larger for all processes that use it. Existing views stay
     valid. A process that needs the new part calls `view(size)`. Raises `DataError` if there is not enough memory.
+
+    Args:
+        size: number of bytes
+        fd: descriptor of the memory of another process; None: new memory
     """
     fd: int                    # file descriptor; -1: closed
     _map: mmap.mmap | None
 
-    def __init__(self, size: int = 0):
-        self._open(_unnamed_file())
-        self.reserve(size)
-
-    def _open(self, fd):
-        self.fd, self.size, self._map = fd, 0, None
-        self._close = weakref.finalize(self, os.close, fd)
+    def __init__(self, size: int = 0, fd: int | None = None):
+        self.fd, self.size, self._map = _unnamed_file() if fd is None else fd, 0, None
+        self._close = weakref.finalize(self, os.close, self.fd)
         self._close.atexit = False
+        self.reserve(size)
 
     def reserve(self, size: int) -> None:
         "Grow to at least `size` bytes. New bytes are zero."
@@ -72,8 +73,7 @@ class SharedMemory:
 
 
 def _opened(fd, size) -> SharedMemory:
-    shared = SharedMemory.__new__(SharedMemory)
-    shared._open(fd.detach())
+    shared = SharedMemory(fd=fd.detach())
     if size: shared.view(size)
     return shared
 
