@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from ..pipes.data import nested
 from ..pipes.data.fragment import Fragment
@@ -254,7 +255,8 @@ def _timeout_of_gloo(group):
     if dist.get_world_size(group) == 1: return None
     try: backend = (group or dist.group.WORLD)._get_backend(torch.device('cpu'))
     except RuntimeError: return None        # this group sums on GPUs alone
-    return backend.options._timeout.total_seconds() if isinstance(backend, dist.ProcessGroupGloo) else None
+    if not isinstance(backend, dist.ProcessGroupGloo): return None
+    return getattr(getattr(backend, 'options', None), '_timeout', default_pg_timeout).total_seconds()       # old versions of torch do not tell
 
 
 def _share_sums(timeout, group):
