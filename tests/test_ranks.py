@@ -187,7 +187,8 @@ def test_gloo_sums_as_shared_memory_does(kind, tmp_path):
     for name in ("memory", "gloo"): (tmp_path/name).mkdir()
     (_, memory), _ = run(many_updates, tmp_path/"memory", kind)
     (_, gloo), _ = run(by_gloo, tmp_path/"gloo", many_updates, kind)
-    for path, x, y in zip(nested.paths(memory), *map(nested.leaves, (memory, gloo))): assert torch.equal(torch.as_tensor(x), torch.as_tensor(y)), path
+    for path, x, y in zip(nested.paths(memory), *map(nested.leaves, (memory, gloo))):
+        assert torch.equal(torch.as_tensor(x), torch.as_tensor(y)), path
 
 
 def replay_updates(rank, folder, kind, n_extra=0):

@@ -10,12 +10,12 @@ __all__ = ['MAXIMA', 'active', 'rank', 'span', 'totals', 'total', 'gathered', 'g
 import logging, zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 
 from ..pipes.data import nested
 from ..pipes.data.fragment import Fragment
@@ -256,7 +256,8 @@ def _timeout_of_gloo(group):
     try: backend = (group or dist.group.WORLD)._get_backend(torch.device('cpu'))
     except RuntimeError: return None        # this group sums on GPUs alone
     if not isinstance(backend, dist.ProcessGroupGloo): return None
-    return getattr(getattr(backend, 'options', None), '_timeout', default_pg_timeout).total_seconds()       # old versions of torch do not tell
+    timeout = getattr(getattr(backend, 'options', None), '_timeout', timedelta(minutes=30))     # old versions of torch do not tell it
+    return timeout.total_seconds()
 
 
 def _share_sums(timeout, group):
