@@ -329,6 +329,23 @@ def test_a_rank_that_dies_ends_the_others(task, tmp_path):
     assert gone is None and isinstance(left, WorkerError) and "rank 0: another rank has ended" in str(left)
 
 
+def without_memory(rank, folder):
+    "Rank 1 has no memory for what it sums."
+    agent = learner(hidden=(64, 64))
+    with ranks.distributed(agent):
+        if rank: ranks.collectives._sums[0].memories[1].reserve = lambda size: refuse()
+        return agent.update(next(iter(pipeline(agent, rank, n_steps=8))))
+
+
+def refuse(): raise DataError("not enough memory to share between processes", expected="more", got="none")
+
+
+def test_a_rank_without_memory_says_so_and_ends_the_others(tmp_path):
+    left, refused = run(without_memory, tmp_path)
+    assert isinstance(refused, DataError) and "not enough memory" in str(refused)
+    assert isinstance(left, WorkerError) and "rank 0: another rank has ended" in str(left)
+
+
 def making(rank, folder): joint(lambda: os.kill(os.getpid(), signal.SIGKILL), {}, dict)
 
 

@@ -68,6 +68,27 @@ def test_a_rank_may_read_late_while_another_begins_a_larger_sum(monkeypatch):
         for k, (n, x) in enumerate(zip(sizes, found)): assert x.equal(torch.full((n,), 111. + 3 * k))
 
 
+def test_no_sum_follows_one_that_failed(monkeypatch):
+    "The message of rank 1 for its first sum comes late, and is of as many bytes as that of the second one."
+    def task(sums, rank):
+        if rank: time.sleep(.5)
+        else: sums.timeout = .1
+        for _ in range(2):
+            with pytest.raises(RuntimeError): sums(torch.ones(2))
+    in_ranks(2, task)
+
+
+def test_an_interrupted_sum_is_the_last(monkeypatch):
+    def interrupted(*_): raise KeyboardInterrupt
+    def task(sums, rank):
+        if not rank:
+            monkeypatch.setattr(sums, "_tell_and_hear", interrupted)
+            with pytest.raises(KeyboardInterrupt): sums(torch.ones(2))
+            monkeypatch.undo()
+        with pytest.raises(RuntimeError, match="Connection"): sums(torch.ones(2))
+    in_ranks(2, task)
+
+
 def test_nothing_is_left_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = len(os.listdir("/dev/fd"))

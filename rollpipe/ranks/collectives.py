@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..pipes.data import nested
 from ..pipes.data.fragment import Fragment
-from ..pipes.data.errors import DataError, WorkerError, describe
+from ..pipes.data.errors import DataError, PipeError, WorkerError, describe
 from .launch import process_group
 from .shared_sums import SharedSums, shared_sums
 
@@ -50,6 +50,7 @@ def span(n: int) -> tuple:
 def _call(collective: Callable, *args: Any) -> None:
     "Call a collective, in which all ranks take part. Raises `WorkerError` if one of them has ended."
     try: collective(*args, group=_group[0])
+    except PipeError: raise         # it says already what is wrong here
     except RuntimeError as error:
         raise WorkerError(f"rank {dist.get_rank(_group[0])}: another rank has ended, or has not answered in time; its own message says why",
                           expected=f"{dist.get_world_size(_group[0])} ranks that make the same updates") from error

@@ -36,12 +36,19 @@ class SharedSums:
     def __call__(self, x: Tensor, group: Any = None) -> None:
         """Replace `x` by its sum over ranks; all ranks call this with tensors of the same shape and dtype.
 
-        Raises `RuntimeError` if another rank has ended, does not answer, or has another number of bytes.
+        Raises `RuntimeError` if another rank has ended, does not answer, or has another number of bytes. After an error, or an interrupt,
+        there are no further sums, in all ranks, because a late message could pass for that of the next sum.
 
         Args:
             x: contiguous tensor on the host
             group: ignored
         """
+        try: self._sum(x)
+        except BaseException:
+            self.close()
+            raise
+
+    def _sum(self, x):
         if x.nbytes > self.size: self._grow(aligned(2 * x.nbytes))
         self.turn = 1 - self.turn
         parts = [half[self.turn][:x.nbytes].view(x.dtype).view(x.shape) for half in self.halves]
@@ -99,9 +106,10 @@ def shared_sums(rank: int, gathered: Callable, timeout: float) -> SharedSums | N
             memory = SharedMemory()
             memories = {rank: memory} | {other: _exchanged(memory, peer, rank < other) for other, peer in peers.items()}
         except (OSError, EOFError) as error: raise RuntimeError("Connection to another rank closed") from error
+        sums = SharedSums(peers, [memories[k] for k in range(len(addresses))], timeout)
         listener.close()
         opened.pop_all()
-    return SharedSums(peers, [memories[k] for k in range(len(addresses))], timeout)
+    return sums
 
 
 def _exchanged(memory, peer, is_first):
