@@ -96,10 +96,11 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch):
     assert not os.listdir(tmp_path) and len(os.listdir("/dev/fd")) == before
 
 
-@pytest.mark.parametrize("what", ["elsewhere", "no sockets", "a long name"])
+@pytest.mark.parametrize("what", ["elsewhere", "no sockets", "a long name", "no folder"])
 def test_ranks_that_cannot_reach_each_other_know_it_and_leave_nothing(what, tmp_path, monkeypatch):
     if what == "a long name": (tmp_path/("x" * 120)).mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path/("x" * 120) if what == "a long name" else tmp_path))
+    place = {"a long name": tmp_path/("x" * 120), "no folder": tmp_path/"missing"}.get(what, tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
 
     def change(rank, x):
         if rank or not isinstance(x, str): return x

@@ -89,9 +89,11 @@ def shared_sums(rank: int, gathered: Callable, timeout: float) -> SharedSums | N
         gathered: function that all ranks call with an object each, and that returns the list of all objects
         timeout: seconds that a sum waits for another rank
     """
-    with TemporaryDirectory(prefix='rollpipe-') as folder, ExitStack() as opened:
-        try: listener = opened.enter_context(Listener(f'{folder}/sums', 'AF_UNIX', backlog=128))
-        except (OSError, ValueError): listener = None       # this system has no such sockets, or the name of the folder is too long
+    with ExitStack() as folders, ExitStack() as opened:
+        try:
+            folder = folders.enter_context(TemporaryDirectory(prefix='rollpipe-'))
+            listener = opened.enter_context(Listener(f'{folder}/sums', 'AF_UNIX', backlog=128))
+        except (OSError, ValueError): listener = None       # the disk is full, the name is too long, or the system has no such sockets
         addresses, peers = gathered(listener and listener.address), {}
         try:
             for other in range(rank): peers[other] = opened.enter_context(Client(addresses[other], 'AF_UNIX'))
