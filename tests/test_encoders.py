@@ -210,6 +210,26 @@ def test_an_encoder_that_knows_its_numbers_are_to_be_normalised():
     assert actor.obs_norm.shape == (5,)
 
 
+def test_only_numbers_that_need_it_are_normalised():
+    "A feature that is learned, and constant in the data, would otherwise be divided by the square root of a variance of 0."
+    space = Dict(image=IMAGE, k=Discrete(3), pair=Tuple([Box(-9, 9, (2,)), Box(0, 255, (2, 2, 3), np.uint8)]))
+    net = MLPPolicy.for_env((space, Discrete(2)), seed=0)
+    conv = MLPPolicy.for_env((Dict(image=IMAGE, x=Box(-9, 9, (2,))), Discrete(2)), encoder=dict(images='conv', n_out=4), seed=0)
+    x = torch.tensor([[-3., 4.], [5., 6.], [1., -5.]])
+    image = torch.randint(0, 256, (1, *IMAGE.shape), dtype=torch.uint8).expand(3, -1, -1, -1)
+    obs = dict(image=image, k=torch.tensor([0, 2, 2]), pair=(x, image[:, :2, :2]))
+    oracle = (x - x.mean(0)) / x.std(0, correction=0)
+    with torch.no_grad(): conv.encoder.encoders[0].last.weight.mul_(1e3)        # learned features may be large
+    for actor, seen, at in ((net, obs, 300 + 3), (conv, dict(image=image, x=x), 4)):
+        raw = actor.encoder(seen)
+        actor.observe(seen)
+        y = actor.features(seen)
+        torch.testing.assert_close(y[:, at:at + 2], oracle)
+        torch.testing.assert_close(torch.cat([y[:, :at], y[:, at + 2:]], -1), torch.cat([raw[:, :at], raw[:, at + 2:]], -1), rtol=0, atol=0)
+    assert raw.max() > conv.obs_norm.clip
+    assert not encoder_for(Dict(a=Box(-1, 1, (2,)), b=Box(-1, 1, ()))).is_normalized
+
+
 # --- dicts of modules
 
 def test_module_dict_joins_in_declared_order():

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call, jvp, linearize
+from torch.nn.utils import prune
 from toys import Nested
 
 import rollpipe.layers
@@ -367,3 +368,22 @@ def test_constant_returns_leave_the_scale():
     assert critic.ret_std == 1 and critic.ret_mean == 3
     critic.observe_returns(torch.zeros(0))
     assert critic.ret_count == 8
+
+
+class Doubled(nn.Linear):
+    def forward(self, x): return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize('change', ['subclass', 'sequence', 'spectral norm', 'weight norm', 'pruning'])
+def test_a_layer_that_was_replaced_or_parametrised_is_the_one_that_answers(change):
+    net, x = MLP(3, (4,), 2), torch.randn(5, 3)
+    layer, y = net.hidden[0], torch.randn(5, 3)
+    if change == 'subclass': net.hidden[0] = Doubled(3, 4)
+    elif change == 'sequence': net.hidden[0] = nn.Sequential(layer, nn.LayerNorm(4))
+    elif change == 'spectral norm': nn.utils.parametrizations.spectral_norm(layer)
+    elif change == 'weight norm': nn.utils.parametrizations.weight_norm(layer)
+    else: prune.l1_unstructured(layer, 'weight', .5)
+    net.eval()      # spectral norm changes with each call in training
+    torch.testing.assert_close(net(x), net.last(net.hidden[0](x).tanh()))
+    net(y).sum().backward()
+    assert all(p.grad is not None for p in net.parameters())

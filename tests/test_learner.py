@@ -17,13 +17,14 @@ from rollpipe.agents.learner import Learner
 from rollpipe.agents.losses import standardized
 from rollpipe.agents.natural_gradient import policy_rows
 from rollpipe.agents.npg import NPG
-from rollpipe.agents.policy_replay import lag_of
+from rollpipe.agents.policy_replay import lag_of, replay_policy
 from rollpipe.agents.ppo import PPO
 from rollpipe.agents.reinforce import REINFORCE
 from rollpipe.agents.shared_options import check_range
 from rollpipe.agents.trpo import TRPO
 from rollpipe.agents.vtrace import VTrace
 from rollpipe.layers import Critic, MLPPolicy, QPolicy
+from rollpipe.layers.distributions import Gaussian
 from rollpipe.layers.recurrent_policies import MemoryCritic, RecurrentPolicy
 from rollpipe.pipes import on_policy, replayed
 from rollpipe.pipes.data.errors import ActorError, DataError, check_integer
@@ -249,3 +250,33 @@ def test_rates_fall_for_learners_from_a_memory(tmp_path):
     assert [agent.update(next(batches))['rate_left'] for _ in range(4)] == [1., .75, .5, .25]
     assert agent.optimizer.param_groups[0]['lr'] == .01 * .25
     with pytest.raises(DataError, match='more than the 64 steps'): agent.update(next(batches))
+
+
+class Unsummed(Gaussian):
+    def log_prob(self, params, act): return super().log_prob(params, act).unsqueeze(-1)
+
+
+@pytest.mark.parametrize('agent', [TRPO, NPG, PPO, A2C, VTrace, REINFORCE])
+def test_a_log_probability_that_is_not_summed_is_refused(agent):
+    "With a last dimension of 1 it would be broadcast against the advantages, and the gradient would be rounding noise."
+    actor, critic = MLPPolicy.for_env('Pendulum-v1', seed=0), Critic.for_env('Pendulum-v1', seed=1)
+    actor.dist = Unsummed(shape=(1,))
+    batch = next(iter(on_policy('Pendulum-v1', actor, critic, n_envs=3, n_steps=4, seed=0)))
+    with pytest.raises(DataError, match=r"leaf actor\['logp'\]: .*one number for each action.*\[4, 3\]"): agent(actor, critic).update(batch)
+    whole = batch._replace(actor={**batch.actor, 'logp': batch.actor['logp'].squeeze(-1)})
+    with pytest.raises(DataError, match=r"replay\(fragment\)\['logp'\].*\[4, 3\]"): replay_policy(whole, actor)
+
+
+@pytest.mark.parametrize('agent', [PPO, A2C, VTrace])
+@pytest.mark.parametrize('rates', [(5e-4, 1e-3), (1e-3, 5e-4), (None, 2e-3), (2e-3, None)])
+def test_a_state_is_loaded_by_a_learner_with_another_critic_lr(agent, rates):
+    "Equal learning rates share one group of the optimiser. The averages of each parameter stay with it."
+    old, new = (agent(MLPPolicy.for_env(ENV, seed=0), Critic.for_env(ENV, seed=1), lr=1e-3, critic_lr=rate) for rate in rates)
+    batch = next(iter(on_policy(ENV, old.actor, old.critic, n_envs=4, n_steps=32, seed=0)))
+    old.update(batch)
+    new.load_state_dict(copy.deepcopy(old.state_dict()))
+    lr = {id(p): group['lr'] for group in new.optimizer.param_groups for p in group['params']}
+    for module, other, rate in ((old.actor, new.actor, 1e-3), (old.critic, new.critic, rates[1] or 1e-3)):
+        for p, q in zip(module.parameters(), other.parameters()):
+            assert torch.equal(old.optimizer.state[p]['exp_avg_sq'], new.optimizer.state[q]['exp_avg_sq']) and lr[id(q)] == rate
+    new.update(batch)

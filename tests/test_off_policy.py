@@ -9,6 +9,7 @@ import torch
 from gymnasium.spaces import Box, Dict, Discrete
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from toys import Stepped
 
 from rollpipe.agents import DDPG, SAC, TD3, evaluate
@@ -22,11 +23,12 @@ from rollpipe.agents.off_policy.action_losses import (
     soft_target,
 )
 from rollpipe.agents.off_policy.crossq import CrossQ
+from rollpipe.agents.offline.iql import IQL, state_value_loss
 from rollpipe.agents.td import td_targets
 from rollpipe.cli.main import main
 from rollpipe.settings.config import build, make_config
 from rollpipe.runs.export import export_policy
-from rollpipe.layers import ActionCritic, DeterministicPolicy, SquashedPolicy
+from rollpipe.layers import ActionCritic, DeterministicPolicy, MLPPolicy, SquashedPolicy
 from rollpipe.agents.off_policy.batch_renorm import RenormCritic, RenormPolicy
 from rollpipe.layers.distributions import GaussianParams
 from rollpipe.layers.squashed import SquashedGaussian
@@ -34,7 +36,7 @@ from rollpipe.layers.unit_box import UnitBox
 from rollpipe.layers.action_critic import StackedMLP
 from rollpipe.pipes import DataError, Fragment
 from rollpipe.pipes.data.errors import SpaceError
-from rollpipe.pipes.recipes import replayed
+from rollpipe.pipes.recipes import replayed, rollouts
 from rollpipe.pipes.replay.memory import ReplayMemory, Sample
 from rollpipe.pipes.replay.pipe import Replayed
 from rollpipe.runs import load_agent
@@ -480,7 +482,7 @@ def test_the_replay_ratio_counts_transitions():
 @pytest.mark.parametrize('algorithm, env, words, told', [
     *((name, 'Pendulum-v1', '--multi-step 3', 'multi_step = 3, got 1 steps') for name in ('sac', 'crossq', 'td3', 'ddpg')),
     *((name, 'CartPole-v1', '--multi-step 3 --preset none', 'multi_step = 3, got 1 steps') for name in ('dqn', 'qr_dqn')),
-    ('dqn', 'CartPole-v1', '--burn-in 5 --length 5 --multi-step 2', 'burn_in + 1 = 6, got 5 steps')])
+    ('dqn', 'CartPole-v1', '--burn-in 5 --length 5 --multi-step 2', 'burn_in + multi_step = 7, got 5 steps')])
 def test_a_memory_of_too_short_samples_is_refused_before_anything_runs(algorithm, env, words, told, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(['train', algorithm, env, *words.split(), '--steps', '64']) == 2
@@ -597,3 +599,21 @@ def test_targets_know_the_normalisers_before_their_first_update(algorithm):
         counts = [float(x) for name, x in net.named_buffers() if name.endswith('count')]
         assert counts and max(counts) == 16
         for x, y in zip(target.buffers(), net.buffers(), strict=True): assert torch.equal(x, y)
+
+
+class Unsqueezed(nn.Module):
+    "A critic whose author forgot to remove the last dimension."
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+    def forward(self, obs, act): return self.net(torch.cat([obs, act], -1)).unsqueeze(0)
+    def value(self, obs): return self.net(torch.cat([obs, obs[..., :1]], -1))
+
+
+@pytest.mark.parametrize('learner, policy', [(SAC, SquashedPolicy), (TD3, DeterministicPolicy), (IQL, MLPPolicy)])
+def test_a_critic_that_answers_in_another_shape_is_refused(learner, policy):
+    "Its values would be broadcast against the rows of the sample, so that each row learns from all of them."
+    actor = policy.for_env('Pendulum-v1', seed=0)
+    fragment = next(iter(rollouts('Pendulum-v1', actor, n_envs=3, n_steps=4, seed=0, terminal_obs=True)))
+    with pytest.raises(DataError, match=r"leaf Q\(s, a\): critic: wrong shape.*\[4, 3\]"): learner(actor, Unsqueezed()).update(fragment)
+    with pytest.raises(DataError, match=r"leaf V\(s\)"): state_value_loss(fragment, Unsqueezed(), Unsqueezed(), .7)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_fragments import Count, answers, assert_metrics, assert_same_loss, make, num, padded, random_fragment, rewards_of, shaken
 
-from rollpipe.agents.td import burnt_in, priorities, td
+from rollpipe.agents.td import burnt_in, huber_penalty, priorities, td
 from rollpipe.pipes import nested
 from rollpipe.pipes.data.fragment_ops import transitions
 from rollpipe.pipes.data.errors import DataError
@@ -173,3 +173,10 @@ def test_what_is_refused():
     with pytest.raises(DataError, match=r"weight.*\[4, 2\].*\[4\]"): td(fragment, actor, weight=torch.ones(4))
     with pytest.raises(DataError, match="n >= 1"): td(fragment, actor, n_steps=0)
     with pytest.raises(DataError, match="no valid row"): td(fragment._replace(valid=fragment.valid & False), actor)
+
+
+@pytest.mark.parametrize('huber', [1e-3, 1e30, float('inf')])
+def test_any_limit_has_finite_gradients(huber):
+    error = torch.tensor([-3., -1e-4, 0., .5, 7.], requires_grad=True)
+    huber_penalty(error, huber).sum().backward()
+    torch.testing.assert_close(error.grad, 2 * error.detach().clamp(-huber, huber))

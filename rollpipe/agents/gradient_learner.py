@@ -6,6 +6,7 @@
 __all__ = ['clip_gradients', 'Adam', 'adam_for', 'descend', 'GradientLearner', 'ActorCriticLearner']
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #a2978638
+from itertools import islice
 from math import inf, isfinite
 from operator import is_
 from time import perf_counter
@@ -123,7 +124,14 @@ class Adam(torch.optim.Adam):
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
 
     add_param_group, zero_grad = _unwrapped(torch.optim.Adam.add_param_group), _unwrapped(torch.optim.Adam.zero_grad)
-    state_dict, load_state_dict = _unwrapped(torch.optim.Adam.state_dict), _unwrapped(torch.optim.Adam.load_state_dict)
+    state_dict = _unwrapped(torch.optim.Adam.state_dict)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        "As torch's, also from an `Adam` that has these parameters in other groups, because other learning rates are equal."
+        known = iter([group | dict(params=[p]) for group in state_dict['param_groups'] for p in group['params']])
+        parts = [list(islice(known, len(group['params']))) for group in self.param_groups]
+        groups = [part[0] | dict(params=[p for x in part for p in x['params']]) for part in parts if part]
+        _unwrapped(torch.optim.Adam.load_state_dict)(self, state_dict | dict(param_groups=[*groups, *known]))
 
     def _is_watched(self) -> bool:
         "Does anything else take part in a step: a hook, or a scaler of gradients in half precision?"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .critics import critic_inputs, explained_variance, fit_critic, observations
-from .policy_replay import lag_of, lane_restarts
+from .policy_replay import check_logp, lag_of, lane_restarts
 from .shared_options import Changing, Schedule, integer, number
 from ..pipes.data import nested
 from ..pipes.data.fragment import Fragment
@@ -32,8 +32,7 @@ LARGEST = torch.finfo(torch.float32).max ** 0.5     # the square of a larger num
 def check_batch(batch: Fragment, needs: tuple[str, ...], name: str) -> None:
     """Raise `DataError` if a fragment lacks one of its `needs`, or a valid row, or has a valid number that is not finite or too large.
 
-    Observations, actions, rewards, advantages, value targets and log-probabilities are checked, if the fragment has them. They must be
-    finite, and so must their squares, because losses and variances contain squares.
+    Observations, actions, rewards, advantages, value targets and log-probabilities must be finite, and so must their squares.
 
     Args:
         batch: the batch of an update
@@ -47,6 +46,7 @@ def check_batch(batch: Fragment, needs: tuple[str, ...], name: str) -> None:
     if 'logp' in needs and logp is None:
         raise DataError(f"{name}.update needs log-probabilities", leaf="actor['logp']", expected="float32 [T+1, B]",
                         got=f"leaves {nested.paths(batch.actor, 'actor')}")
+    if logp is not None: check_logp(logp[:-1], batch.valid, "actor['logp']")
     if not batch.valid.any(): raise DataError("no valid row in the batch", pipe=name, leaf='valid')
     rows = {'obs': nested.getitem(batch.state.obs, slice(-1)), 'act': nested.getitem(batch.state.act, slice(1, None)),
             'rew': batch.state.rew[1:], 'adv': batch.adv, 'ret': batch.ret, "actor['logp']": None if logp is None else logp[:-1]}

@@ -13,11 +13,11 @@ from torch import Tensor
 from .unroll import fill_invalid
 from ..pipes.data import nested
 from ..pipes.data.fragment import Fragment
-from ..pipes.data.errors import DataError
+from ..pipes.data.errors import DataError, describe
 from ..pipes.graph.modules import version_of
 
 # %% auto #0
-__all__ = ['approx_kl', 'lag_of', 'lane_restarts', 'PolicyReplay', 'replay_policy']
+__all__ = ['approx_kl', 'lag_of', 'lane_restarts', 'PolicyReplay', 'check_logp', 'replay_policy']
 
 # %% ../../nbs/agents/05_policy_replay.ipynb #432a39e0
 def approx_kl(logp: Tensor, logp_old: Tensor) -> Tensor:
@@ -71,8 +71,17 @@ class PolicyReplay(NamedTuple):
         return (self.logp - self.logp_old).exp()
 
 
+def check_logp(logp: Tensor, valid: Tensor, leaf: str) -> None:
+    "Raise `DataError` unless `logp` is one number for each row of `valid` `[T, B]`. Others would be broadcast against the advantages."
+    if logp.shape == valid.shape: return
+    raise DataError("a log-probability is one number for each action", leaf=leaf, expected=f"[T, B] = {list(valid.shape)}",
+                    got=describe(logp))
+
+
 def replay_policy(fragment: Fragment, actor: Any) -> PolicyReplay:
-    """Replay the valid steps with the present weights. Raises `DataError` if log-probabilities are missing or no row is valid.
+    """Replay the valid steps with the present weights.
+
+    Raises `DataError` if log-probabilities are missing or have another shape, or no row is valid.
 
     Args:
         fragment: its `actor` has `logp` float32 [T+1, B]
@@ -85,5 +94,6 @@ def replay_policy(fragment: Fragment, actor: Any) -> PolicyReplay:
     if not valid.numel(): raise DataError("no valid row in the fragment", leaf='valid')
     where = None if valid.all() else valid
     info, logp_old = actor.replay(fragment if where is None else fill_invalid(fragment)), recorded['logp'][:-1]
+    for leaf, x in (("replay(fragment)['logp']", info['logp']), ("actor['logp']", logp_old)): check_logp(x, valid, leaf)
     if where is not None: info, logp_old = nested.getitem((info, logp_old), where)
     return PolicyReplay(info, info['logp'], logp_old, where)

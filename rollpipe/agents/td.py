@@ -52,11 +52,12 @@ def huber_penalty(error: Tensor, limit: float | None) -> Tensor:
 
     Args:
         error: any shape
-        limit: errors beyond this limit count linearly; None: all errors are squared
+        limit: errors beyond this limit count linearly; None or inf: all errors are squared
     """
     if limit is None: return error.square()
     size = error.abs()
-    return torch.where(size > limit, limit * (2 * size - limit), error.square())
+    inner = size.clamp(max=limit)
+    return inner * (2 * size - inner)     # not `torch.where`: the branch not taken would have the gradient 0 * inf for large limits
 
 
 def _weights(weight, fragment, burn_in):

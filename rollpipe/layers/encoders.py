@@ -42,7 +42,8 @@ class Concatenate(nn.Module):
         self.keys = list(encoders) if isinstance(encoders, dict) else list(range(len(encoders)))
         items = list(encoders.values() if isinstance(encoders, dict) else encoders)
         self.encoders = nn.ModuleList(items)
-        self.n_out, self.is_normalized = sum(e.n_out for e in items), all(e.is_normalized for e in items)
+        flags = torch.cat([torch.as_tensor(e.is_normalized).expand(e.n_out) for e in items])
+        self.n_out, self.is_normalized = len(flags), flags.tolist() if flags.any() and not flags.all() else bool(flags.all())
 
     def forward(self, obs: Any) -> Tensor:
         return torch.cat([encoder(obs[key]) for key, encoder in zip(self.keys, self.encoders)], -1)
@@ -54,7 +55,8 @@ def encoder_for(space: gym.Space, name: str = 'observation_space', *, images: st
 
     A Box is flattened (and divided by 255 if it is an image, uint8 with 3 dimensions), Discrete and MultiDiscrete become one-hot,
     MultiBinary becomes 0 and 1; the items of Dict and Tuple are concatenated in the order of the space. The module has the attributes
-    `n_out` and `is_normalized`: whether all features lie in [0, 1] or are learned, so that they need no running normaliser.
+    `n_out` and `is_normalized`: whether the features lie in [0, 1] or are learned, so that they need no running normaliser. It is a list
+    with one answer for each feature if the answers differ.
 
     Raises `SpaceError`, which names the part of the space that is not supported (Text, Graph, Sequence, ...), and `ValueError` for an
     unknown choice of `images` or `discrete`, and for `layers` without `images='conv'`.

@@ -56,8 +56,9 @@ def orthogonal_linear(n_in: int, n_out: int, gain: float = 1.0) -> nn.Linear:
 
 # %% ../../nbs/layers/02_mlp.ipynb #00af168d
 def linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    "`layer(x)` for features `[..., n_in]`, without the cost of a module call (and without the layer's hooks)."
+    "`layer(x)` for features `[..., n_in]`. A plain layer is computed without the cost of a module call, and without its hooks."
     parameters: dict[str, Any] = layer._parameters
+    if type(layer) is not nn.Linear or 'weight' not in parameters: return layer(x)     # replaced, or pruned, or with another norm
     return F.linear(x, parameters['weight'], parameters['bias'])
 
 

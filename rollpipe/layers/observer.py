@@ -112,7 +112,7 @@ class Torso(ForSpaces, nn.Module):
         """Make the encoder and the normaliser; returns the perceptron behind them, which actors keep as `trunk`.
 
         The number of features of a module that `encoder` returns must be known (`n_out_of`). If the module has an attribute
-        `is_normalized` that is False, the features are normalised.
+        `is_normalized` that is False, the features are normalised; if it is a list, those are for which it is False.
 
         Args:
             observation_space: see `encoder_for`
@@ -126,8 +126,11 @@ class Torso(ForSpaces, nn.Module):
         """
         self.observation_space = copy.deepcopy(observation_space)     # a copy, because an environment draws from its own spaces
         self.encoder = encoder(observation_space) if callable(encoder) else encoder_for(observation_space, **_checked_options(encoder))
-        n, is_normalized = n_out_of(self.encoder), getattr(self.encoder, 'is_normalized', True)
-        self.register_module('obs_norm', RunningNorm(n) if normalize and not is_normalized else None)
+        n = n_out_of(self.encoder)
+        # Learned features stay as they are: one that is constant has a variance of 0.
+        raw = ~torch.as_tensor(getattr(self.encoder, 'is_normalized', True)).expand(n)
+        norm = RunningNorm(n, only=None if raw.all() else raw) if normalize and raw.any() else None
+        self.register_module('obs_norm', norm)
         return mlp(n + n_more, hidden, n_out, activation)
 
     def make_masked_torso(self, observation_space: gym.Space, action_space: gym.Space, n_more: int = 0, *, action_mask: str | None = None,

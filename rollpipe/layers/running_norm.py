@@ -64,6 +64,7 @@ class RunningNorm(nn.Module):
         shape: shape of one sample
         clip: largest magnitude of the result
         eps: added to the variance
+        only: bool `[*shape]`: the numbers that are normalised, while others stay as they are; None: all
     """
     count: Tensor
     mean: Tensor
@@ -72,17 +73,17 @@ class RunningNorm(nn.Module):
     high: Tensor
     _buffers: dict[str, Any]
 
-    def __init__(self, shape: int | tuple, clip: float = 10., eps: float = 1e-8):
+    def __init__(self, shape: int | tuple, clip: float = 10., eps: float = 1e-8, only: Tensor | None = None):
         super().__init__()
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        self.shape, self.clip, self.eps = shape, clip, eps
+        self.shape, self.clip, self.eps, self.only = shape, clip, eps, only
         self.register_buffer('count', torch.zeros((), dtype=torch.float64))
         self.register_buffer('mean', torch.zeros(shape))
         self.register_buffer('var', torch.ones(shape))
         # `forward` reads these. They are buffers too, so that a process that receives the weights sees them change.
         self.register_buffer('inv_std', torch.ones(shape))
-        self.register_buffer('low', torch.tensor(-torch.inf))
-        self.register_buffer('high', torch.tensor(torch.inf))
+        self.register_buffer('low', torch.full(() if only is None else shape, -torch.inf))
+        self.register_buffer('high', -self.low)
 
     def forward(self, x: Tensor) -> Tensor:
         b = self._buffers
@@ -94,10 +95,12 @@ class RunningNorm(nn.Module):
         new = over_ranks(*moments(x, len(self.shape), valid))
         if not new[0]: return
         count, mean, var = merge_moments(self.count, self.mean.double(), self.var.double(), *new)
-        new = dict(count=count, mean=mean, var=var, inv_std=(var + self.eps).rsqrt())
+        clip = torch.full_like(self.high, self.clip)
+        if self.only is not None:
+            only = self.only.to(mean.device)
+            mean, var, clip = mean.where(only, 0), var.where(only, 1), clip.where(only, torch.inf)
+        new = dict(count=count, mean=mean, var=var, inv_std=(var + self.eps).rsqrt(), low=-clip, high=clip)
         for name, value in new.items(): self._buffers[name].copy_(value)
-        self.low.fill_(-self.clip)
-        self.high.fill_(self.clip)
 
 # %% ../../nbs/layers/03_running_norm.ipynb #295f495f
 class PolicyAverage(nn.Module):

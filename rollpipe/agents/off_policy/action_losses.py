@@ -19,7 +19,7 @@ from ...pipes.data.errors import DataError, describe
 from ...pipes.data.fragment_ops import observations_reached
 
 # %% auto #0
-__all__ = ['reached', 'soft_target', 'smoothed_target', 'taken', 'first_value', 'mean_size', 'action_value_loss',
+__all__ = ['reached', 'soft_target', 'smoothed_target', 'taken', 'first_value', 'mean_size', 'check_values', 'action_value_loss',
            'soft_policy_loss', 'deterministic_policy_loss', 'temperature_loss']
 
 # %% ../../../nbs/agents/16_off_policy/03_action_losses.ipynb #9efacbee
@@ -87,11 +87,25 @@ def mean_size(value: Tensor) -> Tensor:
 def _mean(x, valid, n): return x.masked_fill(~valid, 0.).sum() / n
 
 
+def check_values(x: Tensor, valid: Tensor, leaf: str, many: bool = False) -> Tensor:
+    """Return the values `x`. Raises `DataError` unless they are one number for each row, because others would be broadcast.
+
+    Args:
+        x: what a critic answers
+        valid: bool [T, B]
+        leaf: name of the values
+        many: they are those of several critics, [k, T, B]
+    """
+    if x.ndim == valid.ndim + many and x.shape[many:] == valid.shape: return x
+    raise DataError("critic: wrong shape", leaf=leaf, expected=f"{'[k, T, B]' if many else '[T, B]'} with [T, B] = {list(valid.shape)}",
+                    got=describe(x))
+
+
 def action_value_loss(fragment: Fragment, critic: Any, target: Tensor, weight: Tensor | None = None) -> tuple[Tensor, dict, Tensor]:
     """`(loss, metrics, errors)`: half the sum over the critics of `mean[weight (target - Q)²]` over valid rows.
 
     The errors `[T, B]` are the means of `|target - Q|` over the critics, and 0 where a row is not valid. Raises `DataError` if
-    `weight` has the wrong shape or no row is valid.
+    `weight`, `target` or the critic's answer has the wrong shape or no row is valid.
 
     Args:
         fragment: [T, B]
@@ -103,8 +117,8 @@ def action_value_loss(fragment: Fragment, critic: Any, target: Tensor, weight: T
     if weight is not None and weight.shape not in (valid.shape, valid.shape[1:]):
         raise DataError("action_value_loss: wrong shape", leaf='weight', got=describe(weight),
                         expected=f"[B] or [T, B] = {list(valid.shape)}")
-    q = critic(*taken(fragment))
-    error, n = (target - q).masked_fill(~valid, 0.), valid.sum()
+    q = check_values(critic(*taken(fragment)), valid, 'Q(s, a)', many=True)
+    error, n = (check_values(target, valid, 'target') - q).masked_fill(~valid, 0.), valid.sum()
     square = error.square() if weight is None else weight * error.square()
     loss = 0.5 * square.sum() / n
     with torch.no_grad():

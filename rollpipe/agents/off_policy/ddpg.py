@@ -15,6 +15,7 @@ class DDPG(DeterministicLearner):
     Source: Lillicrap et al. 2015, *Continuous control with deep reinforcement learning*, https://arxiv.org/abs/1509.02971
 
     Args:
+        critic: an `ActionCritic` with `n_critics=1`; of several values, the smallest is the target, as in TD3
         tau: fraction of the way that the target networks move after each step
     """
     lr: float = 1e-3

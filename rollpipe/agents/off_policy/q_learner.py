@@ -61,8 +61,8 @@ class DeepQLearner(DecayingEpsilon, ReplayLearner, GradientLearner):
         self.target_updates += 1
 
     def least_lengths(self) -> dict[str, int]:
-        "As `ReplayLearner.least_lengths`. At least one step is left after the first `burn_in`."
-        return super().least_lengths() | {'burn_in + 1': self.burn_in + 1}
+        "As `ReplayLearner.least_lengths`. The rewards that are summed come after the first `burn_in` steps."
+        return {'burn_in + multi_step': self.burn_in + self.multi_step} if self.burn_in else super().least_lengths()
 
     def loss(self, fragment: Fragment, weight: torch.Tensor | None) -> tuple:
         "`(loss, metrics, errors)`, see `td_loss`."

@@ -6,8 +6,6 @@
 __all__ = ['QRDQN']
 
 # %% ../../../nbs/agents/16_off_policy/10_qr_dqn.ipynb #d5371a5a
-from math import inf
-
 import torch
 
 from .q_learner import DeepQLearner
@@ -26,7 +24,7 @@ class QRDQN(DeepQLearner):
         actor: a `QuantilePolicy`, or another actor with `quantiles`, `values` and `epsilon`
         huber: differences beyond this limit count linearly; 0: all count linearly
     """
-    huber: float = number(1.0, 0, inf, changes=True)
+    huber: float = number(1.0, 0, 1e6, changes=True)
     lr: float = 5e-4
     actor_needs = ('values', 'quantiles', 'epsilon')
 

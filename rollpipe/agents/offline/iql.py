@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..off_policy.action_learner import ActionLearner
-from ..off_policy.action_losses import reached, taken
+from ..off_policy.action_losses import check_values, reached, taken
 from ..shared_options import Schedule, not_offered, number
 from ..td import td_targets
 from ..unroll import fill_invalid
@@ -46,7 +46,7 @@ def state_value_loss(fragment: Fragment, critic: Any, target: Any, level: float,
     """
     obs, act = taken(fragment)
     with torch.no_grad(): q = target(obs, act).amin(0)
-    value, valid = critic.value(obs), fragment.valid
+    value, valid = check_values(critic.value(obs), fragment.valid, 'V(s)'), fragment.valid
     penalty = expectile_penalty(q - value, level)
     loss = (penalty if weight is None else weight * penalty)[valid].mean()
     return loss, dict(loss_expectile=loss.detach(), value_mean=value.detach()[valid].mean())
@@ -65,7 +65,7 @@ def weighted_cloning_loss(fragment: Fragment, actor: Any, critic: Any, target: A
     """
     (obs, act), valid = taken(fragment), fragment.valid
     with torch.no_grad():
-        adv = (target(obs, act).amin(0) - critic.value(obs))[valid]
+        adv = (target(obs, act).amin(0) - check_values(critic.value(obs), valid, 'V(s)'))[valid]
         weight = (beta * adv).exp().clamp(max=max_weight)
     loss = -(weight * actor.replay(fill_invalid(fragment))['logp'][valid]).mean()
     return loss, dict(loss_policy=loss.detach(), adv_mean=adv.mean(), adv_weight=weight.mean())
