@@ -136,7 +136,7 @@ def test_rows_that_are_no_transitions_are_not_in_the_moments():
 def test_beta1_is_an_option_and_no_state():
     agent = CrossQ(*networks(), beta1=.7)
     agent.load_state_dict(CrossQ(*networks()).state_dict())
-    betas = {name: x.optimizer.param_groups[0]['betas'][0] for name, x in agent.descents.items()}
+    betas = {name: x.param_groups[0]['betas'][0] for name, x in agent.descents.items()}
     assert betas == dict(critic=.7, policy=.7, temperature=.9)
 
 
@@ -154,7 +154,7 @@ def test_moments_move_with_the_network_that_learns_only():
     assert not any(part.learns for net in (actor, critic) for part in net.modules() if isinstance(part, BatchRenorm))
     with pytest.raises(DataError): agent.learn(Sample(fragment._replace(valid=~fragment.valid & False), None, None))
     assert not any(part.learns for part in critic.modules() if isinstance(part, BatchRenorm))
-    assert {name: group['betas'] for name, x in agent.descents.items() for group in x.optimizer.param_groups} == dict(
+    assert {name: group['betas'] for name, x in agent.descents.items() for group in x.param_groups} == dict(
         critic=(.5, .999), policy=(.5, .999), temperature=(.9, .999))
 
 

@@ -312,7 +312,7 @@ def test_each_loss_moves_its_own_network_only():
     before = state()
     agent.improve_policy(fragment)
     assert moved(before, after := state()) == [True, False, False]
-    agent.descents['critic'].step(action_value_loss(fragment, agent.critic, torch.zeros(4, 5))[0], 'x')
+    agent.lower('critic', action_value_loss(fragment, agent.critic, torch.zeros(4, 5))[0], 'x')
     assert moved(after, state()) == [False, True, False]
 
 

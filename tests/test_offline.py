@@ -158,10 +158,11 @@ def test_bc_makes_recorded_actions_of_any_kind_more_likely(act):
 
     class Env(gym.Env):
         observation_space, action_space = spaces
+        def look(self): return self.np_random.uniform(-1, 1, 3).astype(np.float32)
         def reset(self, *, seed=None, options=None):
             super().reset(seed=seed)
-            return self.observation_space.sample(), {}
-        def step(self, action): return self.observation_space.sample(), 0., False, False, {}
+            return self.look(), {}
+        def step(self, action): return self.look(), 0., False, False, {}
 
     batch = next(iter(rollouts(Env, policy(0), n_envs=4, n_steps=8, seed=0)))
     agent = BC(policy(1), lr=3e-3)

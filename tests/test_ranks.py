@@ -151,8 +151,8 @@ def off_policy_learner(kind):
         policy = QuantilePolicy if kind == "QRDQN" else QPolicy
         agent = (QRDQN if kind == "QRDQN" else DQN)(policy.for_env("CartPole-v1", hidden=(16,), seed=0), seed=0, lr=1e-2, target_every=2,
                                                     eps_steps=400, multi_step=2)
-    for one in agent.descents.values() if kind in OFF_POLICY else [agent]:
-        for group in one.optimizer.param_groups: group["eps"] = 1e-2
+    for optimizer in agent.descents.values() if kind in OFF_POLICY else [agent.optimizer]:
+        for group in optimizer.param_groups: group["eps"] = 1e-2
     return agent
 
 

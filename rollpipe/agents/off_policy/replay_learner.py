@@ -116,6 +116,9 @@ class ReplayLearner(Discounted, Learner):
         n = self.count_steps(fresh)
         self.explore()
         self.tell_actor(fresh)
+        if self.critic is not None:
+            self.tell_critic(fresh)
+            bump_version(self.critic)
         if not self.target_updates: self.copy_buffers()
         bump_version(self.actor)
         return n

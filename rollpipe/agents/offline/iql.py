@@ -106,7 +106,7 @@ class IQL(ActionLearner):
 
     def fall_of(self, group: dict) -> Schedule | None:
         "How the learning rate of the policy falls by `decay_steps`. That of the critic stays."
-        is_policy = group is self.descents['policy'].optimizer.param_groups[0]
+        is_policy = group is self.descents['policy'].param_groups[0]
         return super().fall_of(group) if is_policy else None
 
     @torch.no_grad()
@@ -123,4 +123,4 @@ class IQL(ActionLearner):
     def improve_policy(self, fragment: Fragment) -> dict:
         "A step of the policy, see `weighted_cloning_loss`."
         loss, metrics = weighted_cloning_loss(fragment, self.actor, self.critic, self.target, self.beta, self.max_weight)
-        return self.descents['policy'].step(loss, 'loss_policy', metrics, fragment.valid.sum())
+        return self.lower('policy', loss, 'loss_policy', metrics, fragment.valid.sum())

@@ -50,4 +50,4 @@ class TD3BC(SmoothedLearner):
     def improve_policy(self, fragment: Fragment) -> dict:
         "A step of the policy, see `tied_policy_loss`."
         loss, metrics = tied_policy_loss(fragment, self.actor, self.critic, self.alpha)
-        return self.descents['policy'].step(loss, 'loss_policy', metrics, fragment.valid.sum())
+        return self.lower('policy', loss, 'loss_policy', metrics, fragment.valid.sum())
