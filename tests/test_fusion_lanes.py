@@ -338,7 +338,8 @@ def fragments(kind=FragmentCollector): return kind(EnvStepper(Counting, Valued()
 def test_what_stands_in_the_way_is_reported(make, why):
     pipe = make()
     fused, report = optimize(pipe, report=True)
-    assert [x.obstacle for x in report] == [why]
+    done, _, because = report.partition(", because ")
+    assert (because or None, done.startswith("not ")) == (why, why is not None)
     assert (fusion_of(fused) is None) == (why is not None) and fusion_of(pipe) is None
     assert ("in_place=True" in str(draw(fused))) == (why is None)
     assert [x.n_envs for x in islice(make(), 3)] == [x.n_envs for x in islice(fused, 3)]
@@ -351,7 +352,7 @@ def test_other_readers_of_the_same_fragments():
     buffer, lanes = AdvantageBuffer(Lanes(fragments(), 2)), Lanes(fragments(), 2)
     for pipe, name in ((Both(FragmentStacker(buffer, 2), buffer), "AdvantageBuffer"),
                        (Both(FragmentStacker(AdvantageBuffer(lanes), 2), lanes), "Lanes")):
-        assert [x.obstacle for x in optimize(pipe, report=True)[1]] == [f"other pipes read {name}, too"]
+        assert optimize(pipe, report=True)[1].endswith(f", because other pipes read {name}, too")
 
 
 def test_recipes_optimize():
