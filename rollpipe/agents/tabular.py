@@ -95,6 +95,7 @@ class QLearning(Discounted, DecayingEpsilon, Learner):
     seed: int = not_offered(0)
     average_policy: int = not_offered(0)
     actor_needs = ('table', 'epsilon')
+    batch_needs = ()
 
     def __post_init__(self):
         super().__post_init__()
@@ -103,15 +104,14 @@ class QLearning(Discounted, DecayingEpsilon, Learner):
     @torch.no_grad()
     def update(self, batch: Fragment) -> dict:
         "Learn from a `Fragment`; returns metrics (see `METRICS`)."
-        self.check(batch)
-        actor, valid, begun = self.actor, batch.valid, self.provenance(batch) | self.set_rates()
+        actor, valid, begun = self.actor, batch.valid, self.begin(batch)
         targets = q_targets(batch, actor.table, self.gamma, actor.first)[valid]
         states, actions = batch.state.obs[:-1][valid].long() - actor.first, batch.state.act[1:][valid].long() - actor.start
         errors = targets - (before := actor.table[states, actions])
         if not errors.isfinite().all():
             raise DataError("QLearning: non-finite TD error", leaf='table', expected="finite rewards and values", got=describe(errors))
         move_towards(actor.table, states, actions, targets, self.lr)
-        self.steps += len(targets)
+        self.count_steps(batch)
         epsilon = float(actor.epsilon)
         self.explore()
         bump_version(actor)
