@@ -8,13 +8,13 @@ does. The third one does its inference in numpy.
 The pipeline runs tick by tick, because a pipe stands between stepper and collector; as the recipe makes it; and with the actor in ONNX
 Runtime. All runs are interleaved. A GRU policy has no floor, so its ratios are those to the pipeline that runs tick by tick.
 """
-import argparse, gc
+import gc
 from time import perf_counter
 
 import gymnasium as gym
 import torch
 from floor import Floor, NumpyFloor, Passing
-from report import header, spread, table
+from report import begun, options_of, spread, table
 
 from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import EnvStepper, on_policy, returns
@@ -89,15 +89,10 @@ def installed(env_id) -> bool:
 
 
 def main():
-    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    args.add_argument('--envs', nargs='+', default=['CartPole-v1', 'Pendulum-v1', 'HalfCheetah-v5'])
-    args.add_argument('--sizes', nargs='+', type=int, default=[1, 8, 64])
-    args.add_argument('--repeats', type=int, default=5)
+    args = options_of(__doc__, envs=['CartPole-v1', 'Pendulum-v1', 'HalfCheetah-v5'], sizes=[1, 8, 64], repeats=5)
     args.add_argument('--policy', choices=list(POLICIES), default='mlp')
     args.add_argument('--seconds', type=float, default=1.0, help="length of one run")
-    args = args.parse_args()
-    torch.set_num_threads(1)
-    print(header())
+    args = begun(args)
     envs = [env for env in args.envs if installed(env)]
     if args.policy == 'gru':
         rows = [measure_recurrent(env, B, args.repeats, args.seconds) for env in envs for B in args.sizes]

@@ -6,7 +6,6 @@ Both engines answer for a block of rows, in turn. The floor is torch: `actor.ste
 mode and with the checks of answers. "Opening" is what the engine costs once per stream: exporting, opening a
 session, comparing with torch, and binding the rows.
 """
-import argparse
 import statistics
 from functools import partial
 from time import perf_counter
@@ -15,7 +14,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.spaces import Box, Dict, Discrete
-from report import header, spread, table
+from report import header, options_of, spread, table
 
 from rollpipe.layers import MLPPolicy, QPolicy, RecurrentPolicy
 from rollpipe.pipes.envs.factories import env_factories
@@ -67,10 +66,8 @@ def block(interaction, rows):
 
 
 def main():
-    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    args = options_of(__doc__, n_steps=128, repeats=15)
     args.add_argument('--n-envs', type=int, nargs='+', default=[1, 8, 64])
-    args.add_argument('--n-steps', type=int, default=128)
-    args.add_argument('--repeats', type=int, default=15)
     args.add_argument('--actors', nargs='+', default=list(ACTORS), choices=list(ACTORS))
     args = args.parse_args()
     torch.set_num_threads(1)

@@ -7,11 +7,11 @@ plain conjugate gradients, by those with a preconditioner from `--rows` rows, an
 improvement that a step predicts is proportional to `g'x / sqrt(x'(F + damping I)x)`, always with the Fisher matrix F of all rows. It is
 divided by that of ten plain iterations in the same update.
 """
-import argparse, math
+import math
 from itertools import islice
 
 import torch
-from report import header, table
+from report import begun, options_of, table
 
 from rollpipe.agents import TRPO
 from rollpipe.agents.linearization import Linearization, fisher_product
@@ -60,14 +60,8 @@ def rows_of(env, updates, rows, n_steps):
 
 
 def main():
-    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    args.add_argument('--envs', nargs='+', default=['CartPole-v1', 'Pendulum-v1', 'HalfCheetah-v5'])
-    args.add_argument('--updates', type=int, default=100)
-    args.add_argument('--rows', type=int, default=512)
-    args.add_argument('--n-steps', type=int, default=256)
-    args = args.parse_args()
-    torch.set_num_threads(1)
-    print(header())
+    args = options_of(__doc__, envs=['CartPole-v1', 'Pendulum-v1', 'HalfCheetah-v5'], updates=100, rows=512, n_steps=256)
+    args = begun(args)
     print(f"{args.updates} updates with 8 environments x {args.n_steps} steps; the predicted improvement of ten plain iterations is 1.\n")
     print(table(['environment', 'iterations', 'products', 'least', 'tenth', 'median', '99.9 % reached'],
                 [row for env in args.envs for row in rows_of(env, args.updates, args.rows, args.n_steps)]))

@@ -2,9 +2,9 @@
 
     python benchmarks/footprint.py [--repeats 5]
 """
-import argparse, subprocess, sys
+import subprocess, sys
 
-from report import header, spread, table
+from report import header, options_of, spread, table
 
 COLLECT = """
 import resource, sys; sys.path.insert(0, {here!r})
@@ -31,8 +31,7 @@ def pairs(first, second, repeats):
 
 
 def main():
-    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    args.add_argument('--repeats', type=int, default=5)
+    args = options_of(__doc__, repeats=5)
     args = args.parse_args()
     here = sys.path[0]
     print(header())

@@ -5,14 +5,13 @@
 The floor stores every stack whole, as `gymnasium.wrappers.FrameStackObservation` gives it; the pipeline stores frames, and `FrameStack`
 shows them in stacks. To count copies, the benchmark checks after each stage whether a frame is still in the same memory.
 """
-import argparse
 from itertools import islice
 from time import perf_counter
 
 import gymnasium as gym
 import numpy as np
 import torch
-from report import header, spread, table
+from report import begun, options_of, spread, table
 
 from rollpipe.pipes import EnvStepper, FragmentCollector, FrameStack, Tap, nested
 from rollpipe.pipes.frames import Stacks
@@ -74,13 +73,8 @@ def copies(args):
 
 
 def main():
-    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    args.add_argument('--n-envs', type=int, default=8)
-    args.add_argument('--n-steps', type=int, default=128)
-    args.add_argument('--repeats', type=int, default=5)
-    args = args.parse_args()
-    torch.set_num_threads(1)
-    print(header())
+    args = options_of(__doc__, n_envs=8, n_steps=128, repeats=5)
+    args = begun(args)
     frame, steps, rows = SHAPE[0] * SHAPE[1], args.n_envs * args.n_steps, []
     both = {'whole stacks': True, 'FrameStack': False}
     held = {name: next(iter(fragments(args, whole))) for name, whole in both.items()}

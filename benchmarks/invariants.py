@@ -6,12 +6,10 @@ On-policy fragments with GAE, T = 128, separate actor and critic MLPs 2x64 tanh,
 likelihood ratio and advantages. The fragments are collected first and then sent through the pipe, so that both times are measured
 separately, as processor time. The target is a cost below 2 % at a rate of 1 %.
 """
-import argparse
 from itertools import islice
 from time import process_time
 
-import torch
-from report import header, spread, table
+from report import begun, options_of, spread, table
 
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes import CheckInvariants, Source, on_policy
@@ -26,12 +24,8 @@ class Kept(Source):
 
 
 def main():
-    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    args.add_argument('--fragments', type=int, default=100)
-    args.add_argument('--repeats', type=int, default=5)
-    args = args.parse_args()
-    torch.set_num_threads(1)
-    print(header())
+    args = options_of(__doc__, fragments=100, repeats=5)
+    args = begun(args)
     rows = []
     for env in ('CartPole-v1', 'Pendulum-v1'):
         for n_envs in (1, 8, 64):

@@ -7,13 +7,13 @@ steps are random. 20 greedy episodes follow, which are not timed. Every run is i
 imports. The two libraries alternate, and repeat number i has seed i. On a busy machine the processor time says more than the wall time.
 PATH is the interpreter of an environment with `stable-baselines3` (`python -m venv DIR; DIR/bin/pip install stable-baselines3`).
 """
-import argparse, json, os, subprocess, sys
+import json, os, subprocess, sys
 from pathlib import Path
 from time import perf_counter, process_time
 
 import torch
 from peer_off_policy import add_options
-from report import header, spread, table
+from report import header, options_of, spread, table
 
 from rollpipe.agents import evaluate
 from rollpipe.settings.algorithms import ALGORITHMS
@@ -60,10 +60,7 @@ def rows_of(algorithm, env, args):
 
 
 def main():
-    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    args.add_argument('--algorithms', nargs='+', default=['sac', 'td3'])
-    args.add_argument('--envs', nargs='+', default=['Pendulum-v1'])
-    args.add_argument('--repeats', type=int, default=3)
+    args = options_of(__doc__, algorithms=['sac', 'td3'], envs=['Pendulum-v1'], repeats=3)
     add_options(args)
     args.add_argument('--peer-python', metavar='PATH', help="interpreter of an environment with stable-baselines3")
     args.add_argument('--one', metavar=('ALGORITHM', 'ENV'), nargs=2, help="run one training in this process and print it as JSON")

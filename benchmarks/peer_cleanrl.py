@@ -11,13 +11,13 @@ The critic of rollpipe also keeps the scale of its targets, and clips values in 
 which that file does not. One process and one thread; repeat number i has seed i on both sides. Afterwards the greedy policy plays 20
 episodes, which are not timed.
 """
-import argparse, gc
+import gc
 from time import perf_counter
 
 import gymnasium as gym
 import numpy as np
 import torch
-from report import header, spread, table
+from report import begun, options_of, spread, table
 from torch import nn
 from torch.distributions import Categorical
 
@@ -140,13 +140,8 @@ def train(side, env, seed, steps) -> dict:
 
 
 def main():
-    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    args.add_argument('--env', default='CartPole-v1')
-    args.add_argument('--steps', type=int, default=200_000)
-    args.add_argument('--repeats', type=int, default=5)
-    args = args.parse_args()
-    torch.set_num_threads(1)
-    print(header())
+    args = options_of(__doc__, env='CartPole-v1', steps=200_000, repeats=5)
+    args = begun(args)
     sides = {"loop in CleanRL's style": Loop, 'rollpipe': Rollpipe}
     for side in sides.values(): train(side, args.env, 0, 10 * N_ENVS * N_STEPS)
     results = {name: [] for name in sides}

@@ -11,12 +11,11 @@ eval     `EvalMode`, and `eval`, `no_grad` and `train`: a block that is entered 
 blocks   the policy on blocks of 25,000 rows, and on all rows at once: a product with its Fisher matrix
 numpy    numpy's global random state as bytes, and by `get_state` and `set_state`: once there and back, and in fragments of 8 steps
 """
-import argparse
 from time import process_time
 
 import numpy as np
 import torch
-from report import header, spread, table
+from report import header, options_of, spread, table
 
 from rollpipe import DQN, PPO, TRPO, Critic, EnvStepper, FragmentCollector, Lanes, MLPPolicy, QPolicy, on_policy, replayed
 from rollpipe.agents import gradient_learner, natural_gradient
@@ -133,9 +132,8 @@ def seconds(make):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, repeats=15)
     parser.add_argument('--only', nargs='+', default=[], metavar='NAME', help="rows whose names begin so")
-    parser.add_argument('--repeats', type=int, default=15)
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(header())

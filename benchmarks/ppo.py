@@ -8,13 +8,13 @@ step), followed by GAE and an update that computes only the loss: no metrics, no
 observations where an episode was cut off. It comes in two forms: with the fused Adam that rollpipe uses, and with torch's default Adam.
 The runs are interleaved; repeat number i has seed i on all sides. The ratio is the time of the floor divided by the time of rollpipe.
 """
-import argparse, gc
+import gc
 from functools import partial
 from time import perf_counter, process_time
 
 import torch
 from floor import Floor
-from report import header, spread, table
+from report import begun, options_of, spread, table
 
 from rollpipe.agents import PPO
 from rollpipe.layers import Critic, MLPPolicy
@@ -101,13 +101,8 @@ def rows_of(results):
 
 
 def main():
-    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    args.add_argument('--env', default='CartPole-v1')
-    args.add_argument('--steps', type=int, default=200_000)
-    args.add_argument('--repeats', type=int, default=5)
-    args = args.parse_args()
-    torch.set_num_threads(1)
-    print(header())
+    args = options_of(__doc__, env='CartPole-v1', steps=200_000, repeats=5)
+    args = begun(args)
     sides = {'floor, fused Adam': partial(ByHand, fused=True), 'floor, plain Adam': ByHand, 'rollpipe': Rollpipe}
     for side in sides.values(): train(side, args.env, 0, 3 * N_ENVS * N_STEPS)
     results = {name: [] for name in sides}

@@ -7,12 +7,10 @@ ratios of neighbouring windows, in processor time, so that other programs of the
 T = 128, MLPs 2x64 tanh, one thread; the replay draws a sample of 256 for every 4 steps. The
 target is a cost below 3 %.
 """
-import argparse
 from statistics import median, quantiles
 from time import process_time
 
-import torch
-from report import header, table
+from report import begun, options_of, table
 
 from rollpipe.layers import Critic, MLPPolicy, QPolicy
 from rollpipe.pipes import copy_graph, on_policy, replayed
@@ -44,12 +42,8 @@ def graphs():
 
 
 def main():
-    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    args.add_argument('--windows', type=int, default=40)
-    args.add_argument('--seconds', type=float, default=0.2)
-    args = args.parse_args()
-    torch.set_num_threads(1)
-    print(header())
+    args = options_of(__doc__, windows=40, seconds=0.2)
+    args = begun(args)
     rows = []
     for name, n_envs, pipe in graphs():
         streams, costs = [iter(pipe), iter(clocked(pipe))], []

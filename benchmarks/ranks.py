@@ -6,7 +6,7 @@ A case is the learner, the number of rows in the joined batch, and the width of 
 batches are random numbers, and nothing is collected. Each rank has its share of the columns, and learns with `ranks.distributed`. The runs
 alternate: one process, then the ranks. The ranks sum through shared memory, or all by gloo over the loopback interface.
 """
-import argparse, math, os, statistics, tempfile
+import math, os, statistics, tempfile
 from contextlib import nullcontext
 from time import perf_counter
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from gymnasium.spaces import Box
-from report import header, spread, table
+from report import header, options_of, spread, table
 
 from rollpipe import ranks
 from rollpipe.agents import PPO, TRPO
@@ -97,11 +97,7 @@ def measure(*args):
 
 
 def main():
-    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    args.add_argument('--cases', nargs='+', default=['trpo:25000x256', 'trpo:2500x64', 'ppo:2048x64'])
-    args.add_argument('--ranks', type=int, default=2)
-    args.add_argument('--repeats', type=int, default=5)
-    args.add_argument('--updates', type=int, default=3)
+    args = options_of(__doc__, cases=['trpo:25000x256', 'trpo:2500x64', 'ppo:2048x64'], ranks=2, repeats=5, updates=3)
     args.add_argument('--gloo', action='store_true', help="sum by gloo, as ranks of several machines do")
     args = args.parse_args()
     rows, sums = [], {}

@@ -5,14 +5,13 @@
 Two workers with 32 environments each, on-policy fragments with GAE, T = 128, actor and critic MLPs 2x64, one torch thread. `Images` is that
 of `workers.py`. Ray is started before the clocks.
 """
-import argparse
 from itertools import islice
 from time import perf_counter, thread_time
 
 import numpy as np
 import torch
 from collect import installed
-from report import header, spread, table
+from report import header, options_of, spread, table
 from workers import Images, fragments, name, pipeline, rate
 
 from rollpipe.pipes import DataLoader2, EnvStepper, FragmentCollector, Lanes, ProcessReading, RayReading
@@ -109,10 +108,8 @@ PARTS = dict(throughput=throughput, overhead=overhead, weights=weights)
 
 
 def main():
-    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    args = options_of(__doc__, envs=['CartPole-v1', 'HalfCheetah-v5', 'Images'], repeats=5)
     args.add_argument('--only', nargs='+', choices=PARTS, default=list(PARTS))
-    args.add_argument('--envs', nargs='+', default=['CartPole-v1', 'HalfCheetah-v5', 'Images'])
-    args.add_argument('--repeats', type=int, default=5)
     args.add_argument('--seconds', type=float, default=2.0, help="length of one run")
     args = args.parse_args()
     torch.set_num_threads(1)

@@ -8,11 +8,11 @@ a forward and backward pass, and the two products that a trust-region step needs
 For comparison there are a hand-written loop that runs torch's layer from one row where any episode begins to the next, and torch's layer
 over the whole fragment without any reset (the floor). The runs are interleaved and give the same numbers.
 """
-import argparse, statistics
+import statistics
 from time import perf_counter
 
 import torch
-from report import header, spread, table
+from report import header, options_of, spread, table
 from torch.autograd import grad
 
 from rollpipe.layers import GRU, LSTM
@@ -89,11 +89,7 @@ def measure(cell, n_envs, kind, repeats):
 
 
 if __name__ == '__main__':
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--cells', nargs='+', default=['gru', 'lstm'])
-    parser.add_argument('--sizes', nargs='+', type=int, default=[8, 64])
-    parser.add_argument('--repeats', type=int, default=5)
-    parser.add_argument('--threads', type=int, default=1)
+    parser = options_of(__doc__, cells=['gru', 'lstm'], sizes=[8, 64], repeats=5, threads=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     print(header(('torch', 'rollpipe')))

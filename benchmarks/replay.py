@@ -8,13 +8,12 @@ is the call of a learner, which gives a `Fragment`. The floor gathers only the r
 1]`, from one tensor, because every replay memory must do that. Ratios are to this floor. "priorities" is the update after a sample, and
 "add" is the cost of adding a fragment, for each step. Repeats are interleaved.
 """
-import argparse
 from functools import partial
 from time import process_time
 
 import numpy as np
 import torch
-from report import header, spread, table
+from report import header, options_of, spread, table
 
 from rollpipe.pipes import Fragment, ReplayMemory
 
@@ -87,11 +86,7 @@ def measure(stream, args):
 
 
 if __name__ == '__main__':
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--capacity', type=int, default=1_000_000)
-    parser.add_argument('--size', type=int, default=256)
-    parser.add_argument('--rounds', type=int, default=2000)
-    parser.add_argument('--repeats', type=int, default=7)
+    parser = options_of(__doc__, capacity=1_000_000, size=256, rounds=2000, repeats=7)
     parser.add_argument('--path', help="map the steps to files below this folder")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,7 +1,32 @@
 """Parts of the output that all benchmarks share: the machine, the versions, the command, and medians with their spread."""
-import os, platform, statistics, sys
+import argparse, os, platform, statistics, sys
 from importlib.metadata import version
 from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+
+def options_of(doc: str, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser of the options of a benchmark.
+
+    Args:
+        doc: text of `--help`
+        **defaults: option -> its default, which has the option's type; a list is for an option with several values
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, x in defaults.items():
+        many = isinstance(x, list)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(x[0] if many else x), default=x, nargs='+' if many else None)
+    return parser
+
+
+def begun(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    "The options from the command line, with one thread for torch and the header printed."
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(header())
+    return args
 
 
 def processor() -> str:

@@ -9,12 +9,12 @@ The two libraries alternate, and repeat number i has seed i.
 PATH is the interpreter of an environment with `sb3-contrib`
 (`python -m venv DIR; DIR/bin/pip install sb3-contrib`).
 """
-import argparse, json, os, subprocess, sys
+import json, os, subprocess, sys
 from pathlib import Path
 from time import perf_counter
 
 import torch
-from report import header, spread, table
+from report import header, options_of, spread, table
 
 from rollpipe.agents import TRPO, evaluate
 from rollpipe.layers import Critic, MLPPolicy
@@ -66,13 +66,8 @@ def rows_of(env, args):
 
 
 def main():
-    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    args.add_argument('--envs', nargs='+', default=['CartPole-v1', 'Pendulum-v1'])
+    args = options_of(__doc__, envs=['CartPole-v1', 'Pendulum-v1'], repeats=5, steps=100_000, n_envs=8, n_steps=256)
     args.add_argument('--engines', nargs='+', default=['torch'], help="what acts while collecting: torch, onnxruntime")
-    args.add_argument('--repeats', type=int, default=5)
-    args.add_argument('--steps', type=int, default=100_000)
-    args.add_argument('--n-envs', type=int, default=8)
-    args.add_argument('--n-steps', type=int, default=256)
     args.add_argument('--episodes', type=int, default=20, help="number of episodes of the greedy evaluation afterwards")
     args.add_argument('--peer-python', metavar='PATH', help="interpreter of an environment with sb3-contrib")
     args.add_argument('--one', metavar='ENV', help="run one training in this process and print it as JSON")

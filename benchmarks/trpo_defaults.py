@@ -10,14 +10,14 @@ The final return is the mean of 20 fresh episodes of the greedy policy. The area
 of the training's own episodes, with straight lines between updates. A variant is compared with the defaults seed by seed; the interval
 has 95 % of the mean differences in a bootstrap over the seeds. With five seeds such an interval is too narrow rather than too wide.
 """
-import argparse, json, tempfile
+import json, tempfile
 from itertools import product
 from pathlib import Path
 from time import process_time
 
 import numpy as np
 import torch
-from report import header, table
+from report import header, options_of, table
 
 from rollpipe.agents import evaluate
 from rollpipe.settings.config import make_config
@@ -88,10 +88,9 @@ def finished(path) -> list:
 
 
 def main():
-    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    args = options_of(__doc__, seeds=5)
     args.add_argument('--envs', nargs='+', default=list(STEPS), choices=list(STEPS))
     args.add_argument('--variants', nargs='+', default=list(VARIANTS), choices=list(VARIANTS))
-    args.add_argument('--seeds', type=int, default=5)
     args.add_argument('--steps', type=int, help="number of steps, in place of those of each environment")
     args.add_argument('--out', type=Path, default=ROOT/'runs'/'trpo_defaults.jsonl', metavar='FILE')
     args.add_argument('--table', action='store_true', help="only print the table of what is in FILE")

@@ -8,13 +8,13 @@ checked that they arrive at the same weights. The hand-written one records the g
 without a further product. `VARIANTS` lists further ways to update. Making a preconditioner counts as part of the iterations.
 The critic is compared with 20 full-batch Adam steps. Runs are interleaved, and every run starts from the same state.
 """
-import argparse, copy, math, statistics
+import copy, math, statistics
 from time import perf_counter
 
 import gymnasium as gym
 import numpy as np
 import torch
-from report import header, spread, table
+from report import header, options_of, spread, table
 from torch import nn
 from torch.autograd import grad
 
@@ -209,10 +209,8 @@ def rows_of(case, runs):
 
 
 def main():
-    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    args = options_of(__doc__, repeats=5, threads=1)
     args.add_argument('--cases', nargs='+', default=['2048x64', '25000x64', '25000x256'], metavar='ROWSxWIDTH')
-    args.add_argument('--repeats', type=int, default=5)
-    args.add_argument('--threads', type=int, default=1)
     args = args.parse_args()
     torch.set_num_threads(args.threads)
     print(header())

@@ -7,13 +7,12 @@ learning rate is 0, so the work of all updates is alike. The floor is an update 
 its gradient, `clip_grad_norm_`, and torch's fused Adam, minibatch by minibatch, and for DQN the copies to the target network. It has no
 metrics, no checks, no normalisers, no invalid rows, and no true last observations where an episode was cut off. The two sides take turns.
 """
-import argparse
 from inspect import signature
 from itertools import cycle, islice
 from time import process_time
 
 import torch
-from report import header, spread, table
+from report import header, options_of, spread, table
 from torch import nn
 from torch.nn import functional as F
 
@@ -150,10 +149,8 @@ def measure(name, repeats, seconds):
 
 
 if __name__ == '__main__':
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, repeats=15, seconds=0.3)
     parser.add_argument('--only', nargs='+', choices=FLOORS, default=list(FLOORS))
-    parser.add_argument('--repeats', type=int, default=15)
-    parser.add_argument('--seconds', type=float, default=0.3)
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(header())

@@ -5,7 +5,7 @@
 On-policy fragments with GAE, T = 128, actor and critic MLPs 2x64, one torch thread. `Images` is an environment of 84x84x4 bytes whose
 step does nothing; its actor and critic read only every twelfth pixel, so that the transport of the images is measured.
 """
-import argparse, gc, os, signal, subprocess, sys
+import gc, os, signal, subprocess, sys
 from itertools import islice
 from pathlib import Path
 from time import monotonic, perf_counter, process_time
@@ -14,7 +14,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from collect import installed
-from report import header, spread, table
+from report import begun, options_of, spread, table
 
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes import DataLoader2, EnvStepper, FragmentCollector, FragmentStacker, ProcessReading, on_policy, remove
@@ -269,15 +269,11 @@ PARTS = dict(throughput=throughput, division=division, torchdata=torchdata, tran
 
 
 def main():
-    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    args = options_of(__doc__, envs=['CartPole-v1', 'Pendulum-v1', 'HalfCheetah-v5', 'Images'], repeats=5)
     args.add_argument('--only', nargs='+', choices=PARTS, default=list(PARTS))
-    args.add_argument('--envs', nargs='+', default=['CartPole-v1', 'Pendulum-v1', 'HalfCheetah-v5', 'Images'])
-    args.add_argument('--repeats', type=int, default=5)
     args.add_argument('--seconds', type=float, default=2.0, help="length of one run")
     args.add_argument('--fragments', type=int, default=10_000, help="number of fragments for the growth of memory")
-    args = args.parse_args()
-    torch.set_num_threads(1)
-    print(header())
+    args = begun(args)
     args.envs = [Images if env == 'Images' else env for env in args.envs if env == 'Images' or installed(env)]
     for part in args.only:
         print(f"\n{PARTS[part].__doc__}\n")
