@@ -1,6 +1,7 @@
 "Environments and actors whose evaluations are known, or go wrong; used by the tests of evaluations in other processes."
 import copy
 import os
+import random
 import signal
 import time
 
@@ -27,6 +28,11 @@ class Pays(gym.Env):
     def step(self, action):
         self.t += 1
         return np.full(1, self.t, np.float32), float(action), self.t == self.length, False, {}
+
+
+class Luck(Pays):
+    "Pays what Python's, numpy's and torch's global generators draw."
+    def step(self, action): return super().step(random.random() + 10*np.random.rand() + 100*float(torch.rand(())))
 
 
 class Gated(Pays):

@@ -150,6 +150,40 @@ def test_overwrite_removes_only_the_run(run, capsys):
     assert len(read_metrics(run)["steps"]) == 1 and (run/"notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("more", [[], ["--continue"]])
+def test_a_run_that_another_process_made_meanwhile_stays(more, tmp_path, capsys, monkeypatch):
+    from rollpipe.runs import folder
+    build, words = folder.build, ["train", "trpo", "CartPole-v1", "--out", tmp_path/"run", *SMALL, "--steps", 128]
+
+    def late(*args):
+        monkeypatch.setattr(folder, "build", build)
+        assert rollpipe(*words, "--seed", 1) == 0
+        return build(*args)
+    monkeypatch.setattr(folder, "build", late)
+    assert rollpipe(*words, "--seed", 0, *more) == 2
+    assert "has a run already" in capsys.readouterr().err and load_run(tmp_path/"run").config["seed"] == 1
+    assert not (tmp_path/"run"/"lock").exists() and rollpipe(*words, "--seed", 1, "--continue") == 0
+
+
+@pytest.mark.parametrize("words", [["demo"], ["train", "ppo", "CartPole-v1"], ["train", "ppo", "CartPole-v1", "--overwrite"],
+                                   ["train", "ppo", "CartPole-v1", "--continue"]])
+@pytest.mark.parametrize("config", ["{}", "[1]", "{"])
+def test_files_that_belong_to_no_run_stay(config, words, tmp_path, capsys):
+    (tmp_path/"videos").mkdir()
+    mine = {"config.json": config, "metrics.csv": "mine", "videos/holiday.mp4": "film"}
+    for name, text in mine.items(): (tmp_path/name).write_text(text)
+    assert rollpipe(*words, "--steps", 64, "--out", tmp_path, "--quiet", "--no-tensorboard") == 2
+    assert "got config.json, metrics.csv, videos" in capsys.readouterr().err
+    assert {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*.*")} == mine
+
+
+@pytest.mark.parametrize("name", ["checkpoint.safetensors", "config.json"])
+def test_what_is_left_of_a_run_can_be_replaced(name, run):
+    for path in [*run.iterdir()]:
+        if path.name not in (name, "metrics.csv"): path.unlink()
+    assert rollpipe("train", "trpo", "CartPole-v1", "--steps", 128, "--out", run, *SMALL, "--overwrite") == 0
+
+
 def test_what_failed_before_its_first_update_leaves_nothing(tmp_path):
     run = start(tmp_path/"a"/"b", make_config("trpo", "CartPole-v1"))
     discard(run)

@@ -1,12 +1,14 @@
 "Evaluation: whole episodes, no bias, modes restored, films."
 import copy
 import pickle
+import random
 from itertools import islice
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from evaluation_cases import Constant, Luck
 from PIL import Image
 from toys import Stepped
 
@@ -14,6 +16,7 @@ from rollpipe.agents import A2C
 from rollpipe.agents.evaluate import Evaluation, RandomActor, evaluate, quotas
 from rollpipe.layers import Actor, GaussianPolicy, MLPPolicy
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading, nested
+from rollpipe.pipes.data.random_states import GlobalRandomStates
 from rollpipe.pipes.envs.watching import check_film
 from rollpipe.pipes.data.errors import ActorError, DataError, EnvError
 from rollpipe.pipes.graph.torchdata import DataLoader2
@@ -74,6 +77,22 @@ def test_seeds_are_fresh_unless_given():
     policy = GaussianPolicy.for_env("Pendulum-v1", seed=0)
     a, b, c, d = (evaluate("Pendulum-v1", policy, 2, seed=s).returns for s in (1, 1, None, None))
     assert (a == b).all() and (a != c).all() and (c != d).all()
+
+
+def draws(): return random.random(), np.random.rand(), float(torch.rand(()))
+
+
+@pytest.mark.parametrize("seed", [1, None])
+def test_global_generators_of_the_evaluation_are_its_own(seed):
+    def returns(seed):
+        with GlobalRandomStates(): expected = draws()
+        found = evaluate(Luck, Constant(), 3, seed=seed).returns
+        assert draws() == expected       # and the next evaluation begins from other states
+        return found
+    a, b, other = returns(seed), returns(seed), returns(2)
+    assert (a != other).all() and (a == b).all() == (seed is not None)
+    with GlobalRandomStates(): c = returns(seed)
+    assert (returns(seed) == c).all() == (seed is not None)      # both begin from the same states
 
 
 def test_deterministic_takes_the_mode():

@@ -14,8 +14,8 @@ from itertools import islice
 
 import pytest
 import torch
-from evaluation_cases import (PATIENCE, Constant, Counts, Fails, Gated, Locked, Pays, Plain, begun, boom, check_same_as_here, kill, odd,
-                              same, train, until)
+from evaluation_cases import (PATIENCE, Constant, Counts, Fails, Gated, Locked, Luck, Pays, Plain, begun, boom, check_same_as_here, kill,
+                              odd, same, train, until)
 from worker_cases import gone, slack
 
 from rollpipe.agents import TRPO, ParallelEvaluation, evaluate
@@ -55,6 +55,15 @@ def started(evaluation):
 # --- what is evaluated
 
 def test_same_as_here(Evaluation): check_same_as_here(Evaluation)
+
+
+def test_global_generators_begin_anew_each_time(Evaluation):
+    actor = Constant()
+    with Evaluation(Luck, actor, 3, seed=1) as evaluation:
+        for _ in range(2):
+            evaluation.request()
+            [answer] = evaluation.wait(PATIENCE)
+            assert same(answer.evaluation, evaluate(Luck, actor, 3, seed=1))
 
 
 def test_of_the_version_it_says_while_training_goes_on(Evaluation):

@@ -4,6 +4,7 @@ import os
 import signal
 import warnings
 from datetime import timedelta
+from functools import reduce
 from itertools import islice
 
 import gymnasium as gym
@@ -53,29 +54,29 @@ def pipeline(agent, rank, n_steps=48):
     return FragmentStacker(AdvantageBuffer(lanes, agent.critic, gamma=0.99, lam=0.95), 2)
 
 
-def begin(rank, folder):
+def begin(rank, folder, n=N):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=N, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n, timeout=timedelta(seconds=60))
 
 
-def one_rank(rank, task, folder, *args):
+def one_rank(rank, n, task, folder, *args):
     "Run `task`, and keep what it returns, or the error that it raises."
     try:
-        begin(rank, folder)
+        begin(rank, folder, n)
         found = task(rank, folder, *args)
     except Exception as error: found = error
     torch.save(found, f"{folder}/{rank}")
     os._exit(0)              # without a word to the other rank
 
 
-def run(task, folder, *args):
+def run(task, folder, *args, n=N):
     """What `task(rank, folder, *args)` returns or raises in each rank; None for a rank that was killed.
 
     The ranks are children of a server without threads: other tests may have left threads in this process, which a fork does not take along.
     """
-    processes = [SERVER.Process(target=one_rank, args=(rank, task, folder, *args)) for rank in range(N)]
+    processes = [SERVER.Process(target=one_rank, args=(rank, n, task, folder, *args)) for rank in range(n)]
     try:
         for process in processes: process.start()
         for process in processes: process.join(120)
@@ -86,7 +87,7 @@ def run(task, folder, *args):
             process.kill()
             process.join()
             process.close()
-    return [torch.load(path, weights_only=False) if os.path.exists(path := f"{folder}/{rank}") else None for rank in range(N)]
+    return [torch.load(path, weights_only=False) if os.path.exists(path := f"{folder}/{rank}") else None for rank in range(n)]
 
 
 # --- the same step
@@ -189,6 +190,27 @@ def test_gloo_sums_as_shared_memory_does(kind, tmp_path):
     (_, gloo), _ = run(by_gloo, tmp_path/"gloo", many_updates, kind)
     for path, x, y in zip(nested.paths(memory), *map(nested.leaves, (memory, gloo))):
         assert torch.equal(torch.as_tensor(x), torch.as_tensor(y)), path
+
+
+def sums(rank, folder):
+    "Numbers of this rank, of several sizes, and their sums over ranks."
+    found = []
+    with ranks.distributed(learner()):
+        for size in (0, 1, 2, 5, 1000, 100_000):
+            for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
+                x = (1000 * torch.randn(size, generator=torch.Generator().manual_seed(rank))).to(dtype)
+                found.append((x, ranks.total(x)))
+    return found
+
+
+@pytest.mark.parametrize("task", [[sums], [by_gloo, sums]], ids=["memory", "gloo"])
+@pytest.mark.parametrize("n", [3, 4])
+def test_sums_are_in_the_order_of_the_ranks(n, task, tmp_path):
+    first, *more = task
+    found = run(first, tmp_path, *more, n=n)
+    for numbers in zip(*found):
+        expected = reduce(torch.add, [x for x, _ in numbers])
+        for _, total in numbers: assert total.equal(expected)
 
 
 def replay_updates(rank, folder, kind, n_extra=0):

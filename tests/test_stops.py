@@ -11,7 +11,7 @@ from rollpipe.pipes.data import files
 from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.results.collect import read_result
-from rollpipe.runs import Run, Wish, fork, resume, start, train
+from rollpipe.runs import Run, Wish, evaluations, fork, resume, start, train
 from rollpipe.runs.evaluations import read_evaluations, why_enough
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.logs import read_records
@@ -140,6 +140,23 @@ def test_a_run_that_is_killed_while_its_stop_is_saved_is_complete_later(tmp_path
     assert rollpipe("train", "--resume", run.folder, "--quiet", "--no-tensorboard") == 0
     found = read_result(run.folder, 1)
     assert found.state == "complete" and load_run(run.folder).config["stopped"] == found.config["stopped"] == run.config["stopped"]
+
+
+@pytest.mark.parametrize("kind", ["training", "last", "best"])
+def test_a_kill_after_one_of_the_last_evaluations_loses_no_record(kind, tmp_path, monkeypatch):
+    quietly(whole := made(tmp_path/"whole", steps=256, **EVERY))
+    real = evaluations.write_evaluations
+
+    def end(folder, records):
+        real(folder, records)
+        if (records[-1]["kind"], records[-1]["steps"]) == (kind, 256): raise Killed
+    run = made(tmp_path/"run", steps=256, **EVERY)
+    with monkeypatch.context() as context:
+        context.setattr(evaluations, "write_evaluations", end)
+        with pytest.raises(Killed): quietly(run)
+    assert rollpipe("train", "--resume", run.folder, "--quiet", "--no-tensorboard") == (2 if kind == "best" else 0)     # it is complete
+    one, two = ([(r["updates"], r.get("eval_return_mean")) for r in read_records(x.folder)] for x in (whole, run))
+    assert one == two and one[-1] == (4, means(run.folder)[-1])
 
 
 def test_after_some_time_it_stops(tmp_path, monkeypatch):

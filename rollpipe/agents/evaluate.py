@@ -21,6 +21,7 @@ from ..pipes.data import nested
 from ..pipes.data.action_masks import ActionMask
 from ..pipes.episodes import Trace, TraceRows
 from ..pipes.data.errors import DataError, EnvError, check_integer, describe
+from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.envs.factories import is_vector, spaces_of
 from ..pipes.envs.single import is_end
 from ..pipes.envs.sources import env_sources, instances_in
@@ -177,7 +178,8 @@ def evaluate(env: Any, actor: Any, n_episodes: int = 20, *, n_envs: int | None =
              device: Any = None) -> Evaluation:
     """Play exactly `n_episodes` fresh episodes in this process. Raises `DataError`, and the errors of `EnvStepper`.
 
-    If the window is closed, the result holds the episodes that have ended by then, perhaps none.
+    If the window is closed, the result holds the episodes that have ended by then, perhaps none. The global random generators of Python,
+    numpy and torch have states of the evaluation's own meanwhile, from `seed`.
 
     Args:
         env: gymnasium id, factory, instance, or list of those, see `EnvStepper`
@@ -211,7 +213,8 @@ def evaluate(env: Any, actor: Any, n_episodes: int = 20, *, n_envs: int | None =
     if on_limit == "cut": sources = cutters = [_Cutter(factory, max_steps, close) for factory in sources]
     stepper = EnvStepper(sources, actor, info_keys=(), seed=seed, explore=not deterministic, close=close, device=device)
     done, rows = [[] for _ in quota], TraceRows(len(quota)) if trace else None
-    with EvalMode(actor), closing(iter(stepper)) as ticks:  # pyright: ignore[reportArgumentType]  an iterator of a pipe can be closed
+    states = GlobalRandomStates(stepper.seed_sequence())     # for environments that draw from global generators
+    with states, EvalMode(actor), closing(iter(stepper)) as ticks:  # pyright: ignore[reportArgumentType]  an iterator of a pipe can be closed
         for b, *episode in _play(_until_closed(ticks, window) if window else ticks, quota, max_steps, rows):
             done[b].append((*episode, cutters is not None and cutters[b].env.cut))
             if on_episode: on_episode(*episode[:2])

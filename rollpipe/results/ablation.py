@@ -22,9 +22,9 @@ from .pairs import Ablation, Pairs, course, draw_pairs, pairs_page, pairs_text
 from .report import write_files
 from ..runs.changes import changed_run, options_in
 from ..runs.commands import Interrupted
-from ..runs.folder import files_of_run, folder_of, load_run, needed_modules
+from ..runs.folder import folder_of, load_run, needed_modules
 from ..runs.fork import fork
-from ..runs.locks import lock, unlock
+from ..runs.locks import files_of_run, lock, unlock
 from ..runs.logs import records_of
 from ..runs.repeat import checkpoint_at
 from ..settings.checks import ENDLESS, with_steps

@@ -17,13 +17,13 @@ from ..runs.commands import Interrupted, find_run
 from ..settings.config import build, make_config
 from ..runs.logs import is_complete, read_evaluations
 from .experiments import check_counts, python_words, run_all
-from ..runs.locks import lock, unlock
+from ..runs.locks import files_of_run, lock, unlock
 from ..settings.options import parse_seeds, typed
 from ..pipes.data.errors import CheckpointError, DataError, WorkerError
 from ..runs.progress import format_number
 from ..settings.files import read_table
 from .spec import SpecRow, Spec, get_value, need_value, published_of, read_spec, scale_of, tables_of
-from ..runs.folder import files_of_run, needed_modules
+from ..runs.folder import needed_modules
 
 # %% auto #0
 __all__ = ['BENCH', 'BENCH_FORMAT', 'Job', 'row_options', 'jobs_of', 'words_for_row', 'progress_of', 'read_bench', 'bench_file',

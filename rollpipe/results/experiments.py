@@ -20,7 +20,7 @@ from ..settings.options import parse_seeds, typed
 from ..pipes.data.errors import DataError, WorkerError
 from ..pipes.workers.guard import guard, unguard
 from ..ranks import launched
-from ..runs.folder import files_of_run
+from ..runs.locks import files_of_run
 from ..runs.signals import uninterrupted
 
 # %% auto #0

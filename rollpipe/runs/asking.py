@@ -22,8 +22,8 @@ from ..settings.config import build
 from ..settings.options import parse_env_kwargs
 from ..settings.overview import Parser
 from .changes import options_in
-from .folder import COSTS, folder_of, load_run
-from .locks import owner_of
+from .folder import folder_of, load_run
+from .locks import COSTS, owner_of
 from .logs import read_metrics, read_records
 from .mailbox import PAUSED, WISHES, ask
 from .progress import format_duration

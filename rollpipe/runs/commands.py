@@ -29,7 +29,8 @@ from ..settings.choice import settings_in
 from .progress import format_duration, format_number
 from ..ranks import process_group
 from .changes import before_edits
-from .folder import RUN_FILES, Run, agent_of, discard, files_of_run, folder_of, load_run, needed_modules, resume, start
+from .folder import Run, agent_of, discard, folder_of, load_run, needed_modules, resume, start
+from .locks import RUN_FILES, files_of_run
 from .training import train
 from ..traces.crash import CRASH
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -97,7 +97,7 @@ class Evaluations:
         news, self.news = self.news, []
         return news
 
-    def finish(self) -> list:
+    def finish(self) -> Iterable:
         "Wait for the evaluation under way, and for a last one. Returns `poll()`."
         self._take(self.evaluator.wait())
         self._ask()
@@ -155,17 +155,20 @@ class StepEvaluations(Evaluations):
         self._record("training", self.last["updates"], answer.evaluation)
         return perf_counter() - begun
 
-    def finish(self) -> list:
-        "Evaluate the last policy and the best one on `final_episodes` episodes each, unless that is done. Returns `poll()`."
+    def finish(self) -> Iterable:
+        """Evaluate the last policy and the best one on `final_episodes` episodes each, unless that is done.
+
+        Before, yield those of `poll()`, because with the final evaluations a run is complete, and nobody would record them later.
+        """
         run = self.run
         self.after_update()
+        yield from self.poll()
         self.records = [r for r in self.records if r["kind"] == "training" or r["steps"] == run.counters["steps"]]
         made, best = {r["kind"] for r in self.records}, load_run(run.folder, best=True)
         for kind, counters in (("last", run.counters), ("best", best.counters)):
             if kind in made: continue
             agent = run.agent if kind == "last" else agent_of(best, run.config.get("device", "cpu"))
             self._record(kind, counters["updates"], self._evaluated(kind, policy_of(agent)).evaluation)
-        return self.poll()
 
     def _evaluated(self, kind, actor) -> Evaluated:
         "Evaluate a policy in this process, after the present number of steps."

@@ -5,8 +5,7 @@
 # %% ../../nbs/runs/07_folder.ipynb #544bc97e
 from __future__ import annotations
 
-import math, shutil, sys
-from collections.abc import Iterable
+import math, sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from ..agents.schedules import with_eval_every
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
 from ..settings.checks import ENDLESS, check_decay, check_edits, check_room, is_over
 from ..settings.config import RUN_OPTIONS, RunOptions, build, device_of, run_options
-from .locks import lock, unlock
+from .locks import FORKED, RUN_FILES, check_free, lock, remove_run, unlock
 from .logs import is_complete, no_run
 from ..pipes.data import files, nested
 from ..pipes.data.chunks import ChunkFolder
@@ -28,16 +27,12 @@ from ..pipes.graph.edits import find
 from ..pipes.graph.modules import torch_threads
 from ..pipes.stepper import EnvStepper
 from ..ranks.collectives import check_size
-from ..traces.differences import FINGERPRINTS, JOURNAL
 
 # %% auto #0
-__all__ = ['FORKED', 'COSTS', 'RUN_FILES', 'Run', 'folder_of', 'start', 'discard', 'files_of_run', 'needed_modules', 'load_run',
-           'restore', 'for_policy', 'agent_of', 'rebuilt', 'resume']
+__all__ = ['Run', 'folder_of', 'start', 'discard', 'needed_modules', 'load_run', 'restore', 'for_policy', 'agent_of', 'rebuilt',
+           'resume']
 
 # %% ../../nbs/runs/07_folder.ipynb #318476a9
-FORKED, COSTS = "fork.safetensors", "costs.json"     # the checkpoint with which a fork begins; a `Profile` of the last seconds of training
-RUN_FILES = (FINGERPRINTS, JOURNAL, COSTS, FORKED, "config.json", "metrics.csv", "metrics.jsonl", "evaluations.jsonl", "best.safetensors",
-             *"checkpoint.safetensors paused replay ranks recording crash inbox curve.png tensorboard wandb wandb.json videos pack".split())
 _SIZES = "hidden", "state_size", "n_critics", "n_quantiles"     # options that decide how much memory networks take
 _COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0., resumes=0)
 
@@ -96,7 +91,8 @@ def folder_of(path: str | Path) -> Path:
 
 # %% ../../nbs/runs/07_folder.ipynb #c4515767
 def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
-    """A new run. Raises `DataError` if there is a run in the folder, and the errors of `build`, before anything is written.
+    """A new run. Raises `DataError` if there is a run in the folder, or what may be somebody else's under the names of its files, and the
+    errors of `build`, before anything is written.
 
     Args:
         folder: created if needed
@@ -104,13 +100,16 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
         overwrite: remove the files of a run in that folder, and nothing else
     """
     folder = Path(folder)
-    if files_of_run(folder) and not overwrite:
-        raise DataError(f"{folder} has a run already", expected="another folder, --overwrite, or --resume")
+    check_free(folder, overwrite)
     with torch_threads(config["threads"]): agent, pipe = build({**config, "folder": folder})    # so weights repeat
     config = with_exactness(_with_engine(config, agent, pipe), pipe)
     files.make_folder(folder)
     lock(folder)
-    _remove_run(folder)
+    try: check_free(folder, overwrite)      # another run may have begun there meanwhile
+    except BaseException:
+        unlock(folder)
+        raise
+    remove_run(folder)
     run = Run(folder, config, agent, pipe, dict(_COUNTERS), {}, Stream(config["inexact"], None, ChunkFolder(folder/"replay")), is_new=True)
     try:
         run.save()  # before the configuration, so that each run in a folder can be resumed, whenever the process ends
@@ -132,27 +131,9 @@ def _with_engine(config: dict, agent: Any, pipe: Any) -> dict:
 
 def discard(run: Run) -> None:
     "Remove the files of a run, and its folder if nothing else is in it."
+    remove_run(run.folder)
     unlock(run.folder)
-    _remove_run(run.folder)
     if not any(run.folder.iterdir()): run.folder.rmdir()
-
-
-def files_of_run(folder: str | Path) -> list:
-    "The paths of the files of a run that are in a folder."
-    found = [path for name in (*RUN_FILES, "curve-*.png") for path in Path(folder).glob(name)]
-    return [*found, *kept_checkpoints(Path(folder, "checkpoints")).values()]
-
-
-def _remove_run(folder: Path) -> None:
-    kept = folder/"checkpoints"
-    _remove(files_of_run(folder))
-    if kept.is_dir() and not any(kept.iterdir()): kept.rmdir()
-
-
-def _remove(paths: Iterable) -> None:
-    for path in paths:
-        if path.is_dir() and not path.is_symlink(): shutil.rmtree(path)
-        else: path.unlink(missing_ok=True)
 
 # %% ../../nbs/runs/07_folder.ipynb #c8b29057
 def _check_stored(found: Checkpoint) -> None:
@@ -305,7 +286,8 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
         if path.is_file() or config != found.config:      # or else a kill before the next checkpoint would lose it
             files.write_atomically(folder/"checkpoint.safetensors", found._replace(config=config).data())
         files.write_json(folder/"config.json", config)
-        _remove(path for steps, path in kept_checkpoints(folder/"checkpoints").items() if steps > counters["steps"])
+        for steps, path in kept_checkpoints(folder/"checkpoints").items():
+            if steps > counters["steps"]: path.unlink(missing_ok=True)
         return run
     except BaseException:
         unlock(folder)

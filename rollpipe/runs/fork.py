@@ -25,8 +25,8 @@ from ..settings.checks import ENDLESS
 from ..settings.config import device_of
 from ..settings.options import import_words, typed
 from .changes import changed_run, options_in, with_edit
-from .folder import FORKED, files_of_run, folder_of, load_run, needed_modules, resume
-from .locks import lock, locked, unlock
+from .folder import folder_of, load_run, needed_modules, resume
+from .locks import FORKED, files_of_run, lock, locked, unlock
 from .logs import MetricWriter, read_evaluations, records_of, write_evaluations
 from .repeat import checkpoint_at, edits_after, kept_of, repeated, steps_after, stored
 from ..traces.differences import FINGERPRINTS, JOURNAL, diff, read_fingerprints

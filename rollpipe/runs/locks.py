@@ -5,16 +5,18 @@
 # %% ../../nbs/runs/05_locks.ipynb #e4c16c09
 from __future__ import annotations
 
-import errno, os, stat, struct, sys
+import errno, json, os, shutil, stat, struct, sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..agents.checkpoint import kept_checkpoints
 from ..pipes.data import files
 from ..pipes.data.errors import DataError
+from ..traces.differences import FINGERPRINTS, JOURNAL
 
 # %% auto #0
-__all__ = ['lock', 'unlock', 'locked', 'owner_of']
+__all__ = ['FORKED', 'COSTS', 'RUN_FILES', 'lock', 'unlock', 'locked', 'owner_of', 'files_of_run', 'check_free', 'remove_run']
 
 # %% ../../nbs/runs/05_locks.ipynb #cc5f633b
 _locks = {}  # (process, folder) -> the open lock file
@@ -109,3 +111,50 @@ def owner_of(folder: Path) -> str:
             return "" if found[_TYPE] == fcntl.F_UNLCK else file.read().strip() or "unknown"
     except (ImportError, FileNotFoundError, DataError): return ""     # there is none, or what no training can have locked
     except OSError: return "unknown"     # another user, say
+
+# %% ../../nbs/runs/05_locks.ipynb #7e2b90c4
+FORKED, COSTS = "fork.safetensors", "costs.json"     # the checkpoint with which a fork begins; a `Profile` of the last seconds of training
+RUN_FILES = (FINGERPRINTS, JOURNAL, COSTS, FORKED, "config.json", "metrics.csv", "metrics.jsonl", "evaluations.jsonl", "best.safetensors",
+             *"checkpoint.safetensors paused replay ranks recording crash inbox curve.png tensorboard wandb wandb.json videos pack".split())
+
+
+def files_of_run(folder: str | Path) -> list:
+    """The paths of the files of a run that are in a folder.
+
+    A run has a checkpoint, or at least its configuration. Without them there is no run, and files with such names are somebody else's.
+    """
+    found = _named(folder)
+    return found if any(path.suffix == ".safetensors" for path in found) or _is_configured(folder) else []
+
+
+def _named(folder: str | Path) -> list:
+    found = [path for name in (*RUN_FILES, "curve-*.png") for path in Path(folder).glob(name)]
+    return [*found, *kept_checkpoints(Path(folder, "checkpoints")).values()]
+
+
+def _is_configured(folder: str | Path) -> bool:
+    try: return {"algorithm", "env", "options"} <= {*json.loads(Path(folder, "config.json").read_bytes())}
+    except (OSError, ValueError, TypeError): return False
+
+
+def check_free(folder: Path, overwrite: bool) -> None:
+    """Raise `DataError` if a new run would replace a run, or files that belong to none.
+
+    Args:
+        folder: the folder of the new run
+        overwrite: a run may be replaced
+    """
+    if files_of_run(folder):
+        if not overwrite: raise DataError(f"{folder} has a run already", expected="another folder, --overwrite, or --resume")
+    elif others := _named(folder):
+        raise DataError(f"{folder} has no run, but files that a run would replace, and that may be yours", expected="another folder",
+                        got=", ".join(sorted(path.name for path in others)))
+
+
+def remove_run(folder: Path) -> None:
+    "Remove the files of a run. Its checkpoints come last, or a kill would leave files of no run."
+    kept = folder/"checkpoints"
+    for path in sorted(_named(folder), key=lambda path: path.suffix == ".safetensors"):
+        if path.is_dir() and not path.is_symlink(): shutil.rmtree(path)
+        else: path.unlink(missing_ok=True)
+    if kept.is_dir() and not any(kept.iterdir()): kept.rmdir()

@@ -22,8 +22,8 @@ from ..pipes.data.files import write_atomically
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.graph.modules import torch_threads
 from .changes import before_edits, edited_run
-from .folder import FORKED, Run, load_run, resume, start
-from .locks import unlock
+from .folder import Run, load_run, resume, start
+from .locks import FORKED, unlock
 from .logs import records_of
 from .training import Updates, reading
 from ..traces.differences import FINGERPRINTS, JOURNAL, Parting, RunDifference, diff

@@ -24,7 +24,7 @@ from ..settings.config import reading_for
 from ..settings.options import import_words, typed
 from .evaluations import evaluations_of
 from .films import films_of
-from .locks import unlock
+from .locks import COSTS, unlock
 from .changes import adopt
 from .mailbox import Mailbox, attended, edit_is_due, made_again
 from .logs import MetricWriter
@@ -37,7 +37,7 @@ from ..pipes.recording.data_sampler import DataSampler
 from ..pipes.taps import Meter
 from .progress import Progress
 from .signals import signals_wait_for_saving, uninterrupted
-from .folder import COSTS, Run, needed_modules
+from .folder import Run, needed_modules
 
 # %% auto #0
 __all__ = ['reading', 'Wish', 'Updates', 'train']
