@@ -210,7 +210,8 @@ class _Capture:
             if getattr(x.__self__, x.__name__, None) == x: return ['method', x.__name__, self.value(x.__self__)]
             raise EnvError("the object of a method does not have it under its name", got=label_of(x))
         if kind is FunctionType and (found := cells_of(x)):
-            return ['function', label_of(x), {k: self.value(cell.cell_contents) for k, cell in found.items()}]
+            return ['function', label_of(x), {k: self.value(cell) for k, cell in found.items()}]
+        if kind is CellType: return ['cell', self.value(x.cell_contents)]     # functions may share it
         if kind is partial: return ['partial', *(self.value(y) for y in (x.func, x.args, x.keywords))]
         if isinstance(x, ITEMS): return ['items', name, [self.value(y) for y in x], getattr(x, 'maxlen', None), *self._beside(x)]
         if isinstance(x, dict): return ['dict', name, [[self.value(k), self.value(y)] for k, y in x.items()], *self._beside(x)]
