@@ -12,11 +12,14 @@ import pickle
 import queue
 import random
 import re
+import shutil
 import tempfile
 import threading
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from pathlib import Path
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path, PureWindowsPath
 from types import ModuleType, SimpleNamespace as Thing
 
 import gymnasium as gym
@@ -514,10 +517,84 @@ class Metres(float):
 
 
 @pytest.mark.parametrize("old, new", [(len, print), (Metres(1), Metres(2)), (dict, list), (json, pickle), (lambda x: x, lambda x: 2 * x),
-                                      (datetime.datetime(2024, 1, 1), datetime.datetime(2024, 1, 2)), (Path("a"), Path("b"))])
+                                      (os.path.join, os.path.split)])
 def test_what_stays_has_to_be_the_same(old, new):
     assert restore(capture(Thing(x=old)), Thing(x=old)).x is old
     with pytest.raises(EnvError, match="leaf env.x: the state does not fit"): restore(capture(Thing(x=old)), Thing(x=new))
+
+
+ZONE = datetime.timezone(datetime.timedelta(hours=2), "here")
+VALUES = [range(2, 9, 3), slice(1, None), Path("a/b"), PureWindowsPath("c:/x"), datetime.date(2024, 2, 3), datetime.time(3, fold=1),
+          datetime.datetime(2024, 2, 3, fold=1, tzinfo=ZONE), datetime.timedelta(3, 4), ZONE, Decimal("1.50"), Fraction(1, 3)]
+
+
+@pytest.mark.parametrize("x", VALUES, ids=repr)
+def test_values_come_back_whatever_a_new_environment_has(x):
+    for fresh in (x, None, VALUES[0], VALUES[2]):
+        found = restore(stored(capture(Thing(x=x))), Thing(x=fresh)).x
+        assert (type(found), found, repr(found)) == (type(x), x, repr(x))
+
+
+def easy(x): return 0.
+def hard(x): return x
+
+
+class Curriculum(World):
+    "From the 30th episode on something is different, which a test at the start does not see."
+    def __init__(self, kind):
+        self.kind, self.n, self.rule, self.track, self.span = kind, 0, easy, Path("a"), range(3)
+        self.limits, self.image = (gym.spaces.Box(-1, 1, shape) for shape in ((1,), (40, 40)))
+
+    def begin(self):
+        self.n += 1
+        if self.n != 30: return
+        if self.kind == "function": self.rule = hard
+        if self.kind == "path": self.track = Path("b")
+        if self.kind == "range": self.span = range(7)
+        if self.kind == "space": self.limits = gym.spaces.Box(-3, 3, (1,))
+        if self.kind == "bounds": self.limits.high[:] = 3
+        if self.kind == "image": self.image.low[3, 3] = 0
+        if self.kind == "spec": self.spec.kwargs["bonus"] = 5.
+
+    def noise(self):
+        found = np.clip(3 * self.np_random.normal(), self.limits.low, self.limits.high)[0] + self.rule(self.x) / 9
+        return found + len(self.span) + self.image.low[3, 3] + (self.track.name == "b") + (self.spec.kwargs.get("bonus", 0.) if self.spec else 0.)
+
+
+@pytest.mark.parametrize("kind", ["function", "path", "range", "space", "bounds", "image", "spec"])
+def test_what_changes_late_comes_back_or_is_refused(kind):
+    def make():
+        env = Curriculum(kind)
+        env.spec = gym.envs.registration.EnvSpec("Curriculum-v0", Curriculum, kwargs=dict(kind=kind))
+        return env
+    keeper = keeper_for(make, seconds=.1)
+    assert keeper.name == "attributes", keeper.failed
+    running, new = KeptEnv(make(), keeper), KeptEnv(make(), keeper)
+    for i in range(31): running.do("reset", dict(seed=i))
+    state = stored(running.kept.state())
+    if kind == "image":
+        told = r"leaf env.image.low: .*Expected numpy.ndarray float32 \(40, 40\) \d+, as when"
+        with pytest.raises(EnvError, match=told): new.kept.restore(state)
+    else:
+        new.kept.restore(state)
+        new.repeat(running.play(lambda: 1, 20, 30, np.inf))
+
+
+def test_functions_of_modules_that_an_environment_does_not_use_are_refused():
+    "A state that somebody has made could name any function for the environment to call."
+    state = capture(Thing(f=shutil.rmtree))
+    for f in (easy, shutil.copy, None):
+        with pytest.raises(EnvError, match="leaf env.f: .*Expected builtins.function shutil.rmtree"): restore(state, Thing(f=f))
+    assert restore(capture(Thing(f=hard)), Thing(f=easy)).f is hard and restore(capture(Thing(f=World)), Thing(f=easy)).f is World
+
+
+def test_a_space_of_an_earlier_version_is_read():
+    old, new = (Thing(space=gym.spaces.Box(-n, n, (2,))) for n in (1, 2))
+    state, kept = capture(old), json.loads(capture(old)["graph"])
+    for entry in kept[1]:
+        if entry[:2] == ["object", "gymnasium.spaces.box.Box"]:
+            entry[2] = {key: x for key, x in entry[2].items() if key not in ("low", "high", "bounded_below", "bounded_above")}
+    assert restore({**state, "graph": json.dumps(kept)}, new).space.high.tolist() == [2, 2]
 
 
 def test_methods_are_those_of_the_objects_that_had_them():

@@ -6,18 +6,19 @@
 __all__ = ['may_be_new', 'restore']
 
 # %% ../../../nbs/pipes/00_data/08_restoring.ipynb #15236415
-import json
+import json, sys
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
 from types import CellType, FunctionType
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 
 from .errors import EnvError, PipeError, describe_exception
-from .captures import ITEMS, MADE, all_attributes, attributes_of, cells_of, is_bound, label_of, set_attribute
-from .leaves import MISSING, Leaves, loaded_class
+from .captures import ITEMS, MADE, VALUES, all_attributes, attributes_of, cells_of, is_bound, label_of, set_attribute
+from .leaves import MISSING, Leaves, loaded, loaded_class
 from .simulators import name_of, through
 
 # %% ../../../nbs/pipes/00_data/08_restoring.ipynb #d80ff963
@@ -41,8 +42,9 @@ def may_be_new(cls: type) -> type:
 
 # %% ../../../nbs/pipes/00_data/08_restoring.ipynb #5f0c1a02
 class _Functions:
-    "Restores functions and methods, which are those of the new environment."
+    "Restores functions and methods, which are those of the new environment, and what cannot be changed."
     entries: list
+    modules: set
     todo: deque
     made: dict
     value: Any
@@ -50,6 +52,11 @@ class _Functions:
 
     def _stays(self, k, fresh, path, label):
         if fresh is not MISSING and label in (label_of(fresh), name_of(type(fresh))): return fresh     # an earlier version told no more
+        # Only a module whose objects or functions the environment has: a state could name any function for it to call.
+        beside = name_of(fresh).rpartition('.')[0] if isinstance(fresh, FunctionType) else ''
+        for found in loaded(label.rpartition(' ')[2]):
+            known = isinstance(found, (FunctionType, type)) and label_of(found) == label and name_of(found).rpartition('.')[0]
+            if known and known in {*self.modules, beside} and known.partition('.')[0] not in sys.stdlib_module_names: return found
         raise EnvError("the state does not fit this environment", leaf=path, expected=f"{label}, as when it was kept",
                        got="nothing" if fresh is MISSING else label_of(fresh))
 
@@ -75,6 +82,9 @@ class _Functions:
         self.todo.append(fill)
         return cell
 
+    def _value(self, k, fresh, path, name, code): return VALUES[name](*self.value(code, MISSING, path))
+    def _made(self, k, fresh, path, name, code): return MADE[name][0](*self.value(code, MISSING, path))
+
     def _partial(self, k, fresh, path, *codes):
         func, args, keywords = (self.value(code, getattr(fresh, part, MISSING), f'{path}.{part}')
                                 for code, part in zip(codes, ('func', 'args', 'keywords')))
@@ -98,7 +108,7 @@ class _Restore(Leaves, _Functions):
     "Gives the objects that `root` reaches the values of a capture. An entry is read by the method of its name."
     def __init__(self, graph, memory, root, name, strict, in_place):
         self.strict, self.in_place = strict, in_place
-        (code, self.entries), self.memory, self.made, self.used = graph, memory, {}, {}
+        (code, self.entries), self.memory, self.made, self.used, self.modules = graph, memory, {}, {}, set()
         self.todo, self.refills, self.last, waiting, self.is_second = deque(), [], [], [], False
         self.result = self.value(code, root, name)
         while self.todo or waiting:
@@ -135,7 +145,9 @@ class _Restore(Leaves, _Functions):
 
     def _fill(self, x, path, attributes, present_of):
         present = present_of(x) or {}
-        if self.strict and (lacking := sorted(present.keys() - attributes.keys())):
+        lacking = sorted(present.keys() - attributes.keys())
+        if isinstance(x, gym.Space): lacking = [key for key in lacking if not isinstance(present[key], np.ndarray)]     # an earlier version
+        if self.strict and lacking:
             raise EnvError("the state lacks an attribute that this environment has", leaf=f'{path}.{lacking[0]}')
 
         def fill(key, code):
@@ -149,8 +161,6 @@ class _Restore(Leaves, _Functions):
         x = self.take(k, fresh, name, path, how.new is None, itself=True)
         if x is None: x = how.new()
         return self._put(path, how.put, x, self.value(code, MISSING, path))
-
-    def _made(self, k, fresh, path, name, code): return MADE[name][0](*self.value(code, MISSING, path))
 
     def _own(self, k, fresh, path, name, code):
         x: Any = self._taken(k, fresh, path, name)
