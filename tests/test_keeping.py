@@ -558,7 +558,7 @@ class Curriculum(World):
 
     def noise(self):
         found = np.clip(3 * self.np_random.normal(), self.limits.low, self.limits.high)[0] + self.rule(self.x) / 9
-        return found + len(self.span) + self.image.low[3, 3] + (self.track.name == "b") + (self.spec.kwargs.get("bonus", 0.) if self.spec else 0.)
+        return found + len(self.span) + self.image.low[3, 3] + (self.track.name == "b") + self.spec.kwargs.get("bonus", 0.)
 
 
 @pytest.mark.parametrize("kind", ["function", "path", "range", "space", "bounds", "image", "spec"])
