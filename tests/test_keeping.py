@@ -1,6 +1,7 @@
 """The ways to keep a running environment: each is exact or refused, and what a capture says is never executed."""
 
 import array
+import ctypes
 import datetime
 import enum
 import functools
@@ -11,11 +12,14 @@ import pickle
 import queue
 import random
 import re
+import shutil
 import tempfile
 import threading
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from pathlib import Path
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path, PureWindowsPath
 from types import ModuleType, SimpleNamespace as Thing
 
 import gymnasium as gym
@@ -323,6 +327,97 @@ def test_an_own_state_is_taken_if_it_is_exact():
         assert ("differs" in keeper.failed.get("own", "")) == (make is not OtherPair)
 
 
+class Bag(dict): drawn = 0
+
+
+class Tagged(dict):
+    "A dict that is its own attributes."
+    def __init__(self, n):
+        self.__dict__ = self
+        self.n = n
+
+
+def rule(n): return lambda: n
+def bag(n):
+    found = Bag()
+    found.drawn = n
+    return found
+
+
+TABLE = np.arange(1., 7.).reshape(3, 2)
+SHARED = {     # kind -> constants, and what is read of one of them
+    "array": ([np.full(2, n) for n in (1., 2., 3.)], lambda x: x[1]), "row": (TABLE, lambda x: x[1]),
+    "read by numpy": ([torch.full((2,), n).numpy() for n in (1., 2., 3.)], lambda x: x[1]),
+    "tensor": ([torch.full((2,), n) for n in (1., 2., 3.)], lambda x: x[1].item()),
+    "network": ([torch.nn.Linear(1, 1) for _ in range(3)], lambda x: x(torch.ones(1)).item()),
+    "list": ([[1.], [2.], [3.]], lambda x: x[0]), "set": ([{1.}, {2.}, {3.}], lambda x: max(x)),
+    "deque": ([deque([n], 2) for n in (1., 2., 3.)], lambda x: x[0]), "dict": ([dict(n=n) for n in (1., 2., 3.)], lambda x: x["n"]),
+    "bag": ([bag(n) for n in (1., 2., 3.)], lambda x: x.drawn), "its own attributes": ([Tagged(n) for n in (1., 2., 3.)], lambda x: x.n),
+    "object": ([Thing(n=n) for n in (1., 2., 3.)], lambda x: x.n), "closure": ([rule(n) for n in (1., 2., 3.)], lambda x: x()),
+    "within": ([Thing(a=[dict(b=np.full(2, n))]) for n in (1., 2., 3.)], lambda x: x.a[0]["b"][1])}
+
+
+class Shared(World):
+    "Each episode has one of three constants, which no environment changes."
+    def __init__(self, kind): self.kind = kind
+    def begin(self): self.level = SHARED[self.kind][0][self.np_random.integers(3)]
+    def noise(self): return self.np_random.normal() + float(SHARED[self.kind][1](self.level))
+
+
+@pytest.mark.parametrize("name", ["attributes", "replay (episode)"])
+@pytest.mark.parametrize("kind", SHARED)
+def test_constants_of_a_class_or_module_stay_as_they_are(kind, name):
+    "A new environment holds one constant, and the state another one."
+    constants, read = SHARED[kind]
+    before, keeper, draw = [read(x) for x in constants], Keeper(name), lambda: 1
+    running = KeptEnv(Shared(kind), keeper)
+    running.do("reset", dict(seed=1))
+    for n in range(6):
+        running.play(draw, 20, 3, np.inf)
+        new = KeptEnv(Shared(kind), keeper)
+        new.kept.restore(stored(running.kept.state()))
+        assert [read(x) for x in constants] == before
+        new.repeat(running.play(draw, 20, n, np.inf))
+        running = new
+    assert keeper_for(lambda: Shared(kind)).name == "attributes" and [read(x) for x in constants] == before
+
+
+def anew(old, new):
+    restore(stored(capture(old)), new, in_place=lambda x: x is new)
+    return new
+
+
+def test_what_an_environment_holds_twice_is_one_object_again():
+    class Pair:
+        def __init__(self, n):
+            def put(x):
+                nonlocal n
+                n = x
+            self.get, self.put, self.tell = lambda: n, put, self.tell     # two functions with one variable; and a name that hides a method
+            self.items = [n]
+            self.also, self.append = self.items, self.items.append
+        def tell(self): return self
+    pair, constant = Pair(3), Pair(1)
+    new = anew(Thing(pair=pair, again=pair), Thing(pair=constant, again=None))
+    assert new.pair is new.again is new.pair.tell() and constant.tell() is constant
+    assert (new.pair.get(), constant.get(), new.pair.items, constant.items) == (3, 1, [3], [1])
+    new.pair.put(7)
+    new.pair.append(8)
+    assert (new.pair.get(), new.pair.also, constant.get(), constant.items) == (7, [3, 8], 1, [1])
+    found = [anew(Thing(x=torch.nn.Parameter(torch.ones(2))), Thing(x=torch.nn.Parameter(torch.zeros(2)))).x]
+    assert isinstance(found[0], torch.nn.Parameter) and found[0].requires_grad and found[0].tolist() == [1, 1]
+
+
+def test_memory_of_a_simulator_and_what_it_ends_get_the_values_themselves():
+    class Window:
+        def __init__(self, n): self.n = n
+        def __del__(self): ended.append(self.n)
+    ended, memory = [], (ctypes.c_double * 3)(1, 2, 3)
+    old, new = Thing(at=np.arange(3.), window=Window(1)), Thing(at=np.frombuffer(memory), window=Window(2))
+    window = new.window
+    assert anew(old, new).window is window and list(memory) == [0, 1, 2] and ended == []
+
+
 def test_an_environment_that_is_lent_is_left_alone():
     env = World()
     assert keeper_for(lambda: env).name == keeper_for(lambda: gym.Wrapper(env)).name == "none"
@@ -422,10 +517,84 @@ class Metres(float):
 
 
 @pytest.mark.parametrize("old, new", [(len, print), (Metres(1), Metres(2)), (dict, list), (json, pickle), (lambda x: x, lambda x: 2 * x),
-                                      (datetime.datetime(2024, 1, 1), datetime.datetime(2024, 1, 2)), (Path("a"), Path("b"))])
+                                      (os.path.join, os.path.split)])
 def test_what_stays_has_to_be_the_same(old, new):
     assert restore(capture(Thing(x=old)), Thing(x=old)).x is old
     with pytest.raises(EnvError, match="leaf env.x: the state does not fit"): restore(capture(Thing(x=old)), Thing(x=new))
+
+
+ZONE = datetime.timezone(datetime.timedelta(hours=2), "here")
+VALUES = [range(2, 9, 3), slice(1, None), Path("a/b"), PureWindowsPath("c:/x"), datetime.date(2024, 2, 3), datetime.time(3, fold=1),
+          datetime.datetime(2024, 2, 3, fold=1, tzinfo=ZONE), datetime.timedelta(3, 4), ZONE, Decimal("1.50"), Fraction(1, 3)]
+
+
+@pytest.mark.parametrize("x", VALUES, ids=repr)
+def test_values_come_back_whatever_a_new_environment_has(x):
+    for fresh in (x, None, VALUES[0], VALUES[2]):
+        found = restore(stored(capture(Thing(x=x))), Thing(x=fresh)).x
+        assert (type(found), found, repr(found)) == (type(x), x, repr(x))
+
+
+def easy(x): return 0.
+def hard(x): return x
+
+
+class Curriculum(World):
+    "From the 30th episode on something is different, which a test at the start does not see."
+    def __init__(self, kind):
+        self.kind, self.n, self.rule, self.track, self.span = kind, 0, easy, Path("a"), range(3)
+        self.limits, self.image = (gym.spaces.Box(-1, 1, shape) for shape in ((1,), (40, 40)))
+
+    def begin(self):
+        self.n += 1
+        if self.n != 30: return
+        if self.kind == "function": self.rule = hard
+        if self.kind == "path": self.track = Path("b")
+        if self.kind == "range": self.span = range(7)
+        if self.kind == "space": self.limits = gym.spaces.Box(-3, 3, (1,))
+        if self.kind == "bounds": self.limits.high[:] = 3
+        if self.kind == "image": self.image.low[3, 3] = 0
+        if self.kind == "spec": self.spec.kwargs["bonus"] = 5.
+
+    def noise(self):
+        found = np.clip(3 * self.np_random.normal(), self.limits.low, self.limits.high)[0] + self.rule(self.x) / 9
+        return found + len(self.span) + self.image.low[3, 3] + (self.track.name == "b") + self.spec.kwargs.get("bonus", 0.)
+
+
+@pytest.mark.parametrize("kind", ["function", "path", "range", "space", "bounds", "image", "spec"])
+def test_what_changes_late_comes_back_or_is_refused(kind):
+    def make():
+        env = Curriculum(kind)
+        env.spec = gym.envs.registration.EnvSpec("Curriculum-v0", Curriculum, kwargs=dict(kind=kind))
+        return env
+    keeper = keeper_for(make, seconds=.1)
+    assert keeper.name == "attributes", keeper.failed
+    running, new = KeptEnv(make(), keeper), KeptEnv(make(), keeper)
+    for i in range(31): running.do("reset", dict(seed=i))
+    state = stored(running.kept.state())
+    if kind == "image":
+        told = r"leaf env.image.low: .*Expected numpy.ndarray float32 \(40, 40\) \d+, as when"
+        with pytest.raises(EnvError, match=told): new.kept.restore(state)
+    else:
+        new.kept.restore(state)
+        new.repeat(running.play(lambda: 1, 20, 30, np.inf))
+
+
+def test_functions_of_modules_that_an_environment_does_not_use_are_refused():
+    "A state that somebody has made could name any function for the environment to call."
+    state = capture(Thing(f=shutil.rmtree))
+    for f in (easy, shutil.copy, None):
+        with pytest.raises(EnvError, match="leaf env.f: .*Expected builtins.function shutil.rmtree"): restore(state, Thing(f=f))
+    assert restore(capture(Thing(f=hard)), Thing(f=easy)).f is hard and restore(capture(Thing(f=World)), Thing(f=easy)).f is World
+
+
+def test_a_space_of_an_earlier_version_is_read():
+    old, new = (Thing(space=gym.spaces.Box(-n, n, (2,))) for n in (1, 2))
+    state, kept = capture(old), json.loads(capture(old)["graph"])
+    for entry in kept[1]:
+        if entry[:2] == ["object", "gymnasium.spaces.box.Box"]:
+            entry[2] = {key: x for key, x in entry[2].items() if key not in ("low", "high", "bounded_below", "bounded_above")}
+    assert restore({**state, "graph": json.dumps(kept)}, new).space.high.tolist() == [2, 2]
 
 
 def test_methods_are_those_of_the_objects_that_had_them():
@@ -500,9 +669,6 @@ def test_an_environment_that_differs_late_is_not_kept_by_its_attributes(): asser
 
 
 class OwnRandom(random.Random): pass
-
-
-class Bag(dict): drawn = 0
 
 
 class Draws50(World):
@@ -634,25 +800,26 @@ def text(x):
 
 
 @settings(deadline=None, max_examples=150)
-@given(trees, trees)
-def test_plain_data_come_back(tree, other):
+@given(trees, trees, st.booleans())
+def test_plain_data_come_back(tree, other, in_place):
     assert text(restore(stored(capture(tree)))) == text(tree)
-    a, b = Thing(tree=tree, both=[tree]), Thing(tree=other, both=[other])
-    restore(stored(capture(a)), b)
+    a, b, before = Thing(tree=tree, both=[tree]), Thing(tree=other, both=[other]), text(other)
+    restore(stored(capture(a)), b, in_place=lambda x: in_place or x is b)
     assert text(b.tree) == text(a.tree) and text(b.both) == text(a.both)
+    assert in_place or text(other) == before
     if isinstance(a.tree, (list, dict, np.ndarray)): assert b.tree is b.both[0]
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6), st.sampled_from([1, 2, -1])), min_size=1, max_size=4), st.booleans(),
-       st.data())
-def test_views_of_one_memory_stay_views_of_one_memory(cuts, torchy, data):
+       st.booleans(), st.data())
+def test_views_of_one_memory_stay_views_of_one_memory(cuts, torchy, in_place, data):
     def world(seed, cuts):
         base = np.random.default_rng(seed).normal(size=(6, 2))
         base = torch.from_numpy(base) if torchy else base
         return Thing(views=[base[i:j:abs(k)] if torchy else base[i:j:k].T for i, j, k in cuts], base=base)
     a, b = world(0, cuts), world(1, data.draw(st.permutations(cuts)))
-    restore(stored(capture(a)), b)
+    restore(stored(capture(a)), b, in_place=lambda x: in_place or x is b)
     for x in (a, b): x.base[data.draw(st.integers(0, 5)) if x is a else slice(None)] = a.base if x is b else 7.
     assert all(np.array_equal(x, y) for x, y in zip([a.base, *a.views], [b.base, *b.views]))
 

@@ -14,7 +14,7 @@ import torch
 
 from .captures import MADE, array_in, dtype_of
 from .errors import CheckpointError
-from .restoring import loaded_class
+from .leaves import loaded_class
 from .simulators import name_of
 
 # %% ../../../nbs/pipes/00_data/11_encoding.ipynb #2fc12a5a

@@ -66,6 +66,10 @@ class Kept:
     """
     def __init__(self, env: Any, name: str): self.env, self.name = env, name
 
+    def is_layer(self, x: Any) -> bool:
+        "Is `x` the environment, or another one within it, and so nothing that classes or modules hold?"
+        return x is self.env or isinstance(x, (gym.Env, gym.vector.VectorEnv))
+
     def reset(self, seed: Any = None, options: Any = None) -> None:
         "The environment is about to be reset with these arguments."
 
@@ -74,7 +78,7 @@ class Kept:
 
     def state(self) -> dict:
         "The state of the environment: texts, numbers and tensors, which later steps do not change. Raises `EnvError`."
-        def is_opaque(x): return (isinstance(x, (gym.Env, gym.vector.VectorEnv)) or x is self.env) and has_state(x)
+        def is_opaque(x): return self.is_layer(x) and has_state(x)
         return dict(keeper=self.name, **(capture(self.env, is_opaque) if self.name == 'own' else capture(self.env)))
 
     def restore(self, state: dict) -> None:
@@ -92,7 +96,7 @@ class Kept:
 
     def _restore(self, state):
         self.env.reset(seed=0)
-        restore(state, self.env)
+        restore(state, self.env, in_place=self.is_layer)
 
 
 class NotKept(Kept):
@@ -129,7 +133,7 @@ class KeptActions(Kept):
             raise EnvError("the state does not fit this environment", expected=' of '.join(classes), got=' of '.join(self._classes()))
         if state['before'] is not None:
             self.env.reset(seed=0)
-            restore(state['before'], self.env, strict=False)     # the reset makes anew what does not fit
+            restore(state['before'], self.env, strict=False, in_place=self.is_layer)     # the reset makes anew what does not fit
         self.before, self.resets = state['before'], list(resets)
         left = deque(resets)
         for t, action in enumerate([*self._actions(actions), None]):
