@@ -224,8 +224,9 @@ def edits_due(folder: Path, config: dict) -> list:
 def journal_of(run: Any) -> Journal:
     """The journal of a run, in rank 0. The fingerprint is kept before; if a resumed run has another one, the log says so.
 
-    It compares the updates that an exact resume makes once more. If their numbers are others, `train` raises `DataError` for a run that is
-    to be `exact` and has the same fingerprint; otherwise the log says so, and the metric `inexact`.
+    If it ends before the checkpoint, the log says so. It compares the updates that an exact resume makes once more. If their numbers are
+    others, `train` raises `DataError` for a run that is to be `exact` and has the same fingerprint; otherwise the log says so, and the
+    metric `inexact`.
     """
     if ranks.rank(): return Journal(None, run.counters, {})
     config = run.config
@@ -240,4 +241,7 @@ def journal_of(run: Any) -> Journal:
             raise DataError(what, leaf="exact", expected="the numbers of its journal; or in Python, a run with config['exact'] = False")
         _log.warning(what)
         run.counters["inexact"] = 1
-    return Journal(run.folder/JOURNAL, run.counters, networks_of(run.agent), config.get("edits", []), differs)
+    journal = Journal(run.folder/JOURNAL, run.counters, networks_of(run.agent), config.get("edits", []), differs)
+    if journal.ends < (n := run.counters["updates"]):
+        _log.warning(f"{journal.path} has lost what comes after update {journal.ends}; its checksums begin anew after update {n}")
+    return journal
