@@ -144,6 +144,10 @@ class StepEvaluations(Evaluations):
 
     def why_enough(self) -> str | None: return why_enough(self.run.config, [r["mean"] for r in self.records if r["kind"] == "training"])
 
+    def poll(self) -> list:
+        self.run.counters["evaluations"] = sum(r["kind"] == "training" for r in self.records)    # so it tells when some are lost
+        return super().poll()
+
     def after_update(self) -> float:
         "Evaluate if it is due. Returns for how long the training waited [s]."
         if not self.waits(): return 0.
@@ -165,7 +169,7 @@ class StepEvaluations(Evaluations):
             if kind in made: continue
             agent = run.agent if kind == "last" else agent_of(best, run.config.get("device", "cpu"))
             self._record(kind, counters["updates"], self._evaluated(kind, policy_of(agent)).evaluation)
-        return self.poll()
+        return super().poll()       # the counters stay those of the last checkpoint
 
     def _evaluated(self, kind, actor) -> Evaluated:
         "Evaluate a policy in this process, after the present number of steps."
