@@ -58,11 +58,15 @@ def save_checkpoint(path: str | Path, agent: Any, config: dict, counters: dict, 
 # %% ../../nbs/agents/12_checkpoint.ipynb #1ab5452f
 def load_checkpoint(path: str | Path) -> Checkpoint:
     """Read a checkpoint; nothing in it is executed. Raises `CheckpointError` if the file is missing, damaged, of another kind or too new.
+    For a run that keeps some, it names the newest one.
 
     Args:
         path: file that `save_checkpoint` wrote, with or without a checksum (format version 1)
     """
-    found = unpack(path, "checkpoint", FORMAT_VERSION)
+    try: found = unpack(path, "checkpoint", FORMAT_VERSION)
+    except CheckpointError as e:
+        if kept := last_kept(Path(path).parent/"checkpoints"): e.problem += f"; beside it, {kept} is the newest that was kept"
+        raise
     if lacking := {"config", "counters", "agent"} - found.keys():
         raise CheckpointError(f"{path}: damaged metadata ({', '.join(sorted(lacking))} is missing)")
     return Checkpoint(found["config"], found["counters"], found["agent"], *map(found.get, ("evaluated", "pipes", "stream")))
