@@ -73,8 +73,8 @@ def test_records_that_were_lost_are_told_and_stay_in_the_table(tmp_path, caplog)
         write(tmp_path, dict(steps=10 * n + 10, updates=n + 1), updates=n)
         assert rows(tmp_path)[:5] == table and [int(r["updates"]) for r in rows(tmp_path)] == [*range(1, n + 2)]
     assert read_metrics(tmp_path)["updates"].tolist() == [1, 2, 6, 7]
-    assert caplog.messages == [f"{path} has lost the updates 3 to 5; `rollpipe train --resume {kept}/checkpoint-000000020.safetensors` makes "
-                               "them again"]
+    words = f"rollpipe train --resume {kept}/checkpoint-000000020.safetensors"
+    assert caplog.messages == [f"{path} has lost the updates 3 to 5; `{words}` makes them again"]
     write(tmp_path, dict(steps=50, updates=5), updates=4)      # a resume from an earlier checkpoint
     assert rows(tmp_path)[:4] == table[:4] and len(rows(tmp_path)) == 5
 
