@@ -136,6 +136,30 @@ def test_from_an_earlier_checkpoint_later_evaluations_are_made_again(tmp_path):
     assert points(run.folder) == WHOLE and [r["resumes"] for r in found] == [0] * 6
 
 
+def test_lost_evaluations_are_told_and_refused_where_they_count(tmp_path, caplog, whole):
+    for name, rules in (("a", {}), ("b", dict(patience=9))):
+        learn(run := start(tmp_path/name, small(keep=20, checkpoint_every=1, **rules)))
+        assert load_run(run.folder).counters["evaluations"] == 3 and "evaluations" not in read_metrics(run.folder)
+        write_evaluations(run.folder, read_evaluations(run.folder)[:1])
+    a, b = tmp_path/"a", tmp_path/"b"
+    learn(resume(a, 704))
+    assert caplog.messages == [f"{a}/evaluations.jsonl has lost 2 of 3 evaluations"] and load_run(a).counters["evaluations"] == 2
+    assert points(a) == [("training", 0), ("training", 640), ("last", 704), ("best", 704)]
+    caplog.clear()
+    before = {path: path.read_bytes() for path in b.rglob("*") if path.is_file()}
+    words = f"rollpipe fork {b} --out OUT --set patience=0"
+    with pytest.raises(DataError, match=f"leaf patience: {b}/evaluations.jsonl has lost 2 of 3 evaluations. Expected .*; or `{words}`"):
+        resume(b, 704)
+    with pytest.raises(DataError, match="has lost 1 of 2 evaluations"): resume(b/"checkpoints"/"checkpoint-000000320.safetensors")
+    assert {path: path.read_bytes() for path in b.rglob("*") if path.is_file()} == before and not caplog.messages
+    assert rollpipe(*words.replace("OUT", str(tmp_path/"c")).replace("=0", "=0 --steps 704").split()[1:]) == 0
+    learn(resume(tmp_path/"c"))
+    learn(resume(b/"checkpoints"/"checkpoint-000000192.safetensors"))       # it has seen no more than what is left
+    assert [r["mean"] for r in results(b)] == [r["mean"] for r in results(whole.folder)]
+    write_evaluations(b, read_evaluations(b)[:2])
+    with pytest.raises(DataError, match=f"`rollpipe train --resume {b}/checkpoints/checkpoint-000000256.safetensors`"): resume(b, 704)
+
+
 def test_a_run_that_is_trained_further_has_its_last_evaluations_at_its_end(tmp_path):
     run = start(tmp_path/"run", small())
     learn(run)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 
-from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
+from rollpipe.agents.checkpoint import keep_checkpoint, load_checkpoint, save_checkpoint
 from rollpipe.pipes.data.files import write_atomically
 from rollpipe.pipes.data.errors import CheckpointError
 
@@ -124,6 +124,19 @@ def test_truncated(keep, tmp_path):
     data = good(tmp_path/"c")
     (tmp_path/"c").write_bytes(data[:int(len(data)*keep) if isinstance(keep, float) else keep])
     with pytest.raises(CheckpointError, match="damaged, or not a checkpoint"): load_checkpoint(tmp_path/"c")
+
+
+def test_what_is_damaged_names_the_newest_that_was_kept(tmp_path):
+    data = good(tmp_path/"checkpoint.safetensors")
+    for steps in (128, 256): keep_checkpoint(tmp_path/"checkpoints", data, steps, 2)
+    kept = tmp_path/"checkpoints"/"checkpoint-000000256.safetensors"
+    for bad in (data[:-1], data[:-1] + b"x", b""):
+        (tmp_path/"checkpoint.safetensors").write_bytes(bad)
+        with pytest.raises(CheckpointError, match=f"damaged.*; beside it, {kept} is the newest that was kept"):
+            load_checkpoint(tmp_path/"checkpoint.safetensors")
+    kept.write_bytes(bad)
+    with pytest.raises(CheckpointError) as e: load_checkpoint(kept)
+    assert "beside" not in str(e.value)
 
 
 @settings(deadline=None, max_examples=150)

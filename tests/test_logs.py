@@ -3,6 +3,7 @@ import csv
 import importlib.util
 import io
 import json
+import os
 
 import numpy as np
 import pytest
@@ -11,10 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from types import SimpleNamespace
 
+from rollpipe.agents.checkpoint import keep_checkpoint
 from rollpipe.agents.metrics import METRICS, EpisodeReturns
+from rollpipe.runs.folder import start
 from rollpipe.runs.logs import MetricWriter, read_metrics
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs.progress import Progress
+from rollpipe.runs.training import train
+from rollpipe.settings.config import make_config
 
 
 def write(folder, *records, **kwargs):
@@ -55,6 +60,36 @@ def test_records_after_the_checkpoint_are_dropped(tmp_path):
     write(tmp_path, dict(steps=25, updates=4), updates=3)
     read = read_metrics(tmp_path)
     assert read["steps"].tolist() == [10, 20, 20, 25] and read["updates"].tolist() == [1, 2, 3, 4]
+
+
+def test_records_that_were_lost_are_told_and_stay_in_the_table(tmp_path, caplog):
+    write(tmp_path, *({"steps": 10 * n, "updates": n, "my/x": n / 3} for n in range(1, 6)))
+    path, table = tmp_path/"metrics.jsonl", rows(tmp_path)
+    path.write_text("".join(path.read_text().splitlines(True)[:2]))
+    with open(tmp_path/"metrics.csv", "a") as file: file.write("damaged,row\n" + "60,6")
+    kept = tmp_path/"checkpoints"
+    for steps in (10, 20, 30): keep_checkpoint(kept, b"content", steps, 3)
+    for n in (5, 6):
+        write(tmp_path, dict(steps=10 * n + 10, updates=n + 1), updates=n)
+        assert rows(tmp_path)[:5] == table and [int(r["updates"]) for r in rows(tmp_path)] == [*range(1, n + 2)]
+    assert read_metrics(tmp_path)["updates"].tolist() == [1, 2, 6, 7]
+    words = f"rollpipe train --resume {kept}/checkpoint-000000020.safetensors"
+    assert caplog.messages == [f"{path} has lost the updates 3 to 5; `{words}` makes them again"]
+    write(tmp_path, dict(steps=50, updates=5), updates=4)      # a resume from an earlier checkpoint
+    assert rows(tmp_path)[:4] == table[:4] and len(rows(tmp_path)) == 5
+
+
+def test_what_a_checkpoint_has_counted_is_on_disk_before(tmp_path, monkeypatch):
+    run = start(tmp_path/"run", make_config("ppo", "CartPole-v1", dict(n_envs=2, n_steps=16), steps=64, checkpoint_every=1))
+    synced, fsync = [], os.fsync
+
+    def noted(number):
+        synced.extend(x.name for x in run.folder.iterdir() if os.path.samestat(x.stat(), os.fstat(number)))
+        fsync(number)
+    monkeypatch.setattr(os, "fsync", noted)
+    train(run, progress=False, tensorboard=False)
+    saved = [k for k, name in enumerate(synced) if name.startswith(".checkpoint.safetensors")]
+    assert len(saved) == 2 and all(synced[k - 2:k] == ["metrics.jsonl", "journal.jsonl"] for k in saved)
 
 
 def test_columns_of_an_older_version_are_brought_up_to_date(tmp_path):

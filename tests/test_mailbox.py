@@ -346,7 +346,7 @@ def test_signals_end_a_pause_and_a_dead_training_does_not_answer(tmp_path):
         child.communicate(timeout=60)
         assert child.returncode in (code, -number)
         if number == signal.SIGTERM: assert load_run(folder).counters["updates"] == n
-        with pytest.raises(DataError, match="no training in|did not answer within 0.2 s. .* it may be dead"): run.ask("save", timeout=.2)
+        with pytest.raises(DataError, match="no training in"): run.ask("save", timeout=.2)
         assert not (folder/"inbox").exists() and "paused" not in view(folder)
     assert (folder/"paused").exists()                       # it was killed
     train(resume(folder, steps=load_run(folder).counters["steps"] + 64), progress=False, tensorboard=False)
@@ -409,10 +409,11 @@ def test_links_pipes_and_folders_of_others_are_not_read(tmp_path, caplog):
         assert "is not used" in caplog.text and "edits" not in load_run(run.folder).config
         caplog.clear()
     assert [path.name for path in outside.iterdir()] == [f"{1:032x}.ask"]
-    (tmp_path/"run"/"lock").touch()
+    lock(tmp_path/"run")
     with suppress(OSError): os.rename(inbox, tmp_path/"gone")
     inbox.symlink_to(outside)
     with pytest.raises(DataError, match="is not used"): ask(run.folder.parent/"run", dict(do="save"))
+    unlock(tmp_path/"run")
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give a file to another user")

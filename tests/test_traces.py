@@ -21,6 +21,7 @@ from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 
 import rollpipe
 from rollpipe.agents import PPO
+from rollpipe.agents.checkpoint import kept_checkpoints
 from rollpipe.cli.main import main
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes import Lanes, Pipe, ProcessReading, Tap, on_policy
@@ -553,6 +554,26 @@ def test_a_run_without_a_journal_begins_one(whole, tmp_path):
     assert [(e.updates, e.since) for e in read_journal(run.folder/JOURNAL)] == [(3, 2)]
     assert str(diff(whole, run.folder)) == "no fingerprint to compare\nthe journals have no line of the same update"
     with pytest.raises(DataError, match="a journal from the first update on"): verify(run.folder)
+
+
+def test_a_journal_that_has_lost_lines_is_told_and_not_called_equal(whole, tmp_path, caplog):
+    run = start(tmp_path/"run", configured(steps=4608, keep=9, checkpoint_every=1))
+    train(run, progress=False, tensorboard=False)
+    path = run.folder/JOURNAL
+    lines = path.read_text().splitlines(True)
+    path.write_text(lines[0])
+    with pytest.raises(DataError, match="lost lines of its journal. Expected at most 1, got 20, and checksums of the updates up to 1 of 3"):
+        verify(run.folder)
+    assert verify(run.folder, 1).common == 1 and not caplog.messages
+    train(resume(run.folder, 6000), progress=False, tensorboard=False)
+    assert caplog.messages == [f"{path} has lost what comes after update 1; its checksums begin anew after update 3"]
+    assert [(e.updates, e.since) for e in read_journal(path)] == [(1, 0), (4, 3)]
+    with pytest.raises(DataError, match="checksums of the updates up to 1 of 4"): verify(run.folder, 60)
+    assert verify(run.folder, 1).common == 1
+    caplog.clear()
+    first, *_ = kept_checkpoints(run.folder/"checkpoints").values()      # the journal still reaches this one
+    train(resume(first, 6000), progress=False, tensorboard=False)
+    assert path.read_text() == (whole/JOURNAL).read_text() and not caplog.messages and verify(run.folder, 60).common == 4
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------

@@ -144,6 +144,10 @@ class StepEvaluations(Evaluations):
 
     def why_enough(self) -> str | None: return why_enough(self.run.config, [r["mean"] for r in self.records if r["kind"] == "training"])
 
+    def poll(self) -> list:
+        self.run.counters["evaluations"] = sum(r["kind"] == "training" for r in self.records)    # so it tells when some are lost
+        return super().poll()
+
     def after_update(self) -> float:
         "Evaluate if it is due. Returns for how long the training waited [s]."
         if not self.waits(): return 0.
@@ -162,7 +166,7 @@ class StepEvaluations(Evaluations):
         """
         run = self.run
         self.after_update()
-        yield from self.poll()
+        yield from super().poll()       # the counters stay those of the last checkpoint
         self.records = [r for r in self.records if r["kind"] == "training" or r["steps"] == run.counters["steps"]]
         made, best = {r["kind"] for r in self.records}, load_run(run.folder, best=True)
         for kind, counters in (("last", run.counters), ("best", best.counters)):

@@ -68,6 +68,7 @@ class Run(NamedTuple):
         "Write the checkpoint. After the first update, also keep it among the newest `config['keep']` checkpoints."
         stream, n = None if self.stream is None else self.stream.state(), self.config.get("keep", 0)
         data = Checkpoint(self.config, self.counters, self.agent.state_dict(), None, kept_states(self), stream).data()
+        for name in ("metrics.jsonl", JOURNAL): files.sync(self.folder/name)     # a power cut must not leave fewer updates there than here
         files.write_atomically(self.checkpoint, data)
         if n and self.counters["updates"]: keep_checkpoint(self.folder/"checkpoints", data, self.counters["steps"], n)
         if stream: self.stream.sweep([self.checkpoint, *self.folder.glob(FORKED), *kept_checkpoints(self.folder/"checkpoints").values()])
@@ -221,8 +222,7 @@ def restore(checkpoint: Checkpoint, resumes: int = 0, device: str | None = None)
     except (PipeError, ImportError): raise
     except Exception as e: raise CheckpointError(f"what the checkpoint describes cannot be built ({type(e).__name__}: {e})") from e
     try: agent.load_state_dict(checkpoint.agent_state)
-    except Exception as e:
-        raise CheckpointError(f"the checkpoint does not fit the agent ({type(e).__name__}: {e})") from e
+    except Exception as e: raise CheckpointError(f"the checkpoint does not fit the agent ({type(e).__name__}: {e})") from e
     return agent, pipe
 
 # %% ../../nbs/runs/07_folder.ipynb #bd6c05b6

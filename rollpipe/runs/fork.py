@@ -172,9 +172,9 @@ def fork(run: str | Path, out: str | Path, at: int | None = None, edits: Iterabl
         config = {**found.config, **{name: x for name, x in rules.items() if name not in options}, "stopped": None, "forked": origin}
         for path in (home/"checkpoint.safetensors", home/FORKED): stored(path, found, config)
         write_json(home/"config.json", config)
+        _copy_past(folder, home, found._replace(config=config))
         if changed: _check_resumed(folder, home, changed)
         ChunkFolder(home/"replay").sweep([home/FORKED])
-        _copy_past(folder, home, found._replace(config=config))
     return out
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..pipes.data.files import names_file, write_atomically
+from ..agents.checkpoint import last_kept
 from ..agents.metrics import METRICS, check_metrics, near_metric
 from ..agents.schedules import Every
 from ..pipes.data.errors import DataError
@@ -83,18 +84,34 @@ def _csv_line(cells: Iterable) -> str:
     return line.getvalue()
 
 # %% ../../nbs/runs/01_logs.ipynb #91132f1e
+def _lost(path: Path, records: list, updates: float) -> list:
+    "The rows of a CSV file up to so many updates that `metrics.jsonl` has lost."
+    known, found = {r.get("updates") for r in records}, []
+    with suppress(OSError, csv.Error):
+        for row in csv.DictReader(path.read_text("utf-8", "replace").split("\n")[:-1]):
+            try: record = {name: float(x) for name, x in row.items() if x}
+            except (TypeError, ValueError): continue    # a damaged row
+            if record.get("updates", math.nan) <= updates and record["updates"] not in known: found.append(record)
+    return found
+
+
 class _Table:
-    "The sink `metrics.csv`. `records()` reads `metrics.jsonl`, to which each record is written before this sink gets it."
+    """The sink `metrics.csv`. `records()` reads `metrics.jsonl`, to which each record is written before this sink gets it.
+
+    Earlier rows up to so many `updates` stay, also if `metrics.jsonl` has lost them.
+    """
     name = "metrics.csv"
 
-    def __init__(self, path: Path, records: Callable):
+    def __init__(self, path: Path, records: Callable, updates: float = math.inf):
         self.path, self.records, self.columns, self.file, self.is_whole = path, records, list(METRICS), None, True
+        self.lost = _lost(path, records(), updates)
         self.make()
 
     def make(self) -> None:
         "Replace the file by one with a row for every record."
         self.stop()
         records, own = self.records(), list(METRICS)
+        if self.lost: records = sorted(records + self.lost, key=lambda r: r.get("updates", 0))
         own += [name for name in dict.fromkeys(name for r in records for name in r) if name not in METRICS]
         write_atomically(self.path, (_csv_line(own) + "".join(_csv_row(r, own) for r in records)).encode())
         self.file, self.columns = open(self.path, "a", encoding="utf-8"), own
@@ -127,7 +144,8 @@ class MetricWriter:
     """Append records to `metrics.jsonl`, and give them to the sinks: `metrics.csv` and, if wanted, TensorBoard and Weights & Biases.
 
     A folder that already has records keeps those up to `updates` (by default all of them), loses an incomplete last line,
-    and gets a CSV file with the present columns. Raises the error of a sink that cannot be started.
+    and gets a CSV file with the present columns. If records before `updates` are missing, the log says so, and rows of the CSV file stay.
+    Raises the error of a sink that cannot be started.
 
     Args:
         folder: created if needed
@@ -141,11 +159,13 @@ class MetricWriter:
         self.folder, self._told = Path(folder), set()
         self.folder.mkdir(parents=True, exist_ok=True)
         old = [r for r in records_of(folder) if r.get("updates", 0) <= updates]
+        if (last := old[-1].get("updates", updates) if old else 0) < updates < math.inf:
+            self._tell_lost(last, updates, old[-1]["steps"] if old else 0)
         write_atomically(self.folder/"metrics.jsonl", "".join(map(_json_line, old)).encode())
         self._record, self._sinks = open(self.folder/"metrics.jsonl", "a", encoding="utf-8"), []
         self._failed = []
         try:
-            self._sinks.append(_Table(self.folder/"metrics.csv", lambda: read_records(folder)))
+            self._sinks.append(_Table(self.folder/"metrics.csv", lambda: read_records(folder), updates))
             if find_spec("tensorboard") if tensorboard == "auto" else tensorboard:
                 self._sinks.append(TensorBoard(folder, old[-1].get("steps", 0) if old else 0))
             if (self.folder/"wandb.json").is_file() if wandb is None else wandb:
@@ -153,6 +173,11 @@ class MetricWriter:
         except BaseException:
             self.close()
             raise
+
+    def _tell_lost(self, last, updates, steps):
+        again = last_kept(self.folder/"checkpoints", steps)
+        _log.warning(f"{self.folder/'metrics.jsonl'} has lost the updates {last + 1:.0f} to {updates:.0f}"
+                     + (f"; `rollpipe train --resume {again}` makes them again" if again else ""))
 
     def write(self, metrics: dict) -> None:
         "Add one record, which may hold own metrics. Raises as `check_metrics` does, if there is no `steps`, and if the disk is full."

@@ -172,7 +172,8 @@ def repeated(folder: Path, found: Checkpoint, updates: int, *edits: Callable, ho
 
 # %% ../../nbs/runs/16_repeat.ipynb #420561a4
 def verify(folder: str | Path, updates: int = 20, *edits: Callable) -> RunDifference:
-    """Train again what a run has trained, and compare. Raises `DataError` if the run cannot be repeated from its start.
+    """Train again what a run has trained, and compare. Raises `DataError` if the run cannot be repeated from its start, or if its journal
+    lacks some of these updates.
 
     Args:
         folder: folder of a run
@@ -185,11 +186,16 @@ def verify(folder: str | Path, updates: int = 20, *edits: Callable) -> RunDiffer
     run = load_run(folder)
     config, first = run.config, beginning(folder, run)
     begun, resumes = (first.counters["updates"], first.counters["resumes"]) if first.stream else (0, 0)
-    lines = [e for e in read_journal(folder/JOURNAL) if not e.since and e.resumes == resumes and e.updates > begun]
+    same = [e for e in read_journal(folder/JOURNAL) if e.resumes == resumes and e.updates > begun]
+    lines = [e for e in same if not e.since]
     if not lines: raise DataError(f"{folder} cannot be repeated", expected="a journal from the first update on")
     if config.get("ranks", 1) > 1:
         raise DataError(f"{folder} cannot be repeated in one process", expected="a run of one rank", got=f"ranks={config['ranks']}")
     last = next((e for e in lines if e.updates >= begun + updates), lines[-1])
+    made = max(same[-1].updates, run.counters["updates"] if run.counters["resumes"] == resumes else 0)
+    if last.updates < min(begun + updates, made):
+        raise DataError(f"{folder} has lost lines of its journal", leaf="updates", expected=f"at most {last.updates - begun}",
+                        got=f"{updates}, and checksums of the updates up to {last.updates} of {made}")
     with repeated(folder, first, last.updates, *edits) as (made, *_): found = diff(folder, made.run.folder)
     if config.get("workers") and (config["lag"] is None or config["order"] == "ready"):
         found.notes.append(f"with lag={config['lag']} and order={config['order']}, the stream depends on the speed of the workers")

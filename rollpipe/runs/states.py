@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import rollpipe.ranks as ranks
+from ..agents.checkpoint import last_kept
 from ..pipes.data.captures import capture
 from ..pipes.data.chunks import ChunkFolder
 from ..pipes.data.errors import CheckpointError, DataError, describe_exception
@@ -26,12 +27,13 @@ from ..settings.checks import check_edits, check_lanes
 from ..traces.differences import JOURNAL, keep_fingerprint, parting
 from ..traces.fingerprint import fingerprint, networks_of
 from ..traces.journal import Journal
+from .logs import EVALUATIONS, read_evaluations
 
 _log = logging.getLogger("rollpipe")
 
 # %% auto #0
 __all__ = ['states_of', 'load_states', 'edited', 'kept_states', 'check_taken', 'ordering', 'why_inexact', 'Stream',
-           'with_exactness', 'resumed_stream', 'edits_due', 'journal_of']
+           'with_exactness', 'check_evaluations', 'resumed_stream', 'edits_due', 'journal_of']
 
 # %% ../../nbs/runs/06_states.ipynb #24bdead5
 def states_of(pipe: IterDataPipe) -> dict:
@@ -177,11 +179,29 @@ def with_exactness(config: dict, pipe: Any) -> dict:
     return {**config, "inexact": reason}
 
 
+def check_evaluations(folder: Path, config: dict, counters: dict) -> None:
+    """Raise `DataError` if a run has lost evaluations up to a checkpoint, and `patience` counts them. Without it, the log tells of them.
+
+    Args:
+        folder: folder of the run
+        config: the configuration with which it goes on
+        counters: those of the checkpoint; `evaluations`, if it evaluates by steps: how many there were before the last update
+    """
+    if not config.get("eval_every") or not (n := counters.get("evaluations", 0)): return
+    found = [r for r in read_evaluations(folder) if r["kind"] == "training" and r["steps"] <= counters["steps"]]
+    if len(found) >= n: return
+    lost = f"{folder/EVALUATIONS} has lost {n - len(found)} of {n:.0f} evaluations"
+    if not config.get("patience"): return _log.warning(lost)
+    kept = last_kept(folder/"checkpoints", found[-1]["steps"] if found else -1)
+    words = ["train", "--resume", str(kept)] if kept else ["fork", str(folder), *"--out OUT --set patience=0".split()]
+    raise DataError(lost, leaf="patience", expected=f"all of them, because it counts them; or `{shlex.join(['rollpipe', *words])}`")
+
+
 def resumed_stream(folder: Path, pipe: IterDataPipe, found: Any, config: dict) -> Stream:
     """The stream that goes on in a pipeline. Environments are kept as the run has tested it when it started.
 
-    Raises `DataError` for more workers than lanes, if the number of workers would change an exact stream, and if a run that is to be
-    `exact` would begin new episodes.
+    Raises `DataError` as `check_evaluations` does, for more workers than lanes, if the number of workers would change an exact stream, and
+    if a run that is to be `exact` would begin new episodes.
 
     Args:
         folder: folder of the run
@@ -190,6 +210,7 @@ def resumed_stream(folder: Path, pipe: IterDataPipe, found: Any, config: dict) -
         config: the configuration with which it goes on
     """
     check_lanes(config["workers"], config["options"])
+    check_evaluations(folder, config, found.counters)
     if not found.counters["updates"]: shutil.rmtree(folder/"recording", ignore_errors=True)     # the run begins again
     if found.stream is not None and (now := ordering(config)) != (before := ordering(found.config)):
         raise DataError(f"workers={config['workers']} would change the stream, because lag and order count with workers alone",
@@ -224,8 +245,9 @@ def edits_due(folder: Path, config: dict) -> list:
 def journal_of(run: Any) -> Journal:
     """The journal of a run, in rank 0. The fingerprint is kept before; if a resumed run has another one, the log says so.
 
-    It compares the updates that an exact resume makes once more. If their numbers are others, `train` raises `DataError` for a run that is
-    to be `exact` and has the same fingerprint; otherwise the log says so, and the metric `inexact`.
+    If it ends before the checkpoint, the log says so. It compares the updates that an exact resume makes once more. If their numbers are
+    others, `train` raises `DataError` for a run that is to be `exact` and has the same fingerprint; otherwise the log says so, and the
+    metric `inexact`.
     """
     if ranks.rank(): return Journal(None, run.counters, {})
     config = run.config
@@ -240,4 +262,7 @@ def journal_of(run: Any) -> Journal:
             raise DataError(what, leaf="exact", expected="the numbers of its journal; or in Python, a run with config['exact'] = False")
         _log.warning(what)
         run.counters["inexact"] = 1
-    return Journal(run.folder/JOURNAL, run.counters, networks_of(run.agent), config.get("edits", []), differs)
+    journal = Journal(run.folder/JOURNAL, run.counters, networks_of(run.agent), config.get("edits", []), differs)
+    if journal.ends < (n := run.counters["updates"]):
+        _log.warning(f"{journal.path} has lost what comes after update {journal.ends}; its checksums begin anew after update {n}")
+    return journal

@@ -111,7 +111,7 @@ class Updates:
         self.journal.learned(counters)
         record = {**counters, **self.episodes.metrics(), **health(), "seconds_collect": collected, "steps_per_s": new_steps/duration}
         for answer in evaluated: record.update(answer.metrics)  # the newest comes last, and replaces the others
-        del record["resumes"]
+        for name in ("resumes", "evaluations"): record.pop(name, None)
         return added(record, metrics, "the learner", OF_THE_LOOP)
 
     def with_meters(self, record: dict) -> dict:

@@ -219,6 +219,7 @@ class Journal:
         self.since = self.written = counters["updates"]      # `written`: the update of the last line, or of the checkpoint
         self.batch, self.weights, self.again = {}, {}, {}    # `again`: update -> its line, for updates that are made once more
         rows = [] if self.path is None or not self.path.exists() else _entries(self.path)
+        self.ends = rows[-1][0].updates if rows else 0       # the update of the last line that was there
         last, self.sum = next(((e, total) for e, _, total in reversed(rows) if e.updates <= self.written), (None, 0))
         if last is not None and last.updates == self.written: self.since, self.batch, self.weights = last.since, last.batch, last.weights
         if differs: self.again = {e.updates: e for e, *_ in rows if e.updates > self.written and self._continues(e)}
