@@ -17,8 +17,8 @@ from toys import Counting, Limit, Memory, Nested, NestedMemory, Noted, Plain, Pr
 from rollpipe.runs.states import load_states, states_of
 from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import (
-    AdvantageBuffer, CheckInvariants, DataError, EnvStepper, EpisodeStats, FragmentCollector, FragmentStacker, FrameStack, GraphError, Lanes,
-    Minibatcher, NStep, ObservationCast, Pipe, RewardScaler, Tap, ToDevice, find_one, insert_after, on_policy, profile, rollouts,
+    AdvantageBuffer, CheckInvariants, DataError, EnvStepper, EpisodeStats, FragmentCollector, FragmentStacker, FrameStack, GraphError,
+    Lanes, Minibatcher, NStep, ObservationCast, Pipe, RewardScaler, Tap, ToDevice, find_one, insert_after, on_policy, profile, rollouts,
 )
 from rollpipe.pipes.advantage import values
 from rollpipe.pipes import frames
