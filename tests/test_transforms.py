@@ -117,6 +117,13 @@ def test_an_actor_never_sees_other_rewards_than_its_learner(scale):
         next(iter(rollouts("CartPole-v1", MLPPolicy.for_env("CartPole-v1"), n_envs=2, n_steps=4, lanes=2, seed=0, edits=lanes)))
 
 
+def test_rewards_do_not_change_below_their_advantages():
+    pipe = AdvantageBuffer(fragments([[(3, "term")]], 4), judge)
+    with pytest.raises(DataError, match="RewardScaler.*the advantages are those of other rewards.*Expected this pipe before `Adv"):
+        next(iter(RewardScaler(pipe)))
+    next(iter(AdvantageBuffer(RewardScaler(fragments([[(3, "term")]], 4)), judge)))
+
+
 def test_limits():
     class Jackpot(Counting):
         def step(self, action):

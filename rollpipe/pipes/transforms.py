@@ -129,7 +129,7 @@ class RewardScaler(Pipe):
             out[1:, columns] = self._scaled(rew[1:, columns], moments, ret[valid[:, columns]])
             out[0, columns] = before.last if follows else self._scaled(rew[0, columns], moments)
             lanes[lane] = _LaneRewards(seq, np.where(fin[-1, columns], 0., ret[-1]), out[-1, columns].copy())
-        return with_rewards(fragment, torch.from_numpy(out).to(fragment.state.rew.device))
+        with located(pipe=self): return with_rewards(fragment, torch.from_numpy(out).to(fragment.state.rew.device))
 
     def _scaled(self, rew, moments, ret=None):
         "`rew` in float32, scaled after the returns `ret` `[n]` have been included in the variance."

@@ -253,9 +253,13 @@ ENV_REWARD = 'rollpipe.reward'      # name of the info with the environment's re
 def with_rewards(fragment: Fragment, rew: Tensor) -> Fragment:
     """The fragment with new rewards. `env['rollpipe.reward']`, float32 `[T, B]`, keeps the rewards of the environment: see `env_rewards`.
 
+    Raises `DataError` if the fragment has advantages, which are those of the old rewards.
+
     Args:
         rew: float32 [T+1, B]: the new rewards
     """
+    if fragment.adv is not None:
+        raise DataError("the advantages are those of other rewards", leaf='adv', expected="this pipe before `AdvantageBuffer`", got="after it")
     if not isinstance(fragment.env, dict):
         raise DataError("infos without names have no place for the rewards", leaf='env', expected="a dict", got=type(fragment.env).__name__)
     env = {ENV_REWARD: fragment.state.rew[1:], **fragment.env}      # rewards that an earlier pipe has kept are the original ones
