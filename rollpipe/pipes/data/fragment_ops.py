@@ -259,7 +259,7 @@ def with_rewards(fragment: Fragment, rew: Tensor) -> Fragment:
         rew: float32 [T+1, B]: the new rewards
     """
     if fragment.adv is not None:
-        raise DataError("the advantages are those of other rewards", leaf='adv', expected="this pipe before `AdvantageBuffer`", got="after it")
+        raise DataError("the advantages are those of other rewards", leaf='adv', expected="this pipe before `AdvantageBuffer`")
     if not isinstance(fragment.env, dict):
         raise DataError("infos without names have no place for the rewards", leaf='env', expected="a dict", got=type(fragment.env).__name__)
     env = {ENV_REWARD: fragment.state.rew[1:], **fragment.env}      # rewards that an earlier pipe has kept are the original ones
