@@ -152,7 +152,7 @@ def check_integer(name: str, value: Any, least: int = 1, **where: Any) -> int:
     Raises:
         DataError: `value` is not an integer, is a bool, or is too small or too large. `where` (pipe, lane, env) names the culprit.
     """
-    if isinstance(value, Integral) and not isinstance(value, bool) and least <= value <= sys.maxsize: return int(value)
+    if isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= sys.maxsize: return int(value)
     most = f' and <= {sys.maxsize}' * is_between(value, sys.maxsize, inf)
     raise DataError('out of range', expected=f'an integer {name} >= {least}{most}', got=f'{name}={value!r}', **where)
 
