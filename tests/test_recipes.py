@@ -2,6 +2,7 @@
 from itertools import islice
 
 import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from reference import assert_same, snapshot
@@ -10,7 +11,7 @@ from toys import Counting, Lively, Plain, Present, Valued, judge
 from rollpipe.layers import CategoricalPolicy, Critic, GaussianPolicy, RecurrentPolicy
 from rollpipe.pipes import (
     AdvantageBuffer, DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, Minibatcher, Pipe,
-    RewardScaler, find, find_one, insert_after, on_policy, remove, replace, replayed,
+    RewardScaler, find, find_one, insert_after, on_policy, remove, replace, replayed, rollouts,
 )
 from rollpipe.pipes.graph.torchdata import DataLoader2
 
@@ -125,6 +126,19 @@ def test_an_edited_source():
     "The stepper itself can be replaced, and what follows runs on the new one."
     pipe = recipe(edits=[lambda p: replace(p, EnvStepper, lambda old: EnvStepper(lambda: Counting([(2, "trunc")]), old.actor, 3))])
     assert next(iter(pipe)).adv.shape == (5, 3)
+
+
+@pytest.mark.parametrize("edits", [Scaled.inserter(after=FragmentCollector, by=3.), Scaled, 3])
+@pytest.mark.parametrize("make", [rollouts, on_policy, replayed])
+def test_edits_are_a_list(make, edits):
+    given = [Plain(), judge] if make is on_policy else [Plain()]
+    with pytest.raises(DataError, match="`edits` is a list of functions pipe -> pipe"): make(Counting, *given, edits=edits)
+
+
+def test_an_integer_may_be_one_of_numpy():
+    pipe = rollouts(Counting, Plain(), n_envs=2, n_steps=np.int64(4), lanes=np.int32(2))
+    assert type(find_one(pipe, FragmentCollector).n_steps) is int and next(iter(pipe)).valid.shape == (4, 4)
+    with pytest.raises(DataError, match="an integer n_steps"): rollouts(Counting, Plain(), n_steps=np.bool_(True))
 
 
 def test_edits_are_applied_in_order_and_leave_the_original_usable():

@@ -204,6 +204,17 @@ def test_what_is_missing_unfinished_damaged_or_alone_is_said(tmp_path, capsys):
                  "one run has no interval", r"\| 1 of 4 \|.*\| 2.00 \| 2.00 \|"): assert re.search(told, out), told
 
 
+def test_evaluations_that_a_run_does_not_have_are_no_obstacle(tmp_path):
+    "One was never evaluated, and another one only at its end."
+    for seed in (0, 1): make_run(tmp_path/f"s{seed}", [0., 1., 2.], seed)
+    path = tmp_path/"s0"/"evaluations.jsonl"
+    path.write_text("".join(f"{line}\n" for line in path.read_text().splitlines() if json.loads(line)["kind"] != "training"))
+    (tmp_path/"s1"/"evaluations.jsonl").unlink()
+    results = read_results(tmp_path)
+    assert math.isnan(results.rows[0].results[0].best) and csv_text(results)
+    assert "seed 1 (it has no evaluations by steps)" in " ".join(notes_of(results))
+
+
 def test_a_return_that_is_not_a_number_is_shown_and_never_averaged(tmp_path, capsys):
     folder = make_bench(tmp_path/"a", [[0., 1., 2.], [0., 1., math.nan], [0., math.nan, 3.]])
     assert rollpipe("report", folder) == 0

@@ -18,7 +18,7 @@ from rollpipe.runs.states import edited, states_of
 from rollpipe.settings.config import build, make_config
 from rollpipe.runs.logs import read_evaluations, write_evaluations
 from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
-from rollpipe.pipes import DataError, EpisodeStats, Fragment, FragmentCollector, GraphError, Lanes, ProcessReading, nested
+from rollpipe.pipes import AdvantageBuffer, DataError, EpisodeStats, Fragment, FragmentCollector, GraphError, Lanes, ProcessReading, nested
 from rollpipe.pipes import on_policy, replayed, rollouts
 from rollpipe.pipes.data.errors import CheckpointError
 from rollpipe.pipes.data.fragment_ops import ENV_REWARD, env_rewards, pad_episodes
@@ -90,6 +90,12 @@ class Oracle:
                     self.all_sums.append(self.sums[key])
             out[:, b:b + 2] /= np.std(self.all_sums)
         return out
+
+
+def test_it_does_not_stand_below_advantages():
+    source = rollouts(Walk, MLPPolicy.for_env(Walk, seed=0), n_envs=2, n_steps=5, seed=0)
+    pipe = RND(AdvantageBuffer(source, Critic.for_env(Walk, seed=0)), networks())
+    with pytest.raises(DataError, match="RND.*the advantages are those of other rewards"): next(iter(pipe))
 
 
 @pytest.mark.parametrize("lanes", [1, 2])

@@ -101,8 +101,19 @@ def test_rows_that_are_no_transition_are_left_out_and_counted_nowhere():
     assert float(steps[3].total_reward) == float(fragment.state.rew[6])
 
 
+def test_the_totals_of_an_episode_whose_beginning_was_not_seen_are_unknown():
+    "In row 5 the first environment is within its first episode, and the second one begins its second episode."
+    fragments = list(islice(collector([[(9, "term")], [(5, "term")]]), 5))
+    whole = {numbers(s): float(s.total_reward) for s in Steps(IterableWrapper(fragments))}
+    for step in Steps(IterableWrapper(fragments[1:])):
+        _, env, episode, n = numbers(step)
+        if (env, episode) == (0, 0): assert n >= 5 and torch.isnan(step.total_reward)
+        else: assert float(step.total_reward) == whole[0, env, episode + env, n]
+
+
 @pytest.mark.parametrize("break_it", [lambda a, b, c: [a, c], lambda a, b, c: [a, a], lambda a, b, c: [b, a],
-                                      lambda a, b, c: list(islice(Minibatcher(IterableWrapper([a]), 2), 3))])
+                                      lambda a, b, c: list(islice(Minibatcher(IterableWrapper([a]), 2), 3)),
+                                      lambda a, b, c: list(Minibatcher(IterableWrapper([a, b, c]), 5, seed=0))])
 def test_refuses_fragments_out_of_order(break_it):
     fragments = break_it(*islice(collector(), 3))
     with pytest.raises(DataError, match="Steps, lane 0: fragments must come whole and in the order of collecting"):

@@ -17,14 +17,14 @@ from toys import Counting, Limit, Memory, Nested, NestedMemory, Noted, Plain, Pr
 from rollpipe.runs.states import load_states, states_of
 from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import (
-    AdvantageBuffer, CheckInvariants, DataError, EnvStepper, FragmentCollector, FragmentStacker, FrameStack, GraphError, Lanes, Minibatcher,
-    NStep, ObservationCast, Pipe, RewardScaler, Tap, ToDevice, find_one, insert_after, on_policy, profile, rollouts,
+    AdvantageBuffer, CheckInvariants, DataError, EnvStepper, EpisodeStats, FragmentCollector, FragmentStacker, FrameStack, GraphError,
+    Lanes, Minibatcher, NStep, ObservationCast, Pipe, RewardScaler, Tap, ToDevice, find_one, insert_after, on_policy, profile, rollouts,
 )
 from rollpipe.pipes.advantage import values
 from rollpipe.pipes import frames
 from rollpipe.pipes.frames import Stacks
-from rollpipe.pipes.data.fragment_ops import env_rewards
-from rollpipe.pipes.graph.torchdata import DataLoader2
+from rollpipe.pipes.data.fragment_ops import env_rewards, with_restarts
+from rollpipe.pipes.graph.torchdata import DataLoader2, IterableWrapper
 from rollpipe.pipes.workers.reading import ProcessReading
 
 fast = settings(deadline=None, max_examples=20)
@@ -115,6 +115,13 @@ def test_an_actor_never_sees_other_rewards_than_its_learner(scale):
         else:
             with pytest.raises(GraphError, match="RewardScaler: the actor sees its past rewards.*Expected .*scale=1"): next(iter(pipe))
         next(iter(rollouts("CartPole-v1", MLPPolicy.for_env("CartPole-v1"), n_envs=2, n_steps=4, lanes=2, seed=0, edits=lanes)))
+
+
+def test_rewards_do_not_change_below_their_advantages():
+    pipe = AdvantageBuffer(fragments([[(3, "term")]], 4), judge)
+    with pytest.raises(DataError, match="RewardScaler.*the advantages are those of other rewards.*Expected this pipe before `Adv"):
+        next(iter(RewardScaler(pipe)))
+    next(iter(AdvantageBuffer(RewardScaler(fragments([[(3, "term")]], 4)), judge)))
 
 
 def test_limits():
@@ -354,6 +361,25 @@ def test_each_frame_is_stored_once():
     for x, stack in zip(seen, frames):
         assert stack.frames.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()  # no copy
         assert len(stack.frames) == 17 * 2 and len(stack.past) == 3 * 2
+
+
+@pytest.mark.parametrize("pipe", [lambda p: FrameStack(p, 3), RewardScaler, lambda p: EpisodeStats(p, id)])
+def test_two_sources_with_the_same_lane_are_refused(pipe):
+    "Each begins anew in its turn, as a lane does, but then goes on at a number that the other one has had."
+    one, other = ([f for f in islice(Lanes(film([[(length, "trunc")]], 4), 1, seed=0), 6)] for length in (6, 7))
+    mixed = [f for both in zip(one, other) for f in both]
+    with pytest.raises(DataError, match="two sources have the same lane.*seq >= .*one `Lanes` for all"):
+        for _ in pipe(IterableWrapper(mixed)): pass
+
+
+@pytest.mark.parametrize("joined", [1, 2, 3])
+def test_a_lane_that_begins_anew_is_no_other_source(joined):
+    "It lost its worker, and its fragments may be joined with those from before."
+    one, other = (list(islice(film([[(6, "trunc")]], 4), 3)) for _ in range(2))
+    lane, stats = IterableWrapper([*one, *(with_restarts(f, 1) for f in other)]), []
+    for pipe in (FrameStack(FragmentStacker(lane, joined), 3), RewardScaler(FragmentStacker(lane, joined))): list(pipe)
+    for _ in EpisodeStats(FragmentStacker(lane, joined), stats.append): pass
+    assert [end.length for end in stats] == [6, 6, 6, 6]
 
 
 def test_frames_that_are_missing():

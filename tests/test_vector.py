@@ -3,6 +3,7 @@ import sys
 from functools import partial
 from itertools import islice
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import reference
@@ -252,6 +253,30 @@ def test_a_vector_of_an_id_is_what_single_environments_are(vector):
     for f, e in zip(fragments("CartPole-v1", actor, 30, 3, vector=vector, **kwargs), fragments("CartPole-v1", actor, 30, 3, **kwargs)):
         assert_same(f, e)
         assert len(f.final.t)
+
+
+class OneArray(gym.Env):
+    "Counts its steps in an array that it returns each time; an episode is truncated after five."
+    observation_space, action_space = Box(0, 9, (1,)), Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        self.count = getattr(self, "count", np.zeros(1, np.float32))
+        self.count[:] = 0
+        return self.count, {}
+
+    def step(self, action):
+        self.count += 1
+        return self.count, 1., False, bool(self.count == 5), {}
+
+
+gym.register("OneArray-v0", OneArray)
+
+
+@pytest.mark.parametrize("vector", ["sync", "async"])
+@pytest.mark.parametrize("env_kwargs", [{}, dict(wrappers=[gym.wrappers.OrderEnforcing])])
+def test_the_last_observation_stays_if_the_environment_writes_the_next_one_into_the_same_array(vector, env_kwargs):
+    f, = fragments("OneArray-v0", MLPPolicy.for_env("OneArray-v0"), 6, 1, n_envs=2, vector=vector, env_kwargs=env_kwargs)
+    assert f.final.obs.tolist() == [[5.], [5.]] and f.state.obs[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 0, 1]
 
 
 def test_a_factory_may_return_a_vector_environment():

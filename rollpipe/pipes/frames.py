@@ -15,8 +15,8 @@ from torch import Tensor
 from .data import nested
 from .data.captures import made_of
 from .data.fragment import Fragment, check_item
-from .data.errors import DataError, check_integer, describe
-from .data.fragment_ops import strands
+from .data.errors import DataError, check_integer, describe, located
+from .data.fragment_ops import continues, strands
 from .graph.pipe import Pipe
 from .graph.torchdata import IterDataPipe
 
@@ -159,9 +159,11 @@ class FrameStack(Pipe):
     def _pasts(self, fragment, images, lanes):
         "For each image, the `n - 1` frames `[n - 1, B, ...]` before row 0. Stores the last frames of this fragment for the next one."
         pasts = [x.new_zeros((self.n - 1, *x.shape[1:])) for x in images]
-        for lane, seq, columns in strands(fragment):
+        for strand in strands(fragment):
+            lane, seq, columns = strand
             before, kept = lanes.get(lane, (None, None))
-            follows = before is not None and before + 1 == seq and all(x.shape[1] == columns.stop - columns.start for x in kept)
+            with located(pipe=self): follows = continues(fragment, strand, None if before is None else before + 1)
+            follows = follows and all(x.shape[1] == columns.stop - columns.start for x in kept)
             if not follows and self.n > 1 and bool(fragment.state.stepno[0, columns].any()):
                 raise DataError("a fragment is missing before this one", pipe=self, lane=lane, leaf='seq', got=f"seq={seq}",
                                 expected="seq=0" if before is None else f"seq={before + 1}")

@@ -70,7 +70,7 @@ def rollouts(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 256
         pipe = _of_tensors(env, actor, n_steps, n_envs, options, only)
     else: pipe = FragmentCollector(EnvStepper(env, actor, n_envs, engine=engine, **options, **only), n_steps)
     pipe = FragmentStacker(Lanes(pipe, lanes, seed), lanes)
-    for edit in edits:
+    for edit in _listed(edits):
         pipe = edit(pipe)
         if not isinstance(pipe, IterDataPipe):
             raise GraphError(f"the edit {getattr(edit, '__name__', edit)!r} returned no pipe", expected="an IterDataPipe",
@@ -85,6 +85,11 @@ def _of_tensors(env, actor, n_steps, n_envs, options, only):
         if x is None: continue
         raise DataError("no option for environments made of tensors", pipe=TensorCollector, leaf=name, expected="None", got=repr(x))
     return TensorCollector(env, actor, n_steps, n_envs, **options)
+
+
+def _listed(edits):
+    if isinstance(edits, Sequence): return edits
+    raise DataError("`edits` is a list of functions pipe -> pipe", leaf='edits', expected="a list, also of one", got=describe(edits))
 
 
 def _seeded(pipe, seed):
@@ -128,7 +133,7 @@ def on_policy(env: Any, actor: Any, critic: Any = None, *, gamma: float = 0.99, 
         **kwargs: see `rollouts`
     """
     advantage = AdvantageBuffer.inserter(after=Lanes, critic=critic, gamma=gamma, lam=lam)
-    return rollouts(env, actor, edits=[advantage, *_scaler(reward_scale, gamma, actor), *edits], **kwargs)
+    return rollouts(env, actor, edits=[advantage, *_scaler(reward_scale, gamma, actor), *_listed(edits)], **kwargs)
 
 # %% ../../nbs/pipes/27_recipes.ipynb #d53f8f65
 @delegates(rollouts)
@@ -173,5 +178,5 @@ def replayed(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 4, 
                      prioritized=prioritized, alpha=alpha, beta=beta, zero_state=zero_state, path=path, frames=frames)
     rules = GoalRules(env, kwargs.get('env_kwargs')) if n_sampled_goal else None
     hindsight = [partial(Hindsight, rules=rules, n_sampled_goal=n_sampled_goal)] if rules else []
-    edits = [*_scaler(reward_scale, 1., actor), replay, *hindsight, *edits]
+    edits = [*_scaler(reward_scale, 1., actor), replay, *hindsight, *_listed(edits)]
     return rollouts(env, actor, n_envs=n_envs, n_steps=n_steps, terminal_obs=terminal_obs, edits=edits, **kwargs)

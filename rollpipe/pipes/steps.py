@@ -82,7 +82,6 @@ class Step(NamedTuple):
 
     def clone(self) -> 'Step': return nested.map(torch.clone, self)
     def detach(self) -> 'Step': return nested.map(Tensor.detach, self)
-
     def to(self, *args: Any, **kwargs: Any) -> 'Step':
         "As `torch.nn.Module.to`: moves all leaves to a device, and casts only floating-point leaves to a dtype."
         def move(x):
@@ -136,9 +135,9 @@ class Steps(Pipe):
 
     Steps come fragment by fragment in the order of collection (fragments that a `FragmentStacker` joined come one after another), then
     time step by time step, then environment by environment. Rows that are not transitions (`valid` False) are left out.
-    `total_reward` and `episode_n` continue across fragments, for each lane and environment. The leaves are views of the
-    fragment: if you keep only a few of many steps, `clone()` them. Fragments of whole episodes do not name their environment:
-    their `env_id` is 0, and `episode_n` counts the episodes of the lane.
+    `total_reward` and `episode_n` continue across fragments, for each lane and environment. If a lane begins within an episode,
+    `total_reward` is nan until it ends. The leaves are views of the fragment: if you keep only a few of many steps, `clone()` them.
+    Fragments of whole episodes do not name their environment: their `env_id` is 0, and `episode_n` counts the episodes of the lane.
 
     Raises `DataError` if a fragment is missing, comes twice or has been cut (place `Steps` above a `Minibatcher`), or if
     there is no info `image`.
@@ -175,22 +174,23 @@ class Steps(Pipe):
         (T, B), state, lane = fragment.valid.shape, fragment.state, 0 if fragment.lane is None else int(fragment.lane[0])
         if lane in lanes: self._check_order(fragment, lane, *lanes[lane])
         _, sums = lanes.get(lane, (0, EpisodeSums(B)))
+        sums.continue_at(state.stepno[0].numpy())     # a lane may begin within episodes
         total, episode_n = episode_totals(fragment, sums)
         lanes[lane] = 0 if fragment.seq is None else int(fragment.seq[0]) + 1, sums
-        one = torch.ones(T, B, dtype=torch.int64)
         step = Step(nested.getitem(state.obs, slice(T)), nested.getitem(state.act, slice(1, None)), next_observations(fragment),
                     fragment.term[1:], state.fin[1:] & ~fragment.term[1:], state.rew[1:], total, fragment.adv,
-                    one * torch.arange(B), one * lane, state.stepno[:T], episode_n, fragment.env[0])
+                    torch.arange(B).expand(T, B), torch.full((T, B), lane), state.stepno[:T], episode_n, fragment.env[0])
         keep = None if fragment.valid.all() else fragment.valid.flatten().nonzero()[:, 0]
         *fields, images, told = (_unbound(field, T * B if keep is None else len(keep), keep) for field in (*step, fragment.env[1]))
         return map(Step, *fields, [image if there else None for image, there in zip(images, told)])
 
     def _check_order(self, fragment, lane, seq, sums):
         "Raise `DataError` unless each fragment of a lane comes once, in order and with all environments. The totals require this."
-        came = seq if fragment.seq is None else int(fragment.seq[0])
-        if (came, fragment.n_envs) != (seq, len(sums.ret)):
+        came, begin, steps = seq if fragment.seq is None else int(fragment.seq[0]), fragment.state.stepno[0].tolist(), sums.length.tolist()
+        if (came, begin) != (seq, steps):
             raise DataError("fragments must come whole and in the order of collecting", pipe=self, lane=lane,
-                            expected=f"fragment {seq} of {len(sums.ret)} environments", got=f"fragment {came} of {fragment.n_envs}")
+                            expected=f"fragment {seq} of {len(steps)} environments, at the steps {steps[:9]} of their episodes",
+                            got=f"fragment {came} of {len(begin)}, at {begin[:9]}")
 
 # %% ../../nbs/pipes/23_steps.ipynb #45940b0d
 def _column(steps, before, after):

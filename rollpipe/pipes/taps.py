@@ -15,8 +15,8 @@ import numpy as np
 
 from .data.captures import has_own_state
 from .data.fragment import Fragment, Tick, check_item
-from .data.errors import DataError, check_integer, describe
-from .data.fragment_ops import env_rewards, strands
+from .data.errors import DataError, check_integer, describe, located
+from .data.fragment_ops import continues, env_rewards, strands
 from .data.restoring import may_be_new
 from .graph.pipe import Pipe
 from .graph.torchdata import IterDataPipe
@@ -190,9 +190,10 @@ class EpisodeAccount:
         s, found = fragment.state, []
         stepno, rew, fin = (x.cpu().numpy() for x in (s.stepno[0], env_rewards(fragment), s.fin[1:]))
         valid, term = fragment.valid.cpu().numpy(), fragment.term[1:].cpu().numpy()
-        for lane, seq, at in strands(fragment):
+        for strand in strands(fragment):
+            lane, seq, at = strand
             sums, expected = self.lanes.get(lane, (None, None))
-            is_next = seq is None or expected in (None, seq)
+            is_next = None in (seq, expected) or continues(fragment, strand, expected)
             if sums is None or len(sums.ret) != at.stop - at.start or not is_next: sums = EpisodeSums(at.stop - at.start)
             self.lanes[lane] = sums, None if seq is None else seq + 1
             sums.continue_at(stepno[at])
@@ -226,7 +227,7 @@ class EpisodeStats(Pipe):
             if isinstance(item, Tick): ends = account.see_tick(item)
             else:
                 check_item(item, Fragment, self)
-                ends = account.see_fragment(item)
+                with located(pipe=self): ends = account.see_fragment(item)
             for end in ends: self.sink(end)
             yield item
 

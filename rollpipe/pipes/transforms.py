@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .data import nested
 from .data.fragment import Fragment, Tick, check_item
-from .data.errors import DataError, GraphError, check_fraction, check_integer, describe, is_between
-from .data.fragment_ops import final_numbers, strands, with_rewards
+from .data.errors import DataError, GraphError, check_fraction, check_integer, describe, is_between, located
+from .data.fragment_ops import continues, final_numbers, strands, with_rewards
 from .graph.edits import find
 from .graph.pipe import Pipe
 from .data.returns import running_returns
@@ -119,15 +119,17 @@ class RewardScaler(Pipe):
     def _scale_fragment(self, fragment, moments, lanes):
         rew, fin = (x.cpu().numpy() for x in (fragment.state.rew, fragment.state.fin))
         valid, out = fragment.valid.cpu().numpy(), np.empty_like(rew)
-        for lane, seq, columns in strands(fragment):
+        for strand in strands(fragment):
+            lane, seq, columns = strand
             before, n = lanes.get(lane), columns.stop - columns.start
-            follows = before is not None and before.seq is not None and before.seq + 1 == seq and len(before.ret) == n
+            expected = None if before is None or before.seq is None else before.seq + 1
+            with located(pipe=self): follows = continues(fragment, strand, expected) and len(before.ret) == n
             discount = self.gamma * ~fin[:-1, columns]
             ret = running_returns(rew[1:, columns].astype(np.float64), discount, before.ret if follows else 0.)
             out[1:, columns] = self._scaled(rew[1:, columns], moments, ret[valid[:, columns]])
             out[0, columns] = before.last if follows else self._scaled(rew[0, columns], moments)
             lanes[lane] = _LaneRewards(seq, np.where(fin[-1, columns], 0., ret[-1]), out[-1, columns].copy())
-        return with_rewards(fragment, torch.from_numpy(out).to(fragment.state.rew.device))
+        with located(pipe=self): return with_rewards(fragment, torch.from_numpy(out).to(fragment.state.rew.device))
 
     def _scaled(self, rew, moments, ret=None):
         "`rew` in float32, scaled after the returns `ret` `[n]` have been included in the variance."

@@ -33,7 +33,7 @@ class Result(NamedTuple):
 
     Args:
         state: complete, unfinished, missing, or damaged
-        problem: why the run is damaged
+        problem: why the run is damaged, or has no numbers
         config: see `make_config`; empty if it is missing or damaged
         evaluations: see `read_evaluations`
         metrics: see `read_metrics`
@@ -59,7 +59,7 @@ class Result(NamedTuple):
     @property
     def best(self) -> float:
         "The largest mean return of the evaluations during the training; `nan` if one of them is `nan`, or if there is none."
-        return float(np.max(self.curve[1])) if self.evaluations else math.nan
+        return float(np.max(self.curve[1])) if self.curve[1] else math.nan
 
     @property
     def steps(self) -> int:
@@ -98,7 +98,8 @@ def read_result(folder: Path, seed: int) -> Result:
     except (PipeError, ValueError, OSError) as e: return Result(seed, folder, "damaged", str(e), {}, [], {})
     steps = max((r["steps"] for r in evaluations), default=0)
     is_complete = is_over(config, dict(steps=steps)) and is_evaluated(folder, steps)
-    return Result(seed, folder, "complete" if is_complete else "unfinished", "", config, evaluations, metrics)
+    problem = "" if evaluations else "it has no evaluations by steps"
+    return Result(seed, folder, "complete" if is_complete else "unfinished", problem, config, evaluations, metrics)
 
 # %% ../../nbs/results/04_collect.ipynb #b2d8f4a1
 def flat_config(config: dict) -> dict:

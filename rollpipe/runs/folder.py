@@ -27,6 +27,7 @@ from ..pipes.graph.edits import find
 from ..pipes.graph.modules import torch_threads
 from ..pipes.stepper import EnvStepper
 from ..ranks.collectives import check_size
+from ..traces.differences import JOURNAL
 
 # %% auto #0
 __all__ = ['Run', 'folder_of', 'start', 'discard', 'needed_modules', 'load_run', 'restore', 'for_policy', 'agent_of', 'rebuilt',

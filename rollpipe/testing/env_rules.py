@@ -26,9 +26,9 @@ from .contract import Report, same, snapshot
 
 # %% auto #0
 __all__ = ['ENV_SPACES', 'ENV_MADE', 'ENV_RESET', 'ENV_STEP', 'ENV_OBS_LIKE_SPACE', 'ENV_OBS_FINITE', 'ENV_OBS_WITHIN_BOUNDS',
-           'ENV_REWARD', 'ENV_FLAGS', 'ENV_INFO_STAYS', 'ENV_SPACES_STAY', 'ENV_SEED', 'ENV_CLOSE', 'ENV_RESUMABLE',
-           'TENSOR_ENV_MADE', 'TENSOR_ENV_RESET', 'TENSOR_ENV_STEP', 'TENSOR_ENV_NUMBERS', 'TENSOR_ENV_FINAL',
-           'check_env']
+           'ENV_LAST_OBS', 'ENV_REWARD', 'ENV_FLAGS', 'ENV_INFO_STAYS', 'ENV_SPACES_STAY', 'ENV_SEED', 'ENV_CLOSE',
+           'ENV_RESUMABLE', 'TENSOR_ENV_MADE', 'TENSOR_ENV_RESET', 'TENSOR_ENV_STEP', 'TENSOR_ENV_NUMBERS',
+           'TENSOR_ENV_FINAL', 'check_env']
 
 # %% ../../nbs/testing/01_env_rules.ipynb #fecd7417
 ENV_SPACES = "observation_space and action_space have a fixed-size array form (Box, Discrete, MultiBinary, MultiDiscrete, Dict, Tuple)"
@@ -38,6 +38,7 @@ ENV_STEP = "step(action) returns (observation, reward, terminated, truncated, in
 ENV_OBS_LIKE_SPACE = "observations have the structure, shapes and kinds of numbers of observation_space"
 ENV_OBS_FINITE = "observations are finite"
 ENV_OBS_WITHIN_BOUNDS = "observations lie within the bounds of observation_space"
+ENV_LAST_OBS = "reset() does not change the last observation of the episode before"
 ENV_REWARD = "the reward is one finite number"
 ENV_FLAGS = "terminated and truncated are one bool each"
 ENV_INFO_STAYS = "an info that is numeric where it first appears keeps its structure and shapes, or is left out"
@@ -96,9 +97,9 @@ def _play(report: Report, env: gym.Env, n_steps: int, seed: int) -> list:
     trace.append(reset(seed=seed))
     for _ in range(n_steps):
         with report.demand(ENV_STEP):
-            obs, rew, term, trunc, info = env.step(draw())
+            last, rew, term, trunc, info = env.step(draw())
             if not isinstance(info, dict): raise TypeError(f"info is {describe(info)}")
-        obs = _check_obs(report, obs, env.observation_space, spec[0])
+        obs = _check_obs(report, last, env.observation_space, spec[0])
         number = np.asarray(rew)
         is_number = number.ndim == 0 and number.dtype.kind in 'biuf' and math.isfinite(rew)
         report.check(ENV_REWARD, is_number, describe(rew))
@@ -106,7 +107,10 @@ def _play(report: Report, env: gym.Env, n_steps: int, seed: int) -> list:
             report.check(ENV_FLAGS, isinstance(flag, (bool, np.bool_)), f"{name} is {describe(flag)}")
         _check_info(report, info, forms)
         trace.append((obs, np.array(rew), bool(np.any(term)), bool(np.any(trunc))))
-        if np.any(term) or np.any(trunc): trace.append(reset())
+        if np.any(term) or np.any(trunc):
+            trace.append(reset())
+            is_same = same(_check_obs(report, last, env.observation_space, spec[0]), obs)
+            report.check(ENV_LAST_OBS, is_same, "it is the same array; a vector with the autoreset mode SameStep would lose it")
     report.check(ENV_SPACES_STAY, spaces == (env.observation_space, env.action_space), "they changed while it was stepped")
     return trace
 

@@ -14,7 +14,7 @@ import numpy as np
 from .distillation import Distillation
 from .novelty import Novelty
 from ...pipes.data.fragment import Fragment, check_item
-from ...pipes.data.errors import DataError, GraphError, PipeError, describe
+from ...pipes.data.errors import DataError, GraphError, PipeError, describe, located
 from ...pipes.data.fragment_ops import with_rewards
 from ...pipes.graph.pipe import Pipe
 from ...pipes.graph.torchdata import IterDataPipe
@@ -69,7 +69,7 @@ class RND(Pipe):
             raise
         rew = self.env_weight * fragment.state.rew
         rew[1:] += self.weight * novelty
-        return with_rewards(fragment, rew)
+        with located(pipe=self): return with_rewards(fragment, rew)
 
     def set_lane(self, lane: int, seed: np.random.SeedSequence) -> None:
         "Raise `GraphError`: `Lanes` calls this on the pipes above it. Their copies would learn separately."

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from itertools import islice
 from math import inf
+from numbers import Integral
 from typing import Any
 
 # %% auto #0
@@ -146,12 +147,12 @@ class WorkerError(PipeError):
 
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #3ca9ab08
 def check_integer(name: str, value: Any, least: int = 1, **where: Any) -> int:
-    """Return `value` if it is an integer >= `least` and small enough for an index. The error message calls it `name`.
+    """Return `value` as an int if it is an integer >= `least`, also one of numpy, and small enough. The error message calls it `name`.
 
     Raises:
         DataError: `value` is not an integer, is a bool, or is too small or too large. `where` (pipe, lane, env) names the culprit.
     """
-    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= sys.maxsize: return value
+    if isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= sys.maxsize: return int(value)
     most = f' and <= {sys.maxsize}' * is_between(value, sys.maxsize, inf)
     raise DataError('out of range', expected=f'an integer {name} >= {least}{most}', got=f'{name}={value!r}', **where)
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ENV_REWARD', 'same_keys', 'stack_rows', 'stack_infos', 'End', 'with_restarts', 'join', 'pad_episodes', 'strands',
-           'columns', 'pieces', 'unstacked', 'is_cut', 'final_numbers', 'observations_reached', 'next_observations',
-           'transitions', 'with_rewards', 'env_rewards']
+           'continues', 'columns', 'pieces', 'unstacked', 'is_cut', 'final_numbers', 'observations_reached',
+           'next_observations', 'transitions', 'with_rewards', 'env_rewards']
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #5899a8ef
 from collections.abc import Iterable, Iterator
@@ -122,11 +122,27 @@ def strands(fragment: Fragment) -> list:
     "The parts from which the fragment was joined, in the order of time: `(lane, seq, columns)`, where `columns` is a slice."
     n = fragment.n_envs
     if fragment.lane is None: return [(0, None, slice(0, n))]
-    lane, seq = fragment.lane.cpu().numpy(), fragment.seq.cpu().numpy()
-    cuts = np.flatnonzero((lane[1:] != lane[:-1]) | (seq[1:] != seq[:-1])) + 1
-    borders = [0, *cuts.tolist(), n]
-    parts = [(int(lane[i]), int(seq[i]), slice(i, j)) for i, j in zip(borders, borders[1:])]
-    return sorted(parts, key=lambda part: part[1])
+    restarts = torch.zeros_like(fragment.seq) if fragment.restarts is None else fragment.restarts
+    numbers = np.stack([x.cpu().numpy() for x in (restarts, fragment.seq, fragment.lane)])
+    borders = [0, *(np.flatnonzero((numbers[:, 1:] != numbers[:, :-1]).any(0)) + 1).tolist(), n]
+    parts = [(*numbers[:, i].tolist(), slice(i, j)) for i, j in zip(borders, borders[1:])]
+    return [(lane, seq, at) for _, seq, lane, at in sorted(parts, key=lambda part: part[:2])]
+
+
+def continues(fragment: Fragment, strand: tuple, expected: int | None) -> bool:
+    """Does a part of a fragment come right after the last fragment of its lane? False if this is unknown, or if fragments were lost.
+
+    Raises `DataError` if its lane has come further already. Only a lane that begins anew counts from 0 again, with a first step.
+
+    Args:
+        strand: one of the `strands`
+        expected: number of the next fragment of this lane; None: unknown
+    """
+    lane, seq, at = strand
+    if None in (seq, expected): return False
+    if seq >= expected or seq == 0 and not fragment.state.stepno[0, at].any(): return seq == expected
+    raise DataError("a fragment comes twice or too late, or two sources have the same lane", lane=lane, leaf='seq', got=f"seq={seq}",
+                    expected=f"seq >= {expected}; one `Lanes` for all sources that are mixed, or other lane numbers")
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #d4f3c844
 def columns(fragment: Fragment, index: Tensor) -> Fragment:
@@ -237,9 +253,13 @@ ENV_REWARD = 'rollpipe.reward'      # name of the info with the environment's re
 def with_rewards(fragment: Fragment, rew: Tensor) -> Fragment:
     """The fragment with new rewards. `env['rollpipe.reward']`, float32 `[T, B]`, keeps the rewards of the environment: see `env_rewards`.
 
+    Raises `DataError` if the fragment has advantages, which are those of the old rewards.
+
     Args:
         rew: float32 [T+1, B]: the new rewards
     """
+    if fragment.adv is not None:
+        raise DataError("the advantages are those of other rewards", leaf='adv', expected="this pipe before `AdvantageBuffer`")
     if not isinstance(fragment.env, dict):
         raise DataError("infos without names have no place for the rewards", leaf='env', expected="a dict", got=type(fragment.env).__name__)
     env = {ENV_REWARD: fragment.state.rew[1:], **fragment.env}      # rewards that an earlier pipe has kept are the original ones

@@ -18,6 +18,7 @@ import torch
 
 from ..data.atari import wrappers_in
 from ..data.errors import LEAST_BYTES, EnvError, SpaceError, check_memory, describe, describe_exception
+from ..data.last_obs import CopiesLastObs
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #0e4d2ea9
 def extra_for(env_id: str, error: Exception) -> str | None:
@@ -177,7 +178,6 @@ class VectorFactory:
             hint = extra_for(self.name, e)
             if isinstance(e, ModuleNotFoundError) and self.vector == 'envpool': hint = "`pip install 'rollpipe[envpool]'`"
             raise EnvError(f"the vector environment could not be made: {describe_exception(e)}", env=self.name, expected=hint) from e
-
         key = self.env_kwargs.get('with_action_mask')
         if self.vector in ('sync', 'async') or 'atari' not in self.env_kwargs and (
                 key is None or key in getattr(spaces_of(vec)[0], 'spaces', ())): return vec
@@ -192,6 +192,7 @@ class VectorFactory:
     def _gymnasium(self, kwargs, wrappers):
         options: dict[str, Any] = {}
         if self.vector != 'vector_entry_point':
+            wrappers = [*kwargs.pop('wrappers', wrappers), CopiesLastObs]
             options = dict(disable_env_checker=True, wrappers=wrappers)    # `VectorBatch` checks every step
             # Unlike NEXT_STEP this mode wastes no step, and unlike DISABLED it needs no second call.
             if hasattr(gym.vector, 'AutoresetMode'): options['vector_kwargs'] = dict(autoreset_mode='SameStep')
@@ -240,8 +241,7 @@ def space_spec(space: gym.Space, what: str = 'space') -> Any:
         raise SpaceError("this space is empty", leaf=what, expected="at least one integer", got=str(space))
     if isinstance(space, gym.spaces.Dict): return {k: space_spec(s, f"{what}[{k!r}]") for k, s in space.spaces.items()}
     if isinstance(space, gym.spaces.Tuple): return tuple(space_spec(s, f"{what}[{i}]") for i, s in enumerate(space.spaces))
-    array_like = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiBinary, gym.spaces.MultiDiscrete)
-    if not isinstance(space, array_like):
+    if not isinstance(space, (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiBinary, gym.spaces.MultiDiscrete)):
         raise SpaceError("this space has no fixed-size array form", leaf=what,
                          expected="Box, Discrete, MultiBinary, MultiDiscrete, or Dict and Tuple of them", got=str(space))
     return np.zeros(space.shape or (), space.dtype)
