@@ -21,7 +21,7 @@ from rollpipe.results.curves import curve_of, draw_curves, draw_profiles, profil
 from rollpipe.results.page import certificate, page
 from rollpipe.results.report import write_report
 from rollpipe.results.statistics import improvement, improvement_interval, interval, iqm, resampled, steps_to
-from rollpipe.results.tables import csv_text, curves_text, improvements, markdown, notes_of
+from rollpipe.results.tables import csv_text, curves_text, improvements, markdown, notes_of, on_scales, together
 
 HOSTILE = "_<script>alert('1')</script>&\"|`=[a](b)$\\frac$\\"
 
@@ -192,6 +192,15 @@ def test_labels_are_compared_in_the_environments_that_both_have(tmp_path):
     assert (at[0], at[10], at[15], at[35], at[100]) == (1, .75, .75, .25, 0)
     bad = labelled(tmp_path/"b", [*rows[:2], ("B", "CartPole-v1", [20., math.nan])])
     assert not improvements(bad) and "P(A" not in markdown(bad).split("IQM is")[0]
+
+
+def test_environments_with_more_runs_do_not_count_for_more(tmp_path):
+    "Quantiles over all runs are defined for equal numbers of them. With others there is a note."
+    results = labelled(tmp_path/"a", [("A", "CartPole-v1", [100.] * 5), ("A", "Acrobot-v1", [0., 0.])])
+    assert not on_scales(results) and draw_profiles(results) is None
+    assert "A: no figure over all environments, because they have 5, 2 runs." in notes_of(results)
+    (_, n, middle, _), = together(labelled(tmp_path/"b", [("A", "CartPole-v1", [100.] * 2), ("A", "Acrobot-v1", [0., 0.])]))
+    assert (n, middle) == (2, .5)
 
 
 def test_what_is_missing_unfinished_damaged_or_alone_is_said(tmp_path, capsys):

@@ -116,13 +116,15 @@ def table_of(results: Results) -> list:
 def on_scales(results: Results) -> dict:
     """Label -> for each of its environments with a scale, the last returns of its runs on that scale.
 
-    Labels with fewer than two such environments, or with a return that is not a number, are left out.
+    Labels with fewer than two such environments, with other numbers of runs in some of them, or with a return that is not a number, are
+    left out: an environment would count by the number of its runs.
     """
     found: dict = {}
     for row in results.rows:
         if not row.scale or not row.complete: continue
         found.setdefault(row.label, []).append((row.finals("last") - row.scale[0])/(row.scale[1] - row.scale[0]))
-    return {label: strata for label, strata in found.items() if len(strata) > 1 and np.isfinite(np.concatenate(strata)).all()}
+    return {label: strata for label, strata in found.items()
+            if len(strata) > 1 and len({*map(len, strata)}) == 1 and np.isfinite(np.concatenate(strata)).all()}
 
 
 def together(results: Results) -> list:
@@ -170,6 +172,11 @@ def notes_of(results: Results) -> list:
         if stopped: notes.append(f"{what}: stopped before its last step: seed {', '.join(stopped)}.")
         resumed = [run.seed for run in row.results if run.resumes]
         if resumed: notes.append(f"{what}: went on after an interruption, with new episodes: seed {', '.join(map(str, resumed))}.")
+    scaled: dict = {}
+    for row in results.rows:
+        if row.scale and row.complete: scaled.setdefault(row.label, []).append(len(row.complete))
+    for label, n in scaled.items():
+        if len({*n}) > 1: notes.append(f"{label}: no figure over all environments, because they have {', '.join(map(str, n))} runs.")
     return notes
 
 
