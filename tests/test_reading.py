@@ -24,7 +24,7 @@ from rollpipe.pipes import (
     ActorError, DataError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, Minibatcher, ProcessReading, WorkerError,
     on_policy, rollouts,
 )
-from rollpipe.pipes.graph.edits import nodes
+from rollpipe.pipes.graph.edits import insert_after, nodes
 from rollpipe.pipes.taps import EpisodeStats, Tap, Throughput
 from rollpipe.pipes.graph.torchdata import DataLoader2, InProcessReadingService
 
@@ -32,6 +32,14 @@ from rollpipe.pipes.graph.torchdata import DataLoader2, InProcessReadingService
 # --- whoever collects, it is the same stream
 
 def test_torchdatas_service_makes_no_difference(): assert_same(learned(InProcessReadingService()), learned_serially())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_shuffle_below_the_lanes_keeps_the_seed_of_the_recipe(num_workers):
+    def shuffled(): return rollouts(Counting, Plain(), n_envs=1, n_steps=3, lanes=3, seed=0,
+                                    edits=[lambda pipe: insert_after(pipe, Lanes, lambda x: x.shuffle(buffer_size=3))])
+    with DataLoader2(shuffled(), reading_service=ProcessReading(num_workers)) as loader: found = [x.lane.tolist() for x in islice(loader, 6)]
+    assert found == [x.lane.tolist() for x in islice(shuffled(), 6)] != [[0, 1, 2]] * 6
 
 
 @pytest.mark.parametrize("method, workers", [("spawn", 1), ("forkserver", 3)])

@@ -172,7 +172,7 @@ class WorkerReading:
 
     def initialize(self, pipe: IterDataPipe) -> IterDataPipe:
         "Return the graph with `WorkerLanes`. `DataLoader2` calls this."
-        self.end = pipe
+        self.end, self.seeds = pipe, None
         if self.num_workers == 0: return pipe
         pipe, seeded = _with_lanes(pipe, self.num_workers)
         for k in range(len(find(pipe, Lanes))):
@@ -186,8 +186,10 @@ class WorkerReading:
         return pipe
 
     def initialize_iteration(self, seed_generator: Any, iter_reset_fn: Any = None) -> None:
-        "Seed the graph, as `InProcessReadingService` does. `DataLoader2` calls this."
+        "Seed the graph, but for pipes of torch that have a seed already, such as that of the recipe. `DataLoader2` calls this."
+        if self.seeds is None: self.seeds = [(p, p._seed) for p in nodes(self.end) if getattr(p, '_seed', None) is not None]
         torchdata.set_graph_random_seed(self.end, seed_generator)
+        for pipe, seed in self.seeds: pipe.set_seed(seed)
 
     def finalize_iteration(self) -> None:
         "Do nothing, because an iteration itself ends its workers, when it is complete or left early."
