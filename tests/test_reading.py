@@ -38,7 +38,8 @@ def test_torchdatas_service_makes_no_difference(): assert_same(learned(InProcess
 def test_a_shuffle_below_the_lanes_keeps_the_seed_of_the_recipe(num_workers):
     def shuffled(): return rollouts(Counting, Plain(), n_envs=1, n_steps=3, lanes=3, seed=0,
                                     edits=[lambda pipe: insert_after(pipe, Lanes, lambda x: x.shuffle(buffer_size=3))])
-    with DataLoader2(shuffled(), reading_service=ProcessReading(num_workers)) as loader: found = [x.lane.tolist() for x in islice(loader, 6)]
+    with DataLoader2(shuffled(), reading_service=ProcessReading(num_workers)) as loader:
+        found = [x.lane.tolist() for x in islice(loader, 6)]
     assert found == [x.lane.tolist() for x in islice(shuffled(), 6)] != [[0, 1, 2]] * 6
 
 

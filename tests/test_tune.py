@@ -68,6 +68,13 @@ def test_the_printed_command_trains_an_environment_that_a_module_registers(here,
     assert found["imports"] == ["courtyard"] and found["options"]["encoder"] == {"images": "conv"}
 
 
+@pytest.mark.parametrize("seeds, others", [("7", "0-4"), ("0,1", "2-6"), ("3-5", "6-10")])
+def test_the_printed_command_has_seeds_that_the_search_has_not_seen(here, curves, capsys, seeds, others):
+    curves(lambda options: [0.])
+    assert main(["tune", "ppo", "CartPole-v1", *SMALL, "--trials", "1", "--seeds", seeds]) == 0
+    assert f"--seeds {others}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("words", [[], ["--preset", "none"]])
 def test_the_preset_is_complete_whatever_the_package_has(here, curves, monkeypatch, words):
     "What the search took from a preset of the package is in the file, and what it did not take is not added to it."

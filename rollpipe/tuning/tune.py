@@ -142,7 +142,8 @@ def _write(search, study) -> str:
     if best is None: raise WorkerError(f"no trial is complete, {len(failed)} failed{'; the first error: ' + failed[0] if failed else ''}")
     config = search.config(best.params, 0)
     values = complete_values(config, [*search.given, *best.params, "steps"])
-    train = shlex.join(typed(["rollpipe", "train", args.algorithm, args.env, "--config", search.out, "--seeds", "0-4",
+    first = 0 if min(search.seeds) > 4 else max(search.seeds) + 1       # seeds that the search has not seen
+    train = shlex.join(typed(["rollpipe", "train", args.algorithm, args.env, "--config", search.out, "--seeds", f"{first}-{first + 4}",
                               *import_words(getattr(args, "imports", ()))]))
     returns = " ".join(f"{x:.0f}" for x in best.user_attrs["returns"])
     comments = [f"{returns}: mean returns of {EPISODES} episodes after {config['steps']} steps, seeds {' '.join(map(str, search.seeds))}, "
