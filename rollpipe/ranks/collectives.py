@@ -22,7 +22,7 @@ from ..pipes.data import nested
 from ..pipes.data.fragment import Fragment
 from ..pipes.data.errors import DataError, PipeError, WorkerError, describe
 from .launch import process_group
-from .shared_sums import shared_sums
+from .shared_sums import SharedSums, shared_sums
 
 # %% ../../nbs/ranks/02_collectives.ipynb #3ef83dcb
 _group: list = []      # the process group inside a block `distributed`, as the only element; empty outside
@@ -265,7 +265,8 @@ def _block(agent, group):
         getattr(agent, 'check_ranks', bool)()
         yield
     finally:
-        for sums in _sums: getattr(sums, 'close', bool)()
+        for sums in _sums:
+            if isinstance(sums, SharedSums): sums.close()
         for state in (_group, _sums, _looked): state.clear()
 
 
