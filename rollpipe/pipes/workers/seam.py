@@ -158,6 +158,7 @@ def _check_instances(seam, service):
 class WorkerReading:
     "Base class of reading services that run lanes in workers. A subclass has the common options, and defines `crew`."
     num_workers: int
+    end: Any      # the last pipe of the graph
     spin = 0.     # seconds to wait without sleeping
 
     def begin(self) -> None:
