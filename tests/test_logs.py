@@ -182,13 +182,14 @@ def test_episode_returns_against_a_loop(seed, n_lanes, n_envs, n_fragments, n_st
         stepno = torch.as_tensor(stepnos[lane, at])  # the last row is not looked at
         state = SimpleNamespace(stepno=stepno, rew=row(rew), fin=row(fin))
         ids = (torch.full((n_envs,), i) for i in (lane, k))
-        return SimpleNamespace(state=state, term=row(fin), valid=torch.as_tensor(valid[lane, at]), n_envs=n_envs, env={},
+        return SimpleNamespace(state=state, term=row(fin), valid=torch.as_tensor(valid[lane, at]), n_envs=n_envs, env={}, restarts=None,
                                **dict(zip(("lane", "seq"), ids)))
 
     def stack(fs):
         cat = lambda items, *names: {n: torch.cat([getattr(x, n) for x in items], -1) for n in names}
         state = SimpleNamespace(**cat([f.state for f in fs], "stepno", "rew", "fin"))
-        return SimpleNamespace(state=state, n_envs=sum(f.n_envs for f in fs), env={}, **cat(fs, "term", "valid", "lane", "seq"))
+        return SimpleNamespace(state=state, n_envs=sum(f.n_envs for f in fs), env={}, restarts=None,
+                               **cat(fs, "term", "valid", "lane", "seq"))
 
     episodes = EpisodeReturns()
     fragments = [fragment(lane, k) for k in range(n_fragments) for lane in range(n_lanes)]

@@ -17,7 +17,7 @@ from rollpipe.pipes.data.encoding import decode, encode
 from rollpipe.agents.intrinsic.distillation import Distillation
 from rollpipe.agents.intrinsic.rnd import RND
 from rollpipe.layers import Critic, MLPPolicy, QPolicy
-from rollpipe.pipes import CheckpointError, DataError, EnvError, FragmentStacker, ProcessReading, on_policy, replayed
+from rollpipe.pipes import CheckpointError, DataError, EnvError, Lanes, ProcessReading, on_policy, replayed
 from rollpipe.runs import resumed, saved
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.locks import locked, owner_of
@@ -41,7 +41,7 @@ def dqn():
 
 
 def rnd():
-    add = RND.inserter(after=FragmentStacker, network=Distillation.for_env(POLE, hidden=(8,), seed=2))
+    add = RND.inserter(after=Lanes, network=Distillation.for_env(POLE, hidden=(8,), seed=2))
     return ppo(edits=[add], terminal_obs=True)
 
 

@@ -193,7 +193,9 @@ class EpisodeAccount:
         for strand in strands(fragment):
             lane, seq, at = strand
             sums, expected = self.lanes.get(lane, (None, None))
-            is_next = None in (seq, expected) or continues(fragment, strand, expected)
+            # Minibatches are parts of one fragment, in any order, and end no episode that has been followed.
+            is_part = sums is not None and seq == (expected or 0) - 1 and (len(fin) == 1 or len(sums.ret) != at.stop - at.start)
+            is_next = None in (seq, expected) or not is_part and continues(fragment, strand, expected)
             if sums is None or len(sums.ret) != at.stop - at.start or not is_next: sums = EpisodeSums(at.stop - at.start)
             self.lanes[lane] = sums, None if seq is None else seq + 1
             sums.continue_at(stepno[at])

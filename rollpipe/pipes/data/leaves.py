@@ -64,7 +64,7 @@ class Leaves:
     used: dict
     modules: set
 
-    def take(self, k, fresh, name, path, needed=True, itself=False):
+    def take(self, k: int, fresh: Any, name: str, path: str, needed: bool = True, itself: bool = False) -> Any:
         "The object `fresh`, or one like it, if it is of the class `name` and has not become another object already."
         fits = fresh is not MISSING and name_of(type(fresh)) == name
         if fits: self.modules.add(name_of(type(fresh)).rpartition('.')[0])
@@ -104,7 +104,7 @@ class Leaves:
         self.made[k] = at
         return at
 
-    def bytes_of(self, begin, n):
+    def bytes_of(self, begin: int, n: int) -> torch.Tensor:
         if not 0 <= begin <= begin + n <= len(self.memory): raise ValueError("the memory is too short")
         return self.memory[begin:begin + n]
 
