@@ -35,9 +35,11 @@ from rollpipe.pipes.data.encoding import decode, encode
 from rollpipe.pipes import nested
 from rollpipe.pipes.data import simulators
 from rollpipe.pipes.data.captures import capture
+from rollpipe.pipes.data.leaves import plain_class
 from rollpipe.pipes.envs.factories import EnvFactory, env_factories
 from rollpipe.pipes.envs.keeping import Keeper, KeptEnv, bits_of, keeper_for
 from rollpipe.pipes.data.restoring import restore
+from rollpipe.pipes.data.simulators import name_of
 from rollpipe.pipes.envs.vector import env_batch
 from rollpipe.pipes.data.errors import EnvError
 from rollpipe.pipes.tensors.tensor_env import TensorEnv
@@ -247,6 +249,43 @@ class Beings(World):
         return self.beings[-1].x / 3
 
 
+class Being:
+    "One of many, which another one follows."
+    def __init__(self, x): self.x, self.follows = x, None
+
+
+class Straggler(Being):
+    __slots__ = "mark",
+
+
+class Box(Being):
+    def __del__(self): pass
+
+
+class Swarm(World):
+    "Its number of objects changes, and of one kind there are none at first."
+    def begin(self): self.beings, self.t, self.newest = [], 0, None
+
+    def noise(self):
+        self.t += 1
+        if self.t % 3 == 1: self.beings.append((Straggler if self.t > 4 else Being)(self.np_random.normal()))
+        if self.t % 5 == 0: del self.beings[0]
+        self.newest = self.beings[-1]
+        if isinstance(self.newest, Straggler): self.newest.mark = self.t
+        self.newest.follows = self.beings[0]
+        for being in self.beings: being.x += self.np_random.normal() / 4
+        return sum(being.x for being in self.beings) + self.newest.follows.x / 2
+
+
+class LateSwarm(Swarm):
+    "Its objects come after the test of the ways to keep it is over."
+    n_steps = 0
+
+    def noise(self):
+        self.n_steps += 1
+        return super().noise() if self.n_steps > 380 else self.np_random.normal()
+
+
 class History(World):
     "A list that each episode makes longer, which a new environment does not have."
     def __init__(self): self.log = []
@@ -285,6 +324,28 @@ def test_the_first_exact_way_is_taken(make, name):
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
     again = keeper_for(make)
     assert (again.name, list(again.failed)) == (keeper.name, list(keeper.failed))
+
+
+@pytest.mark.parametrize("make", [Swarm, LateSwarm])
+def test_objects_that_come_and_go_are_kept(make): assert check(make, "attributes").failed == {}
+
+
+def test_no_object_is_made_whose_class_has_more_than_attributes():
+    class Local(Being): pass
+    for x, cls in [(Being(1), Being), (Straggler(1), Straggler), (Slim(), Slim), (World(), None), (Local(1), None), (Box(1), None),
+                   (Thing(), None), (threading.Thread(), None), (deque(), None), (Counter(), None)]:
+        assert plain_class(name_of(type(x))) is cls, x
+    name = name_of(Being)
+    assert plain_class(name, {"json"}) is None and plain_class(name, {__name__}) is plain_class(name, {name.rpartition(".")[0]}) is Being
+
+
+def test_an_object_of_a_module_that_the_environment_does_not_use_is_refused():
+    swarm = Swarm()
+    swarm.reset(seed=1)
+    for _ in range(9): swarm.noise()
+    state = capture(swarm.beings)
+    with pytest.raises(EnvError, match=r"beings\[0\].*Expected a .*Being, as when it was kept, got nothing"): restore(state, [], "beings")
+    assert [being.x for being in restore(state, [Being(0)], "beings")] == [being.x for being in swarm.beings]
 
 
 class Own(World):

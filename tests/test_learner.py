@@ -19,11 +19,12 @@ from rollpipe.agents.natural_gradient import policy_rows
 from rollpipe.agents.npg import NPG
 from rollpipe.agents.policy_replay import lag_of, replay_policy
 from rollpipe.agents.ppo import PPO
+from rollpipe.agents.off_policy.sac import SAC
 from rollpipe.agents.reinforce import REINFORCE
 from rollpipe.agents.shared_options import check_range
 from rollpipe.agents.trpo import TRPO
 from rollpipe.agents.vtrace import VTrace
-from rollpipe.layers import Critic, MLPPolicy, QPolicy
+from rollpipe.layers import ActionCritic, Critic, MLPPolicy, QPolicy, SquashedPolicy
 from rollpipe.layers.distributions import Gaussian
 from rollpipe.layers.recurrent_policies import MemoryCritic, RecurrentPolicy
 from rollpipe.pipes import on_policy, replayed
@@ -280,3 +281,15 @@ def test_a_state_is_loaded_by_a_learner_with_another_critic_lr(agent, rates):
         for p, q in zip(module.parameters(), other.parameters()):
             assert torch.equal(old.optimizer.state[p]['exp_avg_sq'], new.optimizer.state[q]['exp_avg_sq']) and lr[id(q)] == rate
     new.update(batch)
+
+
+@pytest.mark.parametrize('seed', [-1, 2 ** 70, 0.5, True, None])
+def test_what_is_no_seed_of_a_learner_is_refused(seed):
+    with pytest.raises(DataError, match="PPO: out of range. Expected an integer seed >= 0"): PPO(MLPPolicy.for_env(ENV), seed=seed)
+
+
+def test_a_state_without_a_part_of_the_learner_is_refused():
+    fixed, learnt = (SAC(SquashedPolicy.for_env('Pendulum-v1'), ActionCritic.for_env('Pendulum-v1'), temperature=x) for x in (0.2, None))
+    with pytest.raises(DataError, match="leaf temperature: the state lacks a part"): learnt.load_state_dict(fixed.state_dict())
+    fixed.load_state_dict(learnt.state_dict())
+    assert fixed.entropy_weight == torch.tensor(0.2)

@@ -110,6 +110,16 @@ def test_a_file_that_the_last_run_left_makes_room_for_the_new_one(small_disk):
         del memory
 
 
+def test_a_file_that_no_memory_has_made_stays(tmp_path):
+    np.save(tmp_path/"steps.npy", np.arange(3))
+    memory = ReplayMemory(100, path=tmp_path)
+    with pytest.raises(DataError, match=r"steps.npy may be yours: .*Expected another folder"): memory.add(fragment())
+    del memory
+    assert np.load(tmp_path/"steps.npy").tolist() == [0, 1, 2]
+    (tmp_path/"steps.npy").write_bytes(b"")     # a memory that was killed while it made its file
+    ReplayMemory(100, path=tmp_path).add(fragment())
+
+
 def test_the_recipe_passes_the_error_on(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10))
     with pytest.raises(DataError, match="ReplayMemory: .*steps.npy"):

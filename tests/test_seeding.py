@@ -13,6 +13,7 @@ from worker_cases import Global
 
 from rollpipe.layers import CategoricalPolicy, GaussianPolicy
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, Minibatcher, ProcessReading, on_policy, rollouts
+from rollpipe.pipes.data.errors import DataError
 from rollpipe.pipes.data.random_states import GlobalRandomStates
 from rollpipe.pipes.graph.torchdata import DataLoader2, InProcessReadingService
 
@@ -256,3 +257,8 @@ def test_each_lane_and_the_user_go_on_with_generators_of_their_own(turns, mersen
             else:
                 with lanes[who]: assert DRAWS[what](np.random) == wanted
     finally: np.random.set_bit_generator(before)
+
+
+@pytest.mark.parametrize("seed", [-1, "one", 0.5])
+def test_what_is_no_seed_is_refused_when_the_graph_is_made(seed):
+    with pytest.raises(DataError, match="Lanes, leaf seed: not a seed. Expected an integer >= 0"): recipe(Shaky(), seed)

@@ -77,7 +77,10 @@ def _state(x: Any) -> Any:
 @torch.no_grad()
 def _restored(x: Any, state: Any) -> Any:
     "The part with this state. Modules, optimisers and tensors are changed in place."
-    if isinstance(x, dict): return {name: _restored(y, state[name]) for name, y in x.items()}
+    if isinstance(x, dict):
+        if lacking := x.keys() - state.keys():
+            raise DataError("the state lacks a part of the learner", leaf=min(lacking), got=f"parts {sorted(state)}")
+        return {name: _restored(y, state[name]) for name, y in x.items()}
     if not hasattr(x, 'load_state_dict'): return x.copy_(state) if isinstance(x, torch.Tensor) else type(x)(state)
     x.load_state_dict(copy.deepcopy(state))     # because an optimiser would change these tensors
     return x
@@ -94,7 +97,7 @@ class LearnerState(Changing):
     """
     actor: Any = field(kw_only=False, repr=False)
     critic: Any = field(default=None, kw_only=False, repr=False)
-    seed: int = 0
+    seed: int = integer(0, 0)
     average_policy: int = integer(0, 0)
     actor_needs = ('replay',)           # methods that the actor must have
     keeps = ('critic', 'optimizer')     # attributes that are part of the state: modules, optimisers, tensors, numbers, dicts of them
@@ -123,8 +126,8 @@ class LearnerState(Changing):
         self.generator.set_state(state['generator'])
         self.steps = int(state.get('steps', 0))      # older checkpoints have no number of steps
         bump_version(self.actor, to=state['version'])
-        for name in self.keeps:
-            if (x := getattr(self, name)) is not None: setattr(self, name, _restored(x, state[name]))
+        mine = {name: x for name in self.keeps if (x := getattr(self, name)) is not None}
+        for name, x in _restored(mine, state).items(): setattr(self, name, x)
         if self.average is not None: self.average.restore(state.get('average'), self.actor)
 
     def __repr__(self):

@@ -171,6 +171,7 @@ class Lanes(Divided, LaneStates, Seeded, Pipe):
     def __init__(self, pipe: IterDataPipe, n: int = 1, seed: int | None = None):
         super().__init__(pipe)
         self.n, self.seed = check_integer('n', n, pipe=self), seed
+        if seed is not None: self.seed_sequence()     # raises for what is no seed
         check_memory(f'n={n:,}', n * LEAST_BYTES, pipe=self)
 
     def root(self) -> int:

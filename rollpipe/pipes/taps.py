@@ -259,6 +259,9 @@ def count_steps(item: Any) -> int:
     return int(item.valid.sum())
 
 # %% ../../nbs/pipes/19_taps.ipynb #b48aed99
+_END = object()
+
+
 class Throughput(Pipe):
     """Call `sink` with a `Rate` after each `every` items, and at the end for the remaining items. Items are not changed.
 
@@ -282,8 +285,8 @@ class Throughput(Pipe):
         start = clock() - kept['rate'].seconds
         while True:
             asked = clock()
-            item = next(items, None)
-            if item is None: break
+            item = next(items, _END)
+            if item is _END: break
             came, (n, steps, _, waited) = clock(), kept['rate']
             rate = Rate(n + 1, steps + count_steps(item), came - start, waited + came - asked)
             if rate.items == self.every:

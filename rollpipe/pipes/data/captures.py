@@ -273,8 +273,12 @@ def capture(root: Any, opaque: Callable = lambda x: False, complete: bool = True
     return dict(graph=graph, memory=torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *found.blocks])))
 
 
-def objects_in(kept: dict) -> list:
-    "The names of the classes of the objects that a new environment has to have, for what `capture` returned."
+def objects_in(kept: dict, made: Callable = lambda name: False) -> list:
+    """The names of the classes of the objects that a new environment has to have, for what `capture` returned.
+
+    Args:
+        made: function of the name of a class; of which ones `restore` can make objects
+    """
     kinds = 'object', 'stays', 'own', 'through'
-    found = [name for kind, name, *_ in json.loads(kept['graph'])[1] if kind in kinds]
+    found = [name for kind, name, *_ in json.loads(kept['graph'])[1] if kind in kinds and not (kind == 'object' and made(name))]
     return sorted(name for name in found if (how := through(name)) is None or how.new is None)

@@ -18,7 +18,7 @@ import numpy as np
 
 from .errors import EnvError, PipeError, describe_exception
 from .captures import ITEMS, MADE, VALUES, all_attributes, attributes_of, cells_of, is_bound, label_of, set_attribute
-from .leaves import MISSING, Leaves, loaded, loaded_class
+from .leaves import MISSING, Leaves, loaded, loaded_class, plain_class
 from .simulators import name_of, through
 
 # %% ../../../nbs/pipes/00_data/08_restoring.ipynb #d80ff963
@@ -133,15 +133,17 @@ class _Restore(Leaves, _Functions):
             self.made[k] = getattr(self, f'_{kind}')(k, fresh, path, *entry)
         return self.made[k]
 
-    def _taken(self, k, fresh, path, name, itself=False):
+    def _taken(self, k, fresh, path, name, itself=False, cls=None):
         "The object `fresh`, or one like it, or a new one if its class allows that."
-        x = self.take(k, fresh, name, path, name not in _CLASSES, itself)
-        return _CLASSES[name].__new__(_CLASSES[name]) if x is None else x
+        cls: Any = _CLASSES.get(name, cls)
+        x = self.take(k, fresh, name, path, cls is None, itself)
+        return object.__new__(cls) if x is None else x
 
     def _object(self, k, fresh, path, name, attributes):
         # What C knows, or what ends something when it is gone, cannot be another object.
         itself = hasattr(type(fresh), '__del__') or not self.strict and any(map(self._is_hidden, attributes.values()))
-        return self._fill(self._taken(k, fresh, path, name, itself), path, attributes, attributes_of)
+        cls = plain_class(name, self.modules) if self.is_second else None     # before, it may be found in another place
+        return self._fill(self._taken(k, fresh, path, name, itself, cls), path, attributes, attributes_of)
 
     def _fill(self, x, path, attributes, present_of):
         present = present_of(x) or {}

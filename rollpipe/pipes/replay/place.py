@@ -48,6 +48,11 @@ def mapped_records(folder: Path, capacity: int, dtype: np.dtype) -> np.ndarray:
                         expected=f"{needed:,} bytes for capacity={capacity:,}; `path` says where") from e
 
 
+def _is_ours(file) -> bool:
+    "Has a memory made this file? `numpy.save` has another version of the format. A kill may have left it empty."
+    with open(file, 'rb') as f: return f.read(7) in (b'', b'\x93NUMPY\x03')
+
+
 def _header(capacity, dtype) -> bytes:
     "The header of a file for `numpy.load`, in format version 3, which allows any letters in names."
     text = repr(dict(descr=np.lib.format.dtype_to_descr(dtype), fortran_order=False, shape=(capacity,))).encode()
@@ -84,7 +89,10 @@ class Place:
         if self.folder is None:
             check_memory(f"capacity={capacity:,}", capacity * dtype.itemsize)
             return np.zeros(capacity, dtype)
-        if self.lock is None: self._lock(self.folder)
+        if self.lock is None:
+            if (file := self.folder/'steps.npy').exists() and not _is_ours(file):
+                raise DataError(f"{file} may be yours: no memory has made it", expected="another folder (`path`)")
+            self._lock(self.folder)
         try: return mapped_records(self.folder, capacity, dtype)
         except DataError:
             self.close()
