@@ -133,9 +133,9 @@ class _Restore(Leaves, _Functions):
             self.made[k] = getattr(self, f'_{kind}')(k, fresh, path, *entry)
         return self.made[k]
 
-    def _taken(self, k, fresh, path, name, itself=False, cls=None):
+    def _taken(self, k, fresh, path, name, itself=False, plain=None):
         "The object `fresh`, or one like it, or a new one if its class allows that."
-        cls: Any = _CLASSES.get(name, cls)
+        cls: Any = _CLASSES.get(name, plain)
         x = self.take(k, fresh, name, path, cls is None, itself)
         return object.__new__(cls) if x is None else x
 
