@@ -7,6 +7,8 @@ import signal
 import sys
 import time
 
+import gymnasium as gym
+import numpy as np
 import pytest
 from command_line import rollpipe
 from test_crash import CASES, POLE, config_of, content
@@ -14,7 +16,7 @@ from test_crash import CASES, POLE, config_of, content
 from rollpipe.pipes import FragmentCollector, RewardScaler
 from rollpipe.pipes.data import files
 from rollpipe.pipes.data.compare import first_difference
-from rollpipe.pipes.data.errors import CheckpointError, DataError
+from rollpipe.pipes.data.errors import CheckpointError, DataError, EnvError
 from rollpipe.runs import fork, load_agent, replayed_run, resume, start, train
 from rollpipe.runs.commands import find_run
 from rollpipe.runs.evaluations import read_evaluations
@@ -239,6 +241,91 @@ def test_updates_without_a_step_are_recorded_once(tmp_path):
     assert [r["updates"] for r in read_records(out)] == [*range(1, at + 1)]
     gone_on(out)
     check_same(parent.folder, out)
+
+
+# -- new episodes ------------------------------------------------------------------------------------------------------
+
+
+class Corridor(gym.Env):
+    "A walk to one of two doors. The class gets another attribute while a run rests."
+    more = False
+    observation_space, action_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32), gym.spaces.Discrete(2)
+
+    def __init__(self):
+        if self.more: self.toll = 0.5
+        self.x = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.x = 0
+        return np.float32([0]), {}
+
+    def step(self, action):
+        self.x += 2 * action - 1
+        return np.float32([self.x]), 1., abs(self.x) > 3, False, {}
+
+
+gym.register("Corridor-v0", Corridor, max_episode_steps=50)
+
+
+def changed_corridor(folder, monkeypatch, **run):
+    "A run whose environment was changed after it."
+    options = dict(n_envs=2, n_steps=16)
+    made = start(folder, make_config("ppo", "Corridor-v0", options, steps=128, engine="torch", eval_every=0, **run))
+    train(made, progress=False, tensorboard=False)
+    monkeypatch.setattr(Corridor, "more", True)
+    return made
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_run_whose_environment_was_changed_goes_on_with_new_episodes(exact, tmp_path, monkeypatch, caplog):
+    parent = changed_corridor(tmp_path/"run", monkeypatch, exact=exact)
+    with pytest.raises(EnvError, match="leaf env.*toll: the state lacks an attribute"): gone_on(parent.folder, steps=256)
+    out = fork(parent.folder, tmp_path/"out", new_episodes=True, steps=256)
+    assert load_run(out).stream is None and not (out/"fork.safetensors").exists()
+    before, run = content(parent.folder), resume(out)
+    assert "The run begins new episodes: it is a fork that was made so" in caplog.text
+    assert first_difference(load_run(parent.folder).agent_state, run.agent.state_dict()) is None and run.counters["resumes"] == 1
+    train(run, progress=False, tensorboard=False)
+    found = load_run(out)
+    assert found.stream is not None and found.config["inexact"] is None and found.config["exact"] is exact
+    lines = diff(parent.folder, out)
+    assert lines.parting is None and "out was resumed after update 4, with new episodes" in str(lines)
+    assert numbers(out)[:4] == numbers(parent.folder) and len(numbers(out)) == 8
+    with pytest.raises(DataError, match="1 times new episodes"): fork(out, tmp_path/"again", 6)
+    onward = fork(out, tmp_path/"onward", steps=320)     # it is exact from its newest checkpoint on
+    assert gone_on(onward).counters["resumes"] == 1 and content(parent.folder) == before
+
+
+def test_the_command_names_the_way_out(tmp_path, monkeypatch, capsys):
+    parent = changed_corridor(tmp_path/"run", monkeypatch)
+    assert rollpipe("train", "--resume", parent.folder, "--steps", "256", "--quiet") == 2
+    words = f"rollpipe fork {parent.folder} --new-episodes --out OUT"
+    assert f"Expected `{words}`, which learns on in new episodes." in capsys.readouterr().err
+    assert rollpipe(*words.replace("OUT", str(tmp_path/"out")).split()[1:]) == 0
+    assert "after update 4, and begins new episodes" in capsys.readouterr().out
+    assert rollpipe("train", "--resume", tmp_path/"out", "--steps", "256", "--quiet") == 0
+
+
+@pytest.mark.parametrize("name, options", [("ppo", dict(n_envs=3, gamma=0.9, lr=3e-3)), ("dqn", dict(capacity=300, n_envs=1, noise=1))])
+def test_new_episodes_allow_other_numbers_of_environments_and_steps(name, options, tmp_path):
+    parent = trained(tmp_path/"run", name, 320)
+    out = fork(parent.folder, tmp_path/"out", new_episodes=True, steps=640, **options)
+    run = gone_on(out)
+    assert run.counters["steps"] >= 640 and all(run.config["options"][x] == y for x, y in options.items() if x != "noise")
+    with pytest.raises(DataError, match="networks/"): fork(parent.folder, tmp_path/"more", new_episodes=True, hidden=(7,))
+
+
+def test_new_episodes_from_an_earlier_update_and_of_an_inexact_run(tmp_path):
+    parent = trained(tmp_path/"run", steps=320)
+    out = fork(parent.folder, tmp_path/"out", 3, new_episodes=True)
+    assert load_run(out).counters["updates"] == 3 and gone_on(out).counters["steps"] >= 320
+    lent = start(tmp_path/"lent", config_of("ppo", steps=320))
+    lent = lent._replace(config={**lent.config, "inexact": "for a test"}, stream=lent.stream.__class__("for a test"))
+    train(lent, progress=False, tensorboard=False)
+    with pytest.raises(DataError, match="cannot be repeated"): fork(lent.folder, tmp_path/"more")
+    out = fork(lent.folder, tmp_path/"more", new_episodes=True, steps=640)
+    assert gone_on(out).counters["steps"] >= 640
 
 
 # -- edits -------------------------------------------------------------------------------------------------------------

@@ -62,11 +62,6 @@ def check_batch(batch: Fragment, needs: tuple[str, ...], name: str) -> None:
             raise DataError(f"{problem} value in the batch", pipe=name, lane=lane, expected=expected, got=str(got),
                             leaf=f"{nested.paths(tree, what)[k]}{[t, b, *rest]}")
 
-# %% ../../nbs/agents/08_learner.ipynb #76190397
-def _tell(module, method, *args):
-    "Call the `method` of `module` if it has one."
-    if hasattr(module, method): getattr(module, method)(*args)
-
 # %% ../../nbs/agents/08_learner.ipynb #bad4f107
 def _state(x: Any) -> Any:
     "The state of a part of a learner."
@@ -262,14 +257,14 @@ class Learner(ScheduledLearner):
 
     def tell_actor(self, batch: Fragment) -> None:
         "Update the actor's normaliser, if it has one, with the observations of a batch. Called once per batch, after its last use."
-        _tell(self.actor, 'observe', observations(batch), batch.valid)
+        if hasattr(self.actor, 'observe'): self.actor.observe(observations(batch), batch.valid)
 
     def tell_critic(self, batch: Fragment) -> None:
         "Update the critic's normalisers of inputs and of returns, if it has them, once per batch; `tell_actor` updates a shared one."
-        norm = getattr(self.critic, 'obs_norm', None)
-        if norm is None or norm is not getattr(self.actor, 'obs_norm', None):
-            _tell(self.critic, 'observe', critic_inputs(self.critic, batch), batch.valid)
-        if batch.ret is not None: _tell(self.critic, 'observe_returns', batch.ret, batch.valid)
+        critic, norm = self.critic, getattr(self.critic, 'obs_norm', None)
+        is_shared = norm is not None and norm is getattr(self.actor, 'obs_norm', None)
+        if hasattr(critic, 'observe') and not is_shared: critic.observe(critic_inputs(critic, batch), batch.valid)
+        if hasattr(critic, 'observe_returns') and batch.ret is not None: critic.observe_returns(batch.ret, batch.valid)
 
     def explained(self, batch: Fragment) -> dict:
         "Metric: how well the values behind the advantages explain the returns."

@@ -63,6 +63,7 @@ def _add_comparisons(command, debug: Parser) -> None:
     sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option that is another one from there on")
     sub.add_argument("--steps", metavar="N", help="environment steps of the fork, with those before [as in RUN]")
     sub.add_argument("--noise", type=int, default=0, metavar="N", help="1, 2, ...: other random numbers from there on [0: those of RUN]")
+    sub.add_argument("--new-episodes", action="store_true", help="begin new episodes, because the environment is another one, say")
     sub.add_argument("--out", metavar="RUN", required=True, help="folder of the fork")
     sub.add_argument("--overwrite", action="store_true", help="replace the run in that folder")
     add_ablate(command("ablate", ablate_command, [debug]))

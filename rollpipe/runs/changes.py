@@ -39,8 +39,9 @@ class _Made(NamedTuple):
 
 def _made(config: dict, found: Checkpoint) -> _Made:
     with torch_threads(config["threads"]): agent, pipe = build(config, found.counters["resumes"])
-    quiet = {id(p) for name, p in named_pipes(pipe).items() if name not in found.stream["pipes"]}
-    keeping = {name for name, p in numbered(nodes(pipe)).items() if id(p) not in quiet}
+    kept = found.pipes or {} if found.stream is None else found.stream["pipes"]
+    quiet = {id(p) for name, p in named_pipes(pipe).items() if name not in kept}
+    keeping = {name for name, p in numbered(nodes(pipe)).items() if id(p) not in quiet and (found.stream or name in kept)}
     return _Made(fingerprint(pipe, agent), agent.state_dict(), keeping)
 
 
@@ -96,7 +97,7 @@ def changed_run(who: str, found: Checkpoint, options: dict) -> tuple[Checkpoint,
 
     Args:
         who: the run, for messages
-        found: its checkpoint, with a stream
+        found: its checkpoint
         options: name -> value, of the algorithm or of the run
     """
     config, of_run = found.config, [x for x in RUN_OPTIONS if x.name != "preset"]

@@ -21,7 +21,7 @@ from .export import FORMATS, PolicyFunction, export_policy
 from .joint import Follower, joint
 from ..settings.options import import_words, options_of, parse_env_kwargs, typed
 from ..pipes.envs.factories import spaces_of
-from ..pipes.data.errors import DataError
+from ..pipes.data.errors import DataError, EnvError
 from ..pipes.graph.edits import draw
 from .logs import is_complete
 from .plots import learning_curve
@@ -151,6 +151,11 @@ def run_to_end(run: Run, args: Namespace) -> None:
     if idle: print(f"no workers (--workers N), so these options change nothing: {', '.join(idle)}", flush=True)
     try: train(run, progress=not hasattr(args, "quiet"), tensorboard=getattr(args, "tensorboard", "auto"),
                wandb=getattr(args, "wandb", None))
+    except EnvError as e:
+        if e.problem.startswith("the state"):     # which the environment had when the run was saved
+            words = typed(["rollpipe", "fork", run.folder, "--new-episodes", "--out", "OUT", *import_words(needed_modules(config))])
+            e.expected = f"{f'{e.expected}; or ' if e.expected else ''}`{shlex.join(words)}`, which learns on in new episodes"
+        raise
     except KeyboardInterrupt as e:
         if run.is_new and not run.counters["updates"]: raise
         steps, saved = run.counters['steps'], load_checkpoint(run.checkpoint).counters['steps']

@@ -22,12 +22,13 @@ from ..pipes.data.files import names_file, write_atomically, write_json
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.data.reseeding import reseeded
 from ..settings.checks import ENDLESS
-from ..settings.config import device_of
+from ..settings.config import build, device_of
 from ..settings.options import import_words, typed
 from .changes import changed_run, options_in, with_edit
 from .folder import folder_of, load_run, needed_modules, resume
 from .locks import FORKED, files_of_run, lock, locked, unlock
 from .logs import MetricWriter, read_evaluations, records_of, write_evaluations
+from .states import with_exactness
 from .repeat import checkpoint_at, edits_after, kept_of, repeated, steps_after, stored
 from ..traces.differences import FINGERPRINTS, JOURNAL, diff, read_fingerprints
 from ..traces.journal import cut
@@ -136,7 +137,7 @@ def _best_of(folder: Path, found: Checkpoint, made: list) -> Checkpoint:
 
 # %% ../../nbs/runs/18_fork.ipynb #e218e38f
 def fork(run: str | Path, out: str | Path, at: int | None = None, edits: Iterable[Callable] = (), overwrite: bool = False,
-         noise: int = 0, **options: Any) -> Path:
+         noise: int = 0, new_episodes: bool = False, **options: Any) -> Path:
     """Make a run that stands exactly where another one stood after an update. `train(resume(out))` goes on from there.
 
     Without other options it equals the other run from there on, bit for bit. That run is not changed, and may be in training meanwhile.
@@ -153,28 +154,33 @@ def fork(run: str | Path, out: str | Path, at: int | None = None, edits: Iterabl
         overwrite: replace the run in `out`
         noise: 0: the run's own random numbers from there on; 1, 2, ...: others, of the environments, the exploration, the replay memory and
             the learner. Two forks with the same number have the same ones
+        new_episodes: begin new episodes, and a replay memory anew. The environment may be another one then
         **options: options that change from there on, of the algorithm or of the run, such as `max_kl=0.02` or `steps=100_000`
 
     Returns:
         Path: `out`
     """
     named, folder, out = load_run(run), folder_of(run), Path(out)
-    if at is None and Path(run).is_file(): at = int(named.counters["updates"])
+    is_at = int(named.counters["updates"])
+    if at is None and Path(run).is_file(): at = is_at
     check_integer("noise", noise, 0)
     with GlobalRandomStates(), _replacing(folder, out, overwrite) as home:
-        found, at = _taken(folder, at, home)
-        if found.stream is None or found.counters["updates"] < at: found = _repeated_to(at, folder, found, edits, home)
+        is_there = new_episodes and at in (None, is_at)
+        found, at = (named, is_at) if is_there else _taken(folder, at, home)
+        if not is_there and (found.stream is None or found.counters["updates"] < at): found = _repeated_to(at, folder, found, edits, home)
+        if new_episodes: found = found._replace(stream=None, config=with_exactness(found.config, build(found.config)[1]))
         # the steps of the run, also if it was extended since; the edits that it makes again are not those of the fork
         found = found._replace(config={**found.config, "steps": steps_after(folder, found.config), "due": []})
         found, changed = changed_run(f"a fork of {folder}", _with_noise(found, folder, noise), options)
         rules = ENDLESS if found.config.get("stopped") else {}     # they would stop the fork at once, as they stopped the run
-        origin = {"run": str(folder), "at": at, "set": changed, **({"noise": noise} if noise else {})}
+        more = {name: x for name, x in dict(noise=noise, new_episodes=new_episodes).items() if x}
+        origin = {"run": str(folder), "at": at, "set": changed, **more}
         config = {**found.config, **{name: x for name, x in rules.items() if name not in options}, "stopped": None, "forked": origin}
-        for path in (home/"checkpoint.safetensors", home/FORKED): stored(path, found, config)
+        for name in ("checkpoint.safetensors", *[FORKED] * (not new_episodes)): stored(home/name, found, config)
         write_json(home/"config.json", config)
         _copy_past(folder, home, found._replace(config=config))
         if changed: _check_resumed(folder, home, changed)
-        ChunkFolder(home/"replay").sweep([home/FORKED])
+        ChunkFolder(home/"replay").sweep([home/"checkpoint.safetensors"])
     return out
 
 
@@ -199,8 +205,9 @@ def _check_resumed(folder: Path, home: Path, changed: dict) -> None:
 def fork_command(args: Namespace) -> None:
     "Make a fork, and print how to train it. Raises `DataError` for an option that cannot be read."
     options = options_in([*args.set, *([] if args.steps is None else [f"steps={args.steps}"])], args.run)
-    config = load_run(fork(args.run, args.out, args.at, overwrite=args.overwrite, noise=args.noise, **options)).config
+    config = load_run(fork(args.run, args.out, args.at, overwrite=args.overwrite, noise=args.noise, new_episodes=args.new_episodes,
+                           **options)).config
     at, changed = config["forked"]["at"], ", ".join(f"{name}={x}" for name, x in config["forked"]["set"].items())
-    other = f", with other noise ({args.noise})" * bool(args.noise)
+    other = f", with other noise ({args.noise})" * bool(args.noise) + ", and begins new episodes" * args.new_episodes
     print(f"{args.out} stands where {args.run} stood after update {at}{other}" + f", and has {changed}" * bool(changed))
     print("train it:     " + shlex.join(typed(["rollpipe", "train", "--resume", Path(args.out), *import_words(needed_modules(config))])))

@@ -47,12 +47,13 @@ def stored(path: Path, found: Any, config: dict) -> None:
 
     Args:
         path: file to write
-        found: the `Checkpoint`, with a stream
+        found: the `Checkpoint`
         config: the configuration
     """
-    pipes = dict(found.stream["pipes"])
+    pipes = dict((found.stream or {}).get("pipes", {}))
     if config.get("record"): pipes.pop("Recorder", None)
-    write_atomically(path, found._replace(config=config, evaluated=None, stream={**found.stream, "pipes": pipes}).data())
+    stream = found.stream and {**found.stream, "pipes": pipes}
+    write_atomically(path, found._replace(config=config, evaluated=None, stream=stream).data())
 
 
 @contextmanager

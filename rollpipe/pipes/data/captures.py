@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['VALUES', 'MADE', 'MOST', 'ITEMS', 'label_of', 'cells_of', 'is_bound', 'hides_state', 'all_attributes',
            'attributes_of', 'set_attribute', 'Memory', 'memory_of', 'is_dense', 'dtype_of', 'array_in', 'has_own_state',
-           'made_of', 'capture', 'objects_in']
+           'made_of', 'capture']
 
 # %% ../../../nbs/pipes/00_data/06_captures.ipynb #d96aa153
 import enum, json, logging, re, sys, threading, zlib
@@ -272,13 +272,3 @@ def capture(root: Any, opaque: Callable = lambda x: False, complete: bool = True
     except Exception as e: raise EnvError(f"the state cannot be written down ({describe_exception(e)})", got=name_of(type(root))) from e
     return dict(graph=graph, memory=torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *found.blocks])))
 
-
-def objects_in(kept: dict, made: Callable = lambda name: False) -> list:
-    """The names of the classes of the objects that a new environment has to have, for what `capture` returned.
-
-    Args:
-        made: function of the name of a class; of which ones `restore` can make objects
-    """
-    kinds = 'object', 'stays', 'own', 'through'
-    found = [name for kind, name, *_ in json.loads(kept['graph'])[1] if kind in kinds and not (kind == 'object' and made(name))]
-    return sorted(name for name in found if (how := through(name)) is None or how.new is None)

@@ -133,17 +133,16 @@ class _Restore(Leaves, _Functions):
             self.made[k] = getattr(self, f'_{kind}')(k, fresh, path, *entry)
         return self.made[k]
 
-    def _taken(self, k, fresh, path, name, itself=False, plain=None):
-        "The object `fresh`, or one like it, or a new one if its class allows that."
-        cls: Any = _CLASSES.get(name, plain)
+    def _taken(self, k, fresh, path, name, itself=False, may_be_plain=False):
+        "The object `fresh`, or one like it, or a new one if its class allows that, unless it may still be found in another place."
+        cls: Any = _CLASSES.get(name) or may_be_plain and self.is_second and plain_class(name, self.modules) or None
         x = self.take(k, fresh, name, path, cls is None, itself)
         return object.__new__(cls) if x is None else x
 
     def _object(self, k, fresh, path, name, attributes):
         # What C knows, or what ends something when it is gone, cannot be another object.
         itself = hasattr(type(fresh), '__del__') or not self.strict and any(map(self._is_hidden, attributes.values()))
-        cls = plain_class(name, self.modules) if self.is_second else None     # before, it may be found in another place
-        return self._fill(self._taken(k, fresh, path, name, itself, cls), path, attributes, attributes_of)
+        return self._fill(self._taken(k, fresh, path, name, itself, True), path, attributes, attributes_of)
 
     def _fill(self, x, path, attributes, present_of):
         present = present_of(x) or {}
@@ -201,7 +200,6 @@ class _Restore(Leaves, _Functions):
 
     def _objects(self, k, fresh, path, shape, codes):
         x, old = np.empty(shape, object), fresh.ravel() if isinstance(fresh, np.ndarray) else []
-
         def fill():
             for i, code in enumerate(codes): x.flat[i] = self.value(code, *_beside(old, i, path))
         self.todo.append(fill)

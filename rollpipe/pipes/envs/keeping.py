@@ -20,8 +20,7 @@ from ..data.action_masks import WithActionMask
 from ..data.errors import EnvError, describe_exception
 from .actions import in_containers
 from .autoreset import autoreset_mode
-from ..data.captures import objects_in
-from ..data.leaves import plain_class
+from ..data.leaves import objects_in
 from .factories import is_vector, space_spec
 from .kept import Keeper, has_state, layers
 from ..data.random_states import GlobalRandomStates
@@ -144,8 +143,8 @@ def _try(make, keeper, seed, n_steps, seconds):
             trial = begin(state)
             for k in range(i, min(i + 2, len(parts))):
                 if k > i:
-                    before, state = objects_in(state, plain_class), trial.kept.state()
-                    if objects_in(state, plain_class) != before: raise EnvError("it holds other objects at other times")
+                    before, state = objects_in(state), trial.kept.state()
+                    if objects_in(state) != before: raise EnvError("it holds other objects at other times")
                 _seed_all(k)
                 trial.repeat(parts[k])
         return state

@@ -17,7 +17,8 @@ import torch
 from ..data import nested
 from ..data.errors import EnvError
 from .actions import action_rows
-from ..data.captures import capture, objects_in
+from ..data.captures import capture
+from ..data.leaves import objects_in
 from ..data.restoring import restore
 from ..data.simulators import name_of
 
@@ -149,7 +150,7 @@ class KeptActions(Kept):
 
     def _holds(self):
         "The classes of the objects in an environment whose episode is replayed, which may have more of them than a new one."
-        return None if self.before is None else objects_in(capture(self.env, complete=False))
+        return None if self.before is None else objects_in(capture(self.env, complete=False), every=True)
 
     def _classes(self): return [name_of(type(x)) for x in layers(self.env)]
 
