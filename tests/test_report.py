@@ -258,7 +258,7 @@ class Page(HTMLParser):
 def test_a_page_needs_nothing_from_elsewhere_and_runs_nothing_of_its_names(tmp_path):
     who = dict(algorithm="trpo", env=HOSTILE, name=HOSTILE, mean=4., sd=None, of="best", source=f"https://example.org/{HOSTILE}")
     folder = make_bench(tmp_path/"a", [[0., 1., 2.], [0., 1., 3.]], [who], label=HOSTILE, env=HOSTILE, command=HOSTILE)
-    (folder/"a-s1"/"config.json").write_text(json.dumps(dict(algorithm=HOSTILE, env=HOSTILE, steps=20, eval_steps=10,
+    (folder/"a-s1"/"config.json").write_text(json.dumps(dict(algorithm=HOSTILE, env=HOSTILE, steps=20, eval_every="10 steps",
                                                              options={HOSTILE: HOSTILE})))
     assert rollpipe("report", folder) == 0
     text = (folder/"report.html").read_text()

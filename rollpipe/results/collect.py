@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from gymnasium.envs.registration import registry
 
-from ..agents.schedules import Every, with_eval_every
+from ..agents.schedules import Every
 from ..runs.logs import is_evaluated, read_evaluations, read_metrics
 from ..settings.checks import check_edits, is_over
 from ..settings.options import import_words, typed
@@ -91,7 +91,7 @@ def read_result(folder: Path, seed: int) -> Result:
     "Read the result of one run. `state` and `problem` tell what is wrong with it."
     if not (folder/"config.json").is_file(): return Result(seed, folder, "missing", "", {}, [], {})
     try:
-        config = with_eval_every(read_table(folder/"config.json"), f"{folder/'config.json'}: ")
+        config = read_table(folder/"config.json")
         _check_config(config, f"{folder/'config.json'}: not the configuration of a run")
         evaluations = read_evaluations(folder)
         metrics = read_metrics(folder) if (folder/"metrics.jsonl").is_file() else {}
