@@ -196,7 +196,8 @@ def test_what_is_no_interval_is_refused(value):
 def test_a_run_with_evaluations_by_updates_of_an_earlier_version_goes_on(tmp_path):
     "The number of episodes was 20, and was not stored."
     config = small(steps=128, eval_every=1, eval_episodes=20)
-    run = start(tmp_path/"run", config)._replace(config={name: x for name, x in config.items() if name != "eval_episodes"})
+    run = start(tmp_path/"run", config)
+    del run.config["eval_episodes"]
     run.save()
     unlock(run.folder)
     assert find_run(run.folder, config).config == load_run(run.folder).config

@@ -183,8 +183,8 @@ def load_run(path: str | Path, best: bool = False) -> Checkpoint:
     if not file.exists() or file.name in RUN_FILES and file.suffix != ".safetensors": raise no_run(path)
     found = load_checkpoint(file)
     has = lambda part, *keys: isinstance(part, dict) and set(keys) <= set(part)
-    if not has(found.config, "algorithm", "env", "env_kwargs", "seed", "steps", "threads", "checkpoint_every", "options") or not has(
-            found.counters, *_COUNTERS) or not has(found.config["options"]):
+    if not has(found.config, "algorithm", "env", "env_kwargs", "seed", "steps", "threads", "checkpoint_every", "options",
+               "inexact") or not has(found.counters, *_COUNTERS) or not has(found.config["options"]):
         raise CheckpointError(f"{path}: not the checkpoint of a run", expected=f"one of {', '.join(ALGORITHMS)}")
     name, imports = found.config["algorithm"], found.config.get("imports", [])
     if not is_algorithm(name):
