@@ -401,7 +401,7 @@ def test_runs_of_another_program_tell_their_own_command(tmp_path, capsys):
     ({BENCH: '{"format": 1, "rows": [{"name": "a"}]}'}, "bench.json: damaged"),
     ({"x/config.json": '{"env": "CartPole-v1", "algorithm": "trpo", "steps": 3}'},
      "its runs have no evaluations. Expected runs of .*--eval-every 'N steps'"),
-    ({"x/config.json": "?"}, "config.json: damaged"),
+    ({"x/config.json": "?"}, "config.json: not JSON"),
     ({"x/config.json": '{"env": "CartPole-v1", "algorithm": "trpo", "steps": 3}', "x/evaluations.jsonl": '{"format": 3, "kind": "last"}\n'},
      "made by another version of rollpipe. Expected format 1, got 3")])
 def test_a_folder_of_another_kind_is_refused(tmp_path, capsys, files, told):

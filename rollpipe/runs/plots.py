@@ -5,7 +5,7 @@
 # %% ../../nbs/runs/04_plots.ipynb #4772e5d1
 from __future__ import annotations
 
-import html, json, re
+import html, re
 from collections.abc import Iterable
 from functools import partial
 from io import BytesIO, StringIO
@@ -18,6 +18,7 @@ from ..pipes.data.files import write_atomically
 from ..agents.metrics import METRICS
 from .logs import read_metrics
 from ..settings.checks import check_edits
+from ..settings.files import read_table
 from ..traces.journal import origin_of, told
 from ..pipes.data.errors import DataError, check_integer
 
@@ -55,9 +56,7 @@ def group_runs(runs: Iterable, per_env: bool = False) -> dict:
 def _config(run: str | Path) -> dict:
     path = Path(run)/"config.json"
     if not path.is_file(): raise DataError(f"{run}: not the folder of a run", expected="config.json in it")
-    try: config = json.loads(path.read_bytes().decode())
-    except (ValueError, RecursionError) as e: raise DataError(f"{path}: damaged ({e})") from None
-    if not isinstance(config, dict): raise DataError(f"{path}: damaged", expected="names with values", got=repr(config)[:80])
+    config = read_table(path)
     kinds: dict[str, type] = dict(options=dict, env_kwargs=dict, name=str)
     for name, kind in kinds.items():
         if config.get(name) is not None and not isinstance(config[name], kind):
