@@ -16,7 +16,7 @@ from ..pipes.graph.edits import draw
 from ..runs.plots import CERTIFICATE, LABELS, plain, section, svg, table_html, wide
 from .collect import Result, Results, RowResult, differing_options
 from .curves import color_of, draw_curves, draw_profiles, panels
-from .tables import ABOUT, improvements, notes_of, number, table_of, together
+from .tables import ABOUT, bounded, improvements, notes_of, table_of, together, with_sd
 from ..runs.folder import load_run
 
 # %% auto #0
@@ -106,20 +106,18 @@ def document(title: str, body: list, more: str = "", head: str = "") -> str:
 
 
 def _sources(results: Results) -> str:
-    rows = [(x.name, x.algorithm, x.env, number(x.mean) + (f" +- {number(x.sd)}" if x.sd is not None else ""), x.of, x.source)
+    rows = [(x.name, x.algorithm, x.env, with_sd(x.mean, x.sd), x.of, x.source)
             for row in results.rows for x in row.published]
     return table_html(["who", "algorithm", "environment", "mean +- sd", "of the", "source"], dict.fromkeys(rows)) if rows else ""
 
 
 def _together(results: Results) -> str:
-    rows = [(label, n, f"{middle:.3f}" + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else "")) for label, n, middle,
-            bounds in together(results)]
+    rows = [(label, n, bounded(*found, digits=3)) for label, n, *found in together(results)]
     return table_html(["algorithm", "environments", "last policy on the scales, IQM"], rows) if rows else ""
 
 
 def _improvements(results: Results) -> str:
-    rows = [(f"P({label} > {other})", n, f"{middle:.3f}" + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else ""))
-            for label, other, n, middle, bounds in improvements(results)]
+    rows = [(f"P({label} > {other})", n, bounded(*found, digits=3)) for label, other, n, *found in improvements(results)]
     return table_html(["better last policy", "environments", "probability"], rows) if rows else ""
 
 
