@@ -13,7 +13,7 @@ import numpy as np
 
 from ..settings.config import build
 from ..pipes.graph.edits import draw
-from ..runs.plots import CERTIFICATE, LABELS, plain, section, svg, table_html, wide
+from ..runs.plots import CERTIFICATE, LABELS, plain, section, svg, table_html, thinned, wide
 from .collect import Result, Results, RowResult, differing_options
 from .curves import color_of, draw_curves, draw_profiles, panels
 from .tables import ABOUT, bounded, improvements, notes_of, table_of, together, with_sd
@@ -36,7 +36,7 @@ def _draw(axes: Any, results: Results, env: str, name: str) -> None:
     rows = [row for row in results.rows if row.env == env]
     for row in rows:
         for k, run in enumerate(run for run in row.results if _has(run, name)):
-            x, y = _course(run, name)
+            x, y = thinned(run.metrics["updates"], run.metrics[name], 200)
             if len(rows) == 1: label, color = f"{row.label}, seed {run.seed}", f"C{k % 10}"
             else: label, color = "" if k else row.label, color_of(results, row.label)
             axes.plot(x, y, color=color, linewidth=1.2, label=plain(label), marker="." if len(x) == 1 else None)
@@ -44,12 +44,6 @@ def _draw(axes: Any, results: Results, env: str, name: str) -> None:
 
 def _has(run: Result, name: str) -> bool:
     return name in run.metrics and "updates" in run.metrics and bool(np.isfinite(run.metrics[name]).any())
-
-
-def _course(run: Result, name: str) -> list:
-    "The updates and a metric, averaged over neighbours down to 200 points."
-    ok = np.isfinite(run.metrics[name])
-    return [[x.mean() for x in np.array_split(run.metrics[of][ok], min(200, int(ok.sum())))] for of in ("updates", name)]
 
 # %% ../../nbs/results/07_page.ipynb #8ff9ab67
 def pipeline_svg(row: RowResult) -> str:

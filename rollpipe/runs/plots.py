@@ -23,8 +23,8 @@ from ..traces.journal import origin_of, told
 from ..pipes.data.errors import DataError, check_integer
 
 # %% auto #0
-__all__ = ['LABELS', 'CERTIFICATE', 'group_runs', 'align', 'smooth', 'plain', 'style', 'save_figure', 'finished', 'svg',
-           'table_html', 'wide', 'section', 'learning_curve']
+__all__ = ['LABELS', 'CERTIFICATE', 'group_runs', 'align', 'smooth', 'thinned', 'plain', 'style', 'save_figure', 'finished',
+           'svg', 'table_html', 'wide', 'section', 'learning_curve']
 
 # %% ../../nbs/runs/04_plots.ipynb #88c3ba0d
 def group_runs(runs: Iterable, per_env: bool = False) -> dict:
@@ -106,6 +106,12 @@ def smooth(y: np.ndarray, window: int) -> np.ndarray:
     end = np.arange(1, y.shape[-1] + 1)
     begin = np.maximum(end - window, 0)
     return (total[..., end] - total[..., begin])/(end - begin)
+
+
+def thinned(x: np.ndarray, y: np.ndarray, n: int) -> list:
+    "The points of a curve whose `y` is finite, averaged over neighbours down to `n` points: x and y."
+    ok = np.isfinite(y)
+    return [[part.mean() for part in np.array_split(of[ok], min(n, int(ok.sum())))] for of in (x, y)]
 
 # %% ../../nbs/runs/04_plots.ipynb #78eb91d7
 def _curve(folder: Path, x: str, y: str, window: int) -> tuple:
