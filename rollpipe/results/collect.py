@@ -15,6 +15,7 @@ import numpy as np
 from gymnasium.envs.registration import registry
 
 from ..agents.schedules import Every
+from ..ranks.launch import launching_words
 from ..runs.logs import is_evaluated, read_evaluations, read_metrics
 from ..settings.checks import check_edits, is_over
 from ..settings.options import import_words, typed
@@ -185,9 +186,8 @@ def _command(runs: list) -> str:
     A run that another program made tells its command in its configuration."""
     def words(run, *more):
         config, n = run.config, run.config.get("ranks", 1)
-        launcher = f"torchrun --standalone --nproc-per-node {n} -m".split() if n > 1 else []
-        return shlex.join(typed([*launcher, "rollpipe", "train", config["algorithm"], config["env"], "--config", run.folder/"config.json",
-                                 *more, *import_words(config.get("imports", ()))]))
+        return shlex.join(typed([*launching_words(n), "rollpipe", "train", config["algorithm"], config["env"], "--config",
+                                 run.folder/"config.json", *more, *import_words(config.get("imports", ()))]))
 
     if told := runs[0].config.get("command"): return str(told)
     if any(run.config.get("ranks", 1) > 1 for run in runs):
