@@ -181,7 +181,7 @@ def test_the_last_evaluation_is_recorded_once_if_the_run_goes_on(tmp_path, whole
 @pytest.mark.parametrize("text", ["200steps", "200 steps", "0_200 Steps"])
 def test_the_unit_says_whether_updates_or_steps_are_counted(text):
     assert small(eval_every=text) == small() and small(eval_every="3 updates") == small(eval_every=3)
-    assert (found := small(eval_every=3))["eval_every"] == 3 and "eval_steps" not in found
+    assert small(eval_every=3)["eval_every"] == 3
     assert small(eval_every="0 steps")["eval_every"] == 0
 
 
@@ -193,31 +193,11 @@ def test_what_is_no_interval_is_refused(value):
     with pytest.raises(DataError, match="out of range. Expected an integer eval_episodes >= 1"): small(eval_episodes=0)
 
 
-def test_a_run_of_an_earlier_version_goes_on(tmp_path, capsys):
-    "Its `eval_steps` stands in the checkpoint, in the configuration, and in a file of one's own. The option is understood as well."
-    config = small(steps=256)
-    old = {**{name: x for name, x in config.items() if name != "eval_every"}, "eval_every": 0, "eval_steps": 200}
-    run = start(tmp_path/"run", config)._replace(config=old)
-    run.save()
-    (run.folder/"config.json").write_text(json.dumps(old))
-    unlock(run.folder)
-    words = ["train", "trpo", "CartPole-v1", "--steps", 256, "--config", run.folder/"config.json", "--quiet", "--no-tensorboard"]
-    assert rollpipe(*words, "--out", run.folder, "--continue") == 0                          # so it is the same configuration
-    assert rollpipe(*words, "--out", tmp_path/"new", "--eval-steps", "0.2k") == 0
-    assert [r["returns"] for r in results(run.folder)] != [] and points(tmp_path/"new") == points(run.folder)
-    for folder in (run.folder, tmp_path/"new"):
-        for found in (load_run(folder).config, json.loads((folder/"config.json").read_text())):
-            assert found["eval_every"] == "200 steps" and "eval_steps" not in found
-    (tmp_path/"own.toml").write_text("eval_every = 3\neval_steps = 5\n")
-    capsys.readouterr()
-    assert rollpipe("train", "trpo", "CartPole-v1", "--config", tmp_path/"own.toml") == 2
-    assert f"{tmp_path}/own.toml: two kinds of evaluations. Expected eval_every alone" in capsys.readouterr().err
-
-
 def test_a_run_with_evaluations_by_updates_of_an_earlier_version_goes_on(tmp_path):
     "The number of episodes was 20, and was not stored."
     config = small(steps=128, eval_every=1, eval_episodes=20)
-    run = start(tmp_path/"run", config)._replace(config={name: x for name, x in config.items() if name != "eval_episodes"})
+    run = start(tmp_path/"run", config)
+    del run.config["eval_episodes"]
     run.save()
     unlock(run.folder)
     assert find_run(run.folder, config).config == load_run(run.folder).config
@@ -363,7 +343,7 @@ def test_two_benches_in_one_folder_are_refused(tmp_path, capfd):
     *(("every = 100", f"every = {n}", f"leaf every: .*row 1: out of range. Expected at least 1, got {n}") for n in (0, -1)),
     ("= [8]", "= [0]", "cannot be built|hidden"), ("steps = 256", "steps 256", "not TOML"),
     *(("options = { ", f"options = {{ {name} = 3, ", f"row 1: '{name}' stands among the options. Expected the key {key} of the row")
-      for name, key in dict(steps="steps", eval_every="every", eval_steps="every", seed="seeds", eval_episodes="episodes",
+      for name, key in dict(steps="steps", eval_every="every", seed="seeds", eval_episodes="episodes",
                             name="label").items()),
     ("every = 100", 'every = 100\n[[published]]\nalgorithm = "ppo"\nenv = "CartPole-v1"\nname = "x"\nmean = 1\nsource = "y"',
      "no row to compare it")])

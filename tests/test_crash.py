@@ -306,14 +306,6 @@ def test_a_run_that_is_trained_meanwhile_is_not_disturbed(tmp_path):
         replayed_run(run.folder, run.counters["updates"] + 1).__enter__()
 
 
-def test_a_run_of_an_earlier_version_is_refused(tmp_path):
-    run = start(tmp_path/"run", config_of("ppo"))
-    del run.config["inexact"]
-    run.save()
-    (run.folder/"journal.jsonl").touch()
-    with pytest.raises(DataError, match="a run of an earlier version"): replayed_run(run.folder, 1).__enter__()
-
-
 def test_another_number_is_told(tmp_path, planted):
     run = start(tmp_path/"run", config_of("ppo", steps=200))
     train(run, progress=False, tensorboard=False)

@@ -387,8 +387,7 @@ def test_the_weights_after_the_last_of_small_batches_are_compared(tmp_path):
 
 
 def test_what_differs_is_blamed_only_where_the_weights_before_are_known(tmp_path):
-    "A journal of earlier days has no weights in the extra lines of small batches."
-    def written(name, weight, obs, old):
+    def written(name, weight, obs):
         net = torch.nn.Linear(1, 1)
         with Journal(tmp_path/name, START, dict(net=net)) as journal:
             for n in (1, 2):
@@ -397,13 +396,11 @@ def test_what_differs_is_blamed_only_where_the_weights_before_are_known(tmp_path
                 journal.saw(dict(x=np.full(3, obs * (n == 2))), 10 * n)
                 journal.learned(dict(START, updates=n, steps=10 * n))
                 journal.mark()
-        entries = read_journal(tmp_path/name)
-        return [e._replace(now=None) for e in entries] if old else entries
-    lines = {key: written("x", *key) for key in [(0, 0, False), (0, 1, False), (1, 1, False), (0, 0, True), (1, 1, True)]}
+        return read_journal(tmp_path/name)
+    lines = {key: written("x", *key) for key in [(0, 0), (0, 1), (1, 1)]}
     collection = "update 2: ['x'] differs first, the weights were equal before: collection differs"
-    assert str(parting(lines[0, 0, False], lines[0, 1, False])) == collection
-    assert str(parting(lines[0, 0, False], lines[1, 1, False])).startswith("update 1: the weights of net differ")
-    for key in ((0, 0, True), (0, 0, False)): assert str(parting(lines[key], lines[1, 1, True])) == "update 2: ['x'] differs first"
+    assert str(parting(lines[0, 0], lines[0, 1])) == collection
+    assert str(parting(lines[0, 0], lines[1, 1])).startswith("update 1: the weights of net differ")
 
 
 def test_an_interrupted_journal_goes_on_as_if_nothing_had_been(whole, tmp_path):

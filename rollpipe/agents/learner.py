@@ -119,7 +119,7 @@ class LearnerState(Changing):
         "Restore what `state_dict` returned. An average of the policy that is not in it begins with the weights that are."
         self.actor.load_state_dict(state['actor'])
         self.generator.set_state(state['generator'])
-        self.steps = int(state.get('steps', 0))      # older checkpoints have no number of steps
+        self.steps = state['steps']
         bump_version(self.actor, to=state['version'])
         mine = {name: x for name in self.keeps if (x := getattr(self, name)) is not None}
         for name, x in _restored(mine, state).items(): setattr(self, name, x)

@@ -10,7 +10,7 @@ from functools import partial
 
 from ..settings.algorithms import ALGORITHMS, options_for
 from ..runs.commands import TYPED_OPTIONS
-from ..settings.options import add_options, parse_value
+from ..settings.options import add_options
 from ..settings.overview import Parser
 
 # %% auto #0
@@ -54,8 +54,6 @@ def _parser_of(algorithm, runs, **kwargs):
                         help="options in a TOML file, which override the preset; or the config.json of a run, to which no preset adds")
     parser.add_argument("--env-kwargs", nargs="+", action="extend", default=[], metavar="key=value", help="arguments for gymnasium.make")
     add_options(parser, [o for o in TYPED_OPTIONS if o.name not in COMMON] + options_for(algorithm))
-    parser.add_argument("--eval-steps", dest="eval_every", type=lambda text: f"{parse_value(text, ('int',))} steps",
-                        default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # as in commands for earlier versions
     return parser
 
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from gymnasium.envs.registration import registry
 
-from ..agents.schedules import Every, with_eval_every
+from ..agents.schedules import Every
+from ..ranks.launch import launching_words
 from ..runs.logs import is_evaluated, read_evaluations, read_metrics
 from ..settings.checks import check_edits, is_over
 from ..settings.options import import_words, typed
@@ -91,7 +92,7 @@ def read_result(folder: Path, seed: int) -> Result:
     "Read the result of one run. `state` and `problem` tell what is wrong with it."
     if not (folder/"config.json").is_file(): return Result(seed, folder, "missing", "", {}, [], {})
     try:
-        config = with_eval_every(read_table(folder/"config.json"), f"{folder/'config.json'}: ")
+        config = read_table(folder/"config.json")
         _check_config(config, f"{folder/'config.json'}: not the configuration of a run")
         evaluations = read_evaluations(folder)
         metrics = read_metrics(folder) if (folder/"metrics.jsonl").is_file() else {}
@@ -185,9 +186,8 @@ def _command(runs: list) -> str:
     A run that another program made tells its command in its configuration."""
     def words(run, *more):
         config, n = run.config, run.config.get("ranks", 1)
-        launcher = f"torchrun --standalone --nproc-per-node {n} -m".split() if n > 1 else []
-        return shlex.join(typed([*launcher, "rollpipe", "train", config["algorithm"], config["env"], "--config", run.folder/"config.json",
-                                 *more, *import_words(config.get("imports", ()))]))
+        return shlex.join(typed([*launching_words(n), "rollpipe", "train", config["algorithm"], config["env"], "--config",
+                                 run.folder/"config.json", *more, *import_words(config.get("imports", ()))]))
 
     if told := runs[0].config.get("command"): return str(told)
     if any(run.config.get("ranks", 1) > 1 for run in runs):

@@ -13,10 +13,10 @@ import numpy as np
 
 from ..settings.config import build
 from ..pipes.graph.edits import draw
-from ..runs.plots import CERTIFICATE, LABELS, plain, section, svg, table_html, wide
+from ..runs.plots import CERTIFICATE, LABELS, plain, section, svg, table_html, thinned, wide
 from .collect import Result, Results, RowResult, differing_options
 from .curves import color_of, draw_curves, draw_profiles, panels
-from .tables import ABOUT, improvements, notes_of, number, table_of, together
+from .tables import ABOUT, bounded, improvements, notes_of, table_of, together, with_sd
 from ..runs.folder import load_run
 
 # %% auto #0
@@ -36,7 +36,7 @@ def _draw(axes: Any, results: Results, env: str, name: str) -> None:
     rows = [row for row in results.rows if row.env == env]
     for row in rows:
         for k, run in enumerate(run for run in row.results if _has(run, name)):
-            x, y = _course(run, name)
+            x, y = thinned(run.metrics["updates"], run.metrics[name], 200)
             if len(rows) == 1: label, color = f"{row.label}, seed {run.seed}", f"C{k % 10}"
             else: label, color = "" if k else row.label, color_of(results, row.label)
             axes.plot(x, y, color=color, linewidth=1.2, label=plain(label), marker="." if len(x) == 1 else None)
@@ -44,12 +44,6 @@ def _draw(axes: Any, results: Results, env: str, name: str) -> None:
 
 def _has(run: Result, name: str) -> bool:
     return name in run.metrics and "updates" in run.metrics and bool(np.isfinite(run.metrics[name]).any())
-
-
-def _course(run: Result, name: str) -> list:
-    "The updates and a metric, averaged over neighbours down to 200 points."
-    ok = np.isfinite(run.metrics[name])
-    return [[x.mean() for x in np.array_split(run.metrics[of][ok], min(200, int(ok.sum())))] for of in ("updates", name)]
 
 # %% ../../nbs/results/07_page.ipynb #8ff9ab67
 def pipeline_svg(row: RowResult) -> str:
@@ -106,20 +100,18 @@ def document(title: str, body: list, more: str = "", head: str = "") -> str:
 
 
 def _sources(results: Results) -> str:
-    rows = [(x.name, x.algorithm, x.env, number(x.mean) + (f" +- {number(x.sd)}" if x.sd is not None else ""), x.of, x.source)
+    rows = [(x.name, x.algorithm, x.env, with_sd(x.mean, x.sd), x.of, x.source)
             for row in results.rows for x in row.published]
     return table_html(["who", "algorithm", "environment", "mean +- sd", "of the", "source"], dict.fromkeys(rows)) if rows else ""
 
 
 def _together(results: Results) -> str:
-    rows = [(label, n, f"{middle:.3f}" + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else "")) for label, n, middle,
-            bounds in together(results)]
+    rows = [(label, n, bounded(*found, digits=3)) for label, n, *found in together(results)]
     return table_html(["algorithm", "environments", "last policy on the scales, IQM"], rows) if rows else ""
 
 
 def _improvements(results: Results) -> str:
-    rows = [(f"P({label} > {other})", n, f"{middle:.3f}" + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else ""))
-            for label, other, n, middle, bounds in improvements(results)]
+    rows = [(f"P({label} > {other})", n, bounded(*found, digits=3)) for label, other, n, *found in improvements(results)]
     return table_html(["better last policy", "environments", "probability"], rows) if rows else ""
 
 

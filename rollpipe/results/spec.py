@@ -109,7 +109,7 @@ def need_value(table: dict, name: str, kind: str, where: str) -> Any:
 # %% ../../nbs/results/01_spec.ipynb #71d0a002
 _SHARED = ("steps", "preset", "seeds", "every", "episodes", "final_episodes")  # keys of a row, or of the whole file for all rows
 _OF_A_ROW = ("algorithm", "env", "label", "options", "env_kwargs", "threshold", "scale", *_SHARED)
-_BY_KEYS: dict = dict(seed="seeds", steps="steps", preset="preset", eval_every="every", eval_steps="every", eval_episodes="episodes",
+_BY_KEYS: dict = dict(seed="seeds", steps="steps", preset="preset", eval_every="every", eval_episodes="episodes",
                       final_episodes="final_episodes", name="label")  # option -> key that sets it, outside of `options`
 
 

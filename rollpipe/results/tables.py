@@ -19,8 +19,8 @@ from .collect import Results, RowResult, differing_options
 from .statistics import improvement, improvement_interval, interval, iqm, steps_to
 
 # %% auto #0
-__all__ = ['ABOUT', 'Figure', 'number', 'figure_over', 'figure_of', 'steps_needed', 'spread', 'table_of', 'on_scales', 'together',
-           'improvements', 'notes_of', 'table_text', 'markdown', 'csv_text', 'curves_text']
+__all__ = ['ABOUT', 'Figure', 'number', 'with_sd', 'bounded', 'figure_over', 'figure_of', 'steps_needed', 'spread', 'table_of',
+           'on_scales', 'together', 'improvements', 'notes_of', 'table_text', 'markdown', 'csv_text', 'curves_text']
 
 # %% ../../nbs/results/05_tables.ipynb #431c0252
 class Figure(NamedTuple):
@@ -51,6 +51,14 @@ def number(x: float) -> str:
     "A number as text, with about three digits."
     if 0 < abs(x) < .1: return f"{x:.2g}"
     return "-" if math.isnan(x) else f"{x:.0f}" if abs(x) >= 100 else f"{x:.1f}" if abs(x) >= 10 else f"{x:.2f}"
+
+
+def with_sd(mean: float, sd: float | None) -> str: return number(mean) + ("" if sd is None else f" +- {number(sd)}")
+
+
+def bounded(x: float, bounds: tuple | None, digits: int) -> str:
+    "A number as text with so many decimals, and its interval, if it has one."
+    return f"{x:.{digits}f}" + (f" [{bounds[0]:.{digits}f}, {bounds[1]:.{digits}f}]" if bounds else "")
 
 # %% ../../nbs/results/05_tables.ipynb #3f8b5a24
 def figure_over(x: np.ndarray, strata: list | None = None) -> Figure:
@@ -88,13 +96,12 @@ def _needed(row: RowResult) -> str:
 
 
 def _published(row: RowResult, of: str) -> str:
-    found = [f"{x.name}: {number(x.mean)}" + (f" +- {number(x.sd)}" if x.sd is not None else "") for x in row.published if x.of == of]
-    return "; ".join(found) or "-"
+    return "; ".join(f"{x.name}: {with_sd(x.mean, x.sd)}" for x in row.published if x.of == of) or "-"
 
 # %% ../../nbs/results/05_tables.ipynb #71a4af3f
 def spread(figure: Figure) -> str:
     "The mean and the deviation of a result as text."
-    return "-" if figure.bad or not figure.n else number(figure.mean) + (f" +- {number(figure.sd)}" if figure.n > 1 else "")
+    return "-" if figure.bad or not figure.n else with_sd(figure.mean, figure.sd if figure.n > 1 else None)
 
 
 def table_of(results: Results) -> list:
@@ -210,12 +217,10 @@ def markdown(results: Results) -> str:
     table, lines = table_of(results), [f"# {_plain(results.title)}", ""]
     columns = [name for name in table[0] if any(row[name] != "-" for row in table)]
     lines += [table_text(columns, [[row[name] for name in columns] for row in table])]
-    for label, n, middle, bounds in together(results):
-        told = f" [{bounds[0]:.2f}, {bounds[1]:.2f}]" if bounds else ""
-        lines += ["", f"{_plain(label)}, {n} environments together on their scales: IQM {middle:.2f}{told}."]
-    for label, other, n, middle, bounds in improvements(results):
-        told = f" [{bounds[0]:.2f}, {bounds[1]:.2f}]" if bounds else ""
-        lines += ["", f"P({_plain(label)} > {_plain(other)}) = {middle:.2f}{told} over {n} environment{'s'*(n > 1)}."]
+    for label, n, *found in together(results):
+        lines += ["", f"{_plain(label)}, {n} environments together on their scales: IQM {bounded(*found, digits=2)}."]
+    for label, other, n, *found in improvements(results):
+        lines += ["", f"P({_plain(label)} > {_plain(other)}) = {bounded(*found, digits=2)} over {n} environment{'s'*(n > 1)}."]
     lines += ["", ABOUT, *(f"\n- {_plain(note)}" for note in notes_of(results))]
     lines += ["", "Published figures:", "", *(f"- {_plain(x.name)}, {_plain(x.algorithm)} on {_plain(x.env)}: {_plain(x.source)}"
                                               for row in results.rows

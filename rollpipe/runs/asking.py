@@ -27,7 +27,7 @@ from .locks import COSTS, owner_of
 from .logs import read_metrics, read_records
 from .mailbox import PAUSED, WISHES, ask
 from .progress import format_duration
-from .plots import CERTIFICATE, LABELS, section, style, svg, table_html, wide
+from .plots import CERTIFICATE, LABELS, section, style, svg, table_html, thinned, wide
 from ..traces.differences import JOURNAL
 from ..traces.journal import read_journal, told
 
@@ -68,8 +68,7 @@ def _beside(parts: list) -> str: return f'<div style="display:flex;flex-wrap:wra
 def _chart(folder: Path, metrics: dict, name: str, text: str) -> str:
     "A metric over the steps, averaged over neighbours down to 300 points."
     from matplotlib.figure import Figure
-    ok = np.isfinite(metrics[name])
-    x, y = ([part.mean() for part in np.array_split(metrics[of][ok], min(300, int(ok.sum())))] for of in ("steps", name))
+    x, y = thinned(metrics["steps"], metrics[name], 300)
     axes = (figure := Figure(figsize=(3.8, 2.4), layout="constrained")).add_subplot()
     axes.plot(x, y, linewidth=1.2, marker="." if len(x) < 20 else None)
     if name == "accepted": axes.set_ylim(0, 1.05)

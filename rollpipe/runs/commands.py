@@ -27,7 +27,7 @@ from .logs import is_complete
 from .plots import learning_curve
 from ..settings.choice import settings_in
 from .progress import format_duration, format_number
-from ..ranks import process_group
+from ..ranks.launch import launching_words, process_group
 from .changes import before_edits
 from .folder import Run, agent_of, discard, folder_of, load_run, needed_modules, resume, start
 from .locks import RUN_FILES, files_of_run
@@ -36,8 +36,9 @@ from ..traces.crash import CRASH
 
 # %% auto #0
 __all__ = ['TYPED_OPTIONS', 'PLOT_OPTIONS', 'UsageError', 'Interrupted', 'given_by', 'config_from', 'train_command',
-           'default_folder', 'find_run', 'given_names', 'run_to_end', 'evaluate_command', 'watch_command',
-           'export_command', 'plot_command', 'graph_command', 'demo_command', 'profile_command', 'autotune_command']
+           'folder_name', 'default_folder', 'find_run', 'given_names', 'run_to_end', 'evaluate_command',
+           'watch_command', 'export_command', 'plot_command', 'graph_command', 'demo_command', 'profile_command',
+           'autotune_command']
 
 # %% ../../nbs/runs/23_commands.ipynb #9493a7f0
 TYPED_OPTIONS = [option._replace(default="auto") if option.name == "preset" else option for option in RUN_OPTIONS]
@@ -99,10 +100,12 @@ def _run_for(args, launch):
     print(f"{folder} is complete, with {format_number(found.counters['steps'])} steps{why}")
 
 
+def folder_name(env: str) -> str: return env.replace("/", "-").replace(":", "-")     # an id may have a namespace and a module
+
+
 def default_folder(config: dict) -> Path:
     "The folder of a run if the command line does not name one."
-    env = config["env"].replace("/", "-").replace(":", "-")
-    return Path(f"runs/{config['algorithm']}-{env}-s{config['seed']}")
+    return Path(f"runs/{config['algorithm']}-{folder_name(config['env'])}-s{config['seed']}")
 
 
 def find_run(folder: Path, config: dict, given: Iterable | None = None, is_exact: bool = False) -> Checkpoint | None:
@@ -137,8 +140,8 @@ def given_names(args: Namespace) -> list | None:
 def _command_for(command: str, run: Run) -> str:
     "A command line for the folder of a run."
     n = run.config.get("ranks", 1) if command.startswith("train") else 1
-    words = [*f"torchrun --standalone --nproc-per-node {n} -m".split()] * (n > 1) + ["rollpipe", *command.split(), run.folder]
-    return shlex.join(typed(words) + import_words(needed_modules(run.config)))
+    words = typed([*launching_words(n), "rollpipe", *command.split(), run.folder])
+    return shlex.join(words + import_words(needed_modules(run.config)))
 
 
 def run_to_end(run: Run, args: Namespace) -> None:

@@ -13,7 +13,6 @@ import torch
 
 from ..agents.checkpoint import Checkpoint, Snapshot, keep_checkpoint, kept_checkpoints, load_checkpoint, save_checkpoint
 from .states import Stream, edits_due, kept_states, load_states, resumed_stream, with_exactness
-from ..agents.schedules import with_eval_every
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
 from ..settings.checks import ENDLESS, check_decay, check_edits, check_room, is_over
 from ..settings.config import RUN_OPTIONS, RunOptions, build, device_of, run_options
@@ -163,7 +162,7 @@ def _check_stored(found: Checkpoint) -> None:
 
 def _of_today(config: dict) -> dict:
     "The configuration as it is written today. A run of earlier days lacks later options."
-    return {**vars(RunOptions()), "preset": None, **with_eval_every(config)}
+    return {**vars(RunOptions()), "preset": None, **config}
 
 
 def needed_modules(config: dict) -> list:
@@ -184,8 +183,8 @@ def load_run(path: str | Path, best: bool = False) -> Checkpoint:
     if not file.exists() or file.name in RUN_FILES and file.suffix != ".safetensors": raise no_run(path)
     found = load_checkpoint(file)
     has = lambda part, *keys: isinstance(part, dict) and set(keys) <= set(part)
-    if not has(found.config, "algorithm", "env", "env_kwargs", "seed", "steps", "threads", "checkpoint_every", "options") or not has(
-            found.counters, *_COUNTERS) or not has(found.config["options"]):
+    if not has(found.config, "algorithm", "env", "env_kwargs", "seed", "steps", "threads", "checkpoint_every", "options",
+               "inexact") or not has(found.counters, *_COUNTERS) or not has(found.config["options"]):
         raise CheckpointError(f"{path}: not the checkpoint of a run", expected=f"one of {', '.join(ALGORITHMS)}")
     name, imports = found.config["algorithm"], found.config.get("imports", [])
     if not is_algorithm(name):

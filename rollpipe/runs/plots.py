@@ -5,7 +5,7 @@
 # %% ../../nbs/runs/04_plots.ipynb #4772e5d1
 from __future__ import annotations
 
-import html, json, re
+import html, re
 from collections.abc import Iterable
 from functools import partial
 from io import BytesIO, StringIO
@@ -18,12 +18,13 @@ from ..pipes.data.files import write_atomically
 from ..agents.metrics import METRICS
 from .logs import read_metrics
 from ..settings.checks import check_edits
+from ..settings.files import read_table
 from ..traces.journal import origin_of, told
 from ..pipes.data.errors import DataError, check_integer
 
 # %% auto #0
-__all__ = ['LABELS', 'CERTIFICATE', 'group_runs', 'align', 'smooth', 'plain', 'style', 'save_figure', 'finished', 'svg',
-           'table_html', 'wide', 'section', 'learning_curve']
+__all__ = ['LABELS', 'CERTIFICATE', 'group_runs', 'align', 'smooth', 'thinned', 'plain', 'style', 'save_figure', 'finished',
+           'svg', 'table_html', 'wide', 'section', 'learning_curve']
 
 # %% ../../nbs/runs/04_plots.ipynb #88c3ba0d
 def group_runs(runs: Iterable, per_env: bool = False) -> dict:
@@ -55,9 +56,7 @@ def group_runs(runs: Iterable, per_env: bool = False) -> dict:
 def _config(run: str | Path) -> dict:
     path = Path(run)/"config.json"
     if not path.is_file(): raise DataError(f"{run}: not the folder of a run", expected="config.json in it")
-    try: config = json.loads(path.read_bytes().decode())
-    except (ValueError, RecursionError) as e: raise DataError(f"{path}: damaged ({e})") from None
-    if not isinstance(config, dict): raise DataError(f"{path}: damaged", expected="names with values", got=repr(config)[:80])
+    config = read_table(path)
     kinds: dict[str, type] = dict(options=dict, env_kwargs=dict, name=str)
     for name, kind in kinds.items():
         if config.get(name) is not None and not isinstance(config[name], kind):
@@ -107,6 +106,12 @@ def smooth(y: np.ndarray, window: int) -> np.ndarray:
     end = np.arange(1, y.shape[-1] + 1)
     begin = np.maximum(end - window, 0)
     return (total[..., end] - total[..., begin])/(end - begin)
+
+
+def thinned(x: np.ndarray, y: np.ndarray, n: int) -> list:
+    "The points of a curve whose `y` is finite, averaged over neighbours down to `n` points: x and y."
+    ok = np.isfinite(y)
+    return [[part.mean() for part in np.array_split(of[ok], min(n, int(ok.sum())))] for of in (x, y)]
 
 # %% ../../nbs/runs/04_plots.ipynb #78eb91d7
 def _curve(folder: Path, x: str, y: str, window: int) -> tuple:

@@ -109,7 +109,7 @@ def checkpoint_at(folder: Path, updates: int, after: bool = False) -> Checkpoint
     newest = load_run(folder)
     config, counters = newest.config, newest.counters
     ranks = "several ranks learn together" if config.get("ranks", 1) > 1 else None
-    if reason := ranks or config.get("inexact", "a run of an earlier version"):
+    if reason := ranks or config["inexact"]:
         way = "an exact run; or --crash, if an update of it failed" if after else "an exact run"
         raise DataError(f"{folder} cannot be repeated", expected=way, got=reason)
     lines = read_journal(folder/JOURNAL)

@@ -219,7 +219,7 @@ def resumed_stream(folder: Path, pipe: IterDataPipe, found: Any, config: dict) -
     if not isinstance(kept, dict) or not all(isinstance(name, str) for name in kept.values()):
         raise CheckpointError("not the ways in which environments are kept", leaf="kept", got=repr(kept)[:80])
     keep_as(pipe, kept.values())
-    reason = found.config.get("inexact", "the run was started by an earlier version")
+    reason = found.config["inexact"]
     if found.stream is None and found.counters["updates"]:
         forked = (found.config.get("forked") or {}).get("new_episodes")
         why = reason or ("it is a fork that was made so" if forked else "the best checkpoint has no state of the stream" if found.evaluated

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
 
-from ..agents.schedules import with_eval_every
 from .options import Option, nearest
 from ..pipes.envs.factories import spaces_of
 from ..pipes.data.errors import DataError
@@ -70,7 +69,7 @@ def checked(values: dict, known: Iterable[Option], where: str) -> dict:
         dict: the same, with None for "none" where an option may be None
     """
     options, found = {option.name: option for option in known}, {}
-    for name, value in with_eval_every(values, f"{where}: ").items():
+    for name, value in values.items():
         if name not in options:
             near = nearest(name, options)
             raise DataError(f"{where}: there is no option {name!r}", expected=", ".join(near or options))

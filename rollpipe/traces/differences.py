@@ -65,8 +65,8 @@ def parting(a: list[Entry], b: list[Entry]) -> Parting | None:
     place = first_place(x.place, y.place) if leaves and x.place and y.place else None
     is_actors = place is not None and place[2] == 'actor'
     leaves.sort(key=lambda path: _rank(path, is_actors))
-    located, is_known = place and _located(place, x.place['lane']), n > 0 and all(e.has_weights for e in both[n - 1])
-    return Parting(both[n - 1][0].updates if n else x.since, x.updates, leaves, differing_networks(x, y), located, is_known)
+    located = place and _located(place, x.place['lane'])
+    return Parting(both[n - 1][0].updates if n else x.since, x.updates, leaves, differing_networks(x, y), located, is_known=n > 0)
 
 
 def _rank(path, is_actors):

@@ -110,11 +110,6 @@ class Entry(NamedTuple):
     edits: list | None = None
     now: dict | None = None
 
-    @property
-    def has_weights(self) -> bool:
-        "Does the line tell the weights after this update, and not only those after an update before it?"
-        return self.now is not None or self.place is not None
-
 
 def differing_networks(a: Entry, b: Entry) -> list:
     "The networks whose weights differ in two lines of the same update."

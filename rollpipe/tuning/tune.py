@@ -13,7 +13,7 @@ from typing import Any
 
 from ..pipes.data.files import make_folder, write_atomically
 from ..settings.algorithms import options_for
-from ..runs.commands import Interrupted, given_by
+from ..runs.commands import Interrupted, folder_name, given_by
 from ..settings.config import RUN_OPTIONS, RunOptions, build, make_config
 from ..results.experiments import check_counts, python_words, run_all, without
 from ..runs.locks import lock, unlock
@@ -100,7 +100,7 @@ class Search:
         options = self.config({}, 0)["options"]
         self.fixed = {name: x for name, x in self.given.items() if name in options}
         self.space = space_for(args.algorithm, self.fixed, options)
-        self.folder = Path(args.storage or f"tuning/{args.algorithm}-{args.env.replace('/', '-').replace(':', '-')}")
+        self.folder = Path(args.storage or f"tuning/{args.algorithm}-{folder_name(args.env)}")
         self.out = Path(args.out) if args.out else self.folder/"preset.toml"
 
     def config(self, options: dict, seed: int) -> dict:

@@ -126,7 +126,7 @@ class KeptMemory:
             chunks: the folder that `get_state` got
         """
         kept = restore(state, name='memory')
-        if dict(frames=1) | kept['settings'] != (mine := self._settings()):     # older states do not know `frames`
+        if kept['settings'] != (mine := self._settings()):
             raise CheckpointError("the state of another memory", pipe=self, expected=str(mine), got=str(kept['settings']))
         if (store := kept['store']) is not None:
             restore_store(self.begin(store['example']), store)
