@@ -21,7 +21,7 @@ from ..data.errors import CheckpointError, DataError
 from ..data.files import _no_follow, make_folder, names_file, packed, unpack
 
 # %% ../../../nbs/pipes/29_recording/00_store.ipynb #2bccceec
-FORMAT = 2              # as of checkpoints, whose version 1 had no checksum
+FORMAT = 2
 _NAME = re.compile(r'(\d{9,})-(\d{9,})\.safetensors(\.gz)?')
 _UNITS = dict(B=1, KB=10**3, MB=10**6, GB=10**9, TB=10**12, KIB=2**10, MIB=2**20, GIB=2**30, TIB=2**40)
 
