@@ -45,9 +45,13 @@ def write_atomically(path: str | Path, data: bytes) -> None:
 
 
 def sync(path: str | Path) -> None:
-    "Wait until what was written to a file, if there is one, is on disk. Raises `OSError`, which names it."
-    if not Path(path).exists(): return
-    with names_file(path), open(path, "ab") as file: os.fsync(file.fileno())
+    "Wait until what was written to a file, or the names in a folder, if it is there, is on disk. Raises `OSError`, which names it."
+    is_folder = Path(path).is_dir()
+    if not Path(path).exists() or is_folder and os.name == 'nt': return     # Windows cannot open a folder
+    with names_file(path):
+        fd = os.open(path, os.O_RDONLY if is_folder else os.O_WRONLY)
+        try: os.fsync(fd)
+        finally: os.close(fd)
 
 
 def make_folder(path: str | Path) -> None:
