@@ -1,6 +1,6 @@
 "Checkpoints: bit-exact round trips, atomic writes, and files that are no checkpoint."
-import base64
 import fcntl
+import hashlib
 import importlib
 import os
 import pickle
@@ -157,24 +157,17 @@ def test_mutilated_anywhere(data, tmp_path_factory):
         with pytest.raises(CheckpointError): load_checkpoint(path)
 
 
-OLD_FILE = (  # of format 1, as it was written before there was a checksum
-    "MAEAAAAAAAB7Il9fbWV0YWRhdGFfXyI6eyJjb25maWciOiJ7XCJkaWN0XCI6IFtbXCJlbnZcIiwgXCJUb3lcIl1dfSIsImNvdW50ZXJzIjoie1wiZGljdFwi"
-    "OiBbW1wic3RlcHNcIiwgMV1dfSIsInJvbGxwaXBlX2NoZWNrcG9pbnQiOiIxIiwiYWdlbnQiOiJ7XCJkaWN0XCI6IFtbXCJ3XCIsIHtcInRlbnNvclwiOiBc"
-    "ImFnZW50LndcIn1dLCBbXCJuXCIsIHtcImxpc3RcIjogWzEsIG51bGwsIHtcImZsb2F0XCI6IFwiaW5mXCJ9XX1dXX0ifSwiYWdlbnQudyI6eyJkdHlwZSI6"
-    "IkYzMiIsInNoYXBlIjpbNl0sImRhdGFfb2Zmc2V0cyI6WzAsMjRdfX0gAAAAAAAAgD8AAABAAABAQAAAgEAAAKBA")
-
-
-def test_a_file_of_the_first_format_is_read(tmp_path):
-    (tmp_path/"c").write_bytes(base64.b64decode(OLD_FILE))
-    config, counters, state, *_ = load_checkpoint(tmp_path/"c")
-    assert (config, counters) == (dict(env="Toy"), dict(steps=1)) and same(state, dict(w=torch.arange(6.), n=[1, None, float("inf")]))
-
-
 class Bomb:
     def __reduce__(self): return os._exit, (7,)
 
 
-META = dict(rollpipe_checkpoint="1", config='{"dict": []}', counters='{"dict": []}')
+META = dict(rollpipe_checkpoint="2", config='{"dict": []}', counters='{"dict": []}')
+
+
+def sealed(**parts):
+    "A file with these texts, whose checksum is right."
+    data = save({}, metadata=dict(META, sha256="0"*64, **parts))
+    return data.replace(b"0"*64, hashlib.sha256(data).hexdigest().encode())
 
 
 @pytest.mark.parametrize("data, message", [
@@ -182,19 +175,19 @@ META = dict(rollpipe_checkpoint="1", config='{"dict": []}', counters='{"dict": [
     (pickle.dumps(Bomb()), "not a checkpoint"),
     (save(dict(w=torch.ones(2))), "not made by rollpipe.*no metadata"),
     (save(dict(w=torch.ones(2)), metadata=dict(format="pt")), "not made by rollpipe.*format"),
-    (save({}, metadata=dict(META, rollpipe_checkpoint="3")), "newer.*got 3"),
-    (save({}, metadata=dict(META, rollpipe_checkpoint="2")), "damaged.*checksum None"),
-    (save({}, metadata=dict(META, rollpipe_checkpoint="soon")), "newer.*got soon"),
-    (save({}, metadata=META), "damaged metadata.*agent"),
-    (save({}, metadata=dict(META, agent='{"tensor": "w"}')), "damaged metadata"),
-    (save({}, metadata=dict(META, agent='{"pickle": "gASV"}')), "damaged metadata.*pickle"),
-    (save({}, metadata=dict(META, agent='{"dict": [1, 2]}')), "damaged metadata"),
-    (save({}, metadata=dict(META, agent='{"dict": [[[1], 2]]}')), "damaged metadata"),
-    (save({}, metadata=dict(META, agent='[1, 2]')), "damaged metadata"),
-    (save({}, metadata=dict(META, agent='{"list": '*3000 + "1" + "}"*3000)), "damaged metadata"),
-    (save({}, metadata=dict(META, agent='{"list": ['*3000 + "1" + "]}"*3000)), "damaged metadata"),
-    (save({}, metadata=dict(META, agent='{"list": ['*101 + "1" + "]}"*101)), "damaged metadata.*nested more than 100 deep"),
-    (save({}, metadata=dict(META, agent='{"tuple": "ab"}')), "damaged metadata.*holds no list"),
+    *((save({}, metadata=dict(META, rollpipe_checkpoint=x)), f"another version of rollpipe. Expected format 2, got {x}")
+      for x in ("3", "1", "0", "soon")),
+    (save({}, metadata=META), "damaged.*checksum None"),
+    (sealed(), "damaged metadata.*agent is missing"),
+    (sealed(agent='{"tensor": "w"}'), "damaged metadata"),
+    (sealed(agent='{"pickle": "gASV"}'), "damaged metadata.*pickle"),
+    (sealed(agent='{"dict": [1, 2]}'), "damaged metadata"),
+    (sealed(agent='{"dict": [[[1], 2]]}'), "damaged metadata"),
+    (sealed(agent='[1, 2]'), "damaged metadata"),
+    (sealed(agent='{"list": '*3000 + "1" + "}"*3000), "damaged metadata"),
+    (sealed(agent='{"list": ['*3000 + "1" + "]}"*3000), "damaged metadata"),
+    (sealed(agent='{"list": ['*101 + "1" + "]}"*101), "damaged metadata.*nested more than 100 deep"),
+    (sealed(agent='{"tuple": "ab"}'), "damaged metadata.*holds no list"),
 ])
 def test_foreign(data, message, tmp_path):
     (tmp_path/"c").write_bytes(data)

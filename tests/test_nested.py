@@ -73,19 +73,19 @@ def test_rows_in_and_out(kind, other):
     assert all((leaf == 7).all() for leaf in nested.leaves(nested.getitem(buffer, (1, 2))))
     assert all(leaf.sum() == 7 * leaf[0, 0].size if kind == 'numpy' else leaf.sum() == 7 * leaf[0, 0].numel()
                for leaf in nested.leaves(buffer))
-    assert nested.copy_(buffer, nested.map(lambda x: x + 3, example((5,), other)), at=0) is buffer
+    nested.setitem(buffer, 0, nested.map(lambda x: x + 3, example((5,), other)))
     assert all((leaf[0] == 3).all() and (leaf[1, 2] == 7).all() for leaf in nested.leaves(buffer))
-    nested.copy_(buffer, nested.map(lambda x: x + 1, example((), other)))
+    nested.setitem(buffer, ..., nested.map(lambda x: x + 1, example((), other)))
     assert all((leaf == 1).all() for leaf in nested.leaves(buffer))
 
 
 def test_scalars_and_graphs_may_be_written():
     npy, pyt = np.zeros(3, np.float32), torch.zeros(3, dtype=torch.int64)
     nested.setitem([npy, pyt], 1, [torch.tensor(2., requires_grad=True), np.int32(2)])
-    nested.copy_([npy, pyt], [5, True], at=2)
+    nested.setitem([npy, pyt], 2, [5, True])
     assert npy.tolist() == [0, 2, 5] and pyt.tolist() == [0, 2, 1]
     row = np.zeros(()), torch.zeros(())
-    nested.copy_(row, (4, np.float64(6)))
+    nested.setitem(row, ..., (4, np.float64(6)))
     assert row == (4, 6)
 
 

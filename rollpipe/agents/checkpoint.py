@@ -16,7 +16,7 @@ from ..pipes.data.errors import CheckpointError
 from ..pipes.data.files import pack, unpack, write_atomically
 
 # %% ../../nbs/agents/12_checkpoint.ipynb #28bb19e3
-FORMAT_VERSION = 2                     # 1: without checksum
+FORMAT_VERSION = 2
 
 
 class Checkpoint(NamedTuple):
@@ -57,11 +57,11 @@ def save_checkpoint(path: str | Path, agent: Any, config: dict, counters: dict, 
 
 # %% ../../nbs/agents/12_checkpoint.ipynb #1ab5452f
 def load_checkpoint(path: str | Path) -> Checkpoint:
-    """Read a checkpoint; nothing in it is executed. Raises `CheckpointError` if the file is missing, damaged, of another kind or too new.
+    """Read a checkpoint; nothing in it is executed. Raises `CheckpointError` if the file is missing, damaged, of another kind or version.
     For a run that keeps some, it names the newest one.
 
     Args:
-        path: file that `save_checkpoint` wrote, with or without a checksum (format version 1)
+        path: file that `save_checkpoint` wrote
     """
     try: found = unpack(path, "checkpoint", FORMAT_VERSION)
     except CheckpointError as e:

@@ -225,7 +225,7 @@ def check_state(agent: Any) -> None:
 
 # %% ../../nbs/ranks/02_collectives.ipynb #8f4e164b
 @contextmanager
-def distributed(agent: Any, group: Any = None, size: int | None = None) -> Iterator[Any]:
+def distributed(agent: Any, size: int | None = None) -> Iterator[Any]:
     """In this block, `agent.update(batch)` takes the step that one process would take on the joined batch of all ranks.
 
     Each rank calls it equally often, with a batch of its own (see `divided`). The batches have the same shape. After each update the
@@ -237,14 +237,13 @@ def distributed(agent: Any, group: Any = None, size: int | None = None) -> Itera
 
     Args:
         agent: a learner with `joins_ranks`, such as `TRPO`, `PPO` or `DQN`; each rank has one, in the same state
-        group: the process group; None: all processes
         size: required number of ranks; None: any
     """
     with ExitStack() as ending:
         if not _is_initialized(): ending.enter_context(process_group())
         is_group = _is_initialized()
-        check_size(size, dist.get_world_size(group) if is_group else 1)
-        if is_group: ending.enter_context(_block(agent, group))
+        check_size(size, dist.get_world_size() if is_group else 1)
+        if is_group: ending.enter_context(_block(agent))
         yield agent
 
 
@@ -252,15 +251,15 @@ def _is_initialized(): return dist.is_available() and dist.is_initialized()
 
 
 @contextmanager
-def _block(agent, group):
+def _block(agent):
     "The block of `distributed` if there is a process group."
     if _group: raise DataError("a block `distributed` in another", leaf='agent', expected="one learner at a time", got=describe(agent))
     if not getattr(agent, 'joins_ranks', False):
         raise DataError("cannot learn over several ranks", leaf='agent', got=type(agent).__name__,
                         expected="a learner with `joins_ranks`, such as TRPO, PPO, DQN or SAC")
-    _group.append(group)
+    _group.append(None)     # the group of all processes
     try:
-        if (timeout := _timeout_of_gloo(group)) is not None: _call(_share_sums, timeout)
+        if (timeout := _timeout_of_gloo()) is not None: _call(_share_sums, timeout)
         check_state(agent)
         getattr(agent, 'check_ranks', bool)()
         yield
@@ -270,10 +269,10 @@ def _block(agent, group):
         for state in (_group, _sums, _looked): state.clear()
 
 
-def _timeout_of_gloo(group):
+def _timeout_of_gloo():
     "How many seconds gloo waits for another rank; None if a rank is alone, or if gloo is not what sums on the host."
-    if dist.get_world_size(group) == 1: return None
-    try: backend = (group or dist.group.WORLD)._get_backend(torch.device('cpu'))
+    if dist.get_world_size() == 1: return None
+    try: backend = dist.group.WORLD._get_backend(torch.device('cpu'))
     except RuntimeError: return None        # this group sums on GPUs alone
     if not isinstance(backend, dist.ProcessGroupGloo): return None
     timeout = getattr(getattr(backend, 'options', None), '_timeout', timedelta(minutes=30))     # old versions of torch do not tell it

@@ -45,9 +45,13 @@ def write_atomically(path: str | Path, data: bytes) -> None:
 
 
 def sync(path: str | Path) -> None:
-    "Wait until what was written to a file, if there is one, is on disk. Raises `OSError`, which names it."
-    if not Path(path).exists(): return
-    with names_file(path), open(path, "ab") as file: os.fsync(file.fileno())
+    "Wait until what was written to a file, or the names in a folder, if it is there, is on disk. Raises `OSError`, which names it."
+    is_folder = Path(path).is_dir()
+    if not Path(path).exists() or is_folder and os.name == 'nt': return     # Windows cannot open a folder
+    with names_file(path):
+        fd = os.open(path, os.O_RDONLY if is_folder else os.O_WRONLY)
+        try: os.fsync(fd)
+        finally: os.close(fd)
 
 
 def make_folder(path: str | Path) -> None:
@@ -142,12 +146,12 @@ def packed(kind: str, version: int, codes: dict, tensors: dict) -> bytes:
 def unpack(path: str | Path, kind: str, version: int, data: bytes | None = None) -> dict:
     """The parts of a file that `pack` has made; nothing in it is executed.
 
-    Raises `CheckpointError` if the file is missing, damaged, of another kind or too new.
+    Raises `CheckpointError` if the file is missing, damaged, of another kind or version.
 
     Args:
         path: the file
         kind: as given to `pack`
-        version: the newest version that can be read; version 1 has no checksum
+        version: as given to `pack`
         data: the content; None: it is read
     """
     try:
@@ -164,16 +168,15 @@ def unpack(path: str | Path, kind: str, version: int, data: bytes | None = None)
 
 
 def _metadata(path, data, kind, version):
-    "The texts of the parts. Raises `CheckpointError` for another kind, a newer version, and a wrong checksum."
+    "The texts of the parts. Raises `CheckpointError` for another kind, another version, and a wrong checksum."
     begin = 8 + int.from_bytes(data[:8], 'little')
     meta = json.loads(data[8:begin]).get("__metadata__", {})
     if (found := meta.pop(f"rollpipe_{kind}", None)) is None:
         raise CheckpointError(f"{path}: a safetensors file, but not made by rollpipe",
                               expected=f"rollpipe_{kind} in its metadata", got=sorted(meta) or "no metadata")
-    if found not in map(str, range(1, version + 1)):
-        raise CheckpointError(f"{path}: made by a newer rollpipe", expected=f"format {version} or older", got=found)
+    if found != str(version):
+        raise CheckpointError(f"{path}: made by another version of rollpipe", expected=f"format {version}", got=found)
     stored = str(meta.pop("sha256", None))
-    if found == "1": return meta
     total = hashlib.sha256(data[:begin].replace(_NO_CHECKSUM[:-64] + stored.encode(), _NO_CHECKSUM, 1))
     total.update(memoryview(data)[begin:])
     if total.hexdigest() == stored: return meta

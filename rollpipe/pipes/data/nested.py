@@ -15,8 +15,8 @@ import torch
 from .errors import DataError, PipeError, describe
 
 # %% auto #0
-__all__ = ['map', 'leaves', 'flatten', 'paths', 'Form', 'form_text', 'getitem', 'setitem', 'copy_', 'stack', 'cat', 'alloc',
-           'torchify', 'numpify', 'as_seen', 'without_past']
+__all__ = ['map', 'leaves', 'flatten', 'paths', 'Form', 'form_text', 'getitem', 'setitem', 'stack', 'cat', 'alloc', 'torchify',
+           'numpify', 'as_seen', 'without_past']
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #fb2d67a2
 def map(fn: Callable, tree: Any, *rest: Any) -> Any:
@@ -127,18 +127,6 @@ def setitem(tree: Any, index: Any, value: Any) -> None:
     "`leaf[index] = value` in place, for each leaf of `tree` and the matching leaf of `value`; numpy and torch may mix."
     def assign(dst, src): dst[index] = _same_kind(src, dst)
     optree.tree_map_(assign, tree, value)
-
-
-def copy_(dst: Any, src: Any, at: Any = None) -> Any:
-    "Copy `src` into `dst` or into its rows `at`, in place, with broadcasting and casts as in an assignment. Returns `dst`."
-    setitem(dst, at, src) if at is not None else optree.tree_map_(_copy_leaf, dst, src)
-    return dst
-
-
-def _copy_leaf(dst, src):
-    # a tensor's copy_ is several times faster than tensor[...] = src
-    if isinstance(dst, torch.Tensor): dst.copy_(src if isinstance(src, torch.Tensor) else torch.as_tensor(src))
-    else: dst[...] = _same_kind(src, dst)
 
 
 def _same_kind(src, dst):

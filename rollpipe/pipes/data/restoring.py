@@ -13,7 +13,6 @@ from functools import partial
 from types import CellType, FunctionType
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 
 from .errors import EnvError, PipeError, describe_exception
@@ -51,7 +50,7 @@ class _Functions:
     is_second: bool
 
     def _stays(self, k, fresh, path, label):
-        if fresh is not MISSING and label in (label_of(fresh), name_of(type(fresh))): return fresh     # an earlier version told no more
+        if fresh is not MISSING and label == label_of(fresh): return fresh
         # Only a module whose objects or functions the environment has: a state could name any function for it to call.
         beside = name_of(fresh).rpartition('.')[0] if isinstance(fresh, FunctionType) else ''
         for found in loaded(label.rpartition(' ')[2]):
@@ -67,9 +66,7 @@ class _Functions:
         f: Any = self._stays(k, fresh, path, label)
         cells = cells_of(f)
         if cells.keys() != variables.keys(): raise ValueError(f"{label} has other variables")
-        for name, code in variables.items():
-            is_cell = type(code) is list and self.entries[code[0]][0] == 'cell'     # an earlier version wrote the value itself
-            cells[name] = self.value(code, cells[name], path) if is_cell else self._cell(k, cells[name], path, code)
+        for name, code in variables.items(): cells[name] = self.value(code, cells[name], path)
         closure: Any = tuple(cells.get(name, cell) for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ()))
         found: Any = FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, closure)
         for name in ('__kwdefaults__', '__module__', '__qualname__', '__doc__'): setattr(found, name, getattr(f, name))
@@ -147,7 +144,6 @@ class _Restore(Leaves, _Functions):
     def _fill(self, x, path, attributes, present_of):
         present = present_of(x) or {}
         lacking = sorted(present.keys() - attributes.keys())
-        if isinstance(x, gym.Space): lacking = [key for key in lacking if not isinstance(present[key], np.ndarray)]     # an earlier version
         if self.strict and lacking:
             raise EnvError("the state lacks an attribute that this environment has", leaf=f'{path}.{lacking[0]}')
 

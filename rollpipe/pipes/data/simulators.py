@@ -42,11 +42,6 @@ def _put_bits(x, kept):
     x.state = kept[0]
 
 
-def _put_generator(x, kept):
-    if isinstance(kept, dict): x.bit_generator.state = kept     # of an earlier version
-    else: x.__init__(kept)
-
-
 def _put_python(generator, state): generator.setstate((state[0], tuple(state[1]), state[2]))
 
 
@@ -106,7 +101,7 @@ def _put_atari(ale, state):
 
 
 _NAMED = {     # by name, because nothing has to be imported to know that an object is of another kind
-    'numpy.random._generator.Generator': Through(lambda x: x.bit_generator, _put_generator, lambda: np.random.default_rng(0)),
+    'numpy.random._generator.Generator': Through(lambda x: x.bit_generator, lambda x, s: x.__init__(s), lambda: np.random.default_rng(0)),
     'numpy.random.bit_generator.SeedSequence': Through(lambda x: x.state, lambda x, s: x.__init__(**s), lambda: np.random.SeedSequence(0)),
     **{name_of(kind): Through(_get_bits, _put_bits, partial(kind, 0)) for kind in (
         np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.MT19937, np.random.SFC64)},

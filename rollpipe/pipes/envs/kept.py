@@ -145,7 +145,7 @@ class KeptActions(Kept):
             if action is not None:
                 self.log.add(action)
                 self.env.step(action)
-        if state.get('holds', holds := self._holds()) != holds:
+        if state['holds'] != self._holds():
             raise EnvError("the state does not fit this environment", expected="the objects that it held", got="others after the replay")
 
     def _holds(self):

@@ -18,10 +18,10 @@ except ImportError: fcntl = None     # this system has no such locks
 
 from ..data.encoding import encode
 from ..data.errors import CheckpointError, DataError
-from ..data.files import _no_follow, make_folder, names_file, packed, unpack
+from ..data.files import _no_follow, make_folder, names_file, packed, sync, unpack
 
 # %% ../../../nbs/pipes/29_recording/00_store.ipynb #2bccceec
-FORMAT = 2              # as of checkpoints, whose version 1 had no checksum
+FORMAT = 2
 _NAME = re.compile(r'(\d{9,})-(\d{9,})\.safetensors(\.gz)?')
 _UNITS = dict(B=1, KB=10**3, MB=10**6, GB=10**9, TB=10**12, KIB=2**10, MIB=2**20, GIB=2**30, TIB=2**40)
 
@@ -147,11 +147,7 @@ class ItemFolder:
         "Wait until all files are on disk."
         while self.waiting: self._finish()
         paths, self.unsafe = [p for p in self.unsafe if p.exists()], []
-        for path in [*paths, *([self.path] if paths and os.name != 'nt' else [])]:     # Windows cannot open a folder
-            with names_file(path):
-                fd = os.open(path, os.O_RDONLY)
-                try: os.fsync(fd)
-                finally: os.close(fd)
+        for path in [*paths, *([self.path] if paths else [])]: sync(path)
 
     def close(self) -> None:
         "Wait as `sync` does, and let other writers have the folder."
