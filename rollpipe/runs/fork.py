@@ -21,6 +21,7 @@ from ..pipes.data.errors import DataError, PipeError, check_integer
 from ..pipes.data.files import names_file, write_atomically, write_json
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.data.reseeding import reseeded
+from ..ranks.launch import launching_words
 from ..settings.checks import ENDLESS
 from ..settings.config import build, device_of
 from ..settings.options import import_words, typed
@@ -210,4 +211,5 @@ def fork_command(args: Namespace) -> None:
     at, changed = config["forked"]["at"], ", ".join(f"{name}={x}" for name, x in config["forked"]["set"].items())
     other = f", with other noise ({args.noise})" * bool(args.noise) + ", and begins new episodes" * args.new_episodes
     print(f"{args.out} stands where {args.run} stood after update {at}{other}" + f", and has {changed}" * bool(changed))
-    print("train it:     " + shlex.join(typed(["rollpipe", "train", "--resume", Path(args.out), *import_words(needed_modules(config))])))
+    words = [*launching_words(config.get("ranks", 1)), "rollpipe", "train", "--resume", Path(args.out)]
+    print("train it:     " + shlex.join(typed([*words, *import_words(needed_modules(config))])))
