@@ -293,6 +293,15 @@ def test_a_run_whose_environment_was_changed_goes_on_with_new_episodes(exact, tm
     assert lines.parting is None and "out was resumed after update 4, with new episodes" in str(lines)
     assert numbers(out)[:4] == numbers(parent.folder) and len(numbers(out)) == 8
     with pytest.raises(DataError, match="1 times new episodes"): fork(out, tmp_path/"again", 6)
+    for best in (found, load_run(parent.folder)):      # such a fork is as exact as others
+        best = best._replace(config=found.config, stream=None, evaluated=dict(eval_return_mean=1., episodes=1))
+        (out/"best.safetensors").write_bytes(best.data())
+        if exact:
+            with pytest.raises(DataError, match="got the best checkpoint has no state"): resume(out/"best.safetensors", steps=320)
+        else:
+            unlock(resume(out/"best.safetensors", steps=320).folder)
+            assert caplog.messages[-1] == "The run begins new episodes: the best checkpoint has no state of the stream"
+            (out/"checkpoint.safetensors").write_bytes(found.data())
     onward = fork(out, tmp_path/"onward", steps=320)     # it is exact from its newest checkpoint on
     assert gone_on(onward).counters["resumes"] == 1 and content(parent.folder) == before
 

@@ -221,10 +221,11 @@ def resumed_stream(folder: Path, pipe: IterDataPipe, found: Any, config: dict) -
     keep_as(pipe, kept.values())
     reason = found.config["inexact"]
     if found.stream is None and found.counters["updates"]:
-        forked = (found.config.get("forked") or {}).get("new_episodes")
-        why = reason or ("it is a fork that was made so" if forked else "the best checkpoint has no state of the stream" if found.evaluated
+        forked = found.config.get("forked") or {}
+        is_fork = forked.get("new_episodes") and forked["at"] == found.counters["updates"] and not found.evaluated
+        why = reason or ("it is a fork that was made so" if is_fork else "the best checkpoint has no state of the stream" if found.evaluated
                          else "it was interrupted within a batch")
-        if config.get("exact") and not forked:
+        if config.get("exact") and not is_fork:
             words = shlex.join(["rollpipe", "fork", str(folder/"best.safetensors"), "--out", "OUT"])
             raise DataError(f"{folder} cannot go on exactly from this checkpoint", leaf="exact", got=why,
                             expected=f"another one; or `{words}`, to go on from the best one")

@@ -271,4 +271,3 @@ def capture(root: Any, opaque: Callable = lambda x: False, complete: bool = True
     except PipeError: raise
     except Exception as e: raise EnvError(f"the state cannot be written down ({describe_exception(e)})", got=name_of(type(root))) from e
     return dict(graph=graph, memory=torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *found.blocks])))
-
