@@ -46,7 +46,7 @@ def _new_of(cls): return next(f for c in cls.__mro__ if isinstance(f := vars(c).
 
 
 def plain_class(name: str, modules: Collection | None = None) -> type | None:
-    """The class of this name, if `object.__new__` can make all that its objects have beside their attributes; None if there is no such one.
+    """The class of this name, if its objects have nothing but attributes, so that `object.__new__` can make them; else None.
 
     Args:
         name: its module and its qualified name

@@ -131,7 +131,7 @@ class _Restore(Leaves, _Functions):
         return self.made[k]
 
     def _taken(self, k, fresh, path, name, itself=False, may_be_plain=False):
-        "The object `fresh`, or one like it, or a new one if its class allows that, unless it may still be found in another place."
+        "The object `fresh`, one like it, or a new one. A plain one is new in the second round alone: the first may find it elsewhere."
         cls: Any = _CLASSES.get(name) or may_be_plain and self.is_second and plain_class(name, self.modules) or None
         x = self.take(k, fresh, name, path, cls is None, itself)
         return object.__new__(cls) if x is None else x
