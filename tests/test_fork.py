@@ -246,7 +246,7 @@ def test_updates_without_a_step_are_recorded_once(tmp_path):
 # -- new episodes ------------------------------------------------------------------------------------------------------
 
 
-class Corridor(gym.Env):
+class TwoDoors(gym.Env):
     "A walk to one of two doors. The class gets another attribute while a run rests."
     more = False
     observation_space, action_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32), gym.spaces.Discrete(2)
@@ -265,15 +265,15 @@ class Corridor(gym.Env):
         return np.float32([self.x]), 1., abs(self.x) > 3, False, {}
 
 
-gym.register("Corridor-v0", Corridor, max_episode_steps=50)
+gym.register("TwoDoors-v0", TwoDoors, max_episode_steps=50)
 
 
 def changed_corridor(folder, monkeypatch, **run):
     "A run whose environment was changed after it."
     options = dict(n_envs=2, n_steps=16)
-    made = start(folder, make_config("ppo", "Corridor-v0", options, steps=128, engine="torch", eval_every=0, **run))
+    made = start(folder, make_config("ppo", "TwoDoors-v0", options, steps=128, engine="torch", eval_every=0, **run))
     train(made, progress=False, tensorboard=False)
-    monkeypatch.setattr(Corridor, "more", True)
+    monkeypatch.setattr(TwoDoors, "more", True)
     return made
 
 
