@@ -582,6 +582,19 @@ def test_what_stays_has_to_be_the_same(old, new):
     with pytest.raises(EnvError, match="leaf env.x: the state does not fit"): restore(capture(Thing(x=old)), Thing(x=new))
 
 
+class Hand(list):
+    "A container of a class of its own."
+
+
+@pytest.mark.parametrize("fresh", [None, [1], deque([1])])
+def test_a_container_of_a_class_of_its_own_has_to_be_there(fresh):
+    kept = capture(Thing(x=Hand([1, 2])))
+    found = restore(kept, Thing(x=Hand())).x
+    assert (type(found), found) == (Hand, [1, 2])
+    with pytest.raises(EnvError, match=r"leaf env.x: .*Expected a test_keeping.Hand, .*got a \w+\.(NoneType|list|deque)"):
+        restore(kept, Thing(x=fresh))
+
+
 ZONE = datetime.timezone(datetime.timedelta(hours=2), "here")
 VALUES = [range(2, 9, 3), slice(1, None), Path("a/b"), PureWindowsPath("c:/x"), datetime.date(2024, 2, 3), datetime.time(3, fold=1),
           datetime.datetime(2024, 2, 3, fold=1, tzinfo=ZONE), datetime.timedelta(3, 4), ZONE, Decimal("1.50"), Fraction(1, 3)]

@@ -35,6 +35,9 @@ _NEW: dict = {name_of(kind): kind for kind in (list, set, deque, dict, OrderedDi
 _CLASSES: dict = {}     # name -> class of objects that `restore` may make
 
 
+def _may_be_made(name): return name in _NEW or any(isinstance(x, type) and issubclass(x, tuple) for x in loaded(name))
+
+
 def may_be_new(cls: type) -> type:
     "A decorator of classes of plain data: `restore` may make such an object, without calling its `__init__`."
     return _CLASSES.setdefault(name_of(cls), cls)
@@ -175,7 +178,7 @@ class _Restore(Leaves, _Functions):
         old = list(fresh) if isinstance(fresh, ITEMS) and type(fresh) is not set else []     # a set has no order
         def items(): return [self.value(code, *_beside(old, i, path)) for i, code in enumerate(codes)]
         if name == 'builtins.frozenset': return frozenset(items())
-        x, kind = self.take(k, fresh, name, path, needed=False), _NEW.get(name)
+        x, kind = self.take(k, fresh, name, path, needed=not _may_be_made(name)), _NEW.get(name)
         if isinstance(x, tuple) or x is None and kind is None: x = tuple.__new__(loaded_class(name, tuple), items())    # a named tuple
         else:
             if x is None: x = kind()
