@@ -214,10 +214,7 @@ class NSteps(NamedTuple):
             final: container for the final rows, leaves [K, ...], such as `fragment.final.obs`
         """
         b, ended = torch.arange(self.row.shape[1], device=self.row.device), self.final >= 0
-        def pick(x, end):
-            x = x[self.row, b]
-            x[ended] = end[self.final[ended]]
-            return x
+        def pick(x, end): return x[self.row, b].index_put((ended,), end[self.final[ended]])     # not in place, because `Stacks` are lazy
         return nested.map(pick, rows, final)
 
     def target(self, v: Tensor, v_final: Tensor) -> Tensor:
