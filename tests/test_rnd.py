@@ -18,8 +18,8 @@ from rollpipe.runs.states import edited, states_of
 from rollpipe.settings.config import build, make_config
 from rollpipe.runs.logs import read_evaluations, write_evaluations
 from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
-from rollpipe.pipes import AdvantageBuffer, DataError, EpisodeStats, Fragment, FragmentCollector, GraphError, Lanes, ProcessReading, nested
-from rollpipe.pipes import on_policy, replayed, rollouts
+from rollpipe.pipes import AdvantageBuffer, DataError, EpisodeStats, Fragment, FragmentCollector, GraphError, Lanes, ProcessReading
+from rollpipe.pipes import RewardScaler, nested, on_policy, replayed, rollouts
 from rollpipe.pipes.data.errors import CheckpointError
 from rollpipe.pipes.data.fragment_ops import ENV_REWARD, env_rewards, pad_episodes
 from rollpipe.pipes.graph.edits import find_one
@@ -177,6 +177,16 @@ def test_a_memory_has_the_novelty_of_every_step():
     batch = [x for _, x in zip(range(6), pipe)][-1]
     sample = batch.memory.sample(200).fragment
     assert (sample.state.rew[1:] > env_rewards(sample)).all()
+
+
+@pytest.mark.parametrize("scale", ["sign", .1, "learn"])
+def test_a_scale_that_would_be_that_of_the_novelty_too_is_refused(scale):
+    def pipe(after):
+        edits = [RND.inserter(after=after, network=networks())]
+        return on_policy(Walk, MLPPolicy.for_env(Walk), Critic.for_env(Walk), terminal_obs=True, reward_scale=scale, edits=edits)
+    with pytest.raises(GraphError, match=r"RewardScaler.*Expected RND.inserter\(after=RewardScaler, ...\), got RND above it"):
+        next(iter(pipe(Lanes)))
+    next(iter(pipe(RewardScaler)))
 
 
 # --- in a run

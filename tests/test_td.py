@@ -136,6 +136,16 @@ def test_burn_in_finds_a_memory_and_sends_no_gradient():
     torch.testing.assert_close(td(fragment, actor, None, burn_in=5)[0], td(late, actor, None)[0])
 
 
+@pytest.mark.parametrize('burn_in', [0, 2])
+@pytest.mark.parametrize('double', [False, True])
+def test_without_a_recorded_memory_that_of_the_network_begins_empty(double, burn_in):
+    actor, target, fragment = setting(8, 7, 3, 'q memory', burn_in=burn_in)
+    unknown, empty = (td(fragment._replace(hx=hx), actor, target, double=double, burn_in=burn_in, n_steps=2)
+                      for hx in ((), torch.zeros_like(fragment.hx)))
+    assert_same_loss(unknown[0], empty[0], [actor])
+    torch.testing.assert_close(unknown[2], empty[2])
+
+
 def test_huber_limits_the_gradient_and_inf_is_the_square():
     actor, target, fragment = setting(4, 8, 3, 'q')
     torch.testing.assert_close(td(fragment, actor, target, huber=math.inf)[0], td(fragment, actor, target)[0])

@@ -23,7 +23,7 @@ from rollpipe.pipes import (
 from rollpipe.pipes.advantage import values
 from rollpipe.pipes import frames
 from rollpipe.pipes.frames import Stacks
-from rollpipe.pipes.data.fragment_ops import env_rewards, with_restarts
+from rollpipe.pipes.data.fragment_ops import env_rewards, next_observations, with_restarts
 from rollpipe.pipes.graph.torchdata import DataLoader2, IterableWrapper
 from rollpipe.pipes.workers.reading import ProcessReading
 
@@ -340,6 +340,29 @@ def test_stacks_are_tensors(name):
     came, expected = op(x), op(x.dense())
     assert torch.equal(came, expected) and came.shape == expected.shape and came.dtype is expected.dtype
     assert isinstance(came, Stacks) == (name in LAZY)
+
+
+@fast
+@given(each=st.lists(plans, min_size=1, max_size=3), n_steps=st.integers(1, 7), n=st.integers(1, 5))
+def test_steps_lead_to_the_stacks_of_gymnasium(each, n_steps, n):
+    merger = NStep(film(each, n_steps), 3)
+    for plain, lazy in zip(islice(film(each, n_steps, n), 4), FrameStack(film(each, n_steps), n)):
+        assert torch.equal(next_observations(lazy), next_observations(plain))
+        a, b = (merger.sums(f).reached(f.state.obs, f.final.obs) for f in (plain, lazy))
+        assert torch.equal(b, a)
+
+
+@pytest.mark.parametrize("op", [
+    lambda x: x.add_(1), lambda x: x.__setitem__(0, 7), lambda x: x.__setitem__(x > 3, 0), lambda x: x.zero_(),
+    lambda x: torch.add(x, 1, out=x), lambda x: x.copy_(x.dense()), lambda x: torch._foreach_add_([x], 1),
+    lambda x: x.index_put_((torch.tensor([0]),), x[1:2])])
+def test_stacks_refuse_to_be_changed_in_place(op):
+    with pytest.raises(DataError, match="stacks of frames cannot be changed in place"): op(stacks())
+
+
+def test_stacks_can_be_copied_into_a_tensor():
+    x = stacks()
+    assert torch.equal(torch.zeros(x.shape, dtype=x.dtype).copy_(x), x)
 
 
 def test_stacks_travel():

@@ -37,9 +37,7 @@ def burnt_in(fragment: Fragment, net: Any, n: int) -> Fragment:
     if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n < fragment.n_steps:
         raise DataError("burn_in: out of range", expected=f"an integer 0 <= burn_in < T = {fragment.n_steps}", got=f"burn_in={n!r}")
     if not n: return fragment
-    hx = fragment.hx
-    if nested.leaves(hx):
-        with torch.no_grad(): hx = net.values(nested.as_seen(nested.getitem(fragment.state, slice(n))), hx)[1]
+    with torch.no_grad(): hx = net.values(nested.as_seen(nested.getitem(fragment.state, slice(n))), fragment.hx)[1]
     def rest(x): return x[n:]
     def late(final):
         final = nested.getitem(final, final.t >= n)
@@ -132,10 +130,12 @@ def td_loss(fragment: Fragment, actor: Any, target: Any, penalty: Callable, *, m
     own = burnt_in(fragment, actor, burn_in)
     valid, weight = own.valid, _weights(weight, fragment, burn_in)
     before, after = timeshift(fill_invalid(own).state)
+    q, memory = getattr(actor, method)(nested.as_seen(before), own.hx)
+    if not nested.leaves(own.hx):   # steps of a recording come without memories, so that of the network begins empty
+        own, fragment = (x._replace(hx=nested.map(torch.zeros_like, memory)) for x in (own, fragment))
     with torch.no_grad():
         q_next, best = _both_values(own, fragment, method, actor, target, double and target is not None, burn_in)
         goal = td_targets(own, _of_action(q_next, _mean_value(best, 3).argmax(-1)), gamma, n_steps)
-    q = getattr(actor, method)(nested.as_seen(before), own.hx)[0]
     value = _of_action(q, after.act.long() - getattr(actor, 'start', 0))
     goal, value = (x.masked_fill(_spread(~valid, x), 0.) for x in (goal, value))
     penalties, n = penalty(goal, value), valid.sum()
@@ -167,7 +167,7 @@ def td(fragment: Fragment, actor: Any, target: Any = None, *, huber: float | Non
     (n steps). Raises `DataError` if an option is out of range, `weight` has the wrong shape, or no row that is trained on is valid.
 
     Args:
-        fragment: [T, B]: transitions [1, B], segments of trajectories, or fresh fragments
+        fragment: [T, B]: transitions [1, B], segments of trajectories, or fresh fragments; a memory is empty at row 0 if `hx` is `()`
         actor: `values(state, hx) -> (q [T, B, n_actions], hx)`, see `QPolicy`; actions count from its `start`, or 0
         target: an older copy of `actor`, which values the states that were reached; None: `actor`
         huber: errors beyond this limit count linearly; None: all errors are squared

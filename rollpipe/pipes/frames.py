@@ -26,7 +26,7 @@ class Stacks(torch.Tensor):
     """A tensor `[*lead, n, *frame]` that stores each frame once: element `i` is frame number `rows[i]`, with `rows` int64 `[*lead, n]`.
 
     Negative numbers count from the end of `past`. Indexing leading dimensions, joining, and moving to a device return `Stacks`.
-    Every other torch operation works on the copy `dense()`.
+    Every other torch operation works on the copy `dense()`. Raises `DataError` for an operation in place.
 
     Args:
         frames: [N, *frame]
@@ -57,6 +57,9 @@ class Stacks(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if (lazy := _LAZY.get(func)) is not None and (out := lazy(func, *args, **kwargs)) is not None: return out
+        if _writes(func, args, kwargs):     # it would change a copy that nobody has
+            raise DataError("stacks of frames cannot be changed in place", got=str(func),
+                            expected="`x.dense()`, or an operation that returns a new tensor")
         args, kwargs = nested.map(lambda x: x.dense() if isinstance(x, Stacks) else x, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -94,6 +97,14 @@ def _join_parts(func, parts, dim=0):
         rows.append(torch.where(x.rows < 0, x.rows - later, x.rows + first))
         first += len(x.frames)
     return Stacks(torch.cat([x.frames for x in parts]), torch.cat([x.past for x in parts]), func(rows, dim))
+
+
+def _writes(func, args, kwargs):
+    "Does an operation change one of its arguments that are `Stacks`?"
+    if not func._schema.is_mutable: return False
+    given = dict(zip((x.name for x in func._schema.arguments), args)) | kwargs
+    changed = [given.get(x.name) for x in func._schema.arguments if x.alias_info is not None and x.alias_info.is_write]
+    return any(isinstance(x, Stacks) for x in nested.leaves(changed))
 
 
 _LAZY = {aten.slice.Tensor: _index_rows, aten.select.int: _index_rows, aten.index.Tensor: _index_rows, aten.unsqueeze.default: _index_rows,

@@ -78,7 +78,7 @@ class RewardScaler(Pipe):
     starts with a new scale, or with the scale from `load_state_dict`: a resumed run continues with the scale of its checkpoint.
 
     The actor sees the unscaled rewards. If it uses them (`uses_past`), the environment has to scale them: this pipe raises `GraphError`,
-    unless its scale is 1.
+    unless its scale is 1. So it does if a pipe above it `adds_rewards`, as `RND` does.
 
     Args:
         pipe: yields `Tick`s or `Fragment`s
@@ -98,7 +98,11 @@ class RewardScaler(Pipe):
         self.scale, self.gamma, self.clip, self.begin = scale, gamma, clip, _Begin()
 
     def stream(self, items: Iterator) -> Iterator:
-        if self.scale != 1: check_no_past(self, ", or scale=1")
+        if self.scale != 1:
+            check_no_past(self, ", or scale=1")
+            for name in {type(p).__name__ for p in find(self, lambda p: getattr(p, 'adds_rewards', False))}:
+                raise GraphError("it would scale what another pipe has added to the rewards", pipe=self,
+                                 expected=f"{name}.inserter(after=RewardScaler, ...)", got=f"{name} above it")
         kept = self.keep(moments=self.begin(), lanes={})   # lane -> _LaneRewards
         moments, lanes = kept['moments'], kept['lanes']
         for item in items:
@@ -214,10 +218,7 @@ class NSteps(NamedTuple):
             final: container for the final rows, leaves [K, ...], such as `fragment.final.obs`
         """
         b, ended = torch.arange(self.row.shape[1], device=self.row.device), self.final >= 0
-        def pick(x, end):
-            x = x[self.row, b]
-            x[ended] = end[self.final[ended]]
-            return x
+        def pick(x, end): return x[self.row, b].index_put((ended,), end[self.final[ended]])     # not in place, because `Stacks` are lazy
         return nested.map(pick, rows, final)
 
     def target(self, v: Tensor, v_final: Tensor) -> Tensor:

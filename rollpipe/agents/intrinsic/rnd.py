@@ -28,7 +28,7 @@ class RND(Pipe):
     rewards. The reward in row 0 has no novelty, because its step belongs to the fragment before. `env['rollpipe.reward']` keeps the reward
     of the environment, from which the returns of episodes are computed. The networks learn from each fragment after its novelty is
     computed. Their state is kept from one iteration to the next, and `state_dict` puts it into the checkpoint of a run. A `RewardScaler`
-    has to be above this pipe, because it would scale the novelty, too.
+    has to be above this pipe, because it would scale the novelty, too: it refuses that.
 
     The pipe needs the true last observations of terminated episodes (`terminal_obs=True`), and must be below `Lanes`. Advantages are
     estimated from the sum of both rewards, by one critic; the paper has two. Raises `DataError` if a last observation is missing or an
@@ -43,7 +43,7 @@ class RND(Pipe):
         env_weight: weight of the environment's reward
         **options: options of `Novelty`: gamma, lr, epochs, minibatch, fraction, seed
     """
-    reads, keeps_items, any_strides = 1, False, True
+    reads, keeps_items, any_strides, adds_rewards = 1, False, True, True
 
     def __init__(self, pipe: IterDataPipe, network: Distillation, weight: float = 1., env_weight: float = 1., **options: Any):
         super().__init__(pipe)

@@ -215,7 +215,7 @@ def next_observations(fragment: Fragment) -> Any:
     Where an episode ended, this is the observation in `final`, or the one before the step if `final` did not keep a termination.
     """
     unknown = fragment.state.fin[1:] & (final_numbers(fragment) < 0)
-    def known(x, before): return x.clone().index_put_((unknown,), before[:-1][unknown])
+    def known(x, before): return x.index_put((unknown,), before[:-1][unknown])
     return nested.map(known, observations_reached(fragment), fragment.state.obs)
 
 
