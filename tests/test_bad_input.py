@@ -820,11 +820,17 @@ def test_integers_of_which_there_are_none(cls, name):
         failure(SpaceError, lambda pair=pair: cls.for_env(pair), f"leaf {name}{where}:", "Expected", "got")
 
 
+@pytest.mark.parametrize("make", [MLPPolicy.for_env, Critic.for_env, QPolicy.for_env, lambda env, hidden: MLP(4, hidden)])
+def test_one_layer_is_a_list_too(make):
+    failure(DataError, lambda: make("CartPole-v1", hidden=64), "leaf hidden", "Expected a list or tuple", "got 64")
+
+
 @pytest.mark.parametrize("encoder, parts", [
     ({"image": "conv"}, ("leaf encoder['image']", "Expected images, discrete, size, n_out", "got 'image'")),
     ({"images": "conv", "3": 4}, ("leaf encoder['3']", "Expected images, discrete", "got '3'")),
     ({3: 4}, ("leaf encoder[3]", "got 3")),
-    ("conv", ("leaf encoder", "Expected a dict of options, or a function", "got 'conv'")), (7, ("leaf encoder", "got 7"))])
+    ("conv", ("leaf encoder", "Expected a dict of options, or a function", "got 'conv'")), (7, ("leaf encoder", "got 7")),
+    (torch.nn.Flatten(), ("leaf encoder", "a function from the space to a module", "got Flatten("))])
 def test_encoders_that_are_none(encoder, parts, tmp_path, capsys):
     for cls in (MLPPolicy, Critic, QPolicy): failure(DataError, lambda cls=cls: cls.for_env("CartPole-v1", encoder=encoder), *parts)
     if not isinstance(encoder, dict) or 3 in encoder: return       # a file has texts as keys

@@ -30,6 +30,11 @@ def roundtrip(state, path):
     return load_checkpoint(path).agent_state
 
 
+def test_an_agent_alone_can_be_saved(tmp_path):
+    save_checkpoint(tmp_path/"a", Agent(dict(steps=3)))
+    assert load_checkpoint(tmp_path/"a")[:3] == ({}, {}, dict(steps=3))
+
+
 def same(a, b):
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)

@@ -438,7 +438,8 @@ def test_options_are_checked_without_a_command_line_as_well(algorithm, options, 
 
 MISTAKES = [
     ("train trpo Pendulm-v1", "Pendulm-v1.*Pendulum-v1"),
-    ("train trop Pendulum-v1", "invalid choice: 'trop'.*trpo"),
+    ("train trop Pendulum-v1", "invalid choice: 'trop'.*trpo.*one of your own needs --import MODULE"),
+    ("train trpo Pendulum-v1 --hidden 8 9", "unknown argument 9; an option takes one word, such as --hidden 64,64"),
     ("train --seed 2 trpo Pendulum-v1", "invalid choice: .2.*options such as --seed stand after ALGO ENV"),
     ("train", "which algorithm.*trpo"),
     ("train trpo", "required: ENV"),

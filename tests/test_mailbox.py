@@ -39,12 +39,27 @@ CASES["pair"] = PPO, POLE, dict(CASES["ppo"][2], lanes=2, decay_steps=4000)
 WORDS = "train ppo CartPole-v1 --n-steps 16 --n-envs 2 --hidden 8 --steps 10m --no-tensorboard --quiet --out".split()
 EDITS = '''
 from functools import partial
-from rollpipe.pipes import FragmentCollector, RewardScaler
-from rollpipe.pipes.graph.edits import insert_after
+from rollpipe.pipes import FragmentCollector, Pipe, RewardScaler
+from rollpipe.pipes.graph.edits import insert_after, remove
 
 scaled = RewardScaler.inserter(after=FragmentCollector)
 def clipped(pipe, clip): return insert_after(pipe, FragmentCollector, partial(RewardScaler, clip=clip))
 def wrong(pipe): return 3
+
+class Passed(Pipe):
+    reads = 1
+    def stream(self, items): yield from items
+
+class Counted(Passed):
+    def stream(self, items):
+        kept = self.keep(n=0)
+        for item in items:
+            kept["n"] += 1
+            yield item
+
+passed, counted = Passed.inserter(after=FragmentCollector), Counted.inserter(after=FragmentCollector)
+def without_passed(pipe): return remove(pipe, Passed)
+def without_counted(pipe): return remove(pipe, Counted)
 '''
 
 
@@ -275,6 +290,16 @@ def test_a_pipe_is_inserted(tmp_path, capsys):
     sys.modules.pop("mailbox_edits")
     assert rollpipe("verify", run.folder) == 2 and "Expected --import mailbox_edits" in capsys.readouterr().err
     assert rollpipe("verify", run.folder, "--import", "mailbox_edits") == 0
+
+
+def test_a_pipe_of_the_lanes_is_taken_out_unless_it_keeps_something(tmp_path):
+    run, answers = start(tmp_path/"run", config_of("ppo", steps=640)), []
+    names = ("passed", "without_passed", "counted", "without_counted")
+    trained(run, {n: [dict(insert=f"mailbox_edits:{name}", kwargs={})] for n, name in enumerate(names, 3)}, answers)
+    found = [answer(path) for path in answers]
+    assert [x["made"] for x in found] == [True, True, True, False]
+    assert "lacks pipes that kept something. Expected Counted, got " in found[3]["text"]
+    assert run.counters["steps"] >= 640 and verify(run.folder, 20).is_equal
 
 
 def test_a_refused_edit_leaves_no_trace(tmp_path):

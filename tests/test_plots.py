@@ -99,3 +99,9 @@ def test_the_last_evaluation_has_its_time(tmp_path):
     train(start(tmp_path/"run", config), progress=False, tensorboard=False)
     found, steps = (np.array(drawn([tmp_path/"run"], x=x, y="eval_return_mean")) for x in ("seconds", "steps"))
     assert np.isfinite(found).all() and found.shape == steps.shape == (3, 2) and found[:, 1].tolist() == steps[:, 1].tolist()
+
+
+def test_a_run_without_an_update_has_no_metrics(run):
+    (run/"metrics.jsonl").write_text("")
+    with pytest.raises(DataError, match="no such metric in this run. Expected the metrics of an update, got a run without an update"):
+        learning_curve(run)

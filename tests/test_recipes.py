@@ -141,6 +141,13 @@ def test_an_integer_may_be_one_of_numpy():
     with pytest.raises(DataError, match="an integer n_steps"): rollouts(Counting, Plain(), n_steps=np.bool_(True))
 
 
+@pytest.mark.parametrize("recipe, name", [(on_policy, "num_envs"), (replayed, "buffer_size"), (on_policy, "capacity")])
+def test_an_unknown_option_names_the_recipe_that_was_called_and_its_options(recipe, name):
+    with pytest.raises(TypeError, match=rf"^{recipe.__name__}\(\) .*'{name}'. Expected env, actor, .*n_steps") as caught:
+        recipe(Counting, Plain(), **{"n_envs": 1, name: 8})
+    assert ("capacity" in str(caught.value).partition("Expected")[2]) == (recipe is replayed)
+
+
 def test_edits_are_applied_in_order_and_leave_the_original_usable():
     before, log = recipe(), []
     def note(pipe):

@@ -44,16 +44,16 @@ class Checkpoint(NamedTuple):
         return pack("checkpoint", FORMAT_VERSION, dict(config=self.config, counters=self.counters, agent=self.agent_state, **more))
 
 
-def save_checkpoint(path: str | Path, agent: Any, config: dict, counters: dict, evaluated: dict | None = None,
+def save_checkpoint(path: str | Path, agent: Any, config: dict | None = None, counters: dict | None = None, evaluated: dict | None = None,
                     pipes: dict | None = None, stream: dict | None = None) -> None:
     """Write a `Checkpoint` into one safetensors file, atomically. Raises `CheckpointError` for a leaf that cannot be stored, and `OSError`.
 
     Args:
         path: file to write; replaced if it exists
         agent: has `state_dict()`: actor, critic, optimisers, normalisers, random state
-        config: see `Checkpoint`, like the others
+        config: see `Checkpoint`, like the others; None: an empty one
     """
-    write_atomically(path, Checkpoint(config, counters, agent.state_dict(), evaluated, pipes, stream).data())
+    write_atomically(path, Checkpoint(config or {}, counters or {}, agent.state_dict(), evaluated, pipes, stream).data())
 
 # %% ../../nbs/agents/12_checkpoint.ipynb #1ab5452f
 def load_checkpoint(path: str | Path) -> Checkpoint:

@@ -258,6 +258,7 @@ def _refuse_changes(words: list) -> None:
 
 def _explain_unknown(args: Namespace, word: str) -> str:
     name = word.split("=")[0].replace("--no-", "--")
+    if hasattr(args, "algorithm") and word[:1] != "-": return f"unknown argument {word}; an option takes one word, such as --hidden 64,64"
     if args.command == "train" and name == "--resume": return "rollpipe train: either --resume RUN or ALGO ENV, not both"
     if name in _OF_A_RUN: return f"{word} is an option of `rollpipe train`, and rollpipe {args.command} makes no run"
     flags = [o.flag for o in options_for(args.algorithm) + TYPED_OPTIONS] if getattr(args, "algorithm", None) else []

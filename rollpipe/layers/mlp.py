@@ -5,7 +5,7 @@
 # %% ../../nbs/layers/02_mlp.ipynb #68e529bd
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod, sqrt
 from typing import Any
 
@@ -40,6 +40,8 @@ def check_sizes(n_in: int, hidden: tuple, n_out: int | None = None, **more: int)
         n_out: number of outputs; None: no output layer
         **more: `k`: number of perceptrons, if there are several
     """
+    if not isinstance(hidden, Iterable):
+        raise DataError("sizes of layers are a list", leaf='hidden', expected="a list or tuple, also of one size", got=repr(hidden))
     for k, n in enumerate(hidden): check_integer(f'hidden[{k}]', n)
     sizes, outs = [n_in, *hidden], dict() if n_out is None else dict(n_out=n_out)
     n = sum((n + 1) * m for n, m in zip(sizes, [*hidden, *outs.values()]))

@@ -21,7 +21,7 @@ from .module_dict import n_out_of
 from .running_norm import RunningNorm
 from ..pipes.data.action_masks import ActionMask
 from ..pipes.envs.factories import spaces_of
-from ..pipes.data.errors import DataError
+from ..pipes.data.errors import DataError, describe
 
 # %% auto #0
 __all__ = ['C', 'seeded', 'ForSpaces', 'takes', 'Torso']
@@ -125,7 +125,8 @@ class Torso(ForSpaces, nn.Module):
             encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
         """
         self.observation_space = copy.deepcopy(observation_space)     # a copy, because an environment draws from its own spaces
-        self.encoder = encoder(observation_space) if callable(encoder) else encoder_for(observation_space, **_checked_options(encoder))
+        is_function = callable(encoder) and not isinstance(encoder, nn.Module)
+        self.encoder = encoder(observation_space) if is_function else encoder_for(observation_space, **_checked_options(encoder))
         n = n_out_of(self.encoder)
         # Learned features stay as they are: one that is constant has a variance of 0.
         raw = ~torch.as_tensor(getattr(self.encoder, 'is_normalized', True)).expand(n)
@@ -175,7 +176,7 @@ def _checked_options(encoder):
     "The options for `encoder_for`. Raises `DataError` unless `encoder` is a dict of its options, or None."
     if not isinstance(encoder, (dict, type(None))):
         raise DataError("this is no encoder", leaf='encoder', expected="a dict of options, or a function from the space to a module",
-                        got=repr(encoder))
+                        got=describe(encoder))
     known = encoder_for.__kwdefaults__ or {}
     for name in encoder or {}:
         if name not in known: raise DataError("unknown option", leaf=f'encoder[{name!r}]', expected=', '.join(known), got=repr(name))

@@ -8,6 +8,7 @@ __all__ = ['rollouts', 'on_policy', 'replayed']
 # %% ../../nbs/pipes/27_recipes.ipynb #d73c9087
 from collections.abc import Callable, Sequence
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,15 @@ def _scaler(scale, gamma, actor):
                         leaf='reward_scale', expected="None for such a policy; the environment may scale its rewards", got=repr(scale))
     return [RewardScaler.inserter(after=Lanes, scale=None if scale == 'learn' else scale, gamma=gamma)]
 
+
+def _known(recipe, options):
+    "These options, if `rollouts` has all of them. Otherwise the `TypeError` names the recipe that was called, and what it takes."
+    known = signature(recipe).parameters
+    for name in options:
+        if name in known: continue
+        raise TypeError(f"{recipe.__name__}() got an unexpected keyword argument {name!r}. Expected {', '.join(known)}")
+    return options
+
 # %% ../../nbs/pipes/27_recipes.ipynb #fe1641a6
 @delegates(rollouts)
 def on_policy(env: Any, actor: Any, critic: Any = None, *, gamma: float = 0.99, lam: float = 0.95, reward_scale: float | str | None = None,
@@ -133,7 +143,7 @@ def on_policy(env: Any, actor: Any, critic: Any = None, *, gamma: float = 0.99, 
         **kwargs: see `rollouts`
     """
     advantage = AdvantageBuffer.inserter(after=Lanes, critic=critic, gamma=gamma, lam=lam)
-    return rollouts(env, actor, edits=[advantage, *_scaler(reward_scale, gamma, actor), *_listed(edits)], **kwargs)
+    return rollouts(env, actor, edits=[advantage, *_scaler(reward_scale, gamma, actor), *_listed(edits)], **_known(on_policy, kwargs))
 
 # %% ../../nbs/pipes/27_recipes.ipynb #d53f8f65
 @delegates(rollouts)
@@ -179,4 +189,4 @@ def replayed(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 4, 
     rules = GoalRules(env, kwargs.get('env_kwargs')) if n_sampled_goal else None
     hindsight = [partial(Hindsight, rules=rules, n_sampled_goal=n_sampled_goal)] if rules else []
     edits = [*_scaler(reward_scale, 1., actor), replay, *hindsight, *_listed(edits)]
-    return rollouts(env, actor, n_envs=n_envs, n_steps=n_steps, terminal_obs=terminal_obs, edits=edits, **kwargs)
+    return rollouts(env, actor, n_envs=n_envs, n_steps=n_steps, terminal_obs=terminal_obs, edits=edits, **_known(replayed, kwargs))

@@ -175,6 +175,9 @@ def _check_pipes(before: Any, run: Run) -> None:
     known, now = (numbered(nodes(pipe)) for pipe in (before, run.pipe))
     if twice := [name for name in now if name not in known and name.rpartition(" ")[0] in known]:
         raise DataError("the pipeline has such a pipe, and their states have one name", got=", ".join(twice), expected="another class")
+    lanes = [lane for state in run.stream.restored["pipes"].values() for lane in state.get("lanes", {}).values() if lane]
+    if gone := sorted({name for lane in lanes for name in lane["pipes"]} - now.keys()):     # `restore_stream` sees those below the lanes
+        raise DataError("the pipeline lacks pipes that kept something", expected=", ".join(gone), got=", ".join(now))
     if reason := why_inexact(run.pipe, run.config):
         raise DataError(f"{run.folder} could not go on exactly with this pipe", got=reason, expected="a pipe that tells what it keeps")
 

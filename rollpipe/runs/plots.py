@@ -120,8 +120,8 @@ def _curve(folder: Path, x: str, y: str, window: int) -> tuple:
     missing = [name for name in (x, y) if name not in metrics]
     if missing:
         known = "" if missing[0] in METRICS or not metrics else "a name of `METRICS`, or a metric of your own that is in the run: "
-        raise DataError(f"{folder}: no such metric in this run", leaf=missing[0],
-                        expected=known + (", ".join(metrics) or "records"))
+        raise DataError(f"{folder}: no such metric in this run", leaf=missing[0], got=None if metrics else "a run without an update",
+                        expected=known + (", ".join(metrics) or "the metrics of an update"))
     ok = np.isfinite(metrics[x]) & np.isfinite(metrics[y])
     order = np.argsort(metrics[x][ok], kind="stable")
     return metrics[x][ok][order], smooth(metrics[y][ok], window)[order]

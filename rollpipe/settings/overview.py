@@ -21,7 +21,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, allow_abbrev=False, formatter_class=_Formatter, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        if message.startswith("argument ALGO"): message += "; options such as --seed stand after ALGO ENV"
+        if message.startswith("argument ALGO"):
+            message += "; one of your own needs --import MODULE, and options such as --seed stand after ALGO ENV"
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
