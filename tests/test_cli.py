@@ -456,7 +456,6 @@ MISTAKES = [
     ("train ppo CartPole-v1 --encoder conv", "--encoder: invalid dict or none value: 'conv'"),
     ("train trpo CartPole-v1 --activation rule", "activation.*elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, got 'rule'"),
     ("train trpo CartPole-v1 --critic-activation ReLU", "unknown activation.*got 'ReLU'"),
-    ("train trpo CartPole-v1 --std wrong", "'free', 'fixed' or 'state', got 'wrong'"),
     ("train trpo Pendulum-v1 --steps 1x", "--steps: invalid int value"),
     ("train trpo Pendulum-v1 --steps 0", "^error: out of range. Expected an integer steps >= 1, got steps=0"),
     ("train trpo Pendulum-v1 --seed -1", "an integer seed >= 0, got seed=-1"),

@@ -1,4 +1,4 @@
-"The parts of a batch of environments: memory for its steps, finite numbers, rewards, and who rests."
+"The parts of a batch of environments: memory for its steps, finite numbers, and rewards."
 import numpy as np
 import pytest
 import torch
@@ -13,7 +13,6 @@ from rollpipe.pipes.envs.batch import FiniteCheck, last_obs
 from rollpipe.pipes.envs.rows import Rows
 from rollpipe.pipes.envs.factories import env_factories
 from rollpipe.pipes.envs.single import EnvBatch, _put_all, count_steps, scalar_rewards
-from rollpipe.pipes.envs.sticky import Sticky
 from rollpipe.pipes.data.errors import DataError, EnvError
 
 fast = settings(deadline=None, max_examples=60)
@@ -123,24 +122,6 @@ def test_rewards_of_all_steps_at_once_are_those_of_each_step(data, kinds):
     fits = all(isinstance(r, (float, np.floating)) for rews in steps for r in rews)
     assert _put_all(steps, at_once) == fits
     np.testing.assert_array_equal(at_once, each if fits else np.zeros_like(each))
-
-
-@fast
-@given(ends=st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=20), period=st.integers(1, 5))
-def test_who_rests(ends, period):
-    "An environment whose episode ended rests to the end of the period, whatever else happens; it is told as ended all the time."
-    sticky, resting = Sticky(["a", "b", "c"], period), set()
-    for t, over in enumerate(ends):
-        acting = [b for b in range(3) if b not in resting]
-        assert [b for b in range(3) if sticky.acting[b] == "abc"[b]] == acting
-        ended = [b for b in acting if over[b]]
-        valid = sticky.after_step(np.full((3, 1), t), ended)
-        assert np.flatnonzero(valid).tolist() == acting
-        resting |= {b for b in acting if over[b]}
-        assert sorted(ended) == sorted(resting)
-        for b in resting & set(acting):
-            if (t + 1) % period: assert sticky.acting[b].step(None)[0].tolist() == [t]
-        if (t + 1) % period == 0: resting = set()
 
 
 @fast

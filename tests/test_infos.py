@@ -113,14 +113,6 @@ def gathered(infos):
 
 
 @fast
-@given(story=stories(change=False))
-def test_a_vector_environment_has_the_record_of_single_ones(story):
-    infos, valid = story
-    recorder = VectorInfos(len(infos[0]))
-    for step, v, expected in zip(infos, valid, slow(*story)): same(recorder.record(gathered(step), ~v, v), expected)
-
-
-@fast
 @given(story=stories(change=False), data=st.data())
 def test_the_infos_of_an_end_are_found_and_those_of_a_reset_are_not(story, data):
     "SAME_STEP puts the infos of the step that ended an episode into `final_info`, and those of the reset beside those of the other steps."

@@ -91,12 +91,6 @@ def test_resamples_of_several_tasks_keep_the_number_of_runs_of_each():
     assert draws.shape == (100, 8) and (draws.sum(-1) == 5).all()
 
 
-def test_the_interval_covers_the_true_value_about_as_often_as_it_says():
-    rng = np.random.default_rng(0)
-    inside = [low <= 0 <= high for low, high in (interval([rng.normal(size=20)], n=500) for _ in range(300))]
-    assert .88 <= np.mean(inside) <= .98, np.mean(inside)
-
-
 TASKS = st.lists(st.tuples(*[st.lists(st.integers(-3, 3), min_size=1, max_size=6)]*2), min_size=1, max_size=4)
 
 

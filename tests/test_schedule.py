@@ -1,7 +1,6 @@
 "The schedule, against an oracle that remembers everything: whatever comes back when, lanes take turns and weights are not too old."
 from collections import Counter
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -113,55 +112,6 @@ def test_against_the_oracle(lengths, group_size, lag, order, picks):
     for lane in range(len(lengths)):
         numbers = [k for k in run.oracle.items() if run.made[k].lane == lane]
         assert numbers == sorted(numbers)
-
-
-@settings(deadline=None)
-@given(**options)
-def test_canonical_order_is_lanes_in_turn(lengths, group_size, lag, picks):
-    "As serial lanes, which leave the turn when they end, whatever the order of the answers."
-    run, picks, expected, left = Run(lengths, group_size, lag, "canonical"), iter(picks), [], dict(enumerate(lengths))
-    while left:
-        for lane in list(left):
-            if not left[lane]: del left[lane]
-            else:
-                expected.append(lane)
-                left[lane] -= 1
-    while not run.schedule.finished:
-        run.ask()
-        while run.hand_out() is None: run.answer(next(picks, 0))
-    assert [run.made[k].lane for k in run.oracle.items()] == expected
-
-
-@pytest.mark.parametrize("lag", [0, 1, 3])
-@pytest.mark.parametrize("n_lanes, group_size", [(1, 1), (3, 1), (2, 4), (4, 3)])
-def test_the_oldest_item_of_each_group_is_exactly_lag_groups_old(lag, n_lanes, group_size):
-    "When lanes do not end and answers come at once, a lag is not only a bound."
-    run, ages = Run([10 ** 6] * n_lanes, group_size, lag, "canonical"), []
-    for k in range(6 * group_size):
-        run.ask()
-        run.answer(0)
-        while run.schedule.next_done() is None: run.answer(k)
-        ages.append(run.schedule.group - run.schedule.next_done().group)
-        run.hand_out()
-    assert ages == [min(lag, k // group_size) for k in range(6 * group_size)]
-
-
-@pytest.mark.parametrize("lag", [0, 1, 2])
-def test_ready_order_waits_for_what_is_too_old(lag):
-    "The first answered comes first; but a lane that never answers is waited for after `lag` groups."
-    run, told = Run([10 ** 6] * 2, 1, lag, "ready"), []
-    run.ask()
-    while True:
-        for k in run.oracle.pending():
-            request = run.made[k]
-            if request.lane == 1 and request.answer is None:
-                run.schedule.answer(request, "answer")
-                run.oracle.history.append(("answer", k))
-        if run.hand_out() is None: break
-        told.append(run.oracle.items()[-1])
-        run.ask()
-    assert {run.made[k].lane for k in told} <= {1} and run.schedule.pending[0].lane == 0
-    assert run.schedule.group - run.schedule.pending[0].group == (lag + 1 if lag else 0)
 
 
 def test_how_many_requests_are_under_way():

@@ -259,41 +259,6 @@ def test_what_is_joined_keeps_the_slot(pool_type, worker_type, width):
     pool.close()
 
 
-@each_kind
-@pytest.mark.parametrize("width", [1, 2, 3])
-def test_a_pool_without_slots_to_lend_copies(pool_type, worker_type, width):
-    pool = pool_type(2 * width, width, 2 * width)
-    worker = worker_type(pool)
-    for k in range(5):
-        for item in filled(pool, worker, k):
-            check(item, k)
-            assert {slot_of(x, pool) for x in larges(item)} == {None}
-    assert pool.max_lent == 0 and pool.has_room()
-    pool.close()
-
-
-@each_kind
-@pytest.mark.parametrize("width", [1, 2, 3])
-def test_a_lane_that_ends_gives_its_place_back(pool_type, worker_type, width):
-    "In each position, before, between or after the others were read, and while they are kept."
-    for at in range(width):
-        pool = pool_type(3 * width, width, width)
-        worker, kept = worker_type(pool), []
-        for k in range(30):
-            for position in range(width):
-                assert pool.has_room()
-                slot, _ = pool.take()
-                if position == at: pool.give_back(slot)
-                else: kept.append((k, pool.read(slot, position, worker.write(slot, position, k))))
-            for number, item in kept: check(item, number)
-            del kept[:-2 * width]
-        kept = item = None
-        gc.collect()
-        pool.has_room()
-        assert sorted(pool.free) == [0, 1, 2]
-        pool.close()
-
-
 @given(st.lists(st.sampled_from([(), (BIG,), (REAL,), (BIG, REAL), (REAL, BIG)]), max_size=8), st.integers(1, 3))
 def test_the_layout_is_what_two_items_in_a_row_agree_on(proposals, width):
     "Once and for all; those that disagree never settle it, nor do those without large arrays."

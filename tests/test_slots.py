@@ -348,27 +348,6 @@ def test_what_is_lent_is_the_memory_itself():
     a += 1
 
 
-def test_a_pool_of_two_over_thousands_of_items():
-    "A consumer keeps some of them, in any order, for any time; a slot is taken again only when it was given back."
-    rng, line, kept = random.Random(0), Line(Slot(), Slot(), Slot()), []
-    free = deque(range(3))
-    for k in range(3000):
-        if not free: kept.clear()
-        slot = free.popleft()
-        item = dict(k=k, x=torch.full((LARGE,), k), y=np.full(7, k))
-        if k % 2: item["k"] = torch.tensor(k)                    # these are not pickled
-        if len(free) < 1: found = line.send(item, slot=slot); free.append(slot)
-        else: found = line.send(item, lambda slot=slot: free.append(slot), slot)
-        if rng.random() < 0.1: kept.append(found)
-        if len(kept) > 20: kept.pop(rng.randrange(20))
-        for item in rng.sample(kept, min(2, len(kept))): assert (item["x"] == item["k"]).all() and (item["y"] == int(item["k"])).all()
-    del found, item
-    kept.clear()
-    gc.collect()
-    assert sorted(free) == [0, 1, 2]
-    for slot in line.slots: slot.close()
-
-
 # --- items side by side
 
 DTYPES = [torch.uint8, torch.bool, torch.int64, torch.float32]
@@ -540,24 +519,6 @@ def test_what_cannot_be_joined_has_no_place():
     item = [big.view(-1), big.numpy(), big[:, :3], big, big[0], big.view(2, -1, 4), big.double()]
     assert line.write(item).unplaced == tuple((tuple(x.shape), x.dtype) for x in (item[3], item[5], item[6]))
     assert line.write([*item, "text"]).unplaced == ()
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_items_that_are_pickled_with_arrays_made_in_place(n):
-    "They lie with the small ones, as if there were no layout."
-    line, layout = Line(slot := Slot(n)), Layout(n, [SQUARE])
-    slot.layout_memory.reserve(layout.size)
-    found = []
-    for position in range(n):
-        line.writer.begin(0, position, layout)
-        x = torch.from_numpy(line.writer.entries.empty(SQUARE[0], np.uint8)).fill_(position + 1)
-        written = line.written({"name": f"item {position}", "x": x, "view": x[1:], "small": torch.tensor(position)})
-        assert written.format_id is None and written.new_format is not None
-        found.append(slot.read(format_of(written, line.formats), position, layout, lambda: None))
-    for position, item in enumerate(found):
-        x = torch.full(*SQUARE[:1], position + 1, dtype=torch.uint8)
-        same(item, {"name": f"item {position}", "x": x, "view": x[1:], "small": torch.tensor(position)})
-    slot.close()
 
 
 @pytest.mark.parametrize("dtype", NUMPY, ids=str)

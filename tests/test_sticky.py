@@ -54,21 +54,6 @@ def test_a_timeline_by_hand():
         assert f.hx["sum"].unique().tolist() == [7.] and f.hx["n"].unique().tolist() == [1]  # memory begins anew
 
 
-def test_an_end_with_the_last_step_of_a_fragment():
-    first, second = collect(lambda: Counting([(3, "term")]), Memory(), 3, 2)
-    assert first.valid.all() and second.valid.all() and first.state.fin[-1].all() and second.state.fin[0].all()
-
-
-def test_no_episode_is_lost_or_shown_twice():
-    "Wherever episodes end, the valid steps are those of the environment, in their order; without ends nothing is different."
-    plan = [(4, "term"), (1, "trunc"), (7, "both")]
-    f = collect(lambda: Counting(plan), Plain(), 5, 30)
-    steps = [(int(x.state.obs[t, 0, 1]), int(x.state.stepno[t, 0])) for x in f for t in range(5) if x.valid[t, 0]]
-    expected = [(e, n) for e in range(60) for n in range(plan[e % 3][0])]
-    assert len(steps) > 60 and steps == expected[:len(steps)]
-    assert_same(*(collect(lambda: Counting([(99, "term")]), Memory(), 5, 3, **kwargs) for kwargs in ({}, dict(sticky=1))))
-
-
 def test_resting_environments_do_not_disturb_the_others():
     "Seeds are the environments' own: one that never ends sees the same beside one that rests."
     class Endless(Lively):

@@ -219,13 +219,6 @@ def test_a_phantom_step_by_hand():
     assert f.final.t.tolist() == [1] and f.final.obs.tolist() == [[0, 0, 2, f.final.obs[0, 3]]]
 
 
-def test_the_record_does_not_follow_the_environment():
-    "`Vectorised` uses its observations again and spoils its actions."
-    a, b = (fragments(lambda: Vectorised(PLANS), Memory(), 5, 3) for _ in range(2))
-    assert_same(a, b)
-    assert all((f.state.act >= 0).all() for f in a) and not torch.equal(a[0].state.obs, a[1].state.obs)
-
-
 @pytest.mark.parametrize("gamma, lam", [(.9, .8), (1., 1.)])
 def test_rows_that_are_not_valid_have_no_advantage_and_reach_no_neighbour(gamma, lam):
     pipe = AdvantageBuffer(FragmentCollector(EnvStepper(lambda: Vectorised(PLANS), Memory()), 9), judge, gamma, lam)
@@ -363,10 +356,6 @@ def test_infos_are_those_of_single_environments(mode):
             assert torch.equal(e.env["_late"], e.env["count"] == 2)
             if keys is None: assert not e.env["_own"][:, 0].any() and e.env["_own"][:, 1].all()
             assert_same(apply(lambda x: x.double(), f.env), apply(lambda x: x.double(), e.env))
-
-
-def test_an_info_that_is_text_cannot_be_asked_for():
-    fails(EnvError, lambda: SyncVectorEnv([Counting]), "info['name']", "not numeric", info_keys=("name",))
 
 
 # --- what can go wrong

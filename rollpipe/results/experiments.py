@@ -94,10 +94,6 @@ class RunProcess:
         "Whether this signal has ended the run."
         return number is not None and self.process.returncode in (-number, 128 + number)
 
-    def stop(self, number: int) -> None:
-        "Send a signal, if the process has not ended."
-        self.process.send_signal(number)
-
 # %% ../../nbs/results/00_experiments.ipynb #c5f77c2e
 def run_all(commands: dict, jobs: int) -> tuple:
     """Run the commands, a few at a time, until all have ended. After a signal, no further command is started.
@@ -121,10 +117,10 @@ def run_all(commands: dict, jobs: int) -> tuple:
                 woken.get()
             except KeyboardInterrupt as e:
                 stopped = int(e.args[0]) if e.args else int(signal.SIGINT)
-                for run in runs.values(): run.stop(stopped)
+                for run in runs.values(): run.process.send_signal(stopped)
     finally:
         for run in runs.values():
-            if not run.has_ended: run.stop(signal.SIGTERM)  # after an error in this process, no run may continue unnoticed
+            if not run.has_ended: run.process.send_signal(signal.SIGTERM)  # after an error in this process, no run may continue unnoticed
         for run in runs.values(): run.process.wait()
 
 # %% ../../nbs/results/00_experiments.ipynb #2f8a7374

@@ -19,12 +19,9 @@ from .page import page
 from .tables import csv_text, curves_text, markdown
 
 # %% auto #0
-__all__ = ['REPORT_FILES', 'write_files', 'write_report', 'report_command']
+__all__ = ['write_files', 'write_report', 'report_command']
 
 # %% ../../nbs/results/08_report.ipynb #f4cf1c98
-REPORT_FILES = ("report.md", "report.csv", "report.jsonl", "report.png", "report.html")
-
-
 def write_files(folder: str | Path, made: Callable) -> list:
     """Write the files of a report; each one is replaced as a whole.
 
@@ -60,8 +57,9 @@ def write_report(results: Results, folder: str | Path) -> list:
     Returns:
         list: the paths of the files
     """
-    return write_files(folder, lambda: dict(zip(REPORT_FILES, (markdown(results), csv_text(results), curves_text(results), draw_curves(
-        results, results.title), page(results)))))
+    return write_files(folder, lambda: {"report.md": markdown(results), "report.csv": csv_text(results),
+                                        "report.jsonl": curves_text(results), "report.png": draw_curves(results, results.title),
+                                        "report.html": page(results)})
 
 
 def report_command(args: Namespace) -> None:

@@ -31,18 +31,17 @@ def iqm(x: np.ndarray) -> np.ndarray:
     return x[..., cut:x.shape[-1] - cut].mean(-1)
 
 # %% ../../nbs/results/03_statistics.ipynb #c3386228
-def resampled(strata: list, n: int, seed: int = 0) -> np.ndarray:
+def resampled(strata: list, n: int) -> np.ndarray:
     """Stratified bootstrap: draw the runs of each task with replacement, and concatenate the tasks.
 
     Args:
         strata: for each task its results, [n runs, ...]
         n: number of resamples
-        seed: seed of the draws
 
     Returns:
         np.ndarray: [n, ..., number of runs of all tasks]
     """
-    rng, parts = np.random.default_rng(seed), []
+    rng, parts = np.random.default_rng(0), []
     for x in map(np.asarray, strata): parts.append(np.moveaxis(x[rng.integers(0, len(x), (n, len(x)))], 1, -1))
     return np.concatenate(parts, -1)
 

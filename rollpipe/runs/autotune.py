@@ -170,15 +170,11 @@ def ranked(trials: Iterable) -> tuple:
     return sorted(found, key=lambda x: -x[1]), max(noise, default=None)
 
 
-def ranking(trials: Iterable, n: int = 5) -> str:
-    """The fastest settings as a table, with what the noise of the measurements means for them.
-
-    Args:
-        n: number of settings to show
-    """
+def ranking(trials: Iterable) -> str:
+    "The five fastest settings as a table, with what the noise of the measurements means for them."
     found, noise = ranked(trials)
     alike = sum(speed >= found[0][1] * (1 - (noise or 0)) for _, speed in found)
-    rows = [table_row(setting, f"{speed:,.0f}", share_text(speed / found[0][1])) for setting, speed in found[:n]]
+    rows = [table_row(setting, f"{speed:,.0f}", share_text(speed / found[0][1])) for setting, speed in found[:5]]
     which = f"the {alike} fastest settings are alike" if alike > 1 else "the fastest setting is faster than the others"
     told = (f"two measurements of one setting are up to {share_text(noise)} apart, so {which}" if noise is not None
             else "unknown, because no setting was measured twice")

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..agents.checkpoint import load_checkpoint
 from ..pipes.data.errors import DataError, PipeError, describe_exception
-from ..pipes.data.files import write_atomically, write_json
+from ..pipes.data.files import _no_wait, write_atomically, write_json
 from .changes import edited_run
 from .folder import Run
 from .locks import owner_of
@@ -44,14 +44,13 @@ def _is_inbox(path: Path) -> bool:
 
 def _read(path: Path) -> dict:
     "What a file says. Raises `DataError`, or `OSError`, for one that cannot be trusted or read."
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    with open(path, "rb", opener=lambda path, _: os.open(path, flags)) as file:
+    with open(path, "rb", opener=_no_wait) as file:
         found = os.fstat(file.fileno())
         is_open = os.name != "nt" and (found.st_uid != os.geteuid() or found.st_mode & 0o002)     # the folder keeps a group out
         if not stat.S_ISREG(found.st_mode) or is_open: raise DataError("not a file of the user who trains")
         text = file.read(_MOST + 1)
     if len(text) > _MOST: raise DataError("too long", expected=f"at most {_MOST} bytes")
-    try: content = json.loads(text.decode(), parse_constant=lambda name: _no_number(name))
+    try: content = json.loads(text.decode(), parse_constant=_no_number)
     except (ValueError, RecursionError) as e: raise DataError("not JSON", got=str(e)[:80]) from None
     if not isinstance(content, dict): raise DataError("not JSON with names and values", got=repr(content)[:80])
     return content

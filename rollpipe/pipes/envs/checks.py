@@ -32,8 +32,6 @@ class FiniteCheck:
                 b = int(np.argwhere(~np.isfinite(x))[0][0])
                 return b, self.names[i], x[b]
 
-
-
 # %% ../../../nbs/pipes/10_envs/01_checks.ipynb #3b80a2ab
 def limits(space: gym.Space) -> tuple[np.ndarray, np.ndarray]:
     "The least and the greatest number of a countable space, in its dtype."
@@ -68,5 +66,3 @@ def single_spaces(space: gym.Space) -> Any:
     "The single spaces in `space`, in plain containers."
     if isinstance(space, gym.spaces.Dict): return {k: single_spaces(s) for k, s in space.spaces.items()}
     return tuple(map(single_spaces, space.spaces)) if isinstance(space, gym.spaces.Tuple) else space
-
-

@@ -62,7 +62,6 @@ class KeptEnv:
         for name, x in zip(names, answer): found.update(bits_of(x, name))
         return found, answer[2] | answer[3]
 
-
     def play(self, draw: Callable, n: int, more: int, deadline: float) -> list:
         """Play random actions until an episode ends, and then some more. Returns what was done, with the bits of the answers.
 

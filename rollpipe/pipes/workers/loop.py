@@ -36,8 +36,6 @@ class SlotDestination(Destination):
     def empty(self, shape: tuple, dtype: Any) -> np.ndarray: return self.writer.entries.empty(shape, dtype)
     def completing(self) -> None: self.link.send_bytes(COMPLETING)
 
-
-
 # %% ../../../nbs/pipes/30_workers/11_loop.ipynb #d4146fb6
 def holders_in(graphs: Iterable) -> list:
     "All objects that the pipes of `graphs` hold by reference, such as actors. The order is the same for copies of the graphs."

@@ -21,11 +21,7 @@ log = logging.getLogger('rollpipe')
 # %% ../../../nbs/pipes/30_workers/01_remote_errors.ipynb #5d0f1a09
 class RemoteTraceback(Exception):
     "The traceback of an exception in another process, as text."
-    def __init__(self, text: str):
-        super().__init__(text)
-        self.text = text
-
-    def __str__(self): return f'\n"""\n{self.text}"""'
+    def __str__(self): return f'\n"""\n{self.args[0]}"""'
 
 
 def pack_exception(e: BaseException, where: str) -> tuple:
