@@ -24,6 +24,7 @@ from rollpipe.layers import (
     MLP, ActionCritic, Actor, Categorical, CategoricalPolicy, Critic, DeterministicPolicy, Gaussian, GaussianPolicy, MemoryCritic,
     MLPPolicy, Policy, QPolicy, QuantilePolicy, RecurrentPolicy, RecurrentQPolicy, RunningNorm, SquashedPolicy, encoder_for, head_for,
 )
+from rollpipe.agents.critics import fit_critic
 from rollpipe.agents.off_policy.batch_renorm import RenormCritic, RenormPolicy
 from rollpipe.layers.heads import GaussianHead
 from rollpipe.agents.shared_options import args_section
@@ -350,7 +351,8 @@ def test_for_env_takes_ids_factories_environments_and_spaces():
 def test_critic_values_survive_rescaling(scale, shift, seed):
     g = torch.Generator().manual_seed(seed)
     critic, obs = Critic(BOX).double(), torch.randn(5, 3, 4, generator=g).double()
-    every = []
+    every = [ret := torch.tensor([-3., 3.])]     # later returns can be of any scale
+    critic.observe_returns(ret)
     for _ in range(3):
         ret, valid = shift + scale * torch.randn(6, 4, generator=g), torch.rand(6, 4, generator=g) < 0.8
         before = critic(obs)
@@ -360,6 +362,28 @@ def test_critic_values_survive_rescaling(scale, shift, seed):
     every = torch.cat(every)
     torch.testing.assert_close(critic.ret_mean, every.mean(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(critic.ret_std, every.std(correction=0), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize('scale, shift', [(1., 0.), (1., 5.), (0.2, 0.), (1e3, 0.)])
+def test_values_before_the_first_returns_survive_them(scale, shift):
+    critic, obs = Critic(BOX), torch.randn(5, 4)
+    before = critic(obs)
+    critic.observe_returns(shift + scale * torch.tensor([-1., 1.]))
+    torch.testing.assert_close(critic(obs), before)
+
+
+@pytest.mark.parametrize('scale, shift', [(1e-2, 0.), (1e-5, 0.), (1., 1e4), (1e-3, -20.)])
+@pytest.mark.parametrize('zeros', [0, 64])
+def test_returns_of_any_scale_are_learned(scale, shift, zeros):
+    """The untrained values would ask for a last layer that learning cannot undo. Sparse rewards begin with returns that are all equal."""
+    critic, errors = Critic(BOX), []
+    optimizer, obs = torch.optim.Adam(critic.parameters(), lr=1e-2), torch.randn(256, 4)
+    if zeros: critic.observe_returns(torch.full((zeros,), shift))
+    y = obs[:, 0] - obs[:, 1]
+    for _ in range(10):
+        critic.observe_returns(shift + scale * y)
+        errors.append(fit_critic(critic, optimizer, obs, shift + scale * y)['explained_variance_after'])
+    assert errors[-1] > 0.8
 
 
 def test_constant_returns_leave_the_scale():

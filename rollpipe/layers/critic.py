@@ -19,6 +19,12 @@ from .running_norm import merge_moments, moments, over_ranks
 __all__ = ['Critic']
 
 # %% ../../nbs/layers/13_critic.ipynb #fe773d9a
+_LARGEST = 10     # times the scale of the returns: so large may an untrained last layer become
+
+
+def _is_scale(var, mean): return var > 1e-12 * (1 + mean * mean)
+
+
 @takes(Torso.make_torso)
 class Critic(Torso):
     """State values: observations `[*lead, ...]` -> float32 `[*lead]`, `ret_mean + ret_std * net(features)`.
@@ -55,16 +61,19 @@ class Critic(Torso):
     def observe_returns(self, ret: Tensor, valid: Tensor | None = None) -> None:
         """Update the moments with returns `[*lead]`, except those where `valid` is False, and rescale the last layer.
 
-        The critic's values do not change. As long as all returns are equal, their scale is unknown and `ret_std` does
-        not change.
+        The critic's values do not change, with one exception: when the scale of the returns becomes known, the values may
+        be so large beside it that no learning would undo such a layer. Then the layer stays, and the values change. As long
+        as all returns are equal, their scale is unknown and `ret_std` does not change.
         """
         new = over_ranks(*moments(ret, 0, valid))
         if not new[0]: return
         count, mean, var = merge_moments(self.ret_count, self.ret_mean.double(), self.ret_var.double(), *new)
         old_mean, old_std = self.ret_mean.double(), self.ret_std.double()
-        std = torch.where(var > 1e-12 * (1 + mean * mean), var.sqrt(), old_std)
+        std = torch.where(_is_scale(var, mean), var.sqrt(), old_std)
         last = self.net.last
-        last.weight.copy_(last.weight.double() * (old_std / std))
-        last.bias.copy_((last.bias.double() * old_std + old_mean - mean) / std)
+        by, bias = old_std / std, (last.bias.double() * old_std + old_mean - mean) / std
+        if _is_scale(self.ret_var, old_mean) or max(by, bias.abs().max()) <= _LARGEST:
+            last.weight.copy_(last.weight.double() * by)
+            last.bias.copy_(bias)
         new = dict(ret_count=count, ret_mean=mean, ret_var=var, ret_std=std)
         for name, value in new.items(): self._buffers[name].copy_(value)
