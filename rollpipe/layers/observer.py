@@ -125,8 +125,8 @@ class Torso(ForSpaces, nn.Module):
             encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
         """
         self.observation_space = copy.deepcopy(observation_space)     # a copy, because an environment draws from its own spaces
-        is_function = callable(encoder) and not isinstance(encoder, nn.Module)
-        self.encoder = encoder(observation_space) if is_function else encoder_for(observation_space, **_checked_options(encoder))
+        if callable(encoder) and not isinstance(encoder, nn.Module): self.encoder = encoder(observation_space)
+        else: self.encoder = encoder_for(observation_space, **_checked_options(encoder))
         n = n_out_of(self.encoder)
         # Learned features stay as they are: one that is constant has a variance of 0.
         raw = ~torch.as_tensor(getattr(self.encoder, 'is_normalized', True)).expand(n)

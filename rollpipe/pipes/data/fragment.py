@@ -294,6 +294,9 @@ class Fragment(NamedTuple):
     ROWS, STEPS, COLUMNS = ('state', 'actor', 'term'), ('env', 'valid', 'adv', 'ret'), ('lane', 'seq', 'version', 'restarts')
     from_steps = staticmethod(from_steps)
 
+    def __repr__(self):     # the numbers of a batch fill many screens
+        return '\n'.join(['Fragment(', *(f'  {name}={describe(x, 1000)},' for name, x in zip(self._fields, self) if x is not None), ')'])
+
     @property
     def n_steps(self) -> int:
         "`T`"
