@@ -365,6 +365,12 @@ def test_stacks_can_be_copied_into_a_tensor():
     assert torch.equal(torch.zeros(x.shape, dtype=x.dtype).copy_(x), x)
 
 
+def test_stacks_share_the_memory_of_their_parts():
+    x, y = stacks(), stacks()
+    assert not x.is_shared() and x.share_memory_() is x and x.is_shared() and torch.equal(x, y)
+    assert all(part.is_shared() for part in (x.frames, x.past, x.rows))
+
+
 def test_stacks_travel():
     x = stacks()
     for y in (pickle.loads(pickle.dumps(x)), copy.copy(x)): assert isinstance(y, Stacks) and torch.equal(x, y)

@@ -45,6 +45,12 @@ class Stacks(torch.Tensor):
 
     def numpy(self, **kwargs: Any) -> Any: return self.dense().numpy(**kwargs)
     def tolist(self) -> list: return self.dense().tolist()
+    def is_shared(self) -> bool: return self.frames.is_shared()
+
+    def share_memory_(self) -> 'Stacks':
+        "Move the parts to shared memory. The stacks have no memory of their own, and torch would crash."
+        for part in (self.frames, self.past, self.rows): part.share_memory_()
+        return self
 
     def dense(self) -> Tensor:
         "The stacks as an ordinary tensor, in new memory."
