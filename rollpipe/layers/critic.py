@@ -19,7 +19,7 @@ from .running_norm import merge_moments, moments, over_ranks
 __all__ = ['Critic']
 
 # %% ../../nbs/layers/13_critic.ipynb #fe773d9a
-_LARGEST = 10     # times the scale of the returns: so large may an untrained last layer become
+_LARGEST = 10     # the factor of the last layer, and its bias, that learning can still undo
 
 
 def _is_scale(var, mean): return var > 1e-12 * (1 + mean * mean)
@@ -61,9 +61,9 @@ class Critic(Torso):
     def observe_returns(self, ret: Tensor, valid: Tensor | None = None) -> None:
         """Update the moments with returns `[*lead]`, except those where `valid` is False, and rescale the last layer.
 
-        The critic's values do not change, with one exception: when the scale of the returns becomes known, the values may
-        be so large beside it that no learning would undo such a layer. Then the layer stays, and the values change. As long
-        as all returns are equal, their scale is unknown and `ret_std` does not change.
+        The critic's values do not change, with one exception. When the scale of the returns becomes known, a last layer that
+        keeps the values may be too large to be unlearned. Then the layer stays as it is, and the values change. As long as
+        all returns are equal, their scale is unknown and `ret_std` does not change.
         """
         new = over_ranks(*moments(ret, 0, valid))
         if not new[0]: return
