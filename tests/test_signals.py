@@ -145,9 +145,9 @@ gymnasium.register("Eventful-v0", Eventful, max_episode_steps=500)
 
 
 def small_run(folder, **run):
-    "A run of 12 updates, with checkpoints after 4, 8 and 12."
+    "A run of 12 updates, with checkpoints after 5, 10 and 12."
     options = dict(n_steps=16, n_envs=2, hidden=(8,), critic_hidden=(8,), epochs=1, engine="torch")
-    return start(folder, make_config("ppo", "Eventful-v0", options, steps=12 * 32, checkpoint_every=4, eval_episodes=1, **run))
+    return start(folder, make_config("ppo", "Eventful-v0", options, steps=12 * 32, checkpoint_every=5, eval_episodes=1, **run))
 
 
 def strike(number, reaches_all=True):
@@ -170,12 +170,13 @@ def test_an_evaluation_that_ends_within_a_batch_leaves_learner_and_stream_togeth
     twin, one = small_run(tmp_path/"twin", exact=True), small_run(tmp_path/"one", exact=True, eval_every=1)
     train(twin, progress=False, tensorboard=False)
     found = struck(one, lambda: PLANNED.append(partial(strike, number, reaches_all)), error)
-    assert (found.counters["updates"], found.stream is not None) == (7, True)
+    last = (7, 8) if error is WorkerError else (7,)     # an answer that was sent before the strike is taken first
+    assert found.counters["updates"] in last and found.stream is not None
     train(resume(one.folder), progress=False, tensorboard=False)
     assert first_difference(*(load_checkpoint(run.checkpoint).agent_state for run in (twin, one))) is None
 
 
-@pytest.mark.parametrize("is_exact, updates", [(True, 4), (False, 6)])
+@pytest.mark.parametrize("is_exact, updates", [(True, 5), (False, 6)])
 def test_a_signal_that_has_ended_the_workers_while_the_learner_learned_is_reported_as_a_signal(is_exact, updates, tmp_path):
     "The states of their environments are lost. The last update is saved without them, unless that would replace an exact checkpoint."
     found = struck(small_run(tmp_path/"run", exact=is_exact, workers=1), partial(strike, signal.SIGTERM), Stopped)
