@@ -99,6 +99,7 @@ EVENTS = {
     # deaths and silence
     "os._exit": lambda _: os._exit(3),
     **{name: signalled(getattr(signal, name)) for name in ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGTERM", "SIGSTOP")},
+    "a late SIGABRT": lambda _: time.sleep(1) or signalled(signal.SIGABRT)(_),
     "a hang": lambda _: time.sleep(600),
 }
 HARMS = EVENTS | {
@@ -251,6 +252,7 @@ for harm, how in {"os._exit": "ended with exit code 3", "SIGKILL": "was killed b
                   "SIGABRT": "was killed by SIGABRT"}.items():
     row(harm, "factory, step, actor, pipe above", None, dies(how))
     row(harm, "close, end of pipe above", None, warns(WORKER, f") {how} while it was closing"))
+row("a late SIGABRT", "close", None, warns(WORKER, ") was killed by SIGABRT while it was closing"))      # it has had SIGTERM by then
 row("SIGTERM", "step", None, dies("ended with exit code 0"))
 row("os._exit", "unpickling", FINE, raises(WorkerDied, "lane 0, 1: worker 0 (pid ", ") ended with exit code 3"), only="spawn")
 row("SIGKILL", "unpickling", FINE, raises(WorkerDied, "lane 0, 1: worker 0 (pid ", ") was killed by SIGKILL"), only="spawn")

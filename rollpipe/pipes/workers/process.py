@@ -69,9 +69,8 @@ def end_workers(workers: Iterable, failed: bool = False) -> list:
 def _end_all(parts, grace, failed=False) -> list:
     "Ask the processes to end, terminate those that do not, and kill those that still run."
     errors, links, killed = [], {link for _, link, _ in parts}, []
-    by_themselves = [process for process, _, _ in parts if process.is_alive()]       # in the end, those that needed no signal
+    running = [process for process, _, _ in parts if process.is_alive()]       # who has ended before has been told
     for patience, push in ((0. if failed else 0.5, _ask), (grace, _terminate), (5., _kill)):
-        if push is not _ask: by_themselves = [process for process in by_themselves if not process.is_alive()]
         if push is _kill and not failed: killed = [process for process, _, _ in parts if process.is_alive()]
         for process, link, _ in parts: push(process, link)
         deadline = time.monotonic() + patience
@@ -82,7 +81,7 @@ def _end_all(parts, grace, failed=False) -> list:
     for process, link, traceback_file in parts:
         process.join(1)
         _drain(link, errors)
-        if process.exitcode and process in by_themselves and not failed:
+        if process in running and process not in killed and process.exitcode not in (None, 0, -signal.SIGTERM) and not failed:
             log.warning(f"{process.name} (pid {process.pid}) {_end_of(process.exitcode)} while it was closing")
         if process in killed:
             log.warning(f"{process.name} (pid {process.pid}) was killed while it was closing: it had not ended {grace:g} s after SIGTERM")
