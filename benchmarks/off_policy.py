@@ -7,13 +7,13 @@ steps are random. 20 greedy episodes follow, which are not timed. Every run is i
 imports. The two libraries alternate, and repeat number i has seed i. On a busy machine the processor time says more than the wall time.
 PATH is the interpreter of an environment with `stable-baselines3` (`python -m venv DIR; DIR/bin/pip install stable-baselines3`).
 """
-import json, os, subprocess, sys
+import json, sys
 from pathlib import Path
 from time import perf_counter, process_time
 
 import torch
 from peer_off_policy import add_options
-from report import header, options_of, spread, table
+from report import header, options_of, runs_of, spread, table
 
 from rollpipe.agents import evaluate
 from rollpipe.settings.algorithms import ALGORITHMS
@@ -37,22 +37,12 @@ def train(algorithm, env, seed, steps, n_steps, hidden, lr, warmup, episodes, en
     return dict(wall=wall, cpu=cpu, score=score, updating=updating / wall, sampling=sampling / wall, name='rollpipe')
 
 
-def run(command, algorithm, env, seed, args) -> dict:
-    "The line of JSON that a run in a fresh process prints."
-    options = ['--steps', args.steps, '--n-steps', args.n_steps, '--lr', args.lr, '--warmup', args.warmup, '--episodes', args.episodes]
-    command = [*command, algorithm, env, '--seed', seed, *options, '--hidden', *args.hidden]
-    out = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'})
-    if out.returncode: raise SystemExit(f"failed: {' '.join(map(str, command))}")
-    return json.loads(out.stdout.splitlines()[-1])
-
-
 def rows_of(algorithm, env, args):
     "Rows of the table for one algorithm in one environment."
     commands = [[sys.executable, __file__, '--one']]
     if args.peer_python: commands.append([args.peer_python, Path(__file__).parent/'peer_off_policy.py'])
-    runs = [[] for _ in commands]
-    for seed in range(args.repeats):
-        for command, results in zip(commands, runs): results.append(run(command, algorithm, env, seed, args))
+    options = ['--steps', args.steps, '--n-steps', args.n_steps, '--lr', args.lr, '--warmup', args.warmup, '--episodes', args.episodes]
+    runs = runs_of(commands, [algorithm, env, *options, '--hidden', *args.hidden], args.repeats)
     for results in runs:
         ratios = [[peer[what] / ours[what] for ours, peer in zip(runs[0], results)] for what in ('wall', 'cpu')]
         yield [algorithm, env, results[0]['name'], *(spread([r[what] for r in results], '{:.1f}') for what in ('wall', 'cpu')),

@@ -1,5 +1,5 @@
 """Parts of the output that all benchmarks share: the machine, the versions, the command, and medians with their spread."""
-import argparse, os, platform, statistics, sys
+import argparse, json, os, platform, statistics, subprocess, sys
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
@@ -27,6 +27,18 @@ def begun(parser: argparse.ArgumentParser) -> argparse.Namespace:
     torch.set_num_threads(1)
     print(header())
     return args
+
+
+def runs_of(commands: list, words: list, repeats: int) -> list:
+    "What the runs of each command with these `words` print as JSON. They alternate, each in a new process; repeat number i has seed i."
+    runs = [[] for _ in commands]
+    for seed in range(repeats):
+        for command, results in zip(commands, runs):
+            command = [*map(str, (*command, *words, '--seed', seed))]
+            out = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'})
+            if out.returncode: raise SystemExit(f"failed: {' '.join(command)}")
+            results.append(json.loads(out.stdout.splitlines()[-1]))
+    return runs
 
 
 def processor() -> str:

@@ -9,12 +9,12 @@ The two libraries alternate, and repeat number i has seed i.
 PATH is the interpreter of an environment with `sb3-contrib`
 (`python -m venv DIR; DIR/bin/pip install sb3-contrib`).
 """
-import json, os, subprocess, sys
+import json, sys
 from pathlib import Path
 from time import perf_counter
 
 import torch
-from report import header, options_of, spread, table
+from report import header, options_of, runs_of, spread, table
 
 from rollpipe.agents import TRPO, evaluate
 from rollpipe.layers import Critic, MLPPolicy
@@ -42,23 +42,12 @@ def train(env, seed, steps, n_envs, n_steps, episodes, engine='torch') -> dict:
     return dict(wall=wall, **seconds, score=evaluate(env, actor, episodes, seed=seed + 2000).mean, steps=done, name=f'rollpipe, {engine}')
 
 
-def run(command, env, seed, args) -> dict:
-    "The line of JSON that a run in a fresh process prints."
-    options = ['--steps', args.steps, '--n-envs', args.n_envs, '--n-steps', args.n_steps, '--episodes', args.episodes]
-    command = [*command, env, '--seed', seed, *options]
-    out = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'})
-    if out.returncode: raise SystemExit(f"failed: {' '.join(map(str, command))}")
-    return json.loads(out.stdout.splitlines()[-1])
-
-
 def rows_of(env, args):
     "Rows of the table for one environment."
-    here = Path(__file__).parent
     commands = [[sys.executable, __file__, '--engines', engine, '--one'] for engine in args.engines]
-    if args.peer_python: commands.append([args.peer_python, here/'peer_contrib.py'])
-    runs = [[] for _ in commands]
-    for seed in range(args.repeats):
-        for command, results in zip(commands, runs): results.append(run(command, env, seed, args))
+    if args.peer_python: commands.append([args.peer_python, Path(__file__).parent/'peer_contrib.py'])
+    options = ['--steps', args.steps, '--n-envs', args.n_envs, '--n-steps', args.n_steps, '--episodes', args.episodes]
+    runs = runs_of(commands, [env, *options], args.repeats)
     for results in runs:
         faster = [peer['wall'] / ours['wall'] for ours, peer in zip(runs[0], results)]
         yield [env, results[0]['name'], *(spread([r[phase] for r in results], '{:.1f}') for phase in (*PHASES, 'wall')),

@@ -104,6 +104,16 @@ def packages(monkeypatch):
     for name, value in settings().items(): monkeypatch.setenv(name, value)
 
 
+@pytest.fixture
+def nothing_stays_open():
+    "The test closes the environments that it makes."
+    from toys import Ledger
+    Ledger.clear()
+    yield
+    if Ledger.open(): gc.collect()
+    assert Ledger.open() == 0
+
+
 def _reactions():
     return [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)], signal.pthread_sigmask(signal.SIG_BLOCK, ())
 

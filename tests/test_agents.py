@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from random_fragments import Shared
 from torch import nn
 
 from rollpipe.agents.a2c import A2C
@@ -127,17 +128,6 @@ def test_rows_that_are_no_step_do_not_count(cls, memory):
         m = agent.update(f)
         states.append(weights(agent) + [torch.tensor(m['entropy'])])
     for p, q in zip(*states): torch.testing.assert_close(p, q, rtol=1e-4, atol=2e-5)
-
-
-class Shared(MLPPolicy):
-    "Reports a value, made from the same features as the action."
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.judge = nn.Linear(self.trunk.n_out, 1)
-
-    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual, noise=None):
-        act, hx, info = super().forward(obs, act, rew, fin, hx=hx, stepno=stepno, virtual=virtual, noise=noise)
-        return act, hx, {**info, 'value': self.judge(self.trunk(self.features(obs))).squeeze(-1)}
 
 
 @pytest.mark.parametrize('cls', [A2C, PPO, VTrace])

@@ -1,12 +1,9 @@
 "Should torch drop its datapipes: what is missing then, and that a stand-in of a few lines is enough."
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-HERE = Path(__file__).parent
+from worker_cases import environment
 
 GONE = """
 import sys
@@ -49,9 +46,7 @@ print(evaluate("Pendulum-v1", actor, n_episodes=1, seed=0))
 
 
 def run(code):
-    path = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, "-W", "error", "-c", code], env=env, capture_output=True, text=True, timeout=240)
+    return subprocess.run([sys.executable, "-W", "error", "-c", code], env=environment(), capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.parametrize("name", ["IterDataPipe"])

@@ -20,7 +20,7 @@ import torch
 import worker_cases
 from conftest import started_by
 from fault_rows import Silent
-from worker_cases import descriptors, forked_script, gone, harmful, runs, slack
+from worker_cases import Cart, descriptors, forked_script, gone, harmful, runs, slack
 from toys import Counting, Lively, Plain, Shaky
 
 from rollpipe.agents import REINFORCE
@@ -224,10 +224,6 @@ def test_a_worker_with_processes_of_its_own_is_killed():
         with pytest.raises(WorkerError, match="worker 0 .*SIGKILL"): next(items)
         assert time.monotonic() - start < 1 * slack()
     assert gone(children, 5) == []
-
-
-class Cart(Plain):
-    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual): return (obs[..., 2] > 0).long(), (), {}
 
 
 # --- silence

@@ -17,6 +17,7 @@ from rollpipe.pipes.data.fragment import Tick
 from rollpipe.pipes.graph.torchdata import DataLoader2, InProcessReadingService, traverse_dps
 from rollpipe.pipes.graph.modules import bump_version
 
+pytestmark = pytest.mark.usefixtures("nothing_stays_open")
 HERE = Path(__file__).parent
 
 
@@ -38,25 +39,11 @@ PIPES = {
 each_pipe = pytest.mark.parametrize("name", PIPES)
 
 
-@pytest.fixture(autouse=True)
-def nothing_stays_open():
-    Ledger.clear()
-    yield
-    if Ledger.open(): gc.collect()
-    assert Ledger.open() == 0
-
-
 def frozen(item): return snapshot(item[:10] if isinstance(item, Tick) else item)
 def take(pipe, n=4): return [frozen(x) for x in islice(pipe, n)]
 
 
 # --- iterating
-
-@each_pipe
-def test_a_second_iteration_is_a_fresh_start(name):
-    pipe = PIPES[name]()
-    assert_same(take(pipe, 5), take(pipe, 5))
-
 
 @each_pipe
 @pytest.mark.parametrize("service", [None, InProcessReadingService])
@@ -213,16 +200,6 @@ def test_a_finite_source_closes_when_it_ends(name):
     if name == "EnvStepper": return
     assert list(insert_after(PIPES[name](), EnvStepper, partial(Limit, n=4)))
     assert Ledger.made and Ledger.open() == 0
-
-
-@each_pipe
-def test_a_collected_iterator_closes(name):
-    stream = iter(PIPES[name]())
-    next(stream)
-    assert Ledger.open() > 0
-    del stream
-    gc.collect()
-    assert Ledger.open() == 0
 
 
 @each_pipe

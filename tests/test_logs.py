@@ -1,34 +1,25 @@
 "Metric files that survive crashes and resumes, and progress on terminals and in files."
-import csv
 import importlib.util
 import io
 import json
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from types import SimpleNamespace
+from test_writer import rows, write
 
 from rollpipe.agents.checkpoint import keep_checkpoint
 from rollpipe.agents.metrics import METRICS, EpisodeReturns
 from rollpipe.runs.folder import start
-from rollpipe.runs.logs import MetricWriter, read_metrics
+from rollpipe.runs.logs import read_metrics
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs.progress import Progress
 from rollpipe.runs.training import train
 from rollpipe.settings.config import make_config
-
-
-def write(folder, *records, **kwargs):
-    with MetricWriter(folder, **{"tensorboard": False, **kwargs}) as writer:
-        for record in records: writer.write(record)
-
-
-def rows(folder):
-    with open(folder/"metrics.csv") as file: return list(csv.DictReader(file))
 
 
 def test_resume_appends_under_one_header(tmp_path):

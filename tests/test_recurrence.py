@@ -3,6 +3,7 @@ import pytest
 import torch
 from command_line import rollpipe
 from test_fork import check_same
+from test_stops import quietly
 
 from rollpipe.agents import PPO
 from rollpipe.layers import LSTM, MemoryCritic, RecurrentPolicy
@@ -10,7 +11,7 @@ from rollpipe.layers.q_networks import RecurrentQPolicy
 from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.pipes.recipes import on_policy
-from rollpipe.runs import fork, load_agent, resume, start, train
+from rollpipe.runs import fork, load_agent, resume, start
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.repeat import verify
 from rollpipe.settings.algorithms import ALGORITHMS, options_for
@@ -27,11 +28,6 @@ OTHERS = {"qr_dqn", "sac", "crossq", "td3", "ddpg", "bc", "iql", "td3bc"}
 
 def config_for(name, recurrent="gru", steps=400, env=RECALL, **options):
     return make_config(name, env, {**CASES[name], "recurrent": recurrent, **options}, steps=steps, checkpoint_every=2)
-
-
-def quietly(run, **kwargs):
-    train(run, progress=False, tensorboard=False, **kwargs)
-    return run
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,5 +1,4 @@
 "Taps: what they tell, against plain loops; that they change nothing; and the life of every pipe that is neither source nor batch."
-import gc
 import pickle
 from itertools import islice
 
@@ -25,6 +24,7 @@ from rollpipe.pipes.graph.modules import bump_version
 from rollpipe.pipes.taps import EpisodeSums
 from rollpipe.testing import check_pipe
 
+pytestmark = pytest.mark.usefixtures("nothing_stays_open")
 fast = settings(deadline=None, max_examples=25)
 
 
@@ -373,14 +373,6 @@ each_pipe = pytest.mark.parametrize("name", PIPES)
 class Idle:
     def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual): return torch.zeros(*fin.shape, 2), (), {}
     def reset(self, hx, at): return hx
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_open():
-    Ledger.clear()
-    yield
-    if Ledger.open(): gc.collect()
-    assert Ledger.open() == 0
 
 
 def take(pipe, n=4): return [snapshot(x[:10] if isinstance(x, Tick) else x) for x in islice(pipe, n)]

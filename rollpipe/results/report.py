@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
-from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 from ..pipes.data.files import make_folder, write_atomically
 from ..pipes.data.errors import DataError
+from ..runs.plots import picture
 from .collect import Results, read_results
 from .curves import draw_curves
 from .page import page
@@ -37,15 +36,10 @@ def write_files(folder: str | Path, made: Callable) -> list:
     folder = Path(folder)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir(): raise DataError(f"{there}: not a folder", expected="a folder, or a path where none is", got="a file")
-    contents = {folder/name: x.encode() if isinstance(x, str) else _picture(x) for name, x in made().items()}
+    contents = {folder/name: x.encode() if isinstance(x, str) else picture(x) for name, x in made().items()}
     make_folder(folder)
     for path, content in contents.items(): write_atomically(path, content)
     return [*contents]
-
-
-def _picture(figure: Any) -> bytes:
-    figure.savefig(picture := BytesIO(), format="png")
-    return picture.getvalue()
 
 
 def write_report(results: Results, folder: str | Path) -> list:

@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..agents.checkpoint import kept_checkpoints
-from ..pipes.data import files
 from ..pipes.data.errors import DataError
+from ..pipes.data.files import no_wait
 from ..traces.differences import FINGERPRINTS, JOURNAL
 
 # %% auto #0
@@ -27,7 +27,7 @@ def _lock_file(folder): return Path(folder)/"lock" if Path(folder).is_dir() else
 
 def _plain(path: str, flags: int) -> int:
     "An opener for a plain file alone. The folder may be a stranger's: a link leads to any file, and a named pipe waits for ever."
-    try: number = files._no_wait(path, flags)
+    try: number = no_wait(path, flags)
     except OSError as e:
         if e.errno != errno.ELOOP: raise
     else:

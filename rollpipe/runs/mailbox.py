@@ -14,7 +14,7 @@ from typing import Any
 
 from ..agents.checkpoint import load_checkpoint
 from ..pipes.data.errors import DataError, PipeError, describe_exception
-from ..pipes.data.files import _no_wait, write_atomically, write_json
+from ..pipes.data.files import no_wait, write_atomically, write_json
 from .changes import edited_run
 from .folder import Run
 from .locks import owner_of
@@ -44,7 +44,7 @@ def _is_inbox(path: Path) -> bool:
 
 def _read(path: Path) -> dict:
     "What a file says. Raises `DataError`, or `OSError`, for one that cannot be trusted or read."
-    with open(path, "rb", opener=_no_wait) as file:
+    with open(path, "rb", opener=no_wait) as file:
         found = os.fstat(file.fileno())
         is_open = os.name != "nt" and (found.st_uid != os.geteuid() or found.st_mode & 0o002)     # the folder keeps a group out
         if not stat.S_ISREG(found.st_mode) or is_open: raise DataError("not a file of the user who trains")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import html, re
 from collections.abc import Iterable
 from functools import partial
-from io import BytesIO, StringIO
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from ..traces.journal import origin_of, told
 from ..pipes.data.errors import DataError, check_integer
 
 # %% auto #0
-__all__ = ['LABELS', 'CERTIFICATE', 'group_runs', 'align', 'smooth', 'thinned', 'plain', 'style', 'save_figure', 'finished',
-           'svg', 'table_html', 'wide', 'section', 'learning_curve']
+__all__ = ['LABELS', 'CERTIFICATE', 'group_runs', 'align', 'smooth', 'thinned', 'plain', 'style', 'picture', 'save_figure',
+           'finished', 'svg', 'table_html', 'wide', 'section', 'learning_curve']
 
 # %% ../../nbs/runs/04_plots.ipynb #88c3ba0d
 def group_runs(runs: Iterable, per_env: bool = False) -> dict:
@@ -172,10 +172,10 @@ def style(axes: Any, title: str, **labels: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _png(figure: Any) -> bytes:
-    "The picture for a notebook. By itself, a notebook shows a figure only after an import of `pyplot`, which is not needed here."
-    figure.savefig(picture := BytesIO(), format="png", dpi=100)
-    return picture.getvalue()
+def picture(figure: Any, kind: str = "png", **options: Any) -> bytes:
+    "The content of a file of this kind, such as png or pdf, with the figure. The options are those of `Figure.savefig`."
+    figure.savefig(file := BytesIO(), format=kind, **options)
+    return file.getvalue()
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
@@ -184,8 +184,7 @@ def save_figure(figure: Any, path: str | Path) -> None:
     path = Path(path) if Path(path).suffix else Path(f"{path}.png")
     if path.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
         raise DataError("unknown kind of picture", expected="a path ending in .png, .svg or .pdf", got=str(path))
-    figure.savefig(picture := BytesIO(), format=path.suffix[1:])
-    write_atomically(path, picture.getvalue())
+    write_atomically(path, picture(figure, path.suffix[1:]))
 
 
 def finished(figure: Any, path: str | Path | None) -> Any:
@@ -195,7 +194,8 @@ def finished(figure: Any, path: str | Path | None) -> Any:
         figure: a matplotlib `Figure`
         path: picture to write, its suffix decides the format; None: none is written
     """
-    setattr(figure, "_repr_png_", partial(_png, figure))     # noqa: B010  a `Figure` declares no such attribute
+    # By itself, a notebook shows a figure only after an import of `pyplot`, which is not needed here.
+    setattr(figure, "_repr_png_", partial(picture, figure, dpi=100))     # noqa: B010  a `Figure` declares no such attribute
     if path is not None: save_figure(figure, path)
     return figure
 
@@ -208,8 +208,7 @@ def svg(figure: Any, name: str) -> str:
     """
     from matplotlib import rc_context
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(picture := StringIO(), format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    markup = picture.getvalue()
+        markup = picture(figure, "svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))).decode()
     return re.sub('<g id="[^"]*"', "<g", markup[markup.index("<svg"):])     # without doctype and unused ids of groups
 
 
