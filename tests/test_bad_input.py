@@ -179,6 +179,21 @@ def test_empty_spaces(name, space, path):
 
 # --- environments that fail
 
+@pytest.mark.parametrize("mine, theirs", [
+    (Discrete(2), Discrete(4)), (Discrete(2), Discrete(2, start=1)), (MultiDiscrete([2, 2]), MultiDiscrete([2, 3])),
+    (Box(-1, 1, (2,)), Box(-1, 1, (3,))), (Tuple((Discrete(2), Box(-1, 1, (1,)))), Tuple((Discrete(3), Box(-1, 1, (1,)))))])
+def test_an_actor_for_other_actions(mine, theirs):
+    space = Box(-inf, inf, (3,))
+    class Env(gym.Env):
+        observation_space, action_space = space, theirs
+        def reset(self, *, seed=None, options=None): return np.zeros(3, np.float32), {}
+        def step(self, action): return np.zeros(3, np.float32), 0., False, False, {}
+    with pytest.raises(ActorError, match="lane 0, leaf action_space: MLPPolicy was made for other actions") as e:
+        next(iter(EnvStepper(Env, MLPPolicy.for_env((space, mine)))))
+    assert f"Expected {theirs}, got {mine}" in str(e.value)
+    next(iter(EnvStepper(Env, MLPPolicy.for_env((space, theirs)))))
+
+
 def boom(*_): raise ValueError("boom")
 
 

@@ -19,9 +19,13 @@ from rollpipe.agents.natural_gradient import policy_rows
 from rollpipe.agents.npg import NPG
 from rollpipe.agents.policy_replay import lag_of, replay_policy
 from rollpipe.agents.ppo import PPO
+from rollpipe.agents.off_policy.crossq import CrossQ
+from rollpipe.agents.off_policy.qr_dqn import QRDQN
 from rollpipe.agents.off_policy.sac import SAC
+from rollpipe.agents.off_policy.td3 import TD3
 from rollpipe.agents.reinforce import REINFORCE
 from rollpipe.agents.shared_options import check_range
+from rollpipe.agents.tabular import QLearning
 from rollpipe.agents.trpo import TRPO
 from rollpipe.agents.vtrace import VTrace
 from rollpipe.layers import ActionCritic, Critic, MLPPolicy, QPolicy, SquashedPolicy
@@ -101,6 +105,14 @@ def test_options_that_are_no_counts_are_named(value):
 def test_actors_and_critics_that_do_not_fit_are_refused():
     with pytest.raises(ActorError, match='Descent needs an actor with `replay`'): Descent(nn.Linear(1, 1))
     with pytest.raises(DataError, match='Descent fits its critic'): Descent(Part(1.), lambda obs: obs)
+
+
+@pytest.mark.parametrize('learner, kind, critics', [
+    (DQN, 'QPolicy', 0), (QRDQN, 'QuantilePolicy', 0), (QLearning, 'TabularQ', 0),
+    (SAC, 'SquashedPolicy', 1), (TD3, 'DeterministicPolicy', 1), (CrossQ, 'RenormPolicy', 1)])
+def test_a_policy_of_another_algorithm_is_refused_with_the_class_that_fits(learner, kind, critics):
+    parts = MLPPolicy.for_env('Pendulum-v1'), *[ActionCritic.for_env('Pendulum-v1')] * critics
+    with pytest.raises(ActorError, match=f'Expected a `rollpipe.*{kind}`, got MLPPolicy\\.$'): learner(*parts)
 
 
 # ---- the order of an update

@@ -94,7 +94,7 @@ class LearnerState(Changing):
     critic: Any = field(default=None, kw_only=False, repr=False)
     seed: int = integer(0, 0)
     average_policy: int = integer(0, 0)
-    actor_needs = ('replay',)           # methods that the actor must have
+    actor_needs, actor_kind = ('replay',), 'a `rollpipe.layers.Policy`'     # methods that the actor must have, and a class that has them
     keeps = ('critic', 'optimizer')     # attributes that are part of the state: modules, optimisers, tensors, numbers, dicts of them
     trained = ''                        # of a learner that was loaded: in what and for how long; `repr` shows it
 
@@ -102,7 +102,7 @@ class LearnerState(Changing):
         name, actor, critic = type(self).__name__, self.actor, self.critic
         for method in self.actor_needs:
             if not hasattr(actor, method):
-                raise ActorError(f"{name} needs an actor with `{method}`", expected="a `rollpipe.layers.Policy`", got=describe(actor))
+                raise ActorError(f"{name} needs an actor with `{method}`", expected=self.actor_kind, got=describe(actor).partition('(')[0])
         if critic is not None and not isinstance(critic, torch.nn.Module):
             raise DataError(f"{name} fits its critic", leaf='critic', expected="a torch.nn.Module, or None", got=describe(critic))
         self.plan()

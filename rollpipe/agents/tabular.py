@@ -95,6 +95,7 @@ class QLearning(Discounted, DecayingEpsilon, Learner):
     seed: int = not_offered(0)
     average_policy: int = not_offered(0)
     actor_needs = ('table', 'epsilon')
+    actor_kind = 'a `rollpipe.agents.tabular.TabularQ`'
     batch_needs = ()
 
     def __post_init__(self):

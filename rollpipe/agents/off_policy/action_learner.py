@@ -138,6 +138,7 @@ class DeterministicLearner(ActionLearner):
         actor: a `DeterministicPolicy`, or another actor with `act`, `box` and `is_random`
     """
     actor_needs = ('act', 'is_random')
+    actor_kind = 'a `rollpipe.layers.DeterministicPolicy`'
     keeps = (*ActionLearner.keeps, 'target_actor')
 
     def __post_init__(self):
@@ -199,6 +200,7 @@ class SoftLearner(ActionLearner):
     first_temperature: float = 1.0
     target_entropy: float | None = number(None, -float_info.max)
     actor_needs = ('sample', 'is_random')
+    actor_kind = 'a `rollpipe.layers.SquashedPolicy`'
     keeps = (*ActionLearner.keeps, 'log_temperature')       # a fixed temperature is `fixed`, which is an option
 
     def __post_init__(self):

@@ -35,6 +35,7 @@ class CrossQ(SoftLearner):
     beta1: float = number(0.5, 0, 0.999)
     tau: float = not_offered(0.)
     actor_needs = ('sample', 'is_random', 'by_batch')
+    actor_kind = 'a `rollpipe.agents.off_policy.batch_renorm.RenormPolicy`'
     joins_ranks = False     # the moments of a batch would be those of one rank
 
     def __post_init__(self):

@@ -41,6 +41,7 @@ class DeepQLearner(DecayingEpsilon, ReplayLearner, GradientLearner):
     critic: Any = not_offered(None)
     critic_lr: float | None = not_offered(None)
     actor_needs = ('values', 'epsilon')
+    actor_kind = 'a `rollpipe.layers.QPolicy`'
     joins_ranks = True      # see `ranks.distributed`
 
     def __post_init__(self):

@@ -27,6 +27,7 @@ class QRDQN(DeepQLearner):
     huber: float = number(1.0, 0, 1e6, changes=True)
     lr: float = 5e-4
     actor_needs = ('values', 'quantiles', 'epsilon')
+    actor_kind = 'a `rollpipe.layers.QuantilePolicy`'
 
     def loss(self, fragment: Fragment, weight: torch.Tensor | None) -> tuple:
         "See `quantile_td`."
