@@ -96,11 +96,13 @@ def test_the_loss_is_that_of_one_batch_of_both_ends(terminal_obs):
     with torch.no_grad():
         after = torch.stack([successor(fragment, 0, b) for b in range(40)])
         term = fragment.term[1]
+        known = ~term | terminal_obs
         act, logp = actor.sample(after, noise[0])
-    pairs = torch.cat([torch.cat([fragment.state.obs[0], after]),
-                       critic.box.position(torch.cat([fragment.state.act[1], act]))], -1)
+    pairs = torch.cat([torch.cat([fragment.state.obs[0], after[known]]),
+                       critic.box.position(torch.cat([fragment.state.act[1], act[known]]))], -1)
+    assert known.all() == terminal_obs
     q = [net(pairs).squeeze(-1) for net in nets]
-    low = torch.minimum(*(x[40:] for x in q)).detach()
+    low = torch.zeros(40).masked_scatter(known, torch.minimum(*(x[40:] for x in q)).detach())
     target = fragment.state.rew[1] + .9 * ~term * (low - .3 * (logp + actor.box.log_volume))
     expected = sum(.5 * (target - x[:40]).square().mean() for x in q)
     loss, _, errors = agent.critic_loss(fragment, None)

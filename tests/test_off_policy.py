@@ -374,6 +374,17 @@ def test_three_updates_of_sac_beside_plain_torch():
     assert agent.log_temperature.item() == pytest.approx(log_alpha.item(), abs=1e-5)
 
 
+def test_what_would_be_without_effect_or_change_another_network_is_refused():
+    with pytest.raises(DataError, match='SAC, leaf target_entropy: a temperature that is given has no target'):
+        make(SAC, temperature=.2, target_entropy=-1.)
+    agent = make(SAC)
+    agent.critic.encoder = agent.actor.encoder = torch.nn.Linear(3, 3)
+    with pytest.raises(DataError, match=r'critic.encoder.weight: SAC: a step of the critic would change the policy'):
+        SAC(agent.actor, agent.critic)
+    agent.actor.encoder.requires_grad_(False)
+    SAC(agent.actor, agent.critic)      # what does not learn may be shared
+
+
 def test_temperature_rises_while_there_is_too_little_entropy():
     fragment = random_fragment()
     for wanted, sign in ((100., 1), (-100., -1)):

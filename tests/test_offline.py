@@ -27,6 +27,7 @@ from rollpipe.pipes import (
     DataError, EnvStepper, EpisodeCollector, Fragment, Lanes, Recorder, Source, nested, on_policy, replayed, rollouts,
 )
 from rollpipe.pipes.data.errors import CheckpointError
+from rollpipe.pipes.data.fragment_ops import transitions
 from rollpipe.pipes.graph.states import restore_stream, stream_state
 from rollpipe.pipes.invariants import check_alignment
 from rollpipe.pipes.recording.data_sampler import DataSampler, from_data
@@ -196,6 +197,17 @@ def test_bc_of_a_policy_with_memory_begins_with_its_initial_state():
     agent = BC(actor, lr=1e-2)
     for _ in range(20): agent.update(fragment)
     assert cloning_loss(fragment, actor)[0] < loss.item()
+
+
+@pytest.mark.parametrize('algorithm', [BC, IQL])
+def test_a_memory_needs_segments_and_begins_empty(algorithm):
+    critic = [QVCritic.for_env(SPACES, hidden=(8,), seed=1)] * (algorithm is IQL)
+    agent = algorithm(RecurrentPolicy.for_env(SPACES, hidden=(8,), memory=6, seed=0), *critic, **dict(beta=0.) if critic else {})
+    fragment = random_fragment(T=6)
+    with torch.no_grad(): expected, _ = cloning_loss(fragment, agent.actor)
+    assert agent.update(fragment)['loss_policy' if critic else 'loss'] == pytest.approx(expected.item(), rel=1e-5)
+    single = transitions(fragment, fragment.valid.flatten().nonzero()[:, 0])
+    with pytest.raises(DataError, match='nothing from single steps'): agent.update(single)
 
 
 # --- the stream of data

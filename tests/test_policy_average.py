@@ -74,3 +74,15 @@ def test_without_an_average_in_the_checkpoint_it_begins_with_the_weights_of_the_
     assert torch.equal(weights(agent.average.policy), weights(run.agent.actor)) and int(agent.average.count) == 0
     agent.update(next(iter(pipe)))
     assert torch.equal(weights(agent.average.policy), weights(agent.actor)) and int(agent.average.count) == 1
+
+
+def test_updates_before_the_first_step_of_the_optimiser_do_not_count():
+    agent, pipe = build(config_for("dqn", options=dict(average_policy=7, warmup=160)))
+    counts = []
+    for _, batch in zip(range(8), pipe):
+        learned = agent.update(batch).get("replay_ratio", 0) > 0
+        counts.append((learned, int(agent.average.count)))
+        if not learned: assert all(torch.equal(x, agent.actor.state_dict()[name]) for name, x in agent.average.policy.state_dict().items())
+        if counts[-1] == (True, 1): assert torch.equal(weights(agent.average.policy), weights(agent.actor))
+    first = [learned for learned, _ in counts].index(True)
+    assert first > 1 and [count for _, count in counts] == [0] * first + [*range(1, 9 - first)]

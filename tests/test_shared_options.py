@@ -120,10 +120,10 @@ OUT_OF_RANGE = dict(     # of options that only some learners have, or with a ra
     trpo=dict(fvp_subsample=(0., 1.5), max_kl=(0., -1.), damping=(-.1,), cg_iters=(0,), precondition=(-1, 'on'), cg_gain=(-.1,),
               backtrack=(0., 1.5), max_backtracks=(0,), critic_epochs=(-1,), critic_lr=(-1., None)),
     npg=dict(fvp_subsample=(0.,), max_kl=(0., -1.), lr=(-.1,), damping=(-.1,), cg_iters=(0, 2.), critic_epochs=(0,)),
-    reinforce=dict(epochs=(0,), c_rho=(-1.,), critic_epochs=(1.5,)), a2c=dict(c_value=(-1.,)),
+    reinforce=dict(epochs=(0,), c_rho=(-1.,), critic_epochs=(1.5,)), a2c=dict(c_value=(-1.,), normalize_adv=('never', None)),
     ppo=dict(epochs=(0,), minibatch=(2.5,), clip=(-1,), target_kl=(-1.,), clip_value=(-1.,), normalize_adv=(True,)),
     vtrace=dict(gamma=(1.1,), lam=(-.1,), rho_clip=(-1.,), c_clip=(1.5,), c_value=(-1.,)),
-    dqn=dict(gamma=(1.5,), tau=(2.,), target_every=(0,), multi_step=(0,), burn_in=(-1,), eps_end=(-1.,), huber=(-1.,)),
+    dqn=dict(gamma=(1.5,), tau=(2.,), target_every=(0,), multi_step=(0,), burn_in=(-1,), eps_end=(-1.,), huber=(-1.,), double=('no', 1)),
     iql=dict(expectile=(2.,), beta=(-1.,), max_weight=(-1.,)))
 
 

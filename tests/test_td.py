@@ -144,6 +144,8 @@ def test_without_a_recorded_memory_that_of_the_network_begins_empty(double, burn
                       for hx in ((), torch.zeros_like(fragment.hx)))
     assert_same_loss(unknown[0], empty[0], [actor])
     torch.testing.assert_close(unknown[2], empty[2])
+    if not burn_in:
+        with pytest.raises(DataError, match='nothing from single steps'): td(transitions(fragment, torch.arange(3)), actor, target)
 
 
 def test_huber_limits_the_gradient_and_inf_is_the_square():

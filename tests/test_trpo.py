@@ -21,7 +21,7 @@ from rollpipe.layers.joint import Joint
 from rollpipe.layers.policies import Policy
 from rollpipe.pipes import nested, on_policy
 from rollpipe.pipes.data.fragment import Final, Fragment, State
-from rollpipe.pipes.data.errors import ActorError
+from rollpipe.pipes.data.errors import ActorError, DataError
 
 N_OBS, KINDS = 3, ('categorical', 'gaussian', 'nested')
 HERMITE = [(math.sqrt(2) * x, w / math.sqrt(math.pi)) for x, w in zip(*np.polynomial.hermite.hermgauss(3))]
@@ -543,6 +543,13 @@ def test_frozen_parameters_stay():
 
 
 # ---- clear errors
+
+def test_a_critic_with_weights_of_the_policy_is_refused():
+    "Its fit would move the policy beyond the trust region."
+    actor, critic = (cls.for_env('CartPole-v1', hidden=(8,), seed=0) for cls in (MLPPolicy, Critic))
+    critic.net.hidden = actor.trunk.hidden
+    with pytest.raises(DataError, match=r'critic.net.hidden.0.weight: TRPO: a step of the critic would'): TRPO(actor, critic)
+
 
 def test_an_actor_without_a_distribution_is_refused():
     with pytest.raises(ActorError, match="needs an actor with `params`.*Policy.*Linear"): TRPO(nn.Linear(2, 2))

@@ -18,7 +18,7 @@ from ..pipes.data.fragment import Fragment
 import rollpipe.ranks as ranks
 
 # %% auto #0
-__all__ = ['explained_variance', 'valid_rows', 'fit_critic', 'critic_inputs', 'observations']
+__all__ = ['explained_variance', 'valid_rows', 'fit_critic', 'critic_inputs', 'check_apart', 'observations']
 
 # %% ../../nbs/agents/04_critics.ipynb #92825df8
 def explained_variance(pred: Tensor, target: Tensor) -> float:
@@ -141,6 +141,15 @@ def critic_inputs(critic: Any, batch: Fragment) -> Any:
     """
     obs = observations(batch)
     return critic.inputs(obs, nested.getitem(batch.actor, slice(-1))) if hasattr(critic, 'inputs') else obs
+
+
+def check_apart(owner: Any, actor: torch.nn.Module, critic: torch.nn.Module | None) -> None:
+    "Raise `DataError` if a weight that learns is in both networks. The `owner` takes steps of each of them apart from the other."
+    mine = {id(p) for p in actor.parameters() if p.requires_grad}
+    for name, p in critic.named_parameters() if critic is not None else ():
+        if id(p) not in mine: continue
+        raise DataError(f"{type(owner).__name__}: a step of the critic would change the policy, too", leaf=f"critic.{name}",
+                        expected="a network of its own", got="a weight of the policy")
 
 
 def observations(batch: Fragment) -> Any:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .critics import check_apart
 from .gradient_learner import Adam
 from .learner import Learner
 from .losses import with_standardized_adv
@@ -164,6 +165,7 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
 
     def __post_init__(self):
         super().__post_init__()
+        check_apart(self, self.actor, self.critic)
         if self.precondition != 'auto': check_integer("precondition (or 'auto')", self.precondition, 0, pipe=self)
         self.params = [p for p in self.actor.parameters() if p.requires_grad]
         if self.critic is not None: self.optimizer = Adam(self.critic.parameters(), lr=self.critic_lr, fused=True)

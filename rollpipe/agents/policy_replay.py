@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from .unroll import fill_invalid
+from ..layers.recurrent_policies import RecurrentTorso
 from ..pipes.data import nested
 from ..pipes.data.fragment import Fragment
 from ..pipes.data.errors import DataError, describe
 from ..pipes.graph.modules import version_of
 
 # %% auto #0
-__all__ = ['approx_kl', 'lag_of', 'lane_restarts', 'PolicyReplay', 'check_logp', 'replay_policy']
+__all__ = ['approx_kl', 'lag_of', 'lane_restarts', 'PolicyReplay', 'check_logp', 'check_segments', 'replay_recorded',
+           'replay_policy']
 
 # %% ../../nbs/agents/05_policy_replay.ipynb #432a39e0
 def approx_kl(logp: Tensor, logp_old: Tensor) -> Tensor:
@@ -76,6 +78,27 @@ def check_logp(logp: Tensor, valid: Tensor, leaf: str) -> None:
     if logp.shape == valid.shape: return
     raise DataError("a log-probability is one number for each action", leaf=leaf, expected=f"[T, B] = {list(valid.shape)}",
                     got=describe(logp))
+
+
+def check_segments(fragment: Fragment) -> None:
+    "Raise `DataError` for single steps. A memory that begins empty at each of them learns nothing."
+    if fragment.n_steps > 1: return
+    raise DataError("a memory learns nothing from single steps", leaf='length', expected="samples of 2 steps or more", got="1")
+
+
+def replay_recorded(fragment: Fragment, actor: Any) -> dict:
+    """The actor's report for recorded steps, leaves `[T, B, ...]`, with gradients. A memory that was not recorded begins empty at row 0.
+
+    Raises `DataError` if no row is valid, or if there is a memory and only a single step for it.
+
+    Args:
+        fragment: [T, B]
+        actor: a `Policy`: it has `replay(fragment) -> dict(dist, logp, ...)`
+    """
+    fragment, replay = fill_invalid(fragment), actor.replay
+    if nested.leaves(fragment.hx): return replay(fragment)
+    if isinstance(actor, RecurrentTorso): check_segments(fragment)
+    return replay(fragment._replace(hx=None))
 
 
 def replay_policy(fragment: Fragment, actor: Any) -> PolicyReplay:

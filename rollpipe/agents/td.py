@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .policy_replay import lag_of
+from .policy_replay import check_segments, lag_of
 from .unroll import answers_reached, fill_invalid, timeshift, without_terminal_obs
 from ..pipes.data import nested
 from ..pipes.data.fragment import Fragment
@@ -132,6 +132,7 @@ def td_loss(fragment: Fragment, actor: Any, target: Any, penalty: Callable, *, m
     before, after = timeshift(fill_invalid(own).state)
     q, memory = getattr(actor, method)(nested.as_seen(before), own.hx)
     if not nested.leaves(own.hx):   # steps of a recording come without memories, so that of the network begins empty
+        if nested.leaves(memory): check_segments(own)
         own, fragment = (x._replace(hx=nested.map(torch.zeros_like, memory)) for x in (own, fragment))
     with torch.no_grad():
         q_next, best = _both_values(own, fragment, method, actor, target, double and target is not None, burn_in)

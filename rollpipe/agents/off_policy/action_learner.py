@@ -18,6 +18,7 @@ import rollpipe.ranks as ranks
 from .action_losses import action_value_loss, deterministic_policy_loss, smoothed_target
 from .action_losses import soft_policy_loss, soft_target, temperature_loss
 from .replay_learner import ReplayLearner
+from ..critics import check_apart
 from ..gradient_learner import Adam, descend
 from .targets import update_buffers, update_target
 from ..shared_options import ByAdam, check_range, integer, not_offered, number
@@ -57,6 +58,7 @@ class ActionLearner(ReplayLearner, ByAdam):
         super().__post_init__()
         if self.critic is None:
             raise DataError(f"{type(self).__name__} needs a critic", leaf='critic', expected="an `ActionCritic`", got="None")
+        check_apart(self, self.actor, self.critic)
         self.descents = dict(critic=_adam(self.critic.parameters(), self.lr_of_critic), policy=_adam(self.actor.parameters(), self.lr))
         self.make_target(self.critic)
         self.explore()
@@ -205,6 +207,9 @@ class SoftLearner(ActionLearner):
 
     def __post_init__(self):
         super().__post_init__()
+        if None not in (self.temperature, self.target_entropy):
+            raise DataError("a temperature that is given has no target", pipe=self, leaf='target_entropy', got=str(self.target_entropy),
+                            expected="None, or temperature=None")
         if self.temperature is None: check_range(self, 1e-9, first_temperature=self.first_temperature)      # its logarithm is learnt
         start, box = self.first_temperature if self.temperature is None else self.temperature, self.actor.box
         self.wanted_entropy = -float(box.center.numel()) if self.target_entropy is None else self.target_entropy

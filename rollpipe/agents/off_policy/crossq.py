@@ -15,7 +15,7 @@ from ..td import td_targets
 from ...pipes.data import nested
 from ...pipes.data.errors import DataError, describe
 from ...pipes.data.fragment import Fragment
-from ...pipes.data.fragment_ops import observations_reached, transitions
+from ...pipes.data.fragment_ops import final_numbers, observations_reached, transitions
 
 # %% ../../../nbs/agents/16_off_policy/10_crossq.ipynb #fc207bab
 class CrossQ(SoftLearner):
@@ -65,10 +65,13 @@ class CrossQ(SoftLearner):
         "As `action_value_loss`, with soft targets from the same batch of the critic as the values."
         obs = nested.as_seen(observations_reached(fragment))
         with torch.no_grad(): act, logp = self.actor.sample(obs, self.noise(fragment))
-        valid = fragment.valid      # other rows are no part of the moments
-        pairs = nested.map(lambda x, y: torch.cat([x[valid], y[valid]]), taken(fragment), (obs, act))
-        with self.critic.by_batch(): of_valid = self.critic(*pairs).unflatten(1, (2, -1))
-        q, q_next = of_valid.new_zeros(len(of_valid), 2, *valid.shape).masked_scatter(valid, of_valid).unbind(1)
+        valid = fragment.valid      # other rows are no part of the moments, and neither is a first observation of the next episode
+        known = valid & ~(fragment.state.fin[1:] & (final_numbers(fragment) < 0))
+        pairs = nested.map(lambda x, y: torch.cat([x[valid], y[known]]), taken(fragment), (obs, act))
+        with self.critic.by_batch(): both = self.critic(*pairs)
+        def spread(x, where): return x.new_zeros(len(x), *where.shape).masked_scatter(where, x)
+        n = int(valid.sum())
+        q, q_next = spread(both[:, :n], valid), spread(both[:, n:], known)
         target = td_targets(fragment, q_next.detach().amin(0), self.gamma, self.multi_step,
                             -self.entropy_weight * (logp + self.actor.box.log_volume))
         return action_value_loss(fragment, lambda *_: q, target, weight)

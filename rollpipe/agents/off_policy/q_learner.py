@@ -13,9 +13,11 @@ import torch
 from ..gradient_learner import GradientLearner
 from .replay_learner import ReplayLearner
 from .targets import update_target
+from ..policy_replay import check_segments
 from ..schedules import DecayingEpsilon
-from ..shared_options import integer, not_offered, number
+from ..shared_options import flag, integer, not_offered, number
 from ..td import priorities
+from ...pipes.data import nested
 from ...pipes.data.fragment import Fragment
 from ...pipes.replay.memory import ReplayMemory, Sample
 
@@ -31,7 +33,7 @@ class DeepQLearner(DecayingEpsilon, ReplayLearner, GradientLearner):
         tau: Polyak averaging: fraction of the way that the target network moves after each step; None: copies, see `target_every`
         eta: weight of the greatest TD error in the priority of a longer sample; the mean error has the rest
     """
-    double: bool = True
+    double: bool = flag(True)
     burn_in: int = integer(0, 0)
     target_every: int = integer(200)
     tau: float | None = number(None, 0, 1, changes=True)
@@ -73,6 +75,7 @@ class DeepQLearner(DecayingEpsilon, ReplayLearner, GradientLearner):
         "One step of the optimiser from a `Sample`, whose TD errors become priorities; returns metrics, some of them tensors."
         fragment, weight, index = sample
         self.check_length(fragment.n_steps)
+        if getattr(memory, 'zero_state', False) and nested.leaves(fragment.hx): check_segments(fragment)
         loss, metrics, errors = self.loss(fragment, weight)
         rows = slice(self.burn_in, None)
         metrics = self.step(loss, metrics=metrics, n=fragment.valid[rows].sum())

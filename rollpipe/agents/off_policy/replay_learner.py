@@ -111,6 +111,11 @@ class ReplayLearner(Discounted, Learner):
             raise DataError(f"{type(self).__name__}: samples are too short", got=f"{length} steps",
                             expected=f"a memory with length >= {name} = {least}")
 
+    def end(self) -> None:
+        "As `Learner.end`. The average of the policy begins with the first step of the optimiser."
+        super().end()
+        if self.average is not None and not self.gradient_steps: self.average.count.zero_()
+
     def count(self, fresh: Fragment) -> int:
         "Count an update and the steps of the fresh fragment, which drive exploration and the normalisers; returns their number."
         n = self.count_steps(fresh)

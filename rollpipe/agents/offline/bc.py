@@ -11,9 +11,8 @@ import torch
 
 from ..gradient_learner import GradientLearner
 from ..metrics import mean_metrics
+from ..policy_replay import replay_recorded
 from ..shared_options import not_offered
-from ..unroll import fill_invalid
-from ...pipes.data import nested
 from ...pipes.data.fragment import Fragment
 
 # %% auto #0
@@ -21,14 +20,13 @@ __all__ = ['cloning_loss', 'BC']
 
 # %% ../../../nbs/agents/26_offline/00_bc.ipynb #98cd0b3c
 def cloning_loss(fragment: Fragment, actor: Any) -> tuple[torch.Tensor, dict]:
-    """`(loss, metrics)`: `-mean log pi(a|s)` over valid rows. Raises `DataError` if no row is valid.
+    """`(loss, metrics)`: `-mean log pi(a|s)` over valid rows. Raises `DataError` as `replay_recorded` does.
 
     Args:
         fragment: [T, B]; a recurrent actor begins with its `hx`, or with its initial state if that is `()`
         actor: a `Policy`: it has `replay(fragment) -> dict(dist, logp)` and `dist`
     """
-    fragment, valid = fill_invalid(fragment), fragment.valid
-    info = actor.replay(fragment if nested.leaves(fragment.hx) else fragment._replace(hx=None))
+    info, valid = replay_recorded(fragment, actor), fragment.valid
     loss = -info['logp'][valid].mean()
     with torch.no_grad(): entropy = actor.dist.entropy(info['dist'])[valid].mean()
     return loss, dict(loss=loss.detach(), entropy=entropy)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..off_policy.action_learner import ActionLearner
 from ..off_policy.action_losses import check_values, reached, taken
+from ..policy_replay import replay_recorded
 from ..shared_options import Schedule, not_offered, number
 from ..td import td_targets
-from ..unroll import fill_invalid
 from ...pipes.data.fragment import Fragment
 from ...pipes.data.errors import DataError, describe
 
@@ -67,7 +67,7 @@ def weighted_cloning_loss(fragment: Fragment, actor: Any, critic: Any, target: A
     with torch.no_grad():
         adv = (target(obs, act).amin(0) - check_values(critic.value(obs), valid, 'V(s)'))[valid]
         weight = (beta * adv).exp().clamp(max=max_weight)
-    loss = -(weight * actor.replay(fill_invalid(fragment))['logp'][valid]).mean()
+    loss = -(weight * replay_recorded(fragment, actor)['logp'][valid]).mean()
     return loss, dict(loss_policy=loss.detach(), adv_mean=adv.mean(), adv_weight=weight.mean())
 
 # %% ../../../nbs/agents/26_offline/01_iql.ipynb #eecbaa31
@@ -77,7 +77,7 @@ class IQL(ActionLearner):
     Source: Kostrikov et al. 2021, *Offline reinforcement learning with implicit Q-learning*, https://arxiv.org/abs/2110.06169
 
     Args:
-        actor: a `Policy` for actions with finite bounds, such as `MLPPolicy`
+        actor: a `Policy` for actions with finite bounds, such as `MLPPolicy`; from recorded steps also a `RecurrentPolicy`
         critic: a `QVCritic`, or another module with `critic(obs, act) -> [k, T, B]` and `value(obs) -> [T, B]`
         expectile: which expectile of the action values is the value of a state; 0.5: their mean; near 1: the value of the best action
         beta: inverse temperature of the weights of actions, per unit of the return; 0: behaviour cloning
