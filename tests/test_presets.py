@@ -368,7 +368,7 @@ MEASURED = [(a, env) for a in ("ddpg", "dqn", "ppo", "sac", "td3", "trpo") for e
 @pytest.mark.parametrize("algorithm, env, table, label", [*((a, env, env, a.upper()) for a, env in MEASURED),
                                                           ("qr_dqn", "CartPole-v1", "rainbow", "QR-DQN, rainbow")])
 def test_the_comments_are_those_of_the_results(algorithm, env, table, label):
-    "Every preset that ships has a row, of five seeds, and on MuJoCo of seven for TRPO and three for PPO; but for games, which take days each."
+    "Every preset that ships has a row, of five seeds, and on MuJoCo of seven for TRPO and three for PPO; not of games, which take days."
     text = (FOLDER/f"{algorithm}.toml").read_text().partition(f"[{table}]\n")[2]
     numbers = re.match(r"# (?:.*\n# )*?(?:CartPole-v1: )?((-?[\d.]+ ?)+)", text)[1].split()
     found = measured(algorithm, env, label)
