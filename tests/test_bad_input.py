@@ -181,6 +181,7 @@ def test_empty_spaces(name, space, path):
 
 @pytest.mark.parametrize("mine, theirs", [
     (Discrete(2), Discrete(4)), (Discrete(2), Discrete(2, start=1)), (MultiDiscrete([2, 2]), MultiDiscrete([2, 3])),
+    (MultiDiscrete([2] * 1200), MultiDiscrete([2] * 600 + [3] + [2] * 599)),
     (Box(-1, 1, (2,)), Box(-1, 1, (3,))), (Tuple((Discrete(2), Box(-1, 1, (1,)))), Tuple((Discrete(3), Box(-1, 1, (1,)))))])
 def test_an_actor_for_other_actions(mine, theirs):
     space = Box(-inf, inf, (3,))

@@ -45,7 +45,7 @@ def check_actions(actor: Any, envs: Batch) -> None:
     """
     def forms(space):
         parts = nested.leaves(single_spaces(space))
-        return [f"Box{list(s.shape)}" if isinstance(s, gym.spaces.Box) else repr(s) for s in parts]
+        return [(s.shape, *(np.asarray(getattr(s, name, 0)).tolist() for name in ('n', 'nvec', 'start'))) for s in parts]
     space = getattr(actor, 'action_space', None)     # an actor of a user's own may know none
     if not isinstance(space, gym.Space) or forms(space) == forms(envs.action_space): return
     raise ActorError(f"{type(actor).__name__} was made for other actions", leaf='action_space', expected=str(envs.action_space),
