@@ -195,6 +195,20 @@ def test_an_actor_for_other_actions(mine, theirs):
     next(iter(EnvStepper(Env, MLPPolicy.for_env((space, theirs)))))
 
 
+@pytest.mark.parametrize("mine, theirs", [
+    (Box(-1, 1, (3,)), Box(-1, 1, (4,))), (Discrete(4), Discrete(2)), (Box(0, 255, (3,), np.uint8), Box(0, 255, (3,))),
+    (Dict(a=Discrete(2)), Dict(b=Discrete(2))), (Dict(a=Discrete(2)), Dict(a=Discrete(2), b=Discrete(2)))])
+def test_an_actor_for_other_observations(mine, theirs):
+    class Env(gym.Env):
+        observation_space, action_space = theirs, Discrete(2)
+        def reset(self, *, seed=None, options=None): return theirs.sample(), {}
+        def step(self, action): return theirs.sample(), 0., False, False, {}
+    with pytest.raises(ActorError, match="lane 0, leaf observation_space: MLPPolicy was made for other observations") as e:
+        next(iter(EnvStepper(Env, MLPPolicy.for_env((mine, Discrete(2))))))
+    assert f"Expected {theirs}, got {mine}" in str(e.value)
+    next(iter(EnvStepper(Env, MLPPolicy.for_env((theirs, Discrete(2))))))
+
+
 def boom(*_): raise ValueError("boom")
 
 

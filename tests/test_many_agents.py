@@ -14,7 +14,7 @@ from toys import Counting, Lively, Memory, Plain, Thrifty
 from rollpipe.agents import PPO, RandomActor, evaluate
 from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
 from rollpipe.layers.by_group import ActorByGroup, CriticByGroup
-from rollpipe.pipes import AdvantageBuffer, CheckInvariants, DataError, EnvError, Fragment, Lanes, ProcessReading, on_policy, rollouts
+from rollpipe.pipes import ActorError, AdvantageBuffer, CheckInvariants, DataError, EnvError, Fragment, Lanes, ProcessReading, on_policy, rollouts
 from rollpipe.pipes.envs.agents import Agents
 from rollpipe.pipes.envs.keeping import keeper_for
 from rollpipe.pipes.graph.torchdata import DataLoader2
@@ -353,8 +353,10 @@ def test_groups_are_checked():
     actors, *_ = groups()
     with pytest.raises(DataError, match="each group needs a member"): ActorByGroup(actors, ["one", "few", "few"])
     with pytest.raises(DataError, match="leaf of: each agent needs a group. Expected 3 names"): ActorByGroup(actors, ["one", "many"])
-    actor = ActorByGroup(actors, ["one", "many", "many"])
-    with pytest.raises(RuntimeError, match="whose they are.*ids=True"): collect(lambda: Agents(Play), actor)
+    def without(): return Agents(Play)
+    with pytest.raises(ActorError, match="made for other observations"): collect(without, ActorByGroup(actors, ["one", "many", "many"]))
+    actor = ActorByGroup({name: MLPPolicy.for_env(without) for name in actors}, ["one", "many", "many"])
+    with pytest.raises(RuntimeError, match="whose they are.*ids=True"): collect(without, actor)
 
 
 class Forbidding(Play):

@@ -186,7 +186,7 @@ def played(env: Any, kept: Any, keeper: Any) -> Any:
 class Batch(Outcomes):
     """What all batches of `B` environments share. Subclasses call `_prepare` and define `name`, `reset_into`, `step_into` and `close`.
 
-    `where` (pipe, lane) is the context of error messages. `action_space` and `act_spec` are those of one environment.
+    `where` (pipe, lane) is the context of error messages. The spaces and `act_spec` are those of one environment.
     """
     AT_ONCE, MAX_BYTES = 64, 2 ** 20     # steps for which `rows` are allocated, and the greatest size of their observations [bytes]
     where: dict
@@ -197,7 +197,7 @@ class Batch(Outcomes):
     terminal_obs = False                                  # True: the final observations of an outcome hold those of terminated episodes too
 
     def _prepare(self, obs_space, act_space, n_envs, clip_actions):
-        self.action_space, self.act_spec = act_space, space_spec(act_space, 'act')
+        self.observation_space, self.action_space, self.act_spec = obs_space, act_space, space_spec(act_space, 'act')
         self._checked_actions = self._action_converter(act_space, clip_actions)
         self._obs_spec = nested.alloc(space_spec(obs_space, 'obs'), n_envs)
         self._obs_check, self._rew_zeros = FiniteCheck(self._obs_spec, 'obs'), np.zeros(n_envs, np.float32)

@@ -142,7 +142,8 @@ class TensorBatch(Batch):
         for name in ('observation_space', 'action_space'):
             if not isinstance(getattr(env, name, None), gym.Space):
                 raise EnvError("this is no space", leaf=name, expected="a gymnasium.Space", got=describe(getattr(env, name, None)))
-        self.action_space, self.act_spec = env.action_space, space_spec(env.action_space, 'act')
+        self.observation_space, self.action_space = env.observation_space, env.action_space
+        self.act_spec = space_spec(env.action_space, 'act')
         self._checked_actions = action_batch(env.action_space, clip_actions)
         self.actions_for_env = ActionsForEnv(env.action_space, self.device, clip_actions)
         self.obs_like = batch_form(env.observation_space, self.n, 'obs')
