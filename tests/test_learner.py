@@ -140,6 +140,17 @@ def test_a_critic_is_fitted_after_the_policys_step():
     assert metrics.keys() == {'lag', 'critic_loss', 'explained_variance', 'seconds_policy', 'seconds_critic'}
 
 
+@pytest.mark.parametrize("learner", [TRPO, NPG, REINFORCE])
+def test_a_critic_with_weights_of_the_policy_is_refused_where_it_is_fitted_alone(learner):
+    actor, critic = MLPPolicy.for_env(ENV), Critic.for_env(ENV)
+    critic.encoder = actor.encoder = nn.Linear(4, 4)
+    with pytest.raises(DataError, match=f"critic.encoder.weight: {learner.__name__}: a step of the critic would change the policy"):
+        learner(actor, critic)
+    PPO(actor, critic)                      # one loss for both
+    actor.encoder.requires_grad_(False)
+    learner(actor, critic)                  # what does not learn may be shared
+
+
 def test_a_critic_that_shares_the_loss_is_told_before_the_step():
     called, metrics = phases(ActorCriticLearner, ['check', 'provenance', 'explained', 'tell_critic', 'improve', 'tell_actor', 'count'])
     assert called == ['check', 'provenance', 'explained', 'tell_critic', 'improve', 'tell_actor', 'count']

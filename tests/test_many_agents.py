@@ -14,7 +14,8 @@ from toys import Counting, Lively, Memory, Plain, Thrifty
 from rollpipe.agents import PPO, RandomActor, evaluate
 from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
 from rollpipe.layers.by_group import ActorByGroup, CriticByGroup
-from rollpipe.pipes import ActorError, AdvantageBuffer, CheckInvariants, DataError, EnvError, Fragment, Lanes, ProcessReading, on_policy, rollouts
+from rollpipe.pipes import (ActorError, AdvantageBuffer, CheckInvariants, DataError, EnvError, Fragment, Lanes, ProcessReading, on_policy,
+                            rollouts)
 from rollpipe.pipes.envs.agents import Agents
 from rollpipe.pipes.envs.keeping import keeper_for
 from rollpipe.pipes.graph.torchdata import DataLoader2

@@ -8,6 +8,7 @@ __all__ = ['REINFORCE']
 # %% ../../nbs/agents/17_reinforce.ipynb #81a4df60
 from math import inf
 
+from .critics import check_apart
 from .gradient_learner import GradientLearner
 from .losses import reinforce, with_standardized_adv
 from .metrics import mean_metrics
@@ -33,6 +34,10 @@ class REINFORCE(EntropyBonus, ScaledAdvantages, GradientLearner):
     lr: float = 5e-3
     critic_lr: float | None = 1e-3
     joins_ranks = True      # see `ranks.distributed`
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_apart(self, self.actor, self.critic)
 
     def improve(self, batch: Fragment) -> dict:
         "Take `epochs` steps; returns the metrics, averaged over them."
