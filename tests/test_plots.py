@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from rollpipe.pipes.data.errors import DataError
+from rollpipe.results.collect import Result, differing_options
 from rollpipe.runs import start, train
-from rollpipe.runs.plots import group_runs, learning_curve, svg
+from rollpipe.runs.plots import group_runs, learning_curve, smooth, svg
 from rollpipe.settings.config import make_config
 
 FIRST_CELL = """
@@ -67,6 +68,17 @@ def test_what_is_no_seed_is_a_line_of_its_own(tmp_path):
     assert [*group_runs(runs[:2])] == ["mine, env=Toy", "mine, env=Other"] and [*group_runs([runs[0], runs[5]])] == ["mine"]
 
 
+def test_an_argument_of_the_environment_may_have_the_name_of_an_option_and_a_lag_is_no_seed(tmp_path):
+    cases = [dict(env_kwargs=dict(noise=.1)), dict(env_kwargs=dict(noise=.5)),
+             *(dict(options=dict(gamma=x), env_kwargs=dict(gamma=1)) for x in (.9, .99)),
+             dict(options=dict(gamma=.9), env_kwargs=dict(gamma=2)), dict(workers=2, lag=0), dict(workers=2, lag=1), dict(lag=1)]
+    runs = [planted(tmp_path/str(k), [], **x) for k, x in enumerate(cases)]
+    assert [[path.name for path in group] for group in group_runs(runs).values()] == [["0"], ["1"], ["2"], ["3"], ["4"], ["5", "7"], ["6"]]
+    assert [*group_runs(runs[:2])] == ["ppo Toy, env_kwargs noise=0.1", "ppo Toy, env_kwargs noise=0.5"]
+    told = dict(differing_options([[Result(k, tmp_path, "", "", x, [], {}) for k, x in enumerate(cases[2:5])]]))
+    assert told == {"gamma": ["0.9 | 0.99"], "env_kwargs gamma": ["1 | 2"]}
+
+
 def test_an_inserted_pipe_and_other_noise_make_no_seeds(tmp_path):
     edit = dict(at=1, insert="my:scaled", kwargs=dict(by=.1), was=dict(imports=[]))
     origin = dict(run="0", at=1, set={})
@@ -91,6 +103,20 @@ def test_points_without_x_and_an_x_that_goes_back(tmp_path):
     assert drawn([a], x="length", y="y", window=2) == [[1, 20], [2, 15], [2, 30], [3, 30]]
     for n in (0, -1):
         with pytest.raises(DataError, match=f"an integer window >= 1, got window={n}"): learning_curve([a], y="y", window=n)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 9])
+def test_a_huge_value_is_in_no_average_of_later_records(tmp_path, window):
+    y = np.array([[.1, 1e20, .3, .7, 2., 3.], [1., -1e300, 0., 1e-9, 5., 6.]])
+    slow = [[row[max(0, k - window):k].mean() for k in range(1, 7)] for row in y]
+    assert np.allclose(smooth(y, window), slow, rtol=1e-15, atol=0) and smooth(y[:, :0], window).shape == (2, 0)
+    run = planted(tmp_path/"a", [dict(steps=k, y=x) for k, x in enumerate(y[0])])
+    assert np.allclose(drawn([run], y="y", window=window), [*enumerate(slow[0])], rtol=1e-15, atol=0)
+
+
+def test_an_axis_shows_what_is_below_zero(tmp_path):
+    runs = [planted(tmp_path/str(k), [dict(steps=1, x=x, y=1.), dict(steps=2, x=x + 4, y=2.)]) for k, x in enumerate((-3., 1.))]
+    assert [learning_curve([run], x="x", y="y").axes[0].get_xlim()[0] for run in runs] == [-3, 0]
 
 
 def test_the_last_evaluation_has_its_time(tmp_path):

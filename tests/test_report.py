@@ -197,6 +197,12 @@ def test_environments_with_more_runs_do_not_count_for_more(tmp_path):
     assert (n, middle) == (2, .5)
 
 
+def test_a_profile_is_shown_as_far_down_as_its_returns(tmp_path):
+    results = labelled(tmp_path/"a", [("A", "CartPole-v1", [-150., 50.]), ("A", "Acrobot-v1", [0., 100.])])
+    axes, = draw_profiles(results).axes
+    assert axes.get_xlim()[0] == min(axes.lines[0].get_xdata()) == -150
+
+
 def test_what_is_missing_unfinished_damaged_or_alone_is_said(tmp_path, capsys):
     folder = make_bench(tmp_path/"a", [[0., 1., 2.], [0., 1.], None, [0., 1., 2.]])
     (folder/"a-s3"/"evaluations.jsonl").write_text("nonsense\n")

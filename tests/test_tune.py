@@ -10,7 +10,8 @@ from rollpipe.settings.config import device_of
 from rollpipe.settings import choice
 from rollpipe.settings.files import read_table
 from rollpipe.tuning import tune
-from rollpipe.tuning.study import connections, best_of, finished, open_study
+from rollpipe.tuning.spaces import Choice
+from rollpipe.tuning.study import connections, best_of, finished, open_study, try_one
 
 SMALL = ["--steps", "64", "--n-envs", "2", "--n-steps", "16", "--minibatch", "16", "--hidden", "4", "--engine", "torch"]
 WORDS = ["tune", "ppo", "CartPole-v1", *SMALL, "--seeds", "7", "--evaluations", "2"]
@@ -123,6 +124,12 @@ def test_a_trial_that_fails_is_recorded_and_the_search_goes_on(curves, capsys):
     assert failed and all(x.user_attrs["error"] == f"ValueError: clip of {x.params['clip']}" for x in failed)
     assert f"8 trials, {len(failed)} failed" in capsys.readouterr().out and len(failed) < 8
     assert best_of(study()).params["clip"] != .1
+
+
+def test_a_choice_may_be_of_texts_or_have_none(here):
+    told = {try_one(open_study(here, {}, seed, 1), dict(a=Choice(["x"]), b=Choice([None]), c=Choice([1 / 3])), lambda *_: [1.])
+            for seed in (0, 1)}
+    assert told == {f"trial {k}: return 1.0, a=x, b=None, c=0.333" for k in (0, 1)}
 
 
 def test_if_all_fail_there_is_an_error_and_no_preset(here, curves, capsys):

@@ -108,8 +108,8 @@ def flat_config(config: dict) -> dict:
     found = {name: x for name, x in config.items() if name not in ("options", "seed", "of_preset", "versions", "name", "env_kwargs",
                                                                 "stopped", "forked", "edits")}
     for name in ("options", "env_kwargs", "versions"):
-        part = config.get(name)
-        found |= {f"{name} {key}" if name == "versions" else key: x for key, x in part.items()} if isinstance(part, dict) else {}
+        part = config[name] if isinstance(config.get(name), dict) else {}
+        found |= {f"{name} {key}" if name == "versions" or key in found else key: x for key, x in part.items()}
     return {name: x if isinstance(x, str) else json.dumps(x) for name, x in found.items()}
 
 

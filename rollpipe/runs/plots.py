@@ -65,8 +65,10 @@ def _config(run: str | Path) -> dict:
     except DataError as e: raise DataError(f"{path}: damaged", leaf="edits", expected="edits of a run", got=e.got) from None
     more = dict(algorithm=config.get("algorithm"), env=config.get("env"), intrinsic=config.get("intrinsic") or 0.,
                 inserted=", ".join(told(edit) for edit in edits if "insert" in edit) or "none",
-                noise=(origin_of(config) or {}).get("noise", 0))
-    return dict(config, options={**(config.get("options") or {}), **(config.get("env_kwargs") or {}), **more})
+                noise=(origin_of(config) or {}).get("noise", 0), lag=config.get("lag", 0) if config.get("workers") else 0)
+    options, kwargs = config.get("options") or {}, config.get("env_kwargs") or {}
+    kwargs = {f"env_kwargs {name}" if name in {**options, **more} else name: x for name, x in kwargs.items()}
+    return dict(config, options={**options, **kwargs, **more})
 
 
 def _plain(value: Any) -> str:
@@ -102,10 +104,9 @@ def smooth(y: np.ndarray, window: int) -> np.ndarray:
     Returns:
         np.ndarray: [..., n]
     """
-    total = np.cumsum(np.concatenate([np.zeros_like(y[..., :1]), y], -1), -1)
-    end = np.arange(1, y.shape[-1] + 1)
-    begin = np.maximum(end - window, 0)
-    return (total[..., end] - total[..., begin])/(end - begin)
+    window = max(1, min(window, y.shape[-1]))
+    parts = np.lib.stride_tricks.sliding_window_view(np.concatenate([np.zeros((*y.shape[:-1], window)), y], -1), window, -1)
+    return parts[..., 1:, :].sum(-1)/np.minimum(np.arange(1, y.shape[-1] + 1), window)
 
 
 def thinned(x: np.ndarray, y: np.ndarray, n: int) -> list:
@@ -165,7 +166,7 @@ def style(axes: Any, title: str, **labels: str) -> None:
         labels: `xlabel` and `ylabel`
     """
     from matplotlib.ticker import EngFormatter
-    axes.set(xlim=(0, None), **labels)
+    axes.set(xlim=(min(0, axes.dataLim.x0), None), **labels)
     axes.set_title(title, fontsize="medium")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=.25, linewidth=.6)

@@ -118,7 +118,8 @@ def try_one(study: Any, space: dict, returns: Callable) -> str:
         with uninterrupted(): _lost(study, trial.number, trial.params)
         raise
     tell(mean(found), returns=found)
-    return f"trial {trial.number}: return {mean(found):.1f}, {', '.join(f'{name}={x:.3g}' for name, x in options.items())}"
+    told = (f"{name}={f'{x:.3g}' if isinstance(x, float) else x}" for name, x in options.items())
+    return f"trial {trial.number}: return {mean(found):.1f}, {', '.join(told)}"
 
 # %% ../../nbs/tuning/02_study.ipynb #e810e8eb
 def best_of(study: Any) -> Any:
