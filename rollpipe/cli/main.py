@@ -5,7 +5,7 @@
 # %% ../../nbs/cli/01_main.ipynb #26f465d6
 from __future__ import annotations
 
-import argparse, os, select, signal, sys
+import argparse, os, signal, sys
 from argparse import Namespace
 
 from .algorithms import COMMON, add_algorithms
@@ -230,27 +230,19 @@ def main(argv: list | None = None) -> int:
         args.function(args)
         sys.stdout.flush()
         return 0
+    except BrokenPipeError:  # the program that reads our output, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (KeyboardInterrupt, Interrupted) as e:
         number, text = (*e.args, "interrupted")[:2] if e.args else (signal.SIGINT, "interrupted")
         print(f"\n{text}", file=sys.stderr)
         return 128 + int(number)
     except USER_ERRORS as e:
-        if isinstance(e, BrokenPipeError) and _is_unread():
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            return 0
         if "--debug" in words: raise
         plain = isinstance(e, (UsageError, PipeError, OSError, ImportError))
         text = f"error: {e}" if plain else f"error: {type(e).__name__}: {e} (--debug shows where)"
         print(text, *getattr(e, "__notes__", ()), sep="\n", file=sys.stderr)
         return 2
-
-
-def _is_unread() -> bool:
-    "Has the program that reads our output, such as `head`, ended? Another pipe that is broken is an error."
-    if not hasattr(select, "poll"): return True     # Windows
-    poller = select.poll()
-    for number in (1, 2): poller.register(number, 0)
-    return any(event & select.POLLERR for _, event in poller.poll(0))
 
 
 def _refuse_changes(words: list) -> None:
