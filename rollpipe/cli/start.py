@@ -6,7 +6,7 @@
 __all__ = ['main']
 
 # %% ../../nbs/cli/02_start.ipynb #fad199de
-import gc, os, signal, sys
+import gc, io, os, signal, sys
 
 from ..settings.overview import is_overview, overview
 
@@ -20,7 +20,8 @@ def _open_streams():
     "Open those that are closed, or a file of a run would get their numbers, and what others print."
     for name, mode in dict(stdin="r", stdout="w", stderr="w").items():
         if getattr(sys, name) is None: setattr(sys, name, open(os.devnull, mode, errors="backslashreplace"))
-    sys.stdout.reconfigure(errors="backslashreplace")     # as stderr does: a letter that a terminal does not know ends no command
+    # As stderr does: a letter that a terminal does not know ends no command.
+    if isinstance(sys.stdout, io.TextIOWrapper): sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def main() -> int:
