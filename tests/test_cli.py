@@ -679,6 +679,17 @@ def test_output_that_nobody_reads():
         assert child.stderr.read() == "" and child.wait() == 0
 
 
+@pytest.mark.skipif(os.name == "nt", reason="a shell closes the streams")
+@pytest.mark.parametrize("more", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed(more):
+    assert os.waitstatus_to_exitcode(os.system(f"{shlex.quote(sys.executable)} -m rollpipe list {more}")) == 0
+
+
+def test_a_terminal_that_does_not_know_a_letter(monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    with python("graph", "trpo", "CartPole-v1") as child: assert "EnvStepper" in child.stdout.read() and child.wait() == 0
+
+
 ISLAND = """
 import gymnasium
 from gymnasium.envs.classic_control import CartPoleEnv

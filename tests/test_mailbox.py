@@ -413,7 +413,7 @@ def test_links_pipes_and_folders_of_others_are_not_read(tmp_path, caplog):
     inbox = run.folder/"inbox"
     def plant(run, record):
         if record["updates"] != 3: return
-        inbox.mkdir(mode=0o700)
+        inbox.mkdir(mode=0o755)
         (inbox/f"{1:032x}.ask").symlink_to(secret)
         os.mkfifo(inbox/f"{2:032x}.ask")
         (inbox/f"{3:032x}.ask").mkdir()
@@ -519,8 +519,9 @@ def test_the_configuration_of_a_stranger_calls_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no umask")
-def test_a_group_of_the_user_does_not_matter(tmp_path):
-    before = os.umask(0o002)
+@pytest.mark.parametrize("mask", [0o002, 0])
+def test_others_who_cannot_enter_the_inbox_do_not_matter(tmp_path, mask):
+    before = os.umask(mask)
     answers: list = []
     try: trained(start(tmp_path/"run", config_of("ppo", steps=320)), {2: [dict(do="save")]}, answers)
     finally: os.umask(before)

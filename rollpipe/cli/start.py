@@ -6,7 +6,7 @@
 __all__ = ['main']
 
 # %% ../../nbs/cli/02_start.ipynb #fad199de
-import gc, os, signal, sys
+import gc, io, os, signal, sys
 
 from ..settings.overview import is_overview, overview
 
@@ -16,11 +16,20 @@ def _leave(number, frame):
     os._exit(128 + number)
 
 
+def _open_streams():
+    "Open those that are closed, or a file of a run would get their numbers, and what others print."
+    for name, mode in dict(stdin="r", stdout="w", stderr="w").items():
+        if getattr(sys, name) is None: setattr(sys, name, open(os.devnull, mode, errors="backslashreplace"))
+    # As stderr does: a letter that a terminal does not know ends no command.
+    if isinstance(sys.stdout, io.TextIOWrapper): sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def main() -> int:
     "Run one command, with the words of the command line; returns the exit code of `rollpipe.cli.main.main`."
     numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
     for number in numbers:
         if signal.getsignal(number) not in (signal.SIG_IGN, None): signal.signal(number, _leave)
+    _open_streams()
     if is_overview(sys.argv[1:]): return overview(sys.argv[1:])
     # What an import makes stays, so the garbage collector need not look for garbage there, neither now nor when the process ends.
     gc.disable()

@@ -46,7 +46,8 @@ def _read(path: Path) -> dict:
     "What a file says. Raises `DataError`, or `OSError`, for one that cannot be trusted or read."
     with open(path, "rb", opener=no_wait) as file:
         found = os.fstat(file.fileno())
-        is_open = os.name != "nt" and (found.st_uid != os.geteuid() or found.st_mode & 0o002)     # the folder keeps a group out
+        reached = path.parent.stat().st_mode << 1 & 0o022     # who may enter the folder has the bit with which he may write the file
+        is_open = os.name != "nt" and (found.st_uid != os.geteuid() or found.st_mode & reached)
         if not stat.S_ISREG(found.st_mode) or is_open: raise DataError("not a file of the user who trains")
         text = file.read(_MOST + 1)
     if len(text) > _MOST: raise DataError("too long", expected=f"at most {_MOST} bytes")
