@@ -23,7 +23,8 @@ from rollpipe.runs.locks import lock, unlock
 from rollpipe.layers import Critic, GaussianPolicy
 from rollpipe.pipes import on_policy
 from rollpipe.pipes.data.errors import DataError
-from rollpipe.results.bench import BENCH
+from rollpipe.results.bench import BENCH, jobs_of
+from rollpipe.results.spec import read_spec
 from rollpipe.runs.folder import load_run, resume, start
 from rollpipe.runs.fork import fork
 from rollpipe.runs.training import train
@@ -313,6 +314,12 @@ def test_a_specification_does_not_make_us_import_a_module_and_goes_on_with_the_s
         assert done.returncode == 0 and f"{complete} of 2 runs are complete" in done.stdout, done.stderr
 
 
+@pytest.mark.parametrize("more, wrong", [("steps = -600", "steps"), ("episodes = 0", "eval_episodes")])
+def test_what_is_out_of_range_is_told_with_its_row(tmp_path, more, wrong):
+    rows = read_spec(spec(tmp_path/"a.toml", 'label = "good"\n', f'label = "bad"\n{more}\n')).rows
+    with pytest.raises(DataError, match=f"^bad-CartPole-v1: out of range. Expected an integer {wrong} >= 1"): jobs_of(rows, tmp_path)
+
+
 def test_two_benches_in_one_folder_are_refused(tmp_path, capfd):
     file, (ready, tell), (wait, end) = spec(tmp_path/"a.toml", ""), os.pipe(), os.pipe()
     (tmp_path/"out").mkdir()
@@ -417,7 +424,6 @@ SPECS = sorted((Path(__file__).resolve().parents[1]/"benchmarks"/"specs").glob("
 
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
 def test_the_specifications_that_ship_can_be_read(path, terminating, monkeypatch):
-    from rollpipe.results.spec import read_spec
     monkeypatch.setitem(ALGORITHMS, "q_table", ALGORITHMS["reinforce"])     # `benchmarks.q_table` registers it
     found = read_spec(path)
     rows = dict(ablation=12, box2d=2, classic=9, fvp_subsample=6, learning=14, minatar=4, mujoco=10, off_policy=5, off_policy_million=1,

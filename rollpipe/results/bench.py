@@ -19,7 +19,7 @@ from ..runs.logs import is_complete, read_evaluations
 from .experiments import check_counts, python_words, run_all
 from ..runs.locks import files_of_run, lock, unlock
 from ..settings.options import parse_seeds, typed
-from ..pipes.data.errors import CheckpointError, DataError, WorkerError
+from ..pipes.data.errors import CheckpointError, DataError, WorkerError, located
 from ..runs.progress import format_number
 from ..settings.files import read_table
 from .spec import SpecRow, Spec, get_value, need_value, published_of, read_spec, scale_of, tables_of
@@ -66,8 +66,9 @@ def jobs_of(rows: list, folder: Path, imports: tuple = ()) -> list[Job]:
     for row in rows:
         make = lambda seed, row=row, **run: make_config(row.algorithm, row.env, row.options, row.env_kwargs, seed=seed, imports=imports,
                                                         **run)
-        steps = make(0, **row.run)["steps"]
-        jobs += [Job(row, seed, folder/f"{row.name}-s{seed}", make(seed, **row_options(row, steps))) for seed in row.seeds]
+        with located(pipe=row.name):
+            steps = make(0, **row.run)["steps"]
+            jobs += [Job(row, seed, folder/f"{row.name}-s{seed}", make(seed, **row_options(row, steps))) for seed in row.seeds]
     return jobs
 
 # %% ../../nbs/results/02_bench.ipynb #ca04eaa7
