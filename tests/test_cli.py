@@ -679,6 +679,12 @@ def test_output_that_nobody_reads():
         assert child.stderr.read() == "" and child.wait() == 0
 
 
+def test_a_broken_pipe_that_is_not_that_of_the_output(monkeypatch, capsys):
+    def command(*_): raise BrokenPipeError(32, "of a server of mine")
+    monkeypatch.setattr("rollpipe.cli.main.list_command", command)
+    assert rollpipe("list") == 2 and "of a server of mine" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(os.name == "nt", reason="a shell closes the streams")
 @pytest.mark.parametrize("more", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_streams_that_are_closed(more):

@@ -29,7 +29,7 @@ from ..results.ablation import ablate_command, add_ablate
 from ..results.bench import bench_command
 from ..results.live import live_command
 from ..results.report import report_command
-from ..runs.signals import stop_signals
+from ..runs.signals import nobody_reads, stop_signals
 from ..tuning.tune import tune_command
 
 # %% auto #0
@@ -230,14 +230,14 @@ def main(argv: list | None = None) -> int:
         args.function(args)
         sys.stdout.flush()
         return 0
-    except BrokenPipeError:  # the program that reads our output, such as `head`, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except (KeyboardInterrupt, Interrupted) as e:
         number, text = (*e.args, "interrupted")[:2] if e.args else (signal.SIGINT, "interrupted")
         print(f"\n{text}", file=sys.stderr)
         return 128 + int(number)
     except USER_ERRORS as e:
+        if isinstance(e, BrokenPipeError) and nobody_reads():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
         if "--debug" in words: raise
         plain = isinstance(e, (UsageError, PipeError, OSError, ImportError))
         text = f"error: {e}" if plain else f"error: {type(e).__name__}: {e} (--debug shows where)"

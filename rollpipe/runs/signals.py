@@ -5,7 +5,7 @@
 # %% ../../nbs/runs/09_signals.ipynb #4e95fd77
 from __future__ import annotations
 
-import os, signal, threading
+import os, select, signal, threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import inf
@@ -16,7 +16,8 @@ import rollpipe.ranks as ranks
 from ..pipes.data.errors import WorkerError
 
 # %% auto #0
-__all__ = ['STOP_SIGNALS', 'PATIENCE', 'ONE_WISH', 'Stopped', 'stop_signals', 'uninterrupted', 'signals_wait_for_saving']
+__all__ = ['STOP_SIGNALS', 'PATIENCE', 'ONE_WISH', 'Stopped', 'stop_signals', 'uninterrupted', 'signals_wait_for_saving',
+           'nobody_reads']
 
 # %% ../../nbs/runs/09_signals.ipynb #1e181bad
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]    # Windows has no SIGHUP
@@ -142,3 +143,11 @@ def signals_wait_for_saving() -> Iterator[None]:
     except Stopped as e:
         if signal.getsignal(e.args[0]) == signal.SIG_DFL: os.kill(os.getpid(), e.args[0])
         raise  # the handler is not ours, or the system ignores the signal (PID 1 of a container)
+
+# %% ../../nbs/runs/09_signals.ipynb #c1d0f3a2
+def nobody_reads() -> bool:
+    "Has the program ended that reads what this process prints? Windows does not tell, and counts as yes."
+    if not hasattr(select, "poll"): return True
+    streams = select.poll()
+    for number in (1, 2): streams.register(number, 0)
+    return any(event & select.POLLERR for _, event in streams.poll(0))
