@@ -267,6 +267,34 @@ def test_ctrl_c_saves_in_rank_0(tmp_path):
     assert load_checkpoint(tmp_path/"run/checkpoint.safetensors").counters["steps"] == read_metrics(tmp_path/"run")["steps"][-1]
 
 
+STOPPED_BETWEEN_BATCHES = """
+import os, signal
+import rollpipe.ranks as ranks
+from rollpipe.runs.training import Updates
+why_stop, gathered = Updates.why_stop, ranks.gathered_objects
+
+def interrupted(x):
+    ranks.gathered_objects = gathered
+    os.kill(os.getpid(), signal.SIGINT)
+    return gathered(x)
+
+def ask(self, evaluations):
+    if self.run.counters["updates"] == 3 and os.environ["RANK"] == os.environ["HIT"]: ranks.gathered_objects = interrupted
+    return why_stop(self, evaluations)
+
+Updates.why_stop = ask
+"""
+
+
+@pytest.mark.parametrize("hit", ["0", "1"])
+def test_a_signal_for_one_rank_between_two_batches_stops_all_after_the_next(hit, tmp_path):
+    (tmp_path/"stopping.py").write_text(STOPPED_BETWEEN_BATCHES)
+    words = ["train", "ppo", *SMALL, "--steps", "10m", "--out", "run", "--import", "stopping"]
+    (code, _, err), (other, _, noise) = run_ranks(*words, cwd=tmp_path, HIT=hit)
+    assert code == other == 130 and "Traceback" not in err + noise
+    assert load_checkpoint(tmp_path/"run/checkpoint.safetensors").counters["updates"] == len(read_metrics(tmp_path/"run")["steps"]) == 4
+
+
 SLEEPS = """
 import os, time
 import gymnasium

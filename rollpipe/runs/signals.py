@@ -74,16 +74,21 @@ class _Delay:
     """
     def __init__(self, received: list):
         self.handlers, self.received, self.timer, self.waits, self.agreed = _handlers(callable), received, None, False, None
-        self.begun = -inf     # when the first signal came
+        self.begun = monotonic() if received else -inf     # when the first signal came; the block before may have left one
 
     def collecting(self) -> None:
         "From now on a signal waits at most `PATIENCE`. A second one, more than `ONE_WISH` later, does not wait."
         self.waits = True
+        if self.received: self._wait_for_batch(self.received[0][0])
 
     def learning(self) -> None:
         "From now on signals wait until the end of the block."
         self.waits = False
         if self.timer is not None: self.timer.cancel()
+
+    def wait_for_all(self) -> None:
+        "A signal that comes in this block waits for the next `agree`, if there are several ranks."
+        if ranks.active(): self.agreed = []
 
     def agree(self, is_due: bool) -> bool:
         """Whether it is time to save. Several ranks save together: if one of them has to, or has received a signal, which then ends the
@@ -101,10 +106,12 @@ class _Delay:
         if not self.waits: return
         if len(self.received) > 1:
             if monotonic() - self.begun > ONE_WISH: self.handlers[args[0]](*args)
-        else:
-            self.timer = threading.Timer(PATIENCE, self._expire, args[:1])
-            self.timer.daemon = True
-            self.timer.start()
+        else: self._wait_for_batch(args[0])
+
+    def _wait_for_batch(self, number):
+        self.timer = threading.Timer(PATIENCE, self._expire, (number,))
+        self.timer.daemon = True
+        self.timer.start()
 
     def _expire(self, number):
         "The time to wait is over, so the signal comes once more, and counts."

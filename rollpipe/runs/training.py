@@ -150,7 +150,9 @@ class Updates:
         if (why := self.wish.stop) is None and counters["updates"]:
             why, limit = evaluations.why_enough() if evaluations else None, config.get("stop_after")
             if why is None and limit and counters["seconds"] >= seconds_of(limit, "stop_after"): why = f"{limit} of training have passed"
-        return next((x for x in ranks.gathered_objects(why) if x is not None), None)
+        with uninterrupted(self.signals) as delay:
+            delay.wait_for_all()
+            return next((x for x in ranks.gathered_objects(why) if x is not None), None)
 
     def goes_on(self, evaluations: Any) -> bool:
         "Whether there is another update. A run that is stopped before it has made all of its steps is saved as complete, with the reason."
