@@ -17,7 +17,7 @@ def _leave(number, frame):
 
 
 def _open_streams():
-    "Open those that are closed, or a file of a run would get their numbers, and what others print."
+    "Open the standard streams that are closed. Otherwise a file of a run gets the number of one, and with it what others print."
     for name, mode in dict(stdin="r", stdout="w", stderr="w").items():
         if getattr(sys, name) is None: setattr(sys, name, open(os.devnull, mode, errors="backslashreplace"))
     # As stderr does: a letter that a terminal does not know ends no command.
