@@ -141,7 +141,7 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
     Jacobian-vector and one vector-Jacobian product. The critic, if there is one, is fitted after the policy.
 
     A preconditioner is made of the scores of some rows, at most a quarter of the batch. With `'auto'` there is one if the Fisher matrix
-    has at least 4096 rows; with fewer it costs about as much as it saves. Without one, the metric `precondition_rows` is 0.
+    has at least 4096 rows; with fewer it costs about as much as it saves. Without one, there is no metric `precondition_rows`.
 
     Args:
         actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`

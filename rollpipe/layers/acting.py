@@ -108,7 +108,7 @@ class Predicts:
             ActorError: the actor has no spaces, or it uses the last reward, which is missing.
             DataError: the observation does not fit its space, its mask allows no action, or `state` or `reward` does not fit the
                 observation; names the leaf.
-                `EnvError` for integers that do not fit.
+            EnvError: an integer of the observation does not fit into the dtype of its space.
         """
         if self.observation_space is None or self.action_space is None:
             raise ActorError(f"{type(self).__name__} does not know its environment", expected="an actor made by `for_env`, or one "

@@ -37,27 +37,33 @@ class Categorical:
         return x.clamp_(min=torch.finfo(x.dtype).tiny).log_().neg_()   # a zero would become +inf, and +inf - inf is nan
 
     def sample(self, params: Tensor, noise: Tensor) -> Tensor:
+        "The actions that the noise decides."
         act = (params + noise).argmax(-1)
         return act + self.start if self.start else act
 
     def mode(self, params: Tensor) -> Tensor:
+        "The most likely actions."
         act = params.argmax(-1)
         return act + self.start if self.start else act
 
     def log_prob(self, params: Tensor, act: Tensor) -> Tensor:
+        "Log-probabilities of actions, `[*lead]`."
         if self.start: act = act - self.start
         if act.dtype is not torch.int64: act = act.long()
         return params.log_softmax(-1).gather(-1, act.unsqueeze(-1)).squeeze(-1)
 
     def entropy(self, params: Tensor) -> Tensor:
+        "Entropies `[*lead]` [nat]."
         logp = params.log_softmax(-1)
         return -(logp.exp() * _finite(logp)).sum(-1)
 
     def kl(self, p: Tensor, q: Tensor) -> Tensor:
+        "KL(p || q) `[*lead]` [nat], for the parameters of two distributions."
         logp, logq = p.log_softmax(-1), q.log_softmax(-1)
         return (logp.exp() * (_finite(logp) - _finite(logq))).sum(-1)
 
     def fisher(self, params: Tensor, tangent: Tensor) -> Tensor:
+        "The Fisher information times a tangent; all three have the form of the parameters."
         p = params.softmax(-1)
         return p * (tangent - (p * tangent).sum(-1, keepdim=True))
 
@@ -75,7 +81,10 @@ class GaussianParams(NamedTuple):
 
 @dataclass(frozen=True)
 class Gaussian:
-    "Independent normal components; parameters are `GaussianParams`, actions float32 `[*lead, *shape]`; sums run over `shape`."
+    """Independent normal components; parameters are `GaussianParams`, actions float32 `[*lead, *shape]`; sums run over `shape`.
+
+    Its methods mean what those of `Categorical` do.
+    """
     shape: tuple = ()
     _dims: tuple | int = field(init=False, repr=False, compare=False)
     _log_norm: float = field(init=False, repr=False, compare=False)

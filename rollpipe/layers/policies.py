@@ -30,7 +30,8 @@ class Policy(ForSpaces, Actor):
 
     `params` maps `[T, B, ...]` to the parameters of `dist` `[T, B, ...]` and the new recurrent state. The actor reports
     `dict(dist=params)`, and fragments hold `dict(dist=params, logp=[T+1, B] float32)`: `complete` computes the log-probabilities
-    of the actions once per fragment. Without noise the action is the mode.
+    of the actions once per fragment. Without noise the action is the mode. `dist` has the methods of `Categorical`, of which TRPO and NPG
+    alone call `kl` and `fisher`.
     """
     dist: Any
     _contract = {**Actor._contract, 'params': (('obs', 'act', 'rew', 'fin'), ('hx', 'stepno'))}

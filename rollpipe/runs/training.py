@@ -246,6 +246,7 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
     Meanwhile it can be edited, see `ask`. Then `run` is not the run that goes on, but at the end its learner and its configuration are.
 
     If training is interrupted, also by SIGTERM or SIGHUP, or the environment fails, a checkpoint of the last update is saved first.
+    An `exact` run that is stopped within a batch keeps its last checkpoint, and so do several ranks of which one fails.
 
     Args:
         run: a run from `start` or `resume`, which is trained once; its counters are updated
