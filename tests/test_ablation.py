@@ -169,6 +169,7 @@ def test_what_cannot_work_is_named_before_anything_is_made(tmp_path, capsys):
             ("--at", "3", "--set", "clip=0.1", "--updates", "0"): "--updates must be at least 1",
             ("--at", "3", "--set", "clip=0.1", "--updates", "3", "--last", "4"): "Expected 1 to 3, the updates of a branch, got 4",
             ("--at", "3", "--set", "clip=0.1", "--metric", "entropi"): "has no such metric. Expected ",
+            ("--at", "3", "--set", "clip=0.1", "--metric", "eval_return_mean"): "has no such metric. Expected ",
             ("--at", "3"): "--set"}.items():
         assert rollpipe("ablate", run, *words) == 2, words
         err = capsys.readouterr().err

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ from rollpipe.runs.locks import lock, unlock
 from rollpipe.layers import Critic, GaussianPolicy
 from rollpipe.pipes import on_policy
 from rollpipe.pipes.data.errors import DataError
-from rollpipe.results.bench import BENCH, jobs_of
+from rollpipe.results.bench import BENCH, Job, _states, jobs_of
 from rollpipe.results.spec import read_spec
 from rollpipe.runs.folder import load_run, resume, start
 from rollpipe.runs.fork import fork
@@ -337,6 +338,13 @@ def test_two_benches_in_one_folder_are_refused(tmp_path, capfd):
         os.write(end, b"x")
         os.waitpid(pid, 0)
         for number in (ready, tell, wait, end): os.close(number)
+
+
+def test_a_run_that_has_lost_its_checkpoint_does_not_stop_the_others(tmp_path, whole):
+    lost = Path(shutil.copytree(whole.folder, tmp_path/"lost"))
+    (lost/"checkpoint.safetensors").unlink()
+    states, damaged = _states([Job(None, 0, folder, whole.config) for folder in (lost, whole.folder)])
+    assert states == dict(run="complete") and "checkpoint.safetensors: there is no such checkpoint" in damaged["lost"]
 
 
 @pytest.mark.parametrize("old, new, told", [

@@ -333,8 +333,10 @@ def test_new_episodes_from_an_earlier_update_and_of_an_inexact_run(tmp_path):
     lent = lent._replace(config={**lent.config, "inexact": "for a test"}, stream=lent.stream.__class__("for a test"))
     train(lent, progress=False, tensorboard=False)
     with pytest.raises(DataError, match="cannot be repeated"): fork(lent.folder, tmp_path/"more")
-    out = fork(lent.folder, tmp_path/"more", new_episodes=True, steps=640)
-    assert gone_on(out).counters["steps"] >= 640
+    for name in (None, "metrics.jsonl", "journal.jsonl"):     # a pack has neither
+        if name: (lent.folder/name).unlink()
+        out = fork(lent.folder, tmp_path/f"more{name}", new_episodes=True, steps=640)
+        assert gone_on(out).counters["steps"] >= 640
 
 
 # -- edits -------------------------------------------------------------------------------------------------------------

@@ -109,11 +109,12 @@ def test_the_card_of_a_fork_and_of_an_edited_run_says_so(run, tmp_path):
 
 def test_a_pack_takes_the_place_of_nothing_else(run, tmp_path):
     other = Path(shutil.copytree(run, tmp_path/"other"))
-    begun = tmp_path/"begun"
-    begun.mkdir()
+    begun, told = tmp_path/"begun", tmp_path/"told"
+    for folder in (begun, told): folder.mkdir()
+    (told/"README.md").write_text("mine")
     for name in ("config.json", "checkpoint.safetensors"): shutil.copy(run/name, begun/name)
     packed = pack(run, tmp_path/"packed", episodes=1)
-    for source, out in ((run, other), (run, run), (run, begun), (packed, packed)):
+    for source, out in ((run, other), (run, run), (run, begun), (run, told), (packed, packed)):
         before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
         with pytest.raises(DataError, match="has other files. Expected a new folder, or one that `rollpipe pack` has written"):
             pack(source, out, episodes=1)

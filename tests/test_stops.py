@@ -2,6 +2,7 @@
 import json
 import time
 
+import numpy as np
 import pytest
 from command_line import rollpipe
 from test_crash import content
@@ -184,6 +185,11 @@ def test_a_callback_may_wish_to_save_or_to_stop(whole, tmp_path):
     quietly(resume(run.folder, 2048))
     check_goes_on(whole.folder, run.folder)
     assert means(run.folder) == means(whole.folder)
+
+
+def test_a_wish_to_stop_may_be_a_comparison(tmp_path):
+    run = quietly(made(tmp_path/"run", **EVERY), callback=lambda run, record: Wish(stop=np.float64(record["updates"]) > 6))
+    assert run.counters["updates"] == load_run(run.folder).counters["updates"] == 7 and load_run(run.folder).config["stopped"] == "True"
 
 
 def test_a_fork_of_a_stopped_run_may_go_on(whole, tmp_path):

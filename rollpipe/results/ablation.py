@@ -99,7 +99,7 @@ def _steps_of(run: Path, found: Checkpoint, at: list, updates: int) -> dict:
 def _checked(run: Path, at: list, options: dict, metric: str) -> Checkpoint:
     "The newest checkpoint of a run. Raises `DataError` for updates that cannot be branched, and what a branch cannot have."
     found, known = load_run(run), {name for r in records_of(run) for name in r}
-    if metric not in known and not metric.startswith("eval_"):
+    if metric not in known and not (metric.startswith("eval_") and found.config.get("eval_every")):
         raise DataError(f"{run} has no such metric", leaf="--metric", expected=", ".join(sorted(known)), got=metric)
     for n in at: checkpoint_at(run, n)
     if not at: raise DataError("nowhere to branch", leaf="--at", expected="numbers of updates, such as 100,200")

@@ -16,7 +16,7 @@ from .states import Stream, edits_due, kept_states, load_states, resumed_stream,
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
 from ..settings.checks import ENDLESS, check_decay, check_edits, check_room, is_over
 from ..settings.config import RUN_OPTIONS, RunOptions, build, device_of, run_options
-from .locks import FORKED, RUN_FILES, check_free, lock, remove_run, unlock
+from .locks import FORKED, RUN_FILES, check_free, files_of_run, lock, remove_run, unlock
 from .logs import is_complete, no_run
 from ..pipes.data import files, nested
 from ..pipes.data.chunks import ChunkFolder
@@ -180,7 +180,8 @@ def load_run(path: str | Path, best: bool = False) -> Checkpoint:
     path = Path(path)
     if best and path.exists(): path = _best_of(path)
     file = path/"checkpoint.safetensors" if path.is_dir() else path
-    if not file.exists() or file.name in RUN_FILES and file.suffix != ".safetensors": raise no_run(path)
+    is_there = file.exists() or path.is_dir() and files_of_run(path)     # perhaps with the rest of a run, but without this file
+    if not is_there or file.name in RUN_FILES and file.suffix != ".safetensors": raise no_run(path)
     found = load_checkpoint(file)
     has = lambda part, *keys: isinstance(part, dict) and set(keys) <= set(part)
     if not has(found.config, "algorithm", "env", "env_kwargs", "seed", "steps", "threads", "checkpoint_every", "options",

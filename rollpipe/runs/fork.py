@@ -114,7 +114,8 @@ def _repeated_to(at: int, folder: Path, found: Checkpoint, edits: Iterable, home
 def _copy_past(folder: Path, home: Path, found: Checkpoint) -> None:
     "Copy what a run has written up to a checkpoint: journal, fingerprints, metrics, evaluations, and the best checkpoint of that time."
     at, steps = found.counters["updates"], found.counters["steps"]
-    for name in ("metrics.jsonl", JOURNAL)[:1 if (home/JOURNAL).exists() else 2]: write_atomically(home/name, (folder/name).read_bytes())
+    for name in ("metrics.jsonl", JOURNAL)[:1 if (home/JOURNAL).exists() else 2]:
+        if (folder/name).exists(): write_atomically(home/name, (folder/name).read_bytes())     # a pack has neither
     cut(home/JOURNAL, at)
     write_json(home/FINGERPRINTS, {n: x.leaves for n, x in read_fingerprints(folder).items() if n < at}, indent=1)
     MetricWriter(home, tensorboard=False, wandb=False, updates=at).close()

@@ -64,11 +64,11 @@ class Wish(NamedTuple):
     Args:
         metrics: metrics of your own
         save: save a checkpoint after this update
-        stop: why the training should stop after this update; None: it goes on
+        stop: why the training should stop after this update, or True; None or False: it goes on
     """
     metrics: dict = {}
     save: bool = False
-    stop: str | None = None
+    stop: str | bool | None = None
 
 
 def _report(record: dict, writer: MetricWriter | None, bar: Progress) -> None:
@@ -147,7 +147,7 @@ class Updates:
     def why_stop(self, evaluations: Any) -> str | None:
         "Why the training stops before it has made all of its steps; None: it goes on. Several ranks stop together."
         config, counters = self.run.config, self.run.counters
-        if (why := self.wish.stop) is None and counters["updates"]:
+        if (why := str(self.wish.stop) if self.wish.stop else None) is None and counters["updates"]:
             why, limit = evaluations.why_enough() if evaluations else None, config.get("stop_after")
             if why is None and limit and counters["seconds"] >= seconds_of(limit, "stop_after"): why = f"{limit} of training have passed"
         with uninterrupted(self.signals) as delay:
