@@ -25,6 +25,12 @@ def networks(seed=0, hidden=(8, 6)): return tuple(cls.for_env(SPACES, hidden=hid
 
 # --- the layer
 
+def test_an_observation_may_have_no_number():
+    norm = BatchRenorm(0)
+    norm.learns = True
+    assert norm(torch.zeros(5, 0)).shape == (5, 0) and int(norm.n_batches) == 1
+
+
 @pytest.mark.parametrize('bounds', [dict(warm_up=10), dict(warm_up=0, r_max=1., d_max=0.)])
 def test_without_a_correction_it_is_batch_normalisation(bounds):
     "torch's running variance is that of a sample, ours that of the batch."

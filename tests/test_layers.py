@@ -195,6 +195,13 @@ def test_the_middle_of_large_bounds_is_between_them():
     assert head.center.item() == pytest.approx(2.5e38) and head.half_range.item() == pytest.approx(.5e38)
 
 
+def test_a_mean_begins_within_its_bounds():
+    "With one bound of 5, it was 0: an environment got the bound for each action, and no policy could learn from that."
+    low, high = np.array([5, -np.inf, 0, -3, -np.inf, 4]), np.array([np.inf, -3, np.inf, np.inf, np.inf, 4])
+    mean, log_std = GaussianHead(8, (6,), low, high)(torch.zeros(8))
+    assert mean.tolist() == [5, -3, 0, 0, 0, 4] and log_std.tolist() == [0] * 6
+
+
 def test_scaled_density_is_that_of_the_action():
     "For a Box that is ten times as wide, the density of a policy is a tenth."
     x, z = torch.randn(6, 8), torch.randn(6, 2)

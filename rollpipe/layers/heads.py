@@ -37,11 +37,11 @@ class LogitsHead(nn.Module):
 
 # %% ../../nbs/layers/06_heads.ipynb #341c2af2
 def center_and_half_range(shape: tuple, low: Any = None, high: Any = None) -> tuple[Tensor, Tensor]:
-    "Float32 tensors of `shape`: the middle and half the width of `[low, high]`, or 0 and 1 where a bound is not finite."
+    "Float32 tensors of `shape`: the middle and half the width of `[low, high]`. Without two finite bounds: its number nearest to 0, and 1."
     low, high = (torch.as_tensor(default if bound is None else bound, dtype=torch.float32).expand(shape)
                  for bound, default in ((low, -torch.inf), (high, torch.inf)))
     bounded = torch.isfinite(high - low) & (high > low)      # also False for the largest floats, because their difference overflows
-    return torch.where(bounded, low / 2 + high / 2, 0.), torch.where(bounded, (high - low) / 2, 1.)
+    return torch.where(bounded, low / 2 + high / 2, torch.zeros(shape).clamp(low, high)), torch.where(bounded, (high - low) / 2, 1.)
 
 # %% ../../nbs/layers/06_heads.ipynb #230453da
 class ClampedStd(nn.Module):

@@ -51,7 +51,7 @@ class BatchRenorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.learns: return torch.addcmul(self.bias, x - self.mean, self.weight * (self.var + self.eps).rsqrt())
-        n = x.numel() // self.mean.numel()
+        n = x.numel() // max(self.mean.numel(), 1)     # an observation may have no number
         mean = x.sum_to_size(self.mean.shape) / n
         centred = x - mean
         var = centred.square().sum_to_size(self.mean.shape) / n
