@@ -39,6 +39,18 @@ def test_the_first_cell_of_a_notebook_shows_a_picture(run):
     assert "image/png" in done.stdout and "PNG" in done.stdout
 
 
+def test_the_band_is_the_deviation_that_a_report_gives(tmp_path):
+    "That of a sample. The band was that of a population, which is narrower: 0.82 in place of 1 for 1, 2, 3."
+    for seed in range(3):
+        (folder := tmp_path/f"seed{seed}").mkdir()
+        (folder/"config.json").write_text(json.dumps(dict(algorithm="trpo", env="Toy", seed=seed, options={})))
+        (folder/"metrics.jsonl").write_text("".join(f'{{"steps": {n}, "return_mean": {seed + 1}}}\n' for n in (1, 2)))
+    band, = learning_curve(sorted(tmp_path.iterdir()), band="std").axes[0].collections
+    y = band.get_paths()[0].vertices[:, 1]
+    assert (y.min(), y.max()) == pytest.approx((1, 3))
+    assert not learning_curve(folder, band="std").axes[0].collections
+
+
 def test_a_curve_can_be_pickled(run):
     assert pickle.loads(pickle.dumps(learning_curve(run)))._repr_png_()[:4] == b"\x89PNG"
 

@@ -131,7 +131,7 @@ def _curve(folder: Path, x: str, y: str, window: int) -> tuple:
 def _draw_group(axes: Any, curves: list, label: str, color: str, band: str) -> None:
     "Draw the mean of curves and, if there are several, their band."
     xs, ys = align(curves)
-    middle, spread = ys.mean(0), ys.std(0)
+    middle, spread = ys.mean(0), ys.std(0, ddof=min(len(curves) - 1, 1))
     low, high = (ys.min(0), ys.max(0)) if band == "range" else (middle - spread, middle + spread)
     if len(curves) > 1:
         axes.fill_between(xs, low, high, color=color, alpha=.2, linewidth=0)
