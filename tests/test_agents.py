@@ -165,6 +165,16 @@ def test_what_is_missing_is_named(cls):
     assert all(torch.equal(p, q) for p, q in zip(before, weights(agent))) and version_of(actor) == 0
 
 
+@pytest.mark.parametrize('cls', ALL)
+def test_a_policy_with_memory_needs_the_memory_that_acted(cls):
+    "Steps of a recording come without it. They ended as `'tuple' object has no attribute 'unbind'`."
+    actor, critic = networks(memory=True)
+    agent, f = make(cls, actor, critic), next(batches(cls, 'CartPole-v1', actor, critic))
+    for hx in ((), None):
+        with pytest.raises(DataError, match="hx: the memory of the policy that acted is not known"): agent.update(f._replace(hx=hx))
+    agent.update(f)
+
+
 def with_value(batch, what, value):
     "The batch with `value` in one row that counts."
     t, b = batch.valid.nonzero()[0].tolist()

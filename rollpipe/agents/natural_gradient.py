@@ -16,6 +16,7 @@ from .critics import check_apart
 from .gradient_learner import Adam
 from .learner import Learner
 from .losses import with_standardized_adv
+from .policy_replay import check_memory_known
 from .linearization import Linearization, fisher_product, in_row_blocks, score_layers, score_preconditioner
 from .shared_options import ScaledAdvantages, integer, number
 from .trust_region import CGResult, conjugate_gradients
@@ -176,6 +177,7 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
 
     def improve(self, batch: Fragment) -> tuple:
         "Update the policy. Returns `(metrics, old, rows)`, from which `report` makes the metrics."
+        check_memory_known(batch, self.actor)
         rows = policy_rows(with_standardized_adv(batch, self.normalize_adv))
         return *self.take_step(rows), rows
 

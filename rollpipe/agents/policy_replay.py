@@ -18,8 +18,8 @@ from ..pipes.data.errors import DataError, describe
 from ..pipes.graph.modules import version_of
 
 # %% auto #0
-__all__ = ['approx_kl', 'lag_of', 'lane_restarts', 'PolicyReplay', 'check_logp', 'check_segments', 'replay_recorded',
-           'replay_policy']
+__all__ = ['approx_kl', 'lag_of', 'lane_restarts', 'PolicyReplay', 'check_logp', 'check_segments', 'check_memory_known',
+           'replay_recorded', 'replay_policy']
 
 # %% ../../nbs/agents/05_policy_replay.ipynb #432a39e0
 def approx_kl(logp: Tensor, logp_old: Tensor) -> Tensor:
@@ -86,6 +86,13 @@ def check_segments(fragment: Fragment) -> None:
     raise DataError("a memory learns nothing from single steps", leaf='length', expected="samples of 2 steps or more", got="1")
 
 
+def check_memory_known(fragment: Fragment, actor: Any) -> None:
+    "Raise `DataError` for a policy with memory, if the fragment lacks its recurrent state. The policy that acted had one."
+    if nested.leaves(fragment.hx) or not isinstance(actor, RecurrentTorso): return
+    raise DataError("the memory of the policy that acted is not known", leaf='hx', expected="its recurrent state at row 0",
+                    got=describe(fragment.hx))
+
+
 def replay_recorded(fragment: Fragment, actor: Any) -> dict:
     """The actor's report for recorded steps, leaves `[T, B, ...]`, with gradients. A memory that was not recorded begins empty at row 0.
 
@@ -104,7 +111,7 @@ def replay_recorded(fragment: Fragment, actor: Any) -> dict:
 def replay_policy(fragment: Fragment, actor: Any) -> PolicyReplay:
     """Replay the valid steps with the present weights.
 
-    Raises `DataError` if log-probabilities are missing or have another shape, or no row is valid.
+    Raises `DataError` if log-probabilities are missing or have another shape, no row is valid, or the memory is not known.
 
     Args:
         fragment: its `actor` has `logp` float32 [T+1, B]
@@ -115,6 +122,7 @@ def replay_policy(fragment: Fragment, actor: Any) -> PolicyReplay:
         raise DataError("the loss needs the log-probabilities of the policy that acted", leaf="actor['logp']",
                         expected="float32 [T+1, B]", got=f"leaves {nested.paths(recorded, 'actor')}")
     if not valid.numel(): raise DataError("no valid row in the fragment", leaf='valid')
+    check_memory_known(fragment, actor)
     where = None if valid.all() else valid
     info, logp_old = actor.replay(fragment if where is None else fill_invalid(fragment)), recorded['logp'][:-1]
     for leaf, x in (("replay(fragment)['logp']", info['logp']), ("actor['logp']", logp_old)): check_logp(x, valid, leaf)
