@@ -142,7 +142,7 @@ def _check_reset(report: Report, trial: _Trial, used: Any, other: Any, B: int) -
         report.check(ACTOR_RESET_FORGETS, same(column(new, b), column(new_too, b)), "two pasts gave two memories")
 
 
-def _check_batch(report: Report, trial: _Trial, state: State, hx: Any, T: int, B: int, tolerance: float = 1e-4) -> None:
+def _check_batch(report: Report, trial: _Trial, state: State, hx: Any, T: int, B: int) -> None:
     "Check that the answer does not depend on how states are batched."
     noise, cut = trial.noise((T, B), 6), lambda tree, t, b: nested.map(lambda x: x[t:t + 1, b:b + 1], tree)
     row = nested.getitem(state, slice(0, 1))
@@ -150,7 +150,7 @@ def _check_batch(report: Report, trial: _Trial, state: State, hx: Any, T: int, B
     for b in range(B):
         one = slice(None), slice(b, b + 1)
         alone = trial.step(cut(state, 0, b), nested.getitem(hx, one), noise=cut(noise, 0, b))
-        report.check(ACTOR_COLUMNS, same(alone, nested.getitem(whole, one), tolerance),
+        report.check(ACTOR_COLUMNS, same(alone, nested.getitem(whole, one), 1e-4),
                      f"environment {b} gets another answer alone than among {B}")
     acts, infos, memory = [], [], hx
     for t in range(T):
@@ -160,7 +160,7 @@ def _check_batch(report: Report, trial: _Trial, state: State, hx: Any, T: int, B
         infos.append(snapshot(info))
     act, last, info = trial.step(state, hx, noise=noise)
     for name, x, y in (('act', act, nested.cat(acts)), ('info', info, nested.cat(infos)), ('hx', last, memory)):
-        report.check(ACTOR_REPLAY, same(x, y, tolerance), f"{name} differs")
+        report.check(ACTOR_REPLAY, same(x, y, 1e-4), f"{name} differs")
 
 # %% ../../nbs/testing/02_actor_rules.ipynb #26706040
 def check_actor(actor: Any, env: Any, *, n_steps: int = 6, n_envs: int = 3, seed: int = 0, raises: bool = True) -> list:

@@ -38,9 +38,9 @@ def digest(*parts: Any) -> str:
     return found.hexdigest()
 
 
-def short(text: str, width: int = 80) -> str:
+def short(text: str) -> str:
     "A text as it is, or its beginning and a hash of it all."
-    return text if len(text) <= width else f"{text[:width - 20]}... {digest(text)}"
+    return text if len(text) <= 80 else f"{text[:60]}... {digest(text)}"
 
 
 def array_text(x: Any) -> str:

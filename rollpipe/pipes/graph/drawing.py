@@ -59,14 +59,14 @@ def _layers(edges):
     return layers, level
 
 # %% ../../../nbs/pipes/02_graph/01_drawing.ipynb #e45338d8
-def _centres(layers, width, gap=24):
+def _centres(layers, width):
     "The horizontal centre of every slot. If there is room, a slot stands above the slots that it feeds, in the order of the inputs."
     centre = {}
     for layer in layers:
         goal = {o: sum(centre[f] for f in feeds) / len(feeds) if feeds else 0. for o, feeds in layer.items()}
         edge, row = None, sorted(layer, key=lambda o: (goal[o], o[0]))
         for o in row:
-            centre[o] = goal[o] if edge is None else max(goal[o], edge + gap + width(o) / 2)
+            centre[o] = goal[o] if edge is None else max(goal[o], edge + 24 + width(o) / 2)
             edge = centre[o] + width(o) / 2
         shift = sum(goal[o] - centre[o] for o in row) / len(row)
         for o in row: centre[o] += shift

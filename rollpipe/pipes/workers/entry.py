@@ -81,10 +81,10 @@ def _keep_freed_memory():
     mallopt(-1, 2 ** 31 - 1)     # M_TRIM_THRESHOLD: never shrink the heap
 
 
-def _end_with_parent(every=0.3):
+def _end_with_parent():
     "Wait until the parent ends, and then end this process. The parent may be killed before it can send a message."
     pid, sentinel = os.getppid(), multiprocessing.parent_process().sentinel
-    while os.getppid() == pid and not connection.wait([sentinel], every): pass
+    while os.getppid() == pid and not connection.wait([sentinel], 0.3): pass
     signal.setitimer(signal.ITIMER_REAL, 1)    # ends the process even if the interpreter shuts down and runs no threads
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(1)
