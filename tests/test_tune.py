@@ -1,6 +1,7 @@
 "`rollpipe tune`: the preset that it writes, what goes on after a kill, trials that fail, and what is refused."
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 from command_line import process
@@ -35,9 +36,9 @@ def curves(monkeypatch):
     return use
 
 
-def study(folder="tuning/ppo-CartPole-v1"):
+def study(folder=Path("tuning/ppo-CartPole-v1")):
     import optuna
-    storage = optuna.storages.RDBStorage(f"sqlite:///{folder}/study.db", engine_kwargs=connections())
+    storage = optuna.storages.RDBStorage("sqlite://", engine_kwargs=connections(folder/"study.db"))
     return optuna.load_study(study_name="rollpipe", storage=storage)
 
 
@@ -226,3 +227,12 @@ def test_the_seed_decides_what_is_tried(here):
         search = open_study(here/name, {}, seed, 1)
         return [Range(1e-4, 1.).ask(search.ask(), "lr") for _ in range(3)]
     assert tried("a", 1) == tried("b", 1) != tried("c", 2)
+
+
+@pytest.mark.parametrize("name", ["what?", "a{b}", "50%25", "a#b"])
+def test_the_name_of_a_folder_is_no_address(here, name):
+    "`what?/study.db` was the file `what`, and the folder `a{b}` was refused."
+    (here/name).mkdir()
+    open_study(here/name, {}, 1, 1).ask()
+    assert [*here.iterdir()] == [here/name] and [*(here/name).iterdir()] == [here/name/"study.db"]
+    assert len(study(here/name).trials) == 1

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -32,10 +34,10 @@ def import_optuna() -> Any:
 FILE = "study.db"
 
 
-def connections() -> dict:
-    "Options for Optuna's engine: a connection waits for other processes, and is closed after its use."
+def connections(path: Path) -> dict:
+    "Options for Optuna's engine: a connection to the file waits for other processes, and is closed after its use."
     from sqlalchemy.pool import NullPool
-    return dict(connect_args=dict(timeout=60), poolclass=NullPool)
+    return dict(creator=partial(sqlite3.connect, path.absolute(), timeout=60), poolclass=NullPool)
 
 
 def open_study(folder: Path, settings: dict, seed: int, n: int) -> Any:
@@ -51,7 +53,7 @@ def open_study(folder: Path, settings: dict, seed: int, n: int) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            storage = optuna.storages.RDBStorage(f"sqlite:///{path}", engine_kwargs=connections())
+            storage = optuna.storages.RDBStorage("sqlite://", engine_kwargs=connections(path))     # in an address, "?" has a meaning
             pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=n)
             study = optuna.create_study(storage=storage, study_name="rollpipe", direction="maximize", load_if_exists=True, pruner=pruner)
             known = study.user_attrs.get("settings")
