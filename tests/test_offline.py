@@ -35,6 +35,7 @@ from rollpipe.pipes.recording.replayer import Replayer
 from rollpipe.pipes.replay.memory import Sample
 from rollpipe.runs import load_agent
 from rollpipe.runs.folder import load_run, resume, start
+from rollpipe.runs.fork import fork
 from rollpipe.runs.logs import read_metrics
 from rollpipe.runs.training import train
 from rollpipe.settings.config import make_config
@@ -371,6 +372,21 @@ def test_a_run_from_data_goes_on_exactly_and_its_policy_needs_no_data(algorithm,
     shutil.rmtree(data)
     assert len(evaluate(env, load_agent(tmp_path/'whole').actor, 2, seed=0).returns) == 2
     with pytest.raises(DataError, match='no recording here'): train(resume(tmp_path/'whole', steps=640), progress=False, tensorboard=False)
+
+
+def test_a_fork_goes_on_with_data_that_were_moved_and_with_no_others(tmp_path):
+    def went_on(folder):
+        train(resume(folder, steps=320), progress=False, tensorboard=False)
+        return snapshot(load_run(folder).agent_state)
+    data = recorded(tmp_path/'data', 'CartPole-v1')
+    config = make_config('bc', 'CartPole-v1', dict(data=str(data), batch_size=32, hidden=(8,)), steps=160)
+    train(start(tmp_path/'run', config), progress=False, tensorboard=False)
+    shutil.copytree(tmp_path/'run', tmp_path/'whole')
+    whole, moved = went_on(tmp_path/'whole'), data.rename(tmp_path/'elsewhere')
+    assert_same(whole, went_on(fork(tmp_path/'run', tmp_path/'fork', data=str(moved), steps=320)))
+    other = recorded(tmp_path/'other', 'CartPole-v1', n=5)
+    with pytest.raises(CheckpointError, match='not those that the stream began with'):
+        went_on(fork(tmp_path/'run', tmp_path/'wrong', data=str(other), steps=320))
 
 
 def test_a_run_learns_from_the_recording_of_another_run(tmp_path):

@@ -92,13 +92,14 @@ def options_in(words: Iterable, run: str | Path, several: bool = False) -> dict:
     return found
 
 
-def changed_run(who: str, found: Checkpoint, options: dict) -> tuple[Checkpoint, dict]:
+def changed_run(who: str, found: Checkpoint, options: dict, moves: bool = False) -> tuple[Checkpoint, dict]:
     """The checkpoint of a run with other options, and those that are others. Raises `DataError` for one that does not fit its state.
 
     Args:
         who: the run, for messages
         found: its checkpoint
         options: name -> value, of the algorithm or of the run
+        moves: whether its `data` may be elsewhere; the stream compares what they hold when it goes on
     """
     config, of_run = found.config, [x for x in RUN_OPTIONS if x.name != "preset"]
     options = json.loads(json.dumps(checked(options, [*options_for(config["algorithm"]), *of_run], who)))
@@ -114,7 +115,9 @@ def changed_run(who: str, found: Checkpoint, options: dict) -> tuple[Checkpoint,
         try:
             if why := _refusal(before, after): raise DataError(why)
             if (now := ordering(config)) != (then := ordering(found.config)): raise DataError(f"the stream of {now}, and not of {then}")
-            if name in config["options"] and not before.prints.differs(after.prints): raise DataError("it changes nothing in this run")
+            is_moved = moves and name == "data"
+            if name in config["options"] and not (is_moved or before.prints.differs(after.prints)):
+                raise DataError("it changes nothing in this run")
             state = _changed(state, before.state, after.state)
         except DataError as e:
             raise DataError(f"{who} cannot have another {name}", leaf=name, got=str(e),

@@ -173,7 +173,7 @@ def fork(run: str | Path, out: str | Path, at: int | None = None, edits: Iterabl
         if new_episodes: found = found._replace(stream=None, config=with_exactness(found.config, build(found.config)[1]))
         # the steps of the run, also if it was extended since; the edits that it makes again are not those of the fork
         found = found._replace(config={**found.config, "steps": steps_after(folder, found.config), "due": []})
-        found, changed = changed_run(f"a fork of {folder}", _with_noise(found, folder, noise), options)
+        found, changed = changed_run(f"a fork of {folder}", _with_noise(found, folder, noise), options, moves=True)
         rules = ENDLESS if found.config.get("stopped") else {}     # they would stop the fork at once, as they stopped the run
         more = {name: x for name, x in dict(noise=noise, new_episodes=new_episodes).items() if x}
         origin = {"run": str(folder), "at": at, "set": changed, **more}
