@@ -133,7 +133,8 @@ def pack(run: str | Path, out: str | Path | None = None, best: bool = False, epi
     found, folder = load_run(run, best), folder_of(run)
     out = Path(out or folder/"pack")
     there = {path.name for path in out.glob("*")}
-    is_other = there and not {*PACK_FILES[:2]} <= there and out != folder/"pack"      # such as a run that has just begun, or a README alone
+    # Other files are a run that has just begun, for example, or a README alone.
+    is_other = there and not {"README.md", "checkpoint.safetensors"} <= there and out != folder/"pack"
     if others := sorted(there if is_other or out.resolve() == folder.resolve() else there - {*PACK_FILES}):
         raise DataError(f"{out} has other files", expected="a new folder, or one that `rollpipe pack` has written", got=others[0])
     agent, pipe = restore(for_policy(found), device="cpu")
