@@ -40,6 +40,11 @@ def test_categorical_agrees_with_torch(lead, n, start, seed):
     assert torch.equal(dist.mode(p), p.argmax(-1) + start)
 
 
+def test_actions_of_one_byte():
+    params = torch.randn(200, generator=generator(0))
+    assert Categorical(200, -100).log_prob(params, torch.tensor(99, dtype=torch.int8)) == params.log_softmax(-1)[199]
+
+
 @fast
 @given(lead=leads, shape=st.lists(st.integers(1, 3), max_size=2).map(tuple), seed=st.integers(0, 99))
 def test_gaussian_agrees_with_torch(lead, shape, seed):

@@ -56,6 +56,8 @@ def test_rows_of_a_fragment_made_of_steps(f):
 @pytest.mark.parametrize("wrong, leaf", [
     (dict(act=torch.zeros(2, 2)), r"leaf act: .*\[T, B\] = \[3, 2\]"),
     (dict(obs=dict(x=torch.zeros(3, 2))), r"leaf obs\['x'\]: .*\[T\+1, B\]"),
+    (dict(terminated=torch.zeros(3, 2, dtype=torch.uint8)), r"leaf terminated: wrong dtype. Expected bool \[T, B\], got uint8"),
+    (dict(truncated=np.zeros((3, 2))), "leaf truncated: wrong dtype"), (dict(valid=torch.ones(3, 2)), "leaf valid: wrong dtype"),
     (dict(terminated=torch.zeros(3, 1, dtype=bool)), "leaf terminated"), (dict(truncated=torch.zeros(1, 2, dtype=bool)), "leaf truncated"),
     (dict(actor=dict(logp=torch.zeros(3, 2))), r"leaf actor\['logp'\]"), (dict(env=dict(x=torch.zeros(4, 2))), r"leaf env\['x'\]"),
     (dict(adv=torch.zeros(4, 2)), "leaf adv"), (dict(version=torch.zeros(3)), r"leaf version: .*\[B\] = \[2\]"),

@@ -136,7 +136,7 @@ def test_edits_are_a_list(make, edits):
 
 
 def test_an_integer_may_be_one_of_numpy():
-    pipe = rollouts(Counting, Plain(), n_envs=2, n_steps=np.int64(4), lanes=np.int32(2))
+    pipe = rollouts(Counting, Plain(), n_envs=np.int64(2), n_steps=np.int64(4), lanes=np.int32(2))
     assert type(find_one(pipe, FragmentCollector).n_steps) is int and next(iter(pipe)).valid.shape == (4, 4)
     with pytest.raises(DataError, match="an integer n_steps"): rollouts(Counting, Plain(), n_steps=np.bool_(True))
 

@@ -461,6 +461,13 @@ def test_edits_of_the_recipe():
     assert item.fresh.n_envs == 8 and [x.fragment.n_envs for x in item.samples] == [9] and item.memory.capacity == 64
 
 
+def test_sizes_may_be_integers_of_numpy():
+    pipe = FragmentCollector(EnvStepper(Counting, Plain()), 4)
+    sizes = dict(capacity=np.int32(100), batch_size=np.int64(3), warmup=np.uint8(4), length=np.int16(2))
+    item = next(iter(replay := Replay(pipe, prioritized=True, **sizes)))
+    assert [x.fragment.valid.shape for x in item.samples] == [(2, 3)] and {type(getattr(replay, name)) for name in sizes} == {int}
+
+
 # --- mistakes
 
 @pytest.mark.parametrize("kwargs, text", [

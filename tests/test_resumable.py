@@ -285,6 +285,18 @@ def test_lanes_that_have_ended(service):
     with pytest.raises(StopIteration): part(ending, 2, 8, state, SERVICES[service](), lanes=3)
 
 
+@pytest.mark.parametrize("k", [2, 8])
+def test_lanes_whose_end_was_collected_ahead(k):
+    "A lane that has ended does not begin anew. After 8 items, all lanes have ended, and one item waits."
+    ahead = partial(ProcessReading, 1, lag=3)
+    whole, _ = part(ending, 9, service=ahead(), lanes=3)
+    first, state = part(ending, k, service=ahead(), lanes=3)
+    assert_same(whole, first + part(ending, 9 - k, k, state, ahead(), lanes=3)[0])
+    for service in (ahead(), None):
+        assert len(part(ending, 9 - k, k, state, service, lanes=3)[0]) == 9 - k
+        with pytest.raises(StopIteration): part(ending, 10 - k, k, state, service, lanes=3)
+
+
 def test_sinks_of_taps():
     "A sink with a state of its own goes on, and any other function sees each item once."
     seen, metrics = [], []

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gymnasium.spaces import Box, Dict, MultiBinary, MultiDiscrete, Tuple
 from reference import apply, assert_same, snapshot
-from toys import Constant, Counting, Ledger, Lively, Memory, Nested, NestedMemory, Noted, Plain, Shaky
+from toys import Constant, Counting, Ledger, Lively, Memory, Nested, NestedMemory, Noted, Plain, Shaky, Stepped
 
 from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy
 from rollpipe.pipes import EnvStepper, FragmentCollector, FragmentStacker, Lanes, ProcessReading
@@ -17,6 +17,7 @@ from rollpipe.pipes.envs.rows import Rows
 from rollpipe.pipes.graph.modules import bump_version
 from rollpipe.pipes.data.nested import leaves
 from rollpipe.pipes.graph.torchdata import DataLoader2
+from rollpipe.pipes.steps import Steps
 
 
 def f32(*x): return np.array(x, np.float32)
@@ -278,6 +279,22 @@ def test_zero_dimensional_and_mixed_observations():
     tick = ticks(Careless, NestedMemory(), 1, 2)[0]
     assert tick.next.obs["exact"].dtype == np.float64 and tick.next.obs["exact"].shape == (2,)
     assert tick.next.obs["place"].dtype == np.float32 and tick.next.obs["pair"][0].tolist() == [3, 3]
+
+
+class Deep(Stepped):
+    "Integers with which torch hardly computes."
+    observation_space = Dict(depth=Box(0, 65535, (2,), np.uint16), step=MultiDiscrete([9], dtype=np.uint64))
+    action_space = gym.spaces.Discrete(2)
+    def look(self): return dict(depth=np.full(2, 60_000 + self.count, np.uint16), step=np.array([self.count], np.uint64))
+    def ends(self): return False, self.count == 3
+
+
+def test_unsigned_integers_of_many_bits():
+    policy = CategoricalPolicy.for_env((Deep.observation_space, Deep.action_space))
+    steps = list(islice(Steps(FragmentCollector(EnvStepper(Deep, policy), 4)), 8))
+    assert [x.next_state["step"].item() for x in steps] == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert [x.next_state["depth"].tolist() for x in steps] == [[60_000 + n] * 2 for n in (1, 2, 3, 1, 2, 3, 1, 2)]
+    assert policy.predict(Deep.observation_space.sample())[0] in (0, 1)
 
 
 def test_buttons():

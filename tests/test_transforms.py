@@ -320,7 +320,9 @@ LAZY = {
     "pairs": lambda x: x[torch.tensor([[0, 1], [1, 2]]), torch.tensor([0, 2])], "rows and columns": lambda x: x[1:3, 0],
     "new": lambda x: x[None], "mask of both": lambda x: x[torch.arange(15).view(5, 3) % 2 == 0],
     "join": lambda x: torch.cat([x, x[:, :2]], 1), "join rows": lambda x: torch.cat([x, x]), "clone": lambda x: x.clone(),
-    "detach": lambda x: x.detach(), "move": lambda x: x.to("cpu"),
+    "detach": lambda x: x.detach(), "move": lambda x: x.to("cpu"), "new from the end": lambda x: x.unsqueeze(-5),
+    "rows from the end": lambda x: x.narrow(-5, 1, 3), "column from the end": lambda x: x.select(-4, 2),
+    "join from the end": lambda x: torch.cat([x, x], -5), "join of three from the end": lambda x: torch.cat([x[None], x[None]], -4),
 }
 DENSE = {
     "float": lambda x: x.float(), "sum": lambda x: x.sum(), "arithmetic": lambda x: 2 * x + 1, "one frame": lambda x: x[:, :, 1],
@@ -329,7 +331,8 @@ DENSE = {
     "frames of all": lambda x: x[0, 1, torch.tensor([0, 1])],
     "join with plain": lambda x: torch.cat([x, x.dense() if isinstance(x, Stacks) else x]),
     "join stacks": lambda x: torch.cat([x, x], 2), "stack": lambda x: torch.stack([x, x]), "divide": lambda x: x / 255,
-    "long": lambda x: x.to(torch.int64), "split": lambda x: x.split(2)[0],
+    "long": lambda x: x.to(torch.int64), "split": lambda x: x.split(2)[0], "new before the stack": lambda x: x.unsqueeze(-4),
+    "new at the front, from the end": lambda x: x[0, 0].unsqueeze(-4), "one frame from the end": lambda x: x.select(-3, 1),
 }
 
 

@@ -48,8 +48,8 @@ class Categorical:
 
     def log_prob(self, params: Tensor, act: Tensor) -> Tensor:
         "Log-probabilities of actions, `[*lead]`."
-        if self.start: act = act - self.start
         if act.dtype is not torch.int64: act = act.long()
+        if self.start: act = act - self.start
         return params.log_softmax(-1).gather(-1, act.unsqueeze(-1)).squeeze(-1)
 
     def entropy(self, params: Tensor) -> Tensor:

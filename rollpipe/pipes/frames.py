@@ -73,11 +73,16 @@ class Stacks(torch.Tensor):
 aten = torch.ops.aten
 
 
+def _from_front(dim, n): return dim + n if dim < 0 else dim     # `rows` have fewer dimensions, so that from their end it is another one
+
+
 def _index_rows(func, x, *args, **kwargs):
     "Apply an operation on the leading dimensions to `rows` only."
     lead = x.rows.ndim - 1
     if func is aten.index.Tensor: inside = sum(1 if i is None or i.dtype != torch.bool else i.ndim for i in args[0]) <= lead
-    else: inside = (args[0] if args else 0) % x.ndim < lead
+    else:
+        dim = _from_front(args[0] if args else 0, x.ndim + (func is aten.unsqueeze.default))
+        inside, args = 0 <= dim < lead, (dim, *args[1:])
     return Stacks(x.frames, x.past, func(x.rows, *args, **kwargs)) if inside else None
 
 
@@ -95,7 +100,8 @@ def _record(func, x, stream):
 
 def _join_parts(func, parts, dim=0):
     "Join stacks along a leading dimension: join their frames and pasts, and renumber the rows."
-    if not all(isinstance(x, Stacks) for x in parts) or dim % parts[0].ndim >= parts[0].rows.ndim - 1: return None
+    dim = _from_front(dim, parts[0].ndim)
+    if not all(isinstance(x, Stacks) for x in parts) or not 0 <= dim < parts[0].rows.ndim - 1: return None
     first, rows = 0, []
     later = sum(len(x.past) for x in parts)
     for x in parts:

@@ -114,8 +114,8 @@ class LaneStates:
 
     def beginning(self) -> dict:
         """The state with which an iteration begins: `root`; the lanes in `turn`; `n`, the items so far; `lanes`, number -> state, or None
-        for one that has not begun; and `pending`, the items that were collected ahead. Raises `CheckpointError` if it was restored and has
-        other lanes.
+        for one that has not begun; and `pending`, the items that were collected ahead, with None for the end of a lane. Raises
+        `CheckpointError` if it was restored and has other lanes.
         """
         state, self.restored = self.restored, None
         own = self.own_lanes()
@@ -228,8 +228,11 @@ class Lanes(Divided, LaneStates, Seeded, Pipe):
         turn = now.turn
         try:
             while now.pending:
+                lane, item = now.pending.popleft()
+                if item is None and lane in turn: turn.remove(lane)
+                if item is None: continue
                 now.n += 1
-                yield restore(now.pending.popleft()[1])
+                yield restore(item)
             while turn:
                 lane = turn.popleft()
                 _, items, states = lanes[lane]

@@ -163,8 +163,10 @@ class Tick(NamedTuple):
     source: TickSource
 
 # %% ../../../nbs/pipes/00_data/02_fragment.ipynb #e3c00ae6
-def _flags(like, x, default):
-    return torch.full_like(like, default, dtype=torch.bool) if x is None else torch.as_tensor(x)
+def _flags(like, name, x, default=False):
+    x = torch.full_like(like, default, dtype=torch.bool) if x is None else torch.as_tensor(x)
+    if x.dtype is torch.bool: return x
+    raise DataError("wrong dtype", pipe='Fragment.from_steps', leaf=name, expected="bool [T, B]", got=describe(x))
 
 
 def _history(first, obs, act, rew, end) -> State:
@@ -205,7 +207,7 @@ def from_steps(obs: Any, act: Any, rew: Tensor, terminated: Any = None, truncate
                lane: Any = None, seq: Any = None, version: Any = None, restarts: Any = None) -> 'Fragment':
     """Make a `Fragment`. The action and reward before row 0 are zero. Row 0 begins an episode where `stepno` is 0.
 
-    Raises `DataError` if an argument has the wrong shape, or if the last observation of a truncated episode is missing.
+    Raises `DataError` if an argument has the wrong shape, a mask is not bool, or the last observation of a truncated episode is missing.
 
     Args:
         obs: [T+1, B, ...]: the observations; where an episode ended, the first one of the next episode
@@ -227,7 +229,8 @@ def from_steps(obs: Any, act: Any, rew: Tensor, terminated: Any = None, truncate
         version: int64 [B]: version of the weights that collected the column
         restarts: int64 [B]: how often the lane was lost with its worker and began anew; None: never
     """
-    valid, terminated, truncated = _flags(rew, valid, True), _flags(rew, terminated, False), _flags(rew, truncated, False)
+    valid, terminated = _flags(rew, 'valid', valid, True), _flags(rew, 'terminated', terminated)
+    truncated = _flags(rew, 'truncated', truncated)
     actor, env = {} if actor is None else actor, {} if env is None else env
     columns = dict(lane=lane, seq=seq, version=version, restarts=restarts)
     _check_shapes(rew.shape, rows=dict(obs=obs, actor=actor), columns=columns, steps=dict(

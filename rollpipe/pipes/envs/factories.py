@@ -141,12 +141,12 @@ def env_factories(source: Any, n_envs: int | None = None, env_kwargs: dict | Non
     if not _is_count(n_envs) or not sources or n_envs % len(sources):
         expected = f"a positive multiple of {len(sources)}" if len(sources) > 1 else "a positive integer and at least one source"
         raise EnvError("wrong number of environments", expected=f"n_envs: {expected}", got=f"n_envs={n_envs!r}, {len(sources)} sources")
-    check_memory(f'n_envs={n_envs:,}', n_envs * LEAST_BYTES)
+    check_memory(f'n_envs={n_envs:,}', int(n_envs) * LEAST_BYTES)
     made = [s if isinstance(s, EnvFactory) and not env_kwargs else EnvFactory(s, env_kwargs) for s in sources]
-    return made * (n_envs // len(sources))
+    return made * (int(n_envs) // len(sources))
 
 
-def _is_count(n): return isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= sys.maxsize
+def _is_count(n): return isinstance(n, (int, np.integer)) and not isinstance(n, bool) and 1 <= int(n) <= sys.maxsize
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #c3cf4603
 class VectorFactory:
@@ -169,7 +169,7 @@ class VectorFactory:
         if not _is_count(n_envs):
             raise EnvError("wrong number of environments", expected="n_envs: a positive integer", got=f"n_envs={n_envs!r}")
         self.name = env_id if vector == 'envpool' else check_id(env_id)
-        self.n_envs, self.vector, self.env_kwargs = n_envs, vector, dict(env_kwargs or {})
+        self.n_envs, self.vector, self.env_kwargs = int(n_envs), vector, dict(env_kwargs or {})
 
     def __call__(self, seed: int | None = None) -> Any:
         kwargs, wrappers = wrappers_in(self.env_kwargs)
@@ -227,7 +227,7 @@ def _has_spaces(env): return not isinstance(env, type) and all(isinstance(getatt
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #50c57e23
 def space_spec(space: gym.Space, what: str = 'space') -> Any:
-    """A nested container of zero arrays (numpy) with the shapes and dtypes of `space`'s samples.
+    """Nested zero arrays (numpy) with the shapes and dtypes of `space`'s samples; int32 or int64 for uint16 to uint64, as torch needs it.
 
     Raises `SpaceError` naming the part of `what` that has no fixed-size array form (Text, Graph, Sequence, OneOf) or is empty.
 
@@ -244,7 +244,7 @@ def space_spec(space: gym.Space, what: str = 'space') -> Any:
     if not isinstance(space, (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiBinary, gym.spaces.MultiDiscrete)):
         raise SpaceError("this space has no fixed-size array form", leaf=what,
                          expected="Box, Discrete, MultiBinary, MultiDiscrete, or Dict and Tuple of them", got=str(space))
-    return np.zeros(space.shape or (), space.dtype)
+    return np.zeros(space.shape or (), dict(uint16='int32', uint32='int64', uint64='int64').get(space.dtype.name, space.dtype))
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #461008c9
 def env_seeds(seed: np.random.SeedSequence, n: int) -> list[tuple[int, int, int]]:

@@ -169,7 +169,8 @@ class ReplayMemory(KeptMemory):
     """
     def __init__(self, capacity: int, *, length: int = 1, prioritized: bool = False, alpha: float = 0.6, beta: float = 0.4,
                  zero_state: bool = False, seed: Any = None, path: Any = None, frames: int = 1):
-        for name, x in (('capacity', capacity), ('length', length), ('frames', frames)): check_integer(name, x, pipe=self)
+        numbers = ('capacity', capacity), ('length', length), ('frames', frames)
+        capacity, length, frames = (check_integer(name, x, pipe=self) for name, x in numbers)
         for name, x in (('alpha', alpha), ('beta', beta)): check_fraction(name, x, pipe=self)
         # With stacks, a segment begins with the steps of the earlier frames. Samples are without these steps.
         self.frames, self.span = frames, length + frames - 1

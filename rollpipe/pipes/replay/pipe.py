@@ -68,13 +68,13 @@ class Replay(Seeded, Pipe):
                  prioritized: bool = False, alpha: float = 0.6, beta: float = 0.4, zero_state: bool = False, path: Any = None,
                  seed: int | None = None, samples_per_step: float | None = None, frames: int = 1):
         super().__init__(pipe)
-        for name, x, least in (('batch_size', batch_size, 1), ('n_batches', n_batches, 0), ('warmup', warmup, 0)):
-            check_integer(name, x, least, pipe=self)
-        self.capacity, self.batch_size, self.n_batches, self.warmup, self.length = capacity, batch_size, n_batches, warmup, length
+        numbers = ('batch_size', batch_size, 1), ('n_batches', n_batches, 0), ('warmup', warmup, 0)
+        self.batch_size, self.n_batches, self.warmup = (check_integer(name, x, least, pipe=self) for name, x, least in numbers)
         self.prioritized, self.alpha, self.beta, self.zero_state, self.path = prioritized, alpha, beta, zero_state, path
-        self.seed, self.samples_per_step, self.frames = seed, samples_per_step, frames
+        self.seed, self.samples_per_step, self.frames, self.capacity, self.length = seed, samples_per_step, frames, capacity, length
         self._check_ratio()
-        self._new_memory()  # checks the arguments
+        memory = self._new_memory()  # checks the arguments
+        self.capacity, self.length, self.frames = memory.capacity, memory.length, memory.frames     # which may be integers of numpy
         self._check_samples(LEAST_BYTES)
         if warmup > capacity:
             raise DataError("sampling would never begin", pipe=self, expected=f"warmup <= capacity={capacity}", got=f"warmup={warmup}")

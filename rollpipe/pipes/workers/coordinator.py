@@ -122,7 +122,8 @@ class Coordinator:
         self.crew = crew = service.crew(seam)
         self.pool, self.members = crew.pool, crew.members
         self.schedule = LaneSchedule(len(lanes), seam.group_size, service.lag, service.order, crew.max_pending)
-        self.schedule.resume(self.state['turn'], self.state['n'], [(lane, (item,)) for lane, item in self.state['pending']])
+        self.schedule.resume(self.state['turn'], self.state['n'], self.state['pending'])
+        self.over = {lane for lane, item in self.state['pending'] if item is None}     # in a worker these lanes would begin anew
         crew.check(graphs.values())
         self.publisher, self.holder_indices = publisher_for(graphs, depth=4 if self.schedule.latest_weights else service.lag + 1)
         self.listener = Listener(self.schedule, self.pool, self.members, self.supervision, service, self.state['lanes'])
@@ -149,11 +150,11 @@ class Coordinator:
             while schedule.has_room() and pool.has_room(): self._send(schedule.request(pool.take()))
             while (request := schedule.next_done()) is None: self.listener.listen(self._restart)
             schedule.hand_out(request)
-            if request.destination is None: yield restore(*request.answer)     # an item of the resumed stream
-            elif request.ended: pool.give_back(request.destination[0])
-            else: yield self._read(request)
+            if request.destination is not None and request.ended: pool.give_back(request.destination[0])
+            elif not request.ended: yield restore(*request.answer) if request.destination is None else self._read(request)
 
     def _send(self, request):
+        if request.lane in self.over: return self.schedule.answer(request, (), ended=True)
         member = self.members[request.lane % len(self.members)]
         member.queued.append(request)
         member.send_queued(self.pool.states)
@@ -180,15 +181,15 @@ class Coordinator:
         "See `Lanes.beginning`. Raises `CheckpointError` if the lanes cannot tell their states."
         if self.unknown: raise CheckpointError("the lanes cannot tell their states", pipe=self.seam, got=self.unknown[0])
         self.settle()
-        pending = [(request.lane, request.answer[0] if request.destination is None else capture(self._copy(request)))
-                   for request in self.schedule.pending if not request.ended]
+        pending = [(request.lane, None if request.ended else self._captured(request)) for request in self.schedule.pending]
         if not self.tells: self._ask_states()
         lanes = dict(self.state['lanes'])
         return dict(root=self.state['root'], turn=list(self.schedule.turn), n=self.schedule.n_handed_out, lanes=lanes, pending=pending)
 
-    def _copy(self, request):
+    def _captured(self, request):
+        if request.destination is None: return request.answer[0]
         (slot, position), (_, item_format, _) = request.destination, request.answer
-        return self.pool.copy(slot, position, item_format)
+        return capture(self.pool.copy(slot, position, item_format))
 
     def _ask_states(self):
         for member in self.members:

@@ -63,12 +63,12 @@ class LaneSchedule:
         Args:
             turn: lanes that have not ended, the next one first
             n: number of items that were handed out
-            pending: `(lane, item)` of the items that were collected and not handed out, oldest first
+            pending: `(lane, item)` of the items that were collected and not handed out, oldest first; None: the lane has ended
         """
         self.turn, self.n_handed_out = deque(turn), n
         for lane, item in pending:
             self.pending.append(request := Request(lane, self.group, None))
-            self.answer(request, item)
+            self.answer(request, (item,), ended=item is None)
 
     def has_room(self) -> bool:
         "May another request be made? With a `lag`, only groups at most `lag` ahead are requested."
