@@ -9,6 +9,7 @@ import signal
 import tempfile
 import time
 from contextlib import ExitStack, suppress
+from functools import cache
 from pathlib import Path
 
 import forked  # noqa: F401  # before a test: says what the server imports that forks processes, and makes forks of the runs of experiments
@@ -95,6 +96,18 @@ seed_torch = torch.manual_seed if torch.cuda.is_available() else torch.default_g
 def seeds():
     "Every test starts from the same global random state, whatever ran before it."
     random.seed(0); np.random.seed(0); seed_torch(0)
+
+
+@pytest.fixture(scope="session")
+def functions_of_onnx():
+    "To write ONNX, torch reads the source of 500 functions, which takes it a second. Here it reads them once."
+    try: from torch.onnx._internal.exporter._registration import ONNXRegistry
+    except ImportError:     # an old torch, or one without onnxscript
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib)))
+        yield
 
 
 @pytest.fixture

@@ -353,6 +353,7 @@ def test_workers_change_nothing(n_workers):
     assert all(f.actor["logp"].isfinite().all() for f in plain)
 
 
+@pytest.mark.usefixtures("functions_of_onnx")
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("space", ["start", "dict"])
 def test_exported_policies_obey_the_mask(to, space, tmp_path):

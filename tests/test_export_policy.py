@@ -1,7 +1,6 @@
 "A trained policy, used without a pipeline: `predict` against the pipeline, and exported files against `predict`."
 import json
 import re
-from functools import cache
 from itertools import product
 
 import gymnasium as gym
@@ -26,6 +25,7 @@ from rollpipe.pipes.data.errors import ActorError, DataError
 from rollpipe.runs import load_agent
 
 N = np.float64
+pytestmark = pytest.mark.usefixtures("functions_of_onnx")
 
 
 class Odd(gym.Env):
@@ -189,18 +189,6 @@ def test_a_state_of_another_number_of_environments(name, before, now, text, begi
 def test_a_state_that_is_none(state):
     with pytest.raises(DataError, match="leaf state: .*Expected what the call for the step before returned, got"):
         ACTORS["gru"]("CartPole-v1").predict(THREE, state)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def functions_of_onnx():
-    "To write ONNX, torch reads the source of 500 functions, which takes it a second. Here it reads them once."
-    try: from torch.onnx._internal.exporter._registration import ONNXRegistry
-    except ImportError:     # an old torch, or one without onnxscript
-        yield
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib)))
-        yield
 
 
 EXPORTED = {**ACTORS, "q": lambda env: QPolicy.for_env(env, duelling=True, seed=0)}

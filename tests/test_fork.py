@@ -233,7 +233,7 @@ def test_updates_without_a_step_are_recorded_once(tmp_path):
     "They have the number of steps of the checkpoint before them. Vectors reset in a step that is no transition."
     options = dict(n_envs=1, n_steps=1, vector="vector_entry_point", warmup=8, capacity=64, batch_size=8, hidden=(8,))
     def config(steps): return make_config("dqn", "CartPole-v1", options, steps=steps, checkpoint_every=1, keep=99)
-    parent = start(tmp_path/"run", config(60))
+    parent = start(tmp_path/"run", config(32))
     train(parent, progress=False, tensorboard=False)
     records = read_records(parent.folder)
     at = next(int(x["updates"]) for x, y in zip(records, records[1:]) if x["steps"] == y["steps"])
@@ -380,7 +380,7 @@ def test_what_the_state_does_not_fit_is_refused_by_name(name, options, tmp_path)
     for option, x in options.items():
         assert x != {**parent.config, **parent.config["options"]}[option]
         with pytest.raises(DataError, match=f"leaf {option}: a fork of .* cannot have another {option}"):
-            fork(parent.folder, tmp_path/"fork", 8, **{option: x})
+            fork(parent.folder, tmp_path/"fork", **{option: x})
     assert os.listdir(tmp_path) == ["run"] and content(parent.folder) == before
 
 
@@ -388,23 +388,23 @@ def test_what_has_been_learned_since_is_refused(tmp_path):
     parent = trained(tmp_path/"run", "sac", 320)
     for name in ("first_temperature", "temperature"):
         with pytest.raises(DataError, match=f"leaf {name}: .*state.(log_temperature|descents) is what the run has made of it since"):
-            fork(parent.folder, tmp_path/"fork", 30, **{name: .5})
+            fork(parent.folder, tmp_path/"fork", **{name: .5})
     trpo = trained(tmp_path/"trpo", "trpo", 320)
-    with pytest.raises(DataError, match="leaf log_std: .*"): fork(trpo.folder, tmp_path/"fork", 5, log_std=.3)
+    with pytest.raises(DataError, match="leaf log_std: .*"): fork(trpo.folder, tmp_path/"fork", log_std=.3)
 
 
 def test_impossible_values_are_refused(tmp_path):
     parent = trained(tmp_path/"run", "ppo", 320)
     cases = {"there is no option 'max_kl'": dict(max_kl=.1), "Expected clip": dict(clips=.1), "leaf clip": dict(clip="a"),
-             "lr": dict(lr=-1.), "leaf steps: .* would be complete. Expected more than 256, got 100": dict(steps=100),
+             "lr": dict(lr=-1.), "leaf steps: .* would be complete. Expected more than 320, got 100": dict(steps=100),
              "decay_steps": dict(decay_steps=300), "workers": dict(workers=3), "checkpoint_every": dict(checkpoint_every=0),
              "eval_every": dict(eval_every="x"), "there is no option 'preset'": dict(preset="none")}
     for text, options in cases.items():
-        with pytest.raises(DataError, match=text): fork(parent.folder, tmp_path/"fork", 8, **options)
+        with pytest.raises(DataError, match=text): fork(parent.folder, tmp_path/"fork", **options)
     lanes = trained(tmp_path/"lanes", "dqn", 320, workers=2, lag=1)
     for options in (dict(lag=0), dict(workers=0), dict(order="ready")):
         with pytest.raises(DataError, match=f"leaf {next(iter(options))}: .*the stream of"):
-            fork(lanes.folder, tmp_path/"fork", 8, **options)
+            fork(lanes.folder, tmp_path/"fork", **options)
     assert sorted(os.listdir(tmp_path)) == ["lanes", "run"]
 
 
@@ -486,7 +486,7 @@ def test_what_appears_in_the_folder_meanwhile_stays(overwrite, text, tmp_path, m
 
 
 def test_a_kill_leaves_no_half_run(tmp_path):
-    parent = trained(tmp_path/"run", "dqn", 320)
+    parent = trained(tmp_path/"run", "dqn", 320, keep=9)     # a checkpoint of update 15 spares each fork 15 updates
     before = content(parent.folder)
     for n in range(1, 100):
         if not (pid := os.fork()): _die_in_the_fork(n, parent.folder, tmp_path/"fork")

@@ -535,6 +535,7 @@ def test_a_resumed_learner_takes_the_same_steps(algorithm, tmp_path):
         for x, y in zip(getattr(agent, name).state_dict().values(), getattr(again, name).state_dict().values()): assert torch.equal(x, y)
 
 
+@pytest.mark.usefixtures('functions_of_onnx')
 @each_algorithm
 @pytest.mark.parametrize('to', ['torchscript', 'onnx'])
 def test_export_and_engine(algorithm, to, tmp_path):

@@ -21,7 +21,8 @@ from rollpipe.tuning.spaces import Choice, space_for
 RECALL = "rollpipe.testing:Recall-v0"
 SMALL = dict(n_envs=4, n_steps=24, hidden=(8,), state_size=6)
 ON_POLICY = dict(SMALL, critic_hidden=(8,))
-CASES = dict(trpo=ON_POLICY, npg=ON_POLICY, reinforce=ON_POLICY, a2c=ON_POLICY, ppo=dict(ON_POLICY, minibatch=48), vtrace=ON_POLICY,
+CASES = dict(trpo=ON_POLICY, npg=ON_POLICY, reinforce=ON_POLICY, a2c=ON_POLICY, vtrace=ON_POLICY,
+             ppo=dict(ON_POLICY, minibatch=48, epochs=2),
              dqn=dict(SMALL, n_steps=8, length=8, burn_in=2, warmup=96, batch_size=4, capacity=960))
 OTHERS = {"qr_dqn", "sac", "crossq", "td3", "ddpg", "bc", "iql", "td3bc"}
 
@@ -61,7 +62,7 @@ def test_the_option_builds_the_networks_that_one_builds_in_python():
     made.load_state_dict(critic.state_dict())
     stream = on_policy(RECALL, own, made, n_envs=4, n_steps=24, seed=pipe.seed if hasattr(pipe, "seed") else 0)
     batch = next(iter(stream))
-    other = PPO(own, made, minibatch=48, seed=agent.seed)
+    other = PPO(own, made, minibatch=48, epochs=2, seed=agent.seed)
     told = [{k: x for k, x in learner.update(batch).items() if "seconds" not in k} for learner in (agent, other)]
     assert told[0] == told[1] and first_difference(actor.state_dict(), own.state_dict()) is None
     assert isinstance(build(config_for("dqn"))[0].actor, RecurrentQPolicy)

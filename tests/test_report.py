@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rollpipe.runs.evaluations import evaluation_seed, write_evaluations
 from rollpipe.pipes.data.errors import DataError
-from rollpipe.runs.plots import svg
+from rollpipe.runs.plots import CERTIFICATE, svg
 from rollpipe.results.bench import BENCH
 from rollpipe.results.collect import differing_options, read_results
 from rollpipe.results.curves import curve_of, draw_curves, draw_profiles, profile_of
@@ -465,12 +465,14 @@ OF_A_RUN = ["a-s0/config.json", "a-s0/evaluations.jsonl", "a-s0/metrics.jsonl"]
 
 @pytest.fixture
 def charts_once(monkeypatch):
-    "Pages whose charts are drawn again only where something in them has changed. Most damages are elsewhere."
+    "Pages whose charts are drawn again only where what they show has changed. Most damages are elsewhere."
     found, figures = {}, dict(curves=draw_curves, certificate=certificate)
 
     def drawn(results, name):
-        rows = [(row.label, row.env, row.threshold, row.published, [(run.seed, run.metrics) if name == "certificate" else
-                 (run.state, run.config.get("eval_every"), run.curve) for run in row.results]) for row in results.rows]
+        rows = [(row.label, row.env, [(run.seed, [run.metrics.get(x) for x in ("updates", *CERTIFICATE)]) for run in row.results])
+                if name == "certificate" else
+                (row.label, row.env, row.threshold, [(x.name, x.mean, x.of) for x in row.published],
+                 [(run.state, run.config.get("eval_every"), run.curve) for run in row.results]) for row in results.rows]
         if (key := (name, repr(rows))) not in found: found[key] = (figure := figures[name](results)) and svg(figure, name)
         return found[key] or ""
 

@@ -213,10 +213,10 @@ def comparable(value: Any, depth: int = 3, states: bool = False) -> Any:
         depth: number of levels to search in containers and objects
         states: include the states of random generators, also those in spaces
     """
+    if isinstance(value, (bool, int, float, complex, str, bytes, np.generic)): return type(value).__name__, repr(value)
     for kind, state in _STATES.items():
         if isinstance(value, kind): return state(value) if states else None
     if isinstance(value, gym.Space): return comparable(value._np_random, states=True) if states else None     # `np_random` would make one
-    if isinstance(value, (bool, int, float, complex, str, bytes, np.generic)): return type(value).__name__, repr(value)
     if depth == 0 or isinstance(value, _NOT_COMPARED) or inspect.isroutine(value): return None
     if isinstance(value, torch.Tensor): return comparable_tensor(value)
     if isinstance(value, np.ndarray): return str(value.dtype), value.shape, hash(value.tobytes()) if not value.dtype.hasobject else None
